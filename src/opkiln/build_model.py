@@ -73,6 +73,7 @@ class Toolchain(Record):
     shared_runtime: str = ""  # libstdc++ to link, for a compiler that would link its own static one
     cross: bool = False  # for another machine than this one, whose torch is not here to link
     tools: tuple[str, ...] = ()  # the assembler, linker and so on that it says it starts
+    environment: tuple[tuple[str, str], ...] = ()  # the user's variables that reach it
 
 
 class Anchored(Record):

@@ -204,7 +204,14 @@ class Signature(Record):
     @property
     def settled(self) -> bool:
         """Whether the file had come to rest when it was read."""
-        return max(self.mtime_ns, self.ctime_ns) <= self.read_at - _SETTLED_NS
+        return self.settles_at <= self.read_at
+
+    @property
+    def settles_at(self) -> int:
+        """When a file with these times comes to rest: a ``time_ns``. Some never do."""
+        if self.known_by_contents:
+            return -_NEVER
+        return max(self.mtime_ns, self.ctime_ns) + _SETTLED_NS
 
     @property
     def known_by_contents(self) -> bool:

@@ -21,7 +21,7 @@ class Evidence:
     """The facts of one decision. JSON can hold every one of them."""
 
     def __init__(self) -> None:
-        self.files: dict[str, list[Any]] = {}  # path: signature, then a digest or ""
+        self.files: dict[str, tuple[int, ...]] = {}  # path: signature
         # name: the paths that PATH leads to, in order; None at the end says that these are all
         self.programs: dict[str, list[str | None]] = {}
         self.absent: dict[str, None] = {}
@@ -30,10 +30,7 @@ class Evidence:
 
     def start_entry(self) -> None:
         """An entry is about to be compared with the files as they are: forget those of others."""
-        self.entry_files: dict[str, list[Any]] = {}
-        self.directories: dict[str, list[int]] = {}  # of the include path: signature
-        self.watches: list[list[Any]] = []  # directory, the included names that exist below it
-        self.entry_programs: dict[str, list[str | None]] = {}
+        self.entry: list[tuple[str, str, str, Signature]] = []  # as ``entry`` has them
 
 
 _collected: ContextVar[Evidence | None] = ContextVar("opkiln_evidence", default=None)
@@ -53,16 +50,12 @@ def collecting() -> Iterator[Evidence]:
 def file(path: str, signature: Iterable[int] | None = None) -> None:
     """A file, or a directory's list of names, was read. ``signature`` is from before the read."""
     found = _collected.get()
-    if found is not None:
-        found.files[path] = [*_signature(found, path, signature), ""]
-
-
-def entry_file(path: str, signature: Iterable[int] | None = None, sha256: str = "") -> None:
-    """As ``file``, for an entry. With ``sha256``, a file whose signature has changed is compared by
-    its contents."""
-    found = _collected.get()
-    if found is not None:
-        found.entry_files[path] = [*_signature(found, path, signature), sha256]
+    if found is None:
+        return
+    try:
+        found.files[path] = tuple(Signature.of(path) if signature is None else signature)
+    except OSError:
+        found.complete = False  # it is gone already
 
 
 def start_entry() -> None:
@@ -72,18 +65,11 @@ def start_entry() -> None:
         found.start_entry()
 
 
-def directory(path: str, signature: Iterable[int] | None = None) -> None:
-    """Names that an entry's sources include were looked for in a directory."""
+def entry(kind: str, path: str, value: str, signature: Signature) -> None:
+    """A fact of an entry holds (``store.facts``). ``signature`` is from before the look."""
     found = _collected.get()
     if found is not None:
-        found.directories[path] = [*_signature(found, path, signature)]
-
-
-def watch(path: str, present: Iterable[str]) -> None:
-    """Of the names that an entry's sources include, only these exist below a directory."""
-    found = _collected.get()
-    if found is not None:
-        found.watches.append([path, list(present)])
+        found.entry.append((kind, path, value, signature))
 
 
 def program(name: str, path: str | None) -> None:
@@ -91,13 +77,6 @@ def program(name: str, path: str | None) -> None:
     found = _collected.get()
     if found is not None:
         found.programs.setdefault(name, [path])
-
-
-def entry_program(name: str, paths: Iterable[str]) -> None:
-    """A compiler of an entry looked up a name on PATH, which leads to these programs."""
-    found = _collected.get()
-    if found is not None:
-        found.entry_programs[name] = [*paths]
 
 
 def programs(name: str, paths: list[str]) -> None:
@@ -112,7 +91,7 @@ def add(unchanged: Iterable[list[Any]], absent: Iterable[str]) -> None:
     found = _collected.get()
     if found is not None:
         for path, *signature in unchanged:
-            found.files.setdefault(path, [*signature, ""])
+            found.files.setdefault(path, tuple(signature))
         found.absent.update(dict.fromkeys(absent))
 
 
@@ -121,13 +100,3 @@ def incomplete() -> None:
     found = _collected.get()
     if found is not None:
         found.complete = False
-
-
-def _signature(found: Evidence, path: str, given: Iterable[int] | None) -> Iterable[int]:
-    if given is not None:
-        return given
-    try:
-        return Signature.of(path)
-    except OSError:
-        found.complete = False  # it is gone already
-        return ()

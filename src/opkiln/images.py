@@ -7,11 +7,12 @@ same mount id. Such a file is known by its contents. That it is still the same f
 for as long as the image stays mounted: the kernel gives every mount a number that it never uses
 twice (since 6.8), and every attached disk (since 5.15).
 
-- An *image* is a file system that cannot be written (``_IMAGES``), or a disk's that is mounted
-  read-only. Of these, files with times as makers of images leave them count: no change time of its
-  own, or one in whole seconds. Others were written by a kernel.
+- An *image* is a file system that cannot be written (``_IMAGES``), or a disk's or FUSE's that is
+  mounted read-only. Of these, files with times as makers of images leave them count: no change time
+  of its own, or one in whole seconds. Others were written by a kernel.
 - Of an overlay, the files of lower layers on other file systems, and those with whole seconds.
-- Of FUSE (squashfuse, for one), those with whole seconds.
+- A file of FUSE, whose times a program makes up, and one of a file system that counts in whole
+  seconds and can be written, is known by its contents alone: it may have changed within the second.
 
 Not noticed: a disk that is mounted writable, made by a tool that sets all times, and exchanged for
 another; an image that a server exports; an image file that is overwritten while it is mounted.
@@ -31,12 +32,14 @@ _FIRST = -(1 << 62)
 
 _kinds: dict[int, tuple[str, bool, int]] = {}  # device -> _mount()
 _marks: dict[int, int] = {}  # device -> _mark()
+_fine: dict[int, bool] = {}  # device -> _has_fractions()
 
 
 def forget() -> None:
     """A decision or a build begins. Since the last one, something may have been mounted."""
     _kinds.clear()
     _marks.clear()
+    _fine.clear()
 
 
 def change(path: str, found: os.stat_result) -> int | None:
@@ -46,25 +49,38 @@ def change(path: str, found: os.stat_result) -> int | None:
     """
     changed = found.st_ctime_ns
     whole = changed % _SECOND == 0
-    if not whole and changed != found.st_mtime_ns:
-        return changed  # a kernel wrote it
     device = found.st_dev
     known = _kinds.get(device)  # once: another thread may forget
     if known is None:
         known = _kinds[device] = _mount(path)
     kind, read_only, own = known
-    if kind in _IMAGES or read_only:
-        made = True
-    elif kind == "overlay":
-        made = whole or device != own
-    else:
-        made = whole and (not kind or kind.startswith("fuse"))
-    if not made:
+    by_maker = whole or changed == found.st_mtime_ns
+    if kind == "overlay" and not read_only:
+        by_maker = by_maker and (whole or device != own)
+    elif kind not in _IMAGES and not read_only:
+        coarse = whole and not _has_fractions(path, device)
+        return None if coarse or kind.startswith("fuse") else changed
+    if not by_maker:
         return changed
     mark = _marks.get(device)
     if mark is None:
         mark = _marks[device] = _mark(path, device)
     return mark or None
+
+
+def _has_fractions(path: str, device: int) -> bool:
+    """Whether a file system counts less than seconds, as far as the directories above a file tell.
+    A file's own time may be by whoever made the disk's image."""
+    if device not in _fine:
+        found, above = False, os.path.realpath(path)
+        while not found and above != os.path.dirname(above):
+            above = os.path.dirname(above)
+            status = os.stat(above)
+            if status.st_dev != device:
+                break
+            found = status.st_ctime_ns % _SECOND != 0
+        _fine[device] = found
+    return _fine[device]
 
 
 def is_mount(number: int) -> bool:
@@ -75,7 +91,8 @@ def is_mount(number: int) -> bool:
 def _mount(path: str) -> tuple[str, bool, int]:
     """(type, whether it is read-only, device) of the file system that a path leads to.
 
-    Read-only only counts for a disk and an overlay: a network file system is written to elsewhere.
+    Read-only only counts for a disk, FUSE and an overlay: a network file system is written to
+    elsewhere.
     """
     try:
         fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
@@ -89,7 +106,7 @@ def _mount(path: str) -> tuple[str, bool, int]:
             words, more = first.split(" "), last.split(" ")
             if words[0] == number:
                 major, minor = map(int, words[2].split(":"))
-                local = more[0] == "overlay" or more[1].startswith("/dev/")
+                local = more[0].startswith(("overlay", "fuse")) or more[1].startswith("/dev/")
                 read_only = local and "ro" in more[-1].split(",")
                 return more[0], read_only, os.makedev(major, minor)
     except (OSError, ValueError, IndexError):

@@ -59,7 +59,7 @@ CALL = "call"  # the arguments of `load` or `load_inline`
 EXTENSION = "extension"  # the arguments of a setuptools Extension
 
 # Bump when the same inputs should give another binary for a reason that no argv shows.
-PLAN_VERSION = 1
+PLAN_VERSION = 2
 
 _LONGEST_NAME = 100  # of an op or a distribution: a file name with more around it must fit
 
@@ -196,3 +196,4 @@ class Artifact(Record):
     origin: str  # prebuilt, store, layer, built
     compiled: int = 0  # steps that ran to make it now; 0 for one that was found
     seconds: float = 0.0  # how long that took
+    unobserved: str = ""  # why it serves this process alone

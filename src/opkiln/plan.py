@@ -115,7 +115,7 @@ def make(spec: OpSpec, target: Target, toolchain: Toolchain) -> Plan:
     )
     linked = tuple(step.output for step in before if step.kind == "device-link")
     last = link.link_step(spec, target, toolchain, users, (*objects, *linked))
-    environment = _ENVIRONMENTS.get(target.backend, _ENVIRONMENT)
+    environment = (*_ENVIRONMENTS.get(target.backend, _ENVIRONMENT), *toolchain.environment)
     if _by_nvrtc(toolchain):
         from opkiln.steps import nvrtc
 

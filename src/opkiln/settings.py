@@ -544,13 +544,6 @@ _NAMES = frozenset(
     if isinstance(setting, Setting)
     for name in (setting.variable, *setting.aliases)
 )
-_VARIABLES = frozenset(
-    name
-    for setting in vars(Settings).values()
-    if isinstance(setting, Setting) and setting.field not in _INDIFFERENT
-    for name in (setting.variable, *setting.aliases)
-)
-
 # Variables that change what a compiler does behind its argv, and that nobody sets to mean opkiln.
 # They never reach a compiler; `explain` names those that were set.
 DROPPED = (
@@ -565,15 +558,21 @@ DROPPED = (
     "ICECC_CC", "ICECC_CXX",
 )  # fmt: skip
 
-# What a child process keeps of this one's environment. None of them decides what a compiler
-# produces, given the toolchain's identity (which digests the very programs PATH leads to).
-PASSED = (
-    "PATH", "HOME", "USER", "LOGNAME", "LD_LIBRARY_PATH", "XDG_RUNTIME_DIR",
-    "CONDA_PREFIX", "ASAN_OPTIONS",
-)  # fmt: skip
-# Variables of compile launchers, by how their names begin. What they serve is bound to the text and
-# the compiler (``observing.launchers``), whatever these say.
+# What a child process keeps of this one's environment. All of it is in the key of what a compiler
+# makes, but for PATH: there the programs count that it leads to.
+PASSED = ("PATH", "LD_LIBRARY_PATH", "ASAN_OPTIONS")
+# What a compiler gets besides if it is a script, and then they are in the key, too; and a launcher,
+# which does not change what is compiled. Those of the families by how their names begin.
+PASSED_TO_SCRIPTS = ("HOME", "USER", "LOGNAME", "XDG_RUNTIME_DIR", "CONDA_PREFIX")
 PASSED_FAMILIES = ("CCACHE_", "SCCACHE_", "DISTCC_", "ICECC_")
+
+
+_VARIABLES = frozenset(
+    name
+    for setting in vars(Settings).values()
+    if isinstance(setting, Setting) and setting.field not in _INDIFFERENT
+    for name in (setting.variable, *setting.aliases)
+).union(PASSED[1:], PASSED_TO_SCRIPTS)
 
 
 def table() -> tuple[Setting, ...]:
@@ -653,13 +652,25 @@ def place_in_job() -> tuple[int, int] | None:
 def child_environment() -> dict[str, str]:
     """The allow-listed part of this process's environment, for a compiler or another child."""
     passed = {name: os.environ[name] for name in PASSED if name in os.environ}
-    for name, value in os.environ.items():
-        if name.startswith(PASSED_FAMILIES) and name not in DROPPED:
-            passed[name] = value
     if not passed.get("PATH"):
         # A compiler looks for its assembler and linker there, as we looked for the compiler.
         passed["PATH"] = os.pathsep.join(settings.path)
     return passed
+
+
+def compiler_variables(*, script: bool) -> tuple[tuple[str, str], ...]:
+    """The variables that reach a compiler, and so are in the key of what it makes; more of them if
+    it is a script."""
+    names = {name for name in PASSED[1:] if name in os.environ}
+    if script:
+        names |= {name for name in os.environ if _for_scripts(name)}
+    return tuple((name, os.environ[name]) for name in sorted(names))
+
+
+def _for_scripts(name: str) -> bool:
+    if name.startswith(PASSED_FAMILIES):
+        return name not in DROPPED
+    return name in PASSED_TO_SCRIPTS
 
 
 def whole_environment() -> dict[str, str]:
@@ -706,7 +717,11 @@ def fingerprint() -> tuple[object, ...] | None:
     if not set(_OVERRIDES.get() or ()) <= _INDIFFERENT:
         return None
     # Most are not set, and asking for each of them takes longer than going through all that are.
-    found = {name: os.environ[name] for name in os.environ if name in _VARIABLES}
+    found = {
+        name: os.environ[name]
+        for name in os.environ
+        if name in _VARIABLES or name.startswith(PASSED_FAMILIES)
+    }
     return (*sorted(found.items()), os.getcwd() if _relative(found) else None)
 
 

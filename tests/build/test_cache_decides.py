@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import shutil
 import time
@@ -131,11 +132,20 @@ def test_an_edit_under_the_old_size_and_time_shows(built: Package) -> None:
     assert looked(built)[0].add(0, 0) == 300
 
 
+def test_an_edit_through_a_shared_mapping_shows_once_it_is_synced(built: Package) -> None:
+    header = built / "csrc/include/shared.h"
+    with header.open("r+b") as file, mmap.mmap(file.fileno(), 0) as mapped:
+        place = mapped.find(b"= 100")
+        mapped[place : place + 5] = b"= 300"
+        mapped.flush()
+        assert looked(built)[0].add(0, 0) == 300
+
+
 def test_a_new_header_that_shadows_another_is_noticed(built: Package) -> None:
     for number, place in enumerate(("csrc/first", "csrc")):
         (built / place / "shared.h").write_text(f"constexpr int kShared = {number};\n")
         rest()
-        assert "is new on the include path" in changes(built)
+        assert f"{place}/shared.h is new" in changes(built)
         library, steps = looked(built)
         assert library.add(0, 0) == number
         assert steps.compiled == ["csrc/add.cpp", "csrc/scale.cpp"]

@@ -46,12 +46,11 @@ def test_a_built_entry_has_the_fields_and_keys_that_the_page_gives(
     built: tuple[Path, reader.Entry],
 ) -> None:
     _, found = built
-    nested = {*fields("Target"), *fields("Needs"), *fields("Dependencies")} - {"deps.chosen"}
+    nested = {*fields("Target"), *fields("Needs"), "deps.own", "deps.others"}
     documented = fields_where("Manifest", "all", "entries") | nested
     assert names(found.manifest, "target", "needs", "deps") == documented
     sidecar = fields_where("Sidecar", "all", "entries") - {"inputs.spec.sources"}
-    assert names(found.sidecar, "observed", "inputs") == sidecar
-    assert found.manifest["dependencies"] == "observed"
+    assert names(found.sidecar, "inputs") == sidecar
 
 
 @pytest.mark.counts_compiles
@@ -63,11 +62,10 @@ def test_objects_have_the_fields_that_the_page_gives(built: tuple[Path, reader.E
         found = reader.body(path.read_bytes())
         assert set(found) == fields_where("Manifest", "all", "objects")
         assert path.parts[-4] == path.parts[-3][:2]
-        own = [row[:3] for row in found["deps"]["own"]]
-        watches, external = found["deps"]["watches"], found["deps"]["external"]
-        assert reader.key("deps", (own, external, watches)) == path.parent.name
+        own, others = found["deps"]["own"], found["deps"]["others"]
+        assert reader.key("deps", (own, others)) == path.parent.name
         lists = reader.body((path.parent / "inputs.json").read_bytes())
-        assert reader.key("external", lists["external"]) == external
+        assert reader.dependencies(lists["facts"]) == found["deps"]
 
 
 def test_a_receipt_has_the_fields_that_the_page_gives(
@@ -90,8 +88,7 @@ def test_a_bundle_is_read_by_what_the_page_says(
     assert names(found.manifest) == fields_where("Manifest", "all", "shipped")
     assert names(found.sidecar) == {"schema", "inputs"}
     assert {row[0] for row in found.manifest["deps"]["own"]} <= {"src", "opkiln", "outside"}
-    assert {tuple(row[3:]) for row in found.manifest["deps"]["own"]} == {(0,) * 5}
-    assert found.manifest["deps"]["external"] == found.manifest["sha256"]
+    assert found.manifest["deps"]["others"] == found.manifest["sha256"]
 
 
 def test_a_signature_is_verified_by_what_the_page_says(shipped: Path, tmp_path: Path) -> None:

@@ -15,7 +15,6 @@ from opkiln.binary import bundle
 from opkiln.build_model import DeviceCompiler, Target, Toolchain
 from opkiln.model import ABI_NONE, PLAIN, ROCM, OpSpec
 from opkiln.steps import hipcc as hip_steps
-from opkiln.store.deps import parse_depfile
 from opkiln.toolchain import hipcc, hipify, host, torch_sdk
 
 if TYPE_CHECKING:
@@ -108,7 +107,7 @@ class Built:
 
     def read(self) -> set[str]:
         """The author's files that the compiler says it read."""
-        listed = parse_depfile((self.stage / self.step.depfile).read_text())
+        listed = (self.stage / self.step.depfile).read_text().replace("\\\n", " ").split()
         return {self.staged.origin[path] for path in listed if path in self.staged.origin}
 
 

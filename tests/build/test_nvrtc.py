@@ -35,7 +35,7 @@ from opkiln.ops.sparse_attn.op import backward as sparse_backward
 from opkiln.ops.transformer_inference.op import int8_linear, norms
 from opkiln.ops.utils.op import UtilsBuilder
 from opkiln.settings import override
-from opkiln.store import entry
+from opkiln.store import entry, facts
 from opkiln.store.layers import Store
 from opkiln.toolchain import choice, toolkits
 
@@ -229,13 +229,12 @@ def test_what_nvrtc_reads_is_a_dependency_and_what_its_driver_reads_is_not(
 ) -> None:
     leaf = os.path.dirname(machine.build("bend.cu").path)
     manifest, sidecar = entry.read_manifest(leaf), entry.read_sidecar(leaf)
-    assert manifest["dependencies"] == "observed"
     own = {(anchor, path) for anchor, path, *_ in manifest["deps"]["own"]}
     assert {("src", "bend.cu"), ("src", "shape.h"), ("src", "seen_by_nvrtc.h")} <= own
-    assert {path for anchor, path in own if anchor == "abs"} == set()
-    paths = [path for path, _ in sidecar["external"]] + sidecar["observed"]["programs"]
-    paths += [f"{place}/{name}" for _, place, names in sidecar["observed"]["absent"]
-              for name in names]  # fmt: skip
+    known = facts.read(sidecar["facts"])
+    paths = [each.path for each in known]
+    paths += [f"{each.path}/{name}" for each in known if each.kind == "absent"
+              for name in facts.parted(each.value)]  # fmt: skip
     assert [path for path in paths if "python3" in os.path.basename(path)] == []
     assert [path for path in paths if path.startswith(os.path.dirname(os.__file__))] == []
 

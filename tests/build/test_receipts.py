@@ -101,20 +101,9 @@ def test_a_file_that_is_saved_built_and_loaded_within_a_second_keeps_the_fast_pa
         pytest.skip("this machine is too busy: each build took more than two seconds")
 
 
-def test_a_file_that_nobody_reads_does_not_end_it(built: Package) -> None:
-    (built / "csrc" / "notes.txt").write_text("read me not")
-    os.utime(built / "csrc")
-    assert recalled(built)
-
-
 def test_a_header_that_shadows_another_ends_it(built: Package) -> None:
     (built / "csrc" / "shared.h").write_text("#error this one is read first")
     assert not recalled(built)
-
-
-def test_a_touched_source_does_not_end_it(built: Package) -> None:
-    os.utime(built / "csrc" / "add.cpp")
-    assert recalled(built)
 
 
 def test_another_path_that_leads_to_the_same_compiler_has_the_same_receipt(

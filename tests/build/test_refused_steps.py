@@ -61,15 +61,27 @@ def evil(tree: Tree, name: str, *, static: bool = False) -> Path:
     return path
 
 
-@pytest.mark.parametrize("static", [False, True])
-def test_a_flag_that_starts_another_assembler_is_refused(tree: Tree, static: bool) -> None:
-    program = evil(tree, "evil/as", static=static)
+def test_a_flag_that_starts_another_assembler_is_refused(tree: Tree) -> None:
+    program = evil(tree, "evil/as")
     tree.declare(sources=["a.cpp"], cxx_args=[f"-B{program.parent}/"])
     said = load(tree, unchecked=True)
     assert f"a.cpp is refused: {Path(real('g++')).resolve().name} started {program}" in said
     assert "is not a program of the toolchain" in said
     assert "hint: opkiln plan small" in said
     assert not published(tree)
+
+
+def test_a_static_program_is_an_input_like_any_other(tree: Tree) -> None:
+    """Nobody knows what it did: the step is not refused, and a preprocessor tells what was read."""
+    program = evil(tree, "evil/as", static=True)
+    tree.declare(sources=["a.cpp"], cxx_args=[f"-B{program.parent}/"])
+    for entries in (1, 1):
+        assert load(tree, unchecked=True).split() == ["value", "1"]
+        assert len(published(tree)) == entries
+    with program.open("ab") as file:
+        file.write(b"more")
+    assert load(tree, unchecked=True).split() == ["value", "1"]
+    assert len(published(tree)) == 2
 
 
 def test_a_flag_that_wraps_the_compiler_is_refused(tree: Tree) -> None:

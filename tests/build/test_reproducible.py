@@ -145,7 +145,7 @@ def test_a_clock_on_another_day_gives_the_same_bytes(base: Path) -> None:
     )
     assert float(shifted.stdout) < time.time() - 39 * 86400, "the shim shifts no clock"
     wrapper = base / "g++-of-last-month"
-    wrapper.write_text(f'#!/bin/sh\nexport LD_PRELOAD={shim}\nexec {compiler} "$@"\n')
+    wrapper.write_text(f'#!/bin/sh\nexport LD_PRELOAD="{shim} $LD_PRELOAD"\nexec {compiler} "$@"\n')
     wrapper.chmod(0o755)
     assert build(base, "one", "cache1", env={"CXX": str(wrapper)}) == usual()
 

@@ -36,7 +36,7 @@ PLENTY = 1 << 40
 _KEY = "[0-9a-f]{40}"
 _KNOWN = re.compile(
     rf"(ops/[^/]+/[^/]+/{_KEY}/{_KEY}/{_KEY}|objects/[0-9a-f]{{2}}/{_KEY}/{_KEY})/[^/]+"
-    rf"|receipts/[^/]+/[^/]+/{_KEY}\.json|toolchains/({_KEY}\.json|observer-{_KEY})"
+    rf"|receipts/[^/]+/[^/]+/{_KEY}\.json|toolchains/({_KEY}\.json|observer-{_KEY}-[0-9a-f]{{64}})"
     rf"|locks/[^/]+|failures/[^/]+\.json|logs/[^/]+\.log"
 )
 

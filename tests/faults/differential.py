@@ -3,11 +3,11 @@
     python tests/faults/differential.py DIRECTORY --rounds 5000 --seed 1
 
 It makes trees of sources, headers, links, search directories, binary inputs and archives
-(``fuzzed_tree.py``) and changes them at random, also while they are built, and with clocks that are
-wrong. After each round two fresh processes load the op: one from the cache that has seen everything
-so far, one from an empty cache. Their answers must be equal: every header and every binary input
-has a number, and an answer is the list of the numbers that were compiled in, in order. Where one is
-an error, so is the other.
+(``fuzzed_tree.py``), with programs in front of the compiler (``fuzzed_compiler.py``), and changes
+them at random, also while they are built, and with clocks that are wrong. After each round two
+fresh processes load the op: one from the cache that has seen everything so far, one from an empty
+cache. Their answers must be equal: every header and every binary input has a number, and an answer
+is the list of the numbers that were compiled in, in order. Where one is an error, so is the other.
 
 The first difference ends it: the changes that led there are printed, and the exit status is 1.
 ``--plant`` breaks opkiln on purpose, to show that it would be found.
@@ -25,14 +25,20 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from fuzzed_compiler import compile_parts
 from fuzzed_tree import Tree
 
-from opkiln import digest
+from opkiln import digest, settings
 from opkiln.decision.terms import Request
 from opkiln.errors import OpkilnError
 from opkiln.loading import loader
-from opkiln.observing import inputs, observer
+from opkiln.observing import inputs
+from opkiln.toolchain import host
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 ROUNDS_PER_TREE = 25
 
@@ -46,6 +52,7 @@ class Fuzzer:
         self._dice = random.Random(seed)
         self._known = where / "known"  # a cache that knows the compilers and nothing else
         self._members = compile_members(where)
+        self._compilers = compile_parts(where)
         self._stages = where / "stages"
         self._stages.mkdir(0o700)
         self.errors = 0
@@ -58,7 +65,8 @@ class Fuzzer:
         for number in range(first, first + rounds):
             if number % ROUNDS_PER_TREE == 0:
                 directory = self._where / f"tree{number}"
-                tree = Tree(directory, random.Random(f"{self._seed}-{number}"), self._members)
+                dice = random.Random(f"{self._seed}-{number}")
+                tree = Tree(directory, dice, self._members, self._compilers)
                 cache = self._cache(directory.with_suffix(".cache"))
                 self._ahead = 0.0
             difference = self._round(tree, cache)
@@ -66,7 +74,7 @@ class Fuzzer:
                 told = "\n".join(tree.journal)
                 return f"round {number}, seed {self._seed}: {difference}\n{told}"
             if number % ROUNDS_PER_TREE == ROUNDS_PER_TREE - 1:
-                shutil.rmtree(directory)
+                tree.remove()
                 shutil.rmtree(cache)
         return ""
 
@@ -123,6 +131,7 @@ class Fuzzer:
         try:
             os.environ["OPKILN_CACHE_DIR"] = str(cache)
             os.environ["OPKILN_TMPDIR"] = str(self._stages)
+            os.environ.update(tree.variables)
             _set_clock(self._ahead)
             with os.fdopen(sending, "w") as file:
                 try:
@@ -156,7 +165,7 @@ class Fuzzer:
     def _first_answer(self) -> None:
         self._ahead = 0.0
         dice = random.Random(0)
-        tree = Tree(self._where / "first", dice, self._members)
+        tree = Tree(self._where / "first", dice, self._members, self._compilers)
         self._known.mkdir(0o700)
         self._load(tree, self._known)
         time.sleep(0.03)  # what is remembered of a file that was just written is not believed
@@ -190,19 +199,32 @@ def _drop_failed_lookups() -> None:
     inputs.of = lambda *given: of(*given)._replace(absent=())
 
 
-def _drop_observed_files() -> None:
-    of = inputs.of
-    inputs.of = lambda *given: of(*given)._replace(files=())
+def _drop(*kinds: str) -> Callable[[], None]:
+    """Forget what was observed of these kinds."""
+
+    def plant() -> None:
+        of = inputs.of
+
+        def without(*given: Any) -> inputs.Inputs:
+            found = of(*given)
+            kept = ((kind, path) for kind, path in found.paths if kind not in kinds)
+            return found._replace(paths=tuple(kept))
+
+        inputs.of = without
+
+    return plant
 
 
-def _observe_nothing() -> None:
-    observer.library = lambda *_: ""
+def _forget_variables() -> None:
+    settings.compiler_variables = host.compiler_variables = lambda **_: ()
 
 
 PLANTS = {
     "failed look-ups are dropped": _drop_failed_lookups,
-    "observed files are dropped": _drop_observed_files,
-    "nothing is observed": _observe_nothing,
+    "files that were read are dropped": _drop(inputs.FILE),
+    "files that were looked up are dropped": _drop(inputs.PROGRAM, inputs.DIRECTORY),
+    "listings are dropped": _drop(inputs.LISTING),
+    "variables are not in the key": _forget_variables,
 }
 
 

@@ -13,14 +13,16 @@ import shutil
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
+
+from fuzzed_compiler import KINDS, Compiler
 
 from opkiln.model import Op, OpSpec
 
 if TYPE_CHECKING:
     import random
     from collections.abc import Callable
-    from pathlib import Path
 
 HEADERS = ("h0.h", "h1.h", "h2.h", "sub/h3.h", "h4.h", "sub/h5.h")
 SOURCES = ("a.cpp", "b.cpp")
@@ -37,9 +39,13 @@ class Tree:
     of the search directories is a directory, a link to one, or does not exist.
     """
 
-    def __init__(self, path: Path, dice: random.Random, members: list[Path]) -> None:
+    def __init__(
+        self, path: Path, dice: random.Random, members: list[Path], compilers: Path
+    ) -> None:
         self.path = path
         self.dice = dice
+        kind = dice.choice([*KINDS, "", "", "", "", ""])  # most often, g++ itself
+        self.compiler = Compiler(path / "compiler", kind, dice, compilers) if kind else None
         self.members = members  # object files; the number that each returns is its place here
         self.journal: list[str] = []
         self._numbers = itertools.count(100_000)  # all texts have the same length
@@ -50,7 +56,11 @@ class Tree:
         (path / "deploy").symlink_to("releases/first")
         self.root = path / "deploy" / "src"
         self.searched = [path / "deploy" / f"inc{number}" for number in range(4)]
-        self.last = path / "deploy" / "last"  # searched last; has every header, most of the time
+        # Searched last; has every header, most of the time. Where this process may write there, it
+        # is among the files of the system.
+        self.last = path / "deploy" / "last"
+        if os.access("/opt", os.W_OK) and dice.random() < 0.3:
+            self.last = Path(f"/opt/opkiln-fuzzed-{os.getpid()}-{path.name}")
         self.archives = [path / "deploy" / f"lib{number}" for number in range(2)]
         self.data = path / "deploy" / "data.bin"
         self.assembly = path / "deploy" / "data.s"
@@ -152,7 +162,8 @@ class Tree:
     def _source(self, name: str, lines: list[str]) -> str:
         stem = name.partition(".")[0]
         body = "".join(lines)
-        text = f'extern "C" const int numbers_{stem}[] = {{ {self._number()},\n{body}}};\n'
+        wrapped = "#ifdef WRAPPED\nWRAPPED,\n#endif\n"
+        text = f'extern "C" const int numbers_{stem}[] = {{ {self._number()},\n{wrapped}{body}}};\n'
         text += f'extern "C" const int length_{stem} = sizeof numbers_{stem} / sizeof(int);\n'
         if name == SOURCES[0]:
             if self.has_archive:
@@ -227,6 +238,15 @@ class Tree:
 
     # Changes. Each says what it did.
 
+    @property
+    def variables(self) -> dict[str, str]:
+        """What a load gets in its environment."""
+        return {} if self.compiler is None else self.compiler.variables
+
+    def remove(self) -> None:
+        for path in (self.path, self.last):
+            shutil.rmtree(path, ignore_errors=True)
+
     def change(self) -> None:
         """Make one random change."""
         what: Callable[[], str] = self.dice.choices(*zip(*self._changes(), strict=True))[0]
@@ -244,6 +264,8 @@ class Tree:
             (self._touch, 3), (self._litter, 3), (self._become_directory, 2), (self._reorder, 1),
             (self._beside_source, 2),
         ]  # fmt: skip
+        if self.compiler is not None:
+            found.append((self.compiler.change, 20))
         if self.has_data or self.has_assembly:
             found.append((self._edit_data, 5))
         if self.has_archive:

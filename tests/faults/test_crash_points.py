@@ -30,6 +30,7 @@ from sample.quiet import within
 
 from opkiln.bundles import bundle, signing
 from opkiln.store import entry
+from opkiln.store.facts import Hasher
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -384,7 +385,7 @@ def test_exporting_a_layer_can_stop_anywhere(sweep: Sweep, server: Server, built
 
     def good() -> list[str]:
         (made,) = server("export", out=str(out))["exported"]
-        found = entry.examine(made, {}, entry.Hasher(), listed=True, external=False, own=False)
+        found = entry.examine(made, {}, Hasher(), listed=True, whole=False, own=False)
         return [] if isinstance(found, entry.Leaf) else [str(found)]
 
     sweep(before, {"do": "export", "out": str(out)}, good)

@@ -38,7 +38,7 @@ WRITER = """
 import hashlib, json, os, random, sys
 from opkiln.digest import sha256_file
 from opkiln.store import entry, inventory, publish
-from opkiln.store.recheck import Hasher, deps_key
+from opkiln.store.facts import Hasher, deps_key
 root, stage, number, count = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
 chance = random.Random(number)
 published = read = bad = 0
@@ -49,8 +49,7 @@ for turn in range(count):
     os.mkdir(leaf)
     with open(os.path.join(leaf, "op.so"), "wb") as file:
         file.write(chance.randbytes(chance.randrange(1000, 40000)))
-    deps = {"own": [["src", name, "0" * 64, 0, 0, 0, 0, 0]], "external": "", "watches": [],
-            "dirs": [], "external_dirs": []}
+    deps = {"own": [["src", name, "0" * 64]], "others": ""}
     manifest = {"schema": entry.SCHEMA, "payload": "op.so", "deps": deps, "kind": "object",
                 "source": name, "size": os.stat(os.path.join(leaf, "op.so")).st_size,
                 "sha256": sha256_file(os.path.join(leaf, "op.so"))}
@@ -59,13 +58,13 @@ for turn in range(count):
     for file, data in files.items():
         with open(os.path.join(leaf, file), "wb") as out:
             out.write(data)
-    key = deps_key([tuple(deps["own"][0][:3])], "", ())
+    key = deps_key(deps)
     relative = f"objects/{name[:2]}/{name}/{key}"
     final = publish.publish(leaf, root, relative)
     publish.remove(leaf)
     published += 1
     recent.append(final)
-    found = entry.examine(chance.choice(recent[-20:]), {}, Hasher(), listed=False, external=False,
+    found = entry.examine(chance.choice(recent[-20:]), {}, Hasher(), listed=False, whole=False,
                           own=False)
     read += isinstance(found, entry.Leaf)
     bad += isinstance(found, entry.Refused) and "missing" not in found.reason

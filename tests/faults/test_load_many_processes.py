@@ -53,7 +53,8 @@ assert library.value() == 5
 """
 
 READING = {"open", "openat", "read", "pread64", "close", "lseek", "stat", "lstat", "fstat",
-           "statx", "newfstatat", "access", "faccessat", "readlink", "getdents64", "mmap",
+           "statx", "newfstatat", "access", "faccessat", "readlink", "readlinkat", "getdents64",
+           "mmap",
            "munmap", "mprotect", "brk", "getcwd", "fcntl", "ioctl", "uname", "getuid", "getpid",
            "geteuid", "futex", "madvise", "mremap", "sched_getaffinity", "getrandom", "sysinfo",
            "statfs", "rt_sigprocmask", "clock_gettime", "gettid", "rmdir"}  # fmt: skip

@@ -109,10 +109,10 @@ def test_who_waits_for_a_builder_with_a_full_disk_builds_for_itself(
     """It is the builder's own trouble, not something that follows from the sources."""
     source = write(tmp_path / "op.cpp", returning(7))
     warm = write(tmp_path / "warm.cpp", returning(1))
-    with Loader(prefix=mounts.small(places["scratch"], 64)) as poor, Loader() as rich:
+    with Loader(prefix=mounts.small(places["scratch"], 256)) as poor, Loader() as rich:
         assert [each.load("warm", warm).value for each in (poor, rich)] == [1, 1]
         full = mounts.inside(poor.process.pid, places["scratch"]) / "filler"
-        full.write_bytes(bytes(56 << 10))
+        full.write_bytes(bytes(248 << 10))
         compiler.take(0.5)
         begun = compiler.compiles
         poor.ask("op", source)

@@ -12,7 +12,6 @@ from sample import known
 
 import opkiln
 from opkiln.errors import SpecError
-from opkiln.store.deps import parse_depfile
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -116,22 +115,3 @@ def test_sources_may_have_odd_names(tmp_path: Path) -> None:
         library = opkiln.load("op", paths, is_python_module=False, abi="none", verbose=True)
         assert library.value() == number * len(SOURCES)
     assert not list(tmp_path.rglob("canary"))
-
-
-@pytest.mark.parametrize(
-    ("text", "paths"),
-    [
-        ("x.o: a.cpp b.h\n", ["a.cpp", "b.h"]),
-        ("x.o: a.cpp \\\n  b.h \\\n  c.h\n", ["a.cpp", "b.h", "c.h"]),
-        ("x.o: \\\n a.cpp\n\nb.h:\n", ["a.cpp"]),
-        ("x.o: a\\ b.h c\\#d.h e$$f.h\n", ["a b.h", "c#d.h", "e$f.h"]),
-        ("x.o: a\\b.h a\\\\b.h\n", ["a\\b.h", "a\\\\b.h"]),
-        ("x.o: a\\\\\\ b.h\n", ["a\\ b.h"]),
-        ("x.o: a:b.h C:/d.h\n", ["a:b.h", "C:/d.h"]),
-        ("/s\\ t:u/x.o: a.cpp\n", ["a.cpp"]),
-        ("x.o:\n", []),
-        ("", []),
-    ],
-)
-def test_dependency_files_are_read_as_compilers_write_them(text: str, paths: list[str]) -> None:
-    assert parse_depfile(text) == paths

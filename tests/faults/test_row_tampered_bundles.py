@@ -16,7 +16,7 @@ from opkiln.digest import sha256_file
 from opkiln.errors import StoreError
 from opkiln.store import archive, sealed
 from opkiln.store.entry import Refused
-from opkiln.store.recheck import Hasher
+from opkiln.store.facts import Hasher
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -39,7 +39,7 @@ def environments(tmp_path: Path) -> list[dict[str, str | None]]:
             (include / "torch" / entry.name).symlink_to(entry)
         write(include / "torch" / "version_of_this_one.h", f"#define VERSION {number + 1}\n")
         # A stable op is linked to torch's libraries, which open sooner than torch is imported.
-        made.append(with_torch_in(place) | {"LD_LIBRARY_PATH": str(torch / "lib")})
+        made.append(with_torch_in(place) | {"LD_LIBRARY_PATH": str((torch / "lib").resolve())})
     return made
 
 

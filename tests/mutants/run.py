@@ -1,4 +1,4 @@
-"""``make mutants MODULE=store/recheck``: what the tests that need no compiler notice of a module.
+"""``make mutants MODULE=store/facts``: what the tests that need no compiler notice of a module.
 
 mutmut changes one thing after another in the module (a comparison, a constant, an argument), and
 runs the tests that reach it. A change that no test notices survives, and is shown. Then a test is
@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 
 # A module, and the tests that are for it.
 MODULES = {
-    "store/recheck": ("test_deps.py", "test_recheck.py"),
+    "store/facts": ("test_facts.py",),
     "store/key": ("test_key.py", "test_plan.py"),
     "decision/receipt": ("test_receipt.py",),
     "decision/decide": ("test_decide.py",),
@@ -32,7 +32,7 @@ MODULES = {
     "engine/budget": ("test_budget_limits.py",),
     "observing/log": ("test_observer_log.py",),
     "observing/inputs": ("test_observer_log.py",),
-    "store/deps": ("test_gathered.py", "test_deps.py"),
+    "building/gather": ("test_gather.py",),
     "decision/policy": ("test_decide.py",),
     "decision/terms": ("test_trace.py", "test_decide.py"),
     "decision/target": ("test_target.py", "test_decide.py"),

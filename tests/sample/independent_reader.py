@@ -75,6 +75,18 @@ def body(data: bytes) -> dict[str, Any]:
 # "Entry", "The keys", "Dependencies"
 
 
+def dependencies(facts: list[list[Any]]) -> dict[str, Any]:
+    """What the manifest of an entry says of the facts in its sidecar."""
+    own, others = [], []
+    for kind, anchor, path, value, *_ in facts:
+        mine = kind in ("file", "program") and anchor in ("src", "opkiln", "outside")
+        if mine and [anchor, path, value.rstrip("*")] not in own:
+            own.append([anchor, path, value.rstrip("*")])
+        if not mine or value.endswith("*"):
+            others.append([kind, anchor, path, value])
+    return {"own": own, "others": key("facts", others)}
+
+
 def entry(place: str, manifest: bytes, sidecar: bytes, payload: bytes) -> Entry:
     found, lists = body(manifest), body(sidecar)
     _, _, distribution, op, intent, _, deps = place.split("/")
@@ -82,8 +94,7 @@ def entry(place: str, manifest: bytes, sidecar: bytes, payload: bytes) -> Entry:
         raise Refused("the path of an entry")
     if (len(payload), hashlib.sha256(payload).hexdigest()) != (found["size"], found["sha256"]):
         raise Refused("the payload")
-    own = [row[:3] for row in found["deps"]["own"]]
-    if key("deps", (own, found["deps"]["external"], found["deps"]["watches"])) != deps:
+    if key("deps", (found["deps"]["own"], found["deps"]["others"])) != deps:
         raise Refused("DEPS")
     declared = {**lists["inputs"]["spec"], "inline": ()}
     declaration = [declared[name] for name in DECLARATION]
@@ -92,8 +103,8 @@ def entry(place: str, manifest: bytes, sidecar: bytes, payload: bytes) -> Entry:
         raise Refused("the key of the declaration")
     if key("intent", (declaration, target)) != intent:
         raise Refused("INTENT")
-    if "external" in lists and key("external", lists["external"]) != found["deps"]["external"]:
-        raise Refused("deps.external")
+    if "facts" in lists and dependencies(lists["facts"]) != found["deps"]:
+        raise Refused("deps")
     return Entry(place, found, lists, payload)
 
 

@@ -18,12 +18,16 @@ from sample import pool
 
 _ENVIRONMENT = dict(os.environ)  # before a test has changed anything
 _GAIN = """
+import tempfile
 import opkiln
 from opkiln.model import CUDA, ROCM
+from opkiln.observing import observer
 from opkiln.store.layers import Store
-from opkiln.toolchain import choice, hipcc, nvcc
+from opkiln.toolchain import choice, hipcc, host, nvcc
 for name in ('one', 'two'):  # the programs of a compiler are remembered by the second build
     opkiln.load_inline(name, 'int f() { return 1; }', is_python_module=False, abi='none')
+with tempfile.TemporaryDirectory() as stage:  # those two may be there, and the observer not
+    observer.library(Store().memory, host.choose(Store().memory), stage)
 for compiler, backend in ((nvcc, CUDA), (hipcc, ROCM)):
     if compiler.available():
         choice.choose(Store().memory, backend)

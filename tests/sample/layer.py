@@ -5,20 +5,14 @@ from __future__ import annotations
 import hashlib
 from typing import TYPE_CHECKING, Any
 
-from opkiln.store import entry, recheck
+from opkiln.store import entry, facts
 from sample.levels import X86_V1
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-DEPS: dict[str, Any] = {
-    "own": [],
-    "external": "",
-    "watches": [],
-    "dirs": [],
-    "external_dirs": [],
-}
-NAME = recheck.deps_key((), "", ())
+DEPS: dict[str, Any] = facts.to_manifest([])
+NAME = facts.deps_key(DEPS)
 
 
 def add(
@@ -48,5 +42,5 @@ def add(
     }
     (leaf / f"{op}.so").write_bytes(payload)
     (leaf / "manifest.json").write_bytes(entry.write_manifest(manifest))
-    (leaf / "inputs.json").write_bytes(entry.write_manifest({"schema": entry.SCHEMA, "names": []}))
+    (leaf / "inputs.json").write_bytes(entry.write_manifest({"schema": entry.SCHEMA}))
     return leaf

@@ -50,7 +50,7 @@ class Tree:
     def answer(
         self, cache: str, *, observed: bool = True, prefix: Sequence[str] = ()
     ) -> tuple[int, str]:
-        """What a fresh process gets, and how its dependencies are known.
+        """What a fresh process gets, and whether its inputs are known: observed or unobserved.
 
         ``prefix`` comes before its command line.
         """
@@ -62,7 +62,8 @@ class Tree:
             from opkiln.loading.explain import explain
             builder = Builder()
             value = builder.load().answer()
-            print(value, explain(builder.op()).keys["inputs"])
+            how = explain(builder.op()).keys["inputs"]
+            print(value, "observed" if how == "observed" else "unobserved")
         """
         value, how = self.run(code, cache, prefix).split()
         return int(value), how

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from opkiln.digest import key
 from opkiln.store import entry
-from opkiln.store.recheck import deps_key
+from opkiln.store.facts import deps_key
 from sample.binaries import DYNAMIC, DYNSYM, STRTAB, VERNEED, VERSYM, library
 from sample.levels import X86_64, X86_V3
 
@@ -90,12 +90,12 @@ def add(
     """Put an entry into a layer, as a store would hold it; ``changes`` are of its target."""
     payload = linked(*SYSTEM, *TORCH) if payload is None else payload
     made_for = target(**changes)
-    source = [["src", f"{op}.cpp", hashlib.sha256(op.encode()).hexdigest(), 0, 0, 0, 0, 0]]
-    deps = {"own": source, "external": "", "watches": [], "dirs": [], "external_dirs": []}
+    source = ["src", f"{op}.cpp", hashlib.sha256(op.encode()).hexdigest()]
+    deps = {"own": [source], "others": ""}
     names = (
         key("intent", (op, sorted((name, str(value)) for name, value in made_for.items()))),
         key("build", op),
-        deps_key((tuple(each[:3]) for each in source), "", ()),
+        deps_key(deps),
     )
     leaf = layer.joinpath("v1", "ops", distribution, op, *names)
     leaf.mkdir(parents=True)
@@ -104,8 +104,7 @@ def add(
         "target": made_for, "payload": f"{op}.so", "size": len(payload),
         "sha256": hashlib.sha256(payload).hexdigest(), "deps": deps,
     }  # fmt: skip
-    lists = {"schema": entry.SCHEMA, "read": [], "external": [], "names": [],
-             "inputs": made_with() if inputs is None else inputs}  # fmt: skip
+    lists = {"schema": entry.SCHEMA, "inputs": made_with() if inputs is None else inputs}
     (leaf / f"{op}.so").write_bytes(payload)
     (leaf / entry.MANIFEST).write_bytes(entry.write_manifest(manifest))
     (leaf / entry.SIDECAR).write_bytes(entry.write_manifest(lists))

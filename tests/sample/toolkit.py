@@ -19,11 +19,8 @@ from pathlib import Path
 _SCRIPT = """\
 #!/bin/sh
 printf '%s\\0' "$@" > '{log}'/"$$-$(date +%s%N)"
-export OBSERVER="$LD_PRELOAD" && unset LD_PRELOAD
 exec '{python}' -IS '{program}' '{kept}' '{home}/bin/nvcc.real' "$@"
 """
-# Builds note what their compilers read, but the pool is none of it.
-_OBSERVED = {**os.environ, "LD_PRELOAD": os.environ.get("OBSERVER", "")}
 _PLACE = re.compile(r"/[^\s,:=;\"']*/")
 
 
@@ -34,7 +31,7 @@ def compile_once(kept: Path, nvcc: str, words: list[str]) -> int:
     Where things lie and the number of threads do not count, so this is not for a test of these.
     """
     if "-c" not in words or "--dryrun" in words or source_of(words) == "probe.cu":
-        return subprocess.run([nvcc, *words], env=_OBSERVED, check=False).returncode
+        return subprocess.run([nvcc, *words], check=False).returncode
     (given,) = {word for word in words if os.path.basename(word) == source_of(words)}
     source = Path(given).resolve()
     output = Path(words[words.index("-o") + 1])
@@ -53,7 +50,7 @@ def compile_once(kept: Path, nvcc: str, words: list[str]) -> int:
             key.update(f"{path.relative_to(source.parent)}\0".encode() + path.read_bytes())
     found = kept / key.hexdigest()[:40]
     if not found.exists():
-        if code := subprocess.run([nvcc, *words], env=_OBSERVED, check=False).returncode:
+        if code := subprocess.run([nvcc, *words], check=False).returncode:
             return code
         kept.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=kept) as new:

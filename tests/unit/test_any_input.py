@@ -27,7 +27,6 @@ from opkiln.settings import Setting, override, table
 from opkiln.ship import selection
 from opkiln.ship.wheel_check import verify_wheel
 from opkiln.store import archive, entry, shape, signatures
-from opkiln.store.deps import parse_depfile
 
 # What a variable or a path can hold: no NUL, and bytes that are no UTF-8 as lone surrogates.
 _BYTES = st.binary(max_size=60).map(lambda data: data.replace(b"\0", b""))
@@ -109,41 +108,6 @@ def test_any_target_is_understood_or_an_error(text: str) -> None:
     except UsageError:
         return
     assert found
-
-
-# What compilers write
-
-
-def quoted(path: str) -> str:
-    """A path as gcc writes it to a dependency file."""
-    out = []
-    for at, char in enumerate(path):
-        if char in " \t":
-            before = path[:at]
-            out.append("\\" * (len(before) - len(before.rstrip("\\"))) + "\\" + char)
-        else:
-            out.append({"$": "$$", "#": "\\#"}.get(char, char))
-    return "".join(out)
-
-
-_NAMES = st.text(
-    st.characters(exclude_characters="\0\n\r", exclude_categories=["Cs"]), min_size=1, max_size=20
-)
-
-
-@given(st.lists(_NAMES, max_size=6, unique=True))
-@example(["a b", "a\\ b", "c#d", "$e", "f\\g"])
-def test_paths_in_a_dependency_file_read_back(paths: list[str]) -> None:
-    # gcc itself cannot tell these apart: what ends in backslashes quotes what follows.
-    paths = [path for path in paths if not path.endswith("\\") and not re.search(r"\\[#:]", path)]
-    text = "op.o: " + " \\\n ".join(quoted(path) for path in paths) + "\n"
-    assert parse_depfile(text) == paths
-
-
-@given(st.text(max_size=200))
-def test_any_dependency_file_gives_paths_that_are_in_it(text: str) -> None:
-    paths = parse_depfile(text)
-    assert sum(map(len, paths)) <= len(text)
 
 
 # Manifests

@@ -19,7 +19,7 @@ from opkiln.errors import StoreError
 from opkiln.settings import override
 from opkiln.store import archive, location, sealed, zip_format
 from opkiln.store.entry import Leaf, Refused
-from opkiln.store.recheck import Hasher
+from opkiln.store.facts import Hasher, deps_key
 
 
 @pytest.fixture(autouse=True)
@@ -216,7 +216,7 @@ def test_a_link_in_the_zip_directory_is_refused(shipped: Path, tmp_path: Path) -
         ({"sha256": "0" * 64}, "does not match its manifest"),
         ({"payload": "gone.so"}, "'gone.so' is missing"),
         ({"payload": None}, "manifest.json: payload is None, not a string"),
-        ({"deps": {**layer.DEPS, "external": "x"}}, "does not match its manifest"),
+        ({"deps": {**layer.DEPS, "others": "x"}}, "does not match its manifest"),
         ({"deps": []}, "manifest.json: deps is \\[\\], not an object"),
         ({"schema": 99}, "unknown schema 99; this opkiln reads schema"),
     ],
@@ -272,7 +272,7 @@ def test_a_childs_own_path_leads_to_the_library(file: Path) -> None:
     code = (
         "import os, sys\n"
         "from opkiln.store import archive\n"
-        "from opkiln.store.recheck import Hasher\n"
+        "from opkiln.store.facts import Hasher\n"
         "find = lambda: archive.examine(sys.argv[1], {}, Hasher()).payload\n"
         "mine = find()\n"
         "if os.fork() == 0:\n"
@@ -310,14 +310,9 @@ def test_damage_to_an_entry_is_found_when_it_is_read(file: Path) -> None:
 
 
 def test_an_entry_of_other_sources_is_refused(tmp_path: Path) -> None:
-    from opkiln.store.recheck import deps_key
-
-    own = [["src", "op.cpp", hashlib.sha256(b"mine").hexdigest(), 0, 0, 0, 0, 0]]
-    name = deps_key((tuple(each[:3]) for each in own), "", ())
-    made = layer.add(
-        tmp_path / "layer", "one", b"data", changes={"deps": {**layer.DEPS, "own": own}}
-    )
-    made.rename(made.with_name(name))
+    deps = {**layer.DEPS, "own": [["src", "op.cpp", hashlib.sha256(b"mine").hexdigest()]]}
+    made = layer.add(tmp_path / "layer", "one", b"data", changes={"deps": deps})
+    made.rename(made.with_name(deps_key(deps)))
     file = tmp_path / "file"
     bundle.write_bundle(str(tmp_path / "layer"), str(file))
     (leaf,) = archive.leaves(str(file), "somebody", "one")

@@ -21,7 +21,7 @@ from opkiln.errors import StoreError
 from opkiln.model import ABI_NONE, Op, OpSpec
 from opkiln.report import collect as report_cache
 from opkiln.store import entry, inventory, key
-from opkiln.store.recheck import Hasher
+from opkiln.store.facts import Hasher
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -42,9 +42,7 @@ _WHOLE: dict[str, Any] = {
               "images": ["sm_90"]},
     "toolchain": {"gcc": "12.2.0"},
     "seconds": 1.5, "max_rss": 100, "created": 1.5,
-    "deps": {"own": [["src", "op.cpp", "0" * 64, 1, 2, 3, 4, 5]], "external": "",
-             "watches": [["src", "csrc", ["a.h"]]], "dirs": [["src", "csrc", 1, 2, 3, 4, 5]],
-             "external_dirs": [["/usr/include", 1, 2, 3, 4, 5]]},
+    "deps": {"own": [["src", "op.cpp", "0" * 64]], "others": ""},
 }  # fmt: skip
 _VALUES: tuple[Any, ...] = (None, 6, -1.5, True, "x", [], [6], [[6]], ["x"], {}, {"a": 6})
 
@@ -113,7 +111,7 @@ def refusals(leaf: Path, tmp_path: Path) -> list[str]:
     said += trace.refusals()
     places = {"src": str(tmp_path), "opkiln": "/", "abs": ""}
     for own in (True, False):
-        found = entry.examine(str(leaf), places, Hasher(), listed=True, external=True, own=own)
+        found = entry.examine(str(leaf), places, Hasher(), listed=True, whole=True, own=own)
         said += [found.reason] if isinstance(found, entry.Refused) else []
     for each in inventory.entries(str(tmp_path / "layer/v1")):
         said.append(inventory.details(each).damaged)
@@ -163,7 +161,7 @@ def test_manifest_without_a_part_is_refused_by_its_name(leaf: Path, tmp_path: Pa
         (("needs", "sonames"), [6], "manifest.json: needs.sonames[0] is 6, not a string"),
         (("size",), "big", "manifest.json: size is 'big', not a number"),
         (("target",), 6, "manifest.json: target is 6, not an object"),
-        (("deps", "own"), [["src"]], "manifest.json: deps.own[0] has 1 parts, not 3 and more"),
+        (("deps", "own"), [["src"]], "manifest.json: deps.own[0] has 1 parts, not 3"),
     ],
 )
 def test_refusal_says_what_is_wrong_and_where(

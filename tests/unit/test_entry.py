@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from opkiln.store import entry, recheck
+from opkiln.digest import sha256_file
+from opkiln.store import entry, facts
 from opkiln.store.entry import Leaf, Refused
 from opkiln.trust import fault
 
@@ -22,8 +23,8 @@ def leaf(tmp_path: Path) -> Path:
     """A leaf without dependencies."""
     import hashlib
 
-    recorded = {"own": [], "external": "", "watches": [], "dirs": [], "external_dirs": []}
-    directory = tmp_path / recheck.deps_key((), "", ())
+    recorded = facts.to_manifest([])
+    directory = tmp_path / facts.deps_key(recorded)
     directory.mkdir(mode=0o700)
     manifest = {
         "schema": entry.SCHEMA,
@@ -34,13 +35,15 @@ def leaf(tmp_path: Path) -> Path:
     }
     (directory / "op.so").write_bytes(PAYLOAD)
     (directory / "manifest.json").write_bytes(entry.write_manifest(manifest))
+    sidecar = {"schema": entry.SCHEMA, "facts": []}
+    (directory / "inputs.json").write_bytes(entry.write_manifest(sidecar))
     for file in directory.iterdir():
         file.chmod(0o600)
     return directory
 
 
 def examine(directory: Path, *, listed: bool = False) -> Leaf | Refused | None:
-    return entry.examine(str(directory), {}, recheck.Hasher(), listed=listed, external=True)
+    return entry.examine(str(directory), {}, facts.Hasher(), listed=listed, whole=True)
 
 
 def refusal(directory: Path, *, listed: bool = False) -> Refused:
@@ -108,7 +111,47 @@ def test_a_payload_outside_the_leaf_is_refused(leaf: Path) -> None:
 def test_a_leaf_under_another_name_is_refused(leaf: Path, tmp_path: Path) -> None:
     other = tmp_path / ("0" * 40)
     os.rename(leaf, other)
-    assert refusal(other).reason == "its dependencies have changed"
+    assert refusal(other).damaged
+    assert refusal(other).reason == "damaged: its name does not match its dependencies"
+
+
+def test_a_leaf_without_its_facts_is_damage_unless_it_was_shipped_so(leaf: Path) -> None:
+    sidecar = leaf / "inputs.json"
+    sidecar.write_bytes(entry.write_manifest({"schema": entry.SCHEMA}))
+    assert isinstance(examine(leaf), Leaf)
+    sidecar.write_bytes(sidecar.read_bytes().replace(b"2", b"3"))
+    assert refusal(leaf).damaged
+    sidecar.unlink()
+    assert refusal(leaf) == Refused(str(leaf), "damaged: inputs.json is missing", damaged=True)
+
+
+def test_a_leaf_is_refused_for_each_fact_that_does_not_hold(leaf: Path, tmp_path: Path) -> None:
+    (tmp_path / "src").mkdir()
+    source = tmp_path / "src" / "a.cpp"
+    source.write_text("int a;")
+    known = [
+        facts.Fact("file", "src", "a.cpp", sha256_file(str(source)), facts.UNSIGNED),
+        facts.Fact("absent", "src", "", "new.h", facts.UNSIGNED),
+    ]
+    manifest = entry.read_manifest(str(leaf))
+    manifest["deps"] = facts.to_manifest(known)
+    (leaf / "manifest.json").write_bytes(entry.write_manifest(manifest))
+    sidecar = {"schema": entry.SCHEMA, "facts": facts.rows(known)}
+    (leaf / "inputs.json").write_bytes(entry.write_manifest(sidecar))
+    named = leaf.with_name(facts.deps_key(manifest["deps"]))
+    leaf.rename(named)
+    places = {"src": str(tmp_path / "src")}
+
+    def reason(*, whole: bool) -> str:
+        found = entry.examine(str(named), places, facts.Hasher(), listed=False, whole=whole)
+        return found.reason if isinstance(found, Refused) else ""
+
+    assert (reason(whole=True), reason(whole=False)) == ("", "")
+    (tmp_path / "src" / "new.h").touch()
+    new = f"{tmp_path}/src/new.h is new"
+    assert (reason(whole=True), reason(whole=False)) == (new, "")
+    source.write_text("int b;")
+    assert (reason(whole=True), reason(whole=False)) == (f"a.cpp changed; {new}", "a.cpp changed")
 
 
 def test_a_symbolic_link_is_never_followed(leaf: Path, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from sample.levels import X86_V3
 from opkiln.building import leaves
 from opkiln.errors import StoreError
 from opkiln.settings import override
-from opkiln.store import deps, entry, gc, inventory, publish
+from opkiln.store import entry, facts, gc, inventory, publish
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -39,7 +39,6 @@ class Shelf:
     def op(self, name: str, *, size: int = 1000, days: float = 0, source: str = "") -> Path:
         """Publish an entry that was last used some days ago."""
         lists = {
-            "read": [], "external": [], "names": [],
             "inputs": {"spec": {"sources": [source]}, "toolchain": {"gcc": {"version": "g++ 12"}}},
         }  # fmt: skip
         target = {"backend": "cpu", "archs": [], "cpu": X86_V3, "cpu_features": ["avxvnni"]}
@@ -48,23 +47,21 @@ class Shelf:
 
     def object(self, source: str, *, size: int = 1000, days: float = 0) -> Path:
         """Publish a compiled object."""
-        lists = {"read": [], "external": [], "names": []}
         key = f"{abs(hash(source)):040x}"[:40]
         manifest = {"kind": "object", "source": source}
-        return self._put(f"objects/{key[:2]}/{key}", "a.o", manifest, lists, size, days)
+        return self._put(f"objects/{key[:2]}/{key}", "a.o", manifest, {}, size, days)
 
     def _put(
         self, where: str, payload: str, manifest: dict, lists: dict, size: int, days: float
     ) -> Path:
         number = len(list(self._made.iterdir()))
-        own = (deps.Dep("src", f"{number}.cpp", KEY, deps.Signature(1, 1, 1, 1, 1)),)
-        read = deps.Dependencies(own, "", (), (), (), (), ())
+        read = (facts.Fact("file", "src", f"{number}.cpp", KEY, facts.UNSIGNED),)
         made = self._made / str(number)
         made.mkdir()
         (made / payload).write_bytes(os.urandom(size))
         leaf = str(made / "leaf")
-        leaves.write(leaf, str(made / payload), manifest, read, lists)
-        final = publish.publish(leaf, self.root, f"{where}/{deps.key_of(read)}")
+        name = leaves.write(leaf, str(made / payload), manifest, read, lists)
+        final = publish.publish(leaf, self.root, f"{where}/{name}")
         self.age(Path(final), days)
         return Path(final)
 

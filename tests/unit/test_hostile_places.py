@@ -18,9 +18,9 @@ from opkiln.errors import SpecError
 from opkiln.model import OpSpec, place_of
 from opkiln.plan import check
 from opkiln.store import archive
+from opkiln.store.facts import Hasher
 from opkiln.store.layers import Store
 from opkiln.store.location import Layer, Location
-from opkiln.store.recheck import Hasher
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -29,18 +29,20 @@ def _change(
     device: int,
     changed: int,
     modified: int,
+    fine: bool = False,
 ) -> int | None:
     found = SimpleNamespace(st_ctime_ns=changed, st_mtime_ns=modified, st_dev=device)
     images.forget()
     monkeypatch.setattr(images, "_mount", lambda path: mount)
     monkeypatch.setattr(images, "_mark", lambda path, device: MOUNT)
+    monkeypatch.setattr(images, "_has_fractions", lambda path, device: fine)
     try:
         return images.change("file", cast("os.stat_result", found))
     finally:
         images.forget()
 
 
-BY_CONTENTS = {
+BY_MOUNT = {
     "squashfs": (("squashfs", True, DISK), DISK, WHOLE, WHOLE),
     "erofs with the time of its file": (("erofs", True, DISK), DISK, KERNELS, KERNELS),
     "erofs without a disk": (("erofs", True, ANONYMOUS), ANONYMOUS, KERNELS, KERNELS),
@@ -50,15 +52,14 @@ BY_CONTENTS = {
     "a lower layer on the same disk": (("overlay", False, ANONYMOUS), ANONYMOUS, WHOLE, WHOLE),
     "an overlay that is read-only": (("overlay", True, ANONYMOUS), ANONYMOUS, KERNELS, KERNELS),
     "squashfuse": (("fuse.squashfuse", True, ANONYMOUS), ANONYMOUS, WHOLE, WHOLE),
-    "where /proc is not mounted": (("", False, 0), ANONYMOUS, WHOLE, WHOLE),
 }
 
 
-@pytest.mark.parametrize("name", BY_CONTENTS)
+@pytest.mark.parametrize("name", BY_MOUNT)
 def test_the_mount_stands_for_a_time_that_somebody_chose(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mount, device, changed, modified = BY_CONTENTS[name]
+    mount, device, changed, modified = BY_MOUNT[name]
     found = _change(monkeypatch, mount, device=device, changed=changed, modified=modified)
     assert found == MOUNT
     assert images.is_mount(MOUNT)
@@ -67,9 +68,7 @@ def test_the_mount_stands_for_a_time_that_somebody_chose(
 BY_TIME = {
     "a checkout": (("ext4", False, DISK), DISK, KERNELS, KERNELS),
     "a disk that was made by a tool, mounted writable": (("ext4", False, DISK), DISK, WHOLE, WHOLE),
-    "a network file system with whole seconds": (
-        ("lustre", False, ANONYMOUS), ANONYMOUS, WHOLE, WHOLE,
-    ),
+    "where /proc is not mounted": (("", False, 0), ANONYMOUS, KERNELS, KERNELS),
     "a file that was written in a container": (
         ("overlay", False, ANONYMOUS), ANONYMOUS, KERNELS, KERNELS,
     ),
@@ -85,8 +84,48 @@ BY_TIME = {
 @pytest.mark.parametrize("name", BY_TIME)
 def test_a_time_that_a_kernel_wrote_is_believed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     mount, device, changed, modified = BY_TIME[name]
-    found = _change(monkeypatch, mount, device=device, changed=changed, modified=modified)
+    found = _change(
+        monkeypatch, mount, device=device, changed=changed, modified=modified, fine=True
+    )
     assert found == changed
+
+
+BY_CONTENTS = {
+    "a writable file system with whole seconds": (("vfat", False, DISK), DISK, WHOLE, WHOLE + 1),
+    "a network file system with whole seconds": (
+        ("lustre", False, ANONYMOUS), ANONYMOUS, WHOLE, WHOLE,
+    ),
+    "FUSE that can be written": (("fuse.sshfs", False, ANONYMOUS), ANONYMOUS, KERNELS, WHOLE),
+    "whole seconds where /proc is not mounted": (("", False, 0), ANONYMOUS, WHOLE, WHOLE),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BY_CONTENTS)
+def test_where_a_file_may_change_under_its_times_its_contents_decide(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mount, device, changed, modified = BY_CONTENTS[name]
+    found = _change(monkeypatch, mount, device=device, changed=changed, modified=modified)
+    assert found is None
+
+
+def test_what_a_file_system_counts_in_is_told_by_the_directories_above_a_file(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A file's own time may be by whoever made the disk's image."""
+    times = {"/": (1, KERNELS), "/mnt": (7, WHOLE), "/mnt/a": (7, KERNELS), "/mnt/b": (7, WHOLE)}
+
+    def status(path: str) -> SimpleNamespace:
+        device, changed = times[path]
+        return SimpleNamespace(st_dev=device, st_ctime_ns=changed)
+
+    monkeypatch.setattr(os.path, "realpath", str)
+    monkeypatch.setattr(os, "stat", status)
+    for path, fine in (("/mnt/a/file", True), ("/mnt/b/file", False), ("/mnt/file", False)):
+        images.forget()
+        assert images._has_fractions(path, 7) is fine
+    assert images._has_fractions("/mnt/a/file", 7) is False, "it is asked once"
+    images.forget()
 
 
 def test_a_file_of_a_mount_without_a_number_is_never_taken_for_unchanged(

@@ -39,8 +39,8 @@ def test_keys_are_those_of_the_stores_that_exist() -> None:
     plan = a_plan()
     assert key.intent_key(SPEC, TARGET) == "e695e9fdcb07fe6747392b4d4d9958392d53292d"
     assert key.spec_key(SPEC) == "20c665f5038b12cd7144e4e084cca0c0b9b3707d"
-    assert key.build_key(plan) == "bc1ee8614023d66a2626e94aa8e2026bdf08be20"
-    assert key.step_key(plan, COMPILE) == "8a13f088fe39f9f9a377184f66356b7dc912a9e8"
+    assert key.build_key(plan) == "4a14640cd3adc56a9c86f924b42ed76d0734e183"
+    assert key.step_key(plan, COMPILE) == "acd458cd4ccb9b653e7fc62dc6f8318bc990004e"
 
 
 def test_a_declaration_does_not_say_where_its_package_or_opkiln_lies_nor_who_declares_it() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -15,10 +14,10 @@ from opkiln import machine
 from opkiln.bundles import bundle
 from opkiln.decision import fit, prebuilt
 from opkiln.decision.terms import Trace
-from opkiln.digest import sha256_file, signed
+from opkiln.digest import sha256_file
 from opkiln.errors import LoadError
 from opkiln.model import CUDA, OUTSIDE, PACKAGE, Artifact
-from opkiln.store import entry, recheck
+from opkiln.store import entry, facts
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -267,11 +266,9 @@ def with_source(shelf: Shelf, text: str = "int a;") -> Path:
 
 def built_from(shelf: Shelf, *files: tuple[str, str, str]) -> Path:
     """An entry that was built from these files: anchor, path and digest."""
-    library = shelf.add("layer", deps={
-        "own": [[*each, 0, 0, 0, 0, 0] for each in files], "external": "", "watches": [],
-        "dirs": [], "external_dirs": [],
-    })  # fmt: skip
-    leaf = library.parent.with_name(recheck.deps_key(files, "", ()))
+    deps = {"own": list(map(list, files)), "others": "of another machine"}
+    library = shelf.add("layer", deps=deps)
+    leaf = library.parent.with_name(facts.deps_key(deps))
     library.parent.rename(leaf)
     return leaf / "op.so"
 
@@ -326,16 +323,12 @@ def test_inline_source_is_in_no_file_that_could_be_missing(world: World) -> None
     assert shelf.find()[0] is None
 
 
-def test_headers_of_the_system_are_not_checked_in_what_was_built_elsewhere(shelf: Shelf) -> None:
-    somewhere = shelf.world.base
-    settled = [*signed((str(somewhere),)), time.time_ns() + 60_000_000_000]
-    library = shelf.add("layer", deps={
-        "own": [], "external": "0" * 40, "watches": [], "dirs": [],
-        "external_dirs": [["/nowhere", *settled]],
-    })  # fmt: skip
-    leaf = library.parent.with_name(recheck.deps_key([], "0" * 40, ()))
-    library.parent.rename(leaf)
-    assert shelf.find()[0] == artifact(leaf / "op.so", "layer")
+def test_facts_of_the_machine_that_built_an_entry_are_not_checked_here(shelf: Shelf) -> None:
+    library = shelf.add("layer")
+    gone = facts.Fact("file", "abs", "/nowhere/vector", "0" * 64, facts.UNSIGNED)
+    sidecar = {"schema": entry.SCHEMA, "facts": facts.rows([gone])}
+    (library.parent / entry.SIDECAR).write_bytes(entry.write_manifest(sidecar))
+    assert shelf.find()[0] == artifact(library, "layer")
 
 
 # Bundles

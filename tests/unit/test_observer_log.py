@@ -1,13 +1,16 @@
-"""The observer's log: what it says, and when it counts as no log."""
+"""The observer's log: what it says, when it does not count, and the inputs that follow from it."""
 
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from opkiln.observing import inputs, log
+from opkiln.observing.inputs import DIRECTORY, FILE, LINK, LISTING, PROGRAM
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -19,33 +22,62 @@ def logged(*records: str) -> bytes:
     return b"".join(os.fsencode(record) + b"\0" for record in records)
 
 
-def test_a_log_names_what_was_read_written_missed_and_started() -> None:
-    found = log.parse(logged(
-        BEGAN,
+def parsed(*records: str) -> log.Observation:
+    """What a log says that begins with the start of g++, as process 10."""
+    found = log.parse(logged(BEGAN, *records))
+    assert found is not None
+    return found
+
+
+def test_log_names_what_was_read_looked_up_written_missed_and_started() -> None:
+    identity = "7 8 9 1700000000.000000005"
+    found = parsed(
         "S 11 11 0 0 0.000000000 cc1plus",
         "B 11 10 0 0 0.000000000 /usr/lib/cc1plus",
-        "R 11 7 8 9 1700000000.000000005 /src/a b\n.h",
-        "N 11 0 0 0 0.000000000 /src/none.h",
-        "W 11 0 0 0 0.000000000 /stage/a.s",
-    ))  # fmt: skip
-    assert found.complete
-    assert found.read == {"/src/a b\n.h": (log.Identity(7, 8, 9, 1_700_000_000_000_000_005),)}
-    assert found.absent == {"/src/none.h"}
-    assert found.written == {"/stage/a.s": (1,)}
+        f"L 11 {identity} /usr/lib/cc1plus",
+        f"R 11 {identity} /src/a b\n.h",
+        f"E 11 {identity} /opt/tool",
+        "I 11 0 0 0 0.0 /opt",
+        "D 11 0 0 0 0.0 /opt/bin",
+        "P 11 0 0 0 0.0 /opt/link",
+        "N 11 0 0 0 0.0 /src/none.h",
+        "W 11 0 0 0 0.0 /stage/a.s",
+        "A 11 0 0 0 0.0 /stage/kept",
+    )
+    file = (log.Identity(7, 8, 9, 1_700_000_000_000_000_005),)
+    assert found == log.Observation(
+        read={"/usr/lib/cc1plus": file, "/src/a b\n.h": file, "/opt/tool": file},
+        found=frozenset(["/usr/lib/cc1plus", "/opt/tool"]),
+        loaded=frozenset(["/usr/lib/cc1plus"]),
+        directories=frozenset(["/opt"]),
+        listed=frozenset(["/opt/bin"]),
+        led=frozenset(["/opt/link"]),
+        written={"/stage/a.s": (1,), "/stage/kept": (1,)},
+        made=frozenset(["/stage/a.s"]),
+        rewritten=frozenset(),
+        absent=frozenset(["/src/none.h"]),
+        started=(
+            log.Started("/usr/bin/g++", "", -1),
+            log.Started("/usr/lib/cc1plus", "cc1plus", 0),
+        ),
+        complete=True,
+    )
     assert found.programs == ("/usr/bin/g++", "/usr/lib/cc1plus")
-    assert found.started == (
-        log.Started("/usr/bin/g++", "", -1), log.Started("/usr/lib/cc1plus", "cc1plus", 0),
-    )  # fmt: skip
+
+
+# Whether it counts
 
 
 GAPS = {
-    "nothing": b"",
-    "half a record": logged(BEGAN)[:-5],
-    "no program": logged("R 10 7 8 9 1.0 /a"),
+    "half a record": logged(BEGAN, "R 10 7 8 9 1.0 /a")[:-5],
     "a program that did not announce itself": logged(BEGAN, "S 11 11 0 0 0.0 /static"),
     "a child that did not announce itself": logged(BEGAN, "S 10 12 0 0 0.0 /static"),
+    "a program that was replaced by one that did not": logged(BEGAN, "S 10 10 0 0 0.0 /static"),
     "a program below one that did not": logged(BEGAN, "B 13 12 0 0 0.0 /usr/bin/as"),
+    "a shell that did not announce itself": logged(BEGAN, "C 10 10 1 0 0.0 /bin/sh"),
+    "one of two shells": logged(BEGAN, *["C 10 10 1 0 0.0 /bin/sh"] * 2, "B 11 10 0 0 0.0 /bin/sh"),
     "a lost record": logged(BEGAN, "X 0 0 0 0 0.0 too long"),
+    "a record of no kind": logged(BEGAN, "? 10 7 8 9 1.0 /a"),
     "a damaged record": logged(BEGAN, "R 10 7"),
     "a damaged number": logged(BEGAN, "R 10 7 x 9 1.0 /a"),
     "a number too few": logged(BEGAN, "R 10 7  9 1.0 /a"),
@@ -54,310 +86,344 @@ GAPS = {
 
 
 @pytest.mark.parametrize("gap", GAPS)
-def test_a_log_with_a_gap_is_not_complete(gap: str) -> None:
-    assert not log.parse(GAPS[gap]).complete
+def test_log_with_a_gap_is_not_complete(gap: str) -> None:
+    found = log.parse(GAPS[gap])
+    assert found is not None
+    assert not found.complete
+
+
+@pytest.mark.parametrize("data", [b"", logged(BEGAN)[:-1], logged("R 10 7 8 9 1.0 /a")])
+def test_log_without_a_program_says_nothing(data: bytes) -> None:
+    assert log.parse(data) is None
+
+
+COMPLETE = {
+    "a program that could not be started": (
+        "S 10 10 0 0 0.0 /nowhere/as", "F 10 10 0 0 0.0 /nowhere/as",
+    ),
+    "one that was not even tried": ("F 10 10 0 0 0.0 /nowhere/as",),
+    "a process that becomes another program": ("B 10 1 0 0 0.0 /usr/bin/as",),
+    # Process 11 is a copy of a shell. It announces nothing, but its child is observed, so it is.
+    "a program that a subshell starts": (
+        "S 12 12 0 0 0.0 /usr/bin/mv", "B 12 11 0 0 0.0 /usr/bin/mv",
+    ),
+    "a shell of the C library": ("C 10 10 1 0 0.0 /bin/sh", "B 11 10 0 0 0.0 /bin/sh"),
+    "a shell and another program": (
+        "C 10 10 1 0 0.0 /bin/sh", "S 12 12 0 0 0.0 as", "B 12 10 0 0 0.0 /usr/bin/as",
+        "B 11 10 0 0 0.0 /bin/sh",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", COMPLETE)
+def test_log_without_a_gap_is_complete(case: str) -> None:
+    assert parsed(*COMPLETE[case]).complete
+
+
+@given(st.lists(st.sampled_from([BEGAN, *sum(COMPLETE.values(), ()), "R 10 7 8 9 1.0 /a"])),
+       st.binary(max_size=8), st.integers(0, 200))  # fmt: skip
+@example([BEGAN], b"", 0)
+def test_any_log_is_parsed_and_one_that_was_cut_is_not_complete(
+    records: list[str], junk: bytes, cut: int
+) -> None:
+    whole = logged(*records)
+    log.parse(whole + junk)
+    rest = whole[:cut]
+    found = log.parse(rest)
+    assert found is None or found.complete is False or rest.endswith(b"\0")
+
+
+def test_log_file_is_taken_once_and_counts_as_long_as_no_record_was_lost(tmp_path: Path) -> None:
+    path, whole = tmp_path / "log", tmp_path / f"log{log.WHOLE}"
+    assert log.finish(str(path)) is None
+    for lost in (False, True):
+        log.start(str(path))
+        assert (path.read_bytes(), whole.exists()) == (b"", True)
+        path.write_bytes(logged(BEGAN) + b"N 10 0 0 0 0.0 /src/\xff\r\n.h\0")
+        if lost:
+            whole.unlink()
+        found = log.finish(str(path))
+        assert found is not None
+        assert found.absent == {os.fsdecode(b"/src/\xff\r\n.h")}
+        assert found.complete is not lost
+        assert list(tmp_path.iterdir()) == []
+    log.start(str(path))
+    path.unlink()
+    assert log.finish(str(path)) is None
+
+
+# Who did it
 
 
 @pytest.mark.parametrize("record", ["S 11 11 10 0 0.0 /evil/as", "S 10 11 1 0 0.0 /evil/as"])
-def test_a_program_that_did_not_announce_itself_is_named(record: str) -> None:
-    assert log.parse(logged(BEGAN, record)).started[1] == log.Started("", "/evil/as", 0)
+def test_program_that_did_not_announce_itself_is_named(record: str) -> None:
+    assert parsed(record).started[1] == log.Started("", "/evil/as", 0)
 
 
 def test_what_a_forked_process_writes_is_written_by_its_parents_program() -> None:
     first, second = "W 11 0 10 0 0.0 /stage/a", "W 12 0 11 0 0.0 /stage/b"
-    found = log.parse(logged(BEGAN, "B 9 10 10 0 0.0 /usr/bin/as", first, second))
-    assert found.written == {"/stage/a": (0,), "/stage/b": (0,)}
+    found = parsed("B 9 10 10 0 0.0 /usr/bin/as", first, second, "W 99 0 0 0 0.0 /tmp/x")
+    assert found.written == {"/stage/a": (0,), "/stage/b": (0,), "/tmp/x": (0,)}
 
 
 def test_what_a_copy_of_a_later_program_does_is_done_by_that_program() -> None:
     """Processes 12 and 13 are copies of cc1plus, which is process 11."""
-    seen = log.parse(logged(
-        BEGAN, "B 11 10 10 0 0.0 /usr/lib/cc1plus", "W 11 0 10 0 0.0 /stage/a",
+    seen = parsed(
+        "B 11 10 10 0 0.0 /usr/lib/cc1plus", "W 11 0 10 0 0.0 /stage/a",
         "W 12 0 11 0 0.0 /stage/b", "S 13 14 11 0 0.0 /evil/as",
-    ))  # fmt: skip
+    )  # fmt: skip
     assert seen.written == {"/stage/a": (1,), "/stage/b": (1,)}
     assert seen.started[2] == log.Started("", "/evil/as", 1)
 
 
-def test_a_program_that_replaces_another_is_started_by_it() -> None:
-    found = log.parse(logged(BEGAN, "S 10 10 1 0 0.0 as", "B 10 1 1 0 0.0 /usr/bin/as"))
+def test_program_that_replaces_another_is_started_by_it() -> None:
+    found = parsed("S 10 10 1 0 0.0 as", "B 10 1 1 0 0.0 /usr/bin/as", "W 10 0 0 0 0.0 /stage/a.o")
     assert found.started[1] == log.Started("/usr/bin/as", "as", 0)
+    assert found.written == {"/stage/a.o": (1,)}
 
 
-def test_a_program_that_a_copy_of_a_shell_starts_leaves_no_gap() -> None:
-    """Process 11 is a subshell. It announces nothing, but its child is observed, so it is."""
-    seen = log.parse(logged(
-        BEGAN, "S 12 12 0 0 0.0 /usr/bin/mv", "B 12 11 0 0 0.0 /usr/bin/mv",
-    ))  # fmt: skip
-    assert seen.complete
-    assert seen.programs == ("/usr/bin/g++", "/usr/bin/mv")
+def test_program_may_run_twice_and_be_called_by_paths_that_are_links() -> None:
+    found = parsed(
+        "S 11 11 0 0 0.0 as", "B 11 10 0 0 0.0 /usr/bin/as",
+        "S 12 12 0 0 0.0 /opt/as", "B 12 10 0 0 0.0 /usr/bin/as",
+        "S 13 13 0 0 0.0 /opt/as", "F 13 13 0 0 0.0 /opt/as",
+    )  # fmt: skip
+    assert found.programs == ("/usr/bin/g++", "/usr/bin/as")
+    assert found.called == ("/opt/as",)
 
 
-def test_a_program_is_known_by_the_path_that_it_was_called_by(tmp_path: Path) -> None:
-    real, link, other = (tmp_path / name for name in ("real", "link", "other"))
-    real.write_text("")
-    link.symlink_to(real)
-    seen = log.parse(logged(
-        BEGAN, f"S 11 11 0 0 0.0 {link}", f"B 11 10 0 0 0.0 {real}", f"S 12 12 0 0 0.0 {other}",
-        f"F 12 12 0 0 0.0 {other}", f"N 12 0 0 0 0.0 {other}",
-        "S 13 13 0 0 0.0 as", "B 13 10 0 0 0.0 /usr/bin/as",
-    ))  # fmt: skip
-    assert seen is not None
-    found = inputs.of(seen, str(tmp_path / "stage"))
-    assert found.programs == ("/usr/bin/g++", "/usr/bin/as", str(link))
-    assert found.absent == ((str(tmp_path), ("other",)),)
-
-
-def test_a_program_that_could_not_be_started_leaves_no_gap() -> None:
-    tried = ("S 10 10 0 0 0.0 /nowhere/as", "F 10 10 0 0 0.0 /nowhere/as")
-    assert log.parse(logged(BEGAN, *tried)).complete
-    assert log.parse(logged(BEGAN, *tried[1:])).complete
-
-
-def test_a_child_may_begin_before_its_parent_has_recorded_it() -> None:
+def test_child_may_begin_before_its_parent_has_recorded_it() -> None:
     records = ("B 11 10 0 0 0.0 /usr/bin/as", "S 10 11 0 0 0.0 /opt/as", "S 10 11 0 0 0.0 other")
-    found = log.parse(logged(BEGAN, *records))
+    found = parsed(*records)
     assert found.complete
     assert found.started[1] == log.Started("/usr/bin/as", "/opt/as", 0)
 
 
-def test_a_process_that_is_observed_may_become_another_program_without_saying_so_first() -> None:
-    assert log.parse(logged(BEGAN, "B 10 1 0 0 0.0 /usr/bin/as")).complete
+# Whose a file is that is written
 
 
-def test_a_log_file_is_read_as_it_is_and_a_missing_one_counts_as_no_log(tmp_path: Path) -> None:
-    path = tmp_path / "log"
-    assert log.read(str(path)) is None
-    path.write_bytes(logged(BEGAN) + b"N 10 0 0 0 0.0 /src/\xff\r\n.h\0")
-    found = log.read(str(path))
-    assert found is not None
-    assert found.absent == {os.fsdecode(b"/src/\xff\r\n.h")}
+READ, LOOKED_UP = "R 10 7 8 9 1.0 /f", "E 10 7 8 9 1.0 /f"
+MADE, KEPT = "W 10 0 0 0 0.0 /f", "A 10 0 0 0 0.0 /f"
 
 
-def test_a_file_is_the_steps_own_if_it_was_written_before_anything_read_it() -> None:
-    found = log.parse(logged(
-        BEGAN,
-        "W 10 0 0 0 0.0 /tmp/first.s", "R 10 7 8 9 1.0 /tmp/first.s",
-        "R 10 7 8 9 1.0 /src/cache.gch", "W 10 0 0 0 0.0 /src/cache.gch",
-    ))  # fmt: skip
-    assert found is not None
-    assert found.made == {"/tmp/first.s"}
-    assert set(found.written) == {"/tmp/first.s", "/src/cache.gch"}
-
-
-def test_a_write_of_a_process_that_did_not_announce_itself_is_the_first_programs() -> None:
-    found = log.parse(logged(BEGAN, "W 99 0 0 0 0.0 /tmp/x"))
-    assert found is not None
-    assert found.written == {"/tmp/x": (0,)}
+@pytest.mark.parametrize(
+    ("records", "read", "made", "rewritten"),
+    [
+        ((MADE, READ), True, True, False),
+        ((MADE, READ, MADE, READ), True, True, False),
+        ((MADE, KEPT, READ), True, True, False),
+        ((READ, MADE), True, False, True),
+        ((READ, KEPT), True, False, True),
+        ((LOOKED_UP, READ, MADE), True, False, True),
+        ((KEPT, READ), True, False, False),  # what was in it before was read, too
+        ((KEPT,), False, False, False),
+        ((LOOKED_UP, MADE), False, False, False),
+        ((LOOKED_UP, MADE, READ), True, False, False),
+    ],
+)
+def test_file_is_the_steps_own_if_it_was_made_before_anything_looked_at_it(
+    records: tuple[str, ...], read: bool, made: bool, rewritten: bool
+) -> None:
+    found = parsed(*records)
+    assert ("/f" in found.read, "/f" in found.made, "/f" in found.rewritten) == (
+        read, made, rewritten,
+    )  # fmt: skip
 
 
 def test_every_file_that_was_behind_a_path_is_kept_once() -> None:
     one, other = "R 10 7 8 9 1.5 /a", "R 10 7 9 9 1.5 /a"
-    found = log.parse(logged(BEGAN, one, other, one))
-    assert found is not None
-    assert [each.inode for each in found.read["/a"]] == [8, 9]
+    assert [each.inode for each in parsed(one, other, one).read["/a"]] == [8, 9]
 
 
-def test_a_process_may_become_another_program_and_a_program_may_run_twice() -> None:
-    found = log.parse(logged(
-        "B 10 1 0 0 0.0 /bin/sh", "S 10 10 0 0 0.0 /usr/bin/g++", "B 10 1 0 0 0.0 /usr/bin/g++",
-        "W 10 0 0 0 0.0 /stage/a.o",
-        "S 11 11 0 0 0.0 as", "B 11 10 0 0 0.0 /usr/bin/as",
-        "S 12 12 0 0 0.0 as", "B 12 10 0 0 0.0 /usr/bin/as",
-    ))  # fmt: skip
-    assert found is not None
-    assert found.programs == ("/bin/sh", "/usr/bin/g++", "/usr/bin/as")
-    assert found.written == {"/stage/a.o": (1,)}
+def test_file_that_appears_while_it_is_looked_for_stays_absent() -> None:
+    """One part of the compile did without it, another one read it."""
+    found = parsed(
+        "N 10 0 0 0 0.0 /inc/n.h", "R 10 7 8 9 1.5 /inc/n.h",
+        "N 10 0 0 0 0.0 /tmp/own", "W 10 0 0 0 0.0 /tmp/own", "R 10 7 9 9 1.5 /tmp/own",
+        "W 10 0 0 0 0.0 /tmp/dir", "I 10 0 0 0 0.0 /tmp/dir",
+    )  # fmt: skip
+    assert found.absent == {"/inc/n.h"}
+    assert found.directories == frozenset()
 
 
-def test_a_running_program_that_starts_another_and_is_not_replaced_leaves_a_gap() -> None:
-    exec_without_a_word = logged(BEGAN, "S 10 10 0 0 0.0 /static")
-    assert not log.parse(exec_without_a_word).complete
+# What the step depends on
 
 
-def observed(
-    *read: str, made: tuple[str, ...] = (), absent: tuple[str, ...] = ()
-) -> log.Observation:
+def observed(*read: str | Path, **seen: Any) -> log.Observation:
     """A step that read these files as they are now; those that are not there, as they once were."""
     gone = log.Identity(0, 0, 0, 0)
-    files = {path: (log.Identity.now(path) if os.path.exists(path) else gone,) for path in read}
-    return log.Observation(files, {}, frozenset(made), frozenset(absent),
-                           (log.Started("/usr/bin/g++", "", -1),))  # fmt: skip
+    names = [*map(str, read), *map(str, seen.get("found", ()))]
+    files = {path: (log.Identity.now(path) if os.path.exists(path) else gone,) for path in names}
+    more: dict[str, Any] = {name: frozenset(map(str, paths)) for name, paths in seen.items()}
+    return parsed()._replace(**{"read": files, **more})
 
 
-def test_what_a_step_made_itself_may_change_afterwards(tmp_path: Path) -> None:
-    stage, made, source = tmp_path / "stageX", tmp_path / "made.s", tmp_path / "a.h"
-    source.write_text("1")
-    seen = observed(f"{stage}/t.s", str(made), "/proc/self/none", str(source), made=(str(made),))
-    assert inputs.identical(seen, str(stage))
-    assert inputs.identical(seen, f"{stage}/")
-    source.write_text("22")
-    assert not inputs.identical(seen, str(stage))
+def paths_of(seen: log.Observation, stage: str | Path = "/stage", **more: Any) -> set[Any]:
+    return {*inputs.of(seen, str(stage), **more).paths}
 
 
-def test_a_directory_beside_the_stage_is_not_the_steps_own(tmp_path: Path) -> None:
-    beside = tmp_path / "stage2" / "a.h"
-    assert not inputs.identical(observed(str(beside)), str(tmp_path / "stage"))
-    beside.parent.mkdir()
-    beside.write_text("1")
-    stage = str(tmp_path / "stageX")
-    seen = observed(str(beside), f"{stage}/b.h")
-    assert inputs.of(seen, stage).files == (str(beside),)
-    assert inputs.of(seen, f"{stage}/").files == (str(beside),)
-
-
-def test_inputs_are_what_was_read_and_neither_devices_nor_what_the_step_made(
+def test_inputs_are_what_was_read_looked_up_or_started_outside_of_the_stage(
     tmp_path: Path,
 ) -> None:
-    first, second, made = (str(tmp_path / name) for name in ("b.h", "a.h", "made.s"))
-    seen = observed(first, "/dev/null", "/proc/cpuinfo", "/sys/x", made, second, made=(made,),
-                    absent=(made, "/dev/none", str(tmp_path / "c.h")))  # fmt: skip
-    found = inputs.of(seen, "/stage")
-    assert found.files == (first, second)
-    assert found.programs == ("/usr/bin/g++",)
-    assert found.absent == ((str(tmp_path), ("c.h",)),)
+    stage, made = tmp_path / "stage", tmp_path / "made.s"
+    beside, tool, script = f"{tmp_path}/stage2/a.h", f"{tmp_path}/tool", "/opt/cc"
+    own = (f"{stage}/b.h", made, "/proc/cpuinfo", "/sys/x")
+    seen = observed(beside, *own, found=(tool,), made=(made,), listed=own, directories=own,
+                    absent=(*own, f"{tmp_path}/c.h"))  # fmt: skip
+    for each in (str(stage), f"{stage}/"):
+        found = inputs.of(seen, each, called=(script, tool, f"{stage}/tool"))
+        assert found.paths == ((FILE, beside), (PROGRAM, script), (PROGRAM, tool))
+        assert found.files == (beside, script, tool)
+        assert found.absent == ((str(tmp_path), ("c.h",)),)
 
 
-def test_names_that_the_search_along_path_missed_are_not_inputs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_file_that_was_read_and_looked_up_counts_as_a_program(tmp_path: Path) -> None:
+    path = f"{tmp_path}/a.h"
+    assert paths_of(observed(path, found=(path,))) == {(PROGRAM, path)}
+
+
+def test_directory_that_was_looked_up_counts_unless_a_file_was_found_in_it(tmp_path: Path) -> None:
+    """gcc looks for directories by a dot at the end."""
+    full, empty = f"{tmp_path}/full", f"{tmp_path}/empty"
+    seen = observed(f"{full}/sub/a.h", directories=(full, f"{full}/sub/.", f"{empty}/.", empty),
+                    listed=(f"{full}/", empty, "/"))  # fmt: skip
+    assert paths_of(seen) == {
+        (FILE, f"{full}/sub/a.h"), (DIRECTORY, empty), (LISTING, full), (LISTING, empty),
+        (LISTING, "/"),
+    }  # fmt: skip
+
+
+def test_links_on_a_path_that_a_program_followed_count_and_those_that_they_lead_to(
+    tmp_path: Path,
 ) -> None:
-    monkeypatch.setenv("PATH", f"{tmp_path}/bin:{tmp_path}/more")
-    (tmp_path / "bin").mkdir()
-    seen = observed(absent=(f"{tmp_path}/bin/as", f"{tmp_path}/bin/sub/x", f"{tmp_path}/as"))
-    assert inputs.of(seen, "/stage").absent == (
-        (str(tmp_path), ("as",)), (f"{tmp_path}/bin", ("sub/x",)),
+    (tmp_path / "real" / "sub").mkdir(parents=True)
+    (tmp_path / "real" / "sub" / "file").touch()
+    (tmp_path / "real" / "up").symlink_to("sub/../sub")
+    (tmp_path / "first").symlink_to("second")
+    (tmp_path / "second").symlink_to(tmp_path / "real")
+    (tmp_path / "circle").symlink_to("circle")
+    (tmp_path / "other").symlink_to("real")
+    seen = observed(led=(tmp_path / "first/up/./file", tmp_path / "circle", tmp_path / "real"))
+    found = {os.path.relpath(path, os.path.realpath(tmp_path)) for _, path in paths_of(seen)}
+    assert found == {"first", "second", "real/up", "circle"}
+    assert {kind for kind, _ in paths_of(seen)} == {LINK}
+
+
+def test_path_that_leads_out_of_the_stage_is_known_by_its_own(tmp_path: Path) -> None:
+    seen = observed(f"{tmp_path}/stage/src/a.h", f"{tmp_path}/stage/b.h")
+
+    def unlinked(path: str) -> str:
+        return path.replace(f"{tmp_path}/stage/src", "/package")
+
+    assert paths_of(seen, tmp_path / "stage", unlinked=unlinked) == {(FILE, "/package/a.h")}
+
+
+def test_inputs_that_something_else_stands_for_are_left_out() -> None:
+    found = inputs.Inputs(
+        ((FILE, "/py/a"), (LISTING, "/py"), (FILE, "/pyx/b")),
+        (("/", ("py/c", "d")), ("/py", ("e",))), (("cc", ("/py/cc",)),),
     )  # fmt: skip
-
-
-def test_an_absent_directory_and_an_absent_name_below_the_root_are_summed_up() -> None:
-    nowhere = "no-such-directory-of-opkiln"
-    seen = observed(absent=(f"/{nowhere}/a.h", f"/{nowhere}/MAX/"))
-    assert inputs.of(seen, "/stage").absent == (("/", (f"{nowhere}/MAX", f"{nowhere}/a.h")),)
-
-
-def test_the_inputs_of_several_steps_are_joined_in_order_and_without_repeats() -> None:
-    one = inputs.Inputs(("/b", "/a"), (("/y", ("2", "1")), ("/x", ("1",))), ("g++", "as"))
-    other = inputs.Inputs(("/a", "/c"), (("/y", ("3", "1")),), ("as", "ld"))
-    assert inputs.union([one, other]) == inputs.Inputs(
-        ("/b", "/a", "/c"), (("/x", ("1",)), ("/y", ("1", "2", "3"))), ("g++", "as", "ld")
+    assert inputs.without(found, ("/py/",)) == inputs.Inputs(
+        ((FILE, "/pyx/b"),), (("/", ("d",)),), found.chosen
     )
-    assert inputs.union([]) == inputs.Inputs()
 
 
-def test_a_file_that_was_exchanged_between_two_reads_is_not_identical(tmp_path: Path) -> None:
-    path = tmp_path / "n.h"
-    path.write_text("1")
-    now = log.Identity.now(str(path))
-    then = now._replace(inode=now.inode + 1)
+# Names that must stay absent
 
-    def seen(*identities: log.Identity) -> log.Observation:
-        return log.Observation({str(path): identities}, {}, frozenset(), frozenset(), ())
 
-    assert inputs.identical(seen(now), "/stage")
-    assert not inputs.identical(seen(then), "/stage")
-    assert not inputs.identical(seen(then, now), "/stage")
-    path.unlink()
-    assert not inputs.identical(seen(now), "/stage")
+def absent(*names: str | Path, stage: str = "/stage") -> tuple[tuple[str, tuple[str, ...]], ...]:
+    return inputs.of(observed(absent=names), stage).absent
 
 
 def test_absent_names_are_summed_up_by_the_nearest_directory_that_exists(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
-    names = ("a/x.h", "a/X", "a/b/c/y.h", "a/b/z.h", "stage/t.s")
-    absent = frozenset(str(tmp_path / name) for name in names)
-    found = inputs.of(log.Observation({}, {}, frozenset(), absent, ()), str(tmp_path / "stage"))
-    assert found.absent == ((str(tmp_path / "a"), ("X", "b/c/y.h", "b/z.h", "x.h")),)
+    names = [tmp_path / name for name in ("a/x.h", "a/X", "a/b/c/y.h", "a/b/z.h", "stage/t.s")]
+    assert absent(*names, stage=f"{tmp_path}/stage") == (
+        (str(tmp_path / "a"), ("X", "b/c/y.h", "b/z.h", "x.h")),
+    )
+    nowhere = "no-such-directory-of-opkiln"
+    assert absent(f"/{nowhere}/a.h", f"/{nowhere}/MAX/") == (
+        ("/", (f"{nowhere}/MAX", f"{nowhere}/a.h")),
+    )
 
 
-def test_a_link_that_leads_nowhere_also_counts_where_it_leads(tmp_path: Path) -> None:
+def test_names_that_a_search_along_path_missed_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert absent(tmp_path / "as") == ((str(tmp_path), ("as",)),)
+
+
+def test_link_that_leads_nowhere_also_counts_where_it_leads(tmp_path: Path) -> None:
     """The file that is missing there may be made, which changes nothing where the link is."""
     (tmp_path / "one").mkdir()
     (tmp_path / "one" / "n.h").symlink_to("../far/n.h")
     (tmp_path / "two").symlink_to("missing/two")
-    asked = [str(tmp_path / "one" / "n.h"), str(tmp_path / "two" / "m.h")]
-    seen = log.Observation({}, {}, frozenset(), frozenset(asked), ())
-    absent = {
+    (tmp_path / "circle").symlink_to("circle")
+    asked = [str(tmp_path / name) for name in ("one/n.h", "two/m.h", "circle")]
+    found = {
         os.path.normpath(os.path.join(directory, name))
-        for directory, names in inputs.of(seen, "/stage").absent
+        for directory, names in absent(*asked)
         for name in names
     }
-    far = {str(tmp_path / "far" / "n.h"), str(tmp_path / "missing" / "two" / "m.h")}
-    assert absent == {*asked, *far}
+    assert found == {*asked, str(tmp_path / "far/n.h"), str(tmp_path / "missing/two/m.h")}
 
 
-def test_a_link_is_followed_by_its_whole_name_and_only_if_it_leads_nowhere(tmp_path: Path) -> None:
+def test_link_is_followed_by_its_whole_name_and_only_if_it_leads_nowhere(tmp_path: Path) -> None:
     (tmp_path / "there").mkdir()
     (tmp_path / "good").symlink_to("there")
     (tmp_path / "badX").symlink_to("missing")
-    asked = (f"{tmp_path}/good/Xm.h", f"{tmp_path}/badX/Xm.h", f"{tmp_path}/badX")
-    assert inputs.of(observed(absent=asked), "/stage").absent == (
+    assert absent(*(tmp_path / name for name in ("good/Xm.h", "badX/Xm.h", "badX"))) == (
         (str(tmp_path), ("badX", "badX/Xm.h", "missing", "missing/Xm.h")),
         (f"{tmp_path}/good", ("Xm.h",)),
     )
 
 
-def test_a_file_that_appears_while_it_is_looked_for_stays_absent() -> None:
-    """One part of the compile did without it, another one read it."""
-    found = log.parse(logged(
-        BEGAN,
-        "N 10 0 0 0 0.000000000 /inc/n.h",
-        "R 10 7 8 9 1700000000.000000005 /inc/n.h",
-        "N 10 0 0 0 0.000000000 /tmp/own",
-        "W 10 0 0 0 0.000000000 /tmp/own",
-        "R 10 7 9 9 1700000000.000000005 /tmp/own",
-    ))  # fmt: skip
-    assert found is not None
-    assert found.absent == {"/inc/n.h"}
+# Several steps
 
 
-def test_links_in_a_circle_end(tmp_path: Path) -> None:
-    (tmp_path / "n.h").symlink_to("n.h")
-    seen = log.Observation({}, {}, frozenset(), frozenset([str(tmp_path / "n.h")]), ())
-    assert inputs.of(seen, "/stage").absent == ((str(tmp_path), ("n.h",)),)
+def test_inputs_of_several_steps_are_joined_in_order_and_without_repeats() -> None:
+    shorter, longer, other = ("cc", ("/a/cc",)), ("cc", ("/a/cc", "/b/cc")), ("as", ("/a/as",))
+    assert inputs.of(observed(), "/stage", chosen=(longer, shorter, other)).chosen == (
+        other, longer,
+    )  # fmt: skip
+    one = inputs.Inputs(
+        ((FILE, "/a"), (FILE, "/b")), (("/y", ("2", "1")), ("/x", ("1",))), (longer,)
+    )
+    two = inputs.Inputs(((FILE, "/a"), (LINK, "/a")), (("/y", ("3", "1")),), (other, shorter))
+    assert inputs.union([one, two]) == inputs.Inputs(
+        ((FILE, "/a"), (FILE, "/b"), (LINK, "/a")), (("/x", ("1",)), ("/y", ("1", "2", "3"))),
+        (other, longer),
+    )  # fmt: skip
+    assert inputs.union([]) == inputs.Inputs()
 
 
-@pytest.mark.parametrize("name", ["n.h", "n.h/", "MAX"])
-def test_a_directory_by_the_name_of_a_header_is_not_a_file(tmp_path: Path, name: str) -> None:
-    (tmp_path / name).mkdir()
-    found = inputs.of(observed(f"{tmp_path}/{name}"), "/stage")
-    assert found.files == ()
-    assert found.absent == ((str(tmp_path), (name.rstrip("/") + "/",)),)
-
-
-def test_the_root_that_is_opened_is_not_a_file() -> None:
-    assert inputs.of(observed("/"), "/stage").files == ()
-
-
-def test_a_script_is_known_by_its_own_path_and_by_its_interpreters() -> None:
-    seen = log.parse(logged(BEGAN, "S 11 11 0 0 0.0 /opt/cc", "B 11 10 0 0 0.0 /bin/sh"))
-    assert inputs.of(seen, "/stage").programs == ("/usr/bin/g++", "/bin/sh", "/opt/cc")
-
-
-def test_a_program_that_was_called_by_a_link_of_the_stage_is_known_by_its_own_path(
-    tmp_path: Path,
-) -> None:
-    real, link = tmp_path / "as", tmp_path / "stage" / "as"
-    real.touch()
-    link.parent.mkdir()
-    link.symlink_to(real)
-    seen = log.parse(logged(BEGAN, f"S 11 11 0 0 0.0 {link}", f"B 11 10 0 0 0.0 {real}"))
-    assert inputs.of(seen, str(link.parent)).programs == ("/usr/bin/g++", str(real))
-
-
-def test_of_a_name_on_path_the_longest_list_of_programs_is_kept() -> None:
-    shorter, longer = ("cc", ("/a/cc",)), ("cc", ("/a/cc", "/b/cc"))
-    other = ("as", ("/a/as",))
-    assert inputs.of(observed(), "/stage", (longer, shorter, other)).chosen == (other, longer)
-    steps = [inputs.Inputs(chosen=(longer,)), inputs.Inputs(chosen=(other, shorter))]
-    assert inputs.union(steps).chosen == (other, longer)
+def test_what_a_step_made_itself_may_change_afterwards_and_nothing_else(tmp_path: Path) -> None:
+    stage, made, source = tmp_path / "stage", tmp_path / "made.s", tmp_path / "a.h"
+    source.write_text("1")
+    seen = observed(f"{stage}/t.s", made, "/proc/self/none", source, made=(made,))
+    assert inputs.identical(seen, str(stage))
+    assert inputs.identical(seen, f"{stage}/")
+    assert not inputs.identical(observed(f"{stage}2/a.h"), str(stage))
+    now = seen.read[str(source)]
+    then = (now[0]._replace(inode=now[0].inode + 1),)
+    for behind in (then, (*then, *now)):
+        assert not inputs.identical(seen._replace(read={str(source): behind}), str(stage))
+    source.write_text("22")
+    assert not inputs.identical(seen, str(stage))
+    source.unlink()
+    assert not inputs.identical(seen, str(stage))
 
 
 def test_two_steps_agree_if_the_files_that_both_read_are_the_same() -> None:
     def reading(**inodes: int) -> log.Observation:
-        read = {f"/{path.replace('_', '/')}": (log.Identity(1, inode, 1, 1),)
-                for path, inode in inodes.items()}  # fmt: skip
-        return log.Observation(read, {}, frozenset(), frozenset(), ())
+        read: dict[str, Any] = {
+            f"/{path.replace('_', '/')}": (log.Identity(1, inode, 1, 1),)
+            for path, inode in inodes.items()
+        }
+        return parsed()._replace(read=read)
 
-    first = reading(a=1, b=2, dev_null=3)
+    first = reading(a=1, b=2, proc_null=3)
     assert inputs.agree(first, reading(a=1, c=9))
-    assert inputs.agree(first, reading(b=2, dev_null=4))
+    assert inputs.agree(first, reading(b=2, proc_null=4))
     assert not inputs.agree(first, reading(a=1, b=3))

@@ -244,6 +244,9 @@ def test_no_sources_and_unknown_languages_are_refused() -> None:
         plans.check(a_spec(sources=("a.f90",)))
 
 
-def test_every_step_is_told_the_locale_and_the_date() -> None:
-    environment = dict(plans.make(a_spec(), TARGET, GCC).environment)
-    assert environment == {"LC_ALL": "C", "SOURCE_DATE_EPOCH": "0"}
+def test_every_step_is_told_the_locale_the_date_and_what_reaches_its_compiler() -> None:
+    tools = GCC._replace(environment=(("LD_LIBRARY_PATH", "/opt/lib"),))
+    environment = dict(plans.make(a_spec(), TARGET, tools).environment)
+    assert environment == {
+        "LC_ALL": "C", "SOURCE_DATE_EPOCH": "0", "LD_LIBRARY_PATH": "/opt/lib",
+    }  # fmt: skip

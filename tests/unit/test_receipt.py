@@ -24,8 +24,9 @@ from opkiln.decision.archs import Wanted
 from opkiln.decision.terms import Request
 from opkiln.digest import Signature, signed
 from opkiln.model import ABI_NONE, ABI_STABLE, CPU, CUDA, PACKAGE, PLAIN, Artifact, Op, OpSpec
+from opkiln.observing.inputs import ABSENT, FILE, LINK, LISTING, PROGRAM
 from opkiln.settings import LAYOUT, override
-from opkiln.store import entry
+from opkiln.store import facts
 from opkiln.toolchain import torch_sdk
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.timed
 
 LIBRARY = b"a library"
-NAMES = ["a.h", "b.h"]  # that the sources include
+HOUR = 3600
 
 
 class Shop:
@@ -45,14 +46,15 @@ class Shop:
     def __init__(self, base: Path, cache: Path) -> None:
         self.base, self.cache, self.root = base, cache, cache / LAYOUT
         self.leaf = layer.add(cache, "op", LIBRARY, distribution="dist")
-        sidecar = entry.write_manifest({"schema": entry.SCHEMA, "names": NAMES})
-        (self.leaf / entry.SIDECAR).write_bytes(sidecar)
         for path in (self.cache, self.root):
             path.chmod(0o700)
         self.library = self.leaf / "op.so"
         self.source = self.write("src/a.cpp", "int a;")
-        self.saved = self.write("src/saved.cpp", "int saved;")  # just before it was read
+        self.saved = self.write("src/saved.cpp", "int saved;")  # it has not come to rest
+        os.utime(self.saved, (time.time() + HOUR,) * 2)
         self.tool = self.write("tools/cc1plus", "a program")
+        self.link = base / "tools" / "link"
+        self.link.symlink_to("cc1plus")
         self.include = base / "include"
         self.write("include/a.h", "// a")
         self.absent = base / "include" / "gone"
@@ -67,17 +69,26 @@ class Shop:
         path.write_text(text)
         return path
 
-    def collect(self, directory: Callable[[Path], list[int]] = at_rest) -> Evidence:
+    def collect(self) -> Evidence:
         with evidence.collecting() as read:
             evidence.file(str(self.tool), at_rest(self.tool))
-            evidence.entry_file(str(self.source), at_rest(self.source), sha256(self.source))
-            evidence.entry_file(str(self.saved), just_saved(self.saved), sha256(self.saved))
-            evidence.directory(str(self.include), directory(self.include))
-            evidence.watch(str(self.include), ["a.h"])
+            self.note(FILE, self.source)
+            self.note(PROGRAM, self.program)
+            self.note(LISTING, self.include)
+            self.note(ABSENT, self.base / "src", "none.h")
+            self.note(FILE, self.saved, signature=just_saved(self.saved))
+            evidence.entry(LINK, str(self.link), "cc1plus", facts.UNSIGNED)
             evidence.programs("translator", [str(self.program)])
             evidence.program(str(self.tool), str(self.tool))
             evidence.add([], [str(self.absent)])
         return read
+
+    def note(
+        self, kind: str, path: Path, then: str = "", signature: list[int] | None = None
+    ) -> None:
+        """A fact of the entry holds, of a file that is at rest unless its signature is given."""
+        value = facts.value(kind, str(path), then, facts.Hasher())
+        evidence.entry(kind, str(path), value, Signature(*(signature or at_rest(path))))
 
     @property
     def artifact(self) -> Artifact:
@@ -131,17 +142,30 @@ def _link(path: Path) -> None:
     path.symlink_to("elsewhere")
 
 
+def _lead(link: Path, text: str) -> None:
+    link.unlink()
+    link.symlink_to(text)
+
+
 CHANGES: dict[str, Callable[[Shop], object]] = {
     "a source was edited": lambda shop: _replace(shop.source, "int b;"),
+    "a source was saved again": lambda shop: _touch(shop.source),
     "a source that was just saved was edited": lambda shop: _replace(shop.saved, "int edited"),
+    "a source that was just saved is gone": lambda shop: shop.saved.unlink(),
     "a source is gone": lambda shop: shop.source.unlink(),
     "a program was replaced": lambda shop: _replace(shop.tool, "A program"),
     "a program was touched": lambda shop: _touch(shop.tool),
-    "an included name is there twice": lambda shop: shop.write("include/b.h", ""),
-    "an included name is gone": lambda shop: (shop.include / "a.h").unlink(),
+    "a program may not be run": lambda shop: shop.program.chmod(0o644),
+    "a listed directory has another name": lambda shop: shop.write("include/b.h", ""),
+    "a listed directory lacks a name": lambda shop: (shop.include / "a.h").unlink(),
+    "the directory is gone": lambda shop: shutil.rmtree(shop.include),
+    "a name that was looked for is there": lambda shop: shop.write("src/none.h", ""),
+    "another name is where one was looked for": lambda shop: shop.write("src/notes.txt", ""),
+    "a link leads elsewhere": lambda shop: _lead(shop.link, "other"),
+    "a link is gone": lambda shop: shop.link.unlink(),
+    "a link is a file": lambda shop: os.replace(shop.source, shop.link),
     "a name that was missing is there": lambda shop: shop.write("include/gone", ""),
     "a link to nothing has a name that was missing": lambda shop: shop.absent.symlink_to("/none"),
-    "the directory is gone": lambda shop: shutil.rmtree(shop.include),
     "another program is first on PATH": lambda shop: shutil.copy2(
         shop.program, shop.base / "first/translator"
     ),
@@ -173,14 +197,14 @@ def test_receipt_does_not_serve_when_something_it_rests_on_has_changed(
 ) -> None:
     shop.keep()
     CHANGES[change](shop)
+    kept = {path: path.read_bytes() for path in shop.receipts}
     assert receipt.recall(shop.request()) is None
+    assert {path: path.read_bytes() for path in shop.receipts} == kept, "it writes nothing"
 
 
 KEPT: dict[str, Callable[[Shop], object]] = {
-    "a source was saved again": lambda shop: _touch(shop.source),
+    "nothing": lambda shop: None,
     "a source that was just saved was saved again": lambda shop: _touch(shop.saved),
-    "a file that nobody includes is new": lambda shop: shop.write("include/notes.txt", ""),
-    "the include path was touched": lambda shop: _touch(shop.include),
     "a directory is new on PATH": lambda shop: os.environ.__setitem__(
         "PATH", f"{shop.base}/nowhere:{os.environ['PATH']}"
     ),
@@ -197,34 +221,46 @@ def test_receipt_serves_when_the_change_does_not_matter(
     assert receipt.recall(shop.request()) == shop.artifact
 
 
-def test_a_directory_that_was_just_changed_is_compared_by_its_names(shop: Shop) -> None:
-    shop.keep(shop.collect(directory=just_saved))
-    (kept,) = shop.receipts
-    assert json.loads(kept.read_text())["directory_signatures"] == []
-    assert receipt.recall(shop.request()) == shop.artifact
-    shop.write("include/b.h", "")
-    assert receipt.recall(shop.request()) is None
+def contents(shop: Shop) -> dict[str, Any]:
+    (file,) = shop.receipts
+    found: dict[str, Any] = json.loads(file.read_text())
+    return found
 
 
-def test_directories_that_are_at_rest_are_compared_without_reading_the_list_of_names(
-    shop: Shop,
+def test_file_that_was_just_saved_is_compared_by_its_value_until_it_has_come_to_rest(
+    shop: Shop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Then one full search gives it a signature that holds."""
     shop.keep()
-    (shop.leaf / entry.SIDECAR).unlink()
+    assert contents(shop)["fresh"] == [[FILE, str(shop.saved), sha256(shop.saved)]]
+    assert str(shop.saved) not in contents(shop)["files"]
+    later = contents(shop)["until"]
+    assert later == shop.saved.stat().st_mtime_ns + digest._SETTLED_NS
+    monkeypatch.setattr(time, "time_ns", lambda: later - 1)
     assert receipt.recall(shop.request()) == shop.artifact
-    shop.write("include/notes.txt", "")
+    monkeypatch.setattr(time, "time_ns", lambda: later)
     assert receipt.recall(shop.request()) is None
-
-
-def test_one_edited_source_of_several_ends_it_also_when_others_were_saved_again(
-    shop: Shop,
-) -> None:
-    other = shop.write("src/b.cpp", "int b;")
-    shop.read.entry_files[str(other)] = [*at_rest(other), sha256(other)]
-    shop.keep()
-    _touch(shop.source)
+    with evidence.collecting() as read:
+        shop.note(FILE, shop.saved, signature=[*Signature.of(str(shop.saved))])
+    shop.keep(read)
+    assert contents(shop)["fresh"] == []
     assert receipt.recall(shop.request()) == shop.artifact
-    other.write_text("int c;")
+
+
+def test_file_whose_times_do_not_count_is_compared_by_its_value_for_ever(
+    shop: Shop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(images, "change", lambda path, found: None)
+        with evidence.collecting() as read:
+            shop.note(FILE, shop.source, signature=[*Signature.of(str(shop.source))])
+    shop.keep(read)
+    ahead = time.time_ns() + 10**18
+    monkeypatch.setattr(time, "time_ns", lambda: ahead)
+    assert receipt.recall(shop.request()) == shop.artifact
+    before = shop.source.stat()
+    shop.source.write_text("int b;")
+    os.utime(shop.source, ns=(before.st_atime_ns, before.st_mtime_ns))
     assert receipt.recall(shop.request()) is None
 
 
@@ -241,8 +277,7 @@ def calm(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> Shop:
 
 def kept_path(shop: Shop) -> dict[str, Any]:
     shop.keep()
-    (file,) = shop.receipts
-    kept = json.loads(file.read_text())
+    kept = contents(shop)
     return {name: kept[name] for name in ("programs", "path", "path_homes", "path_signatures")}
 
 
@@ -293,19 +328,16 @@ def test_program_that_is_new_on_path_ends_it_also_in_a_directory_that_was_not_th
     a_program(calm.base / "first" / "translator")
     assert receipt.recall(calm.request()) is None
     shutil.rmtree(calm.base / "first")
+    calm.keep()
     assert receipt.recall(calm.request()) == calm.artifact
     a_program(calm.base / "last" / "translator")
     assert receipt.recall(calm.request()) is None
 
 
-def test_change_of_path_that_leads_to_the_same_programs_does_not_end_it(
+def test_another_path_that_leads_to_the_same_programs_does_not_end_it(
     calm: Shop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calm.keep()
-    (calm.base / "first" / "notes.txt").write_text("")
-    assert receipt.recall(calm.request()) == calm.artifact
-    shutil.rmtree(calm.base / "first")
-    assert receipt.recall(calm.request()) == calm.artifact
     monkeypatch.setenv("PATH", str(calm.base / "bin"))
     assert receipt.recall(calm.request()) == calm.artifact
     monkeypatch.setenv("PATH", str(calm.base / "last"))
@@ -322,9 +354,14 @@ def test_program_in_a_directory_that_is_new_in_front_of_path_ends_it(
     assert receipt.recall(calm.request()) is None
 
 
-def test_directory_of_a_program_that_is_gone_ends_it(calm: Shop) -> None:
+@pytest.mark.parametrize("name", ["first", "bin"])
+def test_change_in_a_directory_of_path_ends_it(calm: Shop, name: str) -> None:
     calm.keep()
-    shutil.rmtree(calm.program.parent)
+    (calm.base / name / "notes.txt").write_text("")
+    assert receipt.recall(calm.request()) is None
+    calm.keep()
+    assert receipt.recall(calm.request()) == calm.artifact
+    shutil.rmtree(calm.base / name)
     assert receipt.recall(calm.request()) is None
 
 
@@ -376,73 +413,21 @@ def test_program_that_is_new_or_gone_on_path_since_the_search_leaves_no_receipt(
 
 
 def test_programs_that_two_parts_of_a_search_saw_differently_leave_no_receipt(calm: Shop) -> None:
-    calm.read.entry_programs["translator"] = [str(calm.program), "/nowhere/translator"]
+    chosen = facts.joined([str(calm.program), "/nowhere/translator", "/nowhere/else/translator"])
+    calm.read.entry.append((facts.CHOICE, "translator", chosen, facts.UNSIGNED))
     calm.keep()
     assert calm.receipts == []
 
 
-# Renewal
-
-
-def contents(shop: Shop) -> dict[str, Any]:
-    (file,) = shop.receipts
-    found: dict[str, Any] = json.loads(file.read_text())
-    return found
-
-
-RENEWED = {
-    "a source was saved again": ("files", "signatures"),
-    "a file that nobody includes is new": ("directories", "directory_signatures"),
-    "a program that nobody looks for is new": ("path_homes", "path_signatures"),
-}
-
-
-@pytest.mark.parametrize("change", RENEWED)
-def test_receipt_is_renewed_once_after_a_change_that_does_not_matter(
-    calm: Shop, change: str
+def test_program_that_the_entrys_script_chose_is_looked_up_like_one_of_the_search(
+    calm: Shop,
 ) -> None:
-    calm.keep()
-    (file,) = calm.receipts
-    before, written = contents(calm), file.stat().st_ino
+    calm.read.programs.clear()
+    calm.read.entry.append((facts.CHOICE, "translator", str(calm.program), facts.UNSIGNED))
+    assert kept_path(calm)["programs"] == [["translator", [str(calm.program)]]]
     assert receipt.recall(calm.request()) == calm.artifact
-    assert file.stat().st_ino == written, "nothing has changed"
-    if change in KEPT:
-        KEPT[change](calm)
-    else:
-        a_program(calm.base / "first" / "notes")
-    assert receipt.recall(calm.request()) == calm.artifact
-    paths, signatures = RENEWED[change]
-    after = contents(calm)
-    assert after == {**before, signatures: signed(before[paths])}
-    assert after != before
-    written = file.stat().st_ino
-    assert receipt.recall(calm.request()) == calm.artifact
-    assert file.stat().st_ino == written
-
-
-def test_receipt_is_not_renewed_while_a_change_may_go_on(shop: Shop) -> None:
-    shop.keep()
-    before = contents(shop)
-    _touch(shop.source)
-    shop.write("include/notes.txt", "")
-    assert receipt.recall(shop.request()) == shop.artifact
-    assert contents(shop) == before
-
-
-def test_receipt_is_not_renewed_for_another_path_or_without_its_library(
-    calm: Shop, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Two shells would take turns in renewing it."""
-    calm.keep()
-    before = contents(calm)
-    with monkeypatch.context() as patch:
-        patch.setenv("PATH", str(calm.base / "bin"))
-        assert receipt.recall(calm.request()) == calm.artifact
-    assert contents(calm) == before
-    _touch(calm.source)
-    calm.library.write_bytes(b"A LIBRARY")
+    a_program(calm.base / "first" / "translator")
     assert receipt.recall(calm.request()) is None
-    assert contents(calm) == before
 
 
 # Images
@@ -458,7 +443,8 @@ def test_file_in_an_image_is_known_by_its_mount(
     )
     signature = Signature.of(source)
     assert signature.in_image
-    calm.read.entry_files[source] = [*signature, sha256(calm.source)]
+    calm.read = calm.collect()
+    calm.read.entry.append((FILE, source, sha256(calm.source), signature))
     calm.keep()
     kept = contents(calm)
     assert kept["images"] == [[source, *signature]]
@@ -468,23 +454,8 @@ def test_file_in_an_image_is_known_by_its_mount(
     assert receipt.recall(calm.request()) is None
 
 
-def test_receipt_is_not_renewed_by_signatures_of_an_image(
-    calm: Shop, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They hold as long as the image is mounted, which is not compared there."""
-    calm.keep()
-    before, change = contents(calm), images.change
-    monkeypatch.setattr(
-        images, "change",
-        lambda path, found: images._FIRST - 5 if path == str(calm.source) else change(path, found),
-    )  # fmt: skip
-    _touch(calm.source)
-    assert receipt.recall(calm.request()) == calm.artifact
-    assert contents(calm) == before
-
-
 def test_what_cannot_be_told_from_an_edit_leaves_no_receipt(shop: Shop) -> None:
-    shop.read.files[str(shop.tool)] = [*just_saved(shop.tool), ""]  # no digest, and just changed
+    shop.read.files[str(shop.tool)] = tuple(just_saved(shop.tool))  # nothing else is known of it
     shop.keep()
     assert shop.receipts == []
 
@@ -655,7 +626,7 @@ def test_receipt_rests_on_the_code_that_decides(
     files = json.loads(kept.read_text())["files"]
     ours = {os.path.relpath(file, PACKAGE) for file in files if file.startswith(f"{PACKAGE}/")}
     assert {
-        "decision/receipt.py", "store/recheck.py", "toolchain/torch_sdk.py", "arch/cpu.py",
+        "decision/receipt.py", "store/facts.py", "toolchain/torch_sdk.py", "arch/cpu.py",
         "digest.py", "model.py", "settings.py",
     } <= ours  # fmt: skip
     assert not {"errors.py", "evidence.py", "more.py", "__init__.py"} & ours

@@ -15,9 +15,14 @@ from opkiln.report.forms import settings_page
 from opkiln.setting_values import parse_size
 from opkiln.settings import (
     DROPPED,
+    PASSED,
+    PASSED_FAMILIES,
+    PASSED_TO_SCRIPTS,
     build_switch,
     child_environment,
+    compiler_variables,
     dropped,
+    fingerprint,
     override,
     settings,
     table,
@@ -163,6 +168,25 @@ def test_a_child_gets_the_allow_listed_variables_and_no_other(
     assert set(dropped()) == set(DROPPED)
 
 
+def test_all_that_reaches_a_compiler_but_path_is_in_its_key_and_in_a_receipts_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of PATH, the programs count that it leads to."""
+    for_scripts = {*PASSED[1:], *PASSED_TO_SCRIPTS, *(f"{each}X" for each in PASSED_FAMILIES)}
+    for name in (*for_scripts, *DROPPED, "SECRET_TOKEN"):
+        monkeypatch.setenv(name, f"of {name}")
+    plain = dict(compiler_variables(script=False))
+    assert plain.keys() == child_environment().keys() - {"PATH"}
+    assert dict(compiler_variables(script=True)) == {name: f"of {name}" for name in for_scripts}
+    assert plain.items() <= dict(compiler_variables(script=True)).items()
+    for name in for_scripts:
+        before = compiler_variables(script=True), fingerprint()
+        monkeypatch.setenv(name, "another")
+        after = compiler_variables(script=True), fingerprint()
+        assert before[0] != after[0]
+        assert before[1] != after[1]
+
+
 def test_every_setting_is_documented_and_named_once() -> None:
     names = [name for each in table() for name in (each.variable, *each.aliases)]
     assert len(names) == len(set(names))
@@ -171,7 +195,8 @@ def test_every_setting_is_documented_and_named_once() -> None:
         assert each.doc
         assert f"`{each.variable}`" in text
         assert each.doc in text
-    for name in DROPPED:
+    families = (f"{each}*" for each in PASSED_FAMILIES)
+    for name in (*DROPPED, *PASSED, *PASSED_TO_SCRIPTS, *families):
         assert f"`{name}`" in text
 
 

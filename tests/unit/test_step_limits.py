@@ -9,6 +9,7 @@ import pytest
 
 from opkiln.observing import limits, log
 from opkiln.settings import override
+from opkiln.toolchain import find
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -45,7 +46,7 @@ class Machine:
         """``records`` follow that of the first program, which is process 1."""
         host = (self.host,) if first == self.nvcc else (self.host, first)
         compilers = limits.Compilers(host, (self.nvcc,), (), launcher)
-        began = f"B 1 0 0 0 0.0 {self.shell if limits._is_script(first) else first}"
+        began = f"B 1 0 0 0 0.0 {self.shell if find.has_interpreter(first) else first}"
         parsed = log.parse(b"".join(each.encode() + b"\0" for each in (began, *records)))
         return limits.Conduct(parsed, first, compilers, stage)
 

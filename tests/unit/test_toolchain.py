@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from typing import TYPE_CHECKING
 
 import pytest
@@ -94,6 +95,27 @@ def test_a_compiler_without_the_language_standard_is_refused(tmp_path: Path) -> 
     with override(path=(str(tmp_path),)), pytest.raises(ToolchainError) as caught:
         host.choose((str(tmp_path / "memory"),))
     assert "does not take -std=c++20: no c++20 here" in caught.value.why
+
+
+def test_a_script_is_asked_with_the_variables_that_it_compiles_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are in the key of what it makes, and it is asked again when one of them is another."""
+    real = shutil.which("g++") or shutil.which("clang++")
+    assert real is not None
+    told = f'echo "$CONDA_PREFIX" >> {tmp_path}/told; exec {real} "$@"'
+    script, memory = program(tmp_path / "bin" / "g++", told), (str(tmp_path / "memory"),)
+    at_rest.wait(script)
+    for value in ("one", "one", "two"):
+        monkeypatch.setenv("CONDA_PREFIX", value)
+        with override(cxx=(str(script),)):
+            found = host.choose(memory)
+        assert dict(found.environment)["CONDA_PREFIX"] == value
+    said = (tmp_path / "told").read_text().split()
+    assert said == sorted(said)
+    assert said.count("one") == said.count("two")
+    with override(cxx=(real,)):
+        assert "CONDA_PREFIX" not in dict(host.choose(memory).environment)
 
 
 def test_a_record_is_believed_until_one_of_its_files_changes(tmp_path: Path) -> None:

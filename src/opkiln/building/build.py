@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from opkiln import plan as plans
 from opkiln.build_model import DeviceCompiler, Plan, Step, Target, Toolchain
-from opkiln.building import inline, leaves, loadtest, needs, observed
+from opkiln.building import gather, inline, leaves, loadtest, needs, observed
 from opkiln.building import objects as compiling
 from opkiln.building.loadtest import LoadTest
 from opkiln.decision import policy
@@ -33,14 +33,14 @@ from opkiln.errors import (
 )
 from opkiln.guard import once_per_thread
 from opkiln.model import Artifact, OpSpec, place_of
-from opkiln.observing import inputs as observed_inputs
 from opkiln.observing import launchers, observer
+from opkiln.observing.programs import digest
 from opkiln.settings import settings
-from opkiln.store import deps, key, libraries, lock, publish
+from opkiln.store import facts, key, lock, publish
 from opkiln.store.entry import Leaf
+from opkiln.store.facts import Fact, Hasher
 from opkiln.store.layers import Store
 from opkiln.store.location import claim
-from opkiln.store.recheck import Hasher
 from opkiln.toolchain import libsycl, sycl
 from opkiln.writing import FULL
 
@@ -142,12 +142,11 @@ class _Linked(NamedTuple):
     """A finished artifact in the staging directory, and everything that went into it."""
 
     path: str
-    read: tuple[str, ...]
-    dependencies: deps.Dependencies
+    facts: tuple[Fact, ...]
+    unobserved: str  # why it is not known what went into it; empty if it is
     log: str
     compiled: int
     max_rss: int
-    seen: observed_inputs.Inputs | None  # None if a step was not observed
     attempt: int  # from 0
 
 
@@ -162,7 +161,8 @@ class _Build:
         self._store = store
         self._intent = intent
         self._build = build_name
-        self._observer = observer.library(store.memory, plan.toolchain)
+        self._observer = ""  # known once there is a place for it
+        self._snapshot: dict[str, str] = {}  # of what a link read, from before it began
 
     def run(self) -> Artifact:
         spec = self._plan.spec
@@ -192,6 +192,7 @@ class _Build:
     def _stage(self, stage: str, began: float) -> Artifact:
         spec, toolchain = self._plan.spec, self._plan.toolchain
         inline.write_parts(spec, stage)
+        self._observer = observer.library(self._store.memory, toolchain, stage)
         if toolchain.cross:
             linked = self._linked(stage)
             loadtest.inspect(spec, self._plan.target, toolchain.torch, linked.path)
@@ -240,66 +241,78 @@ class _Build:
             beside = [self._link_task(each, stage, ()) for each in self._steps(stage, "stub")]
             objects = compiling.objects(self._plan, self._store, stage, self._since, beside)
             self._since = None
-            linked = libraries.of(self._plan)
-            owners = deps.Owners(self._plan)
-            mine = filter(owners.own_place, linked.files)
-            before = {path: sha256_file(path) for path in mine}
+            began = time.time_ns()
             log = self._link(stage, objects)
             if test is not None and attempt == 0:
                 test.begin()
-            links, seen = self._seen(stage, objects)
-            read = tuple(dict.fromkeys(path for each in objects for path in each.read))
-            if seen is not None:
-                read = tuple(dict.fromkeys((*read, *seen.files)))
+            looks, unobserved = self._looks(stage, objects)
             try:
-                dependencies = deps.gather(
-                    self._plan, read, Hasher(), linked, seen, self._store.memory
-                )
-            except (deps.Appeared, FileNotFoundError):
+                known = () if unobserved else self._known(stage, objects, looks, began)
+            except (gather.Appeared, gather.Disagree, FileNotFoundError):
                 continue
-            now = deps.own_digests(self._plan, dependencies)
-            # Each object matches the files that it read when it was compiled. If a header was
-            # edited between two compiles, one object has the old text and another has the new one.
-            # So each object is compared on its own: in a union of what they read, the later digest
-            # would hide the earlier one.
-            saw = (before, *(each.own for each in objects))
-            equal = (now.get(path, sha) == sha for each in saw for path, sha in each.items())
-            # After the files were hashed: they must be those that were linked.
-            if all(equal) and all(each.unchanged() for each in links):
-                fresh = [each for each in objects if not each.cached]
-                return _Linked(
-                    path=os.path.join(stage, self._plan.output),
-                    read=read,
-                    dependencies=dependencies,
-                    log=log,
-                    compiled=len(fresh),
-                    max_rss=max((each.max_rss for each in fresh), default=0),
-                    seen=seen,
-                    attempt=attempt,
-                )
+            fresh = [each for each in objects if not each.cached]
+            return _Linked(
+                path=os.path.join(stage, self._plan.output),
+                facts=known,
+                unobserved=unobserved,
+                log=log,
+                compiled=len(fresh),
+                max_rss=max((each.max_rss for each in fresh), default=0),
+                attempt=attempt,
+            )
         raise SourcesChanging(
             f"op {self._plan.spec.name}: its files were edited during each of {_ATTEMPTS} builds",
             why="nothing was published",
             hint="save the files and try again",
         )
 
-    def _seen(
+    def _looks(
         self, stage: str, objects: list[compiling.Compiled]
-    ) -> tuple[list[observed.Look], observed_inputs.Inputs | None]:
-        """What the links did, and the inputs of all steps; None if one was not observed."""
-        links = [step for step in self._plan.steps if step.kind != "compile"]
+    ) -> tuple[list[observed.Look], str]:
+        """What the links did, and why the inputs of all steps are not known; empty if they are."""
         places = plans.anchors(self._plan, stage)
-        known = []
-        for step in links:
+        unobserved = next((each.unobserved for each in objects if each.unobserved), "")
+        looks = []
+        for step in self._plan.steps:
+            if step.kind == "compile":
+                continue
             first = plans.render(step.argv[0], places)
-            look = observed.look(self._plan, step, stage, first)
-            if look is not None and look.tells_all_of(step.output):
-                known.append(look)
-        parts = [each.inputs for each in objects]
-        if len(known) < len(links) or None in parts:
-            return known, None
-        parts += [each.inputs() for each in known]
-        return known, observed_inputs.union(part for part in parts if part is not None)
+            look = observed.look(self._plan, step, stage, first, self._store.memory)
+            if look is None:
+                unobserved = unobserved or observed.UNSEEN
+            elif not look.tells_all_of(step.output):
+                unobserved = unobserved or look.gap or f"nothing was seen to write {step.output}"
+            else:
+                looks.append(look)
+        return looks, unobserved
+
+    def _known(
+        self,
+        stage: str,
+        objects: list[compiling.Compiled],
+        looks: list[observed.Look],
+        began: int,
+    ) -> tuple[Fact, ...]:
+        """The facts of all steps, which hold now and held for each of them. Raises Appeared,
+        Disagree, FileNotFoundError."""
+        places = plans.anchors(self._plan, stage)
+        hasher = Hasher(partial(digest, memory=self._store.memory))
+        unlinked = compiling.unlinked(stage, places)
+        inputs = [look.inputs(unlinked) for look in looks]
+        read = [path for each in inputs for path in each.files]
+        if not compiling.saw(read, began, self._snapshot):
+            self._snapshot = compiling.snapshot_of(read)
+            raise gather.Disagree
+        made = [gather.gather(self._plan, each, hasher) for each in inputs]
+        # A header that was edited between two compiles is in one object as it was, in the other as
+        # it is.
+        found = gather.union([*(each.facts for each in objects), *made])
+        fixed = plans.anchors_of(self._plan.spec, self._plan.toolchain)
+        changed = facts.broken(found, fixed, hasher)
+        # After the files were hashed: they must be those that were linked.
+        if changed or not all(look.unchanged() for look in looks):
+            raise gather.Disagree(changed)
+        return found
 
     def _link(self, stage: str, objects: list[compiling.Compiled]) -> str:
         steps = self._steps(stage, "stub", "device-link")
@@ -367,19 +380,18 @@ class _Build:
             "toolchain": {each.family: each.version for each in _compilers(self._plan)},
             "seconds": round(seconds, 3),
             "max_rss": linked.max_rss,
-            "dependencies": "inferred" if linked.seen is None else "observed",
             "created": time.time(),
         }
-        lists = {
-            **leaves.sidecar(self._plan, linked.read, linked.dependencies, linked.seen),
-            "inputs": inputs(self._plan),
-        }
-        leaves.write(leaf, linked.path, manifest, linked.dependencies, lists, linked.log)
-        root = self._store.root
+        name = leaves.write(
+            leaf, linked.path, manifest, linked.facts, {"inputs": inputs(self._plan)}, linked.log
+        )
+        root = None if linked.unobserved else self._store.root
         relative = os.path.join(
-            "ops", place_of(spec.distribution, spec.name), self._intent, self._build,
-            deps.key_of(linked.dependencies),
-        )  # fmt: skip
+            "ops", place_of(spec.distribution, spec.name), self._intent, self._build, name
+        )
+        observer.note(self._store.memory, self._plan.toolchain.cxx, linked.unobserved)
+        if linked.unobserved:
+            self._say_unobserved(linked.unobserved)
         if root is not None:
             try:
                 final = self._publish_leaf(leaf, root, relative)
@@ -392,7 +404,23 @@ class _Build:
                     return Artifact(final.payload, final.manifest["sha256"], "built",
                                     linked.compiled, seconds)  # fmt: skip
         path = publish.private_copy(linked.path)
-        return Artifact(path, sha256_file(path), "built", linked.compiled, seconds)
+        return Artifact(
+            path, sha256_file(path), "built", linked.compiled, seconds, linked.unobserved
+        )
+
+    def _say_unobserved(self, why: str) -> None:
+        """Tell why every process compiles this op again, and what would mend that."""
+        if not self._observer:
+            hint = "set OPKILN_TMPDIR to a directory whose path has no blank and no colon"
+        else:
+            hint = "set CXX to the compiler itself, or to one that is linked dynamically"
+        name = self._plan.spec.name
+        warnings.warn(
+            f"op {name} was compiled for this process alone, and the next one compiles it again\n"
+            f"why: it is not known what it was made from: {why}\nhint: {hint}",
+            StoreWarning,
+            stacklevel=2,
+        )
 
     def _publish_leaf(self, leaf: str, root: str, relative: str) -> Leaf | None:
         """Publish, and read back the entry: ours, or that of the process that won the race.
@@ -405,7 +433,7 @@ class _Build:
         places = plans.anchors_of(self._plan.spec, self._plan.toolchain)
         for _ in range(2):
             final = publish.publish(leaf, root, relative)
-            found = examine(final, places, Hasher(), listed=False, external=False)
+            found = examine(final, places, Hasher(), listed=False, whole=True)
             if isinstance(found, Leaf) and _is_for(found, self._plan.target):
                 return found
             if isinstance(found, Leaf) or (isinstance(found, Refused) and found.damaged):

@@ -2,12 +2,15 @@
 
 If a file is edited or exchanged while it is compiled, the object must not be stored under the key
 of the new text. Which files the compiler read is known only afterwards. So:
-- Where the compile was observed (``observing``), the file behind each path must still be the one
-  that was open, by device, inode, size and change time. Under a launcher, a pass of the
-  preprocessor before the compile is observed instead (``observing.launchers``).
+- The file behind each path must still be the one that was open, by device, inode, size and change
+  time. Under a launcher, and where the compile could not be observed, a pass of the preprocessor
+  before the compile is observed instead (``observing.launchers``).
 - If a file's change time is before the start of the compile, the compiler saw the present text.
 - If it is later (an edit, or a clock that is ahead), the present text is compared with a snapshot
   from before the compile. Without a snapshot, one is taken and the compile is repeated.
+
+If neither was observed, nobody knows what the object was made from: it is not stored, and what is
+linked from it serves this process alone.
 """
 
 from __future__ import annotations
@@ -16,25 +19,29 @@ import contextlib
 import os
 import shutil
 import time
+from functools import partial
 from typing import NamedTuple
 
 from opkiln import plan as plans
 from opkiln.build_model import Plan, Step
-from opkiln.building import kernels, leaves, observed
+from opkiln.building import gather, kernels, leaves, observed
 from opkiln.building.passes import Passes
 from opkiln.digest import Signature
 from opkiln.engine import events, schedule
 from opkiln.errors import BuildError, SourcesChanging, StoreError
 from opkiln.model import ROCM
 from opkiln.observing import inputs, launchers, observer
+from opkiln.observing.programs import digest
 from opkiln.settings import settings
 from opkiln.steps.flags import PLAIN
-from opkiln.store import deps, entry, key, publish
+from opkiln.store import entry, facts, key, publish
+from opkiln.store.facts import Fact, Hasher
 from opkiln.store.layers import Store
-from opkiln.store.recheck import Hasher
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
     from opkiln.process import Completed
     from opkiln.toolchain.staged_copy import Staged
 
@@ -47,13 +54,12 @@ class Compiled(NamedTuple):
     """One object in the staging directory."""
 
     step: Step
-    read: tuple[str, ...]  # every file that went into it
-    own: dict[str, str]  # the author's files among them -> digest of the text that was read
+    facts: tuple[Fact, ...]  # what went into it
     log: str
     wall: float = 0.0
     max_rss: int = 0
     cached: bool = False
-    inputs: inputs.Inputs | None = None  # None if the compile was not observed
+    unobserved: str = ""  # why it is not known what went into it
 
 
 def objects(
@@ -77,7 +83,9 @@ def objects(
                 done[step.output] = found
                 events.emit("step-end", op=plan.spec.name, label=step.source, step=step.output,
                             wall=0.0, max_rss=0, cached=True)  # fmt: skip
-    snapshots = {step.output: _snapshot([plans.render(step.argv[-3], places)]) for step in missing}
+    snapshots = {
+        step.output: snapshot_of([plans.render(step.argv[-3], places)]) for step in missing
+    }
     launched = launchers.named(plan.toolchain)
     for turn in range(_ROUNDS):
         if not missing:
@@ -112,18 +120,14 @@ def _from_store(
     if leaf is None:
         return None
     try:
-        sidecar = entry.read_sidecar(leaf.directory)
+        known = facts.read(entry.read_sidecar(leaf.directory)["facts"])
         shutil.copyfile(leaf.payload, os.path.join(stage, step.output))
-        read = tuple(os.path.join(places[anchor], path) for anchor, path in sidecar["read"])
-        recorded = leaf.manifest["deps"]["own"]
-        own = {os.path.join(places[anchor], path): sha for anchor, path, sha, *_ in recorded}
-        seen = leaves.seen_inputs(sidecar, places)
     except (OSError, ValueError, KeyError):
         return None  # garbage collection removed it meanwhile, so it is compiled again
-    return Compiled(step, read, own, "", cached=True, inputs=seen)
+    return Compiled(step, known, "", cached=True)
 
 
-def _snapshot(paths: list[str]) -> dict[str, str]:
+def snapshot_of(paths: Iterable[str]) -> dict[str, str]:
     hasher = Hasher()
     taken: dict[str, str] = {}
     for path in paths:
@@ -184,9 +188,9 @@ class _Batch:
         self._copy = copy
         self._snapshots = snapshots
         self._began = time.time_ns()
-        self._observer = observer.library(store.memory, plan.toolchain)
+        self._observer = observer.library(store.memory, plan.toolchain, stage)
         self._verbose = "debug_cuda" in dict(plan.target.flags)  # ptxas reports each kernel
-        self._passes = Passes(plan, stage, self._observer, launched=launched)
+        self._passes = Passes(plan, stage, self._observer, store.memory, launched=launched)
         self.launched = launched  # whether the host compiler runs through a launcher: known now
         self.settled: dict[str, Compiled] = {}
         self.unsettled: dict[str, dict[str, str]] = {}  # output -> snapshot for the next round
@@ -239,91 +243,81 @@ class _Batch:
         return tuple(each for each in renamed if copied.get(each, "") is not None)
 
     def _finish(self, step: Step, completed: Completed) -> None:
-        # Read as bytes: text mode would turn a carriage return in a name into a newline.
-        with open(os.path.join(self._stage, step.depfile), "rb") as file:
-            listed = deps.parse_depfile(os.fsdecode(file.read()))
-        read = self._read(listed)
-        look = observed.look(self._plan, step, self._stage, completed.argv[0])
+        memory = self._store.memory
+        look = observed.look(self._plan, step, self._stage, completed.argv[0], memory)
         if self._passes.is_missing(step, self._argv(step, self._places), look):
             self.launched = True
-            self.unsettled[step.output] = _snapshot(list(read))
+            self.unsettled[step.output] = self._snapshots.get(step.output, {})
             return
         self._passes.require_own_compiler(step)
-        seen, same = self._passes.evidence(step, look)
-        found = None if seen is None else self._inputs(seen)
-        if found is not None:
-            read = tuple(dict.fromkeys((*read, *found.files)))
-        elif not listed:
-            raise BuildError(
-                f"op {self._plan.spec.name}: it is not known what {step.source} was compiled from",
-                why=f"{step.argv[0]} was not observed, and it wrote a dependency file that lists "
-                "nothing, not even the source",
-                hint="set CXX to the compiler itself, not to a script; opkiln explain shows which "
-                "one is used",
-            )
-        dependencies = None
-        if same and self._saw(read, self._snapshots.get(step.output, {})):
-            with contextlib.suppress(deps.Appeared, FileNotFoundError):
-                dependencies = deps.gather(
-                    self._plan, read, Hasher(), seen=found, memory=self._store.memory
-                )
-        # Once more, after the files were hashed: they must be those that were compiled.
-        if dependencies is None or not (seen is None or seen.unchanged()):
-            self.unsettled[step.output] = _snapshot(list(read))
+        seen, same, why = self._passes.evidence(step, look)
+        told = (completed.output, completed.wall, completed.max_rss)
+        if seen is None:
+            self.settled[step.output] = Compiled(step, (), *told, unobserved=why)
             return
-        own = deps.own_digests(self._plan, dependencies)
-        result = Compiled(
-            step, read, own, completed.output, completed.wall, completed.max_rss, inputs=found
-        )
-        self.settled[step.output] = result
+        looks = [seen] if look is None or look.launched else [seen, look]
+        found = self._inputs(looks)
+        known = None
+        if same and self._saw(found.files, self._snapshots.get(step.output, {})):
+            with contextlib.suppress(gather.Appeared, FileNotFoundError):
+                known = gather.gather(self._plan, found, Hasher(partial(digest, memory=memory)))
+        # Once more, after the files were hashed: they must be those that were compiled.
+        if known is None or not seen.unchanged():
+            self.unsettled[step.output] = snapshot_of(found.files)
+            return
+        result = self.settled[step.output] = Compiled(step, known, *told)
         if self._verbose:
             for kernel in kernels.read(completed.output):
                 events.emit("note", text=f"{self._plan.spec.name}: {kernel}")
         if self._store.root is not None:
-            _keep(self._plan, result, dependencies, self._store.root, self._stage)
+            _keep(self._plan, result, self._store.root, self._stage)
 
-    def _inputs(self, look: observed.Look) -> inputs.Inputs:
-        """What an observed compile depends on, by the paths outside of the staging directory."""
-        read = look.seen.read
-        beyond = (self._unlinked(path) for path in read if self._unlinked(path) != path)
-        found = look.inputs()
-        linked = (path for path in beyond if not os.path.isdir(path))
-        return found._replace(files=(*found.files, *linked))
-
-    def _read(self, listed: list[str]) -> tuple[str, ...]:
-        """The author's and the system's files that a compile read, from its dependency file."""
-        read = [self._unlinked(os.path.join(self._stage, path)) for path in listed]
-        if self._copy is not None:
-            # The device compiles list no files, so any file of the copy may have been read.
-            origin = self._copy.origin
-            read = [*(origin.get(os.path.normpath(path), path) for path in read), *origin.values()]
-        return tuple(dict.fromkeys(read))
-
-    def _unlinked(self, path: str) -> str:
-        """The real path of a file that the compiler saw through a symbolic link."""
-        for anchor in _LINKED:
-            link = os.path.join(self._stage, anchor) + "/"
-            if path.startswith(link):
-                return os.path.join(self._places[anchor], path[len(link) :])
-        return path
+    def _inputs(self, looks: list[observed.Look]) -> inputs.Inputs:
+        """What a compile depends on, by the paths outside of the staging directory: of a pass of
+        the preprocessor, and of the compile as far as it was observed."""
+        real = unlinked(self._stage, self._places)
+        found = inputs.union(look.inputs(real) for look in looks)
+        # Of a translated copy, any file may have been read.
+        origins = () if self._copy is None else self._copy.origin.values()
+        more = ((inputs.FILE, path) for path in origins)
+        return found._replace(paths=tuple(sorted({*found.paths, *more})))
 
     def _saw(self, read: tuple[str, ...], snapshot: dict[str, str]) -> bool:
         """Whether the compiler certainly read the files as they are now."""
-        hasher = Hasher()
         copied = {} if self._copy is None else self._copy.digests
-        for path in read:
-            try:
-                if path in copied:
-                    if copied[path] != hasher(path)[0]:
-                        return False
-                    continue
-                if Signature.of(path).ctime_ns < self._began - _TICK_NS:
-                    continue
-                if snapshot.get(path) != hasher(path)[0]:
-                    return False
-            except FileNotFoundError:
-                return False
-        return True
+        hasher = Hasher()
+        try:
+            same = all(hasher(path)[0] == copied[path] for path in read if path in copied)
+        except FileNotFoundError:
+            return False
+        others = (path for path in read if path not in copied)
+        return same and saw(others, self._began, snapshot)
+
+
+def saw(read: Iterable[str], began: int, snapshot: dict[str, str]) -> bool:
+    """Whether a program that began at this time certainly read the files as they are now.
+    ``snapshot`` has digests from before it began."""
+    hasher = Hasher()
+    try:
+        return all(
+            Signature.of(path).ctime_ns < began - _TICK_NS or snapshot.get(path) == hasher(path)[0]
+            for path in read
+        )
+    except FileNotFoundError:
+        return False
+
+
+def unlinked(stage: str, places: dict[str, str]) -> Callable[[str], str]:
+    """Gives the real path of a file that a program saw through a symbolic link in the stage."""
+    links = [(os.path.join(stage, anchor, ""), places.get(anchor, "")) for anchor in _LINKED]
+
+    def real(path: str) -> str:
+        for link, place in links:
+            if path.startswith(link):
+                return os.path.join(place, path[len(link) :])
+        return path
+
+    return real
 
 
 # The anchors that may be linked into the staging directory, for a compiler that uses a shell.
@@ -369,21 +363,17 @@ def _not_passed(plan: Plan, step: Step, argument: str) -> BuildError:
     )
 
 
-def _keep(
-    plan: Plan, compiled: Compiled, dependencies: deps.Dependencies, root: str, stage: str
-) -> None:
+def _keep(plan: Plan, compiled: Compiled, root: str, stage: str) -> None:
     """Publish an object. If the store cannot take it, it is compiled again later."""
     step = compiled.step
     payload = os.path.join(stage, step.output)
     staged = os.path.join(stage, step.output + ".leaf")
     manifest = {"kind": "object", "source": step.source, "wall": compiled.wall,
                 "max_rss": compiled.max_rss}  # fmt: skip
-    lists = leaves.sidecar(plan, compiled.read, dependencies, compiled.inputs)
-    leaves.write(staged, payload, manifest, dependencies, lists)
+    leaf = leaves.write(staged, payload, manifest, compiled.facts, {})
     name = key.step_key(plan, step)
-    relative = os.path.join("objects", name[:2], name, deps.key_of(dependencies))
     try:
-        publish.publish(staged, root, relative)
+        publish.publish(staged, root, os.path.join("objects", name[:2], name, leaf))
     except StoreError as error:
         events.emit("note", text=str(error))
     finally:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from typing import NamedTuple
 
 from opkiln.build_model import Plan, Step
 from opkiln.errors import StepRefused
 from opkiln.model import OpSpec
-from opkiln.observing import inputs, limits, log, observer
+from opkiln.observing import inputs, launchers, limits, log, observer, programs
 from opkiln.toolchain import nvrtc
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+UNSEEN = "nothing that it started could be observed"
 _WHOLE = "an op's flags may only make the toolchain work in the build's own directory"
 
 
@@ -21,6 +25,8 @@ class Look(NamedTuple):
     seen: log.Observation
     conduct: limits.Conduct
     stage: str
+    first: str  # the program that it started with
+    gap: str  # why the log does not count; empty if it does
     # Beginnings of paths that the toolchain's identity represents: of a driver that is written in
     # Python.
     covered: tuple[str, ...] = ()
@@ -37,47 +43,75 @@ class Look(NamedTuple):
     def tells_all_of(self, output: str) -> bool:
         """Whether the log says all that went into this file. (A launcher may have handed out a file
         that other programs made earlier.)"""
-        return self.conduct.complete and self.made(output)
+        return not self.gap and self.made(output)
 
     def unchanged(self) -> bool:
         """Whether each path that the step read still leads to the file that was open."""
         return inputs.identical(self.seen, self.stage)
 
-    def inputs(self) -> inputs.Inputs:
-        found = inputs.of(self.seen, self.stage, self.conduct.chosen())
+    def inputs(self, unlinked: Callable[[str], str] = str) -> inputs.Inputs:
+        """What the step depends on. ``unlinked`` gives the real path of one that leads out of the
+        staging directory."""
+        called = (self.first, *self.seen.called)
+        found = inputs.of(self.seen, self.stage, called, self.conduct.chosen(), unlinked)
         return inputs.without(found, self.covered) if self.covered else found
 
 
 def environment(plan: Plan, library: str, stage: str, output: str) -> dict[str, str]:
     """A step's environment variables. With them, the observer (``library``, empty if there is none)
     logs what the step with this output does."""
-    return {**dict(plan.environment), **observer.environment(library, _log(stage, output))}
+    return {
+        **launchers.variables(plan.toolchain),
+        **dict(plan.environment),
+        **observer.environment(library, _log(stage, output)),
+    }
 
 
 def _log(stage: str, output: str) -> str:
     return os.path.join(stage, output + ".observed")
 
 
-def look(plan: Plan, step: Step, stage: str, first: str, output: str = "") -> Look | None:
+def look(
+    plan: Plan, step: Step, stage: str, first: str, memory: tuple[str, ...], output: str = ""
+) -> Look | None:
     """What the step did that started with the program ``first``; None if nothing was logged.
 
-    ``output`` is that of the command, if it is not the step's own. Raises StepRefused if the step
-    started a program outside the toolchain, or wrote outside its directory.
+    ``memory`` is where the store keeps what it knows of programs. ``output`` is that of the
+    command, if it is not the step's own. Raises StepRefused if the step started a program outside
+    the toolchain, or wrote outside its directory, and the log has no gap.
     """
-    path = _log(stage, output or step.output)
-    seen = log.read(path)
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(path)  # the next attempt starts a log of its own
+    seen = log.finish(_log(stage, output or step.output))
     if seen is None:
         return None
     conduct = limits.Conduct(seen, first, limits.Compilers.of(plan.toolchain), stage)
-    stray = conduct.stray()
+    gap = _gap(conduct, seen, stage, memory)
+    stray = None if gap else conduct.stray()
     if stray is not None:
         raise _refusal(plan.spec, step, stray)
     device = plan.toolchain.device
     if device is None or device.family != nvrtc.FAMILY or first != device.path:
-        return Look(seen, conduct, stage)
-    return Look(seen, conduct, stage, nvrtc.covered(device))
+        return Look(seen, conduct, stage, first, gap)
+    return Look(seen, conduct, stage, first, gap, nvrtc.covered(device))
+
+
+def _gap(
+    conduct: limits.Conduct, seen: log.Observation, stage: str, memory: tuple[str, ...]
+) -> str:
+    """Why a log does not count; empty if it does."""
+    if not conduct.complete:
+        silent = (each.asked_for for each in seen.started if not each.program)
+        return f"{next(silent, '') or 'a program'} could not be observed"
+    own = os.path.join(stage, "")
+    for path in seen.rewritten:
+        if not path.startswith(own):
+            return f"{path} was read and then changed by the same step"
+    for path in seen.loaded:
+        try:
+            if os.path.exists(path) and programs.known(path, memory).opaque:
+                return f"{path} has system calls of its own"
+        except PermissionError:
+            return f"{path} cannot be read"
+    return ""
 
 
 def _refusal(spec: OpSpec, step: Step, stray: limits.Stray) -> StepRefused:

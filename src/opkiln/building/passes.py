@@ -32,9 +32,13 @@ class _Pass(NamedTuple):
 class Passes:
     """The passes of one round of compiles."""
 
-    def __init__(self, plan: Plan, stage: str, library: str, *, launched: bool) -> None:
-        """``library`` is the observer; ``launched``: whether a launcher is known to take part."""
+    def __init__(
+        self, plan: Plan, stage: str, library: str, memory: tuple[str, ...], *, launched: bool
+    ) -> None:
+        """``library`` is the observer; ``launched``: whether a launcher is known to take part, or
+        the compile was not observed."""
         self._plan = plan
+        self._memory = memory
         self._stage = stage
         self._library = library
         self._launched = launched
@@ -82,7 +86,11 @@ class Passes:
             label="the compiler's name",
             argv=launchers.empty(argv, toolchain, made),
             cwd=self._stage,
-            env={**dict(self._plan.environment), **launchers.DIRECT},
+            env={
+                **launchers.variables(toolchain),
+                **dict(self._plan.environment),
+                **launchers.DIRECT,
+            },
             tmpdir=self._stage,
             after=(),
             memory=64 << 20,
@@ -108,7 +116,7 @@ class Passes:
         )
 
     def _finish(self, step: Step, argv: tuple[str, ...], text: str, completed: Completed) -> None:
-        look = observed.look(self._plan, step, self._stage, completed.argv[0], text)
+        look = observed.look(self._plan, step, self._stage, completed.argv[0], self._memory, text)
         if completed.returncode or look is None or not look.tells_all_of(text):
             return
         path = os.path.join(self._stage, text)
@@ -116,7 +124,7 @@ class Passes:
             made = file.read()
         os.unlink(path)
         direct = launchers.reads_more(made, argv)
-        files = (*look.inputs().files, *look.seen.programs)
+        files = look.inputs().files
         if direct:
             bond, command = launchers.DIRECT, launchers.without(argv, self._plan.toolchain)
         else:
@@ -135,27 +143,33 @@ class Passes:
         return {} if before is None else before.bond
 
     def is_missing(self, step: Step, argv: tuple[str, ...], look: observed.Look | None) -> bool:
-        """Whether only the compile has shown that the compiler ran elsewhere, or not at all."""
-        if self._wanted or look is None:
+        """Whether only the compile has shown that the compiler ran elsewhere, not at all, or
+        unobserved."""
+        if self._wanted or not self._library:
             return False
         if not launchers.can_preprocess(argv, self._plan.toolchain):
             return False
-        return look.launched or (look.conduct.complete and not look.made(step.output))
+        return look is None or look.launched or not look.tells_all_of(step.output)
 
-    def evidence(self, step: Step, look: observed.Look | None) -> tuple[observed.Look | None, bool]:
-        """What tells what a step read, None if nothing does; and whether all of it is unchanged.
+    def evidence(
+        self, step: Step, look: observed.Look | None
+    ) -> tuple[observed.Look | None, bool, str]:
+        """What tells what a step read, None if nothing does; whether all of it is unchanged; and
+        why nothing does.
 
         ``look`` is what the compile itself did.
         """
         before = self._done.get(step.output)
         if before is not None and not before.direct:
             agreed = look is None or inputs.agree(before.look.seen, look.seen)
-            return before.look, agreed and before.look.unchanged()
-        if look is None or not look.tells_all_of(step.output):
-            return None, True
+            return before.look, agreed and before.look.unchanged(), ""
+        if look is None:
+            return None, True, observed.UNSEEN
         if look.launched and before is None:
-            return None, True
-        return look, look.unchanged()
+            return None, True, "a launcher may have had it compiled elsewhere"
+        if not look.tells_all_of(step.output):
+            return None, True, look.gap or f"no program was seen to write {step.output}"
+        return look, look.unchanged(), ""
 
 
 def _named(says: frozenset[str]) -> str:

@@ -29,8 +29,8 @@ from opkiln.store.entry import (
     parse_manifest,
     write_manifest,
 )
+from opkiln.store.facts import Hasher
 from opkiln.store.location import claim
-from opkiln.store.recheck import Hasher
 from opkiln.store.zip_format import LARGEST, MOST_MEMBERS, Writer, chunks
 
 TYPE_CHECKING = False
@@ -110,7 +110,7 @@ def _listed(layer_dir: str) -> Iterator[tuple[str, str, int, str]]:
     """(name in the bundle, path, size, SHA-256) of every file of a layer, by name."""
     found: list[tuple[str, str]] = []
     for leaf in inventory.directories(os.path.join(layer_dir, LAYOUT, "ops"), 5):
-        answer = examine(leaf, {}, Hasher(), listed=True, external=False, own=False)
+        answer = examine(leaf, {}, Hasher(), listed=True, whole=False, own=False)
         if not isinstance(answer, Leaf):
             reason = answer.reason if isinstance(answer, Refused) else f"{MANIFEST} is missing"
             raise StoreError(f"{leaf} cannot be bundled: {reason}")
@@ -273,5 +273,5 @@ def _publish(
 
 def _whole(final: str) -> bool:
     """Whether the store has an intact entry there. A damaged one is replaced."""
-    found = examine(final, {}, Hasher(), listed=False, external=False, own=False)
+    found = examine(final, {}, Hasher(), listed=False, whole=False, own=False)
     return isinstance(found, Leaf)

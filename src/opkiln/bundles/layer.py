@@ -21,7 +21,7 @@ from opkiln.model import EXECUTABLE, OUTSIDE, place_of
 from opkiln.settings import LAYOUT
 from opkiln.store import entry, inventory
 from opkiln.store.entry import LOG, MANIFEST, SIDECAR, Leaf, Refused, examine, read_sidecar
-from opkiln.store.recheck import Hasher, deps_key
+from opkiln.store.facts import Hasher, deps_key
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -36,7 +36,6 @@ _ISA = re.compile(
     r"-m(?:arch|cpu)=.*|-m(?:avx|sse3|sse4|ssse3|fma|f16c|bmi|amx|popcnt|lzcnt|abm|aes|gfni|vaes|"
     r"v?pclmul|xsave|movbe|sha|adx|rdrnd|rdseed)[\w.-]*"
 )
-_NO_SIGNATURE = [0] * 5
 
 
 class Entry(NamedTuple):
@@ -61,7 +60,7 @@ def entries(layer_dir: str) -> tuple[Entry, ...]:
     """The entries of a layer, sorted by place. StoreError if there are none, or one is damaged."""
     found = []
     for directory in inventory.directories(os.path.join(layer_dir, LAYOUT, "ops"), 5):
-        leaf = examine(directory, {}, Hasher(), listed=True, external=False, own=False)
+        leaf = examine(directory, {}, Hasher(), listed=True, whole=False, own=False)
         if not isinstance(leaf, Leaf):
             reason = leaf.reason if isinstance(leaf, Refused) else f"it has no {MANIFEST}"
             raise StoreError(f"{directory} cannot be shipped: {reason}")
@@ -83,10 +82,7 @@ def entries(layer_dir: str) -> tuple[Entry, ...]:
 
 def named(manifest: dict[str, Any]) -> tuple[str, str, str]:
     """(distribution, op, deps_key): the place that a manifest belongs at."""
-    deps = manifest["deps"]
-    own = (tuple(each[:3]) for each in deps["own"])
-    key = deps_key(own, deps["external"], deps["watches"])
-    return manifest["distribution"], manifest["op"], key
+    return manifest["distribution"], manifest["op"], deps_key(manifest["deps"])
 
 
 # Writing a layer
@@ -150,13 +146,12 @@ def _require_known_cpu(manifest: dict[str, Any], steps: list[list[str]]) -> None
 def _shipped(manifest: dict[str, Any]) -> dict[str, Any]:
     own = [
         # A header outside the package is compared only if the machine has it.
-        [anchor if anchor in _ANCHORS else OUTSIDE, path, digest, *_NO_SIGNATURE]
-        for anchor, path, digest, *_ in manifest["deps"]["own"]
+        [anchor if anchor in _ANCHORS else OUTSIDE, path, digest]
+        for anchor, path, digest in manifest["deps"]["own"]
     ]
     # The entry's name is made of these. The library's own digest is one of them, because the same
     # sources give another library with other system headers.
-    external = manifest["sha256"]
-    deps = {"own": own, "external": external, "watches": [], "dirs": [], "external_dirs": []}
+    deps = {"own": own, "others": manifest["sha256"]}
     return {**{name: manifest[name] for name in _KEPT}, "deps": deps}
 
 

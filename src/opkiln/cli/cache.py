@@ -174,6 +174,7 @@ def verify(files: tuple[str, ...], remove: bool, as_json: bool) -> int:
 
 def _check_store(remove: bool) -> tuple[int, list[Fault], list[str]]:
     """(entries, what is wrong, what was removed)."""
+    from opkiln.observing import observer
     from opkiln.store import gc, inventory
     from opkiln.store.layers import Store
 
@@ -188,6 +189,11 @@ def _check_store(remove: bool) -> tuple[int, list[Fault], list[str]]:
             total += found_in
             faults += [fault] if fault else []
             continue
+        for path in observer.damaged(os.path.join(layer.root, "toolchains")):
+            faults.append(inventory.Fault(path, "the observer has another digest", damaged=True))
+            if remove and layer.root == store.root:
+                os.unlink(path)
+                removed.append(path)
         for found, fault in inventory.verify(layer.root, listed=layer.listed):
             total += 1
             progress("checked")

@@ -18,7 +18,7 @@ from opkiln.errors import LoadError, StoreError
 from opkiln.model import OUTSIDE, PACKAGE, Artifact, place_of
 from opkiln.record import Record
 from opkiln.store import entry
-from opkiln.store.recheck import Hasher
+from opkiln.store.facts import Hasher
 from opkiln.trust import open_to_all
 
 TYPE_CHECKING = False
@@ -59,7 +59,7 @@ class Directory:
         self, leaf: str, places: Mapping[str, str], *, own: bool
     ) -> entry.Leaf | entry.Refused | None:
         """``store.entry.examine``."""
-        return entry.examine(leaf, places, Hasher(), listed=not self.own, external=False, own=own)
+        return entry.examine(leaf, places, Hasher(), listed=not self.own, whole=False, own=own)
 
     def subject(self, found: entry.Leaf) -> str:
         """What the trace calls an entry."""

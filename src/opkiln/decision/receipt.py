@@ -6,10 +6,9 @@ dependencies. A receipt is a memo of that: the entry, and the facts that the sea
 process checks the facts, verifies the library's digest as ever, and is done in a fraction of the
 time.
 
-A receipt never says what a full search would not: if a fact does not hold, or something is odd
-about the receipt itself, the full search decides, and leaves a fresh receipt. A hit by receipt
-writes nothing, with one exception: if a file was saved again, or something appeared in a directory,
-and neither matters, the receipt is renewed, so that the next hit need not look closer again.
+A receipt never says what a full search would not: if a signature is another one, or something is
+odd about the receipt itself, the full search decides, and leaves a fresh receipt. A hit by receipt
+writes nothing.
 
 What is not a file is in the receipt's name: opkiln's version, the spec, the settings, the CPU's
 features, the device architectures, the compiler that PATH leads to, the Python and the torch in
@@ -22,6 +21,7 @@ import hashlib
 import json
 import os
 import sys
+import time
 from itertools import islice
 from typing import Any
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from opkiln.decision.terms import Request
     from opkiln.evidence import Evidence
 
-SCHEMA = 6
+SCHEMA = 7
 
 
 def recall(request: Request) -> Artifact | None:
@@ -51,67 +51,32 @@ def recall(request: Request) -> Artifact | None:
             if trust.fault(each, os.lstat(each)):
                 return None
         receipt = json.loads(read_file(path))
-        if not _holds(receipt, root):
-            return None
-        found = _verified(root, receipt)
-        if found is not None and receipt.pop(_RENEWED, False):
-            _renew(path, receipt)
-        return found
+        return _verified(root, receipt) if _holds(receipt) else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None  # gone, damaged or of another kind: the full search decides
 
 
-_RENEWED = "renewed"  # in a receipt that differs from its file; never in a file
-
-
-def _renew(path: str, receipt: dict[str, Any]) -> None:
-    try:
-        _put(path, receipt)
-    except OSError:
-        pass  # gone, full or read-only: the next process looks closer, too
-
-
-def _holds(receipt: dict[str, Any], root: str) -> bool:
-    if signed(receipt["files"]) != receipt["signatures"] and not _same_contents(receipt):
+def _holds(receipt: dict[str, Any]) -> bool:
+    if signed(receipt["files"]) != receipt["signatures"]:
         return False
-    if any(sha256_file(path) != sha256 for path, sha256 in receipt["fresh"]):
+    if list(map(os.readlink, receipt["links"])) != receipt["texts"]:
+        return False
+    if receipt["fresh"] and not _same_values(receipt):
         return False
     if receipt["images"] and not _same_images(receipt["images"]):
         return False
     if any(map(os.path.lexists, receipt["absent"])):
         return False
-    if not _same_path(receipt) and not _same_programs(receipt):
-        return False
-    if signed(receipt["directories"]) == receipt["directory_signatures"]:
-        return True
-    return _same_names(receipt, root)
+    return _same_path(receipt)
 
 
 def _same_path(receipt: dict[str, Any]) -> bool:
-    """Whether PATH has the same directories in front, and nothing was made or removed in them."""
+    """Whether PATH leads to the same programs. It does if it has the same directories in front, and
+    nothing was made or removed in them."""
     path = receipt["path"]
-    if list(settings.path[: len(path)]) != path:
-        return False
-    try:
+    if receipt["path_signatures"] and list(settings.path[: len(path)]) == path:
         return bool(signed(receipt["path_homes"]) == receipt["path_signatures"])
-    except OSError:
-        return False
-
-
-def _same_programs(receipt: dict[str, Any]) -> bool:
-    """Whether PATH leads to the same programs: most likely another one was installed."""
-    now = {}
-    if (
-        receipt["path_signatures"]
-        and list(settings.path[: len(receipt["path"])]) == receipt["path"]
-    ):
-        now = _looked_up(dict(receipt["programs"]))  # before anything is looked up
-    if not _lead_to_the_same(receipt["programs"]):
-        return False
-    if now.get("path_signatures"):
-        receipt.update(now)
-        receipt[_RENEWED] = True
-    return True
+    return _lead_to_the_same(receipt["programs"])
 
 
 def _lead_to_the_same(programs: Iterable[Iterable[Any]]) -> bool:
@@ -122,56 +87,23 @@ def _lead_to_the_same(programs: Iterable[Iterable[Any]]) -> bool:
     return True
 
 
-def _same_contents(receipt: dict[str, Any]) -> bool:
-    """Whether the files with another signature than before are those with a digest, and have it:
-    somebody saved a source again, or copied the whole tree."""
-    then, digests = receipt["signatures"], receipt["digests"]
-    _forget_mounts()
-    now = [Signature.of(path) for path in receipt["files"]]  # before anything is hashed
-    same = all(
-        [*each[:4]] == then[place : place + 4]
-        or (path in digests and sha256_file(path) == digests[path])
-        for place, path, each in zip(range(0, len(then), 4), receipt["files"], now, strict=True)
+def _same_values(receipt: dict[str, Any]) -> bool:
+    """Whether the files whose signatures proved nothing are the same, which were saved just before
+    they were read. Once they have come to rest, a full search gives them signatures that do."""
+    from opkiln.store.facts import Hasher, value
+
+    hasher = Hasher()
+    return time.time_ns() < receipt["until"] and all(
+        value(kind, path, then, hasher) == then for kind, path, then in receipt["fresh"]
     )
-    if same:
-        _note(receipt, "signatures", now)
-    return same
-
-
-def _note(receipt: dict[str, Any], name: str, now: list[Signature]) -> None:
-    """Take new signatures of files or directories that were found to be the same."""
-    if all(each.settled and not each.in_image for each in now):
-        receipt[name] = _numbers(now)
-        receipt[_RENEWED] = True
-
-
-def _forget_mounts() -> None:
-    """Before signatures are taken: something may have been mounted since this process last did."""
-    from opkiln import images
-
-    images.forget()
 
 
 def _same_images(signatures: list[list[Any]]) -> bool:
     """Whether the images that hold these files are those that were mounted then."""
-    _forget_mounts()
+    from opkiln import images
+
+    images.forget()
     return all(Signature(*facts).holds(path) for path, *facts in signatures)
-
-
-def _same_names(receipt: dict[str, Any], root: str) -> bool:
-    """Whether the include path has the same of the names that the sources include: something was
-    made or removed in one of its directories, most likely a file that nobody reads."""
-    from opkiln.store.entry import read_sidecar
-    from opkiln.store.recheck import Names
-
-    entry = os.path.dirname(os.path.join(root, receipt["payload"]))
-    names = Names(read_sidecar(entry)["names"])
-    _forget_mounts()
-    now = [Signature.of(path) for path in receipt["directories"]]  # before anything is looked up
-    same = all(list(names.present(path)) == there for path, there in receipt["watches"])
-    if same:
-        _note(receipt, "directory_signatures", now)
-    return same
 
 
 def _verified(root: str, receipt: dict[str, Any]) -> Artifact | None:
@@ -234,18 +166,19 @@ def write(request: Request, artifact: Artifact, read: Evidence) -> None:
     if request.store.root != root or not artifact.path.startswith(root + "/"):
         return
     try:
+        facts = _facts(read)
+        if facts is None:
+            return
         receipt = {
             "payload": os.path.relpath(artifact.path, root),
             "size": os.stat(artifact.path).st_size,
             "sha256": artifact.sha256,
-            **_facts(read),
-            "watches": read.watches,
+            **facts,
             "absent": list(read.absent),
         }
         # PATH's directories were signed just now, and not when the search looked into them.
-        if not (_lead_to_the_same(receipt["programs"]) and _holds(receipt, root)):
+        if not (_lead_to_the_same(receipt["programs"]) and _holds(receipt)):
             return  # something was edited meanwhile, or cannot be told from what was
-        receipt.pop(_RENEWED, None)
         _put(path, receipt)
     except OSError:
         return  # gone, full or read-only: later loads take the full search
@@ -258,45 +191,47 @@ def _put(path: str, receipt: dict[str, Any]) -> None:
     write_private(path, json.dumps(receipt, separators=(",", ":")).encode())
 
 
-def _facts(read: Evidence) -> dict[str, Any]:
+def _facts(read: Evidence) -> dict[str, Any] | None:
     """The files, directories and programs that were read, in the form that is checked fastest: the
-    signatures of many as one list of numbers. Raises OSError."""
-    files: dict[str, list[Any]] = {each: [*Signature.of(each), ""] for each in _own_code()}
-    files |= read.files | read.entry_files
-    signatures = {path: Signature(*facts[:-1]) for path, facts in files.items()}
-    directories = {path: Signature(*facts) for path, facts in read.directories.items()}
-    mounted = {path: each for path, each in (signatures | directories).items() if each.in_image}
-    settled = {path: files[path] for path, each in signatures.items()
-               if each.settled and not each.in_image}  # fmt: skip
-    others = {path: each for path, each in directories.items() if not each.in_image}
-    at_rest = all(each.settled for each in others.values())
+    signatures of many as one list of numbers. None if one had not come to rest, and nothing else
+    is known of it. Raises OSError."""
+    from opkiln.observing.inputs import LINK
+    from opkiln.store.facts import CHOICE, parted
+
+    signatures = {path: Signature.of(path) for path in _own_code()}
+    signatures |= {path: Signature(*each) for path, each in read.files.items()}
+    if not all(each.settled for each in signatures.values()):
+        return None
+    fresh = []
+    until = 0
+    links: dict[str, str] = {}
+    programs = dict(read.programs)
+    for kind, path, value, signature in read.entry:
+        if kind == LINK:
+            links[path] = value
+        elif kind == CHOICE:  # of two lists of programs, the longer begins with the shorter
+            programs[path] = max([*parted(value)], programs.get(path, []), key=len)
+        elif signature.settled:
+            signatures[path] = signature
+        else:
+            fresh.append([kind, path, value])
+            until = max(until, signature.settles_at if signature.read_at else _FOR_EVER)
+    mounted = {path: each for path, each in signatures.items() if each.in_image}
+    settled = {path: each for path, each in signatures.items() if path not in mounted}
     return {
         "files": list(settled),
         "signatures": _numbers(settled.values()),
-        "digests": {path: facts[-1] for path, facts in settled.items() if facts[-1]},
-        # Saved just before they were read: their signatures prove nothing.
-        "fresh": [
-            [path, facts[-1]]
-            for path, facts in files.items()
-            if path not in settled and path not in mounted
-        ],
+        "links": list(links),
+        "texts": list(links.values()),
+        "fresh": fresh,
+        "until": until,
         "images": [[path, *each] for path, each in mounted.items()],
-        "directories": list(others),
-        # Empty, and so never equal: the names are looked up.
-        "directory_signatures": _numbers(others.values()) if at_rest else [],
         # A program that is named by its path is one of the files.
-        **_looked_up(_programs(read)),
+        **_looked_up({name: paths for name, paths in programs.items() if paths != [name]}),
     }
 
 
-def _programs(read: Evidence) -> dict[str, list[str | None]]:
-    """What PATH leads to, by name. Of two lists, the longer begins with the shorter."""
-    found: dict[str, list[str | None]] = {}
-    for facts in (read.programs, read.entry_programs):
-        for name, paths in facts.items():
-            if paths != [name]:
-                found[name] = max(paths, found.get(name, []), key=len)
-    return found
+_FOR_EVER = 1 << 62  # a directory that is gone has no signature
 
 
 def _looked_up(programs: dict[str, list[str | None]]) -> dict[str, Any]:

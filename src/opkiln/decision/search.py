@@ -16,7 +16,7 @@ from opkiln.errors import BuildError, SpecError, ToolchainError
 from opkiln.model import ABI_NONE, ABI_STABLE, CPU, CUDA, ROCM, STABLE_VERSION, Artifact
 from opkiln.settings import settings
 from opkiln.store import key
-from opkiln.store.recheck import Hasher
+from opkiln.store.facts import Hasher
 from opkiln.toolchain import choice, torch_sdk
 
 TYPE_CHECKING = False

@@ -17,9 +17,9 @@ from opkiln.decision.terms import Build, Candidate, Request, Serve, summary
 from opkiln.errors import OpkilnError
 from opkiln.loading import loader
 from opkiln.model import Artifact, Op, place_of
-from opkiln.observing import launchers
+from opkiln.observing import launchers, observer
 from opkiln.store import entry, key
-from opkiln.store.recheck import Hasher, recheck
+from opkiln.store.facts import Hasher, changes
 from opkiln.toolchain import choice
 
 TYPE_CHECKING = False
@@ -84,6 +84,8 @@ def explain(op: Op) -> Explanation:
             keys["device"] = how
         if launchers.named(plan.toolchain):
             keys["launcher"] = plan.toolchain.launcher or os.path.realpath(plan.toolchain.cxx)
+        if why := observer.noted(request.store.memory, plan.toolchain.cxx):
+            keys["inputs"] = f"not observed, so each process compiles for itself: {why}"
         if not isinstance(outcome, Serve):
             changes = _changes(plan, request.store)
     if isinstance(outcome, Serve):
@@ -102,13 +104,14 @@ def explain(op: Op) -> Explanation:
 
 
 def _told_by(artifact: Artifact) -> dict[str, str]:
-    """What an entry says of itself: how its dependencies are known (observed or inferred), and
-    which remote tier it came from."""
+    """What an entry says of itself: whether its inputs were observed here, and which remote tier it
+    came from."""
+    directory = os.path.dirname(artifact.path)
     try:
-        manifest = entry.read_manifest(os.path.dirname(artifact.path))
+        manifest, lists = entry.read_manifest(directory), entry.read_sidecar(directory)
     except (OSError, ValueError):
         return {}  # it is in a bundle, or was removed meanwhile
-    told = {"inputs": str(manifest.get("dependencies", "")), "origin": fetched_from(manifest)}
+    told = {"inputs": "observed" if "facts" in lists else "", "origin": fetched_from(manifest)}
     return {name: text for name, text in told.items() if text}
 
 
@@ -133,15 +136,12 @@ def _changes(plan: Plan, store: Store) -> list[str]:
         return []
     try:
         manifest = entry.read_manifest(newest)
-        before = entry.read_sidecar(newest)["inputs"]
         places = plans.anchors_of(plan.spec, plan.toolchain)
-        _, edited = recheck(
-            manifest["deps"], places, Hasher(), lambda: entry.read_sidecar(newest),
-            external=True,
-        )  # fmt: skip
+        lists = entry.read_sidecar(newest)
+        edited = changes(manifest["deps"], lists.get("facts"), places, Hasher())
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return [f"the newest entry, {newest}, cannot be read: {entry.in_words(error)}"]
-    return [*difference(before, inputs(plan)), *edited]
+    return [*difference(lists["inputs"], inputs(plan)), *edited]
 
 
 def _newest(plan: Plan, store: Store) -> str | None:

@@ -293,6 +293,8 @@ def _built(request: Request, outcome: Build) -> Artifact:
         reporting.tell_of_compilers(outcome.plan)
         built = building.build(outcome.plan, request.store, since=request.since)
     how = f"compiled {built.compiled} file(s) in {built.seconds:.1f} s"
+    if built.unobserved:
+        how += f"; it serves this process alone: {built.unobserved}"
     if built.origin != "built":
         how = "another process built it"
     outcome.trace.add("build", "taken", how, built.path)

@@ -1,5 +1,4 @@
-"""What follows from an observation: the files that a step depends on, and the names that must stay
-absent."""
+"""What follows from an observation: what a step depends on, and the names that must stay absent."""
 
 from __future__ import annotations
 
@@ -8,15 +7,21 @@ import os
 from typing import NamedTuple
 
 from opkiln.observing.log import Identity, Observation
-from opkiln.settings import settings
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
-# Not files that somebody keeps: devices, and what the kernel says of itself.
-_NO_FILES = ("/dev/", "/proc/", "/sys/")
+# Not files that somebody keeps: what the kernel says of itself.
+_NO_FILES = ("/proc/", "/sys/")
 
+# What a step knows of a path, and so what must not change:
+FILE = "file"  # its contents
+PROGRAM = "program"  # its contents, and whether it may be run
+DIRECTORY = "directory"  # that it is one
+LISTING = "listing"  # the names in it
+LINK = "link"  # its text
+ABSENT = "absent"  # of a directory: which names are not below it
 
 Chosen = tuple[str, tuple[str, ...]]
 
@@ -24,13 +29,16 @@ Chosen = tuple[str, tuple[str, ...]]
 class Inputs(NamedTuple):
     """The inputs of one step, or of several."""
 
-    files: tuple[str, ...] = ()  # as the programs spelled them
+    paths: tuple[tuple[str, str], ...] = ()  # (what is known of it, path as it was spelled)
     # (an existing directory, names below it that were looked for in vain). A name with a slash is
-    # below a directory that does not exist either; one that ends with a slash is a directory.
+    # below a directory that does not exist either.
     absent: tuple[tuple[str, tuple[str, ...]], ...] = ()
-    programs: tuple[str, ...] = ()  # by the paths that they were called by
     # (a name on PATH, its programs up to the one that a script or launcher chose)
     chosen: tuple[Chosen, ...] = ()
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        return tuple(path for kind, path in self.paths if kind in (FILE, PROGRAM))
 
 
 def identical(observation: Observation, stage: str) -> bool:
@@ -56,24 +64,76 @@ def agree(one: Observation, other: Observation) -> bool:
     )
 
 
-def of(observation: Observation, stage: str, chosen: Iterable[Chosen] = ()) -> Inputs:
-    """The inputs of a step that worked in the directory ``stage``, which is its own."""
+def of(
+    observation: Observation,
+    stage: str,
+    called: Iterable[str] = (),
+    chosen: Iterable[Chosen] = (),
+    unlinked: Callable[[str], str] = str,
+) -> Inputs:
+    """The inputs of a step that worked in the directory ``stage``, which is its own.
+
+    ``called`` are paths that programs were started by: they may lead elsewhere later. ``unlinked``
+    gives the real path of one that leads out of the stage.
+    """
     inside = stage.rstrip("/") + "/"
 
-    def counts(path: str) -> bool:
-        return not (path.startswith((inside, *_NO_FILES)) or path in observation.made)
+    def outside(paths: Iterable[str]) -> Iterator[str]:
+        for path in map(unlinked, paths):
+            if not (f"{path}/".startswith((inside, *_NO_FILES)) or path in observation.made):
+                yield path
 
-    files = tuple(filter(counts, observation.read))
-    # A compiler that opens a directory by the name of a header passes it by.
-    directories = set(filter(os.path.isdir, files))
-    files = tuple(each for each in files if each not in directories)
-    # PATH's directories differ between shells, and to which programs they lead is known already.
-    path = settings.path
-    plain = (each.rstrip("/") for each in observation.absent)
-    absent = (each for each in plain if os.path.dirname(each) not in path)
-    unusable = {*filter(counts, absent), *(each.rstrip("/") + "/" for each in directories)}
-    programs = _programs(observation.programs, filter(counts, observation.called))
-    return Inputs(files, _summed_up(unusable), programs, _longest(chosen))
+    paths: dict[str, str] = {}  # the more that is known, the later it is added
+    files = tuple(outside(observation.read))
+    # That a directory is there follows from a file that was found in it.
+    above = {directory for path in files for directory in _above(path)}
+    for path in outside(map(_plain, observation.directories)):
+        if path not in above:
+            paths[path] = DIRECTORY
+    paths.update(dict.fromkeys(files, FILE))
+    looked_up = (*observation.found, *called)
+    paths.update(dict.fromkeys(outside(looked_up), PROGRAM))
+    found = [(kind, path) for path, kind in paths.items()]
+    found += [(LISTING, path) for path in outside(map(_plain, observation.listed))]
+    found += [(LINK, path) for path in _links(outside(observation.led))]
+    absent = set(outside(each.rstrip("/") for each in observation.absent))
+    return Inputs(tuple(sorted(found)), _summed_up(absent), _longest(chosen))
+
+
+def _links(paths: Iterable[str]) -> set[str]:
+    """The symbolic links on these paths, and on those that they lead to."""
+    found: set[str] = set()
+    for path in paths:
+        way, rest = "", path.split("/")[1:][::-1]
+        for _ in range(_MOST_STEPS):
+            if not rest:
+                break
+            part = rest.pop()
+            if part in ("", "."):
+                continue
+            way = os.path.dirname(way) if part == ".." else f"{way}/{part}"
+            if os.path.islink(way):
+                found.add(way)
+                try:
+                    text = os.readlink(way)
+                except OSError:
+                    break  # it was removed just now, which the check of all facts notices
+                way = "" if text.startswith("/") else os.path.dirname(way)
+                rest += text.split("/")[::-1]
+    return found
+
+
+_MOST_STEPS = 1000  # links that lead in a circle end
+
+
+def _plain(directory: str) -> str:
+    """Without the dot that gcc adds to see whether a path is a directory."""
+    return directory.removesuffix("/.").rstrip("/") or "/"
+
+
+def _above(path: str) -> Iterator[str]:
+    while (path := os.path.dirname(path)) not in ("", "/"):
+        yield path
 
 
 def without(found: Inputs, covered: tuple[str, ...]) -> Inputs:
@@ -87,37 +147,22 @@ def without(found: Inputs, covered: tuple[str, ...]) -> Inputs:
         for directory, names in found.absent
         if (left := tuple(name for name in names if counts(os.path.join(directory, name))))
     )
-    return found._replace(
-        files=tuple(filter(counts, found.files)),
-        absent=kept,
-        programs=tuple(filter(counts, found.programs)),
-    )
-
-
-def _programs(begun: tuple[str, ...], called: Iterable[str]) -> tuple[str, ...]:
-    """The programs by the paths that they were called by, which may lead elsewhere later. Those
-    without one (the first, and those found on PATH) by their own."""
-    found = dict.fromkeys(begun)
-    for path in called:
-        found.pop(os.path.realpath(path), None)
-        found[path] = None
-    return tuple(found)
+    paths = tuple((kind, path) for kind, path in found.paths if counts(path + "/"))
+    return found._replace(paths=paths, absent=kept)
 
 
 def union(parts: Iterable[Inputs]) -> Inputs:
     """The inputs of all these steps."""
-    files: dict[str, None] = {}
-    programs: dict[str, None] = {}
-    absent: dict[str, dict[str, None]] = {}
+    paths: set[tuple[str, str]] = set()
+    absent: dict[str, set[str]] = {}
     chosen: list[Chosen] = []
     for part in parts:
+        paths.update(part.paths)
         chosen += part.chosen
-        files.update(dict.fromkeys(part.files))
-        programs.update(dict.fromkeys(part.programs))
         for directory, names in part.absent:
-            absent.setdefault(directory, {}).update(dict.fromkeys(names))
+            absent.setdefault(directory, set()).update(names)
     summed = tuple((directory, tuple(sorted(names))) for directory, names in sorted(absent.items()))
-    return Inputs(tuple(files), summed, tuple(programs), _longest(chosen))
+    return Inputs(tuple(sorted(paths)), summed, _longest(chosen))
 
 
 def _longest(chosen: Iterable[Chosen]) -> tuple[Chosen, ...]:
@@ -163,15 +208,15 @@ class _Absent:
             except OSError:
                 return  # it was removed just now
 
-    def _broken_link(self, path: str) -> str:
+    def _broken_link(self, path: str, leads: Callable[[str], bool] = os.path.exists) -> str:
         """The link on the path that leads nowhere; empty if there is none."""
         if os.path.lexists(path):
-            return path if os.path.islink(path) and not os.path.exists(path) else ""
+            return path if os.path.islink(path) and not leads(path) else ""
         above = os.path.dirname(path)
         if above == path:
             return ""
         if above not in self._broken:
-            self._broken[above] = self._broken_link(above)
+            self._broken[above] = self._broken_link(above, os.path.isdir)
         return self._broken[above]
 
 

@@ -26,7 +26,8 @@ import os
 import re
 
 from opkiln.digest import key, sha256_file
-from opkiln.observing.limits import LAUNCHERS
+from opkiln.settings import compiler_variables
+from opkiln.toolchain.find import is_launcher
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -56,8 +57,12 @@ def can_preprocess(argv: tuple[str, ...], toolchain: Toolchain) -> bool:
 
 def named(toolchain: Toolchain) -> bool:
     """Whether the host compiler runs through a launcher, as far as names tell."""
-    masked = os.path.basename(os.path.realpath(toolchain.cxx)) in LAUNCHERS
-    return masked or toolchain.launcher is not None
+    return toolchain.launcher is not None or is_launcher(toolchain.cxx)
+
+
+def variables(toolchain: Toolchain) -> dict[str, str]:
+    """What a launcher wants to know of its user. It does not change what is compiled."""
+    return dict(compiler_variables(script=True)) if named(toolchain) else {}
 
 
 def without(argv: tuple[str, ...], toolchain: Toolchain) -> tuple[str, ...]:

@@ -16,15 +16,13 @@ from typing import NamedTuple
 
 from opkiln.observing.log import Observation, Started
 from opkiln.settings import on_path, settings
+from opkiln.toolchain.find import LAUNCHERS, has_interpreter
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from opkiln.build_model import Toolchain
-
-# They may hand out an object without compiling anything, or have it compiled elsewhere.
-LAUNCHERS = frozenset(("ccache", "sccache", "distcc", "icecc"))
 
 _COMPILER = re.compile(
     r"(.*-)?(g\+\+|gcc|c\+\+|cc|cpp|clang(\+\+)?|nvcc|hipcc|icpx|nvc\+\+|cc1(plus)?)([-.][\w.-]+)?\Z"
@@ -127,7 +125,7 @@ class Conduct:
     def _judge(self, started: Started, first: str) -> _Process:
         program = started.program
         asked_for = first if started.parent < 0 else self._found(started)
-        script = bool(program) and _is_script(asked_for)
+        script = bool(program) and has_interpreter(asked_for)
         # A program that says nothing may have run in between, and started this one.
         hidden = bool(asked_for) and not script and os.path.realpath(asked_for) != program
         if hidden:
@@ -156,7 +154,7 @@ class Conduct:
             return os.path.join(self._stage, started.asked_for)
         # The program that started it may have had another PATH.
         for path in on_path(started.asked_for) if started.asked_for else ():
-            if _is_script(path) or os.path.realpath(path) == started.program:
+            if has_interpreter(path) or os.path.realpath(path) == started.program:
                 return path
         return ""
 
@@ -206,16 +204,8 @@ class Conduct:
         return named or os.path.basename(program) in LAUNCHERS
 
 
-def _is_script(path: str) -> bool:
-    try:
-        with open(path, "rb") as file:
-            return file.read(2) == b"#!"
-    except OSError:
-        return False
-
-
 def _is_binary(path: str) -> bool:
-    return not _is_script(path)
+    return not has_interpreter(path)
 
 
 def _matches(pattern: re.Pattern[str], program: str) -> bool:

@@ -7,10 +7,15 @@ a gap. So does a record that was lost. A log with a gap still tells what was sta
 
 from __future__ import annotations
 
+import contextlib
 import os
 from typing import NamedTuple
 
-BEGAN, STARTS, FAILED, READ, WROTE, ABSENT = "B", "S", "F", "R", "W", "N"
+BEGAN, LOADED, STARTS, FAILED, SHELL = "B", "L", "S", "F", "C"
+READ, FOUND, DIRECTORY, LISTED, LED, ABSENT = "R", "E", "I", "D", "P", "N"
+MADE, CHANGED = "W", "A"
+
+WHOLE = ".whole"  # the file beside a log that is there as long as no record was lost
 
 
 class Identity(NamedTuple):
@@ -39,9 +44,16 @@ class Started(NamedTuple):
 class Observation(NamedTuple):
     """What a step did. All paths are absolute, and as the program spelled them."""
 
-    read: dict[str, tuple[Identity, ...]]  # every file behind a path: more than one if exchanged
+    # The file behind each path that was read, looked up or loaded: several if it was exchanged.
+    read: dict[str, tuple[Identity, ...]]
+    found: frozenset[str]  # those that were looked up or loaded: whether they are programs counts
+    loaded: frozenset[str]  # the programs and their shared libraries
+    directories: frozenset[str]  # looked up
+    listed: frozenset[str]  # directories whose names were read
+    led: frozenset[str]  # links that a program followed by itself, or paths with one on them
     written: dict[str, tuple[int, ...]]  # path -> its writers' places in ``started``, in order
     made: frozenset[str]  # written before anything read them: the step's own
+    rewritten: frozenset[str]  # read, then written: which of the two contents counts is not known
     absent: frozenset[str]  # looked for, did not exist; somebody may have made them since
     started: tuple[Started, ...]  # in the order in which they began
     complete: bool = True  # False: there may be more
@@ -58,17 +70,26 @@ class Observation(NamedTuple):
         return tuple(dict.fromkeys(path for path in called if path.startswith("/")))
 
 
-def read(path: str) -> Observation | None:
-    """The observation in a log file; None if there is no log."""
-    try:
-        with open(path, "rb") as file:
-            return parse(file.read())
-    except FileNotFoundError:
-        return None
+def start(path: str) -> None:
+    """Make an empty log, to which the programs of a step can only add. Raises OSError."""
+    for name in (path, path + WHOLE):
+        with open(name, "wb"):
+            pass
 
 
-def parse(log: bytes) -> Observation:
-    """The observation in a log."""
+def finish(path: str) -> Observation | None:
+    """The observation in a log that ``start`` made, which is removed; None if it is gone."""
+    found, whole = None, os.path.exists(path + WHOLE)
+    with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
+        found = parse(file.read())
+    for name in (path, path + WHOLE):
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(name)
+    return found if found is None or whole else found._replace(complete=False)
+
+
+def parse(log: bytes) -> Observation | None:
+    """The observation in a log; None if no program announced itself."""
     reading = _Reading()
     complete = log.endswith(b"\0")
     for entry in log.split(b"\0")[:-1]:
@@ -76,14 +97,26 @@ def parse(log: bytes) -> Observation:
             complete = reading.take(os.fsdecode(entry).split(" ", 6)) and complete
         except (ValueError, IndexError):
             complete = False
-    complete = complete and bool(reading.started) and not reading.starting
+    if not reading.started:
+        return None
+    complete = complete and not reading.starting and not any(reading.shells.values())
     for asked_for in reading.starting.values():  # it may run, but it said nothing
         reading.started.append(Started("", *asked_for))
-    read = {path: tuple(identities) for path, identities in reading.read.items()}
-    written = {path: tuple(writers) for path, writers in reading.written.items()}
     made = frozenset(reading.made)
-    absent = frozenset(reading.absent - made)
-    return Observation(read, written, made, absent, tuple(reading.started), complete)
+    return Observation(
+        read={path: tuple(identities) for path, identities in reading.read.items()},
+        found=frozenset(reading.found),
+        loaded=frozenset(reading.loaded),
+        directories=frozenset(reading.directories - made),
+        listed=frozenset(reading.listed),
+        led=frozenset(reading.led),
+        written={path: tuple(writers) for path, writers in reading.written.items()},
+        made=made,
+        rewritten=frozenset(reading.rewritten),
+        absent=frozenset(reading.absent - made),
+        started=tuple(reading.started),
+        complete=complete,
+    )
 
 
 class _Reading:
@@ -91,9 +124,23 @@ class _Reading:
 
     def __init__(self) -> None:
         self.read: dict[str, dict[Identity, None]] = {}
+        self.found: set[str] = set()
+        self.loaded: set[str] = set()
+        self.directories: set[str] = set()
+        self.listed: set[str] = set()
+        self.led: set[str] = set()
         self.written: dict[str, list[int]] = {}
         self.made: set[str] = set()
+        self.rewritten: set[str] = set()
         self.absent: set[str] = set()
+        self._opened: set[str] = set()  # for reading
+        self._plain = {
+            ABSENT: self.absent,
+            DIRECTORY: self.directories,
+            LISTED: self.listed,
+            LED: self.led,
+        }
+        self.shells: dict[int, int] = {}  # process -> shells of its that have not begun yet
         self.started: list[Started] = []
         # Processes whose program has not announced itself yet: what was asked for, and by whom.
         self.starting: dict[int, tuple[str, int]] = {}
@@ -103,24 +150,38 @@ class _Reading:
     def take(self, fields: list[str]) -> bool:
         """Add a record; False for a gap. Raises ValueError, IndexError for a damaged one."""
         kind, process, first, path = fields[0], int(fields[1]), int(fields[2]), fields[6]
-        if kind == READ:
+        if kind in (READ, FOUND, LOADED):
             seconds, _, nanoseconds = fields[5].partition(".")
             ctime_ns = int(seconds) * 1_000_000_000 + int(nanoseconds)
             identity = Identity(first, int(fields[3]), int(fields[4]), ctime_ns)
             self.read.setdefault(path, {})[identity] = None
-        elif kind == ABSENT:
-            self.absent.add(path)
-        elif kind == WROTE:
-            writers = self.written.setdefault(path, [])
-            writer = self._place(process, int(fields[3]))
-            if writer in writers:
-                writers.remove(writer)
-            writers.append(writer)
-            if path not in self.read:
-                self.made.add(path)
+            if kind == READ:
+                self._opened.add(path)
+            else:
+                self.found.add(path)
+            if kind == LOADED:
+                self.loaded.add(path)
+        elif kind in self._plain:
+            self._plain[kind].add(path)
+        elif kind in (MADE, CHANGED):
+            self._write(kind, path, self._place(process, int(fields[3])))
         else:
             return self._start(kind, process, first, int(fields[3]), path)
         return True
+
+    def _write(self, kind: str, path: str, writer: int) -> None:
+        writers = self.written.setdefault(path, [])
+        if writer in writers:
+            writers.remove(writer)
+        writers.append(writer)
+        if path in self._opened:
+            if path not in self.made:
+                self.rewritten.add(path)
+        elif path in self.read:  # it was looked up, and is there
+            del self.read[path]
+            self.found.discard(path)
+        elif kind == MADE:
+            self.made.add(path)
 
     def _place(self, process: int, parent: int) -> int:
         """The place of the program that a process runs: its own, or that of the parent which it was
@@ -137,6 +198,8 @@ class _Reading:
             known = first in self._running or process in self._running or process in self._observed
             place = self._place(process, first) if self.started else -1
             asked_for = self.starting.pop(process, ("", 0))[0]
+            if process not in self._observed and self.shells.get(first):
+                self.shells[first] -= 1
             self._running[process] = len(self.started)
             self.started.append(Started(path, asked_for, place))
             return known or place == -1
@@ -151,6 +214,8 @@ class _Reading:
                 self.started[begun] = self.started[begun]._replace(asked_for=path)
         elif kind == FAILED:
             self.starting.pop(process, None)
+        elif kind == SHELL:
+            self.shells[process] = self.shells.get(process, 0) + 1
         else:
             return False  # a record was lost
         return True

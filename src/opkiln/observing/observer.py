@@ -1,24 +1,31 @@
 """The observer: a small library that is preloaded into compilers and linkers.
 
-It is compiled once per host and kept in the store. If it cannot be compiled or kept, steps run
-without it, and what they read is inferred from dependency files and flags.
+It is compiled once per host and kept in the store, under a name that has its digest. Each build
+uses a copy in its own directory, which nobody else removes. If there cannot be one, steps run
+without it, and what they make serves the process that made it alone.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
+import shutil
 
 from opkiln import machine
 from opkiln.digest import key, read_file, sha256_file
 from opkiln.errors import BuildTimeout, ToolchainError
 from opkiln.model import PACKAGE
+from opkiln.observing.log import start
 from opkiln.process import run
-from opkiln.toolchain import probing
+from opkiln.toolchain import host, probing
 from opkiln.trust import make_private
 from opkiln.writing import write_private
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from opkiln.build_model import Toolchain
 
 _SOURCE = os.path.join(PACKAGE, "observing", "observer.c")
@@ -27,44 +34,103 @@ _PARENT = "OPKILN_OBSERVER_PARENT"
 _COMPILE_SECONDS = 60
 
 
-def library(memory: tuple[str, ...], toolchain: Toolchain) -> str:
-    """The path of the observer; empty if there cannot be one.
+def library(memory: tuple[str, ...], toolchain: Toolchain, stage: str) -> str:
+    """The path of the observer for a build in the directory ``stage``; empty if there is none.
 
     ``memory`` is where the store keeps what it knows of compilers; the first can be written to.
     """
+    if machine.system() != "linux":
+        return ""
+    path = os.path.join(stage, "observer")
+    try:
+        if not os.path.exists(path):
+            _make(memory, toolchain, path + ".part")
+            os.rename(path + ".part", path)
+        # LD_PRELOAD is a list, separated by blanks and colons.
+        return _held(path) if any(mark in path for mark in " :\t\n") else path
+    except (OSError, ValueError, ToolchainError, BuildTimeout):
+        return ""  # no space, no compiler any more, a machine that hangs: the build reports it
+
+
+def _make(memory: tuple[str, ...], toolchain: Toolchain, path: str) -> None:
+    """Put the observer there: a copy of the one that is kept, or a new one, which is kept."""
+    here = (machine.architecture(), os.confstr("CS_GNU_LIBC_VERSION"), sha256_file(_SOURCE))
+    name = f"{_PREFIX}{key('observer', here)}-"
+    for kept in (each for directory in memory for each in _stored(directory, name)):
+        shutil.copyfile(kept, path)
+        if is_intact(kept, path):
+            return
     # A cross compiler runs here, but what it makes does not.
-    if not memory or toolchain.cross or machine.system() != "linux":
-        return ""
-    try:
-        here = (machine.architecture(), os.confstr("CS_GNU_LIBC_VERSION"), sha256_file(_SOURCE))
-    except (OSError, ValueError):
-        return ""
-    name = f"observer-{key('observer', here)}"
-    # LD_PRELOAD is a list, separated by blanks and colons.
-    usable = [place for place in memory if not any(mark in place for mark in " :\t\n")]
-    for directory in usable:
-        path = os.path.join(directory, name)
-        if os.path.exists(path):
-            return path
-    return _compiled(toolchain.cxx, os.path.join(memory[0], name)) if memory[0] in usable else ""
+    cxx = host.choose(memory).cxx if toolchain.cross else toolchain.cxx
+    flags = ("-x", "c", "-O1", "-s", "-shared", "-fPIC", "-o", path, _SOURCE, "-ldl")
+    done = run((cxx, *flags), timeout=_COMPILE_SECONDS, tmpdir=os.path.dirname(path))
+    if done.returncode != 0:
+        raise ToolchainError(f"{cxx} cannot compile {_SOURCE}", why=done.output)
+    with contextlib.suppress(OSError):  # the store is full or cannot be written
+        for directory in memory[:1]:
+            make_private(directory)
+            write_private(os.path.join(directory, name + sha256_file(path)), read_file(path))
 
 
-def _compiled(cxx: str, path: str) -> str:
+_descriptors: dict[str, int] = {}  # by digest: an open copy, for as long as this process runs
+
+
+def _held(path: str) -> str:
+    """A plain path by which children can open the observer."""
+    data = read_file(path)
+    name = sha256_file(path)
+    if name not in _descriptors:
+        _descriptors[name] = os.memfd_create("observer")
+        os.write(_descriptors[name], data)
+    return f"/proc/{os.getpid()}/fd/{_descriptors[name]}"
+
+
+_PREFIX = "observer-"
+_NAME = re.compile(_PREFIX + "[0-9a-f]{40}-[0-9a-f]{64}")
+
+
+def is_intact(kept: str, path: str = "") -> bool:
+    """Whether a stored observer, or its copy at ``path``, is what its name says."""
+    return sha256_file(path or kept) == kept.rpartition("-")[2]
+
+
+def _stored(directory: str, name: str) -> Iterator[str]:
     try:
-        make_private(os.path.dirname(path))
-        with probing.scratch() as place:  # the store may be on a network file system
-            output = os.path.join(place, "observer")
-            flags = ("-x", "c", "-O1", "-shared", "-fPIC", "-o", output, _SOURCE, "-ldl")
-            done = run((cxx, *flags), timeout=_COMPILE_SECONDS, tmpdir=place)
-            if done.returncode == 0:
-                write_private(path, read_file(output))
-                return path
-    except (OSError, ToolchainError, BuildTimeout):
-        pass  # no space, no compiler any more, a machine that hangs: the build itself reports it
-    return ""
+        found = [each for each in os.listdir(directory) if each.startswith(name)]
+    except OSError:
+        return  # nothing was kept there yet
+    for each in found:
+        path = os.path.join(directory, each)
+        if is_intact(path):
+            yield path
+
+
+def damaged(directory: str) -> list[str]:
+    """The observers in a memory of compilers that are not what their names say."""
+    names = os.listdir(directory) if os.path.isdir(directory) else ()
+    stored = (os.path.join(directory, name) for name in names if _NAME.fullmatch(name))
+    return [path for path in stored if not is_intact(path)]
+
+
+def note(memory: tuple[str, ...], cxx: str, unobserved: str) -> None:
+    """Keep in mind why what a compiler does could not be observed; empty if it could."""
+    if unobserved != noted(memory, cxx):
+        probing.remember(memory, _subject(cxx), {"why": unobserved}, [cxx])
+
+
+def noted(memory: tuple[str, ...], cxx: str) -> str:
+    """Why what this compiler does could not be observed when it was last used; empty if it was."""
+    known = probing.recall(memory, _subject(cxx))
+    return "" if known is None else known["why"]
+
+
+def _subject(cxx: str) -> str:
+    return f"unobserved {cxx}"
 
 
 def environment(observer: str, log: str) -> dict[str, str]:
-    """What makes a step write this log, and end with this process."""
-    parent = str(os.getpid())
-    return {"LD_PRELOAD": observer, _LOG: log, _PARENT: parent} if observer else {}
+    """What makes a step write this log, and end with this process. Raises OSError."""
+    if not observer:
+        return {}
+    start(log)
+    return {"LD_PRELOAD": observer, _LOG: log, _PARENT: str(os.getpid())}

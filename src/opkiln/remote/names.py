@@ -37,7 +37,7 @@ def of_entry(directory: str) -> str:
     """The name of an entry of the store. Raises OSError, ValueError, KeyError."""
     distribution, op, intent = directory.split("/")[-5:-2]
     manifest, lists = read_manifest(directory), read_sidecar(directory)
-    own = {(anchor, path): sha for anchor, path, sha, *_ in manifest["deps"]["own"]}
+    own = {(anchor, path): sha for anchor, path, sha in manifest["deps"]["own"]}
     sources = []
     for source in lists["inputs"]["spec"]["sources"]:
         place = ("opkiln", source[9:]) if source.startswith("{opkiln}/") else ("src", source)

@@ -269,6 +269,12 @@ def _around(environment: Environment) -> Iterator[Problem]:
         yield Problem("torch", "it is not installed", pip("install", "torch"))
     for backend, name in BACKENDS.items():
         own = [tool for tool in environment.tools if tool.backend == backend]
+        for tool in own:
+            if tool.unobserved:
+                why = (
+                    f"what {tool.path} makes serves one process and is not kept: {tool.unobserved}"
+                )
+                yield Problem(f"{name} compiler", why, "opkiln explain OP")
         needed = backend == CPU or wanted(backend, torch)
         if not needed or taken(own, backend):
             continue

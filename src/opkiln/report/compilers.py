@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from opkiln.errors import ToolchainError
 from opkiln.model import CPU, CUDA, ROCM, XPU
+from opkiln.observing import observer
 from opkiln.settings import origin_of
 from opkiln.toolchain import choice, find, host, libsycl, rocm, toolkits, torch_sdk
 
@@ -37,6 +38,7 @@ class Tool(NamedTuple):
     taken: bool
     refused: str  # why it is not taken
     asked: bool = True  # False: it was found, but not run to identify it
+    unobserved: str = ""  # why it was not known what it read, when it was last used
 
 
 class Unfound(NamedTuple):
@@ -49,7 +51,10 @@ class Unfound(NamedTuple):
 
 def survey(memory: tuple[str, ...], torch: TorchSDK | None, *, probe: bool) -> tuple[Tool, ...]:
     """Every compiler, by backend, in order of preference."""
-    tools = _ranked(CPU, host.candidates(memory))
+    tools = [
+        tool._replace(unobserved=observer.noted(memory, tool.path)) if tool.taken else tool
+        for tool in _ranked(CPU, host.candidates(memory))
+    ]
     usable = any(tool.taken for tool in tools)
     for backend in (CUDA, ROCM, XPU):
         tools += _toolkits(memory, backend, torch, probe=probe, has_host=usable)

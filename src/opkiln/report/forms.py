@@ -206,13 +206,19 @@ def settings_page() -> str:
         "",
         "## Passed on to compilers",
         "",
-        "Of its environment, a compiler that opkiln starts only gets these, and what the command",
-        "line cannot say:",
+        "Of its environment, a compiler that opkiln starts only gets these:",
+        ", ".join(f"`{name}`" for name in settings.PASSED) + ".",
+        "A script that stands for a compiler, and a launcher, also get",
         ", ".join(
             f"`{name}`"
-            for name in (*settings.PASSED, *(f"{each}*" for each in settings.PASSED_FAMILIES))
+            for name in (
+                *settings.PASSED_TO_SCRIPTS,
+                *(f"{each}*" for each in settings.PASSED_FAMILIES),
+            )
         )
         + ".",
+        "All that reach a compiler are in the key of what it makes, but for `PATH`: there the",
+        "programs count that it leads to.",
         "",
         "## Kept away from compilers",
         "",

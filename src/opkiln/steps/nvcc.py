@@ -70,8 +70,8 @@ def compile_step(
     output = object_name(source)
     depfile = depfile_name(output)
     authors = without_relocatable((*spec.device_args, *flags.get("cudaflags", ())))
-    arguments: list[Arg] = [toolchain.launcher] if toolchain.launcher else []
-    arguments += [device.path, "-ccbin", device.host or toolchain.cxx]
+    # No launcher: no pass of nvcc's preprocessor tells what all of its compiles read.
+    arguments: list[Arg] = [device.path, "-ccbin", device.host or toolchain.cxx]
     if not any(flag.startswith(("-std", "--std")) for flag in authors):
         arguments.append(f"-std={spec.std}")
     if target.debug:

@@ -56,10 +56,9 @@ def compile_step(
         return host.compile_step(spec, target, toolchain, flags, source)
     output = object_name(source)
     depfile = depfile_name(output)
-    arguments: list[Arg] = [toolchain.launcher] if toolchain.launcher else []
-    # No flags for the target's CPU: the code that must be fast is in kernels, which run on the
-    # device.
-    arguments += [device.path, "-fsycl", *_targets(target), f"-std={spec.std}"]
+    # No launcher: no pass of the preprocessor tells what all of its compiles read. No flags for the
+    # target's CPU: the code that must be fast is in kernels, which run on the device.
+    arguments: list[Arg] = [device.path, "-fsycl", *_targets(target), f"-std={spec.std}"]
     arguments += ["-O0", "-g3"] if target.debug else ["-O3", "-DNDEBUG"]
     arguments += [flag for flag in ("-ffp-model=precise",) if flag in device.accepts]
     if spec.kind != EXECUTABLE:

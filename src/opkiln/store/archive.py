@@ -36,14 +36,13 @@ from opkiln.store import sealed, signatures
 from opkiln.store.entry import (
     MANIFEST,
     SCHEMA,
-    SIDECAR,
     Leaf,
     Refused,
     in_words,
     parse_manifest,
     write_manifest,
 )
-from opkiln.store.recheck import Hasher, recheck
+from opkiln.store.facts import Hasher, changes, deps_key
 from opkiln.store.zip_format import (
     LARGEST,
     LOCAL,
@@ -390,12 +389,10 @@ def _examine(
     files = bundle.files(inner)
     found = parse_manifest(bundle.read(files[MANIFEST]))
     if own:
-        now, changed = recheck(
-            found["deps"], places, hasher,
-            lambda: parse_manifest(bundle.read(files[SIDECAR]), SIDECAR), external=False,
-        )  # fmt: skip
-        if now != inner.rpartition("/")[2]:
-            return Refused(leaf, "; ".join(changed) or "its dependencies have changed")
+        if deps_key(found["deps"]) != inner.rpartition("/")[2]:
+            raise ValueError("its name does not match its dependencies")
+        if changed := changes(found["deps"], None, places, hasher):
+            return Refused(leaf, "; ".join(changed))
     payload = files[found["payload"]]
     if (payload.size, payload.sha256) != (found["size"], found["sha256"]):
         return Refused(leaf, "damaged: its index and its manifest disagree", damaged=True)

@@ -25,13 +25,14 @@ from opkiln.digest import (
     sha256_file,
 )
 from opkiln.record import Record
-from opkiln.store import shape
-from opkiln.store.recheck import Hasher, recheck
+from opkiln.store import facts, shape
 from opkiln.trust import fault
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from opkiln.store.facts import Hasher
 
 SCHEMA = settings.SCHEMA
 MANIFEST = "manifest.json"
@@ -131,12 +132,12 @@ def examine(
     hasher: Hasher,
     *,
     listed: bool,
-    external: bool,
+    whole: bool,
     own: bool = True,
 ) -> Leaf | Refused | None:
     """Check a leaf: trust, manifest, dependencies, digest. None if it does not exist (any more).
 
-    ``external`` also checks the system's headers. ``own=False`` skips all dependencies: `cache
+    ``whole`` checks all facts, not the author's files alone. ``own=False`` checks none: `cache
     verify` does not have the sources.
     """
     manifest_path = os.path.join(directory, MANIFEST)
@@ -155,11 +156,10 @@ def examine(
             os.close(fd)
         manifest = parse_manifest(data)
         if own:
-            now, changed = recheck(
-                manifest["deps"], places, hasher, lambda: read_sidecar(directory), external=external
-            )
-            if now != os.path.basename(directory):
-                return Refused(directory, "; ".join(changed) or "its dependencies have changed")
+            if facts.deps_key(manifest["deps"]) != os.path.basename(directory):
+                raise ValueError("its name does not match its dependencies")
+            if changed := _changes(directory, manifest, places, hasher, whole):
+                return Refused(directory, "; ".join(changed))
         return _check_payload(directory, manifest, listed)
     except (FileNotFoundError, NotADirectoryError):
         return None
@@ -167,6 +167,22 @@ def examine(
         return Refused(directory, f"damaged: {in_words(error)}", damaged=True)
     except OSError as error:
         return Refused(directory, f"unreadable: {error}")
+
+
+def _changes(
+    directory: str, manifest: dict[str, Any], places: Mapping[str, str], hasher: Hasher, whole: bool
+) -> list[str]:
+    """Why an entry is not of the files as they are, in words. One that was shipped here has no
+    facts but the author's files."""
+    rows = None
+    if whole:
+        try:
+            rows = read_sidecar(directory).get("facts")
+        except FileNotFoundError:
+            if not os.path.isdir(directory):
+                raise  # it was just collected
+            raise ValueError(f"{SIDECAR} is missing") from None
+    return facts.changes(manifest["deps"], rows, places, hasher)
 
 
 def _check_payload(directory: str, manifest: dict[str, Any], listed: bool) -> Leaf | Refused:

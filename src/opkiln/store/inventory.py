@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from opkiln.errors import StoreError
 from opkiln.store import entry
-from opkiln.store.recheck import Hasher, deps_key
+from opkiln.store.facts import Hasher, deps_key
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -178,7 +178,7 @@ def verify(root: str, *, listed: bool = False) -> Iterator[tuple[Entry, Fault | 
 
 def _fault(found: Entry, listed: bool) -> Fault | None:
     directory = found.directory
-    answer = entry.examine(directory, {}, Hasher(), listed=listed, external=False, own=False)
+    answer = entry.examine(directory, {}, Hasher(), listed=listed, whole=False, own=False)
     if not os.path.isdir(directory):
         return None  # collected during the check, which may look like damage
     if isinstance(answer, entry.Refused):
@@ -187,9 +187,7 @@ def _fault(found: Entry, listed: bool) -> Fault | None:
         return Fault(directory, f"{entry.MANIFEST} is missing", True)
     try:
         entry.read_sidecar(directory)
-        recorded = answer.manifest["deps"]
-        own = (tuple(dep[:3]) for dep in recorded["own"])
-        name = deps_key(own, recorded["external"], recorded["watches"])
+        name = deps_key(answer.manifest["deps"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         return Fault(directory, entry.in_words(error), True)
     if name != os.path.basename(directory):

@@ -2,7 +2,7 @@
 
 - ``intent_key``: spec, target and ABI tag. Computing it needs no compiler.
 - ``build_key``: the plan's steps and environment, and the toolchain's identity.
-- ``deps_key`` (see ``store.deps``): the contents of every file that the compiler read.
+- ``deps_key`` (see ``store.facts``): all that the steps read and looked up.
 """
 
 from __future__ import annotations

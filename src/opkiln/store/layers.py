@@ -15,13 +15,14 @@ from opkiln.model import place_of
 from opkiln.record import Record
 from opkiln.store.entry import Leaf, Refused, examine, read_manifest
 from opkiln.store.location import Layer, Location, choose
-from opkiln.store.recheck import Hasher
 from opkiln.trust import fault, open_to_all
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from typing import Any
+
+    from opkiln.store.facts import Hasher
 
 
 class Lookup(Record):
@@ -76,7 +77,7 @@ class Store:
             builds = _names(base) if build is None else [build]
             for each in builds:
                 found = self._find(
-                    layer, os.path.join(base, each), places, hasher, refused, external=exact
+                    layer, os.path.join(base, each), places, hasher, refused, whole=exact
                 )
                 if found is not None:
                     return Lookup(found, tuple(refused))
@@ -112,7 +113,7 @@ class Store:
             if layer.listed and (reason := open_to_all(layer.root, base)):
                 refused.append(Refused(base, reason))
                 continue
-            found = self._find(layer, base, places, hasher, refused, external=True)
+            found = self._find(layer, base, places, hasher, refused, whole=True)
             if found is not None:
                 return Lookup(found, tuple(refused))
         return Lookup(None, tuple(refused))
@@ -125,11 +126,11 @@ class Store:
         hasher: Hasher,
         refused: list[Refused],
         *,
-        external: bool,
+        whole: bool,
     ) -> Leaf | None:
         for name in _names(base):
             leaf = examine(
-                os.path.join(base, name), places, hasher, listed=layer.listed, external=external
+                os.path.join(base, name), places, hasher, listed=layer.listed, whole=whole
             )
             if isinstance(leaf, Leaf) and layer.unseen and (reason := _foreign(layer.root)):
                 leaf = Refused(leaf.directory, reason)

@@ -30,8 +30,6 @@ class Named:
 
 
 _TEXTS = [str]
-_FILE = Row(str, str, str, rest=int)  # anchor, path, digest, signature
-_DIRECTORY = Row(str, str, rest=int)
 _MANIFEST = {
     "kind": str,
     "op": str,
@@ -45,7 +43,6 @@ _MANIFEST = {
     "seconds": _NUMBER,
     "created": _NUMBER,
     "max_rss": int,
-    "dependencies": str,  # observed, inferred
     "toolchain": Named(str),
     "target": {
         "backend": str,
@@ -65,23 +62,12 @@ _MANIFEST = {
         "images": _TEXTS,
     },
     "deps": {
-        "own": [_FILE],
-        "external": str,
-        "watches": [Row(str, str, _TEXTS)],
-        "dirs": [_DIRECTORY],
-        "external_dirs": [Row(str, rest=int)],
-        "chosen": [Row(str, _TEXTS)],
+        "own": [Row(str, str, str)],
+        "others": str,
     },
     "fetched": Named(str),
     # Parts of a sidecar, of a bundle's index and of its signatures.
-    "read": [Row(str, str)],
-    "external": [Row(str, str)],
-    "names": _TEXTS,
-    "observed": {
-        "absent": [Row(str, str, _TEXTS)],
-        "programs": _TEXTS,
-        "chosen": [Row(str, _TEXTS)],
-    },
+    "facts": [Row(str, str, str, str, rest=int)],  # kind, anchor, path, value, signature
     "inputs": {
         "spec": {"sources": _TEXTS},
         "target": Named(object),

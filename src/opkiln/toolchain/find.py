@@ -38,6 +38,24 @@ def passed_over(name: str) -> list[str]:
     return tried[: tried.index(found)] if found in tried else tried
 
 
+# They may hand out an object without compiling anything, or have it compiled elsewhere.
+LAUNCHERS = frozenset(("ccache", "sccache", "distcc", "icecc"))
+
+
+def has_interpreter(path: str) -> bool:
+    """Whether a file is a script that names its interpreter."""
+    try:
+        with open(path, "rb") as file:
+            return file.read(2) == b"#!"
+    except OSError:
+        return False
+
+
+def is_launcher(path: str) -> bool:
+    """Whether a program that stands for a compiler is a launcher under another name."""
+    return os.path.basename(os.path.realpath(path)) in LAUNCHERS
+
+
 def launcher() -> str | None:
     """The program that starts the compiler: the first word of ``CXX="ccache g++"``."""
     command = settings.cxx

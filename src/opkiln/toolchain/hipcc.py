@@ -226,7 +226,7 @@ def _compiler(record: dict[str, Any], host: Toolchain) -> DeviceCompiler:
 
 
 def _subject(path: str) -> str:
-    return f"hipcc {path} {os.path.realpath(path)}"
+    return probing.asked(f"hipcc {path} {os.path.realpath(path)}")
 
 
 def _recall(memory: tuple[str, ...], path: str) -> dict[str, Any] | None:

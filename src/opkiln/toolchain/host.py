@@ -12,7 +12,7 @@ from opkiln.arch import cpu
 from opkiln.build_model import Toolchain
 from opkiln.digest import key, sha256_file
 from opkiln.errors import BuildTimeout, ToolchainError, UsageError
-from opkiln.settings import origin_of, settings
+from opkiln.settings import compiler_variables, origin_of, settings
 from opkiln.toolchain import find, probing, torch_sdk
 from opkiln.toolchain.find import Candidate
 
@@ -113,7 +113,8 @@ def _examined(
 
 def _subject(path: str, machine: str = "") -> str:
     # A compiler that is refused for one machine may be usable for another.
-    return f"host {path} for {machine}" if _is_cross(machine) else f"host {path}"
+    subject = f"host {path} for {machine}" if _is_cross(machine) else f"host {path}"
+    return probing.asked(subject, script=find.has_interpreter(path))
 
 
 def _recall(memory: tuple[str, ...], subject: str) -> dict[str, Any] | None:
@@ -155,6 +156,7 @@ def _toolchain(path: str, record: dict[str, Any], *, cross: bool) -> Toolchain:
         shared_runtime=record["shared_runtime"],
         cross=cross,
         tools=tuple(target for _, target in record["resolved"]),
+        environment=compiler_variables(script=find.has_interpreter(path)),
     )
 
 
@@ -162,8 +164,11 @@ def _probe(path: str, wanted: str) -> tuple[dict[str, Any], list[str]]:
     """Ask a compiler everything at once. Returns (record, the files that the answers depend on)."""
     from opkiln.process import run
 
+    script = find.has_interpreter(path) or find.is_launcher(path)
+    variables = dict(compiler_variables(script=script))
+
     def ask(*arguments: str) -> tuple[int, str]:
-        done = run((path, *arguments), timeout=60)
+        done = run((path, *arguments), env=variables, timeout=60)
         return done.returncode, done.output
 
     files = [os.path.realpath(path)]

@@ -326,7 +326,7 @@ def pair(
     ``refused`` is empty for a pair that can be used. Such a pair has ``identity`` (of the toolkit
     alone) and ``accepts``. ``unsupported`` says that nvcc rejects the host compiler.
     """
-    subject = f"nvcc {toolkit.record['program']} with {host.cxx} {host.identity}"
+    subject = probing.asked(f"nvcc {toolkit.record['program']} by {host.cxx} {host.identity}")
     record = probing.recall(memory, subject)
     if record is None and ask:
         asked_at = time.time_ns()

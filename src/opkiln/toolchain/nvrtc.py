@@ -118,6 +118,7 @@ def covered(device: DeviceCompiler) -> tuple[str, ...]:
         *(os.path.join(PACKAGE, part) for part in ("nvrtc", "__pycache__")),
     }
     files = {os.path.join(PACKAGE, "__init__."), os.path.join(sys.prefix, "pyvenv.cfg")}
+    files.add(os.path.join(os.path.dirname(os.path.realpath(standard)), "libpython"))
     # Python looks for its library as a zip file, in every directory above its program.
     archive = f"lib/python{sys.version_info[0]}{sys.version_info[1]}.zip"
     above = (parent for path in (*programs, standard) for parent in PurePath(path).parents)
@@ -232,7 +233,7 @@ def _record(memory: tuple[str, ...], place: Place, *, ask: bool) -> dict[str, An
         return _refusal("libnvrtc-builtins is not beside it")
     if not place.include_dirs:
         return _refusal(f"its headers are missing: there is no {_HEADER}")
-    subject = f"nvrtc {place.library} {place.builtins}"
+    subject = probing.asked(f"nvrtc {place.library} {place.builtins}")
     record = probing.recall(memory, subject)
     if record is None and ask:
         asked_at = time.time_ns()

@@ -14,7 +14,7 @@ from typing import Any
 
 from opkiln import evidence
 from opkiln.digest import Signature, key, read_file, sha256_file
-from opkiln.settings import settings
+from opkiln.settings import compiler_variables, settings
 from opkiln.trust import claim
 
 TYPE_CHECKING = False
@@ -24,7 +24,13 @@ if TYPE_CHECKING:
 
     T = TypeVar("T")
 
-SCHEMA = 4
+SCHEMA = 5
+
+
+def asked(question: str, *, script: bool = False) -> str:
+    """The subject of a question to a compiler: what it answers may depend on what reaches it."""
+    variables = compiler_variables(script=script)
+    return f"{question} with {key('variables', variables)}" if variables else question
 
 
 def recall(directories: tuple[str, ...], subject: str) -> dict[str, Any] | None:

@@ -192,7 +192,7 @@ def _examined(
 
 def _subject(path: str, host: Toolchain) -> str:
     # A runtime's record is for one host compiler, which compiles its headers.
-    return f"sycl {path} {host.identity if libsycl.is_library(path) else ''}"
+    return probing.asked(f"sycl {path} {host.identity if libsycl.is_library(path) else ''}")
 
 
 def _recall(memory: tuple[str, ...], path: str, host: Toolchain) -> dict[str, Any] | None:

@@ -235,9 +235,10 @@ def _pathfinder() -> str:
 def _subject(path: str) -> str:
     program = _itself(path)
     if os.path.exists(os.path.join(os.path.dirname(program), "nvcc.profile")):
-        return f"nvcc {program}"
+        return probing.asked(f"nvcc {program}")
     # What a wrapper runs may depend on PATH: ccache runs the next nvcc there.
-    return f"nvcc wrapper {program} {os.path.realpath(program)} {os.pathsep.join(settings.path)}"
+    path = os.pathsep.join(settings.path)
+    return probing.asked(f"nvcc wrapper {program} {os.path.realpath(program)} {path}")
 
 
 def _recall(memory: tuple[str, ...], path: str, host: str) -> dict[str, Any] | None:

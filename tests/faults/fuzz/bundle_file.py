@@ -10,7 +10,7 @@ from fuzz.scratch import file
 from opkiln.bundles import bundle
 from opkiln.errors import StoreError
 from opkiln.store import archive, sealed, zip_format
-from opkiln.store.recheck import Hasher
+from opkiln.store.facts import Hasher
 
 
 def one(data: bytes) -> None:

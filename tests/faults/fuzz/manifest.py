@@ -8,8 +8,8 @@ from pathlib import Path
 from fuzz.scratch import directory
 
 from opkiln.store import entry
+from opkiln.store.facts import Hasher
 from opkiln.store.inventory import OBJECT, OP, Entry, details
-from opkiln.store.recheck import Hasher
 
 PAYLOAD = b"\x7fELF"
 
@@ -44,7 +44,7 @@ def _leaf(manifest: bytes, lists: bytes) -> None:
         (leaf / name).write_bytes(content)
     places = {"src": str(leaf), "opkiln": str(leaf), "abs": "", "outside": ""}
     for own in (True, False):
-        found = entry.examine(str(leaf), places, Hasher(), listed=True, external=own, own=own)
+        found = entry.examine(str(leaf), places, Hasher(), listed=True, whole=own, own=own)
         assert found is None or isinstance(found, (entry.Leaf, entry.Refused))
     for kind in (OP, OBJECT):
         details(Entry(str(leaf), kind, "op", "", 0, 0.0, 0.0, os.path.join(leaf, "op.so")))

@@ -1,0 +1,249 @@
+"""Facts from what steps were observed to do: where each path lies, and whether steps agree."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from sample.levels import X86_64, X86_V1
+from sample.signed_files import sha256
+
+from opkiln import plan as plans
+from opkiln.build_model import DeviceCompiler, Plan, Target, Toolchain, TorchSDK
+from opkiln.building import gather
+from opkiln.model import ABI_NONE, OUTSIDE, PACKAGE, PLAIN, OpSpec
+from opkiln.observing.inputs import ABSENT, DIRECTORY, FILE, LINK, LISTING, PROGRAM, Inputs
+from opkiln.store import facts
+from opkiln.store.facts import CHOICE, Fact, Hasher
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+class Shop:
+    """A package, a torch, a Python and a toolkit below one directory."""
+
+    def __init__(self, base: Path) -> None:
+        self.base, self.src = base, base / "src"
+        self.source = self.write("src/a.cpp")
+        self.torch = TorchSDK(str(base / "site/torch"), "2.13.0", "id", None, None, True)
+
+    def write(self, name: str, text: str = "// a file") -> Path:
+        path = self.base / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        return path
+
+    def plan(self, **changes: Any) -> Plan:
+        nvcc = DeviceCompiler(
+            "nvcc", "/cuda/bin/nvcc", "/cuda", "13.0", "id", (), frozenset(), (), ()
+        )
+        gcc = Toolchain(
+            "gcc", "/usr/bin/g++", "12", X86_64, "id", frozenset(), (f"{self.base}/usr/include",),
+            torch=self.torch, python_include=f"{self.base}/py", device=nvcc,
+        )  # fmt: skip
+        spec = OpSpec("op", "dist", str(self.src), ("a.cpp",), kind=PLAIN, abi=ABI_NONE)
+        target = Target("cpu", "linux", X86_64, X86_V1, (), "none")
+        return Plan(spec._replace(**changes), target, gcc, (), (), "op.so")
+
+    def gather(self, *paths: tuple[str, Path], **changes: Any) -> tuple[Fact, ...]:
+        inputs = Inputs(tuple((kind, str(path)) for kind, path in paths))
+        return gather.gather(self.plan(**changes), inputs, Hasher())
+
+    def place(self, path: Path | str, **changes: Any) -> tuple[str, str]:
+        return gather._Places(self.plan(**changes)).of(str(path))
+
+
+@pytest.fixture
+def shop(tmp_path: Path) -> Shop:
+    return Shop(tmp_path)
+
+
+# Where a path lies
+
+
+PLACES = {
+    "the package": ("src/include/a.h", "src", "include/a.h"),
+    "a directory beside the package": ("src2/a.h", "abs", "{base}/src2/a.h"),
+    "torch": ("site/torch/include/ATen/x.h", "torch", "include/ATen/x.h"),
+    "Python": ("py/Python.h", "python", "Python.h"),
+    "a wheel": ("site/nvidia/cublas/cublas.h", "wheels", "cublas/cublas.h"),
+    "a directory of the declaration": ("mine/sub/a.h", OUTSIDE, "{base}/mine/sub/a.h"),
+    "the compiler": ("usr/include/vector", "abs", "{base}/usr/include/vector"),
+    "an installation": ("opt/gcc/include/x.h", "abs", "{base}/opt/gcc/include/x.h"),
+}
+
+
+@pytest.mark.parametrize("where", PLACES)
+def test_file_counts_by_itself_wherever_it_is(where: str, shop: Shop) -> None:
+    name, anchor, below = PLACES[where]
+    path = shop.write(name)
+    mine = {"include_dirs": (f"{shop.base}/mine",)}
+    (found,) = shop.gather((FILE, path), **mine)
+    below = below.format(base=shop.base)
+    assert found[:4] == (FILE, anchor, below, sha256(path))
+    assert (found.sha256 != "") == (anchor in ("src", OUTSIDE))
+    plan = shop.plan(**mine)
+    places = plans.anchors_of(plan.spec, plan.toolchain)
+    assert facts.broken([found], places, Hasher()) == []
+    before = path.stat()
+    path.write_text("// A file")
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert facts.broken([found], places, Hasher()) == [f"{below} changed"]
+
+
+def test_path_belongs_to_the_nearest_place_above_it(shop: Shop) -> None:
+    """An environment may be in the project's directory, and the package in an environment."""
+    shop.torch = shop.torch._replace(path=f"{shop.src}/.venv/torch")
+    assert shop.place(f"{shop.src}/.venv/torch/include/x.h") == ("torch", "include/x.h")
+    assert shop.place(f"{shop.src}/a.h") == ("src", "a.h")
+    inner = f"{shop.base}/site/torch/mine"
+    shop.torch = shop.torch._replace(path=f"{shop.base}/site/torch")
+    assert shop.place(f"{inner}/a.h", root=inner) == ("src", "a.h")
+    assert shop.place(f"{PACKAGE}/csrc/a.h") == ("opkiln", "csrc/a.h")
+
+
+def test_place_itself_is_below_it(shop: Shop) -> None:
+    assert shop.place(shop.src) == ("src", "")
+    assert shop.place("/") == ("abs", "/")
+
+
+DECLARED: dict[str, dict[str, Any]] = {
+    "absolute": {"include_dirs": ("{base}/mine",)},
+    "with a slash": {"include_dirs": ("{base}/mine/",)},
+    "relative": {"include_dirs": ("../mine",)},
+    "-I": {"cxx_args": ("-DX", "-I{base}/mine")},
+    "-I in two": {"cxx_args": ("-I", "{base}/mine")},
+    "-isystem": {"cxx_args": ("-isystem", "{base}/mine")},
+    "-iquote": {"cxx_args": ("-iquote{base}/mine",)},
+    "-idirafter": {"device_args": ("-idirafter{base}/mine",)},
+}
+
+
+@pytest.mark.parametrize("form", DECLARED)
+def test_directory_that_a_declaration_names_is_the_authors(form: str, shop: Shop) -> None:
+    ((field, values),) = DECLARED[form].items()
+    declared = {field: tuple(each.format(base=shop.base) for each in values)}
+    spelled = f"{shop.src}/../mine/a.h" if form == "relative" else f"{shop.base}/mine/a.h"
+    anchor, _ = shop.place(spelled, **declared)
+    assert anchor == ("src" if form == "relative" else OUTSIDE)
+    assert shop.place(f"{shop.base}/mine2/a.h", **declared)[0] == "abs"
+
+
+@pytest.mark.parametrize("flags", [("-I",), ("-Imine",), ("-DI{base}/mine",), ("{base}/mine",)])
+def test_flags_that_name_no_directory_are_passed_over(flags: tuple[str, ...], shop: Shop) -> None:
+    args = tuple(each.format(base=shop.base) for each in flags)
+    assert shop.place(f"{shop.base}/mine/a.h", cxx_args=args)[0] == "abs"
+
+
+# What is gathered
+
+
+def test_every_kind_is_gathered_with_the_value_that_is_asked_for_again(
+    shop: Shop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program, link = shop.write("bin/cc", "#!/bin/sh"), shop.src / "link.h"
+    program.chmod(0o755)
+    link.symlink_to("gone")  # to nothing
+    monkeypatch.setenv("PATH", str(program.parent))
+    inputs = Inputs(
+        ((FILE, str(shop.source)), (PROGRAM, str(program)), (DIRECTORY, str(shop.src)),
+         (LISTING, str(shop.src)), (LINK, str(link))),
+        ((str(shop.src), ("none.h", "sub/none.h")),),
+        (("cc", (str(program),)),),
+    )  # fmt: skip
+    plan = shop.plan()
+    found = gather.gather(plan, inputs, Hasher())
+    assert [fact[:4] for fact in found] == [
+        (FILE, "src", "a.cpp", sha256(shop.source)),
+        (PROGRAM, "abs", str(program), f"{sha256(program)}*"),
+        (DIRECTORY, "src", "", "directory"),
+        (LISTING, "src", "", facts.value(LISTING, str(shop.src), "", Hasher())),
+        (LINK, "src", "link.h", "gone"),
+        (ABSENT, "src", "", "none.h\0sub/none.h"),
+        (CHOICE, "path", "cc", str(program)),
+    ]
+    assert facts.broken(found, plans.anchors_of(plan.spec, plan.toolchain), Hasher()) == []
+
+
+@pytest.mark.parametrize("kind", [FILE, PROGRAM, DIRECTORY, LISTING, LINK])
+def test_path_that_is_gone_since_it_was_read_is_an_error(kind: str, shop: Shop) -> None:
+    with pytest.raises(FileNotFoundError):
+        shop.gather((kind, shop.base / "gone"))
+
+
+@pytest.mark.parametrize("made", ["none.h", "none.h/", "sub/none.h"])
+def test_name_that_appeared_during_a_compile_is_not_taken_for_one_that_was_read(
+    made: str, shop: Shop
+) -> None:
+    seen = Inputs(absent=((str(shop.src), ("none.h", "sub/none.h")),))
+    gather.gather(shop.plan(), seen, Hasher())
+    (shop.src / made).mkdir() if made.endswith("/") else shop.write(f"src/{made}")
+    with pytest.raises(gather.Appeared, match=str(shop.src)):
+        gather.gather(shop.plan(), seen, Hasher())
+
+
+def test_text_of_an_inline_source_is_no_file(shop: Shop) -> None:
+    """It is in the key, and the directory with its file is removed after the build."""
+    seen = Inputs(
+        ((FILE, str(shop.source)), (LISTING, str(shop.src)), (FILE, str(shop.write("src2/b.h")))),
+        ((str(shop.src), ("a.h",)), (str(shop.base), ("b.h",))),
+    )
+    found = gather.gather(shop.plan(inline=(("a.cpp", "int a;"),)), seen, Hasher())
+    assert [(fact.kind, fact.path) for fact in found] == [
+        (FILE, f"{shop.base}/src2/b.h"), (ABSENT, str(shop.base)),
+    ]  # fmt: skip
+
+
+# Several steps
+
+
+def fact(kind: str, path: str, value: str, size: int = 0) -> Fact:
+    return Fact(kind, "src", path, value, facts.UNSIGNED._replace(size=size))
+
+
+NAMES = st.sampled_from(["a", "b", "c"])
+LISTS = st.sets(NAMES, min_size=1).map(sorted).map(facts.joined)
+CHOICES = st.sampled_from(["/a", "/a\0/b", "/a\0/b\0/c"])
+STEP = st.lists(
+    st.one_of(
+        st.builds(fact, st.sampled_from([FILE, LISTING, LINK]), NAMES, st.just("same")),
+        st.builds(fact, st.just(ABSENT), st.just("d"), LISTS),
+        st.builds(fact, st.just(CHOICE), st.just("cc"), CHOICES),
+    ),
+    max_size=6,
+    unique_by=lambda each: each[:3],
+)
+
+
+@given(st.lists(STEP, max_size=4))
+def test_steps_that_agree_have_all_their_facts_once_in_any_order(steps: list[list[Fact]]) -> None:
+    found = gather.union(steps)
+    assert gather.union(reversed(steps)) == found
+    assert gather.union([found, found]) == found
+    assert [each[:3] for each in found] == sorted({each[:3] for step in steps for each in step})
+    values = {each[:3]: facts.parted(each.value) for each in found}
+    for each in (each for step in steps for each in step):
+        assert {*facts.parted(each.value)} <= {*values[each[:3]]}
+
+
+@pytest.mark.parametrize("kind", [FILE, PROGRAM, DIRECTORY, LISTING, LINK])
+def test_steps_that_saw_different_values_of_a_path_disagree(kind: str) -> None:
+    one, other = fact(kind, "a.h", "1"), fact(kind, "a.h", "2")
+    with pytest.raises(gather.Disagree, match=r"a\.h"):
+        gather.union([[one], [other]])
+    assert gather.union([[one], [other._replace(path="b.h")]]) == (
+        one, other._replace(path="b.h"),
+    )  # fmt: skip
+
+
+def test_names_and_programs_of_several_steps_are_joined() -> None:
+    """With the first signature: while it holds, what was absent later was absent then."""
+    first = [fact(ABSENT, "d", "a\0c", 1), fact(CHOICE, "cc", "/a/cc", 1)]
+    second = [fact(ABSENT, "d", "b\0c", 2), fact(CHOICE, "cc", "/a/cc\0/b/cc", 2)]
+    assert gather.union([first, second]) == (
+        fact(ABSENT, "d", "a\0b\0c", 1), fact(CHOICE, "cc", "/a/cc\0/b/cc", 1),
+    )  # fmt: skip
