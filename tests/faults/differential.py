@@ -30,15 +30,17 @@ from typing import TYPE_CHECKING, Any
 from fuzzed_compiler import compile_parts
 from fuzzed_tree import Tree
 
-from opkiln import digest, settings
+from opkiln import digest
 from opkiln.decision.terms import Request
 from opkiln.errors import OpkilnError
 from opkiln.loading import loader
 from opkiln.observing import inputs
-from opkiln.toolchain import host
+from opkiln.store import key
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from opkiln.build_model import Plan
 
 ROUNDS_PER_TREE = 25
 
@@ -216,7 +218,16 @@ def _drop(*kinds: str) -> Callable[[], None]:
 
 
 def _forget_variables() -> None:
-    settings.compiler_variables = host.compiler_variables = lambda **_: ()
+    build, step = key.build_key, key.step_key
+
+    def without(plan: Plan) -> Plan:
+        known = set(plan.toolchain.environment)
+        return plan._replace(
+            environment=tuple(each for each in plan.environment if each not in known)
+        )
+
+    key.build_key = lambda plan: build(without(plan))
+    key.step_key = lambda plan, each: step(without(plan), each)
 
 
 PLANTS = {

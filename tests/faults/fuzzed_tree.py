@@ -59,8 +59,8 @@ class Tree:
         # Searched last; has every header, most of the time. Where this process may write there, it
         # is among the files of the system.
         self.last = path / "deploy" / "last"
-        if os.access("/opt", os.W_OK) and dice.random() < 0.3:
-            self.last = Path(f"/opt/opkiln-fuzzed-{os.getpid()}-{path.name}")
+        if os.access("/usr/src", os.W_OK) and dice.random() < 0.3:
+            self.last = Path(f"/usr/src/opkiln-fuzzed-{os.getpid()}-{path.name}")
         self.archives = [path / "deploy" / f"lib{number}" for number in range(2)]
         self.data = path / "deploy" / "data.bin"
         self.assembly = path / "deploy" / "data.s"

@@ -8,7 +8,6 @@ run with them: the cases of gds_cases.py, and the tests of test_async_io.py once
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -83,7 +82,8 @@ def test_on_stand_ins(
         timeout=600,
         env={
             **child.environment(),
-            "LD_LIBRARY_PATH": os.pathsep.join(map(str, stand_ins)),
+            # Not LD_LIBRARY_PATH: that reaches compilers, and so is in the keys of ops.
+            "LD_PRELOAD": f"{stand_ins.driver}/libcuda.so.1:{stand_ins.cufile}/libcufile.so.0",
             "GDS_STAND_INS": str(catalogue),
             "CUFILE_STAND_IN_NVFS": "2",
         },
@@ -131,7 +131,7 @@ def test_the_probe_says_what_there_is(stand_ins: StandIns) -> None:
     path = f"/nowhere:{stand_ins.cufile / 'libcufile.so.0'}"
     asked = [(variables, path if there else "") for variables, there, _, _ in _ANSWERS]
     found = child.start(
-        code, json.dumps(asked), env={"LD_LIBRARY_PATH": str(stand_ins.driver)}, bare=False
+        code, json.dumps(asked), env={"LD_PRELOAD": f"{stand_ins.driver}/libcuda.so.1"}, bare=False
     )
     out, err = found.communicate(timeout=120)
     assert found.returncode == 0, err
