@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fuzzed_compiler import compile_parts
-from fuzzed_tree import Tree
+from fuzzed_tree import PREFIX, SYSTEM, Tree
 
 from opkiln import digest
 from opkiln.decision.terms import Request
@@ -254,7 +254,11 @@ def main() -> int:
         PLANTS[options.plant]()
     began = time.monotonic()
     fuzzer = Fuzzer(options.directory, options.seed)
-    difference = fuzzer.run(options.first, options.rounds)
+    try:
+        difference = fuzzer.run(options.first, options.rounds)
+    finally:
+        for outside in SYSTEM.glob(f"{PREFIX}{os.getpid()}-*"):
+            shutil.rmtree(outside)
     seconds = time.monotonic() - began
     print(difference or f"{options.rounds} rounds, 0 differences")
     print(f"{fuzzer.errors} of the answers were errors; {seconds:.0f} s")

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 HEADERS = ("h0.h", "h1.h", "h2.h", "sub/h3.h", "h4.h", "sub/h5.h")
 SOURCES = ("a.cpp", "b.cpp")
+SYSTEM, PREFIX = Path("/usr/src"), "opkiln-fuzzed-"
 _DATA = """
 asm(".pushsection .rodata\\n.balign 4\\n.globl {name}\\n{name}: {directive}\\n.popsection");
 extern "C" const int {name} __attribute__((visibility("default")));
@@ -59,8 +60,8 @@ class Tree:
         # Searched last; has every header, most of the time. Where this process may write there, it
         # is among the files of the system.
         self.last = path / "deploy" / "last"
-        if os.access("/usr/src", os.W_OK) and dice.random() < 0.3:
-            self.last = Path(f"/usr/src/opkiln-fuzzed-{os.getpid()}-{path.name}")
+        if os.access(SYSTEM, os.W_OK) and dice.random() < 0.3:
+            self.last = SYSTEM / f"{PREFIX}{os.getpid()}-{path.name}"
         self.archives = [path / "deploy" / f"lib{number}" for number in range(2)]
         self.data = path / "deploy" / "data.bin"
         self.assembly = path / "deploy" / "data.s"
