@@ -38,8 +38,8 @@ def test_log_names_what_was_read_looked_up_written_missed_and_started() -> None:
         f"R 11 {identity} /src/a b\n.h",
         f"E 11 {identity} /opt/tool",
         "I 11 0 0 0 0.0 /opt",
-        "D 11 0 0 0 0.0 /opt/bin",
-        "P 11 0 0 0 0.0 /opt/link",
+        f"D 11 {identity} /opt/bin",
+        f"P 11 {identity} /opt/link",
         "N 11 0 0 0 0.0 /src/none.h",
         "W 11 0 0 0 0.0 /stage/a.s",
         "A 11 0 0 0 0.0 /stage/kept",
@@ -61,8 +61,22 @@ def test_log_names_what_was_read_looked_up_written_missed_and_started() -> None:
             log.Started("/usr/lib/cc1plus", "cc1plus", 0),
         ),
         complete=True,
+        passed={("D", "/opt/bin"): file, ("P", "/opt/link"): file},
     )
     assert found.programs == ("/usr/bin/g++", "/usr/lib/cc1plus")
+
+
+def test_a_directory_that_gets_a_name_after_it_was_listed_is_not_the_one_that_was(
+    tmp_path: Path,
+) -> None:
+    seen = os.stat(tmp_path)
+    whole, part = divmod(seen.st_ctime_ns, 1_000_000_000)
+    identity = f"{seen.st_dev} {seen.st_ino} {seen.st_size} {whole}.{part:09d}"
+    found = parsed(f"D 10 {identity} {tmp_path}")
+    assert inputs.identical(found, "/stage")
+    (tmp_path / "new").mkdir()
+    os.utime(tmp_path, (1, 1))
+    assert not inputs.identical(found, "/stage")
 
 
 # Whether it counts

@@ -6,7 +6,7 @@ import itertools
 import os
 from typing import NamedTuple
 
-from opkiln.observing.log import Identity, Observation
+from opkiln.observing.log import LISTED, Identity, Observation
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -49,6 +49,14 @@ def identical(observation: Observation, stage: str) -> bool:
             continue
         try:
             if identities != (Identity.now(path),):
+                return False
+        except OSError:
+            return False
+    for (kind, path), identities in observation.passed.items():
+        if f"{path}/".startswith((inside, *_NO_FILES)) or path in observation.made:
+            continue
+        try:
+            if identities != (Identity.now(path, follow=kind == LISTED),):
                 return False
         except OSError:
             return False

@@ -27,9 +27,9 @@ class Identity(NamedTuple):
     ctime_ns: int
 
     @classmethod
-    def now(cls, path: str) -> Identity:
+    def now(cls, path: str, *, follow: bool = True) -> Identity:
         """The file that a path leads to. Raises OSError."""
-        found = os.stat(path)
+        found = os.stat(path, follow_symlinks=follow)
         return cls(found.st_dev, found.st_ino, found.st_size, found.st_ctime_ns)
 
 
@@ -57,6 +57,8 @@ class Observation(NamedTuple):
     absent: frozenset[str]  # looked for, did not exist; somebody may have made them since
     started: tuple[Started, ...]  # in the order in which they began
     complete: bool = True  # False: there may be more
+    # (LISTED or LED, path) -> the directory, or the link itself, when it was listed or followed
+    passed: dict[tuple[str, str], tuple[Identity, ...]] = {}  # noqa: RUF012 (never changed)
 
     @property
     def programs(self) -> tuple[str, ...]:
@@ -116,7 +118,14 @@ def parse(log: bytes) -> Observation | None:
         absent=frozenset(reading.absent - made),
         started=tuple(reading.started),
         complete=complete,
+        passed={place: tuple(found) for place, found in reading.passed.items()},
     )
+
+
+def _identity(fields: list[str]) -> Identity:
+    seconds, _, nanoseconds = fields[5].partition(".")
+    ctime_ns = int(seconds) * 1_000_000_000 + int(nanoseconds)
+    return Identity(int(fields[2]), int(fields[3]), int(fields[4]), ctime_ns)
 
 
 class _Reading:
@@ -134,6 +143,7 @@ class _Reading:
         self.rewritten: set[str] = set()
         self.absent: set[str] = set()
         self._opened: set[str] = set()  # for reading
+        self.passed: dict[tuple[str, str], dict[Identity, None]] = {}
         self._plain = {
             ABSENT: self.absent,
             DIRECTORY: self.directories,
@@ -150,10 +160,10 @@ class _Reading:
     def take(self, fields: list[str]) -> bool:
         """Add a record; False for a gap. Raises ValueError, IndexError for a damaged one."""
         kind, process, first, path = fields[0], int(fields[1]), int(fields[2]), fields[6]
+        if kind in (LISTED, LED):
+            self.passed.setdefault((kind, path), {})[_identity(fields)] = None
         if kind in (READ, FOUND, LOADED):
-            seconds, _, nanoseconds = fields[5].partition(".")
-            ctime_ns = int(seconds) * 1_000_000_000 + int(nanoseconds)
-            identity = Identity(first, int(fields[3]), int(fields[4]), ctime_ns)
+            identity = _identity(fields)
             self.read.setdefault(path, {})[identity] = None
             if kind == READ:
                 self._opened.add(path)

@@ -15,7 +15,7 @@
 //   A  PATH was opened for writing, and keeps what is in it.
 //   N  PATH was looked for and does not exist.
 //   X  a record was lost: the log is not complete.
-// Of L, R and E, A:B is the file's device and inode, then come its size and change time: those of the
+// Of L, R, E, D and P (the link itself), A:B is the file's device and inode, then come its size and change time: those of the
 // descriptor itself, because the name may lead elsewhere by the time the log is read. Of the others,
 // B is the parent of process PID.
 //
@@ -102,7 +102,7 @@ static void gap(const char* why) {
 
 static void note_loaded(void);
 
-// FOUND is given for L, R and E alone.
+// FOUND is given for L, R, E, D and P alone.
 static void record(char kind, long a, const struct stat* found, const char* directory, const char* path) {
   if (!log_path[0] || !path) return;
   const int kept = errno;
@@ -181,11 +181,25 @@ static void opened(int fd, int flags, int keeps, int directory, const char* path
     record_found('R', &found, directory, path);
 }
 
+static void listed(int directory, const char* path) {
+  struct stat found;
+  const int kept = errno;
+  if (status_at(directory, path, &found, path[0] ? 0 : AT_EMPTY_PATH) == 0) record_at('D', &found, directory, path);
+  errno = kept;
+}
+
+static void led(int directory, const char* path) {
+  struct stat found;
+  const int kept = errno;
+  if (status_at(directory, path, &found, AT_SYMLINK_NOFOLLOW) == 0) record_at('P', &found, directory, path);
+  errno = kept;
+}
+
 static void looked(int result, int directory, const char* path, const struct stat* found) {
   if (result < 0) {
     if (errno == ENOENT || errno == ENOTDIR) record_at('N', NULL, directory, path);
   } else if (found) {
-    if (S_ISLNK(found->st_mode)) record_at('P', NULL, directory, path);
+    if (S_ISLNK(found->st_mode)) led(directory, path);
     record_found('E', found, directory, path);
   }
 }
@@ -381,7 +395,7 @@ int __lxstat64(int version, const char* path, struct stat64* found) { (void)vers
 static void followed(int result, int at, const char* path, int is_link) {
   struct stat found;
   const int kept = errno;
-  if (result >= 0 && is_link) record_at('P', NULL, at, path);
+  if (result >= 0 && is_link) led(at, path);
   if (result >= 0 && status_at(at, path, &found, 0) == 0) record_found('R', &found, at, path);
   errno = kept;
   looked(result, at, path, NULL);
@@ -406,20 +420,20 @@ char* canonicalize_file_name(const char* path) { return realpath(path, NULL); }
 
 DIR* opendir(const char* path) {
   DIR* found = REAL(opendir)(path);
-  if (found) record_at('D', NULL, AT_FDCWD, path);
+  if (found) listed(AT_FDCWD, path);
   looked_up(found ? 0 : -1, AT_FDCWD, path);
   return found;
 }
 DIR* fdopendir(int fd) {
-  record_at('D', NULL, fd, "");
+  listed(fd, "");
   return REAL(fdopendir)(fd);
 }
 
 #define SCAN(name, entry)                                                                             \
   int name(const char* path, struct entry*** found, int (*wanted)(const struct entry*),               \
            int (*order)(const struct entry**, const struct entry**)) {                                \
+    listed(AT_FDCWD, path);                                                                           \
     const int got = REAL(name)(path, found, wanted, order);                                           \
-    if (got >= 0) record_at('D', NULL, AT_FDCWD, path);                                               \
     looked_up(got, AT_FDCWD, path);                                                                   \
     return got;                                                                                       \
   }
