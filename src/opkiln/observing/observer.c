@@ -142,7 +142,7 @@ static void record_at(char kind, const struct stat* found, int directory, const 
   errno = kept;
 }
 
-// A file counts by what it is: devices, pipes and sockets are no files that somebody keeps.
+// Only files and directories count. Devices, pipes and sockets keep nothing.
 static void record_found(char kind, const struct stat* found, int directory, const char* path) {
   if (S_ISREG(found->st_mode)) record_at(kind, found, directory, path);
   if (S_ISDIR(found->st_mode)) record_at('I', NULL, directory, path);

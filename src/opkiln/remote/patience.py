@@ -120,7 +120,7 @@ def patiently(
 
     threading.Thread(target=contextvars.copy_context().run, args=(run,), daemon=True).start()
     while not over.wait(deadline.left):
-        if deadline.expire():  # what a socket that was shut down still gives is no answer
+        if deadline.expire():  # a socket that was shut down may still give something
             raise TimeoutError(f"no complete answer in {time.monotonic() - began:.1f} s")
     if errors:
         raise errors[0]
