@@ -82,10 +82,10 @@ pool: $(STAMP)
 	$(RUN) tests/sample/catalogue.py
 
 test: lint pool
-	$(RUN) -m pytest -m "not full" $(WORKERS) -rs --durations=10 $(PYTEST)
+	$(RUN) -m pytest -m "not full" $(WORKERS) -rs --durations=10 --disable-warnings $(PYTEST)
 
 test-full: lint pool
-	$(RUN) -m pytest $(WORKERS) -rs --durations=10 $(PYTEST)
+	$(RUN) -m pytest $(WORKERS) -rs --durations=10 --disable-warnings $(PYTEST)
 
 test-changed: lint pool
 	@files=$$($(RUN) tests/changed.py $(BASE)) && if [ -z "$$files" ]; then echo "nothing changed"; \

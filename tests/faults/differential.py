@@ -24,6 +24,7 @@ import shutil
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,9 +33,9 @@ from fuzzed_tree import PREFIX, SYSTEM, Tree
 
 from opkiln import digest
 from opkiln.decision.terms import Request
-from opkiln.errors import OpkilnError
+from opkiln.errors import OpkilnError, StoreWarning
 from opkiln.loading import loader
-from opkiln.observing import inputs
+from opkiln.observing import inputs, linker
 from opkiln.store import key
 
 if TYPE_CHECKING:
@@ -48,8 +49,9 @@ ROUNDS_PER_TREE = 25
 class Fuzzer:
     """Rounds of changes, and the two answers after each."""
 
-    def __init__(self, where: Path, seed: int) -> None:
+    def __init__(self, where: Path, seed: int, kind: str = "") -> None:
         self._where = where
+        self._kind = kind  # of the program in front of each compiler; empty for any
         self._seed = seed
         self._dice = random.Random(seed)
         self._known = where / "known"  # a cache that knows the compilers and nothing else
@@ -68,7 +70,7 @@ class Fuzzer:
             if number % ROUNDS_PER_TREE == 0:
                 directory = self._where / f"tree{number}"
                 dice = random.Random(f"{self._seed}-{number}")
-                tree = Tree(directory, dice, self._members, self._compilers)
+                tree = Tree(directory, dice, self._members, self._compilers, self._kind)
                 cache = self._cache(directory.with_suffix(".cache"))
                 self._ahead = 0.0
             difference = self._round(tree, cache)
@@ -230,12 +232,19 @@ def _forget_variables() -> None:
     key.step_key = lambda plan, each: step(without(plan), each)
 
 
+def _drop_searches() -> None:
+    linker.missing = lambda *_: iter(())
+
+
+# With the kind of compiler that shows it soon.
 PLANTS = {
-    "failed look-ups are dropped": _drop_failed_lookups,
-    "files that were read are dropped": _drop(inputs.FILE),
-    "files that were looked up are dropped": _drop(inputs.PROGRAM, inputs.DIRECTORY),
-    "listings are dropped": _drop(inputs.LISTING),
-    "variables are not in the key": _forget_variables,
+    "failed look-ups are dropped": (_drop_failed_lookups, "looks"),
+    "files that were read are dropped": (_drop(inputs.FILE), ""),
+    "files that were looked up are dropped": (_drop(inputs.PROGRAM, inputs.DIRECTORY), "looks"),
+    "listings are dropped": (_drop(inputs.LISTING), "lists"),
+    "links are dropped": (_drop(inputs.LINK), "follows"),
+    "where no shared library was is dropped": (_drop_searches, "library"),
+    "variables are not in the key": (_forget_variables, "variables"),
 }
 
 
@@ -250,10 +259,12 @@ def main() -> int:
     digest._SETTLED_NS = 20_000_000  # as SETTLED_NS of loaders.py
     os.environ["OPKILN_PROGRESS"] = "off"
     os.environ["OPKILN_RUNTIME_DIR"] = str(options.directory / "run")
-    if options.plant:
-        PLANTS[options.plant]()
+    plant, kind = PLANTS.get(options.plant, (None, ""))
+    if plant is not None:
+        plant()
+    warnings.simplefilter("ignore", StoreWarning)  # of compilers that cannot be observed
     began = time.monotonic()
-    fuzzer = Fuzzer(options.directory, options.seed)
+    fuzzer = Fuzzer(options.directory, options.seed, kind)
     try:
         difference = fuzzer.run(options.first, options.rounds)
     finally:

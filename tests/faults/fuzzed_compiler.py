@@ -57,6 +57,8 @@ n=0
 [ -d {0}/place ] && n=$((n + 2))
 [ -x {0}/tool ] && n=$((n + 4))
 [ -s {0}/flag ] && n=$((n + 8))
+[ -L {0}/tool ] && n=$((n + 16))
+(cd {0}/place/inner) 2>/dev/null && n=$((n + 32))
 """
 _LISTS = """
 n=0
@@ -91,8 +93,9 @@ def compile_parts(where: Path) -> Path:
         (parts / f"{name}.c").write_text(text)
     subprocess.run(["gcc", "-static", str(parts / "static.c"), "-o", str(parts / "static")],
                    check=True)  # fmt: skip
+    places = "-Wl,-rpath,$ORIGIN/../front:$ORIGIN/../lib"
     subprocess.run(["gcc", str(parts / "library.c"), str(parts / "libnumber0.so"), "-o",
-                    str(parts / "library"), "-Wl,-rpath,$ORIGIN/../lib"], check=True)  # fmt: skip
+                    str(parts / "library"), places], check=True)  # fmt: skip
     return parts
 
 
@@ -106,7 +109,7 @@ class Compiler:
         self.parts = parts
         self.program = path / "bin" / "g++"
         self.variables = {"CXX": str(self.program), "HOME": str(path)}
-        for name in ("bin", "lib", "other", "parts", "one1", "two22"):
+        for name in ("bin", "front", "lib", "other", "parts", "one1", "two22"):
             (path / name).mkdir(parents=True)
         (path / "number").write_text("7\n")
         (path / "tool").touch(0o644)
@@ -130,14 +133,24 @@ class Compiler:
 
     def _look(self) -> str:
         flag, place, tool = self.path / "flag", self.path / "place", self.path / "tool"
-        match self.dice.randrange(4):
+        match self.dice.randrange(6):
             case 0:
                 return _toggle(flag, flag.touch, flag.unlink)
             case 1:
-                return _toggle(place, place.mkdir, place.rmdir)
+                return _toggle(place, place.mkdir, lambda: shutil.rmtree(place))
             case 2:
                 tool.chmod(tool.stat().st_mode ^ 0o111)
                 return f"mode of {tool}"
+            case 3:
+                inner = place / "inner"
+                return _toggle(inner, lambda: inner.mkdir(parents=True), inner.rmdir)
+            case 4:
+                if not tool.is_symlink():
+                    tool.replace(self.path / "moved")
+                    tool.symlink_to("moved")
+                    return f"{tool} is a link to what it was"
+                (self.path / "moved").replace(tool)
+                return f"{tool} is a file again"
             case _:
                 flag.write_text(self.dice.choice(["", "x"]))
                 return f"write {flag}"
@@ -179,7 +192,11 @@ class Compiler:
             place = self.dice.choice(["", "lib", "other"])
             self.variables["LD_LIBRARY_PATH"] = str(self.path / place) if place else ""
             return f"LD_LIBRARY_PATH={self.variables['LD_LIBRARY_PATH']}"
-        library = self.path / self.dice.choice(["lib", "other"]) / "libnumber.so"
+        place = self.dice.choice(["front", "lib", "other"])
+        library = self.path / place / "libnumber.so"
+        if place != "lib" and library.exists():
+            library.unlink()
+            return f"remove {library}"
         fresh = self.path / "fresh"
         shutil.copy(self.parts / f"libnumber{number}.so", fresh)
         fresh.replace(library)

@@ -41,11 +41,11 @@ class Tree:
     """
 
     def __init__(
-        self, path: Path, dice: random.Random, members: list[Path], compilers: Path
+        self, path: Path, dice: random.Random, members: list[Path], compilers: Path, kind: str = ""
     ) -> None:
         self.path = path
         self.dice = dice
-        kind = dice.choice([*KINDS, "", "", "", "", ""])  # most often, g++ itself
+        kind = kind or dice.choice([*KINDS, "", "", "", "", ""])  # most often, g++ itself
         self.compiler = Compiler(path / "compiler", kind, dice, compilers) if kind else None
         self.members = members  # object files; the number that each returns is its place here
         self.journal: list[str] = []

@@ -23,13 +23,6 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.row(34), pytest.mark.timed]
 
 ENOUGH_TO_FIND = 200
-# That find a mistake soon; the others do with 1.
-SEEDS = {
-    "failed look-ups are dropped": "7",
-    "files that were looked up are dropped": "6",
-    "listings are dropped": "9",
-    "variables are not in the key": "12",
-}
 
 
 @pytest.fixture(scope="module")
@@ -69,8 +62,7 @@ def test_the_cache_serves_what_an_empty_cache_builds(
 def test_a_planted_mistake_is_found(
     mistake: str, start: Callable[..., subprocess.Popen[str]], tmp_path: Path
 ) -> None:
-    seed = SEEDS.get(mistake, "1")
-    rounds = ["--rounds", str(ENOUGH_TO_FIND), "--seed", seed]
+    rounds = ["--rounds", str(ENOUGH_TO_FIND), "--seed", "3"]
     fuzzer = start(tmp_path / "planted", *rounds, "--plant", mistake)
     told, _ = fuzzer.communicate()
     assert fuzzer.returncode == 1, told

@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 from opkiln import settings
+from opkiln.toolchain import probing
 from sample import pool
 
 _ENVIRONMENT = dict(os.environ)  # before a test has changed anything
@@ -37,7 +38,7 @@ for compiler, backend in ((nvcc, CUDA), (hipcc, ROCM)):
 @functools.cache
 def _toolchains() -> Path:
     """The directory of a store that holds what it knows of compilers, and the observer."""
-    cache = pool.ROOT / "known"
+    cache = pool.ROOT / f"known{probing.SCHEMA}"  # another clone may keep it in another form
     environment = {**_ENVIRONMENT, "OPKILN_CACHE_DIR": str(cache), "OPKILN_PROGRESS": "off"}
     subprocess.run([sys.executable, "-c", _GAIN], env=environment, check=True, timeout=300)
     return cache / settings.LAYOUT / "toolchains"

@@ -66,6 +66,15 @@ def test_log_names_what_was_read_looked_up_written_missed_and_started() -> None:
     assert found.programs == ("/usr/bin/g++", "/usr/lib/cc1plus")
 
 
+def test_blank_parts_of_a_path_do_not_count_and_lists_of_directories_are_parted() -> None:
+    found = parsed(
+        "N 10 0 0 0 0.0 /usr//lib///x", "Q 10 0 0 0 0.0 /a:/b;:/c d", "O 10 0 0 0 0.0 z.so"
+    )
+    assert found.absent == {"/usr/lib/x"}
+    assert found.searched == {"/a", "/b", "/c d"}
+    assert found.libraries == {"z.so"}
+
+
 def test_a_directory_that_gets_a_name_after_it_was_listed_is_not_the_one_that_was(
     tmp_path: Path,
 ) -> None:
@@ -307,7 +316,7 @@ def test_directory_that_was_looked_up_counts_unless_a_file_was_found_in_it(tmp_p
     }  # fmt: skip
 
 
-def test_links_on_a_path_that_a_program_followed_count_and_those_that_they_lead_to(
+def test_path_that_is_asked_for_its_link_counts_and_the_links_on_it_and_where_they_lead(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "real" / "sub").mkdir(parents=True)
@@ -319,7 +328,7 @@ def test_links_on_a_path_that_a_program_followed_count_and_those_that_they_lead_
     (tmp_path / "other").symlink_to("real")
     seen = observed(led=(tmp_path / "first/up/./file", tmp_path / "circle", tmp_path / "real"))
     found = {os.path.relpath(path, os.path.realpath(tmp_path)) for _, path in paths_of(seen)}
-    assert found == {"first", "second", "real/up", "circle"}
+    assert found == {"first", "second", "real/up", "circle", "first/up/file", "real"}
     assert {kind for kind, _ in paths_of(seen)} == {LINK}
 
 

@@ -31,7 +31,7 @@ _VERSION_INDEX = Struct("<H")
 
 _STRTAB, _DYNAMIC_TABLE, _NOBITS, _DYNSYM = 3, 6, 8, 11
 _VERNEED, _VERSYM = 0x6FFFFFFE, 0x6FFFFFFF
-_DT_NULL, _DT_NEEDED = 0, 1
+_DT_NULL, _DT_NEEDED, _DT_RPATH, _DT_RUNPATH = 0, 1, 15, 29
 _WEAK_VERSION = 2
 _HIDDEN = 0x8000  # a flag in a version's number
 _STB_LOCAL, _STB_WEAK = 0, 2
@@ -79,7 +79,7 @@ def read(file: File) -> Elf:
         return Elf(
             _MACHINES.get(machine, f"machine {machine}"),
             _KINDS[kind],
-            tuple(_needed(source, table)),
+            tuple(_dynamic(source, table, _DT_NEEDED)),
             tuple(sorted({each.name for each in versions if not each.weak})),
             tuple(sorted({name for _, name, _ in symbols})),
             tuple(sorted(symbols)),
@@ -91,6 +91,14 @@ def defined(file: File) -> frozenset[str]:
     as ``read`` does."""
     with opened(file) as source:
         return frozenset(_defined(source, _tables(source)[2]))
+
+
+def search_path(file: File) -> tuple[str, ...]:
+    """The directories where the dynamic linker looks for what a program or library needs, as they
+    are written in it. Raises LoadError as ``read`` does."""
+    with opened(file) as source:
+        lists = _dynamic(source, _tables(source)[2], _DT_RPATH, _DT_RUNPATH)
+        return tuple(each for listed in lists for each in listed.split(":") if each)
 
 
 def made_by(file: File) -> frozenset[str]:
@@ -155,13 +163,13 @@ def _tables(source: Source) -> tuple[int, int, tuple[Section, ...]]:
     return kind, machine, table
 
 
-def _needed(source: Source, table: tuple[Section, ...]) -> Iterator[str]:
+def _dynamic(source: Source, table: tuple[Section, ...], *tags: int) -> Iterator[str]:
     for section in _of_kind(table, _DYNAMIC_TABLE):
         strings = _linked(source, table, section)
         for tag, value in _records(source, section, _DYNAMIC):
             if tag == _DT_NULL:
                 break
-            if tag == _DT_NEEDED:
+            if tag in tags:
                 yield strings.at(value)
 
 

@@ -7,7 +7,8 @@ import os
 from opkiln import images
 from opkiln.build_model import Plan
 from opkiln.model import OUTSIDE
-from opkiln.observing.inputs import ABSENT, Inputs
+from opkiln.observing import linker
+from opkiln.observing.inputs import ABSENT, LIBRARIES, Inputs
 from opkiln.plan import anchors_of
 from opkiln.store.facts import (
     CHOICE,
@@ -51,8 +52,18 @@ def gather(plan: Plan, inputs: Inputs, hasher: Hasher) -> tuple[Fact, ...]:
             if value(ABSENT, directory, then, hasher) != then:
                 raise Appeared(directory)
             found.append(Fact(ABSENT, *place.of(directory), then, signature))
+    found += gather_libraries(inputs, hasher)
     found += [Fact(CHOICE, "path", name, joined(paths), UNSIGNED) for name, paths in inputs.chosen]
     return tuple(found)
+
+
+def gather_libraries(inputs: Inputs, hasher: Hasher) -> list[Fact]:
+    """Where the dynamic linker's list has the libraries of a step. Raises OSError."""
+    if not inputs.libraries:
+        return []
+    signature = signature_of(LIBRARIES, linker.LIST)
+    where = value(LIBRARIES, linker.LIST, joined(inputs.libraries), hasher)
+    return [Fact(LIBRARIES, "abs", linker.LIST, where, signature)]
 
 
 class _Places:
@@ -105,11 +116,9 @@ def union(parts: Iterable[Iterable[Fact]]) -> tuple[Fact, ...]:
         known = found.setdefault(fact[:3], fact)
         if known.value == fact.value:
             continue
-        if fact.kind == ABSENT:
+        if fact.kind in (ABSENT, LIBRARIES):
             both = joined(sorted({*parted(known.value), *parted(fact.value)}))
-        elif (
-            fact.kind == CHOICE
-        ):  # of two lists of programs on PATH, the longer begins with the other
+        elif fact.kind == CHOICE:  # of two lists of programs, the longer begins with the other
             both = max(known.value, fact.value, key=len)
         else:
             raise Disagree(fact.path)

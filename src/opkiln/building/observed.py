@@ -13,7 +13,7 @@ from opkiln.toolchain import nvrtc
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
 UNSEEN = "nothing that it started could be observed"
 _WHOLE = "an op's flags may only make the toolchain work in the build's own directory"
@@ -27,6 +27,7 @@ class Look(NamedTuple):
     stage: str
     first: str  # the program that it started with
     gap: str  # why the log does not count; empty if it does
+    searched: tuple[str, ...]  # the directories where shared libraries were looked for
     # Beginnings of paths that the toolchain's identity represents: of a driver that is written in
     # Python.
     covered: tuple[str, ...] = ()
@@ -53,7 +54,8 @@ class Look(NamedTuple):
         """What the step depends on. ``unlinked`` gives the real path of one that leads out of the
         staging directory."""
         called = (self.first, *self.seen.called)
-        found = inputs.of(self.seen, self.stage, called, self.conduct.chosen(), unlinked)
+        chosen = self.conduct.chosen()
+        found = inputs.of(self.seen, self.stage, called, chosen, self.searched, unlinked)
         return inputs.without(found, self.covered) if self.covered else found
 
 
@@ -84,18 +86,42 @@ def look(
     if seen is None:
         return None
     conduct = limits.Conduct(seen, first, limits.Compilers.of(plan.toolchain), stage)
-    gap = _gap(conduct, seen, stage, memory)
+    loaded = _loaded(seen, memory)
+    gap = _gap(conduct, seen, stage, loaded)
     stray = None if gap else conduct.stray()
     if stray is not None:
         raise _refusal(plan.spec, step, stray)
     device = plan.toolchain.device
     if device is None or device.family != nvrtc.FAMILY or first != device.path:
-        return Look(seen, conduct, stage, first, gap)
-    return Look(seen, conduct, stage, first, gap, nvrtc.covered(device))
+        return Look(seen, conduct, stage, first, gap, _searched(seen, loaded))
+    return Look(seen, conduct, stage, first, gap, _searched(seen, loaded), nvrtc.covered(device))
+
+
+def _loaded(seen: log.Observation, memory: tuple[str, ...]) -> dict[str, programs.Program | None]:
+    """The programs and shared libraries of a step. None: it cannot be read."""
+    found: dict[str, programs.Program | None] = {}
+    for path in seen.loaded:
+        try:
+            found[path] = programs.known(path, memory)
+        except FileNotFoundError:
+            continue  # one that the step made for itself, or is gone, which is noticed elsewhere
+        except PermissionError:
+            found[path] = None
+    return found
+
+
+def _searched(
+    seen: log.Observation, loaded: Mapping[str, programs.Program | None]
+) -> tuple[str, ...]:
+    named = {path for each in loaded.values() if each is not None for path in each.searches}
+    return tuple(sorted(named | {path for path in seen.searched if os.path.isabs(path)}))
 
 
 def _gap(
-    conduct: limits.Conduct, seen: log.Observation, stage: str, memory: tuple[str, ...]
+    conduct: limits.Conduct,
+    seen: log.Observation,
+    stage: str,
+    loaded: Mapping[str, programs.Program | None],
 ) -> str:
     """Why a log does not count; empty if it does."""
     if not conduct.complete:
@@ -105,12 +131,11 @@ def _gap(
     for path in seen.rewritten:
         if not path.startswith(own):
             return f"{path} was read and then changed by the same step"
-    for path in seen.loaded:
-        try:
-            if os.path.exists(path) and programs.known(path, memory).opaque:
-                return f"{path} has system calls of its own"
-        except PermissionError:
+    for path, program in loaded.items():
+        if program is None:
             return f"{path} cannot be read"
+        if program.opaque:
+            return f"{path} has system calls of its own"
     return ""
 
 

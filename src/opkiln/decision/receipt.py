@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from opkiln.decision.terms import Request
     from opkiln.evidence import Evidence
 
-SCHEMA = 7
+SCHEMA = 8
 
 
 def recall(request: Request) -> Artifact | None:
@@ -60,6 +60,8 @@ def _holds(receipt: dict[str, Any]) -> bool:
     if signed(receipt["files"]) != receipt["signatures"]:
         return False
     if list(map(os.readlink, receipt["links"])) != receipt["texts"]:
+        return False
+    if any(map(os.path.islink, receipt["not_links"])):
         return False
     if receipt["fresh"] and not _same_values(receipt):
         return False
@@ -221,8 +223,9 @@ def _facts(read: Evidence) -> dict[str, Any] | None:
     return {
         "files": list(settled),
         "signatures": _numbers(settled.values()),
-        "links": list(links),
-        "texts": list(links.values()),
+        "links": [path for path, text in links.items() if text],
+        "texts": [text for text in links.values() if text],
+        "not_links": [path for path, text in links.items() if not text],
         "fresh": fresh,
         "until": until,
         "images": [[path, *each] for path, each in mounted.items()],

@@ -6,6 +6,7 @@ import itertools
 import os
 from typing import NamedTuple
 
+from opkiln.observing import linker
 from opkiln.observing.log import LISTED, Identity, Observation
 
 TYPE_CHECKING = False
@@ -20,8 +21,9 @@ FILE = "file"  # its contents
 PROGRAM = "program"  # its contents, and whether it may be run
 DIRECTORY = "directory"  # that it is one
 LISTING = "listing"  # the names in it
-LINK = "link"  # its text
+LINK = "link"  # its text; empty if it is something else
 ABSENT = "absent"  # of a directory: which names are not below it
+LIBRARIES = "libraries"  # of the dynamic linker's list: where these lead
 
 Chosen = tuple[str, tuple[str, ...]]
 
@@ -35,6 +37,7 @@ class Inputs(NamedTuple):
     absent: tuple[tuple[str, tuple[str, ...]], ...] = ()
     # (a name on PATH, its programs up to the one that a script or launcher chose)
     chosen: tuple[Chosen, ...] = ()
+    libraries: tuple[str, ...] = ()  # names of shared libraries that programs need
 
     @property
     def files(self) -> tuple[str, ...]:
@@ -77,12 +80,14 @@ def of(
     stage: str,
     called: Iterable[str] = (),
     chosen: Iterable[Chosen] = (),
+    searched: Iterable[str] = (),
     unlinked: Callable[[str], str] = str,
 ) -> Inputs:
     """The inputs of a step that worked in the directory ``stage``, which is its own.
 
-    ``called`` are paths that programs were started by: they may lead elsewhere later. ``unlinked``
-    gives the real path of one that leads out of the stage.
+    ``called`` are paths that programs were started by: they may lead elsewhere later. ``searched``
+    are directories where their shared libraries were looked for before those of the system.
+    ``unlinked`` gives the real path of one that leads out of the stage.
     """
     inside = stage.rstrip("/") + "/"
 
@@ -105,13 +110,23 @@ def of(
     found += [(LISTING, path) for path in outside(map(_plain, observation.listed))]
     found += [(LINK, path) for path in _links(outside(observation.led))]
     absent = set(outside(each.rstrip("/") for each in observation.absent))
-    return Inputs(tuple(sorted(found)), _summed_up(absent), _longest(chosen))
+    names = map(os.path.basename, outside(observation.loaded))
+    libraries = {*observation.libraries, *(name for name in names if ".so" in name)}
+    absent.update(outside(linker.missing(searched, libraries)))
+    if libraries and os.path.exists(linker.PRELOADS):
+        found.append((FILE, linker.PRELOADS))
+    elif libraries:
+        absent.add(linker.PRELOADS)
+    return Inputs(
+        tuple(sorted(found)), _summed_up(absent), _longest(chosen), tuple(sorted(libraries))
+    )
 
 
 def _links(paths: Iterable[str]) -> set[str]:
-    """The symbolic links on these paths, and on those that they lead to."""
+    """These paths, and the symbolic links on them and on those that they lead to."""
     found: set[str] = set()
     for path in paths:
+        found.add(path)
         way, rest = "", path.split("/")[1:][::-1]
         for _ in range(_MOST_STEPS):
             if not rest:
@@ -164,13 +179,15 @@ def union(parts: Iterable[Inputs]) -> Inputs:
     paths: set[tuple[str, str]] = set()
     absent: dict[str, set[str]] = {}
     chosen: list[Chosen] = []
+    libraries: set[str] = set()
     for part in parts:
         paths.update(part.paths)
+        libraries.update(part.libraries)
         chosen += part.chosen
         for directory, names in part.absent:
             absent.setdefault(directory, set()).update(names)
     summed = tuple((directory, tuple(sorted(names))) for directory, names in sorted(absent.items()))
-    return Inputs(tuple(sorted(paths)), summed, _longest(chosen))
+    return Inputs(tuple(sorted(paths)), summed, _longest(chosen), tuple(sorted(libraries)))
 
 
 def _longest(chosen: Iterable[Chosen]) -> tuple[Chosen, ...]:

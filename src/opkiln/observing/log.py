@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from typing import NamedTuple
 
 BEGAN, LOADED, STARTS, FAILED, SHELL = "B", "L", "S", "F", "C"
 READ, FOUND, DIRECTORY, LISTED, LED, ABSENT = "R", "E", "I", "D", "P", "N"
 MADE, CHANGED = "W", "A"
+SEARCHED, ASKED = "Q", "O"
 
 WHOLE = ".whole"  # the file beside a log that is there as long as no record was lost
 
@@ -50,12 +52,14 @@ class Observation(NamedTuple):
     loaded: frozenset[str]  # the programs and their shared libraries
     directories: frozenset[str]  # looked up
     listed: frozenset[str]  # directories whose names were read
-    led: frozenset[str]  # links that a program followed by itself, or paths with one on them
+    led: frozenset[str]  # paths of which it was asked whether they are links, or where they lead
     written: dict[str, tuple[int, ...]]  # path -> its writers' places in ``started``, in order
     made: frozenset[str]  # written before anything read them: the step's own
     rewritten: frozenset[str]  # read, then written: which of the two contents counts is not known
     absent: frozenset[str]  # looked for, did not exist; somebody may have made them since
     started: tuple[Started, ...]  # in the order in which they began
+    libraries: frozenset[str] = frozenset()  # names that shared libraries were asked for by
+    searched: frozenset[str] = frozenset()  # directories where they were looked for first
     complete: bool = True  # False: there may be more
     # (LISTED or LED, path) -> the directory, or the link itself, when it was listed or followed
     passed: dict[tuple[str, str], tuple[Identity, ...]] = {}  # noqa: RUF012 (never changed)
@@ -117,6 +121,8 @@ def parse(log: bytes) -> Observation | None:
         rewritten=frozenset(reading.rewritten),
         absent=frozenset(reading.absent - made),
         started=tuple(reading.started),
+        libraries=frozenset(reading.libraries),
+        searched=frozenset(reading.searched),
         complete=complete,
         passed={place: tuple(found) for place, found in reading.passed.items()},
     )
@@ -142,6 +148,8 @@ class _Reading:
         self.made: set[str] = set()
         self.rewritten: set[str] = set()
         self.absent: set[str] = set()
+        self.libraries: set[str] = set()
+        self.searched: set[str] = set()
         self._opened: set[str] = set()  # for reading
         self.passed: dict[tuple[str, str], dict[Identity, None]] = {}
         self._plain = {
@@ -149,6 +157,7 @@ class _Reading:
             DIRECTORY: self.directories,
             LISTED: self.listed,
             LED: self.led,
+            ASKED: self.libraries,
         }
         self.shells: dict[int, int] = {}  # process -> shells of its that have not begun yet
         self.started: list[Started] = []
@@ -159,7 +168,8 @@ class _Reading:
 
     def take(self, fields: list[str]) -> bool:
         """Add a record; False for a gap. Raises ValueError, IndexError for a damaged one."""
-        kind, process, first, path = fields[0], int(fields[1]), int(fields[2]), fields[6]
+        kind, process, first = fields[0], int(fields[1]), int(fields[2])
+        path = re.sub("/{2,}", "/", fields[6])
         if kind in (LISTED, LED):
             self.passed.setdefault((kind, path), {})[_identity(fields)] = None
         if kind in (READ, FOUND, LOADED):
@@ -173,6 +183,8 @@ class _Reading:
                 self.loaded.add(path)
         elif kind in self._plain:
             self._plain[kind].add(path)
+        elif kind == SEARCHED:
+            self.searched.update(each for each in re.split("[:;]", path) if each)
         elif kind in (MADE, CHANGED):
             self._write(kind, path, self._place(process, int(fields[3])))
         else:

@@ -10,10 +10,12 @@
 //   E  PATH was looked up, and is a file.
 //   I  PATH was looked up or opened, and is a directory.
 //   D  the names in the directory PATH were listed.
-//   P  a program asked where PATH leads: it is a link, or there is one on it.
+//   P  a program asked whether PATH is a link, or where it leads.
 //   W  PATH was made, emptied, renamed to or removed.
 //   A  PATH was opened for writing, and keeps what is in it.
 //   N  PATH was looked for and does not exist.
+//   Q  shared libraries are looked for in PATH, a list of directories (LD_LIBRARY_PATH).
+//   O  a shared library was asked for by the name PATH.
 //   X  a record was lost: the log is not complete.
 // Of L, R, E, D and P (the link itself), A:B is the file's device and inode, then come its size and change time: those of the
 // descriptor itself, because the name may lead elsewhere by the time the log is read. Of the others,
@@ -40,9 +42,13 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/inotify.h>
 #include <sys/prctl.h>
 #include <sys/stat.h>
+#include <sys/statfs.h>
+#include <sys/statvfs.h>
 #include <sys/syscall.h>
+#include <sys/xattr.h>
 #include <unistd.h>
 
 #define REAL(name) ((__typeof__(&name))dlsym(RTLD_NEXT, #name))
@@ -95,16 +101,18 @@ static void put(const char* text, int length) {
   errno = kept;
 }
 
+static int ready(void);
+
 static void gap(const char* why) {
   char text[64];
-  if (log_path[0]) put(text, snprintf(text, sizeof text, "X 0 0 0 0 0.0 %s", why) + 1);
+  if (ready()) put(text, snprintf(text, sizeof text, "X 0 0 0 0 0.0 %s", why) + 1);
 }
 
 static void note_loaded(void);
 
 // FOUND is given for L, R, E, D and P alone.
 static void record(char kind, long a, const struct stat* found, const char* directory, const char* path) {
-  if (!log_path[0] || !path) return;
+  if (!ready() || !path) return;
   const int kept = errno;
   if (kind != 'L') note_loaded();
   char text[RECORD];
@@ -122,7 +130,7 @@ static void record(char kind, long a, const struct stat* found, const char* dire
 
 // Record a path that is relative to a directory: as an absolute one. An empty one is the directory.
 static void record_at(char kind, const struct stat* found, int directory, const char* path) {
-  if (!log_path[0] || !path) return;
+  if (!ready() || !path) return;
   const int kept = errno;
   char place[PATH_MAX];
   if (path[0] == '/') {
@@ -168,19 +176,6 @@ static int exists(int directory, const char* path) {
   return got;
 }
 
-// KEEPS: it was there before, and opening it has not emptied it.
-static void opened(int fd, int flags, int keeps, int directory, const char* path) {
-  struct stat found;
-  if (fd < 0) {
-    if (errno == ENOENT || errno == ENOTDIR) record_at('N', NULL, directory, path);
-    return;
-  }
-  const int writes = (flags & O_ACCMODE) != O_RDONLY || flags & (O_CREAT | O_TRUNC);
-  if (writes) record_at(keeps ? 'A' : 'W', NULL, directory, path);
-  if ((!writes || (keeps && (flags & O_ACCMODE) != O_WRONLY)) && fstat(fd, &found) == 0)
-    record_found('R', &found, directory, path);
-}
-
 static void listed(int directory, const char* path) {
   struct stat found;
   const int kept = errno;
@@ -195,23 +190,32 @@ static void led(int directory, const char* path) {
   errno = kept;
 }
 
-static void looked(int result, int directory, const char* path, const struct stat* found) {
-  if (result < 0) {
-    if (errno == ENOENT || errno == ENOTDIR) record_at('N', NULL, directory, path);
-  } else if (found) {
-    if (S_ISLNK(found->st_mode)) led(directory, path);
-    record_found('E', found, directory, path);
-  }
-}
-
-// What was refused counts, too: a file that may not be run today may be tomorrow.
+// A path was looked up. What was refused counts, too: a file that may not be run today may be tomorrow.
 static void looked_up(int result, int directory, const char* path) {
   struct stat found;
   const int kept = errno;
-  const int refused = result < 0 && errno != ENOENT && errno != ENOTDIR;
-  const int known = (result >= 0 || refused) && status_at(directory, path, &found, 0) == 0;
+  if (result < 0 && errno == ENOENT)
+    record_at('N', NULL, directory, path);
+  else if (status_at(directory, path, &found, 0) == 0)
+    record_found('E', &found, directory, path);
+  else if (result >= 0)
+    gap("gone");
+  else if (errno == ENOENT || errno == ENOTDIR)
+    record_at('N', NULL, directory, path);
   errno = kept;
-  looked(refused ? 0 : result, directory, path, known ? &found : NULL);
+}
+
+// KEEPS: it was there before, and opening it has not emptied it.
+static void opened(int fd, int flags, int keeps, int directory, const char* path) {
+  struct stat found;
+  if (fd < 0) {
+    looked_up(-1, directory, path);
+    return;
+  }
+  const int writes = (flags & O_ACCMODE) != O_RDONLY || flags & (O_CREAT | O_TRUNC);
+  if (writes) record_at(keeps ? 'A' : 'W', NULL, directory, path);
+  if ((!writes || (keeps && (flags & O_ACCMODE) != O_WRONLY)) && fstat(fd, &found) == 0)
+    record_found('R', &found, directory, path);
 }
 
 // Ends with the program that started it, so that no compiler outlives a killed build. opkiln kills
@@ -249,7 +253,7 @@ static void note_loaded(void) {
   dl_iterate_phdr(add_loaded, &index);
 }
 
-__attribute__((constructor)) static void begin(void) {
+static void begin(void) {
   const char* named = getenv("OPKILN_OBSERVER_LOG");
   if (!named || strlen(named) >= sizeof log_path) return;
   end_with_parent();
@@ -268,10 +272,23 @@ __attribute__((constructor)) static void begin(void) {
   if (gone && !gone[sizeof " (deleted)" - 1]) *gone = 0;
   record('B', getppid(), NULL, NULL, program);
   record('L', getpid(), &found, NULL, program);
+  const char* search = getenv("LD_LIBRARY_PATH");
+  if (search && search[0]) record('Q', getpid(), NULL, NULL, search);
 }
 
+// The constructors of other libraries may run before that of this one, and read files.
+static int ready(void) {
+  static int begun;
+  if (!begun) {
+    begun = 1;
+    begin();
+  }
+  return log_path[0] != 0;
+}
+
+__attribute__((constructor)) static void first(void) { ready(); }
 __attribute__((destructor)) static void end(void) {
-  if (log_path[0]) note_loaded();
+  if (ready()) note_loaded();
 }
 
 // Opening
@@ -360,7 +377,7 @@ long syscall(long number, ...) {
 // Looking
 
 #define LOOK(call, at, path)   \
-  const int got = call;        \
+  const long got = call;       \
   looked_up(got, at, path);    \
   return got;
 
@@ -373,10 +390,25 @@ int statx(int at, const char* path, int flags, unsigned mask, struct statx* foun
   LOOK(kernel(SYS_statx, at, path, flags, mask, found), at, path)
 }
 
+ssize_t getxattr(const char* path, const char* name, void* value, size_t size) { LOOK(REAL(getxattr)(path, name, value, size), AT_FDCWD, path) }
+ssize_t lgetxattr(const char* path, const char* name, void* value, size_t size) { LOOK(REAL(lgetxattr)(path, name, value, size), AT_FDCWD, path) }
+int name_to_handle_at(int at, const char* path, struct file_handle* handle, int* mount, int flags) { LOOK(REAL(name_to_handle_at)(at, path, handle, mount, flags), at, path) }
+int inotify_add_watch(int fd, const char* path, uint32_t mask) { LOOK(REAL(inotify_add_watch)(fd, path, mask), AT_FDCWD, path) }
+int chdir(const char* path) { LOOK(REAL(chdir)(path), AT_FDCWD, path) }
+int statfs(const char* path, struct statfs* found) { LOOK(REAL(statfs)(path, found), AT_FDCWD, path) }
+int statfs64(const char* path, struct statfs64* found) { LOOK(REAL(statfs64)(path, found), AT_FDCWD, path) }
+int statvfs(const char* path, struct statvfs* found) { LOOK(REAL(statvfs)(path, found), AT_FDCWD, path) }
+int statvfs64(const char* path, struct statvfs64* found) { LOOK(REAL(statvfs64)(path, found), AT_FDCWD, path) }
+long pathconf(const char* path, int name) { LOOK(REAL(pathconf)(path, name), AT_FDCWD, path) }
+
 // Programs built with a glibc before 2.33 call __xstat and its relatives; newer ones call stat.
 static int status_of(int at, const char* path, struct stat* found, int flags) {
   const int got = status_at(at, path, found, flags);
-  if (is_named(path)) looked(got, at, path, found);
+  if (is_named(path)) {
+    if (got == 0 && flags & AT_SYMLINK_NOFOLLOW) led(at, path);
+    if (got == 0) record_found('E', found, at, path);
+    if (got != 0) looked_up(got, at, path);
+  }
   return got;
 }
 
@@ -395,10 +427,14 @@ int __lxstat64(int version, const char* path, struct stat64* found) { (void)vers
 static void followed(int result, int at, const char* path, int is_link) {
   struct stat found;
   const int kept = errno;
-  if (result >= 0 && is_link) led(at, path);
-  if (result >= 0 && status_at(at, path, &found, 0) == 0) record_found('R', &found, at, path);
+  if ((result >= 0 || errno == EINVAL) && is_link) led(at, path);
+  if (result >= 0 && status_at(at, path, &found, 0) == 0) {
+    record_found('R', &found, at, path);
+  } else {
+    errno = result < 0 ? kept : ENOENT;
+    looked_up(-1, at, path);
+  }
   errno = kept;
-  looked(result, at, path, NULL);
 }
 
 ssize_t readlinkat(int at, const char* path, char* text, size_t size) {
@@ -427,6 +463,11 @@ DIR* opendir(const char* path) {
 DIR* fdopendir(int fd) {
   listed(fd, "");
   return REAL(fdopendir)(fd);
+}
+
+ssize_t getdents64(int fd, void* names, size_t size) {
+  listed(fd, "");
+  return REAL(getdents64)(fd, names, size);
 }
 
 #define SCAN(name, entry)                                                                             \
@@ -464,6 +505,23 @@ int ftw64(const char* path, __ftw64_func_t each, int most) { gap("ftw"); return 
 int nftw(const char* path, __nftw_func_t each, int most, int flags) { gap("ftw"); return REAL(nftw)(path, each, most, flags); }
 int nftw64(const char* path, __nftw64_func_t each, int most, int flags) { gap("ftw"); return REAL(nftw64)(path, each, most, flags); }
 
+// Loading: what was loaded is noted by itself, what was not found is not. The call must be the last thing
+// in the function, and so a jump: the C library asks who calls it, and looks where that library says.
+
+static void asked_for(const char* path) {
+  const int kept = errno;
+  errno = 0;
+  if (strchr(path, '/'))
+    looked_up(-1, AT_FDCWD, path);
+  else
+    record('O', getpid(), NULL, NULL, path);
+  errno = kept;
+}
+void* dlopen(const char* path, int mode) {
+  if (is_named(path)) asked_for(path);
+  return REAL(dlopen)(path, mode);
+}
+
 // Changing names
 
 #define CHANGE(result, at, path)                \
@@ -494,12 +552,9 @@ int truncate(const char* path, off_t size) { CHANGE(REAL(truncate)(path, size), 
 
 // Starting programs. The program that starts announces itself, by begin() above; a static one cannot.
 
-// A program that could not be started is looked for in vain, unless something else is wrong with it.
+// A program that could not be started. A name without a slash was looked for on PATH.
 static void missed(const char* path) {
-  const int kept = errno;
-  struct stat found;
-  if (path[0] == '/') looked(status_at(AT_FDCWD, path, &found, 0), AT_FDCWD, path, NULL);
-  errno = kept;
+  if (path && strchr(path, '/')) looked_up(-1, AT_FDCWD, path);
 }
 
 // A name without a slash is looked up on PATH.
@@ -560,7 +615,7 @@ int execle(const char* path, const char* word, ...) { LISTED(execve(path, argv, 
     pid_t child = 0;                                                                                  \
     const int got = REAL(name)(&child, path, actions, attributes, argv, envp);                        \
     if (got == 0) record('S', child, NULL, NULL, path);                                               \
-    if (got != 0) missed(path);                                                                       \
+    if (got != 0) { errno = got; missed(path); }                                                      \
     if (got == 0 && pid) *pid = child;                                                                \
     return got;                                                                                       \
   }
@@ -579,7 +634,7 @@ FILE* popen(const char* command, const char* mode) {
 
 // A process that ends without its destructors.
 void _exit(int status) {
-  if (log_path[0]) note_loaded();
+  if (ready()) note_loaded();
   kernel(SYS_exit_group, status);
   __builtin_unreachable();
 }

@@ -62,7 +62,7 @@ def _make(memory: tuple[str, ...], toolchain: Toolchain, path: str) -> None:
             return
     # A cross compiler runs here, but what it makes does not.
     cxx = host.choose(memory).cxx if toolchain.cross else toolchain.cxx
-    flags = ("-x", "c", "-O1", "-s", "-shared", "-fPIC", "-o", path, _SOURCE, "-ldl")
+    flags = ("-x", "c", "-O2", "-s", "-shared", "-fPIC", "-o", path, _SOURCE, "-ldl")
     done = run((cxx, *flags), timeout=_COMPILE_SECONDS, tmpdir=os.path.dirname(path))
     if done.returncode != 0:
         raise ToolchainError(f"{cxx} cannot compile {_SOURCE}", why=done.output)

@@ -13,7 +13,9 @@ import re
 import struct
 from typing import NamedTuple
 
+from opkiln.binary import elf
 from opkiln.digest import Signature, open_regular, sha256_file
+from opkiln.errors import LoadError
 from opkiln.toolchain import probing
 
 TYPE_CHECKING = False
@@ -29,6 +31,7 @@ class Program(NamedTuple):
 
     sha256: str
     opaque: bool  # it has system calls of its own
+    searches: tuple[str, ...]  # the directories where it says that its libraries are
 
 
 _known: dict[str, tuple[Signature, Program]] = {}
@@ -46,10 +49,14 @@ def known(path: str, memory: tuple[str, ...]) -> Program:
     subject = f"program {path}"
     record = probing.recall(memory, subject) if large else None
     if record is None:
-        record = {"sha256": sha256_file(path), "opaque": is_opaque(path)}
+        record = {
+            "sha256": sha256_file(path),
+            "opaque": is_opaque(path),
+            "searches": _searches(path),
+        }
         if large:
             probing.remember(memory, subject, record, [path], asked_at=signature.read_at)
-    program = Program(record["sha256"], record["opaque"])
+    program = Program(record["sha256"], record["opaque"], tuple(record["searches"]))
     _known[path] = signature, program
     return program
 
@@ -72,6 +79,17 @@ def is_opaque(path: str) -> bool:
             return any(_has_system_call(data, *each) for each in _code(data))
     finally:
         os.close(fd)
+
+
+def _searches(path: str) -> tuple[str, ...]:
+    origin = os.path.dirname(path)  # of a library, as it was found: links are not followed
+    try:
+        found = elf.search_path(path)
+    except LoadError:
+        return ()  # a file of another kind; a program that was stripped of its tables
+    # It may name the machine and its directory of libraries, too: nobody does.
+    named = (re.sub(r"\$(ORIGIN\b|\{ORIGIN\})", lambda _: origin, each) for each in found)
+    return tuple(each for each in named if os.path.isabs(each) and "$" not in each)
 
 
 _AARCH64, _X86_64 = 183, 62  # the machine that an ELF file is for

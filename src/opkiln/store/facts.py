@@ -16,13 +16,23 @@ names.
 from __future__ import annotations
 
 import os
+import stat
 from itertools import islice
 from typing import Any
 
 from opkiln import evidence
 from opkiln.digest import Signature, key, sha256_file
 from opkiln.model import OUTSIDE
-from opkiln.observing.inputs import ABSENT, DIRECTORY, FILE, LINK, LISTING, PROGRAM
+from opkiln.observing import linker
+from opkiln.observing.inputs import (
+    ABSENT,
+    DIRECTORY,
+    FILE,
+    LIBRARIES,
+    LINK,
+    LISTING,
+    PROGRAM,
+)
 from opkiln.record import Record
 from opkiln.settings import executable, on_path
 
@@ -104,18 +114,22 @@ def _ask(kind: str, path: str, then: str, hasher: Hasher) -> str:
     if kind == LISTING:
         return key("listing", tuple(sorted(os.listdir(path))))
     if kind == LINK:
-        return os.readlink(path) if os.path.islink(path) else GONE
+        return os.readlink(path) if stat.S_ISLNK(os.lstat(path).st_mode) else ""
     if kind == ABSENT:
         # What a compiler can open counts: not a link that leads nowhere.
         absent = (name for name in parted(then) if not os.path.exists(os.path.join(path, name)))
         return joined(absent)
+    if kind == LIBRARIES:
+        return joined(linker.listed(path, [each.partition("/")[0] for each in parted(then)]))
     return joined(islice(on_path(path), len(parted(then))))  # CHOICE
 
 
 def signature_of(kind: str, path: str) -> Signature:
     """What holds as long as the value does. No ``stat`` shows where a link or PATH leads. Raises
     OSError."""
-    return UNSIGNED if kind in (LINK, CHOICE) else Signature.of(path)
+    if kind in (LINK, CHOICE) or (kind == LIBRARIES and not os.path.exists(path)):
+        return UNSIGNED
+    return Signature.of(path)
 
 
 UNSIGNED = Signature(0, 0, 0, 0, 0)  # holds for no file

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     T = TypeVar("T")
 
-SCHEMA = 5
+SCHEMA = 6
 
 
 def asked(question: str, *, script: bool = False) -> str:

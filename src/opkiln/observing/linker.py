@@ -1,0 +1,73 @@
+"""Where the dynamic linker finds the shared libraries of a program.
+
+It looks in the directories that programs and libraries name, in those of ``LD_LIBRARY_PATH``, and
+in a list that ``ldconfig`` made. The observer sees what it loads, not what it looked for in vain.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import struct
+
+from opkiln.digest import read_file
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+PRELOADS = "/etc/ld.so.preload"  # names what it loads into every program
+LIST = "/etc/ld.so.cache"
+
+# Directories below those of libraries that it prefers. glibc knows only the first since 2.37.
+_PREFERRED = ("glibc-hwcaps", "tls", "aarch64", "x86_64", "atomics", "haswell")
+
+
+def missing(directories: Iterable[str], libraries: Iterable[str]) -> Iterator[str]:
+    """Where a library of one of these names would be found instead, if it were there. One that is
+    there, and was not loaded, is not preferred."""
+    names = (*_PREFERRED, *libraries)
+    waiting = list(directories)
+    entered = set()
+    for directory in waiting:  # it grows
+        candidates = [os.path.join(directory, name) for name in names]
+        yield from (path for path in candidates if not os.path.exists(path))
+        real = os.path.realpath(directory)
+        if real not in entered:
+            entered.add(real)
+            below = candidates[: len(_PREFERRED)]
+            waiting += filter(os.path.isdir, (*below, *_contents(below[0])))
+
+
+def _contents(directory: str) -> list[str]:
+    found = os.listdir(directory) if os.path.isdir(directory) else ()
+    return [os.path.join(directory, name) for name in found]
+
+
+_MAGIC, _HEADER, _ENTRY = b"glibc-ld.so.cache1.1", 48, struct.Struct("<iIIIQ")
+
+
+def listed(file: str, names: Iterable[str]) -> list[str]:
+    """What the linker's list says of libraries: each name, with the paths that it leads to after
+    it. A list that is not glibc's counts as a whole. Raises OSError."""
+    found = {name.encode(): [name] for name in sorted(names)}
+    try:
+        data = read_file(file)
+    except FileNotFoundError:
+        data = b""
+    try:
+        begin = data.index(_MAGIC)  # the same in an older form may stand before it
+        (count,) = struct.unpack_from("<I", data, begin + len(_MAGIC))
+        for number in range(count):
+            place = begin + _HEADER + number * _ENTRY.size
+            _, name, path, _, _ = _ENTRY.unpack_from(data, place)
+            paths = found.get(_text(data, begin + name))
+            if paths is not None:
+                paths.append(os.fsdecode(_text(data, begin + path)))
+    except (struct.error, ValueError):
+        return ["".join(each) + "/" + hashlib.sha256(data).hexdigest() for each in found.values()]
+    return ["".join(each) for each in found.values()]
+
+
+def _text(data: bytes, place: int) -> bytes:
+    return data[place : data.index(b"\0", place)]

@@ -1,0 +1,91 @@
+"""Where the dynamic linker would find a library: the names that must stay absent, and its list."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import struct
+import subprocess
+from typing import TYPE_CHECKING
+
+import pytest
+
+from opkiln.building import gather
+from opkiln.observing import inputs, linker, programs
+from opkiln.store import facts
+from opkiln.store.facts import Hasher
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def below(root: Path, *directories: str, name: str = "libx.so") -> set[str]:
+    found = linker.missing([str(root / each) for each in directories], [name])
+    return {os.path.relpath(path, root) for path in found if path.endswith(".so")}
+
+
+def test_library_is_missed_in_each_directory_that_does_not_have_it(tmp_path: Path) -> None:
+    (tmp_path / "with").mkdir()
+    (tmp_path / "with" / "libx.so").touch()
+    assert below(tmp_path, "with", "without", "none") == {"without/libx.so", "none/libx.so"}
+
+
+def test_directories_for_this_kind_of_cpu_are_searched_too(tmp_path: Path) -> None:
+    (tmp_path / "glibc-hwcaps" / "v3").mkdir(parents=True)
+    (tmp_path / "tls").mkdir()
+    (tmp_path / "tls" / "tls").symlink_to(".")
+    names = {
+        "libx.so",
+        "glibc-hwcaps/libx.so",
+        "glibc-hwcaps/v3/libx.so",
+        "tls/libx.so",
+        "tls/tls/libx.so",
+    }
+    assert below(tmp_path, ".") == names
+    assert str(tmp_path / "tls" / "glibc-hwcaps") in linker.missing([str(tmp_path)], [])
+
+
+@pytest.mark.parametrize("older", [b"", b"ld.so-1.7.0\0" + bytes(36)])
+def test_list_says_where_libraries_are(older: bytes, tmp_path: Path) -> None:
+    strings = b"liba.so\0/lib/liba.so\0/opt/liba.so\0libb.so\0/lib/libb.so\0"
+    places = [(0, 8), (0, 21), (34, 42)]
+    start = 48 + 24 * len(places)
+    entries = b"".join(struct.pack("<iIIIQ", 3, start + a, start + b, 0, 0) for a, b in places)
+    header = b"glibc-ld.so.cache1.1" + struct.pack("<I", len(places)) + bytes(24)
+    path = tmp_path / "list"
+    path.write_bytes(older + header + entries + strings)
+    found = linker.listed(str(path), ["none.so", "libb.so", "liba.so"])
+    assert found == ["liba.so/lib/liba.so/opt/liba.so", "libb.so/lib/libb.so", "none.so"]
+    for damaged in (path.read_bytes()[:60], path.read_bytes()[:-1], b"something else"):
+        path.write_bytes(damaged)
+        (other,) = linker.listed(str(path), ["libb.so"])
+        assert other.startswith("libb.so/")
+        assert other != found[1]
+
+
+def test_list_of_this_machine_names_its_c_library() -> None:
+    if not os.path.exists(linker.LIST):
+        pytest.skip("there is no list")
+    (found,) = linker.listed(linker.LIST, ["libc.so.6"])
+    assert os.path.isfile(found.removeprefix("libc.so.6"))
+
+
+def test_what_the_list_says_is_a_fact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linker, "LIST", str(tmp_path / "list"))
+    found = inputs.Inputs(libraries=("liba.so",))
+    known = gather.gather_libraries(found, Hasher())
+    assert not facts.broken(known, {}, Hasher())
+    (tmp_path / "list").write_bytes(b"something else")
+    assert facts.broken(known, {}, Hasher()) == [f"{tmp_path}/list changed"]
+
+
+def test_directories_that_a_program_names_are_beside_it(tmp_path: Path) -> None:
+    if shutil.which("gcc") is None:
+        pytest.skip("needs gcc")
+    program = tmp_path / "program"
+    rpath = "-Wl,-rpath,$ORIGIN/../lib:${ORIGIN}:/opt/lib:relative:/x/$LIB"
+    subprocess.run(
+        ["gcc", "-x", "c", "-", "-o", program, rpath], input=b"int main() {}", check=True
+    )
+    found = programs.known(str(program), ()).searches
+    assert found == (f"{tmp_path}/../lib", str(tmp_path), "/opt/lib")
