@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 import shutil
+import sys
 from collections import Counter
-from pathlib import Path
 from typing import NamedTuple
 
-from children import Workspace, ask
+from children import Caches, ask
 from measured import Failure
 
 _CALL = re.compile(r"^\d+\s+(\w+)\((.*)$")
@@ -86,13 +86,13 @@ def sections(text: str) -> dict[str, Calls]:
     return found
 
 
-def traced(script: list[str], workspace: Workspace) -> dict[str, Calls]:
+def traced(script: list[str], caches: Caches, python: str = sys.executable) -> dict[str, Calls]:
     """The sections of a child script, run once under strace with warm caches."""
     strace = shutil.which("strace")
     if strace is None:
         raise Failure("strace is not installed")
-    log = Path(workspace.root) / "strace.log"
-    ask(script, workspace.warm, prefix=(strace, "-f", "-o", str(log)))
+    log = caches.root / "strace.log"
+    ask(script, caches, prefix=(strace, "-f", "-o", str(log)), python=python)
     found = sections(log.read_text(errors="replace"))
     if "end" not in found:
         raise Failure("the trace has no end mark")

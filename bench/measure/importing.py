@@ -49,7 +49,7 @@ def _time(options: Options, workspace: Workspace) -> list[Row]:
 def _effects(workspace: Workspace) -> list[Row]:
     what = "files made, processes started"
     try:
-        calls = traced(["child_import.py"], workspace)["import"]
+        calls = traced(["child_import.py"], workspace.warm)["import"]
     except Failure as failure:
         return [Row(NAME, "opkiln", what, None, str(failure))]
     effects = calls.kinds["files made"] + calls.kinds["writes"] + calls.kinds["processes"]

@@ -30,7 +30,7 @@ def _peer(peer: str, workspace: Workspace) -> list[Row]:
         if peer == "load_library":
             workspace.first_load("opkiln_cpu_adam")
         workspace.first_load(peer)
-        found = traced(["child_load.py", peer], workspace)
+        found = traced(["child_load.py", peer], workspace.warm)
     except Failure as failure:
         return [Row(NAME, who, "import, load", None, str(failure))]
     return [

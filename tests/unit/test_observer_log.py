@@ -88,6 +88,19 @@ def test_a_directory_that_gets_a_name_after_it_was_listed_is_not_the_one_that_wa
     assert not inputs.identical(found, "/stage")
 
 
+def test_a_path_that_was_not_a_link_must_not_become_one_and_may_change_otherwise(
+    tmp_path: Path,
+) -> None:
+    asked = tmp_path / "asked"
+    asked.mkdir()
+    found = parsed(f"P 10 0 0 0 0.0 {asked}")
+    (asked / "new").touch()
+    assert inputs.identical(found, "/stage")
+    asked.rename(tmp_path / "moved")
+    asked.symlink_to("moved")
+    assert not inputs.identical(found, "/stage")
+
+
 # Whether it counts
 
 

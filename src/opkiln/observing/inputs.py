@@ -7,7 +7,7 @@ import os
 from typing import NamedTuple
 
 from opkiln.observing import linker
-from opkiln.observing.log import LISTED, Identity, Observation
+from opkiln.observing.log import LISTED, NOT_A_LINK, Identity, Observation
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -59,9 +59,11 @@ def identical(observation: Observation, stage: str) -> bool:
         if f"{path}/".startswith((inside, *_NO_FILES)) or path in observation.made:
             continue
         try:
-            if identities != (Identity.now(path, follow=kind == LISTED),):
-                return False
+            is_link = kind == LISTED or os.path.islink(path)
+            now = Identity.now(path, follow=kind == LISTED) if is_link else NOT_A_LINK
         except OSError:
+            return False
+        if identities != (now,):
             return False
     return True
 

@@ -35,6 +35,9 @@ class Identity(NamedTuple):
         return cls(found.st_dev, found.st_ino, found.st_size, found.st_ctime_ns)
 
 
+NOT_A_LINK = Identity(0, 0, 0, 0)  # of a path that was asked whether it is one
+
+
 class Started(NamedTuple):
     """A program that ran."""
 

@@ -17,7 +17,7 @@
 //   Q  shared libraries are looked for in PATH, a list of directories (LD_LIBRARY_PATH).
 //   O  a shared library was asked for by the name PATH.
 //   X  a record was lost: the log is not complete.
-// Of L, R, E, D and P (the link itself), A:B is the file's device and inode, then come its size and change time: those of the
+// Of L, R, E, D and P (the link itself; zeros if it is something else), A:B is the file's device and inode, then come its size and change time: those of the
 // descriptor itself, because the name may lead elsewhere by the time the log is read. Of the others,
 // B is the parent of process PID.
 //
@@ -186,7 +186,10 @@ static void listed(int directory, const char* path) {
 static void led(int directory, const char* path) {
   struct stat found;
   const int kept = errno;
-  if (status_at(directory, path, &found, AT_SYMLINK_NOFOLLOW) == 0) record_at('P', &found, directory, path);
+  if (status_at(directory, path, &found, AT_SYMLINK_NOFOLLOW) == 0) {
+    if (!S_ISLNK(found.st_mode)) memset(&found, 0, sizeof found);
+    record_at('P', &found, directory, path);
+  }
   errno = kept;
 }
 

@@ -119,9 +119,11 @@ def patiently(
             over.set()
 
     threading.Thread(target=contextvars.copy_context().run, args=(run,), daemon=True).start()
-    while not over.wait(deadline.left):
-        if deadline.expire():  # a socket that was shut down may still give something
-            raise TimeoutError(f"no complete answer in {time.monotonic() - began:.1f} s")
+    expired = False
+    while not (over.wait(deadline.left) or expired):
+        expired = deadline.expire()  # a socket that was shut down may still give something
+    if expired or (errors and isinstance(errors[0], TimeoutError)):  # whoever noticed it first
+        raise TimeoutError(f"no complete answer in {time.monotonic() - began:.1f} s")
     if errors:
         raise errors[0]
     return results[0]
