@@ -49,12 +49,13 @@ class Bounded(NamedTuple):
 # and add up. Those of sums are absolute, so a sum that cancels has large ones beside it: they are
 # followed for the numbers that are added.
 #   g / scale          2 E |g|
-#   m + (1-b1)(g - m)  2 E of g, 4 E of (g - m), E of the sum:       within 7 E (|m| + |g|)
+#   s = b1 |m| + (1-b1) |g|: 2 E of g, 3 E of its factor and product, 4 E of the two parts of b1,
+#                      E of the sum:                                 m within 7 E s
 #   b2 v + (1-b2) g g  nothing cancels: 4 E of g g, 3 E of its factors,
 #                      4 E of the two parts of b2, E of the sum:     within 12 E v
 #   root               6 E of v, 2 E of the correction, 4 E, E of the sum with eps:  13 E root
 #   q = m c / root     13 E of root, 4 E of the quotient, 3 E of c and its product, and m's own
-#                      error, which may be many times m:  20 E |q| + 7 E (|m| + |g|) c / root
+#                      error, which may be many times m:  20 E |q| + 7 E s c / root
 #   u = q + wd p       that of q, 2 E of wd p, E of u:    that + E |q| + 3 E |wd p|
 #   |u|                the norm of these errors, and the sum's: of 512 squares in fp32, in a tree
 #                      after a chain of 4 in each thread, 12 E; half of that is the norm's
@@ -70,7 +71,7 @@ _TINY = 2.0**-126  # below it roundings are absolute
 def bounded_oracle(p: Tensor, g: Tensor, m: Tensor, v: Tensor, h: dict[str, Any]) -> Bounded:
     p, g, m, v = (t.double() for t in (p, g, m, v))
     g = g / h.get("grad_scale", 1.0) * (-1 if h["maximize"] else 1)
-    spread = m.abs() + g.abs()
+    spread = h["beta1"] * m.abs() + (1 - h["beta1"]) * g.abs()
     m = h["beta1"] * m + (1 - h["beta1"]) * g
     v = h["beta2"] * v + (1 - h["beta2"]) * g * g
     correction1 = correction2 = 1.0

@@ -51,11 +51,17 @@ def check_length(name: str, tensors: list[Tensor], first: str, params: list[Tens
 
 
 def check_tensor(where: str, tensor: Tensor) -> None:
-    """Raises RuntimeError for a tensor that is not dense or not of a floating type."""
+    """Raises RuntimeError for a tensor that is not dense, not of a floating type, or freed."""
     if not tensor.is_floating_point():
         raise RuntimeError(f"{where} has dtype {tensor.dtype}, expected floating point")
     if tensor.layout != torch.strided:
         raise RuntimeError(f"{where} is not dense: its layout is {tensor.layout}")
+    # torch itself would end the process. (A subclass may have its memory elsewhere.)
+    is_plain = type(tensor) in (Tensor, torch.nn.Parameter)
+    if is_plain and tensor.numel() and not tensor.untyped_storage().nbytes():
+        raise RuntimeError(
+            f"{where} has shape {[*tensor.shape]} and no memory: its storage was freed"
+        )
 
 
 def check_size(where: str, tensor: Tensor, there: str, param: Tensor) -> None:

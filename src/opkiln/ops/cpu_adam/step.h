@@ -61,7 +61,7 @@ struct Coefficients {
 template <class Streams>
 [[gnu::noinline]] void step(const Coefficients& coefficients, const Streams& at, int64_t count) {
   const Coefficients c = coefficients;  // a local: no store below can change it
-  const Factor kept(c.kept), beta2(c.beta2);
+  const Factor kept(c.kept), beta1(c.beta1), beta2(c.beta2);
   const auto [params, grads, exp_avgs, exp_avg_sqs] = at;
   for (int64_t i = 0; i < count; i += Vec::kLanes) {
     prefetch_all(params + i, grads + i, exp_avgs + i, exp_avg_sqs + i);
@@ -69,7 +69,7 @@ template <class Streams>
     const Vec g = c.gradient(Vec::load(grads + i), p);
     Vec m = Vec::load(exp_avgs + i);
     Vec v = Vec::load(exp_avg_sqs + i);
-    m = multiply_add(c.one_minus_beta1, g - m, m);
+    m = beta1.times_plus(m, c.one_minus_beta1 * g);
     v = beta2.times_plus(v, c.one_minus_beta2 * g * g);
     const Vec change = c.change(m, v);
     p = c.decoupled ? kept.times_plus(p, change) : p + change;

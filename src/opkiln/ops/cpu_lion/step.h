@@ -23,6 +23,7 @@ struct Coefficients {
       : grad_factor(all((h.maximize ? -1 : 1) / h.grad_scale)),
         decoupled(h.weight_decay != 0),
         kept(1 - h.lr * h.weight_decay),
+        beta1(h.beta1),
         beta2(h.beta2),
         one_minus_beta1(all(1 - h.beta1)),
         one_minus_beta2(all(1 - h.beta2)),
@@ -30,19 +31,21 @@ struct Coefficients {
 
   // What a step adds to the parameter, from the average before the step.
   Vec change(Vec exp_avg, Vec grad) const {
-    return minus_lr * sign(multiply_add(one_minus_beta1, grad - exp_avg, exp_avg));
+    return minus_lr * sign(beta1.times_plus(exp_avg, one_minus_beta1 * grad));
   }
 
   Vec grad_factor;
   bool decoupled;
-  double kept, beta2;
+  double kept;
+  Factor beta1;
+  double beta2;
   Vec one_minus_beta1, one_minus_beta2, minus_lr;
 };
 
 template <class Streams>
 [[gnu::noinline]] void step(const Coefficients& coefficients, const Streams& at, int64_t count) {
   const Coefficients c = coefficients;  // a local: no store below can change it
-  const Factor kept(c.kept);
+  const Factor kept(c.kept), beta2(c.beta2);
   const auto [params, grads, exp_avgs] = at;
   for (int64_t i = 0; i < count; i += Vec::kLanes) {
     prefetch_all(params + i, grads + i, exp_avgs + i);
@@ -51,7 +54,7 @@ template <class Streams>
     Vec m = Vec::load(exp_avgs + i);
     const Vec change = c.change(m, g);
     p = c.decoupled ? kept.times_plus(p, change) : p + change;
-    m = multiply_add(c.one_minus_beta2, g - m, m);
+    m = beta2.times_plus(m, c.one_minus_beta2 * g);
     p.store(params + i);
     m.store(exp_avgs + i);
   }

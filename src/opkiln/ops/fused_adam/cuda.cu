@@ -27,7 +27,7 @@ struct Coefficients {
   float grad_factor;
   float l2;  // added to the gradient, times the parameter
   Factor kept;  // of the parameter, by decoupled decay
-  Factor beta2;
+  Factor beta1, beta2;
   float one_minus_beta1, one_minus_beta2;
   float minus_step_size, root_factor, eps;
 
@@ -43,6 +43,7 @@ struct Coefficients {
     c.l2 = h.adamw_mode ? 0 : static_cast<float>(h.weight_decay);
     c.decoupled = h.adamw_mode && h.weight_decay != 0;
     c.kept = Factor::of(1 - lr * h.weight_decay);
+    c.beta1 = Factor::of(h.beta1);
     c.beta2 = Factor::of(h.beta2);
     c.one_minus_beta1 = static_cast<float>(1 - h.beta1);
     c.one_minus_beta2 = static_cast<float>(1 - h.beta2);
@@ -58,7 +59,7 @@ struct Coefficients {
     if (l2 != 0) {
       g = fmaf(l2, param, g);
     }
-    exp_avg = fmaf(one_minus_beta1, g - exp_avg, exp_avg);
+    exp_avg = beta1.times_plus(exp_avg, one_minus_beta1 * g);
     exp_avg_sq = beta2.times_plus(exp_avg_sq, one_minus_beta2 * g * g);
     const float change = minus_step_size * exp_avg / fmaf(sqrtf(exp_avg_sq), root_factor, eps);
     param = decoupled ? kept.times_plus(param, change) : param + change;

@@ -31,6 +31,7 @@ struct Coefficients {
   explicit Coefficients(const Hyper& h)
       : inside(h.eps_inside_sqrt),
         grad_factor(all((h.maximize ? -1 : 1) / h.grad_scale)),
+        beta1(h.beta1),
         beta2(h.beta2),
         one_minus_beta1(all(1 - h.beta1)),
         one_minus_beta2(all(1 - h.beta2)),
@@ -48,7 +49,7 @@ struct Coefficients {
 
   bool inside;
   Vec grad_factor;
-  Factor beta2;
+  Factor beta1, beta2;
   Vec one_minus_beta1, one_minus_beta2, average_factor, root_factor, eps, weight_decay;
 };
 
@@ -89,7 +90,7 @@ Squares average(const Hyper& hyper, const Item<kStreams>& item, int64_t begin, i
       const Vec g = Vec::load(block.at[kGrad] + i) * c.grad_factor;
       Vec m = Vec::load(block.at[kExpAvg] + i);
       Vec v = Vec::load(block.at[kExpAvgSq] + i);
-      m = multiply_add(c.one_minus_beta1, g - m, m);
+      m = c.beta1.times_plus(m, c.one_minus_beta1 * g);
       v = c.beta2.times_plus(v, c.one_minus_beta2 * g * g);
       c.update(p, m, v).store(updates + i);
       m.store(block.at[kExpAvg] + i);

@@ -25,7 +25,7 @@ struct Coefficients {
   bool skip;
   bool eps_inside_sqrt;
   float grad_factor;
-  Factor beta2;
+  Factor beta1, beta2;
   float one_minus_beta1, one_minus_beta2;
   float average_factor;  // of the average, for its start at 0
   float root_factor;     // of the average of squares, or of its root
@@ -42,6 +42,7 @@ struct Coefficients {
     c.skip = false;
     c.eps_inside_sqrt = h.eps_inside_sqrt;
     c.grad_factor = static_cast<float>((h.maximize ? -1 : 1) / grad_scale);
+    c.beta1 = Factor::of(h.beta1);
     c.beta2 = Factor::of(h.beta2);
     c.one_minus_beta1 = static_cast<float>(1 - h.beta1);
     c.one_minus_beta2 = static_cast<float>(1 - h.beta2);
@@ -55,7 +56,7 @@ struct Coefficients {
 
   __device__ void average(float grad, float& exp_avg, float& exp_avg_sq) const {
     const float g = grad * grad_factor;
-    exp_avg = fmaf(one_minus_beta1, g - exp_avg, exp_avg);
+    exp_avg = beta1.times_plus(exp_avg, one_minus_beta1 * g);
     exp_avg_sq = beta2.times_plus(exp_avg_sq, one_minus_beta2 * g * g);
   }
 

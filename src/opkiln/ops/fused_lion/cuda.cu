@@ -25,6 +25,7 @@ struct Coefficients {
   bool decays;
   float grad_factor;
   Factor kept;  // of the parameter, by decoupled decay
+  Factor beta1, beta2;
   float one_minus_beta1, one_minus_beta2;
   float lr;
 
@@ -35,6 +36,8 @@ struct Coefficients {
     c.decays = h.weight_decay != 0;
     c.grad_factor = static_cast<float>((h.maximize ? -1 : 1) / grad_scale);
     c.kept = Factor::of(1 - lr * h.weight_decay);
+    c.beta1 = Factor::of(h.beta1);
+    c.beta2 = Factor::of(h.beta2);
     c.one_minus_beta1 = static_cast<float>(1 - h.beta1);
     c.one_minus_beta2 = static_cast<float>(1 - h.beta2);
     c.lr = static_cast<float>(lr);
@@ -44,11 +47,11 @@ struct Coefficients {
   __device__ void step(float grad, float& param, float (&states)[kStates]) const {
     float& exp_avg = states[0];
     const float g = grad * grad_factor;
-    const float blend = fmaf(one_minus_beta1, g - exp_avg, exp_avg);
+    const float blend = beta1.times_plus(exp_avg, one_minus_beta1 * g);
     // The sign of the blend; 0 and NaN stay what they are.
     const float change = blend > 0 ? -lr : blend < 0 ? lr : blend;
     param = decays ? kept.times_plus(param, change) : param + change;
-    exp_avg = fmaf(one_minus_beta2, g - exp_avg, exp_avg);
+    exp_avg = beta2.times_plus(exp_avg, one_minus_beta2 * g);
   }
 };
 

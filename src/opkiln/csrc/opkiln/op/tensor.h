@@ -98,9 +98,14 @@ class Tensor {
       return static_cast<T*>(known(written(dtype_of<T>), sizeof(T)));
     }
   }
-  // The emulator gets to know the memory that kernels may touch.
+  // A tensor whose storage was freed has elements and no memory. The emulator gets to know the memory
+  // that kernels may touch.
   template <class P>
   P* known(P* pointer, [[maybe_unused]] size_t element) const {
+    if (__builtin_expect(!pointer && numel() > 0, 0)) {
+      raise_form("%s has shape %s and no memory: its storage was freed", NameOf(*this).text,
+                 ListOf(sizes()).text);
+    }
 #if defined(OPKILN_EMULATED)
     if (numel() > 0) {
       const Ints shape = sizes(), steps = strides();
