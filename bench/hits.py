@@ -37,7 +37,7 @@ class Subject:
         self.sources: dict[str, str] = {}
         self.paths: dict[str, str] = {}
         for kind, (abi, text) in SOURCES.items():
-            source = workspace.root / name / f"{abi}.cpp"
+            source = workspace.root / name / "sources" / f"{abi}.cpp"
             source.parent.mkdir(parents=True, exist_ok=True)
             source.write_text(text + (STABLE if abi == "torch-stable" else LIBRARY))
             self.sources[kind] = str(source)

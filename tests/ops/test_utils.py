@@ -70,6 +70,18 @@ def test_shapes_and_strides_are_of_no_matter() -> None:
 
 
 @pytest.mark.usefixtures("op")
+def test_gradients_flow_through_flatten_and_unflatten() -> None:
+    tensors = [
+        torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in ((2, 3), (4,))
+    ]
+    assert torch.autograd.gradcheck(lambda *given: utils.flatten(given), tensors)
+    shaped = utils.unflatten(utils.flatten(tensors), tensors)
+    sum(each.square().sum() for each in shaped).backward()
+    assert all(torch.equal(each.grad, 2 * each) for each in tensors)
+    with torch.no_grad():
+        assert not utils.flatten(tensors).requires_grad
+
+
 def test_views_at_odd_addresses_are_written_and_their_neighbours_are_not() -> None:
     memory = torch.full((1000,), 9, dtype=torch.uint8)
     targets = [memory[1:18], memory[33:500]]

@@ -22,6 +22,8 @@ def flatten(tensors: Sequence[Tensor]) -> Tensor:
     They are of one dtype and on one device; at least one. Raises UsageError, naming the tensor.
     """
     listed = _checked(tensors)
+    if torch.is_grad_enabled() and any(each.requires_grad for each in tensors):
+        return torch.cat([each.reshape(-1) for each in tensors])  # with its gradient
     with torch.no_grad():
         flat: Tensor = _ops(listed[0]).flatten_list(listed)
     return flat
