@@ -73,7 +73,7 @@ def test_a_variable_selects_or_excludes_one_op(
     assert environment.prebuilt("quick") == {"second": BOTH}
 
 
-def test_an_op_that_cannot_be_built_fails_the_install_if_named_and_is_skipped_if_not(
+def test_an_op_that_does_not_compile_fails_the_install_whether_it_is_named_or_not(
     environment: Environment, project: Path
 ) -> None:
     environment.uninstall("quick")
@@ -83,9 +83,13 @@ def test_an_op_that_cannot_be_built_fails_the_install_if_named_and_is_skipped_if
     assert "op first: csrc/first.cpp does not compile" in said
     assert "Traceback" not in said
     assert not (environment.site / "quick").exists()
-    said = environment.install(project, OPKILN_BUILD_OPS="1", OPKILN_BUILD_THIRD="1")
+    said = environment.refuses(project, OPKILN_BUILD_OPS="1")
+    assert "quick cannot be installed with first precompiled, as OPKILN_BUILD_OPS asks" in said
+    assert "op first: csrc/first.cpp does not compile" in said
+    said = environment.install(
+        project, OPKILN_BUILD_OPS="1", OPKILN_BUILD_FIRST="0", OPKILN_BUILD_THIRD="1"
+    )
     assert environment.prebuilt("quick") == {"second": BOTH}
-    assert f"skipped first (cpu:{LOW}): op first: csrc/first.cpp does not compile" in said
     assert "note: OPKILN_BUILD_THIRD: quick has no such op" in said
 
 

@@ -11,10 +11,10 @@ TESTS = Path(__file__).parents[1]
 PAGE = (TESTS / "README.md").read_text()
 
 
-def test_a_mistyped_command_ends_with_2_and_says_where_to_look() -> None:
+def test_a_mistyped_command_ends_with_2_and_says_what_was_meant() -> None:
     done = command.run("biuld")
     assert done.returncode == 2
-    assert "hint: opkiln --help" in done.stderr
+    assert "hint: opkiln build" in done.stderr
 
 
 def test_each_example_stands_in_a_test_file() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import warnings
 from importlib import import_module
@@ -145,8 +146,7 @@ def _run(arguments: list[str]) -> int:
         output.say_end(error.format_message())
         return error.exit_code
     except click.UsageError as error:
-        path = error.ctx.command_path if error.ctx else "opkiln"
-        output.say_error(error.format_message(), f"{path} --help")
+        output.say_error(error.format_message(), _what_to_type(error))
         return error.exit_code
     except click.ClickException as error:
         output.say_error(error.format_message())
@@ -166,6 +166,20 @@ def _run(arguments: list[str]) -> int:
         output.say_error(f"{os.fsdecode(error.filename)}: {reason}" if error.filename else reason)
         return StoreError.exit_code
     return code if isinstance(code, int) else 0
+
+
+def _what_to_type(error: click.UsageError) -> str:
+    """A command to copy: the one that was meant, or where to look."""
+    from difflib import get_close_matches
+
+    context = error.ctx
+    path = context.command_path if context else "opkiln"
+    typed = re.match("No such command '(.+)'", error.message)
+    if context and isinstance(context.command, click.Group) and typed:
+        known = context.command.list_commands(context)
+        for meant in get_close_matches(typed[1], known, n=1):
+            return f"{path} {meant}"
+    return f"{path} --help"
 
 
 def _leave_interrupted() -> None:

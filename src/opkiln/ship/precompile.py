@@ -17,7 +17,16 @@ from typing import Any, NamedTuple
 
 from opkiln.builder.base import OpBuilder
 from opkiln.bundles import layer
-from opkiln.errors import BuildError, OpkilnError, SettingError, SpecError, UnknownBackend
+from opkiln.errors import (
+    ArchError,
+    BuildError,
+    LoadError,
+    OpkilnError,
+    SettingError,
+    SpecError,
+    ToolchainError,
+    UnknownBackend,
+)
 from opkiln.model import CARRIED
 from opkiln.settings import LAYOUT, override, settings
 from opkiln.ship import audit, prebuild, selection
@@ -59,8 +68,8 @@ def precompile(
     are built for this machine, in the user's store. ``extensions`` are builders that the package's
     author asks for; the variables do not affect them.
 
-    Raises BuildError if a named op cannot be built, or if an op does not match its tag;
-    SettingError, OSError.
+    Raises BuildError if an op does not compile, if a named one cannot be built here, or if one does
+    not match its tag; SettingError, OSError.
     """
     if out is not None and os.path.lexists(out):
         shutil.rmtree(out)
@@ -70,14 +79,14 @@ def precompile(
         return Shipment((), PURE, _report(package, (), "", notes))
     tag = PURE
     with _torch_of_the_environment(), _importable(where, package):
-        named = {each.op.name: each.origin for each in chosen if each.named}
-        named |= {each.name: "" for each in extensions}
-        asked = _asked(chosen, extensions, named, here=out is None)
+        origins = {each.op.name: each for each in chosen}
+        asked = _asked(chosen, extensions, origins, here=out is None)
+        unnamed = {name for name, each in origins.items() if not each.named}
         outcomes = [
-            each if each.error is None or each.op in named else _skipped(each)
+            _skipped(each) if each.op in unnamed and isinstance(each.error, _NOT_HERE) else each
             for each in (*asked.refused, *prebuild.prebuild(asked.requests))
         ]
-        _require_named(package, named, outcomes)
+        _require_built(package, origins, outcomes)
         payloads = sorted({each.path for each in outcomes if each.path})
         if out is not None and payloads:
             tag = _exported(payloads, out)
@@ -87,8 +96,13 @@ def precompile(
     return Shipment(tuple(outcomes), tag, _report(package, outcomes, to, notes))
 
 
+# A compiler or a device is missing. Anything else is a mistake in the op, which a wheel without it
+# would hide.
+_NOT_HERE = (ToolchainError, LoadError, UnknownBackend, ArchError)
+
+
 def _skipped(outcome: Outcome) -> Outcome:
-    """The outcome of an op that nobody named: it is skipped, whatever the reason."""
+    """The outcome of an op that nobody named, and that cannot be built here."""
     assert outcome.error is not None
     reason = _one_line(outcome.error)
     return outcome._replace(status=prebuild.SKIPPED, reason=reason, error=None)
@@ -178,12 +192,12 @@ def _importable(where: str, package: str) -> Iterator[None]:
 def _asked(
     chosen: Sequence[Choice],
     extensions: Sequence[OpBuilder],
-    named: dict[str, str],
+    origins: dict[str, Choice],
     *,
     here: bool,
 ) -> prebuild.Asked:
     """What to build, for this machine or for others, and the ops that cannot be requested. Variants
-    are added to ``named``: an op's variable names them all."""
+    are added to ``origins``: an op's variable is that of them all."""
     requests: list[Request] = []
     refused: list[Outcome] = []
     for each in chosen:
@@ -194,8 +208,7 @@ def _asked(
                     Request(selection.ask(_fresh(builder), target), target, each.named)
                     for target in wanted
                 ]
-                if each.named:
-                    named[builder.name] = each.origin
+                origins[builder.name] = each
         except SettingError:
             raise  # it affects all ops: a misspelt setting must not produce a wheel
         except OpkilnError as error:
@@ -237,7 +250,7 @@ def _fresh(builder: OpBuilder) -> OpBuilder:
 
 
 def _builder(op: Declared) -> OpBuilder:
-    """A new builder of an op. Raises SpecError."""
+    """A new builder of an op. Raises SpecError, and LoadError where a module is not installed."""
     if not op.value:
         from opkiln import registry
 
@@ -248,11 +261,12 @@ def _builder(op: Declared) -> OpBuilder:
         for name in attribute.strip().split("."):
             kind = getattr(kind, name)
     except (Exception, SystemExit) as error:
-        lacks_torch = isinstance(error, ModuleNotFoundError) and error.name == "torch"
-        raise SpecError(
+        lacks = (error.name or "") if isinstance(error, ModuleNotFoundError) else ""
+        of_others = lacks and lacks.partition(".")[0] != module.strip().partition(".")[0]
+        raise (LoadError if of_others else SpecError)(
             f"op {op.name}: {op.value} cannot be imported from the package's sources",
             why=f"{type(error).__name__}: {error}",
-            hint=_NO_ISOLATION if lacks_torch else "",
+            hint=_NO_ISOLATION if lacks == "torch" else "",
         ) from error
     kind = kind if isinstance(kind, type) else getattr(kind, "builder", kind)  # of @opkiln.op
     if not (isinstance(kind, type) and issubclass(kind, OpBuilder)):
@@ -267,13 +281,13 @@ def _builder(op: Declared) -> OpBuilder:
     return builder
 
 
-def _require_named(package: str, named: dict[str, str], outcomes: Sequence[Outcome]) -> None:
-    """Raise BuildError if a named op cannot be built, with the reason for each."""
+def _require_built(package: str, origins: dict[str, Choice], outcomes: Sequence[Outcome]) -> None:
+    """Raise BuildError if an op failed, with the reason for each."""
     failures = [each for each in outcomes if each.error is not None]
     if not failures:
         return
     ops = dict.fromkeys(each.op for each in failures)
-    variables = ", ".join(dict.fromkeys(filter(None, (named[op] for op in ops))))
+    variables = ", ".join(dict.fromkeys(origins[op].origin for op in ops if op in origins))
     asks = f", as {variables} asks" if variables else ""
     hint = next((each.error.hint for each in failures if each.error and each.error.hint), "")
     if torch_sdk.locate() is None:

@@ -3,9 +3,10 @@
 A target other than this machine has a name: ``cuda:8.0,9.0a``, ``cpu``.
 
 When a package is installed, ``OPKILN_BUILD_OPS=1`` selects all of its ops: one that cannot be built
-here is skipped and listed. ``OPKILN_BUILD_<OP>=1`` selects one: it is built, or the install fails.
-``OPKILN_BUILD_<OP>=0`` leaves one out. Each variable has its ``DS_BUILD_…`` twin. The selection
-imports nothing of the package: if no op is selected, no code of the package runs.
+here is skipped and listed, one that does not compile fails the install. ``OPKILN_BUILD_<OP>=1``
+selects one: it is built, or the install fails. ``OPKILN_BUILD_<OP>=0`` leaves one out. Each variable
+has its ``DS_BUILD_…`` twin. The selection imports nothing of the package: if no op is selected, no
+code of the package runs.
 """
 
 from __future__ import annotations
