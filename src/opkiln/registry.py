@@ -69,6 +69,10 @@ class _AllOps(Mapping[str, type[OpBuilder]]):
         own = op.isidentifier() and (not owner or normalized(owner) == "opkiln")
         if own and _is_bundled(op):
             return _only_builder(op)
+        from opkiln.builder import deepspeed_names  # most names are of bundled ops
+
+        if own and op in deepspeed_names.ELSEWHERE:
+            return _only_builder(deepspeed_names.ELSEWHERE[op])
         if own and (variant := self._bundled_variant(op)) is not None:
             return variant
         entry = _find(owner, op)
@@ -77,6 +81,11 @@ class _AllOps(Mapping[str, type[OpBuilder]]):
         if (variant := self._variant(owner, op)) is not None:
             return variant
         known = list(self)
+        if op in deepspeed_names.NOT_HERE:
+            raise UnknownOp(
+                f"DeepSpeed's op {op} is not here", why=deepspeed_names.NOT_HERE[op],
+                hint="opkiln report",
+            )  # fmt: skip
         raise UnknownOp(
             f"there is no op {name!r}", why="known: " + ", ".join(known), hint=_meant(op, known)
         )

@@ -9,8 +9,9 @@ from sample import child
 
 import opkiln
 from opkiln import registry
-from opkiln.builder import OpBuilder
+from opkiln.builder import OpBuilder, deepspeed_names
 from opkiln.errors import SpecError, UnknownOp
+from opkiln.ship import selection
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -147,3 +148,23 @@ def test_ops_of_one_name_in_two_packages_are_two_ops(package: Callable[..., Pack
     specs = [package("plain").builder().spec() for _ in range(2)]
     assert specs[0].name == specs[1].name
     assert specs[0].distribution != specs[1].distribution
+
+
+@pytest.mark.parametrize("name", deepspeed_names.ELSEWHERE)
+def test_a_name_of_deepspeeds_leads_to_the_op_that_has_its_functions(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = deepspeed_names.ELSEWHERE[name]
+    assert registry.get_builder(name).name == registry.get_builder(f"opkiln:{name}").name == here
+    assert name not in list(registry.ALL_OPS)
+    monkeypatch.setenv(f"DS_BUILD_{name.upper()}", "1")
+    assert registry.get_builder(name).build_wanted()
+    chosen = {each.op.name: each for each in selection.choose(selection.bundled())}
+    assert {op for op, each in chosen.items() if each.wanted} == {here}
+
+
+@pytest.mark.parametrize("name", deepspeed_names.NOT_HERE)
+def test_an_op_of_deepspeeds_that_is_not_here_says_why(name: str) -> None:
+    with pytest.raises(UnknownOp, match="is not here") as wrong:
+        registry.get_builder(name)
+    assert wrong.value.why == deepspeed_names.NOT_HERE[name]

@@ -350,8 +350,10 @@ class OpBuilder:
 
     def build_wanted(self) -> bool:
         """Whether the user's variables select this op for precompilation."""
+        from opkiln.builder import deepspeed_names
+
         own = (self.BUILD_VAR,) if self.BUILD_VAR else ()
-        chosen = build_switch(self.name, own)
+        chosen = build_switch(self.name, (*own, *deepspeed_names.variables(self.name)))
         return bool(settings.build_ops) if chosen is None else chosen
 
     def builder(self) -> Any:

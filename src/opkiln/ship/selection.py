@@ -4,9 +4,9 @@ A target other than this machine has a name: ``cuda:8.0,9.0a``, ``cpu``.
 
 When a package is installed, ``OPKILN_BUILD_OPS=1`` selects all of its ops: one that cannot be built
 here is skipped and listed, one that does not compile fails the install. ``OPKILN_BUILD_<OP>=1``
-selects one: it is built, or the install fails. ``OPKILN_BUILD_<OP>=0`` leaves one out. Each variable
-has its ``DS_BUILD_…`` twin. The selection imports nothing of the package: if no op is selected, no
-code of the package runs.
+selects one: it is built, or the install fails. ``OPKILN_BUILD_<OP>=0`` leaves one out. Each
+variable has its ``DS_BUILD_…`` twin. The selection imports nothing of the package: if no op is
+selected, no code of the package runs.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import contextlib
 import os
 from typing import NamedTuple
 
+from opkiln.builder import deepspeed_names
 from opkiln.errors import ArchError, SettingError, UsageError
 from opkiln.model import CPU, CUDA, ROCM, XPU
 from opkiln.settings import build_switch_of, build_switches, origin_of, settings
@@ -150,7 +151,10 @@ def bundled() -> list[Declared]:
     from opkiln import registry
 
     own = {name: registry.ALL_OPS[name].BUILD_VAR for name in registry.bundled()}
-    return [Declared(name, variables=(given,) if given else ()) for name, given in own.items()]
+    return [
+        Declared(name, variables=(*filter(None, [given]), *deepspeed_names.variables(name)))
+        for name, given in own.items()
+    ]
 
 
 def declared(entry_points: Mapping[str, str], where: str) -> list[Declared]:
