@@ -238,8 +238,8 @@ def _environment(extra: Mapping[str, str] | None, tmpdir: str | None) -> dict[st
     # LC_ALL=C and not C.UTF-8: with C.UTF-8, compilers use Unicode quotation marks. Then the
     # messages would not match our patterns, and logs do not need them.
     environment = {**child_environment(), "LC_ALL": "C"}
-    if tmpdir is not None:
-        environment["TMPDIR"] = tmpdir
+    if place := tmpdir or settings.tmpdir:  # a compiler that only tells its version may write there
+        environment["TMPDIR"] = os.path.abspath(place)
     return {**environment, **(extra or {})}
 
 

@@ -99,6 +99,15 @@ def test_a_child_sees_only_the_allowed_environment(
     assert not {"CPATH", "GCC_EXEC_PREFIX", "LC_MESSAGES", "LANGUAGE", "ANYTHING"} & seen.keys()
 
 
+def test_a_program_without_a_directory_of_its_own_writes_to_that_of_the_user(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    code = "import tempfile; print(tempfile.gettempdir())"
+    assert process.run(python(code)).output.strip() == str(tmp_path)
+    assert process.capture(python(code)).stdout.strip() == str(tmp_path)
+
+
 def test_a_probe_carries_no_token() -> None:
     code = "import os; print('OPKILN_BUILD_TOKEN' in os.environ)"
     assert process.capture(python(code)).stdout == "False\n"
