@@ -236,3 +236,27 @@ def test_a_constructor_that_ends_the_process_is_told_and_not_published(
     )
     with pytest.raises(LoadTestError, match="ended the process with exit status 0"):
         opkiln.load("op", [str(source)], is_python_module=False, abi="none")
+
+
+@pytest.mark.parametrize(
+    ("part", "function", "hint"),
+    [
+        ("backward", lambda grad, x: grad, "def <lambda>(grad, x, scale):"),
+        ("backward", lambda grad, x, scale, output, more: grad, "(grad, x, scale, *, output):"),
+        ("fake", lambda x: x, "def <lambda>(x, scale):"),
+        ("vmap", lambda info, x, scale: (x, 0), "(info, in_dims, x, scale):"),
+        ("variant", lambda x: {"N": 1}, "(x, scale):"),
+    ],
+)
+def test_a_function_of_an_op_that_cannot_take_its_arguments_is_told_which(
+    part: str, function: Any, hint: str, tmp_path: Path
+) -> None:
+    variants: Any = {"N": (1, 2)} if part == "variant" else None
+
+    @opkiln.op(source="// nothing", variants=variants)
+    def mistaken_parts(x: torch.Tensor, scale: float) -> torch.Tensor:
+        return x * scale
+
+    with pytest.raises(SpecError, match="cannot take what it is called with") as wrong:
+        getattr(mistaken_parts, part)(function)
+    assert hint in wrong.value.hint

@@ -18,7 +18,7 @@ from opkiln.loading import loader
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
     from typing import TypeVar
 
     from opkiln.authoring.builders import DecoratedBuilder
@@ -87,6 +87,23 @@ class Declaration:
         setattr(self.builder.DECLARED[part], self._defined.name + ending, function)
         return function
 
+    def _require_fits(
+        self, function: Callable[..., Any], before: Sequence[str] = (), named: Sequence[str] = ()
+    ) -> None:
+        """Raise SpecError if a function cannot take the op's arguments, with these before them."""
+        arguments = self._defined.overload()._schema.arguments
+        first = [*before, *(each.name for each in arguments if not each.kwarg_only)]
+        rest = [*(each.name for each in arguments if each.kwarg_only), *named]
+        try:
+            inspect.signature(function).bind(*first, **dict.fromkeys(rest))
+        except TypeError as error:
+            parameters = ", ".join([*first, *(["*", *rest] if rest else [])])
+            raise SpecError(
+                f"op {self.builder.NAME}: {function.__name__} cannot take what it is called with",
+                why=str(error),
+                hint=f"def {function.__name__}({parameters}):",
+            ) from None
+
     # The attributes of the function
 
     def backward(self, function: _F) -> _F:
@@ -96,14 +113,21 @@ class Declaration:
                 f"op {self.builder.NAME} has no gradient: it writes to its arguments",
                 hint="torch.autograd.Function around it",
             )
-        gradient.use(function, "output" in inspect.signature(function).parameters)
+        wants_output = "output" in inspect.signature(function).parameters
+        results = self._defined.overload()._schema.returns
+        if all(str(each.type) == "Tensor" for each in results):
+            grads = [f"grad{number or ''}" for number in range(len(results))]
+            self._require_fits(function, grads, ["output"] if wants_output else [])
+        gradient.use(function, wants_output)
         return self._declare("autograd", "_backward", function)
 
     def fake(self, function: _F) -> _F:
+        self._require_fits(function)
         self._defined.fake = function
         return self._declare("fake", "", function)
 
     def vmap(self, function: _F) -> _F:
+        self._require_fits(function, ["info", "in_dims"])
         self._defined.batch_with(function)
         return self._declare("rules", "_vmap", function)
 
@@ -114,6 +138,7 @@ class Declaration:
                 f"op {self.builder.NAME} has no variants to choose from",
                 hint='@opkiln.op(..., variants={"HEAD": (64, 128)})',
             )
+        self._require_fits(function)
         variants.choose_by(function)
         choose_by(self.function, function)
         return self._declare("rules", "_variant", function)
@@ -125,6 +150,7 @@ class Declaration:
                 f"op {self.builder.NAME} has nothing to tune",
                 hint='@opkiln.op(..., tune={"BLOCK": (128, 256)})',
             )
+        self._require_fits(function)
         variants.tuning.key_by(function)
         return self._declare("rules", "_tune_key", function)
 
