@@ -102,25 +102,26 @@ def turned(x: Tensor, of: Batch, angles: Tensor) -> Tensor:
 DTYPES = [(torch.float32, 2e-6), (torch.float16, 2e-3), (torch.bfloat16, 2e-2)]
 
 
+@pytest.mark.parametrize("padding", [2, 40])  # rows; the batch describes two
 @pytest.mark.parametrize(("dtype", "near"), DTYPES)
 def test_keys_and_values_are_written_to_listed_blocks(
-    ops: RaggedDeviceOps, dtype: torch.dtype, near: float
+    ops: RaggedDeviceOps, dtype: torch.dtype, near: float, padding: int
 ) -> None:
     of, cache = batch(), new_cache(dtype)
-    q, k, v = qkv(of.tokens + 2, dtype)
+    q, k, v = qkv(of.tokens + padding, dtype)
     before = q.clone()
     ops.linear_kv_copy(cache, q, k, v, *of.described)
     found = written(cache, of)
     assert torch.equal(found[:, 0].flatten(1), k[: of.tokens])
     assert torch.equal(found[:, 1].flatten(1), v[: of.tokens])
     assert torch.equal(q, before)
-    theta = 10000.0 ** -(torch.arange(6).double() / 6)
+    theta = (10000.0 ** -(torch.arange(6).double() / 6)).to(dtype)  # as DeepSpeed rounds them
     trained = torch.rand(6)
     for angles, call, words in (
         (theta, ops.kv_rotary_embeddings, (12, 10000.0)),
         (trained, ops.kv_trained_rotary_embeddings, (trained,)),
     ):
-        q, k, v = qkv(of.tokens + 2, dtype)
+        q, k, v = qkv(of.tokens + padding, dtype)
         cache, queries, keys = new_cache(dtype), q.clone(), k.clone()
         call(cache, q, k, v, *words, *of.described)
         found = written(cache, of)

@@ -8,7 +8,8 @@ These things differ:
 
 - All dtypes and sizes are served, and any number of experts for a token.
 - The tokens of an expert are in their order in the batch. In DeepSpeed they come in any order.
-- Frequencies of rotary embedding are exact. DeepSpeed rounds those of some heads to 16 bits.
+- Frequencies of rotary embedding that are not given are rounded to the data type for every head.
+  DeepSpeed does so for the heads of keys and for some of the others.
 - ``flash_attn_by_atoms`` reads the atoms on the host, so it waits for the GPU, and cannot be in a
   CUDA graph. Sequences with one new token are one call of ``opkiln.nn.inference.attention``;
   prompts are a call each.
@@ -130,12 +131,11 @@ def kv_rotary_embeddings(
     kv_ptrs: Tensor,
 ) -> None:
     """Rotate ``q`` in place; write ``k``, rotated, and ``v`` to the cache."""
-    target = _target(kv_cache, len(k), batch_metadata, seq_metadata, tokens_to_seq, kv_ptrs)
-    turned = paged.paged_kv_rotary(
-        _heads(q, kv_cache), _heads(k, kv_cache), _heads(v, kv_cache), *target,
-        dim=rotary_dim, theta=theta_base,
-    )  # fmt: skip
-    _keep_padding(q, turned.flatten(1), target.sequences >= 0)
+    pairs = torch.arange(0, rotary_dim, 2, dtype=torch.float32, device=q.device) / rotary_dim
+    inv_freq = (1 / theta_base**pairs).to(q.dtype).float()
+    kv_trained_rotary_embeddings(
+        kv_cache, q, k, v, inv_freq, batch_metadata, seq_metadata, tokens_to_seq, kv_ptrs
+    )
 
 
 def kv_trained_rotary_embeddings(
@@ -170,9 +170,11 @@ def _heads(x: Tensor, kv_cache: Tensor) -> Tensor:
 def _places(
     tokens: int, batch_metadata: Tensor, seq_metadata: Tensor, tokens_to_seq: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The sequence of each token and its place there, int32; -1 for padding."""
+    """The sequence of each token and its place there, int32; -1 for padding. The tensors of a batch
+    may have more rows than ``tokens_to_seq``."""
     at = torch.arange(tokens, dtype=torch.int32, device=seq_metadata.device)
-    sequences = tokens_to_seq[:tokens]
+    sequences = tokens_to_seq.new_full((tokens,), -1)
+    sequences[: len(tokens_to_seq)] = tokens_to_seq[:tokens]
     real = (at < batch_metadata[0]) & (sequences >= 0)
     row = seq_metadata[sequences.clamp(min=0)]
     positions = row[:, _SEEN] + at - row[:, _START]
