@@ -47,6 +47,7 @@ DISPATCH_KEYS = {CPU: ("CPU",), CUDA: ("CUDA",), ROCM: ("CUDA",), XPU: ("XPU", "
 _FLAGS = ("cppflags", "cxxflags", "ldflags", "cpath", "cplus_include_path", "library_path")
 _DEVICE_FLAGS = ("cudaflags",)
 
+PROGRAM = "main"  # the distribution of what a program declares itself
 ONE_CALL = "jit"  # the distribution of what `opkiln.load` compiles: it belongs to no package
 
 # Where packages carry libraries that were built elsewhere.
@@ -55,6 +56,7 @@ SHARED = "opkiln_prebuilt"  # below a directory of sys.path: a name for each whe
 
 # Who declares a spec, and so in which words a hint speaks of its parts.
 BUILDER = "builder"  # an OpBuilder's methods
+DECORATOR = "decorator"  # the arguments of @opkiln.op
 CALL = "call"  # the arguments of `load` or `load_inline`
 EXTENSION = "extension"  # the arguments of a setuptools Extension
 
@@ -102,6 +104,11 @@ class OpSpec(Record):
     schemas: tuple[str, ...] = ()  # of all functions, to compare with the library's; in no key
     inline: tuple[tuple[str, str], ...] = ()  # (source, text) of sources that are in no file
     declared_by: str = BUILDER  # for messages; in no key
+
+    @property
+    def is_known_by_name(self) -> bool:
+        """Whether a command such as `opkiln build NAME` finds it."""
+        return self.distribution not in (ONE_CALL, PROGRAM)
 
 
 def place_of(distribution: str, op: str) -> str:

@@ -12,7 +12,9 @@ from sample import child, wanted
 
 import opkiln
 from opkiln.builder import CUDAOpBuilder, OpBuilder
+from opkiln.decision import policy
 from opkiln.errors import LoadTestError, SpecError, UnknownBackend, UsageError
+from opkiln.model import OpSpec
 from opkiln.registry import get_builder
 from opkiln.settings import override
 
@@ -260,3 +262,28 @@ def test_a_function_of_an_op_that_cannot_take_its_arguments_is_told_which(
     with pytest.raises(SpecError, match="cannot take what it is called with") as wrong:
         getattr(mistaken_parts, part)(function)
     assert hint in wrong.value.hint
+
+
+def test_hints_for_a_decorated_function_speak_of_its_decorator() -> None:
+    @opkiln.op(
+        source="""
+        #include <opkiln/op.h>
+        extern "C" int nowhere(int);
+        opk::Tensor undefined_part(const opk::Tensor& x) {
+          return opk::empty({nowhere(1)}, x);
+        }
+        OPKILN_OP(undefined_part, cpu);
+        """
+    )
+    def undefined_part(x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    with pytest.raises(LoadTestError, match="undefined symbol") as wrong:
+        undefined_part.builder().jit_load()
+    assert wrong.value.hint.endswith('needs={"libraries": ["…"]}    # in @opkiln.op')
+
+
+def test_no_command_is_named_that_would_build_an_op_of_a_program() -> None:
+    for distribution, hint in (("main", "run it once"), ("some_package", "opkiln build an_op")):
+        spec = OpSpec("an_op", distribution, "/src", ("a.cpp",))
+        assert policy.refusal(spec, "it is sealed").hint.startswith(hint)

@@ -15,6 +15,7 @@ from opkiln.errors import SpecError, UsageError
 from opkiln.model import (
     CPU,
     CUDA,
+    DECORATOR,
     INLINE_ROOT,
     REGISTERED,
     ROCM,
@@ -113,6 +114,7 @@ class DecoratedBuilder(CUDAOpBuilder):
     """What is the same for all decorated functions."""
 
     PLACE = Place("", "")
+    _declared_by = DECORATOR
     REGISTRATION: Registration
     DIRECTORY = ""  # of the Python file, from the root
     SOURCES = Sources()

@@ -157,7 +157,7 @@ class Declaration:
     @told_briefly
     def check(self, *args: Any, **kwargs: Any) -> Any:
         entrance = self._entrance.load_native(args, kwargs)
-        compare = Comparison(self.builder.NAME, self._reference, self._defined.written)
+        compare = Comparison(self._reference.__name__, self._reference, self._defined.written)
         refusals = self._entrance.refusals
         before = refusals.count
         result = compare(entrance.native or entrance.overload, args, kwargs)

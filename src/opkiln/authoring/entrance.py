@@ -73,7 +73,7 @@ class Entrance:
     ) -> None:
         """``served`` is what is loaded, if other functions are in the same library."""
         self._builder, self._reference = builder, reference
-        self._comparison = Comparison(builder.NAME, reference, written)
+        self._comparison = Comparison(reference.__name__, reference, written)
         self.refusals = Refusals(reference.__name__)
         # By device; None: there is no library for it.
         self._served: dict[str, Loaded | None] = {} if served is None else served

@@ -23,10 +23,12 @@ from opkiln.loading.register import (
 )
 from opkiln.model import (
     ABI_STABLE,
+    BUILDER,
     CPU,
     CUDA,
     EMULATED,
     LIBRARY,
+    PROGRAM,
     ROCM,
     XPU,
     Op,
@@ -181,11 +183,13 @@ class OpBuilder:
         """Which of ``BACKENDS`` this builder serves."""
         return self._asked_backend or self.BACKENDS[0]
 
+    _declared_by = BUILDER  # for messages
+
     @cached_property
     def distribution(self) -> str:
         """The package that owns the op: "main" for a program, and for code of no module."""
         name = self.DISTRIBUTION or type(self).__module__.partition(".")[0]
-        return "main" if name in ("", "__main__") else name
+        return PROGRAM if name in ("", "__main__") else name
 
     @cached_property
     def root(self) -> str:
@@ -219,6 +223,7 @@ class OpBuilder:
             abi=self.ABI,
             kernels=self._kernels(),
             schemas=tuple(self.SCHEMAS),
+            declared_by=self._declared_by,
         )
 
     def _kernels(self) -> tuple[str, ...]:

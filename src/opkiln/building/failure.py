@@ -12,7 +12,7 @@ from opkiln.building import wording
 from opkiln.engine import cgroup
 from opkiln.engine.schedule import StepFailed
 from opkiln.errors import BuildError, CompileError, StoreError
-from opkiln.model import CUDA, ONE_CALL, OpSpec
+from opkiln.model import CUDA, OpSpec
 from opkiln.process import signal_name
 from opkiln.store import publish
 from opkiln.toolchain import nvrtc, torch_sdk, wheel_headers
@@ -206,8 +206,8 @@ def _hint(output: str, plan: Plan) -> str:
         return f"add the directory of {header.group(1)} to {names.include_dirs}, or set CPATH"
     if "out of memory" in output.lower():
         return "MAX_JOBS=1    # and see `ulimit -v`"
-    if spec.distribution == ONE_CALL:
-        return ""  # no command can build it by name
+    if not spec.is_known_by_name:
+        return ""
     where = f" --target {target.backend}:{','.join(target.archs)}" if target.archs else ""
     return f"opkiln build {spec.name}{where}    # after fixing it"
 

@@ -9,7 +9,7 @@ import contextlib
 import os
 
 from opkiln.digest import read_file
-from opkiln.model import ABI_STABLE, CALL, DISPATCH_KEYS, EXTENSION, function_name
+from opkiln.model import ABI_STABLE, CALL, DECORATOR, DISPATCH_KEYS, EXTENSION, function_name
 from opkiln.record import Record
 from opkiln.signature import cpp, devices, differences, of_schema
 
@@ -40,6 +40,14 @@ _BUILDER = Names(
     'ABI = "torch"    # in the builder',
     'KIND = "library"    # in the builder',
 )
+_DECORATOR = Names(
+    "the sources of @opkiln.op",
+    'needs={"include_dirs": […]}',
+    'needs={"libraries": ["…"]}    # in @opkiln.op',
+    'needs={"ldflags": ["-L{}"]}    # in @opkiln.op',
+    "",
+    "",
+)
 _CALL = Names(
     "sources",
     "extra_include_paths",
@@ -62,7 +70,7 @@ def of(spec: OpSpec) -> Names:
     """The names for this spec, by how it was declared."""
     if spec.declared_by == CALL:
         return _CALL._replace(sources="cpp_sources") if spec.inline else _CALL
-    return _EXTENSION if spec.declared_by == EXTENSION else _BUILDER
+    return {EXTENSION: _EXTENSION, DECORATOR: _DECORATOR}.get(spec.declared_by, _BUILDER)
 
 
 def undefined_symbol(spec: OpSpec) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import warnings
 
 from opkiln.errors import CompilingOff, FallbackWarning, SealedError, UsageError
-from opkiln.model import CALL
 from opkiln.settings import settings
 
 TYPE_CHECKING = False
@@ -117,7 +116,7 @@ def about_to_compile(spec: OpSpec) -> None:
 def _hint(spec: OpSpec) -> str:
     """How to have it compiled, where no variable that is set here forbids that, too."""
     allowed = "" if settings.mode in (AUTO, NATIVE, SOURCE) else "OPKILN_MODE=auto"
-    if spec.declared_by == CALL:  # no command knows it
+    if not spec.is_known_by_name:
         how = f" with {allowed}" if allowed else ""
         return f"run it once{how} before; later runs find it in the cache"
     return f"{allowed} opkiln build {spec.name}".lstrip()
