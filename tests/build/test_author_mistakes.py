@@ -12,9 +12,7 @@ from sample import child, wanted
 
 import opkiln
 from opkiln.builder import CUDAOpBuilder, OpBuilder
-from opkiln.decision import policy
 from opkiln.errors import LoadTestError, SpecError, UnknownBackend, UsageError
-from opkiln.model import OpSpec
 from opkiln.registry import get_builder
 from opkiln.settings import override
 
@@ -281,9 +279,3 @@ def test_hints_for_a_decorated_function_speak_of_its_decorator() -> None:
     with pytest.raises(LoadTestError, match="undefined symbol") as wrong:
         undefined_part.builder().jit_load()
     assert wrong.value.hint.endswith('needs={"libraries": ["…"]}    # in @opkiln.op')
-
-
-def test_no_command_is_named_that_would_build_an_op_of_a_program() -> None:
-    for distribution, hint in (("main", "run it once"), ("some_package", "opkiln build an_op")):
-        spec = OpSpec("an_op", distribution, "/src", ("a.cpp",))
-        assert policy.refusal(spec, "it is sealed").hint.startswith(hint)

@@ -40,7 +40,7 @@ from opkiln.errors import (
     ToolchainError,
     UsageError,
 )
-from opkiln.model import BUILDER, CALL, CUDA, ONE_CALL, XPU, Artifact
+from opkiln.model import CUDA, ONE_CALL, PROGRAM, XPU, Artifact
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -360,23 +360,24 @@ def test_seal_is_an_error_unless_said_otherwise_and_takes_no_other_word() -> Non
 
 
 @pytest.mark.parametrize(
-    ("mode", "declared_by", "hint"),
+    ("mode", "distribution", "hint"),
     [
-        ("auto", BUILDER, "opkiln build op"),
-        ("native", BUILDER, "opkiln build op"),
-        ("source", BUILDER, "opkiln build op"),
-        ("cached", BUILDER, "OPKILN_MODE=auto opkiln build op"),
-        ("sealed", BUILDER, "OPKILN_MODE=auto opkiln build op"),
-        ("auto", CALL, "run it once before; later runs find it in the cache"),
-        ("cached", CALL,
+        ("auto", "package", "opkiln build op"),
+        ("native", "package", "opkiln build op"),
+        ("source", "package", "opkiln build op"),
+        ("cached", "package", "OPKILN_MODE=auto opkiln build op"),
+        ("sealed", "package", "OPKILN_MODE=auto opkiln build op"),
+        ("auto", ONE_CALL, "run it once before; later runs find it in the cache"),
+        ("auto", PROGRAM, "run it once before; later runs find it in the cache"),
+        ("cached", ONE_CALL,
          "run it once with OPKILN_MODE=auto before; later runs find it in the cache"),
     ],
 )  # fmt: skip
 def test_refusal_to_compile_says_how_to_have_it_compiled(
-    world: World, mode: str, declared_by: str, hint: str, monkeypatch: pytest.MonkeyPatch
+    world: World, mode: str, distribution: str, hint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OPKILN_MODE", mode)
-    error = policy.refusal(world.spec._replace(declared_by=declared_by), "because")
+    error = policy.refusal(world.spec._replace(distribution=distribution), "because")
     assert type(error) is (SealedError if mode == "sealed" else CompilingOff)
     assert (error.what, error.why) == ("op op would have to be compiled", "because")
     assert error.hint == hint
