@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from sample import child, wanted
+from sample import at_rest, child, wanted
 
 import opkiln
 from opkiln.builder import CUDAOpBuilder, OpBuilder
@@ -126,8 +126,12 @@ def test_opkiln_build_refuses_a_misspelled_reference(tmp_path: Path, steps: Step
     assert steps.compiled == []
 
 
-def test_a_hit_imports_neither_reference_nor_fakes(package: Callable[..., Package]) -> None:
+def test_a_hit_imports_neither_reference_nor_fakes(
+    package: Callable[..., Package], monkeypatch: pytest.MonkeyPatch
+) -> None:
     made = package("stable")
+    at_rest.shorten(monkeypatch)
+    at_rest.wait(made.path)
     made.builder().jit_load()
     code = """
         import importlib, sys
