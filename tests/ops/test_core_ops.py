@@ -132,3 +132,35 @@ def test_deepspeed_gets_the_same_functions() -> None:
         assert getattr(module, name) is getattr(core, name)
     assert module.create_handle() is None
     assert {*InferenceCore.REST, *core.__all__} <= set(dir(module))
+
+
+WRITING = {
+    "bias_activation": lambda out, x, row: core.bias_activation(out, row, "relu"),
+    "gated_activation": lambda out, x, row: core.gated_activation(
+        out, x.repeat(1, 2), row.repeat(2), "reglu"
+    ),
+    "layer_norm": lambda out, x, row: core.layer_norm(out, x, row, row, 1e-5),
+    "pre_layer_norm": lambda out, x, row: core.pre_layer_norm(out, x, x, x, row, row, 1e-5),
+    "post_layer_norm": lambda out, x, row: core.post_layer_norm(out, x, x, row, row, 1e-5),
+    "rms_norm": lambda out, x, row: core.rms_norm(out, x, row, 1e-5),
+    "rms_pre_norm": lambda out, x, row: core.rms_pre_norm(out, x, x, x, row, 1e-5),
+    "blas_linear": lambda out, x, row: core.blas_linear(out, x, x.new_ones(COLUMNS, COLUMNS)),
+}
+
+
+@pytest.mark.parametrize("name", WRITING)
+def test_what_requires_gradients_is_written_to_by_torchs_rule(
+    name: str, dtype: torch.dtype
+) -> None:
+    call, x, row = WRITING[name], _drawn(dtype), _drawn(dtype, COLUMNS)
+    leaf = _drawn(dtype).requires_grad_()
+    for refused in (leaf, leaf[:]):
+        with pytest.raises(RuntimeError, match=r"requires grad|automatic differentiation"):
+            call(refused, x, row)
+    with torch.no_grad():
+        call(leaf, x, row)  # as an optimizer writes
+    if name != "blas_linear":  # torch's own refuses any output of a graph
+        inside = leaf * 1
+        call(inside, x, row)
+        inside.sum().backward()
+        assert not leaf.grad.any()  # what was there before counts no more

@@ -260,6 +260,8 @@ def test_a_wrong_tensor_is_refused_by_name() -> None:
         quant.dequantize(q, dtype=torch.int32)
     with pytest.raises(UsageError, match="x is a leaf that requires gradients"):
         quant.fake_quantize(torch.randn(16, requires_grad=True), inplace=True)
+    with pytest.raises(UsageError, match="or a view of one"):
+        quant.fake_quantize(torch.randn(32, requires_grad=True)[:16], inplace=True)
 
 
 @pytest.mark.usefixtures("served_by")

@@ -367,7 +367,11 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
 
 
 class WithBump:
-    """Goes on to the op below, after counting up the versions of what it is about to change."""
+    """Goes on to the op below, after counting up the versions of what it is about to change.
+
+    Raises RuntimeError where an op must not write: to a tensor that autograd differentiates, and to
+    one whose elements share memory.
+    """
 
     def __init__(self, namespace: str, name: str, overload: str = "default") -> None:
         self._names = namespace, name, overload
@@ -391,11 +395,47 @@ class WithBump:
         for index, name in self._mutated:
             value = args[index] if index < len(args) else kwargs.get(name)
             if value is not None:
+                self._require_writable(name, value)
                 increment_version(value)
         with torch._C._AutoDispatchBelowADInplaceOrView():
             return self._overload.redispatch(
                 keyset & torch._C._after_ADInplaceOrView_keyset, *args, **kwargs
             )
+
+    def _require_writable(self, name: str, value: torch.Tensor | list[torch.Tensor]) -> None:
+        import torch
+
+        differentiates = torch.is_grad_enabled()
+        for tensor in (value,) if isinstance(value, torch.Tensor) else value:
+            if differentiates and tensor.requires_grad:
+                raise RuntimeError(
+                    f"{self._names[1]} writes to {name}, which requires a gradient: the op has none"
+                    "\nhint: with torch.no_grad():"
+                )
+            if type(tensor) in (torch.Tensor, torch.nn.Parameter) and _overlaps(tensor):
+                raise RuntimeError(
+                    f"{self._names[1]} writes to {name}, and elements of it share memory: shape "
+                    f"{[*tensor.shape]}, strides {[*tensor.stride()]}\nhint: {name}.clone()"
+                )
+
+
+def _overlaps(tensor: torch.Tensor) -> bool:
+    """Whether elements of a tensor share memory, or seem to: strides such as (2, 3) may miss each
+    other."""
+    import torch
+
+    known: int = torch._debug_has_internal_overlap(tensor)
+    if known != _HARD_TO_SAY:
+        return bool(known)
+    reach = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride <= reach:
+            return True
+        reach += (size - 1) * stride
+    return False
+
+
+_HARD_TO_SAY = 2  # as torch has it; 0: they do not, 1: they do
 
 
 class _Gradient:

@@ -30,7 +30,6 @@ def preprocess_weight(weight: Tensor) -> list[Tensor]:
     return [codes, codes.new_empty(0)]
 
 
-@torch.no_grad()
 def cuda_wf6af16_linear(
     output: Tensor,
     hidden_states: Tensor,
@@ -48,6 +47,8 @@ def cuda_wf6af16_linear(
     ``hidden_states`` is [tokens, in_channels] in fp16 or bf16, ``output`` [tokens, out_channels].
     """
     shape = (out_channels, in_channels)
-    scales = scale.reshape(-1).float()
-    weight = FPQuantized(weights_2bit, scales, shape, output.dtype, "e3m2", in_channels)
-    output.copy_(mixed_gemm(hidden_states.view(tokens, in_channels), weight))
+    with torch.no_grad():
+        scales = scale.reshape(-1).float()
+        weight = FPQuantized(weights_2bit, scales, shape, output.dtype, "e3m2", in_channels)
+        result = mixed_gemm(hidden_states.view(tokens, in_channels), weight)
+    output.copy_(result)

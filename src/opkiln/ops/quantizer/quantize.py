@@ -197,9 +197,10 @@ def fake_quantize(
     rest = (bits, group_size, symmetric, stochastic, seed, number, later, narrow_range)
     if not inplace:
         return _checked(_ops(x).fake_quantize, x.contiguous(), *rest)  # type: ignore[no-any-return]
-    if x.requires_grad and x.is_leaf and torch.is_grad_enabled():
+    leaf = x if x._base is None else x._base
+    if x.requires_grad and leaf.is_leaf and torch.is_grad_enabled():
         raise UsageError(
-            "x is a leaf that requires gradients, and inplace would overwrite it",
+            "x is a leaf that requires gradients, or a view of one, and inplace would overwrite it",
             why="the step that made its new value would be lost",
             hint="with torch.no_grad(): fake_quantize(x, inplace=True)",
         )

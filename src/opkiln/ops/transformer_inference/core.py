@@ -1,7 +1,8 @@
 """The pieces of a layer under the names and with the arguments of DeepSpeed-FastGen.
 
 Each function writes into tensors that it is given, which may also be its inputs. None has a
-gradient. An activation is a name or FastGen's number for it.
+gradient, and writing follows torch's rule: a leaf that requires gradients is refused, and what is
+part of a graph is cut off from it. An activation is a name or FastGen's number for it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ ACTIVATIONS = {
 }  # fmt: skip
 
 
-@torch.no_grad()
 def bias_activation(activation: Tensor, bias: Tensor | None, act_type: str | int) -> None:
     """``gelu`` (by tanh), ``relu``, ``silu`` or ``identity`` of ``activation + bias``, in place."""
     kind = _activation(act_type, "gelu", "relu", "silu", "identity")
@@ -28,10 +28,11 @@ def bias_activation(activation: Tensor, bias: Tensor | None, act_type: str | int
         "gelu": ops.bias_gelu, "relu": ops.bias_relu, "silu": ops.bias_silu,
         "identity": ops.bias_add,
     }[kind]  # fmt: skip
-    activation.copy_(function(activation, bias))
+    with torch.no_grad():
+        result = function(activation, bias)
+    activation.copy_(result)
 
 
-@torch.no_grad()
 def gated_activation(
     output: Tensor,
     input: Tensor,  # noqa: A002 (FastGen's name)
@@ -41,16 +42,17 @@ def gated_activation(
     """``geglu`` (by tanh), ``reglu`` or ``siglu``: the even columns of ``input + bias`` are gates
     for the odd ones. ``reglu`` is computed by torch."""
     kind = _activation(act_type, "geglu", "reglu", "siglu")
-    if kind == "geglu":
-        output.copy_(ops.gated_gelu(input, bias, interleaved=True))
-    elif kind == "siglu":
-        output.copy_(ops.gated_silu(input, bias, interleaved=True))
-    else:
-        total = widened(input) if bias is None else widened(input) + widened(bias)
-        output.copy_(torch.relu(total[..., 0::2]) * total[..., 1::2])
+    with torch.no_grad():
+        if kind == "geglu":
+            result = ops.gated_gelu(input, bias, interleaved=True)
+        elif kind == "siglu":
+            result = ops.gated_silu(input, bias, interleaved=True)
+        else:
+            total = widened(input) if bias is None else widened(input) + widened(bias)
+            result = torch.relu(total[..., 0::2]) * total[..., 1::2]
+    output.copy_(result)
 
 
-@torch.no_grad()
 def layer_norm(
     output: Tensor,
     input: Tensor,  # noqa: A002
@@ -59,10 +61,11 @@ def layer_norm(
     epsilon: float,
 ) -> None:
     """The layer norm of ``input``."""
-    output.copy_(ops.layer_norm(input, gamma, beta, epsilon))
+    with torch.no_grad():
+        result = ops.layer_norm(input, gamma, beta, epsilon)
+    output.copy_(result)
 
 
-@torch.no_grad()
 def pre_layer_norm(
     res_output: Tensor,
     norm_output: Tensor,
@@ -73,12 +76,12 @@ def pre_layer_norm(
     epsilon: float,
 ) -> None:
     """The sum of ``input`` and ``residual``, and its layer norm."""
-    norm, total = ops.pre_layer_norm(input, residual, gamma, beta, None, epsilon)
+    with torch.no_grad():
+        norm, total = ops.pre_layer_norm(input, residual, gamma, beta, None, epsilon)
     norm_output.copy_(norm)
     res_output.copy_(total)
 
 
-@torch.no_grad()
 def post_layer_norm(
     output: Tensor,
     input: Tensor,  # noqa: A002
@@ -88,16 +91,18 @@ def post_layer_norm(
     epsilon: float,
 ) -> None:
     """The layer norm of the sum of ``input`` and ``residual``."""
-    output.copy_(ops.post_layer_norm(input, residual, gamma, beta, None, epsilon))
+    with torch.no_grad():
+        result = ops.post_layer_norm(input, residual, gamma, beta, None, epsilon)
+    output.copy_(result)
 
 
-@torch.no_grad()
 def rms_norm(norm_output: Tensor, norm_input: Tensor, gamma: Tensor, epsilon: float) -> None:
     """The rms norm of ``norm_input``."""
-    norm_output.copy_(ops.rms_norm(norm_input, gamma, epsilon))
+    with torch.no_grad():
+        result = ops.rms_norm(norm_input, gamma, epsilon)
+    norm_output.copy_(result)
 
 
-@torch.no_grad()
 def rms_pre_norm(
     norm_output: Tensor,
     residual_output: Tensor,
@@ -107,15 +112,15 @@ def rms_pre_norm(
     epsilon: float,
 ) -> None:
     """The sum of ``norm_input`` and ``residual_input``, and its rms norm."""
-    norm, total = ops.pre_rms_norm(norm_input, residual_input, gamma, None, epsilon)
+    with torch.no_grad():
+        norm, total = ops.pre_rms_norm(norm_input, residual_input, gamma, None, epsilon)
     norm_output.copy_(norm)
     residual_output.copy_(total)
 
 
-@torch.no_grad()
 def blas_linear(output: Tensor, hidden_states: Tensor, weights: Tensor) -> None:
     """``hidden_states @ weights.T``, by the BLAS that torch has. ``output`` is another tensor."""
-    torch.matmul(hidden_states, weights.t(), out=output)
+    torch.matmul(hidden_states.detach(), weights.detach().t(), out=output)
 
 
 def _activation(given: str | int, *allowed: str) -> str:
