@@ -142,7 +142,7 @@ def to_manifest(facts: Iterable[Fact]) -> dict[str, Any]:
     """The facts as a manifest names them: the author's files, and a digest of all others."""
     listed = tuple(facts)
     own = {fact[1:3]: fact.sha256 for fact in listed if fact.sha256}
-    others = tuple(fact[:4] for fact in listed if fact.value != fact.sha256)
+    others = tuple(fact[:4] for fact in listed if not fact.sha256 or fact.value != fact.sha256)
     return {
         "own": [[anchor, path, sha256] for (anchor, path), sha256 in own.items()],
         "others": key("facts", others),
