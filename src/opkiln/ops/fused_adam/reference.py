@@ -55,8 +55,8 @@ def fused_adam_(
             g = g * grad_factor.to(dtype)
             if not adamw_mode:
                 g = g + p * weight_decay
-            m = m.lerp(g, 1 - beta1)
             one = torch.ones_like(step)
+            m = times_plus(m, one * beta1, (1 - beta1) * g)
             v = times_plus(v, one * beta2, (1 - beta2) * g * g)
             step_size = rate / (1 - beta1**step if bias_correction else one)
             root_factor = (1 - beta2**step if bias_correction else one).rsqrt()

@@ -95,8 +95,9 @@ def fused_lamb_average_(
                 for tensor in (stepped, grads[i], exp_avgs[i], exp_avg_sqs[i])
             )
             g = g * grad_factor.to(dtype)
-            m = m.lerp(g, 1 - beta1)
-            v = times_plus(v, torch.ones_like(step) * beta2, (1 - beta2) * g * g)
+            one = torch.ones_like(step)
+            m = times_plus(m, one * beta1, (1 - beta1) * g)
+            v = times_plus(v, one * beta2, (1 - beta2) * g * g)
             update = _update(
                 p, m, v, step, beta1, beta2, eps, weight_decay, eps_inside_sqrt, bias_correction
             )

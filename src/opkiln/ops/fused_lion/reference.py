@@ -43,11 +43,12 @@ def fused_lion_(
                 tensor.to(dtype).reshape(param.shape) for tensor in (stepped, grads[i], exp_avgs[i])
             )
             g = g * grad_factor.to(dtype)
-            blend = m.lerp(g, 1 - beta1)
+            one = torch.ones_like(rate)
+            blend = times_plus(m, one * beta1, (1 - beta1) * g)
             sign = torch.where(blend.isnan(), blend, blend.sign())  # torch's sign of NaN is 0
             change = -rate.to(dtype) * sign
             p = times_plus(p, 1 - rate * weight_decay, change) if weight_decay else p + change
-            m = m.lerp(g, 1 - beta2)
+            m = times_plus(m, one * beta2, (1 - beta2) * g)
             work.store_stepped(p, stepped, param)
             work.store(m, exp_avgs[i])
         work.count_up(steps)
