@@ -282,6 +282,7 @@ def test_two_blocks_that_write_one_element_race(run: Callable[..., Outcome]) -> 
 @pytest.mark.parametrize(
     ("case", "told"),
     [
+        ("assertion", "the kernel's assertion failed: in[0] < 0"),
         ("null", "writes 4 bytes through a null pointer"),
         ("host memory", "no tensor of this call is there"),
         ("unaligned", "not aligned to 16 bytes"),

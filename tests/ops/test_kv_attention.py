@@ -146,6 +146,7 @@ def test_wrong_arguments_are_named() -> None:
         ("q is torch.float16", lambda: attention(q.half(), k, v, cache)),
         ("q has 4 sequences", lambda: attention(q.repeat(2, 1, 1, 1), None, None, cache)),
         ("lengths has dtype", lambda: KVCache(cache.k, cache.v, cache.lengths.long())),
+        ("context is -1, expected at least", lambda: attention(q, k, v, cache, context=-1)),
         ("alibi_slopes", lambda: attention(q, k, v, cache, alibi_slopes=torch.ones(2))),
     ]
     for message, call in wrong:

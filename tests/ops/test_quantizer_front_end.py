@@ -154,6 +154,13 @@ def test_the_gradient_of_fake_quantize_goes_straight_through() -> None:
     inside = quant.fake_quantize(y * 2, bits=4, group_size=16, inplace=True)
     (inside * weights).sum().backward()
     assert torch.equal(y.grad, weights * 2)
+    both = torch.stack((x, y)).detach()
+
+    def loss(one: Tensor) -> Tensor:
+        return (quant.fake_quantize(one, bits=4, group_size=16) * weights).sum()
+
+    grads = torch.func.vmap(torch.func.grad(loss))(both)
+    assert torch.equal(grads, weights.expand(2, -1))
 
 
 @pytest.mark.usefixtures("native")

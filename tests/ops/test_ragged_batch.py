@@ -66,7 +66,13 @@ def test_the_next_batch_leaves_nothing_of_the_last(batch: RaggedBatch) -> None:
         ("sequence 1 has 1 blocks, expected 2 to 3", [*TWO[1:], Sequenced([1], 4, [1])]),
         ("sequence 0 has 4 blocks, expected 0 to 3", [Sequenced([], 0, [1, 2, 3, 4])]),
         ("sequence 0 has seen -1 tokens", [Sequenced([1], -1, [1])]),
-        ("sequence 0 has a negative block", [Sequenced([1], 0, [-1])]),
+        ("sequence 0 has seen 1.5 tokens", [Sequenced([1], 1.5, [1])]),
+        ("sequence 0 has a block outside of 0", [Sequenced([1], 0, [-1])]),
+        ("sequence 0 has a block of torch.float32", [Sequenced([1], 0, [1.5])]),
+        ("sequence 0 has a token of torch.float32", [Sequenced([1.5], 0, [1])]),
+        ("sequence 0 has a token of torch.bool", [Sequenced(torch.ones(1) > 0, 0, [1])]),
+        ("sequence 0 has a token outside of 0", [Sequenced([-1], 0, [1])]),
+        ("sequence 0 has a token outside of 0", [Sequenced([2**31], 0, [1])]),
     ],
 )
 def test_a_batch_that_does_not_fit_is_refused_and_changes_nothing(

@@ -192,19 +192,6 @@ def test_padding_is_not_written_and_no_token_is_no_work(op: Any) -> None:
     assert (none.k_cache == MISSING).all()
 
 
-def test_a_token_without_a_block_is_an_error(op: Any) -> None:
-    batch = Batch.of([(4, 0)], 1, 16, 4, torch.float32)
-    _, k, v = inputs(4, 1, 1, 16, torch.float32)
-    for changes in (
-        {"block_table": batch.block_table - 100},
-        {"block_table": batch.block_table + 100},
-        {"sequences": batch.sequences + 1},
-        {"positions": batch.positions + 1},
-    ):
-        with pytest.raises((RuntimeError, IndexError), match=r"__trap|no block|out of bounds"):
-            op.paged_kv_copy(k, v, *batch._replace(**changes).at)
-
-
 def test_wrong_arguments_are_named(op: Any) -> None:
     batch = Batch.of([(4, 0)], 2, 16, 4, torch.float32)
     q, k, v = inputs(4, 4, 2, 16, torch.float32)

@@ -18,6 +18,7 @@ from opkiln.errors import FallbackWarning, UsageError
 from opkiln.nn import sparse_attention as sparse
 from opkiln.ops.sparse_attn import plans
 from opkiln.ops.sparse_attn.functions import sparse_attn, sparse_attn_backward, visible
+from opkiln.settings import override
 
 NATIVE = SimpleNamespace(sparse_attn=sparse_attn, sparse_attn_backward=sparse_attn_backward)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -152,7 +153,7 @@ def test_attention_is_torchs_where_the_mask_is_the_layout() -> None:
     theirs = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=near | blind)
     torch.testing.assert_close(out, theirs.masked_fill(blind, 0), rtol=1e-5, atol=1e-5)
     module = nn.SparseSelfAttention(layout, key_padding_mask_mode="mul")
-    again = module(q, k.mT, v, key_padding_mask=padding.float()[:, None, None])
+    again = module(q, k, v, key_padding_mask=padding.float()[:, None, None])
     assert torch.equal(out, again)
 
 
@@ -225,9 +226,15 @@ def test_wrong_arguments_are_refused_by_name() -> None:
             lambda: sparse.Fixed(num_local_blocks=3, num_global_blocks=2),
         ),
         ("exclude each other", lambda: sparse.Fixed(horizontal_global_attention=True, causal=True)),
+        ("window is -1", lambda: sparse.Blocks(torch.ones(2, 2), window=-1)),
+        ("num_random_blocks is -1", lambda: sparse.Variable(num_random_blocks=-1)),
+        ("num_random_blocks is -1", lambda: sparse.BigBird(num_random_blocks=-1)),
+        ("num_global_blocks is 1.5", lambda: sparse.BigBird(num_global_blocks=1.5)),
+        ("num_sliding_window_blocks is -3", lambda: sparse.Longformer(num_sliding_window_blocks=-3)),
         ("as many ends as beginnings", lambda: sparse.Longformer(global_block_end_indices=(0,))),
         ("the layout has 2", lambda: many.blocks(3)),
         ("q has 2 heads, the layout 3", lambda: sparse.attention(q, q, q, many)),
+        ("k has shape", lambda: sparse.SparseSelfAttention(layout)(q, q.mT, q)),
         ("k has shape", lambda: sparse.attention(q, q[:, :1], q, layout)),
         ("v is torch.float64", lambda: sparse.attention(q, q, q.double(), layout)),
         (
@@ -241,3 +248,10 @@ def test_wrong_arguments_are_refused_by_name() -> None:
     ):
         with pytest.raises(UsageError, match=message):
             wrong()
+
+
+def test_with_the_setting_the_front_end_runs_the_cuda_kernels() -> None:
+    """A call with lists, which only the CUDA kernels ask for."""
+    with override(device="emulated"):
+        plan = sparse.Dense().plan(64)
+    assert len(plan.lists) == 9

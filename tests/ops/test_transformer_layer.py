@@ -87,6 +87,14 @@ def test_a_mask_reaches_the_attention() -> None:
     torch.testing.assert_close(made(x, mask), plain(made, x, mask))
 
 
+def test_a_batch_of_no_sequences_gives_nothing_and_gradients_of_zero() -> None:
+    layer = nn.TransformerLayer(64, 4)
+    out = layer(torch.randn(0, 5, 64))
+    assert out.shape == (0, 5, 64)
+    out.sum().backward()
+    assert all(not each.grad.any() for each in layer.parameters())
+
+
 @pytest.mark.parametrize("pre", [True, False])
 def test_gradcheck_with_dropout(pre: bool) -> None:
     made = layer(pre_layer_norm=pre, activation_dropout=0.2, gelu_checkpoint=pre)

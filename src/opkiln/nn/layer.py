@@ -155,7 +155,7 @@ class TransformerLayer(nn.Module):
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool
     ) -> Tensor:
         q, k, v = (
-            each.view(*each.shape[:2], self.heads, -1).transpose(1, 2)
+            each.view(*each.shape[:2], self.heads, self.hidden // self.heads).transpose(1, 2)
             for each in (query, key, value)
         )
         p = self.attention_dropout if self.training else 0.0

@@ -264,6 +264,10 @@ __global__ void block_race_kernel(float* out) {
   out[0] += static_cast<float>(threadIdx.x == 0);
 }
 
+__global__ void assert_kernel(float* in) {
+  assert(in[0] < 0);
+}
+
 __global__ void null_kernel(float* out) {
   out[threadIdx.x] = 1;
 }
@@ -346,6 +350,7 @@ extern "C" const char* emulate(const char* which, void* x, std::size_t x_bytes, 
   CASE("divergence", launch(divergence_kernel, {2, 96}, OUT(float), 64));
   CASE("two barriers", launch(two_barriers_kernel, {1, 64}, OUT(float)));
   CASE("block race", launch(block_race_kernel, {2, 1}, OUT(float)));
+  CASE("assertion", launch(assert_kernel, {1, 1}, X(float)));
   CASE("null", launch(null_kernel, {1, 1}, nullptr));
   int on_the_stack = 3;
   CASE("host memory", launch(host_memory_kernel, {1, 1}, &on_the_stack, OUT(int)));

@@ -60,7 +60,10 @@ class SparseSelfAttention(nn.Module):
         key_padding_mask: Tensor | None = None,
         attn_mask: Tensor | None = None,
     ) -> Tensor:
-        """[batch, heads, tokens, head] each; ``key`` may be transposed."""
+        """[batch, heads, tokens, head] each; ``key`` may be transposed, as DeepSpeed takes it: that is
+        seen where ``tokens`` is not ``head``."""
+        if key.shape != query.shape and key.mT.shape == query.shape:
+            key = key.mT
         inner = attention.SparseSelfAttention(
             self.layout(), self.key_padding_mask_mode, self.attn_mask_mode
         )

@@ -12,6 +12,7 @@
 #pragma once
 
 #include "op.h"
+#include "trap.h"
 #include "weight_formats.h"
 
 namespace opkiln {
@@ -59,8 +60,9 @@ __device__ inline Part part_of(const Work<Element>& work, int32_t wanted) {
     const int expert = first + lane;
     const bool there = expert < work.experts;
     const int32_t begin = there && expert > 0 ? work.offsets[expert - 1] : 0;
-    const int32_t end = there ? min(work.offsets[expert], work.rows) : begin;  // a wrong offset reads no stray row
-    const int32_t parts = end > begin ? (end - begin + kTokens - 1) / kTokens : 0;
+    const int32_t end = there ? work.offsets[expert] : begin;
+    if (there && (end < begin || end > work.rows)) opkiln::device::trap();
+    const int32_t parts = (end - begin + kTokens - 1) / kTokens;
     int32_t through = parts;  // parts of the experts up to this one
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) {

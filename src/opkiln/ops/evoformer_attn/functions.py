@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from opkiln.ops.checks import widened
 from opkiln.ops.evoformer_attn.op import backward, forward
 
 _Five = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -44,7 +45,7 @@ def evoformer_attention(
     greatest = scores.amax(-1)
     weights = (scores - greatest[..., None]).exp()
     share = weights.sum(-1).reciprocal()
-    out = torch.einsum("bnhqk,bnkhd->bnqhd", weights * share[..., None], _wide(v))
+    out = torch.einsum("bnhqk,bnkhd->bnqhd", weights * share[..., None], widened(v))
     return out.to(q.dtype).contiguous(), torch.stack([greatest * math.log2(math.e), share])
 
 
@@ -99,10 +100,10 @@ def evoformer_attention_backward(
     scores = _scores(q, k, mask_bias, pair_bias, scale) * math.log2(math.e)
     greatest, share = moments.unbind()
     weights = torch.exp2(scores - greatest[..., None]) * share[..., None]
-    wide, queries, keys = _wide(grad), _wide(q), _wide(k)
+    wide, queries, keys = widened(grad), widened(q), widened(k)
     v_grad = torch.einsum("bnhqk,bnqhd->bnkhd", weights, wide)
-    delta = (wide * _wide(output)).sum(-1).transpose(2, 3)[..., None]
-    through = weights * (torch.einsum("bnqhd,bnkhd->bnhqk", wide, _wide(v)) - delta)
+    delta = (wide * widened(output)).sum(-1).transpose(2, 3)[..., None]
+    through = weights * (torch.einsum("bnqhd,bnkhd->bnhqk", wide, widened(v)) - delta)
     q_grad = torch.einsum("bnhqk,bnkhd->bnqhd", through, keys) * scale
     k_grad = torch.einsum("bnhqk,bnqhd->bnkhd", through, queries) * scale
     of_mask = through.sum((2, 3), keepdim=True) if mask_grad else through.new_empty(0)
@@ -124,10 +125,10 @@ def _(_grad: Tensor, q: Tensor, *rest: Any) -> _Five:
 def _scores(
     q: Tensor, k: Tensor, mask_bias: Tensor | None, pair_bias: Tensor | None, scale: float
 ) -> Tensor:
-    scores = torch.einsum("bnqhd,bnkhd->bnhqk", _wide(q), _wide(k)) * scale
+    scores = torch.einsum("bnqhd,bnkhd->bnhqk", widened(q), widened(k)) * scale
     for bias in (mask_bias, pair_bias):
         if bias is not None:
-            scores = scores + _wide(bias)
+            scores = scores + widened(bias)
     return scores
 
 
@@ -135,11 +136,6 @@ def _moments(q: Tensor) -> Tensor:
     batch, rows, length, heads, _ = q.shape
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     return q.new_empty((2, batch, rows, heads, length), dtype=dtype)
-
-
-def _wide(x: Tensor) -> Tensor:
-    """``x`` as what arithmetic is done in: fp32 for 16-bit elements."""
-    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
 def _check(

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from opkiln.errors import ArgumentError, ArgumentTypeError
-from opkiln.ops.kv_attention.functions import append, kv_attention
+from opkiln.ops.kv_attention.functions import append, check_places, kv_attention
 
 _COUNTERS = 4096  # a GPU that has more pairs of sequences and heads to work on need not split them
 _MOST_TOKENS = 8  # of one sequence that the decode kernel takes; more are a prompt
@@ -102,19 +102,24 @@ def attention(
 
     Up to 8 tokens of fp16 or bf16 with heads of 64, 80, 96, 128, 192 or 256 run in one kernel on
     NVIDIA GPUs; other calls use ``torch.nn.functional.scaled_dot_product_attention``. There is no
-    gradient. Every new token must have room in the cache. Raises UsageError.
+    gradient. A length below 0, a token without room and a block that is not there are errors: on a
+    GPU assertions, as with torch's own functions. Raises UsageError.
     """
     batch, heads, tokens, head = _checked(q, k, v, cache, alibi_slopes)
     scale = head**-0.5 if scale is None else scale
+    if context is not None and context < tokens:
+        raise ArgumentError(f"context is {context}, expected at least {tokens}, the tokens of q")
     most = cache.capacity if context is None else min(context, cache.capacity)
     keys, values, table = _narrowed(cache, batch, most)
     lengths = cache.lengths if cache.lengths.shape[0] == batch else cache.lengths[:batch]
     if k is not None and v is not None and tokens > 1 and most == tokens and alibi_slopes is None:
+        check_places(tokens, keys, lengths, table)
         append(k, v, keys, values, lengths, table)
         return scaled_dot_product_attention(
             q, k, v, is_causal=causal, scale=scale, enable_gqa=heads != cache.kv_heads
         )
-    decode = q.is_cuda and tokens <= _MOST_TOKENS and q.dtype in (torch.float16, torch.bfloat16)
+    on_cuda = q.is_cuda or kv_attention.builder.emulates()
+    decode = on_cuda and tokens <= _MOST_TOKENS and q.dtype in (torch.float16, torch.bfloat16)
     # A prompt behind other tokens, fp32 and the CPU: the reference is torch's attention.
     call = kv_attention if decode else kv_attention.reference
     group = heads // cache.kv_heads

@@ -256,6 +256,7 @@ Tensor kv_attention(const Tensor& q, const opk::optional<Tensor>& k, const opk::
     work.table = table.data<const int32_t>();
     work.table_stride = table.stride(0);
     work.block_size = static_cast<int32_t>(block_size);
+    work.blocks = static_cast<int32_t>(k_cache.size(0));
     capacity = table.size(1) * block_size;
   } else {
     OPK_CHECK(k_cache.size(0) >= batch, "the cache has ", k_cache.size(0), " sequences, q has ", batch);

@@ -14,6 +14,7 @@
 #pragma once
 
 #include <math.h>
+#include <opkiln/trap.h>
 #include <opkiln/warp_matrix.h>
 
 #ifndef WARPS  // two blocks of 96 KiB fit a multiprocessor of an H100, and one fits those of other GPUs
@@ -64,7 +65,7 @@ struct Work {
   Element* out;  // [batch, token, query head, HEAD]
   Strides q_strides, new_strides, cache_strides;
   int64_t table_stride;
-  int32_t capacity, block_size, tokens, group, heads, row_blocks, splits;
+  int32_t capacity, block_size, blocks, tokens, group, heads, row_blocks, splits;
   float scale;  // for powers of two
   bool causal;
 };
@@ -79,11 +80,11 @@ struct Rows {
   const Element *k, *v, *k_new, *v_new;
   const int32_t* table;
   int64_t stride, new_stride;
-  int block_size, old, total, lane;
+  int block_size, blocks, old, total, lane;
 
   __device__ Rows(const Work& work, int batch, int head)
       : table(work.table), stride(work.cache_strides.token), new_stride(work.new_strides.token),
-        block_size(work.block_size), lane(threadIdx.x % 32) {
+        block_size(work.block_size), blocks(work.blocks), lane(threadIdx.x % 32) {
     const int64_t cached = (kPaged ? 0 : batch * work.cache_strides.batch) + head * work.cache_strides.head;
     const int64_t fresh = batch * work.new_strides.batch + head * work.new_strides.head;
     k = work.k_cache + cached;
@@ -91,15 +92,20 @@ struct Rows {
     k_new = work.k + fresh;
     v_new = work.v + fresh;
     if (kPaged) table += batch * work.table_stride;
-    old = min(max(work.lengths[batch], 0), work.capacity);
-    total = old + (work.k != nullptr ? work.tokens : 0);
+    old = work.lengths[batch];
+    const int added = work.k != nullptr ? work.tokens : 0;
+    if (old < 0 || old > work.capacity - added) opkiln::device::trap();
+    total = old + added;
   }
 
-  // The row of the cache that holds a position; -1 if no block was given for it.
+  __device__ int checked(int block) const {
+    if (block < 0 || block >= blocks) opkiln::device::trap();
+    return block;
+  }
+
+  // The row of the cache that holds a position.
   __device__ int cached(int position) const {
-    if (!kPaged) return position;
-    const int block = table[position / block_size];
-    return block < 0 ? -1 : block * block_size + position % block_size;
+    return kPaged ? checked(table[position / block_size]) * block_size + position % block_size : position;
   }
 
   // Lanes 0 to 15, and 16 to 31: the blocks that hold the tile which starts at this position. They are
@@ -110,8 +116,8 @@ struct Rows {
   }
 
   // Starts the copies of a tile.
-  __device__ void start(uint4* tile, int first, int blocks) const {
-    const int rows = kPaged ? max(blocks, 0) * block_size + (first + lane % kTile) % block_size : 0;
+  __device__ void start(uint4* tile, int first, int looked_up) const {
+    const int rows = kPaged ? checked(looked_up) * block_size + (first + lane % kTile) % block_size : 0;
     if (first + kTile <= old) {
 #pragma unroll
       for (int i = 0; i < kCopies; ++i) {
@@ -280,10 +286,8 @@ __device__ inline void append(const Work& work, const Rows& rows, int begin, int
   const int first = max(begin, rows.old);
   for (int i = threadIdx.x; i < (min(end, work.capacity) - first) * kChunks; i += kThreads) {
     const int position = first + i / kChunks, chunk = i % kChunks * 8;
-    const int row = rows.cached(position);
     const int64_t from = (position - rows.old) * rows.new_stride + chunk;
-    if (row < 0) continue;
-    const int64_t to = row * rows.stride + chunk;
+    const int64_t to = rows.cached(position) * rows.stride + chunk;
     const uint4 key = *reinterpret_cast<const uint4*>(rows.k_new + from);
     const uint4 value = *reinterpret_cast<const uint4*>(rows.v_new + from);
     *reinterpret_cast<uint4*>(const_cast<Element*>(rows.k) + to) = key;

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from opkiln.ops.checks import check_all, check_within
 from opkiln.ops.kv_attention.op import kit
 
 _TYPES = {torch.float16: "half", torch.bfloat16: "bfloat16"}
@@ -37,6 +38,7 @@ def kv_attention(
     the GPU share a sequence. A query that sees no key gives zeros.
     """
     del counters, splits  # for kernels
+    check_places(q.shape[2] if k is not None else 0, k_cache, lengths, block_table)
     if k is not None and v is not None:
         append(k, v, k_cache, v_cache, lengths, block_table)
     tokens = q.shape[2]
@@ -95,6 +97,20 @@ def _fits(x: Tensor) -> bool:
     return one == 1 and (batch | head | token) % 8 == 0 and x.storage_offset() % 8 == 0
 
 
+def check_places(
+    added: int, k_cache: Tensor, lengths: Tensor, block_table: Tensor | None
+) -> None:
+    """Every sequence has room for its tokens and so many more, in blocks that are there."""
+    size = k_cache.shape[1] if block_table is not None else 1
+    room = k_cache.shape[2] if block_table is None else block_table.shape[1] * size
+    check_within("lengths", lengths, 0, room - added)
+    if block_table is not None:
+        first = torch.arange(block_table.shape[1], device=lengths.device) * size
+        there = (block_table >= 0) & (block_table < k_cache.shape[0])
+        unused = first >= lengths.long().view(-1, 1) + added
+        check_all(there | unused, f"block_table has a block outside of 0 to {k_cache.shape[0] - 1}")
+
+
 def append(
     k: Tensor,
     v: Tensor,
@@ -120,4 +136,4 @@ def cached(cache: Tensor, block_table: Tensor | None) -> Tensor:
     """A cache as [batch, kv heads, tokens, head]. Blocks that are not given may be any."""
     if block_table is None:
         return cache
-    return cache[block_table.long().clamp(min=0)].flatten(1, 2).transpose(1, 2)
+    return cache[block_table.long().clamp(0, cache.shape[0] - 1)].flatten(1, 2).transpose(1, 2)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from opkiln.ops.checks import check_all
 from opkiln.ops.fp_quantizer import formats
 from opkiln.ops.fp_quantizer.reference import fp_dequantize
 from opkiln.ops.mixed_gemm.op import ACTIVATIONS, FORMATS, kit
@@ -36,7 +37,7 @@ def packed_gemm(
     [outputs, inputs], as the quantizers pack them, or numbers of the dtype of ``x`` if ``form`` is
     plain. With ``offsets``, int32 [experts], there is a matrix for each expert, one after the
     other, and ``bias`` is [experts, outputs]. Expert e has the rows from ``offsets[e - 1]`` up to
-    ``offsets[e]``. What is behind the last offset is not computed. ``activation`` is an index of
+    ``offsets[e]``: they rise from 0 to at most the rows of ``x``. What is behind the last offset is not computed. ``activation`` is an index of
     ``ACTIVATIONS``.
     """
     experts = 1 if offsets is None else offsets.numel()
@@ -64,6 +65,9 @@ def finished(
     if offsets is None:
         out = functional.linear(x, weight, bias)
     else:
+        ends = torch.nn.functional.pad(offsets, (1, 0))
+        rising = (ends[1:] >= ends[:-1]) & (offsets <= x.shape[0])
+        check_all(rising, f"offsets do not rise from 0 to at most {x.shape[0]}, the rows of x")
         out = grouped(x, weight, offsets)
         if bias is not None:
             out = out + bias.view(len(weight), -1)[_experts(x, offsets)]

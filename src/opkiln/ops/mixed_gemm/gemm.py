@@ -114,7 +114,7 @@ def _packed(
 
 def _served(x: Tensor, others: tuple[Tensor | None, ...], form: str, group_size: int) -> bool:
     """Whether the kernel takes it: on a GPU, in 16 bits, without gradients, in whole chunks."""
-    if not x.is_cuda or x.dtype == torch.float32:
+    if not (x.is_cuda or packed_gemm.builder.emulates()) or x.dtype == torch.float32:
         return False
     tensors = [x, *(each for each in others if each is not None)]
     if torch.is_grad_enabled() and any(each.requires_grad for each in tensors):

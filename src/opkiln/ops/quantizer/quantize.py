@@ -10,6 +10,7 @@ from torch import Tensor
 
 import opkiln
 from opkiln.errors import ArgumentError, ArgumentTypeError, UsageError
+from opkiln.ops.quantizer.gradients import fake_quantize_backward
 from opkiln.ops.quantizer.op import QuantizerBuilder
 from opkiln.ops.quantizer.tensor_fields import each_tensor, moved
 
@@ -196,7 +197,10 @@ def fake_quantize(
     number, later = _offset(offset)
     rest = (bits, group_size, symmetric, stochastic, seed, number, later, narrow_range)
     if not inplace:
-        return _checked(_ops(x).fake_quantize, x.contiguous(), *rest)  # type: ignore[no-any-return]
+        # torch gives the gradients of its custom ops no form for torch.func.
+        transformed = torch._C._are_functorch_transforms_active()
+        call = _StraightThrough.apply if transformed else _ops(x).fake_quantize
+        return _checked(call, x.contiguous(), *rest)  # type: ignore[no-any-return]
     leaf = x if x._base is None else x._base
     if x.requires_grad and leaf.is_leaf and torch.is_grad_enabled():
         raise UsageError(
@@ -211,6 +215,20 @@ def fake_quantize(
         else:
             x.copy_(_checked(_ops(x).fake_quantize, x.contiguous(), *rest))
     return x
+
+
+class _StraightThrough(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, *rest: Any) -> Tensor:
+        return _ops(x).fake_quantize(x, *rest)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        """Nothing is kept."""
+
+    backward = staticmethod(fake_quantize_backward)
 
 
 def quantized_reduce(

@@ -356,7 +356,7 @@ def _levels(
         shift = 128 if bits == 8 and not symmetric else 0
         levels = (scaled - shift + random).floor() + (shift - 128)
     else:
-        levels = scaled.round()
+        levels = scaled.round() + 0.0  # no negative zero
     if full:
         levels = levels.clamp(max=2 ** (bits - 1) - 1)
     levels = torch.where(finite[:, None], levels, 0.0)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from opkiln.errors import ArgumentError
+from opkiln.errors import ArgumentError, ArgumentTypeError
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -168,9 +168,9 @@ class RaggedBatch:
         if total > most_tokens:
             raise ArgumentError(f"there are {total} new tokens, expected at most {most_tokens}")
         for row, each in enumerate(batch):
-            if each.seen < 0:
+            if not isinstance(each.seen, int) or each.seen < 0:
                 raise ArgumentError(
-                    f"sequence {row} has seen {each.seen} tokens, expected at least 0"
+                    f"sequence {row} has seen {each.seen} tokens, expected a whole number from 0 on"
                 )
             needed = -(-(each.seen + len(each.tokens)) // self.block_size)
             if not needed <= len(each.blocks) <= most_blocks:
@@ -180,8 +180,16 @@ class RaggedBatch:
                     why=f"it has {each.seen} tokens and {len(each.tokens)} new ones, and a block "
                     f"has room for {self.block_size}",
                 )
-            if any(block < 0 for block in each.blocks):
-                raise ArgumentError(f"sequence {row} has a negative block: {list(each.blocks)}")
+            for name, values in (("token", each.tokens), ("block", each.blocks)):
+                whole = torch.as_tensor(values, dtype=None if len(values) else torch.int32)
+                if whole.is_floating_point() or whole.is_complex() or whole.dtype == torch.bool:
+                    raise ArgumentTypeError(
+                        f"sequence {row} has a {name} of {whole.dtype}, expected whole numbers"
+                    )
+                if whole.numel() and not 0 <= int(whole.min()) <= int(whole.max()) < 2**31:
+                    raise ArgumentError(
+                        f"sequence {row} has a {name} outside of 0 to 2**31 - 1: {whole.tolist()}"
+                    )
 
 
 def _padded(shape: tuple[int, ...]) -> int:

@@ -91,7 +91,7 @@ __device__ inline void find_angle(const Work& work, int given, int pair, float* 
   if (!work.cos) {
     opkiln::cos_sin(static_cast<uint64_t>(position) * work.frequencies.turns[pair], c, s);
   } else if (position >= work.table_positions) {
-    *c = *s = opk::bits::to_float(0x7fc00000u);
+    opkiln::device::trap();
   } else {
     *c = table_value(work.cos, position * work.cos_row + pair, work.angles);
     *s = table_value(work.sin, position * work.sin_row + pair, work.angles);

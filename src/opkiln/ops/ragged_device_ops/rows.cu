@@ -32,7 +32,8 @@ struct Picked {
     const int64_t index = wide ? static_cast<const int64_t*>(indices)[row]
                                : static_cast<const int32_t*>(indices)[row];
     if (!lengths) return index + offset;
-    return lengths[row] > 0 ? index + lengths[row] - 1 : kNone;
+    if (lengths[row] <= 0) return kNone;
+    return index < 0 ? count : index + lengths[row] - 1;  // there is no row `count`
   }
 };
 

@@ -11,9 +11,11 @@ namespace {
 // So many rows of this many bytes that another thread is worth it.
 int64_t grain_of(int64_t row) { return opk::kGrainBytes / (row > 0 ? row : 1) + 1; }
 
-int64_t checked(int64_t index, int64_t tokens) {
-  OPK_CHECK(index >= 0 && index < tokens, "indices has ", index, ", expected 0 to ", tokens - 1);
-  return index;
+// Before anything is written.
+void check_places(const Indices& indices, int64_t count, int64_t tokens) {
+  for (int64_t i = 0; i < count; ++i) {
+    OPK_CHECK(indices[i] >= 0 && indices[i] < tokens, "indices has ", indices[i], ", expected 0 to ", tokens - 1);
+  }
 }
 
 // Calls f(sequence, position) for all of them, in the order of memory.
@@ -33,27 +35,30 @@ void over_tokens(const Tokens& tokens, int64_t count, const F& f) {
 }
 
 void gather(const Tokens& tokens) {
+  check_places(tokens.indices, tokens.batch * tokens.kept, tokens.count);
   over_tokens(tokens, tokens.kept, [&](int64_t b, int64_t k) {
-    const int64_t index = checked(tokens.indices[b * tokens.kept + k], tokens.count);
+    const int64_t index = tokens.indices[b * tokens.kept + k];
     __builtin_memcpy(tokens.out.at(b, k), tokens.all.at(b, index), tokens.row);
   });
 }
 
 void scatter(const Tokens& tokens) {
+  check_places(tokens.indices, tokens.batch * tokens.kept, tokens.count);
   over_tokens(tokens, tokens.kept, [&](int64_t b, int64_t k) {
-    const int64_t index = checked(tokens.indices[b * tokens.kept + k], tokens.count);
+    const int64_t index = tokens.indices[b * tokens.kept + k];
     __builtin_memcpy(tokens.all.at(b, index), tokens.part.at(b, k), tokens.row);
   });
 }
 
 void merge(const Tokens& tokens) {
+  check_places(tokens.indices, tokens.batch * tokens.kept, tokens.count);
   const opk::Device host{opk::DeviceType::cpu, 0};
   Tensor places = opk::empty({tokens.batch * tokens.count}, opk::DType::int64, host);
   int64_t* const place = places.data<int64_t>();  // in `part`, or -1
   for (int64_t i = 0; i < tokens.batch * tokens.count; ++i) place[i] = -1;
   for (int64_t b = 0; b < tokens.batch; ++b) {
     for (int64_t k = 0; k < tokens.kept; ++k) {
-      place[b * tokens.count + checked(tokens.indices[b * tokens.kept + k], tokens.count)] = k;
+      place[b * tokens.count + tokens.indices[b * tokens.kept + k]] = k;
     }
   }
   over_tokens(tokens, tokens.count, [&](int64_t b, int64_t s) {
@@ -86,16 +91,16 @@ void gather_elements(const Masks& masks) {
         __builtin_memcpy(out, mask + i * masks.row_step, kept * sizeof(T));
         continue;
       }
-      const T* const from =
-          mask + checked(masks.indices[start + i], masks.tokens) * masks.row_step;
-      for (int64_t j = 0; j < kept; ++j) {
-        out[j] = from[checked(masks.indices[start + j], masks.tokens)];
-      }
+      const T* const from = mask + masks.indices[start + i] * masks.row_step;
+      for (int64_t j = 0; j < kept; ++j) out[j] = from[masks.indices[start + j]];
     }
   });
 }
 
 void gather_masks(const Masks& masks) {
+  if (masks.indices.data != nullptr) {
+    check_places(masks.indices, masks.layers * masks.batch * masks.kept, masks.tokens);
+  }
   switch (masks.size) {
     case 1: return gather_elements<uint8_t>(masks);
     case 2: return gather_elements<uint16_t>(masks);
@@ -105,13 +110,13 @@ void gather_masks(const Masks& masks) {
   }
 }
 
-// A bit for each token: reading the bits in order sorts. If two indices are the same, or one is out of
-// range, there are too few bits, and std::sort serves.
+// A bit for each token: reading the bits in order sorts. If two indices are the same, or `tokens` is 0, there
+// are too few bits, and std::sort serves.
 template <class T>
 void sort_row(const T* in, T* out, int64_t kept, int64_t tokens, uint64_t* bits, int64_t words) {
   __builtin_memset(bits, 0, words * sizeof(bits[0]));
   for (int64_t i = 0; i < kept; ++i) {
-    if (in[i] >= 0 && in[i] < tokens) bits[in[i] / 64] |= uint64_t{1} << in[i] % 64;
+    if (tokens > 0) bits[in[i] / 64] |= uint64_t{1} << in[i] % 64;
   }
   int64_t found = 0;
   for (int64_t w = 0; w < words; ++w) found += __builtin_popcountll(bits[w]);
@@ -146,6 +151,7 @@ void sort_rows(const Rows& rows) {
 }
 
 void sort(const Rows& rows) {
+  check_places({rows.in, rows.wide}, rows.rows * rows.kept, rows.tokens);
   rows.wide ? sort_rows<int64_t>(rows) : sort_rows<int32_t>(rows);
 }
 

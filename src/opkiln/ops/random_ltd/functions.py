@@ -15,6 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from opkiln.ops.checks import check_within
 from opkiln.ops.random_ltd.op import kit
 
 
@@ -22,10 +23,11 @@ from opkiln.ops.random_ltd.op import kit
 def token_sort(indices: Tensor, tokens: int) -> Tensor:
     """Each row of ``indices`` ([..., K], int32 or int64), sorted upward.
 
-    It is fastest if each row has different numbers from 0 to ``tokens - 1``. Raises RuntimeError.
+    They are from 0 to ``tokens - 1``. It is fastest if those of a row differ. Raises RuntimeError.
     """
     _check_indices(indices)
     _check_count("tokens", tokens)
+    check_within("indices", indices, 0, tokens - 1)
     return indices.contiguous().sort(dim=-1).values if indices.dim() else indices.clone()
 
 
@@ -34,6 +36,7 @@ def token_sort_(indices: Tensor, tokens: int) -> None:
     """``token_sort`` in place."""
     _check_indices(indices)
     _check_count("tokens", tokens)
+    check_within("indices", indices, 0, tokens - 1)
     if indices.dim():
         indices.copy_(indices.sort(dim=-1).values)
 
@@ -71,7 +74,7 @@ def token_spread(part: Tensor, indices: Tensor, tokens: int, batch_first: bool =
     shape[_tokens_dim(batch_first)] = tokens
     zeros = part.new_zeros(shape)
     _check_part(zeros, part, indices, batch_first)
-    return zeros.scatter(_tokens_dim(batch_first), _places(indices, part, batch_first), part)
+    return zeros.scatter(_tokens_dim(batch_first), _places(indices, zeros, batch_first), part)
 
 
 @kit.op()
@@ -94,6 +97,7 @@ def mask_gather_bert(mask: Tensor, indices: Tensor) -> Tensor:
         )
     if indices.device != mask.device:
         raise RuntimeError(f"indices is on {indices.device}, mask is on {mask.device}")
+    check_within("indices", indices, 0, mask.shape[2] - 1)
     layers, batch, kept = indices.shape
     heads, tokens = mask.shape[1], mask.shape[2]
     places = indices.long()
@@ -165,7 +169,8 @@ def _tokens_dim(batch_first: bool) -> int:
 
 
 def _places(indices: Tensor, x: Tensor, batch_first: bool) -> Tensor:
-    """The index of each element's token."""
+    """The index of each element's token in ``x``."""
+    check_within("indices", indices, 0, x.shape[_tokens_dim(batch_first)] - 1)
     rows = indices if batch_first else indices.t()
     return rows.long().unsqueeze(-1).expand(*rows.shape, x.shape[2])
 

@@ -2,6 +2,9 @@
 #pragma once
 
 #include <opkiln/arguments.h>
+#if defined(__CUDACC__) || defined(__HIPCC__) || defined(OPKILN_EMULATED) || defined(__CUDACC_RTC__)
+#include <opkiln/trap.h>
+#endif
 
 namespace {
 
@@ -17,16 +20,6 @@ struct Indices {
   }
 };
 
-#if defined(__CUDACC__) || defined(__HIPCC__) || defined(OPKILN_EMULATED) || defined(__CUDACC_RTC__)
-// Ends the kernel, as a failed assertion of torch's own kernels does.
-__device__ inline void refuse_index() {
-#if defined(__HIPCC__)
-  __builtin_trap();
-#else
-  __trap();
-#endif
-}
-#endif
 
 #if !defined(__CUDACC_RTC__)
 OPK_PLAIN_BEGIN

@@ -40,7 +40,7 @@ __global__ void __launch_bounds__(kThreads) mask_kernel(const OPK_GRID_CONSTANT 
   }
 #pragma unroll
   for (int r = 0; r < kRows; ++r) right = right && is_in(l, row[r]);
-  if (!right) refuse_index();
+  if (!right) opkiln::device::trap();
   const T* const mask = reinterpret_cast<const T*>(l.mask) + sequence % l.batch * l.batch_step +
       head * l.head_step + column;
   T* const out = reinterpret_cast<T*>(l.out) + (image * l.kept + top) * l.kept + j;

@@ -1,6 +1,5 @@
 // Indices of tokens, sorted: a block has a row. It sets a bit for each index, counts the bits before each
-// word, and reads them in order. Two equal indices leave too few bits, and so does one that is out of
-// range: then the block sorts by comparing.
+// word, and reads them in order. Two equal indices leave too few bits: then the block sorts by comparing.
 
 #include <opkiln/op.h>
 
@@ -47,7 +46,8 @@ __global__ void __launch_bounds__(kMostThreads) sort_kernel(const OPK_GRID_CONST
   __syncthreads();
   for (int64_t i = me; i < l.kept; i += threads) {
     const int64_t index = in[i];
-    if (index >= 0 && index < int64_t{words} * 32) atomicOr(&bits[index / 32], 1u << index % 32);
+    if (index < 0 || index >= l.tokens) opkiln::device::trap();
+    if (words > 0) atomicOr(&bits[index / 32], 1u << index % 32);
   }
   __syncthreads();
   const int32_t a_thread = (words + threads - 1) / threads;

@@ -9,7 +9,7 @@ struct Rows {
   const void* in;
   void* out;  // may be `in`
   int64_t rows, kept;
-  int64_t tokens;  // usually, all indices are different and below this
+  int64_t tokens;  // all indices are below this, and usually different
   bool wide;       // int64
 };
 

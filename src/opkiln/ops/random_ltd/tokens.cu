@@ -26,7 +26,7 @@ __device__ inline int64_t divided(int64_t value, uint32_t by) {
 }
 
 __device__ inline int64_t checked(int64_t index, int64_t tokens) {
-  if (index < 0 || index >= tokens) refuse_index();
+  if (index < 0 || index >= tokens) opkiln::device::trap();
   return index;
 }
 

@@ -75,7 +75,7 @@ class SparseSelfAttention(nn.Module):
     """``attention`` with a layout and modes of masks, called as DeepSpeed's module of this name:
     ``forward(query, key, value, rpe=None, key_padding_mask=None, attn_mask=None)``.
 
-    ``key`` may be transposed, [batch, heads, head, tokens]. ``rpe`` is added to the scores, and
+    ``rpe`` is added to the scores, and
     like the masks it gets no gradient.
     """
 
@@ -96,8 +96,6 @@ class SparseSelfAttention(nn.Module):
         attn_mask: Tensor | None = None,
     ) -> Tensor:
         """The attention, [batch, heads, tokens, head]. Raises UsageError."""
-        if key.shape != query.shape and key.mT.shape == query.shape:
-            key = key.mT
         mode = self.attn_mask_mode
         if key_padding_mask is not None:
             key_padding_mask = key_padding_mask.reshape(query.shape[0], query.shape[2])

@@ -8,6 +8,7 @@ import math
 import torch
 from torch import Tensor
 
+from opkiln.ops.checks import widened
 from opkiln.ops.sparse_attn.op import backward, forward
 
 _Two = tuple[Tensor, Tensor]
@@ -48,7 +49,7 @@ def sparse_attn(
     scores = _scores(q, k, layout, key_bias, mask, block, scale, causal, window, multiply)
     total = torch.logsumexp(scores, -1, keepdim=True)
     total = total.masked_fill(total == -torch.inf, torch.inf)
-    out = torch.exp(scores - total) @ _wide(v)
+    out = torch.exp(scores - total) @ widened(v)
     return _like(q, out), total.squeeze(-1).to(_wide_dtype(q, torch.float32))
 
 
@@ -107,14 +108,14 @@ def sparse_attn_backward(
     """The gradients of ``q``, ``k`` and ``v`` in ``sparse_attn``, whose results are ``out`` and
     ``lse``. They are the same to the bit each time."""
     del lists  # for kernels
-    wide = _wide(grad)
+    wide = widened(grad)
     scores = _scores(q, k, layout, key_bias, mask, block, scale, causal, window, multiply)
     weights = torch.exp(scores - lse[..., None])
-    inner = (wide * _wide(out)).sum(-1, keepdim=True)
-    of_scores = weights * (wide @ _wide(v).mT - inner) * scale
+    inner = (wide * widened(out)).sum(-1, keepdim=True)
+    of_scores = weights * (wide @ widened(v).mT - inner) * scale
     return (
-        _like(q, of_scores @ _wide(k)),
-        _like(k, of_scores.mT @ _wide(q)),
+        _like(q, of_scores @ widened(k)),
+        _like(k, of_scores.mT @ widened(q)),
         _like(v, weights.mT @ wide),
     )
 
@@ -160,14 +161,14 @@ def _scores(
     multiply: bool,
 ) -> Tensor:
     _check(q, k, layout, key_bias, mask, block)
-    scores = (_wide(q) @ _wide(k).mT) * scale
+    scores = (widened(q) @ widened(k).mT) * scale
     if key_bias is not None:
         scores = scores + key_bias[:, None, None].to(scores.dtype)
     seen = visible(layout, block, q.shape[2], causal, window)
     if mask is not None and multiply:
         seen = seen & (mask != 0)
     elif mask is not None:
-        scores = scores + _wide(mask)
+        scores = scores + widened(mask)
     return scores.masked_fill(~seen, -math.inf)
 
 
@@ -198,11 +199,6 @@ def _check(
 
 def _wide_dtype(x: Tensor, narrow: torch.dtype) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else narrow
-
-
-def _wide(x: Tensor) -> Tensor:
-    """``x`` as what arithmetic is done in: fp32 for 16-bit elements."""
-    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
 def _like(x: Tensor, value: Tensor) -> Tensor:

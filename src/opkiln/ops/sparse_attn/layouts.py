@@ -31,6 +31,7 @@ class Layout:
             raise ArgumentError(f"block is {block}, expected {', '.join(map(str, BLOCKS))}")
         if heads < 1:
             raise ArgumentError(f"heads is {heads}, expected at least 1")
+        _check_counts(window=window)
         self.block, self.heads, self.causal, self.window = block, heads, causal, window
         self._plans: dict[tuple[int, torch.device], Plan] = {}
 
@@ -108,6 +109,7 @@ class SlidingWindow(Layout):
                 f"window is {window} and num_sliding_window_blocks {num_sliding_window_blocks}, "
                 "expected one of them, at least 1"
             )
+        _check_counts(num_sliding_window_blocks=num_sliding_window_blocks)
         super().__init__(block, causal=causal, window=window)
         self.num_sliding_window_blocks = num_sliding_window_blocks
 
@@ -193,6 +195,7 @@ class Variable(Layout):
                 f"local_window_blocks is {list(local_window_blocks)}, expected numbers from 1 on"
             )
         _check_horizontal(horizontal_global_attention, causal)
+        _check_counts(num_random_blocks=num_random_blocks)
         self.num_random_blocks, self.seed = num_random_blocks, seed
         self.local_window_blocks = tuple(local_window_blocks)
         self.global_parts = _parts(global_block_indices, global_block_end_indices)
@@ -229,6 +232,11 @@ class BigBird(Layout):
         seed: int = 0,
     ) -> None:
         super().__init__(block, heads=heads, causal=causal)
+        _check_counts(
+            num_random_blocks=num_random_blocks,
+            num_sliding_window_blocks=num_sliding_window_blocks,
+            num_global_blocks=num_global_blocks,
+        )
         self.num_random_blocks, self.seed = num_random_blocks, seed
         self.num_sliding_window_blocks = num_sliding_window_blocks
         self.num_global_blocks = num_global_blocks
@@ -257,6 +265,7 @@ class Longformer(Layout):
         causal: bool = False,
     ) -> None:
         super().__init__(block, heads=heads, causal=causal)
+        _check_counts(num_sliding_window_blocks=num_sliding_window_blocks)
         self.num_sliding_window_blocks = num_sliding_window_blocks
         self.global_parts = _parts(global_block_indices, global_block_end_indices)
 
@@ -289,6 +298,12 @@ def _parts(begin: tuple[int, ...], end: tuple[int, ...] | None) -> list[slice]:
             "expected as many ends as beginnings, each greater than its beginning"
         )
     return [slice(b, e) for b, e in zip(begin, ends, strict=True)]
+
+
+def _check_counts(**counts: int) -> None:
+    for name, count in counts.items():
+        if not isinstance(count, int) or count < 0:
+            raise ArgumentError(f"{name} is {count}, expected a whole number from 0 on")
 
 
 def _check_horizontal(horizontal: bool, causal: bool) -> None:

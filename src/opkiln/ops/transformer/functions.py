@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu
 
+from opkiln.ops.checks import widened
 from opkiln.ops.transformer.op import columns, norms
 
 LONGEST_ROW = 8192
@@ -63,7 +64,7 @@ def dropout_add_backward(
     With a ``p`` of 0 the first is ``grad`` as well, and an empty tensor is returned for it.
     """
     _check_rows(grad)
-    through = _dropped(_wide(grad), seed, site, p)
+    through = _dropped(widened(grad), seed, site, p)
     return _unless(p == 0, through, grad), _sum_of_rows(through).to(grad.dtype)
 
 
@@ -113,15 +114,15 @@ def dropout_add_norm_backward(
     """
     _check_rows(grad, weight=weight, norm_bias=norm_bias)
     _check_same(grad, x=x, residual_grad=residual_grad)
-    wide, by = _wide(grad), _wide(weight)
-    normal = (_wide(x) - mean[..., None]) * scale[..., None]
+    wide, by = widened(grad), widened(weight)
+    normal = (widened(x) - mean[..., None]) * scale[..., None]
     part = wide * by
     total = part - part.mean(-1, keepdim=True) - normal * (part * normal).mean(-1, keepdim=True)
     total = total * scale[..., None]
     if residual_grad is not None:
-        total = total + _wide(residual_grad)
+        total = total + widened(residual_grad)
     through = _dropped(total, seed, site, p)
-    again = normal if norm_bias is None else normal * by + _wide(norm_bias)
+    again = normal if norm_bias is None else normal * by + widened(norm_bias)
     return (
         total.to(grad.dtype),
         _unless(p == 0, through, grad),
@@ -161,13 +162,13 @@ def join_columns(first: Tensor, second: Tensor, third: Tensor) -> _Two:
     _check_rows(first)
     _check_same(first, second=second, third=third)
     out = torch.cat([first, second, third], -1)
-    return out, _sum_of_rows(_wide(out)).to(first.dtype)
+    return out, _sum_of_rows(widened(out)).to(first.dtype)
 
 
 def gelu_reference(x: Tensor, bias: Tensor, seed: Tensor | None, site: int, p: float) -> Tensor:
     """See ``gelu_dropout``."""
     _check_rows(x, bias=bias)
-    out = gelu(_wide(x.contiguous()) + _wide(bias), approximate="tanh")
+    out = gelu(widened(x.contiguous()) + widened(bias), approximate="tanh")
     return _dropped(out, seed, site, p).to(x.dtype)
 
 
@@ -183,9 +184,9 @@ def gelu_backward_reference(
     """See ``gelu_dropout_backward``."""
     _check_rows(grad, bias=bias)
     _check_same(grad, x=x)
-    wide = _wide(x.contiguous()) + _wide(bias)
+    wide = widened(x.contiguous()) + widened(bias)
     x_grad = torch.ops.aten.gelu_backward(
-        _dropped(_wide(grad.contiguous()), seed, site, p), wide, approximate="tanh"
+        _dropped(widened(grad.contiguous()), seed, site, p), wide, approximate="tanh"
     )
     again = _dropped(gelu(wide, approximate="tanh"), seed, site, p) if recompute else wide
     return (
@@ -237,22 +238,17 @@ def _dropped(x: Tensor, seed: Tensor | None, site: int, p: float) -> Tensor:
 def _added(
     x: Tensor, bias: Tensor, residual: Tensor, seed: Tensor | None, site: int, p: float
 ) -> Tensor:
-    total = _dropped(_wide(x.contiguous()) + _wide(bias), seed, site, p)
-    return (total + _wide(residual)).to(x.dtype)
+    total = _dropped(widened(x.contiguous()) + widened(bias), seed, site, p)
+    return (total + widened(residual)).to(x.dtype)
 
 
 def _normalized(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> _Three:
-    wide = _wide(x)
+    wide = widened(x)
     mean = wide.mean(-1)
     off = wide - mean[..., None]
     scale = torch.rsqrt(off.square().mean(-1) + eps)
-    out = off * scale[..., None] * _wide(weight) + _wide(bias)
+    out = off * scale[..., None] * widened(weight) + widened(bias)
     return out.to(x.dtype), mean, scale
-
-
-def _wide(x: Tensor) -> Tensor:
-    """``x`` as what arithmetic is done in: fp32 for 16-bit elements."""
-    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
 def _sum_of_rows(x: Tensor) -> Tensor:

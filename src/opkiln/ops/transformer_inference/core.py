@@ -12,7 +12,7 @@ from torch import Tensor
 
 from opkiln.errors import ArgumentError
 from opkiln.ops.transformer_inference import functions as ops
-from opkiln.ops.transformer_inference.functions.checks import widened
+from opkiln.ops.checks import widened
 
 ACTIVATIONS = {
     "gelu": 0, "relu": 1, "silu": 2, "geglu": 3, "reglu": 4, "siglu": 5, "identity": 6,

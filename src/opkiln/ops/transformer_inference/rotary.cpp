@@ -25,8 +25,6 @@ struct Buffer {
 void set_angles(const Work& work, int64_t batch, int64_t seq, const Buffer& buffer) {
   const int64_t position = rotary::position_of(work, batch, seq);
   if (work.cos) {
-    OPK_CHECK(position >= 0 && position < work.table_rows, "position ", position,
-              " is not in the tables, which have ", work.table_rows);
     for (int i = 0; i < work.pairs; ++i) rotary::cos_sin_of(work, position, i, buffer.cos + i, buffer.sin + i);
     return;
   }
@@ -95,6 +93,11 @@ void rotate(const Work& work) {
 }  // namespace
 
 void rotary::run(const Work& work) {
+  for (int64_t token = 0; work.cos && work.positions && token < work.tokens; ++token) {
+    const int64_t position = rotary::position_of(work, token / work.seq, token % work.seq);
+    OPK_CHECK(position >= 0 && position < work.table_rows, "positions has ", position, ", expected 0 to ",
+              work.table_rows - 1, ", the rows of cos and sin");
+  }
   OPK_ELEMENT(work.element, T, (float, opkiln::BFloat16, opkiln::Float16), rotate<T>(work));
 }
 

@@ -7,6 +7,7 @@
 
 #include <opkiln/op.h>
 #include <opkiln/sixteen_bytes.h>
+#include <opkiln/trap.h>
 
 #include "rotary.h"
 
@@ -101,6 +102,11 @@ __device__ inline float table_float(uint32_t bits, rotary::Element element) {
                                               : __uint_as_float(bits << 16);
 }
 
+__device__ inline void find_angle(const Work& work, int64_t position, int pair, float* c, float* s) {
+  if (work.cos && (position < 0 || position >= work.table_rows)) opkiln::device::trap();
+  rotary::cos_sin_of(work, position, pair, c, s);
+}
+
 template <class T, class Unit>
 __device__ inline void rotate(const Work& work) {
   extern __shared__ float angles[];  // of each token: the cosines of its pairs, then the sines
@@ -152,7 +158,7 @@ __device__ inline void rotate(const Work& work) {
         place[0] = table_float(cosine, work.table);
         place[work.pairs] = work.inverse ? -s : s;
       } else if (has_angle) {
-        rotary::cos_sin_of(work, position, rank % work.pairs, place, place + work.pairs);
+        find_angle(work, position, rank % work.pairs, place, place + work.pairs);
       }
       for (int i = rank + threads; i < static_cast<int>(blockDim.z) * work.pairs; i += threads) {
         const int z = i / work.pairs, pair = i - z * work.pairs;
@@ -160,7 +166,7 @@ __device__ inline void rotate(const Work& work) {
           const int other = static_cast<int>(first) + z;
           const int64_t position = rotary::position_of(work, other / work.seq, other % work.seq);
           float* const place = angles + 2 * z * work.pairs + pair;
-          rotary::cos_sin_of(work, position, pair, place, place + work.pairs);
+          find_angle(work, position, pair, place, place + work.pairs);
         }
       }
       __syncthreads();

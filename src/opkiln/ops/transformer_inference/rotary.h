@@ -48,12 +48,10 @@ OPK_HOST_DEVICE inline float table_value(const void* table, int64_t at, Element 
                                    : opk::bits::to_float(uint32_t{bits} << 16);
 }
 
-// Of one pair at one position. A position outside of the tables gives NaN.
+// Of one pair at one position, which is in the tables.
 OPK_HOST_DEVICE inline void cos_sin_of(const Work& work, int64_t position, int pair, float* c, float* s) {
   if (!work.cos) {
     opkiln::cos_sin(static_cast<uint64_t>(position) * work.frequencies.turns[pair], c, s);
-  } else if (position < 0 || position >= work.table_rows) {
-    *c = *s = opk::bits::to_float(0x7fc00000u);
   } else {
     *c = table_value(work.cos, position * work.cos_row + pair, work.table);
     *s = table_value(work.sin, position * work.sin_row + pair, work.table);

@@ -8,12 +8,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from opkiln.ops.ragged_device_ops.functions.checks import (
+from opkiln.ops.checks import (
     check_device,
     check_dim,
     check_float,
     check_int32,
     check_shape,
+    check_within,
     dtype_name,
     widened,
 )
@@ -83,6 +84,7 @@ def moe_scatter(x: Tensor, slots: Tensor) -> Tensor:
     _check_slots(slots, x, "x")
     check_shape("slots", slots, [x.shape[0], slots.shape[1]])
     rows = x.repeat_interleave(slots.shape[1], 0)
+    check_within("slots", slots, 0, rows.shape[0] - 1)
     return torch.zeros_like(rows).index_copy(0, slots.flatten().long(), rows)
 
 
@@ -105,6 +107,7 @@ def moe_gather(rows: Tensor, slots: Tensor, weights: Tensor | None = None) -> Te
     _check_slots(slots, rows, "rows")
     tokens, k = slots.shape
     wide = widened(rows)
+    check_within("slots", slots, 0, rows.shape[0] - 1)
     if weights is not None:
         if weights.dtype != wide.dtype:
             raise RuntimeError(f"weights has dtype {dtype_name(weights)}, expected float32")

@@ -19,15 +19,17 @@ import math
 import torch
 from torch import Tensor
 
-from opkiln.ops.ragged_device_ops.functions.checks import (
+from opkiln.ops.checks import (
     check_device,
     check_dim,
     check_float,
     check_int32,
+    check_all,
     check_like,
     check_shape,
     check_some,
     dtype_name,
+    check_within,
     widened,
 )
 from opkiln.ops.ragged_device_ops.op import paged as kit
@@ -124,7 +126,7 @@ def paged_kv_rotary(
     head (all of them, if it is 0; at most 512) are rotated by ``positions``: of ``n`` pairs, pair
     ``i`` has the elements ``i`` and ``n + i``, and turns by ``position * theta ** (-i / n)``.
     ``cos`` and ``sin``, both [positions, n], fp32, fp16 or bf16, replace ``theta``: a position is
-    a row of them. On the CPU a position without a row is refused, on a GPU it gives NaN. Padding
+    a row of them. A position without a row is an error, as a token without a block. Padding
     is rotated, too, and a negative position counts as 0. 16-bit elements are rotated in fp32 and
     rounded once. Raises RuntimeError, naming the argument.
     """
@@ -155,9 +157,10 @@ def _write(
     size = k_cache.shape[1]
     real = (sequences >= 0) & (positions >= 0)
     rows, places = sequences[real].long(), positions[real].long()
+    check_within("sequences", rows, 0, block_table.shape[0] - 1)
+    check_within("positions", places, 0, block_table.shape[1] * size - 1)
     blocks = block_table[rows, places // size].long()
-    if (blocks < 0).any():
-        raise RuntimeError("block_table has no block for a token")
+    check_within("block_table", blocks, 0, k_cache.shape[0] - 1)
     k_cache[blocks, places % size] = k[real]
     v_cache[blocks, places % size] = v[real]
 
@@ -188,6 +191,7 @@ def _angles(
             check_dim(name, table, 2)
             check_shape(name, table, [cos.shape[0], pairs])
         check_like("sin", sin, cos, "cos")
+        check_within("positions", positions, 0, cos.shape[0] - 1)
         c, s = widened(cos)[positions], widened(sin)[positions]
     else:
         if theta <= 0:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from opkiln.ops.ragged_device_ops.functions.checks import (
+from opkiln.ops.checks import (
+    check_all,
     check_device,
     check_dim,
     check_float,
     check_int32,
     check_like,
     check_shape,
+    check_within,
     dtype_name,
     widened,
 )
@@ -42,6 +44,7 @@ def ragged_embedding(
     check_device("tokens", tokens, weight, "weight")
     if (positions is None) != (position_weight is None):
         raise RuntimeError("positions and position_weight are given together, or neither")
+    check_within("tokens", tokens, 0, weight.shape[0] - 1)
     out = torch.nn.functional.embedding(tokens, weight)
     if positions is None or position_weight is None:
         return out
@@ -51,6 +54,8 @@ def ragged_embedding(
     check_like("position_weight", position_weight, weight, "weight")
     check_dim("position_weight", position_weight, 2)
     check_shape("position_weight", position_weight, [position_weight.shape[0], weight.shape[1]])
+    least, most = -position_offset, position_weight.shape[0] - 1 - position_offset
+    check_within("positions", positions, least, most)
     added = torch.nn.functional.embedding(positions + position_offset, position_weight)
     return (widened(out) + widened(added)).to(weight.dtype)
 
@@ -70,6 +75,8 @@ def logits_gather(x: Tensor, starts: Tensor, lengths: Tensor) -> Tensor:
         check_int32(name, given)
         check_device(name, given, x, "x")
         check_shape(name, given, [starts.shape[0]])
+    check_within("starts", starts, 0, x.shape[0])
+    check_all(lengths <= x.shape[0] - starts, f"starts and lengths reach beyond {x.shape[0]} tokens")
     # A row of zeros for sequences without tokens.
     rows = torch.cat((x.new_zeros(1, x.shape[1]), x))
     last = torch.where(lengths > 0, starts + lengths, 0)

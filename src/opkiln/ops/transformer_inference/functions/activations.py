@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from opkiln.ops.transformer_inference.functions.checks import check_row, widened
+from opkiln.ops.checks import widened
+from opkiln.ops.transformer_inference.functions.checks import check_row
 from opkiln.ops.transformer_inference.op import activations as kit
 
 if TYPE_CHECKING:

@@ -1,14 +1,8 @@
-"""Checks of arguments, and the precision that references compute in."""
+"""Checks of arguments."""
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
-
-
-def widened(x: Tensor) -> Tensor:
-    """``x`` as what arithmetic is done in: fp32 for 16-bit elements."""
-    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
 def check_row(x: Tensor, name: str, row: Tensor | None, *, of: str = "x") -> None:

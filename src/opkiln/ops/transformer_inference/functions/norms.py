@@ -8,7 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from opkiln.ops.transformer_inference.functions.checks import check_row, check_same, widened
+from opkiln.ops.checks import widened
+from opkiln.ops.transformer_inference.functions.checks import check_row, check_same
 from opkiln.ops.transformer_inference.op import norms as kit
 
 

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from opkiln.ops.transformer_inference.functions.checks import (
-    check_like,
-    check_row,
-    check_same,
-    widened,
-)
+from opkiln.ops.checks import widened
+from opkiln.ops.transformer_inference.functions.checks import check_like, check_row, check_same
 from opkiln.ops.transformer_inference.op import residuals as kit
 
 

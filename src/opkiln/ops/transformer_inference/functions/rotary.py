@@ -7,7 +7,7 @@ other elements stay as they are.
 
 ``positions`` are int32 or int64, ``[batch, seq]`` or ``[seq]``; without them a sequence begins at
 0. ``cos`` and ``sin``, both ``[positions, n]``, fp32 or 16-bit, replace ``theta``: a position is a
-row of them. On the CPU a position without a row is refused, on a GPU it gives NaN. ``inverse``
+row of them. A position without a row is an error: on a GPU an assertion. ``inverse``
 turns back.
 
 Angles are exact to 2e-7 for every position. 16-bit elements are rotated in fp32 and rounded once.
@@ -21,7 +21,7 @@ import math
 import torch
 from torch import Tensor
 
-from opkiln.ops.transformer_inference.functions.checks import widened
+from opkiln.ops.checks import check_within, widened
 from opkiln.ops.transformer_inference.op import rotary as kit
 
 _MOST = 512  # elements of a head that are rotated without tables
@@ -172,6 +172,7 @@ def _angles(
                 raise RuntimeError(
                     f"{name} has shape {list(table.shape)}, expected [positions, {pairs}]"
                 )
+        check_within("positions", positions, 0, cos.shape[0] - 1)
         tables = widened(cos)[positions], widened(sin)[positions]
     else:
         if rotated > _MOST:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from opkiln.ops.transformer_inference.functions.checks import widened
+from opkiln.ops.checks import widened
 from opkiln.ops.transformer_inference.op import softmax as kit
 
 

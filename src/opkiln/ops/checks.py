@@ -1,4 +1,5 @@
-"""Checks of arguments, and the precision that references compute in. All raise RuntimeError."""
+"""Checks of arguments, and the precision that references compute in. All raise RuntimeError, naming
+the argument."""
 
 from __future__ import annotations
 
@@ -54,6 +55,17 @@ def check_device(name: str, x: Tensor, of: Tensor, of_name: str) -> None:
 def check_int32(name: str, x: Tensor) -> None:
     if x.dtype != torch.int32:
         raise RuntimeError(f"{name} has dtype {dtype_name(x)}, expected int32")
+
+
+def check_within(name: str, values: Tensor, least: int, most: int) -> None:
+    """All values are from ``least`` to ``most``."""
+    check_all((values >= least) & (values <= most), f"{name} has a value outside of {least} to {most}")
+
+
+def check_all(holds: Tensor, what: str) -> None:
+    """All of ``holds`` is true. On a GPU it is an assertion, as in torch's own functions: nobody
+    waits for it."""
+    torch._assert_async(holds.all(), what)
 
 
 def dtype_name(x: Tensor) -> str:

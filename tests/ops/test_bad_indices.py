@@ -1,0 +1,67 @@
+"""An index, offset or length without a place is an error that names the argument, and what a function
+writes to is as it was."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import contextmanager
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from bad_indices import INDEXED, copied, wrong_calls
+from stand_in import emulated_functions
+
+from opkiln.ops.kv_attention.functions import kv_attention
+from opkiln.ops.mixed_gemm.functions import packed_gemm
+from opkiln.ops.ragged_device_ops.functions import experts, paged, rows
+from opkiln.ops.random_ltd import functions as ltd
+from opkiln.ops.transformer_inference.functions import rotary  # noqa: F401 (a module of that name)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+MODULES = (experts, paged, rows, ltd, sys.modules["opkiln.ops.transformer_inference.functions.rotary"])
+
+
+@cache
+def kernels(builder: Any) -> Any:
+    """The functions of a library with CUDA kernels that the emulator runs."""
+    found = {name: each for module in MODULES for name, each in vars(module).items()
+             if hasattr(each, "reference") and each.builder is builder}  # fmt: skip
+    return emulated_functions(*found.values())
+
+
+@contextmanager
+def form_of(function: Any, form: str) -> Iterator[Any]:
+    if form == "reference":
+        yield function.reference
+    elif form == "native":
+        if not function.load("cpu"):
+            pytest.skip("there is no native version for the CPU")
+        yield function
+    elif function in (kv_attention, packed_gemm):
+        function.builder.EMULATE = True
+        yield function
+        function.builder.EMULATE = False
+    else:
+        yield getattr(kernels(function.builder), function.__name__)
+
+
+@pytest.mark.parametrize("form", ["reference", "native", "emulated"])
+@pytest.mark.parametrize("name", INDEXED)
+def test_a_place_that_is_not_there_is_refused(name: str, form: str) -> None:
+    indexed = INDEXED[name]
+    with form_of(indexed.function, form) as call:
+        call(**copied(indexed.given))
+        for wrong in wrong_calls(indexed):
+            before = copied(wrong.given)
+            with pytest.raises(RuntimeError) as caught:
+                call(**wrong.given)
+            if form == "emulated":
+                continue  # a kernel stops in the middle
+            assert wrong.name in str(caught.value), (wrong.value, str(caught.value))
+            for each, tensor in before.items():
+                if isinstance(tensor, torch.Tensor):
+                    assert torch.equal(tensor, wrong.given[each]), (wrong.name, wrong.value, each)
