@@ -241,9 +241,13 @@ def test_steps_that_saw_different_values_of_a_path_disagree(kind: str) -> None:
 
 
 def test_names_and_programs_of_several_steps_are_joined() -> None:
-    """With the first signature: while it holds, what was absent later was absent then."""
-    first = [fact(ABSENT, "d", "a\0c", 1), fact(CHOICE, "cc", "/a/cc", 1)]
-    second = [fact(ABSENT, "d", "b\0c", 2), fact(CHOICE, "cc", "/a/cc\0/b/cc", 2)]
+    """A directory's signature is kept if all saw the same one: the object of another day may have
+    looked into a directory that lay in this place then."""
+    first = [fact(ABSENT, "d", "a\0c", 1), fact(ABSENT, "e", "a", 3), fact(CHOICE, "cc", "/a/cc")]
+    second = [
+        fact(ABSENT, "d", "b\0c", 2), fact(ABSENT, "e", "b", 3), fact(CHOICE, "cc", "/a/cc\0/b/cc"),
+    ]  # fmt: skip
     assert gather.union([first, second]) == (
-        fact(ABSENT, "d", "a\0b\0c", 1), fact(CHOICE, "cc", "/a/cc\0/b/cc", 1),
+        fact(ABSENT, "d", "a\0b\0c"), fact(ABSENT, "e", "a\0b", 3),
+        fact(CHOICE, "cc", "/a/cc\0/b/cc"),
     )  # fmt: skip

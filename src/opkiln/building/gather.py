@@ -122,5 +122,7 @@ def union(parts: Iterable[Iterable[Fact]]) -> tuple[Fact, ...]:
             both = max(known.value, fact.value, key=len)
         else:
             raise Disagree(fact.path)
-        found[fact[:3]] = known._replace(value=both)
+        # What one step looked for, the other may have seen another directory without.
+        signature = known.signature if known.signature == fact.signature else UNSIGNED
+        found[fact[:3]] = known._replace(value=both, signature=signature)
     return tuple(found[place] for place in sorted(found))
