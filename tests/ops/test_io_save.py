@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 import os
 import random
 import resource
@@ -17,6 +19,8 @@ from typing import Any
 import pytest
 import torch
 from fault_rows import whole
+from hypothesis import HealthCheck, assume, example, given, settings
+from hypothesis import strategies as st
 from sample import child
 
 from opkiln import io
@@ -162,12 +166,129 @@ def test_a_damaged_file_is_refused(tmp_path: Path, text: bytes, words: str) -> N
         io.load(tmp_path / "a")
 
 
-@pytest.mark.parametrize("offsets", [[0, 4], [4, 12], [-8, 0], [0, 1 << 60], [8, 0]])
-def test_offsets_that_do_not_fit_are_refused(tmp_path: Path, offsets: list[int]) -> None:
-    text = json.dumps({"x": {"dtype": "F32", "shape": [2], "data_offsets": offsets}}).encode()
-    (tmp_path / "a").write_bytes(len(text).to_bytes(8, "little") + text + bytes(8))
-    with pytest.raises(UsageError, match="not a whole file"):
-        io.load(tmp_path / "a")
+_NUMBERS = st.integers() | st.integers(min_value=1 << 63) | st.floats() | st.booleans()
+_JSON = st.recursive(
+    st.none() | _NUMBERS | st.text() | st.just("\ud800"),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+_TENSOR = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+
+
+def _is_right(part: str, value: Any) -> bool:
+    """Whether a header of 8 bytes of float32 may have this here."""
+    if part == "shape":
+        numbers = isinstance(value, list) and all(type(each) is int for each in value)
+        return numbers and all(each > 0 for each in value) and math.prod(value) == 2
+    if part == "metadata":
+        return value is None or (
+            isinstance(value, dict)
+            and all(type(each) is str and each != "\ud800" for each in value.values())
+        )
+    return json.dumps(value) in {"dtype": ('"F32"', '"I32"', '"U32"')}.get(part, ("[0, 8]",))
+
+
+def _refuses(path: Path, header: bytes, data: bytes = bytes(8)) -> None:
+    path.write_bytes(len(header).to_bytes(8, "little") + header + data)
+    for read in (io.load, io.read_header):
+        with pytest.raises(UsageError, match="is not a whole file of safetensors"):
+            read(path)
+
+
+@given(part=st.sampled_from(["dtype", "shape", "data_offsets", "metadata"]), value=_JSON)
+@example(part="shape", value="2")
+@example(part="shape", value=[2.0])
+@example(part="shape", value=[math.inf])
+@example(part="shape", value=[True, 2])
+@example(part="shape", value=[2, 10**30])
+@example(part="data_offsets", value="08")
+@example(part="data_offsets", value=[0, 8.0])
+@example(part="data_offsets", value=[0, 4])
+@example(part="data_offsets", value=[4, 12])
+@example(part="data_offsets", value=[-8, 0])
+@example(part="data_offsets", value=[0, 1 << 60])
+@example(part="data_offsets", value=[8, 0])
+@example(part="dtype", value=["F32"])
+@example(part="metadata", value={"step": 3})
+@example(part="metadata", value={"step": "\ud800"})
+@example(part="metadata", value=[])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_a_header_with_a_wrong_part_is_refused(tmp_path: Path, part: str, value: Any) -> None:
+    assume(not _is_right(part, value))
+    if part == "metadata":
+        header = {"x": _TENSOR, "__metadata__": value}
+    else:
+        header = {"x": {**_TENSOR, part: value}}
+    _refuses(tmp_path / "a", json.dumps(header).encode())
+
+
+@given(entry=_JSON)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_a_header_of_anything_else_is_refused(tmp_path: Path, entry: Any) -> None:
+    _refuses(tmp_path / "a", json.dumps(entry).encode())
+    _refuses(tmp_path / "a", json.dumps({"x": entry}).encode())
+
+
+@given(text=st.binary(), at=st.integers(0, 60))
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_bytes_in_a_header_never_raise_another_error(tmp_path: Path, text: bytes, at: int) -> None:
+    header = json.dumps({"x": _TENSOR}).encode()
+    header = header[:at] + text + header[at + len(text) :]
+    (tmp_path / "a").write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
+    with contextlib.suppress(UsageError):
+        assert [each.nbytes for each in io.load(tmp_path / "a").values()] == [8]
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"[" * 200_000,
+        b'{"x":' * 200_000,
+        b'{"x":1' + b"0" * 5000 + b"}",
+        json.dumps({"x": _TENSOR}).encode("utf-16"),
+        json.dumps({"\ud800": _TENSOR}).encode(),
+        b'{"x":{"dtype":"I32","dtype":"F32","shape":[2],"data_offsets":[0,8]}}',
+    ],
+    ids=["lists", "objects", "digits", "utf-16", "surrogate", "twice"],
+)
+def test_a_header_that_other_readers_refuse_is_refused(tmp_path: Path, header: bytes) -> None:
+    _refuses(tmp_path / "a", header)
+
+
+@pytest.mark.parametrize("shape", [[0, 10**30], [0, 1 << 62, 1 << 62], [1 << 62, 1 << 62, 0]])
+def test_an_empty_tensor_whose_sizes_torch_cannot_count_is_refused(
+    tmp_path: Path, shape: list[int]
+) -> None:
+    entry = {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]}
+    _refuses(tmp_path / "a", json.dumps({"x": entry}).encode(), b"")
+
+
+_NO_METADATA: list[Any] = [
+    {"step": 3}, {"step": None}, {3: "step"}, {"a": {"b": "c"}}, {"a": object()}, {"a": "\ud800"},
+    {"\ud800": "a"}, "text", [("a", "b")], 3,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("metadata", _NO_METADATA, ids=repr)
+def test_metadata_that_is_not_text_is_refused_when_it_is_given(
+    tmp_path: Path, metadata: Any
+) -> None:
+    for save in (io.save, io.save_in_background):
+        with pytest.raises(ArgumentTypeError, match=r"metadata= has .*\n.*dict of text"):
+            save({"x": torch.ones(1)}, tmp_path / "a", metadata=metadata)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_conjugate_and_a_negative_view_are_saved_as_the_numbers_that_they_are(
+    tmp_path: Path,
+) -> None:
+    x = torch.complex(torch.randn(3), torch.randn(3))
+    views = {"conjugate": x.conj(), "negative": x.conj().imag}
+    assert views["conjugate"].is_conj()
+    assert views["negative"].is_neg()
+    io.save(views, tmp_path / "a")
+    found = io.load(tmp_path / "a")
+    assert all(torch.equal(found[name], each) for name, each in views.items())
 
 
 def test_what_cannot_be_saved_is_named_and_leaves_nothing(tmp_path: Path) -> None:
@@ -175,6 +296,12 @@ def test_what_cannot_be_saved_is_named_and_leaves_nothing(tmp_path: Path) -> Non
         io.save({"x": torch.empty(1, dtype=torch.complex128)}, tmp_path / "a")
     with pytest.raises(ArgumentTypeError, match="expected names and tensors"):
         io.save({"x": 3}, tmp_path / "a")  # type: ignore[dict-item]
+    with pytest.raises(ArgumentTypeError, match="expected names and tensors"):
+        io.save({"\ud800": torch.ones(1)}, tmp_path / "a")
+    with pytest.raises(ArgumentTypeError, match="tensors= is a list, expected a dict"):
+        io.save([torch.ones(1)], tmp_path / "a")  # type: ignore[arg-type]
+    with pytest.raises(ArgumentTypeError, match=r"x is torch\.sparse_coo, which the format lacks"):
+        io.save({"x": torch.eye(3).to_sparse()}, tmp_path / "a")
     with pytest.raises(ArgumentError, match="__metadata__"):
         io.save({"__metadata__": torch.empty(1)}, tmp_path / "a")
     with pytest.raises(FileNotFoundError):
@@ -184,6 +311,10 @@ def test_what_cannot_be_saved_is_named_and_leaves_nothing(tmp_path: Path) -> Non
     assert io.load(tmp_path / "a") == {}
     with pytest.raises(UsageError, match="has no tensor 'x'"):
         io.load(tmp_path / "a", names=["x"])
+    with pytest.raises(UsageError, match=r"has no tensor \['x'\]"):
+        io.load(tmp_path / "a", names=[["x"]])  # type: ignore[list-item]
+    with pytest.raises(ArgumentTypeError, match=r"names= is the text 'x'\nhint: names=\['x'\]"):
+        io.load(tmp_path / "a", names="x")
 
 
 def test_links_and_permissions_of_the_old_file_stay(tmp_path: Path) -> None:

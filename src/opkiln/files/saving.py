@@ -13,6 +13,7 @@ import os
 import threading
 import warnings
 import weakref
+from collections.abc import Mapping
 from concurrent.futures import CancelledError
 from contextlib import suppress
 from math import prod
@@ -26,12 +27,13 @@ from opkiln.files.handle import AsyncIO, Request, Transfer
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable
 
 _PAGE = 4096
 _MOST_HEADER = 100_000_000  # safetensors' own limit
 _TOGETHER = 16 << 20  # tensors that lie together are read together, up to so many bytes
 _HUGE = 2 << 20  # pages of this size save most page faults
+_MOST_NUMBER = (1 << 63) - 1  # torch's sizes are so large at most
 
 DTYPES = {
     "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "F8_E5M2": torch.float8_e5m2,
@@ -98,12 +100,12 @@ def save(
     The file gets its name when all is written and on the disk: whenever the process or the machine
     ends, the old file is there or the new one. ``sync=False`` does not wait for the disk. Then only
     the end of the process is survived. Tensors may be on GPUs, and then must not change before this
-    returns. Tensors that share memory are written each. ``files`` is an ``AsyncIO`` to use. Raises
-    OSError, ArgumentError.
+    returns. Tensors that share memory are written each. ``metadata`` is text by names, and is read
+    by ``read_header``. ``files`` is an ``AsyncIO`` to use. Raises OSError, ArgumentError.
     """
     path = os.path.realpath(path)  # a link stays a link
     # The largest elements first: then each tensor begins at a multiple of its elements' size.
-    ordered = sorted(_checked(tensors).items(), key=lambda each: -each[1].itemsize)
+    ordered = sorted(_checked(tensors, metadata).items(), key=lambda each: -each[1].itemsize)
     head, offsets = _header(ordered, metadata)
     directory, name = os.path.split(path)
     temporary = os.path.join(directory, f".{name}.{os.getpid()}-{os.urandom(6).hex()}")
@@ -115,7 +117,7 @@ def save(
         try:
             parts = [Transfer(head, fd, 0)]
             parts += [
-                Transfer(tensor.detach(), fd, offset)
+                Transfer(tensor.detach().resolve_conj().resolve_neg(), fd, offset)
                 for (_, tensor), offset in zip(ordered, offsets, strict=True)
             ]
             _run(files, lambda opened: opened.write_all(parts), path)
@@ -148,9 +150,10 @@ def save_in_background(
     """
     copies = {
         name: tensor.detach().clone() if tensor.device.type == "cpu" else tensor.detach().cpu()
-        for name, tensor in _checked(tensors).items()
+        for name, tensor in _checked(tensors, metadata).items()
     }
-    return Saving(copies, os.fspath(path), {"metadata": metadata, "sync": sync})
+    options = {"metadata": dict(metadata or {}), "sync": sync}
+    return Saving(copies, os.fspath(path), options)
 
 
 def load(
@@ -180,9 +183,11 @@ def _load(
     files: AsyncIO | None,
 ) -> dict[str, Tensor]:
     header = _header_of(file, path)
+    if isinstance(names, str):
+        raise ArgumentTypeError(f"names= is the text {names!r}", hint=f"names=[{names!r}]")
     wanted = list(header.entries) if names is None else list(names)
     for name in wanted:
-        if name not in header.entries:
+        if not isinstance(name, str) or name not in header.entries:
             raise UsageError(f"{path} has no tensor {name!r}")
     groups: list[list[str]] = []
     reached = size = -1
@@ -244,12 +249,17 @@ def _header_of(file: BinaryIO, path: str) -> Header:
     size = os.fstat(file.fileno()).st_size
     if not 2 <= length <= min(size - 8, _MOST_HEADER):
         raise _damaged(path, f"its header would have {length} bytes, and the file has {size}")
-    text = file.read(length)
     try:
-        described = json.loads(text)
-        metadata = described.pop("__metadata__", {})
-        entries = {name: _entry(each, 8 + length) for name, each in described.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        # As text: of bytes, json would also read UTF-16.
+        described = json.loads(file.read(length).decode(), object_pairs_hook=_named_once)
+        if not isinstance(described, dict):
+            raise ValueError("it is not a JSON object")
+        metadata = described.pop("__metadata__", None)
+        metadata = {} if metadata is None else metadata  # the package reads null so
+        if (wrong := _not_text(metadata)) is not None:
+            raise ValueError(f"its metadata is not text: {wrong}")
+        entries = {name: _entry(name, each, 8 + length) for name, each in described.items()}
+    except (ValueError, RecursionError) as error:
         raise _damaged(path, f"its header cannot be read: {error}") from error
     reached = 8 + length
     for name, entry in sorted(entries.items(), key=lambda each: each[1][2:]):
@@ -261,14 +271,32 @@ def _header_of(file: BinaryIO, path: str) -> Header:
     return Header(entries, metadata)
 
 
-def _entry(described: dict[str, Any], start: int) -> Entry:
-    begin, end = (int(each) for each in described["data_offsets"])
-    shape = tuple(int(each) for each in described["shape"])
-    if begin < 0 or end < begin or any(each < 0 for each in shape):
-        raise ValueError(f"{described} has a number below 0")
-    if described["dtype"] not in DTYPES:
-        raise ValueError(f"unknown dtype {described['dtype']!r}")
-    return Entry(DTYPES[described["dtype"]], shape, start + begin, start + end)
+def _named_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    named = dict(pairs)
+    if len(named) < len(pairs):
+        raise ValueError("a name is there twice")
+    for name in named:
+        name.encode()  # a lone surrogate raises UnicodeEncodeError, a ValueError
+    return named
+
+
+def _entry(name: str, described: object, start: int) -> Entry:
+    """Raises ValueError for whatever is not the description of a tensor."""
+    match described:
+        case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [begin, end]} if all(
+            type(each) is int and 0 <= each <= _MOST_NUMBER for each in (*shape, begin, end)
+        ):
+            pass
+        case _:
+            raise ValueError(f"tensor {name!r} is {repr(described)[:200]}")
+    if dtype not in DTYPES:
+        raise ValueError(f"tensor {name!r} has the unknown dtype {dtype[:100]!r}")
+    most = _MOST_NUMBER // DTYPES[dtype].itemsize
+    for each in shape:  # a size of 0 hides that torch cannot count with the others
+        most //= max(each, 1)
+    if most == 0:
+        raise ValueError(f"tensor {name!r} has the shape {repr(shape)[:200]}")
+    return Entry(DTYPES[dtype], tuple(shape), start + begin, start + end)
 
 
 def _nbytes(entry: Entry) -> int:
@@ -279,9 +307,13 @@ def _damaged(path: str, why: str) -> UsageError:
     return UsageError(f"{path} is not a whole file of safetensors", why=why)
 
 
-def _checked(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _checked(
+    tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None
+) -> dict[str, Tensor]:
+    if not isinstance(tensors, Mapping):
+        raise ArgumentTypeError(f"tensors= is a {type(tensors).__name__}, expected a dict")
     for name, tensor in tensors.items():
-        if not isinstance(name, str) or not isinstance(tensor, Tensor):
+        if not isinstance(tensor, Tensor) or not _is_text(name):
             raise ArgumentTypeError(
                 f"{name!r}: {type(tensor).__name__}, expected names and tensors"
             )
@@ -289,7 +321,37 @@ def _checked(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
             raise ArgumentError("a tensor cannot be called __metadata__")
         if tensor.dtype not in _NAMES:
             raise ArgumentTypeError(f"{name} has dtype {tensor.dtype}, which the format lacks")
+        if tensor.layout is not torch.strided or tensor.is_nested:
+            raise ArgumentTypeError(
+                f"{name} is {'nested' if tensor.is_nested else tensor.layout}, which the format "
+                "lacks",
+                hint="save the tensors that it is made of",
+            )
+    if metadata is not None and (wrong := _not_text(metadata)) is not None:
+        raise ArgumentTypeError(
+            f"metadata= has {wrong}",
+            why="it is a dict of text, by names: the format has nothing else",
+            hint="metadata={'step': str(3), 'config': json.dumps(config)}",
+        )
     return dict(tensors)
+
+
+def _not_text(metadata: object) -> str | None:
+    """What of it is not text by names; None if all is."""
+    if not isinstance(metadata, Mapping):
+        return f"the {type(metadata).__name__} {repr(metadata)[:100]}"
+    for name, text in metadata.items():
+        if not _is_text(name) or not _is_text(text):
+            return f"{repr(name)[:100]}: {repr(text)[:100]}"
+    return None
+
+
+def _is_text(value: object) -> bool:
+    """Whether it is a str that UTF-8 can encode: one without a lone surrogate."""
+    try:
+        return isinstance(value, str) and value.encode() is not None
+    except UnicodeEncodeError:
+        return False
 
 
 def _header(
