@@ -122,9 +122,10 @@ def place_of(distribution: str, op: str) -> str:
 
 def check_names(distribution: str, op: str) -> None:
     """Refuse names that cannot be directories of a layer. Raises SpecError."""
-    if not (op.isascii() and op.isidentifier() and len(op) <= _LONGEST_NAME):
+    good = isinstance(op, str) and op.isascii() and op.isidentifier()
+    if not good or len(op) > _LONGEST_NAME:
         raise SpecError(
-            f"{op[:80]!a} cannot be the name of an op",
+            f"{str(op)[:80]!a} cannot be the name of an op",
             why=f"a name is a C identifier of at most {_LONGEST_NAME} characters: it becomes a "
             "file, a module and a macro",
         )

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping
 from functools import partial
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from opkiln.authoring.parameters import Parameters
+from opkiln.authoring.parameters import Parameters, texts
 from opkiln.builder.cuda import CUDAOpBuilder
 from opkiln.errors import SpecError, UsageError
 from opkiln.model import (
@@ -28,7 +29,7 @@ from opkiln.settings import settings
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from opkiln.authoring.parameters import Value
     from opkiln.loading.loader import Loaded
@@ -56,22 +57,27 @@ class Sources(NamedTuple):
         caller: str = "@opkiln.op",
     ) -> Sources:
         """Raises SpecError."""
-        device = (cuda,) if isinstance(cuda, str) else tuple(cuda)
+        files, device = texts(f"{caller}: sources", files), texts(f"{caller}: cuda=", cuda)
+        if not files and not device and (text is None or text == {}):
+            example = '"my_op.cpp"    # or source="...", or cuda="my_op.cu"'
+            raise SpecError(f"{caller} names no source", hint=example)
         if text is None:
-            if not files and not device:
-                example = '"my_op.cpp"    # or source="...", or cuda="my_op.cu"'
-                raise SpecError(f"{caller} names no source", hint=example)
-            return cls(tuple(files), device)
+            return cls(files, device)
         if files or device:
             raise SpecError(f"{caller} has both files and source=", why="it is one or the other")
-        texts = {CPU: text} if isinstance(text, str) else dict(text)
-        if unknown := sorted(set(texts) - {CPU, CUDA}):
+        bodies = {CPU: text} if isinstance(text, str) else text
+        if not isinstance(bodies, Mapping) or not all(isinstance(v, str) for v in bodies.values()):
+            raise SpecError(
+                f"{caller}: source= is {repr(text)[:80]}",
+                why='it is text, or a dict of texts: {"cpu": ..., "cuda": ...}',
+            )
+        if unknown := sorted(map(str, set(bodies) - {CPU, CUDA})):
             raise SpecError(f"{caller}: source= names {', '.join(unknown)}, not cpu and cuda")
         names = {CPU: "source.cpp", CUDA: "source.cu"}
         return cls(
-            tuple(names[each] for each in texts if each == CPU),
-            tuple(names[each] for each in texts if each == CUDA),
-            tuple((names[each], body) for each, body in texts.items()),
+            tuple(names[each] for each in bodies if each == CPU),
+            tuple(names[each] for each in bodies if each == CUDA),
+            tuple((names[each], body) for each, body in bodies.items()),
         )
 
     @property
@@ -269,10 +275,6 @@ def builder_for(
     doc: str | None = None,
 ) -> type[DecoratedBuilder]:
     """A builder class, without functions yet. Raises SpecError."""
-    if unknown := sorted(set(needs) - set(_NEEDS)):
-        raise SpecError(
-            f"op {name}: needs= has {', '.join(unknown)}", why=f"it may have {', '.join(_NEEDS)}"
-        )
     root, directory = place.root, place.directory
     words = {
         "__doc__": doc,
@@ -283,7 +285,7 @@ def builder_for(
         "PLACE": place,
         "DIRECTORY": "" if directory == root else os.path.relpath(directory, root),
         "SOURCES": sources,
-        "NEEDS": dict(needs),
+        "NEEDS": _checked_needs(name, needs),
         "PARAMETERS": parameters,
         "WITHOUT": {},
         "TELL_TORCH": {},
@@ -311,6 +313,31 @@ def builder_for(
     return made
 
 
+def _checked_needs(op: str, needs: Mapping[str, Any]) -> dict[str, Any]:
+    if not isinstance(needs, Mapping):
+        raise SpecError(f"op {op}: needs= is {repr(needs)[:80]}, not a dict")
+    if unknown := sorted(map(str, set(needs) - set(_NEEDS))):
+        raise SpecError(
+            f"op {op}: needs= has {', '.join(unknown)}", why=f"it may have {', '.join(_NEEDS)}"
+        )
+    checked: dict[str, Any] = {
+        name: texts(f"op {op}: needs={{{name!r}: ...}}", each)
+        for name, each in needs.items()
+        if name != "archs"
+    }
+    if "archs" in needs:
+        checked["archs"] = str(needs["archs"])
+        try:
+            _number(checked["archs"])
+        except ValueError as error:
+            raise SpecError(
+                f"op {op}: needs= has archs {checked['archs'][:80]!r}",
+                why="it is the least compute capability that the op runs on",
+                hint='needs={"archs": "8.0"}',
+            ) from error
+    return checked
+
+
 def builder_of_parts(
     name: str, place: Place, parts: Sequence[type[DecoratedBuilder]]
 ) -> type[DecoratedBuilder]:
@@ -329,9 +356,10 @@ def builder_of_parts(
 def _namespace(builder: type[DecoratedBuilder]) -> str:
     """Where the function is in ``torch.ops``. Raises SpecError."""
     namespace = builder.NAMESPACE or builder().distribution
-    if not (namespace.isascii() and namespace.isidentifier()):
+    good = isinstance(namespace, str) and namespace.isascii() and namespace.isidentifier()
+    if not good:
         raise SpecError(
-            f"{namespace[:80]!a} cannot be the namespace of op {builder.NAME}",
+            f"{str(namespace)[:80]!a} cannot be the namespace of op {builder.NAME}",
             why="a namespace is a C identifier: torch.ops has it as an attribute",
             hint='@opkiln.op(..., namespace="my_package")',
         )

@@ -12,9 +12,11 @@ from opkiln.authoring.calls import choose_by, function_for
 from opkiln.authoring.checking import Comparison
 from opkiln.authoring.dtypes import Dtypes
 from opkiln.authoring.entrance import Entrance
+from opkiln.authoring.parameters import texts
 from opkiln.authoring.registration import Defined
 from opkiln.errors import LoadError, SpecError, told_briefly
 from opkiln.loading import loader
+from opkiln.loading.declaration import require_returns_at_once
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -42,7 +44,7 @@ class Declaration:
     ) -> None:
         """``served`` gives what is loaded of the library for a dtype, if several functions share
         it; for "", of the one that is for all dtypes."""
-        written = (mutates,) if isinstance(mutates, str) else tuple(mutates)
+        written = texts(f"op {function.__name__}: mutates=", mutates)
         schema = schemas.of_function(function.__name__, function, written)
         self._reference, self.builder = function, builder
         builder.declare(schema, function)
@@ -90,7 +92,9 @@ class Declaration:
     def _require_fits(
         self, function: Callable[..., Any], before: Sequence[str] = (), named: Sequence[str] = ()
     ) -> None:
-        """Raise SpecError if a function cannot take the op's arguments, with these before them."""
+        """Raise SpecError if a function cannot take the op's arguments, with these before them, or
+        does not return at once."""
+        require_returns_at_once(self.builder.NAME, function)
         arguments = self._defined.overload()._schema.arguments
         first = [*before, *(each.name for each in arguments if not each.kwarg_only)]
         rest = [*(each.name for each in arguments if each.kwarg_only), *named]
@@ -113,6 +117,7 @@ class Declaration:
                 f"op {self.builder.NAME} has no gradient: it writes to its arguments",
                 hint="torch.autograd.Function around it",
             )
+        require_returns_at_once(self.builder.NAME, function)
         wants_output = "output" in inspect.signature(function).parameters
         results = self._defined.overload()._schema.returns
         if all(str(each.type) == "Tensor" for each in results):

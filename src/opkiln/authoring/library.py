@@ -19,16 +19,17 @@ from __future__ import annotations
 
 import inspect
 import sys
+from collections.abc import Mapping
 from typing import Any, ParamSpec, TypeVar, cast
 
 from opkiln.authoring.builders import Place, Sources, builder_for, builder_of_parts
-from opkiln.authoring.parameters import Parameters
+from opkiln.authoring.parameters import Parameters, texts
 from opkiln.errors import SpecError
 from opkiln.model import check_names
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from opkiln.authoring.builders import DecoratedBuilder
     from opkiln.authoring.op import DecoratedOp
@@ -114,18 +115,28 @@ def library(
     caller = sys._getframe(1)
     place = Place(caller.f_globals.get("__name__", ""), caller.f_code.co_filename)
     if parts:
+        if not isinstance(parts, (list, tuple)) or not all(isinstance(p, Library) for p in parts):
+            raise SpecError(
+                f"library {name}: parts= is {repr(parts)[:80]}",
+                why="it lists what opkiln.library made",
+            )
         return Library(builder_of_parts(name, place, [each.builder for each in parts]))
-    listed = tuple(schemas)
+    listed = texts(f"library {name}: schemas=", schemas)
     if bool(listed) != bool(functions):
         raise SpecError(
             f"library {name}: schemas= and functions= belong together",
             hint=f'opkiln.library("{name}", ..., schemas=(...), functions="my_package.functions")',
         )
     given = Sources.of(sources, cuda, source, "opkiln.library")
-    parameters = Parameters.of(name, variants or {}, {}, tuple(dtypes), ahead)
+    parameters = Parameters.of(name, variants or {}, {}, dtypes, ahead)
     builder = builder_for(name, place, given, needs or {}, namespace, parameters)
     builder.EMULATE = emulate
     builder.FUNCTIONS, builder.SCHEMAS = functions, listed
     builder.REGISTRATION = builder.REGISTRATION._replace(schemas=listed)
-    builder.WITHOUT = {device: tuple(names) for device, names in (without or {}).items()}
+    if not isinstance(without or {}, Mapping):
+        raise SpecError(f"library {name}: without= is {repr(without)[:80]}, not a dict")
+    builder.WITHOUT = {
+        device: texts(f"library {name}: without={{{device!r}: ...}}", names)
+        for device, names in (without or {}).items()
+    }
     return Library(builder)

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
+from collections.abc import Iterable
 from typing import Any
 
 from opkiln.errors import SpecError
@@ -72,14 +74,14 @@ class Parameters(Record):
         if dtypes:
             varied = bool(variants or tune or ahead)
             return cls(op, dtypes=_checked_dtypes(op, dtypes, varied=varied))
-        if both := sorted(set(variants) & set(tune)):
-            raise SpecError(f"op {op}: variants= and tune= both have {', '.join(both)}")
         made = cls(
             op,
             _listed(op, "variants", variants),
             _listed(op, "tune", tune),
             ahead=_listed(op, "ahead", ahead or {}),
         )
+        if both := sorted(set(variants) & set(tune)):
+            raise SpecError(f"op {op}: variants= and tune= both have {', '.join(both)}")
         for name, values in made.ahead:
             if unknown := [each for each in values if each not in dict(made.all).get(name, ())]:
                 raise SpecError(
@@ -193,12 +195,26 @@ class Parameters(Record):
 def _checked_dtypes(op: str, dtypes: Sequence[str], *, varied: bool) -> tuple[str, ...]:
     if varied:
         raise SpecError(f"op {op}: dtypes= goes with none of variants=, tune= and ahead=")
-    if isinstance(dtypes, str) or not set(dtypes) <= set(_DTYPES) or len(set(dtypes)) < len(dtypes):
+    dtypes = texts(f"op {op}: dtypes=", dtypes)
+    if not set(dtypes) <= set(_DTYPES) or len(set(dtypes)) < len(dtypes):
         raise SpecError(
             f"op {op}: dtypes= is {dtypes!r}",
             why=f"it lists some of {', '.join(_DTYPES)}, each once",
         )
-    return tuple(dtypes)
+    return dtypes
+
+
+def texts(where: str, given: Any) -> tuple[str, ...]:
+    """A text, or several, as a tuple; a path is a text. Raises SpecError for anything else."""
+    one = isinstance(given, (str, os.PathLike)) or not isinstance(given, Iterable)
+    found: list[str] = []
+    for each in (given,) if one else given:
+        if not isinstance(each, (str, os.PathLike)) or not os.fspath(each):
+            raise SpecError(
+                f"{where} has {repr(each)[:80]}", why="it takes a text, or a list of texts"
+            )
+        found.append(os.fspath(each))
+    return tuple(found)
 
 
 def _listed(

@@ -168,7 +168,7 @@ class Defined:
                 library.define(
                     name + self.schema[len(self.name) :], tags=(torch.Tag.pt2_compliant_tag,)
                 )
-            except RuntimeError as error:
+            except (RuntimeError, IndexError) as error:
                 raise SpecError(
                     f"op {self.name}: torch refuses the schema {self.schema!r}", why=str(error)
                 ) from error

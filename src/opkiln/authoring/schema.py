@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import collections.abc
 import inspect
-import math
+import sys
 import types
 import typing
 from typing import Any
 
 from opkiln.errors import SpecError
+from opkiln.loading.declaration import require_returns_at_once
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -28,6 +29,11 @@ _WORDS = (
     "torch.Tensor, int, float, bool, str, torch.dtype, torch.device, lists of these, and these or "
     "None"
 )
+_LARGEST, _SMALLEST = sys.float_info.max, sys.float_info.min  # larger than 0
+_DEFAULTS = (
+    "whole numbers of 64 bits, finite numbers, True and False, plain text, devices, and lists of "
+    "numbers, as the annotation says"
+)
 
 
 def of_function(name: str, function: Callable[..., Any], mutates: Iterable[str] = ()) -> str:
@@ -35,6 +41,7 @@ def of_function(name: str, function: Callable[..., Any], mutates: Iterable[str] 
 
     Raises SpecError.
     """
+    require_returns_at_once(name, function)
     written = _Written(name, mutates)
     signature = inspect.signature(function)
     hints = _hints(name, function)
@@ -58,7 +65,7 @@ def of_function(name: str, function: Callable[..., Any], mutates: Iterable[str] 
             )
         word = _argument(name, parameter.name, hints[parameter.name], written)
         if parameter.default is not parameter.empty:
-            word += "=" + _default(name, parameter)
+            word += "=" + _default(name, parameter, word.partition(" ")[0], hints[parameter.name])
         words.append(word)
     written.require_all_found()
     if "return" not in hints:
@@ -135,9 +142,9 @@ def _result(op: str, hint: Any) -> str:
 
 
 def _refused(op: str, what: str, hint: Any) -> SpecError:
-    shown = hint.__name__ if isinstance(hint, type) else str(hint)
     return SpecError(
-        f"op {op}: {what} is annotated with {shown}", why=f"an op takes and returns {_WORDS}"
+        f"op {op}: {what} is annotated with {inspect.formatannotation(hint)}",
+        why=f"an op takes and returns {_WORDS}",
     )
 
 
@@ -170,24 +177,50 @@ def _word(hint: Any) -> str | None:
         word = "ScalarType"
     elif hint is torch.device:
         word = "Device"
-    else:
-        word = _PLAIN.get(hint)
+    else:  # not by a look-up: an annotation may be a list, which has no hash
+        word = next((word for kind, word in _PLAIN.items() if kind is hint), None)
     return f"{word}?" if word and optional else word
 
 
-def _default(op: str, parameter: inspect.Parameter) -> str:
-    value = parameter.default
-    if value is None or isinstance(value, (bool, int)):
-        return str(value)
-    if isinstance(value, float) and math.isfinite(value):
-        return repr(value)
-    if isinstance(value, str) and value.isprintable() and not set(value) & {'"', "\\"}:
-        return f'"{value}"'
-    if isinstance(value, (list, tuple)) and all(type(each) in (int, bool) for each in value):
-        return f"[{', '.join(map(str, value))}]"
+def _default(op: str, parameter: inspect.Parameter, word: str, hint: Any) -> str:
+    """The default as a schema has it; ``word`` is the argument's type there."""
+    if (written := _constant(word, parameter.default)) is not None:
+        return written
+    name, wanted, shown = parameter.name, inspect.formatannotation(hint), _shown(parameter.default)
+    given = "None" if parameter.default is None else f"None    # and take None for {shown}"
     raise SpecError(
-        f"op {op}: {parameter.name}={value!r} cannot be the default of an argument",
-        why="a schema has None, numbers that are finite, True and False, plain text, and lists of "
-        "whole numbers",
-        hint=f"{parameter.name}: ... | None = None    # and take None for {value!r}",
+        f"op {op}: {name}={shown} cannot be the default of an argument annotated with {wanted}",
+        why=f"a schema has {_DEFAULTS}; None for what is annotated so",
+        hint=f"{name}: {wanted.removesuffix(' | None')} | None = {given}",
     )
+
+
+def _constant(word: str, value: Any) -> str | None:
+    """A value as the constant of a schema; None if an argument of this type cannot have it."""
+    kind = word.removesuffix("?")
+    if value is None:
+        return "None" if word != kind else None
+    if word in ("SymInt[]", "float[]", "bool[]") and isinstance(value, (list, tuple)):
+        parts = [_constant(word[:-2], each) for each in value]
+        return None if None in parts else f"[{', '.join(map(str, parts))}]"
+    if isinstance(value, bool):
+        return str(value) if kind == "bool" else None
+    if kind == "SymInt" and isinstance(value, int) and -(1 << 63) <= value < 1 << 63:
+        return str(int(value))  # an enum's member is an int, too
+    if kind == "float" and isinstance(value, (int, float)) and abs(value) <= _LARGEST:
+        number = float(value)
+        # torch refuses to read numbers that are closer to zero.
+        return repr(number) if number == 0 or abs(number) >= _SMALLEST else None
+    if kind == "str" and isinstance(value, str):
+        return f'"{value}"' if value.isprintable() and not set(value) & {'"', "\\"} else None
+    import torch
+
+    return f'"{value}"' if kind == "Device" and isinstance(value, torch.device) else None
+
+
+def _shown(value: Any) -> str:
+    try:
+        text = repr(value)
+    except Exception:  # also a number of more digits than Python prints
+        return f"<{type(value).__name__}>"
+    return text if len(text) <= 60 else f"{text[:60]}…"

@@ -97,6 +97,18 @@ def functions(registration: Registration) -> dict[str, list[tuple[str, Any]]]:
     return listed
 
 
+def require_returns_at_once(op: str, function: Callable[..., Any]) -> None:
+    """Raise SpecError for an ``async def`` and a generator: they return before they compute."""
+    is_async = inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function)
+    if is_async or inspect.isgeneratorfunction(function):
+        name = getattr(function, "__name__", "")
+        raise SpecError(
+            f"op {op}: {name} is {'an async function' if is_async else 'a generator'}",
+            why="torch calls it and takes what it returns; it neither awaits nor iterates",
+            hint=f"def {name}(...): return ...    # without async and yield",
+        )
+
+
 def missing(op: str, what: str, name: str, found: Any) -> SpecError:
     """The error for a function that an object lacks: where it was looked for, and what it has."""
     has = _functions(found)
@@ -207,9 +219,10 @@ def _contradictions(op: str, namespace: str, text: str, function: Callable[..., 
     """What of a signature cannot be called as the schema says, or would be something else."""
     import torch
 
+    require_returns_at_once(op, function)
     try:
         schema = torch._C.parse_schema(f"{namespace}::{text}")
-    except RuntimeError as error:
+    except (RuntimeError, IndexError) as error:  # IndexError: a number that is too large
         raise SpecError(f"op {op}: the schema {text!r} is malformed", why=str(error)) from error
     try:
         signature = inspect.signature(function)
