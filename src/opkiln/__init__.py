@@ -74,7 +74,8 @@ def _allow_torch_to_load() -> None:
     """Tell torch, if it is imported, that ``torch.load`` may call the two functions above.
 
     By default it calls nothing that it was not told of. They only put tensors and numbers together.
-    A torch that is imported later calls this itself: see ``compat/hook.py``.
+    A torch that is imported later calls this itself, if it loads its backends: see
+    ``compat/hook.py``. ``opkiln.quant`` and the modules with the classes call it, too.
     """
     add = getattr(sys.modules.get("torch.serialization"), "add_safe_globals", None)
     if add is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import opkiln
 from opkiln import lazy
 
 TYPE_CHECKING = False
@@ -45,5 +46,7 @@ _HOMES = {
     "swizzle_quantize": "opkiln.ops.quantizer.quantize",
     "unpackbits": "opkiln.ops.packbits.signs",
 }
+
+opkiln._allow_torch_to_load()  # torch may have been imported after opkiln
 
 __getattr__, __dir__ = lazy.names(__name__, _HOMES)

@@ -76,6 +76,45 @@ def test_torch_load_reads_what_was_saved_in_a_process_that_imports_torch_and_opk
     assert said == "Quantized Quantized Quantized FPQuantized False\n"
 
 
+_SAVED_HERE = """
+import opkiln, io, sys; assert "torch" not in sys.modules
+import torch
+file = io.BytesIO()
+x = torch.ones(32)
+made = {"whole": opkiln.quant.quantize(x, group_size=16)} if sys.argv[1] == "whole" else {
+    "fp": opkiln.quant.FPQuantizer("e3m2", group_size=16).quantize(x)}
+torch.save(made, file)
+file.seek(0)
+print(*(type(each).__name__ for each in torch.load(file).values()))
+"""
+_WITHOUT_BACKENDS = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "OPKILN_MODE": "reference"}
+
+
+@pytest.mark.parametrize(("kind", "name"), [("whole", "Quantized"), ("fp", "FPQuantized")])
+def test_a_process_loads_what_it_saved_also_if_torch_loads_no_backends(
+    kind: str, name: str
+) -> None:
+    said = child.run(_SAVED_HERE, kind, env=_WITHOUT_BACKENDS, bare=False, forked=False)
+    assert said == f"{name}\n"
+
+
+@pytest.mark.parametrize(
+    "imports",
+    [
+        "import opkiln; import torch; from opkiln import quant",
+        "from opkiln import quant; import torch; from opkiln.quant import Quantized, FPQuantized",
+    ],
+)
+def test_a_process_that_only_loads_needs_a_class_or_the_module_if_torch_loads_no_backends(
+    tmp_path: Path, imports: str
+) -> None:
+    path = str(tmp_path / "saved.pt")
+    torch.save(_made(), path)
+    program = f"{imports}\nprint(*(type(q).__name__ for q in torch.load({path!r}).values()))"
+    said = child.run(program, env=_WITHOUT_BACKENDS, bare=False, forked=False)
+    assert said == "Quantized Quantized Quantized FPQuantized\n"
+
+
 def test_torch_load_gives_the_same_numbers_also_memory_mapped_and_on_another_device(
     tmp_path: Path,
 ) -> None:

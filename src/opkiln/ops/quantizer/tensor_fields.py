@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
+import opkiln
 from opkiln.errors import UsageError
 
 if TYPE_CHECKING:
@@ -14,6 +15,10 @@ if TYPE_CHECKING:
 
 _Record = TypeVar("_Record", bound=Any)  # a NamedTuple with a field ``dtype``
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+# torch calls this at its own import only if opkiln is installed and it loads its backends
+# (TORCH_DEVICE_BACKEND_AUTOLOAD). A process that has the classes can always load what it saved.
+opkiln._allow_torch_to_load()
 
 
 def each_tensor(record: _Record, function: Callable[[Tensor], Tensor]) -> _Record:
