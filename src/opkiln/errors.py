@@ -188,6 +188,15 @@ class UnknownOp(UsageError, KeyError):
     """
 
 
+class UnservedFunction(UsageError, AttributeError):
+    """A function that one of DeepSpeed's own modules has, that no op of opkiln serves, and whose
+    source cannot be built here; ``why`` says why not.
+
+    An AttributeError, so that ``hasattr`` says no. Mend what ``why`` names, or allow the engine:
+    unset ``OPKILN_DEEPSPEED``.
+    """
+
+
 class ArchError(UsageError):
     """An architecture list or CPU name that cannot be understood; quotes the bad token.
 

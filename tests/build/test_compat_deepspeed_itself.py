@@ -7,6 +7,7 @@ They need an interpreter that has DeepSpeed: this one, or that of an environment
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from pathlib import Path
 
@@ -33,6 +34,25 @@ def _report(text: str) -> dict[str, str]:
     plain = text.replace("\033[92m", "").replace("\033[93m", "").replace("\033[0m", "")
     found = [line.split() for line in plain.splitlines() if line.endswith(("[OKAY]", "[NO]"))]
     return {words[0]: words[-1] for words in found if words[0] != "ninja"}
+
+
+def test_the_report_says_who_serves_each_function_and_one_of_deepspeeds_own_works(
+    programs: Programs,
+) -> None:
+    done = programs.run("-m", "opkiln", "report", "--deepspeed", "--json")
+    assert done.returncode == 0, done.stderr
+    served = {each["op"]: each for each in json.loads(done.stdout)}
+    assert served["cpu_adam"]["ops"][0] == "create_adam"
+    assert "zenflow_adam_ctrl_size" in served["cpu_adam"]["engine"]
+    assert served["fused_adam"]["engine"] == []
+    program = """
+    import opkiln.compat.deepspeed
+    opkiln.compat.deepspeed.install()
+    from deepspeed.ops.op_builder import CPUAdamBuilder
+    module = CPUAdamBuilder().load()
+    answer = [hasattr(module, "nothing"), module.zenflow_adam_ctrl_size() > 0]
+    """
+    assert programs.answer(program) == [False, True]
 
 
 TRAINING = """

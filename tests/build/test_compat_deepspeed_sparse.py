@@ -7,9 +7,7 @@ import torch
 from deepspeed_given import warm  # noqa: F401 (a fixture)
 from torch import Tensor
 
-from opkiln.compat.deepspeed.patch import MODULES
 from opkiln.compat.deepspeed.sparse import SparseAttn, SparseSelfAttention
-from opkiln.errors import UsageError
 
 
 class Configuration:
@@ -57,10 +55,5 @@ def test_a_loaded_layout_is_used() -> None:
     assert module.layout().blocks(4).all()
 
 
-def test_the_module_has_the_front_end_and_deepspeeds_own_function() -> None:
-    assert MODULES["sparse_attn"] == "sparse:SparseAttn"
-    module = SparseAttn()
-    assert module.SparseSelfAttention is SparseSelfAttention
-    assert "sdd_segment" in dir(module)
-    with pytest.raises(UsageError, match="sdd_segment are functions of DeepSpeed's own module"):
-        module.sdd_segment  # noqa: B018
+def test_the_module_has_the_front_end() -> None:
+    assert SparseAttn().SparseSelfAttention is SparseSelfAttention

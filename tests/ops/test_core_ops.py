@@ -131,7 +131,7 @@ def test_deepspeed_gets_the_same_functions() -> None:
     for name in core.__all__:
         assert getattr(module, name) is getattr(core, name)
     assert module.create_handle() is None
-    assert {*InferenceCore.REST, *core.__all__} <= set(dir(module))
+    assert {*core.__all__} <= set(dir(module))
 
 
 WRITING = {

@@ -27,10 +27,14 @@ WARNED = 8  # the doctor's exit code if nothing failed, but there are warnings
 @click.option("--hide-ops", is_flag=True, help="Leave out the ops.")
 @click.option("--hide-env", is_flag=True, help="Leave out everything but the ops.")
 @click.option("--errors-only", is_flag=True, help="Show only what does not work.")
+@click.option(
+    "--deepspeed", is_flag=True,
+    help="Show instead who serves each function of DeepSpeed's ops. Imports DeepSpeed.",
+)  # fmt: skip
 @click.option("--probe", is_flag=True, help="Also run the toolkits that torch is not built for.")
 def report_command(
     as_json: bool, markdown: bool, page: str | None, hide_ops: bool, hide_env: bool,
-    errors_only: bool, probe: bool,
+    errors_only: bool, deepspeed: bool, probe: bool,
 ) -> None:  # fmt: skip
     """Show the ops, the environment, the store and the current settings.
 
@@ -42,6 +46,11 @@ def report_command(
         raise click.UsageError("--json, --markdown and --html exclude each other")
     if page is not None and errors_only:
         raise click.UsageError("--html shows everything; --errors-only is for the other forms")
+    if deepspeed:
+        if markdown or page is not None or hide_ops or hide_env or errors_only or probe:
+            raise click.UsageError("--deepspeed goes with --json alone")
+        _show_functions(as_json)
+        return
     from opkiln.report import forms
     from opkiln.report.collect import collect
 
@@ -62,6 +71,27 @@ def report_command(
                 found, colour=output.colour(), width=output.width(), errors_only=errors_only
             )
         )
+
+
+def _show_functions(as_json: bool) -> None:
+    from opkiln.compat.deepspeed import functions
+    from opkiln.report.layout import columns
+
+    found = functions()
+    if as_json:
+        output.data_json([each._asdict() for each in found])
+        return
+    rows = [("op", "served by", "functions")]
+    for each in found:
+        parts = each._asdict()
+        names = [(who, ", ".join(parts[who])) for who in ("ops", "engine", "deepspeed", "missing")]
+        told = [*((who, text) for who, text in names if text), *_unless_empty(each.error)]
+        rows += [(each.op if not at else "", *row) for at, row in enumerate(told or [("none", "")])]
+    output.data(columns(rows, width=output.width()))
+
+
+def _unless_empty(error: str) -> list[tuple[str, str]]:
+    return [("error", " ".join(error.split()))] if error else []
 
 
 def _write(path: str, text: str) -> None:

@@ -25,7 +25,9 @@ if TYPE_CHECKING:
     )
     from opkiln.compat.deepspeed.builders import installed_cuda_version as installed_cuda_version
     from opkiln.compat.deepspeed.builders import probe_is_compatible as probe_is_compatible
+    from opkiln.compat.deepspeed.patch import Functions as Functions
     from opkiln.compat.deepspeed.patch import Served as Served
+    from opkiln.compat.deepspeed.patch import functions as functions
     from opkiln.compat.deepspeed.patch import install as install
     from opkiln.compat.deepspeed.patch import remove as remove
     from opkiln.compat.deepspeed.patch import served as served
@@ -44,7 +46,9 @@ _HOMES = {
     ),
     "CUDAMismatchException": "opkiln.errors",
     "MissingCUDAException": "opkiln.errors",
-    **dict.fromkeys(("Served", "install", "remove", "served"), f"{_HERE}.patch"),
+    **dict.fromkeys(
+        ("Functions", "Served", "functions", "install", "remove", "served"), f"{_HERE}.patch"
+    ),
 }  # fmt: skip
 
 __all__ = [*_HOMES]  # noqa: PLE0604 (names that are resolved lazily)

@@ -7,7 +7,8 @@ architectures of GPUs and CPU, nvcc's threads, and a second OpenMP runtime in th
 from __future__ import annotations
 
 import os
-from contextlib import contextmanager
+import re
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -28,6 +29,14 @@ _PLANS_CXX = (*OF_THE_PLAN, "-shared", "-fPIC")
 _PLANS_LINK = ("-fopenmp",)
 _PLANS_NVCC = ("--threads", "-gencode", "--offload-arch")
 _NO_GLOG = "-UC10_USE_GLOG"
+
+# What pybind11 puts into a module: `m.def("name"`, `py::class_<…>(m, "name"`, and values of enums,
+# which may be exported. A line of a macro ends with a backslash.
+_DEFINES = re.compile(
+    r'\w\.def\(\s*\\?\s*"(\w+)"\s*(#?)'
+    r'|(?:\b(?:class_|enum_)<[^;]*?>\s*\(\s*\w+\s*,|\.value\()\s*"(\w+)"'
+)
+_COMMENTS = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 
 
 class Architectures(NamedTuple):
@@ -51,6 +60,18 @@ def load(builder: Any) -> Any:
         )
     with paths.assigned_toolkit():
         return loader.load(op_of(builder), must_be_native=True).value
+
+
+def functions(builder: Any) -> tuple[str, ...]:
+    """The names that a builder's sources define in its module. A macro's ``"softmax_" #name`` is
+    ``softmax_*``. Builds nothing: the sources are read, and one that cannot be is left out."""
+    builder.build_for_cpu = _backend(builder) == CPU
+    found: set[str] = set()
+    for path in _listed(builder, builder.sources()):
+        with suppress(OSError), open(_absolute(builder, path), errors="replace") as file:
+            for name, pasted, other in _DEFINES.findall(_COMMENTS.sub("", file.read())):
+                found.add(f"{name}*" if pasted else name or other)
+    return tuple(sorted(found))
 
 
 def op_of(builder: Any) -> Op:

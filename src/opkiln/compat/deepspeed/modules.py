@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from fnmatch import fnmatchcase
 from types import ModuleType
 from typing import Any, ClassVar
 
-from opkiln.errors import UsageError
+from opkiln.errors import OpkilnError, UnservedFunction, UsageError
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -17,12 +18,13 @@ if TYPE_CHECKING:
 class OpModule(ModuleType):
     """The functions that DeepSpeed's front ends call, as methods that call an op of opkiln.
 
-    ``REST`` names functions that no op of opkiln has. DeepSpeed's own module has these. opkiln's
+    Any other function that DeepSpeed's own sources define is that of its own module. opkiln's
     engine builds it when one of them is first used.
     """
 
     NAME: ClassVar[str]
-    REST: ClassVar[tuple[str, ...]] = ()
+    list_theirs: Callable[[], tuple[str, ...]] = staticmethod(tuple)  # what their sources define
+    _refusal: OpkilnError | None = None  # why their module cannot be had
 
     def __init__(self, rest: Callable[[], Any] | None = None) -> None:
         super().__init__(self.NAME, self.__doc__)
@@ -30,21 +32,32 @@ class OpModule(ModuleType):
         self._rest: Any = None
 
     def __getattr__(self, name: str) -> Any:
-        if name in type(self).REST:
-            return getattr(self.rest(), name)
-        raise AttributeError(f"module {self.NAME!r} has no attribute {name!r}")
+        # Front ends ask for names that no module has (`CUDA_IMPL`). These must not build anything.
+        if name.startswith("__") or not any(fnmatchcase(name, p) for p in self.list_theirs()):
+            raise AttributeError(f"module {self.NAME!r} has no attribute {name!r}")
+        if self._refusal is None:
+            try:
+                return getattr(self.rest(), name)
+            except OpkilnError as error:
+                self._refusal = error  # a failed build takes minutes, and would fail again
+        raise UnservedFunction(
+            f"{self.NAME}.{name} is a function of DeepSpeed's own module, which is not to be had",
+            why=f"{self._refusal.what}\n{self._refusal.why}".strip(),
+            hint=self._refusal.hint,
+        ) from self._refusal
 
     def __dir__(self) -> list[str]:
         own = (name for name in dir(type(self)) if name not in dir(OpModule))
-        return sorted({*super().__dir__(), *own, *self.REST})
+        theirs = (name for name in self.list_theirs() if name.isidentifier())
+        return sorted({*super().__dir__(), *own, *theirs})
 
     def rest(self) -> Any:
-        """DeepSpeed's own module. Raises UsageError if the settings leave the engine out."""
+        """DeepSpeed's own module. Raises OpkilnError if it cannot be had."""
         if self._rest is None:
             if self._build_rest is None:
                 raise UsageError(
-                    f"{self.NAME}: {', '.join(self.REST)} are functions of DeepSpeed's own module",
-                    why="OPKILN_DEEPSPEED does not include `engine`, which would build that module",
+                    f"OPKILN_DEEPSPEED does not include `engine` for {self.NAME}",
+                    why="the engine would build DeepSpeed's own module",
                     hint="unset OPKILN_DEEPSPEED",
                 )
             self._rest = self._build_rest()

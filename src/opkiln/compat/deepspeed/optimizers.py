@@ -68,12 +68,6 @@ class CPUAdam(_HostOptimizers):
     """``cpu_adam``: Adam and AdamW, with steps and rollback."""
 
     NAME = "cpu_adam"
-    # An optimizer that runs in its own process, on its own threads, over shared memory.
-    REST = (
-        "zenflow_adam_create", "zenflow_adam_register_group", "zenflow_adam_destroy",
-        "zenflow_adam_ctrl_size", "zenflow_adam_ctrl_init", "zenflow_adam_run_worker",
-        "zenflow_adam_submit", "zenflow_adam_wait", "zenflow_adam_ctrl_exit",
-    )  # fmt: skip
 
     def create_adam(
         self,

@@ -8,10 +8,13 @@ builder loads from the first possible resort of those that ``OPKILN_DEEPSPEED`` 
 from __future__ import annotations
 
 import time
+from fnmatch import fnmatchcase
+from functools import cache, partial
 from importlib import import_module
 from typing import Any, NamedTuple
 
 from opkiln.compat import hook
+from opkiln.compat.deepspeed.table import MODULES
 from opkiln.errors import (
     CUDAMismatchException,
     MissingCUDAException,
@@ -30,33 +33,6 @@ _MODULE = "deepspeed.ops.op_builder.builder"
 
 OPS, ENGINE, DEEPSPEED = "ops", "engine", "deepspeed"
 
-# The subclass of OpModule that replaces an op's module, as module:class.
-MODULES = {
-    "async_io": "files:AsyncIO",
-    "cpu_adam": "optimizers:CPUAdam",
-    "cpu_adagrad": "optimizers:CPUAdagrad",
-    "cpu_lion": "optimizers:CPULion",
-    "fused_adam": "optimizers:FusedAdam",
-    "fused_lion": "optimizers:FusedLion",
-    "fused_lamb": "optimizers:FusedLamb",
-    "evoformer_attn": "evoformer:EvoformerAttention",
-    "gds": "files:GDS",
-    "pin_memory": "files:PinMemory",
-    "quantizer": "quantizer:Quantizer",
-    "ragged_device_ops": "ragged:RaggedDeviceOps",
-    "ragged_ops": "ragged:RaggedHostOps",
-    "random_ltd": "layers:RandomLTD",
-    "sparse_attn": "sparse:SparseAttn",
-    "spatial_inference": "layers:SpatialInference",
-    "cutlass_ops": "gemm:CutlassOps",
-    "deepspeed_shm_comm": "shm_comm:ShmComm",
-    "inference_core_ops": "inference:InferenceCore",
-    "stochastic_transformer": "training:StochasticTransformer",
-    "transformer": "training:Transformer",
-    "transformer_inference": "inference:TransformerInference",
-    "utils": "modules:ByteTensors",
-}
-
 
 def install() -> None:
     """Make DeepSpeed's builders load through opkiln from now on, in this process.
@@ -64,13 +40,17 @@ def install() -> None:
     This includes builders that were imported before; modules that they have already loaded stay as
     they are. Calling it again has no effect. Raises UsageError if DeepSpeed is not installed.
     """
+    _import_deepspeeds(_MODULE)
+    hook.install((_MODULE,))
+
+
+def _import_deepspeeds(module: str) -> ModuleType:
     try:
-        import_module(_MODULE)
+        return import_module(module)
     except ModuleNotFoundError as error:
         raise UsageError(
             f"DeepSpeed's builders cannot be imported: {error}", hint="pip install deepspeed"
         ) from error
-    hook.install((_MODULE,))
 
 
 def remove() -> None:
@@ -133,6 +113,47 @@ def load_module(builder: Any, original: Callable[[], Any]) -> Any:
     return module
 
 
+class Functions(NamedTuple):
+    """Who serves the functions of one of DeepSpeed's ops. A name may end with ``*``: a macro of
+    DeepSpeed's makes several of it."""
+
+    op: str
+    ops: tuple[str, ...]  # by an op of opkiln
+    engine: tuple[str, ...]  # by DeepSpeed's own source, built by opkiln on its first use
+    deepspeed: tuple[str, ...]  # by DeepSpeed itself
+    missing: tuple[str, ...]  # by nobody, because `OPKILN_DEEPSPEED` leaves the engine out
+    error: str  # why DeepSpeed's sources could not be asked
+
+
+def functions() -> tuple[Functions, ...]:
+    """Who serves each function of DeepSpeed's ops. Imports DeepSpeed, and builds nothing.
+
+    Raises UsageError if DeepSpeed is not installed.
+    """
+    builders = _import_deepspeeds("deepspeed.ops.op_builder.all_ops").ALL_OPS
+    return tuple(_functions(builders[name]) for name in sorted(builders))
+
+
+def _functions(builder: Any) -> Functions:
+    resorts = _resorts_of(builder.name)
+    by_ops = _is_by_ops(builder)
+    ours = MODULES[builder.name].functions if by_ops else ()
+    try:
+        theirs, error = _list_theirs(builder), ""
+    except Exception as raised:  # a builder's methods may raise anything
+        theirs, error = (), f"{type(raised).__name__}: {raised}"
+    left = tuple(each for each in theirs if not any(fnmatchcase(name, each) for name in ours))
+    itself = not by_ops and (ENGINE not in resorts or _is_installed(builder))
+    return Functions(
+        builder.name,
+        ours,
+        left if ENGINE in resorts and not itself else (),
+        left if itself else (),
+        left if by_ops and ENGINE not in resorts else (),
+        error,
+    )
+
+
 def _resorts_of(op: str) -> tuple[str, ...]:
     """The resorts that may serve an op, in order; empty if DeepSpeed should load it itself."""
     chosen: dict[str, tuple[str, ...]] = dict(settings.deepspeed)
@@ -140,30 +161,33 @@ def _resorts_of(op: str) -> tuple[str, ...]:
 
 
 def _choose(builder: Any, resorts: tuple[str, ...], original: Callable[[], Any]) -> tuple[Any, str]:
+    def build() -> tuple[Any, str]:
+        from opkiln.compat.deepspeed import engine
+
+        # An op that was built when DeepSpeed was installed is as good as one of the engine's.
+        if _is_installed(builder):
+            return original(), DEEPSPEED
+        return engine.load(builder), ENGINE
+
     if _is_by_ops(builder, resorts):
-        folder, _, name = MODULES[builder.name].partition(":")
-        module = getattr(import_module(f"opkiln.compat.deepspeed.{folder}"), name)
-        rest = _by_engine(builder) if resorts[-1:] == (ENGINE,) else None
-        return module(rest), OPS
-    # An op that was built when DeepSpeed was installed is as good as one that the engine builds.
-    if ENGINE in resorts and not _is_installed(builder):
-        return _by_engine(builder)(), ENGINE
-    return original(), DEEPSPEED
+        folder, _, name = MODULES[builder.name].home.partition(":")
+        kind = getattr(import_module(f"opkiln.compat.deepspeed.{folder}"), name)
+        module = kind((lambda: build()[0]) if ENGINE in resorts else None)
+        module.list_theirs = cache(partial(_list_theirs, builder))
+        return module, OPS
+    return build() if ENGINE in resorts else (original(), DEEPSPEED)
+
+
+def _list_theirs(builder: Any) -> tuple[str, ...]:
+    from opkiln.compat.deepspeed import engine
+
+    return engine.functions(builder)
 
 
 def _is_by_ops(builder: Any, resorts: tuple[str, ...] | None = None) -> bool:
     """Whether an op of opkiln serves this builder."""
     allowed = _resorts_of(builder.name) if resorts is None else resorts
     return OPS in allowed and _is_deepspeeds(builder) and builder.name in MODULES
-
-
-def _by_engine(builder: Any) -> Callable[[], Any]:
-    def build() -> Any:
-        from opkiln.compat.deepspeed import engine
-
-        return engine.load(builder)
-
-    return build
 
 
 def _is_deepspeeds(builder: Any) -> bool:

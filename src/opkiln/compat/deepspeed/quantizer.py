@@ -43,12 +43,6 @@ class Quantizer(OpModule):
     QuantizationType = QuantizationType
     Symmetric = QuantizationType.Symmetric
     Asymmetric = QuantizationType.Asymmetric
-    # Rounding of weights in training, and reductions that carry their error on.
-    REST = (
-        "ds_quantize_fp32", "ds_quantize_fp16", "ds_sr_quantize_fp32", "ds_sr_quantize_fp16",
-        "ds_quantize_asym_fp32", "ds_quantize_asym_fp16", "ds_sr_quantize_asym_fp32",
-        "ds_sr_quantize_asym_fp16", "loco_swizzle_quant", "loco_quantized_reduction",
-    )  # fmt: skip
 
     def __init__(self, rest: Callable[[], Any] | None = None) -> None:
         super().__init__(rest)

@@ -72,11 +72,9 @@ class SparseSelfAttention(nn.Module):
 
 
 class SparseAttn(OpModule):
-    """``sparse_attn``: DeepSpeed's Python code calls no function of it. ``sdd_segment`` is
-    DeepSpeed's own."""
+    """``sparse_attn``: DeepSpeed's Python code calls no function of it."""
 
     NAME = "sparse_attn"
-    REST = ("sdd_segment",)
 
     SparseSelfAttention = SparseSelfAttention
 
