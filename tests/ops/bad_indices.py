@@ -57,7 +57,9 @@ def _indexed() -> Iterator[Indexed]:
     indices = whole([1, 8, 4], [0, 2, 7])
     within = (Argument("indices", 8),)
     yield Indexed(ltd.token_sort, {"indices": indices, "tokens": 9}, within)
-    yield Indexed(ltd.token_sort, {"indices": indices, "tokens": 2**20}, (Argument("indices", 2**20 - 1),))
+    yield Indexed(
+        ltd.token_sort, {"indices": indices, "tokens": 2**20}, (Argument("indices", 2**20 - 1),)
+    )
     yield Indexed(ltd.token_sort_, {"indices": indices, "tokens": 9}, within)
     yield Indexed(ltd.token_gather, {"x": x, "indices": indices}, within)
     yield Indexed(ltd.token_scatter, {"x": x, "part": part, "indices": indices}, within)
@@ -152,4 +154,6 @@ def wrong_calls(indexed: Indexed, seed: int = 0) -> Iterator[Wrong]:
 
 
 def copied(given: dict[str, Any]) -> dict[str, Any]:
-    return {n: each.clone() if isinstance(each, torch.Tensor) else each for n, each in given.items()}
+    return {
+        n: each.clone() if isinstance(each, torch.Tensor) else each for n, each in given.items()
+    }

@@ -22,7 +22,13 @@ from opkiln.ops.transformer_inference.functions import rotary  # noqa: F401 (a m
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-MODULES = (experts, paged, rows, ltd, sys.modules["opkiln.ops.transformer_inference.functions.rotary"])
+MODULES = (
+    experts,
+    paged,
+    rows,
+    ltd,
+    sys.modules["opkiln.ops.transformer_inference.functions.rotary"],
+)
 
 
 @cache

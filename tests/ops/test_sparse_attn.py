@@ -230,7 +230,10 @@ def test_wrong_arguments_are_refused_by_name() -> None:
         ("num_random_blocks is -1", lambda: sparse.Variable(num_random_blocks=-1)),
         ("num_random_blocks is -1", lambda: sparse.BigBird(num_random_blocks=-1)),
         ("num_global_blocks is 1.5", lambda: sparse.BigBird(num_global_blocks=1.5)),
-        ("num_sliding_window_blocks is -3", lambda: sparse.Longformer(num_sliding_window_blocks=-3)),
+        (
+            "num_sliding_window_blocks is -3",
+            lambda: sparse.Longformer(num_sliding_window_blocks=-3),
+        ),
         ("as many ends as beginnings", lambda: sparse.Longformer(global_block_end_indices=(0,))),
         ("the layout has 2", lambda: many.blocks(3)),
         ("q has 2 heads, the layout 3", lambda: sparse.attention(q, q, q, many)),

@@ -59,7 +59,9 @@ def check_int32(name: str, x: Tensor) -> None:
 
 def check_within(name: str, values: Tensor, least: int, most: int) -> None:
     """All values are from ``least`` to ``most``."""
-    check_all((values >= least) & (values <= most), f"{name} has a value outside of {least} to {most}")
+    check_all(
+        (values >= least) & (values <= most), f"{name} has a value outside of {least} to {most}"
+    )
 
 
 def check_all(holds: Tensor, what: str) -> None:

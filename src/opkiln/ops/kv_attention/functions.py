@@ -97,9 +97,7 @@ def _fits(x: Tensor) -> bool:
     return one == 1 and (batch | head | token) % 8 == 0 and x.storage_offset() % 8 == 0
 
 
-def check_places(
-    added: int, k_cache: Tensor, lengths: Tensor, block_table: Tensor | None
-) -> None:
+def check_places(added: int, k_cache: Tensor, lengths: Tensor, block_table: Tensor | None) -> None:
     """Every sequence has room for its tokens and so many more, in blocks that are there."""
     size = k_cache.shape[1] if block_table is not None else 1
     room = k_cache.shape[2] if block_table is None else block_table.shape[1] * size

@@ -76,7 +76,9 @@ def logits_gather(x: Tensor, starts: Tensor, lengths: Tensor) -> Tensor:
         check_device(name, given, x, "x")
         check_shape(name, given, [starts.shape[0]])
     check_within("starts", starts, 0, x.shape[0])
-    check_all(lengths <= x.shape[0] - starts, f"starts and lengths reach beyond {x.shape[0]} tokens")
+    check_all(
+        lengths <= x.shape[0] - starts, f"starts and lengths reach beyond {x.shape[0]} tokens"
+    )
     # A row of zeros for sequences without tokens.
     rows = torch.cat((x.new_zeros(1, x.shape[1]), x))
     last = torch.where(lengths > 0, starts + lengths, 0)
