@@ -1,5 +1,5 @@
-"""Every function that takes indices, offsets or lengths, with a call that is right and the values that
-each such argument may have. ``calls`` makes of it calls with one value that it may not have."""
+"""Every function that takes indices, offsets or lengths, with a right call and the values that each
+such argument may have. ``wrong_calls`` makes of it calls with one value that it may not have."""
 
 from __future__ import annotations
 
@@ -84,7 +84,8 @@ def _indexed() -> Iterator[Indexed]:
     k, cache = torch.randn(3, 2, 8), torch.randn(4, 2, 2, 8)
     written = {
         "k": k, "v": k + 1, "k_cache": cache, "v_cache": cache + 1,
-        "block_table": whole([2, 0], [3, 1]), "sequences": whole(0, 0, 1), "positions": whole(0, 2, 3),
+        "block_table": whole([2, 0], [3, 1]), "sequences": whole(0, 0, 1),
+        "positions": whole(0, 2, 3),
     }  # fmt: skip
     table = Argument("block_table", 3)
     tokens = (Argument("sequences", 1, None), Argument("positions", 3, None))
@@ -111,7 +112,8 @@ def _indexed() -> Iterator[Indexed]:
     new = torch.randn(2, 1, 1, 64, dtype=torch.bfloat16)
     attended = {
         "q": new.expand(2, 4, 1, 64).contiguous(), "k": new, "v": new + 1,
-        "k_cache": torch.randn(2, 1, 40, 64).bfloat16(), "v_cache": torch.randn(2, 1, 40, 64).bfloat16(),
+        "k_cache": torch.randn(2, 1, 40, 64).bfloat16(),
+        "v_cache": torch.randn(2, 1, 40, 64).bfloat16(),
         "lengths": whole(39, 20), "block_table": None, "slopes": None,
         "counters": torch.zeros(64, dtype=torch.int32), "scale": 0.125, "causal": True, "splits": 2,
     }  # fmt: skip
@@ -125,7 +127,8 @@ def _indexed() -> Iterator[Indexed]:
     yield Indexed(kv_attention, in_blocks, (Argument("lengths", 47), Argument("block_table", 5)))
 
     product = {
-        "x": torch.randn(6, 64).bfloat16(), "codes": torch.randn(3, 8, 64).bfloat16(), "scales": None,
+        "x": torch.randn(6, 64).bfloat16(), "codes": torch.randn(3, 8, 64).bfloat16(),
+        "scales": None,
         "offsets": whole(2, 4, 6), "bias": None, "outputs": 8, "group_size": 0,
         "form": NUMBERS["plain"], "activation": 0,
     }  # fmt: skip
@@ -134,14 +137,14 @@ def _indexed() -> Iterator[Indexed]:
 
 
 INDEXED = {
-    f"{each.function.__name__}-{'-'.join(argument.name for argument in each.arguments)}-{number}": each
+    "-".join((each.function.__name__, *(a.name for a in each.arguments), str(number))): each
     for number, each in enumerate(_indexed())
 }
 
 
 def wrong_calls(indexed: Indexed, seed: int = 0) -> Iterator[Wrong]:
-    """The call with one value just outside, far outside and at the ends of int32, at a place that is
-    drawn, for each of its arguments, in tensors of their own."""
+    """The call with one value just outside, far outside and at the ends of int32, at a drawn place,
+    for each of its arguments, in tensors of their own."""
     draw = random.Random(seed)
     for argument in indexed.arguments:
         low = argument.low

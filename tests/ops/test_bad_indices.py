@@ -1,5 +1,5 @@
-"""An index, offset or length without a place is an error that names the argument, and what a function
-writes to is as it was."""
+"""An index, offset or length without a place is an error that names the argument, and nothing was
+written by then."""
 
 from __future__ import annotations
 

@@ -60,8 +60,8 @@ class SparseSelfAttention(nn.Module):
         key_padding_mask: Tensor | None = None,
         attn_mask: Tensor | None = None,
     ) -> Tensor:
-        """[batch, heads, tokens, head] each; ``key`` may be transposed, as DeepSpeed takes it: that is
-        seen where ``tokens`` is not ``head``."""
+        """[batch, heads, tokens, head] each; ``key`` may be transposed, as DeepSpeed takes it:
+        that is seen where ``tokens`` is not ``head``."""
         if key.shape != query.shape and key.mT.shape == query.shape:
             key = key.mT
         inner = attention.SparseSelfAttention(

@@ -37,8 +37,8 @@ def packed_gemm(
     [outputs, inputs], as the quantizers pack them, or numbers of the dtype of ``x`` if ``form`` is
     plain. With ``offsets``, int32 [experts], there is a matrix for each expert, one after the
     other, and ``bias`` is [experts, outputs]. Expert e has the rows from ``offsets[e - 1]`` up to
-    ``offsets[e]``: they rise from 0 to at most the rows of ``x``. What is behind the last offset is not computed. ``activation`` is an index of
-    ``ACTIVATIONS``.
+    ``offsets[e]``: they rise from 0 to at most the rows of ``x``. What is behind the last one is
+    not computed. ``activation`` is an index of ``ACTIVATIONS``.
     """
     experts = 1 if offsets is None else offsets.numel()
     size = (experts, outputs, x.shape[1])

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from opkiln.errors import ArgumentError
-from opkiln.ops.transformer_inference import functions as ops
 from opkiln.ops.checks import widened
+from opkiln.ops.transformer_inference import functions as ops
 
 ACTIVATIONS = {
     "gelu": 0, "relu": 1, "silu": 2, "geglu": 3, "reglu": 4, "siglu": 5, "identity": 6,

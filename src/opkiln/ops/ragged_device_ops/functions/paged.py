@@ -24,12 +24,11 @@ from opkiln.ops.checks import (
     check_dim,
     check_float,
     check_int32,
-    check_all,
     check_like,
     check_shape,
     check_some,
-    dtype_name,
     check_within,
+    dtype_name,
     widened,
 )
 from opkiln.ops.ragged_device_ops.op import paged as kit
