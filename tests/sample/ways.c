@@ -99,6 +99,29 @@ int main(int count, char** given) {
     case 51: fopen(path, "a+"); break;
     case 52: open64(path, O_RDONLY); break;
     case 53: { const int fd = open(path, O_PATH); snprintf(text, sizeof text, "/proc/self/fd/%d", fd); open(text, O_RDONLY); break; }
+    // By the numbers of system calls.
+    case 54: syscall(SYS_faccessat, AT_FDCWD, path, F_OK, 0); break;
+#ifdef SYS_newfstatat
+    case 55: syscall(SYS_newfstatat, AT_FDCWD, path, &s, 0); break;
+    case 56: syscall(SYS_newfstatat, AT_FDCWD, path, &s, AT_SYMLINK_NOFOLLOW); break;
+#else
+    case 55: case 56: break;
+#endif
+    case 57: syscall(SYS_statx, AT_FDCWD, path, 0, STATX_BASIC_STATS, &x); break;
+    case 58: syscall(SYS_readlinkat, AT_FDCWD, path, text, sizeof text); break;
+    case 59: syscall(SYS_getdents64, open(path, O_RDONLY), text, sizeof text); break;
+    case 60: if (syscall(SYS_chdir, path)) {} break;
+    case 61: syscall(SYS_statfs, path, text); break;
+    case 62: syscall(SYS_getxattr, path, "user.a", text, sizeof text); break;
+#ifdef SYS_open
+    case 63: syscall(SYS_open, path, O_RDONLY); break;
+    case 64: syscall(SYS_stat, path, &s); break;
+    case 65: syscall(SYS_lstat, path, &s); break;
+    case 66: syscall(SYS_access, path, F_OK); break;
+    case 67: syscall(SYS_readlink, path, text, sizeof text); break;
+#else
+    case 63: case 64: case 65: case 66: case 67: break;
+#endif
     default: return 3;
   }
   return 0;

@@ -244,6 +244,20 @@ def test_change_is_noticed_wherever_it_is_and_whatever_was_done_before(
     assert at.broken(known) == CHANGES[last][1]
 
 
+@pytest.mark.parametrize(
+    "name", ["an absent file is a link to nothing", "only its directory is made"]
+)
+def test_what_is_missing_behind_a_link_or_in_a_new_directory_is_asked_for_each_time(
+    name: str, at: Place
+) -> None:
+    """The directory's own ``stat`` would not show that it is there."""
+    known = [each for each in at.gather() if each.kind == ABSENT]
+    CHANGES[name][0](at)
+    with evidence.collecting() as read:
+        assert facts.broken(known, at.places, Hasher()) == []
+    assert {signature for *_, signature in read.entry} == {facts.UNSIGNED}
+
+
 def test_changes_are_told_in_words(at: Place) -> None:
     known = at.gather()
     replace(at.link)

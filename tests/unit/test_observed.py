@@ -86,7 +86,7 @@ def test_log_with_a_gap_does_not_count_and_says_why(bench: Bench) -> None:
     gaps = {
         "S 11 11 10 0 0.0 /static": "/static could not be observed",
         "C 10 10 1 0 0.0 /bin/sh": "a program could not be observed",
-        "X 0 0 0 0 0.0 too long": "a program could not be observed",
+        "X 0 0 0 0 0.0 too long": "a program could not be observed (too long)",
         "\0".join(rewritten): f"{cache} was read and then changed by the same step",
         bench.read(opaque, "L"): f"{opaque} has system calls of its own",
     }

@@ -390,31 +390,6 @@ def test_names_that_a_search_along_path_missed_count(
     assert absent(tmp_path / "as") == ((str(tmp_path), ("as",)),)
 
 
-def test_link_that_leads_nowhere_also_counts_where_it_leads(tmp_path: Path) -> None:
-    """The file that is missing there may be made, which changes nothing where the link is."""
-    (tmp_path / "one").mkdir()
-    (tmp_path / "one" / "n.h").symlink_to("../far/n.h")
-    (tmp_path / "two").symlink_to("missing/two")
-    (tmp_path / "circle").symlink_to("circle")
-    asked = [str(tmp_path / name) for name in ("one/n.h", "two/m.h", "circle")]
-    found = {
-        os.path.normpath(os.path.join(directory, name))
-        for directory, names in absent(*asked)
-        for name in names
-    }
-    assert found == {*asked, str(tmp_path / "far/n.h"), str(tmp_path / "missing/two/m.h")}
-
-
-def test_link_is_followed_by_its_whole_name_and_only_if_it_leads_nowhere(tmp_path: Path) -> None:
-    (tmp_path / "there").mkdir()
-    (tmp_path / "good").symlink_to("there")
-    (tmp_path / "badX").symlink_to("missing")
-    assert absent(*(tmp_path / name for name in ("good/Xm.h", "badX/Xm.h", "badX"))) == (
-        (str(tmp_path), ("badX", "badX/Xm.h", "missing", "missing/Xm.h")),
-        (f"{tmp_path}/good", ("Xm.h",)),
-    )
-
-
 # Several steps
 
 

@@ -444,7 +444,8 @@ def test_file_in_an_image_is_known_by_its_mount(
     signature = Signature.of(source)
     assert signature.in_image
     calm.read = calm.collect()
-    calm.read.entry.append((FILE, source, sha256(calm.source), signature))
+    others = [each for each in calm.read.entry if each[1] != source]
+    calm.read.entry = [*others, (FILE, source, sha256(calm.source), signature)]
     calm.keep()
     kept = contents(calm)
     assert kept["images"] == [[source, *signature]]
@@ -464,6 +465,18 @@ def test_an_edit_between_the_search_and_the_receipt_leaves_none(shop: Shop) -> N
     shop.source.write_text("int b;")
     shop.keep()
     assert shop.receipts == []
+
+
+@pytest.mark.parametrize("changed", [0, 1])
+def test_a_path_that_changed_between_two_looks_leaves_none(calm: Shop, changed: int) -> None:
+    """Names were missing from a directory at first; then it changed, and then it was listed."""
+    place = str(calm.source.parent)
+    now = Signature.of(place)._replace(read_at=1 << 62)
+    before = now._replace(size=now.size + changed)
+    calm.read = calm.collect()
+    calm.read.entry = [(ABSENT, place, "a.h", before), (LISTING, place, "", now)]
+    calm.keep()
+    assert len(calm.receipts) == 1 - changed
 
 
 def test_a_search_that_rests_on_more_than_files_leaves_no_receipt(shop: Shop) -> None:

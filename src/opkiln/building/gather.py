@@ -47,8 +47,8 @@ def gather(plan: Plan, inputs: Inputs, hasher: Hasher) -> tuple[Fact, ...]:
             found.append(Fact(kind, *place.of(path), now, signature))
     for directory, names in inputs.absent:
         if place.is_kept(directory):
-            signature = signature_of(ABSENT, directory)
             then = joined(names)
+            signature = signature_of(ABSENT, directory, then)
             if value(ABSENT, directory, then, hasher) != then:
                 raise Appeared(directory)
             found.append(Fact(ABSENT, *place.of(directory), then, signature))

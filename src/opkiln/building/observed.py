@@ -126,7 +126,8 @@ def _gap(
     """Why a log does not count; empty if it does."""
     if not conduct.complete:
         silent = (each.asked_for for each in seen.started if not each.program)
-        return f"{next(silent, '') or 'a program'} could not be observed"
+        what = f"{next(silent, '') or 'a program'} could not be observed"
+        return f"{what} ({seen.lost})" if seen.lost else what
     own = os.path.join(stage, "")
     for path in seen.rewritten:
         if not path.startswith(own):

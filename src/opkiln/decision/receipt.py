@@ -195,8 +195,8 @@ def _put(path: str, receipt: dict[str, Any]) -> None:
 
 def _facts(read: Evidence) -> dict[str, Any] | None:
     """The files, directories and programs that were read, in the form that is checked fastest: the
-    signatures of many as one list of numbers. None if one had not come to rest, and nothing else
-    is known of it. Raises OSError."""
+    signatures of many as one list of numbers. None if one had not come to rest, or changed, and
+    nothing else is known of it. Raises OSError."""
     from opkiln.observing.inputs import LINK
     from opkiln.store.facts import CHOICE, parted
 
@@ -214,7 +214,8 @@ def _facts(read: Evidence) -> dict[str, Any] | None:
         elif kind == CHOICE:  # of two lists of programs, the longer begins with the shorter
             programs[path] = max([*parted(value)], programs.get(path, []), key=len)
         elif signature.settled:
-            signatures[path] = signature
+            if signatures.setdefault(path, signature)[:-1] != signature[:-1]:
+                return None  # it changed between two looks
         else:
             fresh.append([kind, path, value])
             until = max(until, signature.settles_at if signature.read_at else _FOR_EVER)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 from typing import NamedTuple
 
@@ -202,7 +201,7 @@ def _summed_up(paths: Iterable[str]) -> tuple[tuple[str, tuple[str, ...]], ...]:
     """Paths that do not exist, by the nearest directory above them that does."""
     absent = _Absent()
     found: dict[str, set[str]] = {}
-    for path in itertools.chain.from_iterable(map(absent.ways, paths)):
+    for path in paths:
         place = absent.home(os.path.dirname(path.rstrip("/")) or "/")
         found.setdefault(place, set()).add(path[len(place.rstrip("/")) + 1 :])
     return tuple((place, tuple(sorted(names))) for place, names in sorted(found.items()))
@@ -213,7 +212,6 @@ class _Absent:
 
     def __init__(self) -> None:
         self._homes: dict[str, str] = {}
-        self._broken: dict[str, str] = {}
 
     def home(self, directory: str) -> str:
         """The directory, or the nearest one above it that exists: at the latest, the root."""
@@ -221,30 +219,3 @@ class _Absent:
             there = os.path.isdir(directory)
             self._homes[directory] = directory if there else self.home(os.path.dirname(directory))
         return self._homes[directory]
-
-    def ways(self, path: str) -> Iterator[str]:
-        """A path that does not exist. If a link on it leads nowhere, also where it would lead: the
-        file that is missing there may be made."""
-        for _ in range(_MOST_LINKS):
-            yield path
-            link = self._broken_link(path)
-            if not link:
-                return
-            try:
-                path = os.path.join(os.path.dirname(link), os.readlink(link)) + path[len(link) :]
-            except OSError:
-                return  # it was removed just now
-
-    def _broken_link(self, path: str, leads: Callable[[str], bool] = os.path.exists) -> str:
-        """The link on the path that leads nowhere; empty if there is none."""
-        if os.path.lexists(path):
-            return path if os.path.islink(path) and not leads(path) else ""
-        above = os.path.dirname(path)
-        if above == path:
-            return ""
-        if above not in self._broken:
-            self._broken[above] = self._broken_link(above, os.path.isdir)
-        return self._broken[above]
-
-
-_MOST_LINKS = 40  # as the kernel has it

@@ -64,6 +64,7 @@ class Observation(NamedTuple):
     libraries: frozenset[str] = frozenset()  # names that shared libraries were asked for by
     searched: frozenset[str] = frozenset()  # directories where they were looked for first
     complete: bool = True  # False: there may be more
+    lost: str = ""  # what the observer could not tell, in its words
     # (LISTED or LED, path) -> the directory, or the link itself, when it was listed or followed
     passed: dict[tuple[str, str], tuple[Identity, ...]] = {}  # noqa: RUF012 (never changed)
 
@@ -127,6 +128,7 @@ def parse(log: bytes) -> Observation | None:
         libraries=frozenset(reading.libraries),
         searched=frozenset(reading.searched),
         complete=complete,
+        lost=reading.lost,
         passed={place: tuple(found) for place, found in reading.passed.items()},
     )
 
@@ -167,6 +169,7 @@ class _Reading:
         # Processes whose program has not announced itself yet: what was asked for, and by whom.
         self.starting: dict[int, tuple[str, int]] = {}
         self._running: dict[int, int] = {}  # process -> its place in ``started``
+        self.lost = ""
         self._observed: set[int] = set()  # said themselves that they will run another program
 
     def take(self, fields: list[str]) -> bool:
@@ -242,5 +245,6 @@ class _Reading:
         elif kind == SHELL:
             self.shells[process] = self.shells.get(process, 0) + 1
         else:
-            return False  # a record was lost
+            self.lost = path
+            return False
         return True

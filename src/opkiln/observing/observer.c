@@ -357,26 +357,6 @@ int mkostemp64(char* path, int flags) { return temporary(REAL(mkostemp64)(path, 
 int mkostemps(char* path, int suffix, int flags) { return temporary(REAL(mkostemps)(path, suffix, flags), path); }
 int mkostemps64(char* path, int suffix, int flags) { return temporary(REAL(mkostemps64)(path, suffix, flags), path); }
 
-// A program that passes by the functions above.
-long syscall(long number, ...) {
-  va_list rest;
-  va_start(rest, number);
-  long given[6];
-  for (int each = 0; each < 6; each++) given[each] = va_arg(rest, long);
-  va_end(rest);
-  switch (number) {
-#ifdef SYS_open
-    case SYS_open: case SYS_stat: case SYS_lstat: case SYS_access: case SYS_readlink:
-    case SYS_rename: case SYS_creat: case SYS_fork: case SYS_vfork:
-#endif
-    case SYS_openat: case SYS_openat2: case SYS_execve: case SYS_execveat: case SYS_faccessat:
-    case SYS_faccessat2: case SYS_statx: case SYS_readlinkat: case SYS_renameat2: case SYS_clone:
-    case SYS_clone3: case SYS_io_uring_setup: case SYS_open_by_handle_at: case SYS_getdents64:
-      gap("system call");
-  }
-  return kernel(number, given[0], given[1], given[2], given[3], given[4], given[5]);
-}
-
 // Looking
 
 #define LOOK(call, at, path)   \
@@ -500,6 +480,49 @@ SCAN(scandir64, dirent64)
 #define readdirent64 readdir64
 GLOB(glob, glob_t, dirent, stat)
 GLOB(glob64, glob64_t, dirent64, stat64)
+
+// System calls
+
+// A program that passes by the functions above: malloc libraries open a file so. What is not told here and
+// has a path, or starts something, is a gap.
+long syscall(long number, ...) {
+  va_list rest;
+  va_start(rest, number);
+  long given[6];
+  for (int each = 0; each < 6; each++) given[each] = va_arg(rest, long);
+  va_end(rest);
+  const int at = given[0];
+  const char *const first = (const char*)given[0], *const second = (const char*)given[1];
+  switch (number) {
+#ifdef SYS_open
+    case SYS_open: return open_as(AT_FDCWD, first, given[1], given[2]);
+    case SYS_creat: return creat(first, given[1]);
+    case SYS_access: return access(first, given[1]);
+    case SYS_stat: return status_of(AT_FDCWD, first, (struct stat*)given[1], 0);
+    case SYS_lstat: return status_of(AT_FDCWD, first, (struct stat*)given[1], AT_SYMLINK_NOFOLLOW);
+    case SYS_readlink: return readlink(first, (char*)given[1], given[2]);
+    case SYS_rename: case SYS_fork: case SYS_vfork: case SYS_getdents:
+#endif
+    case SYS_openat2: case SYS_execve: case SYS_execveat: case SYS_renameat2: case SYS_clone: case SYS_clone3:
+    case SYS_io_uring_setup: case SYS_open_by_handle_at: case SYS_name_to_handle_at: case SYS_inotify_add_watch:
+      gap("system call by its number");
+      break;
+    case SYS_openat: return open_as(at, second, given[2], given[3]);
+#ifdef SYS_newfstatat
+    case SYS_newfstatat: return status_of(at, second, (struct stat*)given[2], given[3]);
+#endif
+    case SYS_statx: return statx(at, second, given[2], given[3], (struct statx*)given[4]);
+    case SYS_readlinkat: return readlinkat(at, second, (char*)given[2], given[3]);
+    case SYS_getdents64: return getdents64(at, (void*)given[1], given[2]);
+    case SYS_faccessat: case SYS_faccessat2: {
+      LOOK(kernel(number, at, second, given[2], given[3]), at, second)
+    }
+    case SYS_chdir: case SYS_statfs: case SYS_getxattr: case SYS_lgetxattr: {
+      LOOK(kernel(number, first, given[1], given[2], given[3]), AT_FDCWD, first)
+    }
+  }
+  return kernel(number, given[0], given[1], given[2], given[3], given[4], given[5]);
+}
 
 // Walks through trees, which no compiler does: what they see is not known.
 FTS* fts_open(char* const* paths, int flags, int (*order)(const FTSENT**, const FTSENT**)) { gap("fts"); return REAL(fts_open)(paths, flags, order); }

@@ -295,6 +295,12 @@ def _require_stored(op: str, artifact: Artifact) -> None:
     if artifact.origin != "built":
         return
     layers = [layer.root for layer in Store().location.layers]
+    if artifact.unobserved:
+        raise StoreError(
+            f"op {op} was built, but not stored",
+            why=f"it is not known what it was made from: {artifact.unobserved}",
+            hint="use a compiler that is linked dynamically",
+        )
     if not any(artifact.path.startswith(os.path.join(root, "")) for root in layers):
         raise StoreError(
             f"op {op} was built, but could not be stored",

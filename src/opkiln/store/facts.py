@@ -124,12 +124,17 @@ def _ask(kind: str, path: str, then: str, hasher: Hasher) -> str:
     return joined(islice(on_path(path), len(parted(then))))  # CHOICE
 
 
-def signature_of(kind: str, path: str) -> Signature:
-    """What holds as long as the value does. No ``stat`` shows where a link or PATH leads. Raises
-    OSError."""
+def signature_of(kind: str, path: str, then: str = "") -> Signature:
+    """What holds as long as the value does. No ``stat`` shows where a link or PATH leads, nor what
+    is missing behind a link or in a directory below. Raises OSError."""
     if kind in (LINK, CHOICE) or (kind == LIBRARIES and not os.path.exists(path)):
         return UNSIGNED
-    return Signature.of(path)
+    signature = Signature.of(path)
+    if kind == ABSENT:
+        below = {name.partition("/")[0] for name in parted(then)}
+        if any(os.path.lexists(os.path.join(path, name)) for name in below):
+            return UNSIGNED
+    return signature
 
 
 UNSIGNED = Signature(0, 0, 0, 0, 0)  # holds for no file
@@ -197,7 +202,7 @@ def broken(facts: Iterable[Fact], places: Mapping[str, str], hasher: Hasher) -> 
         if _holds(fact.signature, path):
             signature, now = fact.signature, fact.value
         else:
-            signature = _now(fact.kind, path)
+            signature = _now(fact.kind, path, fact.value)
             now = value(fact.kind, path, fact.value, hasher)
         if now == fact.value:
             evidence.entry(fact.kind, path, fact.value, signature)
@@ -219,9 +224,9 @@ def _holds(signature: Signature, path: str) -> bool:
         return False
 
 
-def _now(kind: str, path: str) -> Signature:
+def _now(kind: str, path: str, then: str) -> Signature:
     try:
-        return signature_of(kind, path)
+        return signature_of(kind, path, then)
     except OSError:
         return UNSIGNED
 
