@@ -14,23 +14,27 @@ using opk::Tensor;
 
 Tensor rows(const Tensor& x, double factor) {{
   {contiguous}
+  {dtype}
   Tensor out = {out};
-  const float* a = x.data<const float>();
-  float* o = out.data<float>();
+  const {T}* a = x.data<const {T}>();
+  {T}* o = out.data<{T}>();
   const int64_t columns = x.size(1);
   for (int64_t i = 0; i < x.size(0); ++i) {{
-    float sum = 0;
+    {T} sum = 0;
     for (int64_t j = 0; j < {columns}; ++j) sum += a[i * columns + j] * a[i * columns + j];
-    o[i * {step}] = {sign} static_cast<float>(factor) * sum;
+    o[i * {step}] = {sign} static_cast<{T}>(factor) * sum;
   }}
   return out;
 }}
 OPKILN_OP(rows, cpu);
 """
 RIGHT = {
-    "contiguous": "opk::check_contiguous(x);",
+    "contiguous": 'OPK_SERVED(x.is_contiguous(), "x is not contiguous");',
+    "dtype": 'OPK_SERVED(x.dtype() == opk::DType::float32, "x is ", x.dtype());',
+    "T": "float",
     "out": "opk::empty({x.size(0)}, x.dtype(), x.device())",
     "columns": "columns",
+    "accepted": "",
     "step": "1",
     "sign": "",
 }
@@ -41,6 +45,7 @@ from torch import Tensor
 
 @opkiln.op("{name}.cpp", namespace="suite_{name}")
 def rows(x: Tensor, factor: float) -> Tensor:
+    {accepted}
     return factor * (x * x).sum(1)
 
 {more}
@@ -59,6 +64,14 @@ def backward(grad, x, factor):
 MISTAKES = {
     "wrong sign": ({"sign": "-"}, "", "native and reference differ: the result is -"),
     "missing contiguous": ({"contiguous": ""}, "", "not_contiguous"),
+    "refused strides": (
+        {"contiguous": "opk::check_contiguous(x);"}, "", "native: rows: x is not contiguous",
+    ),
+    "refused dtypes": ({"dtype": ""}, "", "native: rows: x has dtype float64, expected float32"),
+    "dtypes of the kernel alone": (
+        {"accepted": "assert x.dtype.is_floating_point, x.dtype", "dtype": "", "T": "int64_t"},
+        "", "the reference refuses arguments that native accepts",
+    ),
     "off by one at the tail": ({"columns": "columns - columns % 2"}, "", "at index [0]"),
     "wrong gradient": ({}, WRONG_GRADIENT, "gradient: native and reference differ"),
     "wrong dtype": (
@@ -95,7 +108,8 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     ):
         name = names[title] = f"rows{number}"
         (where / f"{name}.cpp").write_text(KERNEL.format(**{**RIGHT, **changes}))
-        text = PYTHON.format(more=textwrap.dedent(more), name=name)
+        accepted = {**RIGHT, **changes}["accepted"]
+        text = PYTHON.format(more=textwrap.dedent(more), name=name, accepted=accepted)
         (where / f"test_{name}.py").write_text(text)
     store = known.make_store(where / "store")
     env = {"OPKILN_CACHE_DIR": str(store), "OPKILN_STORE_LAYERS": str(pool.LAYER)}

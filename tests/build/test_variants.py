@@ -29,7 +29,8 @@ SOURCE = """
 #include <opkiln/op.h>
 using opk::Tensor;
 Tensor {name}(const Tensor& x) {{
-  opk::check_contiguous(x);
+  OPK_SERVED(x.is_contiguous(), "x is not contiguous");
+  OPK_SERVED(x.dtype() == opk::dtype_of<T>, "x is ", x.dtype());
   Tensor out = opk::empty_like(x);
   const T* a = x.data<const T>();
   T* o = out.data<T>();

@@ -2,8 +2,8 @@
 using opk::Tensor;
 
 Tensor scaled_add(const Tensor& x, const Tensor& y, double scale) {
-  opk::check_same_shape(x, y);
-  opk::check_contiguous(x, y);
+  OPK_SERVED(x.sizes() == y.sizes() && x.is_contiguous() && y.is_contiguous(), "shapes or strides differ");
+  OPK_SERVED(x.dtype() == opk::DType::float32 && y.dtype() == x.dtype(), "x is ", x.dtype(), ", y ", y.dtype());
   Tensor out = opk::empty_like(x);
   const float *a = x.data<const float>(), *b = y.data<const float>();
   float* o = out.data<float>();

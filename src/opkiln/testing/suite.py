@@ -12,6 +12,9 @@ pytest collects the class. Every test compares the native version with the refer
 dtypes, shapes and strides of the results, what is written to the arguments, and whether results
 share memory with them. A device is tested if it is here and the op has sources for it.
 
+Both must also accept the same arguments, or the op would depend on whether there is a compiler.
+What a kernel leaves to the reference (``OPK_SERVED``, ``OPK_DISPATCH``) counts as accepted.
+
 With ``OPKILN_MODE=reference`` nothing is compiled: what torch was told of the op (its schema,
 gradient and shapes) is tested with the reference.
 """
@@ -20,6 +23,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import warnings
 from typing import Any
 
 import pytest
@@ -30,7 +34,8 @@ from opkiln.authoring.checking import Comparison, copied
 from opkiln.authoring.gradient import tensors
 from opkiln.builder.base import backend_of
 from opkiln.decision import policy
-from opkiln.settings import settings
+from opkiln.errors import DifferenceError, FallbackWarning
+from opkiln.settings import override, settings
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -42,6 +47,8 @@ if TYPE_CHECKING:
 # Nothing, one, primes, powers of two and their neighbours, more than one block of threads.
 SIZES = (0, 1, 2, 3, 7, 17, 64, 127, 128, 129, 1000, 4099)
 _SOME = 17  # where one size is enough
+# What users may call an op with, whatever it is written for.
+_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64)
 
 
 class Make:
@@ -90,7 +97,8 @@ def op_tests(
 
     ``samples(make)`` or ``samples(make, size)`` returns the arguments of one call; ``make`` makes
     its tensors. With ``size`` it is asked for each of ``sizes``, also 0. ``dtypes`` are those that
-    the op is written for. ``devices`` are by default those that are here and have sources.
+    the op has kernels for; with others it must do what the reference does. ``devices`` are by
+    default those that are here and have sources.
     """
     sized = len(inspect.signature(samples).parameters) > 1
     places = list(devices) if devices is not None else _devices(op)
@@ -115,6 +123,27 @@ def op_tests(
             Comparison(op.__name__, op.reference, written)(op.overload, tuple(args), {})
         else:
             op.check(*args)
+
+    def check_accepted(args: list[Any]) -> None:
+        """Compare a call as users make it: the kernel may leave it to the reference."""
+        refused = _error_of(op.reference, args)
+        # With OPKILN_MODE=native, a call that is left to the reference would be an error.
+        native = settings.mode == policy.NATIVE
+        with override(mode=policy.AUTO if native else settings.mode), warnings.catch_warnings():
+            warnings.simplefilter("ignore", FallbackWarning)
+            error = _error_of(op.overload, args)
+            if error is None and refused is None:
+                Comparison(op.__name__, op.reference, written)(op.overload, tuple(args), {})
+        if (error is None) != (refused is None):
+            both = ("native", "the reference")
+            who, other = both if refused is None else both[::-1]
+            text = str(error or refused).partition("\n")[0]
+            raise DifferenceError(
+                f"op {op.__name__}: {who} refuses arguments that {other} accepts",
+                why=f"{who}: {text}\nso the op depends on whether there is a compiler",
+                hint="OPK_SERVED(condition, ...) or OPK_DISPATCH in the kernel, and the reference "
+                "runs; or accept the same in both",
+            )
 
     class Suite:
         """Native against reference."""
@@ -141,12 +170,18 @@ def op_tests(
         def test_tensors_that_are_not_contiguous_are_read_as_they_are(
             self, device: str, dtype: torch.dtype
         ) -> None:
-            """An op may refuse them with an error, but must not misread them."""
+            check_accepted(given(device, dtype, some, strided=True))
+
+        @on_device
+        @pytest.mark.parametrize("dtype", [d for d in _DTYPES if d not in dtypes], ids=_name)
+        def test_other_dtypes_give_what_the_reference_gives(
+            self, device: str, dtype: torch.dtype
+        ) -> None:
             try:
-                op.overload(*given(device, dtype, some, strided=True))
-            except RuntimeError:
-                return
-            check(given(device, dtype, some, strided=True))
+                args = given(device, dtype, some)
+            except Exception as error:
+                pytest.skip(f"there is no such sample: {error}")
+            check_accepted(args)
 
         @on_device
         @with_dtype
@@ -241,6 +276,15 @@ def _gradients(function: Callable[..., Any], args: Sequence[Any]) -> list[Tensor
     grads = [_ramp(each) for each in results]
     found = torch.autograd.grad(results, inputs, grads, allow_unused=True)
     return [torch.zeros_like(i) if g is None else g for g, i in zip(found, inputs, strict=True)]
+
+
+def _error_of(function: Callable[..., Any], args: Sequence[Any]) -> Exception | None:
+    """What a call with copies of these arguments raises."""
+    try:
+        function(*copied(args))
+    except Exception as error:
+        return error
+    return None
 
 
 def _ramp(tensor: Tensor) -> Tensor:
