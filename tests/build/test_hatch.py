@@ -66,6 +66,19 @@ def test_an_op_that_does_not_compile_fails_the_install_whether_it_is_named_or_no
     assert list((tmp_path / "scratch").iterdir()) == []
 
 
+def test_a_pure_wheel_without_the_sources_of_its_ops_is_not_built(
+    environment: Environment, project: Path
+) -> None:
+    environment.uninstall("quick")
+    pyproject = project / "pyproject.toml"
+    less = '[tool.hatch.build.targets.wheel]\nexclude = ["*.h"]\n'
+    pyproject.write_text(pyproject.read_text() + less)
+    said = environment.refuses(project)
+    assert "quick would be installed without quick/csrc/number.h" in said
+    assert "Traceback" not in said
+    assert not (environment.site / "quick").exists()
+
+
 def test_an_editable_install_builds_for_this_machine_and_writes_nothing_to_the_sources(
     environment: Environment, project: Path
 ) -> None:

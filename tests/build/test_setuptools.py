@@ -137,6 +137,25 @@ def test_a_header_that_the_wheel_would_lack_is_an_error_and_no_sources_are_an_au
     assert environment.run("-c", CALL, cwd=tmp_path, **NATIVE_ONLY) == "41\n"
 
 
+def test_a_pure_wheel_without_the_sources_of_its_ops_is_not_built(
+    environment: Environment, project: Path
+) -> None:
+    environment.uninstall("quick")
+    pyproject = project / "pyproject.toml"
+    text = pyproject.read_text()
+    pyproject.write_text(text.replace('["csrc/*"]', '["csrc/*.cpp"]'))
+    assert "quick would be installed without quick/csrc/number.h" in environment.refuses(project)
+    shutil.rmtree(project / "build")
+    pyproject.write_text(text.replace('["csrc/*"]', "[]") + "\n[tool.setuptools]\n"
+                         "include-package-data = false\n")  # fmt: skip
+    said = environment.refuses(project)
+    lost = "quick/csrc/first.cpp, quick/csrc/number.h, quick/csrc/second.cpp"
+    assert f"quick would be installed without {lost}" in said
+    assert "hint: [tool.setuptools.package-data]" in said
+    assert "Traceback" not in said
+    assert not (environment.site / "quick").exists()
+
+
 def test_a_build_string_marks_the_version_and_a_bad_one_fails(
     environment: Environment, project: Path
 ) -> None:

@@ -334,10 +334,17 @@ def _with_ops(site: Path, **modules: str) -> Patient:
     (site / "theirs-1.0.dist-info" / "entry_points.txt").write_text("\n".join(lines))
     for name, code in modules.items():
         (site / f"{name}_module.py").write_text(code)
+    (site / "op.cpp").write_text("")
     return Patient({"PYTHONPATH": f"{site}{os.pathsep}{SOURCE}"})
 
 
-_GOOD = "from opkiln import OpBuilder\nclass Builder(OpBuilder):\n    NAME = 'good'\n"
+_GOOD = """
+from opkiln import OpBuilder
+class Builder(OpBuilder):
+    NAME = 'good'
+    def sources(self):
+        return ['op.cpp']
+"""
 
 
 @pytest.mark.parametrize(
@@ -365,6 +372,8 @@ from opkiln import OpBuilder
 class Builder(OpBuilder):
     NAME = 'bad'
     SCHEMAS = ('scaled_add(Tensor x) -> Tensor',)
+    def sources(self):
+        return ['op.cpp']
     def reference(self):
         return SimpleNamespace(scaled_ad=lambda x: x)
 """
@@ -375,6 +384,14 @@ def test_an_op_whose_reference_misspells_a_function_is_found(tmp_path: Path) -> 
     found = _with_ops(tmp_path, good=right, bad=_MISSPELLED).check("ops")
     assert found.verdict == WARN
     assert "op bad: the reference has no function 'scaled_add'; did you mean" in found.evidence
+    assert "good" not in found.evidence
+
+
+def test_an_op_that_was_installed_without_its_sources_is_found(tmp_path: Path) -> None:
+    bad = _GOOD.replace("op.cpp", "lost.cpp").replace("'good'", "'bad'")
+    found = _with_ops(tmp_path, good=_GOOD, bad=bad).check("ops")
+    assert found.verdict == WARN
+    assert "op bad: the source lost.cpp does not exist" in found.evidence
     assert "good" not in found.evidence
 
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import zipfile
 from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
@@ -52,18 +53,38 @@ class PrecompileOps(BuildHookInterface):  # type: ignore[misc]
         except OpkilnError as error:
             self.app.abort(str(error))
 
+    def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:  # noqa: ARG002
+        """hatchling calls this with each wheel that it has built."""
+        if self.target_name != "wheel" or version == "editable":
+            return
+        with zipfile.ZipFile(artifact_path) as wheel:
+            names = set(wheel.namelist())
+        try:
+            for package, files in self._sources.items():
+                missing = [each for each in files if each.replace(os.sep, "/") not in names]
+                hint = '[tool.hatch.build.targets.wheel] artifacts = ["*.cpp", "*.cu", "*.h"]'
+                selection.require_sources(package, missing, hint)
+        except OpkilnError as error:
+            os.remove(artifact_path)
+            self.app.abort(str(error))
+
     def _precompile(self, editable: bool, build_data: dict[str, Any]) -> None:
         tags = set()
+        # Of the packages whose ops are compiled where they are used.
+        self._sources: dict[str, list[str]] = {}
         entry_points = self.metadata.core.entry_points.get(GROUP, {})
         for package, values in self._packages(entry_points).items():
             where = self._where(package)
             out = None if editable else os.path.join(self._staged.name, package, PREBUILT)
-            shipment = precompile(package, selection.declared(values, where), where, out)
+            ops = selection.declared(values, where)
+            shipment = precompile(package, ops, where, out)
             if shipment.report:
                 self.app.display_info(shipment.report)
             if out is not None and shipment.tag != PURE:
                 build_data["force_include"][out] = "/".join((*package.split("."), PREBUILT))
                 tags.add(shipment.tag)
+            else:
+                self._sources[package] = selection.sources(ops, where)
         if tags:
             build_data["pure_python"] = False
             build_data["tag"] = selection.strictest(tags)

@@ -14,10 +14,11 @@ from __future__ import annotations
 import ast
 import contextlib
 import os
+import re
 from typing import NamedTuple
 
 from opkiln.builder import deepspeed_names
-from opkiln.errors import ArchError, SettingError, UsageError
+from opkiln.errors import ArchError, SettingError, SpecError, UsageError
 from opkiln.model import CPU, CUDA, ROCM, XPU
 from opkiln.settings import build_switch_of, build_switches, origin_of, settings
 
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 
 
 BACKENDS = (CPU, CUDA, ROCM, XPU)
+_SOURCE = re.compile(r"[^\n]+\.(c|cc|cpp|cxx|cu|cuh|hip|sycl|h|hh|hpp)")
+_INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"\n]+)"', re.MULTILINE)
 _EXAMPLES = {CPU: "cpu:x86-64-v3", CUDA: "cuda:8.0,9.0a+PTX", ROCM: "rocm:gfx90a"}
 _LISTS = ("native", "all", "all-major")  # the architectures of the GPUs or of the toolkit
 # The levels that torch's own CPU kernels are compiled for: without AVX, with AVX2, with AVX-512.
@@ -175,17 +178,67 @@ def declared(entry_points: Mapping[str, str], where: str) -> list[Declared]:
     return found
 
 
+def sources(ops: Iterable[Declared], where: str) -> list[str]:
+    """The files, relative to ``where``, that ops are compiled from: those that the text of their
+    modules names, and what these include from beside them.
+
+    Names that are computed are not found, nor is what is included from other directories.
+    """
+    found: set[str] = set()
+    for module in {op.value.partition(":")[0].strip() for op in ops if op.value}:
+        home, body = _module(module, where)
+        # Decorators name files beside their module, builders files of their package.
+        places = {home, os.path.join(where, module.partition(".")[0])}
+        names = [
+            node.value
+            for statement in body
+            for node in ast.walk(statement)
+            if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        ]
+        new = {
+            os.path.normpath(os.path.join(place, name))
+            for name in names
+            if _SOURCE.fullmatch(name)
+            for place in places
+        }
+        while new:
+            path = new.pop()
+            if path in found or not os.path.isfile(path):
+                continue
+            found.add(path)
+            with open(path, encoding="utf-8", errors="replace") as file:
+                names = _INCLUDE.findall(file.read())
+            new |= {os.path.normpath(os.path.join(os.path.dirname(path), name)) for name in names}
+    relative = (os.path.relpath(path, where) for path in found)
+    return sorted(path for path in relative if not path.startswith(os.pardir))
+
+
+def require_sources(package: str, missing: Sequence[str], hint: str) -> None:
+    """Raise SpecError if a package would be installed without sources of its ops."""
+    if missing:
+        raise SpecError(
+            f"{package} would be installed without {', '.join(missing)}",
+            why="its ops are built from these; without them the loader would refuse the ops",
+            hint=hint,
+        )
+
+
 def _body(module: str, where: str) -> list[ast.stmt]:
+    return _module(module, where)[1]
+
+
+def _module(module: str, where: str) -> tuple[str, list[ast.stmt]]:
+    """(the directory of a module, its statements)."""
     stem = os.path.join(where, *module.split("."))
     for path in (f"{stem}.py", os.path.join(stem, "__init__.py")):
         try:
             with open(path, "rb") as file:
-                return ast.parse(file.read()).body
+                return os.path.dirname(path), ast.parse(file.read()).body
         except FileNotFoundError:
             continue
         except (SyntaxError, ValueError):
             break  # importing the module reports the error
-    return []
+    return where, []
 
 
 def _decorated(body: list[ast.stmt]) -> dict[str, str]:

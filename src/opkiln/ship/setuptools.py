@@ -126,7 +126,7 @@ class PrecompileOps(Command):  # type: ignore[misc]
                 shipment = precompile(package, ops, self._where(package), out, extensions)
                 _tell(shipment)
                 if out is not None:
-                    self._require_sources(package, out)
+                    self._require_sources(package, out, ops)
         except OpkilnError as error:
             raise SetupError(str(error)) from error
 
@@ -178,14 +178,14 @@ class PrecompileOps(Command):  # type: ignore[misc]
             )
         return directory[: -len(tail) - 1] or os.sep
 
-    def _require_sources(self, package: str, out: str) -> None:
+    def _require_sources(self, package: str, out: str, ops: list[Declared]) -> None:
         missing = not_shipped(out, os.path.dirname(out))
-        if missing:
-            raise SpecError(
-                f"{package} would be installed without {', '.join(missing)}",
-                why="its ops are built from these; without them the loader would refuse the ops",
-                hint='[tool.setuptools.package-data] "*" = ["*.cpp", "*.cu", "*.h"]',
-            )
+        if tag_of(out) == PURE:  # so its ops are compiled where they are used
+            assert self.build_lib is not None
+            files = selection.sources(ops, self._where(package))
+            missing = [f for f in files if not os.path.exists(os.path.join(self.build_lib, f))]
+        hint = '[tool.setuptools.package-data] "*" = ["*.cpp", "*.cu", "*.h"]'
+        selection.require_sources(package, missing, hint)
 
     # The interface that setuptools expects
 

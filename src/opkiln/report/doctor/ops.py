@@ -27,7 +27,9 @@ if TYPE_CHECKING:
 # Runs in a child: an op's module is its author's code. It may import torch, or end the process.
 _ASK_OP = """
 import json
-from opkiln.errors import OpkilnError
+from opkiln.decision.decide import decide
+from opkiln.decision.terms import Refuse, Request
+from opkiln.errors import OpkilnError, SpecError
 from opkiln.loading import declaration
 from opkiln.registry import ALL_OPS
 reason = ''
@@ -35,6 +37,10 @@ try:
     builder = ALL_OPS[sys.argv[1]]()
     if registration := builder.registration():
         declaration.check_registration(builder.name, builder.distribution, registration)
+    for each in builder.variants() or (type(builder),):
+        outcome = decide(Request(each().op()))
+        if isinstance(outcome, Refuse) and isinstance(outcome.error, SpecError):
+            raise outcome.error  # such as sources that are not there
 except OpkilnError as error:
     reason = '; '.join([error.what, *error.why.splitlines()])
 print()
@@ -43,7 +49,7 @@ print(json.dumps({'reason': reason}))
 
 
 def ops(here: Here) -> Outcome:  # noqa: ARG001 (the form of a check)
-    """Every op can be imported, and its declaration fits its schema."""
+    """Every op can be imported, fits its schema, and has a library or sources."""
     own = bundled()
     broken: dict[str, str] = {}
     for name in own:
