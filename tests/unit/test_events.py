@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import fcntl
 import io
 import json
@@ -125,6 +126,50 @@ def test_lines_say_when_a_build_starts_and_what_it_came_to() -> None:
     assert stream.getvalue() == (
         "building cpu_adam (3 steps)\nbuilt cpu_adam in 1.8 s (1 compiled, 1 cached)\n"
     )
+
+
+def test_threads_that_build_at_once_tell_each_event_once(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    both = threading.Barrier(2)
+
+    def build(name: str, first_to_leave: bool) -> None:
+        with override(progress="lines"), progress.shown():
+            both.wait()
+            events.emit("note", text=name)
+            both.wait()
+            if not first_to_leave:
+                both.wait()
+                events.emit("note", text=f"{name} alone")
+        if first_to_leave:
+            both.wait()
+
+    threads = [
+        threading.Thread(target=build, args=each) for each in (("one", True), ("two", False))
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(capsys.readouterr().err.splitlines()) == ["one", "two", "two alone"]
+    events.emit("note", text="after")
+    assert capsys.readouterr().err == ""
+
+
+def test_a_forked_child_opens_sinks_of_its_own(capfd: pytest.CaptureFixture[str]) -> None:
+    with override(progress="lines"), progress.shown():
+        child = os.fork()
+        if child == 0:
+            context = contextvars.Context()  # as that of a new thread
+            context.run(_tell_in_a_block, "from the child")
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+    assert capfd.readouterr().err == "from the child\n"
+
+
+def _tell_in_a_block(text: str) -> None:
+    with override(progress="lines"), progress.shown():
+        events.emit("note", text=text)
 
 
 def test_lines_about_waiting_come_after_two_seconds_and_then_every_thirty() -> None:

@@ -39,30 +39,63 @@ _CLEAR, _GREEN, _RED, _PLAIN = "\r\x1b[2K", "\x1b[32m", "\x1b[31m", "\x1b[0m"
 def shown(trace: str | None = None, *, traced: bool = True) -> Iterator[None]:
     """Within the block, builds report as ``OPKILN_PROGRESS``, ``OPKILN_TRACE`` and the logger ask.
 
-    Blocks inside another have no effect, so a command that builds ten ops shows one bar. With
-    ``traced=False``, no trace file is written.
+    Blocks inside another have no effect, so a command that builds ten ops shows one bar. Blocks of
+    several threads that ask for the same share it: events go to the sinks of the whole process.
+    With ``traced=False``, no trace file is written.
     """
     if _listening.get():
         yield
         return
     token = _listening.set(True)
+    file = (trace or settings.trace) if traced else None
+    key = settings.progress, settings.rank, settings.debug_cuda, id(sys.stderr), file
     try:
-        with ExitStack() as stack:
-            stack.enter_context(events.listening(for_people()))
-            if settings.progress == "verbose" and sys.stderr is not None and not process.told():
-                stack.enter_context(process.telling(Commands(sys.stderr)))
-            log = for_logging()
-            if log is not None:
-                stack.enter_context(events.listening(log))
-                stack.enter_context(process.telling(log.command))
-            file = trace or settings.trace
-            if file and traced:
-                from opkiln.engine import chrome
-
-                stack.enter_context(events.listening(chrome.Trace(file)))
+        with _turn:
+            sinks, count = _shared.get(key) or (_opened(file), 0)
+            _shared[key] = sinks, count + 1
+        try:
             yield
+        finally:
+            with _turn:
+                _, count = _shared.pop(key, (sinks, 1))  # a forked child has none
+                if count > 1:
+                    _shared[key] = sinks, count - 1
+            if count == 1:
+                sinks.close()
     finally:
         _listening.reset(token)
+
+
+# The sinks of the blocks that are running, and how many blocks each has.
+_shared: dict[tuple[object, ...], tuple[ExitStack, int]] = {}
+_turn = threading.RLock()
+
+
+def _after_fork() -> None:
+    """The child has none of the parent's sinks, and nobody who would release the lock."""
+    global _turn
+    _turn = threading.RLock()
+    _shared.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def _opened(file: str | None) -> ExitStack:
+    """The sinks for what is set; closing it closes them."""
+    with ExitStack() as stack:
+        stack.enter_context(events.listening(for_people()))
+        if settings.progress == "verbose" and sys.stderr is not None and not process.told():
+            stack.enter_context(process.telling(Commands(sys.stderr)))
+        log = for_logging()
+        if log is not None:
+            stack.enter_context(events.listening(log))
+            stack.enter_context(process.telling(log.command))
+        if file:
+            from opkiln.engine import chrome
+
+            stack.enter_context(events.listening(chrome.Trace(file)))
+        return stack.pop_all()
 
 
 def for_people(stream: TextIO | None = None) -> Bar | Lines | Notes | Waits | None:
