@@ -141,6 +141,13 @@ def check_names(distribution: str, op: str) -> None:
         )
 
 
+def in_words(name: str) -> str:
+    """The name of a library for people: ``transformer__norms__float32`` is the library of
+    ``transformer (norms, float32)``."""
+    op, *parts = name.split("__")
+    return f"{op} ({', '.join(parts)})" if op and parts else name
+
+
 # The parts of a registration that give functions in Python, and how the name of each continues that
 # of the op's function.
 REGISTERED = {

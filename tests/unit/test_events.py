@@ -128,6 +128,17 @@ def test_lines_say_when_a_build_starts_and_what_it_came_to() -> None:
     )
 
 
+def test_lines_name_ops_and_not_the_libraries_of_their_parts() -> None:
+    stream = io.StringIO()
+    with events.listening(progress.Lines(stream)):
+        events.emit("build-start", op="transformer__norms__float32", steps=1)
+        events.emit("build-end", op="transformer__norms__float32", ok=False, wall=1.0)
+    assert stream.getvalue() == (
+        "building transformer (norms, float32) (1 step)\n"
+        "failed transformer (norms, float32) after 1.0 s\n"
+    )
+
+
 def test_threads_that_build_at_once_tell_each_event_once(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

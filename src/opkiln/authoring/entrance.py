@@ -73,6 +73,8 @@ class Entrance:
     ) -> None:
         """``served`` is what is loaded, if other functions are in the same library."""
         self._builder, self._reference = builder, reference
+        # For messages. The parts of an op, and its libraries for dtypes, are not users' concern.
+        self._name = builder.NAME.partition("__")[0] or builder.NAME
         self._comparison = Comparison(reference.__name__, reference, written)
         self.refusals = Refusals(reference.__name__)
         # By device; None: there is no library for it.
@@ -133,12 +135,12 @@ class Entrance:
         loaded = self.load(device)
         if loaded is None:
             raise LoadError(
-                f"op {self._builder.NAME} has no native version for {device}",
+                f"op {self._name} has no native version for {device}",
                 why=f"it has sources for {', '.join(self._builder.BACKENDS)} alone",
             )
         if loaded.artifact is None:
             why = "\n".join(loaded.trace.refusals())
-            raise LoadError(f"op {self._builder.NAME}: its reference serves {device}", why=why)
+            raise LoadError(f"op {self._name}: its reference serves {device}", why=why)
         return self
 
     def matching(self, wanted: Mapping[str, Value]) -> list[Entrance]:
@@ -164,13 +166,11 @@ class Entrance:
         why = f"it has sources for {', '.join(self._builder.BACKENDS)} alone"
         if settings.mode == policy.NATIVE:
             raise LoadError(
-                f"op {self._builder.NAME} would run as its {what}: {why}",
+                f"op {self._name} would run as its {what}: {why}",
                 why="OPKILN_MODE=native: a native version is required",
                 hint="OPKILN_MODE=auto    # the reference runs, with a warning",
             )
-        warn_caller(
-            f"op {self._builder.NAME} runs as its pure-PyTorch {what}: {why}", FallbackWarning
-        )
+        warn_caller(f"op {self._name} runs as its pure-PyTorch {what}: {why}", FallbackWarning)
 
 
 _all: weakref.WeakSet[Entrance] = weakref.WeakSet()

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from opkiln import process
 from opkiln.engine import events
+from opkiln.model import in_words
 from opkiln.settings import settings
 
 if TYPE_CHECKING:
@@ -216,7 +217,7 @@ class _Tally:
         for op, state in reversed(self.ops.items()):
             if not state.over and (state.running or op not in self.waiting):
                 label = next(reversed(state.running.values()), "")
-                words = [f"[{ended}/{steps}] {op}", label, _seconds(now - state.started)]
+                words = [f"[{ended}/{steps}] {in_words(op)}", label, _seconds(now - state.started)]
                 return "  ".join(_printable(word) for word in words if word)
         for event in reversed(self.waiting.values()):
             return self.wait(event, event.data["seconds"] + now - event.at)
@@ -225,11 +226,11 @@ class _Tally:
     def wait(self, event: Event, seconds: float) -> str:
         data = event.data
         whom = f"pid {data['pid']}" if data["pid"] else "another process"
-        text = f"{data['op']}  waiting for {whom} on host {data['host']}, {_seconds(seconds)}"
-        return _printable(f"{text} ({data['what']})")
+        text = f"waiting for {whom} on host {data['host']}, {_seconds(seconds)} ({data['what']})"
+        return _printable(f"{in_words(data['op'])}  {text}")
 
     def summary(self, event: Event) -> str:
-        op, wall = _printable(event.data["op"]), _seconds(event.data["wall"])
+        op, wall = _printable(in_words(event.data["op"])), _seconds(event.data["wall"])
         if not event.data["ok"]:
             return f"{self._coloured(_RED, 'failed')} {op} after {wall}"
         state = self.ops[event.data["op"]]
@@ -279,7 +280,7 @@ class _Messages:
         text = ""
         if event.kind == events.BUILD_START:
             plural = "" if data["steps"] == 1 else "s"
-            text = f"building {_printable(data['op'])} ({data['steps']} step{plural})"
+            text = f"building {_printable(in_words(data['op']))} ({data['steps']} step{plural})"
         elif event.kind == events.WAITING:
             if data["seconds"] >= self._next.get(data["op"], self._first(data["what"])):
                 self._next[data["op"]] = data["seconds"] + _NEXT_LINE

@@ -31,7 +31,7 @@ from opkiln.errors import (
 )
 from opkiln.loading import light, register
 from opkiln.loading.native import beside, of_its_own, open_artifact
-from opkiln.model import EXECUTABLE, LIBRARY, Artifact, Op
+from opkiln.model import EXECUTABLE, LIBRARY, Artifact, Op, in_words
 from opkiln.record import Record
 from opkiln.settings import any_strange, settings, unknown
 from opkiln.trust import usable_by_owner
@@ -348,7 +348,7 @@ def _tell_fallback(op: Op, outcome: Reference) -> None:
         return
     _told.add(op.name)
     error = outcome.error
-    lines = [f"op {op.spec.name} runs as its pure-PyTorch reference: {error.what}"]
+    lines = [f"op {in_words(op.spec.name)} runs as its pure-PyTorch reference: {error.what}"]
     lines += [f"  {line}" for line in (*error.why.splitlines(), *_passed_over(op, outcome.trace))]
     if error.hint:
         lines.append(f"hint: {error.hint}")
