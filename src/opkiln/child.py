@@ -16,7 +16,7 @@ import time
 from typing import TYPE_CHECKING, NamedTuple
 
 from opkiln import endless
-from opkiln.errors import BuildCancelled, BuildTimeout, InputError, ToolchainError
+from opkiln.errors import BuildCancelled, BuildError, BuildTimeout, InputError, ToolchainError
 from opkiln.settings import settings
 
 if TYPE_CHECKING:
@@ -150,13 +150,17 @@ class Child:
         self._exited = True
 
     def ended(self) -> Ended:
-        """How it ended, after the ``with`` block. Raises ToolchainError if that is lost."""
+        """How it ended, after the ``with`` block. Raises BuildError if that is lost: another
+        program's would be lost, too, so it must not read as a refusal of this one."""
         if self._usage is None:
-            raise ToolchainError(
-                f"the exit status of {self._argv[0]} is lost",
-                why="this process ignores SIGCHLD, or another part of it waits for any child",
-                hint="python -c 'import signal; print(signal.getsignal(signal.SIGCHLD))'",
+            why = (
+                "another part of this process waits for any child: os.wait() or os.waitpid(-1, ...)"
             )
+            hint = "os.waitpid(pid, 0)    # there: wait for children that it started"
+            if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
+                why = "this process ignores SIGCHLD, or the one that started it did"
+                hint = "signal.signal(signal.SIGCHLD, signal.SIG_DFL)    # in Python, before this"
+            raise BuildError(f"the exit status of {self._argv[0]} is lost", why=why, hint=hint)
         counted = self._usage.ru_maxrss * 1024
         max_rss = counted if counted > self._floor else min(counted, self._follower.peak)
         streams = tuple(data.text() for data in self._follower.data)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import warnings
 import zipfile
 from subprocess import PIPE
@@ -65,6 +66,20 @@ def test_a_zipapp_is_served_by_the_reference_and_says_that_its_sources_are_packe
     assert (done.returncode, done.stdout) == (0, "[3.0, 3.0]\n"), done.stderr
     assert "FallbackWarning: op stable runs as its pure-PyTorch reference" in done.stderr
     assert f"its sources are inside {archive}" in done.stderr
+
+
+def test_a_process_that_ignores_sigchld_is_told_so_and_not_to_install_a_compiler(
+    stable: Package,
+) -> None:
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        with pytest.warns(FallbackWarning) as caught:
+            stable.builder().load()
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+    text = str(caught[0].message)
+    assert "is lost\n  this process ignores SIGCHLD" in text
+    assert "apt-get" not in text
 
 
 @pytest.mark.usefixtures("no_compiler")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -64,6 +65,14 @@ def start(*arguments: str, **options: object) -> subprocess.CompletedProcess[str
     return subprocess.run(
         command, capture_output=True, text=True, timeout=60, check=False, **options
     )
+
+
+def test_commands_work_if_the_program_that_starts_them_ignores_sigchld() -> None:
+    def ignore() -> None:
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+
+    done = start("plan", "cpu_adam", preexec_fn=ignore)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 # Finding one's way

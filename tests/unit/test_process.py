@@ -15,7 +15,7 @@ from sample.child import SOURCE
 from sample.quiet import needs_quiet, within
 
 from opkiln import child, process
-from opkiln.errors import BuildCancelled, BuildTimeout, InputError, ToolchainError
+from opkiln.errors import BuildCancelled, BuildError, BuildTimeout, InputError, ToolchainError
 from opkiln.settings import override
 
 if TYPE_CHECKING:
@@ -249,10 +249,12 @@ def test_the_peak_memory_is_that_of_the_largest_descendant_not_of_this_process()
 def test_a_lost_exit_status_is_an_error_and_not_a_success() -> None:
     before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     try:
-        with pytest.raises(ToolchainError, match=r"exit status of .* is lost"):
+        with pytest.raises(BuildError, match=r"exit status of .* is lost") as caught:
             process.run(python("raise SystemExit(1)"))
     finally:
         signal.signal(signal.SIGCHLD, before)
+    assert "this process ignores SIGCHLD" in caught.value.why
+    assert caught.value.hint.startswith("signal.signal(signal.SIGCHLD, signal.SIG_DFL)")
 
 
 def test_a_probe_keeps_its_streams_apart_and_a_hanging_one_is_a_toolchain_error() -> None:

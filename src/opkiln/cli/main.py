@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import sys
 import warnings
 from importlib import import_module
@@ -125,6 +126,8 @@ def main() -> None:
     warnings.showwarning = _show_warning  # type: ignore[assignment]
     if sys.argv[1:2] == ["run"]:  # the user's program has the umask that the user chose
         sys.exit(_run(sys.argv[1:]))
+    # Whoever ignores it passes that on, and the exit status of every program would be lost.
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     with usable_by_owner():
         sys.exit(_run(sys.argv[1:]))
 
