@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import itertools
+import sys
+import warnings
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +15,7 @@ import torch._functorch.config
 from sample import pool
 
 from opkiln.builder import OpBuilder
-from opkiln.errors import SpecError
+from opkiln.errors import FallbackWarning, SpecError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -166,6 +168,57 @@ def test_a_function_of_another_op_is_refused(name: str) -> None:
     other.name = "twofold"
     with pytest.raises(SpecError, match=f"{name}::double is a function of op double"):
         other.load()
+
+
+DECORATED = """
+import opkiln
+from torch import Tensor
+
+@opkiln.op(source="", namespace=NAMESPACE)
+def double(x: Tensor) -> Tensor:
+    return x * 2
+"""
+CLASS = """
+from opkiln import OpBuilder
+
+class Double(OpBuilder):
+    NAME, SCHEMAS, NAMESPACE = "double", ("double(Tensor x) -> Tensor",), NAMESPACE
+    sources = lambda self: ["d.cpp"]
+    reference = lambda self: type("Reference", (), {"double": lambda x: x * 2})
+
+Double().load()
+"""
+
+
+@pytest.mark.parametrize("text", [DECORATED, CLASS], ids=["decorated", "class"])
+def test_a_file_does_not_take_the_op_of_another_file_of_the_same_module_name(
+    name: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run_file(folder: str, namespace: str = name) -> None:
+        path = tmp_path / folder / f"{name}.py"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(
+            text.replace("NAMESPACE)", f"{namespace!r})").replace(
+                "), NAMESPACE\n", f"), {namespace!r}\n"
+            )
+        )
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, name, module)
+        spec.loader.exec_module(module)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FallbackWarning)
+        run_file("first")
+        run_file("first")  # as importlib.reload does
+        for folder, namespace in (("second", name), ("second", "other"), ("first", "other")):
+            with pytest.raises(SpecError, match=f"op double of {name} is declared twice") as caught:
+                run_file(folder, namespace)
+            for each in ("first", folder):
+                assert str(tmp_path / each / f"{name}.py") in caught.value.why
+        run_file("first")
 
 
 def test_a_gradient_is_replaced_under_a_native_kernel_without_a_build(

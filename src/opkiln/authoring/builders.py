@@ -139,6 +139,10 @@ class DecoratedBuilder(CUDAOpBuilder):
     def root(self) -> str:
         return self.PLACE.root
 
+    @property
+    def _declared_in(self) -> str:
+        return self.PLACE.file
+
     def sources(self) -> list[str]:
         named = self.SOURCES.cpu if self.build_for_cpu else self.SOURCES.cuda
         return list(named) if self.SOURCES.inline else [self._place(each) for each in named]

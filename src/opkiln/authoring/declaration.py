@@ -61,6 +61,7 @@ class Declaration:
             self._entrance = Dtypes(builder, function, self._defined, served)
         else:
             self._entrance = Entrance(builder, function, written, served(""))
+        builder()._claim_name()
         parameters, distribution = builder.PARAMETERS, builder().distribution
         # Whatever is loaded was declared with other functions, or from other sources.
         for name in (builder.NAME, *(parameters.library((each,)) for each in parameters.dtypes)):

@@ -43,6 +43,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 
+# (package, op) -> (the file that declares it, its namespace)
+_claimed: dict[tuple[str, str], tuple[str, str]] = {}
+
+
 class OpBuilder:
     """What authors subclass. Override ``sources()`` at least.
 
@@ -315,12 +319,40 @@ class OpBuilder:
             found = _kept[cls, device] = _builder_for(cls, device).loaded().value
         return found
 
+    def _claim_name(self) -> None:
+        """Take the name of the op for the file that declares it. Raises SpecError if another file
+        of the same package has it, or if this one has it for another namespace: then the kernels of
+        one op would be taken for those of the other, or from it."""
+        registration = self.registration()
+        if registration is None:
+            return
+        mine = self._declared_in, registration.namespace
+        before = _claimed.setdefault((self.distribution, self.name), mine)
+        if before == mine:
+            return
+        # The cells of a notebook are no files, and replace each other.
+        if os.path.isfile(before[0]) and os.path.isfile(self._declared_in):
+            both = [f"{file} (namespace {namespace})" for file, namespace in (before, mine)]
+            if before[1] != mine[1] or not os.path.samefile(before[0], self._declared_in):
+                raise SpecError(
+                    f"op {self.name} of {self.distribution} is declared twice",
+                    why=f"in {both[0]}\nand {both[1]}\na package has one op of a name",
+                    hint="give one of them another name, or its module",
+                )
+        _claimed[self.distribution, self.name] = mine
+
+    @property
+    def _declared_in(self) -> str:
+        """The file that declares the op; empty if there is none."""
+        return getattr(sys.modules.get(type(self).__module__), "__file__", None) or ""
+
     def loaded(
         self, verbose: bool = True, *, reload: bool = False, must_be_native: bool = False
     ) -> loader.Loaded:
         """As ``load`` or ``jit_load``, with the artifact and the trace. Raises OpkilnError."""
         from opkiln.settings import origin_of, override
 
+        self._claim_name()
         # What the user set goes before what the program's author chose.
         silent = not verbose and origin_of("progress")[1] == "default"
         try:
