@@ -34,7 +34,9 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     where = tmp_path_factory.mktemp("extended")
     ignored = shutil.ignore_patterns("__pycache__", "*.egg-info")
     shutil.copytree(ROOT / "src", where / "src", ignore=ignored)
-    shutil.copy(ROOT / "pyproject.toml", where)
+    for name in ("pyproject.toml", "tests/unit/test_settings.py"):
+        (where / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, where / name)
     for name, text in _ADDED.findall(PAGE):
         (where / name).parent.mkdir(parents=True, exist_ok=True)
         (where / name).write_text(text)
@@ -93,6 +95,9 @@ def test_the_setting_is_read_refused_and_documented(copy: Path) -> None:
     assert run(copy, refused, OPKILN_NICE="much") == "unset OPKILN_NICE\n"
     page = "from opkiln.report.forms import settings_page; print(settings_page())"
     assert "`OPKILN_NICE`" in run(copy, page)
+    tests = f"import pytest; print(pytest.main(['-q', {str(copy / 'tests' / 'unit')!r}]))"
+    said = run(copy, tests, ROOT / "tests")
+    assert said.endswith("\n0\n"), said
 
 
 def test_the_table_of_a_backend_lists_every_file_that_names_it() -> None:
