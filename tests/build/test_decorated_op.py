@@ -13,7 +13,7 @@ from sample import child, forks
 from torch import Tensor
 
 import opkiln
-from opkiln.errors import DifferenceError, FallbackWarning, LoadError, SpecError
+from opkiln.errors import CompileError, DifferenceError, FallbackWarning, LoadError, SpecError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -268,6 +268,21 @@ def test_function_of_no_module_can_be_an_op() -> None:
     assert op.builder().distribution == "main"
     with pytest.warns(FallbackWarning):
         assert torch.equal(op(torch.zeros(2)), torch.ones(2))
+
+
+def test_a_redefined_cell_that_does_not_compile_falls_back_as_a_first_one_does() -> None:
+    """And the one after it is native again; each failure is told."""
+    x = torch.randn(3)
+    for value, right in ((RIGHT, True), ("no C++", False), ("nor this", False), (RIGHT, True)):
+        op = scaled("cell", value)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            assert torch.allclose(op(x, x, 0.5), x + 0.5 * x)
+        assert op.load() is right
+        assert ["does not compile" in str(each.message) for each in told] == [True] * (not right)
+    edited = scaled("cell", "no C++")
+    with pytest.raises(CompileError):
+        edited.builder().jit_load()
 
 
 def test_two_functions_of_one_name_are_refused() -> None:

@@ -228,6 +228,12 @@ def retire(distribution: str, op: str) -> None:
             _unregister(name)
 
 
+def unregister(spec: OpSpec) -> None:
+    """Unregister the library of an op for one backend, if there is one: its reference serves."""
+    with _lock:
+        _retire(spec)
+
+
 def _retire(spec: OpSpec) -> None:
     """Unregister what an older version of the op has registered."""
     _unregister(_name(spec))

@@ -80,6 +80,7 @@ _since: dict[_Name, float] = {}  # when each was loaded
 _opened: dict[_Name, dict[str, Any]] = {}  # what opening each library of an op gave, by sha256
 _history: dict[_Name, list[Artifact]] = {}  # an op's libraries here, oldest first
 _turns: dict[_Name, _Turn] = {}  # one per op: two ops may build at once
+_lasting: set[_Name] = set()  # ops with a library that cannot be unregistered
 _told: set[_Name] = set()
 
 
@@ -164,8 +165,11 @@ def _serve(op: Op, must_be_native: bool, again: bool) -> Loaded:
     functions = None
     if op.registration is not None:
         functions = register.register(op.spec.name, op.registration, anew=again)
-    # Once a native version is registered, no reference would replace it.
-    request = Request(op, must_be_native=must_be_native or bool(_history.get(op.name)))
+    # No reference replaces a library that registered itself. And whoever asks for edited sources
+    # wants those, or the error.
+    older = bool(_history.get(op.name))
+    keeps = older and (again or op.name in _lasting)
+    request = Request(op, must_be_native=must_be_native or keeps)
     for _ in range(_ATTEMPTS):
         outcome = decided(request)
         if not (isinstance(outcome, Serve) and outcome.read is None):
@@ -175,6 +179,8 @@ def _serve(op: Op, must_be_native: bool, again: bool) -> Loaded:
         if isinstance(outcome, Refuse):
             raise outcome.error
         if isinstance(outcome, Reference):
+            if older:
+                light.unregister(op.spec)
             _tell_fallback(op, outcome)
             return Loaded(functions, None, outcome.trace, op)
         try:
@@ -213,6 +219,7 @@ def forget(distribution: str, op: str) -> None:
     for name in [each for each in _loaded if each[:2] == (distribution, op)]:
         _loaded.pop(name, None)
         _opened.pop(name, None)
+        _told.discard(name)
 
 
 def forget_references() -> None:
@@ -335,8 +342,11 @@ def _open(op: Op, artifact: Artifact) -> Any:
     value = open_artifact(spec, artifact.path, overloads, unserved=unserved)
     if spec.kernels and spec.kind == LIBRARY:
         register.require_kernels(spec, overloads)
+    if not light.has_registered(spec):
+        _lasting.add(op.name)
     opened[artifact.sha256] = value
     earlier.append(artifact)
+    _told.discard(op.name)
     return value
 
 
