@@ -127,12 +127,17 @@ def _broken(line: str, width: int) -> list[str]:
 def draw(cast: list[Any]) -> str:
     """The picture of a recording."""
     header, shown = cast[0], lines(cast)
-    whole = shown[-1].at + REST
+    # The first line is there at once: whoever opens the page must not see an empty box.
+    start = shown[0].at
+    whole = shown[-1].at - start + REST
     width, height = round(2 * LEFT + header["width"] * WIDE), TOP + LINE * len(shown) + 8
     parts, frames = [], []
     for number, line in enumerate(shown):
         y = TOP + LINE * number + 14
-        share = 100 * line.at / whole
+        share = 100 * (line.at - start) / whole
+        if share == 0:
+            parts.append(f'<text x="{LEFT}" y="{y}">{_spans(line.text)}</text>')
+            continue
         frames.append(f"@keyframes l{number} {{ 0%, {share:.2f}% {{ opacity: 0 }} "
                       f"{share + 0.01:.2f}%, 100% {{ opacity: 1 }} }}")  # fmt: skip
         parts.append(f'<text class="line" style="animation-name: l{number}" x="{LEFT}" y="{y}">'

@@ -93,6 +93,16 @@ def test_the_recorded_terminal_is_what_its_recording_gives() -> None:
     assert typed == list(terminal.COMMANDS), "record it again"
 
 
+def test_the_recorded_terminal_is_never_an_empty_box() -> None:
+    """Its command is there from the first moment, and what it prints follows within a second."""
+    picture = terminal.PICTURE.read_text()
+    (command,) = re.findall(rf"<text[^>]*>.*{terminal.COMMANDS[0]}</text>", picture)
+    assert "animation" not in command
+    (whole,) = re.findall(r"animation-duration: ([\d.]+)s", picture)
+    hidden = re.findall(r"@keyframes l\d+ \{ 0%, ([\d.]+)%", picture)
+    assert float(hidden[0]) / 100 * float(whole) < 1
+
+
 def test_the_timeline_is_what_its_trace_gives() -> None:
     document = json.loads(timeline.RESULTS.read_text())
     assert timeline.TARGET.read_text() == timeline.draw(document), "run bench/timeline.py"
