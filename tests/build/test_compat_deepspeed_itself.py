@@ -9,11 +9,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
 from deepspeed_programs import PYTHON, Programs
 
+import opkiln
 from opkiln.compat.deepspeed.table import MODULES
 
 if PYTHON is None:
@@ -261,6 +263,22 @@ def test_the_report_says_what_it_said(programs: Programs) -> None:
     assert alone.returncode == beside.returncode == 0, beside.stderr[-3000:]
     assert _report(alone.stdout) == _report(beside.stdout)
     assert len(_report(alone.stdout)) >= 8
+    assert "opkiln" not in alone.stdout
+
+
+def test_the_report_says_what_opkiln_serves(programs: Programs) -> None:
+    report = ("-c", "from deepspeed.env_report import main; main(hide_operator_status=True)")
+    run = ("-m", "opkiln", "run", str(PYTHON), *report)
+    told = programs.run(*run, OPKILN_DEEPSPEED="cpu_lion=engine,cpu_adagrad=off").stdout
+    own, built, left = (
+        re.search(f"^{words}: (.*)", told, re.MULTILINE)[1].split(", ")  # type: ignore[index]
+        for words in ("opkiln's own kernels", "DeepSpeed's sources, built by opkiln",
+                      "left to DeepSpeed")
+    )  # fmt: skip
+    assert f"opkiln {opkiln.__version__} loads DeepSpeed's ops in this process:" in told
+    assert "cpu_adam" in own
+    assert "cpu_lion" in built
+    assert left == ["cpu_adagrad"]
 
 
 def test_what_was_exchanged_is_put_back(programs: Programs) -> None:

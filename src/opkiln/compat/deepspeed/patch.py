@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 _MODULE = "deepspeed.ops.op_builder.builder"
+_CHANGED = (_MODULE, "deepspeed.env_report")
 
 OPS, ENGINE, DEEPSPEED = "ops", "engine", "deepspeed"
 
@@ -41,7 +42,7 @@ def install() -> None:
     they are. Calling it again has no effect. Raises UsageError if DeepSpeed is not installed.
     """
     _import_deepspeeds(_MODULE)
-    hook.install((_MODULE,))
+    hook.install(_CHANGED)
 
 
 def _import_deepspeeds(module: str) -> ModuleType:
@@ -55,7 +56,7 @@ def _import_deepspeeds(module: str) -> ModuleType:
 
 def remove() -> None:
     """Put the functions of DeepSpeed's builders back."""
-    hook.remove((_MODULE,))
+    hook.remove(_CHANGED)
 
 
 def replacements(module: ModuleType) -> Iterator[tuple[Any, str, Any]]:
@@ -160,22 +161,32 @@ def _resorts_of(op: str) -> tuple[str, ...]:
     return chosen.get(op, chosen[""])
 
 
+def origin_of(builder: Any) -> str:
+    """What a builder would load: ops, engine or deepspeed."""
+    return _origin(builder, _resorts_of(builder.name))
+
+
+def _origin(builder: Any, resorts: tuple[str, ...]) -> str:
+    if _is_by_ops(builder, resorts):
+        return OPS
+    # An op that was built when DeepSpeed was installed is as good as one of the engine's.
+    return ENGINE if ENGINE in resorts and not _is_installed(builder) else DEEPSPEED
+
+
 def _choose(builder: Any, resorts: tuple[str, ...], original: Callable[[], Any]) -> tuple[Any, str]:
-    def build() -> tuple[Any, str]:
+    def build() -> Any:
         from opkiln.compat.deepspeed import engine
 
-        # An op that was built when DeepSpeed was installed is as good as one of the engine's.
-        if _is_installed(builder):
-            return original(), DEEPSPEED
-        return engine.load(builder), ENGINE
+        return original() if _is_installed(builder) else engine.load(builder)
 
-    if _is_by_ops(builder, resorts):
-        folder, _, name = MODULES[builder.name].home.partition(":")
-        kind = getattr(import_module(f"opkiln.compat.deepspeed.{folder}"), name)
-        module = kind((lambda: build()[0]) if ENGINE in resorts else None)
-        module.list_theirs = cache(partial(_list_theirs, builder))
-        return module, OPS
-    return build() if ENGINE in resorts else (original(), DEEPSPEED)
+    origin = _origin(builder, resorts)
+    if origin != OPS:
+        return (build if origin == ENGINE else original)(), origin
+    folder, _, name = MODULES[builder.name].home.partition(":")
+    kind = getattr(import_module(f"opkiln.compat.deepspeed.{folder}"), name)
+    module = kind(build if ENGINE in resorts else None)
+    module.list_theirs = cache(partial(_list_theirs, builder))
+    return module, OPS
 
 
 def _list_theirs(builder: Any) -> tuple[str, ...]:
