@@ -57,9 +57,10 @@ def _make(memory: tuple[str, ...], toolchain: Toolchain, path: str) -> None:
     here = (machine.architecture(), os.confstr("CS_GNU_LIBC_VERSION"), sha256_file(_SOURCE))
     name = f"{_PREFIX}{key('observer', here)}-"
     for kept in (each for directory in memory for each in _stored(directory, name)):
-        shutil.copyfile(kept, path)
-        if is_intact(kept, path):
-            return
+        with contextlib.suppress(FileNotFoundError):  # `opkiln cache gc` may run
+            shutil.copyfile(kept, path)
+            if is_intact(kept, path):
+                return
     # A cross compiler runs here, but what it makes does not.
     cxx = host.choose(memory).cxx if toolchain.cross else toolchain.cxx
     flags = ("-x", "c", "-O2", "-s", "-shared", "-fPIC", "-o", path, _SOURCE, "-ldl")
@@ -95,14 +96,12 @@ def is_intact(kept: str, path: str = "") -> bool:
 
 
 def _stored(directory: str, name: str) -> Iterator[str]:
+    """Those that are kept, and not what another process is just writing there."""
     try:
         found = [each for each in os.listdir(directory) if each.startswith(name)]
     except OSError:
         return  # nothing was kept there yet
-    for each in found:
-        path = os.path.join(directory, each)
-        if is_intact(path):
-            yield path
+    yield from (os.path.join(directory, each) for each in found if _NAME.fullmatch(each))
 
 
 def damaged(directory: str) -> list[str]:
