@@ -88,7 +88,7 @@ def check_prompt_and_steps_agree_with_attention_over_all_tokens() -> None:
 
 
 def check_a_graph_follows_the_lengths() -> None:
-    cache = _cache([100, 3000], 4096)
+    cache = _cache([100, 3000], 4608)
     q = torch.randn(2, 32, 1, 128, device="cuda", dtype=torch.bfloat16)
     k, v = (torch.randn(2, 8, 1, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     attention(q, k, v, cache)
