@@ -264,7 +264,7 @@ def test_an_empty_tensor_whose_sizes_torch_cannot_count_is_refused(
 
 
 _NO_METADATA: list[Any] = [
-    {"step": 3}, {"step": None}, {3: "step"}, {"a": {"b": "c"}}, {"a": object()}, {"a": "\ud800"},
+    {"step": 3}, {"step": None}, {3: "step"}, {"a": {"b": "c"}}, {"a": ...}, {"a": "\ud800"},
     {"\ud800": "a"}, "text", [("a", "b")], 3,
 ]  # fmt: skip
 
