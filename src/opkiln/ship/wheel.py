@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 
 HOME = SHARED  # what an installed opkiln looks for
 SBOM = "sboms/opkiln.cdx.json"
-GENERATOR = "opkiln"
 ANY_PYTHON = "py3-none"
 
 
@@ -264,10 +263,7 @@ def _metadata(name: str, job: _Job, ops: list[str]) -> bytes:
 
 def _wheel(tag: str) -> bytes:
     return (
-        "Wheel-Version: 1.0\n"
-        f"Generator: {GENERATOR} {__version__}\n"
-        "Root-Is-Purelib: false\n"
-        f"Tag: {tag}\n"
+        f"Wheel-Version: 1.0\nGenerator: opkiln {__version__}\nRoot-Is-Purelib: false\nTag: {tag}\n"
     ).encode()
 
 

@@ -2,8 +2,7 @@
 
 Members follow one another, without times, comments or extra fields. Then comes the directory. So
 the same files give the same bytes, and the headers determine every byte around the members' data.
-``store.archive`` and ``ship.wheel_check`` compare files with that form. (Two versions of zlib may
-deflate differently.)
+``store.archive`` compares bundles with that form. (Two versions of zlib may deflate differently.)
 """
 
 from __future__ import annotations
@@ -72,7 +71,7 @@ class Writer:
         self, name: str, data: Iterable[bytes], *, method: int = STORED, executable: bool = False
     ) -> Added:
         """Write a member."""
-        offset, mode = self._out.tell(), mode_of(executable=executable)
+        offset, mode = self._out.tell(), 0o755 if executable else 0o644
         # Sizes and checksum are known only after the data. Then the header is written again.
         self._out.write(local_header(Header(name, 0, 0, offset, 0, method, mode)))
         begin = self._out.tell()
@@ -96,11 +95,6 @@ class Writer:
     def close(self) -> None:
         """Write the directory. The caller closes the file."""
         self._out.write(directory(self._headers))
-
-
-def mode_of(*, executable: bool) -> int:
-    """The mode of a member."""
-    return 0o755 if executable else 0o644
 
 
 def chunks(path: str) -> Iterator[bytes]:
