@@ -16,7 +16,7 @@
 #   make test-torches   one wheel of CPU ops, libraries of op.h on several torches (installs them, 30 GB)
 #   make test-cluster   100 killed ranks; jobs of two nodes in network namespaces, under torchrun, srun and by hand,
 #                       with slow and cut links and wrong clocks (root, iproute2, iptables);
-#                       the build farm on Dask, Ray, MPI and submitit (installs them beside .venv);
+#                       the recipes of the build farm on Dask, Ray, MPI and submitit (installs them beside .venv);
 #                       the recipes on Slurm (apt-get install slurmctld slurmd slurm-client munge) and Kubernetes' schemas
 #   make test-other-cpu   kernels and ops for the other CPU architecture (apt-get install qemu-user, and
 #                         g++-aarch64-linux-gnu or, on aarch64, g++-x86-64-linux-gnu)

@@ -37,13 +37,14 @@ def here(farm: Farm, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Farm:
 
 
 def test_a_farm_that_loses_a_worker_writes_the_same_bytes_as_one_machine(farm: Farm) -> None:
+    farm.write_recipes(("ProcessPoolExecutor(4", "ProcessPoolExecutor(2"))
     matrix = ("--targets", str(farm.matrix))
     alone, together = farm.base / "alone", farm.base / "together"
     one = farm(*matrix, "--bundle", f"{alone}.bundle", "--wheel", f"{alone}.wheels",
                store=farm.store())  # fmt: skip
     assert one.returncode == 0, one.stderr
     killed, trace, store = farm.base / "killed", farm.base / "trace.json", farm.store()
-    many = farm(*matrix, "--executor", "processes=2", "-j", "1", "--trace", str(trace),
+    many = farm(*matrix, "--executor", "farms:processes", "-j", "1", "--trace", str(trace),
                 "--bundle", f"{together}.bundle", "--wheel", f"{together}.wheels",
                 store=store, KILL_A_WORKER=str(killed))  # fmt: skip
     assert many.returncode == 0, many.stderr
@@ -73,7 +74,7 @@ def test_a_farm_that_loses_a_worker_writes_the_same_bytes_as_one_machine(farm: F
     }  # fmt: skip
     assert {each["pid"] for each in compiles} <= workers.keys()
 
-    again = farm(*matrix, "--executor", "processes=2", store=store)
+    again = farm(*matrix, "--executor", "farms:processes", store=store)
     assert [line.split()[3] for line in again.stdout.splitlines()[1:5]] == ["cached"] * 4
     assert again.stderr == ""  # nothing was started
 

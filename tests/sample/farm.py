@@ -1,8 +1,10 @@
-"""Two small ops of installed packages, for build farms, and the command that builds them."""
+"""Two small ops of installed packages, for build farms, the command that builds them, and the
+recipes of the docs, as a module ``farms`` beside the ops."""
 
 from __future__ import annotations
 
 import itertools
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +14,7 @@ from sample.levels import HIGH, LOW
 from sample.package import Package
 from sample.shipped import clean_environment
 
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "clusters.md"
 MATRIX = f'ops = ["first", "second"]\ntargets = ["cpu:{LOW},{HIGH}"]\n'
 # A worker that builds the op for the first time ends as one does that the kernel kills.
 KILLED = """
@@ -54,6 +57,14 @@ class Farm:
         self.matrix = base / "matrix.toml"
         self.matrix.write_text(MATRIX)
         self._numbers = itertools.count()
+
+    def write_recipes(self, *changes: tuple[str, str]) -> None:
+        """Write ``farms.py`` as the page has it, with other numbers and places."""
+        (text,) = re.findall(r"<!-- farms.py -->\n```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+        for shown, here in changes:
+            assert text.count(shown) == 1, shown
+            text = text.replace(shown, here)
+        (self.site / "farms.py").write_text(text)
 
     def store(self) -> Path:
         return known.make_store(self.base / f"store{next(self._numbers)}")

@@ -1,17 +1,15 @@
-"""What a farm is asked for: a matrix, and an executor by its name."""
+"""What a farm is asked for: a matrix, and a function that makes an executor."""
 
 from __future__ import annotations
 
 import pickle
-import sys
-from concurrent.futures import ProcessPoolExecutor
 from typing import TYPE_CHECKING
 
 import pytest
 from sample.levels import HIGH, LOW
 
 from opkiln.errors import ToolchainError, UsageError
-from opkiln.ship.farm import executors, matrix
+from opkiln.ship.farm import coordinator, matrix
 from opkiln.ship.farm.tasks import Job, work
 from opkiln.ship.prebuild import FAILED
 from opkiln.ship.selection import NamedTarget
@@ -52,38 +50,20 @@ def test_a_wrong_matrix_is_an_error_that_names_the_file(
     assert str(file) in raised.value.what
 
 
-def test_processes_are_a_pool_of_their_number() -> None:
-    with executors.named("processes=3")() as pool:
-        assert isinstance(pool, ProcessPoolExecutor)
-        assert pool._max_workers == 3  # type: ignore[attr-defined]
-
-
 @pytest.mark.parametrize(
-    "text", ["", "processes", "processes=0", "processes=x", "dask", "dask://", "mpi=4", "slurm"]
+    "text", ["", ":", "processes=4", "dask://h:8786", "no_such_module:make", "os:no_such_function"]
 )
-def test_an_unknown_executor_is_an_error_that_lists_the_known_ones(text: str) -> None:
-    with pytest.raises(UsageError, match="processes=N, dask://HOST:PORT, ray"):
-        executors.named(text)
+def test_what_names_no_function_is_an_error_that_shows_the_form(text: str) -> None:
+    with pytest.raises(UsageError, match="there is no such function") as raised:
+        coordinator.find_function(text)
+    assert "--executor MODULE:FUNCTION" in raised.value.hint
 
 
-@pytest.mark.parametrize(
-    ("text", "package"),
-    [
-        ("dask://h:8786", "distributed"),
-        ("ray", "ray"),
-        ("ray://h:10001", "ray"),
-        ("mpi", "mpi4py"),
-        ("slurm=/shared", "submitit"),
-    ],
-)
-def test_an_executor_whose_package_is_missing_names_the_command_that_installs_it(
-    text: str, package: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for module in ("distributed", "ray", "mpi4py", "mpi4py.futures", "submitit"):
-        monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(ToolchainError) as raised:
-        executors.named(text)
-    assert raised.value.hint == f"pip install {package}"
+def test_a_function_that_makes_no_executor_is_an_error_that_says_why() -> None:
+    with pytest.raises(UsageError, match="str is not a"):
+        coordinator.find_function("os:getcwd")()
+    with pytest.raises(ToolchainError, match="TypeError: "):
+        coordinator.find_function("os:rename")()
 
 
 def test_a_worker_returns_errors_and_raises_none() -> None:

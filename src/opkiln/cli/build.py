@@ -49,9 +49,9 @@ if TYPE_CHECKING:
     "name the ops, too: ops = [...].",
 )  # fmt: skip
 @click.option(
-    "--executor", metavar="EXECUTOR",
-    help="Build on a farm, each op for each target as a task: processes=4, dask://HOST:PORT, ray, "
-    "ray://HOST:PORT, mpi, slurm=SHARED_DIR. A lost task runs again.",
+    "--executor", metavar="MODULE:FUNCTION",
+    help="Build on a farm, each op for each target as a task for the concurrent.futures.Executor "
+    "that FUNCTION returns. A lost task runs again.",
 )  # fmt: skip
 @click.option(
     "--out", type=click.Path(file_okay=False), metavar="DIR",

@@ -13,17 +13,17 @@ import os
 import time
 from concurrent.futures import Executor
 from contextlib import ExitStack
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 from opkiln.bundles.bundle import unpack
 from opkiln.decision.target import target_cpu
 from opkiln.engine import events, progress
-from opkiln.errors import BuildError, OpkilnError, StoreError, ToolchainError
+from opkiln.errors import BuildError, OpkilnError, StoreError, ToolchainError, UsageError
 from opkiln.model import CPU, flag_settings
 from opkiln.registry import ALL_OPS
 from opkiln.settings import settings
 from opkiln.ship import prebuild, selection
-from opkiln.ship.farm import executors
 from opkiln.ship.farm.rounds import Ended, results
 from opkiln.ship.farm.tasks import Job
 from opkiln.ship.prebuild import BUILT, FAILED, Outcome, Request
@@ -50,8 +50,9 @@ def build(
     """Build ops for targets, each pair as a task, and return what became of each, in order.
 
     ``executor`` is one of ``concurrent.futures``, or a function that makes one (then a broken one
-    is replaced), or a name as ``opkiln build --executor`` takes it. ``jobs`` is the most steps at
-    once on each worker. A failure is an outcome. Raises UsageError for an unknown op or target.
+    is replaced), or the name of such a function, MODULE:FUNCTION. ``jobs`` is the most steps at
+    once on each worker. A failure is an outcome. Raises UsageError for an unknown op, target or
+    function, ToolchainError if the function makes no executor.
     """
     wanted = list(dict.fromkeys(each for text in targets for each in selection.parse(text)))
     asked = prebuild.requests(ALL_OPS, list(dict.fromkeys(ops)), wanted, named=True)
@@ -63,7 +64,7 @@ def run(
 ) -> list[Outcome]:
     """``prebuild.prebuild``, on a farm."""
     name = crew if isinstance(crew, str) else _name(crew)
-    made = executors.named(crew, jobs) if isinstance(crew, str) else crew
+    made = find_function(crew) if isinstance(crew, str) else crew
     outcomes: dict[int, Outcome] = {}
     tasks: dict[int, Job] = {}
     for number, request in enumerate(asked):
@@ -93,6 +94,36 @@ def run(
             report.add(tasks[ended.number], ended, outcome)
         report.close()
     return [outcomes[number] for number in range(len(asked))]
+
+
+def find_function(text: str) -> Callable[[], Executor]:
+    """The function that makes executors, by its name, MODULE:FUNCTION. Raises UsageError."""
+    module, _, name = text.partition(":")
+    try:
+        found = getattr(import_module(module), name)
+    except Exception as error:  # whatever the module raises
+        raise UsageError(
+            f"--executor {text}: there is no such function",
+            why=f"{type(error).__name__}: {error}",
+            hint="--executor MODULE:FUNCTION; `python -m opkiln` also finds modules in the current "
+            "directory",
+        ) from error
+
+    def make() -> Executor:
+        try:
+            made = found()
+        except Exception as error:  # a package is missing, a scheduler does not answer
+            raise ToolchainError(
+                f"--executor {text} made no executor", why=f"{type(error).__name__}: {error}"
+            ) from error
+        if not isinstance(made, Executor):
+            raise UsageError(
+                f"--executor {text} made no executor",
+                why=f"{type(made).__name__} is not a concurrent.futures.Executor",
+            )
+        return made
+
+    return make
 
 
 def _name(crew: Executor | Callable[[], Executor]) -> str:
