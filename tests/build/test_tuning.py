@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
+import shutil
 from subprocess import PIPE
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from sample import child, command, forks, known, pool
+from sample import child, forks, known, pool
 from torch import Tensor
 
 import opkiln
 from opkiln.authoring import tuning
 from opkiln.errors import SpecError
 from opkiln.loading import loader
+from opkiln.settings import LAYOUT
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -116,12 +118,13 @@ def test_fast_candidate_is_chosen_once_and_the_choice_can_be_moved(
     listed = run(site, "-m", "opkiln", "tuned", "list")
     assert "tuned_package:slow_block" in listed
     assert "BLOCK=128" in listed
-    shipped = tmp_path / "choices.json"
-    run(site, "-m", "opkiln", "tuned", "export", str(shipped), "slow_block")
+    # As the page says: the directory can be copied, into a store or a layer.
+    shutil.copytree(file.parents[2], tmp_path / "layer" / LAYOUT / "tuned")
     run(site, "-m", "opkiln", "tuned", "clear", "slow_block")
     assert kept(site) == []
-    run(site, "-m", "opkiln", "tuned", "import", str(shipped))
-    assert run(site, "-c", USE).startswith("0\nBLOCK=128")
+    assert run(site, "-c", USE, OPKILN_STORE_LAYERS=str(tmp_path / "layer")).startswith(
+        "0\nBLOCK=128"
+    )
 
     # A kernel that was rewritten is another question.
     source = site / "site" / "tuned_package" / "slow_block.cpp"
@@ -130,24 +133,6 @@ def test_fast_candidate_is_chosen_once_and_the_choice_can_be_moved(
         assert run(site, "-c", USE).startswith("2\nBLOCK=256")
     finally:
         source.write_text(SOURCE)
-
-
-OTHER_FILES = (
-    "",
-    "{}",
-    '{"schema": 2, "tuned": []}',
-    '{"schema": 1, "tuned": 3}',
-    '{"schema": 1, "tuned": [{"op": "../x"}]}',
-)
-
-
-@pytest.mark.parametrize("text", OTHER_FILES)
-def test_import_refuses_another_file(text: str, tmp_path: Path) -> None:
-    file = tmp_path / "choices.json"
-    file.write_text(text)
-    done = command.run("tuned", "import", str(file))
-    assert done.returncode == 2
-    assert "is not a file that `opkiln tuned export` wrote" in done.stderr
 
 
 @pytest.fixture

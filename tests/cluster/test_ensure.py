@@ -13,6 +13,9 @@ from results import keep, spread
 from sample.levels import LOW
 from sample.quiet import slowdown, within
 
+from opkiln.settings import LAYOUT
+from opkiln.store import tuned
+
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
@@ -48,6 +51,20 @@ def test_cold_job_builds_once_fetches_once_per_node_and_a_warm_one_does_neither(
     warm = run(nodes, 2, store=f"{shared}/warm")
     assert [each.choice for each in warm] == [(cold[0].choice[0], "", "cached")] * 4
     assert sorted(node.builds() for node in nodes) == [0, 1]
+
+
+def test_choices_of_rank_0_are_taken_by_all_ranks(nodes: list[Node], shared: str) -> None:
+    """Those for the ops of the call; a rank's own choice for the same question is replaced."""
+    run(nodes, 1, store=f"{shared}/first")
+    (dist,) = {each["distribution"] for each in nodes[0].entries()}
+    asked = tuned.Question(dist, "value", "a model", "float32[8]", "", ("A=1", "A=2"), "sources")
+    roots = [str(node.cache / LAYOUT) for node in nodes]
+    tuned.keep(roots[0], ours := tuned.Choice(asked, "A=2", {"A=1": 2.0, "A=2": 1.0}))
+    tuned.keep(roots[0], tuned.Choice(asked._replace(op="other"), "A=2", {"A=2": 1.0}))
+    tuned.keep(roots[1], tuned.Choice(asked, "A=1", {"A=1": 1.0, "A=2": 2.0}))
+    ended = run(nodes, 1, store=f"{shared}/second")
+    assert [each.code for each in ended] == [0, 0], ended
+    assert list(tuned.kept(roots[1])) == [ours]
 
 
 def test_rank_with_other_sources_is_named_on_every_rank(nodes: list[Node], shared: str) -> None:

@@ -27,7 +27,7 @@ CACHE_COMMANDS = (
     "path", "key", "list", "size", "verify", "gc", "clear", "export", "import", "keygen", "sign",
     "record", "push", "pull",
 )  # fmt: skip
-TUNED_COMMANDS = ("list", "export", "import", "clear")
+TUNED_COMMANDS = ("list", "clear")
 
 
 class Ran:

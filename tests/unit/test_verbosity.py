@@ -35,8 +35,6 @@ CALLS: dict[str, list[str]] = {
     "completion": ["bash"],
     "lock": ["-o", "{tmp}/ops.lock"],
     "tuned list": [],
-    "tuned export": ["{tmp}/tuned.json"],
-    "tuned import": ["{empty}"],
     "tuned clear": [],
     "cache key": ["cpu_adam"],
     "cache path": [],

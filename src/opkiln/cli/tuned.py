@@ -8,21 +8,20 @@ import click
 
 from opkiln.cli import output
 from opkiln.cli.arguments import json_option, writable_root
-from opkiln.errors import StoreError, UsageError
+from opkiln.errors import StoreError
 from opkiln.report.layout import columns
-from opkiln.writing import replace
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from opkiln.store.tuned import Choice
 
 
-@click.group("tuned", short_help="Show, move and forget what ops measured for themselves.")
+@click.group("tuned", short_help="Show and forget what ops measured for themselves.")
 def command() -> None:
-    """Show what ops with tune= measured, move it to other machines, and forget it.
+    """Show what ops with tune= measured, and forget it.
 
     A choice is for one op, one device model and one class of shapes. It is measured at the first
-    such call and kept in the store.
+    such call and kept in the store. opkiln.ensure gives the choices of rank 0 to all ranks.
     """
 
 
@@ -40,42 +39,6 @@ def list_(ops: tuple[str, ...], as_json: bool) -> None:
         output.data(columns([("op", "device", "for", "choice", "measured"), *map(_row, found)]))
     else:
         output.say("nothing was measured yet")
-
-
-@command.command("export")
-@click.argument("file", type=click.Path(dir_okay=False))
-@click.argument("ops", nargs=-1)
-def export(file: str, ops: tuple[str, ...]) -> None:
-    """Write the choices of OPS, or all, to FILE, for `opkiln tuned import` on other machines.
-
-    A choice serves on devices of the model that it was measured on, and as long as the op's sources
-    and candidates are the same.
-    """
-    from opkiln.store import tuned
-
-    found = _choices(ops)
-    try:
-        replace(file, tuned.exported(found))
-    except OSError as error:
-        raise UsageError(f"{file} cannot be written: {error.strerror}") from error
-    output.say(f"wrote {len(found)} choice{'' if len(found) == 1 else 's'} to {file}")
-
-
-@command.command("import")
-@click.argument("file", type=click.Path(dir_okay=False, exists=True))
-def import_(file: str) -> None:
-    """Take the choices of FILE into the store. They replace those that are there."""
-    from opkiln.store import location, tuned
-
-    found = tuned.imported(file)
-    root = writable_root()
-    location.claim(root)
-    try:
-        for each in found:
-            tuned.keep(root, each)
-    except OSError as error:
-        raise StoreError(f"{root} cannot be written", why=str(error)) from error
-    output.say(f"took {len(found)} choice{'' if len(found) == 1 else 's'} from {file}")
 
 
 @command.command("clear")

@@ -105,7 +105,8 @@ def ensure(
 
     Every rank calls it with the same ops, before they are used. ``ops`` are names, builders or
     decorated functions. Afterwards this process serves each op by the agreed library, or by the
-    reference if one rank cannot use it.
+    reference if one rank cannot use it. What rank 0 has measured for the ops (``tune=``) is taken
+    into the stores of all ranks.
 
     ``group`` is a process group, ``store`` a store of torch.distributed or a directory that all
     ranks share. If both are left out, the default group is used if there is one, and otherwise what
@@ -187,6 +188,8 @@ class _Agreeing:
         try:
             self.worker = work.Worker(list(libraries_of(ops)), self.channel, self.signing_key)
             hello = self.worker.hello()
+            if self.place.rank == 0:
+                hello = hello._replace(tuned=self.worker.list_tuned())
         except Exception as error:
             self.tell_all(error)
             raise
@@ -240,6 +243,7 @@ class _Agreeing:
     def pinned(self) -> Agreement:
         """Serve what was agreed on from now on. Raises ClusterError."""
         choices = []
+        self.worker.keep_tuned(self.agreed().tuned)
         for number, (op, vote) in enumerate(
             zip(self.worker.ops, self.agreed().choices, strict=True)
         ):

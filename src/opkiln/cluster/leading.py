@@ -179,7 +179,7 @@ def counted(plan: Plan, hellos: Sequence[Hello], ballots: Sequence[Ballot]) -> O
                     ranks=tuple(lacking[:_NAMED]) if made.digest else (),
                 )
         choices.append(Vote(reason=reason))
-    return Outcome(tuple(choices))
+    return Outcome(tuple(choices), tuned=hellos[0].tuned)
 
 
 def lost(ranks: Sequence[int], hellos: Mapping[int, Hello], lease: float) -> Outcome:

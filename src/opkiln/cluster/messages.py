@@ -75,11 +75,12 @@ class Hello(NamedTuple):
     pid: int
     node: str  # the same for ranks that share a host and a store directory
     offers: tuple[Offer, ...]
+    tuned: tuple[str, ...] = ()  # what rank 0 has measured for the ops (``store.tuned``)
 
     @classmethod
     def of(cls, value: tuple[Any, ...]) -> Hello:
-        host, pid, node, offers = value
-        return cls(host, pid, node, tuple(Offer(*each) for each in offers))
+        host, pid, node, offers, tuned = value
+        return cls(host, pid, node, tuple(Offer(*each) for each in offers), tuple(tuned))
 
 
 class Result(NamedTuple):
@@ -153,8 +154,10 @@ class Outcome(NamedTuple):
     ranks: tuple[int, ...] = ()  # those that the error is about; the first of them if many
     lost: bool = False  # whether these are lost, or never came: nobody waits until they read this
     differ_in: tuple[int, str] = (-1, "")  # an op and the fact in which they differ
+    tuned: tuple[str, ...] = ()  # what rank 0 has measured; all ranks take it into their stores
 
     @classmethod
     def of(cls, value: tuple[Any, ...]) -> Outcome:
-        choices, error, why, ranks, lost, differ_in = value
-        return cls(ballot_of(choices), error, why, tuple(ranks), lost, tuple(differ_in))
+        choices, error, why, ranks, lost, differ_in, tuned = value
+        told = ballot_of(choices), error, why, tuple(ranks), lost, tuple(differ_in)
+        return cls(*told, tuple(tuned))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 
 from opkiln import machine
@@ -31,7 +32,7 @@ from opkiln.errors import (
 from opkiln.loading import loader
 from opkiln.model import Artifact, Op
 from opkiln.settings import settings
-from opkiln.store import location, lock, publish
+from opkiln.store import location, lock, publish, tuned
 from opkiln.store.layers import Store
 
 # Errors of the input: they are the same wherever it is built. Any other may be one machine's.
@@ -105,6 +106,27 @@ class Worker:
         have = machine.cpu_flags()
         here = tuple(sorted(cpu.features_of(have)))
         return Offer(op.spec.name, told, reason=reason, native_only=native_only, cpu=here)
+
+    def list_tuned(self) -> tuple[str, ...]:
+        """The choices for the ops that are kept here (``tune=``)."""
+        ops = {(op.spec.distribution, op.spec.name.partition("__")[0]) for op in self.ops}
+        found: dict[tuned.Question, str] = {}
+        for place in Store().location.layers:
+            for each in tuned.kept(place.root) if not place.bundle else ():
+                if (each.question.distribution, each.question.op) in ops:
+                    found.setdefault(each.question, tuned.to_text(each))
+        return tuple(sorted(found.values()))
+
+    def keep_tuned(self, texts: Sequence[str]) -> None:
+        """Take another rank's choices into the store. What cannot be kept is measured here."""
+        store = Store()
+        if store.root is None:
+            return
+        for text in texts:
+            with suppress(OSError, *tuned.MALFORMED):
+                choice = tuned.from_text(text)
+                if tuned.find(store, choice.question) != choice:
+                    tuned.keep(store.root, choice)
 
     def change_finder(self, number: int) -> Callable[[Op], str]:
         """A function that says what an op computes otherwise than this rank has told."""

@@ -12,23 +12,23 @@ from __future__ import annotations
 
 import json
 import os
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from opkiln.digest import key, read_file
-from opkiln.errors import SpecError, UsageError
+from opkiln.errors import SpecError
 from opkiln.model import place_of
 from opkiln.store.inventory import directories
 from opkiln.writing import is_temporary, write_private
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterator
 
     from opkiln.store.layers import Store
 
-SCHEMA = 1
 _LARGEST = 1 << 16  # bytes of one choice
-_MOST = 1 << 26  # bytes of an exported file
+# What reading a text may raise that is not a choice.
+MALFORMED = (ValueError, KeyError, TypeError, AttributeError, RecursionError, SpecError)
 
 
 class Question(NamedTuple):
@@ -63,8 +63,7 @@ def find(store: Store, question: Question) -> Choice | None:
 
 def keep(root: str, choice: Choice) -> None:
     """Write a choice into a layer, in one step. Raises OSError."""
-    text = json.dumps(_as_json(choice), indent=1, sort_keys=True)
-    write_private(os.path.join(root, _name(choice.question)), text.encode())
+    write_private(os.path.join(root, _name(choice.question)), to_text(choice).encode())
 
 
 def kept(root: str) -> Iterator[Choice]:
@@ -80,48 +79,16 @@ def remove(root: str, choice: Choice) -> None:
     os.unlink(os.path.join(root, _name(choice.question)))
 
 
-def exported(choices: Iterable[Choice]) -> bytes:
-    """Choices as one file for other machines; the same choices give the same bytes."""
-    rows = sorted((_as_json(each) for each in choices), key=json.dumps)
-    return (json.dumps({"schema": SCHEMA, "tuned": rows}, indent=1) + "\n").encode()
-
-
-def imported(path: str) -> list[Choice]:
-    """The choices of an exported file. Raises UsageError."""
-    try:
-        document = json.loads(read_file(path, _MOST))
-        if document["schema"] != SCHEMA:
-            raise ValueError(f"its schema is {document['schema']!r}, not {SCHEMA}")
-        found = [_choice(each) for each in document["tuned"]]
-    except OSError as error:
-        raise UsageError(f"{path} cannot be read: {error.strerror or error}") from error
-    except (ValueError, KeyError, TypeError, RecursionError, SpecError) as error:
-        raise UsageError(
-            f"{path} is not a file that `opkiln tuned export` wrote",
-            why=f"{type(error).__name__}: {error}",
-        ) from error
-    return found
-
-
-def _name(question: Question) -> str:
-    place = place_of(question.distribution, question.op)
-    return os.path.join("tuned", place, key("tuned", list(question)) + ".json")
-
-
-def _read(path: str) -> Choice | None:
-    try:
-        return _choice(json.loads(read_file(path, _LARGEST)))
-    except (OSError, ValueError, KeyError, TypeError, RecursionError, SpecError):
-        return None  # missing or damaged: it is measured anew
-
-
-def _as_json(choice: Choice) -> dict[str, Any]:
+def to_text(choice: Choice) -> str:
+    """A choice as it is kept and sent; the same choice gives the same text."""
     asked = choice.question._asdict()
-    return {**asked, "choice": choice.candidate, "microseconds": choice.microseconds}
+    row = {**asked, "choice": choice.candidate, "microseconds": choice.microseconds}
+    return json.dumps(row, indent=1, sort_keys=True)
 
 
-def _choice(row: Any) -> Choice:
-    """Raises KeyError, TypeError, ValueError, SpecError."""
+def from_text(text: str | bytes) -> Choice:
+    """The choice that ``to_text`` wrote. Raises one of MALFORMED."""
+    row = json.loads(text)
     words = {name: row[name] for name in Question._fields if name != "candidates"}
     candidates, candidate, times = row["candidates"], row["choice"], row["microseconds"]
     if not all(isinstance(each, str) for each in (*words.values(), *candidates)):
@@ -131,3 +98,15 @@ def _choice(row: Any) -> Choice:
     place_of(words["distribution"], words["op"])
     measured = {str(name): float(value) for name, value in times.items()}
     return Choice(Question(**words, candidates=tuple(candidates)), candidate, measured)
+
+
+def _name(question: Question) -> str:
+    place = place_of(question.distribution, question.op)
+    return os.path.join("tuned", place, key("tuned", list(question)) + ".json")
+
+
+def _read(path: str) -> Choice | None:
+    try:
+        return from_text(read_file(path, _LARGEST))
+    except (OSError, *MALFORMED):
+        return None  # missing or damaged: it is measured anew
