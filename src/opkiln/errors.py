@@ -287,8 +287,8 @@ class BuildCancelled(BuildError):
 class StepRefused(BuildError):
     """A step started a program outside the toolchain, or wrote outside its directory.
 
-    Leave out the flag that makes it do so; `opkiln plan OP` shows all flags. If a launcher such as
-    sccache compiles on other hosts, install the same compiler there.
+    Leave out the flag that makes it do so; `opkiln plan OP` shows all flags. distcc and icecream
+    compile on other hosts and are refused.
     """
 
     concerns_all = True

@@ -554,8 +554,7 @@ DROPPED = (
     "HIPCC_COMPILE_FLAGS_APPEND", "HIPCC_LINK_FLAGS_APPEND", "HIP_PATH", "HIP_CLANG_PATH",
     "HIP_PLATFORM", "DEVICE_LIB_PATH", "HCC_AMDGPU_TARGET",
     # Of launchers: they name another compiler than CXX does.
-    "CCACHE_COMPILER", "CCACHE_COMPILERTYPE", "CCACHE_PATH", "CCACHE_PREFIX_CPP",
-    "ICECC_CC", "ICECC_CXX",
+    "CCACHE_COMPILER", "CCACHE_COMPILERTYPE", "CCACHE_PATH", "CCACHE_PREFIX", "CCACHE_PREFIX_CPP",
 )  # fmt: skip
 
 # What a child process keeps of this one's environment. All of it is in the key of what a compiler
@@ -564,7 +563,7 @@ PASSED = ("PATH", "LD_LIBRARY_PATH", "ASAN_OPTIONS")
 # What a compiler gets besides if it is a script, and then they are in the key, too; and a launcher,
 # which does not change what is compiled. Those of the families by how their names begin.
 PASSED_TO_SCRIPTS = ("HOME", "USER", "LOGNAME", "XDG_RUNTIME_DIR", "CONDA_PREFIX")
-PASSED_FAMILIES = ("CCACHE_", "SCCACHE_", "DISTCC_", "ICECC_")
+PASSED_FAMILIES = ("CCACHE_", "SCCACHE_")
 
 
 _VARIABLES = frozenset(

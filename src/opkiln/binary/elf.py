@@ -101,17 +101,6 @@ def search_path(file: File) -> tuple[str, ...]:
         return tuple(each for listed in lists for each in listed.split(":") if each)
 
 
-def made_by(file: File) -> frozenset[str]:
-    """What the compilers of an object or library wrote into its ``.comment``. Raises LoadError as
-    ``read`` does."""
-    found: set[str] = set()
-    with opened(file) as source:
-        for offset, part in sections(source, ".comment"):
-            data = part.read(offset, part.size - offset, ".comment")
-            found.update(data.decode("utf-8", "replace").split("\0"))
-    return frozenset(found - {""})
-
-
 def sections(source: Source, name: str) -> Iterator[tuple[int, Source]]:
     """(offset, source up to the section's end) of each section of this name that has bytes.
 

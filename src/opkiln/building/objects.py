@@ -198,8 +198,6 @@ class _Batch:
     def run(self, steps: list[Step], since: float | None, beside: list[schedule.Task]) -> None:
         found = (self._passes.task(step, self._argv(step, self._places)) for step in steps)
         passes = [task for task in found if task is not None]
-        if (task := self._passes.identity_task(self._argv(steps[0], self._places))) is not None:
-            passes.append(task)
         if passes:
             schedule.execute(passes, timeout=settings.build_timeout, since=since)
             since = None
@@ -249,7 +247,6 @@ class _Batch:
             self.launched = True
             self.unsettled[step.output] = self._snapshots.get(step.output, {})
             return
-        self._passes.require_own_compiler(step)
         seen, same, why = self._passes.evidence(step, look)
         told = (completed.output, completed.wall, completed.max_rss)
         if seen is None:

@@ -9,11 +9,9 @@ from __future__ import annotations
 import os
 from typing import NamedTuple
 
-from opkiln.binary import elf
 from opkiln.build_model import Plan, Step
 from opkiln.building import observed
 from opkiln.engine import schedule
-from opkiln.errors import StepRefused
 from opkiln.observing import inputs, launchers
 from opkiln.store import key
 
@@ -41,9 +39,7 @@ class Passes:
         self._memory = memory
         self._stage = stage
         self._library = library
-        self._launched = launched
         self._wanted = launched and bool(library)
-        self._own: frozenset[str] | None = None  # what objects of our own compiler say
         self._done: dict[str, _Pass] = {}  # by the step's output
 
     def task(self, step: Step, argv: tuple[str, ...]) -> schedule.Task | None:
@@ -66,53 +62,6 @@ class Passes:
             memory=step.memory,
             finish=lambda completed: self._finish(step, argv, text, completed),
             may_fail=True,  # what is wrong with the source, the compile reports
-        )
-
-    def identity_task(self, argv: tuple[str, ...]) -> schedule.Task | None:
-        """Ask our own compiler what its objects say of it; None if no launcher takes part.
-        ``argv`` is the command of a compile."""
-        toolchain = self._plan.toolchain
-        if not self._launched or not launchers.can_preprocess(argv, toolchain):
-            return None
-        made = os.path.join(self._stage, "compiler.o")
-
-        def finish(completed: Completed) -> None:
-            if completed.returncode == 0:
-                self._own = elf.made_by(made)
-
-        return schedule.Task(
-            name="compiler.o",
-            op=self._plan.spec.name,
-            label="the compiler's name",
-            argv=launchers.empty(argv, toolchain, made),
-            cwd=self._stage,
-            env={
-                **launchers.variables(toolchain),
-                **dict(self._plan.environment),
-                **launchers.DIRECT,
-            },
-            tmpdir=self._stage,
-            after=(),
-            memory=64 << 20,
-            finish=finish,
-            may_fail=True,  # what is wrong with the flags, the compile reports
-        )
-
-    def require_own_compiler(self, step: Step) -> None:
-        """Refuse an object that another compiler made, on another host. Raises StepRefused."""
-        before = self._done.get(step.output)
-        if self._own is None or (before is not None and before.direct):
-            return
-        says = elf.made_by(os.path.join(self._stage, step.output))
-        if self._own <= says:
-            return
-        spec, launcher = self._plan.spec, self._plan.toolchain.launcher or "a launcher"
-        raise StepRefused(
-            f"op {spec.name}: {step.source} was compiled by another compiler",
-            why=f"the object that {launcher} gave is by {_named(says)}, and the compiler here is "
-            f"{_named(self._own)}\nnothing was published",
-            hint=f"CXX={self._plan.toolchain.cxx}    # without the launcher; or install the same "
-            "compiler on its hosts",
         )
 
     def _finish(self, step: Step, argv: tuple[str, ...], text: str, completed: Completed) -> None:
@@ -170,7 +119,3 @@ class Passes:
         if not look.tells_all_of(step.output):
             return None, True, look.gap or f"no program was seen to write {step.output}"
         return look, look.unchanged(), ""
-
-
-def _named(says: frozenset[str]) -> str:
-    return " and ".join(sorted(says)) or "a compiler that does not say its name"

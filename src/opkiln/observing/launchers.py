@@ -1,20 +1,19 @@
-"""Compiles through a launcher: ccache, sccache, distcc, icecc.
+"""Compiles through a launcher: ccache, sccache.
 
-A launcher may hand out an object without compiling anything, or have it compiled elsewhere. Then
-the log of the step does not say what the object was made from. So the same command is first run by
+A launcher may hand out an object without compiling anything. Then the log of the step does not say
+what the object was made from. So the same command is first run by
 the real compiler as a preprocessor, observed. That pass gives
 - the inputs: every header, every name that was looked for in vain, the compiler itself;
-- a digest of the text that is to be compiled, and of all files and programs that took part. ccache
-  and sccache get it as part of their own cache keys. Alone, they would overlook a new header in
-  front of another, or another compiler behind a script.
+- a digest of the text that is to be compiled, and of all files and programs that took part.
+  Launchers get it as part of their own cache keys. Alone, they would overlook a new header in front
+  of another, or another compiler behind a script.
+
+Another program in front of the compiler (``CXX="nice g++"``) gets no such digest: what it makes
+counts as observed if a compiler was seen to write it.
 
 A preprocessor does not run the assembler. If the text has a directive that reads a file, the pass
 is not enough, and the source is compiled without the launcher. (ccache does not cache such sources
 either.)
-
-A compiler on another host (distcc, icecream) may be another one than ours. Every object says in its
-``.comment`` which compiler made it, so an empty file is compiled here, and an object that says
-something else is refused.
 
 sccache's keys contain the command line. So a command for it has no path of a build's own directory,
 where that makes no difference to the object.
@@ -22,7 +21,6 @@ where that makes no difference to the object.
 
 from __future__ import annotations
 
-import os
 import re
 
 from opkiln.digest import key, sha256_file
@@ -46,13 +44,15 @@ _FLAGS = (
     "-fprebuilt-module", "-fsanitize-", "-fno-sanitize-", "-fxray-", "-fthinlto-index",
 )  # fmt: skip
 # They have a launcher start the compiler, and do nothing else.
-DIRECT = {"CCACHE_DISABLE": "1", "DISTCC_HOSTS": "localhost", "ICECC": "no"}
+DIRECT = {"CCACHE_DISABLE": "1"}
 
 
 def can_preprocess(argv: tuple[str, ...], toolchain: Toolchain) -> bool:
-    """Whether a pass of the preprocessor reads what this compile reads. nvcc's does not: it is for
-    one architecture, and each of them, and the host, may include other headers."""
-    return without(argv, toolchain)[0] == toolchain.cxx
+    """Whether a pass of the preprocessor can stand for this compile. nvcc's cannot: it is for one
+    architecture, and each of them, and the host, may include other headers. Nor can one for a
+    launcher that takes no digest of it."""
+    known = toolchain.launcher is None or is_launcher(toolchain.launcher)
+    return known and without(argv, toolchain)[0] == toolchain.cxx
 
 
 def named(toolchain: Toolchain) -> bool:
@@ -78,12 +78,6 @@ def preprocess(argv: tuple[str, ...], toolchain: Toolchain, output: str) -> tupl
     return (*without(argv, toolchain)[:-7], *more, "-E", source, "-o", output)
 
 
-def empty(argv: tuple[str, ...], toolchain: Toolchain, output: str) -> tuple[str, ...]:
-    """The command that has the real compiler compile nothing, with the flags of a compile step."""
-    own = without(argv, toolchain)[:-7]
-    return (*own, "-x", "c++", "-c", os.devnull, "-o", output)
-
-
 def portable(argv: tuple[str, ...], stage: str, text: bytes) -> tuple[str, ...]:
     """A compile's command without the flags that hide the build's own directory, if the ``text`` to
     be compiled does not mention that and no debugging information will."""
@@ -100,6 +94,11 @@ def reads_more(text: bytes, argv: tuple[str, ...]) -> bool:
 def bound_to(step: str, text: bytes, files: Iterable[str]) -> dict[str, str]:
     """What makes ccache and sccache serve only objects that were made of this text, by the programs
     and scripts among these files, with the flags and the compiler that the key of this ``step``
-    stands for: a user may have told ccache to ignore some. Raises OSError if a file is gone."""
+    stands for: a user may have told ccache to ignore some, or to compile by another program, which
+    CCACHE_PREFIX names. Raises OSError if a file is gone."""
     bond = key("launched", (step, text, {sha256_file(path) for path in files}))
-    return {"CCACHE_COMPILERCHECK": f"string:{bond}", "SCCACHE_C_CUSTOM_CACHE_BUSTER": bond}
+    return {
+        "CCACHE_COMPILERCHECK": f"string:{bond}",
+        "CCACHE_PREFIX": "",
+        "SCCACHE_C_CUSTOM_CACHE_BUSTER": bond,
+    }

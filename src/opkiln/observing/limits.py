@@ -5,7 +5,7 @@ A step starts one program, the compiler that the plan names. From there on:
   that PATH leads to. It may write into the staging directory.
 - A script that stands for a compiler, or a launcher, may start what it likes, and write where it
   likes, to a cache or a log of its own: the user chose it. What it starts is held to the limits
-  above once it is a compiler itself.
+  above once it is a compiler itself. Only programs that compile on other hosts are refused.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from opkiln.observing.log import Observation, Started
 from opkiln.settings import on_path, settings
-from opkiln.toolchain.find import LAUNCHERS, has_interpreter
+from opkiln.toolchain.find import LAUNCHERS, REMOTE, has_interpreter
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -96,8 +96,8 @@ class Conduct:
 
     @property
     def launched(self) -> bool:
-        """Whether a launcher took part."""
-        return any(self._is_launcher(each.program) for each in self._processes)
+        """Whether a launcher took part that may have compiled nothing."""
+        return any(os.path.basename(each.program) in LAUNCHERS for each in self._processes)
 
     def made(self, path: str) -> bool:
         """Whether a program that is not a launcher was the last to write this file."""
@@ -136,6 +136,8 @@ class Conduct:
         if started.parent < 0:
             return _Process(program, script or launcher, script or launcher)
         parent = self._processes[started.parent]
+        if os.path.basename(program) in REMOTE:
+            self._outside.append(Stray(program, parent.program, written=False))
         if parent.free:
             # A tool of the script acts for it, a compiler for itself.
             compiler = not script and not launcher and _matches(_COMPILER, program)

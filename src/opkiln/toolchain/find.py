@@ -38,8 +38,10 @@ def passed_over(name: str) -> list[str]:
     return tried[: tried.index(found)] if found in tried else tried
 
 
-# They may hand out an object without compiling anything, or have it compiled elsewhere.
-LAUNCHERS = frozenset(("ccache", "sccache", "distcc", "icecc"))
+# They may hand out an object without compiling anything. opkiln's digests are part of their keys.
+LAUNCHERS = frozenset(("ccache", "sccache"))
+# They compile on other hosts, where neither the compiler nor what it reads is seen.
+REMOTE = frozenset(("distcc", "icecc"))
 
 
 def has_interpreter(path: str) -> bool:
@@ -62,6 +64,16 @@ def launcher() -> str | None:
     return command[0] if command and len(command) > 1 else None
 
 
+def _found(path: str, origin: str) -> Candidate:
+    """A compiler that exists. It is refused if it, or the launcher, compiles on other hosts."""
+    started = first(name) if (name := launcher()) else None
+    for each in filter(None, (started, path)):
+        if (program := os.path.basename(os.path.realpath(each))) in REMOTE:
+            why = f"{program} compiles on other hosts, where opkiln cannot see what is read"
+            return Candidate(path, origin, why)
+    return Candidate(path, origin)
+
+
 def cross_candidates(machine: str) -> Iterator[Candidate]:
     """C++ compilers for another machine: the one the user named, else the usual name."""
     asked, origin = origin_of("cxx_aarch64") if machine == "aarch64" else (None, "PATH")
@@ -71,7 +83,7 @@ def cross_candidates(machine: str) -> Iterator[Candidate]:
     if path is None:
         yield Candidate(name, how, "no such program" if asked else "not on PATH")
     else:
-        yield Candidate(path, how)
+        yield _found(path, how)
 
 
 def cxx_candidates() -> Iterator[Candidate]:
@@ -83,7 +95,7 @@ def cxx_candidates() -> Iterator[Candidate]:
         if path is None:
             yield Candidate(wanted, origin, "no such program")
         else:
-            yield Candidate(path, origin)
+            yield _found(path, origin)
         return  # an explicit choice is never replaced by another compiler
     seen: set[str] = set()
     for name in ("g++", "clang++", "c++"):
@@ -92,4 +104,4 @@ def cxx_candidates() -> Iterator[Candidate]:
             yield Candidate(name, "PATH", "not on PATH")
         elif (real := os.path.realpath(path)) not in seen:
             seen.add(real)
-            yield Candidate(path, "PATH")
+            yield _found(path, "PATH")
