@@ -1,5 +1,5 @@
-"""The CI files that ``opkiln new`` writes and the docs show: against the services' own schemas, and
-the pre-commit hook under pre-commit itself. ``test_new.py`` runs the commands in them."""
+"""The CI files that ``opkiln new`` writes and the docs show, against the services' own schemas.
+``test_new.py`` runs the commands in them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import pytest
 import yaml
 from environments import ready
 
-from opkiln.cli import main
 from opkiln.ship import scaffold
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,7 +27,7 @@ _YAML = re.compile(r"```yaml\n(.*?)```", re.DOTALL)
 @pytest.fixture(scope="module")
 def tools() -> Path:
     """The programs of an environment of its own."""
-    if reason := ready(VENV, ("check-jsonschema", "pre-commit", "setuptools>=77", "packaging>=24")):
+    if reason := ready(VENV, ("check-jsonschema",)):
         pytest.skip(reason)
     return VENV / "bin"
 
@@ -50,8 +49,7 @@ def test_the_page_shows_what_opkiln_new_writes(tmp_path: Path) -> None:
     for each in scaffold.CI:
         (tmp_path / each).mkdir()
     github, gitlab = (written(tmp_path / each, each) for each in scaffold.CI)
-    files = [github / ".github/workflows/test.yml", gitlab / ".gitlab-ci.yml",
-             github / ".pre-commit-config.yaml"]  # fmt: skip
+    files = [github / ".github/workflows/test.yml", gitlab / ".gitlab-ci.yml"]
     assert shown == [each.read_text() for each in files]
 
 
@@ -64,17 +62,6 @@ def test_a_ci_service_is_chosen_or_none(tmp_path: Path) -> None:
         assert found == expected
         readme = (tmp_path / ci / "demo_ops" / "README.md").read_text()
         assert {each for each in SCHEMAS if each in readme} == expected
-
-
-def test_the_page_shows_what_the_check_of_arch_lists_prints(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (shown,) = re.findall(r"```console\n\$ opkiln (.*?)\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    monkeypatch.chdir(tmp_path)
-    text = "\n" * 30 + 'environment.TORCH_CUDA_ARCH_LIST = "8.0;9.0x"\n'
-    (tmp_path / "pyproject.toml").write_text(text)
-    assert main._run(shown[0].split()) == 1
-    assert capsys.readouterr().out == shown[1]
 
 
 @pytest.mark.full
@@ -91,24 +78,3 @@ def test_the_files_are_what_the_services_take(tmp_path: Path, tools: Path) -> No
         job["steps" if ci == "github" else "script"] = {"run": 1}
         file.write_text(yaml.safe_dump(wrong))
         assert run([*check, file], tmp_path).returncode == 1
-
-
-@pytest.mark.full
-def test_pre_commit_runs_the_hook_on_a_commit(tmp_path: Path, tools: Path) -> None:
-    project = written(tmp_path)
-    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b", "-C", project]
-    for arguments in (["init", "-q"], ["add", "."]):
-        assert run([*git, *arguments], tmp_path).returncode == 0
-    # The hook of this checkout, with uncommitted changes, in an environment that pre-commit makes.
-    argv = [tools / "pre-commit", "try-repo", ROOT, "opkiln-arch-lists", "--all-files"]
-    home = {"PRE_COMMIT_HOME": str(tmp_path / "home"), "PYTHONDONTWRITEBYTECODE": ""}
-    done = run(argv, project, **home)
-    if "No matching distribution" in done.stdout + done.stderr:
-        pytest.skip("pip has no index to take opkiln's requirements from")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert re.search(r"check arch lists\.+Passed", done.stdout)
-    (project / "matrix.toml").write_text('targets = [\n  "cuda:9.0x",\n]\n')
-    assert run([*git, "add", "."], tmp_path).returncode == 0
-    done = run(argv, project, **home)
-    assert done.returncode == 1
-    assert "matrix.toml:2: targets: invalid target 'cuda:9.0x'" in done.stdout

@@ -38,12 +38,8 @@ class Answer(NamedTuple):
 @click.command("arch", short_help="Show what a build makes of an arch list.")
 @click.argument("archs", nargs=-1, metavar="[LIST]")
 @click.option("--op", shell_complete=complete_op, metavar="OP", help="Apply the filter of this op.")
-@click.option(
-    "--files", is_flag=True,
-    help="The arguments are files: check the arch lists in them, for pre-commit.",
-)  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def command(archs: tuple[str, ...], op: str | None, files: bool, as_json: bool) -> int:
+def command(archs: tuple[str, ...], op: str | None, as_json: bool) -> int:
     """Show what a build makes of the GPU architectures in LIST: how they are read, what the op's
     filter removes, what the toolkit refuses, and the compiler's flags.
 
@@ -51,36 +47,13 @@ def command(archs: tuple[str, ...], op: str | None, files: bool, as_json: bool) 
     separated by ; , or spaces; or a value of OPKILN_ROCM_ARCH_LIST: gfx90a, gfx942:xnack-. Without
     LIST: that of the settings, else this machine's GPUs, else all that the toolkit has. Exits with
     1 if a build for the list would fail.
-
-    With --files, LIST is the names of files: TOML, YAML, or lines of NAME=value. Lists and targets
-    in them that mean nothing are printed with file and line, and the exit code is 1. No toolkit is
-    asked.
     """
-    if files:
-        if op is not None or not archs:
-            raise click.UsageError("--files takes names of files, and no --op")
-        return _check_files(archs, as_json)
     answer = _answer(" ".join(archs) if archs else None, op)
     if as_json:
         output.data_json(_as_json(answer))
     else:
         output.data(columns(_rows(answer)))
     return output.FOUND if answer.refused or not answer.archs else 0
-
-
-def _check_files(files: tuple[str, ...], as_json: bool) -> int:
-    from opkiln.ship import arch_lists
-
-    findings = [each for file in files for each in arch_lists.check(file)]
-    if as_json:
-        rows = [each._asdict() for each in findings]
-        output.data_json({"schema": 1, "files": list(files), "findings": rows})
-    else:
-        for each in findings:
-            output.data(f"{each.file}:{each.line}: {each.name}: {each.what}")
-            for line in each.why.splitlines():
-                output.data(f"  {line}")
-    return output.FOUND if findings else 0
 
 
 def _answer(given: str | None, name: str | None) -> Answer:

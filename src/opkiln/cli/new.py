@@ -32,9 +32,9 @@ def command(name: str | None, op: str | None, backend: str, ci: str) -> None:
 
     The op is a function in PyTorch, a kernel for the CPU and one for GPUs. The function gives the
     gradient, and the tests compare the kernels with it. The package has tests that pass, natively
-    and with the function in PyTorch (pytest --opkiln=both), a pyproject.toml, a CI file that keeps
-    compiled ops from run to run, and a check of arch lists for pre-commit. Its ops compile at their
-    first use, or when it is installed with OPKILN_BUILD_OPS=1.
+    and with the function in PyTorch (pytest --opkiln=both), a pyproject.toml, and a CI file that
+    keeps compiled ops from run to run. Its ops compile at their first use, or when it is installed
+    with OPKILN_BUILD_OPS=1.
 
     \b
         opkiln new my_ops --op rms_norm     a new package

@@ -30,7 +30,6 @@ _PACKAGE_FILES = {
     "pyproject.{backend}.toml": "pyproject.toml",
     "README.md": "README.md",
     "gitignore": ".gitignore",
-    "pre-commit-config.yaml": ".pre-commit-config.yaml",
     "package_init.py": "src/{package}/__init__.py",
     "ops_init.py": "src/{package}/ops/__init__.py",
 }
