@@ -21,7 +21,7 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-TARGETS = ("cpu", "cpu:x86-64-v3", "cuda:8.0,9.0a+PTX", "rocm:gfx90a")
+TARGETS = ("cpu", "cuda:8.0,9.0a+PTX", "rocm:gfx90a")
 BUILT = ("packbits", "utils", "cpu_lion", "random_ltd")
 MODULES = ("opkiln", "opkiln.accelerator", "opkiln.comm", "opkiln.compat.deepspeed",
            "opkiln.compat.torch", "opkiln.errors", "opkiln.io", "opkiln.nn", "opkiln.nn.core",

@@ -80,11 +80,18 @@ for name in ("squared_add", "squared_add.no_grad", "shift"):
 """
 
 
+@pytest.fixture(scope="module")
+def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a module that declares an op with a gradient, and one that writes to its
+    argument. In one place for all tests: two files of one name would be two ops of one name."""
+    place = tmp_path_factory.mktemp("packages")
+    (place / "exported_ops.py").write_text(PACKAGE)
+    return place
+
+
 @pytest.fixture
-def ops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """A module that declares an op with a gradient, and one that writes to its argument."""
-    (tmp_path / "exported_ops.py").write_text(PACKAGE)
-    monkeypatch.syspath_prepend(str(tmp_path))
+def ops(packages: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    monkeypatch.syspath_prepend(str(packages))
     yield importlib.import_module("exported_ops")
     del sys.modules["exported_ops"]
 

@@ -195,8 +195,9 @@ class Parameters(Record):
 def _checked_dtypes(op: str, dtypes: Sequence[str], *, varied: bool) -> tuple[str, ...]:
     if varied:
         raise SpecError(f"op {op}: dtypes= goes with none of variants=, tune= and ahead=")
+    alone = isinstance(dtypes, str)
     dtypes = texts(f"op {op}: dtypes=", dtypes)
-    if not set(dtypes) <= set(_DTYPES) or len(set(dtypes)) < len(dtypes):
+    if alone or not set(dtypes) <= set(_DTYPES) or len(set(dtypes)) < len(dtypes):
         raise SpecError(
             f"op {op}: dtypes= is {dtypes!r}",
             why=f"it lists some of {', '.join(_DTYPES)}, each once",

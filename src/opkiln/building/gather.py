@@ -123,6 +123,7 @@ def union(parts: Iterable[Iterable[Fact]]) -> tuple[Fact, ...]:
         else:
             raise Disagree(fact.path)
         # What one step looked for, the other may have seen another directory without.
-        signature = known.signature if known.signature == fact.signature else UNSIGNED
+        earlier = min(known.signature, fact.signature, key=lambda each: each.read_at)
+        signature = earlier if known.signature[:-1] == fact.signature[:-1] else UNSIGNED
         found[fact[:3]] = known._replace(value=both, signature=signature)
     return tuple(found[place] for place in sorted(found))
