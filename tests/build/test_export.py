@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import shutil
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -90,7 +91,8 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def ops(packages: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def ops(packages: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    shutil.copy(packages / "exported_ops.py", tmp_path)  # for other processes
     monkeypatch.syspath_prepend(str(packages))
     yield importlib.import_module("exported_ops")
     del sys.modules["exported_ops"]

@@ -247,7 +247,8 @@ def test_names_and_programs_of_several_steps_are_joined() -> None:
     second = [
         fact(ABSENT, "d", "b\0c", 2), fact(ABSENT, "e", "b", 3), fact(CHOICE, "cc", "/a/cc\0/b/cc"),
     ]  # fmt: skip
-    second[1] = second[1]._replace(signature=second[1].signature._replace(read_at=7))  # looked later
+    looked_later = second[1].signature._replace(read_at=7)
+    second[1] = second[1]._replace(signature=looked_later)
     assert gather.union([first, second]) == (
         fact(ABSENT, "d", "a\0b\0c"), fact(ABSENT, "e", "a\0b", 3),
         fact(CHOICE, "cc", "/a/cc\0/b/cc"),
