@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import shutil
 from typing import TYPE_CHECKING
@@ -64,14 +65,15 @@ def test_processes_without_working_locks_load_the_right_library(
 
 def meeting(directory: Path) -> str:
     """A compiler that compiles op.cpp when two of them are about to: so no process can find what
-    the other has published. One that stays alone goes on after a minute."""
-    there = directory / "there"
-    there.mkdir()
+    the other has published. One that stays alone goes on after a minute. They meet at a pipe: a
+    file that one makes while the other looks for it would be an input that changes."""
+    pipe = directory / "pipe"
+    os.mkfifo(pipe)
     script = write(
         directory / "meeting" / "g++",
-        f'#!/bin/sh\ncase "$*" in *" -c "*op.cpp*) mkdir {there}/$$; turns=600\n'
-        f"while [ $turns -gt 0 ] && [ $(ls {there} | wc -l) -lt 2 ]\n"
-        f'do turns=$((turns - 1)); sleep 0.1; done;; esac\nexec {shutil.which("g++")} "$@"\n',
+        f'#!/bin/sh\ncase "$*" in *" -c "*op.cpp*)\n'
+        f"if mkdir {directory}/first 2>/dev/null; then timeout 60 cat {pipe} >/dev/null\n"
+        f'else timeout 60 sh -c "echo >{pipe}"; fi;; esac\nexec {shutil.which("g++")} "$@"\n',
     )
     script.chmod(0o755)
     return str(script)
