@@ -54,7 +54,7 @@ def test_a_wrong_matrix_is_an_error_that_names_the_file(
     "text", ["", ":", "processes=4", "dask://h:8786", "no_such_module:make", "os:no_such_function"]
 )
 def test_what_names_no_function_is_an_error_that_shows_the_form(text: str) -> None:
-    with pytest.raises(UsageError, match="there is no such function") as raised:
+    with pytest.raises(UsageError, match="names a function that cannot be found") as raised:
         coordinator.find_function(text)
     assert "--executor MODULE:FUNCTION" in raised.value.hint
 

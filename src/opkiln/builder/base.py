@@ -330,7 +330,7 @@ class OpBuilder:
         before = _claimed.setdefault((self.distribution, self.name), mine)
         if before == mine:
             return
-        # The cells of a notebook are no files, and replace each other.
+        # A cell of a notebook has no file. It replaces the op of an earlier cell.
         if os.path.isfile(before[0]) and os.path.isfile(self._declared_in):
             both = [f"{file} (namespace {namespace})" for file, namespace in (before, mine)]
             if before[1] != mine[1] or not os.path.samefile(before[0], self._declared_in):

@@ -83,15 +83,16 @@ def _show_functions(as_json: bool) -> None:
         return
     rows = [("op", "served by", "functions")]
     for each in found:
-        parts = each._asdict()
-        names = [(who, ", ".join(parts[who])) for who in ("ops", "engine", "deepspeed", "missing")]
-        told = [*((who, text) for who, text in names if text), *_unless_empty(each.error)]
-        rows += [(each.op if not at else "", *row) for at, row in enumerate(told or [("none", "")])]
+        who_serves = {
+            "ops": ", ".join(each.ops),
+            "engine": ", ".join(each.engine),
+            "deepspeed": ", ".join(each.deepspeed),
+            "missing": ", ".join(each.missing),
+            "error": " ".join(each.error.split()),
+        }
+        told = [(who, names) for who, names in who_serves.items() if names] or [("nobody", "")]
+        rows += [(each.op if number == 0 else "", *row) for number, row in enumerate(told)]
     output.data(columns(rows, width=output.width()))
-
-
-def _unless_empty(error: str) -> list[tuple[str, str]]:
-    return [("error", " ".join(error.split()))] if error else []
 
 
 def _write(path: str, text: str) -> None:

@@ -180,7 +180,7 @@ def op_tests(
             try:
                 args = given(device, dtype, some)
             except Exception as error:
-                pytest.skip(f"there is no such sample: {error}")
+                pytest.skip(f"the samples cannot be made so: {error}")
             check_accepted(args)
 
         @on_device

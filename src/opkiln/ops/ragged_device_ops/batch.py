@@ -103,7 +103,7 @@ class RaggedBatch:
 
     def pack(self, batch: Sequence[Sequenced]) -> None:
         """Describe these sequences, in their order. Raises UsageError, and then changes nothing."""
-        self._check(batch)
+        ids = self._checked(batch)
         self._turn = 1 - self._turn
         event = self._copied[self._turn]
         if event is not None:
@@ -122,9 +122,7 @@ class RaggedBatch:
             views.block_table[row, : len(each.blocks)] = torch.tensor(
                 each.blocks, dtype=torch.int32
             )
-            if len(each.tokens):
-                at = int(starts[row])
-                views.tokens[at : at + len(each.tokens)] = torch.as_tensor(each.tokens)
+        views.tokens[:total] = ids
         views.tokens[total:] = 0
         owners = torch.arange(count, dtype=torch.int32).repeat_interleave(lengths)
         views.sequences[:total] = owners
@@ -156,7 +154,8 @@ class RaggedBatch:
             at += _padded(shape)
         return RaggedViews(*parts)
 
-    def _check(self, batch: Sequence[Sequenced]) -> None:
+    def _checked(self, batch: Sequence[Sequenced]) -> Tensor:
+        """The ids of all tokens. Raises UsageError."""
         views = self._device_views
         most_sequences, most_blocks = views.block_table.shape
         most_tokens = len(views.tokens)
@@ -167,6 +166,7 @@ class RaggedBatch:
         total = sum(len(each.tokens) for each in batch)
         if total > most_tokens:
             raise ArgumentError(f"there are {total} new tokens, expected at most {most_tokens}")
+        ids = [torch.empty(0, dtype=torch.int32)]
         for row, each in enumerate(batch):
             if not isinstance(each.seen, int) or each.seen < 0:
                 raise ArgumentError(
@@ -180,16 +180,27 @@ class RaggedBatch:
                     why=f"it has {each.seen} tokens and {len(each.tokens)} new ones, and a block "
                     f"has room for {self.block_size}",
                 )
-            for name, values in (("token", each.tokens), ("block", each.blocks)):
-                whole = torch.as_tensor(values, dtype=None if len(values) else torch.int32)
-                if whole.is_floating_point() or whole.is_complex() or whole.dtype == torch.bool:
+            if not all(isinstance(block, int) and 0 <= block < _MOST for block in each.blocks):
+                raise ArgumentError(
+                    f"sequence {row} has blocks {list(each.blocks)}, expected numbers from 0 on"
+                )
+            if len(each.tokens):
+                ids.append(torch.as_tensor(each.tokens))
+                if ids[-1].dtype not in _WHOLE:
                     raise ArgumentTypeError(
-                        f"sequence {row} has a {name} of {whole.dtype}, expected whole numbers"
+                        f"sequence {row} has tokens of {ids[-1].dtype}, expected whole numbers"
                     )
-                if whole.numel() and not 0 <= int(whole.min()) <= int(whole.max()) < 2**31:
-                    raise ArgumentError(
-                        f"sequence {row} has a {name} outside of 0 to 2**31 - 1: {whole.tolist()}"
-                    )
+        found = torch.cat(ids)
+        if total and not 0 <= int(found.min()) <= int(found.max()) < _MOST:
+            raise ArgumentError(
+                f"the tokens are from {int(found.min())} to {int(found.max())}, expected 0 to "
+                f"{_MOST - 1}"
+            )
+        return found
+
+
+_MOST = 2**31
+_WHOLE = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
 
 
 def _padded(shape: tuple[int, ...]) -> int:

@@ -33,7 +33,7 @@ struct Picked {
                                : static_cast<const int32_t*>(indices)[row];
     if (!lengths) return index + offset;
     if (lengths[row] <= 0) return kNone;
-    return index < 0 ? count : index + lengths[row] - 1;  // there is no row `count`
+    return index < 0 ? count : index + lengths[row] - 1;  // `count` is one row too far
   }
 };
 

@@ -103,7 +103,7 @@ def find_function(text: str) -> Callable[[], Executor]:
         found = getattr(import_module(module), name)
     except Exception as error:  # whatever the module raises
         raise UsageError(
-            f"--executor {text}: there is no such function",
+            f"--executor {text} names a function that cannot be found",
             why=f"{type(error).__name__}: {error}",
             hint="--executor MODULE:FUNCTION; `python -m opkiln` also finds modules in the current "
             "directory",
