@@ -82,10 +82,10 @@ pool: $(STAMP)
 	$(RUN) tests/sample/catalogue.py
 
 test: lint pool
-	$(RUN) -m pytest -m "not full" $(WORKERS) -rs --durations=10 --disable-warnings $(PYTEST)
+	$(RUN) -m pytest -m "not full" $(WORKERS) -rsfE --durations=10 --disable-warnings $(PYTEST)
 
 test-full: lint pool
-	$(RUN) -m pytest $(WORKERS) -rs --durations=10 --disable-warnings $(PYTEST)
+	$(RUN) -m pytest $(WORKERS) -rsfE --durations=10 --disable-warnings $(PYTEST)
 
 test-changed: lint pool
 	@files=$$($(RUN) tests/changed.py $(BASE)) && if [ -z "$$files" ]; then echo "nothing changed"; \
@@ -101,7 +101,7 @@ test-random: $(STAMP)
 	$(RUN) -m pytest -m hypothesis --hypothesis-profile=random --hypothesis-seed=$(SEED) $(PYTEST)
 
 test-faults: $(STAMP)
-	$(RUN) -m pytest tests/faults --full-counts -rs $(PYTEST)
+	$(RUN) -m pytest tests/faults --full-counts -rsfE $(PYTEST)
 	$(RUN) -m pip install -q --group fuzz
 	$(RUN) tests/faults/fuzz/run.py --seconds 20
 
@@ -125,7 +125,7 @@ test-torches: $(STAMP)
 	$(RUN) tests/torches/torches_page.py
 
 test-cluster: $(STAMP)
-	$(RUN) -m pytest tests/cluster --full-counts -rs $(PYTEST)
+	$(RUN) -m pytest tests/cluster --full-counts -rsfE $(PYTEST)
 	$(RUN) tests/cluster/launchers.py
 	$(RUN) tests/cluster/namespaces.py
 	$(PYTHON) tests/cluster/farm.py
@@ -133,7 +133,7 @@ test-cluster: $(STAMP)
 	$(RUN) tests/cluster/manifests.py
 
 test-other-cpu: $(STAMP)
-	$(RUN) -m pytest -rs tests/build/test_other_cpu.py $(PYTEST)
+	$(RUN) -m pytest -rsfE tests/build/test_other_cpu.py $(PYTEST)
 
 mutants: $(STAMP)
 	$(RUN) -m pip install -q --group mutants

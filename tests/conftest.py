@@ -17,7 +17,7 @@ from opkiln.decision import policy as seal
 from opkiln.engine import events
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
 pytest_plugins = ["fault_rows", "timing"]
@@ -50,22 +50,6 @@ def pytest_configure(config: pytest.Config) -> None:
         hypothesis.settings.load_profile("full")
     if config.getoption("--sanitize"):
         sanitizers.switch_on()
-
-
-@pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_terminal_summary(
-    terminalreporter: pytest.TerminalReporter,
-) -> Generator[None, object, object]:
-    """Names what failed before the reports: a long log is often cut off after the first ones."""
-    failed = [
-        report.nodeid
-        for kind in ("failed", "error")
-        for report in terminalreporter.stats.get(kind, [])
-    ]
-    if failed:
-        terminalreporter.section(f"{len(failed)} failed")
-        terminalreporter.write("".join(f"{name}\n" for name in failed))
-    return (yield)
 
 
 @pytest.fixture(autouse=True)
