@@ -13,6 +13,8 @@ These things differ:
 - ``flash_attn_by_atoms`` reads the atoms on the host, so it waits for the GPU, and cannot be in a
   CUDA graph. Sequences with one new token are one call of ``opkiln.nn.inference.attention``;
   prompts are a call each.
+- Buffers of the host are not pinned: CUDA has read one when ``copy_(non_blocking=True)`` returns. A
+  pinned one is read later, so a batch that is made at once after another changes that one, too.
 - A sequence without tokens has zeros as the row for its logits. DeepSpeed takes another's row.
 - Views of a buffer keep it alive.
 """
@@ -69,10 +71,8 @@ class RaggedHostOps(OpModule):
     NAME = "ragged_ops"
 
     def allocate_fast_host_buffer(self, device_mirror: Tensor) -> Tensor:
-        """Memory of the host with the shape and dtype of a tensor, pinned if there is a GPU."""
-        return torch.empty(
-            device_mirror.shape, dtype=device_mirror.dtype, pin_memory=torch.cuda.is_available()
-        )
+        """Memory of the host with the shape and dtype of a tensor."""
+        return torch.empty(device_mirror.shape, dtype=device_mirror.dtype)
 
     def allocate_view_on(self, tensor: Tensor, buffer: Tensor, offset: int) -> Tensor:
         """A view of a buffer from a byte on, with the shape, strides and dtype of a tensor."""
