@@ -6,11 +6,12 @@ collects, that costs a look at one variable. ``decision.receipt`` writes the fac
 
 from __future__ import annotations
 
+import os
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
 
 from opkiln.digest import Signature
+from opkiln.settings import executable
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -53,9 +54,49 @@ def file(path: str, signature: Iterable[int] | None = None) -> None:
     if found is None:
         return
     try:
-        found.files[path] = tuple(Signature.of(path) if signature is None else signature)
+        signed = tuple(Signature.of(path) if signature is None else signature)
     except OSError:
         found.complete = False  # it is gone already
+        return
+    if found.files.setdefault(path, signed)[:-1] != signed[:-1]:
+        found.complete = False  # it changed between two looks
+
+
+def absent(path: str) -> None:
+    """There is nothing at this path, or nothing that can be used."""
+    found = _collected.get()
+    if found is not None:
+        found.absent[path] = None
+
+
+def exists(path: str) -> bool:
+    """Whether there is a file or directory: which one, and that it stays so, is a fact."""
+    return _noted(path, os.path.exists(path))
+
+
+def runs(path: str) -> bool:
+    """As ``exists``, of a program."""
+    return _noted(path, executable(path))
+
+
+def _noted(path: str, found: bool) -> bool:
+    if found:
+        file(path)
+    else:
+        absent(path)
+    return found
+
+
+def listed(directory: str) -> list[str]:
+    """The names in a directory, none if it cannot be listed. That these are all is a fact."""
+    try:
+        signature = Signature.of(directory)
+        names = os.listdir(directory)
+    except OSError:
+        absent(directory)
+        return []
+    file(directory, signature)
+    return names
 
 
 def start_entry() -> None:
@@ -84,15 +125,6 @@ def programs(name: str, paths: list[str]) -> None:
     found = _collected.get()
     if found is not None:
         found.programs[name] = [*paths, None]
-
-
-def add(unchanged: Iterable[list[Any]], absent: Iterable[str]) -> None:
-    """Signed paths, and paths that do not exist."""
-    found = _collected.get()
-    if found is not None:
-        for path, *signature in unchanged:
-            found.files.setdefault(path, tuple(signature))
-        found.absent.update(dict.fromkeys(absent))
 
 
 def incomplete() -> None:

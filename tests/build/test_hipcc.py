@@ -15,7 +15,7 @@ from opkiln.binary import bundle
 from opkiln.build_model import DeviceCompiler, Target, Toolchain
 from opkiln.model import ABI_NONE, PLAIN, ROCM, OpSpec
 from opkiln.steps import hipcc as hip_steps
-from opkiln.toolchain import hipcc, hipify, host, torch_sdk
+from opkiln.toolchain import family, hipcc, hipify, host, torch_sdk
 
 if TYPE_CHECKING:
     from sample.package import Steps
@@ -56,7 +56,7 @@ def toolchain(memory: tuple[str, ...]) -> Toolchain:
     if torch_sdk.find() is None:
         pytest.skip("torch is not installed, and hipify is a part of it")
     compiler = host.choose(memory)
-    return compiler._replace(device=hipcc.choose(memory, None, compiler))
+    return compiler._replace(device=family.choose(hipcc, memory, None, compiler))
 
 
 @pytest.fixture
@@ -169,7 +169,7 @@ def test_beside_an_nvcc_it_still_compiles_for_amd(
     monkeypatch.setenv("PATH", f"{nvcc.parent}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setenv("HIP_PLATFORM", "nvidia")
     monkeypatch.setenv("OPKILN_ROCM_HOME", device.home)
-    chosen = hipcc.choose((), None, host.choose(()))
+    chosen = family.choose(hipcc, (), None, host.choose(()))
     assert chosen == device
     assert not (tmp_path / "asked").exists()
 

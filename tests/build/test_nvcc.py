@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from sample import pool
+from sample.evidence_of import broken, recalled
 from sample.toolkit import compile_once
 
 import opkiln
@@ -17,7 +18,7 @@ from opkiln.build_model import DeviceCompiler, Toolchain
 from opkiln.errors import ToolchainError
 from opkiln.settings import override
 from opkiln.store.layers import Store
-from opkiln.toolchain import cuda_version, host, nvcc, torch_sdk
+from opkiln.toolchain import cuda_version, family, host, nvcc, torch_sdk
 
 _KERNEL = """\
 #include <cuda_runtime.h>
@@ -60,7 +61,7 @@ def chain(memory: tuple[str, ...]) -> Toolchain:
 
 @pytest.fixture
 def compiler(memory: tuple[str, ...], chain: Toolchain) -> DeviceCompiler:
-    return nvcc.choose(memory, None, chain)
+    return family.choose(nvcc, memory, None, chain)
 
 
 def build(compiler: DeviceCompiler, cxx: str, where: Path) -> Path:
@@ -122,8 +123,8 @@ def test_the_record_is_complete(compiler: DeviceCompiler) -> None:
 def test_the_identity_is_the_same_when_it_is_asked_anew(
     compiler: DeviceCompiler, chain: Toolchain, memory: tuple[str, ...], tmp_path: Path
 ) -> None:
-    assert nvcc.choose((str(tmp_path),), None, chain) == compiler
-    assert nvcc.recall(memory, None, chain) == compiler
+    assert family.choose(nvcc, (str(tmp_path),), None, chain) == compiler
+    assert family.recall(nvcc, memory, None, chain) == compiler
 
 
 def test_a_link_to_nvcc_is_followed_to_its_toolkit(
@@ -131,7 +132,7 @@ def test_a_link_to_nvcc_is_followed_to_its_toolkit(
 ) -> None:
     (tmp_path / "nvcc").symlink_to(compiler.path)
     with override(path=(str(tmp_path), *os.environ["PATH"].split(":"))):
-        assert nvcc.choose(memory, None, chain) == compiler
+        assert family.choose(nvcc, memory, None, chain) == compiler
 
 
 def test_a_kernel_is_built_with_what_the_record_says(
@@ -152,7 +153,7 @@ def test_a_host_compiler_that_nvcc_does_not_support_is_refused_with_the_range(
     future.write_text(f"#!/bin/sh\nexec '{real}' -U__GNUC__ -D__GNUC__=99 \"$@\"\n")
     future.chmod(0o755)
     with override(ccbin=str(future)), pytest.raises(ToolchainError) as caught:
-        nvcc.choose(memory, None, chain)
+        family.choose(nvcc, memory, None, chain)
     assert str(future) in caught.value.what
     assert "unsupported GNU version! gcc versions later than" in caught.value.why
     assert "NVCC_CCBIN=" in caught.value.hint
@@ -168,8 +169,8 @@ def test_another_host_compiler_is_used_where_it_is_asked_for(
     if not others:
         pytest.skip("there is only one host compiler")
     with override(ccbin=others[0]):
-        other = nvcc.choose(memory, None, chain)
-        assert nvcc.recall(memory, None, chain) == other
+        other = family.choose(nvcc, memory, None, chain)
+        assert family.recall(nvcc, memory, None, chain) == other
     assert other.host == others[0]
     assert other.identity != compiler.identity
     assert build(other, chain.cxx, tmp_path).exists()
@@ -197,9 +198,6 @@ def test_there_is_evidence_for_the_choice(
     sdk = torch_sdk.find()
     if sdk is not None and sdk.cuda is not None:
         pytest.skip("the compiler was chosen for a torch without CUDA")
-    facts = nvcc.evidence(memory, compiler)
-    assert facts is not None
-    signed = {path for path, *_ in facts["unchanged"]}
-    assert compiler.path in signed
-    assert f"{compiler.home}/bin/ptxas" in signed
-    assert not any(map(os.path.lexists, facts["absent"]))
+    again, read = recalled(nvcc, memory, None, host.choose(memory))
+    assert (again, broken(read)) == (compiler, set())
+    assert {compiler.path, f"{compiler.home}/bin/ptxas"} <= set(read.files)

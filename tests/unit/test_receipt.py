@@ -80,7 +80,7 @@ class Shop:
             evidence.entry(LINK, str(self.link), "cc1plus", facts.UNSIGNED)
             evidence.programs("translator", [str(self.program)])
             evidence.program(str(self.tool), str(self.tool))
-            evidence.add([], [str(self.absent)])
+            evidence.absent(str(self.absent))
         return read
 
     def note(

@@ -54,13 +54,9 @@ class Compilers:
         self.answer: Toolchain | ToolchainError = ToolchainError("none", why="one\ntwo")
         self.recalled: list[tuple[object, ...]] = []
         self.asked: list[tuple[object, ...]] = []
-        self.evidence: list[Toolchain] = []
         patch.setattr(choice, "recall", self._recall)
         patch.setattr(choice, "available", lambda backend, machine, spec: self.found)
         patch.setattr(choice, "choose", self._choose)
-        patch.setattr(
-            choice, "add_evidence", lambda memory, backend, tools: self.evidence.append(tools)
-        )
 
     def _recall(self, memory: object, backend: str, machine: str, spec: OpSpec) -> Toolchain | None:
         self.recalled.append((memory, backend, machine))
@@ -121,7 +117,6 @@ def test_entry_of_the_known_compiler_serves_and_rests_on_that_compiler(
     assert told == [("store", "taken", TAKEN)]
     assert outcome.trace.candidates[0].subject == str(library.parent)
     assert evidence(outcome).complete
-    assert compilers.evidence == [GCC]
     assert compilers.asked == []
 
 

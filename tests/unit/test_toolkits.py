@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from sample import at_rest
+from sample.evidence_of import broken, recalled
 
 import opkiln.compat.torch as cpp_extension
-from opkiln import digest, evidence, extension, machine, process
+from opkiln import digest, extension, machine, process
 from opkiln.build_model import Toolchain, TorchSDK
 from opkiln.decision.search import planned
 from opkiln.decision.terms import BUILD, Request
-from opkiln.digest import Signature
 from opkiln.errors import (
     CUDAMismatchException,
     MissingCUDAException,
@@ -29,6 +29,7 @@ from opkiln.settings import override, settings
 from opkiln.toolchain import (
     choice,
     cuda_version,
+    family,
     find,
     host,
     nvcc,
@@ -142,14 +143,14 @@ class Machine:
         return host.choose(self.memory)
 
     def choose(self, torch_cuda: str | None = None) -> nvcc.DeviceCompiler:
-        return nvcc.choose(self.memory, torch_cuda, self.host)
+        return family.choose(nvcc, self.memory, torch_cuda, self.host)
 
     def recall(self, torch_cuda: str | None = None) -> nvcc.DeviceCompiler | None:
-        return nvcc.recall(self.memory, torch_cuda, self.host)
+        return family.recall(nvcc, self.memory, torch_cuda, self.host)
 
     def candidates(self, torch_cuda: str | None = None) -> dict[str, tuple[str, str, str]]:
         """label -> (origin, version, refused)."""
-        found = nvcc.candidates(self.memory, torch_cuda, self.host)
+        found = family.candidates(nvcc, self.memory, torch_cuda, self.host)
         return {
             os.path.relpath(each.path, self.root): (each.origin, each.version, each.refused)
             for each in found
@@ -388,16 +389,15 @@ def test_a_link_that_a_script_goes_through_is_followed_when_it_is_turned(here: M
     program(here.bin / "nvcc", f"exec '{current}/bin/nvcc' \"$@\"")
     at_rest.wait(here.root)
     chain = here.host
-    taken = nvcc.choose(here.memory, _torch_cuda(), chain)
+    taken = family.choose(nvcc, here.memory, _torch_cuda(), chain)
     assert taken.home == str(one.home)
-    facts = nvcc.evidence(here.memory, taken)
-    assert facts is not None
-    assert broken(facts) == set()
+    _, read = recalled(nvcc, here.memory, _torch_cuda(), chain)
+    assert broken(read) == set()
     current.unlink()
     current.symlink_to(two.home)
-    assert broken(facts) == {f"{current}/bin"}
-    assert nvcc.recall(here.memory, _torch_cuda(), chain) is None
-    assert nvcc.choose(here.memory, _torch_cuda(), chain).home == str(two.home)
+    assert broken(read) == {f"{current}/bin"}
+    assert family.recall(nvcc, here.memory, _torch_cuda(), chain) is None
+    assert family.choose(nvcc, here.memory, _torch_cuda(), chain).home == str(two.home)
 
 
 def test_an_nvcc_that_cannot_be_started_does_not_hide_the_others(here: Machine) -> None:
@@ -407,17 +407,16 @@ def test_an_nvcc_that_cannot_be_started_does_not_hide_the_others(here: Machine) 
     made = here.toolkit("13.0")
     at_rest.wait(here.root)
     chain = here.host
-    taken = nvcc.choose(here.memory, _torch_cuda(), chain)
+    taken = family.choose(nvcc, here.memory, _torch_cuda(), chain)
     assert taken.home == str(made.home)
     assert "loader that it names does not" in here.candidates("13.0")["bin/nvcc"][2]
-    assert nvcc.recall(here.memory, _torch_cuda(), chain) == taken
-    facts = nvcc.evidence(here.memory, taken)
-    assert facts is not None
-    assert str(interpreter) in facts["absent"]
+    again, read = recalled(nvcc, here.memory, _torch_cuda(), chain)
+    assert again == taken
+    assert str(interpreter) in read.absent
     # Once it can be started, it is asked again.
     program(interpreter, f"shift 2; exec '{here.toolkit('13.0', 'late').nvcc}' \"$@\"")
-    assert nvcc.recall(here.memory, None, chain) is None
-    assert nvcc.choose(here.memory, None, chain).home == str(here.root / "late")
+    assert family.recall(nvcc, here.memory, None, chain) is None
+    assert family.choose(nvcc, here.memory, None, chain).home == str(here.root / "late")
 
 
 def test_an_nvcc_that_does_not_answer_does_not_hide_the_others(
@@ -433,15 +432,15 @@ def test_an_nvcc_that_does_not_answer_does_not_hide_the_others(
 
     monkeypatch.setattr(process, "run", impatient)
     for _ in range(2):
-        assert nvcc.choose(here.memory, _torch_cuda(), chain).home == str(made.home)
+        assert family.choose(nvcc, here.memory, _torch_cuda(), chain).home == str(made.home)
     assert "did not end within 0.2 s" in here.candidates("13.0")["bin/nvcc"][2]
     assert (here.root / "log").read_text() == "asked\n"  # it is left alone for a while
-    taken = nvcc.recall(here.memory, _torch_cuda(), chain)
+    taken, read = recalled(nvcc, here.memory, _torch_cuda(), chain)
     assert taken is not None
-    assert nvcc.evidence(here.memory, taken) is None  # which is nothing that a stat could show
+    assert not read.complete  # that time has passed is nothing that a stat could show
     later = time.time() + 4000
     monkeypatch.setattr(time, "time", lambda: later)
-    assert nvcc.recall(here.memory, _torch_cuda(), chain) is None
+    assert family.recall(nvcc, here.memory, _torch_cuda(), chain) is None
 
 
 def test_a_toolkit_that_goes_while_it_is_asked_is_passed_over(here: Machine) -> None:
@@ -470,9 +469,9 @@ def test_an_nvcc_that_fails_with_one_host_compiler_is_asked_again_with_another(
     chain = here.host
     for _ in range(2):
         with pytest.raises(ToolchainError, match="does not say where its toolkit is"):
-            nvcc.choose(here.memory, "13.0", chain)
+            family.choose(nvcc, here.memory, "13.0", chain)
     with override(ccbin=str(other)):
-        assert nvcc.choose(here.memory, "13.0", chain).host == str(other)
+        assert family.choose(nvcc, here.memory, "13.0", chain).host == str(other)
 
 
 @pytest.mark.parametrize("where", ["site/nvidia/cu13", "site/nvidia/cuda_nvcc"])
@@ -674,24 +673,24 @@ def test_what_is_remembered_needs_no_question(here: Machine) -> None:
     program(here.bin / "nvcc", f"exec '{made.nvcc}' \"$@\"")
     at_rest.wait(here.root)
     chain = here.host
-    assert nvcc.recall(here.memory, "13.0", chain) is None
-    taken = nvcc.choose(here.memory, "13.0", chain)
+    assert family.recall(nvcc, here.memory, "13.0", chain) is None
+    taken = family.choose(nvcc, here.memory, "13.0", chain)
     asked = made.asked()
-    assert nvcc.recall(here.memory, "13.0", chain) == taken
-    assert nvcc.choose(here.memory, "13.0", chain) == taken
+    assert family.recall(nvcc, here.memory, "13.0", chain) == taken
+    assert family.choose(nvcc, here.memory, "13.0", chain) == taken
     assert made.asked() == asked
     with override(ccbin=str(a_compiler(here.bin / "g++-12"))):
-        assert nvcc.recall(here.memory, "13.0", chain) is None
+        assert family.recall(nvcc, here.memory, "13.0", chain) is None
 
     # An edit, a newcomer and a loss are all noticed.
     (made.home / "bin/ptxas").write_text("another")
-    assert nvcc.recall(here.memory, "13.0", chain) is None
-    assert nvcc.choose(here.memory, "13.0", chain).identity != taken.identity
+    assert family.recall(nvcc, here.memory, "13.0", chain) is None
+    assert family.choose(nvcc, here.memory, "13.0", chain).identity != taken.identity
     newcomer = here.toolkit("13.4")
-    assert nvcc.recall(here.memory, "13.4", chain) is None
-    assert nvcc.choose(here.memory, "13.4", chain).home == str(newcomer.home)
+    assert family.recall(nvcc, here.memory, "13.4", chain) is None
+    assert family.choose(nvcc, here.memory, "13.4", chain).home == str(newcomer.home)
     made.nvcc.unlink()
-    assert nvcc.choose(here.memory, "13.0", chain).home == str(newcomer.home)
+    assert family.choose(nvcc, here.memory, "13.0", chain).home == str(newcomer.home)
 
 
 def test_a_refusal_is_remembered_until_the_missing_part_is_there(here: Machine) -> None:
@@ -709,17 +708,6 @@ def test_a_refusal_is_remembered_until_the_missing_part_is_there(here: Machine) 
     assert here.choose("13.0").home == str(made.home)
 
 
-def broken(facts: dict[str, list[Any]]) -> set[str]:
-    """What of the evidence for a choice does not hold any more."""
-    gone = {path for path, *_ in facts["unchanged"] if not os.path.exists(path)}
-    changed = {
-        path
-        for path, *signature in facts["unchanged"]
-        if path not in gone and not Signature(*signature).holds(path)
-    }
-    return gone | changed | {path for path in facts["absent"] if os.path.lexists(path)}
-
-
 def _torch_cuda() -> str | None:
     """That of the torch in use, which evidence speaks of; the toolkits below are of 13.0."""
     sdk = torch_sdk.find()
@@ -732,33 +720,22 @@ def test_the_evidence_of_a_choice_ends_with_what_it_rests_on(here: Machine) -> N
     made, other = here.toolkit("13.0", "mine"), here.toolkit("13.0")
     (here.bin / "nvcc").symlink_to(made.nvcc)
     at_rest.wait(here.root)
-    taken = nvcc.choose(here.memory, _torch_cuda(), here.host)
+    taken = family.choose(nvcc, here.memory, _torch_cuda(), here.host)
     assert taken.home == str(made.home)
-    facts = nvcc.evidence(here.memory, taken)
-    assert facts is not None
-    assert broken(facts) == set()
+    _, read = recalled(nvcc, here.memory, _torch_cuda(), here.host)
+    assert broken(read) == set()
     for newcomer, shows in (
         ("usr/cuda/bin/nvcc", "usr/cuda/bin/nvcc"),
         ("usr/cuda-13.9/bin/nvcc", "usr"),  # a directory that is listed
         ("site/nvidia/cu13/bin/nvcc", "site/nvidia"),
     ):
         program(here.root / newcomer, "exit 1")
-        assert str(here.root / shows) in broken(facts)
+        assert str(here.root / shows) in broken(read)
     (made.home / "bin/ptxas").write_text("another")
-    assert str(made.home / "bin/ptxas") in broken(facts)
+    assert str(made.home / "bin/ptxas") in broken(read)
     (here.bin / "nvcc").unlink()
     (here.bin / "nvcc").symlink_to(other.nvcc)
-    assert str(here.bin / "nvcc") in broken(facts)
-
-
-def test_there_is_no_evidence_of_a_choice_that_would_not_be_made(here: Machine) -> None:
-    made = here.toolkit("13.0")
-    at_rest.wait(here.root)
-    taken = nvcc.choose(here.memory, _torch_cuda(), here.host)
-    assert nvcc.evidence(here.memory, taken) is not None
-    assert nvcc.evidence(here.memory, taken._replace(identity="of another")) is None
-    (made.home / "bin/ptxas").write_text("another")
-    assert nvcc.evidence(here.memory, taken) is None
+    assert str(here.bin / "nvcc") in broken(read)
 
 
 # The host compiler
@@ -808,13 +785,13 @@ def test_a_ccbin_that_comes_first_on_path_ends_the_evidence(here: Machine, name:
     earlier = here.root / "earlier"
     at_rest.wait(here.root)
     with override(ccbin=name, path=(str(earlier), str(here.bin), "/usr/bin", "/bin")):
-        taken = nvcc.choose(here.memory, _torch_cuda(), here.host)
-        with evidence.collecting() as read:
-            assert nvcc.evidence(here.memory, taken) is not None
+        taken = family.choose(nvcc, here.memory, _torch_cuda(), here.host)
+        again, read = recalled(nvcc, here.memory, _torch_cuda(), here.host)
+        assert again == taken
         assert read.programs[name] == [str(here.bin / name)]
         newcomer = a_compiler(earlier / name)
         assert find.first(name) == str(newcomer) != read.programs[name][0]
-        assert nvcc.choose(here.memory, _torch_cuda(), here.host).host == str(newcomer)
+        assert family.choose(nvcc, here.memory, _torch_cuda(), here.host).host == str(newcomer)
 
 
 # The names that DeepSpeed's builders know
@@ -889,7 +866,7 @@ def test_wheel_headers_of_cuda_12_are_in_one_directory_for_each_library(tmp_path
     assert wheel_headers.beside(sdk, [str(tmp_path / "toolkit")], (12, 9)).directories == ()
     for header in wheel_headers.LIBRARIES:
         (tmp_path / "toolkit" / header).touch()
-    assert wheel_headers.beside(sdk, [str(tmp_path / "toolkit")], (12, 8)) == wheel_headers.NONE
+    assert wheel_headers.beside(sdk, [str(tmp_path / "toolkit")], (12, 8)).directories == ()
 
 
 def torch_sdk_at(path: Path) -> TorchSDK:

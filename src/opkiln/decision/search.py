@@ -96,9 +96,7 @@ class _Compilers:
             if found is None and any_will_do and self.tools is not None:
                 found = built(request, target, None, trace)
             self.looked_at_any = self.tools is None or any_will_do
-            if self.tools is not None:
-                choice.add_evidence(request.store.memory, target.backend, self.tools)
-            elif self.forbidden or self.unusable:
+            if self.tools is None and (self.forbidden or self.unusable):
                 read.complete = False  # where a compiler may be used, another build may be right
         if found is None and not request.for_elsewhere:
             found = elsewhere(request, trace)

@@ -117,13 +117,11 @@ def _toolkits(
 def _candidates(
     memory: tuple[str, ...], backend: str, torch: TorchSDK | None, toolchain: Toolchain
 ) -> list[Candidate]:
-    from opkiln.toolchain import hipcc, nvcc, sycl
+    from opkiln.toolchain import family, hipcc, nvcc, sycl
 
-    if backend == CUDA:
-        return nvcc.candidates(memory, torch.cuda if torch else None, toolchain)
-    if backend == ROCM:
-        return hipcc.candidates(memory, torch.hip if torch else None, toolchain)
-    return sycl.candidates(memory, None, toolchain)
+    families: dict[str, family.Family] = {CUDA: nvcc, ROCM: hipcc}
+    version = choice.wanted(backend, torch)
+    return family.candidates(families.get(backend, sycl), memory, version, toolchain)
 
 
 def _listed(backend: str, why: str) -> list[Tool]:

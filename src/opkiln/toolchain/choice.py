@@ -7,29 +7,36 @@ from __future__ import annotations
 
 import os
 import re
-from importlib import import_module
-from typing import Any
 
 from opkiln import evidence
 from opkiln.build_model import Toolchain
 from opkiln.errors import ToolchainError
-from opkiln.model import ABI_TORCH, CPU, CUDA, ROCM, XPU
+from opkiln.model import ABI_TORCH, CPU, CUDA, ROCM
 from opkiln.settings import origin_of, settings
-from opkiln.toolchain import host
+from opkiln.toolchain import family, host
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from opkiln.build_model import TorchSDK
     from opkiln.model import OpSpec
+    from opkiln.toolchain.family import Family
 
-# A family's module has recall, choose and available, as ``host`` does, and evidence.
-_FAMILIES = {CUDA: "nvcc", ROCM: "hipcc", XPU: "sycl"}
 _NVRTC = "nvrtc"
 _OP_HEADER = re.compile(rb"^[ \t]*#[ \t]*include[ \t]*[<\"]opkiln/op\.h[>\"]", re.MULTILINE)
 
 
-def _family(backend: str, spec: OpSpec | None = None) -> Any:
-    name = cuda_compiler(spec)[0] if backend == CUDA else _FAMILIES[backend]
-    return import_module(f"opkiln.toolchain.{name}")
+def _family(backend: str, spec: OpSpec | None) -> Family:
+    if backend == CUDA:
+        from opkiln.toolchain import nvcc, nvrtc
+
+        return nvrtc if cuda_compiler(spec)[0] == _NVRTC else nvcc
+    if backend == ROCM:
+        from opkiln.toolchain import hipcc
+
+        return hipcc
+    from opkiln.toolchain import sycl
+
+    return sycl
 
 
 def cuda_compiler(spec: OpSpec | None = None) -> tuple[str, str]:
@@ -71,32 +78,26 @@ def needs_nvcc(spec: OpSpec) -> str:
             text = inline[source].encode("utf-8", "surrogateescape")
         else:
             path = os.path.join(spec.root, source)
+            evidence.file(path)
             try:
                 with open(path, "rb") as file:
                     text = file.read()
             except OSError:
                 continue  # whoever plans the build reports it
-            evidence.file(path)
         if not _OP_HEADER.search(text):
             return f"{source} does not include opkiln/op.h"
     return ""
 
 
-def _require_op_header(spec: OpSpec | None) -> None:
-    """Refuse NVRTC for an op that it cannot compile. Raises ToolchainError."""
-    if spec is None or not (why := needs_nvcc(spec)):
-        return
-    origin = origin_of("cuda")[1]
-    raise ToolchainError(
-        f"op {spec.name} cannot be compiled by NVRTC, which {origin} asks for",
-        why=f"{why}; NVRTC compiles CUDA sources that do",
-        hint="OPKILN_CUDA=nvcc",
-    )
+def _unfit(backend: str, spec: OpSpec | None) -> str:
+    """Why the compiler that is asked for cannot compile an op; empty if it can."""
+    if spec is None or backend != CUDA or cuda_compiler(spec)[0] != _NVRTC:
+        return ""
+    return needs_nvcc(spec)
 
 
-def _wanted(backend: str, toolchain: Toolchain) -> str | None:
+def wanted(backend: str, torch: TorchSDK | None) -> str | None:
     """The version of the backend's runtime that torch was built with."""
-    torch = toolchain.torch
     return None if torch is None else {CUDA: torch.cuda, ROCM: torch.hip}.get(backend)
 
 
@@ -111,10 +112,10 @@ def recall(
     toolchain = host.recall(memory, machine)
     if toolchain is None or backend == CPU:
         return toolchain
-    family = _family(backend, spec)
-    if _is_nvrtc(family) and spec is not None and needs_nvcc(spec):
+    if _unfit(backend, spec):
         return None
-    device = family.recall(memory, _wanted(backend, toolchain), toolchain)
+    chosen, version = _family(backend, spec), wanted(backend, toolchain.torch)
+    device = family.recall(chosen, memory, version, toolchain)
     return None if device is None else toolchain._replace(device=device)
 
 
@@ -128,15 +129,15 @@ def choose(
     toolchain = host.choose(memory, machine)
     if backend == CPU:
         return toolchain
-    family = _family(backend, spec)
-    if _is_nvrtc(family):
-        _require_op_header(spec)
-    device = family.choose(memory, _wanted(backend, toolchain), toolchain)
+    if spec is not None and (why := _unfit(backend, spec)):
+        raise ToolchainError(
+            f"op {spec.name} cannot be compiled by NVRTC, which {origin_of('cuda')[1]} asks for",
+            why=f"{why}; NVRTC compiles CUDA sources that do",
+            hint="OPKILN_CUDA=nvcc",
+        )
+    chosen, version = _family(backend, spec), wanted(backend, toolchain.torch)
+    device = family.choose(chosen, memory, version, toolchain)
     return toolchain._replace(device=device)
-
-
-def _is_nvrtc(family: Any) -> bool:
-    return bool(family.__name__.endswith(f".{_NVRTC}"))
 
 
 def note(backend: str, toolchain: Toolchain) -> str:
@@ -147,7 +148,9 @@ def note(backend: str, toolchain: Toolchain) -> str:
     from opkiln.toolchain import nvcc
 
     unfound = nvcc.unfound_note(device)
-    return "; ".join(filter(None, (unfound, nvcc.mismatch_note(device, _wanted(CUDA, toolchain)))))
+    return "; ".join(
+        filter(None, (unfound, nvcc.mismatch_note(device, wanted(CUDA, toolchain.torch))))
+    )
 
 
 def reason(toolchain: Toolchain, spec: OpSpec) -> str:
@@ -163,17 +166,4 @@ def available(backend: str, machine: str = "", spec: OpSpec | None = None) -> bo
     """Whether compilers for a backend are found. Starts no process."""
     if not host.available(machine):
         return False
-    return backend == CPU or bool(_family(backend, spec).available())
-
-
-def add_evidence(memory: tuple[str, ...], backend: str, toolchain: Toolchain) -> None:
-    """Record the evidence for the chosen device compiler. ``recall`` does it for the host's."""
-    device = toolchain.device
-    if device is None:
-        return
-    name = device.family if backend == CUDA else _FAMILIES[backend]
-    facts = import_module(f"opkiln.toolchain.{name}").evidence(memory, device)
-    if facts is None:
-        evidence.incomplete()
-    else:
-        evidence.add(facts["unchanged"], facts["absent"])
+    return backend == CPU or _family(backend, spec).available()

@@ -10,7 +10,7 @@ from opkiln.settings import on_path, origin_of, settings
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
 
 class Candidate(Record):
@@ -22,20 +22,19 @@ class Candidate(Record):
     version: str = ""
 
 
+def refusals(candidates: Iterable[Candidate]) -> str:
+    """Each candidate and why it was refused, in a line."""
+    return "\n".join(f"{each.path} ({each.origin}): {each.refused}" for each in candidates)
+
+
 def first(name: str) -> str | None:
     """The program that this name runs, or None."""
     found = next(on_path(name), None)
-    evidence.program(name, found)
+    if "/" in name:
+        evidence.runs(name)
+    else:
+        evidence.program(name, found)
     return found
-
-
-def passed_over(name: str) -> list[str]:
-    """The paths that would run instead of ``first(name)`` if they came to exist."""
-    found = first(name)
-    tried = (
-        [os.path.join(directory, name) for directory in settings.path] if "/" not in name else []
-    )
-    return tried[: tried.index(found)] if found in tried else tried
 
 
 # They may hand out an object without compiling anything. opkiln's digests are part of their keys.

@@ -10,17 +10,17 @@ from __future__ import annotations
 
 import os
 import shlex
-import time
+from functools import partial
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 from opkiln.arch import hip
 from opkiln.build_model import DeviceCompiler, Toolchain
-from opkiln.digest import Signature, key, sha256_file
+from opkiln.digest import key, sha256_file
 from opkiln.errors import ArchError, BuildTimeout, ToolchainError
 from opkiln.settings import origin_of
-from opkiln.toolchain import host as hosts
-from opkiln.toolchain import probing, rocm, torch_sdk
+from opkiln.toolchain import find, probing, rocm, torch_sdk
+from opkiln.toolchain.family import Search
 from opkiln.toolchain.find import Candidate
 
 TYPE_CHECKING = False
@@ -34,74 +34,9 @@ if TYPE_CHECKING:
 ENVIRONMENT = (("HIP_PLATFORM", "amd"),)
 
 
-class _Search(NamedTuple):
-    """The result of looking at every hipcc."""
-
-    taken: DeviceCompiler | None
-    candidates: list[Candidate]  # the one taken is not refused
-    mismatched: bool  # some work, but all have another HIP major version than torch
-    signatures: list[list[Any]]  # of the files that decided the choice
-
-
-def recall(
-    memory: tuple[str, ...], torch_hip: str | None, host: Toolchain
-) -> DeviceCompiler | None:
-    """The hipcc that ``choose`` would take, if every probe is remembered.
-
-    Starts no process, writes nothing.
-    """
-    search = _search(memory, torch_hip, host, ask=False)
-    return None if search is None else search.taken
-
-
-def choose(memory: tuple[str, ...], torch_hip: str | None, host: Toolchain) -> DeviceCompiler:
-    """The hipcc that fits torch's HIP best. Those that are not remembered are probed.
-
-    The same version is best, then the nearest newer minor, then the nearest older one. If torch has
-    no HIP, the first one found is taken. Another major version than torch's is refused: two HIP
-    runtimes do not work in one process. Raises ToolchainError with each candidate and its refusal.
-    """
-    search = _search(memory, torch_hip, host, ask=True)
-    assert search is not None
-    if search.taken is not None:
-        return search.taken
-    raise _failure(search, torch_hip)
-
-
-def candidates(memory: tuple[str, ...], torch_hip: str | None, host: Toolchain) -> list[Candidate]:
-    """Every hipcc that was considered, for reports. The one that is taken is not refused."""
-    search = _search(memory, torch_hip, host, ask=True)
-    assert search is not None
-    return search.candidates
-
-
 def available() -> bool:
     """Whether any hipcc is found. Starts no process."""
     return any(not candidate.refused for candidate in rocm.hipcc_candidates())
-
-
-def evidence(memory: tuple[str, ...], compiler: DeviceCompiler) -> dict[str, list[Any]] | None:
-    """The facts behind the choice of this hipcc, in a form that ``stat`` can check.
-
-    The host compiler and torch have evidence of their own. None if another hipcc would be chosen
-    now.
-    """
-    host = hosts.recall(memory)
-    if host is None:
-        return None
-    listed, absent = rocm.watched()
-    try:
-        # Signed before the choice is made again, so that a later change shows.
-        unchanged = [[path, *Signature.of(path)] for path in listed]
-    except OSError:
-        return None
-    torch_hip = None if host.torch is None else host.torch.hip
-    search = _search(memory, torch_hip, host, ask=False)
-    if search is None or search.taken != compiler:
-        return None
-    if any(map(os.path.lexists, absent)):
-        return None  # another file is in a place where a hipcc could be
-    return {"unchanged": unchanged + search.signatures, "absent": absent}
 
 
 def can_compile(memory: tuple[str, ...], compiler: DeviceCompiler, arch: str) -> str:
@@ -110,66 +45,59 @@ def can_compile(memory: tuple[str, ...], compiler: DeviceCompiler, arch: str) ->
     Compiles a kernel (about a second), once for each architecture and compiler. Raises
     ToolchainError if hipcc cannot be run at all.
     """
-    subject = f"hipcc {compiler.identity} for {arch}"
-    record = probing.recall(memory, subject)
-    if record is None:
+
+    def question() -> tuple[dict[str, Any], list[str]]:
         refused = compile_error(compiler.path, arch)
         reason = f"HIP {compiler.version} does not compile for {arch}: {refused}"
-        record = {"refused": reason if refused else ""}
-        probing.remember(memory, subject, record, [])  # the subject has the files' identity
+        return {"refused": reason if refused else ""}, []  # the subject has the files' identity
+
+    record = probing.known(memory, f"hipcc {compiler.identity} for {arch}", question)
+    assert record is not None
     return str(record["refused"])
 
 
 # The choice
 
 
-def _search(
-    memory: tuple[str, ...], torch_hip: str | None, host: Toolchain, *, ask: bool
-) -> _Search | None:
-    """Look at every hipcc. None if ``ask`` is false and a probe is not remembered."""
+def search(
+    memory: tuple[str, ...], wanted: str | None, host: Toolchain, *, ask: bool
+) -> Search | None:
+    """Every hipcc. The one that fits torch's HIP best is taken.
+
+    The same version is best, then the nearest newer minor, then the nearest older one. If torch has
+    no HIP, it is the first one found. Another major version than torch's is refused: two HIP
+    runtimes do not work in one process.
+    """
     found: list[tuple[Candidate, dict[str, Any]]] = []
     listed = list(rocm.hipcc_candidates())
     for candidate in listed:
         if candidate.refused:
             continue
-        record = _recall(memory, candidate.path)
+        path = candidate.path
+        subject = probing.asked(f"hipcc {path} {os.path.realpath(path)}")
+        record = probing.known(memory, subject, partial(probe, path) if ask else None)
         if record is None:
-            if not ask:
-                return None
-            asked_at = time.time_ns()
-            record, files = probe(candidate.path)
-            probing.remember(memory, _subject(candidate.path), record, files, asked_at)
-            record = {**record, "signatures": []}
+            return None
         found.append((candidate, record))
 
     works = [pair for pair in found if not pair[1]["refused"]]
-    fitting = [pair for pair in works if not _misfit(pair[1], torch_hip, host)]
-    best = min(fitting, key=lambda pair: _fit(pair[1], torch_hip), default=None)
+    fitting = [pair for pair in works if not _misfit(pair[1], wanted, host)]
+    best = min(fitting, key=lambda pair: _fit(pair[1], wanted), default=None)
     taken = None if best is None else _compiler(best[1], host)
     for candidate, record in found:
-        reason = record["refused"] or _misfit(record, torch_hip, host)
+        reason = record["refused"] or _misfit(record, wanted, host)
         if not reason and taken is not None and record["program"] != taken.path:
-            reason = _outranked(record, taken, torch_hip)
+            reason = _outranked(record, taken, wanted)
         seen = candidate._replace(refused=reason, version=record["version"])
         listed[listed.index(candidate)] = seen
-    signatures = [each for candidate, record in found for each in _signed(candidate, record)]
-    return _Search(taken, listed, bool(works) and not fitting, signatures)
+    mismatched = bool(works) and not fitting
+    return Search(taken, listed, lambda: _failure(listed, wanted, mismatched=mismatched))
 
 
 def _outranked(record: dict[str, Any], taken: DeviceCompiler, torch_hip: str | None) -> str:
     if torch_hip is None or record["version"] == taken.version:
         return f"found after {taken.path}"
     return f"HIP {taken.version} in {taken.home} is nearer to torch's {torch_hip}"
-
-
-def _signed(candidate: Candidate, record: dict[str, Any]) -> list[list[Any]]:
-    """A record's signatures under the names that are called, not the paths they resolve to.
-
-    A link that is pointed elsewhere then shows as a file with another inode.
-    """
-    names = {real: name for name, real in record.get("resolved", ())}
-    names[os.path.realpath(candidate.path)] = candidate.path
-    return [[names.get(path, path), *rest] for path, *rest in record["signatures"]]
 
 
 def _misfit(record: dict[str, Any], torch_hip: str | None, host: Toolchain) -> str:
@@ -195,18 +123,17 @@ def _major(version: str) -> int:
     return torch_sdk.release(version)[0]
 
 
-def _failure(search: _Search, torch_hip: str | None) -> ToolchainError:
+def _failure(listed: list[Candidate], torch_hip: str | None, *, mismatched: bool) -> ToolchainError:
     named, origin = origin_of("rocm_home")
     if named:
         what, hint = f"{origin}={named} cannot be used", f"unset {origin}"
-    elif search.mismatched and torch_hip is not None:
+    elif mismatched and torch_hip is not None:
         major, minor = torch_sdk.release(torch_hip)
         what = f"no ROCm here fits torch, which was built with HIP {torch_hip}"
         hint = f"OPKILN_ROCM_HOME=/opt/rocm-{major}.{minor}.0    (the path of a ROCm {major})"
     else:
         what, hint = "no hipcc can be used here", "apt-get install hipcc"
-    why = "\n".join(f"{each.path} ({each.origin}): {each.refused}" for each in search.candidates)
-    return ToolchainError(what, why=why, hint=hint)
+    return ToolchainError(what, why=find.refusals(listed), hint=hint)
 
 
 def _compiler(record: dict[str, Any], host: Toolchain) -> DeviceCompiler:
@@ -223,19 +150,6 @@ def _compiler(record: dict[str, Any], host: Toolchain) -> DeviceCompiler:
         include_dirs=tuple(d for d in record["include_dirs"] if d not in host.include_dirs),
         library_dirs=tuple(record["library_dirs"]),
     )
-
-
-def _subject(path: str) -> str:
-    return probing.asked(f"hipcc {path} {os.path.realpath(path)}")
-
-
-def _recall(memory: tuple[str, ...], path: str) -> dict[str, Any] | None:
-    record = probing.recall(memory, _subject(path))
-    if record is None or record["refused"]:
-        return record
-    # The files are unchanged, but the names that hipcc calls may point elsewhere now.
-    led = ((name, os.path.realpath(name)) for name, _ in record["resolved"])
-    return record if [list(pair) for pair in led] == record["resolved"] else None
 
 
 # The probe
@@ -259,9 +173,10 @@ def probe(path: str) -> tuple[dict[str, Any], list[str]]:
     program = os.path.realpath(path)
     files = [program, *_beside(program)]
     try:
-        return _asked(program, files)
+        record, files = _asked(program, files)
     except (ToolchainError, BuildTimeout) as error:  # it cannot be started, or hangs
-        return {"refused": f"{error.what}: {error.why}", "version": ""}, files
+        record = {"refused": f"{error.what}: {error.why}", "version": ""}
+    return {**record, "resolved": [[path, program], *record.get("resolved", ())]}, files
 
 
 def _asked(program: str, files: list[str]) -> tuple[dict[str, Any], list[str]]:

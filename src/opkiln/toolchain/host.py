@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-import time
+from functools import partial
 from typing import Any
 
-from opkiln import evidence
 from opkiln import machine as this
 from opkiln.arch import cpu
 from opkiln.build_model import Toolchain
@@ -28,14 +27,11 @@ def recall(memory: tuple[str, ...], machine: str = "") -> Toolchain | None:
 
     Starts no process, writes nothing. ``machine`` is the machine to compile for, if not this one.
     """
-    for candidate in _candidates(machine):
-        if candidate.refused:
-            continue
-        record = _recall(memory, _subject(candidate.path, machine))
-        if record is None:
-            return None
-        if not record["refused"]:
+    for candidate, record in _examined(memory, machine, ask=False):
+        if record is not None and not record["refused"]:
             return _toolchain(candidate.path, record, cross=_is_cross(machine))
+        if not candidate.refused:
+            return None
     return None
 
 
@@ -44,12 +40,12 @@ def choose(memory: tuple[str, ...], machine: str = "") -> Toolchain:
 
     Raises ToolchainError with each candidate and why it was refused.
     """
-    refusals = []
+    refused = []
     for candidate, record in _examined(memory, machine):
         if record is not None and not record["refused"]:
             return _toolchain(candidate.path, record, cross=_is_cross(machine))
-        refusals.append(f"{candidate.path} ({candidate.origin}): {candidate.refused}")
-    why = "\n".join(refusals)
+        refused.append(candidate)
+    why = find.refusals(refused)
     if probing.unwritable():
         raise ToolchainError(
             "no C++ compiler can be probed",
@@ -91,45 +87,25 @@ def available(machine: str = "") -> bool:
 
 
 def _examined(
-    memory: tuple[str, ...], machine: str = ""
+    memory: tuple[str, ...], machine: str = "", *, ask: bool = True
 ) -> Iterator[tuple[Candidate, dict[str, Any] | None]]:
+    """Each candidate with its record; with none if it was not probed."""
     for candidate in _candidates(machine):
         if candidate.refused:
             yield candidate, None
             continue
-        subject = _subject(candidate.path, machine)
-        record = _recall(memory, subject)
-        if record is None:
-            asked_at = time.time_ns()
-            try:
-                record, files = _probe(candidate.path, machine or this.architecture())
-            except (ToolchainError, BuildTimeout, OSError) as error:
-                # Not remembered: the cause (a full disk, a slow machine) may go away.
-                record = _refusal(f"cannot be probed: {error}", [])
-            else:
-                probing.remember(memory, subject, record, files, asked_at)
-        yield candidate._replace(refused=record["refused"], version=record["version"]), record
-
-
-def _subject(path: str, machine: str = "") -> str:
-    # A compiler that is refused for one machine may be usable for another.
-    subject = f"host {path} for {machine}" if _is_cross(machine) else f"host {path}"
-    return probing.asked(subject, script=find.has_interpreter(path))
-
-
-def _recall(memory: tuple[str, ...], subject: str) -> dict[str, Any] | None:
-    record = probing.recall(memory, subject)
-    if record is None:
-        return None
-    # The files are unchanged, but the names may point elsewhere now: a symbolic link was changed,
-    # or another `as` comes first on PATH.
-    signed = {path: fields for path, *fields in record["signatures"]}
-    for name, target in record["resolved"]:
-        program = find.first(name)
-        if program is None or os.path.realpath(program) != target:
-            return None
-        evidence.file(program, signed.get(target))  # a changed link leads to another inode
-    return record
+        path = candidate.path
+        # A compiler that is refused for one machine may be usable for another.
+        subject = f"host {path} for {machine}" if _is_cross(machine) else f"host {path}"
+        subject = probing.asked(subject, script=find.has_interpreter(path))
+        question = partial(_probe, path, machine or this.architecture()) if ask else None
+        try:
+            record = probing.known(memory, subject, question)
+        except (ToolchainError, BuildTimeout, OSError) as error:
+            # Not remembered: the cause (a full disk, a slow machine) may go away.
+            record = _refusal(f"cannot be probed: {error}", [])
+        known = record or {"refused": "", "version": ""}
+        yield candidate._replace(refused=known["refused"], version=known["version"]), record
 
 
 def _toolchain(path: str, record: dict[str, Any], *, cross: bool) -> Toolchain:

@@ -6,6 +6,7 @@ import os
 import re
 import sys
 
+from opkiln import evidence
 from opkiln.settings import settings
 from opkiln.toolchain import find
 
@@ -35,10 +36,7 @@ def is_library(path: str) -> bool:
 def below(home: str) -> Iterator[str]:
     """Every ``lib/libsycl.so.N`` of an installation, the highest N first."""
     directory = os.path.join(home, "lib")
-    try:
-        matches = [match for name in os.listdir(directory) if (match := _NAME.match(name))]
-    except OSError:
-        return
+    matches = [match for name in evidence.listed(directory) if (match := _NAME.match(name))]
     for match in sorted(matches, key=lambda match: int(match[1]), reverse=True):
         yield os.path.join(directory, match[0])
 
@@ -56,6 +54,7 @@ def installed() -> str | None:
         listed = files(PACKAGE) or []
     except PackageNotFoundError:
         return None
+    evidence.incomplete()  # a newer one would come with other files
     paths = (os.path.realpath(each.locate()) for each in listed if is_library(each.name))
     return next(paths, None)
 
@@ -67,7 +66,7 @@ def unfit(library: str) -> str:
         return f"{name} cannot compile kernels by itself: pip install -U '{PACKAGE}>=2026'"
     home = os.path.dirname(os.path.dirname(library))
     for part in ("include/sycl/sycl.hpp", "lib/libsycl-jit.so"):
-        if not os.path.exists(os.path.join(home, part)):
+        if not evidence.exists(os.path.join(home, part)):
             return f"{os.path.join(home, part)} is missing"
     return ""
 
@@ -79,10 +78,7 @@ def programs() -> Iterator[tuple[str, str]]:
     if root := settings.cmplr_root:
         for name in PROGRAMS:
             yield os.path.join(os.path.abspath(root), "bin", name), "CMPLR_ROOT"
-    try:
-        releases = [name for name in os.listdir(ONEAPI) if name[:1].isdigit()]
-    except OSError:
-        return
+    releases = [name for name in evidence.listed(ONEAPI) if name[:1].isdigit()]
     releases.sort(key=lambda name: [int(part) for part in re.findall(r"\d+", name)], reverse=True)
     for release in releases:
         yield os.path.join(ONEAPI, release, "bin", "icpx"), ONEAPI

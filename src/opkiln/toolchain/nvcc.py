@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import os
 import shlex
-import time
-from typing import Any, NamedTuple
+from typing import Any
 
 from opkiln.build_model import DeviceCompiler, Toolchain
-from opkiln.digest import Signature, key, sha256_file
+from opkiln.digest import key, sha256_file
 from opkiln.errors import BuildTimeout, ToolchainError
 from opkiln.settings import origin_of, override, settings
-from opkiln.toolchain import cuda_version, probing, toolkits, wheel_headers
+from opkiln.toolchain import cuda_version, find, probing, toolkits, wheel_headers
 from opkiln.toolchain import host as hosts
+from opkiln.toolchain.family import Search
 from opkiln.toolchain.find import Candidate
 from opkiln.toolchain.torch_sdk import release
 
@@ -32,87 +32,9 @@ if TYPE_CHECKING:
     Refusal = dict[str, Any] | None
 
 
-class _Search(NamedTuple):
-    """The result of looking at every toolkit."""
-
-    taken: DeviceCompiler | None
-    found: bool  # whether there is any toolkit
-    candidates: list[Candidate]  # in order of preference; the one taken is not refused
-    mismatched: bool  # all that work have another CUDA major version than torch
-    unsupported: str  # nvcc's message about a host compiler that it does not support
-    signatures: list[list[Any]]  # of the files that decided the choice
-    absent: list[str]  # files that would change the choice if they appeared
-    lasting: bool  # nothing but files decided it
-
-
-def recall(
-    memory: tuple[str, ...], torch_cuda: str | None, host: Toolchain
-) -> DeviceCompiler | None:
-    """The nvcc that ``choose`` would take, if every probe is remembered.
-
-    Starts no process, writes nothing.
-    """
-    search = _search(memory, torch_cuda, host, ask=False)
-    return None if search is None else search.taken
-
-
-def choose(memory: tuple[str, ...], torch_cuda: str | None, host: Toolchain) -> DeviceCompiler:
-    """The toolkit that fits torch's CUDA best. Toolkits that are not remembered are probed.
-
-    The same version is best, then the nearest newer minor, then the nearest older one. If torch has
-    no CUDA, the first one found is taken. Raises MissingCUDAException if there is no toolkit,
-    CUDAMismatchException if all have another major version than torch (unless
-    ``OPKILN_SKIP_CUDA_CHECK`` is set), ToolchainError if those that fit do not work.
-    """
-    search = _search(memory, torch_cuda, host, ask=True)
-    assert search is not None
-    if search.taken is not None:
-        return search.taken
-    raise _failure(search, memory, torch_cuda, host)
-
-
-def candidates(memory: tuple[str, ...], torch_cuda: str | None, host: Toolchain) -> list[Candidate]:
-    """Every toolkit that was considered, for reports. The one that is taken is not refused."""
-    search = _search(memory, torch_cuda, host, ask=True)
-    assert search is not None
-    return search.candidates
-
-
 def available() -> bool:
     """Whether any nvcc is found. Starts no process."""
     return bool(toolkits.present())
-
-
-def evidence(memory: tuple[str, ...], compiler: DeviceCompiler) -> dict[str, list[Any]] | None:
-    """The facts behind the choice of this nvcc, in a form that ``stat`` can check.
-
-    The host compiler and torch have evidence of their own. None if another nvcc would be chosen
-    now, or if the choice depends on more than files.
-    """
-    host = hosts.recall(memory)
-    if host is None:
-        return None
-    signed, absent = toolkits.watched()
-    try:
-        # Signed before the choice is made again, so that a later change shows.
-        unchanged = [[path, *Signature.of(path)] for path in signed]
-    except OSError:
-        return None
-    torch_cuda = None if host.torch is None else host.torch.cuda
-    search = _search(memory, torch_cuda, host, ask=False)
-    if search is None or search.taken != compiler or not toolkits.present():
-        return None
-    if any(map(os.path.lexists, absent)):
-        return None  # another file is in a place where an nvcc could be
-    if not search.lasting:
-        return None
-    absent += search.absent
-    if settings.ccbin:
-        # By the name that was given: another program of that name may come first on PATH.
-        with override(cxx=(settings.ccbin,)):
-            if hosts.recall(memory) is None:  # it records its own evidence
-                return None
-    return {"unchanged": unchanged + search.signatures, "absent": absent}
 
 
 def mismatch_note(compiler: DeviceCompiler, torch_cuda: str | None) -> str:
@@ -137,34 +59,36 @@ def unfound_note(compiler: DeviceCompiler) -> str:
 # The choice
 
 
-def _search(
-    memory: tuple[str, ...], torch_cuda: str | None, host: Toolchain, *, ask: bool
-) -> _Search | None:
-    """Look at every toolkit. None if ``ask`` is false and a probe is not remembered."""
+def search(
+    memory: tuple[str, ...], wanted: str | None, host: Toolchain, *, ask: bool
+) -> Search | None:
+    """Every toolkit. The one that fits torch's CUDA best is taken.
+
+    The same version is best, then the nearest newer minor, then the nearest older one. If torch has
+    no CUDA, it is the first one found. The failure is MissingCUDAException if there is no toolkit,
+    CUDAMismatchException if all have another major version than torch (unless
+    ``OPKILN_SKIP_CUDA_CHECK`` is set), ToolchainError if those that fit do not work.
+    """
     partner = _partner(memory, host, ask=ask)
-    if partner is None:
-        return None
-    found = toolkits.survey(memory, partner.cxx, ask=ask)
-    if found is None:
+    found = None if partner is None else toolkits.survey(memory, partner.cxx, ask=ask)
+    if partner is None or found is None:
         return None
     refusals = [each.record["refused"] for each in found]
     working = [place for place, refused in enumerate(refusals) if not refused]
     for place in working:
-        refusals[place] = cuda_version.misfit(found[place].record["version"], torch_cuda)
+        refusals[place] = cuda_version.misfit(found[place].record["version"], wanted)
     ranked = sorted(
         (place for place in working if not refusals[place]),
-        key=lambda place: cuda_version.distance(found[place].record["version"], torch_cuda),
+        key=lambda place: cuda_version.distance(found[place].record["version"], wanted),
     )
-    signatures = [row for each in found for row in each.record["signatures"]]
-    taken, unsupported, wheels = None, "", wheel_headers.NONE
+    taken, unsupported = None, ""
     for place in ranked:
         if taken is not None:
-            refusals[place] = _outranked(found[place], taken, torch_cuda)
+            refusals[place] = _outranked(found[place], taken, wanted)
             continue
         probed = pair(memory, found[place], partner, ask=ask)
         if probed is None:
             return None
-        signatures += probed["signatures"]
         refusals[place] = probed["refused"]
         if not probed["refused"]:
             own = partner.cxx == host.cxx
@@ -179,16 +103,24 @@ def _search(
         Candidate(each.label, each.place.origin, refused, each.record["version"])
         for each, refused in zip(found, refusals, strict=True)
     ]
-    return _Search(
-        taken,
-        bool(found),
-        candidates,
-        mismatched=bool(working) and not ranked,
-        unsupported=unsupported,
-        signatures=signatures + wheels.signatures,
-        absent=[*(path for each in found for path in each.record["absent"]), *wheels.absent],
-        lasting=not any(each.record["until"] for each in found),
-    )
+
+    def failure() -> ToolchainError:
+        why = find.refusals(candidates)
+        if not found:
+            return cuda_version.missing(wanted)
+        if working and not ranked and wanted is not None:
+            return cuda_version.mismatch(wanted, why)
+        if unsupported:
+            return _unsupported(why, unsupported, _others(memory, wanted, host), host)
+        named, origin = origin_of("cuda_home")
+        said = next((each.version for each in candidates if each.version), "")
+        return ToolchainError(
+            "no CUDA toolkit can be used here",
+            why=why,
+            hint=f"unset {origin}" if named else cuda_version.fitting(wanted or said),
+        )
+
+    return Search(taken, candidates, failure)
 
 
 def _partner(memory: tuple[str, ...], host: Toolchain, *, ask: bool) -> Toolchain | None:
@@ -215,29 +147,11 @@ def _outranked(toolkit: Toolkit, taken: DeviceCompiler, torch_cuda: str | None) 
     return f"CUDA {taken.version} in {taken.home} is nearer to torch's {torch_cuda}"
 
 
-def _failure(
-    search: _Search, memory: tuple[str, ...], torch_cuda: str | None, host: Toolchain
-) -> ToolchainError:
-    why = "\n".join(f"{each.path} ({each.origin}): {each.refused}" for each in search.candidates)
-    if not search.found:
-        return cuda_version.missing(torch_cuda)
-    if search.mismatched and torch_cuda is not None:
-        return cuda_version.mismatch(torch_cuda, why)
-    if search.unsupported:
-        others = _others(memory, torch_cuda, host)
-        return ToolchainError(
-            f"nvcc does not support the host compiler {settings.ccbin or host.cxx}",
-            why="\n".join([why, *(f"{path} is supported" for path in others)]),
-            hint=f"NVCC_CCBIN={shlex.quote(others[0])}"
-            if others
-            else _installing(search.unsupported),
-        )
-    named, origin = origin_of("cuda_home")
-    said = next((each.version for each in search.candidates if each.version), "")
+def _unsupported(why: str, objection: str, others: list[str], host: Toolchain) -> ToolchainError:
     return ToolchainError(
-        "no CUDA toolkit can be used here",
-        why=why,
-        hint=f"unset {origin}" if named else cuda_version.fitting(torch_cuda or said),
+        f"nvcc does not support the host compiler {settings.ccbin or host.cxx}",
+        why="\n".join([why, *(f"{path} is supported" for path in others)]),
+        hint=f"NVCC_CCBIN={shlex.quote(others[0])}" if others else _installing(objection),
     )
 
 
@@ -255,10 +169,10 @@ def _others(memory: tuple[str, ...], torch_cuda: str | None, host: Toolchain) ->
     for path in _on_path_by_version():
         with override(ccbin=path):
             try:
-                search = _search(memory, torch_cuda, host, ask=True)
+                found = search(memory, torch_cuda, host, ask=True)
             except ToolchainError:
                 continue  # this compiler cannot be used here
-        if search is not None and search.taken is not None:
+        if found is not None and found.taken is not None:
             works.append(path)
     return works
 
@@ -326,21 +240,20 @@ def pair(
     ``refused`` is empty for a pair that can be used. Such a pair has ``identity`` (of the toolkit
     alone) and ``accepts``. ``unsupported`` says that nvcc rejects the host compiler.
     """
-    subject = probing.asked(f"nvcc {toolkit.record['program']} by {host.cxx} {host.identity}")
-    record = probing.recall(memory, subject)
-    if record is None and ask:
-        asked_at = time.time_ns()
-        try:
-            record = _probe(toolkit.record, host.cxx, in_parts=toolkit.place.origin == "PyPI")
-        except (ToolchainError, BuildTimeout) as error:
-            # It answered a moment ago, so it was removed since, or the machine is overloaded.
-            return {**_refusal(f"{error.what}: {error.why}"), "signatures": []}
-        except OSError as error:
-            return {**_refusal(f"cannot be run: {error}"), "signatures": []}
-        files = [path for _, path in toolkit.record["parts"]] + toolkit.record["directories"]
-        probing.remember(memory, subject, record, files, asked_at)
-        record = {**record, "signatures": []}
-    return record
+    record, cxx = toolkit.record, host.cxx
+    subject = probing.asked(f"nvcc {record['program']} by {cxx} {host.identity}")
+
+    def question() -> tuple[dict[str, Any], list[str]]:
+        files = [path for _, path in record["parts"]] + record["directories"]
+        return _probe(record, cxx, in_parts=toolkit.place.origin == "PyPI"), files
+
+    try:
+        return probing.known(memory, subject, question if ask else None)
+    except (ToolchainError, BuildTimeout) as error:
+        # It answered a moment ago, so it was removed since, or the machine is overloaded.
+        return _refusal(f"{error.what}: {error.why}")
+    except OSError as error:
+        return _refusal(f"cannot be run: {error}")
 
 
 def _probe(toolkit: dict[str, Any], cxx: str, *, in_parts: bool) -> dict[str, Any]:

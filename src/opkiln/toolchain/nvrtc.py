@@ -10,17 +10,18 @@ import json
 import os
 import re
 import sys
-import time
 from pathlib import PurePath
-from typing import Any, NamedTuple
+from typing import Any
 
+from opkiln import evidence
 from opkiln.build_model import DeviceCompiler, Toolchain
-from opkiln.digest import Signature, key, sha256_file
+from opkiln.digest import key, sha256_file
 from opkiln.errors import BuildTimeout, ToolchainError
 from opkiln.model import PACKAGE
 from opkiln.record import Record
 from opkiln.settings import settings
-from opkiln.toolchain import cuda_version, probing, toolkits
+from opkiln.toolchain import cuda_version, find, probing, toolkits
+from opkiln.toolchain.family import Search
 from opkiln.toolchain.find import Candidate
 
 TYPE_CHECKING = False
@@ -45,66 +46,9 @@ class Place(Record):
     origin: str  # PyPI, conda, or how the toolkit was found
 
 
-class _Search(NamedTuple):
-    """The result of looking at every NVRTC."""
-
-    taken: DeviceCompiler | None
-    candidates: list[Candidate]
-    signatures: list[list[Any]]
-
-
-def recall(
-    memory: tuple[str, ...], torch_cuda: str | None, _host: Toolchain
-) -> DeviceCompiler | None:
-    """The NVRTC that ``choose`` would take, if every probe is remembered."""
-    search = _search(memory, torch_cuda, ask=False)
-    return None if search is None else search.taken
-
-
-def choose(memory: tuple[str, ...], torch_cuda: str | None, _host: Toolchain) -> DeviceCompiler:
-    """The NVRTC that fits torch's CUDA best. Raises ToolchainError with every candidate."""
-    search = _search(memory, torch_cuda, ask=True)
-    assert search is not None
-    if search.taken is not None:
-        return search.taken
-    if not search.candidates:
-        where = ", ".join(toolkits.site_directories())
-        raise ToolchainError("no NVRTC is installed", why=f"no libnvrtc in {where}", hint=_PIP)
-    why = "\n".join(f"{each.path} ({each.origin}): {each.refused}" for each in search.candidates)
-    raise ToolchainError("no NVRTC can be used here", why=why, hint=_PIP)
-
-
-def candidates(memory: tuple[str, ...], torch_cuda: str | None) -> list[Candidate]:
-    """Every NVRTC that was considered, for reports. The one that is taken is not refused."""
-    search = _search(memory, torch_cuda, ask=True)
-    assert search is not None
-    return search.candidates
-
-
 def available() -> bool:
     """Whether any NVRTC is found. Starts no process."""
     return bool(present())
-
-
-def evidence(memory: tuple[str, ...], compiler: DeviceCompiler) -> dict[str, list[Any]] | None:
-    """The facts behind the choice of this NVRTC, in a form that ``stat`` can check. That there is
-    no nvcc, or that it was not wanted, is among them. None if another would be chosen now."""
-    from opkiln.toolchain import host as hosts
-
-    host = hosts.recall(memory)
-    signed, absent = toolkits.watched()
-    for directory in _directories():
-        (signed if os.path.isdir(directory) else absent).append(directory)
-    try:
-        unchanged = [[path, *Signature.of(path)] for path in dict.fromkeys(signed)]
-    except OSError:
-        return None
-    if host is None:
-        return None
-    search = _search(memory, None if host.torch is None else host.torch.cuda, ask=False)
-    if search is None or search.taken != compiler or any(map(os.path.lexists, absent)):
-        return None
-    return {"unchanged": unchanged + search.signatures, "absent": absent}
 
 
 def covered(device: DeviceCompiler) -> tuple[str, ...]:
@@ -156,15 +100,8 @@ def _layouts() -> Iterator[tuple[str, str, tuple[str, ...], str]]:
             yield os.path.join(home, part), home, include, place.origin
 
 
-def _directories() -> list[str]:
-    return list(dict.fromkeys(directory for directory, *_ in _layouts()))
-
-
 def _place(directory: str, home: str, include: tuple[str, ...], origin: str) -> Place | None:
-    try:
-        names = os.listdir(directory)
-    except OSError:
-        return None  # there is no such directory
+    names = evidence.listed(directory)
     libraries = [(int(found[1]), name) for name in names if (found := _LIBRARY.match(name))]
     if not libraries:
         return None
@@ -183,8 +120,10 @@ def _place(directory: str, home: str, include: tuple[str, ...], origin: str) -> 
 # The choice
 
 
-def _search(memory: tuple[str, ...], torch_cuda: str | None, *, ask: bool) -> _Search | None:
-    """Look at every NVRTC. None if ``ask`` is false and a probe is not remembered."""
+def search(
+    memory: tuple[str, ...], wanted: str | None, _host: Toolchain, *, ask: bool
+) -> Search | None:
+    """Every NVRTC. The one that fits torch's CUDA best is taken."""
     known: list[tuple[Place, dict[str, Any]]] = []
     for place in present():
         record = _record(memory, place, ask=ask)
@@ -192,22 +131,27 @@ def _search(memory: tuple[str, ...], torch_cuda: str | None, *, ask: bool) -> _S
             return None
         known.append((place, record))
     refusals = [
-        record["refused"] or cuda_version.misfit(record["version"], torch_cuda)
-        for _, record in known
+        record["refused"] or cuda_version.misfit(record["version"], wanted) for _, record in known
     ]
     ranked = sorted(
         (index for index, refused in enumerate(refusals) if not refused),
-        key=lambda index: cuda_version.distance(known[index][1]["version"], torch_cuda),
+        key=lambda index: cuda_version.distance(known[index][1]["version"], wanted),
     )
     for index in ranked[1:]:
         refusals[index] = f"{known[ranked[0]][0].library} comes first"
-    taken = None if not ranked else _compiler(*known[ranked[0]])
     listed = [
         Candidate(place.library, place.origin, refused, record["version"])
         for (place, record), refused in zip(known, refusals, strict=True)
     ]
-    signatures = [row for _, record in known for row in record["signatures"]]
-    return _Search(taken, listed, signatures)
+    taken = None if not ranked else _compiler(*known[ranked[0]])
+    return Search(taken, listed, lambda: _failure(listed))
+
+
+def _failure(listed: list[Candidate]) -> ToolchainError:
+    if not listed:
+        where = ", ".join(toolkits.site_directories())
+        return ToolchainError("no NVRTC is installed", why=f"no libnvrtc in {where}", hint=_PIP)
+    return ToolchainError("no NVRTC can be used here", why=find.refusals(listed), hint=_PIP)
 
 
 def _compiler(place: Place, record: dict[str, Any]) -> DeviceCompiler:
@@ -234,14 +178,12 @@ def _record(memory: tuple[str, ...], place: Place, *, ask: bool) -> dict[str, An
     if not place.include_dirs:
         return _refusal(f"its headers are missing: there is no {_HEADER}")
     subject = probing.asked(f"nvrtc {place.library} {place.builtins}")
-    record = probing.recall(memory, subject)
-    if record is None and ask:
-        asked_at = time.time_ns()
+
+    def question() -> tuple[dict[str, Any], list[str]]:
         files = [os.path.realpath(place.library), os.path.realpath(place.builtins), *_driver()]
-        record = _asked(place, files)
-        probing.remember(memory, subject, record, files, asked_at)
-        record = {**record, "signatures": []}
-    return record
+        return _asked(place, files), files
+
+    return probing.known(memory, subject, question if ask else None)
 
 
 def _asked(place: Place, files: list[str]) -> dict[str, Any]:
@@ -267,7 +209,7 @@ def _asked(place: Place, files: list[str]) -> dict[str, Any]:
 
 
 def _refusal(reason: str) -> dict[str, Any]:
-    return {"refused": reason, "version": "", "signatures": []}
+    return {"refused": reason, "version": ""}
 
 
 def driver(*arguments: str) -> tuple[str, ...]:

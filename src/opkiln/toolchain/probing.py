@@ -9,12 +9,14 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import time
 from contextlib import contextmanager
 from typing import Any
 
 from opkiln import evidence
 from opkiln.digest import Signature, key, read_file, sha256_file
 from opkiln.settings import compiler_variables, settings
+from opkiln.toolchain import find
 from opkiln.trust import claim
 
 TYPE_CHECKING = False
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
 
     T = TypeVar("T")
 
-SCHEMA = 6
+SCHEMA = 7
 
 
 def asked(question: str, *, script: bool = False) -> str:
@@ -33,35 +35,68 @@ def asked(question: str, *, script: bool = False) -> str:
     return f"{question} with {key('variables', variables)}" if variables else question
 
 
+def known(
+    directories: tuple[str, ...],
+    subject: str,
+    question: Callable[[], tuple[dict[str, Any], list[str]]] | None,
+) -> dict[str, Any] | None:
+    """The record on a subject, remembered or from a question. None if there is no question.
+
+    The question gives the record, and the files that it depends on. What it raises is raised, and
+    nothing is remembered.
+    """
+    record = recall(directories, subject)
+    if record is None and question is not None:
+        asked_at = time.time_ns()
+        record, files = question()
+        remember(directories, subject, record, files, asked_at)
+    return record
+
+
 def recall(directories: tuple[str, ...], subject: str) -> dict[str, Any] | None:
-    """The first record on this subject whose files are unchanged."""
+    """The first record on this subject that rests on what is still so."""
     found = (_recall(directory, subject) for directory in directories)
     return next((record for record in found if record is not None), None)
 
 
 def _recall(directory: str, subject: str) -> dict[str, Any] | None:
     try:
-        record = json.loads(read_file(_path(directory, subject)))
+        record: dict[str, Any] = json.loads(read_file(_path(directory, subject)))
         if record["schema"] != SCHEMA or record["subject"] != subject:
             return None
-        signatures = [_still(record, *signed) for signed in record["signatures"]]
+        return record if _holds(record) else None
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
-    if None in signatures:
-        return None
-    return {**record, "signatures": signatures}
 
 
-def _still(record: dict[str, Any], path: str, *fields: int) -> list[Any] | None:
-    """A path and its signature if the file is unchanged. Of an image that was mounted again, the
-    contents tell, and the signature is a new one. Raises OSError."""
+def _holds(record: dict[str, Any]) -> bool:
+    """Raises OSError, and others if the record is damaged."""
+    signed = {path: _still(record, path, *fields) for path, *fields in record["signatures"]}
+    if None in signed.values() or any(map(evidence.exists, record.get("absent", ()))):
+        return False
+    # The files are unchanged, but names may lead elsewhere now: a symbolic link was changed, or
+    # another `as` comes first on PATH.
+    for name, target in record.get("resolved", ()):
+        program = name if "/" in name else find.first(name)
+        if program is None or os.path.realpath(program) != target:
+            return False
+        evidence.file(program, signed.get(target))  # a changed link leads to another inode
+    if until := record.get("until"):
+        evidence.incomplete()
+        return bool(time.time() < until)
+    return True
+
+
+def _still(record: dict[str, Any], path: str, *fields: int) -> Signature | None:
+    """The signature of a file that is unchanged. Of an image that was mounted again, the contents
+    tell, and the signature is a new one. Raises OSError."""
     known: Signature = Signature(*fields)
     if not known.holds(path):
         known = Signature.of(path)
         if path not in record["digests"] or sha256_file(path) != record["digests"][path]:
             return None
     evidence.file(path, known)
-    return [path, *known]
+    return known
 
 
 def remember(
@@ -72,6 +107,9 @@ def remember(
     asked_at: int | None = None,
 ) -> None:
     """Keep facts about a subject, bound to these files, in the first of the directories.
+
+    These of the facts bind them, too: ``resolved``, [name, the program that it leads to];
+    ``absent``, paths where nothing is; ``until``, a time.
 
     Nothing is kept if there is no directory, if it cannot be written, or if one of the files no
     longer exists.

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import re
 
-from opkiln.settings import executable, origin_of
+from opkiln import evidence
+from opkiln.settings import origin_of
 from opkiln.toolchain import find, torch_sdk
 from opkiln.toolchain.find import Candidate
 
@@ -68,29 +69,12 @@ def home_of(hipcc: str) -> str:
     return os.path.dirname(home) if os.path.basename(home) == "hip" else home
 
 
-def watched() -> tuple[list[str], list[str]]:
-    """(directories whose listings decide the candidates, paths whose absence does)."""
-    named, _ = origin_of("rocm_home")
-    if named:
-        home = os.path.abspath(named)
-        return [], [path for path in _places(home)[:1] if not executable(path)]
-    places = [_places(home) for home in _installed()]
-    absent = [path for each in places if not any(map(executable, each)) for path in each]
-    absent += find.passed_over("hipcc")
-    if not os.path.isdir(PARENT):
-        return [], [*absent, PARENT]
-    return [PARENT], absent
-
-
 def _installed() -> list[str]:
     """``/opt/rocm``, then ``/opt/rocm-*``, the newest first."""
-    try:
-        names = [name for name in os.listdir(PARENT) if name.startswith("rocm-")]
-    except OSError:
-        return []  # there is no such directory, or it cannot be read
+    found = evidence.listed(PARENT)
+    names = [name for name in found if name.startswith("rocm-")]
     names.sort(key=lambda name: (torch_sdk.release(name[5:]), name), reverse=True)
-    homes = [os.path.join(PARENT, name) for name in ("rocm", *names)]
-    return [home for home in homes if os.path.isdir(home)]
+    return [os.path.join(PARENT, name) for name in ("rocm", *names) if name in found]
 
 
 def _places(home: str) -> list[str]:
@@ -98,7 +82,7 @@ def _places(home: str) -> list[str]:
 
 
 def _hipcc_below(home: str) -> str | None:
-    return next(filter(executable, _places(home)), None)
+    return next(filter(evidence.runs, _places(home)), None)
 
 
 def is_rocm_pytorch() -> bool:

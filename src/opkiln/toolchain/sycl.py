@@ -12,16 +12,17 @@ from __future__ import annotations
 
 import os
 import re
-import time
+from functools import partial
 from typing import Any
 
 from opkiln import machine as this
 from opkiln.build_model import DeviceCompiler, Toolchain
-from opkiln.digest import Signature, key, sha256_file
+from opkiln.digest import key, sha256_file
 from opkiln.errors import ToolchainError
-from opkiln.settings import origin_of, settings
+from opkiln.settings import origin_of
 from opkiln.toolchain import find, libsycl, probing
 from opkiln.toolchain import host as hosts
+from opkiln.toolchain.family import Search
 from opkiln.toolchain.find import Candidate
 
 TYPE_CHECKING = False
@@ -43,103 +44,50 @@ auto language = sycl::ext::oneapi::experimental::source_language::sycl;
 """
 
 
-def recall(
-    memory: tuple[str, ...],
-    torch_xpu: str | None,  # noqa: ARG001 (the choice does not depend on it)
-    host: Toolchain,
-) -> DeviceCompiler | None:
-    """The compiler that ``choose`` would take, if its probe is remembered.
-
-    Starts no process, writes nothing.
-    """
-    for candidate in _found():
-        if candidate.refused:
-            continue
-        record = _recall(memory, candidate.path, host)
-        if record is None:
-            return None
-        if not record["refused"]:
-            return _compiler(candidate.path, record)
-    return None
-
-
-def choose(memory: tuple[str, ...], torch_xpu: str | None, host: Toolchain) -> DeviceCompiler:  # noqa: ARG001
-    """The first compiler that can be used. Those that are not remembered are probed.
-
-    Raises ToolchainError with each candidate and why it was refused.
-    """
-    refusals = []
-    for candidate, record in _examined(memory, host):
-        if record is not None and not record["refused"]:
-            return _compiler(candidate.path, record)
-        refusals.append(f"{candidate.path} ({candidate.origin}): {candidate.refused}")
-    origin = origin_of("sycl_cxx")[1]
-    raise ToolchainError(
-        "no SYCL compiler can be used here",
-        why="\n".join(refusals),
-        hint=f"unset {origin}"
-        if origin.isupper()
-        else f"{libsycl.INSTALL}    (or set OPKILN_SYCL_CXX to icpx)",
-    )
-
-
-def candidates(
-    memory: tuple[str, ...],
-    torch_xpu: str | None,  # noqa: ARG001
-    host: Toolchain,
-) -> list[Candidate]:
-    """Every compiler and runtime that was considered, for reports."""
-    return [candidate for candidate, _ in _examined(memory, host)]
-
-
 def available() -> bool:
     """Whether any compiler is found. Starts no process."""
     return any(not candidate.refused for candidate in _found())
 
 
-def evidence(memory: tuple[str, ...], compiler: DeviceCompiler) -> dict[str, list[Any]] | None:
-    """The facts behind the choice of this compiler, in a form that ``stat`` can check.
-
-    The host compiler has its own evidence. None if the facts are not enough: a better compiler may
-    appear where a refused program is now.
-    """
-    host = hosts.recall(memory)
-    if host is None:
-        return None
-    watched = [] if settings.sycl_cxx else [libsycl.ONEAPI]
-    if compiler.family == RUNTIME:
-        watched.append(os.path.dirname(compiler.path))  # where a newer libsycl would appear
-    absent = [path for path in watched if not os.path.lexists(path)]
-    try:
-        # Signed before the choice is made again, so that a later change shows.
-        unchanged = [[path, *Signature.of(path)] for path in watched if path not in absent]
-    except OSError:
-        return None
-    passed_over = _passed_over(compiler)
-    record = _recall(memory, compiler.path, host)
-    if passed_over is None or record is None or record["identity"] != compiler.identity:
-        return None  # the compiler was replaced while it ran
-    return {
-        "unchanged": [*unchanged, *record["signatures"]],
-        "absent": list(dict.fromkeys([*absent, *passed_over])),
-    }
-
-
-def _passed_over(compiler: DeviceCompiler) -> list[str] | None:
-    """The paths that would be taken instead if they existed; None if one of them does."""
-    absent = []
-    for name in (settings.sycl_cxx,) if settings.sycl_cxx else libsycl.PROGRAMS:
-        absent += find.passed_over(name)
-        if find.first(name) == compiler.path:
-            break
+def search(
+    memory: tuple[str, ...],
+    wanted: str | None,  # noqa: ARG001 (the choice does not depend on it)
+    host: Toolchain,
+    *,
+    ask: bool,
+) -> Search | None:
+    """Every compiler and runtime. The first that can be used is taken."""
+    taken = None
+    listed = []
     for candidate in _found():
-        if candidate.path == compiler.path:
-            return absent
-        if os.path.isabs(candidate.path):
-            absent.append(candidate.path)
-            if os.path.lexists(candidate.path):
-                return None
-    return None
+        if candidate.refused:
+            listed.append(candidate)
+            continue
+        path = candidate.path
+        is_library = libsycl.is_library(path)
+        # A runtime's record is for one host compiler, which compiles its headers.
+        subject = probing.asked(f"sycl {path} {host.identity if is_library else ''}")
+        probe = partial(_probe_runtime, path, host) if is_library else partial(_probe_program, path)
+        record = probing.known(memory, subject, probe if ask else None)
+        if record is None:
+            return None
+        listed.append(candidate._replace(refused=record["refused"], version=record["version"]))
+        if not record["refused"] and taken is None:
+            taken = _compiler(path, record)
+            if not ask:
+                break
+    return Search(taken, listed, lambda: _failure(listed))
+
+
+def _failure(listed: list[Candidate]) -> ToolchainError:
+    origin = origin_of("sycl_cxx")[1]
+    return ToolchainError(
+        "no SYCL compiler can be used here",
+        why=find.refusals(listed),
+        hint=f"unset {origin}"
+        if origin.isupper()
+        else f"{libsycl.INSTALL}    (or set OPKILN_SYCL_CXX to icpx)",
+    )
 
 
 def soname(compiler: DeviceCompiler) -> str:
@@ -170,41 +118,6 @@ def _found() -> Iterator[Candidate]:
         yield Candidate(libsycl.PACKAGE, "this interpreter", "not installed")
     else:
         yield Candidate(library, libsycl.PACKAGE, libsycl.unfit(library))
-
-
-def _examined(
-    memory: tuple[str, ...], host: Toolchain
-) -> Iterator[tuple[Candidate, dict[str, Any] | None]]:
-    for candidate in _found():
-        if candidate.refused:
-            yield candidate, None
-            continue
-        record = _recall(memory, candidate.path, host)
-        if record is None:
-            asked_at = time.time_ns()
-            if libsycl.is_library(candidate.path):
-                record, files = _probe_runtime(candidate.path, host)
-            else:
-                record, files = _probe_program(candidate.path)
-            probing.remember(memory, _subject(candidate.path, host), record, files, asked_at)
-        yield candidate._replace(refused=record["refused"], version=record["version"]), record
-
-
-def _subject(path: str, host: Toolchain) -> str:
-    # A runtime's record is for one host compiler, which compiles its headers.
-    return probing.asked(f"sycl {path} {host.identity if libsycl.is_library(path) else ''}")
-
-
-def _recall(memory: tuple[str, ...], path: str, host: Toolchain) -> dict[str, Any] | None:
-    record = probing.recall(memory, _subject(path, host))
-    if record is None:
-        return None
-    # The files are unchanged, but the names may point elsewhere now.
-    for name, target in record["resolved"]:
-        program = find.first(name)
-        if program is None or os.path.realpath(program) != target:
-            return None
-    return record
 
 
 def _compiler(path: str, record: dict[str, Any]) -> DeviceCompiler:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from functools import partial
 from typing import Any
 
 from opkiln import evidence
@@ -91,22 +92,9 @@ def present() -> list[Place]:
     """The places that have an nvcc, each program once."""
     found: dict[str, Place] = {}
     for place in places():
-        if executable(place.nvcc):
+        if evidence.runs(place.nvcc):
             found.setdefault(_itself(place.nvcc), place)
     return list(found.values())
-
-
-def watched() -> tuple[list[str], list[str]]:
-    """(paths whose signatures decide which toolkits there are, paths whose absence does).
-
-    The former are directories that are listed, and every nvcc under the name it was found by. So a
-    link that now points elsewhere is noticed.
-    """
-    signed = [path for path in _listed() if os.path.isdir(path)]
-    absent = [path for path in _listed() if not os.path.isdir(path)]
-    for place in places():
-        (signed if executable(place.nvcc) else absent).append(place.nvcc)
-    return list(dict.fromkeys(signed)), list(dict.fromkeys(absent))
 
 
 def survey(memory: tuple[str, ...], host: str, *, ask: bool) -> list[Toolkit] | None:
@@ -121,14 +109,10 @@ def survey(memory: tuple[str, ...], host: str, *, ask: bool) -> list[Toolkit] | 
         found = [] if last is None else [last]
     toolkits: dict[str, Toolkit] = {}
     for place in found:
-        record = _recall(memory, place.nvcc, host)
+        question = partial(_question, _itself(place.nvcc), host) if ask else None
+        record = probing.known(memory, _subject(place.nvcc, host), question)
         if record is None:
-            if not ask:
-                return None
-            asked_at = time.time_ns()
-            record, files = _question(_itself(place.nvcc), host)
-            probing.remember(memory, _subject(place.nvcc), record, files, asked_at)
-            record = {**record, "signatures": []}
+            return None
         toolkits.setdefault(record["program"], Toolkit(place, record))
     return list(toolkits.values())
 
@@ -163,10 +147,7 @@ def matching(pattern: str) -> list[str]:
     if not pattern.endswith("*"):
         return [pattern]
     parent, stem = os.path.split(pattern[:-1])
-    try:
-        names = [name for name in os.listdir(parent) if name.startswith(stem)]
-    except OSError:
-        return []  # there is no such directory, or it cannot be read
+    names = [name for name in evidence.listed(parent) if name.startswith(stem)]
     names.sort(key=lambda name: (torch_sdk.release(name.removeprefix(stem)), name), reverse=True)
     return [os.path.join(parent, name) for name in names]
 
@@ -205,17 +186,16 @@ def _last_resort(memory: tuple[str, ...], ask: bool) -> Place | None:
     """
     if settings.cuda_home:
         return None
+    evidence.incomplete()  # what it looks at is not known
     subject = f"cuda-pathfinder {sys.prefix}"
     record = probing.recall(memory, subject)
     if record is None and ask:
         sites = [site for site in site_directories() if os.path.isdir(site)]
         if not any(os.path.isdir(os.path.join(site, "cuda", "pathfinder")) for site in sites):
             return None
-        asked_at = time.time_ns()
-        nvcc = _pathfinder()
-        record = {"nvcc": nvcc}
+        record = {"nvcc": _pathfinder()}
         # If pip installs something, one of these directories changes.
-        probing.remember(memory, subject, record, [*sites, nvcc] if nvcc else sites, asked_at)
+        probing.remember(memory, subject, record, [*sites, *filter(None, record.values())])
     return Place(record["nvcc"], "cuda-pathfinder") if record and record["nvcc"] else None
 
 
@@ -232,22 +212,15 @@ def _pathfinder() -> str:
 # What an nvcc says about itself
 
 
-def _subject(path: str) -> str:
+def _subject(path: str, host: str) -> str:
     program = _itself(path)
     if os.path.exists(os.path.join(os.path.dirname(program), "nvcc.profile")):
-        return probing.asked(f"nvcc {program}")
+        return probing.asked(f"nvcc {program} beside {host}")
     # What a wrapper runs may depend on PATH: ccache runs the next nvcc there.
     path = os.pathsep.join(settings.path)
-    return probing.asked(f"nvcc wrapper {program} {os.path.realpath(program)} {path}")
-
-
-def _recall(memory: tuple[str, ...], path: str, host: str) -> dict[str, Any] | None:
-    record = probing.recall(memory, _subject(path))
-    if record is None or record["host"] not in ("", host):
-        return None  # it was refused with another host compiler, which may have been the cause
-    if record["until"] and record["until"] < time.time():
-        return None
-    return None if any(map(os.path.exists, record["absent"])) else record
+    return probing.asked(
+        f"nvcc wrapper {program} {os.path.realpath(program)} beside {host} on {path}"
+    )
 
 
 def _question(path: str, host: str) -> tuple[dict[str, Any], list[str]]:
@@ -302,7 +275,7 @@ def _asked(path: str, host: str, files: list[str]) -> tuple[dict[str, Any], list
     found = os.path.isabs(called) and "TOP" in said and executable(program)
     if status != 0 or not found:
         reason = f"--dryrun does not say where its toolkit is: {_last_line(dryrun)}"
-        refusal = {**_refusal(path, reason, version), "host": host or "none"}
+        refusal = _refusal(path, reason, version)
         return refusal, [*files, os.path.realpath(host)] if host else files
 
     home = os.path.realpath(said["TOP"])
@@ -324,9 +297,6 @@ def _asked(path: str, host: str, files: list[str]) -> tuple[dict[str, Any], list
     directories = _existing([home, here, *usual, *include_dirs, *library_dirs])
     record = {
         "refused": "",
-        "host": "",
-        "absent": [],
-        "until": 0,
         "program": program,
         "home": home,
         "version": version,
@@ -344,12 +314,7 @@ def _asked(path: str, host: str, files: list[str]) -> tuple[dict[str, Any], list
 
 
 def _refusal(path: str, reason: str, version: str = "") -> dict[str, Any]:
-    return {
-        "refused": reason, "program": path, "version": version,
-        "host": "",  # the host compiler that it was refused with, if that may be the reason
-        "absent": [],  # paths that must not exist
-        "until": 0,  # when to ask again; 0: only after a change
-    }  # fmt: skip
+    return {"refused": reason, "program": path, "version": version}
 
 
 def _assigns(line: str) -> bool:

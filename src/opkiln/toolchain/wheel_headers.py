@@ -9,9 +9,8 @@ toolkit's release, and are searched after it, so that they only add what it lack
 from __future__ import annotations
 
 import os
-from typing import Any
 
-from opkiln.digest import Signature
+from opkiln import evidence
 from opkiln.record import Record
 
 TYPE_CHECKING = False
@@ -44,11 +43,9 @@ class Wheels(Record):
 
     directories: tuple[str, ...]  # in "nvidia", next to torch; empty if none is used
     release: tuple[int, int]  # of the wheels; (0, 0) if there are none
-    signatures: list[list[Any]]  # of the files and directories that decided this
-    absent: list[str]  # paths that would change the result if they existed
 
 
-NONE = Wheels((), (0, 0), [], [])
+_NONE = Wheels((), (0, 0))
 
 
 def root(torch: TorchSDK) -> str:
@@ -60,29 +57,22 @@ def beside(torch: TorchSDK | None, include_dirs: Iterable[str], release: tuple[i
     """The headers that the wheels have for a toolkit of this release with these directories."""
     directories = list(include_dirs)
     if torch is None or not any(_lacks(directories, header) for header in LIBRARIES):
-        return NONE
+        return _NONE
     base = root(torch)
     shared = (f"cu{release[0]}/include",)
     split = ("cuda_runtime/include", *(f"{part}/include" for part in _PARTS))
     for layout in (shared, split):
         marker = os.path.join(base, layout[0], _RUNTIME)
-        if os.path.isfile(marker):
+        if evidence.exists(marker):
             break
     else:
-        return Wheels((), (0, 0), [], [os.path.join(base, each[0], _RUNTIME)
-                                       for each in (shared, split)])  # fmt: skip
-    paths = [os.path.join(base, each) for each in layout]
+        return _NONE
+    own = tuple(each for each in layout if evidence.exists(os.path.join(base, each)))
     try:
-        signatures = [
-            [path, *Signature.of(path)] for path in (*filter(os.path.isdir, paths), marker)
-        ]
         found = _release(marker)
     except OSError:
-        return NONE  # the files were just removed
-    absent = [path for path in paths if not os.path.isdir(path)]
-    fits = found == release
-    own = tuple(each for each in layout if os.path.isdir(os.path.join(base, each)))
-    return Wheels(own if fits else (), found, signatures, absent)
+        return _NONE  # the files were just removed
+    return Wheels(own if found == release else (), found)
 
 
 def _lacks(directories: list[str], header: str) -> bool:

@@ -15,7 +15,8 @@ from opkiln.report.commands import as_root, install, of_this_python, pip
 from opkiln.report.doctor.finding import Outcome, copyable, failed, joined, passed, skipped, warned
 from opkiln.report.doctor.here import Here, child_answer
 from opkiln.settings import origin_of, settings
-from opkiln.toolchain import cuda_version, hipcc, libsycl, nvcc, sycl, toolkits
+from opkiln.toolchain import cuda_version, family, hipcc, libsycl, nvcc, sycl, toolkits
+from opkiln.toolchain.find import Candidate
 from opkiln.toolchain.torch_sdk import release
 
 # Runs in a child: accelerators of other packages are their code, and a vendor's imports torch.
@@ -202,12 +203,12 @@ def _of_host(error: ToolchainError) -> bool:
     return error.what.startswith("nvcc ") and "host compiler" in error.what
 
 
-def _candidates(here: Here) -> list[Any]:
+def _candidates(here: Here) -> list[Candidate]:
     host = here.compiler
     if host is None:
         return []
     with here.probing():
-        return list(nvcc.candidates(here.store.memory, _torch_cuda(here), host))
+        return family.candidates(nvcc, here.store.memory, _torch_cuda(here), host)
 
 
 def _listed(device: DeviceCompiler) -> tuple[cuda.Arch, ...]:

@@ -1,0 +1,34 @@
+"""What a decision read, and what of it does not hold any more."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from opkiln import evidence
+from opkiln.digest import Signature
+from opkiln.toolchain import family
+
+if TYPE_CHECKING:
+    from opkiln.build_model import DeviceCompiler, Toolchain
+    from opkiln.evidence import Evidence
+    from opkiln.toolchain.family import Family
+
+
+def recalled(
+    kind: Family, memory: tuple[str, ...], wanted: str | None, host: Toolchain
+) -> tuple[DeviceCompiler | None, Evidence]:
+    """The remembered choice of a device compiler, and what it rests on."""
+    with evidence.collecting() as read:
+        return family.recall(kind, memory, wanted, host), read
+
+
+def broken(read: Evidence) -> set[str]:
+    """The paths that are not as they were."""
+    gone = {path for path in read.files if not os.path.exists(path)}
+    changed = {
+        path
+        for path, signature in read.files.items()
+        if path not in gone and not Signature(*signature).holds(path)
+    }
+    return gone | changed | {path for path in read.absent if os.path.lexists(path)}
