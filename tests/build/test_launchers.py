@@ -379,5 +379,18 @@ def test_a_text_that_has_the_assembler_read_a_file_is_recognised(text: str) -> N
     assert launchers.reads_more(text.encode(), ("g++", "-O3")) == TEXTS[text]
 
 
-def test_flags_that_have_the_compiler_read_a_file_are_recognised() -> None:
-    assert launchers.reads_more(b"int x;", ("g++", "-fprofile-use=f"))
+FLAGS = {
+    "-fprofile-use=f": True,
+    "-fnew-thing=list=/f": True,
+    "--new-thing=/f": True,
+    "-Xclang": True,
+    "-ffile-prefix-map=/a=/b": False,
+    "-I/a": False,
+    "-DX=/a": False,
+    "-march=x": False,
+}
+
+
+@pytest.mark.parametrize("flag", FLAGS)
+def test_flags_that_may_have_the_compiler_read_a_file_are_recognised(flag: str) -> None:
+    assert launchers.reads_more(b"int x;", ("/usr/bin/g++", flag, "/x.cpp")) == FLAGS[flag]

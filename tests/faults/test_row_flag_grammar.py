@@ -1,19 +1,18 @@
-"""Row 33: a list of flags is refused, or starts only the toolchain and writes only into the build.
+"""Row 33: a list of flags is refused, or nothing is read, started or written unseen.
 
 The lists are drawn from the option tables of the compilers that are here, with values that name
 files, programs, plugins, lists of words and other options. Each list that is taken is compiled and
-linked for real, by the commands of a plan, while strace notes each program and each file written.
+linked for real, by the commands of a plan, under the observer, while strace notes each program and
+each file. What strace sees outside the toolchain and the build's directory, the observer refuses.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import re
 import shutil
 import subprocess
-import sys
 from typing import TYPE_CHECKING, NamedTuple
 
 import option_tables
@@ -22,10 +21,11 @@ from loaders import returning, write
 from sample.tracing import Call, calls, strace
 
 from opkiln import plan as plans
-from opkiln.build_model import DeviceCompiler, Target, Toolchain
-from opkiln.errors import SpecError
+from opkiln.build_model import DeviceCompiler, Plan, Target, Toolchain
+from opkiln.building import observed
+from opkiln.errors import SpecError, StepRefused
 from opkiln.model import ABI_NONE, CPU, CUDA, PLAIN, OpSpec
-from opkiln.steps import option_tables as known
+from opkiln.observing import observer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -37,7 +37,6 @@ pytestmark = pytest.mark.row(33)
 
 SEED = 17
 LISTS = 10_000
-BATCH = 50  # lists for one strace
 # Of a hundred lists, so many are for each compiler. nvcc takes a second for each.
 SHARES = {"g++": 62, "clang++": 20, "clang++-15": 16, "nvcc": 2}
 
@@ -62,7 +61,7 @@ KNOWN = (
     ("-Xclang", "-header-include-file", "-Xclang", "{dir}/canary"),
     ("-serialize-diagnostics", "{dir}/canary"), ("-foptimization-record-file={dir}/canary",),
     ("-fmodules", "-fmodules-cache-path={dir}/canary"), ("-gen-cdb-fragment-path", "{dir}"),
-    ("-fproc-stat-report={dir}/canary",), ("--sysroot={dir}",), ("-I",), ("-Wp,-I",),
+    ("-fproc-stat-report={dir}/canary",), ("--sysroot={dir}",), ("-I",),
 )  # fmt: skip
 KNOWN_LINK = (
     ("-Wl,--outp={dir}/canary",), ("-Wl,--outpu,{dir}/canary",), ("-Wl,--plugi={dir}/evil.so",),
@@ -141,8 +140,8 @@ def build_plugin(hostile: Path) -> None:
     subprocess.run(argv, check=True)
 
 
-def planned(compiler: str, drawn: Drawn, place: Place, stage: Path) -> list[list[str]]:
-    """The command lines of a plan with these flags. Raises SpecError."""
+def planned(compiler: str, drawn: Drawn, place: Place) -> Plan:
+    """The plan of an op with these flags. Raises SpecError."""
     cuda = compiler == "nvcc"
     found = shutil.which("g++" if cuda else compiler)
     assert found is not None
@@ -167,29 +166,9 @@ def planned(compiler: str, drawn: Drawn, place: Place, stage: Path) -> list[list
         family="clang" if compiler.startswith("clang") else "gcc", cxx=found, version="",
         machine="", identity="", accepts=frozenset(), include_dirs=(), device=device,
     )  # fmt: skip
-    plan = plans.make(spec, target, toolchain)
-    places = plans.anchors(plan, str(stage))
-    steps = plan.steps if not cuda else plan.steps[:-1]  # a link needs nvcc's libraries
-    return [list(plans.argv(step, places)) for step in steps]
+    return plans.make(spec, target, toolchain)
 
 
-# Runs command lines, each list in its own stage. Reads them as JSON from its standard input.
-RUNNER = """
-import json, subprocess, sys
-for stage, commands in json.load(sys.stdin):
-    env = {"PATH": "/usr/local/bin:/usr/bin:/bin", "LC_ALL": "C", "HOME": stage, "TMPDIR": stage}
-    done = 0
-    for command in commands:
-        try:
-            done = subprocess.run(command, cwd=stage, env=env, stdin=subprocess.DEVNULL,
-                                  stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-                                  timeout=120).returncode
-        except subprocess.TimeoutExpired:
-            done = 1
-        if done:
-            break
-    print(int(done == 0))
-"""
 WATCHED = (
     "execve,open,openat,creat,mkdir,mkdirat,rename,renameat,renameat2,unlink,unlinkat,link,linkat,"
     "symlink,symlinkat,truncate"
@@ -221,20 +200,69 @@ def inside(path: str, place: Place) -> bool:
     return os.path.normpath(path).startswith((str(place.stages) + "/", "/dev/", "/proc/"))
 
 
-def run_all(taken: list[tuple[Path, list[list[str]]]], place: Place, log: Path) -> int:
-    """Run the commands of these lists under one strace; how many succeeded."""
-    watched = [
-        *strace(log)[:-1],
-        f"trace={WATCHED}",
-    ]
-    jobs = [(str(stage), commands) for stage, commands in taken]
-    done = subprocess.run(
-        [*watched, sys.executable, "-I", "-S", "-c", RUNNER], input=json.dumps(jobs), text=True,
-        capture_output=True, check=True, cwd=place.stages,
-        env={"PYTHONDONTWRITEBYTECODE": "1", "PATH": "/usr/bin:/bin"},
-    )  # fmt: skip
-    assert len(done.stdout.split()) == len(taken), done.stderr
-    return sum(int(line) for line in done.stdout.split())
+# What the C library reads for itself: it calls none of the functions that the observer replaces.
+OF_LIBC = ("/etc/ld.so.cache", "/usr/share/zoneinfo", "/usr/lib/locale")
+
+
+class Outcome(NamedTuple):
+    """What a list of flags did."""
+
+    built: bool
+    strays: list[Call]  # by strace
+    refused: bool  # by the observer
+    kept: bool  # False: it is known that something was not observed
+    unseen: list[str]  # files that strace saw read, and the observer not
+
+
+def run(plan: Plan, place: Place, stage: Path, log: Path) -> Outcome:
+    """Run the steps of a plan, until one fails or is refused."""
+    stage.mkdir()
+    memory = (str(place.stages),)
+    library = observer.library(memory, plan.toolchain, str(place.stages))
+    assert library
+    places = plans.anchors(plan, str(stage))
+    base = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": str(stage), "TMPDIR": str(stage)}
+    # A link needs nvcc's libraries.
+    steps = plan.steps if plan.target.backend == CPU else plan.steps[:-1]
+    found: list[Call] = []
+    unseen: list[str] = []
+    for step in steps:
+        argv = plans.argv(step, places)
+        variables = observed.environment(plan, library, str(stage), step.output)
+        given = [word for name, value in variables.items() for word in ("-E", f"{name}={value}")]
+        watched = [*strace(log)[:-1], f"trace={WATCHED}", *given]
+        try:
+            done = subprocess.run(
+                [*watched, *argv], cwd=stage, env=base, stdin=subprocess.DEVNULL, check=False,
+                stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=120,
+            ).returncode  # fmt: skip
+        except subprocess.TimeoutExpired:
+            done = 1
+        found += strays(log, place, argv[0])
+        try:
+            look = observed.look(plan, step, str(stage), argv[0], memory)
+        except StepRefused:
+            return Outcome(built=False, strays=found, refused=True, kept=False, unseen=unseen)
+        if look is None or not look.tells_all_of(step.output):
+            return Outcome(built=not done, strays=found, refused=False, kept=False, unseen=unseen)
+        unseen += unobserved(log, look, stage)
+        if done:
+            return Outcome(built=False, strays=found, refused=False, kept=False, unseen=unseen)
+    return Outcome(built=True, strays=found, refused=False, kept=True, unseen=unseen)
+
+
+def unobserved(log: Path, look: observed.Look, stage: Path) -> list[str]:
+    """Files outside the stage that strace saw opened, and the observer not."""
+    seen = look.seen
+    told = (seen.read, seen.loaded, seen.listed, seen.directories, seen.found, seen.written)
+    real = {os.path.realpath(path) for each in told for path in each}
+    opened = {
+        os.path.realpath(os.path.join(stage, call.path))
+        for call in calls(log)
+        if call.name in ("open", "openat") and not call.failed
+    }
+    own = (os.path.dirname(stage), "/proc", "/dev", "/sys")
+    return sorted(path for path in opened - real if not path.startswith((*own, *OF_LIBC)))
 
 
 class Generator:
@@ -251,16 +279,17 @@ class Generator:
             nvcc = option_tables.nvcc()
             both = [(f"--{long}", f"-{short}") for long, (short, _) in nvcc.items()]
             self.names["nvcc"] = sorted({each for pair in both for each in pair})
+        separate = option_tables.gcc_help() | option_tables.clang_help()
         self.valued = {
             compiler: [
                 name
                 for name in names
-                if (name[-1] == "=" or name in known.HOST_VALUES or "-info" in name)
+                if (name[-1] == "=" or name in separate or "-info" in name)
                 and not name.startswith(("--param", "-W", "-m", "--machine", "--warn"))
             ]
             for compiler, names in self.names.items()
         }
-        self.linker = sorted(option_tables.linker()[0])
+        self.linker = sorted(option_tables.linker())
         usage = option_tables.said("as", "--help")
         self.assembler = sorted(set(re.findall(r"--?[\w-]+", usage)))
         # Those that the usage gives a file, a directory or a list of parts: "-o OBJFILE".
@@ -339,57 +368,38 @@ def generator(prepared: Place) -> Generator:
     return Generator(prepared.hostile)
 
 
-def test_a_drawn_list_is_refused_or_harms_nothing(
+def test_a_drawn_list_is_refused_or_does_nothing_unseen(
     place: Place, generator: Generator, tmp_path: Path, cases: Cases, note: Callable[[str], None]
 ) -> None:
     generator.random.seed(SEED)
-    before = sorted(place.hostile.rglob("*"))
     log = tmp_path / "log"
-    strace(log)  # skips where there is none
-    refused = taken = succeeded = 0
-    batch: list[tuple[Path, list[list[str]]]] = []
-    lists: list[Drawn] = []
-
-    def flush() -> None:
-        nonlocal succeeded
-        if not batch:
-            return
-        succeeded += run_all(batch, place, log)
-        stray = strays(log, place, sys.executable)
-        assert not stray, (stray[:5], [drawn for drawn in lists if culprit(drawn, stray)] or lists)
-        assert sorted(place.hostile.rglob("*")) == before, lists
-        for stage, _ in batch:
-            shutil.rmtree(stage)
-        batch.clear()
-        lists.clear()
-
+    by_name = by_observer = unkept = built = tried = 0
     for number in cases(LISTS, one_in=80):
         drawn = generator.list()
-        stage = place.stages / str(number)
+        tried += 1
         try:
-            commands = planned(drawn.compiler, drawn, place, stage)
+            plan = planned(drawn.compiler, drawn, place)
         except SpecError:
-            refused += 1
+            by_name += 1
             continue
-        taken += 1
-        stage.mkdir()
-        batch.append((stage, commands))
-        lists.append(drawn)
-        if len(batch) == BATCH:
-            flush()
-    flush()
-    note(f"{refused + taken} lists of flags: {refused} refused, {taken} run, {succeeded} built")
-    # A check that refuses everything, or commands that all fail, would prove nothing.
-    assert taken > (refused + taken) // 20
-    assert succeeded > taken // 10
-
-
-def culprit(drawn: Drawn, stray: list[Call]) -> bool:
-    return any(
-        os.path.basename(call.path) in word
-        for call in stray
-        for word in (*drawn.compile, *drawn.link)
+        stage = place.stages / str(number)
+        outcome = run(plan, place, stage, log)
+        by_observer += outcome.refused
+        unkept += outcome.built and not outcome.kept
+        built += outcome.kept
+        assert outcome.refused or not outcome.strays, (drawn, outcome)
+        assert not outcome.unseen, (drawn, outcome.unseen)
+        shutil.rmtree(stage)
+        if outcome.strays:
+            shutil.rmtree(place.hostile)
+            shutil.copytree(place.hostile.with_name("copy"), place.hostile)
+    note(
+        f"{tried} lists of flags: {by_name} refused by name, {by_observer} by the observer, "
+        f"{built} built and kept, {unkept} built and not kept"
     )
+    # A check that refuses everything, or commands that all fail, would prove nothing.
+    assert tried - by_name > tried // 20
+    assert built > (tried - by_name) // 10
 
 
 KNOWN_FLAGS = [
@@ -408,7 +418,7 @@ def test_a_known_flag_is_refused(drawn: Drawn, prepared: Place) -> None:
         for words in (drawn.compile, drawn.link)
     )
     with pytest.raises(SpecError, match="is not allowed"):
-        planned(drawn.compiler, Drawn(drawn.compiler, compiled, linked), prepared, prepared.stages)
+        planned(drawn.compiler, Drawn(drawn.compiler, compiled, linked), prepared)
 
 
 @pytest.mark.parametrize(
@@ -417,17 +427,15 @@ def test_a_known_flag_is_refused(drawn: Drawn, prepared: Place) -> None:
      ("-Wa,-a={dir}/canary",), ("-B{dir}/",)],
     ids=" ".join,
 )  # fmt: skip
-def test_the_watch_sees_what_a_hostile_flag_does(
+def test_the_observer_refuses_what_a_hostile_flag_does(
     flags: tuple[str, ...], place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(plans.flags, "check", lambda *_: None)
     given = tuple(word.replace("{dir}", str(place.hostile)) for word in flags)
-    stage = place.stages / tmp_path.name
-    stage.mkdir()
-    commands = planned("g++", Drawn("g++", given, ()), place, stage)
-    log = tmp_path / "log"
-    run_all([(stage, commands)], place, log)
-    assert strays(log, place, sys.executable)
+    plan = planned("g++", Drawn("g++", given, ()), place)
+    outcome = run(plan, place, place.stages / tmp_path.name, tmp_path / "log")
+    assert outcome.strays
+    assert outcome.refused
 
 
 # What a rule of the check keeps out. Each is taken out of a list before the check sees it, as if
@@ -472,13 +480,13 @@ def test_a_hole_in_the_check_is_found_by_the_drawn_lists(
         with monkeypatch.context() as patch:
             patch.setattr(plans.flags, "check", blind)
             try:
-                commands = planned("g++", drawn, place, stage)
+                plan = planned("g++", drawn, place)
             except SpecError:
                 continue
         passed += 1
-        stage.mkdir()
-        run_all([(stage, commands)], place, log)
-        if strays(log, place, sys.executable):
+        outcome = run(plan, place, stage, log)
+        if outcome.strays:
+            assert outcome.refused
             note(f"{hole}: found by list {number + 1}, the {passed}. that got through")
             return
     pytest.fail(f"{passed} lists got through the hole, and none did harm")

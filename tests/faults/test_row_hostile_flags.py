@@ -43,9 +43,9 @@ REFUSED = (
     ("-Wa,@{dir}/flags",), ("-Wa,--MD={dir}/canary",), ("-Xassembler", "@{dir}/flags"),
     ("-Xclang", "-load"), ("-fuse-ld={dir}/evil",), ("--ld-path={dir}/evil",),
     ("-fdump-tree-all={dir}/canary",), ("-dumpdir", "{dir}/"), ("-aux-info", "{dir}/canary"),
-    ("-x", "none"), ("-xc",), ("--language=c",), ("-no-integrated-cpp",), ("--config={dir}/flags",),
+    ("-x", "none"), ("-xc",), ("--language=c",), ("--config={dir}/flags",),
     ("-ccc-gcc-name", "{dir}/evil"), ("--gcc-toolchain={dir}",), ("-flto", "@{dir}/flags"),
-    ("-time={dir}/canary",), ("-fprofile-use={dir}/x",),
+    ("-time={dir}/canary",),
 )  # fmt: skip
 
 REFUSED_LINK = (

@@ -11,7 +11,7 @@ from opkiln.steps import flags
 TAKEN = (
     f"-O2 -g -Wall -Wextra -Werror=return-type -ffast-math -fopenmp -pthread -march={ARM_V8}+sve",
     "-DX=1 -D X=@y -UX -Idir -I dir -isystem /x -include cstdint -std=c++17 --std=c++20 -w",
-    "-I -Xlinker -O2", "-D -fplugin=x.so", "-fsanitize=address,undefined -fno-rtti -mrecip=!sqrt",
+    "-I -Xlinker -O2", "-fsanitize=address,undefined -fno-rtti -mrecip=!sqrt",
     "-ffile-prefix-map=/a=/b -fvisibility=hidden -ftemplate-depth-100 -falign-functions=32:16",
     "--param max-inline-insns-single=100 --param=x=1 -static-libgcc -stdlib=libc++",
     "-flto=thin -flto",
@@ -21,6 +21,8 @@ TAKEN = (
     "-Wl,--whole-archive,/x/a.a,--no-whole-archive -Wl,--gc-sections -Wl,--icf=all -Wl,-O1",
     "-fuse-ld=lld -Wa,--noexecstack,-mbig-obj -Wa,-I,/x -Wp,-D_FORTIFY_SOURCE=2",
     "-mllvm -inline-threshold=5 -Xclang -fno-pch-timestamp", "-fnew-thing=fast -mnew-thing -Wnew",
+    "-I/opt/ssl@3/include -DX=f(a,-B) -DX=1,@y -lx@y -Wl,-rpath,/opt/ssl@3",
+    "-fnew-thing=/x --new-thing -fprofile-use=/x -no-integrated-cpp",
 )  # fmt: skip
 TAKEN_BY_NVCC = (
     "-O3 -lineinfo --use_fast_math -std=c++17 --expt-relaxed-constexpr -Xptxas=-v,-dlcm=ca -G -g",
@@ -35,8 +37,10 @@ REFUSED = {
     "-Wl,--outp=F": "--outp=F", "-Wl,-outp": "-outp", "-Wl,--depend,F": "--depend F",
     "-Xlinker --plug -Xlinker x": "--plug x", "-Wl,-sM": "-sM", "-Wa,-ahl=F": "-ahl=F",
     "-Wp,-D,X,-fplugin=x": "-fplugin=x", "--plugin=x": "--plugin=x", "-I@x": "-I@x",
-    "-fnew-thing=/x": "-fnew-thing=/x", "-fmodule-mapper=|x": "-fmodule-mapper=|x",
-    "--new-thing": "--new-thing", "-fuse-ld=evil": "-fuse-ld=evil", "-flto=auto": "-flto=auto",
+    "-fmodule-mapper=|x": "-fmodule-mapper=|x", "-D -fplugin=x": "-D -fplugin=x",
+    "--ptxas-path=x": "--ptxas-path=x", "--module-mapper=x": "--module-mapper=x",
+    "-working-directory x": "-working-directory", "-fuse-ld=evil": "-fuse-ld=evil",
+    "-flto=auto": "-flto=auto",
     "-mllvm -load=x": "-mllvm -load=x", "-Xclang -load -Xclang x": "-load", "-": "-",
 }  # fmt: skip
 

@@ -86,9 +86,7 @@ def test_directories_from_variables_are_part_of_the_command() -> None:
     assert given.index("-I/first") < given.index("-isystem=/last of all")
 
 
-@pytest.mark.parametrize(
-    "flag", ["-DX=$(id)", "-DX=a b", "-DX=1,2", "-Wp,-DX", "--threads=8", "-gencode=x"]
-)
+@pytest.mark.parametrize("flag", ["-DX=$(id)", "-DX=a b", "-DX=1,2", "-Wp,-DX"])
 def test_cppflags_that_nvcc_must_not_get_are_refused_by_name(flag: str) -> None:
     with pytest.raises(SpecError) as caught:
         command(toolchain(), cppflags=(flag,))

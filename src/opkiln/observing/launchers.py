@@ -38,11 +38,13 @@ if TYPE_CHECKING:
 _DIRECTIVE = re.compile(
     rb"\bincbin\b|\.\s*include\b|[\"(\s]include\b[^<\n]*\\\"|\.(macro|irpc?|altmacro)\b"
 )
-# Flags that have the compiler or the assembler read files, and the preprocessor not.
-_FLAGS = (
-    "-Wa,", "-Xassembler", "-fprofile", "-fauto-profile", "-fbranch-probabilities", "-fmodule",
-    "-fprebuilt-module", "-fsanitize-", "-fno-sanitize-", "-fxray-", "-fthinlto-index",
-)  # fmt: skip
+# Flags that may have the compiler or the assembler read files, and the preprocessor not: also each
+# with a path that is not just written into the output.
+_FLAGS = re.compile(
+    r"-Wa,|--?(Xassembler|for-assembler|Xclang|mllvm)|-f(no-)?(profile|auto-profile|sanitize-|xray-|"
+    r"branch-probabilities|module|prebuilt-module|thinlto-index)|"
+    r"-(?![DUILi]|\S*(prefix-map|compilation-dir)=)-?[a-zA-Z][\w-]*=.*/"
+)
 # They have a launcher start the compiler, and do nothing else.
 DIRECT = {"CCACHE_DISABLE": "1"}
 
@@ -88,7 +90,7 @@ def portable(argv: tuple[str, ...], stage: str, text: bytes) -> tuple[str, ...]:
 
 def reads_more(text: bytes, argv: tuple[str, ...]) -> bool:
     """Whether the compile may read files that the preprocessor did not."""
-    return _DIRECTIVE.search(text) is not None or any(each.startswith(_FLAGS) for each in argv)
+    return _DIRECTIVE.search(text) is not None or any(map(_FLAGS.match, argv))
 
 
 def bound_to(step: str, text: bytes, files: Iterable[str]) -> dict[str, str]:
