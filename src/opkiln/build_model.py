@@ -5,6 +5,8 @@ All of them are immutable and hold only immutable values.
 
 from __future__ import annotations
 
+import os
+
 from opkiln.record import Record
 
 TYPE_CHECKING = False
@@ -36,11 +38,19 @@ class TorchSDK(Record):
     hip: str | None
     cxx11_abi: bool
 
+    @property
+    def wheels(self) -> str:
+        """The directory that NVIDIA's wheels share: the anchor "wheels"."""
+        return os.path.join(os.path.dirname(self.path), "nvidia")
+
+
+NVCC, NVRTC, HIPCC, ICPX, SYCL_RUNTIME = "nvcc", "nvrtc", "hipcc", "icpx", "sycl-rt"
+
 
 class DeviceCompiler(Record):
     """A compiler of device code, and what is known of it."""
 
-    family: str  # nvcc, nvrtc, hipcc, icpx, sycl-rt
+    family: str  # one of these
     path: str  # absolute, of the program itself and not of a script that runs it
     home: str  # the toolkit's root: the anchor "toolkit"
     version: str  # 13.0, 5.2.3

@@ -11,7 +11,7 @@ import os
 import posixpath
 from typing import NamedTuple
 
-from opkiln.build_model import Anchored, Arg, Plan, Step, Target, Toolchain
+from opkiln.build_model import NVRTC, Anchored, Arg, Plan, Step, Target, Toolchain
 from opkiln.errors import SpecError
 from opkiln.model import (
     ABI_NONE,
@@ -28,7 +28,6 @@ from opkiln.model import (
     check_names,
 )
 from opkiln.steps import flags, host, link
-from opkiln.toolchain import wheel_headers
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -170,7 +169,7 @@ def _compile(
 
 
 def _by_nvrtc(toolchain: Toolchain) -> bool:
-    return toolchain.device is not None and toolchain.device.family == "nvrtc"
+    return toolchain.device is not None and toolchain.device.family == NVRTC
 
 
 def _device_link(
@@ -205,7 +204,7 @@ def anchors_of(spec: OpSpec, toolchain: Toolchain | None) -> dict[str, str]:
         if toolchain.device is not None:
             places["toolkit"] = toolchain.device.home
             if toolchain.torch is not None:
-                places["wheels"] = wheel_headers.root(toolchain.torch)
+                places["wheels"] = toolchain.torch.wheels
     return places
 
 

@@ -16,7 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from opkiln import plan as plans
-from opkiln.build_model import DeviceCompiler, Plan, Step, Target, Toolchain
+from opkiln.build_model import ICPX, SYCL_RUNTIME, DeviceCompiler, Plan, Step, Target, Toolchain
 from opkiln.building import gather, inline, leaves, loadtest, needs, observed
 from opkiln.building import objects as compiling
 from opkiln.building.loadtest import LoadTest
@@ -41,7 +41,6 @@ from opkiln.store.entry import Leaf
 from opkiln.store.facts import Fact, Hasher
 from opkiln.store.layers import Store
 from opkiln.store.location import claim
-from opkiln.toolchain import libsycl, sycl
 from opkiln.writing import FULL
 
 if TYPE_CHECKING:
@@ -457,8 +456,10 @@ def _compilers(plan: Plan) -> list[Toolchain | DeviceCompiler]:
 def _runtimes(toolchain: Toolchain) -> tuple[str, ...]:
     """The libraries that must be loaded before an op of this toolchain: the SYCL runtime."""
     device = toolchain.device
-    if device is None or device.family not in (sycl.ICPX, sycl.RUNTIME):
+    if device is None or device.family not in (ICPX, SYCL_RUNTIME):
         return ()
+    from opkiln.toolchain import libsycl, sycl
+
     library = libsycl.locate(sycl.soname(device))
     return () if library is None else (library,)
 

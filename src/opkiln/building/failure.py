@@ -7,7 +7,7 @@ import re
 import shlex
 import signal
 
-from opkiln.build_model import Plan
+from opkiln.build_model import NVRTC, Plan
 from opkiln.building import wording
 from opkiln.engine import cgroup
 from opkiln.engine.schedule import StepFailed
@@ -15,7 +15,7 @@ from opkiln.errors import BuildError, CompileError, StoreError
 from opkiln.model import CUDA, OpSpec
 from opkiln.process import signal_name
 from opkiln.store import publish
-from opkiln.toolchain import nvrtc, torch_sdk, wheel_headers
+from opkiln.toolchain import torch_sdk, wheel_headers
 from opkiln.writing import FULL, write_private
 
 # g++ and clang write file:line:column:, nvcc and NVRTC write file(line):.
@@ -193,7 +193,7 @@ def _hint(output: str, plan: Plan) -> str:
         there = names.library_dir.format(f"<directory of lib{name}.so>")
         return f"{bring}    (or {there})"
     device = plan.toolchain.device
-    if device is not None and device.family == nvrtc.FAMILY and (said := _for_nvrtc(output)):
+    if device is not None and device.family == NVRTC and (said := _for_nvrtc(output)):
         return said
     if "undefined reference" in output:
         return wording.undefined_symbol(spec)

@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 from typing import NamedTuple
 
-from opkiln.build_model import Plan, Step
+from opkiln.build_model import NVRTC, Plan, Step
 from opkiln.errors import StepRefused
 from opkiln.model import OpSpec
 from opkiln.observing import inputs, launchers, limits, log, observer, programs
-from opkiln.toolchain import nvrtc
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -92,8 +91,10 @@ def look(
     if stray is not None:
         raise _refusal(plan.spec, step, stray)
     device = plan.toolchain.device
-    if device is None or device.family != nvrtc.FAMILY or first != device.path:
+    if device is None or device.family != NVRTC or first != device.path:
         return Look(seen, conduct, stage, first, gap, _searched(seen, loaded))
+    from opkiln.toolchain import nvrtc
+
     return Look(seen, conduct, stage, first, gap, _searched(seen, loaded), nvrtc.covered(device))
 
 

@@ -8,7 +8,7 @@ from opkiln.build_model import Target, TorchSDK
 from opkiln.errors import ArchError, LoadError
 from opkiln.model import ABI_NONE, ABI_STABLE, CPU, CUDA, STABLE_VERSION, OpSpec, flag_settings
 from opkiln.settings import origin_of, settings
-from opkiln.toolchain import libsycl, torch_sdk
+from opkiln.toolchain import torch_sdk
 
 
 def features() -> frozenset[str]:
@@ -101,6 +101,8 @@ def require_cpu(spec: OpSpec, target: Target) -> None:
 
 def require_sycl_device(spec: OpSpec) -> None:
     """Refuse to load a SYCL op where there is no device for it. Raises LoadError."""
+    from opkiln.toolchain import libsycl
+
     if missing := libsycl.no_device(settings.ocl_icd_filenames):
         why, hint = missing
         raise LoadError(f"op {spec.name} has no SYCL device to run on", why=why, hint=hint)

@@ -14,6 +14,7 @@ import os
 import re
 from typing import NamedTuple
 
+from opkiln.build_model import NVRTC
 from opkiln.observing.log import Observation, Started
 from opkiln.settings import on_path, settings
 from opkiln.toolchain.find import LAUNCHERS, REMOTE, has_interpreter
@@ -54,7 +55,7 @@ class Compilers(NamedTuple):
     def of(cls, toolchain: Toolchain) -> Compilers:
         device = toolchain.device
         host = (toolchain.cxx, toolchain.launcher, None if device is None else device.host)
-        own = () if device is None or device.family == "nvrtc" else (device.path,)
+        own = () if device is None or device.family == NVRTC else (device.path,)
         return cls(tuple(filter(None, host)), own, toolchain.tools, toolchain.launcher or "")
 
 

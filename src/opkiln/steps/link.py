@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from opkiln.build_model import Anchored, Arg, Step, Target, Toolchain
+from opkiln.build_model import NVRTC, Anchored, Arg, Step, Target, Toolchain
 from opkiln.model import (
     ABI_NONE,
     ABI_STABLE,
@@ -136,7 +136,7 @@ def _cuda_runtime(spec: OpSpec, toolchain: Toolchain, relocatable: bool) -> list
     """
     device, torch = toolchain.device, toolchain.torch
     assert device is not None  # a plan for this backend is made with its compiler
-    if device.family == "nvrtc":
+    if device.family == NVRTC:
         return ["-ldl"]  # kernels are launched through the driver, which is opened at the first
     search: list[Arg] = [in_toolkit(device, path, "-L") for path in device.library_dirs]
     if relocatable:

@@ -7,7 +7,7 @@ they first run. So only C++ sources can be built; ``.sycl`` sources need icpx.
 
 from __future__ import annotations
 
-from opkiln.build_model import Anchored, Arg, DeviceCompiler, Step, Target, Toolchain
+from opkiln.build_model import SYCL_RUNTIME, Anchored, Arg, DeviceCompiler, Step, Target, Toolchain
 from opkiln.errors import ToolchainError
 from opkiln.model import EXECUTABLE, OpSpec
 from opkiln.steps import host
@@ -45,7 +45,7 @@ def compile_step(
     Raises ToolchainError for a ``.sycl`` source if there is only the runtime compiler.
     """
     device = _device(toolchain)
-    if device.family == sycl.RUNTIME:
+    if device.family == SYCL_RUNTIME:
         if source.endswith(SOURCES):
             raise ToolchainError(
                 f"op {spec.name}: {source} cannot be compiled here",
@@ -91,7 +91,7 @@ def compile_step(
 def linker(target: Target, toolchain: Toolchain) -> list[Arg]:
     """The linker and its first arguments."""
     device = _device(toolchain)
-    if device.family == sycl.RUNTIME:
+    if device.family == SYCL_RUNTIME:
         return [toolchain.cxx]
     return [device.path, "-fsycl", *_targets(target), *_backend(target)]
 
@@ -103,7 +103,7 @@ def libraries(toolchain: Toolchain) -> list[Arg]:
     depend on where the runtime is installed. Whoever loads the library loads the runtime first.
     """
     device = _device(toolchain)
-    if device.family != sycl.RUNTIME:
+    if device.family != SYCL_RUNTIME:
         return []
     search: list[Arg] = [in_toolkit(device, path, "-L") for path in device.library_dirs]
     return [*search, f"-l:{sycl.soname(device)}"]

@@ -9,7 +9,7 @@ import os
 import re
 
 from opkiln import evidence
-from opkiln.build_model import Toolchain
+from opkiln.build_model import NVCC, NVRTC, Toolchain
 from opkiln.errors import ToolchainError
 from opkiln.model import ABI_TORCH, CPU, CUDA, ROCM
 from opkiln.settings import origin_of, settings
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from opkiln.model import OpSpec
     from opkiln.toolchain.family import Family
 
-_NVRTC = "nvrtc"
 _OP_HEADER = re.compile(rb"^[ \t]*#[ \t]*include[ \t]*[<\"]opkiln/op\.h[>\"]", re.MULTILINE)
 
 
@@ -29,7 +28,7 @@ def _family(backend: str, spec: OpSpec | None) -> Family:
     if backend == CUDA:
         from opkiln.toolchain import nvcc, nvrtc
 
-        return nvrtc if cuda_compiler(spec)[0] == _NVRTC else nvcc
+        return nvrtc if cuda_compiler(spec)[0] == NVRTC else nvcc
     if backend == ROCM:
         from opkiln.toolchain import hipcc
 
@@ -50,20 +49,20 @@ def cuda_compiler(spec: OpSpec | None = None) -> tuple[str, str]:
     from opkiln.toolchain import nvcc, nvrtc
 
     if nvcc.available():
-        return "nvcc", "there is a CUDA toolkit"
+        return NVCC, "there is a CUDA toolkit"
     if settings.cuda_home:
-        return "nvcc", f"{origin_of('cuda_home')[1]} names a CUDA toolkit"
+        return NVCC, f"{origin_of('cuda_home')[1]} names a CUDA toolkit"
     if not nvrtc.available():
-        return "nvcc", "there is neither a CUDA toolkit nor NVRTC"
+        return NVCC, "there is neither a CUDA toolkit nor NVRTC"
     unfit = "" if spec is None else needs_nvcc(spec)
     if unfit:
-        return "nvcc", unfit
-    return _NVRTC, "there is no CUDA toolkit"
+        return NVCC, unfit
+    return NVRTC, "there is no CUDA toolkit"
 
 
 def stands_in(backend: str, spec: OpSpec) -> bool:
     """Whether NVRTC compiles an op only because there is no toolkit. nvcc's build also serves."""
-    return backend == CUDA and settings.cuda == "auto" and cuda_compiler(spec)[0] == _NVRTC
+    return backend == CUDA and settings.cuda == "auto" and cuda_compiler(spec)[0] == NVRTC
 
 
 def needs_nvcc(spec: OpSpec) -> str:
@@ -91,7 +90,7 @@ def needs_nvcc(spec: OpSpec) -> str:
 
 def _unfit(backend: str, spec: OpSpec | None) -> str:
     """Why the compiler that is asked for cannot compile an op; empty if it can."""
-    if spec is None or backend != CUDA or cuda_compiler(spec)[0] != _NVRTC:
+    if spec is None or backend != CUDA or cuda_compiler(spec)[0] != NVRTC:
         return ""
     return needs_nvcc(spec)
 

@@ -15,7 +15,7 @@ from itertools import pairwise
 from typing import Any
 
 from opkiln.arch import hip
-from opkiln.build_model import DeviceCompiler, Toolchain
+from opkiln.build_model import HIPCC, DeviceCompiler, Toolchain
 from opkiln.digest import key, sha256_file
 from opkiln.errors import ArchError, BuildTimeout, ToolchainError
 from opkiln.settings import origin_of
@@ -138,7 +138,7 @@ def _failure(listed: list[Candidate], torch_hip: str | None, *, mismatched: bool
 
 def _compiler(record: dict[str, Any], host: Toolchain) -> DeviceCompiler:
     return DeviceCompiler(
-        family="hipcc",
+        family=HIPCC,
         path=record["program"],
         home=record["home"],
         version=record["version"],
@@ -221,7 +221,7 @@ def _asked(program: str, files: list[str]) -> tuple[dict[str, Any], list[str]]:
         "program": program,
         "home": rocm.home_of(program),
         "machine": _field(banner, "Target:"),
-        "identity": key("toolchain", ("hipcc", version, digests)),
+        "identity": key("toolchain", (HIPCC, version, digests)),
         "archs": _archs(name for _, name in bitcode),
         "accepts": [_REQUIRED],
         "include_dirs": include_dirs,

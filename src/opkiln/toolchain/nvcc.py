@@ -12,7 +12,7 @@ import os
 import shlex
 from typing import Any
 
-from opkiln.build_model import DeviceCompiler, Toolchain
+from opkiln.build_model import NVCC, DeviceCompiler, Toolchain
 from opkiln.digest import key, sha256_file
 from opkiln.errors import BuildTimeout, ToolchainError
 from opkiln.settings import origin_of, override, settings
@@ -198,7 +198,7 @@ def _compiler(toolkit: Toolkit, probed: dict[str, Any], ccbin: Toolchain | None)
     if ccbin is not None:
         identity = key("toolchain", (identity, ccbin.identity))
     return DeviceCompiler(
-        family="nvcc",
+        family=NVCC,
         path=record["program"],
         home=record["home"],
         version=record["version"],

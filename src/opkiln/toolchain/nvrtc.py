@@ -14,7 +14,7 @@ from pathlib import PurePath
 from typing import Any
 
 from opkiln import evidence
-from opkiln.build_model import DeviceCompiler, Toolchain
+from opkiln.build_model import NVRTC, DeviceCompiler, Toolchain
 from opkiln.digest import key, sha256_file
 from opkiln.errors import BuildTimeout, ToolchainError
 from opkiln.model import PACKAGE
@@ -28,7 +28,6 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-FAMILY = "nvrtc"
 PROGRAM = "nvrtc/program.py"  # below opkiln's package
 _LIBRARY = re.compile(r"libnvrtc\.so\.(\d+)\Z")
 _BUILTINS = re.compile(r"libnvrtc-builtins\.so\.(\d+)\.(\d+)\Z")
@@ -158,7 +157,7 @@ def _compiler(place: Place, record: dict[str, Any]) -> DeviceCompiler:
     from opkiln.process import python
 
     return DeviceCompiler(
-        family=FAMILY,
+        family=NVRTC,
         path=python(isolated=True)[0],
         home=place.home,
         version=record["version"],
@@ -204,7 +203,7 @@ def _asked(place: Place, files: list[str]) -> dict[str, Any]:
         "version": said["version"],
         "archs": [f"{number // 10}.{number % 10}" for number in said["archs"]],
         "accepts": said["accepts"],
-        "identity": key("toolchain", (FAMILY, said["version"], digests)),
+        "identity": key("toolchain", (NVRTC, said["version"], digests)),
     }
 
 

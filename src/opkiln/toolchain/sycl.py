@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 from opkiln import machine as this
-from opkiln.build_model import DeviceCompiler, Toolchain
+from opkiln.build_model import ICPX, SYCL_RUNTIME, DeviceCompiler, Toolchain
 from opkiln.digest import key, sha256_file
 from opkiln.errors import ToolchainError
 from opkiln.settings import origin_of
@@ -28,9 +28,6 @@ from opkiln.toolchain.find import Candidate
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-ICPX = "icpx"
-RUNTIME = "sycl-rt"
 
 # The programs that decide icpx's output, by the names that it uses.
 _PARTS = ("clang", "ld", "llvm-spirv", "sycl-post-link", "clang-linker-wrapper", "ocloc")
@@ -92,7 +89,7 @@ def _failure(listed: list[Candidate]) -> ToolchainError:
 
 def soname(compiler: DeviceCompiler) -> str:
     """The libsycl that this compiler's output needs: ``libsycl.so.9``; empty if it has none."""
-    if compiler.family == RUNTIME:
+    if compiler.family == SYCL_RUNTIME:
         return os.path.basename(compiler.path)
     return os.path.basename(next(libsycl.below(compiler.home), ""))
 
@@ -210,12 +207,12 @@ def _probe_runtime(library: str, host: Toolchain) -> tuple[dict[str, Any], list[
     record = {
         "refused": "",
         "resolved": [],
-        "family": RUNTIME,
+        "family": SYCL_RUNTIME,
         "home": home,
         "version": version,
         # libsycl-jit is not part of the identity, because it compiles kernels on the machine that
         # runs the op.
-        "identity": key("sycl", (RUNTIME, version, [sha256_file(file) for file in files])),
+        "identity": key("sycl", (SYCL_RUNTIME, version, [sha256_file(file) for file in files])),
         "accepts": [],
         "include_dirs": [include],
     }

@@ -48,17 +48,12 @@ class Wheels(Record):
 _NONE = Wheels((), (0, 0))
 
 
-def root(torch: TorchSDK) -> str:
-    """The directory that the wheels share: the anchor "wheels"."""
-    return os.path.join(os.path.dirname(torch.path), "nvidia")
-
-
 def beside(torch: TorchSDK | None, include_dirs: Iterable[str], release: tuple[int, int]) -> Wheels:
     """The headers that the wheels have for a toolkit of this release with these directories."""
     directories = list(include_dirs)
     if torch is None or not any(_lacks(directories, header) for header in LIBRARIES):
         return _NONE
-    base = root(torch)
+    base = torch.wheels
     shared = (f"cu{release[0]}/include",)
     split = ("cuda_runtime/include", *(f"{part}/include" for part in _PARTS))
     for layout in (shared, split):
