@@ -167,6 +167,26 @@ def test_a_cold_load_would_be_seen_by_both_ways_of_looking(plain: Package, tmp_p
     assert any("O_WRONLY|O_CREAT" in line for line in seen)
 
 
+def test_a_load_for_the_cpu_runs_few_files_of_opkiln_and_none_of_other_backends(
+    plain: Package,
+) -> None:
+    code = f"""
+        import sys
+        from {plain.name}.op import PlainBuilder
+        PlainBuilder().load()
+        ours = [name for name in sys.modules if name.partition(".")[0] == "opkiln"]
+        print(*(name for name in ours if not hasattr(sys.modules[name], "__path__")))
+    """
+    settle(*plain.files())
+    cold, _, warm = (
+        child.run(code, path=[plain.where], bare=False, forked=False).split() for _ in range(3)
+    )
+    assert len(warm) <= 25, warm
+    assert len(cold) <= 84, cold
+    others = re.compile("nvcc|nvrtc|cuda|hip|rocm|sycl|toolkits|wheel_headers")
+    assert not [name for name in cold if others.search(name)]
+
+
 def test_a_full_search_that_hits_writes_a_receipt_and_nothing_else(
     built: Package, cache: Path, tmp_path: Path
 ) -> None:
