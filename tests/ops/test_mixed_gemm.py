@@ -115,6 +115,7 @@ def close(got: Tensor, exact: Tensor) -> None:
     torch.testing.assert_close(got.double(), exact, rtol=unit, atol=unit)
 
 
+@pytest.mark.usefixtures("emulated")
 @pytest.mark.parametrize("dtype", [torch.float32, *NAMES], ids=str)
 def test_the_front_end_takes_every_kind_of_weight(dtype: torch.dtype) -> None:
     ends = torch.tensor([2, 2, 7], dtype=torch.int32)
@@ -133,6 +134,7 @@ def test_the_front_end_takes_every_kind_of_weight(dtype: torch.dtype) -> None:
         close(inference.mixed_moe_gemm(x, weight, ends, bias, activation="relu"), exact.relu())
 
 
+@pytest.mark.usefixtures("emulated")
 @pytest.mark.parametrize("dtype", [torch.float32, *NAMES], ids=str)
 def test_rows_are_multiplied_with_their_experts_matrix(dtype: torch.dtype) -> None:
     for inputs, outputs in ((48, 5), (7, 16), (1, 1)):

@@ -4,7 +4,7 @@ against autograd."""
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -13,8 +13,12 @@ from torch import Tensor
 
 from opkiln import nn
 from opkiln.errors import FallbackWarning
+from opkiln.loading import loader
 from opkiln.ops.transformer import functions
 from opkiln.ops.transformer.op import kit
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Less than an eight, a prime, no rows, several rows to a warp, several warps to a row; then rows of
@@ -24,12 +28,15 @@ LONG = [(3, 8192), (2, 4104)]
 
 
 @pytest.fixture(scope="module")
-def native() -> Any:
+def native() -> Iterator[Any]:
+    """The functions, which the emulated kernels serve on the CPU until this module's tests end."""
     made: dict[str, Any] = {}
     for each in kit.builder.variants():
         functions_of = emulated(each)
         made |= {name: getattr(functions_of, name) for name in each.REGISTRATION.names}
-    return SimpleNamespace(**made)
+    yield SimpleNamespace(**made)
+    for each in kit.builder.variants():
+        loader.forget("emulated", each.NAME)
 
 
 def made(shape: tuple[int, ...], dtype: torch.dtype, count: int) -> list[Tensor]:

@@ -42,7 +42,8 @@ EMULATED = (
 KV_ATTENTION = ((64, "bfloat16", False), (80, "half", True), (256, "half", False))
 MIXED_GEMM = (
     ("E3M2", "half"), ("E3M2", "bfloat16"), ("Int8", "half"), ("Int8", "bfloat16"),
-    ("Int4", "bfloat16"), ("E4M3", "half"), ("Plain", "bfloat16"),
+    ("Int4", "bfloat16"), ("E4M3", "half"), ("E4M3", "bfloat16"), ("Plain", "half"),
+    ("Plain", "bfloat16"),
 )  # fmt: skip
 # For GPUs that need not be there: the op and its architectures.
 CUDA = (
