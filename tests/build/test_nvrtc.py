@@ -18,7 +18,7 @@ import torch
 from sample import child, pool
 from sample.levels import ARCHITECTURES, HERE
 
-from opkiln import settings
+from opkiln import facts, settings
 from opkiln.binary import elf, fatbin
 from opkiln.building.build import build
 from opkiln.decision.search import planned, search
@@ -35,7 +35,7 @@ from opkiln.ops.sparse_attn.op import backward as sparse_backward
 from opkiln.ops.transformer_inference.op import int8_linear, norms
 from opkiln.ops.utils.op import UtilsBuilder
 from opkiln.settings import override
-from opkiln.store import entry, facts
+from opkiln.store import deps, entry
 from opkiln.store.layers import Store
 from opkiln.toolchain import choice, toolkits
 
@@ -231,7 +231,7 @@ def test_what_nvrtc_reads_is_a_dependency_and_what_its_driver_reads_is_not(
     manifest, sidecar = entry.read_manifest(leaf), entry.read_sidecar(leaf)
     own = {(anchor, path) for anchor, path, *_ in manifest["deps"]["own"]}
     assert {("src", "bend.cu"), ("src", "shape.h"), ("src", "seen_by_nvrtc.h")} <= own
-    known = facts.read(sidecar["facts"])
+    known = deps.read(sidecar["facts"])
     paths = [each.path for each in known]
     paths += [f"{each.path}/{name}" for each in known if each.kind == "absent"
               for name in facts.parted(each.value)]  # fmt: skip

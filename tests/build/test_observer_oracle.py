@@ -14,9 +14,10 @@ import pytest
 from sample import levels, watching
 from sample.watching import LIST, Seen, Unavailable
 
+from opkiln.binary import linker
 from opkiln.building import observed
-from opkiln.observing import inputs, linker, log, observer
-from opkiln.observing.inputs import LISTING
+from opkiln.facts import LISTING
+from opkiln.observing import inputs, log, observer
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

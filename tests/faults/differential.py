@@ -32,10 +32,11 @@ from fuzzed_compiler import compile_parts
 from fuzzed_tree import PREFIX, SYSTEM, Tree
 
 from opkiln import digest
+from opkiln.binary import linker
 from opkiln.decision.terms import Request
 from opkiln.errors import OpkilnError, StoreWarning
 from opkiln.loading import loader
-from opkiln.observing import inputs, linker
+from opkiln.observing import inputs
 from opkiln.store import key
 
 if TYPE_CHECKING:

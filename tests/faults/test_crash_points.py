@@ -29,8 +29,8 @@ from sample.child import SOURCE
 from sample.quiet import within
 
 from opkiln.bundles import bundle, signing
+from opkiln.facts import Hasher
 from opkiln.store import entry
-from opkiln.store.facts import Hasher
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

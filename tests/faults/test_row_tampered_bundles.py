@@ -14,9 +14,9 @@ from sample import layer
 from opkiln.bundles import bundle
 from opkiln.digest import sha256_file
 from opkiln.errors import StoreError
+from opkiln.facts import Hasher
 from opkiln.store import archive, sealed
 from opkiln.store.entry import Refused
-from opkiln.store.facts import Hasher
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""``make mutants MODULE=store/facts``: what the tests that need no compiler notice of a module.
+"""``make mutants MODULE=facts``: what the tests that need no compiler notice of a module.
 
 mutmut changes one thing after another in the module (a comparison, a constant, an argument), and
 runs the tests that reach it. A change that no test notices survives, and is shown. Then a test is
@@ -24,7 +24,8 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 
 # A module, and the tests that are for it.
 MODULES = {
-    "store/facts": ("test_facts.py",),
+    "facts": ("test_facts.py",),
+    "store/deps": ("test_facts.py",),
     "store/key": ("test_key.py", "test_plan.py"),
     "decision/receipt": ("test_receipt.py",),
     "decision/decide": ("test_decide.py",),

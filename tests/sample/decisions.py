@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from typing import TYPE_CHECKING, Any
 
-from opkiln import evidence, machine
+from opkiln import facts, machine
 from opkiln import plan as plans
 from opkiln.decision import receipt
 from opkiln.decision.terms import BUILD, LOAD, Request
@@ -97,7 +97,7 @@ class World:
     def leave_receipt(self, library: Path) -> None:
         """Have a receipt say that this library serves."""
         digest = hashlib.sha256(library.read_bytes()).hexdigest()
-        with evidence.collecting() as read:
+        with facts.collecting() as read:
             pass
         receipt.write(self.request(), Artifact(str(library), digest, "store"), read)
         assert list((self.cache / LAYOUT / "receipts").rglob("*.json"))

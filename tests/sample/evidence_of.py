@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from opkiln import evidence
+from opkiln import facts
 from opkiln.digest import Signature
 from opkiln.toolchain import family
 
 if TYPE_CHECKING:
     from opkiln.build_model import DeviceCompiler, Toolchain
-    from opkiln.evidence import Evidence
+    from opkiln.facts import Evidence
     from opkiln.toolchain.family import Family
 
 
@@ -19,7 +19,7 @@ def recalled(
     kind: Family, memory: tuple[str, ...], wanted: str | None, host: Toolchain
 ) -> tuple[DeviceCompiler | None, Evidence]:
     """The remembered choice of a device compiler, and what it rests on."""
-    with evidence.collecting() as read:
+    with facts.collecting() as read:
         return family.recall(kind, memory, wanted, host), read
 
 

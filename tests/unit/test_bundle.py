@@ -16,10 +16,11 @@ from sample import layer
 
 from opkiln.bundles import bundle
 from opkiln.errors import StoreError
+from opkiln.facts import Hasher
 from opkiln.settings import override
 from opkiln.store import archive, location, sealed, zip_format
+from opkiln.store.deps import deps_key
 from opkiln.store.entry import Leaf, Refused
-from opkiln.store.facts import Hasher, deps_key
 
 
 @pytest.fixture(autouse=True)
@@ -272,7 +273,7 @@ def test_a_childs_own_path_leads_to_the_library(file: Path) -> None:
     code = (
         "import os, sys\n"
         "from opkiln.store import archive\n"
-        "from opkiln.store.facts import Hasher\n"
+        "from opkiln.store.deps import Hasher\n"
         "find = lambda: archive.examine(sys.argv[1], {}, Hasher()).payload\n"
         "mine = find()\n"
         "if os.fork() == 0:\n"

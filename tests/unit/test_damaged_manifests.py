@@ -18,10 +18,10 @@ from opkiln.bundles import bundle
 from opkiln.decision import prebuilt
 from opkiln.decision.terms import Request, Trace
 from opkiln.errors import StoreError
+from opkiln.facts import Hasher
 from opkiln.model import ABI_NONE, Op, OpSpec
 from opkiln.report import collect as report_cache
 from opkiln.store import entry, inventory, key
-from opkiln.store.facts import Hasher
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -266,11 +266,11 @@ def test_code_that_no_gpu_here_can_run_is_refused_for_a_load_and_not_for_a_build
 def test_a_sycl_op_is_refused_where_there_is_no_device_for_it(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from opkiln.decision import target
+    from opkiln.toolchain import libsycl
 
     world.spec = world.spec._replace(backend=XPU)
     monkeypatch.setattr(
-        target.libsycl, "no_device", lambda icd: ("no driver", "install it") if not icd else None
+        libsycl, "no_device", lambda icd: ("no driver", "install it") if not icd else None
     )
     outcome = decide.decide(world.request())
     assert isinstance(outcome, Refuse)

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from sample import at_rest
 from sample.signed_files import sha256
 
-from opkiln import digest, evidence, images
+from opkiln import digest, facts, images
 from opkiln.digest import Signature, UnusableFile, signed
+from opkiln.facts import ABSENT, CHOICE, DIRECTORY, FILE, LINK, LISTING, PROGRAM, Hasher
 from opkiln.model import OUTSIDE
-from opkiln.observing.inputs import ABSENT, DIRECTORY, FILE, LINK, LISTING, PROGRAM
-from opkiln.store import facts
-from opkiln.store.facts import CHOICE, Fact, Hasher
+from opkiln.store import deps
+from opkiln.store.deps import Fact
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -74,7 +74,7 @@ class Place:
 
     def broken(self, known: list[Fact]) -> set[str]:
         """The kinds of the facts that do not hold."""
-        return {fact.kind for fact in known if facts.broken([fact], self.places, Hasher())}
+        return {fact.kind for fact in known if deps.broken([fact], self.places, Hasher())}
 
 
 def edit(path: Path) -> None:
@@ -253,8 +253,8 @@ def test_what_is_missing_behind_a_link_or_in_a_new_directory_is_asked_for_each_t
     """The directory's own ``stat`` would not show that it is there."""
     known = [each for each in at.gather() if each.kind == ABSENT]
     CHANGES[name][0](at)
-    with evidence.collecting() as read:
-        assert facts.broken(known, at.places, Hasher()) == []
+    with facts.collecting() as read:
+        assert deps.broken(known, at.places, Hasher()) == []
     assert {signature for *_, signature in read.entry} == {facts.UNSIGNED}
 
 
@@ -264,7 +264,7 @@ def test_changes_are_told_in_words(at: Place) -> None:
     at.program.unlink()
     at.write("directory/new.h")
     at.write("directory/sub/new.h")
-    assert facts.broken(known, at.places, Hasher()) == [
+    assert deps.broken(known, at.places, Hasher()) == [
         "link.h changed", "libexec/cc1 is gone", "directory changed", "link.h changed",
         f"{at.directory}/new.h is new", f"{at.directory}/sub/new.h is new",
     ]  # fmt: skip
@@ -277,16 +277,16 @@ def test_link_may_have_any_text_and_be_the_package_itself(tmp_path: Path) -> Non
         link.symlink_to(text)
         fact = Fact(LINK, "src", "", os.readlink(link), facts.UNSIGNED)
         places = {"src": str(link)}
-        assert facts.broken([fact], places, Hasher()) == []
+        assert deps.broken([fact], places, Hasher()) == []
         link.unlink()
-        assert len(facts.broken([fact], places, Hasher())) == 1
+        assert len(deps.broken([fact], places, Hasher())) == 1
 
 
 def test_pipe_in_place_of_a_file_is_an_error_and_not_waited_for(at: Place) -> None:
     known = [at.fact(FILE)]
     replace(at.real, os.mkfifo)
     with pytest.raises(UnusableFile):
-        facts.broken(known, at.places, Hasher())
+        deps.broken(known, at.places, Hasher())
 
 
 def test_file_whose_signature_holds_is_not_read(at: Place, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -298,7 +298,7 @@ def test_file_whose_signature_holds_is_not_read(at: Place, monkeypatch: pytest.M
     known = [at.fact(FILE), at.fact(PROGRAM), at.fact(LISTING), at.fact(ABSENT)]
     monkeypatch.setattr(os, "listdir", refuse)
     monkeypatch.setattr(os.path, "exists", refuse)
-    assert facts.broken(known, at.places, Hasher(refuse)) == []
+    assert deps.broken(known, at.places, Hasher(refuse)) == []
 
 
 def test_file_is_read_once_for_all_entries_of_a_look_up(at: Place) -> None:
@@ -315,8 +315,8 @@ def test_package_that_was_moved_is_the_same(at: Place) -> None:
     at.base.rename(at.base.with_name("elsewhere"))
     os.environ["PATH"] = os.environ["PATH"].replace(str(at.base), f"{at.base.parent}/elsewhere")
     moved = {"src": f"{at.base.parent}/elsewhere"}
-    assert facts.broken(known[:-1], moved, Hasher()) == []
-    assert len(facts.broken(known[-1:], moved, Hasher())) == 1, "of a program, the path counts"
+    assert deps.broken(known[:-1], moved, Hasher()) == []
+    assert len(deps.broken(known[-1:], moved, Hasher())) == 1, "of a program, the path counts"
 
 
 # What is noted for a receipt
@@ -326,8 +326,8 @@ def test_what_holds_is_noted_with_the_signature_that_it_has_now(at: Place) -> No
     known = at.gather()
     os.utime(at.real, (1, 1))
     at.program.unlink()
-    with evidence.collecting() as read:
-        facts.broken(known, at.places, Hasher())
+    with facts.collecting() as read:
+        deps.broken(known, at.places, Hasher())
     noted = {kind: (path, value, signature) for kind, path, value, signature in read.entry}
     assert set(noted) == {*KINDS} - {PROGRAM}
     assert noted[FILE][:2] == (str(at.link), sha256(at.real))
@@ -337,13 +337,13 @@ def test_what_holds_is_noted_with_the_signature_that_it_has_now(at: Place) -> No
 
 
 def test_each_entry_is_noted_apart(at: Place) -> None:
-    rows = facts.rows(at.gather())
-    manifest = facts.to_manifest(at.gather())
-    with evidence.collecting() as read:
-        facts.changes(manifest, rows, at.places, Hasher())
-        facts.changes(manifest, rows[:1], at.places, Hasher())
+    rows = deps.rows(at.gather())
+    manifest = deps.to_manifest(at.gather())
+    with facts.collecting() as read:
+        deps.changes(manifest, rows, at.places, Hasher())
+        deps.changes(manifest, rows[:1], at.places, Hasher())
         assert [kind for kind, *_ in read.entry] == [FILE]
-        facts.changes({**manifest, "own": [["src", "real.h", sha256(at.real)]]}, None, at.places,
+        deps.changes({**manifest, "own": [["src", "real.h", sha256(at.real)]]}, None, at.places,
                       Hasher())  # fmt: skip
         assert [each[:3] for each in read.entry] == [(FILE, str(at.real), sha256(at.real))]
 
@@ -352,15 +352,15 @@ def test_each_entry_is_noted_apart(at: Place) -> None:
 
 
 def test_without_facts_the_authors_files_count_alone(at: Place) -> None:
-    manifest = facts.to_manifest(at.gather())
+    manifest = deps.to_manifest(at.gather())
     assert {path for _, path, _ in manifest["own"]} == {"link.h", "libexec/cc1"}
     shutil.rmtree(at.directory)
     os.environ["PATH"] = ""
     at.program.chmod(0o644)
-    assert facts.changes(manifest, None, at.places, Hasher()) == []
+    assert deps.changes(manifest, None, at.places, Hasher()) == []
     at.real.write_text("// edited")
     at.program.unlink()
-    assert facts.changes(manifest, None, at.places, Hasher()) == [
+    assert deps.changes(manifest, None, at.places, Hasher()) == [
         "link.h changed", "libexec/cc1 is gone",
     ]  # fmt: skip
 
@@ -369,7 +369,7 @@ def test_without_facts_the_authors_files_count_alone(at: Place) -> None:
 def test_header_outside_of_a_package_counts_only_where_it_is_there(at: Place, name: str) -> None:
     def changes(anchor: str, name: str) -> list[str]:
         own = [[anchor, str(at.base / name), "0" * 64]]
-        return facts.changes({"own": own}, None, {"src": "", OUTSIDE: ""}, Hasher())
+        return deps.changes({"own": own}, None, {"src": "", OUTSIDE: ""}, Hasher())
 
     assert changes(OUTSIDE, "real.h") == [f"{at.real} changed"]
     assert changes(OUTSIDE, name) == []
@@ -391,12 +391,12 @@ FACTS = st.builds(
 
 
 def name_of(known: list[Fact]) -> str:
-    return facts.deps_key(json.loads(json.dumps(facts.to_manifest(known))))
+    return deps.deps_key(json.loads(json.dumps(deps.to_manifest(known))))
 
 
 @given(st.lists(FACTS, max_size=5, unique_by=lambda fact: fact[1:3]))
 def test_facts_read_back_as_they_were_written(known: list[Fact]) -> None:
-    again = facts.read(json.loads(json.dumps(facts.rows(known))))
+    again = deps.read(json.loads(json.dumps(deps.rows(known))))
     assert list(again) == known
     assert name_of(list(again)) == name_of(known)
 
@@ -420,7 +420,7 @@ def test_program_of_the_author_counts_by_its_mode_too(at: Place) -> None:
     known = [at.fact(PROGRAM)]
     at.program.chmod(0o644)
     other = [at.fact(PROGRAM)]
-    assert facts.to_manifest(known)["own"] == facts.to_manifest(other)["own"]
+    assert deps.to_manifest(known)["own"] == deps.to_manifest(other)["own"]
     assert name_of(known) != name_of(other)
 
 

@@ -11,13 +11,15 @@ from hypothesis import strategies as st
 from sample.levels import X86_64, X86_V1
 from sample.signed_files import sha256
 
+from opkiln import facts
 from opkiln import plan as plans
 from opkiln.build_model import DeviceCompiler, Plan, Target, Toolchain, TorchSDK
 from opkiln.building import gather
+from opkiln.facts import ABSENT, CHOICE, DIRECTORY, FILE, LINK, LISTING, PROGRAM, Hasher
 from opkiln.model import ABI_NONE, OUTSIDE, PACKAGE, PLAIN, OpSpec
-from opkiln.observing.inputs import ABSENT, DIRECTORY, FILE, LINK, LISTING, PROGRAM, Inputs
-from opkiln.store import facts
-from opkiln.store.facts import CHOICE, Fact, Hasher
+from opkiln.observing.inputs import Inputs
+from opkiln.store import deps
+from opkiln.store.deps import Fact
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -88,11 +90,11 @@ def test_file_counts_by_itself_wherever_it_is(where: str, shop: Shop) -> None:
     assert (found.sha256 != "") == (anchor in ("src", OUTSIDE))
     plan = shop.plan(**mine)
     places = plans.anchors_of(plan.spec, plan.toolchain)
-    assert facts.broken([found], places, Hasher()) == []
+    assert deps.broken([found], places, Hasher()) == []
     before = path.stat()
     path.write_text("// A file")
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
-    assert facts.broken([found], places, Hasher()) == [f"{below} changed"]
+    assert deps.broken([found], places, Hasher()) == [f"{below} changed"]
 
 
 def test_path_belongs_to_the_nearest_place_above_it(shop: Shop) -> None:
@@ -166,7 +168,7 @@ def test_every_kind_is_gathered_with_the_value_that_is_asked_for_again(
         (ABSENT, "src", "", "none.h\0sub/none.h"),
         (CHOICE, "path", "cc", str(program)),
     ]
-    assert facts.broken(found, plans.anchors_of(plan.spec, plan.toolchain), Hasher()) == []
+    assert deps.broken(found, plans.anchors_of(plan.spec, plan.toolchain), Hasher()) == []
 
 
 @pytest.mark.parametrize("kind", [FILE, PROGRAM, DIRECTORY, LISTING, LINK])

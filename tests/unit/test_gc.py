@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING
 import pytest
 from sample.levels import X86_V3
 
+from opkiln import facts
 from opkiln.building import leaves
 from opkiln.errors import StoreError
 from opkiln.settings import override
-from opkiln.store import entry, facts, gc, inventory, publish
+from opkiln.store import deps, entry, gc, inventory, publish
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -55,7 +56,7 @@ class Shelf:
         self, where: str, payload: str, manifest: dict, lists: dict, size: int, days: float
     ) -> Path:
         number = len(list(self._made.iterdir()))
-        read = (facts.Fact("file", "src", f"{number}.cpp", KEY, facts.UNSIGNED),)
+        read = (deps.Fact("file", "src", f"{number}.cpp", KEY, facts.UNSIGNED),)
         made = self._made / str(number)
         made.mkdir()
         (made / payload).write_bytes(os.urandom(size))

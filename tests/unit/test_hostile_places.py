@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 import opkiln
 from opkiln.decision import prebuilt
 from opkiln.errors import SpecError
+from opkiln.facts import Hasher
 from opkiln.model import OpSpec, place_of
 from opkiln.plan import check
 from opkiln.store import archive
-from opkiln.store.facts import Hasher
 from opkiln.store.layers import Store
 from opkiln.store.location import Layer, Location
 

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from sample.decisions import World
 
-from opkiln import machine
+from opkiln import facts, machine
 from opkiln.bundles import bundle
 from opkiln.decision import fit, prebuilt
 from opkiln.decision.terms import Trace
 from opkiln.digest import sha256_file
 from opkiln.errors import LoadError
 from opkiln.model import CUDA, OUTSIDE, PACKAGE, Artifact
-from opkiln.store import entry, facts
+from opkiln.store import deps, entry
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -266,9 +266,9 @@ def with_source(shelf: Shelf, text: str = "int a;") -> Path:
 
 def built_from(shelf: Shelf, *files: tuple[str, str, str]) -> Path:
     """An entry that was built from these files: anchor, path and digest."""
-    deps = {"own": list(map(list, files)), "others": "of another machine"}
-    library = shelf.add("layer", deps=deps)
-    leaf = library.parent.with_name(facts.deps_key(deps))
+    recorded = {"own": list(map(list, files)), "others": "of another machine"}
+    library = shelf.add("layer", deps=recorded)
+    leaf = library.parent.with_name(deps.deps_key(recorded))
     library.parent.rename(leaf)
     return leaf / "op.so"
 
@@ -325,8 +325,8 @@ def test_inline_source_is_in_no_file_that_could_be_missing(world: World) -> None
 
 def test_facts_of_the_machine_that_built_an_entry_are_not_checked_here(shelf: Shelf) -> None:
     library = shelf.add("layer")
-    gone = facts.Fact("file", "abs", "/nowhere/vector", "0" * 64, facts.UNSIGNED)
-    sidecar = {"schema": entry.SCHEMA, "facts": facts.rows([gone])}
+    gone = deps.Fact("file", "abs", "/nowhere/vector", "0" * 64, facts.UNSIGNED)
+    sidecar = {"schema": entry.SCHEMA, "facts": deps.rows([gone])}
     (library.parent / entry.SIDECAR).write_bytes(entry.write_manifest(sidecar))
     assert shelf.find()[0] == artifact(library, "layer")
 

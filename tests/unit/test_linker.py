@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from opkiln.binary import linker
 from opkiln.building import gather
-from opkiln.observing import inputs, linker, programs
-from opkiln.store import facts
-from opkiln.store.facts import Hasher
+from opkiln.facts import Hasher
+from opkiln.observing import inputs, programs
+from opkiln.store import deps
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -74,9 +75,9 @@ def test_what_the_list_says_is_a_fact(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(linker, "LIST", str(tmp_path / "list"))
     found = inputs.Inputs(libraries=("liba.so",))
     known = gather.gather_libraries(found, Hasher())
-    assert not facts.broken(known, {}, Hasher())
+    assert not deps.broken(known, {}, Hasher())
     (tmp_path / "list").write_bytes(b"something else")
-    assert facts.broken(known, {}, Hasher()) == [f"{tmp_path}/list changed"]
+    assert deps.broken(known, {}, Hasher()) == [f"{tmp_path}/list changed"]
 
 
 def test_directories_that_a_program_names_are_beside_it(tmp_path: Path) -> None:

@@ -13,9 +13,9 @@ from opkiln.build_model import Plan, Step, Target, Toolchain
 from opkiln.building import observed
 from opkiln.digest import sha256_file
 from opkiln.errors import StepRefused
+from opkiln.facts import FILE, PROGRAM
 from opkiln.model import ABI_NONE, PLAIN, OpSpec
 from opkiln.observing import log, observer, programs
-from opkiln.observing.inputs import FILE, PROGRAM
 
 STEP = Step("compile", "a.o", ("g++", "-c", "a.cpp"), source="a.cpp")
 

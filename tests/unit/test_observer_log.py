@@ -9,8 +9,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from opkiln.facts import DIRECTORY, FILE, LINK, LISTING, PROGRAM
 from opkiln.observing import inputs, log
-from opkiln.observing.inputs import DIRECTORY, FILE, LINK, LISTING, PROGRAM
 
 if TYPE_CHECKING:
     from pathlib import Path

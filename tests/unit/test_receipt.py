@@ -18,21 +18,20 @@ import pytest
 from sample import layer
 from sample.signed_files import at_rest, just_saved, sha256
 
-from opkiln import digest, evidence, images, machine, model
+from opkiln import digest, facts, images, machine, model
 from opkiln.decision import receipt
 from opkiln.decision.archs import Wanted
 from opkiln.decision.terms import Request
 from opkiln.digest import Signature, signed
+from opkiln.facts import ABSENT, FILE, LINK, LISTING, PROGRAM
 from opkiln.model import ABI_NONE, ABI_STABLE, CPU, CUDA, PACKAGE, PLAIN, Artifact, Op, OpSpec
-from opkiln.observing.inputs import ABSENT, FILE, LINK, LISTING, PROGRAM
 from opkiln.settings import LAYOUT, override
-from opkiln.store import facts
 from opkiln.toolchain import torch_sdk
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from opkiln.evidence import Evidence
+    from opkiln.facts import Evidence
 
 pytestmark = pytest.mark.timed
 
@@ -70,17 +69,17 @@ class Shop:
         return path
 
     def collect(self) -> Evidence:
-        with evidence.collecting() as read:
-            evidence.file(str(self.tool), at_rest(self.tool))
+        with facts.collecting() as read:
+            facts.file(str(self.tool), at_rest(self.tool))
             self.note(FILE, self.source)
             self.note(PROGRAM, self.program)
             self.note(LISTING, self.include)
             self.note(ABSENT, self.base / "src", "none.h")
             self.note(FILE, self.saved, signature=just_saved(self.saved))
-            evidence.entry(LINK, str(self.link), "cc1plus", facts.UNSIGNED)
-            evidence.programs("translator", [str(self.program)])
-            evidence.program(str(self.tool), str(self.tool))
-            evidence.absent(str(self.absent))
+            facts.entry(LINK, str(self.link), "cc1plus", facts.UNSIGNED)
+            facts.programs("translator", [str(self.program)])
+            facts.program(str(self.tool), str(self.tool))
+            facts.absent(str(self.absent))
         return read
 
     def note(
@@ -88,7 +87,7 @@ class Shop:
     ) -> None:
         """A fact of the entry holds, of a file that is at rest unless its signature is given."""
         value = facts.value(kind, str(path), then, facts.Hasher())
-        evidence.entry(kind, str(path), value, Signature(*(signature or at_rest(path))))
+        facts.entry(kind, str(path), value, Signature(*(signature or at_rest(path))))
 
     @property
     def artifact(self) -> Artifact:
@@ -240,7 +239,7 @@ def test_file_that_was_just_saved_is_compared_by_its_value_until_it_has_come_to_
     assert receipt.recall(shop.request()) == shop.artifact
     monkeypatch.setattr(time, "time_ns", lambda: later)
     assert receipt.recall(shop.request()) is None
-    with evidence.collecting() as read:
+    with facts.collecting() as read:
         shop.note(FILE, shop.saved, signature=[*Signature.of(str(shop.saved))])
     shop.keep(read)
     assert contents(shop)["fresh"] == []
@@ -252,7 +251,7 @@ def test_file_whose_times_do_not_count_is_compared_by_its_value_for_ever(
 ) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(images, "change", lambda path, found: None)
-        with evidence.collecting() as read:
+        with facts.collecting() as read:
             shop.note(FILE, shop.source, signature=[*Signature.of(str(shop.source))])
     shop.keep(read)
     ahead = time.time_ns() + 10**18
@@ -639,10 +638,10 @@ def test_receipt_rests_on_the_code_that_decides(
     files = json.loads(kept.read_text())["files"]
     ours = {os.path.relpath(file, PACKAGE) for file in files if file.startswith(f"{PACKAGE}/")}
     assert {
-        "decision/receipt.py", "store/facts.py", "toolchain/torch_sdk.py", "arch/cpu.py",
+        "decision/receipt.py", "facts.py", "toolchain/torch_sdk.py", "arch/cpu.py",
         "digest.py", "model.py", "settings.py",
     } <= ours  # fmt: skip
-    assert not {"errors.py", "evidence.py", "more.py", "__init__.py"} & ours
+    assert not {"errors.py", "more.py", "__init__.py"} & ours
     assert "/elsewhere/planted.py" not in files
 
 

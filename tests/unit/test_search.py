@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from opkiln.decision.terms import Request
-    from opkiln.evidence import Evidence
+    from opkiln.facts import Evidence
 
 GCC = Toolchain("gcc", "/usr/bin/g++", "12", X86_64, "gcc's", frozenset(), ("/usr/include",))
 NVCC = DeviceCompiler(

@@ -15,10 +15,10 @@ from sample import command, layer
 from opkiln.bundles import bundle, signing
 from opkiln.digest import sha256_file
 from opkiln.errors import SettingError, StoreError, UsageError
+from opkiln.facts import Hasher
 from opkiln.settings import override, settings
 from opkiln.store import archive, sealed, signatures
 from opkiln.store.entry import Leaf, Refused
-from opkiln.store.facts import Hasher
 
 
 @pytest.fixture(autouse=True)
@@ -420,7 +420,7 @@ def test_the_library_is_not_imported_unless_keys_are_configured(
     code = (
         "import sys, opkiln\n"
         "from opkiln.store import archive\n"
-        "from opkiln.store.facts import Hasher\n"
+        "from opkiln.store.deps import Hasher\n"
         "leaf, = archive.leaves(sys.argv[1], 'somebody', 'one')\n"
         "archive.examine(leaf, {}, Hasher()).payload\n"
         "print('cryptography' in sys.modules)\n"

@@ -31,14 +31,15 @@ from opkiln.errors import (
     StoreError,
     StoreWarning,
 )
+from opkiln.facts import Hasher
 from opkiln.guard import once_per_thread
 from opkiln.model import Artifact, OpSpec, place_of
 from opkiln.observing import launchers, observer
 from opkiln.observing.programs import digest
 from opkiln.settings import settings
-from opkiln.store import facts, key, lock, publish
+from opkiln.store import deps, key, lock, publish
+from opkiln.store.deps import Fact
 from opkiln.store.entry import Leaf
-from opkiln.store.facts import Fact, Hasher
 from opkiln.store.layers import Store
 from opkiln.store.location import claim
 from opkiln.writing import FULL
@@ -307,7 +308,7 @@ class _Build:
         # it is.
         found = gather.union([*(each.facts for each in objects), *made])
         fixed = plans.anchors_of(self._plan.spec, self._plan.toolchain)
-        changed = facts.broken(found, fixed, hasher)
+        changed = deps.broken(found, fixed, hasher)
         # After the files were hashed: they must be those that were linked.
         if changed or not all(look.unchanged() for look in looks):
             raise gather.Disagree(changed)

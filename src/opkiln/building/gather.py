@@ -5,23 +5,25 @@ from __future__ import annotations
 import os
 
 from opkiln import images
+from opkiln.binary import linker
 from opkiln.build_model import Plan
-from opkiln.model import OUTSIDE
-from opkiln.observing import linker
-from opkiln.observing.inputs import ABSENT, LIBRARIES, Inputs
-from opkiln.plan import anchors_of
-from opkiln.store.facts import (
+from opkiln.facts import (
+    ABSENT,
     CHOICE,
     GONE,
     HIDDEN,
+    LIBRARIES,
     UNSIGNED,
-    Fact,
     Hasher,
     joined,
     parted,
     signature_of,
     value,
 )
+from opkiln.model import OUTSIDE
+from opkiln.observing.inputs import Inputs
+from opkiln.plan import anchors_of
+from opkiln.store.deps import Fact
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

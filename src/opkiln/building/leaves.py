@@ -7,14 +7,14 @@ import shutil
 from typing import Any
 
 from opkiln.digest import sha256_file
-from opkiln.store import entry, facts
+from opkiln.store import deps, entry
 
 
 def write(
     directory: str,
     payload: str,
     manifest: dict[str, Any],
-    found: tuple[facts.Fact, ...],
+    found: tuple[deps.Fact, ...],
     lists: dict[str, Any],
     log: str = "",
 ) -> str:
@@ -31,9 +31,9 @@ def write(
         "payload": name,
         "size": os.stat(payload).st_size,
         "sha256": sha256_file(payload),
-        "deps": facts.to_manifest(found),
+        "deps": deps.to_manifest(found),
     }
-    long = {**lists, "facts": facts.rows(found), "schema": entry.SCHEMA}
+    long = {**lists, "facts": deps.rows(found), "schema": entry.SCHEMA}
     files = {
         entry.MANIFEST: entry.write_manifest(full),
         entry.SIDECAR: entry.write_manifest(long),
@@ -42,4 +42,4 @@ def write(
     for file, data in files.items():
         with open(os.path.join(directory, file), "wb") as out:
             out.write(data)
-    return facts.deps_key(full["deps"])
+    return deps.deps_key(full["deps"])

@@ -29,13 +29,14 @@ from opkiln.building.passes import Passes
 from opkiln.digest import Signature
 from opkiln.engine import events, schedule
 from opkiln.errors import BuildError, SourcesChanging, StoreError
+from opkiln.facts import FILE, Hasher
 from opkiln.model import ROCM
 from opkiln.observing import inputs, launchers, observer
 from opkiln.observing.programs import digest
 from opkiln.settings import settings
 from opkiln.steps.flags import PLAIN
-from opkiln.store import entry, facts, key, publish
-from opkiln.store.facts import Fact, Hasher
+from opkiln.store import deps, entry, key, publish
+from opkiln.store.deps import Fact
 from opkiln.store.layers import Store
 
 TYPE_CHECKING = False
@@ -120,7 +121,7 @@ def _from_store(
     if leaf is None:
         return None
     try:
-        known = facts.read(entry.read_sidecar(leaf.directory)["facts"])
+        known = deps.read(entry.read_sidecar(leaf.directory)["facts"])
         shutil.copyfile(leaf.payload, os.path.join(stage, step.output))
     except (OSError, ValueError, KeyError):
         return None  # garbage collection removed it meanwhile, so it is compiled again
@@ -276,7 +277,7 @@ class _Batch:
         found = inputs.union(look.inputs(real) for look in looks)
         # Of a translated copy, any file may have been read.
         origins = () if self._copy is None else self._copy.origin.values()
-        more = ((inputs.FILE, path) for path in origins)
+        more = ((FILE, path) for path in origins)
         return found._replace(paths=tuple(sorted({*found.paths, *more})))
 
     def _saw(self, read: tuple[str, ...], snapshot: dict[str, str]) -> bool:

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from opkiln.bundles.layer import named
 from opkiln.digest import LARGEST_BUNDLE, sha256_file
 from opkiln.errors import StoreError
+from opkiln.facts import Hasher
 from opkiln.settings import LAYOUT
 from opkiln.store import inventory, publish
 from opkiln.store.archive import INDEX, Bundle, Damaged, Member, NotABundle, index_of
@@ -29,7 +30,6 @@ from opkiln.store.entry import (
     parse_manifest,
     write_manifest,
 )
-from opkiln.store.facts import Hasher
 from opkiln.store.location import claim
 from opkiln.store.zip_format import LARGEST, MOST_MEMBERS, Writer, chunks
 

@@ -17,11 +17,12 @@ from typing import Any, NamedTuple
 
 from opkiln.arch import cpu
 from opkiln.errors import StoreError
+from opkiln.facts import Hasher
 from opkiln.model import EXECUTABLE, OUTSIDE, place_of
 from opkiln.settings import LAYOUT
 from opkiln.store import entry, inventory
+from opkiln.store.deps import deps_key
 from opkiln.store.entry import LOG, MANIFEST, SIDECAR, Leaf, Refused, examine, read_sidecar
-from opkiln.store.facts import Hasher, deps_key
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -15,10 +15,10 @@ import os
 
 from opkiln.decision import fit
 from opkiln.errors import LoadError, StoreError
+from opkiln.facts import Hasher
 from opkiln.model import OUTSIDE, PACKAGE, Artifact, place_of
 from opkiln.record import Record
 from opkiln.store import entry
-from opkiln.store.facts import Hasher
 from opkiln.trust import open_to_all
 
 TYPE_CHECKING = False

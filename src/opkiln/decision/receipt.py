@@ -2,7 +2,7 @@
 
 Finding an op takes the target, the compilers' identity, a plan, three keys and the entry's list of
 dependencies. A receipt is a memo of that: the entry, and the facts that the search read
-(``opkiln.evidence``). While all of them hold, the search would give the same answer. So a later
+(``opkiln.facts``). While all of them hold, the search would give the same answer. So a later
 process checks the facts, verifies the library's digest as ever, and is done in a fraction of the
 time.
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from opkiln.decision.terms import Request
-    from opkiln.evidence import Evidence
+    from opkiln.facts import Evidence
 
 SCHEMA = 8
 
@@ -92,7 +92,7 @@ def _lead_to_the_same(programs: Iterable[Iterable[Any]]) -> bool:
 def _same_values(receipt: dict[str, Any]) -> bool:
     """Whether the files whose signatures proved nothing are the same, which were saved just before
     they were read. Once they have come to rest, a full search gives them signatures that do."""
-    from opkiln.store.facts import Hasher, value
+    from opkiln.facts import Hasher, value
 
     hasher = Hasher()
     return time.time_ns() < receipt["until"] and all(
@@ -197,8 +197,7 @@ def _facts(read: Evidence) -> dict[str, Any] | None:
     """The files, directories and programs that were read, in the form that is checked fastest: the
     signatures of many as one list of numbers. None if one had not come to rest, or changed, and
     nothing else is known of it. Raises OSError."""
-    from opkiln.observing.inputs import LINK
-    from opkiln.store.facts import CHOICE, parted
+    from opkiln.facts import CHOICE, LINK, parted
 
     signatures = {path: Signature.of(path) for path in _own_code()}
     signatures |= {path: Signature(*each) for path, each in read.files.items()}
@@ -295,8 +294,8 @@ def _torch(request: Request) -> str | None:
 
 
 # The rooms and modules whose code decides which entry is right.
-_ROOMS = ("arch", "binary", "build_model", "decision", "devices", "digest", "model", "plan",
-          "setting_values", "settings", "steps", "store", "toolchain")  # fmt: skip
+_ROOMS = ("arch", "binary", "build_model", "decision", "devices", "digest", "facts", "model",
+          "plan", "setting_values", "settings", "steps", "store", "toolchain")  # fmt: skip
 
 
 def _own_code() -> Iterator[str]:

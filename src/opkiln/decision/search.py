@@ -6,17 +6,17 @@ from __future__ import annotations
 import os
 import time
 
-from opkiln import evidence, images
+from opkiln import facts, images
 from opkiln import plan as plans
 from opkiln.arch import cpu
 from opkiln.decision import archs, policy, prebuilt
 from opkiln.decision.target import features, require_cpu
 from opkiln.decision.terms import LOAD, Build, Serve
 from opkiln.errors import BuildError, SpecError, ToolchainError
+from opkiln.facts import Hasher
 from opkiln.model import ABI_NONE, ABI_STABLE, CPU, CUDA, ROCM, STABLE_VERSION, Artifact
 from opkiln.settings import settings
 from opkiln.store import key
-from opkiln.store.facts import Hasher
 from opkiln.toolchain import choice, torch_sdk
 
 TYPE_CHECKING = False
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from opkiln.build_model import Plan, Target, Toolchain
     from opkiln.decision.terms import Request, Trace
-    from opkiln.evidence import Evidence
+    from opkiln.facts import Evidence
     from opkiln.model import OpSpec
     from opkiln.store.layers import Store
 
@@ -37,7 +37,7 @@ def search(request: Request, trace: Trace) -> Serve | Build:
     if request.use == LOAD:
         require_cpu(spec, request.target)
     images.forget()
-    with evidence.collecting() as read:
+    with facts.collecting() as read:
         compilers = _Compilers(request, trace)
         found = compilers.look(read)
     if found is not None:
@@ -134,10 +134,10 @@ def built(
     places = plans.anchors_of(spec, toolchain)
     hasher = Hasher()
     if toolchain is None and spec.backend != CPU:
-        evidence.incomplete()  # that there is no device compiler cannot be checked by a few facts
+        facts.incomplete()  # that there is no device compiler cannot be checked by a few facts
     for candidate in _covering(request, target, toolchain):
         if candidate is not target:
-            evidence.incomplete()  # a build for the very target would be better
+            facts.incomplete()  # a build for the very target would be better
         build = None
         if toolchain is not None:
             build = key.build_key(plans.make(spec, candidate, toolchain))
@@ -163,14 +163,14 @@ def built(
             reason += f"; {origin}"
         trace.add("store", "taken", reason, leaf.directory)
         if toolchain is None:
-            evidence.file(os.path.dirname(os.path.dirname(leaf.directory)))
+            facts.file(os.path.dirname(os.path.dirname(leaf.directory)))
         return Artifact(leaf.payload, leaf.manifest["sha256"], "store")
     return None
 
 
 def elsewhere(request: Request, trace: Trace) -> Artifact | None:
     """The best of listed layers, and of what was imported into the user's own."""
-    evidence.incomplete()
+    facts.incomplete()
     layers = request.store.location.layers
     listed = []
     for layer in layers:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from opkiln.build_model import Plan, Target, TorchSDK
     from opkiln.decision.archs import Wanted
     from opkiln.errors import LoadError, OpkilnError
-    from opkiln.evidence import Evidence
+    from opkiln.facts import Evidence
     from opkiln.model import Artifact, Op
     from opkiln.store.layers import Store
 

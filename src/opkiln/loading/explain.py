@@ -15,11 +15,12 @@ from opkiln.decision.prebuilt import fetched_from
 from opkiln.decision.search import planned
 from opkiln.decision.terms import Build, Candidate, Request, Serve, summary
 from opkiln.errors import OpkilnError
+from opkiln.facts import Hasher
 from opkiln.loading import loader
 from opkiln.model import Artifact, Op, place_of
 from opkiln.observing import launchers, observer
 from opkiln.store import entry, key
-from opkiln.store.facts import Hasher, changes
+from opkiln.store.deps import changes
 from opkiln.toolchain import choice
 
 TYPE_CHECKING = False

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from typing import NamedTuple
 
-from opkiln.observing import linker
+from opkiln.binary import linker
+from opkiln.facts import DIRECTORY, FILE, LINK, LISTING, PROGRAM
 from opkiln.observing.log import LISTED, NOT_A_LINK, Identity, Observation
 
 TYPE_CHECKING = False
@@ -14,15 +15,6 @@ if TYPE_CHECKING:
 
 # Not files that somebody keeps: what the kernel says of itself.
 _NO_FILES = ("/proc/", "/sys/")
-
-# What a step knows of a path, and so what must not change:
-FILE = "file"  # its contents
-PROGRAM = "program"  # its contents, and whether it may be run
-DIRECTORY = "directory"  # that it is one
-LISTING = "listing"  # the names in it
-LINK = "link"  # its text; empty if it is something else
-ABSENT = "absent"  # of a directory: which names are not below it
-LIBRARIES = "libraries"  # of the dynamic linker's list: where these lead
 
 Chosen = tuple[str, tuple[str, ...]]
 

@@ -29,10 +29,12 @@ from zlib import crc32
 
 from opkiln.digest import LARGEST_BUNDLE, sha256_file
 from opkiln.errors import StoreError
+from opkiln.facts import Hasher
 from opkiln.model import place_of
 from opkiln.record import Record
 from opkiln.settings import LAYOUT
 from opkiln.store import sealed, signatures
+from opkiln.store.deps import changes, deps_key
 from opkiln.store.entry import (
     MANIFEST,
     SCHEMA,
@@ -42,7 +44,6 @@ from opkiln.store.entry import (
     parse_manifest,
     write_manifest,
 )
-from opkiln.store.facts import Hasher, changes, deps_key
 from opkiln.store.zip_format import (
     LARGEST,
     LOCAL,

@@ -25,14 +25,14 @@ from opkiln.digest import (
     sha256_file,
 )
 from opkiln.record import Record
-from opkiln.store import facts, shape
+from opkiln.store import deps, shape
 from opkiln.trust import fault
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from opkiln.store.facts import Hasher
+    from opkiln.facts import Hasher
 
 SCHEMA = settings.SCHEMA
 MANIFEST = "manifest.json"
@@ -156,7 +156,7 @@ def examine(
             os.close(fd)
         manifest = parse_manifest(data)
         if own:
-            if facts.deps_key(manifest["deps"]) != os.path.basename(directory):
+            if deps.deps_key(manifest["deps"]) != os.path.basename(directory):
                 raise ValueError("its name does not match its dependencies")
             if changed := _changes(directory, manifest, places, hasher, whole):
                 return Refused(directory, "; ".join(changed))
@@ -182,7 +182,7 @@ def _changes(
             if not os.path.isdir(directory):
                 raise  # it was just collected
             raise ValueError(f"{SIDECAR} is missing") from None
-    return facts.changes(manifest["deps"], rows, places, hasher)
+    return deps.changes(manifest["deps"], rows, places, hasher)
 
 
 def _check_payload(directory: str, manifest: dict[str, Any], listed: bool) -> Leaf | Refused:

@@ -8,8 +8,9 @@ import stat
 from typing import NamedTuple
 
 from opkiln.errors import StoreError
+from opkiln.facts import Hasher
 from opkiln.store import entry
-from opkiln.store.facts import Hasher, deps_key
+from opkiln.store.deps import deps_key
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

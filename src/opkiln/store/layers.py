@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from typing import Any
 
-    from opkiln.store.facts import Hasher
+    from opkiln.facts import Hasher
 
 
 class Lookup(Record):

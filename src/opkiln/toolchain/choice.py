@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 
-from opkiln import evidence
+from opkiln import facts
 from opkiln.build_model import NVCC, NVRTC, Toolchain
 from opkiln.errors import ToolchainError
 from opkiln.model import ABI_TORCH, CPU, CUDA, ROCM
@@ -77,7 +77,7 @@ def needs_nvcc(spec: OpSpec) -> str:
             text = inline[source].encode("utf-8", "surrogateescape")
         else:
             path = os.path.join(spec.root, source)
-            evidence.file(path)
+            facts.file(path)
             try:
                 with open(path, "rb") as file:
                     text = file.read()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from opkiln import evidence
+from opkiln import facts
 from opkiln.record import Record
 from opkiln.settings import on_path, origin_of, settings
 
@@ -31,9 +31,9 @@ def first(name: str) -> str | None:
     """The program that this name runs, or None."""
     found = next(on_path(name), None)
     if "/" in name:
-        evidence.runs(name)
+        facts.runs(name)
     else:
-        evidence.program(name, found)
+        facts.program(name, found)
     return found
 
 

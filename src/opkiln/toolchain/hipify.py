@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 
-from opkiln import evidence
+from opkiln import facts
 from opkiln.build_model import TorchSDK
 from opkiln.digest import key, sha256_file
 from opkiln.errors import ToolchainError
@@ -43,7 +43,7 @@ def identity(torch: TorchSDK) -> str:
     """
     files = (_TRANSLATOR, *modules(torch))
     for path in files:
-        evidence.file(path)
+        facts.file(path)
     return key("hipify", [sha256_file(path) for path in files])
 
 

@@ -6,7 +6,7 @@ import os
 import re
 import sys
 
-from opkiln import evidence
+from opkiln import facts
 from opkiln.settings import settings
 from opkiln.toolchain import find
 
@@ -36,7 +36,7 @@ def is_library(path: str) -> bool:
 def below(home: str) -> Iterator[str]:
     """Every ``lib/libsycl.so.N`` of an installation, the highest N first."""
     directory = os.path.join(home, "lib")
-    matches = [match for name in evidence.listed(directory) if (match := _NAME.match(name))]
+    matches = [match for name in facts.listed(directory) if (match := _NAME.match(name))]
     for match in sorted(matches, key=lambda match: int(match[1]), reverse=True):
         yield os.path.join(directory, match[0])
 
@@ -54,7 +54,7 @@ def installed() -> str | None:
         listed = files(PACKAGE) or []
     except PackageNotFoundError:
         return None
-    evidence.incomplete()  # a newer one would come with other files
+    facts.incomplete()  # a newer one would come with other files
     paths = (os.path.realpath(each.locate()) for each in listed if is_library(each.name))
     return next(paths, None)
 
@@ -66,7 +66,7 @@ def unfit(library: str) -> str:
         return f"{name} cannot compile kernels by itself: pip install -U '{PACKAGE}>=2026'"
     home = os.path.dirname(os.path.dirname(library))
     for part in ("include/sycl/sycl.hpp", "lib/libsycl-jit.so"):
-        if not evidence.exists(os.path.join(home, part)):
+        if not facts.exists(os.path.join(home, part)):
             return f"{os.path.join(home, part)} is missing"
     return ""
 
@@ -78,7 +78,7 @@ def programs() -> Iterator[tuple[str, str]]:
     if root := settings.cmplr_root:
         for name in PROGRAMS:
             yield os.path.join(os.path.abspath(root), "bin", name), "CMPLR_ROOT"
-    releases = [name for name in evidence.listed(ONEAPI) if name[:1].isdigit()]
+    releases = [name for name in facts.listed(ONEAPI) if name[:1].isdigit()]
     releases.sort(key=lambda name: [int(part) for part in re.findall(r"\d+", name)], reverse=True)
     for release in releases:
         yield os.path.join(ONEAPI, release, "bin", "icpx"), ONEAPI

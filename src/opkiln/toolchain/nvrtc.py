@@ -13,7 +13,7 @@ import sys
 from pathlib import PurePath
 from typing import Any
 
-from opkiln import evidence
+from opkiln import facts
 from opkiln.build_model import NVRTC, DeviceCompiler, Toolchain
 from opkiln.digest import key, sha256_file
 from opkiln.errors import BuildTimeout, ToolchainError
@@ -100,7 +100,7 @@ def _layouts() -> Iterator[tuple[str, str, tuple[str, ...], str]]:
 
 
 def _place(directory: str, home: str, include: tuple[str, ...], origin: str) -> Place | None:
-    names = evidence.listed(directory)
+    names = facts.listed(directory)
     libraries = [(int(found[1]), name) for name in names if (found := _LIBRARY.match(name))]
     if not libraries:
         return None

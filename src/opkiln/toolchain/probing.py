@@ -1,7 +1,7 @@
 """What all probes of compilers share: a directory to compile in, and a memory of the answers.
 
-An answer is kept as a JSON file, with the signatures of the files that it depends on. It is used
-only while none of them has changed. A lost record costs one probe; a damaged one is ignored.
+An answer is kept as a JSON file, with the facts that it rests on. It is used while they hold. A
+lost record costs one probe; a damaged one is ignored.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ import time
 from contextlib import contextmanager
 from typing import Any
 
-from opkiln import evidence
-from opkiln.digest import Signature, key, read_file, sha256_file
+from opkiln import facts
+from opkiln.digest import Signature, key, read_file
+from opkiln.facts import FILE, LISTING, Hasher, signature_of
 from opkiln.settings import compiler_variables, settings
 from opkiln.toolchain import find
 from opkiln.trust import claim
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
     T = TypeVar("T")
 
-SCHEMA = 7
+SCHEMA = 8
 
 
 def asked(question: str, *, script: bool = False) -> str:
@@ -71,8 +72,17 @@ def _recall(directory: str, subject: str) -> dict[str, Any] | None:
 
 def _holds(record: dict[str, Any]) -> bool:
     """Raises OSError, and others if the record is damaged."""
-    signed = {path: _still(record, path, *fields) for path, *fields in record["signatures"]}
-    if None in signed.values() or any(map(evidence.exists, record.get("absent", ()))):
+    hasher = Hasher()
+    signed: dict[str, Signature] = {}
+    for kind, path, then, *fields in record["facts"]:
+        signature: Signature = Signature(*fields)
+        if not signature.holds(path):
+            now, signature = facts.ask_again(kind, path, then, hasher)
+            if now != then:
+                return False
+        facts.file(path, signature)
+        signed[path] = signature
+    if any(map(facts.exists, record.get("absent", ()))):
         return False
     # The files are unchanged, but names may lead elsewhere now: a symbolic link was changed, or
     # another `as` comes first on PATH.
@@ -80,35 +90,23 @@ def _holds(record: dict[str, Any]) -> bool:
         program = name if "/" in name else find.first(name)
         if program is None or os.path.realpath(program) != target:
             return False
-        evidence.file(program, signed.get(target))  # a changed link leads to another inode
+        facts.file(program, signed.get(target))  # a changed link leads to another inode
     if until := record.get("until"):
-        evidence.incomplete()
+        facts.incomplete()
         return bool(time.time() < until)
     return True
-
-
-def _still(record: dict[str, Any], path: str, *fields: int) -> Signature | None:
-    """The signature of a file that is unchanged. Of an image that was mounted again, the contents
-    tell, and the signature is a new one. Raises OSError."""
-    known: Signature = Signature(*fields)
-    if not known.holds(path):
-        known = Signature.of(path)
-        if path not in record["digests"] or sha256_file(path) != record["digests"][path]:
-            return None
-    evidence.file(path, known)
-    return known
 
 
 def remember(
     directories: tuple[str, ...],
     subject: str,
-    facts: dict[str, Any],
+    answer: dict[str, Any],
     files: list[str],
     asked_at: int | None = None,
 ) -> None:
-    """Keep facts about a subject, bound to these files, in the first of the directories.
+    """Keep an answer on a subject, bound to these files, in the first of the directories.
 
-    These of the facts bind them, too: ``resolved``, [name, the program that it leads to];
+    These fields of it bind it, too: ``resolved``, [name, the program that it leads to];
     ``absent``, paths where nothing is; ``until``, a time.
 
     Nothing is kept if there is no directory, if it cannot be written, or if one of the files no
@@ -120,18 +118,10 @@ def remember(
     if not directories:
         return
     try:
-        signed = [(path, Signature.of(path)) for path in files]
-        of_images = [path for path, sig in signed if sig.in_image or sig.known_by_contents]
-        digests = {path: sha256_file(path) for path in of_images if not os.path.isdir(path)}
+        rows = [_row(path, asked_at) for path in files]
     except OSError:
         return
-    signatures = [
-        [path, *sig._replace(read_at=min(asked_at or sig.read_at, sig.read_at))]
-        for path, sig in signed
-    ]
-    record = {
-        **facts, "schema": SCHEMA, "subject": subject, "signatures": signatures, "digests": digests,
-    }  # fmt: skip
+    record = {**answer, "schema": SCHEMA, "subject": subject, "facts": rows}
     from opkiln.writing import write_private  # not for a hit, which only recalls
 
     try:
@@ -140,6 +130,17 @@ def remember(
         write_private(_path(directories[0], subject), json.dumps(record).encode())
     except OSError:
         pass  # full or read-only: the next process probes again, which is only slower
+
+
+def _row(path: str, asked_at: int | None) -> list[Any]:
+    """The fact of a file, or of a directory's list of names. Raises OSError."""
+    kind = LISTING if os.path.isdir(path) else FILE
+    signature = signature_of(kind, path)
+    # Where a signature may say nothing later, the contents do. Else it counts alone.
+    telling = not (signature.in_image or signature.known_by_contents)
+    value = "" if telling else facts.value(kind, path, "", Hasher())
+    asked_at = min(asked_at or signature.read_at, signature.read_at)
+    return [kind, path, value, *signature._replace(read_at=asked_at)]
 
 
 def _path(directory: str, subject: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 
-from opkiln import evidence
+from opkiln import facts
 from opkiln.settings import origin_of
 from opkiln.toolchain import find, torch_sdk
 from opkiln.toolchain.find import Candidate
@@ -71,7 +71,7 @@ def home_of(hipcc: str) -> str:
 
 def _installed() -> list[str]:
     """``/opt/rocm``, then ``/opt/rocm-*``, the newest first."""
-    found = evidence.listed(PARENT)
+    found = facts.listed(PARENT)
     names = [name for name in found if name.startswith("rocm-")]
     names.sort(key=lambda name: (torch_sdk.release(name[5:]), name), reverse=True)
     return [os.path.join(PARENT, name) for name in ("rocm", *names) if name in found]
@@ -82,7 +82,7 @@ def _places(home: str) -> list[str]:
 
 
 def _hipcc_below(home: str) -> str | None:
-    return next(filter(evidence.runs, _places(home)), None)
+    return next(filter(facts.runs, _places(home)), None)
 
 
 def is_rocm_pytorch() -> bool:

@@ -8,7 +8,7 @@ import time
 from functools import partial
 from typing import Any
 
-from opkiln import evidence
+from opkiln import facts
 from opkiln.errors import BuildTimeout, ToolchainError
 from opkiln.record import Record
 from opkiln.settings import executable, on_path, origin_of, settings
@@ -72,7 +72,7 @@ def places() -> Iterator[Place]:
             yield Place(_nvcc_below(os.path.abspath(home)), origin, named=True)
             if field == "cuda_home":
                 return
-    evidence.programs("nvcc", list(on_path("nvcc")))
+    facts.programs("nvcc", list(on_path("nvcc")))
     for directory in settings.path:
         if os.path.isabs(directory):
             yield Place(os.path.join(directory, "nvcc"), "PATH")
@@ -92,7 +92,7 @@ def present() -> list[Place]:
     """The places that have an nvcc, each program once."""
     found: dict[str, Place] = {}
     for place in places():
-        if evidence.runs(place.nvcc):
+        if facts.runs(place.nvcc):
             found.setdefault(_itself(place.nvcc), place)
     return list(found.values())
 
@@ -147,7 +147,7 @@ def matching(pattern: str) -> list[str]:
     if not pattern.endswith("*"):
         return [pattern]
     parent, stem = os.path.split(pattern[:-1])
-    names = [name for name in evidence.listed(parent) if name.startswith(stem)]
+    names = [name for name in facts.listed(parent) if name.startswith(stem)]
     names.sort(key=lambda name: (torch_sdk.release(name.removeprefix(stem)), name), reverse=True)
     return [os.path.join(parent, name) for name in names]
 
@@ -186,7 +186,7 @@ def _last_resort(memory: tuple[str, ...], ask: bool) -> Place | None:
     """
     if settings.cuda_home:
         return None
-    evidence.incomplete()  # what it looks at is not known
+    facts.incomplete()  # what it looks at is not known
     subject = f"cuda-pathfinder {sys.prefix}"
     record = probing.recall(memory, subject)
     if record is None and ask:

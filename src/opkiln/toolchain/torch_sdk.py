@@ -7,7 +7,7 @@ import os
 import sys
 from functools import lru_cache
 
-from opkiln import evidence
+from opkiln import facts
 from opkiln.build_model import TorchSDK
 from opkiln.digest import read_file
 from opkiln.errors import BuildError, SettingError
@@ -47,7 +47,7 @@ def find() -> TorchSDK | None:
     if path is None:
         return None
     for each in read_from(path):
-        evidence.file(each)
+        facts.file(each)
     return _read(path, _stamp(os.path.join(path, "version.py")))
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 
-from opkiln import evidence
+from opkiln import facts
 from opkiln.record import Record
 
 TYPE_CHECKING = False
@@ -58,11 +58,11 @@ def beside(torch: TorchSDK | None, include_dirs: Iterable[str], release: tuple[i
     split = ("cuda_runtime/include", *(f"{part}/include" for part in _PARTS))
     for layout in (shared, split):
         marker = os.path.join(base, layout[0], _RUNTIME)
-        if evidence.exists(marker):
+        if facts.exists(marker):
             break
     else:
         return _NONE
-    own = tuple(each for each in layout if evidence.exists(os.path.join(base, each)))
+    own = tuple(each for each in layout if facts.exists(os.path.join(base, each)))
     try:
         found = _release(marker)
     except OSError:

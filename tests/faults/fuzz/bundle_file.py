@@ -9,8 +9,8 @@ from fuzz.scratch import file
 
 from opkiln.bundles import bundle
 from opkiln.errors import StoreError
+from opkiln.facts import Hasher
 from opkiln.store import archive, sealed, zip_format
-from opkiln.store.facts import Hasher
 
 
 def one(data: bytes) -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from fuzz.scratch import directory
 
+from opkiln.facts import Hasher
 from opkiln.store import entry
-from opkiln.store.facts import Hasher
 from opkiln.store.inventory import OBJECT, OP, Entry, details
 
 PAYLOAD = b"\x7fELF"

@@ -10,8 +10,6 @@ import hashlib
 import os
 import struct
 
-from opkiln.digest import read_file
-
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -52,7 +50,8 @@ def listed(file: str, names: Iterable[str]) -> list[str]:
     it. A list that is not glibc's counts as a whole. Raises OSError."""
     found = {name.encode(): [name] for name in sorted(names)}
     try:
-        data = read_file(file)
+        with open(file, "rb") as opened:
+            data = opened.read()
     except FileNotFoundError:
         data = b""
     try:
