@@ -103,18 +103,25 @@ Arg = str | Anchored
 
 
 class Step(Record):
-    """One process to run: its argv, its inputs and its one output below ``stage``."""
+    """One process to run: its command, its inputs and its one output below ``stage``."""
 
     # compile, stub (a library to link in the place of torch's), device-link, link
     kind: str
     output: str  # relative to the staging directory
-    argv: tuple[Arg, ...]
-    source: str = ""  # compile: the source, for people
-    depfile: str = ""  # compile: where the compiler lists what it read
+    words: tuple[Arg, ...]  # compile: the compiler and its flags; else the whole command
+    file: Arg = ""  # compile: what is compiled
+    source: str = ""  # compile: the same, for people
     inputs: tuple[str, ...] = ()  # link, device-link: outputs of other steps
     memory: int = 512 << 20  # what it is expected to take at most, for each thread
     threads: int = 1  # the most it can use; what it gets replaces the anchor "threads"
     plain_paths: bool = False  # the compiler hands its arguments to a shell
+
+    @property
+    def argv(self) -> tuple[Arg, ...]:
+        """The whole command."""
+        if not self.file:
+            return self.words
+        return (*self.words, "-c", self.file, "-o", Anchored("", "stage", self.output))
 
 
 class Plan(Record):

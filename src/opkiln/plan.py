@@ -217,9 +217,28 @@ def render(argument: Arg, places: Mapping[str, str]) -> str:
     return f"{argument.prefix}{path}{argument.suffix}"
 
 
+class Command(NamedTuple):
+    """A step's command, with the places of this machine."""
+
+    words: tuple[str, ...]
+    file: str
+    output: str
+
+    @property
+    def argv(self) -> tuple[str, ...]:
+        return (*self.words, "-c", self.file, "-o", self.output) if self.file else self.words
+
+
+def command(step: Step, places: Mapping[str, str]) -> Command:
+    """A step's command as it is run."""
+    words = tuple(render(argument, places) for argument in step.words)
+    output = render(Anchored("", "stage", step.output), places)
+    return Command(words, render(step.file, places), output)
+
+
 def argv(step: Step, places: Mapping[str, str]) -> tuple[str, ...]:
-    """A step's command line as it is run."""
-    return tuple(render(argument, places) for argument in step.argv)
+    """The same, as a list of words."""
+    return command(step, places).argv
 
 
 class Flags(NamedTuple):
@@ -266,7 +285,7 @@ def author_flags(plan: Plan, module: str) -> Flags:
                 )
     device = plan.toolchain.device
     program = "" if device is None else device.path
-    of_device = [step for step in compiles if program and program in step.argv]
+    of_device = [step for step in compiles if program and program in step.words]
     of_host = [step for step in compiles if step not in of_device]
     linking = argv(last, places)
     objects = {render(Anchored("", "stage", name), places) for name in last.inputs}
@@ -286,10 +305,10 @@ _HOST_MAP = "-Xcompiler=-ffile-prefix-map="
 def _common(steps: list[Step], program: str, places: Mapping[str, str], module: str) -> list[str]:
     if not steps:
         return []
-    parts = argv(steps[0], places)
+    parts = command(steps[0], places).words
     kept = [
         part
-        for part in parts[parts.index(program) + 1 : parts.index("-MD")]
+        for part in parts[parts.index(program) + 1 :]
         if "=/opkiln/build" not in part and not part.startswith(_OF_ONE_SOURCE)
         if part != _OF_OUR_DIRECTORY
         # Quoted for no shell; nvcc itself takes care of the other paths.

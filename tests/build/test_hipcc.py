@@ -94,11 +94,13 @@ class Built:
         places = plan.anchors_of(copy, toolchain) | {"stage": str(stage)}
         (source,) = spec.sources
         self.step = hip_steps.compile_step(copy, a_target(*archs), toolchain, {}, source)
-        self.done = process.run(
-            plan.argv(self.step, places), cwd=str(stage), env=dict(hipcc.ENVIRONMENT),
-            tmpdir=str(stage),
-        )  # fmt: skip
+        self.command = plan.command(self.step, places)
+        self.done = self.run(self.command.argv)
         self.linking = [plan.render(each, places) for each in hip_steps.runtime(spec, toolchain)]
+
+    def run(self, argv: tuple[str, ...]) -> process.Completed:
+        place = str(self.stage)
+        return process.run(argv, cwd=place, env=dict(hipcc.ENVIRONMENT), tmpdir=place)
 
     @property
     def object(self) -> bytes:
@@ -106,8 +108,8 @@ class Built:
         return (self.stage / self.step.output).read_bytes()
 
     def read(self) -> set[str]:
-        """The author's files that the compiler says it read."""
-        listed = (self.stage / self.step.depfile).read_text().replace("\\\n", " ").split()
+        """The author's files that the compiler says it reads."""
+        listed = self.run((*self.command.words, "-M", self.command.file)).output.split()
         return {self.staged.origin[path] for path in listed if path in self.staged.origin}
 
 

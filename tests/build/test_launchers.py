@@ -16,6 +16,7 @@ import pytest
 from sample.op_tree import Tree
 
 from opkiln.observing import launchers
+from opkiln.plan import Command
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -376,7 +377,8 @@ TEXTS = {
 
 @pytest.mark.parametrize("text", TEXTS)
 def test_a_text_that_has_the_assembler_read_a_file_is_recognised(text: str) -> None:
-    assert launchers.reads_more(text.encode(), ("g++", "-O3")) == TEXTS[text]
+    command = Command(("g++", "-O3"), "/x.cpp", "/x.o")
+    assert launchers.reads_more(text.encode(), command) == TEXTS[text]
 
 
 FLAGS = {
@@ -393,4 +395,5 @@ FLAGS = {
 
 @pytest.mark.parametrize("flag", FLAGS)
 def test_flags_that_may_have_the_compiler_read_a_file_are_recognised(flag: str) -> None:
-    assert launchers.reads_more(b"int x;", ("/usr/bin/g++", flag, "/x.cpp")) == FLAGS[flag]
+    command = Command(("/usr/bin/g++", flag), "/x.cpp", "/x.o")
+    assert launchers.reads_more(b"int x;", command) == FLAGS[flag]

@@ -9,8 +9,7 @@ import subprocess
 from typing import TYPE_CHECKING
 
 import pytest
-from sample import child
-from sample.package import settle
+from sample import at_rest, child
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -68,9 +67,15 @@ def traced(code: str, tmp_path: Path, **arguments: object) -> list[str]:
     return [line for line in inside.splitlines() if WRITES.search(line)]
 
 
+@pytest.fixture(autouse=True)
+def shortened(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was at rest when it was built leaves a receipt that lasts."""
+    at_rest.shorten(monkeypatch)
+
+
 @pytest.fixture
 def built(plain: Package) -> Package:
-    settle(*plain.files())
+    at_rest.wait(plain.path)
     plain.load()
     return plain
 
@@ -124,7 +129,7 @@ def test_a_hit_of_a_torch_op_imports_writes_and_starts_nothing_either(
     package: Callable[..., Package],
 ) -> None:
     stable = package("stable")
-    settle(*stable.files())
+    at_rest.wait(stable.path)
     stable.builder().jit_load()
     code = (
         f"import torch\n{AUDIT}OWN = {{'opkiln', '{stable.name}', 'torch'}}\n"
@@ -170,16 +175,14 @@ def test_a_cold_load_would_be_seen_by_both_ways_of_looking(plain: Package, tmp_p
 def test_a_load_for_the_cpu_runs_few_files_of_opkiln_and_none_of_other_backends(
     plain: Package,
 ) -> None:
-    code = f"""
-        import sys
-        from {plain.name}.op import PlainBuilder
-        PlainBuilder().load()
-        ours = [name for name in sys.modules if name.partition(".")[0] == "opkiln"]
-        print(*(name for name in ours if not hasattr(sys.modules[name], "__path__")))
-    """
-    settle(*plain.files())
-    cold, _, warm = (
-        child.run(code, path=[plain.where], bare=False, forked=False).split() for _ in range(3)
+    code = at_rest.IN_CHILD + (
+        f"import sys\nfrom {plain.name}.op import PlainBuilder\nPlainBuilder().load()\n"
+        "ours = [name for name in sys.modules if name.partition('.')[0] == 'opkiln']\n"
+        "print(*(name for name in ours if not hasattr(sys.modules[name], '__path__')))\n"
+    )
+    at_rest.wait(plain.path)
+    cold, warm = (
+        child.run(code, path=[plain.where], bare=False, forked=False).split() for _ in range(2)
     )
     assert len(warm) <= 25, warm
     assert len(cold) <= 84, cold

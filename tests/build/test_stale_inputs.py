@@ -155,10 +155,10 @@ def _precompiled(tree: Tree) -> None:
         from opkiln.decision.decide import decide
         from opkiln import plan as plans
         plan = decide(Request(Builder().op())).plan
-        print(*plans.argv(plan.steps[0], plans.anchors(plan, "/stage")), sep="\\n")
+        print(*plans.command(plan.steps[0], plans.anchors(plan, "/stage")).words, sep="\\n")
     """
     argv = tree.run(code, "planned").splitlines()
-    flags = [each for each in argv[1 : argv.index("-MD")] if "prefix-map" not in each]
+    flags = [each for each in argv[1:] if "prefix-map" not in each]
     tree.write("other/n.h", "#define N 2\n")
     header = str(tree.path / "other/n.h")
     output = str(tree.path / "inc/n.h.gch")

@@ -25,8 +25,7 @@ _PLACE = re.compile(r"/[^\s,:=;\"']*/")
 
 
 def compile_once(kept: Path, nvcc: str, words: list[str]) -> int:
-    """Run ``nvcc WORDS``, or copy what it once gave for them: the object and its list of headers.
-    Returns the exit code.
+    """Run ``nvcc WORDS``, or copy the object that it once gave for them. Returns the exit code.
 
     Where things lie and the number of threads do not count, so this is not for a test of these.
     """
@@ -35,13 +34,10 @@ def compile_once(kept: Path, nvcc: str, words: list[str]) -> int:
     (given,) = {word for word in words if os.path.basename(word) == source_of(words)}
     source = Path(given).resolve()
     output = Path(words[words.index("-o") + 1])
-    headers = Path(words[words.index("-MF") + 1]) if "-MF" in words else None
     plain = [
         _PLACE.sub("/", word)
         for word in words
-        if word not in (str(output), str(headers))
-        and "-prefix-map=" not in word
-        and not word.startswith("--threads=")
+        if word != str(output) and "-prefix-map=" not in word and not word.startswith("--threads=")
     ]
     state = os.stat(nvcc)
     key = hashlib.sha256(repr([plain, state.st_size, state.st_mtime_ns]).encode())
@@ -59,9 +55,6 @@ def compile_once(kept: Path, nvcc: str, words: list[str]) -> int:
             Path(new).mkdir()  # for it to end with
         return 0
     shutil.copy(found / "object", output)
-    if headers is not None:
-        own = sorted(str(path) for path in source.parent.rglob("*.cuh"))
-        headers.write_text(f"{output}: {' '.join([str(source), *own])}\n")
     return 0
 
 
@@ -127,7 +120,7 @@ def arch_words(argv: list[str]) -> list[str]:
     """
     found = []
     for before, word in zip(["", *argv], argv, strict=False):
-        of_path = before in ("-o", "-MF") or "prefix-map=" in word or word.startswith(("-I", "/"))
+        of_path = before == "-o" or "prefix-map=" in word or word.startswith(("-I", "/"))
         if not of_path and (_CHOOSES.match(word) or _CHOOSES.fullmatch(before)):
             found.append(word)
     return found

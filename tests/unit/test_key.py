@@ -69,15 +69,15 @@ def test_the_intent_has_the_target_and_the_declaration_alone_has_not() -> None:
 def test_the_paths_of_the_compilers_and_their_launcher_are_in_no_key() -> None:
     tools = GCC._replace(launcher="/usr/bin/ccache", device=NVCC._replace(host="/usr/bin/g++-12"))
     argv = ("/usr/bin/ccache", "/cuda/bin/nvcc", "-ccbin", "/usr/bin/g++-12", "-c", "/usr/bin/g++")
-    step = COMPILE._replace(argv=argv)
+    step = COMPILE._replace(words=argv)
     assert key.step_inputs(a_plan(toolchain=tools), step) == ("compile", "a.o", ("-ccbin", "-c"))
 
 
 def test_a_step_is_known_by_its_kind_its_output_and_its_arguments() -> None:
     plan = a_plan()
     changes: tuple[dict[str, Any], ...] = (
-        {"kind": "link"}, {"output": "b.o"}, {"argv": (*COMPILE.argv, "-O3")},
-        {"argv": ("/usr/bin/g++", "-c", Anchored("", "abs", "a.cpp"))},
+        {"kind": "link"}, {"output": "b.o"}, {"words": (*COMPILE.words, "-O3")},
+        {"words": ("/usr/bin/g++", "-c", Anchored("", "abs", "a.cpp"))},
     )  # fmt: skip
     keys = {key.step_key(plan, COMPILE._replace(**each)) for each in changes}
     keys |= {key.build_key(a_plan(steps=(COMPILE._replace(**each),))) for each in changes}

@@ -17,7 +17,7 @@ from opkiln.facts import FILE, PROGRAM
 from opkiln.model import ABI_NONE, PLAIN, OpSpec
 from opkiln.observing import log, observer, programs
 
-STEP = Step("compile", "a.o", ("g++", "-c", "a.cpp"), source="a.cpp")
+STEP = Step("compile", "a.o", ("g++",), "a.cpp", source="a.cpp")
 
 
 class Bench:

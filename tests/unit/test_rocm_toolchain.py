@@ -382,16 +382,13 @@ def command(**changes: object) -> list[str]:
     return list(plan.argv(step, _PLACES))
 
 
-def test_a_hip_compile_names_each_architecture_once_and_lists_what_it_reads() -> None:
+def test_a_hip_compile_names_each_architecture_once() -> None:
     argv = command(device_args=("-ffast-math",))
     assert argv[:3] == ["/opt/rocm/bin/hipcc", "-x", "hip"]
     assert [each for each in argv if each.startswith("--offload-arch")] == [
         "--offload-arch=gfx90a", "--offload-arch=gfx942:sramecc+",
     ]  # fmt: skip
-    assert argv[argv.index("-MD") :] == [
-        "-MD", "-MF", "/stage/cuda.cu-6f199527.d",
-        "-c", "/pkg/op/cuda.cu", "-o", "/stage/cuda.cu-6f199527.o",
-    ]  # fmt: skip
+    assert argv[-4:] == ["-c", "/pkg/op/cuda.cu", "-o", "/stage/cuda.cu-6f199527.o"]
     assert argv.index("-ffast-math") < argv.index("-DUSER")
     assert {"-std=c++20", "-O3", "-fPIC", "-D__HIP_PLATFORM_AMD__=1", "-I/pkg/op/include"} < {*argv}
     assert "-ffile-prefix-map=/pkg/op=/opkiln/src" in argv

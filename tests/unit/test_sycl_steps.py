@@ -82,7 +82,6 @@ def test_icpx_compiles_every_source_as_sycl(source: str) -> None:
     assert words[:2] == ["/oneapi/bin/icpx", "-fsycl"]
     assert words[-6:-2] == ["-x", "c++", "-c", f"/root of/pkg/{source}"]
     assert words[-1] == f"/stage/{step.output}"
-    assert words[words.index("-MF") + 1] == f"/stage/{step.depfile}"
     assert "-isystem/torch/include" in words
     assert "-I/root of/pkg/include" in words
     # opkiln's own, the author's for C++, the author's for SYCL, the user's: the last one wins.

@@ -276,7 +276,7 @@ class _Build:
         for step in self._plan.steps:
             if step.kind == "compile":
                 continue
-            first = plans.render(step.argv[0], places)
+            first = plans.render(step.words[0], places)
             look = observed.look(self._plan, step, stage, first, self._store.memory)
             if look is None:
                 unobserved = unobserved or observed.UNSEEN

@@ -84,9 +84,7 @@ def objects(
                 done[step.output] = found
                 events.emit("step-end", op=plan.spec.name, label=step.source, step=step.output,
                             wall=0.0, max_rss=0, cached=True)  # fmt: skip
-    snapshots = {
-        step.output: snapshot_of([plans.render(step.argv[-3], places)]) for step in missing
-    }
+    snapshots = {step.output: snapshot_of([plans.render(step.file, places)]) for step in missing}
     launched = launchers.named(plan.toolchain)
     for turn in range(_ROUNDS):
         if not missing:
@@ -197,7 +195,7 @@ class _Batch:
         self.unsettled: dict[str, dict[str, str]] = {}  # output -> snapshot for the next round
 
     def run(self, steps: list[Step], since: float | None, beside: list[schedule.Task]) -> None:
-        found = (self._passes.task(step, self._argv(step, self._places)) for step in steps)
+        found = (self._passes.task(step, self._command(step, self._places)) for step in steps)
         passes = [task for task in found if task is not None]
         if passes:
             schedule.execute(passes, timeout=settings.build_timeout, since=since)
@@ -211,7 +209,7 @@ class _Batch:
             places = with_plain_paths(self._plan, step, self._stage, places)
 
         def widened(threads: int) -> tuple[str, ...]:
-            return self._argv(step, {**places, "threads": str(threads)})
+            return self._command(step, {**places, "threads": str(threads)}).argv
 
         # ptxas prints several lines for each kernel, and two at once would mix them up.
         most = 1 if self._verbose else settings.nvcc_threads or step.threads
@@ -220,7 +218,7 @@ class _Batch:
             name=step.output,
             op=self._plan.spec.name,
             label=step.source,
-            argv=self._passes.argv(step, self._argv(step, places)),
+            argv=self._passes.argv(step, self._command(step, places)),
             cwd=self._stage,
             env={**environment, **self._passes.environment(step)},
             tmpdir=self._stage,
@@ -231,20 +229,21 @@ class _Batch:
             widened=widened if step.threads > 1 else None,
         )
 
-    def _argv(self, step: Step, places: dict[str, str]) -> tuple[str, ...]:
-        argv = plans.argv(step, places)
+    def _command(self, step: Step, places: dict[str, str]) -> plans.Command:
+        command = plans.command(step, places)
         if self._copy is None:
-            return argv
+            return command
         # Relative directories are below the root, which the copy replaces.
         declared = [path for path in self._plan.spec.include_dirs if os.path.isabs(path)]
         copied = {f"-I{path}": self._copy.include_dirs.get(path) for path in declared}
-        renamed = (f"-I{copied[each]}" if copied.get(each) else each for each in argv)
-        return tuple(each for each in renamed if copied.get(each, "") is not None)
+        renamed = (f"-I{copied[each]}" if copied.get(each) else each for each in command.words)
+        kept = (each for each in renamed if copied.get(each, "") is not None)
+        return command._replace(words=tuple(kept))
 
     def _finish(self, step: Step, completed: Completed) -> None:
         memory = self._store.memory
         look = observed.look(self._plan, step, self._stage, completed.argv[0], memory)
-        if self._passes.is_missing(step, self._argv(step, self._places), look):
+        if self._passes.is_missing(step, look):
             self.launched = True
             self.unsettled[step.output] = self._snapshots.get(step.output, {})
             return
@@ -334,13 +333,13 @@ def with_plain_paths(plan: Plan, step: Step, stage: str, places: dict[str, str])
             with contextlib.suppress(FileExistsError):  # made for another source of the same build
                 os.symlink(place, link)
             places[anchor] = link
-    rendered = plans.argv(step, places)
+    command = plans.command(step, places)
     # nvcc follows links: it puts the source's real path between double quotes for the shell.
-    real = os.path.realpath(rendered[-3]) if step.source else ""
+    real = os.path.realpath(command.file) if command.file else ""
     if any(mark in real for mark in _QUOTED):
         raise _not_passed(plan, step, real)
     # The first program itself is started without a shell.
-    for declared, argument in list(zip(step.argv, rendered, strict=True))[1:]:
+    for declared, argument in list(zip(step.argv, command.argv, strict=True))[1:]:
         # A comma separates the parts of a flag. In a path, nvcc would split the path there.
         parts = argument.split(",") if isinstance(declared, str) else [argument]
         if not all(PLAIN.match(part) for part in parts):
@@ -354,7 +353,7 @@ _QUOTED = '"$`\\'  # what a shell interprets also between double quotes
 def _not_passed(plan: Plan, step: Step, argument: str) -> BuildError:
     return BuildError(
         f"op {plan.spec.name}: {argument!r} cannot be passed to the compiler",
-        why=f"{step.argv[0]} passes its arguments to a shell, which would interpret a "
+        why=f"{step.words[0]} passes its arguments to a shell, which would interpret a "
         "character of it",
         hint="move it to a path of plain letters, digits, '.', '_' and '-'; "
         "OPKILN_TMPDIR sets the directory for builds",

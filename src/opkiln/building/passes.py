@@ -17,6 +17,7 @@ from opkiln.store import key
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from opkiln.plan import Command
     from opkiln.process import Completed
 
 
@@ -42,11 +43,11 @@ class Passes:
         self._wanted = launched and bool(library)
         self._done: dict[str, _Pass] = {}  # by the step's output
 
-    def task(self, step: Step, argv: tuple[str, ...]) -> schedule.Task | None:
+    def task(self, step: Step, command: Command) -> schedule.Task | None:
         """The preprocessor on what this command compiles; None if no pass is needed, or none would
         tell what the compile reads."""
         toolchain = self._plan.toolchain
-        if not self._wanted or not launchers.can_preprocess(argv, toolchain):
+        if not self._wanted or not launchers.can_preprocess(step, toolchain):
             return None
         text = step.output + ".ii"
         environment = observed.environment(self._plan, self._library, self._stage, text)
@@ -54,17 +55,17 @@ class Passes:
             name=text,
             op=self._plan.spec.name,
             label=f"{step.source} (preprocessor)",
-            argv=launchers.preprocess(argv, toolchain, os.path.join(self._stage, text)),
+            argv=launchers.preprocess(command, toolchain, os.path.join(self._stage, text)),
             cwd=self._stage,
             env={**environment, **launchers.DIRECT},
             tmpdir=self._stage,
             after=(),
             memory=step.memory,
-            finish=lambda completed: self._finish(step, argv, text, completed),
+            finish=lambda completed: self._finish(step, command, text, completed),
             may_fail=True,  # what is wrong with the source, the compile reports
         )
 
-    def _finish(self, step: Step, argv: tuple[str, ...], text: str, completed: Completed) -> None:
+    def _finish(self, step: Step, command: Command, text: str, completed: Completed) -> None:
         look = observed.look(self._plan, step, self._stage, completed.argv[0], self._memory, text)
         if completed.returncode or look is None or not look.tells_all_of(text):
             return
@@ -72,31 +73,31 @@ class Passes:
         with open(path, "rb") as file:
             made = file.read()
         os.unlink(path)
-        direct = launchers.reads_more(made, argv)
+        direct = launchers.reads_more(made, command)
         files = look.inputs().files
         if direct:
-            bond, command = launchers.DIRECT, launchers.without(argv, self._plan.toolchain)
+            bond, command = launchers.DIRECT, launchers.without(command, self._plan.toolchain)
         else:
             bond = launchers.bound_to(key.step_key(self._plan, step), made, files)
-            command = launchers.portable(argv, self._stage, made)
-        self._done[step.output] = _Pass(look, direct, bond, command)
+            command = launchers.portable(command, self._stage, made)
+        self._done[step.output] = _Pass(look, direct, bond, command.argv)
 
-    def argv(self, step: Step, argv: tuple[str, ...]) -> tuple[str, ...]:
+    def argv(self, step: Step, command: Command) -> tuple[str, ...]:
         """A compile's command: without the launcher if the pass did not see enough."""
         before = self._done.get(step.output)
-        return argv if before is None else before.argv
+        return command.argv if before is None else before.argv
 
     def environment(self, step: Step) -> dict[str, str]:
         """What binds a launcher to the text and the programs that the pass saw."""
         before = self._done.get(step.output)
         return {} if before is None else before.bond
 
-    def is_missing(self, step: Step, argv: tuple[str, ...], look: observed.Look | None) -> bool:
+    def is_missing(self, step: Step, look: observed.Look | None) -> bool:
         """Whether only the compile has shown that the compiler ran elsewhere, not at all, or
         unobserved."""
         if self._wanted or not self._library:
             return False
-        if not launchers.can_preprocess(argv, self._plan.toolchain):
+        if not launchers.can_preprocess(step, self._plan.toolchain):
             return False
         return look is None or look.launched or not look.tells_all_of(step.output)
 

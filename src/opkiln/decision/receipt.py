@@ -197,7 +197,7 @@ def _facts(read: Evidence) -> dict[str, Any] | None:
     """The files, directories and programs that were read, in the form that is checked fastest: the
     signatures of many as one list of numbers. None if one had not come to rest, or changed, and
     nothing else is known of it. Raises OSError."""
-    from opkiln.facts import CHOICE, LINK, parted
+    from opkiln.facts import CHOICE, LINK, Hasher, ask_again, parted
 
     signatures = {path: Signature.of(path) for path in _own_code()}
     signatures |= {path: Signature(*each) for path, each in read.files.items()}
@@ -205,14 +205,21 @@ def _facts(read: Evidence) -> dict[str, Any] | None:
         return None
     fresh = []
     until = 0
+    hasher = Hasher()
     links: dict[str, str] = {}
     programs = dict(read.programs)
-    for kind, path, value, signature in read.entry:
+    for kind, path, value, looked in read.entry:
         if kind == LINK:
             links[path] = value
-        elif kind == CHOICE:  # of two lists of programs, the longer begins with the shorter
+            continue
+        if kind == CHOICE:  # of two lists of programs, the longer begins with the shorter
             programs[path] = max([*parted(value)], programs.get(path, []), key=len)
-        elif signature.settled:
+            continue
+        # What had just changed when it was read may have come to rest.
+        now, signature = (value, looked) if looked.settled else ask_again(kind, path, value, hasher)
+        if now != value:
+            return None
+        if signature.settled:
             if signatures.setdefault(path, signature)[:-1] != signature[:-1]:
                 return None  # it changed between two looks
         else:

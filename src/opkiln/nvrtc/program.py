@@ -3,7 +3,7 @@ parts: it starts g++, and compiles device code itself.
 
     python -I -S -B program.py probe LIBNVRTC BUILTINS
     python -I -S -B program.py compile LIBNVRTC BUILTINS --image sm_90a ... --device OPTION ... \
-        --host CXX OPTION ... -MD -MF DEPFILE -c SOURCE -o OBJECT
+        --host CXX OPTION ... -c SOURCE -o OBJECT
 
 ``probe`` prints a JSON object: its version, what it compiles for, the flags that it accepts.
 ``compile`` makes one object:
@@ -56,9 +56,7 @@ class _Arguments:
         self.images = [word for word in words[2:device] if word != "--image"]
         self.device = words[device + 1 : host]
         self.cxx, *rest = words[host + 1 :]
-        # -MD -MF DEPFILE -c SOURCE -o OBJECT
-        self.host = rest[:-7]
-        self.depfile, self.source, self.object = rest[-5], rest[-3], rest[-1]
+        *self.host, _, self.source, _, self.object = rest  # -c SOURCE -o OBJECT
 
     @property
     def unnamed(self) -> str:
@@ -118,8 +116,7 @@ def _without_preprocessing(options: list[str]) -> list[str]:
 
 def _preprocessed(given: _Arguments) -> cut.HostPart:
     text = given.beside(".ii")
-    listing = ("-MD", "-MF", given.depfile, "-MT", given.object)
-    _await(_start(given.cxx, *given.host, *listing, "-x", "c++", "-E", given.source, "-o", text))
+    _await(_start(given.cxx, *given.host, "-x", "c++", "-E", given.source, "-o", text))
     return cut.HostPart(_read(text), given.unnamed)
 
 

@@ -31,7 +31,8 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from opkiln.build_model import Toolchain
+    from opkiln.build_model import Step, Toolchain
+    from opkiln.plan import Command
 
 # .incbin and .include in a string, and what could put them together: the assembler's macros. In the
 # preprocessed text strings are not joined yet, so the word may begin one: asm("." "incbin ...").
@@ -49,12 +50,12 @@ _FLAGS = re.compile(
 DIRECT = {"CCACHE_DISABLE": "1"}
 
 
-def can_preprocess(argv: tuple[str, ...], toolchain: Toolchain) -> bool:
+def can_preprocess(step: Step, toolchain: Toolchain) -> bool:
     """Whether a pass of the preprocessor can stand for this compile. nvcc's cannot: it is for one
     architecture, and each of them, and the host, may include other headers. Nor can one for a
     launcher that takes no digest of it."""
     known = toolchain.launcher is None or is_launcher(toolchain.launcher)
-    return known and without(argv, toolchain)[0] == toolchain.cxx
+    return known and step.words[0 if toolchain.launcher is None else 1] == toolchain.cxx
 
 
 def named(toolchain: Toolchain) -> bool:
@@ -67,30 +68,32 @@ def variables(toolchain: Toolchain) -> dict[str, str]:
     return dict(compiler_variables(script=True)) if named(toolchain) else {}
 
 
-def without(argv: tuple[str, ...], toolchain: Toolchain) -> tuple[str, ...]:
+def without(command: Command, toolchain: Toolchain) -> Command:
     """The command without the launcher that the user named."""
-    return argv[1:] if argv[0] == toolchain.launcher else argv
+    launcher, *rest = command.words
+    return command._replace(words=tuple(rest)) if launcher == toolchain.launcher else command
 
 
-def preprocess(argv: tuple[str, ...], toolchain: Toolchain, output: str) -> tuple[str, ...]:
+def preprocess(command: Command, toolchain: Toolchain, output: str) -> tuple[str, ...]:
     """The command that has the real compiler preprocess what a compile step's command compiles."""
-    source = argv[-3]  # -MD -MF DEPFILE -c SOURCE -o OBJECT
     # Without it, g++ does not look for precompiled headers.
     more = ("-fpch-preprocess",) if toolchain.family == "gcc" else ()
-    return (*without(argv, toolchain)[:-7], *more, "-E", source, "-o", output)
+    return (*without(command, toolchain).words, *more, "-E", command.file, "-o", output)
 
 
-def portable(argv: tuple[str, ...], stage: str, text: bytes) -> tuple[str, ...]:
+def portable(command: Command, stage: str, text: bytes) -> Command:
     """A compile's command without the flags that hide the build's own directory, if the ``text`` to
     be compiled does not mention that and no debugging information will."""
-    if stage.encode() in text or any(re.match(r"-g(?!no)\w*", each) for each in argv[1:-7]):
-        return argv
-    return tuple(each for each in argv if not each.startswith(f"-ffile-prefix-map={stage}="))
+    words = command.words
+    if stage.encode() in text or any(re.match(r"-g(?!no)\w*", each) for each in words[1:]):
+        return command
+    hides = f"-ffile-prefix-map={stage}="
+    return command._replace(words=tuple(each for each in words if not each.startswith(hides)))
 
 
-def reads_more(text: bytes, argv: tuple[str, ...]) -> bool:
+def reads_more(text: bytes, command: Command) -> bool:
     """Whether the compile may read files that the preprocessor did not."""
-    return _DIRECTIVE.search(text) is not None or any(map(_FLAGS.match, argv))
+    return _DIRECTIVE.search(text) is not None or any(map(_FLAGS.match, command.words))
 
 
 def bound_to(step: str, text: bytes, files: Iterable[str]) -> dict[str, str]:

@@ -89,8 +89,3 @@ def object_name(source: str) -> str:
     )
     flat = "".join(plain).lstrip("-")[-80:]
     return f"{flat}-{key('source', source)[:8]}.o"
-
-
-def depfile_name(output: str) -> str:
-    """The name of an object's dependency file."""
-    return output[:-2] + ".d"

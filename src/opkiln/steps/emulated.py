@@ -14,7 +14,6 @@ from opkiln.steps.arguments import (
     TIMESTAMP,
     anchored,
     author_flags,
-    depfile_name,
     object_name,
     prefix_maps,
 )
@@ -46,7 +45,6 @@ def compile_step(
 ) -> Step:
     """The step that compiles one CUDA or C++ source, or the runtime."""
     output = object_name("emulator/runtime.cpp" if source == EMULATOR_RUNTIME else source)
-    depfile = depfile_name(output)
     gcc = toolchain.family == "gcc"
     arguments: list[Arg] = [toolchain.launcher] if toolchain.launcher else []
     arguments.append(toolchain.cxx)
@@ -77,17 +75,16 @@ def compile_step(
         arguments += [f"-I{path}" for path in flags.get("cpath", ())]
         arguments += torch_includes(spec)
         arguments += [f"-isystem{path}" for path in flags.get("cplus_include_path", ())]
-    arguments += ["-x", "c++", "-MD", "-MF", Anchored("", "stage", depfile)]
+    arguments += ["-x", "c++"]
     # The runtime stays where it is: the sources of an op of opkiln's own may be a translated copy.
     runtime = Anchored("", "opkiln", EMULATOR_RUNTIME.removeprefix(PACKAGE + "/"))
     compiled = runtime if source == EMULATOR_RUNTIME else anchored(spec, source)
-    arguments += ["-c", compiled, "-o", Anchored("", "stage", output)]
     return Step(
         kind="compile",
         output=output,
-        argv=tuple(arguments),
+        words=tuple(arguments),
+        file=compiled,
         source="the emulator's runtime" if source == EMULATOR_RUNTIME else source,
-        depfile=depfile,
         memory=_MEMORY,
     )
 

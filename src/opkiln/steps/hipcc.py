@@ -11,7 +11,7 @@ headers and list nothing. So a build depends on the whole translated copy and on
 from __future__ import annotations
 
 from opkiln.arch import hip
-from opkiln.build_model import Anchored, Arg, Step, Target, Toolchain
+from opkiln.build_model import Arg, Step, Target, Toolchain
 from opkiln.digest import key
 from opkiln.errors import SpecError
 from opkiln.model import ABI_TORCH, EXECUTABLE, OpSpec
@@ -21,7 +21,6 @@ from opkiln.steps.arguments import (
     TIMESTAMP,
     anchored,
     author_flags,
-    depfile_name,
     in_toolkit,
     object_name,
     op_header,
@@ -92,7 +91,6 @@ def compile_step(
     device = toolchain.device
     assert device is not None  # a plan for this backend is made with its compiler
     output = object_name(source)
-    depfile = depfile_name(output)
     authors = (*spec.device_args, *flags.get("cudaflags", ()))
     # No launcher: hipcc cannot be run through ccache or sccache.
     arguments: list[Arg] = [device.path, "-x", "hip"]
@@ -124,14 +122,12 @@ def compile_step(
     arguments += torch_includes(spec)
     arguments += [f"-isystem{path}" for path in flags.get("cplus_include_path", ())]
     arguments += op_header(spec)
-    arguments += ["-MD", "-MF", Anchored("", "stage", depfile)]
-    arguments += ["-c", anchored(spec, source), "-o", Anchored("", "stage", output)]
     return Step(
         kind="compile",
         output=output,
-        argv=tuple(arguments),
+        words=tuple(arguments),
+        file=anchored(spec, source),
         source=source,
-        depfile=depfile,
         memory=_MEMORY_WITH_TORCH if spec.abi == ABI_TORCH else _MEMORY,
         plain_paths=True,
     )

@@ -10,7 +10,6 @@ from opkiln.steps.arguments import (
     TIMESTAMP,
     anchored,
     author_flags,
-    depfile_name,
     in_toolkit,
     object_name,
     op_header,
@@ -40,7 +39,6 @@ def compile_step(
 ) -> Step:
     """The step that compiles one C++ source."""
     output = object_name(source)
-    depfile = depfile_name(output)
     arguments: list[Arg] = [toolchain.launcher] if toolchain.launcher else []
     arguments += [toolchain.cxx, f"-std={spec.std}"]
     arguments += ["-O0", "-g3"] if target.debug else ["-O3", "-DNDEBUG"]
@@ -68,14 +66,12 @@ def compile_step(
     arguments += torch_includes(spec)
     arguments += [f"-isystem{path}" for path in flags.get("cplus_include_path", ())]
     arguments += op_header(spec)
-    arguments += ["-MD", "-MF", Anchored("", "stage", depfile)]
-    arguments += ["-c", anchored(spec, source), "-o", Anchored("", "stage", output)]
     return Step(
         kind="compile",
         output=output,
-        argv=tuple(arguments),
+        words=tuple(arguments),
+        file=anchored(spec, source),
         source=source,
-        depfile=depfile,
         memory=_MEMORY[spec.abi],
     )
 

@@ -55,7 +55,7 @@ def stub_steps(
         toolchain.cxx, "-shared", "-nostdlib", "-x", "c++", "/dev/null",
         "-Wl,-soname,libtorch_cpu.so", "-o", Anchored("", "stage", _STUB),
     )  # fmt: skip
-    return (Step(kind="stub", output=_STUB, argv=argv, memory=100 << 20),)
+    return (Step(kind="stub", output=_STUB, words=argv, memory=100 << 20),)
 
 
 def _stubbed(spec: OpSpec, toolchain: Toolchain, flags: Mapping[str, tuple[str, ...]]) -> bool:
@@ -125,7 +125,9 @@ def link_step(
     arguments += [f"-L{path}" for path in flags.get("library_path", ())]
     arguments += flags.get("ldflags", ())
     arguments += ["-o", Anchored("", "stage", output)]
-    return Step(kind="link", output=output, argv=tuple(arguments), inputs=objects, memory=500 << 20)
+    return Step(
+        kind="link", output=output, words=tuple(arguments), inputs=objects, memory=500 << 20
+    )
 
 
 def _cuda_runtime(spec: OpSpec, toolchain: Toolchain, relocatable: bool) -> list[Arg]:

@@ -18,7 +18,6 @@ from opkiln.steps.arguments import (
     TIMESTAMP,
     anchored,
     author_flags,
-    depfile_name,
     in_toolkit,
     object_name,
     op_header,
@@ -68,7 +67,6 @@ def compile_step(
     assert device is not None  # a plan for this backend is made with its compiler
     archs = cuda.parse(";".join(target.archs))
     output = object_name(source)
-    depfile = depfile_name(output)
     authors = without_relocatable((*spec.device_args, *flags.get("cudaflags", ())))
     # No launcher: no pass of nvcc's preprocessor tells what all of its compiles read.
     arguments: list[Arg] = [device.path, "-ccbin", device.host or toolchain.cxx]
@@ -107,15 +105,13 @@ def compile_step(
         spec.name, "-isystem=", "CPLUS_INCLUDE_PATH", flags.get("cplus_include_path", ())
     )
     arguments += op_header(spec, "-isystem=")
-    arguments += ["-MD", "-MF", Anchored("", "stage", depfile)]
-    arguments += ["-c", anchored(spec, source), "-o", Anchored("", "stage", output)]
     memory = _MEMORY_WITH_TORCH if spec.abi == ABI_TORCH else _MEMORY_PER_ARCH
     return Step(
         kind="compile",
         output=output,
-        argv=tuple(arguments),
+        words=tuple(arguments),
+        file=anchored(spec, source),
         source=source,
-        depfile=depfile,
         memory=memory,
         threads=len(cuda.images(archs)) if "--threads" in device.accepts else 1,
         plain_paths=True,
@@ -153,7 +149,7 @@ def device_link_step(
     return Step(
         kind="device-link",
         output=_LINKED,
-        argv=tuple(arguments),
+        words=tuple(arguments),
         inputs=objects,
         memory=_MEMORY_PER_ARCH,
         plain_paths=True,

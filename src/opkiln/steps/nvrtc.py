@@ -18,7 +18,6 @@ from opkiln.steps.arguments import (
     TIMESTAMP,
     anchored,
     author_flags,
-    depfile_name,
     in_toolkit,
     object_name,
     op_header,
@@ -80,7 +79,6 @@ def compile_step(
     assert device is not None  # a plan for this backend is made with its compiler
     check(spec, flags)
     output = object_name(source)
-    depfile = depfile_name(output)
     given = _Flags(spec, (*spec.device_args, *flags.get("cudaflags", ())))
     arguments: list[Arg] = [device.path, "-I", "-S", "-B", Anchored("", "opkiln", _PROGRAM)]
     arguments += ["compile", *(in_toolkit(device, path) for path in device.libraries)]
@@ -90,14 +88,12 @@ def compile_step(
     arguments += _for_device(spec, target, toolchain, flags, given, source)
     arguments += ["--host", toolchain.cxx]
     arguments += _for_host(spec, target, toolchain, flags, given, output)
-    arguments += ["-MD", "-MF", Anchored("", "stage", depfile)]
-    arguments += ["-c", anchored(spec, source), "-o", Anchored("", "stage", output)]
     return Step(
         kind="compile",
         output=output,
-        argv=tuple(arguments),
+        words=tuple(arguments),
+        file=anchored(spec, source),
         source=source,
-        depfile=depfile,
         memory=_MEMORY,
     )
 

@@ -7,7 +7,7 @@ they first run. So only C++ sources can be built; ``.sycl`` sources need icpx.
 
 from __future__ import annotations
 
-from opkiln.build_model import SYCL_RUNTIME, Anchored, Arg, DeviceCompiler, Step, Target, Toolchain
+from opkiln.build_model import SYCL_RUNTIME, Arg, DeviceCompiler, Step, Target, Toolchain
 from opkiln.errors import ToolchainError
 from opkiln.model import EXECUTABLE, OpSpec
 from opkiln.steps import host
@@ -16,7 +16,6 @@ from opkiln.steps.arguments import (
     TIMESTAMP,
     anchored,
     author_flags,
-    depfile_name,
     in_toolkit,
     object_name,
     op_header,
@@ -55,7 +54,6 @@ def compile_step(
             )
         return host.compile_step(spec, target, toolchain, flags, source)
     output = object_name(source)
-    depfile = depfile_name(output)
     # No launcher: no pass of the preprocessor tells what all of its compiles read. No flags for the
     # target's CPU: the code that must be fast is in kernels, which run on the device.
     arguments: list[Arg] = [device.path, "-fsycl", *_targets(target), f"-std={spec.std}"]
@@ -75,15 +73,14 @@ def compile_step(
     arguments += host.torch_includes(spec)
     arguments += [f"-isystem{path}" for path in flags.get("cplus_include_path", ())]
     arguments += op_header(spec)
-    arguments += ["-MD", "-MF", Anchored("", "stage", depfile)]
     # A .sycl file is C++ by torch's convention. Without -x, icpx would take it for an object.
-    arguments += ["-x", "c++", "-c", anchored(spec, source), "-o", Anchored("", "stage", output)]
+    arguments += ["-x", "c++"]
     return Step(
         kind="compile",
         output=output,
-        argv=tuple(arguments),
+        words=tuple(arguments),
+        file=anchored(spec, source),
         source=source,
-        depfile=depfile,
         memory=_MEMORY,
     )
 
