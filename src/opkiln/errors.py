@@ -215,7 +215,7 @@ class AcceleratorError(UsageError, ValueError):
 class ToolchainError(OpkilnError):
     """No compiler that can build for the target; ``why`` lists each candidate and its refusal.
 
-    Install a compiler, or name one with ``OPKILN_CXX`` or ``OPKILN_CUDA_HOME``. `opkiln doctor`
+    Install a compiler, or name one with ``CXX`` or ``OPKILN_CUDA_HOME``. `opkiln doctor`
     checks what is installed. Where there is no compiler, ship the op prebuilt (docs/deploying.md).
     """
 

@@ -227,21 +227,16 @@ class Settings:
 
     # How it is built
     cxx = Setting(
-        "OPKILN_CXX", values.command, None,
+        "CXX", values.command, None,
         "The host C++ compiler, a name on PATH or a path; a launcher may come before it "
         "(`ccache g++`).",
-        aliases=("CXX",), shown="the first of `g++`, `clang++`, `c++` on PATH that works",
+        shown="the first of `g++`, `clang++`, `c++` on PATH that works", group="compiler",
     )  # fmt: skip
     torch_dir = Setting(
         "OPKILN_TORCH_DIR", str, None,
         "torch's package directory, for builds by a Python that has no torch of its own, such as "
         "that of an isolated build environment.",
         shown="the torch that is imported",
-    )  # fmt: skip
-    cxx_aarch64 = Setting(
-        "OPKILN_CXX_AARCH64", str, None,
-        "The C++ compiler for aarch64 on another machine (`--target cpu:armv8-a`), a name on PATH "
-        "or a path.", shown="`aarch64-linux-gnu-g++`",
     )  # fmt: skip
     cpu = Setting(
         "OPKILN_CPU", str, "native",
@@ -347,14 +342,14 @@ class Settings:
 
     # ROCm
     rocm_home = Setting(
-        "OPKILN_ROCM_HOME", str, None,
+        "ROCM_HOME", str, None,
         "The ROCm installation to use. It is used or refused, never replaced by another.",
-        aliases=("ROCM_HOME", "ROCM_PATH"), shown="found by `hipcc` on PATH, `/opt/rocm*`",
+        aliases=("ROCM_PATH",), shown="found by `hipcc` on PATH, `/opt/rocm*`", group="compiler",
     )  # fmt: skip
     rocm_arch_list = Setting(
-        "OPKILN_ROCM_ARCH_LIST", str, None,
+        "PYTORCH_ROCM_ARCH", str, None,
         "The GPU architectures to build for: `gfx90a;gfx942:sramecc+`, `native`.",
-        aliases=("PYTORCH_ROCM_ARCH",), shown="those of this machine's GPUs",
+        shown="those of this machine's GPUs", group="compiler",
     )  # fmt: skip
     gfx_override = Setting(
         "HSA_OVERRIDE_GFX_VERSION", values.gfx_version, None,
@@ -392,10 +387,10 @@ class Settings:
 
     # The engine
     max_jobs = Setting(
-        "OPKILN_MAX_JOBS", values.positive, None,
+        "MAX_JOBS", values.positive, None,
         "Most steps this process runs at once. The host-wide budget (CPUs, cgroup, memory) holds "
         "besides.",
-        aliases=("MAX_JOBS",), shown="the budget",
+        shown="the budget", group="compiler",
     )  # fmt: skip
     memory = Setting(
         "OPKILN_MEMORY", values.parse_size, None,
@@ -725,11 +720,10 @@ def fingerprint() -> tuple[object, ...] | None:
 
 
 _PROGRAMS = (
-    "OPKILN_CXX", "CXX", "NVCC_CCBIN", "CUDAHOSTCXX",
-    "OPKILN_SYCL_CXX", "OPKILN_CXX_AARCH64",
+    "CXX", "NVCC_CCBIN", "CUDAHOSTCXX", "OPKILN_SYCL_CXX",
 )  # fmt: skip
 _HOMES = (
-    "OPKILN_CUDA_HOME", "CUDA_HOME", "CUDA_PATH", "OPKILN_ROCM_HOME", "ROCM_HOME", "ROCM_PATH",
+    "OPKILN_CUDA_HOME", "CUDA_HOME", "CUDA_PATH", "ROCM_HOME", "ROCM_PATH",
     "CMPLR_ROOT",
 )  # fmt: skip
 

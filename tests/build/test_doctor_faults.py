@@ -116,7 +116,7 @@ def test_a_static_runtime_that_nobody_asked_for_is_avoided_by_naming_another_com
     first = program(last="-static-libstdc++").parent
     patient = Patient({"PATH": f"{first}{os.pathsep}{os.environ['PATH']}"})
     found = patient.check("c++ runtime")
-    assert found.command.startswith("export OPKILN_CXX=/")
+    assert found.command.startswith("export CXX=/")
     assert patient.check("c++ runtime", after=found.command).verdict == "PASS"
 
 
@@ -670,7 +670,7 @@ def test_an_op_that_does_not_compile_by_no_flag_has_no_command_that_cannot_work(
 def test_every_check_runs_and_the_exit_code_says_the_worst(tmp_path: Path) -> None:
     argv = (sys.executable, "-m", "opkiln", "doctor", "--no-build", "--json")
     # A ROCm that is installed would be asked for seconds what it is.
-    env = {"PYTHONPATH": "", "NVCC_APPEND_FLAGS": "-g", "OPKILN_ROCM_HOME": str(tmp_path)}
+    env = {"PYTHONPATH": "", "NVCC_APPEND_FLAGS": "-g", "ROCM_HOME": str(tmp_path)}
     done = Patient(env).shell('exec "$@"', *argv)
     answer = json.loads(done.stdout)
     found = {each["check"]: each["verdict"] for each in answer["findings"]}

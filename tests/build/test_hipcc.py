@@ -170,7 +170,7 @@ def test_beside_an_nvcc_it_still_compiles_for_amd(
     nvcc.chmod(0o755)
     monkeypatch.setenv("PATH", f"{nvcc.parent}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setenv("HIP_PLATFORM", "nvidia")
-    monkeypatch.setenv("OPKILN_ROCM_HOME", device.home)
+    monkeypatch.setenv("ROCM_HOME", device.home)
     chosen = family.choose(hipcc, (), None, host.choose(()))
     assert chosen == device
     assert not (tmp_path / "asked").exists()

@@ -189,15 +189,6 @@ def test_without_a_cross_compiler_the_error_says_what_to_install(
     assert f"apt-get install {OTHER_CXX_PACKAGE}" in caught.value.hint
 
 
-@pytest.mark.skipif(OTHER != AARCH64, reason="no setting names a compiler for the other CPU")
-def test_a_cross_compiler_that_is_named_and_not_there_is_told(plain: Package) -> None:
-    op = plain.builder().op()
-    with override(cxx_aarch64="/no/such/g++"), pytest.raises(ToolchainError) as caught:
-        artifact(op)
-    assert "/no/such/g++ (call): no such program" in caught.value.why
-    assert "set OPKILN_CXX_AARCH64" in caught.value.hint
-
-
 def test_a_compiler_for_this_machine_is_refused_for_the_other(tmp_path: Path) -> None:
     compiler = shutil.which("g++")
     if compiler is None:

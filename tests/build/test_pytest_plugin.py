@@ -235,7 +235,7 @@ def test_reference_alone_needs_no_compiler_and_makes_no_store(
 ) -> None:
     done = project.pytest(
         "--opkiln=reference", "test_author.py", "test_falls.py", "-k", "not once",
-        OPKILN_CACHE_DIR=str(tmp_path / "none"), OPKILN_CXX="/nowhere/g++",
+        OPKILN_CACHE_DIR=str(tmp_path / "none"), CXX="/nowhere/g++",
     )  # fmt: skip
     falling = ["test_served", "test_not_served", "test_does_not_compile"]
     assert passed(done) == sorted([*BOTH, "test_only_reference", *falling])

@@ -266,7 +266,7 @@ def test_rocm_compiler_without_a_list_is_believed_and_with_one_is_held_to_it(
         fitted(world, "gfx90a", backend=ROCM, native=True, tools=listed)
     assert raised.value.what == "op op cannot be compiled for gfx90a"
     assert raised.value.why.splitlines()[-1] == "the toolkit is ROCm 7.0, /rocm"
-    assert raised.value.hint == "export OPKILN_ROCM_ARCH_LIST='gfx942'"
+    assert raised.value.hint == "export PYTORCH_ROCM_ARCH='gfx942'"
 
 
 def test_gpu_that_is_newer_than_the_toolkit_gets_what_it_can_run_and_one_warning(

@@ -206,19 +206,19 @@ def test_a_report_without_a_compiler_says_so_for_each_op(
 def test_a_report_knows_the_machine_the_store_and_the_settings(
     run: Callable[..., Ran], asked_once: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("MAX_JOBS", "3")
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     found = run("report", "--json").json()
     assert found["schema"] == 1
     assert found["environment"]["python"] == ".".join(map(str, sys.version_info[:3]))
     assert found["environment"]["budget"]["slots"] == len(os.sched_getaffinity(0))
     assert found["store"]["root"] == str(asked_once / "v1")
     settings = {each["variable"]: each for each in found["settings"]}
-    assert settings["OPKILN_MAX_JOBS"] == {
-        "variable": "OPKILN_MAX_JOBS", "value": 3, "origin": "MAX_JOBS",
+    assert settings["OPKILN_ACCELERATOR"] == {
+        "variable": "OPKILN_ACCELERATOR", "value": "cpu", "origin": "DS_ACCELERATOR",
     }  # fmt: skip
     assert settings["OPKILN_MODE"]["origin"] == "default"
     text = run("report").out
-    assert re.search(r"OPKILN_MAX_JOBS +3 +from MAX_JOBS", text)
+    assert re.search(r"OPKILN_ACCELERATOR +cpu +from DS_ACCELERATOR", text)
     assert re.search(rf"OPKILN_CACHE_DIR +{re.escape(str(asked_once))}", text)
     assert "OPKILN_MODE" not in text
 

@@ -94,7 +94,7 @@ def test_torch_is_never_imported_by_who_asks(asked_once: Path) -> None:
         "assert len(found) == len(checks.CHECKS)\n"
         "print('torch' in sys.modules)\n"
     )
-    env = {"OPKILN_ROCM_HOME": str(asked_once / "none")}
+    env = {"ROCM_HOME": str(asked_once / "none")}
     assert run(code, bare=False, forked=False, env=env) == "False\n"
 
 
@@ -645,11 +645,11 @@ def test_a_rocm_list_that_means_nothing_is_found() -> None:
 
 
 def test_a_torch_for_rocm_without_hipcc_is_found(toolkits: Toolkits) -> None:
-    patient = toolkits.patient(None, OPKILN_ROCM_HOME=str(toolkits.root / "no-rocm"))
+    patient = toolkits.patient(None, ROCM_HOME=str(toolkits.root / "no-rocm"))
     version = toolkits.root / "site-None" / "torch" / "version.py"
     version.write_text("__version__ = '2.13.0'\nhip: Optional[str] = '6.2.41133'\n")
     found = patient.check("rocm")
-    assert (found.verdict, found.command) == (FAIL, "unset OPKILN_ROCM_HOME")
+    assert (found.verdict, found.command) == (FAIL, "unset ROCM_HOME")
 
 
 def test_a_torch_for_xpu_without_a_sycl_compiler_is_found(toolkits: Toolkits) -> None:

@@ -272,7 +272,7 @@ def test_driver_must_know_the_runtime_and_be_as_new_as_ptx(
 def test_rocm_library_needs_no_nvidia_driver(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     world.spec = world.spec._replace(backend=ROCM)
     monkeypatch.setattr(archs, "_visible", lambda backend: ["gfx90a"])
-    monkeypatch.setenv("OPKILN_ROCM_ARCH_LIST", "gfx90a")
+    monkeypatch.setenv("PYTORCH_ROCM_ARCH", "gfx90a")
     assert gpu(world, "gfx90a", nvcc="99.0") == fit.Fit("", (0, 1, 0))
     assert gpu(world, "gfx942").misfit == "its code is for gfx942, which does not run on gfx90a"
 

@@ -574,7 +574,7 @@ def test_two_compilers_of_a_name_have_receipts_of_their_own(
     shop: Shop, variable: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if variable:
-        monkeypatch.setenv("OPKILN_CXX", variable)
+        monkeypatch.setenv("CXX", variable)
     before = _name(shop.request())
     compiler = shop.write("first/mycxx" if variable else "first/g++", "#!/bin/sh\n")
     compiler.chmod(0o755)

@@ -245,7 +245,7 @@ def test_another_major_than_torchs_is_refused_with_what_would_fit(
         family.choose(hipcc, memory, "6.2.41133-dd7f95766", a_host())
     assert "no ROCm here fits torch" in caught.value.what
     assert "HIP 5.2.21153; torch was built with 6.2.41133-dd7f95766" in caught.value.why
-    assert caught.value.hint.startswith("OPKILN_ROCM_HOME=/opt/rocm-6.2.0")
+    assert caught.value.hint.startswith("ROCM_HOME=/opt/rocm-6.2.0")
 
 
 # What is remembered

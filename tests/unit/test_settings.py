@@ -38,10 +38,10 @@ def test_a_value_is_read_when_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_opkilns_own_name_wins_over_an_alias(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CXX", "clang++")
-    assert settings.cxx == ("clang++",)
-    monkeypatch.setenv("OPKILN_CXX", "g++")
-    assert settings.cxx == ("g++",)
+    monkeypatch.setenv("CUDAFLAGS", "-G")
+    assert settings.cudaflags == ("-G",)
+    monkeypatch.setenv("OPKILN_CUDAFLAGS", "-lineinfo")
+    assert settings.cudaflags == ("-lineinfo",)
 
 
 def test_an_empty_variable_counts_as_unset(monkeypatch: pytest.MonkeyPatch) -> None:

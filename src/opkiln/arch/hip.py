@@ -68,7 +68,7 @@ _GRAMMAR = (
     "write gfx and a version, optionally with features (gfx90a, gfx1100, "
     "gfx942:sramecc+:xnack-);\nor native"
 )
-_EXAMPLE = 'OPKILN_ROCM_ARCH_LIST="gfx90a;gfx942"'
+_EXAMPLE = 'PYTORCH_ROCM_ARCH="gfx90a;gfx942"'
 
 
 def parse(text: str, *, native: Sequence[Arch] | None = None) -> tuple[Arch, ...]:
@@ -100,7 +100,7 @@ def merged(archs: Iterable[Arch]) -> tuple[Arch, ...]:
             raise ArchError(
                 f"{str(arch)!r} and {str(other)!r} exclude each other",
                 why="the targets of one processor must all set the same features",
-                hint=f"OPKILN_ROCM_ARCH_LIST={arch.processor}",
+                hint=f"PYTORCH_ROCM_ARCH={arch.processor}",
             )
     return found
 
@@ -137,7 +137,7 @@ def _single(word: str) -> Arch:
         raise ArchError(
             f"{lists.quote(word)} is not a HIP architecture",
             why=f"features are {' and '.join(_FEATURES)}, each once, with + or - after it",
-            hint=f"OPKILN_ROCM_ARCH_LIST={processor}",
+            hint=f"PYTORCH_ROCM_ARCH={processor}",
         )
     return Arch(processor, tuple(sorted(settings)))
 

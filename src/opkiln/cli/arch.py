@@ -44,7 +44,7 @@ def command(archs: tuple[str, ...], op: str | None, as_json: bool) -> int:
     filter removes, what the toolkit refuses, and the compiler's flags.
 
     LIST is a value of OPKILN_CUDA_ARCH_LIST: 8.0, 9.0a, 10.0f+PTX, Hopper, native, all, all-major,
-    separated by ; , or spaces; or a value of OPKILN_ROCM_ARCH_LIST: gfx90a, gfx942:xnack-. Without
+    separated by ; , or spaces; or a value of PYTORCH_ROCM_ARCH: gfx90a, gfx942:xnack-. Without
     LIST: that of the settings, else this machine's GPUs, else all that the toolkit has. Exits with
     1 if a build for the list would fail.
     """

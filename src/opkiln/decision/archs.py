@@ -1,7 +1,7 @@
 """The architectures an op is wanted for here: who says so, what its filter leaves, what fits.
 
 Precedence: the call, the setting (``OPKILN_CUDA_ARCH_LIST``, ``TORCH_CUDA_ARCH_LIST``;
-``OPKILN_ROCM_ARCH_LIST``, ``PYTORCH_ROCM_ARCH``), this machine's devices: all of them, so that
+``PYTORCH_ROCM_ARCH``), this machine's devices: all of them, so that
 ranks with one visible GPU each share a build.
 """
 
@@ -124,7 +124,7 @@ def _name(backend: str) -> str:
 
 
 def _variable(backend: str) -> str:
-    return {CUDA: "OPKILN_CUDA_ARCH_LIST", ROCM: "OPKILN_ROCM_ARCH_LIST"}[backend]
+    return {CUDA: "OPKILN_CUDA_ARCH_LIST", ROCM: "PYTORCH_ROCM_ARCH"}[backend]
 
 
 def _devices(backend: str) -> tuple[Any, ...]:

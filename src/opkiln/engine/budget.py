@@ -105,7 +105,7 @@ class Budget:
         """Hold slots for a step that expects ``memory`` bytes, until the block ends.
 
         A step may be able to use several threads, each with ``memory`` bytes. It gets slots for as
-        many threads as are free at once: at least one, and at most ``OPKILN_MAX_JOBS``.
+        many threads as are free at once: at least one, and at most ``MAX_JOBS``.
 
         While other processes hold the slots, ``waiting`` is called about once a second. It gets the
         pid of one of them (0 if it is in another pid namespace) and the seconds waited so far.

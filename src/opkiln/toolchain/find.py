@@ -74,15 +74,10 @@ def _found(path: str, origin: str) -> Candidate:
 
 
 def cross_candidates(machine: str) -> Iterator[Candidate]:
-    """C++ compilers for another machine: the one the user named, else the usual name."""
-    asked, origin = origin_of("cxx_aarch64") if machine == "aarch64" else (None, "PATH")
-    name = asked or f"{machine}-linux-gnu-g++"
+    """C++ compilers for another machine, by their usual name."""
+    name = f"{machine}-linux-gnu-g++"
     path = first(name)
-    how = origin if asked else "PATH"
-    if path is None:
-        yield Candidate(name, how, "no such program" if asked else "not on PATH")
-    else:
-        yield _found(path, how)
+    yield Candidate(name, "PATH", "not on PATH") if path is None else _found(path, "PATH")
 
 
 def cxx_candidates() -> Iterator[Candidate]:

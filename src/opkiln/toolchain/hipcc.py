@@ -130,7 +130,7 @@ def _failure(listed: list[Candidate], torch_hip: str | None, *, mismatched: bool
     elif mismatched and torch_hip is not None:
         major, minor = torch_sdk.release(torch_hip)
         what = f"no ROCm here fits torch, which was built with HIP {torch_hip}"
-        hint = f"OPKILN_ROCM_HOME=/opt/rocm-{major}.{minor}.0    (the path of a ROCm {major})"
+        hint = f"ROCM_HOME=/opt/rocm-{major}.{minor}.0    (the path of a ROCm {major})"
     else:
         what, hint = "no hipcc can be used here", "apt-get install hipcc"
     return ToolchainError(what, why=find.refusals(listed), hint=hint)

@@ -56,8 +56,7 @@ def choose(memory: tuple[str, ...], machine: str = "") -> Toolchain:
         raise ToolchainError(
             f"no C++ compiler for {machine} can be used here",
             why=why,
-            hint=f"apt-get install g++-{machine.replace('_', '-')}-linux-gnu"
-            + ("    (or set OPKILN_CXX_AARCH64)" if machine == "aarch64" else ""),
+            hint=f"apt-get install g++-{machine.replace('_', '-')}-linux-gnu",
         )
     raise ToolchainError(
         "no C++ compiler can be used here",

@@ -221,7 +221,7 @@ def runtime(here: Here) -> Outcome:
     origin = origin_of("cxx")[1]
     command = f"unset {origin}" if origin.isupper() and sharing else ""
     if sharing and not command:
-        command = f"export OPKILN_CXX={shlex.quote(sharing)}"
+        command = f"export CXX={shlex.quote(sharing)}"
     return warned(
         f"{host.cxx} would link a static libstdc++ into every op; they are linked to "
         f"{host.shared_runtime} instead",

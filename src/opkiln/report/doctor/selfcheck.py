@@ -85,7 +85,7 @@ def rocm(here: Here) -> Outcome:
         return skipped("there is no usable hipcc: see rocm")
     devices = amd.devices()
     archs = "native" if devices.gpus or not device.archs else device.archs[-1]
-    return _tried(ROCM, {"OPKILN_ROCM_ARCH_LIST": archs}, calls=bool(amd.visible(devices)))
+    return _tried(ROCM, {"PYTORCH_ROCM_ARCH": archs}, calls=bool(amd.visible(devices)))
 
 
 def xpu(here: Here) -> Outcome:
