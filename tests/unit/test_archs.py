@@ -105,7 +105,8 @@ def test_without_device_and_list_there_is_nothing_to_build_for(
     world.spec = world.spec._replace(distribution=ONE_CALL)
     with pytest.raises(LoadError) as raised:
         archs.wanted(world.op())
-    assert raised.value.hint == f"export OPKILN_{name.upper()}_ARCH_LIST={example}"
+    variable = {CUDA: "OPKILN_CUDA_ARCH_LIST", ROCM: "PYTORCH_ROCM_ARCH"}[backend]
+    assert raised.value.hint == f"export {variable}={example}"
 
 
 def test_setting_that_asks_for_native_without_a_device_is_named(
