@@ -279,14 +279,17 @@ def copy_out(artifact: Artifact, directory: str) -> str:
     """Copy an artifact into a directory, which is made; gives its path there."""
     import shutil
 
+    from opkiln.writing import taking_the_place_of
+
     target = os.path.join(directory, os.path.basename(artifact.path))
-    temporary = f"{target}.{os.getpid()}-{os.urandom(6).hex()}"
     try:
         os.makedirs(directory, exist_ok=True)
         if not os.path.isfile(target) or sha256_file(target) != artifact.sha256:
             # Never over the old one: another process may have it mapped.
-            shutil.copy(artifact.path, temporary)
-            os.replace(temporary, target)
+            with taking_the_place_of(target) as file:
+                with open(artifact.path, "rb") as source:
+                    shutil.copyfileobj(source, file)
+                os.fchmod(file.fileno(), os.stat(artifact.path).st_mode & 0o777)
     except OSError as error:
         raise StoreError(
             f"{artifact.path} cannot be copied to build_directory={directory!r}: {error.strerror}"

@@ -223,6 +223,21 @@ def is_stopped(pid: int) -> bool:
         return False
 
 
+def make_scratch(root: str, prefix: str) -> str:
+    """A new private directory. It is removed when this process ends, unless released earlier.
+    Raises OSError."""
+    path = os.path.abspath(f"{root}/opkiln-{prefix}-{os.urandom(8).hex()}")
+    # The watchdog is told first. In the other order, a process killed in between would leave a
+    # directory that nobody knows of.
+    register_scratch(path)
+    try:
+        os.mkdir(path, 0o700)
+    except OSError:
+        release_scratch(path)
+        raise
+    return path
+
+
 def register_scratch(path: str) -> None:
     """Have the watchdog remove this directory if this process dies before it is released."""
     _guard.register(os.fsencode(os.path.abspath(path)))

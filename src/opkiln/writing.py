@@ -9,10 +9,15 @@ from __future__ import annotations
 import errno
 import os
 import re
-import shutil
-from contextlib import suppress
+import stat
+from contextlib import contextmanager, suppress
 
 from opkiln.trust import make_private
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from typing import BinaryIO
 
 FULL = (errno.ENOSPC, errno.EDQUOT)  # what an OSError says of a full disk
 
@@ -20,14 +25,18 @@ FULL = (errno.ENOSPC, errno.EDQUOT)  # what an OSError says of a full disk
 def write_private(path: str, data: bytes) -> None:
     """Write a file for this user alone. Its directory is made. Raises OSError."""
     make_private(os.path.dirname(path))
-    _write(path, data, 0o600)
+    with taking_the_place_of(path, 0o600) as file:
+        file.write(data)
 
 
 def replace(path: str, data: bytes) -> None:
     """Write a file of the user's. A file that is there keeps its mode, and a link that leads to it
     stays a link. Raises OSError."""
     path = os.path.realpath(path)
-    _write(path, data, 0o666, like=path if os.path.exists(path) else "")
+    with taking_the_place_of(path) as file:
+        file.write(data)
+        with suppress(FileNotFoundError):
+            os.fchmod(file.fileno(), stat.S_IMODE(os.stat(path).st_mode))
 
 
 def is_temporary(path: str) -> bool:
@@ -35,14 +44,19 @@ def is_temporary(path: str) -> bool:
     return re.search(r"\.[0-9]+-[0-9a-f]{12}$", path) is not None
 
 
-def _write(path: str, data: bytes, mode: int, like: str = "") -> None:
+@contextmanager
+def taking_the_place_of(path: str, mode: int = 0o666, *, sync: bool = False) -> Iterator[BinaryIO]:
+    """A new file, which is ``path`` when the block ends; with ``sync``, once it is on the disk.
+
+    After an error in the block, or a full disk, ``path`` is as before. Raises OSError.
+    """
     temporary = f"{path}.{os.getpid()}-{os.urandom(6).hex()}"
-    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
     try:
-        with open(fd, "wb") as file:
-            file.write(data)
-        if like:
-            shutil.copymode(like, temporary)
+        with open(temporary, "x+b", opener=lambda name, how: os.open(name, how, mode)) as file:
+            yield file
+            if sync:
+                file.flush()
+                os.fsync(file.fileno())
         os.replace(temporary, path)
     except BaseException:
         with suppress(OSError):

@@ -12,8 +12,8 @@ from torch.nn.functional import dropout, gelu, layer_norm, linear, scaled_dot_pr
 from torch.utils.checkpoint import checkpoint
 
 from opkiln import nn
-from opkiln.authoring.entrance import forget_references
 from opkiln.errors import ArgumentError, FallbackWarning
+from opkiln.loading import loader
 from opkiln.ops.transformer import functions
 
 HIDDEN, HEADS = 24, 3
@@ -232,7 +232,7 @@ def test_what_does_not_fit_is_refused() -> None:
 
 
 def test_without_kernels_for_a_device_the_warning_names_the_op_alone() -> None:
-    forget_references()
+    loader.forget_references()
     with pytest.warns(FallbackWarning) as told:
         layer(torch.float32)(torch.randn(1, 5, HIDDEN))
     assert {str(each.message).partition(":")[0] for each in told} == {

@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from typing import TypeVar
 
     from opkiln.authoring.builders import DecoratedBuilder
+    from opkiln.authoring.entrance import Served
     from opkiln.authoring.parameters import Value
     from opkiln.authoring.variants import Variants
     from opkiln.loading.explain import Explanation, Explanations
-    from opkiln.loading.loader import Loaded
 
     _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -40,7 +40,7 @@ class Declaration:
         function: Callable[..., Any],
         mutates: str | Iterable[str],
         builder: type[DecoratedBuilder],
-        served: Callable[[str], dict[str, Loaded | None]] = lambda _: {},
+        served: Callable[[str], Served] = lambda _: {},
     ) -> None:
         """``served`` gives what is loaded of the library for a dtype, if several functions share
         it; for "", of the one that is for all dtypes."""

@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from opkiln.authoring.builders import DecoratedBuilder
+    from opkiln.authoring.entrance import Served
     from opkiln.authoring.parameters import Value
     from opkiln.authoring.registration import Defined
-    from opkiln.loading.loader import Loaded
 
 
 class Dtypes:
@@ -39,7 +39,7 @@ class Dtypes:
         builder: type[DecoratedBuilder],
         reference: Callable[..., Any],
         defined: Defined,
-        served: Callable[[str], dict[str, Loaded | None]],
+        served: Callable[[str], Served],
     ) -> None:
         """``served`` gives what is loaded of the library for a dtype."""
         self._builder, self._reference, self._defined = builder, reference, defined

@@ -10,8 +10,6 @@ runs. It also runs for a call that a kernel does not serve: the kernel says why,
 from __future__ import annotations
 
 import threading
-import weakref
-from contextlib import contextmanager
 from typing import Any
 
 from opkiln.authoring.checking import Comparison
@@ -19,16 +17,20 @@ from opkiln.authoring.gradient import tensors, without_autocast
 from opkiln.builder.base import backend_of
 from opkiln.decision import policy
 from opkiln.errors import FallbackWarning, LoadError, warn_caller
+from opkiln.loading import loader
 from opkiln.settings import settings
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Mapping
 
     from opkiln.authoring.builders import DecoratedBuilder
     from opkiln.authoring.parameters import Value
     from opkiln.builder.base import OpBuilder
     from opkiln.loading.loader import Loaded
+
+    # What is loaded, by the loader's era and the device; None: there is no library for it.
+    Served = dict[tuple[int, str], Loaded | None]
 
 
 _MOST_REASONS = 16  # that are told and kept: a program may call with a thousand sizes
@@ -69,7 +71,7 @@ class Entrance:
         builder: type[DecoratedBuilder],
         reference: Callable[..., Any],
         written: tuple[str, ...],
-        served: dict[str, Loaded | None] | None = None,
+        served: Served | None = None,
     ) -> None:
         """``served`` is what is loaded, if other functions are in the same library."""
         self._builder, self._reference = builder, reference
@@ -77,16 +79,14 @@ class Entrance:
         self._name = builder.NAME.partition("__")[0] or builder.NAME
         self._comparison = Comparison(reference.__name__, reference, written)
         self.refusals = Refusals(reference.__name__)
-        # By device; None: there is no library for it.
-        self._served: dict[str, Loaded | None] = {} if served is None else served
+        self._served: Served = {} if served is None else served
         self._lock = threading.RLock()
         self.overload: Any = None  # what a call is passed on to once its library is loaded
         self.native: Any = None  # the overload that only libraries implement, to compare with
-        _all.add(self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         device = device_of(args, kwargs)
-        if device not in self._served and device != "meta":
+        if (loader.era, device) not in self._served and device != "meta":
             loaded = self.load(device)
             if loaded is not None and loaded.artifact is not None and self.native is None:
                 return self.overload(*args, **kwargs)
@@ -111,22 +111,23 @@ class Entrance:
 
     def is_native(self, device: str) -> bool:
         """Whether a library serves this device."""
-        loaded = self._served.get(device)
+        loaded = self._served.get((loader.era, device))
         return loaded is not None and loaded.artifact is not None
 
     def load(self, device: str) -> Loaded | None:
         """What serves the tensors of a device; None if the op has no sources for it. Raises
         OpkilnError."""
         with self._lock:
-            if device in self._served:
-                return self._served[device]
+            place = (loader.era, device)
+            if place in self._served:
+                return self._served[place]
             backend = backend_of(self._builder, device)
             loaded = None
             if backend is None:
                 self._tell_no_sources(device)
             else:
                 loaded = self._builder(backend=backend).loaded()
-            self._served[device] = loaded
+            self._served[place] = loaded
             return loaded
 
     def load_native(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entrance:
@@ -151,8 +152,9 @@ class Entrance:
     def reload(self) -> None:
         """Look at the sources of what is loaded again. Raises OpkilnError."""
         with self._lock:
-            for device in [each for each, loaded in self._served.items() if loaded is not None]:
-                self._served[device] = self.builder_of(device).loaded(reload=True)
+            for (era, device), loaded in list(self._served.items()):
+                if era == loader.era and loaded is not None:
+                    self._served[era, device] = self.builder_of(device).loaded(reload=True)
 
     def builder_of(self, device: str) -> OpBuilder:
         """The builder of the library for a device."""
@@ -171,37 +173,6 @@ class Entrance:
                 hint="OPKILN_MODE=auto    # the reference runs, with a warning",
             )
         warn_caller(f"op {self._name} runs as its pure-PyTorch {what}: {why}", FallbackWarning)
-
-
-_all: weakref.WeakSet[Entrance] = weakref.WeakSet()
-
-
-def forget_references() -> None:
-    """Have every entrance look again for a library that it did not find."""
-    for each in list(_all):
-        _forget_references(each._served)
-
-
-def _forget_references(served: dict[str, Loaded | None]) -> None:
-    for device, loaded in list(served.items()):
-        if loaded is None or loaded.artifact is None:
-            del served[device]
-
-
-@contextmanager
-def set_aside() -> Iterator[None]:
-    """Within the block every entrance loads anew; after it, all is as before."""
-    # Functions of one library share what is served.
-    tables = {id(each._served): each._served for each in list(_all)}.values()
-    kept = [dict(each) for each in tables]
-    for table in tables:
-        table.clear()
-    try:
-        yield
-    finally:
-        for table, before in zip(tables, kept, strict=True):
-            _forget_references(table)
-            table.update(before)
 
 
 def device_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:

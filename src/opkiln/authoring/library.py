@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from opkiln.authoring.builders import DecoratedBuilder
+    from opkiln.authoring.entrance import Served
     from opkiln.authoring.op import DecoratedOp
     from opkiln.authoring.parameters import Value
-    from opkiln.loading.loader import Loaded
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -46,7 +46,7 @@ class Library:
     def __init__(self, builder: type[DecoratedBuilder]) -> None:
         self.builder = builder
         # By dtype ("" if the library is for all) and device.
-        self._served: dict[str, dict[str, Loaded | None]] = {}
+        self._served: dict[str, Served] = {}
 
     def op(
         self, *, mutates: str | Iterable[str] = ()
@@ -75,7 +75,7 @@ class Library:
 
         return decorate
 
-    def _served_for(self, dtype: str) -> dict[str, Loaded | None]:
+    def _served_for(self, dtype: str) -> Served:
         return self._served.setdefault(dtype, {})
 
     def __repr__(self) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import sys
-from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
@@ -40,7 +39,7 @@ from opkiln.settings import build_switch, settings
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
 
 # (package, op) -> (the file that declares it, its namespace)
@@ -314,9 +313,10 @@ class OpBuilder:
         """
         if is_tracing():
             return in_trace(*_functions_at_trace_time(cls, device))
-        found = _kept.get((cls, device))
+        place = (cls, device, loader.era)
+        found = _kept.get(place)
         if found is None:
-            found = _kept[cls, device] = _builder_for(cls, device).loaded().value
+            found = _kept[place] = _builder_for(cls, device).loaded().value
         return found
 
     def _claim_name(self) -> None:
@@ -511,24 +511,7 @@ class OpBuilder:
         )
 
 
-_kept: dict[tuple[type[OpBuilder], str | None], Any] = {}  # what functions() gives
-
-
-def forget_references() -> None:
-    """Have ``functions()`` load anew: a reference may serve what it gives."""
-    _kept.clear()
-
-
-@contextmanager
-def set_aside() -> Iterator[None]:
-    """Within the block ``functions()`` loads anew; after it, all is as before."""
-    kept = dict(_kept)
-    _kept.clear()
-    try:
-        yield
-    finally:
-        _kept.clear()
-        _kept.update(kept)
+_kept: dict[tuple[type[OpBuilder], str | None, int], Any] = {}  # what functions() gives
 
 
 def _builder_for(kind: type[OpBuilder], device: str | None) -> OpBuilder:

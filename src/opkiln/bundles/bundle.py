@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import shlex
 from typing import NamedTuple
 
@@ -32,6 +31,7 @@ from opkiln.store.entry import (
 )
 from opkiln.store.location import claim
 from opkiln.store.zip_format import LARGEST, MOST_MEMBERS, Writer, chunks
+from opkiln.writing import taking_the_place_of
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -89,21 +89,14 @@ def replacing(file: str, total: int) -> Iterator[BinaryIO]:
     Raises StoreError if it cannot be written. After any error ``file`` is unchanged, and no
     temporary file is left.
     """
-    temporary = f"{file}.{secrets.token_hex(6)}"
     try:
-        with open(temporary, "x+b") as out:
+        with taking_the_place_of(file, sync=True) as out:
             yield out
-            out.flush()
-            os.fsync(out.fileno())
-        os.replace(temporary, file)
     except OSError as error:
         raise StoreError(
             f"{file} cannot be written ({total} bytes): {error.strerror or error}",
             hint=f"ls -ld {shlex.quote(os.path.dirname(os.path.abspath(file)))}",
         ) from error
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary)
 
 
 def _listed(layer_dir: str) -> Iterator[tuple[str, str, int, str]]:

@@ -99,7 +99,7 @@ def _opened(file: str | None) -> ExitStack:
         return stack.pop_all()
 
 
-def for_people(stream: TextIO | None = None) -> Bar | Lines | Notes | Waits | None:
+def for_people(stream: TextIO | None = None) -> Bar | Lines | None:
     """The sink that ``OPKILN_PROGRESS`` asks for, on ``stream`` or standard error.
 
     Returns None for silence. ``auto`` means a bar on a terminal and lines elsewhere. It means
@@ -114,10 +114,11 @@ def for_people(stream: TextIO | None = None) -> Bar | Lines | Notes | Waits | No
     if choice == "auto":
         silent = settings.rank not in (None, 0) or _shown_by_logging(target, terminal=terminal)
         choice = "off" if silent else "bar" if terminal else "lines"
+    notes = (events.NOTE,) if settings.debug_cuda else ()
     if choice == "quiet":
-        return Waits(target)
+        return Lines(target, kinds=(events.WAITING, *notes), quiet=True)
     if choice == "off":
-        return Notes(target) if settings.debug_cuda else None
+        return Lines(target, kinds=notes) if notes else None
     colour = terminal and not settings.no_color
     return Bar(target, colour=colour) if choice == "bar" else Lines(target, colour=colour)
 
@@ -300,16 +301,26 @@ class _Messages:
 
 
 class Lines:
-    """Plain lines, for people who read logs."""
+    """Plain lines, for people who read logs; of some ``kinds`` of events alone, if they are named.
+    If ``quiet``, a wait is told after several seconds."""
 
-    def __init__(self, stream: TextIO, *, colour: bool = False) -> None:
+    def __init__(
+        self,
+        stream: TextIO,
+        *,
+        kinds: tuple[str, ...] = (),
+        colour: bool = False,
+        quiet: bool = False,
+    ) -> None:
         self._output = _Output(stream)
-        self._messages = _Messages(colour=colour)
+        self._messages = _Messages(colour=colour, quiet=quiet)
+        self._kinds = kinds
         self._lock = threading.RLock()  # a signal handler may emit an event, too
 
     def __call__(self, event: Event) -> None:
         with self._lock:
-            if text := self._messages.text(event):
+            text = self._messages.text(event)
+            if text and (not self._kinds or event.kind in self._kinds):
                 self._output.write(f"{text}\n")
 
 
@@ -356,34 +367,6 @@ class Log:
 
     def _log(self, level: int, text: str, data: dict[str, object]) -> None:
         self._logger.log(level, "%s", text, extra={"opkiln": data})
-
-
-class Notes:
-    """Writes the notes and nothing else."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._output = _Output(stream)
-
-    def __call__(self, event: Event) -> None:
-        if event.kind == events.NOTE:
-            self._output.write(_printable(event.data["text"]) + "\n")
-
-
-class Waits:
-    """Writes a line if a build waits for another process for several seconds, and the notes that
-    ``DS_DEBUG_CUDA`` asks for."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._output = _Output(stream)
-        self._messages = _Messages(quiet=True)
-        self._lock = threading.RLock()  # a signal handler may emit an event, too
-
-    def __call__(self, event: Event) -> None:
-        with self._lock:
-            text = self._messages.text(event)
-            noted = event.kind == events.NOTE and settings.debug_cuda
-            if text and (event.kind == events.WAITING or noted):
-                self._output.write(f"{text}\n")
 
 
 class Bar:

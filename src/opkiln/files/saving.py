@@ -24,6 +24,7 @@ from torch import Tensor
 
 from opkiln.errors import ArgumentError, ArgumentTypeError, UsageError
 from opkiln.files.handle import AsyncIO, Request, Transfer
+from opkiln.writing import taking_the_place_of
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -107,33 +108,20 @@ def save(
     # The largest elements first: then each tensor begins at a multiple of its elements' size.
     ordered = sorted(_checked(tensors, metadata).items(), key=lambda each: -each[1].itemsize)
     head, offsets = _header(ordered, metadata)
-    directory, name = os.path.split(path)
-    temporary = os.path.join(directory, f".{name}.{os.getpid()}-{os.urandom(6).hex()}")
     # Nobody may read the new file who may not read the old one, from the first byte on.
     mode = _mode_of(path)
-    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-    fd = os.open(temporary, flags, 0o666 if mode is None else mode | 0o600)
-    try:
-        try:
-            parts = [Transfer(head, fd, 0)]
-            parts += [
-                Transfer(tensor.detach().resolve_conj().resolve_neg(), fd, offset)
-                for (_, tensor), offset in zip(ordered, offsets, strict=True)
-            ]
-            _run(files, lambda opened: opened.write_all(parts), path)
-            if (mode := _mode_of(path)) is not None:
-                os.fchmod(fd, mode)
-            if sync:
-                os.fsync(fd)
-        finally:
-            os.close(fd)
-        os.replace(temporary, path)
-    except BaseException:
-        with suppress(OSError):
-            os.unlink(temporary)
-        raise
+    with taking_the_place_of(path, 0o666 if mode is None else mode | 0o600, sync=sync) as file:
+        fd = file.fileno()
+        parts = [Transfer(head, fd, 0)]
+        parts += [
+            Transfer(tensor.detach().resolve_conj().resolve_neg(), fd, offset)
+            for (_, tensor), offset in zip(ordered, offsets, strict=True)
+        ]
+        _run(files, lambda opened: opened.write_all(parts), path)
+        if (mode := _mode_of(path)) is not None:
+            os.fchmod(fd, mode)
     if sync:
-        _sync_directory(directory)
+        _sync_directory(os.path.dirname(path))
 
 
 def save_in_background(

@@ -11,6 +11,7 @@ takes no lock on disk, starts no process and writes nothing.
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 import threading
@@ -82,6 +83,11 @@ _history: dict[_Name, list[Artifact]] = {}  # an op's libraries here, oldest fir
 _turns: dict[_Name, _Turn] = {}  # one per op: two ops may build at once
 _lasting: set[_Name] = set()  # ops with a library that cannot be unregistered
 _told: set[_Name] = set()
+
+# What others keep of a load, they keep under the era that it was in. A new era begins when ops may
+# be served otherwise.
+era = 0
+_eras = itertools.count(1)
 
 
 def _after_fork() -> None:
@@ -224,6 +230,8 @@ def forget(distribution: str, op: str) -> None:
 
 def forget_references() -> None:
     """Forget the ops that their references serve: the next load of each decides again."""
+    global era
+    era = next(_eras)
     for name in [name for name, each in list(_loaded.items()) if each.artifact is None]:
         _loaded.pop(name, None)
 
@@ -232,6 +240,8 @@ def forget_references() -> None:
 def set_aside() -> Iterator[None]:
     """Within the block nothing is loaded of the ops that have a reference, and torch has none of
     their kernels; after it, all is as before. For tests: other threads must not load or call."""
+    global era
+    before, era = era, next(_eras)
     names = [name for name, each in _loaded.items() if each.op.has_reference]
     loaded = {name: _loaded.pop(name) for name in names}
     histories = {name: _history.pop(name) for name in names if name in _history}
@@ -247,6 +257,7 @@ def set_aside() -> Iterator[None]:
             _loaded.setdefault(name, loaded[name])
             if name in histories:
                 _history.setdefault(name, histories[name])
+        era = before
 
 
 def decided(request: Request) -> Outcome:

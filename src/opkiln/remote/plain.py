@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 import shutil
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 from opkiln.remote import credentials, web
@@ -28,6 +27,7 @@ from opkiln.remote.tier import (
     read_small,
     refuse_malformed,
 )
+from opkiln.writing import taking_the_place_of
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -163,21 +163,13 @@ def pieces(path: str, start: int, deadline: Deadline) -> Iterator[tuple[int, byt
 def write_whole(path: str, data: bytes | None, file: str) -> None:
     """Write a file that others see whole or not at all. Everybody may read it: it is published."""
     os.makedirs(os.path.dirname(path), exist_ok=True)
-    temporary = f"{path}.{secrets.token_hex(6)}"
-    try:
-        with open(temporary, "xb") as out:
-            if data is not None:
-                out.write(data)
-            else:
-                with open(file, "rb") as source:
-                    shutil.copyfileobj(source, out, CHUNK)
-            out.flush()
-            os.fsync(out.fileno())
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    finally:
-        with suppress(FileNotFoundError):
-            os.unlink(temporary)
+    with taking_the_place_of(path, sync=True) as out:
+        if data is not None:
+            out.write(data)
+        else:
+            with open(file, "rb") as source:
+                shutil.copyfileobj(source, out, CHUNK)
+        os.fchmod(out.fileno(), 0o644)
 
 
 # Scheme: its package, and where that looks for logins.

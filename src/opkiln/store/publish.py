@@ -50,20 +50,13 @@ def make_scratch(prefix: str) -> str:
     earlier. Raises StoreError."""
     from opkiln import process
 
-    path = os.path.abspath(f"{scratch_root()}/opkiln-{prefix}-{secrets.token_hex(8)}")
-    # Register it with the watchdog first. In the other order, a process killed in between would
-    # leave a directory that nobody knows of. If the name exists already, that is an error like any
-    # other; the name is random, so nobody can guess it.
-    process.register_scratch(path)
     try:
-        os.mkdir(path, 0o700)
+        return process.make_scratch(scratch_root(), prefix)
     except OSError as error:
-        process.release_scratch(path)
         raise StoreError(
             f"cannot create a build directory in {scratch_root()}: {error.strerror}",
             hint="set OPKILN_TMPDIR to a writable node-local directory",
         ) from error
-    return path
 
 
 def room_in_words(room: os.statvfs_result) -> str:

@@ -168,12 +168,8 @@ def scratch() -> Iterator[str]:
     """
     from opkiln import process  # here, because a cache hit does not need it
 
-    path = os.path.abspath(f"{_place()}/opkiln-probe-{os.urandom(4).hex()}")
-    # The watchdog is told first. If this process is killed in between, the watchdog already knows
-    # the directory.
-    process.register_scratch(path)
+    path = process.make_scratch(_place(), "probe")
     try:
-        os.mkdir(path, 0o700)
         yield path
     finally:
         shutil.rmtree(path, ignore_errors=True)
