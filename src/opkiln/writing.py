@@ -1,7 +1,7 @@
 """Writes a file in one step: a reader sees the old file, or all of the new one.
 
-A full disk leaves the old file and nothing else. So does a kill, except that a temporary file may
-stay beside it. (In the store, gc removes those.)
+A full disk leaves the old file and nothing else. So does a kill, except that a hidden file may stay
+beside it, ``.NAME.PID-…``. (In the store, gc removes those.)
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ def taking_the_place_of(path: str, mode: int = 0o666, *, sync: bool = False) -> 
 
     After an error in the block, or a full disk, ``path`` is as before. Raises OSError.
     """
-    temporary = f"{path}.{os.getpid()}-{os.urandom(6).hex()}"
+    directory, name = os.path.split(path)
+    temporary = os.path.join(directory, f".{name}.{os.getpid()}-{os.urandom(6).hex()}")
     try:
         with open(temporary, "x+b", opener=lambda name, how: os.open(name, how, mode)) as file:
             yield file
