@@ -20,12 +20,10 @@ USES_N = '#include "n.h"\nextern "C" int answer() { return N; }\n'
 
 # Whether a receipt served, what was hashed, how many files were compiled.
 LOAD = """
-    from opkiln import facts
-from opkiln import digest
+    from opkiln import digest, facts
     from opkiln.decision import receipt
     from opkiln.decision.terms import BUILD, Request
     from opkiln.loading import loader
-    from opkiln.store import deps
     from pkg.op import Builder
     import json
     hashed = []
