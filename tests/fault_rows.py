@@ -50,7 +50,7 @@ ROWS = {
     30: "a header that shadows another is noticed",
     31: "a network file system costs time, never a load",
     32: "each container identity has its stated outcome",
-    33: "flags start only the toolchain and write only into the build",
+    33: "flags are refused, or all that they do is seen",
     34: "after any change, the cache serves what an empty cache builds",
     35: "whatever a remote tier sends, a load ends in time and in words",
 }
