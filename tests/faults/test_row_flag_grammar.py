@@ -61,7 +61,8 @@ KNOWN = (
     ("-Xclang", "-header-include-file", "-Xclang", "{dir}/canary"),
     ("-serialize-diagnostics", "{dir}/canary"), ("-foptimization-record-file={dir}/canary",),
     ("-fmodules", "-fmodules-cache-path={dir}/canary"), ("-gen-cdb-fragment-path", "{dir}"),
-    ("-fproc-stat-report={dir}/canary",), ("--sysroot={dir}",), ("-I",),
+    ("-fproc-stat-report={dir}/canary",), ("--sysroot={dir}",), ("-I",), ("-gsplit-dwarf",),
+    ("--debug=split-dwarf",),
 )  # fmt: skip
 KNOWN_LINK = (
     ("-Wl,--outp={dir}/canary",), ("-Wl,--outpu,{dir}/canary",), ("-Wl,--plugi={dir}/evil.so",),
