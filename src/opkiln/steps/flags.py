@@ -87,7 +87,8 @@ _REFUSED_BY_HOST = {
         "-fdiagnostics-add-output", "-fdiagnostics-set-output", "-fproc-stat-report=",
         "-fprofile-note", "-fcrash-diagnostics-dir", "-foptimization-record-file", "-fsave-",
         "-fthin-link-bitcode", "-ftime-trace=", "-fmodules-cache-path", "-fmodule-output",
-        "-fsycl-dump", "-fsycl-int", "-qopt-report-file", "-arcmt-", "-gsplit-dwarf", "--debug=split",
+        "-fsycl-dump", "-fsycl-int", "-qopt-report-file", "-arcmt-",
+        "-gsplit-dwarf", "--debug=split",
     ),
     _PLANNED: (
         "-M", "--dependencies", "--write-", "--user-dependencies", "-o", "--output", "-x",
