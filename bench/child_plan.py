@@ -10,7 +10,7 @@ import sys
 from peers import cuda_opkiln_builder
 
 from opkiln import plan as plans
-from opkiln.decision.search import planned
+from opkiln.building.asking import planned
 from opkiln.decision.terms import BUILD, Request
 
 

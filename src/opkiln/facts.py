@@ -153,9 +153,10 @@ _collected: ContextVar[Evidence | None] = ContextVar("opkiln_evidence", default=
 
 
 @contextmanager
-def collecting() -> Iterator[Evidence]:
-    """Collect what is read in this block."""
-    found = Evidence()
+def collecting(found: Evidence | None = None) -> Iterator[Evidence]:
+    """Collect what is read in this block, with what was read before."""
+    if found is None:
+        found = Evidence()
     token = _collected.set(found)
     try:
         yield found

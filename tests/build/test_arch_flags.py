@@ -22,7 +22,7 @@ from opkiln.binary import elf
 from opkiln.binary.fatbin import images
 from opkiln.build_model import Plan
 from opkiln.builder import CUDAOpBuilder, get_default_compute_capabilities
-from opkiln.decision import search
+from opkiln.building import asking
 from opkiln.decision.terms import BUILD, Request
 from opkiln.devices import nvidia
 from opkiln.errors import LoadError, SpecError
@@ -120,7 +120,7 @@ def at(shop: Workshop, monkeypatch: pytest.MonkeyPatch) -> type:
 
 def planned(builder: CUDAOpBuilder) -> Plan:
     op = builder.op()
-    return search.planned(Request(op, BUILD))
+    return asking.planned(Request(op, BUILD))
 
 
 def arch_flags(builder: CUDAOpBuilder) -> list[str]:

@@ -15,7 +15,7 @@ from sample.package import settle
 
 from opkiln import plan as plans
 from opkiln.builder import OpBuilder
-from opkiln.decision.search import planned
+from opkiln.building.asking import planned
 from opkiln.decision.terms import BUILD, Request
 from opkiln.errors import LoadError, UsageError
 from opkiln.model import ABI_NONE, PLAIN

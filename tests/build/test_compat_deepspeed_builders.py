@@ -11,9 +11,9 @@ from sample import child
 from sample.levels import IS_X86
 
 from opkiln import plan as plans
+from opkiln.building.asking import planned
 from opkiln.compat.deepspeed import CPUOpBuilder, CUDAOpBuilder, OpBuilder, TorchCPUOpBuilder
 from opkiln.compat.deepspeed.builders import probe_is_compatible
-from opkiln.decision.search import planned
 from opkiln.decision.terms import BUILD, Request
 from opkiln.model import ABI_TORCH, CPU, CUDA, PYTHON
 from opkiln.settings import override

@@ -16,8 +16,7 @@ import opkiln
 from opkiln.binary.fatbin import images
 from opkiln.build_model import Plan
 from opkiln.builder import CUDAOpBuilder, OpBuilder
-from opkiln.building import kernels
-from opkiln.decision import search
+from opkiln.building import asking, kernels
 from opkiln.decision.terms import BUILD, Request
 from opkiln.errors import BuildError, SpecError
 from opkiln.model import ABI_NONE, CUDA, PLAIN, PYTHON
@@ -302,7 +301,7 @@ def kernel(tmp_path: Path) -> Callable[..., Kernel]:
 
 def planned(builder: OpBuilder) -> Plan:
     op = builder.op()
-    return search.planned(Request(op, BUILD))
+    return asking.planned(Request(op, BUILD))
 
 
 @pytest.mark.parametrize(

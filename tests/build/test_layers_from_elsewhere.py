@@ -15,11 +15,11 @@ from sample.shipped import Shipped, described, rewrite
 
 from opkiln.bundles.bundle import unpack, write_bundle
 from opkiln.decision import archs
-from opkiln.decision.decide import decide
 from opkiln.decision.target import target_machine
 from opkiln.decision.terms import SHIP, Build, Request
 from opkiln.loading import loader
 from opkiln.loading.explain import explain
+from opkiln.loading.loader import look
 from opkiln.model import ABI_TORCH
 from opkiln.settings import override
 from opkiln.store import key
@@ -261,7 +261,7 @@ def test_a_listed_layer_without_the_ptx_that_was_named_is_no_build_for_elsewhere
     builder.ask_for("cuda", "9.0a+PTX")
     op = builder.op()
     with override(store_layers=(str(layer),)):
-        outcome = decide(Request(op, SHIP))
+        outcome = look(Request(op, SHIP))
     assert isinstance(outcome, Build)
     assert not [each for each in outcome.trace.candidates if each.verdict == "taken"]
 

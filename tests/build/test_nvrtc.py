@@ -20,8 +20,9 @@ from sample.levels import ARCHITECTURES, HERE
 
 from opkiln import facts, settings
 from opkiln.binary import elf, fatbin
+from opkiln.building.asking import planned
 from opkiln.building.build import build
-from opkiln.decision.search import planned, search
+from opkiln.decision.search import search
 from opkiln.decision.terms import SHIP, Request, Serve, Trace
 from opkiln.errors import BuildError, MissingCUDAException, SpecError, ToolchainError
 from opkiln.model import CUDA, LIBRARY, Op, OpSpec

@@ -25,7 +25,6 @@ from opkiln import machine
 from opkiln.builder import CUDAOpBuilder, OpBuilder
 from opkiln.bundles import layer
 from opkiln.decision import policy
-from opkiln.decision.decide import decide
 from opkiln.decision.terms import (
     BUILD,
     CACHED,
@@ -41,6 +40,7 @@ from opkiln.devices import nvidia
 from opkiln.errors import OpkilnError
 from opkiln.loading import loader
 from opkiln.loading.explain import explain
+from opkiln.loading.loader import look
 from opkiln.report import operators
 from opkiln.settings import override
 from opkiln.ship import prebuild
@@ -181,7 +181,7 @@ def enter(world: World, place: Place, here: Path, stack: ExitStack) -> type[OpBu
 
 def answers(kind: type[OpBuilder]) -> dict[str, str]:
     """What each of those who only look says, as one of the four words."""
-    said = summary(decide(Request(kind().op()))).status
+    said = summary(look(Request(kind().op()))).status
     explained = explain(kind().op()).verdict.partition(":")[0]
     (reported,) = {operators._on(kind, kind().backend).status}
     return {"decide": said, "explain": explained, "report": reported}
@@ -192,7 +192,7 @@ def check(world: World, kind: type[OpBuilder]) -> str:
     said = answers(kind)
     assert len(set(said.values())) == 1, said
     (status,) = set(said.values())
-    native = decide(Request(kind().op(), must_be_native=True))
+    native = look(Request(kind().op(), must_be_native=True))
     builder = kind()
     assert builder.is_compatible() == isinstance(native, (Serve, Build)), (
         native,

@@ -35,7 +35,7 @@ from opkiln import plan as plans
 from opkiln.binary import elf
 from opkiln.build_model import Target, Toolchain
 from opkiln.building import loadtest
-from opkiln.decision.search import planned
+from opkiln.building.asking import planned
 from opkiln.decision.terms import BUILD, Request
 from opkiln.errors import LoadError, LoadTestError, SpecError, ToolchainError
 from opkiln.model import (

@@ -152,9 +152,9 @@ def _precompiled(tree: Tree) -> None:
     code = """
         from pkg.op import Builder
         from opkiln.decision.terms import Request
-        from opkiln.decision.decide import decide
+        from opkiln.loading.loader import look
         from opkiln import plan as plans
-        plan = decide(Request(Builder().op())).plan
+        plan = look(Request(Builder().op())).plan
         print(*plans.command(plan.steps[0], plans.anchors(plan, "/stage")).words, sep="\\n")
     """
     argv = tree.run(code, "planned").splitlines()

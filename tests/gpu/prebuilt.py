@@ -25,10 +25,10 @@ from typing import Any
 import torch
 
 import opkiln
-from opkiln.decision.decide import look
 from opkiln.decision.terms import Request
 from opkiln.errors import OpkilnError
 from opkiln.loading import loader
+from opkiln.loading.loader import look
 from opkiln.settings import override
 from opkiln.store import entry
 

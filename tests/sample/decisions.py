@@ -7,20 +7,49 @@ from typing import TYPE_CHECKING, Any
 
 from opkiln import facts, machine
 from opkiln import plan as plans
+from opkiln.build_model import Toolchain
 from opkiln.decision import receipt
 from opkiln.decision.terms import BUILD, LOAD, Request
 from opkiln.devices import nvidia
+from opkiln.errors import ToolchainError
 from opkiln.model import ABI_NONE, PLAIN, Artifact, Op, OpSpec, Registration
 from opkiln.settings import LAYOUT
 from opkiln.store import key
+from opkiln.toolchain import choice
 from sample import layer
+from sample.levels import X86_64
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     import pytest
 
-    from opkiln.build_model import Toolchain
+
+GCC = Toolchain("gcc", "/usr/bin/g++", "12", X86_64, "gcc's", frozenset(), ("/usr/include",))
+
+
+class Compilers:
+    """What ``toolchain.choice`` says: which compilers are remembered, found, and answer."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.remembered: Toolchain | None = None
+        self.found = False
+        self.answer: Toolchain | ToolchainError = ToolchainError("none", why="one\ntwo")
+        self.recalled: list[tuple[object, ...]] = []
+        self.asked: list[tuple[object, ...]] = []
+        patch.setattr(choice, "recall", self._recall)
+        patch.setattr(choice, "available", lambda backend, machine, spec: self.found)
+        patch.setattr(choice, "choose", self._choose)
+
+    def _recall(self, memory: object, backend: str, machine: str, spec: OpSpec) -> Toolchain | None:
+        self.recalled.append((memory, backend, machine))
+        return self.remembered
+
+    def _choose(self, memory: object, backend: str, machine: str, spec: OpSpec) -> Toolchain:
+        self.asked.append((memory, backend, machine))
+        if isinstance(self.answer, ToolchainError):
+            raise self.answer
+        return self.answer
 
 
 class World:

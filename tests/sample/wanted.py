@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from opkiln.decision.search import planned
+from opkiln.building.asking import planned
 from opkiln.decision.terms import BUILD, SHIP, Request
 from opkiln.loading import loader
 

@@ -18,9 +18,9 @@ from opkiln.cluster.ensure import Handle, _Agreeing
 from opkiln.cluster.messages import Hello, Made, Offer, Outcome, Plan, Result, Task, Vote
 from opkiln.cluster.stores import Directory, KeyValues, Memory
 from opkiln.decision import pins
-from opkiln.decision.decide import decide
 from opkiln.decision.terms import Reference, Refuse, Request, Serve
 from opkiln.errors import ClusterError, SettingError, StoreError, UsageError
+from opkiln.loading.loader import look
 from opkiln.model import Artifact
 from opkiln.report import collect
 from opkiln.settings import origin_of, place_in_job, settings
@@ -286,10 +286,10 @@ def test_pinned_op_is_served_as_agreed_or_not_at_all(plain: Package) -> None:
     op = plain.builder().op()
     pins.pin(op, None, "rank 3 cannot use it")
     try:
-        found = decide(Request(op))
+        found = look(Request(op))
         assert isinstance(found, Refuse)  # the op has no reference
         assert "rank 3 cannot use it" in str(found.error)
-        assert not isinstance(decide(Request(op, agreed=False)), Reference | Refuse)
+        assert not isinstance(look(Request(op, agreed=False)), Reference | Refuse)
     finally:
         pins.release(op)
 
@@ -302,15 +302,15 @@ def test_pinned_library_is_served_only_as_it_was(plain: Package, tmp_path: Path)
     agreed = Artifact(str(file), hashlib.sha256(b"agreed").hexdigest(), "store")
     pins.pin(op, agreed)
     try:
-        found = decide(Request(op))
+        found = look(Request(op))
         assert isinstance(found, Serve)
         assert found.artifact == agreed
         file.write_bytes(b"other")
-        changed = decide(Request(op))
+        changed = look(Request(op))
         assert isinstance(changed, Refuse)
         assert "that all ranks agreed on cannot be opened here" in str(changed.error)
         other = op._replace(spec=op.spec._replace(cxx_args=("-DOTHER",)))
-        assert "agreed on another op" in str(decide(Request(other)).error)
+        assert "agreed on another op" in str(look(Request(other)).error)
     finally:
         pins.release(op)
 

@@ -40,6 +40,9 @@ from opkiln.errors import (
     ToolchainError,
     UsageError,
 )
+from opkiln.facts import Evidence
+from opkiln.loading.explain import looked
+from opkiln.loading.loader import look
 from opkiln.model import CUDA, ONE_CALL, PROGRAM, XPU, Artifact
 
 if TYPE_CHECKING:
@@ -70,26 +73,26 @@ def test_what_the_package_carries_goes_before_a_receipt_and_a_receipt_before_the
     world: World,
 ) -> None:
     built = world.store(b"built")
-    outcome = decide.decide(world.request())
+    outcome = look(world.request())
     assert served(outcome) == (str(built), "store")
     assert isinstance(outcome, Serve)
     assert outcome.read is not None, "a full search says what it read"
     world.leave_receipt(built)
-    outcome = decide.decide(world.request())
+    outcome = look(world.request())
     assert served(outcome) == (str(built), "store")
     assert isinstance(outcome, Serve)
     assert outcome.read is None
     (candidate,) = outcome.trace.candidates
     assert candidate == ("store", "taken", "nothing it rests on has changed", str(built))
     carried = world.carry(b"carried")
-    assert served(decide.decide(world.request())) == (str(carried), "prebuilt")
+    assert served(look(world.request())) == (str(carried), "prebuilt")
 
 
 def test_a_build_for_other_machines_looks_at_the_users_own_store_alone(world: World) -> None:
     world.carry()
     built = world.store(b"built")
     world.leave_receipt(built)
-    outcome = decide.decide(world.request(SHIP))
+    outcome = look(world.request(SHIP))
     assert served(outcome) == (str(built), "store")
     assert isinstance(outcome, Serve)
     assert outcome.read is not None
@@ -98,7 +101,7 @@ def test_a_build_for_other_machines_looks_at_the_users_own_store_alone(world: Wo
 
 def test_a_build_for_here_takes_what_the_package_carries(world: World) -> None:
     carried = world.carry()
-    assert served(decide.decide(world.request(BUILD))) == (str(carried), "prebuilt")
+    assert served(look(world.request(BUILD))) == (str(carried), "prebuilt")
 
 
 def test_mode_source_ignores_what_packages_carry(
@@ -106,7 +109,7 @@ def test_mode_source_ignores_what_packages_carry(
 ) -> None:
     world.carry()
     monkeypatch.setenv("OPKILN_MODE", "source")
-    assert isinstance(decide.decide(world.request()), Refuse)
+    assert isinstance(look(world.request()), Refuse)
 
 
 def test_shared_wheels_are_looked_for_on_the_absolute_directories_of_sys_path(
@@ -118,9 +121,9 @@ def test_shared_wheels_are_looked_for_on_the_absolute_directories_of_sys_path(
     working.joinpath("opkiln_prebuilt", "file").write_text("not a layer")
     monkeypatch.chdir(working)
     monkeypatch.setattr(sys, "path", ["", ".", "nowhere", str(site / "none"), *sys.path])
-    assert not isinstance(decide.decide(world.request()), Serve)
+    assert not isinstance(look(world.request()), Serve)
     monkeypatch.setattr(sys, "path", ["", str(site / "none"), str(site), *sys.path])
-    path, origin = served(decide.decide(world.request()))
+    path, origin = served(look(world.request()))
     assert path.startswith(f"{site}/opkiln_prebuilt/wheel/v1/ops/dist/op/")
     assert origin == "prebuilt"
 
@@ -141,7 +144,7 @@ def test_an_artifact_that_could_not_be_opened_is_not_remembered_again(world: Wor
     world.leave_receipt(built)
     request = world.request()
     request.cannot_open[str(built)] = LoadError("cannot open it", why="undefined symbol: x")
-    outcome = decide.decide(request)
+    outcome = look(request)
     assert isinstance(outcome, Refuse)
     assert outcome.trace.candidates[0] == ("store", "refused", "undefined symbol: x", str(built))
     assert "taken" not in {each.verdict for each in outcome.trace.candidates}
@@ -151,7 +154,7 @@ def test_an_artifact_that_could_not_be_opened_is_not_remembered_again(world: Wor
 
 
 def test_without_compiler_and_entry_the_op_is_refused_with_every_reason(world: World) -> None:
-    outcome = decide.decide(world.request())
+    outcome = look(world.request())
     assert isinstance(outcome, Refuse)
     assert isinstance(outcome.error, ToolchainError)
     assert steps(outcome) == [("store", "none"), ("build", "refused"), ("fallback", "refused")]
@@ -159,7 +162,7 @@ def test_without_compiler_and_entry_the_op_is_refused_with_every_reason(world: W
 
 
 def test_the_reference_serves_instead_and_is_told(world: World) -> None:
-    outcome = decide.decide(world.request(reference=True))
+    outcome = look(world.request(reference=True))
     assert isinstance(outcome, Reference)
     assert isinstance(outcome.error, ToolchainError)
     assert outcome.trace.candidates[-1][:3] == (
@@ -169,7 +172,7 @@ def test_the_reference_serves_instead_and_is_told(world: World) -> None:
 
 def test_the_reference_does_not_stand_in_for_a_mistake(world: World) -> None:
     world.spec = world.spec._replace(sources=())
-    outcome = decide.decide(world.request(reference=True))
+    outcome = look(world.request(reference=True))
     assert isinstance(outcome, Refuse)
     assert isinstance(outcome.error, SpecError)
     assert outcome.trace.candidates[-1].resort == "target"
@@ -183,7 +186,7 @@ def test_the_reference_does_not_stand_in_for_what_must_be_noticed(
 ) -> None:
     request = world.request(reference=True)
     request.build_error = kind("no")
-    assert isinstance(decide.decide(request), Refuse)
+    assert isinstance(look(request), Refuse)
 
 
 @pytest.mark.parametrize("kind", [BuildError, LoadError, ToolchainError])
@@ -192,7 +195,7 @@ def test_the_reference_stands_in_for_a_build_that_failed(
 ) -> None:
     request = world.request(reference=True)
     request.build_error = kind("it failed", why="because")
-    outcome = decide.decide(request)
+    outcome = look(request)
     assert isinstance(outcome, Reference)
     assert outcome.error is request.build_error
     assert ("build", "refused") in steps(outcome)
@@ -215,7 +218,7 @@ def test_what_cannot_be_opened_is_the_error_also_where_it_cannot_be_built_again(
     request = world.request(reference=True)
     request.cannot_open["/x.so"] = first
     request.build_error = BuildError("g++ said no", hint="do that")
-    outcome = decide.decide(request)
+    outcome = look(request)
     assert isinstance(outcome, Reference)
     error = outcome.error
     assert isinstance(error, LoadError)
@@ -224,7 +227,7 @@ def test_what_cannot_be_opened_is_the_error_also_where_it_cannot_be_built_again(
     assert error.hint == "do this"
     assert error.__cause__ is request.build_error
     first.hint = ""
-    outcome = decide.decide(request)
+    outcome = look(request)
     assert isinstance(outcome, Reference)
     assert outcome.error.hint == "do that"
 
@@ -232,7 +235,7 @@ def test_what_cannot_be_opened_is_the_error_also_where_it_cannot_be_built_again(
 def test_an_error_that_is_not_the_builds_stays_what_it_is(world: World) -> None:
     request = world.request()
     request.cannot_open["/x.so"] = LoadError("op cannot be opened")
-    outcome = decide.decide(request)
+    outcome = look(request)
     assert isinstance(outcome, Refuse)
     assert isinstance(outcome.error, ToolchainError)
 
@@ -242,13 +245,13 @@ def test_mode_reference_runs_the_reference_although_a_library_is_there(
 ) -> None:
     carried = world.carry()
     monkeypatch.setenv("OPKILN_MODE", "reference")
-    outcome = decide.decide(world.request(reference=True))
+    outcome = look(world.request(reference=True))
     assert isinstance(outcome, Reference)
     assert outcome.error.what == "op op runs as its reference"
     assert outcome.error.why == "OPKILN_MODE=reference"
     assert isinstance(outcome.error, LoadError)
-    assert served(decide.decide(world.request())) == (str(carried), "prebuilt")
-    assert served(decide.decide(world.request(BUILD, reference=True)))[0] == str(carried)
+    assert served(look(world.request())) == (str(carried), "prebuilt")
+    assert served(look(world.request(BUILD, reference=True)))[0] == str(carried)
 
 
 def test_code_that_no_gpu_here_can_run_is_refused_for_a_load_and_not_for_a_build(
@@ -257,10 +260,10 @@ def test_code_that_no_gpu_here_can_run_is_refused_for_a_load_and_not_for_a_build
     world.spec = world.spec._replace(backend=CUDA)
     world.gpus("7.5")
     carried = world.carry(target={"archs": ["9.0"]}, needs={"images": ["sm_90"]})
-    outcome = decide.decide(world.request(asked="9.0"))
+    outcome = look(world.request(asked="9.0"))
     assert isinstance(outcome, Refuse)
     assert "cannot run on this machine's 7.5" in outcome.error.what
-    assert served(decide.decide(world.request(BUILD, asked="9.0"))) == (str(carried), "prebuilt")
+    assert served(look(world.request(BUILD, asked="9.0"))) == (str(carried), "prebuilt")
 
 
 def test_a_sycl_op_is_refused_where_there_is_no_device_for_it(
@@ -272,24 +275,24 @@ def test_a_sycl_op_is_refused_where_there_is_no_device_for_it(
     monkeypatch.setattr(
         libsycl, "no_device", lambda icd: ("no driver", "install it") if not icd else None
     )
-    outcome = decide.decide(world.request())
+    outcome = look(world.request())
     assert isinstance(outcome, Refuse)
     assert outcome.error.what == "op op has no SYCL device to run on"
     assert (outcome.error.why, outcome.error.hint) == ("no driver", "install it")
     monkeypatch.setenv("OCL_ICD_FILENAMES", "/driver.so")
-    outcome = decide.decide(world.request())
+    outcome = look(world.request())
     assert isinstance(outcome, Refuse)
     assert isinstance(outcome.error, ToolchainError)
 
 
-def test_to_look_is_to_decide_but_for_mistakes_which_are_raised(world: World) -> None:
+def test_to_explain_is_to_look_but_for_mistakes_which_are_raised(world: World) -> None:
     carried = world.carry()
-    assert served(decide.look(world.request()))[0] == str(carried)
+    assert served(looked(world.request()))[0] == str(carried)
     world.spec = world.spec._replace(name="op2")
-    assert isinstance(decide.look(world.request()), Refuse)
+    assert isinstance(looked(world.request()), Refuse)
     world.spec = world.spec._replace(sources=())
     with pytest.raises(UsageError, match="op2"):
-        decide.look(world.request())
+        looked(world.request())
 
 
 # The policy
@@ -387,7 +390,7 @@ def test_nothing_is_compiled_where_the_mode_forbids_it(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OPKILN_MODE", "cached")
-    outcome = decide.decide(world.request())
+    outcome = look(world.request())
     assert isinstance(outcome, Refuse)
     assert isinstance(outcome.error, CompilingOff)
     assert ("build", "refused", "OPKILN_MODE=cached: nothing is compiled here", "") in [
@@ -427,14 +430,14 @@ def test_outcome_in_a_word(world: World) -> None:
     error = LoadError("what")
     plan: object = None
     assert summary(Serve(artifact, trace)) == Summary(CACHED, "", "/x.so")
-    assert summary(Build(plan, trace)) == Summary(WOULD_COMPILE, "one; two", "")  # type: ignore[arg-type]
+    assert summary(Build(plan, trace, Evidence())) == Summary(WOULD_COMPILE, "one; two", "")  # type: ignore[arg-type]
     assert summary(Reference(error, trace)) == Summary(WOULD_FALL_BACK, "one; two", "")
     assert summary(Refuse(error, trace)) == Summary(WOULD_FAIL, "one; two", "")
     assert summary(Refuse(error, Trace())) == Summary(WOULD_FAIL, "what", "")
-    assert summary(Build(plan, Trace())) == Summary(WOULD_COMPILE, "", "")  # type: ignore[arg-type]
+    assert summary(Build(plan, Trace(), Evidence())) == Summary(WOULD_COMPILE, "", "")  # type: ignore[arg-type]
     taken = Trace()
     taken.add("store", "none", "nothing yet", "/n")
-    assert summary(Build(plan, taken)).reason == "nothing yet"  # type: ignore[arg-type]
+    assert summary(Build(plan, taken, Evidence())).reason == "nothing yet"  # type: ignore[arg-type]
     taken.add("store", "taken", "it is there", "/entry")
     assert summary(Serve(artifact, taken)) == Summary(CACHED, "", "/entry")
     assert [CACHED, WOULD_COMPILE, WOULD_FALL_BACK, WOULD_FAIL] == [
@@ -447,7 +450,7 @@ def test_a_request_that_cannot_be_understood_is_refused_as_a_mistake(
 ) -> None:
     monkeypatch.setenv("OPKILN_CPU", "abacus")
     world.spec = world.spec._replace(vectorize=True)
-    outcome = decide.decide(world.request(reference=True))
+    outcome = look(world.request(reference=True))
     assert isinstance(outcome, Refuse)
     assert isinstance(outcome.error, ArchError)
     assert receipt.recall(world.request()) is None

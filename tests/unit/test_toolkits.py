@@ -17,7 +17,7 @@ from sample.evidence_of import broken, recalled
 import opkiln.compat.torch as cpp_extension
 from opkiln import digest, extension, machine, process
 from opkiln.build_model import Toolchain, TorchSDK
-from opkiln.decision.search import planned
+from opkiln.building.asking import planned
 from opkiln.decision.terms import BUILD, Request
 from opkiln.errors import (
     CUDAMismatchException,

@@ -372,11 +372,10 @@ class OpBuilder:
 
         ``error_log`` holds the reason when not; ``verbose`` also writes it to standard error.
         """
-        from opkiln.decision.decide import decide
         from opkiln.decision.terms import Build, Request, Serve
 
         try:
-            outcome = decide(Request(self.op(), must_be_native=True))
+            outcome = loader.look(Request(self.op(), must_be_native=True))
             error = None if isinstance(outcome, (Serve, Build)) else outcome.error
         except OpkilnError as raised:
             error = raised  # the declaration itself is wrong
@@ -400,8 +399,9 @@ class OpBuilder:
         torch's ``BuildExtension``, which adds no architectures of its own to those in the flags.
         """
         from opkiln import plan as plans
+        from opkiln.building.asking import planned
         from opkiln.decision.archs import nothing_asked
-        from opkiln.decision.search import plan_for, planned
+        from opkiln.decision.search import plan_for
         from opkiln.decision.terms import BUILD, Request
 
         try:

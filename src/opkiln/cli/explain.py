@@ -75,7 +75,7 @@ def plan_command(
     The plan is the same whether the op is cached or not, and running it by hand gives the same
     bytes. Nothing is built.
     """
-    from opkiln.decision.search import planned
+    from opkiln.building.asking import planned
     from opkiln.decision.terms import BUILD, Request
 
     if as_json and compile_commands:
@@ -236,8 +236,8 @@ def _listed(path: str) -> list[str]:
 
 
 def _check(name: str) -> Checked:
-    from opkiln.decision.decide import look
     from opkiln.decision.terms import Request, summary
+    from opkiln.loading.explain import looked
     from opkiln.registry import get_builder
 
-    return Checked(name, *summary(look(Request(get_builder(name).op()))))
+    return Checked(name, *summary(looked(Request(get_builder(name).op()))))

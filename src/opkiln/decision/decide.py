@@ -1,14 +1,14 @@
 """The one decision: what serves an op here.
 
     decide(request) -> Serve an artifact | Build a plan | run the Reference | Refuse
+                       | Ask the compilers | Fetch from the remote tiers
 
-Everybody who wants to know asks this function: a load, which then acts on the answer, and
-``explain``, ``check``, ``report``, ``is_compatible`` and builds for other machines, which look. The
-order is: what all ranks of the job agreed on, what a package was installed with, what a receipt
-remembers, the user's own layers, listed layers, a build, the reference.
+The order is: what all ranks of the job agreed on, what a package was installed with, what a receipt
+remembers, the user's own layers, listed layers, the remote tiers, a build, the reference.
 
-A load that fails to open or to build what was decided notes that in its request and asks again.
-Deciding compiles nothing. It may ask the compilers what they are, which is remembered.
+Deciding reads files. It starts no program, writes nothing and connects to nobody: that is for
+``loading.loader``, which everybody who wants an answer goes through. What came of it, such as that
+something could not be opened or built, is noted in the request, and then it is decided again.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import os
 import sys
 
 from opkiln.decision import pins, policy, receipt
-from opkiln.decision.terms import LOAD, SHIP, Outcome, Reference, Refuse, Serve, Trace
+from opkiln.decision.terms import LOAD, SHIP, Reference, Refuse, Serve, Trace
 from opkiln.errors import (
     BuildError,
     LoadError,
@@ -26,21 +26,20 @@ from opkiln.errors import (
     SealedError,
     StoreError,
     ToolchainError,
-    UsageError,
 )
 from opkiln.model import CARRIED, CPU, ONE_CALL, SHARED, XPU, place_of
 from opkiln.settings import LAYOUT
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from opkiln.decision.terms import Build, Request
+    from opkiln.decision.terms import Ask, Build, Fetch, Outcome, Request
     from opkiln.model import Artifact, OpSpec
 
 # What the reference may stand in for. Anything else is a mistake that somebody must mend.
 _EXCUSES = (BuildError, LoadError, StoreError, ToolchainError)
 
 
-def decide(request: Request) -> Outcome:
+def decide(request: Request) -> Outcome | Ask | Fetch:
     """What serves a request, with every candidate and why it was taken or refused."""
     trace = Trace()
     if request.use == LOAD and request.agreed and (pin := pins.pinned(request.op)) is not None:
@@ -49,15 +48,6 @@ def decide(request: Request) -> Outcome:
         return _native(request, trace)
     except OpkilnError as error:
         return _otherwise(request, error, trace)
-
-
-def look(request: Request) -> Outcome:
-    """``decide``, for those who only look. Raises UsageError for a mistake in the declaration, the
-    call or a setting, which is not an outcome to report but something to mend."""
-    outcome = decide(request)
-    if isinstance(outcome, Refuse) and isinstance(outcome.error, UsageError):
-        raise outcome.error
-    return outcome
 
 
 def _agreed(request: Request, pin: pins.Pin, trace: Trace) -> Serve | Reference | Refuse:
@@ -89,8 +79,8 @@ def _agreed(request: Request, pin: pins.Pin, trace: Trace) -> Serve | Reference 
     return Refuse(error, trace)
 
 
-def _native(request: Request, trace: Trace) -> Serve | Build:
-    """Serve or build. Raises OpkilnError where neither can be."""
+def _native(request: Request, trace: Trace) -> Serve | Build | Ask | Fetch:
+    """How a native version can be had. Raises OpkilnError where it cannot."""
     op, spec = request.op, request.op.spec
     if request.use == LOAD:
         if policy.prefers_reference(request):

@@ -4,14 +4,14 @@ plan for a build of its own."""
 from __future__ import annotations
 
 import os
-import time
 
 from opkiln import facts, images
 from opkiln import plan as plans
 from opkiln.arch import cpu
+from opkiln.build_model import Toolchain
 from opkiln.decision import archs, policy, prebuilt
-from opkiln.decision.target import features, require_cpu
-from opkiln.decision.terms import LOAD, Build, Serve
+from opkiln.decision.target import features, lacking, require_cpu
+from opkiln.decision.terms import LOAD, Ask, Build, Fetch, Serve
 from opkiln.errors import BuildError, SpecError, ToolchainError
 from opkiln.facts import Hasher
 from opkiln.model import ABI_NONE, ABI_STABLE, CPU, CUDA, ROCM, STABLE_VERSION, Artifact
@@ -23,44 +23,48 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from opkiln.build_model import Plan, Target, Toolchain
+    from opkiln.build_model import Plan, Target
     from opkiln.decision.terms import Request, Trace
-    from opkiln.facts import Evidence
+    from opkiln.errors import OpkilnError
     from opkiln.model import OpSpec
     from opkiln.store.layers import Store
 
 
-def search(request: Request, trace: Trace) -> Serve | Build:
+def search(request: Request, trace: Trace) -> Serve | Build | Ask | Fetch:
     """The store's layers by key and by fit, then a plan for a build. Raises OpkilnError."""
-    spec, store = request.op.spec, request.store
+    spec, target = request.op.spec, request.target
     plans.check(spec)  # before its name becomes part of a path
     if request.use == LOAD:
-        require_cpu(spec, request.target)
+        require_cpu(spec, target)
+    if request.tiers is not None:
+        trace.candidates += request.tiers.candidates
     images.forget()
     with facts.collecting() as read:
         compilers = _Compilers(request, trace)
-        found = compilers.look(read)
+        found = compilers.find()
+    if lacking(target):
+        read.complete = False  # a load would refuse it
     if found is not None:
         return Serve(found, trace, read)
-    trace.add("store", "none", "no entry for these sources, flags and compiler", store.root or "")
-    read.complete = False
-    if settings.remotes and not request.for_elsewhere:
-        found = _fetched(request, compilers.fitted, trace)
+    if not request.for_elsewhere:
+        with facts.collecting() as beyond:
+            found = elsewhere(request, trace)
         if found is not None:
-            return Serve(found, trace, read)
-    try:
-        decided = compilers.build()
-    except ToolchainError as error:
-        # No compiler here can be used, so any build of the sources as they are will do.
-        seen = compilers.unusable or compilers.looked_at_any
-        found = None if seen else built(request, request.target, None, trace)
-        if found is None:
-            if compilers.unusable is None and request.build_error is None:
-                why = "; ".join(error.why.splitlines())
-                trace.add("build", "refused", f"{error.what}: {why}" if why else error.what)
-            raise
-        decided = found
-    return decided if isinstance(decided, Build) else Serve(decided, trace, read)
+            return Serve(found, trace, beyond)
+    trace.add("store", "none", "no entry for these sources, flags and compiler",
+              request.store.root or "")  # fmt: skip
+    if settings.remotes and not request.for_elsewhere:
+        if not request.fetches:
+            _note_unasked(trace)
+        elif request.tiers is None:
+            return Fetch(compilers.fitted, trace)
+    if compilers.refusal is not None:
+        if compilers.reason:
+            trace.add("build", "refused", compilers.reason)
+        raise compilers.refusal
+    if compilers.tools is None:
+        return Ask(trace)
+    return Build(plan_for(spec, compilers.fitted, compilers.tools), trace, read)
 
 
 class _Compilers:
@@ -68,59 +72,45 @@ class _Compilers:
 
     def __init__(self, request: Request, trace: Trace) -> None:
         self.request, self.trace = request, trace
-        self.forbidden = policy.why_not_compile(request)
-        self.unusable: ToolchainError | None = None  # why they cannot make what is wanted
-        self.looked_at_any = False  # whether any build of the sources would have served
+        self.refusal, self.reason = _refusal(request)  # why nothing can be built
         target, memory = request.target, request.store.memory
         self.tools = choice.recall(memory, target.backend, target.machine, request.op.spec)
+        if self.tools is None and isinstance(request.compilers, Toolchain):
+            self.tools = request.compilers
+            facts.incomplete()  # what they said is not remembered
         self.fitted = target
         if self.tools is not None:
             try:
                 self.fitted = archs.fitted(request.op, request.wanted, target, self.tools)
             except ToolchainError as error:
                 trace.add("build", "refused", f"{error.what}: {error.why}")
-                self.tools, self.unusable = None, error
+                self.tools, self.refusal = None, self.refusal or error
 
-    def look(self, read: Evidence) -> Artifact | None:
-        """An entry of the store's layers."""
-        request, trace, target = self.request, self.trace, self.request.target
-        found = None
-        spec = request.op.spec
-        may_ask = self.tools is None and not self.forbidden and self.unusable is None
+    def find(self) -> Artifact | None:
+        """An entry of the user's own layers."""
+        request, target, spec = self.request, self.request.target, self.request.op.spec
         any_will_do = choice.stands_in(target.backend, spec)
-        if may_ask and not any_will_do and choice.available(target.backend, target.machine, spec):
-            # Which entries are its own is only known after it was asked.
-            trace.add("store", "none", "the compiler is not known yet", request.store.root or "")
-        else:
-            found = built(request, self.fitted, self.tools, trace)
-            if found is None and any_will_do and self.tools is not None:
-                found = built(request, target, None, trace)
-            self.looked_at_any = self.tools is None or any_will_do
-            if self.tools is None and (self.forbidden or self.unusable):
-                read.complete = False  # where a compiler may be used, another build may be right
-        if found is None and not request.for_elsewhere:
-            found = elsewhere(request, trace)
+        if self.tools is None:
+            if self.refusal is not None:
+                facts.incomplete()  # where a compiler may be used, another build may be right
+            elif not any_will_do and choice.available(target.backend, target.machine, spec):
+                return None  # which entries are its own is only known after it was asked
+        found = built(request, self.fitted, self.tools, self.trace)
+        if found is None and any_will_do and self.tools is not None:
+            found = built(request, target, None, self.trace)
         return found
 
-    def build(self) -> Artifact | Build:
-        """The plan, or an entry that is found once the compilers are known. Raises OpkilnError."""
-        request, trace, target = self.request, self.trace, self.request.target
-        spec = request.op.spec
-        if request.build_error is not None:
-            trace.add("build", "refused", request.build_error.what)
-            raise request.build_error
-        if self.forbidden:
-            trace.add("build", "refused", self.forbidden)
-            raise policy.refusal(spec, self.forbidden)
-        if self.unusable is not None:
-            raise self.unusable
-        if self.tools is None:
-            self.tools = _asked(request, target.backend, target.machine)
-            self.fitted = archs.fitted(request.op, request.wanted, target, self.tools)
-            found = built(request, self.fitted, self.tools, trace)
-            if found is not None:
-                return found
-        return Build(plan_for(spec, self.fitted, self.tools), trace)
+
+def _refusal(request: Request) -> tuple[OpkilnError | None, str]:
+    """Why nothing can be built for a request, and that in short; None if it can, as far as is
+    known."""
+    if request.build_error is not None:
+        return request.build_error, request.build_error.what
+    if forbidden := policy.why_not_compile(request):
+        return policy.refusal(request.op.spec, forbidden), forbidden
+    if isinstance(error := request.compilers, ToolchainError):
+        return error, ": ".join(filter(None, (error.what, "; ".join(error.why.splitlines()))))
+    return None, ""
 
 
 def built(
@@ -136,8 +126,6 @@ def built(
     if toolchain is None and spec.backend != CPU:
         facts.incomplete()  # that there is no device compiler cannot be checked by a few facts
     for candidate in _covering(request, target, toolchain):
-        if candidate is not target:
-            facts.incomplete()  # a build for the very target would be better
         build = None
         if toolchain is not None:
             build = key.build_key(plans.make(spec, candidate, toolchain))
@@ -156,6 +144,8 @@ def built(
             trace.add("store", "refused", f"needs {', '.join(lacks)}, which this CPU lacks",
                       leaf.directory)  # fmt: skip
             continue
+        if lacks or candidate is not target:
+            facts.incomplete()  # a load would refuse it, or a build for the very target is better
         reason = "its sources, flags and compiler are today's"
         if candidate.archs != target.archs:
             reason += f"; its code for {';'.join(candidate.archs)} runs here"
@@ -182,17 +172,11 @@ def elsewhere(request: Request, trace: Trace) -> Artifact | None:
     return prebuilt.find(request, listed, trace, prebuilt.LAYER, own)
 
 
-def _fetched(request: Request, target: Target, trace: Trace) -> Artifact | None:
-    """What the remote tiers have, once it is in the store."""
-    if request.fetch is None:
-        unasked = policy.why_no_tier_is_asked()
-        reason = f"no load asks it: {unasked}" if unasked else "only a load or a build connects"
-        for url in settings.remotes:
-            trace.add("remote", "none", f"not asked: {reason}", url)
-        return None
-    found = request.fetch(request, target, trace)
-    request.since = time.monotonic()  # what the tiers took is not the compiler's time
-    return elsewhere(request, trace) if found else None
+def _note_unasked(trace: Trace) -> None:
+    unasked = policy.why_no_tier_is_asked()
+    reason = f"no load asks it: {unasked}" if unasked else "only a load or a build connects"
+    for url in settings.remotes:
+        trace.add("remote", "none", f"not asked: {reason}", url)
 
 
 def _no_layer(root: str) -> str:
@@ -232,70 +216,6 @@ def _of_other_archs(
         del ways[archs.PTX]
     for found in ways.values():
         yield from found
-
-
-def planned(request: Request) -> Plan:
-    """The plan that a build here would run, whether or not one is needed. Raises OpkilnError."""
-    spec, target = request.op.spec, request.target
-    tools = choice.choose(request.store.memory, spec.backend, target.machine, spec)
-    return plan_for(spec, archs.fitted(request.op, request.wanted, target, tools), tools)
-
-
-def _asked(request: Request, backend: str, architecture: str) -> Toolchain:
-    """The compilers for a build. Of many processes that know none, one asks and the others wait.
-
-    Raises ToolchainError, BuildTimeout, and StoreError for a store that has become somebody else's.
-    """
-    from opkiln.engine import progress
-    from opkiln.trust import usable_by_owner
-
-    with usable_by_owner(), progress.shown(traced=False):
-        asked = _ask_in_turn(request, backend, architecture)
-    request.since = time.monotonic()
-    return asked
-
-
-def _ask_in_turn(request: Request, backend: str, architecture: str) -> Toolchain:
-    from opkiln.engine import events
-    from opkiln.guard import once_per_thread
-    from opkiln.store import location, lock
-
-    store, spec = request.store, request.op.spec
-    location.claim(store.root)
-    if store.root is None:
-        return choice.choose(store.memory, backend, architecture, spec)
-    waited = False
-
-    def waiting(state: lock.Waiting) -> None:
-        nonlocal waited
-        waited = True
-        holder = state.holder or lock.Holder(0, "", "")
-        what = f"{events.COMPILERS}, but it is stopped" if state.stopped else events.COMPILERS
-        events.emit(events.WAITING, op=request.op.spec.name, pid=holder.pid, host=holder.host,
-                    seconds=state.seconds, what=what)  # fmt: skip
-
-    def arrived() -> Toolchain | None:
-        return choice.recall(store.memory, backend, architecture, spec)
-
-    name = f"compilers-{backend}-{architecture}"
-    what, limit = f"the list of compilers for {backend}", settings.build_timeout
-    with (
-        once_per_thread("asks the compilers"),
-        lock.turn(
-            store.root, name, arrived, waiting, what=what, limit=limit, since=request.since
-        ) as got,
-    ):
-        if not isinstance(got, lock.Turn):
-            return got
-        if not waited:
-            try:
-                return choice.choose(store.memory, backend, architecture, spec)
-            except ToolchainError as error:
-                got.fail(error)
-                raise
-    # The other process asked a compiler that was installed so recently that its answer is not
-    # believed. Asking one after the other would only take longer.
-    return choice.choose(store.memory, backend, architecture, spec)
 
 
 def plan_for(spec: OpSpec, target: Target, toolchain: Toolchain) -> Plan:

@@ -85,13 +85,16 @@ def runnable(spec: OpSpec) -> TorchSDK | None:
     return sdk
 
 
+def lacking(target: Target) -> tuple[str, ...]:
+    """What this machine lacks to run what is built for a target."""
+    if target.machine != machine.architecture():
+        return (target.machine,)
+    return cpu.lacking(target.cpu, target.cpu_features, features())
+
+
 def require_cpu(spec: OpSpec, target: Target) -> None:
     """Refuse to load what was asked for by name and cannot run on this CPU. Raises LoadError."""
-    if target.machine != machine.architecture():
-        lacks: tuple[str, ...] = (target.machine,)
-    else:
-        lacks = cpu.lacking(target.cpu, target.cpu_features, features())
-    if lacks:
+    if lacks := lacking(target):
         raise LoadError(
             f"op {spec.name} for {cpu.CPU(target.cpu, target.cpu_features)} cannot run here",
             why=f"it needs {', '.join(lacks)}, which this CPU lacks",

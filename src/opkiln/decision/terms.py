@@ -1,7 +1,7 @@
 """The terms of a decision: the request, the candidates it looks at, and what it can come to.
 
 A request is made at the beginning of a load, a build or a look. Everything that it needs is worked
-out once.
+out once. What came of acting on an outcome is noted in it, and then it is decided on again.
 """
 
 from __future__ import annotations
@@ -14,11 +14,9 @@ from opkiln.record import Record
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from opkiln.build_model import Plan, Target, TorchSDK
+    from opkiln.build_model import Plan, Target, Toolchain, TorchSDK
     from opkiln.decision.archs import Wanted
-    from opkiln.errors import LoadError, OpkilnError
+    from opkiln.errors import LoadError, OpkilnError, ToolchainError
     from opkiln.facts import Evidence
     from opkiln.model import Artifact, Op
     from opkiln.store.layers import Store
@@ -44,9 +42,10 @@ class Request:
         self.build_error: OpkilnError | None = None  # why the build that was decided on failed
         # When it began, or last got on: OPKILN_BUILD_TIMEOUT counts from here.
         self.since = time.monotonic()
-        # How a load asks the remote tiers; None for those who only look. Tells whether the store
-        # has something new.
-        self.fetch: Callable[[Request, Target, Trace], bool] | None = None
+        # What the compilers said when they were asked for this request.
+        self.compilers: Toolchain | ToolchainError | None = None
+        self.fetches = False  # whether the remote tiers may be asked: not for those who only look
+        self.tiers: Trace | None = None  # what they said
 
     @cached_property
     def wanted(self) -> Wanted:
@@ -132,10 +131,11 @@ class Serve(Record):
 
 
 class Build(Record):
-    """Nothing has it: run this plan."""
+    """Nothing has it: run this plan. ``read`` is what later searches read to find what it makes."""
 
     plan: Plan
     trace: Trace
+    read: Evidence
 
 
 class Reference(Record):
@@ -149,6 +149,19 @@ class Refuse(Record):
     """Nothing can serve, because of this error."""
 
     error: OpkilnError
+    trace: Trace
+
+
+class Ask(Record):
+    """It depends on compilers that are not known here: ask them, and decide again."""
+
+    trace: Trace
+
+
+class Fetch(Record):
+    """The store does not have it: ask the remote tiers for this target, and decide again."""
+
+    target: Target
     trace: Trace
 
 

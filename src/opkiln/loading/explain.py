@@ -9,12 +9,11 @@ from typing import Any, NamedTuple
 from opkiln import plan as plans
 from opkiln import settings as settings_module
 from opkiln.build_model import Plan
+from opkiln.building.asking import planned
 from opkiln.building.build import inputs
-from opkiln.decision.decide import look
 from opkiln.decision.prebuilt import fetched_from
-from opkiln.decision.search import planned
-from opkiln.decision.terms import Build, Candidate, Request, Serve, summary
-from opkiln.errors import OpkilnError
+from opkiln.decision.terms import Build, Candidate, Refuse, Request, Serve, summary
+from opkiln.errors import OpkilnError, UsageError
 from opkiln.facts import Hasher
 from opkiln.loading import loader
 from opkiln.model import Artifact, Op, place_of
@@ -25,6 +24,7 @@ from opkiln.toolchain import choice
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from opkiln.decision.terms import Outcome
     from opkiln.store.layers import Store
 
 
@@ -71,7 +71,7 @@ def explain(op: Op) -> Explanation:
     """Look at an op without building or loading it. Raises UsageError."""
     known, since = loader.loaded_here().get(op.name, (None, 0.0))
     request = Request(op)
-    outcome = look(request)
+    outcome = looked(request)
     status, reason, _ = summary(outcome)
     would = f"{status}: {reason}" if reason else status
     keys, changes = {}, []
@@ -102,6 +102,15 @@ def explain(op: Op) -> Explanation:
         since=since,
         new_process="" if known is None else would,
     )
+
+
+def looked(request: Request) -> Outcome:
+    """``loader.look``. Raises UsageError for a mistake in the declaration, the call or a setting,
+    which is not an outcome to report but something to mend."""
+    outcome = loader.look(request)
+    if isinstance(outcome, Refuse) and isinstance(outcome.error, UsageError):
+        raise outcome.error
+    return outcome
 
 
 def _told_by(artifact: Artifact) -> dict[str, str]:

@@ -21,7 +21,7 @@ from typing import Any
 
 from opkiln.decision import pins, policy, receipt
 from opkiln.decision.decide import decide
-from opkiln.decision.terms import Build, Outcome, Reference, Refuse, Request, Serve, Trace
+from opkiln.decision.terms import Ask, Build, Fetch, Reference, Refuse, Request, Serve, Trace
 from opkiln.errors import (
     FallbackWarning,
     LoadError,
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from opkiln.build_model import Target
+    from opkiln.decision.terms import Outcome
 
 
 class Loaded(Record):
@@ -261,10 +262,10 @@ def set_aside() -> Iterator[None]:
 
 
 def decided(request: Request) -> Outcome:
-    """``decide``, for those who act on it: the remote tiers are asked, and there is a warning if a
-    store that cannot be used is why nothing is found."""
-    request.fetch = _fetch
-    outcome = decide(request)
+    """What serves a request that will be acted on: the remote tiers are asked, and there is a
+    warning if a store that cannot be used is why nothing is found."""
+    request.fetches = True
+    outcome = look(request)
     if not isinstance(outcome, Serve):
         from opkiln.building.reporting import warn_of_store
 
@@ -272,13 +273,35 @@ def decided(request: Request) -> Outcome:
     return outcome
 
 
-def _fetch(request: Request, target: Target, trace: Trace) -> bool:
+def look(request: Request) -> Outcome:
+    """What serves a request, with every candidate and why it was taken or refused. The compilers
+    are asked what they are, if that is not known."""
+    while True:
+        outcome = decide(request)
+        if isinstance(outcome, Fetch):
+            request.tiers = Trace()
+            try:
+                _fetch(request, outcome.target, request.tiers)
+            except OpkilnError as error:
+                return Refuse(error, request.tiers)
+        elif isinstance(outcome, Ask):
+            from opkiln.lazy import imports
+
+            with imports():
+                from opkiln.building import asking
+            asking.ask(request)
+        else:
+            return outcome
+
+
+def _fetch(request: Request, target: Target, trace: Trace) -> None:
     from opkiln.lazy import imports
 
     with imports():
         from opkiln.remote import fetch
     with usable_by_owner():
-        return fetch.fetch(request, target, trace)
+        fetch.fetch(request, target, trace)
+    request.since = time.monotonic()  # what the tiers took is not the compiler's time
 
 
 def obtain(request: Request) -> tuple[Artifact, Trace]:
@@ -317,7 +340,7 @@ def _built(request: Request, outcome: Build) -> Artifact:
         how = "another process built it"
     outcome.trace.add("build", "taken", how, built.path)
     with usable_by_owner():
-        _leave_receipt(request)
+        _leave_receipt(request, outcome, built)
         if settings.push is not None and settings.remotes and built.origin == "built":
             from opkiln.remote import push
 
@@ -325,11 +348,17 @@ def _built(request: Request, outcome: Build) -> Artifact:
     return built
 
 
-def _leave_receipt(request: Request) -> None:
-    """Look for what was just built as later processes will, and remember the answer."""
-    again = decide(Request(request.op, must_be_native=True, agreed=False))
-    if isinstance(again, Serve) and again.read is not None:
-        receipt.write(request, again.artifact, again.read)
+def _leave_receipt(request: Request, outcome: Build, built: Artifact) -> None:
+    """Look at what was just built as a search that finds it would, and remember the answer."""
+    from opkiln import facts, plan
+    from opkiln.store.entry import Leaf, examine
+
+    places = plan.anchors_of(request.op.spec, outcome.plan.toolchain)
+    with facts.collecting(outcome.read):
+        directory = os.path.dirname(built.path)
+        found = examine(directory, places, facts.Hasher(), listed=False, whole=True)
+    if isinstance(found, Leaf):
+        receipt.write(request, built, outcome.read)
 
 
 def _open(op: Op, artifact: Artifact) -> Any:

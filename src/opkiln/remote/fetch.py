@@ -45,7 +45,8 @@ _told: set[str] = set()  # what the user was told
 
 
 def fetch(request: Request, target: Target, trace: Trace) -> bool:
-    """Whether the store has something new for a request. ``target`` is what would be built.
+    """Ask the tiers for a request. Returns whether the store has something new; ``target`` is what
+    would be built.
 
     Connects to nobody if nothing could be trusted. Raises SettingError.
     """

@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 from opkiln.builder.base import OpBuilder
 from opkiln.decision import archs
-from opkiln.decision.decide import decide
 from opkiln.decision.terms import (
     CACHED,
     WOULD_COMPILE,
@@ -16,6 +15,7 @@ from opkiln.decision.terms import (
     summary,
 )
 from opkiln.errors import OpkilnError
+from opkiln.loading import loader
 from opkiln.model import CUDA, ROCM
 from opkiln.registry import ALL_OPS, builder_of, bundled, declared, libraries
 from opkiln.report import redact
@@ -125,7 +125,7 @@ def _status(name: str, kind: type[OpBuilder], *, changes: bool) -> OpStatus:
 def _on(kind: type[OpBuilder], backend: str) -> BackendStatus:
     try:
         builder = kind(backend=backend)
-        outcome = decide(Request(builder.op()))
+        outcome = loader.look(Request(builder.op()))
     except OpkilnError as error:
         return BackendStatus(backend, WOULD_FAIL, False, False, False, error.what, "", ())
     decisions = tuple(outcome.trace.candidates)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 
 from opkiln import __version__
-from opkiln.decision.search import planned
+from opkiln.building.asking import planned
 from opkiln.digest import UnusableFile, key, sha256_file
 from opkiln.errors import OpkilnError
 from opkiln.model import CARRIED, OpSpec

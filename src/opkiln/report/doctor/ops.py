@@ -27,10 +27,9 @@ if TYPE_CHECKING:
 # Runs in a child: an op's module is its author's code. It may import torch, or end the process.
 _ASK_OP = """
 import json
-from opkiln.decision.decide import decide
 from opkiln.decision.terms import Refuse, Request
 from opkiln.errors import OpkilnError, SpecError
-from opkiln.loading import declaration
+from opkiln.loading import declaration, loader
 from opkiln.registry import ALL_OPS
 reason = ''
 try:
@@ -38,7 +37,7 @@ try:
     if registration := builder.registration():
         declaration.check_registration(builder.name, builder.distribution, registration)
     for each in builder.variants() or (type(builder),):
-        outcome = decide(Request(each().op()))
+        outcome = loader.look(Request(each().op()))
         if isinstance(outcome, Refuse) and isinstance(outcome.error, SpecError):
             raise outcome.error  # such as sources that are not there
 except OpkilnError as error:
@@ -83,12 +82,12 @@ def ops(here: Here) -> Outcome:  # noqa: ARG001 (the form of a check)
 _ASK_DECISION = """
 import json
 from opkiln.errors import OpkilnError
-from opkiln.decision.decide import decide
 from opkiln.decision.terms import Request, summary
+from opkiln.loading import loader
 from opkiln.registry import ALL_OPS
 status, candidates = '', []
 try:
-    outcome = decide(Request(ALL_OPS[sys.argv[1]]().op()))
+    outcome = loader.look(Request(ALL_OPS[sys.argv[1]]().op()))
     status = summary(outcome).status
     candidates = [[each.resort, each.verdict, each.reason] for each in outcome.trace.candidates]
 except OpkilnError:

@@ -1,0 +1,83 @@
+"""Asks the compilers what they are, where a decision depends on it and nobody has asked before."""
+
+from __future__ import annotations
+
+import time
+
+from opkiln.decision import archs
+from opkiln.decision.search import plan_for
+from opkiln.engine import events, progress
+from opkiln.errors import OpkilnError, ToolchainError
+from opkiln.guard import once_per_thread
+from opkiln.settings import settings
+from opkiln.store import location, lock
+from opkiln.toolchain import choice
+from opkiln.trust import usable_by_owner
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from opkiln.build_model import Plan, Toolchain
+    from opkiln.decision.terms import Request
+
+
+def ask(request: Request) -> None:
+    """Ask the compilers. What they say, or why they cannot be asked, is noted in the request."""
+    try:
+        with usable_by_owner(), progress.shown(traced=False):
+            request.compilers = _in_turn(request)
+    except ToolchainError as error:
+        request.compilers = error
+    except OpkilnError as error:
+        request.build_error = error
+    request.since = time.monotonic()
+
+
+def _in_turn(request: Request) -> Toolchain:
+    """Of many processes that know none, one asks and the others wait.
+
+    Raises ToolchainError, BuildTimeout, and StoreError for a store that has become somebody else's.
+    """
+    store, spec = request.store, request.op.spec
+    backend, machine = request.target.backend, request.target.machine
+    location.claim(store.root)
+    if store.root is None:
+        return choice.choose(store.memory, backend, machine, spec)
+    waited = False
+
+    def waiting(state: lock.Waiting) -> None:
+        nonlocal waited
+        waited = True
+        holder = state.holder or lock.Holder(0, "", "")
+        what = f"{events.COMPILERS}, but it is stopped" if state.stopped else events.COMPILERS
+        events.emit(events.WAITING, op=spec.name, pid=holder.pid, host=holder.host,
+                    seconds=state.seconds, what=what)  # fmt: skip
+
+    def arrived() -> Toolchain | None:
+        return choice.recall(store.memory, backend, machine, spec)
+
+    name = f"compilers-{backend}-{machine}"
+    what, limit = f"the list of compilers for {backend}", settings.build_timeout
+    with (
+        once_per_thread("asks the compilers"),
+        lock.turn(
+            store.root, name, arrived, waiting, what=what, limit=limit, since=request.since
+        ) as got,
+    ):
+        if not isinstance(got, lock.Turn):
+            return got
+        if not waited:
+            try:
+                return choice.choose(store.memory, backend, machine, spec)
+            except ToolchainError as error:
+                got.fail(error)
+                raise
+    # The other process asked a compiler that was installed so recently that its answer is not
+    # believed. Asking one after the other would only take longer.
+    return choice.choose(store.memory, backend, machine, spec)
+
+
+def planned(request: Request) -> Plan:
+    """The plan that a build here would run, whether or not one is needed. Raises OpkilnError."""
+    spec, target = request.op.spec, request.target
+    tools = choice.choose(request.store.memory, spec.backend, target.machine, spec)
+    return plan_for(spec, archs.fitted(request.op, request.wanted, target, tools), tools)
