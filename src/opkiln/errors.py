@@ -234,7 +234,7 @@ class MissingCUDAException(ToolchainError):
 class CUDAMismatchException(ToolchainError):
     """The toolkits that were found do not fit torch's CUDA; ``hint`` is what would.
 
-    Install the toolkit that the hint names. ``OPKILN_SKIP_CUDA_CHECK=1`` takes one of another major
+    Install the toolkit that the hint names. ``DS_SKIP_CUDA_CHECK=1`` takes one of another major
     version, at your own risk.
     """
 
@@ -335,7 +335,7 @@ class DifferenceError(OpkilnError, AssertionError):
     """The native version of an op and its reference do not agree.
 
     The kernel or the reference is wrong: ``why`` has the first values that differ, and the
-    arguments. It is raised by ``op.check`` and with ``OPKILN_CHECK=1``.
+    arguments. It is raised by ``op.check`` and with ``OPKILN_MODE=check``.
     """
 
     exit_code = 9

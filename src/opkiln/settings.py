@@ -155,14 +155,19 @@ class Settings:
     # What happens
     mode = Setting(
         "OPKILN_MODE",
-        values.choice("auto", "native", "cached", "sealed", "needed", "source", "reference"),
+        values.choice(
+            "auto", "native", "cached", "sealed", "needed", "source", "reference", "check"
+        ),
         "auto",
         "Whether to compile, and what to do otherwise. `auto`: use what is cached or installed, "
         "else compile, else run the op's reference with a warning. `native`: as `auto`, but an op "
         "that would fall back is an error. `cached`: never compile. `sealed`: never compile or "
         "fall back. `needed`: compile only ops that have no reference. `source`: as `auto`, but "
         "ignore the libraries that packages were installed with. `reference`: run the reference of "
-        "every op that has one.",
+        "every op that has one. `check`: as `auto`, but of every op declared with `@opkiln.op` run "
+        "both versions, native and reference, and compare what they give; the first difference is "
+        "an error. For tests and for the search for a wrong kernel: a call takes several times as "
+        "long.",
     )  # fmt: skip
     patch_torch = Setting(
         "OPKILN_PATCH_TORCH", values.switch, False,
@@ -175,12 +180,6 @@ class Settings:
         "DeepSpeed's sources built by opkiln, both in this order; `off` what DeepSpeed builds. "
         "`OP=ops`, `OP=engine` and `OP=off` say it of one op: `cpu_adam=engine,quantizer=off`.",
         shown="`ops,engine`",
-    )  # fmt: skip
-    check = Setting(
-        "OPKILN_CHECK", values.switch, False,
-        "Run the native version and the reference of every op declared with `@opkiln.op`, and "
-        "compare what they give; the first difference is an error. For tests and for the search "
-        "for a wrong kernel: a call takes several times as long.",
     )  # fmt: skip
     record = Setting(
         "OPKILN_RECORD", str, None,
@@ -215,14 +214,6 @@ class Settings:
         "`supa`, `mps`, `cpu`, or that of another package. One that has no device here is an "
         "error.",
         aliases=("DS_ACCELERATOR",), shown="the first one with a device",
-    )  # fmt: skip
-
-    device = Setting(
-        "OPKILN_DEVICE", values.choice("emulated"), None,
-        "`emulated`: CUDA kernels of ops written with `op.h` run on the CPU, on CPU tensors, and "
-        "their races, bounds and barriers are checked. For tests on machines without a GPU; see "
-        "[emulator.md](emulator.md).",
-        shown="none: kernels run on the GPU",
     )  # fmt: skip
 
     # How it is built
@@ -282,10 +273,13 @@ class Settings:
 
     # CUDA
     cuda = Setting(
-        "OPKILN_CUDA", values.choice("auto", "nvcc", "nvrtc"), "auto",
+        "OPKILN_CUDA", values.choice("auto", "nvcc", "nvrtc", "emulated"), "auto",
         "What compiles CUDA sources. `nvcc`: a CUDA toolkit. `nvrtc`: the library of this name, "
         "which torch's CUDA wheels bring along, and the C++ compiler; for sources on "
-        "`opkiln/op.h`. `auto`: `nvcc` where there is a toolkit, else `nvrtc`.",
+        "`opkiln/op.h`. `auto`: `nvcc` where there is a toolkit, else `nvrtc`. `emulated`: as "
+        "`auto`, and CUDA kernels of ops written with `op.h` also run on the CPU, on CPU tensors, "
+        "where their races, bounds and barriers are checked. For tests on machines without a GPU; "
+        "see [emulator.md](emulator.md).",
     )  # fmt: skip
     cuda_home = Setting(
         "OPKILN_CUDA_HOME", str, None,
@@ -307,9 +301,9 @@ class Settings:
         aliases=("TORCH_CUDA_ARCH_LIST",), shown="those of this machine's GPUs",
     )  # fmt: skip
     skip_cuda_check = Setting(
-        "OPKILN_SKIP_CUDA_CHECK", values.switch, False,
+        "DS_SKIP_CUDA_CHECK", values.switch, False,
         "Take a CUDA toolkit of another major version than torch's.",
-        aliases=("DS_SKIP_CUDA_CHECK",), shown="off",
+        shown="off", group="compiler",
     )  # fmt: skip
     ccbin = Setting(
         "NVCC_CCBIN", str, None, "The host compiler of nvcc, a name on PATH or a path.",
@@ -528,7 +522,7 @@ _INDIFFERENT = frozenset((
     "cuda_visible_devices", "cuda_device_order", "rocr_visible_devices", "hip_visible_devices",
     "ensure", "job_secret", "world_size", "master_addr", "master_port",
     "run_id", "agent_store", "slurm_step", "slurm_nodes",
-    "accelerator", "device",  # which of an op's backends serves is in its spec
+    "accelerator",  # which of an op's backends serves is in its spec
     "path",  # which programs it leads to is in the receipt
     "remotes", "lock", "push", "registry_auth_file", "docker_config", "netrc",
     "https_proxy", "http_proxy", "no_proxy",

@@ -327,7 +327,7 @@ def test_device_without_sources_is_served_by_the_reference_and_the_user_is_told(
         only_cuda.check(torch.zeros(2))
 
 
-# What `check` and OPKILN_CHECK find
+# What `check` and OPKILN_MODE=check find
 
 
 def test_check_finds_the_first_difference() -> None:
@@ -361,7 +361,7 @@ def test_check_finds_a_result_that_is_an_argument() -> None:
 
 
 def test_opkiln_check_compares_every_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OPKILN_CHECK", "1")
+    monkeypatch.setenv("OPKILN_MODE", "check")
     right, wrong = scaled("first_call"), scaled("always_wrong", value="a[i]")
     x, y = torch.randn(8), torch.randn(8)
     assert torch.equal(right(x, y), x + y)

@@ -392,7 +392,7 @@ class _Bound(_Light):
 
 
 def test_the_setting_emulates_ops_whose_sources_are_cuda_files() -> None:
-    with override(device="emulated"):
+    with override(cuda="emulated"):
         assert _Light().backend == EMULATED
         assert _Light().spec().emulated
         assert _Light().spec().sources[0] == "emulator/kernels.cu"
@@ -440,7 +440,7 @@ def test_an_op_of_op_h_runs_its_cuda_kernel_on_cpu_tensors(
     shared_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OPKILN_CACHE_DIR", str(shared_cache))
-    monkeypatch.setenv("OPKILN_DEVICE", "emulated")
+    monkeypatch.setenv("OPKILN_CUDA", "emulated")
     for name in ("OPKILN_CXXFLAGS", "OPKILN_LDFLAGS"):
         monkeypatch.delenv(name, raising=False)
 

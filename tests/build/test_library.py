@@ -123,7 +123,7 @@ def test_each_variant_is_a_library_of_all_functions() -> None:
 
 
 def test_opkiln_check_compares_each_function(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OPKILN_CHECK", "1")
+    monkeypatch.setenv("OPKILN_MODE", "check")
     _, twice, filled = kit("compared_", SOURCE.replace("(value)", "(value + 1)"))
     assert torch.equal(twice(torch.ones(3)), torch.full((3,), 2.0))
     with pytest.raises(DifferenceError, match="argument x after the call"):

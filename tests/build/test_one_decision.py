@@ -71,7 +71,9 @@ class World(NamedTuple):
 
 WORLDS = st.builds(
     World,
-    mode=st.sampled_from(["auto", "native", "cached", "sealed", "needed", "source", "reference"]),
+    mode=st.sampled_from(
+        ["auto", "native", "cached", "sealed", "needed", "source", "reference", "check"]
+    ),
     seal=st.sampled_from(["off", "off", "off", "error"]),
     compiler=st.sampled_from(["g++", "g++", "none", "broken"]),
     cpu=st.sampled_from(["native", "native", LEVELS[1], LEVELS[max(LEVELS)]]),

@@ -217,7 +217,7 @@ def test_op_that_writes_has_variants_too() -> None:
 
 
 def test_opkiln_check_compares_the_variant_that_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OPKILN_CHECK", "1")
+    monkeypatch.setenv("OPKILN_MODE", "check")
     op = sized_op("compared", SOURCE.replace("SIZE * a[i]", "(SIZE == 8 ? 7 : SIZE) * a[i]"))
     four, eight = torch.ones(4), torch.ones(8)
     for _ in range(2):

@@ -255,6 +255,6 @@ def test_wrong_arguments_are_refused_by_name() -> None:
 
 def test_with_the_setting_the_front_end_runs_the_cuda_kernels() -> None:
     """A call with lists, which only the CUDA kernels ask for."""
-    with override(device="emulated"):
+    with override(cuda="emulated"):
         plan = sparse.Dense().plan(64)
     assert len(plan.lists) == 9

@@ -297,7 +297,7 @@ def test_to_explain_is_to_look_but_for_mistakes_which_are_raised(world: World) -
 
 # The policy
 
-MODES = ("auto", "native", "cached", "sealed", "needed", "source", "reference")
+MODES = ("auto", "native", "cached", "sealed", "needed", "source", "reference", "check")
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -202,7 +202,7 @@ def test_another_major_is_refused_with_the_command_that_fixes_it(here: Machine) 
     assert "torch, which was built with CUDA 13.0" in caught.value.what
     assert "cuda-12.9" in caught.value.why
     assert "pip install 'cuda-toolkit[nvcc,cccl,cudart]==13.0.*'" in caught.value.hint
-    assert "OPKILN_SKIP_CUDA_CHECK=1" in caught.value.hint
+    assert "DS_SKIP_CUDA_CHECK=1" in caught.value.hint
     assert here.recall("13.0") is None
 
 

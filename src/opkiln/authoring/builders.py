@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from opkiln.authoring.parameters import Parameters, texts
 from opkiln.builder.cuda import CUDAOpBuilder
+from opkiln.decision.policy import CHECK
 from opkiln.errors import SpecError, UsageError
 from opkiln.model import (
     CPU,
@@ -300,7 +301,7 @@ def builder_for(
     made: type[DecoratedBuilder] = type(f"{title}Builder", (DecoratedBuilder,), words)
     # What a library's function is registered as. If every call is to be compared, that is an
     # overload of its own. An op with variants has no library: its variants have.
-    compared, varied = bool(settings.check), parameters.are_overloads
+    compared, varied = settings.mode == CHECK, parameters.are_overloads
 
     def provide(part: str) -> SimpleNamespace | None:
         made.import_functions()

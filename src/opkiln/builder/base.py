@@ -172,10 +172,10 @@ class OpBuilder:
     @classmethod
     def emulates(cls) -> bool:
         """Whether calls with CPU tensors run the op's CUDA kernels in the emulator: ``EMULATE`` is
-        set, or ``OPKILN_DEVICE=emulated`` and all CUDA sources are ``.cu`` files, as with op.h."""
+        set, or ``OPKILN_CUDA=emulated`` and all CUDA sources are ``.cu`` files, as with op.h."""
         if CUDA not in cls.BACKENDS:
             return False
-        if cls.EMULATE or settings.device is None:
+        if cls.EMULATE or settings.cuda != EMULATED:
             return cls.EMULATE
         builder = cls()
         builder.ask_for(CUDA, None)

@@ -23,6 +23,7 @@ SEALED = "sealed"  # never compile: find it, else fail
 NEEDED = "needed"  # compile only what has no reference
 SOURCE = "source"  # as auto, but ignore the libraries that packages were installed with
 REFERENCE = "reference"  # run references wherever there are any
+CHECK = "check"  # as auto, but run both versions of an op and compare them
 
 _seal = "off"
 
@@ -115,7 +116,7 @@ def about_to_compile(spec: OpSpec) -> None:
 
 def _hint(spec: OpSpec) -> str:
     """How to have it compiled, where no variable that is set here forbids that, too."""
-    allowed = "" if settings.mode in (AUTO, NATIVE, SOURCE) else "OPKILN_MODE=auto"
+    allowed = "" if settings.mode in (AUTO, NATIVE, SOURCE, CHECK) else "OPKILN_MODE=auto"
     if not spec.is_known_by_name:
         how = f" with {allowed}" if allowed else ""
         return f"run it once{how} before; later runs find it in the cache"

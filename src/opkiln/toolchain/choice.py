@@ -44,7 +44,7 @@ def cuda_compiler(spec: OpSpec | None = None) -> tuple[str, str]:
     ``choose`` raises where what was asked for cannot be had. Starts no process.
     """
     asked, origin = origin_of("cuda")
-    if asked != "auto":
+    if asked in (NVCC, NVRTC):
         return asked, f"{'the call' if origin == 'call' else origin} asks for it"
     from opkiln.toolchain import nvcc, nvrtc
 

@@ -16,7 +16,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from opkiln.toolchain.toolkits import Toolkit
 
-_SKIP = "OPKILN_SKIP_CUDA_CHECK=1"
+_SKIP = "DS_SKIP_CUDA_CHECK=1"
 
 
 def misfit(version: str, torch_cuda: str | None) -> str:

@@ -67,7 +67,7 @@ def search(
     The same version is best, then the nearest newer minor, then the nearest older one. If torch has
     no CUDA, it is the first one found. The failure is MissingCUDAException if there is no toolkit,
     CUDAMismatchException if all have another major version than torch (unless
-    ``OPKILN_SKIP_CUDA_CHECK`` is set), ToolchainError if those that fit do not work.
+    ``DS_SKIP_CUDA_CHECK`` is set), ToolchainError if those that fit do not work.
     """
     partner = _partner(memory, host, ask=ask)
     found = None if partner is None else toolkits.survey(memory, partner.cxx, ask=ask)
