@@ -185,11 +185,12 @@ def test_a_torch_op_is_served_from_a_bundle_and_reloaded_beside_it(
         from opkiln.loading import loader
         builder = importlib.import_module(sys.argv[1] + ".op").StableBuilder()
         functions = builder.load()
-        print(functions.who(torch.ones(2)), *(l.artifact.path for l in loader._loaded.values()))
+        loaded = [each for each, _ in loader.loaded_here().values()]
+        print(functions.who(torch.ones(2)), *(each.artifact.path for each in loaded))
         with open(sys.argv[2], "a") as file:
             file.write("int edited() { return 1; }")
         print(builder.load(reload=True).who(torch.ones(2)),
-              *(l.artifact.origin for l in loader._loaded.values()))
+              *(l.artifact.origin for l, _ in loader.loaded_here().values()))
     """
     source = next(path for path in stable.files() if path.suffix == ".cpp")
     environment = {

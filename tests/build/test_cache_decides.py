@@ -278,7 +278,7 @@ def test_explain_by_name_reaches_an_op_of_another_package(
 def test_explain_of_a_loaded_op_says_what_serves_it_since_when_and_from_where(
     built: Package,
 ) -> None:
-    artifact = loader._loaded[built.builder().op().name].artifact
+    artifact = loader.here.ops[built.builder().op().name].loaded.artifact
     assert artifact is not None
     found = explain(built.builder().op())
     today = time.strftime("%Y-%m-%d")

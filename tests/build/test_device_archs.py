@@ -330,7 +330,7 @@ def test_a_toolkit_that_cannot_be_used_is_no_worse_than_none(
     with override(cuda_arch_list="9.0"):
         builder = device.builder(_asked_backend="cuda")
         builder.jit_load()
-    loaded = loader._loaded[builder.op().name]
+    loaded = loader.loaded_here()[builder.op().name][0]
     assert loaded.artifact is not None
     assert loaded.artifact.path == made
 

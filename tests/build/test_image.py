@@ -59,7 +59,7 @@ optimizer = opkiln.optim.CPUAdam([weight], lr=0.1)
 weight.grad = torch.ones(8)
 optimizer.step()
 print("weight", round(weight[0].item(), 4))
-for (_, op, _), loaded in loader._loaded.items():
+for (_, op, _), (loaded, _) in loader.loaded_here().items():
     print(op, loaded.artifact.path, loaded.artifact.compiled)
 """
 

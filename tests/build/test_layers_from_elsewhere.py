@@ -293,7 +293,7 @@ def test_named_ptx_is_had_where_a_library_has_any(device: Shipped) -> None:
 def decided(shipped: Shipped, *layers: Path) -> list[Candidate]:
     """What `explain` decides about these layers themselves."""
     op = shipped.package.builder().op()
-    loader._loaded.pop(op.name, None)
+    loader.here.ops.pop(op.name, None)
     with override(store_layers=tuple(map(str, layers))):
         found = explain(op).candidates
     return [each for each in found if each.subject in map(str, layers)]

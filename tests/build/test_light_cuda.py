@@ -46,7 +46,7 @@ def test_one_cuda_file_builds_loads_and_registers(op: Package) -> None:
         qualified = f"{op.name}::{name}"
         assert torch._C._dispatch_has_kernel_for_dispatch_key(qualified, "CUDA")
         assert not torch._C._dispatch_has_kernel_for_dispatch_key(qualified, "CPU")
-    artifact = loader._loaded[op.builder().op().name].artifact
+    artifact = loader.here.ops[op.builder().op().name].loaded.artifact
     assert artifact is not None
     needed = elf.read(artifact.path).needed
     assert "libtorch_cpu.so" in needed

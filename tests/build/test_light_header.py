@@ -33,7 +33,7 @@ def light(package: Callable[..., Package]) -> Any:
     if not _built:
         _built.append(package("light"))
         _built[0].builder().jit_load()
-    return loader._loaded[_built[0].builder().op().name].value
+    return loader.loaded_here()[_built[0].builder().op().name][0].value
 
 
 def said_by(function: Any, *given: Any) -> str:

@@ -182,4 +182,4 @@ def test_one_call_form_in_a_compiled_function_loads_while_it_is_traced() -> None
 
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(X), X + 1)
-    assert loader._loaded["jit", "answer", "cpu"].value.answer() == 42
+    assert loader.here.ops["jit", "answer", "cpu"].loaded.value.answer() == 42

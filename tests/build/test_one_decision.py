@@ -173,9 +173,7 @@ def enter(world: World, place: Place, here: Path, stack: ExitStack) -> type[OpBu
     )
     patch.setitem(nvidia._known, "/", nvidia.Devices(gpus, "580", "13.0", "nvml"))
     patch.setattr(policy, "_seal", world.seal)
-    for name in ("_loaded", "_since", "_opened", "_history"):
-        patch.setattr(loader, name, {})
-    patch.setattr(loader, "_told", set())
+    patch.setattr(loader.here, "ops", {})
     kind = place.kind(world)
     kind.root = str(root)  # type: ignore[assignment]
     return kind

@@ -134,7 +134,7 @@ def test_what_opkiln_build_writes_is_found_by_another_process_without_a_compiler
         from opkiln.loading import loader
         builder = PlainBuilder()
         assert builder.load().add(1, 2) == 103
-        print(loader._loaded[builder.op().name].artifact.path)
+        print(loader.here.ops[builder.op().name].loaded.artifact.path)
     """
     env = {"OPKILN_MODE": "cached", "PATH": str(tmp_path / "nothing"), "OPKILN_CACHE_DIR": None,
            "HOME": str(tmp_path / "nobody")}  # fmt: skip
@@ -172,8 +172,8 @@ from {name}.op import PlainBuilder
 from opkiln.loading import loader
 builder = PlainBuilder()
 library = builder.load()
-print(library.level(), loader._loaded[builder.op().name].artifact.origin)
-print(loader._loaded[builder.op().name].trace)
+print(library.level(), loader.here.ops[builder.op().name].loaded.artifact.origin)
+print(loader.here.ops[builder.op().name].loaded.trace)
 """
 
 

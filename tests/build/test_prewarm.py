@@ -46,7 +46,8 @@ def script(tmp_path: Path) -> Path:
             import sys, torch, opkiln
             from opkiln.loading import loader
             opkiln.get_builder("cpu_adam").load()
-            print(*sys.argv[1:], *(bool(each.artifact) for each in loader._loaded.values()))
+            loaded = [each for each, _ in loader.loaded_here().values()]
+            print(*sys.argv[1:], *(bool(each.artifact) for each in loaded))
         """)
     )
     return path
@@ -74,7 +75,7 @@ def test_each_op_is_noted_once_with_what_it_is_used_for(plain: Package, tmp_path
 
 def test_a_load_that_is_served_from_the_store_is_noted(plain: Package, tmp_path: Path) -> None:
     plain.load()
-    loader._loaded.clear()
+    loader.here.reset()
     with override(record=str(tmp_path / "ops.jsonl")):
         plain.load()
     assert noted(tmp_path / "ops.jsonl") == ["plain"]
@@ -155,7 +156,7 @@ def test_with_jit_needed_what_must_be_native_is_compiled(package: Callable[..., 
 def test_with_jit_needed_an_op_that_is_cached_is_served(package: Callable[..., Package]) -> None:
     stable = package("stable")
     stable.load()
-    loader._loaded.clear()
+    loader.here.reset()
     with override(mode="needed"):
         assert stable.builder().load().who(torch.ones(1)) == 1
 

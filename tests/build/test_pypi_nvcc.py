@@ -53,7 +53,7 @@ from opkiln.toolchain import toolkits
 toolkits.DIRECTORIES = ()
 sys.path.append(sys.argv[2])
 opkiln.get_builder("fused_adam", backend="cuda", archs="8.0;9.0a").jit_load(verbose=False)
-(loaded,) = loader._loaded.values()
+((loaded, _),) = loader.loaded_here().values()
 path = loaded.artifact.path
 print(json.dumps({"images": fatbin.images(path), "needed": elf.read(path).needed}))
 """

@@ -55,7 +55,7 @@ def load(source: str) -> dict[str, Any]:
         value = opkiln.load("op", [source], is_python_module=False, abi="none").value()
     except opkiln.errors.CompileError:
         return {"value": None, "origin": "failed"}
-    artifact = loader._loaded["jit", "op", "cpu"].artifact
+    artifact = loader.here.ops["jit", "op", "cpu"].loaded.artifact
     assert artifact is not None
     return {"value": value, "origin": artifact.origin}
 

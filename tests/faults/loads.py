@@ -41,7 +41,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
         except OpkilnError as error:
             result: dict[str, Any] = {"error": type(error).__name__, "text": str(error)}
         else:
-            loaded = loader._loaded["jit", name, "cpu"]
+            loaded = loader.loaded_here()["jit", name, "cpu"][0]
             assert loaded.artifact is not None
             if isinstance(library, str):  # a library of torch's ops, which is loaded already
                 library = ctypes.CDLL(loaded.artifact.path)

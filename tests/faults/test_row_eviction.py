@@ -50,11 +50,11 @@ for turn in range(rounds):
             file.write(f'extern "C" int value() {{ return {value}; }}')
     name = f"op{value}"
     # Dropped from this process's memory, so that it is looked for in the store again.
-    loader._loaded.clear(); loader._opened.clear(); loader._history.clear()
+    loader.here.reset()
     library = opkiln.load(name, [source], is_python_module=False, abi="none")
     loads += 1
     wrong += library.value() != value
-    path = loader._loaded["jit", name, "cpu"].artifact.path
+    path = loader.here.ops["jit", name, "cpu"].loaded.artifact.path
     held.append((path, library))
     look()
     while len(held) > 2:

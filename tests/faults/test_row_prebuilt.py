@@ -23,7 +23,7 @@ from {name}.op import PlainBuilder
 from opkiln.loading import loader
 builder = PlainBuilder()
 library = builder.load()
-path = loader._loaded[builder.op().name].artifact.path
+path = loader.here.ops[builder.op().name].loaded.artifact.path
 os.write(1, b"%d %s" % (library.add(1, 2), path.encode()))
 """
 NOWHERE = {

@@ -28,6 +28,7 @@ import opkiln
 from opkiln.decision.terms import Request
 from opkiln.errors import OpkilnError
 from opkiln.loading import loader
+from opkiln.loading.here import Loaded
 from opkiln.loading.loader import look
 from opkiln.settings import override
 from opkiln.store import entry
@@ -46,11 +47,11 @@ def ops_in(directory: Path) -> dict[Op, list[str]]:
     return found
 
 
-def loaded(op: Op) -> loader.Loaded:
+def loaded(op: Op) -> Loaded:
     """Load an op, which must be native."""
     builder = opkiln.get_builder(op[0], backend=op[1])
     builder.jit_load(verbose=False)
-    return loader._loaded[builder.op().name]
+    return loader.loaded_here()[builder.op().name][0]
 
 
 def step(kind: type, device: str, **options: Any) -> str:
@@ -105,7 +106,9 @@ def served(directory: Path, check: Checks) -> None:
         assert artifact is not None
         assert artifact.origin == "prebuilt", artifact
         assert Path(artifact.path).is_relative_to(directory), artifact
-        taken = next(d for d in loader._loaded[_name(op)].trace.candidates if d.verdict == "taken")
+        taken = next(
+            d for d in loader.loaded_here()[_name(op)][0].trace.candidates if d.verdict == "taken"
+        )
         return f"of {', '.join(found[op])}: {taken.reason}"
 
     for op in found:

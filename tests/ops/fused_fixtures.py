@@ -12,7 +12,7 @@ from stand_in import emulated
 
 import opkiln
 from opkiln.errors import ToolchainError
-from opkiln.loading import light
+from opkiln.loading.here import here
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -33,7 +33,7 @@ def emulated_op(op: str) -> Any:
 
 def launches(op: str) -> int:
     """How many kernels of the op the emulator has run so far."""
-    library = light._registered["emulated", op, "cpu"][0].library
+    library = here.listed["emulated", op, "cpu"][0].library
     return ctypes.c_uint64.in_dll(library, "opkiln_emulator_launches").value
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from opkiln.engine import events
 from opkiln.loading import loader
+from opkiln.loading.here import Loaded
 
 if TYPE_CHECKING:
     from opkiln.builder import OpBuilder
@@ -67,10 +68,10 @@ class Package:
         """Look at the sources as they are now, and load what they are."""
         return self.builder(**attributes).load(reload=True)
 
-    def loaded(self) -> loader.Loaded:
+    def loaded(self) -> Loaded:
         """What this process has of the op."""
         builder = self.builder()
-        return loader._loaded[builder.op().name]
+        return loader.loaded_here()[builder.op().name][0]
 
 
 class Steps:

@@ -13,6 +13,7 @@ from opkiln import settings
 from opkiln.bundles import layer
 from opkiln.loading import loader
 from opkiln.loading.explain import explain
+from opkiln.loading.here import Loaded
 from opkiln.settings import override
 from opkiln.store import entry
 from sample import command, known, levels, pool, wanted
@@ -92,19 +93,19 @@ class Shipped:
         return self.package.load(**attributes)
 
     @property
-    def loaded(self) -> loader.Loaded:
+    def loaded(self) -> Loaded:
         """What the last load came to."""
-        return loader._loaded[self.package.builder(**self._attributes).op().name]
+        return loader.loaded_here()[self.package.builder(**self._attributes).op().name][0]
 
     def explained(self, **attributes: Any) -> str:
         """What `opkiln explain` says in a process that has not loaded it."""
         op = self.package.builder(**attributes).op()
-        known = loader._loaded.pop(op.name, None)
+        known = loader.here.ops.pop(op.name, None)
         try:
             return str(explain(op))
         finally:
             if known is not None:
-                loader._loaded[op.name] = known
+                loader.here.ops[op.name] = known
 
     @property
     def origin(self) -> str:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from opkiln.authoring.parameters import Value
-    from opkiln.loading.loader import Loaded
+    from opkiln.loading.here import Loaded
 
 NO_GRAD = "no_grad"  # the overload without a gradient
 UNSERVED = "unserved"  # the overload that takes the calls a kernel does not serve

@@ -17,7 +17,7 @@ from opkiln.authoring.gradient import tensors, without_autocast
 from opkiln.builder.base import backend_of
 from opkiln.decision import policy
 from opkiln.errors import FallbackWarning, LoadError, warn_caller
-from opkiln.loading import loader
+from opkiln.loading.here import here
 from opkiln.settings import settings
 
 TYPE_CHECKING = False
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from opkiln.authoring.builders import DecoratedBuilder
     from opkiln.authoring.parameters import Value
     from opkiln.builder.base import OpBuilder
-    from opkiln.loading.loader import Loaded
+    from opkiln.loading.here import Loaded
 
     # What is loaded, by the loader's era and the device; None: there is no library for it.
     Served = dict[tuple[int, str], Loaded | None]
@@ -86,7 +86,7 @@ class Entrance:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         device = device_of(args, kwargs)
-        if (loader.era, device) not in self._served and device != "meta":
+        if (here.era, device) not in self._served and device != "meta":
             loaded = self.load(device)
             if loaded is not None and loaded.artifact is not None and self.native is None:
                 return self.overload(*args, **kwargs)
@@ -111,14 +111,14 @@ class Entrance:
 
     def is_native(self, device: str) -> bool:
         """Whether a library serves this device."""
-        loaded = self._served.get((loader.era, device))
+        loaded = self._served.get((here.era, device))
         return loaded is not None and loaded.artifact is not None
 
     def load(self, device: str) -> Loaded | None:
         """What serves the tensors of a device; None if the op has no sources for it. Raises
         OpkilnError."""
         with self._lock:
-            place = (loader.era, device)
+            place = (here.era, device)
             if place in self._served:
                 return self._served[place]
             backend = backend_of(self._builder, device)
@@ -153,7 +153,7 @@ class Entrance:
         """Look at the sources of what is loaded again. Raises OpkilnError."""
         with self._lock:
             for (era, device), loaded in list(self._served.items()):
-                if era == loader.era and loaded is not None:
+                if era == here.era and loaded is not None:
                     self._served[era, device] = self.builder_of(device).loaded(reload=True)
 
     def builder_of(self, device: str) -> OpBuilder:

@@ -13,6 +13,7 @@ from typing import Any
 
 from opkiln.errors import OpkilnError, SpecError, UnknownBackend, told_briefly
 from opkiln.loading import loader
+from opkiln.loading.here import Loaded, here
 from opkiln.loading.register import (
     LoadedInTrace,
     at_trace_time,
@@ -313,7 +314,7 @@ class OpBuilder:
         """
         if is_tracing():
             return in_trace(*_functions_at_trace_time(cls, device))
-        place = (cls, device, loader.era)
+        place = (cls, device, here.era)
         found = _kept.get(place)
         if found is None:
             found = _kept[place] = _builder_for(cls, device).loaded().value
@@ -348,7 +349,7 @@ class OpBuilder:
 
     def loaded(
         self, verbose: bool = True, *, reload: bool = False, must_be_native: bool = False
-    ) -> loader.Loaded:
+    ) -> Loaded:
         """As ``load`` or ``jit_load``, with the artifact and the trace. Raises OpkilnError."""
         from opkiln.settings import origin_of, override
 

@@ -42,6 +42,7 @@ from opkiln.store.deps import Fact
 from opkiln.store.entry import Leaf
 from opkiln.store.layers import Store
 from opkiln.store.location import claim
+from opkiln.toolchain import choice
 from opkiln.writing import FULL
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
 _ATTEMPTS = 4
 _FEW = 2  # compiles of a build that ends soon
 _lock = threading.Lock()
+_told: set[str] = set()
 _early = 0  # builds of this process whose load tests have begun before their libraries are there
 
 
@@ -62,8 +64,17 @@ def build(plan: Plan, store: Store, *, since: float) -> Artifact:
     Raises BuildError if the build fails. Then nothing is published, and processes that wait for
     this build get the same error. Raises StoreError if something cannot be read or written.
     """
+    _tell_of_compilers(plan)
     with once_per_thread("builds one"):
         return _build(plan, store, since)
+
+
+def _tell_of_compilers(plan: Plan) -> None:
+    """Report once what a user should know about the chosen compilers."""
+    note = choice.note(plan.target.backend, plan.toolchain)
+    if note and note not in _told:
+        _told.add(note)
+        events.emit(events.NOTE, text=note)
 
 
 def _build(plan: Plan, store: Store, since: float) -> Artifact:

@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 from opkiln import plan as plans
 from opkiln.build_model import Plan, Step
-from opkiln.building import gather, kernels, leaves, observed
+from opkiln.building import gather, leaves, observed
 from opkiln.building.passes import Passes
 from opkiln.digest import Signature
 from opkiln.engine import events, schedule
@@ -264,6 +264,8 @@ class _Batch:
             return
         result = self.settled[step.output] = Compiled(step, known, *told)
         if self._verbose:
+            from opkiln.building import kernels
+
             for kernel in kernels.read(completed.output):
                 events.emit("note", text=f"{self._plan.spec.name}: {kernel}")
         if self._store.root is not None:

@@ -16,6 +16,7 @@ from opkiln.decision.terms import Build, Candidate, Refuse, Request, Serve, summ
 from opkiln.errors import OpkilnError, UsageError
 from opkiln.facts import Hasher
 from opkiln.loading import loader
+from opkiln.loading.here import Loaded
 from opkiln.model import Artifact, Op, place_of
 from opkiln.observing import launchers, observer
 from opkiln.store import entry, key
@@ -129,7 +130,7 @@ _FOUND = {"prebuilt": "which came with its package", "layer": "which a listed la
           "store": "which the store had", "built": "which it built"}  # fmt: skip
 
 
-def _serving(known: loader.Loaded, since: float) -> str:
+def _serving(known: Loaded, since: float) -> str:
     """What serves an op in this process, since when, and where that came from."""
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(since))
     artifact = known.artifact

@@ -13,13 +13,12 @@ kernel does not serve a call, the overload ``unserved`` of the function takes it
 from __future__ import annotations
 
 import ctypes
-import os
-import threading
 from contextlib import contextmanager
 from typing import Any
 
 from opkiln import signature
 from opkiln.errors import LoadError
+from opkiln.loading.here import here
 from opkiln.model import OpSpec, function_name
 from opkiln.record import Record
 from opkiln.signature import Function
@@ -47,7 +46,7 @@ _COp._fields_ = [
 ]
 
 
-class _Listed(Record):
+class Listed(Record):
     """One function of a library."""
 
     library: Any
@@ -75,22 +74,9 @@ class _Listed(Record):
                     why=wrong.decode(errors="replace"),
                 )
 
-    def link(self, other: _Listed | None) -> None:
+    def link(self, other: Listed | None) -> None:
         """Pass calls with another dtype on."""
         self.library.opkiln_link(self.pointer, None if other is None else other.pointer)
-
-
-_registered: dict[_Name, list[_Listed]] = {}  # by distribution, op and backend
-_chains: dict[tuple[str, str], list[_Listed]] = {}  # by place; torch knows the first
-_lock = threading.Lock()
-
-
-def _after_fork() -> None:
-    global _lock
-    _lock = threading.Lock()
-
-
-os.register_at_fork(after_in_child=_after_fork)
 
 
 def is_light(path: str) -> bool:
@@ -113,8 +99,8 @@ def adopt(
     """
     listed = getattr(library, "opkiln_ops", None)
     if listed is None:
-        if _registered:
-            with _lock:
+        if here.listed:
+            with here.listing:
                 _retire(spec)
         return
     pointers = tuple(_walk(spec, listed))
@@ -122,12 +108,12 @@ def adopt(
     _require_fit(spec, functions)
     schemas = {function_name(each): each for each in spec.schemas}
     namespace = spec.kernels[0].partition("::")[0]
-    with _lock:
+    with here.listing:
         _retire(spec)
-        mine = _registered[_name(spec)] = []
+        mine = here.listed[_name(spec)] = []
         for pointer, function in zip(pointers, functions, strict=True):
             names = ",".join(signature.argument_names(schemas[function.name]))
-            each = _Listed(library, pointer, function, namespace, overloads, names)
+            each = Listed(library, pointer, function, namespace, overloads, names)
             if unserved:
                 library.opkiln_refer(pointer, each.place[1].encode())
             mine.append(each)
@@ -138,9 +124,9 @@ def adopt(
                 raise LoadError(f"op {spec.name}: {error.what}", why=error.why) from error
 
 
-def _enter(new: _Listed) -> None:
+def _enter(new: Listed) -> None:
     """Have calls reach a function: of torch, or of the libraries for other dtypes."""
-    chain = _chains.setdefault(new.place, [])
+    chain = here.chains.setdefault(new.place, [])
     if new.pointer.contents.dtype < 0 or not chain:
         new.register()
     if new.pointer.contents.dtype >= 0:
@@ -149,9 +135,9 @@ def _enter(new: _Listed) -> None:
         chain.append(new)
 
 
-def _leave(old: _Listed) -> None:
+def _leave(old: Listed) -> None:
     """Have no call reach a function."""
-    chain = _chains.get(old.place, [])
+    chain = here.chains.get(old.place, [])
     place = next((i for i, each in enumerate(chain) if each is old), None)
     old.library.opkiln_unregister(old.pointer)
     if place is None:
@@ -165,31 +151,31 @@ def _leave(old: _Listed) -> None:
 
 def has_registered(spec: OpSpec) -> bool:
     """Whether the functions of a library of this kind are registered for the op."""
-    return _name(spec) in _registered
+    return _name(spec) in here.listed
 
 
 @contextmanager
 def suspended(specs: Iterable[OpSpec]) -> Iterator[None]:
     """Within the block torch has no function of these ops' libraries, and calls reach what it has
     besides. A library that is opened in the block is registered, and stays so."""
-    with _lock:
-        all_of_them = [each for spec in specs for each in _registered.get(_name(spec), ())]
+    with here.listing:
+        all_of_them = [each for spec in specs for each in here.listed.get(_name(spec), ())]
         left = [each for each in all_of_them if _is_first(each)]
         for each in left:
             each.library.opkiln_unregister(each.pointer)
     try:
         yield
     finally:
-        with _lock:
-            listed = [id(each) for mine in _registered.values() for each in mine]
+        with here.listing:
+            listed = [id(each) for mine in here.listed.values() for each in mine]
             for each in left:
                 if id(each) in listed and _is_first(each):
                     each.register()
 
 
-def _is_first(each: _Listed) -> bool:
+def _is_first(each: Listed) -> bool:
     """Whether torch calls this function, and no library for another dtype passes calls on to it."""
-    chain = _chains.get(each.place, [])
+    chain = here.chains.get(each.place, [])
     return each.pointer.contents.dtype < 0 or (bool(chain) and chain[0] is each)
 
 
@@ -223,14 +209,14 @@ def _require_fit(spec: OpSpec, functions: list[Function]) -> None:
 
 def retire(distribution: str, op: str) -> None:
     """Unregister all libraries of an op: it is declared anew."""
-    with _lock:
-        for name in [each for each in _registered if each[:2] == (distribution, op)]:
+    with here.listing:
+        for name in [each for each in here.listed if each[:2] == (distribution, op)]:
             _unregister(name)
 
 
 def unregister(spec: OpSpec) -> None:
     """Unregister the library of an op for one backend, if there is one: its reference serves."""
-    with _lock:
+    with here.listing:
         _retire(spec)
 
 
@@ -240,7 +226,7 @@ def _retire(spec: OpSpec) -> None:
 
 
 def _unregister(name: _Name) -> None:
-    for each in _registered.pop(name, ()):
+    for each in here.listed.pop(name, ()):
         _leave(each)
 
 

@@ -11,10 +11,7 @@ takes no lock on disk, starts no process and writes nothing.
 
 from __future__ import annotations
 
-import itertools
 import os
-import sys
-import threading
 import time
 from contextlib import contextmanager
 from typing import Any
@@ -28,12 +25,13 @@ from opkiln.errors import (
     OpkilnError,
     ReloadError,
     SettingWarning,
+    StoreWarning,
     warn_caller,
 )
 from opkiln.loading import light, register
+from opkiln.loading.here import Loaded, here
 from opkiln.loading.native import beside, of_its_own, open_artifact
 from opkiln.model import EXECUTABLE, LIBRARY, Artifact, Op, in_words
-from opkiln.record import Record
 from opkiln.settings import any_strange, settings, unknown
 from opkiln.trust import usable_by_owner
 
@@ -43,78 +41,13 @@ if TYPE_CHECKING:
 
     from opkiln.build_model import Target
     from opkiln.decision.terms import Outcome
+    from opkiln.loading.here import Name
+    from opkiln.store.layers import Store
 
-
-class Loaded(Record):
-    """What this process has of an op. ``artifact`` is None when the reference serves."""
-
-    value: Any  # what `load()` returns
-    artifact: Artifact | None  # the file that serves
-    trace: Trace  # every candidate, and why it was taken or refused
-    op: Op  # what was asked for
-
-
-class _Turn:
-    """The threads of this process that load one op."""
-
-    def __init__(self) -> None:
-        self.lock = threading.RLock()
-        self.failures = 0
-        self.failed: tuple[Op, OpkilnError] | None = None  # the last one
-
-    def raise_failure(self, op: Op, failures: int) -> None:
-        """Raise the error of a thread that failed since ``failures`` were counted, if it is about
-        the same op. Otherwise each thread would wait for the same compiler, one after the other."""
-        if self.failures > failures and self.failed is not None:
-            other, error = self.failed
-            if (other.spec, other.asked) == (op.spec, op.asked):
-                raise type(error)(error.what, why=error.why, hint=error.hint)
-
-
-_Name = tuple[str, str, str]
 
 # Called with each op that is about to be decided on; ``opkiln.cluster`` pins there what the ranks
 # of a job share. It may raise OpkilnError.
 before_load: Callable[[Op], None] | None = None
-
-_loaded: dict[_Name, Loaded] = {}
-_since: dict[_Name, float] = {}  # when each was loaded
-_opened: dict[_Name, dict[str, Any]] = {}  # what opening each library of an op gave, by sha256
-_history: dict[_Name, list[Artifact]] = {}  # an op's libraries here, oldest first
-_turns: dict[_Name, _Turn] = {}  # one per op: two ops may build at once
-_lasting: set[_Name] = set()  # ops with a library that cannot be unregistered
-_told: set[_Name] = set()
-
-# What others keep of a load, they keep under the era that it was in. A new era begins when ops may
-# be served otherwise.
-era = 0
-_eras = itertools.count(1)
-
-
-def _after_fork() -> None:
-    # The thread that forked may not be the one that is inside; the child must not wait for it.
-    _turns.clear()
-    _abandon_imports()
-
-
-def _abandon_imports() -> None:
-    """In a forked child: give up the imports of threads that exist only in the parent.
-
-    A build imports modules as it needs them. Python leaves their locks held in the child, which
-    would wait forever for whoever holds them; and the modules are half made.
-    """
-    bootstrap = sys.modules["_frozen_importlib"]
-    locks: dict[str, Any] = getattr(bootstrap, "_module_locks", {})
-    for name, reference in list(locks.items()):
-        lock = reference()
-        if lock is not None and getattr(lock, "owner", None) not in (None, threading.get_ident()):
-            del locks[name]
-            spec = getattr(sys.modules.get(name), "__spec__", None)
-            if getattr(spec, "_initializing", False):
-                del sys.modules[name]
-
-
-os.register_at_fork(after_in_child=_after_fork)
 
 
 def load(op: Op, *, again: bool = False, must_be_native: bool = False) -> Loaded:
@@ -126,13 +59,14 @@ def load(op: Op, *, again: bool = False, must_be_native: bool = False) -> Loaded
     known = None if again else _known(op, must_be_native)
     if known is not None:
         return known
-    turn = _turns.setdefault(op.name, _Turn())
+    mine = here.op(op.name)
+    turn = mine.turn
     failures = turn.failures
     with turn.lock:
         known = None if again else _known(op, must_be_native)
         if known is None:
             turn.raise_failure(op, failures)
-            if not _loaded:
+            if not loaded_here():
                 _tell_strange_settings()
             if settings.record:
                 from opkiln.loading import recording
@@ -141,12 +75,12 @@ def load(op: Op, *, again: bool = False, must_be_native: bool = False) -> Loaded
             try:
                 if before_load is not None:
                     before_load(op)
-                known = _loaded[op.name] = _serve(op, must_be_native, again)
+                known = mine.loaded = _serve(op, must_be_native, again)
             except OpkilnError as error:
                 if error.concerns_all:
                     turn.failures, turn.failed = turn.failures + 1, (op, error)
                 raise
-            _since[op.name] = time.time()
+            mine.since = time.time()
         return known
 
 
@@ -160,7 +94,7 @@ def _tell_strange_settings() -> None:
 def _known(op: Op, must_be_native: bool) -> Loaded | None:
     """What is loaded under this name, if it is what is asked for: a notebook may have redefined
     the builder with other flags, or another gradient."""
-    known = _loaded.get(op.name)
+    known = here.op(op.name).loaded
     if known is None or (must_be_native and known.artifact is None):
         return None
     # Not the filter, which is another object for each builder.
@@ -174,8 +108,9 @@ def _serve(op: Op, must_be_native: bool, again: bool) -> Loaded:
         functions = register.register(op.spec.name, op.registration, anew=again)
     # No reference replaces a library that registered itself. And whoever asks for edited sources
     # wants those, or the error.
-    older = bool(_history.get(op.name))
-    keeps = older and (again or op.name in _lasting)
+    mine = here.op(op.name)
+    older = bool(mine.libraries)
+    keeps = older and (again or mine.lasts)
     request = Request(op, must_be_native=must_be_native or keeps)
     for _ in range(_ATTEMPTS):
         outcome = decided(request)
@@ -223,42 +158,44 @@ _ATTEMPTS = 8  # each but the last removes a candidate, or follows a collector's
 def forget(distribution: str, op: str) -> None:
     """Forget what is loaded of an op, for all its backends: it is declared anew."""
     light.retire(distribution, op)
-    for name in [each for each in _loaded if each[:2] == (distribution, op)]:
-        _loaded.pop(name, None)
-        _opened.pop(name, None)
-        _told.discard(name)
+    for name, each in list(here.ops.items()):
+        if name[:2] == (distribution, op):
+            each.loaded, each.is_told, each.opened = None, False, {}
 
 
 def forget_references() -> None:
     """Forget the ops that their references serve: the next load of each decides again."""
-    global era
-    era = next(_eras)
-    for name in [name for name, each in list(_loaded.items()) if each.artifact is None]:
-        _loaded.pop(name, None)
+    here.begin_era()
+    for each in list(here.ops.values()):
+        if each.loaded is not None and each.loaded.artifact is None:
+            each.loaded = None
 
 
 @contextmanager
 def set_aside() -> Iterator[None]:
     """Within the block nothing is loaded of the ops that have a reference, and torch has none of
     their kernels; after it, all is as before. For tests: other threads must not load or call."""
-    global era
-    before, era = era, next(_eras)
-    names = [name for name, each in _loaded.items() if each.op.has_reference]
-    loaded = {name: _loaded.pop(name) for name in names}
-    histories = {name: _history.pop(name) for name in names if name in _history}
-    ops = [each.op for each in loaded.values() if each.artifact is not None]
+    before = here.begin_era()
+    aside = {
+        name: each
+        for name, each in here.ops.items()
+        if each.loaded is not None and each.loaded.op.has_reference
+    }
+    for name in aside:
+        del here.ops[name]
+    loaded = [each.loaded for each in aside.values() if each.loaded is not None]
+    ops = [each.op for each in loaded if each.artifact is not None]
     specs = [op.spec for op in ops if light.has_registered(op.spec)]
     try:
         with light.suspended(specs), register.covered([op for op in ops if op.spec not in specs]):
             yield
     finally:
         forget_references()
-        for name in names:
-            # An op that the block itself has loaded natively stays so.
-            _loaded.setdefault(name, loaded[name])
-            if name in histories:
-                _history.setdefault(name, histories[name])
-        era = before
+        # An op that the block itself has loaded natively stays so.
+        for name, each in aside.items():
+            if name not in here.ops or here.ops[name].loaded is None:
+                here.ops[name] = each
+        here.era = before
 
 
 def decided(request: Request) -> Outcome:
@@ -267,10 +204,16 @@ def decided(request: Request) -> Outcome:
     request.fetches = True
     outcome = look(request)
     if not isinstance(outcome, Serve):
-        from opkiln.building.reporting import warn_of_store
-
-        warn_of_store(request.store)
+        _warn_of_store(request.store)
     return outcome
+
+
+def _warn_of_store(store: Store) -> None:
+    """Warn once if the store could not be placed where the user asked."""
+    text = "\n".join(store.location.notes)
+    if text and text not in here.told:
+        here.told.add(text)
+        warn_caller(text, StoreWarning)
 
 
 def look(request: Request) -> Outcome:
@@ -328,10 +271,8 @@ def _built(request: Request, outcome: Build) -> Artifact:
 
     with imports():
         from opkiln.building import build as building
-        from opkiln.building import reporting
         from opkiln.engine import progress
     with usable_by_owner(), progress.shown():
-        reporting.tell_of_compilers(outcome.plan)
         built = building.build(outcome.plan, request.store, since=request.since)
     how = f"compiled {built.compiled} file(s) in {built.seconds:.1f} s"
     if built.unobserved:
@@ -367,7 +308,8 @@ def _open(op: Op, artifact: Artifact) -> Any:
     spec = op.spec
     if spec.kind == EXECUTABLE:
         return artifact.path
-    opened, earlier = _opened.setdefault(op.name, {}), _history.setdefault(op.name, [])
+    mine = here.op(op.name)
+    opened, earlier = mine.opened, mine.libraries
     newest = bool(earlier) and earlier[-1].sha256 == artifact.sha256
     # Opening a library registers its ops over those before it. One that is not the newest any more
     # (an edit that was undone) must be opened again to come out on top.
@@ -383,20 +325,21 @@ def _open(op: Op, artifact: Artifact) -> Any:
     if spec.kernels and spec.kind == LIBRARY:
         register.require_kernels(spec, overloads)
     if not light.has_registered(spec):
-        _lasting.add(op.name)
+        mine.lasts = True
     opened[artifact.sha256] = value
     earlier.append(artifact)
-    _told.discard(op.name)
+    mine.is_told = False
     return value
 
 
 def _tell_fallback(op: Op, outcome: Reference) -> None:
     """Warn, once per op, that its reference serves; not if that is what the user asked for."""
-    if op.name in _told or settings.mode in (policy.REFERENCE, policy.NEEDED):
+    mine = here.op(op.name)
+    if mine.is_told or settings.mode in (policy.REFERENCE, policy.NEEDED):
         return
     if (pin := pins.pinned(op)) is not None and pin.passing:
         return
-    _told.add(op.name)
+    mine.is_told = True
     error = outcome.error
     lines = [f"op {in_words(op.spec.name)} runs as its pure-PyTorch reference: {error.what}"]
     lines += [f"  {line}" for line in (*error.why.splitlines(), *_passed_over(op, outcome.trace))]
@@ -424,6 +367,10 @@ def _passed_over(op: Op, trace: Trace) -> list[str]:
     return found
 
 
-def loaded_here() -> dict[_Name, tuple[Loaded, float]]:
+def loaded_here() -> dict[Name, tuple[Loaded, float]]:
     """What this process has loaded and since when, by distribution, op and backend."""
-    return {name: (loaded, _since.get(name, 0.0)) for name, loaded in list(_loaded.items())}
+    return {
+        name: (each.loaded, each.since)
+        for name, each in list(here.ops.items())
+        if each.loaded is not None
+    }

@@ -7,6 +7,7 @@ from typing import Any
 
 from opkiln.errors import LoadError, LoadTestError, ReloadError
 from opkiln.loading import light
+from opkiln.loading.here import here
 from opkiln.model import ABI_NONE, EXECUTABLE, LIBRARY, PLAIN, PYTHON, XPU, Artifact, OpSpec
 
 
@@ -79,9 +80,6 @@ def _load_libsycl(path: str) -> None:
                 ctypes.CDLL(located)
 
 
-_module_names: dict[str, object] = {}  # of the extension modules that are open here
-
-
 def _import_module(name: str, path: str) -> Any:
     """Import an extension module that shares nothing with others of its name.
 
@@ -107,7 +105,7 @@ def _import_module(name: str, path: str) -> Any:
         module.__name__, module.__package__ = shown, ""
         loader.exec_module(module)
     except BaseException:
-        del _module_names[shown]
+        del here.module_names[shown]
         raise
     if sys.modules.pop(private, None) is not None:
         # CPython itself has put a module of the older kind (single-phase initialization) there.
@@ -118,7 +116,7 @@ def _import_module(name: str, path: str) -> Any:
 
 def _claim_name(name: str) -> str:
     claim, shown, version = object(), name, 0
-    while _module_names.setdefault(shown, claim) is not claim:
+    while here.module_names.setdefault(shown, claim) is not claim:
         version += 1
         shown = f"{name}_v{version}"
     return shown
@@ -153,9 +151,6 @@ def beside(spec: OpSpec, artifact: Artifact, earlier: list[Artifact]) -> Artifac
     return artifact
 
 
-_files: dict[str, list[tuple[object, str]]] = {}  # (op, path) of the opened files, by sha256
-
-
 def of_its_own(op: object, artifact: Artifact) -> Artifact:
     """The artifact to open for ``op``: itself, or a copy if another op has opened the same file.
 
@@ -165,7 +160,7 @@ def of_its_own(op: object, artifact: Artifact) -> Artifact:
     memory. No file is looked at unless two ops have equal bytes. Raises LoadError.
     """
     ours = (op, artifact.path)
-    opened = _files.setdefault(artifact.sha256, [])
+    opened = here.files.setdefault(artifact.sha256, [])
     opened.append(ours)  # before the look: of two threads, at least one sees the other
     if len(opened) == 1:
         return artifact

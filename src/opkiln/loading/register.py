@@ -15,14 +15,13 @@ graph: it holds the call of the op, and nothing of how the op was loaded.
 
 from __future__ import annotations
 
-import os
 import sys
-import threading
 import warnings
 from contextlib import contextmanager
 from typing import Any
 
 from opkiln.errors import LoadError, SpecError
+from opkiln.loading.here import here
 from opkiln.model import DISPATCH_KEYS, Op, OpSpec, Registration, function_name
 
 TYPE_CHECKING = False
@@ -33,20 +32,6 @@ if TYPE_CHECKING:
     import torch
 
     _F = TypeVar("_F", bound=Callable[..., Any])
-
-_libraries: dict[str, torch.library.Library] = {}
-_current: dict[str, Registration] = {}  # the latest declaration of each op
-_functions: dict[str, _Function] = {}  # what torch has of each function, by qualified name
-_lock = threading.RLock()
-
-
-def _after_fork() -> None:
-    # Another thread may have been inside, importing torch, when this one forked.
-    global _lock
-    _lock = threading.RLock()
-
-
-os.register_at_fork(after_in_child=_after_fork)
 
 
 def at_trace_time(function: _F) -> _F:
@@ -133,15 +118,15 @@ def register(op: str, registration: Registration, *, anew: bool = False) -> Func
     name = f"{namespace}.{op}"
     if registration.defined:
         return Functions(op, namespace, registration.names)
-    with _lock:
-        before = _current.get(name)
+    with here.lock:
+        before = here.declared.get(name)
         if anew or before is None or not same(before, registration):
             _refuse_changed_schemas(op, registration)
             for schema in registration.schemas:
                 _define(op, schema, registration)
             formulas = None if registration.autograd is None else registration.autograd()
-            _current[name] = registration
-            changed = [_functions[f"{namespace}.{function_name(each)}"].forget() for each in
+            here.declared[name] = registration
+            changed = [here.functions[f"{namespace}.{function_name(each)}"].forget() for each in
                        registration.schemas]  # fmt: skip
             if _differentiate(registration, formulas) or any(changed):
                 drop_compiled_graphs()
@@ -151,7 +136,7 @@ def register(op: str, registration: Registration, *, anew: bool = False) -> Func
 def _refuse_changed_schemas(op: str, registration: Registration) -> None:
     for schema in registration.schemas:
         name = function_name(schema)
-        known = _functions.get(f"{registration.namespace}.{name}")
+        known = here.functions.get(f"{registration.namespace}.{name}")
         if known is None:
             continue
         if known.op != op:
@@ -172,7 +157,7 @@ def _refuse_changed_schemas(op: str, registration: Registration) -> None:
 
 def refuse_defined(namespace: str, name: str) -> None:
     """Raise SpecError if a builder has declared this function."""
-    known = _functions.get(f"{namespace}.{name}")
+    known = here.functions.get(f"{namespace}.{name}")
     if known is not None:
         raise SpecError(
             f"op {name}: {namespace}::{name} is a function of op {known.op}",
@@ -228,7 +213,7 @@ def covered(ops: Sequence[Op]) -> Iterator[None]:
                 made.append(library)
                 for each in DISPATCH_KEYS[op.spec.backend]:
                     if has(kernel, each):
-                        reference = _functions[f"{namespace}.{name}"].reference
+                        reference = here.functions[f"{namespace}.{name}"].reference
                         with warnings.catch_warnings():
                             warnings.simplefilter("ignore")  # torch tells of the replaced kernel
                             library.impl(name, reference, each)  # type: ignore[no-untyped-call]
@@ -238,7 +223,7 @@ def covered(ops: Sequence[Op]) -> Iterator[None]:
             library._destroy()
 
 
-class _Function:
+class Function:
     """What torch was told of a function. What is declared later is told then."""
 
     def __init__(self, op: str, schema: str) -> None:
@@ -262,13 +247,13 @@ def _define(op: str, schema: str, registration: Registration) -> None:
     import torch
 
     namespace, name = registration.namespace, function_name(schema)
-    library = _libraries.get(namespace)
+    library = here.namespaces.get(namespace)
     if library is None:
-        library = _libraries[namespace] = torch.library.Library(  # type: ignore[no-untyped-call]
+        library = here.namespaces[namespace] = torch.library.Library(  # type: ignore[no-untyped-call]
             namespace, "FRAGMENT"
         )
     returns_nothing = schema.rpartition("->")[2].strip() == "()"
-    known = _functions.get(f"{namespace}.{name}")
+    known = here.functions.get(f"{namespace}.{name}")
     if known is None:
         try:
             library.define(  # type: ignore[no-untyped-call]
@@ -278,7 +263,7 @@ def _define(op: str, schema: str, registration: Registration) -> None:
             raise SpecError(
                 f"op {op}: the schema {schema!r} is malformed", why=str(error)
             ) from error
-        known = _functions[f"{namespace}.{name}"] = _Function(op, schema)
+        known = here.functions[f"{namespace}.{name}"] = Function(op, schema)
         if known.mutates:
             library.impl(  # type: ignore[no-untyped-call]
                 name, WithBump(namespace, name), "ADInplaceOrView", with_keyset=True
@@ -316,14 +301,14 @@ def _differentiate(registration: Registration, formulas: Any) -> bool:
     replaced = False
     for schema in registration.schemas:
         name = function_name(schema)
-        known = _functions[f"{namespace}.{name}"]
+        known = here.functions[f"{namespace}.{name}"]
         backward = getattr(formulas, f"{name}_backward", None)
         saving = getattr(formulas, f"{name}_setup_context", None)
         if known.gradient is not None:
             replaced |= known.gradient.replace(backward, saving)
         elif backward is not None and not known.mutates:
             known.gradient = _Gradient(namespace, name, backward, saving)
-            known.gradient.register(_libraries[namespace], schema)
+            known.gradient.register(here.namespaces[namespace], schema)
     return replaced
 
 
@@ -342,7 +327,7 @@ class _Declared:
             if function is None:
                 from opkiln.loading import declaration
 
-                provide = getattr(_current[self._op], self._kinds[-1])
+                provide = getattr(here.declared[self._op], self._kinds[-1])
                 raise declaration.missing(
                     self._op, self._kinds[-1], self._name, provide and provide()
                 )
@@ -355,7 +340,7 @@ class _Declared:
 
     def _find(self) -> Callable[..., Any] | None:
         for kind in self._kinds:
-            provide = getattr(_current[self._op], kind)
+            provide = getattr(here.declared[self._op], kind)
             found: Callable[..., Any] | None = getattr(provide and provide(), self._name, None)
             if found is not None:
                 return found
