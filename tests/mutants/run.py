@@ -33,6 +33,7 @@ MODULES = {
     "engine/budget": ("test_budget_limits.py",),
     "observing/log": ("test_observer_log.py",),
     "observing/inputs": ("test_observer_log.py",),
+    "building/asking": ("test_asking.py",),
     "building/gather": ("test_gather.py",),
     "decision/policy": ("test_decide.py",),
     "decision/terms": ("test_trace.py", "test_decide.py"),
