@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 
 # A module, and the tests that are for it.
 MODULES = {
-    "facts": ("test_facts.py",),
+    "facts": ("test_facts.py", "test_linker.py", "test_receipt.py"),
     "store/deps": ("test_facts.py",),
     "store/key": ("test_key.py", "test_plan.py"),
     "decision/receipt": ("test_receipt.py",),

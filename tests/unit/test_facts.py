@@ -433,3 +433,48 @@ def test_names_are_those_of_the_stores_that_exist() -> None:
     ]
     assert name_of(known) == "60eb4ac590876932e8709c3fa383c986780670b6"
     assert name_of([]) == "75df7e26477cf90d5c40af9e7640757ab530441e"
+
+
+def test_what_a_decision_reads_is_collected_and_must_not_change_between_two_looks(
+    at: Place, tmp_path: Path
+) -> None:
+    at.program.chmod(0o644)
+    nowhere = str(tmp_path / "nowhere")
+    with facts.collecting() as read:
+        facts.file(str(at.real))
+        facts.file(str(at.one), (1, 2, 3, 4, 5))
+        assert facts.exists(str(at.directory))
+        assert not facts.exists(nowhere)
+        assert not facts.runs(str(at.program))
+        assert facts.runs(str(at.chosen))
+        assert facts.listed(str(at.directory)) == ["one.h"]
+        assert facts.listed(f"{nowhere}/below") == []
+        facts.program("cc", "/first/cc")
+        facts.program("cc", "/second/cc")
+        facts.programs("ld", ["/first/ld"])
+    assert read.complete
+    assert set(read.files) == {str(path) for path in (at.real, at.one, at.directory, at.chosen)}
+    assert read.files[str(at.real)][:-1] == tuple(Signature.of(str(at.real)))[:-1]
+    assert read.files[str(at.one)] == (1, 2, 3, 4, 5)
+    assert list(read.absent) == [nowhere, str(at.program), f"{nowhere}/below"]
+    assert read.programs == {"cc": ["/first/cc"], "ld": ["/first/ld", None]}
+    with facts.collecting(read) as again:
+        assert again is read
+        facts.file(str(at.one), (1, 2, 3, 4, 6))
+        assert read.complete, "the time of the look does not count"
+        facts.file(str(at.one))
+    assert not read.complete
+    for note in (facts.incomplete, lambda: facts.file(nowhere)):
+        with facts.collecting() as read:
+            note()
+        assert not read.complete
+        note()  # nobody collects
+
+
+def test_facts_of_an_entry_are_those_of_the_last_one_that_was_looked_at(at: Place) -> None:
+    signature = Signature.of(str(at.real))
+    with facts.collecting() as read:
+        facts.entry(FILE, str(at.one), "a digest", signature)
+        facts.start_entry()
+        facts.entry(FILE, str(at.real), "another", signature)
+    assert read.entry == [(FILE, str(at.real), "another", signature)]
