@@ -3,71 +3,47 @@
 Every child gets an argv (never a shell), the allow-listed environment of ``settings``, no standard
 input, and its own session, so that it and its children can be killed as a group. A child of ``run``
 also has ``OPKILN_BUILD_TOKEN`` in its environment, which all its descendants inherit. If this
-process dies, for whatever reason, its watchdog (``guard.py``, ``watchdog.py``) kills every process
-with that token and removes the scratch directories that were registered here. If the watchdog is
-killed with it, compilers and linkers end by themselves (``observing/observer.c``).
+process dies, for whatever reason, its watchdog (``watchdog.py``) kills every process with that
+token and removes the scratch directories that were registered here. If the watchdog is killed with
+it, compilers and linkers end by themselves (``observing/observer.c``).
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import shlex
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
-from typing import TYPE_CHECKING, NamedTuple
+import warnings
+from typing import TYPE_CHECKING
 
 from opkiln import child
-from opkiln.errors import BuildTimeout, ToolchainError
-from opkiln.guard import Guard, once_per_thread
+from opkiln.child import Completed
+from opkiln.errors import BuildCancelled, BuildError, BuildTimeout, ToolchainError
 from opkiln.settings import child_environment, settings
 from opkiln.watchdog import MARKER
 
 if TYPE_CHECKING:
-    import threading
     from collections.abc import Iterator, Mapping, Sequence
-
-    from opkiln.child import Ended, Listener
 
 _PACKAGE = os.path.dirname(os.path.abspath(__file__))
 _WATCHDOG = os.path.join(_PACKAGE, "watchdog.py")
 
 
-class Completed(NamedTuple):
-    """A process that ended by itself."""
-
-    argv: tuple[str, ...]
-    returncode: int  # if negative, the signal that ended it
-    # stdout and stderr together, in the order they were written. Of a long output, the start and
-    # the end, with a line between them that says how much was left out.
-    output: str
-    wall: float  # seconds
-    max_rss: int  # bytes: the peak of its largest process; 0 if it ran too briefly to measure
-
-
-class Captured(NamedTuple):
-    """The result of a probe."""
-
-    returncode: int
-    stdout: str
-    stderr: str
-
-
 @contextlib.contextmanager
-def telling(listener: Listener) -> Iterator[None]:
+def telling(listener: child.Listener) -> Iterator[None]:
     """Within the block, call ``listener`` with the argv of every program that any thread starts."""
     child.listeners.append(listener)
     try:
         yield
     finally:
         child.listeners.remove(listener)
-
-
-def told() -> bool:
-    """Whether there is a listener for the programs that are started."""
-    return bool(child.listeners)
 
 
 def run(
@@ -91,21 +67,22 @@ def run(
     device without an end.
     """
     environment = _environment(env, tmpdir)
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(once_per_thread("runs a program"))
-        environment[MARKER] = stack.enter_context(_guard.watching())
-        ended = child.carry_out(
-            argv, environment, cwd=cwd, timeout=timeout, since=since, cancelled=cancelled,
-            watch_files=watch_files,
-        )  # fmt: skip
-    return _completed(argv, ended)
+    with once_per_thread("runs a program"), _guard.watching() as environment[MARKER]:
+        if timeout is not None:
+            timeout = min(timeout, settings.build_timeout)
+            if since is not None and time.monotonic() - since > timeout:
+                raise child.too_slow(argv, timeout, "was not started within")
+        if cancelled is not None and cancelled.is_set():
+            raise child.cancellation(argv)
+        running = child.Child(argv, environment, cwd=cwd, watch_files=watch_files)
+        return running.finish(timeout, since=since, cancelled=cancelled)
 
 
 class Started:
     """A program that waits for one byte on its standard input."""
 
-    def __init__(self, argv: Sequence[str], running: child.Child) -> None:
-        self._argv, self._child = argv, running
+    def __init__(self, running: child.Child) -> None:
+        self._child = running
         self._since: float | None = None
 
     def go_on(self) -> None:
@@ -118,9 +95,8 @@ class Started:
         on."""
         if self._since is None:
             self.go_on()
-        with once_per_thread("runs a program"), self._child:
-            self._child.follow(min(timeout, settings.build_timeout), since=self._since)
-        return _completed(self._argv, self._child.ended())
+        with once_per_thread("runs a program"):
+            return self._child.finish(min(timeout, settings.build_timeout), since=self._since)
 
 
 @contextlib.contextmanager
@@ -130,40 +106,34 @@ def started(argv: Sequence[str], *, tmpdir: str) -> Iterator[Started]:
     Raises ToolchainError if it cannot be started.
     """
     environment = _environment(None, tmpdir)
-    with _guard.watching() as token:
-        environment[MARKER] = token
+    with _guard.watching() as environment[MARKER]:
         with once_per_thread("runs a program"):
             running = child.Child(argv, environment, waits=True)
         with running:
-            yield Started(argv, running)
-
-
-def _completed(argv: Sequence[str], ended: Ended) -> Completed:
-    output = ended.streams[0]
-    return Completed(tuple(argv), ended.returncode, output, ended.wall, ended.max_rss)
+            yield Started(running)
 
 
 def capture(
     argv: Sequence[str],
     *,
-    cwd: str | None = None,
     env: Mapping[str, str] | None = None,
     timeout: float = 30.0,
     given: bytes | None = None,
-) -> Captured:
-    """Run a short probe, unsupervised. A non-zero exit status is returned, not raised. ``given`` is
-    its standard input.
+) -> Completed:
+    """Run a short probe, unsupervised, and keep its stderr apart. A non-zero exit status is
+    returned, not raised. ``given`` is its standard input.
 
     Raises ToolchainError if the program cannot be started or does not end in time: within
     ``timeout`` seconds, or ``OPKILN_BUILD_TIMEOUT`` if that is less.
     """
+    environment = _environment(env, None)
     try:
-        ended = child.carry_out(
-            argv, _environment(env, None), cwd=cwd, split_stderr=True, timeout=timeout, given=given
-        )
+        with child.Child(argv, environment, split_stderr=True, waits=given is not None) as running:
+            if given is not None:
+                running.send(given, last=True)
+            return running.finish(min(timeout, settings.build_timeout))
     except BuildTimeout as error:
         raise ToolchainError(error.what, why=error.why, hint=shlex.join(argv)) from None
-    return Captured(ended.returncode, ended.streams[0], ended.streams[1])
 
 
 def run_foreground(argv: Sequence[str], *, env: Mapping[str, str]) -> int:
@@ -173,12 +143,7 @@ def run_foreground(argv: Sequence[str], *, env: Mapping[str, str]) -> int:
     ToolchainError if it cannot be started. An interrupt from the terminal reaches both processes,
     and KeyboardInterrupt is raised here once the program has ended.
     """
-    child.tell(argv)
-    try:
-        with child.starting:
-            program = subprocess.Popen(list(argv), env=dict(env))
-    except (OSError, ValueError) as error:
-        raise child.not_started(argv, None, error) from None
+    program = child.start(argv, env=dict(env))
     try:
         return program.wait()
     except KeyboardInterrupt:
@@ -213,14 +178,13 @@ def signal_name(returncode: int) -> str:
         return f"signal {-returncode}"
 
 
-def is_stopped(pid: int) -> bool:
-    """Whether a process is stopped, by a signal or a debugger. False if it cannot be seen."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            # The command name may contain anything, so the fields begin after the last ")".
-            return file.read().rpartition(b")")[2].split()[:1] in ([b"T"], [b"t"])
-    except OSError:
-        return False
+def _environment(extra: Mapping[str, str] | None, tmpdir: str | None) -> dict[str, str]:
+    # LC_ALL=C and not C.UTF-8: with C.UTF-8, compilers use Unicode quotation marks. Then the
+    # messages would not match our patterns, and logs do not need them.
+    environment = {**child_environment(), "LC_ALL": "C"}
+    if place := tmpdir or settings.tmpdir:  # a compiler that only tells its version may write there
+        environment["TMPDIR"] = os.path.abspath(place)
+    return {**environment, **(extra or {})}
 
 
 def make_scratch(root: str, prefix: str) -> str:
@@ -249,13 +213,144 @@ def release_scratch(path: str) -> None:
     _guard.release(os.fsencode(os.path.abspath(path)))
 
 
-def _environment(extra: Mapping[str, str] | None, tmpdir: str | None) -> dict[str, str]:
-    # LC_ALL=C and not C.UTF-8: with C.UTF-8, compilers use Unicode quotation marks. Then the
-    # messages would not match our patterns, and logs do not need them.
-    environment = {**child_environment(), "LC_ALL": "C"}
-    if place := tmpdir or settings.tmpdir:  # a compiler that only tells its version may write there
-        environment["TMPDIR"] = os.path.abspath(place)
-    return {**environment, **(extra or {})}
+_inside: set[tuple[str, int]] = set()  # (what, thread)
+os.register_at_fork(after_in_child=_inside.clear)
+
+
+@contextlib.contextmanager
+def once_per_thread(what: str) -> Iterator[None]:
+    """Within the block, this thread cannot enter another block for the same thing.
+
+    Only a signal handler that loads an op would try that. It would wait for ever for a lock that
+    its own thread holds, since the code that it interrupted cannot go on. Raises BuildError.
+    """
+    ours = (what, threading.get_ident())
+    if ours in _inside:
+        raise BuildError(
+            f"an op cannot be loaded while the same thread {what}",
+            why="a signal handler has interrupted that, and it cannot go on until the handler ends",
+            hint="load the op before, or set a flag in the handler and load the op after it",
+        )
+    _inside.add(ours)
+    try:
+        yield
+    finally:
+        _inside.discard(ours)
+
+
+class _Guard:
+    """Starts the watchdog when it is first needed, and tells it what to clean up."""
+
+    def __init__(self) -> None:
+        self.hooked = False
+        self.exiting = False
+        self._begin()
+
+    def _begin(self) -> None:
+        self.lock = threading.Lock()
+        self.token = ""
+        self.child: subprocess.Popen[bytes] | None = None
+        self.link: socket.socket | None = None
+        self.scratch: set[bytes] = set()
+        self.running = 0
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        # Not an RLock: a handler that came in between would start a second watchdog, and lose one
+        # of them. A watchdog whose socket is closed kills what the other one watches.
+        with once_per_thread("talks to its watchdog"), self.lock:
+            yield
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[str]:
+        """The token for a child that is about to be started. Makes sure that the watchdog runs."""
+        with self._alone():
+            self._ensure()
+            self.running += 1
+            token = self.token
+        try:
+            yield token
+        finally:
+            with self._alone():
+                self.running -= 1
+
+    def register(self, path: bytes) -> None:
+        with self._alone():
+            self._ensure()
+            self.scratch.add(path)
+            if not self._send(b"+" + path):
+                self._ensure()  # the watchdog has just died; start another and tell it everything
+
+    def release(self, path: bytes) -> None:
+        with self._alone():
+            if path in self.scratch:
+                self.scratch.remove(path)
+                self._send(b"-" + path)
+
+    def _ensure(self) -> None:
+        if self.exiting:
+            raise BuildCancelled("the build was cancelled: this process is exiting")
+        if self.child is not None and self.child.poll() is None:
+            return
+        if not self.hooked:
+            os.register_at_fork(after_in_child=self._after_fork)
+            atexit.register(self._at_exit)
+            self.hooked = True
+        self.token = self.token or os.urandom(16).hex()
+        if self.link is not None:
+            self.link.close()
+        # A packet socket has three advantages over a pipe. Messages keep their boundaries, whatever
+        # bytes a path contains. A kill never leaves half a path. And writing to a dead watchdog is
+        # an error, even if the program has restored SIGPIPE's default, which would kill it.
+        self.link, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            try:
+                # There is no need to wait until it runs. If this process dies before that, the
+                # watchdog finds the socket closed and its parent gone, and acts.
+                self.child = _start_watchdog(theirs.fileno(), self.token)
+            except OSError as error:
+                # An embedded interpreter may have no executable. Builds work without the watchdog.
+                warnings.warn(
+                    "compilers started here will outlive this process if it is killed: "
+                    f"their watchdog could not be started ({error})",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+                return
+        for path in self.scratch:
+            self._send(b"+" + path)
+
+    def _send(self, message: bytes) -> bool:
+        if self.link is None:
+            return False
+        try:
+            self.link.send(message, socket.MSG_NOSIGNAL)
+        except (BrokenPipeError, ConnectionResetError):
+            return False
+        return True
+
+    def _after_fork(self) -> None:
+        # This runs in the child. A thread that does not exist here may hold the lock. The watchdog
+        # is the parent's. If the child kept the socket open, the watchdog could not notice the
+        # parent's end by it.
+        if self.link is not None:
+            self.link.close()
+        if self.child is not None:
+            self.child.returncode = 0  # it is not this process's child, so never wait for it
+        self._begin()
+
+    def _at_exit(self) -> None:
+        with self.lock:
+            self.exiting = True
+            if self.child is None or self.link is None:
+                return
+            if not self.running and not self.scratch:
+                self._send(b"quit")
+            self.link.close()
+            # Without "quit", daemon threads are still building, and the watchdog kills their
+            # children now. Wait for it, so that none is alive after this process has exited.
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.child.wait(5)
 
 
 def _start_watchdog(link: int, token: str) -> subprocess.Popen[bytes]:
@@ -280,4 +375,4 @@ def _start_watchdog(link: int, token: str) -> subprocess.Popen[bytes]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-_guard = Guard(_start_watchdog)
+_guard = _Guard()

@@ -38,7 +38,11 @@ def main(token: str, parent: int) -> None:
         return
     end_marked(token)
     if scratch:
-        remove(scratch)
+        import shutil  # takes 10 ms, and only this needs it
+
+        for path in scratch:
+            # Nobody is left to read an error. gc removes what remains with the other leftovers.
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def wait_for_end(parent: int) -> set[bytes] | None:
@@ -46,7 +50,7 @@ def wait_for_end(parent: int) -> set[bytes] | None:
     scratch: set[bytes] = set()
     poller = select.poll()
     poller.register(0, select.POLLIN)
-    pidfd = _pidfd(parent)
+    pidfd = open_pidfd(parent)
     if pidfd is not None:
         poller.register(pidfd, select.POLLIN)
     # Check this after pidfd_open: if the parent had ended before, its pid could already belong to
@@ -87,44 +91,30 @@ def _kill_once(entry: bytes) -> int:
             continue
         # Open the pidfd before reading the environment. So the process that we kill is the one
         # that we checked, even if its pid is reused in between.
-        pidfd = _pidfd(int(name))
+        pidfd = open_pidfd(int(name))
         try:
-            if entry in _environment(name):
+            with open(f"/proc/{name}/environ", "rb") as file:
+                marked = entry in file.read().split(b"\0")
+            if marked:
                 found += 1
                 if pidfd is None:
                     os.kill(int(name), signal.SIGKILL)
                 else:
                     signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-        except ProcessLookupError:
-            continue  # it ended by itself
+        except OSError:
+            continue  # it has ended by itself, or it belongs to another user
         finally:
             if pidfd is not None:
                 os.close(pidfd)
     return found
 
 
-def _environment(pid: str) -> list[bytes]:
-    try:
-        with open(f"/proc/{pid}/environ", "rb") as file:
-            return file.read().split(b"\0")
-    except OSError:
-        return []  # it has ended, or it belongs to another user: nothing to kill
-
-
-def _pidfd(pid: int) -> int | None:
+def open_pidfd(pid: int) -> int | None:
+    """A descriptor that can be polled for the process's end, and by which it can be killed."""
     try:
         return os.pidfd_open(pid)
     except (AttributeError, OSError):
         return None  # Python was built without it, the kernel lacks it, or no such process
-
-
-def remove(scratch: set[bytes]) -> None:
-    """Remove directories whose owner is dead."""
-    import shutil  # takes 10 ms, and only this function needs it
-
-    for path in scratch:
-        # Nobody is left to read an error. gc removes what remains with the other leftovers.
-        shutil.rmtree(path, ignore_errors=True)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from sample.levels import X86_64, X86_V1
 from opkiln import get_builder, ops, plan, process, settings
 from opkiln.binary import bundle
 from opkiln.build_model import DeviceCompiler, Target, Toolchain
+from opkiln.child import Completed
 from opkiln.model import ABI_NONE, PLAIN, ROCM, OpSpec
 from opkiln.steps import hipcc as hip_steps
 from opkiln.toolchain import family, hipcc, hipify, host, torch_sdk
@@ -98,7 +99,7 @@ class Built:
         self.done = self.run(self.command.argv)
         self.linking = [plan.render(each, places) for each in hip_steps.runtime(spec, toolchain)]
 
-    def run(self, argv: tuple[str, ...]) -> process.Completed:
+    def run(self, argv: tuple[str, ...]) -> Completed:
         place = str(self.stage)
         return process.run(argv, cwd=place, env=dict(hipcc.ENVIRONMENT), tmpdir=place)
 

@@ -15,7 +15,7 @@ import opkiln
 from opkiln import process, trust
 from opkiln.engine import budget, events
 from opkiln.errors import BuildError
-from opkiln.guard import once_per_thread
+from opkiln.process import once_per_thread
 from opkiln.settings import override
 from opkiln.store import lock
 from opkiln.toolchain import host
@@ -87,7 +87,7 @@ def test_a_handler_gets_what_is_in_the_cache(source: Path) -> None:
 
 
 # The modules that hold locks while a thread builds, or asks the compilers.
-LOCKING = ("guard.py", "store/lock.py", "progress.py", "budget.py", "trust.py", "chrome.py")
+LOCKING = ("process.py", "store/lock.py", "progress.py", "budget.py", "trust.py", "chrome.py")
 
 
 @pytest.mark.timed

@@ -27,8 +27,7 @@ NAMING = {
 }
 # The functions that start a program, of whatever kind.
 STARTING = {
-    ("process.py", "run_foreground"),
-    ("child.py", "_start"),
+    ("child.py", "start"),
     ("process.py", "_start_watchdog"),
     ("cli/run.py", "at_once"),
     ("cli/main.py", "run_command"),

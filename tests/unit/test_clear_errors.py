@@ -110,7 +110,7 @@ def test_a_missing_path_finds_the_programs_of_a_compiler(monkeypatch: pytest.Mon
     for change in (lambda: monkeypatch.delenv("PATH"), lambda: monkeypatch.setenv("PATH", "")):
         monkeypatch.setenv("PATH", "/usr/bin")
         change()
-        said = process.capture(["/bin/sh", "-c", 'echo "$PATH"; command -v ls']).stdout
+        said = process.capture(["/bin/sh", "-c", 'echo "$PATH"; command -v ls']).output
         assert said.splitlines()[0] == os.pathsep.join(settings.settings.path)
         assert said.splitlines()[1].endswith("/ls")
 

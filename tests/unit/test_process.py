@@ -105,12 +105,12 @@ def test_a_program_without_a_directory_of_its_own_writes_to_that_of_the_user(
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     code = "import tempfile; print(tempfile.gettempdir())"
     assert process.run(python(code)).output.strip() == str(tmp_path)
-    assert process.capture(python(code)).stdout.strip() == str(tmp_path)
+    assert process.capture(python(code)).output.strip() == str(tmp_path)
 
 
 def test_a_probe_carries_no_token() -> None:
     code = "import os; print('OPKILN_BUILD_TOKEN' in os.environ)"
-    assert process.capture(python(code)).stdout == "False\n"
+    assert process.capture(python(code)).output == "False\n"
 
 
 def test_a_child_has_its_own_session_no_input_and_no_descriptor_of_ours() -> None:
@@ -261,7 +261,7 @@ def test_a_probe_keeps_its_streams_apart_and_a_hanging_one_is_a_toolchain_error(
     said = process.capture(
         python("import os; os.write(1, b'out'); os.write(2, b'err'); os._exit(4)")
     )
-    assert said == (4, "out", "err")
+    assert (said.returncode, said.output, said.stderr) == (4, "out", "err")
     with pytest.raises(ToolchainError, match=r"did not end within 0\.2 s"):
         process.capture(python("import time; time.sleep(60)"), timeout=0.2)
 

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
+    from opkiln.child import Completed
     from opkiln.engine.events import Event
-    from opkiln.process import Completed
 
 pytestmark = pytest.mark.timed
 

@@ -18,6 +18,7 @@ import opkiln.compat.torch as cpp_extension
 from opkiln import digest, extension, machine, process
 from opkiln.build_model import Toolchain, TorchSDK
 from opkiln.building.asking import planned
+from opkiln.child import Completed
 from opkiln.decision.terms import BUILD, Request
 from opkiln.errors import (
     CUDAMismatchException,
@@ -427,7 +428,7 @@ def test_an_nvcc_that_does_not_answer_does_not_hide_the_others(
     at_rest.wait(here.root)
     chain, run = here.host, process.run
 
-    def impatient(argv: tuple[str, ...], **how: Any) -> process.Completed:
+    def impatient(argv: tuple[str, ...], **how: Any) -> Completed:
         return run(argv, **{**how, "timeout": 0.2 if argv[0] == str(stuck) else how["timeout"]})
 
     monkeypatch.setattr(process, "run", impatient)

@@ -8,7 +8,7 @@ from opkiln.decision import archs
 from opkiln.decision.search import plan_for
 from opkiln.engine import events, progress
 from opkiln.errors import OpkilnError, ToolchainError
-from opkiln.guard import once_per_thread
+from opkiln.process import once_per_thread
 from opkiln.settings import settings
 from opkiln.store import location, lock
 from opkiln.toolchain import choice

@@ -32,10 +32,10 @@ from opkiln.errors import (
     StoreWarning,
 )
 from opkiln.facts import Hasher
-from opkiln.guard import once_per_thread
 from opkiln.model import Artifact, OpSpec, place_of
 from opkiln.observing import launchers, observer
 from opkiln.observing.programs import digest
+from opkiln.process import once_per_thread
 from opkiln.settings import settings
 from opkiln.store import deps, key, lock, publish
 from opkiln.store.deps import Fact

@@ -15,6 +15,7 @@ from opkiln.build_model import Target, TorchSDK
 from opkiln.building import wording
 from opkiln.building.probe_load import LISTED, LOADED, MISSING
 from opkiln.building.wording import misfit, missing_kernels
+from opkiln.child import Completed
 from opkiln.errors import BuildTimeout, LoadTestError, StoreError
 from opkiln.model import (
     ABI_NONE,
@@ -105,7 +106,7 @@ class LoadTest:
             raise _refused(spec, self._path, done)
 
 
-def _refused(spec: OpSpec, path: str, done: process.Completed) -> LoadTestError | StoreError:
+def _refused(spec: OpSpec, path: str, done: Completed) -> LoadTestError | StoreError:
     if done.returncode < 0:
         reason = f"the process died of {process.signal_name(done.returncode)}"
     elif done.returncode == 0:

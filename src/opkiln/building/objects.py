@@ -43,7 +43,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from opkiln.process import Completed
+    from opkiln.child import Completed
     from opkiln.toolchain.staged_copy import Staged
 
 _ROUNDS = 5

@@ -17,8 +17,8 @@ from opkiln.store import key
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from opkiln.child import Completed
     from opkiln.plan import Command
-    from opkiln.process import Completed
 
 
 class _Pass(NamedTuple):

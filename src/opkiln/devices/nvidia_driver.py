@@ -261,6 +261,6 @@ def _output(program: str, *arguments: str) -> list[str]:
     if ended.returncode:
         # Errors come on either stream: a mismatch of versions on stdout.
         raise ToolchainError(
-            f"exits with {ended.returncode}", why=(ended.stdout or ended.stderr).strip()[:300]
+            f"exits with {ended.returncode}", why=(ended.output or ended.stderr).strip()[:300]
         )
-    return ended.stdout.splitlines()
+    return ended.output.splitlines()

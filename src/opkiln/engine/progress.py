@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
-from opkiln import process
+from opkiln import child, process
 from opkiln.engine import events
 from opkiln.model import in_words
 from opkiln.settings import settings
@@ -86,7 +86,7 @@ def _opened(file: str | None) -> ExitStack:
     """The sinks for what is set; closing it closes them."""
     with ExitStack() as stack:
         stack.enter_context(events.listening(for_people()))
-        if settings.progress == "verbose" and sys.stderr is not None and not process.told():
+        if settings.progress == "verbose" and sys.stderr is not None and not child.listeners:
             stack.enter_context(process.telling(Commands(sys.stderr)))
         log = for_logging()
         if log is not None:

@@ -11,6 +11,7 @@ import time
 from typing import TYPE_CHECKING, NamedTuple
 
 from opkiln import process
+from opkiln.child import Completed
 from opkiln.engine import budget as budgets
 from opkiln.engine import events
 from opkiln.settings import settings
@@ -32,7 +33,7 @@ class Task(NamedTuple):
     after: tuple[str, ...]
     memory: int  # bytes that it is expected to use
     # Called after a zero exit. If the task ``may_fail``, after any.
-    finish: Callable[[process.Completed], None] | None
+    finish: Callable[[Completed], None] | None
     threads: int = 1  # the most it can use; each one takes a CPU of the budget, and ``memory``
     widened: Callable[[int], tuple[str, ...]] | None = None  # its argv for this many threads
     may_fail: bool = False  # a non-zero exit is a result like any other
@@ -41,7 +42,7 @@ class Task(NamedTuple):
 class StepFailed(Exception):
     """A task's process ended with a non-zero status."""
 
-    def __init__(self, task: Task, completed: process.Completed) -> None:
+    def __init__(self, task: Task, completed: Completed) -> None:
         self.task = task
         self.completed = completed
         super().__init__(task, completed)
@@ -62,7 +63,7 @@ def execute(
     timeout: float | None,
     since: float | None = None,
     budget: budgets.Budget | None = None,
-) -> dict[str, process.Completed]:
+) -> dict[str, Completed]:
     """Run every task. Returns the results by task name.
 
     ``timeout`` applies to each step, from its start. For the steps that are started before any has
@@ -121,12 +122,12 @@ class _Run:
         self.changed = threading.Condition()
         self.cancelled = threading.Event()
         self.left = dict(tasks)  # neither started nor done
-        self.results: dict[str, process.Completed] = {}
+        self.results: dict[str, Completed] = {}
         self.failure: BaseException | None = None
         self.threads: list[threading.Thread] = []
         self.idle = 0
 
-    def complete(self) -> dict[str, process.Completed]:
+    def complete(self) -> dict[str, Completed]:
         try:
             with self.changed:
                 self._add_threads()
@@ -204,7 +205,7 @@ class _Run:
                 self.cancelled.set()
         self._stop()
 
-    def _perform(self, task: Task, since: float | None) -> process.Completed:
+    def _perform(self, task: Task, since: float | None) -> Completed:
         asked_at = time.monotonic()
         since = asked_at if since is None else since
         about = {"op": task.op, "label": task.label, "step": task.name}

@@ -39,8 +39,8 @@ import threading
 import time
 from typing import TYPE_CHECKING, NamedTuple
 
+from opkiln.child import is_stopped
 from opkiln.engine import events
-from opkiln.process import is_stopped
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -95,7 +95,7 @@ def _ask(helper: str, host: str) -> Login | None:
     if done.returncode:
         return None
     try:
-        told = json.loads(done.stdout)
+        told = json.loads(done.output)
         user, secret = str(told["Username"]), str(told["Secret"])
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise Unreachable(f"{program} gave no login: {type(error).__name__}") from error

@@ -31,8 +31,8 @@ from itertools import count
 from typing import NamedTuple
 
 from opkiln import errors
+from opkiln.child import is_stopped
 from opkiln.digest import read_file
-from opkiln.process import is_stopped
 from opkiln.trust import make_private
 from opkiln.writing import write_private
 

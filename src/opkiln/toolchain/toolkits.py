@@ -205,7 +205,7 @@ def _pathfinder() -> str:
     if not sys.executable:
         return ""  # Python is embedded in another program
     answer = capture(python("-c", _PATHFINDER), timeout=60)
-    nvcc = answer.stdout.strip()
+    nvcc = answer.output.strip()
     return nvcc if answer.returncode == 0 and nvcc and executable(nvcc) else ""
 
 

@@ -107,7 +107,7 @@ class Here:
 def child_answer(code: str, *arguments: str) -> tuple[Any, str]:
     """(the JSON in the last line that ``code`` prints, why there is none). One of them is empty."""
     done = capture(python_code(code, *arguments), env=whole_environment(), timeout=_LONGEST)
-    lines = done.stdout.strip().splitlines()
+    lines = done.output.strip().splitlines()
     if done.returncode == 0 and lines:
         try:
             return json.loads(lines[-1]), ""

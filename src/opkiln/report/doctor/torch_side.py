@@ -134,7 +134,7 @@ def _loaded(torch: str, preloaded: str) -> list[str]:
     argv = python("-c", _MAPPED, *libraries, isolated=True)
     answer = capture(argv, env=environment, timeout=60)
     # Resolved: conda makes libgomp a link to the other family's library.
-    return sorted({os.path.realpath(path) for path in answer.stdout.split("\n") if path})
+    return sorted({os.path.realpath(path) for path in answer.output.split("\n") if path})
 
 
 def _beside() -> list[str]:
