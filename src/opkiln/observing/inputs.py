@@ -35,27 +35,27 @@ class Inputs(NamedTuple):
         return tuple(path for kind, path in self.paths if kind in (FILE, PROGRAM))
 
 
+def _is_outside(path: str, observation: Observation, stage: str) -> bool:
+    """Whether a path is a file that somebody keeps, and not the step's own."""
+    own = stage.rstrip("/") + "/"
+    return not f"{path}/".startswith((own, *_NO_FILES)) and path not in observation.made
+
+
 def identical(observation: Observation, stage: str) -> bool:
     """Whether each path that a step read still leads to the file that was open."""
-    inside = stage.rstrip("/") + "/"
-    for path, identities in observation.read.items():
-        if path in observation.made or path.startswith((inside, *_NO_FILES)):
-            continue
-        try:
-            if identities != (Identity.now(path),):
+    try:
+        for path, identities in observation.read.items():
+            if _is_outside(path, observation, stage) and identities != (Identity.now(path),):
                 return False
-        except OSError:
-            return False
-    for (kind, path), identities in observation.passed.items():
-        if f"{path}/".startswith((inside, *_NO_FILES)) or path in observation.made:
-            continue
-        try:
-            is_link = kind == LISTED or os.path.islink(path)
-            now = Identity.now(path, follow=kind == LISTED) if is_link else NOT_A_LINK
-        except OSError:
-            return False
-        if identities != (now,):
-            return False
+        for (kind, path), identities in observation.passed.items():
+            if not _is_outside(path, observation, stage):
+                continue
+            counts = kind == LISTED or os.path.islink(path)
+            now = Identity.now(path, follow=kind == LISTED) if counts else NOT_A_LINK
+            if identities != (now,):
+                return False
+    except OSError:
+        return False
     return True
 
 
@@ -82,12 +82,9 @@ def of(
     are directories where their shared libraries were looked for before those of the system.
     ``unlinked`` gives the real path of one that leads out of the stage.
     """
-    inside = stage.rstrip("/") + "/"
 
     def outside(paths: Iterable[str]) -> Iterator[str]:
-        for path in map(unlinked, paths):
-            if not (f"{path}/".startswith((inside, *_NO_FILES)) or path in observation.made):
-                yield path
+        return (path for path in map(unlinked, paths) if _is_outside(path, observation, stage))
 
     paths: dict[str, str] = {}  # the more that is known, the later it is added
     files = tuple(outside(observation.read))
@@ -179,8 +176,7 @@ def union(parts: Iterable[Inputs]) -> Inputs:
         chosen += part.chosen
         for directory, names in part.absent:
             absent.setdefault(directory, set()).update(names)
-    summed = tuple((directory, tuple(sorted(names))) for directory, names in sorted(absent.items()))
-    return Inputs(tuple(sorted(paths)), summed, _longest(chosen), tuple(sorted(libraries)))
+    return Inputs(tuple(sorted(paths)), _sorted(absent), _longest(chosen), tuple(sorted(libraries)))
 
 
 def _longest(chosen: Iterable[Chosen]) -> tuple[Chosen, ...]:
@@ -191,23 +187,20 @@ def _longest(chosen: Iterable[Chosen]) -> tuple[Chosen, ...]:
 
 def _summed_up(paths: Iterable[str]) -> tuple[tuple[str, tuple[str, ...]], ...]:
     """Paths that do not exist, by the nearest directory above them that does."""
-    absent = _Absent()
+    homes: dict[str, str] = {}  # thousands of paths are in few directories: each is looked at once
+
+    def home(directory: str) -> str:
+        if directory not in homes:
+            there = os.path.isdir(directory)
+            homes[directory] = directory if there else home(os.path.dirname(directory))
+        return homes[directory]
+
     found: dict[str, set[str]] = {}
     for path in paths:
-        place = absent.home(os.path.dirname(path.rstrip("/")) or "/")
+        place = home(os.path.dirname(path.rstrip("/")) or "/")
         found.setdefault(place, set()).add(path[len(place.rstrip("/")) + 1 :])
-    return tuple((place, tuple(sorted(names))) for place, names in sorted(found.items()))
+    return _sorted(found)
 
 
-class _Absent:
-    """Paths that do not exist, thousands in few directories. Each directory is looked at once."""
-
-    def __init__(self) -> None:
-        self._homes: dict[str, str] = {}
-
-    def home(self, directory: str) -> str:
-        """The directory, or the nearest one above it that exists: at the latest, the root."""
-        if directory not in self._homes:
-            there = os.path.isdir(directory)
-            self._homes[directory] = directory if there else self.home(os.path.dirname(directory))
-        return self._homes[directory]
+def _sorted(absent: dict[str, set[str]]) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    return tuple((place, tuple(sorted(names))) for place, names in sorted(absent.items()))

@@ -10,7 +10,8 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeVar
 
 BEGAN, LOADED, STARTS, FAILED, SHELL = "B", "L", "S", "F", "C"
 READ, FOUND, DIRECTORY, LISTED, LED, ABSENT = "R", "E", "I", "D", "P", "N"
@@ -46,27 +47,32 @@ class Started(NamedTuple):
     parent: int  # the place of its parent in ``Observation.started``; -1 for the first
 
 
-class Observation(NamedTuple):
+@dataclass(kw_only=True)
+class Observation:
     """What a step did. All paths are absolute, and as the program spelled them."""
 
     # The file behind each path that was read, looked up or loaded: several if it was exchanged.
-    read: dict[str, tuple[Identity, ...]]
-    found: frozenset[str]  # those that were looked up or loaded: whether they are programs counts
-    loaded: frozenset[str]  # the programs and their shared libraries
-    directories: frozenset[str]  # looked up
-    listed: frozenset[str]  # directories whose names were read
-    led: frozenset[str]  # paths of which it was asked whether they are links, or where they lead
-    written: dict[str, tuple[int, ...]]  # path -> its writers' places in ``started``, in order
-    made: frozenset[str]  # written before anything read them: the step's own
-    rewritten: frozenset[str]  # read, then written: which of the two contents counts is not known
-    absent: frozenset[str]  # looked for, did not exist; somebody may have made them since
-    started: tuple[Started, ...]  # in the order in which they began
-    libraries: frozenset[str] = frozenset()  # names that shared libraries were asked for by
-    searched: frozenset[str] = frozenset()  # directories where they were looked for first
+    read: dict[str, tuple[Identity, ...]] = field(default_factory=dict)
+    # Those that were looked up or loaded: whether they are programs counts.
+    found: set[str] = field(default_factory=set)
+    loaded: set[str] = field(default_factory=set)  # the programs and their shared libraries
+    directories: set[str] = field(default_factory=set)  # looked up
+    listed: set[str] = field(default_factory=set)  # directories whose names were read
+    # Paths of which it was asked whether they are links, or where they lead.
+    led: set[str] = field(default_factory=set)
+    # path -> its writers' places in ``started``, in order
+    written: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    made: set[str] = field(default_factory=set)  # written before anything read them: its own
+    # Read, then written: which of the two contents counts is not known.
+    rewritten: set[str] = field(default_factory=set)
+    absent: set[str] = field(default_factory=set)  # looked for; somebody may have made them since
+    started: list[Started] = field(default_factory=list)  # in the order in which they began
+    libraries: set[str] = field(default_factory=set)  # names that they were asked for by
+    searched: set[str] = field(default_factory=set)  # directories where they were looked for first
     complete: bool = True  # False: there may be more
     lost: str = ""  # what the observer could not tell, in its words
     # (LISTED or LED, path) -> the directory, or the link itself, when it was listed or followed
-    passed: dict[tuple[str, str], tuple[Identity, ...]] = {}  # noqa: RUF012 (never changed)
+    passed: dict[tuple[str, str], tuple[Identity, ...]] = field(default_factory=dict)
 
     @property
     def programs(self) -> tuple[str, ...]:
@@ -95,42 +101,29 @@ def finish(path: str) -> Observation | None:
     for name in (path, path + WHOLE):
         with contextlib.suppress(FileNotFoundError):
             os.unlink(name)
-    return found if found is None or whole else found._replace(complete=False)
+    if found is not None and not whole:
+        found.complete = False
+    return found
 
 
 def parse(log: bytes) -> Observation | None:
     """The observation in a log; None if no program announced itself."""
     reading = _Reading()
+    seen = reading.seen
     complete = log.endswith(b"\0")
     for entry in log.split(b"\0")[:-1]:
         try:
             complete = reading.take(os.fsdecode(entry).split(" ", 6)) and complete
         except (ValueError, IndexError):
             complete = False
-    if not reading.started:
+    if not seen.started:
         return None
-    complete = complete and not reading.starting and not any(reading.shells.values())
+    seen.complete = complete and not reading.starting and not any(reading.shells.values())
     for asked_for in reading.starting.values():  # it may run, but it said nothing
-        reading.started.append(Started("", *asked_for))
-    made = frozenset(reading.made)
-    return Observation(
-        read={path: tuple(identities) for path, identities in reading.read.items()},
-        found=frozenset(reading.found),
-        loaded=frozenset(reading.loaded),
-        directories=frozenset(reading.directories - made),
-        listed=frozenset(reading.listed),
-        led=frozenset(reading.led),
-        written={path: tuple(writers) for path, writers in reading.written.items()},
-        made=made,
-        rewritten=frozenset(reading.rewritten),
-        absent=frozenset(reading.absent - made),
-        started=tuple(reading.started),
-        libraries=frozenset(reading.libraries),
-        searched=frozenset(reading.searched),
-        complete=complete,
-        lost=reading.lost,
-        passed={place: tuple(found) for place, found in reading.passed.items()},
-    )
+        seen.started.append(Started("", *asked_for))
+    seen.directories -= seen.made
+    seen.absent -= seen.made
+    return seen
 
 
 def _identity(fields: list[str]) -> Identity:
@@ -139,58 +132,49 @@ def _identity(fields: list[str]) -> Identity:
     return Identity(int(fields[2]), int(fields[3]), int(fields[4]), ctime_ns)
 
 
+K = TypeVar("K")
+
+
+def _add(identities: dict[K, tuple[Identity, ...]], at: K, identity: Identity) -> None:
+    known = identities.get(at, ())
+    if identity not in known:
+        identities[at] = (*known, identity)
+
+
 class _Reading:
     """The records of a log so far."""
 
     def __init__(self) -> None:
-        self.read: dict[str, dict[Identity, None]] = {}
-        self.found: set[str] = set()
-        self.loaded: set[str] = set()
-        self.directories: set[str] = set()
-        self.listed: set[str] = set()
-        self.led: set[str] = set()
-        self.written: dict[str, list[int]] = {}
-        self.made: set[str] = set()
-        self.rewritten: set[str] = set()
-        self.absent: set[str] = set()
-        self.libraries: set[str] = set()
-        self.searched: set[str] = set()
-        self._opened: set[str] = set()  # for reading
-        self.passed: dict[tuple[str, str], dict[Identity, None]] = {}
+        self.seen = seen = Observation()
         self._plain = {
-            ABSENT: self.absent,
-            DIRECTORY: self.directories,
-            LISTED: self.listed,
-            LED: self.led,
-            ASKED: self.libraries,
+            ABSENT: seen.absent,
+            DIRECTORY: seen.directories,
+            LISTED: seen.listed,
+            LED: seen.led,
+            ASKED: seen.libraries,
         }
+        self._opened: set[str] = set()  # for reading
         self.shells: dict[int, int] = {}  # process -> shells of its that have not begun yet
-        self.started: list[Started] = []
         # Processes whose program has not announced itself yet: what was asked for, and by whom.
         self.starting: dict[int, tuple[str, int]] = {}
         self._running: dict[int, int] = {}  # process -> its place in ``started``
-        self.lost = ""
         self._observed: set[int] = set()  # said themselves that they will run another program
 
     def take(self, fields: list[str]) -> bool:
         """Add a record; False for a gap. Raises ValueError, IndexError for a damaged one."""
-        kind, process, first = fields[0], int(fields[1]), int(fields[2])
+        seen, kind, process, first = self.seen, fields[0], int(fields[1]), int(fields[2])
         path = re.sub("/{2,}", "/", fields[6])
         if kind in (LISTED, LED):
-            self.passed.setdefault((kind, path), {})[_identity(fields)] = None
+            _add(seen.passed, (kind, path), _identity(fields))
         if kind in (READ, FOUND, LOADED):
-            identity = _identity(fields)
-            self.read.setdefault(path, {})[identity] = None
-            if kind == READ:
-                self._opened.add(path)
-            else:
-                self.found.add(path)
+            _add(seen.read, path, _identity(fields))
+            (self._opened if kind == READ else seen.found).add(path)
             if kind == LOADED:
-                self.loaded.add(path)
+                seen.loaded.add(path)
         elif kind in self._plain:
             self._plain[kind].add(path)
         elif kind == SEARCHED:
-            self.searched.update(each for each in re.split("[:;]", path) if each)
+            seen.searched.update(each for each in re.split("[:;]", path) if each)
         elif kind in (MADE, CHANGED):
             self._write(kind, path, self._place(process, int(fields[3])))
         else:
@@ -198,18 +182,17 @@ class _Reading:
         return True
 
     def _write(self, kind: str, path: str, writer: int) -> None:
-        writers = self.written.setdefault(path, [])
-        if writer in writers:
-            writers.remove(writer)
-        writers.append(writer)
+        seen = self.seen
+        earlier = (each for each in seen.written.get(path, ()) if each != writer)
+        seen.written[path] = (*earlier, writer)
         if path in self._opened:
-            if path not in self.made:
-                self.rewritten.add(path)
-        elif path in self.read:  # it was looked up, and is there
-            del self.read[path]
-            self.found.discard(path)
+            if path not in seen.made:
+                seen.rewritten.add(path)
+        elif path in seen.read:  # it was looked up, and is there
+            del seen.read[path]
+            seen.found.discard(path)
         elif kind == MADE:
-            self.made.add(path)
+            seen.made.add(path)
 
     def _place(self, process: int, parent: int) -> int:
         """The place of the program that a process runs: its own, or that of the parent which it was
@@ -224,12 +207,12 @@ class _Reading:
             # parent must be known, or the process was observed before: a shell's child that is a
             # copy of the shell announces no program.
             known = first in self._running or process in self._running or process in self._observed
-            place = self._place(process, first) if self.started else -1
+            place = self._place(process, first) if self.seen.started else -1
             asked_for = self.starting.pop(process, ("", 0))[0]
             if process not in self._observed and self.shells.get(first):
                 self.shells[first] -= 1
-            self._running[process] = len(self.started)
-            self.started.append(Started(path, asked_for, place))
+            self._running[process] = len(self.seen.started)
+            self.seen.started.append(Started(path, asked_for, place))
             return known or place == -1
         if kind == STARTS:
             if first == process:
@@ -237,14 +220,14 @@ class _Reading:
             begun = self._running.get(first)
             if first == process or begun is None:
                 self.starting[first] = path, self._place(process, parent)
-            elif not self.started[begun].asked_for:
+            elif not self.seen.started[begun].asked_for:
                 # A spawned child is recorded by its parent, perhaps after it has begun.
-                self.started[begun] = self.started[begun]._replace(asked_for=path)
+                self.seen.started[begun] = self.seen.started[begun]._replace(asked_for=path)
         elif kind == FAILED:
             self.starting.pop(process, None)
         elif kind == SHELL:
             self.shells[process] = self.shells.get(process, 0) + 1
         else:
-            self.lost = path
+            self.seen.lost = path
             return False
         return True
