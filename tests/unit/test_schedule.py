@@ -381,18 +381,6 @@ def test_steps_see_the_settings_of_the_caller() -> None:
     assert seen == ["only-here"]
 
 
-def test_tasks_that_cannot_be_ordered_are_refused_before_any_runs(tmp_path: Path) -> None:
-    trace = tmp_path / "trace"
-    first = task("first", "touch", str(trace))
-    with pytest.raises(ValueError, match="depend on each other: 'a', 'b'"):
-        execute([first, task("a", after=("b",)), task("b", after=("a",))], timeout=1)
-    with pytest.raises(ValueError, match="depends on the unknown task 'x'"):
-        execute([first, task("a", after=("x",))], timeout=1)
-    with pytest.raises(ValueError, match="two tasks are named 'first'"):
-        execute([first, task("first")], timeout=1)
-    assert not trace.exists()
-
-
 def test_nothing_to_do_is_done() -> None:
     assert schedule.execute([], timeout=1) == {}
 

@@ -43,10 +43,7 @@ class Trace:
         self._lock = threading.RLock()  # a signal handler may emit an event, too
         self._processes = {"": _Process(os.getpid())}
 
-    def __call__(self, event: Event) -> None:
-        self.add(event)
-
-    def add(self, event: Event, worker: str = "") -> None:
+    def __call__(self, event: Event, worker: str = "") -> None:
         """Add an event of this process, or of a worker, which is drawn as a process of its own."""
         with self._lock:
             if worker not in self._processes:

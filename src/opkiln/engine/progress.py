@@ -22,7 +22,7 @@ from opkiln.settings import settings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
-    from logging import Handler, Logger
+    from logging import Logger
     from typing import TextIO
 
     from opkiln.engine.events import Event
@@ -87,9 +87,9 @@ def _opened(file: str | None) -> ExitStack:
     with ExitStack() as stack:
         stack.enter_context(events.listening(for_people()))
         if settings.progress == "verbose" and sys.stderr is not None and not child.listeners:
-            stack.enter_context(process.telling(Commands(sys.stderr)))
-        log = for_logging()
-        if log is not None:
+            output = _Output(sys.stderr)
+            stack.enter_context(process.telling(output.write_command))
+        if (log := for_logging()) is not None:
             stack.enter_context(events.listening(log))
             stack.enter_context(process.telling(log.command))
         if file:
@@ -148,20 +148,14 @@ def _shown_by_logging(stream: TextIO, *, terminal: bool) -> bool:
     On a terminal they do so only if they appear on it: nobody watches records in a file.
     """
     logger = _logger()
-    if logger is None:
-        return False
-    return not terminal or any(
-        getattr(each, "stream", None) is stream for each in _handlers(logger)
-    )
-
-
-def _handlers(logger: Logger) -> list[Handler]:
-    found: list[Handler] = []
+    if logger is None or not terminal:
+        return logger is not None
     each: Logger | None = logger
     while each is not None:
-        found += each.handlers
+        if any(getattr(handler, "stream", None) is stream for handler in each.handlers):
+            return True
         each = each.parent if each.propagate else None
-    return found
+    return False
 
 
 class _Op:
@@ -180,23 +174,33 @@ class _Op:
 class _Tally:
     """The state of all builds, updated by the events, and the lines that describe it."""
 
-    def __init__(self, *, colour: bool) -> None:
-        self.ops: dict[str, _Op] = {}
-        self.waiting: dict[str, Event] = {}
+    def __init__(self, *, colour: bool = False, quiet: bool = False) -> None:
+        self._ops: dict[str, _Op] = {}
+        self._waiting: dict[str, Event] = {}
+        self._next: dict[str, float] = {}  # op -> seconds of waiting before the next line
         self._colour = colour
+        self._quiet = quiet
 
-    def add(self, event: Event) -> None:
-        if event.kind == events.NOTE:
-            return
+    def add(self, event: Event) -> str:
+        """Take an event. Returns its line; empty if it has none. Not safe for concurrent calls."""
         data = event.data
+        if event.kind == events.NOTE:
+            return _printable(data["text"])
         op = data["op"]
         if event.kind == events.WAITING:
-            self.waiting[op] = event
-            return
-        self.waiting.pop(op, None)
-        if event.kind == events.BUILD_START or op not in self.ops:
-            self.ops[op] = _Op(event.at, data.get("steps", 0))
-        state = self.ops[op]
+            self._waiting[op] = event
+            if data["seconds"] < self._next.get(op, self._first(data["what"])):
+                return ""
+            self._next[op] = data["seconds"] + _NEXT_LINE
+            return _describe_wait(event, data["seconds"])
+        self._waiting.pop(op, None)
+        self._next.pop(op, None)
+        if event.kind == events.BUILD_START or op not in self._ops:
+            self._ops[op] = _Op(event.at, data.get("steps", 0))
+        state = self._ops[op]
+        if event.kind == events.BUILD_START:
+            plural = "" if data["steps"] == 1 else "s"
+            return f"building {_printable(in_words(op))} ({data['steps']} step{plural})"
         if event.kind == events.STEP_START:
             state.running[data["step"]] = data["label"]
         elif event.kind == events.STEP_END:
@@ -207,39 +211,37 @@ class _Tally:
         elif event.kind == events.BUILD_END:
             state.running.clear()
             state.over = True
+            return self._summary(event, state)
+        return ""
+
+    def _first(self, what: str) -> float:
+        if self._quiet:
+            return _FIRST_QUIET_LINE
+        return _FIRST_LINE if what == events.CPU else _FIRST_BUILD_LINE
+
+    def _summary(self, event: Event, state: _Op) -> str:
+        op, wall = _printable(in_words(event.data["op"])), _seconds(event.data["wall"])
+        colour, word = (_GREEN, "built") if event.data["ok"] else (_RED, "failed")
+        word = f"{colour}{word}{_PLAIN}" if self._colour else word
+        if not event.data["ok"]:
+            return f"{word} {op} after {wall}"
+        return f"{word} {op} in {wall} ({state.compiled} compiled, {state.cached} cached)"
 
     def active(self) -> bool:
-        return bool(self.waiting) or not all(state.over for state in self.ops.values())
+        return bool(self._waiting) or not all(state.over for state in self._ops.values())
 
     def line(self, now: float) -> str:
         """One line about what runs now; empty if nothing does."""
-        ended = sum(state.ended for state in self.ops.values())
-        steps = max(ended, sum(state.steps for state in self.ops.values()))
-        for op, state in reversed(self.ops.items()):
-            if not state.over and (state.running or op not in self.waiting):
+        ended = sum(state.ended for state in self._ops.values())
+        steps = max(ended, sum(state.steps for state in self._ops.values()))
+        for op, state in reversed(self._ops.items()):
+            if not state.over and (state.running or op not in self._waiting):
                 label = next(reversed(state.running.values()), "")
                 words = [f"[{ended}/{steps}] {in_words(op)}", label, _seconds(now - state.started)]
                 return "  ".join(_printable(word) for word in words if word)
-        for event in reversed(self.waiting.values()):
-            return self.wait(event, event.data["seconds"] + now - event.at)
+        for event in reversed(self._waiting.values()):
+            return _describe_wait(event, event.data["seconds"] + now - event.at)
         return ""
-
-    def wait(self, event: Event, seconds: float) -> str:
-        data = event.data
-        whom = f"pid {data['pid']}" if data["pid"] else "another process"
-        text = f"waiting for {whom} on host {data['host']}, {_seconds(seconds)} ({data['what']})"
-        return _printable(f"{in_words(data['op'])}  {text}")
-
-    def summary(self, event: Event) -> str:
-        op, wall = _printable(in_words(event.data["op"])), _seconds(event.data["wall"])
-        if not event.data["ok"]:
-            return f"{self._coloured(_RED, 'failed')} {op} after {wall}"
-        state = self.ops[event.data["op"]]
-        counts = f"{state.compiled} compiled, {state.cached} cached"
-        return f"{self._coloured(_GREEN, 'built')} {op} in {wall} ({counts})"
-
-    def _coloured(self, colour: str, text: str) -> str:
-        return f"{colour}{text}{_PLAIN}" if self._colour else text
 
 
 class _Output:
@@ -259,45 +261,15 @@ class _Output:
         except (OSError, ValueError):  # broken or closed: the build goes on without it
             self._stream = None
 
+    def write_command(self, argv: Sequence[str]) -> None:
+        """Print a command that is run, quoted for a shell. ``process.telling`` calls it."""
+        self.write(f"+ {_printable(shlex.join(argv))}\n")
+
     def width(self) -> int:
         try:
             return os.get_terminal_size(self._stream.fileno()).columns or 80 if self._stream else 80
         except (OSError, ValueError):
             return 80
-
-
-class _Messages:
-    """Events as lines of text: a build starts, waits, ends."""
-
-    def __init__(self, *, colour: bool = False, quiet: bool = False) -> None:
-        self._tally = _Tally(colour=colour)
-        self._quiet = quiet
-        self._next: dict[str, float] = {}  # op -> seconds of waiting before the next line
-
-    def text(self, event: Event) -> str:
-        """The line for an event; empty if there is none. Not safe for concurrent calls."""
-        self._tally.add(event)
-        data = event.data
-        text = ""
-        if event.kind == events.BUILD_START:
-            plural = "" if data["steps"] == 1 else "s"
-            text = f"building {_printable(in_words(data['op']))} ({data['steps']} step{plural})"
-        elif event.kind == events.WAITING:
-            if data["seconds"] >= self._next.get(data["op"], self._first(data["what"])):
-                self._next[data["op"]] = data["seconds"] + _NEXT_LINE
-                text = self._tally.wait(event, data["seconds"])
-        elif event.kind == events.BUILD_END:
-            text = self._tally.summary(event)
-        elif event.kind == events.NOTE:
-            text = _printable(data["text"])
-        if event.kind != events.WAITING:
-            self._next.pop(data.get("op", ""), None)
-        return text
-
-    def _first(self, what: str) -> float:
-        if self._quiet:
-            return _FIRST_QUIET_LINE
-        return _FIRST_LINE if what == events.CPU else _FIRST_BUILD_LINE
 
 
 class Lines:
@@ -313,80 +285,32 @@ class Lines:
         quiet: bool = False,
     ) -> None:
         self._output = _Output(stream)
-        self._messages = _Messages(colour=colour, quiet=quiet)
+        self._tally = _Tally(colour=colour, quiet=quiet)
         self._kinds = kinds
         self._lock = threading.RLock()  # a signal handler may emit an event, too
 
     def __call__(self, event: Event) -> None:
         with self._lock:
-            text = self._messages.text(event)
+            text = self._tally.add(event)
             if text and (not self._kinds or event.kind in self._kinds):
-                self._output.write(f"{text}\n")
+                self._write(f"{text}\n")
+
+    def _write(self, line: str) -> None:
+        self._output.write(line)
 
 
-class Commands:
-    """Prints every command that is run, quoted for a shell. ``process.telling`` calls it."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._output = _Output(stream)
-
-    def __call__(self, argv: Sequence[str]) -> None:
-        self._output.write(f"+ {_printable(shlex.join(argv))}\n")
-
-
-class Log:
-    """Writes log records: a failed build is a warning, commands and steps are debug records.
-
-    Each record has the event and its data as the attribute ``opkiln``.
-    """
-
-    def __init__(self, logger: Logger) -> None:
-        self._logger = logger
-        self._messages = _Messages()
-        self._lock = threading.RLock()  # a signal handler may emit an event, too
-
-    def __call__(self, event: Event) -> None:
-        import logging
-
-        with self._lock:
-            text = self._messages.text(event)
-        level = logging.INFO
-        if event.kind in (events.STEP_START, events.STEP_END):
-            level = logging.DEBUG
-            text = f"{event.data['op']}: {event.data['label']}, {event.kind}"
-        elif event.kind == events.BUILD_END and not event.data["ok"]:
-            level = logging.WARNING
-        if text:
-            self._log(level, text, {"event": event.kind, **event.data})
-
-    def command(self, argv: Sequence[str]) -> None:
-        """Log a command that is run. ``process.telling`` calls it."""
-        import logging
-
-        self._log(logging.DEBUG, shlex.join(argv), {"event": "command", "argv": tuple(argv)})
-
-    def _log(self, level: int, text: str, data: dict[str, object]) -> None:
-        self._logger.log(level, "%s", text, extra={"opkiln": data})
-
-
-class Bar:
+class Bar(Lines):
     """One line on a terminal, redrawn in place. A summary line stays for each op."""
 
     def __init__(self, stream: TextIO, *, colour: bool = True) -> None:
-        self._output = _Output(stream)
-        self._tally = _Tally(colour=colour)
-        self._lock = threading.RLock()  # a signal handler may emit an event, too
+        super().__init__(stream, kinds=(events.BUILD_END, events.NOTE), colour=colour)
         self._closed = threading.Event()
         self._ticker: threading.Thread | None = None
         self._drawn = False
 
     def __call__(self, event: Event) -> None:
         with self._lock:
-            self._tally.add(event)
-            if event.kind == events.BUILD_END:
-                self._above(self._tally.summary(event))
-            elif event.kind == events.NOTE:
-                self._above(_printable(event.data["text"]))
+            super().__call__(event)
             self._draw()
             if self._ticker is None and self._tally.active():
                 self._ticker = threading.Thread(
@@ -420,14 +344,56 @@ class Bar:
         else:
             self._erase()
 
-    def _above(self, text: str) -> None:
+    def _write(self, line: str) -> None:
         self._erase()
-        self._output.write(text + "\n")
+        super()._write(line)
 
     def _erase(self) -> None:
         if self._drawn:
             self._output.write(_CLEAR)
             self._drawn = False
+
+
+class Log:
+    """Writes log records: a failed build is a warning, commands and steps are debug records.
+
+    Each record has the event and its data as the attribute ``opkiln``.
+    """
+
+    def __init__(self, logger: Logger) -> None:
+        self._logger = logger
+        self._tally = _Tally()
+        self._lock = threading.RLock()  # a signal handler may emit an event, too
+
+    def __call__(self, event: Event) -> None:
+        import logging
+
+        with self._lock:
+            text = self._tally.add(event)
+        level = logging.INFO
+        if event.kind in (events.STEP_START, events.STEP_END):
+            level = logging.DEBUG
+            text = f"{event.data['op']}: {event.data['label']}, {event.kind}"
+        elif event.kind == events.BUILD_END and not event.data["ok"]:
+            level = logging.WARNING
+        if text:
+            self._log(level, text, {"event": event.kind, **event.data})
+
+    def command(self, argv: Sequence[str]) -> None:
+        """Log a command that is run. ``process.telling`` calls it."""
+        import logging
+
+        self._log(logging.DEBUG, shlex.join(argv), {"event": "command", "argv": tuple(argv)})
+
+    def _log(self, level: int, text: str, data: dict[str, object]) -> None:
+        self._logger.log(level, "%s", text, extra={"opkiln": data})
+
+
+def _describe_wait(event: Event, seconds: float) -> str:
+    data = event.data
+    whom = f"pid {data['pid']}" if data["pid"] else "another process"
+    text = f"waiting for {whom} on host {data['host']}, {_seconds(seconds)} ({data['what']})"
+    return _printable(f"{in_words(data['op'])}  {text}")
 
 
 def _is_terminal(stream: TextIO) -> bool:

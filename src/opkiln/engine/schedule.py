@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Task(NamedTuple):
-    """One process to run once the tasks named in ``after`` have succeeded."""
+    """One process to run once the tasks named in ``after``, of the same call, have succeeded."""
 
     name: str  # unique among the tasks that are executed together
     op: str
@@ -77,32 +77,10 @@ def execute(
     non-zero exit, otherwise the exception itself (BuildTimeout, ToolchainError, what ``finish``
     raised). When this raises anything, even KeyboardInterrupt, no process of these tasks is alive.
 
-    Several threads may call this at once; they share the budget. Raises ValueError for a dependency
-    cycle and for a dependency on an unknown task.
+    Several threads may call this at once; they share the budget.
     """
-    return _Run(check(tasks), timeout, since, budget or budgets.shared()).complete()
-
-
-def check(tasks: Iterable[Task]) -> dict[str, Task]:
-    """The tasks by name. Raises ValueError for duplicate or unknown names, and for cycles."""
-    known: dict[str, Task] = {}
-    for task in tasks:
-        if known.setdefault(task.name, task) is not task:
-            raise ValueError(f"two tasks are named {task.name!r}")
-    for task in known.values():
-        for name in task.after:
-            if name not in known:
-                raise ValueError(f"task {task.name!r} depends on the unknown task {name!r}")
-    done: set[str] = set()
-    left = list(known.values())
-    while left:
-        ready = {task.name for task in left if done.issuperset(task.after)}
-        if not ready:
-            names = ", ".join(repr(task.name) for task in left)
-            raise ValueError(f"tasks depend on each other: {names}")
-        done |= ready
-        left = [task for task in left if task.name not in ready]
-    return known
+    known = {task.name: task for task in tasks}
+    return _Run(known, timeout, since, budget or budgets.shared()).complete()
 
 
 class _Run:
@@ -152,17 +130,14 @@ class _Run:
             self.left.clear()
             self.changed.notify_all()
 
-    def _ready(self) -> Task | None:
-        for task in self.left.values():
-            if all(name in self.results for name in task.after):
-                return task
-        return None
+    def _ready(self) -> list[Task]:
+        done = self.results.keys()
+        return [task for task in self.left.values() if done >= set(task.after)]
 
     def _add_threads(self) -> None:
         """Start a thread for each ready task, up to the number that can run at once."""
-        ready = sum(all(name in self.results for name in t.after) for t in self.left.values())
         most = min(len(self.budget.limits.slots), settings.max_jobs or len(self.tasks))
-        for _ in range(min(ready - self.idle, most - len(self.threads))):
+        for _ in range(min(len(self._ready()) - self.idle, most - len(self.threads))):
             # Copying the context gives the thread the settings that the caller overrode. The
             # threads are daemons, because the caller may be one: if the interpreter exits then,
             # the watchdog kills the processes.
@@ -175,15 +150,13 @@ class _Run:
     def _work(self) -> None:
         while True:
             with self.changed:
-                task = self._ready()
-                while task is None:
-                    if not self.left:
-                        self.idle -= 1
-                        return
+                while self.left and not self._ready():
                     self.changed.wait()
-                    task = self._ready()
-                del self.left[task.name]
                 self.idle -= 1
+                if not self.left:
+                    return
+                task = self._ready()[0]
+                del self.left[task.name]
                 since = self.since
             try:
                 completed = self._perform(task, since)
@@ -202,8 +175,7 @@ class _Run:
             # Later failures, and those after an interrupt, are only the effect of cancelling.
             if not self.cancelled.is_set():
                 self.failure = error
-                self.cancelled.set()
-        self._stop()
+            self._stop()
 
     def _perform(self, task: Task, since: float | None) -> Completed:
         asked_at = time.monotonic()

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
 BEGAN, LOADED, STARTS, FAILED, SHELL = "B", "L", "S", "F", "C"
@@ -47,37 +46,32 @@ class Started(NamedTuple):
     parent: int  # the place of its parent in ``Observation.started``; -1 for the first
 
 
-@dataclass(kw_only=True)
 class Observation:
     """What a step did. All paths are absolute, and as the program spelled them."""
 
-    # The file behind each path that was read, looked up or loaded: several if it was exchanged.
-    read: dict[str, tuple[Identity, ...]] = field(default_factory=dict)
-    # Those that were looked up or loaded: whether they are programs counts.
-    found: set[str] = field(default_factory=set)
-    loaded: set[str] = field(default_factory=set)  # the programs and their shared libraries
-    directories: set[str] = field(default_factory=set)  # looked up
-    listed: set[str] = field(default_factory=set)  # directories whose names were read
-    # Paths of which it was asked whether they are links, or where they lead.
-    led: set[str] = field(default_factory=set)
-    # path -> its writers' places in ``started``, in order
-    written: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    made: set[str] = field(default_factory=set)  # written before anything read them: its own
-    # Read, then written: which of the two contents counts is not known.
-    rewritten: set[str] = field(default_factory=set)
-    absent: set[str] = field(default_factory=set)  # looked for; somebody may have made them since
-    started: list[Started] = field(default_factory=list)  # in the order in which they began
-    libraries: set[str] = field(default_factory=set)  # names that they were asked for by
-    searched: set[str] = field(default_factory=set)  # directories where they were looked for first
-    complete: bool = True  # False: there may be more
-    lost: str = ""  # what the observer could not tell, in its words
-    # (LISTED or LED, path) -> the directory, or the link itself, when it was listed or followed
-    passed: dict[tuple[str, str], tuple[Identity, ...]] = field(default_factory=dict)
-
-    @property
-    def programs(self) -> tuple[str, ...]:
-        """Each program once, in the order in which they began."""
-        return tuple(dict.fromkeys(each.program for each in self.started if each.program))
+    def __init__(self) -> None:
+        # The file behind each path that was read, looked up or loaded: several if it was exchanged.
+        self.read: dict[str, tuple[Identity, ...]] = {}
+        # Those that were looked up or loaded: whether they are programs counts.
+        self.found: set[str] = set()
+        self.loaded: set[str] = set()  # the programs and their shared libraries
+        self.directories: set[str] = set()  # looked up
+        self.listed: set[str] = set()  # directories whose names were read
+        # Paths of which it was asked whether they are links, or where they lead.
+        self.led: set[str] = set()
+        # path -> its writers' places in ``started``, in order
+        self.written: dict[str, tuple[int, ...]] = {}
+        self.made: set[str] = set()  # written before anything read them: its own
+        # Read, then written: which of the two contents counts is not known.
+        self.rewritten: set[str] = set()
+        self.absent: set[str] = set()  # looked for; somebody may have made them since
+        self.started: list[Started] = []  # in the order in which they began
+        self.libraries: set[str] = set()  # names that shared libraries were asked for by
+        self.searched: set[str] = set()  # directories where they were looked for first
+        self.complete = True  # False: there may be more
+        self.lost = ""  # what the observer could not tell, in its words
+        # (LISTED or LED, path) -> the directory, or the link itself, when it was listed or followed
+        self.passed: dict[tuple[str, str], tuple[Identity, ...]] = {}
 
     @property
     def called(self) -> tuple[str, ...]:

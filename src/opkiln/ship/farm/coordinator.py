@@ -205,7 +205,7 @@ class _Report:
         result = ended.result
         if self._recorder is not None:
             for event in result.events:
-                self._recorder.add(event._replace(at=event.at + ended.at), result.worker)
+                self._recorder(event._replace(at=event.at + ended.at), result.worker)
         label = str(job)
         events.emit(
             events.STEP_END, op=self._what, label=label, step=f"{label} {self._done}",
