@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 from opkiln.cluster import driver, protocol
 from opkiln.cluster.channel import PART, Channel, parts_of
 from opkiln.cluster.ensure import lease_of
-from opkiln.cluster.messages import Hello, Offer, Outcome, Result, Vote, beat_of
+from opkiln.cluster.messages import Hello, Offer, Outcome, Result, Vote, key_of
 from opkiln.cluster.protocol import Done, End, Fetch, Look, Make, Pause
 from opkiln.cluster.stores import Torch
 
@@ -274,7 +274,7 @@ class Simulation:
 
     def beat(self, rank: Rank) -> None:
         if rank.ended is None:
-            self.tell(beat_of(rank.number), rank.beats)
+            self.tell(key_of("beat", rank.number), rank.beats)
             rank.beats += 1
             self.at(self.now + self.lease / driver.BEATS, self.beat, rank)
 

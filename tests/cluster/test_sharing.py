@@ -12,8 +12,8 @@ from ranks import Node, free_port
 from sample import forks, known, pool, servers
 
 from opkiln.cluster import job, sharing, work
-from opkiln.cluster.messages import Made
-from opkiln.cluster.sharing import Turn, next_turn
+from opkiln.cluster.messages import Made, Task
+from opkiln.cluster.sharing import next_turn
 from opkiln.cluster.stores import Memory
 from opkiln.decision import pins
 from opkiln.errors import ClusterError, CompileError, OpkilnError
@@ -106,15 +106,17 @@ def test_two_ranks_with_stores_of_their_own_compile_each_load_once_and_have_one_
 
 
 def test_one_rank_builds_and_another_one_takes_over_if_it_falls_silent_or_fails() -> None:
-    assert next_turn(None, 1, can_make=True, silent=False) == Turn((1,))
+    assert next_turn(None, 1, can_make=True, silent=False) == Task((1,))
     assert next_turn(None, 1, can_make=False, silent=True) is None
-    assert next_turn(Turn((0,)), 1, can_make=True, silent=False) is None
-    assert next_turn(Turn((0,)), 1, can_make=True, silent=True) == Turn((0, 1))
-    assert next_turn(Turn((0,), (0,)), 1, can_make=True, silent=False) == Turn((0, 1), (0,))
+    assert next_turn(Task((0,)), 1, can_make=True, silent=False) is None
+    assert next_turn(Task((0,)), 1, can_make=True, silent=True) == Task((0, 1))
+    assert next_turn(Task((0,), failed=(0,)), 1, can_make=True, silent=False) == Task(
+        (0, 1), failed=(0,)
+    )
     # It has tried in an earlier load.
-    assert next_turn(Turn((1, 0), (1,)), 1, can_make=True, silent=True) == Turn((1, 0, 1))
-    assert next_turn(Turn((1, 0), (1,)), 1, can_make=False, silent=True) is None
-    assert next_turn(Turn((0,), made=Made("d")), 1, can_make=True, silent=True) is None
+    assert next_turn(Task((1, 0), failed=(1,)), 1, can_make=True, silent=True) == Task((1, 0, 1))
+    assert next_turn(Task((1, 0), failed=(1,)), 1, can_make=False, silent=True) is None
+    assert next_turn(Task((0,), made=Made("d")), 1, can_make=True, silent=True) is None
 
 
 def op_of(text: str, *flags: str) -> Op:
@@ -139,12 +141,12 @@ def sharing_of(store: Memory, op: Op, rank: int, lease: float = 0.3) -> Any:
 def test_rank_that_builds_and_dies_is_replaced(store: Memory) -> None:
     op = op_of('extern "C" int value() { return 1; }\n')
     other = sharing_of(store, op, 2).channel
-    other.swap("turn", None, Turn((2,)))
+    other.swap("turn", None, Task((2,)))
     began = time.monotonic()
     known = sharing_of(store, op, 0).run(0)
     assert (known.made.by, known.made.digest) == (0, next(iter(known.worker.artifacts[0])))
     assert time.monotonic() - began >= 0.3
-    found = Turn.of(other.look(["turn"])[0])
+    found = other.look(["turn"])[0]
     assert found is not None
     assert found.tried == (2, 0)
     # Whoever comes later takes the same, and builds nothing.

@@ -81,9 +81,9 @@ def test_directory_that_others_can_write_to_is_refused(tmp_path: Path) -> None:
 def test_record_comes_back_as_tuples_of_the_same_bytes(store: KeyValues) -> None:
     plan = Plan(3, True, (Task((1, 2)), Task((0,), Made("d", "b", 5, 0))))
     ours = channel(store, "secret")
-    assert Plan.of(ours.swap("plan", None, plan)) == plan
+    assert ours.swap("plan", None, plan) == plan
     after = plan._replace(revision=4)
-    assert Plan.of(ours.swap("plan", Plan.of(ours.look(["plan"])[0]), after)) == after
+    assert ours.swap("plan", ours.look(["plan"])[0], after) == after
 
 
 def test_record_without_the_jobs_secret_is_refused(store: KeyValues) -> None:
@@ -384,7 +384,7 @@ def test_rank_whose_predecessor_never_came_goes_on_where_the_others_are(
     assert early.look(["outcome"]) == [None]
     again.channel(0).put("hello/0", "again")
     (told,) = early.look(["outcome"])
-    assert Outcome.of(told) == rounds.MOVED
+    assert told == rounds.MOVED
     assert again.channel(1, moved=True).look(["hello/0"]) == ["again"]
 
 
@@ -439,7 +439,7 @@ def test_rank_that_cannot_take_part_tells_those_of_the_next_round(
     stale.rank_0_starts_again()
     stale.agreeing.tell_all(ValueError("no such op"))
     (told,) = stale.new.look(["outcome"])
-    assert Outcome.of(told).error == "rank 1: ValueError: no such op"
+    assert told.error == "rank 1: ValueError: no such op"
 
 
 def test_two_processes_with_one_rank_are_an_error_and_not_a_chase(

@@ -13,6 +13,7 @@ a thread that makes the calls, and its owner waits for that thread no longer tha
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import hmac
 import json
@@ -20,8 +21,10 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
+from opkiln.cluster.messages import decode, encode
 from opkiln.cluster.protocol import Look, Put, Swap
 from opkiln.cluster.stores import FEW, KeyValues
 from opkiln.errors import ClusterError
@@ -48,8 +51,7 @@ class Channel:
 
     def another(self, patience: float | None = None) -> Channel:
         """A channel for another thread."""
-        made = Channel.__new__(Channel)
-        made.__dict__.update(self.__dict__)
+        made = copy.copy(self)
         made._store = self._ask(self._store.clone, "connect again")
         made._calls, made._thread = queue.SimpleQueue(), None
         made._patience = self._patience if patience is None else patience
@@ -69,14 +71,13 @@ class Channel:
 
     def put(self, key: str, value: Any) -> None:
         data = self._sealed(key, value)
-        self._ask(lambda: self._store.put(self._full(key), data), f"write {key}")
+        self._ask(partial(self._store.put, self._full(key), data), f"write {key}")
 
     def swap(self, key: str, expected: Any, value: Any) -> Any:
         before = None if expected is None else self._sealed(key, expected)
         data = self._sealed(key, value)
-        found = self._ask(
-            lambda: self._store.swap(self._full(key), before, data), f"compare and set {key}"
-        )
+        swap = partial(self._store.swap, self._full(key), before, data)
+        found = self._ask(swap, f"compare and set {key}")
         return self._opened(key, found)
 
     def look(self, keys: Sequence[str]) -> list[Any]:
@@ -90,13 +91,13 @@ class Channel:
         if len(keys) <= FEW:
             return list(keys)
         full = {self._full(key): key for key in keys}
-        left = self._ask(lambda: self._store.possible(list(full)), "see which ranks have spoken")
+        left = self._ask(partial(self._store.possible, list(full)), "see which ranks have spoken")
         return [full[each] for each in left]
 
     def read(self, keys: Sequence[str]) -> dict[str, Any]:
         """The values of those of a few keys that are there."""
         full = [self._full(key) for key in keys]
-        found = self._ask(lambda: self._store.look(full), "read")
+        found = self._ask(partial(self._store.look, full), "read")
         return {
             key: self._opened(key, each)
             for key, each in zip(keys, found, strict=True)
@@ -108,8 +109,8 @@ class Channel:
         told of by another channel, which may be faster."""
         digest = hashlib.sha256(data).hexdigest()
         for number, start in enumerate(range(0, len(data), PART)):
-            key, part = self._full(f"bundle/{digest}/{number}"), data[start : start + PART]
-            self._ask(lambda key=key, part=part: self._store.put(key, part), "write a bundle")  # type: ignore[misc]
+            key = self._full(f"bundle/{digest}/{number}")
+            self._ask(partial(self._store.put, key, data[start : start + PART]), "write a bundle")
         self._ask(self._store.settle, "write a bundle")
         return digest
 
@@ -119,7 +120,7 @@ class Channel:
         parts = []
         for number in range(-(-size // PART)):
             key = self._full(f"bundle/{digest}/{number}")
-            (part,) = self._ask(lambda key=key: self._store.look([key]), "read a bundle")  # type: ignore[misc]
+            (part,) = self._ask(partial(self._store.look, [key]), "read a bundle")
             parts.append(part or b"")
         data = b"".join(parts)
         if hashlib.sha256(data).hexdigest() != digest:
@@ -133,7 +134,7 @@ class Channel:
         return f"opkiln/{self._name}/{key}"
 
     def _sealed(self, key: str, value: Any) -> bytes:
-        text = json.dumps(value, separators=(",", ":"))
+        text = encode(value)
         return f"{self._code(key, text)} {text}".encode()
 
     def _opened(self, key: str, data: bytes) -> Any:
@@ -141,8 +142,8 @@ class Channel:
             code, _, text = data.decode().partition(" ")
             if not hmac.compare_digest(code, self._code(key, text)):
                 raise ValueError("its HMAC is wrong")
-            return _tuples(json.loads(text))
-        except (ValueError, RecursionError) as error:
+            return decode(text)
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise ClusterError(
                 f"the record {key} in the job's store is refused: {error}",
                 why="it was altered, or a rank has another OPKILN_JOB_SECRET",
@@ -199,7 +200,3 @@ def parts_of(keys: Sequence[str]) -> list[Sequence[str]]:
 def _serve(calls: queue.SimpleQueue[Callable[[], None] | None]) -> None:
     while (call := calls.get()) is not None:
         call()
-
-
-def _tuples(value: Any) -> Any:
-    return tuple(map(_tuples, value)) if isinstance(value, list) else value

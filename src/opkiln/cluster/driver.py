@@ -12,7 +12,7 @@ from typing import Protocol
 
 from opkiln.cluster import protocol
 from opkiln.cluster.channel import Channel
-from opkiln.cluster.messages import Made, Outcome, Result, Vote, beat_of
+from opkiln.cluster.messages import Made, Outcome, Result, Vote, key_of
 from opkiln.cluster.protocol import Done, End, Fetch, Look, Make, Pause, State
 from opkiln.errors import ClusterError
 
@@ -100,11 +100,11 @@ def beating(channel: Channel, rank: int, lease: float) -> Iterator[None]:
         try:
             while not stop.wait(lease / BEATS):
                 number += 1
-                beats.put(beat_of(rank), number)
+                beats.put(key_of("beat", rank), number)
         except ClusterError:
             return  # the thread that looks finds it, too, and says so
 
-    beats.put(beat_of(rank), 0)
+    beats.put(key_of("beat", rank), 0)
     thread = threading.Thread(target=beat, name="opkiln-beat", daemon=True)
     thread.start()
     try:

@@ -219,7 +219,7 @@ class _Agreeing:
             ranks=(self.place.rank,),
         )
         try:
-            while Outcome.of(self.channel.swap(OUTCOME, None, failure)) == rounds.MOVED:
+            while self.channel.swap(OUTCOME, None, failure) == rounds.MOVED:
                 self._move()
         except ClusterError:
             return  # they cannot be told; they find that this rank is missing
@@ -318,7 +318,7 @@ class Handle:
                 self._of = self._agreeing.channel
                 self._channel = self._of.another()
             (outcome,) = self._channel.look([OUTCOME])
-            if outcome is not None and Outcome.of(outcome) == rounds.MOVED:
+            if outcome == rounds.MOVED:
                 return None
             now = "yes" if outcome is not None else "no"
             if self._channel.swap(f"switch/{step}", None, now) == "no":

@@ -10,6 +10,7 @@
     late                    the rank that says who was waited for in vain; taken by compare-and-set
                             by the first rank whose time is up
     left/<rank>             once: the rank has read the outcome
+    turn                    Task     of a load that ranks make one after the other (``sharing``)
 
 An op is known by its place in the list that all ranks were given. All records are tuples of tuples,
 texts and numbers, so the same value has the same bytes wherever it is written.
@@ -17,30 +18,15 @@ texts and numbers, so the same value has the same bytes wherever it is written.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 LEAD, PLAN, OUTCOME, LATE = "lead", "plan", "outcome", "late"
 
 
-def hello_of(rank: int) -> str:
-    return f"hello/{rank}"
-
-
-def beat_of(rank: int) -> str:
-    return f"beat/{rank}"
-
-
-def result_of(op: int, rank: int) -> str:
-    return f"result/{op}/{rank}"
-
-
-def vote_of(rank: int) -> str:
-    return f"vote/{rank}"
-
-
-def left_of(rank: int) -> str:
-    return f"left/{rank}"
+def key_of(kind: str, *numbers: int) -> str:
+    return "/".join((kind, *map(str, numbers)))
 
 
 def by_rank(seen: Mapping[str, Any], kind: str) -> Iterator[tuple[int, Any]]:
@@ -77,11 +63,6 @@ class Hello(NamedTuple):
     offers: tuple[Offer, ...]
     tuned: tuple[str, ...] = ()  # what rank 0 has measured for the ops (``store.tuned``)
 
-    @classmethod
-    def of(cls, value: tuple[Any, ...]) -> Hello:
-        host, pid, node, offers, tuned = value
-        return cls(host, pid, node, tuple(Offer(*each) for each in offers), tuple(tuned))
-
 
 class Result(NamedTuple):
     """What came of making an op."""
@@ -106,8 +87,9 @@ class Made(NamedTuple):
 class Task(NamedTuple):
     """How far one op is."""
 
-    tried: tuple[int, ...] = ()  # the ranks that were asked to make it; the last one is asked now
+    tried: tuple[int, ...] = ()  # the ranks that were to make it; the last one is at work now
     made: Made | None = None
+    failed: tuple[int, ...] = ()  # those of them whose machine could not; of a shared load
 
     @property
     def maker(self) -> int:
@@ -121,15 +103,6 @@ class Plan(NamedTuple):
     ship: bool  # whether a library must travel: the ranks do not share one store
     tasks: tuple[Task, ...]
 
-    @classmethod
-    def of(cls, value: tuple[Any, ...]) -> Plan:
-        revision, ship, tasks = value
-        return cls(
-            revision,
-            ship,
-            tuple(Task(tuple(tried), made and Made(*made)) for tried, made in tasks),
-        )
-
 
 class Vote(NamedTuple):
     """What a rank can use for one op: a library by its digest, or none and why."""
@@ -139,10 +112,6 @@ class Vote(NamedTuple):
 
 
 Ballot = tuple[Vote, ...]
-
-
-def ballot_of(value: tuple[Any, ...]) -> Ballot:
-    return tuple(Vote(*each) for each in value)
 
 
 class Outcome(NamedTuple):
@@ -156,8 +125,33 @@ class Outcome(NamedTuple):
     differ_in: tuple[int, str] = (-1, "")  # an op and the fact in which they differ
     tuned: tuple[str, ...] = ()  # what rank 0 has measured; all ranks take it into their stores
 
-    @classmethod
-    def of(cls, value: tuple[Any, ...]) -> Outcome:
-        choices, error, why, ranks, lost, differ_in, tuned = value
-        told = ballot_of(choices), error, why, tuple(ranks), lost, tuple(differ_in)
-        return cls(*told, tuple(tuned))
+
+_RECORDS = {each.__name__: each for each in (Offer, Hello, Result, Made, Task, Plan, Vote, Outcome)}
+
+
+def encode(value: Any) -> str:
+    """The text of a record, or of a plain value."""
+    return json.dumps(_named(value), separators=(",", ":"))
+
+
+def decode(text: str) -> Any:
+    """What ``encode`` was given. Raises ValueError, TypeError, KeyError or RecursionError if it
+    was never given that."""
+    return _tuples(json.loads(text, object_hook=_record))
+
+
+def _named(value: Any) -> Any:
+    if not isinstance(value, tuple):
+        return value
+    fields = [_named(each) for each in value]
+    name = type(value).__name__
+    return {name: fields} if name in _RECORDS else fields
+
+
+def _record(found: dict[str, Any]) -> Any:
+    ((name, fields),) = found.items()
+    return _RECORDS[name](*map(_tuples, fields))
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value

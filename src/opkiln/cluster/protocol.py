@@ -27,7 +27,7 @@ others go on meanwhile, and take its place if it falls silent.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from opkiln.cluster import leading
@@ -43,13 +43,8 @@ from opkiln.cluster.messages import (
     Plan,
     Result,
     Vote,
-    ballot_of,
-    beat_of,
     by_rank,
-    hello_of,
-    left_of,
-    result_of,
-    vote_of,
+    key_of,
 )
 
 T = TypeVar("T")
@@ -183,11 +178,11 @@ def next_action(state: State) -> Action:
         assert state.outcome is not None
         return End(state.outcome)
     if state.phase == HELLO:
-        return Put(hello_of(state.rank), state.hello)
+        return Put(key_of("hello", state.rank), state.hello)
     if state.phase == CLAIM:
         return Swap(LEAD, state.leader, state.rank)
     if state.phase == LEAVE:
-        return Put(left_of(state.rank), 1)
+        return Put(key_of("left", state.rank), 1)
     if state.phase == LINGER:
         return Look(_looked_for(state)) if not state.looked else Pause()
     if state.phase == EXPIRE:
@@ -205,7 +200,7 @@ def _work(state: State) -> Action:
     """What follows from what is known; if nothing does, look, then pause."""
     for op, result in enumerate(state.made):
         if result is not None and op not in state.sent:
-            return Put(result_of(op, state.rank), result)
+            return Put(key_of("result", op, state.rank), result)
     if state.plan is not None:
         for op, task in enumerate(state.plan.tasks):
             if task.maker == state.rank and ("make", op) not in state.started:
@@ -213,7 +208,7 @@ def _work(state: State) -> Action:
             if task.made and state.votes[op] is None and ("fetch", op) not in state.started:
                 return Fetch(op, task.made)
     if not state.voted and None not in state.votes:
-        return Put(vote_of(state.rank), state.votes)
+        return Put(key_of("vote", state.rank), state.votes)
     if state.leader == state.rank and (action := _lead(state)) is not None:
         return action
     return Pause() if state.looked else Look(_looked_for(state))
@@ -236,7 +231,7 @@ def _lead(state: State) -> Swap | None:
     ballots = [each for each in state.ballots if each is not None]
     if len(ballots) == state.world:
         return Swap(OUTCOME, None, leading.counted(plan, hellos, ballots))
-    missing = [rank for rank, each in enumerate(state.ballots) if each is None]
+    missing = _missing(state.ballots)
     # Ranks that live are waited for first: what they fetch serves the next start of the job.
     if set(missing) <= state.silent:
         known = dict(enumerate(hellos))
@@ -249,23 +244,31 @@ def _looked_for(state: State) -> tuple[str, ...]:
     if state.phase == LINGER:
         left = state.left | {state.rank}
         staying = [rank for rank in range(state.world) if rank not in left]
-        return (*map(left_of, staying), *map(beat_of, staying))
+        return (*_keys("left", staying), *_keys("beat", staying))
     keys = [OUTCOME, LEAD, PLAN]
     reads_all = state.phase == REPORT or state.leader == state.rank
     if reads_all:
-        keys += [hello_of(rank) for rank in range(state.world) if state.hellos[rank] is None]
+        keys += _keys("hello", _missing(state.hellos))
     if reads_all and _all_made(state):
-        missing = [rank for rank in range(state.world) if state.ballots[rank] is None]
-        keys += map(vote_of, missing)
+        keys += _keys("vote", _missing(state.ballots))
     if state.phase == REPORT:
         return tuple(keys)
-    keys += map(beat_of, _watched(state))
+    keys += _keys("beat", _watched(state))
     if state.leader == state.rank and state.plan is not None:
         known = dict(state.results)
         for op, task in enumerate(state.plan.tasks):
             if task.made is None:
-                keys += [result_of(op, r) for r in task.tried if (op, r) not in known]
+                keys += [key_of("result", op, r) for r in task.tried if (op, r) not in known]
     return tuple(keys)
+
+
+def _keys(kind: str, ranks: Iterable[int]) -> list[str]:
+    return [key_of(kind, rank) for rank in ranks]
+
+
+def _missing(told: Sequence[object]) -> list[int]:
+    """The ranks that have not told it yet."""
+    return [rank for rank, each in enumerate(told) if each is None]
 
 
 def _all_made(state: State) -> bool:
@@ -277,7 +280,7 @@ def _watched(state: State) -> list[int]:
     """The ranks whose silence would matter to this one."""
     watched = {state.leader, state.reporter}
     if state.leader == state.rank and _all_made(state):
-        watched |= {rank for rank, each in enumerate(state.ballots) if each is None}
+        watched.update(_missing(state.ballots))
     elif state.leader == state.rank:
         # Also whom it has watched before, such as makers that were replaced: if they are dead, that
         # is known by the time of the vote.
@@ -311,9 +314,9 @@ def _after_put(state: State, action: Put) -> State:
         return state._replace(phase=CLAIM)
     if state.phase == LEAVE:
         return state._replace(phase=LINGER if state.serves else ENDED, looked=False)
-    if action.key == vote_of(state.rank):
+    if action.key == key_of("vote", state.rank):
         return state._replace(voted=True)
-    op = next(op for op in range(len(state.made)) if action.key == result_of(op, state.rank))
+    op = int(action.key.split("/")[1])  # result/<op>/<rank>
     return state._replace(sent=state.sent | {op})
 
 
@@ -327,12 +330,12 @@ def _after_swap(state: State, action: Swap, answer: Any) -> State:
         phase = REPORT if answer == state.rank else WORK
         return state._replace(phase=phase, reporter=answer, looked=False)
     if action.key == PLAN:
-        plan = Plan.of(answer)
+        plan = answer
         if plan == action.value:
             return state._replace(plan=plan, looked=False)
         # Somebody else leads. Look who it is before doing anything with this plan.
         return _following(state, None)._replace(plan=plan)
-    return state._replace(outcome=Outcome.of(answer), phase=LEAVE)
+    return state._replace(outcome=answer, phase=LEAVE)
 
 
 def _following(state: State, leader: int | None) -> State:
@@ -376,7 +379,7 @@ def _after_look(state: State, seen: dict[str, Any], now: float) -> State:
         is_late = now >= state.deadline + state.lease
         return state._replace(phase=ENDED) if not staying or is_late else state
     if seen[OUTCOME] is not None:
-        return state._replace(outcome=Outcome.of(seen[OUTCOME]), phase=LEAVE)
+        return state._replace(outcome=seen[OUTCOME], phase=LEAVE)
     voting = _all_made(state)
     state = _read(state, seen)
     if state.phase == REPORT:
@@ -407,14 +410,14 @@ def _heard(state: State, seen: dict[str, Any], now: float) -> State:
 
 def _read(state: State, seen: dict[str, Any]) -> State:
     """With the plan, hellos, results and votes that were read."""
-    plan = state.plan if seen[PLAN] is None else Plan.of(seen[PLAN])
-    hellos = {rank: Hello.of(each) for rank, each in by_rank(seen, "hello") if each is not None}
-    ballots = {rank: ballot_of(each) for rank, each in by_rank(seen, "vote") if each is not None}
+    plan = state.plan if seen[PLAN] is None else seen[PLAN]
+    hellos = {rank: each for rank, each in by_rank(seen, "hello") if each is not None}
+    ballots = {rank: each for rank, each in by_rank(seen, "vote") if each is not None}
     results = dict(state.results)
     for op, task in enumerate(() if plan is None else plan.tasks):
         for rank in task.tried:
-            if seen.get(result_of(op, rank)) is not None:
-                results[op, rank] = Result(*seen[result_of(op, rank)])
+            if (result := seen.get(key_of("result", op, rank))) is not None:
+                results[op, rank] = result
     return state._replace(
         plan=plan,
         hellos=_with(state.hellos, hellos),

@@ -6,9 +6,9 @@ nobody. The first rank that comes decides for the job: its library, or the refer
 one and it cannot be built there. A rank that cannot use what was decided raises an error.
 
 There is one record for each op, its sources and its target, and it changes only by compare-and-set:
-    None -> Turn(tried=(0,))                 rank 0 builds
-         -> Turn(tried=(0, 2))               it fell silent, or could not: rank 2 builds
-         -> Turn(tried=(0, 2), made=Made())  what all take; it stays
+    None -> Task(tried=(0,))                 rank 0 builds
+         -> Task(tried=(0, 2))               it fell silent, or could not: rank 2 builds
+         -> Task(tried=(0, 2), made=Made())  what all take; it stays
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from opkiln.cluster import driver, facts, job, rounds, work
 from opkiln.cluster.ensure import lease_of
-from opkiln.cluster.messages import Made, beat_of
+from opkiln.cluster.messages import Made, Task, key_of
 from opkiln.decision import pins, policy
 from opkiln.decision.terms import Build, Request, Serve, Trace
 from opkiln.errors import ClusterError, OpkilnError
@@ -31,22 +31,7 @@ from opkiln.store import key
 _TURN = "turn"
 
 
-class Turn(NamedTuple):
-    """Who builds an op, or what was made."""
-
-    tried: tuple[int, ...]  # the ranks that have taken it on; the last one builds now
-    failed: tuple[int, ...] = ()  # those of them whose machine could not
-    made: Made | None = None
-
-    @classmethod
-    def of(cls, value: tuple[Any, ...] | None) -> Turn | None:
-        if value is None:
-            return None
-        tried, failed, made = value
-        return cls(tuple(tried), tuple(failed), made and Made(*made))
-
-
-def next_turn(turn: Turn | None, rank: int, can_make: bool, silent: bool) -> Turn | None:
+def next_turn(turn: Task | None, rank: int, can_make: bool, silent: bool) -> Task | None:
     """What a rank writes in the place of ``turn`` to build the op itself; None if it does not.
 
     ``silent``: nothing was heard for a lease of the rank that builds.
@@ -54,7 +39,7 @@ def next_turn(turn: Turn | None, rank: int, can_make: bool, silent: bool) -> Tur
     if not can_make or (turn is not None and turn.made is not None):
         return None
     if turn is None:
-        return Turn((rank,))
+        return Task((rank,))
     if not (silent or turn.tried[-1] in turn.failed):
         return None
     # It may have tried in an earlier load, which failed or was interrupted.
@@ -158,20 +143,20 @@ class _Sharing:
         if policy.prefers_reference(Request(self.op, agreed=False)):
             lease = 0.0  # it runs as its reference here, so nobody else need build it
         began = changed = time.monotonic()
-        seen: tuple[Turn | None, Any] | None = None
+        seen: tuple[Task | None, Any] | None = None
         while True:
             now = time.monotonic()
             maker = None if seen is None or seen[0] is None else seen[0].tried[-1]
-            keys = [_TURN] if maker is None else [_TURN, beat_of(maker)]
+            keys = [_TURN] if maker is None else [_TURN, key_of("beat", maker)]
             found = self.channel.look(keys)
-            turn, beat = Turn.of(found[0]), found[1] if maker is not None else None
+            turn, beat = found[0], found[1] if maker is not None else None
             if (turn, beat) != seen:
                 seen, changed = (turn, beat), now
             if turn is not None and turn.made is not None:
                 return turn.made
             silent = now - changed >= lease
             if (mine := next_turn(turn, self.rank, can_make, silent)) is not None:
-                if Turn.of(self.channel.swap(_TURN, turn, mine)) == mine:
+                if self.channel.swap(_TURN, turn, mine) == mine:
                     self._make()
                     can_make = False
                 began = changed = time.monotonic()
@@ -230,15 +215,14 @@ class _Sharing:
 
     def _tell(self, made: Made | None) -> Made | None:
         """Write what was made, or that this rank could not; what was made by then."""
-        (value,) = self.channel.look([_TURN])
+        (turn,) = self.channel.look([_TURN])
         while True:
-            turn = Turn.of(value)
             if turn is not None and turn.made is not None:
                 return turn.made
-            after = Turn((self.rank,)) if turn is None else turn
+            after = Task((self.rank,)) if turn is None else turn
             after = after._replace(made=made)
             if made is None:
                 after = after._replace(failed=(*after.failed, self.rank))
-            value = self.channel.swap(_TURN, turn, after)
-            if Turn.of(value) == after:
+            turn = self.channel.swap(_TURN, turn, after)
+            if turn == after:
                 return made
