@@ -181,37 +181,33 @@ def next_action(state: State) -> Action:
         return Put(key_of("hello", state.rank), state.hello)
     if state.phase == CLAIM:
         return Swap(LEAD, state.leader, state.rank)
-    if state.phase == LEAVE:
-        return Put(key_of("left", state.rank), 1)
-    if state.phase == LINGER:
-        return Look(_looked_for(state)) if not state.looked else Pause()
     if state.phase == EXPIRE:
         return Swap(LATE, state.reporter, state.rank)
-    if state.phase == REPORT:
-        if not state.looked:
-            return Look(_looked_for(state))
+    if state.phase == LEAVE:
+        return Put(key_of("left", state.rank), 1)
+    if state.phase == REPORT and state.looked:
         return Swap(OUTCOME, None, leading.late(
             state.rank, state.timeout, state.hellos, state.plan, state.ballots
         ))  # fmt: skip
-    return _work(state)
+    if state.phase == WORK and (action := _work(state)) is not None:
+        return action
+    return Pause() if state.looked else Look(_looked_for(state))
 
 
-def _work(state: State) -> Action:
-    """What follows from what is known; if nothing does, look, then pause."""
+def _work(state: State) -> Action | None:
+    """What follows from what is known; None if nothing does."""
     for op, result in enumerate(state.made):
         if result is not None and op not in state.sent:
             return Put(key_of("result", op, state.rank), result)
-    if state.plan is not None:
-        for op, task in enumerate(state.plan.tasks):
-            if task.maker == state.rank and ("make", op) not in state.started:
-                return Make(op, state.plan.ship)
-            if task.made and state.votes[op] is None and ("fetch", op) not in state.started:
-                return Fetch(op, task.made)
+    for op, task in enumerate(() if state.plan is None else state.plan.tasks):
+        if task.maker == state.rank and ("make", op) not in state.started:
+            assert state.plan is not None
+            return Make(op, state.plan.ship)
+        if task.made and state.votes[op] is None and ("fetch", op) not in state.started:
+            return Fetch(op, task.made)
     if not state.voted and None not in state.votes:
         return Put(key_of("vote", state.rank), state.votes)
-    if state.leader == state.rank and (action := _lead(state)) is not None:
-        return action
-    return Pause() if state.looked else Look(_looked_for(state))
+    return _lead(state) if state.leader == state.rank else None
 
 
 def _lead(state: State) -> Swap | None:
@@ -246,11 +242,10 @@ def _looked_for(state: State) -> tuple[str, ...]:
         staying = [rank for rank in range(state.world) if rank not in left]
         return (*_keys("left", staying), *_keys("beat", staying))
     keys = [OUTCOME, LEAD, PLAN]
-    reads_all = state.phase == REPORT or state.leader == state.rank
-    if reads_all:
+    if state.phase == REPORT or state.leader == state.rank:
         keys += _keys("hello", _missing(state.hellos))
-    if reads_all and _all_made(state):
-        keys += _keys("vote", _missing(state.ballots))
+        if _all_made(state):
+            keys += _keys("vote", _missing(state.ballots))
     if state.phase == REPORT:
         return tuple(keys)
     keys += _keys("beat", _watched(state))
@@ -402,8 +397,9 @@ def _heard(state: State, seen: dict[str, Any], now: float) -> State:
     for rank, value in by_rank(seen, "beat"):
         beat = -1 if value is None else value
         known = before.get(rank)
-        same = known is not None and known.beat == beat
-        heard.append((rank, known if known is not None and same else Heard(beat, now)))
+        if known is None or known.beat != beat:
+            known = Heard(beat, now)
+        heard.append((rank, known))
     silent = frozenset(rank for rank, each in heard if now - each.since >= state.lease)
     return state._replace(heard=tuple(heard), silent=silent)
 
@@ -428,6 +424,4 @@ def _read(state: State, seen: dict[str, Any]) -> State:
 
 def _with(before: tuple[T | None, ...], read: Mapping[int, T]) -> tuple[T | None, ...]:
     """One value for each rank, with those that were read. Most looks read none of them."""
-    if not read:
-        return before
-    return tuple(read.get(rank, each) for rank, each in enumerate(before))
+    return tuple(read.get(rank, each) for rank, each in enumerate(before)) if read else before
