@@ -7,7 +7,7 @@ import queue
 import random
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Protocol
 
 from opkiln.cluster import protocol
@@ -45,10 +45,11 @@ def agree(state: State, channel: Channel, work: Work) -> Outcome:
             if isinstance(action, End):
                 return action.outcome
             if isinstance(action, Pause):
-                done = _wait(ended, state.world, time.monotonic() - waited_since)
                 state = protocol.told(state, action, None, 0)
-                if done is not None:
-                    state, waited_since = protocol.worked(state, done), time.monotonic()
+                with suppress(queue.Empty):
+                    pause = pause_of(state.world, time.monotonic() - waited_since)
+                    state = protocol.worked(state, ended.get(timeout=pause))
+                    waited_since = time.monotonic()
                 continue
             if isinstance(action, (Make, Fetch)):
                 started = state.started
@@ -61,13 +62,6 @@ def agree(state: State, channel: Channel, work: Work) -> Outcome:
             state = protocol.told(state, action, answer, now)
             if not isinstance(action, Look):
                 waited_since = time.monotonic()
-
-
-def _wait(ended: queue.SimpleQueue[Done], world: int, waited: float) -> Done | None:
-    try:
-        return ended.get(timeout=pause_of(world, waited))
-    except queue.Empty:
-        return None
 
 
 def pause_of(world: int, waited: float) -> float:

@@ -7,6 +7,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import closing
 from typing import Any, Literal, NamedTuple, overload
 
 from opkiln.cluster import driver, facts, job, protocol, rounds, work
@@ -194,14 +195,9 @@ class _Agreeing:
             self.tell_all(error)
             raise
         state = protocol.start(
-            self.place.rank,
-            self.place.world,
-            hello,
-            lease=self.lease,
-            deadline=self.began + self.timeout,
-            timeout=self.timeout,
-            serves=self.place.serves,
-        )
+            self.place.rank, self.place.world, hello, lease=self.lease,
+            deadline=self.began + self.timeout, timeout=self.timeout, serves=self.place.serves,
+        )  # fmt: skip
         try:
             return driver.agree(state, self.channel, self.worker)
         except ClusterError as error:
@@ -243,10 +239,9 @@ class _Agreeing:
     def pinned(self) -> Agreement:
         """Serve what was agreed on from now on. Raises ClusterError."""
         choices = []
-        self.worker.keep_tuned(self.agreed().tuned)
-        for number, (op, vote) in enumerate(
-            zip(self.worker.ops, self.agreed().choices, strict=True)
-        ):
+        agreed = self.agreed()
+        self.worker.keep_tuned(agreed.tuned)
+        for number, (op, vote) in enumerate(zip(self.worker.ops, agreed.choices, strict=True)):
             found = vote.digest and work.library_of(self.worker, number, vote.digest)
             pins.pin(op, found or None, vote.reason, find_change=self.worker.change_finder(number))
             how = self.worker.how[number] if vote.digest else ""
@@ -341,18 +336,15 @@ def told_by_first(what: str, value: Sequence[str]) -> tuple[str, ...]:
     """The value of the first rank that says one, on every rank of the default group. They have
     called ``ensure`` before: until then, one may be in a round that is over."""
     place = job.find(None, None, None, None, settings.build_timeout)
-    channel = rounds.channel(place, what, 60.0)
-    try:
-        return tuple(channel.swap(what, None, list(value)))
-    finally:
-        channel.close()
+    with closing(rounds.channel(place, what, 60.0)) as channel:
+        return tuple(channel.swap(what, None, tuple(value)))
 
 
 def libraries_of(ops: Any) -> Iterable[Op]:
     """The ops of names, builders and decorated functions; each variant is one of its own. Raises
     UnknownOp, UsageError."""
-    listed: Sequence[Any] = [ops] if isinstance(ops, (str, type)) else _list(ops)
-    for each in listed:
+    is_one = isinstance(ops, str) or callable(ops) or not isinstance(ops, Iterable)
+    for each in [ops] if is_one else ops:
         if isinstance(each, str):
             for _, kind in libraries(each, ALL_OPS[each]):
                 yield kind().op()
@@ -370,9 +362,3 @@ def libraries_of(ops: Any) -> Iterable[Op]:
             yield from (variant().op() for variant in builders)
         else:
             yield (kind() if each is kind or hasattr(each, "builder") else each).op()
-
-
-def _list(ops: Any) -> list[Any]:
-    if callable(ops) or not isinstance(ops, Iterable):
-        return [ops]
-    return list(ops)

@@ -17,6 +17,7 @@ error, that error is what it finds, and the job needs one more restart.
 from __future__ import annotations
 
 import secrets
+from contextlib import closing
 
 from opkiln.cluster.channel import Channel
 from opkiln.cluster.job import Place
@@ -31,19 +32,19 @@ _rounds: dict[tuple[str, str], int] = {}  # of each store and job: the one of th
 def channel(place: Place, name: str, patience: float, *, moved: bool = False) -> Channel:
     """A channel for what has this name in the round of this process. ``moved``: the round that it
     was in is over. Raises ClusterError."""
+
+    def open_channel(name: str) -> Channel:
+        return Channel(place.store, name, settings.job_secret, patience)
+
     job = f"{place.name}/{place.world}"
     known = place.store.where, job
     if moved or known not in _rounds:
-        common = Channel(place.store, job, settings.job_secret, patience)
-        try:
+        with closing(open_channel(job)) as common:
             number = _rounds[known] = _join(common, place.rank, moved=moved)
-        finally:
-            common.close()
         if number:
-            old = Channel(place.store, f"{job}/{number - 1}/0", settings.job_secret, patience)
-            old.swap(OUTCOME, None, MOVED)
-            old.close()
-    return Channel(place.store, f"{job}/{_rounds[known]}/{name}", settings.job_secret, patience)
+            with closing(open_channel(f"{job}/{number - 1}/0")) as old:
+                old.swap(OUTCOME, None, MOVED)
+    return open_channel(f"{job}/{_rounds[known]}/{name}")
 
 
 def _join(common: Channel, rank: int, *, moved: bool) -> int:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import time
+from contextlib import closing
 from typing import Any, NamedTuple
 
 from opkiln.cluster import driver, facts, job, rounds, work
@@ -81,7 +82,7 @@ def share(op: Op) -> None:
         pins.release(op)  # nothing can be built for this machine: the load says why
         return
     known = _known.get(name)
-    if known is None or not _still_serves(known):
+    if known is None or (known.made.digest and not known.worker.found(0, known.made, Trace())):
         number = 0 if known is None else known.round + 1
         known = _known[name] = _Sharing(op, place, f"{name}/{number}").run(number)
     if known.made.digest:
@@ -102,10 +103,6 @@ def _key(op: Op) -> str:
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
 
 
-def _still_serves(known: _Known) -> bool:
-    return not known.made.digest or known.worker.found(0, known.made, Trace())
-
-
 class _Sharing:
     """One op, until this rank has what the job uses."""
 
@@ -117,24 +114,18 @@ class _Sharing:
         self.world = place.world
 
     def run(self, number: int) -> _Known:
-        try:
+        name = self.op.spec.name
+        with closing(self.channel):
             made = self.agreed()
             if made.digest and (reason := self._take(made)):
-                raise ClusterError(
-                    f"op {self.op.spec.name}: rank {self.rank} cannot use the library of rank "
-                    f"{made.by}, which the others use",
-                    why=reason,
-                )
+                what = f"op {name}: rank {self.rank} cannot use the library of rank {made.by}"
+                raise ClusterError(f"{what}, which the others use", why=reason)
             if not made.digest and not self.op.has_reference:
                 if made.by == self.rank and self.worker.error is not None:
                     raise self.worker.error
-                raise ClusterError(
-                    f"op {self.op.spec.name} cannot be built: rank {made.by} tried",
-                    why=made.reason,
-                )
+                what = f"op {name} cannot be built: rank {made.by} tried"
+                raise ClusterError(what, why=made.reason)
             return _Known(number, made, self.worker)
-        finally:
-            self.channel.close()
 
     def agreed(self) -> Made:
         """What the job uses; this rank makes it if it is its turn."""
@@ -195,12 +186,8 @@ class _Sharing:
                 # It is here and cannot be sent: it has flags for this CPU, or is in a bundle. Each
                 # node makes its own, and all must be the same.
                 result = self.worker.make(0, ship=False)
-            if result.digest:
-                self._tell(Made(result.digest, result.bundle, result.size, self.rank))
-            elif result.final:
-                self._tell(Made(by=self.rank, reason=result.error))
-            else:
-                self._tell(None)
+            made = Made(result.digest, result.bundle, result.size, self.rank, result.error)
+            self._tell(made if result.digest or result.final else None)
 
     def _give_up(self) -> Made:
         """Nobody builds it. If it has a reference, that serves on all ranks. Raises why this rank
@@ -219,8 +206,7 @@ class _Sharing:
         while True:
             if turn is not None and turn.made is not None:
                 return turn.made
-            after = Task((self.rank,)) if turn is None else turn
-            after = after._replace(made=made)
+            after = (turn or Task((self.rank,)))._replace(made=made)
             if made is None:
                 after = after._replace(failed=(*after.failed, self.rank))
             turn = self.channel.swap(_TURN, turn, after)

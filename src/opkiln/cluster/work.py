@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from functools import partial
 
 from opkiln import machine
@@ -85,27 +85,22 @@ class Worker:
             **facts.of_functions(op, self.functions[number], self._programs),
         }
         told = facts.digest(self.facts[number])
-        native_only = policy.why_no_reference(request)
+        offer = Offer(op.spec.name, told, native_only=policy.why_no_reference(request))
         if (loaded := self._loaded(op)) is not None:
             self.keep(number, loaded, CACHED)
-            return Offer(op.spec.name, told, loaded.sha256, native_only=native_only)
+            return offer._replace(digest=loaded.sha256)
         outcome = loader.decided(request)
         if isinstance(outcome, Serve):
             self.keep(number, outcome.artifact, CACHED)
-            return Offer(op.spec.name, told, outcome.artifact.sha256, native_only=native_only)
+            return offer._replace(digest=outcome.artifact.sha256)
         if isinstance(outcome, Build):
             target = outcome.plan.target
             needs = cpu.requires(target.cpu, tuple(target.cpu_features))
-            return Offer(
-                op.spec.name, told, can_build=True, native_only=native_only,
-                cpu=tuple(sorted(needs)),
-            )  # fmt: skip
+            return offer._replace(can_build=True, cpu=tuple(sorted(needs)))
         if isinstance(outcome.error, UsageError):
             raise outcome.error
-        reason = in_short(outcome.error)
-        have = machine.cpu_flags()
-        here = tuple(sorted(cpu.features_of(have)))
-        return Offer(op.spec.name, told, reason=reason, native_only=native_only, cpu=here)
+        here = tuple(sorted(cpu.features_of(machine.cpu_flags())))
+        return offer._replace(reason=in_short(outcome.error), cpu=here)
 
     def list_tuned(self) -> tuple[str, ...]:
         """The choices for the ops that are kept here (``tune=``)."""
@@ -163,11 +158,8 @@ class Worker:
                 signing.sign(file, self.signing_key)
             with open(file, "rb") as opened:
                 data = opened.read()
-        channel = self.channel.another(_PATIENCE)
-        try:
+        with closing(self.channel.another(_PATIENCE)) as channel:
             return channel.put_bundle(data), len(data)
-        finally:
-            channel.close()
 
     def fetch(self, op: int, made: Made) -> Vote:
         """Get the library that was made: from the store of this node, or from the job's."""
@@ -192,20 +184,21 @@ class Worker:
         if not made.bundle or root is None or self.channel is None:
             refused = trace.refusals() or ["it is not in the store of this node"]
             return Vote(reason=refused[-1][:_LONGEST])
-        name, what = f"fetch-{made.digest[:40]}", f"op {self.ops[op].spec.name}"
         location.claim(root)
-
-        def arrived() -> bool | None:
-            return self.found(op, made, Trace()) or None
-
         with lock.turn(
-            root, name, arrived, lambda _: None, what=what, limit=settings.build_timeout
+            root,
+            f"fetch-{made.digest[:40]}",
+            lambda: self.found(op, made, Trace()) or None,
+            lambda _: None,
+            what=f"op {self.ops[op].spec.name}",
+            limit=settings.build_timeout,
         ) as turn:
-            if isinstance(turn, lock.Turn):
+            fetches = isinstance(turn, lock.Turn)
+            if fetches:
                 self._import(made, root)
         trace = Trace()
         if self.found(op, made, trace):
-            if isinstance(turn, lock.Turn):
+            if fetches:
                 self.how[op] = FETCHED
             return Vote(made.digest)
         refused = trace.refusals() or ["it was fetched, and is not in the store"]
@@ -213,11 +206,8 @@ class Worker:
 
     def _import(self, made: Made, root: str) -> None:
         assert self.channel is not None
-        channel = self.channel.another(_PATIENCE)
-        try:
+        with closing(self.channel.another(_PATIENCE)) as channel:
             data = channel.get_bundle(made.bundle, made.size)
-        finally:
-            channel.close()
         with publish.scratch("fetch") as stage:
             file = os.path.join(stage, "bundle")
             with open(file, "xb") as out:

@@ -191,17 +191,12 @@ _lock = threading.RLock()  # a signal handler may build, too
 _budgets: dict[tuple[object, ...], Budget] = {}
 _tables: dict[tuple[int, int], slots.Table] = {}
 _alone = slots.Table(None, -1)
-_hooked = False
 
 
 def shared() -> Budget:
     """The budget of this user on this host, under the current settings."""
-    global _hooked
     key = (settings.runtime_dir, settings.tmpdir, settings.memory)
     with _lock:
-        if not _hooked:
-            os.register_at_fork(after_in_child=_after_fork)
-            _hooked = True
         if key not in _budgets:
             table, refused = _find_table()
             _budgets[key] = Budget(measure(), table, refused)
@@ -213,6 +208,9 @@ def _after_fork() -> None:
     _lock = threading.RLock()
     for table in (*_tables.values(), _alone):
         table.reset()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def _find_table() -> tuple[slots.Table, tuple[str, ...]]:
