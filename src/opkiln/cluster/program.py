@@ -92,6 +92,7 @@ class _Reader:
         self._own = own
         self._nodes: dict[int, _Node] = {}
         self._globals: dict[tuple[str, int], _Global] = {}
+        self._reached: list[Any] = []  # by the node that is being read
         self._inside: set[int] = set()  # the containers and modules that are being read
         files = [getattr(sys.modules.get(each), "__file__", None) for each in own - _BY_NAME]
         places = {os.path.dirname(os.path.abspath(file)) for file in files if file}
@@ -114,23 +115,23 @@ class _Reader:
     def _node(self, value: Any) -> _Node:
         known = self._nodes.get(id(value))
         if known is None:
-            reached: list[Any] = []
-            content = self._read(value, reached)
+            self._reached = []
+            content = self._read(value)
             name = value.name if isinstance(value, _Global) else _name(value)
-            known = _Node(value, name, key("node", content), tuple(reached))
+            known = _Node(value, name, key("node", content), tuple(self._reached))
             self._nodes[id(value)] = known
         return known
 
-    # Each of these gives what enters a digest, and adds to `reached` what is a node of its own.
+    # Each of these gives what enters a digest, and adds to `_reached` what is a node of its own.
 
-    def _read(self, value: Any, reached: list[Any]) -> Any:
+    def _read(self, value: Any) -> Any:
         kind = type(value)
         if issubclass(kind, _Global):
-            return self._describe(value.value, reached)
+            return self._describe(value.value)
         if issubclass(kind, FunctionType):
-            return self._describe_function(value, reached)
+            return self._describe_function(value)
         if issubclass(kind, type):
-            return self._describe_class(value, reached)
+            return self._describe_class(value)
         if issubclass(kind, MethodType):
             parts: Sequence[Any] = (value.__func__, value.__self__)
         elif issubclass(kind, (staticmethod, classmethod)):
@@ -140,10 +141,10 @@ class _Reader:
         elif issubclass(kind, partial):
             parts = (value.func, value.args, value.keywords)
         else:
-            return self._describe_object(value, reached)
-        return (kind.__name__, *(self._describe(each, reached) for each in parts))
+            return self._describe_object(value)
+        return (kind.__name__, *(self._describe(each) for each in parts))
 
-    def _describe(self, value: Any, reached: list[Any]) -> Any:
+    def _describe(self, value: Any) -> Any:
         """A value: in full if it is plain, and None for a node."""
         kind = type(value)
         if kind is str:
@@ -153,14 +154,14 @@ class _Reader:
         if kind in _PLAIN:
             return (kind.__name__, repr(value))
         if issubclass(kind, _CONTAINERS) and not self._counts_by_code(kind.__module__):
-            return self._describe_contents(value, reached)
+            return self._describe_contents(value)
         if kind is CodeType:
-            return self._describe_code(value, reached)
+            return self._describe_code(value)
         if issubclass(kind, ModuleType):
             return ("module", value.__name__, self._version(value.__name__))
         if kind.__module__ in ("torch", "torch._ops") and kind.__name__ in _BY_TEXT:
             return ("torch", repr(value))
-        reached.append(value)
+        self._reached.append(value)
         return None
 
     def _without_places(self, text: str) -> str:
@@ -168,7 +169,7 @@ class _Reader:
             text = text.replace(place, "{src}")
         return text
 
-    def _describe_contents(self, value: Any, reached: list[Any]) -> Any:
+    def _describe_contents(self, value: Any) -> Any:
         kind = type(value).__name__
         with self._enter(value) as first:
             if not first:
@@ -179,7 +180,7 @@ class _Reader:
                 items = [each for pair in pairs for each in pair]
             elif isinstance(items, (set, frozenset)):
                 items = sorted(items, key=_order)
-            return (kind, *(self._describe(each, reached) for each in tuple(items)))
+            return (kind, *(self._describe(each) for each in tuple(items)))
 
     @contextmanager
     def _enter(self, value: Any) -> Iterator[bool]:
@@ -192,38 +193,34 @@ class _Reader:
             if first:
                 self._inside.remove(id(value))
 
-    def _describe_code(self, code: CodeType, reached: list[Any]) -> Any:
+    def _describe_code(self, code: CodeType) -> Any:
         return (
             code.co_code, code.co_exceptiontable, code.co_flags, code.co_argcount,
             code.co_posonlyargcount, code.co_kwonlyargcount, code.co_names, code.co_varnames,
-            code.co_freevars, code.co_cellvars, self._describe_contents(code.co_consts, reached),
+            code.co_freevars, code.co_cellvars, self._describe_contents(code.co_consts),
         )  # fmt: skip
 
-    def _describe_function(self, function: FunctionType, reached: list[Any]) -> Any:
+    def _describe_function(self, function: FunctionType) -> Any:
         own = vars(function)
         if "overload" in own and "reference" in own:  # an op: what calls it has a state
-            return ("op", self._describe((own["overload"], own["reference"]), reached))
+            return ("op", self._describe((own["overload"], own["reference"])))
         code, scope = function.__code__, function.__globals__
         module = str(scope.get("__name__") or "")
         counts = self._counts_by_code(module)
         names, loads, imports = _scan(code) if counts else ((), (), [])
-        closure = [self._describe_used(_value_in(each), names, reached)
+        closure = [self._describe_used(_value_in(each), names)
                    for each in function.__closure__ or ()]  # fmt: skip
         if not counts:
             made = (module, code.co_qualname, self._version(module), closure)
-            return ("named", *made, self._describe_wrapped(function, reached))
+            return ("named", *made, self._describe_wrapped(function))
         own_parts = (code, function.__defaults__, function.__kwdefaults__)
-        read = [self._describe_load(each, scope, names, reached)
+        read = [self._describe_load(each, scope, names)
                 for each in loads if each[0] in scope]  # fmt: skip
-        imported = [self._describe_import(each, scope, names, reached) for each in imports]
-        return (self._describe(own_parts, reached), closure, read, imported)
+        imported = [self._describe_import(each, scope, names) for each in imports]
+        return (self._describe(own_parts), closure, read, imported)
 
     def _describe_load(
-        self,
-        chain: tuple[str, ...],
-        scope: dict[str, Any],
-        names: tuple[str, ...],
-        reached: list[Any],
+        self, chain: tuple[str, ...], scope: dict[str, Any], names: tuple[str, ...]
     ) -> Any:
         """What code reads by a name and attributes of it: ``module.function``, ``object.value``.
         Of a module only this attribute counts, of another object all of it."""
@@ -232,38 +229,32 @@ class _Reader:
             if not self._is_own_module(value):
                 break
             module, name, value = value.__name__, attribute, _attribute(value, attribute)
-        return (name, self._describe_global(module, name, value, names, reached))
+        return (name, self._describe_global(module, name, value, names))
 
-    def _describe_used(self, value: Any, names: tuple[str, ...], reached: list[Any]) -> Any:
+    def _describe_used(self, value: Any, names: tuple[str, ...]) -> Any:
         """A value that code with these names uses. Of a module, what has one of these names."""
         if not self._is_own_module(value):
-            return self._describe(value, reached)
+            return self._describe(value)
         module = value.__name__
         with self._enter(value) as first:
             found = [(name, each) for name in names if first
                      and (each := _attribute(value, name)) is not None]  # fmt: skip
-            return (module, [(name, self._describe_global(module, name, each, names, reached))
+            return (module, [(name, self._describe_global(module, name, each, names))
                              for name, each in found])  # fmt: skip
 
-    def _describe_global(
-        self, module: str, name: str, value: Any, names: tuple[str, ...], reached: list[Any]
-    ) -> Any:
+    def _describe_global(self, module: str, name: str, value: Any, names: tuple[str, ...]) -> Any:
         """What code reads of a module. A plain value is a node of its own, so that it has a name
         where the parts are listed."""
-        before = len(reached)
-        said = self._describe_used(value, names, reached)
-        if len(reached) > before or self._is_own_module(value):
+        before = len(self._reached)
+        said = self._describe_used(value, names)
+        if len(self._reached) > before or self._is_own_module(value):
             return said
         named = f"{module}.{name}"
-        reached.append(self._globals.setdefault((named, id(value)), _Global(named, value)))
+        self._reached.append(self._globals.setdefault((named, id(value)), _Global(named, value)))
         return None
 
     def _describe_import(
-        self,
-        statement: tuple[Any, Any, str],
-        scope: dict[str, Any],
-        names: tuple[str, ...],
-        reached: list[Any],
+        self, statement: tuple[Any, Any, str], scope: dict[str, Any], names: tuple[str, ...]
     ) -> Any:
         """What a function imports when it is called. Only modules of its own package are imported
         for that; any other counts if it is imported already."""
@@ -281,20 +272,20 @@ class _Reader:
             module = sys.modules.get(name)
         if not self._is_own_module(module):
             return None  # its name is among the function's own
-        return self._describe_used(module, names, reached)
+        return self._describe_used(module, names)
 
-    def _describe_class(self, kind: type, reached: list[Any]) -> Any:
+    def _describe_class(self, kind: type) -> Any:
         name = _name(kind)
         if not self._counts_by_code(kind.__module__):
             return ("class", name, self._version(kind.__module__))
         made = (FunctionType, staticmethod, classmethod, property)
         return (
-            "class", name, self._describe((type(kind), *kind.__bases__), reached),
-            [(each, self._describe(value, reached)) for each, value in sorted(vars(kind).items())
+            "class", name, self._describe((type(kind), *kind.__bases__)),
+            [(each, self._describe(value)) for each, value in sorted(vars(kind).items())
              if not each.startswith("__") or isinstance(value, made)],
         )  # fmt: skip
 
-    def _describe_object(self, value: Any, reached: list[Any]) -> Any:
+    def _describe_object(self, value: Any) -> Any:
         kind = type(value)
         torch = sys.modules.get("torch")
         if issubclass(kind, getattr(torch, "Tensor", ())):
@@ -302,17 +293,17 @@ class _Reader:
             return ("tensor", *form, _bytes_of_tensor(value))
         if not self._counts_by_code(kind.__module__):
             made = (_name(kind), self._version(kind.__module__), _name(value))
-            wrapped = self._describe_wrapped(value, reached)
+            wrapped = self._describe_wrapped(value)
             return ("object", *made, _bytes_of_array(value), wrapped)
-        held = self._describe_contents(value, reached) if issubclass(kind, _CONTAINERS) else None
-        state = self._describe(object.__getstate__(value), reached)
-        return ("object", self._describe(kind, reached), _name(value), held, state)
+        held = self._describe_contents(value) if issubclass(kind, _CONTAINERS) else None
+        state = self._describe(object.__getstate__(value))
+        return ("object", self._describe(kind), _name(value), held, state)
 
-    def _describe_wrapped(self, value: Any, reached: list[Any]) -> list[Any]:
+    def _describe_wrapped(self, value: Any) -> list[Any]:
         """The functions that an object of another package holds: it wraps them."""
         held = _attribute(value, "__dict__")
         return [
-            (name, self._describe(each, reached))
+            (name, self._describe(each))
             for name, each in (sorted(held.items()) if isinstance(held, dict) else ())
             if isinstance(each, FunctionType)
         ]
