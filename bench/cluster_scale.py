@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 from opkiln.cluster import driver, protocol
 from opkiln.cluster.channel import PART, Channel, parts_of
 from opkiln.cluster.ensure import lease_of
-from opkiln.cluster.messages import Hello, Offer, Outcome, Result, Vote, key_of
+from opkiln.cluster.messages import Hello, Made, Offer, Outcome, Vote, key_of
 from opkiln.cluster.protocol import Done, End, Fetch, Look, Make, Pause
 from opkiln.cluster.stores import Torch
 
@@ -337,7 +337,7 @@ class Simulation:
 
     # Their work
 
-    def done(self, rank: Rank, op: int, got: Result | Vote) -> None:
+    def done(self, rank: Rank, op: int, got: Made | Vote) -> None:
         if rank.ended is not None:
             return
         rank.state, rank.waited_since = protocol.worked(rank.state, Done(op, got)), self.now
@@ -353,7 +353,7 @@ class Simulation:
             self.ask(rank, self.parts("put") if action.ship else iter(()), 120.0, sent)
 
         def sent(_: list[Any]) -> None:
-            self.done(rank, action.op, Result(LIBRARY, BUNDLE if action.ship else "", size))
+            self.done(rank, action.op, Made(LIBRARY, BUNDLE if action.ship else "", size))
 
         self.at(self.now + COMPILE, built)
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from opkiln.cluster import protocol
-from opkiln.cluster.messages import PLAN, Hello, Offer, Outcome, Result, Vote
+from opkiln.cluster.messages import PLAN, Hello, Made, Offer, Outcome, Vote
 from opkiln.cluster.protocol import Done, End, Fetch, Look, Make, Pause, Put, State, Swap
 
 if TYPE_CHECKING:
@@ -270,13 +270,13 @@ class Explorer:
 
     def finish(self, rank: Rank, job: Make | Fetch) -> Rank:
         """A piece of work ends."""
-        got: Result | Vote
+        got: Made | Vote
         if isinstance(job, Make):
-            got = Result(f"library of {rank.number}", "bundle", 1)  # no two builds are equal
+            got = Made(f"library of {rank.number}", "bundle", 1)  # no two builds are equal
             if self.wrong:
-                got = Result(error="it does not compile", final=True)
+                got = Made(reason="it does not compile", final=True)
             elif rank.number in self.broken:
-                got = Result(error="the disk is full")
+                got = Made(reason="the disk is full")
         else:
             fits = self.fits(rank.number, job.made.digest)
             got = Vote(job.made.digest) if fits else Vote(reason="it does not fit")

@@ -15,7 +15,7 @@ import opkiln
 from opkiln.cluster import driver, job, leading, protocol, rounds
 from opkiln.cluster.channel import PART, Channel
 from opkiln.cluster.ensure import Handle, _Agreeing
-from opkiln.cluster.messages import Hello, Made, Offer, Outcome, Plan, Result, Task, Vote
+from opkiln.cluster.messages import Hello, Made, Offer, Outcome, Plan, Task, Vote
 from opkiln.cluster.stores import Directory, KeyValues, Memory
 from opkiln.decision import pins
 from opkiln.decision.terms import Reference, Refuse, Request, Serve
@@ -218,7 +218,7 @@ def test_a_maker_that_was_silent_and_went_on_counts() -> None:
     plan = leading.first_plan(hellos(*able))
     plan = leading.next_plan(plan, hellos(*able), {}, frozenset({0}))
     assert plan.tasks[0].tried == (0, 1)
-    plan = leading.next_plan(plan, hellos(*able), {(0, 0): Result("d")}, frozenset())
+    plan = leading.next_plan(plan, hellos(*able), {(0, 0): Made("d")}, frozenset())
     assert plan.tasks[0].made == Made("d", by=0)
 
 
@@ -232,10 +232,10 @@ class Worker:
         self.rank = rank
         self.made = 0
 
-    def make(self, op: int, ship: bool) -> Result:
+    def make(self, op: int, ship: bool) -> Made:
         self.made += 1
         time.sleep(0.05)
-        return Result(f"library of {self.rank}", "bundle", 1)
+        return Made(f"library of {self.rank}", "bundle", 1)
 
     def fetch(self, op: int, made: Made) -> Vote:
         return Vote(made.digest)

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from opkiln.cluster import protocol
 from opkiln.cluster.channel import Channel
-from opkiln.cluster.messages import Made, Outcome, Result, Vote, key_of
+from opkiln.cluster.messages import Made, Outcome, Vote, key_of
 from opkiln.cluster.protocol import Done, End, Fetch, Look, Make, Pause, State
 from opkiln.errors import ClusterError
 
@@ -30,7 +30,7 @@ _FIRST_PAUSE, _LAST_PAUSE, _PART, _FOR_EACH_RANK = 0.01, 0.2, 0.03, 0.00015
 class Work(Protocol):
     """What a rank does for an op."""
 
-    def make(self, op: int, ship: bool) -> Result: ...
+    def make(self, op: int, ship: bool) -> Made: ...
 
     def fetch(self, op: int, made: Made) -> Vote: ...
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from opkiln.cluster.messages import Ballot, Hello, Made, Outcome, Plan, Result, Task, Vote
+from opkiln.cluster.messages import Ballot, Hello, Made, Outcome, Plan, Task, Vote
 
 _LONGEST_REASON = 2000  # characters; the plan is compared as a whole by the store
 # All ranks read an outcome. So it names some of many ranks, and counts the others.
@@ -71,7 +71,7 @@ def first_plan(hellos: Sequence[Hello]) -> Plan:
 def next_plan(
     plan: Plan,
     hellos: Sequence[Hello],
-    results: Mapping[tuple[int, int], Result],
+    results: Mapping[tuple[int, int], Made],
     silent: frozenset[int],
 ) -> Plan:
     """The plan after what the makers have said. ``silent`` ranks have stopped to beat.
@@ -89,7 +89,7 @@ def _next_task(
     op: int,
     task: Task,
     hellos: Sequence[Hello],
-    results: Mapping[tuple[int, int], Result],
+    results: Mapping[tuple[int, int], Made],
     silent: frozenset[int],
 ) -> Task:
     digests = {hello.offers[op].digest for hello in hellos}
@@ -98,9 +98,9 @@ def _next_task(
     for rank in task.tried:  # also those that were silent and have gone on
         result = results.get((op, rank))
         if result is not None and result.digest:
-            return task._replace(made=Made(result.digest, result.bundle, result.size, rank))
+            return task._replace(made=result._replace(by=rank))
         if result is not None and result.final:
-            reason = f"{who(rank, dict(enumerate(hellos)))}: {result.error}"
+            reason = f"{who(rank, dict(enumerate(hellos)))}: {result.reason}"
             return task._replace(made=Made(reason=reason[:_LONGEST_REASON]))
     if task.tried and task.maker not in silent and (op, task.maker) not in results:
         return task  # it is at work
@@ -139,14 +139,14 @@ def _why_none(
     op: int,
     task: Task,
     hellos: Sequence[Hello],
-    results: Mapping[tuple[int, int], Result],
+    results: Mapping[tuple[int, int], Made],
 ) -> str:
     known = dict(enumerate(hellos))
     told = {}
     for rank, hello in enumerate(hellos):
         result = results.get((op, rank))
         if result is not None:
-            told[rank] = result.error
+            told[rank] = result.reason
         elif rank in task.tried:
             told[rank] = "it stopped to answer while it made the op"
         elif not hello.offers[op].can_build:

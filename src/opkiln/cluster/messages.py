@@ -4,7 +4,7 @@
     beat/<rank>             a number that the rank counts up while it lives
     lead                    the rank that leads; taken by compare-and-set
     plan                    Plan     by the leader, by compare-and-set: who makes what, what is made
-    result/<op>/<rank>      Result   once, by a rank that was asked to make an op
+    result/<op>/<rank>      Made     once, by a rank that was asked to make an op
     vote/<rank>             Ballot   once, by that rank: the library of each op that it could open
     outcome                 Outcome  once, by compare-and-set: what all ranks do
     late                    the rank that says who was waited for in vain; taken by compare-and-set
@@ -64,24 +64,15 @@ class Hello(NamedTuple):
     tuned: tuple[str, ...] = ()  # what rank 0 has measured for the ops (``store.tuned``)
 
 
-class Result(NamedTuple):
-    """What came of making an op."""
+class Made(NamedTuple):
+    """What came of making an op: a library, which the job uses if all ranks can; or why none."""
 
     digest: str = ""  # of the library; empty if there is none
     bundle: str = ""  # SHA-256 of the bundle in the store; empty if none was asked for
     size: int = 0  # of the bundle
-    error: str = ""
-    final: bool = False  # whether the error follows from the input: no other rank need try
-
-
-class Made(NamedTuple):
-    """The library of an op that the job uses if all ranks can; or why there is none."""
-
-    digest: str = ""
-    bundle: str = ""
-    size: int = 0
     by: int = -1  # the rank that made it
-    reason: str = ""
+    reason: str = ""  # why there is none
+    final: bool = False  # whether that follows from the input: no other rank need try
 
 
 class Task(NamedTuple):
@@ -126,7 +117,7 @@ class Outcome(NamedTuple):
     tuned: tuple[str, ...] = ()  # what rank 0 has measured; all ranks take it into their stores
 
 
-_RECORDS = {each.__name__: each for each in (Offer, Hello, Result, Made, Task, Plan, Vote, Outcome)}
+_RECORDS = {each.__name__: each for each in (Offer, Hello, Made, Task, Plan, Vote, Outcome)}
 
 
 def encode(value: Any) -> str:

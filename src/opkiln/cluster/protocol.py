@@ -41,7 +41,6 @@ from opkiln.cluster.messages import (
     Made,
     Outcome,
     Plan,
-    Result,
     Vote,
     by_rank,
     key_of,
@@ -103,10 +102,10 @@ Action = Put | Swap | Look | Make | Fetch | Pause | End
 
 
 class Done(NamedTuple):
-    """The end of a piece of work: a ``Result`` of Make, or a ``Vote`` of Fetch."""
+    """The end of a piece of work: a ``Made`` of Make, or a ``Vote`` of Fetch."""
 
     op: int
-    got: Result | Vote
+    got: Made | Vote
 
 
 class Heard(NamedTuple):
@@ -137,7 +136,7 @@ class State(NamedTuple):
     plan: Plan | None = None
     outcome: Outcome | None = None
     started: frozenset[tuple[str, int]] = frozenset()  # ("make" or "fetch", op)
-    made: tuple[Result | None, ...] = ()  # what this rank has made; not told yet if not in `sent`
+    made: tuple[Made | None, ...] = ()  # what this rank has made; not told yet if not in `sent`
     sent: frozenset[int] = frozenset()
     votes: tuple[Vote | None, ...] = ()
     voted: bool = False
@@ -145,7 +144,7 @@ class State(NamedTuple):
     silent: frozenset[int] = frozenset()  # those of them that have not beaten for a lease
     # What a leader has read
     hellos: tuple[Hello | None, ...] = ()
-    results: tuple[tuple[tuple[int, int], Result], ...] = ()
+    results: tuple[tuple[tuple[int, int], Made], ...] = ()
     ballots: tuple[Ballot | None, ...] = ()
     left: frozenset[int] = frozenset()
 

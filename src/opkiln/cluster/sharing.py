@@ -165,8 +165,8 @@ class _Sharing:
         if vote.digest or made.bundle or policy.prefers_reference(Request(self.op, agreed=False)):
             return vote.reason
         own = self.worker.make(0, ship=False)
-        if own.error or own.digest == made.digest:
-            return own.error
+        if own.reason or own.digest == made.digest:
+            return own.reason
         return f"it cannot be sent, and this rank's own has the SHA-256 {own.digest}"
 
     def _can_make(self) -> bool:
@@ -181,13 +181,12 @@ class _Sharing:
     def _make(self) -> None:
         """Build the op, and tell all what came of it."""
         with driver.beating(self.channel, self.rank, self.lease):
-            result = self.worker.make(0, ship=True)
-            if not result.digest and self.worker.artifacts[0]:
+            made = self.worker.make(0, ship=True)
+            if not made.digest and self.worker.artifacts[0]:
                 # It is here and cannot be sent: it has flags for this CPU, or is in a bundle. Each
                 # node makes its own, and all must be the same.
-                result = self.worker.make(0, ship=False)
-            made = Made(result.digest, result.bundle, result.size, self.rank, result.error)
-            self._tell(made if result.digest or result.final else None)
+                made = self.worker.make(0, ship=False)
+            self._tell(made._replace(by=self.rank) if made.digest or made.final else None)
 
     def _give_up(self) -> Made:
         """Nobody builds it. If it has a reference, that serves on all ranks. Raises why this rank

@@ -32,6 +32,7 @@ class KeyValues(Protocol):
 
     def settle(self) -> None:
         """Return when everything that was put by this clone can be seen by all others."""
+        return
 
     def swap(self, key: str, expected: bytes | None, value: bytes) -> bytes:
         """Write a value if the key has the expected one (None: if it is not there). Returns the
@@ -43,12 +44,14 @@ class KeyValues(Protocol):
     def possible(self, keys: Sequence[str]) -> Sequence[str]:
         """The keys without those that are known to be absent, by few requests. A key that was
         written at this moment may be left out, and is in the next answer."""
+        return keys
 
     def clone(self) -> KeyValues:
         """The same store, for another thread."""
+        return self
 
 
-class Memory:
+class Memory(KeyValues):
     """A job of one process, or of several threads."""
 
     where = "this process"
@@ -60,9 +63,6 @@ class Memory:
     def put(self, key: str, value: bytes) -> None:
         self._values[key] = value
 
-    def settle(self) -> None:
-        return
-
     def swap(self, key: str, expected: bytes | None, value: bytes) -> bytes:
         with self._lock:
             if self._values.get(key) == expected:
@@ -72,14 +72,8 @@ class Memory:
     def look(self, keys: Sequence[str]) -> list[bytes | None]:
         return [self._values.get(key) for key in keys]
 
-    def possible(self, keys: Sequence[str]) -> Sequence[str]:
-        return keys
 
-    def clone(self) -> Memory:
-        return self
-
-
-class Torch:
+class Torch(KeyValues):
     """A store of torch.distributed. Its time-out stays as it is: the program uses it, too.
 
     Such a store says of several keys only whether all of them are there, so each absent one would
@@ -184,7 +178,7 @@ def _number_of(key: str) -> str:
     return last if last.isdigit() else ""
 
 
-class Directory:
+class Directory(KeyValues):
     """A directory that all ranks share, for jobs without a network among them.
 
     A key is a directory of numbered values; the highest number counts. A value appears by ``link``,
@@ -222,9 +216,6 @@ class Directory:
         make_private(self._place(key))
         write_private(os.path.join(self._place(key), "1"), value)
 
-    def settle(self) -> None:
-        return
-
     def swap(self, key: str, expected: bytes | None, value: bytes) -> bytes:
         place = self._place(key)
         make_private(place)
@@ -245,9 +236,3 @@ class Directory:
 
     def look(self, keys: Sequence[str]) -> list[bytes | None]:
         return [self._newest(self._place(key))[1] for key in keys]
-
-    def possible(self, keys: Sequence[str]) -> Sequence[str]:
-        return keys
-
-    def clone(self) -> Directory:
-        return self

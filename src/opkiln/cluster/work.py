@@ -16,7 +16,7 @@ from opkiln.bundles import layer, signing
 from opkiln.bundles.bundle import unpack, write_bundle
 from opkiln.cluster import facts
 from opkiln.cluster.channel import Channel
-from opkiln.cluster.messages import Hello, Made, Offer, Result, Vote
+from opkiln.cluster.messages import Hello, Made, Offer, Vote
 from opkiln.cluster.program import Programs
 from opkiln.decision import policy, prebuilt
 from opkiln.decision.terms import Build, Request, Serve, Trace
@@ -133,7 +133,7 @@ class Worker:
 
     # What the state machine asks for. Nothing is raised: an error is told to all.
 
-    def make(self, op: int, ship: bool) -> Result:
+    def make(self, op: int, ship: bool) -> Made:
         """Build an op, or take what is here; put it into the job's store if it is to be sent."""
         try:
             known = next(iter(self.artifacts[op].values()), None)
@@ -141,12 +141,12 @@ class Worker:
                 known, _ = loader.obtain(Request(self.ops[op], must_be_native=True, agreed=False))
                 self.keep(op, known, BUILT if known.origin == "built" else CACHED)
             if not ship:
-                return Result(known.sha256)
+                return Made(known.sha256)
             bundle, size = self._send(known)
-            return Result(known.sha256, bundle, size)
+            return Made(known.sha256, bundle, size)
         except Exception as error:  # a full disk, no more memory: another rank may do better
             self.error = error
-            return Result(error=in_short(error), final=isinstance(error, _FINAL))
+            return Made(reason=in_short(error), final=isinstance(error, _FINAL))
 
     def _send(self, artifact: Artifact) -> tuple[str, int]:
         assert self.channel is not None

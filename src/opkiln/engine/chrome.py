@@ -75,8 +75,8 @@ class _Process:
     def __init__(self, number: int, name: str = "") -> None:
         self._number = number
         self._records: list[dict[str, Any]] = []
-        self._lanes: dict[int, tuple[str, str, str]] = {}  # lane -> the step or build in it
-        self._started: dict[tuple[str, str, str], Event] = {}
+        # The steps and builds that run: the lane of each, and its start.
+        self._started: dict[tuple[str, str, str], tuple[int, Event]] = {}
         self._named: set[int] = set()
         self._last = 0.0
         if name:
@@ -110,20 +110,17 @@ class _Process:
         return self._records
 
     def _begin(self, key: tuple[str, str, str], event: Event, first: int) -> None:
-        lane = first
-        while lane in self._lanes:
+        lane, taken = first, {lane for lane, _ in self._started.values()}
+        while lane in taken:
             lane += 1
-        self._lanes[lane] = key
-        self._started[key] = event
+        self._started[key] = lane, event
         if lane not in self._named:
             self._named.add(lane)
             title = f"{key[0]} {lane - first + 1}"
             self._add("thread_name", "", "M", event.at, lane=lane, args={"name": title})
 
     def _end(self, key: tuple[str, str, str], at: float, args: dict[str, Any]) -> None:
-        start = self._started.pop(key)
-        lane = next(lane for lane, running in self._lanes.items() if running == key)
-        del self._lanes[lane]
+        lane, start = self._started.pop(key)
         name = start.data.get("label") or start.data["op"]
         duration = (at - start.at) * 1e6
         self._add(name, start.data["op"], "X", start.at, lane=lane, args=args, dur=duration)
