@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -44,11 +45,13 @@ class Machine:
         self, first: str, *records: str, launcher: str = "", stage: str = STAGE
     ) -> limits.Conduct:
         """``records`` follow that of the first program, which is process 1."""
-        host = (self.host,) if first == self.nvcc else (self.host, first)
-        compilers = limits.Compilers(host, (self.nvcc,), (), launcher)
+        device = SimpleNamespace(
+            family="nvcc", path=self.nvcc, host=None if first == self.nvcc else first
+        )
+        tools: Any = SimpleNamespace(cxx=self.host, launcher=launcher, tools=(), device=device)
         began = f"B 1 0 0 0 0.0 {self.shell if find.has_interpreter(first) else first}"
         parsed = log.parse(b"".join(each.encode() + b"\0" for each in (began, *records)))
-        return limits.Conduct(parsed, first, compilers, stage)
+        return limits.Conduct(parsed, first, tools, stage)
 
 
 @pytest.fixture

@@ -84,7 +84,7 @@ def look(
     seen = log.finish(_log(stage, output or step.output))
     if seen is None:
         return None
-    conduct = limits.Conduct(seen, first, limits.Compilers.of(plan.toolchain), stage)
+    conduct = limits.Conduct(seen, first, plan.toolchain, stage)
     loaded = _loaded(seen, memory)
     gap = _gap(conduct, seen, stage, loaded)
     stray = None if gap else conduct.stray()

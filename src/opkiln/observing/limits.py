@@ -43,22 +43,6 @@ _DEVICES = (
 _PARTS = ("bin", "lib", "lib64", "libexec")  # of an installation
 
 
-class Compilers(NamedTuple):
-    """The programs that a plan names."""
-
-    host: tuple[str, ...]  # the host compiler and its launcher
-    device: tuple[str, ...]
-    tools: tuple[str, ...]  # the assembler and linker that the host compiler says it starts
-    launcher: str = ""
-
-    @classmethod
-    def of(cls, toolchain: Toolchain) -> Compilers:
-        device = toolchain.device
-        host = (toolchain.cxx, toolchain.launcher, None if device is None else device.host)
-        own = () if device is None or device.family == NVRTC else (device.path,)
-        return cls(tuple(filter(None, host)), own, toolchain.tools, toolchain.launcher or "")
-
-
 class Stray(NamedTuple):
     """Something that a step must not do."""
 
@@ -78,18 +62,20 @@ class _Process(NamedTuple):
 class Conduct:
     """The programs of one step, judged. ``first`` is the program that opkiln started."""
 
-    def __init__(self, seen: Observation, first: str, compilers: Compilers, stage: str) -> None:
+    def __init__(self, seen: Observation, first: str, toolchain: Toolchain, stage: str) -> None:
         self.complete = seen.complete  # False: a program may have run that said nothing
         self._seen = seen
         self._stage = stage
-        self._compilers = compilers
-        named = (*compilers.host, *compilers.device)
-        self._named = {os.path.realpath(each) for each in (*named, *compilers.tools)}
+        device, launcher = toolchain.device, toolchain.launcher
+        host = (toolchain.cxx, launcher, None if device is None else device.host)
+        own = () if device is None or device.family == NVRTC else (device.path,)
+        named = (*filter(None, host), *own, *toolchain.tools)
+        self._named = set(map(os.path.realpath, named))
         self._installed = list(_private_directories(filter(_is_binary, self._named)))
         self._path = {os.path.realpath(directory) for directory in settings.path}
-        self._launcher = os.path.realpath(compilers.launcher) if compilers.launcher else ""
+        self._launcher = os.path.realpath(launcher) if launcher else ""
         self._shell = os.path.realpath("/bin/sh")
-        self._device = {os.path.realpath(each) for each in compilers.device}
+        self._device = set(map(os.path.realpath, own))
         self._outside: list[Stray] = []
         self._processes: list[_Process] = []
         for started in seen.started:
