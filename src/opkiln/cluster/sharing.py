@@ -140,7 +140,8 @@ class _Sharing:
             maker = None if seen is None or seen[0] is None else seen[0].tried[-1]
             keys = [_TURN] if maker is None else [_TURN, key_of("beat", maker)]
             found = self.channel.look(keys)
-            turn, beat = found[0], found[1] if maker is not None else None
+            turn: Task | None = found[0]
+            beat = found[1] if maker is not None else None
             if (turn, beat) != seen:
                 seen, changed = (turn, beat), now
             if turn is not None and turn.made is not None:
@@ -201,7 +202,7 @@ class _Sharing:
 
     def _tell(self, made: Made | None) -> Made | None:
         """Write what was made, or that this rank could not; what was made by then."""
-        (turn,) = self.channel.look([_TURN])
+        turn: Task | None = self.channel.look([_TURN])[0]
         while True:
             if turn is not None and turn.made is not None:
                 return turn.made
