@@ -13,6 +13,7 @@ import json
 import os
 import re
 import threading
+from typing import NamedTuple
 from urllib.parse import quote, urlencode, urljoin, urlsplit
 
 from opkiln.remote.tier import CHUNK, LARGEST_RECORD, Failure, Forbidden, Unreachable
@@ -39,6 +40,15 @@ _GONE = (http.client.RemoteDisconnected, ConnectionResetError, BrokenPipeError)
 
 class UnexpectedStatus(Unreachable):
     """An answer that the protocol does not have here."""
+
+
+class _Sent(NamedTuple):
+    """A request, whichever host it is sent to."""
+
+    method: str
+    headers: Mapping[str, str]
+    body: bytes | None = None
+    file: str = ""
 
 
 class Client:
@@ -86,7 +96,7 @@ class Client:
         Raises Unreachable if the login is refused (401): it would be refused each time, and a
         server may lock an account after a few attempts. Raises Forbidden if only this request is
         refused: 403, or 401 though the registry has just given a token. Raises OSError, and
-        whatever http.client and urllib raise for what a server sends (``tier.Guarded``).
+        whatever http.client and urllib raise for what a server sends (``tiers.reach``).
         """
         url, asked = self._redirected(self.base, url), False
         for _ in range(_MOST_REDIRECTS + 2):
@@ -94,30 +104,21 @@ class Client:
             ours = _host(url) == _host(self.base)
             if ours and (told := self._authorize(scope)):
                 given["Authorization"] = told
-            connection, response = self._send(method, url, deadline, given, body, file)
-            status, location = response.status, response.headers.get("Location", "")
-            if status in _REDIRECTS and method in ("GET", "HEAD") and location:
-                self._finish(url, connection, response, deadline)
+            with self._exchange(url, deadline, _Sent(method, given, body, file)) as response:
+                status, location = response.status, response.headers.get("Location", "")
+                redirects = status in _REDIRECTS and method in ("GET", "HEAD") and location
+                if not redirects and (status != 401 or asked or not ours):
+                    if status in (401, 403):
+                        raise Forbidden(self._refusal(status, url), self._hint)
+                    yield response
+                    return
+                challenge = response.headers.get("WWW-Authenticate", "")
+            if redirects:
                 url = self._redirected(url, location)
                 continue
-            if status == 401 and not asked and ours:
-                asked = True
-                challenge = response.headers.get("WWW-Authenticate", "")
-                self._finish(url, connection, response, deadline)
-                if self._answer(challenge, scope, deadline):
-                    continue
+            asked = True
+            if not self._answer(challenge, scope, deadline):
                 raise self._login_refused(status)
-            if status in (401, 403):
-                self._finish(url, connection, response, deadline)
-                raise Forbidden(self._refusal(status, url), self._hint)
-            try:
-                yield response
-            except BaseException as error:
-                # Whoever throws an answer away does not wait for the rest of it.
-                self._finish(url, connection, response, deadline, drain=isinstance(error, Failure))
-                raise
-            self._finish(url, connection, response, deadline)
-            return
         raise Unreachable(f"{_host(url)}: too many redirects")
 
     def _login_refused(self, status: int) -> Unreachable:
@@ -175,25 +176,20 @@ class Client:
         if login and host not in self._trusted:
             login, self._withheld = None, host
         query = {"service": asked.get("service", ""), "scope": asked.get("scope") or scope}
-        headers, body, method = {}, None, "GET"
         if login and login.identity_token:
-            method, headers = "POST", {"Content-Type": "application/x-www-form-urlencoded"}
             token = login.identity_token
             form = {"grant_type": "refresh_token", "refresh_token": token, "client_id": "opkiln"}
-            body = urlencode({**query, **form}).encode()
+            headers = {"Content-Type": "application/x-www-form-urlencoded"}
+            sent = _Sent("POST", headers, urlencode({**query, **form}).encode())
         else:
             realm += ("&" if "?" in realm else "?") + urlencode(query)
-            if login:
-                headers = {"Authorization": login.basic}
-        connection, response = self._send(method, realm, deadline, headers, body, "")
-        try:
+            sent = _Sent("GET", {"Authorization": login.basic} if login else {})
+        with self._exchange(realm, deadline, sent) as response:
             if response.status == 403:  # the login is good, but not for this repository
                 raise Forbidden(self._refusal(403, self.base), self._hint)
             if response.status != 200:
                 raise self._login_refused(response.status)
             told = json.loads(response.read(LARGEST_RECORD))
-        finally:
-            self._finish(realm, connection, response, deadline)
         token = told.get("token") or told.get("access_token")
         if not isinstance(token, str) or not _TOKEN.fullmatch(token):
             raise Unreachable(f"{host} gave no token")
@@ -202,37 +198,45 @@ class Client:
 
     # Connections
 
-    def _send(
-        self,
-        method: str,
-        url: str,
-        deadline: Deadline,
-        headers: Mapping[str, str],
-        body: bytes | None,
-        file: str,
+    @contextlib.contextmanager
+    def _exchange(self, url: str, deadline: Deadline, sent: _Sent) -> Iterator[HTTPResponse]:
+        """The answer of one host. Afterwards the connection is kept, if nothing is left to be read
+        from it, or little."""
+        connection, response = self._connect_and_send(url, deadline, sent)
+        drain = True
+        try:
+            yield response
+        except BaseException as error:
+            drain = isinstance(error, Failure)  # others do not wait for the rest of the answer
+            raise
+        finally:
+            left = 0 if response.isclosed() else response.length  # None: it does not say
+            if drain and left is not None and left < CHUNK:
+                with contextlib.suppress(OSError, http.client.HTTPException):
+                    response.read(CHUNK)
+            if response.isclosed() and not response.will_close and deadline.left > 0:
+                deadline.guard(None)
+                with self._lock:
+                    self._idle.append((os.getpid(), _place(url), connection))
+            else:
+                response.close()
+                connection.close()
+
+    def _connect_and_send(
+        self, url: str, deadline: Deadline, sent: _Sent
     ) -> tuple[HTTPConnection, HTTPResponse]:
         while True:
             connection, kept = self._connection(url, deadline)
             try:
-                response = self._exchange(connection, method, url, deadline, headers, body, file)
-                return connection, response
-            except _GONE:
+                return connection, self._send(connection, url, deadline, sent)
+            except BaseException as error:
                 connection.close()
-                if not kept:
-                    raise  # otherwise the server has closed a connection that was not used for long
-            except BaseException:
-                connection.close()
-                raise
+                # A server closes a connection that was not used for long.
+                if not (kept and isinstance(error, _GONE)):
+                    raise
 
-    def _exchange(
-        self,
-        connection: HTTPConnection,
-        method: str,
-        url: str,
-        deadline: Deadline,
-        headers: Mapping[str, str],
-        body: bytes | None,
-        file: str,
+    def _send(
+        self, connection: HTTPConnection, url: str, deadline: Deadline, sent: _Sent
     ) -> HTTPResponse:
         if connection.sock is None:
             connection.connect()
@@ -244,23 +248,22 @@ class Client:
         )
         if self._proxy(parts.scheme, parts.hostname or "") and parts.scheme == "http":
             target = url
-        given = {"User-Agent": "opkiln", **headers}
-        if file:
-            given["Content-Length"] = str(os.path.getsize(file))
-            with open(file, "rb") as source:
-                connection.request(method, target, _pieces(source.read, deadline), given)
+        given = {"User-Agent": "opkiln", **sent.headers}
+        if sent.file:
+            given["Content-Length"] = str(os.path.getsize(sent.file))
+            with open(sent.file, "rb") as source:
+                connection.request(sent.method, target, _pieces(source.read, deadline), given)
         else:
-            if body is None and method in ("POST", "PUT"):
-                body = b""
-            connection.request(method, target, body, given)
+            empty = b"" if sent.method in ("POST", "PUT") else None
+            body = empty if sent.body is None else sent.body
+            connection.request(sent.method, target, body, given)
         response = connection.getresponse()
         deadline.heard()
         return response
 
     def _connection(self, url: str, deadline: Deadline) -> tuple[HTTPConnection, bool]:
         """A connection to a host, and whether it was used before."""
-        parts = urlsplit(url)
-        place = f"{parts.scheme}://{parts.netloc}"
+        parts, place = urlsplit(url), _place(url)
         with self._lock:
             # A forked child must not talk through its parent's connections.
             self._idle = [each for each in self._idle if each[0] == os.getpid()]
@@ -276,19 +279,16 @@ class Client:
             host, port = through.hostname or "", through.port or 8080
         if parts.scheme == "http":
             return http.client.HTTPConnection(host, port, timeout=deadline.left), False
-        connection = http.client.HTTPSConnection(
-            host, port, timeout=deadline.left, context=self._context()
-        )
-        if proxy:
-            connection.set_tunnel(parts.hostname, parts.port or 443)
-        return connection, False
-
-    def _context(self) -> ssl.SSLContext:
         import ssl
 
         if self._tls is None:
             self._tls = ssl.create_default_context()
-        return self._tls
+        connection = http.client.HTTPSConnection(
+            host, port, timeout=deadline.left, context=self._tls
+        )
+        if proxy:
+            connection.set_tunnel(parts.hostname, parts.port or 443)
+        return connection, False
 
     @staticmethod
     def _proxy(scheme: str, host: str) -> str:
@@ -301,29 +301,11 @@ class Client:
                 return ""
         return str(proxy)
 
-    def _finish(
-        self,
-        url: str,
-        connection: HTTPConnection,
-        response: HTTPResponse,
-        deadline: Deadline,
-        *,
-        drain: bool = True,
-    ) -> None:
-        """Keep the connection, if nothing is left to be read from it, or little."""
-        left = 0 if response.isclosed() else response.length  # None: it does not say
-        if drain and left is not None and left < CHUNK:
-            with contextlib.suppress(OSError, http.client.HTTPException):
-                response.read(CHUNK)
-        kept = response.isclosed() and not response.will_close and deadline.left > 0
-        if not kept:
-            response.close()
-            connection.close()
-            return
-        deadline.guard(None)
-        parts = urlsplit(url)
-        with self._lock:
-            self._idle.append((os.getpid(), f"{parts.scheme}://{parts.netloc}", connection))
+
+def _place(url: str) -> str:
+    """Where a connection leads."""
+    parts = urlsplit(url)
+    return f"{parts.scheme}://{parts.netloc}"
 
 
 def _host(url: str) -> str:
