@@ -42,7 +42,7 @@ from opkiln.decision.terms import Request, Trace
 from opkiln.errors import StoreError
 from opkiln.loading import loader
 from opkiln.model import Op, OpSpec
-from opkiln.remote import fetch, lockfile, patience, prefetch, push, registry, tier, web
+from opkiln.remote import fetch, lockfile, patience, push, registry, tier, web
 from opkiln.remote.plain import read_record
 from opkiln.store import signatures
 from opkiln.store.zip_format import LARGEST
@@ -183,12 +183,12 @@ class Fuzzer:
             elif talk.command == "push":
                 outcome = self._push(talk.url, lines)
             elif talk.command == "pull":
-                (pulled,) = prefetch.pull(
+                (pulled,) = fetch.pull(
                     lockfile.read(os.environ["OPKILN_LOCK"]), os.environ["OPKILN_LOCK"],
                     [talk.url], str(request.store.root),
                 )  # fmt: skip
                 lines.append(pulled.reason)
-                outcome = self._outcome(request, pulled.status == prefetch.NEW)
+                outcome = self._outcome(request, pulled.status == fetch.NEW)
             else:
                 outcome = self._outcome(request, fetch.fetch(request, request.target, trace))
         lines += [str(each.message) for each in told] + [each.reason for each in trace.candidates]
@@ -356,7 +356,7 @@ def main() -> int:
     began = time.monotonic()
     fuzzer = Fuzzer(options.directory, options.seed, options.longest)
     # Commands have more time than a load, and no other limit.
-    patience.COMMAND = prefetch.COMMAND = patience.Patience(ALL_REQUESTS, ALL_REQUESTS)
+    patience.COMMAND = fetch.COMMAND = patience.Patience(ALL_REQUESTS, ALL_REQUESTS)
     if options.plant:
         PLANTS[options.plant][0]()
     problem = fuzzer.run(options.first, options.rounds)

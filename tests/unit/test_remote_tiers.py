@@ -305,12 +305,12 @@ def test_publishers_of_a_layout_do_not_lose_each_others_tags(tmp_path: Path) -> 
     (tmp_path / "blob").write_bytes(b"abc")
     for number in range(4):
         if os.fork() == 0:
-            tier = registry.Layout("oci:///x", str(tmp_path / "layout"))
+            tier = registry.Layout(str(tmp_path / "layout"))
             for each in range(5):
                 tier.write(f"t{number}-{each}", str(tmp_path / "blob"), WHAT, Deadline(LONG))
             os._exit(0)
     assert [os.wait()[1] for _ in range(4)] == [0] * 4
-    tier = registry.Layout("oci:///x", str(tmp_path / "layout"))
+    tier = registry.Layout(str(tmp_path / "layout"))
     for number in range(4):
         for each in range(5):
             assert tier.published(f"t{number}-{each}", Deadline(LONG)) == WHAT

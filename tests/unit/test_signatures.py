@@ -170,7 +170,8 @@ def test_entries_that_were_added_after_signing_are_refused(
 def resign(file: Path, data: bytes) -> None:
     """Put signatures into a bundle as ``signing.sign`` would, whatever they are."""
     with archive.Bundle(str(file)) as read:
-        listed, end = read.check(), read.index.end
+        read.check()
+        listed, end = read.headers, read.index.end
         tail = archive.signed_tail(listed, end, data)
     file.write_bytes(file.read_bytes()[:end] + tail)
     bundle.Bundle(str(file)).check()

@@ -11,19 +11,17 @@ import os
 import shlex
 from typing import NamedTuple
 
-from opkiln.bundles.layer import named
+from opkiln.bundles import layer
 from opkiln.digest import LARGEST_BUNDLE, sha256_file
 from opkiln.errors import StoreError
 from opkiln.facts import Hasher
-from opkiln.settings import LAYOUT
-from opkiln.store import inventory, publish
+from opkiln.store import publish
 from opkiln.store.archive import INDEX, Bundle, Damaged, Member, NotABundle, index_of
 from opkiln.store.entry import (
     FETCHED,
     MANIFEST,
     SIDECAR,
     Leaf,
-    Refused,
     examine,
     in_words,
     parse_manifest,
@@ -102,20 +100,16 @@ def replacing(file: str, total: int) -> Iterator[BinaryIO]:
 def _listed(layer_dir: str) -> Iterator[tuple[str, str, int, str]]:
     """(name in the bundle, path, size, SHA-256) of every file of a layer, by name."""
     found: list[tuple[str, str]] = []
-    for leaf in inventory.directories(os.path.join(layer_dir, LAYOUT, "ops"), 5):
-        answer = examine(leaf, {}, Hasher(), listed=True, whole=False, own=False)
-        if not isinstance(answer, Leaf):
-            reason = answer.reason if isinstance(answer, Refused) else f"{MANIFEST} is missing"
-            raise StoreError(f"{leaf} cannot be bundled: {reason}")
-        names = {MANIFEST, SIDECAR, answer.manifest["payload"]}
-        if more := set(os.listdir(leaf)) - names:
+    for leaf in layer.intact_leaves(layer_dir, "bundled"):
+        names = {MANIFEST, SIDECAR, leaf.manifest["payload"]}
+        if more := set(os.listdir(leaf.directory)) - names:
             raise StoreError(
-                f"{leaf} cannot be bundled: it also has {', '.join(sorted(more))}",
+                f"{leaf.directory} cannot be bundled: it also has {', '.join(sorted(more))}",
                 why="only entries that were exported for shipping can be bundled",
                 hint="opkiln cache export FILE",
             )
-        below = os.path.relpath(leaf, layer_dir)
-        found += [(f"{below}/{name}", os.path.join(leaf, name)) for name in names]
+        below = os.path.relpath(leaf.directory, layer_dir)
+        found += [(f"{below}/{name}", os.path.join(leaf.directory, name)) for name in names]
     for name, path in sorted(found):
         yield name, path, os.stat(path).st_size, sha256_file(path)
 
@@ -143,21 +137,6 @@ def read_bundle(file: str, *, sha256: str = "") -> list[dict[str, Any]]:
         return [manifest for _, manifest, _ in _entries(bundle)]
 
 
-def unpack(file: str, root: str, *, sha256: str = "", signed: bool = True) -> list[Taken]:
-    """Publish each entry of a bundle in the store at ``root`` (``Store.root``).
-
-    ``signed=False`` is for one that opkiln itself made just now: it needs no signature. Everything
-    is checked before the first one is published, and each appears whole or not at all.
-    Raises StoreError, as ``read_bundle`` does.
-    """
-    with opened(file, sha256, to_use=signed) as bundle:
-        if not signed:
-            bundle.check()
-        entries = list(_entries(bundle))
-        claim(root)
-        return [_publish(bundle, *entry, root) for entry in entries]
-
-
 class Fetched(NamedTuple):
     """Where a bundle came from, and what vouches for its digest: a lock file, or a trusted key
     whose signature was verified. It becomes part of the manifests of its entries."""
@@ -167,40 +146,48 @@ class Fetched(NamedTuple):
     by: tuple[str, str]  # ("lock", the file) or ("key", the key)
 
 
-def unpack_fetched(file: str, root: str, origin: Fetched) -> list[Taken]:
-    """``unpack``, for a bundle that comes from a remote tier. Raises StoreError."""
-    with opened(file, origin.sha256, to_use=False) as bundle:
-        bundle.check()
+def unpack(
+    file: str, root: str, *, sha256: str = "", signed: bool = True, origin: Fetched | None = None
+) -> list[Taken]:
+    """Publish each entry of a bundle in the store at ``root`` (``Store.root``).
+
+    ``signed=False`` is for one that opkiln itself made just now: it needs no signature. Nor does
+    one that comes from a remote tier, its ``origin``. Everything is checked before the first one is
+    published, and each appears whole or not at all. Raises StoreError, as ``read_bundle`` does.
+    """
+    note = {}
+    if origin is not None:
+        sha256, signed = origin.sha256, False
+        note = {FETCHED: dict([("url", origin.url), ("sha256", sha256), origin.by])}
+    with opened(file, sha256, signed=signed) as bundle:
         entries = list(_entries(bundle))
         claim(root)
-        note = dict([("url", origin.url), ("sha256", origin.sha256), origin.by])
         return [_publish(bundle, *entry, root, note) for entry in entries]
 
 
 @contextlib.contextmanager
-def opened(file: str, sha256: str = "", *, to_use: bool = True) -> Iterator[Bundle]:
-    """A checked bundle. Damage that is found, now or later, is raised as a StoreError.
-
-    ``to_use=False`` leaves the checks to the caller, and needs no signature.
-    """
+def opened(file: str, sha256: str = "", *, signed: bool = True) -> Iterator[Bundle]:
+    """A bundle of which every byte was checked. Damage that is found, now or later, is raised as a
+    StoreError. ``signed=False`` needs no signature."""
     try:
         with Bundle(file) as bundle:
             if sha256 and (found := bundle.digest()) != sha256.lower():
                 raise Damaged(f"it has the SHA-256 {found}, not {sha256.lower()}")
-            if to_use:
-                bundle.check()
+            bundle.check()
+            if signed:
                 bundle.authenticate()
             yield bundle
     except (Damaged, NotABundle) as error:
-        what = error.what if isinstance(error, NotABundle) else f"{file} is refused: {error}"
-        why = f"{error.why}; " if isinstance(error, NotABundle) else ""
+        what, why, hint = f"{file} is refused: {error}", "", ""
+        if isinstance(error, NotABundle):
+            what, why, hint = error.what, f"{error.why}; ", error.hint
         compare = (
             f"sha256sum {shlex.quote(file)}    # compare it with the original, and copy that again"
         )
         raise StoreError(
             what,
             why=f"{why}the whole file has the SHA-256 {sha256_file(file, LARGEST_BUNDLE)}",
-            hint=(isinstance(error, NotABundle) and error.hint) or compare,
+            hint=hint or compare,
         ) from error
     except OSError as error:
         raise StoreError(f"{file} cannot be read: {error.strerror or error}") from error
@@ -216,7 +203,7 @@ def _entries(bundle: Bundle) -> Iterator[tuple[str, dict[str, Any], dict[str, Me
             payload = files[manifest["payload"]]
             place = leaf.split("/")
             agree = (
-                named(manifest) == (*place[2:4], place[-1])
+                layer.named(manifest) == (*place[2:4], place[-1])
                 and (payload.size, payload.sha256) == (manifest["size"], manifest["sha256"])
                 and set(files) == {MANIFEST, SIDECAR, manifest["payload"]}
             )
@@ -234,37 +221,23 @@ def _publish(
     manifest: dict[str, Any],
     files: dict[str, Member],
     root: str,
-    fetched: dict[str, str] | None = None,
+    note: dict[str, Any],
 ) -> Taken:
     relative = leaf.partition("/")[2]
     final = os.path.join(root, relative)
-    new = False
-    if not _whole(final):
+    found = examine(final, {}, Hasher(), listed=False, whole=False, own=False)
+    new = not isinstance(found, Leaf)  # a damaged one is replaced
+    if new:
         with publish.scratch("import") as stage:
             for name, member in files.items():
                 mode = 0o700 if name == manifest["payload"] else 0o600
-                fd = os.open(
-                    os.path.join(stage, name), os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC,
-                    mode,
-                )  # fmt: skip
-                try:
-                    if fetched is not None and name == MANIFEST:
-                        with os.fdopen(os.dup(fd), "wb") as out:
-                            out.write(write_manifest({**manifest, FETCHED: fetched}))
+                with publish.create(os.path.join(stage, name), mode) as out:
+                    if note and name == MANIFEST:
+                        out.write(write_manifest({**manifest, **note}))
                     else:
-                        bundle.copy(member, fd)
-                finally:
-                    os.close(fd)
-            with contextlib.suppress(
-                OSError
-            ):  # readers refuse a damaged entry that cannot be moved away
+                        bundle.copy(member, out)
+            # Readers refuse a damaged entry that cannot be moved away.
+            with contextlib.suppress(OSError):
                 publish.discard(root, final)
             publish.publish(stage, root, relative)
-        new = True
     return Taken(manifest["op"], manifest["distribution"], final, new)
-
-
-def _whole(final: str) -> bool:
-    """Whether the store has an intact entry there. A damaged one is replaced."""
-    found = examine(final, {}, Hasher(), listed=False, whole=False, own=False)
-    return isinstance(found, Leaf)

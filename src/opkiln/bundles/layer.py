@@ -26,7 +26,7 @@ from opkiln.store.entry import LOG, MANIFEST, SIDECAR, Leaf, Refused, examine, r
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
 _KEPT = (
     "kind", "op", "distribution", "spec", "target", "needs", "toolchain", "schema", "payload",
@@ -60,11 +60,8 @@ class Entry(NamedTuple):
 def entries(layer_dir: str) -> tuple[Entry, ...]:
     """The entries of a layer, sorted by place. StoreError if there are none, or one is damaged."""
     found = []
-    for directory in inventory.directories(os.path.join(layer_dir, LAYOUT, "ops"), 5):
-        leaf = examine(directory, {}, Hasher(), listed=True, whole=False, own=False)
-        if not isinstance(leaf, Leaf):
-            reason = leaf.reason if isinstance(leaf, Refused) else f"it has no {MANIFEST}"
-            raise StoreError(f"{directory} cannot be shipped: {reason}")
+    for leaf in intact_leaves(layer_dir, "shipped"):
+        directory = leaf.directory
         known = {MANIFEST, SIDECAR, LOG, leaf.manifest["payload"]}
         if more := sorted(set(os.listdir(directory)) - known):
             raise StoreError(f"{directory} cannot be shipped: it also has {', '.join(more)}")
@@ -79,6 +76,17 @@ def entries(layer_dir: str) -> tuple[Entry, ...]:
     if not found:
         raise StoreError(f"{layer_dir} has no ops to ship", hint="opkiln build --all --out DIR")
     return tuple(sorted(found, key=lambda each: each.place))
+
+
+def intact_leaves(layer_dir: str, to_be: str) -> Iterator[Leaf]:
+    """The entries of a layer. Raises StoreError, which says what they were "to be", for one that is
+    damaged."""
+    for directory in inventory.directories(os.path.join(layer_dir, LAYOUT, "ops"), 5):
+        leaf = examine(directory, {}, Hasher(), listed=True, whole=False, own=False)
+        if not isinstance(leaf, Leaf):
+            reason = leaf.reason if isinstance(leaf, Refused) else f"{MANIFEST} is missing"
+            raise StoreError(f"{directory} cannot be {to_be}: {reason}")
+        yield leaf
 
 
 def named(manifest: dict[str, Any]) -> tuple[str, str, str]:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from opkiln.bundles.bundle import opened, replacing
 from opkiln.digest import LARGEST_BUNDLE, sha256_file
 from opkiln.errors import StoreError, UsageError
-from opkiln.store import signatures
+from opkiln.store import publish, signatures
 from opkiln.store.archive import Bundle, Damaged, signed_tail
 
 TYPE_CHECKING = False
@@ -68,11 +68,10 @@ def generate(private: str) -> Pair:
 
 def _new_file(path: str, data: bytes, mode: int) -> None:
     try:
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
-        with os.fdopen(fd, "wb") as out:
+        with publish.create(path, mode) as out:
             out.write(data)
             out.flush()
-            os.fsync(fd)
+            os.fsync(out.fileno())
     except FileExistsError as error:
         raise UsageError(
             f"{path} exists; keys are never overwritten", hint=f"ls -l {shlex.quote(path)}"
@@ -89,8 +88,8 @@ def sign(file: str, key_file: str) -> Signed:
     """
     private = _private(key_file)
     key = _public(private)
-    with opened(file, to_use=False) as bundle:
-        listed, end = bundle.check(), bundle.index.end
+    with opened(file, signed=False) as bundle:
+        end = bundle.index.end
         found = signatures.read(bundle.index.signature) if bundle.index.signature else {}
         found[key] = private.sign(signatures.message(bundle.index.sha256))
         if len(found) > signatures.MOST:
@@ -104,7 +103,7 @@ def sign(file: str, key_file: str) -> Signed:
             while left and (chunk := source.read(min(left, _CHUNK))):
                 out.write(chunk)
                 left -= len(chunk)
-            out.write(signed_tail(listed, end, data))
+            out.write(signed_tail(bundle.headers, end, data))
             out.flush()
             with Bundle(out.name) as written:  # the file may have been replaced since it was opened
                 written.check()

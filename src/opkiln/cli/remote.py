@@ -18,8 +18,8 @@ from opkiln.settings import settings
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from opkiln.remote.fetch import Pulled
     from opkiln.remote.lockfile import Locked
-    from opkiln.remote.prefetch import Pulled
 
 _url_option = click.option(
     "--remote", "urls", multiple=True, metavar="URL",
@@ -94,7 +94,7 @@ def push(ops: tuple[str, ...], urls: tuple[str, ...], key_file: str | None, as_j
     from opkiln.remote.push import push as publish
 
     url = _tiers(urls)[0]
-    tiers.forget_notes(writable_root())
+    tiers.forget(writable_root())
     rows = []
     for each in chosen(ops):
         rows.append(publish(each.payload, url, key_file))
@@ -128,9 +128,8 @@ def pull(
     resumed, and what is there already is not fetched again.
     """
     from opkiln.remote import lockfile, tiers
-    from opkiln.remote.fetch import runs_here
-    from opkiln.remote.prefetch import MISSING
-    from opkiln.remote.prefetch import pull as fetch
+    from opkiln.remote.fetch import MISSING, runs_here
+    from opkiln.remote.fetch import pull as fetch
 
     file = lock_file or settings.lock or "ops.lock"
     rows = [
@@ -139,7 +138,7 @@ def pull(
         if (not ops or row.op in ops) and (not fitting or runs_here(row))
     ]
     root = writable_root()
-    tiers.forget_notes(root)
+    tiers.forget(root)
     done: list[Pulled] = []
     with _Progress(rows) as progress:
         for each in fetch(rows, os.path.abspath(file), _tiers(urls), root, progress.add):

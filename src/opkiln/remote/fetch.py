@@ -1,5 +1,7 @@
 """Read-through: what the store lacks is looked for in the remote tiers before it is compiled.
 
+What a lock file names can also be fetched before it is needed: ``pull``.
+
 What is found is checked, put into the store, and judged there like anything that was imported. One
 process of a host asks; the others wait for it while it gets on, and otherwise go on without it. A
 tier that is down, and an artifact that is refused, do not end the search.
@@ -12,17 +14,18 @@ import time
 from contextlib import suppress
 from functools import partial
 from math import inf
+from typing import NamedTuple
 
 from opkiln import machine
 from opkiln.arch import cpu
-from opkiln.bundles.bundle import Fetched, unpack_fetched
+from opkiln.bundles.bundle import Fetched, unpack
 from opkiln.decision import archs, policy, search
 from opkiln.decision.target import features
 from opkiln.decision.terms import Trace
-from opkiln.errors import BuildTimeout, OpkilnError, RemoteWarning, StoreError, warn_caller
+from opkiln.errors import BuildTimeout, OpkilnError, StoreError
 from opkiln.model import CUDA, ROCM, place_of
 from opkiln.remote import lockfile, names, tiers
-from opkiln.remote.patience import LOAD, SLOWEST, Patience
+from opkiln.remote.patience import COMMAND, LOAD, SLOWEST, Patience
 from opkiln.remote.tier import Absent, Forbidden, Unusable
 from opkiln.settings import settings
 from opkiln.store import lock, signatures
@@ -31,7 +34,7 @@ from opkiln.store.inventory import directories
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator, Sequence
 
     from opkiln.build_model import Target
     from opkiln.decision.terms import Request
@@ -41,7 +44,6 @@ if TYPE_CHECKING:
 
 REMOTE = "remote"
 _MOST = 3  # artifacts of a lock file that are tried: the best one nearly always serves
-_told: set[str] = set()  # what the user was told
 
 
 def fetch(request: Request, target: Target, trace: Trace) -> bool:
@@ -61,7 +63,8 @@ def fetch(request: Request, target: Target, trace: Trace) -> bool:
     except StoreError as error:
         trace.add(REMOTE, "refused", error.what, " ".join(settings.remotes))
         if settings.push is None:  # otherwise it may be there to be published to
-            _tell(f"no tier of OPKILN_REMOTES is asked: {error.what} (hint: {error.hint})")
+            hint = f"(hint: {error.hint})"
+            tiers.tell_once(f"no tier of OPKILN_REMOTES is asked: {error.what} {hint}")
         return False
     try:
         wanted = names.of_op(spec, (target, request.target))
@@ -75,13 +78,6 @@ def fetch(request: Request, target: Target, trace: Trace) -> bool:
     except (StoreError, OSError) as error:
         trace.add(REMOTE, "refused", error.what if isinstance(error, StoreError) else str(error))
         return False
-
-
-def _tell(text: str) -> None:
-    """Warn, once in a process."""
-    if text not in _told:
-        _told.add(text)
-        warn_caller(text, RemoteWarning)
 
 
 def _pinned(spec: OpSpec, locked: tuple[Locked, ...], wanted: list[str]) -> list[Locked]:
@@ -107,12 +103,7 @@ def runs_here(each: Locked) -> bool:
 
 
 def _in_turn(
-    request: Request,
-    root: str,
-    name: str,
-    pinned: list[Locked],
-    wanted: list[str],
-    trace: Trace,
+    request: Request, root: str, name: str, pinned: list[Locked], wanted: list[str], trace: Trace
 ) -> bool:
     def arrived() -> bool | None:
         return search.elsewhere(request, Trace()) is not None or None
@@ -129,9 +120,9 @@ def _in_turn(
                 return True
             # What is pinned comes first, from whichever tier has it.
             asking = _Asking(request.op.spec, root, got, trace)
-            return any(asking.by_digest(url, pinned) for url in settings.remotes) or any(
-                asking.by_name(url, wanted) for url in settings.remotes
-            )
+            return any(
+                asking.by_digest(url, each) for url in settings.remotes for each in pinned
+            ) or any(asking.by_name(url, wanted) for url in settings.remotes)
     except BuildTimeout:
         what = "not asked: another process of this host asks, and has got nothing for a while"
         trace.add(REMOTE, "none", what)
@@ -149,9 +140,16 @@ class _Asking:
         self._until = time.monotonic() + settings.build_timeout
         self._bytes = 0  # since those who wait were last told that it gets on
 
-    def by_digest(self, url: str, pinned: list[Locked]) -> bool:
-        """Whether a tier has given one of these artifacts."""
-        return any(self._attempt(url, partial(self._pinned, url, each)) for each in pinned)
+    def by_digest(self, url: str, row: Locked) -> bool:
+        """Whether a tier has given this artifact."""
+
+        def pinned() -> str:
+            if self._refused_before(url, row.sha256):
+                return ""
+            self._take(url, row.sha256, row.size, ("lock", settings.lock or ""))
+            return f"SHA-256 {row.sha256}, which the lock file has"
+
+        return self._attempt(url, pinned)
 
     def by_name(self, url: str, wanted: list[str]) -> bool:
         """Whether a tier has given what is published under one of these names."""
@@ -162,12 +160,6 @@ class _Asking:
             what = "it has nothing for these sources and this machine"
             self._trace.add(REMOTE, "none", what, url)
         return False
-
-    def _pinned(self, url: str, row: Locked) -> str:
-        if self._refused_before(url, row.sha256):
-            return ""
-        self._take(url, row.sha256, row.size, ("lock", settings.lock or ""))
-        return f"SHA-256 {row.sha256}, which the lock file has"
 
     def _named(self, url: str, name: str) -> str:
         found = tiers.reach(
@@ -221,7 +213,7 @@ class _Asking:
         except (Unusable, OpkilnError) as error:
             reason = str(getattr(error, "what", error))
             self._trace.add(REMOTE, "refused", reason, url)
-            _tell(f"{url}: {reason}")
+            tiers.tell_once(f"{url}: {reason}")
         return False
 
     def _note_once(self, url: str, reason: str) -> None:
@@ -245,19 +237,58 @@ def fetched_already(root: str, package: str, op: str, sha256: str) -> str:
 
 
 def take(
-    origin: Fetched,
-    size: int,
-    root: str,
-    told: Told = None,
-    given: Patience = LOAD,
-    *,
-    until: float = inf,
+    origin: Fetched, size: int, root: str, told: Told, given: Patience = LOAD, until: float = inf
 ) -> None:
     """Download an artifact and put it into the store. Raises Down, Absent, Forbidden, Unusable,
     StoreError."""
     file = tiers.download(origin.url, origin.sha256, size, root, told, given, until=until)
     try:
-        unpack_fetched(file, root, origin)
+        unpack(file, root, origin=origin)
     finally:
         with suppress(FileNotFoundError):
             os.unlink(file)
+
+
+# All of a lock file
+
+_AT_ONCE = 8
+NEW, THERE, MISSING = "fetched", "already there", "missing"
+
+
+class Pulled(NamedTuple):
+    """What came of one artifact of a lock file."""
+
+    row: Locked
+    status: str
+    url: str = ""
+    reason: str = ""
+
+
+def pull(
+    rows: Sequence[Locked], lock: str, urls: Sequence[str], root: str, told: Told = None
+) -> Iterator[Pulled]:
+    """Fetch artifacts, several at once, and give each as it is done. ``told`` is called with the
+    number of bytes of each piece, by several threads. What was interrupted is resumed."""
+    unique = {row.sha256: row for row in rows}
+    from concurrent.futures import ThreadPoolExecutor, as_completed
+
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        waiting = [pool.submit(_pull, row, lock, urls, root, told) for row in unique.values()]
+        for each in as_completed(waiting):
+            yield each.result()
+
+
+def _pull(row: Locked, lock: str, urls: Sequence[str], root: str, told: Told) -> Pulled:
+    if url := fetched_already(root, row.package, row.op, row.sha256):
+        return Pulled(row, THERE, url)
+    reasons = []
+    for url in urls:
+        try:
+            take(Fetched(url, row.sha256, ("lock", lock)), row.size, root, told, COMMAND)
+        except Absent:
+            reasons.append(f"{url} does not have it")
+        except (tiers.Down, Forbidden, Unusable, OpkilnError) as error:
+            reasons.append(f"{url}: {getattr(error, 'what', error)}")
+        else:
+            return Pulled(row, NEW, url)
+    return Pulled(row, MISSING, reason="; ".join(reasons))

@@ -68,8 +68,7 @@ class Files(Protocol):
 class Plain:
     """The layout over some files: a ``Tier``."""
 
-    def __init__(self, url: str, files: Files) -> None:
-        self.url = url
+    def __init__(self, files: Files) -> None:
         self._files = files
 
     def published(self, name: str, deadline: Deadline) -> Published | None:
@@ -125,51 +124,38 @@ class Directory:
         self._root = root
 
     def read(self, path: str, start: int, deadline: Deadline) -> Iterator[tuple[int, bytes]]:
-        yield from pieces(os.path.join(self._root, path), start, deadline)
+        path = os.path.join(self._root, path)
+        try:
+            # Without O_NONBLOCK, opening a FIFO waits for a writer.
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise Absent(path) from error
+        try:
+            while piece := os.pread(fd, CHUNK, start):
+                deadline.heard(len(piece))
+                yield start, piece
+                start += len(piece)
+        finally:
+            os.close(fd)
 
     def write(self, path: str, data: bytes | None, file: str, deadline: Deadline) -> None:
-        write_whole(os.path.join(self._root, path), data, file)
+        path = os.path.join(self._root, path)
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        with taking_the_place_of(path, sync=True) as out:
+            if data is not None:
+                out.write(data)
+            else:
+                with open(file, "rb") as source:
+                    shutil.copyfileobj(source, out, CHUNK)
+            os.fchmod(out.fileno(), 0o644)  # it is published
         deadline.heard()
 
     def has(self, path: str, size: int, deadline: Deadline) -> bool:
         deadline.heard()
-        return has_size(os.path.join(self._root, path), size)
-
-
-def has_size(path: str, size: int) -> bool:
-    """Whether there is a file of this size."""
-    try:
-        return os.stat(path).st_size == size
-    except FileNotFoundError:
-        return False
-
-
-def pieces(path: str, start: int, deadline: Deadline) -> Iterator[tuple[int, bytes]]:
-    """A file in pieces, with their offsets. Raises Absent."""
-    try:
-        # Without O_NONBLOCK, opening a FIFO waits for a writer.
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise Absent(path) from error
-    try:
-        while piece := os.pread(fd, CHUNK, start):
-            deadline.heard(len(piece))
-            yield start, piece
-            start += len(piece)
-    finally:
-        os.close(fd)
-
-
-def write_whole(path: str, data: bytes | None, file: str) -> None:
-    """Write a file that others see whole or not at all. Everybody may read it: it is published."""
-    os.makedirs(os.path.dirname(path), exist_ok=True)
-    with taking_the_place_of(path, sync=True) as out:
-        if data is not None:
-            out.write(data)
-        else:
-            with open(file, "rb") as source:
-                shutil.copyfileobj(source, out, CHUNK)
-        os.fchmod(out.fileno(), 0o644)
+        try:
+            return os.stat(os.path.join(self._root, path)).st_size == size
+        except FileNotFoundError:
+            return False
 
 
 # Scheme: its package, and where that looks for logins.

@@ -49,6 +49,10 @@ def _digest(data: bytes) -> str:
     return "sha256:" + hashlib.sha256(data).hexdigest()
 
 
+def _tag(listed: dict[str, Any]) -> Any:
+    return listed.get("annotations", {}).get(_TAG)
+
+
 def write_manifest(what: Published) -> bytes:
     """The manifest of an artifact. The same artifact gives the same bytes."""
     labels = {f"{_LABEL}{name}": text for name, text in what.labels.items()}
@@ -92,7 +96,6 @@ class Registry:
     """A repository of a registry: a ``Tier``."""
 
     def __init__(self, url: str) -> None:
-        self.url = url
         scheme, _, rest = url.partition("://")
         rest, _, query = rest.partition("?")
         host, _, prefix = rest.partition("/")
@@ -172,30 +175,29 @@ class Layout:
     `skopeo copy --all docker://registry/prefix:TAG oci:DIRECTORY:TAG` writes one, and `oras` too.
     """
 
-    def __init__(self, url: str, root: str) -> None:
-        self.url = url
+    def __init__(self, root: str) -> None:
         self._root = root
+        self._files = plain.Directory(root)
 
     def published(self, name: str, deadline: Deadline) -> Published | None:
         for each in self._index()["manifests"]:
-            if each.get("annotations", {}).get(_TAG) == name:
+            if _tag(each) == name:
                 sha256 = each["digest"].partition(":")[2]
                 return read_manifest(read_small(self.read(sha256, 0, deadline)))
         return None
 
     def read(self, sha256: str, start: int, deadline: Deadline) -> Iterator[tuple[int, bytes]]:
-        return plain.pieces(self._path(sha256), start, deadline)
+        return self._files.read(_blob(sha256), start, deadline)
 
     def write(self, name: str, file: str, what: Published, deadline: Deadline) -> None:
         manifest = write_manifest(what)
         for data, path in ((_EMPTY, ""), (None, file), (manifest, "")):
             sha256 = what.sha256 if data is None else hashlib.sha256(data).hexdigest()
             size = what.size if data is None else len(data)
-            if not plain.has_size(self._path(sha256), size):
-                plain.write_whole(self._path(sha256), data, path)
-            deadline.heard()
+            if not self._files.has(_blob(sha256), size, deadline):
+                self._files.write(_blob(sha256), data, path, deadline)
         version = json.dumps({"imageLayoutVersion": "1.0.0"}).encode()
-        plain.write_whole(os.path.join(self._root, "oci-layout"), version, "")
+        self._files.write("oci-layout", version, "", deadline)
         entry = {
             "mediaType": MANIFEST,
             "digest": _digest(manifest),
@@ -207,12 +209,9 @@ class Layout:
         with open(os.path.join(self._root, ".lock"), "ab") as lock:
             fcntl.lockf(lock, fcntl.LOCK_EX)
             index = self._index()
-            index["manifests"] = [
-                each for each in index["manifests"] if each.get("annotations", {}).get(_TAG) != name
-            ]
-            index["manifests"].append(entry)
-            path = os.path.join(self._root, "index.json")
-            plain.write_whole(path, json.dumps(index, indent=1).encode(), "")
+            others = [each for each in index["manifests"] if _tag(each) != name]
+            index["manifests"] = [*others, entry]
+            self._files.write("index.json", json.dumps(index, indent=1).encode(), "", deadline)
 
     def _index(self) -> dict[str, Any]:
         path = os.path.join(self._root, "index.json")
@@ -222,7 +221,8 @@ class Layout:
         except FileNotFoundError:
             return {"schemaVersion": 2, "manifests": []}
 
-    def _path(self, sha256: str) -> str:
-        if "/" in sha256:
-            raise Unreachable(f"{sha256!r} is not a digest")
-        return os.path.join(self._root, "blobs", "sha256", sha256)
+
+def _blob(sha256: str) -> str:
+    if "/" in sha256:
+        raise Unreachable(f"{sha256!r} is not a digest")
+    return f"blobs/sha256/{sha256}"

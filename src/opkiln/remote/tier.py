@@ -99,9 +99,8 @@ def read_published(sha256: Any, size: Any, signatures: Any, labels: Any) -> Publ
 
 
 class Tier(Protocol):
-    """One place. Every method may raise Forbidden, Unreachable and OSError."""
-
-    url: str
+    """One place. Every method may raise Forbidden, Unreachable and OSError, and what
+    ``refuse_malformed`` refuses."""
 
     def published(self, name: str, deadline: Deadline) -> Published | None:
         """What a name leads to; None if nothing was published under it. Raises Unusable."""
@@ -113,26 +112,3 @@ class Tier(Protocol):
     def write(self, name: str, file: str, what: Published, deadline: Deadline) -> None:
         """Publish a file under a name. The name leads to it only when all of it is there. Anybody
         may do the same at the same time."""
-
-
-class Guarded:
-    """A tier that raises nothing but Failures and OSErrors, whatever it is sent.
-
-    Everything that is asked of any tier goes through here. What a caller does with an answer does
-    not: its mistakes are not the tier's.
-    """
-
-    def __init__(self, tier: Tier) -> None:
-        self.url, self._tier = tier.url, tier
-
-    def published(self, name: str, deadline: Deadline) -> Published | None:
-        with refuse_malformed("its answer"):
-            return self._tier.published(name, deadline)
-
-    def read(self, sha256: str, start: int, deadline: Deadline) -> Iterator[tuple[int, bytes]]:
-        with refuse_malformed("its answer"):
-            yield from self._tier.read(sha256, start, deadline)
-
-    def write(self, name: str, file: str, what: Published, deadline: Deadline) -> None:
-        with refuse_malformed("its answer"):
-            self._tier.write(name, file, what, deadline)

@@ -20,7 +20,7 @@ from opkiln.digest import key, read_file, sha256_file
 from opkiln.errors import RemoteWarning, StoreError, warn_caller
 from opkiln.remote import patience, plain, registry
 from opkiln.remote.patience import LOAD, Patience
-from opkiln.remote.tier import Forbidden, Guarded, Tier, Unreachable, Unusable
+from opkiln.remote.tier import Forbidden, Tier, Unreachable, Unusable, refuse_malformed
 from opkiln.store.zip_format import LARGEST
 from opkiln.trust import make_private
 from opkiln.writing import write_private
@@ -38,7 +38,7 @@ _DOWN_FOR = 60.0  # seconds for which other processes leave a tier alone that wa
 
 _tiers: dict[str, Tier] = {}
 _down: dict[str, str] = {}  # why, by URL
-_forbidden: set[str] = set()  # the tiers of which the user was told that they forbid something
+_told: set[str] = set()  # what the user was told
 
 
 class Down(Exception):
@@ -48,19 +48,15 @@ class Down(Exception):
 def open_tier(url: str) -> Tier:
     """The tier of a URL. Connects to nobody, but a bucket's library may look for a login on the
     network. Raises Unreachable."""
-    return Guarded(_of_its_kind(url))
-
-
-def _of_its_kind(url: str) -> Tier:
     scheme, _, rest = url.partition("://")
     path = unquote(urlsplit(url).path).rstrip("/")
     if scheme in ("oci", "oci+http") and not rest.startswith("/"):
         return registry.Registry(url)
     if scheme == "oci" or (scheme == "file" and os.path.exists(f"{path}/oci-layout")):
-        return registry.Layout(url, path)
+        return registry.Layout(path)
     if scheme == "file":
-        return plain.Plain(url, plain.Directory(path))
-    return plain.Plain(url, plain.Web(url) if scheme in ("http", "https") else plain.Bucket(url))
+        return plain.Plain(plain.Directory(path))
+    return plain.Plain(plain.Web(url) if scheme in ("http", "https") else plain.Bucket(url))
 
 
 def reach(
@@ -79,11 +75,16 @@ def reach(
     """
     if reason := _down.get(url) or _remembered(url, root):
         _give_up(url, reason)
+
+    def ask(deadline: Deadline) -> T:
+        with refuse_malformed("its answer"):
+            return task(_tiers[url], deadline)
+
     try:
-        if (tier := _tiers.get(url)) is None:
+        if url not in _tiers:
             made = patience.patiently(lambda _: open_tier(url), patience.OPEN, until)
-            tier = _tiers.setdefault(url, made)
-        return patience.patiently(lambda deadline: task(tier, deadline), given, until, told)
+            _tiers.setdefault(url, made)
+        return patience.patiently(ask, given, until, told)
     except (Unreachable, OSError) as error:
         if isinstance(error, OSError):
             error = Unreachable(str(error) or type(error).__name__)
@@ -99,14 +100,18 @@ def _give_up(url: str, reason: str) -> NoReturn:
     raise Down(reason)
 
 
+def tell_once(text: str, about: str = "") -> None:
+    """Warn, once in a process: of this, or of all that it is ``about``."""
+    if (about or text) not in _told:
+        _told.add(about or text)
+        warn_caller(text, RemoteWarning)
+
+
 def tell_forbidden(url: str, error: Forbidden) -> None:
     """Tell the user, once per tier, that it forbids something. It is still used: others of its
     artifacts may be allowed, and this one may just not be there."""
-    if url not in _forbidden:
-        _forbidden.add(url)
-        hint = error.hint or "see docs/remotes.md, Logins"
-        warn_caller(f"{url} forbids it, so it counts as missing: {error} (hint: {hint})",
-                    RemoteWarning)  # fmt: skip
+    hint = error.hint or "see docs/remotes.md, Logins"
+    tell_once(f"{url} forbids it, so it counts as missing: {error} (hint: {hint})", about=url)
 
 
 def is_down(url: str) -> bool:
@@ -114,11 +119,17 @@ def is_down(url: str) -> bool:
     return url in _down
 
 
-def forget() -> None:
-    """Ask every tier anew, as a command does that was started for that."""
+def forget(root: str | None = None) -> None:
+    """Ask every tier anew, also those that other processes have found to be down: `pull` and `push`
+    were started for that."""
     _down.clear()
-    _forbidden.clear()
+    _told.clear()
     _tiers.clear()
+    if root is not None:
+        with suppress(OSError):
+            for name in os.listdir(os.path.join(root, "failures")):
+                if name.startswith("tier-"):
+                    os.unlink(os.path.join(root, "failures", name))
 
 
 def _note(url: str, root: str) -> str:
@@ -145,17 +156,6 @@ def _remembered(url: str, root: str | None) -> str:
     return ""
 
 
-def forget_notes(root: str | None) -> None:
-    """Also forget what other processes have found: `pull` and `push` were asked for just now."""
-    forget()
-    if root is not None:
-        directory = os.path.join(root, "failures")
-        with suppress(OSError):
-            for name in os.listdir(directory):
-                if name.startswith("tier-"):
-                    os.unlink(os.path.join(directory, name))
-
-
 # Downloads
 
 
@@ -177,25 +177,45 @@ def download(
     if len(sha256) != 64 or not set(sha256) <= set("0123456789abcdef") or not 0 < size <= LARGEST:
         raise Unusable(f"{sha256[:80]!r} and {size} are not a digest and a size")
     path, fd = _part(root, sha256)
+    resumed = os.fstat(fd).st_size
+
+    def transfer() -> str:
+        """The digest of what has come."""
+        have = os.fstat(fd).st_size
+        if have > size:
+            os.ftruncate(fd, 0)
+            have = 0
+
+        def task(tier: Tier, deadline: Deadline) -> None:
+            end = have
+            # A descriptor of its own: if nobody waits any more, the caller's may be another file's.
+            with os.fdopen(os.dup(fd), "r+b", buffering=0) as out:
+                for at, piece in tier.read(sha256, have, deadline):
+                    if (end := at + len(piece)) > size:
+                        raise Unusable(f"its blob is refused: it is longer than {size} bytes")
+                    try:
+                        os.pwrite(out.fileno(), piece, at)
+                    except OSError as error:
+                        raise _not_written(os.path.dirname(path), error) from error
+            if end < size:
+                raise Unreachable(f"the transfer ended after {end} of {size} bytes")
+
+        if have < size:
+            reach(url, root, task, given, until=until, told=told)
+        os.lseek(fd, 0, os.SEEK_SET)  # by its name, closing it would release the lock
+        return sha256_file(fd)
+
     try:
-        resumed = os.fstat(fd).st_size
-        _transfer(url, sha256, size, root, fd, told, given, until)
-        found = _hashed(fd)
+        found = transfer()
         if found != sha256 and resumed:  # what was there may have been damaged
             os.ftruncate(fd, 0)
-            _transfer(url, sha256, size, root, fd, told, given, until)
-            found = _hashed(fd)
+            found = transfer()
         if found != sha256:
             os.unlink(path)
             raise Unusable(f"its blob is refused: it has the SHA-256 {found}, not {sha256}")
     finally:
         os.close(fd)
     return path
-
-
-def _hashed(fd: int) -> str:
-    os.lseek(fd, 0, os.SEEK_SET)  # by its name, closing it would release the lock
-    return sha256_file(fd)
 
 
 def _part(root: str, sha256: str) -> tuple[str, int]:
@@ -215,39 +235,6 @@ def _part(root: str, sha256: str) -> tuple[str, int]:
     except OSError as error:
         raise _not_written(path, error) from error
     return path, fd
-
-
-def _transfer(
-    url: str,
-    sha256: str,
-    size: int,
-    root: str,
-    fd: int,
-    told: Told,
-    given: Patience,
-    until: float,
-) -> None:
-    have = os.fstat(fd).st_size
-    if have >= size:
-        os.ftruncate(fd, 0 if have > size else have)
-        have = os.fstat(fd).st_size
-
-    def task(tier: Tier, deadline: Deadline) -> None:
-        end = have
-        # A descriptor of its own: if nobody waits any more, the caller's may be another file's.
-        with os.fdopen(os.dup(fd), "r+b", buffering=0) as out:
-            for at, piece in tier.read(sha256, have, deadline):
-                if (end := at + len(piece)) > size:
-                    raise Unusable(f"its blob is refused: it is longer than {size} bytes")
-                try:
-                    os.pwrite(out.fileno(), piece, at)
-                except OSError as error:
-                    raise _not_written(os.path.join(root, "staging"), error) from error
-        if end < size:
-            raise Unreachable(f"the transfer ended after {end} of {size} bytes")
-
-    if have < size:
-        reach(url, root, task, given, until=until, told=told)
 
 
 def _not_written(path: str, error: OSError) -> StoreError:

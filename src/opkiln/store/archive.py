@@ -60,7 +60,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
     from types import TracebackType
-    from typing import Any
+    from typing import Any, BinaryIO
 
 INDEX = "opkiln-bundle.json"
 KIND = "bundle"
@@ -225,6 +225,7 @@ class Bundle:
 
     def __init__(self, path: str, *, listed: bool = False) -> None:
         self.path = path
+        self.headers: list[Header] = []  # of the index and all entries, after ``check``
         try:
             # Without O_NONBLOCK, opening a FIFO waits for a writer.
             self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -285,14 +286,12 @@ class Bundle:
         _compare(member, hashlib.sha256(data).hexdigest())
         return data
 
-    def copy(self, member: Member, fd: int) -> None:
+    def copy(self, member: Member, out: BinaryIO) -> None:
         """Write a member's checked contents to a file. Raises Damaged, OSError."""
         digest = hashlib.sha256()
         for chunk in self._chunks(member):
             digest.update(chunk)
-            view = memoryview(chunk)
-            while view:
-                view = view[os.write(fd, view) :]
+            out.write(chunk)
         _compare(member, digest.hexdigest())
 
     def _chunks(self, member: Member) -> Iterator[bytes]:
@@ -304,11 +303,8 @@ class Bundle:
             yield chunk
             at, left = at + len(chunk), left - len(chunk)
 
-    def check(self) -> list[Header]:
-        """Compare every byte of the file with the index. Raises Damaged, OSError.
-
-        Returns the headers of all members except the signatures.
-        """
+    def check(self) -> None:
+        """Compare every byte of the file with the index. Raises Damaged, OSError."""
         listing = index_of(member[:3] for member in self.members)
         headers = [stored(INDEX, len(listing), crc32(listing), 0)]
         head = local_header(headers[0]) + listing
@@ -330,7 +326,7 @@ class Bundle:
         tail = signed_tail(headers, end, self.index.signature)
         if os.pread(self._fd, len(tail) + 1, end) != tail:
             raise Damaged("its zip directory has changed, or something follows it")
-        return headers
+        self.headers = headers
 
     def digest(self) -> str:
         """The SHA-256 of the whole file. Raises OSError."""
@@ -409,11 +405,8 @@ def _split(leaf: str) -> tuple[str, str]:
 
 def _in_memory(bundle: Bundle, member: Member) -> str:
     """A path by which this process and its children can open the member."""
-
-    def fill(fd: int) -> None:
-        bundle.copy(member, fd)
-
+    name = member.name.rpartition("/")[2]
     try:
-        return sealed.keep(member.name.rpartition("/")[2], member.sha256, fill)
+        return sealed.keep(name, member.sha256, lambda out: bundle.copy(member, out))
     except sealed.Changed as error:
         raise Damaged(f"{member.name} has the SHA-256 {error}, not {member.sha256}") from error

@@ -23,6 +23,7 @@ from opkiln.writing import FULL
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from typing import BinaryIO
 
 _LOST = (errno.EEXIST, errno.ENOTEMPTY)
 
@@ -186,10 +187,14 @@ def _remove_kept() -> None:
             process.release_scratch(directory)
 
 
+def create(path: str, mode: int) -> BinaryIO:
+    """A new file. Raises OSError; FileExistsError if there is one already."""
+    return open(path, "xb", opener=lambda name, flags: os.open(name, flags, mode))
+
+
 def _copy(source: str, destination: str) -> None:
     mode = 0o700 if os.access(source, os.X_OK) else 0o600
-    fd = os.open(destination, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
-    with os.fdopen(fd, "wb") as out, open(source, "rb") as data:
+    with create(destination, mode) as out, open(source, "rb") as data:
         shutil.copyfileobj(data, out, 1 << 20)
         out.flush()
         os.fsync(out.fileno())

@@ -14,6 +14,7 @@ from opkiln.digest import sha256_file
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from typing import BinaryIO
 
 _SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
 
@@ -25,15 +26,11 @@ class Changed(ValueError):
     """The written bytes do not have the expected digest. The message is their digest."""
 
 
-def _after_fork() -> None:
-    # The paths contain the parent's pid, and the parent may end before the child opens them.
-    _kept.clear()
+# The paths contain the parent's pid, and the parent may end before the child opens them.
+os.register_at_fork(after_in_child=_kept.clear)
 
 
-os.register_at_fork(after_in_child=_after_fork)
-
-
-def keep(name: str, sha256: str, fill: Callable[[int], None]) -> str:
+def keep(name: str, sha256: str, fill: Callable[[BinaryIO], None]) -> str:
     """Let ``fill`` write to a sealed file in memory, and return a path to open it by.
 
     This process and its children can open the path as long as this process lives. A file that has
@@ -49,20 +46,20 @@ def copy(path: str, sha256: str) -> str:
     """A new file in memory with the bytes of a verified file, which no other code opens. Raises
     Changed, OSError."""
 
-    def fill(fd: int) -> None:
+    def fill(out: BinaryIO) -> None:
         with open(path, "rb") as file:
-            while chunk := memoryview(file.read(1 << 20)):
-                while chunk:
-                    chunk = chunk[os.write(fd, chunk) :]
+            while chunk := file.read(1 << 20):
+                out.write(chunk)
 
     return _new(os.path.basename(path), sha256, fill)
 
 
-def _new(name: str, sha256: str, fill: Callable[[int], None]) -> str:
+def _new(name: str, sha256: str, fill: Callable[[BinaryIO], None]) -> str:
     global _last
     first = os.memfd_create("opkiln-" + name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
-        fill(first)
+        with open(first, "wb", closefd=False) as out:
+            fill(out)
         # Seal before hashing: until it is sealed, another process of this user could write to it.
         fcntl.fcntl(first, fcntl.F_ADD_SEALS, _SEALS)
         os.lseek(first, 0, os.SEEK_SET)
