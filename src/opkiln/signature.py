@@ -19,11 +19,9 @@ if TYPE_CHECKING:
 # The C++ types of op.h. A tensor's depends on whether it is written; lists and optionals are
 # templates of these.
 _CPP = {
-    "Tensor": "Tensor", "int": "int64_t", "float": "double", "bool": "bool", "str": "String",
-    "ScalarType": "DType", "Device": "Device",
+    "Tensor": "Tensor", "int": "int64_t", "float": "double", "bool": "bool", "str": "opk::String",
+    "ScalarType": "opk::DType", "Device": "opk::Device",
 }  # fmt: skip
-
-
 _BY_VALUE = ("int64_t", "double", "bool", "opk::DType", "opk::Device")
 
 
@@ -120,25 +118,43 @@ def _counted(count: int) -> str:
 
 def arguments(schema: str) -> Iterator[tuple[str, str]]:
     """The type and the name of each argument."""
+    schema = _without_texts(schema)
     inside = schema[schema.find("(") + 1 : schema.rfind(")", 0, _arrow(schema))]
     for part in _split(inside):
         if part != "*":  # only says that the others are given by name
-            declared = _before_default(part).strip()
+            declared = part.partition("=")[0].strip()
             # `Tensor(a! -> *) x`: the name is what follows the last space outside of parentheses
             space = declared.rfind(" ", declared.rfind(")") + 1)
             yield declared[:space].strip(), declared[space + 1 :].strip()
 
 
+def _without_texts(schema: str) -> str:
+    """A schema without the texts that are defaults: they may contain parentheses and commas."""
+    if "'" not in schema and '"' not in schema:
+        return schema
+    kept, quote, escaped = "", "", False
+    for char in schema:
+        if quote:
+            if char == quote and not escaped:
+                quote = ""
+            escaped = char == "\\" and not escaped
+        elif char in "'\"":
+            quote = char
+        else:
+            kept += char
+    return kept
+
+
 def _arrow(schema: str) -> int:
-    """Where the results begin: at the arrow that nothing encloses."""
-    last = schema.rfind("->")
-    after = schema[last:]
-    if after.count("(") == after.count(")") and not _quoted(schema):
-        return last
-    return next((at for at, _ in _outside(schema) if schema.startswith("->", at)), len(schema))
+    """Where the results begin: at the arrow that no parentheses enclose."""
+    at = schema.rfind("->")
+    while at >= 0 and schema.count("(", at) != schema.count(")", at):
+        at = schema.rfind("->", 0, at)
+    return at if at >= 0 else len(schema)
 
 
 def _results(schema: str) -> str:
+    schema = _without_texts(schema)
     text = schema[_arrow(schema) + 2 :].strip()
     inside = text[1:-1] if text.startswith("(") and text.endswith(")") else text
     kinds = []
@@ -155,52 +171,13 @@ def _listed(results: str) -> list[str]:
 
 def _split(text: str) -> Iterator[str]:
     """The parts between commas that nothing encloses."""
-    if "," not in text:
-        if text.strip():
-            yield text.strip()
-        return
-    if not _quoted(text):
-        # The usual case, without a look at each character: parts whose parentheses are not closed
-        # go together.
-        whole = ""
-        for part in text.split(","):
-            whole = f"{whole},{part}" if whole else part
-            if whole.count("(") == whole.count(")") and whole.count("[") == whole.count("]"):
-                if whole.strip():
-                    yield whole.strip()
-                whole = ""
-        return
-    begin = 0
-    for at, char in _outside(text):
-        if char == ",":
-            yield text[begin:at].strip()
-            begin = at + 1
-    if text[begin:].strip():
-        yield text[begin:].strip()
-
-
-def _quoted(text: str) -> bool:
-    return "'" in text or '"' in text
-
-
-def _outside(text: str) -> Iterator[tuple[int, str]]:
-    """The characters, and where they are, that no parentheses, brackets or quotes enclose."""
-    depth, quote, escaped = 0, "", False
-    for at, char in enumerate(text):
-        if quote:
-            if char == quote and not escaped:
-                quote = ""
-            escaped = char == "\\" and not escaped
-        elif char in "'\"":
-            quote = char
-        else:
-            depth += (char in "([") - (char in ")]")
-            if depth == 0:
-                yield at, char
-
-
-def _before_default(argument: str) -> str:
-    return argument.partition("=")[0]
+    whole = ""
+    for part in text.split(","):
+        whole = f"{whole},{part}" if whole else part
+        if whole.count("(") == whole.count(")") and whole.count("[") == whole.count("]"):
+            if whole.strip():
+                yield whole.strip()
+            whole = ""
 
 
 def _cpp_argument(kind: str) -> str:
@@ -220,5 +197,4 @@ def _cpp(kind: str) -> str:
     if kind.endswith("[]"):
         inner = _cpp(kind[:-2])
         return inner and f"opk::List<{inner}>"
-    found = _CPP.get(kind, "")
-    return found if found in ("", "Tensor", "int64_t", "double", "bool") else f"opk::{found}"
+    return _CPP.get(kind, "")
