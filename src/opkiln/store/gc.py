@@ -14,6 +14,7 @@ import os
 import re
 import stat
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
 from opkiln.digest import read_file
@@ -24,11 +25,11 @@ from opkiln.store.inventory import (
     OBJECT,
     OP,
     Entry,
-    cannot,
     details,
     directories,
     entries,
     names_in,
+    reported,
 )
 from opkiln.writing import is_temporary
 
@@ -38,6 +39,11 @@ if TYPE_CHECKING:
 GRACE = 24 * 3600.0  # seconds that an entry is kept, since another host may have it mapped
 _LEFTOVER = 3600.0  # seconds after which a staging directory counts as abandoned
 _RECORDS = 30 * 24 * 3600.0  # seconds that the logs of failed builds are kept
+# (directory of the store, depth of the files in it, seconds that they are kept)
+_SWEPT = (
+    ("staging", 1, _LEFTOVER), ("logs", 1, _RECORDS), ("failures", 1, _RECORDS),
+    ("toolchains", 1, None), ("receipts", 3, None), ("tuned", 3, None),
+)  # fmt: skip
 
 _AT_ONCE = 20_000  # the most entries to choose for removal before the store is scanned again
 
@@ -64,10 +70,8 @@ class Collected(NamedTuple):
 
 def discard(root: str, found: Entry) -> None:
     """Remove one whole entry. It may be gone already. Raises StoreError."""
-    try:
+    with reported("removed", found.directory):
         publish.discard(root, found.directory)
-    except OSError as error:
-        raise cannot("removed", found.directory, error) from error
 
 
 def collect(
@@ -142,7 +146,10 @@ def _take(root: str, oldest: list[Entry], excess: int, spared: set[str]) -> Iter
     for each in oldest:
         if running.uses(each):
             spared.add(each.directory)
-        elif (trash := _set_aside(root, each)) is not None:
+            continue
+        with reported("removed", each.directory):
+            trash = publish.set_aside(root, each.directory)
+        if trash is not None:
             aside.append((each, trash))
             excess -= each.size
             if excess <= 0:
@@ -151,25 +158,12 @@ def _take(root: str, oldest: list[Entry], excess: int, spared: set[str]) -> Iter
     for each, trash in aside:
         moved = os.path.join(trash, os.path.basename(each.payload)) if each.payload else ""
         if running.uses(each._replace(payload=moved)):
-            _put_back(trash, each)
+            with reported("put back", each.directory):
+                publish.put_back(trash, each.directory)
             spared.add(each.directory)
         else:
             publish.remove(trash)
             yield each
-
-
-def _set_aside(root: str, found: Entry) -> str | None:
-    try:
-        return publish.set_aside(root, found.directory)
-    except OSError as error:
-        raise cannot("removed", found.directory, error) from error
-
-
-def _put_back(trash: str, found: Entry) -> None:
-    try:
-        publish.put_back(trash, found.directory)
-    except OSError as error:
-        raise cannot("put back", found.directory, error) from error
 
 
 def clear(root: str, chosen: Callable[[Entry], bool] | None = None) -> list[Entry]:
@@ -262,25 +256,14 @@ def _open_files(pid: str) -> Iterator[tuple[str, int]]:
 
 
 def _sweep_store(root: str, clock: float) -> list[str]:
-    """Remove staging directories of dead publishers, and old records of failures."""
+    """Remove staging directories of dead publishers, old records of failures, and files that were
+    never finished."""
     swept = []
-    limits = {"staging": _LEFTOVER, "logs": _RECORDS, "failures": _RECORDS}
-    for top, age in limits.items():
-        for name in names_in(os.path.join(root, top)):
-            path = os.path.join(root, top, name)
-            if _modified(path, clock) < clock - age:
-                _remove(path)
-                swept.append(path)
-    # If an old file still has its temporary name, its writer is dead.
-    for top, depth in (
-        ("toolchains", 1),
-        ("failures", 1),
-        ("logs", 1),
-        ("receipts", 3),
-        ("tuned", 3),
-    ):
+    for top, depth, age in _SWEPT:
         for path in directories(os.path.join(root, top), depth):
-            if is_temporary(path) and _modified(path, clock) < clock - _LEFTOVER:
+            # If an old file still has its temporary name, its writer is dead.
+            limit = _LEFTOVER if is_temporary(path) else age
+            if limit is not None and _modified(path, clock) < clock - limit:
                 _remove(path)
                 swept.append(path)
     return swept
@@ -346,12 +329,8 @@ def _remove(path: str) -> None:
     if os.path.isdir(path) and not os.path.islink(path):
         publish.remove(path)
         return
-    try:
+    with reported("removed", path), suppress(FileNotFoundError):
         os.unlink(path)
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        raise cannot("removed", path, error) from error
 
 
 def _prune(root: str) -> None:
@@ -359,8 +338,6 @@ def _prune(root: str) -> None:
     for _, top, depth in LEVELS:
         for level in range(depth - 1, 0, -1):
             for directory in directories(os.path.join(root, top), level):
-                try:
+                with suppress(OSError):  # something has just been published there
                     if not os.listdir(directory):
                         os.rmdir(directory)
-                except OSError:
-                    continue  # something has just been published there

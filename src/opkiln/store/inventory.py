@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import stat
+from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
 from opkiln.errors import StoreError
@@ -97,12 +98,10 @@ def newest(root: str) -> Iterator[Entry]:
 
 def directories(directory: str, depth: int) -> Iterator[str]:
     """The paths exactly ``depth`` levels below a directory, sorted."""
-    try:
+    names = []
+    # Otherwise it was never created, was just collected, or is a stray file.
+    with reported("read", directory), suppress(FileNotFoundError, NotADirectoryError):
         names = sorted(os.listdir(directory))
-    except (FileNotFoundError, NotADirectoryError):
-        return  # never created, just collected, or a stray file
-    except OSError as error:
-        raise cannot("read", directory, error) from error
     for name in names:
         path = os.path.join(directory, name)
         if depth == 1:
@@ -112,7 +111,7 @@ def directories(directory: str, depth: int) -> Iterator[str]:
 
 
 def _entry(directory: str, kind: str) -> Entry | None:
-    try:
+    with reported("read", directory), suppress(FileNotFoundError):  # it was just collected
         found = os.lstat(directory)
         if not stat.S_ISDIR(found.st_mode):
             return None
@@ -123,13 +122,10 @@ def _entry(directory: str, kind: str) -> Entry | None:
             if file.name not in (entry.MANIFEST, entry.SIDECAR, entry.LOG):
                 payload = file.path
                 used = max(used, status.st_atime)
-    except FileNotFoundError:
-        return None  # just collected
-    except OSError as error:
-        raise cannot("read", directory, error) from error
-    parts = directory.split("/")
-    owner, name = (parts[-5], parts[-4]) if kind == OP else ("", parts[-2][:12])
-    return Entry(directory, kind, name, owner, size, found.st_mtime, used, payload)
+        parts = directory.split("/")
+        owner, name = (parts[-5], parts[-4]) if kind == OP else ("", parts[-2][:12])
+        return Entry(directory, kind, name, owner, size, found.st_mtime, used, payload)
+    return None
 
 
 def details(found: Entry) -> Details:
@@ -162,10 +158,8 @@ def sizes(root: str) -> Sizes:
     for found in entries(root):
         count[found.kind] += 1
         total[found.kind] += found.size
-    other = 0
-    for top in names_in(root):
-        if top not in ("ops", "objects"):
-            other += _tree_size(os.path.join(root, top))
+    others = (top for top in names_in(root) if top not in ("ops", "objects"))
+    other = sum(_tree_size(os.path.join(root, top)) for top in others)
     return Sizes(count[OP], total[OP], count[OBJECT], total[OBJECT], other)
 
 
@@ -201,11 +195,9 @@ def _restore_access_time(found: Entry) -> None:
     this, gc could not tell which entries are old."""
     if not found.payload:
         return
-    try:
+    with suppress(OSError):  # it was just collected, or we may not write to this layer
         now = os.stat(found.payload)
         os.utime(found.payload, (found.used, now.st_mtime))
-    except OSError:
-        return  # just collected, or a layer that we may not write to
 
 
 def names_in(directory: str) -> list[str]:
@@ -220,15 +212,19 @@ def _tree_size(path: str) -> int:
     total = 0
     for directory, _, names in os.walk(path):
         for name in names:
-            try:
+            with suppress(FileNotFoundError):  # a lock or a staging directory, just removed
                 total += os.lstat(os.path.join(directory, name)).st_size
-            except FileNotFoundError:
-                continue  # a lock or a staging directory that was just removed
     return total
 
 
-def cannot(action: str, path: str, error: OSError) -> StoreError:
-    """The error for a path that cannot be "read", "removed" or "put back"."""
-    return StoreError(
-        f"{path} cannot be {action}: {error.strerror or error}", hint=f"ls -ld {shlex.quote(path)}"
-    )
+@contextmanager
+def reported(action: str, path: str) -> Iterator[None]:
+    """An OSError within the block is a StoreError: the path cannot be "read", "removed" or "put
+    back"."""
+    try:
+        yield
+    except OSError as error:
+        raise StoreError(
+            f"{path} cannot be {action}: {error.strerror or error}",
+            hint=f"ls -ld {shlex.quote(path)}",
+        ) from error
