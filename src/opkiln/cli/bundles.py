@@ -28,9 +28,8 @@ def chosen(ops: tuple[str, ...]) -> list[Entry]:
     from opkiln.store import inventory
     from opkiln.store.layers import Store
 
-    roots = [each.root for each in Store().location.layers if not each.listed]
     wanted = {op: EntriesOf(op) for op in ops}
-    found = [each for root in roots for each in inventory.newest(root)]
+    found = [each for layer in Store().own for each in inventory.newest(layer.root)]
     missing = {op for op, its in wanted.items() if not any(map(its, found))}
     entries = [each for each in found if not ops or any(its(each) for its in wanted.values())]
     if missing or not entries:

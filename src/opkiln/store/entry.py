@@ -13,10 +13,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from contextlib import contextmanager
 from typing import Any
 
 from opkiln import settings
 from opkiln.digest import (
+    LARGEST,
     LARGEST_RECORD,
     UnusableFile,
     open_regular,
@@ -30,7 +32,7 @@ from opkiln.trust import fault
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from opkiln.facts import Hasher
 
@@ -140,33 +142,45 @@ def examine(
     ``whole`` checks all facts, not the author's files alone. ``own=False`` checks none: `cache
     verify` does not have the sources.
     """
-    manifest_path = os.path.join(directory, MANIFEST)
     try:
         if reason := fault(directory, os.lstat(directory), listed=listed):
             return Refused(directory, reason)
-        try:
-            fd, found = open_regular(manifest_path, LARGEST_RECORD, os.O_NOFOLLOW)
-        except UnusableFile as error:
-            return Refused(directory, f"damaged: {error}", damaged=True)
-        try:
-            if reason := fault(manifest_path, found, listed=listed):
-                return Refused(directory, reason)
-            data = read_opened(fd, found, LARGEST_RECORD, manifest_path)
-        finally:
-            os.close(fd)
-        manifest = parse_manifest(data)
+        path = os.path.join(directory, MANIFEST)
+        with _opened(path, listed, LARGEST_RECORD) as (fd, found):
+            manifest = parse_manifest(read_opened(fd, found, LARGEST_RECORD, path))
         if own:
             if deps.deps_key(manifest["deps"]) != os.path.basename(directory):
                 raise ValueError("its name does not match its dependencies")
             if changed := _changes(directory, manifest, places, hasher, whole):
                 return Refused(directory, "; ".join(changed))
-        return _check_payload(directory, manifest, listed)
+        _check_payload(directory, manifest, listed)
+        return Leaf(directory, manifest)
+    except _Untrusted as error:
+        return Refused(directory, str(error))
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return Refused(directory, f"damaged: {in_words(error)}", damaged=True)
     except OSError as error:
         return Refused(directory, f"unreadable: {error}")
+
+
+class _Untrusted(Exception):
+    """Why a file of a leaf is not trusted."""
+
+
+@contextmanager
+def _opened(path: str, listed: bool, limit: int) -> Iterator[tuple[int, os.stat_result]]:
+    try:
+        fd, found = open_regular(path, limit, os.O_NOFOLLOW)
+    except UnusableFile as error:
+        raise ValueError(str(error)) from error
+    try:
+        if reason := fault(path, found, listed=listed):
+            raise _Untrusted(reason)
+        yield fd, found
+    finally:
+        os.close(fd)
 
 
 def _changes(
@@ -185,22 +199,13 @@ def _changes(
     return deps.changes(manifest["deps"], rows, places, hasher)
 
 
-def _check_payload(directory: str, manifest: dict[str, Any], listed: bool) -> Leaf | Refused:
+def _check_payload(directory: str, manifest: dict[str, Any], listed: bool) -> None:
     name = manifest["payload"]
-    if not isinstance(name, str) or "/" in name:
-        return Refused(directory, "damaged: the payload's name contains a slash", damaged=True)
-    path = os.path.join(directory, name)
+    if "/" in name:
+        raise ValueError("the payload's name contains a slash")
     try:
-        fd, found = open_regular(path, flags=os.O_NOFOLLOW)
+        with _opened(os.path.join(directory, name), listed, LARGEST) as (fd, found):
+            if found.st_size != manifest["size"] or sha256_file(fd) != manifest["sha256"]:
+                raise ValueError(f"{name} has the wrong digest")
     except FileNotFoundError:
-        return Refused(directory, f"damaged: {name} is missing", damaged=True)
-    except UnusableFile as error:
-        return Refused(directory, f"damaged: {error}", damaged=True)
-    try:
-        if reason := fault(path, found, listed=listed):
-            return Refused(directory, reason)
-        if found.st_size != manifest["size"] or sha256_file(fd) != manifest["sha256"]:
-            return Refused(directory, f"damaged: {name} has the wrong digest", damaged=True)
-    finally:
-        os.close(fd)
-    return Leaf(directory, manifest)
+        raise ValueError(f"{name} is missing") from None

@@ -19,7 +19,7 @@ from opkiln.trust import fault, open_to_all
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
     from typing import Any
 
     from opkiln.facts import Hasher
@@ -44,12 +44,17 @@ class Store:
         return self.location.writable
 
     @property
+    def own(self) -> list[Layer]:
+        """The user's own layers: those that are not listed."""
+        return [layer for layer in self.location.layers if not layer.listed]
+
+    @property
     def memory(self) -> tuple[str, ...]:
         """The directories of the probe cache. The first one is written to, all are read.
 
         A warm store that is read-only must work without probing the compiler again.
         """
-        roots = [self.root, *(layer.root for layer in self.location.layers if not layer.listed)]
+        roots = [self.root, *(layer.root for layer in self.own)]
         named = dict.fromkeys(root for root in roots if root is not None)
         return tuple(os.path.join(root, "toolchains") for root in named)
 
@@ -68,20 +73,14 @@ class Store:
         (there is a compiler), only that build counts. Without a compiler, any build counts whose
         sources are the ones on disk.
         """
-        refused: list[Refused] = []
-        for layer in self.location.layers:
-            if layer.listed:
-                continue
-            base = os.path.join(layer.root, "ops", place_of(distribution, op), intent)
-            exact = build is not None
-            builds = _names(base) if build is None else [build]
-            for each in builds:
-                found = self._find(
-                    layer, os.path.join(base, each), places, hasher, refused, whole=exact
-                )
-                if found is not None:
-                    return Lookup(found, tuple(refused))
-        return Lookup(None, tuple(refused))
+        place = place_of(distribution, op)
+        bases = [(each, os.path.join(each.root, "ops", place, intent)) for each in self.own]
+        builds = (
+            (layer, os.path.join(base, each))
+            for layer, base in bases
+            for each in ([build] if build is not None else _names(base))
+        )
+        return _find(builds, places, hasher, whole=build is not None)
 
     def targets(self, distribution: str, op: str) -> Iterator[tuple[str, dict[str, Any]]]:
         """(intent key, target) of an op's entries in the user's own layers.
@@ -89,9 +88,7 @@ class Store:
         Reads one manifest for each build key and verifies nothing. Use it only to choose what to
         look up.
         """
-        for layer in self.location.layers:
-            if layer.listed:
-                continue
+        for layer in self.own:
             base = os.path.join(layer.root, "ops", place_of(distribution, op))
             for intent in _names(base):
                 for build in _names(os.path.join(base, intent)):
@@ -105,40 +102,34 @@ class Store:
 
     def find_object(self, step: str, places: Mapping[str, str], hasher: Hasher) -> Lookup:
         """A compiled object."""
-        refused: list[Refused] = []
-        for layer in self.location.layers:
-            if layer.bundle:
-                continue  # bundles have no objects
-            base = os.path.join(layer.root, "objects", step[:2], step)
-            if layer.listed and (reason := open_to_all(layer.root, base)):
-                refused.append(Refused(base, reason))
-                continue
-            found = self._find(layer, base, places, hasher, refused, whole=True)
-            if found is not None:
-                return Lookup(found, tuple(refused))
-        return Lookup(None, tuple(refused))
+        # Bundles have no objects.
+        bases = (
+            (layer, os.path.join(layer.root, "objects", step[:2], step))
+            for layer in self.location.layers
+            if not layer.bundle
+        )
+        return _find(bases, places, hasher, whole=True)
 
-    def _find(
-        self,
-        layer: Layer,
-        base: str,
-        places: Mapping[str, str],
-        hasher: Hasher,
-        refused: list[Refused],
-        *,
-        whole: bool,
-    ) -> Leaf | None:
+
+def _find(
+    bases: Iterable[tuple[Layer, str]], places: Mapping[str, str], hasher: Hasher, *, whole: bool
+) -> Lookup:
+    """The first good leaf in some directories, each with the layer that it is in."""
+    refused: list[Refused] = []
+    for layer, base in bases:
+        if layer.listed and (reason := open_to_all(layer.root, base)):
+            refused.append(Refused(base, reason))
+            continue
         for name in _names(base):
-            leaf = examine(
-                os.path.join(base, name), places, hasher, listed=layer.listed, whole=whole
-            )
+            path = os.path.join(base, name)
+            leaf = examine(path, places, hasher, listed=layer.listed, whole=whole)
             if isinstance(leaf, Leaf) and layer.unseen and (reason := _foreign(layer.root)):
                 leaf = Refused(leaf.directory, reason)
             if isinstance(leaf, Leaf):
-                return leaf
+                return Lookup(leaf, tuple(refused))
             if leaf is not None:
                 refused.append(leaf)
-        return None
+    return Lookup(None, tuple(refused))
 
 
 def _foreign(root: str) -> str:

@@ -11,6 +11,7 @@ The first usable place is the writable root. A read-only root still serves hits.
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 
 from opkiln import trust
 from opkiln.errors import StoreError
@@ -56,20 +57,17 @@ def choose() -> Location:
             # Includes a layer that does not exist yet: another process may create and fill it.
             layers.append(Layer(inner, unseen=not known))
         if usable:
-            writable = os.path.join(candidate, LAYOUT)
+            writable = inner
             if notes:
                 notes.append(f"the store is {candidate}")
             break
         if asked or notes:
             notes.append(f"{candidate} cannot be the store: {reason}")
-    listed = map(_listed, settings.store_layers)
-    return Location((*layers, *listed), writable, tuple(notes))
-
-
-def _listed(path: str) -> Layer:
-    if os.path.isfile(path):
-        return Layer(os.path.abspath(path), listed=True, bundle=True)
-    return Layer(os.path.join(path, LAYOUT), listed=True)
+    for path in settings.store_layers:
+        bundle = os.path.isfile(path)
+        root = os.path.abspath(path) if bundle else os.path.join(path, LAYOUT)
+        layers.append(Layer(root, listed=True, bundle=bundle))
+    return Location(tuple(layers), writable, tuple(notes))
 
 
 def claim(root: str | None) -> None:
@@ -89,43 +87,24 @@ def claim(root: str | None) -> None:
 
 def _examine(path: str) -> tuple[bool, bool, str]:
     """(usable for writing, usable for reading, why not)."""
+    where, subject, reason = path, "", ""
     try:
-        found = os.lstat(path)
+        reason = fault(path, os.lstat(path))
     except FileNotFoundError:
-        return _creatable(path)
+        # Whether it could be created depends on its nearest ancestor.
+        while not os.path.lexists(where):
+            where = os.path.dirname(where)
+        subject = f"{where} is "
     except OSError as error:
         return False, False, error.strerror or str(error)
-    if not os.path.isdir(path):
-        return False, False, "not a directory"
-    reason = fault(path, found)
+    if not os.path.isdir(where):
+        return False, False, f"{subject}not a directory"
     if reason:
         return False, False, reason
-    if _noexec(path):
-        return False, False, _NOEXEC
-    if not os.access(path, os.W_OK | os.X_OK):
-        return False, True, "read-only"
-    return True, True, ""
-
-
-def _creatable(path: str) -> tuple[bool, bool, str]:
-    """Whether a missing directory could be created. That depends on its nearest ancestor."""
-    parent = os.path.dirname(path)
-    while not os.path.lexists(parent):
-        parent = os.path.dirname(parent)
-    if not os.path.isdir(parent):
-        return False, False, f"{parent} is not a directory"
-    if _noexec(parent):
-        return False, False, _NOEXEC
-    if not os.access(parent, os.W_OK | os.X_OK):
-        return False, False, f"{parent} is read-only"
-    return True, False, ""
-
-
-_NOEXEC = "its file system is mounted noexec, so no library can be loaded from it"
-
-
-def _noexec(path: str) -> bool:
-    try:
-        return bool(os.statvfs(path).f_flag & os.ST_NOEXEC)
-    except OSError:
-        return False  # the next access will report the problem
+    with suppress(OSError):  # the next access will report the problem
+        if os.statvfs(where).f_flag & os.ST_NOEXEC:
+            reason = "its file system is mounted noexec, so no library can be loaded from it"
+            return False, False, reason
+    if not os.access(where, os.W_OK | os.X_OK):
+        return False, where == path, f"{subject}read-only"
+    return True, where == path, ""
