@@ -79,8 +79,8 @@ def library(
     return header + body + b"".join(headers)
 
 
-def cuda(*containers: bytes, name: str = ".nv_fatbin") -> bytes:
-    return library((name, 1, b"".join(containers), 0))
+def cuda(*containers: bytes) -> bytes:
+    return library((".nv_fatbin", 1, b"".join(containers), 0))
 
 
 def hip(*bundles: bytes) -> bytes:

@@ -22,7 +22,7 @@ from sample.binaries import (
 )
 
 from opkiln.binary.bundle import hip_images
-from opkiln.binary.fatbin import images, relocatable_images
+from opkiln.binary.fatbin import images
 from opkiln.errors import LoadError
 
 
@@ -75,7 +75,7 @@ def test_longer_headers_and_unknown_kinds_are_passed_over() -> None:
 
 def test_a_file_without_images_has_none() -> None:
     plain = library((".text", 1, b"\xc3", 0))
-    assert (images(plain), relocatable_images(plain), hip_images(plain)) == ((), (), ())
+    assert (images(plain), hip_images(plain)) == ((), ())
     nobits = library((".nv_fatbin", NOBITS, b"\xc3", 0))
     assert images(nobits) == ()
 
@@ -86,7 +86,6 @@ def test_the_inputs_of_a_device_link_are_no_images_of_the_library() -> None:
         ("__nv_relfatbin", 1, container(image(PTX, 75), image(CUBIN, 120)), 0),
     )
     assert images(file) == ("sm_90",)
-    assert relocatable_images(file) == ("sm_120", "compute_75")
 
 
 @pytest.mark.parametrize(

@@ -46,17 +46,16 @@ class Elf(Record):
     ``machine`` is ``uname``'s name (``x86_64``, ``aarch64``), or for example ``machine 40``.
     ``kind`` is ``object``, ``executable`` or ``shared``. ``needed`` are the sonames in search
     order. ``versions`` are the symbol versions that they must have (``GLIBC_2.32``,
-    ``GLIBCXX_3.4.29``), sorted. ``undefined`` are the dynamic symbols that other libraries must
-    define, sorted. Weak versions and symbols are left out: nothing fails if they are missing.
-    ``symbols`` are the same symbols with their origin: (soname, symbol, version). The soname and
-    the version are empty if the linker found no version.
+    ``GLIBCXX_3.4.29``), sorted. ``symbols`` are the dynamic symbols that other libraries must
+    define, with their origin, sorted: (soname, symbol, version). The soname and the version are
+    empty if the linker found no version. Weak versions and symbols are left out: nothing fails if
+    they are missing.
     """
 
     machine: str
     kind: str
     needed: tuple[str, ...]
     versions: tuple[str, ...]
-    undefined: tuple[str, ...]
     symbols: tuple[tuple[str, str, str], ...]
 
 
@@ -75,14 +74,12 @@ def read(file: File) -> Elf:
     with opened(file) as source:
         kind, machine, table = _tables(source)
         versions = tuple(_versions(source, table))
-        symbols = set(_undefined(source, table, versions))
         return Elf(
             _MACHINES.get(machine, f"machine {machine}"),
             _KINDS[kind],
             tuple(_dynamic(source, table, _DT_NEEDED)),
             tuple(sorted({each.name for each in versions if not each.weak})),
-            tuple(sorted({name for _, name, _ in symbols})),
-            tuple(sorted(symbols)),
+            tuple(sorted(set(_undefined(source, table, versions)))),
         )
 
 

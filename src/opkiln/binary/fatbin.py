@@ -45,19 +45,10 @@ def images(file: File) -> tuple[str, ...]:
     there is nothing to link. That adds an image without code, which counts here. ``-nodlink``, or a
     link by the host compiler, adds none.
     """
-    return _names(file, ".nv_fatbin")
-
-
-def relocatable_images(file: File) -> tuple[str, ...]:
-    """The images that still need a device link: objects of ``-rdc=true``. As ``images``."""
-    return _names(file, "__nv_relfatbin")
-
-
-def _names(file: File, section: str) -> tuple[str, ...]:
     found: set[tuple[int, int, str]] = set()
     with opened(file) as source:
-        for start, inside in elf.sections(source, section):
-            found.update(_containers(inside, start, f"section {section}"))
+        for start, inside in elf.sections(source, ".nv_fatbin"):
+            found.update(_containers(inside, start, "section .nv_fatbin"))
     ordered = sorted(found, key=lambda image: (_ORDER.index(image[0]), image[1:]))
     return tuple(f"{_PREFIXES[kind]}{number}{mark}" for kind, number, mark in ordered)
 

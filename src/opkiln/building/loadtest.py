@@ -175,7 +175,7 @@ def inspect(spec: OpSpec, target: Target, torch: TorchSDK | None, path: str) -> 
 
 
 def _require_no_schema(spec: OpSpec, found: elf.Elf) -> None:
-    if _DEFINES in found.undefined:
+    if any(name == _DEFINES for _, name, _ in found.symbols):
         raise LoadTestError(
             f"{spec.name} defines a schema in C++, but SCHEMAS already defines it in Python",
             why="the second definition would abort the process that loads it",

@@ -50,7 +50,6 @@ from opkiln.store.zip_format import (
     MOST_MEMBERS,
     Header,
     directory,
-    directory_size,
     local_header,
     stored,
 )
@@ -59,7 +58,6 @@ from opkiln.trust import fault
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
-    from types import TracebackType
     from typing import Any, BinaryIO
 
 INDEX = "opkiln-bundle.json"
@@ -154,11 +152,7 @@ def _read_index(path: str, fd: int, file_size: int) -> Index:
     end = members[-1].offset + members[-1].size
     signature = _read_signature(fd, end)
     names = [INDEX, *(member.name for member in members)]
-    expected = end
-    if signature:
-        names.append(signatures.MEMBER)
-        expected += LOCAL.size + len(signatures.MEMBER) + len(signature)
-    expected += directory_size(names)
+    expected = end + len(signed_tail([stored(name, 0, 0, 0) for name in names], end, signature))
     if expected != file_size:
         raise Damaged(f"it has {file_size} bytes; its index (SHA-256 {digest}) says {expected}")
     return Index(members, digest, end, signature)
@@ -230,7 +224,10 @@ class Bundle:
             # Without O_NONBLOCK, opening a FIFO waits for a writer.
             self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError as error:
-            raise _unreadable(path, error) from error
+            raise StoreError(
+                f"{path} cannot be read: {error.strerror or error}",
+                hint=f"ls -l {shlex.quote(path)}",
+            ) from error
         try:
             found = os.fstat(self._fd)
             if not stat.S_ISREG(found.st_mode):
@@ -248,12 +245,7 @@ class Bundle:
     def __enter__(self) -> Bundle:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         os.close(self._fd)
 
     def authenticate(self) -> str:
@@ -337,11 +329,6 @@ class Bundle:
 def _compare(member: Member, found: str) -> None:
     if found != member.sha256:
         raise Damaged(f"{member.name} has the SHA-256 {found}, not {member.sha256}")
-
-
-def _unreadable(path: str, error: OSError) -> StoreError:
-    hint = f"ls -l {shlex.quote(path)}"
-    return StoreError(f"{path} cannot be read: {error.strerror or error}", hint=hint)
 
 
 # A bundle as a layer. An entry's path is the bundle's path and its path inside: FILE!v1/ops/…

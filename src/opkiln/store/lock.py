@@ -106,7 +106,7 @@ class Turn:
         """Give the turn back."""
         # The next holder has the lock for a moment before it writes its own token. If ours were
         # still there, a waiter could take it for the new holder's, and then raise our old failure.
-        _clear_holder(self._fd)
+        _write_holder(self._fd, None)
         self._local.holder = None
 
     def fail(self, error: errors.OpkilnError, limit: float | None = None) -> None:
@@ -290,24 +290,15 @@ def _read_holder(fd: int) -> Holder | None:
         return None  # it has the lock, but has not written its name yet
 
 
-def _write_holder(fd: int, holder: Holder) -> None:
-    if fd < 0:
-        return
-    try:
-        if not holder.steps:
+def _write_holder(fd: int, holder: Holder | None) -> None:
+    """Write whose turn it is; None: nobody's."""
+    # It fails if there is no lock file, on a full disk (waiters see no name, and the build will
+    # report the problem), and with a stale handle (nobody else can read this file any more).
+    with suppress(OSError):
+        if holder is None or not holder.steps:
             os.ftruncate(fd, 0)  # a killed holder's text; later, ours only becomes longer
-        os.pwrite(fd, json.dumps(holder._asdict()).encode(), 0)
-    except OSError:
-        return  # a full disk: waiters see no name, and the build will report the problem
-
-
-def _clear_holder(fd: int) -> None:
-    if fd < 0:
-        return
-    try:
-        os.ftruncate(fd, 0)
-    except OSError:
-        return  # a stale handle: nobody else can read this file any more
+        if holder is not None:
+            os.pwrite(fd, json.dumps(holder._asdict()).encode(), 0)
 
 
 def _raise_failure(path: str, awaited: set[str], limit: float) -> None:

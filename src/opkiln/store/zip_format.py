@@ -127,8 +127,3 @@ def directory(headers: Iterable[Header]) -> bytes:
     whole = b"".join(records)
     count = len(records)
     return whole + _END.pack(b"PK\5\6", 0, 0, count, count, len(whole), end, 0)
-
-
-def directory_size(names: Iterable[str]) -> int:
-    """The length of ``directory`` for members of these names."""
-    return _END.size + sum(_CENTRAL.size + len(name.encode()) for name in names)
