@@ -60,8 +60,8 @@ def lock_command(ops: tuple[str, ...], file: str, as_json: bool) -> None:
 
     rows = []
     for each in chosen(ops):
-        with packed(each.payload) as one:
-            rows.append(one.row)
+        with packed(each.payload) as (_, row):
+            rows.append(row)
     replace(file, lockfile.write(rows).encode())
     if as_json:
         output.data_json({"schema": 1, "file": file, "artifacts": [r._asdict() for r in rows]})

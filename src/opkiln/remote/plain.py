@@ -94,15 +94,7 @@ class Web:
         self._client = web.Client(base, credentials.for_web, credentials.web_files)
 
     def read(self, path: str, start: int, deadline: Deadline) -> Iterator[tuple[int, bytes]]:
-        headers = {"Range": f"bytes={start}-"} if start else {}
-        with self._client.request("GET", path, deadline, headers=headers) as response:
-            if response.status in (404, 410):
-                raise Absent(path)
-            if response.status != 416 or not start:  # 416: there is nothing beyond ``start``
-                web.expect(response, 200, 206)
-                yield from web.body_of(response, deadline, start)
-                return
-        yield from self.read(path, 0, deadline)
+        return self._client.read(path, start, deadline)
 
     def write(self, path: str, data: bytes | None, file: str, deadline: Deadline) -> None:
         with self._client.request("PUT", path, deadline, body=data, file=file) as response:

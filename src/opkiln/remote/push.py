@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from contextlib import contextmanager
-from typing import NamedTuple
 
 from opkiln import __version__
 from opkiln.bundles import layer
@@ -29,16 +28,9 @@ if TYPE_CHECKING:
 _read_only: set[str] = set()  # tiers that do not let this process publish
 
 
-class Packed(NamedTuple):
-    """An entry in the form in which it is published."""
-
-    file: str
-    row: Locked
-
-
 @contextmanager
-def packed(payload: str) -> Iterator[Packed]:
-    """The bundle of one entry, for as long as the block lasts. Raises StoreError."""
+def packed(payload: str) -> Iterator[tuple[str, Locked]]:
+    """(the bundle of one entry, its row), for as long as the block lasts. Raises StoreError."""
     with publish.scratch("push") as stage:
         leaf = layer.leaf_of(payload)
         layer.export([payload], os.path.join(stage, "layer"))
@@ -61,28 +53,22 @@ def packed(payload: str) -> Iterator[Packed]:
             )
         except (OSError, ValueError, KeyError) as error:
             raise StoreError(f"{leaf} cannot be published: {error}") from error
-        yield Packed(made.path, row)
+        yield made.path, row
 
 
 def push(payload: str, url: str, key_file: str | None) -> Locked:
     """Publish an entry to a tier, signed if there is a key. Raises StoreError."""
-    with packed(payload) as each:
-        row = each.row
-        signed = b""
-        if key_file:
-            signed = sign_artifact(row.name, row.sha256, row.size, key_file)
+    with packed(payload) as (file, row):
+        signed = sign_artifact(row.name, row.sha256, row.size, key_file) if key_file else b""
         labels = {
-            "op": row.op,
-            "package": row.package,
-            "target": row.target,
-            "abi": row.abi,
+            "op": row.op, "package": row.package, "target": row.target, "abi": row.abi,
             "version": __version__,
-        }
+        }  # fmt: skip
         what = Published(row.sha256, row.size, signed.decode(), labels)
         try:
             tiers.reach(
                 url, Store().root,
-                lambda tier, deadline: tier.write(row.name, each.file, what, deadline),
+                lambda tier, deadline: tier.write(row.name, file, what, deadline),
                 patience.COMMAND,
             )  # fmt: skip
         except (tiers.Down, Forbidden, Unusable) as error:

@@ -111,24 +111,19 @@ class Registry:
         )
 
     def published(self, name: str, deadline: Deadline) -> Published | None:
-        with self._client.request(
-            "GET", f"{self._v2}/manifests/{name}", deadline, headers={"Accept": MANIFEST},
-            scope=self._pull,
-        ) as response:  # fmt: skip
-            if response.status == 404:
-                return None
-            web.expect(response, 200)
-            return read_manifest(read_small(web.body_of(response, deadline)))
+        path = f"{self._v2}/manifests/{name}"
+        pieces = self._client.read(path, 0, deadline, accept=MANIFEST, scope=self._pull)
+        try:
+            return read_manifest(read_small(pieces))
+        except Absent:
+            return None
 
     def read(self, sha256: str, start: int, deadline: Deadline) -> Iterator[tuple[int, bytes]]:
-        headers = {"Range": f"bytes={start}-"} if start else {}
-        with self._client.request(
-            "GET", f"{self._v2}/blobs/sha256:{sha256}", deadline, headers=headers, scope=self._pull
-        ) as response:
-            if response.status == 404:
-                raise Absent(sha256)
-            web.expect(response, 200, 206)
-            yield from web.body_of(response, deadline, start)
+        try:
+            path = f"{self._v2}/blobs/sha256:{sha256}"
+            yield from self._client.read(path, start, deadline, scope=self._pull)
+        except Absent as error:
+            raise Absent(sha256) from error
 
     def write(self, name: str, file: str, what: Published, deadline: Deadline) -> None:
         # If several publish the same at once, docker-registry may tell one of them that a digest

@@ -16,7 +16,7 @@ import threading
 from typing import NamedTuple
 from urllib.parse import quote, urlencode, urljoin, urlsplit
 
-from opkiln.remote.tier import CHUNK, LARGEST_RECORD, Failure, Forbidden, Unreachable
+from opkiln.remote.tier import CHUNK, LARGEST_RECORD, Absent, Failure, Forbidden, Unreachable
 from opkiln.settings import settings
 
 TYPE_CHECKING = False
@@ -120,6 +120,25 @@ class Client:
             if not self._answer(challenge, scope, deadline):
                 raise self._login_refused(status)
         raise Unreachable(f"{_host(url)}: too many redirects")
+
+    def read(
+        self, url: str, start: int, deadline: Deadline, *, accept: str = "", scope: str = ""
+    ) -> Iterator[tuple[int, bytes]]:
+        """A file in pieces, each with its offset, from ``start`` on or from the beginning. Raises
+        Absent, and as ``request``."""
+        given = {"Range": f"bytes={start}-" if start else "", "Accept": accept}
+        headers = {name: text for name, text in given.items() if text}
+        with self.request("GET", url, deadline, headers=headers, scope=scope) as response:
+            if response.status in (404, 410):
+                raise Absent(url)
+            if response.status != 416 or not start:  # 416: there is nothing beyond ``start``
+                expect(response, 200, 206)
+                at = start if response.status == 206 else 0
+                for piece in _pieces(response.read1, deadline):
+                    yield at, piece
+                    at += len(piece)
+                return
+        yield from self.read(url, 0, deadline, accept=accept, scope=scope)
 
     def _login_refused(self, status: int) -> Unreachable:
         return Unreachable(self._refusal(status, self.base), self._hint)
@@ -319,16 +338,6 @@ def _pieces(read: Callable[[int], bytes], deadline: Deadline) -> Iterator[bytes]
     while piece := read(CHUNK):
         deadline.heard(len(piece))
         yield piece
-
-
-def body_of(
-    response: HTTPResponse, deadline: Deadline, start: int = 0
-) -> Iterator[tuple[int, bytes]]:
-    """The body of an answer to a request for a range, in pieces with their offsets."""
-    at = start if response.status == 206 else 0
-    for piece in _pieces(response.read1, deadline):
-        yield at, piece
-        at += len(piece)
 
 
 def expect(response: HTTPResponse, *statuses: int) -> None:
