@@ -6,6 +6,7 @@ user listed in ``OPKILN_STORE_LAYERS`` is trusted for any owner, unless everybod
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import threading
@@ -92,12 +93,8 @@ def _make(name: str, within: int | None = None) -> None:
     try:
         os.mkdir(name, 0o700, dir_fd=within)
     except FileExistsError:
-        return  # whatever it is, the caller opens and checks it
-    _give_to_owner(name, within)
-
-
-def _give_to_owner(name: str, within: int | None = None) -> None:
-    """Undo what a umask took from the owner of a directory that was just made."""
+        return  # whatever it is, the caller looks at it
+    # A umask may have taken something from its owner.
     found = os.stat(name, dir_fd=within, follow_symlinks=False)
     if stat.S_ISDIR(found.st_mode) and found.st_mode & 0o700 != 0o700:
         os.chmod(name, 0o700, dir_fd=within)
@@ -108,13 +105,9 @@ def make_private(path: str) -> None:
     if os.path.isdir(path):
         return
     make_private(os.path.dirname(path))
-    try:
-        os.mkdir(path, 0o700)
-    except FileExistsError:
-        if not os.path.isdir(path):
-            raise
-    else:
-        _give_to_owner(path)
+    _make(path)
+    if not os.path.isdir(path):
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
 
 
 # How many blocks of usable_by_owner() changed the umask, and what it was before. An RLock, because

@@ -108,20 +108,3 @@ def test_a_path_with_spaces_can_be_copied(tmp_path: Path) -> None:
     with pytest.raises(StoreError) as caught, archive.Bundle(path, listed=True):
         pass
     assert shlex.split(copyable(caught.value.hint))[-1] == path
-
-
-def test_the_members_below_a_directory_are_found_without_reading_all() -> None:
-    class Counted(str):
-        compared = 0
-
-        def __lt__(self, other: str) -> bool:
-            Counted.compared += 1
-            return str.__lt__(self, other)
-
-    leaves = sorted(f"v1/ops/a/op{number:05d}" for number in range(4000))
-    names = [f"{leaf}/{name}" for leaf in leaves for name in ("a", "b")]
-    bundle = archive.Bundle.__new__(archive.Bundle)
-    bundle.members = tuple(archive.Member(Counted(name), 0, "", 0) for name in names)
-    found = bundle.below(leaves[7])
-    assert [member.name for member in found] == names[14:16]
-    assert Counted.compared < 40

@@ -195,8 +195,7 @@ def opened(file: str, sha256: str = "", *, signed: bool = True) -> Iterator[Bund
 
 def _entries(bundle: Bundle) -> Iterator[tuple[str, dict[str, Any], dict[str, Member]]]:
     """(path, manifest, files) of each entry. Raises Damaged if its parts do not agree."""
-    for leaf in bundle.leaves():
-        files = bundle.files(leaf)
+    for leaf, files in bundle.index.entries.items():
         try:
             manifest = parse_manifest(bundle.read(files[MANIFEST]))
             parse_manifest(bundle.read(files[SIDECAR]), SIDECAR)

@@ -23,8 +23,6 @@ import os
 import re
 import shlex
 import stat
-from bisect import bisect_left
-from operator import attrgetter
 from zlib import crc32
 
 from opkiln.digest import LARGEST_BUNDLE, sha256_file
@@ -70,9 +68,7 @@ _CHUNK = 1 << 20
 # One part of a path. It cannot begin with a dot, so no path leads upward.
 _PART = r"[^/\0\\!.\n][^/\0\\!\n]{0,254}"
 _KEY = r"[0-9a-f]{40}"
-_MEMBER = re.compile(
-    rf"(?P<leaf>{LAYOUT}/ops/{_PART}/{_PART}/{_KEY}/{_KEY}/{_KEY})/(?P<file>{_PART})\Z"
-)
+_MEMBER = re.compile(rf"{LAYOUT}/ops/{_PART}/{_PART}/{_KEY}/{_KEY}/{_KEY}/{_PART}\Z")
 
 
 class Member(Record):
@@ -110,6 +106,7 @@ class Index(Record):
     """A bundle's index, and the signatures over it."""
 
     members: tuple[Member, ...]
+    entries: dict[str, dict[str, Member]]  # by path; their files by name
     sha256: str  # of the index; the signatures sign it
     end: int  # where the last entry ends
     signature: bytes  # empty if the bundle is not signed
@@ -155,7 +152,11 @@ def _read_index(path: str, fd: int, file_size: int) -> Index:
     expected = end + len(signed_tail([stored(name, 0, 0, 0) for name in names], end, signature))
     if expected != file_size:
         raise Damaged(f"it has {file_size} bytes; its index (SHA-256 {digest}) says {expected}")
-    return Index(members, digest, end, signature)
+    entries: dict[str, dict[str, Member]] = {}
+    for member in members:
+        leaf, _, file = member.name.rpartition("/")
+        entries.setdefault(leaf, {})[file] = member
+    return Index(members, entries, digest, end, signature)
 
 
 def _read_signature(fd: int, at: int) -> bytes:
@@ -235,7 +236,6 @@ class Bundle:
             if listed and (reason := fault(path, found, listed=True)):
                 raise StoreError(reason, hint=f"chmod o-w {shlex.quote(path)}")
             self.index = index(path, self._fd, found)
-            self.members = self.index.members
             if listed:
                 self.authenticate()
         except BaseException:
@@ -252,21 +252,6 @@ class Bundle:
         """The key that makes it trusted; empty if no key is required. Raises Untrusted."""
         signed = signatures.message(self.index.sha256)
         return signatures.require(self.path, signed, self.index.signature)
-
-    def below(self, prefix: str) -> list[Member]:
-        """The members below a directory of the bundle."""
-        by_name = attrgetter("name")
-        first = bisect_left(self.members, prefix + "/", key=by_name)
-        last = bisect_left(self.members, prefix + "0", key=by_name)  # the character after the slash
-        return list(self.members[first:last])
-
-    def leaves(self, prefix: str = LAYOUT) -> list[str]:
-        """The entries below a directory of the bundle, by path."""
-        return list(dict.fromkeys(m.name.rpartition("/")[0] for m in self.below(prefix)))
-
-    def files(self, leaf: str) -> dict[str, Member]:
-        """The files of an entry, by name."""
-        return {member.name.rpartition("/")[2]: member for member in self.below(leaf)}
 
     def read(self, member: Member) -> bytes:
         """The checked contents of a small member. Raises Damaged, OSError."""
@@ -297,12 +282,12 @@ class Bundle:
 
     def check(self) -> None:
         """Compare every byte of the file with the index. Raises Damaged, OSError."""
-        listing = index_of(member[:3] for member in self.members)
+        listing = index_of(member[:3] for member in self.index.members)
         headers = [stored(INDEX, len(listing), crc32(listing), 0)]
         head = local_header(headers[0]) + listing
         if os.pread(self._fd, len(head), 0) != head:
             raise Damaged(f"its index (SHA-256 {self.index.sha256}) has changed")
-        for member in self.members:
+        for member in self.index.members:
             crc, digest = 0, hashlib.sha256()
             for chunk in self._chunks(member):
                 crc = crc32(chunk, crc)
@@ -338,14 +323,14 @@ def leaves(path: str, distribution: str, op: str) -> list[str]:
     """An op's entries in a bundle that the user listed. Raises StoreError, Damaged, OSError."""
     place = f"{LAYOUT}/ops/{place_of(distribution, op)}"
     with Bundle(path, listed=True) as bundle:
-        return [f"{path}!{leaf}" for leaf in bundle.leaves(place)]
+        return [f"{path}!{leaf}" for leaf in bundle.index.entries if leaf.startswith(f"{place}/")]
 
 
 def manifest(leaf: str) -> dict[str, Any]:
     """An entry's manifest. Raises StoreError, KeyError, ValueError, OSError."""
     path, inner = _split(leaf)
     with Bundle(path, listed=True) as bundle:
-        return parse_manifest(bundle.read(bundle.files(inner)[MANIFEST]))
+        return parse_manifest(bundle.read(bundle.index.entries.get(inner, {})[MANIFEST]))
 
 
 def examine(
@@ -358,29 +343,23 @@ def examine(
     try:
         path, inner = _split(leaf)
         with Bundle(path, listed=True) as bundle:
-            return _examine(bundle, leaf, inner, places, hasher, own=own)
+            files = bundle.index.entries.get(inner, {})
+            found = parse_manifest(bundle.read(files[MANIFEST]))
+            if own:
+                if deps_key(found["deps"]) != inner.rpartition("/")[2]:
+                    raise ValueError("its name does not match its dependencies")
+                if changed := changes(found["deps"], None, places, hasher):
+                    return Refused(leaf, "; ".join(changed))
+            payload = files[found["payload"]]
+            if (payload.size, payload.sha256) != (found["size"], found["sha256"]):
+                raise ValueError("its index and its manifest disagree")
+            return Leaf(leaf, found, _in_memory(bundle, payload))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return Refused(leaf, f"damaged: {in_words(error)}", damaged=True)
     except StoreError as error:
         return Refused(leaf, error.what)
     except OSError as error:
         return Refused(leaf, f"unreadable: {error}")
-
-
-def _examine(
-    bundle: Bundle, leaf: str, inner: str, places: Mapping[str, str], hasher: Hasher, *, own: bool
-) -> Leaf | Refused:
-    files = bundle.files(inner)
-    found = parse_manifest(bundle.read(files[MANIFEST]))
-    if own:
-        if deps_key(found["deps"]) != inner.rpartition("/")[2]:
-            raise ValueError("its name does not match its dependencies")
-        if changed := changes(found["deps"], None, places, hasher):
-            return Refused(leaf, "; ".join(changed))
-    payload = files[found["payload"]]
-    if (payload.size, payload.sha256) != (found["size"], found["sha256"]):
-        return Refused(leaf, "damaged: its index and its manifest disagree", damaged=True)
-    return Leaf(leaf, found, _in_memory(bundle, payload))
 
 
 def _split(leaf: str) -> tuple[str, str]:

@@ -20,11 +20,7 @@ UNKEYED = ("root", "declared_by", "schemas", "emulated")
 
 def intent_key(spec: OpSpec, target: Target) -> str:
     """What to build: the author's declaration, and the target."""
-    return key("intent", intent_inputs(spec, target))
-
-
-def intent_inputs(spec: OpSpec, target: Target) -> tuple[Any, ...]:
-    return (declared(spec), tuple(target))
+    return key("intent", (declared(spec), tuple(target)))
 
 
 def spec_key(spec: OpSpec) -> str:
