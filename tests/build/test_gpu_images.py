@@ -14,8 +14,7 @@ from sample import pool
 from sample.toolkit import compile_once
 
 from opkiln.binary import elf
-from opkiln.binary.bundle import hip_images
-from opkiln.binary.fatbin import images
+from opkiln.binary.fatbin import hip_images, images
 from opkiln.errors import LoadError
 
 if TYPE_CHECKING:

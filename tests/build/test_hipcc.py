@@ -11,7 +11,7 @@ from sample import known, pool, wanted
 from sample.levels import X86_64, X86_V1
 
 from opkiln import get_builder, ops, plan, process, settings
-from opkiln.binary import bundle
+from opkiln.binary import fatbin
 from opkiln.build_model import DeviceCompiler, Target, Toolchain
 from opkiln.child import Completed
 from opkiln.model import ABI_NONE, PLAIN, ROCM, OpSpec
@@ -195,7 +195,7 @@ def test_fused_adam_is_translated_built_and_found_again_and_its_source_tree_is_u
     before = tree()
     op = get_builder("fused_adam", backend="rocm", archs="gfx90a").op()
     built = wanted.artifact(op)
-    assert bundle.hip_images(built.path) == ("gfx90a",)
+    assert fatbin.hip_images(built.path) == ("gfx90a",)
     assert tree() == before
     assert wanted.artifact(op) == built._replace(origin="store", compiled=0, seconds=0.0)
     assert steps.linked == 1

@@ -10,7 +10,7 @@ from instruction_sets import LEVELS, skip_unless_runnable
 from sample import child, wanted
 
 from opkiln import get_builder
-from opkiln.binary import bundle
+from opkiln.binary import fatbin
 from opkiln.errors import ToolchainError
 from opkiln.toolchain import hipcc
 
@@ -34,7 +34,7 @@ def test_it_builds_for_an_amd_gpu() -> None:
     if not hipcc.available():
         pytest.skip("no hipcc is installed: apt-get install hipcc")
     op = get_builder("fp_quantizer", backend="rocm", archs="gfx90a").op()
-    assert bundle.hip_images(wanted.artifact(op).path) == ("gfx90a",)
+    assert fatbin.hip_images(wanted.artifact(op).path) == ("gfx90a",)
 
 
 @pytest.mark.slow

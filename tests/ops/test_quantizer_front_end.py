@@ -13,7 +13,7 @@ from sample import child, wanted
 from torch import Tensor
 
 from opkiln import get_builder, ops, quant
-from opkiln.binary import bundle
+from opkiln.binary import fatbin
 from opkiln.errors import ToolchainError, UsageError
 from opkiln.ops.quantizer import quantize as front
 from opkiln.ops.quantizer import reference
@@ -337,7 +337,7 @@ def test_it_is_translated_and_built_for_an_amd_gpu(name: str) -> None:
         pytest.skip("torch is not installed, and hipify is a part of it")
     sources = sorted((Path(ops.__file__).parent / name).iterdir())
     built = wanted.artifact(get_builder(name, backend="rocm", archs="gfx90a").op())
-    assert bundle.hip_images(built.path) == ("gfx90a",)
+    assert fatbin.hip_images(built.path) == ("gfx90a",)
     assert sorted((Path(ops.__file__).parent / name).iterdir()) == sources
 
 

@@ -28,8 +28,7 @@ from sample.binaries import (
 from sample.levels import AARCH64, X86_64
 
 from opkiln.binary import elf
-from opkiln.binary.bundle import hip_images
-from opkiln.binary.fatbin import images
+from opkiln.binary.fatbin import hip_images, images
 from opkiln.binary.source import opened
 from opkiln.errors import LoadError
 

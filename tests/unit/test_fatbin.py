@@ -21,8 +21,7 @@ from sample.binaries import (
     packed,
 )
 
-from opkiln.binary.bundle import hip_images
-from opkiln.binary.fatbin import images
+from opkiln.binary.fatbin import hip_images, images
 from opkiln.errors import LoadError
 
 

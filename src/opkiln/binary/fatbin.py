@@ -1,4 +1,4 @@
-"""Names the GPU images of NVIDIA fat binaries.
+"""Names the GPU images of NVIDIA fat binaries, and of HIP libraries.
 
 nvcc puts one container per translation unit into ``.nv_fatbin``. The linker concatenates them. A
 container is a header and entries. An entry is a header and an image: PTX, a cubin or LTO
@@ -13,13 +13,14 @@ from __future__ import annotations
 from struct import Struct
 
 from opkiln.binary import elf
-from opkiln.binary.source import opened
+from opkiln.binary.source import Source, opened
+from opkiln.errors import LoadError
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from opkiln.binary.source import File, Source
+    from opkiln.binary.source import File
 
 _CONTAINER = Struct("<IHHQ")  # magic, version, size of this header, size of all entries
 _ENTRY = Struct("<HHIQ12xI8xQ")  # kind, version, sizes of its header and image, arch, flags
@@ -88,3 +89,128 @@ def _entries(source: Source, at: int, what: str) -> Iterator[tuple[int, int, str
                 )
             yield kind, number, mark
         at += header + size
+
+
+# HIP: clang's offload bundles in ``.hip_fatbin``. A bundle begins with a table of (offset, size,
+# target id). One entry, which is empty, is the host's. ``--offload-compress`` packs the whole
+# bundle; then the table is at the beginning of the unpacked data.
+
+_BUNDLE_MAGIC = b"__CLANG_OFFLOAD_BUNDLE__"
+_COUNT = Struct("<Q")
+_BUNDLE_ENTRY = Struct("<QQQ")  # offset, size, length of the target id that follows
+_LONGEST_ID = 4096
+
+_PACKED_MAGIC = b"CCOB"
+_PACKED = Struct("<4sHH")  # magic, version, method
+# By version: the sizes of the packed bundle and of the unpacked data, then an 8-byte hash.
+_PACKED_SIZES = {2: Struct("<II8x"), 3: Struct("<QQ8x")}
+_ZLIB, _ZSTD = 0, 1
+# How much of a packed bundle is unpacked to read its table, in bytes.
+_LARGEST_TABLE = 1 << 20
+
+
+def hip_images(file: File) -> tuple[str, ...]:
+    """The AMD targets that a file contains code for: ``("gfx90a:sramecc+", "gfx1030")``.
+
+    In numeric order, without duplicates; empty if there are none. Raises LoadError if the file is
+    not an ELF file, is damaged, or has bundles that are packed with zstd.
+    """
+    found: set[str] = set()
+    with opened(file) as source:
+        for start, inside in elf.sections(source, ".hip_fatbin"):
+            found |= _bundles(inside, start, "section .hip_fatbin")
+    return tuple(sorted(found, key=lambda target: (len(target.partition(":")[0]), target)))
+
+
+def _bundles(source: Source, at: int, what: str) -> set[str]:
+    found: set[str] = set()
+    while (at := source.past_padding(at, what)) < source.size:
+        magic = source.read(at, min(len(_BUNDLE_MAGIC), source.size - at), what)
+        if magic == _BUNDLE_MAGIC:
+            targets, at = _table(source, at, source.size, what)
+        elif magic.startswith(_PACKED_MAGIC):
+            targets, at = _packed(source, at, what)
+        else:
+            raise source.damaged(
+                f"{what}: {magic[:8]!r} at {at:#x} is not the start of an offload bundle"
+            )
+        found |= targets
+    return found
+
+
+def _table(source: Source, start: int, end: int, what: str) -> tuple[set[str], int]:
+    """(targets, end) of the bundle at ``start``, which must not reach past ``end``."""
+    at = start + len(_BUNDLE_MAGIC)
+    (count,) = source.unpack(_COUNT, at, what)
+    at += _COUNT.size
+    if at + count * _BUNDLE_ENTRY.size > end:
+        raise source.damaged(f"{what}: no room for the {count} images at {start:#x}")
+    after = at
+    targets = set()
+    for _ in range(count):
+        offset, size, length = source.unpack(_BUNDLE_ENTRY, at, what)
+        if start + offset + size > end or length > _LONGEST_ID:
+            raise source.damaged(f"{what}: the image at {at:#x} is not inside the bundle")
+        at += _BUNDLE_ENTRY.size
+        target = _target(source.read(at, length, what))
+        if target is None:
+            raise source.damaged(f"{what}: no target id at {at:#x}")
+        targets.add(target)
+        at += length
+        after = max(after, at, start + offset + size)
+    return targets - {""}, after
+
+
+def _target(words: bytes) -> str | None:
+    """``gfx90a:xnack-`` for ``hipv4-amdgcn-amd-amdhsa--gfx90a:xnack-``; empty for the host's entry,
+    None for an invalid one."""
+    text = words.decode("ascii", "replace")
+    if not text.isascii() or not text.isprintable():
+        return None
+    if text.startswith("host-"):
+        return ""
+    # The kind, the four parts of the triple, and a target that may itself contain dashes.
+    parts = text.split("-", 5)
+    return parts[5] if len(parts) == 6 and parts[5] else None
+
+
+def _packed(source: Source, start: int, what: str) -> tuple[set[str], int]:
+    """(targets, end) of the packed bundle at ``start``."""
+    _, version, method = source.unpack(_PACKED, start, what)
+    sizes = _PACKED_SIZES.get(version)
+    if sizes is None:
+        raise source.damaged(f"{what}: packed bundle at {start:#x} has unknown version {version}")
+    packed, unpacked = source.unpack(sizes, start + _PACKED.size, what)
+    body = start + _PACKED.size + sizes.size
+    after = start + packed
+    if not body <= after <= source.size:
+        raise source.damaged(f"{what}: packed bundle at {start:#x} cannot have {packed} bytes")
+    if method == _ZSTD:
+        raise LoadError(
+            f"{source.name} has HIP images packed with zstd, which cannot be listed",
+            why=f"{what}: packed bundle at {start:#x}",
+            hint="compile with --no-offload-compress",
+        )
+    if method != _ZLIB:
+        raise source.damaged(f"{what}: packed bundle at {start:#x} has unknown method {method}")
+    table = _inflated(source.until(after), body, what)
+    inside = Source(source.name, len(table), held=table)
+    if inside.read(0, len(_BUNDLE_MAGIC), f"{what}: packed bundle") != _BUNDLE_MAGIC:
+        raise source.damaged(f"{what}: packed bundle at {start:#x} unpacks to something else")
+    targets, _ = _table(inside, 0, unpacked, f"{what}: packed bundle")
+    return targets, after
+
+
+def _inflated(source: Source, at: int, what: str) -> bytes:
+    import zlib
+
+    stream = zlib.decompressobj()
+    data = b""
+    while at < source.size and len(data) < _LARGEST_TABLE and not stream.eof:
+        piece = source.read(at, min(1 << 16, source.size - at), what)
+        at += len(piece)
+        try:
+            data += stream.decompress(piece, _LARGEST_TABLE - len(data))
+        except zlib.error as error:
+            raise source.damaged(f"{what}: packed bundle: {error}") from error
+    return data

@@ -32,12 +32,8 @@ def of(path: str, plan: Plan) -> dict[str, Any]:
 
 
 def _images(path: str, backend: str) -> tuple[str, ...]:
-    if backend == CUDA:
-        from opkiln.binary import fatbin
+    if backend not in (CUDA, ROCM):
+        return ()
+    from opkiln.binary import fatbin
 
-        return fatbin.images(path)
-    if backend == ROCM:
-        from opkiln.binary import bundle
-
-        return bundle.hip_images(path)
-    return ()
+    return fatbin.images(path) if backend == CUDA else fatbin.hip_images(path)

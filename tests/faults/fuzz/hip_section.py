@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sample import binaries
 
-from opkiln.binary.bundle import hip_images
+from opkiln.binary.fatbin import hip_images
 from opkiln.errors import LoadError
 
 
