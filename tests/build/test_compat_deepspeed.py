@@ -10,7 +10,7 @@ import torch
 from deepspeed_given import warm  # noqa: F401 (a fixture)
 from torch import Tensor
 
-from opkiln.compat.deepspeed.modules import ByteTensors
+from opkiln.compat.deepspeed.layers import ByteTensors
 from opkiln.compat.deepspeed.optimizers import (
     CPUAdagrad,
     CPUAdam,

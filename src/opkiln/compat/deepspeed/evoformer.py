@@ -12,17 +12,11 @@ lengths that DeepSpeed refuses, of up to 16.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from opkiln.compat.deepspeed.modules import OpModule
+from opkiln.compat.deepspeed.modules import OpModule, likely_device
 from opkiln.ops.evoformer_attn.functions import evoformer_attention, evoformer_attention_backward
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 class EvoformerAttention(OpModule):
@@ -31,10 +25,8 @@ class EvoformerAttention(OpModule):
 
     NAME = "evoformer_attn"
 
-    def __init__(self, rest: Callable[[], Any] | None = None) -> None:
-        super().__init__(rest)
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        evoformer_attention.load(device, dtype="bfloat16")
+    def _load(self) -> None:
+        evoformer_attention.load(likely_device(), dtype="bfloat16")
 
     @torch.no_grad()
     def attention(

@@ -20,54 +20,16 @@ end (``softmax_fp16``). Here a tensor's own dtype decides, whatever the name. Th
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from opkiln.compat.deepspeed import inference_matmuls as matmuls
 from opkiln.compat.deepspeed import inference_pieces as pieces
 from opkiln.compat.deepspeed.inference_context import InferenceContext
-from opkiln.compat.deepspeed.modules import OpModule
+from opkiln.compat.deepspeed.modules import OpModule, likely_device
 from opkiln.ops.mixed_gemm import core as fp6
 from opkiln.ops.transformer_inference import core
-from opkiln.ops.transformer_inference.functions import layer_norm
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-TYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-
-_ONCE: tuple[Callable[..., Any], ...] = (
-    pieces.layer_norm,
-    pieces._layer_norm_residual,
-    pieces.layer_norm_residual_store_pre_ln_res,
-    pieces.rms_norm,
-    pieces.pre_rms_norm,
-    pieces.gated_activation,
-    pieces._vector_add,
-    pieces.moe_res_matmul,
-    pieces.apply_rotary_pos_emb,
-)
-_EACH_TYPE: tuple[Callable[..., Any], ...] = (
-    pieces.bias_add,
-    pieces.bias_gelu,
-    pieces.bias_relu,
-    pieces.bias_residual,
-    pieces.residual_add_bias,
-    pieces.softmax,
-    matmuls.qkv_gemm,
-    matmuls.rms_qkv_gemm,
-    matmuls.mlp_gemm,
-    matmuls.rms_mlp_gemm,
-    matmuls.vector_matmul,
-    matmuls.linear_layer,
-    matmuls.fused_gemm_gelu,
-    matmuls.einsum_sec_sm_ecm,
-    matmuls.add_padding,
-    matmuls.pad_transform,
-)
+from opkiln.ops.transformer_inference import functions as ops
 
 
 class TransformerInference(OpModule):
@@ -75,33 +37,9 @@ class TransformerInference(OpModule):
 
     NAME = "transformer_inference"
 
-    def __init__(self, rest: Callable[[], Any] | None = None) -> None:
-        super().__init__(rest)
-        _load()
-        for function in _ONCE:
-            self._bind(function.__name__, function)
-        for function in _EACH_TYPE:
-            for name in TYPES:
-                self._bind(f"{function.__name__}_{name}", function)
-        for name, dtype in TYPES.items():
-            self._bind(f"dequantize_{name}", matmuls.dequantize(dtype))
-        context = InferenceContext()
-        for function in (
-            context.release_workspace,
-            context.retake_workspace,
-            context.reset_cache,
-        ):
-            self._bind(function.__name__, function)
-        for name in TYPES:
-            self._bind(f"allocate_workspace_{name}", context.allocate_workspace)
-            self._bind(f"repeat_kv_cache_{name}", context.repeat_kv_cache)
-            self._bind(f"softmax_context_{name}", context.softmax_context)
-        self._bind("softmax_context_int8", matmuls.softmax_context_int8)
-        self._bind("vector_matmul_int8", matmuls.vector_matmul)
-        self._bind("fused_gemm_gelu_int8", matmuls.fused_gemm_gelu)
-
-    def _bind(self, name: str, function: Callable[..., Any]) -> None:
-        setattr(self, name, torch.no_grad()(function))
+    def _load(self) -> None:
+        ops.layer_norm.load(likely_device())
+        self._take(matmuls, pieces, InferenceContext(), ops)
 
 
 class InferenceCore(OpModule):
@@ -109,22 +47,9 @@ class InferenceCore(OpModule):
 
     NAME = "inference_core_ops"
 
-    def __init__(self, rest: Callable[[], Any] | None = None) -> None:
-        super().__init__(rest)
-        _load()
-        for function in (
-            core.bias_activation,
-            core.gated_activation,
-            core.layer_norm,
-            core.pre_layer_norm,
-            core.post_layer_norm,
-            core.rms_norm,
-            core.rms_pre_norm,
-            core.blas_linear,
-            fp6.cuda_wf6af16_linear,
-            fp6.preprocess_weight,
-        ):
-            setattr(self, function.__name__, function)
+    def _load(self) -> None:
+        ops.layer_norm.load(likely_device())
+        self._take(core, fp6, no_grad=False)
 
     @torch.no_grad()
     def blas_4d_matmul(self, C: Tensor, B: Tensor, A: Tensor) -> None:  # noqa: N803 (DeepSpeed's names)
@@ -134,8 +59,3 @@ class InferenceCore(OpModule):
 
     def create_handle(self) -> None:
         """Nothing: torch has a handle for its BLAS."""
-
-
-def _load() -> None:
-    """Load the library for the device where DeepSpeed's tensors will be."""
-    layer_norm.load("cuda" if torch.cuda.is_available() else "cpu")

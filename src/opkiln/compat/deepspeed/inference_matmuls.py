@@ -6,6 +6,9 @@ Weights are [inputs, outputs], or [outputs, inputs] if ``transposed_mode``. int8
 
 from __future__ import annotations
 
+from functools import partial
+
+import torch
 from torch import Tensor
 from torch.nn import functional
 
@@ -18,12 +21,6 @@ from opkiln.compat.deepspeed.inference_pieces import (
     softmax,
 )
 from opkiln.ops.transformer_inference import functions as ops
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    import torch
 
 
 def vector_matmul(
@@ -230,13 +227,13 @@ def pad_transform(
 _add_padding = add_padding  # pad_transform has an argument of this name
 
 
-def dequantize(dtype: torch.dtype) -> Callable[[Tensor, Tensor, int], Tensor]:
-    """``dequantize_fp16`` and its like."""
+def _dequantize(dtype: torch.dtype, weight: Tensor, qscale: Tensor, groups: int) -> Tensor:
+    return ops.dequantize_int8(weight, qscale.reshape(-1)[:groups], dtype)
 
-    def dequantized(weight: Tensor, qscale: Tensor, groups: int) -> Tensor:
-        return ops.dequantize_int8(weight, qscale.reshape(-1)[:groups], dtype)
 
-    return dequantized
+dequantize_fp32 = partial(_dequantize, torch.float32)
+dequantize_fp16 = partial(_dequantize, torch.float16)
+dequantize_bf16 = partial(_dequantize, torch.bfloat16)
 
 
 def _linear(

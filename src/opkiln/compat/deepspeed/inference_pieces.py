@@ -18,12 +18,8 @@ GELU, RELU, GATED_GELU, GATED_SILU = 1, 2, 3, 4  # DeepSpeed's ActivationFuncTyp
 # Norms
 
 
-def layer_norm(input: Tensor, gamma: Tensor, beta: Tensor, epsilon: float) -> Tensor:  # noqa: A002 (DeepSpeed's name)
-    return ops.layer_norm(input, gamma, beta, epsilon)
-
-
 def _layer_norm_residual(
-    input: Tensor,  # noqa: A002
+    input: Tensor,  # noqa: A002 (DeepSpeed's name)
     bias: Tensor,
     residual: Tensor,
     gamma: Tensor,
@@ -43,10 +39,6 @@ def layer_norm_residual_store_pre_ln_res(
 ) -> list[Tensor]:
     """The norm of the sum, and the sum."""
     return list(ops.pre_layer_norm(input, residual, gamma, beta, bias, epsilon))
-
-
-def rms_norm(input: Tensor, gamma: Tensor, epsilon: float) -> Tensor:  # noqa: A002
-    return ops.rms_norm(input, gamma, epsilon)
 
 
 def pre_rms_norm(input: Tensor, residual: Tensor, gamma: Tensor, epsilon: float) -> list[Tensor]:  # noqa: A002

@@ -1,4 +1,4 @@
-"""DeepSpeed's modules ``random_ltd`` and ``spatial_inference``, over opkiln's ops of these names.
+"""DeepSpeed's modules ``random_ltd``, ``spatial_inference`` and ``utils``, over opkiln's ops.
 
 Results equal DeepSpeed's, with these differences:
 
@@ -9,23 +9,23 @@ Results equal DeepSpeed's, with these differences:
 - ``mask_gather_bert`` takes each layer's own indices. DeepSpeed's kernel takes those of the first
   layer for all; DeepSpeed's Python code does not call it.
 
-As in DeepSpeed, no function has a gradient: its front ends have autograd functions of their own.
+As in DeepSpeed, no function on tokens or images has a gradient: its front ends have autograd
+functions of their own.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from opkiln.compat.deepspeed.modules import OpModule
+from opkiln.compat.deepspeed.modules import OpModule, likely_device
 from opkiln.ops.random_ltd import functions as tokens
 from opkiln.ops.spatial_inference.functions import spatial_bias_add
+from opkiln.ops.utils import flatten as lists
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Sequence
 
 
 class RandomLTD(OpModule):
@@ -33,22 +33,15 @@ class RandomLTD(OpModule):
 
     NAME = "random_ltd"
 
-    def __init__(self, rest: Callable[[], Any] | None = None) -> None:
-        super().__init__(rest)
-        tokens.token_sort.load(_device())
+    def _load(self) -> None:
+        tokens.token_sort.load(likely_device())
+        self._take(tokens)
 
     @torch.no_grad()
     def token_sort_(self, unsorted_token_ids: Tensor, original_tokens: int) -> Tensor:
         """Sort each row ([layers, batch, kept]) in place. Returns the same tensor."""
         tokens.token_sort_(unsorted_token_ids, original_tokens)
         return unsorted_token_ids
-
-    @torch.no_grad()
-    def token_gather(
-        self, activations: Tensor, sorted_indices: Tensor, batch_first: bool
-    ) -> Tensor:
-        """The activations ([N, S, C] or [S, N, C]) at the indices ([N, kept])."""
-        return tokens.token_gather(activations, sorted_indices, batch_first)
 
     @torch.no_grad()
     def token_scatter_(
@@ -62,48 +55,42 @@ class RandomLTD(OpModule):
         tokens.token_scatter_(all_activations, layer_activations, sorted_indices, batch_first)
         return all_activations
 
-    @torch.no_grad()
-    def mask_gather_bert(self, dense_mask: Tensor, sorted_indices: Tensor) -> Tensor:
-        """A mask ([N, 1, S, S]) for each layer's tokens ([layers, N, kept])."""
-        return tokens.mask_gather_bert(dense_mask, sorted_indices)
-
-    @torch.no_grad()
-    def mask_gather_gpt(self, dense_mask: Tensor, truncated_seq_len: int) -> Tensor:
-        """A causal mask ([N, 1, S, S]) for so many tokens."""
-        return tokens.mask_gather_gpt(dense_mask, truncated_seq_len)
-
 
 class SpatialInference(OpModule):
     """``spatial_inference``: biases and residuals of images with channels last, or [N, S, C]."""
 
     NAME = "spatial_inference"
 
-    def __init__(self, rest: Callable[[], Any] | None = None) -> None:
-        super().__init__(rest)
-        spatial_bias_add.load(_device())
+    def _load(self) -> None:
+        spatial_bias_add.load(likely_device())
 
     @torch.no_grad()
-    def nhwc_bias_add(self, input: Tensor, bias: Tensor) -> Tensor:  # noqa: A002 (DeepSpeed's name)
-        """``input + bias``"""
-        return spatial_bias_add(input, bias)
+    def nhwc_bias_add(self, *given: Tensor) -> Tensor:
+        """The sum of an image, its bias and, by the other names, another image and its bias."""
+        return spatial_bias_add(*given)
 
-    @torch.no_grad()
-    def nhwc_bias_add_add(self, input: Tensor, bias: Tensor, other: Tensor) -> Tensor:  # noqa: A002
-        """``input + bias + other``"""
-        return spatial_bias_add(input, bias, other)
-
-    @torch.no_grad()
-    def nhwc_bias_add_bias_add(
-        self,
-        input: Tensor,  # noqa: A002
-        bias: Tensor,
-        other: Tensor,
-        other_bias: Tensor,
-    ) -> Tensor:
-        """``(input + bias) + (other + other_bias)``"""
-        return spatial_bias_add(input, bias, other, other_bias)
+    nhwc_bias_add_add = nhwc_bias_add_bias_add = nhwc_bias_add
 
 
-def _device() -> str:
-    """Where DeepSpeed's tensors will be: the library for that device is loaded at once."""
-    return "cuda" if torch.cuda.is_available() else "cpu"
+class ByteTensors(OpModule):
+    """``utils``: tensors as bytes, and lists of tensors as one tensor.
+
+    Only earlier releases of DeepSpeed have ``flatten`` and ``unflatten``.
+    """
+
+    NAME = "utils"
+
+    def _load(self) -> None:
+        self._take(lists, no_grad=False)
+
+    def cast_to_byte_tensor(self, src_tensor: Tensor | Sequence[Tensor]) -> Tensor | list[Tensor]:
+        """The memory of a tensor, or of each of several, as bytes in one dimension. Nothing is
+        copied."""
+        if not isinstance(src_tensor, Tensor):
+            return [_bytes_of(each) for each in src_tensor]
+        return _bytes_of(src_tensor)
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    # DeepSpeed returns a tensor of at most one byte as it is.
+    return tensor if tensor.nbytes <= 1 else lists.byte_view(tensor)

@@ -1,4 +1,4 @@
-"""The stand-in for one of DeepSpeed's extension modules, and the smallest of them, ``utils``."""
+"""The stand-in for one of DeepSpeed's extension modules."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ from fnmatch import fnmatchcase
 from types import ModuleType
 from typing import Any, ClassVar
 
+import torch
+
+from opkiln.compat.deepspeed.table import MODULES
 from opkiln.errors import OpkilnError, UnservedFunction, UsageError
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from torch import Tensor
+    from collections.abc import Callable
 
 
 class OpModule(ModuleType):
@@ -30,6 +31,23 @@ class OpModule(ModuleType):
         super().__init__(self.NAME, self.__doc__)
         self._build_rest = rest
         self._rest: Any = None
+        self._load()
+
+    def _load(self) -> None:
+        """Load the op's library, and take the functions that are not methods."""
+
+    def _take(self, *homes: Any, no_grad: bool = True) -> None:
+        """Take those functions of the table that are not methods from the first of ``homes`` that
+        has them. One for a dtype (``softmax_fp16``) may be there without it: a tensor's own dtype
+        decides, whatever the name."""
+        for name in MODULES[self.NAME].functions:
+            if hasattr(type(self), name):
+                continue
+            names = (name, name.rpartition("_")[0])
+            function = next(
+                getattr(home, each) for each in names for home in homes if hasattr(home, each)
+            )
+            setattr(self, name, torch.no_grad()(function) if no_grad else function)
 
     def __getattr__(self, name: str) -> Any:
         # Front ends ask for names that no module has (`CUDA_IMPL`). These must not build anything.
@@ -64,34 +82,6 @@ class OpModule(ModuleType):
         return self._rest
 
 
-class ByteTensors(OpModule):
-    """``utils``: tensors as bytes, and lists of tensors as one tensor.
-
-    Only earlier releases of DeepSpeed have ``flatten`` and ``unflatten``.
-    """
-
-    NAME = "utils"
-
-    def cast_to_byte_tensor(self, src_tensor: Tensor | Sequence[Tensor]) -> Tensor | list[Tensor]:
-        """The memory of a tensor, or of each of several, as bytes in one dimension. Nothing is
-        copied."""
-        from torch import Tensor
-
-        from opkiln.ops.utils.flatten import byte_view
-
-        if isinstance(src_tensor, Tensor):
-            # DeepSpeed returns a tensor of at most one byte as it is.
-            return src_tensor if src_tensor.nbytes <= 1 else byte_view(src_tensor)
-        return [tensor if tensor.nbytes <= 1 else byte_view(tensor) for tensor in src_tensor]
-
-    def flatten(self, tensors: Sequence[Tensor]) -> Tensor:
-        """A new tensor of one dimension with the elements of all tensors."""
-        from opkiln.ops.utils.flatten import flatten
-
-        return flatten(tensors)
-
-    def unflatten(self, flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Views of ``flat`` with the shapes of the tensors."""
-        from opkiln.ops.utils.flatten import unflatten
-
-        return unflatten(flat, tensors)
+def likely_device() -> str:
+    """Where DeepSpeed's tensors will be: the library for that device is loaded at once."""
+    return "cuda" if torch.cuda.is_available() else "cpu"

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import logging
 import math
+from functools import partialmethod
+from itertools import chain
 from typing import Any
 
 import torch
@@ -21,9 +23,8 @@ from torch import Tensor
 
 from opkiln.compat.deepspeed.modules import OpModule
 from opkiln.errors import UsageError
-from opkiln.model import CPU
 from opkiln.optimizing.op_calls import call_in_place, lay_out_alike
-from opkiln.registry import get_builder
+from opkiln.registry import ALL_OPS, get_builder
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -38,8 +39,7 @@ _log = logging.getLogger("opkiln.deepspeed")
 class _HostOptimizers(OpModule):
     """The op's functions, and the optimizers by their numbers, with the arguments of each."""
 
-    def __init__(self, rest: Callable[[], Any] | None = None) -> None:
-        super().__init__(rest)
+    def _load(self) -> None:
         self._ops: Any = get_builder(self.NAME).load()
         self._made: dict[int, tuple[Any, ...]] = {}
 
@@ -101,47 +101,30 @@ class CPUAdam(_HostOptimizers):
                 module.create_adam(optimizer_id, *given, False)
         return module
 
-    def adam_update(
-        self, optimizer_id: int, step: int, lr: float, beta1: float, beta2: float, epsilon: float,
-        weight_decay: float, bias_correction: bool, params: Tensor, grads: Tensor, exp_avg: Tensor,
-        exp_avg_sq: Tensor,
-    ) -> int:  # fmt: skip
-        """Make the ``step``-th step (the first is 1), in place."""
-        return self._step(
-            self._ops.cpu_adam_, optimizer_id, step, lr, beta1, beta2, epsilon, weight_decay,
-            bias_correction, params, grads, exp_avg, exp_avg_sq,
-        )  # fmt: skip
-
-    def adam_rollback(
-        self, optimizer_id: int, step: int, lr: float, beta1: float, beta2: float, epsilon: float,
-        weight_decay: float, bias_correction: bool, params: Tensor, grads: Tensor, exp_avg: Tensor,
-        exp_avg_sq: Tensor,
-    ) -> int:  # fmt: skip
-        """Undo the ``step``-th step in place. The arguments must be those of that step."""
-        return self._step(
-            self._ops.cpu_adam_rollback_, optimizer_id, step, lr, beta1, beta2, epsilon,
-            weight_decay, bias_correction, params, grads, exp_avg, exp_avg_sq,
-        )  # fmt: skip
-
     def _step(
-        self, op: Callable[..., None], optimizer_id: int, step: int, lr: float, beta1: float,
-        beta2: float, epsilon: float, weight_decay: float, bias_correction: bool, params: Tensor,
-        grads: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor,
+        self, op: str, optimizer_id: int, step: int, lr: float, beta1: float, beta2: float,
+        epsilon: float, weight_decay: float, bias_correction: bool, params: Tensor, grads: Tensor,
+        exp_avg: Tensor, exp_avg_sq: Tensor,
     ) -> int:  # fmt: skip
+        """Make or undo the ``step``-th step (the first is 1), in place. To undo it, the arguments
+        must be those of that step."""
         hyper = {
-            "step": int(step),
-            "lr": float(lr),
-            "beta1": float(beta1),
-            "beta2": float(beta2),
-            "eps": float(epsilon),
-            "weight_decay": float(weight_decay),
+            "step": step,
+            "lr": lr,
+            "beta1": beta1,
+            "beta2": beta2,
+            "eps": epsilon,
+            "weight_decay": weight_decay,
             "adamw_mode": self._of(optimizer_id)[-1],
             "bias_correction": bool(bias_correction),
             "maximize": False,
             "grad_scale": 1.0,
         }
-        _make_step(op, [params], [grads], [[exp_avg], [exp_avg_sq]], [[]], hyper)
-        return 0
+        made = getattr(self._ops, op)
+        return _make_step(made, [params], [grads], [[exp_avg], [exp_avg_sq]], [[]], hyper)
+
+    adam_update = partialmethod(_step, "cpu_adam_")
+    adam_rollback = partialmethod(_step, "cpu_adam_rollback_")
 
 
 class CPUAdagrad(_HostOptimizers):
@@ -169,16 +152,15 @@ class CPUAdagrad(_HostOptimizers):
         """Make the ``step``-th step (the first is 1), in place; the gradients stay as they are."""
         self._of(optimizer_id)
         hyper = {
-            "step": int(step),
-            "lr": float(lr),
+            "step": step,
+            "lr": lr,
             "lr_decay": 0.0,
-            "eps": float(epsilon),
-            "weight_decay": float(weight_decay),
+            "eps": epsilon,
+            "weight_decay": weight_decay,
             "maximize": False,
             "grad_scale": 1.0,
         }
-        _make_step(self._ops.cpu_adagrad_, [params], [grads], [[exp_avg_sq]], [[]], hyper)
-        return 0
+        return _make_step(self._ops.cpu_adagrad_, [params], [grads], [[exp_avg_sq]], [[]], hyper)
 
 
 class CPULion(_HostOptimizers):
@@ -207,15 +189,14 @@ class CPULion(_HostOptimizers):
         """Make a step, in place."""
         self._of(optimizer_id)
         hyper = {
-            "lr": float(lr),
-            "beta1": float(beta1),
-            "beta2": float(beta2),
-            "weight_decay": float(weight_decay),
+            "lr": lr,
+            "beta1": beta1,
+            "beta2": beta2,
+            "weight_decay": weight_decay,
             "maximize": False,
             "grad_scale": 1.0,
         }
-        _make_step(self._ops.cpu_lion_, [params], [grads], [[exp_avg]], [[]], hyper)
-        return 0
+        return _make_step(self._ops.cpu_lion_, [params], [grads], [[exp_avg]], [[]], hyper)
 
 
 # Over lists of tensors
@@ -224,17 +205,11 @@ class CPULion(_HostOptimizers):
 class _FusedOptimizers(OpModule):
     """The op's functions, loaded for each type of device on first use."""
 
-    def __init__(self, rest: Callable[[], Any] | None = None) -> None:
-        super().__init__(rest)
-        self._loaded: dict[str, Any] = {}
-        self._ops("cpu" if get_builder(self.NAME).backend == CPU else "cuda")
+    def _load(self) -> None:
+        self._functions = ALL_OPS[self.NAME].functions
+        self._functions()
 
-    def _ops(self, device: str) -> Any:
-        if device not in self._loaded:
-            backend = "rocm" if device == "cuda" and torch.version.hip is not None else device
-            self._loaded[device] = get_builder(self.NAME, backend=backend).load()
-        return self._loaded[device]
-
+    @torch.no_grad()
     def _step(
         self,
         params: list[Tensor],
@@ -245,18 +220,11 @@ class _FusedOptimizers(OpModule):
         hyper: dict[str, Any],
     ) -> None:
         device = params[0].device
-        op = getattr(self._ops(device.type), f"{self.NAME}_")
+        op = getattr(self._functions(device.type), f"{self.NAME}_")
         made = torch.full((), step - 1, dtype=torch.float32, device=device)
-        with torch.no_grad():
-            wide = [
-                [state if state.dtype == torch.float32 else state.float() for state in row]
-                for row in states
-            ]
-            _make_step(op, params, grads, wide, [[], [made], *more], hyper)
-            for row, were in zip(wide, states, strict=True):
-                for state, was in zip(row, were, strict=True):
-                    if state is not was:
-                        was.copy_(state)
+        wide = [[state.float() for state in row] for row in states]  # itself, if it is fp32
+        _make_step(op, params, grads, wide, [[], [made], *more], hyper)
+        _store(wide, states)
 
 
 class FusedAdam(_FusedOptimizers):
@@ -276,16 +244,16 @@ class FusedAdam(_FusedOptimizers):
         if not params:
             return
         hyper = {
-            "lr": float(lr),
-            "beta1": float(beta1),
-            "beta2": float(beta2),
-            "eps": float(epsilon),
-            "weight_decay": float(weight_decay),
+            "lr": lr,
+            "beta1": beta1,
+            "beta2": beta2,
+            "eps": epsilon,
+            "weight_decay": weight_decay,
             "adamw_mode": mode == 1,
             "bias_correction": bool(bias_correction),
             "maximize": False,
         }
-        self._step(list(params), list(grads), [exp_avgs, exp_avg_sqs], int(step), [], hyper)
+        self._step(list(params), list(grads), [exp_avgs, exp_avg_sqs], step, [], hyper)
 
 
 class FusedLion(_FusedOptimizers):
@@ -304,13 +272,13 @@ class FusedLion(_FusedOptimizers):
         if not params:
             return
         hyper = {
-            "lr": float(lr),
-            "beta1": float(beta1),
-            "beta2": float(beta2),
-            "weight_decay": float(weight_decay),
+            "lr": lr,
+            "beta1": beta1,
+            "beta2": beta2,
+            "weight_decay": weight_decay,
             "maximize": False,
         }
-        self._step(list(params), list(grads), [exp_avgs], int(step), [], hyper)
+        self._step(list(params), list(grads), [exp_avgs], step, [], hyper)
 
 
 class FusedLamb(_FusedOptimizers):
@@ -330,25 +298,25 @@ class FusedLamb(_FusedOptimizers):
         averages.
         """
         if bias_correction:
-            lr = float(lr) * math.sqrt(1 - beta2**step) / (1 - beta1**step)
+            lr = lr * math.sqrt(1 - beta2**step) / (1 - beta1**step)
         coefficient = torch.empty(1, dtype=torch.float32, device=p.device)
         scale = None
         if grad_scale != 1:
-            scale = torch.full((), float(grad_scale), dtype=torch.float32, device=p.device)
+            scale = torch.full((), grad_scale, dtype=torch.float32, device=p.device)
         hyper = {
-            "lr": float(lr),
-            "beta1": float(beta1),
-            "beta2": float(beta2),
-            "eps": float(eps),
-            "weight_decay": float(decay),
+            "lr": lr,
+            "beta1": beta1,
+            "beta2": beta2,
+            "eps": eps,
+            "weight_decay": decay,
             "eps_inside_sqrt": mode == 0,
             "bias_correction": False,
             "maximize": False,
-            "min_coeff": float(min_coeff),
-            "max_coeff": float(max_coeff),
+            "min_coeff": min_coeff,
+            "max_coeff": max_coeff,
             "grad_scale": scale,
         }
-        self._step([p], [g], [[m], [v]], int(step), [coefficient], hyper)
+        self._step([p], [g], [[m], [v]], step, [coefficient], hyper)
         if p_copy.numel():
             with torch.no_grad():
                 p_copy.copy_(p.view(p_copy.shape))
@@ -365,8 +333,8 @@ def _make_step(
     states: list[list[Tensor]],
     rest: list[Any],
     hyper: dict[str, Any],
-) -> None:
-    """``op(params, grads, *states, *rest, **hyper)``, in place, for any layout of the tensors.
+) -> int:
+    """``op(params, grads, *states, *rest, **hyper)``, in place, for any layout of the tensors; 0.
 
     Raises RuntimeError, naming the argument, before anything is written.
     """
@@ -376,9 +344,13 @@ def _make_step(
         stepped, _, *averages = lists
         call_in_place(op, [*lists, *rest], [stepped, *averages], hyper)
         if laid is not None:
-            for tensors, were in zip(averages, states, strict=True):
-                for tensor, was in zip(tensors, were, strict=True):
-                    if tensor is not was:
-                        was.copy_(tensor)
+            _store(averages, states)
             for staged in laid.staged:
                 staged.write_back()
+    return 0
+
+
+def _store(stepped: list[list[Tensor]], states: list[list[Tensor]]) -> None:
+    for tensor, state in zip(chain(*stepped), chain(*states), strict=True):
+        if tensor is not state:
+            state.copy_(tensor)

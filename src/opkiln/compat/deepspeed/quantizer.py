@@ -12,6 +12,7 @@ each is computed. They differ only where DeepSpeed's kernels read the wrong data
 from __future__ import annotations
 
 from enum import IntEnum
+from functools import partialmethod
 from typing import Any
 
 import torch
@@ -19,14 +20,13 @@ from torch import Tensor
 
 from opkiln.compat.deepspeed.modules import OpModule
 from opkiln.errors import UsageError
-from opkiln.model import CPU
-from opkiln.registry import get_builder
+from opkiln.ops.deepspeed_quantizer.op import DeepSpeedQuantizerBuilder
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-_OP = "deepspeed_quantizer"
+_functions = DeepSpeedQuantizerBuilder.functions
 
 
 class QuantizationType(IntEnum):
@@ -44,16 +44,8 @@ class Quantizer(OpModule):
     Symmetric = QuantizationType.Symmetric
     Asymmetric = QuantizationType.Asymmetric
 
-    def __init__(self, rest: Callable[[], Any] | None = None) -> None:
-        super().__init__(rest)
-        self._loaded: dict[str, Any] = {}
-        self._of("cpu" if get_builder(_OP).backend == CPU else "cuda")
-
-    def _of(self, device: str) -> Any:
-        if device not in self._loaded:
-            backend = "rocm" if device == "cuda" and torch.version.hip is not None else device
-            self._loaded[device] = get_builder(_OP, backend=backend).load()
-        return self._loaded[device]
+    def _load(self) -> None:
+        _functions()
 
     def quantize(
         self, input_vals: Tensor, groups: int, num_bits: int, quant_type: int
@@ -69,16 +61,22 @@ class Quantizer(OpModule):
         return [levels.view(shape), params]
 
     def dequantize(
-        self, quantized_data: Tensor, params: Tensor, groups: int, num_bits: int, quant_type: int
-    ) -> Tensor:
+        self, quantized_data: Tensor, params: Tensor, groups: int, num_bits: int, quant_type: int,
+        *, dtype: torch.dtype = torch.float16,
+    ) -> Tensor:  # fmt: skip
         """The dequantized numbers, in fp16. Raises UsageError, naming the argument."""
-        return self._back(quantized_data, params, groups, num_bits, quant_type, torch.float16)
+        _check_bits(num_bits)
+        _size(quantized_data.numel() * 8 // num_bits, groups, num_bits)
+        flat: Tensor = _asked(
+            _functions(quantized_data.device.type).deepspeed_dequantize,
+            quantized_data.contiguous(), params.contiguous(), groups, num_bits,
+            _is_symmetric(quant_type), dtype,
+        )  # fmt: skip
+        shape = list(quantized_data.shape)
+        shape[-1] = shape[-1] * 8 // num_bits
+        return flat.view(shape)
 
-    def dequantize_fp32(
-        self, quantized_data: Tensor, params: Tensor, groups: int, num_bits: int, quant_type: int
-    ) -> Tensor:
-        """Like ``dequantize``, in fp32."""
-        return self._back(quantized_data, params, groups, num_bits, quant_type, torch.float32)
+    dequantize_fp32 = partialmethod(dequantize, dtype=torch.float32)
 
     def dequantize_int4_to_half_experimental(
         self, data_in: Tensor, scale_buffer: Tensor, min_val_buffer: Tensor, num_group: int,
@@ -117,7 +115,7 @@ class Quantizer(OpModule):
         elements = input_vals.numel() * 8 // num_bits // devices_per_node
         size = _size(elements, out_groups, num_bits)
         levels, params = _asked(
-            self._of(input_vals.device.type).deepspeed_reduce, input_vals.contiguous(),
+            _functions(input_vals.device.type).deepspeed_reduce, input_vals.contiguous(),
             input_scales.contiguous(), devices_per_node, in_groups, out_groups, num_bits,
             _is_symmetric(quant_type), _reduction_slots(size) > size,
         )  # fmt: skip
@@ -129,24 +127,10 @@ class Quantizer(OpModule):
         self, x: Tensor, groups: int, bits: int, quant_type: int, with_zero: bool,
         order: tuple[int, int, int],
     ) -> list[Tensor]:  # fmt: skip
-        function = self._of(x.device.type).deepspeed_quantize
+        function = _functions(x.device.type).deepspeed_quantize
         flat = x.detach().contiguous()
         symmetric = _is_symmetric(quant_type)
         return list(_asked(function, flat, groups, bits, symmetric, with_zero, *order))
-
-    def _back(
-        self, levels: Tensor, params: Tensor, groups: int, bits: int, quant_type: int,
-        dtype: torch.dtype,
-    ) -> Tensor:  # fmt: skip
-        _check_bits(bits)
-        _size(levels.numel() * 8 // bits, groups, bits)
-        flat: Tensor = _asked(
-            self._of(levels.device.type).deepspeed_dequantize, levels.contiguous(),
-            params.contiguous(), groups, bits, _is_symmetric(quant_type), dtype,
-        )  # fmt: skip
-        shape = list(levels.shape)
-        shape[-1] = shape[-1] * 8 // bits
-        return flat.view(shape)
 
 
 # How many elements the threads of DeepSpeed's kernels load for a group. Those beyond its end are

@@ -21,13 +21,14 @@ These things differ:
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import sys
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from opkiln.compat.deepspeed import ragged_attention
 from opkiln.compat.deepspeed.modules import OpModule
-from opkiln.compat.deepspeed.ragged_attention import build_atoms, flash_attn_by_atoms
 from opkiln.errors import UsageError
 from opkiln.ops.ragged_device_ops.functions import experts as moe
 from opkiln.ops.ragged_device_ops.functions import paged, rows
@@ -35,7 +36,7 @@ from opkiln.ops.transformer_inference.functions.rotary import rotary
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
 _UNASSIGNED = -1
 _START, _TOKENS, _SEEN = range(3)  # columns of seq_metadata
@@ -46,23 +47,10 @@ class RaggedDeviceOps(OpModule):
 
     NAME = "ragged_device_ops"
 
-    def __init__(self, rest: Callable[[], Any] | None = None) -> None:
-        super().__init__(rest)
+    def _load(self) -> None:
         if torch.cuda.is_available():
             paged.paged_kv_copy.load("cuda")
-        for function in (
-            build_atoms,
-            flash_attn_by_atoms,
-            gather_for_logits,
-            kv_rotary_embeddings,
-            kv_trained_rotary_embeddings,
-            linear_kv_copy,
-            moe_gather,
-            moe_scatter,
-            ragged_embed,
-            top_k_gating,
-        ):
-            setattr(self, function.__name__, torch.no_grad()(function))
+        self._take(sys.modules[__name__], ragged_attention)
 
 
 class RaggedHostOps(OpModule):
@@ -103,18 +91,19 @@ def _view(
 # The cache of keys and values
 
 
-def linear_kv_copy(
-    kv_cache: Tensor,
-    q: Tensor,  # noqa: ARG001 (DeepSpeed's binding takes its strides)
-    k: Tensor,
-    v: Tensor,
-    batch_metadata: Tensor,
-    seq_metadata: Tensor,
-    tokens_to_seq: Tensor,
-    kv_ptrs: Tensor,
-) -> None:
+class _Batch(NamedTuple):
+    """The last arguments of several functions: they describe a batch."""
+
+    batch_metadata: Tensor
+    seq_metadata: Tensor
+    tokens_to_seq: Tensor
+    kv_ptrs: Tensor
+
+
+def linear_kv_copy(kv_cache: Tensor, q: Tensor, k: Tensor, v: Tensor, *batch: Tensor) -> None:
     """Write ``k`` and ``v`` to the cache, [blocks, block size, 2, kv heads, head]."""
-    target = _target(kv_cache, len(k), batch_metadata, seq_metadata, tokens_to_seq, kv_ptrs)
+    del q  # DeepSpeed's binding takes its strides
+    target = _target(kv_cache, len(k), _Batch(*batch))
     paged.paged_kv_copy(_heads(k, kv_cache), _heads(v, kv_cache), *target)
 
 
@@ -125,36 +114,23 @@ def kv_rotary_embeddings(
     v: Tensor,
     rotary_dim: int,
     theta_base: float,
-    batch_metadata: Tensor,
-    seq_metadata: Tensor,
-    tokens_to_seq: Tensor,
-    kv_ptrs: Tensor,
+    *batch: Tensor,
 ) -> None:
     """Rotate ``q`` in place; write ``k``, rotated, and ``v`` to the cache."""
     pairs = torch.arange(0, rotary_dim, 2, dtype=torch.float32, device=q.device) / rotary_dim
     inv_freq = (1 / theta_base**pairs).to(q.dtype).float()
-    kv_trained_rotary_embeddings(
-        kv_cache, q, k, v, inv_freq, batch_metadata, seq_metadata, tokens_to_seq, kv_ptrs
-    )
+    kv_trained_rotary_embeddings(kv_cache, q, k, v, inv_freq, *batch)
 
 
 def kv_trained_rotary_embeddings(
-    kv_cache: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    inv_freq: Tensor,
-    batch_metadata: Tensor,
-    seq_metadata: Tensor,
-    tokens_to_seq: Tensor,
-    kv_ptrs: Tensor,
+    kv_cache: Tensor, q: Tensor, k: Tensor, v: Tensor, inv_freq: Tensor, *batch: Tensor
 ) -> None:
     """``kv_rotary_embeddings`` with the frequencies of each pair, fp32 [pairs]."""
     if inv_freq.dtype != torch.float32 or inv_freq.dim() != 1:
         raise UsageError(
             f"inv_freq is {inv_freq.dtype} {list(inv_freq.shape)}, expected torch.float32 [pairs]"
         )
-    target = _target(kv_cache, len(k), batch_metadata, seq_metadata, tokens_to_seq, kv_ptrs)
+    target = _target(kv_cache, len(k), _Batch(*batch))
     angles = target.positions.clamp(min=0).double()[:, None] * inv_freq.double()
     cos, sin = angles.cos().float(), angles.sin().float()
     # A token's angles are a row of these tables.
@@ -167,16 +143,15 @@ def _heads(x: Tensor, kv_cache: Tensor) -> Tensor:
     return x.view(len(x), -1, kv_cache.shape[4])
 
 
-def _places(
-    tokens: int, batch_metadata: Tensor, seq_metadata: Tensor, tokens_to_seq: Tensor
-) -> tuple[Tensor, Tensor]:
+def _places(tokens: int, batch: _Batch) -> tuple[Tensor, Tensor]:
     """The sequence of each token and its place there, int32; -1 for padding. The tensors of a batch
     may have more rows than ``tokens_to_seq``."""
-    at = torch.arange(tokens, dtype=torch.int32, device=seq_metadata.device)
-    sequences = tokens_to_seq.new_full((tokens,), -1)
-    sequences[: len(tokens_to_seq)] = tokens_to_seq[:tokens]
-    real = (at < batch_metadata[0]) & (sequences >= 0)
-    row = seq_metadata[sequences.clamp(min=0)]
+    of = batch.tokens_to_seq
+    at = torch.arange(tokens, dtype=torch.int32, device=of.device)
+    sequences = of.new_full((tokens,), -1)
+    sequences[: len(of)] = of[:tokens]
+    real = (at < batch.batch_metadata[0]) & (sequences >= 0)
+    row = batch.seq_metadata[sequences.clamp(min=0)]
     positions = row[:, _SEEN] + at - row[:, _START]
     return torch.where(real, sequences, -1), torch.where(real, positions, -1)
 
@@ -191,21 +166,13 @@ class _Target(NamedTuple):
     positions: Tensor
 
 
-def _target(
-    kv_cache: Tensor,
-    tokens: int,
-    batch_metadata: Tensor,
-    seq_metadata: Tensor,
-    tokens_to_seq: Tensor,
-    kv_ptrs: Tensor,
-) -> _Target:
-    lengths = seq_metadata[:, _SEEN] + seq_metadata[:, _TOKENS]
-    batch = min(len(lengths), len(kv_ptrs))
+def _target(kv_cache: Tensor, tokens: int, batch: _Batch) -> _Target:
+    lengths = batch.seq_metadata[:, _SEEN] + batch.seq_metadata[:, _TOKENS]
+    sequences = min(len(lengths), len(batch.kv_ptrs))
     # No sequence has more blocks than there are.
     blocks, size = kv_cache.shape[:2]
-    table = paged.listed_blocks(kv_ptrs[:batch], lengths[:batch], size, blocks)
-    places = _places(tokens, batch_metadata, seq_metadata, tokens_to_seq)
-    return _Target(kv_cache[:, :, 0], kv_cache[:, :, 1], table, *places)
+    table = paged.listed_blocks(batch.kv_ptrs[:sequences], lengths[:sequences], size, blocks)
+    return _Target(kv_cache[:, :, 0], kv_cache[:, :, 1], table, *_places(tokens, batch))
 
 
 def _keep_padding(out: Tensor, found: Tensor, real: Tensor) -> None:
@@ -222,15 +189,12 @@ def ragged_embed(
     embedding_weight: Tensor,
     position_weight: Tensor | None,
     position_embed_offset: int,
-    batch_metadata: Tensor,
-    seq_metadata: Tensor,
-    tokens_to_seq: Tensor,
-    kv_ptrs: Tensor,  # noqa: ARG001
+    *batch: Tensor,
 ) -> None:
     """Rows of the table for tokens, with those of their positions, which stay in their table. A
     token that the table does not have is left out."""
     ids = input_ids.flatten()
-    sequences, positions = _places(len(ids), batch_metadata, seq_metadata, tokens_to_seq)
+    sequences, positions = _places(len(ids), _Batch(*batch))
     words = len(embedding_weight)
     given = (sequences >= 0) & (ids >= 0) & (ids < words)
     at = None

@@ -85,5 +85,5 @@ MODULES = {
         "repeat_kv_cache",
         "fp32 fp16 bf16",
     ),
-    "utils": _module("modules:ByteTensors", "cast_to_byte_tensor flatten unflatten"),
+    "utils": _module("layers:ByteTensors", "cast_to_byte_tensor flatten unflatten"),
 }  # fmt: skip

@@ -105,8 +105,7 @@ class Transformer(OpModule):
     NAME = "transformer"
     RELAXED: ClassVar[bool] = False
 
-    def __init__(self, rest: Callable[[], Any] | None = None) -> None:
-        super().__init__(rest)
+    def _load(self) -> None:
         self._layers: dict[int, Layer] = {}
         if torch.cuda.is_available():
             norm_with_moments.load("cuda")
