@@ -40,8 +40,8 @@ BF16_ON_DEVICE = (
 )  # fmt: skip
 
 
-class OpBuilder(builder.OpBuilder):
-    """Like DeepSpeed's: C++ sources, on the full ABI."""
+class _LikeDeepSpeeds(builder.OpBuilder):
+    """What both kinds of builders have."""
 
     KIND = PYTHON
     ABI = ABI_TORCH
@@ -50,21 +50,15 @@ class OpBuilder(builder.OpBuilder):
     def include_paths(self) -> Sequence[str]:
         return []
 
-    def cxx_args(self) -> Sequence[str]:
-        return []
-
-    def nvcc_args(self) -> Sequence[str]:
-        """Flags for nvcc; a builder without device code has none."""
-        return []
-
-    def extra_ldflags(self) -> Sequence[str]:
-        return []
-
-    def libraries_args(self) -> Sequence[str]:
-        return []
+    cxx_args = extra_ldflags = libraries_args = include_paths
 
     def spec(self) -> OpSpec:
-        return _without_the_plans(super().spec())
+        spec = super().spec()
+        # A link with -fopenmp would load a second OpenMP runtime in addition to torch's.
+        return spec._replace(
+            cxx_args=tuple(flag for flag in spec.cxx_args if not flag.startswith(OF_THE_PLAN)),
+            ldflags=tuple(flag for flag in spec.ldflags if flag != "-fopenmp"),
+        )
 
     def deepspeed_src_path(self, code_path: str) -> str:
         """The absolute path of a file; a relative path starts at the builder's package."""
@@ -72,7 +66,10 @@ class OpBuilder(builder.OpBuilder):
 
     def warning(self, message: str) -> None:
         """Print a remark, and keep it in ``error_log``, as DeepSpeed does, and in ``remarks``."""
-        _warn(self, message)
+        self.error_log = message
+        if message not in self.remarks:
+            self.remarks.append(message)
+            sys.stderr.write(f"{self.name}: {message}\n")
 
     def command_exists(self, cmd: str | Sequence[str]) -> bool:
         """Whether a program is on PATH: one, or any of ``"this|that"``."""
@@ -82,16 +79,24 @@ class OpBuilder(builder.OpBuilder):
         """Do nothing: authors' setup scripts call it for every op."""
 
     @staticmethod
+    def is_sycl_enabled() -> bool:
+        """Whether the program that translates CUDA to SYCL for DeepSpeed, ``c2s``, is on PATH."""
+        return shutil.which("c2s") is not None
+
+
+class OpBuilder(_LikeDeepSpeeds):
+    """Like DeepSpeed's: C++ sources, on the full ABI."""
+
+    def nvcc_args(self) -> Sequence[str]:
+        """Flags for nvcc; a builder without device code has none."""
+        return []
+
+    @staticmethod
     def is_rocm_pytorch() -> bool:
         """Whether the installed torch is built for ROCm."""
         from opkiln.toolchain.rocm import is_rocm_pytorch
 
         return is_rocm_pytorch()
-
-    @staticmethod
-    def is_sycl_enabled() -> bool:
-        """Whether the program that translates CUDA to SYCL for DeepSpeed, ``c2s``, is on PATH."""
-        return shutil.which("c2s") is not None
 
     @staticmethod
     def installed_rocm_version() -> tuple[int, int]:
@@ -115,14 +120,11 @@ class OpBuilder(builder.OpBuilder):
         return get_rocm_wavefront_size()
 
 
-class CUDAOpBuilder(builder.CUDAOpBuilder):
+class CUDAOpBuilder(_LikeDeepSpeeds, builder.CUDAOpBuilder):
     """Like DeepSpeed's: C++ and CUDA sources, on the full ABI. Without a GPU it is built for the
     CPU (``build_for_cpu``), unless its sources are CUDA sources even then."""
 
-    KIND = PYTHON
-    ABI = ABI_TORCH
     BACKENDS: tuple[str, ...] = (CUDA, ROCM, CPU)
-    jit_mode = True
 
     @cached_property
     def backend(self) -> str:
@@ -144,9 +146,6 @@ class CUDAOpBuilder(builder.CUDAOpBuilder):
         self.__dict__.pop("backend", None)
         self._asked_backend = CPU if wanted else (ROCM if self.is_rocm_pytorch() else CUDA)
 
-    def include_paths(self) -> Sequence[str]:
-        return []
-
     def cxx_args(self) -> Sequence[str]:
         return list(_CXX)
 
@@ -159,18 +158,12 @@ class CUDAOpBuilder(builder.CUDAOpBuilder):
                     f"-DROCM_VERSION_MINOR={minor}"]  # fmt: skip
         return list(_NVCC)
 
-    def extra_ldflags(self) -> Sequence[str]:
-        return []
-
-    def libraries_args(self) -> Sequence[str]:
-        return []
-
     def filter_ccs(self, ccs: list[str]) -> Sequence[Any]:
         """All of them, as ``[major, minor]``: the form that DeepSpeed passes to overrides."""
         return [cc.split(".") for cc in ccs]
 
     def spec(self) -> OpSpec:
-        spec = _without_the_plans(super().spec())
+        spec = super().spec()
         if self.backend == CPU or not self.enable_bf16:
             return spec
         on_device = BF16_ON_DEVICE if self.backend == CUDA else (BF16,)
@@ -185,18 +178,6 @@ class CUDAOpBuilder(builder.CUDAOpBuilder):
 
         found = nvidia.capabilities(nvidia.devices(archs.memory()))
         return int(found[0].partition(".")[0]) if found else None
-
-    deepspeed_src_path = OpBuilder.deepspeed_src_path
-    sycl_extension = OpBuilder.sycl_extension
-    is_sycl_enabled = staticmethod(OpBuilder.is_sycl_enabled)
-
-    def command_exists(self, cmd: str | Sequence[str]) -> bool:
-        """Whether a program is on PATH: one, or any of ``"this|that"``."""
-        return super().command_exists(cmd.split("|") if isinstance(cmd, str) else cmd)
-
-    def warning(self, message: str) -> None:
-        """Print a remark, and keep it in ``error_log``, as DeepSpeed does, and in ``remarks``."""
-        _warn(self, message)
 
 
 class CPUOpBuilder(OpBuilder):
@@ -213,26 +194,25 @@ class TorchCPUOpBuilder(CPUOpBuilder):
 
 def installed_cuda_version(name: str = "") -> tuple[int, int]:
     """The release of the CUDA toolkit that a build here would use. Raises MissingCUDAException."""
-    from opkiln.decision import archs
-    from opkiln.toolchain import cuda_version
-
-    return cuda_version.installed_cuda_version(name, memory=archs.memory())
+    found: tuple[int, int] = _ask_toolkits("installed_cuda_version", name)
+    return found
 
 
 def assert_no_cuda_mismatch(name: str = "") -> bool:
     """True if a CUDA toolkit fits torch. Raises CUDAMismatchException, MissingCUDAException."""
-    from opkiln.decision import archs
-    from opkiln.toolchain import cuda_version
-
-    return cuda_version.assert_no_cuda_mismatch(name, memory=archs.memory())
+    return bool(_ask_toolkits("assert_no_cuda_mismatch", name))
 
 
 def get_default_compute_capabilities() -> str:
     """Every architecture that the CUDA toolkit here knows."""
+    return str(_ask_toolkits("get_default_compute_capabilities"))
+
+
+def _ask_toolkits(question: str, *names: str) -> Any:
     from opkiln.decision import archs
     from opkiln.toolchain import cuda_version
 
-    return cuda_version.get_default_compute_capabilities(memory=archs.memory())
+    return getattr(cuda_version, question)(*names, memory=archs.memory())
 
 
 def probe_is_compatible(builder: Any, verbose: bool = False) -> bool:
@@ -242,18 +222,3 @@ def probe_is_compatible(builder: Any, verbose: bool = False) -> bool:
     except Exception as error:
         sys.stderr.write(f"{builder.name}: is_compatible() fails: {error}\n")
         return False
-
-
-def _without_the_plans(spec: OpSpec) -> OpSpec:
-    # A link with -fopenmp would load a second OpenMP runtime in addition to torch's.
-    return spec._replace(
-        cxx_args=tuple(flag for flag in spec.cxx_args if not flag.startswith(OF_THE_PLAN)),
-        ldflags=tuple(flag for flag in spec.ldflags if flag != "-fopenmp"),
-    )
-
-
-def _warn(op: builder.OpBuilder, message: str) -> None:
-    op.error_log = message
-    if message not in op.remarks:
-        op.remarks.append(message)
-        sys.stderr.write(f"{op.name}: {message}\n")

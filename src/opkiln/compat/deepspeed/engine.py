@@ -10,7 +10,7 @@ import os
 import re
 from contextlib import contextmanager, suppress
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import Any
 
 from opkiln.compat.deepspeed.builders import BF16, BF16_ON_DEVICE, OF_THE_PLAN
 from opkiln.compat.torch import paths
@@ -37,13 +37,6 @@ _DEFINES = re.compile(
     r'|(?:\b(?:class_|enum_)<[^;]*?>\s*\(\s*\w+\s*,|\.value\()\s*"(\w+)"'
 )
 _COMMENTS = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
-
-
-class Architectures(NamedTuple):
-    """The architectures that a builder's kernels are compiled for."""
-
-    archs: tuple[str, ...]
-    bf16: bool  # whether all of them have bfloat16 arithmetic
 
 
 def load(builder: Any) -> Any:
@@ -87,11 +80,13 @@ def op_of(builder: Any) -> Op:
     return Op(spec, rule=builder.filter_ccs if backend == CUDA else None)
 
 
-def architectures(builder: Any, asked: str = "") -> tuple[Architectures, list[str]]:
-    """The architectures to build for, and nvcc's flags for them. The user's list or this machine's
-    GPUs decide; without either, all that this nvcc knows. The builder's filter removes some.
+def architectures(builder: Any, asked: str = "") -> tuple[bool, list[str]]:
+    """Whether all architectures to build for have bfloat16 arithmetic, and nvcc's flags for them.
+    The user's list or this machine's GPUs decide; without either, all that this nvcc knows. The
+    builder's filter removes some.
 
-    Empty if there is nothing to build for, or no compiler. Raises UsageError for a malformed list.
+    No flags if there is nothing to build for, or no compiler. Raises UsageError for a malformed
+    list.
     """
     from opkiln.decision import archs
 
@@ -103,11 +98,11 @@ def architectures(builder: Any, asked: str = "") -> tuple[Architectures, list[st
     try:
         wanted = archs.wanted(Op(spec, rule=rule, asked=asked)).archs
     except (LoadError, ToolchainError):
-        return Architectures((), False), []
+        return False, []
     language = archs.grammar(backend)
     parsed = language.parse(";".join(wanted))
     bf16 = backend == ROCM or bool(language.has_bf16(parsed))
-    return Architectures(wanted, bf16), list(language.flags(parsed))
+    return bf16, list(language.flags(parsed))
 
 
 def _backend(builder: Any) -> str:

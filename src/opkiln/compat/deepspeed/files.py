@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import warnings
-from typing import Any, NamedTuple
+from functools import cache, partialmethod
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,32 +21,40 @@ _CONTIGUOUS = torch.contiguous_format
 _ALIGNMENT = 512  # what DeepSpeed has its callers round sizes to, for each thread
 
 
+@cache
+def _pool() -> PinnedPool:
+    return PinnedPool()
+
+
 class _LockedTensors:
-    """Page-locked tensors by address. All handles of a process share them, as in DeepSpeed."""
+    """Page-locked tensors by address. All handles of a process share them, as in DeepSpeed. The
+    memory of one that is freed must not be used any more."""
 
-    def __init__(self) -> None:
-        self._pool: PinnedPool | None = None
-        self._tensors: dict[int, Tensor] = {}
-        self._guard = threading.Lock()
+    _tensors: ClassVar[dict[int, Tensor]] = {}
+    _guard: ClassVar[threading.Lock] = threading.Lock()
 
-    def new(self, num_elem: int, example_tensor: Tensor) -> Tensor:
+    def new_cpu_locked_tensor(self, num_elem: int, example_tensor: Tensor) -> Tensor:
+        """A tensor of one dimension with the dtype of another."""
         with self._guard:
-            if self._pool is None:
-                self._pool = PinnedPool()
-            made = self._pool.take(int(num_elem), example_tensor.dtype)
+            made = _pool().take(int(num_elem), example_tensor.dtype)
             self._tensors[made.data_ptr()] = made
         return made
 
-    def free(self, address: int) -> bool:
+    def free_cpu_locked_tensor(self, locked_tensor: Tensor) -> bool:
+        """Whether it was one of these."""
+        return self._free(locked_tensor.data_ptr())
+
+    def _free(self, address: int) -> bool:
+        """Whether one of these begins there."""
         with self._guard:
-            found = self._tensors.pop(address, None)
-            if found is None or self._pool is None:
+            found = self._tensors.pop(int(address), None)
+            if found is None:
                 return False
-            self._pool.give(found)
-            self._pool.trim()
+            _pool().give(found)
+            _pool().trim()
         return True
 
-    def has(self, buffer: Tensor) -> bool:
+    def is_pinned(self, buffer: Tensor) -> bool:
         """Whether all of it is in one of these tensors, or pinned by torch."""
         if buffer.device.type != "cpu":
             return False
@@ -57,27 +66,10 @@ class _LockedTensors:
         return torch.cuda.is_available() and bool(buffer.is_pinned())
 
 
-_locked = _LockedTensors()
+class pin_handle(_LockedTensors):  # noqa: N801 (DeepSpeed's name)
+    """Page-locked tensors."""
 
-
-class pin_handle:  # noqa: N801 (DeepSpeed's name)
-    """Page-locked tensors. The memory of one that is freed must not be used any more."""
-
-    def new_cpu_locked_tensor(self, num_elem: int, example_tensor: Tensor) -> Tensor:
-        """A tensor of one dimension with the dtype of another."""
-        return _locked.new(num_elem, example_tensor)
-
-    def free_cpu_locked_tensor(self, locked_tensor: Tensor) -> bool:
-        """Whether it was one of these."""
-        return _locked.free(locked_tensor.data_ptr())
-
-    def free_cpu_locked_tensor_by_ptr(self, address: int) -> bool:
-        """Whether one of these begins there."""
-        return _locked.free(int(address))
-
-    def is_pinned(self, buffer: Tensor) -> bool:
-        """Whether all of it is page-locked."""
-        return _locked.has(buffer)
+    free_cpu_locked_tensor_by_ptr = _LockedTensors._free
 
 
 class _Pending(NamedTuple):
@@ -87,7 +79,7 @@ class _Pending(NamedTuple):
     check: tuple[str, int] | None  # the file and the offset to compare with, or None
 
 
-class aio_handle:  # noqa: N801 (DeepSpeed's name)
+class aio_handle(_LockedTensors):  # noqa: N801 (DeepSpeed's name)
     """Reads and writes of tensors. ``wait`` waits for all that were begun and counts them.
 
     Errors are raised, with the system's reason. Sizes need not be multiples of anything. Tensors
@@ -172,10 +164,6 @@ class aio_handle:  # noqa: N801 (DeepSpeed's name)
         """``filename`` may be a descriptor, which stays open."""
         self._pending.append(self._begin_write(buffer, filename, False, file_offset))
         return 0
-
-    new_cpu_locked_tensor = pin_handle.new_cpu_locked_tensor
-    free_cpu_locked_tensor = pin_handle.free_cpu_locked_tensor
-    is_pinned = pin_handle.is_pinned
 
     def wait(self) -> int:
         """Wait for what was begun; how many reads and writes that were. Raises the first error."""
@@ -272,21 +260,17 @@ class AsyncIO(OpModule):
     NAME = "async_io"
     aio_handle = aio_handle
 
-    def aio_read(
-        self, buffer: Tensor, filename: str, block_size: int, queue_depth: int,
+    def _transfer(
+        self, method: str, buffer: Tensor, filename: str, block_size: int, queue_depth: int,
         single_submit: bool, overlap_events: bool, validate: bool,
     ) -> int:  # fmt: skip
-        """Fill a tensor from a file; 0."""
+        """Read or write a tensor; 0."""
         handle = aio_handle(block_size, queue_depth, single_submit, overlap_events)
-        return handle.read(buffer, filename, validate)
+        made: int = getattr(handle, method)(buffer, filename, validate)
+        return made
 
-    def aio_write(
-        self, buffer: Tensor, filename: str, block_size: int, queue_depth: int,
-        single_submit: bool, overlap_events: bool, validate: bool,
-    ) -> int:  # fmt: skip
-        """Write a tensor to a file; 0."""
-        handle = aio_handle(block_size, queue_depth, single_submit, overlap_events)
-        return handle.write(buffer, filename, validate)
+    aio_read = partialmethod(_transfer, "read")
+    aio_write = partialmethod(_transfer, "write")
 
     def deepspeed_memcpy(self, dest: Tensor, src: Tensor) -> int:
         """Copy a tensor to another; 0."""

@@ -65,9 +65,15 @@ class SpatialInference(OpModule):
         spatial_bias_add.load(likely_device())
 
     @torch.no_grad()
-    def nhwc_bias_add(self, *given: Tensor) -> Tensor:
-        """The sum of an image, its bias and, by the other names, another image and its bias."""
-        return spatial_bias_add(*given)
+    def nhwc_bias_add(
+        self,
+        input: Tensor,  # noqa: A002 (DeepSpeed's name)
+        bias: Tensor,
+        other: Tensor | None = None,
+        other_bias: Tensor | None = None,
+    ) -> Tensor:
+        """``(input + bias) + (other + other_bias)``, without those that are not given."""
+        return spatial_bias_add(input, bias, other, other_bias)
 
     nhwc_bias_add_add = nhwc_bias_add_bias_add = nhwc_bias_add
 

@@ -268,8 +268,7 @@ def _compute_capability_args(self: Any, cross_compile_archs: str | None = None) 
     """
     from opkiln.compat.deepspeed import engine
 
-    archs, flags = engine.architectures(self, cross_compile_archs or "")
-    self.enable_bf16 = archs.bf16
+    self.enable_bf16, flags = engine.architectures(self, cross_compile_archs or "")
     return [] if self.jit_mode else flags
 
 
