@@ -1,13 +1,7 @@
 """DeepSpeed's module ``evoformer_attn``, over opkiln's op of this name.
 
-``DS4Sci_EvoformerAttention`` calls the two functions with tensors for their results. Two things
-differ from DeepSpeed's module:
-
-- Gradients of biases are the same to the bit in each run; DeepSpeed adds them with atomics.
-- ``lse`` has base 2, and is of use to ``attention_bwd`` alone.
-
-fp32 runs as the reference on a GPU, as in ``opkiln.nn.evoformer_attention``, which also takes
-lengths that DeepSpeed refuses, of up to 16.
+``DS4Sci_EvoformerAttention`` calls the two functions with tensors for their results.
+docs/deepspeed.md says what differs.
 """
 
 from __future__ import annotations

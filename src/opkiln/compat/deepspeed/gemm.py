@@ -1,14 +1,6 @@
 """DeepSpeed's module ``cutlass_ops``, over opkiln's ``mixed_gemm``.
 
-DeepSpeed's own needs a library of another package, which has kernels for compute capability 8.0
-alone. Functions and arguments are those of its binding. These things differ:
-
-- int8 weights are plain numbers, [in, out] as DeepSpeed says. The library that it calls wants them
-  in an order of its own, and nothing in DeepSpeed makes that. They are transposed in each call;
-  ``opkiln.nn.inference`` takes weights that need none of it.
-- 4 bits are refused: DeepSpeed does not say how they lie in a tensor.
-- ``moe_gemm`` takes the arguments of ``mixed_moe_gemm``, too. DeepSpeed's ``MixedMoEGEMM`` calls it
-  so.
+Functions and arguments are those of DeepSpeed's binding; docs/deepspeed.md says what differs.
 """
 
 from __future__ import annotations

@@ -1,21 +1,8 @@
 """DeepSpeed's modules ``transformer_inference`` and ``inference_core_ops``, over opkiln's ops.
 
 The second is small: ``opkiln.nn.core`` has its functions. In the first, functions and their
-side effects are those of DeepSpeed's binding. Most exist once for each dtype, with its name at the
-end (``softmax_fp16``). Here a tensor's own dtype decides, whatever the name. These things differ:
-
-- All dtypes and sizes are served. DeepSpeed's kernels need rows of whole 16 bytes. With int8
-  weights, its ``_fp32`` functions compute nothing, and ``dequantize_bf16`` calls its result fp16.
-- Results are new tensors. DeepSpeed's are often parts of its workspace, which later calls
-  overwrite.
-- ``vector_matmul_int8`` and ``fused_gemm_gelu_int8`` exist. DeepSpeed's Python code asks for them,
-  and its binding lacks them.
-- The workspace holds caches of keys and values alone, with room for ``max_out_tokens``. DeepSpeed
-  makes it smaller if the GPU has less memory free.
-- With ``local_attention`` a query sees the ``window_size`` keys up to its own. DeepSpeed's kernel
-  hides some of them.
-- A query that sees no key gets zeros. DeepSpeed's kernel gives all keys the same weight.
-- All work is on the current stream; ``async_op`` is ignored.
+side effects are those of DeepSpeed's binding; docs/deepspeed.md says what differs. Most exist once
+for each dtype, with its name at the end (``softmax_fp16``). Here a tensor's own dtype decides.
 """
 
 from __future__ import annotations

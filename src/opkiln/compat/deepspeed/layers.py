@@ -1,16 +1,7 @@
 """DeepSpeed's modules ``random_ltd``, ``spatial_inference`` and ``utils``, over opkiln's ops.
 
-Results equal DeepSpeed's, with these differences:
-
-- All dtypes and sizes are served. DeepSpeed's ``spatial_inference`` reads every dtype as fp16, and
-  its ``random_ltd`` every dtype except fp32 as one of two bytes. Its kernels need rows of whole 16
-  bytes, and sort at most 2048 tokens.
-- Sums in ``spatial_inference`` are rounded once. DeepSpeed rounds each to fp16.
-- ``mask_gather_bert`` takes each layer's own indices. DeepSpeed's kernel takes those of the first
-  layer for all; DeepSpeed's Python code does not call it.
-
 As in DeepSpeed, no function on tokens or images has a gradient: its front ends have autograd
-functions of their own.
+functions of their own. docs/deepspeed.md says what differs.
 """
 
 from __future__ import annotations

@@ -1,13 +1,10 @@
 """DeepSpeed's optimizer modules over opkiln's ops: in host memory, and over lists of tensors.
 
 ``cpu_adam``, ``cpu_adagrad`` and ``cpu_lion`` identify an optimizer by a number that its front end
-chose. If a tensor has gaps between its elements, DeepSpeed's kernels step a copy and lose the
-result; these step the tensor itself. They do not write to gradients.
-
-``fused_adam``, ``fused_lion`` and ``fused_lamb`` use the op of the device that the parameters are
-on. DeepSpeed keeps the states of 16-bit parameters in 16 bits, but opkiln's kernels step fp32
-states. So the states are widened for the step and rounded once, when they are stored. DeepSpeed's
-kernels do the same in registers.
+chose. ``fused_adam``, ``fused_lion`` and ``fused_lamb`` use the op of the device that the
+parameters are on. DeepSpeed keeps the states of 16-bit parameters in 16 bits, but opkiln's kernels
+step fp32 states. So the states are widened for the step and rounded once, when they are stored, as
+DeepSpeed's kernels do in registers. docs/deepspeed.md says what differs.
 """
 
 from __future__ import annotations

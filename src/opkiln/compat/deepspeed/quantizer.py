@@ -1,12 +1,7 @@
 """DeepSpeed's module ``quantizer``, over opkiln's op ``deepspeed_quantizer``.
 
-Levels, scales, offsets and sums equal DeepSpeed's, bit for bit; reference.py of the op says how
-each is computed. They differ only where DeepSpeed's kernels read the wrong data:
-
-- fp32 and bf16 are quantized as such. DeepSpeed reads their bits as fp16.
-- Each part of an asymmetric reduction has its own parameters. From the second part on, DeepSpeed
-  reads those of another group.
-- Groups may have any size. DeepSpeed leaves the output unchanged for more than 16384 elements.
+Levels, scales, offsets and sums equal DeepSpeed's, bit for bit, except where its kernels read the
+wrong data (docs/deepspeed.md). reference.py of the op says how each is computed.
 """
 
 from __future__ import annotations

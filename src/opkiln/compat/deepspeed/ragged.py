@@ -4,19 +4,7 @@ ragged batches. Results go to the tensors that are given, as in DeepSpeed's bind
 A batch is described by ``batch_metadata`` (its tokens and sequences), ``seq_metadata`` (first
 token, tokens and tokens seen of each sequence), ``tokens_to_seq`` and ``kv_ptrs`` (addresses of the
 lists of blocks). Tokens behind the batch's are padding, and what belongs to them is left alone.
-These things differ:
-
-- All dtypes and sizes are served, and any number of experts for a token.
-- The tokens of an expert are in their order in the batch. In DeepSpeed they come in any order.
-- Frequencies of rotary embedding that are not given are rounded to the data type for every head.
-  DeepSpeed does so for the heads of keys and for some of the others.
-- ``flash_attn_by_atoms`` reads the atoms on the host, so it waits for the GPU, and cannot be in a
-  CUDA graph. Sequences with one new token are one call of ``opkiln.nn.inference.attention``;
-  prompts are a call each.
-- Buffers of the host are not pinned: CUDA has read one when ``copy_(non_blocking=True)`` returns. A
-  pinned one is read later, so a batch that is made at once after another changes that one, too.
-- A sequence without tokens has zeros as the row for its logits. DeepSpeed takes another's row.
-- Views of a buffer keep it alive.
+docs/deepspeed.md says what differs from DeepSpeed.
 """
 
 from __future__ import annotations

@@ -2,14 +2,7 @@
 
 DeepSpeed's ``dist.inference_all_reduce`` calls ``torch.ops.deepspeed.inference_all_reduce_``, which
 its library registers; this module registers it in its place. As in DeepSpeed, it sums over all
-ranks, whatever group was asked for. These things differ:
-
-- The ranks find out by themselves whether they are on one host. DeepSpeed believes ``LOCAL_SIZE``,
-  and names its memory in /dev/shm, where it stays.
-- If they are on several hosts, or the dtype is not fp32, bf16 or fp16, torch.distributed does it.
-  DeepSpeed then gives the tensor back as it was.
-- A tensor that is not contiguous has the sum. DeepSpeed writes it to a copy.
-- The operators can be traced, and that which is not in place has a gradient.
+ranks, whatever group was asked for. docs/deepspeed.md says what differs.
 """
 
 from __future__ import annotations

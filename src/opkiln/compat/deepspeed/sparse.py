@@ -1,8 +1,8 @@
 """DeepSpeed's module ``sparse_attn``, and its ``SparseSelfAttention``, over opkiln's op.
 
-DeepSpeed's own module computes with Triton 1.0. Here a configuration gives its layout, and the op
-does the rest. Results equal those of DeepSpeed's documentation: a mask of the mode ``mul`` hides
-keys where it is 0, and one of the mode ``add`` is added to the scores.
+A configuration gives its layout, and the op does the rest. Results equal those of DeepSpeed's
+documentation: a mask of the mode ``mul`` hides keys where it is 0, and one of the mode ``add`` is
+added to the scores.
 """
 
 from __future__ import annotations

@@ -2,21 +2,8 @@
 names: the layer of ``opkiln.nn.TransformerLayer``, in DeepSpeed's arguments and order.
 
 ``forward_*`` returns the seventeen tensors of DeepSpeed's binding: the output, and what
-``backward_*`` takes again. These things differ:
-
-- The attention is torch's ``scaled_dot_product_attention``. Its weights are not kept: ``soft_out``,
-  ``ctx_bufB`` and the mask of their dropout are empty. ``attn_o_inp`` carries torch's gradient
-  instead, up to ``qkv_tf``, whose rows are a token's query, key and value.
-- Dropout is drawn from torch's generator, so ``torch.manual_seed`` repeats it and
-  ``torch.utils.checkpoint`` finds it again. The seed of a layer is ignored. Masks are not kept:
-  the two of hidden states are the drawn seed.
-- Moments of norms are fp32: a mean, and one over the deviation where DeepSpeed has the variance.
-- ``normalize_invertible`` keeps what a norm reads, in the place of what it gives, and computes the
-  norm again. DeepSpeed divides by the norm's weight, which must not be 0 there.
-- A mask may have any shape that broadcasts to [batch, heads, sequence, sequence]. DeepSpeed reads
-  [batch, sequence] of it. With None every token is seen.
-- A tensor's own dtype decides, whatever the function's name, so bf16 is served, too.
-- ``test_gemm`` is ignored: torch chooses its matrix products.
+``backward_*`` takes again. docs/deepspeed.md says what differs. A tensor's own dtype decides,
+whatever the function's name.
 """
 
 from __future__ import annotations
@@ -78,7 +65,9 @@ class Weights(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """What ``forward_*`` returns and ``backward_*`` takes, in DeepSpeed's order and names."""
+    """What ``forward_*`` returns and ``backward_*`` takes, in DeepSpeed's order and names.
+    ``attn_o_inp`` carries torch's gradient, up to ``qkv_tf``, whose rows are a token's query, key
+    and value. The masks of hidden states are the drawn seed."""
 
     output: Tensor
     inp_norm: Tensor  # pre: the first norm, or its input if invertible; post: the last norm's input

@@ -76,7 +76,9 @@ def __getattr__(name: str) -> Any:
         globals()[name] = value
         return value
     if name == "CUDA_HOME":
-        return _paths().cuda_home_or(None)
+        from opkiln.compat.torch import paths
+
+        return paths.cuda_home_or(None)
     # `from opkiln.compat.torch import paths` asks for the name before it imports the submodule.
     if not name.startswith("__") and name not in _SUBMODULES:
         theirs = import_module(_TORCHS)
@@ -116,8 +118,9 @@ class Module(ModuleType):
 
     @property
     def CUDA_HOME(self) -> str | None:  # noqa: N802 (torch's name)
-        found: str | None = _paths().cuda_home_or(vars(self).get("CUDA_HOME"))
-        return found
+        from opkiln.compat.torch import paths
+
+        return paths.cuda_home_or(vars(self).get("CUDA_HOME"))
 
     @CUDA_HOME.setter
     def CUDA_HOME(self, home: str | None) -> None:  # noqa: N802
@@ -126,7 +129,3 @@ class Module(ModuleType):
     @CUDA_HOME.deleter
     def CUDA_HOME(self) -> None:  # noqa: N802
         del vars(self)["CUDA_HOME"]
-
-
-def _paths() -> Any:
-    return import_module("opkiln.compat.torch.paths")

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import errno
 import os
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 from opkiln import extension
@@ -21,9 +22,8 @@ from opkiln.model import ABI_TORCH, CUDA, EXECUTABLE, LIBRARY, PYTHON, OpSpec
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    from opkiln.compat.torch.flags import Flags
+    from collections.abc import Iterator, Sequence
+    from contextlib import AbstractContextManager
 
 # A compiler's own defaults. The plan's flags come before these.
 _DEFAULTS = ("-O0", "-UNDEBUG")
@@ -89,11 +89,10 @@ def load(
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), source)
     cuda, sycl = _devices(listed, with_cuda, with_sycl)
     kind = PYTHON if is_python_module else EXECUTABLE if is_standalone else LIBRARY
+    flags = (extra_cflags, extra_sycl_cflags if sycl else extra_cuda_cflags, extra_ldflags)
     with _as_torchs_errors(kind):
-        given = extra_sycl_cflags if sycl else extra_cuda_cflags
-        flags = _flags(name, extra_cflags, given, extra_ldflags, sycl)
-        spec = _declared(extension.declared, name, listed, kind, flags, extra_include_paths)
-        return _served(spec, flags, cuda, sycl, verbose, build_directory)
+        declare = partial(extension.declared, name, listed, kind=kind)
+        return _served(declare, flags, extra_include_paths, cuda, sycl, verbose, build_directory)
 
 
 @told_briefly
@@ -135,10 +134,9 @@ def load_inline(
             cpp_sources, cuda_sources, sycl_sources, bound, headers=not no_implicit_headers
         )
         cuda, sycl = _devices([source for source, _ in texts], with_cuda, with_sycl)
-        given = extra_sycl_cflags if sycl else extra_cuda_cflags
-        flags = _flags(name, extra_cflags, given, extra_ldflags, sycl)
-        spec = _declared(extension.declared_inline, name, texts, kind, flags, extra_include_paths)
-        found = _served(spec, flags, cuda, sycl, verbose, build_directory)
+        flags = (extra_cflags, extra_sycl_cflags if sycl else extra_cuda_cflags, extra_ldflags)
+        declare = partial(extension.declared_inline, name, texts, kind=kind)
+        found = _served(declare, flags, extra_include_paths, cuda, sycl, verbose, build_directory)
     if build_directory is not None:
         for source, text in texts:
             with open(os.path.join(build_directory, source), "w", encoding="utf-8") as file:
@@ -160,67 +158,45 @@ def _devices(
     return cuda, sycl
 
 
-def _flags(
-    name: str,
-    cxx: Sequence[str] | None,
-    device: Sequence[str] | None,
-    link: Sequence[str] | None,
-    sycl: bool,
-) -> Flags:
-    words = [shell_words(each) for each in (cxx, device, link)]
-    return translated(name, *words, backend_is_cuda=not sycl)
-
-
-def _declared(
-    declare: Callable[..., OpSpec],
-    name: str,
-    sources: Any,
-    kind: str,
-    flags: Flags,
+def _served(
+    declare: partial[OpSpec],
+    given: Sequence[Sequence[str] | None],
     include_paths: Sequence[str] | None,
-) -> OpSpec:
-    return declare(
-        name,
-        sources,
+    cuda: bool,
+    sycl: bool,
+    verbose: bool,
+    build_directory: str | None,
+) -> Any:
+    """``given``: flags for the C++ compiler, the device compiler and the linker."""
+    name = declare.args[0]
+    flags = translated(name, *map(shell_words, given), backend_is_cuda=not sycl)
+    spec = declare(
         include_dirs=[os.fspath(path).strip() for path in include_paths or ()],
-        kind=kind,
         abi=ABI_TORCH,
         cxx_args=(*_DEFAULTS, *flags.cxx),
         ldflags=flags.link,
     )
-
-
-def _served(
-    spec: OpSpec, flags: Flags, cuda: bool, sycl: bool, verbose: bool, build_directory: str | None
-) -> Any:
-    spec = extension.with_device(spec, cuda, sycl, flags.device, flags.device)
     # As in torch, it is built for the CPU of this machine only if a flag asks for it.
+    spec = extension.with_device(spec, cuda, sycl, flags.device, flags.device)
     spec = spec._replace(vectorize=flags.native)
+    toolkit: AbstractContextManager[None] = nullcontext()
     if spec.backend == CUDA:
+        from opkiln.compat.torch import paths
+
+        toolkit = paths.assigned_toolkit()
         ldflags = tuple(flag for flag in spec.ldflags if flag != "-lcudart")
         spec = spec._replace(ldflags=ldflags, device_args=("-UNDEBUG", *spec.device_args))
     if flags.remarks and verbose:
         from opkiln.engine import events
 
         for remark in flags.remarks:
-            events.emit(events.NOTE, text=f"{spec.name}: {remark}")
-    with _toolkit(spec):
+            events.emit(events.NOTE, text=f"{name}: {remark}")
+    with toolkit:
         value, artifact = extension.served(spec, flags.archs, verbose)
     path = artifact.path
     if build_directory is not None:
         path = extension.copy_out(artifact, os.fspath(build_directory))
     return value if spec.kind == PYTHON else path
-
-
-@contextmanager
-def _toolkit(spec: OpSpec) -> Iterator[None]:
-    if spec.backend != CUDA:
-        yield
-        return
-    from opkiln.compat.torch import paths
-
-    with paths.assigned_toolkit():
-        yield
 
 
 @contextmanager
