@@ -19,7 +19,7 @@ from opkiln.accelerator.cpu import CpuAccelerator
 from opkiln.accelerator.cuda import CudaAccelerator, RocmAccelerator
 from opkiln.accelerator.interface import Accelerator
 from opkiln.accelerator.mps import MpsAccelerator
-from opkiln.accelerator.streams import HostEvent
+from opkiln.accelerator.one_device import HostEvent
 from opkiln.errors import AcceleratorError
 
 # The methods that code written against DeepSpeed's accelerators may call.

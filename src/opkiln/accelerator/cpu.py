@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from opkiln import machine
-from opkiln.accelerator.interface import Accelerator, Answer
-from opkiln.accelerator.streams import HostEvent, OneStream, itt
+from opkiln.accelerator.interface import Answer
+from opkiln.accelerator.one_device import HostEvent, OneDevice
+from opkiln.accelerator.streams import itt
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -14,8 +15,8 @@ if TYPE_CHECKING:
     import torch
 
 
-class CpuAccelerator(OneStream, Accelerator):
-    """One device. It uses the process's memory, and work is finished when a call returns."""
+class CpuAccelerator(OneDevice):
+    """It uses the process's memory, and work is finished when a call returns."""
 
     name = "cpu"
     device_type = "cpu"
@@ -33,12 +34,6 @@ class CpuAccelerator(OneStream, Accelerator):
     def device_name(self, device_index: int | None = None) -> str:  # noqa: ARG002
         return "cpu"
 
-    def current_device(self) -> int:
-        return 0
-
-    def synchronize(self, device_index: int | None = None) -> None:
-        """Does nothing: all work is finished."""
-
     def get_device_properties(self, device_index: int | None = None) -> SimpleNamespace:
         import os
         from types import SimpleNamespace
@@ -51,25 +46,12 @@ class CpuAccelerator(OneStream, Accelerator):
 
     # Random numbers: torch's own generator
 
-    def set_rng_state(self, new_state: torch.Tensor, device_index: int | None = None) -> None:  # noqa: ARG002
-        import torch
-
-        torch.set_rng_state(new_state)
-
-    def get_rng_state(self, device_index: int | None = None) -> torch.Tensor:  # noqa: ARG002
-        import torch
-
-        return torch.get_rng_state()
+    def _generators(self) -> Any:
+        return self.random()
 
     def manual_seed(self, seed: int) -> None:
         # torch.manual_seed would also seed every other device.
         self.default_generator(0).manual_seed(seed)
-
-    def manual_seed_all(self, seed: int) -> None:
-        self.manual_seed(seed)
-
-    def initial_seed(self) -> int:
-        return self.default_generator(0).initial_seed()
 
     def default_generator(self, device_index: int) -> torch.Generator:  # noqa: ARG002
         import torch
@@ -114,16 +96,6 @@ class CpuAccelerator(OneStream, Accelerator):
 
     def available_memory(self, device_index: int | None = None) -> int:  # noqa: ARG002
         return _bytes("/proc/meminfo", "MemAvailable")
-
-    def pin_memory(
-        self,
-        tensor: torch.Tensor,
-        align_bytes: int = 1,  # noqa: ARG002 (nothing is allocated)
-        make_copy: bool = True,  # noqa: ARG002
-        match_shape: bool = True,  # noqa: ARG002
-    ) -> torch.Tensor:
-        """The tensor unchanged: no device copies from it."""
-        return tensor
 
     # What torch says about this CPU
 

@@ -57,11 +57,13 @@ class Device:
 
         return torch.get_device_module(self.device_type)
 
-    def _ask(self, function: str, device_index: int | None = None) -> Any:
-        """Call a function of the module, for one device or for the current one."""
+    def _ask(
+        self, function: str, device_index: int | None = None, *given: Any, of: Any = None
+    ) -> Any:
+        """Call a function of the module, or of a part of it, for one device or for the current."""
+        call = getattr(of or self.module(), function)
         # Without an index there is no argument: not every vendor's functions take None.
-        call = getattr(self.module(), function)
-        return call() if device_index is None else call(device_index)
+        return call(*given) if device_index is None else call(*given, device_index)
 
     @property
     def _name(self) -> str:

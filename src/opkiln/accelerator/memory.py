@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from opkiln.accelerator.device import Device
 
 TYPE_CHECKING = False
@@ -11,6 +13,18 @@ if TYPE_CHECKING:
     from typing import Any
 
     import torch
+
+
+class _Constructor:
+    """``torch.tensor`` for a dtype on the device."""
+
+    def __init__(self, dtype: str) -> None:
+        self._dtype = dtype
+
+    def __get__(self, _: object, owner: type[Device]) -> Callable[..., torch.Tensor]:
+        import torch
+
+        return partial(torch.tensor, dtype=getattr(torch, self._dtype), device=owner.device_type)
 
 
 class Memory(Device):
@@ -96,47 +110,13 @@ class Memory(Device):
 
     # Tensors, constructed on the current device
 
-    def _constructor(self, dtype: str) -> Callable[..., torch.Tensor]:
-        from functools import partial
-
-        import torch
-
-        return partial(torch.tensor, dtype=getattr(torch, dtype), device=self.device_type)
-
-    @property
-    def BFloat16Tensor(self) -> Callable[..., torch.Tensor]:  # noqa: N802 (torch's names)
-        """``torch.tensor`` for bfloat16 on the device."""
-        return self._constructor("bfloat16")
-
-    @property
-    def ByteTensor(self) -> Callable[..., torch.Tensor]:  # noqa: N802
-        """``torch.tensor`` for bytes on the device."""
-        return self._constructor("uint8")
-
-    @property
-    def DoubleTensor(self) -> Callable[..., torch.Tensor]:  # noqa: N802
-        """``torch.tensor`` for float64 on the device."""
-        return self._constructor("float64")
-
-    @property
-    def FloatTensor(self) -> Callable[..., torch.Tensor]:  # noqa: N802
-        """``torch.tensor`` for float32 on the device."""
-        return self._constructor("float32")
-
-    @property
-    def HalfTensor(self) -> Callable[..., torch.Tensor]:  # noqa: N802
-        """``torch.tensor`` for float16 on the device."""
-        return self._constructor("float16")
-
-    @property
-    def IntTensor(self) -> Callable[..., torch.Tensor]:  # noqa: N802
-        """``torch.tensor`` for int32 on the device."""
-        return self._constructor("int32")
-
-    @property
-    def LongTensor(self) -> Callable[..., torch.Tensor]:  # noqa: N802
-        """``torch.tensor`` for int64 on the device."""
-        return self._constructor("int64")
+    BFloat16Tensor = _Constructor("bfloat16")  # torch.tensor for bfloat16 on the device
+    ByteTensor = _Constructor("uint8")  # torch.tensor for bytes on the device
+    DoubleTensor = _Constructor("float64")  # torch.tensor for float64 on the device
+    FloatTensor = _Constructor("float32")  # torch.tensor for float32 on the device
+    HalfTensor = _Constructor("float16")  # torch.tensor for float16 on the device
+    IntTensor = _Constructor("int32")  # torch.tensor for int32 on the device
+    LongTensor = _Constructor("int64")  # torch.tensor for int64 on the device
 
     def on_accelerator(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is on such a device."""
@@ -156,17 +136,11 @@ class Memory(Device):
 
     def set_rng_state(self, new_state: torch.Tensor, device_index: int | None = None) -> None:
         """Restore a state from ``get_rng_state``."""
-        if device_index is None:
-            self._generators().set_rng_state(new_state)
-        else:
-            self._generators().set_rng_state(new_state, device_index)
+        self._ask("set_rng_state", device_index, new_state, of=self._generators())
 
     def get_rng_state(self, device_index: int | None = None) -> torch.Tensor:
         """The state of a device's generator, a tensor of bytes."""
-        module = self._generators()
-        state: torch.Tensor = (
-            module.get_rng_state() if device_index is None else module.get_rng_state(device_index)
-        )
+        state: torch.Tensor = self._ask("get_rng_state", device_index, of=self._generators())
         return state
 
     def manual_seed(self, seed: int) -> None:

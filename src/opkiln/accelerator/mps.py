@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from opkiln import machine
-from opkiln.accelerator.interface import Accelerator, Answer
-from opkiln.accelerator.streams import Chosen, HostStream, OneStream
+from opkiln.accelerator.interface import Answer
+from opkiln.accelerator.one_device import Chosen, HostStream, OneDevice
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -30,8 +30,8 @@ class MpsStream(HostStream):
         return torch.mps.Event(enable_timing=True)
 
 
-class MpsAccelerator(OneStream, Accelerator):
-    """``torch.mps``: one device, one stream, and an allocator that records no peaks."""
+class MpsAccelerator(OneDevice):
+    """``torch.mps``: one stream, and an allocator that records no peaks."""
 
     name = "mps"
     device_type = "mps"
@@ -52,34 +52,12 @@ class MpsAccelerator(OneStream, Accelerator):
 
     # The device
 
-    def set_device(self, device_index: int) -> None:
-        """Does nothing: there is only one."""
-
-    def current_device(self) -> int:
-        return 0
-
-    def synchronize(self, device_index: int | None = None) -> None:  # noqa: ARG002
-        self.module().synchronize()
-
     def get_device_properties(self, device_index: int | None = None) -> SimpleNamespace:  # noqa: ARG002
         from types import SimpleNamespace
 
         return SimpleNamespace(name="Apple GPU", total_memory=self.total_memory())
 
     # Random numbers
-
-    def set_rng_state(self, new_state: torch.Tensor, device_index: int | None = None) -> None:  # noqa: ARG002
-        self.module().set_rng_state(new_state)
-
-    def get_rng_state(self, device_index: int | None = None) -> torch.Tensor:  # noqa: ARG002
-        state: torch.Tensor = self.module().get_rng_state()
-        return state
-
-    def manual_seed_all(self, seed: int) -> None:
-        self.manual_seed(seed)
-
-    def initial_seed(self) -> int:
-        return self.default_generator(0).initial_seed()
 
     def default_generator(self, device_index: int) -> torch.Generator:  # noqa: ARG002
         generator: torch.Generator = self.module()._get_default_mps_generator()
@@ -112,13 +90,3 @@ class MpsAccelerator(OneStream, Accelerator):
 
     def total_memory(self, device_index: int | None = None) -> int:  # noqa: ARG002
         return int(self.module().recommended_max_memory())
-
-    def pin_memory(
-        self,
-        tensor: torch.Tensor,
-        align_bytes: int = 1,  # noqa: ARG002 (nothing is allocated)
-        make_copy: bool = True,  # noqa: ARG002
-        match_shape: bool = True,  # noqa: ARG002
-    ) -> torch.Tensor:
-        """The tensor unchanged: device and host share their memory."""
-        return tensor

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 from importlib import import_module
-from typing import NamedTuple
 
 from opkiln.accelerator.interface import Accelerator, Answer
 from opkiln.devices.installed import has_package
@@ -106,50 +105,46 @@ class _Gaudi(VendorAccelerator):
         return self.get_device_name() != "GAUDI"
 
 
-class _Vendor(NamedTuple):
-    """The class attributes of one accelerator."""
-
-    name: str
-    packages: tuple[str, ...]
-    nodes: tuple[str, ...]
-    communication: str
-    visible: str
-    exported: tuple[str, ...]
-    triton: bool = False
-    marks: str = ""
-    base: type[VendorAccelerator] = VendorAccelerator
-
-    def kind(self) -> type[VendorAccelerator]:
-        attributes = {
-            "__module__": __name__,
-            "__doc__": f"``torch.{self.name}``, from {' or '.join(self.packages)}.",
-            "name": self.name,
-            "device_type": self.name,
-            "PACKAGES": self.packages,
-            "NODES": self.nodes,
-            "COMMUNICATION": self.communication,
-            "EXPORTED": self.exported,
-            "VISIBLE": (self.visible,),
-            "TRITON": self.triton,
-            "MARKS": self.marks,
-        }
-        return type(f"{self.name.capitalize()}Accelerator", (self.base,), attributes)
+def _kind(
+    name: str,
+    packages: tuple[str, ...],
+    nodes: tuple[str, ...],
+    communication: str,
+    visible: str,
+    exported: tuple[str, ...],
+    *,
+    base: type[VendorAccelerator] = VendorAccelerator,
+    **others: Any,
+) -> type[VendorAccelerator]:
+    attributes = {
+        "__module__": __name__,
+        "__doc__": f"``torch.{name}``, from {' or '.join(packages)}.",
+        "name": name,
+        "device_type": name,
+        "PACKAGES": packages,
+        "NODES": nodes,
+        "COMMUNICATION": communication,
+        "EXPORTED": exported,
+        "VISIBLE": (visible,),
+        **others,
+    }
+    return type(f"{name.capitalize()}Accelerator", (base,), attributes)
 
 
 _PATHS = ("LD_LIBRARY", "PATH")
 
 # Intel Gaudi, Huawei Ascend, Cambricon, Tecorigin, Biren (whose package used to be torch_br).
 _VENDORS = (
-    _Vendor("hpu", ("habana_frameworks",), ("dev/accel/accel", "dev/hl"), "hccl",
-            "HABANA_VISIBLE_MODULES", ("HCCL", "HABANA", "PT_HPU"), base=_Gaudi),
-    _Vendor("npu", ("torch_npu",), ("dev/davinci",), "hccl",
-            "ASCEND_RT_VISIBLE_DEVICES", ("ASCEND", "HCCL", *_PATHS)),
-    _Vendor("mlu", ("torch_mlu",), ("dev/cambricon_dev",), "cncl",
-            "MLU_VISIBLE_DEVICES", ("NEUWARE_HOME", "CNCL", *_PATHS), triton=True, marks="cnpx"),
-    _Vendor("sdaa", ("torch_sdaa",), ("dev/tcaicard",), "tccl",
-            "SDAA_VISIBLE_DEVICES", ("TCCL", "SDAA", *_PATHS)),
-    _Vendor("supa", ("torch_supa", "torch_br"), ("dev/biren/card_",), "bccl",
-            "SUPA_VISIBLE_DEVICES", ("BCCL", "BIREN", "SUPA", *_PATHS), triton=True),
+    _kind("hpu", ("habana_frameworks",), ("dev/accel/accel", "dev/hl"), "hccl",
+          "HABANA_VISIBLE_MODULES", ("HCCL", "HABANA", "PT_HPU"), base=_Gaudi),
+    _kind("npu", ("torch_npu",), ("dev/davinci",), "hccl",
+          "ASCEND_RT_VISIBLE_DEVICES", ("ASCEND", "HCCL", *_PATHS)),
+    _kind("mlu", ("torch_mlu",), ("dev/cambricon_dev",), "cncl",
+          "MLU_VISIBLE_DEVICES", ("NEUWARE_HOME", "CNCL", *_PATHS), TRITON=True, MARKS="cnpx"),
+    _kind("sdaa", ("torch_sdaa",), ("dev/tcaicard",), "tccl",
+          "SDAA_VISIBLE_DEVICES", ("TCCL", "SDAA", *_PATHS)),
+    _kind("supa", ("torch_supa", "torch_br"), ("dev/biren/card_",), "bccl",
+          "SUPA_VISIBLE_DEVICES", ("BCCL", "BIREN", "SUPA", *_PATHS), TRITON=True),
 )  # fmt: skip
 
-KINDS = {vendor.name: vendor.kind() for vendor in _VENDORS}
+KINDS = {kind.name: kind for kind in _VENDORS}

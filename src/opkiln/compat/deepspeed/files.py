@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import warnings
 from functools import cache, partialmethod
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -13,11 +13,13 @@ from torch import Tensor
 from opkiln.compat.deepspeed.modules import OpModule
 from opkiln.errors import FallbackWarning, UsageError
 from opkiln.files.handle import AsyncIO as Files
-from opkiln.files.handle import Request
 from opkiln.ops.gds import device as devices
 from opkiln.ops.pin_memory.pool import PinnedPool
 
-_CONTIGUOUS = torch.contiguous_format
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
 _ALIGNMENT = 512  # what DeepSpeed has its callers round sizes to, for each thread
 
 
@@ -72,13 +74,6 @@ class pin_handle(_LockedTensors):  # noqa: N801 (DeepSpeed's name)
     free_cpu_locked_tensor_by_ptr = _LockedTensors._free
 
 
-class _Pending(NamedTuple):
-    request: Request
-    staged: Tensor  # the memory that is read or written
-    target: Tensor | None  # a read tensor that `staged` is copied to, or None
-    check: tuple[str, int] | None  # the file and the offset to compare with, or None
-
-
 class aio_handle(_LockedTensors):  # noqa: N801 (DeepSpeed's name)
     """Reads and writes of tensors. ``wait`` waits for all that were begun and counts them.
 
@@ -104,7 +99,7 @@ class aio_handle(_LockedTensors):  # noqa: N801 (DeepSpeed's name)
             depth=int(queue_depth),
             threads=max(int(intra_op_parallelism), 8),
         )
-        self._pending: list[_Pending] = []
+        self._pending: list[Callable[[], None]] = []
 
     def _engine(self) -> str:
         return "auto"
@@ -127,84 +122,82 @@ class aio_handle(_LockedTensors):  # noqa: N801 (DeepSpeed's name)
     def get_alignment(self) -> int:
         return self.get_intra_op_parallelism() * _ALIGNMENT
 
-    def read(self, buffer: Tensor, filename: str, validate: bool, file_offset: int = 0) -> int:
-        """Fill a tensor from a file; 0."""
-        self._finish(self._begin_read(buffer, filename, validate, file_offset))
-        return 0
-
-    def write(self, buffer: Tensor, filename: str, validate: bool, file_offset: int = 0) -> int:
-        """Write a tensor to a file; 0."""
-        self._finish(self._begin_write(buffer, filename, validate, file_offset))
-        return 0
-
-    def pread(self, buffer: Tensor, filename: str, validate: bool, *args: Any, **named: Any) -> int:
-        """``async`` (a word of Python's) and ``file_offset`` follow; 0, or the count of ``wait``"""
-        later, offset = _async_and_offset("pread", args, named)
-        self._pending.append(self._begin_read(buffer, filename, validate, offset))
-        return 0 if later else self.wait()
-
-    def pwrite(
-        self, buffer: Tensor, filename: str, validate: bool, *args: Any, **named: Any
+    def _transfer(
+        self, method: str, buffer: Tensor, filename: str, validate: bool, file_offset: int = 0
     ) -> int:
-        """As ``pread``."""
-        later, offset = _async_and_offset("pwrite", args, named)
-        self._pending.append(self._begin_write(buffer, filename, validate, offset))
+        """Fill a tensor from a file, or write it to one; 0."""
+        self._begin(method, buffer, filename, validate, file_offset)()
+        return 0
+
+    read = partialmethod(_transfer, "read")
+    write = partialmethod(_transfer, "write")
+
+    def _enqueue(
+        self,
+        method: str,
+        buffer: Tensor,
+        filename: str | int,
+        validate: bool,
+        *args: Any,
+        **named: Any,
+    ) -> int:
+        """``async`` (a word of Python's) and ``file_offset`` follow; 0, or the count of ``wait``"""
+        later, offset = _async_and_offset(f"p{method}", args, named)
+        self._pending.append(self._begin(method, buffer, filename, validate, offset))
         return 0 if later else self.wait()
 
-    def sync_pread(self, buffer: Tensor, filename: str, file_offset: int = 0) -> int:
-        return self.pread(buffer, filename, False, False, file_offset)
+    pread = partialmethod(_enqueue, "read")
+    pwrite = partialmethod(_enqueue, "write")
 
-    def sync_pwrite(self, buffer: Tensor, filename: str, file_offset: int = 0) -> int:
-        return self.pwrite(buffer, filename, False, False, file_offset)
-
-    def async_pread(self, buffer: Tensor, filename: str, file_offset: int = 0) -> int:
-        return self.pread(buffer, filename, False, True, file_offset)
-
-    def async_pwrite(self, buffer: Tensor, filename: str | int, file_offset: int = 0) -> int:
+    def _enqueue_unchecked(
+        self, method: str, later: bool, buffer: Tensor, filename: str | int, file_offset: int = 0
+    ) -> int:
         """``filename`` may be a descriptor, which stays open."""
-        self._pending.append(self._begin_write(buffer, filename, False, file_offset))
-        return 0
+        return self._enqueue(method, buffer, filename, False, later, file_offset)
+
+    sync_pread = partialmethod(_enqueue_unchecked, "read", False)
+    sync_pwrite = partialmethod(_enqueue_unchecked, "write", False)
+    async_pread = partialmethod(_enqueue_unchecked, "read", True)
+    async_pwrite = partialmethod(_enqueue_unchecked, "write", True)
 
     def wait(self) -> int:
         """Wait for what was begun; how many reads and writes that were. Raises the first error."""
         pending, self._pending = self._pending, []
         failed: Exception | None = None
-        for each in pending:
+        for finish in pending:
             try:
-                self._finish(each)
+                finish()
             except Exception as error:  # the others are finished all the same
                 failed = failed or error
         if failed is not None:
             raise failed
         return len(pending)
 
-    def _begin_read(self, buffer: Tensor, filename: str, validate: bool, offset: int) -> _Pending:
-        in_place = buffer.is_contiguous()
-        staged = buffer if in_place else torch.empty_like(buffer, memory_format=_CONTIGUOUS)
-        request = self._files.read(staged, filename, int(offset))
-        check = (filename, int(offset)) if validate else None
-        return _Pending(request, staged, None if in_place else buffer, check)
+    def _begin(
+        self, method: str, buffer: Tensor, filename: str | int, validate: bool, offset: int
+    ) -> Callable[[], None]:
+        """Begin a read or a write. Returns the function that waits for it."""
+        offset = int(offset)
+        copied = method == "read" and not buffer.is_contiguous()
+        if copied:
+            staged = torch.empty_like(buffer, memory_format=torch.contiguous_format)
+        else:
+            staged = buffer if method == "read" else buffer.detach().contiguous()
+        request = getattr(self._files, method)(staged, filename, offset)
 
-    def _begin_write(
-        self, buffer: Tensor, filename: str | int, validate: bool, offset: int
-    ) -> _Pending:
-        staged = buffer.detach().contiguous()
-        request = self._files.write(staged, filename, int(offset))
-        check = (str(filename), int(offset)) if validate else None
-        return _Pending(request, staged, None, check)
+        def finish() -> None:
+            request.wait()
+            if copied:
+                with torch.no_grad():
+                    buffer.copy_(staged)
+            if validate:
+                stored = torch.empty_like(staged)
+                self._files.read(stored, filename, offset).wait()
+                left, right = (each.reshape(-1).view(torch.uint8) for each in (stored, staged))
+                if not torch.equal(left, right):
+                    raise UsageError(f"{filename} and the tensor differ")
 
-    def _finish(self, pending: _Pending) -> None:
-        pending.request.wait()
-        if pending.target is not None:
-            with torch.no_grad():
-                pending.target.copy_(pending.staged)
-        if pending.check is not None:
-            path, offset = pending.check
-            stored = torch.empty_like(pending.staged)
-            self._files.read(stored, path, offset).wait()
-            left, right = (each.reshape(-1).view(torch.uint8) for each in (stored, pending.staged))
-            if not torch.equal(left, right):
-                raise UsageError(f"{path} and the tensor differ")
+        return finish
 
 
 _pinned: dict[int, Tensor] = {}  # tensors that cuFile knows, by address, of all handles
