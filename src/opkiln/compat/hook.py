@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 PARTS = {
     "torch.utils.cpp_extension": "opkiln.compat.torch",
     "deepspeed.ops.op_builder.builder": "opkiln.compat.deepspeed.patch",
-    "deepspeed.env_report": "opkiln.compat.deepspeed.report",
+    "deepspeed.env_report": "opkiln.compat.deepspeed.patch",
     "torch.distributed.distributed_c10d": "opkiln.compat.distributed",
 }
 _JOBS = "torch.distributed.distributed_c10d"

@@ -7,12 +7,14 @@ builder loads from the first possible resort of those that ``OPKILN_DEEPSPEED`` 
 
 from __future__ import annotations
 
+import sys
 import time
 from fnmatch import fnmatchcase
 from functools import cache, partial
 from importlib import import_module
 from typing import Any, NamedTuple
 
+import opkiln
 from opkiln.compat import hook
 from opkiln.compat.deepspeed.table import MODULES
 from opkiln.errors import (
@@ -30,7 +32,7 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 _MODULE = "deepspeed.ops.op_builder.builder"
-_CHANGED = (_MODULE, "deepspeed.env_report")
+_REPORT = "deepspeed.env_report"
 
 OPS, ENGINE, DEEPSPEED = "ops", "engine", "deepspeed"
 
@@ -42,7 +44,7 @@ def install() -> None:
     they are. Calling it again has no effect. Raises UsageError if DeepSpeed is not installed.
     """
     _import_deepspeeds(_MODULE)
-    hook.install(_CHANGED)
+    hook.install((_MODULE, _REPORT))
 
 
 def _import_deepspeeds(module: str) -> ModuleType:
@@ -56,12 +58,15 @@ def _import_deepspeeds(module: str) -> ModuleType:
 
 def remove() -> None:
     """Put the functions of DeepSpeed's builders back."""
-    hook.remove(_CHANGED)
+    hook.remove((_MODULE, _REPORT))
 
 
 def replacements(module: ModuleType) -> Iterator[tuple[Any, str, Any]]:
     """The owner, the attribute and the value of each function that is replaced in DeepSpeed's
-    ``op_builder.builder``."""
+    ``op_builder.builder`` or ``env_report``."""
+    if module.__name__ == _REPORT:
+        yield module, "debug_report", _report_with_origins(module, module.debug_report)
+        return
     base, cuda = module.OpBuilder, module.CUDAOpBuilder
     yield base, "load", _loading(base.load)
     yield base, "jit_load", _loading(base.jit_load)
@@ -85,13 +90,13 @@ class Served(NamedTuple):
     seconds: float  # how long it took to load
 
 
-_served: dict[tuple[type, str], Served] = {}
-_chosen: dict[tuple[type, str], tuple[str, ...]] = {}  # the resorts that were allowed then
+# With the resorts that were allowed then.
+_served: dict[tuple[type, str], tuple[Served, tuple[str, ...]]] = {}
 
 
 def served() -> dict[str, Served]:
     """DeepSpeed's ops that this process has loaded, by name."""
-    return {name: found for (_, name), found in _served.items()}
+    return {name: found for (_, name), (found, _) in _served.items()}
 
 
 def load_module(builder: Any, original: Callable[[], Any]) -> Any:
@@ -101,16 +106,15 @@ def load_module(builder: Any, original: Callable[[], Any]) -> Any:
     """
     key = (type(builder), str(builder.name))
     resorts = _resorts_of(builder.name)
-    if key in _served and _chosen.get(key) == resorts:
-        return _served[key].module
+    if key in _served and _served[key][1] == resorts:
+        return _served[key][0].module
     begin = time.perf_counter()
     try:
-        module, origin = _choose(builder, resorts, original)
+        module, origin = _choose(builder, original)
     except OpkilnError as error:
         builder.error_log = str(error)
         raise
-    _served[key] = Served(module, origin, time.perf_counter() - begin)
-    _chosen[key] = resorts
+    _served[key] = Served(module, origin, time.perf_counter() - begin), resorts
     return module
 
 
@@ -136,21 +140,19 @@ def functions() -> tuple[Functions, ...]:
 
 
 def _functions(builder: Any) -> Functions:
-    resorts = _resorts_of(builder.name)
-    by_ops = _is_by_ops(builder)
-    ours = MODULES[builder.name].functions if by_ops else ()
+    origin, with_engine = origin_of(builder), ENGINE in _resorts_of(builder.name)
+    ours = MODULES[builder.name].functions if origin == OPS else ()
     try:
         theirs, error = _list_theirs(builder), ""
     except Exception as raised:  # a builder's methods may raise anything
         theirs, error = (), f"{type(raised).__name__}: {raised}"
     left = tuple(each for each in theirs if not any(fnmatchcase(name, each) for name in ours))
-    itself = not by_ops and (ENGINE not in resorts or _is_installed(builder))
     return Functions(
         builder.name,
         ours,
-        left if ENGINE in resorts and not itself else (),
-        left if itself else (),
-        left if by_ops and ENGINE not in resorts else (),
+        left if with_engine and origin != DEEPSPEED else (),
+        left if origin == DEEPSPEED else (),
+        left if origin == OPS and not with_engine else (),
         error,
     )
 
@@ -163,28 +165,25 @@ def _resorts_of(op: str) -> tuple[str, ...]:
 
 def origin_of(builder: Any) -> str:
     """What a builder would load: ops, engine or deepspeed."""
-    return _origin(builder, _resorts_of(builder.name))
-
-
-def _origin(builder: Any, resorts: tuple[str, ...]) -> str:
-    if _is_by_ops(builder, resorts):
+    if _is_by_ops(builder):
         return OPS
     # An op that was built when DeepSpeed was installed is as good as one of the engine's.
-    return ENGINE if ENGINE in resorts and not _is_installed(builder) else DEEPSPEED
+    by_engine = ENGINE in _resorts_of(builder.name) and not _is_installed(builder)
+    return ENGINE if by_engine else DEEPSPEED
 
 
-def _choose(builder: Any, resorts: tuple[str, ...], original: Callable[[], Any]) -> tuple[Any, str]:
+def _choose(builder: Any, original: Callable[[], Any]) -> tuple[Any, str]:
     def build() -> Any:
         from opkiln.compat.deepspeed import engine
 
         return original() if _is_installed(builder) else engine.load(builder)
 
-    origin = _origin(builder, resorts)
+    origin = origin_of(builder)
     if origin != OPS:
         return (build if origin == ENGINE else original)(), origin
     folder, _, name = MODULES[builder.name].home.partition(":")
     kind = getattr(import_module(f"opkiln.compat.deepspeed.{folder}"), name)
-    module = kind(build if ENGINE in resorts else None)
+    module = kind(build if ENGINE in _resorts_of(builder.name) else None)
     module.list_theirs = cache(partial(_list_theirs, builder))
     return module, OPS
 
@@ -195,15 +194,10 @@ def _list_theirs(builder: Any) -> tuple[str, ...]:
     return engine.functions(builder)
 
 
-def _is_by_ops(builder: Any, resorts: tuple[str, ...] | None = None) -> bool:
-    """Whether an op of opkiln serves this builder."""
-    allowed = _resorts_of(builder.name) if resorts is None else resorts
-    return OPS in allowed and _is_deepspeeds(builder) and builder.name in MODULES
-
-
-def _is_deepspeeds(builder: Any) -> bool:
-    """Whether the builder is DeepSpeed's own, not another package's."""
-    return type(builder).__module__.partition(".")[0] in ("deepspeed", "op_builder")
+def _is_by_ops(builder: Any) -> bool:
+    """Whether an op of opkiln serves this builder, which is DeepSpeed's, not another package's."""
+    own = type(builder).__module__.partition(".")[0] in ("deepspeed", "op_builder")
+    return own and builder.name in MODULES and OPS in _resorts_of(builder.name)
 
 
 def _is_installed(builder: Any) -> bool:
@@ -293,3 +287,26 @@ def _default_capabilities() -> str:
     from opkiln.compat.deepspeed.builders import get_default_compute_capabilities
 
     return get_default_compute_capabilities()
+
+
+# What ``ds_report`` says of opkiln: its table is of DeepSpeed's own builds, which do not serve
+
+_WORDS = {
+    OPS: "opkiln's own kernels",
+    ENGINE: "DeepSpeed's sources, built by opkiln",
+    DEEPSPEED: "left to DeepSpeed",
+}
+
+
+def _report_with_origins(module: ModuleType, original: Callable[[], None]) -> Callable[[], None]:
+    def debug_report() -> None:
+        original()
+        origins = {name: origin_of(each) for name, each in module.ALL_OPS.items()}
+        lines = ["-" * 50, f"opkiln {opkiln.__version__} loads DeepSpeed's ops in this process:"]
+        for origin, words in _WORDS.items():
+            if names := [name for name, found in origins.items() if found == origin]:
+                lines.append(f"{words}: {', '.join(names)}")
+        lines.append("opkiln report says what is cached, and opkiln explain OP why")
+        sys.stdout.write("\n".join(lines) + "\n")
+
+    return debug_report
