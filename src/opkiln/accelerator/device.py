@@ -6,6 +6,7 @@ from opkiln.record import Record
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from typing import Any, ClassVar
 
     import torch
@@ -17,6 +18,26 @@ class Answer(Record):
     name: str  # the accelerator's name, as OPKILN_ACCELERATOR takes it
     present: bool  # whether its device is here
     why: str = ""  # the device that was found, or the reason why there is none
+
+
+def asking(function: str, convert: Callable[[Any], Any] | None = None) -> Callable[..., Any]:
+    """A method that calls this function of the device's module, for the device with an index or,
+    without one, for the current device."""
+
+    def method(self: Device, device_index: int | None = None) -> Any:
+        answer = self._ask(function, device_index)
+        return answer if convert is None else convert(answer)
+
+    return method
+
+
+def renamed(name: str) -> Callable[..., Any]:
+    """A method that calls another one of the accelerator, whose older name it has."""
+
+    def method(self: Device, device_index: int | None = None) -> Any:
+        return getattr(self, name)(device_index)
+
+    return method
 
 
 class Device:
@@ -101,9 +122,7 @@ class Device:
         """How many devices this process may use."""
         return int(self.module().device_count())
 
-    def synchronize(self, device_index: int | None = None) -> None:
-        """Wait until a device has finished all its work."""
-        self._ask("synchronize", device_index)
+    synchronize = asking("synchronize")  # waits until a device has finished all its work
 
     def get_device_properties(self, device_index: int | None = None) -> Any:
         """torch's properties of a device: ``name``, ``total_memory`` and the vendor's own."""

@@ -34,16 +34,22 @@ if TYPE_CHECKING:
 
 
 class Layer(NamedTuple):
-    """What a layer was created with."""
+    """What a layer is created with, in DeepSpeed's order."""
 
-    heads: int
-    attention_dropout: float
-    hidden_dropout: float
-    eps: float
+    batch_size: int
+    hidden_dim: int
+    num_heads: int
+    intermediate_size: int
+    attn_dropout_ratio: float
+    hidden_dropout_ratio: float
+    layer_norm_eps: float
+    seed: int
     pre_layer_norm: bool
+    test_gemm: bool
     attn_dropout_checkpoint: bool
     normalize_invertible: bool
     gelu_checkpoint: bool
+    stochastic_mode: bool  # DeepSpeed asks the other module then
 
 
 class Weights(NamedTuple):
@@ -105,32 +111,14 @@ class Transformer(OpModule):
             setattr(self, f"forward_{dtype}", _as_a_kernel(self._forward))
             setattr(self, f"backward_{dtype}", _as_a_kernel(self._backward))
 
-    def _create(
-        self,
-        layer_id: int,
-        batch_size: int,  # noqa: ARG002
-        hidden_dim: int,
-        num_heads: int,
-        intermediate_size: int,  # noqa: ARG002
-        attn_dropout_ratio: float,
-        hidden_dropout_ratio: float,
-        layer_norm_eps: float,
-        seed: int,  # noqa: ARG002
-        pre_or_postLayerNorm: bool,  # noqa: N803 (DeepSpeed's name)
-        test_gemm: bool,  # noqa: ARG002
-        attn_dropout_checkpoint: bool,
-        normalize_invertible: bool,
-        gelu_checkpoint: bool,
-        stochastic_mode: bool,  # noqa: ARG002 (DeepSpeed asks the other module then)
-    ) -> int:
+    def _create(self, layer_id: int, *given: Any) -> int:
         """Remember a layer by its number. Returns 0. Raises UsageError."""
-        if hidden_dim % num_heads:
-            raise UsageError(f"hidden_dim is {hidden_dim}, not a multiple of {num_heads} heads")
-        self._layers[layer_id] = Layer(
-            num_heads, max(attn_dropout_ratio, 0.0), max(hidden_dropout_ratio, 0.0),
-            layer_norm_eps, pre_or_postLayerNorm, attn_dropout_checkpoint, normalize_invertible,
-            gelu_checkpoint,
-        )  # fmt: skip
+        layer = Layer(*given)
+        if layer.hidden_dim % layer.num_heads:
+            raise UsageError(
+                f"hidden_dim is {layer.hidden_dim}, not a multiple of {layer.num_heads} heads"
+            )
+        self._layers[layer_id] = layer
         return 0
 
     def _layer(self, layer_id: int) -> Layer:
@@ -148,17 +136,17 @@ class Transformer(OpModule):
         training, pre, attention_again, norm_again, gelu_again = given[12:]
         first, between, last = _norms(weights, pre)
         qkv, projection = project(
-            input, *first, weights.attn_qkvw, weights.attn_qkvb, layer.eps, norm_again
+            input, *first, weights.attn_qkvw, weights.attn_qkvb, layer.layer_norm_eps, norm_again
         )
         qkv = qkv.flatten(0, 1).requires_grad_(training)
         with torch.set_grad_enabled(training):
             attended = _attended(qkv, input, input_mask, layer, training, attention_again)
-        p = layer.hidden_dropout if training else 0.0
+        p = max(layer.hidden_dropout_ratio, 0.0) if training else 0.0
         seed = torch.randint(2**63 - 1, (1,), device=input.device) if p > 0 else None
         out, kept = output(
             attended.detach(), input, weights.attn_ow, weights.attn_ob, *between, weights.inter_w,
-            weights.inter_b, weights.output_w, weights.output_b, *last, seed, p, 0.0, layer.eps,
-            norm_again, gelu_again, self.RELAXED,
+            weights.inter_b, weights.output_w, weights.output_b, *last, seed, p, 0.0,
+            layer.layer_norm_eps, norm_again, gelu_again, self.RELAXED,
         )  # fmt: skip
         empty = input.new_empty(0)
         drawn = torch.empty(0, dtype=torch.int64) if seed is None else seed
@@ -195,7 +183,7 @@ class Transformer(OpModule):
         pre, norm_again = layer.pre_layer_norm, layer.normalize_invertible
         first, between, last = _norms(weights, pre)
         seed = state.attn_output_dropout_mask
-        p = layer.hidden_dropout if seed.numel() else 0.0
+        p = max(layer.hidden_dropout_ratio, 0.0) if seed.numel() else 0.0
         last_total = None if pre else state.soft_out if norm_again else state.inp_norm
         mean, scale, attn_mean, attn_scale = (
             each.view(grad_output.shape[:-1])
@@ -269,14 +257,14 @@ def _attended(
     qkv: Tensor, x: Tensor, mask: Tensor | None, layer: Layer, training: bool, again: bool
 ) -> Tensor:
     batch, seq = x.shape[:2]
-    p = layer.attention_dropout if training else 0.0
+    p = max(layer.attn_dropout_ratio, 0.0) if training else 0.0
     if mask is not None:
         if mask.numel() == batch * seq:
             mask = mask.reshape(batch, 1, 1, seq)
         mask = mask.to(qkv.dtype)
 
     def attention(qkv: Tensor) -> Tensor:
-        parts = qkv.view(batch, seq, 3, layer.heads, -1).unbind(2)
+        parts = qkv.view(batch, seq, 3, layer.num_heads, -1).unbind(2)
         q, k, v = (part.transpose(1, 2) for part in parts)
         return scaled_dot_product_attention(q, k, v, mask, p).transpose(1, 2).flatten(2)
 
