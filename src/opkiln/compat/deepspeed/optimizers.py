@@ -40,9 +40,10 @@ class _HostOptimizers(OpModule):
         self._ops: Any = get_builder(self.NAME).load()
         self._made: dict[int, tuple[Any, ...]] = {}
 
-    def _create(self, optimizer_id: int, given: tuple[Any, ...], should_log: bool) -> int:
-        self._made[int(optimizer_id)] = given
-        if should_log:
+    def _create(self, optimizer_id: int, *given: Any) -> int:
+        """``given``: hyperparameters, which each step gets again, and whether to log this."""
+        self._made[int(optimizer_id)] = given[:-1]
+        if given[-1]:
             _log.info("%s: optimizer %d steps on opkiln's kernel", self.NAME, optimizer_id)
         return 0
 
@@ -60,28 +61,26 @@ class _HostOptimizers(OpModule):
                 why="it was not created, or it was destroyed",
             ) from None
 
+    def _step(self, op: str, names: tuple[str, ...], given: tuple[Any, ...], **more: Any) -> int:
+        """Make a step (the first is 1) in place. ``given``: the hyperparameters of these names, the
+        parameters, the gradients, which stay as they are, and the states."""
+        hyper = dict(zip(names, given, strict=False))
+        params, grads, *states = ([tensor] for tensor in given[len(names) :])
+        hyper |= {"maximize": False, "grad_scale": 1.0, **more}
+        return _make_step(getattr(self._ops, op), params, grads, states, [[]], hyper)
+
 
 class CPUAdam(_HostOptimizers):
     """``cpu_adam``: Adam and AdamW, with steps and rollback."""
 
     NAME = "cpu_adam"
 
-    def create_adam(
-        self,
-        optimizer_id: int,
-        alpha: float = 1e-3,
-        betta1: float = 0.9,
-        betta2: float = 0.999,
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        adamw_mode: bool = True,
-        should_log: bool = False,
-    ) -> int:
-        """Create this optimizer. Only ``adamw_mode`` matters: each step gets the rest again."""
-        given = (alpha, betta1, betta2, eps, weight_decay, bool(adamw_mode))
+    def create_adam(self, optimizer_id: int, *given: Any) -> int:
+        """``given``: alpha, betta1, betta2, eps, weight_decay, adamw_mode, should_log. Of the first
+        six only ``adamw_mode`` matters: each step gets the rest again."""
         if self._rest is not None:
-            self._rest.create_adam(optimizer_id, *given, False)
-        return self._create(optimizer_id, given, should_log)
+            self._rest.create_adam(optimizer_id, *given[:-1], False)
+        return self._create(optimizer_id, *given)
 
     def destroy_adam(self, optimizer_id: int) -> int:
         """Forget this optimizer. Calling it again has no effect."""
@@ -98,102 +97,38 @@ class CPUAdam(_HostOptimizers):
                 module.create_adam(optimizer_id, *given, False)
         return module
 
-    def _step(
-        self, op: str, optimizer_id: int, step: int, lr: float, beta1: float, beta2: float,
-        epsilon: float, weight_decay: float, bias_correction: bool, params: Tensor, grads: Tensor,
-        exp_avg: Tensor, exp_avg_sq: Tensor,
-    ) -> int:  # fmt: skip
-        """Make or undo the ``step``-th step (the first is 1), in place. To undo it, the arguments
-        must be those of that step."""
-        hyper = {
-            "step": step,
-            "lr": lr,
-            "beta1": beta1,
-            "beta2": beta2,
-            "eps": epsilon,
-            "weight_decay": weight_decay,
-            "adamw_mode": self._of(optimizer_id)[-1],
-            "bias_correction": bool(bias_correction),
-            "maximize": False,
-            "grad_scale": 1.0,
-        }
-        made = getattr(self._ops, op)
-        return _make_step(made, [params], [grads], [[exp_avg], [exp_avg_sq]], [[]], hyper)
+    def _update(self, op: str, optimizer_id: int, *given: Any) -> int:
+        """To undo a step, the arguments must be those of that step."""
+        names = ("step", "lr", "beta1", "beta2", "eps", "weight_decay", "bias_correction")
+        return self._step(op, names, given, adamw_mode=self._of(optimizer_id)[-1])
 
-    adam_update = partialmethod(_step, "cpu_adam_")
-    adam_rollback = partialmethod(_step, "cpu_adam_rollback_")
+    adam_update = partialmethod(_update, "cpu_adam_")
+    adam_rollback = partialmethod(_update, "cpu_adam_rollback_")
 
 
 class CPUAdagrad(_HostOptimizers):
     """``cpu_adagrad``: Adagrad."""
 
     NAME = "cpu_adagrad"
-
-    def create_adagrad(
-        self,
-        optimizer_id: int,
-        alpha: float = 1e-2,
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        should_log: bool = False,
-    ) -> int:
-        """Create this optimizer. Each step gets its hyperparameters again."""
-        return self._create(optimizer_id, (alpha, eps, weight_decay), should_log)
-
+    create_adagrad = _HostOptimizers._create
     destroy_adagrad = _HostOptimizers._destroy
 
-    def adagrad_update(
-        self, optimizer_id: int, step: int, lr: float, epsilon: float, weight_decay: float,
-        params: Tensor, grads: Tensor, exp_avg_sq: Tensor,
-    ) -> int:  # fmt: skip
-        """Make the ``step``-th step (the first is 1), in place; the gradients stay as they are."""
+    def adagrad_update(self, optimizer_id: int, *given: Any) -> int:
         self._of(optimizer_id)
-        hyper = {
-            "step": step,
-            "lr": lr,
-            "lr_decay": 0.0,
-            "eps": epsilon,
-            "weight_decay": weight_decay,
-            "maximize": False,
-            "grad_scale": 1.0,
-        }
-        return _make_step(self._ops.cpu_adagrad_, [params], [grads], [[exp_avg_sq]], [[]], hyper)
+        names = ("step", "lr", "eps", "weight_decay")
+        return self._step("cpu_adagrad_", names, given, lr_decay=0.0)
 
 
 class CPULion(_HostOptimizers):
     """``cpu_lion``: Lion. A parameter whose momentum and gradient are 0 stays as it is."""
 
     NAME = "cpu_lion"
-
-    def create_lion(
-        self,
-        optimizer_id: int,
-        alpha: float = 1e-3,
-        betta1: float = 0.9,
-        betta2: float = 0.999,
-        weight_decay: float = 0.0,
-        should_log: bool = False,
-    ) -> int:
-        """Create this optimizer. Each step gets its hyperparameters again."""
-        return self._create(optimizer_id, (alpha, betta1, betta2, weight_decay), should_log)
-
+    create_lion = _HostOptimizers._create
     destroy_lion = _HostOptimizers._destroy
 
-    def lion_update(
-        self, optimizer_id: int, step: int, lr: float, beta1: float, beta2: float,  # noqa: ARG002
-        weight_decay: float, params: Tensor, grads: Tensor, exp_avg: Tensor,
-    ) -> int:  # fmt: skip
-        """Make a step, in place."""
+    def lion_update(self, optimizer_id: int, _step: int, *given: Any) -> int:
         self._of(optimizer_id)
-        hyper = {
-            "lr": lr,
-            "beta1": beta1,
-            "beta2": beta2,
-            "weight_decay": weight_decay,
-            "maximize": False,
-            "grad_scale": 1.0,
-        }
-        return _make_step(self._ops.cpu_lion_, [params], [grads], [[exp_avg]], [[]], hyper)
+        return self._step("cpu_lion_", ("lr", "beta1", "beta2", "weight_decay"), given)
 
 
 # Over lists of tensors
@@ -209,19 +144,22 @@ class _FusedOptimizers(OpModule):
     @torch.no_grad()
     def _step(
         self,
-        params: list[Tensor],
         grads: list[Tensor],
-        states: list[list[Tensor]],
+        params: list[Tensor],
+        *states: list[Tensor],
         step: int,
-        more: list[Any],
-        hyper: dict[str, Any],
+        more: tuple[Any, ...] = (),
+        **hyper: Any,
     ) -> None:
+        if not params:
+            return
         device = params[0].device
         op = getattr(self._functions(device.type), f"{self.NAME}_")
         made = torch.full((), step - 1, dtype=torch.float32, device=device)
         wide = [[state.float() for state in row] for row in states]  # itself, if it is fp32
-        _make_step(op, params, grads, wide, [[], [made], *more], hyper)
-        _store(wide, states)
+        hyper["maximize"] = False
+        _make_step(op, list(params), list(grads), wide, [[], [made], *more], hyper)
+        _store(wide, list(states))
 
 
 class FusedAdam(_FusedOptimizers):
@@ -237,20 +175,10 @@ class FusedAdam(_FusedOptimizers):
         """Make the ``step``-th step of the parameters, in place. ``tensor_lists`` has gradients,
         parameters, averages and averages of squares. ``mode`` 1 is AdamW. As in DeepSpeed's
         kernels, ``noop_flag`` has no effect: a step with infinities is made like any other."""
-        grads, params, exp_avgs, exp_avg_sqs = tensor_lists
-        if not params:
-            return
-        hyper = {
-            "lr": lr,
-            "beta1": beta1,
-            "beta2": beta2,
-            "eps": epsilon,
-            "weight_decay": weight_decay,
-            "adamw_mode": mode == 1,
-            "bias_correction": bool(bias_correction),
-            "maximize": False,
-        }
-        self._step(list(params), list(grads), [exp_avgs, exp_avg_sqs], step, [], hyper)
+        self._step(
+            *tensor_lists, step=step, lr=lr, beta1=beta1, beta2=beta2, eps=epsilon,
+            weight_decay=weight_decay, adamw_mode=mode == 1, bias_correction=bool(bias_correction),
+        )  # fmt: skip
 
 
 class FusedLion(_FusedOptimizers):
@@ -265,17 +193,8 @@ class FusedLion(_FusedOptimizers):
     ) -> None:  # fmt: skip
         """Make a step of parameters, in place. ``tensor_lists`` has gradients, parameters and
         averages."""
-        grads, params, exp_avgs = tensor_lists
-        if not params:
-            return
-        hyper = {
-            "lr": lr,
-            "beta1": beta1,
-            "beta2": beta2,
-            "weight_decay": weight_decay,
-            "maximize": False,
-        }
-        self._step(list(params), list(grads), [exp_avgs], step, [], hyper)
+        hyper = {"lr": lr, "beta1": beta1, "beta2": beta2, "weight_decay": weight_decay}
+        self._step(*tensor_lists, step=step, **hyper)
 
 
 class FusedLamb(_FusedOptimizers):
@@ -300,20 +219,11 @@ class FusedLamb(_FusedOptimizers):
         scale = None
         if grad_scale != 1:
             scale = torch.full((), grad_scale, dtype=torch.float32, device=p.device)
-        hyper = {
-            "lr": lr,
-            "beta1": beta1,
-            "beta2": beta2,
-            "eps": eps,
-            "weight_decay": decay,
-            "eps_inside_sqrt": mode == 0,
-            "bias_correction": False,
-            "maximize": False,
-            "min_coeff": min_coeff,
-            "max_coeff": max_coeff,
-            "grad_scale": scale,
-        }
-        self._step([p], [g], [[m], [v]], step, [coefficient], hyper)
+        self._step(
+            [g], [p], [m], [v], step=step, more=(coefficient,), lr=lr, beta1=beta1, beta2=beta2,
+            eps=eps, weight_decay=decay, eps_inside_sqrt=mode == 0, bias_correction=False,
+            min_coeff=min_coeff, max_coeff=max_coeff, grad_scale=scale,
+        )  # fmt: skip
         if p_copy.numel():
             with torch.no_grad():
                 p_copy.copy_(p.view(p_copy.shape))

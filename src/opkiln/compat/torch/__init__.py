@@ -35,26 +35,6 @@ if TYPE_CHECKING:
     get_default_build_root: Callable[[], str]
     remove_extension_h_precompiler_headers: Callable[[], None]
 
-__all__ = [
-    "CUDA_HOME",
-    "BuildExtension",
-    "CUDAExtension",
-    "CppExtension",
-    "SyclExtension",
-    "check_compiler_is_gcc",
-    "check_compiler_ok_for_platform",
-    "get_compiler_abi_compatibility_and_version",
-    "get_cxx_compiler",
-    "get_default_build_root",
-    "include_paths",
-    "is_ninja_available",
-    "library_paths",
-    "load",
-    "load_inline",
-    "remove_extension_h_precompiler_headers",
-    "verify_ninja_availability",
-]
-
 _TORCHS = "torch.utils.cpp_extension"
 _HOMES = {
     "load": "jit",
@@ -68,6 +48,12 @@ _HOMES = {
 }
 _SUBMODULES = frozenset((*_HOMES.values(), "flags"))
 SERVED = frozenset((*_HOMES, "is_ninja_available", "verify_ninja_availability"))
+
+__all__ = [  # noqa: PLE0604 (names that are resolved lazily)
+    *sorted(SERVED), "CUDA_HOME", "check_compiler_is_gcc", "check_compiler_ok_for_platform",
+    "get_compiler_abi_compatibility_and_version", "get_cxx_compiler", "get_default_build_root",
+    "remove_extension_h_precompiler_headers",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from setuptools import Extension
 
 _HOST_LIBRARIES = frozenset(("c10", "torch", "torch_cpu", "torch_python"))
-_CUDA_LIBRARIES = frozenset((
-    "cudart", "c10_cuda", "torch_cuda", "amdhip64", "c10_hip", "torch_hip",
-))  # fmt: skip
+_CUDA_RUNTIME = ("cudart", "c10_cuda", "torch_cuda")
+_ROCM_RUNTIME = ("amdhip64", "c10_hip", "torch_hip")
+_CUDA_LIBRARIES = frozenset((*_CUDA_RUNTIME, *_ROCM_RUNTIME))
 _SYCL_LIBRARIES = frozenset(("sycl", "c10_xpu", "torch_xpu"))
 # The plan links those of these that an op needs.
 _OWNED = _HOST_LIBRARIES | _CUDA_LIBRARIES | {"sycl"}
@@ -60,17 +60,12 @@ def CUDAExtension(name: str, sources: list[str], *args: Any, **kwargs: Any) -> E
     ``-rdc=true`` among nvcc's flags causes a device link, with ``dlink_libraries``; ``dlink`` alone
     does not. Raises ToolkitMissing, an OSError, if there is no toolkit.
     """
-    torch = torch_sdk.find()
-    rocm = ("amdhip64", "c10_hip", "torch_hip")
     device_libraries = list(kwargs.pop("dlink_libraries", ()))
     linked = kwargs.pop("dlink", False) or device_libraries
-    libraries = (
-        rocm
-        if torch is not None and torch.hip is not None
-        else ("cudart", "c10_cuda", "torch_cuda")
-    )
+    libraries = _ROCM_RUNTIME if is_rocm_pytorch() else _CUDA_RUNTIME
     extension = _made(name, sources, args, kwargs, "cuda", libraries)
     if linked:
+        torch = torch_sdk.find()
         flags = extension.extra_compile_args
         flags = dict(flags) if isinstance(flags, dict) else {"cxx": flags, "nvcc": list(flags)}
         flags["nvcc_dlink"] = [
@@ -176,13 +171,14 @@ def added_by(compiler: Any, debug: bool | None) -> Added:
     if "-DNDEBUG" not in command:
         words.insert(0, "-UNDEBUG")  # a Python, or a CFLAGS, with assertions
     macros = [_macro(*macro) for macro in getattr(compiler, "macros", ())]
-    python = {os.path.realpath(torch_sdk.python_include()), _platform_include()}
+    python = [torch_sdk.python_include(), sysconfig.get_path("platinclude")]
+    own = {os.path.realpath(path) for path in python}
     return Added(
         cxx=(*words, *macros, *(["-g"] if debug else [])),
         include_dirs=tuple(
             path
             for path in compiler.include_dirs
-            if os.path.realpath(path) not in python and _holds_anything(path)
+            if os.path.realpath(path) not in own and _holds_anything(path)
         ),
         library_dirs=tuple(compiler.library_dirs),
         libraries=tuple(compiler.libraries),
@@ -197,12 +193,6 @@ def _holds_anything(path: str) -> bool:
         return bool(os.listdir(path))
     except OSError:
         return False  # it does not exist
-
-
-def _platform_include() -> str:
-    import sysconfig
-
-    return os.path.realpath(sysconfig.get_path("platinclude"))
 
 
 def _macro(name: str, value: str | None = "") -> str:
@@ -227,7 +217,9 @@ def _spec(extension: Extension, added: Added) -> tuple[OpSpec, str, list[str]]:
     macros += [f"-U{macro}" for macro in extension.undef_macros]
     limited = bool(getattr(extension, "py_limited_api", False))
     if limited:
-        macros.append(f"-DPy_LIMITED_API={_limited_api()}")
+        torchs = sys.modules.get("torch.utils.cpp_extension")
+        oldest = getattr(torchs, "min_supported_cpython", LIMITED_API)
+        macros.append(f"-DPy_LIMITED_API={oldest}")
     device = both.get("sycl" if backend == XPU else "nvcc", ())
     libraries = [*added.libraries, *extension.libraries]
     objects = [os.path.abspath(path) for path in (*added.objects, *extension.extra_objects)]
@@ -254,7 +246,7 @@ def _spec(extension: Extension, added: Added) -> tuple[OpSpec, str, list[str]]:
             _foreign((*extension.include_dirs, *added.include_dirs), "cuda_runtime_api.h")
         ),
         cxx_args=flags.cxx,
-        ldflags=_without_runtime(flags.link) if backend == CUDA else flags.link,
+        ldflags=flags.link_without_runtime() if backend == CUDA else flags.link,
         libraries=tuple(each for each in libraries if each not in _OWNED),
         # A limited module is for every Python, so it is not linked to a library for one Python.
         kind=LIBRARY if limited else PYTHON,
@@ -262,7 +254,10 @@ def _spec(extension: Extension, added: Added) -> tuple[OpSpec, str, list[str]]:
         backend=backend,
         vectorize=flags.native,
         device_args=flags.device,
-        device_libraries=tuple(_device_libraries(both.get("nvcc_dlink", ()))),
+        # torch's CUDAExtension puts the libraries of a device link among its flags.
+        device_libraries=tuple(
+            flag[2:] for flag in both.get("nvcc_dlink", ()) if len(flag) > 2 and flag[:2] == "-l"
+        ),
         declared_by=EXTENSION,
     )
     remarks = [f"{extension.name}: {remark}" for remark in flags.remarks]
@@ -285,20 +280,6 @@ def _backend(extension: Extension, files: list[str]) -> str:
     if any(file.endswith(_DEVICE) for file in files) or not _CUDA_LIBRARIES.isdisjoint(libraries):
         return ROCM if is_rocm_pytorch() else CUDA
     return CPU
-
-
-def _limited_api() -> str:
-    torchs = sys.modules.get("torch.utils.cpp_extension")
-    return str(getattr(torchs, "min_supported_cpython", LIMITED_API))
-
-
-def _device_libraries(flags: Iterable[str]) -> list[str]:
-    """The libraries of a device link, which torch's CUDAExtension puts among its flags."""
-    return [flag[2:] for flag in flags if flag.startswith("-l") and flag != "-l"]
-
-
-def _without_runtime(flags: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(flag for flag in flags if flag != "-lcudart")
 
 
 def _outside_torch(directories: Iterable[str]) -> list[str]:

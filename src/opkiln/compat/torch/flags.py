@@ -59,6 +59,10 @@ class Flags(NamedTuple):
     native: bool = False  # build for the CPU of this machine, or the one that OPKILN_CPU names
     remarks: tuple[str, ...] = ()
 
+    def link_without_runtime(self) -> tuple[str, ...]:
+        """``link`` without the CUDA runtime, which a plan for CUDA links itself."""
+        return tuple(flag for flag in self.link if flag != "-lcudart")
+
 
 def translated(
     op: str,

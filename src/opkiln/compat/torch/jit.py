@@ -184,8 +184,8 @@ def _served(
         from opkiln.compat.torch import paths
 
         toolkit = paths.assigned_toolkit()
-        ldflags = tuple(flag for flag in spec.ldflags if flag != "-lcudart")
-        spec = spec._replace(ldflags=ldflags, device_args=("-UNDEBUG", *spec.device_args))
+        device_args = ("-UNDEBUG", *spec.device_args)
+        spec = spec._replace(ldflags=flags.link_without_runtime(), device_args=device_args)
     if flags.remarks and verbose:
         from opkiln.engine import events
 
