@@ -31,11 +31,11 @@ def asking(function: str, convert: Callable[[Any], Any] | None = None) -> Callab
     return method
 
 
-def renamed(name: str) -> Callable[..., Any]:
-    """A method that calls another one of the accelerator, whose older name it has."""
+def same_as(name: str) -> Callable[..., Any]:
+    """A method that calls another one of the accelerator."""
 
-    def method(self: Device, device_index: int | None = None) -> Any:
-        return getattr(self, name)(device_index)
+    def method(self: Device, *given: Any) -> Any:
+        return getattr(self, name)(*given)
 
     return method
 
@@ -106,22 +106,14 @@ class Device:
 
         return torch.device(self.device_name(device_index))
 
-    def set_device(self, device_index: int) -> None:
-        """Make a device the current one of this thread."""
-        self.module().set_device(device_index)
-
-    def current_device(self) -> int:
-        """The index of the current device."""
-        return int(self.module().current_device())
+    set_device = asking("set_device")  # makes a device the current one of this thread
+    current_device = asking("current_device", int)  # the index of the current device
 
     def current_device_name(self) -> str:
         """The current device, in the form of ``device_name``."""
         return self.device_name(self.current_device())
 
-    def device_count(self) -> int:
-        """How many devices this process may use."""
-        return int(self.module().device_count())
-
+    device_count = asking("device_count", int)  # how many devices this process may use
     synchronize = asking("synchronize")  # waits until a device has finished all its work
 
     def get_device_properties(self, device_index: int | None = None) -> Any:
@@ -141,17 +133,12 @@ class Device:
         """Whether an operation is finished when its call returns."""
         return False
 
-    def use_host_timers(self) -> bool:
-        """Whether the host's clock can time an operation, without events."""
-        return self.is_synchronized_device()
-
-    def resolves_data_dependency(self) -> bool:
-        """Whether work on two streams is ordered by the data that they share."""
-        return self.is_synchronized_device()
-
-    def handles_memory_backpressure(self) -> bool:
-        """Whether the device waits for memory when the host runs ahead of it."""
-        return self.is_synchronized_device()
+    # Whether the host's clock can time an operation, without events.
+    use_host_timers = same_as("is_synchronized_device")
+    # Whether work on two streams is ordered by the data that they share.
+    resolves_data_dependency = same_as("is_synchronized_device")
+    # Whether the device waits for memory when the host runs ahead of it.
+    handles_memory_backpressure = same_as("is_synchronized_device")
 
     # Types of numbers, asked of the current device where models differ
 

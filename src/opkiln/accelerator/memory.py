@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from opkiln.accelerator.device import Device, asking, renamed
+from opkiln.accelerator.device import Device, asking, same_as
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -30,10 +30,7 @@ class _Constructor:
 class Memory(Device):
     """The allocator of a device, constructors of tensors, and random number generators."""
 
-    def empty_cache(self) -> None:
-        """Return memory that the allocator caches and nobody uses."""
-        self.module().empty_cache()
-
+    empty_cache = asking("empty_cache")  # returns memory that the allocator caches and nobody uses
     memory_allocated = asking("memory_allocated", int)  # bytes that tensors use
     # The peak of ``memory_allocated`` since the start or the last reset.
     max_memory_allocated = asking("max_memory_allocated", int)
@@ -58,10 +55,10 @@ class Memory(Device):
 
     # Older names: torch used to say "cached", and had one reset per peak.
 
-    memory_cached = renamed("memory_reserved")  # ``memory_reserved`` by its older name
-    max_memory_cached = renamed("max_memory_reserved")  # ``max_memory_reserved`` by its older name
+    memory_cached = same_as("memory_reserved")  # ``memory_reserved`` by its older name
+    max_memory_cached = same_as("max_memory_reserved")  # ``max_memory_reserved`` by its older name
     # ``reset_peak_memory_stats``: torch resets all peaks together.
-    reset_max_memory_allocated = reset_max_memory_cached = renamed("reset_peak_memory_stats")
+    reset_max_memory_allocated = reset_max_memory_cached = same_as("reset_peak_memory_stats")
 
     # Pinned memory of the host
 

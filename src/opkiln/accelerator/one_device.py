@@ -42,11 +42,10 @@ class HostEvent:
         """Whether all earlier work is finished: always true."""
         return True
 
-    def synchronize(self) -> None:
-        """Does nothing: all earlier work is finished."""
-
     def wait(self, stream: Any = None) -> None:
         """Does nothing: all earlier work is finished."""
+
+    synchronize = wait
 
     def elapsed_time(self, end_event: HostEvent) -> float:
         """Milliseconds from this event to another."""
@@ -91,8 +90,7 @@ class HostStream:
     def wait_event(self, event: Any) -> None:
         """Does nothing: the device does all work in order."""
 
-    def wait_stream(self, stream: Any) -> None:
-        """Does nothing: the device does all work in order."""
+    wait_stream = wait_event
 
     def _event(self) -> Any:
         return HostEvent(enable_timing=True)

@@ -46,25 +46,21 @@ class EvoformerAttention(OpModule):
         delta: Tensor,
         bias1: Tensor,
         bias2: Tensor,
-        gq: Tensor,
-        gk: Tensor,
-        gv: Tensor,
-        gb1: Tensor,
-        gb2: Tensor,
+        *to: Tensor,
     ) -> None:
-        """Write the gradients to the tensors whose names begin with ``g``, but for biases' that
-        have no elements. ``delta`` is memory for DeepSpeed's kernel."""
+        """Write the gradients of ``q``, ``k``, ``v`` and the biases to the last five tensors, but
+        for biases' that have no elements. ``delta`` is memory for DeepSpeed's kernel."""
         del delta
         logarithms = lse[..., : q.shape[-3]]
         moments = torch.stack([logarithms, torch.ones_like(logarithms)])
         moments = moments.view(2, *q.shape[:2], *logarithms.shape[1:])
-        wanted = (gb1.numel() > 0, gb2.numel() > 0)
+        wanted = (tensor.numel() > 0 for tensor in to[3:])
         found = evoformer_attention_backward(
             go, q, k, v, o, moments, _given(bias1), _given(bias2), q.shape[-1] ** -0.5, *wanted
         )
-        for to, value in zip((gq, gk, gv, gb1, gb2), found, strict=True):
+        for tensor, value in zip(to, found, strict=True):
             if value.numel():
-                to.copy_(value)
+                tensor.copy_(value)
 
 
 def _given(bias: Tensor) -> Tensor | None:

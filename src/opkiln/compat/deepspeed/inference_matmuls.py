@@ -24,18 +24,13 @@ from opkiln.ops.transformer_inference import functions as ops
 
 
 def vector_matmul(
-    input: Tensor,  # noqa: A002 (DeepSpeed's name)
-    weight: Tensor,
-    async_op: bool,  # noqa: ARG001
-    q_scale: Tensor,
-    q_int8: bool,
-    transposed_mode: bool,
+    x: Tensor, weight: Tensor, _async: bool, scale: Tensor, int8: bool, transposed: bool
 ) -> Tensor:
-    return _linear(input, weight, q_scale, None, q_int8, transposed_mode)
+    return _linear(x, weight, scale, None, int8, transposed)
 
 
 def qkv_gemm(
-    input: Tensor,  # noqa: A002
+    x: Tensor,
     weight: Tensor,
     q_scale: Tensor,
     bias: Tensor,
@@ -47,13 +42,13 @@ def qkv_gemm(
     transposed_mode: bool,
 ) -> list[Tensor]:
     """The linear layer after a layer norm, and the norm."""
-    norm = ops.layer_norm(input, gamma, beta, epsilon)
+    norm = ops.layer_norm(x, gamma, beta, epsilon)
     used = bias if add_bias else None
     return [_linear(norm, weight, q_scale, used, q_int8, transposed_mode), norm]
 
 
 def rms_qkv_gemm(
-    input: Tensor,  # noqa: A002
+    x: Tensor,
     weight: Tensor,
     q_scale: Tensor,
     gamma: Tensor,
@@ -62,12 +57,12 @@ def rms_qkv_gemm(
     transposed_mode: bool,
 ) -> list[Tensor]:
     """The linear layer after an rms norm, and the norm."""
-    norm = ops.rms_norm(input, gamma, epsilon)
+    norm = ops.rms_norm(x, gamma, epsilon)
     return [_linear(norm, weight, q_scale, None, q_int8, transposed_mode), norm]
 
 
 def mlp_gemm(
-    input: Tensor,  # noqa: A002
+    x: Tensor,
     residual: Tensor,
     input_bias: Tensor,
     weight_interm: Tensor,
@@ -87,7 +82,7 @@ def mlp_gemm(
     """The MLP after a layer norm, without its last bias, and the norm. The norm is that of the sum
     with the residual if the MLP comes after the attention, and of the residual alone if not."""
     if mlp_after_attn:
-        norm = ops.post_layer_norm(input, residual, gamma, beta, input_bias, epsilon)
+        norm = ops.post_layer_norm(x, residual, gamma, beta, input_bias, epsilon)
     else:
         norm = ops.layer_norm(residual, gamma, beta, epsilon)
     wide = _linear(norm, weight_interm, q_scale, None, q_int8, transposed_mode)
@@ -96,7 +91,7 @@ def mlp_gemm(
 
 
 def rms_mlp_gemm(
-    input: Tensor,  # noqa: A002
+    x: Tensor,
     residual: Tensor,
     weight_interm: Tensor,
     weight_out: Tensor,
@@ -108,9 +103,9 @@ def rms_mlp_gemm(
     activation_type: int,
     transposed_mode: bool,
 ) -> list[Tensor]:
-    """The MLP after an rms norm of ``input + residual``, and that sum, written into
+    """The MLP after an rms norm of ``x + residual``, and that sum, written into
     ``residual``."""
-    norm, total = ops.pre_rms_norm(input, residual, gamma, None, epsilon)
+    norm, total = ops.pre_rms_norm(x, residual, gamma, None, epsilon)
     residual.copy_(total)
     wide = _linear(norm, weight_interm, q_scale, None, q_int8, transposed_mode)
     if activation_type in (GATED_GELU, GATED_SILU):
@@ -121,7 +116,7 @@ def rms_mlp_gemm(
 
 
 def fused_gemm_gelu(
-    input: Tensor,  # noqa: A002
+    x: Tensor,
     weight: Tensor,
     weight_scale: Tensor,
     bias: Tensor,
@@ -131,13 +126,13 @@ def fused_gemm_gelu(
     transposed_mode: bool,
 ) -> Tensor:
     """An MLP with gelu by tanh, without its last bias."""
-    wide = _linear(input, weight, weight_scale, None, q_int8, transposed_mode)
+    wide = _linear(x, weight, weight_scale, None, q_int8, transposed_mode)
     active = ops.bias_gelu(wide, bias)
     return _linear(active, weight_out, weight_out_scale, None, q_int8, transposed_mode)
 
 
 def linear_layer(
-    input: Tensor,  # noqa: A002
+    x: Tensor,
     weight: Tensor,
     bias: Tensor,
     add_bias: bool,
@@ -148,10 +143,10 @@ def linear_layer(
 ) -> Tensor:
     """A linear layer. With ``do_flash_attn`` its result, queries, keys and values, is laid out as
     [3, batch, heads, sequence, head], with heads padded by zeros to 32, 64 or 128."""
-    out = _linear(input, weight, None, bias if add_bias else None, False, transposed_mode)
+    out = _linear(x, weight, None, bias if add_bias else None, False, transposed_mode)
     if not do_flash_attn:
         return out
-    batch, seq, hidden = input.shape
+    batch, seq, hidden = x.shape
     head = hidden // num_heads
     parts = out.view(batch, seq, 3, num_heads, head).permute(2, 0, 3, 1, 4)
     if head % 64:

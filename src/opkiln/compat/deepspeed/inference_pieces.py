@@ -19,52 +19,42 @@ GELU, RELU, GATED_GELU, GATED_SILU = 1, 2, 3, 4  # DeepSpeed's ActivationFuncTyp
 
 
 def _layer_norm_residual(
-    input: Tensor,  # noqa: A002 (DeepSpeed's name)
-    bias: Tensor,
-    residual: Tensor,
-    gamma: Tensor,
-    beta: Tensor,
-    epsilon: float,
+    x: Tensor, bias: Tensor, residual: Tensor, gamma: Tensor, beta: Tensor, epsilon: float
 ) -> Tensor:
-    return ops.post_layer_norm(input, residual, gamma, beta, bias, epsilon)
+    return ops.post_layer_norm(x, residual, gamma, beta, bias, epsilon)
 
 
 def layer_norm_residual_store_pre_ln_res(
-    input: Tensor,  # noqa: A002
-    bias: Tensor,
-    residual: Tensor,
-    gamma: Tensor,
-    beta: Tensor,
-    epsilon: float,
+    x: Tensor, bias: Tensor, residual: Tensor, gamma: Tensor, beta: Tensor, epsilon: float
 ) -> list[Tensor]:
     """The norm of the sum, and the sum."""
-    return list(ops.pre_layer_norm(input, residual, gamma, beta, bias, epsilon))
+    return list(ops.pre_layer_norm(x, residual, gamma, beta, bias, epsilon))
 
 
-def pre_rms_norm(input: Tensor, residual: Tensor, gamma: Tensor, epsilon: float) -> list[Tensor]:  # noqa: A002
+def pre_rms_norm(x: Tensor, residual: Tensor, gamma: Tensor, epsilon: float) -> list[Tensor]:
     """The norm of the sum, and the sum."""
-    return list(ops.pre_rms_norm(input, residual, gamma, None, epsilon))
+    return list(ops.pre_rms_norm(x, residual, gamma, None, epsilon))
 
 
 # Activations
 
 
-def bias_add(input: Tensor, bias: Tensor) -> Tensor:  # noqa: A002
-    return _over(input, ops.bias_add(input, bias))
+def bias_add(x: Tensor, bias: Tensor) -> Tensor:
+    return _over(x, ops.bias_add(x, bias))
 
 
-def bias_gelu(input: Tensor, bias: Tensor) -> Tensor:  # noqa: A002
+def bias_gelu(x: Tensor, bias: Tensor) -> Tensor:
     """By tanh."""
-    return _over(input, ops.bias_gelu(input, bias))
+    return _over(x, ops.bias_gelu(x, bias))
 
 
-def bias_relu(input: Tensor, bias: Tensor) -> Tensor:  # noqa: A002
-    return _over(input, ops.bias_relu(input, bias))
+def bias_relu(x: Tensor, bias: Tensor) -> Tensor:
+    return _over(x, ops.bias_relu(x, bias))
 
 
-def bias_residual(input: Tensor, residual: Tensor, bias: Tensor) -> Tensor:  # noqa: A002, ARG001
-    """``input``: DeepSpeed's function has nothing else to do, either."""
-    return input.contiguous()
+def bias_residual(x: Tensor, _residual: Tensor, _bias: Tensor) -> Tensor:
+    """``x``: DeepSpeed's function has nothing else to do, either."""
+    return x.contiguous()
 
 
 def gated_activation(activation: Tensor, bias: Tensor | None, actFun: int) -> Tensor:  # noqa: N803 (DeepSpeed's name)
