@@ -7,6 +7,7 @@ import threading
 import time
 from contextlib import contextmanager
 
+from opkiln.accelerator.device import same_as
 from opkiln.accelerator.interface import Accelerator
 
 TYPE_CHECKING = False
@@ -145,8 +146,7 @@ class OneDevice(Accelerator):
     def default_stream(self, device_index: int | None = None) -> Any:  # noqa: ARG002
         return self.DEFAULT
 
-    def manual_seed_all(self, seed: int) -> None:
-        self.manual_seed(seed)
+    manual_seed_all = same_as("manual_seed")
 
     def initial_seed(self) -> int:
         return self.default_generator(0).initial_seed()

@@ -40,10 +40,9 @@ class _HostOptimizers(OpModule):
         self._ops: Any = get_builder(self.NAME).load()
         self._made: dict[int, tuple[Any, ...]] = {}
 
-    def _create(self, optimizer_id: int, *given: Any) -> int:
-        """``given``: hyperparameters, which each step gets again, and whether to log this."""
-        self._made[int(optimizer_id)] = given[:-1]
-        if given[-1]:
+    def _create(self, optimizer_id: int, given: tuple[Any, ...], should_log: bool) -> int:
+        self._made[int(optimizer_id)] = given
+        if should_log:
             _log.info("%s: optimizer %d steps on opkiln's kernel", self.NAME, optimizer_id)
         return 0
 
@@ -75,12 +74,22 @@ class CPUAdam(_HostOptimizers):
 
     NAME = "cpu_adam"
 
-    def create_adam(self, optimizer_id: int, *given: Any) -> int:
-        """``given``: alpha, betta1, betta2, eps, weight_decay, adamw_mode, should_log. Of the first
-        six only ``adamw_mode`` matters: each step gets the rest again."""
+    def create_adam(
+        self,
+        optimizer_id: int,
+        alpha: float = 1e-3,
+        betta1: float = 0.9,
+        betta2: float = 0.999,
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        adamw_mode: bool = True,
+        should_log: bool = False,
+    ) -> int:
+        """Create this optimizer. Only ``adamw_mode`` matters: each step gets the rest again."""
+        given = (alpha, betta1, betta2, eps, weight_decay, bool(adamw_mode))
         if self._rest is not None:
-            self._rest.create_adam(optimizer_id, *given[:-1], False)
-        return self._create(optimizer_id, *given)
+            self._rest.create_adam(optimizer_id, *given, False)
+        return self._create(optimizer_id, given, should_log)
 
     def destroy_adam(self, optimizer_id: int) -> int:
         """Forget this optimizer. Calling it again has no effect."""
@@ -110,8 +119,18 @@ class CPUAdagrad(_HostOptimizers):
     """``cpu_adagrad``: Adagrad."""
 
     NAME = "cpu_adagrad"
-    create_adagrad = _HostOptimizers._create
     destroy_adagrad = _HostOptimizers._destroy
+
+    def create_adagrad(
+        self,
+        optimizer_id: int,
+        alpha: float = 1e-2,
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        should_log: bool = False,
+    ) -> int:
+        """Create this optimizer. Each step gets its hyperparameters again."""
+        return self._create(optimizer_id, (alpha, eps, weight_decay), should_log)
 
     def adagrad_update(self, optimizer_id: int, *given: Any) -> int:
         self._of(optimizer_id)
@@ -123,8 +142,19 @@ class CPULion(_HostOptimizers):
     """``cpu_lion``: Lion. A parameter whose momentum and gradient are 0 stays as it is."""
 
     NAME = "cpu_lion"
-    create_lion = _HostOptimizers._create
     destroy_lion = _HostOptimizers._destroy
+
+    def create_lion(
+        self,
+        optimizer_id: int,
+        alpha: float = 1e-3,
+        betta1: float = 0.9,
+        betta2: float = 0.999,
+        weight_decay: float = 0.0,
+        should_log: bool = False,
+    ) -> int:
+        """Create this optimizer. Each step gets its hyperparameters again."""
+        return self._create(optimizer_id, (alpha, betta1, betta2, weight_decay), should_log)
 
     def lion_update(self, optimizer_id: int, _step: int, *given: Any) -> int:
         self._of(optimizer_id)
@@ -193,8 +223,9 @@ class FusedLion(_FusedOptimizers):
     ) -> None:  # fmt: skip
         """Make a step of parameters, in place. ``tensor_lists`` has gradients, parameters and
         averages."""
-        hyper = {"lr": lr, "beta1": beta1, "beta2": beta2, "weight_decay": weight_decay}
-        self._step(*tensor_lists, step=step, **hyper)
+        self._step(
+            *tensor_lists, step=step, lr=lr, beta1=beta1, beta2=beta2, weight_decay=weight_decay
+        )
 
 
 class FusedLamb(_FusedOptimizers):
