@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from opkiln import machine
-from opkiln.accelerator.device import same_as
 from opkiln.accelerator.interface import Answer
 from opkiln.accelerator.one_device import HostEvent, OneDevice
 from opkiln.accelerator.streams import itt
@@ -75,8 +74,11 @@ class CpuAccelerator(OneDevice):
     def max_memory_allocated(self, device_index: int | None = None) -> int:  # noqa: ARG002
         return _bytes("/proc/self/status", "VmHWM")
 
-    memory_reserved = same_as("memory_allocated")
-    max_memory_reserved = same_as("max_memory_allocated")
+    def memory_reserved(self, device_index: int | None = None) -> int:
+        return self.memory_allocated(device_index)
+
+    def max_memory_reserved(self, device_index: int | None = None) -> int:
+        return self.max_memory_allocated(device_index)
 
     def memory_stats(self, device_index: int | None = None) -> dict[str, Any]:
         now, most = self.memory_allocated(device_index), self.max_memory_allocated(device_index)

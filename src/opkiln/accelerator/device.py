@@ -6,7 +6,6 @@ from opkiln.record import Record
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from typing import Any, ClassVar
 
     import torch
@@ -18,26 +17,6 @@ class Answer(Record):
     name: str  # the accelerator's name, as OPKILN_ACCELERATOR takes it
     present: bool  # whether its device is here
     why: str = ""  # the device that was found, or the reason why there is none
-
-
-def asking(function: str, convert: Callable[[Any], Any] | None = None) -> Callable[..., Any]:
-    """A method that calls this function of the device's module, for the device with an index or,
-    without one, for the current device."""
-
-    def method(self: Device, device_index: int | None = None) -> Any:
-        answer = self._ask(function, device_index)
-        return answer if convert is None else convert(answer)
-
-    return method
-
-
-def same_as(name: str) -> Callable[..., Any]:
-    """A method that calls another one of the accelerator."""
-
-    def method(self: Device, *given: Any) -> Any:
-        return getattr(self, name)(*given)
-
-    return method
 
 
 class Device:
@@ -106,15 +85,25 @@ class Device:
 
         return torch.device(self.device_name(device_index))
 
-    set_device = asking("set_device")  # makes a device the current one of this thread
-    current_device = asking("current_device", int)  # the index of the current device
+    def set_device(self, device_index: int) -> None:
+        """Make a device the current one of this thread."""
+        self.module().set_device(device_index)
+
+    def current_device(self) -> int:
+        """The index of the current device."""
+        return int(self.module().current_device())
 
     def current_device_name(self) -> str:
         """The current device, in the form of ``device_name``."""
         return self.device_name(self.current_device())
 
-    device_count = asking("device_count", int)  # how many devices this process may use
-    synchronize = asking("synchronize")  # waits until a device has finished all its work
+    def device_count(self) -> int:
+        """How many devices this process may use."""
+        return int(self.module().device_count())
+
+    def synchronize(self, device_index: int | None = None) -> None:
+        """Wait until a device has finished all its work."""
+        self._ask("synchronize", device_index)
 
     def get_device_properties(self, device_index: int | None = None) -> Any:
         """torch's properties of a device: ``name``, ``total_memory`` and the vendor's own."""
@@ -133,12 +122,17 @@ class Device:
         """Whether an operation is finished when its call returns."""
         return False
 
-    # Whether the host's clock can time an operation, without events.
-    use_host_timers = same_as("is_synchronized_device")
-    # Whether work on two streams is ordered by the data that they share.
-    resolves_data_dependency = same_as("is_synchronized_device")
-    # Whether the device waits for memory when the host runs ahead of it.
-    handles_memory_backpressure = same_as("is_synchronized_device")
+    def use_host_timers(self) -> bool:
+        """Whether the host's clock can time an operation, without events."""
+        return self.is_synchronized_device()
+
+    def resolves_data_dependency(self) -> bool:
+        """Whether work on two streams is ordered by the data that they share."""
+        return self.is_synchronized_device()
+
+    def handles_memory_backpressure(self) -> bool:
+        """Whether the device waits for memory when the host runs ahead of it."""
+        return self.is_synchronized_device()
 
     # Types of numbers, asked of the current device where models differ
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from opkiln.accelerator.device import Device, asking, same_as
+from opkiln.accelerator.device import Device
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch
 
 
-class _Constructor:
+class TensorConstructor:
     """``torch.tensor`` for a dtype on the device."""
 
     def __init__(self, dtype: str) -> None:
@@ -30,15 +30,33 @@ class _Constructor:
 class Memory(Device):
     """The allocator of a device, constructors of tensors, and random number generators."""
 
-    empty_cache = asking("empty_cache")  # returns memory that the allocator caches and nobody uses
-    memory_allocated = asking("memory_allocated", int)  # bytes that tensors use
-    # The peak of ``memory_allocated`` since the start or the last reset.
-    max_memory_allocated = asking("max_memory_allocated", int)
-    memory_reserved = asking("memory_reserved", int)  # bytes that the allocator holds, used or not
-    # The peak of ``memory_reserved`` since the start or the last reset.
-    max_memory_reserved = asking("max_memory_reserved", int)
-    memory_stats = asking("memory_stats", dict)  # all counters of the allocator, by torch's names
-    reset_peak_memory_stats = asking("reset_peak_memory_stats")  # starts all peaks anew
+    def empty_cache(self) -> None:
+        """Return memory that the allocator caches and nobody uses."""
+        self.module().empty_cache()
+
+    def memory_allocated(self, device_index: int | None = None) -> int:
+        """Bytes that tensors use."""
+        return int(self._ask("memory_allocated", device_index))
+
+    def max_memory_allocated(self, device_index: int | None = None) -> int:
+        """The peak of ``memory_allocated`` since the start or the last reset."""
+        return int(self._ask("max_memory_allocated", device_index))
+
+    def memory_reserved(self, device_index: int | None = None) -> int:
+        """Bytes that the allocator holds, used or not."""
+        return int(self._ask("memory_reserved", device_index))
+
+    def max_memory_reserved(self, device_index: int | None = None) -> int:
+        """The peak of ``memory_reserved`` since the start or the last reset."""
+        return int(self._ask("max_memory_reserved", device_index))
+
+    def memory_stats(self, device_index: int | None = None) -> dict[str, Any]:
+        """All counters of the allocator, by torch's names."""
+        return dict(self._ask("memory_stats", device_index))
+
+    def reset_peak_memory_stats(self, device_index: int | None = None) -> None:
+        """Start all peaks anew."""
+        self._ask("reset_peak_memory_stats", device_index)
 
     def total_memory(self, device_index: int | None = None) -> int:
         """The size of the device's memory in bytes."""
@@ -51,14 +69,25 @@ class Memory(Device):
         info = getattr(self.module(), "mem_get_info", None)
         if info is not None:
             return int(info(index)[0])
-        return self.total_memory(index) - int(self.memory_allocated(index))
+        return self.total_memory(index) - self.memory_allocated(index)
 
     # Older names: torch used to say "cached", and had one reset per peak.
 
-    memory_cached = same_as("memory_reserved")  # ``memory_reserved`` by its older name
-    max_memory_cached = same_as("max_memory_reserved")  # ``max_memory_reserved`` by its older name
-    # ``reset_peak_memory_stats``: torch resets all peaks together.
-    reset_max_memory_allocated = reset_max_memory_cached = same_as("reset_peak_memory_stats")
+    def memory_cached(self, device_index: int | None = None) -> int:
+        """``memory_reserved`` by its older name."""
+        return self.memory_reserved(device_index)
+
+    def max_memory_cached(self, device_index: int | None = None) -> int:
+        """``max_memory_reserved`` by its older name."""
+        return self.max_memory_reserved(device_index)
+
+    def reset_max_memory_allocated(self, device_index: int | None = None) -> None:
+        """``reset_peak_memory_stats``: torch resets all peaks together."""
+        self.reset_peak_memory_stats(device_index)
+
+    def reset_max_memory_cached(self, device_index: int | None = None) -> None:
+        """``reset_peak_memory_stats``: torch resets all peaks together."""
+        self.reset_peak_memory_stats(device_index)
 
     # Pinned memory of the host
 
@@ -81,13 +110,13 @@ class Memory(Device):
 
     # Tensors, constructed on the current device
 
-    BFloat16Tensor = _Constructor("bfloat16")  # torch.tensor for bfloat16 on the device
-    ByteTensor = _Constructor("uint8")  # torch.tensor for bytes on the device
-    DoubleTensor = _Constructor("float64")  # torch.tensor for float64 on the device
-    FloatTensor = _Constructor("float32")  # torch.tensor for float32 on the device
-    HalfTensor = _Constructor("float16")  # torch.tensor for float16 on the device
-    IntTensor = _Constructor("int32")  # torch.tensor for int32 on the device
-    LongTensor = _Constructor("int64")  # torch.tensor for int64 on the device
+    BFloat16Tensor = TensorConstructor("bfloat16")  # torch.tensor for bfloat16 on the device
+    ByteTensor = TensorConstructor("uint8")  # torch.tensor for bytes on the device
+    DoubleTensor = TensorConstructor("float64")  # torch.tensor for float64 on the device
+    FloatTensor = TensorConstructor("float32")  # torch.tensor for float32 on the device
+    HalfTensor = TensorConstructor("float16")  # torch.tensor for float16 on the device
+    IntTensor = TensorConstructor("int32")  # torch.tensor for int32 on the device
+    LongTensor = TensorConstructor("int64")  # torch.tensor for int64 on the device
 
     def on_accelerator(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is on such a device."""

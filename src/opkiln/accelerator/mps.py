@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from opkiln import machine
-from opkiln.accelerator.device import asking, same_as
 from opkiln.accelerator.interface import Answer
 from opkiln.accelerator.one_device import Chosen, HostStream, OneDevice
 
@@ -66,10 +65,19 @@ class MpsAccelerator(OneDevice):
 
     # Memory, shared with the host
 
-    memory_allocated = asking("current_allocated_memory", int)
-    memory_reserved = asking("driver_allocated_memory", int)
-    # What the allocator holds now: the closest to a peak that it counts.
-    max_memory_allocated = max_memory_reserved = same_as("memory_reserved")
+    def memory_allocated(self, device_index: int | None = None) -> int:  # noqa: ARG002
+        return int(self.module().current_allocated_memory())
+
+    def max_memory_allocated(self, device_index: int | None = None) -> int:
+        """What the allocator holds now: the closest to a peak that it counts."""
+        return self.memory_reserved(device_index)
+
+    def memory_reserved(self, device_index: int | None = None) -> int:  # noqa: ARG002
+        return int(self.module().driver_allocated_memory())
+
+    def max_memory_reserved(self, device_index: int | None = None) -> int:
+        """What the allocator holds now: the closest to a peak that it counts."""
+        return self.memory_reserved(device_index)
 
     def memory_stats(self, device_index: int | None = None) -> dict[str, Any]:
         return {
@@ -80,4 +88,5 @@ class MpsAccelerator(OneDevice):
     def reset_peak_memory_stats(self, device_index: int | None = None) -> None:
         """Does nothing: there are no peaks."""
 
-    total_memory = asking("recommended_max_memory", int)
+    def total_memory(self, device_index: int | None = None) -> int:  # noqa: ARG002
+        return int(self.module().recommended_max_memory())

@@ -7,7 +7,6 @@ import threading
 import time
 from contextlib import contextmanager
 
-from opkiln.accelerator.device import same_as
 from opkiln.accelerator.interface import Accelerator
 
 TYPE_CHECKING = False
@@ -43,10 +42,11 @@ class HostEvent:
         """Whether all earlier work is finished: always true."""
         return True
 
-    def wait(self, stream: Any = None) -> None:
+    def synchronize(self) -> None:
         """Does nothing: all earlier work is finished."""
 
-    synchronize = wait
+    def wait(self, stream: Any = None) -> None:
+        """Does nothing: all earlier work is finished."""
 
     def elapsed_time(self, end_event: HostEvent) -> float:
         """Milliseconds from this event to another."""
@@ -146,7 +146,8 @@ class OneDevice(Accelerator):
     def default_stream(self, device_index: int | None = None) -> Any:  # noqa: ARG002
         return self.DEFAULT
 
-    manual_seed_all = same_as("manual_seed")
+    def manual_seed_all(self, seed: int) -> None:
+        self.manual_seed(seed)
 
     def initial_seed(self) -> int:
         return self.default_generator(0).initial_seed()

@@ -2,30 +2,13 @@
 
 from __future__ import annotations
 
-from opkiln.accelerator.device import Device, asking
+from opkiln.accelerator.device import Device
 from opkiln.errors import AcceleratorError
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from contextlib import AbstractContextManager
     from typing import Any
-
-
-def _sensor(name: str) -> Callable[..., int | None]:
-    """Raises AcceleratorError if torch needs a package that is not installed."""
-
-    def method(self: Device, device_index: int | None = None) -> int | None:
-        if not hasattr(self.module(), name):
-            return None
-        try:
-            return int(self._ask(name, device_index))
-        except ModuleNotFoundError as error:
-            raise AcceleratorError(
-                f"torch cannot ask {self.name} for its {name}", why=str(error)
-            ) from error
-
-    return method
 
 
 class Streams(Device):
@@ -41,9 +24,13 @@ class Streams(Device):
         context: AbstractContextManager[Any] = self.module().stream(stream)
         return context
 
-    current_stream = asking("current_stream")  # the stream that operations go to
-    # The stream that operations go to unless another one is made current.
-    default_stream = asking("default_stream")
+    def current_stream(self, device_index: int | None = None) -> Any:
+        """The stream that operations go to."""
+        return self._ask("current_stream", device_index)
+
+    def default_stream(self, device_index: int | None = None) -> Any:
+        """The stream that operations go to unless another one is made current."""
+        return self._ask("default_stream", device_index)
 
     @property
     def Event(self) -> Any:  # noqa: N802
@@ -110,11 +97,32 @@ class Streams(Device):
 
     # Sensors
 
-    temperature = _sensor("temperature")  # degrees Celsius; None if torch cannot ask
-    power_draw = _sensor("power_draw")  # milliwatts; None if torch cannot ask
-    # Percent of the time in which the device was busy; None if torch cannot ask.
-    utilization = _sensor("utilization")
-    clock_rate = _sensor("clock_rate")  # megahertz; None if torch cannot ask
+    def temperature(self, device_index: int | None = None) -> int | None:
+        """Degrees Celsius; None if torch cannot ask."""
+        return self._sensor("temperature", device_index)
+
+    def power_draw(self, device_index: int | None = None) -> int | None:
+        """Milliwatts; None if torch cannot ask."""
+        return self._sensor("power_draw", device_index)
+
+    def utilization(self, device_index: int | None = None) -> int | None:
+        """Percent of the time in which the device was busy; None if torch cannot ask."""
+        return self._sensor("utilization", device_index)
+
+    def clock_rate(self, device_index: int | None = None) -> int | None:
+        """Megahertz; None if torch cannot ask."""
+        return self._sensor("clock_rate", device_index)
+
+    def _sensor(self, name: str, device_index: int | None) -> int | None:
+        """Raises AcceleratorError if torch needs a package that is not installed."""
+        if not hasattr(self.module(), name):
+            return None
+        try:
+            return int(self._ask(name, device_index))
+        except ModuleNotFoundError as error:
+            raise AcceleratorError(
+                f"torch cannot ask {self.name} for its {name}", why=str(error)
+            ) from error
 
 
 def itt() -> Any:

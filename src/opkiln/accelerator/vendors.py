@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 from importlib import import_module
 
-from opkiln.accelerator.device import asking, same_as
 from opkiln.accelerator.interface import Accelerator, Answer
 from opkiln.devices.installed import has_package
 
@@ -82,7 +81,8 @@ class _Gaudi(VendorAccelerator):
     def device_name(self, device_index: int | None = None) -> str:  # noqa: ARG002
         return "hpu"  # a process has only one
 
-    get_device_name = asking("get_device_name", str)
+    def get_device_name(self, device_index: int | None = None) -> str:
+        return str(self._ask("get_device_name", device_index))
 
     def resolves_data_dependency(self) -> bool:
         return True
@@ -99,9 +99,10 @@ class _Gaudi(VendorAccelerator):
     # The first Gaudi has neither.
 
     def is_fp16_supported(self) -> bool:
-        return bool(self.get_device_name() != "GAUDI")
+        return self.get_device_name() != "GAUDI"
 
-    is_fp8_supported = same_as("is_fp16_supported")
+    def is_fp8_supported(self) -> bool:
+        return self.get_device_name() != "GAUDI"
 
 
 def _kind(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from opkiln.accelerator.device import same_as
 from opkiln.accelerator.interface import Accelerator, Answer
 from opkiln.accelerator.streams import itt
 from opkiln.devices.installed import why_torch_lacks
@@ -36,8 +35,9 @@ class XpuAccelerator(Accelerator):
             return Answer(cls.name, False, f"{why}; the GPU is there: {nodes[0]}")
         return Answer(cls.name, True, f"{len(nodes)} x Intel GPU ({', '.join(nodes)})")
 
-    # torch.xpu has no default stream. Until another one is chosen, it is the current one.
-    default_stream = same_as("current_stream")
+    def default_stream(self, device_index: int | None = None) -> Any:
+        # torch.xpu has no default stream. Until another one is chosen, it is the current one.
+        return self.current_stream(device_index)
 
     def _marks(self) -> Any:
         return itt()
