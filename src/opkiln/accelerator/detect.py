@@ -145,7 +145,12 @@ def _ask_entry(entry: EntryPoint, root: str, *, asked: bool) -> tuple[Answer, An
 
 def _named(name: str) -> tuple[Any, tuple[Answer, ...]]:
     if name in KINDS:
-        answer, kind = _ask_own(name)
+        kind = KINDS[name]
+        answer = kind.look(ROOT, asked=True)
+        if name == "cuda" and not answer.present:
+            # A ROCm torch calls its devices cuda, and so do its users.
+            told = RocmAccelerator.look(ROOT, asked=True)
+            kind, answer = (RocmAccelerator, told) if told.present else (kind, answer)
         accelerator = kind() if answer.present else None
     else:
         entries = [entry for entry in installed.accelerators() if entry.name.lower() == name]
@@ -155,16 +160,6 @@ def _named(name: str) -> tuple[Any, tuple[Answer, ...]]:
     if not answer.present:
         raise _unusable(name, answer.why)
     return accelerator, (answer,)
-
-
-def _ask_own(name: str) -> tuple[Answer, type[Accelerator]]:
-    answer = KINDS[name].look(ROOT, asked=True)
-    if name == "cuda" and not answer.present:
-        # A ROCm torch calls its devices cuda, and so do its users.
-        told = RocmAccelerator.look(ROOT, asked=True)
-        if told.present:
-            return told, RocmAccelerator
-    return answer, KINDS[name]
 
 
 def _unusable(name: str, reason: str) -> AcceleratorError:

@@ -230,9 +230,6 @@ class gds_handle(aio_handle):  # noqa: N801 (DeepSpeed's name)
         self.pin_device_tensor(made)
         return made
 
-    def free_pinned_device_tensor(self, tensor: Tensor) -> bool:
-        return self.unpin_device_tensor(tensor)
-
     def pin_device_tensor(self, tensor: Tensor) -> bool:
         """Make a tensor known to cuFile, if there is one; True."""
         if devices.device_engines()[0].usable and tensor.data_ptr() not in _pinned:
@@ -245,6 +242,8 @@ class gds_handle(aio_handle):  # noqa: N801 (DeepSpeed's name)
         if _pinned.pop(tensor.data_ptr(), None) is not None:
             devices.unregister(tensor)
         return True
+
+    free_pinned_device_tensor = unpin_device_tensor
 
 
 class AsyncIO(OpModule):

@@ -199,10 +199,9 @@ class Transformer(OpModule):
             None if pre else mean, None if pre else scale, weights.attn_ow, *between,
             weights.inter_w, weights.inter_b, weights.output_w, last[0], seed if p > 0 else None,
         )  # fmt: skip
-        (
-            attention_grad, residual_grad, ow, ob, attn_nw, attn_nb, inter_w, inter_b, output_w,
-            output_b, norm_w, norm_b,
-        ) = output_backward(kept, grad_output.contiguous(), p, 0.0, self.RELAXED)  # fmt: skip
+        attention_grad, residual_grad, *grads = output_backward(
+            kept, grad_output.contiguous(), p, 0.0, self.RELAXED
+        )
         (joined,) = torch.autograd.grad(
             state.attn_o_inp, state.qkv_tf, attention_grad, retain_graph=True
         )
@@ -214,15 +213,8 @@ class Transformer(OpModule):
             projection, _given(residual_grad), joined
         )
         if pre:
-            norm_w, norm_b = first_weight, first_bias
-        qkvb = joined.sum(0)
-        return [
-            _given(each)
-            for each in (
-                input_grad, qkvw, qkvb, ow, ob, attn_nw, attn_nb, inter_w, inter_b, output_w,
-                output_b, norm_w, norm_b,
-            )
-        ]  # fmt: skip
+            grads[-2:] = first_weight, first_bias  # of norm_w and norm_b, the last two
+        return [_given(each) for each in (input_grad, qkvw, joined.sum(0), *grads)]
 
 
 class StochasticTransformer(Transformer):

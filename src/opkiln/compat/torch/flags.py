@@ -44,6 +44,7 @@ _FOR_HOST = frozenset(("-Xcompiler", "--compiler-options"))
 _FOR_OTHERS = frozenset((
     "-Xptxas", "--ptxas-options", "-Xcudafe", "-Xnvlink", "--nvlink-options", "-Xfatbin",
 ))  # fmt: skip
+_WITH_VALUE = _THREADS | _LEFT_OUT_WITH_VALUE | _HOST_COMPILER | _FOR_HOST | _FOR_OTHERS
 _ARCHITECTURES = frozenset(("-gencode", "--generate-code", "-arch", "--gpu-architecture"))
 _WORDS = ("native", "all", "all-major")  # that nvcc's -arch takes, and so does an arch list
 _NATIVE = frozenset(("-march=native", "-mcpu=native"))
@@ -132,33 +133,31 @@ def _device(op: str, words: Iterable[str], remarks: list[str]) -> Iterator[str]:
     rest = iter(words)
     for word in rest:
         option, joined, value = word.partition("=")
+        whole = word
+        if option in _WITH_VALUE and not joined:
+            value = next(rest, "")
+            whole = f"{word} {value}"
         if option in _THREADS or _THREADS_JOINED.match(word):
-            given = joined or _THREADS_JOINED.match(word)
-            text = word if given else f"{word} {next(rest, '')}"
-            remarks.append(f"{text} is left out: NVCC_THREADS limits nvcc's threads")
+            remarks.append(f"{whole} is left out: NVCC_THREADS limits nvcc's threads")
         elif word in _LINK_TIME:
             remarks.append(f"{word} is left out: device code is linked without optimization")
-        elif option in _LEFT_OUT:
-            remarks.append(_unneeded(word))
-        elif option in _LEFT_OUT_WITH_VALUE:
-            remarks.append(_unneeded(word if joined else f"{word} {next(rest, '')}"))
+        elif option in _LEFT_OUT or option in _LEFT_OUT_WITH_VALUE:
+            remarks.append(_unneeded(whole))
         elif option in _HOST_COMPILER:
-            named = value if joined else next(rest, "")
-            if _is_host_compiler(named):
-                remarks.append(f"{option} {named} is left out: it is the host compiler anyway")
+            if _is_host_compiler(value):
+                remarks.append(f"{option} {value} is left out: it is the host compiler anyway")
                 continue
             raise SpecError(
                 f"op {op}: the nvcc flag {option!r} is not allowed",
                 why="a setting chooses nvcc's host compiler, which also compiles the rest of the "
                 "op",
-                hint=f"NVCC_CCBIN={shlex.quote(named)}    # without the flag",
+                hint=f"NVCC_CCBIN={shlex.quote(value)}    # without the flag",
             )
         elif option in _FOR_HOST:
-            yield from _for_host(value if joined else next(rest, ""), remarks)
+            yield from _for_host(value, remarks)
         elif option in _FOR_OTHERS:
             # nvcc takes a list separated by commas. It removes quotes with its own shell.
-            parts = shlex.split((value if joined else next(rest, "")).replace(",", " "))
-            yield f"{option}={','.join(parts)}"
+            yield f"{option}={','.join(shlex.split(value.replace(',', ' ')))}"
         else:
             yield from _path(_unquoted(word), rest, "=")
 
