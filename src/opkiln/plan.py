@@ -28,6 +28,7 @@ from opkiln.model import (
     check_names,
 )
 from opkiln.steps import flags, host, link
+from opkiln.steps.arguments import PlanInputs
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -106,14 +107,12 @@ def make(spec: OpSpec, target: Target, toolchain: Toolchain) -> Plan:
     )
     if toolchain.cross:
         _check_cross(spec, target)
-    compiles = tuple(_compile(spec, target, toolchain, users, source) for source in spec.sources)
+    inputs = PlanInputs(spec, target, toolchain)
+    compiles = tuple(_compile(inputs, source) for source in spec.sources)
     objects = tuple(step.output for step in compiles)
-    before = (
-        *link.stub_steps(spec, toolchain, users),
-        *_device_link(spec, target, toolchain, users, compiles),
-    )
+    before = (*link.stub_steps(inputs), *_device_link(inputs, compiles))
     linked = tuple(step.output for step in before if step.kind == "device-link")
-    last = link.link_step(spec, target, toolchain, users, (*objects, *linked))
+    last = link.link_step(inputs, (*objects, *linked))
     environment = (*_ENVIRONMENTS.get(target.backend, _ENVIRONMENT), *toolchain.environment)
     if _by_nvrtc(toolchain):
         from opkiln.steps import nvrtc
@@ -140,53 +139,42 @@ def _check_cross(spec: OpSpec, target: Target) -> None:
     )
 
 
-def _compile(
-    spec: OpSpec,
-    target: Target,
-    toolchain: Toolchain,
-    users: Mapping[str, tuple[str, ...]],
-    source: str,
-) -> Step:
-    if spec.emulated:
+def _compile(inputs: PlanInputs, source: str) -> Step:
+    backend = inputs.target.backend
+    if inputs.spec.emulated:
         from opkiln.steps import emulated
 
-        return emulated.compile_step(spec, toolchain, users, source)
-    of_device = source.endswith(_DEVICE_SOURCES.get(target.backend, ()))
-    if target.backend == CUDA and of_device:
+        return emulated.compile_emulated(inputs, source)
+    of_device = source.endswith(_DEVICE_SOURCES.get(backend, ()))
+    if backend == CUDA and of_device:
         from opkiln.steps import nvcc, nvrtc
 
-        step = nvrtc.compile_step if _by_nvrtc(toolchain) else nvcc.compile_step
-        return step(spec, target, toolchain, users, source)
-    if target.backend == ROCM and of_device:
+        step = nvrtc.compile_cuda if _by_nvrtc(inputs.toolchain) else nvcc.compile_cuda
+        return step(inputs, source)
+    if backend == ROCM and of_device:
         from opkiln.steps import hipcc
 
-        return hipcc.compile_step(spec, target, toolchain, users, source)
-    if target.backend == XPU:
+        return hipcc.compile_hip(inputs, source)
+    if backend == XPU:
         from opkiln.steps import sycl
 
-        return sycl.compile_step(spec, target, toolchain, users, source)
-    return host.compile_step(spec, target, toolchain, users, source)
+        return sycl.compile_sycl(inputs, source)
+    return host.compile_cxx(inputs, source)
 
 
 def _by_nvrtc(toolchain: Toolchain) -> bool:
     return toolchain.device is not None and toolchain.device.family == NVRTC
 
 
-def _device_link(
-    spec: OpSpec,
-    target: Target,
-    toolchain: Toolchain,
-    users: Mapping[str, tuple[str, ...]],
-    compiles: tuple[Step, ...],
-) -> tuple[Step, ...]:
-    if target.backend != CUDA or _by_nvrtc(toolchain):
+def _device_link(inputs: PlanInputs, compiles: tuple[Step, ...]) -> tuple[Step, ...]:
+    if inputs.target.backend != CUDA or _by_nvrtc(inputs.toolchain):
+        return ()
+    if not flags.is_relocatable(inputs.device_flags):
         return ()
     from opkiln.steps import nvcc
 
-    if not nvcc.relocatable(spec, users):
-        return ()
     objects = tuple(step.output for step in compiles if step.source.endswith(nvcc.SOURCES))
-    return (nvcc.device_link_step(spec, target, toolchain, objects),) if objects else ()
+    return (nvcc.device_link_step(inputs, objects),) if objects else ()
 
 
 def anchors(plan: Plan, stage: str) -> dict[str, str]:
@@ -270,10 +258,8 @@ def author_flags(plan: Plan, module: str) -> Flags:
         )
     places = anchors(plan, "")
     compiles = [step for step in plan.steps if step.kind == "compile"]
-    last = link.link_step(
-        plan.spec, plan.target, plan.toolchain, dict(plan.target.flags), plan.steps[-1].inputs,
-        stubbed=False,
-    )  # fmt: skip
+    inputs = PlanInputs(plan.spec, plan.target, plan.toolchain)
+    last = link.link_step(inputs, plan.steps[-1].inputs, stubbed=False)
     if any(step.plain_paths for step in compiles):
         for path in (plan.spec.root, *plan.spec.include_dirs):
             if any(char in path for char in '$`"\\'):

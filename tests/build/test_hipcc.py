@@ -16,6 +16,7 @@ from opkiln.build_model import DeviceCompiler, Target, Toolchain
 from opkiln.child import Completed
 from opkiln.model import ABI_NONE, PLAIN, ROCM, OpSpec
 from opkiln.steps import hipcc as hip_steps
+from opkiln.steps.arguments import PlanInputs
 from opkiln.toolchain import family, hipcc, hipify, host, torch_sdk
 
 if TYPE_CHECKING:
@@ -94,10 +95,11 @@ class Built:
         copy = spec._replace(root=self.staged.root)
         places = plan.anchors_of(copy, toolchain) | {"stage": str(stage)}
         (source,) = spec.sources
-        self.step = hip_steps.compile_step(copy, a_target(*archs), toolchain, {}, source)
+        inputs = PlanInputs(copy, a_target(*archs), toolchain)
+        self.step = hip_steps.compile_hip(inputs, source)
         self.command = plan.command(self.step, places)
         self.done = self.run(self.command.argv)
-        self.linking = [plan.render(each, places) for each in hip_steps.runtime(spec, toolchain)]
+        self.linking = [plan.render(each, places) for each in hip_steps.runtime(inputs)]
 
     def run(self, argv: tuple[str, ...]) -> Completed:
         place = str(self.stage)

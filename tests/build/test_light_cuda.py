@@ -15,6 +15,7 @@ from opkiln.errors import LoadTestError
 from opkiln.loading import loader
 from opkiln.model import ROCM, STABLE_TAG
 from opkiln.steps import hipcc as hip_steps
+from opkiln.steps.arguments import PlanInputs
 from opkiln.store.layers import Store
 from opkiln.toolchain import family, hipcc, hipify, host, nvcc, torch_sdk
 
@@ -77,7 +78,7 @@ def test_the_same_file_compiles_for_an_amd_gpu(op: Package, tmp_path: Path) -> N
         backend=ROCM, system="linux", machine=X86_64, cpu=X86_V1, cpu_features=(),
         abi_tag=STABLE_TAG, archs=("gfx90a",),
     )  # fmt: skip
-    step = hip_steps.compile_step(copy, target, chain, {}, SOURCE)
+    step = hip_steps.compile_hip(PlanInputs(copy, target, chain), SOURCE)
     places = plan.anchors_of(copy, chain) | {"stage": str(stage)}
     done = process.run(
         plan.argv(step, places), cwd=str(stage), env=dict(hipcc.ENVIRONMENT), tmpdir=str(stage)

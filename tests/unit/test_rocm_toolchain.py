@@ -19,6 +19,7 @@ from opkiln.machine import architecture
 from opkiln.model import ABI_TORCH, ROCM, OpSpec
 from opkiln.settings import override
 from opkiln.steps import hipcc as steps
+from opkiln.steps.arguments import PlanInputs
 from opkiln.toolchain import family, hipcc, probing, torch_sdk
 from opkiln.toolchain import rocm as homes
 
@@ -377,7 +378,8 @@ _PLACES = {"src": "/pkg/op", "stage": "/stage", "torch": "/torch", "toolkit": "/
 def command(**changes: object) -> list[str]:
     toolchain = a_host()._replace(device=_DEVICE, launcher="/usr/bin/ccache")
     spec = _SPEC._replace(**changes)
-    step = steps.compile_step(spec, _TARGET, toolchain, {"cudaflags": ("-DUSER",)}, "cuda.cu")
+    target = _TARGET._replace(flags=(("cudaflags", ("-DUSER",)),))
+    step = steps.compile_hip(PlanInputs(spec, target, toolchain), "cuda.cu")
     assert step.plain_paths  # hipcc has a shell read the path of the output
     return list(plan.argv(step, _PLACES))
 
@@ -403,7 +405,8 @@ def test_a_link_takes_the_runtime_and_for_the_full_abi_torchs_libraries() -> Non
     toolchain = a_host()._replace(device=_DEVICE)
 
     def arguments(spec: OpSpec) -> list[str]:
-        return [plan.render(each, _PLACES) for each in steps.runtime(spec, toolchain)]
+        inputs = PlanInputs(spec, _TARGET, toolchain)
+        return [plan.render(each, _PLACES) for each in steps.runtime(inputs)]
 
     assert arguments(_SPEC) == ["-L/opt/rocm/lib", "-lamdhip64"]
     assert arguments(_SPEC._replace(abi=ABI_TORCH)) == [

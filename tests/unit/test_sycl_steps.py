@@ -10,6 +10,7 @@ from opkiln.errors import ToolchainError
 from opkiln.model import ABI_STABLE, LIBRARY, XPU, OpSpec
 from opkiln.plan import anchors_of, argv, render
 from opkiln.steps import sycl
+from opkiln.steps.arguments import PlanInputs
 
 SPEC = OpSpec(
     name="op",
@@ -77,7 +78,8 @@ def line(step: Step, tools: Toolchain) -> list[str]:
 @pytest.mark.parametrize("source", SPEC.sources)
 def test_icpx_compiles_every_source_as_sycl(source: str) -> None:
     tools = icpx("-ffp-model=precise")
-    step = sycl.compile_step(SPEC, TARGET, tools, {"cxxflags": ("-DUSER",)}, source)
+    target = TARGET._replace(flags=(("cxxflags", ("-DUSER",)),))
+    step = sycl.compile_sycl(PlanInputs(SPEC, target, tools), source)
     words = line(step, tools)
     assert words[:2] == ["/oneapi/bin/icpx", "-fsycl"]
     assert words[-6:-2] == ["-x", "c++", "-c", f"/root of/pkg/{source}"]
@@ -91,21 +93,21 @@ def test_icpx_compiles_every_source_as_sycl(source: str) -> None:
 
 
 def test_a_flag_that_icpx_does_not_accept_is_left_out() -> None:
-    words = line(sycl.compile_step(SPEC, TARGET, icpx(), {}, "op.cpp"), icpx())
+    words = line(sycl.compile_sycl(PlanInputs(SPEC, TARGET, icpx()), "op.cpp"), icpx())
     assert "-ffp-model=precise" not in words
 
 
 def test_without_a_list_of_devices_icpx_is_given_no_targets() -> None:
-    words = line(sycl.compile_step(SPEC, TARGET, icpx(), {}, "op.cpp"), icpx())
+    words = line(sycl.compile_sycl(PlanInputs(SPEC, TARGET, icpx()), "op.cpp"), icpx())
     assert not [word for word in words if "target" in word]
-    assert sycl.linker(TARGET, icpx()) == ["/oneapi/bin/icpx", "-fsycl"]
+    assert sycl.linker(PlanInputs(SPEC, TARGET, icpx())) == ["/oneapi/bin/icpx", "-fsycl"]
 
 
 def test_named_devices_get_machine_code_and_every_other_one_gets_spirv() -> None:
     target = TARGET._replace(archs=("bmg", "pvc"))
-    words = line(sycl.compile_step(SPEC, target, icpx(), {}, "op.cpp"), icpx())
+    words = line(sycl.compile_sycl(PlanInputs(SPEC, target, icpx()), "op.cpp"), icpx())
     assert words.count("-fsycl-targets=spir64_gen,spir64") == 1
-    assert sycl.linker(target, icpx()) == [
+    assert sycl.linker(PlanInputs(SPEC, target, icpx())) == [
         "/oneapi/bin/icpx",
         "-fsycl",
         "-fsycl-targets=spir64_gen,spir64",
@@ -115,16 +117,18 @@ def test_named_devices_get_machine_code_and_every_other_one_gets_spirv() -> None
 
 
 def test_icpx_brings_its_own_runtime_to_the_link() -> None:
-    assert sycl.libraries(icpx()) == []
+    assert sycl.libraries(PlanInputs(SPEC, TARGET, icpx())) == []
 
 
 def test_a_debug_build_is_not_optimised() -> None:
-    words = line(sycl.compile_step(SPEC, TARGET._replace(debug=True), icpx(), {}, "op.cpp"), icpx())
+    words = line(
+        sycl.compile_sycl(PlanInputs(SPEC, TARGET._replace(debug=True), icpx()), "op.cpp"), icpx()
+    )
     assert [word for word in words if word.startswith(("-O", "-g"))] == ["-O0", "-g3"]
 
 
 def test_for_the_runtime_compiler_the_host_compiler_is_given_its_headers() -> None:
-    words = line(sycl.compile_step(SPEC, TARGET, runtime(), {}, "op.cpp"), runtime())
+    words = line(sycl.compile_sycl(PlanInputs(SPEC, TARGET, runtime()), "op.cpp"), runtime())
     assert words[0] == "/usr/bin/g++"
     assert "-isystem/env/include" in words
     assert not [word for word in words if "fsycl" in word]
@@ -132,21 +136,23 @@ def test_for_the_runtime_compiler_the_host_compiler_is_given_its_headers() -> No
 
 def test_for_the_runtime_compiler_libsycl_is_linked_by_its_soname_without_an_rpath() -> None:
     places = anchors_of(SPEC, runtime())
-    assert sycl.linker(TARGET, runtime()) == ["/usr/bin/g++"]
-    words = [render(each, places) for each in sycl.libraries(runtime())]
+    assert sycl.linker(PlanInputs(SPEC, TARGET, runtime())) == ["/usr/bin/g++"]
+    words = [render(each, places) for each in sycl.libraries(PlanInputs(SPEC, TARGET, runtime()))]
     assert words == ["-L/env/lib", "-l:libsycl.so.9"]
 
 
 def test_where_the_runtime_lies_is_not_in_the_plan() -> None:
     here, moved = runtime(), runtime("/other")
-    assert sycl.libraries(here) == sycl.libraries(moved)
-    steps = [sycl.compile_step(SPEC, TARGET, each, {}, "op.cpp") for each in (here, moved)]
+    assert sycl.libraries(PlanInputs(SPEC, TARGET, here)) == sycl.libraries(
+        PlanInputs(SPEC, TARGET, moved)
+    )
+    steps = [sycl.compile_sycl(PlanInputs(SPEC, TARGET, each), "op.cpp") for each in (here, moved)]
     assert steps[0] == steps[1]
 
 
 def test_kernels_in_a_sycl_source_need_a_compiler_and_the_error_says_what_else_would_do() -> None:
     with pytest.raises(ToolchainError) as caught:
-        sycl.compile_step(SPEC, TARGET, runtime(), {}, "kernels.sycl")
+        sycl.compile_sycl(PlanInputs(SPEC, TARGET, runtime()), "kernels.sycl")
     assert "kernels.sycl" in caught.value.what
     assert "/env/lib/libsycl.so.9" in caught.value.why
     assert "source text" in caught.value.hint

@@ -1,35 +1,109 @@
-"""The parts of command lines that all compilers share: anchored paths, names of objects."""
+"""What the command lines of all compilers share: anchored paths, common flags, names of objects."""
 
 from __future__ import annotations
 
 import os
 import posixpath
 
-from opkiln.build_model import Anchored, Arg, DeviceCompiler
+from opkiln.build_model import Anchored, Arg, DeviceCompiler, Step, Target, Toolchain
 from opkiln.digest import key
-from opkiln.model import ABI_NONE, PACKAGE, OpSpec
+from opkiln.model import ABI_NONE, EXECUTABLE, PACKAGE, OpSpec
+from opkiln.record import Record
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
 _PATH_FLAGS = ("-I", "-isystem", "-iquote", "-idirafter", "-L", "-include")
 
 # These make the output the same wherever torch, the sources and the build are: __FILE__, debug
 # information. The compiler uses the last map that matches. The sources may appear below the staging
 # directory, so the map for "src" comes last.
-_OPKILN_MAP = Anchored("-ffile-prefix-map=", "opkiln", "", "=/opkiln/opkiln")
+OPKILN_MAP = Anchored("-ffile-prefix-map=", "opkiln", "", "=/opkiln/opkiln")
+STAGE_MAP = Anchored("-ffile-prefix-map=", "stage", "", "=/opkiln/build")
 _TORCH_MAP = Anchored("-ffile-prefix-map=", "torch", "", "=/opkiln/torch")
 _WHEELS_MAP = Anchored("-ffile-prefix-map=", "wheels", "", "=/opkiln/wheels")
-_PREFIX_MAPS = (
-    Anchored("-ffile-prefix-map=", "stage", "", "=/opkiln/build"),
-    Anchored("-ffile-prefix-map=", "src", "", "=/opkiln/src"),
-)
+_PREFIX_MAPS = (STAGE_MAP, Anchored("-ffile-prefix-map=", "src", "", "=/opkiln/src"))
 
 # __TIMESTAMP__ is a source's modification time: a touch, or another checkout, would change the
 # output. With these it is the date that __DATE__ gives, which SOURCE_DATE_EPOCH fixes.
 TIMESTAMP = "-D__TIMESTAMP__=__DATE__"
 REDEFINED = "-Wno-builtin-macro-redefined"
+
+
+class PlanInputs(Record):
+    """What all steps of a plan are made from."""
+
+    spec: OpSpec
+    target: Target
+    toolchain: Toolchain
+
+    @property
+    def device(self) -> DeviceCompiler:
+        """The compiler of a backend that has one: a plan for it is made with its compiler."""
+        assert self.toolchain.device is not None
+        return self.toolchain.device
+
+    def users(self, name: str) -> tuple[str, ...]:
+        """The user's own flags or paths of this name: ``cxxflags``, ``cpath``."""
+        return dict(self.target.flags).get(name, ())
+
+    @property
+    def device_flags(self) -> tuple[str, ...]:
+        """The author's and the user's flags for the device compiler."""
+        return (*self.spec.device_args, *self.users("cudaflags"))
+
+
+def compile_step(
+    spec: OpSpec, source: str, words: Iterable[Arg], memory: int, *, plain_paths: bool = False
+) -> Step:
+    """The step that compiles one of the spec's sources."""
+    return Step(
+        kind="compile",
+        output=object_name(source),
+        words=tuple(words),
+        file=anchored(spec, source),
+        source=source,
+        memory=memory,
+        plain_paths=plain_paths,
+    )
+
+
+def standard(spec: OpSpec, authors: tuple[str, ...]) -> list[str]:
+    """The C++ standard, if the author's flags do not choose one."""
+    chosen = any(flag.startswith(("-std", "--std")) for flag in authors)
+    return [] if chosen else [f"-std={spec.std}"]
+
+
+def optimisation(
+    target: Target, authors: tuple[str, ...] = (), debug: tuple[str, ...] = ("-O0", "-g3")
+) -> tuple[str, ...]:
+    """The level of optimisation, if the author's flags do not choose one."""
+    if target.debug:
+        return debug
+    chosen = any(flag.startswith("-O") for flag in authors)
+    return ("-DNDEBUG",) if chosen else ("-O3", "-DNDEBUG")
+
+
+def position(spec: OpSpec, flag: str = "-fPIC") -> list[str]:
+    """Position-independent code, which all but a program needs."""
+    return [] if spec.kind == EXECUTABLE else [flag]
+
+
+def reproducible(toolchain: Toolchain, output: str) -> list[str]:
+    """The flags that keep times and random numbers out of the host compiler's output."""
+    seed = [f"-frandom-seed={output}"] if toolchain.family == "gcc" else []
+    return [REDEFINED, TIMESTAMP, *seed]
+
+
+def searched(inputs: PlanInputs, *between: Arg, system: str = "-isystem") -> list[Arg]:
+    """The directories of headers: the author's, the user's, others, the user's system headers."""
+    return [
+        *(anchored(inputs.spec, path, "-I") for path in inputs.spec.include_dirs),
+        *(f"-I{path}" for path in inputs.users("cpath")),
+        *between,
+        *(f"{system}{path}" for path in inputs.users("cplus_include_path")),
+    ]
 
 
 def prefix_maps(spec: OpSpec, device: DeviceCompiler | None = None) -> tuple[Anchored, ...]:
@@ -38,7 +112,7 @@ def prefix_maps(spec: OpSpec, device: DeviceCompiler | None = None) -> tuple[Anc
     if device is not None and wheel_includes(spec, device, ""):
         maps = (_WHEELS_MAP, *maps)
     ours = any(anchored(spec, path).anchor == "opkiln" for path in spec.include_dirs)
-    return (_OPKILN_MAP, *maps) if ours or op_header(spec) else maps
+    return (OPKILN_MAP, *maps) if ours or op_header(spec) else maps
 
 
 def op_header(spec: OpSpec, option: str = "-idirafter") -> list[Anchored]:

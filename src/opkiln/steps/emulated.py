@@ -7,21 +7,11 @@ store of a kernel. docs/emulator.md says what it makes of them.
 
 from __future__ import annotations
 
-from opkiln.build_model import Anchored, Arg, Step, Toolchain
-from opkiln.model import EMULATOR_RUNTIME, PACKAGE, OpSpec
-from opkiln.steps.arguments import (
-    REDEFINED,
-    TIMESTAMP,
-    anchored,
-    author_flags,
-    object_name,
-    prefix_maps,
-)
+from opkiln.build_model import Anchored, Arg, Step
+from opkiln.model import EMULATOR_RUNTIME, PACKAGE
+from opkiln.steps import arguments
+from opkiln.steps.arguments import PlanInputs
 from opkiln.steps.host import torch_defines, torch_includes
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 # The number changes with what `toolchain.emulate` translates: it is in the key that way.
 _DEFINE = "-DOPKILN_EMULATED=1"
@@ -37,60 +27,51 @@ _GCC = ("-fno-gnu-unique",)
 _MEMORY = 500 << 20
 
 
-def compile_step(
-    spec: OpSpec,
-    toolchain: Toolchain,
-    flags: Mapping[str, tuple[str, ...]],
-    source: str,
-) -> Step:
+def compile_emulated(inputs: PlanInputs, source: str) -> Step:
     """The step that compiles one CUDA or C++ source, or the runtime."""
-    output = object_name("emulator/runtime.cpp" if source == EMULATOR_RUNTIME else source)
-    gcc = toolchain.family == "gcc"
-    arguments: list[Arg] = [toolchain.launcher] if toolchain.launcher else []
-    arguments.append(toolchain.cxx)
-    ours = [Anchored("-I", "opkiln", "csrc"), Anchored("-I", "opkiln", "csrc/opkiln/emulator/cuda")]
+    spec, _, toolchain = inputs
+    launched = [toolchain.launcher] if toolchain.launcher else []
+    compiler = (*launched, toolchain.cxx)
+    ours = Anchored("-I", "opkiln", "csrc")
     if source == EMULATOR_RUNTIME:
-        users = (flag for flag in flags.get("cxxflags", ()) if flag.startswith("-fsanitize"))
-        arguments += ["-std=c++17", "-O1", "-fPIC", *users]
-        arguments += [Anchored("-ffile-prefix-map=", "opkiln", "", "=/opkiln/opkiln")]
-        arguments += [Anchored("-ffile-prefix-map=", "stage", "", "=/opkiln/build")]
-        arguments += [REDEFINED, TIMESTAMP, *([f"-frandom-seed={output}"] if gcc else [])]
-        arguments += [ours[0]]
-    else:
-        authors = (*spec.cxx_args, *flags.get("cxxflags", ()))
-        if not any(flag.startswith(("-std", "--std")) for flag in authors):
-            arguments.append(f"-std={spec.std}")
-        arguments += ["-O1", "-DNDEBUG", "-fPIC", *_LINES, _DEFINE, *(_GCC if gcc else ())]
-        if not _has_address_sanitizer(flags):
-            arguments += [*_CHECKS, *(_GCC_CHECKS if gcc else ())]
-        arguments += ["-Wno-unknown-pragmas", "-Wno-attributes"]
-        arguments += [Anchored("-ffile-prefix-map=", "opkiln", "", "=/opkiln/opkiln")]
-        arguments += [each for each in prefix_maps(spec) if each.anchor != "opkiln"]
-        arguments += [REDEFINED, TIMESTAMP, *([f"-frandom-seed={output}"] if gcc else [])]
-        arguments += torch_defines(spec, toolchain)
-        arguments += flags.get("cppflags", ())
-        arguments += author_flags(spec, authors)
-        arguments += ours
-        arguments += [anchored(spec, path, "-I") for path in spec.include_dirs]
-        arguments += [f"-I{path}" for path in flags.get("cpath", ())]
-        arguments += torch_includes(spec)
-        arguments += [f"-isystem{path}" for path in flags.get("cplus_include_path", ())]
-    arguments += ["-x", "c++"]
-    # The runtime stays where it is: the sources of an op of opkiln's own may be a translated copy.
-    runtime = Anchored("", "opkiln", EMULATOR_RUNTIME.removeprefix(PACKAGE + "/"))
-    compiled = runtime if source == EMULATOR_RUNTIME else anchored(spec, source)
-    return Step(
-        kind="compile",
-        output=output,
-        words=tuple(arguments),
-        file=compiled,
-        source="the emulator's runtime" if source == EMULATOR_RUNTIME else source,
-        memory=_MEMORY,
-    )
+        output = arguments.object_name("emulator/runtime.cpp")
+        users = (flag for flag in inputs.users("cxxflags") if flag.startswith("-fsanitize"))
+        maps = (arguments.OPKILN_MAP, arguments.STAGE_MAP)
+        fixed = arguments.reproducible(toolchain, output)
+        runtime = (
+            *compiler,
+            "-std=c++17",
+            "-O1",
+            "-fPIC",
+            *users,
+            *maps,
+            *fixed,
+            ours,
+            "-x",
+            "c++",
+        )
+        # The runtime stays where it is: the sources of an op of opkiln's own may be a translated
+        # copy.
+        file = Anchored("", "opkiln", EMULATOR_RUNTIME.removeprefix(PACKAGE + "/"))
+        return Step("compile", output, runtime, file, "the emulator's runtime", memory=_MEMORY)
+    gcc = toolchain.family == "gcc"
+    authors = (*spec.cxx_args, *inputs.users("cxxflags"))
+    words: list[Arg] = [*compiler, *arguments.standard(spec, authors)]
+    words += ["-O1", "-DNDEBUG", "-fPIC", *_LINES, _DEFINE, *(_GCC if gcc else ())]
+    if not _has_address_sanitizer(inputs.users("cxxflags")):
+        words += [*_CHECKS, *(_GCC_CHECKS if gcc else ())]
+    words += ["-Wno-unknown-pragmas", "-Wno-attributes", arguments.OPKILN_MAP]
+    words += [each for each in arguments.prefix_maps(spec) if each != arguments.OPKILN_MAP]
+    words += arguments.reproducible(toolchain, arguments.object_name(source))
+    words += torch_defines(spec, toolchain)
+    words += inputs.users("cppflags")
+    words += arguments.author_flags(spec, authors)
+    words += [ours, Anchored("-I", "opkiln", "csrc/opkiln/emulator/cuda")]
+    words += [*arguments.searched(inputs, *torch_includes(spec)), "-x", "c++"]
+    return arguments.compile_step(spec, source, words, _MEMORY)
 
 
-def _has_address_sanitizer(flags: Mapping[str, tuple[str, ...]]) -> bool:
+def _has_address_sanitizer(flags: tuple[str, ...]) -> bool:
     """Whether the user asks for AddressSanitizer, which a compiler does not combine with the other
     instrumentation: it then checks bounds, and nothing checks races."""
-    given = flags.get("cxxflags", ())
-    return any(flag.startswith("-fsanitize=") and "address" in flag for flag in given)
+    return any(flag.startswith("-fsanitize=") and "address" in flag for flag in flags)

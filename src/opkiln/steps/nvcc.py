@@ -10,26 +10,13 @@ which does the preprocessing for the host and for every device.
 from __future__ import annotations
 
 from opkiln.arch import cuda
-from opkiln.build_model import Anchored, Arg, Step, Target, Toolchain
+from opkiln.build_model import Anchored, Arg, Step
 from opkiln.errors import SpecError
-from opkiln.model import ABI_TORCH, EXECUTABLE, OpSpec
-from opkiln.steps.arguments import (
-    REDEFINED,
-    TIMESTAMP,
-    anchored,
-    author_flags,
-    in_toolkit,
-    object_name,
-    op_header,
-    prefix_maps,
-    wheel_includes,
-)
+from opkiln.model import ABI_TORCH
+from opkiln.steps import arguments
+from opkiln.steps.arguments import PlanInputs
 from opkiln.steps.flags import check_nvcc, host_options, is_relocatable, without_relocatable
 from opkiln.steps.host import torch_defines, torch_includes
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
 
 SOURCES = (".cu",)
 # No source has an object of this name, because those end in a digest.
@@ -52,104 +39,72 @@ _TORCH_HALF = (
 _SHARED = {"-D": "-D", "-U": "-U", "-I": "-I", "-isystem": "-isystem=", "-include": "-include="}
 
 
-def compile_step(
-    spec: OpSpec,
-    target: Target,
-    toolchain: Toolchain,
-    flags: Mapping[str, tuple[str, ...]],
-    source: str,
-) -> Step:
+def compile_cuda(inputs: PlanInputs, source: str) -> Step:
     """The step that compiles one CUDA source for every architecture of the target.
 
     Raises SpecError if a variable of the user contains something that cannot be passed to nvcc.
     """
-    device = toolchain.device
-    assert device is not None  # a plan for this backend is made with its compiler
+    spec, target, toolchain = inputs
+    device = inputs.device
     archs = cuda.parse(";".join(target.archs))
-    output = object_name(source)
-    authors = without_relocatable((*spec.device_args, *flags.get("cudaflags", ())))
+    authors = without_relocatable(inputs.device_flags)
     # No launcher: no pass of nvcc's preprocessor tells what all of its compiles read.
-    arguments: list[Arg] = [device.path, "-ccbin", device.host or toolchain.cxx]
-    if not any(flag.startswith(("-std", "--std")) for flag in authors):
-        arguments.append(f"-std={spec.std}")
-    if target.debug:
-        arguments += ["-O0", "-g", "-G"]
-    else:
-        optimised = any(flag.startswith("-O") for flag in authors)
-        arguments += ["-DNDEBUG"] if optimised else ["-O3", "-DNDEBUG"]
-    if spec.kind != EXECUTABLE:
-        arguments.append("-Xcompiler=-fPIC")
-    arguments += cuda.flags(archs)
+    words: list[Arg] = [device.path, "-ccbin", device.host or toolchain.cxx]
+    words += arguments.standard(spec, authors)
+    words += arguments.optimisation(target, authors, debug=("-O0", "-g", "-G"))
+    words += arguments.position(spec, "-Xcompiler=-fPIC")
+    words += cuda.flags(archs)
     optional = ("--objdir-as-tempdir", "--compress-mode=size")
-    arguments += [flag for flag in optional if flag in device.accepts]
+    words += [flag for flag in optional if flag in device.accepts]
     if "--threads" in device.accepts and len(cuda.images(archs)) > 1:
-        arguments.append(Anchored("--threads=", "threads", ""))
-    maps = prefix_maps(spec, device)
-    arguments += [each._replace(prefix=f"-Xcompiler={each.prefix}") for each in maps]
-    arguments += [f"-Xcompiler={REDEFINED}", TIMESTAMP]
+        words.append(Anchored("--threads=", "threads", ""))
+    maps = arguments.prefix_maps(spec, device)
+    words += [each._replace(prefix=f"-Xcompiler={each.prefix}") for each in maps]
+    words += [f"-Xcompiler={arguments.REDEFINED}", arguments.TIMESTAMP]
     # nvcc makes the names of internal symbols from the source's path. Give it a fixed path.
-    arguments.append(f"-Xcudafe=--orig_src_path_name=/opkiln/src/{output}")
+    words.append(f"-Xcudafe=--orig_src_path_name=/opkiln/src/{arguments.object_name(source)}")
     if spec.abi == ABI_TORCH:
-        arguments += _TORCH_HALF
-    arguments += torch_defines(spec, toolchain)
-    arguments += flags.get("debug_cuda", ())
-    if relocatable(spec, flags):
-        arguments.append("-rdc=true")
-    arguments += _preprocessing(spec.name, flags.get("cppflags", ()))
-    arguments += author_flags(spec, authors)
-    arguments += [anchored(spec, path, "-I") for path in spec.include_dirs]
-    arguments += _directories(spec.name, "-I", "CPATH", flags.get("cpath", ()))
-    arguments += torch_includes(spec, "-isystem=")
-    arguments += wheel_includes(spec, device, "-isystem=")
-    arguments += _directories(
-        spec.name, "-isystem=", "CPLUS_INCLUDE_PATH", flags.get("cplus_include_path", ())
-    )
-    arguments += op_header(spec, "-isystem=")
+        words += _TORCH_HALF
+    words += torch_defines(spec, toolchain)
+    words += inputs.users("debug_cuda")
+    if is_relocatable(inputs.device_flags):
+        words.append("-rdc=true")
+    words += _preprocessing(spec.name, inputs.users("cppflags"))
+    words += arguments.author_flags(spec, authors)
+    _check_paths(inputs, "cpath")
+    _check_paths(inputs, "cplus_include_path")
+    others = [
+        *torch_includes(spec, "-isystem="),
+        *arguments.wheel_includes(spec, device, "-isystem="),
+    ]
+    words += arguments.searched(inputs, *others, system="-isystem=")
+    words += arguments.op_header(spec, "-isystem=")
     memory = _MEMORY_WITH_TORCH if spec.abi == ABI_TORCH else _MEMORY_PER_ARCH
-    return Step(
-        kind="compile",
-        output=output,
-        words=tuple(arguments),
-        file=anchored(spec, source),
-        source=source,
-        memory=memory,
-        threads=len(cuda.images(archs)) if "--threads" in device.accepts else 1,
-        plain_paths=True,
-    )
+    step = arguments.compile_step(spec, source, words, memory, plain_paths=True)
+    return step._replace(threads=len(cuda.images(archs)) if "--threads" in device.accepts else 1)
 
 
-def relocatable(spec: OpSpec, flags: Mapping[str, tuple[str, ...]]) -> bool:
-    """Whether the device code of a spec needs its own link step."""
-    return is_relocatable((*spec.device_args, *flags.get("cudaflags", ())))
-
-
-def device_link_step(
-    spec: OpSpec,
-    target: Target,
-    toolchain: Toolchain,
-    objects: tuple[str, ...],
-) -> Step:
+def device_link_step(inputs: PlanInputs, objects: tuple[str, ...]) -> Step:
     """The step that links relocatable device code, for every architecture of the target.
 
     Its output has the kernels in their final form. The library's link takes it in addition to the
     objects.
     """
-    device = toolchain.device
-    assert device is not None  # a plan for this backend is made with its compiler
-    arguments: list[Arg] = [device.path, "-ccbin", device.host or toolchain.cxx, "-dlink"]
-    if spec.kind != EXECUTABLE:
-        arguments.append("-Xcompiler=-fPIC")
-    arguments += cuda.flags(cuda.parse(";".join(target.archs)))
-    arguments += [Anchored("", "stage", name) for name in objects]
+    spec, target, toolchain = inputs
+    device = inputs.device
+    words: list[Arg] = [device.path, "-ccbin", device.host or toolchain.cxx, "-dlink"]
+    words += arguments.position(spec, "-Xcompiler=-fPIC")
+    words += cuda.flags(cuda.parse(";".join(target.archs)))
+    words += [Anchored("", "stage", name) for name in objects]
     searched = tuple(flag for flag in spec.ldflags if flag.startswith("-L") and flag != "-L")
-    arguments += author_flags(spec, searched)
-    arguments += [in_toolkit(device, path, "-L") for path in device.library_dirs]
-    arguments += [f"-l{name}" for name in (*spec.device_libraries, "cudadevrt")]
-    arguments += ["-o", Anchored("", "stage", _LINKED)]
+    words += arguments.author_flags(spec, searched)
+    words += [arguments.in_toolkit(device, path, "-L") for path in device.library_dirs]
+    words += [f"-l{name}" for name in (*spec.device_libraries, "cudadevrt")]
+    words += ["-o", Anchored("", "stage", _LINKED)]
     return Step(
         kind="device-link",
         output=_LINKED,
-        words=tuple(arguments),
+        words=tuple(words),
         inputs=objects,
         memory=_MEMORY_PER_ARCH,
         plain_paths=True,
@@ -171,14 +126,14 @@ def _preprocessing(op: str, words: tuple[str, ...]) -> list[str]:
     return given
 
 
-def _directories(op: str, option: str, variable: str, paths: tuple[str, ...]) -> Iterator[str]:
-    for path in paths:
+def _check_paths(inputs: PlanInputs, name: str) -> None:
+    variable = name.upper()
+    for path in inputs.users(name):
         # nvcc quotes a path for the shell, but quotes and backticks break out of that. A comma ends
         # the path.
         if any(char in path for char in ',"`'):
             raise SpecError(
-                f"op {op}: {path!r}, from {variable}, cannot be passed to nvcc",
+                f"op {inputs.spec.name}: {path!r}, from {variable}, cannot be passed to nvcc",
                 why="it contains a comma, a quote or a backtick",
                 hint=f"unset {variable}",
             )
-        yield option + path

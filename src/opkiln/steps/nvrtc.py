@@ -10,25 +10,17 @@ from __future__ import annotations
 import posixpath
 
 from opkiln.arch import cuda
-from opkiln.build_model import Anchored, Arg, Step, Target, Toolchain
+from opkiln.build_model import Anchored, Arg, Step
 from opkiln.errors import SpecError
-from opkiln.model import ABI_NONE, ABI_TORCH, EXECUTABLE, OpSpec
-from opkiln.steps.arguments import (
-    REDEFINED,
-    TIMESTAMP,
-    anchored,
-    author_flags,
-    in_toolkit,
-    object_name,
-    op_header,
-    prefix_maps,
-)
+from opkiln.model import ABI_NONE, ABI_TORCH, OpSpec
+from opkiln.steps import arguments
+from opkiln.steps.arguments import PlanInputs
 from opkiln.steps.flags import host_options, is_relocatable, nvcc_options
 from opkiln.steps.host import torch_defines
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator
 
 # NVRTC's cache on disk would be one more place that a step writes to.
 ENVIRONMENT = (("CUDA_CACHE_DISABLE", "1"),)
@@ -64,47 +56,33 @@ _TO_HOST = ("-Xcompiler", "--compiler-options")
 _MEMORY = 600 << 20
 
 
-def compile_step(
-    spec: OpSpec,
-    target: Target,
-    toolchain: Toolchain,
-    flags: Mapping[str, tuple[str, ...]],
-    source: str,
-) -> Step:
+def compile_cuda(inputs: PlanInputs, source: str) -> Step:
     """The step that compiles one CUDA source for every architecture of the target.
 
     Raises SpecError for a source, or a flag, that only nvcc can compile.
     """
-    device = toolchain.device
-    assert device is not None  # a plan for this backend is made with its compiler
-    check(spec, flags)
-    output = object_name(source)
-    given = _Flags(spec, (*spec.device_args, *flags.get("cudaflags", ())))
-    arguments: list[Arg] = [device.path, "-I", "-S", "-B", Anchored("", "opkiln", _PROGRAM)]
-    arguments += ["compile", *(in_toolkit(device, path) for path in device.libraries)]
-    for image in cuda.images(cuda.parse(";".join(target.archs))):
-        arguments += ["--image", image]
-    arguments.append("--device")
-    arguments += _for_device(spec, target, toolchain, flags, given, source)
-    arguments += ["--host", toolchain.cxx]
-    arguments += _for_host(spec, target, toolchain, flags, given, output)
-    return Step(
-        kind="compile",
-        output=output,
-        words=tuple(arguments),
-        file=anchored(spec, source),
-        source=source,
-        memory=_MEMORY,
-    )
+    device = inputs.device
+    _check(inputs)
+    given = _Flags(inputs.spec, inputs.device_flags)
+    words: list[Arg] = [device.path, "-I", "-S", "-B", Anchored("", "opkiln", _PROGRAM)]
+    words += ["compile", *(arguments.in_toolkit(device, path) for path in device.libraries)]
+    for image in cuda.images(cuda.parse(";".join(inputs.target.archs))):
+        words += ["--image", image]
+    words.append("--device")
+    words += _for_device(inputs, given, source)
+    words += ["--host", inputs.toolchain.cxx]
+    words += _for_host(inputs, given, source)
+    return arguments.compile_step(inputs.spec, source, words, _MEMORY)
 
 
-def check(spec: OpSpec, flags: Mapping[str, tuple[str, ...]]) -> None:
+def _check(inputs: PlanInputs) -> None:
     """Refuse what needs nvcc whatever the sources say. Raises SpecError."""
+    spec = inputs.spec
     if spec.abi == ABI_TORCH:
         why = "it uses torch's own headers, which NVRTC cannot compile"
     elif spec.abi == ABI_NONE:
         why = "the op does not use torch, and opkiln/op.h does"
-    elif is_relocatable((*spec.device_args, *flags.get("cudaflags", ()))):
+    elif is_relocatable(inputs.device_flags):
         why = "its device code is linked by a step of its own (-rdc=true)"
     else:
         return
@@ -130,7 +108,8 @@ class _Flags:
             elif option.name in _TO_HOST:
                 self.host += option.value.split(",")
             elif option.name in _SAME_WITH_VALUE:
-                self.device.append(f"{_long(option.name)}={option.value}")
+                name = "--ptxas-options" if option.name == "-Xptxas" else option.name
+                self.device.append(f"{name}={option.value}")
             elif option.name in _SAME:
                 self.device += option.words
             elif option.name not in _NEEDLESS:
@@ -141,68 +120,41 @@ class _Flags:
                 )
 
 
-def _long(name: str) -> str:
-    return "--ptxas-options" if name == "-Xptxas" else name
-
-
-def _for_device(
-    spec: OpSpec,
-    target: Target,
-    toolchain: Toolchain,
-    flags: Mapping[str, tuple[str, ...]],
-    given: _Flags,
-    source: str,
-) -> Iterator[Arg]:
-    device = toolchain.device
-    assert device is not None
+def _for_device(inputs: PlanInputs, given: _Flags, source: str) -> Iterator[Arg]:
+    spec, device = inputs.spec, inputs.device
     yield f"-std={given.std or spec.std}"
-    yield from ("-G",) if target.debug else ("-DNDEBUG",)
+    yield from ("-G",) if inputs.target.debug else ("-DNDEBUG",)
     yield from _DEVICE_OPTIONS
-    yield from flags.get("debug_cuda", ())
-    yield from _preprocessing(flags.get("cppflags", ()))
-    yield from author_flags(spec, (*given.both, *given.device))
+    yield from inputs.users("debug_cuda")
+    yield from _preprocessing(inputs.users("cppflags"))
+    yield from arguments.author_flags(spec, (*given.both, *given.device))
     # NVRTC gets the text, not the file: the file's directory is where quoted includes begin.
     directory = posixpath.dirname(source)
-    yield anchored(spec, directory, "-I") if directory else Anchored("-I", "src", "")
-    yield from (anchored(spec, path, "-I") for path in spec.include_dirs)
-    yield from (f"-I{path}" for path in flags.get("cpath", ()))
-    yield Anchored("-I", "opkiln", _HEADERS)
-    yield Anchored("-I", "opkiln", _FOR_DEVICE)
-    yield from (in_toolkit(device, path, "-I") for path in device.include_dirs)
-    yield from (f"-I{path}" for path in flags.get("cplus_include_path", ()))
+    yield arguments.anchored(spec, directory, "-I") if directory else Anchored("-I", "src", "")
+    ours = (Anchored("-I", "opkiln", path) for path in (_HEADERS, _FOR_DEVICE))
+    toolkit = (arguments.in_toolkit(device, path, "-I") for path in device.include_dirs)
+    yield from arguments.searched(inputs, *ours, *toolkit, system="-I")
 
 
-def _for_host(
-    spec: OpSpec,
-    target: Target,
-    toolchain: Toolchain,
-    flags: Mapping[str, tuple[str, ...]],
-    given: _Flags,
-    output: str,
-) -> Iterator[Arg]:
-    device = toolchain.device
-    assert device is not None
+def _for_host(inputs: PlanInputs, given: _Flags, source: str) -> Iterator[Arg]:
+    spec, target, toolchain = inputs
+    device = inputs.device
     yield f"-std={given.std or spec.std}"
     yield from ("-O0", "-g3") if target.debug else (given.level, "-DNDEBUG")
-    if spec.kind != EXECUTABLE:
-        yield "-fPIC"
-    yield from prefix_maps(spec)
-    yield from (REDEFINED, TIMESTAMP)
-    if toolchain.family == "gcc":
-        yield f"-frandom-seed={output}"
+    yield from arguments.position(spec)
+    yield from arguments.prefix_maps(spec)
+    yield from arguments.reproducible(toolchain, arguments.object_name(source))
     yield "-DOPKILN_NVRTC_HOST"
     yield from torch_defines(spec, toolchain)
-    yield from flags.get("cppflags", ())
-    yield from author_flags(spec, (*given.both, *given.host))
+    yield from inputs.users("cppflags")
+    yield from arguments.author_flags(spec, (*given.both, *given.host))
     yield "-fno-lto"  # the kernels' symbols are read from assembly text
-    yield from (anchored(spec, path, "-I") for path in spec.include_dirs)
-    yield from (f"-I{path}" for path in flags.get("cpath", ()))
-    yield from ("-include", Anchored("", "opkiln", _PRELUDE))
-    yield Anchored("-isystem", "opkiln", _FOR_HOST)
-    yield from (in_toolkit(device, path, "-isystem") for path in device.include_dirs)
-    yield from (f"-isystem{path}" for path in flags.get("cplus_include_path", ()))
+    prelude = ("-include", Anchored("", "opkiln", _PRELUDE))
+    ours = Anchored("-isystem", "opkiln", _FOR_HOST)
+    toolkit = (arguments.in_toolkit(device, path, "-isystem") for path in device.include_dirs)
+    yield from arguments.searched(inputs, *prelude, ours, *toolkit)
     # As a header of the system, op.h is passed over when the text is divided.
-    yield from op_header(spec)
+    yield from arguments.op_header(spec)
 
 
 def _preprocessing(words: tuple[str, ...]) -> Iterator[str]:
