@@ -155,15 +155,6 @@ def test_what_the_compiler_says_of_a_line_is_true_of_the_authors(
     assert "kScala" in built.done.output
 
 
-def test_an_architecture_that_this_hipcc_cannot_compile_for_is_refused_with_its_reason(
-    memory: tuple[str, ...], device: DeviceCompiler
-) -> None:
-    assert hipcc.can_compile(memory, device, "gfx90a") == ""
-    assert hipcc.can_compile(memory, device, "gfx499") == (
-        f"HIP {device.version} does not compile for gfx499: invalid target ID 'gfx499'"
-    )
-
-
 def test_beside_an_nvcc_it_still_compiles_for_amd(
     tmp_path: Path, device: DeviceCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,7 +20,7 @@ from opkiln.model import ABI_TORCH, ROCM, OpSpec
 from opkiln.settings import override
 from opkiln.steps import hipcc as steps
 from opkiln.steps.arguments import PlanInputs
-from opkiln.toolchain import family, hipcc, probing, torch_sdk
+from opkiln.toolchain import family, hipcc, torch_sdk
 from opkiln.toolchain import rocm as homes
 
 if TYPE_CHECKING:
@@ -290,23 +290,6 @@ def test_a_refusal_is_recalled_until_what_was_missing_appears(
     assert len(rocm.runs()) == runs
     (rocm.home / "lib" / "libamdhip64.so").write_text("installed")
     assert family.choose(hipcc, memory, None, a_host()).path == str(rocm.hipcc)
-
-
-def test_whether_an_architecture_compiles_is_asked_once_for_each_compiler(
-    opt: Path, memory: tuple[str, ...]
-) -> None:
-    rocm = Rocm(opt / "rocm")
-    chosen = family.choose(hipcc, memory, None, a_host())
-    for _ in range(2):
-        assert hipcc.can_compile(memory, chosen, "gfx90a:xnack-") == ""
-        assert hipcc.can_compile(memory, chosen, "gfx1200") == (
-            "HIP 6.2.41133 does not compile for gfx1200: invalid target ID 'gfx1200'"
-        )
-    assert sum("gfx1200" in run for run in rocm.runs()) == 1
-    assert sum("gfx90a:xnack-" in run for run in rocm.runs()) == 1
-    hipcc.can_compile(memory, chosen._replace(identity="upgraded"), "gfx1200")
-    assert sum("gfx1200" in run for run in rocm.runs()) == 2
-    assert probing.recall(memory, f"hipcc {chosen.identity} for gfx1200") is not None
 
 
 # Versions

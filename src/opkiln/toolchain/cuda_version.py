@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from opkiln.errors import CUDAMismatchException, MissingCUDAException
 from opkiln.settings import origin_of, settings
-from opkiln.toolchain import find, toolkits, torch_sdk
+from opkiln.toolchain import family, find, toolkits, torch_sdk
 from opkiln.toolchain.torch_sdk import release
 
 TYPE_CHECKING = False
@@ -21,25 +21,7 @@ _SKIP = "DS_SKIP_CUDA_CHECK=1"
 
 def misfit(version: str, torch_cuda: str | None) -> str:
     """Why a toolkit of this version cannot build for this torch; empty when it can."""
-    if torch_cuda is None or release(version)[0] == release(torch_cuda)[0]:
-        return ""
-    if settings.skip_cuda_check:
-        return ""
-    return f"CUDA {version}; torch was built with {torch_cuda}, another major version"
-
-
-def distance(version: str, torch_cuda: str | None) -> tuple[int, int, int]:
-    """A sort key: the smaller, the better a toolkit's version fits torch's.
-
-    The same version is best. Then comes the nearest newer minor, which has all that torch uses,
-    then the nearest older one, then the nearest other major. If torch has no CUDA, all are equal.
-    """
-    if torch_cuda is None:
-        return 0, 0, 0
-    (major, minor), (wanted, wanted_minor) = release(version), release(torch_cuda)
-    if major != wanted:
-        return abs(major - wanted), int(major < wanted), -minor
-    return 0, int(minor < wanted_minor), abs(minor - wanted_minor)
+    return "" if settings.skip_cuda_check else family.misfit("CUDA", version, torch_cuda)
 
 
 def fitting(version: str) -> str:
@@ -157,7 +139,7 @@ def _nearest(name: str, memory: tuple[str, ...]) -> Toolkit:
         error.why = "\n".join(refused) or error.why
         error.what = _prefixed(name, error.what)
         raise error
-    return min(works, key=lambda each: distance(each.record["version"], torch_cuda))
+    return min(works, key=lambda each: family.distance(each.record["version"], torch_cuda))
 
 
 def _prefixed(name: str, what: str) -> str:

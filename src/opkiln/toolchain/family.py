@@ -1,15 +1,20 @@
-"""What the families of device compilers have in common: a search among those that are here."""
+"""What the families of device compilers have in common: a search among those that are here, and how
+well each fits the runtime that torch was built with."""
 
 from __future__ import annotations
 
+from typing import Any
+
+from opkiln.build_model import DeviceCompiler
 from opkiln.record import Record
+from opkiln.toolchain.torch_sdk import release
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Protocol
 
-    from opkiln.build_model import DeviceCompiler, Toolchain
+    from opkiln.build_model import Toolchain
     from opkiln.errors import ToolchainError
     from opkiln.toolchain.find import Candidate
 
@@ -61,6 +66,48 @@ def candidates(
 ) -> list[Candidate]:
     """Every compiler that was considered, for reports."""
     return _probed(family, memory, wanted, host).candidates
+
+
+def compiler(record: dict[str, Any], **others: Any) -> DeviceCompiler:
+    """A compiler, from the record of its probe and what the record does not say."""
+    values = {**record, **others}
+    lists = ("archs", "include_dirs", "library_dirs")
+    values |= {name: tuple(values[name]) for name in lists}
+    values["accepts"] = frozenset(values["accepts"])
+    return DeviceCompiler(
+        **{name: values[name] for name in DeviceCompiler._fields if name in values}
+    )
+
+
+def misfit(runtime: str, version: str, wanted: str | None) -> str:
+    """Why a compiler for this version of a runtime (CUDA, HIP) cannot build for torch's; empty when
+    it can. Versions of one major are compatible, others are not."""
+    if wanted is None or release(version)[0] == release(wanted)[0]:
+        return ""
+    return f"{runtime} {version}; torch was built with {wanted}, another major version"
+
+
+def distance(version: str, wanted: str | None) -> tuple[int, int, int]:
+    """A sort key: the smaller, the better a version fits torch's.
+
+    The same version is best. Then comes the nearest newer minor, which has all that torch uses,
+    then the nearest older one, then the nearest other major. If torch has none, all are equal.
+    """
+    if wanted is None:
+        return 0, 0, 0
+    (major, minor), (torchs, torchs_minor) = release(version), release(wanted)
+    if major != torchs:
+        return abs(major - torchs), int(major < torchs), -minor
+    return 0, int(minor < torchs_minor), abs(minor - torchs_minor)
+
+
+def outranked(
+    runtime: str, version: str, taken: DeviceCompiler, wanted: str | None, *, after: str
+) -> str:
+    """Why a compiler that fits is not the one that is taken, which was found at ``after``."""
+    if wanted is None or version == taken.version:
+        return f"found after {after}"
+    return f"{runtime} {taken.version} in {taken.home} is nearer to torch's {wanted}"
 
 
 def _probed(family: Family, memory: tuple[str, ...], wanted: str | None, host: Toolchain) -> Search:

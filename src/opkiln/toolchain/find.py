@@ -7,6 +7,7 @@ import os
 from opkiln import facts
 from opkiln.record import Record
 from opkiln.settings import on_path, origin_of, settings
+from opkiln.toolchain.torch_sdk import release
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -63,39 +64,56 @@ def launcher() -> str | None:
     return command[0] if command and len(command) > 1 else None
 
 
-def _found(path: str, origin: str) -> Candidate:
-    """A compiler that exists. It is refused if it, or the launcher, compiles on other hosts."""
-    started = first(name) if (name := launcher()) else None
-    for each in filter(None, (started, path)):
-        if (program := os.path.basename(os.path.realpath(each))) in REMOTE:
-            why = f"{program} compiles on other hosts, where opkiln cannot see what is read"
-            return Candidate(path, origin, why)
-    return Candidate(path, origin)
-
-
-def cross_candidates(machine: str) -> Iterator[Candidate]:
-    """C++ compilers for another machine, by their usual name."""
-    name = f"{machine}-linux-gnu-g++"
-    path = first(name)
-    yield Candidate(name, "PATH", "not on PATH") if path is None else _found(path, "PATH")
-
-
-def cxx_candidates() -> Iterator[Candidate]:
-    """Host C++ compilers in order of preference: the one the user named, else those on PATH."""
-    command, origin = origin_of("cxx")
-    if command:
-        wanted = command[-1]
-        path = first(wanted)
-        if path is None:
-            yield Candidate(wanted, origin, "no such program")
-        else:
-            yield _found(path, origin)
-        return  # an explicit choice is never replaced by another compiler
+def programs(places: Iterable[tuple[str, str]]) -> Iterator[Candidate]:
+    """The programs at these places, each once; a place is (a path, or a name on PATH; origin)."""
     seen: set[str] = set()
-    for name in ("g++", "clang++", "c++"):
-        path = first(name)
+    for place, origin in places:
+        path = first(place)
         if path is None:
-            yield Candidate(name, "PATH", "not on PATH")
+            by_name = "/" not in place and origin == "PATH"
+            yield Candidate(place, origin, "not on PATH" if by_name else "no such program")
         elif (real := os.path.realpath(path)) not in seen:
             seen.add(real)
-            yield _found(path, "PATH")
+            yield Candidate(path, origin)
+
+
+def matching(pattern: str) -> list[str]:
+    """The directories that match a pattern, the highest version first."""
+    if not pattern.endswith("*"):
+        return [pattern]
+    parent, stem = os.path.split(pattern[:-1])
+    return [os.path.join(parent, name) for name in newest(facts.listed(parent), stem)]
+
+
+def newest(names: Iterable[str], stem: str) -> list[str]:
+    """The names that are this stem and a version, the highest version first."""
+    found = (name for name in names if name.startswith(stem))
+    return sorted(found, key=lambda name: (release(name.removeprefix(stem)), name), reverse=True)
+
+
+def cxx_candidates(machine: str = "") -> Iterator[Candidate]:
+    """Host C++ compilers in order of preference: the one the user named, else those on PATH.
+
+    An explicit choice is never replaced by another compiler. A compiler for another ``machine`` has
+    its usual name.
+    """
+    command, origin = origin_of("cxx")
+    if machine:
+        places = [(f"{machine}-linux-gnu-g++", "PATH")]
+    elif command:
+        places = [(command[-1], origin)]
+    else:
+        places = [(name, "PATH") for name in ("g++", "clang++", "c++")]
+    return map(_without_remote, programs(places))
+
+
+def _without_remote(candidate: Candidate) -> Candidate:
+    """A compiler is refused if it, or the launcher, compiles on other hosts."""
+    if candidate.refused:
+        return candidate
+    started = first(name) if (name := launcher()) else None
+    for each in filter(None, (started, candidate.path)):
+        if (program := os.path.basename(os.path.realpath(each))) in REMOTE:
+            why = f"{program} compiles on other hosts, where opkiln cannot see what is read"
+            return candidate._replace(refused=why)
+    return candidate

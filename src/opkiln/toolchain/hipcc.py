@@ -19,15 +19,15 @@ from opkiln.build_model import HIPCC, DeviceCompiler, Toolchain
 from opkiln.digest import key, sha256_file
 from opkiln.errors import ArchError, BuildTimeout, ToolchainError
 from opkiln.settings import origin_of
-from opkiln.toolchain import find, probing, rocm, torch_sdk
+from opkiln.toolchain import family, find, probing, rocm, torch_sdk
 from opkiln.toolchain.family import Search
 from opkiln.toolchain.find import Candidate
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Iterable
 
-    Ask = Callable[..., tuple[int, str]]
+    from opkiln.toolchain.probing import Ask
 
 
 # Set for every run of hipcc, in addition to the allow-listed environment.
@@ -37,23 +37,6 @@ ENVIRONMENT = (("HIP_PLATFORM", "amd"),)
 def available() -> bool:
     """Whether any hipcc is found. Starts no process."""
     return any(not candidate.refused for candidate in rocm.hipcc_candidates())
-
-
-def can_compile(memory: tuple[str, ...], compiler: DeviceCompiler, arch: str) -> str:
-    """Why this hipcc cannot compile for an architecture; empty when it can.
-
-    Compiles a kernel (about a second), once for each architecture and compiler. Raises
-    ToolchainError if hipcc cannot be run at all.
-    """
-
-    def question() -> tuple[dict[str, Any], list[str]]:
-        refused = compile_error(compiler.path, arch)
-        reason = f"HIP {compiler.version} does not compile for {arch}: {refused}"
-        return {"refused": reason if refused else ""}, []  # the subject has the files' identity
-
-    record = probing.known(memory, f"hipcc {compiler.identity} for {arch}", question)
-    assert record is not None
-    return str(record["refused"])
 
 
 # The choice
@@ -68,9 +51,8 @@ def search(
     no HIP, it is the first one found. Another major version than torch's is refused: two HIP
     runtimes do not work in one process.
     """
-    found: list[tuple[Candidate, dict[str, Any]]] = []
-    listed = list(rocm.hipcc_candidates())
-    for candidate in listed:
+    works, listed = [], list(rocm.hipcc_candidates())
+    for index, candidate in enumerate(listed):
         if candidate.refused:
             continue
         path = candidate.path
@@ -78,26 +60,20 @@ def search(
         record = probing.known(memory, subject, partial(probe, path) if ask else None)
         if record is None:
             return None
-        found.append((candidate, record))
-
-    works = [pair for pair in found if not pair[1]["refused"]]
-    fitting = [pair for pair in works if not _misfit(pair[1], wanted, host)]
-    best = min(fitting, key=lambda pair: _fit(pair[1], wanted), default=None)
-    taken = None if best is None else _compiler(best[1], host)
-    for candidate, record in found:
         reason = record["refused"] or _misfit(record, wanted, host)
-        if not reason and taken is not None and record["program"] != taken.path:
-            reason = _outranked(record, taken, wanted)
-        seen = candidate._replace(refused=reason, version=record["version"])
-        listed[listed.index(candidate)] = seen
+        listed[index] = candidate._replace(refused=reason, version=record["version"])
+        if not record["refused"]:
+            works.append((index, record))
+
+    fitting = [(index, record) for index, record in works if not listed[index].refused]
+    fitting.sort(key=lambda each: family.distance(each[1]["version"], wanted))
+    taken = _compiler(fitting[0][1], host) if fitting else None
+    for index, record in fitting[1:]:
+        if taken is not None and record["program"] != taken.path:
+            reason = family.outranked("HIP", record["version"], taken, wanted, after=taken.path)
+            listed[index] = listed[index]._replace(refused=reason)
     mismatched = bool(works) and not fitting
     return Search(taken, listed, lambda: _failure(listed, wanted, mismatched=mismatched))
-
-
-def _outranked(record: dict[str, Any], taken: DeviceCompiler, torch_hip: str | None) -> str:
-    if torch_hip is None or record["version"] == taken.version:
-        return f"found after {taken.path}"
-    return f"HIP {taken.version} in {taken.home} is nearer to torch's {torch_hip}"
 
 
 def _misfit(record: dict[str, Any], torch_hip: str | None, host: Toolchain) -> str:
@@ -105,22 +81,7 @@ def _misfit(record: dict[str, Any], torch_hip: str | None, host: Toolchain) -> s
     architecture = host.machine.partition("-")[0]
     if not record["machine"].startswith(architecture):
         return f"compiles for {record['machine']}, but {host.cxx} compiles for {host.machine}"
-    if torch_hip is None or _major(record["version"]) == _major(torch_hip):
-        return ""
-    return f"HIP {record['version']}; torch was built with {torch_hip}, another major version"
-
-
-def _fit(record: dict[str, Any], torch_hip: str | None) -> tuple[int, int]:
-    """A sort key: smaller is better. Equal ones stay in the order they were found in."""
-    if torch_hip is None:
-        return 0, 0
-    minor, wanted = (torch_sdk.release(each)[1] for each in (record["version"], torch_hip))
-    # A newer minor has all that torch uses; an older one may lack something.
-    return int(minor < wanted), abs(minor - wanted)
-
-
-def _major(version: str) -> int:
-    return torch_sdk.release(version)[0]
+    return family.misfit("HIP", record["version"], torch_hip)
 
 
 def _failure(listed: list[Candidate], torch_hip: str | None, *, mismatched: bool) -> ToolchainError:
@@ -137,19 +98,10 @@ def _failure(listed: list[Candidate], torch_hip: str | None, *, mismatched: bool
 
 
 def _compiler(record: dict[str, Any], host: Toolchain) -> DeviceCompiler:
-    return DeviceCompiler(
-        family=HIPCC,
-        path=record["program"],
-        home=record["home"],
-        version=record["version"],
-        identity=record["identity"],
-        archs=tuple(record["archs"]),
-        accepts=frozenset(record["accepts"]),
-        # Only those that the host compiler does not search anyway. Given one that it does, g++ no
-        # longer finds the headers that libstdc++ includes after it.
-        include_dirs=tuple(d for d in record["include_dirs"] if d not in host.include_dirs),
-        library_dirs=tuple(record["library_dirs"]),
-    )
+    # Only those that the host compiler does not search anyway. Given one that it does, g++ no
+    # longer finds the headers that libstdc++ includes after it.
+    added = [path for path in record["include_dirs"] if path not in host.include_dirs]
+    return family.compiler(record, family=HIPCC, path=record["program"], include_dirs=added)
 
 
 # The probe
@@ -175,24 +127,28 @@ def probe(path: str) -> tuple[dict[str, Any], list[str]]:
     try:
         record, files = _asked(program, files)
     except (ToolchainError, BuildTimeout) as error:  # it cannot be started, or hangs
-        record = {"refused": f"{error.what}: {error.why}", "version": ""}
+        record = probing.refusal(f"{error.what}: {error.why}")
     return {**record, "resolved": [[path, program], *record.get("resolved", ())]}, files
 
 
 def _asked(program: str, files: list[str]) -> tuple[dict[str, Any], list[str]]:
     with probing.scratch() as scratch:
-        ask = _asking(program, scratch)
+        ask = probing.asking(
+            program, cwd=scratch, env=dict(ENVIRONMENT), tmpdir=scratch, timeout=120
+        )
         status, banner = ask("--version")
         version = banner.partition("HIP version: ")[2].partition("\n")[0].partition("-")[0].strip()
         if status != 0 or torch_sdk.release(version) == (0, 0) or "clang version" not in banner:
-            said = f"--version exits with {status}: {_last_line(banner)}"
-            return {"refused": said, "version": version}, files
+            said = f"--version exits with {status}: {probing.last_line(banner)}"
+            return probing.refusal(said, version), files
 
-        compiling = _compiling(scratch)
+        with open(os.path.join(scratch, "probe.hip"), "w") as file:
+            file.write(_SOURCE)
         arch, dry = _dry_run(ask)
-        directories = [*_header_directories(dry), *_library_directories(dry)]
+        compiling = ("-fPIC", "-c", "probe.hip", "-o", "probe.o")
         status, said = ask(f"--offload-arch={arch}", _REQUIRED, *compiling)
-    library_dirs = [d for d in _library_directories(dry) if _holds(d, _RUNTIME)]
+    directories = [*_header_directories(dry), *_library_directories(dry)]
+    library_dirs = [d for d in _library_directories(dry) if probing.holds(d, _RUNTIME)]
     reason = ""
     if status != 0:
         reason = f"does not compile for {arch}: {_first_error(said)}"
@@ -200,15 +156,15 @@ def _asked(program: str, files: list[str]) -> tuple[dict[str, Any], list[str]]:
         reason = f"finds no {_RUNTIME} to link with"
     if reason:
         # The directories are included: the missing file may be installed into one of them.
-        return {"refused": reason, "version": version}, [*files, *directories]
+        return probing.refusal(reason, version), [*files, *directories]
 
     called = _programs(dry)
     bitcode = _bitcode(dry)
     parts = [*files, *map(os.path.realpath, called), *_shared_code(called)]
     parts += [os.path.join(directory, name) for directory, name in bitcode]
-    include_dirs = [d for d in _header_directories(dry) if _holds(d, _HEADER)]
+    include_dirs = [d for d in _header_directories(dry) if probing.holds(d, _HEADER)]
     # The version of the headers. Headers that only the device compile reads are in no depfile.
-    parts += [os.path.join(d, _VERSION) for d in include_dirs if _holds(d, _VERSION)]
+    parts += [os.path.join(d, _VERSION) for d in include_dirs if probing.holds(d, _VERSION)]
     parts = list(dict.fromkeys(parts))
     # These are signed, but not part of the identity. They only decide which archs there are and
     # which runtime is linked, and a link step has the runtime in its own key.
@@ -220,7 +176,7 @@ def _asked(program: str, files: list[str]) -> tuple[dict[str, Any], list[str]]:
         "version": version,
         "program": program,
         "home": rocm.home_of(program),
-        "machine": _field(banner, "Target:"),
+        "machine": probing.field(banner, "Target:"),
         "identity": key("toolchain", (HIPCC, version, digests)),
         "archs": _archs(name for _, name in bitcode),
         "accepts": [_REQUIRED],
@@ -229,33 +185,6 @@ def _asked(program: str, files: list[str]) -> tuple[dict[str, Any], list[str]]:
         "resolved": [[name, os.path.realpath(name)] for name in called],
     }
     return record, [*parts, *signed]
-
-
-def compile_error(program: str, arch: str) -> str:
-    """The error of a hipcc that compiles a kernel for an architecture; empty if it succeeds."""
-    with probing.scratch() as scratch:
-        ask = _asking(program, scratch)
-        status, said = ask(f"--offload-arch={arch}", _REQUIRED, *_compiling(scratch))
-    return "" if status == 0 else _first_error(said)
-
-
-def _asking(program: str, scratch: str) -> Ask:
-    from opkiln.process import run
-
-    def ask(*arguments: str) -> tuple[int, str]:
-        done = run(
-            (program, *arguments), cwd=scratch, env=dict(ENVIRONMENT), tmpdir=scratch,
-            timeout=120,
-        )  # fmt: skip
-        return done.returncode, done.output
-
-    return ask
-
-
-def _compiling(scratch: str) -> tuple[str, ...]:
-    with open(os.path.join(scratch, "probe.hip"), "w") as file:
-        file.write(_SOURCE)
-    return "-fPIC", "-c", "probe.hip", "-o", "probe.o"
 
 
 def _dry_run(ask: Ask) -> tuple[str, str]:
@@ -320,12 +249,12 @@ def _archs(names: Iterable[str]) -> list[str]:
 
 def _header_directories(dry: str) -> list[str]:
     options = ("-internal-isystem", "-internal-externc-isystem", "-isystem", "-idirafter")
-    return _existing(_values(dry, options))
+    return probing.existing(_values(dry, options))
 
 
 def _library_directories(dry: str) -> list[str]:
     link = (_commands(dry) or [[]])[-1]
-    return _existing([word[2:] for word in link if word.startswith("-L")])
+    return probing.existing([word[2:] for word in link if word.startswith("-L")])
 
 
 def _values(dry: str, options: tuple[str, ...]) -> list[str]:
@@ -335,10 +264,6 @@ def _values(dry: str, options: tuple[str, ...]) -> list[str]:
     ]
 
 
-def _existing(paths: list[str]) -> list[str]:
-    return list(dict.fromkeys(os.path.realpath(path) for path in paths if os.path.isdir(path)))
-
-
 def _beside(program: str) -> list[str]:
     """The other files that hipcc consists of, if it is a script in front of another program."""
     names = ("hipcc.pl", "hipvars.pm", "hipcc.bin", ".hipVersion")
@@ -346,20 +271,7 @@ def _beside(program: str) -> list[str]:
     return [path for path in paths if os.path.isfile(path)]
 
 
-def _holds(directory: str, name: str) -> bool:
-    return os.path.exists(os.path.join(directory, name))
-
-
-def _field(text: str, label: str) -> str:
-    lines = (line for line in text.splitlines() if line.startswith(label))
-    return next(lines, label)[len(label) :].strip()
-
-
-def _last_line(text: str) -> str:
-    return text.strip().rpartition("\n")[2]
-
-
 def _first_error(text: str) -> str:
     """The first error, without clang's explanation."""
     lines = [line for line in text.splitlines() if "error: " in line]
-    return lines[0].partition("error: ")[2].partition("; ")[0] if lines else _last_line(text)
+    return lines[0].partition("error: ")[2].partition("; ")[0] if lines else probing.last_line(text)

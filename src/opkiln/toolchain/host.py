@@ -72,7 +72,7 @@ def _is_cross(machine: str) -> bool:
 
 
 def _candidates(machine: str) -> Iterator[Candidate]:
-    return find.cross_candidates(machine) if _is_cross(machine) else find.cxx_candidates()
+    return find.cxx_candidates(machine if _is_cross(machine) else "")
 
 
 def candidates(memory: tuple[str, ...]) -> list[Candidate]:
@@ -102,7 +102,7 @@ def _examined(
             record = probing.known(memory, subject, question)
         except (ToolchainError, BuildTimeout, OSError) as error:
             # Not remembered: the cause (a full disk, a slow machine) may go away.
-            record = _refusal(f"cannot be probed: {error}", [])
+            record = probing.refusal(f"cannot be probed: {error}")
         known = record or {"refused": "", "version": ""}
         yield candidate._replace(refused=known["refused"], version=known["version"]), record
 
@@ -137,40 +137,29 @@ def _toolchain(path: str, record: dict[str, Any], *, cross: bool) -> Toolchain:
 
 def _probe(path: str, wanted: str) -> tuple[dict[str, Any], list[str]]:
     """Ask a compiler everything at once. Returns (record, the files that the answers depend on)."""
-    from opkiln.process import run
-
     script = find.has_interpreter(path) or find.is_launcher(path)
-    variables = dict(compiler_variables(script=script))
-
-    def ask(*arguments: str) -> tuple[int, str]:
-        done = run((path, *arguments), env=variables, timeout=60)
-        return done.returncode, done.output
-
+    ask = probing.asking(path, env=dict(compiler_variables(script=script)), timeout=60)
     files = [os.path.realpath(path)]
     resolved = [[path, files[0]]]
+
+    def refusal(reason: str, version: str = "") -> tuple[dict[str, Any], list[str]]:
+        return probing.refusal(reason, version, resolved=resolved), files
+
     status, banner = ask("--version")
     version = banner.partition("\n")[0].strip()
     if status != 0 or not version:
-        return _refusal(f"--version exits with {status}: {version}", resolved), files
+        return refusal(f"--version exits with {status}: {version}")
     family = "clang" if "clang" in banner.lower() else "gcc"
 
     status, verbose = ask(REQUIRED, "-v", "-E", "-x", "c++", os.devnull)
     if status != 0:
-        reason = f"does not take {REQUIRED}: {_last_line(verbose)}"
-        return _refusal(reason, resolved, version), files
-    machine = _field(verbose, "Target:")
+        return refusal(f"does not take {REQUIRED}: {probing.last_line(verbose)}", version)
+    machine = probing.field(verbose, "Target:")
     if not machine.startswith(wanted):
-        reason = f"compiles for {machine}, not for {wanted}"
-        return _refusal(reason, resolved, version), files
+        return refusal(f"compiles for {machine}, not for {wanted}", version)
 
-    for tool in ("cc1plus", "as", "ld"):
-        status, answer = ask(f"-print-prog-name={tool}")
-        name = answer.strip()
-        program = find.first(name) if status == 0 and name else None
-        if program is not None:
-            files.append(os.path.realpath(program))
-            resolved.append([name, files[-1]])
-    files = list(dict.fromkeys(files))
+    resolved += probing.own_programs(ask, ("cc1plus", "as", "ld"))
+    files = list(dict.fromkeys(target for _, target in resolved))
 
     # The next three take a tenth of a second each. Two of them are programs, the third is hashing.
     runtime = probing.meanwhile(lambda: "" if _is_cross(wanted) else _shared_runtime(path))
@@ -185,7 +174,7 @@ def _probe(path: str, wanted: str) -> tuple[dict[str, Any], list[str]]:
         "machine": machine,
         "identity": identity,
         "accepts": accepts(),
-        "include_dirs": _search_path(verbose),
+        "include_dirs": probing.search_path(verbose),
         "shared_runtime": runtime(),
     }
     return record, files
@@ -229,28 +218,6 @@ def _accepted(ask: Any, machine: str) -> list[str]:
         return bool(status == 0)
 
     return list(flags) if works(*flags) else [flag for flag in flags if works(flag)]
-
-
-def _refusal(reason: str, resolved: list[list[str]], version: str = "") -> dict[str, Any]:
-    return {"refused": reason, "resolved": resolved, "version": version}
-
-
-def _field(text: str, label: str) -> str:
-    for line in text.splitlines():
-        if line.startswith(label):
-            return line[len(label) :].strip()
-    return ""
-
-
-def _last_line(text: str) -> str:
-    return text.strip().rpartition("\n")[2]
-
-
-def _search_path(verbose: str) -> list[str]:
-    """The directories between the markers of ``-v``'s listing, resolved."""
-    _, _, tail = verbose.partition("#include <...> search starts here:")
-    listing, _, _ = tail.partition("End of search list.")
-    return [os.path.realpath(line.strip()) for line in listing.splitlines() if line.strip()]
 
 
 def can_link(

@@ -16,7 +16,7 @@ from opkiln.build_model import NVCC, DeviceCompiler, Toolchain
 from opkiln.digest import key, sha256_file
 from opkiln.errors import BuildTimeout, ToolchainError
 from opkiln.settings import origin_of, override, settings
-from opkiln.toolchain import cuda_version, find, probing, toolkits, wheel_headers
+from opkiln.toolchain import cuda_version, family, find, probing, toolkits, wheel_headers
 from opkiln.toolchain import host as hosts
 from opkiln.toolchain.family import Search
 from opkiln.toolchain.find import Candidate
@@ -24,11 +24,9 @@ from opkiln.toolchain.torch_sdk import release
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
+    from opkiln.toolchain.probing import Ask
     from opkiln.toolchain.toolkits import Toolkit
 
-    Ask = Callable[..., tuple[int, str]]
     Refusal = dict[str, Any] | None
 
 
@@ -79,12 +77,13 @@ def search(
         refusals[place] = cuda_version.misfit(found[place].record["version"], wanted)
     ranked = sorted(
         (place for place in working if not refusals[place]),
-        key=lambda place: cuda_version.distance(found[place].record["version"], wanted),
+        key=lambda place: family.distance(found[place].record["version"], wanted),
     )
     taken, unsupported = None, ""
     for place in ranked:
         if taken is not None:
-            refusals[place] = _outranked(found[place], taken, wanted)
+            version = found[place].record["version"]
+            refusals[place] = family.outranked("CUDA", version, taken, wanted, after=taken.home)
             continue
         probed = pair(memory, found[place], partner, ask=ask)
         if probed is None:
@@ -141,12 +140,6 @@ def _partner(memory: tuple[str, ...], host: Toolchain, *, ask: bool) -> Toolchai
             ) from None
 
 
-def _outranked(toolkit: Toolkit, taken: DeviceCompiler, torch_cuda: str | None) -> str:
-    if torch_cuda is None or toolkit.record["version"] == taken.version:
-        return f"found after {taken.home}"
-    return f"CUDA {taken.version} in {taken.home} is nearer to torch's {torch_cuda}"
-
-
 def _unsupported(why: str, objection: str, others: list[str], host: Toolchain) -> ToolchainError:
     return ToolchainError(
         f"nvcc does not support the host compiler {settings.ccbin or host.cxx}",
@@ -194,21 +187,11 @@ def _on_path_by_version() -> list[str]:
 
 
 def _compiler(toolkit: Toolkit, probed: dict[str, Any], ccbin: Toolchain | None) -> DeviceCompiler:
-    record, identity = toolkit.record, probed["identity"]
+    found = {**toolkit.record, **probed, "family": NVCC, "path": toolkit.record["program"]}
     if ccbin is not None:
-        identity = key("toolchain", (identity, ccbin.identity))
-    return DeviceCompiler(
-        family=NVCC,
-        path=record["program"],
-        home=record["home"],
-        version=record["version"],
-        identity=identity,
-        archs=tuple(record["archs"]),
-        accepts=frozenset(probed["accepts"]),
-        include_dirs=tuple(record["include_dirs"]),
-        library_dirs=tuple(record["library_dirs"]),
-        host="" if ccbin is None else ccbin.cxx,
-    )
+        found["host"] = ccbin.cxx
+        found["identity"] = key("toolchain", (probed["identity"], ccbin.identity))
+    return family.compiler(found)
 
 
 # The probe of one toolkit with one host compiler
@@ -259,13 +242,8 @@ def pair(
 def _probe(toolkit: dict[str, Any], cxx: str, *, in_parts: bool) -> dict[str, Any]:
     from concurrent.futures import ThreadPoolExecutor
 
-    from opkiln.process import run
-
     with probing.scratch() as scratch, ThreadPoolExecutor(_AT_ONCE) as pool:
-
-        def ask(*argv: str) -> tuple[int, str]:
-            done = run(argv, cwd=scratch, tmpdir=scratch, timeout=120)
-            return done.returncode, done.output
+        ask = probing.asking(cwd=scratch, tmpdir=scratch, timeout=120)
 
         def accepts(flags: tuple[str, ...]) -> bool:
             # --dryrun reads and checks the options, and compiles nothing.
@@ -293,7 +271,7 @@ def _preprocesses(ask: Ask, toolkit: dict[str, Any], cxx: str, scratch: str) -> 
     if status != 0:
         reason = _first_error(said)
         return _refusal(f"does not compile with {cxx}: {reason}", "unsupported" in reason)
-    if not any(_has_runtime(path) for path in toolkit["library_dirs"]):
+    if not any(os.path.isfile(os.path.join(path, _RUNTIME)) for path in toolkit["library_dirs"]):
         return _refusal(f"has no {_RUNTIME}")
     return None
 
@@ -323,10 +301,6 @@ def _written(scratch: str) -> str:
     with open(source, "w") as file:
         file.write(_SOURCE)
     return source
-
-
-def _has_runtime(directory: str) -> bool:
-    return os.path.isfile(os.path.join(directory, _RUNTIME))
 
 
 def _identity(toolkit: dict[str, Any]) -> str:

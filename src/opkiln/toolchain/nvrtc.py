@@ -20,7 +20,7 @@ from opkiln.errors import BuildTimeout, ToolchainError
 from opkiln.model import PACKAGE
 from opkiln.record import Record
 from opkiln.settings import settings
-from opkiln.toolchain import cuda_version, find, probing, toolkits
+from opkiln.toolchain import cuda_version, family, find, probing, toolkits
 from opkiln.toolchain.family import Search
 from opkiln.toolchain.find import Candidate
 
@@ -82,24 +82,21 @@ def present() -> list[Place]:
     return list(found.values())
 
 
-def _layouts() -> Iterator[tuple[str, str, tuple[str, ...], str]]:
-    """(directory of the libraries, home, directories of headers, origin)."""
+def _layouts() -> Iterator[tuple[str, str, str, str]]:
+    """(directory of the libraries, home, directory of the headers, origin)."""
     if not settings.cuda_home:
-        for site in toolkits.site_directories():
-            wheels = os.path.join(site, "nvidia")
-            for home in toolkits.matching(os.path.join(wheels, "cu*")):
-                if home[-1].isdigit():  # cu13; not curand
-                    yield os.path.join(home, "lib"), home, (os.path.join(home, "include"),), "PyPI"
+        for wheels in toolkits.wheel_directories():
+            for home in toolkits.shared_wheels(wheels):
+                yield os.path.join(home, "lib"), home, os.path.join(home, "include"), "PyPI"
             split = os.path.join(wheels, "cuda_nvrtc", "lib")  # the wheels of CUDA 12
-            yield split, wheels, (os.path.join(wheels, "cuda_runtime", "include"),), "PyPI"
+            yield split, wheels, os.path.join(wheels, "cuda_runtime", "include"), "PyPI"
     for place in toolkits.places():
         home = os.path.dirname(os.path.dirname(place.nvcc))
         for part in ("lib64", "lib"):
-            include = (os.path.join(home, "include"),)
-            yield os.path.join(home, part), home, include, place.origin
+            yield os.path.join(home, part), home, os.path.join(home, "include"), place.origin
 
 
-def _place(directory: str, home: str, include: tuple[str, ...], origin: str) -> Place | None:
+def _place(directory: str, home: str, include: str, origin: str) -> Place | None:
     names = facts.listed(directory)
     libraries = [(int(found[1]), name) for name in names if (found := _LIBRARY.match(name))]
     if not libraries:
@@ -111,9 +108,10 @@ def _place(directory: str, home: str, include: tuple[str, ...], origin: str) -> 
         if (found := _BUILTINS.match(name)) and int(found[1]) == major
     ]
     there = os.path.join(directory, max(builtins)[1]) if builtins else ""
-    headers = [path for path in include if os.path.isfile(os.path.join(path, _HEADER))]
-    headers += [path for each in headers if os.path.isdir(path := os.path.join(each, "cccl"))]
-    return Place(os.path.join(directory, library), there, home, tuple(headers), origin)
+    headers: tuple[str, ...] = ()
+    if os.path.isfile(os.path.join(include, _HEADER)):
+        headers = (include, *filter(os.path.isdir, [os.path.join(include, "cccl")]))
+    return Place(os.path.join(directory, library), there, home, headers, origin)
 
 
 # The choice
@@ -134,7 +132,7 @@ def search(
     ]
     ranked = sorted(
         (index for index, refused in enumerate(refusals) if not refused),
-        key=lambda index: cuda_version.distance(known[index][1]["version"], wanted),
+        key=lambda index: family.distance(known[index][1]["version"], wanted),
     )
     for index in ranked[1:]:
         refusals[index] = f"{known[ranked[0]][0].library} comes first"
@@ -156,14 +154,11 @@ def _failure(listed: list[Candidate]) -> ToolchainError:
 def _compiler(place: Place, record: dict[str, Any]) -> DeviceCompiler:
     from opkiln.process import python
 
-    return DeviceCompiler(
+    return family.compiler(
+        record,
         family=NVRTC,
         path=python(isolated=True)[0],
         home=place.home,
-        version=record["version"],
-        identity=record["identity"],
-        archs=tuple(record["archs"]),
-        accepts=frozenset(record["accepts"]),
         include_dirs=place.include_dirs,
         library_dirs=(),
         libraries=(place.library, place.builtins),
@@ -173,9 +168,9 @@ def _compiler(place: Place, record: dict[str, Any]) -> DeviceCompiler:
 def _record(memory: tuple[str, ...], place: Place, *, ask: bool) -> dict[str, Any] | None:
     """What one NVRTC says of itself, or why it is refused."""
     if not place.builtins:
-        return _refusal("libnvrtc-builtins is not beside it")
+        return probing.refusal("libnvrtc-builtins is not beside it")
     if not place.include_dirs:
-        return _refusal(f"its headers are missing: there is no {_HEADER}")
+        return probing.refusal(f"its headers are missing: there is no {_HEADER}")
     subject = probing.asked(f"nvrtc {place.library} {place.builtins}")
 
     def question() -> tuple[dict[str, Any], list[str]]:
@@ -193,11 +188,11 @@ def _asked(place: Place, files: list[str]) -> dict[str, Any]:
         said = json.loads(done.output) if done.returncode == 0 else None
         digests = [sha256_file(path) for path in files]
     except (ToolchainError, BuildTimeout) as error:
-        return _refusal(f"{error.what}: {error.why}")
+        return probing.refusal(f"{error.what}: {error.why}")
     except (OSError, ValueError) as error:
-        return _refusal(f"cannot be asked: {error}")
+        return probing.refusal(f"cannot be asked: {error}")
     if said is None:
-        return _refusal(f"cannot be used: {done.output.strip().rpartition(chr(10))[2]}")
+        return probing.refusal(f"cannot be used: {probing.last_line(done.output)}")
     return {
         "refused": "",
         "version": said["version"],
@@ -205,10 +200,6 @@ def _asked(place: Place, files: list[str]) -> dict[str, Any]:
         "accepts": said["accepts"],
         "identity": key("toolchain", (NVRTC, said["version"], digests)),
     }
-
-
-def _refusal(reason: str) -> dict[str, Any]:
-    return {"refused": reason, "version": ""}
 
 
 def driver(*arguments: str) -> tuple[str, ...]:

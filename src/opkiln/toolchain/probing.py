@@ -22,10 +22,11 @@ from opkiln.trust import claim
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
     from typing import TypeVar
 
     T = TypeVar("T")
+    Ask = Callable[..., tuple[int, str]]
 
 SCHEMA = 8
 
@@ -145,6 +146,67 @@ def _row(path: str, asked_at: int | None) -> list[Any]:
 
 def _path(directory: str, subject: str) -> str:
     return os.path.join(directory, key("memo", subject) + ".json")
+
+
+# Asking a compiler, and reading its answers
+
+
+def asking(*program: str, **options: Any) -> Ask:
+    """A function that runs a program with arguments: (its exit status, what it printed)."""
+    from opkiln.process import run
+
+    def ask(*arguments: str) -> tuple[int, str]:
+        done = run((*program, *arguments), **options)
+        return done.returncode, done.output
+
+    return ask
+
+
+def refusal(reason: str, version: str = "", **more: Any) -> dict[str, Any]:
+    """The record of a compiler that cannot be used."""
+    return {"refused": reason, "version": version, **more}
+
+
+def last_line(text: str) -> str:
+    return text.strip().rpartition("\n")[2]
+
+
+def field(text: str, label: str) -> str:
+    """What follows a label at the start of a line; empty if there is none."""
+    lines = (line for line in text.splitlines() if line.startswith(label))
+    return next(lines, label)[len(label) :].strip()
+
+
+def search_path(verbose: str) -> list[str]:
+    """The directories that ``-v`` lists between its markers, resolved."""
+    _, *listings = verbose.split("#include <...> search starts here:\n")
+    lines = [
+        line.strip()
+        for listing in listings
+        for line in listing.partition("End of search list.")[0].splitlines()
+    ]
+    return list(dict.fromkeys(os.path.realpath(line) for line in lines if line))
+
+
+def own_programs(ask: Ask, names: Iterable[str]) -> list[list[str]]:
+    """[name, program] of the parts that gcc or clang says it starts."""
+    found = []
+    for part in names:
+        status, answer = ask(f"-print-prog-name={part}")
+        name = answer.strip()
+        program = find.first(name) if status == 0 and name else None
+        if program is not None:
+            found.append([name, os.path.realpath(program)])
+    return found
+
+
+def existing(paths: Iterable[str]) -> list[str]:
+    """Those of these that are directories, resolved, each once."""
+    return list(dict.fromkeys(os.path.realpath(path) for path in paths if os.path.isdir(path)))
+
+
+def holds(directory: str, name: str) -> bool:
+    return os.path.exists(os.path.join(directory, name))
 
 
 # Where a probe compiles

@@ -31,30 +31,19 @@ def hipcc_candidates() -> Iterator[Candidate]:
 
     If the user named a ROCm without a hipcc, no other one is used instead.
     """
+    return find.programs(_places())
+
+
+def _places() -> Iterator[tuple[str, str]]:
     named, origin = origin_of("rocm_home")
     if named:
-        home = os.path.abspath(named)
-        found = _hipcc_below(home)
-        missing = Candidate(os.path.join(home, "bin", "hipcc"), origin, "no such program")
-        yield Candidate(found, origin) if found else missing
+        yield _hipcc_below(os.path.abspath(named)), origin
         return
-    seen: set[str] = set()
-    on_path = find.first("hipcc")
-    if on_path is None:
-        yield Candidate("hipcc", "PATH", "not on PATH")
-    else:
-        seen.add(os.path.realpath(on_path))
-        yield Candidate(on_path, "PATH")
-    homes = _installed()
-    if not homes:
-        yield Candidate(os.path.join(PARENT, "rocm*", "bin", "hipcc"), PARENT, "no such program")
-    for home in homes:
-        path = _hipcc_below(home)
-        if path is None:
-            yield Candidate(os.path.join(home, "bin", "hipcc"), PARENT, "no such program")
-        elif (real := os.path.realpath(path)) not in seen:
-            seen.add(real)
-            yield Candidate(path, PARENT)
+    yield "hipcc", "PATH"
+    found = facts.listed(PARENT)
+    names = [name for name in ("rocm", *find.newest(found, "rocm-")) if name in found]
+    for name in names or ["rocm*"]:
+        yield _hipcc_below(os.path.join(PARENT, name)), PARENT
 
 
 def homes() -> list[str]:
@@ -69,20 +58,11 @@ def home_of(hipcc: str) -> str:
     return os.path.dirname(home) if os.path.basename(home) == "hip" else home
 
 
-def _installed() -> list[str]:
-    """``/opt/rocm``, then ``/opt/rocm-*``, the newest first."""
-    found = facts.listed(PARENT)
-    names = [name for name in found if name.startswith("rocm-")]
-    names.sort(key=lambda name: (torch_sdk.release(name[5:]), name), reverse=True)
-    return [os.path.join(PARENT, name) for name in ("rocm", *names) if name in found]
-
-
-def _places(home: str) -> list[str]:
-    return [os.path.join(home, *parts, "bin", "hipcc") for parts in ((), ("hip",))]
-
-
-def _hipcc_below(home: str) -> str | None:
-    return next(filter(facts.runs, _places(home)), None)
+def _hipcc_below(home: str) -> str:
+    """The hipcc of an installation, or where it would be."""
+    usual = os.path.join(home, "bin", "hipcc")
+    older = os.path.join(home, "hip", "bin", "hipcc")
+    return next(filter(facts.runs, (usual, older)), usual)
 
 
 def is_rocm_pytorch() -> bool:

@@ -20,7 +20,7 @@ from opkiln.build_model import ICPX, SYCL_RUNTIME, DeviceCompiler, Toolchain
 from opkiln.digest import key, sha256_file
 from opkiln.errors import ToolchainError
 from opkiln.settings import origin_of
-from opkiln.toolchain import find, libsycl, probing
+from opkiln.toolchain import family, find, libsycl, probing
 from opkiln.toolchain import host as hosts
 from opkiln.toolchain.family import Search
 from opkiln.toolchain.find import Candidate
@@ -70,7 +70,9 @@ def search(
             return None
         listed.append(candidate._replace(refused=record["refused"], version=record["version"]))
         if not record["refused"] and taken is None:
-            taken = _compiler(path, record)
+            libraries = os.path.join(record["home"], "lib")
+            # Neither lists architectures: kernels are compiled for a device, or on it.
+            taken = family.compiler(record, path=path, archs=(), library_dirs=(libraries,))
             if not ask:
                 break
     return Search(taken, listed, lambda: _failure(listed))
@@ -98,18 +100,9 @@ def _found() -> Iterator[Candidate]:
     """Compilers in order of preference: the one the user named, else all that are found."""
     named, origin = origin_of("sycl_cxx")
     if named:
-        path = find.first(named)
-        yield Candidate(path or named, origin, "" if path else "no such program")
+        yield from find.programs([(named, origin)])
         return  # an explicit choice is never replaced by another compiler
-    seen: set[str] = set()
-    for path, origin in libsycl.programs():
-        if not os.path.isabs(path):
-            yield Candidate(path, origin, "not on PATH")
-        elif find.first(path) is None:
-            yield Candidate(path, origin, "no such program")
-        elif (real := os.path.realpath(path)) not in seen:
-            seen.add(real)
-            yield Candidate(path, origin)
+    yield from find.programs(libsycl.programs())
     library = libsycl.installed()
     if library is None:
         yield Candidate(libsycl.PACKAGE, "this interpreter", "not installed")
@@ -117,59 +110,35 @@ def _found() -> Iterator[Candidate]:
         yield Candidate(library, libsycl.PACKAGE, libsycl.unfit(library))
 
 
-def _compiler(path: str, record: dict[str, Any]) -> DeviceCompiler:
-    home = record["home"]
-    return DeviceCompiler(
-        family=record["family"],
-        path=path,
-        home=home,
-        version=record["version"],
-        identity=record["identity"],
-        archs=(),  # neither lists them: kernels are compiled for a device, or on it
-        accepts=frozenset(record["accepts"]),
-        include_dirs=tuple(record["include_dirs"]),
-        library_dirs=(os.path.join(home, "lib"),),
-    )
-
-
 def _probe_program(path: str) -> tuple[dict[str, Any], list[str]]:
     """Ask a compiler everything at once. Returns (record, the files that the answers depend on)."""
-    from opkiln.process import run
-
-    def ask(*arguments: str) -> tuple[int, str]:
-        done = run((path, *arguments), timeout=60)
-        return done.returncode, done.output
-
+    ask = probing.asking(path, timeout=60)
     files = [os.path.realpath(path)]
     resolved = [[path, files[0]]]
+
+    def refusal(reason: str, version: str = "") -> tuple[dict[str, Any], list[str]]:
+        return probing.refusal(reason, version, resolved=resolved), files
+
     status, answer = ask("--version")
     banner = answer.partition("\n")[0].strip()
     if status != 0 or not banner:
-        return _refusal(f"--version exits with {status}: {banner}", resolved), files
+        return refusal(f"--version exits with {status}: {banner}")
     number = re.search(r"(?:Compiler|version) (\d+(?:\.\d+)+)", banner)
     version = number[1] if number else banner
 
     empty = ("-fsyntax-only", "-x", "c++", os.devnull)
     status, verbose = ask("-fsycl", hosts.REQUIRED, "-v", *empty)
     if status != 0:
-        said = verbose.strip().rpartition("\n")[2]
-        return _refusal(f"does not take -fsycl {hosts.REQUIRED}: {said}", resolved, version), files
-    target = re.search(r"^Target: (\S+)", verbose, re.MULTILINE)
-    machine = target[1] if target else "an unknown machine"
+        said = probing.last_line(verbose)
+        return refusal(f"does not take -fsycl {hosts.REQUIRED}: {said}", version)
+    machine = probing.field(verbose, "Target:") or "an unknown machine"
     if not machine.startswith(this.architecture()):
-        reason = f"compiles for {machine}, not for {this.architecture()}"
-        return _refusal(reason, resolved, version), files
+        return refusal(f"compiles for {machine}, not for {this.architecture()}", version)
 
-    for tool in _PARTS:
-        status, answer = ask(f"-print-prog-name={tool}")
-        name = answer.strip()
-        program = find.first(name) if status == 0 and name else None
-        if program is not None:
-            files.append(os.path.realpath(program))
-            resolved.append([name, files[-1]])
+    resolved += probing.own_programs(ask, _PARTS)
     home = libsycl.home_of(path)
-    files += [os.path.realpath(library) for library in libsycl.below(home)]
-    files = list(dict.fromkeys(files))
+    libraries = (os.path.realpath(library) for library in libsycl.below(home))
+    files = list(dict.fromkeys([*(target for _, target in resolved), *libraries]))
     record = {
         "refused": "",
         "resolved": resolved,
@@ -178,7 +147,7 @@ def _probe_program(path: str) -> tuple[dict[str, Any], list[str]]:
         "version": version,
         "identity": key("sycl", (ICPX, banner, machine, [sha256_file(file) for file in files])),
         "accepts": [flag for flag in _FLAGS if ask("-fsycl", flag, *empty)[0] == 0],
-        "include_dirs": _search_path(verbose),
+        "include_dirs": probing.search_path(verbose),
     }
     return record, files
 
@@ -203,10 +172,9 @@ def _probe_runtime(library: str, host: Toolchain) -> tuple[dict[str, Any], list[
         error = next((line for line in done.output.splitlines() if "error:" in line), "")
         said = error.partition("error:")[2].strip() or f"exit {done.returncode}"
         reason = f"its headers have no runtime compiler that {host.cxx} can use: {said}"
-        return _refusal(reason, [], version), files
+        return probing.refusal(reason, version), files
     record = {
         "refused": "",
-        "resolved": [],
         "family": SYCL_RUNTIME,
         "home": home,
         "version": version,
@@ -225,18 +193,3 @@ def _version(header: str) -> str:
     names = ("LIBSYCL_MAJOR", "LIBSYCL_MINOR", "LIBSYCL_PATCH")
     number = ".".join(defined.get(name, "0") for name in names)
     return f"{number} ({defined.get('SYCL_COMPILER', 'unknown')})"
-
-
-def _search_path(verbose: str) -> list[str]:
-    """The directories that are searched for headers, for the device and for the host."""
-    listings = re.findall(
-        r"^#include <\.\.\.> search starts here:$(.*?)^End of search list\.$",
-        verbose,
-        re.MULTILINE | re.DOTALL,
-    )
-    lines = (line.strip() for listing in listings for line in listing.splitlines())
-    return list(dict.fromkeys(os.path.realpath(line) for line in lines if line))
-
-
-def _refusal(reason: str, resolved: list[list[str]], version: str = "") -> dict[str, Any]:
-    return {"refused": reason, "resolved": resolved, "version": version}

@@ -12,7 +12,7 @@ from opkiln import facts
 from opkiln.errors import BuildTimeout, ToolchainError
 from opkiln.record import Record
 from opkiln.settings import executable, on_path, origin_of, settings
-from opkiln.toolchain import probing, torch_sdk
+from opkiln.toolchain import find, probing, torch_sdk
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -77,15 +77,13 @@ def places() -> Iterator[Place]:
         if os.path.isabs(directory):
             yield Place(os.path.join(directory, "nvcc"), "PATH")
     for pattern in DIRECTORIES:
-        for home in matching(pattern):
+        for home in find.matching(pattern):
             yield Place(_nvcc_below(home), pattern)
     if os.path.isdir(os.path.join(sys.prefix, "conda-meta")):
         yield Place(_nvcc_below(sys.prefix), "conda")
-    for site in site_directories():
-        wheels = os.path.join(site, "nvidia")
-        for home in (*matching(os.path.join(wheels, "cu*")), os.path.join(wheels, "cuda_nvcc")):
-            if home[-1].isdigit() or home.endswith("_nvcc"):  # cu13, cuda_nvcc; not curand
-                yield Place(_nvcc_below(home), "PyPI")
+    for wheels in wheel_directories():
+        for home in (*shared_wheels(wheels), os.path.join(wheels, "cuda_nvcc")):
+            yield Place(_nvcc_below(home), "PyPI")
 
 
 def present() -> list[Place]:
@@ -124,32 +122,21 @@ def unfound() -> list[Place]:
 
 def looked_in() -> str:
     """Where toolkits were looked for, one place per line."""
-    if settings.cuda_home:
-        return "\n".join(f"{place.origin}: no {place.nvcc}" for place in unfound())
     lines = [f"{place.origin}: no {place.nvcc}" for place in unfound()]
+    if settings.cuda_home:
+        return "\n".join(lines)
     lines += ["PATH: no nvcc", *(f"{pattern}: no bin/nvcc" for pattern in DIRECTORIES)]
-    wheels = (os.path.join(site, "nvidia") for site in site_directories())
-    return "\n".join([*lines, *(f"PyPI: no nvcc in {path}" for path in wheels)])
+    return "\n".join([*lines, *(f"PyPI: no nvcc in {path}" for path in wheel_directories())])
 
 
 def _listed() -> list[str]:
     """The directories whose entries may be toolkits."""
     parents = [os.path.dirname(pattern) for pattern in DIRECTORIES if pattern.endswith("*")]
-    return parents + [os.path.join(site, "nvidia") for site in site_directories()]
+    return parents + wheel_directories()
 
 
 def _nvcc_below(home: str) -> str:
     return os.path.join(home, "bin", "nvcc")
-
-
-def matching(pattern: str) -> list[str]:
-    """The directories that match a pattern, the highest version first."""
-    if not pattern.endswith("*"):
-        return [pattern]
-    parent, stem = os.path.split(pattern[:-1])
-    names = [name for name in facts.listed(parent) if name.startswith(stem)]
-    names.sort(key=lambda name: (torch_sdk.release(name.removeprefix(stem)), name), reverse=True)
-    return [os.path.join(parent, name) for name in names]
 
 
 def site_directories() -> list[str]:
@@ -162,6 +149,16 @@ def site_directories() -> list[str]:
     if site.ENABLE_USER_SITE:
         found.append(site.getusersitepackages())
     return list(dict.fromkeys(found))
+
+
+def wheel_directories() -> list[str]:
+    """The directories that NVIDIA's wheels share."""
+    return [os.path.join(site, "nvidia") for site in site_directories()]
+
+
+def shared_wheels(wheels: str) -> list[str]:
+    """The directories of wheels of one major version: ``cu13``; not ``curand``."""
+    return [home for home in find.matching(os.path.join(wheels, "cu*")) if home[-1].isdigit()]
 
 
 def _itself(path: str) -> str:
@@ -230,13 +227,14 @@ def _question(path: str, host: str) -> tuple[dict[str, Any], list[str]]:
     files = [os.path.realpath(path), *filter(os.path.isdir, _listed())]
     try:
         return _asked(path, host, files)
-    except ToolchainError as error:  # it cannot be started
-        refusal = _refusal(path, f"{error.what}: {error.why}")
-        return {**refusal, "absent": _missing_interpreter(path)}, files
-    except BuildTimeout as error:
-        # Its file system may have been busy. Waiting again in every process would be worse.
-        refusal = _refusal(path, f"{error.what}: {error.why}")
-        return {**refusal, "until": time.time() + _PATIENCE}, files
+    except (ToolchainError, BuildTimeout) as error:
+        record = probing.refusal(f"{error.what}: {error.why}", program=path)
+        if isinstance(error, BuildTimeout):
+            # Its file system may have been busy. Waiting again in every process would be worse.
+            record["until"] = time.time() + _PATIENCE
+        else:  # it cannot be started
+            record["absent"] = _missing_interpreter(path)
+        return record, files
 
 
 def _missing_interpreter(path: str) -> list[str]:
@@ -251,21 +249,17 @@ def _missing_interpreter(path: str) -> list[str]:
 
 
 def _asked(path: str, host: str, files: list[str]) -> tuple[dict[str, Any], list[str]]:
-    from opkiln.process import run
-
-    def ask(*arguments: str) -> tuple[int, str]:
-        done = run((path, *arguments), timeout=60)
-        return done.returncode, done.output
-
+    ask = probing.asking(path, timeout=60)
     status, banner = ask("--version")
     version = banner.partition("release ")[2].partition(",")[0].strip()
     if status != 0 or torch_sdk.release(version) == (0, 0):
-        return _refusal(path, f"--version exits with {status}: {_last_line(banner)}"), files
+        reason = f"--version exits with {status}: {probing.last_line(banner)}"
+        return probing.refusal(reason, program=path), files
     status, listing = ask("--list-gpu-arch")
     archs = _archs(listing) if status == 0 else []
     if not archs:
-        reason = f"does not list its architectures: {_last_line(listing)}"
-        return _refusal(path, reason, version), files
+        reason = f"does not list its architectures: {probing.last_line(listing)}"
+        return probing.refusal(reason, version, program=path), files
     ccbin = ("-ccbin", host) if host else ()
     status, dryrun = ask("--dryrun", *ccbin, "-x", "cu", "-c", os.devnull)
     said = dict(line[3:].split("=", 1) for line in dryrun.splitlines() if _assigns(line))
@@ -274,16 +268,18 @@ def _asked(path: str, host: str, files: list[str]) -> tuple[dict[str, Any], list
     program = os.path.join(here, "nvcc")
     found = os.path.isabs(called) and "TOP" in said and executable(program)
     if status != 0 or not found:
-        reason = f"--dryrun does not say where its toolkit is: {_last_line(dryrun)}"
-        refusal = _refusal(path, reason, version)
+        reason = f"--dryrun does not say where its toolkit is: {probing.last_line(dryrun)}"
+        refusal = probing.refusal(reason, version, program=path)
         return refusal, [*files, os.path.realpath(host)] if host else files
 
     home = os.path.realpath(said["TOP"])
-    include_dirs = _existing(_quoted(said, "INCLUDES", "-I") + _quoted(said, "SYSTEM_INCLUDES", ""))
+    include_dirs = probing.existing(
+        _quoted(said, "INCLUDES", "-I") + _quoted(said, "SYSTEM_INCLUDES", "")
+    )
     # The nvcc.profile of the wheels names lib64, but they have lib.
     usual = [os.path.join(home, "lib64"), os.path.join(home, "lib")]
-    library_dirs = _existing([*_quoted(said, "LIBRARIES", "-L"), *usual])
-    library_dirs = [path for path in library_dirs if _holds(path, _LIBRARIES[0])]
+    library_dirs = probing.existing([*_quoted(said, "LIBRARIES", "-L"), *usual])
+    library_dirs = [path for path in library_dirs if probing.holds(path, _LIBRARIES[0])]
     nvvm = os.path.join(home, "nvvm")
     parts = [
         *_parts("bin", [here], _PROGRAMS),
@@ -294,7 +290,7 @@ def _asked(path: str, host: str, files: list[str]) -> tuple[dict[str, Any], list
         *_parts("include", include_dirs, _HEADERS),
     ]  # fmt: skip
     # A refusal is also remembered, until a missing part appears.
-    directories = _existing([home, here, *usual, *include_dirs, *library_dirs])
+    directories = probing.existing([home, here, *usual, *include_dirs, *library_dirs])
     record = {
         "refused": "",
         "program": program,
@@ -313,10 +309,6 @@ def _asked(path: str, host: str, files: list[str]) -> tuple[dict[str, Any], list
     return record, list(dict.fromkeys(files))
 
 
-def _refusal(path: str, reason: str, version: str = "") -> dict[str, Any]:
-    return {"refused": reason, "program": path, "version": version}
-
-
 def _assigns(line: str) -> bool:
     name = line[3:].partition("=")[0]
     return line.startswith("#$ ") and "=" in line and name.replace("_", "").isalpha()
@@ -330,19 +322,11 @@ def _quoted(said: dict[str, str], name: str, prefix: str) -> list[str]:
     return [word.removeprefix(prefix) for word in words if prefix or not word.startswith("-")]
 
 
-def _existing(paths: list[str]) -> list[str]:
-    return list(dict.fromkeys(os.path.realpath(path) for path in paths if os.path.isdir(path)))
-
-
-def _holds(directory: str, name: str) -> bool:
-    return os.path.exists(os.path.join(directory, name))
-
-
 def _parts(role: str, directories: list[str], names: Iterable[str]) -> list[list[str]]:
     """[role/name, file] for each name, from the first directory that has it."""
     found = []
     for name in names:
-        holder = next((each for each in directories if each and _holds(each, name)), None)
+        holder = next((each for each in directories if each and probing.holds(each, name)), None)
         if holder is not None:
             found.append([f"{role}/{name}", os.path.realpath(os.path.join(holder, name))])
     return found
@@ -353,7 +337,3 @@ def _archs(listing: str) -> list[str]:
     numbers = [line.strip().removeprefix("compute_") for line in listing.splitlines()]
     ordered = sorted({int(number) for number in numbers if number.isdigit()})
     return [f"{number // 10}.{number % 10}" for number in ordered]
-
-
-def _last_line(text: str) -> str:
-    return text.strip().rpartition("\n")[2]

@@ -155,10 +155,3 @@ def python_include() -> str:
     import sysconfig
 
     return sysconfig.get_path("include")
-
-
-def extension_suffix() -> str:
-    """The file suffix under which this interpreter imports an extension module."""
-    from importlib.machinery import EXTENSION_SUFFIXES
-
-    return EXTENSION_SUFFIXES[0]

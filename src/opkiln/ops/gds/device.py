@@ -50,11 +50,9 @@ def ops() -> Any:
 def libraries() -> str:
     """Where libcufile is: in the wheels that torch depends on, and in toolkits."""
     homes = []
-    for site in toolkits.site_directories():
-        wheels = os.path.join(site, "nvidia")
-        found = toolkits.matching(os.path.join(wheels, "cu*"))
-        numbered = [each for each in found if each[-1].isdigit()]  # cu13; not cublas
-        homes += [os.path.join(each, "lib") for each in (*numbered, os.path.join(wheels, "cufile"))]
+    for wheels in toolkits.wheel_directories():
+        found = (*toolkits.shared_wheels(wheels), os.path.join(wheels, "cufile"))
+        homes += [os.path.join(each, "lib") for each in found]
     for place in toolkits.present():
         homes.append(os.path.join(os.path.dirname(os.path.dirname(place.nvcc)), "lib64"))
     paths = [os.path.join(home, "libcufile.so.0") for home in homes]
