@@ -68,6 +68,22 @@ def candidates(
     return _probed(family, memory, wanted, host).candidates
 
 
+def rank(
+    candidates: list[Candidate],
+    records: list[dict[str, Any]],
+    wanted: str | None,
+    misfit: Callable[[dict[str, Any]], str],
+) -> tuple[list[Candidate], list[int]]:
+    """(the candidates, as their records judge them; the places of those that may be taken, the best
+    first). ``misfit`` says why one that works does not fit. Equal ones keep their order."""
+    judged = [
+        candidate._replace(refused=record["refused"] or misfit(record), version=record["version"])
+        for candidate, record in zip(candidates, records, strict=True)
+    ]
+    places = (place for place, candidate in enumerate(judged) if not candidate.refused)
+    return judged, sorted(places, key=lambda place: distance(judged[place].version, wanted))
+
+
 def compiler(record: dict[str, Any], **others: Any) -> DeviceCompiler:
     """A compiler, from the record of its probe and what the record does not say."""
     values = {**record, **others}
@@ -102,12 +118,13 @@ def distance(version: str, wanted: str | None) -> tuple[int, int, int]:
 
 
 def outranked(
-    runtime: str, version: str, taken: DeviceCompiler, wanted: str | None, *, after: str
-) -> str:
-    """Why a compiler that fits is not the one that is taken, which was found at ``after``."""
-    if wanted is None or version == taken.version:
-        return f"found after {after}"
-    return f"{runtime} {taken.version} in {taken.home} is nearer to torch's {wanted}"
+    candidate: Candidate, taken: dict[str, Any], runtime: str, wanted: str | None, *, after: str
+) -> Candidate:
+    """A candidate that fits, but another is taken. ``taken`` is its record, ``after`` its place."""
+    reason = f"{runtime} {taken['version']} in {taken['home']} is nearer to torch's {wanted}"
+    if wanted is None or candidate.version == taken["version"]:
+        reason = f"found after {after}"
+    return candidate._replace(refused=reason)
 
 
 def _probed(family: Family, memory: tuple[str, ...], wanted: str | None, host: Toolchain) -> Search:

@@ -51,32 +51,29 @@ def search(
     no HIP, it is the first one found. Another major version than torch's is refused: two HIP
     runtimes do not work in one process.
     """
-    works, listed = [], list(rocm.hipcc_candidates())
-    for index, candidate in enumerate(listed):
-        if candidate.refused:
-            continue
-        path = candidate.path
-        subject = probing.asked(f"hipcc {path} {os.path.realpath(path)}")
-        record = probing.known(memory, subject, partial(probe, path) if ask else None)
-        if record is None:
-            return None
-        reason = record["refused"] or _misfit(record, wanted, host)
-        listed[index] = candidate._replace(refused=reason, version=record["version"])
-        if not record["refused"]:
-            works.append((index, record))
-
-    fitting = [(index, record) for index, record in works if not listed[index].refused]
-    fitting.sort(key=lambda each: family.distance(each[1]["version"], wanted))
-    taken = _compiler(fitting[0][1], host) if fitting else None
-    for index, record in fitting[1:]:
-        if taken is not None and record["program"] != taken.path:
-            reason = family.outranked("HIP", record["version"], taken, wanted, after=taken.path)
-            listed[index] = listed[index]._replace(refused=reason)
-    mismatched = bool(works) and not fitting
+    found = list(rocm.hipcc_candidates())
+    known = (_record(memory, candidate, ask=ask) for candidate in found)
+    records = [record for record in known if record is not None]
+    if len(records) < len(found):
+        return None
+    listed, ranked = family.rank(found, records, wanted, partial(_misfit, wanted, host))
+    taken = _compiler(records[ranked[0]], host) if ranked else None
+    for place in ranked[1:]:
+        best = records[ranked[0]]
+        listed[place] = family.outranked(listed[place], best, "HIP", wanted, after=best["program"])
+    mismatched = not ranked and not all(record["refused"] for record in records)
     return Search(taken, listed, lambda: _failure(listed, wanted, mismatched=mismatched))
 
 
-def _misfit(record: dict[str, Any], torch_hip: str | None, host: Toolchain) -> str:
+def _record(memory: tuple[str, ...], candidate: Candidate, *, ask: bool) -> dict[str, Any] | None:
+    if candidate.refused:
+        return probing.refusal(candidate.refused)
+    path = candidate.path
+    subject = probing.asked(f"hipcc {path} {os.path.realpath(path)}")
+    return probing.known(memory, subject, partial(probe, path) if ask else None)
+
+
+def _misfit(torch_hip: str | None, host: Toolchain, record: dict[str, Any]) -> str:
     """Why a working hipcc cannot build for this torch and host; empty if it can."""
     architecture = host.machine.partition("-")[0]
     if not record["machine"].startswith(architecture):

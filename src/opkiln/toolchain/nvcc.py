@@ -71,43 +71,34 @@ def search(
     found = None if partner is None else toolkits.survey(memory, partner.cxx, ask=ask)
     if partner is None or found is None:
         return None
-    refusals = [each.record["refused"] for each in found]
-    working = [place for place, refused in enumerate(refusals) if not refused]
-    for place in working:
-        refusals[place] = cuda_version.misfit(found[place].record["version"], wanted)
-    ranked = sorted(
-        (place for place in working if not refusals[place]),
-        key=lambda place: family.distance(found[place].record["version"], wanted),
-    )
-    taken, unsupported = None, ""
+    listed, ranked = family.rank(
+        [Candidate(each.label, each.place.origin) for each in found],
+        [each.record for each in found], wanted,
+        lambda record: cuda_version.misfit(record["version"], wanted),
+    )  # fmt: skip
+    mismatched = not ranked and not all(each.record["refused"] for each in found)
+    taken, best, unsupported = None, None, ""
     for place in ranked:
-        if taken is not None:
-            version = found[place].record["version"]
-            refusals[place] = family.outranked("CUDA", version, taken, wanted, after=taken.home)
+        if best is not None:
+            home = best["home"]
+            listed[place] = family.outranked(listed[place], best, "CUDA", wanted, after=home)
             continue
         probed = pair(memory, found[place], partner, ask=ask)
         if probed is None:
             return None
-        refusals[place] = probed["refused"]
+        listed[place] = listed[place]._replace(refused=probed["refused"])
         if not probed["refused"]:
-            own = partner.cxx == host.cxx
-            taken = _compiler(found[place], probed, None if own else partner)
-            wheels = wheel_headers.beside(host.torch, taken.include_dirs, found[place].release)
-            taken = taken._replace(wheel_include_dirs=wheels.directories)
+            best, taken = found[place].record, _compiler(found[place], probed, partner, host)
         elif probed["unsupported"]:
             unsupported = unsupported or probed["refused"]
-    candidates = [
-        Candidate(place.nvcc, place.origin, "no such program") for place in toolkits.unfound()
-    ] + [
-        Candidate(each.label, each.place.origin, refused, each.record["version"])
-        for each, refused in zip(found, refusals, strict=True)
-    ]
+    absent = (Candidate(each.nvcc, each.origin, "no such program") for each in toolkits.unfound())
+    candidates = [*absent, *listed]
 
     def failure() -> ToolchainError:
         why = find.refusals(candidates)
         if not found:
             return cuda_version.missing(wanted)
-        if working and not ranked and wanted is not None:
+        if mismatched and wanted is not None:
             return cuda_version.mismatch(wanted, why)
         if unsupported:
             return _unsupported(why, unsupported, _others(memory, wanted, host), host)
@@ -186,12 +177,15 @@ def _on_path_by_version() -> list[str]:
     return [path for _, _, path in sorted(found.values())]
 
 
-def _compiler(toolkit: Toolkit, probed: dict[str, Any], ccbin: Toolchain | None) -> DeviceCompiler:
+def _compiler(
+    toolkit: Toolkit, probed: dict[str, Any], partner: Toolchain, host: Toolchain
+) -> DeviceCompiler:
     found = {**toolkit.record, **probed, "family": NVCC, "path": toolkit.record["program"]}
-    if ccbin is not None:
-        found["host"] = ccbin.cxx
-        found["identity"] = key("toolchain", (probed["identity"], ccbin.identity))
-    return family.compiler(found)
+    if partner.cxx != host.cxx:
+        found["host"] = partner.cxx
+        found["identity"] = key("toolchain", (probed["identity"], partner.identity))
+    wheels = wheel_headers.beside(host.torch, found["include_dirs"], toolkit.release)
+    return family.compiler(found, wheel_include_dirs=wheels.directories)
 
 
 # The probe of one toolkit with one host compiler

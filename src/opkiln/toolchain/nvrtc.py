@@ -121,26 +121,19 @@ def search(
     memory: tuple[str, ...], wanted: str | None, _host: Toolchain, *, ask: bool
 ) -> Search | None:
     """Every NVRTC. The one that fits torch's CUDA best is taken."""
-    known: list[tuple[Place, dict[str, Any]]] = []
-    for place in present():
-        record = _record(memory, place, ask=ask)
-        if record is None:
-            return None
-        known.append((place, record))
-    refusals = [
-        record["refused"] or cuda_version.misfit(record["version"], wanted) for _, record in known
-    ]
-    ranked = sorted(
-        (index for index, refused in enumerate(refusals) if not refused),
-        key=lambda index: family.distance(known[index][1]["version"], wanted),
-    )
+    places = present()
+    known = (_record(memory, place, ask=ask) for place in places)
+    records = [record for record in known if record is not None]
+    if len(records) < len(places):
+        return None
+    listed, ranked = family.rank(
+        [Candidate(place.library, place.origin) for place in places], records, wanted,
+        lambda record: cuda_version.misfit(record["version"], wanted),
+    )  # fmt: skip
     for index in ranked[1:]:
-        refusals[index] = f"{known[ranked[0]][0].library} comes first"
-    listed = [
-        Candidate(place.library, place.origin, refused, record["version"])
-        for (place, record), refused in zip(known, refusals, strict=True)
-    ]
-    taken = None if not ranked else _compiler(*known[ranked[0]])
+        first = listed[ranked[0]].path
+        listed[index] = listed[index]._replace(refused=f"{first} comes first")
+    taken = _compiler(places[ranked[0]], records[ranked[0]]) if ranked else None
     return Search(taken, listed, lambda: _failure(listed))
 
 
