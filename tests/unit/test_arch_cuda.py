@@ -225,7 +225,7 @@ def test_a_filter_sees_plain_capabilities_each_once() -> None:
         ccs.clear()  # what it does to its argument is its own business
         return seen
 
-    assert cuda.filtered(EVERY, keep_all) == cuda.Filtered(EVERY, ())
+    assert cuda.filtered(EVERY, keep_all) == (EVERY, ())
     assert seen == ["7.5", "8.0", "9.0", "10.0"]
 
 
@@ -292,7 +292,7 @@ def test_nothing_is_asked_about_an_empty_list() -> None:
     def unasked(_ccs: list[str]) -> list[str]:
         raise AssertionError
 
-    assert cuda.filtered((), unasked) == cuda.Filtered((), ())
+    assert cuda.filtered((), unasked) == ((), ())
 
 
 def test_a_toolkit_takes_what_it_lists_and_the_variants_of_that() -> None:

@@ -27,32 +27,28 @@ class CPU(Record):
         return "+".join((self.level, *self.features))
 
 
-# x86-64 psABI, micro-architecture levels; each includes the ones before it.
-_X86_LEVELS: tuple[tuple[str, frozenset[str]], ...] = (
-    ("x86-64", frozenset()),
-    ("x86-64-v2", frozenset({"cx16", "sahf", "popcnt", "sse3", "sse4.1", "sse4.2", "ssse3"})),
-    (
-        "x86-64-v3",
-        frozenset({"avx", "avx2", "bmi", "bmi2", "f16c", "fma", "lzcnt", "movbe", "xsave"}),
-    ),
-    ("x86-64-v4", frozenset({"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"})),
-)
-_ARM_LEVELS: tuple[tuple[str, frozenset[str]], ...] = (
-    ("armv8-a", frozenset()),
-    ("armv8.2-a", frozenset({"lse", "rdma", "dcpop"})),
-)
+# The psABI's micro-architecture levels, lowest first, with all features that each has.
+_V2 = frozenset({"cx16", "sahf", "popcnt", "sse3", "sse4.1", "sse4.2", "ssse3"})
+_V3 = _V2 | {"avx", "avx2", "bmi", "bmi2", "f16c", "fma", "lzcnt", "movbe", "xsave"}
+_V4 = _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
+_LEVELS: dict[str, dict[str, frozenset[str]]] = {
+    "x86_64": {"x86-64": frozenset(), "x86-64-v2": _V2, "x86-64-v3": _V3, "x86-64-v4": _V4},
+    "aarch64": {"armv8-a": frozenset(), "armv8.2-a": frozenset({"lse", "rdma", "dcpop"})},
+}
 
 # ``common``: servers have had these levels for years (2013, 2018), and vector units come with them.
 _COMMON = {"x86_64": "x86-64-v3", "aarch64": "armv8.2-a"}
 
 # Features beyond a level that are worth a separate binary.
-_X86_EXTRAS = (
-    "avx", "avx2", "fma", "f16c", "bmi2",
-    "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl",
-    "avx512vnni", "avx512bf16", "avx512fp16", "avx512vbmi", "avxvnni",
-    "amx-tile", "amx-int8", "amx-bf16",
-)  # fmt: skip
-_ARM_EXTRAS = ("fp16", "dotprod", "bf16", "i8mm", "sve", "sve2")
+_EXTRAS: dict[str, tuple[str, ...]] = {
+    "x86_64": (
+        "avx", "avx2", "fma", "f16c", "bmi2",
+        "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl",
+        "avx512vnni", "avx512bf16", "avx512fp16", "avx512vbmi", "avxvnni",
+        "amx-tile", "amx-int8", "amx-bf16",
+    ),
+    "aarch64": ("fp16", "dotprod", "bf16", "i8mm", "sve", "sve2"),
+}  # fmt: skip
 
 _KERNEL_NAMES = {
     "pni": "sse3", "sse4_1": "sse4.1", "sse4_2": "sse4.2", "lahf_lm": "sahf", "abm": "lzcnt",
@@ -63,24 +59,15 @@ _KERNEL_NAMES = {
 }  # fmt: skip
 
 
-def _levels(machine: str) -> tuple[tuple[str, frozenset[str]], ...]:
-    if machine == "x86_64":
-        return _X86_LEVELS
-    if machine == "aarch64":
-        return _ARM_LEVELS
-    return ((machine, frozenset()),)
+def _levels(machine: str) -> dict[str, frozenset[str]]:
+    return _LEVELS.get(machine, {machine: frozenset()})
 
 
 def machine_of(text: str, here: str) -> str:
     """The machine (``x86_64``, ``aarch64``) of a requested CPU. Returns ``here`` for ``native``
     and ``common``."""
     head = text.strip().partition("+")[0]
-    families = (("x86_64", _X86_LEVELS), ("aarch64", _ARM_LEVELS))
-    return next((name for name, levels in families if head in dict(levels)), here)
-
-
-def _extras(machine: str) -> tuple[str, ...]:
-    return {"x86_64": _X86_EXTRAS, "aarch64": _ARM_EXTRAS}.get(machine, ())
+    return next((name for name, levels in _LEVELS.items() if head in levels), here)
 
 
 @lru_cache(maxsize=4)
@@ -97,19 +84,15 @@ def kernel_names(features: frozenset[str]) -> frozenset[str]:
 
 def native(machine: str, features: frozenset[str]) -> CPU:
     """The CPU that has these features: its highest complete level, and the features beyond."""
-    level, needed = _levels(machine)[0]
-    for name, more in _levels(machine):
-        if not more <= features:
-            break
-        level, needed = name, needed | more
-    extras = tuple(sorted(f for f in _extras(machine) if f in features and f not in needed))
-    return CPU(level, extras)
+    level, needed = [each for each in _levels(machine).items() if each[1] <= features][-1]
+    beyond = features - needed
+    return CPU(level, tuple(sorted(f for f in _EXTRAS.get(machine, ()) if f in beyond)))
 
 
 def parse(text: str, machine: str, features: frozenset[str]) -> CPU:
     """The CPU that ``native``, ``common`` or a level, and ``+FEATURE…``, name. Raises ArchError."""
     head, *tokens = text.strip().split("+")
-    known = [name for name, _ in _levels(machine)]
+    known = list(_levels(machine))
     if head == "native":
         base = native(machine, features)
     elif head in known:
@@ -122,7 +105,7 @@ def parse(text: str, machine: str, features: frozenset[str]) -> CPU:
             why="known: native, common, " + ", ".join(known) + ", each with +FEATURE",
             hint="OPKILN_CPU=native",
         )
-    allowed = _extras(machine)
+    allowed = _EXTRAS.get(machine, ())
     for token in tokens:
         if token not in allowed:
             raise ArchError(
@@ -135,14 +118,8 @@ def parse(text: str, machine: str, features: frozenset[str]) -> CPU:
 
 def requires(level: str, features: tuple[str, ...]) -> frozenset[str]:
     """Every feature that a binary for this level and these features may use."""
-    needed: set[str] = set(features)
-    for family in (_X86_LEVELS, _ARM_LEVELS):
-        if level in [name for name, _ in family]:
-            for name, more in family:
-                needed |= more
-                if name == level:
-                    break
-    return frozenset(needed)
+    of_level = (levels[level] for levels in _LEVELS.values() if level in levels)
+    return frozenset(features).union(*of_level)
 
 
 def lacking(level: str, features: tuple[str, ...], have: frozenset[str]) -> tuple[str, ...]:
@@ -154,7 +131,7 @@ def covering(machine: str, have: frozenset[str]) -> tuple[CPU, ...]:
     """The CPUs whose binaries run on one with ``have``, best first: itself, then each complete
     level that it has."""
     exact = native(machine, have)
-    levels = [CPU(name) for name, _ in _levels(machine) if not lacking(name, (), have)]
+    levels = [CPU(name) for name, needed in _levels(machine).items() if needed <= have]
     return tuple(dict.fromkeys((exact, *reversed(levels))))
 
 
@@ -172,10 +149,11 @@ def flags(cpu: CPU, machine: str, accepts: frozenset[str]) -> tuple[str, ...]:
 def probes(machine: str) -> tuple[str, ...]:
     """The flags that ``flags`` may return. Each needs a compile probe: a compiler may not know
     it."""
+    extras = _EXTRAS.get(machine, ())
     if machine == "aarch64":
-        return tuple(f"+{f}" for f in _ARM_EXTRAS)
-    levels = tuple(f"-march={name}" for name, _ in _X86_LEVELS)
-    return levels + tuple(f"-m{f}" for f in _X86_EXTRAS) if machine == "x86_64" else ()
+        return tuple(f"+{f}" for f in extras)
+    levels = _LEVELS.get(machine, ())
+    return (*(f"-march={name}" for name in levels), *(f"-m{f}" for f in extras))
 
 
 def simd(machine: str, cpu: CPU) -> str:

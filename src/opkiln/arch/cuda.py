@@ -49,20 +49,6 @@ class Arch(Record):
         return f"{self.major}.{self.minor}{self.suffix}{'+PTX' if self.ptx else ''}"
 
 
-class Filtered(Record):
-    """The architectures that an op's filter kept, and those that it removed."""
-
-    kept: tuple[Arch, ...]
-    removed: tuple[Arch, ...]
-
-
-class Usable(Record):
-    """The architectures that a toolkit compiles for, and the others with the reasons."""
-
-    kept: tuple[Arch, ...]
-    refused: tuple[tuple[Arch, str], ...]
-
-
 # The names of TORCH_CUDA_ARCH_LIST.
 _NAMES = {
     "kepler+tesla": "3.7",
@@ -116,6 +102,9 @@ def parse(
     return merged(arch for word in words for arch in _word(word, native, listed))
 
 
+show = lists.show
+
+
 def merged(archs: Iterable[Arch]) -> tuple[Arch, ...]:
     """Sorted, without duplicates: ``8.0`` and ``8.0+PTX`` become ``8.0+PTX``."""
     found: dict[tuple[int, int, str], bool] = {}
@@ -125,11 +114,6 @@ def merged(archs: Iterable[Arch]) -> tuple[Arch, ...]:
     return tuple(Arch(*key, found[key]) for key in sorted(found))
 
 
-def show(archs: Iterable[Arch]) -> str:
-    """The canonical text of a list; ``parse`` gives the same list back."""
-    return ";".join(map(str, archs))
-
-
 def _word(
     word: str, native: Sequence[Arch] | None, listed: Sequence[Arch] | None
 ) -> tuple[Arch, ...]:
@@ -137,7 +121,7 @@ def _word(
     base = lower.removesuffix("+ptx")
     ptx = base != lower
     if base == "native":
-        found = _native(word, native)
+        found = merged(lists.native(word, native, "NVIDIA", _EXAMPLE))
     elif base in {"all", "all-major"}:
         found = _all(word, listed, major_only=base == "all-major")
     elif base in _NAMES:
@@ -145,16 +129,6 @@ def _word(
     else:
         found = (_single(word, base),)
     return (*found[:-1], found[-1]._replace(ptx=True)) if ptx else found
-
-
-def _native(word: str, native: Sequence[Arch] | None) -> tuple[Arch, ...]:
-    if not native:
-        raise ArchError(
-            f"{word!r} means this machine's GPUs, but there are none",
-            why="no NVIDIA GPU was found",
-            hint=_EXAMPLE,
-        )
-    return merged(native)
 
 
 def _all(word: str, listed: Sequence[Arch] | None, *, major_only: bool) -> tuple[Arch, ...]:
@@ -263,7 +237,7 @@ def from_flags(given: Sequence[str]) -> tuple[tuple[str, ...], tuple[Arch, ...]]
     return tuple(rest), merged(found)
 
 
-def filtered(archs: Iterable[Arch], rule: lists.Rule) -> Filtered:
+def filtered(archs: Iterable[Arch], rule: lists.Rule) -> lists.Filtered:
     """Apply an op's ``filter_ccs`` to these. Raises SpecError.
 
     The rule gets plain capabilities ("8.0", "9.0"), each once. Its decision also applies to the
@@ -271,18 +245,7 @@ def filtered(archs: Iterable[Arch], rule: lists.Rule) -> Filtered:
     rule returns those to keep, in any order, as strings or as ``[major, minor]``. If it returns one
     with a suffix, only that variant is kept. A rule can only remove.
     """
-    have = merged(archs)
-    names = list(dict.fromkeys(str(arch.capability) for arch in have))
-    keep: set[Arch] = set()
-    for item in lists.ask(rule, names) if names else []:
-        found = _variants(item, have)
-        if not found:
-            raise lists.unknown(rule, item, names)
-        keep.update(found)
-    return Filtered(
-        kept=tuple(arch for arch in have if arch in keep),
-        removed=tuple(arch for arch in have if arch not in keep),
-    )
+    return lists.filtered(merged(archs), rule, lambda arch: str(arch.capability), _variants)
 
 
 def _variants(item: str, have: Iterable[Arch]) -> list[Arch]:
@@ -301,7 +264,7 @@ def _variants(item: str, have: Iterable[Arch]) -> list[Arch]:
     ]
 
 
-def usable(archs: Iterable[Arch], listed: Iterable[Arch], accepts: frozenset[str]) -> Usable:
+def usable(archs: Iterable[Arch], listed: Iterable[Arch], accepts: frozenset[str]) -> lists.Usable:
     """Which of these a toolkit compiles for, and why it does not compile for the others.
 
     ``listed`` is what the toolkit lists. Toolkits do not list ``a`` and ``f`` variants. So for a
@@ -309,15 +272,7 @@ def usable(archs: Iterable[Arch], listed: Iterable[Arch], accepts: frozenset[str
     not empty, the variant must also be in it.
     """
     known = merged(arch.capability for arch in listed)
-    kept: list[Arch] = []
-    refused: list[tuple[Arch, str]] = []
-    for arch in merged(archs):
-        reason = _refusal(arch, known, accepts)
-        if reason:
-            refused.append((arch, reason))
-        else:
-            kept.append(arch)
-    return Usable(tuple(kept), tuple(refused))
+    return lists.usable(merged(archs), lambda arch: _refusal(arch, known, accepts))
 
 
 def _refusal(arch: Arch, known: tuple[Arch, ...], accepts: frozenset[str]) -> str:

@@ -29,21 +29,6 @@ class Arch(Record):
         return ":".join((self.processor, *self.features))
 
 
-class Filtered(Record):
-    """The architectures that an op's filter kept, and those that it removed."""
-
-    kept: tuple[Arch, ...]
-    removed: tuple[Arch, ...]
-
-
-class Usable(Record):
-    """The architectures that a compiler has device libraries for, and the others with the
-    reasons."""
-
-    kept: tuple[Arch, ...]
-    refused: tuple[tuple[Arch, str], ...]
-
-
 # All features that a target may set, as LLVM defines a target ID.
 _FEATURES = ("sramecc", "xnack")
 
@@ -85,8 +70,14 @@ def parse(text: str, *, native: Sequence[Arch] | None = None) -> tuple[Arch, ...
         )
     found: list[Arch] = []
     for word in words:
-        found += _native(word, native) if word.lower() == "native" else (_single(word),)
+        if word.lower() == "native":
+            found += lists.native(word, native, "AMD", _EXAMPLE)
+        else:
+            found.append(_single(word))
     return merged(found)
+
+
+show = lists.show
 
 
 def merged(archs: Iterable[Arch]) -> tuple[Arch, ...]:
@@ -105,29 +96,14 @@ def merged(archs: Iterable[Arch]) -> tuple[Arch, ...]:
     return found
 
 
-def show(archs: Iterable[Arch]) -> str:
-    """The canonical text of a list; ``parse`` gives the same list back."""
-    return ";".join(map(str, archs))
-
-
 def is_hip(text: str) -> bool:
     """Whether a list is meant for HIP: its first word begins with gfx."""
     return "".join(lists.split(text)[:1]).lower().startswith("gfx")
 
 
-def _native(word: str, native: Sequence[Arch] | None) -> tuple[Arch, ...]:
-    if not native:
-        raise ArchError(
-            f"{word!r} means this machine's GPUs, but there are none",
-            why="no AMD GPU was found",
-            hint=_EXAMPLE,
-        )
-    return tuple(native)
-
-
 def _single(word: str) -> Arch:
     processor, *settings = word.lower().split(":")
-    if _version(processor) is None:
+    if not _version(processor):
         raise ArchError(
             f"{lists.quote(word)} is not a HIP architecture", why=_GRAMMAR, hint=_EXAMPLE
         )
@@ -142,15 +118,15 @@ def _single(word: str) -> Arch:
     return Arch(processor, tuple(sorted(settings)))
 
 
-def _version(processor: str) -> tuple[int, int, int] | None:
-    """(major, minor, stepping), for sorting; None if it is not a processor.
+def _version(processor: str) -> tuple[int, ...]:
+    """(major, minor, stepping), for sorting; empty if it is not a processor.
 
     The last two digits are minor and stepping, in hexadecimal. The rest is decimal. A generic
     processor comes before those that it covers.
     """
     digits = processor.removeprefix("gfx")
     if digits == processor or not digits.isascii():
-        return None
+        return ()
     generic = digits.endswith("-generic")
     if generic:
         major, dash, minor = digits.removesuffix("-generic").partition("-")
@@ -158,7 +134,7 @@ def _version(processor: str) -> tuple[int, int, int] | None:
     else:
         major, last = digits[:-2], [*digits[-2:]]
     if not (major.isdigit() and len(major) <= 2 and major[0] != "0" and _HEX.issuperset(last)):
-        return None
+        return ()
     return int(major), int(last[0], 16), -1 if generic else int(last[1], 16)
 
 
@@ -176,47 +152,34 @@ def flags(archs: Iterable[Arch]) -> tuple[str, ...]:
     return tuple(f"--offload-arch={arch}" for arch in merged(archs))
 
 
-def filtered(archs: Iterable[Arch], rule: lists.Rule) -> Filtered:
+def filtered(archs: Iterable[Arch], rule: lists.Rule) -> lists.Filtered:
     """Apply an op's filter to these. Raises SpecError.
 
     The rule gets plain processors ("gfx90a"), each once, and returns those to keep, in any order.
     Its decision applies to a processor with any features. A rule can only remove.
     """
-    have = merged(archs)
-    names = list(dict.fromkeys(arch.processor for arch in have))
-    keep: set[str] = set()
-    for item in lists.ask(rule, names) if names else []:
-        if item.lower() not in names:
-            raise lists.unknown(rule, item, names)
-        keep.add(item.lower())
-    return Filtered(
-        kept=tuple(arch for arch in have if arch.processor in keep),
-        removed=tuple(arch for arch in have if arch.processor not in keep),
-    )
+
+    def named(item: str, have: Iterable[Arch]) -> list[Arch]:
+        return [arch for arch in have if arch.processor == item.lower()]
+
+    return lists.filtered(merged(archs), rule, lambda arch: arch.processor, named)
 
 
-def usable(archs: Iterable[Arch], listed: Iterable[Arch]) -> Usable:
+def usable(archs: Iterable[Arch], listed: Iterable[Arch]) -> lists.Usable:
     """Which of these a compiler knows, and why it does not know the others. Ignores features.
 
     ``listed`` is what it has device libraries for.
     """
     known = tuple(arch.processor for arch in merged(listed))
-    have = merged(archs)
-    near = {arch: [name for name in known if _alike(name, arch.processor)] for arch in have}
-    return Usable(
-        kept=tuple(arch for arch in have if arch.processor in known),
-        refused=tuple(
-            (arch, f"the compiler has no {arch.processor}; it has {', '.join(near[arch] or known)}")
-            for arch in have
-            if arch.processor not in known
-        ),
-    )
 
+    def refusal(arch: Arch) -> str:
+        if arch.processor in known:
+            return ""
+        # Those of the same major version say more than a long list.
+        near = [each for each in known if _version(each)[:1] == _version(arch.processor)[:1]]
+        return f"the compiler has no {arch.processor}; it has {', '.join(near or known)}"
 
-def _alike(one: str, other: str) -> bool:
-    """Whether two processors have the same major version. A message lists only such processors."""
-    first, second = _version(one), _version(other)
-    return first is not None and second is not None and first[0] == second[0]
+    return lists.usable(merged(archs), refusal)
 
 
 def covers(archs: Iterable[Arch], device: Arch) -> str:
