@@ -9,13 +9,15 @@ written, without the functions that are the host's alone. Lines keep their numbe
 from __future__ import annotations
 
 import re
+from typing import NamedTuple
 
-from opkiln.nvrtc.tokens import Token, divide
+from opkiln.nvrtc.tokens import divide
 
 KERNEL, DEVICE, HOST, BOTH = "kernel", "device", "host", "both"
 
 _OPENING = {"(": ")", "[": "]", "{": "}"}
 _CLOSING = frozenset(_OPENING.values())
+_ACCESS = ("public", "private", "protected")
 _CLASSES = frozenset(("class", "struct", "union"))
 # CUDA's words that g++ does not know, and those of them with arguments.
 _PLAIN_WORDS = frozenset(
@@ -47,46 +49,38 @@ class CannotCut(Exception):
     """The text has something that only nvcc can compile; the message says where and what."""
 
 
-class Function:
-    """A function's definition: where it is, and whose it is."""
+class Function(NamedTuple):
+    """A function's definition: where it is, by the indices of its tokens, and whose it is."""
 
-    __slots__ = ("end", "head", "in_class", "internal", "name", "side", "start")
-
-    def __init__(
-        self,
-        *,
-        start: int,
-        head: int,
-        end: int,
-        name: str,
-        side: str,
-        in_class: bool,
-        internal: bool,
-    ) -> None:
-        self.start = start  # the first token of its declaration, by the place in the text
-        self.head = head  # the end of its declaration, before a constructor's initializers
-        self.end = end  # after the closing brace of its body
-        self.name = name
-        self.side = side  # kernel, device, host, both
-        self.in_class = in_class
-        self.internal = internal  # static, at namespace scope
+    first: int  # of its declaration
+    head: int  # after its declaration: its body, or a constructor's initializers
+    last: int  # the closing brace of its body
+    name: str
+    side: str  # kernel, device, host, both
+    in_class: bool
+    internal: bool  # static, at namespace scope
 
 
 class Source:
-    """A text, divided into tokens and declarations."""
+    """A text, divided into tokens and declarations. Raises CannotCut."""
 
     def __init__(self, text: str) -> None:
         self.text = text
         self.tokens = list(divide(text))
         self.significant = [token for token in self.tokens if not token.blank]
+        # Text inside of quotes is never mistaken for a word or a mark. One word follows the last.
+        plain = ("name", "mark")
+        self.words = [token.text if token.kind in plain else "" for token in self.significant]
+        self.words += ["", ""]
         self.functions: list[Function] = []
         self.variables: list[int] = []  # of device memory, at namespace scope: where each begins
-        self.unnamed: list[tuple[int, int]] = []  # the braces of unnamed namespaces
+        self.unnamed: list[int] = []  # the opening braces of unnamed namespaces
         self.partners = self._paired()
         self.read_scope(0, len(self.significant), in_class=False)
 
-    def place(self, at: int) -> str:
-        """``file:line`` of a place in the text, as the line markers of a preprocessor have it."""
+    def place(self, index: int) -> str:
+        """``file:line`` of a token, as the line markers of a preprocessor have it."""
+        at = self.significant[index].start
         name, line = "", 1
         for token in self.tokens:
             if token.start > at:
@@ -96,68 +90,44 @@ class Source:
             line += self.text.count("\n", token.start, min(token.end, at))
         return f"{name}:{line}" if name else f"line {line}"
 
-    # Finding declarations
-
     def _paired(self) -> dict[int, int]:
         """The closing partner of each opening bracket, by index."""
         partners: dict[int, int] = {}
         open_: list[int] = []
-        for index, token in enumerate(self.significant):
-            if token.kind != "mark":
-                continue
-            if token.text in _OPENING:
+        for index, word in enumerate(self.words):
+            if word in _OPENING:
                 open_.append(index)
-            elif token.text in _CLOSING:
-                if not open_ or _OPENING[self.word(open_[-1])] != token.text:
-                    raise CannotCut(f"{self.place(token.start)}: {token.text!r} closes nothing")
+            elif word in _CLOSING:
+                if not open_ or _OPENING[self.words[open_[-1]]] != word:
+                    raise CannotCut(f"{self.place(index)}: {word!r} closes nothing")
                 partners[open_.pop()] = index
         if open_:
-            token = self.significant[open_[-1]]
-            raise CannotCut(f"{self.place(token.start)}: {token.text!r} is not closed")
+            raise CannotCut(f"{self.place(open_[-1])}: {self.words[open_[-1]]!r} is not closed")
         return partners
 
-    def word(self, index: int) -> str:
-        token = self.significant[index]
-        # Text inside of quotes is never mistaken for a word or a mark.
-        return token.text if token.kind in ("name", "mark") else ""
-
     def read_scope(self, at: int, end: int, *, in_class: bool) -> None:
+        """Read the declarations between two indices."""
         while at < end:
-            at = self._declaration(at, end, in_class=in_class)
+            if self.words[at] in (";", "}", ":", ",") or (in_class and self.words[at] in _ACCESS):
+                at += 1
+            elif opening := self._inner_scope(at, end):
+                if self.words[opening - 1] == "namespace":
+                    self.unnamed.append(opening)
+                self.read_scope(opening + 1, self.partners[opening], in_class=False)
+                at = self.partners[opening] + 1
+            else:
+                at = _Declaration(self, at, end, in_class).read()
 
-    def _declaration(self, at: int, end: int, *, in_class: bool) -> int:
-        """Read one declaration. The index after it."""
-        word = self.word(at)
-        if word in (";", "}", ":", ",") or (in_class and self._is_access(at)):
-            return at + 1
-        inner = self._inner_scope(at, end)
-        if inner is not None:
-            opening, closing = inner
-            if self.word(opening - 1) == "namespace":
-                braces = self.significant[opening].start, self.significant[closing].start
-                self.unnamed.append(braces)
-            self.read_scope(opening + 1, closing, in_class=False)
-            return closing + 1
-        return _Declaration(self, at, end, in_class).read()
-
-    def _is_access(self, at: int) -> bool:
-        return self.word(at) in ("public", "private", "protected")
-
-    def _inner_scope(self, at: int, end: int) -> tuple[int, int] | None:
-        """The braces of ``namespace a::b {`` or ``extern "C" {``; None for something else."""
-        first = at + 1 if self.word(at) == "inline" else at
-        if first < end and self.word(first) == "namespace":
-            for index in range(first + 1, end):
-                if self.word(index) == "{":
-                    return index, self.partners[index]
-                if self.word(index) in (";", "="):
-                    return None
-            return None
-        if self.word(at) == "extern" and at + 2 < end:
-            linkage = self.significant[at + 1]
-            if linkage.kind == "string" and self.word(at + 2) == "{":
-                return at + 2, self.partners[at + 2]
-        return None
+    def _inner_scope(self, at: int, end: int) -> int:
+        """The opening brace of ``namespace a::b {`` or ``extern "C" {``; 0 for something else."""
+        words = self.words
+        first = at + 1 if words[at] == "inline" else at
+        if first < end and words[first] == "namespace":
+            ends = (index for index in range(first + 1, end) if words[index] in ("{", ";", "="))
+            index = next(ends, 0)
+            return index if words[index] == "{" else 0
+        linkage = words[at] == "extern" and at + 2 < end and words[at + 2] == "{"
+        return at + 2 if linkage and self.significant[at + 1].kind == "string" else 0
 
 
 class _Declaration:
@@ -165,95 +135,86 @@ class _Declaration:
 
     def __init__(self, source: Source, at: int, end: int, in_class: bool) -> None:
         self._source = source
+        self._words = source.words
+        self._partners = source.partners
         self._start = at
         self._at = at
         self._end = end
         self._in_class = in_class
-        self._words: list[str] = []  # at its top level, before its parameters
+        self._top: list[str] = []  # the words at its top level, before its parameters
         self._sides: set[str] = set()
-        self._name = ""
+        self._name = ""  # the last one that may be the function's
         self._parameters = -1  # the index of the closing parenthesis
+        self._initializers = -1  # the index of the colon before a constructor's
         self._assigned = False
 
     def read(self) -> int:
-        source = self._source
+        """The index after it."""
         self._skip_macros()
         self._skip_templates()
         while self._at < self._end:
-            text = source.word(self._at)
+            text = self._words[self._at]
             if text == ";":
                 self._note_variable()
                 return self._at + 1
             if text == "{":
-                after = self._brace()
-                if after is not None:
-                    return after
+                if self._is_body():
+                    return self._function()
+                self._block()
             elif text in ("(", "["):
                 self._group(text)
             elif text == "<" and self._follows_template_name():
                 self._at = self._after_angle(self._at)
-            elif text == ":" and self._parameters >= 0 and not self._assigned:
-                return self._constructor()
+            elif text == ":" and self._may_have_body() and self._initializers < 0:
+                self._initializers = self._at  # or, in a class, a bit field's width
+                self._at += 1
             else:
                 self._word(text)
         return self._end
 
     def _skip_macros(self) -> None:
         """A macro call on its own lines, without a semicolon, does not belong to what follows."""
-        source = self._source
+        tokens = self._source.significant
         while self._at + 2 < self._end:
-            name = source.significant[self._at]
-            called = name.kind == "name" and source.word(self._at + 1) == "("
-            if not called or name.text in _NOT_MACROS:
+            name = tokens[self._at]
+            if name.kind != "name" or name.text in _NOT_MACROS or self._words[self._at + 1] != "(":
                 return
-            closing = source.partners[self._at + 1]
-            if closing + 1 >= self._end or source.significant[closing + 1].kind != "name":
+            after = self._partners[self._at + 1] + 1
+            if after >= self._end or tokens[after].kind != "name":
                 return
-            between = source.text[
-                source.significant[closing].end : source.significant[closing + 1].start
-            ]
-            if "\n" not in between:
+            if "\n" not in self._source.text[tokens[after - 1].end : tokens[after].start]:
                 return
-            self._at = self._start = closing + 1
+            self._at = self._start = after
 
     def _skip_templates(self) -> None:
-        source = self._source
-        while source.word(self._at) == "template" and source.word(self._at + 1) == "<":
+        while self._words[self._at : self._at + 2] == ["template", "<"]:
             self._at = self._after_angle(self._at + 1)
-            if self._at < self._end and source.word(self._at) == "requires":
+            if self._at < self._end and self._words[self._at] == "requires":
                 self._skip_requirement()
 
     def _skip_requirement(self) -> None:
         """``requires (a && b)``, ``requires Small<T> && Plain<T>``: operands and their joins."""
-        source, joins = self._source, ("&", "|", "::", "!", "requires")
+        joins = ("&", "|", "::", "!", "requires")
         while self._at < self._end:
-            text = source.word(self._at)
+            text = self._words[self._at]
             if text in ("(", "{"):
-                self._at = source.partners[self._at] + 1
+                self._at = self._partners[self._at] + 1
             elif text == "<":
                 self._at = self._after_angle(self._at)
-            elif text in joins or source.word(self._at - 1) in joins:
+            elif text in joins or self._words[self._at - 1] in joins:
                 self._at += 1
             else:
                 return
 
     def _after_angle(self, at: int) -> int:
         """The index after the ``>`` that closes the ``<`` at this index."""
-        source, depth = self._source, 0
-        index = at
+        index, depth = at, 0
         while index < self._end:
-            text = source.word(index)
-            if text in _OPENING:
-                index = source.partners[index]
-            elif text == "<":
-                depth += 1
-            elif text == ">>>":
-                depth -= 3
-            elif text == ">":
-                depth -= 1
-            elif text in (";", "}"):
+            text = self._words[index]
+            if text in (";", "}"):
                 break
-            index += 1
+            depth += {"<": 1, ">": -1, ">>>": -3}.get(text, 0)
+            index = self._partners.get(index, index) + 1
             if depth <= 0:
                 return index
         return at + 1  # it is a comparison
@@ -262,132 +223,88 @@ class _Declaration:
         previous = self._source.significant[self._at - 1]
         return previous.kind == "name" and previous.text != "operator"
 
+    def _may_have_body(self) -> bool:
+        return self._parameters >= 0 and not self._assigned
+
     def _word(self, text: str) -> None:
-        source = self._source
         if self._parameters < 0 and not self._assigned:
-            self._words.append(text)
+            self._top.append(text)
+            if self._source.significant[self._at].kind == "name" and self._name != "operator":
+                self._name = text
         if text in _PLAIN_WORDS:
             self._sides.add(text)
-        if text == "operator":
-            # operator(), operator=, operator<<: what follows belongs to the name.
-            self._name = "operator"
-            self._at += 1
-            while self._at < self._end and source.word(self._at) != "(":
-                self._at += 1
-            if source.word(source.partners.get(self._at, self._at) + 1) == "(":
-                self._at = source.partners[self._at] + 1
-            return
         if text == "=":
             self._assigned = True  # an initializer follows, or default, or delete
         self._at += 1
+        if text == "operator":
+            # operator(), operator=, operator<<: what follows belongs to the name.
+            self._name = "operator"
+            while self._at < self._end and self._words[self._at] != "(":
+                self._at += 1
+            after = self._partners.get(self._at, self._at) + 1
+            if self._words[after] == "(":
+                self._at = after
 
     def _group(self, text: str) -> None:
         """Parentheses or brackets: parameters, arguments of an attribute, an array's size."""
-        source = self._source
-        closing = source.partners[self._at]
-        before = source.significant[self._at - 1] if self._at > self._start else None
-        attribute = before is not None and before.text in _NOT_MACROS
-        if text == "(" and not attribute and not self._assigned and self._parameters < 0:
-            named = before is not None and (before.kind == "name" or before.text == ">")
-            if self._name == "operator" or named:
+        closing = self._partners[self._at]
+        if text == "(" and self._at > self._start and self._parameters < 0 and not self._assigned:
+            before = self._source.significant[self._at - 1]
+            named = self._name == "operator" or before.kind == "name" or before.text == ">"
+            if named and before.text not in _NOT_MACROS:
                 self._parameters = closing
-                self._name = self._name or self._named_before(self._at)
         self._at = closing + 1
 
-    def _named_before(self, at: int) -> str:
-        """The name that parameters follow: ``f`` of ``f(`` and of ``f<float>(``."""
-        source, index = self._source, at - 1
-        if source.word(index) == ">":
-            depth = 0
-            while index > self._start:
-                depth += {">": 1, "<": -1}.get(source.word(index), 0)
-                index -= 1
-                if depth == 0:
-                    break
-        return source.word(index)
+    def _is_body(self) -> bool:
+        """Whether the brace here opens a function's body."""
+        if not self._may_have_body():
+            return False
+        if self._initializers >= 0:
+            return self._words[self._at - 1] in (")", "}")  # else it initializes a member
+        # What looks like parameters may be a macro's call: ``struct ALIGNED(16) Pair {``.
+        between = self._words[self._parameters + 1 : self._at]
+        is_class = _CLASSES.intersection(self._top) and between and between[0] not in _QUALIFIERS
+        return not is_class
 
-    def _brace(self) -> int | None:
-        """An opening brace at the top level. The index after the declaration, if that ends it."""
-        source, opening = self._source, self._at
-        closing = source.partners[opening]
-        classes = _CLASSES & set(self._words)
-        if self._parameters >= 0 and not self._assigned and not (classes and self._is_class()):
-            return self._function(opening)
-        if classes and not self._assigned and "enum" not in self._words:
-            source.read_scope(opening + 1, closing, in_class=True)
-            self._words = [each for each in self._words if each not in _CLASSES]
-        elif not self._words:
-            raise CannotCut(
-                f"{source.place(source.significant[opening].start)}: a block that belongs to no "
-                "declaration"
-            )
+    def _block(self) -> None:
+        """Braces at the top level that are no function's body."""
+        closing = self._partners[self._at]
+        is_class = _CLASSES.intersection(self._top) and "enum" not in self._top
+        if is_class and not self._assigned and self._initializers < 0:
+            self._source.read_scope(self._at + 1, closing, in_class=True)
+            self._top = [each for each in self._top if each not in _CLASSES]
+        elif not self._top:
+            where = self._source.place(self._at)
+            raise CannotCut(f"{where}: a block that belongs to no declaration")
         self._at = closing + 1
-        return None
 
-    def _is_class(self) -> bool:
-        """Whether what looks like parameters is a macro's call: ``struct ALIGNED(16) Pair {``."""
-        source = self._source
-        between = range(self._parameters + 1, self._at)
-        words = [source.word(index) for index in between]
-        return bool(words) and words[0] not in _QUALIFIERS
-
-    def _constructor(self) -> int:
-        """The initializers of a constructor, then its body. Or, in a class, a bit field."""
-        source, head = self._source, self._at
-        self._at += 1
-        while self._at < self._end:
-            text = source.word(self._at)
-            if text == ";":
-                return self._at + 1
-            if text == "{":
-                previous = source.significant[self._at - 1]
-                if previous.text in (")", "}"):
-                    return self._function(self._at, head)
-                self._at = source.partners[self._at] + 1
-            elif text in ("(", "["):
-                self._at = source.partners[self._at] + 1
-            elif text == "<":
-                self._at = self._after_angle(self._at)
-            else:
-                self._at += 1
-        return self._end
-
-    def _function(self, opening: int, head: int = -1) -> int:
-        source = self._source
-        closing = source.partners[opening]
-        while closing + 1 < self._end and source.word(closing + 1) == "catch":
-            body = closing + 1
-            while body < self._end and source.word(body) != "{":
-                body += 1
-            closing = source.partners[body]
-        first = source.significant[self._start]
-        last = source.significant[(head if head >= 0 else opening) - 1]
-        source.functions.append(
-            Function(
-                start=first.start,
-                head=last.end,
-                end=source.significant[closing].end,
-                name=self._name,
-                side=self._side(),
-                in_class=self._in_class,
-                internal="static" in self._words and not self._in_class,
-            )
+    def _function(self) -> int:
+        last = self._partners[self._at]
+        while self._words[last + 1] == "catch":
+            last = self._partners[self._words.index("{", last)]
+        function = Function(
+            first=self._start,
+            head=self._initializers if self._initializers >= 0 else self._at,
+            last=last,
+            name=self._name,
+            side=self._side(),
+            in_class=self._in_class,
+            internal="static" in self._top and not self._in_class,
         )
-        return closing + 1
+        self._source.functions.append(function)
+        return last + 1
 
     def _side(self) -> str:
         if "__global__" in self._sides:
             return KERNEL
         if "__device__" in self._sides:
             return BOTH if "__host__" in self._sides else DEVICE
-        return BOTH if "constexpr" in self._words or "consteval" in self._words else HOST
+        return BOTH if "constexpr" in self._top or "consteval" in self._top else HOST
 
     def _note_variable(self) -> None:
-        if self._in_class or self._parameters >= 0 or not self._sides & _VARIABLES:
-            return
-        source = self._source
-        if not _LINKAGE & set(self._words):
-            source.variables.append(source.significant[self._start].start)
+        at_namespace_scope = not self._in_class and self._parameters < 0
+        if at_namespace_scope and self._sides & _VARIABLES and not _LINKAGE.intersection(self._top):
+            self._source.variables.append(self._start)
 
 
 # The host's part
@@ -403,108 +320,70 @@ class HostPart:
         self.kernels = frozenset(each.name for each in source.functions if each.side == KERNEL)
         self.internal = frozenset(each.name for each in source.functions if each.internal)
         self.on_device = frozenset(each.name for each in source.functions if each.side != HOST)
-        self.text = _HostText(source, unnamed).written()
+        self.text = _host_text(source, unnamed)
 
 
-class _HostText:
-    """Writes a source without the bodies of device functions and without CUDA's words."""
+def _host_text(source: Source, unnamed: str) -> str:
+    """The text without the bodies of device functions and without CUDA's words."""
+    cut = [each for each in source.functions if each.side in (KERNEL, DEVICE)]
+    bodies = {index for each in cut for index in range(each.head, each.last + 1)}
+    ends = {each.last for each in cut}
+    changed = _changed_words(source, bodies)
+    for function in cut:
+        # g++ would ask where an internal or an inline function is defined.
+        unwanted = _INLINE if function.in_class else _INLINE | {"static"}
+        heading = range(function.first, function.head)
+        changed |= {index: "" for index in heading if source.words[index] in unwanted}
+    for index in source.variables:
+        token = source.significant[index]
+        if token.kind != "mark":
+            word = changed.get(index, token.text)
+            changed[index] = f"static __attribute__((__unused__)) {word}"
+    kernels = [each.first for each in cut if each.side == KERNEL]
+    if any(
+        opening < each < source.partners[opening] for opening in source.unnamed for each in kernels
+    ):
+        for opening in source.unnamed:
+            changed[opening - 1] = "inline namespace"
+            changed[opening] = f' {unnamed} __attribute__((__visibility__("hidden"))) {{'
+    out: list[str] = []
+    index = 0  # of the next significant token
+    for token in source.tokens:
+        is_marker = token.kind == "directive" and _MARKER.match(token.text)
+        if index in bodies and not is_marker:
+            is_end = index in ends and not token.blank
+            out.append(";" if is_end else "\n" * token.text.count("\n"))
+        elif token.kind == "system":
+            plain = _WORDS_OF_SYSTEM.sub("", token.text)
+            out.append(plain.replace("__forceinline__", "inline"))
+        else:
+            out.append(token.text if token.blank else changed.get(index, token.text))
+        index += not token.blank
+    return "".join(out)
 
-    def __init__(self, source: Source, unnamed: str) -> None:
-        self._source = source
-        self._cut = sorted(
-            (each for each in source.functions if each.side in (KERNEL, DEVICE)),
-            key=lambda each: each.start,
-        )
-        self._variables = frozenset(source.variables)
-        self._unnamed = self._renamed(unnamed)
-        self._previous = ""  # the last token that is not blank
-        self._skip_to = 0
 
-    def _renamed(self, name: str) -> dict[int, str]:
-        """What follows the word ``namespace``, by the place of the brace after it."""
-        source = self._source
-        kernels = [each.start for each in self._cut if each.side == KERNEL]
-        if not any(start < at < end for start, end in source.unnamed for at in kernels):
-            return {}
-        hidden = f' {name} __attribute__((__visibility__("hidden"))) '
-        return {start: hidden for start, _ in source.unnamed}
-
-    def written(self) -> str:
-        out: list[str] = []
-        functions = iter(self._cut)
-        current = next(functions, None)
-        for index, token in enumerate(self._source.tokens):
-            while current is not None and token.start >= current.end:
-                current = next(functions, None)
-            inside = current if current is not None and token.start >= current.start else None
-            if inside is not None and token.start >= inside.head:
-                if token.end >= inside.end:
-                    out.append(";")
-                elif token.kind == "directive" and _MARKER.match(token.text):
-                    out.append(token.text)
-                else:
-                    out.append("\n" * token.text.count("\n"))
-            elif token.start >= self._skip_to:
-                out.append(self._token(index, inside))
-            if not token.blank:
-                self._previous = token.text
-        return "".join(out)
-
-    def _token(self, index: int, cut: Function | None) -> str:
-        """A token as g++ gets it."""
-        token = self._source.tokens[index]
-        text = token.text
-        if token.kind == "mark":
-            return self._mark(token)
-        if token.kind == "system":
-            return _WORDS_OF_SYSTEM.sub("", text).replace("__forceinline__", "inline")
-        before = ""
-        if token.start in self._variables:
-            before = "static __attribute__((__unused__)) "
-        if token.kind != "name":
-            return before + text
-        if text == "namespace" and self._opens_unnamed(index):
-            return "inline namespace"
-        return before + self._word(index, text, cut)
-
-    def _opens_unnamed(self, index: int) -> bool:
-        following = (each for each in self._source.tokens[index + 1 :] if not each.blank)
-        return next(following).start in self._unnamed
-
-    def _mark(self, token: Token) -> str:
-        if token.text == "<<<" and self._previous != "operator":
+def _changed_words(source: Source, bodies: set[int]) -> dict[int, str]:
+    """What g++ gets instead of CUDA's words, by their indices. Raises CannotCut."""
+    changed: dict[int, str] = {}
+    for index, word in enumerate(source.words):
+        previous = source.words[index - 1]
+        if index in bodies:
+            continue
+        if word == "<<<" and previous != "operator":
             raise CannotCut(
-                f"{self._source.place(token.start)}: kernel<<<...>>>(...) is nvcc's own syntax; "
+                f"{source.place(index)}: kernel<<<...>>>(...) is nvcc's own syntax; "
                 "opk::launch(kernel, grid, block, shared, ...) launches a kernel everywhere"
             )
-        return self._unnamed.get(token.start, "") + token.text
-
-    def _word(self, index: int, text: str, cut: Function | None) -> str:
-        if text in _PLAIN_WORDS:
-            if text == "__device__" and self._previous == "]":
-                where = self._source.place(self._source.tokens[index].start)
-                raise CannotCut(f"{where}: a __device__ lambda needs nvcc")
-            return ""
-        if text in _WORDS_WITH_ARGUMENTS:
-            self._skip_to = self._after_arguments(index)
-            return ""
-        if text == "__noinline__" and self._previous not in ("(", ","):  # not of an attribute
-            return ""
-        # g++ would ask where an internal or an inline function is defined.
-        if cut is not None and (text in _INLINE or (text == "static" and not cut.in_class)):
-            return ""
-        return "inline" if text in _INLINE else text
-
-    def _after_arguments(self, index: int) -> int:
-        tokens, depth = self._source.tokens, 0
-        for token in tokens[index + 1 :]:
-            if token.kind == "mark" and token.text in "()":
-                depth += 1 if token.text == "(" else -1
-                if depth == 0:
-                    return token.end
-            elif depth == 0 and not token.blank:
-                break
-        return tokens[index].end
+        if word == "__device__" and previous == "]":
+            raise CannotCut(f"{source.place(index)}: a __device__ lambda needs nvcc")
+        if word in _WORDS_WITH_ARGUMENTS:
+            end = source.partners[index + 1] if source.words[index + 1] == "(" else index
+            changed |= dict.fromkeys(range(index, end + 1), "")
+        elif word in _PLAIN_WORDS or (word == "__noinline__" and previous not in ("(", ",")):
+            changed[index] = ""
+        elif word in _INLINE:
+            changed[index] = "inline"
+    return changed
 
 
 # The device's part
@@ -519,11 +398,11 @@ def device_text(written: str, on_device: frozenset[str]) -> str:
     source = Source(written)
     parts: list[str] = []
     at = 0
-    for function in sorted(source.functions, key=lambda each: each.start):
+    for function in sorted(source.functions):
         if function.side != HOST or function.in_class or function.name in on_device:
             continue
-        parts.append(written[at : function.start])
-        parts.append(re.sub(r"[^\n]+", "", written[function.start : function.end]))
-        at = function.end
-    parts.append(written[at:])
-    return "".join(parts)
+        start = source.significant[function.first].start
+        end = source.significant[function.last].end
+        parts += [written[at:start], "\n" * written.count("\n", start, end)]
+        at = end
+    return "".join([*parts, written[at:]])

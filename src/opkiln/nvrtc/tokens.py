@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import NamedTuple
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -34,20 +35,13 @@ _LEAVES = re.compile(r'^\#[ ]\d+[ ]"(?:\\.|[^"\\\n])*"(?:[ ][124])*$', re.MULTIL
 _OF_DEVICE_ALONE = re.compile(r"__global__|(?<!__host__ )__device__(?! __host__)|<<<")
 
 
-class Token:
+class Token(NamedTuple):
     """One token and its place in the text."""
 
-    __slots__ = ("end", "kind", "start", "text")
-
-    def __init__(self, kind: str, text: str, start: int, end: int) -> None:
-        # space, newline, comment, directive, system, raw, string, char, name, number, mark
-        self.kind = kind
-        self.text = text
-        self.start = start
-        self.end = end
-
-    def __repr__(self) -> str:
-        return f"Token({self.kind}, {self.text!r}, {self.start})"
+    kind: str  # space, newline, comment, directive, system, raw, string, char, name, number, mark
+    text: str
+    start: int
+    end: int
 
     @property
     def blank(self) -> bool:
