@@ -190,8 +190,8 @@ def _write(path: str, text: str) -> None:
         file.write(text)
 
 
-def _start(*argv: str) -> tuple[int, tuple[str, ...]]:
-    """Start a program that has this one's environment, session and output."""
+def _start(*argv: str) -> int:
+    """Start a program that has this one's environment, session and output: its process id."""
     sys.stdout.flush()
     sys.stderr.flush()
     child = os.fork()
@@ -201,11 +201,10 @@ def _start(*argv: str) -> tuple[int, tuple[str, ...]]:
         except OSError as error:
             os.write(2, f"{argv[0]} cannot be started: {error.strerror}\n".encode())
         os._exit(127)
-    return child, argv
+    return child
 
 
-def _await(started: tuple[int, tuple[str, ...]]) -> None:
-    child, _ = started
+def _await(child: int) -> None:
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     if status < 0:
         os.kill(os.getpid(), -status)  # as the compiler died: out of memory, an interrupt

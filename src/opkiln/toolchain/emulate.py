@@ -37,10 +37,10 @@ def stage(spec: OpSpec, directory: str) -> Staged | None:
     copy = Copy(spec._replace(sources=authors), directory)
     copy.collect()
     changed = False
-    for path, text in copy.contents():
+    for path, text in sorted(copy.contents.items()):
         made = translated(text, spec.name, os.path.basename(path))
         if made != text:
-            copy.replace(path, made)
+            copy.contents[path] = made
             changed = True
     if not changed:
         return None

@@ -27,12 +27,7 @@ def recall(memory: tuple[str, ...], machine: str = "") -> Toolchain | None:
 
     Starts no process, writes nothing. ``machine`` is the machine to compile for, if not this one.
     """
-    for candidate, record in _examined(memory, machine, ask=False):
-        if record is not None and not record["refused"]:
-            return _toolchain(candidate.path, record, cross=_is_cross(machine))
-        if not candidate.refused:
-            return None
-    return None
+    return _first_usable(memory, machine, ask=False)[0]
 
 
 def choose(memory: tuple[str, ...], machine: str = "") -> Toolchain:
@@ -40,31 +35,35 @@ def choose(memory: tuple[str, ...], machine: str = "") -> Toolchain:
 
     Raises ToolchainError with each candidate and why it was refused.
     """
-    refused = []
-    for candidate, record in _examined(memory, machine):
-        if record is not None and not record["refused"]:
-            return _toolchain(candidate.path, record, cross=_is_cross(machine))
-        refused.append(candidate)
-    why = find.refusals(refused)
+    taken, refused = _first_usable(memory, machine, ask=True)
+    if taken is not None:
+        return taken
+    origin = origin_of("cxx")[1]
+    what = "no C++ compiler can be used here"
+    hint = "apt-get install g++    (or set CXX to a compiler)"
     if probing.unwritable():
-        raise ToolchainError(
-            "no C++ compiler can be probed",
-            why=why,
-            hint="set OPKILN_TMPDIR to a writable node-local directory",
-        )
-    if _is_cross(machine):
-        raise ToolchainError(
-            f"no C++ compiler for {machine} can be used here",
-            why=why,
-            hint=f"apt-get install g++-{machine.replace('_', '-')}-linux-gnu",
-        )
-    raise ToolchainError(
-        "no C++ compiler can be used here",
-        why=why,
-        hint=f"unset {origin}"
-        if (origin := origin_of("cxx")[1]).isupper()
-        else "apt-get install g++    (or set CXX to a compiler)",
-    )
+        what = "no C++ compiler can be probed"
+        hint = "set OPKILN_TMPDIR to a writable node-local directory"
+    elif _is_cross(machine):
+        what = f"no C++ compiler for {machine} can be used here"
+        hint = f"apt-get install g++-{machine.replace('_', '-')}-linux-gnu"
+    elif origin.isupper():
+        hint = f"unset {origin}"
+    raise ToolchainError(what, why=find.refusals(refused), hint=hint)
+
+
+def _first_usable(
+    memory: tuple[str, ...], machine: str, *, ask: bool
+) -> tuple[Toolchain | None, list[Candidate]]:
+    """(the first compiler that can be used, those before it). None if it is not remembered."""
+    refused: list[Candidate] = []
+    for candidate, record in _examined(memory, machine, ask=ask):
+        if record is not None and not record["refused"]:
+            return _toolchain(candidate.path, record, cross=_is_cross(machine)), refused
+        if not candidate.refused:
+            break
+        refused.append(candidate)
+    return None, refused
 
 
 def _is_cross(machine: str) -> bool:

@@ -155,31 +155,27 @@ def _registered_drivers() -> Iterator[str]:
 
 def intel_gpus(root: str = "/") -> list[str]:
     """The Intel GPUs that this process can use, by their nodes in ``/dev/dri``."""
-    return [name for name in _intel_nodes(root) if _is_open(root, name)]
+    return [name for name, is_open in _intel_nodes(root) if is_open]
 
 
 def closed_gpus(root: str = "/") -> list[str]:
     """The Intel GPUs that the kernel has but this process cannot open: its user is not in their
     group, or its container has no node for them."""
-    return [name for name in _intel_nodes(root) if not _is_open(root, name)]
+    return [name for name, is_open in _intel_nodes(root) if not is_open]
 
 
-def _is_open(root: str, name: str) -> bool:
-    return os.access(os.path.join(root, _NODES, name), os.R_OK | os.W_OK)
-
-
-def _intel_nodes(root: str) -> list[str]:
+def _intel_nodes(root: str) -> Iterator[tuple[str, bool]]:
+    """(name, whether this process can open it) of each node of an Intel GPU."""
     here = os.path.join(root, _GPUS)
     try:
         names = sorted(name for name in os.listdir(here) if name.startswith("renderD"))
     except OSError:
-        return []
-    return [name for name in names if _vendor(os.path.join(here, name)) == "0x8086"]
-
-
-def _vendor(node: str) -> str:
-    try:
-        with open(os.path.join(node, "device", "vendor"), encoding="ascii") as file:
-            return file.read().strip()
-    except OSError:
-        return ""  # the device is not on a PCI bus
+        return
+    for name in names:
+        try:
+            with open(os.path.join(here, name, "device", "vendor"), encoding="ascii") as file:
+                is_intel = file.read().strip() == "0x8086"
+        except OSError:
+            continue  # the device is not on a PCI bus
+        if is_intel:
+            yield name, os.access(os.path.join(root, _NODES, name), os.R_OK | os.W_OK)

@@ -245,7 +245,11 @@ def _probe(toolkit: dict[str, Any], cxx: str, *, in_parts: bool) -> dict[str, An
             return ask(toolkit["program"], "-ccbin", cxx, *dry)[0] == 0
 
         tried = {**_FLAGS, **_variants(toolkit["archs"])}
-        refusal = pool.submit(_compiles if in_parts else _preprocesses, ask, toolkit, cxx, scratch)
+        source = os.path.join(scratch, "probe.cu")
+        with open(source, "w") as file:
+            file.write(_SOURCE)
+        tries = _compiles if in_parts else _preprocesses
+        refusal = pool.submit(tries, ask, toolkit, cxx, source)
         identity = pool.submit(_identity, toolkit)
         taken = list(pool.map(accepts, tried.values()))
         if (refused := refusal.result()) is not None:
@@ -258,43 +262,35 @@ def _probe(toolkit: dict[str, Any], cxx: str, *, in_parts: bool) -> dict[str, An
         }
 
 
-def _preprocesses(ask: Ask, toolkit: dict[str, Any], cxx: str, scratch: str) -> Refusal:
+def _preprocesses(ask: Ask, toolkit: dict[str, Any], cxx: str, source: str) -> Refusal:
     """nvcc's own headers refuse a host compiler that it does not support."""
-    source = _written(scratch)
-    status, said = ask(toolkit["program"], "-ccbin", cxx, "-E", source, "-o", os.devnull)
-    if status != 0:
-        reason = _first_error(said)
-        return _refusal(f"does not compile with {cxx}: {reason}", "unsupported" in reason)
+    if refused := _refused_by_nvcc(ask, toolkit, cxx, "-E", source, "-o", os.devnull):
+        return refused
     if not any(os.path.isfile(os.path.join(path, _RUNTIME)) for path in toolkit["library_dirs"]):
         return _refusal(f"has no {_RUNTIME}")
     return None
 
 
-def _compiles(ask: Ask, toolkit: dict[str, Any], cxx: str, scratch: str) -> Refusal:
+def _compiles(ask: Ask, toolkit: dict[str, Any], cxx: str, source: str) -> Refusal:
     """Checks that its parts work together: the compiler, the assembler, the runtime."""
-    source, output = _written(scratch), os.path.join(scratch, "probe.o")
-    status, said = ask(
-        toolkit["program"], "-ccbin", cxx, f"-arch=sm_{_number(toolkit['archs'][0])}",
-        "-Xcompiler", "-fPIC", "-c", source, "-o", output,
-    )  # fmt: skip
-    if status != 0:
-        reason = _first_error(said)
-        return _refusal(f"does not compile with {cxx}: {reason}", "unsupported" in reason)
-    status, said = ask(
-        cxx, "-shared", output, "-o", os.path.join(scratch, "probe.so"),
-        *(f"-L{path}" for path in toolkit["library_dirs"]),
-        "-lcudart_static", "-ldl", "-lrt", "-lpthread",
-    )  # fmt: skip
+    arch, output = f"-arch=sm_{_number(toolkit['archs'][0])}", f"{source}.o"
+    compiling = (arch, "-Xcompiler", "-fPIC", "-c", source, "-o", output)
+    if refused := _refused_by_nvcc(ask, toolkit, cxx, *compiling):
+        return refused
+    search = (f"-L{path}" for path in toolkit["library_dirs"])
+    libraries = ("-lcudart_static", "-ldl", "-lrt", "-lpthread")
+    status, said = ask(cxx, "-shared", output, "-o", f"{source}.so", *search, *libraries)
     if status != 0:
         return _refusal(f"does not link with its static runtime: {_first_error(said)}")
     return None
 
 
-def _written(scratch: str) -> str:
-    source = os.path.join(scratch, "probe.cu")
-    with open(source, "w") as file:
-        file.write(_SOURCE)
-    return source
+def _refused_by_nvcc(ask: Ask, toolkit: dict[str, Any], cxx: str, *arguments: str) -> Refusal:
+    status, said = ask(toolkit["program"], "-ccbin", cxx, *arguments)
+    if status == 0:
+        return None
+    reason = _first_error(said)
+    return _refusal(f"does not compile with {cxx}: {reason}", "unsupported" in reason)
 
 
 def _identity(toolkit: dict[str, Any]) -> str:

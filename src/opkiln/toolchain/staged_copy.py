@@ -6,6 +6,7 @@ The author's files stay unchanged. The copy keeps the names and the lines of the
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 from typing import NamedTuple
@@ -55,47 +56,44 @@ class Copy:
     def __init__(self, spec: OpSpec, directory: str) -> None:
         self._spec = spec
         self._directory = directory
-        self._inline = dict(spec.inline)
         self._searched = [d for d in map(self._absolute, spec.include_dirs) if not _foreign(d)]
-        self._contents: dict[str, bytes] = {}
+        self.contents: dict[str, bytes] = {}  # where each file comes from -> its text
         self._own: dict[str, list[str]] = {}  # path -> the author's files that it includes, by name
-        self.origin: dict[str, str] = {}
-        self.digests: dict[str, str] = {}
+        self._origin: dict[str, str] = {}
+        self._digests: dict[str, str] = {}
 
     def collect(self) -> None:
         """Take the sources, and all that they may include. Raises SpecError for a missing one."""
+        inline = dict(self._spec.inline)
         for source in self._spec.sources:
-            self.add_source(source)
-        self.add_includes()
+            path = self._absolute(source)
+            if source in inline:
+                # A build writes the text to a file, and depends on it as on any other source.
+                self._keep(path, inline[source].encode("utf-8", "surrogateescape"))
+            elif not self._add(path):
+                raise SpecError(
+                    f"op {self._spec.name}: the source {source} does not exist",
+                    why=f"sources are looked for in {self._spec.root}",
+                )
+        self._add_includes()
 
     def staged(self) -> Staged:
         """The copy, after it is written."""
         root = self.place(self._spec.root)
+        paths = {each: self.place(self._absolute(each)) for each in self._spec.sources}
         return Staged(
             root=root,
-            sources={each: os.path.relpath(self.at(each), root) for each in self._spec.sources},
-            include_dirs=self.include_dirs(),
-            origin={self.place(path): read_from for path, read_from in self.origin.items()},
-            digests=self.digests,
+            sources={each: os.path.relpath(path, root) for each, path in paths.items()},
+            include_dirs=self._include_dirs(),
+            origin={self.place(path): read_from for path, read_from in self._origin.items()},
+            digests=self._digests,
         )
 
     def place(self, path: str) -> str:
         """The path of a file or directory in the copy."""
         return os.path.join(self._directory, os.path.normpath(path).lstrip("/"))
 
-    def at(self, source: str) -> str:
-        """The path of one of the spec's sources in the copy."""
-        return self.place(self._absolute(source))
-
-    def contents(self) -> list[tuple[str, bytes]]:
-        """The files of the copy: where they come from, and their text."""
-        return sorted(self._contents.items())
-
-    def replace(self, path: str, text: bytes) -> None:
-        """Another text for a file of the copy."""
-        self._contents[path] = text
-
-    def include_dirs(self) -> dict[str, str]:
+    def _include_dirs(self) -> dict[str, str]:
         named = ((each, self._absolute(each)) for each in self._spec.include_dirs)
         # CUDA's own headers are left out: HIP's headers define the same things.
         kept = ((n, d) for n, d in named if not os.path.exists(os.path.join(d, _CUDA)))
@@ -108,42 +106,27 @@ class Copy:
             for path, names in sorted(self._own.items())
         }
 
-    def add_source(self, source: str) -> None:
-        path = self._absolute(source)
-        if source in self._inline:
-            kept, text = os.path.normpath(path), self._inline[source]
-            content = text.encode("utf-8", "surrogateescape")
-            self._contents[kept] = content
-            # A build writes the text to a file, and depends on it as on any other source.
-            self.origin[kept] = path
-            self.digests[path] = _sha256(content)
-        elif not self._add(path):
-            raise SpecError(
-                f"op {self._spec.name}: the source {source} does not exist",
-                why=f"sources are looked for in {self._spec.root}",
-            )
-
-    def add_includes(self) -> None:
+    def _add_includes(self) -> None:
         """Follow all includes, also those in conditions that may be false."""
-        waiting = list(self._contents)
+        waiting = list(self.contents)
         while waiting:
             kept = waiting.pop()
-            path = self.origin.get(kept, kept)
-            text = self._contents[kept].decode("utf-8", "surrogateescape")
+            path = self._origin[kept]
+            text = self.contents[kept].decode("utf-8", "surrogateescape")
             names = self._own[kept] = []
+            headers: list[str] = []
             for bracket, name in _INCLUDE.findall(text):
                 found = [each for each in self._looked_up(path, bracket, name) if self._has(each)]
-                if found:
-                    names.append(name)
-                waiting += [os.path.normpath(each) for each in found if self._add(each)]
+                names += [name] if found else []
+                headers += found
             if _COMPUTED.search(text):
-                headers = self._every_header(path)
-                waiting += [os.path.normpath(each) for each in headers if self._add(each)]
+                headers += self._every_header(path)
+            waiting += [os.path.normpath(each) for each in headers if self._add(each)]
 
     def write(self) -> None:
         for directory in (self._spec.root, *self._searched):
             os.makedirs(self.place(directory), exist_ok=True)
-        for path, content in sorted(self._contents.items()):
+        for path, content in sorted(self.contents.items()):
             place = self.place(path)
             os.makedirs(os.path.dirname(place), exist_ok=True)
             with open(place, "wb") as file:
@@ -162,7 +145,7 @@ class Copy:
             yield os.path.join(directory, name)
 
     def _has(self, path: str) -> bool:
-        return os.path.normpath(path) in self._contents or os.path.isfile(path)
+        return os.path.normpath(path) in self.contents or os.path.isfile(path)
 
     def _every_header(self, includer: str) -> Iterator[str]:
         beside = os.path.dirname(includer)
@@ -179,19 +162,16 @@ class Copy:
         # another place; in the copy it never is. So the file is read by its original path, and
         # copied to the normalized path.
         kept = os.path.normpath(path)
-        if kept in self._contents or not os.path.isfile(path):
+        if kept in self.contents or not os.path.isfile(path):
             return False
-        content = read_file(path)
-        self._contents[kept] = content
-        self.origin[kept] = path
-        self.digests[path] = _sha256(content)
+        self._keep(path, read_file(path))
         return True
 
-
-def _sha256(content: bytes) -> str:
-    import hashlib
-
-    return hashlib.sha256(content).hexdigest()
+    def _keep(self, path: str, content: bytes) -> None:
+        kept = os.path.normpath(path)
+        self.contents[kept] = content
+        self._origin[kept] = path
+        self._digests[path] = hashlib.sha256(content).hexdigest()
 
 
 def _foreign(directory: str) -> bool:
