@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import os
+from contextlib import contextmanager
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
 
 class CompileFailed(Exception):
@@ -38,20 +39,34 @@ class Nvrtc:
 
     def accepts(self, *options: str) -> bool:
         """Whether it compiles an empty program with these options."""
-        with _Program(self, "", "probe") as program:
-            return program.compiled(options)
+        with self._program("", "probe") as program:
+            return self._compiles(program, options)
 
     def compile(
         self, text: str, name: str, options: Sequence[str], expressions: Sequence[str], ptx: bool
     ) -> tuple[bytes, list[str], str]:
         """(the image, the lowered name of each expression, the log). Raises CompileFailed."""
-        with _Program(self, text, name) as program:
+        with self._program(text, name) as program:
             for each in expressions:
-                self._call("nvrtcAddNameExpression", program.handle, each.encode())
-            if not program.compiled(options):
-                raise CompileFailed(program.log())
-            image = program.bytes("nvrtcGetPTX" if ptx else "nvrtcGetCUBIN")
-            return image, [program.lowered(each) for each in expressions], program.log()
+                self._call("nvrtcAddNameExpression", program, each.encode())
+            compiled = self._compiles(program, options)
+            log = self._bytes("nvrtcGetProgramLog", program).rstrip(b"\0")
+            said = log.decode("utf-8", "replace").strip()
+            if not compiled:
+                raise CompileFailed(said)
+            image = self._bytes("nvrtcGetPTX" if ptx else "nvrtcGetCUBIN", program)
+            return image, [self._lowered(program, each) for each in expressions], said
+
+    @contextmanager
+    def _program(self, text: str, name: str) -> Iterator[ctypes.c_void_p]:
+        program = ctypes.c_void_p()
+        encoded = text.encode("utf-8", "surrogateescape")
+        creating = (ctypes.byref(program), encoded, name.encode(), 0, None, None)
+        self._call("nvrtcCreateProgram", *creating)
+        try:
+            yield program
+        finally:
+            self._call("nvrtcDestroyProgram", ctypes.byref(program))
 
     def _call(self, function: str, *arguments: object) -> None:
         status = self._library[function](*arguments)
@@ -59,39 +74,19 @@ class Nvrtc:
             said = self._library["nvrtcGetErrorString"](status).decode()
             raise CompileFailed(f"{function}: {said}")
 
-
-class _Program:
-    def __init__(self, nvrtc: Nvrtc, text: str, name: str) -> None:
-        self._nvrtc = nvrtc
-        self.handle = ctypes.c_void_p()
-        encoded = text.encode("utf-8", "surrogateescape")
-        nvrtc._call("nvrtcCreateProgram", ctypes.byref(self.handle), encoded, name.encode(),
-                    0, None, None)  # fmt: skip
-
-    def __enter__(self) -> _Program:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._nvrtc._call("nvrtcDestroyProgram", ctypes.byref(self.handle))
-
-    def compiled(self, options: Sequence[str]) -> bool:
+    def _compiles(self, program: ctypes.c_void_p, options: Sequence[str]) -> bool:
         given = (ctypes.c_char_p * len(options))(*map(os.fsencode, options))
-        function = self._nvrtc._library["nvrtcCompileProgram"]
-        return bool(function(self.handle, len(options), given) == 0)
+        return bool(self._library["nvrtcCompileProgram"](program, len(options), given) == 0)
 
-    def bytes(self, getter: str) -> bytes:
+    def _bytes(self, getter: str, program: ctypes.c_void_p) -> bytes:
         size = ctypes.c_size_t()
-        self._nvrtc._call(getter + "Size", self.handle, ctypes.byref(size))
+        self._call(getter + "Size", program, ctypes.byref(size))
         buffer = ctypes.create_string_buffer(size.value)
-        self._nvrtc._call(getter, self.handle, buffer)
+        self._call(getter, program, buffer)
         return buffer.raw
 
-    def log(self) -> str:
-        return self.bytes("nvrtcGetProgramLog").rstrip(b"\0").decode("utf-8", "replace").strip()
-
-    def lowered(self, expression: str) -> str:
+    def _lowered(self, program: ctypes.c_void_p, expression: str) -> str:
         name = ctypes.c_char_p()
-        self._nvrtc._call("nvrtcGetLoweredName", self.handle, expression.encode(),
-                          ctypes.byref(name))  # fmt: skip
+        self._call("nvrtcGetLoweredName", program, expression.encode(), ctypes.byref(name))
         assert name.value is not None
         return name.value.decode()

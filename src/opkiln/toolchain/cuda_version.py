@@ -7,7 +7,7 @@ CUDA version is read from its files.
 
 from __future__ import annotations
 
-from opkiln.errors import CUDAMismatchException, MissingCUDAException
+from opkiln.errors import CUDAMismatchException, MissingCUDAException, ToolchainError
 from opkiln.settings import origin_of, settings
 from opkiln.toolchain import family, find, toolkits, torch_sdk
 from opkiln.toolchain.torch_sdk import release
@@ -78,9 +78,8 @@ def assert_no_cuda_mismatch(name: str = "", *, memory: tuple[str, ...] = ()) -> 
     toolkit, torch_cuda = _nearest(name, memory), _torch_cuda()
     reason = misfit(toolkit.record["version"], torch_cuda)
     if reason and torch_cuda is not None:
-        error = mismatch(torch_cuda, f"{toolkit.label} ({toolkit.place.origin}): {reason}")
-        error.what = _prefixed(name, error.what)
-        raise error
+        why = f"{toolkit.label} ({toolkit.place.origin}): {reason}"
+        raise _of_op(name, mismatch(torch_cuda, why))
     return True
 
 
@@ -137,10 +136,10 @@ def _nearest(name: str, memory: tuple[str, ...]) -> Toolkit:
         refused = (f"{each.label} ({each.place.origin}): {each.record['refused']}"
                    for each in found)  # fmt: skip
         error.why = "\n".join(refused) or error.why
-        error.what = _prefixed(name, error.what)
-        raise error
+        raise _of_op(name, error)
     return min(works, key=lambda each: family.distance(each.record["version"], torch_cuda))
 
 
-def _prefixed(name: str, what: str) -> str:
-    return f"op {name}: {what}" if name else what
+def _of_op(name: str, error: ToolchainError) -> ToolchainError:
+    error.what = f"op {name}: {error.what}" if name else error.what
+    return error
