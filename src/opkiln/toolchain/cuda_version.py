@@ -21,7 +21,8 @@ _SKIP = "DS_SKIP_CUDA_CHECK=1"
 
 def misfit(version: str, torch_cuda: str | None) -> str:
     """Why a toolkit of this version cannot build for this torch; empty when it can."""
-    return "" if settings.skip_cuda_check else family.misfit("CUDA", version, torch_cuda)
+    reason = family.misfit("CUDA", version, torch_cuda)
+    return "" if reason and settings.skip_cuda_check else reason
 
 
 def fitting(version: str) -> str:
