@@ -31,10 +31,8 @@ _COARSE = 0.25  # of eight bits and fewer
 class Comparison:
     """Compares calls of one op."""
 
-    def __init__(
-        self, op: str, reference: Callable[..., Any], written: tuple[str, ...] = ()
-    ) -> None:
-        self._op, self._reference, self._written = op, reference, written
+    def __init__(self, op: str, reference: Callable[..., Any]) -> None:
+        self._op, self._reference = op, reference
 
     def __call__(self, native: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the native version gives. Raises DifferenceError."""
@@ -43,10 +41,10 @@ class Comparison:
         with without_autocast(tuple(tensors(args, kwargs))):
             expected = self._reference(**expected_args)
         got = native(*args, **kwargs)
-        now = self._named(native, args, kwargs)
+        now, written = self._named(native, args, kwargs), written_arguments(native._schema)
         about = self.results(got, expected, before)
         for name, value in now.items():
-            theirs = expected_args if name in self._written else before
+            theirs = expected_args if name in written else before
             what = f"argument {name} after the call"
             for one, other in zip(tensors([value], {}), tensors([theirs[name]], {}), strict=True):
                 about.compare(what, one, other, strides=False)
@@ -117,6 +115,12 @@ class _About:
             f"{count} of {got.numel()} values differ by more than the rounding of "
             f"{_plain(got.dtype)}; {_both(got, expected)}",
         )
+
+
+def written_arguments(schema: Any) -> set[str]:
+    """The names of the arguments that an op writes to."""
+    infos = {each.name: each.alias_info for each in schema.arguments}
+    return {name for name, info in infos.items() if info is not None and info.is_write}
 
 
 def _wrong(got: Tensor, expected: Tensor) -> Tensor:

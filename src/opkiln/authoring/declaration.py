@@ -60,7 +60,7 @@ class Declaration:
         elif builder.PARAMETERS:
             self._entrance = Dtypes(builder, function, self._defined, served)
         else:
-            self._entrance = Entrance(builder, function, written, served(""))
+            self._entrance = Entrance(builder, function, served(""))
         builder()._claim_name()
         parameters, distribution = builder.PARAMETERS, builder().distribution
         # Whatever is loaded was declared with other functions, or from other sources.
@@ -163,7 +163,7 @@ class Declaration:
     @told_briefly
     def check(self, *args: Any, **kwargs: Any) -> Any:
         entrance = self._entrance.load_native(args, kwargs)
-        compare = Comparison(self._reference.__name__, self._reference, self._defined.written)
+        compare = Comparison(self._reference.__name__, self._reference)
         refusals = self._entrance.refusals
         before = refusals.count
         result = compare(entrance.native or entrance.overload, args, kwargs)

@@ -16,14 +16,12 @@ from torch import Tensor
 
 from opkiln import signature
 from opkiln.authoring.builders import NATIVE
-from opkiln.authoring.entrance import Entrance, Refusals, device_of
-from opkiln.authoring.gradient import tensors, without_autocast
-from opkiln.authoring.registration import lock
+from opkiln.authoring.entrance import Entrance, Entrances, device_of
 from opkiln.errors import LoadError
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
     from opkiln.authoring.builders import DecoratedBuilder
     from opkiln.authoring.entrance import Served
@@ -31,8 +29,8 @@ if TYPE_CHECKING:
     from opkiln.authoring.registration import Defined
 
 
-class Dtypes:
-    """The entrances of an op's libraries."""
+class Dtypes(Entrances):
+    """The entrances of an op's libraries, by dtype."""
 
     def __init__(
         self,
@@ -42,10 +40,8 @@ class Dtypes:
         served: Callable[[str], Served],
     ) -> None:
         """``served`` gives what is loaded of the library for a dtype."""
-        self._builder, self._reference, self._defined = builder, reference, defined
+        super().__init__(builder, reference, defined.name, defined)
         self._served = served
-        self._entrances: dict[str, Entrance] = {}
-        self.refusals = Refusals(defined.name)
         arguments = enumerate(signature.arguments(defined.schema))
         listed = [(i, name, signature.canonical(kind)) for i, (kind, name) in arguments]
         scalars = [(i, name) for i, name, kind in listed if kind == "ScalarType"]
@@ -61,59 +57,35 @@ class Dtypes:
         """Take a call that a kernel does not serve, or one with a dtype that is not loaded: then
         there is no reason."""
         if unserved_because:
-            self.refusals.add(unserved_because)
-            return self.reference(*args, **kwargs)
+            return super().unserved(*args, unserved_because=unserved_because, **kwargs)
         entrance = self._chosen(args, kwargs)
         if entrance is not None and entrance.is_native(device_of(args, kwargs)):
             return entrance.overload(*args, **kwargs)  # another thread has just loaded it
         return (entrance or self.reference)(*args, **kwargs)
-
-    def reference(self, *args: Any, **kwargs: Any) -> Any:
-        """The reference, in the dtypes that it is given."""
-        with without_autocast(tuple(tensors(args, kwargs))):
-            return self._reference(*args, **kwargs)
-
-    def matching(self, wanted: Mapping[str, Value]) -> list[Entrance]:
-        """The entrances of the dtypes that have these values. Raises SpecError if there is none."""
-        return [self._entrance(str(each)) for (each,) in self._builder.PARAMETERS.matching(wanted)]
 
     def load_native(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entrance:
         """The entrance for a call, with its library loaded. Raises LoadError if there is none."""
         dtype = self._dtype_of(args, kwargs)
         if dtype not in self._builder.PARAMETERS.dtypes:
             raise LoadError(f"op {self._defined.name}: {self._why(dtype)}")
-        return self._entrance(dtype).load_native(args, kwargs)
-
-    def reload(self) -> None:
-        """Look at the sources of what is loaded again. Raises OpkilnError."""
-        for each in list(self._entrances.values()):
-            each.reload()
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """What calls in this process came to, for explanations."""
-        return self.refusals.notes
+        return self.entrance((dtype,)).load_native(args, kwargs)
 
     def _chosen(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entrance | None:
         """The entrance for a call; None if no library is for its dtype: the user is told."""
         dtype = self._dtype_of(args, kwargs)
         if dtype in self._builder.PARAMETERS.dtypes:
-            return self._entrance(dtype)
+            return self.entrance((dtype,))
         if device_of(args, kwargs) != "meta":
             self.refusals.add(self._why(dtype))
         return None
 
-    def _entrance(self, dtype: str) -> Entrance:
-        with lock:
-            found = self._entrances.get(dtype)
-            if found is None:
-                builder, defined = self._builder.variant((dtype,)), self._defined
-                found = Entrance(builder, self._reference, defined.written, self._served(dtype))
-                found.overload = defined.overload()
-                if NATIVE in self._builder.REGISTRATION.overloads:
-                    found.native = defined.overload(NATIVE)
-                self._entrances[dtype] = found
-            return found
+    def _made(self, values: tuple[Value, ...]) -> Entrance:
+        served = self._served(str(values[0]))
+        made = Entrance(self._builder.variant(values), self._reference, served)
+        made.overload = self._defined.overload()
+        if NATIVE in self._builder.REGISTRATION.overloads:
+            made.native = self._defined.overload(NATIVE)
+        return made
 
     def _dtype_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         """The dtype of a call, in words; empty if it has none."""

@@ -14,6 +14,7 @@ from typing import Any
 
 from opkiln.authoring.checking import Comparison
 from opkiln.authoring.gradient import tensors, without_autocast
+from opkiln.authoring.registration import lock
 from opkiln.builder.base import backend_of
 from opkiln.decision import policy
 from opkiln.errors import FallbackWarning, LoadError, warn_caller
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
     from opkiln.authoring.builders import DecoratedBuilder
     from opkiln.authoring.parameters import Value
+    from opkiln.authoring.registration import Defined
     from opkiln.builder.base import OpBuilder
     from opkiln.loading.here import Loaded
 
@@ -46,39 +48,61 @@ class Refusals:
 
     def add(self, why: str) -> None:
         """Say, once for each reason, that the reference runs. Raises LoadError where it must not"""
-        if settings.mode == policy.NATIVE:
-            raise LoadError(
-                f"op {self._op} would run as its reference: {why}",
-                why="OPKILN_MODE=native: a native version is required",
-                hint="OPKILN_MODE=auto    # the reference runs, with a warning",
-            )
+        _require_allowed(self._op, "reference", why)
         self.count += 1
         if why not in self.reasons and len(self.reasons) < _MOST_REASONS:
             self.reasons[why] = None
             warn_caller(f"op {self._op} runs as its pure-PyTorch reference: {why}", FallbackWarning)
 
+
+def _require_allowed(op: str, what: str, why: str) -> None:
+    if settings.mode == policy.NATIVE:
+        raise LoadError(
+            f"op {op} would run as its {what}: {why}",
+            why="OPKILN_MODE=native: a native version is required",
+            hint="OPKILN_MODE=auto    # the reference runs, with a warning",
+        )
+
+
+class WithReference:
+    """Runs an op's reference for the calls that no kernel serves, and keeps why."""
+
+    def __init__(
+        self, builder: type[DecoratedBuilder], reference: Callable[..., Any], name: str
+    ) -> None:
+        self._builder, self._reference = builder, reference
+        self.refusals = Refusals(name)
+
+    def reference(self, *args: Any, **kwargs: Any) -> Any:
+        """The reference, in the dtypes that it is given."""
+        with without_autocast(tuple(tensors(args, kwargs))):
+            return self._reference(*args, **kwargs)
+
+    def unserved(self, *args: Any, unserved_because: str, **kwargs: Any) -> Any:
+        """Take a call that the kernel does not serve."""
+        self.refusals.add(unserved_because)
+        return self.reference(*args, **kwargs)
+
     @property
     def notes(self) -> tuple[str, ...]:
-        """For explanations."""
-        return tuple(f"the reference ran: {each}" for each in self.reasons)
+        """What calls in this process came to, for explanations."""
+        return tuple(f"the reference ran: {each}" for each in self.refusals.reasons)
 
 
-class Entrance:
+class Entrance(WithReference):
     """Loads an op's libraries, and runs its reference."""
 
     def __init__(
         self,
         builder: type[DecoratedBuilder],
         reference: Callable[..., Any],
-        written: tuple[str, ...],
         served: Served | None = None,
     ) -> None:
         """``served`` is what is loaded, if other functions are in the same library."""
-        self._builder, self._reference = builder, reference
+        super().__init__(builder, reference, reference.__name__)
         # For messages. The parts of an op, and its libraries for dtypes, are not users' concern.
         self._name = builder.NAME.partition("__")[0] or builder.NAME
-        self._comparison = Comparison(reference.__name__, reference, written)
-        self.refusals = Refusals(reference.__name__)
+        self._comparison = Comparison(reference.__name__, reference)
         self._served: Served = {} if served is None else served
         self._lock = threading.RLock()
         self.overload: Any = None  # what a call is passed on to once its library is loaded
@@ -94,21 +118,6 @@ class Entrance:
             return self._comparison(self.native, args, kwargs)
         return self.reference(*args, **kwargs)
 
-    def unserved(self, *args: Any, unserved_because: str, **kwargs: Any) -> Any:
-        """Take a call that the kernel does not serve."""
-        self.refusals.add(unserved_because)
-        return self.reference(*args, **kwargs)
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """What calls in this process came to, for explanations."""
-        return self.refusals.notes
-
-    def reference(self, *args: Any, **kwargs: Any) -> Any:
-        """The reference, in the dtypes that it is given."""
-        with without_autocast(tuple(tensors(args, kwargs))):
-            return self._reference(*args, **kwargs)
-
     def is_native(self, device: str) -> bool:
         """Whether a library serves this device."""
         loaded = self._served.get((here.era, device))
@@ -121,12 +130,11 @@ class Entrance:
             place = (here.era, device)
             if place in self._served:
                 return self._served[place]
-            backend = backend_of(self._builder, device)
             loaded = None
-            if backend is None:
+            if backend_of(self._builder, device) is None:
                 self._tell_no_sources(device)
             else:
-                loaded = self._builder(backend=backend).loaded()
+                loaded = self.builder_of(device).loaded()
             self._served[place] = loaded
             return loaded
 
@@ -137,7 +145,7 @@ class Entrance:
         if loaded is None:
             raise LoadError(
                 f"op {self._name} has no native version for {device}",
-                why=f"it has sources for {', '.join(self._builder.BACKENDS)} alone",
+                why=self._sources_in_words(),
             )
         if loaded.artifact is None:
             why = "\n".join(loaded.trace.refusals())
@@ -164,15 +172,47 @@ class Entrance:
         """Raises LoadError where the reference must not run."""
         if settings.mode == policy.REFERENCE:
             return
-        what = f"reference on {device}"
-        why = f"it has sources for {', '.join(self._builder.BACKENDS)} alone"
-        if settings.mode == policy.NATIVE:
-            raise LoadError(
-                f"op {self._name} would run as its {what}: {why}",
-                why="OPKILN_MODE=native: a native version is required",
-                hint="OPKILN_MODE=auto    # the reference runs, with a warning",
-            )
+        what, why = f"reference on {device}", self._sources_in_words()
+        _require_allowed(self._name, what, why)
         warn_caller(f"op {self._name} runs as its pure-PyTorch {what}: {why}", FallbackWarning)
+
+    def _sources_in_words(self) -> str:
+        return f"it has sources for {', '.join(self._builder.BACKENDS)} alone"
+
+
+class Entrances(WithReference):
+    """The entrances of an op that has several libraries, by the values of its parameters."""
+
+    def __init__(
+        self,
+        builder: type[DecoratedBuilder],
+        reference: Callable[..., Any],
+        name: str,
+        defined: Defined,
+    ) -> None:
+        super().__init__(builder, reference, name)
+        self._defined = defined
+        self._entrances: dict[tuple[Value, ...], Entrance] = {}
+
+    def entrance(self, values: tuple[Value, ...]) -> Entrance:
+        """The entrance of the library with these values, known to torch."""
+        with lock:
+            entrance = self._entrances.get(values)
+            if entrance is None:
+                entrance = self._entrances[values] = self._made(values)
+            return entrance
+
+    def _made(self, values: tuple[Value, ...]) -> Entrance:
+        raise NotImplementedError
+
+    def matching(self, wanted: Mapping[str, Value]) -> list[Entrance]:
+        """The entrances that have these values. Raises SpecError if there is none."""
+        return [self.entrance(values) for values in self._builder.PARAMETERS.matching(wanted)]
+
+    def reload(self) -> None:
+        """Look at the sources of what is loaded again. Raises OpkilnError."""
+        for each in list(self._entrances.values()):
+            each.reload()
 
 
 def device_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:

@@ -21,6 +21,7 @@ from torch._C import (
     _AutoDispatchBelowAutograd,
 )
 from torch.autograd import forward_ad
+from torch.utils import _pytree as pytree
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -92,27 +93,12 @@ class _Call:
 
     def flattened(self, result: Any) -> tuple[Any, ...]:
         """A result as autograd takes it. Remembers its form."""
-        if isinstance(result, Tensor):
-            self._form = None
-            return (result,)
-        self._form = [len(each) if isinstance(each, list) else None for each in _parts(result)]
-        if isinstance(result, list):
-            self._form = len(result)
-            return tuple(result)
-        return tuple(
-            leaf for each in result for leaf in (each if isinstance(each, list) else [each])
-        )
+        flat, self._form = pytree.tree_flatten(result)
+        return tuple(flat)
 
     def rebuilt(self, flat: Any) -> Any:
         """The result in its form."""
-        if self._form is None:
-            return flat[0]
-        if isinstance(self._form, int):
-            return list(flat)
-        left = iter(flat)
-        parts = [next(left) if size is None else [next(left) for _ in range(size)]
-                 for size in self._form]  # fmt: skip
-        return tuple(parts)
+        return pytree.tree_unflatten(flat, self._form)
 
     def by_argument(self, found: Sequence[Any]) -> list[Any]:
         """Gradients by argument as gradients by tensor."""
@@ -196,17 +182,7 @@ def tensors(args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Tensor]:
         if isinstance(value, Tensor):
             yield value
         elif isinstance(value, (list, tuple)):
-            yield from (each for part in value for each in _leaves(part))
-
-
-def _leaves(part: Any) -> Sequence[Any]:
-    if isinstance(part, Tensor):
-        return (part,)
-    return [each for each in part if isinstance(each, Tensor)] if isinstance(part, list) else ()
-
-
-def _parts(result: Any) -> Sequence[Any]:
-    return result if isinstance(result, (tuple, list)) else ()
+            yield from tensors(value, {})
 
 
 def _filled(value: Any, left: Iterator[Any]) -> Any:

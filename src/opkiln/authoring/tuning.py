@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from opkiln.authoring.checking import copied
+from opkiln.authoring.checking import copied, written_arguments
 from opkiln.authoring.gradient import tensors
 from opkiln.builder.base import backend_of
 from opkiln.decision import policy
@@ -262,11 +262,7 @@ def _with_copies(
     schema: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments, with copies of those that the op writes to."""
-    written = {
-        each.name
-        for each in schema.arguments
-        if each.alias_info is not None and each.alias_info.is_write
-    }
+    written = written_arguments(schema)
     names = [each.name for each in schema.arguments]
     plain = tuple(
         copied(value) if name in written else value

@@ -12,8 +12,8 @@ from __future__ import annotations
 from typing import Any
 
 from opkiln.authoring.builders import NATIVE
-from opkiln.authoring.entrance import Entrance, Refusals, device_of
-from opkiln.authoring.gradient import tensors, with_defaults, without_autocast
+from opkiln.authoring.entrance import Entrance, Entrances, device_of
+from opkiln.authoring.gradient import with_defaults
 from opkiln.authoring.registration import lock
 from opkiln.decision import policy
 from opkiln.errors import LoadError, SpecError
@@ -22,7 +22,7 @@ from opkiln.settings import settings
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
     from opkiln.authoring.builders import DecoratedBuilder
     from opkiln.authoring.parameters import Value
@@ -32,17 +32,16 @@ if TYPE_CHECKING:
 _MOST_CALLS = 4096  # that are remembered for one variant
 
 
-class Variants:
+class Variants(Entrances):
     """The variants of one op: chooses, loads and calls them."""
 
     def __init__(
         self, builder: type[DecoratedBuilder], reference: Callable[..., Any], defined: Defined
     ) -> None:
-        self._builder, self._reference, self._defined = builder, reference, defined
+        super().__init__(builder, reference, builder.NAME, defined)
         builder.TELL_TORCH[defined.name] = self.entrance
         self._parameters = builder.PARAMETERS
         self._choose: Callable[..., Any] | None = None
-        self._entrances: dict[tuple[Value, ...], Entrance] = {}
         # The calls of the overloads: a dict for each parameter, one in the other, which is
         # faster than one with tuples. With tuning, the innermost one is by what is tuned for.
         self.calls: dict[Any, Any] = {}
@@ -51,7 +50,6 @@ class Variants:
             from opkiln.authoring.tuning import Tuning
 
             self.tuning = Tuning(builder, self.entrance)
-        self.refusals = Refusals(builder.NAME)
         self._defaults: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         self.chosen_names = tuple(name for name, _ in self._parameters.chosen)
 
@@ -78,16 +76,6 @@ class Variants:
         if entrance is None:
             return self.reference(*args, **kwargs)
         return entrance.overload(*args, **kwargs)
-
-    def unserved(self, *args: Any, unserved_because: str, **kwargs: Any) -> Any:
-        """Take a call that the kernel of its variant does not serve."""
-        self.refusals.add(unserved_because)
-        return self.reference(*args, **kwargs)
-
-    def reference(self, *args: Any, **kwargs: Any) -> Any:
-        """The reference, in the dtypes that it is given."""
-        with without_autocast(tuple(tensors(args, kwargs))):
-            return self._reference(*args, **kwargs)
 
     def chosen(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entrance | None:
         """The variant for a call; None if none serves it: the user is told. Raises SpecError, and
@@ -122,23 +110,13 @@ class Variants:
             # As in ``calls.py``: what calling torch's object does, without its Python method.
             calls[keys[-1]] = getattr(entrance.overload, "_op", entrance.overload)
 
-    def entrance(self, values: tuple[Value, ...]) -> Entrance:
-        """The variant with these values, known to torch."""
-        with lock:
-            entrance = self._entrances.get(values)
-            if entrance is None:
-                builder = self._builder.variant(values)
-                entrance = Entrance(builder, self._reference, self._defined.written)
-                ending = self._parameters.suffix(values)
-                entrance.overload = self._defined.add(ending, entrance)
-                if NATIVE in self._builder.REGISTRATION.overloads:
-                    entrance.native = self._defined.add(f"{ending}_{NATIVE}", None)
-                self._entrances[values] = entrance
-            return entrance
-
-    def matching(self, wanted: Mapping[str, Value]) -> list[Entrance]:
-        """The variants that have these values. Raises SpecError if there is none."""
-        return [self.entrance(values) for values in self._parameters.matching(wanted)]
+    def _made(self, values: tuple[Value, ...]) -> Entrance:
+        made = Entrance(self._builder.variant(values), self._reference)
+        ending = self._parameters.suffix(values)
+        made.overload = self._defined.add(ending, made)
+        if NATIVE in self._builder.REGISTRATION.overloads:
+            made.native = self._defined.add(f"{ending}_{NATIVE}", None)
+        return made
 
     def load_native(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entrance:
         """The variant for a call, with its library loaded. Raises LoadError if there is none."""
@@ -147,11 +125,6 @@ class Variants:
             why = "; ".join(self.refusals.reasons)
             raise LoadError(f"op {self._builder.NAME} has no variant for these arguments", why=why)
         return entrance.load_native(args, kwargs)
-
-    def reload(self) -> None:
-        """Look at the sources of what is loaded again. Raises OpkilnError."""
-        for each in list(self._entrances.values()):
-            each.reload()
 
     def retire(self) -> None:
         """Have this process forget the libraries: the op is declared anew."""
@@ -164,9 +137,8 @@ class Variants:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What calls in this process came to, for explanations."""
         tuned = () if self.tuning is None else self.tuning.notes
-        return (*self.refusals.notes, *tuned)
+        return (*super().notes, *tuned)
 
     def _filled(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]

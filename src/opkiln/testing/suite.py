@@ -30,7 +30,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from opkiln.authoring.checking import Comparison, copied
+from opkiln.authoring.checking import Comparison, copied, written_arguments
 from opkiln.authoring.gradient import tensors
 from opkiln.builder.base import backend_of
 from opkiln.decision import policy
@@ -112,7 +112,7 @@ def op_tests(
     on_device = pytest.mark.parametrize("device", places)
     with_dtype = pytest.mark.parametrize("dtype", dtypes, ids=_name)
     with_size = pytest.mark.parametrize("size", sizes)
-    written = _written(op)
+    written = written_arguments(op.overload._schema)
     names = [argument.name for argument in op.overload._schema.arguments]
 
     def named(args: Sequence[Any]) -> dict[str, Any]:
@@ -120,7 +120,7 @@ def op_tests(
 
     def check(args: list[Any]) -> None:
         if settings.mode == policy.REFERENCE:
-            Comparison(op.__name__, op.reference, written)(op.overload, tuple(args), {})
+            Comparison(op.__name__, op.reference)(op.overload, tuple(args), {})
         else:
             op.check(*args)
 
@@ -133,7 +133,7 @@ def op_tests(
             warnings.simplefilter("ignore", FallbackWarning)
             error = _error_of(op.overload, args)
             if error is None and refused is None:
-                Comparison(op.__name__, op.reference, written)(op.overload, tuple(args), {})
+                Comparison(op.__name__, op.reference)(op.overload, tuple(args), {})
         if (error is None) != (refused is None):
             both = ("native", "the reference")
             who, other = both if refused is None else both[::-1]
@@ -246,14 +246,6 @@ def _devices(op: Any) -> list[str]:
     if torch.cuda.is_available() and {"cuda", "rocm"} & set(backends):
         found.append("cuda")
     return found
-
-
-def _written(op: Any) -> tuple[str, ...]:
-    return tuple(
-        argument.name
-        for argument in op.overload._schema.arguments
-        if argument.alias_info is not None and argument.alias_info.is_write
-    )
 
 
 def _requiring_grad(args: Sequence[Any]) -> list[Any]:
