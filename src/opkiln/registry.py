@@ -38,6 +38,7 @@ from opkiln.loading.register import (
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from importlib.metadata import EntryPoint
 
     from opkiln.loading.explain import Explanation, Explanations
@@ -61,6 +62,11 @@ def _ops_of_variant(name: str) -> list[str]:
     return ["__".join(parts[:end]) for end in range(1, len(parts))]
 
 
+def _variant(name: str, ops: Iterable[type[OpBuilder]]) -> type[OpBuilder] | None:
+    """The builder of a variant of one of these ops, by its name."""
+    return next((each for op in ops for each in op.variants() if name == each.NAME), None)
+
+
 class _AllOps(Mapping[str, type[OpBuilder]]):
     """Read-only and lazy: a builder class is imported when it is asked for."""
 
@@ -73,12 +79,15 @@ class _AllOps(Mapping[str, type[OpBuilder]]):
 
         if own and op in deepspeed_names.ELSEWHERE:
             return _only_builder(deepspeed_names.ELSEWHERE[op])
-        if own and (variant := self._bundled_variant(op)) is not None:
+        above = _ops_of_variant(op)
+        if own and (variant := _variant(op, map(_only_builder, filter(_is_bundled, above)))):
             return variant
         entry = _find(owner, op)
         if entry is not None:
             return builder_of(name, entry)
-        if (variant := self._variant(owner, op)) is not None:
+        entries = ((each, _find(owner, each)) for each in above)
+        builders = (builder_of(each, entry) for each, entry in entries if entry is not None)
+        if variant := _variant(op, builders):
             return variant
         known = list(self)
         if op in deepspeed_names.NOT_HERE:
@@ -89,22 +98,6 @@ class _AllOps(Mapping[str, type[OpBuilder]]):
         raise UnknownOp(
             f"there is no op {name!r}", why="known: " + ", ".join(known), hint=_meant(op, known)
         )
-
-    def _variant(self, owner: str, name: str) -> type[OpBuilder] | None:
-        """The builder of a variant by its name, ``attn__HEAD_64``: an op's name may have ``__``."""
-        for op in _ops_of_variant(name):
-            entry = _find(owner, op)
-            for each in () if entry is None else builder_of(op, entry).variants():
-                if name == each.NAME:
-                    return each
-        return None
-
-    def _bundled_variant(self, name: str) -> type[OpBuilder] | None:
-        for op in filter(_is_bundled, _ops_of_variant(name)):
-            for each in _only_builder(op).variants():
-                if name == each.NAME:
-                    return each
-        return None
 
     def __iter__(self) -> Iterator[str]:
         return iter([*bundled(), *declared()])
@@ -190,14 +183,20 @@ def builder_of(name: str, entry: EntryPoint) -> type[OpBuilder]:
             why=f"{type(error).__name__}: {error}",
             hint=f"python -c 'import {entry.module}'",
         ) from error
-    builder = found if isinstance(found, type) else getattr(found, "builder", None)
-    if not (isinstance(builder, type) and issubclass(builder, OpBuilder)):
+    builder = as_builder(found)
+    if builder is None:
         raise SpecError(
             f"entry point {name} = {entry.value} is not an OpBuilder",
             why="it is not a function that @opkiln.op decorates either, nor a module with "
             "such functions",
         )
     return builder
+
+
+def as_builder(value: Any) -> type[OpBuilder] | None:
+    """The builder class that a value is, or that is under a decorated function or a library."""
+    builder = value if isinstance(value, type) else getattr(value, "builder", None)
+    return builder if isinstance(builder, type) and issubclass(builder, OpBuilder) else None
 
 
 def _meant(name: str, known: list[str]) -> str:
@@ -212,17 +211,8 @@ def _meant(name: str, known: list[str]) -> str:
 
 def _only_builder(name: str) -> type[OpBuilder]:
     module = import_module(f"opkiln.ops.{name}.op")
-    builders = (
-        value if isinstance(value, type) else getattr(value, "builder", None)
-        for value in vars(module).values()
-    )
-    found = [
-        builder
-        for builder in builders
-        if isinstance(builder, type)
-        and issubclass(builder, OpBuilder)
-        and builder.__module__ == module.__name__
-    ]
+    builders = filter(None, map(as_builder, vars(module).values()))
+    found = [builder for builder in builders if builder.__module__ == module.__name__]
     parts = [part for builder in found for part in getattr(builder, "PARTS", ())]
     found = [builder for builder in found if builder not in parts]
     if len(found) != 1:
@@ -279,16 +269,12 @@ def _find(owner: str, op: str) -> EntryPoint | None:
     """The entry point of ``op``: the first, or that of the owner."""
     named = [entry for entry in _entry_points() if entry.name == op and entry.attr]
     named = named or [entry for entry in _entry_points(expanded=True) if entry.name == op]
-    if not owner:
-        return named[0] if named else None
-    wanted = normalized(owner)
-    for entry in named:
-        if normalized(distribution(entry)) == wanted:
-            return entry
-    for entry in named:  # by the package that is imported, as the store and records have it
-        if normalized(entry.module.partition(".")[0]) == wanted:
-            return entry
-    return None
+    if owner:
+        # As it is installed goes before as it is imported, which the store and records have.
+        wanted = normalized(owner)
+        named = [entry for entry in named if wanted in _owners(entry)]
+        named.sort(key=lambda entry: _owners(entry).index(wanted))
+    return named[0] if named else None
 
 
 def distribution(entry: EntryPoint) -> str:

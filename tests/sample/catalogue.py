@@ -92,9 +92,9 @@ def _for_cpus() -> Iterator[Request]:
     from instruction_sets import LEVELS, missing
 
     here = NamedTarget(CPU)
-    yield from prebuild.requests(ALL_OPS, bundled(), [here], named=False).requests
+    yield from prebuild.requests(bundled(), [here], named=False).requests
     levels = [NamedTarget(CPU, level) for level in LEVELS if not missing(level)]
-    yield from prebuild.requests(ALL_OPS, LEVELS_OF, levels, named=True).requests
+    yield from prebuild.requests(LEVELS_OF, levels, named=True).requests
 
 
 def _for_gpus() -> Iterator[Request]:

@@ -7,7 +7,6 @@ measured, the first candidate serves; ``explain`` says so.
 
 from __future__ import annotations
 
-import contextvars
 import os
 import threading
 import time
@@ -228,7 +227,7 @@ def _why_not_measure() -> str:
 def _loaded(entrances: dict[str, Entrance], device: str) -> dict[str, str]:
     """Find or build all candidates, in parallel; why some cannot be had. Raises OpkilnError if none
     can, and SealedError."""
-    from opkiln.engine import progress
+    from opkiln.engine import progress, schedule
 
     errors: dict[str, OpkilnError] = {}
     failures: dict[str, str] = {}
@@ -243,15 +242,7 @@ def _loaded(entrances: dict[str, Entrance], device: str) -> dict[str, str]:
             failures[name] = error.what
 
     with progress.shown():
-        threads = [
-            threading.Thread(target=contextvars.copy_context().run, args=(work, *each), daemon=True)
-            for each in entrances.items()
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            while thread.is_alive():
-                thread.join(0.2)  # an interrupt is seen when this thread wakes
+        schedule.in_threads(work, entrances.items())
     for error in errors.values():
         if isinstance(error, SealedError) or len(errors) == len(entrances):
             raise error

@@ -201,9 +201,9 @@ def requests(
     from opkiln.registry import ALL_OPS, ops_of
 
     if package is not None:
-        return prebuild.requests(ALL_OPS, ops_of(package), wanted, named=False)
+        return prebuild.requests(ops_of(package), wanted, named=False)
     names = list(ALL_OPS if everything else dict.fromkeys(ops))
-    return prebuild.requests(ALL_OPS, names, wanted, named=not everything)
+    return prebuild.requests(names, wanted, named=not everything)
 
 
 def _used_by(script: str, arguments: tuple[str, ...], wanted: list[NamedTarget]) -> prebuild.Asked:
@@ -221,10 +221,10 @@ def _used_by(script: str, arguments: tuple[str, ...], wanted: list[NamedTarget])
 
 def wanted_targets(texts: tuple[str, ...]) -> list[NamedTarget]:
     """The targets that the options ``--target`` name. Raises UsageError."""
-    from opkiln.ship.selection import parse
+    from opkiln.ship.selection import parse_all
 
     try:
-        return list(dict.fromkeys(each for text in texts for each in parse(text)))
+        return parse_all(texts)
     except UsageError as error:
         raise UsageError(f"--target: {error.what}", why=error.why, hint=error.hint) from None
 

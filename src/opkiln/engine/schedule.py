@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 import time
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from opkiln import process
 from opkiln.child import Completed
@@ -18,6 +18,24 @@ from opkiln.settings import settings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
+
+
+def in_threads(work: Callable[..., None], calls: Iterable[tuple[Any, ...]]) -> None:
+    """Call ``work``, which raises nothing, with each of these arguments, in a thread for each.
+
+    The threads see this thread's settings and display. They are daemons, which do not delay an
+    interrupt.
+    """
+    threads = []
+    for each in calls:
+        run = contextvars.copy_context().run
+        threads.append(threading.Thread(target=run, args=(work, *each), daemon=True))
+        threads[-1].start()
+    for thread in threads:
+        while thread.is_alive():
+            # The timeout is needed because the kernel may deliver an interrupt to another thread,
+            # and this thread sees it only when it wakes.
+            thread.join(0.2)
 
 
 class Task(NamedTuple):

@@ -145,6 +145,14 @@ class Finding(NamedTuple):
     why: str = ""
 
 
+def torch_library() -> str | None:
+    """The libtorch_cpu.so to audit with; None if no torch is found."""
+    from opkiln.toolchain import torch_sdk
+
+    sdk = torch_sdk.find()
+    return None if sdk is None else os.path.join(sdk.path, "lib", "libtorch_cpu.so")
+
+
 def audit(path: str, manifest: Mapping[str, Any], torch_lib: str | None) -> list[Finding]:
     """Compare one payload with the target in its manifest.
 

@@ -5,14 +5,12 @@ The ops are named, or taken from a record of what a workload loads.
 
 from __future__ import annotations
 
-import contextvars
 import os
 import shlex
 import sys
-import threading
 import time
 from contextlib import ExitStack
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from opkiln.decision import receipt
 from opkiln.decision import terms as decision
@@ -39,7 +37,7 @@ from opkiln.toolchain.choice import available
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from opkiln.build_model import Plan
     from opkiln.builder import OpBuilder
@@ -85,13 +83,7 @@ class Asked(NamedTuple):
     refused: tuple[Outcome, ...]
 
 
-def requests(
-    builders: Mapping[str, type[OpBuilder]],
-    names: Iterable[str],
-    wanted: Sequence[NamedTarget],
-    *,
-    named: bool,
-) -> Asked:
+def requests(names: Iterable[str], wanted: Sequence[NamedTarget], *, named: bool) -> Asked:
     """Every op for every target that it has a version for; without targets, for this machine.
 
     An op with variants is all that are built ahead. A named op must have a version for at least one
@@ -99,42 +91,33 @@ def requests(
     """
     made: list[Request] = []
     refused: list[Outcome] = []
-    for name, kind in _libraries(builders, names, refused, named=named):
-        missing: list[Outcome] = []
-        last: UnknownBackend | None = None
-        for each in wanted or (None,):
-            try:
-                made.append(Request(selection.ask(kind(), each), each, named, name))
-            except UnknownBackend as none:
-                last = none
-                reason = f"{none.what}: {none.why}"
-                missing.append(Outcome(name, SKIPPED, target=str(each or ""), reason=reason))
-            except SpecError as wrong:
-                if named:
-                    raise
-                missing.append(Outcome(name, FAILED, error=wrong))
-                break
-        if named and last is not None and len(missing) == len(wanted):
-            raise last
-        refused += missing
-    return Asked(tuple(made), tuple(refused))
-
-
-def _libraries(
-    builders: Mapping[str, type[OpBuilder]],
-    names: Iterable[str],
-    refused: list[Outcome],
-    *,
-    named: bool,
-) -> Iterator[tuple[str, type[OpBuilder]]]:
-    """(name, builder) of all libraries. One that cannot be imported is added to ``refused``."""
     for name in names:
         try:
-            yield from libraries(name, builders[name], ahead=True)
-        except SpecError as wrong:
+            for library, kind in libraries(name, ALL_OPS[name], ahead=True):
+                found, missing = _for_each_target(library, kind, wanted, named)
+                made += found
+                refused += missing
+        except SpecError as wrong:  # of an op that cannot be imported, too
             if named:
                 raise
             refused.append(Outcome(name, FAILED, error=wrong))  # the other ops are still built
+    return Asked(tuple(made), tuple(refused))
+
+
+def _for_each_target(
+    name: str, kind: type[OpBuilder], wanted: Sequence[NamedTarget], named: bool
+) -> tuple[list[Request], list[Outcome]]:
+    made: list[Request] = []
+    missing: list[Outcome] = []
+    for each in wanted or (None,):
+        try:
+            made.append(Request(selection.ask(kind(), each), each, named, name))
+        except UnknownBackend as none:
+            reason = f"{none.what}: {none.why}"
+            missing.append(Outcome(name, SKIPPED, target=str(each or ""), reason=reason))
+            if named and len(missing) == len(wanted):
+                raise
+    return made, missing
 
 
 def prebuild(
@@ -178,7 +161,11 @@ def look(request: Request) -> Outcome | Plan:
     except OpkilnError as wrong:  # the declaration itself
         return _outcome(request, FAILED, error=wrong)
     if isinstance(outcome, Serve):
-        return _found(request, asked, outcome)
+        artifact = outcome.artifact
+        if outcome.read is not None:
+            receipt.write(asked, artifact, outcome.read)
+        return _outcome(request, CACHED, archs=asked.wanted.archs, path=artifact.path,
+                        sha256=artifact.sha256)  # fmt: skip
     if isinstance(outcome, Build):
         # An author may have overridden it.
         if request.named or builder.is_compatible():
@@ -207,7 +194,7 @@ def is_unsupported_here(error: OpkilnError, builder: OpBuilder) -> bool:
 
 def _in_parallel(missing: Mapping[int, Request], names_targets: bool) -> dict[int, Outcome]:
     """Build each in a thread. The engine's budget decides how many steps run at once."""
-    from opkiln.engine import events
+    from opkiln.engine import events, schedule
 
     outcomes: dict[int, Outcome] = {}
     raised: list[BaseException] = []  # errors of the machine, such as too many open files
@@ -228,19 +215,7 @@ def _in_parallel(missing: Mapping[int, Request], names_targets: bool) -> dict[in
         for number, request in missing.items():
             work(number, request)  # in this thread, so that an interrupt reaches it
         return outcomes
-    threads = []
-    for number, request in missing.items():
-        # Each thread sees this thread's settings and display. Daemon threads do not delay an
-        # interrupt.
-        run = contextvars.copy_context().run
-        thread = threading.Thread(target=run, args=(work, number, request), daemon=True)
-        thread.start()
-        threads.append(thread)
-    for thread in threads:
-        while thread.is_alive():
-            # The timeout is needed because the kernel may deliver an interrupt to another thread,
-            # and this thread sees it only when it wakes.
-            thread.join(0.2)
+    schedule.in_threads(work, missing.items())
     if raised:
         raise raised[0]
     return outcomes
@@ -262,30 +237,9 @@ def _make(request: Request) -> Outcome:
     )
 
 
-def _found(request: Request, asked: decision.Request, outcome: Serve) -> Outcome:
-    artifact = outcome.artifact
-    if outcome.read is not None:
-        receipt.write(asked, artifact, outcome.read)
-    return _outcome(request, CACHED, archs=asked.wanted.archs, path=artifact.path,
-                    sha256=artifact.sha256)  # fmt: skip
-
-
-def _outcome(
-    request: Request,
-    status: str,
-    *,
-    archs: tuple[str, ...] = (),
-    seconds: float = 0.0,
-    path: str = "",
-    sha256: str = "",
-    reason: str = "",
-    error: OpkilnError | None = None,
-) -> Outcome:
-    builder = request.builder
-    target = str(request.wanted or "")
-    return Outcome(
-        request.op, status, builder.backend, target, archs, seconds, path, sha256, reason, error
-    )
+def _outcome(request: Request, status: str, **more: Any) -> Outcome:
+    backend, target = request.builder.backend, str(request.wanted or "")
+    return Outcome(request.op, status, backend, target, **more)
 
 
 def _require_stored(op: str, artifact: Artifact) -> None:
@@ -328,7 +282,7 @@ def recorded_requests(
     skipped. If the program ``ran_here``, that run compiled it, and it is not listed. Raises
     StoreError for the file, UnknownOp for an op that is not installed.
     """
-    asked: list[Request] = []
+    asked: dict[tuple[object, ...], Request] = {}
     refused: list[Outcome] = []
     for use in recording.read(file):
         if use.distribution == ONE_CALL:
@@ -337,10 +291,11 @@ def recorded_requests(
                 refused.append(Outcome(use.op, SKIPPED, use.backend, reason=reason))
             continue
         for_ = list(wanted) or [NamedTarget(use.backend, use.archs)]
-        found = requests(ALL_OPS, [_registered(use)], for_, named=True)
-        asked += [each for each in found.requests if _new(each, asked)]
+        found = requests([_registered(use)], for_, named=True)
+        for each in found.requests:
+            asked.setdefault((each.op, each.builder.backend, each.wanted), each)
         refused += found.refused
-    return Asked(tuple(asked), tuple(dict.fromkeys(refused)))
+    return Asked(tuple(asked.values()), tuple(dict.fromkeys(refused)))
 
 
 def _registered(use: recording.Use) -> str:
@@ -354,11 +309,6 @@ def _registered(use: recording.Use) -> str:
         why=f"the installed op of this name belongs to {', '.join(owners.values())}",
         hint=f"pip install {shlex.quote(use.distribution)}",
     )
-
-
-def _new(request: Request, asked: list[Request]) -> bool:
-    known = ((each.op, each.builder.backend, each.wanted) for each in asked)
-    return (request.op, request.builder.backend, request.wanted) not in known
 
 
 def run_script(script: str, arguments: Sequence[str], file: str, **changes: str) -> None:

@@ -12,10 +12,10 @@ import shutil
 import sys
 import sysconfig
 from contextlib import contextmanager
-from importlib import import_module
-from typing import Any, NamedTuple
+from importlib.metadata import EntryPoint
+from typing import NamedTuple
 
-from opkiln.builder.base import OpBuilder
+from opkiln import registry
 from opkiln.bundles import layer
 from opkiln.errors import (
     ArchError,
@@ -39,6 +39,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from opkiln.builder.base import OpBuilder
     from opkiln.ship.prebuild import Outcome
 
 PREBUILT = CARRIED  # the layer's name in a package
@@ -83,7 +84,9 @@ def precompile(
         asked = _asked(chosen, extensions, origins, here=out is None)
         unnamed = {name for name, each in origins.items() if not each.named}
         outcomes = [
-            _skipped(each) if each.op in unnamed and isinstance(each.error, _NOT_HERE) else each
+            _skipped(each, each.error)
+            if each.op in unnamed and isinstance(each.error, _NOT_HERE)
+            else each
             for each in (*asked.refused, *prebuild.prebuild(asked.requests))
         ]
         _require_built(package, origins, outcomes)
@@ -101,10 +104,9 @@ def precompile(
 _NOT_HERE = (ToolchainError, LoadError, UnknownBackend, ArchError)
 
 
-def _skipped(outcome: Outcome) -> Outcome:
+def _skipped(outcome: Outcome, error: OpkilnError) -> Outcome:
     """The outcome of an op that nobody named, and that cannot be built here."""
-    assert outcome.error is not None
-    reason = _one_line(outcome.error)
+    reason = " ".join(f"{error.what}: {error.why}".split()).rstrip(": ")
     return outcome._replace(status=prebuild.SKIPPED, reason=reason, error=None)
 
 
@@ -202,7 +204,9 @@ def _asked(
     refused: list[Outcome] = []
     for each in chosen:
         try:
-            for builder in _libraries(each.op):
+            declared = _builder(each.op)
+            # One builder, or one for each variant that is built ahead.
+            for builder in [kind() for kind in type(declared).ahead()] or [declared]:
                 wanted: Sequence[NamedTarget | None] = (None,) if here else _targets(builder)
                 requests += [
                     Request(selection.ask(_fresh(builder), target), target, each.named)
@@ -221,15 +225,6 @@ def _asked(
             wanted = selection.targets((builder.backend,))
         requests += [Request(selection.ask(_fresh(builder), target), target) for target in wanted]
     return prebuild.Asked(tuple(requests), tuple(refused))
-
-
-def _libraries(op: Declared) -> list[OpBuilder]:
-    """A builder for each library of an op: one, or one for each variant that is built ahead.
-
-    Raises SpecError.
-    """
-    builder = _builder(op)
-    return [each() for each in type(builder).ahead()] or [builder]
 
 
 def _targets(builder: OpBuilder) -> tuple[NamedTarget, ...]:
@@ -252,24 +247,19 @@ def _fresh(builder: OpBuilder) -> OpBuilder:
 def _builder(op: Declared) -> OpBuilder:
     """A new builder of an op. Raises SpecError, and LoadError where a module is not installed."""
     if not op.value:
-        from opkiln import registry
-
         return registry.get_builder(op.name)
-    module, _, attribute = op.value.partition(":")
+    entry = EntryPoint(op.name, op.value, registry.GROUP)
     try:
-        kind: Any = import_module(module.strip())
-        for name in attribute.strip().split("."):
-            kind = getattr(kind, name)
+        kind = registry.as_builder(entry.load())
     except (Exception, SystemExit) as error:
         lacks = (error.name or "") if isinstance(error, ModuleNotFoundError) else ""
-        of_others = lacks and lacks.partition(".")[0] != module.strip().partition(".")[0]
+        of_others = lacks and lacks.partition(".")[0] != entry.module.partition(".")[0]
         raise (LoadError if of_others else SpecError)(
             f"op {op.name}: {op.value} cannot be imported from the package's sources",
             why=f"{type(error).__name__}: {error}",
             hint=_NO_ISOLATION if lacks == "torch" else "",
         ) from error
-    kind = kind if isinstance(kind, type) else getattr(kind, "builder", kind)  # of @opkiln.op
-    if not (isinstance(kind, type) and issubclass(kind, OpBuilder)):
+    if kind is None:
         raise SpecError(f"op {op.name}: {op.value} is not an OpBuilder")
     builder = kind()
     if builder.name != op.name:
@@ -283,13 +273,13 @@ def _builder(op: Declared) -> OpBuilder:
 
 def _require_built(package: str, origins: dict[str, Choice], outcomes: Sequence[Outcome]) -> None:
     """Raise BuildError if an op failed, with the reason for each."""
-    failures = [each for each in outcomes if each.error is not None]
+    failures = [each.error for each in outcomes if each.error is not None]
     if not failures:
         return
-    ops = dict.fromkeys(each.op for each in failures)
+    ops = dict.fromkeys(each.op for each in outcomes if each.error is not None)
     variables = ", ".join(dict.fromkeys(origins[op].origin for op in ops if op in origins))
     asks = f", as {variables} asks" if variables else ""
-    hint = next((each.error.hint for each in failures if each.error and each.error.hint), "")
+    hint = next((each.hint for each in failures if each.hint), "")
     if torch_sdk.locate() is None:
         hint = _NO_ISOLATION
     raise BuildError(
@@ -299,19 +289,15 @@ def _require_built(package: str, origins: dict[str, Choice], outcomes: Sequence[
     )
 
 
-def _message(outcome: Outcome) -> str:
-    error = outcome.error
-    assert error is not None
+def _message(error: OpkilnError) -> str:
     return "\n".join([error.what, *(f"  {line}" for line in error.why.splitlines())])
 
 
 def _exported(payloads: list[str], out: str) -> str:
     """Write the layer, audit each library, and return the wheel's tag. Raises BuildError."""
     layer.export(payloads, out)
-    sdk = torch_sdk.find()
-    torch_lib = None if sdk is None else os.path.join(sdk.path, "lib", "libtorch_cpu.so")
     for entry in layer.entries(out):
-        audit.require(entry.payload, entry.manifest, torch_lib)
+        audit.require(entry.payload, entry.manifest, audit.torch_library())
     return tag_of(out)
 
 
@@ -338,7 +324,3 @@ def _for(outcome: Outcome) -> str:
     if ":" in outcome.target or not outcome.archs:
         return outcome.target or outcome.backend
     return f"{outcome.backend}:{','.join(outcome.archs)}"
-
-
-def _one_line(error: OpkilnError) -> str:
-    return " ".join(f"{error.what}: {error.why}".split()).rstrip(": ")

@@ -12,7 +12,6 @@ selected, no code of the package runs.
 from __future__ import annotations
 
 import ast
-import contextlib
 import os
 import re
 from typing import NamedTuple
@@ -20,11 +19,12 @@ from typing import NamedTuple
 from opkiln.builder import deepspeed_names
 from opkiln.errors import ArchError, SettingError, SpecError, UsageError
 from opkiln.model import CPU, CUDA, ROCM, XPU
-from opkiln.settings import build_switch_of, build_switches, origin_of, settings
+from opkiln.settings import build_switch_of, build_switches, origin_of, override, settings
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
+    from contextlib import AbstractContextManager
 
     from opkiln.builder import OpBuilder
 
@@ -78,6 +78,11 @@ def parse(text: str) -> tuple[NamedTarget, ...]:
     return (NamedTarget(backend, archs.strip()),)
 
 
+def parse_all(texts: Iterable[str]) -> list[NamedTarget]:
+    """The targets that several texts name, each once. Raises UsageError."""
+    return list(dict.fromkeys(each for text in texts for each in parse(text)))
+
+
 def _check(text: str, backend: str, names: list[str]) -> None:
     """Refuse unknown names before the known ones are built for hours. Raises UsageError."""
     from opkiln import machine
@@ -100,16 +105,11 @@ def _check(text: str, backend: str, names: list[str]) -> None:
         ) from None
 
 
-@contextlib.contextmanager
-def applied(wanted: NamedTarget | None) -> Iterator[None]:
+def applied(wanted: NamedTarget | None) -> AbstractContextManager[object]:
     """Sets the CPU for the length of a block, if the target names one."""
-    from opkiln.settings import override
-
     if wanted is not None and wanted.backend == CPU and wanted.archs:
-        with override(cpu=wanted.archs):
-            yield
-    else:
-        yield
+        return override(cpu=wanted.archs)
+    return override()
 
 
 def ask(builder: OpBuilder, wanted: NamedTarget | None) -> OpBuilder:
@@ -153,11 +153,12 @@ def bundled() -> list[Declared]:
     """The ops of opkiln itself."""
     from opkiln import registry
 
-    own = {name: registry.ALL_OPS[name].BUILD_VAR for name in registry.bundled()}
-    return [
-        Declared(name, variables=(*filter(None, [given]), *deepspeed_names.variables(name)))
-        for name, given in own.items()
-    ]
+    found = []
+    for name in registry.bundled():
+        own = registry.ALL_OPS[name].BUILD_VAR
+        variables = ((own,) if own else ()) + tuple(deepspeed_names.variables(name))
+        found.append(Declared(name, variables=variables))
+    return found
 
 
 def declared(entry_points: Mapping[str, str], where: str) -> list[Declared]:
@@ -169,7 +170,7 @@ def declared(entry_points: Mapping[str, str], where: str) -> list[Declared]:
     found = []
     for name, value in entry_points.items():
         module, _, builder = (part.strip() for part in value.partition(":"))
-        body = _body(module, where)
+        body = _module(module, where)[1]
         if builder or not (ops := _decorated(body) | _libraries(body)):
             classes = {each.name: each for each in body if isinstance(each, ast.ClassDef)}
             found.append(Declared(name, value, _build_var(builder, classes)))
@@ -213,6 +214,12 @@ def sources(ops: Iterable[Declared], where: str) -> list[str]:
     return sorted(path for path in relative if not path.startswith(os.pardir))
 
 
+def packages_around(module: str) -> list[str]:
+    """A module's packages, the outermost first, and the module itself."""
+    parts = module.strip().split(".")
+    return [".".join(parts[: end + 1]) for end in range(len(parts))]
+
+
 def require_sources(package: str, missing: Sequence[str], hint: str) -> None:
     """Raise SpecError if a package would be installed without sources of its ops."""
     if missing:
@@ -221,10 +228,6 @@ def require_sources(package: str, missing: Sequence[str], hint: str) -> None:
             why="its ops are built from these; without them the loader would refuse the ops",
             hint=hint,
         )
-
-
-def _body(module: str, where: str) -> list[ast.stmt]:
-    return _module(module, where)[1]
 
 
 def _module(module: str, where: str) -> tuple[str, list[ast.stmt]]:
@@ -321,12 +324,7 @@ def targets(backends: Sequence[str]) -> tuple[NamedTarget, ...]:
     """
     if settings.build_targets is not None:
         try:
-            asked = tuple(
-                wanted
-                for text in settings.build_targets.split(";")
-                if text.strip()
-                for wanted in parse(text.strip())
-            )
+            asked = parse_all(filter(str.strip, settings.build_targets.split(";")))
         except UsageError as error:
             raise SettingError(
                 f"OPKILN_BUILD_TARGETS={settings.build_targets!r}: {error.what}",
@@ -335,16 +333,16 @@ def targets(backends: Sequence[str]) -> tuple[NamedTarget, ...]:
             ) from None
         return tuple(wanted for wanted in asked if wanted.backend in backends)
     here = [backend for backend in backends if _served(backend)] or list(backends[:1])
-    return tuple(wanted for each in here for wanted in parse(_text(each)))
+    return tuple(parse_all(map(_text, here)))
 
 
 def _text(backend: str) -> str:
     """A backend's default targets, as ``--target`` takes them."""
     from opkiln import machine
 
-    level, origin = origin_of("cpu")
     if backend != CPU:
         return backend
+    level, origin = origin_of("cpu")
     if origin != "default":
         return f"{CPU}:{level}"
     levels = _LEVELS.get(machine.architecture(), ())
@@ -358,9 +356,8 @@ def _served(backend: str) -> bool:
     if backend == CPU:
         return True
     sdk = torch_sdk.find()
-    wants = {CUDA: sdk is not None and sdk.cuda, ROCM: sdk is not None and sdk.hip, XPU: False}
-    if backend in (CUDA, ROCM) and sdk is not None and (sdk.cuda or sdk.hip):
-        return bool(wants[backend])  # a torch is built for one of the two
+    if backend != XPU and sdk is not None and (sdk.cuda or sdk.hip):
+        return bool(sdk.cuda if backend == CUDA else sdk.hip)  # a torch is built for one of the two
     # If torch has neither, the toolkit decides, because the wheel may be for other machines.
     return backend != ROCM and choice.available(backend)
 
@@ -368,14 +365,13 @@ def _served(backend: str) -> bool:
 def strictest(tags: Iterable[str]) -> str:
     """The tag of a wheel with contents of these tags, all built by this interpreter."""
 
-    def demand(tag: str) -> tuple[object, ...]:
-        python, _, platform = tag.split("-")
+    def demand(platform: str) -> tuple[object, ...]:
         numbers = [int(part) for part in platform.split("_") if part.isdigit()]
-        return python != "py3", platform.startswith("linux_"), numbers
+        return platform.startswith("linux_"), numbers
 
     pythons, platforms = zip(*(tag.rsplit("-", 1) for tag in tags), strict=True)
-    python = max(pythons, key=lambda each: demand(f"{each}-any"))
-    return f"{python}-{max(platforms, key=lambda each: demand(f'py3-none-{each}'))}"
+    python = max(pythons, key=lambda each: not each.startswith("py3-"))
+    return f"{python}-{max(platforms, key=demand)}"
 
 
 def tagged(version: str) -> str:

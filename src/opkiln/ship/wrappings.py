@@ -72,10 +72,8 @@ def check(wrapping: Wrapping, owners: Iterable[str]) -> None:
 def audited(payloads: Sequence[str]) -> Audited:
     """Audit libraries of the store."""
     from opkiln.store.entry import read_manifest
-    from opkiln.toolchain import torch_sdk
 
-    sdk = torch_sdk.find()
-    torch = None if sdk is None else os.path.join(sdk.path, "lib", "libtorch_cpu.so")
+    torch = audit.torch_library()
     findings: list[tuple[str, audit.Finding]] = []
     violations = []
     for path in dict.fromkeys(payloads):

@@ -21,7 +21,6 @@ from opkiln.decision.target import target_cpu
 from opkiln.engine import events, progress
 from opkiln.errors import BuildError, OpkilnError, StoreError, ToolchainError, UsageError
 from opkiln.model import CPU, flag_settings
-from opkiln.registry import ALL_OPS
 from opkiln.settings import settings
 from opkiln.ship import prebuild, selection
 from opkiln.ship.farm.rounds import Ended, results
@@ -54,8 +53,7 @@ def build(
     once on each worker. A failure is an outcome. Raises UsageError for an unknown op, target or
     function, ToolchainError if the function makes no executor.
     """
-    wanted = list(dict.fromkeys(each for text in targets for each in selection.parse(text)))
-    asked = prebuild.requests(ALL_OPS, list(dict.fromkeys(ops)), wanted, named=True)
+    asked = prebuild.requests(dict.fromkeys(ops), selection.parse_all(targets), named=True)
     return [*run(asked.requests, executor, jobs=jobs, trace=trace), *asked.refused]
 
 

@@ -7,7 +7,7 @@ import tomllib
 from typing import Any, NamedTuple
 
 from opkiln.errors import UsageError
-from opkiln.ship.selection import NamedTarget, parse
+from opkiln.ship.selection import NamedTarget, parse_all
 
 _KEYS = ("ops", "targets")
 _EXAMPLE = 'targets = ["cpu:x86-64-v3", "cuda:9.0a"]'
@@ -43,7 +43,7 @@ def read(file: str) -> Matrix:
     if not given.get("targets"):
         raise UsageError(f"{file} has no targets", why=f"such as {_EXAMPLE}")
     try:
-        targets = dict.fromkeys(each for text in given["targets"] for each in parse(text))
+        targets = parse_all(given["targets"])
     except UsageError as error:
         raise UsageError(f"{file}: {error.what}", why=error.why) from None
     return Matrix(tuple(dict.fromkeys(given.get("ops", ()))), tuple(targets))

@@ -20,7 +20,6 @@ from opkiln.bundles import layer
 from opkiln.bundles.bundle import write_bundle
 from opkiln.engine import events
 from opkiln.errors import BuildError, OpkilnError, SpecError
-from opkiln.registry import ALL_OPS
 from opkiln.settings import LAYOUT, override
 from opkiln.ship import prebuild
 from opkiln.ship.prebuild import FAILED, Outcome
@@ -99,7 +98,7 @@ def _made(job: Job) -> tuple[Outcome, bytes]:
             f"op {job.op} was not built: opkiln is {__version__} there, and {job.version} here",
             hint=f"pip install opkiln=={job.version}",
         )
-    asked = prebuild.requests(ALL_OPS, [job.op], [job.target], named=True)
+    asked = prebuild.requests([job.op], [job.target], named=True)
     (outcome,) = prebuild.prebuild(asked.requests, jobs=job.jobs, names_targets=True)
     if not outcome.path:
         return outcome, b""
