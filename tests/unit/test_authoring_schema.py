@@ -66,7 +66,7 @@ _LISTS = (
         ),
         (in_place, ("x",), "in_place(Tensor(a!) x, Tensor y, Device device) -> ()"),
         (in_place, ("x", "y"), "in_place(Tensor(a!) x, Tensor(b!) y, Device device) -> ()"),
-        (lists, "xs",
+        (lists, ("xs",),
             _LISTS.format("Tensor(a!)")),
     ],
 )  # fmt: skip

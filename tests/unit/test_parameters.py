@@ -19,7 +19,6 @@ def test_every_combination_is_a_variant_with_a_name_and_macros() -> None:
     values = (-1, "half", True)
     assert GOOD.library(values) == "attn__HEAD_minus1_T_half_CAUSAL_true"
     assert GOOD.flags(values) == ("-DHEAD=-1", "-DOPKILN_PARAMETER_T=half", "-DCAUSAL=true")
-    assert GOOD.shown(values) == "HEAD=-1, T=half, CAUSAL=true"
 
 
 def test_values_are_taken_by_name_and_those_not_listed_are_told() -> None:

@@ -9,7 +9,7 @@ from sample.prebuilt import ARM, linked
 
 from opkiln.binary import elf
 from opkiln.errors import UsageError
-from opkiln.ship.audit import Platform, platform, platform_tag
+from opkiln.ship.audit import Platform, platform
 
 OWNERS = {"GLIBC": "libc.so.6", "GLIBCXX": "libstdc++.so.6", "CXXABI": "libstdc++.so.6",
           "GCC": "libgcc_s.so.1"}  # fmt: skip
@@ -73,7 +73,7 @@ def test_the_worst_of_several_libraries_decides() -> None:
 
 
 def test_aarch64_has_tags_of_its_own() -> None:
-    tag = platform_tag([needing("GLIBC_2.17", "GLIBCXX_3.4.21", machine=ARM)])
+    tag = platform([needing("GLIBC_2.17", "GLIBCXX_3.4.21", machine=ARM)]).tag
     assert tag == f"manylinux_2_24_{AARCH64}"
     assert parse_tag(f"py3-none-{tag}") == {Tag("py3", "none", tag)}
 

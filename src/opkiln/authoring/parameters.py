@@ -26,26 +26,23 @@ if TYPE_CHECKING:
     Value = int | bool | str
 
 _MOST = 1000  # variants of one op; a larger product is a mistake
-# Words of C++ that a preprocessor would replace in every header.
-_KEYWORDS = (
-    "alignas alignof asm auto bool break case catch char class concept const constexpr continue "
-    "decltype default defined delete do double else enum explicit export extern false float for "
-    "friend goto if inline int long mutable namespace new noexcept nullptr operator private "
-    "protected public register requires return short signed sizeof static struct switch template "
-    "this throw true try typedef typeid typename union unsigned using virtual void volatile "
-    "while"
-)
-_OVERLOADS = (
-    "default",
-    "no_grad",
-    "native",
-    "unserved",
-)  # what an op has besides those of its variants
+CPP_KEYWORDS = frozenset((
+    "alignas", "alignof", "and", "and_eq", "asm", "auto", "bitand", "bitor", "bool", "break",
+    "case", "catch", "char", "char8_t", "char16_t", "char32_t", "class", "co_await", "co_return",
+    "co_yield", "compl", "concept", "const", "const_cast", "consteval", "constexpr", "constinit",
+    "continue", "decltype", "default", "delete", "do", "double", "dynamic_cast", "else", "enum",
+    "explicit", "export", "extern", "false", "float", "for", "friend", "goto", "if", "inline",
+    "int", "long", "mutable", "namespace", "new", "noexcept", "not", "not_eq", "nullptr",
+    "operator", "or", "or_eq", "private", "protected", "public", "register", "reinterpret_cast",
+    "requires", "return", "short", "signed", "sizeof", "static", "static_assert", "static_cast",
+    "struct", "switch", "template", "this", "thread_local", "throw", "true", "try", "typedef",
+    "typeid", "typename", "typeof", "union", "unsigned", "using", "virtual", "void", "volatile",
+    "wchar_t", "while", "xor", "xor_eq",
+))  # fmt: skip
+_OVERLOADS = ("default", "no_grad", "native", "unserved")  # besides those of the variants
 # op.h itself defines the macros whose names are one letter, after all of its headers: such letters
 # are the names of template parameters there.
 _LETTER = "OPKILN_PARAMETER_"
-
-
 _DTYPE = "dtype"  # what the dtype is called where a library is asked for
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 
@@ -72,8 +69,9 @@ class Parameters(Record):
     ) -> Parameters:
         """Raises SpecError."""
         if dtypes:
-            varied = bool(variants or tune or ahead)
-            return cls(op, dtypes=_checked_dtypes(op, dtypes, varied=varied))
+            if variants or tune or ahead:
+                raise SpecError(f"op {op}: dtypes= goes with none of variants=, tune= and ahead=")
+            return cls(op, dtypes=_checked_dtypes(op, dtypes))
         made = cls(
             op,
             _listed(op, "variants", variants),
@@ -130,16 +128,13 @@ class Parameters(Record):
 
     def is_ahead(self, values: Sequence[Value]) -> bool:
         """Whether a variant is built before a call needs it: all are, unless ``ahead`` says."""
-        given = dict(zip(self.names, values, strict=True))
+        given = self._by_name(values)
         return all(given[name] in listed for name, listed in self.ahead)
 
     def matching(self, wanted: Mapping[str, Value]) -> list[tuple[Value, ...]]:
         """The combinations that have these values. Raises SpecError if there is none."""
-        found = [
-            values
-            for values in self.combinations()
-            if wanted.items() <= dict(zip(self.names, values, strict=True)).items()
-        ]
+        every = self.combinations()
+        found = [each for each in every if wanted.items() <= self._by_name(each).items()]
         if not found:
             raise SpecError(
                 f"op {self.op} has no variant with {_shown(wanted)}", why=self.in_words()
@@ -166,10 +161,8 @@ class Parameters(Record):
         """What the names of a variant end with: ``HEAD_64_T_half``, or ``bfloat16``."""
         if self.dtypes:
             return str(values[0])
-        return "_".join(
-            f"{name}_{_text(value).replace('-', 'minus')}"
-            for name, value in zip(self.names, values, strict=True)
-        )
+        parts = self._by_name(values).items()
+        return "_".join(f"{name}_{_text(each).replace('-', 'minus')}" for name, each in parts)
 
     def library(self, values: Sequence[Value]) -> str:
         """The name of a variant's builder and library: ``attn__HEAD_64_T_half``."""
@@ -181,20 +174,17 @@ class Parameters(Record):
             return (f"-DOPKILN_DTYPE={values[0]}",)
         return tuple(
             f"-D{_LETTER if len(name) == 1 else ''}{name}={_text(value)}"
-            for name, value in zip(self.names, values, strict=True)
+            for name, value in self._by_name(values).items()
         )
 
-    def shown(self, values: Sequence[Value]) -> str:
-        """A variant in words: ``HEAD=64, T=half``."""
-        return _shown(dict(zip(self.names, values, strict=True)))
+    def _by_name(self, values: Sequence[Value]) -> dict[str, Value]:
+        return dict(zip(self.names, values, strict=True))
 
     def in_words(self) -> str:
         return "; ".join(f"{name} is {', '.join(map(_text, values))}" for name, values in self.all)
 
 
-def _checked_dtypes(op: str, dtypes: Sequence[str], *, varied: bool) -> tuple[str, ...]:
-    if varied:
-        raise SpecError(f"op {op}: dtypes= goes with none of variants=, tune= and ahead=")
+def _checked_dtypes(op: str, dtypes: Sequence[str]) -> tuple[str, ...]:
     alone = isinstance(dtypes, str)
     dtypes = texts(f"op {op}: dtypes=", dtypes)
     if alone or not set(dtypes) <= set(_DTYPES) or len(set(dtypes)) < len(dtypes):
@@ -241,7 +231,8 @@ def _listed(
 def _check_name(op: str, argument: str, name: object) -> None:
     good = isinstance(name, str) and name.isascii() and name.isidentifier()
     small = good and len(str(name)) == 1 and str(name).islower()  # variables of every header
-    if not good or small or str(name).startswith(("_", "OPKILN_")) or name in _KEYWORDS.split():
+    taken = name in CPP_KEYWORDS or name == "defined"
+    if not good or small or taken or str(name).startswith(("_", "OPKILN_")):
         raise SpecError(
             f"op {op}: {argument}= has the name {name!r}",
             why="a name becomes a macro in the sources: a C identifier that is neither a word of "

@@ -42,7 +42,10 @@ def of_function(name: str, function: Callable[..., Any], mutates: Iterable[str] 
     Raises SpecError.
     """
     require_returns_at_once(name, function)
-    written = _Written(name, mutates)
+    # Each argument that is written to has a letter of its own.
+    marks = {
+        each: f"({chr(ord('a') + place)}!)" for place, each in enumerate(dict.fromkeys(mutates))
+    }
     signature = inspect.signature(function)
     hints = _hints(name, function)
     words = []
@@ -63,11 +66,15 @@ def of_function(name: str, function: Callable[..., Any], mutates: Iterable[str] 
                 why="the schema is made of the annotations",
                 hint=f"def {name}({parameter.name}: torch.Tensor, ...) -> torch.Tensor",
             )
-        word = _argument(name, parameter.name, hints[parameter.name], written)
+        word = _argument(name, parameter.name, hints[parameter.name], marks)
         if parameter.default is not parameter.empty:
             word += "=" + _default(name, parameter, word.partition(" ")[0], hints[parameter.name])
         words.append(word)
-    written.require_all_found()
+    if marks:
+        raise SpecError(
+            f"op {name}: mutates= names {', '.join(sorted(marks))}",
+            why="mutates= lists the tensors, by argument, that the op writes to",
+        )
     if "return" not in hints:
         raise SpecError(
             f"op {name}: it says nothing of its result",
@@ -87,37 +94,15 @@ def _hints(name: str, function: Callable[..., Any]) -> dict[str, Any]:
         ) from error
 
 
-class _Written:
-    """The arguments that an op writes to. Each gets a letter of its own in the schema."""
-
-    def __init__(self, op: str, names: Iterable[str]) -> None:
-        if isinstance(names, str):
-            names = (names,)
-        self._op, self._names = op, tuple(names)
-        self._left = set(self._names)
-
-    def mark(self, argument: str) -> str:
-        if argument not in self._names:
-            return ""
-        self._left.discard(argument)
-        return f"({chr(ord('a') + self._names.index(argument))}!)"
-
-    def require_all_found(self) -> None:
-        if self._left:
-            raise SpecError(
-                f"op {self._op}: mutates= names {', '.join(sorted(self._left))}",
-                why="mutates= lists the tensors, by argument, that the op writes to",
-            )
-
-
-def _argument(op: str, argument: str, hint: Any, written: _Written) -> str:
+def _argument(op: str, argument: str, hint: Any, marks: dict[str, str]) -> str:
+    """An argument of the schema. Takes the mark of one that is written to out of ``marks``."""
     base, optional = _optional(hint)
     element = _element(base)
     word = _word(base if element is None else element)
     if word is None:
         raise _refused(op, f"argument {argument}", hint)
     if word == "Tensor":
-        word += written.mark(argument)
+        word += marks.pop(argument, "")
     if element is not None:
         word += "[]"
     return f"{word}{'?' if optional else ''} {argument}"

@@ -204,19 +204,17 @@ def _bound(body: list[ast.stmt]) -> set[str]:
 def _write(where: str, new: dict[str, str], changed: dict[str, str]) -> None:
     """Write new files, then replace the changed ones; after an error everything is as before."""
     before = {path: _read(os.path.join(where, path)) for path in changed}
-    made: list[str] = []
+    made = {_first_missing(where, path) for path in new}
     exchanged: list[str] = []
     try:
-        for path, text in new.items():
-            made.append(_first_missing(where, path))
-            scaffold.write_all(where, {path: text})
+        scaffold.write_all(where, new)
         for path, text in changed.items():
             exchanged.append(path)
             replace(os.path.join(where, path), text.encode())
     except BaseException as error:
         for path in exchanged:
             replace(os.path.join(where, path), before[path].encode())
-        for place in filter(None, made):
+        for place in made:
             if os.path.isdir(place):
                 shutil.rmtree(place)
             elif os.path.exists(place):
@@ -228,12 +226,10 @@ def _write(where: str, new: dict[str, str], changed: dict[str, str]) -> None:
 
 def _first_missing(where: str, path: str) -> str:
     """The outermost part of a path that does not exist yet: undoing removes it."""
-    place = where
-    for part in path.split(os.sep):
-        place = os.path.join(place, part)
-        if not os.path.lexists(place):
-            return place
-    return ""
+    place = os.path.join(where, path)
+    while not os.path.lexists(above := os.path.dirname(place)):
+        place = above
+    return place
 
 
 def _read(path: str) -> str:

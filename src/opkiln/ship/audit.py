@@ -57,11 +57,6 @@ class Platform(NamedTuple):
     why: str
 
 
-def platform_tag(elfs: Iterable[Elf]) -> str:
-    """The tag of a wheel with these libraries. Raises UsageError, as ``platform`` does."""
-    return platform(elfs).tag
-
-
 def platform(elfs: Iterable[Elf]) -> Platform:
     """The oldest platform that has everything these libraries need, and what decided it.
 

@@ -30,7 +30,6 @@ from opkiln.errors import (
 from opkiln.model import CARRIED
 from opkiln.settings import LAYOUT, override, settings
 from opkiln.ship import audit, prebuild, selection
-from opkiln.ship.audit import platform_tag
 from opkiln.ship.prebuild import Request
 from opkiln.ship.selection import Choice, Declared, NamedTarget
 from opkiln.toolchain import torch_sdk
@@ -122,8 +121,8 @@ def tag_of(directory: str) -> str:
     found = layer.entries(directory)
     pythons = {audit.python_tag(each.manifest["target"]["abi_tag"]) for each in found} - {""}
     assert len(pythons) <= 1  # all were built by this interpreter
-    platform = platform_tag(elf.read(each.payload) for each in found)
-    return f"{next(iter(pythons), 'py3-none')}-{platform}"
+    platform = audit.platform(elf.read(each.payload) for each in found)
+    return f"{next(iter(pythons), 'py3-none')}-{platform.tag}"
 
 
 def not_shipped(directory: str, package: str) -> list[str]:

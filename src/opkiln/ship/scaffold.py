@@ -13,8 +13,13 @@ import shutil
 import sys
 
 from opkiln import settings
+from opkiln.authoring.parameters import CPP_KEYWORDS
 from opkiln.errors import StoreError, UsageError
 from opkiln.registry import bundled
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 SETUPTOOLS, HATCHLING = "setuptools", "hatchling"
 BACKENDS = (SETUPTOOLS, HATCHLING)
@@ -53,19 +58,6 @@ _TAKEN = frozenset((
 _OCCUPIED = frozenset((
     "device", "kernel", "make", "message", "name", "op_tests", "opk", "opkiln", "ops", "pytest",
     "request", "samples", "size", "torch", "x", "y",
-))  # fmt: skip
-# An op is a function of C++, too. Keywords that Python shares are not listed.
-_CPP_KEYWORDS = frozenset((
-    "alignas", "alignof", "and_eq", "asm", "auto", "bitand", "bitor", "bool", "catch", "char",
-    "char8_t", "char16_t", "char32_t", "co_await", "co_return", "co_yield", "compl", "concept",
-    "const", "const_cast", "consteval", "constexpr", "constinit", "decltype", "default", "delete",
-    "do", "double", "dynamic_cast", "enum", "explicit", "export", "extern", "float", "friend",
-    "goto", "inline", "int", "long", "mutable", "namespace", "new", "noexcept", "not_eq", "nullptr",
-    "operator", "or_eq", "private", "protected", "public", "register", "reinterpret_cast",
-    "requires", "short", "signed", "sizeof", "static", "static_assert", "static_cast", "struct",
-    "switch", "template", "this", "thread_local", "throw", "true", "false", "typedef", "typeid",
-    "typename", "typeof", "union", "unsigned", "using", "virtual", "void", "volatile", "wchar_t",
-    "xor", "xor_eq",
 ))  # fmt: skip
 _SUFFIXES = ("_ops", "_op", "_kernels", "_kernel")
 
@@ -120,23 +112,30 @@ def write_all(directory: str, texts: dict[str, str]) -> None:
 def package_of(name: str) -> str:
     """The import name of a project. Raises UsageError."""
     package = re.sub(r"[-_.]+", "_", name).lower()
-    why = ""
-    if not name.isascii() or not _NAME.fullmatch(name):
-        why = "a name has letters, digits, '-', '_' and '.'; it starts with a letter"
-    elif len(package) > 60:
-        why = "it has more than 60 characters"
-    elif keyword.iskeyword(package) or keyword.issoftkeyword(package):
-        why = f"{package} is a keyword of Python"
-    elif package in sys.stdlib_module_names:
-        why = f"{package} is a module of Python's standard library"
-    elif package in _TAKEN:
-        why = f"{package} is the name of another package, or of one of torch's namespaces"
-    if why:
-        raise UsageError(f"{name!r} cannot be the name of a package", why=why, hint=_EXAMPLE)
+    letters = "a name has letters, digits, '-', '_' and '.'; it starts with a letter"
+    taken = f"{package} is the name of another package, or of one of torch's namespaces"
+    _refuse(f"{name!r} cannot be the name of a package", "opkiln new my_ops", (
+        (not name.isascii() or not _NAME.fullmatch(name), letters),
+        *_for_any_name(package),
+        (package in sys.stdlib_module_names, f"{package} is a module of Python's standard library"),
+        (package in _TAKEN, taken),
+    ))  # fmt: skip
     return package
 
 
-_EXAMPLE = "opkiln new my_ops"
+def _for_any_name(name: str) -> tuple[tuple[bool, str], ...]:
+    is_keyword = keyword.iskeyword(name) or keyword.issoftkeyword(name)
+    return (
+        (len(name) > 60, "it has more than 60 characters"),
+        (is_keyword, f"{name} is a keyword of Python"),
+    )
+
+
+def _refuse(what: str, hint: str, checks: Iterable[tuple[bool, str]]) -> None:
+    """Raise UsageError for the first of (whether it is wrong, why) that is."""
+    for wrong, why in checks:
+        if wrong:
+            raise UsageError(what, why=why, hint=hint)
 
 
 def default_op(package: str) -> str:
@@ -149,27 +148,17 @@ def op_of(name: str) -> str:
     """An op's name in code, from what the user typed. Raises UsageError."""
     op = name.strip().lower().replace("-", "_")
     variables = {each for row in settings.table() for each in (row.variable, *row.aliases)}
-    why = ""
-    if not _OP_NAME.fullmatch(op):
-        why = "a name has letters, digits and single '_' between them, and starts with a letter"
-    elif len(op) > 60:
-        why = "it has more than 60 characters"
-    elif keyword.iskeyword(op) or keyword.issoftkeyword(op):
-        why = f"{op} is a keyword of Python"
-    elif op in _CPP_KEYWORDS:
-        why = f"{op} is a keyword of C++"
-    elif op in bundled():
-        why = "opkiln has an op of this name"
-    elif op in _OCCUPIED:
-        why = "the files of an op use this name for something else"
-    elif op.startswith("test"):
-        why = "pytest takes functions of such a name for tests"
-    elif variables & {f"OPKILN_BUILD_{op.upper()}", f"DS_BUILD_{op.upper()}"}:
-        why = f"the variable OPKILN_BUILD_{op.upper()} has another meaning"
-    if why:
-        raise UsageError(
-            f"{name!r} cannot be the name of an op", why=why, hint="opkiln new my_ops --op my_add"
-        )
+    own = {f"OPKILN_BUILD_{op.upper()}", f"DS_BUILD_{op.upper()}"}
+    letters = "a name has letters, digits and single '_' between them, and starts with a letter"
+    _refuse(f"{name!r} cannot be the name of an op", "opkiln new my_ops --op my_add", (
+        (not _OP_NAME.fullmatch(op), letters),
+        *_for_any_name(op),
+        (op in CPP_KEYWORDS, f"{op} is a keyword of C++"),
+        (op in bundled(), "opkiln has an op of this name"),
+        (op in _OCCUPIED, "the files of an op use this name for something else"),
+        (op.startswith("test"), "pytest takes functions of such a name for tests"),
+        (bool(variables & own), f"the variable OPKILN_BUILD_{op.upper()} has another meaning"),
+    ))  # fmt: skip
     return op
 
 

@@ -10,13 +10,12 @@ same bytes.
 from __future__ import annotations
 
 import base64
-import contextlib
 import csv
 import io
 import os
 import re
-import secrets
 import shlex
+import tempfile
 from typing import TYPE_CHECKING, NamedTuple
 
 from packaging.utils import InvalidName, canonicalize_name
@@ -27,8 +26,9 @@ from opkiln.binary import elf
 from opkiln.bundles import layer
 from opkiln.errors import StoreError, UsageError
 from opkiln.model import EXECUTABLE, SHARED
-from opkiln.ship.audit import platform_tag, python_tag
+from opkiln.ship.audit import platform, python_tag
 from opkiln.ship.sbom import sbom
+from opkiln.store import publish
 from opkiln.store.zip_format import DEFLATED, LARGEST, MOST_MEMBERS, Added, Writer, chunks
 
 if TYPE_CHECKING:
@@ -44,17 +44,10 @@ ANY_PYTHON = "py3-none"
 class _Job(NamedTuple):
     """What all wheels of one call share."""
 
-    out_dir: str
+    stage: str  # where they are until all are written
     version: str
     requires: tuple[str, ...]
     max_size: int | None
-
-
-class _Staged(NamedTuple):
-    """A finished wheel that does not have its name yet."""
-
-    temporary: str
-    final: str
 
 
 def write_wheel(
@@ -77,28 +70,26 @@ def write_wheel(
     be written; LoadError for a payload that is not a library.
     """
     check_names(name, version, requires)
-    job = _Job(out_dir, version, tuple(requires), max_size)
     by_machine: dict[str, list[Entry]] = {}
     for entry in layer.entries(layer_dir):
         by_machine.setdefault(entry.manifest["target"]["machine"], []).append(entry)
-    staged: list[_Staged] = []
+    written = []
     try:
         os.makedirs(out_dir, exist_ok=True)
-        for _, entries in sorted(by_machine.items()):
-            staged += _fitting(job, name, entries, _SPLITS)
-        for each in staged:
-            os.replace(each.temporary, each.final)
-        _sync(out_dir)
+        # In the same file system, so that a rename puts each wheel into its place.
+        with tempfile.TemporaryDirectory(prefix=".opkiln-", dir=out_dir) as stage:
+            job = _Job(stage, version, tuple(requires), max_size)
+            for _, entries in sorted(by_machine.items()):
+                _fit(job, name, entries, _SPLITS, written)
+            for each in written:
+                os.replace(os.path.join(stage, each), os.path.join(out_dir, each))
+        publish.sync(out_dir)
     except OSError as error:
         raise StoreError(
             f"no wheel can be written to {out_dir}: {error.strerror or error}",
             hint=f"ls -ld {shlex.quote(out_dir)}; df -h {shlex.quote(out_dir)}",
         ) from error
-    finally:
-        for each in staged:
-            with contextlib.suppress(FileNotFoundError):  # it has its name now
-                os.unlink(each.temporary)
-    return [each.final for each in staged]
+    return [os.path.join(out_dir, each) for each in written]
 
 
 def wheel_name(name: str) -> str:
@@ -154,13 +145,13 @@ _Split = tuple["Callable[[Entry], str]", ...]
 _SPLITS: _Split = (_backend, _built_for, _op, _intent)
 
 
-def _fitting(job: _Job, name: str, entries: list[Entry], splits: _Split) -> list[_Staged]:
+def _fit(job: _Job, name: str, entries: list[Entry], splits: _Split, written: list[str]) -> None:
     """Stage these entries as one wheel, or as several that are small enough."""
-    staged = _stage(job, name, entries)
-    size = os.stat(staged.temporary).st_size
+    wheel, size = _stage(job, name, entries)
     if job.max_size is None or size <= job.max_size:
-        return [staged]
-    os.unlink(staged.temporary)
+        written.append(wheel)
+        return
+    os.unlink(os.path.join(job.stage, wheel))
     if len(entries) == 1:
         (entry,) = entries
         raise UsageError(
@@ -172,40 +163,28 @@ def _fitting(job: _Job, name: str, entries: list[Entry], splits: _Split) -> list
     groups: dict[str, list[Entry]] = {}
     for entry in entries:
         groups.setdefault(splits[0](entry), []).append(entry)
-    made: list[_Staged] = []
-    try:
-        for part, group in sorted(groups.items()):
-            suffix = re.sub(r"[^a-z0-9]+", "-", part.replace(".", "").lower()).strip("-")
-            made += _fitting(job, f"{name}-{suffix}", group, splits[1:])
-    except BaseException:
-        for each in made:
-            os.unlink(each.temporary)
-        raise
-    return made
+    for part, group in sorted(groups.items()):
+        suffix = re.sub(r"[^a-z0-9]+", "-", part.replace(".", "").lower()).strip("-")
+        _fit(job, f"{name}-{suffix}", group, splits[1:], written)
 
 
-def _stage(job: _Job, name: str, entries: list[Entry]) -> _Staged:
-    tag = f"{_python(entries)}-{platform_tag(elf.read(entry.payload) for entry in entries)}"
-    final = os.path.join(job.out_dir, f"{wheel_name(name)}-{job.version}-{tag}.whl")
-    temporary = os.path.join(job.out_dir, f".{secrets.token_hex(8)}.whl.part")
-    try:
-        with open(temporary, "xb") as out:
-            archive = Writer(out)
-            _write(archive, job, name, tag, entries)
-            archive.close()
-            size = out.tell()
-            out.flush()
-            os.fsync(out.fileno())
-        if size > LARGEST or 3 * len(entries) > MOST_MEMBERS:
-            raise UsageError(
-                f"{len(entries)} ops make a wheel of {size} bytes: too large for a zip file",
-                hint="opkiln build --wheel DIR --max-wheel-size 1G",
-            )
-    except BaseException:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary)
-        raise
-    return _Staged(temporary, final)
+def _stage(job: _Job, name: str, entries: list[Entry]) -> tuple[str, int]:
+    """Write one wheel; (its name, its size)."""
+    tag = f"{_python(entries)}-{platform(elf.read(each.payload) for each in entries).tag}"
+    wheel = f"{wheel_name(name)}-{job.version}-{tag}.whl"
+    with open(os.path.join(job.stage, wheel), "xb") as out:
+        archive = Writer(out)
+        _write(archive, job, name, tag, entries)
+        archive.close()
+        size = out.tell()
+        out.flush()
+        os.fsync(out.fileno())
+    if size > LARGEST or 3 * len(entries) > MOST_MEMBERS:
+        raise UsageError(
+            f"{len(entries)} ops make a wheel of {size} bytes: too large for a zip file",
+            hint="opkiln build --wheel DIR --max-wheel-size 1G",
+        )
+    return wheel, size
 
 
 def _python(entries: list[Entry]) -> str:
@@ -275,11 +254,3 @@ def _record(added: list[Added], itself: str) -> bytes:
         rows.writerow((each.name, f"sha256={digest}", each.size))
     rows.writerow((itself, "", ""))
     return text.getvalue().encode()
-
-
-def _sync(directory: str) -> None:
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -91,7 +91,7 @@ def publish(source: str, root: str, relative: str) -> str:
         os.mkdir(staging, 0o700)
         for name in sorted(os.listdir(source)):
             _copy(os.path.join(source, name), os.path.join(staging, name))
-        _sync(staging)
+        sync(staging)
         try:
             _rename(staging, final)
         except OSError as error:
@@ -99,7 +99,7 @@ def publish(source: str, root: str, relative: str) -> str:
                 raise
             remove(staging)
         else:
-            _sync(os.path.dirname(final))
+            sync(os.path.dirname(final))
     except OSError as error:
         remove(staging)
         size = sum(entry.stat().st_size for entry in os.scandir(source))
@@ -200,7 +200,8 @@ def _copy(source: str, destination: str) -> None:
         os.fsync(out.fileno())
 
 
-def _sync(directory: str) -> None:
+def sync(directory: str) -> None:
+    """Have the names in a directory survive a power failure. Raises OSError."""
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
