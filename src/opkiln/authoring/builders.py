@@ -309,7 +309,7 @@ def builder_for(
         return found if part == "reference" or vars(found) else None
 
     made.REGISTRATION = Registration(
-        namespace=_namespace(made),
+        namespace=made().checked_namespace('@opkiln.op(..., namespace="my_package")'),
         schemas=(),
         **{part: partial(provide, part) for part in REGISTERED},
         overloads=(NATIVE,) if compared else ("",) if varied else ("", NO_GRAD),
@@ -356,19 +356,6 @@ def builder_of_parts(
     made.SCHEMAS = tuple(each for part in parts for each in part.SCHEMAS)
     made.REGISTRATION = made.REGISTRATION._replace(schemas=made.SCHEMAS)
     return made
-
-
-def _namespace(builder: type[DecoratedBuilder]) -> str:
-    """Where the function is in ``torch.ops``. Raises SpecError."""
-    namespace = builder.NAMESPACE or builder().distribution
-    good = isinstance(namespace, str) and namespace.isascii() and namespace.isidentifier()
-    if not good:
-        raise SpecError(
-            f"{str(namespace)[:80]!a} cannot be the namespace of op {builder.NAME}",
-            why="a namespace is a C identifier: torch.ops has it as an attribute",
-            hint='@opkiln.op(..., namespace="my_package")',
-        )
-    return namespace
 
 
 def _number(capability: str) -> tuple[int, int]:

@@ -36,7 +36,7 @@ def {name}({parameters}):
 """
 _IN_PLACE = """\
 def {name}({parameters}):
-    if is_grad_enabled_() and requires_grad_({tensors}):
+    if is_grad_enabled_() and any_({tensors}):
         refuse_()
 {choice}    return overload_({arguments})
 """
@@ -74,7 +74,6 @@ def function_for(
         # An exported program may be trained, with arguments other than those it was traced with.
         "is_exporting_": torch.compiler.is_exporting,
         "any_": _any_requires_grad,
-        "requires_grad_": _any_requires_grad,
         "refuse_": functools.partial(_refuse, function.__name__, written),
         "choose_": _chooses_nothing,
         "variants_": {} if variants is None else variants.calls,
@@ -86,21 +85,26 @@ def function_for(
     parameters, arguments = _signature(function, names)
     kinds = {each.name: str(each.type) for each in overload._schema.arguments}
     tensors = [name for name, kind in kinds.items() if "Tensor" in kind]
-    plain = "".join(f"{_plain(name, kinds[name])} and " for name in tensors)
+    # Whether each is no subclass of Tensor, and whether it requires a gradient.
+    are_plain, tests = [], []
+    for name in tensors:
+        one = kinds[name] == "Tensor"
+        are_plain.append(f"type({name}) in plain_ and " if one else f"are_plain_({name}) and ")
+        tests.append(f"{name}.requires_grad" if one else f"any_({name})")
     choice = ""
     if variants is not None:
         values = "".join(f"[values[{name!r}]]" for name in variants.chosen_names)
         if variants.tuning is not None:
             names["tuned_for_"] = variants.tuning.exact
             values += f"[tuned_for_({arguments})]"
-        choice = _CHOICE.format(plain=plain, arguments=arguments, values=values)
+        choice = _CHOICE.format(plain="".join(are_plain), arguments=arguments, values=values)
     text = (_IN_PLACE if no_grad is None else _WITH_GRADIENT).format(
         choice=choice,
         name=function.__name__,
         parameters=parameters,
         arguments=arguments,
         tensors=", ".join(tensors),
-        requires_grad=" or ".join(_test(name, kinds[name]) for name in tensors) or "False",
+        requires_grad=" or ".join(tests) or "False",
     )
     code = compile(text, f"<opkiln: the call of {function.__name__}>", "exec")
     exec(code, names)  # noqa: S102 (the text is made of the names of a function's parameters)
@@ -133,20 +137,6 @@ def _signature(function: Callable[..., Any], names: dict[str, Any]) -> tuple[str
         parameters.append(each.name + default)
         arguments.append(f"{each.name}={each.name}" if named else each.name)
     return ", ".join(parameters), ", ".join(arguments)
-
-
-def _test(name: str, kind: str) -> str:
-    """An expression: whether this argument requires a gradient."""
-    if kind == "Tensor":
-        return f"{name}.requires_grad"
-    return f"any_({name})"
-
-
-def _plain(name: str, kind: str) -> str:
-    """An expression: whether this argument is no subclass of Tensor."""
-    if kind == "Tensor":
-        return f"type({name}) in plain_"
-    return f"are_plain_({name})"
 
 
 def _are_plain(value: Any) -> bool:

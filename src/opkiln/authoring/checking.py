@@ -17,7 +17,7 @@ from opkiln.errors import DifferenceError
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
 # How far a value may be off, relative to itself and to the largest of the result. Sums of a few
 # thousand terms stay below it in any order.
@@ -36,85 +36,77 @@ class Comparison:
 
     def __call__(self, native: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the native version gives. Raises DifferenceError."""
-        before = {name: copied(value) for name, value in self._named(native, args, kwargs).items()}
+        schema = native._schema
+        names = [argument.name for argument in schema.arguments]
+        now = {**dict(zip(names, args, strict=False)), **kwargs}
+        before = {name: copied(value) for name, value in now.items()}
         expected_args = {name: copied(value) for name, value in before.items()}
         with without_autocast(tuple(tensors(args, kwargs))):
             expected = self._reference(**expected_args)
         got = native(*args, **kwargs)
-        now, written = self._named(native, args, kwargs), written_arguments(native._schema)
-        about = self.results(got, expected, before)
+        self.results(got, expected, before)
         for name, value in now.items():
-            theirs = expected_args if name in written else before
+            theirs = (expected_args if name in written_arguments(schema) else before)[name]
             what = f"argument {name} after the call"
-            for one, other in zip(tensors([value], {}), tensors([theirs[name]], {}), strict=True):
-                about.compare(what, one, other, strides=False)
-        self._require_own_memory(about, got, expected, now, expected_args)
-        return got
-
-    def results(self, got: Any, expected: Any, arguments: dict[str, Any]) -> _About:
-        """Compare results; the arguments are for the message. Raises DifferenceError."""
-        about = _About(self._op, arguments)
-        for place, (one, other) in enumerate(_pairs(about, got, expected)):
-            result = "the result" if isinstance(got, Tensor) else f"result {place}"
-            about.compare(result, one, other, strides=True)
-        return about
-
-    def _named(self, native: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        names = [argument.name for argument in native._schema.arguments]
-        return {**dict(zip(names, args, strict=False)), **kwargs}
-
-    def _require_own_memory(
-        self, about: _About, got: Any, expected: Any, ours: dict[str, Any], theirs: dict[str, Any]
-    ) -> None:
+            for one, other in zip(tensors([value], {}), tensors([theirs], {}), strict=True):
+                self._compare(before, what, one, other, strides=False)
         for one, other in zip(tensors([got], {}), tensors([expected], {}), strict=True):
-            for name, value in ours.items():
+            for name, value in now.items():
                 shared = any(_share(one, each) for each in tensors([value], {}))
-                if shared and not any(_share(other, each) for each in tensors([theirs[name]], {})):
-                    raise about.error(
+                theirs = tensors([expected_args[name]], {})
+                if shared and not any(_share(other, each) for each in theirs):
+                    raise self._error(
+                        before,
                         f"the result shares memory with argument {name}",
                         "the reference returns a tensor of its own; whoever writes to the one "
                         "changes the other",
                     )
+        return got
 
+    def results(self, got: Any, expected: Any, arguments: dict[str, Any]) -> None:
+        """Compare results; the arguments are for the message. Raises DifferenceError."""
+        ours, theirs = list(tensors([got], {})), list(tensors([expected], {}))
+        if len(ours) != len(theirs):
+            what = f"{len(ours)} results, not {len(theirs)}"
+            raise self._error(arguments, what, "they are compared one by one")
+        for place, (one, other) in enumerate(zip(ours, theirs, strict=True)):
+            result = "the result" if isinstance(got, Tensor) else f"result {place}"
+            self._compare(arguments, result, one, other, strides=True)
 
-class _About:
-    """A call that is looked at, for messages."""
-
-    def __init__(self, op: str, arguments: dict[str, Any]) -> None:
-        self._op, self._arguments = op, arguments
-
-    def error(self, what: str, why: str) -> DifferenceError:
-        given = "\n".join(f"  {name} = {_shown(each)}" for name, each in self._arguments.items())
+    def _error(self, arguments: dict[str, Any], what: str, why: str) -> DifferenceError:
+        given = "\n".join(f"  {name} = {_shown(each)}" for name, each in arguments.items())
         return DifferenceError(
             f"op {self._op}: native and reference differ: {what}",
             why=f"{why}\ncalled with\n{given}",
         )
 
-    def compare(self, what: str, got: Tensor, expected: Tensor, *, strides: bool) -> None:
+    def _compare(
+        self, arguments: dict[str, Any], what: str, got: Tensor, expected: Tensor, *, strides: bool
+    ) -> None:
+        both = f"native gives {_shown(got)}, the reference {_shown(expected)}"
         for name in ("dtype", "device", "shape"):
             one, other = getattr(got, name), getattr(expected, name)
             if one != other:
-                raise self.error(
-                    f"{what} has {name} {_plain(one)}, not {_plain(other)}", _both(got, expected)
-                )
+                differs = f"{what} has {name} {_plain(one)}, not {_plain(other)}"
+                raise self._error(arguments, differs, both)
         if strides and _strides(got) != _strides(expected):
-            raise self.error(
+            raise self._error(
+                arguments,
                 f"{what} has strides {got.stride()}, not {expected.stride()}",
                 "torch.compile takes the strides of the reference for granted",
             )
-        self._compare_values(what, got.detach(), expected.detach())
-
-    def _compare_values(self, what: str, got: Tensor, expected: Tensor) -> None:
+        got, expected = got.detach(), expected.detach()
         wrong = _wrong(got, expected)
         count = int(wrong.sum())
-        if count == 0:
-            return
-        first = tuple(wrong.nonzero()[0].tolist())
-        raise self.error(
-            f"{what} is {_value(got[first])} at index {list(first)}, not {_value(expected[first])}",
-            f"{count} of {got.numel()} values differ by more than the rounding of "
-            f"{_plain(got.dtype)}; {_both(got, expected)}",
-        )
+        if count:
+            first = tuple(wrong.nonzero()[0].tolist())
+            one, other = _value(got[first]), _value(expected[first])
+            raise self._error(
+                arguments,
+                f"{what} is {one} at index {list(first)}, not {other}",
+                f"{count} of {got.numel()} values differ by more than the rounding of "
+                f"{_plain(got.dtype)}; {both}",
+            )
 
 
 def written_arguments(schema: Any) -> set[str]:
@@ -136,13 +128,6 @@ def _wrong(got: Tensor, expected: Tensor) -> Tensor:
     close = (one - other).abs() <= allowed * (sizes + largest)
     both_nan = one.isnan() & other.isnan()
     return ~(close | both_nan | (one == other))
-
-
-def _pairs(about: _About, got: Any, expected: Any) -> Sequence[tuple[Tensor, Tensor]]:
-    ours, theirs = list(tensors([got], {})), list(tensors([expected], {}))
-    if len(ours) != len(theirs):
-        raise about.error(f"{len(ours)} results, not {len(theirs)}", "they are compared one by one")
-    return list(zip(ours, theirs, strict=True))
 
 
 def _strides(tensor: Tensor) -> tuple[int, ...]:
@@ -176,10 +161,6 @@ def _copy(tensor: Tensor) -> Tensor:
     span = 1 + sum((size - 1) * step for size, step in steps)
     memory = tensor.as_strided((span,), (1,)).clone()
     return memory.as_strided(tensor.shape, tensor.stride(), 0)
-
-
-def _both(got: Tensor, expected: Tensor) -> str:
-    return f"native gives {_shown(got)}, the reference {_shown(expected)}"
 
 
 def _shown(value: Any) -> str:

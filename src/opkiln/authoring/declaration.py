@@ -74,16 +74,14 @@ class Declaration:
             self._entrance.overload = overload
             self._entrance.native = self._defined.overload(NATIVE) if compared else None
         no_grad = overload if more == NATIVE else self._defined.overload(NO_GRAD)
-        self.function = self._made(overload, None if written else no_grad)
-
-    def _made(self, overload: Any, no_grad: Any) -> Any:
-        written, variants = self._defined.written, self._variants
-        made: Any = function_for(self._reference, overload, no_grad, written, variants)
-        made.builder, made.reference, made.overload = self.builder, self._reference, overload
+        made: Any = function_for(
+            function, overload, None if written else no_grad, written, self._variants
+        )
+        made.builder, made.reference, made.overload = builder, function, overload
         for each in (self.backward, self.fake, self.vmap, self.variant, self.tune_key,
                      self.check, self.load, self.reload, self.explain):  # fmt: skip
             setattr(made, each.__name__, each)
-        return made
+        self.function = made
 
     def _declare(self, part: str, ending: str, function: _F) -> _F:
         """Keep a function where whoever asks for the op's functions finds it."""

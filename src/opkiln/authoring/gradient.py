@@ -43,11 +43,12 @@ class Gradient:
         self._backward, self._wants_output = backward, wants_output
 
     def __call__(self, keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        given = tuple(tensors(args, kwargs))
         if _are_functorch_transforms_active() or (
-            forward_ad._current_level >= 0 and any(map(_is_dual, tensors(args, kwargs)))
+            forward_ad._current_level >= 0
+            and any(forward_ad.unpack_dual(each).tangent is not None for each in given)  # type: ignore[no-untyped-call]
         ):
             return self._reference(*args, **kwargs)
-        given = tuple(tensors(args, kwargs))
         if torch.is_grad_enabled() and any(each.requires_grad for each in given):
             call = _Call(self, keyset, *with_defaults(self._overload._schema, args, kwargs))
             return call.rebuilt(_Function.apply(call, *given))  # type: ignore[no-untyped-call]
@@ -205,11 +206,6 @@ def _matched(value: Any, grad: Any) -> Sequence[Any]:
 
 def _has_gradient(tensor: Tensor) -> bool:
     return tensor.dtype.is_floating_point or tensor.dtype.is_complex
-
-
-def _is_dual(tensor: Tensor) -> bool:
-    dual = forward_ad.unpack_dual(tensor)  # type: ignore[no-untyped-call]
-    return dual.tangent is not None
 
 
 @contextlib.contextmanager

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any, ParamSpec, TypeVar, cast
 
@@ -46,7 +47,7 @@ class Library:
     def __init__(self, builder: type[DecoratedBuilder]) -> None:
         self.builder = builder
         # By dtype ("" if the library is for all) and device.
-        self._served: dict[str, Served] = {}
+        self._served: defaultdict[str, Served] = defaultdict(dict)
 
     def op(
         self, *, mutates: str | Iterable[str] = ()
@@ -70,13 +71,10 @@ class Library:
             # What is loaded is another library now, with one more function.
             for each in self._served.values():
                 each.clear()
-            made = Declaration(function, mutates, self.builder, self._served_for)
+            made = Declaration(function, mutates, self.builder, self._served.__getitem__)
             return cast("DecoratedOp[_P, _R]", made.function)
 
         return decorate
-
-    def _served_for(self, dtype: str) -> Served:
-        return self._served.setdefault(dtype, {})
 
     def __repr__(self) -> str:
         return f"<library {self.builder.NAME}: {', '.join(self.builder.REGISTRATION.names)}>"

@@ -174,8 +174,7 @@ class Defined:
                 ) from error
         self._overloads.append(overload)
         _keep(self.namespace, name)
-        fake = self._shapes(self._reference)
-        register.register_fake(library, f"{self.namespace}::{name}", fake)
+        register.register_fake(library, f"{self.namespace}::{name}", self._shapes)
         if kernel is not None:
             library.impl(name, kernel, "CompositeExplicitAutograd")
         if self.written:
@@ -193,11 +192,8 @@ class Defined:
         _keep(self.namespace, name)
         self._unserved.impl(name, kernel, "CompositeExplicitAutograd")
 
-    def _shapes(self, reference: Callable[..., Any]) -> Callable[..., Any]:
-        def fake(*args: Any, **kwargs: Any) -> Any:
-            return (self.fake or reference)(*args, **kwargs)
-
-        return fake
+    def _shapes(self, *args: Any, **kwargs: Any) -> Any:
+        return (self.fake or self._reference)(*args, **kwargs)
 
     def _named(self, overload: str) -> str:
         return f"{self.name}.{overload}" if overload else self.name

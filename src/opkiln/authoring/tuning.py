@@ -29,7 +29,7 @@ from opkiln.store.layers import Store
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from opkiln.authoring.builders import DecoratedBuilder
     from opkiln.authoring.entrance import Entrance
@@ -40,6 +40,7 @@ _SAMPLES = 7  # their median counts
 _SAMPLE = 200e-6  # seconds that one sample takes at least, in several calls
 _MOST_CALLS = 200  # of one sample
 _MOST_NOTES = 100
+_NOT_COMPILED = "OPKILN_MODE=needed: an op that has a reference is not compiled here"
 
 
 class Tuning:
@@ -93,46 +94,44 @@ class Tuning:
         shape = self.shape_class(args, kwargs)
         asked = (chosen, _model(device), shape)
         with self._lock:
-            found = self._choices.get(asked)
-            if found is not None:
-                return found, True
+            if asked in self._choices:
+                return self._choices[asked], True
             question = self._question(*asked, device.type)
             store = Store()
-            known = tuned.find(store, question)
-            if known is not None:
-                self._note(known, "kept in the store")
-                found = self._choices[asked] = self._values(known.candidate)
-                return found, True
-            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-                self._note_first(shape, "nothing is measured while a CUDA graph is captured")
-                return self._candidates[0], False
-            measured: dict[str, float] = {}
-            why = _why_not_measure()
-            if not why:
-                measured, failures = self._measured(chosen, device, args, kwargs)
-                why = "; ".join(failures)
-            if not measured:
-                self._note_first(shape, why)
-                self._choices[asked] = self._candidates[0]
-                return self._candidates[0], True
-            choice = tuned.Choice(question, min(measured, key=measured.__getitem__), measured)
-            self._note(choice, "measured in this process")
-            _keep(store, choice)
-            found = self._choices[asked] = self._values(choice.candidate)
-            return found, True
+            choice, how = tuned.find(store, question), "kept in the store"
+            if choice is None:
+                if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                    self._note_first(shape, "nothing is measured while a CUDA graph is captured")
+                    return self._candidates[0], False
+                measured: dict[str, float] = {}
+                needed = settings.mode == policy.NEEDED
+                why = _NOT_COMPILED if needed else policy.never_compiles()
+                if not why:
+                    measured, failures = self._measured(chosen, device, args, kwargs)
+                    why = "; ".join(failures)
+                if not measured:
+                    self._note_first(shape, why)
+                    self._choices[asked] = self._candidates[0]
+                    return self._candidates[0], True
+                best = min(measured, key=measured.__getitem__)
+                choice, how = tuned.Choice(question, best, measured), "measured in this process"
+                _keep(store, choice)
+            self._note(choice, how)
+            candidates = {self._in_words(each): each for each in self._candidates}
+            self._choices[asked] = candidates[choice.candidate]
+            return self._choices[asked], True
 
     def _question(
         self, chosen: tuple[Value, ...], model: str, shape: str, device: str
     ) -> tuned.Question:
         if device not in self._sources:
             self._sources[device] = self._digest(device)
-        names = [name for name, _ in self._parameters.chosen]
         return tuned.Question(
             distribution=self._builder().distribution,
             op=self._builder.NAME,
             device=model,
             shape=shape,
-            values=", ".join(f"{name}={value}" for name, value in zip(names, chosen, strict=True)),
+            values=_in_words(self._parameters.chosen, chosen),
             candidates=tuple(map(self._in_words, self._candidates)),
             sources=self._sources[device],
         )
@@ -180,12 +179,8 @@ class Tuning:
                 times[name] = round(seconds * 1e6, 3)
         return times, [f"{name}: {why}" for name, why in failures.items()]
 
-    def _values(self, candidate: str) -> tuple[Value, ...]:
-        return next(each for each in self._candidates if self._in_words(each) == candidate)
-
     def _in_words(self, candidate: tuple[Value, ...]) -> str:
-        names = (name for name, _ in self._parameters.tuned)
-        return ", ".join(f"{name}={each}" for name, each in zip(names, candidate, strict=True))
+        return _in_words(self._parameters.tuned, candidate)
 
     def _note(self, choice: tuned.Choice, how: str) -> None:
         asked = choice.question
@@ -202,6 +197,11 @@ class Tuning:
             self._notes[note] = None
 
 
+def _in_words(parameters: Iterable[tuple[str, Any]], values: Iterable[Value]) -> str:
+    pairs = zip(parameters, values, strict=True)
+    return ", ".join(f"{name}={value}" for (name, _), value in pairs)
+
+
 def _rounded(size: int) -> int:
     """Up to a power of two."""
     return 1 << (size - 1).bit_length() if size > 0 else 0
@@ -215,13 +215,6 @@ def _model(device: torch.device) -> str:
             f"{found.name}, {getattr(found, 'gcnArchName', '') or f'{found.major}.{found.minor}'}"
         )
     return cpu_name() if device.type == "cpu" else device.type
-
-
-def _why_not_measure() -> str:
-    """Why candidates must not be compiled here; empty where they may be."""
-    if settings.mode == policy.NEEDED:
-        return "OPKILN_MODE=needed: an op that has a reference is not compiled here"
-    return policy.never_compiles()
 
 
 def _loaded(entrances: dict[str, Entrance], device: str) -> dict[str, str]:

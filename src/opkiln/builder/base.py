@@ -260,20 +260,25 @@ class OpBuilder:
                     hint=f'SCHEMAS = ("{self.name}(Tensor x) -> Tensor",)',
                 )
             return None
-        namespace = self.NAMESPACE or self.distribution
-        if not (namespace.isascii() and namespace.isidentifier()):
-            raise SpecError(
-                f"{namespace[:80]!a} cannot be the namespace of op {self.name}",
-                why="a namespace is a C identifier: torch.ops has it as an attribute",
-                hint='NAMESPACE = "my_package"    # in the builder class',
-            )
         return Registration(
-            namespace=namespace,
+            namespace=self.checked_namespace('NAMESPACE = "my_package"    # in the builder class'),
             schemas=self.SCHEMAS,
             reference=self.reference if has_reference else None,
             fake=self.fake if type(self).fake is not OpBuilder.fake else None,
             autograd=self.autograd if type(self).autograd is not OpBuilder.autograd else None,
         )
+
+    def checked_namespace(self, hint: str) -> str:
+        """Where the op's functions are in ``torch.ops``. Raises SpecError."""
+        namespace = self.NAMESPACE or self.distribution
+        good = isinstance(namespace, str) and namespace.isascii() and namespace.isidentifier()
+        if not good:
+            raise SpecError(
+                f"{str(namespace)[:80]!a} cannot be the namespace of op {self.name}",
+                why="a namespace is a C identifier: torch.ops has it as an attribute",
+                hint=hint,
+            )
+        return namespace
 
     def op(self) -> Op:
         """What the loader serves: the spec, and how it is registered."""

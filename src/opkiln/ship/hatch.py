@@ -73,8 +73,7 @@ class PrecompileOps(BuildHookInterface):  # type: ignore[misc]
         # Of the packages whose ops are compiled where they are used.
         self._sources: dict[str, list[str]] = {}
         entry_points = self.metadata.core.entry_points.get(GROUP, {})
-        for package, values in self._packages(entry_points).items():
-            where = self._where(package)
+        for (package, where), values in self._packages(entry_points).items():
             out = None if editable else os.path.join(self._staged.name, package, PREBUILT)
             ops = selection.declared(values, where)
             shipment = precompile(package, ops, where, out)
@@ -89,35 +88,31 @@ class PrecompileOps(BuildHookInterface):  # type: ignore[misc]
             build_data["pure_python"] = False
             build_data["tag"] = selection.strictest(tags)
 
-    def _packages(self, entry_points: dict[str, str]) -> dict[str, dict[str, str]]:
-        """The ops of each package: the outermost package that has a directory of its own."""
-        found: dict[str, dict[str, str]] = {}
+    def _packages(self, entry_points: dict[str, str]) -> dict[tuple[str, str], dict[str, str]]:
+        """The ops by (package, the directory that it is imported from). A package is the outermost
+        one that has a directory of its own."""
+        found: dict[tuple[str, str], dict[str, str]] = {}
+        given = self.config.get("where")
+        roots = [
+            os.path.normpath(os.path.join(self.root, name))
+            for name in ([given] if given else ["src", "."])
+        ]
         for name, value in entry_points.items():
-            parts = value.partition(":")[0].strip().split(".")
-            names = [".".join(parts[: end + 1]) for end in range(len(parts))]
-            package = next((each for each in names if self._source(each)), None)
-            if package is None:
+            names = selection.packages_around(value.partition(":")[0])
+            places = (
+                (package, root)
+                for package in names
+                for root in roots
+                if os.path.isfile(os.path.join(root, *package.split("."), "__init__.py"))
+            )
+            place = next(places, None)
+            if place is None:
                 raise SpecError(
                     f"op {name}: no package of this project has {value}",
-                    why=f"looked for {names[0]}/__init__.py in {', '.join(self._roots())}",
+                    why=f"looked for {names[0]}/__init__.py in {', '.join(roots)}",
                     hint='[tool.hatch.build.targets.wheel.hooks.opkiln] where = "lib"',
                 )
-            found.setdefault(package, {})[name] = value
-        return found
-
-    def _roots(self) -> list[str]:
-        given = self.config.get("where")
-        names = [given] if given else ["src", "."]
-        return [os.path.normpath(os.path.join(self.root, name)) for name in names]
-
-    def _source(self, package: str) -> str | None:
-        """The directory that a package is imported from; None if it is not found."""
-        below = os.path.join(*package.split("."), "__init__.py")
-        return next((r for r in self._roots() if os.path.isfile(os.path.join(r, below))), None)
-
-    def _where(self, package: str) -> str:
-        found = self._source(package)
-        assert found is not None  # _packages has checked it
+            found.setdefault(place, {})[name] = value
         return found
 
     def _require_marked(self) -> None:

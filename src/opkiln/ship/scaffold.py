@@ -165,10 +165,8 @@ def op_of(name: str) -> str:
 def op_texts(package: str, op: str) -> tuple[dict[str, str], str]:
     """(the text of each file in an op's folder, the text of its test)."""
     values = _op_values(package, op)
-    texts = {
-        place.format(op=op): _filled(_template(name), values) for name, place in _OP_FILES.items()
-    }
-    return texts, _filled(_template(_TEST), values)
+    texts = {place.format(op=op): _filled(name, values) for name, place in _OP_FILES.items()}
+    return texts, _filled(_TEST, values)
 
 
 def entry_point(package: str, op: str) -> str:
@@ -182,7 +180,7 @@ def entry_point(package: str, op: str) -> str:
 
 def ops_init() -> str:
     """The text of ``ops/__init__.py``."""
-    return _template("ops_init.py")
+    return _filled("ops_init.py", {})
 
 
 def _package_texts(name: str, package: str, backend: str, op: str, ci: str) -> dict[str, str]:
@@ -206,9 +204,9 @@ def _package_texts(name: str, package: str, backend: str, op: str, ci: str) -> d
         "CI": row,
         "OPKILN": release,
     }
-    values["UV"] = _filled(_template("uv.toml"), values).rstrip("\n")
+    values["UV"] = _filled("uv.toml", values).rstrip("\n")
     texts = {
-        place.format(package=package): _filled(_template(template.format(backend=backend)), values)
+        place.format(package=package): _filled(template.format(backend=backend), values)
         for template, place in files.items()
     }
     inside, test = op_texts(package, op)
@@ -226,11 +224,8 @@ def _op_values(package: str, op: str) -> dict[str, str]:
     }
 
 
-def _template(name: str) -> str:
-    with open(os.path.join(_TEMPLATES, f"{name}.in"), encoding="utf-8") as file:
-        return file.read()
-
-
-def _filled(text: str, values: dict[str, str]) -> str:
+def _filled(template: str, values: dict[str, str]) -> str:
+    with open(os.path.join(_TEMPLATES, f"{template}.in"), encoding="utf-8") as file:
+        text = file.read()
     # An unknown word is a mistake in a template: a KeyError.
     return re.sub(r"@([A-Z]+)@", lambda match: values[match[1]], text)

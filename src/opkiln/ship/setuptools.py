@@ -21,11 +21,9 @@ from setuptools.errors import ModuleError, SetupError
 from opkiln.errors import OpkilnError, SpecError
 from opkiln.registry import GROUP
 from opkiln.ship import selection
-from opkiln.ship.precompile import PREBUILT, PURE, Shipment, not_shipped, precompile, tag_of
+from opkiln.ship.precompile import PREBUILT, PURE, not_shipped, precompile, tag_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from setuptools import Distribution, Extension
 
     from opkiln.builder import OpBuilder
@@ -67,18 +65,15 @@ def commands(dist: Distribution) -> dict[str, type[Command]]:
     made = {"build": Build, "egg_info": Info}
     # setuptools before 70.1 imports it from `wheel`, which may not be installed yet.
     with contextlib.suppress(ModuleError):
-        made["bdist_wheel"] = _tagging(dist.get_command_class("bdist_wheel"))
+
+        class Wheel(dist.get_command_class("bdist_wheel")):  # type: ignore[misc]
+            def get_tag(self) -> tuple[str, str, str]:
+                return _tag(self, super().get_tag())
+
+        made["bdist_wheel"] = Wheel
     for name, kind in made.items():
         kind.__name__ = name
     return {**made, STEP: PrecompileOps}
-
-
-def _tagging(usual: type[Command]) -> type[Command]:
-    class Wheel(usual):  # type: ignore[misc]
-        def get_tag(self) -> tuple[str, str, str]:
-            return _tag(self, super().get_tag())
-
-    return Wheel
 
 
 def _tag(command: Any, usual: tuple[str, str, str]) -> tuple[str, str, str]:
@@ -124,7 +119,8 @@ class PrecompileOps(Command):  # type: ignore[misc]
                 # use.
                 out = None if self.editable_mode else self.layer(package)
                 shipment = precompile(package, ops, self._where(package), out, extensions)
-                _tell(shipment)
+                if shipment.report:
+                    sys.stderr.write(f"{shipment.report}\n")
                 if out is not None:
                     self._require_sources(package, out, ops)
         except OpkilnError as error:
@@ -152,14 +148,12 @@ class PrecompileOps(Command):  # type: ignore[misc]
 
     def _package(self, module: str) -> str:
         """The outermost package of a module that is a directory, as builders see it."""
-        name = ""
-        for part in module.split("."):
-            name = f"{name}.{part}" if name else part
+        for name in selection.packages_around(module):
             if os.path.exists(os.path.join(self._directory(name), "__init__.py")):
                 return name
         raise SpecError(
             f"the op in {module} does not belong to a package",
-            why=f"{self._directory(name)} has no __init__.py; ops are installed in their package",
+            why=f"{self._directory(module)} has no __init__.py; ops are installed in their package",
         )
 
     def _directory(self, package: str) -> str:
@@ -210,9 +204,7 @@ def builder_of(extension: Extension) -> OpBuilder | None:
 
 
 def _imported_package(builder: OpBuilder) -> str:
-    name = ""
-    for part in type(builder).__module__.split("."):
-        name = f"{name}.{part}" if name else part
+    for name in selection.packages_around(type(builder).__module__):
         file = getattr(sys.modules.get(name), "__file__", None) or ""
         if os.path.basename(file) == "__init__.py":
             return name
@@ -233,14 +225,6 @@ def _entry_points(dist: Distribution) -> dict[str, str]:
         parser.read_string(given)
         return dict(parser[GROUP]) if GROUP in parser else {}
     lines = given.get(GROUP, ())
-    return _split(lines.splitlines() if isinstance(lines, str) else lines)
-
-
-def _split(lines: Sequence[str]) -> dict[str, str]:
+    lines = lines.splitlines() if isinstance(lines, str) else lines
     pairs = (line.partition("=") for line in lines if line.strip())
     return {name.strip(): value.strip() for name, _, value in pairs}
-
-
-def _tell(shipment: Shipment) -> None:
-    if shipment.report:
-        sys.stderr.write(f"{shipment.report}\n")

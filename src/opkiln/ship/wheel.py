@@ -73,7 +73,7 @@ def write_wheel(
     by_machine: dict[str, list[Entry]] = {}
     for entry in layer.entries(layer_dir):
         by_machine.setdefault(entry.manifest["target"]["machine"], []).append(entry)
-    written = []
+    written: list[str] = []
     try:
         os.makedirs(out_dir, exist_ok=True)
         # In the same file system, so that a rename puts each wheel into its place.
@@ -218,11 +218,14 @@ def _write(archive: Writer, job: _Job, name: str, tag: str, entries: list[Entry]
                 raise StoreError(f"{path} was changed while it was put into a wheel")
             added.append(put)
     ops = sorted({_op(entry) for entry in entries})
+    wheel = (
+        f"Wheel-Version: 1.0\nGenerator: opkiln {__version__}\nRoot-Is-Purelib: false\nTag: {tag}\n"
+    )
     bill = sbom(entries, below, name=name, version=job.version)
     for file, data in (
         ("METADATA", _metadata(name, job, ops)),
         (SBOM, bill),
-        ("WHEEL", _wheel(tag)),
+        ("WHEEL", wheel.encode()),
     ):
         added.append(archive.add(f"{info}/{file}", [data], method=DEFLATED))
     archive.add(f"{info}/RECORD", [_record(added, f"{info}/RECORD")], method=DEFLATED)
@@ -238,12 +241,6 @@ def _metadata(name: str, job: _Job, ops: list[str]) -> bytes:
         *(f"Requires-Dist: {each.strip()}" for each in job.requires),
     ]
     return ("\n".join(lines) + "\n").encode()
-
-
-def _wheel(tag: str) -> bytes:
-    return (
-        f"Wheel-Version: 1.0\nGenerator: opkiln {__version__}\nRoot-Is-Purelib: false\nTag: {tag}\n"
-    ).encode()
 
 
 def _record(added: list[Added], itself: str) -> bytes:

@@ -61,8 +61,10 @@ def run(
     asked: Sequence[Request], crew: Crew, *, jobs: int | None = None, trace: str | None = None
 ) -> list[Outcome]:
     """``prebuild.prebuild``, on a farm."""
-    name = crew if isinstance(crew, str) else _name(crew)
     made = find_function(crew) if isinstance(crew, str) else crew
+    name = crew if isinstance(crew, str) else "an executor"
+    if isinstance(crew, Executor):
+        name = type(crew).__name__
     outcomes: dict[int, Outcome] = {}
     tasks: dict[int, Job] = {}
     for number, request in enumerate(asked):
@@ -84,7 +86,11 @@ def run(
         )
     with ExitStack() as stack:
         stack.enter_context(progress.shown(traced=False))
-        recorder = _recorder(stack, trace)
+        recorder = None
+        if file := trace or settings.trace:
+            from opkiln.engine import chrome
+
+            recorder = stack.enter_context(contextlib.closing(chrome.Trace(file)))
         report = _Report(name, len(tasks), recorder)
         for ended in results(tasks, made):
             outcome = _taken(asked[ended.number], ended, root)
@@ -122,10 +128,6 @@ def find_function(text: str) -> Callable[[], Executor]:
         return made
 
     return make
-
-
-def _name(crew: Executor | Callable[[], Executor]) -> str:
-    return type(crew).__name__ if isinstance(crew, Executor) else "an executor"
 
 
 def _job(request: Request, jobs: int | None) -> Job:
@@ -172,17 +174,6 @@ def _taken(request: Request, ended: Ended, root: str) -> Outcome:
 # What people see
 
 
-def _recorder(stack: ExitStack, trace: str | None) -> Trace | None:
-    file = trace or settings.trace
-    if not file:
-        return None
-    from opkiln.engine import chrome
-
-    recorder = chrome.Trace(file)
-    stack.callback(recorder.close)
-    return recorder
-
-
 class _Report:
     """The progress of all tasks, and one trace of all workers.
 
@@ -200,11 +191,10 @@ class _Report:
     def add(self, job: Job, ended: Ended, outcome: Outcome) -> None:
         self._done += 1
         self._failed += outcome.error is not None
-        result = ended.result
+        result, label = ended.result, str(job)
         if self._recorder is not None:
             for event in result.events:
                 self._recorder(event._replace(at=event.at + ended.at), result.worker)
-        label = str(job)
         events.emit(
             events.STEP_END, op=self._what, label=label, step=f"{label} {self._done}",
             wall=outcome.seconds, max_rss=0, cached=False,
