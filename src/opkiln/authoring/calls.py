@@ -62,7 +62,7 @@ def function_for(
     variants: Variants | None = None,
 ) -> Callable[..., Any]:
     """The function to call in the place of ``function``. ``no_grad`` is None for an op that writes
-    to its arguments."""
+    to its arguments. The author's function that chooses variants is its global ``choose_``."""
     names: dict[str, Any] = {
         "overload_": overload,
         "no_grad_": no_grad,
@@ -111,11 +111,6 @@ def function_for(
     made: Callable[..., Any] = names[function.__name__]
     functools.update_wrapper(made, function)
     return made
-
-
-def choose_by(made: Callable[..., Any], function: Callable[..., Any]) -> None:
-    """Have a function of ``function_for`` choose variants by the author's function."""
-    made.__globals__["choose_"] = function
 
 
 def _chooses_nothing(*args: Any, **kwargs: Any) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from opkiln.authoring import schema as schemas
 from opkiln.authoring.builders import NATIVE, NO_GRAD
-from opkiln.authoring.calls import choose_by, function_for
+from opkiln.authoring.calls import function_for
 from opkiln.authoring.checking import Comparison
 from opkiln.authoring.dtypes import Dtypes
 from opkiln.authoring.entrance import Entrance
@@ -143,8 +143,7 @@ class Declaration:
                 hint='@opkiln.op(..., variants={"HEAD": (64, 128)})',
             )
         self._require_fits(function)
-        variants.choose_by(function)
-        choose_by(self.function, function)
+        variants.choose = self.function.__globals__["choose_"] = function
         return self._declare("rules", "_variant", function)
 
     def tune_key(self, function: _F) -> _F:
@@ -155,18 +154,17 @@ class Declaration:
                 hint='@opkiln.op(..., tune={"BLOCK": (128, 256)})',
             )
         self._require_fits(function)
-        variants.tuning.key_by(function)
+        variants.tuning.author_key = function
         return self._declare("rules", "_tune_key", function)
 
     @told_briefly
     def check(self, *args: Any, **kwargs: Any) -> Any:
         entrance = self._entrance.load_native(args, kwargs)
         compare = Comparison(self._reference.__name__, self._reference)
-        refusals = self._entrance.refusals
-        before = refusals.count
+        before = self._entrance.refused
         result = compare(entrance.native or entrance.overload, args, kwargs)
-        if refusals.count > before:
-            why = next(reversed(refusals.reasons), "")
+        if self._entrance.refused > before:
+            why = next(reversed(self._entrance.reasons), "")
             raise LoadError(f"op {self.builder.NAME}: no kernel serves these arguments", why=why)
         return result
 

@@ -76,7 +76,7 @@ class Dtypes(Entrances):
         if dtype in self._builder.PARAMETERS.dtypes:
             return self.entrance((dtype,))
         if device_of(args, kwargs) != "meta":
-            self.refusals.add(self._why(dtype))
+            self.refuse(self._why(dtype))
         return None
 
     def _made(self, values: tuple[Value, ...]) -> Entrance:

@@ -38,21 +38,38 @@ if TYPE_CHECKING:
 _MOST_REASONS = 16  # that are told and kept: a program may call with a thousand sizes
 
 
-class Refusals:
-    """Why calls of an op ran as its reference in this process, in order."""
+class WithReference:
+    """Runs an op's reference for the calls that no kernel serves, and keeps why."""
 
-    def __init__(self, op: str) -> None:
-        self._op = op
-        self.reasons: dict[str, None] = {}
-        self.count = 0  # of calls
+    def __init__(
+        self, builder: type[DecoratedBuilder], reference: Callable[..., Any], name: str
+    ) -> None:
+        self._builder, self._reference, self._op = builder, reference, name
+        self.reasons: dict[str, None] = {}  # why calls in this process ran as the reference
+        self.refused = 0  # such calls
 
-    def add(self, why: str) -> None:
+    def refuse(self, why: str) -> None:
         """Say, once for each reason, that the reference runs. Raises LoadError where it must not"""
         _require_allowed(self._op, "reference", why)
-        self.count += 1
+        self.refused += 1
         if why not in self.reasons and len(self.reasons) < _MOST_REASONS:
             self.reasons[why] = None
             warn_caller(f"op {self._op} runs as its pure-PyTorch reference: {why}", FallbackWarning)
+
+    def reference(self, *args: Any, **kwargs: Any) -> Any:
+        """The reference, in the dtypes that it is given."""
+        with without_autocast(tuple(tensors(args, kwargs))):
+            return self._reference(*args, **kwargs)
+
+    def unserved(self, *args: Any, unserved_because: str, **kwargs: Any) -> Any:
+        """Take a call that the kernel does not serve."""
+        self.refuse(unserved_because)
+        return self.reference(*args, **kwargs)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What calls in this process came to, for explanations."""
+        return tuple(f"the reference ran: {each}" for each in self.reasons)
 
 
 def _require_allowed(op: str, what: str, why: str) -> None:
@@ -62,31 +79,6 @@ def _require_allowed(op: str, what: str, why: str) -> None:
             why="OPKILN_MODE=native: a native version is required",
             hint="OPKILN_MODE=auto    # the reference runs, with a warning",
         )
-
-
-class WithReference:
-    """Runs an op's reference for the calls that no kernel serves, and keeps why."""
-
-    def __init__(
-        self, builder: type[DecoratedBuilder], reference: Callable[..., Any], name: str
-    ) -> None:
-        self._builder, self._reference = builder, reference
-        self.refusals = Refusals(name)
-
-    def reference(self, *args: Any, **kwargs: Any) -> Any:
-        """The reference, in the dtypes that it is given."""
-        with without_autocast(tuple(tensors(args, kwargs))):
-            return self._reference(*args, **kwargs)
-
-    def unserved(self, *args: Any, unserved_because: str, **kwargs: Any) -> Any:
-        """Take a call that the kernel does not serve."""
-        self.refusals.add(unserved_because)
-        return self.reference(*args, **kwargs)
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """What calls in this process came to, for explanations."""
-        return tuple(f"the reference ran: {each}" for each in self.refusals.reasons)
 
 
 class Entrance(WithReference):
@@ -131,10 +123,13 @@ class Entrance(WithReference):
             if place in self._served:
                 return self._served[place]
             loaded = None
-            if backend_of(self._builder, device) is None:
-                self._tell_no_sources(device)
-            else:
+            if backend_of(self._builder, device) is not None:
                 loaded = self.builder_of(device).loaded()
+            elif settings.mode != policy.REFERENCE:
+                what, why = f"reference on {device}", self._sources_in_words()
+                _require_allowed(self._name, what, why)
+                told = f"op {self._name} runs as its pure-PyTorch {what}: {why}"
+                warn_caller(told, FallbackWarning)
             self._served[place] = loaded
             return loaded
 
@@ -167,14 +162,6 @@ class Entrance(WithReference):
     def builder_of(self, device: str) -> OpBuilder:
         """The builder of the library for a device."""
         return self._builder(backend=backend_of(self._builder, device))
-
-    def _tell_no_sources(self, device: str) -> None:
-        """Raises LoadError where the reference must not run."""
-        if settings.mode == policy.REFERENCE:
-            return
-        what, why = f"reference on {device}", self._sources_in_words()
-        _require_allowed(self._name, what, why)
-        warn_caller(f"op {self._name} runs as its pure-PyTorch {what}: {why}", FallbackWarning)
 
     def _sources_in_words(self) -> str:
         return f"it has sources for {', '.join(self._builder.BACKENDS)} alone"

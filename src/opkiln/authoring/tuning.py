@@ -52,15 +52,11 @@ class Tuning:
         self._builder, self._entrance = builder, entrance
         self._parameters = builder.PARAMETERS
         self._candidates = list(self._parameters.candidates())
-        self._author_key: Callable[..., Any] | None = None
+        self.author_key: Callable[..., Any] | None = None  # of the classes of shapes
         self._choices: dict[tuple[object, ...], tuple[Value, ...]] = {}
         self._sources: dict[str, str] = {}  # digests, by device
         self._notes: dict[str, None] = {}
         self._lock = threading.RLock()
-
-    def key_by(self, function: Callable[..., Any]) -> None:
-        """Take the author's classes of shapes."""
-        self._author_key = function
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -69,15 +65,15 @@ class Tuning:
 
     def exact(self, *args: Any, **kwargs: Any) -> tuple[object, ...]:
         """What a call is remembered by: as ``shape_class``, and cheaper to find."""
-        if self._author_key is not None:
+        if self.author_key is not None:
             device = next((each.device for each in tensors(args, kwargs)), None)
-            return device, self._author_key(*args, **kwargs)
+            return device, self.author_key(*args, **kwargs)
         return tuple([(each.shape, each.dtype, each.device) for each in tensors(args, kwargs)])
 
     def shape_class(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         """The class of a call's shapes, in words. Calls of one class share a choice."""
-        if self._author_key is not None:
-            return repr(self._author_key(*args, **kwargs))
+        if self.author_key is not None:
+            return repr(self.author_key(*args, **kwargs))
         return " ".join(
             f"{str(each.dtype).removeprefix('torch.')}{[_rounded(size) for size in each.shape]}"
             for each in tensors(args, kwargs)

@@ -41,7 +41,7 @@ class Variants(Entrances):
         super().__init__(builder, reference, builder.NAME, defined)
         builder.TELL_TORCH[defined.name] = self.entrance
         self._parameters = builder.PARAMETERS
-        self._choose: Callable[..., Any] | None = None
+        self.choose: Callable[..., Any] | None = None  # the author's, from arguments to values
         # The calls of the overloads: a dict for each parameter, one in the other, which is
         # faster than one with tuples. With tuning, the innermost one is by what is tuned for.
         self.calls: dict[Any, Any] = {}
@@ -52,10 +52,6 @@ class Variants(Entrances):
             self.tuning = Tuning(builder, self.entrance)
         self._defaults: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         self.chosen_names = tuple(name for name, _ in self._parameters.chosen)
-
-    def choose_by(self, function: Callable[..., Any]) -> None:
-        """Take the author's function from arguments to values."""
-        self._choose = function
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = self._filled(args, kwargs)
@@ -87,7 +83,7 @@ class Variants(Entrances):
         else:
             values, why = self._parameters.listed(found)
         if why:
-            self.refusals.add(why)
+            self.refuse(why)
             return None
         if self.tuning is None:
             entrance = self.entrance(values)
@@ -122,7 +118,7 @@ class Variants(Entrances):
         """The variant for a call, with its library loaded. Raises LoadError if there is none."""
         entrance = self.chosen(args, kwargs)
         if entrance is None:
-            why = "; ".join(self.refusals.reasons)
+            why = "; ".join(self.reasons)
             raise LoadError(f"op {self._builder.NAME} has no variant for these arguments", why=why)
         return entrance.load_native(args, kwargs)
 
@@ -154,7 +150,7 @@ class Variants(Entrances):
     def _found(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self._parameters.chosen:
             return {}
-        if self._choose is None:
+        if self.choose is None:
             name = self._builder.NAME
             raise SpecError(
                 f"op {name} has variants, and nothing chooses one",
@@ -162,4 +158,4 @@ class Variants(Entrances):
                 hint=f"@{name}.variant on a function that takes the arguments of {name} and "
                 "returns a value for each name",
             )
-        return self._choose(*args, **kwargs)
+        return self.choose(*args, **kwargs)

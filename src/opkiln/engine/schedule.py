@@ -21,13 +21,18 @@ if TYPE_CHECKING:
 
 
 def in_threads(work: Callable[..., None], calls: Iterable[tuple[Any, ...]]) -> None:
-    """Call ``work``, which raises nothing, with each of these arguments, in a thread for each.
+    """Call ``work``, which raises nothing, with each of these arguments, in a thread for each
+    if there are several.
 
     The threads see this thread's settings and display. They are daemons, which do not delay an
     interrupt.
     """
+    each_call = list(calls)
+    if len(each_call) == 1:
+        work(*each_call[0])  # in this thread, so that an interrupt reaches it
+        return
     threads = []
-    for each in calls:
+    for each in each_call:
         run = contextvars.copy_context().run
         threads.append(threading.Thread(target=run, args=(work, *each), daemon=True))
         threads[-1].start()

@@ -163,11 +163,17 @@ def audit(path: str, manifest: Mapping[str, Any], torch_lib: str | None) -> list
         findings.append(
             Finding(ERROR, f"it is built for {found.machine}", f"its target is {target['machine']}")
         )
-    if not tag.startswith(FULL_TAG) or tag.startswith(STABLE_TAG):
+    if not tag.startswith(FULL_TAG) or tag.startswith(STABLE_TAG):  # not one torch's own
         findings += _symbols(found, target, torch_lib)
-    findings += _sonames(found, tag)
-    findings += _platform(found)
-    return findings
+        findings += _parts_of_torch(found, tag)
+    for name in _foreign(found.needed):
+        findings.append(Finding(WARNING, f"it needs {name}", "it loads only if that is found"))
+    try:
+        chosen = platform([found])
+    except UsageError as error:
+        return [*findings, Finding(ERROR, error.what, error.why)]
+    level = WARNING if chosen.tag.startswith("linux_") else NOTE
+    return [*findings, Finding(level, f"its platform is {chosen.tag}", chosen.why)]
 
 
 def require(path: str, manifest: Mapping[str, Any], torch_lib: str | None) -> list[Finding]:
@@ -230,34 +236,16 @@ def _symbols(found: elf.Elf, target: Mapping[str, Any], torch_lib: str | None) -
         )
 
 
-def _sonames(found: elf.Elf, tag: str) -> Iterator[Finding]:
-    full = tag.startswith(FULL_TAG) and not tag.startswith(STABLE_TAG)
-    parts = [name for name in found.needed if name.startswith(_TORCH_PARTS)]
-    if not full:
-        allowed = _TORCH if tag.startswith(STABLE_TAG) else frozenset()
-        for name in parts:
-            if name not in allowed:
-                yield Finding(ERROR, f"it needs {name}", _why_not(name, tag))
-    for name in _foreign(found.needed):
-        yield Finding(WARNING, f"it needs {name}", "it loads only if that is found")
-
-
-def _why_not(name: str, tag: str) -> str:
-    if not tag.startswith(STABLE_TAG):
-        return f"its tag is {tag}, so it must not use torch"
-    if "python" in name:
-        return "it is bound to one Python; the whole stable ABI is in libtorch_cpu.so"
-    return "not every torch has it; the whole stable ABI is in libtorch_cpu.so"
-
-
-def _platform(found: elf.Elf) -> Iterator[Finding]:
-    try:
-        chosen = platform([found])
-    except UsageError as error:
-        yield Finding(ERROR, error.what, error.why)
-        return
-    level = WARNING if chosen.tag.startswith("linux_") else NOTE
-    yield Finding(level, f"its platform is {chosen.tag}", chosen.why)
+def _parts_of_torch(found: elf.Elf, tag: str) -> Iterator[Finding]:
+    stable = tag.startswith(STABLE_TAG)
+    for name in found.needed:
+        if not name.startswith(_TORCH_PARTS) or (stable and name in _TORCH):
+            continue
+        why = f"its tag is {tag}, so it must not use torch"
+        if stable:
+            bound = "it is bound to one Python" if "python" in name else "not every torch has it"
+            why = f"{bound}; the whole stable ABI is in libtorch_cpu.so"
+        yield Finding(ERROR, f"it needs {name}", why)
 
 
 def python_tag(abi_tag: str) -> str:

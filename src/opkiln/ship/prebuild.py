@@ -207,14 +207,8 @@ def _in_parallel(missing: Mapping[int, Request], names_targets: bool) -> dict[in
         except OpkilnError as error:
             outcomes[number] = _outcome(request, FAILED, error=_with_hint(error, request))
         except BaseException as error:
-            if len(missing) == 1:
-                raise
             raised.append(error)
 
-    if len(missing) == 1:
-        for number, request in missing.items():
-            work(number, request)  # in this thread, so that an interrupt reaches it
-        return outcomes
     schedule.in_threads(work, missing.items())
     if raised:
         raise raised[0]

@@ -32,13 +32,6 @@ class Wrapping(NamedTuple):
         return tuple(place for place in (self.out, self.wheel, self.bundle) if place is not None)
 
 
-class Audited(NamedTuple):
-    """The result of an audit: (op, finding), and an error for each library that fails it."""
-
-    findings: tuple[tuple[str, audit.Finding], ...]
-    violations: tuple[BuildError, ...]
-
-
 def check(wrapping: Wrapping, owners: Iterable[str]) -> None:
     """Refuse what cannot be written, before anything is compiled. Raises UsageError.
 
@@ -69,8 +62,10 @@ def check(wrapping: Wrapping, owners: Iterable[str]) -> None:
         )
 
 
-def audited(payloads: Sequence[str]) -> Audited:
-    """Audit libraries of the store."""
+def audited(
+    payloads: Sequence[str],
+) -> tuple[tuple[tuple[str, audit.Finding], ...], list[BuildError]]:
+    """Audit libraries of the store: (op, finding), and an error for each that fails."""
     from opkiln.store.entry import read_manifest
 
     torch = audit.torch_library()
@@ -85,7 +80,7 @@ def audited(payloads: Sequence[str]) -> Audited:
             findings += [(manifest["op"], each) for each in audit.require(path, manifest, torch)]
         except BuildError as error:
             violations.append(error)
-    return Audited(tuple(dict.fromkeys(findings)), tuple(violations))
+    return tuple(dict.fromkeys(findings)), violations
 
 
 def write(payloads: Sequence[str], wrapping: Wrapping) -> list[str]:
@@ -120,11 +115,11 @@ def _wheel(stage: str, wrapping: Wrapping) -> list[str]:
 
     assert wrapping.wheel is not None
     owners = {each.manifest["distribution"] for each in layer.entries(stage)}
-    releases = {owner: _installed_version(owner) for owner in sorted(owners)}
-    requires = [f"{_distribution(o)}=={release}" for o, release in releases.items() if release]
+    releases = [_release(owner) for owner in sorted(owners)]
+    requires = [f"{name}=={version}" for name, version in releases if version]
     if "opkiln" not in owners:
         requires.insert(0, "opkiln")
-    release = next(iter(releases.values())) if len(owners) == 1 else ""
+    release = releases[0][1] if len(owners) == 1 else ""
     return write_wheel(
         stage,
         wrapping.wheel,
@@ -140,20 +135,15 @@ def _wheel_name(owners: set[str]) -> str:
     return f"{next(iter(owners)) if len(owners) == 1 else 'opkiln'}-ops"
 
 
-def _distribution(package: str) -> str:
-    """The name that a package is installed by, which may differ from its import name."""
-    from importlib.metadata import packages_distributions
+def _release(package: str) -> tuple[str, str]:
+    """The name that a package is installed by, which may differ from its import name, and its
+    version; empty if it is not installed."""
+    from importlib.metadata import PackageNotFoundError, packages_distributions, version
 
-    return next(iter(packages_distributions().get(package, ())), package)
-
-
-def _installed_version(owner: str) -> str:
-    """The version of the distribution that has a package; empty if it is not installed."""
-    from importlib.metadata import PackageNotFoundError, version
-
-    if owner == "opkiln":
-        return __version__
+    if package == "opkiln":
+        return package, __version__
+    name = next(iter(packages_distributions().get(package, ())), package)
     try:
-        return version(_distribution(owner))
+        return name, version(name)
     except PackageNotFoundError:
-        return ""
+        return name, ""
