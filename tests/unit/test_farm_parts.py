@@ -9,7 +9,7 @@ import pytest
 from sample.levels import HIGH, LOW
 
 from opkiln.errors import ToolchainError, UsageError
-from opkiln.ship.farm import coordinator, matrix
+from opkiln.ship.farm import coordinator
 from opkiln.ship.farm.tasks import Job, work
 from opkiln.ship.prebuild import FAILED
 from opkiln.ship.selection import NamedTarget
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 def test_a_matrix_has_ops_and_targets(tmp_path: Path) -> None:
     file = tmp_path / "matrix.toml"
     file.write_text(f'targets = ["cpu:{LOW},{HIGH}", "cuda:9.0a", "cuda:9.0a"]')
-    found = matrix.read(str(file))
-    assert found.ops == ()
-    assert [str(each) for each in found.targets] == [f"cpu:{LOW}", f"cpu:{HIGH}", "cuda:9.0a"]
+    ops, targets = coordinator.read_matrix(str(file))
+    assert ops == []
+    assert [str(each) for each in targets] == [f"cpu:{LOW}", f"cpu:{HIGH}", "cuda:9.0a"]
     file.write_text('targets = ["cpu"]\nops = ["b", "a", "b"]')
-    assert matrix.read(str(file)) == (("b", "a"), (("cpu", ""),))
+    assert coordinator.read_matrix(str(file)) == (["b", "a"], [("cpu", "")])
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_a_wrong_matrix_is_an_error_that_names_the_file(
     file = tmp_path / "matrix.toml"
     file.write_text(text)
     with pytest.raises(UsageError, match=told) as raised:
-        matrix.read(str(file))
+        coordinator.read_matrix(str(file))
     assert str(file) in raised.value.what
 
 

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from opkiln.ship.audit import Finding
-    from opkiln.ship.farm.matrix import Matrix
     from opkiln.ship.selection import NamedTarget
 
 
@@ -114,9 +113,11 @@ def command(
     """
     wanted = wanted_targets(target)
     if targets is not None:
-        listed, more = _matrix(targets)
+        from opkiln.ship.farm.coordinator import read_matrix
+
+        listed, more = read_matrix(targets)
         wanted = list(dict.fromkeys([*wanted, *more]))
-        ops = ops or (() if everything or package or recorded or for_script else listed)
+        ops = ops or (() if everything or package or recorded or for_script else tuple(listed))
     if wheel is None and (name or version or max_wheel_size):
         raise click.UsageError("--name, --version and --max-wheel-size need --wheel")
     asked = _asked(ops, everything, package, recorded, for_script, wanted)
@@ -165,12 +166,6 @@ def _built(
     from opkiln.ship.farm import coordinator
 
     return coordinator.run(asked, executor, jobs=jobs, trace=trace)
-
-
-def _matrix(file: str) -> Matrix:
-    from opkiln.ship.farm import matrix
-
-    return matrix.read(file)
 
 
 def _asked(

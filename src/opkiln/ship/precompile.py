@@ -91,7 +91,10 @@ def precompile(
         _require_built(package, origins, outcomes)
         payloads = sorted({each.path for each in outcomes if each.path})
         if out is not None and payloads:
-            tag = _exported(payloads, out)
+            layer.export(payloads, out)
+            for entry in layer.entries(out):
+                audit.require(entry.payload, entry.manifest, audit.torch_library())
+            tag = tag_of(out)
         if torch_sdk.locate() is None and any(each.reason for each in outcomes):
             notes.append(f"torch was not found by this build. hint: {_NO_ISOLATION}")
     to = f"precompiled, wheel tag {tag}" if out is not None else "built for this machine"
@@ -247,12 +250,12 @@ def _builder(op: Declared) -> OpBuilder:
     """A new builder of an op. Raises SpecError, and LoadError where a module is not installed."""
     if not op.value:
         return registry.get_builder(op.name)
-    entry = EntryPoint(op.name, op.value, registry.GROUP)
     try:
-        kind = registry.as_builder(entry.load())
+        kind = registry.as_builder(EntryPoint(op.name, op.value, registry.GROUP).load())
     except (Exception, SystemExit) as error:
         lacks = (error.name or "") if isinstance(error, ModuleNotFoundError) else ""
-        of_others = lacks and lacks.partition(".")[0] != entry.module.partition(".")[0]
+        own = op.value.partition(":")[0].strip().partition(".")[0]
+        of_others = lacks and lacks.partition(".")[0] != own
         raise (LoadError if of_others else SpecError)(
             f"op {op.name}: {op.value} cannot be imported from the package's sources",
             why=f"{type(error).__name__}: {error}",
@@ -281,23 +284,12 @@ def _require_built(package: str, origins: dict[str, Choice], outcomes: Sequence[
     hint = next((each.hint for each in failures if each.hint), "")
     if torch_sdk.locate() is None:
         hint = _NO_ISOLATION
+    whys = ("\n  ".join((each.what, *each.why.splitlines())) for each in failures)
     raise BuildError(
         f"{package} cannot be installed with {', '.join(ops)} precompiled{asks}",
-        why="\n".join(dict.fromkeys(_message(each) for each in failures)),
+        why="\n".join(dict.fromkeys(whys)),
         hint=hint,
     )
-
-
-def _message(error: OpkilnError) -> str:
-    return "\n".join([error.what, *(f"  {line}" for line in error.why.splitlines())])
-
-
-def _exported(payloads: list[str], out: str) -> str:
-    """Write the layer, audit each library, and return the wheel's tag. Raises BuildError."""
-    layer.export(payloads, out)
-    for entry in layer.entries(out):
-        audit.require(entry.payload, entry.manifest, audit.torch_library())
-    return tag_of(out)
 
 
 def _report(package: str, outcomes: Sequence[Outcome], to: str, notes: Sequence[str]) -> str:

@@ -14,6 +14,4 @@ if TYPE_CHECKING:
 
 __all__ = ["SIZES", "Make", "op_tests"]
 
-_HOMES = dict.fromkeys(__all__, "opkiln.testing.suite")
-
-__getattr__, __dir__ = lazy.names(__name__, _HOMES)
+__getattr__, __dir__ = lazy.names(__name__, dict.fromkeys(__all__, "opkiln.testing.suite"))

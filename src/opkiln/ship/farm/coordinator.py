@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import time
+import tomllib
 from concurrent.futures import Executor
 from contextlib import ExitStack
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from opkiln.bundles.bundle import unpack
 from opkiln.decision.target import target_cpu
@@ -36,6 +38,9 @@ if TYPE_CHECKING:
     from opkiln.engine.chrome import Trace
 
     Crew = str | Executor | Callable[[], Executor]
+
+_KEYS = ("ops", "targets")  # of a matrix
+_EXAMPLE = 'targets = ["cpu:x86-64-v3", "cuda:9.0a"]'
 
 
 def build(
@@ -98,6 +103,36 @@ def run(
             report.add(tasks[ended.number], ended, outcome)
         report.close()
     return [outcomes[number] for number in range(len(asked))]
+
+
+def read_matrix(file: str) -> tuple[list[str], list[NamedTarget]]:
+    """The ops and targets in a file, ``matrix.toml``; no ops if it names none. Raises UsageError,
+    which names the file and what is wrong in it."""
+    try:
+        with open(file, "rb") as opened:
+            given: dict[str, Any] = tomllib.load(opened)
+    except OSError as error:
+        raise UsageError(f"{file} cannot be read: {error.strerror or error}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UsageError(
+            f"{file} is not TOML",
+            why=str(error),
+            hint=f"echo {shlex.quote(_EXAMPLE)} > {shlex.quote(file)}",
+        ) from error
+    if unknown := sorted(set(given) - set(_KEYS)):
+        raise UsageError(
+            f"{file}: unknown key {', '.join(unknown)}", why=f"the keys are {', '.join(_KEYS)}"
+        )
+    for name, value in given.items():
+        if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
+            raise UsageError(f"{file}: {name} is not a list of texts", why=f"such as {_EXAMPLE}")
+    if not given.get("targets"):
+        raise UsageError(f"{file} has no targets", why=f"such as {_EXAMPLE}")
+    try:
+        targets = selection.parse_all(given["targets"])
+    except UsageError as error:
+        raise UsageError(f"{file}: {error.what}", why=error.why) from None
+    return list(dict.fromkeys(given.get("ops", ()))), targets
 
 
 def find_function(text: str) -> Callable[[], Executor]:
