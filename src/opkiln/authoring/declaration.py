@@ -10,7 +10,6 @@ from opkiln.authoring import schema as schemas
 from opkiln.authoring.builders import NATIVE, NO_GRAD
 from opkiln.authoring.calls import function_for
 from opkiln.authoring.checking import Comparison
-from opkiln.authoring.dtypes import Dtypes
 from opkiln.authoring.entrance import Entrance
 from opkiln.authoring.parameters import texts
 from opkiln.authoring.registration import Defined
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
     from opkiln.authoring.builders import DecoratedBuilder
     from opkiln.authoring.entrance import Served
     from opkiln.authoring.parameters import Value
-    from opkiln.authoring.variants import Variants
+    from opkiln.authoring.variants import Dtypes, Variants
     from opkiln.loading.explain import Explanation, Explanations
 
     _F = TypeVar("_F", bound=Callable[..., Any])
@@ -52,15 +51,16 @@ class Declaration:
         self._defined = Defined(owner, builder.REGISTRATION.namespace, schema, written)
         self._variants = None
         self._entrance: Entrance | Dtypes | Variants
-        if builder.PARAMETERS.are_overloads:
-            from opkiln.authoring.variants import Variants
-
-            self._entrance = self._variants = Variants(builder, function, self._defined)
-            self._defined.on_retiring = self._variants.retire
-        elif builder.PARAMETERS:
-            self._entrance = Dtypes(builder, function, self._defined, served)
-        else:
+        if not builder.PARAMETERS:
             self._entrance = Entrance(builder, function, served(""))
+        else:
+            from opkiln.authoring.variants import Dtypes, Variants
+
+            if builder.PARAMETERS.are_overloads:
+                self._entrance = self._variants = Variants(builder, function, self._defined)
+                self._defined.on_retiring = self._variants.retire
+            else:
+                self._entrance = Dtypes(builder, function, self._defined, served)
         builder()._claim_name()
         parameters, distribution = builder.PARAMETERS, builder().distribution
         # Whatever is loaded was declared with other functions, or from other sources.

@@ -14,7 +14,6 @@ from typing import Any
 
 from opkiln.authoring.checking import Comparison
 from opkiln.authoring.gradient import tensors, without_autocast
-from opkiln.authoring.registration import lock
 from opkiln.builder.base import backend_of
 from opkiln.decision import policy
 from opkiln.errors import FallbackWarning, LoadError, warn_caller
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
 
     from opkiln.authoring.builders import DecoratedBuilder
     from opkiln.authoring.parameters import Value
-    from opkiln.authoring.registration import Defined
     from opkiln.builder.base import OpBuilder
     from opkiln.loading.here import Loaded
 
@@ -165,41 +163,6 @@ class Entrance(WithReference):
 
     def _sources_in_words(self) -> str:
         return f"it has sources for {', '.join(self._builder.BACKENDS)} alone"
-
-
-class Entrances(WithReference):
-    """The entrances of an op that has several libraries, by the values of its parameters."""
-
-    def __init__(
-        self,
-        builder: type[DecoratedBuilder],
-        reference: Callable[..., Any],
-        name: str,
-        defined: Defined,
-    ) -> None:
-        super().__init__(builder, reference, name)
-        self._defined = defined
-        self._entrances: dict[tuple[Value, ...], Entrance] = {}
-
-    def entrance(self, values: tuple[Value, ...]) -> Entrance:
-        """The entrance of the library with these values, known to torch."""
-        with lock:
-            entrance = self._entrances.get(values)
-            if entrance is None:
-                entrance = self._entrances[values] = self._made(values)
-            return entrance
-
-    def _made(self, values: tuple[Value, ...]) -> Entrance:
-        raise NotImplementedError
-
-    def matching(self, wanted: Mapping[str, Value]) -> list[Entrance]:
-        """The entrances that have these values. Raises SpecError if there is none."""
-        return [self.entrance(values) for values in self._builder.PARAMETERS.matching(wanted)]
-
-    def reload(self) -> None:
-        """Look at the sources of what is loaded again. Raises OpkilnError."""
-        for each in list(self._entrances.values()):
-            each.reload()
 
 
 def device_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
