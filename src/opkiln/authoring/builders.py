@@ -309,7 +309,7 @@ def builder_for(
         return found if part == "reference" or vars(found) else None
 
     made.REGISTRATION = Registration(
-        namespace=made().checked_namespace('@opkiln.op(..., namespace="my_package")'),
+        namespace=made()._checked_namespace('@opkiln.op(..., namespace="my_package")'),
         schemas=(),
         **{part: partial(provide, part) for part in REGISTERED},
         overloads=(NATIVE,) if compared else ("",) if varied else ("", NO_GRAD),

@@ -261,14 +261,14 @@ class OpBuilder:
                 )
             return None
         return Registration(
-            namespace=self.checked_namespace('NAMESPACE = "my_package"    # in the builder class'),
+            namespace=self._checked_namespace('NAMESPACE = "my_package"    # in the builder class'),
             schemas=self.SCHEMAS,
             reference=self.reference if has_reference else None,
             fake=self.fake if type(self).fake is not OpBuilder.fake else None,
             autograd=self.autograd if type(self).autograd is not OpBuilder.autograd else None,
         )
 
-    def checked_namespace(self, hint: str) -> str:
+    def _checked_namespace(self, hint: str) -> str:
         """Where the op's functions are in ``torch.ops``. Raises SpecError."""
         namespace = self.NAMESPACE or self.distribution
         good = isinstance(namespace, str) and namespace.isascii() and namespace.isidentifier()
