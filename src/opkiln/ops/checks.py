@@ -6,7 +6,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+NATIVE = (torch.float32, torch.bfloat16, torch.float16)
+FLOATS = (*NATIVE, torch.float64)
+_IN_CPP = {
+    torch.float32: "Float", torch.bfloat16: "BFloat16", torch.float16: "Half",
+    torch.float64: "Double", torch.int8: "Char", torch.uint8: "Byte", torch.int16: "Short",
+    torch.int32: "Int", torch.int64: "Long", torch.bool: "Bool",
+}  # fmt: skip
 
 
 def widened(x: Tensor) -> Tensor:
@@ -72,3 +78,29 @@ def check_all(holds: Tensor, what: str) -> None:
 
 def dtype_name(x: Tensor) -> str:
     return str(x.dtype).removeprefix("torch.")
+
+
+# In the words of native versions that use the C++ names of dtypes
+
+
+def cpp_name(dtype: torch.dtype) -> str:
+    return _IN_CPP.get(dtype, str(dtype))
+
+
+def check_native(said: str, dtype: torch.dtype) -> None:
+    if dtype not in NATIVE:
+        raise RuntimeError(f"{said} {cpp_name(dtype)}, expected Float, BFloat16 or Half")
+
+
+def check_on(name: str, x: Tensor, device: torch.device) -> None:
+    if x.device != device:
+        raise RuntimeError(f"{name} is not on {'the CPU' if device.type == 'cpu' else device}")
+
+
+def check_flat(name: str, x: Tensor, device: torch.device, dtype: torch.dtype, numel: int) -> None:
+    """``x`` is on the device, and has this dtype and so many elements."""
+    check_on(name, x, device)
+    if x.dtype != dtype:
+        raise RuntimeError(f"{name} has dtype {cpp_name(x.dtype)}, expected {cpp_name(dtype)}")
+    if x.numel() != numel:
+        raise RuntimeError(f"{name} has {x.numel()} elements, expected {numel}")

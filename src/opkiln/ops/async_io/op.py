@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from opkiln.builder import OpBuilder
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from types import ModuleType
+from opkiln.ops import given_by
 
 # `memory` are tensors of bytes, `offsets` where each begins in its file, `files` which file that
 # is. `descriptors` are two for each file: one that is open as usual, and one for direct I/O or -1.
@@ -29,16 +26,8 @@ class AsyncIOBuilder(OpBuilder):
         "aio_cancel(Tensor(a!) queue, int request) -> ()",
         "aio_close(Tensor(a!) queue) -> ()",
     )
+    reference = given_by("opkiln.ops.async_io.reference")
+    fake = given_by("opkiln.ops.async_io.fake")
 
     def sources(self) -> list[str]:
         return ["ops/async_io/cpu.cpp", "ops/async_io/engines.cpp", "ops/async_io/queue.cpp"]
-
-    def reference(self) -> ModuleType:
-        from opkiln.ops.async_io import reference
-
-        return reference
-
-    def fake(self) -> ModuleType:
-        from opkiln.ops.async_io import fake
-
-        return fake

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
+from opkiln.ops import given_by
 from opkiln.optimizing.host_builder import HostBuilder, host_schemas
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from types import ModuleType
 
 # Gradients of some rows: `indices` says which, in ascending order without duplicates.
 _ROWS = (
@@ -32,8 +29,4 @@ class CPUAdagradBuilder(HostBuilder):
         f"cpu_adagrad_rows_{_ROWS}",
         f"cpu_adagrad_rows_rollback_{_ROWS}",
     )
-
-    def reference(self) -> ModuleType:
-        from opkiln.ops.cpu_adagrad import reference
-
-        return reference
+    reference = given_by("opkiln.ops.cpu_adagrad.reference")

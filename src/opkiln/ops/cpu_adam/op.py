@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
+from opkiln.ops import given_by
 from opkiln.optimizing.host_builder import HostBuilder, host_schemas
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from types import ModuleType
 
 
 class CPUAdamBuilder(HostBuilder):
@@ -21,8 +18,4 @@ class CPUAdamBuilder(HostBuilder):
         "int step, float lr, float beta1, float beta2, float eps, float weight_decay, "
         "bool adamw_mode, bool bias_correction, bool maximize, float grad_scale",
     )
-
-    def reference(self) -> ModuleType:
-        from opkiln.ops.cpu_adam import reference
-
-        return reference
+    reference = given_by("opkiln.ops.cpu_adam.reference")

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
+from opkiln.ops import given_by
 from opkiln.optimizing.host_builder import HostBuilder, host_schemas
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from types import ModuleType
 
 
 class CPULionBuilder(HostBuilder):
@@ -20,8 +17,4 @@ class CPULionBuilder(HostBuilder):
         ("exp_avgs",),
         "float lr, float beta1, float beta2, float weight_decay, bool maximize, float grad_scale",
     )
-
-    def reference(self) -> ModuleType:
-        from opkiln.ops.cpu_lion import reference
-
-        return reference
+    reference = given_by("opkiln.ops.cpu_lion.reference")

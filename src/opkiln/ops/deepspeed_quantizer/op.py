@@ -7,10 +7,7 @@ from __future__ import annotations
 
 from opkiln.builder import CUDAOpBuilder
 from opkiln.model import CPU, EMULATED, ROCM
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from types import ModuleType
+from opkiln.ops import given_by
 
 _FORMAT = "int bits, bool symmetric"
 _LAID = "bool with_zero, int nodes, int devices_per_node, int pipeline"
@@ -29,6 +26,7 @@ class DeepSpeedQuantizerBuilder(CUDAOpBuilder):
         f"deepspeed_dequantize({_LEVELS}, int groups, {_FORMAT}, ScalarType dtype) -> Tensor",
         f"deepspeed_reduce({_LEVELS}, {_COUNTS}, {_FORMAT}, bool with_zero) -> ({_LEVELS})",
     )
+    reference = given_by("opkiln.ops.deepspeed_quantizer.reference")
 
     def sources(self) -> list[str]:
         file = "cpu.cpp" if self.build_for_cpu else "cuda.cu"
@@ -43,8 +41,3 @@ class DeepSpeedQuantizerBuilder(CUDAOpBuilder):
     def nvcc_args(self) -> list[str]:
         # -O is of the host's code, which makes checks and launches.
         return ["-ffp-contract=off"] if self.backend == ROCM else ["-fmad=false", "-O1"]
-
-    def reference(self) -> ModuleType:
-        from opkiln.ops.deepspeed_quantizer import reference
-
-        return reference

@@ -25,12 +25,7 @@ import math
 import torch
 from torch import Tensor
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_NAMES = {
-    torch.float64: "Double", torch.int64: "Long", torch.int32: "Int", torch.int16: "Short",
-    torch.int8: "Char", torch.uint8: "Byte", torch.bool: "Bool", torch.float32: "Float",
-    torch.bfloat16: "BFloat16", torch.float16: "Half",
-}  # fmt: skip
+from opkiln.ops.checks import check_native, cpp_name
 
 
 def deepspeed_quantize(
@@ -49,8 +44,7 @@ def deepspeed_quantize(
     other; each part is cut into ``pipeline`` pieces, and pieces lie in the order (piece, device,
     node). Raises RuntimeError, naming the argument.
     """
-    if x.dtype not in _DTYPES:
-        raise RuntimeError(f"x has dtype {_shown(x.dtype)}, expected Float, BFloat16 or Half")
+    check_native("x has dtype", x.dtype)
     _check_groups("x", x.numel(), groups, bits)
     pieces = nodes * devices_per_node * pipeline
     if min(nodes, devices_per_node, pipeline) < 1 or groups % pieces:
@@ -70,8 +64,7 @@ def deepspeed_dequantize(
     levels: Tensor, params: Tensor, groups: int, bits: int, symmetric: bool, dtype: torch.dtype
 ) -> Tensor:
     """What levels stand for, rounded to fp32 and then to ``dtype``, in one dimension."""
-    if dtype not in _DTYPES:
-        raise RuntimeError(f"dtype is {_shown(dtype)}, expected Float, BFloat16 or Half")
+    check_native("dtype is", dtype)
     return _numbers(levels, params, groups, bits, symmetric).to(dtype).reshape(-1)
 
 
@@ -126,9 +119,9 @@ def _quantized(rows: Tensor, bits: int, symmetric: bool, with_zero: bool) -> tup
 def _numbers(levels: Tensor, params: Tensor, groups: int, bits: int, symmetric: bool) -> Tensor:
     """What levels stand for, in fp32, a group to a row."""
     if levels.dtype not in (torch.int8, torch.uint8):
-        raise RuntimeError(f"levels has dtype {_shown(levels.dtype)}, expected Char or Byte")
+        raise RuntimeError(f"levels has dtype {cpp_name(levels.dtype)}, expected Char or Byte")
     if params.dtype != torch.float32:
-        raise RuntimeError(f"params has dtype {_shown(params.dtype)}, expected Float")
+        raise RuntimeError(f"params has dtype {cpp_name(params.dtype)}, expected Float")
     if bits not in (4, 8):
         raise RuntimeError(f"bits is {bits}, expected 4 or 8")
     _check_groups("levels", levels.numel() * 8 // bits, groups, bits)
@@ -168,7 +161,3 @@ def _check_groups(name: str, elements: int, groups: int, bits: int) -> None:
             f"{name} has {elements} elements, expected a multiple of groups = {groups}, of whole "
             f"bytes at {bits} bits"
         )
-
-
-def _shown(dtype: torch.dtype) -> str:
-    return _NAMES.get(dtype, str(dtype))

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from opkiln.builder import CUDAOpBuilder
 from opkiln.model import CUDA
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from types import ModuleType
+from opkiln.ops import given_by
 
 # A format is its bits and those of its mantissa, see formats.py. `size` is the shape of what was
 # quantized, `dtype` that of the result. `offset_tensor` stands in for `offset` and is read when the
@@ -30,6 +27,8 @@ class FPQuantizerBuilder(CUDAOpBuilder):
         f"fp_dequantize({_QUANTIZED}, {_SIZED}) -> Tensor",
         f"fp_dequantize_rows({_QUANTIZED}, Tensor rows, {_SIZED}) -> Tensor",
     )
+    reference = given_by("opkiln.ops.fp_quantizer.reference")
+    fake = given_by("opkiln.ops.fp_quantizer.fake")
 
     def sources(self) -> list[str]:
         if self.build_for_cpu:
@@ -43,13 +42,3 @@ class FPQuantizerBuilder(CUDAOpBuilder):
     def filter_ccs(self, ccs: list[str]) -> list[str]:
         """8.0 and later: earlier GPUs have no maximum that keeps NaN."""
         return [each for each in ccs if int(each.partition(".")[0]) >= 8]
-
-    def reference(self) -> ModuleType:
-        from opkiln.ops.fp_quantizer import reference
-
-        return reference
-
-    def fake(self) -> ModuleType:
-        from opkiln.ops.fp_quantizer import fake
-
-        return fake

@@ -23,7 +23,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from opkiln.ops.checks import check_flat, check_native, check_on, cpp_name
 from opkiln.ops.fp_quantizer import formats
+from opkiln.ops.quantizer.checks import check_offset
 from opkiln.ops.quantizer.reference import random_bits
 
 if TYPE_CHECKING:
@@ -49,9 +51,9 @@ def fp_quantize(
     fp16, bits that are no format, a group size that is not a multiple of 16 from 16 to 65536.
     """
     form = _format(bits, mantissa_bits)
-    _check_dtype(f"x has dtype {_shown(x.dtype)}", x.dtype)
+    check_native("x has dtype", x.dtype)
     _check_group_size(group_size)
-    _check_offset(offset_tensor, x.device)
+    check_offset(offset_tensor, x.device)
     count = x.numel()
     groups = formats.group_count(count, group_size)
     rows = x.new_zeros(groups * group_size, dtype=torch.float32)
@@ -112,11 +114,10 @@ def fp_dequantize_rows(
     if not size:
         raise RuntimeError("size has no dimension, expected rows to choose from")
     if rows.dtype != torch.int64:
-        raise RuntimeError(f"rows has dtype {_shown(rows.dtype)}, expected Long")
+        raise RuntimeError(f"rows has dtype {cpp_name(rows.dtype)}, expected Long")
     if rows.dim() != 1:
         raise RuntimeError(f"rows has {rows.dim()} dimensions, expected 1")
-    if rows.device != codes.device:
-        raise RuntimeError(f"rows is not on {_place(codes.device)}")
+    check_on("rows", rows, codes.device)
     there = (rows >= 0) & (rows < size[0])
     if rows.device.type == "cpu" and not bool(there.all()):
         i = int((~there).nonzero()[0])
@@ -219,26 +220,6 @@ def _table(form: Format) -> Tensor:
 
 # Checks. The native versions say the same.
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_NAMES = {
-    torch.float32: "Float", torch.bfloat16: "BFloat16", torch.float16: "Half",
-    torch.float64: "Double", torch.int8: "Char", torch.uint8: "Byte", torch.int16: "Short",
-    torch.int32: "Int", torch.int64: "Long", torch.bool: "Bool",
-}  # fmt: skip
-
-
-def _shown(dtype: torch.dtype) -> str:
-    return _NAMES.get(dtype, str(dtype))
-
-
-def _place(device: torch.device) -> str:
-    return "the CPU" if device.type == "cpu" else str(device)
-
-
-def _check_dtype(said: str, dtype: torch.dtype) -> None:
-    if dtype not in _DTYPES:
-        raise RuntimeError(f"{said}, expected Float, BFloat16 or Half")
-
 
 def _format(bits: int, mantissa_bits: int) -> Format:
     found = formats.find(bits, mantissa_bits)
@@ -258,17 +239,6 @@ def _check_group_size(group_size: int) -> None:
         )
 
 
-def _check_offset(tensor: Tensor | None, device: torch.device) -> None:
-    if tensor is None:
-        return
-    if tensor.device != device:
-        raise RuntimeError(f"offset_tensor is not on {_place(device)}")
-    if tensor.dtype != torch.int64:
-        raise RuntimeError(f"offset_tensor has dtype {_shown(tensor.dtype)}, expected Long")
-    if tensor.numel() != 1:
-        raise RuntimeError(f"offset_tensor has {tensor.numel()} elements, expected 1")
-
-
 def _check_quantized(
     codes: Tensor,
     scales: Tensor,
@@ -280,7 +250,7 @@ def _check_quantized(
 ) -> Format:
     form = _format(bits, mantissa_bits)
     _check_group_size(group_size)
-    _check_dtype(f"dtype is {_shown(dtype)}", dtype)
+    check_native("dtype is", dtype)
     for i, each in enumerate(size):
         if each < 0:
             raise RuntimeError(f"size[{i}] is {each}, expected at least 0")
@@ -289,12 +259,5 @@ def _check_quantized(
         ("codes", codes, torch.uint8, formats.byte_count(count, bits)),
         ("scales", scales, torch.float32, formats.group_count(count, group_size)),
     ):
-        if tensor.device != codes.device:
-            raise RuntimeError(f"{name} is not on {_place(codes.device)}")
-        if tensor.dtype != expected:
-            raise RuntimeError(
-                f"{name} has dtype {_shown(tensor.dtype)}, expected {_shown(expected)}"
-            )
-        if tensor.numel() != numel:
-            raise RuntimeError(f"{name} has {tensor.numel()} elements, expected {numel}")
+        check_flat(name, tensor, codes.device, expected, numel)
     return form

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
+from opkiln.ops import given_by
 from opkiln.optimizing.fused_builder import FusedBuilder, fused_schemas
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from types import ModuleType
 
 
 class FusedAdamBuilder(FusedBuilder):
@@ -20,8 +17,4 @@ class FusedAdamBuilder(FusedBuilder):
         "float lr, float beta1, float beta2, float eps, float weight_decay, bool adamw_mode, "
         "bool bias_correction, bool maximize",
     )
-
-    def reference(self) -> ModuleType:
-        from opkiln.ops.fused_adam import reference
-
-        return reference
+    reference = given_by("opkiln.ops.fused_adam.reference")

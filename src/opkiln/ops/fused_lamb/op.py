@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
+from opkiln.ops import given_by
 from opkiln.optimizing.fused_builder import FusedBuilder, fused_schemas
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from types import ModuleType
-
 
 # The halves of a step of tensors that several ranks share. Between them `squares`, the sums of
 # squares of each parameter and its update, is added up over the ranks.
@@ -44,8 +40,4 @@ class FusedLambBuilder(FusedBuilder):
         _AVERAGE,
         _MOVE,
     )
-
-    def reference(self) -> ModuleType:
-        from opkiln.ops.fused_lamb import reference
-
-        return reference
+    reference = given_by("opkiln.ops.fused_lamb.reference")

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
+from opkiln.ops import given_by
 from opkiln.optimizing.fused_builder import FusedBuilder, fused_schemas
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from types import ModuleType
 
 
 class FusedLionBuilder(FusedBuilder):
@@ -19,8 +16,4 @@ class FusedLionBuilder(FusedBuilder):
         ("exp_avgs",),
         "float lr, float beta1, float beta2, float weight_decay, bool maximize",
     )
-
-    def reference(self) -> ModuleType:
-        from opkiln.ops.fused_lion import reference
-
-        return reference
+    reference = given_by("opkiln.ops.fused_lion.reference")

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from opkiln.builder import OpBuilder
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from types import ModuleType
+from opkiln.ops import given_by
 
 # As those of async_io: the queue is the same, and the engine is another.
 _TRANSFER = "int[] offsets, int[] files, int[] descriptors"
@@ -35,17 +32,9 @@ class GDSBuilder(OpBuilder):
         "gds_register(Tensor memory, str libraries) -> str",
         "gds_unregister(Tensor memory, str libraries) -> str",
     )
+    reference = given_by("opkiln.ops.gds.reference")
+    fake = given_by("opkiln.ops.gds.fake")
 
     def sources(self) -> list[str]:
         own = ("gds", "engine", "libraries")
         return ["ops/async_io/queue.cpp", *(f"ops/gds/{each}.cpp" for each in own)]
-
-    def reference(self) -> ModuleType:
-        from opkiln.ops.gds import reference
-
-        return reference
-
-    def fake(self) -> ModuleType:
-        from opkiln.ops.gds import fake
-
-        return fake

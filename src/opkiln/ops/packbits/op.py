@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from opkiln.builder import CUDAOpBuilder
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from types import ModuleType
+from opkiln.ops import given_by
 
 
 class PackbitsBuilder(CUDAOpBuilder):
@@ -19,11 +16,7 @@ class PackbitsBuilder(CUDAOpBuilder):
         "packbits(Tensor x) -> Tensor",
         "unpackbits(Tensor packed, int numel, ScalarType dtype) -> Tensor",
     )
+    reference = given_by("opkiln.ops.packbits.reference")
 
     def sources(self) -> list[str]:
         return ["ops/packbits/cpu.cpp" if self.build_for_cpu else "ops/packbits/cuda.cu"]
-
-    def reference(self) -> ModuleType:
-        from opkiln.ops.packbits import reference
-
-        return reference

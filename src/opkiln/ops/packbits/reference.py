@@ -5,12 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_NAMES = {
-    torch.float64: "Double", torch.int8: "Char", torch.uint8: "Byte", torch.int16: "Short",
-    torch.int32: "Int", torch.int64: "Long", torch.bool: "Bool", torch.float32: "Float",
-    torch.bfloat16: "BFloat16", torch.float16: "Half",
-}  # fmt: skip
+from opkiln.ops.checks import check_flat, check_native
 
 
 def packbits(x: Tensor) -> Tensor:
@@ -20,10 +15,7 @@ def packbits(x: Tensor) -> Tensor:
     are 0. The sign is the sign bit: minus zero is negative, and NaN has a sign, too. Raises
     RuntimeError for a dtype other than fp32, bf16 and fp16.
     """
-    if x.dtype not in _DTYPES:
-        raise RuntimeError(
-            f"x has dtype {_NAMES.get(x.dtype, x.dtype)}, expected Float, BFloat16 or Half"
-        )
+    check_native("x has dtype", x.dtype)
     # Not torch.signbit: on a GPU that of a 16-bit NaN is false.
     whole = torch.int32 if x.dtype == torch.float32 else torch.int16
     bits = x.reshape(-1).view(whole) >= 0
@@ -38,18 +30,10 @@ def unpackbits(packed: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
     Raises RuntimeError for another dtype than ``packbits`` takes, and where ``packed`` is not of
     uint8 and as many bytes as that takes.
     """
-    if dtype not in _DTYPES:
-        raise RuntimeError(f"dtype is {_NAMES.get(dtype, dtype)}, expected Float, BFloat16 or Half")
+    check_native("dtype is", dtype)
     if numel < 0:
         raise RuntimeError(f"numel is {numel}, expected at least 0")
-    if packed.dtype != torch.uint8:
-        raise RuntimeError(
-            f"packed has dtype {_NAMES.get(packed.dtype, packed.dtype)}, expected Byte"
-        )
-    if packed.numel() != (numel + 7) // 8:
-        raise RuntimeError(
-            f"packed has {packed.numel()} elements, expected {(numel + 7) // 8}"
-        )  # fmt: skip
+    check_flat("packed", packed, packed.device, torch.uint8, (numel + 7) // 8)
     places = torch.arange(7, -1, -1, dtype=torch.int32, device=packed.device)
     bits = packed.reshape(-1, 1).to(torch.int32) >> places & 1
     return (bits.view(-1)[:numel] * 2 - 1).to(dtype)

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from opkiln.builder import CUDAOpBuilder
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from types import ModuleType
+from opkiln.ops import given_by
 
 # `memory` is in host memory whatever the backend; `device`, a tensor of any contents, is on the
 # device that is to copy from and to it, and chooses the version.
@@ -20,6 +17,7 @@ class PinMemoryBuilder(CUDAOpBuilder):
     BUILD_VAR = "DS_BUILD_PIN_MEMORY"
     BACKENDS = ("cuda", "rocm", "cpu")
     SCHEMAS = (f"lock_pages_{_ARGUMENTS}", f"unlock_pages_{_ARGUMENTS}")
+    reference = given_by("opkiln.ops.pin_memory.reference")
 
     @classmethod
     def emulates(cls) -> bool:
@@ -28,8 +26,3 @@ class PinMemoryBuilder(CUDAOpBuilder):
 
     def sources(self) -> list[str]:
         return ["ops/pin_memory/cpu.cpp" if self.build_for_cpu else "ops/pin_memory/cuda.cu"]
-
-    def reference(self) -> ModuleType:
-        from opkiln.ops.pin_memory import reference
-
-        return reference

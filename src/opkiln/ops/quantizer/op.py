@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from opkiln.builder import CUDAOpBuilder
 from opkiln.model import CPU, EMULATED, ROCM
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from types import ModuleType
+from opkiln.ops import given_by
 
 # `offset_tensor` stands in for `offset` and is read when the kernel runs: each replay of a captured
 # graph, and each call of a compiled function, can have random bits of its own.
@@ -39,6 +36,9 @@ class QuantizerBuilder(CUDAOpBuilder):
         f"quantized_reduce({_PARTS}, {_FORMAT}, {_ROUNDED}",
         f"quantized_reduce_with_feedback(Tensor(a!) error, {_PARTS}, {_FORMAT}, {_ROUNDED}",
     )
+    reference = given_by("opkiln.ops.quantizer.reference")
+    fake = given_by("opkiln.ops.quantizer.fake")
+    autograd = given_by("opkiln.ops.quantizer.gradients")
 
     def sources(self) -> list[str]:
         if self.build_for_cpu:
@@ -55,18 +55,3 @@ class QuantizerBuilder(CUDAOpBuilder):
     def nvcc_args(self) -> list[str]:
         # -O is of the host's code, which makes checks and launches.
         return ["-ffp-contract=off"] if self.backend == ROCM else ["-fmad=false", "-O1"]
-
-    def reference(self) -> ModuleType:
-        from opkiln.ops.quantizer import reference
-
-        return reference
-
-    def fake(self) -> ModuleType:
-        from opkiln.ops.quantizer import fake
-
-        return fake
-
-    def autograd(self) -> ModuleType:
-        from opkiln.ops.quantizer import gradients
-
-        return gradients

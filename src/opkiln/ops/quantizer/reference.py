@@ -23,21 +23,13 @@ Every native version gives the same bits. All arithmetic is fp32, each operation
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from opkiln.ops.quantizer.checks import (
-    DTYPES,
-    check_error,
-    check_format,
-    check_offset,
-    check_quantized,
-    check_tensor,
-    place,
-    shown,
-)
+from opkiln.ops.checks import check_flat, check_native, check_on
+from opkiln.ops.quantizer.checks import check_format, check_offset, check_quantized
 
 _Three = tuple[Tensor, Tensor, Tensor]
 
@@ -45,38 +37,19 @@ _LEAST_SCALE = 2.0**-126
 _WORD = 0xFFFFFFFF
 
 
-def quantize(
-    x: Tensor,
-    bits: int,
-    group_size: int,
-    symmetric: bool,
-    stochastic: bool,
-    seed: int,
-    offset: int,
-    nodes: int,
-    devices_per_node: int,
-    pipeline: int,
-    offset_tensor: Tensor | None = None,
-    narrow_range: bool = True,
-) -> _Three:
+def quantize(x: Tensor, *format_and_order: Any) -> _Three:
     """Levels, scales and offsets (none where symmetric) of the groups of ``x``.
 
-    With ``nodes`` and the like above 1 the groups are put in another order, see ``swizzled``.
-    Raises RuntimeError, naming the argument: a dtype other than fp32, bf16 and fp16, bits other
-    than 4 and 8, a group size that is not a multiple of 8 from 16 to 65536, groups that the order
-    does not divide.
+    The other arguments are those of ``quantize_with_feedback``. Raises RuntimeError, naming the
+    argument: a dtype other than fp32, bf16 and fp16, bits other than 4 and 8, a group size that is
+    not a multiple of 8 from 16 to 65536, groups that the order does not divide.
     """
-    check_tensor("x", x)
-    check_format(bits, group_size)
-    check_offset(offset_tensor, x.device)
-    rounding = _Rounding(stochastic, seed, offset, offset_tensor, narrow_range)
-    order = swizzled(x.numel(), group_size, nodes, devices_per_node, pipeline, x.device)
-    return _levels(x.reshape(-1).float(), bits, group_size, symmetric, rounding).packed(order)
+    return quantize_with_feedback(x, None, *format_and_order)
 
 
 def quantize_with_feedback(
     x: Tensor,
-    error: Tensor,
+    error: Tensor | None,
     bits: int,
     group_size: int,
     symmetric: bool,
@@ -89,17 +62,16 @@ def quantize_with_feedback(
     offset_tensor: Tensor | None = None,
     narrow_range: bool = True,
 ) -> _Three:
-    """As ``quantize`` of ``x + error``; ``error``, fp32, receives what the levels leave out."""
-    check_tensor("x", x)
-    check_format(bits, group_size)
-    check_offset(offset_tensor, x.device)
-    check_error(error, x.numel(), x.device)
-    rounding = _Rounding(stochastic, seed, offset, offset_tensor, narrow_range)
+    """As ``quantize`` of ``x + error``; ``error``, fp32, receives what the levels leave out.
+
+    With ``nodes`` and the like above 1 the groups are put in another order, see ``swizzled``.
+    """
+    check_native("x has dtype", x.dtype)
+    rounding = _Rounding(bits, group_size, symmetric, stochastic, seed, offset, offset_tensor,
+                         narrow_range)  # fmt: skip
+    rounding.check(error, x.numel(), x.device)
     order = swizzled(x.numel(), group_size, nodes, devices_per_node, pipeline, x.device)
-    wanted = x.reshape(-1).float() + error.reshape(-1)
-    found = _levels(wanted, bits, group_size, symmetric, rounding)
-    error.copy_((wanted - found.back()).view(error.shape))
-    return found.packed(order)
+    return _with_feedback(x.reshape(-1).float(), error, rounding).packed(order)
 
 
 def dequantize(
@@ -117,8 +89,7 @@ def dequantize(
 ) -> Tensor:
     """The ``numel`` numbers that the levels stand for, rounded to ``dtype``, in one dimension."""
     check_format(bits, group_size)
-    if dtype not in DTYPES:
-        raise RuntimeError(f"dtype is {shown(dtype)}, expected Float, BFloat16 or Half")
+    check_native("dtype is", dtype)
     check_quantized("", values, scales, offsets, numel, bits, group_size, symmetric)
     order = swizzled(numel, group_size, nodes, devices_per_node, pipeline, values.device)
     found = _unpack(values, scales, offsets, numel, bits, group_size, symmetric, order)
@@ -137,31 +108,26 @@ def fake_quantize(
     narrow_range: bool = True,
 ) -> Tensor:
     """``x`` as it comes back from being quantized, in its own dtype and shape."""
-    check_tensor("x", x)
-    check_format(bits, group_size)
-    check_offset(offset_tensor, x.device)
-    rounding = _Rounding(stochastic, seed, offset, offset_tensor, narrow_range)
-    found = _levels(x.reshape(-1).float(), bits, group_size, symmetric, rounding)
-    return found.back().to(x.dtype).view(x.shape)
+    check_native("x has dtype", x.dtype)
+    rounding = _Rounding(bits, group_size, symmetric, stochastic, seed, offset, offset_tensor,
+                         narrow_range)  # fmt: skip
+    rounding.check(None, x.numel(), x.device)
+    return _levels(x.reshape(-1).float(), rounding).back().to(x.dtype).view(x.shape)
 
 
-def fake_quantize_(
-    x: Tensor,
-    bits: int,
-    group_size: int,
-    symmetric: bool,
-    stochastic: bool,
-    seed: int,
-    offset: int,
-    offset_tensor: Tensor | None = None,
-    narrow_range: bool = True,
-) -> None:
+def fake_quantize_(x: Tensor, *rounding: Any) -> None:
     """As ``fake_quantize``, in place."""
-    rest = (stochastic, seed, offset, offset_tensor, narrow_range)
-    x.copy_(fake_quantize(x, bits, group_size, symmetric, *rest))
+    x.copy_(fake_quantize(x, *rounding))
 
 
-def quantized_reduce(
+def quantized_reduce(values: list[Tensor], *rest: Any) -> _Three:
+    """The sum of parts of ``numel`` elements each, times ``factor``, quantized. The other arguments
+    are those of ``quantized_reduce_with_feedback``."""
+    return quantized_reduce_with_feedback(None, values, *rest)
+
+
+def quantized_reduce_with_feedback(
+    error: Tensor | None,
     values: list[Tensor],
     scales: list[Tensor],
     offsets: list[Tensor],
@@ -179,47 +145,16 @@ def quantized_reduce(
     offset_tensor: Tensor | None = None,
     narrow_range: bool = True,
 ) -> _Three:
-    """The sum of parts of ``numel`` elements each, times ``factor``, quantized.
+    """As ``quantized_reduce`` of the sum plus ``error``, which receives what is left out.
 
     The parts, of one format, are added one after the other in fp32. ``offsets`` is empty where
     they are symmetric.
     """
     total = _sum(values, scales, offsets, numel, from_bits, from_group_size, from_symmetric, factor)
-    check_format(bits, group_size)
-    check_offset(offset_tensor, total.device)
-    rounding = _Rounding(stochastic, seed, offset, offset_tensor, narrow_range)
-    return _levels(total, bits, group_size, symmetric, rounding).packed(None)
-
-
-def quantized_reduce_with_feedback(
-    error: Tensor,
-    values: list[Tensor],
-    scales: list[Tensor],
-    offsets: list[Tensor],
-    numel: int,
-    from_bits: int,
-    from_group_size: int,
-    from_symmetric: bool,
-    factor: float,
-    bits: int,
-    group_size: int,
-    symmetric: bool,
-    stochastic: bool,
-    seed: int,
-    offset: int,
-    offset_tensor: Tensor | None = None,
-    narrow_range: bool = True,
-) -> _Three:
-    """As ``quantized_reduce`` of the sum plus ``error``, which receives what is left out."""
-    total = _sum(values, scales, offsets, numel, from_bits, from_group_size, from_symmetric, factor)
-    check_format(bits, group_size)
-    check_offset(offset_tensor, total.device)
-    check_error(error, numel, total.device)
-    rounding = _Rounding(stochastic, seed, offset, offset_tensor, narrow_range)
-    wanted = total + error.reshape(-1)
-    found = _levels(wanted, bits, group_size, symmetric, rounding)
-    error.copy_((wanted - found.back()).view(error.shape))
-    return found.packed(None)
+    rounding = _Rounding(bits, group_size, symmetric, stochastic, seed, offset, offset_tensor,
+                         narrow_range)  # fmt: skip
+    rounding.check(error, numel, total.device)
+    return _with_feedback(total, error, rounding).packed(None)
 
 
 def swizzled(
@@ -293,11 +228,23 @@ def philox(low: Tensor, high: int | Tensor, key: int, rounds: int = 7) -> list[T
 
 
 class _Rounding(NamedTuple):
+    """The format of levels, and how numbers are rounded to them."""
+
+    bits: int
+    group_size: int
+    symmetric: bool
     stochastic: bool
     seed: int
     offset: int
     offset_tensor: Tensor | None
     narrow_range: bool
+
+    def check(self, error: Tensor | None, numel: int, device: torch.device) -> None:
+        """Raises RuntimeError, also for an ``error`` that does not go with so many elements."""
+        check_format(self.bits, self.group_size)
+        check_offset(self.offset_tensor, device)
+        if error is not None:
+            check_flat("error", error, device, torch.float32, numel)
 
 
 class _Levels(NamedTuple):
@@ -330,10 +277,18 @@ class _Levels(NamedTuple):
         return values, scales.clone(), none if offsets is None else offsets.clone()
 
 
-def _levels(
-    flat: Tensor, bits: int, group_size: int, symmetric: bool, rounding: _Rounding
-) -> _Levels:
-    rows = _rows(flat, group_size)
+def _with_feedback(flat: Tensor, error: Tensor | None, rounding: _Rounding) -> _Levels:
+    if error is None:
+        return _levels(flat, rounding)
+    wanted = flat + error.reshape(-1)
+    found = _levels(wanted, rounding)
+    error.copy_((wanted - found.back()).view(error.shape))
+    return found
+
+
+def _levels(flat: Tensor, rounding: _Rounding) -> _Levels:
+    bits, symmetric = rounding.bits, rounding.symmetric
+    rows = _rows(flat, rounding.group_size)
     full = symmetric and not rounding.narrow_range
     top = flat.new_tensor(2 ** (bits - 1) - (not full) if symmetric else 2**bits - 1)
     if symmetric:
@@ -414,8 +369,7 @@ def _sum(
     for i, (levels, scale) in enumerate(zip(values, scales, strict=True)):
         low = scale.new_empty(0) if symmetric else offsets[i]
         check_quantized(f"[{i}]", levels, scale, low, numel, bits, group_size, symmetric)
-        if levels.device != values[0].device:
-            raise RuntimeError(f"values[{i}] is not on {place(values[0].device)}")
+        check_on(f"values[{i}]", levels, values[0].device)
         found = _unpack(levels, scale, low, numel, bits, group_size, symmetric, None).back()
         total = found if total is None else total + found
     assert total is not None

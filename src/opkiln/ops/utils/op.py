@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from opkiln.builder import CUDAOpBuilder
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from types import ModuleType
+from opkiln.ops import given_by
 
 
 class UtilsBuilder(CUDAOpBuilder):
@@ -19,11 +16,7 @@ class UtilsBuilder(CUDAOpBuilder):
         "flatten_list(Tensor[] tensors) -> Tensor",
         "unflatten_list_(Tensor(a!)[] tensors, Tensor flat) -> ()",
     )
+    reference = given_by("opkiln.ops.utils.reference")
 
     def sources(self) -> list[str]:
         return ["ops/utils/cpu.cpp" if self.build_for_cpu else "ops/utils/cuda.cu"]
-
-    def reference(self) -> ModuleType:
-        from opkiln.ops.utils import reference
-
-        return reference

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from opkiln.ops.checks import check_on, cpp_name
+
 
 def flatten_list(tensors: list[Tensor]) -> Tensor:
     """A new tensor of one dimension with the elements of all, one tensor after the other.
@@ -42,20 +44,9 @@ def _check(tensors: list[Tensor]) -> None:
 
 
 def _check_alike(name: str, tensor: Tensor, first: Tensor) -> None:
-    if tensor.device != first.device:
-        place = "the CPU" if first.device.type == "cpu" else str(first.device)
-        raise RuntimeError(f"{name} is not on {place}")
+    check_on(name, tensor, first.device)
     if tensor.dtype != first.dtype:
         raise RuntimeError(
-            f"{name} has dtype {_shown(tensor.dtype)}, expected that of tensors[0], "
-            f"{_shown(first.dtype)}"
+            f"{name} has dtype {cpp_name(tensor.dtype)}, expected that of tensors[0], "
+            f"{cpp_name(first.dtype)}"
         )
-
-
-def _shown(dtype: torch.dtype) -> str:
-    names = {
-        torch.float32: "Float", torch.bfloat16: "BFloat16", torch.float16: "Half",
-        torch.float64: "Double", torch.int8: "Char", torch.uint8: "Byte", torch.int16: "Short",
-        torch.int32: "Int", torch.int64: "Long", torch.bool: "Bool",
-    }  # fmt: skip
-    return names.get(dtype, str(dtype))
