@@ -20,7 +20,7 @@ from torch import Tensor
 from opkiln.optimizing.op_calls import Status
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
 # Lists
 
@@ -122,6 +122,30 @@ def store(value: Tensor, tensor: Tensor, copy: Tensor | None = None) -> None:
         tensor.copy_(value.view(tensor.shape))
     if copy is not None:
         copy.copy_(tensor.view(copy.shape))
+
+
+def update_each(
+    update: Callable[..., None],
+    factor: float,
+    lists: Mapping[str, list[Tensor]],
+    copies: list[Tensor],
+) -> None:
+    """``update(parameter, gradient, *states)`` for each parameter, in the type to compute in.
+
+    ``update`` writes to the parameter and the states, which are then rounded and stored, and may
+    use the gradient up. ``lists`` has parameters, gradients and states, as in ``check_lists``;
+    gradients are multiplied by the factor. Raises RuntimeError before anything is written.
+    """
+    check_lists(lists, copies)
+    params, grads, *states = lists.values()
+    with torch.no_grad():
+        for i, param in enumerate(params):
+            stored = [param, *(state[i] for state in states)]
+            p, *values = (wide(tensor, like=param) for tensor in stored)
+            update(p, scaled(grads[i], p, factor), *values)
+            store(p, param, copies[i] if copies else None)
+            for value, tensor in zip(values, stored[1:], strict=True):
+                store(value, tensor)
 
 
 def multiply_(tensor: Tensor, factor: float, plus: Tensor | None = None) -> Tensor:

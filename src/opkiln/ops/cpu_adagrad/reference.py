@@ -7,7 +7,8 @@ computed on as they are. Unlike the native version these work on any device and 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,8 +23,7 @@ from opkiln.optimizing.references import (
     no_ticket,
     not_kept,
     scaled,
-    store,
-    wide,
+    update_each,
 )
 
 TYPE_CHECKING = False
@@ -40,22 +40,18 @@ def cpu_adagrad_(
     grads: list[Tensor],
     sums: list[Tensor],
     copies: list[Tensor],
-    step: int,
-    lr: float,
-    lr_decay: float,
-    eps: float,
-    weight_decay: float,
-    maximize: bool,
-    grad_scale: float,
+    *numbers: Any,
+    **named: Any,
 ) -> None:
     """Make the ``step``-th step (the first is 1), in place.
 
     Gradients are divided by ``grad_scale``. ``copies`` is empty, or has a tensor per parameter that
-    receives its new value in its own dtype. Raises RuntimeError, before anything is written, if
-    lists differ in length or tensors in size.
+    receives its new value in its own dtype. ``numbers`` are the arguments of ``_coefficients``.
+    Raises RuntimeError, before anything is written, if lists differ in length or tensors in size.
     """
-    c = _coefficients(step, lr, lr_decay, eps, weight_decay, maximize, grad_scale)
-    _each(_step, c, params, grads, sums, copies)
+    c = _coefficients(*numbers, **named)
+    lists = {"params": params, "grads": grads, "sums": sums}
+    update_each(partial(_step, c), c.grad_factor, lists, copies)
 
 
 def cpu_adagrad_rollback_(
@@ -63,13 +59,8 @@ def cpu_adagrad_rollback_(
     grads: list[Tensor],
     sums: list[Tensor],
     copies: list[Tensor],
-    step: int,
-    lr: float,
-    lr_decay: float,
-    eps: float,
-    weight_decay: float,
-    maximize: bool,
-    grad_scale: float,
+    *numbers: Any,
+    **named: Any,
 ) -> None:
     """Undo the ``step``-th step, given what it was given, in place.
 
@@ -80,8 +71,9 @@ def cpu_adagrad_rollback_(
     ``1 - lr * weight_decay / (sqrt(s) + eps)``, and is carried into the sum.
     Raises RuntimeError as the step does.
     """
-    c = _coefficients(step, lr, lr_decay, eps, weight_decay, maximize, grad_scale)
-    _each(_rollback, c, params, grads, sums, copies)
+    c = _coefficients(*numbers, **named)
+    lists = {"params": params, "grads": grads, "sums": sums}
+    update_each(partial(_rollback, c), c.grad_factor, lists, copies)
 
 
 def cpu_adagrad_rows_(
@@ -90,12 +82,8 @@ def cpu_adagrad_rows_(
     values: list[Tensor],
     sums: list[Tensor],
     copies: list[Tensor],
-    step: int,
-    lr: float,
-    lr_decay: float,
-    eps: float,
-    maximize: bool,
-    grad_scale: float,
+    *numbers: Any,
+    **named: Any,
 ) -> None:
     """``cpu_adagrad_`` for gradients that have some rows only; the others are not touched.
 
@@ -103,8 +91,8 @@ def cpu_adagrad_rows_(
     without duplicates, its other dimensions taken as one. Of a copy, too, only those are written.
     Raises RuntimeError, before anything is written, also for indices that are not so.
     """
-    c = _coefficients(step, lr, lr_decay, eps, 0.0, maximize, grad_scale)
-    _each_rows(_step, c, params, indices, values, sums, copies)
+    c = _coefficients_of_rows(*numbers, **named)
+    _each_rows(partial(_step, c), c.grad_factor, params, indices, values, sums, copies)
 
 
 def cpu_adagrad_rows_rollback_(
@@ -113,16 +101,12 @@ def cpu_adagrad_rows_rollback_(
     values: list[Tensor],
     sums: list[Tensor],
     copies: list[Tensor],
-    step: int,
-    lr: float,
-    lr_decay: float,
-    eps: float,
-    maximize: bool,
-    grad_scale: float,
+    *numbers: Any,
+    **named: Any,
 ) -> None:
     """Undo a step of ``cpu_adagrad_rows_``, as ``cpu_adagrad_rollback_`` does."""
-    c = _coefficients(step, lr, lr_decay, eps, 0.0, maximize, grad_scale)
-    _each_rows(_rollback, c, params, indices, values, sums, copies)
+    c = _coefficients_of_rows(*numbers, **named)
+    _each_rows(partial(_rollback, c), c.grad_factor, params, indices, values, sums, copies)
 
 
 class _Coefficients(NamedTuple):
@@ -150,6 +134,12 @@ def _coefficients(
     )
 
 
+def _coefficients_of_rows(
+    step: int, lr: float, lr_decay: float, eps: float, maximize: bool, grad_scale: float
+) -> _Coefficients:
+    return _coefficients(step, lr, lr_decay, eps, 0.0, maximize, grad_scale)
+
+
 def _step(c: _Coefficients, p: Tensor, g: Tensor, s: Tensor) -> None:
     """Parameters and sums in place; the gradient may be used up."""
     if c.weight_decay:
@@ -168,26 +158,9 @@ def _rollback(c: _Coefficients, p: Tensor, g: Tensor, s: Tensor) -> None:
     s.addcmul_(g, g, value=-1).clamp_(min=0)
 
 
-def _each(
-    update: Callable[[_Coefficients, Tensor, Tensor, Tensor], None],
-    c: _Coefficients,
-    params: list[Tensor],
-    grads: list[Tensor],
-    sums: list[Tensor],
-    copies: list[Tensor],
-) -> None:
-    check_lists({"params": params, "grads": grads, "sums": sums}, copies)
-    with torch.no_grad():
-        for i, param in enumerate(params):
-            p, s = wide(param, like=param), wide(sums[i], like=param)
-            update(c, p, scaled(grads[i], p, c.grad_factor), s)
-            store(p, param, copies[i] if copies else None)
-            store(s, sums[i])
-
-
 def _each_rows(
-    update: Callable[[_Coefficients, Tensor, Tensor, Tensor], None],
-    c: _Coefficients,
+    update: Callable[[Tensor, Tensor, Tensor], None],
+    factor: float,
     params: list[Tensor],
     indices: list[Tensor],
     values: list[Tensor],
@@ -206,7 +179,7 @@ def _each_rows(
             rows, shape = indices[i], (-1, values[i].numel() // indices[i].numel())
             dtype = torch.promote_types(param.dtype, torch.float32)
             p, s = (tensor.reshape(shape)[rows].to(dtype) for tensor in (param, sums[i]))
-            update(c, p, scaled(values[i], p, c.grad_factor), s)
+            update(p, scaled(values[i], p, factor), s)
             _store_rows(p, param, rows)
             _store_rows(s, sums[i], rows)
             if copies:

@@ -7,23 +7,21 @@ computed on as they are. Unlike the native version these work on any device and 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
-
-import torch
-from torch import Tensor
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from opkiln.optimizing.references import (
-    check_lists,
     check_step,
     forget,
     grad_factor,
     multiply_,
     no_ticket,
     not_kept,
-    scaled,
-    store,
-    wide,
+    update_each,
 )
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 cpu_adam_keep = no_ticket
 cpu_adam_kept_ = not_kept
@@ -36,41 +34,18 @@ def cpu_adam_(
     exp_avgs: list[Tensor],
     exp_avg_sqs: list[Tensor],
     copies: list[Tensor],
-    step: int,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    adamw_mode: bool,
-    bias_correction: bool,
-    maximize: bool,
-    grad_scale: float,
+    *numbers: Any,
+    **named: Any,
 ) -> None:
     """Make the ``step``-th step (the first is 1), in place.
 
     Gradients are divided by ``grad_scale``. ``copies`` is empty, or has a tensor per parameter that
-    receives its new value in its own dtype. Raises RuntimeError, before anything is written, if
-    lists differ in length or tensors in size.
+    receives its new value in its own dtype. ``numbers`` are the arguments of ``_coefficients``.
+    Raises RuntimeError, before anything is written, if lists differ in length or tensors in size.
     """
-    c = _coefficients(
-        step, lr, beta1, beta2, weight_decay, adamw_mode, bias_correction, maximize, grad_scale
-    )
-    check_lists(
-        {"params": params, "grads": grads, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs}, copies
-    )
-    with torch.no_grad():
-        for i, param in enumerate(params):
-            p, m, v = (wide(t, like=param) for t in (param, exp_avgs[i], exp_avg_sqs[i]))
-            g = _gradient(c, grads[i], p)
-            m.lerp_(g, 1 - beta1)
-            multiply_(v, beta2).addcmul_(g, g, value=1 - beta2)
-            if c.kept != 1:
-                multiply_(p, c.kept)
-            p.sub_(_update(c, m, v, eps))
-            store(p, param, copies[i] if copies else None)
-            store(m, exp_avgs[i])
-            store(v, exp_avg_sqs[i])
+    c = _coefficients(*numbers, **named)
+    lists = {"params": params, "grads": grads, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs}
+    update_each(partial(_step, c), c.grad_factor, lists, copies)
 
 
 def cpu_adam_rollback_(
@@ -79,16 +54,8 @@ def cpu_adam_rollback_(
     exp_avgs: list[Tensor],
     exp_avg_sqs: list[Tensor],
     copies: list[Tensor],
-    step: int,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    adamw_mode: bool,
-    bias_correction: bool,
-    maximize: bool,
-    grad_scale: float,
+    *numbers: Any,
+    **named: Any,
 ) -> None:
     """Undo the ``step``-th step, given what it was given, in place.
 
@@ -101,34 +68,24 @@ def cpu_adam_rollback_(
     Raises RuntimeError as the step does, and for hyperparameters with which a step cannot be
     undone: a beta of 0, or a decoupled decay that multiplies parameters by 0.
     """
-    c = _coefficients(
-        step, lr, beta1, beta2, weight_decay, adamw_mode, bias_correction, maximize, grad_scale
-    )
-    if beta1 == 0 or beta2 == 0 or c.kept == 0:
+    c = _coefficients(*numbers, **named)
+    if c.beta1 == 0 or c.beta2 == 0 or c.kept == 0:
         raise RuntimeError(
-            f"a step with beta1 {beta1:g}, beta2 {beta2:g} and lr * weight_decay "
-            f"{lr * weight_decay:g} cannot be rolled back"
+            f"a step with beta1 {c.beta1:g}, beta2 {c.beta2:g} and lr * weight_decay "
+            f"{c.decay:g} cannot be rolled back"
         )
-    check_lists(
-        {"params": params, "grads": grads, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs}, copies
-    )
-    with torch.no_grad():
-        for i, param in enumerate(params):
-            p, m, v = (wide(t, like=param) for t in (param, exp_avgs[i], exp_avg_sqs[i]))
-            p.add_(_update(c, m, v, eps)).div_(c.kept)
-            g = _gradient(c, grads[i], p)
-            m.sub_(g, alpha=1 - beta1).div_(beta1)
-            # Rounding may leave less than nothing of a small average.
-            v.addcmul_(g, g, value=beta2 - 1).div_(beta2).clamp_(min=0)
-            store(p, param, copies[i] if copies else None)
-            store(m, exp_avgs[i])
-            store(v, exp_avg_sqs[i])
+    lists = {"params": params, "grads": grads, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs}
+    update_each(partial(_rollback, c), c.grad_factor, lists, copies)
 
 
 class _Coefficients(NamedTuple):
     grad_factor: float  # 1 / grad_scale, negative to maximize
+    beta1: float
+    beta2: float
+    eps: float
     l2: float  # added to the gradient, times the parameter
-    kept: float  # of the parameter, by decoupled decay: 1 - lr * weight_decay
+    decay: float  # lr * weight_decay
+    kept: float  # of the parameter, by decoupled decay: 1 - decay
     step_size: float
     root_factor: float
 
@@ -138,6 +95,7 @@ def _coefficients(
     lr: float,
     beta1: float,
     beta2: float,
+    eps: float,
     weight_decay: float,
     adamw_mode: bool,
     bias_correction: bool,
@@ -147,19 +105,36 @@ def _coefficients(
     check_step(step)
     return _Coefficients(
         grad_factor=grad_factor(grad_scale, maximize),
+        beta1=beta1,
+        beta2=beta2,
+        eps=eps,
         l2=0.0 if adamw_mode else weight_decay,
+        decay=lr * weight_decay,
         kept=1 - lr * weight_decay if adamw_mode else 1.0,
         step_size=lr / (1 - beta1**step if bias_correction else 1),
         root_factor=1 / math.sqrt(1 - beta2**step if bias_correction else 1),
     )
 
 
-def _gradient(c: _Coefficients, grad: Tensor, param: Tensor) -> Tensor:
-    """The gradient that the averages see. With L2 it depends on the parameter before the step."""
-    g = scaled(grad, param, c.grad_factor)
-    return g.add_(param, alpha=c.l2) if c.l2 else g
+def _step(c: _Coefficients, p: Tensor, g: Tensor, m: Tensor, v: Tensor) -> None:
+    if c.l2:
+        g.add_(p, alpha=c.l2)
+    m.lerp_(g, 1 - c.beta1)
+    multiply_(v, c.beta2).addcmul_(g, g, value=1 - c.beta2)
+    if c.kept != 1:
+        multiply_(p, c.kept)
+    p.sub_(_change(c, m, v))
 
 
-def _update(c: _Coefficients, exp_avg: Tensor, exp_avg_sq: Tensor, eps: float) -> Tensor:
+def _rollback(c: _Coefficients, p: Tensor, g: Tensor, m: Tensor, v: Tensor) -> None:
+    p.add_(_change(c, m, v)).div_(c.kept)
+    if c.l2:  # of the parameter before the step
+        g.add_(p, alpha=c.l2)
+    m.sub_(g, alpha=1 - c.beta1).div_(c.beta1)
+    # Rounding may leave less than nothing of a small average.
+    v.addcmul_(g, g, value=c.beta2 - 1).div_(c.beta2).clamp_(min=0)
+
+
+def _change(c: _Coefficients, m: Tensor, v: Tensor) -> Tensor:
     """What a step takes off the parameter, from the averages after the step."""
-    return (exp_avg * c.step_size).div_(exp_avg_sq.sqrt().mul_(c.root_factor).add_(eps))
+    return (m * c.step_size).div_(v.sqrt().mul_(c.root_factor).add_(c.eps))

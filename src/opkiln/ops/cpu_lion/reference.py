@@ -10,15 +10,12 @@ import torch
 from torch import Tensor
 
 from opkiln.optimizing.references import (
-    check_lists,
     forget,
     grad_factor,
     multiply_,
     no_ticket,
     not_kept,
-    scaled,
-    store,
-    wide,
+    update_each,
 )
 
 cpu_lion_keep = no_ticket
@@ -44,20 +41,17 @@ def cpu_lion_(
     receives its new value in its own dtype. Raises RuntimeError, before anything is written, if
     lists differ in length or tensors in size.
     """
-    factor = grad_factor(grad_scale, maximize)
-    check_lists({"params": params, "grads": grads, "exp_avgs": exp_avgs}, copies)
-    with torch.no_grad():
-        for i, param in enumerate(params):
-            p, m = wide(param, like=param), wide(exp_avgs[i], like=param)
-            g = scaled(grads[i], p, factor)
-            change = _direction(m.lerp(g, 1 - beta1)).mul_(-lr)
-            if weight_decay:
-                multiply_(p, 1 - lr * weight_decay, plus=change)
-            else:
-                p.add_(change)
-            m.lerp_(g, 1 - beta2)
-            store(p, param, copies[i] if copies else None)
-            store(m, exp_avgs[i])
+
+    def step(p: Tensor, g: Tensor, m: Tensor) -> None:
+        change = _direction(m.lerp(g, 1 - beta1)).mul_(-lr)
+        if weight_decay:
+            multiply_(p, 1 - lr * weight_decay, plus=change)
+        else:
+            p.add_(change)
+        m.lerp_(g, 1 - beta2)
+
+    lists = {"params": params, "grads": grads, "exp_avgs": exp_avgs}
+    update_each(step, grad_factor(grad_scale, maximize), lists, copies)
 
 
 def cpu_lion_rollback_(
@@ -89,15 +83,12 @@ def cpu_lion_rollback_(
             f"a step with beta2 {beta2:g} and lr * weight_decay {lr * weight_decay:g} "
             "cannot be rolled back"
         )
-    check_lists({"params": params, "grads": grads, "exp_avgs": exp_avgs}, copies)
-    with torch.no_grad():
-        for i, param in enumerate(params):
-            p, m = wide(param, like=param), wide(exp_avgs[i], like=param)
-            g = scaled(grads[i], p, factor)
-            m.sub_(g, alpha=1 - beta2).div_(beta2)
-            p.add_(_direction(m.lerp(g, 1 - beta1)), alpha=lr).div_(kept)
-            store(p, param, copies[i] if copies else None)
-            store(m, exp_avgs[i])
+
+    def undo(p: Tensor, g: Tensor, m: Tensor) -> None:
+        m.sub_(g, alpha=1 - beta2).div_(beta2)
+        p.add_(_direction(m.lerp(g, 1 - beta1)), alpha=lr).div_(kept)
+
+    update_each(undo, factor, {"params": params, "grads": grads, "exp_avgs": exp_avgs}, copies)
 
 
 def _direction(mean: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from math import prod
 from typing import Any, NamedTuple
 
@@ -9,16 +10,17 @@ import torch
 from torch import Tensor
 
 import opkiln
-from opkiln.errors import ArgumentError, ArgumentTypeError
+from opkiln.errors import ArgumentError
 from opkiln.ops.fp_quantizer import formats
 from opkiln.ops.fp_quantizer.op import FPQuantizerBuilder
+from opkiln.ops.front_ends import call_checked, check_dense, check_wanted, functions_for
 from opkiln.ops.quantizer.tensor_fields import each_tensor, moved
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_ops = partial(functions_for, FPQuantizerBuilder)
 
 
 class FPQuantized(NamedTuple):
@@ -133,12 +135,9 @@ class FPQuantizer:
         A group that holds NaN or infinity comes back as NaN, all of it.
         Raises UsageError, naming the argument.
         """
-        if x.dtype not in _DTYPES:
-            raise ArgumentTypeError(f"x has dtype {x.dtype}, expected float32, bfloat16 or float16")
-        if x.layout != torch.strided:
-            raise ArgumentError(f"x is not dense: its layout is {x.layout}", hint="x.to_dense()")
+        check_dense(x)
         later = offset if isinstance(offset, Tensor) else None
-        codes, scales = _checked(
+        codes, scales = call_checked(
             _ops(x).fp_quantize, x.detach(), self.group_size, self.format.bits,
             self.format.mantissa_bits, stochastic, seed, 0 if later is not None else offset, later,
         )  # fmt: skip
@@ -186,29 +185,9 @@ class FPQuantizer:
                 hint=f'FPQuantizer("{packed.format}", group_size={packed.group_size})',
             )
         wanted = packed.dtype if dtype is None else dtype
-        if wanted not in _DTYPES:
-            raise ArgumentTypeError(f"dtype is {wanted}, expected float32, bfloat16 or float16")
-        out: Tensor = _checked(
+        check_wanted(wanted)
+        out: Tensor = call_checked(
             getattr(_ops(packed.codes), name), packed.codes, packed.scales.detach(), *rows,
             packed.shape, self.group_size, self.format.bits, self.format.mantissa_bits, wanted,
         )  # fmt: skip
         return out
-
-
-def _ops(tensor: Tensor) -> Any:
-    """The op's functions: native where there is a native version for the tensor's device."""
-    return FPQuantizerBuilder.functions("cuda" if tensor.is_cuda else "cpu")
-
-
-def _checked(function: Callable[..., Any], *args: Any) -> Any:
-    """What the op refuses is the caller's to mend: a wrong device, dtype or size, by name."""
-    if torch.compiler.is_compiling():
-        return function(*args)
-    try:
-        return function(*args)
-    except RuntimeError as error:
-        said = str(error).splitlines()[0]
-        if ", expected " in said or " is not on " in said:
-            kind = ArgumentTypeError if "dtype" in said else ArgumentError
-            raise kind(said) from error
-        raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from math import prod
 from typing import Any, NamedTuple
 
@@ -9,7 +10,8 @@ import torch
 from torch import Tensor
 
 import opkiln
-from opkiln.errors import ArgumentError, ArgumentTypeError, UsageError
+from opkiln.errors import ArgumentError, UsageError
+from opkiln.ops.front_ends import call_checked, check_dense, check_wanted, functions_for
 from opkiln.ops.quantizer.gradients import fake_quantize_backward
 from opkiln.ops.quantizer.op import QuantizerBuilder
 from opkiln.ops.quantizer.tensor_fields import each_tensor, moved
@@ -18,7 +20,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_ops = partial(functions_for, QuantizerBuilder)
 
 
 class Swizzle(NamedTuple):
@@ -165,11 +167,10 @@ def dequantize(q: Quantized, *, dtype: torch.dtype | None = None) -> Tensor:
     """The tensor again, in its shape; of its dtype or another. Raises UsageError."""
     wanted = q.dtype if dtype is None else dtype
     _check_format(q.bits, q.group_size)
-    if wanted not in _DTYPES:
-        raise ArgumentTypeError(f"dtype is {wanted}, expected float32, bfloat16 or float16")
+    check_wanted(wanted)
     offsets = q.scales.new_empty(0) if q.offsets is None else q.offsets
     order = _IN_ORDER if q.swizzle is None else q.swizzle
-    flat = _checked(
+    flat = call_checked(
         _ops(q.values).dequantize, q.values.contiguous(), q.scales.detach().contiguous(),
         offsets.detach().contiguous(), q.numel, wanted, q.bits, q.group_size, q.symmetric, *order,
     )  # fmt: skip
@@ -200,7 +201,7 @@ def fake_quantize(
         # torch gives the gradients of its custom ops no form for torch.func.
         transformed = torch._C._are_functorch_transforms_active()
         call = _StraightThrough.apply if transformed else _ops(x).fake_quantize
-        return _checked(call, x.contiguous(), *rest)  # type: ignore[no-any-return]
+        return call_checked(call, x.contiguous(), *rest)  # type: ignore[no-any-return]
     leaf = x if x._base is None else x._base
     if x.requires_grad and leaf.is_leaf and torch.is_grad_enabled():
         raise UsageError(
@@ -211,9 +212,9 @@ def fake_quantize(
     # Straight through is the gradient that x has anyway: no node is needed for this.
     with torch.no_grad():
         if x.is_contiguous():
-            _checked(_ops(x).fake_quantize_, x, *rest)
+            call_checked(_ops(x).fake_quantize_, x, *rest)
         else:
-            x.copy_(_checked(_ops(x).fake_quantize, x.contiguous(), *rest))
+            x.copy_(call_checked(_ops(x).fake_quantize, x.contiguous(), *rest))
     return x
 
 
@@ -284,10 +285,10 @@ def quantized_reduce(
         wanted.narrow_range,
     )  # fmt: skip
     if error is None:
-        three = _checked(ops.quantized_reduce, *listed)
+        three = call_checked(ops.quantized_reduce, *listed)
     else:
         _check_error(error, first.shape)
-        three = _checked(ops.quantized_reduce_with_feedback, error, *listed)
+        three = call_checked(ops.quantized_reduce_with_feedback, error, *listed)
     return _quantized(three, first.shape, first.dtype, wanted, None)
 
 
@@ -312,10 +313,10 @@ def _quantize(
     flat = x.detach().contiguous()
     rest = (*form[:3], stochastic, seed, number, *order, later, form.narrow_range)
     if error is None:
-        three = _checked(_ops(x).quantize, flat, *rest)
+        three = call_checked(_ops(x).quantize, flat, *rest)
     else:
         _check_error(error, x.shape)
-        three = _checked(_ops(x).quantize_with_feedback, flat, error, *rest)
+        three = call_checked(_ops(x).quantize_with_feedback, flat, error, *rest)
     kept = None if order == _IN_ORDER else order
     return _quantized(three, tuple(x.shape), x.dtype, form, kept)
 
@@ -334,10 +335,7 @@ def _quantized(
 
 
 def _check_input(x: Tensor, bits: int, group_size: int) -> None:
-    if x.dtype not in _DTYPES:
-        raise ArgumentTypeError(f"x has dtype {x.dtype}, expected float32, bfloat16 or float16")
-    if x.layout != torch.strided:
-        raise ArgumentError(f"x is not dense: its layout is {x.layout}", hint="x.to_dense()")
+    check_dense(x)
     _check_format(bits, group_size)
 
 
@@ -360,22 +358,3 @@ def _check_error(error: Tensor, shape: tuple[int, ...]) -> None:
 
 def _offset(offset: int | Tensor) -> tuple[int, Tensor | None]:
     return (0, offset) if isinstance(offset, Tensor) else (offset, None)
-
-
-def _ops(tensor: Tensor) -> Any:
-    """The op's functions: native where there is a native version for the tensor's device."""
-    return QuantizerBuilder.functions("cuda" if tensor.is_cuda else "cpu")
-
-
-def _checked(function: Any, *args: Any) -> Any:
-    """What the op refuses is the caller's to mend: a wrong device, dtype or size, by name."""
-    if torch.compiler.is_compiling():
-        return function(*args)
-    try:
-        return function(*args)
-    except RuntimeError as error:
-        said = str(error).splitlines()[0]
-        if any(mark in said for mark in (", expected ", " is not on ", " is not contiguous")):
-            kind = ArgumentTypeError if "dtype" in said else ArgumentError
-            raise kind(said) from error
-        raise

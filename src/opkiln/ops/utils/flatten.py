@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from functools import partial
 from math import prod
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from opkiln.errors import ArgumentError, ArgumentTypeError
+from opkiln.ops.front_ends import functions_for
 from opkiln.ops.utils.op import UtilsBuilder
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+_ops = partial(functions_for, UtilsBuilder)
 
 
 def flatten(tensors: Sequence[Tensor]) -> Tensor:
@@ -126,8 +129,3 @@ def _check_count(flat: Tensor, like: Sequence[Tensor]) -> None:
     count = sum(tensor.numel() for tensor in like)
     if flat.numel() != count:
         raise ArgumentError(f"flat has {flat.numel()} elements, the tensors have {count}")
-
-
-def _ops(tensor: Tensor) -> Any:
-    """The op's functions: native where there is a native version for the tensor's device."""
-    return UtilsBuilder.functions("cuda" if tensor.is_cuda else "cpu")

@@ -1,0 +1,53 @@
+"""Shared by front ends of ops that take fp32, bf16 and fp16: checks, and the call of an op."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from opkiln.errors import ArgumentError, ArgumentTypeError
+from opkiln.ops.checks import NATIVE
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from opkiln.builder import OpBuilder
+
+_EXPECTED = "expected float32, bfloat16 or float16"
+
+
+def check_dense(x: Tensor) -> None:
+    """Raises UsageError for another dtype or layout."""
+    if x.dtype not in NATIVE:
+        raise ArgumentTypeError(f"x has dtype {x.dtype}, {_EXPECTED}")
+    if x.layout != torch.strided:
+        raise ArgumentError(f"x is not dense: its layout is {x.layout}", hint="x.to_dense()")
+
+
+def check_wanted(dtype: torch.dtype) -> None:
+    """Raises UsageError for a dtype that no result can have."""
+    if dtype not in NATIVE:
+        raise ArgumentTypeError(f"dtype is {dtype}, {_EXPECTED}")
+
+
+def functions_for(builder: type[OpBuilder], tensor: Tensor) -> Any:
+    """The op's functions: native where there is a native version for the tensor's device."""
+    return builder.functions("cuda" if tensor.is_cuda else "cpu")
+
+
+def call_checked(function: Callable[..., Any], *args: Any) -> Any:
+    """Call an op. What it refuses is the caller's to mend, so that is a UsageError: a wrong device,
+    dtype or size, by name."""
+    if torch.compiler.is_compiling():
+        return function(*args)
+    try:
+        return function(*args)
+    except RuntimeError as error:
+        said = str(error).splitlines()[0]
+        if any(mark in said for mark in (", expected ", " is not on ", " is not contiguous")):
+            kind = ArgumentTypeError if "dtype" in said else ArgumentError
+            raise kind(said) from error
+        raise
