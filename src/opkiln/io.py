@@ -40,19 +40,11 @@ __all__ = [
 ]
 
 _HOMES = {
-    **dict.fromkeys(
-        ("Entry", "Header", "Saving", "load", "read_header", "save", "save_in_background"),
-        "opkiln.files.saving",
-    ),
-    "AsyncIO": "opkiln.files.handle",
-    "EngineState": "opkiln.ops.async_io.engines",
-    "How": "opkiln.ops.gds.device",
-    "PinnedPool": "opkiln.ops.pin_memory.pool",
-    "PoolCounts": "opkiln.ops.pin_memory.pool",
-    "Request": "opkiln.files.handle",
-    "Transfer": "opkiln.files.handle",
-    "device_engines": "opkiln.ops.gds.device",
-    "engines": "opkiln.ops.async_io.engines",
+    **dict.fromkeys(__all__, "opkiln.files.saving"),
+    **dict.fromkeys(("AsyncIO", "Request", "Transfer"), "opkiln.files.handle"),
+    **dict.fromkeys(("EngineState", "engines"), "opkiln.ops.async_io.engines"),
+    **dict.fromkeys(("How", "device_engines"), "opkiln.ops.gds.device"),
+    **dict.fromkeys(("PinnedPool", "PoolCounts"), "opkiln.ops.pin_memory.pool"),
 }
 
 __getattr__, __dir__ = lazy.names(__name__, _HOMES)

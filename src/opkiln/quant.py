@@ -34,17 +34,9 @@ __all__ = [
 ]
 
 _HOMES = {
-    "FPQuantized": "opkiln.ops.fp_quantizer.quantizer",
-    "FPQuantizer": "opkiln.ops.fp_quantizer.quantizer",
-    "Quantized": "opkiln.ops.quantizer.quantize",
-    "Swizzle": "opkiln.ops.quantizer.quantize",
-    "dequantize": "opkiln.ops.quantizer.quantize",
-    "fake_quantize": "opkiln.ops.quantizer.quantize",
-    "packbits": "opkiln.ops.packbits.signs",
-    "quantize": "opkiln.ops.quantizer.quantize",
-    "quantized_reduce": "opkiln.ops.quantizer.quantize",
-    "swizzle_quantize": "opkiln.ops.quantizer.quantize",
-    "unpackbits": "opkiln.ops.packbits.signs",
+    **dict.fromkeys(__all__, "opkiln.ops.quantizer.quantize"),
+    **dict.fromkeys(("FPQuantized", "FPQuantizer"), "opkiln.ops.fp_quantizer.quantizer"),
+    **dict.fromkeys(("packbits", "unpackbits"), "opkiln.ops.packbits.signs"),
 }
 
 opkiln._allow_torch_to_load()  # torch may have been imported after opkiln

@@ -28,15 +28,15 @@ ALL = [FusedAdam, FusedLion, FusedLamb]
 @pytest.fixture(params=["native", "reference"])
 def _served_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     for kind in ALL:
-        reference = import_module(f"opkiln.ops.{kind.FUNCTION}.reference")
-        ops = native(kind.FUNCTION) if request.param == "native" else reference
+        reference = import_module(f"opkiln.ops.{kind.BUILDER.NAME}.reference")
+        ops = native(kind.BUILDER.NAME) if request.param == "native" else reference
         monkeypatch.setattr(kind, "_ops", {"cpu": ops})
 
 
 @pytest.fixture
 def _served_by_references(monkeypatch: pytest.MonkeyPatch) -> None:
     for kind in ALL:
-        reference = import_module(f"opkiln.ops.{kind.FUNCTION}.reference")
+        reference = import_module(f"opkiln.ops.{kind.BUILDER.NAME}.reference")
         monkeypatch.setattr(kind, "_ops", {"cpu": reference})
 
 

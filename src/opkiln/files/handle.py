@@ -19,7 +19,7 @@ from torch import Tensor
 
 from opkiln.errors import ArgumentError, UsageError
 from opkiln.ops.async_io.engines import choose, ops
-from opkiln.ops.async_io.reference import CANCELLED, RUNNING
+from opkiln.ops.async_io.reference import CANCELLED, RUNNING, close_descriptors
 from opkiln.ops.gds import device as devices
 
 TYPE_CHECKING = False
@@ -175,10 +175,7 @@ class AsyncIO:
         threads: int = 8,
         direct: bool = True,
     ) -> None:
-        for name, value, most in (
-            ("depth", depth, 4096),
-            ("threads", threads, 1024),
-        ):
+        for name, value, most in (("depth", depth, 4096), ("threads", threads, 1024)):
             if not 1 <= value <= most:
                 raise ArgumentError(f"{name} is {value}, expected 1 to {most}")
         if not 512 <= block_size <= 1 << 30:
@@ -221,8 +218,7 @@ class AsyncIO:
     def how(self) -> devices.How | None:
         """Which way the bytes of tensors on GPUs went so far, and why that way was chosen. None
         before the first request with such a tensor. Raises UsageError if this is closed."""
-        if not self._closer.alive:
-            raise UsageError("this AsyncIO is closed")
+        self._check_open()
         gds = self._queues[-1].gds
         return None if gds is None else devices.how(gds)
 
@@ -230,8 +226,7 @@ class AsyncIO:
         """Make a GPU's tensor known to cuFile, which then reads and writes it without a buffer of
         its own. It pays for tensors that are used often. The tensor is kept until ``unregister`` or
         ``close``, and its requests must have ended before that. Raises UsageError."""
-        if not self._closer.alive:
-            raise UsageError("this AsyncIO is closed")
+        self._check_open()
         if self._for_devices == devices.COPIES:
             raise UsageError("this AsyncIO copies, and does not use cuFile")
         memory = _bytes(tensor, write=False)
@@ -277,8 +272,7 @@ class AsyncIO:
     def _begin(
         self, transfers: Sequence[Transfer], function: str, *, write: bool, partial: bool
     ) -> Request:
-        if not self._closer.alive:
-            raise UsageError("this AsyncIO is closed")
+        self._check_open()
         memory = [_bytes(each.tensor, write) for each in transfers]
         for each, room in zip(transfers, memory, strict=True):
             most = _LAST - room.numel()
@@ -293,7 +287,7 @@ class AsyncIO:
             offsets = [each.offset for each in transfers]
             files = [paths.index(each.path) for each in transfers]
         except BaseException:
-            _close(descriptors)
+            close_descriptors(descriptors)
             raise
         # From here on the op closes them, also if it raises. So an interrupt that comes after it
         # took them does not close what the queue uses.
@@ -307,6 +301,10 @@ class AsyncIO:
         if len(queue.pending) > _MANY:
             _forget_successes(queue)
         return made
+
+    def _check_open(self) -> None:
+        if not self._closer.alive:
+            raise UsageError("this AsyncIO is closed")
 
     def _queue_for(self, memory: list[Tensor]) -> _Queue:
         """The queue for these tensors. Waits for what their devices were given to do."""
@@ -405,12 +403,6 @@ def _again(descriptor: int, flags: int) -> int:
             if has & getattr(os, name):
                 raise ArgumentError(f"descriptor {descriptor} was opened with {name}") from None
         return os.dup(descriptor)
-
-
-def _close(descriptors: list[int]) -> None:
-    for each in descriptors:
-        if each >= 0:
-            os.close(each)
 
 
 def _milliseconds_to(end: float) -> int:

@@ -69,31 +69,14 @@ __all__ = [
 
 _FUNCTIONS = "opkiln.ops.transformer_inference.functions"
 _HOMES = {
-    "KVCache": "opkiln.ops.kv_attention.attention",
-    "attention": "opkiln.ops.kv_attention.attention",
-    "bias_add": f"{_FUNCTIONS}.activations",
-    "bias_gelu": f"{_FUNCTIONS}.activations",
-    "bias_relu": f"{_FUNCTIONS}.activations",
-    "bias_silu": f"{_FUNCTIONS}.activations",
-    "dequantize_int8": f"{_FUNCTIONS}.linear",
-    "gated_gelu": f"{_FUNCTIONS}.activations",
-    "gated_silu": f"{_FUNCTIONS}.activations",
-    "int8_linear": f"{_FUNCTIONS}.linear",
-    "layer_norm": f"{_FUNCTIONS}.norms",
+    **dict.fromkeys(__all__, f"{_FUNCTIONS}.activations"),
+    **{name: f"{_FUNCTIONS}.norms" for name in __all__ if name.endswith("_norm")},
+    **dict.fromkeys(("KVCache", "attention"), "opkiln.ops.kv_attention.attention"),
     **dict.fromkeys(("mixed_gemm", "mixed_moe_gemm", "moe_gemm"), "opkiln.ops.mixed_gemm.gemm"),
-    "moe_res_matmul": f"{_FUNCTIONS}.residuals",
-    "post_layer_norm": f"{_FUNCTIONS}.norms",
-    "post_rms_norm": f"{_FUNCTIONS}.norms",
-    "pre_layer_norm": f"{_FUNCTIONS}.norms",
-    "pre_rms_norm": f"{_FUNCTIONS}.norms",
-    "residual_add": f"{_FUNCTIONS}.residuals",
-    "rms_norm": f"{_FUNCTIONS}.norms",
-    "rotary": f"{_FUNCTIONS}.rotary",
-    "rotary_": f"{_FUNCTIONS}.rotary",
-    "rotary_qk": f"{_FUNCTIONS}.rotary",
-    "rotary_qk_": f"{_FUNCTIONS}.rotary",
-    "softmax": f"{_FUNCTIONS}.softmax",
-    "softmax_": f"{_FUNCTIONS}.softmax",
+    **dict.fromkeys(("dequantize_int8", "int8_linear"), f"{_FUNCTIONS}.linear"),
+    **dict.fromkeys(("moe_res_matmul", "residual_add"), f"{_FUNCTIONS}.residuals"),
+    **dict.fromkeys(("rotary", "rotary_", "rotary_qk", "rotary_qk_"), f"{_FUNCTIONS}.rotary"),
+    **dict.fromkeys(("softmax", "softmax_"), f"{_FUNCTIONS}.softmax"),
 }
 
 __getattr__, __dir__ = lazy.names(__name__, _HOMES)

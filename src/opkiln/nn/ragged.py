@@ -32,17 +32,10 @@ __all__ = [
 
 _FUNCTIONS = "opkiln.ops.ragged_device_ops.functions"
 _HOMES = {
-    "RaggedBatch": "opkiln.ops.ragged_device_ops.batch",
-    "RaggedViews": "opkiln.ops.ragged_device_ops.batch",
-    "Sequenced": "opkiln.ops.ragged_device_ops.batch",
-    "listed_blocks": f"{_FUNCTIONS}.paged",
-    "logits_gather": f"{_FUNCTIONS}.rows",
-    "moe_gather": f"{_FUNCTIONS}.experts",
-    "moe_scatter": f"{_FUNCTIONS}.experts",
-    "paged_kv_copy": f"{_FUNCTIONS}.paged",
-    "paged_kv_rotary": f"{_FUNCTIONS}.paged",
-    "ragged_embedding": f"{_FUNCTIONS}.rows",
-    "top_k_gating": f"{_FUNCTIONS}.experts",
+    **dict.fromkeys(__all__, "opkiln.ops.ragged_device_ops.batch"),
+    **dict.fromkeys(("listed_blocks", "paged_kv_copy", "paged_kv_rotary"), f"{_FUNCTIONS}.paged"),
+    **dict.fromkeys(("moe_gather", "moe_scatter", "top_k_gating"), f"{_FUNCTIONS}.experts"),
+    **dict.fromkeys(("logits_gather", "ragged_embedding"), f"{_FUNCTIONS}.rows"),
 }
 
 __getattr__, __dir__ = lazy.names(__name__, _HOMES)

@@ -24,6 +24,8 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
+    from opkiln.builder import OpBuilder
+
 
 class ListOptimizer(CompiledStep, torch.optim.Optimizer):
     """An optimizer whose op steps lists of tensors.
@@ -32,7 +34,7 @@ class ListOptimizer(CompiledStep, torch.optim.Optimizer):
     """
 
     OWNER: ClassVar[str]  # its name in messages
-    FUNCTION: ClassVar[str]  # the op's function that makes a step
+    BUILDER: ClassVar[type[OpBuilder]]  # the op; its function that makes a step is `<NAME>_`
     STATES: ClassVar[tuple[str, ...]]  # in the order of the op's arguments
     DEVICES: ClassVar[tuple[str, ...]]  # types of devices that parameters may be on
     DEVICES_TEXT: ClassVar[str]  # the same in messages

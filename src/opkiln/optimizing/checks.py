@@ -63,23 +63,6 @@ def check_betas(group: dict[str, Any], where: str = "") -> None:
             )
 
 
-def check_hyperparameters(owner: str, group: dict[str, Any], where: str = "") -> None:
-    """Raises UsageError for one of Adam's hyperparameters that is out of range."""
-    if not isinstance(group["bias_correction"], bool):
-        raise ArgumentTypeError(
-            f"{where}bias_correction is {group['bias_correction']!r}, expected True or False",
-            why="it is the third positional argument, as in DeepSpeed",
-            hint=f"{owner}(params, lr, betas=(0.9, 0.999))",
-        )
-    check_numbers(group, "lr", "eps", "weight_decay", where=where)
-    check_betas(group, where)
-    if group["amsgrad"]:
-        raise UsageError(
-            f"{where}amsgrad is not supported by {owner}",
-            hint="torch.optim.AdamW(params, amsgrad=True)",
-        )
-
-
 def check_dtypes(index: int, group: dict[str, Any]) -> None:
     """Raises UsageError for a parameter of a type that the ops do not take."""
     for i, param in enumerate(group["params"]):

@@ -52,10 +52,7 @@ class _Place(NamedTuple):
 
 
 class FusedOptimizer(ListOptimizer):
-    """Steps all parameters of a group and device in one call of an op.
-
-    ``FUNCTION`` is the name of the op's function without the underscore at its end.
-    """
+    """Steps all parameters of a group and device in one call of an op."""
 
     DEVICES = ("cpu", "cuda")
     DEVICES_TEXT = "on GPUs and the CPU"
@@ -92,9 +89,6 @@ class FusedOptimizer(ListOptimizer):
             self._check_group(index, group)
 
     # A subclass defines these. ``_hyper`` leaves out the learning rate and what scales gradients.
-
-    def _builder(self, backend: str) -> Any:
-        raise NotImplementedError
 
     def _written(self, group: int, device: torch.device, params: list[Tensor]) -> dict[str, Tensor]:
         """More arguments that the op writes to, in addition to the lists."""
@@ -213,7 +207,7 @@ class FusedOptimizer(ListOptimizer):
         if not plans.again(here.group, here.params):
             return None
         if here.group not in plans.of_group:
-            function = getattr(self._load(here.device.type), f"{self.FUNCTION}_plan", None)
+            function = getattr(self._load(here.device.type), f"{self.BUILDER.NAME}_plan", None)
             plans.of_group[here.group] = (
                 Planned.of(function, call, self.STATES)
                 if function is not None and plans.watch(call.states)
@@ -222,7 +216,7 @@ class FusedOptimizer(ListOptimizer):
         return plans.of_group[here.group]
 
     def _run_plan(self, plan: Planned, here: _Place, hyper: dict[str, Any]) -> None:
-        op = getattr(self._load(here.device.type), f"{self.FUNCTION}_planned_")
+        op = getattr(self._load(here.device.type), f"{self.BUILDER.NAME}_planned_")
         if plan.run(op, here.grads, hyper):
             return
         # A gradient does not fit the plan. With lists, its layout can be changed.
@@ -232,7 +226,7 @@ class FusedOptimizer(ListOptimizer):
             self._run_call(call)
 
     def _run_call(self, call: Call) -> None:
-        run(getattr(self._load(call.device.type), f"{self.FUNCTION}_"), call, self.STATES)
+        run(getattr(self._load(call.device.type), f"{self.BUILDER.NAME}_"), call, self.STATES)
 
     def _calls(self, places: list[tuple[_Place, dict[str, Any]]]) -> list[Call]:
         """The calls for these places, each given with the op's other arguments. Missing states are
@@ -343,5 +337,5 @@ class FusedOptimizer(ListOptimizer):
     def _load(self, kind: str) -> Any:
         if kind not in self._ops:
             backend = kind if kind == "cpu" or torch.version.hip is None else "rocm"
-            self._ops = {**self._ops, kind: self._builder(backend).load()}
+            self._ops = {**self._ops, kind: self.BUILDER(backend=backend).load()}
         return self._ops[kind]

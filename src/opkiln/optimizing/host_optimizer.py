@@ -53,11 +53,7 @@ class HostOptimizer(ListOptimizer):
         self._check(defaults)
         super().__init__(params, {**defaults, FP32_STATES: fp32_optimizer_states})
 
-    # A subclass defines these. ``_hyper`` leaves out ``step`` and ``grad_scale``.
-
-    def _load(self) -> Any:
-        """The op's functions."""
-        raise NotImplementedError
+    # A subclass defines these. ``_hyper`` leaves out ``step``, ``lr`` and ``grad_scale``.
 
     def _initial(self) -> float:
         """The initial value of states."""
@@ -146,7 +142,7 @@ class HostOptimizer(ListOptimizer):
             raise UsageError("there is no step to roll back: none was made since the last rollback")
         calls = []
         for call in self._last:
-            if call.function == self.FUNCTION:
+            if call.function == self._function:
                 gradients = dense_gradients(call.params)
             else:
                 gradients = self._sparse_gradients(call.params)
@@ -183,6 +179,16 @@ class HostOptimizer(ListOptimizer):
         return state
 
     # Implementation
+
+    @property
+    def _function(self) -> str:
+        return f"{self.BUILDER.NAME}_"
+
+    def _load(self) -> Any:
+        """The op's functions."""
+        if self._ops is None:
+            self._ops = self.BUILDER().load()
+        return self._ops
 
     def _make_step(self, copies: Mapping[Tensor, Tensor], grad_scale: float) -> None:
         self._make(self._calls(copies, grad_scale))
@@ -262,9 +268,9 @@ class HostOptimizer(ListOptimizer):
         if kept is not None:
             step = kept.step + 1
             hyper = self._hyper_at(step, self.param_groups[index])
-            call = Call(self.FUNCTION, kept.params, [grads], kept.states, [], step, hyper, kept)
+            call = Call(self._function, kept.params, [grads], kept.states, [], step, hyper, kept)
             return [call]
-        calls = self._calls_of(index, self.FUNCTION, params, [grads], copies)
+        calls = self._calls_of(index, self._function, params, [grads], copies)
         whole = len(calls) == 1 and len(params) == len(self.param_groups[index]["params"])
         if copies or not whole or not plans.again(index, params) or index in plans.of_group:
             return calls
@@ -276,7 +282,7 @@ class HostOptimizer(ListOptimizer):
     def _hyper_at(self, step: int, group: dict[str, Any]) -> dict[str, Any]:
         """The op's scalar arguments without ``grad_scale``."""
         counted = {"step": step} if self.COUNTED else {}
-        return {**counted, **self._hyper(group)}
+        return {**counted, "lr": float(group["lr"]), **self._hyper(group)}
 
     def _calls_of(
         self,

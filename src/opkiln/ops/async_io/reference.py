@@ -23,6 +23,7 @@ import itertools
 import os
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,14 +44,8 @@ class _Queue:
         self.guard = threading.Lock()
         self.transferred = 0  # bytes, by all requests
 
-    def add(
-        self,
-        memory: list[Tensor],
-        offsets: list[int],
-        files: list[int],
-        descriptors: list[int],
-        write: bool,
-    ) -> Tensor:
+    def add(self, *transfer: Any) -> Tensor:
+        """Begin a request, with the arguments of ``_transfer`` up to ``write``; its number."""
         number, cancelled = next(self.numbers), threading.Event()
         future: Future[list[int]] = Future()
         begun = threading.Lock()
@@ -59,7 +54,7 @@ class _Queue:
             if not begun.acquire(blocking=False):
                 return
             try:
-                found = self._transfer(memory, offsets, files, descriptors, write, cancelled)
+                found = self._transfer(*transfer, cancelled)
             except BaseException as error:  # for aio_wait to raise
                 future.set_exception(error)
             else:
@@ -105,7 +100,7 @@ class _Queue:
         except OSError as error:
             return [DONE, error.errno or errno.EIO, part, *ends]
         finally:
-            _close(descriptors)
+            close_descriptors(descriptors)
             with self.guard:
                 self.transferred += sum(ends)
         return [DONE, 0, -1, *ends]
@@ -157,26 +152,14 @@ def aio_open(like: Tensor, engine: str, depth: int, block_size: int, threads: in
     return torch.tensor([number], device="cpu")
 
 
-def aio_read_(
-    queue: Tensor,
-    memory: list[Tensor],
-    offsets: list[int],
-    files: list[int],
-    descriptors: list[int],
-) -> Tensor:
+def aio_read_(queue: Tensor, memory: list[Tensor], *places: list[int]) -> Tensor:
     """Begin to read. Raises RuntimeError for what cannot be read to."""
-    return begin_transfer(queue, memory, offsets, files, descriptors, write=False)
+    return begin_transfer(queue, memory, *places, write=False)
 
 
-def aio_write(
-    queue: Tensor,
-    memory: list[Tensor],
-    offsets: list[int],
-    files: list[int],
-    descriptors: list[int],
-) -> Tensor:
+def aio_write(queue: Tensor, memory: list[Tensor], *places: list[int]) -> Tensor:
     """Begin to write. Raises RuntimeError for what cannot be written."""
-    return begin_transfer(queue, memory, offsets, files, descriptors, write=True)
+    return begin_transfer(queue, memory, *places, write=True)
 
 
 def aio_wait(queue: Tensor, request: int, milliseconds: int) -> Tensor:
@@ -237,7 +220,7 @@ def begin_transfer(
         found = queue_of(queue)
         _check(memory, offsets, any_device)
     except RuntimeError:
-        _close(descriptors)
+        close_descriptors(descriptors)
         raise
     return found.add(list(memory), list(offsets), list(files), list(descriptors), write)
 
@@ -264,7 +247,8 @@ def _bytes(tensor: Tensor) -> memoryview:
     return memoryview(whole).cast("B")
 
 
-def _close(descriptors: list[int]) -> None:
+def close_descriptors(descriptors: list[int]) -> None:
+    """Close those of a transfer; -1 is none."""
     for each in descriptors:
         if each >= 0:
             os.close(each)

@@ -7,8 +7,10 @@ from typing import Any, ClassVar
 import torch
 
 from opkiln.errors import UsageError
+from opkiln.ops.cpu_adagrad.op import CPUAdagradBuilder
 from opkiln.optimizing.checks import check_numbers
 from opkiln.optimizing.host_optimizer import HostOptimizer
+from opkiln.optimizing.rules import as_floats
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -39,7 +41,7 @@ class CPUAdagrad(HostOptimizer):
     """
 
     OWNER = "CPUAdagrad"
-    FUNCTION = "cpu_adagrad_"
+    BUILDER = CPUAdagradBuilder
     STATES = ("sum",)
     ALTERNATIVE = "torch.optim.Adagrad(params)"
     IN_DEEPSPEED: ClassVar[Mapping[str, str]] = {"sum": "exp_avg_sq"}
@@ -81,20 +83,8 @@ class CPUAdagrad(HostOptimizer):
         check_numbers(group, *numbers, where=where)
 
     def _hyper(self, group: dict[str, Any]) -> dict[str, Any]:
-        return {
-            "lr": float(group["lr"]),  # a tensor, maybe, as schedulers of torch allow
-            "lr_decay": float(group["lr_decay"]),
-            "eps": float(group["eps"]),
-            "weight_decay": float(group["weight_decay"]),
-            "maximize": group["maximize"],
-        }
-
-    def _load(self) -> Any:
-        if self._ops is None:
-            from opkiln.ops.cpu_adagrad.op import CPUAdagradBuilder
-
-            self._ops = CPUAdagradBuilder().load()
-        return self._ops
+        numbers = as_floats(group, "lr_decay", "eps", "weight_decay")
+        return {**numbers, "maximize": group["maximize"]}
 
     def _initial(self) -> float:
         return float(self.defaults["initial_accumulator_value"])

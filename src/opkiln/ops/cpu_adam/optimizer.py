@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from opkiln.optimizing.checks import check_hyperparameters
+from opkiln.ops.cpu_adam.op import CPUAdamBuilder
+from opkiln.optimizing import rules
 from opkiln.optimizing.host_optimizer import HostOptimizer
 
 TYPE_CHECKING = False
@@ -12,7 +11,7 @@ if TYPE_CHECKING:
     from torch.optim.optimizer import ParamsT
 
 
-class CPUAdam(HostOptimizer):
+class CPUAdam(rules.Adam, HostOptimizer):
     """Adam (``adamw_mode=False``) or AdamW for parameters in host memory, in one pass over it.
 
     Parameters are fp32, bf16 or fp16, mixed as you like. Their states are fp32, or of the
@@ -26,8 +25,7 @@ class CPUAdam(HostOptimizer):
     """
 
     OWNER = "CPUAdam"
-    FUNCTION = "cpu_adam_"
-    STATES = ("exp_avg", "exp_avg_sq")
+    BUILDER = CPUAdamBuilder
     ALTERNATIVE = "opkiln.optim.FusedAdam(params)"
 
     def __init__(
@@ -54,26 +52,3 @@ class CPUAdam(HostOptimizer):
             "maximize": maximize,
         }
         super().__init__(params, defaults, fp32_optimizer_states=fp32_optimizer_states)
-
-    def _check(self, group: dict[str, Any], where: str = "") -> None:
-        check_hyperparameters(self.OWNER, group, where)
-
-    def _hyper(self, group: dict[str, Any]) -> dict[str, Any]:
-        beta1, beta2 = group["betas"]
-        return {
-            "lr": float(group["lr"]),  # a tensor, maybe, as schedulers of torch allow
-            "beta1": float(beta1),
-            "beta2": float(beta2),
-            "eps": float(group["eps"]),
-            "weight_decay": float(group["weight_decay"]),
-            "adamw_mode": group["decoupled_weight_decay"],
-            "bias_correction": group["bias_correction"],
-            "maximize": group["maximize"],
-        }
-
-    def _load(self) -> Any:
-        if self._ops is None:
-            from opkiln.ops.cpu_adam.op import CPUAdamBuilder
-
-            self._ops = CPUAdamBuilder().load()
-        return self._ops

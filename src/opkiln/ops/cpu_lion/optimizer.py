@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from opkiln.optimizing.checks import check_betas, check_numbers
+from opkiln.ops.cpu_lion.op import CPULionBuilder
+from opkiln.optimizing import rules
 from opkiln.optimizing.host_optimizer import HostOptimizer
 
 TYPE_CHECKING = False
@@ -12,7 +11,7 @@ if TYPE_CHECKING:
     from torch.optim.optimizer import ParamsT
 
 
-class CPULion(HostOptimizer):
+class CPULion(rules.Lion, HostOptimizer):
     """Lion, with decoupled weight decay, for parameters in host memory, in one pass over it.
 
     Parameters are fp32, bf16 or fp16, mixed as you like. Their average is fp32, or of the
@@ -26,10 +25,8 @@ class CPULion(HostOptimizer):
     """
 
     OWNER = "CPULion"
-    FUNCTION = "cpu_lion_"
-    STATES = ("exp_avg",)
+    BUILDER = CPULionBuilder
     ALTERNATIVE = "opkiln.optim.FusedLion(params)"
-    COUNTED = False
 
     def __init__(
         self,
@@ -43,24 +40,3 @@ class CPULion(HostOptimizer):
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
         super().__init__(params, defaults, fp32_optimizer_states=fp32_optimizer_states)
-
-    def _check(self, group: dict[str, Any], where: str = "") -> None:
-        check_numbers(group, "lr", "weight_decay", where=where)
-        check_betas(group, where)
-
-    def _hyper(self, group: dict[str, Any]) -> dict[str, Any]:
-        beta1, beta2 = group["betas"]
-        return {
-            "lr": float(group["lr"]),  # a tensor, maybe, as schedulers of torch allow
-            "beta1": float(beta1),
-            "beta2": float(beta2),
-            "weight_decay": float(group["weight_decay"]),
-            "maximize": group["maximize"],
-        }
-
-    def _load(self) -> Any:
-        if self._ops is None:
-            from opkiln.ops.cpu_lion.op import CPULionBuilder
-
-            self._ops = CPULionBuilder().load()
-        return self._ops

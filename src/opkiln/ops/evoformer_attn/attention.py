@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from opkiln.errors import ArgumentError, ArgumentTypeError
+from opkiln.ops.evoformer_attn.functions import check
 from opkiln.ops.evoformer_attn.functions import evoformer_attention as _attention
 
 
@@ -33,26 +34,7 @@ def evoformer_attention(
     if q.dim() == 4:
         biases = (None if each is None else each[None] for each in (mask_bias, pair_bias))
         return evoformer_attention(q[None], k[None], v[None], *biases, scale=scale)[0]
-    if q.dim() != 5:
-        raise ArgumentError(
-            f"q has shape {list(q.shape)}, expected [batch, rows, length, heads, head]"
-        )
-    batch, rows, length, heads, head = q.shape
-    of_mask, of_pair = (batch, rows, 1, 1, length), (batch, 1, heads, length, length)
-    for name, given, shape in (
-        ("k", k, q.shape),
-        ("v", v, q.shape),
-        ("mask_bias", mask_bias, of_mask),
-        ("pair_bias", pair_bias, of_pair),
-    ):
-        if given is None:
-            continue
-        if given.shape != shape:
-            raise ArgumentError(f"{name} has shape {list(given.shape)}, expected {list(shape)}")
-        if given.dtype != q.dtype or given.device != q.device:
-            raise ArgumentTypeError(
-                f"{name} is {given.dtype} on {given.device}, q is {q.dtype} on {q.device}"
-            )
-    scale = head**-0.5 if scale is None else scale
+    check(q, k, v, mask_bias, pair_bias, ArgumentError, ArgumentTypeError)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
     out, _ = _attention(q, k, v, mask_bias, pair_bias, scale)
     return out

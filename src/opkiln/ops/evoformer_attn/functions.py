@@ -38,7 +38,7 @@ def evoformer_attention(
     (Their sum as one number would lose the second where the first is -1e9, in rows that are masked
     out.) If all scores of a query are minus infinity, its result is NaN.
     """
-    _check(q, k, v, mask_bias, pair_bias)
+    check(q, k, v, mask_bias, pair_bias)
     scores = _scores(q, k, mask_bias, pair_bias, scale)
     if scores.shape[-1] == 0:
         return torch.empty_like(q, memory_format=torch.contiguous_format), _moments(q)
@@ -56,26 +56,15 @@ def _(q: Tensor, *_: object) -> tuple[Tensor, Tensor]:
 
 @evoformer_attention.backward
 def _(
-    grad: Tensor,
-    _of_moments: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask_bias: Tensor | None,
-    pair_bias: Tensor | None,
-    scale: float,
-    output: Any,
+    grad: Tensor, _of_moments: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any, output: Any
 ) -> tuple[Tensor | None, ...]:
-    wanted = [each is not None and each.requires_grad for each in (mask_bias, pair_bias)]
+    wanted = [each is not None and each.requires_grad for each in rest[:2]]
     gradients: Any = evoformer_attention_backward
     if torch.is_grad_enabled():  # for a second derivative, which goes through ``output``, too
-        output = evoformer_attention.reference(q, k, v, mask_bias, pair_bias, scale)
+        output = evoformer_attention.reference(q, k, v, *rest)
         gradients = evoformer_attention_backward.reference
-    q_grad, k_grad, v_grad, of_mask, of_pair = gradients(
-        grad, q, k, v, *output, mask_bias, pair_bias, scale, *wanted
-    )
-    biases = (of_mask if wanted[0] else None, of_pair if wanted[1] else None)
-    return q_grad, k_grad, v_grad, *biases, None
+    *found, of_mask, of_pair = gradients(grad, q, k, v, *output, *rest, *wanted)
+    return *found, of_mask if wanted[0] else None, of_pair if wanted[1] else None, None
 
 
 @backward.op()
@@ -96,7 +85,7 @@ def evoformer_attention_backward(
     results are ``output`` and ``moments``. ``grad`` is that of ``output``. A gradient of a bias
     that is not wanted is an empty tensor. Kernels add in a fixed order: results are the same to the
     bit each time."""
-    _check(q, k, v, mask_bias, pair_bias)
+    check(q, k, v, mask_bias, pair_bias)
     scores = _scores(q, k, mask_bias, pair_bias, scale) * math.log2(math.e)
     greatest, share = moments.unbind()
     weights = torch.exp2(scores - greatest[..., None]) * share[..., None]
@@ -138,27 +127,30 @@ def _moments(q: Tensor) -> Tensor:
     return q.new_empty((2, batch, rows, heads, length), dtype=dtype)
 
 
-def _check(
-    q: Tensor, k: Tensor, v: Tensor, mask_bias: Tensor | None, pair_bias: Tensor | None
+def check(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask_bias: Tensor | None,
+    pair_bias: Tensor | None,
+    error: type[Exception] = RuntimeError,
+    type_error: type[Exception] = RuntimeError,
 ) -> None:
-    """Raises RuntimeError, naming the argument."""
+    """Raises these errors, naming the argument."""
     if q.dim() != 5:
-        raise RuntimeError(
-            f"q has shape {list(q.shape)}, expected [batch, rows, length, heads, head]"
-        )
+        raise error(f"q has shape {list(q.shape)}, expected [batch, rows, length, heads, head]")
     batch, rows, length, heads, _ = q.shape
-    expected = {
-        "k": (k, tuple(q.shape)),
-        "v": (v, tuple(q.shape)),
-        "mask_bias": (mask_bias, (batch, rows, 1, 1, length)),
-        "pair_bias": (pair_bias, (batch, 1, heads, length, length)),
-    }
-    for name, (given, shape) in expected.items():
+    for name, given, shape in (
+        ("k", k, q.shape),
+        ("v", v, q.shape),
+        ("mask_bias", mask_bias, (batch, rows, 1, 1, length)),
+        ("pair_bias", pair_bias, (batch, 1, heads, length, length)),
+    ):
         if given is None:
             continue
-        if tuple(given.shape) != shape:
-            raise RuntimeError(f"{name} has shape {list(given.shape)}, expected {list(shape)}")
+        if given.shape != shape:
+            raise error(f"{name} has shape {list(given.shape)}, expected {list(shape)}")
         if given.dtype != q.dtype or given.device != q.device:
-            raise RuntimeError(
+            raise type_error(
                 f"{name} is {given.dtype} on {given.device}, q is {q.dtype} on {q.device}"
             )

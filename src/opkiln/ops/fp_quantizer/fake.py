@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -18,26 +20,11 @@ def fp_quantize(
     )
 
 
-def fp_dequantize(
-    codes: Tensor,
-    scales: Tensor,  # noqa: ARG001
-    size: list[int],
-    group_size: int,  # noqa: ARG001
-    bits: int,  # noqa: ARG001
-    mantissa_bits: int,  # noqa: ARG001
-    dtype: torch.dtype,
-) -> Tensor:
-    return codes.new_empty(size, dtype=dtype)
+def fp_dequantize(codes: Tensor, _scales: Tensor, size: list[int], *rest: Any) -> Tensor:
+    return codes.new_empty(size, dtype=rest[-1])
 
 
 def fp_dequantize_rows(
-    codes: Tensor,
-    scales: Tensor,  # noqa: ARG001
-    rows: Tensor,
-    size: list[int],
-    group_size: int,  # noqa: ARG001
-    bits: int,  # noqa: ARG001
-    mantissa_bits: int,  # noqa: ARG001
-    dtype: torch.dtype,
+    codes: Tensor, _scales: Tensor, rows: Tensor, size: list[int], *rest: Any
 ) -> Tensor:
-    return codes.new_empty((rows.numel(), *size[1:]), dtype=dtype)
+    return codes.new_empty((rows.numel(), *size[1:]), dtype=rest[-1])

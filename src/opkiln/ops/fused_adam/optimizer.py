@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from opkiln.optimizing.checks import check_hyperparameters
+from opkiln.ops.fused_adam.op import FusedAdamBuilder
+from opkiln.optimizing import rules
 from opkiln.optimizing.fused_optimizer import FusedOptimizer
 
 TYPE_CHECKING = False
@@ -13,7 +12,7 @@ if TYPE_CHECKING:
     from torch.optim.optimizer import ParamsT
 
 
-class FusedAdam(FusedOptimizer):
+class FusedAdam(rules.Adam, FusedOptimizer):
     """Adam (``adam_w_mode=False``) or AdamW, all parameters of a group and device in one call.
 
     Parameters are fp32, bf16 or fp16, on GPUs or the CPU, mixed as you like. States and arithmetic
@@ -37,8 +36,7 @@ class FusedAdam(FusedOptimizer):
     """
 
     OWNER = "FusedAdam"
-    FUNCTION = "fused_adam"
-    STATES = ("exp_avg", "exp_avg_sq")
+    BUILDER = FusedAdamBuilder
     ALTERNATIVE = "torch.optim.AdamW(params)"
 
     def __init__(
@@ -71,23 +69,3 @@ class FusedAdam(FusedOptimizer):
             params, defaults, master_weights=master_weights, set_grad_none=set_grad_none,
             max_grad_norm=max_grad_norm,
         )  # fmt: skip
-
-    def _check(self, group: dict[str, Any], where: str = "") -> None:
-        check_hyperparameters(self.OWNER, group, where)
-
-    def _hyper(self, group: dict[str, Any]) -> dict[str, Any]:
-        beta1, beta2 = group["betas"]
-        return {
-            "beta1": float(beta1),
-            "beta2": float(beta2),
-            "eps": float(group["eps"]),
-            "weight_decay": float(group["weight_decay"]),
-            "adamw_mode": group["decoupled_weight_decay"],
-            "bias_correction": group["bias_correction"],
-            "maximize": group["maximize"],
-        }
-
-    def _builder(self, backend: str) -> Any:
-        from opkiln.ops.fused_adam.op import FusedAdamBuilder
-
-        return FusedAdamBuilder(backend=backend)

@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from opkiln.errors import ArgumentError
-from opkiln.optimizing.checks import check_hyperparameters, check_numbers
+from opkiln.ops.fused_lamb.op import FusedLambBuilder
+from opkiln.optimizing import rules
+from opkiln.optimizing.checks import check_numbers
 from opkiln.optimizing.fused_calls import Call, run
 from opkiln.optimizing.fused_optimizer import FusedOptimizer
 from opkiln.optimizing.sharded import sum_over_shards
@@ -22,7 +24,7 @@ _NOT_AVERAGES = ("coefficients", "lr", "min_coeff", "max_coeff", "lr_tensor")
 _NOT_MOVES = ("maximize", "grad_scale")
 
 
-class FusedLamb(FusedOptimizer):
+class FusedLamb(rules.Adam, FusedOptimizer):
     """LAMB: Adam's step with the decay added, for each tensor times its norm over the step's.
 
     That coefficient is clamped to ``[min_coeff, max_coeff]``, and is 1 if one of the norms is 0;
@@ -39,8 +41,7 @@ class FusedLamb(FusedOptimizer):
     """
 
     OWNER = "FusedLamb"
-    FUNCTION = "fused_lamb"
-    STATES = ("exp_avg", "exp_avg_sq")
+    BUILDER = FusedLambBuilder
     ALTERNATIVE = "torch.optim.AdamW(params)"
     NORMS = True
 
@@ -91,24 +92,19 @@ class FusedLamb(FusedOptimizer):
         ]
 
     def _check(self, group: dict[str, Any], where: str = "") -> None:
-        check_hyperparameters(self.OWNER, group, where)
+        super()._check(group, where)
         check_numbers(group, "min_coeff", "max_coeff", where=where)
         low, high = group["min_coeff"], group["max_coeff"]
         if low > high:
             raise ArgumentError(f"{where}min_coeff is {low}, more than max_coeff, which is {high}")
 
     def _hyper(self, group: dict[str, Any]) -> dict[str, Any]:
-        beta1, beta2 = group["betas"]
         return {
-            "beta1": float(beta1),
-            "beta2": float(beta2),
-            "eps": float(group["eps"]),
-            "weight_decay": float(group["weight_decay"]),
+            **rules.both_betas(group),
+            **rules.as_floats(group, "eps", "weight_decay", "min_coeff", "max_coeff"),
             "eps_inside_sqrt": bool(group["eps_inside_sqrt"]),
             "bias_correction": group["bias_correction"],
             "maximize": group["maximize"],
-            "min_coeff": float(group["min_coeff"]),
-            "max_coeff": float(group["max_coeff"]),
         }
 
     def _written(self, group: int, device: torch.device, params: list[Tensor]) -> dict[str, Tensor]:
@@ -141,8 +137,3 @@ class FusedLamb(FusedOptimizer):
         half(ops.fused_lamb_average_, _NOT_AVERAGES)
         sum_over_shards(call.whole, squares)
         half(ops.fused_lamb_move_, _NOT_MOVES)
-
-    def _builder(self, backend: str) -> Any:
-        from opkiln.ops.fused_lamb.op import FusedLambBuilder
-
-        return FusedLambBuilder(backend=backend)

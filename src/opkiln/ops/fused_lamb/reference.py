@@ -170,16 +170,16 @@ def _update(
 
 
 def _check_coefficients(coefficients: Tensor, params: list[Tensor]) -> None:
-    if coefficients.dtype != torch.float32 or coefficients.shape != (len(params),):
-        raise RuntimeError(
-            f"coefficients has shape {list(coefficients.shape)} and dtype {coefficients.dtype}, "
-            f"expected [{len(params)}] and torch.float32"
-        )
+    _check_form("coefficients", coefficients, torch.float32, [len(params)])
 
 
 def _check_squares(squares: Tensor, params: list[Tensor]) -> None:
-    if squares.dtype != torch.float64 or squares.shape != (len(params), 2):
+    _check_form("squares", squares, torch.float64, [len(params), 2])
+
+
+def _check_form(name: str, tensor: Tensor, dtype: torch.dtype, shape: list[int]) -> None:
+    if tensor.dtype != dtype or list(tensor.shape) != shape:
         raise RuntimeError(
-            f"squares has shape {list(squares.shape)} and dtype {squares.dtype}, "
-            f"expected [{len(params)}, 2] and torch.float64"
+            f"{name} has shape {list(tensor.shape)} and dtype {tensor.dtype}, "
+            f"expected {shape} and {dtype}"
         )

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from opkiln.optimizing.checks import check_betas, check_numbers
+from opkiln.ops.fused_lion.op import FusedLionBuilder
+from opkiln.optimizing import rules
 from opkiln.optimizing.fused_optimizer import FusedOptimizer
 
 TYPE_CHECKING = False
@@ -13,7 +12,7 @@ if TYPE_CHECKING:
     from torch.optim.optimizer import ParamsT
 
 
-class FusedLion(FusedOptimizer):
+class FusedLion(rules.Lion, FusedOptimizer):
     """Lion, with decoupled weight decay, all parameters of a group and device in one call.
 
     Parameters, masters, captures, scaling and clipping of gradients are as with FusedAdam. State
@@ -24,10 +23,8 @@ class FusedLion(FusedOptimizer):
     """
 
     OWNER = "FusedLion"
-    FUNCTION = "fused_lion"
-    STATES = ("exp_avg",)
+    BUILDER = FusedLionBuilder
     ALTERNATIVE = "torch.optim.AdamW(params)"
-    COUNTED = False
 
     def __init__(
         self,
@@ -46,21 +43,3 @@ class FusedLion(FusedOptimizer):
             params, defaults, master_weights=master_weights, set_grad_none=set_grad_none,
             max_grad_norm=max_grad_norm,
         )  # fmt: skip
-
-    def _check(self, group: dict[str, Any], where: str = "") -> None:
-        check_numbers(group, "lr", "weight_decay", where=where)
-        check_betas(group, where)
-
-    def _hyper(self, group: dict[str, Any]) -> dict[str, Any]:
-        beta1, beta2 = group["betas"]
-        return {
-            "beta1": float(beta1),
-            "beta2": float(beta2),
-            "weight_decay": float(group["weight_decay"]),
-            "maximize": group["maximize"],
-        }
-
-    def _builder(self, backend: str) -> Any:
-        from opkiln.ops.fused_lion.op import FusedLionBuilder
-
-        return FusedLionBuilder(backend=backend)

@@ -43,32 +43,16 @@ def gds_open(
     return queues.aio_open(like, "threads", depth, block_size, threads)
 
 
-def gds_read_(
-    queue: Tensor,
-    memory: list[Tensor],
-    offsets: list[int],
-    files: list[int],
-    descriptors: list[int],
-) -> Tensor:
+def gds_read_(queue: Tensor, memory: list[Tensor], *places: list[int]) -> Tensor:
     """Begin to read. Raises RuntimeError for what cannot be read to."""
     # The dispatcher counts versions, and on other devices than CUDA's this is called without it.
     increment_version([each for each in memory if not each.is_inference()])
-    return queues.begin_transfer(
-        queue, memory, offsets, files, descriptors, write=False, any_device=True
-    )
+    return queues.begin_transfer(queue, memory, *places, write=False, any_device=True)
 
 
-def gds_write(
-    queue: Tensor,
-    memory: list[Tensor],
-    offsets: list[int],
-    files: list[int],
-    descriptors: list[int],
-) -> Tensor:
+def gds_write(queue: Tensor, memory: list[Tensor], *places: list[int]) -> Tensor:
     """Begin to write. Raises RuntimeError for what cannot be written."""
-    return queues.begin_transfer(
-        queue, memory, offsets, files, descriptors, write=True, any_device=True
-    )
+    return queues.begin_transfer(queue, memory, *places, write=True, any_device=True)
 
 
 gds_wait, gds_forget = queues.aio_wait, queues.aio_forget

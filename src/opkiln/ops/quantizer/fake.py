@@ -1,5 +1,6 @@
 """Shapes and types of what the functions return, for torch.compile."""
-# ruff: noqa: ARG001 (the arguments are those of the schemas)
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -7,58 +8,34 @@ from torch import Tensor
 _Three = tuple[Tensor, Tensor, Tensor]
 
 
-def quantize(
-    x: Tensor, bits: int, group_size: int, symmetric: bool, *_: object, **__: object
-) -> _Three:
-    return _quantized(x, x.numel(), bits, group_size, symmetric)
+def quantize(x: Tensor, *rest: Any) -> _Three:
+    return _quantized(x, x.numel(), *rest[:3])
 
 
-def quantize_with_feedback(
-    x: Tensor, error: Tensor, bits: int, group_size: int, symmetric: bool, *_: object, **__: object
-) -> _Three:
-    return _quantized(x, x.numel(), bits, group_size, symmetric)
+def quantize_with_feedback(x: Tensor, _error: Tensor, *rest: Any) -> _Three:
+    return quantize(x, *rest)
 
 
-def dequantize(
-    values: Tensor,
-    scales: Tensor,
-    offsets: Tensor,
-    numel: int,
-    dtype: torch.dtype,
-    *_: object,
-    **__: object,
-) -> Tensor:
+def dequantize(values: Tensor, _scales: Tensor, _offsets: Tensor, *rest: Any) -> Tensor:
+    numel, dtype, *_ = rest
     return values.new_empty(numel, dtype=dtype)
 
 
-def fake_quantize(x: Tensor, *_: object, **__: object) -> Tensor:
+def fake_quantize(x: Tensor, *_: object) -> Tensor:
     return torch.empty_like(x)
 
 
-def fake_quantize_(x: Tensor, *_: object, **__: object) -> None:
-    return None
+def fake_quantize_(*_: object) -> None:
+    """Nothing is returned."""
 
 
-def quantized_reduce(
-    values: list[Tensor],
-    scales: list[Tensor],
-    offsets: list[Tensor],
-    numel: int,
-    from_bits: int,
-    from_group_size: int,
-    from_symmetric: bool,
-    factor: float,
-    bits: int,
-    group_size: int,
-    symmetric: bool,
-    *_: object,
-    **__: object,
-) -> _Three:
-    return _quantized(scales[0], numel, bits, group_size, symmetric)
+def quantized_reduce(_values: list[Tensor], scales: list[Tensor], *rest: Any) -> _Three:
+    _offsets, numel, *formats = rest
+    return _quantized(scales[0], numel, *formats[4:7])
 
 
-def quantized_reduce_with_feedback(error: Tensor, *args: object, **kwargs: object) -> _Three:
-    return quantized_reduce(*args, **kwargs)  # type: ignore[arg-type]
+def quantized_reduce_with_feedback(_error: Tensor, *rest: Any) -> _Three:
+    return quantized_reduce(*rest)
 
 
 def _quantized(like: Tensor, numel: int, bits: int, group_size: int, symmetric: bool) -> _Three:

@@ -29,12 +29,12 @@ import torch
 from torch import Tensor
 
 from opkiln.ops.checks import check_flat, check_native, check_on
+from opkiln.ops.philox import WORD, philox
 from opkiln.ops.quantizer.checks import check_format, check_offset, check_quantized
 
 _Three = tuple[Tensor, Tensor, Tensor]
 
 _LEAST_SCALE = 2.0**-126
-_WORD = 0xFFFFFFFF
 
 
 def quantize(x: Tensor, *format_and_order: Any) -> _Three:
@@ -184,8 +184,8 @@ def swizzled(
             f"x has {numel} elements, expected a multiple of nodes * devices_per_node * pipeline * "
             f"group_size = {pieces * group_size}"
         )
-    if numel // group_size > _WORD:
-        raise RuntimeError(f"x has {numel // group_size} groups, at most {_WORD} can be swizzled")
+    if numel // group_size > WORD:
+        raise RuntimeError(f"x has {numel // group_size} groups, at most {WORD} can be swizzled")
     groups = torch.arange(numel // group_size, device=device)
     return groups.view(nodes, devices_per_node, pipeline, -1).permute(2, 1, 0, 3).reshape(-1)
 
@@ -211,20 +211,6 @@ def random_bits(
     twice = words | (words & 0xFF) << 32
     fours = torch.stack([twice >> 8 * i & 0xFFFF for i in range(4)], -1)
     return fours.view(-1)[:count]
-
-
-def philox(low: Tensor, high: int | Tensor, key: int, rounds: int = 7) -> list[Tensor]:
-    """Philox4x32: four words, in int64, for counters of 128 bits (two int64) and a key of 64."""
-    c = [low & _WORD, low >> 32 & _WORD, high & _WORD | low * 0, high >> 32 & _WORD | low * 0]
-    k0, k1 = key & _WORD, key >> 32 & _WORD
-    for _ in range(rounds):
-        # Products wrap around in int64, and so keep their 64 bits.
-        p0, p1 = c[0] * 0xD2511F53, c[2] * 0xCD9E8D57
-        c = [
-            (p1 >> 32 & _WORD) ^ c[1] ^ k0, p1 & _WORD, (p0 >> 32 & _WORD) ^ c[3] ^ k1, p0 & _WORD,
-        ]  # fmt: skip
-        k0, k1 = (k0 + 0x9E3779B9) & _WORD, (k1 + 0xBB67AE85) & _WORD
-    return c
 
 
 class _Rounding(NamedTuple):

@@ -15,7 +15,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from opkiln.ops.checks import check_within
+from opkiln.ops.checks import (
+    check_device,
+    check_dim,
+    check_like,
+    check_shape,
+    check_within,
+    dtype_name,
+)
 from opkiln.ops.random_ltd.op import kit
 
 
@@ -25,18 +32,14 @@ def token_sort(indices: Tensor, tokens: int) -> Tensor:
 
     They are from 0 to ``tokens - 1``. It is fastest if those of a row differ. Raises RuntimeError.
     """
-    _check_indices(indices)
-    _check_count("tokens", tokens)
-    check_within("indices", indices, 0, tokens - 1)
+    _check_within(indices, tokens)
     return indices.contiguous().sort(dim=-1).values if indices.dim() else indices.clone()
 
 
 @kit.op(mutates="indices")
 def token_sort_(indices: Tensor, tokens: int) -> None:
     """``token_sort`` in place."""
-    _check_indices(indices)
-    _check_count("tokens", tokens)
-    check_within("indices", indices, 0, tokens - 1)
+    _check_within(indices, tokens)
     if indices.dim():
         indices.copy_(indices.sort(dim=-1).values)
 
@@ -95,8 +98,7 @@ def mask_gather_bert(mask: Tensor, indices: Tensor) -> Tensor:
         raise RuntimeError(
             f"indices has shape {list(indices.shape)}, expected [layers, {mask.shape[0]}, kept]"
         )
-    if indices.device != mask.device:
-        raise RuntimeError(f"indices is on {indices.device}, mask is on {mask.device}")
+    check_device("indices", indices, mask, "mask")
     check_within("indices", indices, 0, mask.shape[2] - 1)
     layers, batch, kept = indices.shape
     heads, tokens = mask.shape[1], mask.shape[2]
@@ -142,21 +144,14 @@ def _scatter_gradient(
 
 @token_spread.backward
 def _spread_gradient(
-    grad: Tensor,
-    part: Tensor,  # noqa: ARG001 (a gradient is given all arguments)
-    indices: Tensor,
-    tokens: int,  # noqa: ARG001
-    batch_first: bool,
+    grad: Tensor, _part: Tensor, indices: Tensor, _tokens: int, batch_first: bool
 ) -> tuple[Tensor | None, ...]:
     return token_gather(grad, indices, batch_first), None, None, None
 
 
 @token_clear.backward
 def _clear_gradient(
-    grad: Tensor,
-    x: Tensor,  # noqa: ARG001
-    indices: Tensor,
-    batch_first: bool,
+    grad: Tensor, _x: Tensor, indices: Tensor, batch_first: bool
 ) -> tuple[Tensor | None, ...]:
     return token_clear(grad, indices, batch_first), None, None
 
@@ -176,25 +171,19 @@ def _places(indices: Tensor, x: Tensor, batch_first: bool) -> Tensor:
 
 
 def _check_tokens(x: Tensor, indices: Tensor, batch_first: bool, name: str = "x") -> None:
-    if x.dim() != 3:
-        raise RuntimeError(f"{name} has shape {list(x.shape)}, expected 3 dimensions")
+    check_dim(name, x, 3)
     _check_indices(indices)
     batch = x.shape[0 if batch_first else 1]
     if indices.dim() != 2 or indices.shape[0] != batch:
         raise RuntimeError(f"indices has shape {list(indices.shape)}, expected [{batch}, kept]")
-    if indices.device != x.device:
-        raise RuntimeError(f"indices is on {indices.device}, {name} is on {x.device}")
+    check_device("indices", indices, x, name)
 
 
 def _check_part(x: Tensor, part: Tensor, indices: Tensor, batch_first: bool) -> None:
     batch, kept = indices.shape
     shape = [batch, kept, x.shape[2]] if batch_first else [kept, batch, x.shape[2]]
-    if list(part.shape) != shape:
-        raise RuntimeError(f"part has shape {list(part.shape)}, expected {shape}")
-    if part.dtype != x.dtype:
-        raise RuntimeError(f"part has dtype {_name(part.dtype)}, x has {_name(x.dtype)}")
-    if part.device != x.device:
-        raise RuntimeError(f"part is on {part.device}, x is on {x.device}")
+    check_shape("part", part, shape)
+    check_like("part", part, x, "x")
 
 
 def _check_mask(mask: Tensor) -> None:
@@ -206,13 +195,15 @@ def _check_mask(mask: Tensor) -> None:
 
 def _check_indices(indices: Tensor) -> None:
     if indices.dtype not in (torch.int32, torch.int64):
-        raise RuntimeError(f"indices has dtype {_name(indices.dtype)}, expected int32 or int64")
+        raise RuntimeError(f"indices has dtype {dtype_name(indices)}, expected int32 or int64")
+
+
+def _check_within(indices: Tensor, tokens: int) -> None:
+    _check_indices(indices)
+    _check_count("tokens", tokens)
+    check_within("indices", indices, 0, tokens - 1)
 
 
 def _check_count(name: str, count: int) -> None:
     if count < 0:
         raise RuntimeError(f"{name} is {count}, expected at least 0")
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -39,24 +39,16 @@ GROUPS: dict[int, Peers] = {}
 
 
 @kit.op()
-def shm_join(
-    host: Tensor,  # noqa: ARG001 (chooses the library)
-    fd: int,  # noqa: ARG001
-    rank: int,  # noqa: ARG001
-    size: int,  # noqa: ARG001
-    slot: int,  # noqa: ARG001
-    milliseconds: int,  # noqa: ARG001
-) -> int:
+def shm_join(host: Tensor, fd: int, rank: int, size: int, slot: int, milliseconds: int) -> int:
     """Map the memory of a group and take a rank in it; the group's number. The descriptor is the
-    library's from then on. ``host`` is any tensor on the CPU. Raises RuntimeError."""
+    library's from then on. ``host`` is any tensor on the CPU, which chooses the library. Raises
+    RuntimeError."""
+    del host, fd, rank, size, slot, milliseconds
     raise RuntimeError("shared memory needs the native library")
 
 
 @kit.op()
-def shm_leave(
-    host: Tensor,
-    group: int,
-) -> None:
+def shm_leave(host: Tensor, group: int) -> None:
     """Give the memory of a group back, when the last call on it has returned."""
 
 
@@ -116,37 +108,20 @@ def shm_all_gather_into(out: Tensor, x: Tensor, group: int) -> None:
 
 
 @shm_join.fake
-def _join_shape(
-    host: Tensor,  # noqa: ARG001
-    fd: int,  # noqa: ARG001
-    rank: int,  # noqa: ARG001
-    size: int,  # noqa: ARG001
-    slot: int,  # noqa: ARG001
-    milliseconds: int,  # noqa: ARG001
-) -> int:
+def _join_shape(*_: object) -> int:
     raise RuntimeError("a group cannot be made in a function that is traced")
 
 
 @shm_all_reduce.fake
-def _all_reduce_shape(x: Tensor, group: int, op: str = "sum") -> Tensor:  # noqa: ARG001
+def _all_reduce_shape(x: Tensor, *_: object) -> Tensor:
     return x.new_empty(x.shape)
 
 
-@shm_all_reduce_.fake
-def _all_reduce_into_shape(x: Tensor, group: int, op: str = "sum") -> None:
-    pass
-
-
 @shm_reduce_scatter.fake
-def _reduce_scatter_shape(x: Tensor, group: int, op: str = "sum") -> Tensor:  # noqa: ARG001
+def _reduce_scatter_shape(x: Tensor, group: int, *_: object) -> Tensor:
     size = _peers(group).size
     _check_rows(x, size)
     return x.new_empty((x.shape[0] // size, *x.shape[1:]))
-
-
-@shm_reduce_scatter_into.fake
-def _reduce_scatter_into_shape(out: Tensor, x: Tensor, group: int, op: str = "sum") -> None:
-    pass
 
 
 @shm_all_gather.fake
@@ -154,9 +129,11 @@ def _all_gather_shape(x: Tensor, group: int) -> Tensor:
     return x.new_empty((x.shape[0] * _peers(group).size, *x.shape[1:]))
 
 
+@shm_all_reduce_.fake
+@shm_reduce_scatter_into.fake
 @shm_all_gather_into.fake
-def _all_gather_into_shape(out: Tensor, x: Tensor, group: int) -> None:
-    pass
+def _nothing(*_: object) -> None:
+    """They write to an argument."""
 
 
 # Gradients: a result of all ranks' elements, differentiated on all ranks.
@@ -164,10 +141,7 @@ def _all_gather_into_shape(out: Tensor, x: Tensor, group: int) -> None:
 
 @shm_all_reduce.backward
 def _all_reduce_gradient(
-    grad: Tensor,
-    x: Tensor,  # noqa: ARG001 (a gradient is given all arguments)
-    group: int,
-    op: str,
+    grad: Tensor, _x: Tensor, group: int, op: str
 ) -> tuple[Tensor | None, ...]:
     _check_linear("all_reduce", op)
     return shm_all_reduce(grad, group, op), None, None
@@ -175,10 +149,7 @@ def _all_reduce_gradient(
 
 @shm_reduce_scatter.backward
 def _reduce_scatter_gradient(
-    grad: Tensor,
-    x: Tensor,  # noqa: ARG001
-    group: int,
-    op: str,
+    grad: Tensor, _x: Tensor, group: int, op: str
 ) -> tuple[Tensor | None, ...]:
     _check_linear("reduce_scatter", op)
     every = shm_all_gather(grad, group)
@@ -186,11 +157,7 @@ def _reduce_scatter_gradient(
 
 
 @shm_all_gather.backward
-def _all_gather_gradient(
-    grad: Tensor,
-    x: Tensor,  # noqa: ARG001
-    group: int,
-) -> tuple[Tensor | None, ...]:
+def _all_gather_gradient(grad: Tensor, _x: Tensor, group: int) -> tuple[Tensor | None, ...]:
     return shm_reduce_scatter(grad, group, "sum"), None
 
 

@@ -4,6 +4,7 @@ is the front end."""
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -60,31 +61,13 @@ def _(q: Tensor, *_: object) -> _Two:
 
 @sparse_attn.backward
 def _(
-    grad: Tensor | None,
-    lse_grad: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    layout: Tensor,
-    lists: list[Tensor],
-    key_bias: Tensor | None,
-    mask: Tensor | None,
-    block: int,
-    scale: float,
-    causal: bool,
-    window: int,
-    multiply: bool,
+    grad: Tensor | None, _lse_grad: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *rules: Any,
     output: _Two,
-) -> tuple[Tensor | None, ...]:
+) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Gradients of ``q``, ``k`` and ``v``. The masks have none, and neither has the logarithm."""
-    del lse_grad
     if grad is None:
         return (None,) * 12
-    grads = sparse_attn_backward(
-        fitting(grad), q, k, v, *output, layout, lists, key_bias, mask, block, scale, causal,
-        window, multiply,
-    )  # fmt: skip
-    return (*grads, *(None,) * 9)
+    return (*sparse_attn_backward(fitting(grad), q, k, v, *output, *rules), *(None,) * 9)
 
 
 @backward.op()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from opkiln.ops.checks import FLOATS, check_like, check_shape, dtype_name
 from opkiln.ops.spatial_inference.op import kit
-
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 @kit.op()
@@ -41,14 +42,8 @@ def spatial_bias_add(
 
 
 @spatial_bias_add.fake
-def _shape(
-    x: Tensor,
-    bias: Tensor,
-    other: Tensor | None = None,
-    other_bias: Tensor | None = None,
-    channel_dim: int | None = None,
-) -> Tensor:
-    return _result(x, _checked(x, bias, other, other_bias, channel_dim))
+def _shape(x: Tensor, *rest: Any) -> Tensor:
+    return _result(x, _checked(x, *rest))
 
 
 @spatial_bias_add.backward
@@ -85,14 +80,14 @@ def _channels(x: Tensor, channel_dim: int | None) -> int:
 def _checked(
     x: Tensor,
     bias: Tensor,
-    other: Tensor | None,
-    other_bias: Tensor | None,
-    channel_dim: int | None,
+    other: Tensor | None = None,
+    other_bias: Tensor | None = None,
+    channel_dim: int | None = None,
 ) -> int:
     """The dimension of the channels. Raises RuntimeError."""
-    if x.dtype not in _DTYPES:
+    if x.dtype not in FLOATS:
         raise RuntimeError(
-            f"x has dtype {_name(x.dtype)}, expected float32, bfloat16, float16 or float64"
+            f"x has dtype {dtype_name(x)}, expected float32, bfloat16, float16 or float64"
         )
     dim = _channels(x, channel_dim)
     if other is None and other_bias is not None:
@@ -102,12 +97,8 @@ def _checked(
         if each is None:
             continue
         shape = x.shape if name == "other" else x.shape[dim : dim + 1]
-        if each.shape != shape:
-            raise RuntimeError(f"{name} has shape {list(each.shape)}, expected {list(shape)}")
-        if each.dtype != x.dtype:
-            raise RuntimeError(f"{name} has dtype {_name(each.dtype)}, x has {_name(x.dtype)}")
-        if each.device != x.device:
-            raise RuntimeError(f"{name} is on {each.device}, x is on {x.device}")
+        check_shape(name, each, list(shape))
+        check_like(name, each, x, "x")
     return dim
 
 
@@ -116,7 +107,3 @@ def _result(x: Tensor, dim: int) -> Tensor:
     if x.is_contiguous() or x.movedim(dim, -1).is_contiguous():
         return torch.empty_like(x)
     return x.new_empty(x.shape)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -20,12 +20,11 @@ from torch import Tensor
 from torch.nn.functional import gelu
 
 from opkiln.ops.checks import widened
+from opkiln.ops.philox import philox
 from opkiln.ops.transformer.op import columns, norms
 
 LONGEST_ROW = 8192
 
-_WORD = 0xFFFFFFFF
-_ROUNDS = 7
 _Two = tuple[Tensor, Tensor]
 _Three = tuple[Tensor, Tensor, Tensor]
 _Four = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -208,16 +207,7 @@ def kept(shape: torch.Size, seed: Tensor, site: int, p: float) -> Tensor:
     rows = shape[:-1].numel()
     eights = (columns + 7) // 8
     low = torch.arange(rows * eights, device=seed.device)
-    zero, key = torch.zeros_like(low), seed.reshape(())
-    c0, c1, c2, c3 = low & _WORD, low >> 32, zero + (site & _WORD), zero + (site >> 32 & _WORD)
-    k0, k1 = key & _WORD, key >> 32 & _WORD
-    for _ in range(_ROUNDS):
-        p0, p1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57  # int64 wraps around, and so keeps 64 bits
-        c0, c1, c2, c3 = (
-            (p1 >> 32 & _WORD) ^ c1 ^ k0, p1 & _WORD, (p0 >> 32 & _WORD) ^ c3 ^ k1, p0 & _WORD,
-        )  # fmt: skip
-        k0, k1 = (k0 + 0x9E3779B9) & _WORD, (k1 + 0xBB67AE85) & _WORD
-    words = torch.stack([c0, c1, c2, c3], -1)
+    words = torch.stack(philox(low, site, seed.reshape(())), -1)
     bits = torch.stack([words & 0xFFFF, words >> 16], -1).view(rows, eights * 8)
     return (bits[:, :columns] >= int(p * 65536 + 0.5)).view(shape)
 

@@ -14,7 +14,6 @@ with torch's own functions. No two tokens may have the same place.
 from __future__ import annotations
 
 import ctypes
-import math
 
 import torch
 from torch import Tensor
@@ -32,6 +31,7 @@ from opkiln.ops.checks import (
     widened,
 )
 from opkiln.ops.ragged_device_ops.op import paged as kit
+from opkiln.ops.rotating import cos_and_sin, rotated
 
 _MOST = 512  # elements of a head that are rotated
 
@@ -135,8 +135,8 @@ def paged_kv_rotary(
     check_like("q", q, k, "k")
     check_shape("q", q, [k.shape[0], q.shape[1], k.shape[2]])
     c, s = _angles(q, positions, cos, sin, dim, theta)
-    _write(_rotated(k, c, s), v, k_cache, v_cache, block_table, sequences, positions)
-    return _rotated(q, c, s).contiguous()
+    _write(rotated(k, c, s), v, k_cache, v_cache, block_table, sequences, positions)
+    return rotated(q, c, s).contiguous()
 
 
 @paged_kv_rotary.fake
@@ -174,14 +174,12 @@ def _angles(
 ) -> tuple[Tensor, Tensor]:
     """Cosines and sines, [T, 1, pairs]."""
     head = q.shape[2]
-    rotated = dim or head
-    if not 0 < rotated <= min(head, _MOST) or rotated % 2:
-        raise RuntimeError(
-            f"dim is {rotated}, expected an even number from 2 to {min(head, _MOST)}"
-        )
+    turned = dim or head
+    if not 0 < turned <= min(head, _MOST) or turned % 2:
+        raise RuntimeError(f"dim is {turned}, expected an even number from 2 to {min(head, _MOST)}")
     if (cos is None) != (sin is None):
         raise RuntimeError("cos and sin are given together, or neither")
-    pairs = rotated // 2
+    pairs = turned // 2
     positions = positions.clamp(min=0)
     if cos is not None and sin is not None:
         for name, table in (("cos", cos), ("sin", sin)):
@@ -193,20 +191,8 @@ def _angles(
         check_within("positions", positions, 0, cos.shape[0] - 1)
         c, s = widened(cos)[positions], widened(sin)[positions]
     else:
-        if theta <= 0:
-            raise RuntimeError(f"theta is {theta}, expected a positive number")
-        steps = torch.arange(pairs, device=q.device, dtype=torch.float64)
-        angle = positions.double()[:, None] * torch.exp(steps * (-math.log(theta) / pairs))
-        exact = q.dtype if q.dtype == torch.float64 else torch.float32
-        c, s = angle.cos().to(exact), angle.sin().to(exact)
+        c, s = cos_and_sin(positions, pairs, theta, q.dtype)
     return c[:, None], s[:, None]
-
-
-def _rotated(x: Tensor, c: Tensor, s: Tensor) -> Tensor:
-    rotated = 2 * c.shape[-1]
-    a, b = widened(x[..., :rotated]).chunk(2, -1)
-    turned = torch.cat((a * c - b * s, b * c + a * s), -1)
-    return torch.cat((turned.to(x.dtype), x[..., rotated:]), -1)
 
 
 def _check(

@@ -16,12 +16,13 @@ A result has the strides that ``torch.empty_like`` gives. The tables get no grad
 
 from __future__ import annotations
 
-import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from opkiln.ops.checks import check_within, widened
+from opkiln.ops.rotating import cos_and_sin, rotated
 from opkiln.ops.transformer_inference.op import rotary as kit
 
 _MOST = 512  # elements of a head that are rotated without tables
@@ -41,7 +42,7 @@ def rotary(
     """``x`` rotated: fp32, fp16 or bf16. The module says what the arguments are."""
     angles = _angles(x, positions, cos, sin, dim, theta, inverse)
     out = torch.empty_like(x)
-    return out.copy_(_rotated(x, *angles, interleaved))
+    return out.copy_(rotated(x, *angles, interleaved))
 
 
 @kit.op(mutates="x")
@@ -56,7 +57,7 @@ def rotary_(
     inverse: bool = False,
 ) -> None:
     """``rotary``, written over ``x``."""
-    x.copy_(_rotated(x, *_angles(x, positions, cos, sin, dim, theta, inverse), interleaved))
+    x.copy_(rotated(x, *_angles(x, positions, cos, sin, dim, theta, inverse), interleaved))
 
 
 @kit.op()
@@ -75,8 +76,8 @@ def rotary_qk(
     _check_keys(q, k)
     angles = _angles(q, positions, cos, sin, dim, theta, inverse)
     return (
-        torch.empty_like(q).copy_(_rotated(q, *angles, interleaved)),
-        torch.empty_like(k).copy_(_rotated(k, *angles, interleaved)),
+        torch.empty_like(q).copy_(rotated(q, *angles, interleaved)),
+        torch.empty_like(k).copy_(rotated(k, *angles, interleaved)),
     )
 
 
@@ -95,42 +96,22 @@ def rotary_qk_(
     """``rotary_qk``, written over ``q`` and ``k``."""
     _check_keys(q, k)
     angles = _angles(q, positions, cos, sin, dim, theta, inverse)
-    q.copy_(_rotated(q, *angles, interleaved))
-    k.copy_(_rotated(k, *angles, interleaved))
+    q.copy_(rotated(q, *angles, interleaved))
+    k.copy_(rotated(k, *angles, interleaved))
 
 
 @rotary.backward
-def _rotary_backward(
-    grad: Tensor,
-    _x: Tensor,
-    positions: Tensor | None,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    dim: int,
-    theta: float,
-    interleaved: bool,
-    inverse: bool,
-) -> tuple[Tensor | None, ...]:
-    back = rotary(grad, positions, cos, sin, dim, theta, interleaved, not inverse)
-    return (back, *[None] * 7)
+def _rotary_backward(grad: Tensor, _x: Tensor, *rest: Any) -> tuple[Tensor | None, ...]:
+    *options, inverse = rest
+    return (rotary(grad, *options, not inverse), *[None] * 7)
 
 
 @rotary_qk.backward
 def _rotary_qk_backward(
-    grad_q: Tensor,
-    grad_k: Tensor,
-    _q: Tensor,
-    _k: Tensor,
-    positions: Tensor | None,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    dim: int,
-    theta: float,
-    interleaved: bool,
-    inverse: bool,
+    grad_q: Tensor, grad_k: Tensor, _q: Tensor, _k: Tensor, *rest: Any
 ) -> tuple[Tensor | None, ...]:
-    back = rotary_qk(grad_q, grad_k, positions, cos, sin, dim, theta, interleaved, not inverse)
-    return (*back, *[None] * 7)
+    *options, inverse = rest
+    return (*rotary_qk(grad_q, grad_k, *options, not inverse), *[None] * 7)
 
 
 def _angles(
@@ -147,10 +128,10 @@ def _angles(
         raise RuntimeError(
             f"x has shape {list(x.shape)}, expected [batch, seq, heads, dim] or [seq, heads, dim]"
         )
-    rotated = dim or x.shape[-1]
-    if not 0 < rotated <= x.shape[-1] or rotated % 2:
+    turned = dim or x.shape[-1]
+    if not 0 < turned <= x.shape[-1] or turned % 2:
         raise RuntimeError(
-            f"dim is {rotated}, expected an even number from 2 to the size of a head, which is "
+            f"dim is {turned}, expected an even number from 2 to the size of a head, which is "
             f"{x.shape[-1]}"
         )
     seq = x.shape[-3]
@@ -165,7 +146,7 @@ def _angles(
         )
     if (cos is None) != (sin is None):
         raise RuntimeError("cos and sin are given together, or neither")
-    pairs = rotated // 2
+    pairs = turned // 2
     if cos is not None and sin is not None:
         for name, table in (("cos", cos), ("sin", sin)):
             if table.dim() != 2 or table.shape[1] != pairs:
@@ -175,30 +156,13 @@ def _angles(
         check_within("positions", positions, 0, cos.shape[0] - 1)
         tables = widened(cos)[positions], widened(sin)[positions]
     else:
-        if rotated > _MOST:
+        if turned > _MOST:
             raise RuntimeError(
-                f"dim is {rotated}, and at most {_MOST} without tables cos and sin"
+                f"dim is {turned}, and at most {_MOST} without tables cos and sin"
             )  # fmt: skip
-        if theta <= 0:
-            raise RuntimeError(f"theta is {theta}, expected a positive number")
-        steps = torch.arange(pairs, device=x.device, dtype=torch.float64)
-        angle = positions.double()[..., None] * torch.exp(steps * (-math.log(theta) / pairs))
-        exact = x.dtype if x.dtype == torch.float64 else torch.float32
-        tables = angle.cos().to(exact), angle.sin().to(exact)
+        tables = cos_and_sin(positions, pairs, theta, x.dtype)
     c, s = (table[..., None, :] for table in tables)
     return c, -s if inverse else s
-
-
-def _rotated(x: Tensor, c: Tensor, s: Tensor, interleaved: bool) -> Tensor:
-    rotated = 2 * c.shape[-1]
-    wide, rest = widened(x[..., :rotated]), x[..., rotated:]
-    if interleaved:
-        a, b = wide[..., 0::2], wide[..., 1::2]
-        turned = torch.stack((a * c - b * s, b * c + a * s), -1).flatten(-2)
-    else:
-        a, b = wide.chunk(2, -1)
-        turned = torch.cat((a * c - b * s, b * c + a * s), -1)
-    return torch.cat((turned.to(x.dtype), rest), -1)
 
 
 def _check_keys(q: Tensor, k: Tensor) -> None:
