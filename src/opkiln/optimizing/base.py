@@ -11,11 +11,12 @@ from opkiln.errors import ArgumentError, UsageError
 from opkiln.optimizing.checks import (
     MASTER,
     check_dtypes,
+    check_form,
+    check_saved_group,
     check_saved_state,
     own_entries,
     place,
     refuse_partials,
-    taking_over,
 )
 from opkiln.optimizing.states import ParamState, Plans, watchable
 from opkiln.optimizing.stepping import CompiledStep
@@ -112,8 +113,37 @@ class ListOptimizer(CompiledStep, torch.optim.Optimizer):
 
         Unlike torch's own, this keeps fp32 states of 16-bit parameters fp32.
         """
-        with taking_over(self.OWNER, self, self._take_over, self._check, self._check_saved):
+        seen: dict[str, Any] = {}
+
+        # The last hook before loading and the first one after: it sees the state dict as the user's
+        # hooks left it, and the user's later hooks see the final states. In between, torch casts
+        # the states to the parameters' own types.
+        def before(_: torch.optim.Optimizer, loaded: dict[str, Any]) -> None:
+            self._check_loaded(loaded)
+            seen.update(loaded)
+
+        handles = (
+            self.register_load_state_dict_pre_hook(before),
+            self.register_load_state_dict_post_hook(lambda _: self._take_over(seen), prepend=True),
+        )
+        try:
             super().load_state_dict(state_dict)
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _check_loaded(self, loaded: dict[str, Any]) -> None:
+        """Raises UsageError for a state dict that cannot be taken over."""
+        check_form(self.OWNER, loaded)
+        # If the numbers of groups or parameters differ, torch reports that next.
+        pairs = zip(loaded["param_groups"], self.param_groups, strict=False)
+        for index, (group, ours) in enumerate(pairs):
+            where = f"param_groups[{index}]: "
+            check_saved_group(self.OWNER, self.defaults, group, where)
+            self._check({**self.defaults, **group}, where)
+            for key, param in zip(group["params"], ours["params"], strict=False):
+                if saved := loaded["state"].get(key):
+                    self._check_saved(param, saved, group, f"state[{key!r}]: ")
 
     def _check_saved(
         self, param: Tensor, saved: dict[str, Any], group: dict[str, Any], where: str

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from contextlib import contextmanager
 from numbers import Real
 from typing import Any
 
@@ -27,7 +26,7 @@ from opkiln.optimizing.sharded import (
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Mapping
 
 MASTER = "master_param"  # an fp32 copy of a 16-bit parameter, which a fused optimizer may keep
 _SHARED = "torch.distributed.checkpoint.state_dict"
@@ -111,53 +110,6 @@ def name_in(index: int, group: dict[str, Any]) -> Callable[[Tensor], str]:
 
 
 # State dicts
-
-
-@contextmanager
-def taking_over(
-    owner: str,
-    optimizer: torch.optim.Optimizer,
-    take_over: Callable[[dict[str, Any]], None],
-    check: Callable[[dict[str, Any], str], None],
-    check_state: Callable[[Tensor, dict[str, Any], dict[str, Any], str], None],
-) -> Iterator[None]:
-    """Wraps torch's ``load_state_dict``: checks the state dict first, and afterwards calls
-    ``take_over`` with it, when torch has cast the states to the parameters' own types.
-
-    ``check(group, where)`` checks the hyperparameters of a group.
-    ``check_state(param, state, group, where)`` checks the state of a parameter in a saved group.
-    Raises UsageError, before anything is changed.
-    """
-    seen: dict[str, Any] = {}
-
-    # The last hook before loading and the first one after: it sees the state dict as the user's
-    # hooks left it, and the user's later hooks see the final states.
-    def before(_: torch.optim.Optimizer, loaded: dict[str, Any]) -> None:
-        check_form(owner, loaded)
-        # If the numbers of groups or parameters differ, torch reports that next.
-        for index, (group, ours) in enumerate(
-            zip(loaded["param_groups"], optimizer.param_groups, strict=False)
-        ):
-            where = f"param_groups[{index}]: "
-            check_saved_group(owner, optimizer.defaults, group, where)
-            check({**optimizer.defaults, **group}, where)
-            for key, param in zip(group["params"], ours["params"], strict=False):
-                if saved := loaded["state"].get(key):
-                    check_state(param, saved, group, f"state[{key!r}]: ")
-        seen.update(loaded)
-
-    def after(_: torch.optim.Optimizer) -> None:
-        take_over(seen)
-
-    handles = (
-        optimizer.register_load_state_dict_pre_hook(before),
-        optimizer.register_load_state_dict_post_hook(after, prepend=True),
-    )
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def check_form(owner: str, loaded: Mapping[str, Any]) -> None:

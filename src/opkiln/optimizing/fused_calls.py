@@ -8,7 +8,7 @@ from __future__ import annotations
 from functools import partial
 from itertools import chain
 from operator import itemgetter
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -166,16 +166,8 @@ def stream_of(device: torch.device) -> int:
     return int(torch.cuda.current_stream(device).cuda_stream) if device.type == "cuda" else 0
 
 
-@overload
-def moved(device: torch.device, number: None) -> None: ...
-@overload
-def moved(device: torch.device, number: Tensor) -> Tensor: ...
-@overload
-def moved(device: torch.device, number: Tensor | None) -> Tensor | None: ...
-def moved(device: torch.device, number: Tensor | None) -> Tensor | None:
+def moved(device: torch.device, number: Tensor) -> Tensor:
     """The number on the device, in the form that an op takes; usually the same tensor."""
-    if number is None:
-        return None
     wide = number.dtype if number.dtype == torch.float64 else torch.float32
     # A copy to the CPU must be complete when the op reads it. On a GPU the stream keeps the order.
     return number.to(device=device, dtype=wide, non_blocking=device.type == "cuda")

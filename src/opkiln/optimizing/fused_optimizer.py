@@ -297,6 +297,7 @@ class FusedOptimizer(ListOptimizer):
         # A tensor in host memory is read now, because the device cannot see its changes.
         on_device = isinstance(lr, Tensor) and lr.device.type == device.type
         number = 0.0 if on_device else float(lr)
+        found_inf = getattr(self, "found_inf", None)
         if not 0 <= number < math.inf:
             raise ArgumentError(
                 f"param_groups[{here.group}]: lr is {number}, "
@@ -308,7 +309,7 @@ class FusedOptimizer(ListOptimizer):
             "lr": number,
             "lr_tensor": moved(device, lr) if on_device else None,
             "grad_scale": scales[device],
-            "found_inf": moved(device, getattr(self, "found_inf", None)),
+            "found_inf": None if found_inf is None else moved(device, found_inf),
         }
 
     def _scales(self, places: list[_Place]) -> dict[torch.device, Tensor | None]:
@@ -317,10 +318,9 @@ class FusedOptimizer(ListOptimizer):
         devices = dict.fromkeys(here.device for here in places)
         scale = getattr(self, "grad_scale", None)
         limit = self.defaults[MAX_NORM]
-        if not limit or not places:
-            return {device: moved(device, scale) for device in devices}
-        whole = clipping([(here.params, here.grads) for here in places], scale, limit)
-        return {device: moved(device, whole) for device in devices}
+        if limit and places:
+            scale = clipping([(here.params, here.grads) for here in places], scale, limit)
+        return {device: None if scale is None else moved(device, scale) for device in devices}
 
     def _take_over(self, loaded: dict[str, Any]) -> None:
         # Equal counts of a group share a tensor.

@@ -180,22 +180,21 @@ def check_copies(groups: list[dict[str, Any]], copies: Mapping[Tensor, Tensor]) 
         )
     for index, group in enumerate(groups):
         for i, param in enumerate(group["params"]):
-            copy = copies.get(param)
-            if copy is not None and (wrong := _wrong_copy(param, copy)):
-                kind, what, hint = wrong
-                raise kind(f"the copy of {place(index, group, i)} {what}", hint=hint)
+            if (copy := copies.get(param)) is not None:
+                _check_copy(f"the copy of {place(index, group, i)}", param, copy)
 
 
-def _wrong_copy(
-    param: Tensor, copy: Tensor
-) -> tuple[type[ArgumentError | ArgumentTypeError], str, str] | None:
-    """The error for a copy that cannot receive its parameter: its class, its text and its hint."""
+def _check_copy(name: str, param: Tensor, copy: Tensor) -> None:
+    """Raises UsageError for a copy that cannot receive its parameter."""
     if copy.device.type != "cpu" or copy.dtype not in DTYPES:
-        what = f"is {copy.dtype} on {copy.device}"
-        return ArgumentTypeError, f"{what}, expected float32, bfloat16 or float16 on the CPU", ""
+        raise ArgumentTypeError(
+            f"{name} is {copy.dtype} on {copy.device}, "
+            "expected float32, bfloat16 or float16 on the CPU"
+        )
     if not same_placement(copy, param):
-        what = f"is {placement_text(copy)}, expected {placement_text(param)}"
-        return ArgumentError, what, "torch.empty_like(param, dtype=torch.bfloat16)"
+        raise ArgumentError(
+            f"{name} is {placement_text(copy)}, expected {placement_text(param)}",
+            hint="torch.empty_like(param, dtype=torch.bfloat16)",
+        )
     if copy.numel() != param.numel():
-        return ArgumentError, f"has {copy.numel()} elements, not {param.numel()}", ""
-    return None
+        raise ArgumentError(f"{name} has {copy.numel()} elements, not {param.numel()}")

@@ -227,28 +227,15 @@ def prepared(
     ):  # fmt: skip
         if number is not None:
             _check_number(name, number, device)
+    numbers = []
     with torch.no_grad():
-        return Work(
-            [_numbers(step, lr, maximize, lr_tensor, grad_scale) for step in steps],
-            None if found_inf is None else found_inf.reshape(()) != 0,
-        )
-
-
-def _numbers(
-    made: Tensor,
-    lr: float,
-    maximize: bool,
-    lr_tensor: Tensor | None,
-    grad_scale: Tensor | None,
-) -> Numbers:
-    step = made.reshape(()).double() + 1
-    one = torch.ones_like(step)
-    scale = one if grad_scale is None else grad_scale.reshape(()).double()
-    return Numbers(
-        step,
-        one * (lr if lr_tensor is None else lr_tensor.reshape(())),
-        (-one if maximize else one) / scale,
-    )
+        for made in steps:
+            step = made.reshape(()).double() + 1
+            one = torch.ones_like(step)
+            rate = one * (lr if lr_tensor is None else lr_tensor.reshape(()))
+            scale = one if grad_scale is None else grad_scale.reshape(()).double()
+            numbers.append(Numbers(step, rate, (-one if maximize else one) / scale))
+        return Work(numbers, None if found_inf is None else found_inf.reshape(()) != 0)
 
 
 def stepped_and_dtype(param: Tensor, masters: list[Tensor], i: int) -> tuple[Tensor, torch.dtype]:

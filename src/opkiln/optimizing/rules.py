@@ -23,7 +23,7 @@ class Adam:
     """Adam and AdamW."""
 
     OWNER: ClassVar[str]
-    STATES = ("exp_avg", "exp_avg_sq")
+    STATES: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
 
     def _check(self, group: dict[str, Any], where: str = "") -> None:
         if not isinstance(group["bias_correction"], bool):
@@ -53,7 +53,7 @@ class Adam:
 class Lion:
     """Lion, with decoupled weight decay."""
 
-    STATES = ("exp_avg",)
+    STATES: ClassVar[tuple[str, ...]] = ("exp_avg",)
     COUNTED = False
 
     def _check(self, group: dict[str, Any], where: str = "") -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections import Counter, defaultdict
 from itertools import accumulate, repeat
@@ -21,6 +22,18 @@ _POOLED = 1 << 16  # elements up to which a state shares its memory with others
 _ALIGNED = 64  # elements: 256 bytes, so that each state begins where torch's own would
 
 
+def _telling(method: Any) -> Any:
+    """The method of a dict, which then tells the plans."""
+
+    @functools.wraps(method)
+    def call(self: _Watched, *args: Any, **kwargs: Any) -> Any:
+        result = method(self, *args, **kwargs)
+        self._changed()
+        return result
+
+    return call
+
+
 class _Watched(dict[Any, Any]):
     """A dict that tells the plans when an entry is set or removed, because they hold its tensors or
     their addresses. A copy is not watched."""
@@ -34,40 +47,14 @@ class _Watched(dict[Any, Any]):
         if plans is not None:
             plans.forget()
 
-    def __setitem__(self, key: Any, value: Any) -> None:
-        super().__setitem__(key, value)
-        self._changed()
-
-    def __delitem__(self, key: Any) -> None:
-        super().__delitem__(key)
-        self._changed()
-
-    def __ior__(self, other: Any) -> Any:  # type: ignore[misc]
-        self.update(other)
-        return self
-
-    def update(self, *args: Any, **kwargs: Any) -> None:
-        super().update(*args, **kwargs)
-        self._changed()
-
-    def setdefault(self, key: Any, default: Any = None) -> Any:
-        value = super().setdefault(key, default)
-        self._changed()
-        return value
-
-    def pop(self, *args: Any) -> Any:
-        value = super().pop(*args)
-        self._changed()
-        return value
-
-    def popitem(self) -> tuple[Any, Any]:
-        item = super().popitem()
-        self._changed()
-        return item
-
-    def clear(self) -> None:
-        super().clear()
-        self._changed()
+    __setitem__ = _telling(dict.__setitem__)
+    __delitem__ = _telling(dict.__delitem__)
+    __ior__ = _telling(dict.__ior__)
+    update = _telling(dict.update)
+    setdefault = _telling(dict.setdefault)
+    pop = _telling(dict.pop)
+    popitem = _telling(dict.popitem)
+    clear = _telling(dict.clear)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (dict(self),)

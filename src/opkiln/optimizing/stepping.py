@@ -23,7 +23,6 @@ from opkiln.loading.register import at_trace_time, is_tracing
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
-    from types import TracebackType
 
 _SCHEMA = (
     "step_(Tensor(a!)[] params, Tensor[] grads, int[] places, float grad_scale, str optimizer) "
@@ -212,12 +211,7 @@ class StepHandle:
         self._check_open()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _check_open(self) -> None:

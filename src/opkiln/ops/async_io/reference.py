@@ -45,7 +45,7 @@ class _Queue:
         self.transferred = 0  # bytes, by all requests
 
     def add(self, *transfer: Any) -> Tensor:
-        """Begin a request, with the arguments of ``_transfer`` up to ``write``; its number."""
+        """Begin a request, with the other arguments of ``_transfer``; its number."""
         number, cancelled = next(self.numbers), threading.Event()
         future: Future[list[int]] = Future()
         begun = threading.Lock()
@@ -54,7 +54,7 @@ class _Queue:
             if not begun.acquire(blocking=False):
                 return
             try:
-                found = self._transfer(*transfer, cancelled)
+                found = self._transfer(cancelled, *transfer)
             except BaseException as error:  # for aio_wait to raise
                 future.set_exception(error)
             else:
@@ -71,12 +71,12 @@ class _Queue:
 
     def _transfer(
         self,
+        cancelled: threading.Event,
         memory: list[Tensor],
         offsets: list[int],
         files: list[int],
         descriptors: list[int],
         write: bool,
-        cancelled: threading.Event,
     ) -> list[int]:
         ends = [0] * len(memory)
         part = -1

@@ -113,9 +113,7 @@ def failure(queue: DeviceQueue) -> str:
 
 def register(memory: Tensor) -> None:
     """Make memory known to cuFile. Raises UsageError."""
-    cufile = device_engines()[0]
-    if not cufile.usable:
-        raise UsageError("cuFile cannot be used here", why=cufile.why, hint=cufile.hint)
+    _require_cufile()
     if words := ops().gds_register(memory, libraries()):
         raise UsageError("cuFile cannot register this memory", why=words)
 
@@ -126,12 +124,16 @@ def unregister(memory: Tensor) -> None:
         raise UsageError("cuFile cannot unregister this memory", why=words)
 
 
+def _require_cufile() -> None:
+    cufile = device_engines()[0]
+    if not cufile.usable:
+        raise UsageError("cuFile cannot be used here", why=cufile.why, hint=cufile.hint)
+
+
 def _chosen(asked: str) -> tuple[str, str]:
     """The engine, and why."""
     if asked == CUFILE:
-        cufile = device_engines()[0]
-        if not cufile.usable:
-            raise UsageError("cuFile cannot be used here", why=cufile.why, hint=cufile.hint)
+        _require_cufile()
         return CUFILE, probed()[1]
     if asked == COPIES:
         return COPIES, "asked for"

@@ -18,42 +18,32 @@ _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device
 
 def lock_pages_(memory: Tensor, device: Tensor) -> None:
     """Lock the pages of ``memory``. Raises RuntimeError with the system's reason."""
-    _check(memory)
-    if memory.numel() == 0:
-        return
-    if device.is_cuda:
-        _ask_cuda("lock", memory, device, "cudaHostRegister", memory.numel(), _PORTABLE)
-    else:
-        _ask_system("lock", "mlock", memory)
+    _ask("lock", memory, device, "mlock", "cudaHostRegister", memory.numel(), _PORTABLE)
 
 
 def unlock_pages_(memory: Tensor, device: Tensor) -> None:
     """Undo ``lock_pages_`` of the same memory. Raises RuntimeError with the system's reason."""
+    _ask("unlock", memory, device, "munlock", "cudaHostUnregister")
+
+
+def _ask(
+    what: str, memory: Tensor, device: Tensor, of_system: str, of_cuda: str, *for_cuda: int
+) -> None:
+    """Call a function of the system, or for a GPU one of CUDA's runtime."""
     _check(memory)
     if memory.numel() == 0:
         return
     if device.is_cuda:
-        _ask_cuda("unlock", memory, device, "cudaHostUnregister")
+        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        with torch.cuda.device(device.device):
+            error = getattr(runtime, of_cuda)(memory.data_ptr(), *for_cuda)
+        why = runtime.cudaGetErrorString(error) if int(error) != 0 else ""
     else:
-        _ask_system("unlock", "munlock", memory)
-
-
-def _ask_system(what: str, function: str, memory: Tensor) -> None:
-    system = ctypes.CDLL(None, use_errno=True)
-    if system[function](ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(memory.numel())) != 0:
-        raise RuntimeError(_said(what, memory, os.strerror(ctypes.get_errno())))
-
-
-def _ask_cuda(what: str, memory: Tensor, device: Tensor, function: str, *args: int) -> None:
-    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    with torch.cuda.device(device.device):
-        error = getattr(runtime, function)(memory.data_ptr(), *args)
-    if int(error) != 0:
-        raise RuntimeError(_said(what, memory, runtime.cudaGetErrorString(error)))
-
-
-def _said(what: str, memory: Tensor, why: str) -> str:
-    return f"the system did not {what} {memory.numel()} bytes of memory: {why}"
+        call = ctypes.CDLL(None, use_errno=True)[of_system]
+        failed = call(ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(memory.numel())) != 0
+        why = os.strerror(ctypes.get_errno()) if failed else ""
+    if why:
+        raise RuntimeError(f"the system did not {what} {memory.numel()} bytes of memory: {why}")
 
 
 def _check(memory: Tensor) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from opkiln.ops.stochastic_transformer.op import kit
-from opkiln.ops.transformer.functions import gelu_backward_reference, gelu_reference
+from opkiln.ops.transformer.functions import gelu_dropout, gelu_dropout_backward
 
 
 @kit.op()
@@ -14,7 +14,7 @@ def stochastic_gelu_dropout(
     x: Tensor, bias: Tensor, seed: Tensor | None = None, site: int = 0, p: float = 0.0
 ) -> Tensor:
     """See ``opkiln.ops.transformer.functions.gelu_dropout``."""
-    return gelu_reference(x, bias, seed, site, p)
+    return gelu_dropout.reference(x, bias, seed, site, p)
 
 
 @kit.op()
@@ -28,4 +28,4 @@ def stochastic_gelu_dropout_backward(
     recompute: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See ``opkiln.ops.transformer.functions.gelu_dropout_backward``."""
-    return gelu_backward_reference(grad, x, bias, seed, site, p, recompute)
+    return gelu_dropout_backward.reference(grad, x, bias, seed, site, p, recompute)

@@ -137,7 +137,9 @@ def gelu_dropout(
     x: Tensor, bias: Tensor, seed: Tensor | None = None, site: int = 0, p: float = 0.0
 ) -> Tensor:
     """``dropout(gelu(x + bias))``, with the gelu that is approximated by tanh."""
-    return gelu_reference(x, bias, seed, site, p)
+    _check_rows(x, bias=bias)
+    out = gelu(widened(x.contiguous()) + widened(bias), approximate="tanh")
+    return _dropped(out, seed, site, p).to(x.dtype)
 
 
 @columns.op()
@@ -152,35 +154,6 @@ def gelu_dropout_backward(
 ) -> _Three:
     """The gradients of ``x`` and ``bias`` in ``gelu_dropout``, and with ``recompute`` its result
     again, so that nobody has to keep it; otherwise an empty tensor."""
-    return gelu_backward_reference(grad, x, bias, seed, site, p, recompute)
-
-
-@columns.op()
-def join_columns(first: Tensor, second: Tensor, third: Tensor) -> _Two:
-    """The three beside each other in each row, and the sum of all rows."""
-    _check_rows(first)
-    _check_same(first, second=second, third=third)
-    out = torch.cat([first, second, third], -1)
-    return out, _sum_of_rows(widened(out)).to(first.dtype)
-
-
-def gelu_reference(x: Tensor, bias: Tensor, seed: Tensor | None, site: int, p: float) -> Tensor:
-    """See ``gelu_dropout``."""
-    _check_rows(x, bias=bias)
-    out = gelu(widened(x.contiguous()) + widened(bias), approximate="tanh")
-    return _dropped(out, seed, site, p).to(x.dtype)
-
-
-def gelu_backward_reference(
-    grad: Tensor,
-    x: Tensor,
-    bias: Tensor,
-    seed: Tensor | None,
-    site: int,
-    p: float,
-    recompute: bool,
-) -> _Three:
-    """See ``gelu_dropout_backward``."""
     _check_rows(grad, bias=bias)
     _check_same(grad, x=x)
     wide = widened(x.contiguous()) + widened(bias)
@@ -193,6 +166,15 @@ def gelu_backward_reference(
         _sum_of_rows(x_grad).to(x.dtype),
         _unless(not recompute, again, x),
     )
+
+
+@columns.op()
+def join_columns(first: Tensor, second: Tensor, third: Tensor) -> _Two:
+    """The three beside each other in each row, and the sum of all rows."""
+    _check_rows(first)
+    _check_same(first, second=second, third=third)
+    out = torch.cat([first, second, third], -1)
+    return out, _sum_of_rows(widened(out)).to(first.dtype)
 
 
 def kept(shape: torch.Size, seed: Tensor, site: int, p: float) -> Tensor:

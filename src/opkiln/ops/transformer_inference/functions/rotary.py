@@ -102,16 +102,16 @@ def rotary_qk_(
 
 @rotary.backward
 def _rotary_backward(grad: Tensor, _x: Tensor, *rest: Any) -> tuple[Tensor | None, ...]:
-    *options, inverse = rest
-    return (rotary(grad, *options, not inverse), *[None] * 7)
+    options = (*rest[:-1], not rest[-1])
+    return (rotary(grad, *options), *[None] * 7)
 
 
 @rotary_qk.backward
 def _rotary_qk_backward(
     grad_q: Tensor, grad_k: Tensor, _q: Tensor, _k: Tensor, *rest: Any
 ) -> tuple[Tensor | None, ...]:
-    *options, inverse = rest
-    return (*rotary_qk(grad_q, grad_k, *options, not inverse), *[None] * 7)
+    options = (*rest[:-1], not rest[-1])
+    return (*rotary_qk(grad_q, grad_k, *options), *[None] * 7)
 
 
 def _angles(
