@@ -14,7 +14,8 @@ def stochastic_gelu_dropout(
     x: Tensor, bias: Tensor, seed: Tensor | None = None, site: int = 0, p: float = 0.0
 ) -> Tensor:
     """See ``opkiln.ops.transformer.functions.gelu_dropout``."""
-    return gelu_dropout.reference(x, bias, seed, site, p)
+    out: Tensor = gelu_dropout.reference(x, bias, seed, site, p)
+    return out
 
 
 @kit.op()
@@ -28,4 +29,7 @@ def stochastic_gelu_dropout_backward(
     recompute: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See ``opkiln.ops.transformer.functions.gelu_dropout_backward``."""
-    return gelu_dropout_backward.reference(grad, x, bias, seed, site, p, recompute)
+    found: tuple[Tensor, Tensor, Tensor] = gelu_dropout_backward.reference(
+        grad, x, bias, seed, site, p, recompute
+    )
+    return found

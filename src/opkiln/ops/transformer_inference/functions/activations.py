@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from opkiln.ops.checks import widened
-from opkiln.ops.transformer_inference.functions.checks import check_row
+from opkiln.ops.transformer_inference.functions.checks import check_rows
 from opkiln.ops.transformer_inference.op import activations as kit
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def _gelu(tanh: bool) -> Callable[[Tensor], Tensor]:
 
 def _shifted(x: Tensor, bias: Tensor | None) -> Tensor:
     """``x + bias``, as what arithmetic is done in."""
-    check_row(x, "bias", bias)
+    check_rows(x, bias=bias)
     wide = widened(x.contiguous())
     return wide if bias is None else wide + widened(bias)
 

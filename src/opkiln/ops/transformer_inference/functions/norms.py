@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from opkiln.ops.checks import widened
-from opkiln.ops.transformer_inference.functions.checks import check_row, check_same
+from opkiln.ops.transformer_inference.functions.checks import check_rows, check_same
 from opkiln.ops.transformer_inference.op import norms as kit
 
 
@@ -20,7 +20,7 @@ def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Tens
     ``x`` is fp32, bf16 or fp16 with at least one dimension; ``weight`` has its dtype and an element
     for each column. Raises RuntimeError, naming the argument.
     """
-    check_row(x, "weight", weight)
+    check_rows(x, weight=weight)
     return _normalized(x.contiguous(), weight, None, eps, centred=False)
 
 
@@ -30,8 +30,7 @@ def layer_norm(
 ) -> Tensor:
     """Each row less its mean, divided by its standard deviation, times ``weight``, plus ``bias``.
     Arguments are as for ``rms_norm``."""
-    check_row(x, "weight", weight)
-    check_row(x, "bias", bias)
+    check_rows(x, weight=weight, bias=bias)
     return _normalized(x.contiguous(), weight, bias, eps, centred=True)
 
 
@@ -48,7 +47,7 @@ def pre_rms_norm(
     The sum is computed in fp32 and rounded to the dtype of ``x``; the norm is that of the rounded
     sum. ``residual`` has the shape of ``x``; the other arguments are as for ``rms_norm``.
     """
-    check_row(x, "weight", weight)
+    check_rows(x, weight=weight)
     total = _total(x, residual, input_bias)
     return _normalized(total, weight, None, eps, centred=False), total
 
@@ -63,8 +62,7 @@ def pre_layer_norm(
     eps: float = 1e-5,
 ) -> tuple[Tensor, Tensor]:
     """The layer norm of ``x + input_bias + residual``, and that sum, as in ``pre_rms_norm``."""
-    check_row(x, "weight", weight)
-    check_row(x, "bias", bias)
+    check_rows(x, weight=weight, bias=bias)
     total = _total(x, residual, input_bias)
     return _normalized(total, weight, bias, eps, centred=True), total
 
@@ -78,7 +76,7 @@ def post_rms_norm(
     eps: float = 1e-6,
 ) -> Tensor:
     """The first result of ``pre_rms_norm``, where nobody needs the sum."""
-    check_row(x, "weight", weight)
+    check_rows(x, weight=weight)
     return _normalized(_total(x, residual, input_bias), weight, None, eps, centred=False)
 
 
@@ -92,15 +90,14 @@ def post_layer_norm(
     eps: float = 1e-5,
 ) -> Tensor:
     """The first result of ``pre_layer_norm``, where nobody needs the sum."""
-    check_row(x, "weight", weight)
-    check_row(x, "bias", bias)
+    check_rows(x, weight=weight, bias=bias)
     return _normalized(_total(x, residual, input_bias), weight, bias, eps, centred=True)
 
 
 def _total(x: Tensor, residual: Tensor, input_bias: Tensor | None) -> Tensor:
     """What is normalized: the sum, rounded to the dtype of ``x``."""
-    check_same(x, "residual", residual)
-    check_row(x, "input_bias", input_bias)
+    check_same(x, residual=residual)
+    check_rows(x, input_bias=input_bias)
     total = widened(x.contiguous())
     if input_bias is not None:
         total = total + widened(input_bias)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from opkiln.ops.checks import widened
-from opkiln.ops.transformer_inference.functions.checks import check_like, check_row, check_same
+from opkiln.ops.transformer_inference.functions.checks import check_like, check_rows, check_same
 from opkiln.ops.transformer_inference.op import residuals as kit
 
 
@@ -27,10 +27,8 @@ def residual_add(
     ``1 / mp_size``, too. ``hidden`` is fp32, bf16 or fp16; ``residual`` and ``attention`` have its
     shape, and the biases an element for each column. Raises RuntimeError, naming the argument.
     """
-    check_same(hidden, "residual", residual, of="hidden")
-    check_same(hidden, "attention", attention, of="hidden")
-    check_row(hidden, "bias", bias, of="hidden")
-    check_row(hidden, "attention_bias", attention_bias, of="hidden")
+    check_same(hidden, of="hidden", residual=residual, attention=attention)
+    check_rows(hidden, of="hidden", bias=bias, attention_bias=attention_bias)
     kept = widened(residual.contiguous())
     for each in (bias, attention_bias):
         if each is not None:
@@ -49,7 +47,7 @@ def moe_res_matmul(residual: Tensor, coef: Tensor, mlp: Tensor) -> Tensor:
     column (2 rows). ``residual`` has the shape of ``mlp``, fp32, bf16 or fp16. Raises RuntimeError,
     naming the argument.
     """
-    check_same(mlp, "residual", residual, of="mlp")
+    check_same(mlp, of="mlp", residual=residual)
     check_like(mlp, "coef", coef, of="mlp")
     by_row = tuple(coef.shape) == (*mlp.shape[:-1], 2)
     if not by_row and tuple(coef.shape) != (2, mlp.shape[-1]):
