@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from opkiln.ops import given_by
-from opkiln.optimizing.host_builder import HostBuilder, host_schemas
+from opkiln.optimizing.builders import HostBuilder, host_schemas
 
 # Gradients of some rows: `indices` says which, in ascending order without duplicates.
 _ROWS = (

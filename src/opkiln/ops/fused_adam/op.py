@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from opkiln.ops import given_by
-from opkiln.optimizing.fused_builder import FusedBuilder, fused_schemas
+from opkiln.optimizing.builders import FusedBuilder, fused_schemas
 
 
 class FusedAdamBuilder(FusedBuilder):

@@ -144,8 +144,8 @@ def _queries(q: Tensor, *_: object, **__: object) -> Tensor:
     return q.new_empty(q.shape)
 
 
-def _write(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, *places: Tensor) -> None:
-    block_table, sequences, positions = places
+def _write(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, *tables: Tensor) -> None:
+    block_table, sequences, positions = tables
     size = k_cache.shape[1]
     real = (sequences >= 0) & (positions >= 0)
     rows, places = sequences[real].long(), positions[real].long()
@@ -188,8 +188,8 @@ def _angles(
     return c[:, None], s[:, None]
 
 
-def _check(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, *places: Tensor) -> None:
-    block_table, sequences, positions = places
+def _check(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, *tables: Tensor) -> None:
+    block_table, sequences, positions = tables
     check_float("k", k)
     check_dim("k", k, 3)
     check_some("k", k)

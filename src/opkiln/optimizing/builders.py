@@ -1,8 +1,8 @@
-"""What the builders of the fused optimizers' ops share. Imports no torch: it is on the hit path."""
+"""What the builders of the optimizers' ops share. Imports no torch: it is on the hit path."""
 
 from __future__ import annotations
 
-from opkiln.builder import CUDAOpBuilder
+from opkiln.builder import CUDAOpBuilder, OpBuilder
 from opkiln.model import CUDA
 
 TYPE_CHECKING = False
@@ -31,15 +31,14 @@ def fused_schemas(op: str, states: Sequence[str], hyper: str) -> tuple[str, str,
     op_calls.py). The caller must keep the tensors alive, and count up their versions: a schema
     cannot say what is written through addresses. Compiled graphs use ``<op>_``.
     """
-    marked = [f"Tensor({'bc'[i]}!)[] {name}" for i, name in enumerate(states)]
-    plain = [f"Tensor[] {name}" for name in states]
+    marked, plain = _lists(states)
     rest = f"{hyper}, {_NUMBERS}"
     step = (
-        f"{op}_(Tensor(a!)[] params, Tensor[] grads, {', '.join(marked)}, "
+        f"{op}_(Tensor(a!)[] params, Tensor[] grads, {marked}, "
         f"Tensor(d!)[] masters, Tensor(e!)[] steps, {rest}) -> ()"
     )
     plan = (
-        f"{op}_plan(Tensor[] params, Tensor[] grads, {', '.join(plain)}, Tensor[] masters, "
+        f"{op}_plan(Tensor[] params, Tensor[] grads, {plain}, Tensor[] masters, "
         "Tensor[] steps) -> (Tensor, Tensor)"
     )
     planned = f"{op}_planned_(Tensor(a!) plan, Tensor(b!) ledger, Tensor[] grads, {rest}) -> int"
@@ -71,3 +70,39 @@ class FusedBuilder(CUDAOpBuilder):
         if self.backend != CUDA:
             return []
         return ["-prec-div=false", "-prec-sqrt=false", "-O1"]
+
+
+def host_schemas(op: str, states: Sequence[str], hyper: str) -> tuple[str, ...]:
+    """The functions of an op over lists of parameters, gradients and these states in host memory.
+
+    There is one list per role, and all are walked together. ``copies`` is empty or has one tensor
+    per parameter. ``<op>_`` makes a step and ``<op>_rollback_`` undoes it; both raise an error for
+    a wrong argument. ``<op>_keep`` keeps all lists except the gradients until ``<op>_forget``, and
+    returns a ticket for them; the ticket has no elements if it keeps nothing. ``<op>_kept_`` makes
+    a step with them and returns a ``Status`` (see op_calls.py). Its schema cannot say which tensors
+    it writes to, so its callers count up their versions. Compiled graphs use ``<op>_``.
+    """
+    marked, plain = _lists(states)
+    arguments = (
+        f"(Tensor(a!)[] params, Tensor[] grads, {marked}, Tensor(d!)[] copies, {hyper}) -> ()"
+    )
+    return (
+        f"{op}_{arguments}",
+        f"{op}_rollback_{arguments}",
+        f"{op}_keep(Tensor[] params, {plain}, Tensor[] copies) -> Tensor",
+        f"{op}_kept_(Tensor ticket, Tensor[] grads, {hyper}) -> int",
+        f"{op}_forget(Tensor ticket) -> ()",
+    )
+
+
+class HostBuilder(OpBuilder):
+    """An op over lists of tensors in host memory, from ``ops/<name>``."""
+
+    def sources(self) -> list[str]:
+        return [f"ops/{self.NAME}/cpu.cpp"]
+
+
+def _lists(states: Sequence[str]) -> tuple[str, str]:
+    """The lists of states in a schema: as arguments that are written to, and as others."""
+    marked = [f"Tensor({'bc'[i]}!)[] {name}" for i, name in enumerate(states)]
+    return ", ".join(marked), ", ".join(f"Tensor[] {name}" for name in states)
