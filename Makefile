@@ -168,7 +168,6 @@ $(DOCS_STAMP): pyproject.toml Makefile
 
 # Generated pages and pictures, the site with warnings as errors, then every link and every page.
 docs: $(STAMP) $(DOCS_STAMP)
-	$(RUN) -c "from opkiln.report.forms import settings_page; open('docs/settings.md', 'w').write(settings_page())"
 	PYTHONPATH=tests $(RUN) -m reference_pages
 	$(RUN) docs/site/diagrams.py
 	$(DOCS_VENV)/bin/python docs/site/build.py

@@ -9,12 +9,12 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import reference_pages.settings
 from sample import child, command, forks, pool
 
 from opkiln.arch import cuda
 from opkiln.binary import fatbin
 from opkiln.model import CPU, CUDA, ROCM
-from opkiln.report import forms
 from opkiln.store.layers import Store
 from opkiln.toolchain import choice
 
@@ -59,7 +59,9 @@ def _run(
 
 
 def test_the_settings_page_is_what_the_table_says() -> None:
-    assert (ROOT / "docs" / "settings.md").read_text() == forms.settings_page(), "run `make docs`"
+    assert (ROOT / "docs" / "settings.md").read_text() == reference_pages.settings.page(), (
+        "run `make docs`"
+    )
 
 
 def test_the_pages_have_what_is_looked_for_on_them() -> None:

@@ -93,8 +93,8 @@ def test_the_setting_is_read_refused_and_documented(copy: Path) -> None:
         "except SettingError as error:\n    print(error.hint)\n"
     )
     assert run(copy, refused, OPKILN_NICE="much") == "unset OPKILN_NICE\n"
-    page = "from opkiln.report.forms import settings_page; print(settings_page())"
-    assert "`OPKILN_NICE`" in run(copy, page)
+    page = "from reference_pages import settings; print(settings.page())"
+    assert "`OPKILN_NICE`" in run(copy, page, ROOT / "tests")
     tests = f"import pytest; print(pytest.main(['-q', {str(copy / 'tests' / 'unit')!r}]))"
     said = run(copy, tests, ROOT / "tests")
     assert said.endswith("\n0\n"), said

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from sample.levels import X86_V4
 
+from opkiln.accelerator.device import Answer
 from opkiln.build_model import TorchSDK
 from opkiln.decision.terms import Candidate
 from opkiln.devices import amd, nvidia
@@ -60,9 +61,9 @@ def filled(ops: tuple[operators.OpStatus, ...] = OPS) -> collect.Report:
         gpus=(machine.Gpu("NVIDIA", 0, "NVIDIA H200", "9.0", 141 << 30, True),
               machine.Gpu("NVIDIA", 1, "NVIDIA H200", "9.0", 141 << 30, False)),
         drivers=(machine.Driver("NVIDIA", "580.65.06", "13.0", ""),),
-        in_force=machine.ChosenAccelerator("cuda", "2 x NVIDIA H200", ""),
-        accelerators=(machine.Accelerator("cuda", True, "2 x NVIDIA H200"),
-                      machine.Accelerator("npu", False, "torch_npu is not installed")),
+        accelerator=machine.ChosenAccelerator("cuda", "2 x NVIDIA H200", ""),
+        accelerators=(Answer("cuda", True, "2 x NVIDIA H200"),
+                      Answer("npu", False, "torch_npu is not installed")),
         collectives=(machine.Library("NCCL", "/usr/lib/libnccl.so.2.27.3", "2.27.3"),),
     )  # fmt: skip
     limits = budget.Limits((0, 1), 8 << 30, 4 << 30, "CPU affinity", "80% of the machine's memory")
@@ -73,7 +74,7 @@ def filled(ops: tuple[operators.OpStatus, ...] = OPS) -> collect.Report:
         (collect.Build("fast_gelu", "sample", "cuda 9.0", NOW - 60, 12.5, 900 << 20, "/cache/x"),
          collect.Build("fast_gelu", "sample", "cpu", NOW - 65, 3.0, 200 << 20, "/cache/y"),
          collect.Build("slow_gelu", "sample", "cpu", NOW - 90000, 1.0, 0, "/cache/z")),
-        (collect.Fetch("far_gelu", "sample", "cpu", "fetched from oci://host/ops", "/cache/f"),),
+        (collect.Build("far_gelu", "sample", "cpu", NOW, 1.0, 0, "/cache/f", "fetched from oci://host"),),
         ("oci://host/ops",),
     )  # fmt: skip
     environment = collect.Environment(
@@ -88,8 +89,8 @@ def filled(ops: tuple[operators.OpStatus, ...] = OPS) -> collect.Report:
         settings=(collect.SettingValue("OPKILN_ACCELERATOR", "cpu", "DS_ACCELERATOR"),
                   collect.SettingValue("OPKILN_MODE", "auto", "default"),
                   collect.SettingValue("OPKILN_STORE_LAYERS", ("/layer", "/more"), "call")),
-        unknown=("unknown setting OPKILN_MODEE; did you mean OPKILN_MODE?",),
-        dropped=("CFLAGS",),
+        unknown_variables=("unknown setting OPKILN_MODEE; did you mean OPKILN_MODE?",),
+        dropped_variables=("CFLAGS",),
     )  # fmt: skip
     return collect.Report("0.1.0", NOW, ops, environment, collect.problems(ops, environment))
 
@@ -393,7 +394,6 @@ def test_the_group_of_either_version_is_named(tmp_path: Path) -> None:
 
 def test_room_is_that_of_where_a_path_will_be(tmp_path: Path) -> None:
     found = machine.space(str(tmp_path / "not" / "there"))
-    assert found is not None
     assert found.path == str(tmp_path)
     assert 0 < found.free <= found.total
 

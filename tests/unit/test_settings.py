@@ -8,10 +8,10 @@ from contextvars import copy_context
 from pathlib import Path
 
 import pytest
+import reference_pages.settings
 from sample.levels import X86_V1
 
 from opkiln.errors import SettingError
-from opkiln.report.forms import settings_page
 from opkiln.setting_values import parse_size
 from opkiln.settings import (
     DROPPED,
@@ -190,7 +190,7 @@ def test_all_that_reaches_a_compiler_but_path_is_in_its_key_and_in_a_receipts_na
 def test_every_setting_is_documented_and_named_once() -> None:
     names = [name for each in table() for name in (each.variable, *each.aliases)]
     assert len(names) == len(set(names))
-    text = settings_page()
+    text = reference_pages.settings.page()
     for each in table():
         assert each.doc
         assert f"`{each.variable}`" in text

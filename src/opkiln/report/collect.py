@@ -15,9 +15,9 @@ from opkiln.engine import budget
 from opkiln.errors import StoreError
 from opkiln.model import CPU
 from opkiln.report import compilers, machine, operators, redact
-from opkiln.report.commands import install, pip
-from opkiln.report.compilers import BACKENDS, taken, wanted
-from opkiln.report.machine import Devices, Machine, Space, space
+from opkiln.report.commands import install, pip, unset
+from opkiln.report.compilers import BACKENDS, wanted
+from opkiln.report.machine import Devices, Machine, Space, known_space
 from opkiln.settings import dropped, settings, table, unknown
 from opkiln.store import entry, inventory
 from opkiln.store.layers import Store
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from opkiln.build_model import TorchSDK
-    from opkiln.report.compilers import Tool
     from opkiln.report.operators import OpStatus
 
 # A store may have thousands of entries. A report shows the newest.
@@ -55,8 +54,8 @@ class Environment(NamedTuple):
     budget: budget.Description
     store: StoreStatus
     settings: tuple[SettingValue, ...]
-    unknown: tuple[str, ...]  # variables that look like settings but are not
-    dropped: tuple[str, ...]  # variables that are set but not passed to compilers
+    unknown_variables: tuple[str, ...]  # they look like settings but are not
+    dropped_variables: tuple[str, ...]  # they are set but not passed to compilers
 
 
 class Report(NamedTuple):
@@ -78,37 +77,30 @@ def collect(
     adds to each op what changed since it was built.
     """
     store = Store()
-    torch, error = _torch()
+    torch, torch_error = None, ""
+    try:
+        torch = torch_sdk.find()
+    except OSError as error:  # half of it was removed, or this user may not read it
+        torch_error = str(error)
     # The compilers first: the keys of the ops' entries contain their identities.
     tools = compilers.survey(store.memory, torch, probe=probe)
     found = operators.statuses(changes=changes) if ops else None
-    around = _environment(store, torch, error, tools) if environment else None
+    around = None
+    if environment:
+        around = Environment(
+            machine=machine.machine(),
+            tools=tools,
+            unfound=compilers.unfound(),
+            torch=torch,
+            torch_error=torch_error,
+            devices=machine.devices(store.memory, torch),
+            budget=budget.shared().describe(),
+            store=store_status(store),
+            settings=tuple(_in_force(each.variable, *each.resolve()) for each in table()),
+            unknown_variables=tuple(unknown()),
+            dropped_variables=dropped(),
+        )
     return Report(__version__, time.time(), found, around, problems(found, around))
-
-
-def _torch() -> tuple[TorchSDK | None, str]:
-    try:
-        return torch_sdk.find(), ""
-    except OSError as error:  # half of it was removed, or this user may not read it
-        return None, str(error)
-
-
-def _environment(
-    store: Store, torch: TorchSDK | None, error: str, tools: tuple[compilers.Tool, ...]
-) -> Environment:
-    return Environment(
-        machine=machine.machine(),
-        tools=tools,
-        unfound=compilers.unfound(),
-        torch=torch,
-        torch_error=error,
-        devices=machine.devices(store.memory, torch),
-        budget=budget.shared().describe(),
-        store=store_status(store),
-        settings=tuple(_in_force(each.variable, *each.resolve()) for each in table()),
-        unknown=tuple(unknown()),
-        dropped=dropped(),
-    )
 
 
 def _in_force(variable: str, value: Any, origin: str) -> SettingValue:
@@ -134,16 +126,7 @@ class Build(NamedTuple):
     seconds: float
     max_rss: int  # bytes, of the largest compile; 0 if none ran
     directory: str
-
-
-class Fetch(NamedTuple):
-    """An entry that came from a remote tier."""
-
-    op: str
-    distribution: str
-    made_for: str
-    origin: str  # the tier, and why it is trusted
-    directory: str
+    origin: str = ""  # the remote tier that it came from, and why that is trusted
 
 
 class StoreStatus(NamedTuple):
@@ -156,7 +139,7 @@ class StoreStatus(NamedTuple):
     limit: int
     space: Space | None
     builds: tuple[Build, ...]  # the newest first
-    fetches: tuple[Fetch, ...] = ()
+    fetches: tuple[Build, ...] = ()  # those that came from a remote tier
     remotes: tuple[str, ...] = ()
 
 
@@ -165,12 +148,12 @@ def store_status(store: Store) -> StoreStatus:
     root, notes = store.root, store.location.notes
     sizes: inventory.Sizes | None = None
     builds: list[Build] = []
-    fetches: list[Fetch] = []
     if root is not None:
         try:
-            sizes, newest = inventory.sizes(root), _newest(root)
-            builds = sorted(filter(None, map(_build, newest)), key=lambda each: -each.ended)
-            fetches = [*filter(None, map(_fetch, newest))]
+            sizes = inventory.sizes(root)
+            ops = (each for each in inventory.entries(root) if each.kind == inventory.OP)
+            newest = heapq.nlargest(_SHOWN, ops, key=lambda each: each.published)
+            builds = [*filter(None, (_build(each.directory) for each in newest))]
         except StoreError as error:
             notes = (*notes, error.what)  # the report must still work if this happens
     return StoreStatus(
@@ -179,54 +162,28 @@ def store_status(store: Store) -> StoreStatus:
         notes=notes,
         sizes=sizes,
         limit=settings.cache_max_size,
-        space=None if root is None else space(root),
-        builds=tuple(builds),
-        fetches=tuple(fetches),
+        space=None if root is None else known_space(root),
+        builds=tuple(sorted(builds, key=lambda each: -each.ended)),
+        fetches=tuple(each for each in builds if each.origin),
         remotes=tuple(map(redact.without_secrets, settings.remotes)),
     )
-
-
-def _newest(root: str) -> list[str]:
-    """The directories of the newest entries."""
-    ops = (each for each in inventory.entries(root) if each.kind == inventory.OP)
-    newest = heapq.nlargest(_SHOWN, ops, key=lambda each: each.published)
-    return [each.directory for each in newest]
-
-
-def _fetch(directory: str) -> Fetch | None:
-    try:
-        manifest = entry.read_manifest(directory)
-        if not (origin := fetched_from(manifest)):
-            return None
-        return Fetch(
-            op=str(manifest["op"]),
-            distribution=str(manifest["distribution"]),
-            made_for=_made_for(manifest),
-            origin=origin,
-            directory=directory,
-        )
-    except (OSError, ValueError, KeyError, TypeError):
-        return None  # damaged, which `cache verify` reports, or just removed by `cache gc`
-
-
-def _made_for(manifest: dict[str, Any]) -> str:
-    target = manifest["target"]
-    return " ".join((target["backend"], ";".join(target["archs"]))).strip()
 
 
 def _build(directory: str) -> Build | None:
     try:
         manifest = entry.read_manifest(directory)
+        target = manifest["target"]
         return Build(
             op=str(manifest["op"]),
             distribution=str(manifest["distribution"]),
-            made_for=_made_for(manifest),
+            made_for=" ".join((target["backend"], ";".join(target["archs"]))).strip(),
             ended=float(manifest["created"]),
             seconds=float(manifest["seconds"]),
             max_rss=int(manifest["max_rss"]),
             directory=directory,
+            origin=fetched_from(manifest),
         )
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None  # damaged, which `cache verify` reports, or just removed by `cache gc`
 
 
@@ -250,13 +207,11 @@ def problems(
     for each in ops or ():
         if each.is_problem:
             affected.setdefault(each.here.reason, {})[each.variant_of or each.op] = None
-    for reason, ops_of_it in affected.items():
-        names = list(ops_of_it)
-        hint = f"opkiln explain {names[0]}"
-        if len(names) == 1:
-            found.append(Problem(names[0], reason, hint))
-        else:
-            found.append(Problem(f"{len(names)} ops", f"{reason}: {', '.join(names)}", hint))
+    for reason, names in affected.items():
+        first, *others = names
+        subject = f"{len(names)} ops" if others else first
+        text = f"{reason}: {', '.join(names)}" if others else reason
+        found.append(Problem(subject, text, f"opkiln explain {first}"))
     return tuple(found)
 
 
@@ -271,38 +226,27 @@ def _around(environment: Environment) -> Iterator[Problem]:
         own = [tool for tool in environment.tools if tool.backend == backend]
         for tool in own:
             if tool.unobserved:
-                why = (
-                    f"what {tool.path} makes serves one process and is not kept: {tool.unobserved}"
-                )
-                yield Problem(f"{name} compiler", why, "opkiln explain OP")
+                why = f"what {tool.path} makes serves one process and is not kept"
+                problem = f"{why}: {tool.unobserved}"
+                yield Problem(f"{name} compiler", problem, "opkiln explain OP")
         needed = backend == CPU or wanted(backend, torch)
-        if not needed or taken(own, backend):
+        if not needed or any(tool.taken for tool in own):
             continue
-        what = "compiler" if backend == CPU else "toolkit"
+        what, hint = "toolkit", "opkiln doctor"
+        if backend == CPU:
+            named = filter(None, (unset(tool.origin) for tool in own))
+            what, hint = "compiler", next(named, install("g++"))
         reasons = "; ".join(f"{tool.path}: {tool.refused}" for tool in own) or "none was found"
-        hint = _another_compiler(own) if backend == CPU else "opkiln doctor"
         yield Problem(f"{name} {what}", f"none can be used: {reasons}", hint)
     for each in environment.unfound:
-        yield Problem(each.origin, f"there is no {each.path}", _unset(each.origin))
-    accelerator = environment.devices.in_force
+        yield Problem(each.origin, f"there is no {each.path}", unset(each.origin))
+    accelerator = environment.devices.accelerator
     if accelerator.error:
         yield Problem("accelerator", accelerator.error, accelerator.hint)
     store = environment.store
-    for note in store.notes:
-        yield Problem("cache", note)
+    yield from (Problem("cache", note) for note in store.notes)
     if store.root is None:
         yield Problem("cache", "nothing can be written", "export OPKILN_CACHE_DIR=DIRECTORY")
     for refused in environment.budget.refused:
         yield Problem("budget", f"not shared with other processes through {refused}")
-    for text in environment.unknown:
-        yield Problem("settings", text)
-
-
-def _another_compiler(refused: list[Tool]) -> str:
-    """The command that lets opkiln choose a compiler, or installs one."""
-    return next((_unset(tool.origin) for tool in refused if _unset(tool.origin)), install("g++"))
-
-
-def _unset(origin: str) -> str:
-    """``unset CXX``; empty if no variable but PATH led there."""
-    return f"unset {origin}" if origin.isupper() and origin != "PATH" else ""
+    yield from (Problem("settings", text) for text in environment.unknown_variables)

@@ -6,6 +6,8 @@ import os
 import shlex
 import sys
 
+from opkiln.report.machine import read_release
+
 # The name of a system (ID or ID_LIKE in os-release) -> the command that installs a package.
 _INSTALLERS = {
     "debian": "apt-get install -y",
@@ -25,7 +27,9 @@ _OTHER_NAMES = {
 
 def install(package: str, os_release: str = "/etc/os-release") -> str:
     """The command that installs what Debian calls ``package``; with sudo if this is not root."""
-    family = next((word for word in _families(os_release) if word in _INSTALLERS), "debian")
+    system = read_release(os_release)
+    families = (system.get("ID", ""), *system.get("ID_LIKE", "").split())
+    family = next((word for word in families if word in _INSTALLERS), "debian")
     name = _OTHER_NAMES.get(package, {}).get(family, package)
     return as_root(f"{_INSTALLERS[family]} {shlex.quote(name)}")
 
@@ -33,18 +37,6 @@ def install(package: str, os_release: str = "/etc/os-release") -> str:
 def as_root(command: str) -> str:
     """The command, with sudo if this user is not root."""
     return command if os.geteuid() == 0 else f"sudo {command}"
-
-
-def _families(os_release: str) -> list[str]:
-    found: dict[str, str] = {}
-    try:
-        with open(os_release, encoding="utf-8", errors="replace") as lines:
-            for line in lines:
-                name, _, value = line.strip().partition("=")
-                found[name] = value.strip("\"'")
-    except OSError:
-        pass  # a minimal image has no such file
-    return [found.get("ID", ""), *found.get("ID_LIKE", "").split()]
 
 
 def interpreter() -> str:
@@ -67,3 +59,8 @@ def pip(*words: str) -> str:
 def of_this_python(command: str) -> str:
     """A hint that starts with ``pip``, for this interpreter; other commands are unchanged."""
     return f"{interpreter()} -m {command}" if command.startswith("pip ") else command
+
+
+def unset(origin: str) -> str:
+    """``unset CXX`` for what a variable set; empty if no variable but PATH led there."""
+    return f"unset {origin}" if origin.isupper() and origin != "PATH" else ""

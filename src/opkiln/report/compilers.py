@@ -20,10 +20,11 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from opkiln.build_model import Toolchain, TorchSDK
+    from opkiln.build_model import TorchSDK
     from opkiln.toolchain.find import Candidate
 
 BACKENDS = {CPU: "C++", CUDA: "CUDA", ROCM: "ROCm", XPU: "SYCL"}
+_WITH_TOOLKIT = (CUDA, ROCM, XPU)
 NO_HOST = "not asked: it needs a C++ compiler"
 PROBE = "opkiln report --probe"
 
@@ -56,25 +57,19 @@ def survey(memory: tuple[str, ...], torch: TorchSDK | None, *, probe: bool) -> t
         for tool in _ranked(CPU, host.candidates(memory))
     ]
     usable = any(tool.taken for tool in tools)
-    for backend in (CUDA, ROCM, XPU):
+    for backend in _WITH_TOOLKIT:
         tools += _toolkits(memory, backend, torch, probe=probe, has_host=usable)
     return tuple(tools)
 
 
 def unfound() -> tuple[Unfound, ...]:
     """The toolkits that variables name but that do not exist."""
-    found = [Unfound(CUDA, place.nvcc, place.origin) for place in toolkits.unfound()]
-    for backend, field in ((ROCM, "rocm_home"), (XPU, "sycl_cxx")):
-        named, origin = origin_of(field)
-        if named:
-            absent = (path for path, by, missing in _present(backend) if missing and by == origin)
-            found += [Unfound(backend, path, origin) for path in absent]
-    return tuple(found)
-
-
-def taken(tools: Iterable[Tool], backend: str) -> Tool | None:
-    """The compiler that is used for a backend."""
-    return next((tool for tool in tools if tool.backend == backend and tool.taken), None)
+    return tuple(
+        Unfound(backend, path, origin)
+        for backend in _WITH_TOOLKIT
+        for path, origin, missing in _present(backend)
+        if missing
+    )
 
 
 def wanted(backend: str, torch: TorchSDK | None) -> bool:
@@ -83,7 +78,7 @@ def wanted(backend: str, torch: TorchSDK | None) -> bool:
         return False
     if backend == XPU:
         return os.path.exists(os.path.join(torch.path, "lib", "libtorch_xpu.so"))
-    return bool({CPU: True, CUDA: torch.cuda, ROCM: torch.hip}[backend])
+    return bool(torch.cuda if backend == CUDA else torch.hip)
 
 
 def _ranked(backend: str, candidates: Iterable[Candidate]) -> list[Tool]:
@@ -100,28 +95,25 @@ def _ranked(backend: str, candidates: Iterable[Candidate]) -> list[Tool]:
 def _toolkits(
     memory: tuple[str, ...], backend: str, torch: TorchSDK | None, *, probe: bool, has_host: bool
 ) -> list[Tool]:
+    from opkiln.toolchain import family, hipcc, nvcc, sycl
+
     if not has_host:
         return _listed(backend, NO_HOST)
+    families: dict[str, family.Family] = {CUDA: nvcc, ROCM: hipcc, XPU: sycl}
     try:
         if not (probe or wanted(backend, torch)) and choice.recall(memory, backend) is None:
             name = BACKENDS[backend]
             lacks = "there is no torch" if torch is None else f"torch is not built for {name}"
             return _listed(backend, f"not asked: {lacks}")
-        return _ranked(backend, _candidates(memory, backend, torch, host.choose(memory)))
-    except (ToolchainError, OSError) as error:
-        # The named launcher or host compiler cannot be used, or torch cannot be read. That stops
-        # every toolkit.
-        return _listed(backend, error.what if isinstance(error, ToolchainError) else str(error))
-
-
-def _candidates(
-    memory: tuple[str, ...], backend: str, torch: TorchSDK | None, toolchain: Toolchain
-) -> list[Candidate]:
-    from opkiln.toolchain import family, hipcc, nvcc, sycl
-
-    families: dict[str, family.Family] = {CUDA: nvcc, ROCM: hipcc}
-    version = choice.wanted(backend, torch)
-    return family.candidates(families.get(backend, sycl), memory, version, toolchain)
+        version, compiler = choice.wanted(backend, torch), host.choose(memory)
+        found = family.candidates(families[backend], memory, version, compiler)
+        return _ranked(backend, found)
+    # The named launcher or host compiler cannot be used, or torch cannot be read. That stops every
+    # toolkit.
+    except ToolchainError as error:
+        return _listed(backend, error.what)
+    except OSError as error:
+        return _listed(backend, str(error))
 
 
 def _listed(backend: str, why: str) -> list[Tool]:
@@ -152,11 +144,11 @@ def _present(backend: str) -> list[tuple[str, str, str]]:
     return [*programs, *([(library, libsycl.PACKAGE, "")] if library else [])]
 
 
-def _home(nvcc: str) -> str:
+def _home(program: str) -> str:
     """The toolkit that an nvcc belongs to; the nvcc itself if it is only a script."""
-    directory = os.path.dirname(nvcc)
+    directory = os.path.dirname(program)
     is_toolkit = os.path.exists(os.path.join(directory, "nvcc.profile"))
-    return os.path.dirname(directory) if is_toolkit else nvcc
+    return os.path.dirname(directory) if is_toolkit else program
 
 
 def torch_built_with(torch: TorchSDK | None, error: str = "") -> str:

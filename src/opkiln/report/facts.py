@@ -75,31 +75,23 @@ def ops(found: tuple[OpStatus, ...]) -> Section:
     Variants of an op that are in the same state share their rows."""
     same: dict[tuple[str, tuple[Row, ...]], list[str]] = {}
     for each in found:
-        same.setdefault((each.variant_of or each.op, tuple(_op(each))), []).append(each.op)
+        serving = _on(each.here, serves=not each.no_device)
+        others = (_on(other, serves=False) for other in each.backends[1:])
+        same.setdefault((each.variant_of or each.op, (serving, *others)), []).append(each.op)
     rows = []
-    for (op, (first, *others)), names in same.items():
+    for (op, (first, *more)), names in same.items():
         name = names[0] if len(names) == 1 else f"{op} ({len(names)} variants)"
-        rows += [(Cell(name), *first[1:]), *others]
+        rows += [(Cell(name), *first[1:]), *more]
+    # Reasons that several rows share have a number there, and are shown once, below.
+    counted = Counter(row[-1].text for row in rows if row[-1].text)
+    common = [reason for reason, times in counted.items() if times > 1]
+    numbers = {reason: f"({number})" for number, reason in enumerate(common, start=1)}
+    told = []
+    for *cells, reason in rows:
+        told.append((*cells, reason._replace(text=numbers.get(reason.text, reason.text))))
     head = ("op", "backend", "installed", "cached", "compatible", "")
-    numbers = _numbers(row[-1].text for row in rows)
-    told = [
-        (*row[:-1], row[-1]._replace(text=numbers.get(row[-1].text, row[-1].text))) for row in rows
-    ]
     footnotes = tuple((number, reason) for reason, number in numbers.items())
     return Section("ops", head, tuple(told), "" if rows else "none", footnotes)
-
-
-def _numbers(reasons: Iterable[str]) -> dict[str, str]:
-    """``(1)``, ``(2)`` for reasons that several rows share: each is shown once, below."""
-    counted = Counter(filter(None, reasons))
-    common = [reason for reason, times in counted.items() if times > 1]
-    return {reason: f"({number})" for number, reason in enumerate(common, start=1)}
-
-
-def _op(found: OpStatus) -> list[Row]:
-    rows = [_on(found.here, serves=not found.no_device)]
-    rows += [_on(each, serves=False) for each in found.backends[1:]]
-    return rows
 
 
 def _on(found: BackendStatus, *, serves: bool) -> Row:
@@ -137,9 +129,11 @@ def environment(version: str, around: Environment) -> Section:
         rows.append(_row("", torch.path))
     rows += _budget(around)
     rows += _granted(machine)
-    if around.dropped:
-        rows.append(_row("dropped", ", ".join(around.dropped) + " (not passed to compilers)"))
-    rows += [_row("unknown", text, "bad") for text in around.unknown]
+    if around.dropped_variables:
+        rows.append(
+            _row("dropped", ", ".join(around.dropped_variables) + " (not passed to compilers)")
+        )
+    rows += [_row("unknown", text, "bad") for text in around.unknown_variables]
     return Section("environment", (), tuple(rows))
 
 
@@ -213,12 +207,11 @@ def _tool(label: str, tool: Tool, said: set[str]) -> Row:
 
 def accelerators(found: Devices) -> Section:
     """The kinds of device, the GPUs, their drivers, and the libraries for communication."""
-    chosen = found.in_force
+    chosen = found.accelerator
     asked = f" ({chosen.origin})" if chosen.origin else ""
-    rows = [
-        _row("in force", f"none: {_line(chosen.error)}", "bad") if chosen.error
-        else _row("in force", f"{chosen.name}{asked}")
-    ]  # fmt: skip
+    rows = [_row("in force", f"{chosen.name}{asked}")]
+    if chosen.error:
+        rows = [_row("in force", f"none: {_line(chosen.error)}", "bad")]
     for kind in found.accelerators:
         answer, look = ("yes", "good") if kind.present else ("no", "weak")
         rows.append(_row(kind.name, f"{answer}: {kind.why}" if kind.why else answer, look))
@@ -258,10 +251,8 @@ def store(found: StoreStatus, now: float) -> Section:
         rows.append(_row("last build", f"{build.op} for {build.made_for}, {when}"))
     rows += [_row("layer", layer) for layer in found.layers if layer != found.root]
     rows += [_row("remote", url) for url in found.remotes]
-    rows += [
-        _row("fetched", f"{each.op} for {each.made_for}, {each.origin}")
-        for each in found.fetches[:_FETCHES]
-    ]
+    for each in found.fetches[:_FETCHES]:
+        rows.append(_row("fetched", f"{each.op} for {each.made_for}, {each.origin}"))
     if len(found.fetches) > _FETCHES:
         rows.append(_row("fetched", f"and {len(found.fetches) - _FETCHES} more"))
     rows += [_row("note", note, "bad") for note in found.notes]
@@ -270,28 +261,25 @@ def store(found: StoreStatus, now: float) -> Section:
 
 def settings(found: tuple[SettingValue, ...]) -> Section:
     """The settings that are not at their defaults, and where they come from."""
-    given = [each for each in found if each.origin != "default"]
-    rows = [
-        (Cell(each.variable), Cell(value_of(each)), Cell(_origin(each), "weak")) for each in given
-    ]
-    note = f"{len(found) - len(given)} more at their defaults (`opkiln report --json` has all)"
+    rows = []
+    for each in found:
+        if each.origin != "default":
+            origin = "" if each.origin == each.variable else f"from {each.origin}"
+            rows.append((Cell(each.variable), Cell(value_of(each)), Cell(origin, "weak")))
+    note = f"{len(found) - len(rows)} more at their defaults (`opkiln report --json` has all)"
     return Section("settings", (), tuple(rows), note)
 
 
 def value_of(each: SettingValue) -> str:
     """A setting's value as a user would write it."""
     if isinstance(each.value, tuple):
-        separator = {True: ":", False: " "}[each.variable.endswith(("PATH", "LAYERS"))]
+        separator = ":" if each.variable.endswith(("PATH", "LAYERS")) else " "
         if each.variable == "HSA_OVERRIDE_GFX_VERSION":
             separator = "."
         return separator.join(map(str, each.value))
     if isinstance(each.value, bool):
         return "on" if each.value else "off"
     return str(each.value)
-
-
-def _origin(each: SettingValue) -> str:
-    return "" if each.origin == each.variable else f"from {each.origin}"
 
 
 def _row(label: str, text: str, look: str = "") -> Row:

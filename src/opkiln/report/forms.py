@@ -1,23 +1,19 @@
-"""The forms of a report: text for a terminal, Markdown for an issue, plain values for programs.
-
-Also ``docs/settings.md``, which is generated from the table in ``settings.py``.
-"""
+"""The forms of a report: text for a terminal, Markdown for an issue, plain values for programs."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from opkiln import settings
 from opkiln.errors import visible
 from opkiln.report import facts
-from opkiln.report.layout import columns, paint
+from opkiln.report.layout import columns, fields, paint, plain
 from opkiln.report.redact import without_user
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from opkiln.report.collect import Environment, Report, StoreStatus
     from opkiln.report.facts import Row, Section
-    from opkiln.report.operators import BackendStatus, OpStatus
+    from opkiln.report.machine import Space
 
 
 # Text: aligned, useful without colour, readable on a narrow terminal
@@ -104,127 +100,49 @@ def as_document(report: Report, *, errors_only: bool = False) -> dict[str, Any]:
         "schema": SCHEMA,
         "opkiln": report.opkiln,
         "made": report.made,
-        "ops": None if ops is None else [_op(each) for each in ops],
+        "ops": None
+        if ops is None
+        else [fields(each, "op distribution serves error backends") for each in ops],
         "environment": None if around is None else _environment(around),
         "store": None if around is None else _store(around.store),
-        "settings": None if around is None else [each._asdict() for each in around.settings],
-        "problems": [each._asdict() for each in report.problems],
+        "settings": None if around is None else plain(around.settings),
+        "problems": plain(report.problems),
     }
-
-
-def _op(found: OpStatus) -> dict[str, Any]:
-    return {
-        "op": found.op,
-        "distribution": found.distribution,
-        "serves": found.serves,
-        "error": found.error,
-        "backends": [_backend(each) for each in found.backends],
-    }
-
-
-def _backend(found: BackendStatus) -> dict[str, Any]:
-    return {**found._asdict(), "candidates": [each._asdict() for each in found.candidates]}
 
 
 def _environment(around: Environment) -> dict[str, Any]:
-    machine, devices, budget = around.machine, around.devices, around.budget
-    shared = machine.shared_memory
-    tools = [each._asdict() for each in around.tools]
+    budget = around.budget
+    tools = plain(around.tools)
     return {
-        **machine._asdict(),
-        "shared_memory": None if shared is None else shared._asdict(),
-        "limits": [each._asdict() for each in machine.limits],
-        "cgroup": machine.cgroup._asdict(),
+        **plain(around.machine),
+        "shared_memory": _space(around.machine.shared_memory),
         "compilers": [each for each in tools if each["backend"] == "cpu"],
         "toolkits": [each for each in tools if each["backend"] != "cpu"],
-        "unfound": [each._asdict() for each in around.unfound],
-        "torch": None if around.torch is None else around.torch._asdict(),
-        "torch_error": around.torch_error,
-        "accelerator": devices.in_force._asdict(),
-        "accelerators": [each._asdict() for each in devices.accelerators],
-        "drivers": [each._asdict() for each in devices.drivers],
-        "gpus": [each._asdict() for each in devices.gpus],
-        "collectives": [each._asdict() for each in devices.collectives],
+        **fields(around, "unfound torch torch_error"),
+        **plain(around.devices),
         "budget": {
             "slots": len(budget.limits.slots),
             "slots_from": budget.limits.cpus_from,
-            "memory": budget.limits.memory,
-            "memory_from": budget.limits.memory_from,
-            "max_jobs": budget.max_jobs,
-            "where": budget.where,
-            "refused": list(budget.refused),
+            **fields(budget.limits, "memory memory_from"),
+            **fields(budget, "max_jobs where refused"),
         },
-        "unknown_variables": list(around.unknown),
-        "dropped_variables": list(around.dropped),
+        **fields(around, "unknown_variables dropped_variables"),
     }
 
 
 def _store(found: StoreStatus) -> dict[str, Any]:
+    built, fetched = "ended seconds max_rss directory", "origin directory"
     sizes = found.sizes
     return {
-        "root": found.root,
-        "layers": list(found.layers),
-        "notes": list(found.notes),
-        "sizes": None if sizes is None else {**sizes._asdict(), "total": sizes.total},
+        **fields(found, "root layers notes"),
+        "sizes": None if sizes is None else {**plain(sizes), "total": sizes.total},
         "limit": found.limit,
-        "space": None if found.space is None else found.space._asdict(),
-        "builds": [each._asdict() for each in found.builds],
+        "space": _space(found.space),
+        "builds": [fields(each, f"op distribution made_for {built}") for each in found.builds],
         "remotes": list(found.remotes),
-        "fetches": [each._asdict() for each in found.fetches],
+        "fetches": [fields(each, f"op distribution made_for {fetched}") for each in found.fetches],
     }
 
 
-# docs/settings.md
-
-_GROUPS = {
-    "opkiln": "opkiln's own",
-    "compiler": "The compiler's, taken over into the command line",
-    "terminal": "The terminal's",
-    "job": "The job launcher's",
-    "system": "The system's",
-}
-
-
-def settings_page() -> str:
-    """``docs/settings.md``, whole."""
-    lines = [
-        "# Settings",
-        "",
-        "<!-- Generated by `make docs` from src/opkiln/settings.py; edit that. -->",
-        "",
-        "Every variable opkiln reads. An empty variable counts as unset. `opkiln report` shows",
-        "which are in force and where each value comes from.",
-    ]
-    for group, title in _GROUPS.items():
-        lines += ["", f"## {title}", "", "| Variable | Default | Meaning |", "|---|---|---|"]
-        for setting in settings.table():
-            if setting.group == group:
-                names = "<br>".join(f"`{name}`" for name in (setting.variable, *setting.aliases))
-                default = setting.shown or f"`{setting.default}`"
-                lines.append(f"| {names} | {default} | {setting.doc} |")
-    lines += [
-        "",
-        "## Passed on to compilers",
-        "",
-        "Of its environment, a compiler that opkiln starts only gets these:",
-        ", ".join(f"`{name}`" for name in settings.PASSED) + ".",
-        "A script that stands for a compiler, and a launcher, also get",
-        ", ".join(
-            f"`{name}`"
-            for name in (
-                *settings.PASSED_TO_SCRIPTS,
-                *(f"{each}*" for each in settings.PASSED_FAMILIES),
-            )
-        )
-        + ".",
-        "All that reach a compiler are in the key of what it makes, but for `PATH`: there the",
-        "programs count that it leads to.",
-        "",
-        "## Kept away from compilers",
-        "",
-        "These change a compiler's result behind its command line, so no compiler that opkiln",
-        "starts ever sees them; `opkiln explain` names those that are set:",
-        ", ".join(f"`{name}`" for name in settings.DROPPED) + ".",
-        "",
-    ]
-    return "\n".join(lines)
+def _space(found: Space | None) -> dict[str, Any] | None:
+    return None if found is None else fields(found, "path total free")

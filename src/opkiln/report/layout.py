@@ -1,8 +1,9 @@
-"""Aligned text for people: columns, sizes, ages, and optional colour."""
+"""Answers as people and programs read them: columns, sizes, ages, optional colour; plain values."""
 
 from __future__ import annotations
 
 import re
+from typing import Any
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -67,9 +68,9 @@ def _width(cell: str) -> int:
     return len(_ANSI.sub("", cell))
 
 
-def count(number: int, noun: str) -> str:
-    """``1 op``, ``2 ops``; for nouns with a regular plural."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+def count(number: int, noun: str, plural: str = "") -> str:
+    """``1 op``, ``2 ops``; ``plural`` if that is not regular."""
+    return f"{number} {noun}" if number == 1 else f"{number} {plural or noun + 's'}"
 
 
 def size(bytes_: int) -> str:
@@ -93,3 +94,20 @@ def age(seconds: float) -> str:
 def duration(seconds: float) -> str:
     """``1.3 ms``, ``2.41 s``."""
     return f"{seconds * 1000:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
+
+
+# For programs
+
+
+def plain(value: Any) -> Any:
+    """``value`` as JSON has it: records become dictionaries, and tuples lists."""
+    if hasattr(value, "_asdict"):
+        value = value._asdict()
+    if isinstance(value, dict):
+        return {name: plain(each) for name, each in value.items()}
+    return [plain(each) for each in value] if isinstance(value, (list, tuple)) else value
+
+
+def fields(record: Any, names: str) -> dict[str, Any]:
+    """Some fields of a record, as ``plain`` has them. ``names`` are separated by spaces."""
+    return {name: plain(getattr(record, name)) for name in names.split()}

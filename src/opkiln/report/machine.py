@@ -21,10 +21,11 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from opkiln.accelerator.device import Answer
     from opkiln.build_model import TorchSDK
 
 
-_SHARED_MEMORY = "/dev/shm"
+SHARED_MEMORY = "/dev/shm"
 # Limits that jobs run into: pinned memory, open files (one per worker and socket), processes.
 _LIMITS = (
     ("memlock", resource.RLIMIT_MEMLOCK),
@@ -39,11 +40,14 @@ _HEADERS = ("../include/nccl.h", "../include/rccl/rccl.h", "../../include/nccl.h
 
 
 class Space(NamedTuple):
-    """The space on a file system, in bytes."""
+    """The file system of a directory that exists or would be made."""
 
-    path: str
-    total: int
-    free: int
+    path: str  # the nearest directory that exists
+    total: int  # bytes
+    free: int  # bytes for this user
+    inodes: int | None = None  # left for this user; None if the file system has no limit
+    noexec: bool = False
+    read_only: bool = False
 
 
 class Limit(NamedTuple):
@@ -81,29 +85,43 @@ def machine(root: str = "/") -> Machine:
     """This interpreter, system, CPU and their limits."""
     family = this.architecture()
     native = cpu.native(family, features())
+    system = read_release(os.path.join(root, "etc/os-release"))
+    distribution = system.get("PRETTY_NAME", "unknown distribution")
     return Machine(
         python=".".join(str(part) for part in sys.version_info[:3]),
         executable=sys.executable or "",
-        system=f"{_distribution(root)} ({this.system()} {os.uname().release}, {family})",
+        system=f"{distribution} ({this.system()} {os.uname().release}, {family})",
         cpu=this.cpu_name(),
         level=str(native),
         simd=cpu.simd(family, native),
-        shared_memory=space(_SHARED_MEMORY) if os.path.isdir(_SHARED_MEMORY) else None,
+        shared_memory=known_space(SHARED_MEMORY) if os.path.isdir(SHARED_MEMORY) else None,
         limits=tuple(_limit(name, which) for name, which in _LIMITS),
         cgroup=_cgroup(root),
     )
 
 
-def space(path: str) -> Space | None:
-    """The space at a path, which need not exist. None if the kernel does not say."""
-    while not os.path.lexists(path):
-        path = os.path.dirname(path)
+def space(path: str) -> Space:
+    """The space at a path, which need not exist. Raises OSError."""
+    there = os.path.abspath(path)
+    while not os.path.isdir(there) and there != "/":
+        there = os.path.dirname(there)
+    found = os.statvfs(there)
+    return Space(
+        path=there,
+        total=found.f_blocks * found.f_frsize,
+        free=found.f_bavail * found.f_frsize,  # without the part reserved for root
+        inodes=found.f_favail if found.f_files else None,
+        noexec=bool(found.f_flag & os.ST_NOEXEC),
+        read_only=bool(found.f_flag & os.ST_RDONLY),
+    )
+
+
+def known_space(path: str) -> Space | None:
+    """The space at a path; None if the kernel does not say."""
     try:
-        found = os.statvfs(path)
+        return space(path)
     except OSError:
         return None
-    # f_bavail: what this user may use, without the part reserved for root.
-    return Space(path, found.f_frsize * found.f_blocks, found.f_frsize * found.f_bavail)
 
 
 def _limit(name: str, which: int) -> Limit:
@@ -112,36 +130,31 @@ def _limit(name: str, which: int) -> Limit:
 
 
 def _cgroup(root: str) -> Cgroup:
+    lines = read_text(os.path.join(root, "proc/self/cgroup")).splitlines()
+    parts = (line.split(":", 2) for line in lines if line.count(":") > 1)
+    paths = {controller: path for _, controller, path in parts}
     cpus = cgroup.cpus(root)
     return Cgroup(
-        path=_group(root),
+        path=paths.get("") or next(iter(paths.values()), ""),  # of version 2, else of version 1
         cpu_quota=cgroup.cpu_quota(root),
         memory_limit=cgroup.memory_limit(root),
         cpus=None if cpus is None else len(cpus),
     )
 
 
-def _group(root: str) -> str:
-    """The group's path: that of version 2, else the first of version 1."""
-    lines = _lines(os.path.join(root, "proc/self/cgroup"))
-    paths = {line.split(":", 2)[1]: line.split(":", 2)[2] for line in lines if line.count(":") > 1}
-    return paths.get("") or next(iter(paths.values()), "")
+def read_release(path: str) -> dict[str, str]:
+    """The fields of an os-release file; none if there is no such file."""
+    pairs = (line.strip().partition("=") for line in read_text(path).splitlines())
+    return {name: value.strip("\"'") for name, _, value in pairs}
 
 
-def _distribution(root: str) -> str:
-    for line in _lines(os.path.join(root, "etc/os-release")):
-        name, _, value = line.partition("=")
-        if name == "PRETTY_NAME":
-            return value.strip("\"'")
-    return "unknown distribution"
-
-
-def _lines(path: str) -> list[str]:
+def read_text(path: str) -> str:
+    """The text of a file; empty if it cannot be read: a minimal image or a sandbox lacks many."""
     try:
         with open(path, encoding="utf-8", errors="replace") as file:
-            return [line.strip() for line in file]
+            return file.read()
     except OSError:
-        return []  # a minimal image or a sandbox has no such file
+        return ""
 
 
 # Devices
@@ -167,14 +180,6 @@ class Driver(NamedTuple):
     why: str
 
 
-class Accelerator(NamedTuple):
-    """One kind of device, in the order of detection."""
-
-    name: str
-    present: bool
-    why: str
-
-
 class ChosenAccelerator(NamedTuple):
     """The accelerator that this process would run on, or why there is none."""
 
@@ -196,51 +201,45 @@ class Library(NamedTuple):
 class Devices(NamedTuple):
     """All devices, with their drivers and libraries."""
 
-    gpus: tuple[Gpu, ...]
+    accelerator: ChosenAccelerator
+    accelerators: tuple[Answer, ...]  # every kind of device, in the order of detection
     drivers: tuple[Driver, ...]
-    in_force: ChosenAccelerator
-    accelerators: tuple[Accelerator, ...]
+    gpus: tuple[Gpu, ...]
     collectives: tuple[Library, ...]
 
 
 def devices(memory: tuple[str, ...], torch: TorchSDK | None) -> Devices:
-    """Look for devices, without creating a context on one. Raises SettingError."""
-    of_nvidia, of_amd = nvidia.devices(memory), amd.devices()
-    usable, _ = nvidia.visible(of_nvidia)
-    gpus = [
-        Gpu("NVIDIA", each.index, each.name, each.capability, each.memory, each in usable)
-        for each in of_nvidia.gpus
-    ]
-    left = amd.visible(of_amd)
-    gpus += [
-        Gpu("AMD", each.index, each.name, each.arch, each.memory, each in left)
-        for each in of_amd.gpus
-    ]
-    kinds = accelerators()
-    return Devices(
-        gpus=tuple(gpus),
-        drivers=(
-            Driver("NVIDIA", of_nvidia.driver, of_nvidia.cuda, of_nvidia.why),
-            Driver("AMD", _amd_driver(), "", of_amd.why),
-        ),
-        in_force=in_force(kinds),
-        accelerators=kinds,
-        collectives=tuple(collectives(torch)),
-    )
-
-
-def accelerators() -> tuple[Accelerator, ...]:
-    """Every kind of device in the order of detection, and whether there is one.
+    """Look for devices, without creating a context on one. Raises SettingError.
 
     If there seems to be a device of another vendor, the vendor's package is imported: only that can
     count the devices.
     """
     from opkiln.accelerator import detect
 
-    return tuple(Accelerator(each.name, each.present, each.why) for each in detect.survey())
+    of_nvidia, of_amd = nvidia.devices(memory), amd.devices()
+    usable, left = nvidia.visible(of_nvidia)[0], amd.visible(of_amd)
+    gpus = [
+        *(Gpu("NVIDIA", each.index, each.name, each.capability, each.memory, each in usable)
+          for each in of_nvidia.gpus),
+        *(Gpu("AMD", each.index, each.name, each.arch, each.memory, each in left)
+          for each in of_amd.gpus),
+    ]  # fmt: skip
+    # A driver in the kernel has no version; one that is installed separately has.
+    amd_version = read_text("/sys/module/amdgpu/version").strip()
+    kinds = detect.survey()
+    return Devices(
+        accelerator=_chosen(kinds),
+        accelerators=kinds,
+        drivers=(
+            Driver("NVIDIA", of_nvidia.driver, of_nvidia.cuda, of_nvidia.why),
+            Driver("AMD", amd_version, "", of_amd.why),
+        ),
+        gpus=tuple(gpus),
+        collectives=tuple(collectives(torch)),
+    )
 
 
-def in_force(kinds: tuple[Accelerator, ...]) -> ChosenAccelerator:
+def _chosen(kinds: tuple[Answer, ...]) -> ChosenAccelerator:
     """The accelerator that the user named, else the first of ``kinds`` that is present."""
     from opkiln.accelerator import detect
     from opkiln.devices import choice
@@ -292,23 +291,8 @@ def _version(path: str, stem: str) -> str:
     if re.fullmatch(r"\d+(\.\d+)+", numbers):
         return numbers
     for header in _HEADERS:
-        try:
-            with open(os.path.join(os.path.dirname(path), header), encoding="utf-8",
-                      errors="replace") as file:  # fmt: skip
-                text = file.read(1 << 16)
-        except OSError:
-            continue  # try the next one
-        parts = [re.search(rf"#define NCCL_{part}\s+(\d+)", text)
-                 for part in ("MAJOR", "MINOR", "PATCH")]  # fmt: skip
-        if all(parts):
-            return ".".join(part[1] for part in parts if part)
+        text = read_text(os.path.join(os.path.dirname(path), header))
+        defined = dict(re.findall(r"#define NCCL_(MAJOR|MINOR|PATCH)\s+(\d+)", text))
+        if len(defined) == 3:
+            return f"{defined['MAJOR']}.{defined['MINOR']}.{defined['PATCH']}"
     return ""
-
-
-def _amd_driver() -> str:
-    """The version of a separately installed driver; the one in the kernel has none."""
-    try:
-        with open("/sys/module/amdgpu/version", encoding="ascii", errors="replace") as file:
-            return file.read().strip()
-    except OSError:
-        return ""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 from opkiln.builder.base import OpBuilder
 from opkiln.decision import archs
+from opkiln.decision.prebuilt import PREBUILT
 from opkiln.decision.terms import (
     CACHED,
     WOULD_COMPILE,
@@ -32,12 +34,12 @@ class BackendStatus(NamedTuple):
 
     backend: str
     status: str  # of decision.terms: cached, would compile, would fall back, would fail
-    installed: bool  # shipped as a binary
-    cached: bool  # it loads without compiling
-    compatible: bool
-    reason: str  # why it is not cached, or not compatible
-    path: str  # of the entry that would be loaded
-    candidates: tuple[Candidate, ...]  # every candidate, and why it was taken or refused
+    installed: bool = False  # shipped as a binary
+    cached: bool = False  # it loads without compiling
+    compatible: bool = False
+    reason: str = ""  # why it is not cached, or not compatible
+    path: str = ""  # of the entry that would be loaded
+    candidates: tuple[Candidate, ...] = ()  # each, and why it was taken or refused
 
 
 class OpStatus(NamedTuple):
@@ -57,7 +59,7 @@ class OpStatus(NamedTuple):
         """Its state on the backend that serves."""
         if self.backends:
             return self.backends[0]
-        return BackendStatus(self.serves, WOULD_FAIL, False, False, False, self.error, "", ())
+        return BackendStatus(self.serves, WOULD_FAIL, reason=self.error)
 
     @property
     def is_problem(self) -> bool:
@@ -70,21 +72,12 @@ def statuses(*, changes: bool = False) -> tuple[OpStatus, ...]:
 
     ``changes`` also finds out what changed since each was last built, which takes longer.
     """
-    return tuple(
-        status for name, find in _builders() for status in _statuses(name, find, changes=changes)
-    )
-
-
-def _builders() -> Iterator[tuple[str, Callable[[], type[OpBuilder]]]]:
-    """(name, a function that returns its builder) of every op.
-
-    The same ops as ``ALL_OPS``. That reads all entry points again for each op, which would take
-    half of a report's time with thirty ops.
-    """
-    for name in bundled():
-        yield name, lambda name=name: ALL_OPS[name]  # type: ignore[misc]
-    for name, entry in declared().items():
-        yield name, lambda name=name, entry=entry: builder_of(name, entry)  # type: ignore[misc]
+    # Those of ALL_OPS, which reads all entry points again for each op: with thirty ops, that would
+    # take half of a report's time.
+    find: dict[str, Callable[[], type[OpBuilder]]]
+    find = {name: partial(ALL_OPS.__getitem__, name) for name in bundled()}
+    find |= {name: partial(builder_of, name, entry) for name, entry in declared().items()}
+    return tuple(each for name in find for each in _statuses(name, find[name], changes=changes))
 
 
 def _statuses(
@@ -103,13 +96,17 @@ def _statuses(
 
 
 def _status(name: str, kind: type[OpBuilder], *, changes: bool) -> OpStatus:
+    from opkiln.loading.explain import explain
+
     distribution = ""
     try:
         builder = kind()
         distribution, serves = builder.distribution, builder.backend
         ordered = dict.fromkeys((serves, *kind.BACKENDS))
         backends = tuple(_on(kind, each) for each in ordered)
-        changed = _changes(builder) if changes and backends[0].status == WOULD_COMPILE else ()
+        changed: tuple[str, ...] = ()
+        if changes and backends[0].status == WOULD_COMPILE:  # what changed may contain flags
+            changed = tuple(map(redact.without_secrets, explain(builder.op()).changes))
     except OpkilnError as error:
         return OpStatus(name, distribution, "", (), error.what)
     except (Exception, SystemExit) as error:  # an author's methods may raise anything
@@ -127,29 +124,20 @@ def _on(kind: type[OpBuilder], backend: str) -> BackendStatus:
         builder = kind(backend=backend)
         outcome = loader.look(Request(builder.op()))
     except OpkilnError as error:
-        return BackendStatus(backend, WOULD_FAIL, False, False, False, error.what, "", ())
-    decisions = tuple(outcome.trace.candidates)
+        return BackendStatus(backend, WOULD_FAIL, reason=error.what)
     status, reason, path = summary(outcome)
     reason = " ".join(reason.split()).removeprefix(f"op {builder.name} ")
-    taken = {each.resort for each in decisions if each.verdict == "taken"}
-    compatible = status in (CACHED, WOULD_COMPILE)
     if status == WOULD_COMPILE:
         why = "; ".join(outcome.trace.refusals()) or "not built yet"
         reason = f"{why}: its first use builds it"
+    candidates = tuple(outcome.trace.candidates)
     return BackendStatus(
         backend=backend,
         status=status,
-        installed="prebuilt" in taken,
+        installed=any(each[:2] == (PREBUILT, "taken") for each in candidates),
         cached=status == CACHED,
-        compatible=compatible,
+        compatible=status in (CACHED, WOULD_COMPILE),
         reason=reason,
         path=path,
-        candidates=decisions,
+        candidates=candidates,
     )
-
-
-def _changes(builder: OpBuilder) -> tuple[str, ...]:
-    from opkiln.loading.explain import explain
-
-    # They may contain flags.
-    return tuple(redact.without_secrets(each) for each in explain(builder.op()).changes)

@@ -9,8 +9,10 @@ from __future__ import annotations
 import time
 from html import escape
 
+from opkiln.decision.terms import WOULD_FALL_BACK
 from opkiln.report import facts
 from opkiln.report.compilers import BACKENDS, torch_built_with
+from opkiln.report.facts import Cell
 from opkiln.report.layout import duration, size
 
 TYPE_CHECKING = False
@@ -18,9 +20,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from opkiln.decision.terms import Candidate
-    from opkiln.report.collect import Build, Environment, Report, SettingValue
+    from opkiln.report.collect import Build, Problem, Report, SettingValue
     from opkiln.report.compilers import Tool
-    from opkiln.report.facts import Section
+    from opkiln.report.facts import Row
     from opkiln.report.operators import BackendStatus, OpStatus
 
 
@@ -105,17 +107,18 @@ def render(report: Report) -> str:
     """The whole page."""
     parts = []
     if report.problems:
-        parts.append(_problems(report))
+        parts.append(_section("problems", "Problems", _problems(report.problems)))
     if report.ops is not None:
-        parts.append(_ops(report.ops))
-    around = report.environment
-    if around is not None:
+        parts.append(_section("ops", "Ops", _ops(report.ops)))
+    if report.environment is not None:
+        around = report.environment
+        environment = facts.environment(report.opkiln, around)
         parts += [
             _section("toolchain", "Compilers and toolkits", _tree(around.tools)),
             _section("builds", "Builds", timeline(around.store.builds)),
-            _table("devices", "Accelerators", facts.accelerators(around.devices)),
-            _table("environment", "Environment", facts.environment(report.opkiln, around)),
-            _table("cache", "Cache", facts.store(around.store, report.made)),
+            _section("devices", "Accelerators", _table(facts.accelerators(around.devices).rows)),
+            _section("environment", "Environment", _table(environment.rows)),
+            _section("cache", "Cache", _table(facts.store(around.store, report.made).rows)),
             _section("settings", "Settings", _settings(around.settings)),
         ]
     return _PAGE.format(
@@ -128,7 +131,11 @@ def render(report: Report) -> str:
 
 
 def _section(name: str, title: str, content: str) -> str:
-    return f'<section id="{name}"><h2>{escape(title)}</h2>\n{content}\n</section>'
+    return f'<section id="{name}"><h2>{title}</h2>\n{content}\n</section>'
+
+
+def _span(look: str, text: str) -> str:
+    return f'<span class="{look}">{escape(text)}</span>'
 
 
 def _summary(report: Report) -> list[str]:
@@ -143,56 +150,53 @@ def _summary(report: Report) -> list[str]:
             f"<b>{native}</b> native here",
         ]
     if report.environment is not None:
-        items += [escape(text) for text in _context(report.environment)]
+        around = report.environment
+        torch = "no torch" if around.torch is None else f"torch {torch_built_with(around.torch)}"
+        gpus = ", ".join(gpu.name for gpu in around.devices.gpus) or "no GPU"
+        items += [f"Python {around.machine.python}", escape(torch), escape(gpus)]
     number = len(report.problems)
     look = "bad" if number else "good"
     items.append(f'<span class="{look}"><b>{number}</b> problem{"" if number == 1 else "s"}</span>')
     return items
 
 
-def _context(around: Environment) -> list[str]:
-    torch = "no torch" if around.torch is None else f"torch {torch_built_with(around.torch)}"
-    gpus = [gpu.name for gpu in around.devices.gpus] or ["no GPU"]
-    return [f"Python {around.machine.python}", torch, ", ".join(gpus)]
-
-
-def _problems(report: Report) -> str:
+def _problems(problems: tuple[Problem, ...]) -> str:
     rows = []
-    for each in report.problems:
+    for each in problems:
         hint = f"<br><code>{escape(each.hint)}</code>" if each.hint else ""
         rows.append(f"<li><b>{escape(each.subject)}</b>: {escape(each.text)}{hint}</li>")
-    return _section("problems", "Problems", f'<ul class="problems">{"".join(rows)}</ul>')
+    return f'<ul class="problems">{"".join(rows)}</ul>'
 
 
 # The op grid
 
+_LEGEND = {
+    "ready": "cached or installed",
+    "builds": "would compile",
+    "reference": "falls back",
+    "fails": "not available",
+    "none": "no such version",
+}
+
 
 def _ops(ops: tuple[OpStatus, ...]) -> str:
-    backends = [
-        name for name in BACKENDS if any(each.backend == name for op in ops for each in op.backends)
-    ]
-    head = "".join(f"<th>{escape(BACKENDS[name])}</th>" for name in backends)
+    there = {each.backend for op in ops for each in op.backends}
+    backends = [name for name in BACKENDS if name in there]
+    head = "".join(f"<th>{BACKENDS[name]}</th>" for name in backends)
     rows = "\n".join(_op(each, backends) for each in ops)
-    legend = " ".join(
-        f'<span class="{look}">{word}</span>'
-        for look, word in (
-            ("ready", "cached or installed"), ("builds", "would compile"),
-            ("reference", "falls back"), ("fails", "not available"), ("none", "no such version"),
-        )
-    )  # fmt: skip
-    table = (
+    legend = " ".join(_span(look, word) for look, word in _LEGEND.items())
+    return (
+        f'<p class="legend">{legend} ● serves here</p>\n'
         f'<table class="grid"><thead><tr><th>op</th>{head}<th>on this machine</th></tr></thead>\n'
         f"<tbody>{rows}</tbody></table>"
     )
-    return _section("ops", "Ops", f'<p class="legend">{legend} ● serves here</p>\n{table}')
 
 
 def _op(op: OpStatus, backends: list[str]) -> str:
     known = {each.backend: each for each in op.backends}
     cells = "".join(_state(known.get(name), serves=name == op.serves) for name in backends)
-    owner = f'<span class="weak">{escape(op.distribution)}</span>' if op.distribution else ""
-    here = op.here
-    words = here.reason or here.status
+    owner = _span("weak", op.distribution) if op.distribution else ""
+    words = op.here.reason or op.here.status
     looks = "bad" if op.is_problem else ""
     changes = "".join(f"<li>{escape(each)}</li>" for each in op.changes)
     changed = f"<p>changed since it was last built:</p><ul>{changes}</ul>" if changes else ""
@@ -212,7 +216,7 @@ def _state(found: BackendStatus | None, *, serves: bool) -> str:
         look, word = "ready", "installed" if found.installed else "cached"
     elif found.compatible:
         look, word = "builds", "builds"
-    elif found.status == "would fall back":
+    elif found.status == WOULD_FALL_BACK:
         look, word = "reference", "reference"
     mark = ' <span title="serves here">●</span>' if serves else ""
     return f'<td class="{look}" title="{escape(found.reason)}">{word}{mark}</td>'
@@ -228,9 +232,8 @@ def _trace(found: BackendStatus) -> str:
 def _candidate(candidate: Candidate) -> str:
     look = {"taken": "good", "refused": "bad"}.get(candidate.verdict, "weak")
     where = f"<br><code>{escape(candidate.subject)}</code>" if candidate.subject else ""
-    verdict = f'<span class="{look}">{escape(candidate.verdict)}</span>'
-    said = f"<b>{escape(candidate.resort)}</b> {verdict} {escape(candidate.reason)}"
-    return f"<li>{said}{where}</li>"
+    verdict = _span(look, candidate.verdict)
+    return f"<li><b>{candidate.resort}</b> {verdict} {escape(candidate.reason)}{where}</li>"
 
 
 # The build timeline: builds that were close in time share a scale
@@ -259,8 +262,7 @@ def _builds(builds: list[Build]) -> str:
     length = max(each.ended for each in builds) - began
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(began))
     rows = "\n".join(_bar(each, began, length or 1.0) for each in builds)
-    head = f'<h3>{when} <span class="weak">{duration(length)}</span></h3>'
-    return f'{head}\n<div class="timeline">{rows}</div>'
+    return f'<h3>{when} {_span("weak", duration(length))}</h3>\n<div class="timeline">{rows}</div>'
 
 
 def _bar(build: Build, began: float, length: float) -> str:
@@ -270,10 +272,10 @@ def _bar(build: Build, began: float, length: float) -> str:
     said = f"{duration(build.seconds)}{memory}"
     title = f"{build.op} of {build.distribution} for {build.made_for}: {said}"
     return (
-        f'<div class="build" title="{escape(title)}"><span>{escape(build.op)} '
-        f'<span class="weak">{escape(build.made_for)}</span></span>'
+        f'<div class="build" title="{escape(title)}">'
+        f"<span>{escape(build.op)} {_span('weak', build.made_for)}</span>"
         f'<span class="lane"><span class="bar" style="margin-left:{left:.2f}%;'
-        f'width:max({wide:.2f}%,2px)"></span></span><span class="weak">{escape(said)}</span></div>'
+        f'width:max({wide:.2f}%,2px)"></span></span>{_span("weak", said)}</div>'
     )
 
 
@@ -286,12 +288,12 @@ def _tree(tools: Iterable[Tool]) -> str:
     for backend, name in BACKENDS.items():
         own = [tool for tool in found if tool.backend == backend]
         leaves = "".join(map(_leaf, own)) or '<li class="weak">none was found</li>'
-        taken = next((tool for tool in own if tool.taken), None)
-        said = f"{taken.version or taken.path}" if taken else ("not taken" if own else "none")
-        look = "good" if taken else "weak"
+        said = _span("weak", "not taken" if own else "none")
+        for tool in own:
+            if tool.taken:
+                said = _span("good", tool.version or tool.path)
         branches.append(
-            f'<li><details open><summary>{escape(name)} <span class="{look}">{escape(said)}</span>'
-            f"</summary><ul>{leaves}</ul></details></li>"
+            f"<li><details open><summary>{name} {said}</summary><ul>{leaves}</ul></details></li>"
         )
     return f'<ul class="tree">{"".join(branches)}</ul>'
 
@@ -299,36 +301,29 @@ def _tree(tools: Iterable[Tool]) -> str:
 def _leaf(tool: Tool) -> str:
     mark, look = ("✓", "good") if tool.taken else ("✗", "bad") if tool.asked else ("?", "weak")
     version = f" {escape(tool.version)}" if tool.version else ""
-    why = f'<br><span class="weak">{escape(tool.refused)}</span>' if tool.refused else ""
+    why = f"<br>{_span('weak', tool.refused)}" if tool.refused else ""
     return (
-        f'<li><span class="{look}">{mark}</span> <code>{escape(tool.path)}</code>{version} '
-        f'<span class="weak">({escape(tool.origin)})</span>{why}</li>'
+        f"<li>{_span(look, mark)} <code>{escape(tool.path)}</code>{version} "
+        f"{_span('weak', f'({tool.origin})')}{why}</li>"
     )
 
 
 # The rest
 
 
-def _table(name: str, title: str, section: Section) -> str:
-    rows = "\n".join(
-        f'<tr><th scope="row">{escape(row[0].text)}</th>'
-        f'<td class="{row[1].look}">{escape(row[1].text)}</td></tr>'
-        for row in section.rows
-    )
-    return _section(name, title, f'<table class="facts">{rows}</table>')
+def _table(rows: Iterable[Row]) -> str:
+    shown = []
+    for label, *cells in rows:
+        values = "".join(f'<td class="{each.look}">{escape(each.text)}</td>' for each in cells)
+        shown.append(f'<tr><th scope="row">{escape(label.text)}</th>{values}</tr>')
+    return '<table class="facts">{}</table>'.format("\n".join(shown))
 
 
 def _settings(found: tuple[SettingValue, ...]) -> str:
-    given = [each for each in found if each.origin != "default"]
-    rest = [each for each in found if each.origin == "default"]
-    folded = f"<details><summary>{len(rest)} at their defaults</summary>{_values(rest)}</details>"
-    return _values(given) + folded
-
-
-def _values(found: list[SettingValue]) -> str:
-    rows = "\n".join(
-        f'<tr><th scope="row">{escape(each.variable)}</th><td>{escape(facts.value_of(each))}</td>'
-        f'<td class="weak origin">{escape(each.origin)}</td></tr>'
-        for each in found
-    )
-    return f'<table class="facts">{rows}</table>'
+    given: list[Row] = []
+    rest: list[Row] = []
+    for each in found:
+        row = Cell(each.variable), Cell(facts.value_of(each)), Cell(each.origin, "weak origin")
+        (rest if each.origin == "default" else given).append(row)
+    folded = f"<details><summary>{len(rest)} at their defaults</summary>{_table(rest)}</details>"
+    return _table(given) + folded
