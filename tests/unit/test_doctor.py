@@ -18,22 +18,20 @@ from test_toolkits import FakeToolkit, a_compiler
 from opkiln.cli import main, output, report
 from opkiln.errors import SettingError, StoreError
 from opkiln.report import commands
-from opkiln.report.doctor import checks, finding, places
-from opkiln.report.doctor.finding import (
+from opkiln.report.doctor import checking, checks
+from opkiln.report.doctor.checking import (
     FAIL,
     PASS,
     SKIP,
     WARN,
-    Finding,
+    Here,
     Outcome,
     copyable,
     failed,
     passed,
     skipped,
     warned,
-    worst,
 )
-from opkiln.report.doctor.here import Here
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -52,7 +50,7 @@ def _raising(error: Exception) -> Callable[[Here], Outcome]:
 
 
 def test_a_check_that_raises_is_a_failure_with_the_exception() -> None:
-    found = checks.outcome(_raising(RuntimeError("what nobody thought of")), Here())
+    found = checking.outcome(_raising(RuntimeError("what nobody thought of")), Here())
     assert found == failed("RuntimeError: what nobody thought of")
 
 
@@ -60,12 +58,12 @@ def test_an_error_of_opkilns_own_brings_its_reason_and_hint() -> None:
     error = StoreError(
         "it is full", why="no space\nleft", hint="opkiln cache gc    (or buy a disk)"
     )
-    found = checks.outcome(_raising(error), Here())
+    found = checking.outcome(_raising(error), Here())
     assert found == failed("it is full; no space; left", "opkiln cache gc")
 
 
 def test_a_setting_without_meaning_is_one_failure_and_not_one_of_each_check() -> None:
-    found = checks.outcome(_raising(SettingError("OPKILN_MODE='maybe' is no value")), Here())
+    found = checking.outcome(_raising(SettingError("OPKILN_MODE='maybe' is no value")), Here())
     assert found == skipped("not possible while OPKILN_MODE='maybe' is no value")
 
 
@@ -88,8 +86,8 @@ def test_torch_is_never_imported_by_who_asks(asked_once: Path) -> None:
     code = (
         "import sys\n"
         "from subprocess import CompletedProcess\n"
-        "from opkiln.report.doctor import checks, here\n"
-        "here.capture = lambda argv, **how: CompletedProcess(argv, 1, '', '')\n"
+        "from opkiln.report.doctor import checking, checks\n"
+        "checking.capture = lambda argv, **how: CompletedProcess(argv, 1, '', '')\n"
         "found = list(checks.examine(build=False))\n"
         "assert len(found) == len(checks.CHECKS)\n"
         "print('torch' in sys.modules)\n"
@@ -99,12 +97,9 @@ def test_torch_is_never_imported_by_who_asks(asked_once: Path) -> None:
 
 
 def test_the_worst_is_a_failure_then_a_warning_and_never_a_skip() -> None:
-    def of(*verdicts: str) -> str:
-        return worst(Finding("check", verdict, "", "") for verdict in verdicts)
-
-    assert of(PASS, WARN, FAIL, SKIP) == FAIL
-    assert of(WARN, SKIP, PASS) == WARN
-    assert of(SKIP, PASS) == of(SKIP) == PASS
+    assert checks.worst([PASS, WARN, FAIL, SKIP]) == FAIL
+    assert checks.worst([WARN, SKIP, PASS]) == WARN
+    assert checks.worst([SKIP, PASS]) == checks.worst([SKIP]) == PASS
 
 
 # The command
@@ -146,10 +141,8 @@ def test_each_finding_is_a_line_with_the_command_below(
 
 
 def test_evidence_is_folded_to_a_terminal_and_a_command_is_not() -> None:
-    found = Finding(
-        "crooked", WARN, "one two three four five six seven", "unset A_LONG_NAME ANOTHER"
-    )
-    shown = finding.line(found, ["crooked"], colour=False, width=40)
+    found = warned("one two three four five six seven", "unset A_LONG_NAME ANOTHER")
+    shown = checks.line("crooked", found, ["crooked"], colour=False, width=40)
     assert shown.splitlines() == [
         "WARN  crooked  one two three four five",
         "               six seven",
@@ -243,12 +236,6 @@ def test_what_installs_a_compiler_depends_on_the_system(
     assert commands.install("g++", str(tmp_path / "os-release")) == command
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     assert commands.install("g++", str(tmp_path / "os-release")) == f"sudo {command}"
-
-
-def test_the_room_of_a_directory_to_be_made_is_that_of_its_nearest_ancestor(tmp_path: Path) -> None:
-    found = places.room(str(tmp_path / "not" / "yet"))
-    assert found.path == str(tmp_path)
-    assert 0 < found.free <= found.total
 
 
 def test_missing_python_headers_are_a_warning(tmp_path: Path) -> None:

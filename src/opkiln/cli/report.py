@@ -123,21 +123,23 @@ def doctor_command(as_json: bool, errors_only: bool, no_build: bool) -> int:
     Exits with 0 if nothing is wrong, 1 if something failed, 8 if there are only warnings. Nothing
     is changed: the self-check builds into a temporary directory.
     """
-    from opkiln.report.doctor import checks, finding
-    from opkiln.report.doctor.finding import FAIL, PASS, SKIP, WARN, worst
+    from opkiln.report.doctor import checks
+    from opkiln.report.doctor.checking import FAIL, WARN
 
-    width = output.width()
-    findings = []
     names = [*checks.CHECKS, *(() if no_build else checks.BUILDS)]
-    shown = (WARN, FAIL) if errors_only else (PASS, SKIP, WARN, FAIL)
-    for found in checks.examine(build=not no_build):
-        findings.append(found)
-        if not as_json and found.verdict in shown:
-            output.data(finding.line(found, names, colour=output.colour(), width=width))
-    verdict = worst(findings)
+    verdicts, rows = [], []
+    for name, found in checks.examine(build=not no_build):
+        verdicts.append(found.verdict)
+        if errors_only and found.verdict not in (WARN, FAIL):
+            continue
+        if as_json:
+            rows.append({"check": name, **found._asdict()})
+        else:
+            colour, width = output.colour(), output.width()
+            output.data(checks.line(name, found, names, colour=colour, width=width))
+    verdict = checks.worst(verdicts)
     if as_json:
-        rows = [each._asdict() for each in findings if each.verdict in shown]
         output.data_json({"schema": 1, "worst": verdict, "findings": rows})
     else:
-        output.data(finding.summary(findings))
+        output.data(checks.summary(verdicts))
     return {FAIL: output.FOUND, WARN: WARNED}.get(verdict, 0)

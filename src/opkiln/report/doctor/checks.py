@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-from opkiln.errors import OpkilnError, SettingError
+from collections import Counter
+
+from opkiln.decision import policy
 from opkiln.report.doctor import devices, host, ops, places, selfcheck, store, torch_side
-from opkiln.report.doctor.finding import (
-    FAIL,
-    WARN,
-    Finding,
-    Outcome,
-    copyable,
-    failed,
-    joined,
-    passed,
-    skipped,
-)
-from opkiln.report.doctor.here import Here
+from opkiln.report.doctor.checking import FAIL, PASS, SKIP, WARN, Here, joined, outcome, passed
+from opkiln.report.layout import columns, count, paint
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Collection, Iterable, Iterator
 
-    Check = Callable[[Here], Outcome]
+    from opkiln.report.doctor.checking import Check, Outcome
 
 
 def to_compile(check: Check) -> Check:
@@ -29,8 +21,8 @@ def to_compile(check: Check) -> Check:
 
     def judged(here: Here) -> Outcome:
         found = check(here)
-        if found.verdict in (WARN, FAIL) and here.never_compiles:
-            return passed(joined(found.evidence, f"not needed: {here.never_compiles}"))
+        if found.verdict in (WARN, FAIL) and (never := policy.never_compiles()):
+            return passed(joined(found.evidence, f"not needed: {never}"))
         return found
 
     return judged
@@ -92,20 +84,41 @@ BUILDS: dict[str, Check] = {
 }
 
 
-def examine(*, build: bool = True) -> Iterator[Finding]:
+def examine(*, build: bool = True) -> Iterator[tuple[str, Outcome]]:
     """Run every check in turn; with ``build``, the self-check last. Never raises."""
     here = Here()
     for name, check in (CHECKS | (BUILDS if build else {})).items():
-        yield Finding(name, *outcome(check, here))
+        yield name, outcome(check, here)
 
 
-def outcome(check: Check, here: Here) -> Outcome:
-    """The outcome of a check. If a check raises, that is a failure, too."""
-    try:
-        return check(here)
-    except SettingError as error:
-        return skipped(f"not possible while {error.what}")  # `settings` reports that
-    except OpkilnError as error:
-        return failed(joined(error.what, *error.why.splitlines()), copyable(error.hint))
-    except Exception as error:
-        return failed(f"{type(error).__name__}: {error}")
+# As text: one line for each outcome, and the command that fixes it below
+
+_LOOKS = {PASS: "good", SKIP: "weak", WARN: "strong", FAIL: "bad"}
+
+
+def line(
+    check: str, found: Outcome, names: Iterable[str], *, colour: bool, width: int | None = None
+) -> str:
+    """One outcome. ``names`` are those of all checks: they give the width of the column.
+
+    With a ``width``, the evidence is wrapped. The command is not, so that it can be copied.
+    """
+    longest = max(map(len, names))
+    verdict = paint(found.verdict, _LOOKS[found.verdict], colour=colour)
+    shown = columns([(verdict, check.ljust(longest), found.evidence)], width=width)
+    if not found.command:
+        return shown
+    label = paint("fix:", "strong", colour=colour)
+    return f"{shown}\n{'':<{longest + 8}}{label} {found.command}"
+
+
+def worst(verdicts: Collection[str]) -> str:
+    """The worst verdict. A skipped check is not a fault: it counts as PASS."""
+    return next((verdict for verdict in (FAIL, WARN) if verdict in verdicts), PASS)
+
+
+def summary(verdicts: Iterable[str]) -> str:
+    """The number of checks with each verdict."""
+    number = Counter(verdicts)
+    failures, warnings = count(number[FAIL], "failure"), count(number[WARN], "warning")
+    return f"{failures}, {warnings}, {number[PASS]} passed, {number[SKIP]} skipped"

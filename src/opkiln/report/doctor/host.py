@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import sys
 import tempfile
 
 from opkiln import machine
 from opkiln.errors import SettingError, ToolchainError
-from opkiln.report.commands import install
-from opkiln.report.doctor.finding import Outcome, failed, joined, passed, skipped, warned
-from opkiln.report.doctor.here import Here
+from opkiln.process import run
+from opkiln.report.commands import install, unset
+from opkiln.report.doctor.checking import (
+    Here,
+    Outcome,
+    failed,
+    joined,
+    passed,
+    skipped,
+    told,
+    warned,
+)
+from opkiln.report.machine import read_text
 from opkiln.settings import (
     dropped,
     misspelt,
@@ -28,7 +39,7 @@ _PROCESSORS = ("x86_64", "aarch64")
 _CONTAINERS = ("/.dockerenv", "/run/.containerenv", "/run/systemd/container")
 
 
-def python(here: Here) -> Outcome:  # noqa: ARG001 (the form of a check)
+def python(_: Here) -> Outcome:
     """This interpreter, and whether it can start another one, for load tests."""
     version = ".".join(map(str, sys.version_info[:3]))
     # On Linux, abiflags has a t in a build without the GIL.
@@ -38,7 +49,7 @@ def python(here: Here) -> Outcome:  # noqa: ARG001 (the form of a check)
     return passed(f"{version}, {kind}, {sys.executable}")
 
 
-def python_headers(here: Here) -> Outcome:  # noqa: ARG001
+def python_headers(_: Here) -> Outcome:
     """Python.h, which extension modules need. The bundled ops do not."""
     directory = torch_sdk.python_include()
     if os.path.exists(os.path.join(directory, "Python.h")):
@@ -49,7 +60,7 @@ def python_headers(here: Here) -> Outcome:  # noqa: ARG001
     )
 
 
-def system(here: Here) -> Outcome:  # noqa: ARG001
+def system(_: Here) -> Outcome:
     """The kernel and the processor."""
     release = os.uname().release
     family = machine.architecture()
@@ -63,17 +74,9 @@ def system(here: Here) -> Outcome:  # noqa: ARG001
         )
     contained = "in a container" if any(map(os.path.exists, _CONTAINERS)) else ""
     # A sandbox is fine: builds need no ptrace, no mount and no capability.
-    seccomp = "seccomp on, which is fine" if _status("Seccomp") not in ("", "0") else ""
+    filtered = re.search(r"^Seccomp:\s*[1-9]", read_text("/proc/self/status"), re.MULTILINE)
+    seccomp = "seccomp on, which is fine" if filtered else ""
     return passed(joined(facts, contained, seccomp))
-
-
-def _status(field: str) -> str:
-    with open("/proc/self/status", encoding="ascii", errors="replace") as lines:
-        for line in lines:
-            name, _, value = line.partition(":")
-            if name == field:
-                return value.strip()
-    return ""
 
 
 # Environment variables
@@ -89,7 +92,7 @@ _INSTEAD = {
 }
 
 
-def settings_values(here: Here) -> Outcome:  # noqa: ARG001 (the form of a check)
+def settings_values(_: Here) -> Outcome:
     """Every variable that opkiln reads has a valid value."""
     wrong: dict[str, str] = {}
     given = 0
@@ -103,49 +106,44 @@ def settings_values(here: Here) -> Outcome:  # noqa: ARG001 (the form of a check
     return passed(f"{given} of {len(table())} are set")
 
 
-def misspelt_variables(here: Here) -> Outcome:  # noqa: ARG001
+def misspelt_variables(_: Here) -> Outcome:
     """There are no variables that look like settings but are not."""
+    from difflib import get_close_matches
+
     from opkiln.registry import ALL_OPS
 
     environment = whole_environment()
     known = {name for setting in table() for name in (setting.variable, *setting.aliases)}
-    texts, commands = [], []
+    found: dict[str, str] = {}  # what is wrong -> the command
     for name, meant in misspelt().items():
-        texts.append(f"unknown setting {name}" + (f"; did you mean {meant}?" if meant else ""))
-        if meant and meant not in environment:
-            commands.append(f'export {meant}="${name}"; unset {name}')
-        else:
-            commands.append(f"unset {name}")
+        guess = f"; did you mean {meant}?" if meant else ""
+        other = "" if meant in environment else meant
+        found[f"unknown setting {name}{guess}"] = _rename(name, other)
     ops = {name.rpartition(":")[2].upper() for name in ALL_OPS}
+    strange = sorted(environment.keys() - known)
     for prefix in ("OPKILN_BUILD_", "DS_BUILD_"):
-        for name in sorted(environment):
+        for name in strange:
             op = name.removeprefix(prefix)
-            if name.startswith(prefix) and name not in known and op not in (*ops, "TOKEN"):
-                texts.append(f"{name}: there is no op {op.lower()}")
-                commands.append(f"unset {name}")
-    for name, meant in _near_aliases(environment, known):
-        texts.append(f"{name} is not read; did you mean {meant}?")
-        commands.append(f'export {meant}="${name}"; unset {name}')
-    if texts:
-        return warned(joined(*texts), "; ".join(commands))
+            if name.startswith(prefix) and op not in (*ops, "TOKEN"):
+                found[f"{name}: there is no op {op.lower()}"] = _rename(name)
+    # Only what is close to one of ours: DeepSpeed has many others.
+    aliases = [name for name in known if name.startswith("DS_")]
+    for name in strange:
+        if name.startswith("DS_") and not name.startswith("DS_BUILD_"):
+            for meant in get_close_matches(name, aliases, 1, 0.85):
+                if meant not in environment:
+                    found[f"{name} is not read; did you mean {meant}?"] = _rename(name, meant)
+    if found:
+        return warned(joined(*found), "; ".join(found.values()))
     return passed("every OPKILN_ variable is a known setting")
 
 
-def _near_aliases(environment: dict[str, str], known: set[str]) -> list[tuple[str, str]]:
-    """DS_ variables that are close to one of ours. DeepSpeed has many others."""
-    from difflib import get_close_matches
-
-    aliases = [name for name in known if name.startswith("DS_")]
-    found = []
-    for name in sorted(environment):
-        if name.startswith("DS_") and not name.startswith("DS_BUILD_") and name not in known:
-            close = get_close_matches(name, aliases, 1, 0.85)
-            if close and close[0] not in environment:
-                found.append((name, close[0]))
-    return found
+def _rename(name: str, meant: str = "") -> str:
+    """The command that unsets a variable; its value goes to the one that was meant."""
+    return f'export {meant}="${name}"; unset {name}' if meant else f"unset {name}"
 
 
-def kept_away_variables(here: Here) -> Outcome:  # noqa: ARG001
+def kept_away_variables(_: Here) -> Outcome:
     """No variable is set that would change a compiler's result behind its command line."""
     names = dropped()
     if not names:
@@ -175,13 +173,9 @@ extern "C" int opkiln_doctor(int value) {
 def compiler(here: Here) -> Outcome:
     """There is a C++ compiler that compiles C++20 and links with its library."""
     if isinstance(here.host, ToolchainError):
-        missing = _missing_launcher()
-        if missing:
+        if missing := _missing_launcher():
             return skipped(f"the launcher {missing} does not exist: see launcher")
-        why = joined(*here.host.why.splitlines())
-        return failed(joined(here.host.what, why), _another())
-    from opkiln.process import run
-
+        return failed(told(here.host), _another())
     with tempfile.TemporaryDirectory(prefix="opkiln-doctor-", dir=here.scratch) as scratch:
         source, output = os.path.join(scratch, "doctor.cpp"), os.path.join(scratch, "doctor.so")
         with open(source, "w") as file:
@@ -198,30 +192,20 @@ def compiler(here: Here) -> Outcome:
 
 def _another() -> str:
     """The command that lets opkiln choose a compiler, or installs one."""
-    origin = origin_of("cxx")[1]
-    if origin.isupper():
-        return f"unset {origin}"
     path, set_by = origin_of("path")
     # Without PATH, compilers are looked for in the usual places alone.
-    return (
-        f"export PATH={shlex.quote(os.pathsep.join(path))}"
-        if set_by == "default"
-        else install("g++")
-    )
+    places = f"export PATH={shlex.quote(os.pathsep.join(path))}" if set_by == "default" else ""
+    return unset(origin_of("cxx")[1]) or places or install("g++")
 
 
 def runtime(here: Here) -> Outcome:
     """Libraries that it links share the libstdc++ of the process."""
-    host = here.compiler
-    if host is None:
-        return skipped("there is no compiler")
+    host = here.need_compiler("there is no compiler")
     if not host.shared_runtime:
         return passed(f"{host.cxx} links the shared C++ runtime")
-    sharing = _sharing(here, host.cxx)
-    origin = origin_of("cxx")[1]
-    command = f"unset {origin}" if origin.isupper() and sharing else ""
-    if sharing and not command:
-        command = f"export CXX={shlex.quote(sharing)}"
+    command = ""
+    if sharing := _sharing(here, host.cxx):
+        command = unset(origin_of("cxx")[1]) or f"export CXX={shlex.quote(sharing)}"
     return warned(
         f"{host.cxx} would link a static libstdc++ into every op; they are linked to "
         f"{host.shared_runtime} instead",
@@ -244,7 +228,7 @@ def _sharing(here: Here, unlike: str) -> str:
     return ""
 
 
-def launcher(here: Here) -> Outcome:  # noqa: ARG001 (the form of a check)
+def launcher(_: Here) -> Outcome:
     """The launcher that was asked for (ccache, sccache) exists."""
     if missing := _missing_launcher():
         name = origin_of("cxx")[1]
@@ -262,7 +246,7 @@ def _missing_launcher() -> str:
     return wanted if wanted is not None and find.first(wanted) is None else ""
 
 
-def ninja(here: Here) -> Outcome:  # noqa: ARG001
+def ninja(_: Here) -> Outcome:
     """ninja is not needed: opkiln schedules builds itself."""
     found = find.first("ninja")
     return passed(f"not needed ({f'{found} is not used' if found else 'and not installed'})")

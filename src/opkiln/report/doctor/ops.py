@@ -14,8 +14,15 @@ from opkiln.errors import SpecError
 from opkiln.model import CARRIED, PACKAGE, SHARED
 from opkiln.registry import ALL_OPS, bundled, declared, distribution
 from opkiln.report.commands import interpreter, pip
-from opkiln.report.doctor.finding import Outcome, joined, passed, skipped, warned
-from opkiln.report.doctor.here import Here, child_answer
+from opkiln.report.doctor.checking import (
+    Here,
+    Outcome,
+    child_answer,
+    joined,
+    passed,
+    skipped,
+    warned,
+)
 from opkiln.settings import LAYOUT
 from opkiln.store.inventory import names_in
 
@@ -47,7 +54,7 @@ print(json.dumps({'reason': reason}))
 """
 
 
-def ops(here: Here) -> Outcome:  # noqa: ARG001 (the form of a check)
+def ops(_: Here) -> Outcome:
     """Every op can be imported, fits its schema, and has a library or sources."""
     own = bundled()
     broken: dict[str, str] = {}
@@ -97,7 +104,7 @@ print(json.dumps({'status': status, 'candidates': candidates}))
 """
 
 
-def prebuilt(here: Here) -> Outcome:  # noqa: ARG001
+def prebuilt(_: Here) -> Outcome:
     """The installed libraries are used: none is stale, damaged or for another machine."""
     found = dict(_found())
     if not found:

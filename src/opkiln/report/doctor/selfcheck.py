@@ -32,9 +32,18 @@ from opkiln.model import (
     Registration,
 )
 from opkiln.report.commands import of_this_python
-from opkiln.report.doctor.finding import Outcome, copyable, failed, joined, passed, skipped
-from opkiln.report.doctor.here import Here, how_it_ended
+from opkiln.report.doctor.checking import (
+    Here,
+    Outcome,
+    copyable,
+    failed,
+    how_it_ended,
+    joined,
+    passed,
+    skipped,
+)
 from opkiln.report.layout import duration
+from opkiln.report.machine import read_text
 from opkiln.settings import settings, table, whole_environment
 from opkiln.store import publish
 from opkiln.toolchain import hipcc, libsycl, nvcc, torch_sdk
@@ -42,7 +51,7 @@ from opkiln.toolchain import sycl as sycl_compilers
 
 _CHILD = """
 from opkiln.report.doctor.selfcheck import child_main
-sys.exit(child_main(*sys.argv[1:]))
+child_main(*sys.argv[1:])
 """
 _LONGEST = 600.0  # seconds
 # Settings that add the user's flags to command lines. The op itself compiles without them.
@@ -52,18 +61,17 @@ _OF_FILES = ("command: ", "log: ")  # lines of an error that name temporary file
 
 def cpu(here: Here) -> Outcome:
     """C++ without torch."""
-    if here.compiler is None:
-        return skipped("there is no compiler")
-    return _tried("cpu", {}, calls=True)
+    here.need_compiler("there is no compiler")
+    return _tried("cpu", calls=True)
 
 
 def torch(here: Here) -> Outcome:
     """C++ on torch's stable ABI, called with a tensor."""
-    if here.compiler is None or here.torch is None:
-        return skipped("there is no compiler" if here.torch else "torch is not installed")
-    if not torch_sdk.has_stable_abi(here.torch):
-        return skipped(f"torch {here.torch.version} lacks the stable ABI: see torch")
-    return _tried("torch", {}, calls=True)
+    found = here.installed_torch
+    here.need_compiler("there is no compiler")
+    if not torch_sdk.has_stable_abi(found):
+        return skipped(f"torch {found.version} lacks the stable ABI: see torch")
+    return _tried("torch", calls=True)
 
 
 def cuda(here: Here) -> Outcome:
@@ -73,7 +81,7 @@ def cuda(here: Here) -> Outcome:
     visible, _ = nvidia.visible(here.nvidia)
     # For one architecture: the user's own list may name all of them.
     archs = "native" if here.nvidia.gpus else here.cuda.archs[-1]
-    return _tried(CUDA, {"OPKILN_CUDA_ARCH_LIST": archs}, calls=bool(visible))
+    return _tried(CUDA, calls=bool(visible), OPKILN_CUDA_ARCH_LIST=archs)
 
 
 def rocm(here: Here) -> Outcome:
@@ -85,7 +93,7 @@ def rocm(here: Here) -> Outcome:
         return skipped("there is no usable hipcc: see rocm")
     devices = amd.devices()
     archs = "native" if devices.gpus or not device.archs else device.archs[-1]
-    return _tried(ROCM, {"PYTORCH_ROCM_ARCH": archs}, calls=bool(amd.visible(devices)))
+    return _tried(ROCM, calls=bool(amd.visible(devices)), PYTORCH_ROCM_ARCH=archs)
 
 
 def xpu(here: Here) -> Outcome:
@@ -96,38 +104,26 @@ def xpu(here: Here) -> Outcome:
         return skipped("there is no usable SYCL compiler: see sycl")
     if libsycl.no_device(settings.ocl_icd_filenames):
         return skipped("there is no device to load it for: see sycl device")
-    return _tried(XPU, {}, calls=True)
+    return _tried(XPU, calls=True)
 
 
-def _tried(what: str, variables: dict[str, str], *, calls: bool) -> Outcome:
+def _tried(what: str, *, calls: bool, **variables: str) -> Outcome:
     try:
-        work = publish.make_scratch("doctor")
+        with publish.scratch("doctor") as work:
+            result = os.path.join(work, "result.json")
+            environment = {
+                **whole_environment(),
+                "OPKILN_CACHE_DIR": os.path.join(work, "store"),
+                "OPKILN_STORE_LAYERS": "",
+                "OPKILN_MODE": "auto",
+                "OPKILN_PROGRESS": "off",
+                **variables,
+            }
+            argv = process.python_code(_CHILD, what, "call" if calls else "load", result)
+            done = process.run(argv, env=environment, timeout=_LONGEST)
+            found: dict[str, Any] = json.loads(read_text(result) or "{}")
     except StoreError as error:
         return skipped(f"{error.what}: see tmpdir")
-    try:
-        return _in(work, what, variables, calls=calls)
-    finally:
-        publish.remove(work)
-        process.release_scratch(work)
-
-
-def _in(work: str, what: str, variables: dict[str, str], *, calls: bool) -> Outcome:
-    result = os.path.join(work, "result.json")
-    environment = {
-        **whole_environment(),
-        "OPKILN_CACHE_DIR": os.path.join(work, "store"),
-        "OPKILN_STORE_LAYERS": "",
-        "OPKILN_MODE": "auto",
-        "OPKILN_PROGRESS": "off",
-        **variables,
-    }
-    how = "call" if calls else "load"
-    argv = process.python_code(_CHILD, what, how, result)
-    done = process.run(argv, env=environment, timeout=_LONGEST)
-    found: dict[str, Any] = {}
-    if os.path.exists(result):
-        with open(result) as file:
-            found = json.load(file)
     if "answer" in found:
         rest = "loaded and called" if calls else "loaded; there is no GPU to call it on"
         return passed(f"compiled, {rest}, in {duration(found['seconds'])}")
@@ -135,10 +131,11 @@ def _in(work: str, what: str, variables: dict[str, str], *, calls: bool) -> Outc
     if "what" in found:
         # The log and the files of the command are gone with the temporary store.
         why = [line for line in found["why"].splitlines() if not line.startswith(_OF_FILES)]
-        told = of_this_python(copyable(found["hint"]))
-        command = "" if "opkiln_doctor" in told else told
+        command = of_this_python(copyable(found["hint"]))
         if found["by_flags"] and flags:
             command = flags
+        elif "opkiln_doctor" in command:
+            command = ""
         return failed(joined(found["what"], *why[:4]), command)
     step = f" at the step: {found.get('step', 'start')}" if done.returncode < 0 else ""
     last = done.output.strip().splitlines()[-1:]
@@ -149,9 +146,9 @@ def _unset_flags() -> str:
     """The command that unsets the user's flags; empty if there are none."""
     environment = whole_environment()
     fields = (setting for setting in table() if setting.field in _FLAGS)
-    names = [name for each in fields for name in (each.variable, *each.aliases)]
-    given = [name for name in names if environment.get(name)]
-    return f"unset {' '.join(given)}" if given else ""
+    names = (name for each in fields for name in (each.variable, *each.aliases))
+    given = " ".join(name for name in names if environment.get(name))
+    return f"unset {given}" if given else ""
 
 
 # In the child
@@ -222,19 +219,11 @@ _SOURCES = {
 
 
 def _spec(source: str, text: str, **fields: Any) -> OpSpec:
+    name = "opkiln_doctor"
+    inline = ((source, text),)
     return OpSpec(
-        name="opkiln_doctor",
-        distribution="opkiln_doctor",
-        root=INLINE_ROOT,
-        sources=(source,),
-        inline=((source, text),),
-        **fields,
+        name=name, distribution=name, root=INLINE_ROOT, sources=(source,), inline=inline, **fields
     )
-
-
-def _loaded(backend: str) -> Any:
-    spec = _spec(*_SOURCES[backend], kind=PLAIN, abi=ABI_NONE, backend=backend, vectorize=False)
-    return loader.load(Op(spec)).value
 
 
 def _called(library: Any) -> int:
@@ -257,8 +246,8 @@ def _called_with_a_tensor() -> int:
     return int(functions.add(torch.full((3,), 20.0), 22).sum().item() / 3)
 
 
-def child_main(backend: str, how: str, result: str) -> int:
-    """Compile, load and perhaps call the op; the exit code is 0 if the answer is right."""
+def child_main(backend: str, how: str, result: str) -> None:
+    """Compile, load and perhaps call the op. Writes its answer to a file, or what went wrong."""
     began = time.monotonic()
 
     def write(**facts: Any) -> None:
@@ -271,16 +260,17 @@ def child_main(backend: str, how: str, result: str) -> int:
         if backend == "torch":
             answer = _called_with_a_tensor()
         else:
-            library = _loaded(backend)
+            source, text = _SOURCES[backend]
+            spec = _spec(source, text, kind=PLAIN, abi=ABI_NONE, backend=backend, vectorize=False)
+            library = loader.load(Op(spec)).value
             if how == "call":
                 write(step="call")
                 answer = _called(library)
     except OpkilnError as error:
         by_flags = isinstance(error, (CompileError, LoadTestError))  # flags may be the cause
         write(what=error.what, why=error.why, hint=error.hint, by_flags=by_flags)
-        return 1
-    if answer != 42:
+        return
+    if answer == 42:
+        write(answer=answer, seconds=time.monotonic() - began)
+    else:
         write(what=f"the op computed 20 + 22 = {answer}", why="", hint="", by_flags=True)
-        return 1
-    write(answer=answer, seconds=time.monotonic() - began)
-    return 0

@@ -8,16 +8,24 @@ import shlex
 import stat
 import tempfile
 import time
-from typing import NamedTuple
 
 from opkiln.decision import policy
 from opkiln.errors import StoreError
 from opkiln.remote import lockfile
 from opkiln.report.commands import as_root
-from opkiln.report.doctor.finding import Outcome, copyable, failed, joined, passed, skipped, warned
-from opkiln.report.doctor.here import Here
-from opkiln.report.doctor.places import elsewhere, room
+from opkiln.report.doctor.checking import (
+    Here,
+    Outcome,
+    copyable,
+    failed,
+    joined,
+    passed,
+    skipped,
+    warned,
+)
+from opkiln.report.doctor.places import elsewhere
 from opkiln.report.layout import count, size
+from opkiln.report.machine import space as space_at
 from opkiln.settings import LAYOUT, origin_of, override, settings, store_candidates
 from opkiln.store import archive, inventory, signatures
 from opkiln.store.archive import Damaged
@@ -40,7 +48,7 @@ def place(here: Here) -> Outcome:
     location = here.store.location
     if location.writable is None:
         return failed(joined("nothing can be written", *location.notes), _move())
-    directory = room(location.writable).path
+    directory = space_at(location.writable).path
     try:
         _time_of_a_new_file(directory)
     except OSError as error:
@@ -51,9 +59,7 @@ def place(here: Here) -> Outcome:
     facts = joined(*location.notes)
     if any(_foreign(path) or _open(path) for path in _asked()):
         return skipped(f"{facts}: see store owner, store mode")
-    in_use = os.path.dirname(location.writable)
-    command = f"export OPKILN_CACHE_DIR={shlex.quote(in_use)}"
-    return warned(facts, f"mkdir -p -m 700 {shlex.quote(in_use)} && {command}")
+    return warned(facts, _make(os.path.dirname(location.writable)))
 
 
 def owner(here: Here) -> Outcome:
@@ -62,9 +68,8 @@ def owner(here: Here) -> Outcome:
     if not foreign:
         return passed(_state(lambda found: f"uid {found.st_uid}"))
     facts = "; ".join(f"{path} belongs to uid {os.lstat(path).st_uid}" for path in foreign)
-    if _takeable(foreign[0]):
-        command = as_root(f"chown -R {os.getuid()}:{os.getgid()} {shlex.quote(foreign[0])}")
-    else:
+    command = as_root(f"chown -R {os.getuid()}:{os.getgid()} {shlex.quote(foreign[0])}")
+    if not _takeable(foreign[0]):
         command = _private(here)
     return warned(f"{facts}, not to uid {os.getuid()} or root: it is not used", command)
 
@@ -73,15 +78,16 @@ def mode(here: Here) -> Outcome:
     """Nobody else can write to the directory that was asked for."""
     opened = [path for path in _asked() if _open(path)]
     if not opened:
-        return passed(_state(lambda found: f"mode {stat.S_IMODE(found.st_mode):04o}"))
-    facts = "; ".join(
-        f"{path} has mode {stat.S_IMODE(os.lstat(path).st_mode):04o}" for path in opened
-    )
-    if all(map(_closable, opened)):
-        command = f"chmod go-w {' '.join(map(shlex.quote, opened))}"
-    else:
+        return passed(_state(_mode))
+    facts = "; ".join(f"{path} has {_mode(os.lstat(path))}" for path in opened)
+    command = f"chmod go-w {' '.join(map(shlex.quote, opened))}"
+    if not all(map(_closable, opened)):
         command = _private(here)
     return warned(f"{facts}: others can write to it, so it is not used", command)
+
+
+def _mode(found: os.stat_result) -> str:
+    return f"mode {stat.S_IMODE(found.st_mode):04o}"
 
 
 # A variable may name a directory that others use (/tmp, /home/bob). A command that changes the mode
@@ -111,7 +117,7 @@ def _only_a_store() -> bool:
     # opkiln-<uid> is made by the first load that may not use the directory itself.
     allowed = ({LAYOUT, f"opkiln-{os.getuid()}"}, _CONTENTS)
     for path, known in zip(_asked(), allowed, strict=False):
-        if os.path.islink(path) or os.path.ismount(path) or room(path).read_only:
+        if os.path.islink(path) or os.path.ismount(path) or space_at(path).read_only:
             return False
         try:
             # Other versions of opkiln have directories of their own next to ours.
@@ -124,13 +130,14 @@ def _only_a_store() -> bool:
 
 def _private(here: Here) -> str:
     """The command that makes and uses a private directory."""
-    if command := _move():
-        return command
-    writable = here.store.root
-    if writable is None:
-        return ""
-    in_use = shlex.quote(os.path.dirname(writable))
-    return f"mkdir -p -m 700 {in_use} && export OPKILN_CACHE_DIR={in_use}"
+    root = here.store.root
+    return _move() or ("" if root is None else _make(os.path.dirname(root)))
+
+
+def _make(place: str) -> str:
+    """The command that makes a directory and has the store there."""
+    quoted = shlex.quote(place)
+    return f"mkdir -p -m 700 {quoted} && export OPKILN_CACHE_DIR={quoted}"
 
 
 def _asked() -> list[str]:
@@ -158,30 +165,24 @@ def _state(shown: Callable[[os.stat_result], str]) -> str:
 
 def space(here: Here) -> Outcome:
     """The store has enough space for builds, and is below its own limit."""
-    root = here.store.root
-    if root is None:
-        return skipped("nothing can be written: see store")
-    found = room(root)
+    root = here.root
+    found = space_at(root)
     facts = f"{size(found.free)} free of {size(found.total)} at {found.path}"
     held = inventory.sizes(root).total if os.path.isdir(root) else 0
+    facts = f"{facts}; the store holds {size(held)}"
     limit = int(settings.cache_max_size)
     if found.free < _LITTLE:
         # Collecting helps only if the store itself is large.
         command = "opkiln cache gc --now --max-size 1K" if held > _LITTLE else _move()
-        verdict = failed if found.free < _TOO_LITTLE else warned
-        return verdict(f"{facts}; the store holds {size(held)}", command)
+        return (failed if found.free < _TOO_LITTLE else warned)(facts, command)
     if held > limit:
-        return warned(f"{facts}; the store holds {size(held)}, more than {size(limit)}",
-                      "opkiln cache gc")  # fmt: skip
-    return passed(f"{facts}; the store holds {size(held)} of at most {size(limit)}")
+        return warned(f"{facts}, more than {size(limit)}", "opkiln cache gc")
+    return passed(f"{facts} of at most {size(limit)}")
 
 
 def inodes(here: Here) -> Outcome:
     """The store's file system has inodes left."""
-    root = here.store.root
-    if root is None:
-        return skipped("nothing can be written: see store")
-    found = room(root)
+    found = space_at(here.root)
     if found.inodes is None:
         return passed(f"{found.path} has no limit")
     facts = f"{found.inodes} left at {found.path}"
@@ -197,9 +198,9 @@ def noexec(here: Here) -> Outcome:
     """
     location = here.store.location
     wanted = [os.path.join(path, LAYOUT) for path, asked in store_candidates() if asked][:1]
-    own = [path for path in wanted if room(path).noexec]
+    own = [path for path in wanted if space_at(path).noexec]
     listed = [layer.root for layer in location.layers if os.path.isdir(layer.root)]
-    barred = [*own, *(path for path in listed if path not in own and room(path).noexec)]
+    barred = [*own, *(path for path in listed if path not in own and space_at(path).noexec)]
     if not barred:
         return passed("no layer is mounted noexec")
     facts = f"{', '.join(barred)} is mounted noexec: libraries cannot be loaded from there"
@@ -215,76 +216,62 @@ def layers(here: Here) -> Outcome:
     found = [refusal for each in asked if (refusal := _refusal(*each))]
     if not found:
         return passed(", ".join(path for path, _ in asked))
-    return warned(joined(*(refusal.reason for refusal in found)), found[0].command)
+    return warned(joined(*(refusal.evidence for refusal in found)), found[0].command)
 
 
-class _Refusal(NamedTuple):
-    reason: str
-    command: str
-
-
-def _refusal(path: str, layer: Layer) -> _Refusal | None:
+def _refusal(path: str, layer: Layer) -> Outcome | None:
     """Why a layer is not used. It is named by the path that the user wrote."""
     look = f"ls -ld {shlex.quote(path)}"
     if layer.bundle:
-        return _refused_bundle(path, look)
+        try:
+            with archive.Bundle(path, listed=True):
+                return None
+        except Damaged as error:
+            return warned(f"{path} is damaged: {error}", look)
+        except StoreError as error:
+            return warned(joined(error.what, error.why), copyable(error.hint) or look)
     if not os.path.exists(path):
-        return _Refusal(f"{path} does not exist", look)
+        return warned(f"{path} does not exist", look)
     if not os.path.isdir(layer.root):
-        return _Refusal(f"{path} is not a layer: it has no directory {LAYOUT}", look)
+        return warned(f"{path} is not a layer: it has no directory {LAYOUT}", look)
     # The listed path may be a symbolic link; the layer's directory in it may not.
     for each, state in ((path, os.stat(path)), (layer.root, os.lstat(layer.root))):
         if reason := fault(each, state, listed=True):
-            return _Refusal(reason, f"ls -ld {shlex.quote(each)}")
+            return warned(reason, f"ls -ld {shlex.quote(each)}")
     return None
 
 
-def _refused_bundle(path: str, look: str) -> _Refusal | None:
-    try:
-        with archive.Bundle(path, listed=True):
-            return None
-    except Damaged as error:
-        return _Refusal(f"{path} is damaged: {error}", look)
-    except StoreError as error:
-        return _Refusal(joined(error.what, error.why), copyable(error.hint) or look)
-
-
-def remotes(here: Here) -> Outcome:  # noqa: ARG001 (the form of a check)
+def remotes(_: Here) -> Outcome:
     """Something says what is trusted of the remote tiers. Connects to nobody."""
     urls = settings.remotes
     if not urls:
         return passed("none is named (OPKILN_REMOTES)")
+    named = ", ".join(urls)
     if reason := policy.why_no_tier_is_asked():
-        told = f"{', '.join(urls)}: not asked, {reason}"
-        return passed(told) if settings.push is not None else warned(told, "unset OPKILN_REMOTES")
+        facts = f"{named}: not asked, {reason}"
+        return passed(facts) if settings.push is not None else warned(facts, "unset OPKILN_REMOTES")
     try:
         keys = signatures.trusted() or ()
         locked = lockfile.read(settings.lock) if settings.lock else ()
     except StoreError as error:
-        return warned(f"{', '.join(urls)}: not asked, {error.what}", copyable(error.hint))
+        return warned(f"{named}: not asked, {error.what}", copyable(error.hint))
     trusted = f"{count(len(keys), 'trusted key')}, {count(len(locked), 'artifact')} in a lock file"
-    return passed(f"{', '.join(urls)}; {trusted}")
+    return passed(f"{named}; {trusted}")
 
 
 def clock(here: Here) -> Outcome:
     """Files that are written to the store get the time of this machine."""
-    root = here.store.root
-    if root is None:
-        return skipped("nothing can be written: see store")
-    directory, before = room(root).path, time.time()
+    directory, before = space_at(here.root).path, time.time()
     try:
         written = _time_of_a_new_file(directory)
     except OSError:
         return skipped(f"nothing can be written to {directory}: see store")
     skew = written - before
-    facts = (
-        f"a file written to {directory} now is {abs(skew):.1f} s {'ahead' if skew > 0 else 'old'}"
-    )
+    how = f"{abs(skew):.1f} s {'ahead' if skew > 0 else 'old'}"
+    facts = f"a file written to {directory} now is {how}"
     if abs(skew) > _SKEW:
-        return warned(
-            f"{facts}: the file server's clock differs, so files are hashed more often",
-            "timedatectl set-ntp true",
-        )
+        why = "the file server's clock differs, so files are hashed more often"
+        return warned(f"{facts}: {why}", "timedatectl set-ntp true")
     return passed(facts)
 
 
@@ -298,27 +285,20 @@ def _time_of_a_new_file(directory: str) -> float:
 
 def leftovers(here: Here) -> Outcome:
     """There are no staged files of killed processes. (The kernel releases their locks.)"""
-    root = here.store.root
-    if root is None:
-        return skipped("nothing can be written: see store")
-    staging, now = os.path.join(root, "staging"), time.time()
-    old = []
+    staging, now = os.path.join(here.root, "staging"), time.time()
+    old = 0
     for name in inventory.names_in(staging):
         path = os.path.join(staging, name)
+        inside = (os.path.join(path, each) for each in inventory.names_in(path))
         try:
-            newest = max(os.lstat(each).st_mtime for each in (path, *_inside(path)))
+            newest = max(os.lstat(each).st_mtime for each in (path, *inside))
         except FileNotFoundError:
             continue  # it was published just now
-        if newest < now - _LEFTOVER:
-            old.append(path)
+        old += newest < now - _LEFTOVER
     if old:
-        noun = count(len(old), "directory") if len(old) == 1 else f"{len(old)} directories"
-        return warned(f"{noun} in {staging} that a killed process left", "opkiln cache gc")
+        left = f"{count(old, 'directory', 'directories')} in {staging}"
+        return warned(f"{left} that a killed process left", "opkiln cache gc")
     return passed("no process left anything behind")
-
-
-def _inside(path: str) -> list[str]:
-    return [os.path.join(path, name) for name in inventory.names_in(path)]
 
 
 def _move() -> str:
@@ -327,7 +307,7 @@ def _move() -> str:
     if asked:
         with override(cache_dir=None):
             usual, expected = next(store_candidates())
-        found = room(usual)
+        found = space_at(usual)
         if (
             expected
             and found.free >= _LITTLE
@@ -337,7 +317,4 @@ def _move() -> str:
         ):
             return f"unset {origin}"
     other = elsewhere(_LITTLE)
-    if not other:
-        return ""
-    place = shlex.quote(os.path.join(other, f"opkiln-{os.getuid()}-store"))
-    return f"mkdir -p -m 700 {place} && export OPKILN_CACHE_DIR={place}"
+    return _make(os.path.join(other, f"opkiln-{os.getuid()}-store")) if other else ""

@@ -9,9 +9,9 @@ from opkiln.building import loadtest
 from opkiln.devices import amd
 from opkiln.errors import LoadTestError
 from opkiln.model import ABI_STABLE, STABLE_VERSION, OpSpec
+from opkiln.process import capture, python
 from opkiln.report.commands import pip
-from opkiln.report.doctor.finding import Outcome, failed, joined, passed, skipped, warned
-from opkiln.report.doctor.here import Here
+from opkiln.report.doctor.checking import Here, Outcome, failed, joined, passed, skipped, warned
 from opkiln.settings import child_environment, whole_environment
 from opkiln.toolchain import torch_sdk
 
@@ -34,9 +34,7 @@ def version(here: Here) -> Outcome:
 
 def devices(here: Here) -> Outcome:
     """torch was built for the GPUs that are here."""
-    torch = here.torch
-    if torch is None:
-        return skipped("torch is not installed")
+    torch = here.installed_torch
     nvidia, radeon = here.nvidia.gpus, amd.devices().gpus
     if not nvidia and not radeon:
         return skipped("there is no NVIDIA or AMD GPU")
@@ -50,9 +48,7 @@ def devices(here: Here) -> Outcome:
 
 def libraries(here: Here) -> Outcome:
     """torch's libraries can be loaded. A child tries it, without importing torch."""
-    torch = here.torch
-    if torch is None:
-        return skipped("torch is not installed")
+    torch = here.installed_torch
     directory = os.path.join(torch.path, "lib")
     # The load test opens what an op on the stable ABI needs, and then the library given here.
     spec = OpSpec(name="torch", distribution="opkiln", root="/", sources=(), abi=ABI_STABLE)
@@ -69,9 +65,7 @@ def libraries(here: Here) -> Outcome:
 
 def cxx_abi(here: Here) -> Outcome:
     """The C++ ABI that ops on torch's full interface are compiled for."""
-    torch = here.torch
-    if torch is None:
-        return skipped("torch is not installed")
+    torch = here.installed_torch
     if torch.cxx11_abi:
         return passed("C++11 (_GLIBCXX_USE_CXX11_ABI=1)")
     return warned(
@@ -97,21 +91,16 @@ os._exit(0)
 
 def openmp(here: Here) -> Outcome:
     """There is one OpenMP runtime in a process, not two that each start a thread per CPU."""
-    torch = here.torch
-    if torch is None:
-        return skipped("torch is not installed")
+    torch = here.installed_torch
     preloaded = whole_environment().get("LD_PRELOAD", "")
-    loaded = _loaded(torch.path, preloaded)
-    found = {path: family for path in loaded if (family := _family(path))}
-    beside = {path: family for path in _beside() if (family := _family(path))}
+    found, beside = _families(_loaded(torch.path, preloaded)), _families(_beside())
     together = {**found, **beside}
     if len(set(together.values())) < 2:
-        names = ", ".join(found) or "none is loaded with torch"
-        return passed(names)
+        return passed(", ".join(found) or "none is loaded with torch")
     what = ", ".join(f"{path} ({family})" for path, family in together.items())
     if len(set(found.values())) > 1:
         text = f"two runtimes are loaded, and each starts a thread per CPU: {what}"
-        asked = any(_family(each) for each in preloaded.replace(":", " ").split())
+        asked = _families(preloaded.replace(":", " ").split())
         return warned(text, "unset LD_PRELOAD" if asked else "")
     return warned(
         f"torch loads one, and another package of this environment may load a second: {what}",
@@ -119,15 +108,14 @@ def openmp(here: Here) -> Outcome:
     )
 
 
-def _family(path: str) -> str:
-    stem = os.path.basename(path).partition(".so")[0].partition("-")[0]
-    return _FAMILIES.get(stem, "")
+def _families(paths: list[str]) -> dict[str, str]:
+    """The OpenMP runtimes among some files, and their families."""
+    stems = {path: os.path.basename(path).partition(".so")[0].partition("-")[0] for path in paths}
+    return {path: _FAMILIES[stem] for path, stem in stems.items() if stem in _FAMILIES}
 
 
 def _loaded(torch: str, preloaded: str) -> list[str]:
     """The files that a process maps when it loads torch's libraries."""
-    from opkiln.process import capture, python
-
     names = ("libc10.so", "libtorch_cpu.so")
     libraries = [path for name in names if os.path.exists(path := os.path.join(torch, "lib", name))]
     environment = {**child_environment(), **({"LD_PRELOAD": preloaded} if preloaded else {})}

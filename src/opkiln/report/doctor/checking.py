@@ -1,0 +1,225 @@
+"""What a check gets and returns: the facts that several checks need, and an outcome."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+from contextlib import contextmanager
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from opkiln.errors import OpkilnError, SettingError, ToolchainError
+from opkiln.model import CPU, CUDA
+from opkiln.process import capture, python_code, signal_name
+from opkiln.settings import override, settings, whole_environment
+from opkiln.store.layers import Store
+from opkiln.toolchain import choice, torch_sdk
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from opkiln.build_model import DeviceCompiler, Toolchain, TorchSDK
+    from opkiln.devices.nvidia import Devices
+
+    Check = Callable[["Here"], "Outcome"]
+
+PASS, SKIP, WARN, FAIL = "PASS", "SKIP", "WARN", "FAIL"  # from good to bad
+
+# What a hint begins with if it is a command. Any other hint is prose.
+PROGRAMS = {
+    "apt-get", "c++filt", "chmod", "command", "conda", "df", "ds_report", "echo", "export", "head",
+    "ls", "mkdir", "mv", "nm", "opkiln", "pip", "python", "python3", "readelf", "sha256sum",
+    "ulimit", "unset",
+}  # fmt: skip
+
+_LONGEST = 120.0  # seconds: importing torch from a network file system is slow
+
+
+class Outcome(NamedTuple):
+    """A verdict, the facts behind it, and a command that can be copied into a shell."""
+
+    verdict: str
+    evidence: str
+    command: str = ""  # empty if nothing is to be done, or no command does it
+
+
+def passed(evidence: str) -> Outcome:
+    """All is well."""
+    return Outcome(PASS, evidence)
+
+
+def skipped(evidence: str) -> Outcome:
+    """The check does not apply here, or is not possible; ``evidence`` says why."""
+    return Outcome(SKIP, evidence)
+
+
+def warned(evidence: str, command: str = "") -> Outcome:
+    """It works, but not as well as it could, or not as the user asked."""
+    return Outcome(WARN, evidence, command)
+
+
+def failed(evidence: str, command: str = "") -> Outcome:
+    """Something that builds or loads of ops need does not work."""
+    return Outcome(FAIL, evidence, command)
+
+
+def copyable(hint: str) -> str:
+    """The command in an error's hint, in a form that a shell takes.
+
+    A remark after the command is removed, and a variable alone gets its ``export``. The result is
+    empty for any other hint: prose, or a line of Python.
+    """
+    command = hint.partition("    ")[0].strip()
+    try:
+        words = shlex.split(command)
+    except ValueError:
+        return ""  # an apostrophe of prose
+    program = next((word for word in words if not _is_assignment(word)), "")
+    if not program:
+        return f"export {command}" if words else ""
+    return command if program in PROGRAMS or program.startswith("/") else ""
+
+
+def _is_assignment(word: str) -> bool:
+    name, equals, _ = word.partition("=")
+    return bool(equals) and name.isidentifier()
+
+
+def joined(*parts: str) -> str:
+    """The facts that are not empty, on one line."""
+    return "; ".join(" ".join(part.split()) for part in parts if part.strip())
+
+
+def told(error: OpkilnError) -> str:
+    """What happened and why, on one line."""
+    return joined(error.what, *error.why.splitlines())
+
+
+class Missing(Exception):
+    """What a check needs is not here: the check is skipped, and another one reports it."""
+
+
+class Here:
+    """This machine, with the current settings. Every answer is kept."""
+
+    @cached_property
+    def store(self) -> Store:
+        """The store, as loads find it."""
+        return Store()
+
+    @property
+    def root(self) -> str:
+        """The layer of the store that is written to. Raises Missing."""
+        if self.store.root is None:
+            raise Missing("nothing can be written: see store")
+        return self.store.root
+
+    @cached_property
+    def torch(self) -> TorchSDK | None:
+        """The torch of this interpreter. Raises OSError if it cannot be read."""
+        return torch_sdk.find()
+
+    @property
+    def installed_torch(self) -> TorchSDK:
+        """The same. Raises Missing if there is none."""
+        if self.torch is None:
+            raise Missing("torch is not installed")
+        return self.torch
+
+    @cached_property
+    def host(self) -> Toolchain | ToolchainError:
+        """The host compiler, or why there is none."""
+        return self._chosen(CPU)
+
+    @property
+    def compiler(self) -> Toolchain | None:
+        """The host compiler, or None."""
+        return None if isinstance(self.host, ToolchainError) else self.host
+
+    def need_compiler(self, otherwise: str) -> Toolchain:
+        """The host compiler. Raises Missing with these words if there is none."""
+        if self.compiler is None:
+            raise Missing(otherwise)
+        return self.compiler
+
+    @cached_property
+    def cuda(self) -> DeviceCompiler | ToolchainError:
+        """The nvcc that builds use, or why there is none."""
+        return self.device_compiler(CUDA)
+
+    def device_compiler(self, backend: str) -> DeviceCompiler | ToolchainError:
+        """A backend's device compiler, or why there is none."""
+        found = self._chosen(backend)
+        if isinstance(found, ToolchainError):
+            return found
+        assert found.device is not None
+        return found.device
+
+    @cached_property
+    def nvidia(self) -> Devices:
+        """The NVIDIA GPUs of this machine."""
+        from opkiln.devices import nvidia
+
+        return nvidia.devices(self.store.memory)
+
+    @cached_property
+    def scratch(self) -> str:
+        """A writable directory for probes: OPKILN_TMPDIR, if it is usable."""
+        wanted = settings.tmpdir or "/tmp"
+        for place in (wanted, "/tmp", "/var/tmp", "/dev/shm"):
+            if os.path.isdir(place) and os.access(place, os.W_OK | os.X_OK):
+                return place
+        return wanted
+
+    @contextmanager
+    def probing(self) -> Iterator[None]:
+        """Lets probes use a writable directory, so that a bad TMPDIR is one finding and not ten."""
+        with override(tmpdir=self.scratch):
+            yield
+
+    def _chosen(self, backend: str) -> Toolchain | ToolchainError:
+        with self.probing():
+            try:
+                return choice.choose(self.store.memory, backend)
+            except ToolchainError as error:
+                return error
+
+
+def outcome(check: Check, here: Here) -> Outcome:
+    """The outcome of a check. If a check raises, that is a failure, too."""
+    try:
+        return check(here)
+    except Missing as reason:
+        return skipped(str(reason))
+    except SettingError as error:
+        return skipped(f"not possible while {error.what}")  # `settings` reports that
+    except OpkilnError as error:
+        return failed(told(error), copyable(error.hint))
+    except Exception as error:
+        return failed(f"{type(error).__name__}: {error}")
+
+
+def child_answer(code: str, *arguments: str) -> tuple[Any, str]:
+    """(the JSON in the last line that ``code`` prints, why there is none). One of them is empty.
+
+    Code of other packages, and code that imports torch, runs in such a child: if it crashes, that
+    is a finding.
+    """
+    done = capture(python_code(code, *arguments), env=whole_environment(), timeout=_LONGEST)
+    lines = done.output.strip().splitlines()
+    if done.returncode == 0 and lines:
+        try:
+            return json.loads(lines[-1]), ""
+        except json.JSONDecodeError:
+            pass  # it ended early, and printed something else
+    said = done.stderr.strip().splitlines()[-1:]
+    return None, "; ".join([f"the child {how_it_ended(done.returncode)}", *said])
+
+
+def how_it_ended(returncode: int) -> str:
+    """How a process ended, in words."""
+    if returncode < 0:
+        return f"died of {signal_name(returncode)}"
+    return f"ended with {returncode}"
