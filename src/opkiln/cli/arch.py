@@ -2,43 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import click
 
 from opkiln.cli import output
-from opkiln.cli.arguments import complete_op
+from opkiln.cli.arguments import complete_op, json_option
 from opkiln.errors import ArchError, ToolchainError
-from opkiln.report.layout import columns
+from opkiln.report.layout import columns, fields
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from opkiln.build_model import DeviceCompiler
 
 
-class Answer(NamedTuple):
-    """What a build makes of a list, step by step."""
-
-    backend: str
-    asked: str
-    origin: str  # LIST, a variable, devices, toolkit
-    parsed: tuple[str, ...]
-    op: str
-    filter: str  # the name of the op's filter; empty when it has none
-    removed: tuple[str, ...]
-    toolkit: DeviceCompiler | None
-    no_toolkit: str  # why there is none
-    refused: tuple[tuple[str, str], ...]  # by the toolkit, each with the reason
-    notes: tuple[str, ...]  # on devices that use code for another architecture
-    archs: tuple[str, ...]  # the result
-    images: tuple[str, ...]
-    flags: tuple[str, ...]
-
-
 @click.command("arch", short_help="Show what a build makes of an arch list.")
 @click.argument("archs", nargs=-1, metavar="[LIST]")
 @click.option("--op", shell_complete=complete_op, metavar="OP", help="Apply the filter of this op.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@json_option
 def command(archs: tuple[str, ...], op: str | None, as_json: bool) -> int:
     """Show what a build makes of the GPU architectures in LIST: how they are read, what the op's
     filter removes, what the toolkit refuses, and the compiler's flags.
@@ -49,14 +30,12 @@ def command(archs: tuple[str, ...], op: str | None, as_json: bool) -> int:
     1 if a build for the list would fail.
     """
     answer = _answer(" ".join(archs) if archs else None, op)
-    if as_json:
-        output.data_json(_as_json(answer))
-    else:
-        output.data(columns(_rows(answer)))
-    return output.FOUND if answer.refused or not answer.archs else 0
+    output.answer(as_json, answer, columns(_rows(answer)))
+    return output.FOUND if answer["refused"] or not answer["archs"] else 0
 
 
-def _answer(given: str | None, name: str | None) -> Answer:
+def _answer(given: str | None, name: str | None) -> dict[str, Any]:
+    """What a build makes of a list, step by step."""
     from opkiln.decision import archs
     from opkiln.model import CUDA
     from opkiln.registry import get_builder
@@ -88,22 +67,27 @@ def _answer(given: str | None, name: str | None) -> Answer:
             kept, notes = archs.for_devices(kept, toolkit)
         else:
             kept, refused = language.usable(kept, listed, toolkit.accepts)
-    return Answer(
-        backend=backend,
-        asked=asked,
-        origin=origin,
-        parsed=tuple(map(str, parsed)),
-        op=name or "",
-        filter=getattr(rule, "__qualname__", repr(rule)) if rule else "",
-        removed=tuple(map(str, removed)),
-        toolkit=toolkit,
-        no_toolkit=no_toolkit,
-        refused=tuple((str(arch), reason) for arch, reason in refused),
-        notes=notes,
-        archs=tuple(map(str, kept)),
-        images=language.images(kept) if backend == CUDA else tuple(map(str, kept)),
-        flags=language.flags(kept),
-    )
+    known_toolkit = None
+    if toolkit is not None:
+        variants = sorted(name for name in toolkit.accepts if name[:1].isdigit())
+        known_toolkit = {**fields(toolkit, "family version home archs"), "variants": variants}
+    left = tuple(map(str, kept))
+    return {
+        "backend": backend,
+        "asked": asked,
+        "origin": origin,  # LIST, a variable, devices, toolkit
+        "parsed": tuple(map(str, parsed)),
+        "op": name or "",
+        "filter": getattr(rule, "__qualname__", repr(rule)) if rule else "",
+        "removed": tuple(map(str, removed)),  # by the filter
+        "toolkit": known_toolkit,
+        "no_toolkit": no_toolkit,  # why there is none
+        "refused": [{"arch": str(arch), "reason": reason} for arch, reason in refused],
+        "notes": notes,  # on devices that use code for another architecture
+        "archs": left,
+        "images": language.images(kept) if backend == CUDA else left,
+        "flags": language.flags(kept),
+    }
 
 
 def _backend(given: str | None) -> str:
@@ -153,49 +137,21 @@ def _asked(given: str | None, backend: str, has_devices: bool, has_list: bool) -
     return ("all", "toolkit") if everything else ("native", "devices")
 
 
-def _rows(answer: Answer) -> list[tuple[str, str]]:
+def _rows(answer: dict[str, Any]) -> list[tuple[str, str]]:
     rows = [
-        ("asked", f"{answer.asked} ({answer.origin})"),
-        ("read as", ";".join(answer.parsed)),
+        ("asked", f"{answer['asked']} ({answer['origin']})"),
+        ("read as", ";".join(answer["parsed"])),
     ]
-    if answer.op:
-        rows.append(("filter", _filter_text(answer)))
-    rows.append(("toolkit", _toolkit_text(answer)))
-    rows += [("refused", f"{arch}: {reason}") for arch, reason in answer.refused]
-    rows += [("note", note) for note in answer.notes]
-    rows.append(("left", ";".join(answer.archs) or "nothing"))
-    rows += [("flags" if i == 0 else "", flag) for i, flag in enumerate(answer.flags)]
+    if answer["op"]:
+        removed = f"{answer['filter']} removed {';'.join(answer['removed']) or 'nothing'}"
+        rows.append(("filter", removed if answer["filter"] else f"op {answer['op']} has none"))
+    told = f"none: {answer['no_toolkit']}"
+    if tool := answer["toolkit"]:
+        listed = f" has {';'.join(tool['archs'])}" if tool["archs"] else ""
+        told = f"{tool['family']} {tool['version']} in {tool['home']}{listed}"
+    rows.append(("toolkit", told))
+    rows += [("refused", f"{each['arch']}: {each['reason']}") for each in answer["refused"]]
+    rows += [("note", note) for note in answer["notes"]]
+    rows.append(("left", ";".join(answer["archs"]) or "nothing"))
+    rows += [("flags" if i == 0 else "", flag) for i, flag in enumerate(answer["flags"])]
     return rows
-
-
-def _filter_text(answer: Answer) -> str:
-    if not answer.filter:
-        return f"op {answer.op} has none"
-    removed = ";".join(answer.removed)
-    return f"{answer.filter} removed {removed or 'nothing'}"
-
-
-def _toolkit_text(answer: Answer) -> str:
-    if answer.toolkit is None:
-        return f"none: {answer.no_toolkit}"
-    tool = answer.toolkit
-    listed = f" has {';'.join(tool.archs)}" if tool.archs else ""
-    return f"{tool.family} {tool.version} in {tool.home}{listed}"
-
-
-def _as_json(answer: Answer) -> dict[str, Any]:
-    tool = answer.toolkit
-    return {
-        "schema": 1,
-        **answer._asdict(),
-        "toolkit": None
-        if tool is None
-        else {
-            "family": tool.family,
-            "version": tool.version,
-            "home": tool.home,
-            "archs": list(tool.archs),
-            "variants": sorted(name for name in tool.accepts if name[:1].isdigit()),
-        },
-        "refused": [{"arch": arch, "reason": reason} for arch, reason in answer.refused],
-    }

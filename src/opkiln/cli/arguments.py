@@ -32,25 +32,22 @@ package_option = click.option(
 )
 
 
-class EntriesOf:
-    """Selects the entries of an op: ``OP`` of every package, or ``DISTRIBUTION:OP`` of one."""
+def entries_of(name: str) -> Callable[[Entry], bool]:
+    """Whether an entry is one of an op: ``OP`` of every package, or ``DISTRIBUTION:OP`` of one."""
+    from opkiln.registry import ALL_OPS, normalized
 
-    def __init__(self, name: str) -> None:
-        from opkiln.registry import ALL_OPS, normalized
+    owner, _, op = name.rpartition(":")
+    if owner:
+        try:
+            owner = ALL_OPS[name]().distribution  # the store knows it by its import name
+        except UnknownOp:
+            pass  # it is no longer installed: its entries have the name it had
+    owner = normalized(owner)
 
-        owner, _, self._op = name.rpartition(":")
-        self._normalized = normalized
-        if owner:
-            try:
-                owner = ALL_OPS[name]().distribution  # the store knows it by its import name
-            except UnknownOp:
-                pass  # it is no longer installed: its entries have the name it had
-        self._owner = normalized(owner)
+    def is_of_op(found: Entry) -> bool:
+        return found.name == op and (not owner or normalized(found.distribution) == owner)
 
-    def __call__(self, found: Entry) -> bool:
-        """Whether an entry belongs to the op."""
-        owned = not self._owner or self._normalized(found.distribution) == self._owner
-        return found.name == self._op and owned
+    return is_of_op
 
 
 def target_option(*, multiple: bool = False) -> Callable[[Any], Any]:

@@ -17,14 +17,13 @@ from opkiln.cli.arguments import (
 )
 from opkiln.digest import LARGEST_BUNDLE, sha256_file
 from opkiln.errors import UsageError
-from opkiln.report.layout import columns
+from opkiln.report.layout import columns, fields
 from opkiln.ship import prebuild, wrappings
 from opkiln.ship.prebuild import BUILT, CACHED, SKIPPED, Outcome
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
+    from opkiln.errors import OpkilnError
     from opkiln.ship.audit import Finding
     from opkiln.ship.selection import NamedTarget
 
@@ -123,7 +122,13 @@ def command(
     asked = _asked(ops, everything, package, recorded, for_script, wanted)
     wrapping = wrappings.Wrapping(out, wheel, bundle, name, version, max_wheel_size)
     wrappings.check(wrapping, {each.builder.distribution for each in asked.requests})
-    outcomes = [*_built(asked.requests, executor, jobs, trace), *asked.refused]
+    if executor is None:
+        outcomes = prebuild.prebuild(asked.requests, jobs=jobs, trace=trace)
+    else:
+        from opkiln.ship.farm import coordinator
+
+        outcomes = coordinator.run(asked.requests, executor, jobs=jobs, trace=trace)
+    outcomes += asked.refused
     failures = [each.error for each in outcomes if each.error is not None]
     done = [each.path for each in outcomes if each.path]
     written: list[str] = []
@@ -138,10 +143,10 @@ def command(
         failures += violations
     if done and not failures:
         written = wrappings.write(done, wrapping)
+    digests = {path: sha256_file(path, LARGEST_BUNDLE) for path in written if path == bundle}
     if as_json:
-        rows = [_as_json(each) for each in outcomes]
+        rows = [{**each._asdict(), "error": _error(each.error)} for each in outcomes]
         told = [{"op": op, **each._asdict()} for op, each in findings]
-        digests = {path: sha256_file(path, LARGEST_BUNDLE) for path in written if path == bundle}
         output.data_json(
             {"schema": 1, "ops": rows, "findings": told, "written": written, "sha256": digests}
         )
@@ -151,21 +156,11 @@ def command(
             tell = output.say_end if each.level == "error" else output.say
             tell(f"{each.level}: {op}: {each.what}" + (f" ({each.why})" if each.why else ""))
         for path in written:
-            digest = f" (SHA-256 {sha256_file(path, LARGEST_BUNDLE)})" if path == bundle else ""
+            digest = f" (SHA-256 {digests[path]})" if path in digests else ""
             output.data(f"wrote {path}{digest}")
     for error in failures:
         output.say_failure(error)
     return failures[0].exit_code if failures else 0
-
-
-def _built(
-    asked: Sequence[prebuild.Request], executor: str | None, jobs: int | None, trace: str | None
-) -> list[Outcome]:
-    if executor is None:
-        return prebuild.prebuild(asked, jobs=jobs, trace=trace)
-    from opkiln.ship.farm import coordinator
-
-    return coordinator.run(asked, executor, jobs=jobs, trace=trace)
 
 
 def _asked(
@@ -225,12 +220,14 @@ def wanted_targets(texts: tuple[str, ...]) -> list[NamedTarget]:
 
 
 def _show(outcomes: list[Outcome]) -> None:
-    done = [each for each in outcomes if each.status in (BUILT, CACHED)]
-    if done:
-        rows = [("op", "for", "status", "seconds", "path")]
-        rows += [
-            (each.op, _for(each), each.status, f"{each.seconds:.2f}", each.path) for each in done
-        ]
+    rows = [("op", "for", "status", "seconds", "path")]
+    for each in outcomes:
+        if each.status in (BUILT, CACHED):
+            made_for = each.target.replace(":", " ") or each.backend
+            if each.archs:
+                made_for = f"{each.backend} {';'.join(each.archs)}"
+            rows.append((each.op, made_for, each.status, f"{each.seconds:.2f}", each.path))
+    if len(rows) > 1:
         output.data(columns(rows))
     for each in outcomes:
         if each.status == SKIPPED:
@@ -238,21 +235,7 @@ def _show(outcomes: list[Outcome]) -> None:
             output.say(f"skipped {each.op}{target}: {' '.join(each.reason.split())}")
 
 
-def _for(each: Outcome) -> str:
-    if each.archs:
-        return f"{each.backend} {';'.join(each.archs)}"
-    return each.target.replace(":", " ") or each.backend
-
-
-def _as_json(each: Outcome) -> dict[str, Any]:
-    error = each.error
-    told = None
-    if error is not None:
-        told = {
-            "kind": type(error).__name__,
-            "what": error.what,
-            "why": error.why,
-            "hint": error.hint,
-            "exit_code": error.exit_code,
-        }
-    return {**each._asdict(), "error": told}
+def _error(error: OpkilnError | None) -> dict[str, Any] | None:
+    if error is None:
+        return None
+    return {"kind": type(error).__name__, **fields(error, "what why hint exit_code")}

@@ -8,7 +8,7 @@ import re
 import click
 
 from opkiln.cli import output
-from opkiln.cli.arguments import EntriesOf, complete_op, json_option, writable_root
+from opkiln.cli.arguments import complete_op, entries_of, json_option, writable_root
 from opkiln.errors import StoreError
 from opkiln.report.layout import columns, count, size
 
@@ -28,7 +28,7 @@ def chosen(ops: tuple[str, ...]) -> list[Entry]:
     from opkiln.store import inventory
     from opkiln.store.layers import Store
 
-    wanted = {op: EntriesOf(op) for op in ops}
+    wanted = {op: entries_of(op) for op in ops}
     found = [each for layer in Store().own for each in inventory.newest(layer.root)]
     missing = {op for op, its in wanted.items() if not any(map(its, found))}
     entries = [each for each in found if not ops or any(its(each) for its in wanted.values())]
@@ -62,12 +62,9 @@ def export(file: str, ops: tuple[str, ...], as_json: bool) -> None:
     with publish.scratch("export") as stage:
         layer.export(payloads, stage)
         written = write_bundle(stage, file)
-    if as_json:
-        output.data_json({"schema": 1, **written._asdict()})
-    else:
-        output.data(f"{written.sha256}  {written.path}")
-        noun = "entry" if written.entries == 1 else "entries"
-        output.say(f"{written.entries} {noun}, {size(written.size)}")
+    output.answer(as_json, written._asdict(), f"{written.sha256}  {written.path}")
+    if not as_json:
+        output.say(f"{count(written.entries, 'entry', 'entries')}, {size(written.size)}")
 
 
 @click.command("import", short_help="Import entries from a bundle.")
@@ -87,15 +84,11 @@ def import_(file: str, sha256: str, as_json: bool) -> None:
     from opkiln.bundles.bundle import unpack
 
     taken = unpack(file, writable_root(), sha256=sha256)
-    if as_json:
-        output.data_json({"schema": 1, "entries": [each._asdict() for each in taken]})
-        return
     rows = [("op", "package", "status", "path")]
-    rows += [
-        (each.op, each.distribution, "new" if each.new else "already there", each.directory)
-        for each in taken
-    ]
-    output.data(columns(rows))
+    for each in taken:
+        status = "new" if each.new else "already there"
+        rows.append((each.op, each.distribution, status, each.directory))
+    output.answer(as_json, {"entries": taken}, columns(rows))
 
 
 @click.command("keygen", short_help="Make a pair of keys to sign bundles with.")
@@ -110,10 +103,8 @@ def keygen(file: str, as_json: bool) -> None:
     from opkiln.bundles import signing
 
     made = signing.generate(file)
-    if as_json:
-        output.data_json({"schema": 1, **made._asdict()})
-    else:
-        output.data(made.key)
+    output.answer(as_json, made._asdict(), made.key)
+    if not as_json:
         output.say(f"wrote {made.private} and {made.public}")
 
 
@@ -133,10 +124,8 @@ def sign(file: str, key_file: str, as_json: bool) -> None:
     from opkiln.bundles import signing
 
     done = signing.sign(file, key_file)
-    if as_json:
-        output.data_json({"schema": 1, **done._asdict()})
-    else:
-        output.data(f"{done.sha256}  {done.path}")
+    output.answer(as_json, done._asdict(), f"{done.sha256}  {done.path}")
+    if not as_json:
         output.say(f"signed by {', '.join(done.keys)}")
 
 

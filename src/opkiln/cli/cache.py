@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import time
+from collections import Counter
 
 import click
 
 from opkiln.cli import bundles, output, remote
 from opkiln.cli.arguments import (
-    EntriesOf,
     complete_op,
+    entries_of,
     json_option,
     package_option,
     parse_size_option,
@@ -18,28 +19,30 @@ from opkiln.cli.arguments import (
     writable_root,
 )
 from opkiln.errors import LoadError, StoreError
-from opkiln.report.layout import age, columns, size
+from opkiln.report.layout import age, columns, count, fields, size
 from opkiln.settings import settings
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
     from opkiln.store.inventory import Fault
 
 
 def _entries(number: int) -> str:
-    return f"{number} entry" if number == 1 else f"{number} entries"
+    return count(number, "entry", "entries")
 
 
-class _Progress:
+def _progress() -> Callable[[str], None]:
     """Prints the progress of a command: a store may have a hundred thousand entries."""
+    counts: Counter[str] = Counter()
 
-    def __init__(self) -> None:
-        self._counts: dict[str, int] = {}
+    def tell(done: str) -> None:
+        counts[done] += 1
+        if counts[done] % 5_000 == 0:
+            output.say(f"{counts[done]} entries {done}")
 
-    def __call__(self, done: str) -> None:
-        number = self._counts[done] = self._counts.get(done, 0) + 1
-        if number % 5_000 == 0:
-            output.say(f"{number} entries {done}")
+    return tell
 
 
 @click.group("cache")
@@ -85,11 +88,8 @@ def key(ops: tuple[str, ...], package: str | None, target: tuple[str, ...], as_j
         if each.error is not None:
             raise each.error
     found = cache_key(asked.requests)
-    if as_json:
-        where = os.path.dirname(writable_root())
-        output.data_json({"schema": 1, "key": found, "prefix": PREFIX, "path": where})
-    else:
-        output.data(found)
+    where = os.path.dirname(writable_root()) if as_json else ""
+    output.answer(as_json, {"key": found, "prefix": PREFIX, "path": where}, found)
 
 
 @command.command("list", short_help="List the entries.")
@@ -99,26 +99,22 @@ def list_(objects: bool, as_json: bool) -> None:
     """List the entries: op, package, target CPU, compiler, size, time since the last use, path."""
     from opkiln.store import inventory
 
-    found = [(each, inventory.details(each)) for each in inventory.entries(writable_root())]
-    found = [pair for pair in found if objects or pair[0].kind == inventory.OP]
-    if as_json:
-        rows = [
-            {**each._asdict(), "for": more.made_for, "compiler": more.compiler,
-             "source": more.source, "damaged": more.damaged}
-            for each, more in found
-        ]  # fmt: skip
-        output.data_json({"schema": 1, "entries": rows})
-        return
-    now = time.time()
+    document, now = [], time.time()
     table = [("op", "package", "for", "compiler", "size", "used", "path")]
-    for each, more in found:
+    for each in inventory.entries(writable_root()):
+        if each.kind != inventory.OP and not objects:
+            continue
+        more = inventory.details(each)
+        document.append(
+            {**each._asdict(), "for": more.made_for, **fields(more, "compiler source damaged")}
+        )
         name = each.name if each.kind == inventory.OP else f"object of {more.source or each.name}"
         table.append(
             (name, each.distribution or "-", more.made_for or "-",
              more.compiler or ("damaged" if more.damaged else "-"),
              size(each.size), age(now - each.used), each.directory)
         )  # fmt: skip
-    output.data(columns(table))
+    output.answer(as_json, {"entries": document}, columns(table))
 
 
 @command.command("size")
@@ -128,16 +124,14 @@ def size_(as_json: bool) -> None:
     from opkiln.store import inventory
 
     found = inventory.sizes(writable_root())
-    if as_json:
-        output.data_json({"schema": 1, **found._asdict(), "total_bytes": found.total})
-        return
     rows = [
         ("ops", str(found.ops), size(found.op_bytes)),
         ("objects", str(found.objects), size(found.object_bytes)),
         ("other", "", size(found.other_bytes)),
         ("total", "", size(found.total)),
     ]
-    output.data(columns(rows))
+    document = {**found._asdict(), "total_bytes": found.total}
+    output.answer(as_json, document, columns(rows))
 
 
 @command.command("verify", short_help="Re-hash every entry; exit with 5 if one is damaged.")
@@ -156,15 +150,19 @@ def verify(files: tuple[str, ...], remove: bool, as_json: bool) -> int:
     """
     if files and remove:
         raise click.UsageError("--remove is for the store, not for files")
-    total, faults, removed = _check_files(files) if files else _check_store(remove)
+    total, faults, removed = 0, [], []
+    for number, fault, was_removed in map(_check_file, files) if files else _check_store(remove):
+        total += number
+        faults += [fault] if fault else []
+        removed += [fault] if fault and was_removed else []
     damaged = [fault for fault in faults if fault.damaged]
     if as_json:
-        rows = [{**fault._asdict(), "removed": fault.directory in removed} for fault in faults]
+        rows = [{**fault._asdict(), "removed": fault in removed} for fault in faults]
         output.data_json({"schema": 1, "entries": total, "faults": rows})
     else:
         for fault in faults:
-            word = "removed" if fault.directory in removed else "refused"
-            word = "damaged" if fault.damaged and word == "refused" else word
+            word = "damaged" if fault.damaged else "refused"
+            word = "removed" if fault in removed else word
             output.data(f"{word}  {fault.directory}: {fault.reason}")
         output.data(f"{_entries(total)} checked, {len(damaged)} damaged")
         if len(damaged) > len(removed) and not files:
@@ -172,73 +170,47 @@ def verify(files: tuple[str, ...], remove: bool, as_json: bool) -> int:
     return StoreError.exit_code if damaged or (files and faults) else 0
 
 
-def _check_store(remove: bool) -> tuple[int, list[Fault], list[str]]:
-    """(entries, what is wrong, what was removed)."""
+def _check_store(remove: bool) -> Iterator[tuple[int, Fault | None, bool]]:
+    """(entries, what is wrong, whether it was removed) of each thing in the store."""
     from opkiln.observing import observer
     from opkiln.store import gc, inventory
     from opkiln.store.layers import Store
 
-    store = Store()
-    total = 0
-    faults: list[Fault] = []
-    removed: list[str] = []
-    progress = _Progress()
+    store, progress = Store(), _progress()
     for layer in store.location.layers:
         if layer.bundle:
-            found_in, fault = _check_bundle(layer.root)
-            total += found_in
-            faults += [fault] if fault else []
+            yield _check_file(layer.root, bundle=True)
             continue
+        own = remove and layer.root == store.root
         for path in observer.damaged(os.path.join(layer.root, "toolchains")):
-            faults.append(inventory.Fault(path, "the observer has another digest", damaged=True))
-            if remove and layer.root == store.root:
+            if own:
                 os.unlink(path)
-                removed.append(path)
-        for found, fault in inventory.verify(layer.root, listed=layer.listed):
-            total += 1
+            fault = inventory.Fault(path, "the observer has another digest", damaged=True)
+            yield 0, fault, own
+        for found, wrong in inventory.verify(layer.root, listed=layer.listed):
             progress("checked")
-            if fault is None:
-                continue
-            faults.append(fault)
-            if remove and fault.damaged and layer.root == store.root:
+            removed = wrong is not None and wrong.damaged and own
+            if removed:
                 gc.discard(layer.root, found)
-                removed.append(fault.directory)
-    return total, faults, removed
+            yield 1, wrong, removed
 
 
-def _check_files(files: tuple[str, ...]) -> tuple[int, list[Fault], list[str]]:
-    """(entries, what is wrong, an empty list: files are not removed)."""
-    total, faults = 0, []
-    for path in files:
-        found_in, fault = (_check_wheel if path.endswith(".whl") else _check_bundle)(path)
-        total += found_in
-        faults += [fault] if fault else []
-    return total, faults, []
-
-
-def _check_wheel(path: str) -> tuple[int, Fault | None]:
-    """(entries in a wheel, what is wrong with it)."""
-    from opkiln.ship.wheel_check import verify_wheel
-    from opkiln.store.inventory import Fault
-
-    try:
-        return verify_wheel(path), None
-    except LoadError as error:
-        return 0, Fault(path, error.what.removeprefix(f"{path} is refused: "), True)
-
-
-def _check_bundle(path: str) -> tuple[int, Fault | None]:
-    """(entries in a bundle, what is wrong with it)."""
+def _check_file(path: str, *, bundle: bool = False) -> tuple[int, Fault | None, bool]:
+    """(entries, what is wrong, False) of a wheel or a bundle, which is never removed."""
     from opkiln.bundles.bundle import read_bundle
+    from opkiln.ship.wheel_check import verify_wheel
     from opkiln.store.inventory import Fault
     from opkiln.store.signatures import Untrusted
 
     try:
-        return len(read_bundle(path)), None
-    except Untrusted as error:
-        return 0, Fault(path, error.what.removeprefix(f"{path} is refused: "), False)
+        if path.endswith(".whl") and not bundle:
+            return verify_wheel(path), None, False
+        return len(read_bundle(path)), None, False
+    except (LoadError, Untrusted) as error:
+        reason = error.what.removeprefix(f"{path} is refused: ")
+        return 0, Fault(path, reason, isinstance(error, LoadError)), False
     except StoreError as error:
-        return 0, Fault(path, error.what.removeprefix(f"{path} is "), True)
+        return 0, Fault(path, error.what.removeprefix(f"{path} is "), True), False
 
 
 @command.command("gc", short_help="Remove old entries and leftovers.")
@@ -259,10 +231,9 @@ def gc_(max_size: int | None, now: bool, as_json: bool) -> None:
     from opkiln.store import gc
 
     limit = settings.cache_max_size if max_size is None else max_size
-    done = gc.collect(writable_root(), limit, now=now, tell=_Progress())
+    done = gc.collect(writable_root(), limit, now=now, tell=_progress())
     if as_json:
-        removed = [each._asdict() for each in done.removed]
-        output.data_json({"schema": 1, **done._asdict(), "removed": removed, "freed": done.freed})
+        output.data_json({"schema": 1, **done._asdict(), "freed": done.freed})
         return
     for each in done.removed:
         output.data(f"removed  {each.directory} ({each.kind} {each.name}, {size(each.size)})")
@@ -290,10 +261,7 @@ def clear(op: str | None, yes: bool, as_json: bool) -> None:
     if not yes:
         what = "everything" if op is None else f"op {op}"
         click.confirm(f"Remove {what} from {os.path.dirname(root)}?", abort=True, err=True)
-    removed = gc.clear(root, EntriesOf(op) if op is not None else None)
+    removed = gc.clear(root, entries_of(op) if op is not None else None)
     freed = sum(each.size for each in removed)
-    if as_json:
-        rows = [each._asdict() for each in removed]
-        output.data_json({"schema": 1, "removed": rows, "freed": freed})
-    else:
-        output.data(f"{_entries(len(removed))} removed, {size(freed)} freed")
+    text = f"{_entries(len(removed))} removed, {size(freed)} freed"
+    output.answer(as_json, {"removed": removed, "freed": freed}, text)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from typing import Any, NamedTuple
+from typing import Any
 
 import click
 
@@ -17,11 +17,13 @@ from opkiln.cli.arguments import (
     target_option,
 )
 from opkiln.errors import UnknownOp, UsageError
-from opkiln.report.layout import columns
+from opkiln.report.layout import columns, fields
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from opkiln.build_model import Plan
+    from opkiln.build_model import Plan, Step
+
+    Commands = list[tuple[Step, tuple[str, ...]]]  # the steps of a plan, and the argv of each
 
 
 # opkiln explain
@@ -44,15 +46,8 @@ def explain_command(op: str, target: str | None, as_json: bool) -> None:
     for name, _ in libraries(op, ALL_OPS[op]):
         with builder_for(name, target) as builder:
             found.append(explain(builder.op()))
-    if not as_json:
-        output.data("\n".join(map(str, found)))
-        return
-    documents: list[dict[str, Any]] = [
-        {**each._asdict(), "candidates": [one._asdict() for one in each.candidates]}
-        for each in found
-    ]
-    whole = documents[0] if found[0].op == op else {"op": op, "variants": documents}
-    output.data_json({"schema": 1, **whole})
+    whole = found[0]._asdict() if found[0].op == op else {"op": op, "variants": found}
+    output.answer(as_json, whole, "\n".join(map(str, found)))
 
 
 # opkiln plan
@@ -77,26 +72,38 @@ def plan_command(
     """
     from opkiln.building.asking import planned
     from opkiln.decision.terms import BUILD, Request
+    from opkiln.plan import anchors, argv
 
     if as_json and compile_commands:
         raise click.UsageError("--json and --compile-commands exclude each other")
     with builder_for(op, target) as builder:
         plan = planned(Request(builder.op(), BUILD))
+    places = anchors(plan, stage)
+    commands = [(step, argv(step, places)) for step in plan.steps]
     if as_json:
-        output.data_json(_as_json(plan, stage))
+        output.data_json(_as_json(plan, stage, commands))
     elif compile_commands:
-        output.data_json(_compile_commands(plan, stage))
+        output.data_json(
+            [
+                {
+                    "directory": os.getcwd(),
+                    "file": os.path.join(plan.spec.root, step.source),
+                    "output": os.path.join(stage, step.output),
+                    "arguments": words,
+                }
+                for step, words in commands
+                if step.kind == "compile"
+            ]
+        )
     else:
-        output.data(_script(plan, stage))
+        output.data(_script(plan, stage, commands))
 
 
-def _script(plan: Plan, stage: str) -> str:
-    from opkiln.plan import anchors, argv
+def _script(plan: Plan, stage: str, commands: Commands) -> str:
     from opkiln.toolchain import choice
 
     target, tools = plan.target, plan.toolchain
     cpu = "+".join((target.cpu, *target.cpu_features))
-    places = anchors(plan, stage)
     environment = [f"{name}={shlex.quote(value)}" for name, value in plan.environment]
     device = f", {target.backend} {';'.join(target.archs)}" if target.archs else ""
     by = f"# by {tools.version}"
@@ -107,73 +114,35 @@ def _script(plan: Plan, stage: str) -> str:
         f"# {plan.spec.name} for {target.system} {target.machine}, {cpu}{device}, {target.abi_tag}",
         by,
         f"mkdir -p {shlex.quote(stage)}",
+        *(" ".join([*environment, shlex.join(words)]) for _, words in commands),
     ]
-    for step in plan.steps:
-        lines.append(" ".join([*environment, shlex.join(argv(step, places))]))
     return "\n".join(lines)
 
 
-def _as_json(plan: Plan, stage: str) -> dict[str, Any]:
-    from opkiln.plan import anchors, argv
-
-    tools = plan.toolchain
-    places = anchors(plan, stage)
+def _as_json(plan: Plan, stage: str, commands: Commands) -> dict[str, Any]:
     environment = dict(plan.environment)
     return {
         "schema": 1,
         "op": plan.spec.name,
-        "target": plan.target._asdict(),
-        "toolchain": {
-            "family": tools.family,
-            "cxx": tools.cxx,
-            "version": tools.version,
-            "machine": tools.machine,
-            "identity": tools.identity,
-            "launcher": tools.launcher,
-            "torch": None if tools.torch is None else tools.torch._asdict(),
-        },
+        "target": plan.target,
+        "toolchain": fields(plan.toolchain, "family cxx version machine identity launcher torch"),
         "stage": stage,
         "steps": [
             {
                 "kind": step.kind,
                 "source": step.source,
                 "output": os.path.join(stage, step.output),
-                "argv": list(argv(step, places)),
+                "argv": words,
                 "env": environment,
             }
-            for step in plan.steps
+            for step, words in commands
         ],
         "environment": environment,
         "output": os.path.join(stage, plan.output),
     }
 
 
-def _compile_commands(plan: Plan, stage: str) -> list[dict[str, Any]]:
-    from opkiln.plan import anchors, argv
-
-    places = anchors(plan, stage)
-    return [
-        {
-            "directory": os.getcwd(),
-            "file": os.path.join(plan.spec.root, step.source),
-            "output": os.path.join(stage, step.output),
-            "arguments": list(argv(step, places)),
-        }
-        for step in plan.steps
-        if step.kind == "compile"
-    ]
-
-
 # opkiln check
-
-
-class Checked(NamedTuple):
-    """The state of one op."""
-
-    op: str
-    status: str
-    reason: str
-    path: str
 
 
 @click.command("check", short_help="Exit with 1 unless every op is cached.")
@@ -187,24 +156,22 @@ def check_command(ops: tuple[str, ...], package: str | None, as_json: bool) -> i
     reference, or fail. An argument that is not an op is a file with one op per line; # starts a
     comment. Nothing is built. Use it as the last step of an image build, or before a job.
     """
-    from opkiln.decision.terms import CACHED, WOULD_COMPILE
-    from opkiln.registry import ops_of
+    from opkiln.decision.terms import CACHED, WOULD_COMPILE, Request, summary
+    from opkiln.loading.explain import looked
+    from opkiln.registry import get_builder, ops_of
 
     if bool(ops) == (package is not None):
         raise click.UsageError("give names of ops or files that list them, or --package")
     if package is not None:
         ops = tuple(ops_of(package))
-    checked = [_check(name) for name in _named(ops)]
-    missing = [each for each in checked if each.status != CACHED]
-    cold = [each for each in missing if each.status == WOULD_COMPILE]
-    if as_json:
-        rows = [each._asdict() for each in checked]
-        output.data_json({"schema": 1, "ops": rows, "would_compile": [each.op for each in cold]})
-    else:
-        output.data(columns((each.op, each.status, each.reason or each.path) for each in checked))
-        if cold:
-            output.say("hint: opkiln build " + " ".join(each.op for each in cold))
-    return output.FOUND if missing else 0
+    checked = {name: summary(looked(Request(get_builder(name).op()))) for name in _named(ops)}
+    cold = [name for name, each in checked.items() if each.status == WOULD_COMPILE]
+    document = [{"op": name, **each._asdict()} for name, each in checked.items()]
+    rows = [(name, each.status, each.reason or each.path) for name, each in checked.items()]
+    output.answer(as_json, {"ops": document, "would_compile": cold}, columns(rows))
+    if cold and not as_json:
+        output.say(f"hint: opkiln build {' '.join(cold)}")
+    return 0 if all(each.status == CACHED for each in checked.values()) else output.FOUND
 
 
 def _named(arguments: tuple[str, ...]) -> list[str]:
@@ -233,11 +200,3 @@ def _listed(path: str) -> list[str]:
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{path} cannot be read as a list of ops", why=str(error)) from None
     return [line for line in lines if line]
-
-
-def _check(name: str) -> Checked:
-    from opkiln.decision.terms import Request, summary
-    from opkiln.loading.explain import looked
-    from opkiln.registry import get_builder
-
-    return Checked(name, *summary(looked(Request(get_builder(name).op()))))

@@ -14,7 +14,7 @@ import platform
 import re
 import shlex
 import sys
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from contextvars import ContextVar
 from io import UnsupportedOperation
 from typing import Any
@@ -24,12 +24,12 @@ import click
 from opkiln import __version__
 from opkiln.errors import visible
 from opkiln.model import PACKAGE
-from opkiln.report.layout import paint
+from opkiln.report.layout import paint, plain
 from opkiln.settings import override, settings, unknown
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from typing import TextIO
 
     from opkiln.errors import OpkilnError
@@ -52,8 +52,7 @@ _KEPT = re.compile(r"(\n|\t|\x1b\[(?:0|1|2|31|32)m)")
 
 def colour(stream: TextIO | None = None) -> bool:
     """Whether ``stream`` (default: standard output) gets colour: a terminal, no ``NO_COLOR``."""
-    target = sys.stdout if stream is None else stream
-    return is_terminal(target) and not settings.no_color
+    return is_terminal(stream or sys.stdout) and not settings.no_color
 
 
 def width() -> int | None:
@@ -72,23 +71,21 @@ def data(text: str) -> None:
 
 
 def data_json(value: Any) -> None:
-    """Print the answer of a command as JSON. Raises OSError as ``data`` does."""
-    _answer(json.dumps(value, indent=2))
+    """Print the answer of a command as JSON: records as objects. Raises OSError as ``data``."""
+    _answer(json.dumps(plain(value), indent=2))
+
+
+def answer(as_json: bool, document: dict[str, Any], text: str) -> None:
+    """Print the answer of a command as JSON or as text. Raises OSError as ``data`` does."""
+    if as_json:
+        data_json({"schema": 1, **document})
+    else:
+        data(text)
 
 
 def data_file(content: bytes) -> None:
     """Print the answer of a command as it is. Raises OSError as ``data`` does."""
     _answer(content, end=False)
-
-
-@contextmanager
-def speaking(level: str) -> Iterator[None]:
-    """Sets the verbosity for the block: ``QUIET`` (-q), ``VERBOSE`` (-v) or ``NORMAL``."""
-    token = _level.set(level)
-    try:
-        yield
-    finally:
-        _level.reset(token)
 
 
 def level() -> str:
@@ -98,16 +95,12 @@ def level() -> str:
 
 def say(text: str) -> None:
     """Print a message for people; nothing with ``-q``."""
-    if _level.get() != QUIET:
-        _write(text)
+    if level() != QUIET:
+        say_end(text)
 
 
 def say_end(text: str) -> None:
     """Print why a command ended early; also with ``-q``."""
-    _write(text)
-
-
-def _write(text: str) -> None:
     try:
         click.echo(_fit(text, sys.stderr), err=True, color=colour(sys.stderr))
     except OSError:
@@ -130,9 +123,9 @@ def discard() -> None:
 def say_error(text: str, hint: str = "") -> None:
     """Print ``error: …`` and ``hint: …``; also with ``-q``."""
     red = colour(sys.stderr)
-    _write(f"{paint('error:', 'bad', colour=red)} {text}")
+    say_end(f"{paint('error:', 'bad', colour=red)} {text}")
     if hint:
-        _write(f"{paint('hint:', 'strong', colour=red)} {hint}")
+        say_end(f"{paint('hint:', 'strong', colour=red)} {hint}")
 
 
 def say_failure(error: OpkilnError) -> None:
@@ -216,7 +209,7 @@ def _within(body: Callable[..., Any], *, warns: bool) -> Callable[..., Any]:
     def run(*arguments: Any, **options: Any) -> Any:
         level = click.get_current_context().meta.get(_LEVEL_KEY, NORMAL)
         with ExitStack() as stack:
-            stack.enter_context(speaking(level))
+            stack.callback(_level.reset, _level.set(level))
             if level in _PROGRESS:
                 stack.enter_context(override(progress=_PROGRESS[level]))
             if level == VERBOSE:
@@ -224,14 +217,10 @@ def _within(body: Callable[..., Any], *, warns: bool) -> Callable[..., Any]:
 
                 python = f"Python {platform.python_version()} at {sys.executable}"
                 say(f"opkiln {__version__} in {PACKAGE}, {python}")
-                stack.enter_context(process.telling(_tell))
+                stack.enter_context(process.telling(lambda argv: say(f"+ {shlex.join(argv)}")))
             if warns:
                 for text in unknown():
                     say(f"warning: {text}")
             return body(*arguments, **options)
 
     return run
-
-
-def _tell(argv: Any) -> None:
-    say(f"+ {shlex.join(argv)}")

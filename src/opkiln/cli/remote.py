@@ -13,7 +13,7 @@ from opkiln.cli import output
 from opkiln.cli.arguments import complete_op, json_option, writable_root
 from opkiln.cli.bundles import chosen
 from opkiln.errors import StoreError, UsageError
-from opkiln.report.layout import columns, count, size
+from opkiln.report.layout import columns, count, fields, size
 from opkiln.settings import settings
 
 TYPE_CHECKING = False
@@ -63,16 +63,14 @@ def lock_command(ops: tuple[str, ...], file: str, as_json: bool) -> None:
         with packed(each.payload) as (_, row):
             rows.append(row)
     replace(file, lockfile.write(rows).encode())
-    if as_json:
-        output.data_json({"schema": 1, "file": file, "artifacts": [r._asdict() for r in rows]})
-    else:
-        output.data(_table(sorted(rows)))
+    output.answer(as_json, {"file": file, "artifacts": rows}, _table(rows))
+    if not as_json:
         output.say(f"wrote {file}: {count(len(rows), 'artifact')}")
 
 
 def _table(rows: list[Locked]) -> str:
     head = ("op", "package", "for", "size", "sha256")
-    told = [(r.op, r.package, r.target, size(r.size), r.sha256) for r in rows]
+    told = [(r.op, r.package, r.target, size(r.size), r.sha256) for r in sorted(rows)]
     return columns([head, *told])
 
 
@@ -99,10 +97,7 @@ def push(ops: tuple[str, ...], urls: tuple[str, ...], key_file: str | None, as_j
     for each in chosen(ops):
         rows.append(publish(each.payload, url, key_file))
         output.say(f"published {each.name} for {rows[-1].target} to {url}")
-    if as_json:
-        output.data_json({"schema": 1, "url": url, "artifacts": [r._asdict() for r in rows]})
-    else:
-        output.data(_table(sorted(rows)))
+    output.answer(as_json, {"url": url, "artifacts": rows}, _table(rows))
 
 
 @click.command("pull", short_help="Fetch what a lock file names.")
@@ -140,25 +135,19 @@ def pull(
     root = writable_root()
     tiers.forget(root)
     done: list[Pulled] = []
-    with _Progress(rows) as progress:
+    progress = _Progress(rows)
+    try:
         for each in fetch(rows, os.path.abspath(file), _tiers(urls), root, progress.add):
             done.append(each)
             progress.finished(each)
-    missing = [each for each in done if each.status == MISSING]
-    if as_json:
-        rows_json = [
-            {**each.row._asdict(), "status": each.status, "url": each.url, "reason": each.reason}
-            for each in done
-        ]
-        output.data_json({"schema": 1, "artifacts": rows_json})
-    else:
-        head = ("op", "for", "size", "status", "from")
-        told = [
-            (row.op, row.target, size(row.size), status, url or reason)
-            for row, status, url, reason in sorted(done)
-        ]
-        output.data(columns([head, *told]))
-    return StoreError.exit_code if missing else 0
+    finally:
+        progress.clear()
+    document = [{**each.row._asdict(), **fields(each, "status url reason")} for each in done]
+    table = [("op", "for", "size", "status", "from")]
+    for row, status, url, reason in sorted(done):
+        table.append((row.op, row.target, size(row.size), status, url or reason))
+    output.answer(as_json, {"artifacts": document}, columns(table))
+    return StoreError.exit_code if any(each.status == MISSING for each in done) else 0
 
 
 class _Progress:
@@ -172,10 +161,8 @@ class _Progress:
         self._shown = 0.0
         self._live = output.level() == output.NORMAL and output.is_terminal(sys.stderr)
 
-    def __enter__(self) -> _Progress:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def clear(self) -> None:
+        """Remove the line."""
         if self._live:
             click.echo("\r\x1b[K", nl=False, err=True)
 

@@ -66,11 +66,8 @@ def report_command(
 
         _write(page, html.render(found))
     else:
-        output.data(
-            forms.as_text(
-                found, colour=output.colour(), width=output.width(), errors_only=errors_only
-            )
-        )
+        colour, width = output.colour(), output.width()
+        output.data(forms.as_text(found, colour=colour, width=width, errors_only=errors_only))
 
 
 def _show_functions(as_json: bool) -> None:
@@ -79,18 +76,14 @@ def _show_functions(as_json: bool) -> None:
 
     found = functions()
     if as_json:
-        output.data_json([each._asdict() for each in found])
+        output.data_json(found)
         return
     rows = [("op", "served by", "functions")]
     for each in found:
-        who_serves = {
-            "ops": ", ".join(each.ops),
-            "engine": ", ".join(each.engine),
-            "deepspeed": ", ".join(each.deepspeed),
-            "missing": ", ".join(each.missing),
-            "error": " ".join(each.error.split()),
-        }
-        told = [(who, names) for who, names in who_serves.items() if names] or [("nobody", "")]
+        serving = {who: ", ".join(getattr(each, who)) for who in ("ops", "engine", "deepspeed")}
+        serving["missing"] = ", ".join(each.missing)
+        serving["error"] = " ".join(each.error.split())
+        told = [(who, names) for who, names in serving.items() if names] or [("nobody", "")]
         rows += [(each.op if number == 0 else "", *row) for number, row in enumerate(told)]
     output.data(columns(rows, width=output.width()))
 

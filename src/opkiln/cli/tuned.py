@@ -9,7 +9,7 @@ import click
 from opkiln.cli import output
 from opkiln.cli.arguments import json_option, writable_root
 from opkiln.errors import StoreError
-from opkiln.report.layout import columns
+from opkiln.report.layout import columns, count
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -31,14 +31,16 @@ def command() -> None:
 def list_(ops: tuple[str, ...], as_json: bool) -> None:
     """List the choices of OPS, or all: op, device, shapes, choice, and what was measured."""
     found = _choices(ops)
-    if as_json:
-        rows = [{**each.question._asdict(), "choice": each.candidate,
-                 "microseconds": each.microseconds} for each in found]  # fmt: skip
-        output.data_json({"schema": 1, "tuned": rows})
-    elif found:
-        output.data(columns([("op", "device", "for", "choice", "measured"), *map(_row, found)]))
-    else:
+    if not found and not as_json:
         output.say("nothing was measured yet")
+        return
+    document, rows = [], [("op", "device", "for", "choice", "measured")]
+    for asked, choice, times in found:
+        document.append({**asked._asdict(), "choice": choice, "microseconds": times})
+        measured = ", ".join(f"{name}: {value:g} us" for name, value in times.items())
+        for_ = f"{asked.values} {asked.shape}".strip()
+        rows.append((f"{asked.distribution}:{asked.op}", asked.device, for_, choice, measured))
+    output.answer(as_json, {"tuned": document}, columns(rows))
 
 
 @command.command("clear")
@@ -56,7 +58,7 @@ def clear(ops: tuple[str, ...]) -> None:
             pass  # another process was faster
         except OSError as error:
             raise StoreError(f"{root} cannot be written", why=str(error)) from error
-    output.say(f"forgot {len(found)} choice{'' if len(found) == 1 else 's'}")
+    output.say(f"forgot {count(len(found), 'choice')}")
 
 
 def _choices(ops: tuple[str, ...]) -> list[Choice]:
@@ -66,17 +68,6 @@ def _choices(ops: tuple[str, ...]) -> list[Choice]:
     root = writable_root()
     found = list(tuned.kept(root)) if os.path.isdir(root) else []
     if ops:
-        found = [each for each in found if _is_of(each, ops)]
+        names = ((each, each.question.op, each.question.distribution) for each in found)
+        found = [each for each, op, owner in names if op in ops or f"{owner}:{op}" in ops]
     return sorted(found)
-
-
-def _is_of(choice: Choice, ops: tuple[str, ...]) -> bool:
-    asked = choice.question
-    return asked.op in ops or f"{asked.distribution}:{asked.op}" in ops
-
-
-def _row(choice: Choice) -> tuple[str, ...]:
-    asked = choice.question
-    times = ", ".join(f"{name}: {value:g} us" for name, value in choice.microseconds.items())
-    for_ = f"{asked.values} {asked.shape}".strip()
-    return f"{asked.distribution}:{asked.op}", asked.device, for_, choice.candidate, times

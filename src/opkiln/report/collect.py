@@ -117,7 +117,7 @@ def _in_force(variable: str, value: Any, origin: str) -> SettingValue:
 
 
 class Build(NamedTuple):
-    """How an entry was built, from its manifest."""
+    """How an entry was built, from its manifest. One that was fetched does not say when."""
 
     op: str
     distribution: str
@@ -126,7 +126,7 @@ class Build(NamedTuple):
     seconds: float
     max_rss: int  # bytes, of the largest compile; 0 if none ran
     directory: str
-    origin: str = ""  # the remote tier that it came from, and why that is trusted
+    origin: str = ""  # the remote tier that it was fetched from, and why that is trusted
 
 
 class StoreStatus(NamedTuple):
@@ -138,8 +138,8 @@ class StoreStatus(NamedTuple):
     sizes: inventory.Sizes | None
     limit: int
     space: Space | None
-    builds: tuple[Build, ...]  # the newest first
-    fetches: tuple[Build, ...] = ()  # those that came from a remote tier
+    builds: tuple[Build, ...]  # the newest first, without those that were fetched
+    fetches: tuple[Build, ...] = ()
     remotes: tuple[str, ...] = ()
 
 
@@ -147,13 +147,13 @@ def store_status(store: Store) -> StoreStatus:
     """The layers, and the contents of the writable one."""
     root, notes = store.root, store.location.notes
     sizes: inventory.Sizes | None = None
-    builds: list[Build] = []
+    found: list[Build] = []
     if root is not None:
         try:
             sizes = inventory.sizes(root)
             ops = (each for each in inventory.entries(root) if each.kind == inventory.OP)
             newest = heapq.nlargest(_SHOWN, ops, key=lambda each: each.published)
-            builds = [*filter(None, (_build(each.directory) for each in newest))]
+            found = [*filter(None, (_build(each.directory) for each in newest))]
         except StoreError as error:
             notes = (*notes, error.what)  # the report must still work if this happens
     return StoreStatus(
@@ -163,8 +163,10 @@ def store_status(store: Store) -> StoreStatus:
         sizes=sizes,
         limit=settings.cache_max_size,
         space=None if root is None else known_space(root),
-        builds=tuple(sorted(builds, key=lambda each: -each.ended)),
-        fetches=tuple(each for each in builds if each.origin),
+        builds=tuple(
+            sorted((each for each in found if not each.origin), key=lambda each: -each.ended)
+        ),
+        fetches=tuple(each for each in found if each.origin),
         remotes=tuple(map(redact.without_secrets, settings.remotes)),
     )
 
@@ -172,16 +174,16 @@ def store_status(store: Store) -> StoreStatus:
 def _build(directory: str) -> Build | None:
     try:
         manifest = entry.read_manifest(directory)
-        target = manifest["target"]
+        target, origin = manifest["target"], fetched_from(manifest)
         return Build(
             op=str(manifest["op"]),
             distribution=str(manifest["distribution"]),
             made_for=" ".join((target["backend"], ";".join(target["archs"]))).strip(),
-            ended=float(manifest["created"]),
-            seconds=float(manifest["seconds"]),
-            max_rss=int(manifest["max_rss"]),
+            ended=0.0 if origin else float(manifest["created"]),
+            seconds=0.0 if origin else float(manifest["seconds"]),
+            max_rss=0 if origin else int(manifest["max_rss"]),
             directory=directory,
-            origin=fetched_from(manifest),
+            origin=origin,
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None  # damaged, which `cache verify` reports, or just removed by `cache gc`
