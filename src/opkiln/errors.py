@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     P = ParamSpec("P")
     T = TypeVar("T")
 
+_OWN = os.path.join(os.path.dirname(os.path.abspath(__file__)), "")
+
 
 class OpkilnError(Exception):
     """Base of all of them. ``what`` is one line; ``why`` may be many; ``hint`` is a command.
@@ -55,12 +57,10 @@ class OpkilnError(Exception):
 
     def _render_traceback_(self) -> list[str]:
         """What IPython shows of it: who called, and the message."""
-        import os
         from traceback import extract_tb
 
-        own = os.path.join(os.path.dirname(os.path.abspath(__file__)), "")
         frames = extract_tb(self.__traceback__)
-        callers = [frame for frame in frames if not frame.filename.startswith(own)]
+        callers = [frame for frame in frames if not frame.filename.startswith(_OWN)]
         lines = [f'File "{each[0]}", line {each[1]}, in {each[2]}' for each in callers[-2:]]
         return [*lines, *f"{type(self).__name__}: {self}".splitlines()]
 
@@ -75,12 +75,11 @@ def _rebuild(kind: type[OpkilnError], what: str, why: str, hint: str) -> OpkilnE
 
 def warn_caller(text: str, kind: type[Warning]) -> None:
     """Warn at the line that called opkiln, also if the call came through torch."""
-    # Its files, and the functions that it writes.
-    own = [os.path.join(os.path.dirname(os.path.abspath(__file__)), ""), "<opkiln: "]
-    torch = getattr(sys.modules.get("torch"), "__file__", None)
-    own += [os.path.join(os.path.dirname(torch), "")] if torch else []
+    own: tuple[str, ...] = (_OWN, "<opkiln: ")  # its files, and the functions that it writes
+    if torch := getattr(sys.modules.get("torch"), "__file__", None):
+        own = (*own, os.path.join(os.path.dirname(torch), ""))
     frame, level = sys._getframe(), 1
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(tuple(own)):
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(own):
         frame, level = frame.f_back, level + 1
     warnings.warn(text, kind, stacklevel=level)
 
@@ -115,8 +114,6 @@ def told_briefly(function: Callable[P, T]) -> Callable[P, T]:
 def in_words(error: Exception) -> UsageError | None:
     """The clear error for one that Python raises anywhere a path is used: the working directory was
     removed, or a text is not text. None for any other."""
-    import os
-
     if isinstance(error, UnicodeEncodeError) and error.reason == "surrogates not allowed":
         return UsageError(
             f"{error.object[:100]!a} cannot be a path or a source",

@@ -20,15 +20,15 @@ if TYPE_CHECKING:
 _CHECK = """
 import json, sys
 exec(sys.argv[2])
-from opkiln.report.doctor import checking, checks
-print(json.dumps(checking.outcome((checks.CHECKS | checks.BUILDS)[sys.argv[1]], checking.Here())))
+from opkiln.report.doctor import checks, terms
+print(json.dumps(terms.outcome((checks.CHECKS | checks.BUILDS)[sys.argv[1]], terms.Here())))
 """
 
 # Each line of its input has a fork run a script in a shell, take that shell's environment, and do
 # a check. Only the interpreter is not started again: the modules of the doctor are imported here.
 _SERVER = """
 import ctypes, json, os, signal, subprocess, sys, traceback
-from opkiln.report.doctor import checking, checks
+from opkiln.report.doctor import checks, terms
 
 def check(name, stand_ins, env, script, own_mounts):
     os.environ.clear()
@@ -44,7 +44,7 @@ def check(name, stand_ins, env, script, own_mounts):
     path = os.environ.get("PYTHONPATH", "")
     sys.path[:2] = ["", *filter(None, path.split(os.pathsep))]
     exec(stand_ins, {})
-    return checking.outcome((checks.CHECKS | checks.BUILDS)[name], checking.Here())
+    return terms.outcome((checks.CHECKS | checks.BUILDS)[name], terms.Here())
 
 for line in sys.stdin:
     if os.fork() == 0:

@@ -359,7 +359,7 @@ def test_a_listed_file_is_a_layer_and_a_listed_directory_is_one(file: Path, ship
 
 def test_the_doctor_passes_a_listed_bundle_and_warns_of_one_that_is_gone(file: Path) -> None:
     from opkiln.report.doctor import store
-    from opkiln.report.doctor.checking import Here
+    from opkiln.report.doctor.terms import Here
 
     with override(store_layers=(str(file),)):
         assert store.layers(Here()).verdict == "PASS"

@@ -18,8 +18,8 @@ from test_toolkits import FakeToolkit, a_compiler
 from opkiln.cli import main, output, report
 from opkiln.errors import SettingError, StoreError
 from opkiln.report import commands
-from opkiln.report.doctor import checking, checks
-from opkiln.report.doctor.checking import (
+from opkiln.report.doctor import checks, terms
+from opkiln.report.doctor.terms import (
     FAIL,
     PASS,
     SKIP,
@@ -50,7 +50,7 @@ def _raising(error: Exception) -> Callable[[Here], Outcome]:
 
 
 def test_a_check_that_raises_is_a_failure_with_the_exception() -> None:
-    found = checking.outcome(_raising(RuntimeError("what nobody thought of")), Here())
+    found = terms.outcome(_raising(RuntimeError("what nobody thought of")), Here())
     assert found == failed("RuntimeError: what nobody thought of")
 
 
@@ -58,12 +58,12 @@ def test_an_error_of_opkilns_own_brings_its_reason_and_hint() -> None:
     error = StoreError(
         "it is full", why="no space\nleft", hint="opkiln cache gc    (or buy a disk)"
     )
-    found = checking.outcome(_raising(error), Here())
+    found = terms.outcome(_raising(error), Here())
     assert found == failed("it is full; no space; left", "opkiln cache gc")
 
 
 def test_a_setting_without_meaning_is_one_failure_and_not_one_of_each_check() -> None:
-    found = checking.outcome(_raising(SettingError("OPKILN_MODE='maybe' is no value")), Here())
+    found = terms.outcome(_raising(SettingError("OPKILN_MODE='maybe' is no value")), Here())
     assert found == skipped("not possible while OPKILN_MODE='maybe' is no value")
 
 
@@ -86,8 +86,8 @@ def test_torch_is_never_imported_by_who_asks(asked_once: Path) -> None:
     code = (
         "import sys\n"
         "from subprocess import CompletedProcess\n"
-        "from opkiln.report.doctor import checking, checks\n"
-        "checking.capture = lambda argv, **how: CompletedProcess(argv, 1, '', '')\n"
+        "from opkiln.report.doctor import checks, terms\n"
+        "terms.capture = lambda argv, **how: CompletedProcess(argv, 1, '', '')\n"
         "found = list(checks.examine(build=False))\n"
         "assert len(found) == len(checks.CHECKS)\n"
         "print('torch' in sys.modules)\n"

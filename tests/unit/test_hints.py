@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from opkiln.errors import StoreError
-from opkiln.report.doctor.checking import PROGRAMS, copyable
+from opkiln.report.doctor.terms import PROGRAMS, copyable
 from opkiln.store import archive
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ import pytest
 from sample import command as in_process
 
 from opkiln.cli import main
-from opkiln.report.doctor import checking, checks
+from opkiln.report.doctor import checks, terms
 from opkiln.settings import settings
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def opkiln(
 def one_check(monkeypatch: pytest.MonkeyPatch) -> None:
     """The doctor has one check, which starts a process."""
     monkeypatch.setattr(
-        checks, "CHECKS", {"one": lambda _: checking.warned(str(checking.child_answer("print(1)")))}
+        checks, "CHECKS", {"one": lambda _: terms.warned(str(terms.child_answer("print(1)")))}
     )
 
 

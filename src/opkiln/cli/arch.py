@@ -7,13 +7,9 @@ from typing import Any
 import click
 
 from opkiln.cli import output
-from opkiln.cli.arguments import complete_op, json_option
+from opkiln.cli.options import complete_op, json_option
 from opkiln.errors import ArchError, ToolchainError
 from opkiln.report.layout import columns, fields
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from opkiln.build_model import DeviceCompiler
 
 
 @click.command("arch", short_help="Show what a build makes of an arch list.")
@@ -40,11 +36,16 @@ def _answer(given: str | None, name: str | None) -> dict[str, Any]:
     from opkiln.model import CUDA
     from opkiln.registry import get_builder
     from opkiln.store.layers import Store
+    from opkiln.toolchain import choice
 
     backend = _backend(given)
     op = get_builder(name, backend=backend).op() if name else None
     memory = Store().memory
-    toolkit, no_toolkit = _toolkit(memory, backend)
+    toolkit, no_toolkit = None, ""
+    try:
+        toolkit = choice.choose(memory, backend).device
+    except ToolchainError as error:
+        no_toolkit = error.what
     language = archs.grammar(backend)
     listed = language.parse(";".join(toolkit.archs)) if toolkit and toolkit.archs else ()
     devices = _devices(memory, backend)
@@ -100,15 +101,6 @@ def _backend(given: str | None) -> str:
         return ROCM if hip.is_hip(given) else CUDA
     torch = torch_sdk.find()
     return ROCM if torch is not None and torch.hip else CUDA
-
-
-def _toolkit(memory: tuple[str, ...], backend: str) -> tuple[DeviceCompiler | None, str]:
-    from opkiln.toolchain import choice
-
-    try:
-        return choice.choose(memory, backend).device, ""
-    except ToolchainError as error:
-        return None, error.what
 
 
 def _devices(memory: tuple[str, ...], backend: str) -> tuple[str, ...]:

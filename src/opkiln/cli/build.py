@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from opkiln.cli import output
-from opkiln.cli.arguments import (
+from opkiln.cli.options import (
     complete_op,
     json_option,
     package_option,

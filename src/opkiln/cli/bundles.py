@@ -8,7 +8,7 @@ import re
 import click
 
 from opkiln.cli import output
-from opkiln.cli.arguments import complete_op, entries_of, json_option, writable_root
+from opkiln.cli.options import complete_op, entries_of, json_option, writable_root
 from opkiln.errors import StoreError
 from opkiln.report.layout import columns, count, size
 

@@ -9,7 +9,7 @@ from collections import Counter
 import click
 
 from opkiln.cli import bundles, output, remote
-from opkiln.cli.arguments import (
+from opkiln.cli.options import (
     complete_op,
     entries_of,
     json_option,

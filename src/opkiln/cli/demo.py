@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from opkiln.cli import output
-from opkiln.errors import OpkilnError
+from opkiln.errors import OpkilnError, ToolchainError
 from opkiln.report.layout import columns, duration, paint, size
 
 # The two implementations round differently, and the differences add up over the steps. A wrong
@@ -54,8 +54,9 @@ def command(keep: bool) -> int:
 
 
 def _demo(work: str) -> int:
-    from opkiln.errors import ToolchainError
-    from opkiln.toolchain import torch_sdk
+    from opkiln.report.machine import machine
+    from opkiln.store.layers import Store
+    from opkiln.toolchain import host, torch_sdk
 
     torch = torch_sdk.find()
     if torch is None:
@@ -63,45 +64,30 @@ def _demo(work: str) -> int:
             "the demo needs torch", why="torch is not installed", hint="pip install torch"
         )
     output.data("A small model, trained with opkiln.optim.CPUAdam: cold, then warm.\n")
-    output.data(_title("found") + "\n" + _found(torch.version))
-    output.data(_title("\ncold: a new process and an empty store"))
-    cold = _run(work)
-    output.data(_ran(cold))
-    output.data(_title("\nwarm: another new process, the same store"))
-    warm = _run(work)
-    output.data(_ran(warm))
-    passed, verdict = _compare(cold, warm)
-    output.data(_title("\ncompared with torch.optim.AdamW") + "\n" + verdict)
-    return 0 if passed else output.FOUND
-
-
-def _title(text: str) -> str:
-    return paint(text, "strong", colour=output.colour())
-
-
-def _found(torch: str) -> str:
-    from opkiln.errors import ToolchainError
-    from opkiln.report.machine import machine
-    from opkiln.store.layers import Store
-    from opkiln.toolchain import host
-
-    here = machine()
     try:
         tools = host.choose(Store().memory)
         compiler = f"{tools.cxx}, {tools.version}"
     except ToolchainError as error:
         compiler = error.what
-    rows = [
-        ("compiler", compiler),
-        ("cpu", f"{here.cpu} ({here.simd})"),
-        ("python", here.python),
-        ("torch", torch),
-    ]
-    return columns(rows, indent=2)
+    here = machine()
+    cpu = f"{here.cpu} ({here.simd})"
+    rows = [("compiler", compiler), ("cpu", cpu), ("python", here.python), ("torch", torch.version)]
+    _show("found")
+    output.data(columns(rows, indent=2))
+    _show("\ncold: a new process and an empty store")
+    cold = _run(work)
+    _show("\nwarm: another new process, the same store")
+    warm = _run(work)
+    _show("\ncompared with torch.optim.AdamW")
+    return _compare(cold, warm)
+
+
+def _show(title: str) -> None:
+    output.data(paint(title, "strong", colour=output.colour()))
 
 
 def _run(work: str) -> dict[str, Any]:
-    """Run one training process. Raises DemoError if it fails."""
+    """Run one training process, and show what it did. Raises DemoError if it fails."""
     from opkiln import process
     from opkiln.settings import whole_environment
 
@@ -125,28 +111,25 @@ def _run(work: str) -> dict[str, Any]:
         raise DemoError("the training process ended without a result", why=tail) from None
     if "error" in found:
         raise DemoError(**found["error"], code=done.returncode)
-    return {**found, "output": done.output.splitlines()}
-
-
-def _ran(found: dict[str, Any]) -> str:
     trained = f"{found['steps']} steps in {duration(found['train'])}"
     rows = [
+        *((resort, f"{verdict}: {reason}") for resort, verdict, reason in found["candidates"]),
         ("load", f"{duration(found['load'])}, `import opkiln` included, torch imported before"),
         ("entry", f"{found['entry']} ({size(os.path.getsize(found['entry']))})"),
         ("train", f"{trained}, loss {found['first_loss']:.4f} -> {found['last_loss']:.4f}"),
     ]
-    lines = [f"  {line}" for line in found["output"]]
-    decided = [(resort, f"{verdict}: {reason}") for resort, verdict, reason in found["candidates"]]
-    return "\n".join([*lines, columns([*decided, *rows], indent=2)])
+    lines = [f"  {line}" for line in done.output.splitlines()]
+    output.data("\n".join([*lines, columns(rows, indent=2)]))
+    return found
 
 
-def _compare(cold: dict[str, Any], warm: dict[str, Any]) -> tuple[bool, str]:
+def _compare(cold: dict[str, Any], warm: dict[str, Any]) -> int:
     largest = max(cold["difference"], warm["difference"])
     learnt = cold["last_loss"] < 0.5 * cold["first_loss"]
     passed = largest <= TOLERANCE and learnt
-    same = "the same parameters, bit for bit" if cold["digest"] == warm["digest"] else (
-        "parameters that differ in rounding"
-    )  # fmt: skip
+    same = "the same parameters, bit for bit"
+    if cold["digest"] != warm["digest"]:
+        same = "parameters that differ in rounding"
     ratio = f"{cold['load'] / warm['load']:,.0f} times faster"
     word, look = ("PASS", "good") if passed else ("FAIL", "bad")
     rows = [
@@ -156,4 +139,5 @@ def _compare(cold: dict[str, Any], warm: dict[str, Any]) -> tuple[bool, str]:
         ("warm loading is", f"{ratio}: {duration(cold['load'])} -> {duration(warm['load'])}"),
         ("result", paint(word, look, colour=output.colour())),
     ]
-    return passed, columns(rows, indent=2)
+    output.data(columns(rows, indent=2))
+    return 0 if passed else output.FOUND

@@ -9,13 +9,7 @@ from typing import Any
 import click
 
 from opkiln.cli import output
-from opkiln.cli.arguments import (
-    builder_for,
-    complete_op,
-    json_option,
-    package_option,
-    target_option,
-)
+from opkiln.cli.options import builder_for, complete_op, json_option, package_option, target_option
 from opkiln.errors import UnknownOp, UsageError
 from opkiln.report.layout import columns, fields
 

@@ -50,7 +50,8 @@ def command(name: str | None, op: str | None, backend: str, ci: str) -> None:
             why="--op without a name adds an op to the package of this directory",
             hint="opkiln new my_ops",
         )
-    if op is not None and (name is None or _is_package(name)):
+    is_package = name is not None and os.path.isfile(os.path.join(name, "pyproject.toml"))
+    if op is not None and (name is None or is_package):
         _add(add_op.find("." if name is None else name), op)
         return
     assert name is not None
@@ -65,10 +66,6 @@ def command(name: str | None, op: str | None, backend: str, ci: str) -> None:
         "pip install --no-build-isolation --group test . && pytest"
     )
     output.say("Without isolation, the build uses the installed opkiln.")
-
-
-def _is_package(place: str) -> bool:
-    return os.path.isfile(os.path.join(place, "pyproject.toml"))
 
 
 def _add(where: str, op: str) -> None:

@@ -10,8 +10,8 @@ import time
 import click
 
 from opkiln.cli import output
-from opkiln.cli.arguments import complete_op, json_option, writable_root
 from opkiln.cli.bundles import chosen
+from opkiln.cli.options import complete_op, json_option, writable_root
 from opkiln.errors import StoreError, UsageError
 from opkiln.report.layout import columns, count, fields, size
 from opkiln.settings import settings

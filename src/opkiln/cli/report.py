@@ -7,7 +7,7 @@ import os
 import click
 
 from opkiln.cli import output
-from opkiln.cli.arguments import json_option
+from opkiln.cli.options import json_option
 from opkiln.errors import UsageError
 from opkiln.writing import replace
 
@@ -117,7 +117,7 @@ def doctor_command(as_json: bool, errors_only: bool, no_build: bool) -> int:
     is changed: the self-check builds into a temporary directory.
     """
     from opkiln.report.doctor import checks
-    from opkiln.report.doctor.checking import FAIL, WARN
+    from opkiln.report.doctor.terms import FAIL, WARN
 
     names = [*checks.CHECKS, *(() if no_build else checks.BUILDS)]
     verdicts, rows = [], []

@@ -7,7 +7,7 @@ import os
 import click
 
 from opkiln.cli import output
-from opkiln.cli.arguments import json_option, writable_root
+from opkiln.cli.options import json_option, writable_root
 from opkiln.errors import StoreError
 from opkiln.report.layout import columns, count
 

@@ -38,8 +38,10 @@ class Section(NamedTuple):
     footnotes: tuple[tuple[str, str], ...] = ()  # ("(1)", a text that several rows share)
 
 
-def sections(report: Report) -> list[Section]:
-    """Everything that was collected."""
+def sections(report: Report, *, errors_only: bool = False) -> list[Section]:
+    """Everything that was collected, or only the problems."""
+    if errors_only:
+        return [problems(report)]
     found = []
     if report.ops is not None:
         found.append(ops(report.ops))

@@ -23,15 +23,15 @@ def as_text(
     report: Report, *, colour: bool, width: int | None = None, errors_only: bool = False
 ) -> str:
     """The whole report, or only its problems. ``width``: of the terminal; None: do not wrap."""
-    found = [facts.problems(report)] if errors_only else facts.sections(report)
+    found = facts.sections(report, errors_only=errors_only)
     return "\n\n".join(_text_section(each, colour, width) for each in found)
 
 
 def _text_section(section: Section, colour: bool, width: int | None) -> str:
-    rows = [section.head] if section.head and section.rows else []
-    table = [*rows, *(_painted(row, colour) for row in section.rows)]
     parts = [paint(section.title, "strong", colour=colour)]
-    if table:
+    if section.rows:
+        head = [section.head] if section.head else []
+        table = [*head, *(_painted(row, colour) for row in section.rows)]
         parts.append(columns(table, indent=2, width=width))
     if section.footnotes:
         painted = [(number, visible(text)) for number, text in section.footnotes]
@@ -50,7 +50,7 @@ def _painted(row: Row, colour: bool) -> tuple[str, ...]:
 
 def as_markdown(report: Report, *, errors_only: bool = False) -> str:
     """The whole report, or only its problems. Long sections are folded."""
-    found = [facts.problems(report)] if errors_only else facts.sections(report)
+    found = facts.sections(report, errors_only=errors_only)
     parts = [f"### opkiln {report.opkiln}"]
     # An issue is read from the top, and it is about the problems.
     found.sort(key=lambda section: section.title != "problems")

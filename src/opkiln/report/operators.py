@@ -6,16 +6,8 @@ from functools import partial
 from typing import NamedTuple
 
 from opkiln.builder.base import OpBuilder
-from opkiln.decision import archs
+from opkiln.decision import archs, terms
 from opkiln.decision.prebuilt import PREBUILT
-from opkiln.decision.terms import (
-    CACHED,
-    WOULD_COMPILE,
-    WOULD_FAIL,
-    WOULD_FALL_BACK,
-    Request,
-    summary,
-)
 from opkiln.errors import OpkilnError
 from opkiln.loading import loader
 from opkiln.model import CUDA, ROCM
@@ -59,7 +51,7 @@ class OpStatus(NamedTuple):
         """Its state on the backend that serves."""
         if self.backends:
             return self.backends[0]
-        return BackendStatus(self.serves, WOULD_FAIL, reason=self.error)
+        return BackendStatus(self.serves, terms.WOULD_FAIL, reason=self.error)
 
     @property
     def is_problem(self) -> bool:
@@ -105,14 +97,14 @@ def _status(name: str, kind: type[OpBuilder], *, changes: bool) -> OpStatus:
         ordered = dict.fromkeys((serves, *kind.BACKENDS))
         backends = tuple(_on(kind, each) for each in ordered)
         changed: tuple[str, ...] = ()
-        if changes and backends[0].status == WOULD_COMPILE:  # what changed may contain flags
+        if changes and backends[0].status == terms.WOULD_COMPILE:  # what changed may contain flags
             changed = tuple(map(redact.without_secrets, explain(builder.op()).changes))
     except OpkilnError as error:
         return OpStatus(name, distribution, "", (), error.what)
     except (Exception, SystemExit) as error:  # an author's methods may raise anything
         return OpStatus(name, distribution, "", (), f"{type(error).__name__}: {error}")
     no_device = (
-        backends[0].status == WOULD_FALL_BACK
+        backends[0].status == terms.WOULD_FALL_BACK
         and serves in (CUDA, ROCM)
         and not archs.may_use_device(serves)
     )
@@ -122,12 +114,12 @@ def _status(name: str, kind: type[OpBuilder], *, changes: bool) -> OpStatus:
 def _on(kind: type[OpBuilder], backend: str) -> BackendStatus:
     try:
         builder = kind(backend=backend)
-        outcome = loader.look(Request(builder.op()))
+        outcome = loader.look(terms.Request(builder.op()))
     except OpkilnError as error:
-        return BackendStatus(backend, WOULD_FAIL, reason=error.what)
-    status, reason, path = summary(outcome)
+        return BackendStatus(backend, terms.WOULD_FAIL, reason=error.what)
+    status, reason, path = terms.summary(outcome)
     reason = " ".join(reason.split()).removeprefix(f"op {builder.name} ")
-    if status == WOULD_COMPILE:
+    if status == terms.WOULD_COMPILE:
         why = "; ".join(outcome.trace.refusals()) or "not built yet"
         reason = f"{why}: its first use builds it"
     candidates = tuple(outcome.trace.candidates)
@@ -135,8 +127,8 @@ def _on(kind: type[OpBuilder], backend: str) -> BackendStatus:
         backend=backend,
         status=status,
         installed=any(each[:2] == (PREBUILT, "taken") for each in candidates),
-        cached=status == CACHED,
-        compatible=status in (CACHED, WOULD_COMPILE),
+        cached=status == terms.CACHED,
+        compatible=status in (terms.CACHED, terms.WOULD_COMPILE),
         reason=reason,
         path=path,
         candidates=candidates,

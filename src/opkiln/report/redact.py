@@ -10,7 +10,6 @@ from opkiln.settings import settings
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from typing import Any
 
 # A name that is followed by a value: API_TOKEN=x, "X-Auth-Token: x", --password x.
@@ -45,19 +44,15 @@ def without_secrets(text: str) -> str:
 
 def words_without_secrets(words: tuple[Any, ...]) -> tuple[Any, ...]:
     """The words of a command line without secrets, such as the word after ``--token``."""
-    return tuple(_words(words))
-
-
-def _words(words: tuple[Any, ...]) -> Iterator[Any]:
-    before = ""
+    found, before = [], ""
     for each in words:
-        if not isinstance(each, str):
-            yield each
-        elif before.startswith("--") and "=" not in before and is_secret(before):
-            yield "***"
+        if isinstance(each, str):
+            secret = before.startswith("--") and "=" not in before and is_secret(before)
+            found.append("***" if secret else without_secrets(each))
         else:
-            yield without_secrets(each)
+            found.append(each)
         before = each if isinstance(each, str) else ""
+    return tuple(found)
 
 
 def is_secret(name: str) -> bool:

@@ -6,14 +6,14 @@ from collections import Counter
 
 from opkiln.decision import policy
 from opkiln.report.doctor import devices, host, ops, places, selfcheck, store, torch_side
-from opkiln.report.doctor.checking import FAIL, PASS, SKIP, WARN, Here, joined, outcome, passed
+from opkiln.report.doctor.terms import FAIL, PASS, SKIP, WARN, Here, joined, outcome, passed
 from opkiln.report.layout import columns, count, paint
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator
 
-    from opkiln.report.doctor.checking import Check, Outcome
+    from opkiln.report.doctor.terms import Check, Outcome
 
 
 def to_compile(check: Check) -> Check:

@@ -12,7 +12,7 @@ from opkiln.errors import AcceleratorError, ArchError, ToolchainError
 from opkiln.model import CUDA, ROCM, XPU
 from opkiln.report import compilers
 from opkiln.report.commands import as_root, install, of_this_python, pip, unset
-from opkiln.report.doctor.checking import (
+from opkiln.report.doctor.terms import (
     Here,
     Missing,
     Outcome,

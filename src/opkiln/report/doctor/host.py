@@ -12,16 +12,7 @@ from opkiln import machine
 from opkiln.errors import SettingError, ToolchainError
 from opkiln.process import run
 from opkiln.report.commands import install, unset
-from opkiln.report.doctor.checking import (
-    Here,
-    Outcome,
-    failed,
-    joined,
-    passed,
-    skipped,
-    told,
-    warned,
-)
+from opkiln.report.doctor.terms import Here, Outcome, failed, joined, passed, skipped, told, warned
 from opkiln.report.machine import read_text
 from opkiln.settings import (
     dropped,

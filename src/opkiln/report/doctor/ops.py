@@ -14,15 +14,7 @@ from opkiln.errors import SpecError
 from opkiln.model import CARRIED, PACKAGE, SHARED
 from opkiln.registry import ALL_OPS, bundled, declared, distribution
 from opkiln.report.commands import interpreter, pip
-from opkiln.report.doctor.checking import (
-    Here,
-    Outcome,
-    child_answer,
-    joined,
-    passed,
-    skipped,
-    warned,
-)
+from opkiln.report.doctor.terms import Here, Outcome, child_answer, joined, passed, skipped, warned
 from opkiln.settings import LAYOUT
 from opkiln.store.inventory import names_in
 

@@ -8,7 +8,7 @@ import tempfile
 
 from opkiln.engine import budget, cgroup
 from opkiln.report.commands import as_root
-from opkiln.report.doctor.checking import Here, Missing, Outcome, failed, joined, passed, warned
+from opkiln.report.doctor.terms import Here, Missing, Outcome, failed, joined, passed, warned
 from opkiln.report.layout import count, size
 from opkiln.report.machine import SHARED_MEMORY, Space, space
 from opkiln.settings import origin_of, settings

@@ -13,26 +13,14 @@ import time
 from importlib import import_module
 from typing import Any
 
-from opkiln import process
+from opkiln import model, process
 from opkiln.build_model import DeviceCompiler
 from opkiln.devices import amd, nvidia
 from opkiln.errors import CompileError, LoadError, LoadTestError, OpkilnError, StoreError
 from opkiln.loading import loader
-from opkiln.model import (
-    ABI_NONE,
-    ABI_STABLE,
-    CPU,
-    CUDA,
-    INLINE_ROOT,
-    PLAIN,
-    ROCM,
-    XPU,
-    Op,
-    OpSpec,
-    Registration,
-)
+from opkiln.model import CPU, CUDA, ROCM, XPU, Op, OpSpec, Registration
 from opkiln.report.commands import of_this_python
-from opkiln.report.doctor.checking import (
+from opkiln.report.doctor.terms import (
     Here,
     Outcome,
     copyable,
@@ -222,7 +210,12 @@ def _spec(source: str, text: str, **fields: Any) -> OpSpec:
     name = "opkiln_doctor"
     inline = ((source, text),)
     return OpSpec(
-        name=name, distribution=name, root=INLINE_ROOT, sources=(source,), inline=inline, **fields
+        name=name,
+        distribution=name,
+        root=model.INLINE_ROOT,
+        sources=(source,),
+        inline=inline,
+        **fields,
     )
 
 
@@ -239,7 +232,7 @@ def _called(library: Any) -> int:
 
 def _called_with_a_tensor() -> int:
     schema = Registration("opkiln_doctor", ("add(Tensor x, int y) -> Tensor",), None)
-    spec = _spec("main.cpp", _STABLE, abi=ABI_STABLE)
+    spec = _spec("main.cpp", _STABLE, abi=model.ABI_STABLE)
     functions = loader.load(Op(spec, schema), must_be_native=True).value
     # By name: no module of report/ imports torch, and a linter checks that.
     torch = import_module("torch")
@@ -261,7 +254,9 @@ def child_main(backend: str, how: str, result: str) -> None:
             answer = _called_with_a_tensor()
         else:
             source, text = _SOURCES[backend]
-            spec = _spec(source, text, kind=PLAIN, abi=ABI_NONE, backend=backend, vectorize=False)
+            spec = _spec(
+                source, text, kind=model.PLAIN, abi=model.ABI_NONE, backend=backend, vectorize=False
+            )
             library = loader.load(Op(spec)).value
             if how == "call":
                 write(step="call")

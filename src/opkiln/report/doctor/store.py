@@ -13,7 +13,8 @@ from opkiln.decision import policy
 from opkiln.errors import StoreError
 from opkiln.remote import lockfile
 from opkiln.report.commands import as_root
-from opkiln.report.doctor.checking import (
+from opkiln.report.doctor.places import elsewhere
+from opkiln.report.doctor.terms import (
     Here,
     Outcome,
     copyable,
@@ -23,7 +24,6 @@ from opkiln.report.doctor.checking import (
     skipped,
     warned,
 )
-from opkiln.report.doctor.places import elsewhere
 from opkiln.report.layout import count, size
 from opkiln.report.machine import space as space_at
 from opkiln.settings import LAYOUT, origin_of, override, settings, store_candidates

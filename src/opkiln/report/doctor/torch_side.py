@@ -11,7 +11,7 @@ from opkiln.errors import LoadTestError
 from opkiln.model import ABI_STABLE, STABLE_VERSION, OpSpec
 from opkiln.process import capture, python
 from opkiln.report.commands import pip
-from opkiln.report.doctor.checking import Here, Outcome, failed, joined, passed, skipped, warned
+from opkiln.report.doctor.terms import Here, Outcome, failed, joined, passed, skipped, warned
 from opkiln.settings import child_environment, whole_environment
 from opkiln.toolchain import torch_sdk
 
