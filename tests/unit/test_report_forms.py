@@ -301,11 +301,6 @@ def test_only_the_ops_with_problems_are_in_a_document_of_problems() -> None:
     assert len(document["problems"]) == len(filled().problems)
 
 
-def test_json_has_each_part_of_an_op_once() -> None:
-    for each in forms.as_document(filled())["ops"]:
-        assert set(each) == {"op", "distribution", "serves", "error", "backends"}
-
-
 # Markdown
 
 

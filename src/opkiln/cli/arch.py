@@ -40,17 +40,15 @@ def _answer(given: str | None, name: str | None) -> dict[str, Any]:
 
     backend = _backend(given)
     op = get_builder(name, backend=backend).op() if name else None
-    memory = Store().memory
     toolkit, no_toolkit = None, ""
     try:
-        toolkit = choice.choose(memory, backend).device
+        toolkit = choice.choose(Store().memory, backend).device
     except ToolchainError as error:
         no_toolkit = error.what
     language = archs.grammar(backend)
     listed = language.parse(";".join(toolkit.archs)) if toolkit and toolkit.archs else ()
-    devices = _devices(memory, backend)
-    natives = language.parse(";".join(devices)) if devices else ()
-    asked, origin = _asked(given, backend, bool(devices), bool(listed))
+    natives = archs.devices(backend)
+    asked, origin = _asked(given, backend, bool(natives), bool(listed))
     try:
         known = {"native": natives, **({"listed": listed} if backend == CUDA else {})}
         parsed = language.parse(asked, **known)
@@ -101,16 +99,6 @@ def _backend(given: str | None) -> str:
         return ROCM if hip.is_hip(given) else CUDA
     torch = torch_sdk.find()
     return ROCM if torch is not None and torch.hip else CUDA
-
-
-def _devices(memory: tuple[str, ...], backend: str) -> tuple[str, ...]:
-    """The architectures of this machine's GPUs."""
-    from opkiln.devices import amd, nvidia
-    from opkiln.model import CUDA
-
-    if backend != CUDA:
-        return tuple(gpu.arch for gpu in amd.devices().gpus)
-    return nvidia.capabilities(nvidia.devices(memory))
 
 
 def _asked(given: str | None, backend: str, has_devices: bool, has_list: bool) -> tuple[str, str]:

@@ -65,11 +65,11 @@ def wanted(op: Op) -> Wanted:
         return Wanted()
     language = grammar(backend)
     asked, origin = (op.asked, "call") if op.asked else origin_of(_SETTINGS[backend])
-    devices = None
+    native = None
     if not asked or "native" in asked.lower():
-        devices = _devices(backend)
+        native = devices(backend)
     if not asked:
-        if not devices:
+        if not native:
             raise LoadError(
                 f"op {op.spec.name} has no {_name(backend)} architecture to be built for",
                 why=f"{why_no_device(backend)}, and no list of architectures is set",
@@ -77,14 +77,14 @@ def wanted(op: Op) -> Wanted:
             )
         asked, origin = "native", "devices"
     listed = {"listed": _listed(backend)} if "all" in asked.lower() and backend == CUDA else {}
-    if asked.strip().lower() == "native" and not devices:
+    if asked.strip().lower() == "native" and not native:
         raise LoadError(
             f"op {op.spec.name} has no {_name(backend)} architecture to be built for",
             why=f"{_asker(origin)} asks for native, and {why_no_device(backend)}",
             hint=_elsewhere(op),
         )
     try:
-        named = language.parse(asked, native=devices, **listed)
+        named = language.parse(asked, native=native, **listed)
     except ArchError as error:
         if not origin.isupper():
             raise
@@ -100,8 +100,8 @@ def wanted(op: Op) -> Wanted:
             f"{language.show(removed)}",
             hint=f"opkiln arch --op {op.spec.name} all",
         )
-    native = asked.strip().lower() == "native"
-    return Wanted(tuple(map(str, kept)), tuple(map(str, removed)), asked, origin, native)
+    by_device = asked.strip().lower() == "native"
+    return Wanted(tuple(map(str, kept)), tuple(map(str, removed)), asked, origin, by_device)
 
 
 _EXAMPLE = {CUDA: "9.0", ROCM: "gfx90a"}
@@ -127,7 +127,7 @@ def _variable(backend: str) -> str:
     return {CUDA: "OPKILN_CUDA_ARCH_LIST", ROCM: "PYTORCH_ROCM_ARCH"}[backend]
 
 
-def _devices(backend: str) -> tuple[Any, ...]:
+def devices(backend: str) -> tuple[Any, ...]:
     """This machine's devices as the grammar's records."""
     language = grammar(backend)
     if backend == CUDA:
@@ -146,8 +146,8 @@ def why_no_device(backend: str) -> str:
     if backend == CUDA:
         from opkiln.devices import nvidia
 
-        devices = nvidia.devices(memory())
-        return "" if devices.gpus else devices.why
+        found = nvidia.devices(memory())
+        return "" if found.gpus else found.why
     if backend == ROCM:
         from opkiln.devices import amd
 

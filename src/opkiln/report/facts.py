@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from opkiln.report.collect import Environment, Report, SettingValue, StoreStatus
     from opkiln.report.compilers import Tool
-    from opkiln.report.machine import Devices, Limit, Machine, Space
+    from opkiln.report.machine import Devices, Limit, Machine
     from opkiln.report.operators import BackendStatus, OpStatus
 
 
@@ -71,6 +71,8 @@ def problems(report: Report) -> Section:
 
 # The ops
 
+_YES = {True: "yes", False: "no"}
+
 
 def ops(found: tuple[OpStatus, ...]) -> Section:
     """A row for each op and backend. The first row of an op is the backend that serves here.
@@ -102,15 +104,11 @@ def _on(found: BackendStatus, *, serves: bool) -> Row:
     return (
         Cell(""),
         Cell(found.backend or "-", look),
-        _yes(found.installed, look or "weak"),
-        _yes(found.cached, look or ("good" if found.cached else "weak")),
-        _yes(found.compatible, look or ("good" if found.compatible else "bad")),
+        Cell(_YES[found.installed], look or "weak"),
+        Cell(_YES[found.cached], look or ("good" if found.cached else "weak")),
+        Cell(_YES[found.compatible], look or ("good" if found.compatible else "bad")),
         Cell(_line(found.reason), look),
     )
-
-
-def _yes(value: bool, look: str) -> Cell:
-    return Cell("yes" if value else "no", look)
 
 
 # The environment
@@ -131,10 +129,8 @@ def environment(version: str, around: Environment) -> Section:
         rows.append(_row("", torch.path))
     rows += _budget(around)
     rows += _granted(machine)
-    if around.dropped_variables:
-        rows.append(
-            _row("dropped", ", ".join(around.dropped_variables) + " (not passed to compilers)")
-        )
+    if dropped := ", ".join(around.dropped_variables):
+        rows.append(_row("dropped", f"{dropped} (not passed to compilers)"))
     rows += [_row("unknown", text, "bad") for text in around.unknown_variables]
     return Section("environment", (), tuple(rows))
 
@@ -160,7 +156,7 @@ def _granted(machine: Machine) -> list[Row]:
     limits = ", ".join(_limit(each) for each in machine.limits)
     return [
         _row("cgroup", said),
-        _row("/dev/shm", "none" if shared is None else _room(shared)),
+        _row("/dev/shm", "none" if shared is None else str(shared)),
         _row("limits", limits),
     ]
 
@@ -173,10 +169,6 @@ def _limit(limit: Limit) -> str:
 
     soft, hard = words(limit.soft), words(limit.hard)
     return f"{limit.name} {soft}" + ("" if soft == hard else f" (at most {hard})")
-
-
-def _room(space: Space) -> str:
-    return f"{size(space.free)} free of {size(space.total)}"
 
 
 # Compilers and devices
@@ -215,8 +207,8 @@ def accelerators(found: Devices) -> Section:
     if chosen.error:
         rows = [_row("in force", f"none: {_line(chosen.error)}", "bad")]
     for kind in found.accelerators:
-        answer, look = ("yes", "good") if kind.present else ("no", "weak")
-        rows.append(_row(kind.name, f"{answer}: {kind.why}" if kind.why else answer, look))
+        why = f": {kind.why}" if kind.why else ""
+        rows.append(_row(kind.name, _YES[kind.present] + why, "good" if kind.present else "weak"))
     for each in found.drivers:
         if each.version:
             takes = f", supports CUDA up to {each.cuda}" if each.cuda else ""
@@ -247,7 +239,7 @@ def store(found: StoreStatus, now: float) -> Section:
         kinds = f"{count(found.sizes.ops, 'op')} and {count(found.sizes.objects, 'object')}"
         rows.append(_row("size", f"{size(found.sizes.total)} of {size(found.limit)}: {kinds}"))
     if found.space is not None:
-        rows.append(_row("space", _room(found.space)))
+        rows.append(_row("space", str(found.space)))
     for build in found.builds[:1]:
         when = f"{age(now - build.ended)} ago, in {duration(build.seconds)}"
         rows.append(_row("last build", f"{build.op} for {build.made_for}, {when}"))

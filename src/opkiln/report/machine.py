@@ -14,6 +14,7 @@ from opkiln.decision.target import features
 from opkiln.devices import amd, nvidia
 from opkiln.engine import cgroup
 from opkiln.errors import AcceleratorError
+from opkiln.report.layout import size
 from opkiln.settings import child_environment, origin_of
 from opkiln.toolchain import rocm
 
@@ -48,6 +49,9 @@ class Space(NamedTuple):
     inodes: int | None = None  # left for this user; None if the file system has no limit
     noexec: bool = False
     read_only: bool = False
+
+    def __str__(self) -> str:
+        return f"{size(self.free)} free of {size(self.total)}"
 
 
 class Limit(NamedTuple):

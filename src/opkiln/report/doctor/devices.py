@@ -229,8 +229,7 @@ def _parsed(here: Here, asked: str) -> tuple[cuda.Arch, ...] | None:
             return None
         known["listed"] = _listed(here.cuda)
     if "native" in lowered:
-        found = dict.fromkeys(gpu.capability for gpu in here.nvidia.gpus)
-        known["native"] = cuda.parse(";".join(found)) if found else ()
+        known["native"] = archs.devices(CUDA)
     parsed: tuple[cuda.Arch, ...] = archs.grammar(CUDA).parse(asked, **known)
     return parsed
 
@@ -257,7 +256,7 @@ def rocm_gpus(_: Here) -> Outcome:
     """The list of architectures is valid, and covers each AMD GPU."""
     devices = amd.devices()
     asked, origin = origin_of("rocm_arch_list")
-    native = tuple(hip.parse(";".join(gpu.arch for gpu in devices.gpus))) if devices.gpus else ()
+    native = archs.devices(ROCM)
     if not asked:
         if not devices.gpus:
             return skipped(devices.why)

@@ -61,7 +61,7 @@ def tmpdir_noexec(_: Here) -> Outcome:
 def tmpdir_space(_: Here) -> Outcome:
     """The temporary directory has enough space for builds."""
     found = _tmpdir_space()
-    facts = f"{size(found.free)} free of {size(found.total)} at {found.path}"
+    facts = f"{found} at {found.path}"
     if found.inodes is not None and found.inodes < 100:
         return failed(f"{facts}, and only {found.inodes} inodes", _another())
     if found.free >= _LITTLE:
@@ -102,7 +102,7 @@ def shared_memory(_: Here) -> Outcome:
             "through the temporary directory instead, and torch's data loaders may fail",
             as_root(f"mount -t tmpfs -o size=8G,mode=1777 tmpfs {SHARED_MEMORY}"),
         )
-    facts = f"{size(found.free)} free of {size(found.total)}"
+    facts = str(found)
     larger = as_root(f"mount -o remount,size=8G {SHARED_MEMORY}")
     if found.total <= _SHARED_LEAST:
         return warned(

@@ -167,7 +167,7 @@ def space(here: Here) -> Outcome:
     """The store has enough space for builds, and is below its own limit."""
     root = here.root
     found = space_at(root)
-    facts = f"{size(found.free)} free of {size(found.total)} at {found.path}"
+    facts = f"{found} at {found.path}"
     held = inventory.sizes(root).total if os.path.isdir(root) else 0
     facts = f"{facts}; the store holds {size(held)}"
     limit = int(settings.cache_max_size)

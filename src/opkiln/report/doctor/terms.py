@@ -133,16 +133,11 @@ class Here:
         """The host compiler, or why there is none."""
         return self._chosen(CPU)
 
-    @property
-    def compiler(self) -> Toolchain | None:
-        """The host compiler, or None."""
-        return None if isinstance(self.host, ToolchainError) else self.host
-
     def need_compiler(self, otherwise: str) -> Toolchain:
         """The host compiler. Raises Missing with these words if there is none."""
-        if self.compiler is None:
+        if isinstance(self.host, ToolchainError):
             raise Missing(otherwise)
-        return self.compiler
+        return self.host
 
     @cached_property
     def cuda(self) -> DeviceCompiler | ToolchainError:
