@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
 import re
 from typing import NamedTuple
+
+from opkiln.binary.symbols import demangled
 
 _ENTRY = re.compile(r"Compiling entry function '([^']+)' for '(\w+)'")
 _SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
@@ -27,7 +28,7 @@ class Kernel(NamedTuple):
         if self.stores or self.loads:
             spilled = f"{self.stores} bytes spilled and {self.loads} read back"
         return (
-            f"{_demangled(self.name)} for {self.arch}: {self.registers} registers, "
+            f"{demangled(self.name)} for {self.arch}: {self.registers} registers, "
             f"{self.shared} bytes of shared memory, {spilled}"
         )
 
@@ -55,22 +56,3 @@ def read(output: str) -> list[Kernel]:
             )
             entry = None  # the lines after this are about functions that it calls
     return found
-
-
-def _demangled(name: str) -> str:
-    """A C++ name as it is written in the source; unchanged if libstdc++ is not found."""
-    try:
-        demangle = ctypes.CDLL("libstdc++.so.6")["__cxa_demangle"]
-    except OSError:
-        return name
-    demangle.restype = ctypes.c_void_p
-    demangle.argtypes = [ctypes.c_char_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p]
-    text = demangle(name.encode(), None, None, None)
-    if not text:
-        return name  # a C name
-    free = ctypes.CDLL(None)["free"]
-    free.argtypes = [ctypes.c_void_p]
-    try:
-        return ctypes.string_at(text).decode()
-    finally:
-        free(text)

@@ -89,7 +89,7 @@ def _is_assignment(word: str) -> bool:
 
 def joined(*parts: str) -> str:
     """The facts that are not empty, on one line."""
-    return "; ".join(" ".join(part.split()) for part in parts if part.strip())
+    return "; ".join(" ".join(part.split()).rstrip(";") for part in parts if part.strip())
 
 
 def told(error: OpkilnError) -> str:
