@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import struct
 import subprocess
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -15,9 +16,6 @@ from opkiln.building import gather
 from opkiln.facts import Hasher
 from opkiln.observing import inputs, programs
 from opkiln.store import deps
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def below(root: Path, *directories: str, name: str = "libx.so") -> set[str]:
@@ -68,7 +66,21 @@ def test_list_of_this_machine_names_its_c_library() -> None:
     if not os.path.exists(linker.LIST):
         pytest.skip("there is no list")
     (found,) = linker.listed(linker.LIST, ["libc.so.6"])
-    assert os.path.isfile(found.removeprefix("libc.so.6"))
+    name, *paths = re.split(r"(?<=libc\.so\.6)(?=/)", found)  # one for each kind of program
+    assert name == "libc.so.6"
+    assert paths
+    assert all(map(os.path.isfile, paths))
+
+
+def test_directories_that_this_machines_linker_prefers_are_known(tmp_path: Path) -> None:
+    loaded = Path("/proc/self/maps").read_text().split()
+    (linker_here,) = {each for each in loaded if os.path.basename(each).startswith("ld-")}
+    asked = subprocess.run([linker_here, "--help"], capture_output=True, text=True, check=False)
+    _, found, older = asked.stdout.partition("Legacy HWCAP subdirectories")
+    if not found:
+        pytest.skip("this linker does not list them, or has none")
+    names = re.findall(r"^  (\w+) \(", older, re.MULTILINE)
+    assert {str(tmp_path / name) for name in names} <= set(linker.missing([str(tmp_path)], []))
 
 
 def test_what_the_list_says_is_a_fact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,8 +17,10 @@ if TYPE_CHECKING:
 PRELOADS = "/etc/ld.so.preload"  # names what it loads into every program
 LIST = "/etc/ld.so.cache"
 
-# Directories below those of libraries that it prefers. glibc knows only the first since 2.37.
-_PREFERRED = ("glibc-hwcaps", "tls", "aarch64", "x86_64", "atomics", "haswell")
+# Directories below those of libraries that it prefers. Since 2.37 glibc knows the first alone; the
+# others are all that older ones look into on x86-64 and aarch64 (``ld.so --help`` lists them).
+_PREFERRED = ("glibc-hwcaps", "tls", "aarch64", "atomics", "x86_64", "haswell", "xeon_phi",
+              "avx512_1")  # fmt: skip
 
 
 def missing(directories: Iterable[str], libraries: Iterable[str]) -> Iterator[str]:
