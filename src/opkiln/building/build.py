@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from opkiln import plan as plans
 from opkiln.build_model import ICPX, SYCL_RUNTIME, DeviceCompiler, Plan, Step, Target, Toolchain
-from opkiln.building import gather, inline, leaves, loadtest, needs, observed
+from opkiln.building import gather, inline, leaves, loadtest, observed
 from opkiln.building import objects as compiling
 from opkiln.building.loadtest import LoadTest
 from opkiln.decision import policy
@@ -387,7 +387,7 @@ class _Build:
             "distribution": spec.distribution,
             "spec": key.spec_key(spec),
             "target": self._plan.target._asdict(),
-            "needs": needs.of(linked.path, self._plan),
+            "needs": leaves.needs_of(linked.path, self._plan),
             "toolchain": {each.family: each.version for each in _compilers(self._plan)},
             "seconds": round(seconds, 3),
             "max_rss": linked.max_rss,

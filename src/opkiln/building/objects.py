@@ -25,7 +25,6 @@ from typing import NamedTuple
 from opkiln import plan as plans
 from opkiln.build_model import Plan, Step
 from opkiln.building import gather, leaves, observed
-from opkiln.building.passes import Passes
 from opkiln.digest import Signature
 from opkiln.engine import events, schedule
 from opkiln.errors import BuildError, SourcesChanging, StoreError
@@ -189,7 +188,7 @@ class _Batch:
         self._began = time.time_ns()
         self._observer = observer.library(store.memory, plan.toolchain, stage)
         self._verbose = "debug_cuda" in dict(plan.target.flags)  # ptxas reports each kernel
-        self._passes = Passes(plan, stage, self._observer, store.memory, launched=launched)
+        self._passes = observed.Passes(plan, stage, self._observer, store.memory, launched=launched)
         self.launched = launched  # whether the host compiler runs through a launcher: known now
         self.settled: dict[str, Compiled] = {}
         self.unsettled: dict[str, dict[str, str]] = {}  # output -> snapshot for the next round

@@ -3,7 +3,7 @@
 Opening a library that does not fit is too late to find out. An instruction that this CPU lacks ends
 the process. A kernel that no GPU here can run fails at its first launch. A missing symbol is
 reported by the dynamic linker, under its mangled name. So a manifest lists everything that its
-library needs (``building.needs``), and this module compares that with what is here. Libraries are
+library needs (``building.leaves``), and this module compares that with what is here. Libraries are
 asked for symbols, not for versions: what counts is what they have.
 """
 
