@@ -258,6 +258,19 @@ def test_what_is_missing_behind_a_link_or_in_a_new_directory_is_asked_for_each_t
     assert {signature for *_, signature in read.entry} == {facts.UNSIGNED}
 
 
+@pytest.mark.parametrize(("name", "is_signed"), [
+    ("new", True), ("new/a.h", True), ("sub/a.h", False), ("sub/new/a.h", False), ("link", False),
+])  # fmt: skip
+def test_directory_shows_what_is_missing_unless_that_may_appear_behind_a_name_in_it(
+    name: str, is_signed: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "link").symlink_to("nowhere")
+    found = facts.signature_of(ABSENT, str(tmp_path), facts.joined(["other", name]))
+    expected = Signature.of(str(tmp_path)) if is_signed else facts.UNSIGNED
+    assert found[:-1] == expected[:-1]
+
+
 def test_changes_are_told_in_words(at: Place) -> None:
     known = at.gather()
     replace(at.link)
@@ -469,6 +482,24 @@ def test_what_a_decision_reads_is_collected_and_must_not_change_between_two_look
             note()
         assert not read.complete
         note()  # nobody collects
+
+
+def test_directory_that_changes_while_it_is_listed_is_known_as_it_was(
+    at: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listdir, directory = os.listdir, str(at.directory)
+    before = Signature.of(directory)
+
+    def list_and_change(path: str) -> list[str]:
+        names = listdir(path)
+        os.utime(path, ns=(0, 0))
+        return names
+
+    monkeypatch.setattr(os, "listdir", list_and_change)
+    with facts.collecting() as read:
+        facts.listed(directory)
+    assert read.files[directory][:-1] == tuple(before)[:-1]
+    assert read.files[directory][:-1] != tuple(Signature.of(directory))[:-1]
 
 
 def test_facts_of_an_entry_are_those_of_the_last_one_that_was_looked_at(at: Place) -> None:

@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from opkiln import facts
 from opkiln.binary import linker
 from opkiln.building import gather
+from opkiln.digest import Signature
 from opkiln.facts import Hasher
 from opkiln.observing import inputs, programs
 from opkiln.store import deps
@@ -81,6 +83,17 @@ def test_directories_that_this_machines_linker_prefers_are_known(tmp_path: Path)
         pytest.skip("this linker does not list them, or has none")
     names = re.findall(r"^  (\w+) \(", older, re.MULTILINE)
     assert {str(tmp_path / name) for name in names} <= set(linker.missing([str(tmp_path)], []))
+
+
+def test_list_of_this_machine_holds_when_it_is_asked_again() -> None:
+    if not os.path.exists(linker.LIST):
+        pytest.skip("there is no list")
+    (known,) = gather.gather_libraries(inputs.Inputs(libraries=("libc.so.6",)), Hasher())
+    assert "/" in known.value
+    found = facts.signature_of(known.kind, linker.LIST)
+    assert found[:-1] == Signature.of(linker.LIST)[:-1]
+    unsigned = known._replace(signature=facts.UNSIGNED)
+    assert not deps.broken([unsigned], {}, Hasher())
 
 
 def test_what_the_list_says_is_a_fact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
