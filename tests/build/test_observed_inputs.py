@@ -300,3 +300,46 @@ def test_a_link_that_is_exchanged_just_before_its_file_is_hashed(tmp_path: Path)
     )
     assert answer.split() == ["2"]
     assert tree.answer("cache")[0] == 2
+
+
+@pytest.mark.parametrize("moved", ["front/libn.so", "front"])
+def test_a_library_of_the_compiler_that_appears_during_a_compile(
+    moved: str, tmp_path: Path
+) -> None:
+    """It was not loaded, and lies where it would have been: in front of the one that was."""
+    tree = Tree(tmp_path / "tree")
+    _source('extern "C" int answer() { return N; }\n')(tree)
+    for number, place in enumerate(("lib", f"next/{moved}".removesuffix("/libn.so")), 1):
+        (tree.path / place).mkdir(parents=True)
+        tree.write("n.c", f"int n(void) {{ return {number}; }}\n")
+        tree.compile("n.c", f"{place}/libn.so", "-shared", "-Wl,-soname,libn.so", "-x", "c")
+    (tree.path / "bin").mkdir()
+    tree.write("number.c", '#include <stdio.h>\nint n(void); int main() { printf("%d", n()); }\n')
+    tree.compile("number.c", "bin/number", "-Wl,--no-as-needed", f"{tree.path}/lib/libn.so",
+                 "-Wl,-rpath,$ORIGIN/../front:$ORIGIN/../lib", "-x", "c")  # fmt: skip
+    script = f'#!/bin/sh\nexec g++ -DN=$({tree.path}/bin/number) "$@"\n'
+    tree.write("bin/g++", script, mode=0o755)
+    if moved != "front":
+        (tree.path / "front").mkdir()
+    (tmp_path / "cache").mkdir(mode=0o700)
+    for _ in range(2):
+        answer = child.run(
+            """
+            import os, sys
+            from opkiln.building import observed
+            look, (tree, moved) = observed.look, sys.argv[1:]
+            def appear_and_look(*given, **named):
+                if os.path.exists(f"{tree}/next/{moved}"):
+                    os.rename(f"{tree}/next/{moved}", f"{tree}/{moved}")
+                return look(*given, **named)
+            observed.look = appear_and_look
+            from pkg.op import Builder
+            print(Builder().load().answer())
+            """,
+            str(tree.path),
+            moved,
+            path=[tree.path],
+            env={"OPKILN_CACHE_DIR": str(tmp_path / "cache"), "OPKILN_PROGRESS": "off",
+                 "CXX": str(tree.path / "bin/g++")},
+        )  # fmt: skip
+        assert answer == "2\n"

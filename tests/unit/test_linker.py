@@ -21,7 +21,7 @@ from opkiln.store import deps
 
 
 def below(root: Path, *directories: str, name: str = "libx.so") -> set[str]:
-    found = linker.missing([str(root / each) for each in directories], [name])
+    found, _ = linker.search([str(root / each) for each in directories], [name])
     return {os.path.relpath(path, root) for path in found if path.endswith(".so")}
 
 
@@ -43,7 +43,7 @@ def test_directories_for_this_kind_of_cpu_are_searched_too(tmp_path: Path) -> No
         "tls/tls/libx.so",
     }
     assert below(tmp_path, ".") == names
-    assert str(tmp_path / "tls" / "glibc-hwcaps") in linker.missing([str(tmp_path)], [])
+    assert str(tmp_path / "tls" / "glibc-hwcaps") in linker.search([str(tmp_path)], [])[0]
 
 
 @pytest.mark.parametrize("older", [b"", b"ld.so-1.7.0\0" + bytes(36)])
@@ -82,7 +82,7 @@ def test_directories_that_this_machines_linker_prefers_are_known(tmp_path: Path)
     if not found:
         pytest.skip("this linker does not list them, or has none")
     names = re.findall(r"^  (\w+) \(", older, re.MULTILINE)
-    assert {str(tmp_path / name) for name in names} <= set(linker.missing([str(tmp_path)], []))
+    assert {str(tmp_path / name) for name in names} <= set(linker.search([str(tmp_path)], [])[0])
 
 
 def test_list_of_this_machine_holds_when_it_is_asked_again() -> None:

@@ -12,7 +12,7 @@ import struct
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable
 
 PRELOADS = "/etc/ld.so.preload"  # names what it loads into every program
 LIST = "/etc/ld.so.cache"
@@ -23,20 +23,24 @@ _PREFERRED = ("glibc-hwcaps", "tls", "aarch64", "atomics", "x86_64", "haswell", 
               "avx512_1")  # fmt: skip
 
 
-def missing(directories: Iterable[str], libraries: Iterable[str]) -> Iterator[str]:
-    """Where a library of one of these names would be found instead, if it were there. One that is
-    there, and was not loaded, is not preferred."""
+def search(directories: Iterable[str], libraries: Iterable[str]) -> tuple[list[str], list[str]]:
+    """Where a library of one of these names would be found: the paths where nothing is, and the
+    files that are there. A file that was not loaded either comes later, or does not suit this
+    machine; with other contents it may be taken."""
     names = (*_PREFERRED, *libraries)
+    absent, there = [], []
     waiting = list(directories)
     entered = set()
     for directory in waiting:  # it grows
         candidates = [os.path.join(directory, name) for name in names]
-        yield from (path for path in candidates if not os.path.exists(path))
+        preferred, files = candidates[: len(_PREFERRED)], candidates[len(_PREFERRED) :]
+        absent += [path for path in candidates if not os.path.exists(path)]
+        there += [path for path in files if os.path.isfile(path) and os.access(path, os.R_OK)]
         real = os.path.realpath(directory)
         if real not in entered:
             entered.add(real)
-            below = candidates[: len(_PREFERRED)]
-            waiting += filter(os.path.isdir, (*below, *_contents(below[0])))
+            waiting += filter(os.path.isdir, (*preferred, *_contents(preferred[0])))
+    return absent, there
 
 
 def _contents(directory: str) -> list[str]:

@@ -252,7 +252,7 @@ class _Build:
             beside = [self._link_task(each, stage, ()) for each in self._steps(stage, "stub")]
             objects = compiling.objects(self._plan, self._store, stage, self._since, beside)
             self._since = None
-            began = time.time_ns()
+            began = compiling.kernel_time(stage)
             log = self._link(stage, objects)
             if test is not None and attempt == 0:
                 test.begin()
@@ -311,8 +311,9 @@ class _Build:
         unlinked = compiling.unlinked(stage, places)
         inputs = [look.inputs(unlinked) for look in looks]
         read = [path for each in inputs for path in each.files]
-        if not compiling.saw(read, began, self._snapshot):
-            self._snapshot = compiling.snapshot_of(read)
+        unseen = [path for each in inputs for path in each.unseen]
+        if not compiling.saw(read, unseen, began, self._snapshot):
+            self._snapshot = compiling.snapshot_of((*read, *unseen))
             raise gather.Disagree
         made = [gather.gather(self._plan, each, hasher) for each in inputs]
         # A header that was edited between two compiles is in one object as it was, in the other as

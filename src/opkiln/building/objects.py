@@ -6,8 +6,10 @@ of the new text. Which files the compiler read is known only afterwards. So:
   time. Under a launcher, and where the compile could not be observed, a pass of the preprocessor
   before the compile is observed instead (``observing.launchers``).
 - If a file's change time is before the start of the compile, the compiler saw the present text.
-- If it is later (an edit, or a clock that is ahead), the present text is compared with a snapshot
-  from before the compile. Without a snapshot, one is taken and the compile is repeated.
+- If it is later, the present text is compared with a snapshot from before the compile. Without a
+  snapshot, one is taken and the compile is repeated.
+- The dynamic linker's list, and libraries that it did not load, were not seen open. So the
+  directories above them must have been as they are before the compile, too.
 
 If neither was observed, nobody knows what the object was made from: it is not stored, and what is
 linked from it serves this process alone.
@@ -18,7 +20,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import time
 from functools import partial
 from typing import NamedTuple
 
@@ -185,7 +186,7 @@ class _Batch:
         self._places = places if copy is None else {**places, "src": copy.root}
         self._copy = copy
         self._snapshots = snapshots
-        self._began = time.time_ns()
+        self._began = kernel_time(stage)
         self._observer = observer.library(store.memory, plan.toolchain, stage)
         self._verbose = "debug_cuda" in dict(plan.target.flags)  # ptxas reports each kernel
         self._passes = observed.Passes(plan, stage, self._observer, store.memory, launched=launched)
@@ -254,12 +255,12 @@ class _Batch:
         looks = [seen] if look is None or look.launched else [seen, look]
         found = self._inputs(looks)
         known = None
-        if same and self._saw(found.files, self._snapshots.get(step.output, {})):
+        if same and self._saw(found, self._snapshots.get(step.output, {})):
             with contextlib.suppress(gather.Appeared, FileNotFoundError):
                 known = gather.gather(self._plan, found, Hasher(partial(digest, memory=memory)))
         # Once more, after the files were hashed: they must be those that were compiled.
         if known is None or not seen.unchanged():
-            self.unsettled[step.output] = snapshot_of(found.files)
+            self.unsettled[step.output] = snapshot_of((*found.files, *found.unseen))
             return
         result = self.settled[step.output] = Compiled(step, known, *told)
         if self._verbose:
@@ -280,26 +281,44 @@ class _Batch:
         more = ((FILE, path) for path in origins)
         return found._replace(paths=tuple(sorted({*found.paths, *more})))
 
-    def _saw(self, read: tuple[str, ...], snapshot: dict[str, str]) -> bool:
+    def _saw(self, found: inputs.Inputs, snapshot: dict[str, str]) -> bool:
         """Whether the compiler certainly read the files as they are now."""
         copied = {} if self._copy is None else self._copy.digests
         hasher = Hasher()
         try:
-            same = all(hasher(path)[0] == copied[path] for path in read if path in copied)
+            same = all(hasher(path)[0] == copied[path] for path in found.files if path in copied)
         except FileNotFoundError:
             return False
-        others = (path for path in read if path not in copied)
-        return same and saw(others, self._began, snapshot)
+        others = [path for path in found.files if path not in copied]
+        return same and saw(others, found.unseen, self._began, snapshot)
 
 
-def saw(read: Iterable[str], began: int, snapshot: dict[str, str]) -> bool:
-    """Whether a program that began at this time certainly read the files as they are now.
-    ``snapshot`` has digests from before it began."""
+def kernel_time(directory: str) -> int:
+    """What the kernel writes now as the change time of a file: our own clock may be wrong."""
+    os.utime(directory)
+    return os.stat(directory).st_ctime_ns
+
+
+def saw(read: Iterable[str], unseen: Iterable[str], began: int, snapshot: dict[str, str]) -> bool:
+    """Whether a program that began at this time of the kernel's certainly had the files as they
+    are now. ``snapshot`` has digests from before it began."""
     hasher = Hasher()
+
+    def is_older(path: str) -> bool:
+        return Signature.of(path).ctime_ns < began - _TICK_NS
+
+    def was_there(path: str) -> bool:
+        way = (path, os.path.realpath(path))
+        above = (os.path.join("/", *parts[:n]) for each in way
+                 if (parts := each.split("/")[1:]) for n in range(1, len(parts) + 1))  # fmt: skip
+        return all(os.lstat(each).st_ctime_ns < began - _TICK_NS for each in above)
+
+    def holds(path: str, test: Callable[[str], bool]) -> bool:
+        return test(path) or snapshot.get(path) == hasher(path)[0]
+
     try:
-        return all(
-            Signature.of(path).ctime_ns < began - _TICK_NS or snapshot.get(path) == hasher(path)[0]
-            for path in read
+        return all(holds(path, is_older) for path in read) and all(
+            holds(path, was_there) for path in unseen
         )
     except FileNotFoundError:
         return False

@@ -29,6 +29,9 @@ class Inputs(NamedTuple):
     # (a name on PATH, its programs up to the one that a script or launcher chose)
     chosen: tuple[Chosen, ...] = ()
     libraries: tuple[str, ...] = ()  # names of shared libraries that programs need
+    # What the dynamic linker itself looked at: its list, and libraries that it did not load. No
+    # record says what was there then.
+    unseen: tuple[str, ...] = ()
 
     @property
     def files(self) -> tuple[str, ...]:
@@ -96,19 +99,28 @@ def of(
     paths.update(dict.fromkeys(files, FILE))
     looked_up = (*observation.found, *called)
     paths.update(dict.fromkeys(outside(looked_up), PROGRAM))
+    names = map(os.path.basename, outside(observation.loaded))
+    libraries = {*observation.libraries, *(name for name in names if ".so" in name)}
+    missing, there = linker.search(searched, libraries)
+    unseen = {path for path in outside(there) if path not in paths}
+    paths.update(dict.fromkeys(unseen, FILE))
+    if libraries and os.path.exists(linker.LIST):
+        unseen.add(linker.LIST)
     found = [(kind, path) for path, kind in paths.items()]
     found += [(LISTING, path) for path in outside(map(_plain, observation.listed))]
     found += [(LINK, path) for path in _links(outside(observation.led))]
     absent = set(outside(each.rstrip("/") for each in observation.absent))
-    names = map(os.path.basename, outside(observation.loaded))
-    libraries = {*observation.libraries, *(name for name in names if ".so" in name)}
-    absent.update(outside(linker.missing(searched, libraries)))
+    absent.update(outside(missing))
     if libraries and os.path.exists(linker.PRELOADS):
         found.append((FILE, linker.PRELOADS))
     elif libraries:
         absent.add(linker.PRELOADS)
     return Inputs(
-        tuple(sorted(found)), _summed_up(absent), _longest(chosen), tuple(sorted(libraries))
+        tuple(sorted(found)),
+        _summed_up(absent),
+        _longest(chosen),
+        tuple(sorted(libraries)),
+        tuple(sorted(unseen)),
     )
 
 
@@ -161,7 +173,8 @@ def without(found: Inputs, covered: tuple[str, ...]) -> Inputs:
         if (left := tuple(name for name in names if counts(os.path.join(directory, name))))
     )
     paths = tuple((kind, path) for kind, path in found.paths if counts(path + "/"))
-    return found._replace(paths=paths, absent=kept)
+    unseen = tuple(path for path in found.unseen if counts(path + "/"))
+    return found._replace(paths=paths, absent=kept, unseen=unseen)
 
 
 def union(parts: Iterable[Inputs]) -> Inputs:
@@ -170,13 +183,21 @@ def union(parts: Iterable[Inputs]) -> Inputs:
     absent: dict[str, set[str]] = {}
     chosen: list[Chosen] = []
     libraries: set[str] = set()
+    unseen: set[str] = set()
     for part in parts:
         paths.update(part.paths)
         libraries.update(part.libraries)
+        unseen.update(part.unseen)
         chosen += part.chosen
         for directory, names in part.absent:
             absent.setdefault(directory, set()).update(names)
-    return Inputs(tuple(sorted(paths)), _sorted(absent), _longest(chosen), tuple(sorted(libraries)))
+    return Inputs(
+        tuple(sorted(paths)),
+        _sorted(absent),
+        _longest(chosen),
+        tuple(sorted(libraries)),
+        tuple(sorted(unseen)),
+    )
 
 
 def _longest(chosen: Iterable[Chosen]) -> tuple[Chosen, ...]:
