@@ -38,14 +38,20 @@ class Compilers:
         self.recalled: list[tuple[object, ...]] = []
         self.asked: list[tuple[object, ...]] = []
         patch.setattr(choice, "recall", self._recall)
-        patch.setattr(choice, "available", lambda backend, machine, spec: self.found)
+        patch.setattr(choice, "available", self._available)
         patch.setattr(choice, "choose", self._choose)
 
+    def _available(self, backend: str, machine: str, spec: OpSpec) -> bool:
+        assert isinstance(spec, OpSpec)
+        return self.found
+
     def _recall(self, memory: object, backend: str, machine: str, spec: OpSpec) -> Toolchain | None:
+        assert isinstance(spec, OpSpec)
         self.recalled.append((memory, backend, machine))
         return self.remembered
 
     def _choose(self, memory: object, backend: str, machine: str, spec: OpSpec) -> Toolchain:
+        assert isinstance(spec, OpSpec)
         self.asked.append((memory, backend, machine))
         if isinstance(self.answer, ToolchainError):
             raise self.answer

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import socket
 import threading
 import time
@@ -17,18 +16,13 @@ from opkiln.cluster.channel import PART, Channel
 from opkiln.cluster.ensure import Handle, _Agreeing
 from opkiln.cluster.messages import Hello, Made, Offer, Outcome, Plan, Task, Vote
 from opkiln.cluster.stores import Directory, KeyValues, Memory
-from opkiln.decision import pins
-from opkiln.decision.terms import Reference, Refuse, Request, Serve
 from opkiln.errors import ClusterError, SettingError, StoreError, UsageError
-from opkiln.loading.loader import look
-from opkiln.model import Artifact
 from opkiln.report import collect
 from opkiln.settings import origin_of, place_in_job, settings
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from sample.package import Package
 
 pytestmark = pytest.mark.timed
 
@@ -279,40 +273,7 @@ def test_ranks_that_name_no_ops_wait_for_each_other(store: KeyValues) -> None:
     assert opkiln.ensure(()) == ()
 
 
-# Pins
-
-
-def test_pinned_op_is_served_as_agreed_or_not_at_all(plain: Package) -> None:
-    op = plain.builder().op()
-    pins.pin(op, None, "rank 3 cannot use it")
-    try:
-        found = look(Request(op))
-        assert isinstance(found, Refuse)  # the op has no reference
-        assert "rank 3 cannot use it" in str(found.error)
-        assert not isinstance(look(Request(op, agreed=False)), Reference | Refuse)
-    finally:
-        pins.release(op)
-
-
-def test_pinned_library_is_served_only_as_it_was(plain: Package, tmp_path: Path) -> None:
-    op = plain.builder().op()
-    file = tmp_path / "library.so"
-    file.write_bytes(b"agreed")
-    file.chmod(0o700)
-    agreed = Artifact(str(file), hashlib.sha256(b"agreed").hexdigest(), "store")
-    pins.pin(op, agreed)
-    try:
-        found = look(Request(op))
-        assert isinstance(found, Serve)
-        assert found.artifact == agreed
-        file.write_bytes(b"other")
-        changed = look(Request(op))
-        assert isinstance(changed, Refuse)
-        assert "that all ranks agreed on cannot be opened here" in str(changed.error)
-        other = op._replace(spec=op.spec._replace(cxx_args=("-DOTHER",)))
-        assert "agreed on another op" in str(look(Request(other)).error)
-    finally:
-        pins.release(op)
+# Settings
 
 
 def test_secret_of_the_job_is_not_in_a_report(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import sys
 import warnings
 from typing import TYPE_CHECKING
@@ -10,7 +11,7 @@ import pytest
 from sample.decisions import World
 from sample.levels import OTHER_LEVELS
 
-from opkiln.decision import decide, policy, receipt
+from opkiln.decision import decide, pins, policy, receipt
 from opkiln.decision.terms import (
     BUILD,
     CACHED,
@@ -46,6 +47,7 @@ from opkiln.loading.loader import look
 from opkiln.model import CUDA, ONE_CALL, PROGRAM, XPU, Artifact
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from opkiln.decision.terms import Outcome
@@ -64,6 +66,82 @@ def served(outcome: Outcome) -> tuple[str, str]:
 
 def steps(outcome: Outcome) -> list[tuple[str, str]]:
     return [(each.resort, each.verdict) for each in outcome.trace.candidates]
+
+
+# What all ranks of a job agreed on
+
+
+@pytest.fixture
+def pin(world: World) -> Iterator[Callable[..., pins.Pin]]:
+    yield lambda *given, **named: pins.pin(world.op(), *given, **named)
+    pins.release(world.op())
+
+
+def test_reference_that_ranks_agreed_on_serves_loads_that_take_part(
+    world: World, pin: Callable[..., pins.Pin]
+) -> None:
+    built = world.store(b"built")
+    pin(None, "rank 3 cannot use it")
+    outcome = decide.decide(world.request(reference=True))
+    assert isinstance(outcome, Reference)
+    assert outcome.error.what == "all ranks agreed on the reference of op op"
+    assert outcome.error.why == "rank 3 cannot use it"
+    agreed = ("fallback", "taken", "all ranks of the job agreed on the reference", "")
+    assert outcome.trace.candidates == [agreed]
+    outcome = decide.decide(world.request())
+    assert isinstance(outcome, Refuse)
+    assert outcome.error.what == "all ranks agreed on the reference of op op"
+    assert outcome.error.why == "the op has no reference\nrank 3 cannot use it"
+    assert outcome.error.hint == "opkiln.ensure(...)    # on all ranks, to agree again"
+    assert outcome.trace.candidates == [("store", "refused", outcome.error.why, "")]
+    for request in (world.request(BUILD), Request(world.op(), agreed=False)):
+        assert served(look(request)) == (str(built), "store")
+
+
+def test_library_that_ranks_agreed_on_serves_as_it_was_or_nothing_does(
+    world: World, pin: Callable[..., pins.Pin]
+) -> None:
+    world.store(b"better")
+    library = world.base / "agreed.so"
+    library.write_bytes(b"agreed")
+    library.chmod(0o700)
+    artifact = Artifact(str(library), hashlib.sha256(b"agreed").hexdigest(), "store")
+    pin(artifact)
+    outcome = decide.decide(world.request())
+    assert isinstance(outcome, Serve)
+    assert outcome.artifact == artifact
+    told = f"all ranks of the job agreed on it, SHA-256 {artifact.sha256[:16]}"
+    assert outcome.trace.candidates == [("store", "taken", told, str(library))]
+    request = world.request()
+    request.cannot_open[str(library)] = LoadError("no", why="undefined symbol")
+    library.write_bytes(b"another")
+    for refused, why in (
+        (decide.decide(request), "undefined symbol"),
+        (decide.decide(world.request()), f"{library} has the SHA-256 "),
+    ):
+        assert isinstance(refused, Refuse)
+        assert refused.error.what == (
+            "the library of op op that all ranks agreed on cannot be opened here"
+        )
+        assert refused.error.why.startswith(why)
+        assert refused.error.hint == "opkiln.ensure(...)    # on all ranks, to agree again"
+        assert refused.trace.candidates == [("store", "refused", refused.error.why, str(library))]
+
+
+def test_op_that_was_declared_anew_is_not_the_one_that_ranks_agreed_on(
+    world: World, pin: Callable[..., pins.Pin]
+) -> None:
+    pin(None, find_change=lambda op: "gradient")
+    first = decide.decide(world.request(reference=True))
+    pin(None, find_change=lambda op: "")
+    assert isinstance(decide.decide(world.request(reference=True)), Reference)
+    world.spec = world.spec._replace(cxx_args=("-DOTHER",))
+    second = decide.decide(world.request(reference=True))
+    for outcome, other in ((first, "gradient"), (second, "set of sources or flags")):
+        assert isinstance(outcome, Refuse)
+        assert outcome.error.what == "the ranks agreed on another op op"
+        assert outcome.error.why == f"it was declared anew since then, with another {other}"
+        assert outcome.error.hint == "opkiln.ensure(...)    # on all ranks, to agree again"
 
 
 # The order

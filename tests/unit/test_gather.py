@@ -188,6 +188,14 @@ def test_name_that_appeared_during_a_compile_is_not_taken_for_one_that_was_read(
         gather.gather(shop.plan(), seen, Hasher())
 
 
+def test_name_that_may_appear_behind_a_link_is_asked_for_each_time(shop: Shop) -> None:
+    (shop.src / "link.h").symlink_to("nowhere")
+    seen = Inputs(absent=((str(shop.src), ("link.h",)),))
+    assert [each.signature for each in gather.gather(shop.plan(), seen, Hasher())] == [
+        facts.UNSIGNED
+    ]
+
+
 def test_text_of_an_inline_source_is_no_file(shop: Shop) -> None:
     """It is in the key, and the directory with its file is removed after the build."""
     seen = Inputs(

@@ -15,7 +15,7 @@ from opkiln import facts
 from opkiln.binary import linker
 from opkiln.building import gather
 from opkiln.digest import Signature
-from opkiln.facts import Hasher
+from opkiln.facts import LIBRARIES, Hasher
 from opkiln.observing import inputs, programs
 from opkiln.store import deps
 
@@ -89,6 +89,7 @@ def test_list_of_this_machine_holds_when_it_is_asked_again() -> None:
     if not os.path.exists(linker.LIST):
         pytest.skip("there is no list")
     (known,) = gather.gather_libraries(inputs.Inputs(libraries=("libc.so.6",)), Hasher())
+    assert known[:3] == (LIBRARIES, "abs", linker.LIST)
     assert "/" in known.value
     found = facts.signature_of(known.kind, linker.LIST)
     assert found[:-1] == Signature.of(linker.LIST)[:-1]

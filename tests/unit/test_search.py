@@ -13,8 +13,8 @@ from sample.levels import OTHER_LEVELS
 from opkiln import plan as plans
 from opkiln.build_model import DeviceCompiler, Toolchain, TorchSDK
 from opkiln.building.asking import ask, planned
-from opkiln.decision import search
-from opkiln.decision.terms import BUILD, LOAD, SHIP, Ask, Build, Serve, Trace
+from opkiln.decision import policy, search
+from opkiln.decision.terms import BUILD, LOAD, SHIP, Ask, Build, Fetch, Serve, Trace
 from opkiln.errors import (
     BuildError,
     CompilingOff,
@@ -24,6 +24,7 @@ from opkiln.errors import (
 )
 from opkiln.model import ABI_STABLE, ABI_TORCH, CUDA
 from opkiln.settings import LAYOUT
+from opkiln.toolchain import choice
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -460,3 +461,49 @@ def test_torch_that_is_missing_or_old_cannot_be_built_against(
         "hint: pip install 'torch>=2.10'",
     ]
     assert search.plan_for(world.spec._replace(abi=ABI_TORCH), target, old).toolchain == old
+
+
+# Remote tiers
+
+
+@pytest.mark.parametrize("trusted", [True, False])
+def test_remote_tiers_are_asked_once_and_only_by_those_who_may(
+    trusted: bool, world: World, compilers: Compilers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compilers.remembered = GCC
+    monkeypatch.setenv("OPKILN_REMOTES", "https://tier.example")
+    if trusted:
+        monkeypatch.setenv("OPKILN_LOCK", str(world.base / "ops.lock"))
+    request, trace = world.request(), Trace()
+    assert isinstance(search.search(request, trace), Build)
+    why = "only a load or a build connects"
+    if not trusted:
+        why = f"no load asks it: {policy.NOTHING_TRUSTED}"
+    not_asked = ("remote", "none", f"not asked: {why}", "https://tier.example")
+    assert trace.candidates[1:] == [not_asked]
+    request.fetches = True
+    outcome = search.search(request, Trace())
+    assert isinstance(outcome, Fetch)
+    assert outcome.target == request.target
+    request.tiers, trace = Trace(), Trace()
+    request.tiers.add("remote", "none", "it has nothing")
+    trace.add("prebuilt", "none", "there is none")
+    assert isinstance(search.search(request, trace), Build)
+    assert [each.reason for each in trace.candidates] == [
+        "there is none", "it has nothing", NO_ENTRY,
+    ]  # fmt: skip
+    for_others, trace = world.request(SHIP), Trace()
+    for_others.fetches = True
+    assert isinstance(search.search(for_others, trace), Build)
+    assert [each.reason for each in trace.candidates] == [NO_ENTRY]
+
+
+def test_build_of_any_compiler_serves_where_ours_only_stands_in_for_another(
+    world: World, compilers: Compilers
+) -> None:
+    compilers.remembered = GCC
+    world.patch.setattr(choice, "stands_in", lambda backend, spec: True)
+    library = built_by(world, GCC._replace(identity="another"))
+    assert served(look(world.request())[0]) == str(library)
+    own = built_by(world, GCC, b"own")
+    assert served(look(world.request())[0]) == str(own)
