@@ -35,7 +35,7 @@ MODULES = {
     "observing/inputs": ("test_observer_log.py",),
     "building/asking": ("test_asking.py", "test_search.py"),
     "building/gather": ("test_gather.py", "test_linker.py"),
-    "decision/policy": ("test_decide.py",),
+    "decision/policy": ("test_decide.py", "test_search.py"),
     "decision/terms": ("test_trace.py", "test_decide.py"),
     "decision/target": ("test_target.py", "test_decide.py"),
     "decision/prebuilt": ("test_layers_by_fit.py",),

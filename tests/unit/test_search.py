@@ -481,6 +481,8 @@ def test_remote_tiers_are_asked_once_and_only_by_those_who_may(
         why = f"no load asks it: {policy.NOTHING_TRUSTED}"
     not_asked = ("remote", "none", f"not asked: {why}", "https://tier.example")
     assert trace.candidates[1:] == [not_asked]
+    told = "" if trusted else f"\nno tier of OPKILN_REMOTES was asked: {policy.NOTHING_TRUSTED}"
+    assert policy.refusal(world.spec, "compiling is off").why == f"compiling is off{told}"
     request.fetches = True
     outcome = search.search(request, Trace())
     assert isinstance(outcome, Fetch)
