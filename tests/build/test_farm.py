@@ -15,7 +15,7 @@ from sample.farm import Farm
 from sample.levels import HIGH, LOW
 
 from opkiln.errors import BuildError, CompileError
-from opkiln.ship.farm import coordinator, rounds
+from opkiln.ship.farm import coordinator
 from opkiln.ship.farm.tasks import Job, Result, work
 from opkiln.ship.prebuild import BUILT, Outcome
 from opkiln.ship.selection import NamedTarget
@@ -148,7 +148,7 @@ def test_a_task_that_ends_its_worker_is_found_and_the_others_are_done() -> None:
             raise BrokenExecutor("a process ended")
         return built(job)
 
-    ended = {each.number: each.result for each in rounds.results(JOBS, lambda: Directly(run))}
+    ended = {each.number: each.result for each in coordinator.results(JOBS, lambda: Directly(run))}
     assert sorted(ended) == sorted(JOBS)
     (lost,) = [each.outcome.error for each in ended.values() if each.outcome.error is not None]
     assert "op op2 was not built: its worker was lost" in lost.what
@@ -165,7 +165,7 @@ def test_a_task_that_is_lost_once_runs_again_on_the_same_executor() -> None:
             raise OSError("the worker is gone")
         return built(job)
 
-    ended = list(rounds.results(JOBS, Directly(run)))
+    ended = list(coordinator.results(JOBS, Directly(run)))
     assert all(each.result.outcome.status == BUILT for each in ended)
     assert tried.count("op1") == 2
     assert len(tried) == len(JOBS) + 1
@@ -175,6 +175,6 @@ def test_an_executor_that_was_given_and_breaks_is_an_error_for_what_is_left() ->
     def run(job: Job) -> Result:
         raise BrokenExecutor("gone")
 
-    ended = list(rounds.results(JOBS, Directly(run)))
+    ended = list(coordinator.results(JOBS, Directly(run)))
     assert [each.number for each in ended] == list(JOBS)
     assert all("its worker was lost" in str(each.result.outcome.error) for each in ended)

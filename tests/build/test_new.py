@@ -19,7 +19,7 @@ from sample import command, install, transcript
 from sample.install import NATIVE_ONLY, Environment
 
 from opkiln.errors import StoreError, UsageError
-from opkiln.ship import add_op, scaffold
+from opkiln.ship import scaffold
 from opkiln.toolchain import host, torch_sdk
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def test_a_package_is_written_whole_by_the_name_it_is_imported_by(
 
 def test_every_template_is_written() -> None:
     ci = [template for template, _ in scaffold.CI.values()]
-    names = [*scaffold._PACKAGE_FILES, *ci, *scaffold._OP_FILES, scaffold._TEST, "uv.toml"]
+    names = [*scaffold._PACKAGE_FILES, *ci, *scaffold._OP_FILES, "uv.toml"]
     used = {f"{name.format(backend=b)}.in" for name in names for b in scaffold.BACKENDS}
     assert used == set(os.listdir(scaffold._TEMPLATES))
 
@@ -152,9 +152,9 @@ def test_a_name_that_no_op_can_have_is_refused(tmp_path: Path, name: str, why: s
 
 
 def test_no_op_can_be_named_as_something_in_its_own_files() -> None:
-    texts, test = scaffold.op_texts("demo_ops", "zzz")
+    texts = scaffold.op_texts("demo_ops", "zzz", "demo_ops")
     bound = set()
-    for text in [*(texts[name] for name in texts if name.endswith(".py")), test]:
+    for text in (text for name, text in texts.items() if name.endswith(".py")):
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.arg):
                 bound.add(node.arg)
@@ -215,7 +215,7 @@ def test_an_op_is_added_and_only_lines_are_inserted(tmp_path: Path, backend: str
     scaffold.write("Demo-Ops", str(tmp_path), backend)
     where = tmp_path / "Demo-Ops"
     before = _tree(where)
-    added = add_op.add(str(where), "layer-norm")
+    added = scaffold.add(str(where), "layer-norm")
     after = _tree(where)
     assert sorted(set(after) - set(before)) == sorted(added.new)
     changed = [path for path in before if before[path] != after[path]]
@@ -242,7 +242,7 @@ def test_an_op_is_added_to_a_package_that_had_none(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "__init__.py").write_text("")
     (tmp_path / "pyproject.toml").write_text('[project]\nname = "mine"\nversion = "1"')
-    added = add_op.add(str(tmp_path), "norm")
+    added = scaffold.add(str(tmp_path), "norm")
     assert "mine/ops/__init__.py" in added.new
     assert (
         tmp_path / "mine" / "__init__.py"
@@ -271,7 +271,7 @@ def test_an_op_that_cannot_be_added_changes_nothing(
     break_it(where)
     before = _tree(where)
     with pytest.raises(UsageError) as raised:
-        add_op.add(str(where), "norm")
+        scaffold.add(str(where), "norm")
     assert message in str(raised.value)
     assert _tree(where) == before
 
@@ -294,7 +294,7 @@ def test_an_op_that_cannot_be_written_leaves_nothing_behind(
     before = _tree(tmp_path)
     monkeypatch.setitem(scaffold._OP_FILES, "op.cu", "x" * 300)
     with pytest.raises(StoreError, match="cannot be written: File name too long"):
-        add_op.add(str(tmp_path / "demo_ops"), "norm")
+        scaffold.add(str(tmp_path / "demo_ops"), "norm")
     assert _tree(tmp_path) == before
     assert not (tmp_path / "demo_ops/src/demo_ops/ops/norm").exists()
 
@@ -367,7 +367,7 @@ def assert_tests_pass(
 def test_its_tests_and_an_added_ops_pass_compiled_at_first_use_and_precompiled(
     environment: Environment, project: Path, tmp_path: Path
 ) -> None:
-    add_op.add(str(project), "demo_norm")
+    scaffold.add(str(project), "demo_norm")
     environment.install(project)
     assert environment.prebuilt("demo_ops") == {}
     assert_tests_pass(environment, project, "--opkiln=native")

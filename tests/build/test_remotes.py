@@ -407,10 +407,7 @@ def test_other_processes_do_not_wait_for_a_tier_that_drips(machines: Machines) -
     store, url = machines.new(), f"http://{dripping.host}/ops"
     given = {"OPKILN_REMOTES": url, "OPKILN_TRUSTED_KEYS": machines.public}
     # This one does not give up before the test has ended.
-    patient = (
-        "from opkiln.remote import patience, tiers\n"
-        "tiers.reach.__defaults__ = (patience.COMMAND,)\n"
-    )
+    patient = "from opkiln.remote import fetch, patience\nfetch.LOAD = patience.COMMAND\n"
     first = machines.start_load(store, patient, **given)
     assert dripping.asked.wait(60)
     second = machines.load(store, **given)

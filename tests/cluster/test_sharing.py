@@ -19,7 +19,7 @@ from opkiln.decision import pins
 from opkiln.errors import ClusterError, CompileError, OpkilnError
 from opkiln.loading import loader
 from opkiln.model import INLINE_ROOT, ONE_CALL, Op, OpSpec
-from opkiln.remote import patience, tiers
+from opkiln.remote import fetch, patience
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -202,7 +202,7 @@ def test_remote_tiers_are_asked_before_a_rank_says_what_it_has(
         monkeypatch.setenv("OPKILN_REMOTES", f"http://{server.host}")
         monkeypatch.setenv("OPKILN_TRUSTED_KEYS", f"ed25519:{43 * 'A'}=")
         # A busy machine may be silent for 2.5 seconds, and is then given up.
-        monkeypatch.setattr(tiers.reach, "__defaults__", (patience.COMMAND,))
+        monkeypatch.setattr(fetch, "LOAD", patience.COMMAND)
         assert sharing_of(store, op, 0)._can_make()
         asked = len(server.requests)
         assert asked > 0

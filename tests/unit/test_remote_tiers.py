@@ -84,7 +84,8 @@ def test_a_blob_arrives_whole_in_pieces(start: Start, cache: Path) -> None:
     data = os.urandom(3 << 20)
     _, url, sha256 = serving(start, data)
     pieces: list[int] = []
-    path = tiers.download(url, sha256, len(data), root_of(cache), pieces.append)
+    given = LONG._replace(told=pieces.append)
+    path = tiers.download(url, sha256, len(data), root_of(cache), given)
     assert Path(path).read_bytes() == data
     assert len(pieces) > 1
     assert sum(pieces) == len(data)
@@ -99,7 +100,7 @@ def test_a_blob_arrives_by_tls_and_one_connection_serves_several_requests(
     for name in ("one", "two"):
         ask = lambda tier, deadline, name=name: tier.published(name, deadline)  # noqa: E731
         assert tiers.reach(url, root_of(cache), ask, LONG) is None
-    path = tiers.download(url, sha256, 1000, root_of(cache), given=LONG)
+    path = tiers.download(url, sha256, 1000, root_of(cache), LONG)
     assert Path(path).read_bytes() == b"x" * 1000
     assert server.connections == 1
 
@@ -206,7 +207,7 @@ def test_words_give_a_request_no_more_time_and_bytes_give_some_back(clock: Clock
 
 
 def test_no_request_lasts_longer_than_the_load_that_it_is_a_part_of(clock: Clock) -> None:
-    deadline = Deadline(LONG, until=clock.now + 5)
+    deadline = Deadline(LONG._replace(until=clock.now + 5))
     deadline.heard(1000 * patience.SLOWEST)
     assert deadline.left == 5
 

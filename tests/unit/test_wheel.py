@@ -22,6 +22,7 @@ from sample.levels import AARCH64, ARM_V8, X86_64
 from sample.prebuilt import ARM, FULL, SYSTEM, TORCH, add, linked
 
 from opkiln.errors import StoreError, UsageError
+from opkiln.ship.precompile import tag_of
 from opkiln.ship.wheel import HOME, wheel_name, write_wheel
 from opkiln.ship.wheel_check import verify_wheel
 
@@ -175,6 +176,11 @@ def test_ops_for_one_python_and_for_all_are_an_error_that_says_which(layer: Path
         wheel(layer)
     assert raised.value.why == "cp311-cp311: full\npy3-none: alpha, beta"
     assert list((layer.parent / "dist").iterdir()) == []
+
+
+def test_package_with_ops_for_one_python_and_for_all_is_tagged_for_the_one(layer: Path) -> None:
+    add(layer, "full", abi_tag=FULL)
+    assert tag_of(str(layer)) == f"cp311-cp311-manylinux_2_34_{X86_64}"
 
 
 def test_each_machine_gets_a_wheel_of_its_own(layer: Path) -> None:

@@ -64,10 +64,16 @@ def write_bundle(layer_dir: str, file: str) -> Written:
     The same entries give the same bytes. ``file`` appears whole or not at all. Raises StoreError if
     the layer is empty or damaged, or if the file cannot be written.
     """
-    members = list(_listed(layer_dir))
-    if not members:
-        raise StoreError(f"{layer_dir} has no entries", hint="opkiln build --all --out DIR")
-    total = sum(size for _, _, size, _ in members)
+    entries = layer.entries(layer_dir)
+    paths = {
+        f"{each.place}/{name}": os.path.join(each.directory, name)
+        for each in entries
+        for name in each.files
+    }
+    members = [
+        (name, os.stat(path).st_size, sha256_file(path)) for name, path in sorted(paths.items())
+    ]
+    total = sum(size for _, size, _ in members)
     if total > LARGEST - (64 << 20) or len(members) > MOST_MEMBERS:
         raise StoreError(
             f"{len(members)} files of {total} bytes are too many for one bundle",
@@ -75,9 +81,15 @@ def write_bundle(layer_dir: str, file: str) -> Written:
             hint="opkiln cache export FILE --op OP    # several bundles; each is a layer",
         )
     with replacing(file, total) as out:
-        _write(out, members)
-    entries = sum(name.endswith("/" + MANIFEST) for name, *_ in members)
-    return Written(file, sha256_file(file, LARGEST_BUNDLE), entries, os.stat(file).st_size)
+        archive = Writer(out)
+        archive.add(INDEX, [index_of(members)])
+        for name, _, sha256 in members:
+            if archive.add(name, chunks(paths[name])).sha256.hex() != sha256:
+                raise StoreError(
+                    f"{paths[name]} (SHA-256 {sha256}) was changed while it was bundled"
+                )
+        archive.close()
+    return Written(file, sha256_file(file, LARGEST_BUNDLE), len(entries), os.stat(file).st_size)
 
 
 @contextlib.contextmanager
@@ -97,43 +109,16 @@ def replacing(file: str, total: int) -> Iterator[BinaryIO]:
         ) from error
 
 
-def _listed(layer_dir: str) -> Iterator[tuple[str, str, int, str]]:
-    """(name in the bundle, path, size, SHA-256) of every file of a layer, by name."""
-    found: list[tuple[str, str]] = []
-    for leaf in layer.intact_leaves(layer_dir, "bundled"):
-        names = {MANIFEST, SIDECAR, leaf.manifest["payload"]}
-        if more := set(os.listdir(leaf.directory)) - names:
-            raise StoreError(
-                f"{leaf.directory} cannot be bundled: it also has {', '.join(sorted(more))}",
-                why="only entries that were exported for shipping can be bundled",
-                hint="opkiln cache export FILE",
-            )
-        below = os.path.relpath(leaf.directory, layer_dir)
-        found += [(f"{below}/{name}", os.path.join(leaf.directory, name)) for name in names]
-    for name, path in sorted(found):
-        yield name, path, os.stat(path).st_size, sha256_file(path)
-
-
-def _write(out: BinaryIO, members: list[tuple[str, str, int, str]]) -> None:
-    archive = Writer(out)
-    archive.add(INDEX, [index_of((name, size, sha256) for name, _, size, sha256 in members)])
-    for name, path, _, sha256 in members:
-        if archive.add(name, chunks(path)).sha256.hex() != sha256:
-            raise StoreError(f"{path} (SHA-256 {sha256}) was changed while it was bundled")
-    archive.close()
-
-
 # Reading
 
 
-def read_bundle(file: str, *, sha256: str = "") -> list[dict[str, Any]]:
+def read_bundle(file: str) -> list[dict[str, Any]]:
     """The manifests of a bundle's entries, after every byte of it was checked.
 
-    ``sha256`` is the digest that the file must have. Raises StoreError, which names the file and
-    the digests; Untrusted, a subclass, if ``OPKILN_TRUSTED_KEYS`` requires a signature that is
-    missing.
+    Raises StoreError, which names the file and the digests; Untrusted, a subclass, if
+    ``OPKILN_TRUSTED_KEYS`` requires a signature that is missing.
     """
-    with opened(file, sha256) as bundle:
+    with opened(file) as bundle:
         return [manifest for _, manifest, _ in _entries(bundle)]
 
 
@@ -153,7 +138,8 @@ def unpack(
 
     ``signed=False`` is for one that opkiln itself made just now: it needs no signature. Nor does
     one that comes from a remote tier, its ``origin``. Everything is checked before the first one is
-    published, and each appears whole or not at all. Raises StoreError, as ``read_bundle`` does.
+    published, and each appears whole or not at all. ``sha256`` is the digest that the file must
+    have. Raises StoreError, as ``read_bundle`` does.
     """
     note = {}
     if origin is not None:

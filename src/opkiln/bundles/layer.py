@@ -22,11 +22,11 @@ from opkiln.model import EXECUTABLE, OUTSIDE, place_of
 from opkiln.settings import LAYOUT
 from opkiln.store import entry, inventory
 from opkiln.store.deps import deps_key
-from opkiln.store.entry import LOG, MANIFEST, SIDECAR, Leaf, Refused, examine, read_sidecar
+from opkiln.store.entry import LOG, MANIFEST, SIDECAR, Leaf, examine, read_sidecar
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable
 
 _KEPT = (
     "kind", "op", "distribution", "spec", "target", "needs", "toolchain", "schema", "payload",
@@ -59,34 +59,32 @@ class Entry(NamedTuple):
 
 def entries(layer_dir: str) -> tuple[Entry, ...]:
     """The entries of a layer, sorted by place. StoreError if there are none, or one is damaged."""
-    found = []
-    for leaf in intact_leaves(layer_dir, "shipped"):
-        directory = leaf.directory
-        known = {MANIFEST, SIDECAR, LOG, leaf.manifest["payload"]}
-        if more := sorted(set(os.listdir(directory)) - known):
-            raise StoreError(f"{directory} cannot be shipped: it also has {', '.join(more)}")
-        try:
-            lists = read_sidecar(directory)
-        except (OSError, ValueError) as error:
-            raise StoreError(f"{directory} cannot be shipped: {SIDECAR}: {error}") from error
-        place = os.path.relpath(directory, layer_dir)
-        if (told := named(leaf.manifest)) != (*place.split("/")[2:4], place.split("/")[-1]):
-            raise StoreError(f"{directory} cannot be shipped: it belongs at {'/'.join(told)}")
-        found.append(Entry(place, directory, leaf.manifest, lists))
+    top = os.path.join(layer_dir, LAYOUT, "ops")
+    found = [_entry(layer_dir, directory) for directory in inventory.directories(top, 5)]
     if not found:
         raise StoreError(f"{layer_dir} has no ops to ship", hint="opkiln build --all --out DIR")
     return tuple(sorted(found, key=lambda each: each.place))
 
 
-def intact_leaves(layer_dir: str, to_be: str) -> Iterator[Leaf]:
-    """The entries of a layer. Raises StoreError, which says what they were "to be", for one that is
-    damaged."""
-    for directory in inventory.directories(os.path.join(layer_dir, LAYOUT, "ops"), 5):
-        leaf = examine(directory, {}, Hasher(), listed=True, whole=False, own=False)
+def _entry(layer_dir: str, directory: str) -> Entry:
+    leaf = examine(directory, {}, Hasher(), listed=True, whole=False, own=False)
+    try:
         if not isinstance(leaf, Leaf):
-            reason = leaf.reason if isinstance(leaf, Refused) else f"{MANIFEST} is missing"
-            raise StoreError(f"{directory} cannot be {to_be}: {reason}")
-        yield leaf
+            raise ValueError(leaf.reason if leaf is not None else f"{MANIFEST} is missing")
+        known = {MANIFEST, SIDECAR, LOG, leaf.manifest["payload"]}
+        if more := sorted(set(os.listdir(directory)) - known):
+            raise ValueError(f"it also has {', '.join(more)}")
+        place = os.path.relpath(directory, layer_dir)
+        if (told := named(leaf.manifest)) != (*place.split("/")[2:4], place.split("/")[-1]):
+            raise ValueError(f"it belongs at {'/'.join(told)}")
+        try:
+            lists = read_sidecar(directory)
+        except ValueError as error:
+            raise ValueError(f"{SIDECAR}: {error}") from error
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        reason = entry.in_words(error)
+        raise StoreError(f"{directory} cannot be shipped: {reason}") from error
+    return Entry(place, directory, leaf.manifest, lists)
 
 
 def named(manifest: dict[str, Any]) -> tuple[str, str, str]:
@@ -170,13 +168,10 @@ def _write(payload: str, manifest: dict[str, Any], inputs: dict[str, Any], final
     staged = os.path.join(parent, f".{secrets.token_hex(8)}")
     os.mkdir(staged)
     try:
-        files = {
-            entry.MANIFEST: entry.write_manifest(manifest),
-            entry.SIDECAR: entry.write_manifest({"inputs": inputs, "schema": entry.SCHEMA}),
-        }
-        for name, data in files.items():
+        lists = {"inputs": inputs, "schema": entry.SCHEMA}
+        for name, body in ((MANIFEST, manifest), (SIDECAR, lists)):
             with open(os.path.join(staged, name), "wb") as file:
-                file.write(data)
+                file.write(entry.write_manifest(body))
         copy = os.path.join(staged, manifest["payload"])
         shutil.copyfile(payload, copy)
         # Everybody may read it: the store's files are for one user, a layer's files are not.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
 import stat
 from typing import NamedTuple
 
@@ -21,7 +22,6 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-_CHUNK = 1 << 20
 _LARGEST_KEY = 64 << 10  # bytes
 
 
@@ -99,10 +99,9 @@ def sign(file: str, key_file: str) -> Signed:
             )
         data = signatures.write(found)
         with replacing(file, end + len(data)) as out, open(file, "rb") as source:
-            left = end
-            while left and (chunk := source.read(min(left, _CHUNK))):
-                out.write(chunk)
-                left -= len(chunk)
+            shutil.copyfileobj(source, out)
+            out.seek(end)
+            out.truncate()
             out.write(signed_tail(bundle.headers, end, data))
             out.flush()
             with Bundle(out.name) as written:  # the file may have been replaced since it was opened

@@ -9,7 +9,7 @@ import click
 
 from opkiln.cli import output
 from opkiln.errors import UsageError
-from opkiln.ship import add_op, scaffold
+from opkiln.ship import scaffold
 
 
 @click.command("new", short_help="Write a package with an op, or add an op to a package.")
@@ -52,7 +52,7 @@ def command(name: str | None, op: str | None, backend: str, ci: str) -> None:
         )
     is_package = name is not None and os.path.isfile(os.path.join(name, "pyproject.toml"))
     if op is not None and (name is None or is_package):
-        _add(add_op.find("." if name is None else name), op)
+        _add(scaffold.find("." if name is None else name), op)
         return
     assert name is not None
     package = scaffold.package_of(name)
@@ -69,7 +69,7 @@ def command(name: str | None, op: str | None, backend: str, ci: str) -> None:
 
 
 def _add(where: str, op: str) -> None:
-    done = add_op.add(where, op)
+    done = scaffold.add(where, op)
     shown = os.path.relpath(where)
     output.data("\n".join(os.path.normpath(os.path.join(shown, path)) for path in done.new))
     changed = (os.path.normpath(os.path.join(shown, path)) for path in done.changed)

@@ -12,6 +12,7 @@ import warnings
 import weakref
 from concurrent.futures import CancelledError
 from contextlib import ExitStack
+from math import inf
 from typing import Any, NamedTuple
 
 import torch
@@ -83,9 +84,9 @@ class Request:
         early, unless it was begun with ``partial=True``; CancelledError after ``cancel()``;
         TimeoutError after ``timeout`` seconds, and then the request goes on.
         """
-        end = None if timeout is None else time.monotonic() + timeout
-        while not self._poll(_SLICE if end is None else _milliseconds_to(end)):
-            if end is not None and time.monotonic() >= end:
+        end = inf if timeout is None else time.monotonic() + timeout
+        while not self._poll(round(max(0, min(_SLICE, 1000 * (end - time.monotonic()))))):
+            if time.monotonic() >= end:
                 raise TimeoutError(f"the request has not ended within {timeout} s")
         self._queue.pending.pop(self._number, None)
         if (error := self.error()) is not None:
@@ -299,7 +300,9 @@ class AsyncIO:
         ]
         made = queue.pending[number] = Request(queue, number, parts, partial)
         if len(queue.pending) > _MANY:
-            _forget_successes(queue)
+            for other, request in list(queue.pending.items()):
+                if request.done() and request.error() is None:
+                    queue.pending.pop(other, None)  # another thread may have waited for it
         return made
 
     def _check_open(self) -> None:
@@ -321,12 +324,6 @@ class AsyncIO:
                 )  # fmt: skip
                 self._queues.append(_Queue(gds.handle, gds))
             return self._queues[1]
-
-
-def _forget_successes(queue: _Queue) -> None:
-    for number, each in list(queue.pending.items()):
-        if each.done() and each.error() is None:
-            queue.pending.pop(number, None)  # another thread may have waited for it
 
 
 def _drop(queues: list[_Queue], registered: dict[int, Tensor]) -> None:
@@ -403,7 +400,3 @@ def _again(descriptor: int, flags: int) -> int:
             if has & getattr(os, name):
                 raise ArgumentError(f"descriptor {descriptor} was opened with {name}") from None
         return os.dup(descriptor)
-
-
-def _milliseconds_to(end: float) -> int:
-    return max(0, min(_SLICE, round(1000 * (end - time.monotonic()))))

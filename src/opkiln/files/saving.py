@@ -24,6 +24,7 @@ from torch import Tensor
 
 from opkiln.errors import ArgumentError, ArgumentTypeError, UsageError
 from opkiln.files.handle import AsyncIO, Request, Transfer
+from opkiln.store import publish
 from opkiln.writing import taking_the_place_of
 
 TYPE_CHECKING = False
@@ -121,7 +122,7 @@ def save(
         if (mode := _mode_of(path)) is not None:
             os.fchmod(fd, mode)
     if sync:
-        _sync_directory(os.path.dirname(path))
+        publish.sync(os.path.dirname(path))
 
 
 def save_in_background(
@@ -251,7 +252,8 @@ def _header_of(file: BinaryIO, path: str) -> Header:
         raise _damaged(path, f"its header cannot be read: {error}") from error
     reached = 8 + length
     for name, entry in sorted(entries.items(), key=lambda each: each[1][2:]):
-        if entry.begin != reached or entry.end - entry.begin != _nbytes(entry):
+        end = reached + prod(entry.shape) * entry.dtype.itemsize
+        if (entry.begin, entry.end) != (reached, end):
             raise _damaged(path, f"tensor {name!r} has bytes {entry.begin} to {entry.end}")
         reached = entry.end
     if reached != size:
@@ -285,10 +287,6 @@ def _entry(name: str, described: object, start: int) -> Entry:
     if most == 0:
         raise ValueError(f"tensor {name!r} has the shape {repr(shape)[:200]}")
     return Entry(DTYPES[dtype], tuple(shape), start + begin, start + end)
-
-
-def _nbytes(entry: Entry) -> int:
-    return prod(entry.shape) * entry.dtype.itemsize
 
 
 def _damaged(path: str, why: str) -> UsageError:
@@ -412,11 +410,3 @@ def _run(
         with suppress(CancelledError, OSError, EOFError):  # the interrupt is what is raised
             request.wait()
         raise
-
-
-def _sync_directory(directory: str) -> None:
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

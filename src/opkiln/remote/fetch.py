@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import os
 import time
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
-from functools import partial
-from math import inf
 from typing import NamedTuple
 
 from opkiln import machine
@@ -26,7 +25,7 @@ from opkiln.errors import BuildTimeout, OpkilnError, StoreError
 from opkiln.model import CUDA, ROCM, place_of
 from opkiln.remote import lockfile, names, tiers
 from opkiln.remote.patience import COMMAND, LOAD, SLOWEST, Patience
-from opkiln.remote.tier import Absent, Forbidden, Unusable
+from opkiln.remote.tier import Absent, Failure, Forbidden, Published, Unusable
 from opkiln.settings import settings
 from opkiln.store import lock, signatures
 from opkiln.store.entry import FETCHED, read_manifest
@@ -34,7 +33,7 @@ from opkiln.store.inventory import directories
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from opkiln.build_model import Target
     from opkiln.decision.terms import Request
@@ -66,18 +65,38 @@ def fetch(request: Request, target: Target, trace: Trace) -> bool:
             hint = f"(hint: {error.hint})"
             tiers.tell_once(f"no tier of OPKILN_REMOTES is asked: {error.what} {hint}")
         return False
+
+    def arrived() -> bool | None:
+        return search.elsewhere(request, Trace()) is not None or None
+
+    # Who can compile it does not wait for a tier that keeps another process waiting.
+    wait = LOAD.whole if policy.why_not_compile(request) else LOAD.first
     try:
         wanted = names.of_op(spec, (target, request.target))
         pinned = _pinned(spec, locked, wanted)
-        search_names = wanted if keys is not None else []
-        if not pinned and not search_names:
+        if not pinned and keys is None:
             trace.add(REMOTE, "none", "the lock file has nothing for this op and this machine",
                       settings.lock or "")  # fmt: skip
             return False
-        return _in_turn(request, root, wanted[0], pinned, search_names, trace)
+        with lock.turn(
+            root, f"fetch-{wanted[0]}", arrived, lambda _: None, what=f"op {spec.name}",
+            limit=min(wait, settings.build_timeout),
+        ) as got:  # fmt: skip
+            if not isinstance(got, lock.Turn):
+                trace.add(REMOTE, "fetched", "another process of this host did it")
+                return True
+            asking = _Asking(spec, root, got, trace)
+            # What is pinned comes first, from whichever tier has it.
+            if any(asking.take(url, row.name, row) for url in settings.remotes for row in pinned):
+                return True
+            by_name = settings.remotes if keys is not None else ()
+            return any(asking.take_by_name(url, wanted) for url in by_name)
+    except BuildTimeout:
+        what = "not asked: another process of this host asks, and has got nothing for a while"
+        trace.add(REMOTE, "none", what)
     except (StoreError, OSError) as error:
         trace.add(REMOTE, "refused", error.what if isinstance(error, StoreError) else str(error))
-        return False
+    return False
 
 
 def _pinned(spec: OpSpec, locked: tuple[Locked, ...], wanted: list[str]) -> list[Locked]:
@@ -102,33 +121,6 @@ def runs_here(each: Locked) -> bool:
     return each.backend not in (CUDA, ROCM) or bool(archs.coverage(each.backend, each.archs))
 
 
-def _in_turn(
-    request: Request, root: str, name: str, pinned: list[Locked], wanted: list[str], trace: Trace
-) -> bool:
-    def arrived() -> bool | None:
-        return search.elsewhere(request, Trace()) is not None or None
-
-    # Who can compile it does not wait for a tier that keeps another process waiting.
-    wait = LOAD.whole if policy.why_not_compile(request) else LOAD.first
-    try:
-        with lock.turn(
-            root, f"fetch-{name}", arrived, lambda _: None, what=f"op {request.op.spec.name}",
-            limit=min(wait, settings.build_timeout),
-        ) as got:  # fmt: skip
-            if not isinstance(got, lock.Turn):
-                trace.add(REMOTE, "fetched", "another process of this host did it")
-                return True
-            # What is pinned comes first, from whichever tier has it.
-            asking = _Asking(request.op.spec, root, got, trace)
-            return any(
-                asking.by_digest(url, each) for url in settings.remotes for each in pinned
-            ) or any(asking.by_name(url, wanted) for url in settings.remotes)
-    except BuildTimeout:
-        what = "not asked: another process of this host asks, and has got nothing for a while"
-        trace.add(REMOTE, "none", what)
-        return False
-
-
 class _Asking:
     """The questions of one search to the tiers, and what came of them in its trace.
 
@@ -137,72 +129,43 @@ class _Asking:
 
     def __init__(self, spec: OpSpec, root: str, turn: lock.Turn, trace: Trace) -> None:
         self._spec, self._root, self._turn, self._trace = spec, root, turn, trace
-        self._until = time.monotonic() + settings.build_timeout
+        until = time.monotonic() + settings.build_timeout
+        self._given = LOAD._replace(until=until, told=self._count)
         self._bytes = 0  # since those who wait were last told that it gets on
 
-    def by_digest(self, url: str, row: Locked) -> bool:
-        """Whether a tier has given this artifact."""
-
-        def pinned() -> str:
-            if self._refused_before(url, row.sha256):
-                return ""
-            self._take(url, row.sha256, row.size, ("lock", settings.lock or ""))
-            return f"SHA-256 {row.sha256}, which the lock file has"
-
-        return self._attempt(url, pinned)
-
-    def by_name(self, url: str, wanted: list[str]) -> bool:
+    def take_by_name(self, url: str, wanted: list[str]) -> bool:
         """Whether a tier has given what is published under one of these names."""
         before = len(self._trace.candidates)
-        if any(self._attempt(url, partial(self._named, url, each)) for each in wanted):
+        if any(self.take(url, name) for name in wanted):
             return True
-        if wanted and len(self._trace.candidates) == before:
+        if len(self._trace.candidates) == before:
             what = "it has nothing for these sources and this machine"
             self._trace.add(REMOTE, "none", what, url)
         return False
 
-    def _named(self, url: str, name: str) -> str:
-        found = tiers.reach(
-            url, self._root, lambda tier, deadline: tier.published(name, deadline),
-            until=self._until,
-        )  # fmt: skip
-        if found is None or self._refused_before(url, found.sha256):
-            return ""
-        # Before any of it is downloaded: this is also what bounds the download.
-        signed = signatures.artifact_message(name, found.sha256, found.size)
-        try:
-            key = signatures.require(name, signed, found.signatures.encode())
-        except signatures.Untrusted as error:
-            raise Unusable(": ".join(filter(None, (error.what, error.why)))) from error
-        self._take(url, found.sha256, found.size, ("key", key))
-        return f"SHA-256 {found.sha256}, as {name}"
-
-    def _take(self, url: str, sha256: str, size: int, by: tuple[str, str]) -> None:
-        take(Fetched(url, sha256, by), size, self._root, self._gets_on, until=self._until)
-
-    def _gets_on(self, size: int) -> None:
-        """So many bytes have come. Those who wait are told of each 64 KiB."""
-        self._bytes += size
-        if self._bytes >= SLOWEST:
-            self._bytes = 0
-            self._turn.advance()
-
-    def _refused_before(self, url: str, sha256: str) -> bool:
-        """Whether the store has it already, where it did not serve: there is nothing to fetch."""
-        spec = self._spec
-        there = fetched_already(self._root, spec.distribution, spec.name, sha256)
-        if there:
-            self._trace.add(REMOTE, "none", f"SHA-256 {sha256} is in the store already", url)
-        return bool(there)
-
-    def _attempt(self, url: str, taken: Callable[[], str]) -> bool:
-        """Whether something was taken, which ``taken()`` then names. A failure is an entry of the
-        trace; a refusal is told to the user, too."""
+    def take(self, url: str, name: str, row: Locked | None = None) -> bool:
+        """Whether a tier has given an artifact of the lock file, or what is published under a name.
+        A failure is an entry of the trace; a refusal is told to the user, too."""
         self._turn.advance()
         try:
-            if what := taken():
-                self._trace.add(REMOTE, "fetched", what, url)
-            return bool(what)
+            found = row or tiers.reach(
+                url, self._root, lambda tier, end: tier.published(name, end), self._given
+            )
+            if found is None:
+                return False
+            what = f"SHA-256 {found.sha256}"
+            if fetched_already(self._root, self._spec.distribution, self._spec.name, found.sha256):
+                # There it did not serve.
+                self._trace.add(REMOTE, "none", f"{what} is in the store already", url)
+                return False
+            # Verified before any of it is downloaded.
+            if isinstance(found, Published):
+                by, what = ("key", _signer(name, found)), f"{what}, as {name}"
+            else:
+                by, what = ("lock", settings.lock or ""), f"{what}, which the lock file has"
+            take(Fetched(url, found.sha256, by), found.size, self._root, self._given)
+            self._trace.add(REMOTE, "fetched", what, url)
+            return True
         except tiers.Down as error:
             self._note_once(url, f"down: {error}")
         except Forbidden as error:
@@ -211,16 +174,32 @@ class _Asking:
         except Absent as error:
             self._trace.add(REMOTE, "none", f"it does not have {error}", url)
         except (Unusable, OpkilnError) as error:
-            reason = str(getattr(error, "what", error))
-            self._trace.add(REMOTE, "refused", reason, url)
-            tiers.tell_once(f"{url}: {reason}")
+            self._trace.add(REMOTE, "refused", error.what, url)
+            tiers.tell_once(f"{url}: {error.what}")
         return False
+
+    def _count(self, size: int) -> None:
+        """So many bytes have come. Those who wait are told of each 64 KiB."""
+        self._bytes += size
+        if self._bytes >= SLOWEST:
+            self._bytes = 0
+            self._turn.advance()
 
     def _note_once(self, url: str, reason: str) -> None:
         """What holds for the whole tier is said once, not for each name."""
         known = self._trace.candidates
         if not any(each.subject == url and each.reason == reason for each in known):
             self._trace.add(REMOTE, "none", reason, url)
+
+
+def _signer(name: str, found: Published) -> str:
+    """The trusted key that has signed this digest and size, which bound the download. Raises
+    Unusable."""
+    signed = signatures.artifact_message(name, found.sha256, found.size)
+    try:
+        return signatures.require(name, signed, found.signatures.encode())
+    except signatures.Untrusted as error:
+        raise Unusable(": ".join(filter(None, (error.what, error.why)))) from error
 
 
 def fetched_already(root: str, package: str, op: str, sha256: str) -> str:
@@ -236,12 +215,10 @@ def fetched_already(root: str, package: str, op: str, sha256: str) -> str:
     return ""
 
 
-def take(
-    origin: Fetched, size: int, root: str, told: Told, given: Patience = LOAD, until: float = inf
-) -> None:
+def take(origin: Fetched, size: int, root: str, given: Patience) -> None:
     """Download an artifact and put it into the store. Raises Down, Absent, Forbidden, Unusable,
     StoreError."""
-    file = tiers.download(origin.url, origin.sha256, size, root, told, given, until=until)
+    file = tiers.download(origin.url, origin.sha256, size, root, given)
     try:
         unpack(file, root, origin=origin)
     finally:
@@ -270,25 +247,24 @@ def pull(
     """Fetch artifacts, several at once, and give each as it is done. ``told`` is called with the
     number of bytes of each piece, by several threads. What was interrupted is resumed."""
     unique = {row.sha256: row for row in rows}
-    from concurrent.futures import ThreadPoolExecutor, as_completed
-
+    given = COMMAND._replace(told=told)
     with ThreadPoolExecutor(_AT_ONCE) as pool:
-        waiting = [pool.submit(_pull, row, lock, urls, root, told) for row in unique.values()]
+        waiting = [pool.submit(_pull, row, lock, urls, root, given) for row in unique.values()]
         for each in as_completed(waiting):
             yield each.result()
 
 
-def _pull(row: Locked, lock: str, urls: Sequence[str], root: str, told: Told) -> Pulled:
+def _pull(row: Locked, lock: str, urls: Sequence[str], root: str, given: Patience) -> Pulled:
     if url := fetched_already(root, row.package, row.op, row.sha256):
         return Pulled(row, THERE, url)
     reasons = []
     for url in urls:
         try:
-            take(Fetched(url, row.sha256, ("lock", lock)), row.size, root, told, COMMAND)
+            take(Fetched(url, row.sha256, ("lock", lock)), row.size, root, given)
         except Absent:
             reasons.append(f"{url} does not have it")
-        except (tiers.Down, Forbidden, Unusable, OpkilnError) as error:
-            reasons.append(f"{url}: {getattr(error, 'what', error)}")
+        except (Failure, OpkilnError) as error:
+            reasons.append(f"{url}: {error.what}")
         else:
             return Pulled(row, NEW, url)
     return Pulled(row, MISSING, reason="; ".join(reasons))

@@ -6,6 +6,7 @@ artifacts from any tier, and needs no signature: the file's reviewers vouch for 
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 from typing import Any, NamedTuple
@@ -52,18 +53,11 @@ def write(found: Iterable[Locked]) -> str:
     """The text of a lock file. The same artifacts give the same text."""
     parts = [_HEAD]
     for each in sorted(set(found)):
-        lines = [f"{name} = {_value(value)}" for name, value in each._asdict().items()]
+        rows = each._asdict().items()
+        # TOML's numbers, lists and texts are written as JSON's.
+        lines = [f"{name} = {json.dumps(value, ensure_ascii=False)}" for name, value in rows]
         parts.append("\n[[artifact]]\n" + "\n".join(lines) + "\n")
     return "".join(parts)
-
-
-def _value(value: object) -> str:
-    if isinstance(value, int):
-        return str(value)
-    if isinstance(value, tuple):
-        return "[" + ", ".join(map(_value, value)) + "]"
-    text = str(value).replace("\\", "\\\\").replace('"', '\\"')
-    return '"' + "".join(c if c.isprintable() else f"\\u{ord(c):04x}" for c in text) + '"'
 
 
 def read(path: str) -> tuple[Locked, ...]:

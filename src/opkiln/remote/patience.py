@@ -15,6 +15,7 @@ import contextvars
 import socket
 import threading
 import time
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from math import inf
 from typing import NamedTuple
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from typing import TypeVar
 
     T = TypeVar("T")
-    Told = Callable[[int], None] | None  # called with the number of bytes of each piece
+    Told = Callable[[int], None] | None
 
 SLOWEST = 64 << 10  # bytes of a body that give back a second
 
@@ -35,6 +36,8 @@ class Patience(NamedTuple):
 
     first: float  # for the first answer
     whole: float  # for the whole request; the bytes of a body give some of it back
+    until: float = inf  # when it must be over in any case (``time.monotonic()``)
+    told: Told = None  # called with the size of each piece of a body, never after the deadline
 
 
 # To import a bucket's library and have it look for a login. It is mostly this machine's own work,
@@ -48,13 +51,10 @@ class Deadline:
     """When a request must be over. Only the bytes of a body put that off, and never further than
     its whole time: what has come fast does not pay for a stall."""
 
-    def __init__(self, given: Patience, until: float = inf, told: Told = None) -> None:
-        """``until`` is when it must be over in any case (``time.monotonic()``). ``told`` is called
-        with the number of bytes of each piece of a body, and never after the deadline."""
+    def __init__(self, given: Patience) -> None:
         now = time.monotonic()
-        self._told = told
-        self._first, self._end, self._until = now + given.first, now + given.whole, until
-        self._whole = given.whole
+        self._given = given
+        self._first, self._end = now + given.first, now + given.whole
         self._expired = False
         self._socket: socket.socket | None = None
         self._lock = threading.Lock()
@@ -62,7 +62,7 @@ class Deadline:
     @property
     def left(self) -> float:
         """How many seconds are left."""
-        end = min(self._first, self._end, self._until)
+        end = min(self._first, self._end, self._given.until)
         return 0.0 if self._expired else max(0.0, end - time.monotonic())
 
     def heard(self, size: int = 0) -> None:
@@ -71,9 +71,9 @@ class Deadline:
         with self._lock:
             self._require()
             self._first = inf
-            self._end = min(self._end + size / SLOWEST, time.monotonic() + self._whole)
-            if size and self._told is not None:
-                self._told(size)
+            self._end = min(self._end + size / SLOWEST, time.monotonic() + self._given.whole)
+            if size and self._given.told is not None:
+                self._given.told(size)
 
     def guard(self, connected: socket.socket | None) -> None:
         """Shut this socket down at the deadline, and no other. Raises TimeoutError if nobody waits
@@ -97,33 +97,22 @@ class Deadline:
             return self._expired
 
 
-def patiently(
-    task: Callable[[Deadline], T],
-    given: Patience = LOAD,
-    until: float = inf,
-    told: Told = None,
-) -> T:
+def patiently(task: Callable[[Deadline], T], given: Patience = LOAD) -> T:
     """The result of ``task(deadline)``. Raises what it raises, and TimeoutError at the deadline.
     Then it goes on in its thread until it next hears something, which raises."""
-    deadline, began = Deadline(given, until, told), time.monotonic()
-    over = threading.Event()
-    results: list[T] = []
-    errors: list[BaseException] = []
+    deadline, began = Deadline(given), time.monotonic()
+    outcome: Future[T] = Future()
 
     def run() -> None:
         try:
-            results.append(task(deadline))
+            outcome.set_result(task(deadline))
         except BaseException as error:  # it is raised where the result is waited for
-            errors.append(error)
-        finally:
-            over.set()
+            outcome.set_exception(error)
 
     threading.Thread(target=contextvars.copy_context().run, args=(run,), daemon=True).start()
     expired = False
-    while not (over.wait(deadline.left) or expired):
+    while not (wait([outcome], deadline.left).done or expired):
         expired = deadline.expire()  # a socket that was shut down may still give something
-    if expired or (errors and isinstance(errors[0], TimeoutError)):  # whoever noticed it first
+    if expired or isinstance(outcome.exception(), TimeoutError):  # whoever noticed it first
         raise TimeoutError(f"no complete answer in {time.monotonic() - began:.1f} s")
-    if errors:
-        raise errors[0]
-    return results[0]
+    return outcome.result()

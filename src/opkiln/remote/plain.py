@@ -9,6 +9,7 @@ A blob is there before a name leads to it.
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
@@ -58,8 +59,9 @@ class Files(Protocol):
     def read(self, path: str, start: int, deadline: Deadline) -> Iterator[tuple[int, bytes]]:
         """As ``Tier.read``."""
 
-    def write(self, path: str, data: bytes | None, file: str, deadline: Deadline) -> None:
-        """Write data, or the contents of a file. Others see all of it or nothing."""
+    def write(self, path: str, data: bytes | str, deadline: Deadline) -> None:
+        """Write data, or the contents of the file with that path. Others see all of it or
+        nothing."""
 
     def has(self, path: str, size: int, deadline: Deadline) -> bool:
         """Whether a file of this size is there, as far as this login may know."""
@@ -82,27 +84,23 @@ class Plain:
 
     def write(self, name: str, file: str, what: Published, deadline: Deadline) -> None:
         if not self._files.has(f"cas/{what.sha256}", what.size, deadline):
-            self._files.write(f"cas/{what.sha256}", None, file, deadline)
-        self._files.write(f"ac/{name}", write_record(what), "", deadline)
+            self._files.write(f"cas/{what.sha256}", file, deadline)
+        self._files.write(f"ac/{name}", write_record(what), deadline)
 
 
-class Web:
+class Web(web.Client):
     """Files of a web server. Writing needs PUT: nginx's WebDAV, bazel-remote, and others."""
 
     def __init__(self, url: str) -> None:
-        base = url.rstrip("/") + "/"
-        self._client = web.Client(base, credentials.for_web, credentials.web_files)
+        super().__init__(url.rstrip("/") + "/", credentials.for_web, credentials.web_files)
 
-    def read(self, path: str, start: int, deadline: Deadline) -> Iterator[tuple[int, bytes]]:
-        return self._client.read(path, start, deadline)
-
-    def write(self, path: str, data: bytes | None, file: str, deadline: Deadline) -> None:
-        with self._client.request("PUT", path, deadline, body=data, file=file) as response:
+    def write(self, path: str, data: bytes | str, deadline: Deadline) -> None:
+        with self.request("PUT", path, deadline, body=data) as response:
             web.expect(response, 200, 201, 202, 204)
 
     def has(self, path: str, size: int, deadline: Deadline) -> bool:
         try:
-            with self._client.request("HEAD", path, deadline) as response:
+            with self.request("HEAD", path, deadline) as response:
                 there = response.headers.get("Content-Length", str(size))
                 return response.status == 200 and there == str(size)
         except Forbidden:
@@ -130,15 +128,14 @@ class Directory:
         finally:
             os.close(fd)
 
-    def write(self, path: str, data: bytes | None, file: str, deadline: Deadline) -> None:
+    def write(self, path: str, data: bytes | str, deadline: Deadline) -> None:
         path = os.path.join(self._root, path)
         os.makedirs(os.path.dirname(path), exist_ok=True)
-        with taking_the_place_of(path, sync=True) as out:
-            if data is not None:
-                out.write(data)
-            else:
-                with open(file, "rb") as source:
-                    shutil.copyfileobj(source, out, CHUNK)
+        with (
+            taking_the_place_of(path, sync=True) as out,
+            open(data, "rb") if isinstance(data, str) else io.BytesIO(data) as source,
+        ):
+            shutil.copyfileobj(source, out, CHUNK)
             os.fchmod(out.fileno(), 0o644)  # it is published
         deadline.heard()
 
@@ -203,15 +200,15 @@ class Bucket:
                 with self._in_words(path):
                     size = int(files.info(whole)["size"])
 
-    def write(self, path: str, data: bytes | None, file: str, deadline: Deadline) -> None:
+    def write(self, path: str, data: bytes | str, deadline: Deadline) -> None:
         whole = f"{self._url}/{path}"
         deadline.heard()  # the transfer says nothing until it is over
         with self._in_words(path):
             files = self._opened()
-            if data is not None:
-                files.pipe_file(whole, data)
+            if isinstance(data, str):
+                files.put_file(data, whole)
             else:
-                files.put_file(file, whole)
+                files.pipe_file(whole, data)
 
     def has(self, path: str, size: int, deadline: Deadline) -> bool:
         try:

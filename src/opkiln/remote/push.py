@@ -12,7 +12,7 @@ from opkiln.bundles.signing import sign_artifact
 from opkiln.errors import OpkilnError, RemoteWarning, StoreError, warn_caller
 from opkiln.remote import names, patience, tiers
 from opkiln.remote.lockfile import Locked
-from opkiln.remote.tier import Forbidden, Published, Unusable
+from opkiln.remote.tier import Failure, Forbidden, Published
 from opkiln.settings import settings
 from opkiln.store import publish
 from opkiln.store.entry import read_manifest
@@ -71,7 +71,7 @@ def push(payload: str, url: str, key_file: str | None) -> Locked:
                 lambda tier, deadline: tier.write(row.name, file, what, deadline),
                 patience.COMMAND,
             )  # fmt: skip
-        except (tiers.Down, Forbidden, Unusable) as error:
+        except Failure as error:
             raise StoreError(f"{row.op} was not published to {url}", why=str(error)) from error
     return row
 

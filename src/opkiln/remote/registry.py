@@ -45,8 +45,12 @@ _LABEL = "org.opkiln."
 _ATTEMPTS = 5  # to publish
 
 
-def _digest(data: bytes) -> str:
-    return "sha256:" + hashlib.sha256(data).hexdigest()
+def _sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def _descriptor(kind: str, sha256: str, size: int) -> dict[str, Any]:
+    return {"mediaType": kind, "digest": f"sha256:{sha256}", "size": size}
 
 
 def _tag(listed: dict[str, Any]) -> Any:
@@ -62,14 +66,9 @@ def write_manifest(what: Published) -> bytes:
         "schemaVersion": 2,
         "mediaType": MANIFEST,
         "artifactType": ARTIFACT,
-        "config": {"mediaType": _EMPTY_TYPE, "digest": _digest(_EMPTY), "size": len(_EMPTY)},
+        "config": _descriptor(_EMPTY_TYPE, _sha256(_EMPTY), len(_EMPTY)),
         "layers": [
-            {
-                "mediaType": LAYER,
-                "digest": f"sha256:{what.sha256}",
-                "size": what.size,
-                "annotations": {_TITLE: title},
-            }
+            {**_descriptor(LAYER, what.sha256, what.size), "annotations": {_TITLE: title}},
         ],
         "annotations": {**labels, **signed},
     }
@@ -139,15 +138,15 @@ class Registry:
                 return
 
     def _publish(self, name: str, file: str, what: Published, deadline: Deadline) -> None:
-        self._upload(what.sha256, None, file, deadline)
-        self._upload(hashlib.sha256(_EMPTY).hexdigest(), _EMPTY, "", deadline)
+        self._upload(what.sha256, file, deadline)
+        self._upload(_sha256(_EMPTY), _EMPTY, deadline)
         with self._client.request(
             "PUT", f"{self._v2}/manifests/{name}", deadline, headers={"Content-Type": MANIFEST},
             body=write_manifest(what), scope=self._push,
         ) as response:  # fmt: skip
             web.expect(response, 201)
 
-    def _upload(self, sha256: str, data: bytes | None, file: str, deadline: Deadline) -> None:
+    def _upload(self, sha256: str, data: bytes | str, deadline: Deadline) -> None:
         blob = f"{self._v2}/blobs/sha256:{sha256}"
         with self._client.request("HEAD", blob, deadline, scope=self._push) as response:
             if response.status == 200:
@@ -159,7 +158,7 @@ class Registry:
         place += ("&" if "?" in place else "?") + urlencode({"digest": f"sha256:{sha256}"})
         with self._client.request(
             "PUT", place, deadline, headers={"Content-Type": "application/octet-stream"}, body=data,
-            file=file, scope=self._push,
+            scope=self._push,
         ) as response:  # fmt: skip
             web.expect(response, 201)
 
@@ -186,17 +185,15 @@ class Layout:
 
     def write(self, name: str, file: str, what: Published, deadline: Deadline) -> None:
         manifest = write_manifest(what)
-        for data, path in ((_EMPTY, ""), (None, file), (manifest, "")):
-            sha256 = what.sha256 if data is None else hashlib.sha256(data).hexdigest()
-            size = what.size if data is None else len(data)
+        blobs: list[tuple[str, int, bytes | str]] = [(what.sha256, what.size, file)]
+        blobs += [(_sha256(each), len(each), each) for each in (_EMPTY, manifest)]
+        for sha256, size, data in blobs:
             if not self._files.has(_blob(sha256), size, deadline):
-                self._files.write(_blob(sha256), data, path, deadline)
+                self._files.write(_blob(sha256), data, deadline)
         version = json.dumps({"imageLayoutVersion": "1.0.0"}).encode()
-        self._files.write("oci-layout", version, "", deadline)
+        self._files.write("oci-layout", version, deadline)
         entry = {
-            "mediaType": MANIFEST,
-            "digest": _digest(manifest),
-            "size": len(manifest),
+            **_descriptor(MANIFEST, _sha256(manifest), len(manifest)),
             "artifactType": ARTIFACT,
             "annotations": {_TAG: name},
         }
@@ -206,7 +203,7 @@ class Layout:
             index = self._index()
             others = [each for each in index["manifests"] if _tag(each) != name]
             index["manifests"] = [*others, entry]
-            self._files.write("index.json", json.dumps(index, indent=1).encode(), "", deadline)
+            self._files.write("index.json", json.dumps(index, indent=1).encode(), deadline)
 
     def _index(self) -> dict[str, Any]:
         path = os.path.join(self._root, "index.json")

@@ -25,13 +25,14 @@ _LONGEST = 500  # characters of what is said of a failure
 
 
 class Failure(Exception):
-    """What an answer of a tier comes to if it does not serve. The text is one line without control
-    characters, whatever the tier said. ``hint`` is what may help."""
+    """What an answer of a tier comes to if it does not serve. ``what``, its text, is one line
+    without control characters, whatever the tier said. ``hint`` is what may help."""
 
     def __init__(self, reason: str, hint: str = "") -> None:
         text = " ".join(reason[: 2 * _LONGEST].split())
-        super().__init__(visible(text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"))
+        self.what = visible(text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…")
         self.hint = hint
+        super().__init__(self.what)
 
 
 class Absent(Failure):

@@ -12,7 +12,6 @@ import os
 import secrets
 import time
 from contextlib import suppress
-from math import inf
 from typing import NoReturn
 from urllib.parse import unquote, urlsplit
 
@@ -20,7 +19,7 @@ from opkiln.digest import key, read_file, sha256_file
 from opkiln.errors import RemoteWarning, StoreError, warn_caller
 from opkiln.remote import patience, plain, registry
 from opkiln.remote.patience import LOAD, Patience
-from opkiln.remote.tier import Forbidden, Tier, Unreachable, Unusable, refuse_malformed
+from opkiln.remote.tier import Failure, Forbidden, Tier, Unreachable, Unusable, refuse_malformed
 from opkiln.store.zip_format import LARGEST
 from opkiln.trust import make_private
 from opkiln.writing import write_private
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import TypeVar
 
-    from opkiln.remote.patience import Deadline, Told
+    from opkiln.remote.patience import Deadline
 
     T = TypeVar("T")
 
@@ -41,7 +40,7 @@ _down: dict[str, str] = {}  # why, by URL
 _told: set[str] = set()  # what the user was told
 
 
-class Down(Exception):
+class Down(Failure):
     """A tier that is not asked any more. The text says why; the user has been told."""
 
 
@@ -60,16 +59,9 @@ def open_tier(url: str) -> Tier:
 
 
 def reach(
-    url: str,
-    root: str | None,
-    task: Callable[[Tier, Deadline], T],
-    given: Patience = LOAD,
-    *,
-    until: float = inf,
-    told: Told = None,
+    url: str, root: str | None, task: Callable[[Tier, Deadline], T], given: Patience = LOAD
 ) -> T:
     """The result of ``task(tier, deadline)``. ``root`` is the store, which remembers what is down.
-    ``until`` and ``told`` are the deadline's.
 
     Raises Down, Absent, Forbidden, Unusable, and errors of the local store.
     """
@@ -82,9 +74,9 @@ def reach(
 
     try:
         if url not in _tiers:
-            made = patience.patiently(lambda _: open_tier(url), patience.OPEN, until)
-            _tiers.setdefault(url, made)
-        return patience.patiently(ask, given, until, told)
+            opening = patience.OPEN._replace(until=given.until)
+            _tiers.setdefault(url, patience.patiently(lambda _: open_tier(url), opening))
+        return patience.patiently(ask, given)
     except (Unreachable, OSError) as error:
         if isinstance(error, OSError):
             error = Unreachable(str(error) or type(error).__name__)
@@ -159,63 +151,45 @@ def _remembered(url: str, root: str | None) -> str:
 # Downloads
 
 
-def download(
-    url: str,
-    sha256: str,
-    size: int,
-    root: str,
-    told: Told = None,
-    given: Patience = LOAD,
-    *,
-    until: float = inf,
-) -> str:
+def download(url: str, sha256: str, size: int, root: str, given: Patience = LOAD) -> str:
     """A blob as a file of the store's staging directory, whose digest was checked.
 
-    A download that was interrupted is resumed. ``told`` is called with the number of bytes of each
-    piece. Raises Down, Absent, Forbidden, Unusable, StoreError.
+    A download that was interrupted is resumed. Raises Down, Absent, Forbidden, Unusable,
+    StoreError.
     """
     if len(sha256) != 64 or not set(sha256) <= set("0123456789abcdef") or not 0 < size <= LARGEST:
         raise Unusable(f"{sha256[:80]!r} and {size} are not a digest and a size")
     path, fd = _part(root, sha256)
-    resumed = os.fstat(fd).st_size
 
-    def transfer() -> str:
-        """The digest of what has come."""
-        have = os.fstat(fd).st_size
-        if have > size:
-            os.ftruncate(fd, 0)
-            have = 0
-
-        def task(tier: Tier, deadline: Deadline) -> None:
-            end = have
-            # A descriptor of its own: if nobody waits any more, the caller's may be another file's.
-            with os.fdopen(os.dup(fd), "r+b", buffering=0) as out:
-                for at, piece in tier.read(sha256, have, deadline):
-                    if (end := at + len(piece)) > size:
-                        raise Unusable(f"its blob is refused: it is longer than {size} bytes")
-                    try:
-                        os.pwrite(out.fileno(), piece, at)
-                    except OSError as error:
-                        raise _not_written(os.path.dirname(path), error) from error
-            if end < size:
-                raise Unreachable(f"the transfer ended after {end} of {size} bytes")
-
-        if have < size:
-            reach(url, root, task, given, until=until, told=told)
-        os.lseek(fd, 0, os.SEEK_SET)  # by its name, closing it would release the lock
-        return sha256_file(fd)
+    def task(tier: Tier, deadline: Deadline) -> None:
+        end = os.fstat(fd).st_size
+        # A descriptor of its own: if nobody waits any more, the caller's may be another file's.
+        with os.fdopen(os.dup(fd), "r+b", buffering=0) as out:
+            for at, piece in tier.read(sha256, end, deadline):
+                if (end := at + len(piece)) > size:
+                    raise Unusable(f"its blob is refused: it is longer than {size} bytes")
+                try:
+                    os.pwrite(out.fileno(), piece, at)
+                except OSError as error:
+                    raise _not_written(os.path.dirname(path), error) from error
+        if end < size:
+            raise Unreachable(f"the transfer ended after {end} of {size} bytes")
 
     try:
-        found = transfer()
-        if found != sha256 and resumed:  # what was there may have been damaged
-            os.ftruncate(fd, 0)
-            found = transfer()
-        if found != sha256:
-            os.unlink(path)
-            raise Unusable(f"its blob is refused: it has the SHA-256 {found}, not {sha256}")
+        while True:
+            if (have := os.fstat(fd).st_size) > size:
+                os.ftruncate(fd, have := 0)
+            if have < size:
+                reach(url, root, task, given)
+            os.lseek(fd, 0, os.SEEK_SET)  # by its name, closing it would release the lock
+            if (found := sha256_file(fd)) == sha256:
+                return path
+            if not have:
+                os.unlink(path)
+                raise Unusable(f"its blob is refused: it has the SHA-256 {found}, not {sha256}")
+            os.ftruncate(fd, 0)  # what was there may have been damaged
     finally:
         os.close(fd)
-    return path
 
 
 def _part(root: str, sha256: str) -> tuple[str, int]:

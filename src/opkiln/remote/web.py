@@ -8,11 +8,12 @@ it gets the login only if the user has named it in the tier's URL.
 from __future__ import annotations
 
 import contextlib
+import functools
 import http.client
 import json
 import os
 import re
-import threading
+from collections import defaultdict
 from typing import NamedTuple
 from urllib.parse import quote, urlencode, urljoin, urlsplit
 
@@ -47,8 +48,7 @@ class _Sent(NamedTuple):
 
     method: str
     headers: Mapping[str, str]
-    body: bytes | None = None
-    file: str = ""
+    body: bytes | str = b""  # or the path of the file with it
 
 
 class Client:
@@ -69,13 +69,10 @@ class Client:
         self._trusted = (_host(base), token_host)
         self._host = urlsplit(base).netloc
         self._find_login, self._login_files = find_login, login_files
-        self._login: Login | None = None
         self._withheld = ""  # the host of tokens that did not get the login
-        self._authorization: dict[str, str] = {}  # by scope; "" is the login itself
-        self._asked = False
-        self._idle: list[tuple[int, str, HTTPConnection]] = []  # (pid, scheme and host, …)
-        self._lock = threading.Lock()
-        self._tls: ssl.SSLContext | None = None
+        self._tokens: dict[str, str] = {}  # as headers have them, by scope
+        # By process, since a forked child must not talk through its parent's, scheme and host.
+        self._idle: dict[tuple[int, str, str], list[HTTPConnection]] = defaultdict(list)
 
     @contextlib.contextmanager
     def request(
@@ -85,13 +82,12 @@ class Client:
         deadline: Deadline,
         *,
         headers: Mapping[str, str] | None = None,
-        body: bytes | None = None,
-        file: str = "",
+        body: bytes | str = b"",
         scope: str = "",
     ) -> Iterator[HTTPResponse]:
         """Send a request, and give the answer to be read. ``url`` may be relative to the base.
 
-        ``file`` is sent as the body. ``scope`` is what a registry's token has to be for.
+        ``body`` may be the path of a file. ``scope`` is what a registry's token has to be for.
 
         Raises Unreachable if the login is refused (401): it would be refused each time, and a
         server may lock an account after a few attempts. Raises Forbidden if only this request is
@@ -102,14 +98,14 @@ class Client:
         for _ in range(_MOST_REDIRECTS + 2):
             given = dict(headers or {})
             ours = _host(url) == _host(self.base)
-            if ours and (told := self._authorize(scope)):
-                given["Authorization"] = told
-            with self._exchange(url, deadline, _Sent(method, given, body, file)) as response:
+            if ours and (token := self._tokens.get(scope) or self._basic):
+                given["Authorization"] = token
+            with self._exchange(url, deadline, _Sent(method, given, body)) as response:
                 status, location = response.status, response.headers.get("Location", "")
                 redirects = status in _REDIRECTS and method in ("GET", "HEAD") and location
                 if not redirects and (status != 401 or asked or not ours):
                     if status in (401, 403):
-                        raise Forbidden(self._refusal(status, url), self._hint)
+                        raise self._refused(Forbidden, status, url)
                     yield response
                     return
                 challenge = response.headers.get("WWW-Authenticate", "")
@@ -118,7 +114,7 @@ class Client:
                 continue
             asked = True
             if not self._answer(challenge, scope, deadline):
-                raise self._login_refused(status)
+                raise self._refused(Unreachable, status, self.base)
         raise Unreachable(f"{_host(url)}: too many redirects")
 
     def read(
@@ -140,18 +136,11 @@ class Client:
                 return
         yield from self.read(url, 0, deadline, accept=accept, scope=scope)
 
-    def _login_refused(self, status: int) -> Unreachable:
-        return Unreachable(self._refusal(status, self.base), self._hint)
-
-    @property
-    def _hint(self) -> str:
-        if self._withheld:
-            return f"if that host may have it, add ?tokens={self._withheld} to the tier's URL"
-        return "see docs/remotes.md, Logins"
-
-    def _refusal(self, status: int, url: str) -> str:
+    def _refused(self, kind: type[Failure], status: int, url: str) -> Failure:
         """What a server said, and which login it said that to. Never the password."""
-        host = urlsplit(url).netloc
+        host, hint = urlsplit(url).netloc, "see docs/remotes.md, Logins"
+        if self._withheld:
+            hint = f"if that host may have it, add ?tokens={self._withheld} to the tier's URL"
         if _host(url) != _host(self.base):
             who = f"without a login ({self._host} redirects there)"
         elif self._withheld:
@@ -162,7 +151,7 @@ class Client:
             files = ", ".join(self._login_files())
             where = f"none for {host} in {files}" if files else "HOME is not set"
             who = f"without a login ({where})"
-        return f"{host} answers HTTP {status}, asked {who}"
+        return kind(f"{host} answers HTTP {status}, asked {who}", hint)
 
     def _redirected(self, url: str, location: str) -> str:
         """Where a server sends us. A login must not go from TLS to plain HTTP."""
@@ -174,11 +163,13 @@ class Client:
 
     # Logins
 
-    def _authorize(self, scope: str) -> str:
-        if not self._asked:
-            self._login, self._asked = self._find_login(self._host), True
-            self._authorization[""] = self._login.basic if self._login else ""
-        return self._authorization.get(scope) or self._authorization.get("", "")
+    @functools.cached_property
+    def _login(self) -> Login | None:
+        return self._find_login(self._host)
+
+    @property
+    def _basic(self) -> str:
+        return self._login.basic if self._login else ""
 
     def _answer(self, challenge: str, scope: str, deadline: Deadline) -> bool:
         """Get the token that a registry asks for. Whether there is one to try."""
@@ -204,15 +195,14 @@ class Client:
             realm += ("&" if "?" in realm else "?") + urlencode(query)
             sent = _Sent("GET", {"Authorization": login.basic} if login else {})
         with self._exchange(realm, deadline, sent) as response:
-            if response.status == 403:  # the login is good, but not for this repository
-                raise Forbidden(self._refusal(403, self.base), self._hint)
-            if response.status != 200:
-                raise self._login_refused(response.status)
+            if response.status != 200:  # 403: the login is good, but not for this repository
+                failure = Forbidden if response.status == 403 else Unreachable
+                raise self._refused(failure, response.status, self.base)
             told = json.loads(response.read(LARGEST_RECORD))
         token = told.get("token") or told.get("access_token")
         if not isinstance(token, str) or not _TOKEN.fullmatch(token):
             raise Unreachable(f"{host} gave no token")
-        self._authorization[scope] = f"Bearer {token}"
+        self._tokens[scope] = f"Bearer {token}"
         return True
 
     # Connections
@@ -221,7 +211,9 @@ class Client:
     def _exchange(self, url: str, deadline: Deadline, sent: _Sent) -> Iterator[HTTPResponse]:
         """The answer of one host. Afterwards the connection is kept, if nothing is left to be read
         from it, or little."""
-        connection, response = self._connect_and_send(url, deadline, sent)
+        where = urlsplit(url)
+        idle = self._idle[os.getpid(), where.scheme, where.netloc]
+        connection, response = self._connect_and_send(idle, url, deadline, sent)
         drain = True
         try:
             yield response
@@ -235,17 +227,19 @@ class Client:
                     response.read(CHUNK)
             if response.isclosed() and not response.will_close and deadline.left > 0:
                 deadline.guard(None)
-                with self._lock:
-                    self._idle.append((os.getpid(), _place(url), connection))
+                idle.append(connection)
             else:
                 response.close()
                 connection.close()
 
     def _connect_and_send(
-        self, url: str, deadline: Deadline, sent: _Sent
+        self, idle: list[HTTPConnection], url: str, deadline: Deadline, sent: _Sent
     ) -> tuple[HTTPConnection, HTTPResponse]:
         while True:
-            connection, kept = self._connection(url, deadline)
+            kept = None
+            with contextlib.suppress(IndexError):  # another thread may have taken the last one
+                kept = idle.pop()
+            connection = kept or self._new_connection(url, deadline)
             try:
                 return connection, self._send(connection, url, deadline, sent)
             except BaseException as error:
@@ -268,28 +262,19 @@ class Client:
         if self._proxy(parts.scheme, parts.hostname or "") and parts.scheme == "http":
             target = url
         given = {"User-Agent": "opkiln", **sent.headers}
-        if sent.file:
-            given["Content-Length"] = str(os.path.getsize(sent.file))
-            with open(sent.file, "rb") as source:
+        if isinstance(sent.body, str):
+            given["Content-Length"] = str(os.path.getsize(sent.body))
+            with open(sent.body, "rb") as source:
                 connection.request(sent.method, target, _pieces(source.read, deadline), given)
         else:
-            empty = b"" if sent.method in ("POST", "PUT") else None
-            body = empty if sent.body is None else sent.body
+            body = sent.body if sent.method in ("POST", "PUT") else None
             connection.request(sent.method, target, body, given)
         response = connection.getresponse()
         deadline.heard()
         return response
 
-    def _connection(self, url: str, deadline: Deadline) -> tuple[HTTPConnection, bool]:
-        """A connection to a host, and whether it was used before."""
-        parts, place = urlsplit(url), _place(url)
-        with self._lock:
-            # A forked child must not talk through its parent's connections.
-            self._idle = [each for each in self._idle if each[0] == os.getpid()]
-            for each in self._idle:
-                if each[1] == place:
-                    self._idle.remove(each)
-                    return each[2], True
+    def _new_connection(self, url: str, deadline: Deadline) -> HTTPConnection:
+        parts = urlsplit(url)
         if not parts.hostname:
             raise Unreachable(f"{url} names no host")
         host, port, proxy = parts.hostname, parts.port, self._proxy(parts.scheme, parts.hostname)
@@ -297,17 +282,19 @@ class Client:
             through = urlsplit(proxy if "//" in proxy else f"//{proxy}")
             host, port = through.hostname or "", through.port or 8080
         if parts.scheme == "http":
-            return http.client.HTTPConnection(host, port, timeout=deadline.left), False
-        import ssl
-
-        if self._tls is None:
-            self._tls = ssl.create_default_context()
+            return http.client.HTTPConnection(host, port, timeout=deadline.left)
         connection = http.client.HTTPSConnection(
             host, port, timeout=deadline.left, context=self._tls
         )
         if proxy:
             connection.set_tunnel(parts.hostname, parts.port or 443)
-        return connection, False
+        return connection
+
+    @functools.cached_property
+    def _tls(self) -> ssl.SSLContext:
+        import ssl
+
+        return ssl.create_default_context()
 
     @staticmethod
     def _proxy(scheme: str, host: str) -> str:
@@ -319,12 +306,6 @@ class Client:
             if word == "*" or host == word.lstrip(".") or host.endswith("." + word.lstrip(".")):
                 return ""
         return str(proxy)
-
-
-def _place(url: str) -> str:
-    """Where a connection leads."""
-    parts = urlsplit(url)
-    return f"{parts.scheme}://{parts.netloc}"
 
 
 def _host(url: str) -> str:

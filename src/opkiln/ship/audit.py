@@ -25,11 +25,13 @@ from opkiln.model import XPU
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from opkiln.binary.elf import Elf
+    from opkiln.bundles.layer import Entry
 
 
+ANY_PYTHON = "py3-none"
 _MACHINES = ("x86_64", "aarch64")
 
 # No torch with a stable ABI runs on an older glibc, so an older tag would be useless.
@@ -81,6 +83,14 @@ def platform(elfs: Iterable[Elf]) -> Platform:
         if needed > glibc:
             glibc, decided = needed, version
     return Platform(f"manylinux_2_{glibc}_{machines[0]}", decided)
+
+
+def tag_for(entries: Sequence[Entry]) -> str:
+    """The tag of a wheel with these ops, which are for any Python or for one and the same. Raises
+    UsageError for ops of two machines."""
+    pythons = {python_tag(each.manifest["target"]["abi_tag"]) for each in entries} - {""}
+    chosen = platform(elf.read(each.payload) for each in entries)
+    return f"{next(iter(pythons), ANY_PYTHON)}-{chosen.tag}"
 
 
 def _needed_glibc(version: str) -> int | None:

@@ -79,8 +79,7 @@ def precompile(
         return Shipment((), PURE, _report(package, (), "", notes))
     tag = PURE
     with _torch_of_the_environment(), _importable(where, package):
-        origins = {each.op.name: each for each in chosen}
-        asked = _asked(chosen, extensions, origins, here=out is None)
+        asked, origins = _asked(chosen, extensions, here=out is None)
         unnamed = {name for name, each in origins.items() if not each.named}
         outcomes = [
             _skipped(each, each.error)
@@ -117,15 +116,8 @@ def tag_of(directory: str) -> str:
 
     Raises StoreError for a layer that is damaged, UsageError for one of two machines.
     """
-    from opkiln.binary import elf
-
-    if not os.path.isdir(os.path.join(directory, LAYOUT)):
-        return PURE
-    found = layer.entries(directory)
-    pythons = {audit.python_tag(each.manifest["target"]["abi_tag"]) for each in found} - {""}
-    assert len(pythons) <= 1  # all were built by this interpreter
-    platform = audit.platform(elf.read(each.payload) for each in found)
-    return f"{next(iter(pythons), 'py3-none')}-{platform.tag}"
+    has_layer = os.path.isdir(os.path.join(directory, LAYOUT))
+    return audit.tag_for(layer.entries(directory)) if has_layer else PURE
 
 
 def not_shipped(directory: str, package: str) -> list[str]:
@@ -194,62 +186,54 @@ def _importable(where: str, package: str) -> Iterator[None]:
 
 
 def _asked(
-    chosen: Sequence[Choice],
-    extensions: Sequence[OpBuilder],
-    origins: dict[str, Choice],
-    *,
-    here: bool,
-) -> prebuild.Asked:
-    """What to build, for this machine or for others, and the ops that cannot be requested. Variants
-    are added to ``origins``: an op's variable is that of them all."""
+    chosen: Sequence[Choice], extensions: Sequence[OpBuilder], *, here: bool
+) -> tuple[prebuild.Asked, dict[str, Choice]]:
+    """What to build, for this machine or for others, and the ops that cannot be requested; and the
+    choice behind each library. An op's variable is that of all its variants."""
     requests: list[Request] = []
     refused: list[Outcome] = []
+    origins = {each.op.name: each for each in chosen}
     for each in chosen:
         try:
-            declared = _builder(each.op)
-            # One builder, or one for each variant that is built ahead.
-            for builder in [kind() for kind in type(declared).ahead()] or [declared]:
-                wanted: Sequence[NamedTarget | None] = (None,) if here else _targets(builder)
+            kind = _builder(each.op)
+            wanted: Sequence[NamedTarget | None] = (None,) if here else _targets(each.op, kind)
+            for name, library in registry.libraries(each.op.name, kind, ahead=True):
+                origins[name] = each
                 requests += [
-                    Request(selection.ask(_fresh(builder), target), target, each.named)
+                    Request(selection.ask(library(), target), target, each.named)
                     for target in wanted
                 ]
-                origins[builder.name] = each
         except SettingError:
             raise  # it affects all ops: a misspelt setting must not produce a wheel
         except OpkilnError as error:
             refused.append(prebuild.Outcome(each.op.name, prebuild.FAILED, error=error))
     for builder in extensions:
-        asked = builder.op().asked
-        if here or asked:
-            wanted = (NamedTarget(builder.backend, asked),) if asked else (None,)
+        archs = builder.op().asked
+        if here or archs:
+            wanted = (NamedTarget(builder.backend, archs),) if archs else (None,)
         else:
             wanted = selection.targets((builder.backend,))
-        requests += [Request(selection.ask(_fresh(builder), target), target) for target in wanted]
-    return prebuild.Asked(tuple(requests), tuple(refused))
+        for target in wanted:
+            again = copy.copy(builder)
+            vars(again).pop("backend", None)  # it may have chosen one already
+            requests.append(Request(selection.ask(again, target), target))
+    return prebuild.Asked(tuple(requests), tuple(refused)), origins
 
 
-def _targets(builder: OpBuilder) -> tuple[NamedTarget, ...]:
-    found = selection.targets(builder.BACKENDS)
+def _targets(op: Declared, kind: type[OpBuilder]) -> tuple[NamedTarget, ...]:
+    found = selection.targets(kind.BACKENDS)
     if not found:
         raise UnknownBackend(
-            f"op {builder.name} has no version for {settings.build_targets}",
-            why=f"it has {', '.join(builder.BACKENDS)}; OPKILN_BUILD_TARGETS names others",
+            f"op {op.name} has no version for {settings.build_targets}",
+            why=f"it has {', '.join(kind.BACKENDS)}; OPKILN_BUILD_TARGETS names others",
         )
     return found
 
 
-def _fresh(builder: OpBuilder) -> OpBuilder:
-    """A copy of a builder that has not chosen a backend yet."""
-    again = copy.copy(builder)
-    vars(again).pop("backend", None)
-    return again
-
-
-def _builder(op: Declared) -> OpBuilder:
-    """A new builder of an op. Raises SpecError, and LoadError where a module is not installed."""
+def _builder(op: Declared) -> type[OpBuilder]:
+    """The builder of an op. Raises SpecError, and LoadError where a module is not installed."""
     if not op.value:
-        return registry.get_builder(op.name)
+        return registry.ALL_OPS[op.name]
     try:
         kind = registry.as_builder(EntryPoint(op.name, op.value, registry.GROUP).load())
     except (Exception, SystemExit) as error:
@@ -263,14 +247,13 @@ def _builder(op: Declared) -> OpBuilder:
         ) from error
     if kind is None:
         raise SpecError(f"op {op.name}: {op.value} is not an OpBuilder")
-    builder = kind()
-    if builder.name != op.name:
+    if (name := kind().name) != op.name:
         raise SpecError(
-            f"the entry point {op.name} = {op.value} is for an op called {builder.name}",
+            f"the entry point {op.name} = {op.value} is for an op called {name}",
             why="an op must have the same name in variables, reports and the loader",
-            hint=f'{builder.name} = "{op.value}"',
+            hint=f'{name} = "{op.value}"',
         )
-    return builder
+    return kind
 
 
 def _require_built(package: str, origins: dict[str, Choice], outcomes: Sequence[Outcome]) -> None:

@@ -1,21 +1,32 @@
-"""What ``opkiln new`` writes: a package with an op, its reference, its tests and its CI.
+"""What ``opkiln new`` writes: a package with an op, its reference, its tests and its CI; or an op.
 
-The templates are the files in ``ship/new``, each with the suffix ``.in``. ``add_op.py`` adds an op
-to an existing package.
+The templates are the files in ``ship/new``, each with the suffix ``.in``.
+
+To a package, files are added and lines inserted; nothing is changed or removed. Every edit is
+checked before anything is written: the edited ``pyproject.toml`` must differ from the old one by
+the new op only, and the edited ``__init__.py`` must parse.
 """
 
 from __future__ import annotations
 
+import ast
+import copy
 import keyword
 import os
 import re
 import shutil
+import symtable
 import sys
+import tomllib
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from opkiln import settings
 from opkiln.authoring.parameters import CPP_KEYWORDS
 from opkiln.errors import StoreError, UsageError
-from opkiln.registry import bundled
+from opkiln.registry import GROUP, bundled
+from opkiln.writing import replace
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -38,13 +49,13 @@ _PACKAGE_FILES = {
     "package_init.py": "src/{package}/__init__.py",
     "ops_init.py": "src/{package}/ops/__init__.py",
 }
-# The files of an op's folder.
+# The files of an op, in the folder of its package and beside it.
 _OP_FILES = {
-    "op_init.py": "__init__.py",
-    "op.cpp": "{op}.cpp",
-    "op.cu": "{op}.cu",
+    "op_init.py": "{folder}/ops/{op}/__init__.py",
+    "op.cpp": "{folder}/ops/{op}/{op}.cpp",
+    "op.cu": "{folder}/ops/{op}/{op}.cu",
+    "test_op.py": "tests/test_{op}.py",
 }
-_TEST = "test_op.py"
 _NAME = re.compile(r"[A-Za-z]([A-Za-z0-9._-]*[A-Za-z0-9])?")  # what PyPI allows, and a letter first
 _OP_NAME = re.compile(r"[a-z](_?[a-z0-9])*")
 # A package of such a name would hide another, or put its ops into one of torch's namespaces.
@@ -60,6 +71,9 @@ _OCCUPIED = frozenset((
     "request", "samples", "size", "torch", "x", "y",
 ))  # fmt: skip
 _SUFFIXES = ("_ops", "_op", "_kernels", "_kernel")
+_HEADER = re.compile(rf"""\s*\[\s*project\s*\.\s*entry-points\s*\.\s*["']{GROUP}["']\s*\]""")
+_TABLE = re.compile(r"\s*\[")
+_KEYS = re.compile(r"cache-keys\s*=\s*\[")
 
 
 def write(
@@ -162,25 +176,22 @@ def op_of(name: str) -> str:
     return op
 
 
-def op_texts(package: str, op: str) -> tuple[dict[str, str], str]:
-    """(the text of each file in an op's folder, the text of its test)."""
+def op_texts(package: str, op: str, folder: str) -> dict[str, str]:
+    """The text of each file of an op, by its path. ``folder`` is the package's."""
     values = _op_values(package, op)
-    texts = {place.format(op=op): _filled(name, values) for name, place in _OP_FILES.items()}
-    return texts, _filled(_TEST, values)
+    return {
+        place.format(folder=folder, op=op): _filled(template, values)
+        for template, place in _OP_FILES.items()
+    }
 
 
-def entry_point(package: str, op: str) -> str:
+def _entry_point(package: str, op: str) -> str:
     """What ``pyproject.toml`` says of an op: where its decorated function is.
 
     Each op has a line. A line for a whole module would find the functions that are decorated in
     that module, and not those that it imports from the folders of the ops.
     """
     return f"{package}.ops.{op}:{op}"
-
-
-def ops_init() -> str:
-    """The text of ``ops/__init__.py``."""
-    return _filled("ops_init.py", {})
 
 
 def _package_texts(name: str, package: str, backend: str, op: str, ci: str) -> dict[str, str]:
@@ -209,16 +220,14 @@ def _package_texts(name: str, package: str, backend: str, op: str, ci: str) -> d
         place.format(package=package): _filled(template.format(backend=backend), values)
         for template, place in files.items()
     }
-    inside, test = op_texts(package, op)
-    texts |= {f"src/{package}/ops/{op}/{place}": text for place, text in inside.items()}
-    return {**texts, f"tests/test_{op}.py": test}
+    return texts | op_texts(package, op, f"src/{package}")
 
 
 def _op_values(package: str, op: str) -> dict[str, str]:
     return {
         "PACKAGE": package,
         "OP": op,
-        "ENTRY": entry_point(package, op),
+        "ENTRY": _entry_point(package, op),
         "SUITE": "Test" + "".join(part.capitalize() for part in op.split("_")),
         "VARIABLE": op.upper(),
     }
@@ -229,3 +238,199 @@ def _filled(template: str, values: dict[str, str]) -> str:
         text = file.read()
     # An unknown word is a mistake in a template: a KeyError.
     return re.sub(r"@([A-Z]+)@", lambda match: values[match[1]], text)
+
+
+# One more op in a package
+
+
+class Added(NamedTuple):
+    """The paths that were written, in the project's directory."""
+
+    new: tuple[str, ...]
+    changed: tuple[str, ...]
+
+
+class _Project(NamedTuple):
+    where: str  # the directory of pyproject.toml
+    package: str  # its import name
+    folder: str  # of the package, in ``where``
+    settings: dict[str, Any]  # pyproject.toml, parsed
+    text: str  # pyproject.toml, unparsed
+
+
+def find(start: str) -> str:
+    """The nearest directory with a pyproject.toml, from ``start`` upward. Raises UsageError."""
+    here = Path(os.path.abspath(start))
+    for place in (here, *here.parents):
+        if (place / "pyproject.toml").is_file():
+            return str(place)
+    raise UsageError(
+        f"no package was found in {here}",
+        why="neither it nor a directory above it has a pyproject.toml",
+        hint="opkiln new my_ops --op my_add    # writes a new package",
+    )
+
+
+def add(where: str, name: str) -> Added:
+    """Add the op ``name`` to the project in ``where``.
+
+    After an error nothing is changed. Raises UsageError for a name that is invalid or taken, and
+    for a project that cannot be edited; StoreError if it cannot be written.
+    """
+    op = op_of(name)
+    project = _project(where)
+    init, ops = (os.path.join(project.folder, each) for each in ("__init__.py", "ops"))
+    for path in (os.path.join(ops, op), os.path.join("tests", f"test_{op}.py")):
+        if os.path.lexists(os.path.join(where, path)):
+            raise _taken(op, f"{path} exists already")
+    new = op_texts(project.package, op, project.folder)
+    if not os.path.lexists(os.path.join(where, ops, "__init__.py")):
+        new[os.path.join(ops, "__init__.py")] = _filled("ops_init.py", {})
+    changed = {
+        "pyproject.toml": _announced(project, op),
+        init: _exported(_read(os.path.join(where, init)), project.package, op, init),
+    }
+    _write(where, new, changed)
+    return Added(tuple(sorted(new)), tuple(sorted(changed)))
+
+
+def _project(where: str) -> _Project:
+    text = _read(os.path.join(where, "pyproject.toml"))
+    try:
+        found = tomllib.loads(text)
+        name = found["project"]["name"]
+        values = found["project"].get("entry-points", {}).get(GROUP, {}).values()
+        packages = {value.partition(":")[0].partition(".")[0].strip() for value in values}
+    except (tomllib.TOMLDecodeError, KeyError, TypeError, AttributeError) as error:
+        raise UsageError(
+            f"{os.path.join(where, 'pyproject.toml')} does not describe a package",
+            why=f"it must be valid and name a [project]: {error}",
+            hint="opkiln new my_ops --op my_add    # writes a new package",
+        ) from None
+    package = packages.pop() if len(packages) == 1 else package_of(name)
+    for folder in (os.path.join("src", package), package):
+        if os.path.isfile(os.path.join(where, folder, "__init__.py")):
+            return _Project(where, package, folder, found, text)
+    raise UsageError(
+        f"the package {package} is not found in {where}",
+        why=f"there is neither src/{package}/__init__.py nor {package}/__init__.py",
+    )
+
+
+def _announced(project: _Project, op: str) -> str:
+    """pyproject.toml with the op's entry point and, if there are cache keys, its variables."""
+    value = _entry_point(project.package, op)
+    entries = project.settings["project"].get("entry-points", {}).get(GROUP, {})
+    if op in entries:
+        raise _taken(op, f"pyproject.toml has an entry point {op} = {entries[op]!r}")
+    lines = _with_entry(project.text.splitlines(), f'{op} = "{value}"', fresh=not entries)
+    variables = (f"OPKILN_BUILD_{op.upper()}", f"DS_BUILD_{op.upper()}")
+    keys = project.settings.get("tool", {}).get("uv", {}).get("cache-keys")
+    if keys is not None:
+        lines = _with_keys(lines, [f'    {{ env = "{each}" }},' for each in variables])
+    end = "\r\n" if "\r\n" in project.text else "\n"
+    text = end.join(lines) + end
+    wanted = copy.deepcopy(project.settings)
+    wanted["project"].setdefault("entry-points", {}).setdefault(GROUP, {})[op] = value
+    if keys is not None:
+        wanted["tool"]["uv"]["cache-keys"] += [{"env": each} for each in variables]
+    try:
+        understood = tomllib.loads(text) == wanted
+    except tomllib.TOMLDecodeError:
+        understood = False
+    if not understood:
+        # It has a form that this code does not edit, such as an inline table.
+        raise UsageError(
+            f"the op cannot be added to {os.path.join(project.where, 'pyproject.toml')}",
+            why=f'it has no table [project.entry-points."{GROUP}"] with one op per line',
+            hint=f'add the entry point by hand: {op} = "{value}"',
+        )
+    return text
+
+
+def _with_entry(lines: list[str], entry: str, *, fresh: bool) -> list[str]:
+    header = next((n for n, line in enumerate(lines) if _HEADER.match(line)), None)
+    if header is None:
+        table = ["", f'[project.entry-points."{GROUP}"]', entry]
+        return [*lines, *table] if fresh else lines
+    end = next((n for n in range(header + 1, len(lines)) if _TABLE.match(lines[n])), len(lines))
+    while not lines[end - 1].strip():
+        end -= 1
+    return [*lines[:end], entry, *lines[end:]]
+
+
+def _with_keys(lines: list[str], keys: list[str]) -> list[str]:
+    """Insert keys at the end of the list of cache keys, if that is found."""
+    start = next((n for n, line in enumerate(lines) if _KEYS.match(line)), len(lines))
+    end = next((n for n in range(start, len(lines)) if lines[n].strip() == "]"), None)
+    if end is None:
+        return lines
+    before = lines[end - 1]
+    if before.strip() and not before.rstrip().endswith((",", "[")) and "#" not in before:
+        lines = [*lines[: end - 1], f"{before.rstrip()},", *lines[end:]]
+    return [*lines[:end], *keys, *lines[end:]]
+
+
+def _exported(text: str, package: str, op: str, path: str) -> str:
+    """A package's ``__init__.py`` with an import of the op's function after its other imports."""
+    try:
+        tree, names = ast.parse(text), symtable.symtable(text, path, "exec").get_symbols()
+    except SyntaxError as error:
+        raise UsageError(
+            f"{path} does not parse", why=f"line {error.lineno}: {error.msg}"
+        ) from None
+    if op in {each.get_name() for each in names if each.is_assigned() or each.is_imported()}:
+        raise _taken(op, f"{path} has a name {op} already")
+    imports = [each for each in tree.body if isinstance(each, ast.Import | ast.ImportFrom)]
+    docstring = tree.body[:1] if ast.get_docstring(tree) is not None else []
+    lines = text.splitlines()
+    place = max((each.end_lineno or 0 for each in imports or docstring), default=0)
+    new = [f"from {package}.ops.{op} import {op} as {op}"]
+    if not imports:
+        new = ["", *new] if docstring else [*new, ""] if lines else new
+    end = "\r\n" if "\r\n" in text else "\n"
+    return end.join([*lines[:place], *new, *lines[place:]]) + end
+
+
+def _write(where: str, new: dict[str, str], changed: dict[str, str]) -> None:
+    """Write new files, then replace the changed ones; after an error everything is as before."""
+    try:
+        with ExitStack() as undo:
+            for path in new:
+                undo.callback(_remove, _first_missing(os.path.join(where, path)))
+            write_all(where, new)
+            for path, text in changed.items():
+                place = os.path.join(where, path)
+                undo.callback(replace, place, _read(place).encode())
+                replace(place, text.encode())
+            undo.pop_all()
+    except OSError as error:
+        raise StoreError(f"{where} cannot be written: {error.strerror}") from error
+
+
+def _first_missing(place: str) -> str:
+    """The outermost part of a path that does not exist yet: undoing removes it."""
+    while not os.path.lexists(above := os.path.dirname(place)):
+        place = above
+    return place
+
+
+def _remove(place: str) -> None:
+    if os.path.isdir(place):
+        shutil.rmtree(place)
+    elif os.path.exists(place):
+        os.unlink(place)
+
+
+def _read(path: str) -> str:
+    try:
+        with open(path, encoding="utf-8", newline="") as file:
+            return file.read()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path} cannot be read", why=str(error)) from None
+
+
+def _taken(op: str, why: str) -> UsageError:
+    return UsageError(
+        f"op {op} cannot be added", why=why, hint=f"opkiln new --op {op}2    # another name"
+    )

@@ -171,7 +171,7 @@ def declared(entry_points: Mapping[str, str], where: str) -> list[Declared]:
     for name, value in entry_points.items():
         module, _, builder = (part.strip() for part in value.partition(":"))
         body = _module(module, where)[1]
-        if builder or not (ops := _decorated(body) | _libraries(body)):
+        if builder or not (ops := _declared_in(body)):
             classes = {each.name: each for each in body if isinstance(each, ast.ClassDef)}
             found.append(Declared(name, value, _build_var(builder, classes)))
         else:
@@ -186,30 +186,20 @@ def sources(ops: Iterable[Declared], where: str) -> list[str]:
     Names that are computed are not found, nor is what is included from other directories.
     """
     found: set[str] = set()
+    named: list[tuple[str, str]] = []  # a directory, and a file's path from there
     for module in {op.value.partition(":")[0].strip() for op in ops if op.value}:
         home, body = _module(module, where)
-        # Decorators name files beside their module, builders files of their package.
-        places = {home, os.path.join(where, module.partition(".")[0])}
-        names = [
-            node.value
-            for statement in body
-            for node in ast.walk(statement)
-            if isinstance(node, ast.Constant) and isinstance(node.value, str)
-        ]
-        new = {
-            os.path.normpath(os.path.join(place, name))
-            for name in names
-            if _SOURCE.fullmatch(name)
-            for place in places
-        }
-        while new:
-            path = new.pop()
-            if path in found or not os.path.isfile(path):
-                continue
+        for node in (each for statement in body for each in ast.walk(statement)):
+            match node:
+                case ast.Constant(str(name)) if _SOURCE.fullmatch(name):
+                    # Decorators name files beside their module, builders files of their package.
+                    named += [(home, name), (os.path.join(where, module.partition(".")[0]), name)]
+    while named:
+        path = os.path.normpath(os.path.join(*named.pop()))
+        if path not in found and os.path.isfile(path):
             found.add(path)
             with open(path, encoding="utf-8", errors="replace") as file:
-                names = _INCLUDE.findall(file.read())
-            new |= {os.path.normpath(os.path.join(os.path.dirname(path), name)) for name in names}
+                named += [(os.path.dirname(path), name) for name in _INCLUDE.findall(file.read())]
     relative = (os.path.relpath(path, where) for path in found)
     return sorted(path for path in relative if not path.startswith(os.pardir))
 
@@ -244,35 +234,33 @@ def _module(module: str, where: str) -> tuple[str, list[ast.stmt]]:
     return where, []
 
 
-def _decorated(body: list[ast.stmt]) -> dict[str, str]:
-    """The functions that ``@opkiln.op(...)`` or ``@op(...)`` decorates, not those of a library."""
-    libraries = _libraries(body).values()
+def _declared_in(body: list[ast.stmt]) -> dict[str, str]:
+    """The ops of a module by name, each with its variable: functions that ``@opkiln.op(...)`` or
+    ``@op(...)`` decorates, and libraries, ``kit = opkiln.library("name", ...)``, whose functions
+    are not listed."""
+    functions: dict[str, str] = {}
+    libraries: dict[str, str] = {}
 
     def is_op(decorator: ast.expr) -> bool:
-        called = decorator.func if isinstance(decorator, ast.Call) else None
-        of = getattr(getattr(called, "value", None), "id", None)
-        return _called(decorator) == "op" and of not in libraries
+        match decorator:
+            case ast.Call(ast.Attribute(ast.Name(owner), "op")):
+                return owner not in libraries.values()
+            case ast.Call(ast.Attribute(_, "op") | ast.Name("op")):
+                return True
+        return False
 
-    functions = (each for each in body if isinstance(each, ast.FunctionDef))
-    return {each.name: each.name for each in functions if any(map(is_op, each.decorator_list))}
-
-
-def _libraries(body: list[ast.stmt]) -> dict[str, str]:
-    """The variables of ``kit = opkiln.library("name", ...)`` by the names of the libraries."""
-    found = {}
-    for each in body:
-        if isinstance(each, ast.Assign) and _called(each.value) == "library":
-            assert isinstance(each.value, ast.Call)
-            name = next(iter(each.value.args), None)
-            if isinstance(name, ast.Constant) and isinstance(each.targets[0], ast.Name):
-                found[str(name.value)] = each.targets[0].id
-    return found
-
-
-def _called(expression: ast.expr) -> str | None:
-    """The last part of the name of the function that is called."""
-    called = expression.func if isinstance(expression, ast.Call) else None
-    return getattr(called, "attr", None) or getattr(called, "id", None)
+    for statement in body:
+        match statement:
+            case ast.FunctionDef(name) if any(map(is_op, statement.decorator_list)):
+                functions[name] = name
+            case ast.Assign(
+                [ast.Name(variable), *_],
+                ast.Call(
+                    ast.Attribute(_, "library") | ast.Name("library"), [ast.Constant(name), *_]
+                ),
+            ):
+                libraries[str(name)] = variable
+    return functions | libraries
 
 
 def _build_var(name: str, classes: dict[str, ast.ClassDef]) -> tuple[str, ...]:
@@ -281,11 +269,11 @@ def _build_var(name: str, classes: dict[str, ast.ClassDef]) -> tuple[str, ...]:
     if found is None:
         return ()
     for each in found.body:
-        targets = each.targets if isinstance(each, ast.Assign) else [getattr(each, "target", None)]
-        names = [target.id for target in targets if isinstance(target, ast.Name)]
-        given = getattr(each, "value", None)
-        if "BUILD_VAR" in names and isinstance(given, ast.Constant):
-            return (given.value,) if given.value and isinstance(given.value, str) else ()
+        match each:
+            case ast.Assign([ast.Name("BUILD_VAR")], ast.Constant(given)) | ast.AnnAssign(
+                ast.Name("BUILD_VAR"), _, ast.Constant(given)
+            ):
+                return (given,) if given and isinstance(given, str) else ()
     bases = (base.id for base in found.bases if isinstance(base, ast.Name))
     return next(filter(None, (_build_var(base, classes) for base in bases)), ())
 

@@ -13,6 +13,7 @@ import contextlib
 import os
 import shlex
 import sys
+from configparser import ConfigParser
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from setuptools import Command
@@ -118,11 +119,14 @@ class PrecompileOps(Command):  # type: ignore[misc]
                 # An editable install ships nothing: its ops go to the user's store, as on first
                 # use.
                 out = None if self.editable_mode else self.layer(package)
-                shipment = precompile(package, ops, self._where(package), out, extensions)
+                where = self._where(package)
+                shipment = precompile(package, ops, where, out, extensions)
                 if shipment.report:
                     sys.stderr.write(f"{shipment.report}\n")
                 if out is not None:
-                    self._require_sources(package, out, ops)
+                    hint = '[tool.setuptools.package-data] "*" = ["*.cpp", "*.cu", "*.h"]'
+                    missing = self._missing_sources(ops, where, out, shipment.tag)
+                    selection.require_sources(package, missing, hint)
         except OpkilnError as error:
             raise SetupError(str(error)) from error
 
@@ -172,14 +176,13 @@ class PrecompileOps(Command):  # type: ignore[misc]
             )
         return directory[: -len(tail) - 1] or os.sep
 
-    def _require_sources(self, package: str, out: str, ops: list[Declared]) -> None:
-        missing = not_shipped(out, os.path.dirname(out))
-        if tag_of(out) == PURE:  # so its ops are compiled where they are used
-            assert self.build_lib is not None
-            files = selection.sources(ops, self._where(package))
-            missing = [f for f in files if not os.path.exists(os.path.join(self.build_lib, f))]
-        hint = '[tool.setuptools.package-data] "*" = ["*.cpp", "*.cu", "*.h"]'
-        selection.require_sources(package, missing, hint)
+    def _missing_sources(self, ops: list[Declared], where: str, out: str, tag: str) -> list[str]:
+        if tag != PURE:
+            return not_shipped(out, os.path.dirname(out))
+        # Its ops are compiled where they are used.
+        assert self.build_lib is not None
+        found = selection.sources(ops, where)
+        return [file for file in found if not os.path.exists(os.path.join(self.build_lib, file))]
 
     # The interface that setuptools expects
 
@@ -217,14 +220,11 @@ def _imported_package(builder: OpBuilder) -> str:
 def _entry_points(dist: Distribution) -> dict[str, str]:
     """The ops that a project declares."""
     given: Any = getattr(dist, "entry_points", None) or {}
-    if isinstance(given, str):
-        from configparser import ConfigParser
-
-        parser = ConfigParser(delimiters=("=",))
-        parser.optionxform = str  # type: ignore[assignment,method-assign]
-        parser.read_string(given)
-        return dict(parser[GROUP]) if GROUP in parser else {}
-    lines = given.get(GROUP, ())
-    lines = lines.splitlines() if isinstance(lines, str) else lines
-    pairs = (line.partition("=") for line in lines if line.strip())
-    return {name.strip(): value.strip() for name, _, value in pairs}
+    if not isinstance(given, str):
+        lines = given.get(GROUP, ())
+        lines = lines.splitlines() if isinstance(lines, str) else lines
+        given = "\n".join([f"[{GROUP}]", *(line.strip() for line in lines)])
+    parser = ConfigParser(delimiters=("=",))
+    parser.optionxform = str  # type: ignore[assignment,method-assign]
+    parser.read_string(given)
+    return dict(parser[GROUP]) if GROUP in parser else {}

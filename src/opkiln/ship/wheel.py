@@ -22,23 +22,21 @@ from packaging.utils import InvalidName, canonicalize_name
 from packaging.version import InvalidVersion, Version
 
 from opkiln import __version__
-from opkiln.binary import elf
 from opkiln.bundles import layer
 from opkiln.errors import StoreError, UsageError
 from opkiln.model import EXECUTABLE, SHARED
-from opkiln.ship.audit import platform, python_tag
+from opkiln.ship.audit import ANY_PYTHON, python_tag, tag_for
 from opkiln.ship.sbom import sbom
 from opkiln.store import publish
 from opkiln.store.zip_format import DEFLATED, LARGEST, MOST_MEMBERS, Added, Writer, chunks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from opkiln.bundles.layer import Entry
 
 HOME = SHARED  # what an installed opkiln looks for
 SBOM = "sboms/opkiln.cdx.json"
-ANY_PYTHON = "py3-none"
 
 
 class _Job(NamedTuple):
@@ -80,7 +78,7 @@ def write_wheel(
         with tempfile.TemporaryDirectory(prefix=".opkiln-", dir=out_dir) as stage:
             job = _Job(stage, version, tuple(requires), max_size)
             for _, entries in sorted(by_machine.items()):
-                _fit(job, name, entries, _SPLITS, written)
+                _fit(job, name, entries, written)
             for each in written:
                 os.replace(os.path.join(stage, each), os.path.join(out_dir, each))
         publish.sync(out_dir)
@@ -121,56 +119,41 @@ def check_names(name: str, version: str, requires: Sequence[str] = ()) -> None:
             raise UsageError(f"{each!r} cannot be a requirement of a wheel")
 
 
-# How to split ops that do not fit into one wheel, from coarse to fine.
-
-
-def _backend(entry: Entry) -> str:
-    return str(entry.manifest["target"]["backend"])
-
-
-def _built_for(entry: Entry) -> str:
+def _parts(entry: Entry) -> tuple[str, str, str, str]:
+    """By what ops are split that do not fit into one wheel, from coarse to fine."""
     target = entry.manifest["target"]
-    return "-".join(target["archs"]) or str(target["cpu"])
+    made_for = "-".join(target["archs"]) or target["cpu"]
+    return target["backend"], made_for, entry.manifest["op"], entry.place.split("/")[-3][:8]
 
 
-def _op(entry: Entry) -> str:
-    return str(entry.manifest["op"])
-
-
-def _intent(entry: Entry) -> str:
-    return entry.place.split("/")[-3][:8]
-
-
-_Split = tuple["Callable[[Entry], str]", ...]
-_SPLITS: _Split = (_backend, _built_for, _op, _intent)
-
-
-def _fit(job: _Job, name: str, entries: list[Entry], splits: _Split, written: list[str]) -> None:
-    """Stage these entries as one wheel, or as several that are small enough."""
+def _fit(job: _Job, name: str, entries: list[Entry], written: list[str], level: int = 0) -> None:
+    """Stage these entries as one wheel, or as several that are small enough, split by the part of
+    this level."""
     wheel, size = _stage(job, name, entries)
     if job.max_size is None or size <= job.max_size:
         written.append(wheel)
         return
     os.unlink(os.path.join(job.stage, wheel))
     if len(entries) == 1:
-        (entry,) = entries
+        backend, made_for, op, _ = _parts(entries[0])
         raise UsageError(
-            f"op {_op(entry)} for {_backend(entry)} {_built_for(entry)} makes a wheel of {size} "
-            f"bytes; {job.max_size} are allowed",
-            why=f"its library has {entry.manifest['size']} bytes; an op cannot be split",
+            f"op {op} for {backend} {made_for} makes a wheel of {size} bytes; {job.max_size} are "
+            "allowed",
+            why=f"its library has {entries[0].manifest['size']} bytes; an op cannot be split",
             hint="opkiln build OP --target cuda:9.0a --wheel DIR    # fewer architectures at once",
         )
     groups: dict[str, list[Entry]] = {}
     for entry in entries:
-        groups.setdefault(splits[0](entry), []).append(entry)
+        groups.setdefault(_parts(entry)[level], []).append(entry)
     for part, group in sorted(groups.items()):
         suffix = re.sub(r"[^a-z0-9]+", "-", part.replace(".", "").lower()).strip("-")
-        _fit(job, f"{name}-{suffix}", group, splits[1:], written)
+        _fit(job, f"{name}-{suffix}", group, written, level + 1)
 
 
 def _stage(job: _Job, name: str, entries: list[Entry]) -> tuple[str, int]:
     """Write one wheel; (its name, its size)."""
-    tag = f"{_python(entries)}-{platform(elf.read(each.payload) for each in entries).tag}"
+    _require_one_python(entries)
+    tag = tag_for(entries)
     wheel = f"{wheel_name(name)}-{job.version}-{tag}.whl"
     with open(os.path.join(job.stage, wheel), "xb") as out:
         archive = Writer(out)
@@ -187,19 +170,18 @@ def _stage(job: _Job, name: str, entries: list[Entry]) -> tuple[str, int]:
     return wheel, size
 
 
-def _python(entries: list[Entry]) -> str:
-    """The first two parts of the tag: any Python, or the one that all entries are for."""
+def _require_one_python(entries: list[Entry]) -> None:
+    """Refuse ops for one Python beside ops for another one or for any. Raises UsageError."""
     tags: dict[str, list[str]] = {}
     for entry in entries:
         tag = python_tag(entry.manifest["target"]["abi_tag"]) or ANY_PYTHON
-        tags.setdefault(tag, []).append(_op(entry))
+        tags.setdefault(tag, []).append(entry.manifest["op"])
     if len(tags) > 1:
         raise UsageError(
             "these ops cannot be in one wheel: they are for different Pythons",
             why="\n".join(f"{tag}: {', '.join(ops)}" for tag, ops in sorted(tags.items())),
             hint="opkiln build OP --wheel DIR    # one kind at a time",
         )
-    return next(iter(tags))
 
 
 def _write(archive: Writer, job: _Job, name: str, tag: str, entries: list[Entry]) -> None:
@@ -217,7 +199,7 @@ def _write(archive: Writer, job: _Job, name: str, tag: str, entries: list[Entry]
             if payload and put.sha256.hex() != entry.manifest["sha256"]:
                 raise StoreError(f"{path} was changed while it was put into a wheel")
             added.append(put)
-    ops = sorted({_op(entry) for entry in entries})
+    ops = sorted({entry.manifest["op"] for entry in entries})
     wheel = (
         f"Wheel-Version: 1.0\nGenerator: opkiln {__version__}\nRoot-Is-Purelib: false\nTag: {tag}\n"
     )

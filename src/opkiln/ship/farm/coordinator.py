@@ -4,6 +4,10 @@ The coordinator decides as a plain build does (``prebuild.look``): what the stor
 again. A result is imported when it comes and then asked for like any other entry. So what a worker
 built from other sources, with other flags or by another compiler is refused here, and everything
 that follows (a wheel, a bundle) sees a store that one machine could have filled alone.
+
+A lost task runs again. Where the whole executor breaks, as a pool of processes does when one of
+them is killed, a new one gets what was not finished. If that breaks, too, tasks go on one at a
+time, so that the one that ends its worker is found and the others are built.
 """
 
 from __future__ import annotations
@@ -13,10 +17,12 @@ import os
 import shlex
 import time
 import tomllib
-from concurrent.futures import Executor
+from collections import Counter
+from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Executor, wait
 from contextlib import ExitStack
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from itertools import islice
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from opkiln.bundles.bundle import unpack
 from opkiln.decision.target import target_cpu
@@ -25,15 +31,15 @@ from opkiln.errors import BuildError, OpkilnError, StoreError, ToolchainError, U
 from opkiln.model import CPU, flag_settings
 from opkiln.settings import settings
 from opkiln.ship import prebuild, selection
-from opkiln.ship.farm.rounds import Ended, results
-from opkiln.ship.farm.tasks import Job
+from opkiln.ship.farm.tasks import Job, Result, work
 from opkiln.ship.prebuild import BUILT, FAILED, Outcome, Request
 from opkiln.ship.selection import NamedTarget
 from opkiln.store import publish
 from opkiln.store.layers import Store
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from concurrent.futures import Future
 
     from opkiln.engine.chrome import Trace
 
@@ -41,6 +47,9 @@ if TYPE_CHECKING:
 
 _KEYS = ("ops", "targets")  # of a matrix
 _EXAMPLE = 'targets = ["cpu:x86-64-v3", "cuda:9.0a"]'
+_TIMES = 3  # that a task is given to a worker
+_BREAKS = 2  # of the executor, before tasks go on one at a time
+_WAKE = 0.2  # seconds, so that an interrupt is seen
 
 
 def build(
@@ -66,10 +75,9 @@ def run(
     asked: Sequence[Request], crew: Crew, *, jobs: int | None = None, trace: str | None = None
 ) -> list[Outcome]:
     """``prebuild.prebuild``, on a farm."""
-    made = find_function(crew) if isinstance(crew, str) else crew
-    name = crew if isinstance(crew, str) else "an executor"
-    if isinstance(crew, Executor):
-        name = type(crew).__name__
+    name = type(crew).__name__ if isinstance(crew, Executor) else "an executor"
+    if isinstance(crew, str):
+        name, crew = crew, find_function(crew)
     outcomes: dict[int, Outcome] = {}
     tasks: dict[int, Job] = {}
     for number, request in enumerate(asked):
@@ -80,8 +88,27 @@ def run(
                 outcomes[number] = found
             else:
                 tasks[number] = _job(request, jobs)
-    if not tasks:
-        return [outcomes[number] for number in range(len(asked))]
+    if tasks:
+        total = f"{len(tasks)} task{'' if len(tasks) == 1 else 's'}"
+        with ExitStack() as stack:
+            stack.enter_context(progress.shown(traced=False))
+            recorder = None
+            if file := trace or settings.trace:
+                from opkiln.engine import chrome
+
+                recorder = stack.enter_context(contextlib.closing(chrome.Trace(file)))
+            outcomes |= _do_tasks(crew, tasks, asked, f"{total} on {name}", recorder)
+    return [outcomes[number] for number in range(len(asked))]
+
+
+def _do_tasks(
+    crew: Executor | Callable[[], Executor],
+    tasks: Mapping[int, Job],
+    asked: Sequence[Request],
+    what: str,
+    recorder: Trace | None,
+) -> dict[int, Outcome]:
+    """Do all tasks, tell of their progress, and record one trace of all workers."""
     root = Store().root
     if root is None:
         raise StoreError(
@@ -89,20 +116,27 @@ def run(
             why="a farm's results are put into it",
             hint="set OPKILN_CACHE_DIR to a writable directory",
         )
-    with ExitStack() as stack:
-        stack.enter_context(progress.shown(traced=False))
-        recorder = None
-        if file := trace or settings.trace:
-            from opkiln.engine import chrome
-
-            recorder = stack.enter_context(contextlib.closing(chrome.Trace(file)))
-        report = _Report(name, len(tasks), recorder)
-        for ended in results(tasks, made):
-            outcome = _taken(asked[ended.number], ended, root)
-            outcomes[ended.number] = outcome
-            report.add(tasks[ended.number], ended, outcome)
-        report.close()
-    return [outcomes[number] for number in range(len(asked))]
+    began = time.monotonic()
+    outcomes: dict[int, Outcome] = {}
+    events.emit(events.BUILD_START, op=what, steps=len(tasks))
+    for done, ended in enumerate(results(tasks, crew), 1):
+        label, result = str(tasks[ended.number]), ended.result
+        outcome = outcomes[ended.number] = _taken(asked[ended.number], ended, root)
+        if recorder is not None:
+            # Placed by the time at which its result came: no clock of another machine is read.
+            for event in result.events:
+                recorder(event._replace(at=event.at + ended.at), result.worker)
+        events.emit(
+            events.STEP_END, op=what, label=label, step=f"{label} {done}", wall=outcome.seconds,
+            max_rss=0, cached=False,
+        )  # fmt: skip
+        where = f" on {result.worker}" if result.worker else ""
+        took = f" in {outcome.seconds:.1f} s" if outcome.path else ""
+        text = f"[{done}/{len(tasks)}] {outcome.status} {label}{took}{where}"
+        events.emit(events.NOTE, text=text)
+    failed = any(each.error is not None for each in outcomes.values())
+    events.emit(events.BUILD_END, op=what, ok=not failed, wall=time.monotonic() - began)
+    return outcomes
 
 
 def read_matrix(file: str) -> tuple[list[str], list[NamedTarget]]:
@@ -206,39 +240,93 @@ def _taken(request: Request, ended: Ended, root: str) -> Outcome:
     return told._replace(status=FAILED, target=target, error=differs)
 
 
-# What people see
+# The rounds: every job to its result, whatever happens to the workers
 
 
-class _Report:
-    """The progress of all tasks, and one trace of all workers.
+class Ended(NamedTuple):
+    """A result, and when it came: ``time.monotonic()`` of this process."""
 
-    A worker's events are placed by the time at which its result came. So no clock of another
-    machine is read.
-    """
+    number: int
+    result: Result
+    at: float
 
-    def __init__(self, name: str, total: int, recorder: Trace | None) -> None:
-        self._began = time.monotonic()
-        self._what = f"{total} task{'' if total == 1 else 's'} on {name}"
-        self._total, self._done, self._failed = total, 0, 0
-        self._recorder = recorder
-        events.emit(events.BUILD_START, op=self._what, steps=total)
 
-    def add(self, job: Job, ended: Ended, outcome: Outcome) -> None:
-        self._done += 1
-        self._failed += outcome.error is not None
-        result, label = ended.result, str(job)
-        if self._recorder is not None:
-            for event in result.events:
-                self._recorder(event._replace(at=event.at + ended.at), result.worker)
-        events.emit(
-            events.STEP_END, op=self._what, label=label, step=f"{label} {self._done}",
-            wall=outcome.seconds, max_rss=0, cached=False,
-        )  # fmt: skip
-        where = f" on {result.worker}" if result.worker else ""
-        took = f" in {outcome.seconds:.1f} s" if outcome.path else ""
-        text = f"[{self._done}/{self._total}] {outcome.status} {label}{took}{where}"
-        events.emit(events.NOTE, text=text)
+def results(jobs: Mapping[int, Job], crew: Executor | Callable[[], Executor]) -> Iterator[Ended]:
+    """The results, as they come. A crew that makes executors can go on after one has broken."""
+    waiting = dict(jobs)
+    losses: Counter[int] = Counter()
+    breaks = 0
+    while waiting:
+        batch = dict(islice(waiting.items(), 1 if breaks >= _BREAKS else None))
+        try:
+            with _running(crew) as executor:
+                for ended in _round(batch, executor, losses):
+                    del waiting[ended.number]
+                    yield ended
+        except BrokenExecutor as error:
+            breaks += 1
+            left = [number for number in batch if number in waiting]
+            if isinstance(crew, Executor):
+                given_up = list(waiting)
+            else:
+                losses.update(left if len(left) == 1 else ())
+                given_up = [number for number in left if losses[number] >= _TIMES]
+            for number in given_up:
+                breaks = 0  # whoever it was, the others may go on together
+                yield _lost(number, waiting.pop(number), error)
 
-    def close(self) -> None:
-        wall = time.monotonic() - self._began
-        events.emit(events.BUILD_END, op=self._what, ok=not self._failed, wall=wall)
+
+@contextlib.contextmanager
+def _running(crew: Executor | Callable[[], Executor]) -> Iterator[Executor]:
+    """The executor. One that was made here is ended here, at once if something is wrong."""
+    if isinstance(crew, Executor):
+        yield crew
+        return
+    executor = crew()
+    try:
+        yield executor
+    except BaseException:
+        executor.shutdown(wait=False)  # its futures are cancelled already
+        raise
+    executor.shutdown()
+
+
+def _round(jobs: Mapping[int, Job], executor: Executor, losses: Counter[int]) -> Iterator[Ended]:
+    """The results of one executor. Raises BrokenExecutor."""
+    came: dict[int, float] = {}  # not the futures: they hold the bundles
+
+    def submit(number: int) -> Future[Result]:
+        future = executor.submit(work, jobs[number])
+        future.add_done_callback(lambda _: came.__setitem__(number, time.monotonic()))
+        return future
+
+    running = {submit(number): number for number in jobs}
+    try:
+        while running:
+            for future in wait(running, _WAKE, FIRST_COMPLETED).done:
+                number = running.pop(future)
+                try:
+                    result = future.result()
+                except BrokenExecutor:
+                    raise
+                except Exception as error:  # not the task's own: ``work`` raises none
+                    losses[number] += 1
+                    if losses[number] < _TIMES:
+                        running[submit(number)] = number
+                    else:
+                        yield _lost(number, jobs[number], error)
+                else:
+                    yield Ended(number, result, came.get(number, time.monotonic()))
+    finally:
+        for future in running:
+            future.cancel()
+
+
+def _lost(number: int, job: Job, error: Exception) -> Ended:
+    told = BuildError(
+        f"op {job.op} was not built: its worker was lost",
+        why=f"for {job.target}: {type(error).__name__}: {error}",
+        hint="run the command again: what was built is kept",
+    )
+    outcome = Outcome(job.op, FAILED, job.target.backend, str(job.target), error=told)
+    return Ended(number, Result(outcome), time.monotonic())

@@ -12,7 +12,6 @@ import functools
 import os
 import shutil
 import time
-from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 from opkiln import __version__
@@ -60,10 +59,11 @@ def work(job: Job) -> Result:
             seen.append(event)
 
     try:
-        with ExitStack() as stack:
-            stack.enter_context(override(progress="off", trace=None, push=None, record=None))
-            stack.enter_context(override(cache_dir=_store(), **dict(job.settings)))
-            stack.enter_context(events.listening(note))
+        with (
+            override(progress="off", trace=None, push=None, record=None),
+            override(cache_dir=_store(), **dict(job.settings)),
+            events.listening(note),
+        ):
             outcome, bundle = _made(job)
     except OpkilnError as error:
         outcome, bundle = Outcome(job.op, FAILED, error=error), b""
