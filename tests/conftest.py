@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
+import os
 import sys
 import zlib
 from typing import TYPE_CHECKING
@@ -30,6 +32,10 @@ hypothesis.settings.register_profile("full", derandomize=True, database=None)
 hypothesis.settings.register_profile("random", derandomize=False, database=None, print_blob=True)
 hypothesis.settings.load_profile("fixed")
 
+# Read by OpenMP when torch is imported. By default its threads spin while they wait for work, which
+# takes half of the CPU time of tests/ops from the workers beside them.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 _KEPT = ("PATH", "HOME", "TMPDIR", "XDG_CACHE_HOME")
 
 
@@ -50,6 +56,10 @@ def pytest_configure(config: pytest.Config) -> None:
         hypothesis.settings.load_profile("full")
     if config.getoption("--sanitize"):
         sanitizers.switch_on()
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # no collection looks at torch, the tests and what they import again
 
 
 @pytest.fixture(autouse=True)
