@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING
 
 import hypothesis
 import pytest
-from sample import known, pool, sanitizers
+from sample import child, known, pool, sanitizers
 from sample.package import Package, Steps
 
-from opkiln import settings
 from opkiln.decision import policy as seal
 from opkiln.engine import events
 
@@ -35,8 +34,6 @@ hypothesis.settings.load_profile("fixed")
 # Read by OpenMP when torch is imported. By default its threads spin while they wait for work, which
 # takes half of the CPU time of tests/ops from the workers beside them.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-
-_KEPT = ("PATH", "HOME", "TMPDIR", "XDG_CACHE_HOME")
 
 
 def every_case(config: pytest.Config) -> bool:
@@ -62,15 +59,21 @@ def pytest_collection_finish() -> None:
     gc.freeze()  # no collection looks at torch, the tests and what they import again
 
 
+@pytest.fixture(scope="session")
+def places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Names of directories, one for each test: pytest's own take a millisecond each."""
+    base = tmp_path_factory.mktemp("private")
+    return (base / str(number) for number in itertools.count())
+
+
 @pytest.fixture(autouse=True)
-def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+def cache(places: Iterator[Path], monkeypatch: pytest.MonkeyPatch) -> Path:
     """The root of the private store; nothing that the user has set reaches a test."""
-    for setting in settings.table():
-        for name in (setting.variable, *setting.aliases):
-            if name not in _KEPT:
-                monkeypatch.delenv(name, raising=False)
+    for name in (child.VARIABLES - {"XDG_CACHE_HOME"}).intersection(os.environ):
+        monkeypatch.delenv(name)
     monkeypatch.delenv("MAKEFLAGS", raising=False)  # `make test` sets it, if it is given options
-    private = tmp_path_factory.mktemp("private")
+    private = next(places)
+    private.mkdir(0o700)
     monkeypatch.setenv("OPKILN_CACHE_DIR", str(private / "cache"))
     monkeypatch.setenv("OPKILN_RUNTIME_DIR", str(private / "run"))
     # Python would write beside what a test looks at, and when depends on what ran before.
