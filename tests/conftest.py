@@ -18,7 +18,7 @@ from opkiln.decision import policy as seal
 from opkiln.engine import events
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Generator, Iterator
     from pathlib import Path
 
 pytest_plugins = ["fault_rows", "timing"]
@@ -55,8 +55,16 @@ def pytest_configure(config: pytest.Config) -> None:
         sanitizers.switch_on()
 
 
-def pytest_collection_finish() -> None:
-    gc.freeze()  # no collection looks at torch, the tests and what they import again
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """The collector of garbage has nothing to find while modules are imported, and then need not
+    look at torch, the tests and what they import again."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.freeze()
 
 
 @pytest.fixture(scope="session")
