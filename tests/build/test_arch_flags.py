@@ -42,8 +42,10 @@ def flags_of(names: tuple[str, ...]) -> list[str]:
     return [f"-gencode=arch=compute_{name.partition('_')[2]},code={name}" for name in names]
 
 
-# In full: one after the other is held by the orders of plans below, and ninja gets the same flags.
-WAYS = ("jit", pytest.param("serial", marks=pytest.mark.full), "parallel", "processes",
+# In full: one after the other is held by the orders of plans below, each of several processes does
+# what one does, and ninja gets the same flags.
+WAYS = ("jit", pytest.param("serial", marks=pytest.mark.full), "parallel",
+        pytest.param("processes", marks=pytest.mark.full),
         pytest.param("build_extension", marks=pytest.mark.full),
         "build_extension_with_ninja")  # fmt: skip
 

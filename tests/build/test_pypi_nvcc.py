@@ -12,11 +12,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from sample import pool
+from sample import child, pool
 from sample.levels import ARCHITECTURES, HERE
 
 import opkiln
-from opkiln import settings
 from opkiln.toolchain import toolkits
 
 pytestmark = pytest.mark.slow
@@ -93,8 +92,7 @@ class Environment:
         path = [each for each in os.environ["PATH"].split(":") if not Path(each, "nvcc").exists()]
         if shutil.which("g++", path=":".join(path)) is None:
             pytest.skip("g++ is only where nvcc is, too")
-        variables = {name for each in settings.table() for name in (each.variable, *each.aliases)}
-        environment = {k: v for k, v in os.environ.items() if k not in variables}
+        environment = {k: v for k, v in os.environ.items() if k not in child.VARIABLES}
         environment |= {"PATH": ":".join(path), "HOME": str(where),
                         "PYTHONPATH": str(Path(opkiln.__file__).parents[1]),
                         "OPKILN_CACHE_DIR": str(where / "cache")}  # fmt: skip

@@ -6,6 +6,7 @@ process and, when it ends, its status. With the path of a socket, each connectio
 (forked.py), and is told its status; a rank whose connection ends is killed.
 """
 
+import gc
 import json
 import os
 import runpy
@@ -80,6 +81,7 @@ def serve(path: str) -> None:
             threading.Thread(target=answer, args=(pid, connection), daemon=True).start()
 
 
+gc.freeze()  # a collection in a rank would write to all of torch's objects
 if len(sys.argv) > 1:
     serve(sys.argv[1])
 tell(ready=os.uname().nodename)

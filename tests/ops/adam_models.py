@@ -1,7 +1,8 @@
-"""Parameters, gradients and optimizers for the tests of CPUAdam."""
+"""Parameters, gradients and optimizers for the tests of optimizers."""
 
 from __future__ import annotations
 
+import io
 from typing import Any
 
 import torch
@@ -41,3 +42,11 @@ def stepped(kind: Any, params: list[Tensor], steps: int, **options: Any) -> Any:
         give_gradients(params, seed=step)
         optimizer.step()
     return optimizer
+
+
+def through_a_file(state: dict[str, Any]) -> dict[str, Any]:
+    """A state dict that was saved and loaded."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import gc
 import json
 import logging
 import multiprocessing
@@ -268,6 +269,7 @@ def run_all(reference: bool, part: str) -> dict[str, dict[str, Any]]:
     """The cells of a part, or all, by name: its ``difference``, or its ``error``."""
     serve(reference)
     context = multiprocessing.get_context("fork")  # torch is imported once
+    gc.freeze()  # and shared: a collection in a rank would write to all its objects
     results: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as name:
         for ranks in (2, 4):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from sample.levels import ARM_V8, IS_X86, X86_V2, X86_V3, X86_V4
@@ -24,3 +25,10 @@ def missing(level: str) -> str:
 def skip_unless_runnable(level: str) -> None:
     if lacks := missing(level):
         pytest.skip(f"this CPU cannot run {level}: it lacks {lacks}")
+
+
+def not_native() -> list[Any]:
+    """The levels whose instruction set the build for this machine does not use. That of the one
+    that it uses is what all other tests of an op run, so its own build is tried in full runs."""
+    native = [level for level in LEVELS if not missing(level)][-1:]
+    return [pytest.param(each, marks=pytest.mark.full if each in native else ()) for each in LEVELS]

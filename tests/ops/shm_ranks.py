@@ -8,6 +8,7 @@ or nothing. A case is a function ``(rank, size, store)``; what it raises on a ra
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -560,6 +561,7 @@ def run(name: str, folder: Path) -> str:
 def main() -> None:
     folder, *names = sys.argv[1:]
     torch.set_num_threads(1)
+    gc.freeze()  # a collection in a rank would write to all of torch's objects
     assert functions.shm_join.load("cpu"), str(functions.shm_join.explain("cpu"))
     for name in names or CASES:
         begun = time.monotonic()

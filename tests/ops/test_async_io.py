@@ -47,12 +47,10 @@ def native() -> Any:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def quick_collections() -> Iterator[None]:
+def quick_collections() -> None:
     """What other tests have made is not looked at by each ``gc.collect``."""
     gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(params=FOR_DEVICES or [*NATIVE, "reference"])

@@ -11,6 +11,7 @@ import pytest
 import torch
 from adam_models import (
     BF16,
+    F16,
     F32,
     SHAPES,
     assert_same,
@@ -80,9 +81,10 @@ def test_a_hundred_steps_of_adagrad_go_where_torchs_go(maximize: bool) -> None:
     assert_same(mine, other)
 
 
-def test_narrow_parameters_have_fp32_states_or_their_own(kind: Any) -> None:
-    for wide, expected in ((True, F32), (False, BF16)):
-        params = parameters((33,), dtype=BF16)
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
+def test_narrow_parameters_have_fp32_states_or_their_own(kind: Any, dtype: torch.dtype) -> None:
+    for wide, expected in ((True, F32), (False, dtype)):
+        params = parameters((33,), dtype=dtype)
         optimizer = stepped(kind, params, 1, fp32_optimizer_states=wide)
         states = [v for v in optimizer.state[params[0]].values() if isinstance(v, Tensor)]
         assert states
@@ -164,13 +166,20 @@ def test_odd_layouts_step_as_contiguous_ones(kind: Any) -> None:
 # Copies and rollback
 
 
-def test_copies_receive_the_new_values(kind: Any) -> None:
-    params = parameters((5,), (600,), (7,))
-    copies = {params[0]: torch.zeros(5, dtype=BF16), params[1]: torch.zeros(600)}
+def test_copies_receive_the_new_values_of_their_parameters_only(kind: Any) -> None:
+    params = parameters((5,), (600,), (7,), (8,))
+    copies = {params[0]: torch.zeros(5, dtype=BF16), params[1]: torch.zeros(600, dtype=F16),
+              params[3]: torch.zeros(8)}  # fmt: skip
     give_gradients(params)
-    kind(params).step(copies=copies)
+    optimizer = kind(params)
+    optimizer.step(copies=copies)
     for param, low in copies.items():
         assert torch.equal(low, param.detach().to(low.dtype))
+    params[0].grad = None
+    before = copies[params[0]].clone()
+    optimizer.step(copies=copies)
+    assert torch.equal(copies[params[0]], before)
+    assert torch.equal(copies[params[1]], params[1].detach().to(F16))
 
 
 @pytest.mark.parametrize(
@@ -196,15 +205,20 @@ def test_a_wrong_copy_is_refused_by_name_before_anything_moves(
 def test_rollback_undoes_the_last_step_once(kind: Any) -> None:
     params = parameters((50,), (7,))
     optimizer = stepped(kind, params, 3)
+    copies = {params[0]: torch.zeros(50, dtype=BF16)}
     before = state_of(optimizer)
     give_gradients(params, seed=7)
-    optimizer.step(grad_scale=4.0)
+    optimizer.step(copies=copies, grad_scale=4.0)
+    moved = params[0].detach().clone()
     optimizer.param_groups[0]["lr"] = 123.0
     optimizer.rollback()
+    assert not torch.equal(params[0], moved)
+    assert torch.equal(copies[params[0]], params[0].detach().to(BF16))
     params_after, states = state_of(optimizer)
     for got, expected in zip(params_after, before[0], strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-6)
     for key, state in states.items():
+        assert state["step"] == 3
         for name, value in state.items():
             torch.testing.assert_close(value, before[1][key][name], rtol=1e-5, atol=1e-6)
     with pytest.raises(UsageError, match="no step to roll back"):
@@ -352,6 +366,8 @@ def test_what_is_wrong_is_said_before_a_step_goes_to_the_background(kind: Any) -
     [
         ({"lr": float("nan")}, "lr is nan"),
         ({"lr": -1.0}, "lr is -1"),
+        ({"lr": float("inf")}, "lr is inf"),
+        ({"weight_decay": float("nan")}, "weight_decay is nan"),
         ({"weight_decay": float("inf")}, "weight_decay is inf"),
     ],
 )
@@ -403,9 +419,10 @@ def test_parameters_elsewhere_or_of_other_types_are_refused_by_name(kind: Any) -
         kind([("weight", torch.zeros(3, dtype=torch.float64, requires_grad=True))])
 
 
-def test_a_sparse_gradient_is_refused_by_name_before_anything_moves() -> None:
+@pytest.mark.parametrize("kind", ["CPUAdam", "CPULion"], indirect=True)
+def test_a_sparse_gradient_is_refused_by_name_before_anything_moves(kind: Any) -> None:
     params = parameters((4,), (10, 3))
-    optimizer = optim.CPULion([{"params": params[:1]}, {"params": params[1:]}])
+    optimizer = kind([{"params": params[:1]}, {"params": params[1:]}])
     give_gradients(params)
     params[1].grad = torch.zeros(10, 3).to_sparse()
     before = state_of(optimizer)
@@ -455,6 +472,11 @@ def test_loading_keeps_fp32_states_of_narrow_parameters(kind: Any) -> None:
 @pytest.mark.parametrize(
     ("name", "saved", "group"),
     [
+        (
+            "CPUAdam",
+            {"exp_avg": torch.full((4,), 2.0), "exp_avg_sq": torch.ones(4)},
+            {"bias_correction": True, "betas": (0.9, 0.99), "eps": 1e-8, "amsgrad": False},
+        ),
         ("CPUAdagrad", {"exp_avg_sq": torch.full((4,), 2.0)}, {"eps": 1e-10, "amsgrad": False}),
         (
             "CPULion",

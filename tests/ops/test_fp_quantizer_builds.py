@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from instruction_sets import LEVELS, skip_unless_runnable
+from instruction_sets import not_native, skip_unless_runnable
 from sample import child, wanted
 
 from opkiln import get_builder
@@ -48,7 +48,7 @@ def test_it_builds_for_nvidia_gpus_with_and_without_instructions_for_fp8() -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", not_native())
 def test_a_build_for_another_level_agrees(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
     skip_unless_runnable(level)
     monkeypatch.setenv("OPKILN_CPU", level)

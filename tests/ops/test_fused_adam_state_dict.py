@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import copy
-import io
 from typing import Any
 
 import pytest
 import torch
-from adam_models import BF16, F32, SHAPES, assert_same, give_gradients, parameters, stepped, twins
+from adam_models import (
+    BF16,
+    F32,
+    SHAPES,
+    assert_same,
+    give_gradients,
+    parameters,
+    stepped,
+    through_a_file,
+    twins,
+)  # fmt: skip
 
 from opkiln.errors import UsageError
 from opkiln.ops.fused_adam import reference
@@ -21,13 +30,6 @@ def _served_by_references(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(FusedAdam, "_ops", {"cpu": reference})
     monkeypatch.setattr(CPUAdam, "_ops", cpu)
-
-
-def through_a_file(state: dict[str, Any]) -> dict[str, Any]:
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
 
 
 @pytest.mark.parametrize("options", [{}, {"fused": True}, {"capturable": False, "foreach": True}])
@@ -117,26 +119,10 @@ def test_a_master_that_a_state_dict_lacks_is_made_from_the_parameter() -> None:
     assert torch.equal(master.to(BF16), params[0])
 
 
-@pytest.mark.parametrize("in_group", [False, True])
-def test_a_state_dict_of_deepspeeds_fused_adam_is_taken(in_group: bool) -> None:
-    params = parameters((4,))
-    state = {"exp_avg": torch.ones(4), "exp_avg_sq": torch.full((4,), 2.0)}
-    group = {
-        "lr": 0.5, "bias_correction": True, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0,
-        "params": [0],
-    }  # fmt: skip
-    (group if in_group else state)["step"] = 7
-    optimizer = FusedAdam(params)
-    optimizer.load_state_dict({"state": {0: state}, "param_groups": [group]})
-    give_gradients(params)
-    optimizer.step()
-    assert optimizer.state[params[0]]["step"] == 8
-    assert optimizer.param_groups[0]["lr"] == 0.5
-
-
-def test_hooks_see_and_may_change_what_is_loaded() -> None:
-    saved = stepped(FusedAdam, parameters((4,), dtype=BF16), 3).state_dict()
-    resumed = FusedAdam(parameters((4,), dtype=BF16))
+@pytest.mark.parametrize("kind", [FusedAdam, CPUAdam])
+def test_hooks_see_and_may_change_what_is_loaded(kind: Any) -> None:
+    saved = stepped(kind, parameters((4,), dtype=BF16), 3).state_dict()
+    resumed = kind(parameters((4,), dtype=BF16))
     seen = []
 
     def double_steps(_: Any, state: dict[str, Any]) -> dict[str, Any]:
@@ -153,9 +139,10 @@ def test_hooks_see_and_may_change_what_is_loaded() -> None:
     assert seen == [F32]
 
 
-def test_a_refused_state_dict_changes_nothing() -> None:
+@pytest.mark.parametrize("kind", [FusedAdam, CPUAdam])
+def test_a_refused_state_dict_changes_nothing(kind: Any) -> None:
     params = parameters((4,))
-    optimizer = stepped(FusedAdam, params, 2)
+    optimizer = stepped(kind, params, 2)
     saved = torch.optim.AdamW(parameters((4,)), amsgrad=True).state_dict()
     with pytest.raises(UsageError, match=r"param_groups\[0\]: amsgrad"):
         optimizer.load_state_dict(saved)

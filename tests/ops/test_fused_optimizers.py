@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 from importlib import import_module
 from typing import Any
 
@@ -11,7 +10,16 @@ import fused_lamb_oracle as lamb
 import fused_lion_oracle as lion
 import pytest
 import torch
-from adam_models import BF16, F32, SHAPES, give_gradients, parameters, stepped, twins
+from adam_models import (
+    BF16,
+    F32,
+    SHAPES,
+    give_gradients,
+    parameters,
+    stepped,
+    through_a_file,
+    twins,
+)  # fmt: skip
 from fused_fixtures import native
 from sample import wanted
 from torch import Tensor
@@ -135,6 +143,18 @@ def test_a_learning_rate_that_became_nan_is_refused_and_nothing_moves(kind: Any)
 @pytest.mark.parametrize(
     ("kind", "options", "message"),
     [
+        (FusedAdam, {"lr": float("nan")}, "lr is nan"),
+        (FusedAdam, {"lr": torch.tensor(-1.0)}, "lr is -1"),
+        (FusedAdam, {"eps": -1e-8}, "eps is -1e-08"),
+        (FusedAdam, {"weight_decay": float("inf")}, "weight_decay is inf"),
+        (FusedAdam, {"betas": (1.0, 0.9)}, r"betas\[0\] is 1"),
+        (FusedAdam, {"betas": (0.9, float("nan"))}, r"betas\[1\] is nan"),
+        (FusedAdam, {"amsgrad": True}, "amsgrad is not supported by FusedAdam"),
+        (
+            FusedAdam,
+            {"bias_correction": (0.9, 0.999)},
+            "bias_correction is .*expected True or False",
+        ),
         (FusedLion, {"lr": float("nan")}, "lr is nan"),
         (FusedLion, {"betas": (0.9, 1.0)}, r"betas\[1\] is 1"),
         (FusedLion, {"weight_decay": -1.0}, "weight_decay is -1"),
@@ -150,29 +170,31 @@ def test_a_hyperparameter_out_of_range_is_refused_by_name(
 ) -> None:
     with pytest.raises(UsageError, match=message):
         kind(parameters((3,)), **options)
+    if "max_grad_norm" in options:
+        return  # no group has one of its own
+    optimizer = kind(parameters((3,)))
+    with pytest.raises(UsageError, match=message):
+        optimizer.add_param_group({"params": parameters((4,)), **options})
+    assert len(optimizer.param_groups) == 1
 
 
-@pytest.mark.parametrize("kind", [FusedLion, FusedLamb])
+@pytest.mark.parametrize("kind", ALL)
 def test_other_parameters_and_sparse_gradients_are_refused_by_name(kind: Any) -> None:
-    with pytest.raises(UsageError, match=rf"is on meta: {kind.OWNER} steps"):
-        kind([torch.zeros(3, device="meta", requires_grad=True)])
-    with pytest.raises(UsageError, match=r"has dtype torch\.float64"):
-        kind([torch.zeros(3, dtype=torch.float64, requires_grad=True)])
-    params = parameters((10, 3))
-    optimizer = kind(params)
-    params[0].grad = torch.zeros(10, 3).to_sparse()
-    with pytest.raises(UsageError, match=r"param_groups\[0\]\['params'\]\[0\] is sparse"):
+    with pytest.raises(UsageError, match=rf"\['params'\]\[1\] is on meta: {kind.OWNER} steps"):
+        kind([*parameters((3,)), torch.zeros(3, device="meta", requires_grad=True)])
+    with pytest.raises(UsageError, match=r"weight \(.*\) has dtype torch\.float64"):
+        kind([("weight", torch.zeros(3, dtype=torch.float64, requires_grad=True))])
+    params = parameters((4,), (10, 3))
+    before = params[0].detach().clone()
+    optimizer = kind([{"params": params[:1]}, {"params": params[1:]}])
+    give_gradients(params)
+    params[1].grad = torch.zeros(10, 3).to_sparse()
+    with pytest.raises(UsageError, match=r"param_groups\[1\]\['params'\]\[0\] is sparse"):
         optimizer.step()
+    assert torch.equal(params[0], before)
 
 
 # State dicts
-
-
-def through_a_file(state: dict[str, Any]) -> dict[str, Any]:
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
 
 
 @pytest.mark.usefixtures("_served_by_references")
@@ -193,8 +215,9 @@ def test_training_goes_on_from_a_checkpoint_with_fp32_states(kind: Any) -> None:
 
 
 @pytest.mark.usefixtures("_served_by_references")
-@pytest.mark.parametrize("kind", [FusedLion, FusedLamb])
-def test_a_state_dict_of_deepspeeds_is_taken(kind: Any) -> None:
+@pytest.mark.parametrize("in_group", [False, True])
+@pytest.mark.parametrize("kind", ALL)
+def test_a_state_dict_of_deepspeeds_is_taken(kind: Any, in_group: bool) -> None:
     params = parameters((4,))
     group = {"lr": 0.5, "betas": (0.9, 0.99), "weight_decay": 0.0, "params": [0]}
     if kind is FusedLamb:
@@ -202,8 +225,10 @@ def test_a_state_dict_of_deepspeeds_is_taken(kind: Any) -> None:
             "bias_correction": True, "eps": 1e-8, "max_grad_norm": 0.0, "max_coeff": 5.0,
             "min_coeff": 0.1,
         }  # fmt: skip
+    if kind is FusedAdam:
+        group |= {"bias_correction": True, "eps": 1e-8}
     state = {name: torch.ones(4) for name in kind.STATES}
-    (group if kind is FusedLion else state)["step"] = 7
+    (group if in_group else state)["step"] = 7
     optimizer = kind(params)
     optimizer.load_state_dict({"state": {0: state}, "param_groups": [group]})
     give_gradients(params)

@@ -81,6 +81,12 @@ def test_a_killed_rank_is_named_by_the_others_and_nothing_is_left(
 # One rank, in this process
 
 
+@pytest.fixture(scope="module", autouse=True)
+def native() -> None:
+    """Another file of tests may have had its references serve in this process."""
+    opkiln.get_builder("shm_comm").load(verbose=False, reload=True)
+
+
 @pytest.fixture
 def alone() -> Iterator[ShmGroup]:
     with ShmGroup(dist.HashStore(), 0, 1) as group:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import opkiln
+from opkiln import settings
 from sample import forks
 
 if TYPE_CHECKING:
@@ -23,6 +24,10 @@ if TYPE_CHECKING:
 
 SOURCE = Path(opkiln.__file__).parent.parent
 NOBODY = 65534
+# What opkiln reads, but for what other programs need, too.
+VARIABLES = {
+    name for setting in settings.table() for name in (setting.variable, *setting.aliases)
+} - {"PATH", "HOME", "TMPDIR"}
 
 
 def environment(path: Sequence[Path] = ()) -> dict[str, str]:

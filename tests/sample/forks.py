@@ -15,6 +15,7 @@ from __future__ import annotations
 import array
 import contextlib
 import functools
+import gc
 import json
 import os
 import selectors
@@ -153,9 +154,13 @@ _alive: list[subprocess.Popen[bytes]] = []  # its input stays open as long as th
 
 def _serve(path: str, modules: list[str]) -> None:
     import importlib
+    import weakref
 
     for module in modules:
         importlib.import_module(module)
+    gc.freeze()  # a collection in a fork would write to, and so copy, every page with an object
+    for each in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+        each.atexit = False  # torch takes its registrations back, one by one
     listening = socket.socket(socket.AF_UNIX)
     listening.bind(path)
     listening.listen(64)

@@ -9,14 +9,13 @@ import shutil
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
-from opkiln import settings
 from opkiln.bundles import layer
 from opkiln.loading import loader
 from opkiln.loading.explain import explain
 from opkiln.loading.here import Loaded
 from opkiln.settings import override
 from opkiln.store import entry
-from sample import command, known, levels, pool, wanted
+from sample import child, command, known, levels, pool, wanted
 from sample.package import settle
 
 if TYPE_CHECKING:
@@ -131,9 +130,8 @@ def _test() -> str:
 
 def clean_environment(**variables: str) -> dict[str, str]:
     """An environment in which nothing is set that opkiln reads, but this."""
-    ours = {name for each in settings.table() for name in (each.variable, *each.aliases)}
-    kept = ours - {"PATH", "HOME", "TMPDIR"}
-    return {name: text for name, text in os.environ.items() if name not in kept} | variables
+    kept = os.environ.keys() - child.VARIABLES
+    return {name: os.environ[name] for name in kept} | variables
 
 
 def build(store: Path, *words: str, pooled: bool = True) -> Any:

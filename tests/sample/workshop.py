@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import pytest
 
-from opkiln import digest, settings
+from opkiln import digest
 from opkiln.model import CUDA
 from opkiln.settings import override
 from opkiln.store.layers import Store
@@ -65,10 +65,8 @@ class Workshop:
         self.package = Package("cuda", base / "site", "cuda_ops")
         self._announce()
         with pytest.MonkeyPatch.context() as patch:
-            for setting in settings.table():
-                for name in (setting.variable, *setting.aliases):
-                    if name not in ("PATH", "HOME", "TMPDIR"):
-                        patch.delenv(name, raising=False)
+            for name in child.VARIABLES.intersection(os.environ):
+                patch.delenv(name)
             patch.setenv("OPKILN_CACHE_DIR", str(base / "warm"))
             device = choice.choose(Store().memory, CUDA).device
             assert device is not None
