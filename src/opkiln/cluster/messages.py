@@ -78,9 +78,9 @@ class Made(NamedTuple):
 class Task(NamedTuple):
     """How far one op is."""
 
-    tried: tuple[int, ...] = ()  # the ranks that were to make it; the last one is at work now
+    tried: tuple[int, ...] = ()  # the ranks that were to make it; the last one is at work now. In
+    # a shared load, -1 follows a rank that could not
     made: Made | None = None
-    failed: tuple[int, ...] = ()  # those of them whose machine could not; of a shared load
 
     @property
     def maker(self) -> int:
