@@ -198,14 +198,13 @@ class _Reader:
             return ("op", self._describe((own["overload"], own["reference"])))
         code, scope = function.__code__, function.__globals__
         module = str(scope.get("__name__") or "")
-        cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
-        closure = [(f"{_name(function)}.{name}", _value_in(cell)) for name, cell in cells]
+        closure = [("", _value_in(each)) for each in function.__closure__ or ()]
         if not self._counts_by_code(module):
             made = (module, code.co_qualname, self._version(module))
             return ("named", *made, self._describe_used(closure), self._describe_wrapped(function))
         names, loads, imports = _scan(code)
         loaded = [self._follow(each, scope) for each in loads if each[0] in scope]
-        imported = [(each[2], self._import(each, scope)) for each in imports]
+        imported = [("", self._import(each, scope)) for each in imports]
         own_parts = (code, function.__defaults__, function.__kwdefaults__)
         used = self._describe_used([*closure, *loaded, *imported], names)
         return (self._describe(own_parts), used)

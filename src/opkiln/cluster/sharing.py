@@ -25,7 +25,6 @@ from opkiln.cluster.messages import Made, Task, key_of
 from opkiln.decision import pins, policy
 from opkiln.decision.terms import Build, Request, Serve, Trace
 from opkiln.errors import ClusterError, OpkilnError
-from opkiln.loading import loader
 from opkiln.model import Op
 from opkiln.settings import settings
 from opkiln.store import key
@@ -155,12 +154,7 @@ class _Sharing:
 
     def _can_make(self) -> bool:
         """Whether this rank has the library or can build it. What it has is sent."""
-        outcome = loader.decided(Request(self.op, agreed=False))
-        if isinstance(outcome, Serve):
-            self.worker.keep(0, outcome.artifact, work.CACHED)
-        elif not isinstance(outcome, Build):
-            self.worker.error = outcome.error
-        return isinstance(outcome, (Serve, Build))
+        return isinstance(self.worker.look(0, Request(self.op, agreed=False)), (Serve, Build))
 
     def _begin(self, turn: Task | None) -> bool:
         """Build the op in the place of ``turn``, and tell all what came of it. Returns whether it
