@@ -88,29 +88,25 @@ class Child:
         self._floor = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         self._argv = argv
         self._own_files = environment.get("TMPDIR", "") if watch_files else None
-        self._exited = self._closed = False
+        self._closed = False
         self._peak = 0
         self._wall = 0.0
         self._usage: resource.struct_rusage | None = None
         self._started = time.monotonic()
         # Not a pipe: a program may have restored SIGPIPE's default, which would end it.
-        self._input: socket.socket | None = None
-        theirs: socket.socket | None = None
-        if waits:
-            self._input, theirs = socket.socketpair()
-        try:
+        self._input: socket.socket | None
+        theirs: socket.socket | None
+        self._input, theirs = socket.socketpair() if waits else (None, None)
+        with theirs or contextlib.nullcontext():
             self._popen = start(
                 argv,
                 cwd=cwd,
                 env=dict(environment),
-                stdin=theirs.fileno() if theirs else subprocess.DEVNULL,
+                stdin=theirs or subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE if split_stderr else subprocess.STDOUT,
                 start_new_session=True,
             )
-        finally:
-            if theirs is not None:
-                theirs.close()
         self._pid = self._popen.pid
         self._pipes = [each for each in (self._popen.stdout, self._popen.stderr) if each]
         self._outputs = {pipe.fileno(): _Output() for pipe in self._pipes}
@@ -127,9 +123,10 @@ class Child:
         # watchdog has to kill the child.) The leader is not reaped yet, so its pid, which is also
         # the group's id, cannot belong to another process. A leader that the kernel killed leaves
         # its children behind. That is why the group is also killed after an ordinary exit.
+        exited = _has_exited(self._pid)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._pid, signal.SIGKILL)
-        if not self._exited:
+        if not exited:
             _await_group_end(self._pid)
         self._reap()
         for fd in self._outputs:
@@ -212,7 +209,6 @@ class Child:
             # Wait for the exit, not for the end of the pipe: the server of a compiler cache may
             # have inherited the pipe, and holds it open for as long as it lives.
             if _has_exited(self._pid):
-                self._exited = True
                 return
             if cancelled is not None and cancelled.is_set():
                 raise cancellation(self._argv)
