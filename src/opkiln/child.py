@@ -94,19 +94,23 @@ class Child:
         self._usage: resource.struct_rusage | None = None
         self._started = time.monotonic()
         # Not a pipe: a program may have restored SIGPIPE's default, which would end it.
-        self._input: socket.socket | None
-        theirs: socket.socket | None
-        self._input, theirs = socket.socketpair() if waits else (None, None)
-        with theirs or contextlib.nullcontext():
+        self._input: socket.socket | None = None
+        theirs: socket.socket | None = None
+        if waits:
+            self._input, theirs = socket.socketpair()
+        try:
             self._popen = start(
                 argv,
                 cwd=cwd,
                 env=dict(environment),
-                stdin=theirs or subprocess.DEVNULL,
+                stdin=theirs.fileno() if theirs else subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE if split_stderr else subprocess.STDOUT,
                 start_new_session=True,
             )
+        finally:
+            if theirs is not None:
+                theirs.close()
         self._pid = self._popen.pid
         self._pipes = [each for each in (self._popen.stdout, self._popen.stderr) if each]
         self._outputs = {pipe.fileno(): _Output() for pipe in self._pipes}

@@ -116,11 +116,12 @@ class _Run:
         self.results: dict[str, Completed] = {}
         self.failure: BaseException | None = None
         self.threads: list[threading.Thread] = []
+        self.idle = 0
 
     def complete(self) -> dict[str, Completed]:
         try:
-            self._start_threads()
             with self.changed:
+                self._add_threads()
                 while self.failure is None and len(self.results) < len(self.tasks):
                     # The wait needs a timeout. A signal may arrive just before the wait, or the
                     # kernel may deliver it to another thread. Then its exception is raised here
@@ -146,10 +147,10 @@ class _Run:
         done = self.results.keys()
         return [task for task in self.left.values() if done >= set(task.after)]
 
-    def _start_threads(self) -> None:
-        """Start as many threads as tasks can run at once."""
-        most = settings.max_jobs or len(self.tasks)
-        for _ in range(min(len(self.budget.limits.slots), most, len(self.tasks))):
+    def _add_threads(self) -> None:
+        """Start a thread for each ready task, up to the number that can run at once."""
+        most = min(len(self.budget.limits.slots), settings.max_jobs or len(self.tasks))
+        for _ in range(min(len(self._ready()) - self.idle, most - len(self.threads))):
             # Copying the context gives the thread the settings that the caller overrode. The
             # threads are daemons, because the caller may be one: if the interpreter exits then,
             # the watchdog kills the processes.
@@ -157,12 +158,14 @@ class _Run:
             thread = threading.Thread(target=work, name="opkiln-step", daemon=True)
             thread.start()
             self.threads.append(thread)
+            self.idle += 1
 
     def _work(self) -> None:
         while True:
             with self.changed:
                 while self.left and not self._ready():
                     self.changed.wait()
+                self.idle -= 1
                 if not self.left:
                     return
                 task = self._ready()[0]
@@ -176,6 +179,8 @@ class _Run:
             with self.changed:
                 self.results[task.name] = completed
                 self.since = None
+                self.idle += 1
+                self._add_threads()
                 self.changed.notify_all()
 
     def _fail(self, error: BaseException) -> None:
