@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from opkiln.cluster import driver, protocol
-from opkiln.cluster.channel import PART, Channel, parts_of
+from opkiln.cluster.channel import PART, Channel
 from opkiln.cluster.ensure import lease_of
 from opkiln.cluster.messages import Hello, Made, Offer, Outcome, Vote, key_of
 from opkiln.cluster.protocol import Done, End, Fetch, Look, Make, Pause
@@ -311,29 +311,16 @@ class Simulation:
     def ask_for(self, rank: Rank, action: Any) -> None:
         asked_at = self.now
 
-        def looks(keys: Sequence[str]) -> Iterator[Callable[[], Any]]:
-            """As ``Channel.look``; each call has its own patience."""
-            possible: list[str] = []
-            yield lambda: possible.extend(rank.channel.possible(keys))
-            for part in parts_of(possible):
-                yield lambda part=part: found.update(rank.channel.read(part))  # type: ignore[misc]
-
         def answered(answers: list[Any]) -> None:
-            looked = isinstance(action, Look)
-            answer = [found.get(key) for key in action.keys] if looked else answers[0]
             began = time.process_time()
-            rank.state = protocol.told(rank.state, action, answer, asked_at)
+            rank.state = protocol.told(rank.state, action, answers[0], asked_at)
             if rank.state.leader == rank.number:
                 self.leader_cpu += time.process_time() - began
-            if not looked:
+            if not isinstance(action, Look):
                 rank.waited_since = self.now
             self.step(rank)
 
-        found: dict[str, Any] = {}
-        calls = iter([lambda: rank.channel.do(action)])
-        if isinstance(action, Look):
-            calls = looks(action.keys)
-        self.ask(rank, calls, self.patience, answered)
+        self.ask(rank, iter([lambda: rank.channel.do(action)]), self.patience, answered)
 
     # Their work
 

@@ -88,7 +88,7 @@ class Child:
         self._floor = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         self._argv = argv
         self._own_files = environment.get("TMPDIR", "") if watch_files else None
-        self._exited = self._closed = False
+        self._closed = False
         self._peak = 0
         self._wall = 0.0
         self._usage: resource.struct_rusage | None = None
@@ -127,9 +127,10 @@ class Child:
         # watchdog has to kill the child.) The leader is not reaped yet, so its pid, which is also
         # the group's id, cannot belong to another process. A leader that the kernel killed leaves
         # its children behind. That is why the group is also killed after an ordinary exit.
+        exited = _has_exited(self._pid)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._pid, signal.SIGKILL)
-        if not self._exited:
+        if not exited:
             _await_group_end(self._pid)
         self._reap()
         for fd in self._outputs:
@@ -157,6 +158,11 @@ class Child:
             self._input.send(data, socket.MSG_NOSIGNAL)
             if last:
                 self._input.shutdown(socket.SHUT_WR)
+
+    def go_on(self) -> None:
+        """Have a child go on that waits for one byte. Its time counts from here."""
+        self._started = time.monotonic()
+        self.send(b"\n")
 
     def finish(
         self,
@@ -207,7 +213,6 @@ class Child:
             # Wait for the exit, not for the end of the pipe: the server of a compiler cache may
             # have inherited the pipe, and holds it open for as long as it lives.
             if _has_exited(self._pid):
-                self._exited = True
                 return
             if cancelled is not None and cancelled.is_set():
                 raise cancellation(self._argv)

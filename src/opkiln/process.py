@@ -78,30 +78,10 @@ def run(
         return running.finish(timeout, since=since, cancelled=cancelled)
 
 
-class Started:
-    """A program that waits for one byte on its standard input."""
-
-    def __init__(self, running: child.Child) -> None:
-        self._child = running
-        self._since: float | None = None
-
-    def go_on(self) -> None:
-        """Send it that byte."""
-        self._since = time.monotonic()
-        self._child.send(b"\n")
-
-    def finish(self, timeout: float) -> Completed:
-        """Let it go on, and wait for its end. Raises BuildTimeout ``timeout`` seconds after it went
-        on."""
-        if self._since is None:
-            self.go_on()
-        with once_per_thread("runs a program"):
-            return self._child.finish(min(timeout, settings.build_timeout), since=self._since)
-
-
 @contextlib.contextmanager
-def started(argv: Sequence[str], *, tmpdir: str) -> Iterator[Started]:
-    """Start a program that prepares itself and then waits. It is dead at the end of the block.
+def started(argv: Sequence[str], *, tmpdir: str) -> Iterator[child.Child]:
+    """Start a program that prepares itself and then waits (``Child.go_on``). It is dead at the end
+    of the block.
 
     Raises ToolchainError if it cannot be started.
     """
@@ -110,7 +90,7 @@ def started(argv: Sequence[str], *, tmpdir: str) -> Iterator[Started]:
         with once_per_thread("runs a program"):
             running = child.Child(argv, environment, waits=True)
         with running:
-            yield Started(running)
+            yield running
 
 
 def capture(
@@ -242,7 +222,6 @@ class _Guard:
     """Starts the watchdog when it is first needed, and tells it what to clean up."""
 
     def __init__(self) -> None:
-        self.hooked = False
         self.exiting = False
         self._begin()
 
@@ -292,10 +271,6 @@ class _Guard:
             raise BuildCancelled("the build was cancelled: this process is exiting")
         if self.child is not None and self.child.poll() is None:
             return
-        if not self.hooked:
-            os.register_at_fork(after_in_child=self._after_fork)
-            atexit.register(self._at_exit)
-            self.hooked = True
         self.token = self.token or os.urandom(16).hex()
         if self.link is not None:
             self.link.close()
@@ -329,7 +304,7 @@ class _Guard:
             return False
         return True
 
-    def _after_fork(self) -> None:
+    def after_fork(self) -> None:
         # This runs in the child. A thread that does not exist here may hold the lock. The watchdog
         # is the parent's. If the child kept the socket open, the watchdog could not notice the
         # parent's end by it.
@@ -339,7 +314,7 @@ class _Guard:
             self.child.returncode = 0  # it is not this process's child, so never wait for it
         self._begin()
 
-    def _at_exit(self) -> None:
+    def at_exit(self) -> None:
         with self.lock:
             self.exiting = True
             if self.child is None or self.link is None:
@@ -376,3 +351,5 @@ def _start_watchdog(link: int, token: str) -> subprocess.Popen[bytes]:
 
 
 _guard = _Guard()
+os.register_at_fork(after_in_child=_guard.after_fork)
+atexit.register(_guard.at_exit)

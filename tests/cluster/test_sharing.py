@@ -13,7 +13,6 @@ from sample import forks, known, pool, servers
 
 from opkiln.cluster import job, sharing, work
 from opkiln.cluster.messages import Made, Task
-from opkiln.cluster.sharing import next_turn
 from opkiln.cluster.stores import Memory
 from opkiln.decision import pins
 from opkiln.errors import ClusterError, CompileError, OpkilnError
@@ -105,20 +104,6 @@ def test_two_ranks_with_stores_of_their_own_compile_each_load_once_and_have_one_
 # Who builds
 
 
-def test_one_rank_builds_and_another_one_takes_over_if_it_falls_silent_or_fails() -> None:
-    assert next_turn(None, 1, can_make=True, silent=False) == Task((1,))
-    assert next_turn(None, 1, can_make=False, silent=True) is None
-    assert next_turn(Task((0,)), 1, can_make=True, silent=False) is None
-    assert next_turn(Task((0,)), 1, can_make=True, silent=True) == Task((0, 1))
-    assert next_turn(Task((0,), failed=(0,)), 1, can_make=True, silent=False) == Task(
-        (0, 1), failed=(0,)
-    )
-    # It has tried in an earlier load.
-    assert next_turn(Task((1, 0), failed=(1,)), 1, can_make=True, silent=True) == Task((1, 0, 1))
-    assert next_turn(Task((1, 0), failed=(1,)), 1, can_make=False, silent=True) is None
-    assert next_turn(Task((0,), made=Made("d")), 1, can_make=True, silent=True) is None
-
-
 def op_of(text: str, *flags: str) -> Op:
     spec = OpSpec(
         name="shared", distribution=ONE_CALL, root=INLINE_ROOT, sources=("a.cpp",),
@@ -152,6 +137,21 @@ def test_rank_that_builds_and_dies_is_replaced(store: Memory) -> None:
     # Whoever comes later takes the same, and builds nothing.
     assert sharing_of(store, op, 1).run(0).made == known.made
     other.close()
+
+
+def test_rank_that_could_not_build_leaves_it_to_the_next_one_at_once(
+    store: Memory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    op = op_of('extern "C" int value() { return 8; }\n')
+    first = sharing_of(store, op, 0)
+    monkeypatch.setattr(first.worker, "make", lambda *_, **__: Made(reason="the disk is full"))
+    with pytest.raises(ClusterError, match="was not built"):
+        first.run(0)
+    second = sharing_of(store, op, 1, lease=60)
+    channel = second.channel.another()
+    assert second.run(0).made.by == 1
+    assert channel.look(["turn"])[0].tried == (0, -1, 1)
+    channel.close()
 
 
 def test_load_that_was_interrupted_can_be_tried_again(

@@ -167,15 +167,8 @@ def test_the_first_failure_is_raised_and_ends_the_others(tmp_path: Path) -> None
     assert caught.value.task.name == "bad"
     assert caught.value.completed.returncode == 3
     assert caught.value.completed.output == "no such header\n"
-    assert str(caught.value) == f"op: bad.cpp: {sys.executable} exited with status 3"
     assert descendants_alive(marker) == []
     assert not later.exists()
-
-
-def test_a_step_ended_by_a_signal_says_which() -> None:
-    kill = python("import os; os.kill(os.getpid(), 9)")
-    with pytest.raises(StepFailed, match="was killed by signal 9"):
-        execute([task("bad", *kill)], timeout=60, budget=a_budget(1))
 
 
 def test_what_finish_raises_is_the_failure_and_nothing_after_it_runs(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from opkiln.build_model import Target, TorchSDK
 from opkiln.building import wording
 from opkiln.building.probe_load import LISTED, LOADED, MISSING
 from opkiln.building.wording import misfit, missing_kernels
-from opkiln.child import Completed
+from opkiln.child import Child, Completed
 from opkiln.errors import BuildTimeout, LoadTestError, StoreError
 from opkiln.model import (
     ABI_NONE,
@@ -69,12 +69,14 @@ def started(
 class LoadTest:
     """A load test whose child waits for the library."""
 
-    def __init__(self, spec: OpSpec, path: str, child: process.Started | None, nonce: str) -> None:
+    def __init__(self, spec: OpSpec, path: str, child: Child | None, nonce: str) -> None:
         self._spec, self._path, self._child, self._nonce = spec, path, child, nonce
+        self._begun = False
 
     def begin(self) -> None:
         """Have the child load the library, which is there now."""
-        if self._child is not None:
+        if self._child is not None and not self._begun:
+            self._begun = True
             self._child.go_on()
 
     def check(self) -> None:
@@ -90,8 +92,10 @@ class LoadTest:
         if spec.kernels:
             _require_no_schema(spec, elf.read(self._path))
         limit = min(_LIMIT, settings.build_timeout)
+        self.begin()
         try:
-            done = self._child.finish(limit)
+            with process.once_per_thread("runs a program"):
+                done = self._child.finish(limit)
         except BuildTimeout:
             raise BuildTimeout(
                 f"{spec.name} was built, but loading it took longer than {limit:g} s",

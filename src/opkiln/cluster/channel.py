@@ -26,15 +26,11 @@ from typing import Any, TypeVar
 
 from opkiln.cluster.messages import decode, encode
 from opkiln.cluster.protocol import Look, Put, Swap
-from opkiln.cluster.stores import FEW, KeyValues
+from opkiln.cluster.stores import KeyValues
 from opkiln.errors import ClusterError
 
 T = TypeVar("T")
 
-# Keys that are read at once, and answered within the patience. The time of one request grows faster
-# than its keys, and the server does nothing else meanwhile: 256 keys took 0.2 ms to check, 4,096
-# keys 54 ms.
-AT_ONCE = 64
 PART = 1 << 20  # bytes; torch's TCPStore takes 8 MiB at most, and ends a client that sends more
 
 
@@ -81,28 +77,12 @@ class Channel:
         return self._opened(key, found)
 
     def look(self, keys: Sequence[str]) -> list[Any]:
-        found: dict[str, Any] = {}
-        for part in parts_of(self.possible(keys)):
-            found.update(self.read(part))
-        return [found.get(key) for key in keys]
-
-    def possible(self, keys: Sequence[str]) -> list[str]:
-        """The keys without those that are known to be absent. No request is made for few keys."""
-        if len(keys) <= FEW:
-            return list(keys)
-        full = {self._full(key): key for key in keys}
-        left = self._ask(partial(self._store.possible, list(full)), "see which ranks have spoken")
-        return [full[each] for each in left]
-
-    def read(self, keys: Sequence[str]) -> dict[str, Any]:
-        """The values of those of a few keys that are there."""
         full = [self._full(key) for key in keys]
         found = self._ask(partial(self._store.look, full), "read")
-        return {
-            key: self._opened(key, each)
-            for key, each in zip(keys, found, strict=True)
-            if each is not None
-        }
+        return [
+            None if data is None else self._opened(key, data)
+            for key, data in zip(keys, found, strict=True)
+        ]
 
     def put_bundle(self, data: bytes) -> str:
         """Write a bundle in parts; its SHA-256. When this returns, every rank can read it: it is
@@ -190,11 +170,6 @@ class Channel:
             why=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}; the "
             "process that serves it (rank 0, or torchrun's agent) has ended or cannot be reached",
         ) from error
-
-
-def parts_of(keys: Sequence[str]) -> list[Sequence[str]]:
-    """Keys in parts that are read at once."""
-    return [keys[start : start + AT_ONCE] for start in range(0, len(keys), AT_ONCE)]
 
 
 def _serve(calls: queue.SimpleQueue[Callable[[], None] | None]) -> None:

@@ -8,17 +8,18 @@ import random
 import threading
 import time
 from contextlib import contextmanager, suppress
-from typing import Protocol
 
 from opkiln.cluster import protocol
 from opkiln.cluster.channel import Channel
-from opkiln.cluster.messages import Made, Outcome, Vote, key_of
+from opkiln.cluster.messages import Outcome, key_of
 from opkiln.cluster.protocol import Done, End, Fetch, Look, Make, Pause, State
 from opkiln.errors import ClusterError
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from opkiln.cluster.work import Worker
 
 BEATS = 6  # in a lease
 # Seconds between two looks: a part of the time that was waited, so that the end of a short wait is
@@ -27,15 +28,7 @@ BEATS = 6  # in a lease
 _FIRST_PAUSE, _LAST_PAUSE, _PART, _FOR_EACH_RANK = 0.01, 0.2, 0.03, 0.00015
 
 
-class Work(Protocol):
-    """What a rank does for an op."""
-
-    def make(self, op: int, ship: bool) -> Made: ...
-
-    def fetch(self, op: int, made: Made) -> Vote: ...
-
-
-def agree(state: State, channel: Channel, work: Work) -> Outcome:
+def agree(state: State, channel: Channel, work: Worker) -> Outcome:
     """The outcome that all ranks have. Raises ClusterError if the store cannot be reached."""
     ended: queue.SimpleQueue[Done] = queue.SimpleQueue()
     waited_since = time.monotonic()
@@ -71,7 +64,7 @@ def pause_of(world: int, waited: float) -> float:
     return pause * random.uniform(0.75, 1.25)  # noqa: S311 (spreads the load)
 
 
-def _start(work: Work, action: Make | Fetch, ended: queue.SimpleQueue[Done]) -> None:
+def _start(work: Worker, action: Make | Fetch, ended: queue.SimpleQueue[Done]) -> None:
     def run() -> None:
         if isinstance(action, Make):
             ended.put(Done(action.op, work.make(action.op, action.ship)))

@@ -209,11 +209,7 @@ class _Agreeing:
         what, why = f"{type(error).__name__}: {error}", ""
         if isinstance(error, OpkilnError):
             what, why = error.what, error.why
-        failure = Outcome(
-            error=f"rank {self.place.rank}: {what}"[:2000],
-            why=why[:2000],
-            ranks=(self.place.rank,),
-        )
+        failure = Outcome(error=f"rank {self.place.rank}: {what}"[:2000], why=why[:2000])
         try:
             while self.channel.swap(OUTCOME, None, failure) == rounds.MOVED:
                 self._move()

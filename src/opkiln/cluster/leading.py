@@ -28,37 +28,38 @@ def difference(hellos: Sequence[Hello]) -> Outcome | None:
     What most ranks have is taken for what was meant; of equals, what the lowest rank has.
     """
     known = dict(enumerate(hellos))
-    lists = [tuple(offer.name for offer in hello.offers) for hello in hellos]
-    usual = Counter(lists).most_common(1)[0][0]
-    if others := [rank for rank, names in enumerate(lists) if names != usual]:
-        named = [f"{who(each, known)}: {', '.join(lists[each])}" for each in others[:_SHOWN]]
-        return Outcome(
-            error=f"{_ranks(others, known)} asked for other ops than the other ranks",
-            why="\n".join([*named, f"the other ranks: {', '.join(usual)}"]),
-            ranks=tuple(others[:_NAMED]),
-        )
-    for op, name in enumerate(usual):
+    others, why = _compare(
+        [", ".join(offer.name for offer in hello.offers) for hello in hellos], known
+    )
+    if others:
+        what = f"{_ranks(others, known)} asked for other ops than the other ranks"
+        return Outcome(error=what, why=why)
+    for op, offer in enumerate(hellos[0].offers):
         told = [dict(hello.offers[op].facts) for hello in hellos]
         for fact in dict.fromkeys(fact for each in told for fact in each):
-            values = [each.get(fact, "none") for each in told]
-            common = Counter(values).most_common(1)[0][0]
-            if others := [rank for rank, value in enumerate(values) if value != common]:
-                named = [f"{who(each, known)}: {values[each]}" for each in others[:_SHOWN]]
-                return Outcome(
-                    error=f"op {name}: {_ranks(others, known)} has another {fact}"
-                    if len(others) == 1
-                    else f"op {name}: {_ranks(others, known)} have another {fact}",
-                    why="\n".join([*named, f"the other ranks: {common}"]),
-                    ranks=tuple(others[:_NAMED]),
-                    differ_in=(op, fact),
-                )
+            others, why = _compare([each.get(fact, "none") for each in told], known)
+            if others:
+                what = f"op {offer.name}: {_ranks_have(others, known)} another {fact}"
+                return Outcome(error=what, why=why, differ_in=(op, fact))
     return None
+
+
+def _compare(values: Sequence[str], known: Mapping[int, Hello]) -> tuple[list[int], str]:
+    """(the ranks that do not have the value that most have, who has what)."""
+    common = Counter(values).most_common(1)[0][0]
+    others = [rank for rank, value in enumerate(values) if value != common]
+    named = [f"{who(each, known)}: {values[each]}" for each in others[:_SHOWN]]
+    return others, "\n".join([*named, f"the other ranks: {common}"])
 
 
 def _ranks(ranks: Sequence[int], hellos: Mapping[int, Hello]) -> str:
     shown = [who(each, hellos) for each in ranks[:_SHOWN]]
     more = [f"{len(ranks) - _SHOWN} more"] if len(ranks) > _SHOWN else []
     return ", ".join([*shown, *more])
+
+
+def _ranks_have(ranks: Sequence[int], hellos: Mapping[int, Hello]) -> str:
+    return f"{_ranks(ranks, hellos)} {'has' if len(ranks) == 1 else 'have'}"
 
 
 def first_plan(hellos: Sequence[Hello]) -> Plan:
@@ -176,7 +177,6 @@ def counted(plan: Plan, hellos: Sequence[Hello], ballots: Sequence[Ballot]) -> O
                     error=f"op {name} cannot be used by all ranks, and its reference must not "
                     f"serve: {why} ({who(rank, known)})",
                     why=reason,
-                    ranks=tuple(lacking[:_NAMED]) if made.digest else (),
                 )
         choices.append(Vote(reason=reason))
     return Outcome(tuple(choices), tuned=hellos[0].tuned)
@@ -184,12 +184,10 @@ def counted(plan: Plan, hellos: Sequence[Hello], ballots: Sequence[Ballot]) -> O
 
 def lost(ranks: Sequence[int], hellos: Mapping[int, Hello], lease: float) -> Outcome:
     """The failure of a job that has lost ranks."""
-    verb = "has" if len(ranks) == 1 else "have"
     return Outcome(
-        error=f"{_ranks(ranks, hellos)} {verb} died, stopped or lost the network",
+        error=f"{_ranks_have(ranks, hellos)} died, stopped or lost the network",
         why=f"nothing was heard of it for {lease:g} s, and all other ranks have voted",
-        ranks=tuple(ranks[:_NAMED]),
-        lost=True,
+        lost=tuple(ranks[:_NAMED]),
     )
 
 
@@ -215,6 +213,5 @@ def late(
         if missing
         else f"the ranks did not agree within {timeout:g} s",
         why=f"the time of {who(rank, known)} is up",
-        ranks=tuple(missing[:_NAMED]),
-        lost=bool(absent),
+        lost=tuple(absent[:_NAMED]),
     )

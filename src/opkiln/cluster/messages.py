@@ -78,9 +78,9 @@ class Made(NamedTuple):
 class Task(NamedTuple):
     """How far one op is."""
 
-    tried: tuple[int, ...] = ()  # the ranks that were to make it; the last one is at work now
+    tried: tuple[int, ...] = ()  # the ranks that were to make it; the last one is at work now. In
+    # a shared load, -1 follows a rank that could not
     made: Made | None = None
-    failed: tuple[int, ...] = ()  # those of them whose machine could not; of a shared load
 
     @property
     def maker(self) -> int:
@@ -111,8 +111,9 @@ class Outcome(NamedTuple):
     choices: tuple[Vote, ...] = ()  # for each op; an empty digest is the reference
     error: str = ""  # what is wrong; empty if the ranks agree on the choices
     why: str = ""
-    ranks: tuple[int, ...] = ()  # those that the error is about; the first of them if many
-    lost: bool = False  # whether these are lost, or never came: nobody waits until they read this
+    # Ranks that are lost, or never came; the first of them if many. Nobody waits until they read
+    # this.
+    lost: tuple[int, ...] = ()
     differ_in: tuple[int, str] = (-1, "")  # an op and the fact in which they differ
     tuned: tuple[str, ...] = ()  # what rank 0 has measured; all ranks take it into their stores
 

@@ -21,7 +21,6 @@ import os
 import sys
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
 from types import (
@@ -43,6 +42,13 @@ _BY_NAME = sys.stdlib_module_names | {"torch"}
 _PLAIN = (bool, float, complex, bytes, range, slice, NoneType, EllipsisType)
 _CONTAINERS = (tuple, list, set, frozenset, dict, deque, MappingProxyType, SimpleNamespace)
 _BY_TEXT = ("dtype", "layout", "memory_format", "OpOverload", "OpOverloadPacket")  # of torch
+_BY_PARTS = {
+    MethodType: ("__func__", "__self__"),
+    staticmethod: ("__func__",),
+    classmethod: ("__func__",),
+    property: ("fget", "fset"),
+    partial: ("func", "args", "keywords"),
+}
 _LOADS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
 _ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD")
 
@@ -54,20 +60,14 @@ class Part(NamedTuple):
     digest: str
 
 
-class _Global(NamedTuple):
-    """A value that a function reads of its module."""
-
-    name: str
-    value: Any
-
-
 class _Node(NamedTuple):
-    """What was read of an object. ``reached`` are the objects that count with it, in order."""
+    """What was read of a value."""
 
     of: Any  # keeps its id()
     name: str
     digest: str
-    reached: tuple[Any, ...]
+    # The values that count with it, in order: each with its name, which is empty if it has its own.
+    reached: tuple[tuple[str, Any], ...]
 
 
 class Programs:
@@ -90,62 +90,64 @@ class _Reader:
 
     def __init__(self, own: frozenset[str]) -> None:
         self._own = own
-        self._nodes: dict[int, _Node] = {}
-        self._globals: dict[tuple[str, int], _Global] = {}
-        self._reached: list[Any] = []  # by the node that is being read
-        self._inside: set[int] = set()  # the containers and modules that are being read
+        self._nodes: dict[tuple[str, int], _Node] = {}
+        self._reached: list[tuple[str, Any]] = []  # by the node that is being read
+        self._inside: set[int] = set()  # the containers that are being read
         files = [getattr(sys.modules.get(each), "__file__", None) for each in own - _BY_NAME]
         places = {os.path.dirname(os.path.abspath(file)) for file in files if file}
         self._places = sorted({*places, *map(os.path.realpath, places)} - {"/"}, key=len)[::-1]
 
     def parts(self, functions: Sequence[tuple[str, Any]]) -> tuple[Part, ...]:
         names = ", ".join(name for name, _ in functions)
-        nodes = [_Node(functions, names, key("names", names), tuple(f for _, f in functions))]
-        numbers: dict[int, int] = {}
+        nodes = [_Node(None, names, key("names", names), tuple(("", f) for _, f in functions))]
+        numbers: dict[tuple[str, int], int] = {}
         for node in nodes:  # it grows
-            for each in node.reached:
-                if id(each) not in numbers:
-                    numbers[id(each)] = len(numbers)
-                    nodes.append(self._node(each))
-        return tuple(
-            Part(each.name, key("part", (each.digest, [numbers[id(to)] for to in each.reached])))
-            for each in nodes
-        )
+            for name, value in node.reached:
+                if (name, id(value)) not in numbers:
+                    numbers[name, id(value)] = len(numbers)
+                    nodes.append(self._node(name, value))
+        parts = []
+        for node in nodes:
+            reached = [numbers[name, id(value)] for name, value in node.reached]
+            parts.append(Part(node.name, key("part", (node.digest, reached))))
+        return tuple(parts)
 
-    def _node(self, value: Any) -> _Node:
-        known = self._nodes.get(id(value))
+    def _node(self, name: str, value: Any) -> _Node:
+        known = self._nodes.get((name, id(value)))
         if known is None:
             self._reached = []
-            content = self._read(value)
-            name = value.name if isinstance(value, _Global) else _name(value)
-            known = _Node(value, name, key("node", content), tuple(self._reached))
-            self._nodes[id(value)] = known
+            content = self._describe_plain(value) if name else self._read(value)
+            shown = name or _name(value)
+            known = _Node(value, shown, key("node", content), tuple(self._reached))
+            self._nodes[name, id(value)] = known
         return known
 
     # Each of these gives what enters a digest, and adds to `_reached` what is a node of its own.
 
     def _read(self, value: Any) -> Any:
         kind = type(value)
-        if issubclass(kind, _Global):
-            return self._describe(value.value)
         if issubclass(kind, FunctionType):
             return self._describe_function(value)
         if issubclass(kind, type):
             return self._describe_class(value)
-        if issubclass(kind, MethodType):
-            parts: Sequence[Any] = (value.__func__, value.__self__)
-        elif issubclass(kind, (staticmethod, classmethod)):
-            parts = (value.__func__,)
-        elif issubclass(kind, property):
-            parts = (value.fget, value.fset)
-        elif issubclass(kind, partial):
-            parts = (value.func, value.args, value.keywords)
-        else:
-            return self._describe_object(value)
-        return (kind.__name__, *(self._describe(each) for each in parts))
+        for made, parts in _BY_PARTS.items():
+            if issubclass(kind, made):
+                return (kind.__name__, *(self._describe(getattr(value, each)) for each in parts))
+        return self._describe_object(value)
 
-    def _describe(self, value: Any) -> Any:
-        """A value: in full if it is plain, and None for a node."""
+    def _describe(self, value: Any, name: str = "") -> Any:
+        """A plain value in full; None for a node. A value with a name is always a node."""
+        before = len(self._reached)
+        said = self._describe_plain(value)
+        if said is None:
+            self._reached.append(("", value))
+        elif name:
+            self._reached[before:] = [(name, value)]
+            return None
+        return said
+
+    def _describe_plain(self, value: Any) -> Any:
+        """A plain value; None if it is not plain."""
         kind = type(value)
         if kind is str:
             return self._without_places(value)
@@ -161,7 +163,6 @@ class _Reader:
             return ("module", value.__name__, self._version(value.__name__))
         if kind.__module__ in ("torch", "torch._ops") and kind.__name__ in _BY_TEXT:
             return ("torch", repr(value))
-        self._reached.append(value)
         return None
 
     def _without_places(self, text: str) -> str:
@@ -171,27 +172,18 @@ class _Reader:
 
     def _describe_contents(self, value: Any) -> Any:
         kind = type(value).__name__
-        with self._enter(value) as first:
-            if not first:
-                return (kind, "within itself")
-            items: Iterable[Any] = vars(value) if isinstance(value, SimpleNamespace) else value
-            if isinstance(items, (dict, MappingProxyType)):
-                pairs = sorted(items.items(), key=lambda pair: _order(pair[0]))
-                items = [each for pair in pairs for each in pair]
-            elif isinstance(items, (set, frozenset)):
-                items = sorted(items, key=_order)
-            return (kind, *(self._describe(each) for each in tuple(items)))
-
-    @contextmanager
-    def _enter(self, value: Any) -> Iterator[bool]:
-        """Whether a value is not being read already."""
-        first = id(value) not in self._inside
+        if id(value) in self._inside:
+            return (kind, "within itself")
         self._inside.add(id(value))
-        try:
-            yield first
-        finally:
-            if first:
-                self._inside.remove(id(value))
+        items: Iterable[Any] = vars(value) if isinstance(value, SimpleNamespace) else value
+        if isinstance(items, (dict, MappingProxyType)):
+            pairs = sorted(items.items(), key=lambda pair: _order(pair[0]))
+            items = [each for pair in pairs for each in pair]
+        elif isinstance(items, (set, frozenset)):
+            items = sorted(items, key=_order)
+        said = (kind, *(self._describe(each) for each in tuple(items)))
+        self._inside.remove(id(value))
+        return said
 
     def _describe_code(self, code: CodeType) -> Any:
         return (
@@ -206,22 +198,30 @@ class _Reader:
             return ("op", self._describe((own["overload"], own["reference"])))
         code, scope = function.__code__, function.__globals__
         module = str(scope.get("__name__") or "")
-        counts = self._counts_by_code(module)
-        names, loads, imports = _scan(code) if counts else ((), (), [])
-        closure = [self._describe_used(_value_in(each), names)
-                   for each in function.__closure__ or ()]  # fmt: skip
-        if not counts:
-            made = (module, code.co_qualname, self._version(module), closure)
-            return ("named", *made, self._describe_wrapped(function))
+        closure = [("", _value_in(each)) for each in function.__closure__ or ()]
+        if not self._counts_by_code(module):
+            made = (module, code.co_qualname, self._version(module))
+            return ("named", *made, self._describe_used(closure), self._describe_wrapped(function))
+        names, loads, imports = _scan(code)
+        loaded = [self._follow(each, scope) for each in loads if each[0] in scope]
+        imported = [("", self._import(each, scope)) for each in imports]
         own_parts = (code, function.__defaults__, function.__kwdefaults__)
-        read = [self._describe_load(each, scope, names)
-                for each in loads if each[0] in scope]  # fmt: skip
-        imported = [self._describe_import(each, scope, names) for each in imports]
-        return (self._describe(own_parts), closure, read, imported)
+        used = self._describe_used([*closure, *loaded, *imported], names)
+        return (self._describe(own_parts), used)
 
-    def _describe_load(
-        self, chain: tuple[str, ...], scope: dict[str, Any], names: tuple[str, ...]
-    ) -> Any:
+    def _describe_used(self, used: list[tuple[str, Any]], names: Iterable[str] = ()) -> Any:
+        """Values that code with these names uses. Of a module, what has one of these names."""
+        said, modules = [], set()
+        for name, value in used:  # it grows
+            if not self._is_own_module(value):
+                said.append((name, self._describe(value, name)))
+            elif value.__name__ not in modules:
+                modules.add(value.__name__)
+                found = [(f"{value.__name__}.{each}", _attribute(value, each)) for each in names]
+                used += [each for each in found if each[1] is not None]
+        return said
+
+    def _follow(self, chain: tuple[str, ...], scope: dict[str, Any]) -> tuple[str, Any]:
         """What code reads by a name and attributes of it: ``module.function``, ``object.value``.
         Of a module only this attribute counts, of another object all of it."""
         module, name, value = str(scope.get("__name__") or ""), chain[0], scope[chain[0]]
@@ -229,50 +229,23 @@ class _Reader:
             if not self._is_own_module(value):
                 break
             module, name, value = value.__name__, attribute, _attribute(value, attribute)
-        return (name, self._describe_global(module, name, value, names))
+        return f"{module}.{name}", value
 
-    def _describe_used(self, value: Any, names: tuple[str, ...]) -> Any:
-        """A value that code with these names uses. Of a module, what has one of these names."""
-        if not self._is_own_module(value):
-            return self._describe(value)
-        module = value.__name__
-        with self._enter(value) as first:
-            found = [(name, each) for name in names if first
-                     and (each := _attribute(value, name)) is not None]  # fmt: skip
-            return (module, [(name, self._describe_global(module, name, each, names))
-                             for name, each in found])  # fmt: skip
-
-    def _describe_global(self, module: str, name: str, value: Any, names: tuple[str, ...]) -> Any:
-        """What code reads of a module. A plain value is a node of its own, so that it has a name
-        where the parts are listed."""
-        before = len(self._reached)
-        said = self._describe_used(value, names)
-        if len(self._reached) > before or self._is_own_module(value):
-            return said
-        named = f"{module}.{name}"
-        self._reached.append(self._globals.setdefault((named, id(value)), _Global(named, value)))
-        return None
-
-    def _describe_import(
-        self, statement: tuple[Any, Any, str], scope: dict[str, Any], names: tuple[str, ...]
-    ) -> Any:
-        """What a function imports when it is called. Only modules of its own package are imported
-        for that; any other counts if it is imported already."""
+    def _import(self, statement: tuple[Any, Any, str], scope: dict[str, Any]) -> Any:
+        """The module that a function imports when it is called. Only modules of its own package are
+        imported for that; any other counts if it is imported already."""
         level, fromlist, name = statement
-        module: ModuleType | None
-        if level or _top(name) in self._own:
-            try:
-                module = import_module("." * level + name, scope.get("__package__"))
-                for each in fromlist or ():
-                    if not hasattr(module, each):
-                        import_module(f"{module.__name__}.{each}")
-            except Exception as error:  # as the function will find
-                return type(error).__name__
-        else:
+        if not level and _top(name) not in self._own:
             module = sys.modules.get(name)
-        if not self._is_own_module(module):
-            return None  # its name is among the function's own
-        return self._describe_used(module, names)
+            return module if self._is_own_module(module) else None
+        try:
+            module = import_module("." * level + name, scope.get("__package__"))
+            for each in fromlist or ():
+                if not hasattr(module, each):
+                    import_module(f"{module.__name__}.{each}")
+        except Exception as error:  # as the function will find
+            return type(error).__name__
+        return module
 
     def _describe_class(self, kind: type) -> Any:
         name = _name(kind)
@@ -322,35 +295,36 @@ class _Reader:
         return "" if package is None else _text(package, "__version__")
 
 
-def _scan(
-    code: CodeType,
-) -> tuple[tuple[str, ...], tuple[tuple[str, ...], ...], list[tuple[Any, Any, str]]]:
+def _scan(code: CodeType) -> tuple[Iterable[str], Iterable[tuple[str, ...]], list[Any]]:
     """The names in a code, what it reads of its module, each as a name and the attributes that
     follow, and its imports, each as (level, names, module); with the code of the functions that are
     made in it."""
-    names, loads = dict.fromkeys(code.co_names), dict[tuple[str, ...], None]()
-    imports: list[tuple[Any, Any, str]] = []
-    before: tuple[Any, Any] = None, None
-    chain: tuple[str, ...] = ()
-    for each in dis.get_instructions(code):
-        if each.opname == "EXTENDED_ARG":
-            continue
-        if chain and each.opname in _ATTRIBUTES:
-            chain = (*chain, each.argval)
-            continue
-        if chain:
-            loads[chain] = None
-        chain = (each.argval,) if each.opname in _LOADS else ()
-        if each.opname == "IMPORT_NAME":
-            imports.append((*before, each.argval))
-        before = before[1], each.argval
+    names, loads = dict[str, None](), dict[tuple[str, ...], None]()
+    imports = []
+    for part in _codes(code):
+        names |= dict.fromkeys(part.co_names)
+        before: tuple[Any, Any] = None, None
+        chain: tuple[str, ...] = ()
+        for each in dis.get_instructions(part):
+            if each.opname == "EXTENDED_ARG":
+                continue
+            if chain and each.opname in _ATTRIBUTES:
+                chain = (*chain, each.argval)
+                continue
+            if chain:
+                loads[chain] = None
+            chain = (each.argval,) if each.opname in _LOADS else ()
+            if each.opname == "IMPORT_NAME":
+                imports.append((*before, each.argval))
+            before = before[1], each.argval
+    return names, loads, imports
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    yield code
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
-            more_names, more_loads, more_imports = _scan(inner)
-            names |= dict.fromkeys(more_names)
-            loads |= dict.fromkeys(more_loads)
-            imports += more_imports
-    return tuple(names), tuple(loads), imports
+            yield from _codes(inner)
 
 
 def _top(module: object) -> str:

@@ -367,8 +367,8 @@ def _after_look(state: State, seen: dict[str, Any], now: float) -> State:
         left = {rank for rank, value in by_rank(seen, "left") if value is not None}
         state = state._replace(left=state.left | left)
         assert state.outcome is not None
-        lost = state.outcome.ranks if state.outcome.lost else ()
-        staying = set(range(state.world)) - state.left - {state.rank, *lost} - state.silent
+        gone = state.left | state.silent | {state.rank, *state.outcome.lost}
+        staying = set(range(state.world)) - gone
         # Those that beat have a lease to read the outcome, also if it is that the time is up.
         is_late = now >= state.deadline + state.lease
         return state._replace(phase=ENDED) if not staying or is_late else state

@@ -7,8 +7,9 @@ one and it cannot be built there. A rank that cannot use what was decided raises
 
 There is one record for each op, its sources and its target, and it changes only by compare-and-set:
     None -> Task(tried=(0,))                 rank 0 builds
-         -> Task(tried=(0, 2))               it fell silent, or could not: rank 2 builds
-         -> Task(tried=(0, 2), made=Made())  what all take; it stays
+         -> Task(tried=(0, -1))              it could not, and nobody builds
+         -> Task(tried=(0, -1, 2))           rank 2 builds, as it would if rank 0 had fallen silent
+         -> Task(tried=..., made=Made())     what all take; it stays
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from __future__ import annotations
 import hashlib
 import time
 from contextlib import closing
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from opkiln.cluster import driver, facts, job, rounds, work
 from opkiln.cluster.ensure import lease_of
@@ -24,28 +25,11 @@ from opkiln.cluster.messages import Made, Task, key_of
 from opkiln.decision import pins, policy
 from opkiln.decision.terms import Build, Request, Serve, Trace
 from opkiln.errors import ClusterError, OpkilnError
-from opkiln.loading import loader
 from opkiln.model import Op
 from opkiln.settings import settings
 from opkiln.store import key
 
 _TURN = "turn"
-
-
-def next_turn(turn: Task | None, rank: int, can_make: bool, silent: bool) -> Task | None:
-    """What a rank writes in the place of ``turn`` to build the op itself; None if it does not.
-
-    ``silent``: nothing was heard for a lease of the rank that builds.
-    """
-    if not can_make or (turn is not None and turn.made is not None):
-        return None
-    if turn is None:
-        return Task((rank,))
-    if not (silent or turn.tried[-1] in turn.failed):
-        return None
-    # It may have tried in an earlier load, which failed or was interrupted.
-    failed = tuple(each for each in turn.failed if each != rank)
-    return turn._replace(tried=(*turn.tried, rank), failed=failed)
 
 
 class _Known(NamedTuple):
@@ -134,29 +118,27 @@ class _Sharing:
         if policy.prefers_reference(Request(self.op, agreed=False)):
             lease = 0.0  # it runs as its reference here, so nobody else need build it
         began = changed = time.monotonic()
-        seen: tuple[Task | None, Any] | None = None
+        turn: Task | None = None
+        beat = None
         while True:
             now = time.monotonic()
-            maker = None if seen is None or seen[0] is None else seen[0].tried[-1]
-            keys = [_TURN] if maker is None else [_TURN, key_of("beat", maker)]
-            found = self.channel.look(keys)
-            turn: Task | None = found[0]
-            beat = found[1] if maker is not None else None
-            if (turn, beat) != seen:
-                seen, changed = (turn, beat), now
+            maker = -1 if turn is None else turn.maker
+            before = turn, beat
+            turn, beat = self.channel.look([_TURN, key_of("beat", maker)])
             if turn is not None and turn.made is not None:
                 return turn.made
-            silent = now - changed >= lease
-            if (mine := next_turn(turn, self.rank, can_make, silent)) is not None:
-                if self.channel.swap(_TURN, turn, mine) == mine:
-                    self._make()
+            if (turn, beat) != before:
+                changed = now
+            silent = now - changed >= lease  # nothing was heard of the rank that builds
+            idle = turn is None or turn.maker < 0
+            if can_make and (idle or silent):
+                if self._begin(turn):
                     can_make = False
                 began = changed = time.monotonic()
-                continue
-            idle = turn is None or turn.tried[-1] in turn.failed
-            if silent and (idle or not can_make):
+            elif silent:
                 return self._give_up()
-            time.sleep(driver.pause_of(self.world, now - began))
+            else:
+                time.sleep(driver.pause_of(self.world, now - began))
 
     def _take(self, made: Made) -> str:
         """Get the library that was made, if it is not here yet. Returns why this rank cannot."""
@@ -172,15 +154,14 @@ class _Sharing:
 
     def _can_make(self) -> bool:
         """Whether this rank has the library or can build it. What it has is sent."""
-        outcome = loader.decided(Request(self.op, agreed=False))
-        if isinstance(outcome, Serve):
-            self.worker.keep(0, outcome.artifact, work.CACHED)
-        elif not isinstance(outcome, Build):
-            self.worker.error = outcome.error
-        return isinstance(outcome, (Serve, Build))
+        return isinstance(self.worker.look(0, Request(self.op, agreed=False)), (Serve, Build))
 
-    def _make(self) -> None:
-        """Build the op, and tell all what came of it."""
+    def _begin(self, turn: Task | None) -> bool:
+        """Build the op in the place of ``turn``, and tell all what came of it. Returns whether it
+        was this rank's turn."""
+        mine = Task((*(() if turn is None else turn.tried), self.rank))
+        if self.channel.swap(_TURN, turn, mine) != mine:
+            return False
         with driver.beating(self.channel, self.rank, self.lease):
             made = self.worker.make(0, ship=True)
             if not made.digest and self.worker.artifacts[0]:
@@ -188,6 +169,7 @@ class _Sharing:
                 # node makes its own, and all must be the same.
                 made = self.worker.make(0, ship=False)
             self._tell(made._replace(by=self.rank) if made.digest or made.final else None)
+        return True
 
     def _give_up(self) -> Made:
         """Nobody builds it. If it has a reference, that serves on all ranks. Raises why this rank
@@ -202,13 +184,13 @@ class _Sharing:
 
     def _tell(self, made: Made | None) -> Made | None:
         """Write what was made, or that this rank could not; what was made by then."""
-        turn: Task | None = self.channel.look([_TURN])[0]
-        while True:
-            if turn is not None and turn.made is not None:
-                return turn.made
-            after = (turn or Task((self.rank,)))._replace(made=made)
-            if made is None:
-                after = after._replace(failed=(*after.failed, self.rank))
+        (turn,) = self.channel.look([_TURN])
+        while turn is None or turn.made is None:
+            tried = (self.rank,) if turn is None else turn.tried
+            if made is None and tried[-1] != self.rank:
+                break  # another rank builds already
+            after = Task(tried if made is not None else (*tried, -1), made)
             turn = self.channel.swap(_TURN, turn, after)
             if turn == after:
-                return made
+                break
+        return None if turn is None else turn.made

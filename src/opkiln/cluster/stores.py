@@ -1,16 +1,15 @@
 """The stores that ranks talk through: torch's, a shared directory, or this process's memory.
 
-Each has six operations, all of which return at once if the store answers: ``put``, ``settle``,
-``swap`` (compare and set), ``look``, ``possible`` (which of many keys are worth a look) and
-``clone`` (for another thread: a call on one of torch's stores keeps the other threads of that
-client waiting).
+Each has five operations, all of which return at once if the store answers: ``put``, ``settle``,
+``swap`` (compare and set), ``look`` and ``clone`` (for another thread: a call on one of torch's
+stores keeps the other threads of that client waiting).
 """
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from opkiln.errors import StoreError
@@ -18,7 +17,10 @@ from opkiln.trust import fault, make_private
 from opkiln.writing import write_private
 
 _LIST = "list"  # the last part of the key of a list of numbers
-FEW = 8  # absent keys that are checked one by one: a list is not read for so few
+_FEW = 8  # absent keys that are checked one by one: a list is not read for so few
+# Keys of one request. Its time grows faster than its keys, and the server does nothing else
+# meanwhile: 256 keys took 0.2 ms to check, 4,096 keys 54 ms.
+_AT_ONCE = 64
 
 
 class KeyValues(Protocol):
@@ -39,12 +41,8 @@ class KeyValues(Protocol):
         value that it has afterwards."""
 
     def look(self, keys: Sequence[str]) -> list[bytes | None]:
-        """The values that are there, None for those that are not. Never waits for one."""
-
-    def possible(self, keys: Sequence[str]) -> Sequence[str]:
-        """The keys without those that are known to be absent, by few requests. A key that was
-        written at this moment may be left out, and is in the next answer."""
-        return keys
+        """The values that are there, None for those that are not. Never waits for one. A key that
+        was written at this moment may be left out, and is in the next answer."""
 
     def clone(self) -> KeyValues:
         """The same store, for another thread."""
@@ -114,42 +112,38 @@ class Torch(KeyValues):
         numbered = [key for key in unknown if _number_of(key)]
         # Apart: `outcome` is absent most of the time, and the others are then not worth a search.
         self._check([key for key in unknown if not _number_of(key)])
-        self._check(numbered)
+        self._check(self._listed(numbered) if len(numbered) > _FEW else numbered)
         there = [key for key in keys if key in self._there]
-        if len(there) > 1 and self._store.has_extended_api():
-            values = dict(zip(there, self._store.multi_get(there), strict=True))
-        else:
-            values = {key: self._store.get(key) for key in there}
+        values = dict(zip(there, self._get(there), strict=True))
         return [bytes(values[key]) if key in values else None for key in keys]
+
+    def _get(self, keys: list[str]) -> list[bytes]:
+        if len(keys) > 1 and self._store.has_extended_api():
+            return [each for part in _parts(keys) for each in self._store.multi_get(part)]
+        return [self._store.get(key) for key in keys]
 
     def _check(self, keys: list[str]) -> None:
         """Find out which keys are there."""
-        if keys and self._store.check(keys):
-            self._there.update(keys)
-        elif len(keys) > 1:
-            part = len(keys) // 2 if len(keys) > FEW else 1
-            for start in range(0, len(keys), part):
-                self._check(keys[start : start + part])
+        for part in _parts(keys):
+            if self._store.check(part):
+                self._there.update(part)
+            elif len(part) > 1:
+                half = len(part) // 2 if len(part) > _FEW else 1
+                for start in range(0, len(part), half):
+                    self._check(part[start : start + half])
 
-    def possible(self, keys: Sequence[str]) -> Sequence[str]:
-        unknown = [key for key in keys if key not in self._there]
-        if len(unknown) <= FEW or not self._store.has_extended_api():
+    def _listed(self, keys: list[str]) -> list[str]:
+        """Those of the keys that are in their lists; all if the store has no lists."""
+        if not self._store.has_extended_api():
             return keys
-        families = {key.rpartition("/")[0] for key in unknown if _number_of(key)}
+        lists = {key.rpartition("/")[0]: f"{key.rpartition('/')[0]}/{_LIST}" for key in keys}
+        found = dict(zip(lists, self.look(list(lists.values())), strict=True))
         written = {
             f"{family}/{number}"
-            for family, listed in zip(families, self._lists(families), strict=True)
-            for number in listed.split()
+            for family, listed in found.items()
+            for number in (listed or b"").decode().split()
         }
-        return [
-            key
-            for key in keys
-            if key in self._there or key in written or key.rpartition("/")[0] not in families
-        ]
-
-    def _lists(self, families: Iterable[str]) -> list[str]:
-        found = self.look([f"{family}/{_LIST}" for family in families])
-        return ["" if each is None else each.decode() for each in found]
+        return [key for key in keys if key in written]
 
     def clone(self) -> Torch:
         if self._address is not None:
@@ -170,6 +164,10 @@ def require_open(host: str, port: int) -> None:
         raise
     except OSError:
         return
+
+
+def _parts(keys: list[str]) -> list[list[str]]:
+    return [keys[start : start + _AT_ONCE] for start in range(0, len(keys), _AT_ONCE)]
 
 
 def _number_of(key: str) -> str:

@@ -19,7 +19,7 @@ from opkiln.cluster.channel import Channel
 from opkiln.cluster.messages import Hello, Made, Offer, Vote
 from opkiln.cluster.program import Programs
 from opkiln.decision import policy, prebuilt
-from opkiln.decision.terms import Build, Request, Serve, Trace
+from opkiln.decision.terms import Build, Outcome, Request, Serve, Trace
 from opkiln.errors import (
     ClusterError,
     CompileError,
@@ -56,7 +56,7 @@ class Worker:
         """``sees_loaded=False``: whatever this process has loaded, such as an older version."""
         self.signing_key = signing_key
         self.sees_loaded = sees_loaded
-        self.error: Exception | None = None  # of the last build that failed here
+        self.error: Exception | None = None  # why the last build failed here, or is impossible
         self.ops = tuple(ops)
         self.channel = channel
         self.artifacts: list[dict[str, Artifact]] = [{} for _ in ops]  # by op and digest
@@ -89,9 +89,8 @@ class Worker:
         if (loaded := self._loaded(op)) is not None:
             self.keep(number, loaded, CACHED)
             return offer._replace(digest=loaded.sha256)
-        outcome = loader.decided(request)
+        outcome = self.look(number, request)
         if isinstance(outcome, Serve):
-            self.keep(number, outcome.artifact, CACHED)
             return offer._replace(digest=outcome.artifact.sha256)
         if isinstance(outcome, Build):
             target = outcome.plan.target
@@ -101,6 +100,15 @@ class Worker:
             raise outcome.error
         here = tuple(sorted(cpu.features_of(machine.cpu_flags())))
         return offer._replace(reason=in_short(outcome.error), cpu=here)
+
+    def look(self, number: int, request: Request) -> Outcome:
+        """What would serve an op here. What is here already is kept."""
+        outcome = loader.decided(request)
+        if isinstance(outcome, Serve):
+            self.keep(number, outcome.artifact, CACHED)
+        elif not isinstance(outcome, Build):
+            self.error = outcome.error
+        return outcome
 
     def list_tuned(self) -> tuple[str, ...]:
         """The choices for the ops that are kept here (``tune=``)."""

@@ -5,10 +5,6 @@ A slot is a CPU. Processes share the slots through locks on one file in a node-l
 expects more than one slot's share takes several slots at once. It never holds some of them while
 it waits for the rest.
 
-A free slot goes to the process that holds the fewest, and among equals to the one that has waited
-longest. If no step of another process ends, a process without a slot may use the host's one extra
-slot. Such processes take turns. So at most one more compiler runs than there are CPUs.
-
 The locks only protect the machine from too many compilers. If they are not available (no private
 directory, a file system without locks), the budget applies to this process only, and a note says
 so.

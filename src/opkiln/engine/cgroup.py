@@ -20,16 +20,12 @@ _UNLIMITED = 1 << 60
 
 def cpu_quota(root: str = "/") -> float | None:
     """The CPU quota, in CPUs; None if there is no quota."""
-    found: list[float] = []
-    for text in _values(root, "cpu.max", ""):
-        quota, _, period = text.partition(" ")
-        if quota.isdigit():
-            found.append(int(quota) / int(period or "100000"))
+    pairs = [text.partition(" ") for text in _values(root, "cpu.max", "")]
     for folder in _folders(root, "cpu"):
-        quota = _read(os.path.join(folder, "cpu.cfs_quota_us"))
         period = _read(os.path.join(folder, "cpu.cfs_period_us"))
-        if quota.isdigit() and period.isdigit():  # -1: no quota
-            found.append(int(quota) / int(period))
+        pairs.append((_read(os.path.join(folder, "cpu.cfs_quota_us")), " ", period))
+    # Without a quota it is "max" or -1.
+    found = [int(quota) / int(period or "100000") for quota, _, period in pairs if quota.isdigit()]
     return min((value for value in found if value > 0), default=None)
 
 

@@ -27,19 +27,14 @@ class Trace:
 
     def __init__(self, path: str) -> None:
         self._path = os.path.realpath(path)  # the file is replaced; a link to it stays
-        self._directory = os.path.dirname(self._path)
-        if not os.access(self._directory, os.W_OK | os.X_OK):
-            raise SettingError(
-                f"the trace {path!r} cannot be written: {self._directory} is not a writable "
-                "directory",
-                hint="OPKILN_TRACE=/tmp/opkiln-trace.json",
-            )
-        if os.path.exists(self._path) and not os.path.isfile(self._path):
-            raise SettingError(
-                f"the trace {path!r} cannot be written: that is not a regular file",
-                why="the trace would replace it",
-                hint="OPKILN_TRACE=/tmp/opkiln-trace.json",
-            )
+        directory, reason, why = os.path.dirname(self._path), "", ""
+        if not os.access(directory, os.W_OK | os.X_OK):
+            reason = f"{directory} is not a writable directory"
+        elif os.path.exists(self._path) and not os.path.isfile(self._path):
+            reason, why = "that is not a regular file", "the trace would replace it"
+        if reason:
+            what, hint = f"the trace {path!r} cannot be written", "/tmp/opkiln-trace.json"
+            raise SettingError(f"{what}: {reason}", why=why, hint=f"OPKILN_TRACE={hint}")
         self._lock = threading.RLock()  # a signal handler may emit an event, too
         self._processes = {"": _Process(os.getpid())}
 

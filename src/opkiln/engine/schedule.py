@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextvars
 import functools
 import os
-import signal
 import threading
 import time
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -69,15 +68,6 @@ class StepFailed(Exception):
         self.task = task
         self.completed = completed
         super().__init__(task, completed)
-
-    def __str__(self) -> str:
-        code = self.completed.returncode
-        how = f"exited with status {code}"
-        if code < 0:
-            how = f"was killed by signal {-code} ({signal.strsignal(-code)})"
-            if -code == signal.SIGKILL:
-                how += ", perhaps because memory ran out"
-        return f"{self.task.op}: {self.task.label}: {self.task.argv[0]} {how}"
 
 
 def execute(
