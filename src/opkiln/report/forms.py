@@ -6,15 +6,11 @@ from typing import Any
 
 from opkiln.errors import visible
 from opkiln.report import facts
+from opkiln.report.collect import Environment, Report, StoreStatus
+from opkiln.report.facts import Row, Section
 from opkiln.report.layout import columns, fields, paint, plain
+from opkiln.report.machine import Space
 from opkiln.report.redact import without_user
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from opkiln.report.collect import Environment, Report, StoreStatus
-    from opkiln.report.facts import Row, Section
-    from opkiln.report.machine import Space
-
 
 # Text: aligned, useful without colour, readable on a narrow terminal
 

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Sequence
 from typing import Any
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
 
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 _CODES = {"good": "32", "bad": "31", "weak": "2", "strong": "1"}

@@ -6,10 +6,13 @@ import os
 import re
 import resource
 import sys
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from opkiln import machine as this
+from opkiln.accelerator.device import Answer
 from opkiln.arch import cpu
+from opkiln.build_model import TorchSDK
 from opkiln.decision.target import features
 from opkiln.devices import amd, nvidia
 from opkiln.engine import cgroup
@@ -17,14 +20,6 @@ from opkiln.errors import AcceleratorError
 from opkiln.report.layout import size
 from opkiln.settings import child_environment, origin_of
 from opkiln.toolchain import rocm
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from opkiln.accelerator.device import Answer
-    from opkiln.build_model import TorchSDK
-
 
 SHARED_MEMORY = "/dev/shm"
 # Limits that jobs run into: pinned memory, open files (one per worker and socket), processes.

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection, Iterable, Iterator
 
 from opkiln.decision import policy
 from opkiln.report.doctor import devices, host, ops, places, selfcheck, store, torch_side
-from opkiln.report.doctor.terms import FAIL, PASS, SKIP, WARN, Here, joined, outcome, passed
+from opkiln.report.doctor.terms import (
+    FAIL,
+    PASS,
+    SKIP,
+    WARN,
+    Check,
+    Here,
+    Outcome,
+    joined,
+    outcome,
+    passed,
+)
 from opkiln.report.layout import columns, count, paint
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator
-
-    from opkiln.report.doctor.terms import Check, Outcome
 
 
 def to_compile(check: Check) -> Check:

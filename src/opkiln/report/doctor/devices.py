@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from opkiln.arch import cuda, hip
-from opkiln.build_model import DeviceCompiler
+from opkiln.build_model import DeviceCompiler, Toolchain
 from opkiln.decision import archs
 from opkiln.devices import amd
 from opkiln.errors import AcceleratorError, ArchError, ToolchainError
@@ -28,10 +28,6 @@ from opkiln.report.doctor.terms import (
 from opkiln.settings import origin_of, settings
 from opkiln.toolchain import choice, cuda_version, family, hipcc, libsycl, nvcc, sycl, toolkits
 from opkiln.toolchain.torch_sdk import release
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from opkiln.build_model import Toolchain
 
 # Runs in a child: accelerators of other packages are their code, and a vendor's imports torch.
 _ASK = """

@@ -104,7 +104,7 @@ def misspelt_variables(_: Here) -> Outcome:
     from opkiln.registry import ALL_OPS
 
     environment = whole_environment()
-    known = {name for setting in table() for name in (setting.variable, *setting.aliases)}
+    known = {name for setting in table() for name in setting.names}
     found: dict[str, str] = {}  # what is wrong -> the command
     for name, meant in misspelt().items():
         guess = f"; did you mean {meant}?" if meant else ""

@@ -8,6 +8,7 @@ import shlex
 import stat
 import tempfile
 import time
+from collections.abc import Callable
 
 from opkiln.decision import policy
 from opkiln.errors import StoreError
@@ -29,13 +30,8 @@ from opkiln.report.machine import space as space_at
 from opkiln.settings import LAYOUT, origin_of, override, settings, store_candidates
 from opkiln.store import archive, inventory, signatures
 from opkiln.store.archive import Damaged
+from opkiln.store.location import Layer
 from opkiln.trust import fault
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from opkiln.store.location import Layer
 
 _LITTLE, _TOO_LITTLE = 1 << 30, 64 << 20  # bytes: a CUDA op with its objects takes tens of MiB
 _FEW, _TOO_FEW = 2000, 100  # inodes: an entry takes about ten

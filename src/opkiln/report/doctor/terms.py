@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import os
 import shlex
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from opkiln.build_model import DeviceCompiler, Toolchain, TorchSDK
+from opkiln.devices.nvidia import Devices
 from opkiln.errors import OpkilnError, SettingError, ToolchainError
 from opkiln.model import CPU, CUDA
 from opkiln.process import capture, python_code, signal_name
@@ -16,14 +19,7 @@ from opkiln.settings import override, settings, whole_environment
 from opkiln.store.layers import Store
 from opkiln.toolchain import choice, torch_sdk
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from opkiln.build_model import DeviceCompiler, Toolchain, TorchSDK
-    from opkiln.devices.nvidia import Devices
-
-    Check = Callable[["Here"], "Outcome"]
+Check = Callable[["Here"], "Outcome"]
 
 PASS, SKIP, WARN, FAIL = "PASS", "SKIP", "WARN", "FAIL"  # from good to bad
 
