@@ -132,7 +132,7 @@ def doctor_command(as_json: bool, errors_only: bool, no_build: bool) -> int:
             output.data(checks.line(name, found, names, colour=colour, width=width))
     verdict = checks.worst(verdicts)
     if as_json:
-        output.data_json({"schema": 1, "worst": verdict, "findings": rows})
+        output.data_json({"worst": verdict, "findings": rows})
     else:
         output.data(checks.summary(verdicts))
     return {FAIL: output.FOUND, WARN: WARNED}.get(verdict, 0)

@@ -7,7 +7,7 @@ import os
 import shlex
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 from opkiln.build_model import DeviceCompiler, Toolchain, TorchSDK
@@ -41,24 +41,14 @@ class Outcome(NamedTuple):
     command: str = ""  # empty if nothing is to be done, or no command does it
 
 
-def passed(evidence: str) -> Outcome:
-    """All is well."""
-    return Outcome(PASS, evidence)
-
-
-def skipped(evidence: str) -> Outcome:
-    """The check does not apply here, or is not possible; ``evidence`` says why."""
-    return Outcome(SKIP, evidence)
-
-
-def warned(evidence: str, command: str = "") -> Outcome:
-    """It works, but not as well as it could, or not as the user asked."""
-    return Outcome(WARN, evidence, command)
-
-
-def failed(evidence: str, command: str = "") -> Outcome:
-    """Something that builds or loads of ops need does not work."""
-    return Outcome(FAIL, evidence, command)
+# All is well.
+passed = partial(Outcome, PASS)
+# The check does not apply here, or is not possible; the evidence says why.
+skipped = partial(Outcome, SKIP)
+# It works, but not as well as it could, or not as the user asked.
+warned = partial(Outcome, WARN)
+# Something that builds or loads of ops need does not work.
+failed = partial(Outcome, FAIL)
 
 
 def copyable(hint: str) -> str:
