@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 
 from opkiln.decision import policy
-from opkiln.report.doctor import devices, host, ops, places, selfcheck, store, torch_side
+from opkiln.report.doctor import devices, directories, host, ops, selfcheck, torch_side
 from opkiln.report.doctor.terms import (
     FAIL,
     PASS,
@@ -62,23 +62,23 @@ CHECKS: dict[str, Check] = {
     "accelerator": devices.accelerator,
     "ops": ops.ops,
     "prebuilt": ops.prebuilt,
-    "store": store.place,
-    "store owner": store.owner,
-    "store mode": store.mode,
-    "store space": store.space,
-    "store inodes": store.inodes,
-    "store noexec": store.noexec,
-    "store layers": store.layers,
-    "store clock": store.clock,
-    "store leftovers": store.leftovers,
-    "remote tiers": store.remotes,
-    "tmpdir": places.tmpdir,
-    "tmpdir noexec": places.tmpdir_noexec,
-    "tmpdir space": places.tmpdir_space,
-    "shared memory": places.shared_memory,
-    "cpus": places.budget_cpus,
-    "memory": places.budget_memory,
-    "budget": places.budget_sharing,
+    "store": directories.place,
+    "store owner": directories.owner,
+    "store mode": directories.mode,
+    "store space": directories.space,
+    "store inodes": directories.inodes,
+    "store noexec": directories.noexec,
+    "store layers": directories.layers,
+    "store clock": directories.clock,
+    "store leftovers": directories.leftovers,
+    "remote tiers": directories.remotes,
+    "tmpdir": directories.tmpdir,
+    "tmpdir noexec": directories.tmpdir_noexec,
+    "tmpdir space": directories.tmpdir_space,
+    "shared memory": directories.shared_memory,
+    "cpus": host.budget_cpus,
+    "memory": host.budget_memory,
+    "budget": host.budget_sharing,
 }
 
 BUILDS: dict[str, Check] = {
