@@ -42,9 +42,9 @@ _PROGRESS = {QUIET: "off", VERBOSE: "verbose"}
 _KEPT = re.compile(r"(\n|\t|\x1b\[(?:0|1|2|31|32)m)")
 
 
-def colour(stream: TextIO | None = None) -> bool:
-    """Whether ``stream`` (default: standard output) gets colour: a terminal, no ``NO_COLOR``."""
-    return is_terminal(stream or sys.stdout) and not settings.no_color
+def colour(stream: TextIO | None) -> bool:
+    """Whether ``stream`` gets colour: a terminal, no ``NO_COLOR``. click removes it elsewhere."""
+    return is_terminal(stream) and not settings.no_color
 
 
 def width() -> int | None:
@@ -119,10 +119,9 @@ def discard() -> None:
 
 def say_error(text: str, hint: str = "") -> None:
     """Print ``error: …`` and ``hint: …``; also with ``-q``."""
-    red = colour(sys.stderr)
-    say_end(f"{paint('error:', 'bad', colour=red)} {text}")
+    say_end(f"{paint('error:', 'bad')} {text}")
     if hint:
-        say_end(f"{paint('hint:', 'strong', colour=red)} {hint}")
+        say_end(f"{paint('hint:', 'strong')} {hint}")
 
 
 def say_failure(error: OpkilnError) -> None:
@@ -135,7 +134,7 @@ def _answer(content: str | bytes, *, end: bool = True) -> None:
     if sys.stdout is None:  # it was closed before we started
         raise OSError(errno.EBADF, "standard output is closed")
     try:
-        click.echo(content, nl=end, color=colour())
+        click.echo(content, nl=end, color=colour(sys.stdout))
     except BrokenPipeError:
         raise
     except OSError as error:

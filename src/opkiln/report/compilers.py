@@ -106,10 +106,8 @@ def _toolkits(
         return _ranked(backend, found)
     # The named launcher or host compiler cannot be used, or torch cannot be read. That stops every
     # toolkit.
-    except ToolchainError as error:
-        return _listed(backend, error.what)
-    except OSError as error:
-        return _listed(backend, str(error))
+    except (ToolchainError, OSError) as error:
+        return _listed(backend, error.what if isinstance(error, ToolchainError) else str(error))
 
 
 def _listed(backend: str, why: str) -> list[Tool]:

@@ -15,19 +15,18 @@ from opkiln.report.redact import without_user
 # Text: aligned, useful without colour, readable on a narrow terminal
 
 
-def as_text(
-    report: Report, *, colour: bool, width: int | None = None, errors_only: bool = False
-) -> str:
-    """The whole report, or only its problems. ``width``: of the terminal; None: do not wrap."""
+def as_text(report: Report, *, width: int | None = None, errors_only: bool = False) -> str:
+    """The whole report in colour, or only its problems. ``width``: of the terminal; None: do not
+    wrap."""
     found = facts.sections(report, errors_only=errors_only)
-    return "\n\n".join(_text_section(each, colour, width) for each in found)
+    return "\n\n".join(_text_section(each, width) for each in found)
 
 
-def _text_section(section: Section, colour: bool, width: int | None) -> str:
-    parts = [paint(section.title, "strong", colour=colour)]
+def _text_section(section: Section, width: int | None) -> str:
+    parts = [paint(section.title, "strong")]
     if section.rows:
         head = [section.head] if section.head else []
-        table = [*head, *(_painted(row, colour) for row in section.rows)]
+        table = [*head, *(_painted(row) for row in section.rows)]
         parts.append(columns(table, indent=2, width=width))
     if section.footnotes:
         painted = [(number, visible(text)) for number, text in section.footnotes]
@@ -37,8 +36,8 @@ def _text_section(section: Section, colour: bool, width: int | None) -> str:
     return "\n".join(parts)
 
 
-def _painted(row: Row, colour: bool) -> tuple[str, ...]:
-    return tuple(paint(visible(cell.text), cell.look, colour=colour) for cell in row)
+def _painted(row: Row) -> tuple[str, ...]:
+    return tuple(paint(visible(cell.text), cell.look) for cell in row)
 
 
 # Markdown, for an issue: without the user's home directory and name

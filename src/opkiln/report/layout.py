@@ -10,9 +10,10 @@ _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 _CODES = {"good": "32", "bad": "31", "weak": "2", "strong": "1"}
 
 
-def paint(text: str, look: str, *, colour: bool) -> str:
-    """``text`` as good, bad, weak or strong; unchanged without colour or look."""
-    return f"\x1b[{_CODES[look]}m{text}\x1b[0m" if colour and text and look else text
+def paint(text: str, look: str) -> str:
+    """``text`` as good, bad, weak or strong; unchanged without a look. The command line removes the
+    colour where nobody sees it."""
+    return f"\x1b[{_CODES[look]}m{text}\x1b[0m" if text and look else text
 
 
 def columns(rows: Iterable[Sequence[str]], *, indent: int = 0, width: int | None = None) -> str:

@@ -102,20 +102,17 @@ def examine(*, build: bool = True) -> Iterator[tuple[str, Outcome]]:
 _LOOKS = {PASS: "good", SKIP: "weak", WARN: "strong", FAIL: "bad"}
 
 
-def line(
-    check: str, found: Outcome, names: Iterable[str], *, colour: bool, width: int | None = None
-) -> str:
+def line(check: str, found: Outcome, names: Iterable[str], *, width: int | None = None) -> str:
     """One outcome. ``names`` are those of all checks: they give the width of the column.
 
     With a ``width``, the evidence is wrapped. The command is not, so that it can be copied.
     """
     longest = max(map(len, names))
-    verdict = paint(found.verdict, _LOOKS[found.verdict], colour=colour)
+    verdict = paint(found.verdict, _LOOKS[found.verdict])
     shown = columns([(verdict, check.ljust(longest), found.evidence)], width=width)
     if not found.command:
         return shown
-    label = paint("fix:", "strong", colour=colour)
-    return f"{shown}\n{'':<{longest + 8}}{label} {found.command}"
+    return f"{shown}\n{'':<{longest + 8}}{paint('fix:', 'strong')} {found.command}"
 
 
 def worst(verdicts: Collection[str]) -> str:

@@ -206,16 +206,8 @@ _SOURCES = {
 
 
 def _spec(source: str, text: str, **fields: Any) -> OpSpec:
-    name = "opkiln_doctor"
-    inline = ((source, text),)
-    return OpSpec(
-        name=name,
-        distribution=name,
-        root=model.INLINE_ROOT,
-        sources=(source,),
-        inline=inline,
-        **fields,
-    )
+    names = {"name": "opkiln_doctor", "distribution": "opkiln_doctor", "root": model.INLINE_ROOT}
+    return OpSpec(sources=(source,), inline=((source, text),), **names, **fields)
 
 
 def _called(library: Any) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -62,15 +63,10 @@ def copyable(hint: str) -> str:
         words = shlex.split(command)
     except ValueError:
         return ""  # an apostrophe of prose
-    program = next((word for word in words if not _is_assignment(word)), "")
+    program = next((word for word in words if not re.match(r"[^\W\d]\w*=", word)), "")
     if not program:
         return f"export {command}" if words else ""
     return command if program in PROGRAMS or program.startswith("/") else ""
-
-
-def _is_assignment(word: str) -> bool:
-    name, equals, _ = word.partition("=")
-    return bool(equals) and name.isidentifier()
 
 
 def joined(*parts: str) -> str:
