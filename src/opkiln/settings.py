@@ -546,37 +546,30 @@ def origin_of(field: str) -> tuple[Any, str]:
     return setting.resolve()
 
 
-def misspelt() -> dict[str, str]:
-    """Variables that look like settings and are not, each with the one that may be meant."""
+_SWITCH = "OPKILN_BUILD_"  # an op's name may follow, so only a near miss of a setting is a mistake
+
+
+def misspelt() -> list[tuple[str, str, str]]:
+    """(a variable that looks like a setting and is not, the one that may be meant, both in words)
+    of each."""
+    strange = [name for name in os.environ if name.startswith("OPKILN_") and name not in _NAMES]
+    if not strange:
+        return []  # before the import: every process asks when it loads an op
     from difflib import get_close_matches
 
-    known = sorted(_NAMES)
-    found = {}
-    for name in sorted(filter(_is_strange, os.environ)):
-        close = get_close_matches(name, known, 1, 0.9 if name.startswith(_SWITCH) else 0.6)
-        if close or not name.startswith(_SWITCH):
-            found[name] = close[0] if close else ""
+    found = []
+    for name in sorted(strange):
+        close = get_close_matches(name, sorted(_NAMES), 1, 0.9 if name.startswith(_SWITCH) else 0.6)
+        meant = close[0] if close else ""
+        if meant or not name.startswith(_SWITCH):
+            guess = f"; did you mean {meant}?" if meant else ""
+            found.append((name, meant, f"unknown setting {name}{guess}"))
     return found
 
 
 def unknown() -> list[str]:
     """``misspelt()`` in words."""
-    return [
-        f"unknown setting {name}" + (f"; did you mean {meant}?" if meant else "")
-        for name, meant in misspelt().items()
-    ]
-
-
-_SWITCH = "OPKILN_BUILD_"  # an op's name may follow, so only a near miss of a setting is a mistake
-
-
-def _is_strange(name: str) -> bool:
-    return name.startswith("OPKILN_") and name not in _NAMES
-
-
-def any_strange() -> bool:
-    """Whether ``unknown()`` may have something to say: cheap, for the hit path."""
-    return any(map(_is_strange, os.environ))
+    return [words for _, _, words in misspelt()]
 
 
 # How launchers tell a process its rank and the number of ranks. Within a Slurm job, mpirun's

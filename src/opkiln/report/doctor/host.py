@@ -109,10 +109,8 @@ def misspelt_variables(_: Here) -> Outcome:
     environment = whole_environment()
     known = {name for setting in table() for name in setting.names}
     found: dict[str, str] = {}  # what is wrong -> the command
-    for name, meant in misspelt().items():
-        guess = f"; did you mean {meant}?" if meant else ""
-        other = "" if meant in environment else meant
-        found[f"unknown setting {name}{guess}"] = _rename(name, other)
+    for name, meant, words in misspelt():
+        found[words] = _rename(name, "" if meant in environment else meant)
     ops = {name.rpartition(":")[2].upper() for name in ALL_OPS}
     strange = sorted(environment.keys() - known)
     for prefix in ("OPKILN_BUILD_", "DS_BUILD_"):
