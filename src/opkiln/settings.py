@@ -708,11 +708,9 @@ def store_candidates() -> Iterator[tuple[str, bool]]:
         asked = followed(os.path.abspath(asked))
         yield asked, True
         yield os.path.join(asked, f"opkiln-{uid}"), False
-    base = settings.xdg_cache_home or (settings.home and os.path.join(settings.home, ".cache"))
-    if not base:
-        expanded = os.path.expanduser("~")
-        base = os.path.join(expanded, ".cache") if os.path.isabs(expanded) else None
-    if base and os.path.isabs(base):
+    home = settings.home or os.path.expanduser("~")
+    base = settings.xdg_cache_home or os.path.join(home, ".cache")
+    if os.path.isabs(base):  # a user without a home directory is "~"
         yield followed(os.path.join(base, "opkiln")), True
     yield os.path.join(settings.tmpdir or "/tmp", f"opkiln-{uid}"), False
 
