@@ -206,8 +206,8 @@ _SOURCES = {
 
 
 def _spec(source: str, text: str, **fields: Any) -> OpSpec:
-    names = {"name": "opkiln_doctor", "distribution": "opkiln_doctor", "root": model.INLINE_ROOT}
-    return OpSpec(sources=(source,), inline=((source, text),), **names, **fields)
+    fields |= {"sources": (source,), "inline": ((source, text),), "root": model.INLINE_ROOT}
+    return OpSpec(name="opkiln_doctor", distribution="opkiln_doctor", **fields)
 
 
 def _called(library: Any) -> int:
