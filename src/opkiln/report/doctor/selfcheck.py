@@ -206,8 +206,16 @@ _SOURCES = {
 
 
 def _spec(source: str, text: str, **fields: Any) -> OpSpec:
-    fields |= {"sources": (source,), "inline": ((source, text),), "root": model.INLINE_ROOT}
-    return OpSpec(name="opkiln_doctor", distribution="opkiln_doctor", **fields)
+    name = "opkiln_doctor"
+    inline = ((source, text),)
+    return OpSpec(
+        name=name,
+        distribution=name,
+        root=model.INLINE_ROOT,
+        sources=(source,),
+        inline=inline,
+        **fields,
+    )
 
 
 def _called(library: Any) -> int:
