@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-from functools import wraps
+from functools import partial, wraps
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -66,11 +66,7 @@ class OpkilnError(Exception):
 
     def __reduce__(self) -> tuple[object, ...]:
         # Keyword-only arguments do not survive the default; errors cross process boundaries.
-        return (_rebuild, (type(self), self.what, self.why, self.hint))
-
-
-def _rebuild(kind: type[OpkilnError], what: str, why: str, hint: str) -> OpkilnError:
-    return kind(what, why=why, hint=hint)
+        return (partial(type(self), why=self.why, hint=self.hint), (self.what,))
 
 
 def warn_caller(text: str, kind: type[Warning]) -> None:

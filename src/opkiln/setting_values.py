@@ -142,11 +142,10 @@ def deepspeed(text: str) -> tuple[tuple[str, tuple[str, ...]], ...]:
 
 def ops(text: str) -> tuple[str, ...]:
     """Names of ops; those that a file records, under "1"."""
-    if text.lower() in ("0", "off", "false", "no"):
-        return ()
-    if text.lower() in ("1", "on", "true", "yes"):
-        return ("1",)
-    return tuple(word for word in text.replace(",", " ").split() if word)
+    try:
+        return ("1",) if switch(text) else ()
+    except ValueError:
+        return tuple(text.replace(",", " ").split())
 
 
 def gfx_version(text: str) -> tuple[int, ...]:

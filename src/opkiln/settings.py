@@ -39,10 +39,6 @@ _OVERRIDES: ContextVar[dict[str, Any] | None] = ContextVar("opkiln_settings", de
 class Setting:
     """One documented variable. As a class attribute it reads as its parsed value."""
 
-    __slots__ = (
-        "aliases", "default", "doc", "empty_counts", "field", "group", "parse", "shown", "variable",
-    )  # fmt: skip
-
     def __init__(
         self,
         variable: str,
@@ -56,11 +52,13 @@ class Setting:
         empty_counts: bool = False,
     ) -> None:
         self.variable = variable
+        self.aliases = aliases
+        self.names = (variable, *aliases)
         self.parse = parse
         self.default = default
         self.doc = doc
-        self.aliases = aliases
-        self.shown = shown  # how the default reads in the docs, where it is not its repr
+        # How the default reads in the docs.
+        self.shown = shown or ("off" if default is False else f"`{default}`" if default else "none")
         self.group = group
         self.empty_counts = empty_counts  # an empty variable is a value of its own
         self.field = ""
@@ -76,7 +74,7 @@ class Setting:
         overrides = _OVERRIDES.get()
         if overrides is not None and self.field in overrides:
             return overrides[self.field], "call"
-        for name in (self.variable, *self.aliases):
+        for name in self.names:
             text = os.environ.get(name)
             # An empty variable means "not set", as shells' `VAR= cmd` is used. Of GPUs it means
             # "none": that is how a job hides them all.
@@ -106,7 +104,6 @@ class Settings:
         "OPKILN_STORE_LAYERS", values.paths, (),
         "Read-only stores below the writable one, first match wins, separated by `:`. "
         "Naming a directory here is what makes it trusted.",
-        shown="none",
     )  # fmt: skip
     trusted_keys = Setting(
         "OPKILN_TRUSTED_KEYS", values.keys, None,
@@ -129,7 +126,6 @@ class Settings:
         "OPKILN_LOCK", str, None,
         "A lock file, as `opkiln lock` writes it. The artifacts that it names are taken from "
         "remote tiers by their digests, signed or not.",
-        shown="none",
     )  # fmt: skip
     push = Setting(
         "OPKILN_PUSH", values.switch_or_path, None,
@@ -172,7 +168,7 @@ class Settings:
     patch_torch = Setting(
         "OPKILN_PATCH_TORCH", values.switch, False,
         "Extensions of programs that use `torch.utils.cpp_extension` are built by opkiln. "
-        "`opkiln run` sets it.", shown="off",
+        "`opkiln run` sets it.",
     )  # fmt: skip
     deepspeed = Setting(
         "OPKILN_DEEPSPEED", values.deepspeed, (("", ("ops", "engine")),),
@@ -184,14 +180,14 @@ class Settings:
     record = Setting(
         "OPKILN_RECORD", str, None,
         "A file to which each process appends the ops that it loads, for "
-        "`opkiln build --recorded FILE`.", shown="none",
+        "`opkiln build --recorded FILE`.",
     )  # fmt: skip
     build_ops = Setting(
         "OPKILN_BUILD_OPS", values.switch, False,
         "When a package is installed: precompile all its ops, skipping those that cannot be built "
         "here. `OPKILN_BUILD_<OP>` (`DS_BUILD_<OP>`) decides for one op: `1` builds it or fails, "
         "`0` leaves it out.",
-        aliases=("DS_BUILD_OPS",), shown="off",
+        aliases=("DS_BUILD_OPS",),
     )  # fmt: skip
     build_targets = Setting(
         "OPKILN_BUILD_TARGETS", str, None,
@@ -205,7 +201,7 @@ class Settings:
         "DS_BUILD_STRING", str, None,
         "Marks the version of a package that is built: `cu130` gives `1.0+cu130`, `.dev7` gives "
         "`1.0.dev7`.",
-        shown="none", group="compiler",
+        group="compiler",
     )  # fmt: skip
 
     accelerator = Setting(
@@ -235,40 +231,35 @@ class Settings:
         "most servers have (`x86-64-v3` on x86-64, `armv8.2-a` on aarch64). Each may have features "
         "(`x86-64-v3+avx512f`).",
     )  # fmt: skip
-    debug = Setting(
-        "OPKILN_DEBUG", values.switch, False, "Build with `-O0 -g3` instead of `-O3`.", shown="off",
-    )  # fmt: skip
+    debug = Setting("OPKILN_DEBUG", values.switch, False, "Build with `-O0 -g3` instead of `-O3`.")
     cppflags = Setting(
         "CPPFLAGS", values.words, (),
         "Flags added to every compile, before the author's. nvcc takes "
         "macros and include directories itself and hands the rest to its host compiler; one with a "
         "comma or a character that a shell reads is refused.",
-        shown="none", group="compiler",
+        group="compiler",
     )  # fmt: skip
     cxxflags = Setting(
         "OPKILN_CXXFLAGS", values.words, (),
         "Flags added to every compile of C++, SYCL's too, after the author's; nvcc and hipcc are "
         "given those of `OPKILN_CUDAFLAGS`.",
-        aliases=("CXXFLAGS",), shown="none",
+        aliases=("CXXFLAGS",),
     )  # fmt: skip
     ldflags = Setting(
         "OPKILN_LDFLAGS", values.words, (), "Flags added to every link, after the author's.",
-        aliases=("LDFLAGS",), shown="none",
+        aliases=("LDFLAGS",),
     )  # fmt: skip
     cpath = Setting(
         "CPATH", values.directories, (),
-        "Include directories; each enters the command line as `-I`.",
-        shown="none", group="compiler",
+        "Include directories; each enters the command line as `-I`.", group="compiler",
     )  # fmt: skip
     cplus_include_path = Setting(
         "CPLUS_INCLUDE_PATH", values.directories, (),
-        "Include directories; each enters the command line as `-isystem`.",
-        shown="none", group="compiler",
+        "Include directories; each enters the command line as `-isystem`.", group="compiler",
     )  # fmt: skip
     library_path = Setting(
         "LIBRARY_PATH", values.directories, (),
-        "Library directories; each enters the link line as `-L`.",
-        shown="none", group="compiler",
+        "Library directories; each enters the link line as `-L`.", group="compiler",
     )  # fmt: skip
 
     # CUDA
@@ -287,13 +278,11 @@ class Settings:
         shown="the toolkit that fits torch best",
     )  # fmt: skip
     system_cuda_home = Setting(
-        "CUDA_HOME", str, None, "A CUDA toolkit, one of those that are looked at.",
-        shown="none", group="compiler",
-    )  # fmt: skip
+        "CUDA_HOME", str, None, "A CUDA toolkit, one of those that are looked at.", group="compiler"
+    )
     cuda_path = Setting(
-        "CUDA_PATH", str, None, "A CUDA toolkit, one of those that are looked at.",
-        shown="none", group="compiler",
-    )  # fmt: skip
+        "CUDA_PATH", str, None, "A CUDA toolkit, one of those that are looked at.", group="compiler"
+    )
     cuda_arch_list = Setting(
         "OPKILN_CUDA_ARCH_LIST", str, None,
         "The GPU architectures to build for: `8.0;9.0a;10.0f+PTX`, `Hopper`, `native`, `all`, "
@@ -302,8 +291,7 @@ class Settings:
     )  # fmt: skip
     skip_cuda_check = Setting(
         "DS_SKIP_CUDA_CHECK", values.switch, False,
-        "Take a CUDA toolkit of another major version than torch's.",
-        shown="off", group="compiler",
+        "Take a CUDA toolkit of another major version than torch's.", group="compiler",
     )  # fmt: skip
     ccbin = Setting(
         "NVCC_CCBIN", str, None, "The host compiler of nvcc, a name on PATH or a path.",
@@ -313,12 +301,12 @@ class Settings:
         "OPKILN_CUDAFLAGS", values.words, (),
         "Flags added to every compile of device code, after the author's; `-lineinfo` is for "
         "profilers.",
-        aliases=("CUDAFLAGS",), shown="none",
+        aliases=("CUDAFLAGS",),
     )  # fmt: skip
     debug_cuda = Setting(
         "DS_DEBUG_CUDA", values.switch, False,
         "Show each kernel's registers, shared memory and spills when it is compiled.",
-        shown="off", group="compiler",
+        group="compiler",
     )  # fmt: skip
     nvcc_threads = Setting(
         "NVCC_THREADS", values.positive, None,
@@ -331,8 +319,8 @@ class Settings:
         shown="all", group="job", empty_counts=True,
     )  # fmt: skip
     cuda_device_order = Setting(
-        "CUDA_DEVICE_ORDER", str, "FASTEST_FIRST", "How GPUs are counted.", group="job",
-    )  # fmt: skip
+        "CUDA_DEVICE_ORDER", str, "FASTEST_FIRST", "How GPUs are counted.", group="job"
+    )
 
     # ROCm
     rocm_home = Setting(
@@ -369,7 +357,7 @@ class Settings:
     )  # fmt: skip
     cmplr_root = Setting(
         "CMPLR_ROOT", str, None, "The oneAPI compiler's directory, one of the places looked at.",
-        shown="none", group="compiler",
+        group="compiler",
     )  # fmt: skip
 
     ocl_icd_filenames = Setting(
@@ -406,7 +394,6 @@ class Settings:
     trace = Setting(
         "OPKILN_TRACE", str, None,
         "Write a Chrome/Perfetto trace of each build to this file (also `--trace FILE`).",
-        shown="none",
     )  # fmt: skip
     progress = Setting(
         "OPKILN_PROGRESS", values.choice("auto", "bar", "lines", "verbose", "quiet", "off"),
@@ -417,13 +404,10 @@ class Settings:
         "bar on a terminal and lines elsewhere; and nothing in ranks other than the first, or "
         "where the `opkiln` logger shows the lines.",
     )  # fmt: skip
-    no_color = Setting(
-        "NO_COLOR", bool, False, "Any value: no colour.", shown="off", group="terminal",
-    )  # fmt: skip
+    no_color = Setting("NO_COLOR", bool, False, "Any value: no colour.", group="terminal")
     rank = Setting(
         "RANK", int, None, "This process's rank in a distributed job; only the first one reports.",
-        aliases=("SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "LOCAL_RANK"),
-        shown="none", group="job",
+        aliases=("SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "LOCAL_RANK"), group="job",
     )  # fmt: skip
 
     # Jobs of several ranks
@@ -433,17 +417,15 @@ class Settings:
         "`torch.distributed.init_process_group`, by name, separated by commas; `1`: those in the "
         "file of `OPKILN_RECORD`, if it is set. What the program loads later is built by one rank. "
         "For programs under `opkiln run`; see [clusters.md](clusters.md).",
-        shown="none",
     )  # fmt: skip
     job_secret = Setting(
         "OPKILN_JOB_SECRET", str, None,
         "What the ranks of a job authenticate their messages with in `opkiln.ensure`, the same for "
         "all: `openssl rand -hex 32`. Without it, whoever reaches the job's store is trusted.",
-        shown="none",
     )  # fmt: skip
     world_size = Setting(
         "WORLD_SIZE", values.positive, None, "How many ranks the job has.",
-        aliases=("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS"), shown="none", group="job",
+        aliases=("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS"), group="job",
     )  # fmt: skip
     master_addr = Setting(
         "MASTER_ADDR", str, None, "The host of the job's store.",
@@ -455,31 +437,29 @@ class Settings:
     )  # fmt: skip
     run_id = Setting(
         "TORCHELASTIC_RUN_ID", str, None, "The name of the job, in the keys of its store.",
-        aliases=("SLURM_JOB_ID",), shown="none", group="job",
+        aliases=("SLURM_JOB_ID",), group="job",
     )  # fmt: skip
     agent_store = Setting(
         "TORCHELASTIC_USE_AGENT_STORE", values.switch, False,
-        "Whether the store is served by the agent of torchrun, not by rank 0.",
-        shown="off", group="job",
+        "Whether the store is served by the agent of torchrun, not by rank 0.", group="job",
     )  # fmt: skip
     slurm_step = Setting(
-        "SLURM_STEP_ID", str, "0", "The step of a Slurm job.", shown="0", group="job",
-    )  # fmt: skip
+        "SLURM_STEP_ID", str, "0", "The step of a Slurm job.", shown="0", group="job"
+    )
     slurm_nodes = Setting(
         "SLURM_STEP_NODELIST", str, None, "The nodes of a Slurm step.",
-        aliases=("SLURM_JOB_NODELIST",), shown="none", group="job",
+        aliases=("SLURM_JOB_NODELIST",), group="job",
     )  # fmt: skip
 
     # The user's surroundings
-    home = Setting("HOME", str, None, "The user's home directory.", shown="none", group="system")
+    home = Setting("HOME", str, None, "The user's home directory.", group="system")
     xdg_cache_home = Setting(
-        "XDG_CACHE_HOME", str, None, "The user's cache directory.", shown="`~/.cache`",
-        group="system",
+        "XDG_CACHE_HOME", str, None, "The user's cache directory.",
+        shown="`~/.cache`", group="system",
     )  # fmt: skip
     path = Setting(
         "PATH", values.paths, ("/usr/local/bin", "/usr/bin", "/bin"),
-        "Where programs are looked for.",
-        shown="`/usr/local/bin:/usr/bin:/bin`", group="system",
+        "Where programs are looked for.", shown="`/usr/local/bin:/usr/bin:/bin`", group="system",
     )  # fmt: skip
 
     # Logins and proxies for remote tiers. s3:// and gs:// find theirs by themselves.
@@ -499,15 +479,14 @@ class Settings:
     )  # fmt: skip
     https_proxy = Setting(
         "HTTPS_PROXY", str, None, "The proxy for `https://` and `oci://`.",
-        aliases=("https_proxy",), shown="none", group="system",
+        aliases=("https_proxy",), group="system",
     )  # fmt: skip
     http_proxy = Setting(
-        "http_proxy", str, None, "The proxy for `http://` and `oci+http://`.",
-        shown="none", group="system",
-    )  # fmt: skip
+        "http_proxy", str, None, "The proxy for `http://` and `oci+http://`.", group="system"
+    )
     no_proxy = Setting(
         "NO_PROXY", str, "", "Hosts and domains that are reached without a proxy, by commas.",
-        aliases=("no_proxy",), shown="none", group="system",
+        aliases=("no_proxy",), group="system",
     )  # fmt: skip
 
 
@@ -527,12 +506,8 @@ _INDIFFERENT = frozenset((
     "remotes", "lock", "push", "registry_auth_file", "docker_config", "netrc",
     "https_proxy", "http_proxy", "no_proxy",
 ))  # fmt: skip
-_NAMES = frozenset(
-    name
-    for setting in vars(Settings).values()
-    if isinstance(setting, Setting)
-    for name in (setting.variable, *setting.aliases)
-)
+_TABLE = tuple(value for value in vars(Settings).values() if isinstance(value, Setting))
+_NAMES = frozenset(name for setting in _TABLE for name in setting.names)
 # Variables that change what a compiler does behind its argv, and that nobody sets to mean opkiln.
 # They never reach a compiler; `explain` names those that were set.
 DROPPED = (
@@ -556,16 +531,13 @@ PASSED_FAMILIES = ("CCACHE_", "SCCACHE_")
 
 
 _VARIABLES = frozenset(
-    name
-    for setting in vars(Settings).values()
-    if isinstance(setting, Setting) and setting.field not in _INDIFFERENT
-    for name in (setting.variable, *setting.aliases)
+    name for setting in _TABLE if setting.field not in _INDIFFERENT for name in setting.names
 ).union(PASSED[1:], PASSED_TO_SCRIPTS)
 
 
 def table() -> tuple[Setting, ...]:
     """Every setting, in the order of the documentation."""
-    return tuple(value for value in vars(Settings).values() if isinstance(value, Setting))
+    return _TABLE
 
 
 def origin_of(field: str) -> tuple[Any, str]:
@@ -574,37 +546,30 @@ def origin_of(field: str) -> tuple[Any, str]:
     return setting.resolve()
 
 
-def misspelt() -> dict[str, str]:
-    """Variables that look like settings and are not, each with the one that may be meant."""
+_SWITCH = "OPKILN_BUILD_"  # an op's name may follow, so only a near miss of a setting is a mistake
+
+
+def misspelt() -> list[tuple[str, str, str]]:
+    """(a variable that looks like a setting and is not, the one that may be meant, both in words)
+    of each."""
+    strange = [name for name in os.environ if name.startswith("OPKILN_") and name not in _NAMES]
+    if not strange:
+        return []  # before the import: every process asks when it loads an op
     from difflib import get_close_matches
 
-    known = sorted(_NAMES)
-    found = {}
-    for name in sorted(filter(_is_strange, os.environ)):
-        close = get_close_matches(name, known, 1, 0.9 if name.startswith(_SWITCH) else 0.6)
-        if close or not name.startswith(_SWITCH):
-            found[name] = close[0] if close else ""
+    found = []
+    for name in sorted(strange):
+        close = get_close_matches(name, sorted(_NAMES), 1, 0.9 if name.startswith(_SWITCH) else 0.6)
+        meant = close[0] if close else ""
+        if meant or not name.startswith(_SWITCH):
+            guess = f"; did you mean {meant}?" if meant else ""
+            found.append((name, meant, f"unknown setting {name}{guess}"))
     return found
 
 
 def unknown() -> list[str]:
     """``misspelt()`` in words."""
-    return [
-        f"unknown setting {name}" + (f"; did you mean {meant}?" if meant else "")
-        for name, meant in misspelt().items()
-    ]
-
-
-_SWITCH = "OPKILN_BUILD_"  # an op's name may follow, so only a near miss of a setting is a mistake
-
-
-def _is_strange(name: str) -> bool:
-    return name.startswith("OPKILN_") and name not in _NAMES
-
-
-def any_strange() -> bool:
-    """Whether ``unknown()`` may have something to say: cheap, for the hit path."""
-    return any(map(_is_strange, os.environ))
+    return [words for _, _, words in misspelt()]
 
 
 # How launchers tell a process its rank and the number of ranks. Within a Slurm job, mpirun's
@@ -651,14 +616,9 @@ def compiler_variables(*, script: bool) -> tuple[tuple[str, str], ...]:
     it is a script."""
     names = {name for name in PASSED[1:] if name in os.environ}
     if script:
-        names |= {name for name in os.environ if _for_scripts(name)}
+        names |= {name for name in os.environ if name.startswith(PASSED_FAMILIES)} - set(DROPPED)
+        names |= {name for name in PASSED_TO_SCRIPTS if name in os.environ}
     return tuple((name, os.environ[name]) for name in sorted(names))
-
-
-def _for_scripts(name: str) -> bool:
-    if name.startswith(PASSED_FAMILIES):
-        return name not in DROPPED
-    return name in PASSED_TO_SCRIPTS
 
 
 def whole_environment() -> dict[str, str]:
@@ -671,18 +631,14 @@ def dropped() -> tuple[str, ...]:
     return tuple(name for name in DROPPED if os.environ.get(name))
 
 
-def build_switch(op: str, variables: tuple[str, ...] = ()) -> bool | None:
-    """What ``OPKILN_BUILD_<OP>`` (``DS_BUILD_<OP>``) says of one op; None when neither is set."""
-    return build_switch_of(op, variables)[0]
-
-
-def build_switch_of(op: str, variables: tuple[str, ...] = ()) -> tuple[bool | None, str]:
-    """As ``build_switch``, and the variable that says so. Raises SettingError."""
-    stem, taken = op.upper(), _NAMES
+def build_switch(op: str, variables: tuple[str, ...] = ()) -> tuple[bool | None, str]:
+    """What ``OPKILN_BUILD_<OP>`` (``DS_BUILD_<OP>``) says of one op, and the variable that says so.
+    None if neither is set. Raises SettingError."""
+    stem = op.upper()
     for name in (f"OPKILN_BUILD_{stem}", *variables, f"DS_BUILD_{stem}"):
         text = os.environ.get(name)
         # An op may be called `string`; the variable of that name is a setting all the same.
-        if text and name not in taken:
+        if text and name not in _NAMES:
             try:
                 return values.switch(text), name
             except ValueError as error:
@@ -692,9 +648,8 @@ def build_switch_of(op: str, variables: tuple[str, ...] = ()) -> tuple[bool | No
 
 def build_switches() -> list[str]:
     """The variables that are set here and look like ``OPKILN_BUILD_<OP>``."""
-    taken = _NAMES
     set_here = (name for name, text in os.environ.items() if text)
-    return sorted(n for n in set_here if n.startswith("OPKILN_BUILD_") and n not in taken)
+    return sorted(n for n in set_here if n.startswith(_SWITCH) and n not in _NAMES)
 
 
 def fingerprint() -> tuple[object, ...] | None:
@@ -713,24 +668,18 @@ def fingerprint() -> tuple[object, ...] | None:
     return (*sorted(found.items()), os.getcwd() if _relative(found) else None)
 
 
-_PROGRAMS = (
-    "CXX", "NVCC_CCBIN", "CUDAHOSTCXX", "OPKILN_SYCL_CXX",
-)  # fmt: skip
-_HOMES = (
-    "OPKILN_CUDA_HOME", "CUDA_HOME", "CUDA_PATH", "ROCM_HOME", "ROCM_PATH",
-    "CMPLR_ROOT",
-)  # fmt: skip
+_DIRECTORIES = ("CPATH", "CPLUS_INCLUDE_PATH", "LIBRARY_PATH")
+_PROGRAMS = ("CXX", "NVCC_CCBIN", "CUDAHOSTCXX", "OPKILN_SYCL_CXX")
+_HOMES = ("OPKILN_CUDA_HOME", "CUDA_HOME", "CUDA_PATH", "ROCM_HOME", "ROCM_PATH", "CMPLR_ROOT")
 
 
 def _relative(variables: Mapping[str, str]) -> bool:
     """Whether a variable names a place as seen from the current directory."""
     get = variables.get
-    directories = (get(name) or "" for name in ("CPATH", "CPLUS_INCLUDE_PATH", "LIBRARY_PATH"))
-    programs = (get(name) or "" for name in _PROGRAMS)
-    named = [part for text in directories for part in text.split(os.pathsep) if part]
-    named += [word for text in programs for word in text.split() if "/" in word]
-    named += [home for name in _HOMES if (home := get(name))]
-    return not all(map(os.path.isabs, named))
+    named = [part for name in _DIRECTORIES for part in get(name, "").split(os.pathsep)]
+    named += [word for name in _PROGRAMS for word in get(name, "").split() if "/" in word]
+    named += [get(name, "") for name in _HOMES]
+    return not all(map(os.path.isabs, filter(None, named)))
 
 
 def on_path(name: str) -> Iterator[str]:
@@ -759,11 +708,9 @@ def store_candidates() -> Iterator[tuple[str, bool]]:
         asked = followed(os.path.abspath(asked))
         yield asked, True
         yield os.path.join(asked, f"opkiln-{uid}"), False
-    base = settings.xdg_cache_home or (settings.home and os.path.join(settings.home, ".cache"))
-    if not base:
-        expanded = os.path.expanduser("~")
-        base = os.path.join(expanded, ".cache") if os.path.isabs(expanded) else None
-    if base and os.path.isabs(base):
+    home = settings.home or os.path.expanduser("~")
+    base = settings.xdg_cache_home or os.path.join(home, ".cache")
+    if os.path.isabs(base):  # a user without a home directory is "~"
         yield followed(os.path.join(base, "opkiln")), True
     yield os.path.join(settings.tmpdir or "/tmp", f"opkiln-{uid}"), False
 
@@ -775,12 +722,10 @@ def override(**values: Any) -> Iterator[Settings]:
     They hold in this thread and in what it starts, and the environment stays as it is. Raises
     SettingError for a name that is no field.
     """
-    known: Mapping[str, Any] = vars(Settings)
     for name in values:
-        if not isinstance(known.get(name), Setting):
+        if not isinstance(vars(Settings).get(name), Setting):
             raise SettingError(f"there is no setting {name!r}")
-    merged = {**(_OVERRIDES.get() or {}), **values}
-    token = _OVERRIDES.set(merged)
+    token = _OVERRIDES.set({**(_OVERRIDES.get() or {}), **values})
     try:
         yield settings
     finally:

@@ -27,9 +27,8 @@ def page() -> str:
         lines += ["", f"## {title}", "", "| Variable | Default | Meaning |", "|---|---|---|"]
         for setting in settings.table():
             if setting.group == group:
-                names = "<br>".join(f"`{name}`" for name in (setting.variable, *setting.aliases))
-                default = setting.shown or f"`{setting.default}`"
-                lines.append(f"| {names} | {default} | {setting.doc} |")
+                names = "<br>".join(f"`{name}`" for name in setting.names)
+                lines.append(f"| {names} | {setting.shown} | {setting.doc} |")
     lines += [
         "",
         "## Passed on to compilers",

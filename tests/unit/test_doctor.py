@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from click import unstyle
 from sample.child import SOURCE, run
 from sample.doctor import Patient, torch_stand_in
 from test_toolkits import FakeToolkit, a_compiler
@@ -142,7 +143,7 @@ def test_each_finding_is_a_line_with_the_command_below(
 
 def test_evidence_is_folded_to_a_terminal_and_a_command_is_not() -> None:
     found = warned("one two three four five six seven", "unset A_LONG_NAME ANOTHER")
-    shown = checks.line("crooked", found, ["crooked"], colour=False, width=40)
+    shown = unstyle(checks.line("crooked", found, ["crooked"], width=40))
     assert shown.splitlines() == [
         "WARN  crooked  one two three four five",
         "               six seven",

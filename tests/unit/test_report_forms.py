@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click import unstyle
 from sample.levels import X86_V4
 
 from opkiln.accelerator.device import Answer
@@ -98,10 +99,13 @@ def filled(ops: tuple[operators.OpStatus, ...] = OPS) -> collect.Report:
 # Text
 
 
+def as_text(report: collect.Report, **how: Any) -> str:
+    """The text without its colour."""
+    return unstyle(forms.as_text(report, **how))
+
+
 def test_the_text_says_it_all_in_words() -> None:
-    said = "\n".join(
-        " ".join(line.split()) for line in forms.as_text(filled(), colour=False).splitlines()
-    )
+    said = "\n".join(" ".join(line.split()) for line in as_text(filled()).splitlines())
     for line in (
         "fast_gelu cuda no yes yes",
         "cpu no no yes not built yet",
@@ -140,18 +144,18 @@ def test_the_text_says_it_all_in_words() -> None:
 
 
 def test_every_line_is_whole_without_a_terminal_and_fits_one_that_is_narrow() -> None:
-    whole = forms.as_text(filled(), colour=False)
+    whole = as_text(filled())
     assert max(map(len, whole.splitlines())) > 100
     for width in (60, 80, 100):
-        folded = forms.as_text(filled(), colour=False, width=width)
+        folded = as_text(filled(), width=width)
         # Only what has no blank to be broken at may stand out.
         assert all(len(line) <= width or " " not in line.strip() for line in folded.splitlines())
         assert "".join(folded.split()) == "".join(whole.split())
 
 
 def test_colour_adds_nothing_but_colour() -> None:
-    plain = forms.as_text(filled(), colour=False, width=60)
-    painted = forms.as_text(filled(), colour=True, width=60)
+    plain = as_text(filled(), width=60)
+    painted = forms.as_text(filled(), width=60)
     assert "\x1b[32m" in painted
     assert re.sub(r"\x1b\[\d*m", "", painted) == plain
     for line in painted.splitlines():
@@ -161,8 +165,8 @@ def test_colour_adds_nothing_but_colour() -> None:
 
 def test_a_report_without_problems_says_so_when_only_they_are_asked_for() -> None:
     fine = collect.Report("0.1.0", NOW, OPS[:1], None, ())
-    assert forms.as_text(fine, colour=False, errors_only=True) == "problems\n  none"
-    assert "problems" not in forms.as_text(fine, colour=False)
+    assert as_text(fine, errors_only=True) == "problems\n  none"
+    assert "problems" not in as_text(fine)
 
 
 def test_a_word_that_is_longer_than_the_line_stays_whole() -> None:
@@ -180,7 +184,7 @@ def test_an_empty_last_cell_is_no_line_of_its_own() -> None:
 def test_what_would_steer_a_terminal_is_spelt_out() -> None:
     name, reason = "\x1b[2Jop", "it\x1b]0;title\x07 fails\udcff"
     report = collect.Report("1", NOW, (op(name, backend("cpu", "would fail", reason)),), None, ())
-    said = forms.as_text(report, colour=False)
+    said = as_text(report)
     assert "\\x1b[2Jop" in said
     assert "it\\x1b]0;title\\x07 fails\\udcff" in said
     assert all(line.isprintable() for line in said.splitlines())
@@ -201,19 +205,19 @@ def test_a_report_says_a_thing_once() -> None:
     )  # fmt: skip
     report = collect.Report("1", NOW, ops, None, ())
     for width in (None, 70):
-        said = forms.as_text(report, colour=False, width=width)
+        said = as_text(report, width=width)
         assert repeated(said) == []
         assert "".join(said.split()).count("".join(no_driver.split())) == 1
     assert forms.as_markdown(report).count(no_driver) == 1
     # The number in a row is the one of its reason.
-    rows = [line.split() for line in forms.as_text(report, colour=False).splitlines()]
+    rows = [line.split() for line in as_text(report).splitlines()]
     assert ["two", "cpu", "no", "no", "yes", "(1)"] in rows
     assert ["cuda", "no", "no", "no", "(2)"] in rows
     assert ["(2)", *no_driver.split()] in rows
 
 
 def test_a_reason_of_one_op_alone_stays_in_its_row() -> None:
-    said = forms.as_text(filled(), colour=False)
+    said = as_text(filled())
     assert re.search(r"slow_gelu +cuda +no +no +no +there is no compiler for cuda", said)
 
 
@@ -232,7 +236,7 @@ def test_toolkits_that_were_not_asked_have_their_reason_said_once() -> None:
         compilers.Tool("cuda", path, "PATH", "", False, why, False) for path in ("/a", "/b", "/c")
     )
     around = report.environment._replace(tools=tools)
-    said = forms.as_text(report._replace(environment=around), colour=False)
+    said = as_text(report._replace(environment=around))
     assert said.count("torch is not built for CUDA") == 1
     assert said.count("--probe") == 1
 

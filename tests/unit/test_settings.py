@@ -74,7 +74,7 @@ def test_a_value_without_meaning_is_an_error_that_names_the_variable(
     monkeypatch: pytest.MonkeyPatch, name: str, text: str, expected: str
 ) -> None:
     monkeypatch.setenv(name, text)
-    setting = next(each for each in table() if name in (each.variable, *each.aliases))
+    setting = next(each for each in table() if name in each.names)
     with pytest.raises(SettingError) as caught:
         setting.resolve()
     assert name in caught.value.what
@@ -143,13 +143,13 @@ def test_the_source_of_a_value_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_op_is_selected_by_our_name_its_own_and_the_alias(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert build_switch("adam") is None
+    assert build_switch("adam") == (None, "")
     monkeypatch.setenv("DS_BUILD_ADAM", "1")
-    assert build_switch("adam") is True
+    assert build_switch("adam") == (True, "DS_BUILD_ADAM")
     monkeypatch.setenv("MY_ADAM", "0")
-    assert build_switch("adam", ("MY_ADAM",)) is False
+    assert build_switch("adam", ("MY_ADAM",)) == (False, "MY_ADAM")
     monkeypatch.setenv("OPKILN_BUILD_ADAM", "1")
-    assert build_switch("adam", ("MY_ADAM",)) is True
+    assert build_switch("adam", ("MY_ADAM",)) == (True, "OPKILN_BUILD_ADAM")
     monkeypatch.setenv("OPKILN_BUILD_ADAM", "perhaps")
     with pytest.raises(SettingError, match="OPKILN_BUILD_ADAM"):
         build_switch("adam")
@@ -188,7 +188,7 @@ def test_all_that_reaches_a_compiler_but_path_is_in_its_key_and_in_a_receipts_na
 
 
 def test_every_setting_is_documented_and_named_once() -> None:
-    names = [name for each in table() for name in (each.variable, *each.aliases)]
+    names = [name for each in table() for name in each.names]
     assert len(names) == len(set(names))
     text = reference_pages.settings.page()
     for each in table():

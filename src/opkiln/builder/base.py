@@ -395,7 +395,7 @@ class OpBuilder:
         from opkiln.builder import deepspeed_names
 
         own = (self.BUILD_VAR,) if self.BUILD_VAR else ()
-        chosen = build_switch(self.name, (*own, *deepspeed_names.variables(self.name)))
+        chosen, _ = build_switch(self.name, (*own, *deepspeed_names.variables(self.name)))
         return bool(settings.build_ops) if chosen is None else chosen
 
     def builder(self) -> Any:

@@ -9,43 +9,40 @@ import click
 
 from opkiln.cli import output
 from opkiln.cli.options import (
-    complete_op,
+    file_option,
     json_option,
+    ops_argument,
     package_option,
     parse_size_option,
     target_option,
 )
 from opkiln.digest import LARGEST_BUNDLE, sha256_file
-from opkiln.errors import UsageError
+from opkiln.errors import OpkilnError, UsageError
 from opkiln.report.layout import columns, fields
 from opkiln.ship import prebuild, wrappings
+from opkiln.ship.audit import Finding
 from opkiln.ship.prebuild import BUILT, CACHED, SKIPPED, Outcome
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from opkiln.errors import OpkilnError
-    from opkiln.ship.audit import Finding
-    from opkiln.ship.selection import NamedTarget
+from opkiln.ship.selection import NamedTarget, parse_all
 
 
 @click.command("build", short_help="Build ops now, instead of at their first use.")
-@click.argument("ops", nargs=-1, shell_complete=complete_op)
+@ops_argument
 @click.option("--all", "everything", is_flag=True, help="Build every op that can run here.")
 @package_option
-@click.option(
-    "--recorded", type=click.Path(dir_okay=False), metavar="FILE",
+@file_option(
+    "--recorded",
     help="Build the ops in FILE, which `opkiln cache record` wrote, for the devices in it.",
-)  # fmt: skip
-@click.option(
+)
+@file_option(
     "--for-script", type=click.Path(exists=True, dir_okay=False), metavar="SCRIPT",
     help="Run a Python script and build the ops that it loads; its arguments follow `--`.",
 )  # fmt: skip
 @target_option(multiple=True)
-@click.option(
-    "--targets", type=click.Path(dir_okay=False), metavar="FILE",
+@file_option(
+    "--targets",
     help='Build for the targets in a TOML FILE: targets = ["cpu:x86-64-v3", "cuda:9.0a"]. It may '
     "name the ops, too: ops = [...].",
-)  # fmt: skip
+)
 @click.option(
     "--executor", metavar="MODULE:FUNCTION",
     help="Build on a farm, each op for each target as a task for the concurrent.futures.Executor "
@@ -59,10 +56,9 @@ if TYPE_CHECKING:
     "--wheel", type=click.Path(file_okay=False), metavar="DIR",
     help="Write them as a wheel to DIR. Where it is installed, opkiln finds them.",
 )  # fmt: skip
-@click.option(
-    "--bundle", type=click.Path(dir_okay=False), metavar="FILE",
-    help="Write them to one FILE, for `opkiln cache import` and OPKILN_STORE_LAYERS.",
-)  # fmt: skip
+@file_option(
+    "--bundle", help="Write them to one FILE, for `opkiln cache import` and OPKILN_STORE_LAYERS."
+)
 @click.option("--name", metavar="NAME", help="The wheel's name.  [default: <package>-ops]")
 @click.option("--version", metavar="VERSION", help="The wheel's version.  [default: the package's]")
 @click.option(
@@ -74,10 +70,7 @@ if TYPE_CHECKING:
     help="Check what each library needs from torch, glibc and libstdc++; exit with 4 if that is "
     "more than the tag of its wheel allows.",
 )  # fmt: skip
-@click.option(
-    "--trace", type=click.Path(dir_okay=False), metavar="FILE",
-    help="Write a trace for chrome://tracing or Perfetto.",
-)  # fmt: skip
+@file_option("--trace", help="Write a trace for chrome://tracing or Perfetto.")
 @click.option(
     "-j", "--jobs", type=click.IntRange(min=1), metavar="N",
     help="Run at most N steps at once, on a farm N on each worker. The host's budget applies as "
@@ -119,7 +112,16 @@ def command(
         ops = ops or (() if everything or package or recorded or for_script else tuple(listed))
     if wheel is None and (name or version or max_wheel_size):
         raise click.UsageError("--name, --version and --max-wheel-size need --wheel")
-    asked = _asked(ops, everything, package, recorded, for_script, wanted)
+    named = bool(ops) and for_script is None
+    others = sum(each is not None for each in (package, recorded, for_script))
+    if named + everything + others != 1:
+        raise click.UsageError(
+            "give one of: names of ops, --all, --package, --recorded, --for-script"
+        )
+    if for_script is not None:
+        asked = _used_by(for_script, ops, wanted)
+    else:
+        asked = requests(ops, everything, package, wanted, recorded)
     wrapping = wrappings.Wrapping(out, wheel, bundle, name, version, max_wheel_size)
     wrappings.check(wrapping, {each.builder.distribution for each in asked.requests})
     if executor is None:
@@ -131,7 +133,6 @@ def command(
     outcomes += asked.refused
     failures = [each.error for each in outcomes if each.error is not None]
     done = [each.path for each in outcomes if each.path]
-    written: list[str] = []
     findings: tuple[tuple[str, Finding], ...] = ()
     if wrapping.places and not done and not failures:
         raise UsageError(
@@ -141,55 +142,31 @@ def command(
     if verify and not failures:
         findings, violations = wrappings.audited(done)
         failures += violations
-    if done and not failures:
-        written = wrappings.write(done, wrapping)
+    written = wrappings.write(done, wrapping) if done and not failures else []
     digests = {path: sha256_file(path, LARGEST_BUNDLE) for path in written if path == bundle}
     if as_json:
         rows = [{**each._asdict(), "error": _error(each.error)} for each in outcomes]
         told = [{"op": op, **each._asdict()} for op, each in findings]
-        output.data_json(
-            {"schema": 1, "ops": rows, "findings": told, "written": written, "sha256": digests}
-        )
+        output.data_json({"ops": rows, "findings": told, "written": written, "sha256": digests})
     else:
-        _show(outcomes)
-        for op, each in findings:
-            tell = output.say_end if each.level == "error" else output.say
-            tell(f"{each.level}: {op}: {each.what}" + (f" ({each.why})" if each.why else ""))
-        for path in written:
-            digest = f" (SHA-256 {digests[path]})" if path in digests else ""
-            output.data(f"wrote {path}{digest}")
+        _show(outcomes, findings, {path: digests.get(path, "") for path in written})
     for error in failures:
         output.say_failure(error)
     return failures[0].exit_code if failures else 0
 
 
-def _asked(
+def requests(
     ops: tuple[str, ...],
     everything: bool,
     package: str | None,
-    recorded: str | None,
-    for_script: str | None,
     wanted: list[NamedTarget],
+    recorded: str | None = None,
 ) -> prebuild.Asked:
-    named = bool(ops) and for_script is None
-    others = sum(each is not None for each in (package, recorded, for_script))
-    if named + everything + others != 1:
-        raise click.UsageError(
-            "give one of: names of ops, --all, --package, --recorded, --for-script"
-        )
-    if for_script is not None:
-        return _used_by(for_script, ops, wanted)
-    if recorded is not None:
-        return prebuild.recorded_requests(recorded, wanted)
-    return requests(ops, everything, package, wanted)
-
-
-def requests(
-    ops: tuple[str, ...], everything: bool, package: str | None, wanted: list[NamedTarget]
-) -> prebuild.Asked:
-    """The ops that were named, all, or those of a package, each for each target."""
+    """The ops that were named, all, or those of a package or a record, each for each target."""
     from opkiln.registry import ALL_OPS, ops_of
 
+    if recorded is not None:
+        return prebuild.recorded_requests(recorded, wanted)
     if package is not None:
         return prebuild.requests(ops_of(package), wanted, named=False)
     names = list(ALL_OPS if everything else dict.fromkeys(ops))
@@ -211,15 +188,15 @@ def _used_by(script: str, arguments: tuple[str, ...], wanted: list[NamedTarget])
 
 def wanted_targets(texts: tuple[str, ...]) -> list[NamedTarget]:
     """The targets that the options ``--target`` name. Raises UsageError."""
-    from opkiln.ship.selection import parse_all
-
     try:
         return parse_all(texts)
     except UsageError as error:
         raise UsageError(f"--target: {error.what}", why=error.why, hint=error.hint) from None
 
 
-def _show(outcomes: list[Outcome]) -> None:
+def _show(
+    outcomes: list[Outcome], findings: tuple[tuple[str, Finding], ...], written: dict[str, str]
+) -> None:
     rows = [("op", "for", "status", "seconds", "path")]
     for each in outcomes:
         if each.status in (BUILT, CACHED):
@@ -233,6 +210,11 @@ def _show(outcomes: list[Outcome]) -> None:
         if each.status == SKIPPED:
             target = f" for {each.target}" if each.target else ""
             output.say(f"skipped {each.op}{target}: {' '.join(each.reason.split())}")
+    for op, found in findings:
+        tell = output.say_end if found.level == "error" else output.say
+        tell(f"{found.level}: {op}: {found.what}" + (f" ({found.why})" if found.why else ""))
+    for path, digest in written.items():
+        output.data(f"wrote {path}" + (f" (SHA-256 {digest})" if digest else ""))
 
 
 def _error(error: OpkilnError | None) -> dict[str, Any] | None:

@@ -8,11 +8,12 @@ from collections import Counter
 
 import click
 
-from opkiln.cli import bundles, output, remote
+from opkiln.cli import carry, output
 from opkiln.cli.options import (
     complete_op,
     entries_of,
     json_option,
+    ops_argument,
     package_option,
     parse_size_option,
     target_option,
@@ -54,8 +55,7 @@ def command() -> None:
 
 
 for _each in (
-    bundles.export, bundles.import_, bundles.keygen, bundles.sign, bundles.record, remote.push,
-    remote.pull,
+    carry.export, carry.import_, carry.keygen, carry.sign, carry.record, carry.push, carry.pull,
 ):  # fmt: skip
     command.add_command(_each)
 
@@ -67,7 +67,7 @@ def path() -> None:
 
 
 @command.command("key", short_help="Print the key under which CI can keep the store.")
-@click.argument("ops", nargs=-1, shell_complete=complete_op)
+@ops_argument
 @package_option
 @target_option(multiple=True)
 @json_option
@@ -156,17 +156,16 @@ def verify(files: tuple[str, ...], remove: bool, as_json: bool) -> int:
         faults += [fault] if fault else []
         removed += [fault] if fault and was_removed else []
     damaged = [fault for fault in faults if fault.damaged]
-    if as_json:
-        rows = [{**fault._asdict(), "removed": fault in removed} for fault in faults]
-        output.data_json({"schema": 1, "entries": total, "faults": rows})
-    else:
-        for fault in faults:
-            word = "damaged" if fault.damaged else "refused"
-            word = "removed" if fault in removed else word
-            output.data(f"{word}  {fault.directory}: {fault.reason}")
-        output.data(f"{_entries(total)} checked, {len(damaged)} damaged")
-        if len(damaged) > len(removed) and not files:
-            output.say("hint: opkiln cache verify --remove")
+    rows = [{**fault._asdict(), "removed": fault in removed} for fault in faults]
+    lines = []
+    for fault in faults:
+        word = "damaged" if fault.damaged else "refused"
+        word = "removed" if fault in removed else word
+        lines.append(f"{word}  {fault.directory}: {fault.reason}")
+    lines.append(f"{_entries(total)} checked, {len(damaged)} damaged")
+    left = len(damaged) > len(removed) and not files
+    hint = "hint: opkiln cache verify --remove" if left else ""
+    output.answer(as_json, {"entries": total, "faults": rows}, "\n".join(lines), hint)
     return StoreError.exit_code if damaged or (files and faults) else 0
 
 
@@ -232,18 +231,14 @@ def gc_(max_size: int | None, now: bool, as_json: bool) -> None:
 
     limit = settings.cache_max_size if max_size is None else max_size
     done = gc.collect(writable_root(), limit, now=now, tell=_progress())
-    if as_json:
-        output.data_json({"schema": 1, **done._asdict(), "freed": done.freed})
-        return
-    for each in done.removed:
-        output.data(f"removed  {each.directory} ({each.kind} {each.name}, {size(each.size)})")
-    for leftover in done.swept:
-        output.data(f"swept  {leftover}")
-    output.data(
-        f"{_entries(len(done.removed))} removed, {size(done.freed)} freed, "
-        f"{size(done.after)} of at most {size(limit)} left"
+    removed = (
+        f"{each.directory} ({each.kind} {each.name}, {size(each.size)})" for each in done.removed
     )
-    if done.after > limit:
+    lines = [*(f"removed  {each}" for each in removed), *(f"swept  {each}" for each in done.swept)]
+    gone = f"{_entries(len(done.removed))} removed, {size(done.freed)} freed"
+    lines.append(f"{gone}, {size(done.after)} of at most {size(limit)} left")
+    output.answer(as_json, {**done._asdict(), "freed": done.freed}, "\n".join(lines))
+    if done.after > limit and not as_json:
         output.say(f"kept: {done.in_use} loaded by processes here, {done.recent} used within a day")
         if done.recent:
             output.say("hint: opkiln cache gc --now")

@@ -83,7 +83,7 @@ def _demo(work: str) -> int:
 
 
 def _show(title: str) -> None:
-    output.data(paint(title, "strong", colour=output.colour()))
+    output.data(paint(title, "strong"))
 
 
 def _run(work: str) -> dict[str, Any]:
@@ -137,7 +137,7 @@ def _compare(cold: dict[str, Any], warm: dict[str, Any]) -> int:
         ("allowed for rounding", f"{TOLERANCE:.1e}"),
         ("cold and warm trained", same),
         ("warm loading is", f"{ratio}: {duration(cold['load'])} -> {duration(warm['load'])}"),
-        ("result", paint(word, look, colour=output.colour())),
+        ("result", paint(word, look)),
     ]
     output.data(columns(rows, indent=2))
     return 0 if passed else output.FOUND

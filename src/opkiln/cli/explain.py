@@ -8,23 +8,27 @@ from typing import Any
 
 import click
 
+from opkiln.build_model import Plan, Step
 from opkiln.cli import output
-from opkiln.cli.options import builder_for, complete_op, json_option, package_option, target_option
+from opkiln.cli.options import (
+    builder_for,
+    complete_op,
+    json_option,
+    op_argument,
+    package_option,
+    target_option,
+)
 from opkiln.errors import UnknownOp, UsageError
 from opkiln.report.layout import columns, fields
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from opkiln.build_model import Plan, Step
-
-    Commands = list[tuple[Step, tuple[str, ...]]]  # the steps of a plan, and the argv of each
+Commands = list[tuple[Step, tuple[str, ...]]]  # the steps of a plan, and the argv of each
 
 
 # opkiln explain
 
 
 @click.command("explain", short_help="Show how an op would be loaded, and why.")
-@click.argument("op", shell_complete=complete_op)
+@op_argument
 @target_option()
 @json_option
 def explain_command(op: str, target: str | None, as_json: bool) -> None:
@@ -48,7 +52,7 @@ def explain_command(op: str, target: str | None, as_json: bool) -> None:
 
 
 @click.command("plan", short_help="Print the commands that build an op.")
-@click.argument("op", shell_complete=complete_op)
+@op_argument
 @json_option
 @click.option("--compile-commands", is_flag=True, help="Print a compile_commands.json.")
 @click.option(
@@ -77,18 +81,17 @@ def plan_command(
     if as_json:
         output.data_json(_as_json(plan, stage, commands))
     elif compile_commands:
-        output.data_json(
-            [
-                {
-                    "directory": os.getcwd(),
-                    "file": os.path.join(plan.spec.root, step.source),
-                    "output": os.path.join(stage, step.output),
-                    "arguments": words,
-                }
-                for step, words in commands
-                if step.kind == "compile"
-            ]
-        )
+        rows = [
+            {
+                "directory": os.getcwd(),
+                "file": os.path.join(plan.spec.root, step.source),
+                "output": os.path.join(stage, step.output),
+                "arguments": words,
+            }
+            for step, words in commands
+            if step.kind == "compile"
+        ]
+        output.data_json(rows)
     else:
         output.data(_script(plan, stage, commands))
 
@@ -116,7 +119,6 @@ def _script(plan: Plan, stage: str, commands: Commands) -> str:
 def _as_json(plan: Plan, stage: str, commands: Commands) -> dict[str, Any]:
     environment = dict(plan.environment)
     return {
-        "schema": 1,
         "op": plan.spec.name,
         "target": plan.target,
         "toolchain": fields(plan.toolchain, "family cxx version machine identity launcher torch"),
@@ -162,9 +164,8 @@ def check_command(ops: tuple[str, ...], package: str | None, as_json: bool) -> i
     cold = [name for name, each in checked.items() if each.status == WOULD_COMPILE]
     document = [{"op": name, **each._asdict()} for name, each in checked.items()]
     rows = [(name, each.status, each.reason or each.path) for name, each in checked.items()]
-    output.answer(as_json, {"ops": document, "would_compile": cold}, columns(rows))
-    if cold and not as_json:
-        output.say(f"hint: opkiln build {' '.join(cold)}")
+    hint = f"hint: opkiln build {' '.join(cold)}" if cold else ""
+    output.answer(as_json, {"ops": document, "would_compile": cold}, columns(rows), hint)
     return 0 if all(each.status == CACHED for each in checked.values()) else output.FOUND
 
 

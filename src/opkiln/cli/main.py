@@ -7,6 +7,7 @@ import re
 import signal
 import sys
 import warnings
+from functools import cache
 from importlib import import_module
 
 import click
@@ -27,7 +28,7 @@ _COMMANDS = {
     "report": "report:report_command",
     "doctor": "report:doctor_command",
     "cache": "cache:command",
-    "lock": "remote:lock_command",
+    "lock": "carry:lock_command",
     "tuned": "tuned:command",
     "new": "new:command",
     "demo": "demo:command",
@@ -40,11 +41,14 @@ class _Commands(click.Group):
         return list(_COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
-        if cmd_name not in _COMMANDS:
-            return None
-        module, name = _COMMANDS[cmd_name].split(":")
-        command: click.Command = getattr(import_module(f"opkiln.cli.{module}"), name)
-        return output.equip(command)
+        return _command(cmd_name) if cmd_name in _COMMANDS else None
+
+
+@cache
+def _command(name: str) -> click.Command:
+    module, variable = _COMMANDS[name].split(":")
+    command: click.Command = getattr(import_module(f"opkiln.cli.{module}"), variable)
+    return output.equip(command)
 
 
 @click.group(
@@ -137,22 +141,18 @@ def _run(arguments: list[str]) -> int:
         code = cli.main(arguments, prog_name="opkiln", standalone_mode=False)
         if sys.stdout is not None:  # None: it was closed before we started
             sys.stdout.flush()
-    except OpkilnError as error:
-        output.say_failure(error)
-        return error.exit_code
-    except (FileNotFoundError, UnicodeEncodeError) as error:
-        if (clear := in_words(error)) is None:
+    except (OpkilnError, FileNotFoundError, UnicodeEncodeError) as error:
+        clear = error if isinstance(error, OpkilnError) else in_words(error)
+        if clear is None:
             raise
         output.say_failure(clear)
         return clear.exit_code
     except click.exceptions.NoArgsIsHelpError as error:
         output.say_end(error.format_message())
         return error.exit_code
-    except click.UsageError as error:
-        output.say_error(error.format_message(), _what_to_type(error))
-        return error.exit_code
     except click.ClickException as error:
-        output.say_error(error.format_message())
+        hint = _what_to_type(error) if isinstance(error, click.UsageError) else ""
+        output.say_error(error.format_message(), hint)
         return error.exit_code
     except click.Abort as abort:
         if isinstance(abort.__context__, KeyboardInterrupt):

@@ -17,7 +17,10 @@ if TYPE_CHECKING:
     from opkiln.builder import OpBuilder
     from opkiln.store.inventory import Entry
 
+FILE = click.Path(dir_okay=False)
+
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+file_argument = click.argument("file", type=FILE)
 
 
 def complete_op(_context: click.Context, _argument: click.Parameter, incomplete: str) -> list[str]:
@@ -27,6 +30,8 @@ def complete_op(_context: click.Context, _argument: click.Parameter, incomplete:
     return [name for name in ALL_OPS if name.startswith(incomplete)]
 
 
+op_argument = click.argument("op", shell_complete=complete_op)
+ops_argument = click.argument("ops", nargs=-1, shell_complete=complete_op)
 package_option = click.option(
     "--package", metavar="PACKAGE", help="All ops of an installed package, instead of OPS."
 )
@@ -48,6 +53,11 @@ def entries_of(name: str) -> Callable[[Entry], bool]:
         return found.name == op and (not owner or normalized(found.distribution) == owner)
 
     return is_of_op
+
+
+def file_option(*names: str, help: str, **more: Any) -> Callable[[Any], Any]:
+    """An option that takes a file, or what ``more`` says of it."""
+    return click.option(*names, help=help, **{"type": FILE, **more})
 
 
 def target_option(*, multiple: bool = False) -> Callable[[Any], Any]:

@@ -14,26 +14,19 @@ import platform
 import re
 import shlex
 import sys
+from collections.abc import Callable
 from contextlib import ExitStack
 from contextvars import ContextVar
 from io import UnsupportedOperation
-from typing import Any
+from typing import Any, TextIO
 
 import click
 
 from opkiln import __version__
-from opkiln.errors import visible
+from opkiln.errors import OpkilnError, visible
 from opkiln.model import PACKAGE
 from opkiln.report.layout import paint, plain
 from opkiln.settings import override, settings, unknown
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from typing import TextIO
-
-    from opkiln.errors import OpkilnError
-
 
 # Exit codes that no error class has; docs/cli.md lists them all.
 FOUND = 1  # `check`: something is not cached; `demo`: FAIL
@@ -44,15 +37,14 @@ _level: ContextVar[str] = ContextVar("opkiln_verbosity", default=NORMAL)
 
 _LEVEL_KEY = "opkiln.verbosity"
 _PROGRESS = {QUIET: "off", VERBOSE: "verbose"}
-_EQUIPPED = "_opkiln_verbosity"
 
 # The control characters that reach a terminal: those that paint() makes.
 _KEPT = re.compile(r"(\n|\t|\x1b\[(?:0|1|2|31|32)m)")
 
 
-def colour(stream: TextIO | None = None) -> bool:
-    """Whether ``stream`` (default: standard output) gets colour: a terminal, no ``NO_COLOR``."""
-    return is_terminal(stream or sys.stdout) and not settings.no_color
+def colour(stream: TextIO | None) -> bool:
+    """Whether ``stream`` gets colour: a terminal, no ``NO_COLOR``. click removes it elsewhere."""
+    return is_terminal(stream) and not settings.no_color
 
 
 def width() -> int | None:
@@ -71,16 +63,21 @@ def data(text: str) -> None:
 
 
 def data_json(value: Any) -> None:
-    """Print the answer of a command as JSON: records as objects. Raises OSError as ``data``."""
-    _answer(json.dumps(plain(value), indent=2))
+    """Print the answer of a command as JSON: records as objects. An object that has no ``schema``
+    gets 1. Raises OSError as ``data`` does."""
+    document = {"schema": 1, **value} if isinstance(value, dict) else value
+    _answer(json.dumps(plain(document), indent=2))
 
 
-def answer(as_json: bool, document: dict[str, Any], text: str) -> None:
-    """Print the answer of a command as JSON or as text. Raises OSError as ``data`` does."""
+def answer(as_json: bool, document: dict[str, Any], text: str, note: str = "") -> None:
+    """Print the answer of a command as JSON, or as text with a ``note`` for people. Raises OSError
+    as ``data`` does."""
     if as_json:
-        data_json({"schema": 1, **document})
+        data_json(document)
     else:
         data(text)
+        if note:
+            say(note)
 
 
 def data_file(content: bytes) -> None:
@@ -122,10 +119,9 @@ def discard() -> None:
 
 def say_error(text: str, hint: str = "") -> None:
     """Print ``error: …`` and ``hint: …``; also with ``-q``."""
-    red = colour(sys.stderr)
-    say_end(f"{paint('error:', 'bad', colour=red)} {text}")
+    say_end(f"{paint('error:', 'bad')} {text}")
     if hint:
-        say_end(f"{paint('hint:', 'strong', colour=red)} {hint}")
+        say_end(f"{paint('hint:', 'strong')} {hint}")
 
 
 def say_failure(error: OpkilnError) -> None:
@@ -138,7 +134,7 @@ def _answer(content: str | bytes, *, end: bool = True) -> None:
     if sys.stdout is None:  # it was closed before we started
         raise OSError(errno.EBADF, "standard output is closed")
     try:
-        click.echo(content, nl=end, color=colour())
+        click.echo(content, nl=end, color=colour(sys.stdout))
     except BrokenPipeError:
         raise
     except OSError as error:
@@ -169,10 +165,7 @@ def _fit(text: str, stream: TextIO | None) -> str:
 
 
 def equip(command: click.Command) -> click.Command:
-    """Add both options to a command and its sub-commands. Calling it again has no effect."""
-    if hasattr(command, _EQUIPPED):
-        return command
-    setattr(command, _EQUIPPED, True)
+    """Add both options to a command and its sub-commands."""
     command.params += [
         _level_option("-q", "--quiet", QUIET, "Print only data and errors."),
         _level_option("-v", "--verbose", VERBOSE, "Also print each program that is started."),

@@ -66,8 +66,7 @@ def report_command(
 
         _write(page, html.render(found))
     else:
-        colour, width = output.colour(), output.width()
-        output.data(forms.as_text(found, colour=colour, width=width, errors_only=errors_only))
+        output.data(forms.as_text(found, width=output.width(), errors_only=errors_only))
 
 
 def _show_functions(as_json: bool) -> None:
@@ -128,11 +127,10 @@ def doctor_command(as_json: bool, errors_only: bool, no_build: bool) -> int:
         if as_json:
             rows.append({"check": name, **found._asdict()})
         else:
-            colour, width = output.colour(), output.width()
-            output.data(checks.line(name, found, names, colour=colour, width=width))
+            output.data(checks.line(name, found, names, width=output.width()))
     verdict = checks.worst(verdicts)
     if as_json:
-        output.data_json({"schema": 1, "worst": verdict, "findings": rows})
+        output.data_json({"worst": verdict, "findings": rows})
     else:
         output.data(checks.summary(verdicts))
     return {FAIL: output.FOUND, WARN: WARNED}.get(verdict, 0)

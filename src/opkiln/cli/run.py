@@ -26,7 +26,7 @@ def at_once(arguments: list[str]) -> None:
     try:
         for setting in settings.table():
             setting.resolve()
-        if settings.any_strange() or not all(map(os.path.isabs, settings.settings.path)):
+        if settings.misspelt() or not all(map(os.path.isabs, settings.settings.path)):
             return
     except SettingError:
         return

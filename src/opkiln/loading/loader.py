@@ -32,7 +32,7 @@ from opkiln.loading import light, register
 from opkiln.loading.here import Loaded, here
 from opkiln.loading.native import beside, of_its_own, open_artifact
 from opkiln.model import EXECUTABLE, LIBRARY, Artifact, Op, in_words
-from opkiln.settings import any_strange, settings, unknown
+from opkiln.settings import settings, unknown
 from opkiln.trust import usable_by_owner
 
 TYPE_CHECKING = False
@@ -86,9 +86,8 @@ def load(op: Op, *, again: bool = False, must_be_native: bool = False) -> Loaded
 
 def _tell_strange_settings() -> None:
     """A variable that nobody reads is most likely misspelt. Told with the first load."""
-    if any_strange():
-        for text in unknown():
-            warn_caller(text, SettingWarning)
+    for text in unknown():
+        warn_caller(text, SettingWarning)
 
 
 def _known(op: Op, must_be_native: bool) -> Loaded | None:

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import heapq
 import time
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from opkiln import __version__
+from opkiln.build_model import TorchSDK
 from opkiln.decision.prebuilt import fetched_from
 from opkiln.engine import budget
 from opkiln.errors import StoreError
@@ -18,17 +20,11 @@ from opkiln.report import compilers, machine, operators, redact
 from opkiln.report.commands import install, pip, unset
 from opkiln.report.compilers import BACKENDS, wanted
 from opkiln.report.machine import Devices, Machine, Space, known_space
+from opkiln.report.operators import OpStatus
 from opkiln.settings import dropped, settings, table, unknown
 from opkiln.store import entry, inventory
 from opkiln.store.layers import Store
 from opkiln.toolchain import torch_sdk
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from opkiln.build_model import TorchSDK
-    from opkiln.report.operators import OpStatus
 
 # A store may have thousands of entries. A report shows the newest.
 _SHOWN = 40

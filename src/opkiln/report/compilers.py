@@ -8,20 +8,16 @@ remembered, or if the caller wants it (``probe``). Otherwise the toolkit is only
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from typing import NamedTuple
 
+from opkiln.build_model import TorchSDK
 from opkiln.errors import ToolchainError
 from opkiln.model import CPU, CUDA, ROCM, XPU
 from opkiln.observing import observer
 from opkiln.settings import origin_of
 from opkiln.toolchain import choice, find, host, libsycl, rocm, toolkits, torch_sdk
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from opkiln.build_model import TorchSDK
-    from opkiln.toolchain.find import Candidate
+from opkiln.toolchain.find import Candidate
 
 BACKENDS = {CPU: "C++", CUDA: "CUDA", ROCM: "ROCm", XPU: "SYCL"}
 _WITH_TOOLKIT = (CUDA, ROCM, XPU)
@@ -110,10 +106,8 @@ def _toolkits(
         return _ranked(backend, found)
     # The named launcher or host compiler cannot be used, or torch cannot be read. That stops every
     # toolkit.
-    except ToolchainError as error:
-        return _listed(backend, error.what)
-    except OSError as error:
-        return _listed(backend, str(error))
+    except (ToolchainError, OSError) as error:
+        return _listed(backend, error.what if isinstance(error, ToolchainError) else str(error))
 
 
 def _listed(backend: str, why: str) -> list[Tool]:

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from typing import NamedTuple
 
-from opkiln.report.compilers import BACKENDS, NO_HOST, PROBE, torch_built_with
+from opkiln.report.collect import Environment, Report, SettingValue, StoreStatus
+from opkiln.report.compilers import BACKENDS, NO_HOST, PROBE, Tool, torch_built_with
 from opkiln.report.layout import age, count, duration, size
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from opkiln.report.collect import Environment, Report, SettingValue, StoreStatus
-    from opkiln.report.compilers import Tool
-    from opkiln.report.machine import Devices, Limit, Machine
-    from opkiln.report.operators import BackendStatus, OpStatus
+from opkiln.report.machine import Devices, Limit, Machine
+from opkiln.report.operators import BackendStatus, OpStatus
 
 
 class Cell(NamedTuple):

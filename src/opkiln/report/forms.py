@@ -6,43 +6,34 @@ from typing import Any
 
 from opkiln.errors import visible
 from opkiln.report import facts
+from opkiln.report.collect import Environment, Report, StoreStatus
+from opkiln.report.facts import Section
 from opkiln.report.layout import columns, fields, paint, plain
+from opkiln.report.machine import Space
 from opkiln.report.redact import without_user
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from opkiln.report.collect import Environment, Report, StoreStatus
-    from opkiln.report.facts import Row, Section
-    from opkiln.report.machine import Space
-
 
 # Text: aligned, useful without colour, readable on a narrow terminal
 
 
-def as_text(
-    report: Report, *, colour: bool, width: int | None = None, errors_only: bool = False
-) -> str:
-    """The whole report, or only its problems. ``width``: of the terminal; None: do not wrap."""
+def as_text(report: Report, *, width: int | None = None, errors_only: bool = False) -> str:
+    """The whole report in colour, or only its problems. ``width``: of the terminal; None: do not
+    wrap."""
     found = facts.sections(report, errors_only=errors_only)
-    return "\n\n".join(_text_section(each, colour, width) for each in found)
+    return "\n\n".join(_text_section(each, width) for each in found)
 
 
-def _text_section(section: Section, colour: bool, width: int | None) -> str:
-    parts = [paint(section.title, "strong", colour=colour)]
+def _text_section(section: Section, width: int | None) -> str:
+    parts = [paint(section.title, "strong")]
     if section.rows:
         head = [section.head] if section.head else []
-        table = [*head, *(_painted(row, colour) for row in section.rows)]
-        parts.append(columns(table, indent=2, width=width))
+        painted = [[paint(visible(text), look) for text, look in row] for row in section.rows]
+        parts.append(columns([*head, *painted], indent=2, width=width))
     if section.footnotes:
-        painted = [(number, visible(text)) for number, text in section.footnotes]
-        parts.append(columns(painted, indent=2, width=width))
+        notes = [(number, visible(text)) for number, text in section.footnotes]
+        parts.append(columns(notes, indent=2, width=width))
     if section.note:
         parts.append(f"  {section.note}")
     return "\n".join(parts)
-
-
-def _painted(row: Row, colour: bool) -> tuple[str, ...]:
-    return tuple(paint(visible(cell.text), cell.look, colour=colour) for cell in row)
 
 
 # Markdown, for an issue: without the user's home directory and name

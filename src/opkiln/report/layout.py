@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Sequence
+from itertools import zip_longest
 from typing import Any
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
 
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 _CODES = {"good": "32", "bad": "31", "weak": "2", "strong": "1"}
 
 
-def paint(text: str, look: str, *, colour: bool) -> str:
-    """``text`` as good, bad, weak or strong; unchanged without colour or look."""
-    return f"\x1b[{_CODES[look]}m{text}\x1b[0m" if colour and text and look else text
+def paint(text: str, look: str) -> str:
+    """``text`` as good, bad, weak or strong; unchanged without a look. The command line removes the
+    colour where nobody sees it."""
+    return f"\x1b[{_CODES[look]}m{text}\x1b[0m" if text and look else text
 
 
 def columns(rows: Iterable[Sequence[str]], *, indent: int = 0, width: int | None = None) -> str:
@@ -25,13 +24,12 @@ def columns(rows: Iterable[Sequence[str]], *, indent: int = 0, width: int | None
     would be too narrow to read, further left.
     """
     table = [list(row) for row in rows]
-    count = max((len(row) for row in table), default=0)
-    widths = [
-        max((_width(row[i]) for row in table if i < len(row)), default=0) for i in range(count)
-    ]
+    widths = [max(map(_width, column)) for column in zip_longest(*table, fillvalue="")]
     lines = []
     for row in table:
-        cells = [cell + " " * (widths[i] - _width(cell)) for i, cell in enumerate(row)]
+        cells = [
+            cell + " " * (room - _width(cell)) for cell, room in zip(row, widths, strict=False)
+        ]
         line = (" " * indent + "  ".join(cells)).rstrip()
         if width is not None and _width(line) > width and row:
             before = " " * indent + "".join(f"{cell}  " for cell in cells[:-1])
@@ -47,16 +45,15 @@ _NARROW = 24  # characters: the least width of a readable column
 def _folded(before: str, last: str, width: int, indent: int) -> list[str]:
     import textwrap
 
+    lines: list[str] = []
     start = _width(before)
     if width - start < _NARROW:
         lines, start = ([before.rstrip()] if before.strip() else []), indent + 2
-    else:
-        lines = []
-    if not _ANSI.sub("", last).strip():
-        return [before.rstrip()]
     # Colour codes have no width, and each line of the text needs its own.
     codes = _ANSI.findall(last)
     plain = _ANSI.sub("", last)
+    if not plain.strip():
+        return [before.rstrip()]
     parts = textwrap.wrap(plain, max(_NARROW, width - start), break_on_hyphens=False,
                           break_long_words=False) or [""]  # fmt: skip
     painted = [f"{codes[0]}{part}{codes[-1]}" if codes else part for part in parts]

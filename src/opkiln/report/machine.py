@@ -6,10 +6,14 @@ import os
 import re
 import resource
 import sys
+from collections.abc import Iterator
+from glob import escape, glob
 from typing import NamedTuple
 
 from opkiln import machine as this
+from opkiln.accelerator.device import Answer
 from opkiln.arch import cpu
+from opkiln.build_model import TorchSDK
 from opkiln.decision.target import features
 from opkiln.devices import amd, nvidia
 from opkiln.engine import cgroup
@@ -17,14 +21,6 @@ from opkiln.errors import AcceleratorError
 from opkiln.report.layout import size
 from opkiln.settings import child_environment, origin_of
 from opkiln.toolchain import rocm
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from opkiln.accelerator.device import Answer
-    from opkiln.build_model import TorchSDK
-
 
 SHARED_MEMORY = "/dev/shm"
 # Limits that jobs run into: pinned memory, open files (one per worker and socket), processes.
@@ -263,18 +259,12 @@ def collectives(torch: TorchSDK | None) -> Iterator[Library]:
     """NCCL and RCCL where processes find them: in torch, in wheels, in the system; each once."""
     seen: set[str] = set()
     for directory in _directories(torch):
-        try:
-            names = sorted(os.listdir(directory))
-        except OSError:
-            continue  # most of these directories do not exist
         for label, stem in _LIBRARIES:
-            for name in names:
-                if not name.startswith(stem):
-                    continue
-                real = os.path.realpath(os.path.join(directory, name))
+            for path in sorted(glob(os.path.join(escape(directory), f"{stem}*"))):
+                real = os.path.realpath(path)
                 if real not in seen and os.path.isfile(real):
                     seen.add(real)
-                    yield Library(label, os.path.join(directory, name), _version(real, stem))
+                    yield Library(label, path, _version(real, stem))
 
 
 def _directories(torch: TorchSDK | None) -> Iterator[str]:

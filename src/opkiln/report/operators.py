@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import NamedTuple
 
 from opkiln.builder.base import OpBuilder
 from opkiln.decision import archs, terms
 from opkiln.decision.prebuilt import PREBUILT
+from opkiln.decision.terms import Candidate
 from opkiln.errors import OpkilnError
 from opkiln.loading import loader
 from opkiln.model import CUDA, ROCM
 from opkiln.registry import ALL_OPS, builder_of, bundled, declared, libraries
 from opkiln.report import redact
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from opkiln.decision.terms import Candidate
 
 
 class BackendStatus(NamedTuple):

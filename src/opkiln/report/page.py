@@ -7,24 +7,16 @@ forbids everything else that a browser could fetch or run.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from html import escape
 
-from opkiln.decision.terms import WOULD_FALL_BACK
+from opkiln.decision.terms import WOULD_FALL_BACK, Candidate
 from opkiln.report import facts
-from opkiln.report.compilers import BACKENDS, torch_built_with
-from opkiln.report.facts import Cell
+from opkiln.report.collect import Build, Problem, Report, SettingValue
+from opkiln.report.compilers import BACKENDS, Tool, torch_built_with
+from opkiln.report.facts import Cell, Row
 from opkiln.report.layout import duration, size
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from opkiln.decision.terms import Candidate
-    from opkiln.report.collect import Build, Problem, Report, SettingValue
-    from opkiln.report.compilers import Tool
-    from opkiln.report.facts import Row
-    from opkiln.report.operators import BackendStatus, OpStatus
-
+from opkiln.report.operators import BackendStatus, OpStatus
 
 CSS = """
 :root { --paper:#fbfaf7; --card:#fff; --ink:#22201c; --weak:#6b665c; --line:#e0dbd0;

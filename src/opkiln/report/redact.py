@@ -5,12 +5,9 @@ from __future__ import annotations
 import os
 import pwd
 import re
+from typing import Any
 
 from opkiln.settings import settings
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any
 
 # A name that is followed by a value: API_TOKEN=x, "X-Auth-Token: x", --password x.
 _GIVEN = re.compile(r"([A-Za-z0-9_-]+)(=|:\s+|\s+)(?=\S)")

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from opkiln.builder import deepspeed_names
 from opkiln.errors import ArchError, SettingError, SpecError, UsageError
 from opkiln.model import CPU, CUDA, ROCM, XPU
-from opkiln.settings import build_switch_of, build_switches, origin_of, override, settings
+from opkiln.settings import build_switch, build_switches, origin_of, override, settings
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -283,7 +283,7 @@ def choose(ops: Iterable[Declared]) -> list[Choice]:
     everything, origin = origin_of("build_ops")
     choices = []
     for op in ops:
-        switch, variable = build_switch_of(op.name, op.variables)
+        switch, variable = build_switch(op.name, op.variables)
         if switch is None:
             choices.append(Choice(op, bool(everything), False, origin))
         else:

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection, Iterable, Iterator
 
 from opkiln.decision import policy
-from opkiln.report.doctor import devices, host, ops, places, selfcheck, store, torch_side
-from opkiln.report.doctor.terms import FAIL, PASS, SKIP, WARN, Here, joined, outcome, passed
+from opkiln.report.doctor import devices, directories, host, ops, selfcheck, torch_side
+from opkiln.report.doctor.terms import (
+    FAIL,
+    PASS,
+    SKIP,
+    WARN,
+    Check,
+    Here,
+    Outcome,
+    joined,
+    outcome,
+    passed,
+)
 from opkiln.report.layout import columns, count, paint
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator
-
-    from opkiln.report.doctor.terms import Check, Outcome
 
 
 def to_compile(check: Check) -> Check:
@@ -56,23 +62,23 @@ CHECKS: dict[str, Check] = {
     "accelerator": devices.accelerator,
     "ops": ops.ops,
     "prebuilt": ops.prebuilt,
-    "store": store.place,
-    "store owner": store.owner,
-    "store mode": store.mode,
-    "store space": store.space,
-    "store inodes": store.inodes,
-    "store noexec": store.noexec,
-    "store layers": store.layers,
-    "store clock": store.clock,
-    "store leftovers": store.leftovers,
-    "remote tiers": store.remotes,
-    "tmpdir": places.tmpdir,
-    "tmpdir noexec": places.tmpdir_noexec,
-    "tmpdir space": places.tmpdir_space,
-    "shared memory": places.shared_memory,
-    "cpus": places.budget_cpus,
-    "memory": places.budget_memory,
-    "budget": places.budget_sharing,
+    "store": directories.place,
+    "store owner": directories.owner,
+    "store mode": directories.mode,
+    "store space": directories.space,
+    "store inodes": directories.inodes,
+    "store noexec": directories.noexec,
+    "store layers": directories.layers,
+    "store clock": directories.clock,
+    "store leftovers": directories.leftovers,
+    "remote tiers": directories.remotes,
+    "tmpdir": directories.tmpdir,
+    "tmpdir noexec": directories.tmpdir_noexec,
+    "tmpdir space": directories.tmpdir_space,
+    "shared memory": directories.shared_memory,
+    "cpus": host.budget_cpus,
+    "memory": host.budget_memory,
+    "budget": host.budget_sharing,
 }
 
 BUILDS: dict[str, Check] = {
@@ -96,20 +102,17 @@ def examine(*, build: bool = True) -> Iterator[tuple[str, Outcome]]:
 _LOOKS = {PASS: "good", SKIP: "weak", WARN: "strong", FAIL: "bad"}
 
 
-def line(
-    check: str, found: Outcome, names: Iterable[str], *, colour: bool, width: int | None = None
-) -> str:
+def line(check: str, found: Outcome, names: Iterable[str], *, width: int | None = None) -> str:
     """One outcome. ``names`` are those of all checks: they give the width of the column.
 
     With a ``width``, the evidence is wrapped. The command is not, so that it can be copied.
     """
     longest = max(map(len, names))
-    verdict = paint(found.verdict, _LOOKS[found.verdict], colour=colour)
+    verdict = paint(found.verdict, _LOOKS[found.verdict])
     shown = columns([(verdict, check.ljust(longest), found.evidence)], width=width)
     if not found.command:
         return shown
-    label = paint("fix:", "strong", colour=colour)
-    return f"{shown}\n{'':<{longest + 8}}{label} {found.command}"
+    return f"{shown}\n{'':<{longest + 8}}{paint('fix:', 'strong')} {found.command}"
 
 
 def worst(verdicts: Collection[str]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from opkiln.arch import cuda, hip
-from opkiln.build_model import DeviceCompiler
+from opkiln.build_model import DeviceCompiler, Toolchain
 from opkiln.decision import archs
 from opkiln.devices import amd
 from opkiln.errors import AcceleratorError, ArchError, ToolchainError
@@ -28,10 +28,6 @@ from opkiln.report.doctor.terms import (
 from opkiln.settings import origin_of, settings
 from opkiln.toolchain import choice, cuda_version, family, hipcc, libsycl, nvcc, sycl, toolkits
 from opkiln.toolchain.torch_sdk import release
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from opkiln.build_model import Toolchain
 
 # Runs in a child: accelerators of other packages are their code, and a vendor's imports torch.
 _ASK = """
@@ -78,7 +74,7 @@ def cuda_toolkit(here: Here) -> Outcome:
     if isinstance(found, ToolchainError):
         if _of_host(found):
             return skipped("its host compiler is refused: see nvcc host compiler")
-        return _no_toolkit(found, of_this_python(copyable(found.hint)), wanted=bool(torch_cuda))
+        return _no_toolkit(found, wanted=bool(torch_cuda))
     named = {place.nvcc for place in absent}
     with here.probing():
         others = family.candidates(nvcc, here.store.memory, torch_cuda, host)
@@ -210,9 +206,11 @@ def _of_host(error: ToolchainError) -> bool:
     return error.what.startswith("nvcc ") and "host compiler" in error.what
 
 
-def _no_toolkit(error: ToolchainError, command: str, *, wanted: bool) -> Outcome:
+def _no_toolkit(error: ToolchainError, *, wanted: bool) -> Outcome:
     """A failure if torch is built for the backend. Otherwise no kernel is called here: that none
     can be built is only a warning."""
+    command = of_this_python(copyable(error.hint))
+    command = as_root(command) if command.startswith("apt-get ") else command
     return (failed if wanted else warned)(told(error), command)
 
 
@@ -245,9 +243,7 @@ def rocm_toolkit(here: Here) -> Outcome:
     here.need_compiler(_NO_HOST)
     device = here.device_compiler(ROCM)
     if isinstance(device, ToolchainError):
-        command = copyable(device.hint)
-        command = as_root(command) if command.startswith("apt-get ") else command
-        return _no_toolkit(device, command, wanted=bool(wanted))
+        return _no_toolkit(device, wanted=bool(wanted))
     has = f"torch has HIP {wanted}" if wanted else "torch has no HIP"
     return passed(f"HIP {device.version} in {device.home}; {has}")
 
@@ -284,7 +280,7 @@ def sycl_toolkit(here: Here) -> Outcome:
     here.need_compiler(_NO_HOST)
     device = here.device_compiler(XPU)
     if isinstance(device, ToolchainError):
-        return _no_toolkit(device, of_this_python(copyable(device.hint)), wanted=wanted)
+        return _no_toolkit(device, wanted=wanted)
     return passed(f"{device.family} {device.version}, {device.path}")
 
 

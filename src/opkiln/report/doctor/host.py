@@ -1,4 +1,4 @@
-"""The host: Python, the system, environment variables and the C++ compiler."""
+"""The host: Python, the system, environment variables, the C++ compiler and the build budget."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ import sys
 import tempfile
 
 from opkiln import machine
+from opkiln.engine import budget, cgroup
 from opkiln.errors import SettingError, ToolchainError
 from opkiln.process import run
 from opkiln.report.commands import install, unset
 from opkiln.report.doctor.terms import Here, Outcome, failed, joined, passed, skipped, told, warned
+from opkiln.report.layout import count, size
 from opkiln.report.machine import read_text
 from opkiln.settings import (
     dropped,
@@ -20,6 +22,7 @@ from opkiln.settings import (
     on_path,
     origin_of,
     override,
+    settings,
     table,
     whole_environment,
 )
@@ -104,12 +107,10 @@ def misspelt_variables(_: Here) -> Outcome:
     from opkiln.registry import ALL_OPS
 
     environment = whole_environment()
-    known = {name for setting in table() for name in (setting.variable, *setting.aliases)}
+    known = {name for setting in table() for name in setting.names}
     found: dict[str, str] = {}  # what is wrong -> the command
-    for name, meant in misspelt().items():
-        guess = f"; did you mean {meant}?" if meant else ""
-        other = "" if meant in environment else meant
-        found[f"unknown setting {name}{guess}"] = _rename(name, other)
+    for name, meant, words in misspelt():
+        found[words] = _rename(name, "" if meant in environment else meant)
     ops = {name.rpartition(":")[2].upper() for name in ALL_OPS}
     strange = sorted(environment.keys() - known)
     for prefix in ("OPKILN_BUILD_", "DS_BUILD_"):
@@ -241,3 +242,47 @@ def ninja(_: Here) -> Outcome:
     """ninja is not needed: opkiln schedules builds itself."""
     found = find.first("ninja")
     return passed(f"not needed ({f'{found} is not used' if found else 'and not installed'})")
+
+
+# The budget of all builds of this user
+
+# Bytes that one compile needs at most: of a plain C++ source, and of one with torch's headers.
+# Below the first, a build may be killed.
+_LEAST, _ENOUGH = 512 << 20, 2 << 30
+
+
+def budget_cpus(_: Here) -> Outcome:
+    """The number of jobs that run at once, and what limits it."""
+    limits = budget.measure()
+    facts = [f"{count(len(limits.slots), 'CPU')} by {limits.cpus_from}"]
+    if (quota := cgroup.cpu_quota()) is not None:
+        facts.append(f"a cgroup quota of {quota:g}")
+    if settings.max_jobs:
+        facts.append(f"at most {settings.max_jobs} jobs, set by {origin_of('max_jobs')[1]}")
+    return passed(joined(*facts))
+
+
+def budget_memory(_: Here) -> Outcome:
+    """There is enough memory for one job."""
+    limits = budget.measure()
+    facts = f"{size(limits.memory)} ({limits.memory_from}), {size(limits.share)} for each CPU"
+    if (limit := cgroup.memory_limit()) is not None:
+        facts = f"{facts}; the cgroup's limit is {size(limit)}"
+    command = "unset OPKILN_MEMORY" if limits.memory_from == "OPKILN_MEMORY" else ""
+    if limits.memory < _LEAST:
+        text = f"{facts}: less than one job needs ({size(_LEAST)}), so a job may be killed"
+        return failed(text, command)
+    if limits.memory < _ENOUGH:
+        return warned(f"{facts}: one compile with torch's headers needs {size(_ENOUGH)}", command)
+    return passed(facts)
+
+
+def budget_sharing(_: Here) -> Outcome:
+    """All processes of this user share one budget."""
+    found = budget.shared().describe()
+    refused = joined(*found.refused)
+    command = "unset OPKILN_RUNTIME_DIR" if settings.runtime_dir else ""
+    if found.where is None:
+        return warned(f"each process has a budget of its own: {refused}", command)
+    facts = joined(f"through {found.where}", f"not through {refused}" if refused else "")
+    return warned(facts, command) if refused and command else passed(facts)

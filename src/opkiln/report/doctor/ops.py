@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
+from collections.abc import Iterator
 from importlib.machinery import PathFinder
 
 from opkiln.decision import policy
@@ -17,11 +18,6 @@ from opkiln.report.commands import interpreter, pip
 from opkiln.report.doctor.terms import Here, Outcome, child_answer, joined, passed, skipped, warned
 from opkiln.settings import LAYOUT
 from opkiln.store.inventory import names_in
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 
 # Runs in a child: an op's module is its author's code. It may import torch, or end the process.
 _ASK_OP = """

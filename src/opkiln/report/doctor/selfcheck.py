@@ -133,8 +133,7 @@ def _tried(what: str, *, calls: bool, **variables: str) -> Outcome:
 def _unset_flags() -> str:
     """The command that unsets the user's flags; empty if there are none."""
     environment = whole_environment()
-    fields = (setting for setting in table() if setting.field in _FLAGS)
-    names = (name for each in fields for name in (each.variable, *each.aliases))
+    names = (name for each in table() if each.field in _FLAGS for name in each.names)
     given = " ".join(name for name in names if environment.get(name))
     return f"unset {given}" if given else ""
 

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
+from opkiln.build_model import DeviceCompiler, Toolchain, TorchSDK
+from opkiln.devices.nvidia import Devices
 from opkiln.errors import OpkilnError, SettingError, ToolchainError
 from opkiln.model import CPU, CUDA
 from opkiln.process import capture, python_code, signal_name
@@ -16,14 +20,7 @@ from opkiln.settings import override, settings, whole_environment
 from opkiln.store.layers import Store
 from opkiln.toolchain import choice, torch_sdk
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from opkiln.build_model import DeviceCompiler, Toolchain, TorchSDK
-    from opkiln.devices.nvidia import Devices
-
-    Check = Callable[["Here"], "Outcome"]
+Check = Callable[["Here"], "Outcome"]
 
 PASS, SKIP, WARN, FAIL = "PASS", "SKIP", "WARN", "FAIL"  # from good to bad
 
@@ -45,24 +42,14 @@ class Outcome(NamedTuple):
     command: str = ""  # empty if nothing is to be done, or no command does it
 
 
-def passed(evidence: str) -> Outcome:
-    """All is well."""
-    return Outcome(PASS, evidence)
-
-
-def skipped(evidence: str) -> Outcome:
-    """The check does not apply here, or is not possible; ``evidence`` says why."""
-    return Outcome(SKIP, evidence)
-
-
-def warned(evidence: str, command: str = "") -> Outcome:
-    """It works, but not as well as it could, or not as the user asked."""
-    return Outcome(WARN, evidence, command)
-
-
-def failed(evidence: str, command: str = "") -> Outcome:
-    """Something that builds or loads of ops need does not work."""
-    return Outcome(FAIL, evidence, command)
+# All is well.
+passed = partial(Outcome, PASS)
+# The check does not apply here, or is not possible; the evidence says why.
+skipped = partial(Outcome, SKIP)
+# It works, but not as well as it could, or not as the user asked.
+warned = partial(Outcome, WARN)
+# Something that builds or loads of ops need does not work.
+failed = partial(Outcome, FAIL)
 
 
 def copyable(hint: str) -> str:
@@ -76,15 +63,10 @@ def copyable(hint: str) -> str:
         words = shlex.split(command)
     except ValueError:
         return ""  # an apostrophe of prose
-    program = next((word for word in words if not _is_assignment(word)), "")
+    program = next((word for word in words if not re.match(r"[^\W\d]\w*=", word)), "")
     if not program:
         return f"export {command}" if words else ""
     return command if program in PROGRAMS or program.startswith("/") else ""
-
-
-def _is_assignment(word: str) -> bool:
-    name, equals, _ = word.partition("=")
-    return bool(equals) and name.isidentifier()
 
 
 def joined(*parts: str) -> str:

@@ -1,4 +1,4 @@
-"""The store: its place, owner, mode, space, mount options, layers, clock and remote tiers."""
+"""Directories: the store with its layers and remote tiers, the temporary one, shared memory."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ import shlex
 import stat
 import tempfile
 import time
+from collections.abc import Callable
 
 from opkiln.decision import policy
 from opkiln.errors import StoreError
 from opkiln.remote import lockfile
 from opkiln.report.commands import as_root
-from opkiln.report.doctor.places import elsewhere
 from opkiln.report.doctor.terms import (
     Here,
+    Missing,
     Outcome,
     copyable,
     failed,
@@ -25,22 +26,20 @@ from opkiln.report.doctor.terms import (
     warned,
 )
 from opkiln.report.layout import count, size
+from opkiln.report.machine import SHARED_MEMORY, Space
 from opkiln.report.machine import space as space_at
 from opkiln.settings import LAYOUT, origin_of, override, settings, store_candidates
 from opkiln.store import archive, inventory, signatures
 from opkiln.store.archive import Damaged
+from opkiln.store.location import Layer
 from opkiln.trust import fault
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from opkiln.store.location import Layer
-
-_LITTLE, _TOO_LITTLE = 1 << 30, 64 << 20  # bytes: a CUDA op with its objects takes tens of MiB
+# Bytes for builds and their objects: a CUDA op takes tens of MiB.
+_LITTLE, _TOO_LITTLE = 1 << 30, 64 << 20
 _FEW, _TOO_FEW = 2000, 100  # inodes: an entry takes about ten
 _SKEW = 2.0  # seconds: signatures that are younger are not trusted in any case
 _LEFTOVER = 3600.0  # seconds after which `cache gc` removes staged files
+_SHARED_LEAST = 64 << 20  # bytes: the default of container runtimes
 
 
 def place(here: Here) -> Outcome:
@@ -316,5 +315,97 @@ def _move() -> str:
             and not any(_foreign(path) or _open(path) for path in _within(usual))
         ):
             return f"unset {origin}"
-    other = elsewhere(_LITTLE)
+    other = _elsewhere()
     return _make(os.path.join(other, f"opkiln-{os.getuid()}-store")) if other else ""
+
+
+def _elsewhere() -> str:
+    """A directory with enough space that this user can write to and load libraries from; empty if
+    there is none."""
+    for place in ("/tmp", "/var/tmp", os.path.expanduser("~"), "/dev/shm"):
+        if os.path.isdir(place) and os.access(place, os.W_OK | os.X_OK):
+            found = space_at(place)
+            if not found.noexec and not found.read_only and found.free >= _LITTLE:
+                return place
+    return ""
+
+
+# Where builds work
+
+
+def tmpdir(_: Here) -> Outcome:
+    """The temporary directory exists and can be written to. Writes a file to find out."""
+    path = _tmpdir()
+    if not os.path.lexists(path):
+        return failed(f"{_named(path)} does not exist", f"mkdir -p -m 700 {shlex.quote(path)}")
+    if not os.path.isdir(path):
+        return failed(f"{_named(path)} is not a directory", _another())
+    try:
+        _time_of_a_new_file(path)
+    except OSError as error:
+        return failed(f"{_named(path)} cannot be written to: {error.strerror}", _another())
+    return passed(_named(path))
+
+
+def tmpdir_noexec(_: Here) -> Outcome:
+    """Libraries can be loaded from the temporary directory, for load tests."""
+    found = _tmpdir_space()
+    if found.noexec:
+        why = "is mounted noexec: libraries that are built there cannot be loaded"
+        return failed(f"{_named(found.path)} {why}", _another())
+    return passed(f"{found.path} is not mounted noexec")
+
+
+def tmpdir_space(_: Here) -> Outcome:
+    """The temporary directory has enough space for builds."""
+    found = _tmpdir_space()
+    facts = f"{found} at {found.path}"
+    if found.inodes is not None and found.inodes < 100:
+        return failed(f"{facts}, and only {found.inodes} inodes", _another())
+    if found.free >= _LITTLE:
+        return passed(facts)
+    return (failed if found.free < _TOO_LITTLE else warned)(facts, _another())
+
+
+def _tmpdir() -> str:
+    return os.path.abspath(settings.tmpdir or "/tmp")
+
+
+def _tmpdir_space() -> Space:
+    if not os.path.isdir(_tmpdir()):
+        raise Missing(f"{_tmpdir()} does not exist: see tmpdir")
+    return space_at(_tmpdir())
+
+
+def _named(path: str) -> str:
+    origin = origin_of("tmpdir")[1]
+    return f"{origin}={path}" if origin.isupper() else path
+
+
+def _another() -> str:
+    """The command that moves builds to a usable directory; empty if there is none."""
+    other = _elsewhere()
+    return f"export OPKILN_TMPDIR={shlex.quote(other)}" if other else ""
+
+
+def shared_memory(_: Here) -> Outcome:
+    """/dev/shm can be used: builds share their budget there, data loaders and NCCL their data."""
+    try:
+        found = space_at(SHARED_MEMORY)
+        with tempfile.TemporaryFile(prefix="opkiln-doctor-", dir=SHARED_MEMORY):
+            pass
+    except OSError as error:
+        return warned(
+            f"{SHARED_MEMORY} cannot be written to ({error.strerror}): builds share their budget "
+            "through the temporary directory instead, and torch's data loaders may fail",
+            as_root(f"mount -t tmpfs -o size=8G,mode=1777 tmpfs {SHARED_MEMORY}"),
+        )
+    facts = str(found)
+    larger = as_root(f"mount -o remount,size=8G {SHARED_MEMORY}")
+    if found.total <= _SHARED_LEAST:
+        return warned(
+            f"{facts}: enough for builds, but data loaders and NCCL share memory through it "
+            "(containers: --shm-size=8g)",
+            larger,
+        )
+    return warned(f"{facts}: it is full", larger) if found.free < 1 << 20 else passed(facts)
