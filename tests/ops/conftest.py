@@ -111,7 +111,7 @@ def served_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 
     for optimizer, name in HOST_OPTIMIZERS.items():
         ops = _native(name) if request.param == "native" else _reference(name)
-        monkeypatch.setattr(getattr(optim, optimizer), "_ops", ops)
+        monkeypatch.setattr(getattr(optim, optimizer), "_ops", {"cpu": ops})
     return str(request.param)
 
 

@@ -20,7 +20,7 @@ def _served_by_references(monkeypatch: pytest.MonkeyPatch) -> None:
     from opkiln.ops.cpu_adam import reference as cpu
 
     monkeypatch.setattr(FusedAdam, "_ops", {"cpu": reference})
-    monkeypatch.setattr(CPUAdam, "_ops", cpu)
+    monkeypatch.setattr(CPUAdam, "_ops", {"cpu": cpu})
 
 
 def through_a_file(state: dict[str, Any]) -> dict[str, Any]:

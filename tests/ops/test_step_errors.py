@@ -72,7 +72,7 @@ def made(name: str, steps: int, params: list[Tensor]) -> tuple[Any, Ops]:
     kind = getattr(optim, name)
     optimizer = kind(params, lr=1e-2)
     ops = Ops(kind.BUILDER.NAME)
-    optimizer._ops = ops if name in HOST else {"cpu": ops}
+    optimizer._ops = {"cpu": ops}
     optimizer.PLANNED_ON = ("cpu",)
     for seed in range(steps):
         give_gradients(params, seed=seed)

@@ -1,31 +1,52 @@
-"""The base class of the fused and the host optimizers: groups, plans, state dicts."""
+"""The base class of the fused and the host optimizers: groups, calls, kept lists, state dicts."""
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from itertools import repeat
+from operator import attrgetter, is_
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from opkiln.errors import ArgumentError, UsageError
+from opkiln.optimizing.calls import Call, Kept
 from opkiln.optimizing.checks import (
     MASTER,
     check_dtypes,
     check_form,
     check_saved_group,
     check_saved_state,
+    name_in,
     own_entries,
     place,
     refuse_partials,
+    sparse_gradient,
 )
-from opkiln.optimizing.states import ParamState, Plans, watchable
+from opkiln.optimizing.sharded import gradient_parts, has_shards
+from opkiln.optimizing.states import ParamState, Plans, is_capturing, watchable
 from opkiln.optimizing.stepping import CompiledStep
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping, Sequence
 
     from opkiln.builder import OpBuilder
+
+_GRAD = attrgetter("grad")
+_LAYOUT = attrgetter("layout")
+_DEVICE = attrgetter("device")
+
+
+class Place(NamedTuple):
+    """The parameters of a group on one device, and their gradients; local parts for DTensors."""
+
+    group: int
+    device: torch.device
+    params: list[Tensor]
+    grads: list[Tensor]
+    sparse: list[Tensor]  # parameters of the group that have a sparse gradient
+    kept: Kept | None = None
 
 
 class ListOptimizer(CompiledStep, torch.optim.Optimizer):
@@ -42,11 +63,13 @@ class ListOptimizer(CompiledStep, torch.optim.Optimizer):
     ALTERNATIVE: ClassVar[str]  # the optimizer to use for parameters on other devices
     IN_DEEPSPEED: ClassVar[Mapping[str, str]] = {}  # states that have another name there
     COUNTED: ClassVar[bool] = True  # steps differ by their number: a saved state must have it
+    SPARSE: ClassVar[bool] = False  # the op has a function for sparse gradients
     # Options that are in the defaults, which are pickled with the optimizer, but not in the groups:
     # a checkpoint must not decide how this process keeps states.
     OPTIONS: ClassVar[tuple[str, ...]]
 
-    _plans: Plans[Any] | None = None
+    _ops: Mapping[str, Any] = {}  # by type of device
+    _plans: Plans | None = None
 
     # A subclass defines these
 
@@ -58,12 +81,31 @@ class ListOptimizer(CompiledStep, torch.optim.Optimizer):
         """The op's scalar arguments, without those that the caller adds."""
         raise NotImplementedError
 
+    def _calls(self, copies: Mapping[Tensor, Tensor], grad_scale: float) -> list[Call]:
+        """The calls that make up a step.
+
+        Everything that Python can check is checked here, before the first call.
+        """
+        raise NotImplementedError
+
+    def _keep(self, call: Call) -> Kept | None:
+        """Have the op keep the lists of a call. None if it keeps nothing. Raises its errors."""
+        raise NotImplementedError
+
+    def _loaded_step(self, group: int, param: Tensor, made: Any) -> Any:
+        """The count of steps for a state, from a saved count."""
+        raise NotImplementedError
+
+    def _loaded_dtypes(self, param: Tensor) -> dict[str, torch.dtype]:
+        """The types that a parameter's states are kept in, by their names."""
+        raise NotImplementedError
+
     def _check_group(self, index: int, group: dict[str, Any]) -> None:
         """Raises UsageError for a new group that this optimizer cannot step."""
 
-    def _take_over(self, loaded: dict[str, Any]) -> None:
-        """Take over the states of a state dict that torch has just loaded."""
-        raise NotImplementedError
+    def _reads_gradients(self) -> bool:
+        """Whether a sparse gradient must be found before the first call."""
+        return True
 
     # The same for all
 
@@ -158,11 +200,9 @@ class ListOptimizer(CompiledStep, torch.optim.Optimizer):
         there = self.IN_DEEPSPEED.get(name, name)
         return there if name not in saved and there in saved else name
 
-    def _new_states(
-        self, loaded: dict[str, Any]
-    ) -> Iterator[tuple[int, Tensor, ParamState, dict[str, Any], Any]]:
-        """For each parameter with a saved state: its group, itself, a new state for it without
-        another rule's entries, the saved state and the count of steps. Drops all plans first."""
+    def _take_over(self, loaded: dict[str, Any]) -> None:
+        """Take over the states of a state dict that torch has just loaded. Another rule's entries
+        are dropped."""
         self._plans = None  # they hold the old states
         pairs = zip(self.param_groups, loaded["param_groups"], strict=True)
         for index, (group, saved_group) in enumerate(pairs):
@@ -176,11 +216,103 @@ class ListOptimizer(CompiledStep, torch.optim.Optimizer):
                 state = ParamState(own_entries(self.state[param], param, self.STATES))
                 state.pop(MASTER, None)
                 self.state[param] = state
+                for name, dtype in self._loaded_dtypes(param).items():
+                    if (there := self._saved_name(saved, name)) in saved:
+                        state[name] = saved[there].to(device=param.device, dtype=dtype)
                 # DeepSpeed's fused optimizers, and old versions of its others, have the count in
                 # the group.
-                yield index, param, state, saved, saved.get("step", saved_group.get("step", 0))
+                made = saved.get("step", saved_group.get("step", 0))
+                state["step"] = self._loaded_step(index, param, made)
 
-    def _known_plans(self) -> Plans[Any]:
+    # Steps
+
+    def _load(self, kind: str) -> Any:
+        """The op's functions for this type of device."""
+        if kind not in self._ops:
+            backend = kind if kind == "cpu" or torch.version.hip is None else "rocm"
+            self._ops = {**self._ops, kind: self.BUILDER(backend=backend).load()}
+        return self._ops[kind]
+
+    def _make_step(self, copies: Mapping[Tensor, Tensor], grad_scale: float) -> None:
+        self._make(self._calls(copies, grad_scale))
+
+    def _make(self, calls: Sequence[Call]) -> None:
+        for call in calls:
+            if not self._run(call):
+                self._plans = None
+
+    def _run(self, call: Call) -> bool:
+        """Whether there was no need to pass lists that the op was to keep."""
+        return call.run(self._load(call.device.type), self.STATES)
+
+    def _places(self, keep: bool = True) -> list[Place]:
+        """Where there are parameters with gradients. Raises UsageError for a gradient that the op
+        does not take. Without ``keep`` no kept lists are used."""
+        plans = self._known_plans()
+        return [
+            each
+            for index, group in enumerate(self.param_groups)
+            for each in self._places_of(index, group, plans, keep)
+        ]
+
+    def _places_of(
+        self, index: int, group: dict[str, Any], plans: Plans, keep: bool
+    ) -> list[Place]:
+        params: list[Tensor] = group["params"]
+        grads: list[Any] = list(map(_GRAD, params))
+        if any(map(is_, grads, repeat(None))):
+            params = [param for param in params if param.grad is not None]
+            grads = list(map(_GRAD, params))
+        kept = plans.of_group.get(index)
+        if kept is not None and is_capturing(kept.call.device):
+            kept = None  # a graph may outlive the plan, so this step uses lists; the plan stays
+        elif kept is not None and not (keep and kept.fits(params)):
+            plans.drop(index)
+            kept = None
+        sparse: list[Tensor] = []
+        must_look = kept is None or self._reads_gradients()
+        if must_look and set(map(_LAYOUT, grads)) - {torch.strided}:
+            if not self.SPARSE:
+                raise sparse_gradient(self.OWNER, index, group)
+            plans.drop(index)
+            kept = None
+            sparse = [p for p, g in zip(params, grads, strict=True) if g.is_sparse]
+            params = [p for p, g in zip(params, grads, strict=True) if not g.is_sparse]
+            grads = list(map(_GRAD, params))
+        # Kept lists know whether there are DTensors among these parameters.
+        if has_shards(params) if kept is None else kept.sharded:
+            grads = gradient_parts(params, grads, name_in(index, group))
+        if kept is not None:
+            return [Place(index, kept.call.device, kept.call.params, grads, sparse, kept)]
+        devices = [torch.device("cpu")]
+        if len(self.DEVICES) > 1:
+            devices = list(dict.fromkeys(map(_DEVICE, params)))
+        if len(devices) == 1:
+            # A copy: plans compare later parameters with it, and the group's own list may change.
+            return [Place(index, devices[0], params[:], grads, sparse)]
+        return [
+            Place(
+                index,
+                device,
+                [param for param in params if param.device == device],
+                [g for param, g in zip(params, grads, strict=True) if param.device == device],
+                sparse,
+            )
+            for device in devices
+        ]
+
+    def _kept_for(self, here: Place, call: Call) -> Kept | None:
+        """Kept lists, if these are stepped for the second time: they will probably be again."""
+        plans = self._known_plans()
+        if len(here.params) != len(self.param_groups[here.group]["params"]):
+            return None
+        if not plans.again(here.group, here.params):
+            return None
+        if here.group not in plans.of_group:
+            plans.of_group[here.group] = self._keep(call) if plans.watch(call.states) else None
+        return plans.of_group[here.group]
+
+    def _known_plans(self) -> Plans:
         if self._plans is None or not self._plans.are_for(self.state):
             # New, or a copy, or torch has loaded a state dict.
             self.state = states = watchable(self.state)

@@ -109,7 +109,7 @@ def lay_out_alike(
         return None
     if not in_rows and all(param.is_contiguous() or _is_dense(param) for param in params):
         strides = list(map(Tensor.stride, params))
-        if all(list(map(Tensor.stride, row)) == strides for row in others):
+        if all(list(map(Tensor.stride, row)) == strides or _fits(params, row) for row in others):
             return None
     staged: list[Staged] = []
     rows = []
@@ -121,6 +121,12 @@ def lay_out_alike(
             staged.append(Staged(param, model))
         rows.append([model, *(_like(model, tensor) for tensor in rest)])
     return Laid([list(column) for column in zip(*rows, strict=True)], staged)
+
+
+def _fits(params: list[Tensor], tensors: list[Tensor]) -> bool:
+    """Whether each tensor has its parameter's strides, or another shape."""
+    pairs = zip(params, tensors, strict=True)
+    return all(p.shape != t.shape or p.stride() == t.stride() for p, t in pairs)
 
 
 def _is_dense(tensor: Tensor) -> bool:

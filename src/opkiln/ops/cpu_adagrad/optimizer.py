@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim.optimizer import ParamsT
 
-    from opkiln.optimizing.host_calls import Call
+    from opkiln.optimizing.calls import Call
 
 _ROWS = "cpu_adagrad_rows_"
 

@@ -11,13 +11,14 @@ from opkiln.errors import ArgumentError
 from opkiln.ops.fused_lamb.op import FusedLambBuilder
 from opkiln.optimizing import rules
 from opkiln.optimizing.checks import check_numbers
-from opkiln.optimizing.fused_calls import Call, run
 from opkiln.optimizing.fused_optimizer import FusedOptimizer
-from opkiln.optimizing.sharded import sum_over_shards
+from opkiln.optimizing.sharded import has_shards, sum_over_shards
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from torch.optim.optimizer import ParamsT
+
+    from opkiln.optimizing.calls import Call, Kept
 
 # Arguments of the step that its halves do not take.
 _NOT_AVERAGES = ("coefficients", "lr", "min_coeff", "max_coeff", "lr_tensor")
@@ -119,21 +120,20 @@ class FusedLamb(rules.Adam, FusedOptimizer):
         self._coefficients[group, device] = (params, values)
         return {"coefficients": values}
 
-    def _new_plan(self, plans: Any, here: Any, call: Call) -> Any:
+    def _keep(self, call: Call) -> Kept | None:
         """None for DTensors: both halves of their step take lists."""
-        return None if call.sharded else super()._new_plan(plans, here, call)
+        return None if has_shards(call.params) else super()._keep(call)
 
-    def _run_call(self, call: Call) -> None:
-        if not call.sharded:
-            super()._run_call(call)
-            return
-        ops = self._load(call.device.type)
+    def _run(self, call: Call) -> bool:
+        if not has_shards(call.params):
+            return super()._run(call)
         squares = torch.zeros(len(call.params), 2, dtype=torch.float64, device=call.device)
 
-        def half(function: Any, left_out: tuple[str, ...]) -> None:
+        def half(function: str, left_out: tuple[str, ...]) -> bool:
             hyper = {name: each for name, each in call.hyper.items() if name not in left_out}
-            run(function, call._replace(hyper={**hyper, "squares": squares}), self.STATES)
+            hyper["squares"] = squares
+            return super(FusedLamb, self)._run(call._replace(function=function, hyper=hyper))
 
-        half(ops.fused_lamb_average_, _NOT_AVERAGES)
-        sum_over_shards(call.whole, squares)
-        half(ops.fused_lamb_move_, _NOT_MOVES)
+        half("fused_lamb_average_", _NOT_AVERAGES)
+        sum_over_shards(call.params, squares)
+        return half("fused_lamb_move_", _NOT_MOVES)
