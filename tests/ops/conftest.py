@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -89,7 +88,9 @@ def _native(name: str) -> Any:
 
 def _reference(name: str) -> Any:
     """The op's functions in PyTorch."""
-    return import_module(f"opkiln.ops.{name}.reference")
+    from opkiln import get_builder
+
+    return get_builder(name).reference()
 
 
 @pytest.fixture(params=["native", "reference"])

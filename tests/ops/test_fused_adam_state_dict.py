@@ -10,6 +10,7 @@ import pytest
 import torch
 from adam_models import BF16, F32, SHAPES, assert_same, give_gradients, parameters, stepped, twins
 
+from opkiln import get_builder
 from opkiln.errors import UsageError
 from opkiln.ops.fused_adam import reference
 from opkiln.optim import CPUAdam, FusedAdam
@@ -17,10 +18,8 @@ from opkiln.optim import CPUAdam, FusedAdam
 
 @pytest.fixture(autouse=True)
 def _served_by_references(monkeypatch: pytest.MonkeyPatch) -> None:
-    from opkiln.ops.cpu_adam import reference as cpu
-
     monkeypatch.setattr(FusedAdam, "_ops", {"cpu": reference})
-    monkeypatch.setattr(CPUAdam, "_ops", {"cpu": cpu})
+    monkeypatch.setattr(CPUAdam, "_ops", {"cpu": get_builder("cpu_adam").reference()})
 
 
 def through_a_file(state: dict[str, Any]) -> dict[str, Any]:

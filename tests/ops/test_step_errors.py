@@ -232,7 +232,7 @@ def test_an_error_of_a_step_of_deepspeeds_is_raised_once() -> None:
 
 @pytest.mark.parametrize("op", OPS)
 def test_a_reference_keeps_no_lists_and_says_so_by_its_status(op: str) -> None:
-    reference = import_module(f"opkiln.ops.{op}.reference")
+    reference = opkiln.get_builder(op).reference()
     if op.startswith("cpu_"):
         ticket = getattr(reference, f"{op}_keep")([torch.ones(3)], [torch.ones(3)], [])
         assert ticket.numel() == 0

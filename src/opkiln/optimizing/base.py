@@ -9,21 +9,22 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from opkiln.errors import ArgumentError, UsageError
+from opkiln.errors import ArgumentError, ArgumentTypeError, UsageError
 from opkiln.optimizing.calls import Call, Kept
 from opkiln.optimizing.checks import (
+    DTYPES,
     MASTER,
-    check_dtypes,
+    check_betas,
     check_form,
+    check_numbers,
     check_saved_group,
     check_saved_state,
     name_in,
     own_entries,
     place,
-    refuse_partials,
     sparse_gradient,
 )
-from opkiln.optimizing.sharded import gradient_parts, has_shards
+from opkiln.optimizing.sharded import gradient_parts, has_shards, refuse_partial
 from opkiln.optimizing.states import ParamState, Plans, is_capturing, watchable
 from opkiln.optimizing.stepping import CompiledStep
 
@@ -31,8 +32,11 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from torch.optim.optimizer import ParamsT
+
     from opkiln.builder import OpBuilder
 
+_IN_GROUPS = {"adamw_mode": "decoupled_weight_decay"}  # torch's name, so state dicts have it
 _GRAD = attrgetter("grad")
 _LAYOUT = attrgetter("layout")
 _DEVICE = attrgetter("device")
@@ -58,6 +62,9 @@ class ListOptimizer(CompiledStep, torch.optim.Optimizer):
     OWNER: ClassVar[str]  # its name in messages
     BUILDER: ClassVar[type[OpBuilder]]  # the op; its function that makes a step is `<NAME>_`
     STATES: ClassVar[tuple[str, ...]]  # in the order of the op's arguments
+    # Hyperparameters besides `lr` and `betas`: finite numbers of at least 0, and flags of the op.
+    NUMBERS: ClassVar[tuple[str, ...]]
+    FLAGS: ClassVar[tuple[str, ...]] = ("maximize",)
     DEVICES: ClassVar[tuple[str, ...]]  # types of devices that parameters may be on
     DEVICES_TEXT: ClassVar[str]  # the same in messages
     ALTERNATIVE: ClassVar[str]  # the optimizer to use for parameters on other devices
@@ -71,15 +78,12 @@ class ListOptimizer(CompiledStep, torch.optim.Optimizer):
     _ops: Mapping[str, Any] = {}  # by type of device
     _plans: Plans | None = None
 
+    def __init__(self, params: ParamsT, defaults: dict[str, Any], **options: Any) -> None:
+        """``options`` has a value for each of ``OPTIONS``."""
+        self._check(defaults)
+        super().__init__(params, {**defaults, **options})
+
     # A subclass defines these
-
-    def _check(self, group: dict[str, Any], where: str = "") -> None:
-        """Raises UsageError for a hyperparameter out of range."""
-        raise NotImplementedError
-
-    def _hyper(self, group: dict[str, Any]) -> dict[str, Any]:
-        """The op's scalar arguments, without those that the caller adds."""
-        raise NotImplementedError
 
     def _calls(self, copies: Mapping[Tensor, Tensor], grad_scale: float) -> list[Call]:
         """The calls that make up a step.
@@ -92,22 +96,47 @@ class ListOptimizer(CompiledStep, torch.optim.Optimizer):
         """Have the op keep the lists of a call. None if it keeps nothing. Raises its errors."""
         raise NotImplementedError
 
-    def _loaded_step(self, group: int, param: Tensor, made: Any) -> Any:
-        """The count of steps for a state, from a saved count."""
+    def _loaded_step(self, made: float, device: torch.device) -> Any:
+        """The count of steps for states on this device, from a saved count."""
         raise NotImplementedError
 
-    def _loaded_dtypes(self, param: Tensor) -> dict[str, torch.dtype]:
+    def _state_dtypes(self, param: Tensor) -> dict[str, torch.dtype]:
         """The types that a parameter's states are kept in, by their names."""
         raise NotImplementedError
-
-    def _check_group(self, index: int, group: dict[str, Any]) -> None:
-        """Raises UsageError for a new group that this optimizer cannot step."""
 
     def _reads_gradients(self) -> bool:
         """Whether a sparse gradient must be found before the first call."""
         return True
 
     # The same for all
+
+    def _check(self, group: dict[str, Any], where: str = "") -> None:
+        """Raises UsageError for a hyperparameter out of range."""
+        check_numbers(group, "lr", *self.NUMBERS, where=where)
+        if "betas" in group:
+            check_betas(group, where)
+
+    def _hyper(self, group: dict[str, Any]) -> dict[str, Any]:
+        """The op's scalar arguments, without the learning rate and what scales gradients."""
+        # Numbers may be tensors, as torch's schedulers allow.
+        given = group["betas"] if "betas" in self.defaults else ()
+        betas = {f"beta{i}": float(beta) for i, beta in enumerate(given, 1)}
+        numbers = {name: float(group[name]) for name in self.NUMBERS}
+        flags = {name: bool(group[_IN_GROUPS.get(name, name)]) for name in self.FLAGS}
+        return {**betas, **numbers, **flags}
+
+    def _check_param(self, param: Tensor, name: str) -> None:
+        """Raises UsageError for a parameter that this optimizer cannot step."""
+        if param.dtype not in DTYPES:
+            raise ArgumentTypeError(
+                f"{name} has dtype {param.dtype}, expected float32, bfloat16 or float16"
+            )
+        refuse_partial(param, name)
+        if param.device.type not in self.DEVICES:
+            raise ArgumentError(
+                f"{name} is on {param.device}: {self.OWNER} steps parameters {self.DEVICES_TEXT}",
+                hint=self.ALTERNATIVE,
+            )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's. If it raises UsageError, nothing is added."""
@@ -118,16 +147,8 @@ class ListOptimizer(CompiledStep, torch.optim.Optimizer):
             for name in self.OPTIONS:
                 group.pop(name, None)
             self._check(group)
-            check_dtypes(index, group)
-            refuse_partials(index, group)
             for i, param in enumerate(group["params"]):
-                if param.device.type not in self.DEVICES:
-                    raise ArgumentError(
-                        f"{place(index, group, i)} is on {param.device}: "
-                        f"{self.OWNER} steps parameters {self.DEVICES_TEXT}",
-                        hint=self.ALTERNATIVE,
-                    )
-            self._check_group(index, group)
+                self._check_param(param, place(index, group, i))
         except UsageError:
             self.param_groups.pop()
             raise
@@ -204,6 +225,7 @@ class ListOptimizer(CompiledStep, torch.optim.Optimizer):
         """Take over the states of a state dict that torch has just loaded. Another rule's entries
         are dropped."""
         self._plans = None  # they hold the old states
+        counts: dict[tuple[int, torch.device, float], Any] = {}  # equal ones of a group are shared
         pairs = zip(self.param_groups, loaded["param_groups"], strict=True)
         for index, (group, saved_group) in enumerate(pairs):
             for key, value in self.defaults.items():
@@ -216,13 +238,15 @@ class ListOptimizer(CompiledStep, torch.optim.Optimizer):
                 state = ParamState(own_entries(self.state[param], param, self.STATES))
                 state.pop(MASTER, None)
                 self.state[param] = state
-                for name, dtype in self._loaded_dtypes(param).items():
+                for name, dtype in self._state_dtypes(param).items():
                     if (there := self._saved_name(saved, name)) in saved:
                         state[name] = saved[there].to(device=param.device, dtype=dtype)
                 # DeepSpeed's fused optimizers, and old versions of its others, have the count in
                 # the group.
-                made = saved.get("step", saved_group.get("step", 0))
-                state["step"] = self._loaded_step(index, param, made)
+                made = float(saved.get("step", saved_group.get("step", 0)))
+                if (count := (index, param.device, made)) not in counts:
+                    counts[count] = self._loaded_step(made, param.device)
+                state["step"] = counts[count]
 
     # Steps
 

@@ -83,8 +83,7 @@ class Call(NamedTuple):
             for param, state, tensor in zip(self.params, self.states, row, strict=False):
                 if name in state:
                     state[name] = like(param, tensor)
-        for staged in laid.staged:
-            staged.write_back()
+        laid.write_back()
 
 
 class Kept(NamedTuple):

@@ -12,7 +12,7 @@ from torch import Tensor
 from opkiln.errors import ArgumentError
 from opkiln.optimizing.base import ListOptimizer, Place
 from opkiln.optimizing.calls import Call, Kept
-from opkiln.optimizing.checks import MASTER, as_number, place
+from opkiln.optimizing.checks import MASTER, as_number, check_numbers
 from opkiln.optimizing.sharded import has_shards, refuse_fsdp1, sum_over_shards
 from opkiln.optimizing.states import (
     ParamState,
@@ -45,46 +45,20 @@ class FusedOptimizer(ListOptimizer):
     # Tells GradScaler to set the attributes grad_scale and found_inf during a step. Neither may
     # exist at any other time.
     _step_supports_amp_scaling = True
-    # The counts of steps of the state dict that is being loaded: equal ones of a group share a
-    # tensor.
-    _loaded_steps: dict[tuple[int, torch.device, float], Tensor]
 
-    def __init__(
-        self,
-        params: ParamsT,
-        defaults: dict[str, Any],
-        *,
-        master_weights: bool,
-        set_grad_none: bool,
-        max_grad_norm: float,
-    ) -> None:
-        self._check(defaults)
-        if not 0 <= as_number(MAX_NORM, max_grad_norm) < math.inf:
+    def __init__(self, params: ParamsT, defaults: dict[str, Any], **options: Any) -> None:
+        limit = options[MAX_NORM]
+        if not 0 <= as_number(MAX_NORM, limit) < math.inf:
             raise ArgumentError(
-                f"max_grad_norm is {max_grad_norm}, expected a finite number of at least 0",
+                f"max_grad_norm is {limit}, expected a finite number of at least 0",
                 why="gradients are scaled down to it; 0 leaves them as they are",
             )
-        super().__init__(params, defaults)
-        self.defaults.update(
-            {MASTERS: master_weights, GRAD_NONE: set_grad_none, MAX_NORM: max_grad_norm}
-        )
-        for index, group in enumerate(self.param_groups):
-            self._check_group(index, group)
+        super().__init__(params, defaults, **options)
 
-    # A subclass defines these. ``_hyper`` leaves out the learning rate and what scales gradients.
-
-    def _written(self, group: int, device: torch.device, params: list[Tensor]) -> dict[str, Tensor]:
-        """More arguments that the op writes to, in addition to the lists."""
-        del group, device, params
-        return {}
-
-    # The same for all
-
-    def _check_group(self, index: int, group: dict[str, Any]) -> None:
-        if self.NORMS or self.defaults.get(MAX_NORM):
-            why = f"{self.OWNER} needs" if self.NORMS else f"{MAX_NORM} needs"
-            for i, param in enumerate(group["params"]):
-                refuse_fsdp1(why, param, place(index, group, i))
+    def _check_param(self, param: Tensor, name: str) -> None:
+        super()._check_param(param, name)
+        if self.NORMS or self.defaults[MAX_NORM]:
+            refuse_fsdp1(f"{self.OWNER if self.NORMS else MAX_NORM} needs", param, name)
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """As torch's. Without the argument, ``set_grad_none`` decides."""
@@ -206,17 +180,12 @@ class FusedOptimizer(ListOptimizer):
         lr = group["lr"]
         # A tensor in host memory is read now, because the device cannot see its changes.
         on_device = isinstance(lr, Tensor) and lr.device.type == device.type
-        number = 0.0 if on_device else float(lr)
+        if not on_device:
+            check_numbers(group, "lr", where=f"param_groups[{here.group}]: ")
         found_inf = getattr(self, "found_inf", None)
-        if not 0 <= number < math.inf:
-            raise ArgumentError(
-                f"param_groups[{here.group}]: lr is {number}, "
-                "expected a finite number of at least 0"
-            )
         return {
             **self._hyper(group),
-            **self._written(here.group, device, here.params),
-            "lr": number,
+            "lr": 0.0 if on_device else float(lr),
             "lr_tensor": _moved(device, lr) if on_device else None,
             "grad_scale": scales[device],
             "found_inf": None if found_inf is None else _moved(device, found_inf),
@@ -232,19 +201,10 @@ class FusedOptimizer(ListOptimizer):
             scale = _clipping([(here.params, here.grads) for here in places], scale, limit)
         return {device: None if scale is None else _moved(device, scale) for device in devices}
 
-    def _take_over(self, loaded: dict[str, Any]) -> None:
-        self._loaded_steps = {}
-        super()._take_over(loaded)
-        del self._loaded_steps
+    def _loaded_step(self, made: float, device: torch.device) -> Tensor:
+        return torch.tensor(made, dtype=torch.float32, device=device)
 
-    def _loaded_step(self, group: int, param: Tensor, made: Any) -> Tensor:
-        key = (group, param.device, float(made))
-        if key not in self._loaded_steps:
-            step = torch.tensor(key[2], dtype=torch.float32, device=param.device)
-            self._loaded_steps[key] = step
-        return self._loaded_steps[key]
-
-    def _loaded_dtypes(self, param: Tensor) -> dict[str, torch.dtype]:
+    def _state_dtypes(self, param: Tensor) -> dict[str, torch.dtype]:
         names = (*self.STATES, MASTER) if self._has_master(param) else self.STATES
         return dict.fromkeys(names, torch.float32)
 

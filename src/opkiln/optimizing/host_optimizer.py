@@ -24,8 +24,6 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Mapping, Sequence
 
-    from torch.optim.optimizer import ParamsT
-
 FP32_STATES = "fp32_optimizer_states"
 _CPU = torch.device("cpu")
 _STEP = itemgetter("step")
@@ -46,13 +44,7 @@ class HostOptimizer(ListOptimizer):
     _pending: StepHandle | None = None
     _opt_called: bool
 
-    def __init__(
-        self, params: ParamsT, defaults: dict[str, Any], *, fp32_optimizer_states: bool
-    ) -> None:
-        self._check(defaults)
-        super().__init__(params, {**defaults, FP32_STATES: fp32_optimizer_states})
-
-    # A subclass defines these. ``_hyper`` leaves out ``step``, ``lr`` and ``grad_scale``.
+    # A subclass defines these
 
     def _initial(self) -> float:
         """The initial value of states."""
@@ -198,11 +190,10 @@ class HostOptimizer(ListOptimizer):
         self._last = None  # it holds the old states
         super()._take_over(loaded)
 
-    def _loaded_step(self, group: int, param: Tensor, made: Any) -> int:
-        del group, param
+    def _loaded_step(self, made: float, _: torch.device) -> int:
         return int(made)
 
-    def _loaded_dtypes(self, param: Tensor) -> dict[str, torch.dtype]:
+    def _state_dtypes(self, param: Tensor) -> dict[str, torch.dtype]:
         dtype = torch.float32 if self.defaults[FP32_STATES] else param.dtype
         return dict.fromkeys(self.STATES, dtype)
 
@@ -214,9 +205,9 @@ class HostOptimizer(ListOptimizer):
             _check_copies(self.param_groups, copies)
         for index, group in enumerate(self.param_groups):
             self._check(group, f"param_groups[{index}]: ")
-        # There are two loops, so that the second makes states only after every check.
+        places = self._places(keep=not copies)
         calls: list[Call] = []
-        for here in self._places(keep=not copies):
+        for here in places:  # makes states, so it comes after every check
             if here.sparse:
                 calls += self._sparse_calls(here.group, here.sparse, copies)
             calls += self._dense_calls(here, copies)
@@ -296,7 +287,7 @@ class HostOptimizer(ListOptimizer):
         state: dict[str, Any] = self.state[param]
         if not state:
             entries: dict[str, Any] = {"step": 0}
-            for name, dtype in self._loaded_dtypes(param).items():
+            for name, dtype in self._state_dtypes(param).items():
                 entries[name] = torch.full_like(param, self._initial(), dtype=dtype)
             state = self.state[param] = ParamState(entries)
         return state

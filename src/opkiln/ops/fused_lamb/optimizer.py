@@ -10,14 +10,16 @@ from torch import Tensor
 from opkiln.errors import ArgumentError
 from opkiln.ops.fused_lamb.op import FusedLambBuilder
 from opkiln.optimizing import rules
-from opkiln.optimizing.checks import check_numbers
 from opkiln.optimizing.fused_optimizer import FusedOptimizer
 from opkiln.optimizing.sharded import has_shards, sum_over_shards
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from torch.optim.optimizer import ParamsT
 
+    from opkiln.optimizing.base import Place
     from opkiln.optimizing.calls import Call, Kept
 
 # Arguments of the step that its halves do not take.
@@ -44,6 +46,8 @@ class FusedLamb(rules.Adam, FusedOptimizer):
     OWNER = "FusedLamb"
     BUILDER = FusedLambBuilder
     ALTERNATIVE = "torch.optim.AdamW(params)"
+    NUMBERS = (*rules.Adam.NUMBERS, "min_coeff", "max_coeff")
+    FLAGS = ("eps_inside_sqrt", "bias_correction", "maximize")
     NORMS = True
 
     _coefficients: dict[tuple[int, torch.device], tuple[list[Tensor], Tensor]] | None = None
@@ -94,31 +98,21 @@ class FusedLamb(rules.Adam, FusedOptimizer):
 
     def _check(self, group: dict[str, Any], where: str = "") -> None:
         super()._check(group, where)
-        check_numbers(group, "min_coeff", "max_coeff", where=where)
         low, high = group["min_coeff"], group["max_coeff"]
         if low > high:
             raise ArgumentError(f"{where}min_coeff is {low}, more than max_coeff, which is {high}")
 
-    def _hyper(self, group: dict[str, Any]) -> dict[str, Any]:
-        return {
-            **rules.both_betas(group),
-            **rules.as_floats(group, "eps", "weight_decay", "min_coeff", "max_coeff"),
-            "eps_inside_sqrt": bool(group["eps_inside_sqrt"]),
-            "bias_correction": group["bias_correction"],
-            "maximize": group["maximize"],
-        }
-
-    def _written(self, group: int, device: torch.device, params: list[Tensor]) -> dict[str, Tensor]:
-        """The same tensor while the number of parameters stays the same: a captured graph goes on
-        writing to it."""
+    def _numbers(self, here: Place, scales: Mapping[torch.device, Tensor | None]) -> dict[str, Any]:
+        # The same tensor while the number of parameters stays the same: a captured graph goes on
+        # writing to it.
         if self._coefficients is None:
             self._coefficients = {}
-        known = self._coefficients.get((group, device))
+        known = self._coefficients.get((here.group, here.device))
         values = None if known is None else known[1]
-        if values is None or len(values) != len(params):
-            values = torch.ones(len(params), dtype=torch.float32, device=device)
-        self._coefficients[group, device] = (params, values)
-        return {"coefficients": values}
+        if values is None or len(values) != len(here.params):
+            values = torch.ones(len(here.params), dtype=torch.float32, device=here.device)
+        self._coefficients[here.group, here.device] = (here.params, values)
+        return {**super()._numbers(here, scales), "coefficients": values}
 
     def _keep(self, call: Call) -> Kept | None:
         """None for DTensors: both halves of their step take lists."""
