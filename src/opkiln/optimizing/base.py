@@ -62,9 +62,9 @@ class ListOptimizer(CompiledStep, torch.optim.Optimizer):
     OWNER: ClassVar[str]  # its name in messages
     BUILDER: ClassVar[type[OpBuilder]]  # the op; its function that makes a step is `<NAME>_`
     STATES: ClassVar[tuple[str, ...]]  # in the order of the op's arguments
-    # Hyperparameters besides `lr` and `betas`: finite numbers of at least 0, and flags of the op.
+    # Hyperparameters that are finite numbers of at least 0, besides `lr`.
     NUMBERS: ClassVar[tuple[str, ...]]
-    FLAGS: ClassVar[tuple[str, ...]] = ("maximize",)
+    FLAGS: ClassVar[tuple[str, ...]] = ("maximize",)  # hyperparameters that are true or false
     DEVICES: ClassVar[tuple[str, ...]]  # types of devices that parameters may be on
     DEVICES_TEXT: ClassVar[str]  # the same in messages
     ALTERNATIVE: ClassVar[str]  # the optimizer to use for parameters on other devices

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from opkiln.errors import ArgumentTypeError, UsageError
 from opkiln.optimizing.base import ListOptimizer
@@ -12,8 +12,8 @@ class Adam(ListOptimizer):
     """Adam and AdamW."""
 
     STATES = ("exp_avg", "exp_avg_sq")
-    NUMBERS = ("eps", "weight_decay")
-    FLAGS = ("adamw_mode", "bias_correction", "maximize")
+    NUMBERS: ClassVar[tuple[str, ...]] = ("eps", "weight_decay")
+    FLAGS: ClassVar[tuple[str, ...]] = ("adamw_mode", "bias_correction", "maximize")
 
     def _check(self, group: dict[str, Any], where: str = "") -> None:
         if not isinstance(group["bias_correction"], bool):
