@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -89,7 +88,9 @@ def _native(name: str) -> Any:
 
 def _reference(name: str) -> Any:
     """The op's functions in PyTorch."""
-    return import_module(f"opkiln.ops.{name}.reference")
+    from opkiln import get_builder
+
+    return get_builder(name).reference()
 
 
 @pytest.fixture(params=["native", "reference"])
@@ -111,7 +112,7 @@ def served_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 
     for optimizer, name in HOST_OPTIMIZERS.items():
         ops = _native(name) if request.param == "native" else _reference(name)
-        monkeypatch.setattr(getattr(optim, optimizer), "_ops", ops)
+        monkeypatch.setattr(getattr(optim, optimizer), "_ops", {"cpu": ops})
     return str(request.param)
 
 

@@ -51,7 +51,7 @@ class Pair:
         self.ours, self.theirs = (
             kind(params, lr=1e-2, weight_decay=0.1) for params in (self.mine, self.other)
         )
-        self.ours._ops = self.ops
+        self.ours._ops = {"cpu": self.ops}
 
     def both(self) -> list[tuple[list[Tensor], Any]]:
         return [(self.mine, self.ours), (self.other, self.theirs)]
@@ -224,7 +224,7 @@ def test_what_changes_between_steps_is_seen(change: Callable[[Pair], None], pair
 
 def test_lists_that_an_op_has_lost_are_handed_over_and_kept_again(pair: Pair) -> None:
     (kept,) = pair.ours._plans.of_group.values()
-    getattr(pair.ops._ops, f"{pair.ops._op}_forget")(kept.ticket)
+    getattr(pair.ops._ops, f"{pair.ops._op}_forget")(*kept.handles)
     del kept
     for seed in range(3, 8):
         pair.step(seed)
@@ -309,7 +309,8 @@ def test_a_sparse_gradient_of_a_later_group_is_refused_before_anything_moves() -
 def test_parameters_with_other_strides_are_never_kept(name: str, native_optimizer: None) -> None:
     param = torch.randn(6, 8).t().requires_grad_()
     optimizer = getattr(optim, name)([param])
-    optimizer._ops = ops = Counting(KINDS[name])
+    ops = Counting(KINDS[name])
+    optimizer._ops = {"cpu": ops}
     for seed in range(4):
         param.grad = torch.full((6, 8), float(seed)).t()
         optimizer.step()
@@ -318,7 +319,7 @@ def test_parameters_with_other_strides_are_never_kept(name: str, native_optimize
 
 @pytest.mark.parametrize("through", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))])
 def test_a_copy_keeps_lists_of_its_own(through: Callable[[Any], Any], pair: Pair) -> None:
-    pair.ours._ops = None
+    pair.ours._ops = {}
     copied = through(pair.ours)
     params = copied.param_groups[0]["params"]
     before = [param.detach().clone() for param in pair.mine]

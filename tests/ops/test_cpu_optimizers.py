@@ -281,8 +281,8 @@ def test_nothing_else_is_done_while_a_step_is_in_flight(
     params = parameters((4,))
     optimizer = stepped(kind, params, 1)
     saved, expected = optimizer.state_dict(), copy.deepcopy(optimizer)
-    held = _Held(kind._ops)
-    monkeypatch.setattr(kind, "_ops", held)
+    held = _Held(kind._ops["cpu"])
+    monkeypatch.setattr(kind, "_ops", {"cpu": held})
     give_gradients(params)
     handle = optimizer.step_in_background()
     try:

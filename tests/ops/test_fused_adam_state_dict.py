@@ -19,6 +19,7 @@ from adam_models import (
     twins,
 )  # fmt: skip
 
+from opkiln import get_builder
 from opkiln.errors import UsageError
 from opkiln.ops.fused_adam import reference
 from opkiln.optim import CPUAdam, FusedAdam
@@ -26,10 +27,8 @@ from opkiln.optim import CPUAdam, FusedAdam
 
 @pytest.fixture(autouse=True)
 def _served_by_references(monkeypatch: pytest.MonkeyPatch) -> None:
-    from opkiln.ops.cpu_adam import reference as cpu
-
     monkeypatch.setattr(FusedAdam, "_ops", {"cpu": reference})
-    monkeypatch.setattr(CPUAdam, "_ops", cpu)
+    monkeypatch.setattr(CPUAdam, "_ops", {"cpu": get_builder("cpu_adam").reference()})
 
 
 @pytest.mark.parametrize("options", [{}, {"fused": True}, {"capturable": False, "foreach": True}])

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from opkiln import machine
-from opkiln.accelerator.interface import Answer
+from opkiln.accelerator.interface import Answer, itt
 from opkiln.accelerator.one_device import HostEvent, OneDevice
-from opkiln.accelerator.streams import itt
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -8,8 +8,9 @@ from opkiln.accelerator.one_device import Chosen, HostStream, OneDevice
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from types import SimpleNamespace
-    from typing import Any
+    from typing import Any, ClassVar
 
     import torch
 
@@ -31,10 +32,17 @@ class MpsStream(HostStream):
 
 
 class MpsAccelerator(OneDevice):
-    """``torch.mps``: one stream, and an allocator that records no peaks."""
+    """``torch.mps``: one stream, and an allocator that records no peaks. In place of a peak, it
+    says what it holds now."""
 
     name = "mps"
     device_type = "mps"
+    _RENAMED: ClassVar[Mapping[str, str]] = {
+        "memory_allocated": "current_allocated_memory",
+        "max_memory_allocated": "driver_allocated_memory",
+        "memory_reserved": "driver_allocated_memory",
+        "max_memory_reserved": "driver_allocated_memory",
+    }
     DEFAULT = MpsStream()
 
     @classmethod
@@ -64,20 +72,6 @@ class MpsAccelerator(OneDevice):
         return generator
 
     # Memory, shared with the host
-
-    def memory_allocated(self, device_index: int | None = None) -> int:  # noqa: ARG002
-        return int(self.module().current_allocated_memory())
-
-    def max_memory_allocated(self, device_index: int | None = None) -> int:
-        """What the allocator holds now: the closest to a peak that it counts."""
-        return self.memory_reserved(device_index)
-
-    def memory_reserved(self, device_index: int | None = None) -> int:  # noqa: ARG002
-        return int(self.module().driver_allocated_memory())
-
-    def max_memory_reserved(self, device_index: int | None = None) -> int:
-        """What the allocator holds now: the closest to a peak that it counts."""
-        return self.memory_reserved(device_index)
 
     def memory_stats(self, device_index: int | None = None) -> dict[str, Any]:
         return {

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from opkiln.accelerator.interface import Accelerator, Answer
-from opkiln.accelerator.streams import itt
+from opkiln.accelerator.interface import Accelerator, Answer, itt
 from opkiln.devices.installed import why_torch_lacks
 from opkiln.toolchain.libsycl import closed_gpus, intel_gpus
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Any
+    from collections.abc import Mapping
+    from typing import Any, ClassVar
 
 
 class XpuAccelerator(Accelerator):
@@ -21,6 +21,8 @@ class XpuAccelerator(Accelerator):
     EXPORTED = ("CCL", "ZE_", "SYCL")
     VISIBLE = ("ZE_AFFINITY_MASK",)
     TRITON = True
+    # torch.xpu has no default stream. Until another one is chosen, it is the current one.
+    _RENAMED: ClassVar[Mapping[str, str]] = {"default_stream": "current_stream"}
 
     @classmethod
     def look(cls, root: str = "/", *, asked: bool = False) -> Answer:  # noqa: ARG003
@@ -34,10 +36,6 @@ class XpuAccelerator(Accelerator):
         if why := why_torch_lacks("XPU"):
             return Answer(cls.name, False, f"{why}; the GPU is there: {nodes[0]}")
         return Answer(cls.name, True, f"{len(nodes)} x Intel GPU ({', '.join(nodes)})")
-
-    def default_stream(self, device_index: int | None = None) -> Any:
-        # torch.xpu has no default stream. Until another one is chosen, it is the current one.
-        return self.current_stream(device_index)
 
     def _marks(self) -> Any:
         return itt()

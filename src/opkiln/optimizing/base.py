@@ -1,31 +1,56 @@
-"""The base class of the fused and the host optimizers: groups, plans, state dicts."""
+"""The base class of the fused and the host optimizers: groups, calls, kept lists, state dicts."""
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from itertools import repeat
+from operator import attrgetter, is_
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from opkiln.errors import ArgumentError, UsageError
+from opkiln.errors import ArgumentError, ArgumentTypeError, UsageError
+from opkiln.optimizing.calls import Call, Kept
 from opkiln.optimizing.checks import (
+    DTYPES,
     MASTER,
-    check_dtypes,
+    check_betas,
     check_form,
+    check_numbers,
     check_saved_group,
     check_saved_state,
+    name_in,
     own_entries,
     place,
-    refuse_partials,
+    sparse_gradient,
 )
-from opkiln.optimizing.states import ParamState, Plans, watchable
+from opkiln.optimizing.sharded import gradient_parts, has_shards, refuse_partial
+from opkiln.optimizing.states import ParamState, Plans, is_capturing, watchable
 from opkiln.optimizing.stepping import CompiledStep
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping, Sequence
+
+    from torch.optim.optimizer import ParamsT
 
     from opkiln.builder import OpBuilder
+
+_IN_GROUPS = {"adamw_mode": "decoupled_weight_decay"}  # torch's name, so state dicts have it
+_GRAD = attrgetter("grad")
+_LAYOUT = attrgetter("layout")
+_DEVICE = attrgetter("device")
+
+
+class Place(NamedTuple):
+    """The parameters of a group on one device, and their gradients; local parts for DTensors."""
+
+    group: int
+    device: torch.device
+    params: list[Tensor]
+    grads: list[Tensor]
+    sparse: list[Tensor]  # parameters of the group that have a sparse gradient
+    kept: Kept | None = None
 
 
 class ListOptimizer(CompiledStep, torch.optim.Optimizer):
@@ -37,35 +62,81 @@ class ListOptimizer(CompiledStep, torch.optim.Optimizer):
     OWNER: ClassVar[str]  # its name in messages
     BUILDER: ClassVar[type[OpBuilder]]  # the op; its function that makes a step is `<NAME>_`
     STATES: ClassVar[tuple[str, ...]]  # in the order of the op's arguments
+    # Hyperparameters that are finite numbers of at least 0, besides `lr`.
+    NUMBERS: ClassVar[tuple[str, ...]]
+    FLAGS: ClassVar[tuple[str, ...]] = ("maximize",)  # hyperparameters that are true or false
     DEVICES: ClassVar[tuple[str, ...]]  # types of devices that parameters may be on
     DEVICES_TEXT: ClassVar[str]  # the same in messages
     ALTERNATIVE: ClassVar[str]  # the optimizer to use for parameters on other devices
     IN_DEEPSPEED: ClassVar[Mapping[str, str]] = {}  # states that have another name there
     COUNTED: ClassVar[bool] = True  # steps differ by their number: a saved state must have it
+    SPARSE: ClassVar[bool] = False  # the op has a function for sparse gradients
     # Options that are in the defaults, which are pickled with the optimizer, but not in the groups:
     # a checkpoint must not decide how this process keeps states.
     OPTIONS: ClassVar[tuple[str, ...]]
 
-    _plans: Plans[Any] | None = None
+    _ops: Mapping[str, Any] = {}  # by type of device
+    _plans: Plans | None = None
+
+    def __init__(self, params: ParamsT, defaults: dict[str, Any], **options: Any) -> None:
+        """``options`` has a value for each of ``OPTIONS``."""
+        self._check(defaults)
+        super().__init__(params, {**defaults, **options})
 
     # A subclass defines these
 
-    def _check(self, group: dict[str, Any], where: str = "") -> None:
-        """Raises UsageError for a hyperparameter out of range."""
+    def _calls(self, copies: Mapping[Tensor, Tensor], grad_scale: float) -> list[Call]:
+        """The calls that make up a step.
+
+        Everything that Python can check is checked here, before the first call.
+        """
         raise NotImplementedError
 
-    def _hyper(self, group: dict[str, Any]) -> dict[str, Any]:
-        """The op's scalar arguments, without those that the caller adds."""
+    def _keep(self, call: Call) -> Kept | None:
+        """Have the op keep the lists of a call. None if it keeps nothing. Raises its errors."""
         raise NotImplementedError
 
-    def _check_group(self, index: int, group: dict[str, Any]) -> None:
-        """Raises UsageError for a new group that this optimizer cannot step."""
-
-    def _take_over(self, loaded: dict[str, Any]) -> None:
-        """Take over the states of a state dict that torch has just loaded."""
+    def _loaded_step(self, made: float, device: torch.device) -> Any:
+        """The count of steps for states on this device, from a saved count."""
         raise NotImplementedError
+
+    def _state_dtypes(self, param: Tensor) -> dict[str, torch.dtype]:
+        """The types that a parameter's states are kept in, by their names."""
+        raise NotImplementedError
+
+    def _reads_gradients(self) -> bool:
+        """Whether a sparse gradient must be found before the first call."""
+        return True
 
     # The same for all
+
+    def _check(self, group: dict[str, Any], where: str = "") -> None:
+        """Raises UsageError for a hyperparameter out of range."""
+        check_numbers(group, "lr", *self.NUMBERS, where=where)
+        if "betas" in group:
+            check_betas(group, where)
+
+    def _hyper(self, group: dict[str, Any]) -> dict[str, Any]:
+        """The op's scalar arguments, without the learning rate and what scales gradients."""
+        # Numbers may be tensors, as torch's schedulers allow.
+        given = group["betas"] if "betas" in self.defaults else ()
+        betas = {f"beta{i}": float(beta) for i, beta in enumerate(given, 1)}
+        numbers = {name: float(group[name]) for name in self.NUMBERS}
+        flags = {name: bool(group[_IN_GROUPS.get(name, name)]) for name in self.FLAGS}
+        return {**betas, **numbers, **flags}
+
+    def _check_param(self, param: Tensor, name: str) -> None:
+        """Raises UsageError for a parameter that this optimizer cannot step."""
+        if param.dtype not in DTYPES:
+            raise ArgumentTypeError(
+                f"{name} has dtype {param.dtype}, expected float32, bfloat16 or float16"
+            )
+        refuse_partial(param, name)
+        if param.device.type not in self.DEVICES:
+            raise ArgumentError(
+                f"{name} is on {param.device}: {self.OWNER} steps parameters {self.DEVICES_TEXT}",
+                hint=self.ALTERNATIVE,
+            )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's. If it raises UsageError, nothing is added."""
@@ -76,16 +147,8 @@ class ListOptimizer(CompiledStep, torch.optim.Optimizer):
             for name in self.OPTIONS:
                 group.pop(name, None)
             self._check(group)
-            check_dtypes(index, group)
-            refuse_partials(index, group)
             for i, param in enumerate(group["params"]):
-                if param.device.type not in self.DEVICES:
-                    raise ArgumentError(
-                        f"{place(index, group, i)} is on {param.device}: "
-                        f"{self.OWNER} steps parameters {self.DEVICES_TEXT}",
-                        hint=self.ALTERNATIVE,
-                    )
-            self._check_group(index, group)
+                self._check_param(param, place(index, group, i))
         except UsageError:
             self.param_groups.pop()
             raise
@@ -158,12 +221,11 @@ class ListOptimizer(CompiledStep, torch.optim.Optimizer):
         there = self.IN_DEEPSPEED.get(name, name)
         return there if name not in saved and there in saved else name
 
-    def _new_states(
-        self, loaded: dict[str, Any]
-    ) -> Iterator[tuple[int, Tensor, ParamState, dict[str, Any], Any]]:
-        """For each parameter with a saved state: its group, itself, a new state for it without
-        another rule's entries, the saved state and the count of steps. Drops all plans first."""
+    def _take_over(self, loaded: dict[str, Any]) -> None:
+        """Take over the states of a state dict that torch has just loaded. Another rule's entries
+        are dropped."""
         self._plans = None  # they hold the old states
+        counts: dict[tuple[int, torch.device, float], Any] = {}  # equal ones of a group are shared
         pairs = zip(self.param_groups, loaded["param_groups"], strict=True)
         for index, (group, saved_group) in enumerate(pairs):
             for key, value in self.defaults.items():
@@ -176,11 +238,105 @@ class ListOptimizer(CompiledStep, torch.optim.Optimizer):
                 state = ParamState(own_entries(self.state[param], param, self.STATES))
                 state.pop(MASTER, None)
                 self.state[param] = state
+                for name, dtype in self._state_dtypes(param).items():
+                    if (there := self._saved_name(saved, name)) in saved:
+                        state[name] = saved[there].to(device=param.device, dtype=dtype)
                 # DeepSpeed's fused optimizers, and old versions of its others, have the count in
                 # the group.
-                yield index, param, state, saved, saved.get("step", saved_group.get("step", 0))
+                made = float(saved.get("step", saved_group.get("step", 0)))
+                if (count := (index, param.device, made)) not in counts:
+                    counts[count] = self._loaded_step(made, param.device)
+                state["step"] = counts[count]
 
-    def _known_plans(self) -> Plans[Any]:
+    # Steps
+
+    def _load(self, kind: str) -> Any:
+        """The op's functions for this type of device."""
+        if kind not in self._ops:
+            backend = kind if kind == "cpu" or torch.version.hip is None else "rocm"
+            self._ops = {**self._ops, kind: self.BUILDER(backend=backend).load()}
+        return self._ops[kind]
+
+    def _make_step(self, copies: Mapping[Tensor, Tensor], grad_scale: float) -> None:
+        self._make(self._calls(copies, grad_scale))
+
+    def _make(self, calls: Sequence[Call]) -> None:
+        for call in calls:
+            if not self._run(call):
+                self._plans = None
+
+    def _run(self, call: Call) -> bool:
+        """Whether there was no need to pass lists that the op was to keep."""
+        return call.run(self._load(call.device.type), self.STATES)
+
+    def _places(self, keep: bool = True) -> list[Place]:
+        """Where there are parameters with gradients. Raises UsageError for a gradient that the op
+        does not take. Without ``keep`` no kept lists are used."""
+        plans = self._known_plans()
+        return [
+            each
+            for index, group in enumerate(self.param_groups)
+            for each in self._places_of(index, group, plans, keep)
+        ]
+
+    def _places_of(
+        self, index: int, group: dict[str, Any], plans: Plans, keep: bool
+    ) -> list[Place]:
+        params: list[Tensor] = group["params"]
+        grads: list[Any] = list(map(_GRAD, params))
+        if any(map(is_, grads, repeat(None))):
+            params = [param for param in params if param.grad is not None]
+            grads = list(map(_GRAD, params))
+        kept = plans.of_group.get(index)
+        if kept is not None and is_capturing(kept.call.device):
+            kept = None  # a graph may outlive the plan, so this step uses lists; the plan stays
+        elif kept is not None and not (keep and kept.fits(params)):
+            plans.drop(index)
+            kept = None
+        sparse: list[Tensor] = []
+        must_look = kept is None or self._reads_gradients()
+        if must_look and set(map(_LAYOUT, grads)) - {torch.strided}:
+            if not self.SPARSE:
+                raise sparse_gradient(self.OWNER, index, group)
+            plans.drop(index)
+            kept = None
+            sparse = [p for p, g in zip(params, grads, strict=True) if g.is_sparse]
+            params = [p for p, g in zip(params, grads, strict=True) if not g.is_sparse]
+            grads = list(map(_GRAD, params))
+        # Kept lists know whether there are DTensors among these parameters.
+        if has_shards(params) if kept is None else kept.sharded:
+            grads = gradient_parts(params, grads, name_in(index, group))
+        if kept is not None:
+            return [Place(index, kept.call.device, kept.call.params, grads, sparse, kept)]
+        devices = [torch.device("cpu")]
+        if len(self.DEVICES) > 1:
+            devices = list(dict.fromkeys(map(_DEVICE, params)))
+        if len(devices) == 1:
+            # A copy: plans compare later parameters with it, and the group's own list may change.
+            return [Place(index, devices[0], params[:], grads, sparse)]
+        return [
+            Place(
+                index,
+                device,
+                [param for param in params if param.device == device],
+                [g for param, g in zip(params, grads, strict=True) if param.device == device],
+                sparse,
+            )
+            for device in devices
+        ]
+
+    def _kept_for(self, here: Place, call: Call) -> Kept | None:
+        """Kept lists, if these are stepped for the second time: they will probably be again."""
+        plans = self._known_plans()
+        if len(here.params) != len(self.param_groups[here.group]["params"]):
+            return None
+        if not plans.again(here.group, here.params):
+            return None
+        if here.group not in plans.of_group:
+            plans.of_group[here.group] = self._keep(call) if plans.watch(call.states) else None
+        return plans.of_group[here.group]
+
+    def _known_plans(self) -> Plans:
         if self._plans is None or not self._plans.are_for(self.state):
             # New, or a copy, or torch has loaded a state dict.
             self.state = states = watchable(self.state)

@@ -45,10 +45,18 @@ def fused_schemas(op: str, states: Sequence[str], hyper: str) -> tuple[str, str,
     return step, plan, planned
 
 
+def _reference(builder: OpBuilder) -> SimpleNamespace:
+    """The functions of ``ops/<name>/reference.py``, and those for kept lists and plans."""
+    from opkiln.optimizing.references import reference_of
+
+    return reference_of(builder.NAME)
+
+
 class FusedBuilder(CUDAOpBuilder):
     """An op over lists of tensors, from ``ops/<name>``."""
 
     BACKENDS = ("cuda", "rocm", "cpu")
+    reference = _reference
 
     def sources(self) -> list[str]:
         return [f"ops/{self.NAME}/{'cpu.cpp' if self.build_for_cpu else 'cuda.cu'}"]
@@ -97,6 +105,8 @@ def host_schemas(op: str, states: Sequence[str], hyper: str) -> tuple[str, ...]:
 
 class HostBuilder(OpBuilder):
     """An op over lists of tensors in host memory, from ``ops/<name>``."""
+
+    reference = _reference
 
     def sources(self) -> list[str]:
         return [f"ops/{self.NAME}/cpu.cpp"]

@@ -17,10 +17,8 @@ from torch import Tensor
 
 from opkiln.errors import ArgumentError, ArgumentTypeError, UsageError
 from opkiln.optimizing.sharded import (
-    has_shards,
     is_sharded,
     placement_text,
-    refuse_partial,
     same_placement,
 )
 
@@ -60,23 +58,6 @@ def check_betas(group: dict[str, Any], where: str = "") -> None:
             raise ArgumentError(
                 f"{where}betas[{i}] is {float(beta)}, expected at least 0 and less than 1"
             )
-
-
-def check_dtypes(index: int, group: dict[str, Any]) -> None:
-    """Raises UsageError for a parameter of a type that the ops do not take."""
-    for i, param in enumerate(group["params"]):
-        if param.dtype not in DTYPES:
-            raise ArgumentTypeError(
-                f"{place(index, group, i)} has dtype {param.dtype}, "
-                "expected float32, bfloat16 or float16"
-            )
-
-
-def refuse_partials(index: int, group: dict[str, Any]) -> None:
-    """Raises UsageError for a DTensor that is a partial sum: no rank has its values."""
-    if has_shards(group["params"]):
-        for i, param in enumerate(group["params"]):
-            refuse_partial(param, place(index, group, i))
 
 
 def sparse_gradient(owner: str, index: int, group: dict[str, Any]) -> UsageError:

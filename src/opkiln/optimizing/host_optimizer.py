@@ -3,31 +3,31 @@
 from __future__ import annotations
 
 import math
+import weakref
+from collections import deque
 from itertools import repeat
-from operator import attrgetter, is_, itemgetter
-from typing import Any, ClassVar, overload
+from operator import itemgetter
+from typing import Any, TypeVar, overload
 
 import torch
 from torch import Tensor
 
-from opkiln.errors import ArgumentError, UsageError
-from opkiln.optimizing.base import ListOptimizer
-from opkiln.optimizing.checks import as_number, name_in, sparse_gradient
-from opkiln.optimizing.host_calls import Call, Kept, alike, check_copies, dense_gradients, take
-from opkiln.optimizing.sharded import gradient_parts, has_shards
-from opkiln.optimizing.states import ParamState, Plans
+from opkiln.errors import ArgumentError, ArgumentTypeError, UsageError
+from opkiln.optimizing.base import ListOptimizer, Place
+from opkiln.optimizing.calls import Call, Kept
+from opkiln.optimizing.checks import DTYPES, as_number, place
+from opkiln.optimizing.sharded import gradient_parts, has_shards, placement_text, same_placement
+from opkiln.optimizing.states import ParamState
 from opkiln.optimizing.stepping import StepHandle
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from torch.optim.optimizer import ParamsT
+    from collections.abc import Callable, Hashable, Mapping, Sequence
 
 FP32_STATES = "fp32_optimizer_states"
-_GRAD = attrgetter("grad")
-_LAYOUT = attrgetter("layout")
+_CPU = torch.device("cpu")
 _STEP = itemgetter("step")
+_T = TypeVar("_T")
 
 
 class HostOptimizer(ListOptimizer):
@@ -39,21 +39,12 @@ class HostOptimizer(ListOptimizer):
     DEVICES = ("cpu",)
     DEVICES_TEXT = "in host memory"
     OPTIONS = (FP32_STATES,)
-    SPARSE: ClassVar[bool] = False  # the op has a function for sparse gradients
 
-    _ops: Any = None
-    _plans: Plans[Kept] | None = None
     _last: list[Call] | None = None  # the calls of the last step, without their gradients
     _pending: StepHandle | None = None
     _opt_called: bool
 
-    def __init__(
-        self, params: ParamsT, defaults: dict[str, Any], *, fp32_optimizer_states: bool
-    ) -> None:
-        self._check(defaults)
-        super().__init__(params, {**defaults, FP32_STATES: fp32_optimizer_states})
-
-    # A subclass defines these. ``_hyper`` leaves out ``step``, ``lr`` and ``grad_scale``.
+    # A subclass defines these
 
     def _initial(self) -> float:
         """The initial value of states."""
@@ -119,7 +110,7 @@ class HostOptimizer(ListOptimizer):
         self._refuse_in_flight("step_in_background()")
         with torch.no_grad():
             calls = self._calls(copies or {}, grad_scale)
-        self._load()  # in this thread, because it may have to be built
+        self._load("cpu")  # in this thread, because it may have to be built
 
         def work() -> None:
             with torch.no_grad():  # each thread has its own setting
@@ -143,7 +134,7 @@ class HostOptimizer(ListOptimizer):
         calls = []
         for call in self._last:
             if call.function == self._function:
-                gradients = dense_gradients(call.params)
+                gradients = _dense_gradients(call.params)
             else:
                 gradients = self._sparse_gradients(call.params)
             if gradients is None:
@@ -152,10 +143,11 @@ class HostOptimizer(ListOptimizer):
                     hint="call rollback() before zero_grad()",
                 )
             function = f"{call.function}rollback_"
-            calls.append(call._replace(function=function, gradients=gradients, kept=None))
+            calls.append(call._replace(function=function, gradients=gradients))
         with torch.no_grad():
             for call in calls:
-                call.run(self._load(), self.STATES, step_after=call.step - 1)
+                super()._run(call)
+                _set_counts(call.states, call.step - 1)
         self._last = None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -184,15 +176,6 @@ class HostOptimizer(ListOptimizer):
     def _function(self) -> str:
         return f"{self.BUILDER.NAME}_"
 
-    def _load(self) -> Any:
-        """The op's functions."""
-        if self._ops is None:
-            self._ops = self.BUILDER().load()
-        return self._ops
-
-    def _make_step(self, copies: Mapping[Tensor, Tensor], grad_scale: float) -> None:
-        self._make(self._calls(copies, grad_scale))
-
     def _refuse_in_flight(self, what: str) -> None:
         if self._pending is not None:
             if self._pending.in_flight:
@@ -205,79 +188,58 @@ class HostOptimizer(ListOptimizer):
 
     def _take_over(self, loaded: dict[str, Any]) -> None:
         self._last = None  # it holds the old states
-        for _, param, state, saved, made in self._new_states(loaded):
-            state["step"] = int(made)
-            for name in self.STATES:
-                tensor = saved[self._saved_name(saved, name)]
-                state[name] = tensor.to(device="cpu", dtype=self._state_dtype(param))
+        super()._take_over(loaded)
 
-    def _state_dtype(self, param: Tensor) -> torch.dtype:
-        return torch.float32 if self.defaults[FP32_STATES] else param.dtype
+    def _loaded_step(self, made: float, _: torch.device) -> int:
+        return int(made)
+
+    def _state_dtypes(self, param: Tensor) -> dict[str, torch.dtype]:
+        dtype = torch.float32 if self.defaults[FP32_STATES] else param.dtype
+        return dict.fromkeys(self.STATES, dtype)
 
     def _calls(self, copies: Mapping[Tensor, Tensor], grad_scale: float) -> list[Call]:
-        """The calls that make up a step: one per group, more if steps or copies differ.
-
-        Everything that Python can check is checked here, before the first call.
-        """
+        """One call per group, more if steps or copies differ."""
         if not 0 < as_number("grad_scale", grad_scale) < math.inf:
             raise ArgumentError(f"grad_scale is {grad_scale}, expected a finite number above 0")
         if copies:
-            check_copies(self.param_groups, copies)
-        # There are two loops, so that the second makes states only after every check.
-        found: list[tuple[list[Tensor], list[Tensor], list[Tensor]]] = []
+            _check_copies(self.param_groups, copies)
         for index, group in enumerate(self.param_groups):
             self._check(group, f"param_groups[{index}]: ")
-            params: list[Tensor] = group["params"]
-            grads: list[Any] = list(map(_GRAD, params))
-            if any(map(is_, grads, repeat(None))):
-                params = [param for param in params if param.grad is not None]
-                grads = list(map(_GRAD, params))
-            sparse: list[Tensor] = []
-            if set(map(_LAYOUT, grads)) - {torch.strided}:
-                if not self.SPARSE:
-                    raise sparse_gradient(self.OWNER, index, group)
-                sparse = [p for p, g in zip(params, grads, strict=True) if g.is_sparse]
-                params = [p for p, g in zip(params, grads, strict=True) if not g.is_sparse]
-                grads = list(map(_GRAD, params))
-            found.append((params, grads, sparse))
+        places = self._places(keep=not copies)
         calls: list[Call] = []
-        for index, (params, grads, sparse) in enumerate(found):
-            if sparse:
-                calls += self._sparse_calls(index, sparse, copies)
-            calls += self._dense_calls(index, params, grads, copies)
-        scale = float(grad_scale)
-        return [call._replace(hyper={**call.hyper, "grad_scale": scale}) for call in calls]
+        for here in places:  # makes states, so it comes after every check
+            if here.sparse:
+                calls += self._sparse_calls(here.group, here.sparse, copies)
+            calls += self._dense_calls(here, copies)
+        for call in calls:
+            call.hyper["grad_scale"] = float(grad_scale)
+        return calls
 
-    def _dense_calls(
-        self,
-        index: int,
-        params: list[Tensor],
-        grads: list[Tensor],
-        copies: Mapping[Tensor, Tensor],
-    ) -> list[Call]:
+    def _dense_calls(self, here: Place, copies: Mapping[Tensor, Tensor]) -> list[Call]:
         """The calls for dense gradients. If the parameters are the same again, it is one call with
         kept lists."""
-        plans = self._known_plans()
-        kept = plans.of_group.get(index)
-        if kept is not None and (copies or not kept.fits(params)):
-            kept = None
-            plans.drop(index)
-        # Kept lists know whether there are DTensors among these parameters.
-        if has_shards(params) if kept is None else kept.sharded:
-            grads = gradient_parts(params, grads, name_in(index, self.param_groups[index]))
+        kept = here.kept
         if kept is not None:
-            step = kept.step + 1
-            hyper = self._hyper_at(step, self.param_groups[index])
-            call = Call(self._function, kept.params, [grads], kept.states, [], step, hyper, kept)
+            step = kept.call.states[0]["step"] + 1
+            hyper = self._hyper_at(step, self.param_groups[here.group])
+            call = kept.call._replace(gradients=[here.grads], step=step, hyper=hyper, kept=kept)
             return [call]
-        calls = self._calls_of(index, self._function, params, [grads], copies)
-        whole = len(calls) == 1 and len(params) == len(self.param_groups[index]["params"])
-        if copies or not whole or not plans.again(index, params) or index in plans.of_group:
-            return calls
-        plans.of_group[index] = kept = (
-            Kept.of(self._load(), calls[0], self.STATES) if plans.watch(calls[0].states) else None
-        )
-        return [calls[0]._replace(kept=kept)]
+        calls = self._calls_of(here.group, self._function, here.params, [here.grads], copies)
+        if len(calls) == 1 and not copies:
+            return [calls[0]._replace(kept=self._kept_for(here, calls[0]))]
+        return calls
+
+    def _keep(self, call: Call) -> Kept | None:
+        ops = self._load("cpu")
+
+        def keep(params: list[Tensor], _: list[Tensor], *others: list[Tensor]) -> Sequence[Tensor]:
+            ticket = getattr(ops, f"{self._function}keep")(params, *others)
+            if ticket.numel():
+                forget = getattr(ops, f"{self._function}forget")
+                weakref.finalize(ticket, forget, ticket.clone()).atexit = False
+            return [ticket]
+
+        return Kept.of(call, self.STATES, f"{self._function}kept_", keep, by_address=False)
 
     def _hyper_at(self, step: int, group: dict[str, Any]) -> dict[str, Any]:
         """The op's scalar arguments without ``grad_scale``."""
@@ -302,17 +264,18 @@ class HostOptimizer(ListOptimizer):
         calls = []
         found: list[Any] = list(map(copies.get, params)) if copies else [None] * len(params)
         copied = [copy is not None for copy in found]
-        for members in alike(list(zip(steps, copied, strict=True)) if copies else steps):
+        for members in _alike(list(zip(steps, copied, strict=True)) if copies else steps):
             first = members[0]
-            part = take(params, members)
             step = steps[first] + 1
             calls.append(
                 Call(
                     function,
-                    params=part,
-                    gradients=[take(row, members) for row in gradients],
-                    states=take(states, members),
-                    copies=take(found, members) if copied[first] else [],
+                    _CPU,
+                    params=_take(params, members),
+                    gradients=[_take(row, members) for row in gradients],
+                    states=_take(states, members),
+                    masters=[],
+                    last=_take(found, members) if copied[first] else [],
                     step=step,
                     hyper=self._hyper_at(step, self.param_groups[index]),
                 )
@@ -323,16 +286,78 @@ class HostOptimizer(ListOptimizer):
         """The state of a parameter. It is made if there is none."""
         state: dict[str, Any] = self.state[param]
         if not state:
-            dtype = self._state_dtype(param)
             entries: dict[str, Any] = {"step": 0}
-            for name in self.STATES:
+            for name, dtype in self._state_dtypes(param).items():
                 entries[name] = torch.full_like(param, self._initial(), dtype=dtype)
             state = self.state[param] = ParamState(entries)
         return state
 
-    def _make(self, calls: list[Call]) -> None:
+    def _make(self, calls: Sequence[Call]) -> None:
         self._last = []
-        for call in calls:
-            if not call.run(self._load(), self.STATES, step_after=call.step):
-                self._plans = None
-            self._last.append(call._replace(gradients=[], kept=None))
+        super()._make(calls)
+
+    def _run(self, call: Call) -> bool:
+        served = super()._run(call)
+        _set_counts(call.states, call.step)
+        assert self._last is not None
+        self._last.append(call._replace(gradients=[], kept=None))
+        return served
+
+
+def _set_counts(states: list[dict[str, Any]], step: int) -> None:
+    # Not through the watched dicts: the kept lists stay valid, because all states change alike.
+    deque(map(dict.__setitem__, states, repeat("step"), repeat(step)), maxlen=0)
+
+
+def _dense_gradients(params: list[Tensor]) -> list[list[Tensor]] | None:
+    """The gradients, as an op's lists; None if one is missing or sparse."""
+    grads: list[Any] = [param.grad for param in params]
+    if any(grad is None or grad.layout is not torch.strided for grad in grads):
+        return None
+    return [gradient_parts(params, grads, _by_shape) if has_shards(params) else grads]
+
+
+def _by_shape(param: Tensor) -> str:
+    return f"a parameter of shape {tuple(param.shape)}"
+
+
+def _alike(keys: Sequence[Hashable]) -> list[Sequence[int]]:
+    """The positions of equal keys, for each distinct key."""
+    if keys and keys.count(keys[0]) == len(keys):
+        return [range(len(keys))]
+    return [[i for i, other in enumerate(keys) if other == key] for key in dict.fromkeys(keys)]
+
+
+def _take(items: list[_T], members: Sequence[int]) -> list[_T]:
+    """The items at these positions, in a new list."""
+    return items[:] if len(members) == len(items) else [items[i] for i in members]
+
+
+def _check_copies(groups: list[dict[str, Any]], copies: Mapping[Tensor, Tensor]) -> None:
+    """Raises UsageError for a copy of the wrong kind, or of a tensor that is not in the groups."""
+    unknown = set(copies).difference(*(group["params"] for group in groups))
+    if unknown:
+        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in unknown)
+        raise ArgumentError(
+            f"unexpected keys in copies, of shapes {shapes}: they are not parameters in the groups"
+        )
+    for index, group in enumerate(groups):
+        for i, param in enumerate(group["params"]):
+            if (copy := copies.get(param)) is not None:
+                _check_copy(f"the copy of {place(index, group, i)}", param, copy)
+
+
+def _check_copy(name: str, param: Tensor, copy: Tensor) -> None:
+    """Raises UsageError for a copy that cannot receive its parameter."""
+    if copy.device.type != "cpu" or copy.dtype not in DTYPES:
+        raise ArgumentTypeError(
+            f"{name} is {copy.dtype} on {copy.device}, "
+            "expected float32, bfloat16 or float16 on the CPU"
+        )
+    if not same_placement(copy, param):
+        raise ArgumentError(
+            f"{name} is {placement_text(copy)}, expected {placement_text(param)}",
+            hint="torch.empty_like(param, dtype=torch.bfloat16)",
+        )
+    if copy.numel() != param.numel():
+        raise ArgumentError(f"{name} has {copy.numel()} elements, not {param.numel()}")

@@ -78,21 +78,17 @@ def same_tensors(some: list[Tensor], others: list[Tensor]) -> bool:
     return len(some) == len(others) and all(map(is_, some, others))
 
 
-class Staged(NamedTuple):
-    """A parameter with gaps between its elements, and the contiguous copy to be stepped instead."""
-
-    param: Tensor
-    contiguous: Tensor
-
-    def write_back(self) -> None:
-        self.param.copy_(self.contiguous)
-
-
 class Laid(NamedTuple):
-    """The lists in the layout that a kernel needs, and the tensors to write back after it."""
+    """The lists in the layout that a kernel needs."""
 
     lists: list[list[Tensor]]
-    staged: list[Staged]
+    # Parameters with gaps between their elements, and contiguous copies to be stepped instead.
+    staged: list[tuple[Tensor, Tensor]]
+
+    def write_back(self) -> None:
+        """Write the copies that were stepped to their parameters."""
+        for param, contiguous in self.staged:
+            param.copy_(contiguous)
 
 
 def lay_out_alike(
@@ -109,18 +105,26 @@ def lay_out_alike(
         return None
     if not in_rows and all(param.is_contiguous() or _is_dense(param) for param in params):
         strides = list(map(Tensor.stride, params))
-        if all(list(map(Tensor.stride, row)) == strides for row in others):
+        if all(_have_strides(row, strides) for row in others):
             return None
-    staged: list[Staged] = []
+    staged: list[tuple[Tensor, Tensor]] = []
     rows = []
     for param, *rest in zip(params, *others, strict=True):
         if param.is_contiguous() or (not in_rows and _is_dense(param)):
             model = param
         else:
             model = param.contiguous()
-            staged.append(Staged(param, model))
+            staged.append((param, model))
         rows.append([model, *(_like(model, tensor) for tensor in rest)])
     return Laid([list(column) for column in zip(*rows, strict=True)], staged)
+
+
+def _have_strides(tensors: list[Tensor], strides: list[tuple[int, ...]]) -> bool:
+    """Whether these are the tensors' strides. One without elements may have any."""
+    own = list(map(Tensor.stride, tensors))
+    return own == strides or all(
+        a == b or not tensor.numel() for a, b, tensor in zip(own, strides, tensors, strict=True)
+    )
 
 
 def _is_dense(tensor: Tensor) -> bool:

@@ -11,6 +11,7 @@ References keep no lists and make no plans. Their functions for that return a re
 from __future__ import annotations
 
 import math
+from importlib import import_module
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -20,7 +21,7 @@ from torch import Tensor
 from opkiln.optimizing.op_calls import Status
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
 # Lists
 
@@ -88,6 +89,18 @@ def not_kept(*_: Any, **__: Any) -> int:
 
 def forget(ticket: Tensor) -> None:
     """An op's ``forget``: there is nothing to forget."""
+
+
+_KEEPING = {
+    "keep": no_ticket, "kept_": not_kept, "forget": forget, "plan": no_plan, "planned_": not_kept,
+}  # fmt: skip
+
+
+def reference_of(op: str) -> SimpleNamespace:
+    """The functions of an op's reference.py, and those for kept lists and plans."""
+    module = import_module(f"opkiln.ops.{op}.reference")
+    keeping = {f"{op}_{name}": function for name, function in _KEEPING.items()}
+    return SimpleNamespace(**vars(module), **keeping)
 
 
 # Ops on host memory
@@ -180,27 +193,44 @@ class Numbers(NamedTuple):
 class Work(NamedTuple):
     """A step whose arguments have been checked."""
 
+    lists: list[list[Tensor]]  # parameters, gradients, states
+    masters: list[Tensor]
+    steps: list[Tensor]
     numbers: list[Numbers]  # one, or one per parameter
     skip: Tensor | None  # if this is true, nothing is written
 
-    def of(self, i: int) -> Numbers:
-        return self.numbers[i % len(self.numbers)]
+    def each(self, update: Callable[..., Sequence[Tensor | None]]) -> None:
+        """Store what ``update(i, numbers, parameter, gradient, *states)`` returns for each
+        parameter: its new value and those of the states. None leaves a tensor as it is.
+
+        ``update`` gets the tensors in the type to compute in, and the gradient times its factor. A
+        master is stepped in its parameter's place, and both receive the new value.
+        """
+        params, grads, *states = self.lists
+        with torch.no_grad():
+            for i, param in enumerate(params):
+                stepped = self.masters[i] if self.masters and self.masters[i].numel() else param
+                dtype = torch.promote_types(stepped.dtype, torch.float32)
+                numbers = self.numbers[i % len(self.numbers)]
+                stored = [stepped, *(row[i] for row in states)]
+                g, p, *values = (t.to(dtype).reshape(param.shape) for t in (grads[i], *stored))
+                made = update(i, numbers, p, g * numbers.grad_factor.to(dtype), *values)
+                if stepped is not param:
+                    made, stored = [made[0], *made], [param, *stored]
+                for value, tensor in zip(made, stored, strict=False):
+                    if value is not None:
+                        self.store(value, tensor)
 
     def store(self, value: Tensor, tensor: Tensor) -> None:
         """Write the value to the tensor, rounded to its type, unless ``skip`` is true."""
         value = value.to(tensor.dtype).reshape(tensor.shape)
         tensor.copy_(value if self.skip is None else torch.where(self.skip, tensor, value))
 
-    def store_stepped(self, value: Tensor, stepped: Tensor, param: Tensor) -> None:
-        """``store`` to the tensor that was stepped and, if that is a master, to its parameter."""
-        self.store(value, stepped)
-        if stepped is not param:
-            self.store(value, param)
-
-    def count_up(self, steps: list[Tensor]) -> None:
+    def count_up(self) -> None:
         """Add 1 to each count of steps, unless ``skip`` is true."""
-        for step in steps:
-            self.store(step + 1, step)
+        with torch.no_grad():
+            for step in self.steps:
+                self.store(step + 1, step)
 
 
 def prepared(
@@ -235,13 +265,8 @@ def prepared(
             rate = one * (lr if lr_tensor is None else lr_tensor.reshape(()))
             scale = one if grad_scale is None else grad_scale.reshape(()).double()
             numbers.append(Numbers(step, rate, (-one if maximize else one) / scale))
-        return Work(numbers, None if found_inf is None else found_inf.reshape(()) != 0)
-
-
-def stepped_and_dtype(param: Tensor, masters: list[Tensor], i: int) -> tuple[Tensor, torch.dtype]:
-    """The tensor that is stepped (a parameter or its master), and the type to compute in."""
-    stepped = masters[i] if masters and masters[i].numel() else param
-    return stepped, torch.promote_types(stepped.dtype, torch.float32)
+        skip = None if found_inf is None else found_inf.reshape(()) != 0
+    return Work([*lists.values()], masters, steps, numbers, skip)
 
 
 def times_plus(tensor: Tensor, factor: Tensor, more: Tensor) -> Tensor:

@@ -5,25 +5,15 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from opkiln.errors import ArgumentTypeError, UsageError
-from opkiln.optimizing.checks import check_betas, check_numbers
+from opkiln.optimizing.base import ListOptimizer
 
 
-def as_floats(group: dict[str, Any], *names: str) -> dict[str, float]:
-    """Hyperparameters as an op takes them. (They may be tensors, as torch's schedulers allow.)"""
-    return {name: float(group[name]) for name in names}
-
-
-def both_betas(group: dict[str, Any]) -> dict[str, float]:
-    """The betas as an op takes them."""
-    beta1, beta2 = group["betas"]
-    return {"beta1": float(beta1), "beta2": float(beta2)}
-
-
-class Adam:
+class Adam(ListOptimizer):
     """Adam and AdamW."""
 
-    OWNER: ClassVar[str]
-    STATES: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
+    STATES = ("exp_avg", "exp_avg_sq")
+    NUMBERS: ClassVar[tuple[str, ...]] = ("eps", "weight_decay")
+    FLAGS: ClassVar[tuple[str, ...]] = ("adamw_mode", "bias_correction", "maximize")
 
     def _check(self, group: dict[str, Any], where: str = "") -> None:
         if not isinstance(group["bias_correction"], bool):
@@ -32,34 +22,17 @@ class Adam:
                 why="it is the third positional argument, as in DeepSpeed",
                 hint=f"{self.OWNER}(params, lr, betas=(0.9, 0.999))",
             )
-        check_numbers(group, "lr", "eps", "weight_decay", where=where)
-        check_betas(group, where)
+        super()._check(group, where)
         if group["amsgrad"]:
             raise UsageError(
                 f"{where}amsgrad is not supported by {self.OWNER}",
                 hint="torch.optim.AdamW(params, amsgrad=True)",
             )
 
-    def _hyper(self, group: dict[str, Any]) -> dict[str, Any]:
-        return {
-            **both_betas(group),
-            **as_floats(group, "eps", "weight_decay"),
-            "adamw_mode": group["decoupled_weight_decay"],
-            "bias_correction": group["bias_correction"],
-            "maximize": group["maximize"],
-        }
 
-
-class Lion:
+class Lion(ListOptimizer):
     """Lion, with decoupled weight decay."""
 
-    STATES: ClassVar[tuple[str, ...]] = ("exp_avg",)
+    STATES = ("exp_avg",)
+    NUMBERS = ("weight_decay",)
     COUNTED = False
-
-    def _check(self, group: dict[str, Any], where: str = "") -> None:
-        check_numbers(group, "lr", "weight_decay", where=where)
-        check_betas(group, where)
-
-    def _hyper(self, group: dict[str, Any]) -> dict[str, Any]:
-        weight_decay = as_floats(group, "weight_decay")
-        return {**both_betas(group), **weight_decay, "maximize": group["maximize"]}

@@ -7,7 +7,7 @@ import weakref
 from collections import Counter, defaultdict
 from itertools import accumulate, repeat
 from operator import is_, itemgetter
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +16,10 @@ from opkiln.errors import UsageError
 from opkiln.optimizing.op_calls import same_tensors
 from opkiln.optimizing.sharded import has_shards
 
-_T = TypeVar("_T")
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from opkiln.optimizing.calls import Kept
+
 _STEP = itemgetter("step")
 _POOLED = 1 << 16  # elements up to which a state shares its memory with others
 _ALIGNED = 64  # elements: 256 bytes, so that each state begins where torch's own would
@@ -40,7 +43,7 @@ class _Watched(dict[Any, Any]):
 
     # This is a weak reference, because plans hold these dicts. An optimizer's states should be
     # freed with it, not at the next collection of cycles.
-    watcher: weakref.ref[Plans[Any]] | None = None
+    watcher: weakref.ref[Plans] | None = None
 
     def _changed(self) -> None:
         plans = None if self.watcher is None else self.watcher()
@@ -76,11 +79,11 @@ def watchable(states: dict[Any, Any]) -> States:
     return states if isinstance(states, States) else States(dict, states)
 
 
-class Plans(Generic[_T]):
-    """The plan of each group, by its index. Plans are valid as long as the states do not change."""
+class Plans:
+    """What the op keeps of each group, by its index. It is valid while the states do not change."""
 
     def __init__(self, states: States) -> None:
-        self.of_group: dict[int, _T | None] = {}  # None: the group cannot have a plan
+        self.of_group: dict[int, Kept | None] = {}  # None: the op keeps nothing for this group
         self._stepped: dict[int, list[Tensor]] = {}  # parameters of the last step without a plan
         self._states = weakref.ref(states)
         self._self = weakref.ref(self)

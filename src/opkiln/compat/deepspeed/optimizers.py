@@ -283,8 +283,7 @@ def _make_step(
         call_in_place(op, [*lists, *rest], [stepped, *averages], hyper)
         if laid is not None:
             _store(averages, states)
-            for staged in laid.staged:
-                staged.write_back()
+            laid.write_back()
     return 0
 
 

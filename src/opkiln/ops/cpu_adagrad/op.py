@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from opkiln.ops import given_by
 from opkiln.optimizing.builders import HostBuilder, host_schemas
 
 # Gradients of some rows: `indices` says which, in ascending order without duplicates.
@@ -29,4 +28,3 @@ class CPUAdagradBuilder(HostBuilder):
         f"cpu_adagrad_rows_{_ROWS}",
         f"cpu_adagrad_rows_rollback_{_ROWS}",
     )
-    reference = given_by("opkiln.ops.cpu_adagrad.reference")

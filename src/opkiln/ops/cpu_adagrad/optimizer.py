@@ -10,7 +10,6 @@ from opkiln.errors import UsageError
 from opkiln.ops.cpu_adagrad.op import CPUAdagradBuilder
 from opkiln.optimizing.checks import check_numbers
 from opkiln.optimizing.host_optimizer import HostOptimizer
-from opkiln.optimizing.rules import as_floats
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim.optimizer import ParamsT
 
-    from opkiln.optimizing.host_calls import Call
+    from opkiln.optimizing.calls import Call
 
 _ROWS = "cpu_adagrad_rows_"
 
@@ -43,6 +42,7 @@ class CPUAdagrad(HostOptimizer):
     OWNER = "CPUAdagrad"
     BUILDER = CPUAdagradBuilder
     STATES = ("sum",)
+    NUMBERS = ("lr_decay", "eps", "weight_decay")
     ALTERNATIVE = "torch.optim.Adagrad(params)"
     IN_DEEPSPEED: ClassVar[Mapping[str, str]] = {"sum": "exp_avg_sq"}
     SPARSE = True
@@ -79,12 +79,8 @@ class CPUAdagrad(HostOptimizer):
             self._initialised(param)
 
     def _check(self, group: dict[str, Any], where: str = "") -> None:
-        numbers = ("lr", "lr_decay", "eps", "weight_decay", "initial_accumulator_value")
-        check_numbers(group, *numbers, where=where)
-
-    def _hyper(self, group: dict[str, Any]) -> dict[str, Any]:
-        numbers = as_floats(group, "lr_decay", "eps", "weight_decay")
-        return {**numbers, "maximize": group["maximize"]}
+        super()._check(group, where)
+        check_numbers(group, "initial_accumulator_value", where=where)
 
     def _initial(self) -> float:
         return float(self.defaults["initial_accumulator_value"])

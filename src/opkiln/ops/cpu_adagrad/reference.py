@@ -18,10 +18,7 @@ from opkiln.optimizing.references import (
     check_lists,
     check_step,
     check_tensor,
-    forget,
     grad_factor,
-    no_ticket,
-    not_kept,
     scaled,
     update_each,
 )
@@ -29,10 +26,6 @@ from opkiln.optimizing.references import (
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-cpu_adagrad_keep = no_ticket
-cpu_adagrad_kept_ = not_kept
-cpu_adagrad_forget = forget
 
 
 def cpu_adagrad_(

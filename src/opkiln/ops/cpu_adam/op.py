@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from opkiln.ops import given_by
 from opkiln.optimizing.builders import HostBuilder, host_schemas
 
 
@@ -18,4 +17,3 @@ class CPUAdamBuilder(HostBuilder):
         "int step, float lr, float beta1, float beta2, float eps, float weight_decay, "
         "bool adamw_mode, bool bias_correction, bool maximize, float grad_scale",
     )
-    reference = given_by("opkiln.ops.cpu_adam.reference")

@@ -12,20 +12,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from opkiln.optimizing.references import (
     check_step,
-    forget,
     grad_factor,
     multiply_,
-    no_ticket,
-    not_kept,
     update_each,
 )
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-cpu_adam_keep = no_ticket
-cpu_adam_kept_ = not_kept
-cpu_adam_forget = forget
 
 
 def cpu_adam_(

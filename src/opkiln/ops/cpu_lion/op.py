@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from opkiln.ops import given_by
 from opkiln.optimizing.builders import HostBuilder, host_schemas
 
 
@@ -17,4 +16,3 @@ class CPULionBuilder(HostBuilder):
         ("exp_avgs",),
         "float lr, float beta1, float beta2, float weight_decay, bool maximize, float grad_scale",
     )
-    reference = given_by("opkiln.ops.cpu_lion.reference")

@@ -10,17 +10,10 @@ import torch
 from torch import Tensor
 
 from opkiln.optimizing.references import (
-    forget,
     grad_factor,
     multiply_,
-    no_ticket,
-    not_kept,
     update_each,
 )
-
-cpu_lion_keep = no_ticket
-cpu_lion_kept_ = not_kept
-cpu_lion_forget = forget
 
 
 def cpu_lion_(

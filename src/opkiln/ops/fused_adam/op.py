@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from opkiln.ops import given_by
 from opkiln.optimizing.builders import FusedBuilder, fused_schemas
 
 
@@ -17,4 +16,3 @@ class FusedAdamBuilder(FusedBuilder):
         "float lr, float beta1, float beta2, float eps, float weight_decay, bool adamw_mode, "
         "bool bias_correction, bool maximize",
     )
-    reference = given_by("opkiln.ops.fused_adam.reference")

@@ -8,10 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from opkiln.optimizing.references import no_plan, not_kept, prepared, stepped_and_dtype, times_plus
-
-fused_adam_plan = no_plan
-fused_adam_planned_ = not_kept
+from opkiln.optimizing.references import Numbers, prepared, times_plus
 
 
 def fused_adam_(
@@ -44,26 +41,19 @@ def fused_adam_(
     """
     lists = {"params": params, "grads": grads, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs}
     work = prepared(lists, masters, steps, lr, maximize, lr_tensor, grad_scale, found_inf)
-    with torch.no_grad():
-        for i, param in enumerate(params):
-            stepped, dtype = stepped_and_dtype(param, masters, i)
-            step, rate, grad_factor = work.of(i)
-            p, g, m, v = (
-                tensor.to(dtype).reshape(param.shape)
-                for tensor in (stepped, grads[i], exp_avgs[i], exp_avg_sqs[i])
-            )
-            g = g * grad_factor.to(dtype)
-            if not adamw_mode:
-                g = g + p * weight_decay
-            one = torch.ones_like(step)
-            m = times_plus(m, one * beta1, (1 - beta1) * g)
-            v = times_plus(v, one * beta2, (1 - beta2) * g * g)
-            step_size = rate / (1 - beta1**step if bias_correction else one)
-            root_factor = (1 - beta2**step if bias_correction else one).rsqrt()
-            change = -step_size.to(dtype) * m / (v.sqrt() * root_factor.to(dtype) + eps)
-            decays = adamw_mode and weight_decay
-            p = times_plus(p, 1 - rate * weight_decay, change) if decays else p + change
-            work.store_stepped(p, stepped, param)
-            work.store(m, exp_avgs[i])
-            work.store(v, exp_avg_sqs[i])
-        work.count_up(steps)
+
+    def step(_: int, n: Numbers, p: Tensor, g: Tensor, m: Tensor, v: Tensor) -> list[Tensor]:
+        if not adamw_mode:
+            g = g + p * weight_decay
+        one = torch.ones_like(n.step)
+        m = times_plus(m, one * beta1, (1 - beta1) * g)
+        v = times_plus(v, one * beta2, (1 - beta2) * g * g)
+        step_size = n.lr / (1 - beta1**n.step if bias_correction else one)
+        root_factor = (1 - beta2**n.step if bias_correction else one).rsqrt()
+        change = -step_size.to(p.dtype) * m / (v.sqrt() * root_factor.to(p.dtype) + eps)
+        decays = adamw_mode and weight_decay
+        p = times_plus(p, 1 - n.lr * weight_decay, change) if decays else p + change
+        return [p, m, v]
+
+    work.each(step)
+    work.count_up()

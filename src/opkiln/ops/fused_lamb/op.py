@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from opkiln.ops import given_by
 from opkiln.optimizing.builders import FusedBuilder, fused_schemas
 
 # The halves of a step of tensors that several ranks share. Between them `squares`, the sums of
@@ -40,4 +39,3 @@ class FusedLambBuilder(FusedBuilder):
         _AVERAGE,
         _MOVE,
     )
-    reference = given_by("opkiln.ops.fused_lamb.reference")

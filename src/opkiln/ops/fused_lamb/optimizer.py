@@ -10,14 +10,17 @@ from torch import Tensor
 from opkiln.errors import ArgumentError
 from opkiln.ops.fused_lamb.op import FusedLambBuilder
 from opkiln.optimizing import rules
-from opkiln.optimizing.checks import check_numbers
-from opkiln.optimizing.fused_calls import Call, run
 from opkiln.optimizing.fused_optimizer import FusedOptimizer
-from opkiln.optimizing.sharded import sum_over_shards
+from opkiln.optimizing.sharded import has_shards, sum_over_shards
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from torch.optim.optimizer import ParamsT
+
+    from opkiln.optimizing.base import Place
+    from opkiln.optimizing.calls import Call, Kept
 
 # Arguments of the step that its halves do not take.
 _NOT_AVERAGES = ("coefficients", "lr", "min_coeff", "max_coeff", "lr_tensor")
@@ -43,6 +46,8 @@ class FusedLamb(rules.Adam, FusedOptimizer):
     OWNER = "FusedLamb"
     BUILDER = FusedLambBuilder
     ALTERNATIVE = "torch.optim.AdamW(params)"
+    NUMBERS = (*rules.Adam.NUMBERS, "min_coeff", "max_coeff")
+    FLAGS = ("eps_inside_sqrt", "bias_correction", "maximize")
     NORMS = True
 
     _coefficients: dict[tuple[int, torch.device], tuple[list[Tensor], Tensor]] | None = None
@@ -93,47 +98,36 @@ class FusedLamb(rules.Adam, FusedOptimizer):
 
     def _check(self, group: dict[str, Any], where: str = "") -> None:
         super()._check(group, where)
-        check_numbers(group, "min_coeff", "max_coeff", where=where)
         low, high = group["min_coeff"], group["max_coeff"]
         if low > high:
             raise ArgumentError(f"{where}min_coeff is {low}, more than max_coeff, which is {high}")
 
-    def _hyper(self, group: dict[str, Any]) -> dict[str, Any]:
-        return {
-            **rules.both_betas(group),
-            **rules.as_floats(group, "eps", "weight_decay", "min_coeff", "max_coeff"),
-            "eps_inside_sqrt": bool(group["eps_inside_sqrt"]),
-            "bias_correction": group["bias_correction"],
-            "maximize": group["maximize"],
-        }
-
-    def _written(self, group: int, device: torch.device, params: list[Tensor]) -> dict[str, Tensor]:
-        """The same tensor while the number of parameters stays the same: a captured graph goes on
-        writing to it."""
+    def _numbers(self, here: Place, scales: Mapping[torch.device, Tensor | None]) -> dict[str, Any]:
+        # The same tensor while the number of parameters stays the same: a captured graph goes on
+        # writing to it.
         if self._coefficients is None:
             self._coefficients = {}
-        known = self._coefficients.get((group, device))
+        known = self._coefficients.get((here.group, here.device))
         values = None if known is None else known[1]
-        if values is None or len(values) != len(params):
-            values = torch.ones(len(params), dtype=torch.float32, device=device)
-        self._coefficients[group, device] = (params, values)
-        return {"coefficients": values}
+        if values is None or len(values) != len(here.params):
+            values = torch.ones(len(here.params), dtype=torch.float32, device=here.device)
+        self._coefficients[here.group, here.device] = (here.params, values)
+        return {**super()._numbers(here, scales), "coefficients": values}
 
-    def _new_plan(self, plans: Any, here: Any, call: Call) -> Any:
+    def _keep(self, call: Call) -> Kept | None:
         """None for DTensors: both halves of their step take lists."""
-        return None if call.sharded else super()._new_plan(plans, here, call)
+        return None if has_shards(call.params) else super()._keep(call)
 
-    def _run_call(self, call: Call) -> None:
-        if not call.sharded:
-            super()._run_call(call)
-            return
-        ops = self._load(call.device.type)
+    def _run(self, call: Call) -> bool:
+        if not has_shards(call.params):
+            return super()._run(call)
         squares = torch.zeros(len(call.params), 2, dtype=torch.float64, device=call.device)
 
-        def half(function: Any, left_out: tuple[str, ...]) -> None:
+        def half(function: str, left_out: tuple[str, ...]) -> bool:
             hyper = {name: each for name, each in call.hyper.items() if name not in left_out}
-            run(function, call._replace(hyper={**hyper, "squares": squares}), self.STATES)
+            hyper["squares"] = squares
+            return super(FusedLamb, self)._run(call._replace(function=function, hyper=hyper))
 
-        half(ops.fused_lamb_average_, _NOT_AVERAGES)
-        sum_over_shards(call.whole, squares)
-        half(ops.fused_lamb_move_, _NOT_MOVES)
+        half("fused_lamb_average_", _NOT_AVERAGES)
+        sum_over_shards(call.params, squares)
+        return half("fused_lamb_move_", _NOT_MOVES)

@@ -8,10 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from opkiln.optimizing.references import no_plan, not_kept, prepared, stepped_and_dtype, times_plus
-
-fused_lamb_plan = no_plan
-fused_lamb_planned_ = not_kept
+from opkiln.optimizing.references import Numbers, prepared, times_plus
 
 
 def fused_lamb_(
@@ -86,25 +83,21 @@ def fused_lamb_average_(
     lists = {"params": params, "grads": grads, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs}
     work = prepared(lists, masters, steps, 0.0, maximize, None, grad_scale, found_inf)
     _check_squares(squares, params)
-    with torch.no_grad():
-        for i, param in enumerate(params):
-            stepped, dtype = stepped_and_dtype(param, masters, i)
-            step, _, grad_factor = work.of(i)
-            p, g, m, v = (
-                tensor.to(dtype).reshape(param.shape)
-                for tensor in (stepped, grads[i], exp_avgs[i], exp_avg_sqs[i])
-            )
-            g = g * grad_factor.to(dtype)
-            one = torch.ones_like(step)
-            m = times_plus(m, one * beta1, (1 - beta1) * g)
-            v = times_plus(v, one * beta2, (1 - beta2) * g * g)
-            update = _update(
-                p, m, v, step, beta1, beta2, eps, weight_decay, eps_inside_sqrt, bias_correction
-            )
-            sums = torch.stack([each.double().square().sum() for each in (p, update)])
-            work.store(m, exp_avgs[i])
-            work.store(v, exp_avg_sqs[i])
-            work.store(sums, squares[i])
+
+    def average(
+        i: int, n: Numbers, p: Tensor, g: Tensor, m: Tensor, v: Tensor
+    ) -> list[Tensor | None]:
+        one = torch.ones_like(n.step)
+        m = times_plus(m, one * beta1, (1 - beta1) * g)
+        v = times_plus(v, one * beta2, (1 - beta2) * g * g)
+        update = _update(
+            p, m, v, n.step, beta1, beta2, eps, weight_decay, eps_inside_sqrt, bias_correction
+        )
+        sums = torch.stack([each.double().square().sum() for each in (p, update)])
+        work.store(sums, squares[i])
+        return [None, m, v]
+
+    work.each(average)
 
 
 def fused_lamb_move_(
@@ -134,24 +127,19 @@ def fused_lamb_move_(
     work = prepared(lists, masters, steps, lr, False, lr_tensor, None, found_inf)
     _check_squares(squares, params)
     _check_coefficients(coefficients, params)
-    with torch.no_grad():
-        for i, param in enumerate(params):
-            stepped, dtype = stepped_and_dtype(param, masters, i)
-            step, rate, _ = work.of(i)
-            p, m, v = (
-                tensor.to(dtype).reshape(param.shape)
-                for tensor in (stepped, exp_avgs[i], exp_avg_sqs[i])
-            )
-            update = _update(
-                p, m, v, step, beta1, beta2, eps, weight_decay, eps_inside_sqrt, bias_correction
-            )
-            size, change = squares[i].sqrt()
-            bounded = (size / change).clamp(min_coeff, max_coeff)
-            ratio = torch.where((size == 0) | (change == 0), torch.ones_like(step), bounded)
-            p = p - (rate * ratio).to(dtype) * update
-            work.store_stepped(p, stepped, param)
-            work.store(ratio, coefficients[i])
-        work.count_up(steps)
+
+    def move(i: int, n: Numbers, p: Tensor, _: Tensor, m: Tensor, v: Tensor) -> list[Tensor]:
+        update = _update(
+            p, m, v, n.step, beta1, beta2, eps, weight_decay, eps_inside_sqrt, bias_correction
+        )
+        size, change = squares[i].sqrt()
+        bounded = (size / change).clamp(min_coeff, max_coeff)
+        ratio = torch.where((size == 0) | (change == 0), torch.ones_like(n.step), bounded)
+        work.store(ratio, coefficients[i])
+        return [p - (n.lr * ratio).to(p.dtype) * update]
+
+    work.each(move)
+    work.count_up()
 
 
 def _update(

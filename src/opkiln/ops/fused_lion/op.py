@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from opkiln.ops import given_by
 from opkiln.optimizing.builders import FusedBuilder, fused_schemas
 
 
@@ -16,4 +15,3 @@ class FusedLionBuilder(FusedBuilder):
         ("exp_avgs",),
         "float lr, float beta1, float beta2, float weight_decay, bool maximize",
     )
-    reference = given_by("opkiln.ops.fused_lion.reference")

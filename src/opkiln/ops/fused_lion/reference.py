@@ -8,10 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from opkiln.optimizing.references import no_plan, not_kept, prepared, stepped_and_dtype, times_plus
-
-fused_lion_plan = no_plan
-fused_lion_planned_ = not_kept
+from opkiln.optimizing.references import Numbers, prepared, times_plus
 
 
 def fused_lion_(
@@ -35,20 +32,14 @@ def fused_lion_(
     """
     lists = {"params": params, "grads": grads, "exp_avgs": exp_avgs}
     work = prepared(lists, masters, steps, lr, maximize, lr_tensor, grad_scale, found_inf)
-    with torch.no_grad():
-        for i, param in enumerate(params):
-            stepped, dtype = stepped_and_dtype(param, masters, i)
-            _, rate, grad_factor = work.of(i)
-            p, g, m = (
-                tensor.to(dtype).reshape(param.shape) for tensor in (stepped, grads[i], exp_avgs[i])
-            )
-            g = g * grad_factor.to(dtype)
-            one = torch.ones_like(rate)
-            blend = times_plus(m, one * beta1, (1 - beta1) * g)
-            sign = torch.where(blend.isnan(), blend, blend.sign())  # torch's sign of NaN is 0
-            change = -rate.to(dtype) * sign
-            p = times_plus(p, 1 - rate * weight_decay, change) if weight_decay else p + change
-            m = times_plus(m, one * beta2, (1 - beta2) * g)
-            work.store_stepped(p, stepped, param)
-            work.store(m, exp_avgs[i])
-        work.count_up(steps)
+
+    def step(_: int, n: Numbers, p: Tensor, g: Tensor, m: Tensor) -> list[Tensor]:
+        one = torch.ones_like(n.lr)
+        blend = times_plus(m, one * beta1, (1 - beta1) * g)
+        sign = torch.where(blend.isnan(), blend, blend.sign())  # torch's sign of NaN is 0
+        change = -n.lr.to(p.dtype) * sign
+        p = times_plus(p, 1 - n.lr * weight_decay, change) if weight_decay else p + change
+        return [p, times_plus(m, one * beta2, (1 - beta2) * g)]
+
+    work.each(step)
+    work.count_up()
