@@ -1,93 +1,152 @@
-"""DeepSpeed's modules ``random_ltd``, ``spatial_inference`` and ``utils``, over opkiln's ops.
+"""DeepSpeed's modules ``cutlass_ops``, ``evoformer_attn``, ``random_ltd``, ``spatial_inference``
+and ``utils``, over opkiln's ops.
 
-As in DeepSpeed, no function on tokens or images has a gradient: its front ends have autograd
-functions of their own. docs/deepspeed.md says what differs.
+Functions and arguments are those of DeepSpeed's bindings. As there, no function but those of
+``utils`` has a gradient: front ends have autograd functions of their own. docs/deepspeed.md says
+what differs.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from opkiln.compat.deepspeed.modules import OpModule, likely_device
+from opkiln.compat.deepspeed.modules import takes
+from opkiln.errors import ArgumentError
+from opkiln.ops.evoformer_attn.functions import evoformer_attention, evoformer_attention_backward
+from opkiln.ops.mixed_gemm import gemm
+from opkiln.ops.quantizer.quantize import Quantized
 from opkiln.ops.random_ltd import functions as tokens
 from opkiln.ops.spatial_inference.functions import spatial_bias_add
-from opkiln.ops.utils import flatten as lists
+from opkiln.ops.transformer_inference.core import ACTIVATIONS
+from opkiln.ops.utils.flatten import byte_view
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+_NAMES = {number: name for name, number in ACTIVATIONS.items()}
 
-class RandomLTD(OpModule):
-    """``random_ltd``: tokens that a layer sees, and the masks for them."""
-
-    NAME = "random_ltd"
-
-    def _load(self) -> None:
-        tokens.token_sort.load(likely_device())
-        self._take(tokens)
-
-    @torch.no_grad()
-    def token_sort_(self, unsorted_token_ids: Tensor, original_tokens: int) -> Tensor:
-        """Sort each row ([layers, batch, kept]) in place. Returns the same tensor."""
-        tokens.token_sort_(unsorted_token_ids, original_tokens)
-        return unsorted_token_ids
-
-    @torch.no_grad()
-    def token_scatter_(
-        self,
-        all_activations: Tensor,
-        layer_activations: Tensor,
-        sorted_indices: Tensor,
-        batch_first: bool,
-    ) -> Tensor:
-        """Write the layer's activations to their places in all of them. Returns those."""
-        tokens.token_scatter_(all_activations, layer_activations, sorted_indices, batch_first)
-        return all_activations
+# cutlass_ops: matrix products of experts' tokens, and with int8 weights. Results go to ``output``.
 
 
-class SpatialInference(OpModule):
-    """``spatial_inference``: biases and residuals of images with channels last, or [N, S, C]."""
-
-    NAME = "spatial_inference"
-
-    def _load(self) -> None:
-        spatial_bias_add.load(likely_device())
-
-    @torch.no_grad()
-    def nhwc_bias_add(
-        self,
-        input: Tensor,  # noqa: A002 (DeepSpeed's name)
-        bias: Tensor,
-        other: Tensor | None = None,
-        other_bias: Tensor | None = None,
-    ) -> Tensor:
-        """``(input + bias) + (other + other_bias)``, without those that are not given."""
-        return spatial_bias_add(input, bias, other, other_bias)
-
-    nhwc_bias_add_add = nhwc_bias_add_bias_add = nhwc_bias_add
+def moe_gemm(output: Tensor, hidden_states: Tensor, weight: Tensor, *rest: Any) -> None:
+    """``rest``: bias, total_rows_before_expert, activation; ``weight``: [experts, in, out]."""
+    if len(rest) == 5:
+        mixed_moe_gemm(output, hidden_states, weight, *rest)
+        return
+    bias, rows_before_expert, activation = rest
+    if not isinstance(rows_before_expert, Tensor):
+        raise ArgumentError(
+            f"total_rows_before_expert is {rows_before_expert}, expected a tensor",
+            why="DeepSpeed's MixedGEMM calls moe_gemm, without its scales",
+            hint="use opkiln.nn.inference.mixed_gemm",
+        )
+    ends, by_output = rows_before_expert.int(), weight.transpose(1, 2)
+    output.copy_(gemm.moe_gemm(hidden_states, by_output, ends, bias, activation=_name(activation)))
 
 
-class ByteTensors(OpModule):
-    """``utils``: tensors as bytes, and lists of tensors as one tensor.
+@takes("output hidden_states weight scales bias num_bits activation")
+def mixed_gemm(given: Any) -> None:
+    """``weight`` is int8 [in, out], ``scales`` [out]."""
+    weight, name = _quantized(given), _name(given.activation)
+    given.output.copy_(gemm.mixed_gemm(given.hidden_states, weight, given.bias, activation=name))
 
-    Only earlier releases of DeepSpeed have ``flatten`` and ``unflatten``.
-    """
 
-    NAME = "utils"
+@takes("output hidden_states weight scales bias total_rows_before_expert num_bits activation")
+def mixed_moe_gemm(given: Any) -> None:
+    """``weight`` is int8 [experts, in, out], ``scales`` [experts, out]."""
+    weight, name = _quantized(given), _name(given.activation)
+    x, ends, bias = given.hidden_states, given.total_rows_before_expert.int(), given.bias
+    given.output.copy_(gemm.mixed_moe_gemm(x, weight, ends, bias, activation=name))
 
-    def _load(self) -> None:
-        self._take(lists, no_grad=False)
 
-    def cast_to_byte_tensor(self, src_tensor: Tensor | Sequence[Tensor]) -> Tensor | list[Tensor]:
-        """The memory of a tensor, or of each of several, as bytes in one dimension. Nothing is
-        copied."""
-        if not isinstance(src_tensor, Tensor):
-            return [_bytes_of(each) for each in src_tensor]
-        return _bytes_of(src_tensor)
+def _name(activation: int) -> str:
+    return _NAMES.get(int(activation), str(activation))
+
+
+def _quantized(given: Any) -> Quantized:
+    if given.num_bits != 8:
+        raise ArgumentError(
+            f"num_bits is {given.num_bits}, expected 8",
+            why="DeepSpeed does not say how weights of 4 bits lie in a tensor",
+            hint="opkiln.nn.inference.mixed_gemm(x, opkiln.quant.quantize(weight, bits=4))",
+        )
+    by_output = given.weight.view(torch.int8).transpose(-1, -2).contiguous()
+    scales, shape = given.scales, tuple(by_output.shape)
+    flat = scales.reshape(-1).float()
+    return Quantized(by_output.view(-1), flat, None, shape, scales.dtype, 8, shape[-1])
+
+
+# evoformer_attn: attention over alignments and pairs, and its gradients, written to given tensors
+
+
+@takes("q k v bias1 bias2 output lse")
+def attention(given: Any) -> None:
+    """Write the result to ``output``, and to ``lse``, [rows, heads, length or more], for each query
+    the logarithm of its sum of weights."""
+    q, biases = given.q, (_bias(each) for each in (given.bias1, given.bias2))
+    out, moments = evoformer_attention(q, given.k, given.v, *biases, q.shape[-1] ** -0.5)
+    given.output.copy_(out)
+    greatest, share = moments.flatten(1, 2).unbind()
+    given.lse[..., : q.shape[-3]] = greatest - share.log2()
+
+
+@takes("grad q k v output lse delta bias1 bias2 q_grad k_grad v_grad bias1_grad bias2_grad")
+def attention_bwd(given: Any) -> None:
+    """Write the gradients, but for those of biases that have no elements. ``delta`` is memory for
+    DeepSpeed's kernel."""
+    q = given.q
+    logarithms = given.lse[..., : q.shape[-3]]
+    moments = torch.stack([logarithms, torch.ones_like(logarithms)])
+    moments = moments.view(2, *q.shape[:2], *logarithms.shape[1:])
+    to = (given.q_grad, given.k_grad, given.v_grad, given.bias1_grad, given.bias2_grad)
+    biases = (_bias(each) for each in (given.bias1, given.bias2))
+    found = evoformer_attention_backward(
+        given.grad, q, given.k, given.v, given.output, moments, *biases, q.shape[-1] ** -0.5,
+        *(tensor.numel() > 0 for tensor in to[3:]),
+    )  # fmt: skip
+    for tensor, value in zip(to, found, strict=True):
+        if value.numel():
+            tensor.copy_(value)
+
+
+def _bias(given: Tensor) -> Tensor | None:
+    """DeepSpeed gives a tensor without elements if there is no bias."""
+    return given if given.numel() else None
+
+
+# random_ltd: tokens that a layer sees, and the masks for them; most functions are the op's own
+
+
+def token_sort_(indices: Tensor, original_tokens: int) -> Tensor:
+    """Sort each row ([layers, batch, kept]) in place. Returns the same tensor."""
+    tokens.token_sort_(indices, original_tokens)
+    return indices
+
+
+def token_scatter_(every: Tensor, part: Tensor, indices: Tensor, batch_first: bool) -> Tensor:
+    """Write the layer's activations to their places in all of them. Returns those."""
+    tokens.token_scatter_(every, part, indices, batch_first)
+    return every
+
+
+# spatial_inference: ``(x + bias) + (other + other_bias)``, without those that are not given, of
+# images with channels last, or [N, S, C]
+
+nhwc_bias_add = nhwc_bias_add_add = nhwc_bias_add_bias_add = spatial_bias_add
+
+# utils
+
+
+def cast_to_byte_tensor(given: Tensor | Sequence[Tensor]) -> Tensor | list[Tensor]:
+    """The memory of a tensor, or of each of several, as bytes in one dimension. Nothing is
+    copied."""
+    return _bytes_of(given) if isinstance(given, Tensor) else [_bytes_of(each) for each in given]
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
     # DeepSpeed returns a tensor of at most one byte as it is.
-    return tensor if tensor.nbytes <= 1 else lists.byte_view(tensor)
+    return tensor if tensor.nbytes <= 1 else byte_view(tensor)
