@@ -76,7 +76,8 @@ def gated_activation(activation: Tensor, bias: Tensor | None, kind: int) -> Tens
 )
 def residual_add_bias(given: Any) -> Tensor:
     """The sum for the next layer, written into ``residual``."""
-    after, residual, share = given.mlp_after_attention, given.residual, 1.0 / given.mp_size
+    residual: Tensor = given.residual
+    after, share = given.mlp_after_attention, 1.0 / given.mp_size
     if after and not given.pre_norm:
         return residual.copy_(ops.residual_add(given.hidden_state, residual, bias=given.final_bias))
     total = ops.residual_add(
@@ -115,8 +116,8 @@ def apply_rotary_pos_emb(given: Any) -> list[Tensor]:
     q, k = given.query.contiguous(), given.key.contiguous()
     shape = (batch, given.heads, seq, hidden // given.heads)
     positions = torch.arange(given.offset, given.offset + seq, device=q.device)
-    by_token = (each.view(shape).transpose(1, 2) for each in (q, k))
-    ops.rotary_qk_(*by_token, positions, dim=given.rotary_dim, theta=given.rope_theta)
+    query, key = (each.view(shape).transpose(1, 2) for each in (q, k))
+    ops.rotary_qk_(query, key, positions, dim=given.rotary_dim, theta=given.rope_theta)
     return [q, k]
 
 
@@ -130,7 +131,8 @@ def softmax(given: Any) -> Tensor:
 
     With ``triangular``, query ``i`` sees the keys up to ``i``. A query that sees no key gets zeros.
     """
-    scores, alibi, offset = given.scores, given.alibi, given.head_offset
+    scores: Tensor = given.scores
+    alibi, offset = given.alibi, given.head_offset
     batch, heads, queries, keys = scores.shape
     rows, hidden = None, None
     if alibi.dim() > 1:

@@ -1,5 +1,5 @@
-"""DeepSpeed's modules ``cutlass_ops``, ``evoformer_attn``, ``random_ltd``, ``spatial_inference``
-and ``utils``, over opkiln's ops.
+"""DeepSpeed's modules ``evoformer_attn``, ``random_ltd``, ``spatial_inference`` and ``utils``, over
+opkiln's ops.
 
 Functions and arguments are those of DeepSpeed's bindings. As there, no function but those of
 ``utils`` has a gradient: front ends have autograd functions of their own. docs/deepspeed.md says
@@ -14,71 +14,14 @@ import torch
 from torch import Tensor
 
 from opkiln.compat.deepspeed.modules import takes
-from opkiln.errors import ArgumentError
 from opkiln.ops.evoformer_attn.functions import evoformer_attention, evoformer_attention_backward
-from opkiln.ops.mixed_gemm import gemm
-from opkiln.ops.quantizer.quantize import Quantized
 from opkiln.ops.random_ltd import functions as tokens
 from opkiln.ops.spatial_inference.functions import spatial_bias_add
-from opkiln.ops.transformer_inference.core import ACTIVATIONS
 from opkiln.ops.utils.flatten import byte_view
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-_NAMES = {number: name for name, number in ACTIVATIONS.items()}
-
-# cutlass_ops: matrix products of experts' tokens, and with int8 weights. Results go to ``output``.
-
-
-def moe_gemm(output: Tensor, hidden_states: Tensor, weight: Tensor, *rest: Any) -> None:
-    """``rest``: bias, total_rows_before_expert, activation; ``weight``: [experts, in, out]."""
-    if len(rest) == 5:
-        mixed_moe_gemm(output, hidden_states, weight, *rest)
-        return
-    bias, rows_before_expert, activation = rest
-    if not isinstance(rows_before_expert, Tensor):
-        raise ArgumentError(
-            f"total_rows_before_expert is {rows_before_expert}, expected a tensor",
-            why="DeepSpeed's MixedGEMM calls moe_gemm, without its scales",
-            hint="use opkiln.nn.inference.mixed_gemm",
-        )
-    ends, by_output = rows_before_expert.int(), weight.transpose(1, 2)
-    output.copy_(gemm.moe_gemm(hidden_states, by_output, ends, bias, activation=_name(activation)))
-
-
-@takes("output hidden_states weight scales bias num_bits activation")
-def mixed_gemm(given: Any) -> None:
-    """``weight`` is int8 [in, out], ``scales`` [out]."""
-    weight, name = _quantized(given), _name(given.activation)
-    given.output.copy_(gemm.mixed_gemm(given.hidden_states, weight, given.bias, activation=name))
-
-
-@takes("output hidden_states weight scales bias total_rows_before_expert num_bits activation")
-def mixed_moe_gemm(given: Any) -> None:
-    """``weight`` is int8 [experts, in, out], ``scales`` [experts, out]."""
-    weight, name = _quantized(given), _name(given.activation)
-    x, ends, bias = given.hidden_states, given.total_rows_before_expert.int(), given.bias
-    given.output.copy_(gemm.mixed_moe_gemm(x, weight, ends, bias, activation=name))
-
-
-def _name(activation: int) -> str:
-    return _NAMES.get(int(activation), str(activation))
-
-
-def _quantized(given: Any) -> Quantized:
-    if given.num_bits != 8:
-        raise ArgumentError(
-            f"num_bits is {given.num_bits}, expected 8",
-            why="DeepSpeed does not say how weights of 4 bits lie in a tensor",
-            hint="opkiln.nn.inference.mixed_gemm(x, opkiln.quant.quantize(weight, bits=4))",
-        )
-    by_output = given.weight.view(torch.int8).transpose(-1, -2).contiguous()
-    scales, shape = given.scales, tuple(by_output.shape)
-    flat = scales.reshape(-1).float()
-    return Quantized(by_output.view(-1), flat, None, shape, scales.dtype, 8, shape[-1])
-
 
 # evoformer_attn: attention over alignments and pairs, and its gradients, written to given tensors
 
@@ -87,8 +30,8 @@ def _quantized(given: Any) -> Quantized:
 def attention(given: Any) -> None:
     """Write the result to ``output``, and to ``lse``, [rows, heads, length or more], for each query
     the logarithm of its sum of weights."""
-    q, biases = given.q, (_bias(each) for each in (given.bias1, given.bias2))
-    out, moments = evoformer_attention(q, given.k, given.v, *biases, q.shape[-1] ** -0.5)
+    q, mask, pair = given.q, _bias(given.bias1), _bias(given.bias2)
+    out, moments = evoformer_attention(q, given.k, given.v, mask, pair, q.shape[-1] ** -0.5)
     given.output.copy_(out)
     greatest, share = moments.flatten(1, 2).unbind()
     given.lse[..., : q.shape[-3]] = greatest - share.log2()
@@ -98,14 +41,13 @@ def attention(given: Any) -> None:
 def attention_bwd(given: Any) -> None:
     """Write the gradients, but for those of biases that have no elements. ``delta`` is memory for
     DeepSpeed's kernel."""
-    q = given.q
+    q, mask, pair = given.q, _bias(given.bias1), _bias(given.bias2)
     logarithms = given.lse[..., : q.shape[-3]]
     moments = torch.stack([logarithms, torch.ones_like(logarithms)])
     moments = moments.view(2, *q.shape[:2], *logarithms.shape[1:])
     to = (given.q_grad, given.k_grad, given.v_grad, given.bias1_grad, given.bias2_grad)
-    biases = (_bias(each) for each in (given.bias1, given.bias2))
     found = evoformer_attention_backward(
-        given.grad, q, given.k, given.v, given.output, moments, *biases, q.shape[-1] ** -0.5,
+        given.grad, q, given.k, given.v, given.output, moments, mask, pair, q.shape[-1] ** -0.5,
         *(tensor.numel() > 0 for tensor in to[3:]),
     )  # fmt: skip
     for tensor, value in zip(to, found, strict=True):

@@ -101,13 +101,13 @@ def _find(place: str) -> Any:
     return getattr(found, name) if name else found
 
 
-def takes(names: str, optional: int = 0) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def takes(names: str, optional: int = 0) -> Callable[[Any], Callable[..., Any]]:
     """DeepSpeed's functions take their arguments by position. One with these gets them as an
     object, by name, after those that a method has before; the last ``optional`` ones are None if
     they are left out."""
     fields = names.split()
 
-    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+    def decorate(function: Any) -> Callable[..., Any]:
         before = function.__code__.co_argcount - 1
 
         @wraps(function)

@@ -80,7 +80,7 @@ MODULES = {
         f"{_HERE}.layers", "nhwc_bias_add nhwc_bias_add_add nhwc_bias_add_bias_add",
         loads="spatial_inference.functions:spatial_bias_add",
     ),
-    "cutlass_ops": Module(f"{_HERE}.layers", "moe_gemm mixed_gemm mixed_moe_gemm"),
+    "cutlass_ops": Module(f"{_HERE}.gemm", "moe_gemm mixed_gemm mixed_moe_gemm"),
     "deepspeed_shm_comm": Module(f"{_HERE}.shm_comm", "initialize vector_kernel_level"),
     "inference_core_ops": Module(
         f"ops.transformer_inference.core ops.mixed_gemm.core {_HERE}.inference",

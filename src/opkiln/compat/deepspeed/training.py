@@ -8,6 +8,7 @@ whatever the function's name.
 
 from __future__ import annotations
 
+from functools import wraps
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -72,6 +73,7 @@ class Kept(NamedTuple):
 def _without_autocast(function: Callable[..., list[Tensor]]) -> Callable[..., list[Tensor]]:
     """Kernels know no autocast: the front end calls them with its own dtypes."""
 
+    @wraps(function)
     def call(self: Transformer, given: Any) -> list[Tensor]:
         with torch.autocast(given.attn_qkvw.device.type, enabled=False):
             return function(self, given)
