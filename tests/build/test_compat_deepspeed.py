@@ -268,28 +268,6 @@ def test_each_dtype_is_quantized_as_what_it_is(quantizer: OpModule) -> None:
         assert bool((error <= params.double() * 1.001).all()), dtype
 
 
-def test_swizzled_groups_lie_as_deepspeeds(quantizer: OpModule) -> None:
-    nodes, devices, pipeline, each = 2, 4, 2, 3
-    groups, size = nodes * devices * pipeline * each, 32
-    x = _normal(groups, size, dtype=torch.float16)
-    for bits in (8, 4):
-        plain = quantizer.quantize(x, groups, bits, quantizer.Symmetric)
-        found = quantizer.swizzle_quant(
-            x, groups, bits, quantizer.Symmetric, pipeline, nodes, devices
-        )
-        assert found[0].shape == (groups * size * bits // 8,)
-        rows = plain[0].view(groups, -1)
-        for part in range(nodes * devices):
-            for piece in range(pipeline):
-                to = piece * devices * nodes + (part % devices) * nodes + part // devices
-                theirs = slice(
-                    (part * pipeline + piece) * each, (part * pipeline + piece + 1) * each
-                )
-                ours = slice(to * each, (to + 1) * each)
-                assert torch.equal(found[0].view(groups, -1)[ours], rows[theirs])
-                assert torch.equal(found[1][ours], plain[1][theirs])
-
-
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("size", [64, 20])
@@ -320,20 +298,6 @@ def test_other_groups_come_out_of_a_reduction_than_went_in(quantizer: OpModule) 
     assert bool(((_numbers(out, scales, 8) - exact).abs() <= scales.double() * 1.001 + 1e-2).all())
     with pytest.raises(UsageError, match="in_groups is 15, expected a multiple of parts = 2"):
         quantizer.quantized_reduction(values.reshape(-1), params, 15, 4, 8, quantizer.Symmetric, 2)
-
-
-@pytest.mark.parametrize("bits", [8, 4])
-def test_the_levels_of_its_weight_only_inference_come_back(quantizer: OpModule, bits: int) -> None:
-    """As ``DeQuantizer.dequantize`` calls it: fp16 scales to divide by, and least elements."""
-    groups, size = 5, 24
-    levels = torch.randint(0, 2**bits, (groups, size), generator=torch.Generator().manual_seed(0))
-    scales, least = _normal(groups).abs().half() + 1, _normal(groups, seed=1).half()
-    packed = levels if bits == 8 else levels[:, ::2] << 4 | levels[:, 1::2]
-    name = f"dequantize_int{bits}_to_half_experimental"
-    back = getattr(quantizer, name)(packed.to(torch.uint8), scales, least, groups, size)
-    exact = levels.double() / scales[:, None].double() + least[:, None].double()
-    assert back.dtype == torch.float16
-    torch.testing.assert_close(back.double(), exact, rtol=1e-3, atol=1e-3)
 
 
 def test_what_cannot_be_quantized_is_named(quantizer: OpModule) -> None:

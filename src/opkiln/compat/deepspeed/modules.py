@@ -35,7 +35,8 @@ class OpModule(ModuleType):
         build_rest: Callable[[], Any] | None = None,
         list_theirs: Callable[[], tuple[str, ...]] = tuple,
     ) -> None:
-        """``list_theirs`` names the functions that DeepSpeed's sources define."""
+        """``build_rest`` gives DeepSpeed's own module, and ``list_theirs`` the names of the
+        functions that its sources define."""
         super().__init__(name)
         self._build_rest, self._list_theirs = build_rest, list_theirs
         # Called with DeepSpeed's own module when that has been built.
@@ -102,9 +103,11 @@ def _find(place: str) -> Any:
 
 
 def takes(names: str, optional: int = 0) -> Callable[[Any], Callable[..., Any]]:
-    """DeepSpeed's functions take their arguments by position. One with these gets them as an
-    object, by name, after those that a method has before; the last ``optional`` ones are None if
-    they are left out."""
+    """Decorates a function that DeepSpeed calls with arguments of these names, by position.
+
+    The function gets them as attributes of one object, after a method's ``self``. The last
+    ``optional`` ones are None if they are left out. Raises TypeError for another number of them.
+    """
     fields = names.split()
 
     def decorate(function: Any) -> Callable[..., Any]:
@@ -123,8 +126,8 @@ def takes(names: str, optional: int = 0) -> Callable[[Any], Callable[..., Any]]:
 
 
 def renamed(function: Callable[..., Any], names: str) -> Callable[..., Any]:
-    """An op's function with its parameters of these names by position, in DeepSpeed's order. As
-    from pybind11, several results are a list."""
+    """An op's function, to be called by position: ``names`` are its parameters in DeepSpeed's
+    order. Several results are a list, as from pybind11."""
     fields = names.split()
 
     def call(*given: Any) -> Any:
