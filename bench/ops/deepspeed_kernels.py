@@ -205,16 +205,12 @@ def _built(options: argparse.Namespace, name: str) -> Any:
 @cache
 def standing_in(name: str) -> Any:
     """opkiln's module with DeepSpeed's signatures. Raises OpkilnError where there is none."""
-    from opkiln.compat.deepspeed import inference, layers
+    from opkiln.compat.deepspeed.modules import OpModule
+    from opkiln.compat.deepspeed.table import MODULES
 
-    classes = (
-        inference.TransformerInference, inference.InferenceCore, layers.RandomLTD,
-        layers.SpatialInference,
-    )  # fmt: skip
-    by_name = {each.NAME: each for each in classes}
-    if name not in by_name:
+    if name not in MODULES:
         raise OpkilnError(f"nothing stands in for {name}")
-    return by_name[name]()
+    return OpModule(name)
 
 
 def _told(found: dict[str, Any]) -> dict[str, Any]:

@@ -10,16 +10,7 @@ import torch
 from deepspeed_given import warm  # noqa: F401 (a fixture)
 from torch import Tensor
 
-from opkiln.compat.deepspeed.layers import ByteTensors
-from opkiln.compat.deepspeed.optimizers import (
-    CPUAdagrad,
-    CPUAdam,
-    CPULion,
-    FusedAdam,
-    FusedLamb,
-    FusedLion,
-)
-from opkiln.compat.deepspeed.quantizer import Quantizer
+from opkiln.compat.deepspeed.modules import OpModule
 from opkiln.errors import SettingError, UsageError
 from opkiln.settings import settings
 
@@ -54,7 +45,7 @@ def _by_torch(kind: Any, start: Tensor, **options: Any) -> Tensor:
 def test_cpu_adam_makes_the_steps_of_torchs(adamw_mode: bool, kind: Any) -> None:
     start = _normal(1003)
     param, m, v = start.clone(), torch.zeros(1003), torch.zeros(1003)
-    module = CPUAdam()
+    module = OpModule("cpu_adam")
     assert module.create_adam(7, 1e-2, 0.9, 0.999, 1e-8, 0.1, adamw_mode, True) == 0
     for step in range(1, STEPS + 1):
         grad = _gradient(step, start)
@@ -71,7 +62,7 @@ def test_cpu_adam_makes_the_steps_of_torchs(adamw_mode: bool, kind: Any) -> None
 def test_cpu_adam_takes_the_types_that_deepspeed_keeps_states_in(state: torch.dtype) -> None:
     start = _normal(129, dtype=torch.bfloat16)
     param, m, v = start.clone(), torch.zeros(129, dtype=state), torch.zeros(129, dtype=state)
-    module = CPUAdam()
+    module = OpModule("cpu_adam")
     module.create_adam(0, 1e-2, 0.9, 0.999, 1e-8, 0.0, True, False)
     for step in range(1, STEPS + 1):
         grad = _gradient(step, start)
@@ -84,7 +75,7 @@ def test_cpu_adam_undoes_a_step() -> None:
     start = _normal(64)
     param, m, v = start.clone(), _normal(64, seed=1) * 0.1, _normal(64, seed=2).square()
     before = [tensor.clone() for tensor in (param, m, v)]
-    module = CPUAdam()
+    module = OpModule("cpu_adam")
     module.create_adam(0, 1e-2, 0.9, 0.99, 1e-8, 0.1, True, False)
     given = (0, 3, 1e-2, 0.9, 0.99, 1e-8, 0.1, True, param, _gradient(1, start), m, v)
     module.adam_update(*given)
@@ -98,7 +89,7 @@ def test_a_tensor_with_gaps_is_stepped_itself() -> None:
     whole = _normal(10, 8)
     param, start = whole[:, ::2], whole[:, ::2].clone()
     m, v = torch.zeros(10, 4), torch.zeros(4, 10).t()
-    module = CPUAdam()
+    module = OpModule("cpu_adam")
     module.create_adam(0, 1e-2, 0.9, 0.999, 1e-8, 0.1, True, False)
     others = whole[:, 1::2].clone()
     for step in range(1, STEPS + 1):
@@ -111,14 +102,14 @@ def test_a_tensor_with_gaps_is_stepped_itself() -> None:
 
 
 def test_an_optimizer_that_was_not_made_is_an_error_and_not_a_crash() -> None:
-    module = CPUAdam()
+    module = OpModule("cpu_adam")
     tensors = [torch.zeros(4) for _ in range(4)]
     with pytest.raises(UsageError, match="there is no optimizer 3"):
         module.adam_update(3, 1, 1e-2, 0.9, 0.999, 1e-8, 0.1, True, *tensors)
 
 
 def test_what_a_step_cannot_take_is_named() -> None:
-    module = CPUAdam()
+    module = OpModule("cpu_adam")
     module.create_adam(0, 1e-2, 0.9, 0.999, 1e-8, 0.1, True, False)
     tensors = [torch.zeros(4), torch.zeros(5), torch.zeros(4), torch.zeros(4)]
     with pytest.raises(RuntimeError, match=r"grads\[0\] has 5 elements"):
@@ -128,7 +119,7 @@ def test_what_a_step_cannot_take_is_named() -> None:
 def test_cpu_adagrad_makes_the_steps_of_torchs() -> None:
     start = _normal(1003)
     param, sums = start.clone(), torch.zeros(1003)
-    module = CPUAdagrad()
+    module = OpModule("cpu_adagrad")
     module.create_adagrad(0, 1e-2, 1e-10, 0.1, False)
     for step in range(1, STEPS + 1):
         grad = _gradient(step, start)
@@ -152,7 +143,7 @@ def _lion(start: Tensor, lr: float, beta1: float, beta2: float, decay: float) ->
 def test_cpu_lion_makes_the_steps_of_the_paper() -> None:
     start = _normal(1003)
     param, m = start.clone(), torch.zeros(1003)
-    module = CPULion()
+    module = OpModule("cpu_lion")
     module.create_lion(0, 1e-2, 0.9, 0.99, 0.1, False)
     for step in range(1, STEPS + 1):
         grad = _gradient(step, start)
@@ -173,7 +164,7 @@ def test_fused_adam_makes_the_steps_of_torchs(dtype: torch.dtype, mode: int, kin
     starts = [_normal(n, seed=n, dtype=dtype) for n in (5, 128, 1003)]
     params = [start.clone().requires_grad_() for start in starts]  # as it hands on those of bf16
     m, v = ([torch.zeros_like(start) for start in starts] for _ in range(2))
-    module, noop = FusedAdam(), torch.zeros(1, dtype=torch.int32)
+    module, noop = OpModule("fused_adam"), torch.zeros(1, dtype=torch.int32)
     for step in range(1, STEPS + 1):
         grads = [_gradient(step, start) for start in starts]
         lists = [grads, params, m, v]
@@ -191,7 +182,7 @@ def test_fused_lion_makes_the_steps_of_the_paper() -> None:
     starts = [_normal(n, seed=n) for n in (5, 128, 1003)]
     params = [start.clone() for start in starts]
     m = [torch.zeros_like(start) for start in starts]
-    module, noop = FusedLion(), torch.zeros(1, dtype=torch.int32)
+    module, noop = OpModule("fused_lion"), torch.zeros(1, dtype=torch.int32)
     for step in range(1, STEPS + 1):
         lists = [[_gradient(step, start) for start in starts], params, m]
         module.multi_tensor_lion(CHUNK, noop, lists, 1e-2, 0.9, 0.99, step, 0.1)
@@ -215,7 +206,7 @@ def test_fused_lamb_makes_deepspeeds_step_and_gives_its_coefficient(mode: int) -
     rate = lr * math.sqrt(1 - beta2**step) / (1 - beta1**step)
     exact_p = exact_p - rate * ratio * update
     copy = torch.empty(300, dtype=torch.float16)
-    found = FusedLamb().lamb(
+    found = OpModule("fused_lamb").lamb(
         p, copy, m, v, g, lr, beta1, beta2, 10.0, 0.01, eps, scale, step, mode, 1, decay
     )
     torch.testing.assert_close(p.double(), exact_p, rtol=1e-5, atol=1e-6)
@@ -228,8 +219,8 @@ def test_fused_lamb_makes_deepspeeds_step_and_gives_its_coefficient(mode: int) -
 
 
 @pytest.fixture
-def quantizer() -> Quantizer:
-    return Quantizer()
+def quantizer() -> OpModule:
+    return OpModule("quantizer")
 
 
 def _numbers(values: Tensor, params: Tensor, bits: int) -> Tensor:
@@ -247,7 +238,7 @@ def _numbers(values: Tensor, params: Tensor, bits: int) -> Tensor:
 @pytest.mark.parametrize(("shape", "groups"), [((32, 64), 32), ((4, 32), 16), ((3, 8), 1),
                                                ((2, 60), 10), ((40,), 5)])  # fmt: skip
 def test_levels_and_scales_are_laid_out_as_deepspeeds(
-    quantizer: Quantizer, bits: int, symmetric: bool, shape: tuple[int, ...], groups: int
+    quantizer: OpModule, bits: int, symmetric: bool, shape: tuple[int, ...], groups: int
 ) -> None:
     x = _normal(*shape, dtype=torch.float16) + 0.5
     kind = quantizer.Symmetric if symmetric else quantizer.Asymmetric
@@ -269,7 +260,7 @@ def test_levels_and_scales_are_laid_out_as_deepspeeds(
         torch.testing.assert_close(back.double(), exact, rtol=1e-3, atol=1e-3)
 
 
-def test_each_dtype_is_quantized_as_what_it_is(quantizer: Quantizer) -> None:
+def test_each_dtype_is_quantized_as_what_it_is(quantizer: OpModule) -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         x = _normal(4, 64, dtype=dtype)
         values, params = quantizer.quantize(x, 4, 8, quantizer.Symmetric)
@@ -277,32 +268,10 @@ def test_each_dtype_is_quantized_as_what_it_is(quantizer: Quantizer) -> None:
         assert bool((error <= params.double() * 1.001).all()), dtype
 
 
-def test_swizzled_groups_lie_as_deepspeeds(quantizer: Quantizer) -> None:
-    nodes, devices, pipeline, each = 2, 4, 2, 3
-    groups, size = nodes * devices * pipeline * each, 32
-    x = _normal(groups, size, dtype=torch.float16)
-    for bits in (8, 4):
-        plain = quantizer.quantize(x, groups, bits, quantizer.Symmetric)
-        found = quantizer.swizzle_quant(
-            x, groups, bits, quantizer.Symmetric, pipeline, nodes, devices
-        )
-        assert found[0].shape == (groups * size * bits // 8,)
-        rows = plain[0].view(groups, -1)
-        for part in range(nodes * devices):
-            for piece in range(pipeline):
-                to = piece * devices * nodes + (part % devices) * nodes + part // devices
-                theirs = slice(
-                    (part * pipeline + piece) * each, (part * pipeline + piece + 1) * each
-                )
-                ours = slice(to * each, (to + 1) * each)
-                assert torch.equal(found[0].view(groups, -1)[ours], rows[theirs])
-                assert torch.equal(found[1][ours], plain[1][theirs])
-
-
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("size", [64, 20])
-def test_parts_are_summed(quantizer: Quantizer, bits: int, symmetric: bool, size: int) -> None:
+def test_parts_are_summed(quantizer: OpModule, bits: int, symmetric: bool, size: int) -> None:
     kind = quantizer.Symmetric if symmetric else quantizer.Asymmetric
     devices, groups = 3, 6
     x = _normal(devices * groups, size) + 0.3
@@ -318,7 +287,7 @@ def test_parts_are_summed(quantizer: Quantizer, bits: int, symmetric: bool, size
     assert bool((error <= scales[:, :1].double() * 1.001 + 1e-2).all())
 
 
-def test_other_groups_come_out_of_a_reduction_than_went_in(quantizer: Quantizer) -> None:
+def test_other_groups_come_out_of_a_reduction_than_went_in(quantizer: OpModule) -> None:
     x = _normal(2, 8, 32)
     values, params = quantizer.quantize(x, 16, 8, quantizer.Symmetric)
     out, scales = quantizer.quantized_reduction(
@@ -331,21 +300,7 @@ def test_other_groups_come_out_of_a_reduction_than_went_in(quantizer: Quantizer)
         quantizer.quantized_reduction(values.reshape(-1), params, 15, 4, 8, quantizer.Symmetric, 2)
 
 
-@pytest.mark.parametrize("bits", [8, 4])
-def test_the_levels_of_its_weight_only_inference_come_back(quantizer: Quantizer, bits: int) -> None:
-    """As ``DeQuantizer.dequantize`` calls it: fp16 scales to divide by, and least elements."""
-    groups, size = 5, 24
-    levels = torch.randint(0, 2**bits, (groups, size), generator=torch.Generator().manual_seed(0))
-    scales, least = _normal(groups).abs().half() + 1, _normal(groups, seed=1).half()
-    packed = levels if bits == 8 else levels[:, ::2] << 4 | levels[:, 1::2]
-    name = f"dequantize_int{bits}_to_half_experimental"
-    back = getattr(quantizer, name)(packed.to(torch.uint8), scales, least, groups, size)
-    exact = levels.double() / scales[:, None].double() + least[:, None].double()
-    assert back.dtype == torch.float16
-    torch.testing.assert_close(back.double(), exact, rtol=1e-3, atol=1e-3)
-
-
-def test_what_cannot_be_quantized_is_named(quantizer: Quantizer) -> None:
+def test_what_cannot_be_quantized_is_named(quantizer: OpModule) -> None:
     x = _normal(100)
     with pytest.raises(UsageError, match="100 elements cannot form 3 groups"):
         quantizer.quantize(x, 3, 8, quantizer.Symmetric)
@@ -367,7 +322,7 @@ def test_what_cannot_be_quantized_is_named(quantizer: Quantizer) -> None:
 
 
 def test_bytes_of_a_tensor_are_a_view() -> None:
-    module = ByteTensors()
+    module = OpModule("utils")
     x = torch.arange(6, dtype=torch.int16).view(2, 3)
     found = module.cast_to_byte_tensor(x)
     assert isinstance(found, Tensor)
@@ -381,7 +336,7 @@ def test_bytes_of_a_tensor_are_a_view() -> None:
 
 
 def test_a_module_lists_its_functions_and_knows_no_others() -> None:
-    module = FusedLamb()
+    module = OpModule("fused_lamb")
     assert "lamb" in dir(module)
     assert module.__name__ == "fused_lamb"
     assert getattr(module, "CUDA_IMPL", None) is None
@@ -406,8 +361,9 @@ def test_functions_of_deepspeeds_alone_come_from_its_module_when_they_are_asked_
 
     theirs = Theirs()
     asked: list[str] = []
-    module = CPUAdam(lambda: asked.append("built") or theirs)
-    module.list_theirs = lambda: ("zenflow_adam_ctrl_size",)
+    module = OpModule(
+        "cpu_adam", lambda: asked.append("built") or theirs, lambda: ("zenflow_adam_ctrl_size",)
+    )
     module.create_adam(0, 1e-3, 0.9, 0.999, 1e-8, 0.0, True, False)
     assert asked == []
     assert module.zenflow_adam_ctrl_size() == module.zenflow_adam_ctrl_size() == 42

@@ -9,13 +9,13 @@ import torch
 from deepspeed_given import ABSENT, BATCH, HEADS, HIDDEN, TYPES, Given, warm  # noqa: F401
 from torch import Tensor
 
-from opkiln.compat.deepspeed.inference import TransformerInference
+from opkiln.compat.deepspeed.modules import OpModule
 from opkiln.errors import UsageError
 
 
 @pytest.fixture(scope="module")
-def module() -> TransformerInference:
-    return TransformerInference()
+def module() -> OpModule:
+    return OpModule("transformer_inference")
 
 
 @pytest.fixture(params=TYPES, autouse=True)

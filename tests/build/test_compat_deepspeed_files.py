@@ -8,16 +8,16 @@ import pytest
 import torch
 from deepspeed_given import warm  # noqa: F401 (a fixture)
 
-from opkiln.compat.deepspeed.files import GDS, AsyncIO, PinMemory
+from opkiln.compat.deepspeed.modules import OpModule
 from opkiln.errors import FallbackWarning
 
 
 @pytest.fixture(scope="module")
-def module() -> AsyncIO:
-    return AsyncIO()
+def module() -> OpModule:
+    return OpModule("async_io")
 
 
-def test_a_handle_has_the_defaults_and_answers_of_deepspeeds(module: AsyncIO) -> None:
+def test_a_handle_has_the_defaults_and_answers_of_deepspeeds(module: OpModule) -> None:
     handle = module.aio_handle()
     assert (handle.get_block_size(), handle.get_queue_depth()) == (1 << 20, 128)
     assert (handle.get_single_submit(), handle.get_overlap_events()) == (False, False)
@@ -29,7 +29,7 @@ def test_a_handle_has_the_defaults_and_answers_of_deepspeeds(module: AsyncIO) ->
     assert (handle.get_single_submit(), handle.get_overlap_events()) == (True, True)
 
 
-def test_tensors_are_swapped_out_and_in(module: AsyncIO, tmp_path: Path) -> None:
+def test_tensors_are_swapped_out_and_in(module: OpModule, tmp_path: Path) -> None:
     handle = module.aio_handle(65536, 8, False, True, 2)
     tensors = [torch.randn(100_000 + each) for each in range(3)]
     paths = [str(tmp_path / f"{each}") for each in range(3)]
@@ -44,7 +44,7 @@ def test_tensors_are_swapped_out_and_in(module: AsyncIO, tmp_path: Path) -> None
     assert handle.wait() == 0
 
 
-def test_every_way_to_read_and_write(module: AsyncIO, tmp_path: Path) -> None:
+def test_every_way_to_read_and_write(module: OpModule, tmp_path: Path) -> None:
     handle, path = module.aio_handle(), str(tmp_path / "file")
     data = torch.arange(5000, dtype=torch.int32)
     assert handle.write(data, path, True) == 0
@@ -70,7 +70,9 @@ def test_every_way_to_read_and_write(module: AsyncIO, tmp_path: Path) -> None:
     assert module.deepspeed_memcpy(got, data) == 0
 
 
-def test_failures_are_raised_and_the_others_are_waited_for(module: AsyncIO, tmp_path: Path) -> None:
+def test_failures_are_raised_and_the_others_are_waited_for(
+    module: OpModule, tmp_path: Path
+) -> None:
     handle, path = module.aio_handle(), tmp_path / "file"
     with pytest.raises(FileNotFoundError):
         handle.async_pread(torch.empty(4), str(path))
@@ -85,8 +87,8 @@ def test_failures_are_raised_and_the_others_are_waited_for(module: AsyncIO, tmp_
         handle.pread(good, str(path), False)
 
 
-def test_locked_tensors_are_known_by_any_part_until_they_are_freed(module: AsyncIO) -> None:
-    handle, pins = module.aio_handle(), PinMemory().pin_handle()
+def test_locked_tensors_are_known_by_any_part_until_they_are_freed(module: OpModule) -> None:
+    handle, pins = module.aio_handle(), OpModule("pin_memory").pin_handle()
     tensor = handle.new_cpu_locked_tensor(1000, torch.empty(0, dtype=torch.bfloat16))
     assert (tensor.shape, tensor.dtype) == ((1000,), torch.bfloat16)
     assert tensor.data_ptr() % 4096 == 0
@@ -102,7 +104,7 @@ def test_locked_tensors_are_known_by_any_part_until_they_are_freed(module: Async
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a driver here")
 def test_gds_has_the_handle_of_async_io_and_says_why_it_copies(tmp_path: Path) -> None:
     with pytest.warns(FallbackWarning, match="through the host: "):
-        handle = GDS().gds_handle(intra_op_parallelism=4)
+        handle = OpModule("gds").gds_handle(intra_op_parallelism=4)
     assert (handle.get_block_size(), handle.get_queue_depth()) == (1 << 20, 128)
     assert (handle.get_intra_op_parallelism(), handle.get_alignment()) == (4, 512)
     data, path = torch.randn(1000), str(tmp_path / "file")

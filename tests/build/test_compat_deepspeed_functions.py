@@ -88,13 +88,13 @@ def test_a_function_that_opkiln_lacks_is_deepspeeds_own_built_when_it_is_first_u
     assert not any(hasattr(module, each) for each in ("nothing", "removed", "size", "CUDA_IMPL"))
     with pytest.raises(AttributeError, match="module 'fused_lamb' has no attribute 'nothing'"):
         module.nothing  # noqa: B018 (asking is what is tested)
-    assert module.lamb.__func__ is type(module).lamb, "opkiln's own stays opkiln's"
+    lamb = module.lamb
     assert built == []
     assert module.twice(21) == 42
     assert module.half_fp32(3.0) == 1.5
     assert module.lamb_handle().size == 3
     assert built == ["fused_lamb"]
-    assert module.lamb.__func__ is type(module).lamb
+    assert module.lamb is lamb, "opkiln's own stays opkiln's"
     assert not hasattr(module, "half_fp64"), "the macro could have made it, and did not"
 
 
@@ -145,11 +145,6 @@ def test_who_serves_each_function_is_known_without_a_build(
 
 @pytest.mark.usefixtures("warm")
 @pytest.mark.parametrize("op", MODULES)
-def test_the_table_has_what_a_module_serves_and_nothing_else(op: str) -> None:
-    home, functions = MODULES[op]
-    folder, _, name = home.partition(":")
-    kind = getattr(import_module(f"opkiln.compat.deepspeed.{folder}"), name)
-    module = kind()
-    assert [each for each in functions if not hasattr(module, each)] == []
-    has = {*dir(kind), *vars(module)} - {*dir(OpModule), *vars(OpModule), *functions}
-    assert {each for each in has if not each.startswith("_")} <= {"NAME", "RELAXED"}
+def test_a_module_has_the_functions_of_the_table(op: str) -> None:
+    module = OpModule(op)
+    assert [each for each in MODULES[op].functions if each not in dir(module)] == []

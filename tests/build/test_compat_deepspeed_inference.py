@@ -14,13 +14,13 @@ from deepspeed_given import ABSENT, BATCH, HEADS, HIDDEN, SEQ, TYPES, Given, war
 from torch import Tensor
 from torch.nn import functional
 
-from opkiln.compat.deepspeed.inference import TransformerInference
+from opkiln.compat.deepspeed.modules import OpModule
 from opkiln.errors import UsageError
 
 
 @pytest.fixture(scope="module")
-def module() -> TransformerInference:
-    return TransformerInference()
+def module() -> OpModule:
+    return OpModule("transformer_inference")
 
 
 @pytest.fixture(params=TYPES, autouse=True)

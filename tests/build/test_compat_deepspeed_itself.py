@@ -252,7 +252,7 @@ def test_a_program_that_knows_nothing_of_opkiln_runs_on_it(programs: Programs) -
     assert done.returncode == 0, done.stderr[-3000:]
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("MODULE")]
     _, module, value = line.split()
-    assert module == "opkiln.compat.deepspeed.optimizers"
+    assert module == "opkiln.compat.deepspeed.modules"
     assert float(value) == pytest.approx(0.9)
 
 

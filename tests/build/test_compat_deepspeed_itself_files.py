@@ -64,7 +64,7 @@ def test_tensors_are_swapped_out_and_in_by_deepspeeds_swapper(programs: Programs
         """,
         *RANKS, "1",
     )  # fmt: skip
-    assert found == [["opkiln.compat.deepspeed.files", [True] * 5]]
+    assert found == [["opkiln.compat.deepspeed.modules", [True] * 5]]
 
 
 def test_evoformer_attention_of_deepspeed_runs_on_opkilns_op(programs: Programs) -> None:
@@ -128,4 +128,4 @@ def test_ranks_of_deepspeed_add_up_through_shared_memory(programs: Programs) -> 
         *RANKS, "2",
     )  # fmt: skip
     assert len(found) == 2
-    assert found == [["opkiln.compat.deepspeed.shm_comm", [[3.0, 3.0]] * 2]] * 2
+    assert found == [["opkiln.compat.deepspeed.modules", [[3.0, 3.0]] * 2]] * 2

@@ -7,19 +7,19 @@ import torch
 from deepspeed_given import warm  # noqa: F401 (a fixture)
 from torch import Tensor
 
-from opkiln.compat.deepspeed.layers import RandomLTD, SpatialInference
+from opkiln.compat.deepspeed.modules import OpModule
 
 SEQUENCES, TOKENS, KEPT, CHANNELS, LAYERS = 2, 24, 10, 16, 3
 
 
 @pytest.fixture(scope="module")
-def ltd() -> RandomLTD:
-    return RandomLTD()
+def ltd() -> OpModule:
+    return OpModule("random_ltd")
 
 
 @pytest.fixture(scope="module")
-def spatial() -> SpatialInference:
-    return SpatialInference()
+def spatial() -> OpModule:
+    return OpModule("spatial_inference")
 
 
 def _drawn() -> Tensor:
@@ -27,7 +27,7 @@ def _drawn() -> Tensor:
     return found.to(torch.int32)
 
 
-def test_tokens_are_sorted_in_place_and_given_back(ltd: RandomLTD) -> None:
+def test_tokens_are_sorted_in_place_and_given_back(ltd: OpModule) -> None:
     indices = _drawn()
     expected = indices.sort(-1).values
     assert ltd.token_sort_(indices, TOKENS) is indices
@@ -35,7 +35,7 @@ def test_tokens_are_sorted_in_place_and_given_back(ltd: RandomLTD) -> None:
 
 
 @pytest.mark.parametrize("batch_first", [True, False])
-def test_tokens_are_gathered_and_scattered_in_place(ltd: RandomLTD, batch_first: bool) -> None:
+def test_tokens_are_gathered_and_scattered_in_place(ltd: OpModule, batch_first: bool) -> None:
     indices = _drawn()[0]
     shape = (SEQUENCES, TOKENS) if batch_first else (TOKENS, SEQUENCES)
     x = torch.randn(*shape, CHANNELS, dtype=torch.float16, requires_grad=True)
@@ -52,7 +52,7 @@ def test_tokens_are_gathered_and_scattered_in_place(ltd: RandomLTD, batch_first:
     assert every.count_nonzero() == part.count_nonzero()
 
 
-def test_masks_are_cut_to_the_kept_tokens(ltd: RandomLTD) -> None:
+def test_masks_are_cut_to_the_kept_tokens(ltd: OpModule) -> None:
     mask, indices = torch.randn(SEQUENCES, 1, TOKENS, TOKENS), _drawn()
     found = ltd.mask_gather_bert(mask, indices)
     assert found.shape == (LAYERS, SEQUENCES, 1, KEPT, KEPT)
@@ -64,7 +64,7 @@ def test_masks_are_cut_to_the_kept_tokens(ltd: RandomLTD) -> None:
 
 
 @pytest.mark.parametrize("shape", [(2, 8, 5, 3), (2, 7, 8)], ids=["images", "sequences"])
-def test_biases_and_residuals_are_added(spatial: SpatialInference, shape: tuple[int, ...]) -> None:
+def test_biases_and_residuals_are_added(spatial: OpModule, shape: tuple[int, ...]) -> None:
     x, other = torch.randn(2, *shape).half()
     bias, other_bias = torch.randn(2, 8).half()
     if len(shape) == 4:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from sample import deepspeed_quantizer as oracle
 from torch import Tensor
 
 from opkiln import get_builder
-from opkiln.compat.deepspeed.quantizer import Quantizer
+from opkiln.compat.deepspeed.modules import OpModule
 from opkiln.errors import ToolchainError
 from opkiln.ops.deepspeed_quantizer import reference
 
@@ -26,16 +26,16 @@ FORMATS = list(itertools.product((4, 8), (True, False)))
 
 
 @pytest.fixture(scope="module", params=["native", "reference"])
-def quantizer(request: pytest.FixtureRequest) -> Quantizer:
-    made = Quantizer()
-    if request.param == "reference":
-        made._loaded = {"cpu": reference}
-        return made
-    try:
-        made._loaded = {"cpu": get_builder("deepspeed_quantizer", backend="cpu").jit_load()}
-    except ToolchainError as error:
-        pytest.skip(f"no native deepspeed_quantizer here: {error.what}")
-    return made
+def quantizer(request: pytest.FixtureRequest) -> Iterator[OpModule]:
+    functions: Any = reference
+    if request.param == "native":
+        try:
+            functions = get_builder("deepspeed_quantizer", backend="cpu").jit_load()
+        except ToolchainError as error:
+            pytest.skip(f"no native deepspeed_quantizer here: {error.what}")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("opkiln.compat.deepspeed.quantizer._functions", lambda *_: functions)
+        yield OpModule("quantizer")
 
 
 def _halves(*shape: int, seed: int = 0, mean: float = 0.0) -> Tensor:
@@ -43,7 +43,7 @@ def _halves(*shape: int, seed: int = 0, mean: float = 0.0) -> Tensor:
     return (torch.randn(shape, generator=generator) + mean).half()
 
 
-def _kind(module: Quantizer, symmetric: bool) -> Any:
+def _kind(module: OpModule, symmetric: bool) -> Any:
     return module.Symmetric if symmetric else module.Asymmetric
 
 
@@ -56,7 +56,7 @@ def _assert_same(ours: Sequence[Tensor], theirs: Sequence[np.ndarray[Any, Any]])
 
 @pytest.mark.parametrize(("bits", "symmetric"), FORMATS)
 def test_quantize_gives_deepspeeds_levels_and_scales(
-    quantizer: Quantizer, bits: int, symmetric: bool
+    quantizer: OpModule, bits: int, symmetric: bool
 ) -> None:
     for size, mean in itertools.product(SIZES, (0.0, 3.0)):
         x = _halves(5, size, seed=size, mean=mean)
@@ -64,7 +64,7 @@ def test_quantize_gives_deepspeeds_levels_and_scales(
         _assert_same(ours, oracle.quantize(x.numpy(), 5, bits, symmetric))
 
 
-def test_quantize_to_4_bits_is_as_near_to_the_input_as_deepspeeds(quantizer: Quantizer) -> None:
+def test_quantize_to_4_bits_is_as_near_to_the_input_as_deepspeeds(quantizer: OpModule) -> None:
     for size in (64, 256, 2048):
         x = _halves(16, size)
         levels, params = quantizer.quantize(x, 16, 4, quantizer.Symmetric)
@@ -77,7 +77,7 @@ def test_quantize_to_4_bits_is_as_near_to_the_input_as_deepspeeds(quantizer: Qua
 
 @pytest.mark.parametrize(("bits", "symmetric"), FORMATS)
 def test_quantize_of_zeros_infinity_and_nan_is_deepspeeds(
-    quantizer: Quantizer, bits: int, symmetric: bool
+    quantizer: OpModule, bits: int, symmetric: bool
 ) -> None:
     for size in (16, 24, 512):
         x = _halves(12, size)
@@ -92,7 +92,7 @@ def test_quantize_of_zeros_infinity_and_nan_is_deepspeeds(
 
 @pytest.mark.parametrize(("bits", "symmetric"), FORMATS)
 def test_swizzle_quant_gives_deepspeeds_levels_and_scales(
-    quantizer: Quantizer, bits: int, symmetric: bool
+    quantizer: OpModule, bits: int, symmetric: bool
 ) -> None:
     for size, (pipeline, nodes, devices) in itertools.product(
         (16, 96, 512, 1000), ((1, 1, 1), (1, 2, 4), (2, 3, 2))
@@ -106,7 +106,7 @@ def test_swizzle_quant_gives_deepspeeds_levels_and_scales(
 
 @pytest.mark.parametrize(("bits", "symmetric"), FORMATS)
 def test_dequantize_gives_deepspeeds_numbers(
-    quantizer: Quantizer, bits: int, symmetric: bool
+    quantizer: OpModule, bits: int, symmetric: bool
 ) -> None:
     for size in (8, 24, 2048):
         x = _halves(6, size, mean=2.0)
@@ -127,7 +127,7 @@ def test_dequantize_gives_deepspeeds_numbers(
 
 @pytest.mark.parametrize(("bits", "symmetric"), FORMATS)
 def test_quantized_reduction_gives_deepspeeds_levels_and_scales(
-    quantizer: Quantizer, bits: int, symmetric: bool
+    quantizer: OpModule, bits: int, symmetric: bool
 ) -> None:
     for size, parts, merged in ((16, 3, 1), (64, 8, 2), (96, 2, 1), (1000, 4, 3), (4096, 16, 1)):
         groups = parts * merged * 2  # that go in
@@ -142,7 +142,7 @@ def test_quantized_reduction_gives_deepspeeds_levels_and_scales(
         _assert_same(ours, theirs)
 
 
-def test_quantized_reduction_overflows_as_fp16_does(quantizer: Quantizer) -> None:
+def test_quantized_reduction_overflows_as_fp16_does(quantizer: OpModule) -> None:
     x = torch.full((4, 32), 40000.0).half()
     x[1, 3], x[3, 3] = -40000.0, 0.0
     levels, params = oracle.quantize(x.numpy(), 4, 8, True)
@@ -154,7 +154,7 @@ def test_quantized_reduction_overflows_as_fp16_does(quantizer: Quantizer) -> Non
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_experimental_dequantize_gives_deepspeeds_numbers(quantizer: Quantizer, bits: int) -> None:
+def test_experimental_dequantize_gives_deepspeeds_numbers(quantizer: OpModule, bits: int) -> None:
     generator = torch.Generator().manual_seed(0)
     levels = torch.randint(0, 256, (64, 24), generator=generator, dtype=torch.uint8)
     scales, least = _halves(64).abs() * 30 + 0.01, _halves(64, seed=1)

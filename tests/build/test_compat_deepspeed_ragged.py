@@ -9,7 +9,7 @@ import torch
 from deepspeed_given import warm  # noqa: F401 (a fixture)
 from torch import Tensor
 
-from opkiln.compat.deepspeed.ragged import RaggedDeviceOps, RaggedHostOps
+from opkiln.compat.deepspeed.modules import OpModule
 from opkiln.errors import UsageError
 
 HEADS, KV_HEADS, HEAD, SIZE, BLOCKS = 4, 2, 16, 8, 12
@@ -17,8 +17,8 @@ LEFT = 7.0  # what was in a tensor before a call
 
 
 @pytest.fixture(scope="module")
-def ops() -> RaggedDeviceOps:
-    return RaggedDeviceOps()
+def ops() -> OpModule:
+    return OpModule("ragged_device_ops")
 
 
 class Batch(NamedTuple):
@@ -105,7 +105,7 @@ DTYPES = [(torch.float32, 2e-6), (torch.float16, 2e-3), (torch.bfloat16, 2e-2)]
 @pytest.mark.parametrize("padding", [2, 40])  # rows; the batch describes two
 @pytest.mark.parametrize(("dtype", "near"), DTYPES)
 def test_keys_and_values_are_written_to_listed_blocks(
-    ops: RaggedDeviceOps, dtype: torch.dtype, near: float, padding: int
+    ops: OpModule, dtype: torch.dtype, near: float, padding: int
 ) -> None:
     of, cache = batch(), new_cache(dtype)
     q, k, v = qkv(of.tokens + padding, dtype)
@@ -135,7 +135,7 @@ def test_keys_and_values_are_written_to_listed_blocks(
         assert torch.equal(found[:, 1].flatten(1), v[: of.tokens])
 
 
-def test_trained_frequencies_must_be_fp32(ops: RaggedDeviceOps) -> None:
+def test_trained_frequencies_must_be_fp32(ops: OpModule) -> None:
     of = batch()
     with pytest.raises(UsageError, match=r"inv_freq is torch\.float16"):
         ops.kv_trained_rotary_embeddings(
@@ -147,7 +147,7 @@ def test_trained_frequencies_must_be_fp32(ops: RaggedDeviceOps) -> None:
 @pytest.mark.parametrize("q_block", [4, 128])
 @pytest.mark.parametrize(("dtype", "near"), DTYPES)
 def test_attention_by_atoms_sees_the_whole_of_each_sequence(
-    ops: RaggedDeviceOps, dtype: torch.dtype, near: float, q_block: int
+    ops: OpModule, dtype: torch.dtype, near: float, q_block: int
 ) -> None:
     of = batch()
     cache = torch.randn(BLOCKS, SIZE, 2, KV_HEADS, HEAD).to(dtype)
@@ -174,9 +174,7 @@ def test_attention_by_atoms_sees_the_whole_of_each_sequence(
 
 
 @pytest.mark.parametrize("ids", [torch.int32, torch.int64])
-def test_embedding_leaves_padding_and_unknown_tokens_alone(
-    ops: RaggedDeviceOps, ids: torch.dtype
-) -> None:
+def test_embedding_leaves_padding_and_unknown_tokens_alone(ops: OpModule, ids: torch.dtype) -> None:
     of = batch()
     words, places = torch.randn(30, 8), torch.randn(21, 8)
     tokens = torch.randint(30, (of.tokens + 2,)).to(ids)
@@ -195,7 +193,7 @@ def test_embedding_leaves_padding_and_unknown_tokens_alone(
         assert (out[of.tokens :] == LEFT).all()
 
 
-def test_the_last_tokens_are_gathered(ops: RaggedDeviceOps) -> None:
+def test_the_last_tokens_are_gathered(ops: OpModule) -> None:
     of = batch()
     x, out = torch.randn(of.tokens + 2, 8), torch.full((4, 8), LEFT)
     of.batch_metadata[1] = 3  # the fourth row is padding
@@ -206,7 +204,7 @@ def test_the_last_tokens_are_gathered(ops: RaggedDeviceOps) -> None:
 
 @pytest.mark.parametrize("k", [1, 2, 3])
 @pytest.mark.parametrize("normalize", [True, False])
-def test_tokens_go_to_experts_and_back(ops: RaggedDeviceOps, k: int, normalize: bool) -> None:
+def test_tokens_go_to_experts_and_back(ops: OpModule, k: int, normalize: bool) -> None:
     of, experts, wide = batch(), 5, 16
     tokens = of.tokens + 2
     logits, x = torch.randn(tokens, experts), torch.randn(tokens, wide)
@@ -245,7 +243,7 @@ def test_tokens_go_to_experts_and_back(ops: RaggedDeviceOps, k: int, normalize: 
 
 
 def test_host_buffers_and_views_of_them() -> None:
-    host = RaggedHostOps()
+    host = OpModule("ragged_ops")
     made = host.allocate_fast_host_buffer(torch.empty(3, 4, dtype=torch.int64))
     assert (made.shape, made.dtype, made.device.type) == ((3, 4), torch.int64, "cpu")
     buffer = torch.arange(32, dtype=torch.int32)

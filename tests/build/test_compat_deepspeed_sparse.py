@@ -7,7 +7,8 @@ import torch
 from deepspeed_given import warm  # noqa: F401 (a fixture)
 from torch import Tensor
 
-from opkiln.compat.deepspeed.sparse import SparseAttn, SparseSelfAttention
+from opkiln.compat.deepspeed.modules import OpModule
+from opkiln.compat.deepspeed.sparse import SparseSelfAttention
 
 
 class Configuration:
@@ -56,4 +57,4 @@ def test_a_loaded_layout_is_used() -> None:
 
 
 def test_the_module_has_the_front_end() -> None:
-    assert SparseAttn().SparseSelfAttention is SparseSelfAttention
+    assert OpModule("sparse_attn").SparseSelfAttention is SparseSelfAttention

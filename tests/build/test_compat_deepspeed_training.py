@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import namedtuple
 from itertools import product
 from typing import Any
 
@@ -11,17 +12,18 @@ from deepspeed_given import warm  # noqa: F401 (a fixture)
 from torch import Tensor
 from torch.nn.functional import gelu, layer_norm, linear
 
-from opkiln.compat.deepspeed.training import Kept, StochasticTransformer, Transformer, Weights
+from opkiln.compat.deepspeed.modules import OpModule
+from opkiln.compat.deepspeed.training import WEIGHTS, Kept
 from opkiln.errors import UsageError
 from opkiln.ops.transformer.functions import kept as kept_elements
 
+Weights = namedtuple("Weights", WEIGHTS.split())
 BATCH, SEQ, HIDDEN, HEADS, WIDE, EPS = 2, 7, 24, 3, 40, 1e-5
 
 
-@pytest.fixture(scope="module", params=[Transformer, StochasticTransformer])
-def module(request: pytest.FixtureRequest) -> Transformer:
-    made: Transformer = request.param()
-    return made
+@pytest.fixture(scope="module", params=["transformer", "stochastic_transformer"])
+def module(request: pytest.FixtureRequest) -> OpModule:
+    return OpModule(request.param)
 
 
 def weights(dtype: torch.dtype = torch.float64) -> Weights:
@@ -34,7 +36,7 @@ def weights(dtype: torch.dtype = torch.float64) -> Weights:
 
 
 def create(
-    module: Transformer, pre: bool, *again: bool, attention_p: float = -1.0, hidden_p: float = -1.0
+    module: OpModule, pre: bool, *again: bool, attention_p: float = -1.0, hidden_p: float = -1.0
 ) -> tuple[bool, ...]:
     """Layer 4, with what is computed again of attention, norms and gelu. Returns the flags for its
     forward pass."""
@@ -92,7 +94,7 @@ def plain(
 @pytest.mark.parametrize("pre", [True, False])
 @pytest.mark.parametrize("again", list(product([True, False], repeat=3)))
 def test_layer_and_gradients_are_those_of_the_plain_one(
-    module: Transformer, pre: bool, again: tuple[bool, bool, bool]
+    module: OpModule, pre: bool, again: tuple[bool, bool, bool]
 ) -> None:
     w = weights()
     flags = create(module, pre, *again)
@@ -119,7 +121,7 @@ def test_layer_and_gradients_are_those_of_the_plain_one(
 
 @pytest.mark.parametrize("pre", [True, False])
 def test_dropout_is_torchs_seeds_and_the_same_in_the_backward_pass(
-    module: Transformer, pre: bool
+    module: OpModule, pre: bool
 ) -> None:
     w = weights()
     x, grad = torch.randn(2, BATCH, SEQ, HIDDEN, dtype=torch.float64)
@@ -143,7 +145,7 @@ def test_dropout_is_torchs_seeds_and_the_same_in_the_backward_pass(
         torch.testing.assert_close(still, plain(x, w, None, pre))
 
 
-def test_attention_computed_again_drops_the_same(module: Transformer) -> None:
+def test_attention_computed_again_drops_the_same(module: OpModule) -> None:
     w = weights()
     x, grad = torch.randn(2, BATCH, SEQ, HIDDEN, dtype=torch.float64)
     results = []
@@ -160,7 +162,7 @@ def test_attention_computed_again_drops_the_same(module: Transformer) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_16_bit_layers_are_near_to_float64(module: Transformer, dtype: torch.dtype) -> None:
+def test_16_bit_layers_are_near_to_float64(module: OpModule, dtype: torch.dtype) -> None:
     w = weights(dtype)
     flags = create(module, True, False, False, False)
     x, grad = torch.randn(2, BATCH, SEQ, HIDDEN).to(dtype)
@@ -175,7 +177,7 @@ def test_16_bit_layers_are_near_to_float64(module: Transformer, dtype: torch.dty
         assert (one - other).norm() <= unit * other.norm()
 
 
-def test_autocast_does_not_change_what_is_computed(module: Transformer) -> None:
+def test_autocast_does_not_change_what_is_computed(module: OpModule) -> None:
     w = weights(torch.float32)
     flags = create(module, True, False, False, False)
     x, grad = torch.randn(2, BATCH, SEQ, HIDDEN)
@@ -188,9 +190,9 @@ def test_autocast_does_not_change_what_is_computed(module: Transformer) -> None:
     assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
 
 
-def test_layers_are_known_by_number_and_unknown_ones_are_refused(module: Transformer) -> None:
+def test_layers_are_known_by_number_and_unknown_ones_are_refused(module: OpModule) -> None:
     with pytest.raises(UsageError, match="number 99"):
-        module.forward_fp32(99, torch.zeros(1, 1, 1), None)
+        module.forward_fp32(99, torch.zeros(1, 1, 1), None, *weights(), True, *[False] * 4)
     with pytest.raises(UsageError, match="multiple of 5 heads"):
         module.create_transformer_layer_fp16(
             5, 1, 24, 5, 40, 0.1, 0.1, EPS, 1, True, False, False, False, False, False

@@ -21,7 +21,7 @@ from checks import Skipped, main
 
 import opkiln
 from opkiln import io
-from opkiln.compat.deepspeed.files import GDS
+from opkiln.compat.deepspeed.modules import OpModule
 from opkiln.io import AsyncIO, Transfer
 from opkiln.ops.gds import device, reference
 
@@ -203,7 +203,7 @@ def check_a_file_that_ends_early_is_an_error() -> None:
 
 
 def check_deepspeeds_handle() -> None:
-    handle = GDS().gds_handle(1 << 20, 32, False, True, 4)
+    handle = OpModule("gds").gds_handle(1 << 20, 32, False, True, 4)
     tensor = handle.new_pinned_device_tensor(1_000_000, torch.empty(0))
     tensor.normal_()
     with tempfile.TemporaryDirectory() as name:

@@ -15,7 +15,7 @@ import torch
 
 import opkiln
 from opkiln import io
-from opkiln.compat.deepspeed.files import GDS
+from opkiln.compat.deepspeed.modules import OpModule
 from opkiln.errors import UsageError
 from opkiln.files import handle
 from opkiln.io import AsyncIO, Transfer
@@ -241,7 +241,7 @@ def test_parts_of_host_and_device_share_a_request(
 
 
 def test_deepspeeds_handle_reads_and_writes_by_cufile(cufile: Any, tmp_path: Path) -> None:
-    module = GDS()
+    module = OpModule("gds")
     handle, other = module.gds_handle(65536, 8, False, True, 4), module.gds_handle()
     assert (handle.get_intra_op_parallelism(), handle.get_alignment()) == (4, 512)
     data, path = torch.randn(100_000), str(tmp_path / "file")

@@ -464,10 +464,10 @@ def ranks_of_different_hosts_use_gloo(rank: int, size: int, store: dist.Store) -
 
 @case(2)
 def deepspeeds_all_reduce_sums_over_all_ranks(rank: int, size: int, store: dist.Store) -> None:
-    from opkiln.compat.deepspeed.shm_comm import ShmComm
+    from opkiln.compat.deepspeed.modules import OpModule
 
     begin(rank, size, store, "gloo")
-    module = ShmComm()
+    module = OpModule("deepspeed_shm_comm")
     module.initialize(size, rank)
     module.initialize(size, rank)
     assert module.vector_kernel_level() == 2

@@ -11,7 +11,7 @@ from stand_in import emulated_functions
 from torch import Tensor
 
 import opkiln
-from opkiln.compat.deepspeed.evoformer import EvoformerAttention
+from opkiln.compat.deepspeed.modules import OpModule
 from opkiln.errors import UsageError
 from opkiln.nn import evoformer_attention
 from opkiln.ops.evoformer_attn import functions
@@ -202,7 +202,7 @@ def test_deepspeeds_module_gives_results_and_gradients_in_given_tensors() -> Non
     q, k, v, mask, pair, scale = make(Case(batch=2, rows=3), torch.bfloat16)
     want = both_directions(functions, Call(q, k, v, mask, pair, scale))
     out, lse = torch.empty_like(q), torch.full((6, 2, 64), torch.nan)
-    module: Any = EvoformerAttention()
+    module: Any = OpModule("evoformer_attn")
     module.attention(q, k, v, mask, pair, out, lse)
     assert torch.equal(out, want[0])
     given = [torch.empty_like(each) for each in (q, k, v)]

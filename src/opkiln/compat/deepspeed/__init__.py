@@ -15,42 +15,31 @@ from opkiln import lazy
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from opkiln.compat.deepspeed.builders import CPUOpBuilder as CPUOpBuilder
-    from opkiln.compat.deepspeed.builders import CUDAOpBuilder as CUDAOpBuilder
-    from opkiln.compat.deepspeed.builders import OpBuilder as OpBuilder
-    from opkiln.compat.deepspeed.builders import TorchCPUOpBuilder as TorchCPUOpBuilder
-    from opkiln.compat.deepspeed.builders import assert_no_cuda_mismatch as assert_no_cuda_mismatch
     from opkiln.compat.deepspeed.builders import (
-        get_default_compute_capabilities as get_default_compute_capabilities,
+        CPUOpBuilder,
+        CUDAOpBuilder,
+        OpBuilder,
+        TorchCPUOpBuilder,
+        assert_no_cuda_mismatch,
+        get_default_compute_capabilities,
+        installed_cuda_version,
+        probe_is_compatible,
     )
-    from opkiln.compat.deepspeed.builders import installed_cuda_version as installed_cuda_version
-    from opkiln.compat.deepspeed.builders import probe_is_compatible as probe_is_compatible
-    from opkiln.compat.deepspeed.patch import Functions as Functions
-    from opkiln.compat.deepspeed.patch import Served as Served
-    from opkiln.compat.deepspeed.patch import functions as functions
-    from opkiln.compat.deepspeed.patch import install as install
-    from opkiln.compat.deepspeed.patch import remove as remove
-    from opkiln.compat.deepspeed.patch import served as served
-    from opkiln.errors import CUDAMismatchException as CUDAMismatchException
-    from opkiln.errors import MissingCUDAException as MissingCUDAException
+    from opkiln.compat.deepspeed.patch import Functions, Served, functions, install, remove, served
+    from opkiln.errors import CUDAMismatchException, MissingCUDAException
 
-_HERE = "opkiln.compat.deepspeed"
+__all__ = [
+    "CPUOpBuilder", "CUDAMismatchException", "CUDAOpBuilder", "Functions", "MissingCUDAException",
+    "OpBuilder", "Served", "TorchCPUOpBuilder", "assert_no_cuda_mismatch", "functions",
+    "get_default_compute_capabilities", "install", "installed_cuda_version", "probe_is_compatible",
+    "remove", "served",
+]  # fmt: skip
+
+_PATCH = ("Functions", "Served", "functions", "install", "remove", "served")
 _HOMES = {
-    **dict.fromkeys(
-        (
-            "CPUOpBuilder", "CUDAOpBuilder", "OpBuilder", "TorchCPUOpBuilder",
-            "assert_no_cuda_mismatch", "get_default_compute_capabilities",
-            "installed_cuda_version", "probe_is_compatible",
-        ),
-        f"{_HERE}.builders",
-    ),
-    "CUDAMismatchException": "opkiln.errors",
-    "MissingCUDAException": "opkiln.errors",
-    **dict.fromkeys(
-        ("Functions", "Served", "functions", "install", "remove", "served"), f"{_HERE}.patch"
-    ),
-}  # fmt: skip
-
-__all__ = [*_HOMES]  # noqa: PLE0604 (names that are resolved lazily)
+    **dict.fromkeys(__all__, "opkiln.compat.deepspeed.builders"),
+    **dict.fromkeys(_PATCH, "opkiln.compat.deepspeed.patch"),
+    **dict.fromkeys(("CUDAMismatchException", "MissingCUDAException"), "opkiln.errors"),
+}
 
 __getattr__, __dir__ = lazy.names(__name__, _HOMES)

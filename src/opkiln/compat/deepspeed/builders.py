@@ -18,7 +18,9 @@ from functools import cached_property
 from typing import Any
 
 from opkiln import builder
+from opkiln.devices import amd
 from opkiln.model import ABI_TORCH, CPU, CUDA, PYTHON, ROCM
+from opkiln.toolchain import rocm
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -91,33 +93,14 @@ class OpBuilder(_LikeDeepSpeeds):
         """Flags for nvcc; a builder without device code has none."""
         return []
 
-    @staticmethod
-    def is_rocm_pytorch() -> bool:
-        """Whether the installed torch is built for ROCm."""
-        from opkiln.toolchain.rocm import is_rocm_pytorch
-
-        return is_rocm_pytorch()
+    is_rocm_pytorch = staticmethod(rocm.is_rocm_pytorch)
+    get_rocm_gpu_arch = staticmethod(amd.get_rocm_gpu_arch)
+    get_rocm_wavefront_size = staticmethod(amd.get_rocm_wavefront_size)
 
     @staticmethod
     def installed_rocm_version() -> tuple[int, int]:
         """ROCm's release; (0, 0) if torch is not built for it."""
-        from opkiln.toolchain.rocm import installed_rocm_version, is_rocm_pytorch
-
-        return installed_rocm_version() if is_rocm_pytorch() else (0, 0)
-
-    @staticmethod
-    def get_rocm_gpu_arch() -> str:
-        """The first AMD GPU's architecture, or an empty string."""
-        from opkiln.devices.amd import get_rocm_gpu_arch
-
-        return get_rocm_gpu_arch()
-
-    @staticmethod
-    def get_rocm_wavefront_size() -> str:
-        """The first AMD GPU's wavefront size, or 32."""
-        from opkiln.devices.amd import get_rocm_wavefront_size
-
-        return get_rocm_wavefront_size()
+        return rocm.installed_rocm_version() if rocm.is_rocm_pytorch() else (0, 0)
 
 
 class CUDAOpBuilder(_LikeDeepSpeeds, builder.CUDAOpBuilder):

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import threading
 import warnings
-from functools import cache, partialmethod
+from functools import cache, partial, partialmethod
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from opkiln.compat.deepspeed.modules import OpModule
 from opkiln.errors import FallbackWarning, UsageError
 from opkiln.files.handle import AsyncIO as Files
 from opkiln.ops.gds import device as devices
@@ -89,10 +88,13 @@ class aio_handle(_LockedTensors):  # noqa: N801 (DeepSpeed's name)
         overlap_events: bool = False,
         intra_op_parallelism: int = 1,
     ) -> None:
-        self._given = (
-            int(block_size), int(queue_depth), bool(single_submit), bool(overlap_events),
-            int(intra_op_parallelism),
-        )  # fmt: skip
+        self._given = {
+            "block_size": int(block_size),
+            "queue_depth": int(queue_depth),
+            "single_submit": bool(single_submit),
+            "overlap_events": bool(overlap_events),
+            "intra_op_parallelism": int(intra_op_parallelism),
+        }
         self._files = Files(
             self._engine(),
             block_size=max(4096, int(block_size)),
@@ -104,23 +106,17 @@ class aio_handle(_LockedTensors):  # noqa: N801 (DeepSpeed's name)
     def _engine(self) -> str:
         return "auto"
 
-    def get_block_size(self) -> int:
-        return self._given[0]
+    def _get(self, name: str) -> int:
+        return self._given[name]
 
-    def get_queue_depth(self) -> int:
-        return self._given[1]
-
-    def get_single_submit(self) -> bool:
-        return self._given[2]
-
-    def get_overlap_events(self) -> bool:
-        return self._given[3]
-
-    def get_intra_op_parallelism(self) -> int:
-        return self._given[4]
+    get_block_size = partialmethod(_get, "block_size")
+    get_queue_depth = partialmethod(_get, "queue_depth")
+    get_single_submit = partialmethod(_get, "single_submit")
+    get_overlap_events = partialmethod(_get, "overlap_events")
+    get_intra_op_parallelism = partialmethod(_get, "intra_op_parallelism")
 
     def get_alignment(self) -> int:
-        return self.get_intra_op_parallelism() * _ALIGNMENT
+        return self._given["intra_op_parallelism"] * _ALIGNMENT
 
     def _transfer(
         self, method: str, buffer: Tensor, filename: str, validate: bool, file_offset: int = 0
@@ -138,12 +134,16 @@ class aio_handle(_LockedTensors):  # noqa: N801 (DeepSpeed's name)
         buffer: Tensor,
         filename: str | int,
         validate: bool,
-        *args: Any,
-        **named: Any,
+        later: bool | None = None,
+        file_offset: int = 0,
+        **named: bool,
     ) -> int:
-        """``async`` (a word of Python's) and ``file_offset`` follow; 0, or the count of ``wait``"""
-        later, offset = _async_and_offset(f"p{method}", args, named)
-        self._pending.append(self._begin(method, buffer, filename, validate, offset))
+        """``later`` is named ``async`` by callers, a word of Python's; 0, or the count of
+        ``wait``. ``filename`` may be a descriptor, which stays open."""
+        later = named.pop("async", later)
+        if named or later is None:
+            raise TypeError(f"p{method}(buffer, filename, validate, async, file_offset=0)")
+        self._pending.append(self._begin(method, buffer, filename, validate, file_offset))
         return 0 if later else self.wait()
 
     pread = partialmethod(_enqueue, "read")
@@ -152,7 +152,6 @@ class aio_handle(_LockedTensors):  # noqa: N801 (DeepSpeed's name)
     def _enqueue_unchecked(
         self, method: str, later: bool, buffer: Tensor, filename: str | int, file_offset: int = 0
     ) -> int:
-        """``filename`` may be a descriptor, which stays open."""
         return self._enqueue(method, buffer, filename, False, later, file_offset)
 
     sync_pread = partialmethod(_enqueue_unchecked, "read", False)
@@ -246,50 +245,18 @@ class gds_handle(aio_handle):  # noqa: N801 (DeepSpeed's name)
     free_pinned_device_tensor = unpin_device_tensor
 
 
-class AsyncIO(OpModule):
-    """``async_io``: handles that read and write tensors."""
-
-    NAME = "async_io"
-    aio_handle = aio_handle
-
-    def _transfer(
-        self, method: str, buffer: Tensor, filename: str, block_size: int, queue_depth: int,
-        single_submit: bool, overlap_events: bool, validate: bool,
-    ) -> int:  # fmt: skip
-        """Read or write a tensor; 0."""
-        handle = aio_handle(block_size, queue_depth, single_submit, overlap_events)
-        made: int = getattr(handle, method)(buffer, filename, validate)
-        return made
-
-    aio_read = partialmethod(_transfer, "read")
-    aio_write = partialmethod(_transfer, "write")
-
-    def deepspeed_memcpy(self, dest: Tensor, src: Tensor) -> int:
-        """Copy a tensor to another; 0."""
-        with torch.no_grad():
-            dest.copy_(src)
-        return 0
+def _transfer_once(method: str, buffer: Tensor, filename: str, *given: Any) -> int:
+    """``given``: the sizes and flags of a handle, and whether to validate; 0."""
+    *handle, validate = given
+    done: int = getattr(aio_handle(*handle), method)(buffer, filename, validate)
+    return done
 
 
-class GDS(OpModule):
-    """``gds``: handles that read and write tensors of GPUs."""
-
-    NAME = "gds"
-    gds_handle = gds_handle
+aio_read = partial(_transfer_once, "read")
+aio_write = partial(_transfer_once, "write")
 
 
-class PinMemory(OpModule):
-    """``pin_memory``: page-locked tensors."""
-
-    NAME = "pin_memory"
-    pin_handle = pin_handle
-
-
-def _async_and_offset(
-    function: str, args: tuple[Any, ...], named: dict[str, Any]
-) -> tuple[bool, int]:
-    """The arguments ``async`` and ``file_offset``: Python's grammar has no such parameter."""
-    given = dict(zip(("async", "file_offset"), args, strict=False)) | named
-    if "async" not in given or set(given) - {"async", "file_offset"} or len(args) > 2:
-        raise TypeError(f"{function}(buffer, filename, validate, async, file_offset=0)")
-    return bool(given["async"]), int(given.get("file_offset", 0))
+def deepspeed_memcpy(dest: Tensor, src: Tensor) -> int:
+    """Copy a tensor to another; 0."""
+    dest.copy_(src)
+    return 0

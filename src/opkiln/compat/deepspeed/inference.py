@@ -1,219 +1,345 @@
-"""DeepSpeed's modules ``transformer_inference`` and ``inference_core_ops``, over opkiln's ops.
+"""The functions of DeepSpeed's ``transformer_inference`` that keep nothing between calls, and those
+of ``inference_core_ops`` that ``opkiln.nn.core`` does not have.
 
-The second is small: ``opkiln.nn.core`` has its functions. In the first, functions and their
-side effects are those of DeepSpeed's binding; docs/deepspeed.md says what differs. Most exist once
-for each dtype, with its name at the end (``softmax_fp16``). Here a tensor's own dtype decides.
+Functions and their side effects are those of DeepSpeed's binding; docs/deepspeed.md says what
+differs. Most exist once for each dtype, with its name at the end (``softmax_fp16``). Here a
+tensor's own dtype decides. Those that write into their first argument do so if it is contiguous.
+Otherwise, as in DeepSpeed, it stays as it is and the result is a new tensor. Shapes are [batch,
+sequence, hidden], but any number of dimensions will do. Weights are [inputs, outputs], or [outputs,
+inputs] if ``transposed``. int8 weights are always [outputs, inputs], with as many groups of rows as
+their scales have rows.
 """
 
 from __future__ import annotations
+
+from functools import partial, reduce
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from opkiln.compat.deepspeed import inference_matmuls as matmuls
-from opkiln.compat.deepspeed import inference_pieces as pieces
-from opkiln.compat.deepspeed.modules import OpModule, likely_device
+from opkiln.compat.deepspeed.modules import renamed, takes
 from opkiln.errors import ArgumentError
-from opkiln.ops.mixed_gemm import core as fp6
-from opkiln.ops.transformer_inference import core
 from opkiln.ops.transformer_inference import functions as ops
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
-class TransformerInference(OpModule):
-    """``transformer_inference``: the pieces of a decoder or encoder layer, without gradients."""
+GELU, RELU, GATED_GELU, GATED_SILU = 1, 2, 3, 4  # DeepSpeed's ActivationFuncType
 
-    NAME = "transformer_inference"
+# Norms
 
-    def _load(self) -> None:
-        ops.layer_norm.load(likely_device())
-        self._take(matmuls, pieces, InferenceContext(), ops)
+_layer_norm_residual = renamed(ops.post_layer_norm, "x input_bias residual weight bias eps")
+layer_norm_residual_store_pre_ln_res = renamed(
+    ops.pre_layer_norm, "x input_bias residual weight bias eps"
+)
+pre_rms_norm = renamed(ops.pre_rms_norm, "x residual weight eps")
 
-
-class InferenceCore(OpModule):
-    """``inference_core_ops``: the pieces of FastGen's layers."""
-
-    NAME = "inference_core_ops"
-
-    def _load(self) -> None:
-        ops.layer_norm.load(likely_device())
-        self._take(core, fp6, no_grad=False)
-
-    @torch.no_grad()
-    def blas_4d_matmul(self, C: Tensor, B: Tensor, A: Tensor) -> None:  # noqa: N803 (DeepSpeed's names)
-        """``A @ B``, written to ``C``. DeepSpeed's binding takes the columns of ``C`` for those of
-        ``A``, so its result is right for square matrices alone."""
-        torch.matmul(A, B, out=C)
-
-    def create_handle(self) -> None:
-        """Nothing: torch has a handle for its BLAS."""
+# Activations
 
 
-class InferenceContext:
-    """Attention with a cache of keys and values.
+def _written_over(function: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Tensor]:
+    def call(x: Tensor, bias: Tensor) -> Tensor:
+        result = function(x, bias)
+        return x.copy_(result) if x.is_contiguous() else result
 
-    DeepSpeed keeps one workspace for a process: the caches of all layers, and the number of tokens
-    so far. A call with several tokens is a prompt and begins anew. A call with one token appends
-    it. The last layer's call counts the token. A layer's memory is taken when the layer is first
-    called.
+    return call
+
+
+bias_add = _written_over(ops.bias_add)
+bias_gelu = _written_over(ops.bias_gelu)
+bias_relu = _written_over(ops.bias_relu)
+
+
+def bias_residual(x: Tensor, _residual: Tensor, _bias: Tensor) -> Tensor:
+    """``x``: DeepSpeed's function has nothing else to do, either."""
+    return x.contiguous()
+
+
+def gated_activation(activation: Tensor, bias: Tensor | None, kind: int) -> Tensor:
+    """The first half of each row times silu, or gelu by erf, of the second."""
+    if kind == GATED_GELU:
+        return ops.gated_gelu(activation, bias, tanh=False, gate_first=False)
+    if kind == GATED_SILU:
+        return ops.gated_silu(activation, bias, gate_first=False)
+    raise ArgumentError(f"actFun is {kind}, expected {GATED_GELU} (gelu) or {GATED_SILU} (silu)")
+
+
+# Sums
+
+
+@takes(
+    "hidden_state residual attention_output attention_bias final_bias mp_size mlp_after_attention "
+    "add_bias pre_norm"
+)
+def residual_add_bias(given: Any) -> Tensor:
+    """The sum for the next layer, written into ``residual``."""
+    residual: Tensor = given.residual
+    after, share = given.mlp_after_attention, 1.0 / given.mp_size
+    if after and not given.pre_norm:
+        return residual.copy_(ops.residual_add(given.hidden_state, residual, bias=given.final_bias))
+    total = ops.residual_add(
+        given.hidden_state,
+        residual,
+        given.attention_output,
+        given.final_bias,
+        given.attention_bias if after or given.add_bias else None,
+        scale=share,
+        attention_scale=share if after else 1.0,
+    )
+    return residual.copy_(total)
+
+
+def _vector_add(a: Tensor, b: Tensor, gamma: float) -> Tensor:
+    """``gamma * a + b``, written into ``a``."""
+    return a.copy_(ops.residual_add(b, a, scale=gamma))
+
+
+def moe_res_matmul(moe_res: Tensor, coef: Tensor, output: Tensor) -> Tensor:
+    """``moe_res`` and ``output`` times the halves of ``coef``, added, written into ``output``."""
+    return output.copy_(ops.moe_res_matmul(moe_res, coef.reshape(2, -1), output))
+
+
+# Attention
+
+
+@takes("query key rotary_dim offset heads rotate_half rope_theta")
+def apply_rotary_pos_emb(given: Any) -> list[Tensor]:
+    """Rotate queries and keys, written over both. DeepSpeed's kernel does not read ``rotate_half``.
+
+    They have the shape [batch, sequence, hidden], and their memory is [batch, heads, sequence,
+    head]: so DeepSpeed's kernel takes it.
     """
-
-    def __init__(self) -> None:
-        self.tokens = 1  # with the one that the next call appends
-        self.batch, self.most, self.layers = 0, 0, 0
-        self.caches: dict[int, tuple[Tensor, Tensor]] = {}
-
-    def allocate_workspace(
-        self,
-        hidden_dim: int,  # noqa: ARG002 (a call's tensors say it)
-        num_heads: int,  # noqa: ARG002
-        prompt_length: int,  # noqa: ARG002
-        batch_size: int,
-        num_layers: int,
-        mp_size: int = 1,  # noqa: ARG002
-        external_cache: bool = False,  # noqa: ARG002
-        rank: int = 0,  # noqa: ARG002
-        max_out_tokens: int = 1024,
-        min_out_tokens: int = 1,  # noqa: ARG002
-    ) -> None:
-        """Set the sizes of the caches: so many sequences with at most ``max_out_tokens`` each."""
-        if (batch_size, max_out_tokens) != (self.batch, self.most):
-            self.caches.clear()
-        self.batch, self.most, self.layers = batch_size, max_out_tokens, num_layers
-
-    def release_workspace(self) -> None:
-        """Give the memory back."""
-        self.caches.clear()
-
-    def retake_workspace(self) -> bool:
-        """True: the calls take memory when they need it."""
-        return True
-
-    def reset_cache(self) -> None:
-        """Begin anew, with no token so far."""
-        self.tokens = 1
-
-    def repeat_kv_cache(self, source_batch_size: int, repeats: int) -> list[Tensor]:
-        """Copy each of the first sequences ``repeats`` times, until the batch is full. Returns the
-        keys and the values of each layer, without room for more."""
-        if repeats < 1 or source_batch_size < 1 or source_batch_size * repeats != self.batch:
-            raise ArgumentError(
-                f"{source_batch_size} sequences, {repeats} times: the workspace is for {self.batch}"
-            )
-        if self.tokens <= 1 or len(self.caches) < self.layers:
-            raise ArgumentError("no prompt has been through all layers yet")
-        found = []
-        for layer in range(self.layers):
-            for cache in self.caches[layer]:
-                used = cache[:, :, : self.tokens - 1]
-                used.copy_(used[:source_batch_size].repeat_interleave(repeats, 0))
-                found.append(used)
-        return found
-
-    def softmax_context(
-        self,
-        query_key_value: Tensor,
-        attn_mask: Tensor,
-        rotary_dim: int,
-        rotate_half: bool,
-        rotate_every_two: bool,
-        heads: int,
-        num_kv: int,
-        norm_factor: float,
-        triangular: bool,
-        local_attention: bool,
-        window_size: int,
-        no_masking: bool,  # noqa: ARG002 (a mask of one dimension says it)
-        layer_id: int,
-        num_layers: int,
-        alibi: Tensor,
-        rope_theta: float,
-        is_prompt: bool,  # noqa: ARG002 (the number of tokens says it)
-        token_idx: Tensor | None = None,  # noqa: ARG002
-        position_ids: Tensor | None = None,  # noqa: ARG002
-    ) -> list[Tensor]:
-        """Append to a layer's cache and attend to it, with scores times ``norm_factor ** 2``.
-
-        ``query_key_value`` is [batch, tokens, (heads + 2 * kv heads) * head]; ``num_kv`` is 0 if
-        there are as many kv heads as heads. Returns the attention [batch, tokens, heads * head],
-        and views of all keys and values, [batch, heads, tokens so far, head].
-        """
-        batch, new, width = query_key_value.shape
-        kv_heads = num_kv if num_kv > 0 else heads
-        head = width // (heads + 2 * kv_heads)
-        if new > 1:
-            self.tokens = new
-        total, first = self.tokens, self.tokens - new
-        every = query_key_value.view(batch, new, -1, head)
-        q, k, v = every.split_with_sizes((heads, kv_heads, kv_heads), 2)
-        if rotary_dim > 0 and (rotate_half or rotate_every_two):
-            positions = torch.arange(first, total, device=q.device)
-            q, k = ops.rotary_qk(
-                q, k, positions, dim=rotary_dim, theta=rope_theta, interleaved=not rotate_half
-            )
-        keys, values = (
-            cache[:batch, :, :total]
-            for cache in self._caches(layer_id, query_key_value, (batch, heads, head), first)
-        )
-        for cache, fresh in ((keys, k), (values, v)):
-            cache[:, :, first:] = fresh.transpose(1, 2).repeat_interleave(heads // kv_heads, 1)
-        causal = triangular and new > 1
-        mask = _mask(attn_mask, alibi, batch, heads, total, q.dtype)
-        if local_attention:
-            hidden = pieces.out_of_window(new, total, window_size, q.device)
-            mask = hidden if mask is None else mask + hidden
-        if causal and mask is not None:
-            ones = torch.ones(new, total, dtype=torch.bool, device=q.device)
-            mask = mask.masked_fill(ones.triu_(1), -torch.inf)
-        out = functional.scaled_dot_product_attention(
-            q.transpose(1, 2),
-            keys,
-            values,
-            attn_mask=None if mask is None else mask.to(q.dtype),
-            is_causal=causal and mask is None,
-            scale=norm_factor * norm_factor,
-        )
-        if layer_id == num_layers - 1:
-            self.tokens += 1
-        return [out.transpose(1, 2).reshape(batch, new, heads * head), keys, values]
-
-    def _caches(
-        self, layer: int, like: Tensor, sizes: tuple[int, int, int], first: int
-    ) -> tuple[Tensor, Tensor]:
-        if self.tokens > self.most:
-            raise ArgumentError(
-                f"{self.tokens} tokens, the workspace has room for {self.most}",
-                hint="max_out_tokens of DeepSpeed's configuration says how many there may be",
-            )
-        batch, heads, head = sizes
-        shape = (max(self.batch, batch), heads, self.most, head)
-        found = self.caches.get(layer)
-        if found is not None and all(
-            each.shape == shape and each.dtype == like.dtype and each.device == like.device
-            for each in found
-        ):
-            return found
-        if first > 0:
-            raise ArgumentError(
-                f"layer {layer} has no cache of {list(shape)}, {like.dtype}: a prompt comes first"
-            )
-        made = like.new_zeros(shape), like.new_zeros(shape)
-        self.caches[layer] = made
-        return made
+    batch, seq, hidden = given.query.shape
+    q, k = given.query.contiguous(), given.key.contiguous()
+    shape = (batch, given.heads, seq, hidden // given.heads)
+    positions = torch.arange(given.offset, given.offset + seq, device=q.device)
+    query, key = (each.view(shape).transpose(1, 2) for each in (q, k))
+    ops.rotary_qk_(query, key, positions, dim=given.rotary_dim, theta=given.rope_theta)
+    return [q, k]
 
 
-def _mask(
-    mask: Tensor, alibi: Tensor, batch: int, heads: int, keys: int, dtype: torch.dtype
-) -> Tensor | None:
-    """The mask and alibi [batch * heads, 1, keys] in one, in fp32; None if there are neither."""
-    if mask.dim() > 1 and mask.shape[-1] < keys:
-        # As in DeepSpeed's Python code: keys that the mask does not know are hidden.
-        mask = functional.pad(
-            mask.to(dtype), (0, keys - mask.shape[-1]), value=torch.finfo(dtype).min
-        )
-    found = pieces.additive(mask, batch, keys, dtype)
-    total = None if found is None else found.float()
+@takes(
+    "scores mask alibi triangular recompute local_attention window_size async_op layer_scale "
+    "head_offset mp_size"
+)
+def softmax(given: Any) -> Tensor:
+    """The softmax of ``scores`` [batch, heads, queries, keys] times ``layer_scale``, plus mask and
+    alibi, written over the scores. A mask or alibi of one dimension stands for none.
+
+    With ``triangular``, query ``i`` sees the keys up to ``i``. A query that sees no key gets zeros.
+    """
+    scores: Tensor = given.scores
+    alibi, offset = given.alibi, given.head_offset
+    batch, heads, queries, keys = scores.shape
+    rows, hidden = None, None
     if alibi.dim() > 1:
-        rows = alibi.reshape(-1, heads, 1, keys).float()
-        total = rows if total is None else total + rows
-    return total
+        rows = alibi.reshape(-1, heads * given.mp_size, 1, keys)[:, offset : offset + heads]
+    if given.local_attention:
+        hidden = out_of_window(queries, keys, given.window_size, scores.device)
+    mask = added(additive(given.mask, batch, keys, scores.dtype), rows, hidden)
+    scores = scores.contiguous()
+    ops.softmax_(scores, mask, scale=given.layer_scale, causal=given.triangular)
+    return scores
+
+
+@takes(
+    "query prev_key new_key mask prev_value new_value heads norm_factor merging triangular "
+    "local_attention window_size no_masking"
+)
+def softmax_context_int8(given: Any) -> list[Tensor]:
+    """Attention, [batch, heads, queries, head], with scores times ``norm_factor``, and the keys and
+    values as they are. Nothing of it is int8, in DeepSpeed either.
+
+    ``query`` and ``prev_value`` are [batch, tokens, hidden] by name; their memory is read as
+    [batch, heads, tokens, head], and that of ``prev_key`` as [batch, heads, head, tokens]. With
+    ``triangular``, query ``i`` sees the keys up to ``i``, if ``new_value`` is empty. A mask of one
+    dimension says that there is none.
+    """
+    query, heads = given.query, given.heads
+    batch, queries = query.shape[:2]
+    tokens, head = given.prev_value.shape[1], given.prev_value.shape[2] // heads
+    q = query.reshape(batch, heads, queries, head)
+    keys = given.prev_key.reshape(batch, heads, head, tokens)
+    values = given.prev_value.reshape(batch, heads, tokens, head)
+    first = given.new_value.dim() < 2 or given.new_value.shape[1] == 0
+    shares = softmax(
+        (q * given.norm_factor) @ keys, given.mask, query.new_empty(1), given.triangular and first,
+        first, given.local_attention, given.window_size, False, 1.0, 0, 1,
+    )  # fmt: skip
+    return [shares @ values, given.prev_key, given.prev_value]
+
+
+def additive(mask: Tensor, batch: int, keys: int, dtype: torch.dtype) -> Tensor | None:
+    """DeepSpeed's mask, to be broadcast to [batch, heads, queries, keys]; None if it is no mask."""
+    if mask.dim() < 2:
+        return None
+    if mask.dim() == 2:
+        mask = mask.view(-1, 1, 1, mask.shape[-1])
+    elif mask.dim() == 3:
+        mask = mask[:, None]
+    if mask.shape[0] not in (1, batch) or mask.shape[-1] != keys:
+        raise ArgumentError(
+            f"attn_mask has shape {list(mask.shape)}, expected {batch} sequences and {keys} keys"
+        )
+    return mask if mask.dtype in (dtype, torch.float32) else mask.to(dtype)
+
+
+def added(*parts: Tensor | None) -> Tensor | None:
+    """The sum of those that are given, in fp32 if there are several."""
+    given = [each for each in parts if each is not None]
+    if len(given) > 1:
+        return reduce(torch.add, (each.float() for each in given))
+    return given[0] if given else None
+
+
+def out_of_window(queries: int, keys: int, window: int, device: torch.device) -> Tensor:
+    """Minus infinity for keys that are ``window`` or more before their query, 0 for others.
+
+    If there are as many queries as keys, the first query stands at the first key. Otherwise
+    DeepSpeed's kernel has the first query stand behind the last key.
+    """
+    at = torch.arange(queries, device=device).view(-1, 1) + (0 if queries == keys else keys)
+    far = torch.arange(keys, device=device) <= at - window
+    return torch.zeros(far.shape, device=device).masked_fill_(far, -torch.inf)
+
+
+# Matrix products with weights
+
+
+@takes("x weight async_op scale int8 transposed")
+def vector_matmul(given: Any) -> Tensor:
+    return _linear(given.x, given.weight, given.scale, None, given)
+
+
+@takes("x weight scale bias gamma beta epsilon add_bias int8 transposed")
+def qkv_gemm(given: Any) -> list[Tensor]:
+    """The linear layer after a layer norm, and the norm."""
+    norm = ops.layer_norm(given.x, given.gamma, given.beta, given.epsilon)
+    bias = given.bias if given.add_bias else None
+    return [_linear(norm, given.weight, given.scale, bias, given), norm]
+
+
+@takes("x weight scale gamma epsilon int8 transposed")
+def rms_qkv_gemm(given: Any) -> list[Tensor]:
+    """The linear layer after an rms norm, and the norm."""
+    norm = ops.rms_norm(given.x, given.gamma, given.epsilon)
+    return [_linear(norm, given.weight, given.scale, None, given), norm]
+
+
+@takes(
+    "x residual input_bias weight weight_out bias gamma beta epsilon pre_norm mlp_after_attention "
+    "scale scale_out int8 activation transposed"
+)
+def mlp_gemm(given: Any) -> list[Tensor]:
+    """The MLP after a layer norm, without its last bias, and the norm. The norm is that of the sum
+    with the residual if the MLP comes after the attention, and of the residual alone if not."""
+    x, residual, affine = given.x, given.residual, (given.gamma, given.beta)
+    if given.mlp_after_attention:
+        norm = ops.post_layer_norm(x, residual, *affine, given.input_bias, given.epsilon)
+    else:
+        norm = ops.layer_norm(residual, *affine, given.epsilon)
+    return [_mlp(norm, given.bias, given.activation, given), norm]
+
+
+@takes("x residual weight weight_out gamma epsilon scale scale_out int8 activation transposed")
+def rms_mlp_gemm(given: Any) -> list[Tensor]:
+    """The MLP after an rms norm of ``x + residual``, and that sum, written into ``residual``."""
+    norm, total = ops.pre_rms_norm(given.x, given.residual, given.gamma, None, given.epsilon)
+    given.residual.copy_(total)
+    return [_mlp(norm, None, given.activation, given, gates=True), given.residual]
+
+
+@takes("x weight scale bias weight_out scale_out int8 transposed")
+def fused_gemm_gelu(given: Any) -> Tensor:
+    """An MLP with gelu by tanh, without its last bias."""
+    return _mlp(given.x, given.bias, GELU, given)
+
+
+@takes("x weight bias add_bias do_flash_attn heads transposed rope_theta")
+def linear_layer(given: Any) -> Tensor:
+    """A linear layer. With ``do_flash_attn`` its result, queries, keys and values, is laid out as
+    [3, batch, heads, sequence, head], with heads padded by zeros to 32, 64 or 128. Nothing is
+    rotated."""
+    weight = given.weight if given.transposed else given.weight.t()
+    out = functional.linear(given.x, weight, given.bias if given.add_bias else None)
+    if not given.do_flash_attn:
+        return out
+    batch, seq, hidden = given.x.shape
+    head = hidden // given.heads
+    parts = out.view(batch, seq, 3, given.heads, head).permute(2, 0, 3, 1, 4)
+    if head % 64:
+        parts = functional.pad(parts, (0, _padded(head) - head))
+    return parts.contiguous()
+
+
+def blas_4d_matmul(output: Tensor, right: Tensor, left: Tensor) -> None:
+    """``left @ right``, written to ``output``. DeepSpeed's binding takes the columns of the output
+    for those of ``left``, so its result is right for square matrices alone."""
+    with torch.no_grad():
+        torch.matmul(left, right, out=output)
+
+
+def create_handle() -> None:
+    """Nothing: torch has a handle for its BLAS."""
+
+
+def einsum_sec_sm_ecm(tokens: Tensor, weight: Tensor) -> Tensor:
+    """The sum over ``s`` of ``tokens[s, e, c] * weight[s, m]``."""
+    sums = tokens.flatten(1).t() @ weight
+    return sums.view(tokens.shape[1], tokens.shape[2], weight.shape[1])
+
+
+def add_padding(query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
+    """[batch, heads, sequence, head] with heads padded by zeros to 32, 64 or 128, and keys and
+    values to 128 tokens."""
+    more = _padded(query.shape[3]) - query.shape[3]
+    tokens = max(128 - key.shape[2], 0)
+    padded = (functional.pad(each, (0, more, 0, tokens)) for each in (key, value))
+    return [functional.pad(query, (0, more)), *padded]
+
+
+def pad_transform(query: Tensor, key: Tensor, value: Tensor, heads: int, pad: bool) -> list[Tensor]:
+    """[batch, sequence, hidden] as [batch, heads, sequence, head], padded as by ``add_padding``."""
+    by_head = [
+        each.view(*each.shape[:2], heads, -1).transpose(1, 2) for each in (query, key, value)
+    ]
+    return add_padding(*by_head) if pad else [each.contiguous() for each in by_head]
+
+
+def _dequantize(dtype: torch.dtype, weight: Tensor, scales: Tensor, groups: int) -> Tensor:
+    return ops.dequantize_int8(weight, scales.reshape(-1)[:groups], dtype)
+
+
+dequantize_fp32 = partial(_dequantize, torch.float32)
+dequantize_fp16 = partial(_dequantize, torch.float16)
+dequantize_bf16 = partial(_dequantize, torch.bfloat16)
+
+
+def _linear(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, given: Any) -> Tensor:
+    if given.int8:
+        # DeepSpeed's scales may have more columns, for parts of the weight. Those of the whole
+        # weight come first in memory.
+        return ops.int8_linear(x, weight, scales.reshape(-1)[: scales.shape[0]], bias)
+    return functional.linear(x, weight if given.transposed else weight.t(), bias)
+
+
+def _mlp(
+    x: Tensor, bias: Tensor | None, activation: int, given: Any, *, gates: bool = False
+) -> Tensor:
+    """Two linear layers with an activation between them. One that DeepSpeed does not know leaves
+    its input as it is, without the bias."""
+    active = _linear(x, given.weight, given.scale, None, given)
+    if activation == GELU:
+        active = ops.bias_gelu(active, bias)
+    elif activation == RELU:
+        active = ops.bias_relu(active, bias)
+    elif gates and activation in (GATED_GELU, GATED_SILU):
+        active = gated_activation(active, bias, activation)
+    return _linear(active, given.weight_out, given.scale_out, None, given)
+
+
+def _padded(head: int) -> int:
+    return 32 if head < 32 else 64 if head < 64 else max(head, 128)

@@ -1,93 +1,94 @@
-"""DeepSpeed's modules ``random_ltd``, ``spatial_inference`` and ``utils``, over opkiln's ops.
+"""DeepSpeed's modules ``evoformer_attn``, ``random_ltd``, ``spatial_inference`` and ``utils``, over
+opkiln's ops.
 
-As in DeepSpeed, no function on tokens or images has a gradient: its front ends have autograd
-functions of their own. docs/deepspeed.md says what differs.
+Functions and arguments are those of DeepSpeed's bindings. As there, no function but those of
+``utils`` has a gradient: front ends have autograd functions of their own. docs/deepspeed.md says
+what differs.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from opkiln.compat.deepspeed.modules import OpModule, likely_device
+from opkiln.compat.deepspeed.modules import takes
+from opkiln.ops.evoformer_attn.functions import evoformer_attention, evoformer_attention_backward
 from opkiln.ops.random_ltd import functions as tokens
 from opkiln.ops.spatial_inference.functions import spatial_bias_add
-from opkiln.ops.utils import flatten as lists
+from opkiln.ops.utils.flatten import byte_view
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-
-class RandomLTD(OpModule):
-    """``random_ltd``: tokens that a layer sees, and the masks for them."""
-
-    NAME = "random_ltd"
-
-    def _load(self) -> None:
-        tokens.token_sort.load(likely_device())
-        self._take(tokens)
-
-    @torch.no_grad()
-    def token_sort_(self, unsorted_token_ids: Tensor, original_tokens: int) -> Tensor:
-        """Sort each row ([layers, batch, kept]) in place. Returns the same tensor."""
-        tokens.token_sort_(unsorted_token_ids, original_tokens)
-        return unsorted_token_ids
-
-    @torch.no_grad()
-    def token_scatter_(
-        self,
-        all_activations: Tensor,
-        layer_activations: Tensor,
-        sorted_indices: Tensor,
-        batch_first: bool,
-    ) -> Tensor:
-        """Write the layer's activations to their places in all of them. Returns those."""
-        tokens.token_scatter_(all_activations, layer_activations, sorted_indices, batch_first)
-        return all_activations
+# evoformer_attn: attention over alignments and pairs, and its gradients, written to given tensors
 
 
-class SpatialInference(OpModule):
-    """``spatial_inference``: biases and residuals of images with channels last, or [N, S, C]."""
-
-    NAME = "spatial_inference"
-
-    def _load(self) -> None:
-        spatial_bias_add.load(likely_device())
-
-    @torch.no_grad()
-    def nhwc_bias_add(
-        self,
-        input: Tensor,  # noqa: A002 (DeepSpeed's name)
-        bias: Tensor,
-        other: Tensor | None = None,
-        other_bias: Tensor | None = None,
-    ) -> Tensor:
-        """``(input + bias) + (other + other_bias)``, without those that are not given."""
-        return spatial_bias_add(input, bias, other, other_bias)
-
-    nhwc_bias_add_add = nhwc_bias_add_bias_add = nhwc_bias_add
+@takes("q k v bias1 bias2 output lse")
+def attention(given: Any) -> None:
+    """Write the result to ``output``, and to ``lse``, [rows, heads, length or more], for each query
+    the logarithm of its sum of weights."""
+    q, mask, pair = given.q, _bias(given.bias1), _bias(given.bias2)
+    out, moments = evoformer_attention(q, given.k, given.v, mask, pair, q.shape[-1] ** -0.5)
+    given.output.copy_(out)
+    greatest, share = moments.flatten(1, 2).unbind()
+    given.lse[..., : q.shape[-3]] = greatest - share.log2()
 
 
-class ByteTensors(OpModule):
-    """``utils``: tensors as bytes, and lists of tensors as one tensor.
+@takes("grad q k v output lse delta bias1 bias2 q_grad k_grad v_grad bias1_grad bias2_grad")
+def attention_bwd(given: Any) -> None:
+    """Write the gradients, but for those of biases that have no elements. ``delta`` is memory for
+    DeepSpeed's kernel."""
+    q, mask, pair = given.q, _bias(given.bias1), _bias(given.bias2)
+    logarithms = given.lse[..., : q.shape[-3]]
+    moments = torch.stack([logarithms, torch.ones_like(logarithms)])
+    moments = moments.view(2, *q.shape[:2], *logarithms.shape[1:])
+    to = (given.q_grad, given.k_grad, given.v_grad, given.bias1_grad, given.bias2_grad)
+    found = evoformer_attention_backward(
+        given.grad, q, given.k, given.v, given.output, moments, mask, pair, q.shape[-1] ** -0.5,
+        *(tensor.numel() > 0 for tensor in to[3:]),
+    )  # fmt: skip
+    for tensor, value in zip(to, found, strict=True):
+        if value.numel():
+            tensor.copy_(value)
 
-    Only earlier releases of DeepSpeed have ``flatten`` and ``unflatten``.
-    """
 
-    NAME = "utils"
+def _bias(given: Tensor) -> Tensor | None:
+    """DeepSpeed gives a tensor without elements if there is no bias."""
+    return given if given.numel() else None
 
-    def _load(self) -> None:
-        self._take(lists, no_grad=False)
 
-    def cast_to_byte_tensor(self, src_tensor: Tensor | Sequence[Tensor]) -> Tensor | list[Tensor]:
-        """The memory of a tensor, or of each of several, as bytes in one dimension. Nothing is
-        copied."""
-        if not isinstance(src_tensor, Tensor):
-            return [_bytes_of(each) for each in src_tensor]
-        return _bytes_of(src_tensor)
+# random_ltd: tokens that a layer sees, and the masks for them; most functions are the op's own
+
+
+def token_sort_(indices: Tensor, original_tokens: int) -> Tensor:
+    """Sort each row ([layers, batch, kept]) in place. Returns the same tensor."""
+    tokens.token_sort_(indices, original_tokens)
+    return indices
+
+
+def token_scatter_(every: Tensor, part: Tensor, indices: Tensor, batch_first: bool) -> Tensor:
+    """Write the layer's activations to their places in all of them. Returns those."""
+    tokens.token_scatter_(every, part, indices, batch_first)
+    return every
+
+
+# spatial_inference: ``(x + bias) + (other + other_bias)``, without those that are not given, of
+# images with channels last, or [N, S, C]
+
+nhwc_bias_add = nhwc_bias_add_add = nhwc_bias_add_bias_add = spatial_bias_add
+
+# utils
+
+
+def cast_to_byte_tensor(given: Tensor | Sequence[Tensor]) -> Tensor | list[Tensor]:
+    """The memory of a tensor, or of each of several, as bytes in one dimension. Nothing is
+    copied."""
+    return _bytes_of(given) if isinstance(given, Tensor) else [_bytes_of(each) for each in given]
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
     # DeepSpeed returns a tensor of at most one byte as it is.
-    return tensor if tensor.nbytes <= 1 else lists.byte_view(tensor)
+    return tensor if tensor.nbytes <= 1 else byte_view(tensor)

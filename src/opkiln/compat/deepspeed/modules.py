@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from fnmatch import fnmatchcase
-from types import ModuleType
-from typing import Any, ClassVar
+from functools import wraps
+from importlib import import_module
+from itertools import zip_longest
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import torch
 
@@ -17,71 +20,118 @@ if TYPE_CHECKING:
 
 
 class OpModule(ModuleType):
-    """The functions that DeepSpeed's front ends call, as methods that call an op of opkiln.
+    """The functions that the table has for one of DeepSpeed's modules: they call an op of opkiln.
 
     Any other function that DeepSpeed's own sources define is that of its own module. opkiln's
     engine builds it when one of them is first used.
     """
 
-    NAME: ClassVar[str]
-    list_theirs: Callable[[], tuple[str, ...]] = staticmethod(tuple)  # what their sources define
     _refusal: OpkilnError | None = None  # why their module cannot be had
+    _rest: Any = None
 
-    def __init__(self, rest: Callable[[], Any] | None = None) -> None:
-        super().__init__(self.NAME, self.__doc__)
-        self._build_rest = rest
-        self._rest: Any = None
-        self._load()
-
-    def _load(self) -> None:
-        """Load the op's library, and take the functions that are not methods."""
-
-    def _take(self, *homes: Any, no_grad: bool = True) -> None:
-        """Take those functions of the table that are not methods from the first of ``homes`` that
-        has them. One for a dtype (``softmax_fp16``) may be there without it: a tensor's own dtype
-        decides, whatever the name."""
-        for name in MODULES[self.NAME].functions:
-            if hasattr(type(self), name):
-                continue
-            names = (name, name.rpartition("_")[0])
-            function = next(
-                getattr(home, each) for each in names for home in homes if hasattr(home, each)
-            )
-            setattr(self, name, torch.no_grad()(function) if no_grad else function)
+    def __init__(
+        self,
+        name: str,
+        build_rest: Callable[[], Any] | None = None,
+        list_theirs: Callable[[], tuple[str, ...]] = tuple,
+    ) -> None:
+        """``build_rest`` gives DeepSpeed's own module, and ``list_theirs`` the names of the
+        functions that its sources define."""
+        super().__init__(name)
+        self._build_rest, self._list_theirs = build_rest, list_theirs
+        # Called with DeepSpeed's own module when that has been built.
+        self.when_built: list[Callable[[Any], None]] = []
+        row = MODULES[name]
+        # Where DeepSpeed's tensors will be.
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        for each in row.loads.split():
+            op = _find(f"ops.{each}")
+            if device in op.builder.BACKENDS:
+                op.load(device, **({"dtype": row.dtype} if row.dtype else {}))
+        places = [_find(each) for each in row.homes.split()]
+        homes = [each(self) if isinstance(each, type) else each for each in places]
+        for function in row.functions:
+            # One for a dtype (``softmax_fp16``) may be there without it: a tensor's own dtype
+            # decides, whatever the name.
+            names = (function, function.rpartition("_")[0])
+            found = next(getattr(home, each) for each in names for home in homes
+                         if hasattr(home, each))  # fmt: skip
+            if row.no_grad and callable(found) and not isinstance(found, type):
+                found = torch.no_grad()(found)
+            setattr(self, function, found)
 
     def __getattr__(self, name: str) -> Any:
         # Front ends ask for names that no module has (`CUDA_IMPL`). These must not build anything.
-        if name.startswith("__") or not any(fnmatchcase(name, p) for p in self.list_theirs()):
-            raise AttributeError(f"module {self.NAME!r} has no attribute {name!r}")
+        if name.startswith("__") or not any(fnmatchcase(name, p) for p in self._list_theirs()):
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
         if self._refusal is None:
             try:
                 return getattr(self.rest(), name)
             except OpkilnError as error:
                 self._refusal = error  # a failed build takes minutes, and would fail again
         raise UnservedFunction(
-            f"{self.NAME}.{name} is a function of DeepSpeed's own module, which is not to be had",
+            f"{self.__name__}.{name} is a function of DeepSpeed's own module, which is not to be "
+            "had",
             why=f"{self._refusal.what}\n{self._refusal.why}".strip(),
             hint=self._refusal.hint,
         ) from self._refusal
 
     def __dir__(self) -> list[str]:
-        own = (name for name in dir(type(self)) if name not in dir(OpModule))
-        theirs = (name for name in self.list_theirs() if name.isidentifier())
-        return sorted({*super().__dir__(), *own, *theirs})
+        theirs = (name for name in self._list_theirs() if name.isidentifier())
+        return sorted({*super().__dir__(), *theirs})
 
     def rest(self) -> Any:
         """DeepSpeed's own module. Raises OpkilnError if it cannot be had."""
         if self._rest is None:
             if self._build_rest is None:
                 raise UsageError(
-                    f"OPKILN_DEEPSPEED does not include `engine` for {self.NAME}",
+                    f"OPKILN_DEEPSPEED does not include `engine` for {self.__name__}",
                     why="the engine would build DeepSpeed's own module",
                     hint="unset OPKILN_DEEPSPEED",
                 )
             self._rest = self._build_rest()
+            for tell in self.when_built:
+                tell(self._rest)
         return self._rest
 
 
-def likely_device() -> str:
-    """Where DeepSpeed's tensors will be: the library for that device is loaded at once."""
-    return "cuda" if torch.cuda.is_available() else "cpu"
+def _find(place: str) -> Any:
+    """A module below opkiln, or what it has: ``module:name``."""
+    module, _, name = place.partition(":")
+    found = import_module(f"opkiln.{module}")
+    return getattr(found, name) if name else found
+
+
+def takes(names: str, optional: int = 0) -> Callable[[Any], Callable[..., Any]]:
+    """Decorates a function that DeepSpeed calls with arguments of these names, by position.
+
+    The function gets them as attributes of one object, after a method's ``self``. The last
+    ``optional`` ones are None if they are left out. Raises TypeError for another number of them.
+    """
+    fields = names.split()
+
+    def decorate(function: Any) -> Callable[..., Any]:
+        before = function.__code__.co_argcount - 1
+
+        @wraps(function)
+        def call(*every: Any) -> Any:
+            given = every[before:]
+            if not len(fields) - optional <= len(given) <= len(fields):
+                raise TypeError(f"{function.__name__} takes ({', '.join(fields)})")
+            return function(*every[:before], SimpleNamespace(**dict(zip_longest(fields, given))))
+
+        return call
+
+    return decorate
+
+
+def renamed(function: Callable[..., Any], names: str) -> Callable[..., Any]:
+    """An op's function, to be called by position: ``names`` are its parameters in DeepSpeed's
+    order. Several results are a list, as from pybind11."""
+    fields = names.split()
+
+    def call(*given: Any) -> Any:
+        found = function(**dict(zip(fields, given, strict=True)))
+        return list(found) if isinstance(found, tuple) else found
+
+    return call

@@ -34,6 +34,10 @@ if TYPE_CHECKING:
 _MODULE = "deepspeed.ops.op_builder.builder"
 _REPORT = "deepspeed.env_report"
 
+_TOOLKIT_CHECKS = (
+    "installed_cuda_version", "assert_no_cuda_mismatch", "get_default_compute_capabilities"
+)  # fmt: skip
+
 OPS, ENGINE, DEEPSPEED = "ops", "engine", "deepspeed"
 
 
@@ -74,9 +78,8 @@ def replacements(module: ModuleType) -> Iterator[tuple[Any, str, Any]]:
     yield base, "cpu_arch", _of_this_cpu(base.cpu_arch, "cpu_arch")
     yield base, "simd_width", _of_this_cpu(base.simd_width, "simd_width")
     yield cuda, "compute_capability_args", _compute_capability_args
-    for name in ("installed_cuda_version", "assert_no_cuda_mismatch"):
+    for name in _TOOLKIT_CHECKS:
         yield module, name, _toolkit_check(name, module)
-    yield module, "get_default_compute_capabilities", _default_capabilities
 
 
 # What a builder loads
@@ -181,11 +184,10 @@ def _choose(builder: Any, original: Callable[[], Any]) -> tuple[Any, str]:
     origin = origin_of(builder)
     if origin != OPS:
         return (build if origin == ENGINE else original)(), origin
-    folder, _, name = MODULES[builder.name].home.partition(":")
-    kind = getattr(import_module(f"opkiln.compat.deepspeed.{folder}"), name)
-    module = kind(build if ENGINE in _resorts_of(builder.name) else None)
-    module.list_theirs = cache(partial(_list_theirs, builder))
-    return module, OPS
+    from opkiln.compat.deepspeed.modules import OpModule
+
+    build_rest = build if ENGINE in _resorts_of(builder.name) else None
+    return OpModule(builder.name, build_rest, cache(partial(_list_theirs, builder))), OPS
 
 
 def _list_theirs(builder: Any) -> tuple[str, ...]:
@@ -269,11 +271,11 @@ def _compute_capability_args(self: Any, cross_compile_archs: str | None = None) 
 def _toolkit_check(name: str, module: ModuleType) -> Callable[..., Any]:
     """opkiln's check of the CUDA toolkit. It raises DeepSpeed's exceptions."""
 
-    def check(name_of_op: str = "") -> Any:
+    def check(*name_of_op: str) -> Any:
         from opkiln.compat.deepspeed import builders
 
         try:
-            return getattr(builders, name)(name_of_op)
+            return getattr(builders, name)(*name_of_op)
         except MissingCUDAException as error:
             raise module.MissingCUDAException(str(error)) from error
         except CUDAMismatchException as error:
@@ -281,12 +283,6 @@ def _toolkit_check(name: str, module: ModuleType) -> Callable[..., Any]:
 
     check.__name__ = name
     return check
-
-
-def _default_capabilities() -> str:
-    from opkiln.compat.deepspeed.builders import get_default_compute_capabilities
-
-    return get_default_compute_capabilities()
 
 
 # What ``ds_report`` says of opkiln: its table is of DeepSpeed's own builds, which do not serve

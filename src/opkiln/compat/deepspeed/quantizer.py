@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opkiln.compat.deepspeed.modules import OpModule
+from opkiln.compat.deepspeed.modules import takes
 from opkiln.errors import UsageError
 from opkiln.ops.deepspeed_quantizer.op import DeepSpeedQuantizerBuilder
 
@@ -31,101 +31,92 @@ class QuantizationType(IntEnum):
     Asymmetric = 1
 
 
-class Quantizer(OpModule):
-    """``quantizer``: int8 and int4 by groups, for weights and for compressed all-reduce."""
+class Quantizer:
+    """``quantizer``: int8 and int4 by groups, for weights and for compressed all-reduce. Its
+    functions raise UsageError, naming the argument."""
 
-    NAME = "quantizer"
     QuantizationType = QuantizationType
     Symmetric = QuantizationType.Symmetric
     Asymmetric = QuantizationType.Asymmetric
 
-    def _load(self) -> None:
+    def __init__(self, _module: object) -> None:
         _functions()
 
-    def quantize(
-        self, input_vals: Tensor, groups: int, num_bits: int, quant_type: int
-    ) -> list[Tensor]:
+    def quantize(self, x: Tensor, groups: int, bits: int, kind: int) -> list[Tensor]:
         """Levels, in the tensor's shape (the last dimension halved for four bits), and the
-        parameters of the groups. Raises UsageError, naming the argument."""
-        size = _size(input_vals.numel(), groups, num_bits)
-        levels, params = self._quantized(
-            input_vals, groups, num_bits, quant_type, _slots(size) > size, (1, 1, 1)
-        )
-        shape = list(input_vals.shape)
-        shape[-1] = shape[-1] * num_bits // 8
-        return [levels.view(shape), params]
+        parameters of the groups."""
+        size = _size(x.numel(), groups, bits)
+        levels, params = _quantized(x, groups, bits, kind, _slots(size) > size, (1, 1, 1))
+        return [levels.view(_scaled(x, bits, 8)), params]
 
     def dequantize(
-        self, quantized_data: Tensor, params: Tensor, groups: int, num_bits: int, quant_type: int,
-        *, dtype: torch.dtype = torch.float16,
-    ) -> Tensor:  # fmt: skip
-        """The dequantized numbers, in fp16. Raises UsageError, naming the argument."""
-        _check_bits(num_bits)
-        _size(quantized_data.numel() * 8 // num_bits, groups, num_bits)
-        flat: Tensor = _asked(
-            _functions(quantized_data.device.type).deepspeed_dequantize,
-            quantized_data.contiguous(), params.contiguous(), groups, num_bits,
-            _is_symmetric(quant_type), dtype,
-        )  # fmt: skip
-        shape = list(quantized_data.shape)
-        shape[-1] = shape[-1] * 8 // num_bits
-        return flat.view(shape)
+        self, levels: Tensor, params: Tensor, *given: int, dtype: torch.dtype = torch.float16
+    ) -> Tensor:
+        """The dequantized numbers. ``given``: groups, bits and kind."""
+        groups, bits, kind = given
+        _check_bits(bits)
+        _size(levels.numel() * 8 // bits, groups, bits)
+        function = _functions(levels.device.type).deepspeed_dequantize
+        tensors = (levels.contiguous(), params.contiguous())
+        flat: Tensor = _call(function, *tensors, groups, bits, kind == self.Symmetric, dtype)
+        return flat.view(_scaled(levels, 8, bits))
 
     dequantize_fp32 = partialmethod(dequantize, dtype=torch.float32)
 
-    def dequantize_int4_to_half_experimental(
-        self, data_in: Tensor, scale_buffer: Tensor, min_val_buffer: Tensor, num_group: int,
-        group_size: int,
-    ) -> Tensor:  # fmt: skip
-        """``level / scale + min`` in fp16, one row per group. Levels are unsigned, two per byte."""
-        levels = data_in.reshape(-1).view(torch.uint8)
-        halves = torch.stack([levels >> 4, levels & 15], dim=1)
-        return _unsigned(halves, scale_buffer, min_val_buffer, num_group, group_size)
+    def _dequantize_unsigned(
+        self, bits: int, data: Tensor, scales: Tensor, least: Tensor, groups: int, size: int
+    ) -> Tensor:
+        """``level / scale + least``, one row per group. Levels are unsigned, of four bits two per
+        byte. Computed in fp16: each operation rounds, as in DeepSpeed."""
+        levels = data.reshape(-1).view(torch.uint8)
+        if bits == 4:
+            levels = torch.stack([levels >> 4, levels & 15], dim=1)
+        if levels.numel() != groups * size:
+            raise UsageError(
+                f"data_in has {levels.numel()} elements, expected num_group * group_size = "
+                f"{groups * size}"
+            )
+        rows = levels.reshape(groups, size).half()
+        return rows.div_(scales.reshape(-1, 1).half()).add_(least.reshape(-1, 1).half())
 
-    def dequantize_int8_to_half_experimental(
-        self, data_in: Tensor, scale_buffer: Tensor, min_val_buffer: Tensor, num_group: int,
-        group_size: int,
-    ) -> Tensor:  # fmt: skip
-        """Like the function for four bits, with one level per byte."""
-        levels = data_in.reshape(-1).view(torch.uint8)
-        return _unsigned(levels, scale_buffer, min_val_buffer, num_group, group_size)
+    dequantize_int4_to_half_experimental = partialmethod(_dequantize_unsigned, 4)
+    dequantize_int8_to_half_experimental = partialmethod(_dequantize_unsigned, 8)
 
-    def swizzle_quant(
-        self, input_vals: Tensor, groups: int, num_bits: int, quant_type: int, pipeline_size: int,
-        nodes: int, devices_per_node: int,
-    ) -> list[Tensor]:  # fmt: skip
+    @takes("x groups bits kind pipeline_size nodes devices_per_node")
+    def swizzle_quant(self, given: Any) -> list[Tensor]:
         """Levels, in one dimension, and parameters of the groups. They are in the order for an
         all-to-all within nodes, followed by one between nodes."""
-        size = _size(input_vals.numel(), groups, num_bits)
-        order = (nodes, devices_per_node, pipeline_size)
-        with_zero = _swizzle_slots(size) > size
-        return self._quantized(input_vals, groups, num_bits, quant_type, with_zero, order)
+        x, groups, bits = given.x, given.groups, given.bits
+        size = _size(x.numel(), groups, bits)
+        order = (given.nodes, given.devices_per_node, given.pipeline_size)
+        return _quantized(x, groups, bits, given.kind, _swizzle_slots(size) > size, order)
 
-    def quantized_reduction(
-        self, input_vals: Tensor, input_scales: Tensor, in_groups: int, out_groups: int,
-        num_bits: int, quant_type: int, devices_per_node: int,
-    ) -> list[Tensor]:  # fmt: skip
-        """The sum of ``devices_per_node`` parts, which follow each other in memory, quantized."""
-        _check_bits(num_bits)
-        elements = input_vals.numel() * 8 // num_bits // devices_per_node
-        size = _size(elements, out_groups, num_bits)
-        levels, params = _asked(
-            _functions(input_vals.device.type).deepspeed_reduce, input_vals.contiguous(),
-            input_scales.contiguous(), devices_per_node, in_groups, out_groups, num_bits,
-            _is_symmetric(quant_type), _reduction_slots(size) > size,
+    @takes("levels params in_groups out_groups bits kind parts")
+    def quantized_reduction(self, given: Any) -> list[Tensor]:
+        """The sum of ``parts`` parts, which follow each other in memory, quantized."""
+        levels, bits, parts, groups = given.levels, given.bits, given.parts, given.out_groups
+        _check_bits(bits)
+        size = _size(levels.numel() * 8 // bits // parts, groups, bits)
+        sums, params = _call(
+            _functions(levels.device.type).deepspeed_reduce, levels.contiguous(),
+            given.params.contiguous(), parts, given.in_groups, groups, bits,
+            given.kind == self.Symmetric, _reduction_slots(size) > size,
         )  # fmt: skip
-        shape = list(input_vals.shape)
-        shape[-1] //= devices_per_node
-        return [levels.view(shape), params]
+        return [sums.view(_scaled(levels, 1, parts)), params]
 
-    def _quantized(
-        self, x: Tensor, groups: int, bits: int, quant_type: int, with_zero: bool,
-        order: tuple[int, int, int],
-    ) -> list[Tensor]:  # fmt: skip
-        function = _functions(x.device.type).deepspeed_quantize
-        flat = x.detach().contiguous()
-        symmetric = _is_symmetric(quant_type)
-        return list(_asked(function, flat, groups, bits, symmetric, with_zero, *order))
+
+def _quantized(
+    x: Tensor, groups: int, bits: int, kind: int, with_zero: bool, order: tuple[int, ...]
+) -> list[Tensor]:
+    function = _functions(x.device.type).deepspeed_quantize
+    symmetric = kind == QuantizationType.Symmetric
+    return list(_call(function, x.contiguous(), groups, bits, symmetric, with_zero, *order))
+
+
+def _scaled(tensor: Tensor, factor: int, divisor: int) -> list[int]:
+    """The shape of a tensor with another last dimension."""
+    *rest, last = tensor.shape
+    return [*rest, last * factor // divisor]
 
 
 # How many elements the threads of DeepSpeed's kernels load for a group. Those beyond its end are
@@ -155,21 +146,6 @@ def _filled(size: int, a_thread: int, fewest: int, most: int) -> int:
     return -(-size // turn) * turn
 
 
-def _unsigned(levels: Tensor, scales: Tensor, least: Tensor, groups: int, size: int) -> Tensor:
-    """Computed in fp16: each operation rounds, as in DeepSpeed."""
-    if levels.numel() != groups * size:
-        raise UsageError(
-            f"data_in has {levels.numel()} elements, expected num_group * group_size = "
-            f"{groups * size}"
-        )
-    rows = levels.reshape(groups, size).half()
-    return rows.div_(scales.reshape(-1, 1).half()).add_(least.reshape(-1, 1).half())
-
-
-def _is_symmetric(quant_type: int) -> bool:
-    return quant_type == QuantizationType.Symmetric
-
-
 def _size(elements: int, groups: int, bits: int) -> int:
     """The size of a group. Raises UsageError if the elements cannot be split into the groups."""
     _check_bits(bits)
@@ -185,11 +161,10 @@ def _check_bits(bits: int) -> None:
         raise UsageError(f"num_bits is {bits}, expected 4 or 8")
 
 
-def _asked(function: Callable[..., Any], *args: Any) -> Any:
+def _call(function: Callable[..., Any], *args: Any) -> Any:
     """Call the op. If it refuses an argument, raise its message as a UsageError."""
     try:
-        with torch.no_grad():
-            return function(*args)
+        return function(*args)
     except RuntimeError as error:
         said = str(error).splitlines()[0]
         if ", expected " in said or " is not on " in said:

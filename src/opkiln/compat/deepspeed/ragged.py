@@ -9,13 +9,12 @@ docs/deepspeed.md says what differs from DeepSpeed.
 
 from __future__ import annotations
 
-import sys
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from opkiln.compat.deepspeed.modules import OpModule
+from opkiln.compat.deepspeed.modules import takes
 from opkiln.errors import UsageError
 from opkiln.ops.kv_attention.attention import KVCache, attention
 from opkiln.ops.ragged_device_ops.functions import experts as moe
@@ -29,47 +28,24 @@ if TYPE_CHECKING:
 _UNASSIGNED = -1
 _START, _TOKENS, _SEEN = range(3)  # columns of seq_metadata
 
-
-class RaggedDeviceOps(OpModule):
-    """``ragged_device_ops``: FastGen's kernels on a ragged batch."""
-
-    NAME = "ragged_device_ops"
-
-    def _load(self) -> None:
-        if torch.cuda.is_available():
-            paged.paged_kv_copy.load("cuda")
-        self._take(sys.modules[__name__])
+# ragged_ops: memory of the host for the description of a batch
 
 
-class RaggedHostOps(OpModule):
-    """``ragged_ops``: memory of the host for the description of a batch."""
-
-    NAME = "ragged_ops"
-
-    def allocate_fast_host_buffer(self, device_mirror: Tensor) -> Tensor:
-        """Memory of the host with the shape and dtype of a tensor."""
-        return torch.empty(device_mirror.shape, dtype=device_mirror.dtype)
-
-    def allocate_view_on(self, tensor: Tensor, buffer: Tensor, offset: int) -> Tensor:
-        """A view of a buffer from a byte on, with the shape, strides and dtype of a tensor."""
-        return _view(buffer, offset, tensor.dtype, tensor.shape, tensor.stride())
-
-    def allocate_view_like(
-        self,
-        shape: Sequence[int],
-        strides: Sequence[int],
-        dummy_tensor: Tensor,
-        buffer: Tensor,
-        offset: int,
-    ) -> Tensor:
-        """A view of a buffer from a byte on, with the dtype of a tensor."""
-        return _view(buffer, offset, dummy_tensor.dtype, shape, strides)
+def allocate_fast_host_buffer(device_mirror: Tensor) -> Tensor:
+    """Memory of the host with the shape and dtype of a tensor."""
+    return torch.empty(device_mirror.shape, dtype=device_mirror.dtype)
 
 
-def _view(
-    buffer: Tensor, offset: int, dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int]
+def allocate_view_on(tensor: Tensor, buffer: Tensor, offset: int) -> Tensor:
+    """A view of a buffer from a byte on, with the shape, strides and dtype of a tensor."""
+    return allocate_view_like(tensor.shape, tensor.stride(), tensor, buffer, offset)
+
+
+def allocate_view_like(
+    shape: Sequence[int], strides: Sequence[int], like: Tensor, buffer: Tensor, offset: int
 ) -> Tensor:
-    first = buffer.storage_offset() * buffer.element_size() + offset
+    """A view of a buffer from a byte on, with the dtype of a tensor."""
+    dtype, first = like.dtype, buffer.storage_offset() * buffer.element_size() + offset
     if first % dtype.itemsize:
         raise UsageError(f"offset is {offset}: {dtype} needs a multiple of {dtype.itemsize} bytes")
     made = torch.empty(0, dtype=dtype, device=buffer.device)
@@ -79,88 +55,69 @@ def _view(
 # The cache of keys and values
 
 
-class _Batch(NamedTuple):
-    """The last arguments of several functions: they describe a batch."""
-
-    batch_metadata: Tensor
-    seq_metadata: Tensor
-    tokens_to_seq: Tensor
-    kv_ptrs: Tensor
-
-
-def linear_kv_copy(kv_cache: Tensor, q: Tensor, k: Tensor, v: Tensor, *batch: Tensor) -> None:
+@takes("kv_cache q k v batch_metadata seq_metadata tokens_to_seq kv_ptrs")
+def linear_kv_copy(given: Any) -> None:
     """Write ``k`` and ``v`` to the cache, [blocks, block size, 2, kv heads, head]."""
-    del q  # DeepSpeed's binding takes its strides
-    target = _target(kv_cache, len(k), _Batch(*batch))
-    paged.paged_kv_copy(_heads(k, kv_cache), _heads(v, kv_cache), *target)
+    k, v = (_heads(each, given.kv_cache) for each in (given.k, given.v))
+    paged.paged_kv_copy(k, v, *_target(given))
 
 
 def kv_rotary_embeddings(
-    kv_cache: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    rotary_dim: int,
-    theta_base: float,
-    *batch: Tensor,
+    kv_cache: Tensor, q: Tensor, k: Tensor, v: Tensor, rotary_dim: int, theta: float, *batch: Tensor
 ) -> None:
     """Rotate ``q`` in place; write ``k``, rotated, and ``v`` to the cache."""
     pairs = torch.arange(0, rotary_dim, 2, dtype=torch.float32, device=q.device) / rotary_dim
-    inv_freq = (1 / theta_base**pairs).to(q.dtype).float()
+    inv_freq = (1 / theta**pairs).to(q.dtype).float()
     kv_trained_rotary_embeddings(kv_cache, q, k, v, inv_freq, *batch)
 
 
-def kv_trained_rotary_embeddings(
-    kv_cache: Tensor, q: Tensor, k: Tensor, v: Tensor, inv_freq: Tensor, *batch: Tensor
-) -> None:
+@takes("kv_cache q k v inv_freq batch_metadata seq_metadata tokens_to_seq kv_ptrs")
+def kv_trained_rotary_embeddings(given: Any) -> None:
     """``kv_rotary_embeddings`` with the frequencies of each pair, fp32 [pairs]."""
+    inv_freq, cache = given.inv_freq, given.kv_cache
     if inv_freq.dtype != torch.float32 or inv_freq.dim() != 1:
         raise UsageError(
             f"inv_freq is {inv_freq.dtype} {list(inv_freq.shape)}, expected torch.float32 [pairs]"
         )
-    target = _target(kv_cache, len(k), _Batch(*batch))
-    angles = target.positions.clamp(min=0).double()[:, None] * inv_freq.double()
+    target = _target(given)
+    sequences, positions = target[-2:]
+    angles = positions.clamp(min=0).double()[:, None] * inv_freq.double()
     cos, sin = angles.cos().float(), angles.sin().float()
     # A token's angles are a row of these tables.
-    turned, keys = (rotary(_heads(x, kv_cache), None, cos, sin, 2 * len(inv_freq)) for x in (q, k))
-    paged.paged_kv_copy(keys, _heads(v, kv_cache), *target)
-    _keep_padding(q, turned.flatten(1), target.sequences >= 0)
+    turned, keys = (
+        rotary(_heads(x, cache), None, cos, sin, 2 * len(inv_freq)) for x in (given.q, given.k)
+    )
+    paged.paged_kv_copy(keys, _heads(given.v, cache), *target)
+    _keep_padding(given.q, turned.flatten(1), sequences >= 0)
 
 
 def _heads(x: Tensor, kv_cache: Tensor) -> Tensor:
     return x.view(len(x), -1, kv_cache.shape[4])
 
 
-def _places(tokens: int, batch: _Batch) -> tuple[Tensor, Tensor]:
+def _places(tokens: int, given: Any) -> tuple[Tensor, Tensor]:
     """The sequence of each token and its place there, int32; -1 for padding. The tensors of a batch
     may have more rows than ``tokens_to_seq``."""
-    of = batch.tokens_to_seq
+    of = given.tokens_to_seq
     at = torch.arange(tokens, dtype=torch.int32, device=of.device)
     sequences = of.new_full((tokens,), -1)
     sequences[: len(of)] = of[:tokens]
-    real = (at < batch.batch_metadata[0]) & (sequences >= 0)
-    row = batch.seq_metadata[sequences.clamp(min=0)]
+    real = (at < given.batch_metadata[0]) & (sequences >= 0)
+    row = given.seq_metadata[sequences.clamp(min=0)]
     positions = row[:, _SEEN] + at - row[:, _START]
     return torch.where(real, sequences, -1), torch.where(real, positions, -1)
 
 
-class _Target(NamedTuple):
-    """Where the keys and values of tokens go: the last arguments of the paged functions."""
-
-    keys: Tensor
-    values: Tensor
-    table: Tensor
-    sequences: Tensor
-    positions: Tensor
-
-
-def _target(kv_cache: Tensor, tokens: int, batch: _Batch) -> _Target:
-    lengths = batch.seq_metadata[:, _SEEN] + batch.seq_metadata[:, _TOKENS]
-    sequences = min(len(lengths), len(batch.kv_ptrs))
+def _target(given: Any) -> tuple[Tensor, ...]:
+    """Where the keys and values of tokens go, the last arguments of the paged functions: the keys
+    and the values of the cache, the table of blocks, and each token's sequence and position."""
+    cache, kv_ptrs = given.kv_cache, given.kv_ptrs
+    lengths = given.seq_metadata[:, _SEEN] + given.seq_metadata[:, _TOKENS]
+    sequences = min(len(lengths), len(kv_ptrs))
     # No sequence has more blocks than there are.
-    blocks, size = kv_cache.shape[:2]
-    table = paged.listed_blocks(batch.kv_ptrs[:sequences], lengths[:sequences], size, blocks)
-    return _Target(kv_cache[:, :, 0], kv_cache[:, :, 1], table, *_places(tokens, batch))
+    blocks, size = cache.shape[:2]
+    table = paged.listed_blocks(kv_ptrs[:sequences], lengths[:sequences], size, blocks)
+    return cache[:, :, 0], cache[:, :, 1], table, *_places(len(given.k), given)
 
 
 def _keep_padding(out: Tensor, found: Tensor, real: Tensor) -> None:
@@ -184,54 +141,39 @@ class Run(NamedTuple):
     extent: int  # the keys that the last query sees
 
 
-def build_atoms(
-    atoms_ten: Tensor,
-    batch_metadata: Tensor,
-    seq_metadata: Tensor,
-    kv_ptrs: Tensor,
-    q_block_size: int,
-    kv_block_size: int,
-) -> int:
+@takes("atoms batch_metadata seq_metadata kv_ptrs q_block_size kv_block_size")
+def build_atoms(given: Any) -> int:
     """Write the atoms of a batch, with at most ``q_block_size`` queries each. All tensors are on
     the host. Returns how many there are."""
-    sequences = int(batch_metadata[1])
-    given = zip(seq_metadata[:sequences].tolist(), kv_ptrs[:sequences].tolist(), strict=True)
-    made = []
-    for (start, tokens, seen, _), address in given:
-        low, high = _words(address)
-        for first in range(0, tokens, q_block_size):
-            queries = min(q_block_size, tokens - first)
+    described = given.seq_metadata[: int(given.batch_metadata[1])].tolist()
+    made, owners = [], []
+    for sequence, (start, tokens, seen, _) in enumerate(described):
+        for first in range(0, tokens, given.q_block_size):
+            queries = min(given.q_block_size, tokens - first)
             extent = seen + first + queries
-            blocks = -(-extent // kv_block_size)
-            made.append((low, high, start + first, queries, blocks, extent, seen + first))
+            blocks = -(-extent // given.kv_block_size)
+            made.append((start + first, queries, blocks, extent, seen + first))
+            owners.append(sequence)
     if made:
-        atoms_ten.view(-1, _WIDTH)[: len(made), : _WIDTH - 1] = torch.tensor(
-            made, dtype=torch.int32
-        )
+        atoms = given.atoms.view(-1, _WIDTH)[: len(made)]
+        atoms[:, :2] = given.kv_ptrs[owners].view(torch.int32).view(-1, 2)
+        atoms[:, 2:-1] = torch.tensor(made, dtype=torch.int32)
     return len(made)
 
 
-def flash_attn_by_atoms(
-    out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    attention_atoms: Tensor,
-    softmax_scale: float,
-    is_causal: bool,
-) -> None:
+@takes("out q k v atoms softmax_scale is_causal")
+def flash_attn_by_atoms(given: Any) -> None:
     """Attend from ``q``, [tokens, heads * head], to the cache's ``k`` and ``v``, [blocks, block
     size, kv heads, head], and write ``out``. Rows that no atom has are left alone."""
-    runs = _runs(attention_atoms, merge=is_causal)
+    runs = _runs(given.atoms, merge=given.is_causal)
     single = [each for each in runs if each.queries == 1]
     for batch in ([single] if single else []) + [[each] for each in runs if each.queries != 1]:
-        _attend(out, q, k, v, batch, softmax_scale, is_causal)
+        _attend(batch, given)
 
 
-def _attend(
-    out: Tensor, q: Tensor, k: Tensor, v: Tensor, batch: list[Run], scale: float, causal: bool
-) -> None:
+def _attend(batch: list[Run], given: Any) -> None:
     """All of a batch have as many queries."""
+    q, k, out = given.q, given.k, given.out
     size, head = k.shape[1], k.shape[3]
     extent = max(each.extent for each in batch)
     addresses = torch.tensor([each.address for each in batch], device=q.device)
@@ -241,8 +183,10 @@ def _attend(
     at = torch.tensor([each.start for each in batch], device=q.device)
     rows = q[at][:, None] if queries == 1 else q[None, start : start + queries]
     turned = rows.reshape(*rows.shape[:2], -1, head).transpose(1, 2)
-    cache = KVCache(k, v, lengths, table)
-    found = attention(turned, None, None, cache, scale=scale, causal=causal, context=extent)
+    found = attention(
+        turned, None, None, KVCache(k, given.v, lengths, table), scale=given.softmax_scale,
+        causal=given.is_causal, context=extent,
+    )  # fmt: skip
     found = found.transpose(1, 2).flatten(2)
     if queries == 1:
         out[at] = found[:, 0]
@@ -253,11 +197,12 @@ def _attend(
 def _runs(atoms: Tensor, merge: bool) -> list[Run]:
     """The atoms; with ``merge``, those that continue a sequence are one."""
     runs: list[Run] = []
-    for low, high, start, queries, _, extent, *_ in atoms.reshape(-1, _WIDTH).tolist():
-        made = Run((high & 0xFFFFFFFF) << 32 | (low & 0xFFFFFFFF), start, queries, extent)
-        last = runs[-1] if runs else None
+    atoms = atoms.reshape(-1, _WIDTH)
+    addresses = atoms[:, :2].contiguous().view(torch.int64).flatten().tolist()
+    for address, (start, queries, _, extent) in zip(addresses, atoms[:, 2:6].tolist(), strict=True):
+        made, last = Run(address, start, queries, extent), runs[-1] if runs else None
         if (
-            merge and last is not None and last.address == made.address
+            merge and last is not None and last.address == address
             and last.start + last.queries == start and last.extent + queries == extent
         ):  # fmt: skip
             runs[-1] = last._replace(queries=last.queries + queries, extent=extent)
@@ -266,34 +211,24 @@ def _runs(atoms: Tensor, merge: bool) -> list[Run]:
     return [each for each in runs if each.queries > 0]
 
 
-def _words(address: int) -> tuple[int, int]:
-    """An address as two int32, the lower one first, as in memory."""
-    low, high = address & 0xFFFFFFFF, address >> 32 & 0xFFFFFFFF
-    return low - (1 << 32 if low >= 1 << 31 else 0), high - (1 << 32 if high >= 1 << 31 else 0)
-
-
 # Rows of tokens
 
 
-def ragged_embed(
-    embedded_tokens: Tensor,
-    input_ids: Tensor,
-    embedding_weight: Tensor,
-    position_weight: Tensor | None,
-    position_embed_offset: int,
-    *batch: Tensor,
-) -> None:
+@takes(
+    "out input_ids embedding_weight position_weight position_offset batch_metadata seq_metadata "
+    "tokens_to_seq kv_ptrs"
+)
+def ragged_embed(given: Any) -> None:
     """Rows of the table for tokens, with those of their positions, which stay in their table. A
     token that the table does not have is left out."""
-    ids = input_ids.flatten()
-    sequences, positions = _places(len(ids), _Batch(*batch))
-    words = len(embedding_weight)
-    given = (sequences >= 0) & (ids >= 0) & (ids < words)
+    ids, words, places = given.input_ids.flatten(), given.embedding_weight, given.position_weight
+    sequences, positions = _places(len(ids), given)
+    known = (sequences >= 0) & (ids >= 0) & (ids < len(words))
     at = None
-    if position_weight is not None:
-        at = (positions + position_embed_offset).clamp(0, len(position_weight) - 1)
-    found = rows.ragged_embedding(ids.clamp(0, words - 1), embedding_weight, at, position_weight)
-    _keep_padding(embedded_tokens[: len(ids)], found, given)
+    if places is not None:
+        at = (positions + given.position_offset).clamp(0, len(places) - 1)
+    found = rows.ragged_embedding(ids.clamp(0, len(words) - 1), words, at, places)
+    _keep_padding(given.out[: len(ids)], found, known)
 
 
 def gather_for_logits(
@@ -311,70 +246,52 @@ def gather_for_logits(
 # Mixtures of experts
 
 
-def top_k_gating(
-    expert_counts: Tensor,
-    scores: Tensor,
-    assignments: Tensor,
-    offsets: Tensor,
-    logits: Tensor,
-    batch_metadata: Tensor,
-) -> None:
+@takes("expert_counts scores assignments offsets logits batch_metadata")
+def top_k_gating(given: Any) -> None:
     """The experts of each token with the shares that softmax gives them, and its place among the
     tokens of each. Adds the tokens of each expert to ``expert_counts``. Padding has no expert."""
+    scores, logits = given.scores, given.logits
     tokens, k = scores.shape
     experts = logits.shape[1]
-    padding = (torch.arange(tokens, device=logits.device) >= batch_metadata[0])[:, None]
+    padding = (torch.arange(tokens, device=logits.device) >= given.batch_metadata[0])[:, None]
     # Experts that only padding goes to come last, so they change neither places nor shares.
     others = torch.where(padding, torch.inf, -torch.inf).to(logits.dtype).expand(-1, k)
     shares, chosen, slots, counts, ends = moe.top_k_gating(torch.cat((logits, others), 1), k)
     first = (ends - counts)[:experts]
-    before = (expert_counts - first).to(torch.int32)
+    before = (given.expert_counts - first).to(torch.int32)
     real = chosen.clamp(max=experts - 1)
     scores.copy_(torch.where(padding, scores, shares))
-    assignments.copy_(torch.where(padding, _UNASSIGNED, chosen))
-    offsets.copy_(torch.where(padding, _UNASSIGNED, slots + before[real]))
-    expert_counts += counts[:experts]
+    given.assignments.copy_(torch.where(padding, _UNASSIGNED, chosen))
+    given.offsets.copy_(torch.where(padding, _UNASSIGNED, slots + before[real]))
+    given.expert_counts.add_(counts[:experts])
 
 
-def moe_scatter(
-    moe_input: Tensor,
-    expert_count_cumsums: Tensor,
-    mapped_slots: Tensor,
-    activations: Tensor,
-    expert_counts: Tensor,
-    assignments: Tensor,
-    offsets: Tensor,
-) -> None:
+@takes("moe_input cumulative_counts mapped_slots activations expert_counts assignments offsets")
+def moe_scatter(given: Any) -> None:
     """Rows of tokens, sorted by expert; the sums of the experts' tokens up to each; and the row of
     each token and expert."""
-    ends = expert_counts.cumsum(0)
-    expert_count_cumsums.copy_(ends)
-    real = assignments != _UNASSIGNED
-    first = (ends - expert_counts)[assignments.clamp(min=0)]
+    ends = given.expert_counts.cumsum(0)
+    given.cumulative_counts.copy_(ends)
+    real = given.assignments != _UNASSIGNED
+    first = (ends - given.expert_counts)[given.assignments.clamp(min=0)]
     # What has no expert comes last.
     spare = ends[-1] + (~real).flatten().cumsum(0).view_as(real) - 1
-    slots = torch.where(real, first + offsets, spare).to(torch.int32)
-    found = moe.moe_scatter(activations, slots)
+    slots = torch.where(real, first + given.offsets, spare).to(torch.int32)
+    found = moe.moe_scatter(given.activations, slots)
     used = torch.arange(len(found), device=ends.device) < ends[-1]
-    _keep_padding(moe_input, found, used)
-    mapped_slots.copy_(torch.where(real, slots, _UNASSIGNED))
+    _keep_padding(given.moe_input, found, used)
+    given.mapped_slots.copy_(torch.where(real, slots, _UNASSIGNED))
 
 
-def moe_gather(
-    layer_output: Tensor,
-    moe_output: Tensor,
-    scores: Tensor,
-    mapped_slots: Tensor,
-    expert_counts: Tensor,
-    normalize_scales: bool,
-) -> None:
+@takes("layer_output moe_output scores mapped_slots expert_counts normalize_scales")
+def moe_gather(given: Any) -> None:
     """The sum of each token's rows, with its scores. Sets ``expert_counts`` to 0, for the next
     call of ``top_k_gating``."""
-    real = mapped_slots != _UNASSIGNED
-    shares = scores.masked_fill(~real, 0)
-    if normalize_scales:
+    real = given.mapped_slots != _UNASSIGNED
+    shares = given.scores.masked_fill(~real, 0)
+    if given.normalize_scales:
         total = shares.sum(1, keepdim=True)
         shares = torch.where(total > 0, shares / total, shares)
-    found = moe.moe_gather(moe_output, mapped_slots.clamp(min=0), shares)
-    _keep_padding(layer_output, found, real.any(1))
-    expert_counts.zero_()
+    found = moe.moe_gather(given.moe_output, given.mapped_slots.clamp(min=0), shares)
+    _keep_padding(given.layer_output, found, real.any(1))
+    given.expert_counts.zero_()

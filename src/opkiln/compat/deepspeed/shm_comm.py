@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from opkiln.compat.deepspeed.modules import OpModule
 from opkiln.errors import ClusterError, FallbackWarning
 from opkiln.ops.shm_comm.group import ShmGroup
 
@@ -26,36 +25,32 @@ _group: ShmGroup | None = None
 _library: Any = None
 
 
-class ShmComm(OpModule):
-    """``deepspeed_shm_comm``: sums over the ranks of one host."""
+def initialize(size: int, rank: int) -> None:
+    """Let the ranks of torch.distributed's default group share memory, if they are on one host.
+    Calling it again has no effect."""
+    global _group
+    _register()
+    if _group is not None or size == 1:
+        return
+    default = dist.distributed_c10d._get_default_group()
+    if (size, rank) != (default.size(), default.rank()):
+        raise RuntimeError(
+            f"initialize: rank {rank} of {size} was given, but torch.distributed has rank "
+            f"{default.rank()} of {default.size()}"
+        )
+    try:
+        _group = ShmGroup.of(default)
+    except ClusterError as error:
+        warnings.warn(
+            f"deepspeed_shm_comm: torch.distributed does the sums: {error.what}",
+            FallbackWarning,
+            stacklevel=3,  # torch.no_grad is in between
+        )
 
-    NAME = "deepspeed_shm_comm"
 
-    def initialize(self, size: int, rank: int) -> None:
-        """Let the ranks of torch.distributed's default group share memory, if they are on one host.
-        Calling it again has no effect."""
-        global _group
-        _register()
-        if _group is not None or size == 1:
-            return
-        default = dist.distributed_c10d._get_default_group()
-        if (size, rank) != (default.size(), default.rank()):
-            raise RuntimeError(
-                f"initialize: rank {rank} of {size} was given, but torch.distributed has rank "
-                f"{default.rank()} of {default.size()}"
-            )
-        try:
-            _group = ShmGroup.of(default)
-        except ClusterError as error:
-            warnings.warn(
-                f"{self.NAME}: torch.distributed does the sums: {error.what}",
-                FallbackWarning,
-                stacklevel=2,
-            )
-
-    def vector_kernel_level(self) -> int:
-        """2: every CPU has all kernels. DeepSpeed's need AVX2 (1) or AVX-512 (2)."""
-        return 2
+def vector_kernel_level() -> int:
+    """2: every CPU has all kernels. DeepSpeed's need AVX2 (1) or AVX-512 (2)."""
+    return 2
 
 
 def _sum_(x: Tensor) -> Tensor:

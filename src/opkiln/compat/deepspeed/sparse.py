@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from opkiln.compat.deepspeed.modules import OpModule
 from opkiln.ops.sparse_attn import attention, layouts
 
 TYPE_CHECKING = False
@@ -69,14 +68,6 @@ class SparseSelfAttention(nn.Module):
         )
         out: Tensor = inner(query, key, value, rpe, key_padding_mask, attn_mask)
         return out
-
-
-class SparseAttn(OpModule):
-    """``sparse_attn``: DeepSpeed's Python code calls no function of it."""
-
-    NAME = "sparse_attn"
-
-    SparseSelfAttention = SparseSelfAttention
 
 
 def _shared(layout: Tensor) -> Tensor:

@@ -8,14 +8,15 @@ whatever the function's name.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, NamedTuple, cast
+from functools import wraps
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
-from opkiln.compat.deepspeed.modules import OpModule
+from opkiln.compat.deepspeed.modules import takes
 from opkiln.errors import UsageError
 from opkiln.nn.halves import (
     OutputKept,
@@ -25,49 +26,24 @@ from opkiln.nn.halves import (
     project,
     project_backward,
 )
-from opkiln.ops.stochastic_transformer.functions import stochastic_gelu_dropout
-from opkiln.ops.transformer.functions import norm_with_moments
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-
-class Layer(NamedTuple):
-    """What a layer is created with, in DeepSpeed's order."""
-
-    batch_size: int
-    hidden_dim: int
-    num_heads: int
-    intermediate_size: int
-    attn_dropout_ratio: float
-    hidden_dropout_ratio: float
-    layer_norm_eps: float
-    seed: int
-    pre_layer_norm: bool
-    test_gemm: bool
-    attn_dropout_checkpoint: bool
-    normalize_invertible: bool
-    gelu_checkpoint: bool
-    stochastic_mode: bool  # DeepSpeed asks the other module then
+    from opkiln.compat.deepspeed.modules import OpModule
 
 
-class Weights(NamedTuple):
-    """The parameters of a layer, in DeepSpeed's order. The first norm of a layer is ``norm_*`` if
-    it comes before the attention, and ``attn_n*`` if not."""
-
-    attn_qkvw: Tensor
-    attn_qkvb: Tensor
-    attn_ow: Tensor
-    attn_ob: Tensor
-    attn_nw: Tensor
-    attn_nb: Tensor
-    inter_w: Tensor
-    inter_b: Tensor
-    output_w: Tensor
-    output_b: Tensor
-    norm_w: Tensor
-    norm_b: Tensor
+_LAYER = (
+    "layer_id batch_size hidden_dim num_heads intermediate_size attn_dropout_ratio "
+    "hidden_dropout_ratio layer_norm_eps seed pre_layer_norm test_gemm attn_dropout_checkpoint "
+    "normalize_invertible gelu_checkpoint stochastic_mode"
+)
+# The first norm of a layer is ``norm_*`` if it comes before the attention, and ``attn_n*`` if not.
+WEIGHTS = (
+    "attn_qkvw attn_qkvb attn_ow attn_ob attn_nw attn_nb inter_w inter_b output_w output_b "
+    "norm_w norm_b"
+)
 
 
 class Kept(NamedTuple):
@@ -94,64 +70,66 @@ class Kept(NamedTuple):
     layer_norm_mean: Tensor
 
 
-class Transformer(OpModule):
-    """``transformer``: one layer, forward and backward, for training."""
+def _without_autocast(function: Callable[..., list[Tensor]]) -> Callable[..., list[Tensor]]:
+    """Kernels know no autocast: the front end calls them with its own dtypes."""
 
-    NAME = "transformer"
-    RELAXED: ClassVar[bool] = False
+    @wraps(function)
+    def call(self: Transformer, given: Any) -> list[Tensor]:
+        with torch.autocast(given.attn_qkvw.device.type, enabled=False):
+            return function(self, given)
 
-    def _load(self) -> None:
-        self._layers: dict[int, Layer] = {}
-        if torch.cuda.is_available():
-            norm_with_moments.load("cuda")
-            if self.RELAXED:
-                stochastic_gelu_dropout.load("cuda")
-        for dtype in ("fp32", "fp16"):
-            setattr(self, f"create_transformer_layer_{dtype}", self._create)
-            setattr(self, f"forward_{dtype}", _as_a_kernel(self._forward))
-            setattr(self, f"backward_{dtype}", _as_a_kernel(self._backward))
+    return call
 
-    def _create(self, layer_id: int, *given: Any) -> int:
-        """Remember a layer by its number. Returns 0. Raises UsageError."""
-        layer = Layer(*given)
+
+class Transformer:
+    """``transformer``: one layer, forward and backward, for training. ``stochastic_transformer``:
+    the same with the GPU's approximate tanh in the gelu. Functions raise UsageError."""
+
+    def __init__(self, module: OpModule) -> None:
+        self._relaxed = module.__name__ == "stochastic_transformer"
+        self._layers: dict[int, Any] = {}
+
+    @takes(_LAYER)
+    def create_transformer_layer(self, layer: Any) -> int:
+        """Remember a layer by its number. Returns 0."""
         if layer.hidden_dim % layer.num_heads:
             raise UsageError(
                 f"hidden_dim is {layer.hidden_dim}, not a multiple of {layer.num_heads} heads"
             )
-        self._layers[layer_id] = layer
+        self._layers[layer.layer_id] = layer
         return 0
 
-    def _layer(self, layer_id: int) -> Layer:
+    def _layer(self, layer_id: int) -> Any:
         if layer_id not in self._layers:
             raise UsageError(f"no layer was created with the number {layer_id}")
         return self._layers[layer_id]
 
-    def _forward(
-        self, layer_id: int, input: Tensor, input_mask: Tensor | None, *given: Any  # noqa: A002
-    ) -> list[Tensor]:  # fmt: skip
-        """``given``: the twelve weights, and five flags: training, pre-norm, and what is computed
-        again, of attention, norms and gelu. Raises UsageError."""
-        layer = self._layer(layer_id)
-        weights = Weights(*given[:12])
-        training, pre, attention_again, norm_again, gelu_again = given[12:]
-        first, between, last = _norms(weights, pre)
+    @takes(
+        f"layer_id input mask {WEIGHTS} training pre_norm attention_again norms_again gelu_again"
+    )
+    @_without_autocast
+    def forward(self, given: Any) -> list[Tensor]:
+        """The last flags say what is computed again in the backward pass."""
+        layer, x, training = self._layer(given.layer_id), given.input, given.training
+        pre, norm_again = given.pre_norm, given.norms_again
+        first, between, last = _norms(given, pre)
         qkv, projection = project(
-            input, *first, weights.attn_qkvw, weights.attn_qkvb, layer.layer_norm_eps, norm_again
+            x, *first, given.attn_qkvw, given.attn_qkvb, layer.layer_norm_eps, norm_again
         )
         qkv = qkv.flatten(0, 1).requires_grad_(training)
         with torch.set_grad_enabled(training):
-            attended = _attended(qkv, input, input_mask, layer, training, attention_again)
+            attended = _attended(qkv, given, layer)
         p = max(layer.hidden_dropout_ratio, 0.0) if training else 0.0
-        seed = torch.randint(2**63 - 1, (1,), device=input.device) if p > 0 else None
+        seed = torch.randint(2**63 - 1, (1,), device=x.device) if p > 0 else None
         out, kept = output(
-            attended.detach(), input, weights.attn_ow, weights.attn_ob, *between, weights.inter_w,
-            weights.inter_b, weights.output_w, weights.output_b, *last, seed, p, 0.0,
-            layer.layer_norm_eps, norm_again, gelu_again, self.RELAXED,
+            attended.detach(), x, given.attn_ow, given.attn_ob, *between, given.inter_w,
+            given.inter_b, given.output_w, given.output_b, *last, seed, p, 0.0,
+            layer.layer_norm_eps, norm_again, given.gelu_again, self._relaxed,
         )  # fmt: skip
-        empty = input.new_empty(0)
+        empty = x.new_empty(0)
         drawn = torch.empty(0, dtype=torch.int64) if seed is None else seed
         up = kept.up.flatten(0, 1)
-        first_read = input if projection.normal is None else projection.normal
+        first_read = x if projection.normal is None else projection.normal
         outer = (projection.scale, projection.mean) if pre else (kept.last_scale, kept.last_mean)
         return list(
             Kept(
@@ -175,39 +153,38 @@ class Transformer(OpModule):
             )
         )
 
-    def _backward(self, layer_id: int, grad_output: Tensor, *given: Any) -> list[Tensor]:
-        """``given``: what ``forward_*`` returned, its input, its mask, and the twelve weights.
-        Returns the gradients of the input and of the weights. Raises UsageError."""
-        layer = self._layer(layer_id)
-        state, input_, weights = Kept(*given[:17]), given[17], Weights(*given[19:])
+    @takes(f"layer_id grad_output {' '.join(Kept._fields)} input mask {WEIGHTS}")
+    @_without_autocast
+    def backward(self, given: Any) -> list[Tensor]:
+        """The gradients of the input and of the weights."""
+        layer, seed = self._layer(given.layer_id), given.attn_output_dropout_mask
         pre, norm_again = layer.pre_layer_norm, layer.normalize_invertible
-        first, between, last = _norms(weights, pre)
-        seed = state.attn_output_dropout_mask
+        first, between, last = _norms(given, pre)
         p = max(layer.hidden_dropout_ratio, 0.0) if seed.numel() else 0.0
-        last_total = None if pre else state.soft_out if norm_again else state.inp_norm
+        last_total = None if pre else given.soft_out if norm_again else given.inp_norm
         mean, scale, attn_mean, attn_scale = (
-            each.view(grad_output.shape[:-1])
+            each.view(given.grad_output.shape[:-1])
             for each in (
-                state.layer_norm_mean, state.layer_norm_var,
-                state.attn_layer_norm_mean, state.attn_layer_norm_var,
+                given.layer_norm_mean, given.layer_norm_var,
+                given.attn_layer_norm_mean, given.attn_layer_norm_var,
             )
         )  # fmt: skip
         kept = OutputKept(
-            state.attn_o_inp.detach(), state.add_res, attn_mean, attn_scale,
-            None if norm_again else state.ff1_inp, state.gelu_inp,
-            None if layer.gelu_checkpoint else state.ff2_inp, last_total,
-            None if pre else mean, None if pre else scale, weights.attn_ow, *between,
-            weights.inter_w, weights.inter_b, weights.output_w, last[0], seed if p > 0 else None,
+            given.attn_o_inp.detach(), given.add_res, attn_mean, attn_scale,
+            None if norm_again else given.ff1_inp, given.gelu_inp,
+            None if layer.gelu_checkpoint else given.ff2_inp, last_total,
+            None if pre else mean, None if pre else scale, given.attn_ow, *between,
+            given.inter_w, given.inter_b, given.output_w, last[0], seed if p > 0 else None,
         )  # fmt: skip
         attention_grad, residual_grad, *grads = output_backward(
-            kept, grad_output.contiguous(), p, 0.0, self.RELAXED
+            kept, given.grad_output.contiguous(), p, 0.0, self._relaxed
         )
         (joined,) = torch.autograd.grad(
-            state.attn_o_inp, state.qkv_tf, attention_grad, retain_graph=True
+            given.attn_o_inp, given.qkv_tf, attention_grad, retain_graph=True
         )
         projection = ProjectionKept(
-            input_, mean if pre else None, scale if pre else None, *first, weights.attn_qkvw,
-            state.inp_norm if pre and not norm_again else None,
+            given.input, mean if pre else None, scale if pre else None, *first, given.attn_qkvw,
+            given.inp_norm if pre and not norm_again else None,
         )  # fmt: skip
         input_grad, first_weight, first_bias, qkvw = project_backward(
             projection, _given(residual_grad), joined
@@ -217,39 +194,20 @@ class Transformer(OpModule):
         return [_given(each) for each in (input_grad, qkvw, joined.sum(0), *grads)]
 
 
-class StochasticTransformer(Transformer):
-    """``stochastic_transformer``: the same with the GPU's approximate tanh in the gelu."""
-
-    NAME = "stochastic_transformer"
-    RELAXED = True
-
-
-def _as_a_kernel(function: Callable[..., list[Tensor]]) -> Callable[..., list[Tensor]]:
-    """Kernels know neither gradients nor autocast: the front end calls them with its own dtypes."""
-
-    def call(layer_id: int, x: Tensor, *given: Any) -> list[Tensor]:
-        with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
-            return function(layer_id, x, *given)
-
-    return call
-
-
 _Two = tuple[Tensor, Tensor]
 _TwoOrNone = tuple[Tensor | None, Tensor | None]
 
 
-def _norms(weights: Weights, pre: bool) -> tuple[_TwoOrNone, _Two, _TwoOrNone]:
+def _norms(weights: Any, pre: bool) -> tuple[_TwoOrNone, _Two, _TwoOrNone]:
     """The norms before, between and after the two halves of a layer."""
     outer = (weights.norm_w, weights.norm_b)
     between = (weights.attn_nw, weights.attn_nb)
     return (outer, between, (None, None)) if pre else ((None, None), between, outer)
 
 
-def _attended(
-    qkv: Tensor, x: Tensor, mask: Tensor | None, layer: Layer, training: bool, again: bool
-) -> Tensor:
-    batch, seq = x.shape[:2]
-    p = max(layer.attn_dropout_ratio, 0.0) if training else 0.0
+def _attended(qkv: Tensor, given: Any, layer: Any) -> Tensor:
+    batch, seq = given.input.shape[:2]
+    p, mask = max(layer.attn_dropout_ratio, 0.0) if given.training else 0.0, given.mask
     if mask is not None:
         if mask.numel() == batch * seq:
             mask = mask.reshape(batch, 1, 1, seq)
@@ -260,7 +218,7 @@ def _attended(
         q, k, v = (part.transpose(1, 2) for part in parts)
         return scaled_dot_product_attention(q, k, v, mask, p).transpose(1, 2).flatten(2)
 
-    if again and training:
+    if given.attention_again and given.training:
         found: Tensor = checkpoint(attention, qkv, use_reentrant=False)
         return found
     return attention(qkv)
