@@ -12,10 +12,6 @@ from opkiln.settings import origin_of, settings
 from opkiln.toolchain import family, find, toolkits, torch_sdk
 from opkiln.toolchain.torch_sdk import release
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from opkiln.toolchain.toolkits import Toolkit
-
 _SKIP = "DS_SKIP_CUDA_CHECK=1"
 
 
@@ -92,34 +88,11 @@ def get_default_compute_capabilities(*, memory: tuple[str, ...] = ()) -> str:
     return ";".join(_nearest("", memory).record["archs"])
 
 
-class _Minors:
-    """All versions of one major: they are compatible with each other."""
-
-    def __init__(self, major: int) -> None:
-        self.major = major
-
-    def __contains__(self, version: object) -> bool:
-        return isinstance(version, str) and release(version)[0] == self.major
-
-    def __repr__(self) -> str:
-        return f"[every {self.major}.x]"
-
-
-class _Majors:
-    """For each CUDA major, the versions that are compatible: all of that major."""
-
-    def __contains__(self, major: object) -> bool:
-        return isinstance(major, int) and major > 0
-
-    def __getitem__(self, major: int) -> _Minors:
-        if major not in self:
-            raise KeyError(major)
-        return _Minors(major)
-
-
 # By major version of CUDA: the releases that fit each other, as DeepSpeed's table of this name.
 # Every minor release fits the others of its major version.
-cuda_minor_mismatch_ok = _Majors()
+cuda_minor_mismatch_ok = {
+    major: [f"{major}.{minor}" for minor in range(20)] for major in range(9, 30)
+}
 
 
 def _torch_cuda() -> str | None:
@@ -127,7 +100,7 @@ def _torch_cuda() -> str | None:
     return None if sdk is None else sdk.cuda
 
 
-def _nearest(name: str, memory: tuple[str, ...]) -> Toolkit:
+def _nearest(name: str, memory: tuple[str, ...]) -> toolkits.Toolkit:
     torch_cuda = _torch_cuda()
     hosts = (each.path for each in find.cxx_candidates() if not each.refused)
     found = toolkits.survey(memory, next(hosts, ""), ask=True) or []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -13,10 +14,6 @@ from opkiln.errors import BuildTimeout, ToolchainError
 from opkiln.record import Record
 from opkiln.settings import executable, on_path, origin_of, settings
 from opkiln.toolchain import find, probing, torch_sdk
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
 
 # Where installers put toolkits. A trailing `*` stands for every directory with this prefix.
 DIRECTORIES = ("/usr/local/cuda", "/usr/local/cuda-*", "/opt/cuda")
@@ -129,12 +126,6 @@ def looked_in() -> str:
     return "\n".join([*lines, *(f"PyPI: no nvcc in {path}" for path in wheel_directories())])
 
 
-def _listed() -> list[str]:
-    """The directories whose entries may be toolkits."""
-    parents = [os.path.dirname(pattern) for pattern in DIRECTORIES if pattern.endswith("*")]
-    return parents + wheel_directories()
-
-
 def _nvcc_below(home: str) -> str:
     return os.path.join(home, "bin", "nvcc")
 
@@ -224,7 +215,8 @@ def _question(path: str, host: str) -> tuple[dict[str, Any], list[str]]:
     """Ask an nvcc for its version and place: (record, the files that the answers depend on)."""
     # A script may start an nvcc that does not exist yet. It would appear in one of these
     # directories, so they are signed too.
-    files = [os.path.realpath(path), *filter(os.path.isdir, _listed())]
+    parents = [os.path.dirname(pattern) for pattern in DIRECTORIES if pattern.endswith("*")]
+    files = [os.path.realpath(path), *filter(os.path.isdir, (*parents, *wheel_directories()))]
     try:
         return _asked(path, host, files)
     except (ToolchainError, BuildTimeout) as error:
