@@ -12,13 +12,10 @@ from __future__ import annotations
 
 import ctypes
 import re
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 from opkiln.errors import ToolchainError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 # The dynamic linker finds the first by its name. WSL and some container runtimes put the driver
 # into the other places, not always with a line in ld.so.conf.
@@ -65,8 +62,11 @@ def ask_nvml() -> Facts:
     """Every GPU that NVML shows to this process. Raises NoLibrary."""
     library = _Library(_open())
     try:
-        with library.started():
+        library.call("nvmlInit_v2")
+        try:
             return _from_nvml(library)
+        finally:
+            library.call("nvmlShutdown")
     except _Refused as error:
         return _facts("nvml", f"the NVIDIA driver answers: {error}")
 
@@ -103,14 +103,6 @@ class _Library:
             return f"error {code}"
         function.restype = ctypes.c_char_p
         return str(function(code).decode("utf-8", "replace"))
-
-    @contextmanager
-    def started(self) -> Iterator[None]:
-        self.call("nvmlInit_v2")
-        try:
-            yield
-        finally:
-            self.call("nvmlShutdown")
 
     def text(self, name: str, *subject: Any) -> str:
         size = 96  # bytes; NVML's longest strings, names and UUIDs, fit

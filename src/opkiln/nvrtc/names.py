@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import re
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from collections.abc import Callable
 
 _NAME = re.compile(r"[A-Za-z_$][\w$.]*")
 _LABEL = re.compile(r"^([A-Za-z_$][\w$.]*):", re.MULTILINE)
@@ -110,7 +107,7 @@ def demangler() -> Callable[[str], str]:
         if not text:
             return symbol
         try:
-            return ctypes.string_at(text).decode()
+            return ctypes.string_at(text).decode("utf-8", "replace")
         finally:
             free(text)
 
