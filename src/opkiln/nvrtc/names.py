@@ -84,13 +84,9 @@ def _without_parameters(text: str) -> str:
 
 def _without_arguments(text: str) -> str:
     """``a<int>::k<float>`` -> ``a::k``."""
-    kept, depth = [], 0
-    for char in text:
-        depth -= char == ">"
-        if depth == 0 and char not in "<>":
-            kept.append(char)
-        depth += char == "<"
-    return "".join(kept)
+    while (shorter := re.sub(r"<[^<>]*>", "", text)) != text:
+        text = shorter
+    return text
 
 
 def demangler() -> Callable[[str], str]:
