@@ -31,13 +31,13 @@ class _Table:
 
     def __init__(self, source: Source) -> None:
         self._source = source
-        found = {name: list(elf.sections(source, name)) for name in (".gnu.hash", ".dynsym")}
-        strings = list(elf.sections(source, ".dynstr"))
-        self.usable = all(len(each) == 1 for each in (*found.values(), strings))
+        names = (".gnu.hash", ".dynsym", ".dynstr")
+        hashes, symbols, strings = (list(elf.sections(source, name)) for name in names)
+        self.usable = len(hashes) == len(symbols) == len(strings) == 1
         if not self.usable:
             return
-        ((at, self._hashes),) = found[".gnu.hash"]
-        ((self._symbols_at, self._symbols),) = found[".dynsym"]
+        ((at, self._hashes),) = hashes
+        ((self._symbols_at, self._symbols),) = symbols
         ((self._strings_at, self._strings),) = strings
         self._count, self._first, self._words, self._shift = self._hashes.unpack(
             _HEAD, at, ".gnu.hash"

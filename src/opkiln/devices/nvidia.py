@@ -63,14 +63,14 @@ def devices(memory: tuple[str, ...] = (), root: str = "/") -> Devices:
         if subject and found.gpus and not found.why:  # a GPU that was left out may come back
             from opkiln.toolchain import probing
 
-            probing.remember(memory, subject, {"devices": facts}, [])
+            probing.remember(memory, subject, {"answer": facts}, [])
     _known[root] = found
     return found
 
 
 def from_facts(facts: dict[str, Any]) -> Devices:
     """The records of what ``nvidia_driver`` returned."""
-    gpus = tuple(GPU(**{**gpu, "parts": tuple(gpu["parts"])}) for gpu in facts["gpus"])
+    gpus = tuple(GPU(*values, tuple(parts)) for *values, parts in facts["gpus"])
     words = (str(facts[name]) for name in ("driver", "cuda", "how", "why"))
     return Devices(gpus, *words)
 
@@ -126,7 +126,7 @@ def _recall(memory: tuple[str, ...], subject: str) -> Devices | None:
 
     record = probing.recall(memory, subject)
     try:
-        return None if record is None else from_facts({**record["devices"], "how": "memo"})
+        return None if record is None else from_facts({**record["answer"], "how": "memo"})
     except (KeyError, TypeError, ValueError):
         return None  # damaged, or written by another version: the driver is asked again
 
