@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -254,7 +255,7 @@ def _asked(path: str, host: str, files: list[str]) -> tuple[dict[str, Any], list
         return probing.refusal(reason, version, program=path), files
     ccbin = ("-ccbin", host) if host else ()
     status, dryrun = ask("--dryrun", *ccbin, "-x", "cu", "-c", os.devnull)
-    said = dict(line[3:].split("=", 1) for line in dryrun.splitlines() if _assigns(line))
+    said = dict(re.findall(r"^#\$ ([A-Za-z_]+)=(.*)$", dryrun, re.MULTILINE))
     called = said.get("_HERE_", "")
     here = os.path.realpath(called)
     program = os.path.join(here, "nvcc")
@@ -299,11 +300,6 @@ def _asked(path: str, host: str, files: list[str]) -> tuple[dict[str, Any], list
     # the directory has another inode.
     files = [files[0], program, os.path.join(here, "nvcc.profile"), called, *directories]
     return record, list(dict.fromkeys(files))
-
-
-def _assigns(line: str) -> bool:
-    name = line[3:].partition("=")[0]
-    return line.startswith("#$ ") and "=" in line and name.replace("_", "").isalpha()
 
 
 def _quoted(said: dict[str, str], name: str, prefix: str) -> list[str]:
