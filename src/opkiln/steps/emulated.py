@@ -35,12 +35,15 @@ def compile_emulated(inputs: PlanInputs, source: str) -> Step:
     if source == EMULATOR_RUNTIME:
         output = host.object_name("emulator/runtime.cpp")
         users = (flag for flag in inputs.users("cxxflags") if flag.startswith("-fsanitize"))
-        fixed = (host.OPKILN_MAP, host.STAGE_MAP, *host.reproducible(toolchain, output))
-        runtime = (*compiler, "-std=c++17", "-O1", "-fPIC", *users, *fixed, ours, "-x", "c++")
+        runtime: list[Arg] = [*compiler, "-std=c++17", "-O1", "-fPIC", *users]
+        runtime += [host.OPKILN_MAP, host.STAGE_MAP, *host.reproducible(toolchain, output)]
+        runtime += [ours, "-x", "c++"]
         # The runtime stays where it is: the sources of an op of opkiln's own may be a translated
         # copy.
         file = Anchored("", "opkiln", EMULATOR_RUNTIME.removeprefix(PACKAGE + "/"))
-        return Step("compile", output, runtime, file, "the emulator's runtime", memory=_MEMORY)
+        return Step(
+            "compile", output, tuple(runtime), file, "the emulator's runtime", memory=_MEMORY
+        )
     gcc = toolchain.family == "gcc"
     authors = (*spec.cxx_args, *inputs.users("cxxflags"))
     words: list[Arg] = [*compiler, *host.standard(spec, authors)]

@@ -155,7 +155,8 @@ def intel_gpus(root: str = "/") -> tuple[list[str], list[str]]:
     their nodes in ``/dev/dri``. Its user may not be in their group, or its container may have no
     node for them."""
     here = os.path.join(root, _GPUS)
-    open_, closed = [], []
+    usable: list[str] = []
+    closed: list[str] = []
     try:
         names = sorted(name for name in os.listdir(here) if name.startswith("renderD"))
     except OSError:
@@ -168,5 +169,5 @@ def intel_gpus(root: str = "/") -> tuple[list[str], list[str]]:
             continue  # the device is not on a PCI bus
         if is_intel:
             may_open = os.access(os.path.join(root, _NODES, name), os.R_OK | os.W_OK)
-            (open_ if may_open else closed).append(name)
-    return open_, closed
+            (usable if may_open else closed).append(name)
+    return usable, closed

@@ -182,9 +182,12 @@ def _compiler(
 
 # A flag is listed in `accepts` if this nvcc accepts it. The value is the arguments to try.
 _FLAGS = {
-    flag: (flag,)
-    for flag in ("-std=c++17", "-std=c++20", "--compress-mode=size", "--objdir-as-tempdir")
-} | {"--threads": ("--threads", "2")}
+    "-std=c++17": ("-std=c++17",),
+    "-std=c++20": ("-std=c++20",),
+    "--threads": ("--threads", "2"),
+    "--compress-mode=size": ("--compress-mode=size",),
+    "--objdir-as-tempdir": ("--objdir-as-tempdir",),
+}
 _RUNTIME = "libcudart_static.a"
 _AT_ONCE = 4  # questions in parallel; each is a process or the digest of a file
 _SOURCE = """\
