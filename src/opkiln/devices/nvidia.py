@@ -70,7 +70,7 @@ def devices(memory: tuple[str, ...] = (), root: str = "/") -> Devices:
 
 def from_facts(facts: dict[str, Any]) -> Devices:
     """The records of what ``nvidia_driver`` returned."""
-    gpus = tuple(GPU(*values, tuple(parts)) for *values, parts in facts["gpus"])
+    gpus = tuple(GPU(*values)._replace(parts=tuple(parts)) for *values, parts in facts["gpus"])
     words = (str(facts[name]) for name in ("driver", "cuda", "how", "why"))
     return Devices(gpus, *words)
 
