@@ -7,11 +7,8 @@ from __future__ import annotations
 
 import os
 
+from opkiln.model import OpSpec
 from opkiln.record import Record
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from opkiln.model import OpSpec
 
 
 class Target(Record):

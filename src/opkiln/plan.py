@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import posixpath
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from opkiln.build_model import NVRTC, Anchored, Arg, Plan, Step, Target, Toolchain
@@ -28,11 +29,7 @@ from opkiln.model import (
     check_names,
 )
 from opkiln.steps import flags, host, link
-from opkiln.steps.arguments import PlanInputs
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Mapping
+from opkiln.steps.host import PlanInputs
 
 _ENVIRONMENT = (("LC_ALL", "C"), ("SOURCE_DATE_EPOCH", "0"))
 
@@ -118,8 +115,7 @@ def make(spec: OpSpec, target: Target, toolchain: Toolchain) -> Plan:
         from opkiln.steps import nvrtc
 
         environment = (*environment, *nvrtc.ENVIRONMENT)
-    steps = (*compiles, *before, last)
-    return Plan(spec, target, toolchain, steps, environment, last.output)
+    return Plan(spec, target, toolchain, (*compiles, *before, last), environment, last.output)
 
 
 def _check_cross(spec: OpSpec, target: Target) -> None:
@@ -244,18 +240,16 @@ def author_flags(plan: Plan, module: str) -> Flags:
     below a path that nvcc's shell would interpret: there is no link to show them through; and for
     relocatable device code, which takes a step that flags cannot say.
     """
+    why = hint = ""
     if any(step.kind == "device-link" for step in plan.steps):
-        raise SpecError(
-            f"op {plan.spec.name} cannot be described by flags alone",
-            why="its relocatable device code is linked by a step of its own",
-            hint="opkiln.compat.torch.BuildExtension runs the whole plan",
-        )
-    if _by_nvrtc(plan.toolchain):
-        raise SpecError(
-            f"op {plan.spec.name} cannot be described by flags alone",
-            why="opkiln itself divides its sources for the host compiler and NVRTC",
-            hint="OPKILN_CUDA=nvcc",
-        )
+        why = "its relocatable device code is linked by a step of its own"
+        hint = "opkiln.compat.torch.BuildExtension runs the whole plan"
+    elif _by_nvrtc(plan.toolchain):
+        why = "opkiln itself divides its sources for the host compiler and NVRTC"
+        hint = "OPKILN_CUDA=nvcc"
+    if why:
+        what = f"op {plan.spec.name} cannot be described by flags alone"
+        raise SpecError(what, why=why, hint=hint)
     places = anchors(plan, "")
     compiles = [step for step in plan.steps if step.kind == "compile"]
     inputs = PlanInputs(plan.spec, plan.target, plan.toolchain)

@@ -16,7 +16,7 @@ from opkiln.build_model import DeviceCompiler, Target, Toolchain
 from opkiln.child import Completed
 from opkiln.model import ABI_NONE, PLAIN, ROCM, OpSpec
 from opkiln.steps import hipcc as hip_steps
-from opkiln.steps.arguments import PlanInputs
+from opkiln.steps.host import PlanInputs
 from opkiln.toolchain import family, hipcc, hipify, host, torch_sdk
 
 if TYPE_CHECKING:

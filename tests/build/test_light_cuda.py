@@ -15,7 +15,7 @@ from opkiln.errors import LoadTestError
 from opkiln.loading import loader
 from opkiln.model import ROCM, STABLE_TAG
 from opkiln.steps import hipcc as hip_steps
-from opkiln.steps.arguments import PlanInputs
+from opkiln.steps.host import PlanInputs
 from opkiln.store.layers import Store
 from opkiln.toolchain import family, hipcc, hipify, host, nvcc, torch_sdk
 

@@ -205,7 +205,7 @@ def test_a_damaged_record_is_not_believed(machine: Path, tmp_path: Path) -> None
     (record,) = (tmp_path / "memory").iterdir()
     whole = json.loads(record.read_text())
     for damage in ({}, {"gpus": [{"index": 0}], "driver": "", "cuda": ""}, []):
-        record.write_text(json.dumps({**whole, "devices": damage}))
+        record.write_text(json.dumps({**whole, "answer": damage}))
         assert afresh(tmp_path / "memory", machine).how == "nvidia-smi"
         assert afresh(tmp_path / "memory", machine).how == "memo"
 

@@ -19,7 +19,7 @@ from opkiln.machine import architecture
 from opkiln.model import ABI_TORCH, ROCM, OpSpec
 from opkiln.settings import override
 from opkiln.steps import hipcc as steps
-from opkiln.steps.arguments import PlanInputs
+from opkiln.steps.host import PlanInputs
 from opkiln.toolchain import family, hipcc, torch_sdk
 from opkiln.toolchain import rocm as homes
 

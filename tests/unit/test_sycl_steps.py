@@ -10,7 +10,7 @@ from opkiln.errors import ToolchainError
 from opkiln.model import ABI_STABLE, LIBRARY, XPU, OpSpec
 from opkiln.plan import anchors_of, argv, render
 from opkiln.steps import sycl
-from opkiln.steps.arguments import PlanInputs
+from opkiln.steps.host import PlanInputs
 
 SPEC = OpSpec(
     name="op",

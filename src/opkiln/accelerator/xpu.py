@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from opkiln.accelerator.interface import Accelerator, Answer, itt
 from opkiln.devices.installed import why_torch_lacks
-from opkiln.toolchain.libsycl import closed_gpus, intel_gpus
+from opkiln.toolchain.libsycl import intel_gpus
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -27,8 +27,8 @@ class XpuAccelerator(Accelerator):
     @classmethod
     def look(cls, root: str = "/", *, asked: bool = False) -> Answer:  # noqa: ARG003
         """Reads the kernel's files: asking SYCL would start its drivers."""
-        nodes = intel_gpus(root)
-        if not nodes and (shut := closed_gpus(root)):
+        nodes, shut = intel_gpus(root)
+        if not nodes and shut:
             paths = ", ".join(f"/dev/dri/{name}" for name in shut)
             return Answer(cls.name, False, f"not open to this user: {paths}")
         if not nodes:

@@ -14,13 +14,11 @@ Only this file makes ``-gencode`` flags.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 from opkiln.arch import lists
 from opkiln.errors import ArchError
 from opkiln.record import Record
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
 
 
 class Arch(Record):
@@ -94,11 +92,7 @@ def parse(
     ``compute_80`` and ``80`` are refused. The first means PTX without a binary, which this grammar
     cannot express. The second is ambiguous.
     """
-    words = lists.split(text)
-    if not words:
-        raise ArchError(
-            f"{lists.quote(text)} names no CUDA architecture", why=_GRAMMAR, hint=_EXAMPLE
-        )
+    words = lists.require_words(text, "CUDA", _GRAMMAR, _EXAMPLE)
     return merged(arch for word in words for arch in _word(word, native, listed))
 
 
@@ -336,33 +330,30 @@ def covers(images_or_archs: Iterable[Arch | str], capability: Arch) -> str:
     """
     ways: set[str] = set()
     for each in images_or_archs:
-        code, kinds = _image(each) if isinstance(each, str) else (each, _kinds(each))
-        ways.update(_runs(code, capability, ptx=kind == "compute") for kind in kinds)
+        for name in [each] if isinstance(each, str) else images([each]):
+            ways.add(_runs(_image(name), capability))
     return next((way for way in ("exact", "binary", "ptx") if way in ways), "")
 
 
-def _kinds(arch: Arch) -> tuple[str, ...]:
-    return ("sm", "compute") if arch.ptx else ("sm",)
-
-
-def _image(name: str) -> tuple[Arch, tuple[str, ...]]:
+def _image(name: str) -> Arch:
+    """The architecture of an image, with PTX if it is PTX alone."""
     kind, _, number = name.partition("_")
     if kind not in {"sm", "compute"}:
         raise ArchError(f"{lists.quote(name)} is not an image of a CUDA binary")
-    return _single(name, f"sm_{number}"), (kind,)
+    return _single(name, f"sm_{number}")._replace(ptx=kind == "compute")
 
 
-def _runs(code: Arch, device: Arch, *, ptx: bool) -> str:
+def _runs(code: Arch, device: Arch) -> str:
     made, here = (code.major, code.minor), (device.major, device.minor)
     if made == here:
-        return "ptx" if ptx else "exact"
+        return "ptx" if code.ptx else "exact"
     if code.suffix == "a" or made > here:
         return ""
-    if ptx and not code.suffix:
+    if code.ptx and not code.suffix:
         return "ptx"
     if code.major != device.major or made in _TEGRA or here in _TEGRA:
         return ""
-    return "ptx" if ptx else "binary"
+    return "ptx" if code.ptx else "binary"
 
 
 def has_bf16(archs: Iterable[Arch]) -> bool:

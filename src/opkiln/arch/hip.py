@@ -10,13 +10,11 @@ The compiler says which processors it knows. Only this file makes ``--offload-ar
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 from opkiln.arch import lists
 from opkiln.errors import ArchError
 from opkiln.record import Record
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
 
 
 class Arch(Record):
@@ -63,13 +61,8 @@ def parse(text: str, *, native: Sequence[Arch] | None = None) -> tuple[Arch, ...
     first word that is not valid. The compiler requires that all targets of one processor set the
     same features: ``gfx90a;gfx90a:xnack+`` is an error.
     """
-    words = lists.split(text)
-    if not words:
-        raise ArchError(
-            f"{lists.quote(text)} names no HIP architecture", why=_GRAMMAR, hint=_EXAMPLE
-        )
     found: list[Arch] = []
-    for word in words:
+    for word in lists.require_words(text, "HIP", _GRAMMAR, _EXAMPLE):
         if word.lower() == "native":
             found += lists.native(word, native, "AMD", _EXAMPLE)
         else:

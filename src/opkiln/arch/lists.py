@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 from opkiln.errors import ArchError, SpecError
 from opkiln.record import Record
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
-
-    # The type of an author's ``filter_ccs``. It gets names and returns those to keep: as strings,
-    # or, as in DeepSpeed, as the parts of ``name.split(".")``.
-    Rule = Callable[[list[str]], Iterable[str | Sequence[str]]]
+# The type of an author's ``filter_ccs``. It gets names and returns those to keep: as strings, or,
+# as in DeepSpeed, as the parts of ``name.split(".")``.
+Rule = Callable[[list[str]], Iterable[str | Sequence[str]]]
 
 A = TypeVar("A")
 
@@ -37,6 +34,14 @@ class Usable(Record):
 def split(text: str) -> list[str]:
     """The words of a list, separated by any mix of ``;``, ``,`` and white space."""
     return text.replace(";", " ").replace(",", " ").split()
+
+
+def require_words(text: str, kind: str, grammar: str, example: str) -> list[str]:
+    """The words of a list that must have one. Raises ArchError."""
+    words = split(text)
+    if not words:
+        raise ArchError(f"{quote(text)} names no {kind} architecture", why=grammar, hint=example)
+    return words
 
 
 def quote(word: str) -> str:

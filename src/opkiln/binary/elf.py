@@ -6,17 +6,12 @@ files are supported; those are all platforms that opkiln builds for.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from struct import Struct
 
-from opkiln.binary.source import Source, opened
+from opkiln.binary.source import File, Source, opened
 from opkiln.errors import LoadError
 from opkiln.record import Record
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from opkiln.binary.source import File
 
 _MACHINES = {62: "x86_64", 183: "aarch64"}
 _KINDS = {1: "object", 2: "executable", 3: "shared"}
@@ -24,7 +19,7 @@ _KINDS = {1: "object", 2: "executable", 3: "shared"}
 _HEADER = Struct("<16sHHIQQQIHHHHHH")
 _SECTION = Struct("<IIQQQQIIQQ")
 _DYNAMIC = Struct("<qQ")
-_SYMBOL = Struct("<IBBHQQ")
+SYMBOL = Struct("<IBBHQQ")
 _NEED = Struct("<HHIII")
 _NEED_VERSION = Struct("<IHHII")
 _VERSION_INDEX = Struct("<H")
@@ -175,7 +170,7 @@ def _undefined(
     for section in _of_kind(table, _DYNSYM):
         strings = _linked(source, table, section)
         indices = _version_indices(source, table)
-        symbols = _records(source, section, _SYMBOL)
+        symbols = _records(source, section, SYMBOL)
         for position, (name, info, _, defined_in, _, _) in enumerate(symbols):
             if name and not defined_in and info >> 4 not in {_STB_LOCAL, _STB_WEAK}:
                 if indices and position >= len(indices):
@@ -190,7 +185,7 @@ def _undefined(
 def _defined(source: Source, table: tuple[Section, ...]) -> Iterator[str]:
     for section in _of_kind(table, _DYNSYM):
         strings = _linked(source, table, section)
-        for name, info, _, defined_in, _, _ in _records(source, section, _SYMBOL):
+        for name, info, _, defined_in, _, _ in _records(source, section, SYMBOL):
             if name and defined_in and info >> 4 != _STB_LOCAL:
                 yield strings.at(name)
 

@@ -10,27 +10,21 @@ in CUDA 13.)
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from struct import Struct
 
 from opkiln.binary import elf
-from opkiln.binary.source import Source, opened
+from opkiln.binary.source import File, Source, opened
 from opkiln.errors import LoadError
+from opkiln.nvrtc import container
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from opkiln.binary.source import File
-
-_CONTAINER = Struct("<IHHQ")  # magic, version, size of this header, size of all entries
 _ENTRY = Struct("<HHIQ12xI8xQ")  # kind, version, sizes of its header and image, arch, flags
 _SMALLEST_ENTRY = 64
-_MAGIC = 0xBA55ED50
 
 _PREFIXES = {2: "sm_", 1: "compute_", 8: "lto_"}
 _ORDER = tuple(_PREFIXES)
-_MARKS = {0: "", 1 << 20: "a", 1 << 21: "f"}
-_MARKED = (1 << 20) | (1 << 21)
+_MARKS = {mark: letter for letter, mark in container.MARKS.items()}
+_MARKED = sum(_MARKS)
 
 
 def images(file: File) -> tuple[str, ...]:
@@ -56,12 +50,12 @@ def images(file: File) -> tuple[str, ...]:
 
 def _containers(source: Source, at: int, what: str) -> Iterator[tuple[int, int, str]]:
     while (at := source.past_padding(at, what)) < source.size:
-        magic, version, header, size = source.unpack(_CONTAINER, at, f"{what}: fat binary")
-        if magic != _MAGIC:
+        magic, version, header, size = source.unpack(container.CONTAINER, at, f"{what}: fat binary")
+        if magic != container.MAGIC:
             raise source.damaged(
                 f"{what}: {magic:#010x} at {at:#x} is not the start of a fat binary"
             )
-        if version != 1 or header < _CONTAINER.size:
+        if version != 1 or header < container.CONTAINER.size:
             raise source.damaged(
                 f"{what}: fat binary at {at:#x} has version {version}, a header of {header} bytes"
             )
@@ -193,24 +187,15 @@ def _packed(source: Source, start: int, what: str) -> tuple[set[str], int]:
         )
     if method != _ZLIB:
         raise source.damaged(f"{what}: packed bundle at {start:#x} has unknown method {method}")
-    table = _inflated(source.until(after), body, what)
+    import zlib
+
+    data = source.read(body, min(_LARGEST_TABLE, after - body), what)
+    try:
+        table = zlib.decompressobj().decompress(data, _LARGEST_TABLE)
+    except zlib.error as error:
+        raise source.damaged(f"{what}: packed bundle: {error}") from error
     inside = Source(source.name, len(table), held=table)
     if inside.read(0, len(_BUNDLE_MAGIC), f"{what}: packed bundle") != _BUNDLE_MAGIC:
         raise source.damaged(f"{what}: packed bundle at {start:#x} unpacks to something else")
     targets, _ = _table(inside, 0, unpacked, f"{what}: packed bundle")
     return targets, after
-
-
-def _inflated(source: Source, at: int, what: str) -> bytes:
-    import zlib
-
-    stream = zlib.decompressobj()
-    data = b""
-    while at < source.size and len(data) < _LARGEST_TABLE and not stream.eof:
-        piece = source.read(at, min(1 << 16, source.size - at), what)
-        at += len(piece)
-        try:
-            data += stream.decompress(piece, _LARGEST_TABLE - len(data))
-        except zlib.error as error:
-            raise source.damaged(f"{what}: packed bundle: {error}") from error
-    return data

@@ -9,10 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import struct
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Iterable
+from collections.abc import Iterable
 
 PRELOADS = "/etc/ld.so.preload"  # names what it loads into every program
 LIST = "/etc/ld.so.cache"

@@ -7,18 +7,15 @@ from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Iterator
 from contextlib import contextmanager
+from struct import Struct
+from typing import Any
 
 from opkiln.errors import LoadError
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from struct import Struct
-    from typing import Any
-
-    # A path, or the contents of a file.
-    File = str | os.PathLike[str] | bytes
+# A path, or the contents of a file.
+File = str | os.PathLike[str] | bytes
 
 # No alignment is larger. A longer run of zeros is a hole in a damaged file.
 _LONGEST_PADDING = 1 << 21

@@ -6,18 +6,13 @@ reads. Reading all names of libtorch_cpu.so would take a quarter of a second.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from struct import Struct
 
 from opkiln.binary import elf
-from opkiln.binary.source import opened
+from opkiln.binary.source import File, Source, opened
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from opkiln.binary.source import File, Source
 _HEAD, _WORD, _LONG = Struct("<IIII"), Struct("<I"), Struct("<Q")
-_SYMBOL = Struct("<IBBHQQ")
 _UNDEFINED = 0
 
 
@@ -36,13 +31,13 @@ class _Table:
 
     def __init__(self, source: Source) -> None:
         self._source = source
-        found = {name: list(elf.sections(source, name)) for name in (".gnu.hash", ".dynsym")}
-        strings = list(elf.sections(source, ".dynstr"))
-        self.usable = all(len(each) == 1 for each in (*found.values(), strings))
+        names = (".gnu.hash", ".dynsym", ".dynstr")
+        hashes, symbols, strings = (list(elf.sections(source, name)) for name in names)
+        self.usable = len(hashes) == len(symbols) == len(strings) == 1
         if not self.usable:
             return
-        ((at, self._hashes),) = found[".gnu.hash"]
-        ((self._symbols_at, self._symbols),) = found[".dynsym"]
+        ((at, self._hashes),) = hashes
+        ((self._symbols_at, self._symbols),) = symbols
         ((self._strings_at, self._strings),) = strings
         self._count, self._first, self._words, self._shift = self._hashes.unpack(
             _HEAD, at, ".gnu.hash"
@@ -75,8 +70,8 @@ class _Table:
         return int(value)
 
     def _is(self, index: int, name: str) -> bool:
-        at = self._symbols_at + _SYMBOL.size * index
-        string, _, _, section, _, _ = self._symbols.unpack(_SYMBOL, at, ".dynsym")
+        at = self._symbols_at + elf.SYMBOL.size * index
+        string, _, _, section, _, _ = self._symbols.unpack(elf.SYMBOL, at, ".dynsym")
         start, text = self._strings_at + string, name.encode() + b"\0"
         if section == _UNDEFINED or start + len(text) > self._strings.size:
             return False
@@ -99,23 +94,12 @@ def demangled(symbol: str) -> str:
     """A symbol's C++ name, from the C++ runtime. Returns the symbol itself if it has none."""
     if not symbol.startswith("_Z"):
         return symbol
-    import ctypes
+    from opkiln.nvrtc.names import demangler
 
     try:
-        demangle = getattr(ctypes.CDLL("libstdc++.so.6"), "__cxa_demangle")
-        free = ctypes.CDLL(None).free
+        name = demangler()(symbol)
     except (OSError, AttributeError):
         return symbol  # there is no libstdc++, so there is no torch either
-    demangle.restype, free.restype = ctypes.c_void_p, None
-    demangle.argtypes = (ctypes.c_char_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
-    free.argtypes = (ctypes.c_void_p,)
-    found = demangle(symbol.encode(), None, None, None)
-    if not found:
-        return symbol  # not a C++ name after all
-    try:
-        name = ctypes.string_at(found).decode("utf-8", "replace")
-    finally:
-        free(found)
     return name.replace(_STRING, "std::string")
 
 

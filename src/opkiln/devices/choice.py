@@ -5,12 +5,10 @@ Asks no device and imports almost nothing: op builders call this on their way to
 
 from __future__ import annotations
 
+from typing import Any
+
 from opkiln.errors import AcceleratorError
 from opkiln.settings import origin_of, settings
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any
 
 # opkiln's own accelerators, in the order of preference.
 OWN = ("cuda", "rocm", "xpu", "hpu", "npu", "mlu", "sdaa", "supa", "mps", "cpu")

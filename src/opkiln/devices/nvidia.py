@@ -8,13 +8,10 @@ and the process may still fork. The answer is remembered for as long as the driv
 from __future__ import annotations
 
 import os
+from typing import Any
 
 from opkiln.record import Record
 from opkiln.settings import settings
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any
 
 # A machine with an NVIDIA driver has one of these: the kernel module, its device node alone (in a
 # sandbox that hides /proc/driver), the Windows driver under WSL.
@@ -64,14 +61,16 @@ def devices(memory: tuple[str, ...] = (), root: str = "/") -> Devices:
         facts = nvidia_driver.ask()
         found = from_facts(facts)
         if subject and found.gpus and not found.why:  # a GPU that was left out may come back
-            _remember(memory, subject, facts)
+            from opkiln.toolchain import probing
+
+            probing.remember(memory, subject, {"answer": facts}, [])
     _known[root] = found
     return found
 
 
 def from_facts(facts: dict[str, Any]) -> Devices:
     """The records of what ``nvidia_driver`` returned."""
-    gpus = tuple(GPU(**{**gpu, "parts": tuple(gpu["parts"])}) for gpu in facts["gpus"])
+    gpus = tuple(GPU(*values)._replace(parts=tuple(parts)) for *values, parts in facts["gpus"])
     words = (str(facts[name]) for name in ("driver", "cuda", "how", "why"))
     return Devices(gpus, *words)
 
@@ -127,15 +126,9 @@ def _recall(memory: tuple[str, ...], subject: str) -> Devices | None:
 
     record = probing.recall(memory, subject)
     try:
-        return None if record is None else from_facts({**record["devices"], "how": "memo"})
+        return None if record is None else from_facts({**record["answer"], "how": "memo"})
     except (KeyError, TypeError, ValueError):
         return None  # damaged, or written by another version: the driver is asked again
-
-
-def _remember(memory: tuple[str, ...], subject: str, facts: dict[str, Any]) -> None:
-    from opkiln.toolchain import probing
-
-    probing.remember(memory, subject, {"devices": facts}, [])
 
 
 # Which GPUs this process may use

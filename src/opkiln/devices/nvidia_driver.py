@@ -12,13 +12,10 @@ from __future__ import annotations
 
 import ctypes
 import re
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 from opkiln.errors import ToolchainError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 # The dynamic linker finds the first by its name. WSL and some container runtimes put the driver
 # into the other places, not always with a line in ld.so.conf.
@@ -31,7 +28,7 @@ _LIBRARIES = (
 _PROGRAMS = ("nvidia-smi", "/usr/lib/wsl/lib/nvidia-smi", "/usr/local/nvidia/bin/nvidia-smi")
 _NO_GPU = "the NVIDIA driver shows no GPU to this process"
 
-# The fields of ``nvidia.Devices``, each GPU as the fields of ``nvidia.GPU``.
+# The fields of ``nvidia.Devices``, each GPU as the values of the fields of ``nvidia.GPU``.
 Facts = dict[str, Any]
 
 
@@ -45,7 +42,7 @@ def ask() -> Facts:
 
 
 def _facts(
-    how: str, why: str, gpus: list[dict[str, Any]] | None = None, driver: str = "", cuda: str = ""
+    how: str, why: str, gpus: list[list[Any]] | None = None, driver: str = "", cuda: str = ""
 ) -> Facts:
     return {"gpus": gpus or [], "driver": driver, "cuda": cuda, "how": how, "why": why}
 
@@ -65,8 +62,11 @@ def ask_nvml() -> Facts:
     """Every GPU that NVML shows to this process. Raises NoLibrary."""
     library = _Library(_open())
     try:
-        with library.started():
+        library.call("nvmlInit_v2")
+        try:
             return _from_nvml(library)
+        finally:
+            library.call("nvmlShutdown")
     except _Refused as error:
         return _facts("nvml", f"the NVIDIA driver answers: {error}")
 
@@ -104,14 +104,6 @@ class _Library:
         function.restype = ctypes.c_char_p
         return str(function(code).decode("utf-8", "replace"))
 
-    @contextmanager
-    def started(self) -> Iterator[None]:
-        self.call("nvmlInit_v2")
-        try:
-            yield
-        finally:
-            self.call("nvmlShutdown")
-
     def text(self, name: str, *subject: Any) -> str:
         size = 96  # bytes; NVML's longest strings, names and UUIDs, fit
         buffer = ctypes.create_string_buffer(size)
@@ -145,20 +137,16 @@ def _from_nvml(library: _Library) -> Facts:
     return _facts("nvml", "; ".join(lost) if gpus or lost else _NO_GPU, gpus, driver, cuda)
 
 
-def _gpu(library: _Library, index: int) -> dict[str, Any]:
+def _gpu(library: _Library, index: int) -> list[Any]:
     device = library.handle("nvmlDeviceGetHandleByIndex_v2", ctypes.c_uint(index))
     major, minor = ctypes.c_int(), ctypes.c_int()
     library.call(
         "nvmlDeviceGetCudaComputeCapability", device, ctypes.byref(major), ctypes.byref(minor)
     )
-    return {
-        "index": index,
-        "uuid": library.text("nvmlDeviceGetUUID", device),
-        "name": library.text("nvmlDeviceGetName", device),
-        "capability": f"{major.value}.{minor.value}",
-        "memory": _memory(library, device),
-        "parts": list(_mig_instances(library, device)),
-    }
+    uuid = library.text("nvmlDeviceGetUUID", device)
+    name = library.text("nvmlDeviceGetName", device)
+    memory, parts = _memory(library, device), list(_mig_instances(library, device))
+    return [index, uuid, name, f"{major.value}.{minor.value}", memory, parts]
 
 
 def _memory(library: _Library, device: ctypes.c_void_p) -> int:
@@ -220,16 +208,7 @@ def _from_nvidia_smi(program: str) -> Facts:
             lost.append(f"GPU {index}: {capability}")
             continue
         memory = int(mebibytes) << 20 if mebibytes.isdigit() else 0
-        gpus.append(
-            {
-                "index": int(index),
-                "uuid": uuid,
-                "name": name,
-                "capability": capability,
-                "memory": memory,
-                "parts": parts.get(index, []),
-            }
-        )
+        gpus.append([int(index), uuid, name, capability, memory, parts.get(index, [])])
     return _facts("nvidia-smi", "; ".join(lost), gpus, rows[0][5], _highest_cuda(program))
 
 

@@ -6,19 +6,16 @@ compressed. The driver takes the image that fits the device.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from struct import Struct
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-_CONTAINER = Struct("<IHHQ")  # magic, version, size of this header, size of all entries
+CONTAINER = Struct("<IHHQ")  # magic, version, size of this header, size of all entries
 # kind, version, size of this header, size of the image, compressed size, place of options, minor
 # and major version, arch, place and length of a name, flags, unused, size when decompressed
 _ENTRY = Struct("<HHIQIIHHIIIQQQ")
-_MAGIC = 0xBA55ED50
+MAGIC = 0xBA55ED50
 _KINDS = {"sm": 2, "compute": 1}
-_MARKS = {"": 0, "a": 1 << 20, "f": 1 << 21}
+MARKS = {"": 0, "a": 1 << 20, "f": 1 << 21}
 _64_BIT_LINUX = 0x11
 _ALIGNMENT = 8
 
@@ -26,13 +23,13 @@ _ALIGNMENT = 8
 def pack(images: Iterable[tuple[str, bytes]]) -> bytes:
     """A container of images such as ``("sm_90a", cubin)`` and ``("compute_90", ptx)``."""
     entries = b"".join(_entry(name, image) for name, image in images)
-    return _CONTAINER.pack(_MAGIC, 1, _CONTAINER.size, len(entries)) + entries
+    return CONTAINER.pack(MAGIC, 1, CONTAINER.size, len(entries)) + entries
 
 
 def _entry(name: str, image: bytes) -> bytes:
     kind, _, number = name.partition("_")
     digits = number.rstrip("af")
-    flags = _64_BIT_LINUX | _MARKS[number[len(digits) :]]
+    flags = _64_BIT_LINUX | MARKS[number[len(digits) :]]
     if kind == "compute":
         image = image.rstrip(b"\0") + b"\0"  # the driver reads PTX up to a zero
         version = _ptx_version(image)

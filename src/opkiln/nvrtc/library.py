@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
 
 
 class CompileFailed(Exception):

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import re
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from collections.abc import Callable
 
 _NAME = re.compile(r"[A-Za-z_$][\w$.]*")
 _LABEL = re.compile(r"^([A-Za-z_$][\w$.]*):", re.MULTILINE)
@@ -87,13 +84,9 @@ def _without_parameters(text: str) -> str:
 
 def _without_arguments(text: str) -> str:
     """``a<int>::k<float>`` -> ``a::k``."""
-    kept, depth = [], 0
-    for char in text:
-        depth -= char == ">"
-        if depth == 0 and char not in "<>":
-            kept.append(char)
-        depth += char == "<"
-    return "".join(kept)
+    while (shorter := re.sub(r"<[^<>]*>", "", text)) != text:
+        text = shorter
+    return text
 
 
 def demangler() -> Callable[[str], str]:
@@ -110,7 +103,7 @@ def demangler() -> Callable[[str], str]:
         if not text:
             return symbol
         try:
-            return ctypes.string_at(text).decode()
+            return ctypes.string_at(text).decode("utf-8", "replace")
         finally:
             free(text)
 

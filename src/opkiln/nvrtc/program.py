@@ -70,7 +70,9 @@ class _Arguments:
 
 def compile_source(words: list[str]) -> None:
     given = _Arguments(words)
-    host = _preprocessed(given)
+    whole = given.beside(".ii")
+    _await(_start(given.cxx, *given.host, "-x", "c++", "-E", given.source, "-o", whole))
+    host = cut.HostPart(_read(whole), given.unnamed)
     assembly = given.beside(".s")
     preprocessed = given.beside(".host.ii")
     _write(preprocessed, host.text)
@@ -112,12 +114,6 @@ def _without_preprocessing(options: list[str]) -> list[str]:
         elif not word.startswith(_OF_PREPROCESSOR):
             kept.append(word)
     return kept
-
-
-def _preprocessed(given: _Arguments) -> cut.HostPart:
-    text = given.beside(".ii")
-    _await(_start(given.cxx, *given.host, "-x", "c++", "-E", given.source, "-o", text))
-    return cut.HostPart(_read(text), given.unnamed)
 
 
 def _kernels(assembly: str, kernels: frozenset[str], unnamed: str) -> dict[str, str]:

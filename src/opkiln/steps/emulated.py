@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from opkiln.build_model import Anchored, Arg, Step
 from opkiln.model import EMULATOR_RUNTIME, PACKAGE
-from opkiln.steps import arguments
-from opkiln.steps.arguments import PlanInputs
-from opkiln.steps.host import torch_defines, torch_includes
+from opkiln.steps import host
+from opkiln.steps.host import PlanInputs, torch_defines, torch_includes
 
 # The number changes with what `toolchain.emulate` translates: it is in the key that way.
 _DEFINE = "-DOPKILN_EMULATED=1"
@@ -34,41 +33,32 @@ def compile_emulated(inputs: PlanInputs, source: str) -> Step:
     compiler = (*launched, toolchain.cxx)
     ours = Anchored("-I", "opkiln", "csrc")
     if source == EMULATOR_RUNTIME:
-        output = arguments.object_name("emulator/runtime.cpp")
+        output = host.object_name("emulator/runtime.cpp")
         users = (flag for flag in inputs.users("cxxflags") if flag.startswith("-fsanitize"))
-        maps = (arguments.OPKILN_MAP, arguments.STAGE_MAP)
-        fixed = arguments.reproducible(toolchain, output)
-        runtime = (
-            *compiler,
-            "-std=c++17",
-            "-O1",
-            "-fPIC",
-            *users,
-            *maps,
-            *fixed,
-            ours,
-            "-x",
-            "c++",
-        )
+        runtime: list[Arg] = [*compiler, "-std=c++17", "-O1", "-fPIC", *users]
+        runtime += [host.OPKILN_MAP, host.STAGE_MAP, *host.reproducible(toolchain, output)]
+        runtime += [ours, "-x", "c++"]
         # The runtime stays where it is: the sources of an op of opkiln's own may be a translated
         # copy.
         file = Anchored("", "opkiln", EMULATOR_RUNTIME.removeprefix(PACKAGE + "/"))
-        return Step("compile", output, runtime, file, "the emulator's runtime", memory=_MEMORY)
+        return Step(
+            "compile", output, tuple(runtime), file, "the emulator's runtime", memory=_MEMORY
+        )
     gcc = toolchain.family == "gcc"
     authors = (*spec.cxx_args, *inputs.users("cxxflags"))
-    words: list[Arg] = [*compiler, *arguments.standard(spec, authors)]
+    words: list[Arg] = [*compiler, *host.standard(spec, authors)]
     words += ["-O1", "-DNDEBUG", "-fPIC", *_LINES, _DEFINE, *(_GCC if gcc else ())]
     if not _has_address_sanitizer(inputs.users("cxxflags")):
         words += [*_CHECKS, *(_GCC_CHECKS if gcc else ())]
-    words += ["-Wno-unknown-pragmas", "-Wno-attributes", arguments.OPKILN_MAP]
-    words += [each for each in arguments.prefix_maps(spec) if each != arguments.OPKILN_MAP]
-    words += arguments.reproducible(toolchain, arguments.object_name(source))
+    words += ["-Wno-unknown-pragmas", "-Wno-attributes", host.OPKILN_MAP]
+    words += [each for each in host.prefix_maps(spec) if each != host.OPKILN_MAP]
+    words += host.reproducible(toolchain, host.object_name(source))
     words += torch_defines(spec, toolchain)
     words += inputs.users("cppflags")
-    words += arguments.author_flags(spec, authors)
+    words += host.author_flags(spec, authors)
     words += [ours, Anchored("-I", "opkiln", "csrc/opkiln/emulator/cuda")]
-    words += [*arguments.searched(inputs, *torch_includes(spec)), "-x", "c++"]
-    return arguments.compile_step(spec, source, words, _MEMORY)
+    words += [*host.searched(inputs, *torch_includes(spec)), "-x", "c++"]
+    return host.compile_step(spec, source, words, _MEMORY)
 
 
 def _has_address_sanitizer(flags: tuple[str, ...]) -> bool:

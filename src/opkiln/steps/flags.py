@@ -12,13 +12,10 @@ Each word of a list is judged, also one that is the value of an option. What is 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Iterable, Iterator
 
 from opkiln.errors import SpecError
 from opkiln.record import Record
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
 
 # Why a flag is refused.
 _RUNS = "it could start another program or load code into the compiler"
@@ -265,28 +262,24 @@ _NVCC_LISTS = (
     *_NVCC_TO_HOST, *_NVCC_TO_LINKER, *_NVCC_TO_PARTS, "-diag-suppress", "--diag-suppress",
     "-diag-warn", "--diag-warn", "-diag-error", "--diag-error",
 )  # fmt: skip
-# Options that the plan chooses or that write, run or stop early. Some take a value.
+# Options that the plan chooses or that write, run or stop early, without their dashes. Some take a
+# value.
 _REFUSED_BY_NVCC = frozenset((
-    "-gencode", "--generate-code", "-arch", "--gpu-architecture", "-code", "--gpu-code", "-ccbin",
-    "--compiler-bindir", "-optf", "--options-file", "-run", "--run", "-run-args", "--run-args",
-    "-link", "--link", "-lib", "--lib", "-ptx", "--ptx", "-cubin", "--cubin", "-fatbin", "--fatbin",
-    "-cuda", "--cuda", "-keep", "--keep", "-keep-dir", "--keep-dir", "-save-temps", "--save-temps",
-    "-clean", "--clean-targets", "-odir", "--output-directory", "-o", "--output-file", "-dryrun",
-    "--dryrun", "-ldir", "--libdevice-directory", "-target-dir", "--target-directory", "-t",
-    "--threads", "-objtemp", "--objdir-as-tempdir", "-dlink", "--device-link", "-optix-ir",
-    "--optix-ir", "-ltoir", "--ltoir", "-time", "--time", "-split-compile", "--split-compile",
-    "-split-compile-extended", "--split-compile-extended", "-x", "--x", "-E", "--preprocess",
-    "-arbin", "--archiver-binary", "-Xarchive", "--archive-options", "-fdevice-time-trace",
-    "--fdevice-time-trace", "-fdevice-syntax-only", "--fdevice-syntax-only", "-idp",
-    "--input-drive-prefix", "-ddp", "--dependency-drive-prefix", "-dp", "--drive-prefix", "-hls",
-    "--host-linker-script", "-aug-hls", "--augment-host-linker-script", "-r", "--relocatable-link",
-    "-jobserver", "--jobserver", "-gen-opt-lto", "--gen-opt-lto", "-qpp-config", "--qpp-config",
-    "-h", "--help", "-V", "--version",
+    "gencode", "generate-code", "arch", "gpu-architecture", "code", "gpu-code", "ccbin",
+    "compiler-bindir", "optf", "options-file", "run", "run-args", "link", "lib", "ptx", "cubin",
+    "fatbin", "cuda", "keep", "keep-dir", "save-temps", "clean", "clean-targets", "odir",
+    "output-directory", "o", "output-file", "dryrun", "ldir", "libdevice-directory", "target-dir",
+    "target-directory", "t", "threads", "objtemp", "objdir-as-tempdir", "dlink", "device-link",
+    "optix-ir", "ltoir", "time", "split-compile", "split-compile-extended", "x", "E", "preprocess",
+    "arbin", "archiver-binary", "Xarchive", "archive-options", "fdevice-time-trace",
+    "fdevice-syntax-only", "idp", "input-drive-prefix", "ddp", "dependency-drive-prefix", "dp",
+    "drive-prefix", "hls", "host-linker-script", "aug-hls", "augment-host-linker-script", "r",
+    "relocatable-link", "jobserver", "gen-opt-lto", "qpp-config", "h", "help", "V", "version",
 ))  # fmt: skip
 _REFUSED_NVCC_PREFIXES = ("-M", "--generate-dependenc", "--generate-nonsystem", "--dependency-")
 # Other options with a value, as the next word or after a "=".
 _NVCC_VALUES = frozenset((
-    *_NVCC_LISTS, *_REFUSED_BY_NVCC, "-D", "-U", "-I", "-L", "-l", "-O", "-m", "-e", "-std",
+    *_NVCC_LISTS, "-D", "-U", "-I", "-L", "-l", "-O", "-m", "-e", "-std",
     "--std", "-isystem", "--system-include", "-include", "--pre-include", "--include-path",
     "--define-macro", "--undefine-macro", "--library", "--library-path", "--machine", "--entries",
     "--optimize", "-maxrregcount", "--maxrregcount", "-rdc", "--relocatable-device-code", "-ftz",
@@ -299,8 +292,6 @@ _NVCC_VALUES = frozenset((
     "--brief-diagnostics", "-static-global-template-stub", "--static-global-template-stub",
     "-device-entity-has-hidden-visibility", "--device-entity-has-hidden-visibility",
     "-device-stack-protector", "--device-stack-protector",
-)) - frozenset((
-    "-link",  # not with a value, and not -l with one
 ))  # fmt: skip
 _NVCC_JOINED = ("-D", "-U", "-I", "-L", "-l", "-O")
 _NOT_JOINED = ("-lineinfo", "-lto", "-link")
@@ -318,11 +309,12 @@ def nvcc_options(words: Iterable[str]) -> Iterator[Option]:
     rest = iter(words)
     for word in rest:
         name, equals, value = word.partition("=")
+        valued = name in _NVCC_VALUES or name.lstrip("-") in _REFUSED_BY_NVCC
         if not word.startswith("-"):
             yield Option("", word, (word,))
-        elif equals and (name in _NVCC_VALUES or not word.startswith(_NVCC_JOINED)):
+        elif equals and (valued or not word.startswith(_NVCC_JOINED)):
             yield Option(name, value, (word,))
-        elif word in _NVCC_VALUES:
+        elif valued:
             yield _with_next(word, rest)
         elif word.startswith(_NVCC_JOINED) and word not in _NOT_JOINED:
             yield Option(word[:2], word[2:].removeprefix("="), (word,))
@@ -340,7 +332,7 @@ def _judge_nvcc(words: tuple[str, ...]) -> None:
         name, values = option.name, [option.value]
         if name in _NVCC_LISTS:
             values = option.value.split(",")
-        if name in _REFUSED_BY_NVCC or name.startswith(_REFUSED_NVCC_PREFIXES):
+        if name.lstrip("-") in _REFUSED_BY_NVCC or name.startswith(_REFUSED_NVCC_PREFIXES):
             raise _Refused(flag, _CHOSEN_BY_PLAN)
         if name in _WHOLE_PROGRAM:
             raise _Refused(flag, _ONE_ARCHITECTURE)

@@ -15,10 +15,9 @@ from opkiln.build_model import Arg, Step
 from opkiln.digest import key
 from opkiln.errors import SpecError
 from opkiln.model import ABI_TORCH
-from opkiln.steps import arguments
 from opkiln.steps import flags as taken
-from opkiln.steps.arguments import PlanInputs
-from opkiln.steps.host import HIP_DEFINES, torch_defines, torch_includes
+from opkiln.steps import host
+from opkiln.steps.host import HIP_DEFINES, PlanInputs, torch_defines, torch_includes
 
 _MEMORY = 900 << 20
 # torch's own headers need far more.
@@ -64,13 +63,13 @@ def compile_hip(inputs: PlanInputs, source: str) -> Step:
     spec, target, toolchain = inputs
     authors = inputs.device_flags
     # No launcher: hipcc cannot be run through ccache or sccache.
-    words: list[Arg] = [inputs.device.path, "-x", "hip", *arguments.standard(spec, authors)]
-    words += [*arguments.optimisation(target, authors), *arguments.position(spec)]
+    words: list[Arg] = [inputs.device.path, "-x", "hip", *host.standard(spec, authors)]
+    words += [*host.optimisation(target, authors), *host.position(spec)]
     words += hip.flags(hip.parse(";".join(target.archs)))
-    words += arguments.prefix_maps(spec)
-    words += [arguments.REDEFINED, arguments.TIMESTAMP]
+    words += host.prefix_maps(spec)
+    words += [host.REDEFINED, host.TIMESTAMP]
     # hipcc makes names of internal device symbols from this; by default, from the source's path.
-    words.append(f"-cuid={key('cuid', (spec.name, arguments.object_name(source)))[:16]}")
+    words.append(f"-cuid={key('cuid', (spec.name, host.object_name(source)))[:16]}")
     words += HIP_DEFINES
     words.append(_WARP_SYNC)
     if spec.abi == ABI_TORCH:
@@ -79,16 +78,16 @@ def compile_hip(inputs: PlanInputs, source: str) -> Step:
     # nvcc includes cuda_runtime.h into every file; do the same here.
     words += ["-include", "hip/hip_runtime.h"]
     words += inputs.users("cppflags")
-    words += arguments.author_flags(spec, authors)
-    words += arguments.searched(inputs, *torch_includes(spec))
-    words += arguments.op_header(spec)
+    words += host.author_flags(spec, authors)
+    words += host.searched(inputs, *torch_includes(spec))
+    words += host.op_header(spec)
     memory = _MEMORY_WITH_TORCH if spec.abi == ABI_TORCH else _MEMORY
-    return arguments.compile_step(spec, source, words, memory, plain_paths=True)
+    return host.compile_step(spec, source, words, memory, plain_paths=True)
 
 
 def runtime(inputs: PlanInputs) -> list[Arg]:
     """The link arguments for the HIP runtime, by soname. A ROCm torch has it loaded already."""
     device = inputs.device
     torch: list[Arg] = ["-lc10_hip", "-ltorch_hip"] if inputs.spec.abi == ABI_TORCH else []
-    search = [arguments.in_toolkit(device, path, "-L") for path in device.library_dirs]
+    search = [host.in_toolkit(device, path, "-L") for path in device.library_dirs]
     return [*torch, *search, "-lamdhip64"]

@@ -15,8 +15,8 @@ from opkiln.model import (
     XPU,
     OpSpec,
 )
-from opkiln.steps.arguments import PlanInputs, author_flags, in_toolkit
 from opkiln.steps.flags import is_relocatable
+from opkiln.steps.host import PlanInputs, author_flags, in_toolkit
 
 # No op has an output of this name, because an op's name is a C identifier.
 _STUB = "stub-libtorch_cpu.so"

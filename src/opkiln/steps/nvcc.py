@@ -13,10 +13,9 @@ from opkiln.arch import cuda
 from opkiln.build_model import Anchored, Arg, Step
 from opkiln.errors import SpecError
 from opkiln.model import ABI_TORCH
-from opkiln.steps import arguments
-from opkiln.steps.arguments import PlanInputs
+from opkiln.steps import host
 from opkiln.steps.flags import check_nvcc, host_options, is_relocatable, without_relocatable
-from opkiln.steps.host import torch_defines, torch_includes
+from opkiln.steps.host import PlanInputs, torch_defines, torch_includes
 
 SOURCES = (".cu",)
 # No source has an object of this name, because those end in a digest.
@@ -50,19 +49,19 @@ def compile_cuda(inputs: PlanInputs, source: str) -> Step:
     authors = without_relocatable(inputs.device_flags)
     # No launcher: no pass of nvcc's preprocessor tells what all of its compiles read.
     words: list[Arg] = [device.path, "-ccbin", device.host or toolchain.cxx]
-    words += arguments.standard(spec, authors)
-    words += arguments.optimisation(target, authors, debug=("-O0", "-g", "-G"))
-    words += arguments.position(spec, "-Xcompiler=-fPIC")
+    words += host.standard(spec, authors)
+    words += host.optimisation(target, authors, debug=("-O0", "-g", "-G"))
+    words += host.position(spec, "-Xcompiler=-fPIC")
     words += cuda.flags(archs)
     optional = ("--objdir-as-tempdir", "--compress-mode=size")
     words += [flag for flag in optional if flag in device.accepts]
     if "--threads" in device.accepts and len(cuda.images(archs)) > 1:
         words.append(Anchored("--threads=", "threads", ""))
-    maps = arguments.prefix_maps(spec, device)
+    maps = host.prefix_maps(spec, device)
     words += [each._replace(prefix=f"-Xcompiler={each.prefix}") for each in maps]
-    words += [f"-Xcompiler={arguments.REDEFINED}", arguments.TIMESTAMP]
+    words += [f"-Xcompiler={host.REDEFINED}", host.TIMESTAMP]
     # nvcc makes the names of internal symbols from the source's path. Give it a fixed path.
-    words.append(f"-Xcudafe=--orig_src_path_name=/opkiln/src/{arguments.object_name(source)}")
+    words.append(f"-Xcudafe=--orig_src_path_name=/opkiln/src/{host.object_name(source)}")
     if spec.abi == ABI_TORCH:
         words += _TORCH_HALF
     words += torch_defines(spec, toolchain)
@@ -70,17 +69,17 @@ def compile_cuda(inputs: PlanInputs, source: str) -> Step:
     if is_relocatable(inputs.device_flags):
         words.append("-rdc=true")
     words += _preprocessing(spec.name, inputs.users("cppflags"))
-    words += arguments.author_flags(spec, authors)
+    words += host.author_flags(spec, authors)
     _check_paths(inputs, "cpath")
     _check_paths(inputs, "cplus_include_path")
     others = [
         *torch_includes(spec, "-isystem="),
-        *arguments.wheel_includes(spec, device, "-isystem="),
+        *host.wheel_includes(spec, device, "-isystem="),
     ]
-    words += arguments.searched(inputs, *others, system="-isystem=")
-    words += arguments.op_header(spec, "-isystem=")
+    words += host.searched(inputs, *others, system="-isystem=")
+    words += host.op_header(spec, "-isystem=")
     memory = _MEMORY_WITH_TORCH if spec.abi == ABI_TORCH else _MEMORY_PER_ARCH
-    step = arguments.compile_step(spec, source, words, memory, plain_paths=True)
+    step = host.compile_step(spec, source, words, memory, plain_paths=True)
     return step._replace(threads=len(cuda.images(archs)) if "--threads" in device.accepts else 1)
 
 
@@ -93,12 +92,12 @@ def device_link_step(inputs: PlanInputs, objects: tuple[str, ...]) -> Step:
     spec, target, toolchain = inputs
     device = inputs.device
     words: list[Arg] = [device.path, "-ccbin", device.host or toolchain.cxx, "-dlink"]
-    words += arguments.position(spec, "-Xcompiler=-fPIC")
+    words += host.position(spec, "-Xcompiler=-fPIC")
     words += cuda.flags(cuda.parse(";".join(target.archs)))
     words += [Anchored("", "stage", name) for name in objects]
     searched = tuple(flag for flag in spec.ldflags if flag.startswith("-L") and flag != "-L")
-    words += arguments.author_flags(spec, searched)
-    words += [arguments.in_toolkit(device, path, "-L") for path in device.library_dirs]
+    words += host.author_flags(spec, searched)
+    words += [host.in_toolkit(device, path, "-L") for path in device.library_dirs]
     words += [f"-l{name}" for name in (*spec.device_libraries, "cudadevrt")]
     words += ["-o", Anchored("", "stage", _LINKED)]
     return Step(

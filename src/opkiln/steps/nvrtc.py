@@ -8,19 +8,15 @@ gets its own, and another flag is an error.
 from __future__ import annotations
 
 import posixpath
+from collections.abc import Iterator
 
 from opkiln.arch import cuda
 from opkiln.build_model import Anchored, Arg, Step
 from opkiln.errors import SpecError
 from opkiln.model import ABI_NONE, ABI_TORCH, OpSpec
-from opkiln.steps import arguments
-from opkiln.steps.arguments import PlanInputs
+from opkiln.steps import host
 from opkiln.steps.flags import host_options, is_relocatable, nvcc_options
-from opkiln.steps.host import torch_defines
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+from opkiln.steps.host import PlanInputs, torch_defines
 
 # NVRTC's cache on disk would be one more place that a step writes to.
 ENVIRONMENT = (("CUDA_CACHE_DISABLE", "1"),)
@@ -35,23 +31,19 @@ _PRELUDE = "csrc/opkiln/nvrtc/host/prelude.h"
 # constexpr makes of a function. A variable that only the host used is then used by nobody (177).
 _DEVICE_OPTIONS = ("-default-device", "-diag-suppress=177")
 
-# Options of nvcc that NVRTC has too, with and without a value.
+# Options of nvcc that NVRTC has too, with and without a value. All are without their dashes.
 _SAME = frozenset((
-    "-use_fast_math", "--use_fast_math", "-lineinfo", "--generate-line-info", "-G",
-    "--device-debug", "-extra-device-vectorization", "--extra-device-vectorization", "-restrict",
-    "--restrict", "-w", "--disable-warnings",
+    "use_fast_math", "lineinfo", "generate-line-info", "G", "device-debug",
+    "extra-device-vectorization", "restrict", "w", "disable-warnings",
 ))  # fmt: skip
 _SAME_WITH_VALUE = frozenset((
-    "-maxrregcount", "--maxrregcount", "-ftz", "--ftz", "-prec-div", "--prec-div", "-prec-sqrt",
-    "--prec-sqrt", "-fmad", "--fmad", "-diag-suppress", "--diag-suppress", "-diag-warn",
-    "--diag-warn", "-diag-error", "--diag-error", "-Xptxas", "--ptxas-options", "-std", "--std",
+    "maxrregcount", "ftz", "prec-div", "prec-sqrt", "fmad", "diag-suppress", "diag-warn",
+    "diag-error", "Xptxas", "ptxas-options",
 ))  # fmt: skip
 # Options of nvcc that change nothing here: NVRTC's constexpr functions are the device's anyway.
 _NEEDLESS = frozenset((
-    "--expt-relaxed-constexpr", "-expt-relaxed-constexpr", "--threads",
-    "-Xfatbin", "--fatbin-options", "-lcudart", "-rdc", "--relocatable-device-code",
+    "expt-relaxed-constexpr", "Xfatbin", "fatbin-options", "rdc", "relocatable-device-code",
 ))  # fmt: skip
-_TO_HOST = ("-Xcompiler", "--compiler-options")
 
 _MEMORY = 600 << 20
 
@@ -65,14 +57,14 @@ def compile_cuda(inputs: PlanInputs, source: str) -> Step:
     _check(inputs)
     given = _Flags(inputs.spec, inputs.device_flags)
     words: list[Arg] = [device.path, "-I", "-S", "-B", Anchored("", "opkiln", _PROGRAM)]
-    words += ["compile", *(arguments.in_toolkit(device, path) for path in device.libraries)]
+    words += ["compile", *(host.in_toolkit(device, path) for path in device.libraries)]
     for image in cuda.images(cuda.parse(";".join(inputs.target.archs))):
         words += ["--image", image]
     words.append("--device")
     words += _for_device(inputs, given, source)
     words += ["--host", inputs.toolchain.cxx]
     words += _for_host(inputs, given, source)
-    return arguments.compile_step(inputs.spec, source, words, _MEMORY)
+    return host.compile_step(inputs.spec, source, words, _MEMORY)
 
 
 def _check(inputs: PlanInputs) -> None:
@@ -99,20 +91,21 @@ class _Flags:
         self.std = ""
         self.level = "-O3"  # of the host's code, as nvcc's -O is
         for option in nvcc_options(words):
+            name = option.name.lstrip("-")
             if option.name in ("-D", "-U", "-I"):
                 self.both.append(option.name + option.value)
-            elif option.name in ("-std", "--std"):
+            elif name == "std":
                 self.std = option.value
-            elif option.name in ("-O", "--optimize"):
+            elif name in ("O", "optimize"):
                 self.level = f"-O{option.value}"
-            elif option.name in _TO_HOST:
+            elif name in ("Xcompiler", "compiler-options"):
                 self.host += option.value.split(",")
-            elif option.name in _SAME_WITH_VALUE:
-                name = "--ptxas-options" if option.name == "-Xptxas" else option.name
-                self.device.append(f"{name}={option.value}")
-            elif option.name in _SAME:
+            elif name in _SAME_WITH_VALUE:
+                to_nvrtc = "--ptxas-options" if name == "Xptxas" else option.name
+                self.device.append(f"{to_nvrtc}={option.value}")
+            elif name in _SAME:
                 self.device += option.words
-            elif option.name not in _NEEDLESS:
+            elif name not in _NEEDLESS:
                 raise SpecError(
                     f"op {spec.name}: NVRTC has no flag {' '.join(option.words)!r}",
                     why="it is one of nvcc's",
@@ -127,13 +120,13 @@ def _for_device(inputs: PlanInputs, given: _Flags, source: str) -> Iterator[Arg]
     yield from _DEVICE_OPTIONS
     yield from inputs.users("debug_cuda")
     yield from _preprocessing(inputs.users("cppflags"))
-    yield from arguments.author_flags(spec, (*given.both, *given.device))
+    yield from host.author_flags(spec, (*given.both, *given.device))
     # NVRTC gets the text, not the file: the file's directory is where quoted includes begin.
     directory = posixpath.dirname(source)
-    yield arguments.anchored(spec, directory, "-I") if directory else Anchored("-I", "src", "")
+    yield host.anchored(spec, directory, "-I") if directory else Anchored("-I", "src", "")
     ours = (Anchored("-I", "opkiln", path) for path in (_HEADERS, _FOR_DEVICE))
-    toolkit = (arguments.in_toolkit(device, path, "-I") for path in device.include_dirs)
-    yield from arguments.searched(inputs, *ours, *toolkit, system="-I")
+    toolkit = (host.in_toolkit(device, path, "-I") for path in device.include_dirs)
+    yield from host.searched(inputs, *ours, *toolkit, system="-I")
 
 
 def _for_host(inputs: PlanInputs, given: _Flags, source: str) -> Iterator[Arg]:
@@ -141,20 +134,20 @@ def _for_host(inputs: PlanInputs, given: _Flags, source: str) -> Iterator[Arg]:
     device = inputs.device
     yield f"-std={given.std or spec.std}"
     yield from ("-O0", "-g3") if target.debug else (given.level, "-DNDEBUG")
-    yield from arguments.position(spec)
-    yield from arguments.prefix_maps(spec)
-    yield from arguments.reproducible(toolchain, arguments.object_name(source))
+    yield from host.position(spec)
+    yield from host.prefix_maps(spec)
+    yield from host.reproducible(toolchain, host.object_name(source))
     yield "-DOPKILN_NVRTC_HOST"
     yield from torch_defines(spec, toolchain)
     yield from inputs.users("cppflags")
-    yield from arguments.author_flags(spec, (*given.both, *given.host))
+    yield from host.author_flags(spec, (*given.both, *given.host))
     yield "-fno-lto"  # the kernels' symbols are read from assembly text
     prelude = ("-include", Anchored("", "opkiln", _PRELUDE))
     ours = Anchored("-isystem", "opkiln", _FOR_HOST)
-    toolkit = (arguments.in_toolkit(device, path, "-isystem") for path in device.include_dirs)
-    yield from arguments.searched(inputs, *prelude, ours, *toolkit)
+    toolkit = (host.in_toolkit(device, path, "-isystem") for path in device.include_dirs)
+    yield from host.searched(inputs, *prelude, ours, *toolkit)
     # As a header of the system, op.h is passed over when the text is divided.
-    yield from arguments.op_header(spec)
+    yield from host.op_header(spec)
 
 
 def _preprocessing(words: tuple[str, ...]) -> Iterator[str]:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from opkiln.build_model import SYCL_RUNTIME, Arg, Step, Target
 from opkiln.errors import ToolchainError
-from opkiln.steps import arguments, host
-from opkiln.steps.arguments import PlanInputs
+from opkiln.steps import host
+from opkiln.steps.host import PlanInputs
 from opkiln.toolchain import sycl
 
 SOURCES = (".sycl",)
@@ -37,20 +37,20 @@ def compile_sycl(inputs: PlanInputs, source: str) -> Step:
     # No launcher: no pass of the preprocessor tells what all of its compiles read. No flags for the
     # target's CPU: the code that must be fast is in kernels, which run on the device.
     words: list[Arg] = [device.path, "-fsycl", *_targets(target), f"-std={spec.std}"]
-    words += arguments.optimisation(target)
+    words += host.optimisation(target)
     words += [flag for flag in ("-ffp-model=precise",) if flag in device.accepts]
-    words += arguments.position(spec)
-    words += arguments.prefix_maps(spec)
-    words += [arguments.REDEFINED, arguments.TIMESTAMP]
+    words += host.position(spec)
+    words += host.prefix_maps(spec)
+    words += [host.REDEFINED, host.TIMESTAMP]
     words += host.torch_defines(spec, toolchain)
     words += inputs.users("cppflags")
-    words += arguments.author_flags(spec, (*spec.cxx_args, *spec.device_args))
+    words += host.author_flags(spec, (*spec.cxx_args, *spec.device_args))
     words += inputs.users("cxxflags")
-    words += arguments.searched(inputs, *host.torch_includes(spec))
-    words += arguments.op_header(spec)
+    words += host.searched(inputs, *host.torch_includes(spec))
+    words += host.op_header(spec)
     # A .sycl file is C++ by torch's convention. Without -x, icpx would take it for an object.
     words += ["-x", "c++"]
-    return arguments.compile_step(spec, source, words, _MEMORY)
+    return host.compile_step(spec, source, words, _MEMORY)
 
 
 def linker(inputs: PlanInputs) -> list[Arg]:
@@ -73,7 +73,7 @@ def libraries(inputs: PlanInputs) -> list[Arg]:
     device = inputs.device
     if device.family != SYCL_RUNTIME:
         return []
-    search: list[Arg] = [arguments.in_toolkit(device, path, "-L") for path in device.library_dirs]
+    search: list[Arg] = [host.in_toolkit(device, path, "-L") for path in device.library_dirs]
     return [*search, f"-l:{sycl.soname(device)}"]
 
 

@@ -9,22 +9,16 @@ import os
 import re
 
 from opkiln import facts
-from opkiln.build_model import NVCC, NVRTC, Toolchain
+from opkiln.build_model import NVCC, NVRTC, Toolchain, TorchSDK
 from opkiln.errors import ToolchainError
-from opkiln.model import ABI_TORCH, CPU, CUDA, ROCM
+from opkiln.model import ABI_TORCH, CPU, CUDA, ROCM, OpSpec
 from opkiln.settings import origin_of, settings
 from opkiln.toolchain import family, host
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from opkiln.build_model import TorchSDK
-    from opkiln.model import OpSpec
-    from opkiln.toolchain.family import Family
 
 _OP_HEADER = re.compile(rb"^[ \t]*#[ \t]*include[ \t]*[<\"]opkiln/op\.h[>\"]", re.MULTILINE)
 
 
-def _family(backend: str, spec: OpSpec | None) -> Family:
+def _family(backend: str, spec: OpSpec | None) -> family.Family:
     if backend == CUDA:
         from opkiln.toolchain import nvcc, nvrtc
 
@@ -144,12 +138,13 @@ def note(backend: str, toolchain: Toolchain) -> str:
     device = toolchain.device
     if backend != CUDA or device is None:
         return ""
-    from opkiln.toolchain import nvcc
+    from opkiln.toolchain import nvcc, toolkits
 
-    unfound = nvcc.unfound_note(device)
-    return "; ".join(
-        filter(None, (unfound, nvcc.mismatch_note(device, wanted(CUDA, toolchain.torch))))
-    )
+    notes = [f"{place.origin}: there is no {place.nvcc}" for place in toolkits.unfound()]
+    if notes:
+        notes.append(f"{device.home} is used")
+    notes.append(nvcc.mismatch_note(device, wanted(CUDA, toolchain.torch)))
+    return "; ".join(filter(None, notes))
 
 
 def reason(toolchain: Toolchain, spec: OpSpec) -> str:

@@ -12,10 +12,6 @@ from opkiln.settings import origin_of, settings
 from opkiln.toolchain import family, find, toolkits, torch_sdk
 from opkiln.toolchain.torch_sdk import release
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from opkiln.toolchain.toolkits import Toolkit
-
 _SKIP = "DS_SKIP_CUDA_CHECK=1"
 
 
@@ -127,7 +123,7 @@ def _torch_cuda() -> str | None:
     return None if sdk is None else sdk.cuda
 
 
-def _nearest(name: str, memory: tuple[str, ...]) -> Toolkit:
+def _nearest(name: str, memory: tuple[str, ...]) -> toolkits.Toolkit:
     torch_cuda = _torch_cuda()
     hosts = (each.path for each in find.cxx_candidates() if not each.refused)
     found = toolkits.survey(memory, next(hosts, ""), ask=True) or []

@@ -35,23 +35,19 @@ def stage(spec: OpSpec, directory: str) -> Staged | None:
     """
     authors = tuple(source for source in spec.sources if source != EMULATOR_RUNTIME)
     copy = Copy(spec._replace(sources=authors), directory)
-    copy.collect()
-    changed = False
-    for path, text in sorted(copy.contents.items()):
-        made = translated(text, spec.name, os.path.basename(path))
-        if made != text:
-            copy.contents[path] = made
-            changed = True
-    if not changed:
+    texts = {
+        path: translated(text, spec.name, os.path.basename(path))
+        for path, text in sorted(copy.contents.items())
+    }
+    if texts == copy.contents:
         return None
-    copy.write()
-    return copy.staged()
+    copy.contents = texts
+    return copy.write()
 
 
 def translated(text: bytes, op: str, name: str) -> bytes:
     """A file as the emulator compiles it, with the same lines. Raises SpecError."""
-    plain = _COMMENT.sub(lambda found: _blank(found[0]), text)
-    if _CHEVRONS.search(plain):
+    if _CHEVRONS.search(_without_comments(text)):
         raise SpecError(
             f"op {op}: {name} launches a kernel by <<< >>>",
             why="only nvcc reads this; the emulator compiles kernels with the C++ compiler",
@@ -60,7 +56,7 @@ def translated(text: bytes, op: str, name: str) -> bytes:
     made = text
     for pattern in (_DYNAMIC, _ALIGNED_LATER):
         made = pattern.sub(_declared, made)
-    if left := _EXTERN.search(_COMMENT.sub(lambda found: _blank(found[0]), made)):
+    if left := _EXTERN.search(_without_comments(made)):
         shown = left[0].decode("utf-8", "replace").strip()
         raise SpecError(
             f"op {op}: the emulator does not understand {shown!r} in {name}",
@@ -76,5 +72,5 @@ def _declared(found: re.Match[bytes]) -> bytes:
     return b"OPKILN_DYNAMIC_SHARED(%s, %s);%s" % (name, b" ".join(kind.split()), b"\n" * lines)
 
 
-def _blank(comment: bytes) -> bytes:
-    return re.sub(rb"[^\n]", b" ", comment)
+def _without_comments(text: bytes) -> bytes:
+    return _COMMENT.sub(lambda comment: re.sub(rb"[^\n]", b" ", comment[0]), text)

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable, Iterator
 
 from opkiln import facts
 from opkiln.record import Record
 from opkiln.settings import on_path, origin_of, settings
 from opkiln.toolchain.torch_sdk import release
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
 
 
 class Candidate(Record):

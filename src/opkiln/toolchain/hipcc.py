@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import shlex
+from collections.abc import Iterable
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -22,13 +23,6 @@ from opkiln.settings import origin_of
 from opkiln.toolchain import family, find, probing, rocm, torch_sdk
 from opkiln.toolchain.family import Search
 from opkiln.toolchain.find import Candidate
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from opkiln.toolchain.probing import Ask
-
 
 # Set for every run of hipcc, in addition to the allow-listed environment.
 ENVIRONMENT = (("HIP_PLATFORM", "amd"),)
@@ -184,7 +178,7 @@ def _asked(program: str, files: list[str]) -> tuple[dict[str, Any], list[str]]:
     return record, [*parts, *signed]
 
 
-def _dry_run(ask: Ask) -> tuple[str, str]:
+def _dry_run(ask: probing.Ask) -> tuple[str, str]:
     """(an architecture, the commands that hipcc would run to compile and link for it).
 
     clang exits with 0 here even if it reports errors.

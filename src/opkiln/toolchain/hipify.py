@@ -30,10 +30,9 @@ def stage(spec: OpSpec, torch: TorchSDK, directory: str) -> Staged:
     Raises SpecError for a missing source, ToolchainError if torch's hipify cannot be used, OSError.
     """
     copy = Copy(spec, directory)
-    copy.collect()
-    copy.write()
+    staged = copy.write()
     _translate(torch, directory, copy.own_includes())
-    return copy.staged()
+    return staged
 
 
 def identity(torch: TorchSDK) -> str:

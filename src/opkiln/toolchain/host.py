@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -14,10 +15,6 @@ from opkiln.errors import BuildTimeout, ToolchainError, UsageError
 from opkiln.settings import compiler_variables, origin_of, settings
 from opkiln.toolchain import find, probing, torch_sdk
 from opkiln.toolchain.find import Candidate
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 REQUIRED = "-std=c++20"
 
@@ -107,76 +104,83 @@ def _examined(
 
 
 def _toolchain(path: str, record: dict[str, Any], *, cross: bool) -> Toolchain:
-    launcher = find.launcher()
-    if launcher is not None:
-        found = find.first(launcher)
-        if found is None:
-            raise ToolchainError(
-                f"the compiler launcher {launcher!r} is not on PATH",
-                hint=f"unset {origin_of('cxx')[1]}",
-            )
-        launcher = found
+    named = find.launcher()
+    launcher = None if named is None else find.first(named)
+    if named is not None and launcher is None:
+        raise ToolchainError(
+            f"the compiler launcher {named!r} is not on PATH",
+            hint=f"unset {origin_of('cxx')[1]}",
+        )
+    names = ("family", "version", "machine", "identity", "shared_runtime")
     return Toolchain(
-        family=record["family"],
+        **{name: record[name] for name in names},
         cxx=path,
-        version=record["version"],
-        machine=record["machine"],
-        identity=record["identity"],
         accepts=frozenset(record["accepts"]),
         include_dirs=tuple(record["include_dirs"]),
         launcher=launcher,
         torch=torch_sdk.find(),
         python_include=torch_sdk.python_include(),
-        shared_runtime=record["shared_runtime"],
         cross=cross,
         tools=tuple(target for _, target in record["resolved"]),
         environment=compiler_variables(script=find.has_interpreter(path)),
     )
 
 
+def interview(
+    ask: probing.Ask,
+    path: str,
+    language: tuple[str, ...],
+    action: str,
+    wanted: str,
+    parts: tuple[str, ...],
+) -> tuple[dict[str, Any], str]:
+    """Ask a compiler that is called as gcc is what it is: (a record of it or of a refusal, banner).
+
+    It must take the options ``language`` for an empty file, and compile for the machine ``wanted``.
+    ``parts`` are the programs that decide its output.
+    """
+    resolved = [[path, os.path.realpath(path)]]
+    status, banner = ask("--version")
+    version = banner.partition("\n")[0].strip()
+    if status != 0 or not version:
+        reason = f"--version exits with {status}: {version}"
+        return probing.refusal(reason, resolved=resolved), banner
+    status, verbose = ask(*language, "-v", action, "-x", "c++", os.devnull)
+    machine = probing.field(verbose, "Target:") or "an unknown machine"
+    reason = ""
+    if status != 0:
+        reason = f"does not take {' '.join(language)}: {probing.last_line(verbose)}"
+    elif not machine.startswith(wanted):
+        reason = f"compiles for {machine}, not for {wanted}"
+    else:
+        resolved += probing.own_programs(ask, parts)
+    record = {
+        "refused": reason,
+        "resolved": resolved,
+        "version": version,
+        "machine": machine,
+        "include_dirs": probing.search_path(verbose),
+    }
+    return record, banner
+
+
 def _probe(path: str, wanted: str) -> tuple[dict[str, Any], list[str]]:
     """Ask a compiler everything at once. Returns (record, the files that the answers depend on)."""
     script = find.has_interpreter(path) or find.is_launcher(path)
     ask = probing.asking(path, env=dict(compiler_variables(script=script)), timeout=60)
-    files = [os.path.realpath(path)]
-    resolved = [[path, files[0]]]
-
-    def refusal(reason: str, version: str = "") -> tuple[dict[str, Any], list[str]]:
-        return probing.refusal(reason, version, resolved=resolved), files
-
-    status, banner = ask("--version")
-    version = banner.partition("\n")[0].strip()
-    if status != 0 or not version:
-        return refusal(f"--version exits with {status}: {version}")
-    family = "clang" if "clang" in banner.lower() else "gcc"
-
-    status, verbose = ask(REQUIRED, "-v", "-E", "-x", "c++", os.devnull)
-    if status != 0:
-        return refusal(f"does not take {REQUIRED}: {probing.last_line(verbose)}", version)
-    machine = probing.field(verbose, "Target:")
-    if not machine.startswith(wanted):
-        return refusal(f"compiles for {machine}, not for {wanted}", version)
-
-    resolved += probing.own_programs(ask, ("cc1plus", "as", "ld"))
-    files = list(dict.fromkeys(target for _, target in resolved))
-
+    record, banner = interview(ask, path, (REQUIRED,), "-E", wanted, ("cc1plus", "as", "ld"))
+    files = list(dict.fromkeys(target for _, target in record["resolved"]))
+    if record["refused"]:
+        return record, files
     # The next three take a tenth of a second each. Two of them are programs, the third is hashing.
     runtime = probing.meanwhile(lambda: "" if _is_cross(wanted) else _shared_runtime(path))
     accepts = probing.meanwhile(lambda: _accepted(ask, wanted))
+    family = "clang" if "clang" in banner.lower() else "gcc"
     # Without the directories: the same binaries in another place are the same compiler.
-    identity = key("toolchain", (family, version, machine, [sha256_file(file) for file in files]))
-    record = {
-        "refused": "",
-        "resolved": resolved,
-        "family": family,
-        "version": version,
-        "machine": machine,
-        "identity": identity,
-        "accepts": accepts(),
-        "include_dirs": probing.search_path(verbose),
-        "shared_runtime": runtime(),
-    }
-    return record, files
+    digests = [sha256_file(file) for file in files]
+    identity = key("toolchain", (family, record["version"], record["machine"], digests))
+    found = {"identity": identity, "accepts": accepts(), "shared_runtime": runtime()}
+    return {**record, **found, "family": family}, files
 
 
 def _shared_runtime(path: str) -> str:

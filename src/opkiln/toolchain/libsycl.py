@@ -5,14 +5,11 @@ from __future__ import annotations
 import os
 import re
 import sys
+from collections.abc import Iterator
 
 from opkiln import facts
 from opkiln.settings import settings
 from opkiln.toolchain import find
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 PACKAGE = "intel-sycl-rt"
 PROGRAMS = ("icpx", "dpcpp")
@@ -92,7 +89,7 @@ def locate(soname: str) -> str | None:
     """
     named = settings.sycl_cxx
     places = ([named] if named else []) + [path for path, _ in programs()]
-    compilers = [path for place in places if (path := find.first(place)) is not None]
+    compilers = filter(None, map(find.first, places))
     paths = [os.path.join(home_of(path), "lib", soname) for path in compilers]
     beside = installed()
     if beside is not None:
@@ -113,7 +110,8 @@ def no_device(icd_filenames: str | None) -> tuple[str, str] | None:
     The one that pip installs is in neither. opkiln does not set the variable: every child of the
     process would inherit it, and changing the environment races with whichever thread reads it.
     """
-    if intel_gpus():
+    usable, shut = intel_gpus()
+    if usable:
         return None
     if icd_filenames:
         names = [name for name in icd_filenames.split(os.pathsep) if name]
@@ -125,7 +123,6 @@ def no_device(icd_filenames: str | None) -> tuple[str, str] | None:
         return None
     else:
         why = "OpenCL has no driver for a CPU"
-    shut = closed_gpus()
     gpu = f"the Intel GPU ({shut[0]}) is not open to this user" if shut else "there is no Intel GPU"
     return f"{gpu}, and {why}", _driver_command()
 
@@ -153,24 +150,17 @@ def _registered_drivers() -> Iterator[str]:
         return  # the loader in this process cannot read it either
 
 
-def intel_gpus(root: str = "/") -> list[str]:
-    """The Intel GPUs that this process can use, by their nodes in ``/dev/dri``."""
-    return [name for name, is_open in _intel_nodes(root) if is_open]
-
-
-def closed_gpus(root: str = "/") -> list[str]:
-    """The Intel GPUs that the kernel has but this process cannot open: its user is not in their
-    group, or its container has no node for them."""
-    return [name for name, is_open in _intel_nodes(root) if not is_open]
-
-
-def _intel_nodes(root: str) -> Iterator[tuple[str, bool]]:
-    """(name, whether this process can open it) of each node of an Intel GPU."""
+def intel_gpus(root: str = "/") -> tuple[list[str], list[str]]:
+    """(the Intel GPUs that this process can use, those that the kernel has but it cannot open), by
+    their nodes in ``/dev/dri``. Its user may not be in their group, or its container may have no
+    node for them."""
     here = os.path.join(root, _GPUS)
+    usable: list[str] = []
+    closed: list[str] = []
     try:
         names = sorted(name for name in os.listdir(here) if name.startswith("renderD"))
     except OSError:
-        return
+        names = []
     for name in names:
         try:
             with open(os.path.join(here, name, "device", "vendor"), encoding="ascii") as file:
@@ -178,4 +168,6 @@ def _intel_nodes(root: str) -> Iterator[tuple[str, bool]]:
         except OSError:
             continue  # the device is not on a PCI bus
         if is_intel:
-            yield name, os.access(os.path.join(root, _NODES, name), os.R_OK | os.W_OK)
+            may_open = os.access(os.path.join(root, _NODES, name), os.R_OK | os.W_OK)
+            (usable if may_open else closed).append(name)
+    return usable, closed

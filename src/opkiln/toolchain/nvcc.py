@@ -20,14 +20,10 @@ from opkiln.toolchain import cuda_version, family, find, probing, toolkits, whee
 from opkiln.toolchain import host as hosts
 from opkiln.toolchain.family import Search
 from opkiln.toolchain.find import Candidate
+from opkiln.toolchain.toolkits import Toolkit
 from opkiln.toolchain.torch_sdk import release
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from opkiln.toolchain.probing import Ask
-    from opkiln.toolchain.toolkits import Toolkit
-
-    Refusal = dict[str, Any] | None
+Refusal = dict[str, Any] | None
 
 
 def available() -> bool:
@@ -46,12 +42,6 @@ def mismatch_note(compiler: DeviceCompiler, torch_cuda: str | None) -> str:
     if release(compiler.version)[0] == release(torch_cuda)[0]:
         return f"{what}: versions of one major are compatible"
     return f"{what}, another major version, because {origin_of('skip_cuda_check')[1]} is set"
-
-
-def unfound_note(compiler: DeviceCompiler) -> str:
-    """A note on places that variables name and that have no nvcc; empty if there are none."""
-    absent = [f"{place.origin}: there is no {place.nvcc}" for place in toolkits.unfound()]
-    return "; ".join([*absent, f"{compiler.home} is used"]) if absent else ""
 
 
 # The choice
@@ -262,7 +252,7 @@ def _probe(toolkit: dict[str, Any], cxx: str, *, in_parts: bool) -> dict[str, An
         }
 
 
-def _preprocesses(ask: Ask, toolkit: dict[str, Any], cxx: str, source: str) -> Refusal:
+def _preprocesses(ask: probing.Ask, toolkit: dict[str, Any], cxx: str, source: str) -> Refusal:
     """nvcc's own headers refuse a host compiler that it does not support."""
     if refused := _refused_by_nvcc(ask, toolkit, cxx, "-E", source, "-o", os.devnull):
         return refused
@@ -271,7 +261,7 @@ def _preprocesses(ask: Ask, toolkit: dict[str, Any], cxx: str, source: str) -> R
     return None
 
 
-def _compiles(ask: Ask, toolkit: dict[str, Any], cxx: str, source: str) -> Refusal:
+def _compiles(ask: probing.Ask, toolkit: dict[str, Any], cxx: str, source: str) -> Refusal:
     """Checks that its parts work together: the compiler, the assembler, the runtime."""
     arch, output = f"-arch=sm_{_number(toolkit['archs'][0])}", f"{source}.o"
     compiling = (arch, "-Xcompiler", "-fPIC", "-c", source, "-o", output)
@@ -285,7 +275,9 @@ def _compiles(ask: Ask, toolkit: dict[str, Any], cxx: str, source: str) -> Refus
     return None
 
 
-def _refused_by_nvcc(ask: Ask, toolkit: dict[str, Any], cxx: str, *arguments: str) -> Refusal:
+def _refused_by_nvcc(
+    ask: probing.Ask, toolkit: dict[str, Any], cxx: str, *arguments: str
+) -> Refusal:
     status, said = ask(toolkit["program"], "-ccbin", cxx, *arguments)
     if status == 0:
         return None

@@ -10,6 +10,7 @@ import json
 import os
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import PurePath
 from typing import Any
 
@@ -23,10 +24,6 @@ from opkiln.settings import settings
 from opkiln.toolchain import cuda_version, family, find, probing, toolkits
 from opkiln.toolchain.family import Search
 from opkiln.toolchain.find import Candidate
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 PROGRAM = "nvrtc/program.py"  # below opkiln's package
 _LIBRARY = re.compile(r"libnvrtc\.so\.(\d+)\Z")

@@ -90,14 +90,10 @@ def _release_of(home: str) -> tuple[int, int]:
         if found != (0, 0):
             return found
     for name, prefix in _HEADERS:
-        text = _read(os.path.join(home, name))
-        numbers = [
-            re.search(rf"#define\s+{prefix}{part}\s+(\d{{1,9}})\b", text)
-            for part in ("MAJOR", "MINOR")
-        ]
-        if all(numbers):
-            major, minor = (int(number[1]) for number in numbers if number)
-            return major, minor
+        defined = rf"#define\s+{prefix}(MAJOR|MINOR)\s+(\d{{1,9}})\b"
+        numbers = dict(re.findall(defined, _read(os.path.join(home, name))))
+        if len(numbers) == 2:
+            return int(numbers["MAJOR"]), int(numbers["MINOR"])
     return 0, 0
 
 

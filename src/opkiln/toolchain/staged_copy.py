@@ -9,15 +9,12 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from opkiln.digest import read_file
 from opkiln.errors import SpecError
 from opkiln.model import OpSpec
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 # `#include "x"`, `# include <x>`, `__has_include(<x>)`; and one that only the preprocessor can
 # resolve.
@@ -44,7 +41,8 @@ class Staged(NamedTuple):
 
 
 class Copy:
-    """The files of a copy, before they are written, by the paths that compilers look for.
+    """The files of a copy, before they are written, by the paths that compilers look for: the
+    sources and all that they may include. Raises SpecError for a missing source.
 
     ``directory`` exists and is empty. Files are copied into it by their absolute paths, as into
     another root directory, so that a path with ``..`` stays valid in the copy. Headers belong to
@@ -61,9 +59,6 @@ class Copy:
         self._own: dict[str, list[str]] = {}  # path -> the author's files that it includes, by name
         self._origin: dict[str, str] = {}
         self._digests: dict[str, str] = {}
-
-    def collect(self) -> None:
-        """Take the sources, and all that they may include. Raises SpecError for a missing one."""
         inline = dict(self._spec.inline)
         for source in self._spec.sources:
             path = self._absolute(source)
@@ -76,18 +71,6 @@ class Copy:
                     why=f"sources are looked for in {self._spec.root}",
                 )
         self._add_includes()
-
-    def staged(self) -> Staged:
-        """The copy, after it is written."""
-        root = self.place(self._spec.root)
-        paths = {each: self.place(self._absolute(each)) for each in self._spec.sources}
-        return Staged(
-            root=root,
-            sources={each: os.path.relpath(path, root) for each, path in paths.items()},
-            include_dirs=self._include_dirs(),
-            origin={self.place(path): read_from for path, read_from in self._origin.items()},
-            digests=self._digests,
-        )
 
     def place(self, path: str) -> str:
         """The path of a file or directory in the copy."""
@@ -123,7 +106,8 @@ class Copy:
                 headers += self._every_header(path)
             waiting += [os.path.normpath(each) for each in headers if self._add(each)]
 
-    def write(self) -> None:
+    def write(self) -> Staged:
+        """Write the copy."""
         for directory in (self._spec.root, *self._searched):
             os.makedirs(self.place(directory), exist_ok=True)
         for path, content in sorted(self.contents.items()):
@@ -131,6 +115,15 @@ class Copy:
             os.makedirs(os.path.dirname(place), exist_ok=True)
             with open(place, "wb") as file:
                 file.write(content)
+        root = self.place(self._spec.root)
+        paths = {each: self.place(self._absolute(each)) for each in self._spec.sources}
+        return Staged(
+            root=root,
+            sources={each: os.path.relpath(path, root) for each, path in paths.items()},
+            include_dirs=self._include_dirs(),
+            origin={self.place(path): read_from for path, read_from in self._origin.items()},
+            digests=self._digests,
+        )
 
     def _absolute(self, path: str) -> str:
         return os.path.join(self._spec.root, path)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -24,10 +25,6 @@ from opkiln.toolchain import family, find, libsycl, probing
 from opkiln.toolchain import host as hosts
 from opkiln.toolchain.family import Search
 from opkiln.toolchain.find import Candidate
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 # The programs that decide icpx's output, by the names that it uses.
 _PARTS = ("clang", "ld", "llvm-spirv", "sycl-post-link", "clang-linker-wrapper", "ocloc")
@@ -113,41 +110,23 @@ def _found() -> Iterator[Candidate]:
 def _probe_program(path: str) -> tuple[dict[str, Any], list[str]]:
     """Ask a compiler everything at once. Returns (record, the files that the answers depend on)."""
     ask = probing.asking(path, timeout=60)
-    files = [os.path.realpath(path)]
-    resolved = [[path, files[0]]]
-
-    def refusal(reason: str, version: str = "") -> tuple[dict[str, Any], list[str]]:
-        return probing.refusal(reason, version, resolved=resolved), files
-
-    status, answer = ask("--version")
-    banner = answer.partition("\n")[0].strip()
-    if status != 0 or not banner:
-        return refusal(f"--version exits with {status}: {banner}")
-    number = re.search(r"(?:Compiler|version) (\d+(?:\.\d+)+)", banner)
-    version = number[1] if number else banner
-
-    empty = ("-fsyntax-only", "-x", "c++", os.devnull)
-    status, verbose = ask("-fsycl", hosts.REQUIRED, "-v", *empty)
-    if status != 0:
-        said = probing.last_line(verbose)
-        return refusal(f"does not take -fsycl {hosts.REQUIRED}: {said}", version)
-    machine = probing.field(verbose, "Target:") or "an unknown machine"
-    if not machine.startswith(this.architecture()):
-        return refusal(f"compiles for {machine}, not for {this.architecture()}", version)
-
-    resolved += probing.own_programs(ask, _PARTS)
+    language = ("-fsycl", hosts.REQUIRED)
+    record, _ = hosts.interview(ask, path, language, "-fsyntax-only", this.architecture(), _PARTS)
+    banner, machine = record["version"], record.pop("machine", "")
+    if number := re.search(r"(?:Compiler|version) (\d+(?:\.\d+)+)", banner):
+        record["version"] = number[1]
+    files = [target for _, target in record["resolved"]]
+    if record["refused"]:
+        return record, files
     home = libsycl.home_of(path)
-    libraries = (os.path.realpath(library) for library in libsycl.below(home))
-    files = list(dict.fromkeys([*(target for _, target in resolved), *libraries]))
-    record = {
-        "refused": "",
-        "resolved": resolved,
+    files += map(os.path.realpath, libsycl.below(home))
+    files = list(dict.fromkeys(files))
+    empty = ("-fsyntax-only", "-x", "c++", os.devnull)
+    record |= {
         "family": ICPX,
         "home": home,
-        "version": version,
         "identity": key("sycl", (ICPX, banner, machine, [sha256_file(file) for file in files])),
         "accepts": [flag for flag in _FLAGS if ask("-fsycl", flag, *empty)[0] == 0],
-        "include_dirs": probing.search_path(verbose),
     }
     return record, files
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import time
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -13,10 +15,6 @@ from opkiln.errors import BuildTimeout, ToolchainError
 from opkiln.record import Record
 from opkiln.settings import executable, on_path, origin_of, settings
 from opkiln.toolchain import find, probing, torch_sdk
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
 
 # Where installers put toolkits. A trailing `*` stands for every directory with this prefix.
 DIRECTORIES = ("/usr/local/cuda", "/usr/local/cuda-*", "/opt/cuda")
@@ -129,12 +127,6 @@ def looked_in() -> str:
     return "\n".join([*lines, *(f"PyPI: no nvcc in {path}" for path in wheel_directories())])
 
 
-def _listed() -> list[str]:
-    """The directories whose entries may be toolkits."""
-    parents = [os.path.dirname(pattern) for pattern in DIRECTORIES if pattern.endswith("*")]
-    return parents + wheel_directories()
-
-
 def _nvcc_below(home: str) -> str:
     return os.path.join(home, "bin", "nvcc")
 
@@ -224,7 +216,8 @@ def _question(path: str, host: str) -> tuple[dict[str, Any], list[str]]:
     """Ask an nvcc for its version and place: (record, the files that the answers depend on)."""
     # A script may start an nvcc that does not exist yet. It would appear in one of these
     # directories, so they are signed too.
-    files = [os.path.realpath(path), *filter(os.path.isdir, _listed())]
+    parents = [os.path.dirname(pattern) for pattern in DIRECTORIES if pattern.endswith("*")]
+    files = [os.path.realpath(path), *filter(os.path.isdir, (*parents, *wheel_directories()))]
     try:
         return _asked(path, host, files)
     except (ToolchainError, BuildTimeout) as error:
@@ -262,7 +255,7 @@ def _asked(path: str, host: str, files: list[str]) -> tuple[dict[str, Any], list
         return probing.refusal(reason, version, program=path), files
     ccbin = ("-ccbin", host) if host else ()
     status, dryrun = ask("--dryrun", *ccbin, "-x", "cu", "-c", os.devnull)
-    said = dict(line[3:].split("=", 1) for line in dryrun.splitlines() if _assigns(line))
+    said = dict(re.findall(r"^#\$ ([A-Za-z_]+)=(.*)$", dryrun, re.MULTILINE))
     called = said.get("_HERE_", "")
     here = os.path.realpath(called)
     program = os.path.join(here, "nvcc")
@@ -307,11 +300,6 @@ def _asked(path: str, host: str, files: list[str]) -> tuple[dict[str, Any], list
     # the directory has another inode.
     files = [files[0], program, os.path.join(here, "nvcc.profile"), called, *directories]
     return record, list(dict.fromkeys(files))
-
-
-def _assigns(line: str) -> bool:
-    name = line[3:].partition("=")[0]
-    return line.startswith("#$ ") and "=" in line and name.replace("_", "").isalpha()
 
 
 def _quoted(said: dict[str, str], name: str, prefix: str) -> list[str]:

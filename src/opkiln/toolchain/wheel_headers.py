@@ -9,15 +9,11 @@ toolkit's release, and are searched after it, so that they only add what it lack
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 
 from opkiln import facts
+from opkiln.build_model import TorchSDK
 from opkiln.record import Record
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from opkiln.build_model import TorchSDK
 
 # The headers that torch's headers include, and the part of `cuda-toolkit` that has each.
 LIBRARIES = {
