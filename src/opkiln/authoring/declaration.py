@@ -12,7 +12,7 @@ from opkiln.authoring.calls import function_for
 from opkiln.authoring.checking import Comparison
 from opkiln.authoring.entrance import Entrance
 from opkiln.authoring.parameters import texts
-from opkiln.authoring.registration import Defined
+from opkiln.authoring.registration import Decorated
 from opkiln.errors import LoadError, SpecError, told_briefly
 from opkiln.loading import loader
 from opkiln.loading.declaration import require_returns_at_once
@@ -47,8 +47,7 @@ class Declaration:
         schema = schemas.of_function(function.__name__, function, written)
         self._reference, self.builder = function, builder
         builder.declare(schema, function)
-        owner = (function.__module__, function.__qualname__)
-        self._defined = Defined(owner, builder.REGISTRATION.namespace, schema, written)
+        self._defined = Decorated(builder.REGISTRATION, schema, function)
         self._variants = None
         self._entrance: Entrance | Dtypes | Variants
         if not builder.PARAMETERS:
@@ -68,7 +67,7 @@ class Declaration:
             loader.forget(distribution, name)
         compared = NATIVE in builder.REGISTRATION.overloads
         more = NATIVE if compared and self._variants is None else NO_GRAD
-        self._defined.define(self._entrance, function, (more,), self._entrance.unserved)
+        self._defined.tell_all(self._entrance, more, self._entrance.unserved)
         overload = self._defined.overload()
         if isinstance(self._entrance, Entrance):
             self._entrance.overload = overload
@@ -127,8 +126,9 @@ class Declaration:
 
     def fake(self, function: _F) -> _F:
         self._require_fits(function)
-        self._defined.fake = function
-        return self._declare("fake", "", function)
+        self._declare("fake", "", function)
+        self._defined.forget()
+        return function
 
     def vmap(self, function: _F) -> _F:
         self._require_fits(function, ["info", "in_dims"])

@@ -17,10 +17,10 @@ from opkiln import signature
 from opkiln.authoring.builders import NATIVE
 from opkiln.authoring.entrance import Entrance, WithReference, device_of
 from opkiln.authoring.gradient import with_defaults
-from opkiln.authoring.registration import lock
 from opkiln.decision import policy
 from opkiln.errors import LoadError, SpecError
 from opkiln.loading import loader
+from opkiln.loading.here import here
 from opkiln.settings import settings
 
 TYPE_CHECKING = False
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from opkiln.authoring.builders import DecoratedBuilder
     from opkiln.authoring.entrance import Served
     from opkiln.authoring.parameters import Value
-    from opkiln.authoring.registration import Defined
+    from opkiln.authoring.registration import Decorated
     from opkiln.authoring.tuning import Tuning
 
 _MOST_CALLS = 4096  # that are remembered for one variant
@@ -44,7 +44,7 @@ class Entrances(WithReference):
         builder: type[DecoratedBuilder],
         reference: Callable[..., Any],
         name: str,
-        defined: Defined,
+        defined: Decorated,
     ) -> None:
         super().__init__(builder, reference, name)
         self._defined = defined
@@ -52,7 +52,7 @@ class Entrances(WithReference):
 
     def entrance(self, values: tuple[Value, ...]) -> Entrance:
         """The entrance of the library with these values, known to torch."""
-        with lock:
+        with here.lock:
             entrance = self._entrances.get(values)
             if entrance is None:
                 entrance = self._entrances[values] = self._made(values)
@@ -75,7 +75,7 @@ class Variants(Entrances):
     """The variants of one op: chooses, loads and calls them."""
 
     def __init__(
-        self, builder: type[DecoratedBuilder], reference: Callable[..., Any], defined: Defined
+        self, builder: type[DecoratedBuilder], reference: Callable[..., Any], defined: Decorated
     ) -> None:
         super().__init__(builder, reference, builder.NAME, defined)
         builder.TELL_TORCH[defined.name] = self.entrance
@@ -136,7 +136,7 @@ class Variants(Entrances):
 
     def _remember(self, keys: tuple[Any, ...], entrance: Entrance) -> None:
         """Have the decorated function call this variant at once."""
-        with lock:
+        with here.lock:
             calls = self.calls
             for each in keys[:-1]:
                 calls = calls.setdefault(each, {})
@@ -163,7 +163,7 @@ class Variants(Entrances):
 
     def retire(self) -> None:
         """Have this process forget the libraries: the op is declared anew."""
-        with lock:
+        with here.lock:
             self.calls.clear()
             for values in self._entrances:
                 builder = self._builder.variant(values)
@@ -216,7 +216,7 @@ class Dtypes(Entrances):
         self,
         builder: type[DecoratedBuilder],
         reference: Callable[..., Any],
-        defined: Defined,
+        defined: Decorated,
         served: Callable[[str], Served],
     ) -> None:
         """``served`` gives what is loaded of the library for a dtype."""
