@@ -21,6 +21,7 @@ from torch._C import (
     _AutoDispatchBelowAutograd,
 )
 from torch.autograd import forward_ad
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -93,12 +94,12 @@ class _Call:
 
     def flattened(self, result: Any) -> tuple[Any, ...]:
         """A result as autograd takes it. Remembers its form."""
-        self._form = _form_of(result)
-        return _leaves(result)
+        leaves, self._form = tree_flatten(result)
+        return tuple(leaves)
 
     def rebuilt(self, flat: Any) -> Any:
         """The result in its form."""
-        return _rebuilt(self._form, iter(flat))
+        return tree_unflatten(flat, self._form)
 
     def by_argument(self, found: Sequence[Any]) -> list[Any]:
         """Gradients by argument as gradients by tensor."""
@@ -183,26 +184,6 @@ def tensors(args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Tensor]:
             yield value
         elif isinstance(value, (list, tuple)):
             yield from tensors(value, {})
-
-
-def _leaves(value: Any) -> tuple[Any, ...]:
-    if not isinstance(value, (list, tuple)):
-        return (value,)
-    return tuple([leaf for part in value for leaf in _leaves(part)])
-
-
-def _form_of(value: Any) -> Any:
-    """The type of a list or tuple, with the forms of its parts; None for anything else."""
-    if not isinstance(value, (list, tuple)):
-        return None
-    return type(value), [_form_of(part) for part in value]
-
-
-def _rebuilt(form: Any, left: Iterator[Any]) -> Any:
-    if form is None:
-        return next(left)
-    kind, parts = form
-    return kind([_rebuilt(part, left) for part in parts])
 
 
 def _filled(value: Any, left: Iterator[Any]) -> Any:

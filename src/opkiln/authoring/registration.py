@@ -23,7 +23,7 @@ from opkiln.authoring.builders import NATIVE, NO_GRAD, UNSERVED
 from opkiln.authoring.gradient import Gradient, with_defaults
 from opkiln.errors import LoadError
 from opkiln.loading.here import here
-from opkiln.loading.register import Function, drop_compiled_graphs, register_fake
+from opkiln.loading.register import Function, drop_compiled_graphs, library_of, register_fake
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class Decorated(Function):
             if isinstance(before, Decorated):
                 before.retire()
             here.functions[self.qualified] = self
-            self._library, self._first = _library(self.namespace), _library(self.namespace)
+            self._library, self._first = library_of(self.namespace), library_of(self.namespace)
             for each in ("", overload):
                 self._tell_overload(each, None if each == NATIVE else entrance)
             self._tell_unserved(unserved)
@@ -122,7 +122,7 @@ class Decorated(Function):
             name = f"{self.namespace}::{self.named(overload)}"
             torch.library.register_vmap(name, self._rule, lib=self._library)
         elif not self.mutates:
-            self._batching = self._batching or _library(self.namespace)
+            self._batching = self._batching or library_of(self.namespace)
             self._batching.impl(self.named(overload), self._function, "FuncTorchBatched")
 
     def _tell_leftovers(self, before: Decorated, entrance: Callable[..., Any]) -> None:
@@ -131,7 +131,7 @@ class Decorated(Function):
             if overload not in self._overloads and overload not in self._left:
                 self._left.append(overload)
                 self.define(self._library, overload)
-                kernel = self._leftovers[overload] = _library(self.namespace)
+                kernel = self._leftovers[overload] = library_of(self.namespace)
                 kernel.impl(self.named(overload), entrance, "CompositeExplicitAutograd")
 
     def _tell_overload(self, overload: str, kernel: Callable[..., Any] | None) -> None:
@@ -153,7 +153,7 @@ class Decorated(Function):
         star = "" if "*, " in arguments else "*, "
         more = f"{arguments}{', ' if arguments else ''}{star}str {REASON}"
         name = self.named(UNSERVED)
-        self._unserved = _library(self.namespace)
+        self._unserved = library_of(self.namespace)
         self._unserved.define(f"{name}({more}) -> {results}")
         self._keep(name)
         self._unserved.impl(name, kernel, "CompositeExplicitAutograd")
@@ -162,12 +162,8 @@ class Decorated(Function):
         """Have torch keep an operator for good."""
         qualified = f"{self.namespace}::{name}"
         if qualified not in here.kept:
-            here.kept[qualified] = _library(self.namespace)
+            here.kept[qualified] = library_of(self.namespace)
             here.kept[qualified].impl(name, _nowhere, _KEPT_KEY)
-
-
-def _library(namespace: str) -> Any:
-    return torch.library.Library(namespace, "FRAGMENT")  # type: ignore[no-untyped-call]
 
 
 def _nowhere(*args: Any, **kwargs: Any) -> Any:

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from opkiln.authoring.builders import DecoratedBuilder
-    from opkiln.authoring.entrance import Served
     from opkiln.authoring.parameters import Value
     from opkiln.authoring.registration import Decorated
     from opkiln.authoring.tuning import Tuning
@@ -213,15 +212,9 @@ class Dtypes(Entrances):
     """
 
     def __init__(
-        self,
-        builder: type[DecoratedBuilder],
-        reference: Callable[..., Any],
-        defined: Decorated,
-        served: Callable[[str], Served],
+        self, builder: type[DecoratedBuilder], reference: Callable[..., Any], defined: Decorated
     ) -> None:
-        """``served`` gives what is loaded of the library for a dtype."""
         super().__init__(builder, reference, defined.name, defined)
-        self._served = served
         arguments = enumerate(signature.arguments(defined.schema))
         listed = [(i, name, signature.canonical(kind)) for i, (kind, name) in arguments]
         scalars = [(i, name) for i, name, kind in listed if kind == "ScalarType"]
@@ -260,8 +253,7 @@ class Dtypes(Entrances):
         return None
 
     def _made(self, values: tuple[Value, ...]) -> Entrance:
-        served = self._served(str(values[0]))
-        made = Entrance(self._builder.variant(values), self._reference, served)
+        made = Entrance(self._builder.variant(values), self._reference)
         made.overload = self._defined.overload()
         if NATIVE in self._builder.REGISTRATION.overloads:
             made.native = self._defined.overload(NATIVE)

@@ -22,7 +22,7 @@ from typing import Any
 
 from opkiln.errors import LoadError, SpecError
 from opkiln.loading.here import here
-from opkiln.model import DISPATCH_KEYS, Op, OpSpec, Registration, function_name
+from opkiln.model import DISPATCH_KEYS, Op, Registration, function_name
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -92,19 +92,18 @@ def _is_same_function(one: object, other: object) -> bool:
     return getattr(one, "__func__", one) is getattr(other, "__func__", other)
 
 
-# What is loaded at trace time: (what makes the Functions, None), or (None, anything else). A trace
-# makes the Functions itself: it refuses the torch ops that an object from elsewhere holds.
-LoadedInTrace = tuple[tuple[Any, ...] | None, Any]
-
-
-def for_trace(value: Any) -> LoadedInTrace:
-    """What a function that is called at trace time returns for what it has loaded."""
-    return (value.made_of, None) if isinstance(value, Functions) else (None, value)
-
-
-def in_trace(made_of: tuple[Any, ...] | None, value: Any) -> Any:
-    """What the traced caller makes of it."""
+def load_in_trace(load: Callable[..., Any], *args: Any) -> Any:
+    """What ``load(*args)`` returns, in a function that is traced: it is called at trace time."""
+    # The trace makes the Functions itself: it refuses torch's ops that another object holds.
+    made_of, value = _load_at_trace_time(load, *args)
     return value if made_of is None else Functions(*made_of)
+
+
+@at_trace_time
+def _load_at_trace_time(load: Callable[..., Any], *args: Any) -> tuple[tuple[Any, ...] | None, Any]:
+    """(the arguments that make the Functions, None), or (None, anything else that is loaded)."""
+    value = load(*args)
+    return (value.made_of, None) if isinstance(value, Functions) else (None, value)
 
 
 def register(op: str, registration: Registration, *, anew: bool = False) -> Functions:
@@ -116,17 +115,23 @@ def register(op: str, registration: Registration, *, anew: bool = False) -> Func
     """
     if not registration.defined:
         functions = [Function(op, registration, schema) for schema in registration.schemas]
-        with here.lock:
-            known = [here.functions.get(each.qualified) for each in functions]
-        if anew or not all(each and each.is_told_of(registration) for each in known):
-            _tell(functions, registration)
+        if anew or not _are_told(functions, registration):
+            _tell(functions, registration, anew)
     return Functions(op, registration.namespace, registration.names)
 
 
-def _tell(functions: list[Function], registration: Registration) -> None:
+def _are_told(functions: list[Function], registration: Registration) -> bool:
+    with here.lock:
+        known = [here.functions.get(each.qualified) for each in functions]
+    return all(each and each.is_told_of(registration) for each in known)
+
+
+def _tell(functions: list[Function], registration: Registration, anew: bool) -> None:
     # Without the lock: an author's module may declare ops when it is imported.
     formulas = None if registration.autograd is None else registration.autograd()
     with here.lock:
+        if not anew and _are_told(functions, registration):
+            return  # by another thread, for another backend
         known = [each.claim() or each for each in functions]
         for each, new in zip(known, functions, strict=True):
             each.require_same_schema(new)
@@ -150,13 +155,15 @@ def drop_compiled_graphs() -> None:
         config.enable_autograd_cache = False
 
 
-def require_kernels(spec: OpSpec, overloads: tuple[str, ...] = ("",)) -> None:
+def require_kernels(op: Op) -> None:
     """Raise LoadError where torch has no kernel for a function that the library must implement, as
-    the first of ``overloads``."""
+    the first overload that it is registered as."""
     import torch
 
+    spec, told = op.spec, op.registration
+    first = told.overloads[0] if told is not None else ""
     has, keys = torch._C._dispatch_has_kernel_for_dispatch_key, DISPATCH_KEYS[spec.backend]
-    ending = f".{overloads[0]}" if overloads[0] else ""
+    ending = f".{first}" if first else ""
     missing = [name for name in spec.kernels if not any(has(name + ending, key) for key in keys)]
     if missing:
         from opkiln.building.wording import missing_kernels
@@ -275,18 +282,16 @@ class Function:
                 f"op {self.op}: the schema {self.schema!r} is malformed", why=str(error)
             ) from error
         if self.mutates:
-            bump = WithBump(self.namespace, self.name, overload or "default")
+            bump = WithBump(self, overload or "default")
             library.impl(name, bump, "ADInplaceOrView", with_keyset=True)
 
     def tell(self, registration: Registration) -> None:
         """Tell torch of the default overload, and of what serves where there is no kernel. Raises
         SpecError."""
-        import torch
 
         library = here.namespaces.get(self.namespace)
         if library is None:
-            library = torch.library.Library(self.namespace, "FRAGMENT")  # type: ignore[no-untyped-call]
-            here.namespaces[self.namespace] = library
+            library = here.namespaces[self.namespace] = library_of(self.namespace)
         returns_nothing = self.schema.rpartition("->")[2].strip() == "()"
         if not self._told:
             self.define(library)
@@ -304,16 +309,30 @@ class Function:
         self.registration = registration
 
     def differentiate(self, formulas: Any) -> bool:
-        """Give it the gradient that is declared now; whether one replaced another."""
+        """Give it the gradient that is declared now; whether one replaced another. Raises
+        SpecError."""
         backward = getattr(formulas, f"{self.name}_backward", None)
         saving = getattr(formulas, f"{self.name}_setup_context", None)
         if self._gradient is not None:
             return self._gradient.replace(backward, saving)
         if backward is not None and not self.mutates:
+            self._require_tensors_by_position()
             self._gradient = _Gradient(self, backward, saving)
             library = here.namespaces[self.namespace]
             library.impl(self.name, self._gradient, "Autograd", with_keyset=True)
         return False
+
+    def _require_tensors_by_position(self) -> None:
+        import torch
+
+        if "*" not in self.schema:
+            return
+        if torch._library.utils.has_kwarg_only_tensors(self.overload()._schema):
+            raise SpecError(
+                f"op {self.op}: {self.name} has a gradient and takes a tensor by keyword only",
+                why="torch's autograd follows the tensors that are given by position",
+                hint="SCHEMAS: the tensor before `*`",
+            )
 
     def reference(self, *args: Any, **kwargs: Any) -> Any:
         """The reference."""
@@ -350,6 +369,13 @@ class Function:
         return None
 
 
+def library_of(namespace: str) -> Any:
+    """A torch.library.Library that adds to a namespace."""
+    import torch
+
+    return torch.library.Library(namespace, "FRAGMENT")  # type: ignore[no-untyped-call]
+
+
 def register_fake(library: Any, qualified: str, fake: Callable[..., Any]) -> None:
     """``torch.library.register_fake``, without its look at who calls it: for a line in a message
     that names the author of a fake, that reads source files, and takes longer than all the rest."""
@@ -374,8 +400,8 @@ class WithBump:
     one whose elements share memory.
     """
 
-    def __init__(self, namespace: str, name: str, overload: str = "default") -> None:
-        self._names = namespace, name, overload
+    def __init__(self, function: Function, overload: str) -> None:
+        self._function, self._name = function, overload
         self._overload: Any = None
         self._mutated: list[tuple[int, str]] = []
 
@@ -384,9 +410,7 @@ class WithBump:
         from torch.autograd.graph import increment_version
 
         if self._overload is None:
-            overload: Any = torch.ops
-            for part in self._names:
-                overload = getattr(overload, part)
+            overload = self._function.overload(self._name)
             self._mutated = [
                 (index, argument.name)
                 for index, argument in enumerate(overload._schema.arguments)
@@ -406,18 +430,18 @@ class WithBump:
     def _require_writable(self, name: str, value: torch.Tensor | list[torch.Tensor]) -> None:
         import torch
 
-        differentiates = torch.is_grad_enabled()
+        op, differentiates = self._function.name, torch.is_grad_enabled()
         for tensor in (value,) if isinstance(value, torch.Tensor) else value:
             if differentiates and tensor.requires_grad:
                 raise RuntimeError(
-                    f"{self._names[1]} writes to {name}, which requires a gradient: the op has none"
+                    f"{op} writes to {name}, which requires a gradient: the op has none"
                     "\nhint: with torch.no_grad():"
                 )
             if tensor.is_contiguous():
                 continue  # nearly all: this takes a tenth of the time
             if type(tensor) in (torch.Tensor, torch.nn.Parameter) and _overlaps(tensor):
                 raise RuntimeError(
-                    f"{self._names[1]} writes to {name}, and elements of it share memory: shape "
+                    f"{op} writes to {name}, and elements of it share memory: shape "
                     f"{[*tensor.shape]}, strides {[*tensor.stride()]}\nhint: {name}.clone()"
                 )
 
