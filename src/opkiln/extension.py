@@ -28,7 +28,6 @@ from opkiln.model import (
     Op,
     OpSpec,
 )
-from opkiln.settings import origin_of, override
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -267,10 +266,7 @@ def _load(spec: OpSpec, verbose: bool, build_directory: str | None) -> Any:
 def served(spec: OpSpec, asked: str, verbose: bool) -> tuple[Any, Artifact]:
     """What a declaration loads as, and its artifact. ``asked`` is an arch list."""
     # Several specs may go by one name here; each call finds its own, by key.
-    # What the user set, or `opkiln run` for him, goes before what the program's author chose.
-    silent = not verbose and origin_of("progress")[1] == "default"
-    with override(**({"progress": "quiet"} if silent else {})):
-        loaded = loader.load(Op(spec, asked=asked), again=True)
+    loaded = loader.load(Op(spec, asked=asked), again=True, verbose=verbose)
     assert loaded.artifact is not None  # there is no reference to fall back to
     return loaded.value, loaded.artifact
 

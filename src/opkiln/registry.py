@@ -28,13 +28,7 @@ from typing import Any
 
 from opkiln.builder.base import OpBuilder
 from opkiln.errors import SpecError, UnknownOp
-from opkiln.loading.register import (
-    LoadedInTrace,
-    at_trace_time,
-    for_trace,
-    in_trace,
-    is_tracing,
-)
+from opkiln.loading.register import is_tracing, load_in_trace
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -133,18 +127,14 @@ class _InTrace:
         self._asked = (name, backend, archs)
 
     def load(self, verbose: bool = True, *, reload: bool = False) -> Any:
-        return in_trace(*_load_at_trace_time(*self._asked, {"verbose": verbose, "reload": reload}))
+        return load_in_trace(_load, *self._asked, {"verbose": verbose, "reload": reload})
 
     def jit_load(self, verbose: bool = True) -> Any:
-        how = {"verbose": verbose, "must_be_native": True}
-        return in_trace(*_load_at_trace_time(*self._asked, how))
+        return load_in_trace(_load, *self._asked, {"verbose": verbose, "must_be_native": True})
 
 
-@at_trace_time
-def _load_at_trace_time(
-    name: str, backend: str | None, archs: str | None, how: dict[str, Any]
-) -> LoadedInTrace:
-    return for_trace(get_builder(name, backend=backend, archs=archs).loaded(**how).value)
+def _load(name: str, backend: str | None, archs: str | None, how: dict[str, Any]) -> Any:
+    return get_builder(name, backend=backend, archs=archs).loaded(**how).value
 
 
 def explain(name: str) -> Explanation | Explanations:

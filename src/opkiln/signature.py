@@ -52,7 +52,7 @@ def devices(spec: OpSpec) -> tuple[str, ...]:
 def of_schema(schema: str) -> str:
     """The canonical signature of a ``torch.library`` schema."""
     given = ", ".join(canonical(each) for each, _ in arguments(schema))
-    return f"({given}) -> {_results(schema)}"
+    return f"({given}) -> {results_of(schema)}"
 
 
 def argument_names(schema: str) -> tuple[str, ...]:
@@ -74,7 +74,7 @@ def differences(schema: str, signature: str) -> list[str]:
         for (kind, name), other in zip(declared, given, strict=True):
             if kind != other:
                 found.append(f"{name} is {kind} in the schema, {other} in C++")
-    if (expected := _results(schema)) != results:
+    if (expected := results_of(schema)) != results:
         found.append(f"the result is {expected} in the schema, {results} in C++")
     return found
 
@@ -82,7 +82,7 @@ def differences(schema: str, signature: str) -> list[str]:
 def cpp(schema: str) -> str:
     """The C++ declaration that fits a schema; empty if op.h has no type for a part of it."""
     given = [(_cpp_argument(canonical(kind)), name) for kind, name in arguments(schema)]
-    results = [_cpp(each) for each in _listed(_results(schema))]
+    results = [_cpp(each) for each in _listed(results_of(schema))]
     if not all(results) or not all(kind for kind, _ in given):
         return ""
     result = "void" if not results else results[0]
@@ -153,7 +153,7 @@ def _arrow(schema: str) -> int:
     return at if at >= 0 else len(schema)
 
 
-def _results(schema: str) -> str:
+def results_of(schema: str) -> str:
     schema = _without_texts(schema)
     text = schema[_arrow(schema) + 2 :].strip()
     inside = text[1:-1] if text.startswith("(") and text.endswith(")") else text

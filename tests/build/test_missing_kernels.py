@@ -127,8 +127,9 @@ def test_the_check_asks_for_each_function_and_takes_any_key_of_the_backend(
     stable: Package,
 ) -> None:
     stable.load()
-    spec = stable.builder().spec()
-    register.require_kernels(spec)
-    register.require_kernels(spec._replace(backend="xpu"))  # SYCL's kernels may be the CPU's
+    op = stable.builder().op()
+    on_cuda, on_xpu = (op._replace(spec=op.spec._replace(backend=b)) for b in ("cuda", "xpu"))
+    register.require_kernels(op)
+    register.require_kernels(on_xpu)  # SYCL's kernels may be the CPU's
     with pytest.raises(LoadError, match=f"no CUDA kernel for {stable.name}::who"):
-        register.require_kernels(spec._replace(backend="cuda"))
+        register.require_kernels(on_cuda)

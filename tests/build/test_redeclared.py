@@ -142,6 +142,11 @@ def test_a_gradient_with_keyword_only_arguments_is_replaced_too(name: str) -> No
     assert slope(functions, lambda x: functions.double(x, by=3.0)) == 6.0
 
 
+def test_a_gradient_of_a_tensor_that_is_given_by_keyword_only_is_refused(name: str) -> None:
+    with pytest.raises(SpecError, match="double has a gradient and takes a tensor by keyword only"):
+        declare(name, ("double(Tensor x, *, Tensor by) -> Tensor",), **parts()).load()
+
+
 def test_a_changed_schema_is_refused_by_a_plain_load_and_the_old_one_serves_on(name: str) -> None:
     functions = declare(name, **parts()).load()
     changed = declare(name, ("double(Tensor x, float by) -> Tensor",), **parts(slope=5.0))

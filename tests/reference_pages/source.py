@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import re
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from typing import NamedTuple
 
@@ -62,10 +63,8 @@ class Module:
         return ast.get_docstring(self.tree) or ""
 
     def listed(self) -> list[str]:
-        """The names in ``__all__``, if it is a plain list."""
-        node = self.defined["__all__"]
-        assert isinstance(node, ast.Assign), self.name
-        return [str(name) for name in ast.literal_eval(node.value)]
+        """The names in ``__all__``."""
+        return list(import_module(self.name).__all__)
 
     def segment(self, node: ast.expr) -> str:
         """The text of an expression, on one line."""

@@ -132,6 +132,8 @@ class DecoratedBuilder(CUDAOpBuilder):
     FUNCTIONS = ""  # the module that declares the functions, where SCHEMAS are known without it
     WITHOUT: Mapping[str, tuple[str, ...]]  # functions that a backend's library does not have
     _made: dict[tuple[Value, ...], type[DecoratedBuilder]]  # the builders of the variants
+    # What is loaded, by the loader's era and the device; None: there is no library for it.
+    SERVED: dict[tuple[int, str], Loaded | None]
     DECLARED: Mapping[str, SimpleNamespace]  # the functions, by the part of the registration
     # By function: tells torch of the overload that a variant's library implements.
     TELL_TORCH: dict[str, Callable[[tuple[Value, ...]], object]]
@@ -218,9 +220,11 @@ class DecoratedBuilder(CUDAOpBuilder):
                 hint=f'schemas=("{schema}", ...)',
             )
         others = (each for each in cls.SCHEMAS if function_name(each) != name)
+        for library in (cls, *cls._made.values()):
+            library.SERVED.clear()  # it has one more function now
         if not cls.FUNCTIONS:
             cls.SCHEMAS = (*others, schema)
-            cls._made.clear()  # a variant's library has one more function now
+            cls._made.clear()
         for part, endings in REGISTERED.items():
             for ending in endings:  # of the function that is replaced
                 vars(cls.DECLARED[part]).pop(name + ending, None)
@@ -258,6 +262,7 @@ class DecoratedBuilder(CUDAOpBuilder):
                 "__module__": cls.__module__,
                 "NAME": cls.PARAMETERS.library(values),
                 "VALUES": values,
+                "SERVED": {},
                 "REGISTRATION": cls.REGISTRATION._replace(overloads=overloads),
             }
             found = cls._made[values] = type(f"{cls.__name__}_{ending}", (cls,), words)
@@ -293,6 +298,7 @@ def builder_for(
         "NEEDS": _checked_needs(name, needs),
         "PARAMETERS": parameters,
         "WITHOUT": {},
+        "SERVED": {},
         "TELL_TORCH": {},
         "_made": {},
         "DECLARED": {part: SimpleNamespace() for part in REGISTERED},

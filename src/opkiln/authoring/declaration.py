@@ -6,16 +6,16 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from opkiln.authoring import schema as schemas
 from opkiln.authoring.builders import NATIVE, NO_GRAD
 from opkiln.authoring.calls import function_for
 from opkiln.authoring.checking import Comparison
 from opkiln.authoring.entrance import Entrance
 from opkiln.authoring.parameters import texts
-from opkiln.authoring.registration import Defined
+from opkiln.authoring.registration import Decorated
 from opkiln.errors import LoadError, SpecError, told_briefly
 from opkiln.loading import loader
-from opkiln.loading.declaration import require_returns_at_once
+from opkiln.loading import schema as schemas
+from opkiln.loading.schema import require_returns_at_once
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from typing import TypeVar
 
     from opkiln.authoring.builders import DecoratedBuilder
-    from opkiln.authoring.entrance import Served
     from opkiln.authoring.parameters import Value
     from opkiln.authoring.variants import Dtypes, Variants
     from opkiln.loading.explain import Explanation, Explanations
@@ -39,20 +38,16 @@ class Declaration:
         function: Callable[..., Any],
         mutates: str | Iterable[str],
         builder: type[DecoratedBuilder],
-        served: Callable[[str], Served] = lambda _: {},
     ) -> None:
-        """``served`` gives what is loaded of the library for a dtype, if several functions share
-        it; for "", of the one that is for all dtypes."""
         written = texts(f"op {function.__name__}: mutates=", mutates)
         schema = schemas.of_function(function.__name__, function, written)
         self._reference, self.builder = function, builder
         builder.declare(schema, function)
-        owner = (function.__module__, function.__qualname__)
-        self._defined = Defined(owner, builder.REGISTRATION.namespace, schema, written)
+        self._defined = Decorated(builder.REGISTRATION, schema, function)
         self._variants = None
         self._entrance: Entrance | Dtypes | Variants
         if not builder.PARAMETERS:
-            self._entrance = Entrance(builder, function, served(""))
+            self._entrance = Entrance(builder, function)
         else:
             from opkiln.authoring.variants import Dtypes, Variants
 
@@ -60,7 +55,7 @@ class Declaration:
                 self._entrance = self._variants = Variants(builder, function, self._defined)
                 self._defined.on_retiring = self._variants.retire
             else:
-                self._entrance = Dtypes(builder, function, self._defined, served)
+                self._entrance = Dtypes(builder, function, self._defined)
         builder()._claim_name()
         parameters, distribution = builder.PARAMETERS, builder().distribution
         # Whatever is loaded was declared with other functions, or from other sources.
@@ -68,7 +63,7 @@ class Declaration:
             loader.forget(distribution, name)
         compared = NATIVE in builder.REGISTRATION.overloads
         more = NATIVE if compared and self._variants is None else NO_GRAD
-        self._defined.define(self._entrance, function, (more,), self._entrance.unserved)
+        self._defined.tell_all(self._entrance, more, self._entrance.unserved)
         overload = self._defined.overload()
         if isinstance(self._entrance, Entrance):
             self._entrance.overload = overload
@@ -127,8 +122,9 @@ class Declaration:
 
     def fake(self, function: _F) -> _F:
         self._require_fits(function)
-        self._defined.fake = function
-        return self._declare("fake", "", function)
+        self._declare("fake", "", function)
+        self._defined.forget()
+        return function
 
     def vmap(self, function: _F) -> _F:
         self._require_fits(function, ["info", "in_dims"])

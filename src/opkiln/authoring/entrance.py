@@ -29,9 +29,6 @@ if TYPE_CHECKING:
     from opkiln.builder.base import OpBuilder
     from opkiln.loading.here import Loaded
 
-    # What is loaded, by the loader's era and the device; None: there is no library for it.
-    Served = dict[tuple[int, str], Loaded | None]
-
 
 _MOST_REASONS = 16  # that are told and kept: a program may call with a thousand sizes
 
@@ -82,18 +79,12 @@ def _require_allowed(op: str, what: str, why: str) -> None:
 class Entrance(WithReference):
     """Loads an op's libraries, and runs its reference."""
 
-    def __init__(
-        self,
-        builder: type[DecoratedBuilder],
-        reference: Callable[..., Any],
-        served: Served | None = None,
-    ) -> None:
-        """``served`` is what is loaded, if other functions are in the same library."""
+    def __init__(self, builder: type[DecoratedBuilder], reference: Callable[..., Any]) -> None:
         super().__init__(builder, reference, reference.__name__)
         # For messages. The parts of an op, and its libraries for dtypes, are not users' concern.
         self._name = builder.NAME.partition("__")[0] or builder.NAME
         self._comparison = Comparison(reference.__name__, reference)
-        self._served: Served = {} if served is None else served
+        self._served = builder.SERVED
         self._lock = threading.RLock()
         self.overload: Any = None  # what a call is passed on to once its library is loaded
         self.native: Any = None  # the overload that only libraries implement, to compare with

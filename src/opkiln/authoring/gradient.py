@@ -185,6 +185,7 @@ def tensors(args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Tensor]:
             yield from tensors(value, {})
 
 
+# Not torch's pytree, which takes longer than a small kernel.
 def _leaves(value: Any) -> tuple[Any, ...]:
     if not isinstance(value, (list, tuple)):
         return (value,)

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any, ParamSpec, TypeVar, cast
 
@@ -33,7 +32,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from opkiln.authoring.builders import DecoratedBuilder
-    from opkiln.authoring.entrance import Served
     from opkiln.authoring.op import DecoratedOp
     from opkiln.authoring.parameters import Value
 
@@ -46,8 +44,6 @@ class Library:
 
     def __init__(self, builder: type[DecoratedBuilder]) -> None:
         self.builder = builder
-        # By dtype ("" if the library is for all) and device.
-        self._served: defaultdict[str, Served] = defaultdict(dict)
 
     def op(
         self, *, mutates: str | Iterable[str] = ()
@@ -68,10 +64,7 @@ class Library:
                 raise SpecError(f"@op decorates functions, not {type(function).__name__}")
             from opkiln.authoring.declaration import Declaration
 
-            # What is loaded is another library now, with one more function.
-            for each in self._served.values():
-                each.clear()
-            made = Declaration(function, mutates, self.builder, self._served.__getitem__)
+            made = Declaration(function, mutates, self.builder)
             return cast("DecoratedOp[_P, _R]", made.function)
 
         return decorate

@@ -15,42 +15,40 @@ of those before it, so it goes first, also at the end of the process, where the 
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import torch
 
 from opkiln.authoring.builders import NATIVE, NO_GRAD, UNSERVED
 from opkiln.authoring.gradient import Gradient, with_defaults
-from opkiln.errors import LoadError, SpecError
-from opkiln.loading import register
+from opkiln.errors import LoadError
+from opkiln.loading.here import here
+from opkiln.loading.register import Function, drop_compiled_graphs, library_of, register_fake
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from opkiln.model import Registration
+
 REASON = "unserved_because"  # the argument that the overload ``unserved`` has besides the op's
 _KEPT_KEY = "FPGA"  # a device that no tensor is on
-_kept: dict[str, Any] = {}
-_defined: dict[str, Defined] = {}
-lock = threading.RLock()  # of what torch is told of decorated ops
 
 
-class Defined:
-    """An op that torch knows."""
+class Decorated(Function):
+    """A decorated function that torch knows."""
 
     def __init__(
-        self, owner: tuple[str, str], namespace: str, schema: str, written: tuple[str, ...]
+        self, registration: Registration, schema: str, function: Callable[..., Any]
     ) -> None:
-        self.owner, self.namespace, self.schema = owner, namespace, schema
-        self.name = schema.partition("(")[0]
-        self.written = written
+        owner = f"declared in {function.__module__} already", function.__qualname__
+        hint = '@opkiln.op(..., namespace="another")'
+        super().__init__(function.__name__, registration, schema, owner, hint)
+        self._function = function
         self._first: Any = None  # the torch.library.Library of the default overload
         self._library: Any = None  # that of the others
         self._unserved: Any = None  # that of ``unserved``
-        self._reference: Callable[..., Any] = _nowhere
         self.gradient: Gradient | None = None
-        self.fake: Callable[..., Any] | None = None  # the author's own
         self._overloads: list[str] = []
         # What an earlier declaration had and this one does not; and the kernels of those.
         self._left: list[str] = []
@@ -59,48 +57,28 @@ class Defined:
         self._rule: Callable[..., Any] | None = None  # the author's, for vmap
         self.on_retiring: Callable[[], None] | None = None
 
-    @property
-    def qualified(self) -> str:
-        return f"{self.namespace}::{self.name}"
-
-    def overload(self, name: str = "default") -> Any:
-        return getattr(getattr(getattr(torch.ops, self.namespace), self.name), name)
-
-    def define(
-        self,
-        entrance: Callable[..., Any],
-        reference: Callable[..., Any],
-        overloads: tuple[str, ...],
-        unserved: Callable[..., Any],
+    def tell_all(
+        self, entrance: Callable[..., Any], overload: str, unserved: Callable[..., Any]
     ) -> None:
-        """Tell torch. ``overloads`` are names besides the default one. ``unserved`` takes the calls
-        that a kernel does not serve. Raises SpecError."""
-        with lock:
-            before = _defined.get(self.qualified)
-            if before is not None and before.owner != self.owner:
-                raise SpecError(
-                    f"op {self.name}: {self.qualified} is declared in {before.owner[0]} already",
-                    why="a function belongs to one op",
-                    hint='@opkiln.op(..., namespace="another")',
-                )
-            register.refuse_defined(self.namespace, self.name)
-            if before is not None:
+        """Tell torch of the op, with one overload besides the default one. ``unserved`` takes the
+        calls that a kernel does not serve. Raises SpecError."""
+        with here.lock:
+            before = self.claim()
+            if isinstance(before, Decorated):
                 before.retire()
-            _defined[self.qualified] = self
-            self._reference = reference
-            self._library, self._first = _library(self.namespace), _library(self.namespace)
-            for overload in ("", *overloads):
-                self._define_overload(overload, None if overload == NATIVE else entrance)
-                self._batch(overload)
-            self._define_unserved(unserved)
-            if before is not None:
-                self._define_leftovers(before, entrance)
-            if not self.written:
-                below = self.overload(NO_GRAD) if NO_GRAD in overloads else self.overload()
-                self.gradient = Gradient(self.overload(), below, reference)
+            here.functions[self.qualified] = self
+            self._library, self._first = library_of(self.namespace), library_of(self.namespace)
+            for each in ("", overload):
+                self._tell_overload(each, None if each == NATIVE else entrance)
+            self._tell_unserved(unserved)
+            if isinstance(before, Decorated):
+                self._tell_leftovers(before, entrance)
+            if not self.mutates:
+                below = self.overload(NO_GRAD) if overload == NO_GRAD else self.overload()
+                self.gradient = Gradient(self.overload(), below, self._function)
                 self._first.impl(self.name, self.gradient, "Autograd", with_keyset=True)
             if before is not None:
-                register.drop_compiled_graphs()
+                drop_compiled_graphs()
 
     def retire(self) -> None:
         """Have torch forget it, but for the operator itself."""
@@ -115,11 +93,10 @@ class Defined:
     def add(self, overload: str, kernel: Callable[..., Any] | None) -> Any:
         """Tell torch of one more overload, that of a variant; torch's object for it. ``kernel`` is
         for the devices that no library has kernels for."""
-        with lock:
+        with here.lock:
             if self._library is None:
                 raise LoadError(f"op {self.name} was declared anew: this function is the old one")
-            self._define_overload(overload, kernel)
-            self._batch(overload)
+            self._tell_overload(overload, kernel)
         return self.overload(overload)
 
     def batch_with(self, rule: Callable[..., Any]) -> None:
@@ -131,7 +108,7 @@ class Defined:
             dims = (*in_dims, *(None for _ in all_args[len(args) :]))
             return rule(info, dims, *all_args, **named)
 
-        with lock:
+        with here.lock:
             if self._batching is not None:
                 self._batching._destroy()
                 self._batching = None
@@ -142,72 +119,51 @@ class Defined:
     def _batch(self, overload: str) -> None:
         """Register what runs under vmap: the author's rule, or the reference on batched tensors."""
         if self._rule is not None:
-            name = f"{self.namespace}::{self._named(overload)}"
+            name = f"{self.namespace}::{self.named(overload)}"
             torch.library.register_vmap(name, self._rule, lib=self._library)
-        elif not self.written:
-            self._batching = self._batching or _library(self.namespace)
-            self._batching.impl(self._named(overload), self._reference, "FuncTorchBatched")
+        elif not self.mutates:
+            self._batching = self._batching or library_of(self.namespace)
+            self._batching.impl(self.named(overload), self._function, "FuncTorchBatched")
 
-    def _define_leftovers(self, before: Defined, entrance: Callable[..., Any]) -> None:
+    def _tell_leftovers(self, before: Decorated, entrance: Callable[..., Any]) -> None:
         """Define the overloads that the op had and does not have any more."""
         for overload in (*before._overloads, *before._left):
             if overload not in self._overloads and overload not in self._left:
                 self._left.append(overload)
-                self._library.define(self._named(overload) + self.schema[len(self.name) :])
-                self._leftovers[overload] = _library(self.namespace)
-                self._leftovers[overload].impl(
-                    self._named(overload), entrance, "CompositeExplicitAutograd"
-                )
+                self.define(self._library, overload)
+                kernel = self._leftovers[overload] = library_of(self.namespace)
+                kernel.impl(self.named(overload), entrance, "CompositeExplicitAutograd")
 
-    def _define_overload(self, overload: str, kernel: Callable[..., Any] | None) -> None:
-        library, name = self._library if overload else self._first, self._named(overload)
+    def _tell_overload(self, overload: str, kernel: Callable[..., Any] | None) -> None:
+        library, name = self._library if overload else self._first, self.named(overload)
         if overload in self._leftovers:
             self._leftovers.pop(overload)._destroy()
         else:
-            try:
-                library.define(
-                    name + self.schema[len(self.name) :], tags=(torch.Tag.pt2_compliant_tag,)
-                )
-            except (RuntimeError, IndexError) as error:
-                raise SpecError(
-                    f"op {self.name}: torch refuses the schema {self.schema!r}", why=str(error)
-                ) from error
+            self.define(library, overload)
         self._overloads.append(overload)
-        _keep(self.namespace, name)
-        register.register_fake(library, f"{self.namespace}::{name}", self._shapes)
+        self._keep(name)
+        register_fake(library, f"{self.namespace}::{name}", self.fake)
         if kernel is not None:
             library.impl(name, kernel, "CompositeExplicitAutograd")
-        if self.written:
-            bump = register.WithBump(self.namespace, self.name, overload or "default")
-            library.impl(name, bump, "ADInplaceOrView", with_keyset=True)
+        self._batch(overload)
 
-    def _define_unserved(self, kernel: Callable[..., Any]) -> None:
+    def _tell_unserved(self, kernel: Callable[..., Any]) -> None:
         """Only kernels call it, with real tensors: no tracer sees it."""
         arguments, _, results = self.schema[len(self.name) + 1 :].rpartition(") -> ")
         star = "" if "*, " in arguments else "*, "
         more = f"{arguments}{', ' if arguments else ''}{star}str {REASON}"
-        name = self._named(UNSERVED)
-        self._unserved = _library(self.namespace)
+        name = self.named(UNSERVED)
+        self._unserved = library_of(self.namespace)
         self._unserved.define(f"{name}({more}) -> {results}")
-        _keep(self.namespace, name)
+        self._keep(name)
         self._unserved.impl(name, kernel, "CompositeExplicitAutograd")
 
-    def _shapes(self, *args: Any, **kwargs: Any) -> Any:
-        return (self.fake or self._reference)(*args, **kwargs)
-
-    def _named(self, overload: str) -> str:
-        return f"{self.name}.{overload}" if overload else self.name
-
-
-def _library(namespace: str) -> Any:
-    return torch.library.Library(namespace, "FRAGMENT")  # type: ignore[no-untyped-call]
-
-
-def _keep(namespace: str, name: str) -> None:
-    key = f"{namespace}::{name}"
-    if key not in _kept:
-        _kept[key] = _library(namespace)
-        _kept[key].impl(name, _nowhere, _KEPT_KEY)
+    def _keep(self, name: str) -> None:
+        """Have torch keep an operator for good."""
+        qualified = f"{self.namespace}::{name}"
+        if qualified not in here.kept:
+            here.kept[qualified] = library_of(self.namespace)
+            here.kept[qualified].impl(name, _nowhere, _KEPT_KEY)
 
 
 def _nowhere(*args: Any, **kwargs: Any) -> Any:

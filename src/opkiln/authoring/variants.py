@@ -17,10 +17,10 @@ from opkiln import signature
 from opkiln.authoring.builders import NATIVE
 from opkiln.authoring.entrance import Entrance, WithReference, device_of
 from opkiln.authoring.gradient import with_defaults
-from opkiln.authoring.registration import lock
 from opkiln.decision import policy
 from opkiln.errors import LoadError, SpecError
 from opkiln.loading import loader
+from opkiln.loading.here import here
 from opkiln.settings import settings
 
 TYPE_CHECKING = False
@@ -28,9 +28,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from opkiln.authoring.builders import DecoratedBuilder
-    from opkiln.authoring.entrance import Served
     from opkiln.authoring.parameters import Value
-    from opkiln.authoring.registration import Defined
+    from opkiln.authoring.registration import Decorated
     from opkiln.authoring.tuning import Tuning
 
 _MOST_CALLS = 4096  # that are remembered for one variant
@@ -44,7 +43,7 @@ class Entrances(WithReference):
         builder: type[DecoratedBuilder],
         reference: Callable[..., Any],
         name: str,
-        defined: Defined,
+        defined: Decorated,
     ) -> None:
         super().__init__(builder, reference, name)
         self._defined = defined
@@ -52,7 +51,7 @@ class Entrances(WithReference):
 
     def entrance(self, values: tuple[Value, ...]) -> Entrance:
         """The entrance of the library with these values, known to torch."""
-        with lock:
+        with here.lock:
             entrance = self._entrances.get(values)
             if entrance is None:
                 entrance = self._entrances[values] = self._made(values)
@@ -75,7 +74,7 @@ class Variants(Entrances):
     """The variants of one op: chooses, loads and calls them."""
 
     def __init__(
-        self, builder: type[DecoratedBuilder], reference: Callable[..., Any], defined: Defined
+        self, builder: type[DecoratedBuilder], reference: Callable[..., Any], defined: Decorated
     ) -> None:
         super().__init__(builder, reference, builder.NAME, defined)
         builder.TELL_TORCH[defined.name] = self.entrance
@@ -136,7 +135,7 @@ class Variants(Entrances):
 
     def _remember(self, keys: tuple[Any, ...], entrance: Entrance) -> None:
         """Have the decorated function call this variant at once."""
-        with lock:
+        with here.lock:
             calls = self.calls
             for each in keys[:-1]:
                 calls = calls.setdefault(each, {})
@@ -163,7 +162,7 @@ class Variants(Entrances):
 
     def retire(self) -> None:
         """Have this process forget the libraries: the op is declared anew."""
-        with lock:
+        with here.lock:
             self.calls.clear()
             for values in self._entrances:
                 builder = self._builder.variant(values)
@@ -213,15 +212,9 @@ class Dtypes(Entrances):
     """
 
     def __init__(
-        self,
-        builder: type[DecoratedBuilder],
-        reference: Callable[..., Any],
-        defined: Defined,
-        served: Callable[[str], Served],
+        self, builder: type[DecoratedBuilder], reference: Callable[..., Any], defined: Decorated
     ) -> None:
-        """``served`` gives what is loaded of the library for a dtype."""
         super().__init__(builder, reference, defined.name, defined)
-        self._served = served
         arguments = enumerate(signature.arguments(defined.schema))
         listed = [(i, name, signature.canonical(kind)) for i, (kind, name) in arguments]
         scalars = [(i, name) for i, name, kind in listed if kind == "ScalarType"]
@@ -260,8 +253,7 @@ class Dtypes(Entrances):
         return None
 
     def _made(self, values: tuple[Value, ...]) -> Entrance:
-        served = self._served(str(values[0]))
-        made = Entrance(self._builder.variant(values), self._reference, served)
+        made = Entrance(self._builder.variant(values), self._reference)
         made.overload = self._defined.overload()
         if NATIVE in self._builder.REGISTRATION.overloads:
             made.native = self._defined.overload(NATIVE)

@@ -33,17 +33,7 @@ _NAMES = {
     "installed_cuda_version": "opkiln.toolchain.cuda_version",
 }
 
-__all__ = [
-    "CUDAMismatchException",
-    "CUDAOpBuilder",
-    "MissingCUDAException",
-    "OpBuilder",
-    "SYCLOpBuilder",
-    "assert_no_cuda_mismatch",
-    "cuda_minor_mismatch_ok",
-    "get_default_compute_capabilities",
-    "installed_cuda_version",
-]
+__all__ = [*_NAMES]  # noqa: PLE0604 (names that are resolved lazily)
 
 
 def __getattr__(name: str) -> object:

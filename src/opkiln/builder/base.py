@@ -14,13 +14,7 @@ from typing import Any
 from opkiln.errors import OpkilnError, SpecError, UnknownBackend, told_briefly
 from opkiln.loading import loader
 from opkiln.loading.here import Loaded, here
-from opkiln.loading.register import (
-    LoadedInTrace,
-    at_trace_time,
-    for_trace,
-    in_trace,
-    is_tracing,
-)
+from opkiln.loading.register import is_tracing, load_in_trace
 from opkiln.model import (
     ABI_STABLE,
     BUILDER,
@@ -297,7 +291,7 @@ class OpBuilder:
         """
         if is_tracing():
             how = {"verbose": verbose, "reload": reload}
-            return in_trace(*_load_at_trace_time(type(self), self.__dict__, how))
+            return load_in_trace(_load, type(self), self.__dict__, how)
         return self.loaded(verbose, reload=reload).value
 
     @told_briefly
@@ -305,7 +299,7 @@ class OpBuilder:
         """As ``load``, but native or an error: what was asked for by name does not fall back."""
         if is_tracing():
             how = {"verbose": verbose, "must_be_native": True}
-            return in_trace(*_load_at_trace_time(type(self), self.__dict__, how))
+            return load_in_trace(_load, type(self), self.__dict__, how)
         return self.loaded(verbose, must_be_native=True).value
 
     @classmethod
@@ -318,7 +312,7 @@ class OpBuilder:
         nothing serves, and SpecError for an op without ``SCHEMAS``.
         """
         if is_tracing():
-            return in_trace(*_functions_at_trace_time(cls, device))
+            return load_in_trace(_functions, cls, device)
         place = (cls, device, here.era)
         found = _kept.get(place)
         if found is None:
@@ -356,17 +350,11 @@ class OpBuilder:
         self, verbose: bool = True, *, reload: bool = False, must_be_native: bool = False
     ) -> Loaded:
         """As ``load`` or ``jit_load``, with the artifact and the trace. Raises OpkilnError."""
-        from opkiln.settings import origin_of, override
-
         self._claim_name()
-        # What the user set goes before what the program's author chose.
-        silent = not verbose and origin_of("progress")[1] == "default"
         try:
-            if silent:
-                with override(progress="quiet"):
-                    loaded = loader.load(self.op(), again=reload, must_be_native=must_be_native)
-            else:
-                loaded = loader.load(self.op(), again=reload, must_be_native=must_be_native)
+            loaded = loader.load(
+                self.op(), again=reload, must_be_native=must_be_native, verbose=verbose
+            )
         except OpkilnError as error:
             self.error_log = str(error)
             raise
@@ -556,16 +544,12 @@ def backend_of(kind: type[OpBuilder], device: str) -> str | None:
     return backend if backend in kind.BACKENDS else None
 
 
-@at_trace_time
-def _functions_at_trace_time(kind: type[OpBuilder], device: str | None) -> LoadedInTrace:
-    return for_trace(kind.functions(device))
+def _functions(kind: type[OpBuilder], device: str | None) -> Any:
+    return kind.functions(device)
 
 
-@at_trace_time
-def _load_at_trace_time(
-    kind: type[OpBuilder], fields: dict[str, Any], how: dict[str, Any]
-) -> LoadedInTrace:
+def _load(kind: type[OpBuilder], fields: dict[str, Any], how: dict[str, Any]) -> Any:
     # A builder that traced code has made exists in the trace alone; its fields are known, though.
     builder = kind.__new__(kind)
     builder.__dict__.update(fields)
-    return for_trace(builder.loaded(**how).value)
+    return builder.loaded(**how).value

@@ -16,10 +16,10 @@ import inspect
 import threading
 import types
 import typing
-from collections.abc import Iterable
 from difflib import get_close_matches
 from typing import Any
 
+from opkiln import signature
 from opkiln.errors import SpecError
 from opkiln.model import REGISTERED
 
@@ -32,19 +32,8 @@ if TYPE_CHECKING:
 _BACKWARD, _SETUP = REGISTERED["autograd"]
 _CLOSE = 0.8  # how alike two names are that one of them is a slip of the other
 
-# What a schema calls a type, and the annotations that go with it, by their names.
-_ANNOTATIONS = {
-    "Tensor": ("Tensor",),
-    "int": ("int", "SymInt"),
-    "SymInt": ("int", "SymInt"),
-    "float": ("float", "SymFloat"),
-    "bool": ("bool", "SymBool"),
-    "str": ("str",),
-    "number": ("int", "float", "bool", "complex", "Number"),
-    "ScalarType": ("dtype", "int"),
-    "Device": ("device", "str"),
-}
-_KNOWN = {name for names in _ANNOTATIONS.values() for name in names}
+# Annotations that a type of a schema may have besides its own.
+_ALSO = {"Scalar": ("int", "float", "bool"), "ScalarType": ("int",), "Device": ("str",)}
 
 # Many ops are built in threads, each of which may be the first to import torch. Python has a thread
 # wait for a module that another is importing, but not for the package above it: one that imports
@@ -64,18 +53,13 @@ def check(op: Op) -> None:
 
 def check_registration(op: str, distribution: str, registration: Registration) -> None:
     """As ``check``."""
+    checks = {"reference": _check_reference, "fake": _check_fake, "autograd": _check_gradients}
     with _one_at_a_time:
-        _check_registration(op, distribution, registration)
-
-
-def _check_registration(op: str, distribution: str, registration: Registration) -> None:
-    for part, check_part in (
-        ("reference", _check_reference), ("fake", _check_fake), ("autograd", _check_gradients)
-    ):  # fmt: skip
-        provide = getattr(registration, part)
-        found = provide and _provided(op, distribution, part, provide)
-        if found is not None:
-            check_part(op, registration, found)
+        for part, check_part in checks.items():
+            provide = getattr(registration, part)
+            found = provide and _provided(op, distribution, part, provide)
+            if found is not None:
+                check_part(op, registration, found)
 
 
 def functions(registration: Registration) -> dict[str, list[tuple[str, Any]]]:
@@ -95,18 +79,6 @@ def functions(registration: Registration) -> dict[str, list[tuple[str, Any]]]:
             if found := [each for each in found if each[1] is not None]:
                 listed[part] = found
     return listed
-
-
-def require_returns_at_once(op: str, function: Callable[..., Any]) -> None:
-    """Raise SpecError for an ``async def`` and a generator: they return before they compute."""
-    is_async = inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function)
-    if is_async or inspect.isgeneratorfunction(function):
-        name = getattr(function, "__name__", "")
-        raise SpecError(
-            f"op {op}: {name} is {'an async function' if is_async else 'a generator'}",
-            why="torch calls it and takes what it returns; it neither awaits nor iterates",
-            hint=f"def {name}(...): return ...    # without async and yield",
-        )
 
 
 def missing(op: str, what: str, name: str, found: Any) -> SpecError:
@@ -216,139 +188,69 @@ def _signature_text(function: Callable[..., Any]) -> str:
 
 
 def _contradictions(op: str, namespace: str, text: str, function: Callable[..., Any]) -> list[str]:
-    """What of a signature cannot be called as the schema says, or would be something else."""
+    """How the schema of the reference's annotations differs from the one that is declared."""
     import torch
 
-    require_returns_at_once(op, function)
+    from opkiln.loading import schema as schemas
+
+    schemas.require_returns_at_once(op, function)
     try:
-        schema = torch._C.parse_schema(f"{namespace}::{text}")
+        declared = torch._C.parse_schema(f"{namespace}::{text}").arguments
     except (RuntimeError, IndexError) as error:  # IndexError: a number that is too large
         raise SpecError(f"op {op}: the schema {text!r} is malformed", why=str(error)) from error
     try:
-        signature = inspect.signature(function)
+        parameters = inspect.signature(function)
     except (TypeError, ValueError):
         return []  # a builtin, which does not say what it takes
+    plain = [each.name for each in declared if not each.kwarg_only]
+    by_name = {each.name: each.name for each in declared if each.kwarg_only}
+    try:
+        given = parameters.bind(*plain, **by_name).arguments
+    except TypeError as error:
+        return [f"called with the arguments of the schema, the reference raises: {error}"]
     hints = _hints(function)
-    wrong = _arguments(schema, list(signature.parameters.values()), hints)
-    if "return" in hints:
-        wrong += _returns(list(schema.returns), hints["return"])
+    kinds = {name: kind for kind, name in signature.arguments(text)}
+    names = {name: each for each, name in given.items() if isinstance(name, str)}  # not of *args
+    wrong = []
+    for place, argument in enumerate(declared, start=1):
+        if argument.name not in names:
+            continue
+        parameter = parameters.parameters[names[argument.name]]
+        if parameter.name.lstrip("_") != argument.name:
+            named = f"{argument.name} in the schema, {parameter.name} in the reference"
+            wrong.append(f"argument {place} is {named}")
+            continue
+        wrong += _default(argument, parameter)
+        if (annotated := schemas.type_of(hints.get(parameter.name))) is not None:
+            both = (signature.canonical(each) for each in (kinds[argument.name], annotated))
+            wrong += _difference(argument.name, *both)
+    if (annotated := schemas.results_of(hints.get("return"))) is not None:
+        both = (signature.results_of(each) for each in (text, f"() -> {annotated}"))
+        wrong += _difference("the result", *both)
     return wrong
 
 
-def _arguments(
-    schema: Any, parameters: list[inspect.Parameter], hints: dict[str, Any]
-) -> list[str]:
-    by_name = {each.name.lstrip("_"): each for each in parameters}
-    positional = [each for each in parameters if each.kind <= each.POSITIONAL_OR_KEYWORD]
-    takes_more = any(each.kind == each.VAR_POSITIONAL for each in parameters)
-    takes_names = any(each.kind == each.VAR_KEYWORD for each in parameters)
-    wrong, used = [], set()
-    for index, argument in enumerate(schema.arguments):
-        if argument.kwarg_only:
-            parameter = by_name.get(argument.name)
-            if parameter is None or parameter.kind == parameter.POSITIONAL_ONLY:
-                if not takes_names:
-                    wrong.append(f"the reference takes no keyword {argument.name}")
-                continue
-        elif index < len(positional):
-            parameter = positional[index]
-            if parameter.name.lstrip("_") != argument.name:
-                wrong.append(
-                    f"argument {index + 1} is {argument.name} in the schema, "
-                    f"{parameter.name} in the reference"
-                )
-                used.add(parameter.name)
-                continue
-        else:
-            named = by_name.get(argument.name)
-            if named is not None and named.kind == named.KEYWORD_ONLY:
-                wrong.append(
-                    f"{argument.name} is keyword-only in the reference, and not in the schema"
-                )
-                used.add(named.name)
-            elif not takes_more:
-                wrong.append(f"the reference does not take argument {index + 1}, {argument.name}")
-            continue
-        used.add(parameter.name)
-        wrong += _default(argument, parameter)
-        if parameter.name in hints and not _goes_with(argument.real_type, hints[parameter.name]):
-            wrong.append(
-                f"{argument.name} is {argument.real_type} in the schema, "
-                f"{_shown(hints[parameter.name])} in the reference"
-            )
-    return wrong + [
-        f"the reference needs {each.name}, which the schema does not have"
-        for each in parameters
-        if each.name not in used
-        and each.default is each.empty
-        and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
-    ]
+def _difference(what: str, declared: str, annotated: str) -> list[str]:
+    """What a type is in the schema and in the reference, if the annotation says another. It need
+    not say whether an argument is written to, or may be None."""
+    wanted, found = (each.replace("(!)", "").replace("?", "") for each in (declared, annotated))
+    if found == wanted or found in _ALSO.get(wanted, ()):
+        return []
+    return [f"{what} is {wanted} in the schema, {found} in the reference"]
 
 
 def _default(argument: Any, parameter: inspect.Parameter) -> list[str]:
     # torch leaves an argument out of the call where it equals the schema's default.
     if not argument.has_default_value():
         return []
-    default = argument.default_value
-    if parameter.default is parameter.empty:
-        has = f"{argument.name} is {default!r} by default in the schema"
+    default, given = argument.default_value, parameter.default
+    has = f"{argument.name} is {default!r} by default in the schema"
+    if given is parameter.empty:
         return [f"{has}, and has no default in the reference"]
-    given = parameter.default
     same = list(given) == default if isinstance(given, tuple) else given == default
     if same or not isinstance(given, bool | int | float | str | tuple | list | None):
         return []
-    return [f"{argument.name} is {default!r} by default in the schema, {given!r} in the reference"]
-
-
-def _returns(returns: list[Any], hint: Any) -> list[str]:
-    if hint in (Any, typing.NoReturn, typing.Never) or isinstance(hint, str):
-        return []
-    if len(returns) < 2:
-        if not returns:
-            fits = hint in (None, type(None))
-            return [] if fits else [f"the schema returns nothing, the reference {_shown(hint)}"]
-        if hint is type(None) or not _goes_with(returns[0].real_type, hint):
-            return [f"the schema returns {returns[0].real_type}, the reference {_shown(hint)}"]
-        return []
-    origin, parts = typing.get_origin(hint) or hint, typing.get_args(hint)
-    if not isinstance(origin, type) or not issubclass(origin, tuple):
-        named = isinstance(origin, type) and _kinds(hint)[1]
-        several = f"the schema returns {len(returns)} values, the reference {_shown(hint)}"
-        return [several] if named or hint is type(None) else []
-    count = len(parts) if parts else len(getattr(origin, "_fields", returns))
-    if Ellipsis in parts or count == len(returns):
-        return []
-    return [f"the schema returns {len(returns)} values, the reference {count}"]
-
-
-def _goes_with(declared: Any, hint: Any) -> bool:
-    """Whether an annotation may stand for a schema's type; one that says nothing may."""
-    text = str(declared).replace("Optional[", "").replace("?", "").rstrip("]")
-    is_list = text.startswith("List[")
-    wanted = _ANNOTATIONS.get(text.removeprefix("List["))
-    hint_is_list, names = _kinds(hint)
-    if wanted is None or names is None:
-        return True
-    return hint_is_list == is_list and bool(names & set(wanted))
-
-
-def _kinds(hint: Any) -> tuple[bool, set[str] | None]:
-    """Whether an annotation is of a list, and the known names in it; None: it says nothing."""
-    origin, parts = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (typing.Union, types.UnionType):
-        rest = [_kinds(part) for part in parts if part is not type(None)]
-        if not rest or any(names is None for _, names in rest):
-            return False, None
-        return rest[0][0], {name for _, names in rest for name in names or ()}
-    if isinstance(origin, type) and issubclass(origin, Iterable):
-        inner = _kinds(parts[0])[1] if parts else None
-        return True, inner
-    if not isinstance(hint, type):
-        return False, None
-    names = {each.__name__ for each in hint.__mro__ if each.__name__ in _KNOWN}
-    if issubclass(hint, bool):
-        names = {"bool"}
-    return False, names or None
+    return [f"{has}, {given!r} in the reference"]
 
 
 def _hints(function: Callable[..., Any]) -> dict[str, Any]:
@@ -365,9 +267,3 @@ def _hints(function: Callable[..., Any]) -> dict[str, Any]:
         except (NameError, AttributeError, TypeError, SyntaxError):
             continue  # another name that exists for type checkers alone, or no type at all
     return found
-
-
-def _shown(hint: Any) -> str:
-    if hint is type(None):
-        return "None"
-    return hint.__name__ if isinstance(hint, type) and not typing.get_args(hint) else str(hint)

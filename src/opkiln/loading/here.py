@@ -12,11 +12,9 @@ from opkiln.record import Record
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    import torch
-
     from opkiln.decision.terms import Trace
     from opkiln.errors import OpkilnError
-    from opkiln.model import Artifact, Op, Registration
+    from opkiln.model import Artifact, Op
 
     Name = tuple[str, str, str]  # distribution, op, backend
 
@@ -66,9 +64,9 @@ class Here:
     def __init__(self) -> None:
         self._make_locks()
         # What torch was told of functions, and by which libraries.
-        self.namespaces: dict[str, torch.library.Library] = {}
-        self.declared: dict[str, Registration] = {}  # the latest declaration of each op
+        self.namespaces: dict[str, Any] = {}
         self.functions: dict[str, Any] = {}  # register's, by qualified name
+        self.kept: dict[str, Any] = {}  # of operators that are declared anew
         self.listed: dict[Name, list[Any]] = {}  # light's, the functions of a library
         self.chains: dict[tuple[str, str], list[Any]] = {}  # by place; torch knows the first
         self.module_names: dict[str, object] = {}  # of the extension modules that are open here
@@ -81,8 +79,8 @@ class Here:
         self._eras = itertools.count(1)
 
     def _make_locks(self) -> None:
-        self.lock = threading.RLock()  # of telling torch, which may import an author's modules
-        self.listing = threading.Lock()  # of ``listed`` and ``chains``
+        self.lock = threading.RLock()  # of telling torch
+        self.listing = threading.RLock()  # of ``listed`` and ``chains``
 
     def op(self, name: Name) -> OpHere:
         """What there is of an op, which may be nothing yet."""

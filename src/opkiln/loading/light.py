@@ -27,6 +27,8 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
+    from opkiln.model import Registration
+
 ABI = 2  # of the record, and of the functions that a library exports for it
 
 _Name = tuple[str, str, str]
@@ -86,13 +88,11 @@ def is_light(path: str) -> bool:
     return "opkiln_ops" in elf.defined(path)
 
 
-def adopt(
-    spec: OpSpec, library: Any, overloads: tuple[str, ...], *, unserved: bool = False
-) -> None:
+def adopt(spec: OpSpec, library: Any, registration: Registration | None) -> None:
     """Register the functions of a library that was just opened, in place of an older version's.
 
-    Each is registered as all of ``overloads``; "" is the default one. ``unserved`` says that they
-    have an overload of this name, which takes the calls that a kernel does not serve.
+    Each is registered as all overloads that the registration names. One that torch was told of by
+    a decorator also has the overload ``unserved``, for the calls that a kernel does not serve.
 
     A library that registers itself when it is opened is left alone. Raises LoadError if a function
     is missing or does not fit its schema; the older version then stays.
@@ -100,27 +100,27 @@ def adopt(
     listed = getattr(library, "opkiln_ops", None)
     if listed is None:
         if here.listed:
-            with here.listing:
-                _retire(spec)
+            unregister(spec)
         return
     pointers = tuple(_walk(spec, listed))
     functions = [_described(each) for each in pointers]
     _require_fit(spec, functions)
     schemas = {function_name(each): each for each in spec.schemas}
     namespace = spec.kernels[0].partition("::")[0]
+    overloads = ("",) if registration is None else registration.overloads
     with here.listing:
-        _retire(spec)
+        unregister(spec)
         mine = here.listed[_name(spec)] = []
         for pointer, function in zip(pointers, functions, strict=True):
             names = ",".join(signature.argument_names(schemas[function.name]))
             each = Listed(library, pointer, function, namespace, overloads, names)
-            if unserved:
+            if registration is not None and registration.defined:
                 library.opkiln_refer(pointer, each.place[1].encode())
             mine.append(each)
             try:
                 _enter(each)
             except LoadError as error:
-                _retire(spec)
+                unregister(spec)
                 raise LoadError(f"op {spec.name}: {error.what}", why=error.why) from error
 
 
@@ -216,18 +216,13 @@ def retire(distribution: str, op: str) -> None:
 
 def unregister(spec: OpSpec) -> None:
     """Unregister the library of an op for one backend, if there is one: its reference serves."""
-    with here.listing:
-        _retire(spec)
-
-
-def _retire(spec: OpSpec) -> None:
-    """Unregister what an older version of the op has registered."""
     _unregister(_name(spec))
 
 
 def _unregister(name: _Name) -> None:
-    for each in here.listed.pop(name, ()):
-        _leave(each)
+    with here.listing:
+        for each in here.listed.pop(name, ()):
+            _leave(each)
 
 
 def _name(spec: OpSpec) -> _Name:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from opkiln.decision import pins, policy, receipt
@@ -32,7 +32,7 @@ from opkiln.loading import light, register
 from opkiln.loading.here import Loaded, here
 from opkiln.loading.native import beside, of_its_own, open_artifact
 from opkiln.model import EXECUTABLE, LIBRARY, Artifact, Op, in_words
-from opkiln.settings import settings, unknown
+from opkiln.settings import origin_of, override, settings, unknown
 from opkiln.trust import usable_by_owner
 
 TYPE_CHECKING = False
@@ -50,11 +50,14 @@ if TYPE_CHECKING:
 before_load: Callable[[Op], None] | None = None
 
 
-def load(op: Op, *, again: bool = False, must_be_native: bool = False) -> Loaded:
+def load(
+    op: Op, *, again: bool = False, must_be_native: bool = False, verbose: bool = True
+) -> Loaded:
     """Serve an op by the first resort that can.
 
     ``again`` looks at the sources anew, although the op is loaded. ``must_be_native`` makes an
-    error of what would fall back. Raises OpkilnError where nothing can serve.
+    error of what would fall back. If not ``verbose``, no progress is shown, unless the user set
+    otherwise. Raises OpkilnError where nothing can serve.
     """
     known = None if again else _known(op, must_be_native)
     if known is not None:
@@ -72,10 +75,12 @@ def load(op: Op, *, again: bool = False, must_be_native: bool = False) -> Loaded
                 from opkiln.loading import recording
 
                 recording.note(settings.record, op)
+            silent = not verbose and origin_of("progress")[1] == "default"
             try:
-                if before_load is not None:
-                    before_load(op)
-                known = mine.loaded = _serve(op, must_be_native, again)
+                with override(progress="quiet") if silent else nullcontext():
+                    if before_load is not None:
+                        before_load(op)
+                    known = mine.loaded = _serve(op, must_be_native, again)
             except OpkilnError as error:
                 if error.concerns_all:
                     turn.failures, turn.failed = turn.failures + 1, (op, error)
@@ -317,12 +322,9 @@ def _open(op: Op, artifact: Artifact) -> Any:
     if earlier:
         artifact = beside(spec, artifact, earlier)
     artifact = of_its_own(op.name, artifact)
-    told = op.registration
-    overloads = ("",) if told is None else told.overloads
-    unserved = told is not None and told.defined
-    value = open_artifact(spec, artifact.path, overloads, unserved=unserved)
+    value = open_artifact(spec, artifact.path, op.registration)
     if spec.kernels and spec.kind == LIBRARY:
-        register.require_kernels(spec, overloads)
+        register.require_kernels(op)
     if not light.has_registered(spec):
         mine.lasts = True
     opened[artifact.sha256] = value

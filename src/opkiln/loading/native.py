@@ -10,16 +10,16 @@ from opkiln.loading import light
 from opkiln.loading.here import here
 from opkiln.model import ABI_NONE, EXECUTABLE, LIBRARY, PLAIN, PYTHON, XPU, Artifact, OpSpec
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from opkiln.model import Registration
 
-def open_artifact(
-    spec: OpSpec, path: str, overloads: tuple[str, ...] = ("",), *, unserved: bool = False
-) -> Any:
+
+def open_artifact(spec: OpSpec, path: str, registration: Registration | None = None) -> Any:
     """The loaded thing: an extension module, a CDLL, a path; None for a torch library.
 
-    ``overloads`` are what the functions of a torch library are registered as. ``unserved`` says
-    that they also have an overload for the calls that their kernels do not serve.
-
-    Raises LoadError with what the dynamic linker said.
+    ``registration`` says what the functions of a torch library are registered as. Raises LoadError
+    with what the dynamic linker said.
     """
     try:
         if spec.kind == EXECUTABLE:
@@ -33,7 +33,7 @@ def open_artifact(
             # the link to one in memory leads to (store.archive), which is not a file.
             library = _open_library(path)
             torch.ops.loaded_libraries.add(path)
-            light.adopt(spec, library, overloads, unserved=unserved)
+            light.adopt(spec, library, registration)
             return None
         if spec.kind == PLAIN:
             return _open_library(path)

@@ -22,7 +22,7 @@ from typing import Any
 
 from opkiln.errors import LoadError, SpecError
 from opkiln.loading.here import here
-from opkiln.model import DISPATCH_KEYS, Op, OpSpec, Registration, function_name
+from opkiln.model import DISPATCH_KEYS, Op, Registration, function_name
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -92,19 +92,18 @@ def _is_same_function(one: object, other: object) -> bool:
     return getattr(one, "__func__", one) is getattr(other, "__func__", other)
 
 
-# What is loaded at trace time: (what makes the Functions, None), or (None, anything else). A trace
-# makes the Functions itself: it refuses the torch ops that an object from elsewhere holds.
-LoadedInTrace = tuple[tuple[Any, ...] | None, Any]
-
-
-def for_trace(value: Any) -> LoadedInTrace:
-    """What a function that is called at trace time returns for what it has loaded."""
-    return (value.made_of, None) if isinstance(value, Functions) else (None, value)
-
-
-def in_trace(made_of: tuple[Any, ...] | None, value: Any) -> Any:
-    """What the traced caller makes of it."""
+def load_in_trace(load: Callable[..., Any], *args: Any) -> Any:
+    """What ``load(*args)`` returns, in a function that is traced: it is called at trace time."""
+    # The trace makes the Functions itself: it refuses torch's ops that another object holds.
+    made_of, value = _load_at_trace_time(load, *args)
     return value if made_of is None else Functions(*made_of)
+
+
+@at_trace_time
+def _load_at_trace_time(load: Callable[..., Any], *args: Any) -> tuple[tuple[Any, ...] | None, Any]:
+    """(the arguments that make the Functions, None), or (None, anything else that is loaded)."""
+    value = load(*args)
+    return (value.made_of, None) if isinstance(value, Functions) else (None, value)
 
 
 def register(op: str, registration: Registration, *, anew: bool = False) -> Functions:
@@ -114,56 +113,34 @@ def register(op: str, registration: Registration, *, anew: bool = False) -> Func
     ``anew`` asks for them again, although the declaration is the same. Raises SpecError, also for
     a function whose schema is another one than before.
     """
-    namespace = registration.namespace
-    name = f"{namespace}.{op}"
-    if registration.defined:
-        return Functions(op, namespace, registration.names)
+    if not registration.defined:
+        functions = [Function(op, registration, schema) for schema in registration.schemas]
+        if anew or not _are_told(functions, registration):
+            _tell(functions, registration, anew)
+    return Functions(op, registration.namespace, registration.names)
+
+
+def _are_told(functions: list[Function], registration: Registration) -> bool:
     with here.lock:
-        before = here.declared.get(name)
-        if anew or before is None or not same(before, registration):
-            _refuse_changed_schemas(op, registration)
-            for schema in registration.schemas:
-                _define(op, schema, registration)
-            formulas = None if registration.autograd is None else registration.autograd()
-            here.declared[name] = registration
-            changed = [here.functions[f"{namespace}.{function_name(each)}"].forget() for each in
-                       registration.schemas]  # fmt: skip
-            if _differentiate(registration, formulas) or any(changed):
-                drop_compiled_graphs()
-    return Functions(op, namespace, tuple(function_name(each) for each in registration.schemas))
+        known = [here.functions.get(each.qualified) for each in functions]
+    return all(each and each.is_told_of(registration) for each in known)
 
 
-def _refuse_changed_schemas(op: str, registration: Registration) -> None:
-    for schema in registration.schemas:
-        name = function_name(schema)
-        known = here.functions.get(f"{registration.namespace}.{name}")
-        if known is None:
-            continue
-        if known.op != op:
-            raise SpecError(
-                f"op {op}: {registration.namespace}::{name} is a function of op {known.op}",
-                why="a function belongs to one op",
-                hint="give it another name, or another NAMESPACE; after renaming an op, restart "
-                "the process",
-            )
-        if known.schema != schema:
-            raise SpecError(
-                f"op {op}: the schema of {name} has changed",
-                why=f"in this process it is {known.schema!r}\n"
-                "kernels and compiled graphs rely on it, so it stays as long as the process",
-                hint="restart the process",
-            )
-
-
-def refuse_defined(namespace: str, name: str) -> None:
-    """Raise SpecError if a builder has declared this function."""
-    known = here.functions.get(f"{namespace}.{name}")
-    if known is not None:
-        raise SpecError(
-            f"op {name}: {namespace}::{name} is a function of op {known.op}",
-            why="a function belongs to one op",
-            hint='@opkiln.op(..., namespace="another")',
-        )
+def _tell(functions: list[Function], registration: Registration, anew: bool) -> None:
+    # Without the lock: an author's module may declare ops when it is imported.
+    formulas = None if registration.autograd is None else registration.autograd()
+    with here.lock:
+        if not anew and _are_told(functions, registration):
+            return  # by another thread, for another backend
+        known = [each.claim() or each for each in functions]
+        for each, new in zip(known, functions, strict=True):
+            each.require_same_schema(new)
+        for each in known:
+            each.tell(registration)
+        replaced = [each.differentiate(formulas) for each in known]
+    replaced += [each.forget() for each in known]
+    if any(replaced):
+        drop_compiled_graphs()
 
 
 def drop_compiled_graphs() -> None:
@@ -178,13 +155,15 @@ def drop_compiled_graphs() -> None:
         config.enable_autograd_cache = False
 
 
-def require_kernels(spec: OpSpec, overloads: tuple[str, ...] = ("",)) -> None:
+def require_kernels(op: Op) -> None:
     """Raise LoadError where torch has no kernel for a function that the library must implement, as
-    the first of ``overloads``."""
+    the first overload that it is registered as."""
     import torch
 
+    spec, told = op.spec, op.registration
+    first = told.overloads[0] if told is not None else ""
     has, keys = torch._C._dispatch_has_kernel_for_dispatch_key, DISPATCH_KEYS[spec.backend]
-    ending = f".{overloads[0]}" if overloads[0] else ""
+    ending = f".{first}" if first else ""
     missing = [name for name in spec.kernels if not any(has(name + ending, key) for key in keys)]
     if missing:
         from opkiln.building.wording import missing_kernels
@@ -213,7 +192,7 @@ def covered(ops: Sequence[Op]) -> Iterator[None]:
                 made.append(library)
                 for each in DISPATCH_KEYS[op.spec.backend]:
                     if has(kernel, each):
-                        reference = here.functions[f"{namespace}.{name}"].reference
+                        reference = here.functions[kernel].reference
                         with warnings.catch_warnings():
                             warnings.simplefilter("ignore")  # torch tells of the replaced kernel
                             library.impl(name, reference, each)  # type: ignore[no-untyped-call]
@@ -223,63 +202,178 @@ def covered(ops: Sequence[Op]) -> Iterator[None]:
             library._destroy()
 
 
+_OTHER_NAME = (
+    "give it another name, or another NAMESPACE; after renaming an op, restart the process"
+)
+
+
 class Function:
-    """What torch was told of a function. What is declared later is told then."""
+    """What torch was told of one function of an op. What is declared later is told then.
 
-    def __init__(self, op: str, schema: str) -> None:
-        self.op, self.schema = op, schema
-        self.reference: _Declared | None = None
-        self.fake: _Declared | None = None
-        self.gradient: _Gradient | None = None
+    The reference and the fake are found when they are first called: a hit never needs them.
+    """
 
-    @property
-    def mutates(self) -> bool:
-        return "!" in self.schema.rpartition("->")[0]  # `Tensor(a!)`: it writes to what it is given
+    def __init__(
+        self,
+        op: str,
+        registration: Registration,
+        schema: str,
+        owner: tuple[str, str] | None = None,
+        hint: str = _OTHER_NAME,
+    ) -> None:
+        """``owner`` is who declares it: in words, and what tells two with the same words apart.
+        ``hint`` is for one whose name another owner has."""
+        self.op, self.registration, self.schema = op, registration, schema
+        self.owner, self._hint = owner or (f"a function of op {op}", ""), hint
+        self.namespace, self.name = registration.namespace, function_name(schema)
+        self.qualified = f"{self.namespace}::{self.name}"
+        self.mutates = "!" in schema.rpartition("->")[0]  # `Tensor(a!)`: it writes to its argument
+        self._told: set[str] = set()  # the parts of a registration that torch has a kernel for
+        self._used: dict[str, Callable[..., Any]] = {}  # the functions that were called, by part
+        self._gradient: _Gradient | None = None
+
+    def overload(self, name: str = "default") -> Any:
+        """torch's object for an overload."""
+        import torch
+
+        return getattr(getattr(getattr(torch.ops, self.namespace), self.name), name)
+
+    def named(self, overload: str) -> str:
+        """The name of an overload; "" is the default one."""
+        return f"{self.name}.{overload}" if overload else self.name
+
+    def claim(self) -> Function | None:
+        """Take the name. Returns what torch was told of the function before, and raises SpecError
+        if another op has it."""
+        before: Function | None = here.functions.get(self.qualified)
+        if before is not None and before.owner != self.owner:
+            raise SpecError(
+                f"op {self.op}: {self.qualified} is {before.owner[0]}",
+                why="a function belongs to one op",
+                hint=self._hint,
+            )
+        return before
+
+    def require_same_schema(self, new: Function) -> None:
+        """Raise SpecError if a later declaration has another schema."""
+        if self.schema != new.schema:
+            raise SpecError(
+                f"op {self.op}: the schema of {self.name} has changed",
+                why=f"in this process it is {self.schema!r}\n"
+                "kernels and compiled graphs rely on it, so it stays as long as the process",
+                hint="restart the process",
+            )
+
+    def is_told_of(self, registration: Registration) -> bool:
+        """Whether torch was told of the function as it is declared here."""
+        return bool(self._told) and same(self.registration, registration)
+
+    def define(self, library: Any, overload: str = "") -> None:
+        """Tell torch of the schema of an overload. Raises SpecError."""
+        import torch
+
+        name = self.named(overload)
+        try:
+            library.define(
+                name + self.schema[len(self.name) :], tags=(torch.Tag.pt2_compliant_tag,)
+            )
+        except (RuntimeError, IndexError) as error:  # IndexError: a number that is too large
+            raise SpecError(
+                f"op {self.op}: the schema {self.schema!r} is malformed", why=str(error)
+            ) from error
+        if self.mutates:
+            bump = WithBump(self, overload or "default")
+            library.impl(name, bump, "ADInplaceOrView", with_keyset=True)
+
+    def tell(self, registration: Registration) -> None:
+        """Tell torch of the default overload, and of what serves where there is no kernel. Raises
+        SpecError."""
+
+        library = here.namespaces.get(self.namespace)
+        if library is None:
+            library = here.namespaces[self.namespace] = library_of(self.namespace)
+        returns_nothing = self.schema.rpartition("->")[2].strip() == "()"
+        if not self._told:
+            self.define(library)
+            here.functions[self.qualified] = self
+            if returns_nothing:
+                # The same as a fake kernel here, and registered in less time.
+                library.impl(self.name, _nothing, "Meta")
+        if registration.reference is not None and "reference" not in self._told:
+            library.impl(self.name, self.reference, "CompositeExplicitAutograd")
+            self._told.add("reference")
+        if registration.fake is not None and not returns_nothing and "fake" not in self._told:
+            register_fake(library, self.qualified, self.fake)
+            self._told.add("fake")
+        self._told.add("schema")
+        self.registration = registration
+
+    def differentiate(self, formulas: Any) -> bool:
+        """Give it the gradient that is declared now; whether one replaced another. Raises
+        SpecError."""
+        backward = getattr(formulas, f"{self.name}_backward", None)
+        saving = getattr(formulas, f"{self.name}_setup_context", None)
+        if self._gradient is not None:
+            return self._gradient.replace(backward, saving)
+        if backward is not None and not self.mutates:
+            self._require_tensors_by_position()
+            self._gradient = _Gradient(self, backward, saving)
+            library = here.namespaces[self.namespace]
+            library.impl(self.name, self._gradient, "Autograd", with_keyset=True)
+        return False
+
+    def _require_tensors_by_position(self) -> None:
+        import torch
+
+        if "*" not in self.schema:
+            return
+        if torch._library.utils.has_kwarg_only_tensors(self.overload()._schema):
+            raise SpecError(
+                f"op {self.op}: {self.name} has a gradient and takes a tensor by keyword only",
+                why="torch's autograd follows the tensors that are given by position",
+                hint="SCHEMAS: the tensor before `*`",
+            )
+
+    def reference(self, *args: Any, **kwargs: Any) -> Any:
+        """The reference."""
+        function = self._used.get("reference") or self._found("reference")
+        return function(*args, **kwargs)
+
+    def fake(self, *args: Any, **kwargs: Any) -> Any:
+        """What gives the shapes: the author's fake, or else the reference."""
+        function = self._used.get("fake") or self._found("fake", "reference")
+        return function(*args, **kwargs)
 
     def forget(self) -> bool:
         """Have the reference and the fake looked up anew; whether the fake is another one."""
-        if self.reference is not None:
-            self.reference.forget()
-        return self.fake is not None and self.fake.forget()
+        used, self._used = self._used.get("fake"), {}
+        return used is not None and self._find("fake", "reference") is not used
+
+    def _found(self, *parts: str) -> Callable[..., Any]:
+        function = self._find(*parts)
+        if function is None:
+            from opkiln.loading import declaration
+
+            provide = getattr(self.registration, parts[-1])
+            raise declaration.missing(self.op, parts[-1], self.name, provide and provide())
+        self._used[parts[0]] = function
+        return function
+
+    def _find(self, *parts: str) -> Callable[..., Any] | None:
+        """The function of the first of these parts that has it."""
+        for part in parts:
+            provide = getattr(self.registration, part)
+            found: Callable[..., Any] | None = getattr(provide and provide(), self.name, None)
+            if found is not None:
+                return found
+        return None
 
 
-def _define(op: str, schema: str, registration: Registration) -> None:
+def library_of(namespace: str) -> Any:
+    """A torch.library.Library that adds to a namespace."""
     import torch
 
-    namespace, name = registration.namespace, function_name(schema)
-    library = here.namespaces.get(namespace)
-    if library is None:
-        library = here.namespaces[namespace] = torch.library.Library(  # type: ignore[no-untyped-call]
-            namespace, "FRAGMENT"
-        )
-    returns_nothing = schema.rpartition("->")[2].strip() == "()"
-    known = here.functions.get(f"{namespace}.{name}")
-    if known is None:
-        try:
-            library.define(  # type: ignore[no-untyped-call]
-                schema, tags=(torch.Tag.pt2_compliant_tag,)
-            )
-        except RuntimeError as error:
-            raise SpecError(
-                f"op {op}: the schema {schema!r} is malformed", why=str(error)
-            ) from error
-        known = here.functions[f"{namespace}.{name}"] = Function(op, schema)
-        if known.mutates:
-            library.impl(  # type: ignore[no-untyped-call]
-                name, WithBump(namespace, name), "ADInplaceOrView", with_keyset=True
-            )
-        if returns_nothing:
-            # The same as a fake kernel here, and registered in less time.
-            library.impl(name, _nothing, "Meta")  # type: ignore[no-untyped-call]
-    if registration.reference is not None and known.reference is None:
-        known.reference = _Declared(f"{namespace}.{op}", name, "reference")
-        library.impl(  # type: ignore[no-untyped-call]
-            name, known.reference, "CompositeExplicitAutograd"
-        )
-    if registration.fake is not None and known.fake is None and not returns_nothing:
-        # One that the author's fakes lack has its shapes from the reference.
-        known.fake = _Declared(f"{namespace}.{op}", name, "fake", "reference")
-        register_fake(library, f"{namespace}::{name}", known.fake)
+    return torch.library.Library(namespace, "FRAGMENT")  # type: ignore[no-untyped-call]
 
 
 def register_fake(library: Any, qualified: str, fake: Callable[..., Any]) -> None:
@@ -295,58 +389,6 @@ def register_fake(library: Any, qualified: str, fake: Callable[..., Any]) -> Non
     library._registration_handles.append(holder.register(fake, f"the fake of {qualified}", library))
 
 
-def _differentiate(registration: Registration, formulas: Any) -> bool:
-    """Give each function the gradient that is declared now; whether one replaced another."""
-    namespace = registration.namespace
-    replaced = False
-    for schema in registration.schemas:
-        name = function_name(schema)
-        known = here.functions[f"{namespace}.{name}"]
-        backward = getattr(formulas, f"{name}_backward", None)
-        saving = getattr(formulas, f"{name}_setup_context", None)
-        if known.gradient is not None:
-            replaced |= known.gradient.replace(backward, saving)
-        elif backward is not None and not known.mutates:
-            known.gradient = _Gradient(namespace, name, backward, saving)
-            known.gradient.register(here.namespaces[namespace], schema)
-    return replaced
-
-
-class _Declared:
-    """One function of an op's reference, or of its fakes, imported when it is first called: a hit
-    never needs it. Of several kinds, the first that has the function."""
-
-    def __init__(self, op: str, name: str, *kinds: str) -> None:
-        self._op, self._name, self._kinds = op, name, kinds
-        self._function: Callable[..., Any] | None = None
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        function = self._function
-        if function is None:
-            function = self._function = self._find()
-            if function is None:
-                from opkiln.loading import declaration
-
-                provide = getattr(here.declared[self._op], self._kinds[-1])
-                raise declaration.missing(
-                    self._op, self._kinds[-1], self._name, provide and provide()
-                )
-        return function(*args, **kwargs)
-
-    def forget(self) -> bool:
-        """Look the function up anew at the next call; whether it is another than was called."""
-        used, self._function = self._function, None
-        return used is not None and self._find() is not used
-
-    def _find(self) -> Callable[..., Any] | None:
-        for kind in self._kinds:
-            provide = getattr(here.declared[self._op], kind)
-            found: Callable[..., Any] | None = getattr(provide and provide(), self._name, None)
-            if found is not None:
-                return found
-        return None
-
-
 def _nothing(*args: Any, **kwargs: Any) -> None:
     """The fake kernel of an op that only writes in place: shapes do not change."""
 
@@ -358,8 +400,8 @@ class WithBump:
     one whose elements share memory.
     """
 
-    def __init__(self, namespace: str, name: str, overload: str = "default") -> None:
-        self._names = namespace, name, overload
+    def __init__(self, function: Function, overload: str) -> None:
+        self._function, self._name = function, overload
         self._overload: Any = None
         self._mutated: list[tuple[int, str]] = []
 
@@ -368,9 +410,7 @@ class WithBump:
         from torch.autograd.graph import increment_version
 
         if self._overload is None:
-            overload: Any = torch.ops
-            for part in self._names:
-                overload = getattr(overload, part)
+            overload = self._function.overload(self._name)
             self._mutated = [
                 (index, argument.name)
                 for index, argument in enumerate(overload._schema.arguments)
@@ -390,18 +430,18 @@ class WithBump:
     def _require_writable(self, name: str, value: torch.Tensor | list[torch.Tensor]) -> None:
         import torch
 
-        differentiates = torch.is_grad_enabled()
+        op, differentiates = self._function.name, torch.is_grad_enabled()
         for tensor in (value,) if isinstance(value, torch.Tensor) else value:
             if differentiates and tensor.requires_grad:
                 raise RuntimeError(
-                    f"{self._names[1]} writes to {name}, which requires a gradient: the op has none"
+                    f"{op} writes to {name}, which requires a gradient: the op has none"
                     "\nhint: with torch.no_grad():"
                 )
             if tensor.is_contiguous():
                 continue  # nearly all: this takes a tenth of the time
             if type(tensor) in (torch.Tensor, torch.nn.Parameter) and _overlaps(tensor):
                 raise RuntimeError(
-                    f"{self._names[1]} writes to {name}, and elements of it share memory: shape "
+                    f"{op} writes to {name}, and elements of it share memory: shape "
                     f"{[*tensor.shape]}, strides {[*tensor.stride()]}\nhint: {name}.clone()"
                 )
 
@@ -430,22 +470,9 @@ class _Gradient:
     a class or two made for each function, which a load need not wait for. And replaceable: torch's
     own keeps the first formula."""
 
-    def __init__(self, namespace: str, name: str, backward: Any, saving: Any) -> None:
-        self._namespace, self._name = namespace, name
-        self._backward, self._saving = backward, saving
+    def __init__(self, function: Function, backward: Any, saving: Any) -> None:
+        self._function, self._backward, self._saving = function, backward, saving
         self._kernel: Callable[..., Any] | None = None
-
-    def register(self, library: Any, schema: str) -> None:
-        import torch
-
-        make = getattr(getattr(torch._library, "autograd", None), "make_autograd_impl", None)
-        if make is None or "*" in schema:  # another torch; arguments that it may have to refuse
-            torch.library.register_autograd(
-                f"{self._namespace}::{self._name}", self._call_backward,
-                setup_context=self._call_saving, lib=library,
-            )  # fmt: skip
-        else:
-            library.impl(self._name, self, "Autograd", with_keyset=True)
 
     def replace(self, backward: Any, saving: Any) -> bool:
         """Take another formula; False if it is this one. A backward pass that has begun ends with
@@ -458,19 +485,9 @@ class _Gradient:
     def __call__(self, keyset: Any, *args: Any, **kwargs: Any) -> Any:
         kernel = self._kernel
         if kernel is None:
-            import torch
             from torch._library import autograd
 
-            overload = getattr(getattr(torch.ops, self._namespace), self._name).default
             info = autograd.Info(self._backward, self._saving)
-            kernel = self._kernel = autograd.make_autograd_impl(overload, info)
+            kernel = autograd.make_autograd_impl(self._function.overload(), info)
+            self._kernel = kernel
         return kernel(keyset, *args, **kwargs)
-
-    def _call_saving(self, ctx: Any, **given: Any) -> None:
-        if self._saving is not None:
-            self._saving(ctx, **given)
-
-    def _call_backward(self, ctx: Any, *grads: Any) -> Any:
-        if self._backward is None:
-            raise RuntimeError(f"{self._namespace}::{self._name} has no gradient any more")
-        return self._backward(ctx, *grads)

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import opkiln
-from opkiln.authoring import schema
 from opkiln.errors import SpecError
+from opkiln.loading import schema
 
 
 def plain(x: Tensor, n: int, scale: float, flag: bool, name: str) -> Tensor:

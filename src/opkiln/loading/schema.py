@@ -16,7 +16,6 @@ import typing
 from typing import Any
 
 from opkiln.errors import SpecError
-from opkiln.loading.declaration import require_returns_at_once
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -80,7 +79,22 @@ def of_function(name: str, function: Callable[..., Any], mutates: Iterable[str] 
             f"op {name}: it says nothing of its result",
             hint=f"def {name}(...) -> torch.Tensor    # -> None for one that only writes in place",
         )
-    return f"{name}({', '.join(words)}) -> {_results(name, hints['return'])}"
+    results = results_of(hints["return"])
+    if results is None:
+        raise _refused(name, "the result", hints["return"])
+    return f"{name}({', '.join(words)}) -> {results}"
+
+
+def require_returns_at_once(op: str, function: Callable[..., Any]) -> None:
+    """Raise SpecError for an ``async def`` and a generator: they return before they compute."""
+    is_async = inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function)
+    if is_async or inspect.isgeneratorfunction(function):
+        name = getattr(function, "__name__", "")
+        raise SpecError(
+            f"op {op}: {name} is {'an async function' if is_async else 'a generator'}",
+            why="torch calls it and takes what it returns; it neither awaits nor iterates",
+            hint=f"def {name}(...): return ...    # without async and yield",
+        )
 
 
 def _hints(name: str, function: Callable[..., Any]) -> dict[str, Any]:
@@ -96,34 +110,33 @@ def _hints(name: str, function: Callable[..., Any]) -> dict[str, Any]:
 
 def _argument(op: str, argument: str, hint: Any, marks: dict[str, str]) -> str:
     """An argument of the schema. Takes the mark of one that is written to out of ``marks``."""
+    kind = type_of(hint)
+    if kind is None:
+        raise _refused(op, f"argument {argument}", hint)
+    if kind.startswith("Tensor") and not kind.startswith("Tensor?["):
+        kind = f"Tensor{marks.pop(argument, '')}{kind.removeprefix('Tensor')}"
+    return f"{kind} {argument}"
+
+
+def type_of(hint: Any) -> str | None:
+    """What a schema calls an annotation of an argument; None if it has no word for it."""
     base, optional = _optional(hint)
     element = _element(base)
     word = _word(base if element is None else element)
     if word is None:
-        raise _refused(op, f"argument {argument}", hint)
-    if word == "Tensor":
-        word += marks.pop(argument, "")
-    if element is not None:
-        word += "[]"
-    return f"{word}{'?' if optional else ''} {argument}"
+        return None
+    return f"{word}{'' if element is None else '[]'}{'?' if optional else ''}"
 
 
-def _results(op: str, hint: Any) -> str:
+def results_of(hint: Any) -> str | None:
+    """What a schema calls the annotation of a result; None if it has no word for it."""
     if hint is type(None):
         return "()"
-    if typing.get_origin(hint) is tuple:
-        parts = typing.get_args(hint)
-        if Ellipsis not in parts:
-            return f"({', '.join(_result(op, part) for part in parts)})"
-    return _result(op, hint)
-
-
-def _result(op: str, hint: Any) -> str:
-    element = _element(hint)
-    word = _word(hint if element is None else element)
-    if word is None or _optional(hint)[1]:
-        raise _refused(op, "the result", hint)
-    return word + ("" if element is None else "[]")
+    parts = typing.get_args(hint)
+    if typing.get_origin(hint) is not tuple or Ellipsis in parts:
+        return None if _optional(hint)[1] else type_of(hint)
+    kinds = [None if _optional(part)[1] else type_of(part) for part in parts]
+    return None if None in kinds else f"({', '.join(map(str, kinds))})"
 
 
 def _refused(op: str, what: str, hint: Any) -> SpecError:
