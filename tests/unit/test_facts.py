@@ -380,12 +380,13 @@ def test_without_facts_the_authors_files_count_alone(at: Place) -> None:
 
 @pytest.mark.parametrize("name", ["gone.h", "real.h/gone.h"])
 def test_header_outside_of_a_package_counts_only_where_it_is_there(at: Place, name: str) -> None:
-    def changes(anchor: str, name: str) -> list[str]:
-        own = [[anchor, str(at.base / name), "0" * 64]]
+    def changes(anchor: str, *names: str) -> list[str]:
+        own = [[anchor, str(at.base / name), "0" * 64] for name in names]
         return deps.changes({"own": own}, None, {"src": "", OUTSIDE: ""}, Hasher())
 
     assert changes(OUTSIDE, "real.h") == [f"{at.real} changed"]
     assert changes(OUTSIDE, name) == []
+    assert changes(OUTSIDE, name, "real.h") == [f"{at.real} changed"]
     if name == "gone.h":
         assert changes("src", name) == [f"{at.base}/gone.h is gone"]
     else:
