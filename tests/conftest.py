@@ -68,19 +68,19 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 @pytest.fixture(scope="session")
-def places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def private_directories(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Names of directories, one for each test: pytest's own take a millisecond each."""
     base = tmp_path_factory.mktemp("private")
     return (base / str(number) for number in itertools.count())
 
 
 @pytest.fixture(autouse=True)
-def cache(places: Iterator[Path], monkeypatch: pytest.MonkeyPatch) -> Path:
+def cache(private_directories: Iterator[Path], monkeypatch: pytest.MonkeyPatch) -> Path:
     """The root of the private store; nothing that the user has set reaches a test."""
     for name in (child.VARIABLES - {"XDG_CACHE_HOME"}).intersection(os.environ):
         monkeypatch.delenv(name)
     monkeypatch.delenv("MAKEFLAGS", raising=False)  # `make test` sets it, if it is given options
-    private = next(places)
+    private = next(private_directories)
     private.mkdir(0o700)
     monkeypatch.setenv("OPKILN_CACHE_DIR", str(private / "cache"))
     monkeypatch.setenv("OPKILN_RUNTIME_DIR", str(private / "run"))
