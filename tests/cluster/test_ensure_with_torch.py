@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -21,7 +22,6 @@ from opkiln.errors import ClusterError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 pytestmark = [pytest.mark.slow, pytest.mark.timed]
 
@@ -129,6 +129,12 @@ sys.stdin.read()
 """
 
 
+def is_stopped(process: int) -> bool:
+    states = [each.read_text().rpartition(") ")[2][0]
+              for each in Path(f"/proc/{process}/task").glob("*/stat")]  # fmt: skip
+    return set(states) == {"T"}
+
+
 def test_bundle_is_told_of_when_the_server_has_it_all() -> None:
     from torch.distributed import TCPStore
 
@@ -139,6 +145,8 @@ def test_bundle_is_told_of_when_the_server_has_it_all() -> None:
         client = TCPStore("127.0.0.1", int(server.stdout.readline()), wait_for_workers=False)
         channel = Channel(stores.Torch(client), "job", None, 1.0)
         server.send_signal(signal.SIGSTOP)
+        while not is_stopped(server.pid):  # its other threads go on until one has the signal
+            time.sleep(0.001)
         try:
             channel.put("vote/0", 1)  # nobody waits for the server: what is sent on this
             with pytest.raises(ClusterError, match="does not answer"):  # connection stays in order
