@@ -14,7 +14,7 @@ from sample.signed_files import sha256
 from opkiln import facts
 from opkiln import plan as plans
 from opkiln.build_model import DeviceCompiler, Plan, Target, Toolchain, TorchSDK
-from opkiln.building import gather, objects
+from opkiln.building import gather, outputs
 from opkiln.facts import ABSENT, CHOICE, DIRECTORY, FILE, LINK, LISTING, PROGRAM, Hasher
 from opkiln.model import ABI_NONE, OUTSIDE, PACKAGE, PLAIN, OpSpec
 from opkiln.observing.inputs import Inputs
@@ -272,11 +272,11 @@ def test_file_that_nobody_saw_open_was_there_before_with_the_directories_above_i
     library.parent.mkdir()
     library.write_text("a library")
     changed = library.stat().st_ctime_ns
-    later = objects.kernel_time(str(tmp_path)) + 10**9
-    assert objects.saw([str(library)], [str(library)], later, {})
+    later = outputs.kernel_time(str(tmp_path)) + 10**9
+    assert outputs.saw([str(library)], [str(library)], later, {})
     began = changed + 10**8  # after the file was written
     while library.parent.stat().st_ctime_ns < began:
         os.utime(library.parent)  # as if it was put in place only now
-    assert objects.saw([str(library)], [], began, {})
-    assert not objects.saw([], [str(library)], began, {})
-    assert objects.saw([], [str(library)], began, objects.snapshot_of([str(library)]))
+    assert outputs.saw([str(library)], [], began, {})
+    assert not outputs.saw([], [str(library)], began, {})
+    assert outputs.saw([], [str(library)], began, outputs.snapshot_of([str(library)]))

@@ -47,10 +47,7 @@ def _in_turn(request: Request) -> Toolchain:
     def waiting(state: lock.Waiting) -> None:
         nonlocal waited
         waited = True
-        holder = state.holder or lock.Holder(0, "", "")
-        what = f"{events.COMPILERS}, but it is stopped" if state.stopped else events.COMPILERS
-        events.emit(events.WAITING, op=spec.name, pid=holder.pid, host=holder.host,
-                    seconds=state.seconds, what=what)  # fmt: skip
+        events.emit(events.WAITING, op=spec.name, **state.told(events.COMPILERS))
 
     def arrived() -> Toolchain | None:
         return choice.recall(store.memory, backend, machine, spec)

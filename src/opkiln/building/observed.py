@@ -181,7 +181,7 @@ class Passes:
         self, plan: Plan, stage: str, library: str, memory: tuple[str, ...], *, launched: bool
     ) -> None:
         """``library`` is the observer; ``launched``: whether a launcher is known to take part, or
-        the compile was not"""
+        the compile was not observed."""
         self._plan = plan
         self._memory = memory
         self._stage = stage
@@ -236,13 +236,16 @@ class Passes:
         return command.argv if before is None else before.argv
 
     def environment(self, step: Step) -> dict[str, str]:
-        """What binds a launcher to the text and the programs that the pass saw."""
+        """What binds a launcher to the text and the programs that the pass saw. A launcher has
+        nothing to do with a link."""
+        if not step.file:
+            return launchers.DIRECT
         before = self._done.get(step.output)
         return {} if before is None else before.bond
 
     def is_missing(self, step: Step, look: Look | None) -> bool:
         """Whether only the compile has shown that the compiler ran elsewhere, not at all, or
-        un"""
+        unobserved."""
         if self._wanted or not self._library:
             return False
         if not launchers.can_preprocess(step, self._plan.toolchain):
@@ -261,7 +264,7 @@ class Passes:
             return before.look, agreed and before.look.unchanged(), ""
         if look is None:
             return None, True, UNSEEN
-        if look.launched and before is None:
+        if look.launched and before is None and step.file:
             return None, True, "a launcher may have had it compiled elsewhere"
         if not look.tells_all_of(step.output):
             return None, True, look.gap or f"no program was seen to write {step.output}"

@@ -294,7 +294,8 @@ def _built(request: Request, outcome: Build) -> Artifact:
 
 
 def _leave_receipt(request: Request, outcome: Build, built: Artifact) -> None:
-    """Look at what was just built as a search that finds it would, and remember the answer."""
+    """Look at what was just built as a search that finds it would, and remember the answer. By now
+    the build's own directory is gone, which may have been in one that a compiler looked into."""
     from opkiln import facts, plan
     from opkiln.store.entry import Leaf, examine
 

@@ -51,9 +51,11 @@ DIRECT = {"CCACHE_DISABLE": "1"}
 
 
 def can_preprocess(step: Step, toolchain: Toolchain) -> bool:
-    """Whether a pass of the preprocessor can stand for this compile. nvcc's cannot: it is for one
-    architecture, and each of them, and the host, may include other headers. Nor can one for a
-    launcher that takes no digest of it."""
+    """Whether a pass of the preprocessor can stand for this step. For one of nvcc it cannot: that
+    is for one architecture, and each of them, and the host, may include other headers. Nor can it
+    for a launcher that takes no digest of it, nor for a link."""
+    if not step.file:
+        return False
     known = toolchain.launcher is None or is_launcher(toolchain.launcher)
     return known and step.words[0 if toolchain.launcher is None else 1] == toolchain.cxx
 

@@ -28,7 +28,7 @@ import threading
 import time
 from contextlib import contextmanager, suppress
 from itertools import count
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from opkiln import errors
 from opkiln.child import is_stopped
@@ -83,6 +83,12 @@ class Waiting(NamedTuple):
     holder: Holder | None
     seconds: float
     stopped: bool = False  # whether the holder is stopped
+
+    def told(self, what: str) -> dict[str, Any]:
+        """The data of an event that says for whom and for ``what`` we wait."""
+        pid, host = (self.holder.pid, self.holder.host) if self.holder is not None else (0, "")
+        what = f"{what}, but it is stopped" if self.stopped else what
+        return {"pid": pid, "host": host, "seconds": self.seconds, "what": what}
 
 
 class Turn:

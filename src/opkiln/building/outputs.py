@@ -1,4 +1,4 @@
-"""Compiles a plan's sources. Each object comes from the store, or is compiled and stored.
+"""Runs the steps of a plan. Each object comes from the store, or is compiled and stored.
 
 If a file is edited or exchanged while it is compiled, the object must not be stored under the key
 of the new text. Which files the compiler read is known only afterwards. So:
@@ -10,6 +10,7 @@ of the new text. Which files the compiler read is known only afterwards. So:
   snapshot, one is taken and the compile is repeated.
 - The dynamic linker's list, and libraries that it did not load, were not seen open. So the
   directories above them must have been as they are before the compile, too.
+The same holds for links. In the end all steps must have had one state of the files.
 
 If neither was observed, nobody knows what the object was made from: it is not stored, and what is
 linked from it serves this process alone.
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import shutil
 from functools import partial
 from typing import NamedTuple
@@ -46,13 +48,13 @@ if TYPE_CHECKING:
     from opkiln.child import Completed
     from opkiln.toolchain.staged_copy import Staged
 
-_ROUNDS = 5
+_ROUNDS = 8
 # Change times come from the kernel's coarse clock, which lags by up to one tick.
 _TICK_NS = 20_000_000
 
 
-class Compiled(NamedTuple):
-    """One object in the staging directory."""
+class Made(NamedTuple):
+    """The output of one step, in the staging directory."""
 
     step: Step
     facts: tuple[Fact, ...]  # what went into it
@@ -63,53 +65,100 @@ class Compiled(NamedTuple):
     unobserved: str = ""  # why it is not known what went into it
 
 
-def objects(
-    plan: Plan, store: Store, stage: str, since: float | None, beside: list[schedule.Task]
-) -> list[Compiled]:
-    """Put every object of a plan into ``stage``. The time of the first steps counts from ``since``.
-    If there is anything to compile, the tasks ``beside`` run at the same time.
+class Stage:
+    """The staging directory of a build, and the outputs that are in it."""
 
-    Raises schedule.StepFailed, SourcesChanging, and the engine's errors.
-    """
-    places = plans.anchors(plan, stage)
-    hasher = Hasher()
-    done: dict[str, Compiled] = {}
-    missing: list[Step] = []
-    for step in plan.steps:
-        if step.kind == "compile":
-            found = _from_store(plan, step, store, stage, hasher)
-            if found is None:
-                missing.append(step)
-            else:
-                done[step.output] = found
-                events.emit("step-end", op=plan.spec.name, label=step.source, step=step.output,
-                            wall=0.0, max_rss=0, cached=True)  # fmt: skip
-    snapshots = {step.output: snapshot_of([plans.render(step.file, places)]) for step in missing}
-    launched = launchers.named(plan.toolchain)
-    for turn in range(_ROUNDS):
-        if not missing:
-            break
-        copy = _translated(plan, os.path.join(stage, f"hip{turn}"))
-        batch = _Batch(plan, store, stage, places, snapshots, copy, launched)
-        batch.run(missing, since, beside)
-        since, launched, beside = None, batch.launched, []
-        done.update(batch.settled)
-        missing = [step for step in missing if step.output in batch.unsettled]
-        snapshots = batch.unsettled
-    if missing:
+    def __init__(
+        self, plan: Plan, store: Store, path: str, since: float, linked: Callable[[], None]
+    ) -> None:
+        """The time of the first steps counts from ``since``. ``linked`` is called as soon as there
+        is an artifact, of which it is not known yet whether it is right."""
+        self.plan, self.store, self.path = plan, store, path
+        self.since: float | None = since
+        self.linked = linked
+        self.observer = observer.library(store.memory, plan.toolchain, path)
+        self.launched = launchers.named(plan.toolchain)  # the host compiler, as far as is known
+        self.made: dict[str, Made] = {}  # by output
+        self.links = 0  # how many artifacts there were
+        self.snapshots: dict[str, dict[str, str]] = {}  # of what a step reads; by output
+        self.places = plans.anchors_of(plan.spec, plan.toolchain)
+
+    def run(self) -> tuple[Fact, ...]:
+        """Run all steps, until they were made from the same state of the files. Returns what went
+        into the artifact, which is nothing if a step was ``unobserved``.
+
+        Raises schedule.StepFailed, SourcesChanging, and the engine's errors.
+        """
+        steps = self.plan.steps
+        first = [step for step in steps if step.kind in ("compile", "stub")]
+        for turn in range(_ROUNDS):
+            if not (self._make(first, turn) and self._make(steps, turn)):
+                continue
+            if self.unobserved:
+                return ()
+            # A header that was edited between two compiles is in one object as it was, in the other
+            # as it is.
+            with contextlib.suppress(gather.Disagree, FileNotFoundError):
+                found = gather.union(each.facts for each in self.made.values())
+                if not deps.broken(found, self.places, self.hasher()):
+                    return found
+            self.made.clear()
+        sources = [step.source for step in first if step.output not in self.made]
+        what = f"op {self.plan.spec.name}: its files were edited during each of {_ROUNDS} builds"
+        if sources and sources[0]:
+            what = f"{sources[0]} or one of its includes was edited during all {_ROUNDS} compiles"
         raise SourcesChanging(
-            f"{missing[0].source} or one of its includes was edited during all {_ROUNDS} compiles",
-            why="nothing was published",
-            hint="save the file and try again",
+            what, why="nothing was published", hint="save the files and try again"
         )
-    return [done[step.output] for step in plan.steps if step.kind == "compile"]
+
+    @property
+    def unobserved(self) -> str:
+        """Why it is not known what went into the artifact; empty if it is."""
+        found = (self.made[step.output].unobserved for step in self.plan.steps)
+        return next(filter(None, found), "")
+
+    @property
+    def compiled(self) -> list[Made]:
+        """The objects that did not come from the store."""
+        compiles = (self.made[step.output] for step in self.plan.steps if step.kind == "compile")
+        return [each for each in compiles if not each.cached]
+
+    @property
+    def log(self) -> str:
+        """The commands, and what they printed."""
+        places = plans.anchors(self.plan, self.path)
+        found = ((step, self.made[step.output]) for step in self.plan.steps)
+        return "\n".join(
+            f"$ {shlex.join(plans.argv(step, places))}\n"
+            f"{'(from the store)' if each.cached else each.log}"
+            for step, each in found
+        )
+
+    def hasher(self) -> Hasher:
+        return Hasher(partial(digest, memory=self.store.memory))
+
+    def _make(self, steps: Iterable[Step], turn: int) -> bool:
+        """Make what is missing of these steps. False if an output may be of other files than there
+        are now."""
+        hasher = Hasher()
+        missing = []
+        for step in steps:
+            if step.output not in self.made:
+                found = _from_store(self, step, hasher) if step.kind == "compile" else None
+                if found is None:
+                    missing.append(step)
+                    continue
+                self.made[step.output] = found
+                events.emit("step-end", op=self.plan.spec.name, label=step.source,
+                            step=step.output, wall=0.0, max_rss=0, cached=True)  # fmt: skip
+        if missing:
+            _Round(self, missing, turn).run()
+        return all(step.output in self.made for step in missing)
 
 
-def _from_store(
-    plan: Plan, step: Step, store: Store, stage: str, hasher: Hasher
-) -> Compiled | None:
-    places = plans.anchors_of(plan.spec, plan.toolchain)
-    leaf, refused = store.find_object(key.step_key(plan, step), places, hasher)
+def _from_store(stage: Stage, step: Step, hasher: Hasher) -> Made | None:
+    store = stage.store
+    leaf, refused = store.find_object(key.step_key(stage.plan, step), stage.places, hasher)
     for each in refused:
         if each.damaged and store.root is not None and each.directory.startswith(store.root + "/"):
             # It makes room for the object that will be compiled. No lock is held: at worst this
@@ -120,10 +169,10 @@ def _from_store(
         return None
     try:
         known = deps.read(entry.read_sidecar(leaf.directory)["facts"])
-        shutil.copyfile(leaf.payload, os.path.join(stage, step.output))
+        shutil.copyfile(leaf.payload, os.path.join(stage.path, step.output))
     except (OSError, ValueError, KeyError):
         return None  # garbage collection removed it meanwhile, so it is compiled again
-    return Compiled(step, known, "", cached=True)
+    return Made(step, known, "", cached=True)
 
 
 def snapshot_of(paths: Iterable[str]) -> dict[str, str]:
@@ -167,62 +216,60 @@ def _make_empty(directory: str) -> None:
     os.mkdir(directory, 0o700)
 
 
-class _Batch:
-    """One round of compiles."""
+class _Round:
+    """One run of the steps that are missing."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        store: Store,
-        stage: str,
-        places: dict[str, str],
-        snapshots: dict[str, dict[str, str]],
-        copy: Staged | None,
-        launched: bool,
-    ) -> None:
-        self._plan = plan
-        self._store = store
-        self._stage = stage
-        self._places = places if copy is None else {**places, "src": copy.root}
-        self._copy = copy
-        self._snapshots = snapshots
-        self._began = kernel_time(stage)
-        self._observer = observer.library(store.memory, plan.toolchain, stage)
+    def __init__(self, stage: Stage, steps: list[Step], turn: int) -> None:
+        plan = stage.plan
+        self._stage, self._plan, self._steps = stage, plan, steps
+        self._places = plans.anchors(plan, stage.path)
+        for step in steps:
+            if step.output not in stage.snapshots:
+                source = [plans.render(step.file, self._places)] if step.file else []
+                stage.snapshots[step.output] = snapshot_of(source)
+        self._copy = None
+        if any(step.file for step in steps):
+            self._copy = _translated(plan, os.path.join(stage.path, f"hip{turn}"))
+        if self._copy is not None:
+            self._places["src"] = self._copy.root
+        self._began = kernel_time(stage.path)
         self._verbose = "debug_cuda" in dict(plan.target.flags)  # ptxas reports each kernel
-        self._passes = observed.Passes(plan, stage, self._observer, store.memory, launched=launched)
-        self.launched = launched  # whether the host compiler runs through a launcher: known now
-        self.settled: dict[str, Compiled] = {}
-        self.unsettled: dict[str, dict[str, str]] = {}  # output -> snapshot for the next round
+        self._passes = observed.Passes(
+            plan, stage.path, stage.observer, stage.store.memory, launched=stage.launched
+        )
 
-    def run(self, steps: list[Step], since: float | None, beside: list[schedule.Task]) -> None:
-        found = (self._passes.task(step, self._command(step, self._places)) for step in steps)
-        passes = [task for task in found if task is not None]
-        if passes:
-            schedule.execute(passes, timeout=settings.build_timeout, since=since)
-            since = None
-        tasks = [*(self._task(step) for step in steps), *beside]
-        schedule.execute(tasks, timeout=settings.build_timeout, since=since)
+    def run(self) -> None:
+        passes = (
+            self._passes.task(each, self._command(each, self._places)) for each in self._steps
+        )
+        self._execute([task for task in passes if task is not None])
+        self._execute([self._task(step) for step in self._steps])
+
+    def _execute(self, tasks: list[schedule.Task]) -> None:
+        if tasks:
+            since, self._stage.since = self._stage.since, None
+            schedule.execute(tasks, timeout=settings.build_timeout, since=since)
 
     def _task(self, step: Step) -> schedule.Task:
-        places = self._places
+        places, stage = self._places, self._stage.path
         if step.plain_paths:
-            places = with_plain_paths(self._plan, step, self._stage, places)
+            places = _with_plain_paths(self._plan, step, stage, places)
 
         def widened(threads: int) -> tuple[str, ...]:
             return self._command(step, {**places, "threads": str(threads)}).argv
 
         # ptxas prints several lines for each kernel, and two at once would mix them up.
         most = 1 if self._verbose else settings.nvcc_threads or step.threads
-        environment = observed.environment(self._plan, self._observer, self._stage, step.output)
+        environment = observed.environment(self._plan, self._stage.observer, stage, step.output)
         return schedule.Task(
             name=step.output,
             op=self._plan.spec.name,
-            label=step.source,
+            label=step.source or (events.STUB if step.kind == "stub" else events.LINK),
             argv=self._passes.argv(step, self._command(step, places)),
-            cwd=self._stage,
+            cwd=stage,
             env={**environment, **self._passes.environment(step)},
-            tmpdir=self._stage,
-            after=(),
+            tmpdir=stage,
+            after=tuple(each.output for each in self._steps if each.output in step.inputs),
             memory=step.memory,
             finish=lambda completed: self._finish(step, completed),
             threads=min(step.threads, most),
@@ -241,48 +288,53 @@ class _Batch:
         return command._replace(words=tuple(kept))
 
     def _finish(self, step: Step, completed: Completed) -> None:
-        memory = self._store.memory
-        look = observed.look(self._plan, step, self._stage, completed.argv[0], memory)
+        stage = self._stage
+        if step.output == self._plan.output:
+            stage.links += 1
+            stage.linked()
+        first, memory = completed.argv[0], stage.store.memory
+        look = observed.look(self._plan, step, stage.path, first, memory)
         if self._passes.is_missing(step, look):
-            self.launched = True
-            self.unsettled[step.output] = self._snapshots.get(step.output, {})
+            stage.launched = True
             return
         seen, same, why = self._passes.evidence(step, look)
         told = (completed.output, completed.wall, completed.max_rss)
         if seen is None:
-            self.settled[step.output] = Compiled(step, (), *told, unobserved=why)
+            stage.made[step.output] = Made(step, (), *told, unobserved=why)
             return
         looks = [seen] if look is None or look.launched else [seen, look]
         found = self._inputs(looks)
         known = None
-        if same and self._saw(found, self._snapshots.get(step.output, {})):
+        if same and self._saw(step, found):
             with contextlib.suppress(gather.Appeared, FileNotFoundError):
-                known = gather.gather(self._plan, found, Hasher(partial(digest, memory=memory)))
-        # Once more, after the files were hashed: they must be those that were compiled.
+                known = gather.gather(self._plan, found, stage.hasher())
+        # Once more, after the files were hashed: they must be those that the step had.
         if known is None or not seen.unchanged():
-            self.unsettled[step.output] = snapshot_of((*found.files, *found.unseen))
+            stage.snapshots[step.output] = snapshot_of((*found.files, *found.unseen))
             return
-        result = self.settled[step.output] = Compiled(step, known, *told)
+        made = stage.made[step.output] = Made(step, known, *told)
+        if not step.file:
+            return
         if self._verbose:
             from opkiln.building import kernels
 
             for kernel in kernels.read(completed.output):
                 events.emit("note", text=f"{self._plan.spec.name}: {kernel}")
-        if self._store.root is not None:
-            _keep(self._plan, result, self._store.root, self._stage)
+        if stage.store.root is not None:
+            _keep(self._plan, made, stage.store.root, stage.path)
 
     def _inputs(self, looks: list[observed.Look]) -> inputs.Inputs:
-        """What a compile depends on, by the paths outside of the staging directory: of a pass of
-        the preprocessor, and of the compile as far as it was observed."""
-        real = unlinked(self._stage, self._places)
+        """What a step depends on, by the paths outside of the staging directory: of a pass of the
+        preprocessor, and of the step itself as far as it was observed."""
+        real = _unlinked(self._stage.path, self._places)
         found = inputs.union(look.inputs(real) for look in looks)
         # Of a translated copy, any file may have been read.
         origins = () if self._copy is None else self._copy.origin.values()
         more = ((FILE, path) for path in origins)
         return found._replace(paths=tuple(sorted({*found.paths, *more})))
 
-    def _saw(self, found: inputs.Inputs, snapshot: dict[str, str]) -> bool:
-        """Whether the compiler certainly read the files as they are now."""
+    def _saw(self, step: Step, found: inputs.Inputs) -> bool:
+        """Whether the step certainly read the files as they are now."""
         copied = {} if self._copy is None else self._copy.digests
         hasher = Hasher()
         try:
@@ -290,6 +342,7 @@ class _Batch:
         except FileNotFoundError:
             return False
         others = [path for path in found.files if path not in copied]
+        snapshot = self._stage.snapshots[step.output]
         return same and saw(others, found.unseen, self._began, snapshot)
 
 
@@ -324,7 +377,7 @@ def saw(read: Iterable[str], unseen: Iterable[str], began: int, snapshot: dict[s
         return False
 
 
-def unlinked(stage: str, places: dict[str, str]) -> Callable[[str], str]:
+def _unlinked(stage: str, places: dict[str, str]) -> Callable[[str], str]:
     """Gives the real path of a file that a program saw through a symbolic link in the stage."""
     links = [(os.path.join(stage, anchor, ""), places.get(anchor, "")) for anchor in _LINKED]
 
@@ -341,7 +394,7 @@ def unlinked(stage: str, places: dict[str, str]) -> Callable[[str], str]:
 _LINKED = ("src", "opkiln", "torch", "python", "wheels")
 
 
-def with_plain_paths(plan: Plan, step: Step, stage: str, places: dict[str, str]) -> dict[str, str]:
+def _with_plain_paths(plan: Plan, step: Step, stage: str, places: dict[str, str]) -> dict[str, str]:
     """The places for a compiler that passes its arguments to a shell. A path with characters that
     a shell would interpret is replaced by a symbolic link. Raises BuildError if that is not enough.
     """
@@ -380,14 +433,14 @@ def _not_passed(plan: Plan, step: Step, argument: str) -> BuildError:
     )
 
 
-def _keep(plan: Plan, compiled: Compiled, root: str, stage: str) -> None:
+def _keep(plan: Plan, made: Made, root: str, stage: str) -> None:
     """Publish an object. If the store cannot take it, it is compiled again later."""
-    step = compiled.step
+    step = made.step
     payload = os.path.join(stage, step.output)
     staged = os.path.join(stage, step.output + ".leaf")
-    manifest = {"kind": "object", "source": step.source, "wall": compiled.wall,
-                "max_rss": compiled.max_rss}  # fmt: skip
-    leaf = leaves.write(staged, payload, manifest, compiled.facts, {})
+    manifest = {"kind": "object", "source": step.source, "wall": made.wall,
+                "max_rss": made.max_rss}  # fmt: skip
+    leaf = leaves.write(staged, payload, manifest, made.facts, {})
     name = key.step_key(plan, step)
     try:
         publish.publish(staged, root, os.path.join("objects", name[:2], name, leaf))
