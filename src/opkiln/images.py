@@ -23,6 +23,11 @@ from __future__ import annotations
 import hashlib
 import os
 import sys
+from typing import Any
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 _IMAGES = frozenset(("cramfs", "erofs", "iso9660", "romfs", "squashfs", "udf"))
 
@@ -30,16 +35,12 @@ _SECOND = 1_000_000_000
 # Before the earliest time of any file system, so that no change time is taken for a mount.
 _FIRST = -(1 << 62)
 
-_kinds: dict[int, tuple[str, bool, int]] = {}  # device -> _mount()
-_marks: dict[int, int] = {}  # device -> _mark()
-_fine: dict[int, bool] = {}  # device -> _has_fractions()
+_known: dict[tuple[str, int], Any] = {}  # by question and device
 
 
 def forget() -> None:
     """A decision or a build begins. Since the last one, something may have been mounted."""
-    _kinds.clear()
-    _marks.clear()
-    _fine.clear()
+    _known.clear()
 
 
 def change(path: str, found: os.stat_result) -> int | None:
@@ -50,37 +51,35 @@ def change(path: str, found: os.stat_result) -> int | None:
     changed = found.st_ctime_ns
     whole = changed % _SECOND == 0
     device = found.st_dev
-    known = _kinds.get(device)  # once: another thread may forget
-    if known is None:
-        known = _kinds[device] = _mount(path)
-    kind, read_only, own = known
+
+    def once(question: str, ask: Callable[..., Any], *about: object) -> Any:
+        answer = _known.get((question, device))  # another thread may forget
+        if answer is None:
+            answer = _known[question, device] = ask(path, *about)
+        return answer
+
+    kind, read_only, own = once("mount", _mount)
     by_maker = whole or changed == found.st_mtime_ns
     if kind == "overlay" and not read_only:
         by_maker = by_maker and (whole or device != own)
     elif kind not in _IMAGES and not read_only:
-        coarse = whole and not _has_fractions(path, device)
+        coarse = whole and not once("fractions", _has_fractions, device)
         return None if coarse or kind.startswith("fuse") else changed
-    if not by_maker:
-        return changed
-    mark = _marks.get(device)
-    if mark is None:
-        mark = _marks[device] = _mark(path, device)
-    return mark or None
+    return (once("mark", _mark, device) or None) if by_maker else changed
 
 
 def _has_fractions(path: str, device: int) -> bool:
     """Whether a file system counts less than seconds, as far as the directories above a file tell.
     A file's own time may be by whoever made the disk's image."""
-    if device not in _fine:
-        found, above = False, os.path.realpath(path)
-        while not found and above != os.path.dirname(above):
-            above = os.path.dirname(above)
-            status = os.stat(above)
-            if status.st_dev != device:
-                break
-            found = status.st_ctime_ns % _SECOND != 0
-        _fine[device] = found
-    return _fine[device]
+    above = os.path.realpath(path)
+    while above != os.path.dirname(above):
+        above = os.path.dirname(above)
+        status = os.stat(above)
+        if status.st_dev != device:
+            return False
+        if status.st_ctime_ns % _SECOND:
+            return True
+    return False
 
 
 def is_mount(number: int) -> bool:
@@ -148,11 +147,5 @@ def _unique_id(path: str) -> str | None:
 
 
 def _read(path: str) -> str:
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        parts = []
-        while part := os.read(fd, 1 << 16):
-            parts.append(part)
-    finally:
-        os.close(fd)
-    return os.fsdecode(b"".join(parts))
+    with open(path, encoding="utf-8", errors="surrogateescape") as file:
+        return file.read()

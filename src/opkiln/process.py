@@ -14,6 +14,7 @@ import atexit
 import contextlib
 import os
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -168,33 +169,24 @@ def _environment(extra: Mapping[str, str] | None, tmpdir: str | None) -> dict[st
 
 
 def make_scratch(root: str, prefix: str) -> str:
-    """A new private directory. It is removed when this process ends, unless released earlier.
-    Raises OSError."""
+    """A new private directory. It is removed when this process ends, also if it is killed. Raises
+    OSError."""
     path = os.path.abspath(f"{root}/opkiln-{prefix}-{os.urandom(8).hex()}")
     # The watchdog is told first. In the other order, a process killed in between would leave a
     # directory that nobody knows of.
-    register_scratch(path)
+    _guard.register(path)
     try:
         os.mkdir(path, 0o700)
     except OSError:
-        release_scratch(path)
+        _guard.release(path)
         raise
     return path
 
 
-def register_scratch(path: str) -> None:
-    """Have the watchdog remove this directory if this process dies before it is released."""
-    _guard.register(os.fsencode(os.path.abspath(path)))
-
-
-def release_scratch(path: str) -> None:
-    """Unregister a directory that was removed or is to be kept. Does nothing if it was not
-    registered."""
-    _guard.release(os.fsencode(os.path.abspath(path)))
-
-
-_inside: set[tuple[str, int]] = set()  # (what, thread)
-os.register_at_fork(after_in_child=_inside.clear)
+def remove_scratch(path: str) -> None:
+    """Remove a directory that ``make_scratch`` made."""
+    shutil.rmtree(path, ignore_errors=True)
+    _guard.release(path)
 
 
 @contextlib.contextmanager
@@ -205,17 +197,17 @@ def once_per_thread(what: str) -> Iterator[None]:
     its own thread holds, since the code that it interrupted cannot go on. Raises BuildError.
     """
     ours = (what, threading.get_ident())
-    if ours in _inside:
+    if ours in _guard.inside:
         raise BuildError(
             f"an op cannot be loaded while the same thread {what}",
             why="a signal handler has interrupted that, and it cannot go on until the handler ends",
             hint="load the op before, or set a flag in the handler and load the op after it",
         )
-    _inside.add(ours)
+    _guard.inside.add(ours)
     try:
         yield
     finally:
-        _inside.discard(ours)
+        _guard.inside.discard(ours)
 
 
 class _Guard:
@@ -230,8 +222,9 @@ class _Guard:
         self.token = ""
         self.child: subprocess.Popen[bytes] | None = None
         self.link: socket.socket | None = None
-        self.scratch: set[bytes] = set()
+        self.scratch: set[str] = set()
         self.running = 0
+        self.inside: set[tuple[str, int]] = set()  # (what, thread) of ``once_per_thread``
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
@@ -253,18 +246,19 @@ class _Guard:
             with self._alone():
                 self.running -= 1
 
-    def register(self, path: bytes) -> None:
+    def register(self, path: str) -> None:
+        """Have the watchdog remove this directory if this process dies before it is released."""
         with self._alone():
             self._ensure()
             self.scratch.add(path)
-            if not self._send(b"+" + path):
+            if not self._send("+" + path):
                 self._ensure()  # the watchdog has just died; start another and tell it everything
 
-    def release(self, path: bytes) -> None:
+    def release(self, path: str) -> None:
         with self._alone():
-            if path in self.scratch:
+            if path in self.scratch:  # not one of our parent's
                 self.scratch.remove(path)
-                self._send(b"-" + path)
+                self._send("-" + path)
 
     def _ensure(self) -> None:
         if self.exiting:
@@ -293,13 +287,13 @@ class _Guard:
                 )
                 return
         for path in self.scratch:
-            self._send(b"+" + path)
+            self._send("+" + path)
 
-    def _send(self, message: bytes) -> bool:
+    def _send(self, message: str) -> bool:
         if self.link is None:
             return False
         try:
-            self.link.send(message, socket.MSG_NOSIGNAL)
+            self.link.send(os.fsencode(message), socket.MSG_NOSIGNAL)
         except (BrokenPipeError, ConnectionResetError):
             return False
         return True
@@ -317,10 +311,12 @@ class _Guard:
     def at_exit(self) -> None:
         with self.lock:
             self.exiting = True
+            for path in () if self.running else self.scratch:
+                shutil.rmtree(path, ignore_errors=True)
             if self.child is None or self.link is None:
                 return
-            if not self.running and not self.scratch:
-                self._send(b"quit")
+            if not self.running and not any(map(os.path.lexists, self.scratch)):
+                self._send("quit")
             self.link.close()
             # Without "quit", daemon threads are still building, and the watchdog kills their
             # children now. Wait for it, so that none is alive after this process has exited.

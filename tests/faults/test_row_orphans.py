@@ -37,7 +37,7 @@ def build():
 
 BEFORE
 print("ready", flush=True)
-process.register_scratch(scratch)
+process._guard.register(scratch)
 AROUND
 """
 
@@ -158,7 +158,7 @@ def test_a_builder_killed_at_any_moment_leaves_nothing(tmp_path: Path, cases: Ca
 # A fork behind Python's back, as a C library does it: no hook runs, the child keeps the socket.
 RAW_FORK = """
 import ctypes
-process.register_scratch(scratch)
+process._guard.register(scratch)
 if ctypes.CDLL(None).fork() == 0:
     os.setsid()
     time.sleep(60)
@@ -225,7 +225,7 @@ def test_the_watchdog_ignores_the_signals_that_end_its_parent(tmp_path: Path) ->
 
 
 def test_a_released_directory_outlives_its_builder(tmp_path: Path) -> None:
-    around = "process.release_scratch(scratch); build()"
+    around = "process._guard.release(scratch); build()"
     with builder(tmp_path, around=around) as one:
         assert within(20, lambda: compiling(one))
         one.process.kill()

@@ -122,10 +122,27 @@ def test_what_a_file_system_counts_in_is_told_by_the_directories_above_a_file(
     monkeypatch.setattr(os.path, "realpath", str)
     monkeypatch.setattr(os, "stat", status)
     for path, fine in (("/mnt/a/file", True), ("/mnt/b/file", False), ("/mnt/file", False)):
-        images.forget()
         assert images._has_fractions(path, 7) is fine
-    assert images._has_fractions("/mnt/a/file", 7) is False, "it is asked once"
+
+
+def test_a_file_system_is_asked_once_until_it_is_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[str] = []
+
+    def mount(path: str) -> tuple[str, bool, int]:
+        asked.append(path)
+        return "ext4", False, DISK
+
+    monkeypatch.setattr(images, "_mount", mount)
+    found = cast("os.stat_result", SimpleNamespace(st_ctime_ns=1, st_mtime_ns=1, st_dev=DISK))
     images.forget()
+    for path in ("a", "b"):
+        assert images.change(path, found) == 1
+    images.forget()
+    assert images.change("c", found) == 1
+    images.forget()
+    assert asked == ["a", "c"]
 
 
 def test_a_file_of_a_mount_without_a_number_is_never_taken_for_unchanged(

@@ -42,13 +42,12 @@ def scratch(prefix: str) -> Iterator[str]:
     try:
         yield path
     finally:
-        remove(path)
-        process.release_scratch(path)
+        process.remove_scratch(path)
 
 
 def make_scratch(prefix: str) -> str:
-    """A new private node-local directory. It is removed when this process ends, unless released
-    earlier. Raises StoreError."""
+    """A new private node-local directory. It is removed when this process ends. Raises
+    StoreError."""
     from opkiln import process
 
     try:
@@ -163,28 +162,9 @@ def remove(path: str) -> None:
     shutil.rmtree(path, ignore_errors=True)
 
 
-_kept: list[tuple[int, str]] = []  # (pid of the process that created it, directory)
-
-
 def private_copy(path: str) -> str:
     """A copy of a verified file that lasts as long as this process. Raises OSError, StoreError."""
-    import atexit
-
-    directory = make_scratch("private")
-    if not _kept:
-        atexit.register(_remove_kept)
-    _kept.append((os.getpid(), directory))
-    return shutil.copy(path, directory)
-
-
-def _remove_kept() -> None:
-    from opkiln import process
-
-    while _kept:
-        pid, directory = _kept.pop()
-        if pid == os.getpid():  # a forked child must not remove its parent's directories
-            remove(directory)
-            process.release_scratch(directory)
+    return shutil.copy(path, make_scratch("private"))
 
 
 def create(path: str, mode: int) -> BinaryIO:

@@ -9,6 +9,10 @@ from __future__ import annotations
 
 from typing import Any
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
 # A shape is a type, a list of one shape, a dict of parts (all optional), a Row, or Named.
 _NUMBER = (int, float)
 
@@ -89,46 +93,18 @@ _WORDS = {
 
 def wrong(body: dict[str, Any]) -> str:
     """A message about the first part that has the wrong type; empty if there is none."""
-    return "" if _fits(body, _MANIFEST) else _wrong(body, _MANIFEST, "")
+    return _wrong(body, _MANIFEST, "")
 
 
-# ``_fits`` comes first and must be fast: manifests are read on the way to a prebuilt library.
 # Comparing types is enough, because JSON has no subclasses.
-
-
-def _fits(value: Any, shape: Any) -> bool:
-    kind = type(shape)
-    if kind is type:
-        return type(value) is shape or shape is object
-    if kind is tuple:
-        return type(value) in shape
-    if kind is dict:
-        return type(value) is dict and all(
-            _fits(value[name], part) for name, part in shape.items() if name in value
-        )
-    if kind is Named:
-        return type(value) is dict and all(_fits(each, shape.shape) for each in value.values())
-    if type(value) is not list:
-        return False
-    if kind is Row:
-        count = len(shape.parts)
-        enough = len(value) == count if shape.rest is None else len(value) >= count
-        numbers = {shape.rest}.issuperset(map(type, value[count:]))
-        return enough and numbers and all(map(_fits, value, shape.parts))
-    (part,) = shape
-    if part is str:
-        return {str}.issuperset(map(type, value))
-    if type(part) is Row and part.flat and {list}.issuperset(map(type, value)):
-        # A sidecar has thousands of rows: of those whose parts have equal types, one is looked at.
-        value = {tuple(map(type, row)): row for row in value}.values()
-    return all(_fits(each, part) for each in value)
 
 
 def _wrong(value: Any, shape: Any, where: str) -> str:
     if isinstance(shape, (type, tuple)):
-        return "" if _fits(value, shape) else _mismatch(value, where, _WORDS[shape])
+        fits = shape is object or type(value) in (shape if isinstance(shape, tuple) else (shape,))
+        return "" if fits else _mismatch(value, where, _WORDS[shape])
     if isinstance(shape, (dict, Named)):
-        if not isinstance(value, dict):
+        if type(value) is not dict:
             return _mismatch(value, where, "an object")
         shapes = dict.fromkeys(value, shape.shape) if isinstance(shape, Named) else shape
         parts = [
@@ -137,17 +113,26 @@ def _wrong(value: Any, shape: Any, where: str) -> str:
             if name in shapes
         ]
     else:
-        if not isinstance(value, list):
+        if type(value) is not list:
             return _mismatch(value, where, "a list")
         row = shape if isinstance(shape, Row) else Row(rest=shape[0])
         count, more = len(row.parts), row.rest is not None
         if len(value) < count or (len(value) > count and not more):
             return f"{where} has {len(value)} parts, not {count}{' and more' if more else ''}"
         parts = [
-            (each, row.parts[place] if place < count else row.rest, f"{where}[{place}]")
-            for place, each in enumerate(value)
+            (value[place], row.parts[place] if place < count else row.rest, f"{where}[{place}]")
+            for place in _of_each_type(value, row)
         ]
     return next(filter(None, (_wrong(*part) for part in parts)), "")
+
+
+def _of_each_type(value: list[Any], row: Row) -> Sequence[int]:
+    """The places in a list to look at. A sidecar has thousands of rows: of those whose parts have
+    equal types, one is enough."""
+    if row.parts or not (row.rest is str or (isinstance(row.rest, Row) and row.rest.flat)):
+        return range(len(value))
+    types = [tuple(map(type, each)) if type(each) is list else type(each) for each in value]
+    return sorted(map(types.index, set(types)))
 
 
 def _mismatch(value: Any, where: str, expected: str) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import time
 from contextlib import contextmanager
 from typing import Any
@@ -234,8 +233,7 @@ def scratch() -> Iterator[str]:
     try:
         yield path
     finally:
-        shutil.rmtree(path, ignore_errors=True)
-        process.release_scratch(path)
+        process.remove_scratch(path)
 
 
 def meanwhile(work: Callable[[], T]) -> Callable[[], T]:
