@@ -15,6 +15,7 @@ import hashlib
 import os
 import stat
 import time
+from contextlib import contextmanager
 from itertools import chain
 from operator import attrgetter
 from typing import Any
@@ -23,7 +24,7 @@ from opkiln.record import Record
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
 ENCODING = 1
 
@@ -82,7 +83,10 @@ class UnusableFile(OSError):
     """A file that is not read: it is not a regular file, or it is too large."""
 
 
-def open_regular(path: str, limit: int = LARGEST, flags: int = 0) -> tuple[int, os.stat_result]:
+@contextmanager
+def open_regular(
+    path: str, limit: int = LARGEST, flags: int = 0
+) -> Iterator[tuple[int, os.stat_result]]:
     """(descriptor, its status) of a regular file of at most ``limit`` bytes. Never waits.
 
     Raises UnusableFile for any other file, and OSError if it cannot be opened.
@@ -100,10 +104,9 @@ def open_regular(path: str, limit: int = LARGEST, flags: int = 0) -> tuple[int, 
             raise _unusable(found, path)
         if found.st_size > limit:
             raise _too_large(found.st_size, limit, path)
-    except OSError:
+        yield fd, found
+    finally:
         os.close(fd)
-        raise
-    return fd, found
 
 
 def _unusable(found: os.stat_result, path: str) -> OSError:
@@ -127,11 +130,8 @@ def sha256_file(path: str | int, limit: int = LARGEST) -> str:
     """
     if isinstance(path, int):
         return _sha256(path, -1, limit, path)
-    fd, found = open_regular(path, limit)
-    try:
+    with open_regular(path, limit) as (fd, found):
         return _sha256(fd, found.st_size, limit, path)
-    finally:
-        os.close(fd)
 
 
 def _sha256(fd: int, size: int, limit: int, path: str | int) -> str:
@@ -150,11 +150,8 @@ def _sha256(fd: int, size: int, limit: int, path: str | int) -> str:
 
 def read_file(path: str, limit: int = LARGEST_RECORD, flags: int = 0) -> bytes:
     """The contents of a regular file. Never waits. Raises as ``sha256_file``."""
-    fd, found = open_regular(path, limit, flags)
-    try:
+    with open_regular(path, limit, flags) as (fd, found):
         return read_opened(fd, found, limit, path)
-    finally:
-        os.close(fd)
 
 
 def read_opened(fd: int, found: os.stat_result, limit: int, path: str) -> bytes:

@@ -71,6 +71,17 @@ def parted(value: str) -> list[str]:
     return value.split("\0") if value else []
 
 
+def together(kind: str, one: str, other: str) -> str:
+    """What two steps knew of a path. Raises ValueError if they disagree."""
+    if one == other:
+        return one
+    if kind in (ABSENT, LIBRARIES):
+        return joined(sorted({*parted(one), *parted(other)}))
+    if kind == CHOICE:  # of two lists of programs, the longer begins with the other
+        return max(one, other, key=len)
+    raise ValueError(f"{kind}: {one!r} and {other!r}")
+
+
 def value(kind: str, path: str, then: str, hasher: Hasher) -> str:
     """What is known of a path now, where ``then`` was known before. Raises OSError."""
     try:

@@ -16,7 +16,7 @@ from sample.watching import LIST, Seen, Unavailable
 
 from opkiln.binary import linker
 from opkiln.building import observed
-from opkiln.facts import LISTING
+from opkiln.facts import ABSENT, LISTING, parted
 from opkiln.observing import inputs, log, observer
 
 if TYPE_CHECKING:
@@ -86,15 +86,17 @@ def _known(seen: Seen, observation: log.Observation, found: inputs.Inputs) -> bo
         return True
     if f"{path}/".startswith(("/proc/", "/sys/", "/dev/", *OF_THE_C_LIBRARY)):
         return True
-    paths = {os.path.normpath(each) for _, each in found.paths}
+    paths = {os.path.normpath(each) for _, each, what in found.facts if not what}
     absent = {os.path.normpath(os.path.join(directory, name))
-              for directory, names in found.absent for name in names}  # fmt: skip
+              for kind, directory, what in found.facts if kind == ABSENT
+              for name in parted(what)}  # fmt: skip
     absent |= {*map(os.path.realpath, absent)}  # links that lead nowhere are followed again
     real, plain = os.path.realpath(path), os.path.normpath(path)
     if path in observation.written or plain in {*map(os.path.normpath, observation.made)}:
         return True
     if seen.does == LIST:
-        return any(kind == LISTING and os.path.realpath(each) == real for kind, each in found.paths)
+        listed = (each for kind, each, _ in found.facts if kind == LISTING)
+        return any(os.path.realpath(each) == real for each in listed)
     if seen.is_now == "nothing":
         # Programs on PATH are compared by their names; a path through what does not exist, once.
         names = {each.asked_for for each in observation.started}

@@ -204,11 +204,6 @@ def _set_clock(ahead: float) -> None:
 # Mistakes to find
 
 
-def _drop_failed_lookups() -> None:
-    of = inputs.of
-    inputs.of = lambda *given: of(*given)._replace(absent=())
-
-
 def _drop(*kinds: str) -> Callable[[], None]:
     """Forget what was observed of these kinds."""
 
@@ -217,8 +212,7 @@ def _drop(*kinds: str) -> Callable[[], None]:
 
         def without(*given: Any) -> inputs.Inputs:
             found = of(*given)
-            kept = ((kind, path) for kind, path in found.paths if kind not in kinds)
-            return found._replace(paths=tuple(kept))
+            return found._replace(facts=tuple(each for each in found.facts if each[0] not in kinds))
 
         inputs.of = without
 
@@ -244,7 +238,7 @@ def _drop_searches() -> None:
 
 # With the kind of compiler that shows it soon.
 PLANTS = {
-    "failed look-ups are dropped": (_drop_failed_lookups, "looks"),
+    "failed look-ups are dropped": (_drop(inputs.ABSENT), "looks"),
     "files that were read are dropped": (_drop(inputs.FILE), ""),
     "files that were looked up are dropped": (_drop(inputs.PROGRAM, inputs.DIRECTORY), "looks"),
     "listings are dropped": (_drop(inputs.LISTING), "lists"),

@@ -10,12 +10,15 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from sample.levels import X86_64, X86_V1
 
 from opkiln import facts
 from opkiln.binary import linker
+from opkiln.build_model import Plan, Target, Toolchain
 from opkiln.building import gather
 from opkiln.digest import Signature
 from opkiln.facts import LIBRARIES, Hasher
+from opkiln.model import ABI_NONE, PLAIN, OpSpec
 from opkiln.observing import inputs, programs
 from opkiln.store import deps
 
@@ -85,10 +88,20 @@ def test_directories_that_this_machines_linker_prefers_are_known(tmp_path: Path)
     assert {str(tmp_path / name) for name in names} <= set(linker.search([str(tmp_path)], [])[0])
 
 
+def gathered(library: str) -> tuple[deps.Fact, ...]:
+    """What a step rests on that needs this library."""
+    spec = OpSpec("op", "dist", "/src", ("a.cpp",), kind=PLAIN, abi=ABI_NONE)
+    gcc = Toolchain("gcc", "/usr/bin/g++", "12", X86_64, "id", frozenset(), ())
+    target = Target("cpu", "linux", X86_64, X86_V1, (), "none")
+    plan = Plan(spec, target, gcc, (), (), "op.so")
+    found = inputs.Inputs(((LIBRARIES, linker.LIST, library),))
+    return gather.gather(plan, found, Hasher())
+
+
 def test_list_of_this_machine_holds_when_it_is_asked_again() -> None:
     if not os.path.exists(linker.LIST):
         pytest.skip("there is no list")
-    (known,) = gather.gather_libraries(inputs.Inputs(libraries=("libc.so.6",)), Hasher())
+    (known,) = gathered("libc.so.6")
     assert known[:3] == (LIBRARIES, "abs", linker.LIST)
     assert "/" in known.value
     found = facts.signature_of(known.kind, linker.LIST)
@@ -99,8 +112,7 @@ def test_list_of_this_machine_holds_when_it_is_asked_again() -> None:
 
 def test_what_the_list_says_is_a_fact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linker, "LIST", str(tmp_path / "list"))
-    found = inputs.Inputs(libraries=("liba.so",))
-    known = gather.gather_libraries(found, Hasher())
+    known = gathered("liba.so")
     assert not deps.broken(known, {}, Hasher())
     (tmp_path / "list").write_bytes(b"something else")
     assert deps.broken(known, {}, Hasher()) == [f"{tmp_path}/list changed"]

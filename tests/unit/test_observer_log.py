@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from opkiln.facts import DIRECTORY, FILE, LINK, LISTING, PROGRAM
+from opkiln.facts import ABSENT, CHOICE, DIRECTORY, FILE, LINK, LISTING, PROGRAM, parted
 from opkiln.observing import inputs, log
 
 if TYPE_CHECKING:
@@ -304,7 +304,8 @@ def replace(seen: log.Observation, **more: Any) -> log.Observation:
 
 
 def paths_of(seen: log.Observation, stage: str | Path = "/stage", **more: Any) -> set[Any]:
-    return {*inputs.of(seen, str(stage), **more).paths}
+    found = inputs.of(seen, str(stage), **more).facts
+    return {(kind, path) for kind, path, what in found if not what}
 
 
 def test_inputs_are_what_was_read_looked_up_or_started_outside_of_the_stage(
@@ -317,9 +318,11 @@ def test_inputs_are_what_was_read_looked_up_or_started_outside_of_the_stage(
                     absent=(*own, f"{tmp_path}/c.h"))  # fmt: skip
     for each in (str(stage), f"{stage}/"):
         found = inputs.of(seen, each, called=(script, tool, f"{stage}/tool"))
-        assert found.paths == ((FILE, beside), (PROGRAM, script), (PROGRAM, tool))
+        assert found.facts == (
+            (ABSENT, str(tmp_path), "c.h"),
+            (FILE, beside, ""), (PROGRAM, script, ""), (PROGRAM, tool, ""),
+        )  # fmt: skip
         assert found.files == (beside, script, tool)
-        assert found.absent == ((str(tmp_path), ("c.h",)),)
 
 
 def test_file_that_was_read_and_looked_up_counts_as_a_program(tmp_path: Path) -> None:
@@ -365,11 +368,12 @@ def test_path_that_leads_out_of_the_stage_is_known_by_its_own(tmp_path: Path) ->
 
 def test_inputs_that_something_else_stands_for_are_left_out() -> None:
     found = inputs.Inputs(
-        ((FILE, "/py/a"), (LISTING, "/py"), (FILE, "/pyx/b")),
-        (("/", ("py/c", "d")), ("/py", ("e",))), (("cc", ("/py/cc",)),),
+        ((FILE, "/py/a", ""), (LISTING, "/py", ""), (FILE, "/pyx/b", ""),
+         (ABSENT, "/", "py/c\0d"), (ABSENT, "/py", "e"), (CHOICE, "cc", "/py/cc")),
+        ("/py/l", "/l"),
     )  # fmt: skip
     assert inputs.without(found, ("/py/",)) == inputs.Inputs(
-        ((FILE, "/pyx/b"),), (("/", ("d",)),), found.chosen
+        ((FILE, "/pyx/b", ""), (ABSENT, "/", "d"), (CHOICE, "cc", "/py/cc")), ("/l",)
     )
 
 
@@ -377,7 +381,8 @@ def test_inputs_that_something_else_stands_for_are_left_out() -> None:
 
 
 def absent(*names: str | Path, stage: str = "/stage") -> tuple[tuple[str, tuple[str, ...]], ...]:
-    return inputs.of(observed(absent=names), stage).absent
+    found = inputs.of(observed(absent=names), stage).facts
+    return tuple((path, tuple(parted(what))) for kind, path, what in found if kind == ABSENT)
 
 
 def test_absent_names_are_summed_up_by_the_nearest_directory_that_exists(tmp_path: Path) -> None:
@@ -404,16 +409,20 @@ def test_names_that_a_search_along_path_missed_count(
 
 def test_inputs_of_several_steps_are_joined_in_order_and_without_repeats() -> None:
     shorter, longer, other = ("cc", ("/a/cc",)), ("cc", ("/a/cc", "/b/cc")), ("as", ("/a/as",))
-    assert inputs.of(observed(), "/stage", chosen=(longer, shorter, other)).chosen == (
-        other, longer,
+    assert inputs.of(observed(), "/stage", chosen=(longer, shorter, other)).facts == (
+        (CHOICE, "as", "/a/as"), (CHOICE, "cc", "/a/cc\0/b/cc"),
     )  # fmt: skip
     one = inputs.Inputs(
-        ((FILE, "/a"), (FILE, "/b")), (("/y", ("2", "1")), ("/x", ("1",))), (longer,)
+        ((FILE, "/a", ""), (FILE, "/b", ""), (ABSENT, "/y", "1\0002"), (ABSENT, "/x", "1"),
+         (CHOICE, "cc", "/a/cc\0/b/cc")), ("/l",),
+    )  # fmt: skip
+    two = inputs.Inputs(
+        ((FILE, "/a", ""), (LINK, "/a", ""), (ABSENT, "/y", "1\0003"), (CHOICE, "cc", "/a/cc")),
+        ("/l", "/k"),
     )
-    two = inputs.Inputs(((FILE, "/a"), (LINK, "/a")), (("/y", ("3", "1")),), (other, shorter))
     assert inputs.union([one, two]) == inputs.Inputs(
-        ((FILE, "/a"), (FILE, "/b"), (LINK, "/a")), (("/x", ("1",)), ("/y", ("1", "2", "3"))),
-        (other, longer),
+        ((ABSENT, "/x", "1"), (ABSENT, "/y", "1\0002\0003"), (CHOICE, "cc", "/a/cc\0/b/cc"),
+         (FILE, "/a", ""), (FILE, "/b", ""), (LINK, "/a", "")), ("/k", "/l"),
     )  # fmt: skip
     assert inputs.union([]) == inputs.Inputs()
 

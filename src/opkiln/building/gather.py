@@ -5,19 +5,16 @@ from __future__ import annotations
 import os
 
 from opkiln import images
-from opkiln.binary import linker
 from opkiln.build_model import Plan
 from opkiln.facts import (
     ABSENT,
     CHOICE,
     GONE,
     HIDDEN,
-    LIBRARIES,
     UNSIGNED,
     Hasher,
-    joined,
-    parted,
     signature_of,
+    together,
     value,
 )
 from opkiln.model import OUTSIDE
@@ -40,32 +37,18 @@ def gather(plan: Plan, inputs: Inputs, hasher: Hasher) -> tuple[Fact, ...]:
     images.forget()
     place = _Places(plan)
     found = []
-    for kind, path in inputs.paths:
-        if place.is_kept(path):
-            signature = signature_of(kind, path)
-            now = value(kind, path, "", hasher)
+    for kind, path, then in inputs.facts:
+        if kind == CHOICE:
+            found.append(Fact(CHOICE, "path", path, then, UNSIGNED))
+        elif place.is_kept(path):
+            signature = signature_of(kind, path, then)
+            now = value(kind, path, then, hasher)
+            if kind == ABSENT and now != then:
+                raise Appeared(path)
             if now in (GONE, HIDDEN):
                 raise FileNotFoundError(path)
             found.append(Fact(kind, *place.of(path), now, signature))
-    for directory, names in inputs.absent:
-        if place.is_kept(directory):
-            then = joined(names)
-            signature = signature_of(ABSENT, directory, then)
-            if value(ABSENT, directory, then, hasher) != then:
-                raise Appeared(directory)
-            found.append(Fact(ABSENT, *place.of(directory), then, signature))
-    found += gather_libraries(inputs, hasher)
-    found += [Fact(CHOICE, "path", name, joined(paths), UNSIGNED) for name, paths in inputs.chosen]
     return tuple(found)
-
-
-def gather_libraries(inputs: Inputs, hasher: Hasher) -> list[Fact]:
-    """Where the dynamic linker's list has the libraries of a step. Raises OSError."""
-    if not inputs.libraries:
-        return []
-    signature = signature_of(LIBRARIES, linker.LIST)
-    where = value(LIBRARIES, linker.LIST, joined(inputs.libraries), hasher)
-    return [Fact(LIBRARIES, "abs", linker.LIST, where, signature)]
 
 
 class _Places:
@@ -118,12 +101,10 @@ def union(parts: Iterable[Iterable[Fact]]) -> tuple[Fact, ...]:
         known = found.setdefault(fact[:3], fact)
         if known.value == fact.value:
             continue
-        if fact.kind in (ABSENT, LIBRARIES):
-            both = joined(sorted({*parted(known.value), *parted(fact.value)}))
-        elif fact.kind == CHOICE:  # of two lists of programs, the longer begins with the other
-            both = max(known.value, fact.value, key=len)
-        else:
-            raise Disagree(fact.path)
+        try:
+            both = together(fact.kind, known.value, fact.value)
+        except ValueError:
+            raise Disagree(fact.path) from None
         # What one step looked for, the other may have seen another directory without.
         earlier = min(known.signature, fact.signature, key=lambda each: each.read_at)
         signature = earlier if known.signature[:-1] == fact.signature[:-1] else UNSIGNED

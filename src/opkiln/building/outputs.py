@@ -327,11 +327,10 @@ class _Round:
         """What a step depends on, by the paths outside of the staging directory: of a pass of the
         preprocessor, and of the step itself as far as it was observed."""
         real = _unlinked(self._stage.path, self._places)
-        found = inputs.union(look.inputs(real) for look in looks)
         # Of a translated copy, any file may have been read.
         origins = () if self._copy is None else self._copy.origin.values()
-        more = ((FILE, path) for path in origins)
-        return found._replace(paths=tuple(sorted({*found.paths, *more})))
+        copied = inputs.Inputs(tuple((FILE, path, "") for path in origins))
+        return inputs.union([*(look.inputs(real) for look in looks), copied])
 
     def _saw(self, step: Step, found: inputs.Inputs) -> bool:
         """Whether the step certainly read the files as they are now."""

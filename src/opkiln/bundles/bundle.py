@@ -19,6 +19,7 @@ from opkiln.store import publish
 from opkiln.store.archive import INDEX, Bundle, Damaged, Member, NotABundle, index_of
 from opkiln.store.entry import (
     FETCHED,
+    MALFORMED,
     MANIFEST,
     SIDECAR,
     Leaf,
@@ -192,7 +193,7 @@ def _entries(bundle: Bundle) -> Iterator[tuple[str, dict[str, Any], dict[str, Me
                 and (payload.size, payload.sha256) == (manifest["size"], manifest["sha256"])
                 and set(files) == {MANIFEST, SIDECAR, manifest["payload"]}
             )
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        except MALFORMED as error:
             raise Damaged(f"{leaf}: {in_words(error)}") from error
         if not agree:
             digest = files[MANIFEST].sha256

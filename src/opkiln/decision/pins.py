@@ -66,11 +66,8 @@ def fault(artifact: Artifact) -> str:
             path, os.lstat(path), listed=artifact.origin not in ("store", "built")
         )):  # fmt: skip
             return reason
-        fd, _ = open_regular(path)
-        try:
+        with open_regular(path) as (fd, _):
             found = sha256_file(fd)
-        finally:
-            os.close(fd)
     except OSError as error:
         return f"{path}: {error.strerror or error}"
     return "" if found == artifact.sha256 else f"{path} has the SHA-256 {found}"

@@ -114,14 +114,11 @@ def _verified(root: str, receipt: dict[str, Any]) -> Artifact | None:
     directory = os.path.dirname(path)
     if trust.fault(directory, os.lstat(directory)):
         return None
-    fd, found = open_regular(path, flags=os.O_NOFOLLOW)
-    try:
+    with open_regular(path, flags=os.O_NOFOLLOW) as (fd, found):
         if trust.fault(path, found) or found.st_size != receipt["size"]:
             return None
         if sha256_file(fd) != receipt["sha256"]:
             return None
-    finally:
-        os.close(fd)
     return Artifact(path, receipt["sha256"], "store")
 
 

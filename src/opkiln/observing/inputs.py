@@ -6,7 +6,19 @@ import os
 from typing import NamedTuple
 
 from opkiln.binary import linker
-from opkiln.facts import DIRECTORY, FILE, LINK, LISTING, PROGRAM
+from opkiln.facts import (
+    ABSENT,
+    CHOICE,
+    DIRECTORY,
+    FILE,
+    LIBRARIES,
+    LINK,
+    LISTING,
+    PROGRAM,
+    joined,
+    parted,
+    together,
+)
 from opkiln.observing.log import LISTED, NOT_A_LINK, Identity, Observation
 
 TYPE_CHECKING = False
@@ -16,26 +28,23 @@ if TYPE_CHECKING:
 # Not files that somebody keeps: what the kernel says of itself.
 _NO_FILES = ("/proc/", "/sys/")
 
-Chosen = tuple[str, tuple[str, ...]]
-
 
 class Inputs(NamedTuple):
     """The inputs of one step, or of several."""
 
-    paths: tuple[tuple[str, str], ...] = ()  # (what is known of it, path as it was spelled)
-    # (an existing directory, names below it that were looked for in vain). A name with a slash is
-    # below a directory that does not exist either.
-    absent: tuple[tuple[str, tuple[str, ...]], ...] = ()
-    # (a name on PATH, its programs up to the one that a script or launcher chose)
-    chosen: tuple[Chosen, ...] = ()
-    libraries: tuple[str, ...] = ()  # names of shared libraries that programs need
+    # (kind, path as it was spelled, what has to stay so), as ``opkiln.facts`` has them, where the
+    # kind alone does not say it: of an existing directory, the names that were looked for in vain
+    # (one with a slash is below a directory that does not exist either); of a name on PATH, its
+    # programs up to the one that a script or launcher chose; of the dynamic linker's list, the
+    # names of shared libraries that programs need.
+    facts: tuple[tuple[str, str, str], ...] = ()
     # What the dynamic linker itself looked at: its list, and libraries that it did not load. No
     # record says what was there then.
     unseen: tuple[str, ...] = ()
 
     @property
     def files(self) -> tuple[str, ...]:
-        return tuple(path for kind, path in self.paths if kind in (FILE, PROGRAM))
+        return tuple(path for kind, path, _ in self.facts if kind in (FILE, PROGRAM))
 
 
 def _is_outside(path: str, observation: Observation, stage: str) -> bool:
@@ -75,7 +84,7 @@ def of(
     observation: Observation,
     stage: str,
     called: Iterable[str] = (),
-    chosen: Iterable[Chosen] = (),
+    chosen: Iterable[tuple[str, tuple[str, ...]]] = (),
     searched: Iterable[str] = (),
     unlinked: Callable[[str], str] = str,
 ) -> Inputs:
@@ -106,22 +115,20 @@ def of(
     paths.update(dict.fromkeys(unseen, FILE))
     if libraries and os.path.exists(linker.LIST):
         unseen.add(linker.LIST)
-    found = [(kind, path) for path, kind in paths.items()]
-    found += [(LISTING, path) for path in outside(map(_plain, observation.listed))]
-    found += [(LINK, path) for path in _links(outside(observation.led))]
+    found = [(kind, path, "") for path, kind in paths.items()]
+    found += [(LISTING, path, "") for path in outside(map(_plain, observation.listed))]
+    found += [(LINK, path, "") for path in _links(outside(observation.led))]
+    found += [(CHOICE, name, joined(programs)) for name, programs in chosen]
     absent = set(outside(each.rstrip("/") for each in observation.absent))
     absent.update(outside(missing))
-    if libraries and os.path.exists(linker.PRELOADS):
-        found.append((FILE, linker.PRELOADS))
-    elif libraries:
-        absent.add(linker.PRELOADS)
-    return Inputs(
-        tuple(sorted(found)),
-        _summed_up(absent),
-        _longest(chosen),
-        tuple(sorted(libraries)),
-        tuple(sorted(unseen)),
-    )
+    if libraries:
+        found.append((LIBRARIES, linker.LIST, joined(sorted(libraries))))
+        if os.path.exists(linker.PRELOADS):
+            found.append((FILE, linker.PRELOADS, ""))
+        else:
+            absent.add(linker.PRELOADS)
+    found += [(ABSENT, place, joined(sorted(names))) for place, names in _homes(absent).items()]
+    return union([Inputs(tuple(found), tuple(unseen))])
 
 
 def _links(paths: Iterable[str]) -> set[str]:
@@ -167,46 +174,30 @@ def without(found: Inputs, covered: tuple[str, ...]) -> Inputs:
     def counts(path: str) -> bool:
         return not path.startswith(covered)
 
-    kept = tuple(
-        (directory, left)
-        for directory, names in found.absent
-        if (left := tuple(name for name in names if counts(os.path.join(directory, name))))
-    )
-    paths = tuple((kind, path) for kind, path in found.paths if counts(path + "/"))
-    unseen = tuple(path for path in found.unseen if counts(path + "/"))
-    return found._replace(paths=paths, absent=kept, unseen=unseen)
+    kept = []
+    for kind, path, what in found.facts:
+        if kind == ABSENT:
+            left = joined(each for each in parted(what) if counts(os.path.join(path, each)))
+            kept += [(kind, path, left)] if left else []
+        elif counts(path + "/"):
+            kept.append((kind, path, what))
+    return Inputs(tuple(kept), tuple(path for path in found.unseen if counts(path + "/")))
 
 
 def union(parts: Iterable[Inputs]) -> Inputs:
-    """The inputs of all these steps."""
-    paths: set[tuple[str, str]] = set()
-    absent: dict[str, set[str]] = {}
-    chosen: list[Chosen] = []
-    libraries: set[str] = set()
+    """The inputs of all these steps, in order."""
+    found: dict[tuple[str, str], str] = {}
     unseen: set[str] = set()
     for part in parts:
-        paths.update(part.paths)
-        libraries.update(part.libraries)
         unseen.update(part.unseen)
-        chosen += part.chosen
-        for directory, names in part.absent:
-            absent.setdefault(directory, set()).update(names)
-    return Inputs(
-        tuple(sorted(paths)),
-        _sorted(absent),
-        _longest(chosen),
-        tuple(sorted(libraries)),
-        tuple(sorted(unseen)),
-    )
+        for kind, path, what in part.facts:
+            known = found.setdefault((kind, path), what)
+            found[kind, path] = together(kind, known, what)
+    facts = ((*place, what) for place, what in sorted(found.items()))
+    return Inputs(tuple(facts), tuple(sorted(unseen)))
 
 
-def _longest(chosen: Iterable[Chosen]) -> tuple[Chosen, ...]:
-    """Each name once: of two lists of programs on PATH, the longer begins with the shorter, so it
-    comes after it."""
-    return tuple(dict(sorted(chosen)).items())
-
-
-def _summed_up(paths: Iterable[str]) -> tuple[tuple[str, tuple[str, ...]], ...]:
+def _homes(paths: Iterable[str]) -> dict[str, set[str]]:
     """Paths that do not exist, by the nearest directory above them that does."""
     homes: dict[str, str] = {}  # thousands of paths are in few directories: each is looked at once
 
@@ -220,8 +211,4 @@ def _summed_up(paths: Iterable[str]) -> tuple[tuple[str, tuple[str, ...]], ...]:
     for path in paths:
         place = home(os.path.dirname(path.rstrip("/")) or "/")
         found.setdefault(place, set()).add(path[len(place.rstrip("/")) + 1 :])
-    return _sorted(found)
-
-
-def _sorted(absent: dict[str, set[str]]) -> tuple[tuple[str, tuple[str, ...]], ...]:
-    return tuple((place, tuple(sorted(names))) for place, names in sorted(absent.items()))
+    return found

@@ -71,14 +71,11 @@ def is_opaque(path: str) -> bool:
     """Whether a program or library has system calls of its own. Raises OSError."""
     if os.path.basename(path).startswith(_C_LIBRARY):
         return False
-    fd, found = open_regular(path)
-    try:
+    with open_regular(path) as (fd, found):
         if not found.st_size:
             return False
         with mmap.mmap(fd, 0, access=mmap.ACCESS_READ) as data:
             return any(_has_system_call(data, *each) for each in _code(data))
-    finally:
-        os.close(fd)
 
 
 def _searches(path: str) -> tuple[str, ...]:

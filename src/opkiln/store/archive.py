@@ -34,6 +34,7 @@ from opkiln.settings import LAYOUT
 from opkiln.store import sealed, signatures
 from opkiln.store.deps import changes, deps_key
 from opkiln.store.entry import (
+    MALFORMED,
     MANIFEST,
     SCHEMA,
     Leaf,
@@ -354,7 +355,7 @@ def examine(
             if (payload.size, payload.sha256) != (found["size"], found["sha256"]):
                 raise ValueError("its index and its manifest disagree")
             return Leaf(leaf, found, _in_memory(bundle, payload))
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except MALFORMED as error:
         return Refused(leaf, f"damaged: {in_words(error)}", damaged=True)
     except StoreError as error:
         return Refused(leaf, error.what)

@@ -109,6 +109,10 @@ _checked: set[str] = set()
 _MOST_CHECKED = 1000  # a check of a large store must not need more memory than that of a small one
 
 
+# What is raised where a manifest is not what it should be.
+MALFORMED = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
+
+
 def in_words(error: Exception) -> str:
     """The reason to show for an exception that was raised while a manifest was read."""
     if isinstance(error, KeyError):
@@ -159,7 +163,7 @@ def examine(
         return Refused(directory, str(error))
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except MALFORMED as error:
         return Refused(directory, f"damaged: {in_words(error)}", damaged=True)
     except OSError as error:
         return Refused(directory, f"unreadable: {error}")
@@ -172,15 +176,12 @@ class _Untrusted(Exception):
 @contextmanager
 def _opened(path: str, listed: bool, limit: int) -> Iterator[tuple[int, os.stat_result]]:
     try:
-        fd, found = open_regular(path, limit, os.O_NOFOLLOW)
+        with open_regular(path, limit, os.O_NOFOLLOW) as (fd, found):
+            if reason := fault(path, found, listed=listed):
+                raise _Untrusted(reason)
+            yield fd, found
     except UnusableFile as error:
         raise ValueError(str(error)) from error
-    try:
-        if reason := fault(path, found, listed=listed):
-            raise _Untrusted(reason)
-        yield fd, found
-    finally:
-        os.close(fd)
 
 
 def _changes(
