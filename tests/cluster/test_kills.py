@@ -56,9 +56,9 @@ ROLES = {
     ), Step("write part 1"), rounds=2),
     "fetcher": Role(FETCHER, steps(
         "Put hello/2", "Swap lead", "before fetch", "before _import", "read part 1",
-        "before unpack", "after unpack", "after _import", "after fetch", "Put vote/2",
+        "before unpack_bytes", "after unpack_bytes", "after _import", "after fetch", "Put vote/2",
         "after Put vote/2", "Put left/2",
-    ), Step("before unpack"), rounds=2),
+    ), Step("before unpack_bytes"), rounds=2),
     "voter": Role(VOTER, steps(
         "Put hello/1", "Swap lead", "before fetch", "after fetch", "Put vote/1",
         "after Put vote/1", "Put left/1",

@@ -16,10 +16,9 @@ from __future__ import annotations
 
 import hashlib
 import time
-from contextlib import closing
 from typing import NamedTuple
 
-from opkiln.cluster import driver, facts, job, rounds, work
+from opkiln.cluster import driver, facts, job, work
 from opkiln.cluster.ensure import lease_of
 from opkiln.cluster.messages import Made, Task, key_of
 from opkiln.decision import pins, policy
@@ -70,7 +69,7 @@ def share(op: Op) -> None:
         number = 0 if known is None else known.round + 1
         known = _known[name] = _Sharing(op, place, f"{name}/{number}").run(number)
     if known.made.digest:
-        _ours[op.name] = pins.pin(op, work.library_of(known.worker, 0, known.made.digest))
+        _ours[op.name] = pins.pin(op, known.worker.library(0, known.made.digest))
     else:
         _ours[op.name] = pins.pin(op, None, known.made.reason)
 
@@ -93,23 +92,22 @@ class _Sharing:
     def __init__(self, op: Op, place: job.Place, name: str) -> None:
         self.op, self.rank = op, place.rank
         self.lease = lease_of(place.world)
-        self.channel = rounds.channel(place, f"load/{name}", max(2 * self.lease, 10.0))
+        self.channel = job.channel(place, f"load/{name}", max(2 * self.lease, 10.0))
         self.worker = work.Worker([op], self.channel, sees_loaded=False)
         self.world = place.world
 
     def run(self, number: int) -> _Known:
         name = self.op.spec.name
-        with closing(self.channel):
-            made = self.agreed()
-            if made.digest and (reason := self._take(made)):
-                what = f"op {name}: rank {self.rank} cannot use the library of rank {made.by}"
-                raise ClusterError(f"{what}, which the others use", why=reason)
-            if not made.digest and not self.op.has_reference:
-                if made.by == self.rank and self.worker.error is not None:
-                    raise self.worker.error
-                what = f"op {name} cannot be built: rank {made.by} tried"
-                raise ClusterError(what, why=made.reason)
-            return _Known(number, made, self.worker)
+        made = self.agreed()
+        if made.digest and (reason := self._take(made)):
+            what = f"op {name}: rank {self.rank} cannot use the library of rank {made.by}"
+            raise ClusterError(f"{what}, which the others use", why=reason)
+        if not made.digest and not self.op.has_reference:
+            if made.by == self.rank and self.worker.error is not None:
+                raise self.worker.error
+            what = f"op {name} cannot be built: rank {made.by} tried"
+            raise ClusterError(what, why=made.reason)
+        return _Known(number, made, self.worker)
 
     def agreed(self) -> Made:
         """What the job uses; this rank makes it if it is its turn."""

@@ -9,21 +9,17 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterable
 
 from opkiln import __version__
 from opkiln.arch import cpu
+from opkiln.build_model import Target
 from opkiln.decision.target import features
 from opkiln.digest import key, sha256_file
+from opkiln.model import OpSpec
 from opkiln.settings import LAYOUT, origin_of
 from opkiln.store.entry import read_manifest, read_sidecar
 from opkiln.store.key import UNKEYED, declared, intent_key
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from opkiln.build_model import Target
-    from opkiln.model import OpSpec
 
 _LONGEST = 80  # characters of the op's name; a tag of a registry has at most 128 in all
 

@@ -16,20 +16,15 @@ from __future__ import annotations
 import os
 import re
 import shlex
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 from opkiln.binary import elf
+from opkiln.binary.elf import Elf
+from opkiln.bundles.layer import Entry
 from opkiln.errors import BuildError, UsageError
 from opkiln.model import XPU
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
-
-    from opkiln.binary.elf import Elf
-    from opkiln.bundles.layer import Entry
-
 
 ANY_PYTHON = "py3-none"
 _MACHINES = ("x86_64", "aarch64")
