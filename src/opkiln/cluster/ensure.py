@@ -7,6 +7,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, wait
 from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
 
 from opkiln.builder.base import OpBuilder
@@ -155,17 +156,13 @@ class _Agreeing:
     def _channel(self, *, moved: bool) -> Channel:
         return job.channel(self.place, str(self.number), max(2 * self.lease, 10.0), moved=moved)
 
-    def _move(self) -> None:
-        """Go on in the round that the job is in now."""
-        self.channel = self._channel(moved=True)
-
     def run(self, ops: Any, moved: Callable[[], None] = lambda: None) -> None:
         """Agree. ``moved`` is called in a new round before this rank speaks there.
 
         Raises ClusterError, and OpkilnError for ops that are not declared properly.
         """
         while (outcome := self._agree(ops)) == job.MOVED:
-            self._move()
+            self.channel = self._channel(moved=True)
             moved()
         self.outcome = outcome
 
@@ -194,7 +191,7 @@ class _Agreeing:
         failure = Outcome(error=f"rank {self.place.rank}: {what}", why=why)
         try:
             while self.channel.swap(OUTCOME, None, failure) == job.MOVED:
-                self._move()
+                self.channel = self._channel(moved=True)
         except ClusterError:
             return  # they cannot be told; they find that this rank is missing
 
@@ -239,25 +236,24 @@ class Handle:
 
     def __init__(self, agreeing: _Agreeing, ops: list[Op]) -> None:
         self._agreeing = agreeing
-        self._error: BaseException | None = None
+        self._done: Future[None] = Future()
         self._agreement: Agreement | None = None
         self._asked = 0  # how often switch() has asked the store
-        self._ops = ops
-        for op in self._ops:
+        for op in ops:
             if loader.loaded_here().get(op.name) is None:
                 why = "the job still prepares its library (opkiln.ensure)"
                 pins.pin(op, None, why, passing=True)
-        call = contextvars.copy_context().run
-        self._thread = threading.Thread(
-            target=call, args=(self._run,), name="opkiln-ensure", daemon=True
-        )
-        self._thread.start()
+        run = contextvars.copy_context().run
+        threading.Thread(
+            target=run, args=(self._run, ops), name="opkiln-ensure", daemon=True
+        ).start()
 
-    def _run(self) -> None:
+    def _run(self, ops: list[Op]) -> None:
         try:
-            self._agreeing.run(self._ops, self._say_no_again)
+            self._agreeing.run(ops, self._say_no_again)
+            self._done.set_result(None)
         except BaseException as error:  # raised by switch(), in the caller's thread
-            self._error = error
+            self._done.set_exception(error)
 
     def _say_no_again(self) -> None:
         """In a new round, answer the steps at which this rank has not switched. Others there may
@@ -268,7 +264,7 @@ class Handle:
     @property
     def ready(self) -> bool:
         """Whether this rank has the outcome. Other ranks may not: ``switch`` asks for all."""
-        return not self._thread.is_alive()
+        return self._done.done()
 
     @told_briefly
     def switch(self) -> Agreement | None:
@@ -280,7 +276,7 @@ class Handle:
         """
         if self._agreement is not None:
             return self._agreement
-        if self._error is None or self._agreeing.outcome is not None:
+        if not self._done.done() or self._done.exception() is None:
             # Counted before the channel is looked at: if the round ends now, the other thread
             # answers this step in the next one.
             step, self._asked = self._asked, self._asked + 1
@@ -291,16 +287,13 @@ class Handle:
             now = "yes" if outcome is not None else "no"
             if channel.swap(f"switch/{step}", None, now) == "no":
                 return None
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
+        self._done.result()
         self._agreement = self._agreeing.pinned()
         return self._agreement
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until this rank has the outcome. False after ``timeout`` seconds."""
-        self._thread.join(timeout)
-        return self.ready
+        return bool(wait([self._done], timeout).done)
 
 
 def told_by_first(what: str, value: Sequence[str]) -> tuple[str, ...]:
@@ -316,8 +309,7 @@ def libraries_of(ops: Any) -> Iterable[Op]:
     is_one = isinstance(ops, str) or callable(ops) or not isinstance(ops, Iterable)
     for each in [ops] if is_one else ops:
         if isinstance(each, str):
-            for _, kind in libraries(each, ALL_OPS[each]):
-                yield kind().op()
+            yield from (kind().op() for _, kind in libraries(each, ALL_OPS[each]))
             continue
         if isinstance(each, Op):
             yield each

@@ -95,16 +95,13 @@ def _needed_glibc(version: str) -> int | None:
     family, _, text = version.partition("_")
     if family not in _FAMILIES:
         return 0
-    from packaging.version import InvalidVersion, Version
-
     try:
-        number = Version(text)
-    except InvalidVersion:
+        number = tuple(map(int, text.split(".")))
+    except ValueError:
         return None  # GLIBC_PRIVATE, or a name that is newer than this table
     if family == "GLIBC":
-        return number.minor if number.major == 2 and len(number.release) > 1 else None
-    found = (glibc for glibc, newest in _POLICIES if number.release <= newest[family])
-    return next(found, None)
+        return number[1] if number[0] == 2 and len(number) > 1 else None
+    return next((glibc for glibc, newest in _POLICIES if number <= newest[family]), None)
 
 
 # The audit

@@ -93,10 +93,10 @@ def work(job: Job) -> Result:
             events.listening(note),
         ):
             outcome, bundle = _made(job)
-    except OpkilnError as error:
-        outcome, bundle = Outcome(job.op, FAILED, error=error), b""
-    except Exception as error:  # a full disk, no more memory
-        told = BuildError(f"op {job.op} was not built", why=f"{type(error).__name__}: {error}")
+    except Exception as error:  # also a full disk, no more memory
+        why = f"{type(error).__name__}: {error}"
+        told = error if isinstance(error, OpkilnError) else None
+        told = told or BuildError(f"op {job.op} was not built", why=why)
         outcome, bundle = Outcome(job.op, FAILED, error=told), b""
     if outcome.error is not None:
         outcome = outcome._replace(error=_from_elsewhere(outcome.error, job, worker))
@@ -279,17 +279,14 @@ def find_function(text: str) -> Callable[[], Executor]:
         ) from error
 
     def make() -> Executor:
+        what = f"--executor {text} made no executor"
         try:
             made = found()
         except Exception as error:  # a package is missing, a scheduler does not answer
-            raise ToolchainError(
-                f"--executor {text} made no executor", why=f"{type(error).__name__}: {error}"
-            ) from error
+            raise ToolchainError(what, why=f"{type(error).__name__}: {error}") from error
         if not isinstance(made, Executor):
-            raise UsageError(
-                f"--executor {text} made no executor",
-                why=f"{type(made).__name__} is not a concurrent.futures.Executor",
-            )
+            why = f"{type(made).__name__} is not a concurrent.futures.Executor"
+            raise UsageError(what, why=why)
         return made
 
     return make
