@@ -73,7 +73,7 @@ def test_directory_that_others_can_write_to_is_refused(tmp_path: Path) -> None:
 
 
 def test_record_comes_back_as_tuples_of_the_same_bytes(store: KeyValues) -> None:
-    plan = Plan(3, True, (Task((1, 2)), Task((0,), Made("d", "b", 5, 0))))
+    plan = Plan(3, True, (Task((1, 2)), Task((0,), made=Made("d", "b", 5, 0))))
     ours = channel(store, "secret")
     assert ours.swap("plan", None, plan) == plan
     after = plan._replace(revision=4)
@@ -210,9 +210,9 @@ def test_ops_are_built_on_different_nodes() -> None:
 def test_a_maker_that_was_silent_and_went_on_counts() -> None:
     able = [Offer("op", can_build=True)] * 3
     plan = leading.first_plan(hellos(*able))
-    plan = leading.next_plan(plan, hellos(*able), {}, frozenset({0}))
+    plan = leading.next_plan(plan, hellos(*able), frozenset({0}))
     assert plan.tasks[0].tried == (0, 1)
-    plan = leading.next_plan(plan, hellos(*able), {(0, 0): Made("d")}, frozenset())
+    plan = leading.with_result(plan, 0, 0, Made("d"), hellos(*able)[0])
     assert plan.tasks[0].made == Made("d", by=0)
 
 

@@ -6,10 +6,10 @@ nobody. The first rank that comes decides for the job: its library, or the refer
 one and it cannot be built there. A rank that cannot use what was decided raises an error.
 
 There is one record for each op, its sources and its target, and it changes only by compare-and-set:
-    None -> Task(tried=(0,))                 rank 0 builds
-         -> Task(tried=(0, -1))              it could not, and nobody builds
-         -> Task(tried=(0, -1, 2))           rank 2 builds, as it would if rank 0 had fallen silent
-         -> Task(tried=..., made=Made())     what all take; it stays
+    None -> Task(tried=(0,))                        rank 0 builds
+         -> Task(tried=(0,), failed=((0, why),))    it could not, and nobody builds
+         -> Task(tried=(0, 2), failed=...)          rank 2 builds, as if rank 0 had fallen silent
+         -> Task(tried=..., made=Made())            what all take; it stays
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ class _Sharing:
     def _begin(self, turn: Task | None) -> bool:
         """Build the op in the place of ``turn``, and tell all what came of it. Returns whether it
         was this rank's turn."""
-        mine = Task((*(() if turn is None else turn.tried), self.rank))
+        mine = (Task() if turn is None else turn).begun(self.rank)
         if self.channel.swap(_TURN, turn, mine) != mine:
             return False
         with driver.beating(self.channel, self.rank, self.lease):
@@ -166,7 +166,7 @@ class _Sharing:
                 # It is here and cannot be sent: it has flags for this CPU, or is in a bundle. Each
                 # node makes its own, and all must be the same.
                 made = self.worker.make(0, ship=False)
-            self._tell(made._replace(by=self.rank) if made.digest or made.final else None)
+            self._tell(made)
         return True
 
     def _give_up(self) -> Made:
@@ -177,18 +177,12 @@ class _Sharing:
         )
         if not self.op.has_reference:
             raise error
-        made = Made(by=self.rank, reason=f"rank {self.rank}: {work.in_short(error)}")
+        made = Made(reason=f"rank {self.rank}: {work.in_short(error)}", final=True)
         return self._tell(made) or made
 
-    def _tell(self, made: Made | None) -> Made | None:
-        """Write what was made, or that this rank could not; what was made by then."""
+    def _tell(self, made: Made) -> Made | None:
+        """Write what this rank has made, or that it could not. Returns what was made by then."""
         (turn,) = self.channel.look([_TURN])
-        while turn is None or turn.made is None:
-            tried = (self.rank,) if turn is None else turn.tried
-            if made is None and tried[-1] != self.rank:
-                break  # another rank builds already
-            after = Task(tried if made is not None else (*tried, -1), made)
+        while (after := (turn or Task()).ended(self.rank, made)) != turn:
             turn = self.channel.swap(_TURN, turn, after)
-            if turn == after:
-                break
-        return None if turn is None else turn.made
+        return after.made
