@@ -15,7 +15,6 @@ from opkiln.remote import names, patience, tiers
 from opkiln.remote.lockfile import Locked
 from opkiln.remote.tier import Failure, Forbidden, Published
 from opkiln.settings import settings
-from opkiln.store.entry import read_manifest
 from opkiln.store.layers import Store
 
 _read_only: set[str] = set()  # tiers that do not let this process publish
@@ -27,21 +26,7 @@ def publishable(payload: str) -> Iterator[tuple[str, Locked]]:
     leaf = layer.leaf_of(payload)
     with packed([payload]) as made:
         try:
-            manifest, name = read_manifest(leaf), names.of_entry(leaf)
-            target = manifest["target"]
-            row = Locked(
-                package=manifest["distribution"],
-                op=manifest["op"],
-                backend=target["backend"],
-                archs=tuple(target["archs"]),
-                machine=target["machine"],
-                cpu=target["cpu"],
-                cpu_features=tuple(target["cpu_features"]),
-                abi=target["abi_tag"],
-                name=name,
-                sha256=made.sha256,
-                size=made.size,
-            )
+            row = names.row_of(leaf, made.sha256, made.size)
         except (OSError, ValueError, KeyError) as error:
             raise StoreError(f"{leaf} cannot be published: {error}") from error
         yield made.path, row
