@@ -15,8 +15,8 @@ from sample.farm import Farm
 from sample.levels import HIGH, LOW
 
 from opkiln.errors import BuildError, CompileError
-from opkiln.ship.farm import coordinator
-from opkiln.ship.farm.tasks import Job, Result, work
+from opkiln.ship import farm as coordinator
+from opkiln.ship.farm import Job, Result, work
 from opkiln.ship.prebuild import BUILT, Outcome
 from opkiln.ship.selection import NamedTarget
 

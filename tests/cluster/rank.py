@@ -93,7 +93,7 @@ def watched(owner, name: str) -> None:
 
 for owner, name in (
     (work.Worker, "make"), (work.Worker, "_send"), (work.Worker, "fetch"),
-    (work.Worker, "_import"), (work, "unpack"),
+    (work.Worker, "_import"), (work, "unpack_bytes"),
 ):  # fmt: skip
     watched(owner, name)
 

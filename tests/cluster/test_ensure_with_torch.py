@@ -103,8 +103,6 @@ def test_torchs_stores_say_which_of_many_ranks_have_spoken(kind: str, tmp_path: 
     assert {key: value for key, value in found.items() if value is not None} == {
         "vote/3": 3, "vote/150": 150,
     }  # fmt: skip
-    ours.close()
-    theirs.close()
 
 
 def test_rank_that_connects_again_notices_at_once_that_the_store_is_gone() -> None:

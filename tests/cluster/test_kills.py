@@ -47,33 +47,33 @@ def steps(*names: str | Step) -> tuple[Step, ...]:
     return tuple(Step(each) if isinstance(each, str) else each for each in names)
 
 
-PLAN_IS_MADE = Step("Swap plan", nth=2)
+PLAN_IS_MADE, AFTER_IT = Step("Swap plan", nth=2), Step("after Swap plan", nth=2)
 ROLES = {
     "builder": Role(BUILDER, steps(
         "Put hello/0", "Swap lead", "before make", "compiled", "before _send", "write part 0",
-        "write part 1", "after _send", "after make", "Put result/0/0", "after Put result/0/0",
+        "write part 1", "after _send", "after make", "Swap plan", "after Swap plan",
         "Put vote/0", "after Put vote/0", "Put left/0",
     ), Step("write part 1"), rounds=2),
     "fetcher": Role(FETCHER, steps(
         "Put hello/2", "Swap lead", "before fetch", "before _import", "read part 1",
-        "before unpack", "after unpack", "after _import", "after fetch", "Put vote/2",
+        "before unpack_bytes", "after unpack_bytes", "after _import", "after fetch", "Put vote/2",
         "after Put vote/2", "Put left/2",
-    ), Step("before unpack"), rounds=2),
+    ), Step("before unpack_bytes"), rounds=2),
     "voter": Role(VOTER, steps(
         "Put hello/1", "Swap lead", "before fetch", "after fetch", "Put vote/1",
         "after Put vote/1", "Put left/1",
     ), Step("Put vote/1"), rounds=2),
     "leader": Role(LEADER, steps(
         "Put hello/3", "Swap lead", "after Swap lead", "Swap plan", "after Swap plan",
-        PLAN_IS_MADE, "before fetch", "Put vote/3", "Swap outcome", "after Swap outcome",
-    ), PLAN_IS_MADE),
+        "before fetch", "after fetch", "Put vote/3", "Swap outcome", "after Swap outcome",
+    ), Step("after Swap plan")),
     "leader that builds": Role(0, steps(
         "Put hello/0", "Swap lead", "Swap plan", "before make", "before _send", "after _send",
-        "after make", "Put result/0/0", "Put vote/0", "Swap outcome", "Put left/0",
+        "after make", PLAN_IS_MADE, "Put vote/0", "Swap outcome", "Put left/0",
     ), Step("after make")),
     "store host": Role(0, steps(
         Step("Put hello/0", delay=1.0), "Swap lead", "Swap plan", "before make", "compiled",
-        "before _send", "write part 1", "after make", "Put result/0/0", PLAN_IS_MADE,
+        "before _send", "write part 1", "after make", PLAN_IS_MADE, AFTER_IT,
         "Put vote/0", "Swap outcome", "linger",
     ), Step("write part 1")),
 }  # fmt: skip

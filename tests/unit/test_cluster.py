@@ -11,7 +11,7 @@ import pytest
 from sample import child
 
 import opkiln
-from opkiln.cluster import driver, job, leading, protocol, rounds
+from opkiln.cluster import driver, job, leading, protocol
 from opkiln.cluster.channel import PART, Channel
 from opkiln.cluster.ensure import Handle, _Agreeing
 from opkiln.cluster.messages import Hello, Made, Offer, Outcome, Plan, Task, Vote
@@ -73,7 +73,7 @@ def test_directory_that_others_can_write_to_is_refused(tmp_path: Path) -> None:
 
 
 def test_record_comes_back_as_tuples_of_the_same_bytes(store: KeyValues) -> None:
-    plan = Plan(3, True, (Task((1, 2)), Task((0,), Made("d", "b", 5, 0))))
+    plan = Plan(3, True, (Task((1, 2)), Task((0,), made=Made("d", "b", 5, 0))))
     ours = channel(store, "secret")
     assert ours.swap("plan", None, plan) == plan
     after = plan._replace(revision=4)
@@ -210,9 +210,9 @@ def test_ops_are_built_on_different_nodes() -> None:
 def test_a_maker_that_was_silent_and_went_on_counts() -> None:
     able = [Offer("op", can_build=True)] * 3
     plan = leading.first_plan(hellos(*able))
-    plan = leading.next_plan(plan, hellos(*able), {}, frozenset({0}))
+    plan = leading.next_plan(plan, hellos(*able), frozenset({0}))
     assert plan.tasks[0].tried == (0, 1)
-    plan = leading.next_plan(plan, hellos(*able), {(0, 0): Made("d")}, frozenset())
+    plan = leading.with_result(plan, 0, 0, Made("d"), hellos(*able)[0])
     assert plan.tasks[0].made == Made("d", by=0)
 
 
@@ -318,9 +318,9 @@ class Started:
         self.known: list[dict[tuple[str, str], int]] = [{}, {}]
 
     def channel(self, rank: int, *, moved: bool = False) -> Channel:
-        self.monkeypatch.setattr(rounds, "_rounds", self.known[rank])
+        self.monkeypatch.setattr(job, "_rounds", self.known[rank])
         place = job.Place(rank, 2, self.store, "job")
-        return rounds.channel(place, "0", 5.0, moved=moved)
+        return job.channel(place, "0", 5.0, moved=moved)
 
 
 def test_ranks_that_are_started_again_do_not_read_what_was_said_before(
@@ -345,18 +345,18 @@ def test_rank_whose_predecessor_never_came_goes_on_where_the_others_are(
     assert early.look(["outcome"]) == [None]
     again.channel(0).put("hello/0", "again")
     (told,) = early.look(["outcome"])
-    assert told == rounds.MOVED
+    assert told == job.MOVED
     assert again.channel(1, moved=True).look(["hello/0"]) == ["again"]
 
 
 def test_each_store_has_its_own_starts_of_the_job(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rounds, "_rounds", {})
+    monkeypatch.setattr(job, "_rounds", {})
     used, new = (Directory(str(tmp_path / name)) for name in ("used", "new"))
     channel(used, name="job/2").swap("here/0/0", None, "another process")
     for store, number in ((used, 1), (new, 0)):
-        rounds.channel(job.Place(0, 2, store, "job"), "0", 5.0).put("hello/0", "here")
+        job.channel(job.Place(0, 2, store, "job"), "0", 5.0).put("hello/0", "here")
         assert channel(store, name=f"job/2/{number}/0").look(["hello/0"]) == ["here"]
 
 
@@ -364,7 +364,7 @@ class Stale:
     """Rank 1 of a job of two. Its predecessor never came, so it is in a round that is over."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(rounds, "_rounds", {})
+        monkeypatch.setattr(job, "_rounds", {})
         self.store = Memory()
         self.common = channel(self.store, name="job/2")
         self.common.swap("here/0/0", None, "a process that has ended")
@@ -374,7 +374,7 @@ class Stale:
 
     def rank_0_starts_again(self) -> None:
         assert self.common.swap("round", None, 1) == 1
-        channel(self.store, name="job/2/0/0").swap("outcome", None, rounds.MOVED)
+        channel(self.store, name="job/2/0/0").swap("outcome", None, job.MOVED)
 
 
 def test_step_at_which_a_rank_did_not_switch_is_one_for_all_ranks_of_the_next_round(

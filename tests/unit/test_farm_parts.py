@@ -9,8 +9,8 @@ import pytest
 from sample.levels import HIGH, LOW
 
 from opkiln.errors import ToolchainError, UsageError
-from opkiln.ship.farm import coordinator
-from opkiln.ship.farm.tasks import Job, work
+from opkiln.ship import farm as coordinator
+from opkiln.ship.farm import Job, work
 from opkiln.ship.prebuild import FAILED
 from opkiln.ship.selection import NamedTarget
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import os
 import shlex
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator
+from typing import Any, BinaryIO, NamedTuple
 
 from opkiln.bundles import layer
 from opkiln.digest import LARGEST_BUNDLE, sha256_file
@@ -31,11 +32,6 @@ from opkiln.store.entry import (
 from opkiln.store.location import claim
 from opkiln.store.zip_format import LARGEST, MOST_MEMBERS, Writer, chunks
 from opkiln.writing import taking_the_place_of
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from typing import Any, BinaryIO
 
 
 class Written(NamedTuple):
@@ -91,6 +87,16 @@ def write_bundle(layer_dir: str, file: str) -> Written:
                 )
         archive.close()
     return Written(file, sha256_file(file, LARGEST_BUNDLE), len(entries), os.stat(file).st_size)
+
+
+@contextlib.contextmanager
+def packed(payloads: Iterable[str]) -> Iterator[Written]:
+    """A bundle of these libraries of the store, for as long as the block lasts. Raises
+    StoreError."""
+    with publish.scratch("pack") as stage:
+        layer_dir = os.path.join(stage, "layer")
+        layer.export(payloads, layer_dir)
+        yield write_bundle(layer_dir, os.path.join(stage, "bundle"))
 
 
 @contextlib.contextmanager
@@ -150,6 +156,15 @@ def unpack(
         entries = list(_entries(bundle))
         claim(root)
         return [_publish(bundle, *entry, root, note) for entry in entries]
+
+
+def unpack_bytes(data: bytes, root: str, *, sha256: str = "", signed: bool = True) -> None:
+    """As ``unpack``, of a bundle in memory."""
+    with publish.scratch("fetch") as stage:
+        file = os.path.join(stage, "bundle")
+        with open(file, "xb") as out:
+            out.write(data)
+        unpack(file, root, sha256=sha256, signed=signed)
 
 
 @contextlib.contextmanager

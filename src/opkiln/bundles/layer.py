@@ -13,6 +13,7 @@ import os
 import re
 import secrets
 import shutil
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from opkiln.arch import cpu
@@ -23,10 +24,6 @@ from opkiln.settings import LAYOUT
 from opkiln.store import entry, inventory
 from opkiln.store.deps import deps_key
 from opkiln.store.entry import LOG, MANIFEST, SIDECAR, Leaf, examine, read_sidecar
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 _KEPT = (
     "kind", "op", "distribution", "spec", "target", "needs", "toolchain", "schema", "payload",

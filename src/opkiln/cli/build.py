@@ -105,7 +105,7 @@ def command(
     """
     wanted = wanted_targets(target)
     if targets is not None:
-        from opkiln.ship.farm.coordinator import read_matrix
+        from opkiln.ship.farm import read_matrix
 
         listed, more = read_matrix(targets)
         wanted = list(dict.fromkeys([*wanted, *more]))
@@ -127,9 +127,9 @@ def command(
     if executor is None:
         outcomes = prebuild.prebuild(asked.requests, jobs=jobs, trace=trace)
     else:
-        from opkiln.ship.farm import coordinator
+        from opkiln.ship import farm
 
-        outcomes = coordinator.run(asked.requests, executor, jobs=jobs, trace=trace)
+        outcomes = farm.run(asked.requests, executor, jobs=jobs, trace=trace)
     outcomes += asked.refused
     failures = [each.error for each in outcomes if each.error is not None]
     done = [each.path for each in outcomes if each.path]

@@ -200,12 +200,12 @@ def lock_command(ops: tuple[str, ...], file: str, as_json: bool) -> None:
     others, without signatures.
     """
     from opkiln.remote import lockfile
-    from opkiln.remote.push import packed
+    from opkiln.remote.push import publishable
     from opkiln.writing import replace
 
     rows = []
     for each in chosen(ops):
-        with packed(each.payload) as (_, row):
+        with publishable(each.payload) as (_, row):
             rows.append(row)
     replace(file, lockfile.write(rows).encode())
     note = f"wrote {file}: {count(len(rows), 'artifact')}"

@@ -2,13 +2,13 @@
 
 torch's stores are not authenticated: whoever reaches the port can write. If the job has a secret
 (``OPKILN_JOB_SECRET``), every record carries an HMAC-SHA256 over its key and its value, and one
-without is refused. The key has the job's name and the number of its start (``rounds``) in it, so no
+without is refused. The key has the job's name and the number of its start (``job``) in it, so no
 record of another job or start is taken for one of this. But that number is itself a record: whoever
 can write may put an earlier one back, and with it what the ranks said in that start. They cannot
 make a record that no rank has written. A bundle needs no HMAC: its SHA-256 is in a record.
 
-A call on torch's store may not return under a partition, whatever its time-out. So each channel has
-a thread that makes the calls, and its owner waits for that thread no longer than it wants to.
+A call on torch's store may not return under a partition, whatever its time-out. So each call has a
+thread, and the caller waits for that no longer than it wants to.
 """
 
 from __future__ import annotations
@@ -17,8 +17,6 @@ import copy
 import hashlib
 import hmac
 import json
-import queue
-import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -28,6 +26,7 @@ from opkiln.cluster.messages import decode, encode
 from opkiln.cluster.protocol import Look, Put, Swap
 from opkiln.cluster.stores import KeyValues
 from opkiln.errors import ClusterError
+from opkiln.remote.patience import Patience, patiently
 
 T = TypeVar("T")
 
@@ -41,21 +40,14 @@ class Channel:
         """``name`` is the job's. A call that takes longer than ``patience`` seconds is an error."""
         self._store, self._name, self._patience = store, name, patience
         self._secret = None if secret is None else hashlib.sha256(secret.encode()).digest()
-        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
         self.where = store.where
 
     def another(self, patience: float | None = None) -> Channel:
-        """A channel for another thread."""
+        """A channel for another thread, whose calls do not wait for those of this one."""
         made = copy.copy(self)
         made._store = self._ask(self._store.clone, "connect again")
-        made._calls, made._thread = queue.SimpleQueue(), None
         made._patience = self._patience if patience is None else patience
         return made
-
-    def close(self) -> None:
-        """Let the thread end. A call that hangs is left behind."""
-        self._calls.put(None)
 
     def do(self, action: Put | Swap | Look) -> Any:
         """The store's answer to an action. Raises ClusterError."""
@@ -137,41 +129,22 @@ class Channel:
         return hmac.new(self._secret, named, hashlib.sha256).hexdigest()
 
     def _ask(self, call: Callable[[], T], what: str) -> T:
-        """The result of a call on the store, made by this channel's thread."""
-        answer: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
-
-        def answered() -> None:
-            try:
-                answer.put((call(), None))
-            except BaseException as error:
-                answer.put((None, error))
-
-        if self._thread is None:
-            self._thread = threading.Thread(
-                target=_serve, args=(self._calls,), name="opkiln-store", daemon=True
-            )
-            self._thread.start()
-        self._calls.put(answered)
+        """The result of a call on the store. One that hangs is left behind in its thread."""
         began = time.monotonic()
         try:
-            result, error = answer.get(timeout=self._patience)
-        except queue.Empty:
+            return patiently(lambda _: call(), Patience(self._patience, self._patience))
+        except TimeoutError:
             raise ClusterError(
                 f"the job's store ({self.where}) does not answer",
                 why=f"this process waited {time.monotonic() - began:.0f} s to {what}: the process "
                 "that serves the store is stopped, or the network between is cut",
             ) from None
-        if error is None:
-            return result  # type: ignore[no-any-return]
-        if isinstance(error, (ClusterError, KeyboardInterrupt)):
-            raise error
-        raise ClusterError(
-            f"the job's store ({self.where}) is gone",
-            why=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}; the "
-            "process that serves it (rank 0, or torchrun's agent) has ended or cannot be reached",
-        ) from error
-
-
-def _serve(calls: queue.SimpleQueue[Callable[[], None] | None]) -> None:
-    while (call := calls.get()) is not None:
-        call()
+        except (ClusterError, KeyboardInterrupt):
+            raise
+        except BaseException as error:
+            told = str(error).splitlines()[0] if str(error) else ""
+            raise ClusterError(
+                f"the job's store ({self.where}) is gone",
+                why=f"{type(error).__name__}: {told}; the process that serves it (rank 0, or "
+                "torchrun's agent) has ended or cannot be reached",
+            ) from error

@@ -7,19 +7,15 @@ import queue
 import random
 import threading
 import time
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from opkiln.cluster import protocol
 from opkiln.cluster.channel import Channel
 from opkiln.cluster.messages import Outcome, key_of
 from opkiln.cluster.protocol import Done, End, Fetch, Look, Make, Pause, State
+from opkiln.cluster.work import Worker
 from opkiln.errors import ClusterError
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from opkiln.cluster.work import Worker
 
 BEATS = 6  # in a lease
 # Seconds between two looks: a part of the time that was waited, so that the end of a short wait is
@@ -98,4 +94,3 @@ def beating(channel: Channel, rank: int, lease: float) -> Iterator[None]:
         yield
     finally:
         stop.set()
-        beats.close()

@@ -7,39 +7,28 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import closing
-from typing import Any, Literal, NamedTuple, overload
+from concurrent.futures import Future, wait
+from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
 
-from opkiln.cluster import driver, facts, job, protocol, rounds, work
+from opkiln.builder.base import OpBuilder
+from opkiln.cluster import driver, facts, job, protocol, work
 from opkiln.cluster.channel import Channel
 from opkiln.cluster.messages import OUTCOME, Outcome
 from opkiln.decision import pins
-from opkiln.errors import (
-    ClusterError,
-    FallbackWarning,
-    OpkilnError,
-    UsageError,
-    told_briefly,
-    warn_caller,
-)
+from opkiln.errors import ClusterError, FallbackWarning, UsageError, told_briefly, warn_caller
 from opkiln.loading import loader
 from opkiln.model import Op
 from opkiln.registry import ALL_OPS, libraries
 from opkiln.settings import settings
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import TypedDict, Unpack
 
-    from opkiln.builder.base import OpBuilder
+class _Options(TypedDict, total=False):
+    """What both forms of ``ensure`` take."""
 
-    class _Options(TypedDict, total=False):
-        """What both forms of ``ensure`` take."""
-
-        rank: int | None
-        world_size: int | None
-        lease: float | None
-        signing_key: str | None
+    rank: int | None
+    world_size: int | None
+    lease: float | None
+    signing_key: str | None
 
 
 # Of each store, job and number of ranks: its ranks call ensure equally often.
@@ -131,11 +120,8 @@ def ensure(
     number = next(_calls.setdefault(job_of, itertools.count()))
     agreeing = _Agreeing(place, number, timeout, lease, signing_key)
     if wait:
-        try:
-            agreeing.run(ops)
-            return agreeing.pinned()
-        finally:
-            agreeing.channel.close()
+        agreeing.run(ops)
+        return agreeing.pinned()
     try:
         listed = list(libraries_of(ops))
     except Exception as error:
@@ -168,20 +154,15 @@ class _Agreeing:
         self.outcome: Outcome | None = None
 
     def _channel(self, *, moved: bool) -> Channel:
-        return rounds.channel(self.place, str(self.number), max(2 * self.lease, 10.0), moved=moved)
-
-    def _move(self) -> None:
-        """Go on in the round that the job is in now."""
-        self.channel.close()
-        self.channel = self._channel(moved=True)
+        return job.channel(self.place, str(self.number), max(2 * self.lease, 10.0), moved=moved)
 
     def run(self, ops: Any, moved: Callable[[], None] = lambda: None) -> None:
         """Agree. ``moved`` is called in a new round before this rank speaks there.
 
         Raises ClusterError, and OpkilnError for ops that are not declared properly.
         """
-        while (outcome := self._agree(ops)) == rounds.MOVED:
-            self._move()
+        while (outcome := self._agree(ops)) == job.MOVED:
+            self.channel = self._channel(moved=True)
             moved()
         self.outcome = outcome
 
@@ -206,13 +187,11 @@ class _Agreeing:
 
     def tell_all(self, error: Exception) -> None:
         """Others must not wait for a rank that cannot even say what it has."""
-        what, why = f"{type(error).__name__}: {error}", ""
-        if isinstance(error, OpkilnError):
-            what, why = error.what, error.why
-        failure = Outcome(error=f"rank {self.place.rank}: {what}"[:2000], why=why[:2000])
+        what, _, why = work.in_short(error).partition("\n")
+        failure = Outcome(error=f"rank {self.place.rank}: {what}", why=why)
         try:
-            while self.channel.swap(OUTCOME, None, failure) == rounds.MOVED:
-                self._move()
+            while self.channel.swap(OUTCOME, None, failure) == job.MOVED:
+                self.channel = self._channel(moved=True)
         except ClusterError:
             return  # they cannot be told; they find that this rank is missing
 
@@ -238,7 +217,7 @@ class _Agreeing:
         agreed = self.agreed()
         self.worker.keep_tuned(agreed.tuned)
         for number, (op, vote) in enumerate(zip(self.worker.ops, agreed.choices, strict=True)):
-            found = vote.digest and work.library_of(self.worker, number, vote.digest)
+            found = vote.digest and self.worker.library(number, vote.digest)
             pins.pin(op, found or None, vote.reason, find_change=self.worker.change_finder(number))
             how = self.worker.how[number] if vote.digest else ""
             choices.append(Choice(op.spec.name, vote.digest, vote.reason, how))
@@ -257,27 +236,24 @@ class Handle:
 
     def __init__(self, agreeing: _Agreeing, ops: list[Op]) -> None:
         self._agreeing = agreeing
-        self._error: BaseException | None = None
+        self._done: Future[None] = Future()
         self._agreement: Agreement | None = None
         self._asked = 0  # how often switch() has asked the store
-        self._of = agreeing.channel  # the thread's
-        self._channel = self._of.another()
-        self._ops = ops
-        for op in self._ops:
+        for op in ops:
             if loader.loaded_here().get(op.name) is None:
                 why = "the job still prepares its library (opkiln.ensure)"
                 pins.pin(op, None, why, passing=True)
-        call = contextvars.copy_context().run
-        self._thread = threading.Thread(
-            target=call, args=(self._run,), name="opkiln-ensure", daemon=True
-        )
-        self._thread.start()
+        run = contextvars.copy_context().run
+        threading.Thread(
+            target=run, args=(self._run, ops), name="opkiln-ensure", daemon=True
+        ).start()
 
-    def _run(self) -> None:
+    def _run(self, ops: list[Op]) -> None:
         try:
-            self._agreeing.run(self._ops, self._say_no_again)
+            self._agreeing.run(ops, self._say_no_again)
+            self._done.set_result(None)
         except BaseException as error:  # raised by switch(), in the caller's thread
-            self._error = error
+            self._done.set_exception(error)
 
     def _say_no_again(self) -> None:
         """In a new round, answer the steps at which this rank has not switched. Others there may
@@ -288,7 +264,7 @@ class Handle:
     @property
     def ready(self) -> bool:
         """Whether this rank has the outcome. Other ranks may not: ``switch`` asks for all."""
-        return not self._thread.is_alive()
+        return self._done.done()
 
     @told_briefly
     def switch(self) -> Agreement | None:
@@ -300,40 +276,31 @@ class Handle:
         """
         if self._agreement is not None:
             return self._agreement
-        if self._error is None or self._agreeing.outcome is not None:
+        if not self._done.done() or self._done.exception() is None:
             # Counted before the channel is looked at: if the round ends now, the other thread
             # answers this step in the next one.
             step, self._asked = self._asked, self._asked + 1
-            if self._of is not self._agreeing.channel:  # the job is in another round
-                self._channel.close()
-                self._of = self._agreeing.channel
-                self._channel = self._of.another()
-            (outcome,) = self._channel.look([OUTCOME])
-            if outcome == rounds.MOVED:
+            channel = self._agreeing.channel
+            (outcome,) = channel.look([OUTCOME])
+            if outcome == job.MOVED:
                 return None
             now = "yes" if outcome is not None else "no"
-            if self._channel.swap(f"switch/{step}", None, now) == "no":
+            if channel.swap(f"switch/{step}", None, now) == "no":
                 return None
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
+        self._done.result()
         self._agreement = self._agreeing.pinned()
-        self._channel.close()
-        self._agreeing.channel.close()
         return self._agreement
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until this rank has the outcome. False after ``timeout`` seconds."""
-        self._thread.join(timeout)
-        return self.ready
+        return bool(wait([self._done], timeout).done)
 
 
 def told_by_first(what: str, value: Sequence[str]) -> tuple[str, ...]:
     """The value of the first rank that says one, on every rank of the default group. They have
     called ``ensure`` before: until then, one may be in a round that is over."""
     place = job.find(None, None, None, None, settings.build_timeout)
-    with closing(rounds.channel(place, what, 60.0)) as channel:
-        return tuple(channel.swap(what, None, tuple(value)))
+    return tuple(job.channel(place, what, 60.0).swap(what, None, tuple(value)))
 
 
 def libraries_of(ops: Any) -> Iterable[Op]:
@@ -342,8 +309,7 @@ def libraries_of(ops: Any) -> Iterable[Op]:
     is_one = isinstance(ops, str) or callable(ops) or not isinstance(ops, Iterable)
     for each in [ops] if is_one else ops:
         if isinstance(each, str):
-            for _, kind in libraries(each, ALL_OPS[each]):
-                yield kind().op()
+            yield from (kind().op() for _, kind in libraries(each, ALL_OPS[each]))
             continue
         if isinstance(each, Op):
             yield each

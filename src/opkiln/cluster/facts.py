@@ -14,7 +14,7 @@ from typing import Any
 from opkiln import __version__
 from opkiln.cluster.program import Part, Programs
 from opkiln.decision.terms import Request
-from opkiln.digest import key
+from opkiln.digest import key, sha256_file
 from opkiln.errors import OpkilnError
 from opkiln.loading import declaration
 from opkiln.model import REGISTERED, Op
@@ -97,17 +97,11 @@ def _fields(op: Op) -> list[tuple[str, Any]]:
 
 
 def _sources(op: Op) -> tuple[Part, ...]:
-    inline = dict(op.spec.inline)
-    found = []
+    digests = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in op.spec.inline}
     for source in op.spec.sources:
         try:
-            if source in inline:
-                data = inline[source].encode()
-            else:
-                with open(os.path.join(op.spec.root, source), "rb") as file:
-                    data = file.read()
-            digest = hashlib.sha256(data).hexdigest()
+            if source not in digests:
+                digests[source] = sha256_file(os.path.join(op.spec.root, source))
         except OSError as error:
-            digest = f"missing: {error.errno}"
-        found.append(Part(os.path.basename(source), digest))
-    return tuple(found)
+            digests[source] = f"missing: {error.errno}"
+    return tuple(Part(os.path.basename(each), digests[each]) for each in op.spec.sources)

@@ -7,7 +7,7 @@ who leads, and what was decided once (a task that is made) stays.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from opkiln.cluster.messages import Ballot, Hello, Made, Outcome, Plan, Task, Vote
 
@@ -66,49 +66,44 @@ def first_plan(hellos: Sequence[Hello]) -> Plan:
     """Who is to make what."""
     ship = len({hello.node for hello in hellos}) > 1
     empty = Plan(0, ship, tuple(Task() for _ in hellos[0].offers))
-    return next_plan(empty, hellos, {}, frozenset())
+    return next_plan(empty, hellos, frozenset())
 
 
-def next_plan(
-    plan: Plan,
-    hellos: Sequence[Hello],
-    results: Mapping[tuple[int, int], Made],
-    silent: frozenset[int],
-) -> Plan:
+def next_plan(plan: Plan, hellos: Sequence[Hello], silent: frozenset[int]) -> Plan:
     """The plan after what the makers have said. ``silent`` ranks have stopped to beat.
 
     ``plan`` itself if nothing follows. A task that is made stays as it is.
     """
-    tasks = tuple(
-        task if task.made is not None else _next_task(op, task, hellos, results, silent)
+    return _with_tasks(plan, (
+        task if task.made is not None else _next_task(op, task, hellos, silent)
         for op, task in enumerate(plan.tasks)
-    )
+    ))  # fmt: skip
+
+
+def with_result(plan: Plan, op: int, rank: int, made: Made, hello: Hello) -> Plan:
+    """The plan after a rank has made an op, or could not; ``plan`` itself if it says so already."""
+    if made.final:
+        reason = f"{who(rank, {rank: hello})}: {made.reason}"
+        made = made._replace(reason=reason[:_LONGEST_REASON])
+    after = plan.tasks[op].ended(rank, made)
+    return _with_tasks(plan, (*plan.tasks[:op], after, *plan.tasks[op + 1 :]))
+
+
+def _with_tasks(plan: Plan, changed: Iterable[Task]) -> Plan:
+    tasks = tuple(changed)
     return plan if tasks == plan.tasks else plan._replace(revision=plan.revision + 1, tasks=tasks)
 
 
-def _next_task(
-    op: int,
-    task: Task,
-    hellos: Sequence[Hello],
-    results: Mapping[tuple[int, int], Made],
-    silent: frozenset[int],
-) -> Task:
+def _next_task(op: int, task: Task, hellos: Sequence[Hello], silent: frozenset[int]) -> Task:
     digests = {hello.offers[op].digest for hello in hellos}
     if len(digests) == 1 and (digest := digests.pop()):
         return task._replace(made=Made(digest))
-    for rank in task.tried:  # also those that were silent and have gone on
-        result = results.get((op, rank))
-        if result is not None and result.digest:
-            return task._replace(made=result._replace(by=rank))
-        if result is not None and result.final:
-            reason = f"{who(rank, dict(enumerate(hellos)))}: {result.reason}"
-            return task._replace(made=Made(reason=reason[:_LONGEST_REASON]))
-    if task.tried and task.maker not in silent and (op, task.maker) not in results:
+    if task.maker >= 0 and task.maker not in silent:
         return task  # it is at work
     for rank in candidates(op, hellos):
         if rank not in task.tried and rank not in silent:
-            return task._replace(tried=(*task.tried, rank))
-    return task._replace(made=Made(reason=_why_none(op, task, hellos, results)[:_LONGEST_REASON]))
+            return task.begun(rank)
+    return task._replace(made=Made(reason=_why_none(op, task, hellos)[:_LONGEST_REASON]))
 
 
 def candidates(op: int, hellos: Sequence[Hello]) -> list[int]:
@@ -136,23 +131,16 @@ def candidates(op: int, hellos: Sequence[Hello]) -> list[int]:
     return sorted(able, key=order)
 
 
-def _why_none(
-    op: int,
-    task: Task,
-    hellos: Sequence[Hello],
-    results: Mapping[tuple[int, int], Made],
-) -> str:
-    known = dict(enumerate(hellos))
-    told = {}
+def _why_none(op: int, task: Task, hellos: Sequence[Hello]) -> str:
+    known, told = dict(enumerate(hellos)), dict(task.failed)
     for rank, hello in enumerate(hellos):
-        result = results.get((op, rank))
-        if result is not None:
-            told[rank] = result.reason
-        elif rank in task.tried:
+        if rank in told:
+            continue
+        if rank in task.tried:
             told[rank] = "it stopped to answer while it made the op"
         elif not hello.offers[op].can_build:
             told[rank] = hello.offers[op].reason
-    lines = dict.fromkeys(f"{who(rank, known)}: {reason}" for rank, reason in told.items())
+    lines = dict.fromkeys(f"{who(rank, known)}: {told[rank]}" for rank in sorted(told))
     return "\n".join(["no rank could make it", *list(lines)[:_SHOWN]])
 
 

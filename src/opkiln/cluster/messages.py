@@ -3,8 +3,8 @@
     hello/<rank>            Hello    once, by that rank: who it is, and what it has of each op
     beat/<rank>             a number that the rank counts up while it lives
     lead                    the rank that leads; taken by compare-and-set
-    plan                    Plan     by the leader, by compare-and-set: who makes what, what is made
-    result/<op>/<rank>      Made     once, by a rank that was asked to make an op
+    plan                    Plan     by compare-and-set: who makes what, by the leader; what came of
+                            it, by the ranks that make it
     vote/<rank>             Ballot   once, by that rank: the library of each op that it could open
     outcome                 Outcome  once, by compare-and-set: what all ranks do
     late                    the rank that says who was waited for in vain; taken by compare-and-set
@@ -76,19 +76,34 @@ class Made(NamedTuple):
 
 
 class Task(NamedTuple):
-    """How far one op is."""
+    """How far one op is. It changes by compare-and-set."""
 
-    tried: tuple[int, ...] = ()  # the ranks that were to make it; the last one is at work now. In
-    # a shared load, -1 follows a rank that could not
+    tried: tuple[int, ...] = ()  # the ranks that were to make it
+    failed: tuple[tuple[int, str], ...] = ()  # those that could not, and why
     made: Made | None = None
 
     @property
     def maker(self) -> int:
-        return self.tried[-1] if self.tried and self.made is None else -1
+        """The rank that is at work now; -1 if none is."""
+        ended = not self.tried or self.made is not None or self.tried[-1] in dict(self.failed)
+        return -1 if ended else self.tried[-1]
+
+    def begun(self, rank: int) -> Task:
+        """It after another rank has begun to make it, or the same one again."""
+        failed = tuple(each for each in self.failed if each[0] != rank)
+        return self._replace(tried=(*self.tried, rank), failed=failed)
+
+    def ended(self, rank: int, made: Made) -> Task:
+        """It after a rank has made it, or could not. What was made first stays."""
+        if self.made is not None or rank in dict(self.failed):
+            return self
+        if made.digest or made.final:
+            return self._replace(made=made._replace(by=rank))
+        return self._replace(failed=(*self.failed, (rank, made.reason)))
 
 
 class Plan(NamedTuple):
-    """All that a leader has decided so far. The next leader goes on from here."""
+    """All that was decided so far. The next leader goes on from here."""
 
     revision: int  # no two plans are equal, so a compare-and-set never mistakes one for another
     ship: bool  # whether a library must travel: the ranks do not share one store

@@ -19,31 +19,22 @@ import ctypes
 import dis
 import os
 import sys
+import types
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterable, Sequence
+from functools import cache, partial
 from importlib import import_module
-from types import (
-    CellType,
-    CodeType,
-    EllipsisType,
-    FunctionType,
-    MappingProxyType,
-    MethodType,
-    ModuleType,
-    NoneType,
-    SimpleNamespace,
-)
 from typing import Any, NamedTuple
 
 from opkiln.digest import key
 
 _BY_NAME = sys.stdlib_module_names | {"torch"}
-_PLAIN = (bool, float, complex, bytes, range, slice, NoneType, EllipsisType)
-_CONTAINERS = (tuple, list, set, frozenset, dict, deque, MappingProxyType, SimpleNamespace)
+_PLAIN = (bool, float, complex, bytes, range, slice, types.NoneType, types.EllipsisType)
+_MAPPINGS = (dict, types.MappingProxyType)
+_CONTAINERS = (tuple, list, set, frozenset, deque, types.SimpleNamespace, *_MAPPINGS)
 _BY_TEXT = ("dtype", "layout", "memory_format", "OpOverload", "OpOverloadPacket")  # of torch
 _BY_PARTS = {
-    MethodType: ("__func__", "__self__"),
+    types.MethodType: ("__func__", "__self__"),
     staticmethod: ("__func__",),
     classmethod: ("__func__",),
     property: ("fget", "fset"),
@@ -74,15 +65,13 @@ class Programs:
     """Reads functions, and keeps what was read: ops share functions."""
 
     def __init__(self) -> None:
-        self._readers: dict[frozenset[str], _Reader] = {}
+        self._reader = cache(_Reader)  # of the packages whose code counts
 
     def parts(self, distribution: str, functions: Sequence[tuple[str, Any]]) -> tuple[Part, ...]:
         """All that decides what these named functions of a package compute."""
         modules = [_text(function, "__module__") for _, function in functions]
         own = frozenset({"__main__", "", distribution.replace("-", "_"), *map(_top, modules)})
-        if own not in self._readers:
-            self._readers[own] = _Reader(own)
-        return self._readers[own].parts(functions)
+        return self._reader(own).parts(functions)
 
 
 class _Reader:
@@ -126,7 +115,7 @@ class _Reader:
 
     def _read(self, value: Any) -> Any:
         kind = type(value)
-        if issubclass(kind, FunctionType):
+        if issubclass(kind, types.FunctionType):
             return self._describe_function(value)
         if issubclass(kind, type):
             return self._describe_class(value)
@@ -157,9 +146,9 @@ class _Reader:
             return (kind.__name__, repr(value))
         if issubclass(kind, _CONTAINERS) and not self._counts_by_code(kind.__module__):
             return self._describe_contents(value)
-        if kind is CodeType:
+        if kind is types.CodeType:
             return self._describe_code(value)
-        if issubclass(kind, ModuleType):
+        if issubclass(kind, types.ModuleType):
             return ("module", value.__name__, self._version(value.__name__))
         if kind.__module__ in ("torch", "torch._ops") and kind.__name__ in _BY_TEXT:
             return ("torch", repr(value))
@@ -175,8 +164,8 @@ class _Reader:
         if id(value) in self._inside:
             return (kind, "within itself")
         self._inside.add(id(value))
-        items: Iterable[Any] = vars(value) if isinstance(value, SimpleNamespace) else value
-        if isinstance(items, (dict, MappingProxyType)):
+        items: Iterable[Any] = vars(value) if isinstance(value, types.SimpleNamespace) else value
+        if isinstance(items, _MAPPINGS):
             pairs = sorted(items.items(), key=lambda pair: _order(pair[0]))
             items = [each for pair in pairs for each in pair]
         elif isinstance(items, (set, frozenset)):
@@ -185,20 +174,20 @@ class _Reader:
         self._inside.remove(id(value))
         return said
 
-    def _describe_code(self, code: CodeType) -> Any:
+    def _describe_code(self, code: types.CodeType) -> Any:
         return (
             code.co_code, code.co_exceptiontable, code.co_flags, code.co_argcount,
             code.co_posonlyargcount, code.co_kwonlyargcount, code.co_names, code.co_varnames,
             code.co_freevars, code.co_cellvars, self._describe_contents(code.co_consts),
         )  # fmt: skip
 
-    def _describe_function(self, function: FunctionType) -> Any:
+    def _describe_function(self, function: types.FunctionType) -> Any:
         own = vars(function)
         if "overload" in own and "reference" in own:  # an op: what calls it has a state
             return ("op", self._describe((own["overload"], own["reference"])))
         code, scope = function.__code__, function.__globals__
         module = str(scope.get("__name__") or "")
-        closure = [("", _value_in(each)) for each in function.__closure__ or ()]
+        closure = [("", _attribute(each, "cell_contents")) for each in function.__closure__ or ()]
         if not self._counts_by_code(module):
             made = (module, code.co_qualname, self._version(module))
             return ("named", *made, self._describe_used(closure), self._describe_wrapped(function))
@@ -251,7 +240,7 @@ class _Reader:
         name = _name(kind)
         if not self._counts_by_code(kind.__module__):
             return ("class", name, self._version(kind.__module__))
-        made = (FunctionType, staticmethod, classmethod, property)
+        made = (types.FunctionType, staticmethod, classmethod, property)
         return (
             "class", name, self._describe((type(kind), *kind.__bases__)),
             [(each, self._describe(value)) for each, value in sorted(vars(kind).items())
@@ -278,7 +267,7 @@ class _Reader:
         return [
             (name, self._describe(each))
             for name, each in (sorted(held.items()) if isinstance(held, dict) else ())
-            if isinstance(each, FunctionType)
+            if isinstance(each, types.FunctionType)
         ]
 
     def _counts_by_code(self, module: str) -> bool:
@@ -288,20 +277,21 @@ class _Reader:
 
     def _is_own_module(self, value: Any) -> bool:
         # Not isinstance: it asks the value for its class, which a proxy may refuse.
-        return issubclass(type(value), ModuleType) and self._counts_by_code(value.__name__)
+        return issubclass(type(value), types.ModuleType) and self._counts_by_code(value.__name__)
 
     def _version(self, module: str) -> str:
         package = sys.modules.get(_top(module))
         return "" if package is None else _text(package, "__version__")
 
 
-def _scan(code: CodeType) -> tuple[Iterable[str], Iterable[tuple[str, ...]], list[Any]]:
+def _scan(code: types.CodeType) -> tuple[Iterable[str], Iterable[tuple[str, ...]], list[Any]]:
     """The names in a code, what it reads of its module, each as a name and the attributes that
     follow, and its imports, each as (level, names, module); with the code of the functions that are
     made in it."""
     names, loads = dict[str, None](), dict[tuple[str, ...], None]()
-    imports = []
-    for part in _codes(code):
+    imports, codes = [], [code]
+    for part in codes:  # it grows
+        codes += [inner for inner in part.co_consts if isinstance(inner, types.CodeType)]
         names |= dict.fromkeys(part.co_names)
         before: tuple[Any, Any] = None, None
         chain: tuple[str, ...] = ()
@@ -320,28 +310,14 @@ def _scan(code: CodeType) -> tuple[Iterable[str], Iterable[tuple[str, ...]], lis
     return names, loads, imports
 
 
-def _codes(code: CodeType) -> Iterator[CodeType]:
-    yield code
-    for inner in code.co_consts:
-        if isinstance(inner, CodeType):
-            yield from _codes(inner)
-
-
 def _top(module: object) -> str:
     return str(module).partition(".")[0]
-
-
-def _value_in(cell: CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # of a name that has no value yet
-        return None
 
 
 def _attribute(value: Any, name: str) -> Any:
     try:
         return getattr(value, name, None)
-    except Exception:  # what a module makes when it is asked for may fail
+    except Exception:  # what a module makes on demand may fail; a cell may have no value yet
         return None
 
 

@@ -136,15 +136,13 @@ class State(NamedTuple):
     plan: Plan | None = None
     outcome: Outcome | None = None
     started: frozenset[tuple[str, int]] = frozenset()  # ("make" or "fetch", op)
-    made: tuple[Made | None, ...] = ()  # what this rank has made; not told yet if not in `sent`
-    sent: frozenset[int] = frozenset()
+    made: tuple[Made | None, ...] = ()  # what this rank has made, of each op
     votes: tuple[Vote | None, ...] = ()
     voted: bool = False
     heard: tuple[tuple[int, Heard], ...] = ()  # of the ranks that are watched
     silent: frozenset[int] = frozenset()  # those of them that have not beaten for a lease
     # What a leader has read
     hellos: tuple[Hello | None, ...] = ()
-    results: tuple[tuple[tuple[int, int], Made], ...] = ()
     ballots: tuple[Ballot | None, ...] = ()
     left: frozenset[int] = frozenset()
 
@@ -195,13 +193,15 @@ def next_action(state: State) -> Action:
 
 def _work(state: State) -> Action | None:
     """What follows from what is known; None if nothing does."""
-    for op, result in enumerate(state.made):
-        if result is not None and op not in state.sent:
-            return Put(key_of("result", op, state.rank), result)
-    for op, task in enumerate(() if state.plan is None else state.plan.tasks):
+    plan = state.plan
+    for op, task in enumerate(() if plan is None else plan.tasks):
+        assert plan is not None
+        if (result := state.made[op]) is not None:
+            told = leading.with_result(plan, op, state.rank, result, state.hello)
+            if told is not plan:
+                return Swap(PLAN, plan, told)
         if task.maker == state.rank and ("make", op) not in state.started:
-            assert state.plan is not None
-            return Make(op, state.plan.ship)
+            return Make(op, plan.ship)
         if task.made and state.votes[op] is None and ("fetch", op) not in state.started:
             return Fetch(op, task.made)
     if not state.voted and None not in state.votes:
@@ -218,7 +218,7 @@ def _lead(state: State) -> Swap | None:
         if (failure := leading.difference(hellos)) is not None:
             return Swap(OUTCOME, None, failure)
         return Swap(PLAN, None, leading.first_plan(hellos))
-    plan = leading.next_plan(state.plan, hellos, dict(state.results), state.silent)
+    plan = leading.next_plan(state.plan, hellos, state.silent)
     if plan is not state.plan:
         return Swap(PLAN, state.plan, plan)
     if any(task.made is None for task in plan.tasks):
@@ -247,13 +247,7 @@ def _looked_for(state: State) -> tuple[str, ...]:
             keys += _keys("vote", _missing(state.ballots))
     if state.phase == REPORT:
         return tuple(keys)
-    keys += _keys("beat", _watched(state))
-    if state.leader == state.rank and state.plan is not None:
-        known = dict(state.results)
-        for op, task in enumerate(state.plan.tasks):
-            if task.made is None:
-                keys += [key_of("result", op, r) for r in task.tried if (op, r) not in known]
-    return tuple(keys)
+    return (*keys, *_keys("beat", _watched(state)))
 
 
 def _keys(kind: str, ranks: Iterable[int]) -> list[str]:
@@ -290,7 +284,7 @@ def _watched(state: State) -> list[int]:
 def told(state: State, action: Action, answer: Any, now: float) -> State:
     """The state after an action. ``answer`` is the store's."""
     if isinstance(action, Put):
-        return _after_put(state, action)
+        return _after_put(state)
     if isinstance(action, Swap):
         return _after_swap(state, action, answer)
     if isinstance(action, Make):
@@ -303,15 +297,12 @@ def told(state: State, action: Action, answer: Any, now: float) -> State:
     return _after_look(state, dict(zip(action.keys, answer, strict=True)), now)
 
 
-def _after_put(state: State, action: Put) -> State:
+def _after_put(state: State) -> State:
     if state.phase == HELLO:
         return state._replace(phase=CLAIM)
     if state.phase == LEAVE:
         return state._replace(phase=LINGER if state.serves else ENDED, looked=False)
-    if action.key == key_of("vote", state.rank):
-        return state._replace(voted=True)
-    op = int(action.key.split("/")[1])  # result/<op>/<rank>
-    return state._replace(sent=state.sent | {op})
+    return state._replace(voted=True)
 
 
 def _after_swap(state: State, action: Swap, answer: Any) -> State:
@@ -324,11 +315,7 @@ def _after_swap(state: State, action: Swap, answer: Any) -> State:
         phase = REPORT if answer == state.rank else WORK
         return state._replace(phase=phase, reporter=answer, looked=False)
     if action.key == PLAN:
-        plan = answer
-        if plan == action.value:
-            return state._replace(plan=plan, looked=False)
-        # Somebody else leads. Look who it is before doing anything with this plan.
-        return _following(state, None)._replace(plan=plan)
+        return state._replace(plan=answer, looked=False)
     return state._replace(outcome=answer, phase=LEAVE)
 
 
@@ -404,20 +391,13 @@ def _heard(state: State, seen: dict[str, Any], now: float) -> State:
 
 
 def _read(state: State, seen: dict[str, Any]) -> State:
-    """With the plan, hellos, results and votes that were read."""
-    plan = state.plan if seen[PLAN] is None else seen[PLAN]
+    """With the plan, hellos and votes that were read."""
     hellos = {rank: each for rank, each in by_rank(seen, "hello") if each is not None}
     ballots = {rank: each for rank, each in by_rank(seen, "vote") if each is not None}
-    results = dict(state.results)
-    for op, task in enumerate(() if plan is None else plan.tasks):
-        for rank in task.tried:
-            if (result := seen.get(key_of("result", op, rank))) is not None:
-                results[op, rank] = result
     return state._replace(
-        plan=plan,
+        plan=state.plan if seen[PLAN] is None else seen[PLAN],
         hellos=_with(state.hellos, hellos),
         ballots=_with(state.ballots, ballots),
-        results=tuple(sorted(results.items())),
     )
 
 

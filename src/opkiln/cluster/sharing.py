@@ -6,20 +6,19 @@ nobody. The first rank that comes decides for the job: its library, or the refer
 one and it cannot be built there. A rank that cannot use what was decided raises an error.
 
 There is one record for each op, its sources and its target, and it changes only by compare-and-set:
-    None -> Task(tried=(0,))                 rank 0 builds
-         -> Task(tried=(0, -1))              it could not, and nobody builds
-         -> Task(tried=(0, -1, 2))           rank 2 builds, as it would if rank 0 had fallen silent
-         -> Task(tried=..., made=Made())     what all take; it stays
+    None -> Task(tried=(0,))                        rank 0 builds
+         -> Task(tried=(0,), failed=((0, why),))    it could not, and nobody builds
+         -> Task(tried=(0, 2), failed=...)          rank 2 builds, as if rank 0 had fallen silent
+         -> Task(tried=..., made=Made())            what all take; it stays
 """
 
 from __future__ import annotations
 
 import hashlib
 import time
-from contextlib import closing
 from typing import NamedTuple
 
-from opkiln.cluster import driver, facts, job, rounds, work
+from opkiln.cluster import driver, facts, job, work
 from opkiln.cluster.ensure import lease_of
 from opkiln.cluster.messages import Made, Task, key_of
 from opkiln.decision import pins, policy
@@ -70,7 +69,7 @@ def share(op: Op) -> None:
         number = 0 if known is None else known.round + 1
         known = _known[name] = _Sharing(op, place, f"{name}/{number}").run(number)
     if known.made.digest:
-        _ours[op.name] = pins.pin(op, work.library_of(known.worker, 0, known.made.digest))
+        _ours[op.name] = pins.pin(op, known.worker.library(0, known.made.digest))
     else:
         _ours[op.name] = pins.pin(op, None, known.made.reason)
 
@@ -93,23 +92,22 @@ class _Sharing:
     def __init__(self, op: Op, place: job.Place, name: str) -> None:
         self.op, self.rank = op, place.rank
         self.lease = lease_of(place.world)
-        self.channel = rounds.channel(place, f"load/{name}", max(2 * self.lease, 10.0))
+        self.channel = job.channel(place, f"load/{name}", max(2 * self.lease, 10.0))
         self.worker = work.Worker([op], self.channel, sees_loaded=False)
         self.world = place.world
 
     def run(self, number: int) -> _Known:
         name = self.op.spec.name
-        with closing(self.channel):
-            made = self.agreed()
-            if made.digest and (reason := self._take(made)):
-                what = f"op {name}: rank {self.rank} cannot use the library of rank {made.by}"
-                raise ClusterError(f"{what}, which the others use", why=reason)
-            if not made.digest and not self.op.has_reference:
-                if made.by == self.rank and self.worker.error is not None:
-                    raise self.worker.error
-                what = f"op {name} cannot be built: rank {made.by} tried"
-                raise ClusterError(what, why=made.reason)
-            return _Known(number, made, self.worker)
+        made = self.agreed()
+        if made.digest and (reason := self._take(made)):
+            what = f"op {name}: rank {self.rank} cannot use the library of rank {made.by}"
+            raise ClusterError(f"{what}, which the others use", why=reason)
+        if not made.digest and not self.op.has_reference:
+            if made.by == self.rank and self.worker.error is not None:
+                raise self.worker.error
+            what = f"op {name} cannot be built: rank {made.by} tried"
+            raise ClusterError(what, why=made.reason)
+        return _Known(number, made, self.worker)
 
     def agreed(self) -> Made:
         """What the job uses; this rank makes it if it is its turn."""
@@ -159,7 +157,7 @@ class _Sharing:
     def _begin(self, turn: Task | None) -> bool:
         """Build the op in the place of ``turn``, and tell all what came of it. Returns whether it
         was this rank's turn."""
-        mine = Task((*(() if turn is None else turn.tried), self.rank))
+        mine = (Task() if turn is None else turn).begun(self.rank)
         if self.channel.swap(_TURN, turn, mine) != mine:
             return False
         with driver.beating(self.channel, self.rank, self.lease):
@@ -168,7 +166,7 @@ class _Sharing:
                 # It is here and cannot be sent: it has flags for this CPU, or is in a bundle. Each
                 # node makes its own, and all must be the same.
                 made = self.worker.make(0, ship=False)
-            self._tell(made._replace(by=self.rank) if made.digest or made.final else None)
+            self._tell(made)
         return True
 
     def _give_up(self) -> Made:
@@ -179,18 +177,12 @@ class _Sharing:
         )
         if not self.op.has_reference:
             raise error
-        made = Made(by=self.rank, reason=f"rank {self.rank}: {work.in_short(error)}")
+        made = Made(reason=f"rank {self.rank}: {work.in_short(error)}", final=True)
         return self._tell(made) or made
 
-    def _tell(self, made: Made | None) -> Made | None:
-        """Write what was made, or that this rank could not; what was made by then."""
+    def _tell(self, made: Made) -> Made | None:
+        """Write what this rank has made, or that it could not. Returns what was made by then."""
         (turn,) = self.channel.look([_TURN])
-        while turn is None or turn.made is None:
-            tried = (self.rank,) if turn is None else turn.tried
-            if made is None and tried[-1] != self.rank:
-                break  # another rank builds already
-            after = Task(tried if made is not None else (*tried, -1), made)
+        while (after := (turn or Task()).ended(self.rank, made)) != turn:
             turn = self.channel.swap(_TURN, turn, after)
-            if turn == after:
-                break
-        return None if turn is None else turn.made
+        return after.made

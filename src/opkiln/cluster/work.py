@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from contextlib import closing, suppress
+from contextlib import suppress
 from functools import partial
 
 from opkiln import machine
 from opkiln.arch import cpu
-from opkiln.bundles import layer, signing
-from opkiln.bundles.bundle import unpack, write_bundle
+from opkiln.bundles import signing
+from opkiln.bundles.bundle import packed, unpack_bytes
 from opkiln.cluster import facts
 from opkiln.cluster.channel import Channel
 from opkiln.cluster.messages import Hello, Made, Offer, Vote
@@ -32,7 +32,7 @@ from opkiln.errors import (
 from opkiln.loading import loader
 from opkiln.model import Artifact, Op
 from opkiln.settings import settings
-from opkiln.store import location, lock, publish, tuned
+from opkiln.store import location, lock, tuned
 from opkiln.store.layers import Store
 
 # Errors of the input: they are the same wherever it is built. Any other may be one machine's.
@@ -139,6 +139,12 @@ class Worker:
         self.artifacts[op][artifact.sha256] = artifact
         self.how[op] = how
 
+    def library(self, op: int, digest: str) -> Artifact:
+        """The library that this rank voted for."""
+        if digest not in self.artifacts[op]:
+            raise ClusterError(f"op {self.ops[op].spec.name}: the agreed library is not here")
+        return self.artifacts[op][digest]
+
     # What the state machine asks for. Nothing is raised: an error is told to all.
 
     def make(self, op: int, ship: bool) -> Made:
@@ -158,16 +164,12 @@ class Worker:
 
     def _send(self, artifact: Artifact) -> tuple[str, int]:
         assert self.channel is not None
-        with publish.scratch("send") as stage:
-            layers, file = os.path.join(stage, "layer"), os.path.join(stage, "bundle")
-            layer.export([artifact.path], layers)
-            write_bundle(layers, file)
+        with packed([artifact.path]) as made:
             if self.signing_key is not None:
-                signing.sign(file, self.signing_key)
-            with open(file, "rb") as opened:
+                signing.sign(made.path, self.signing_key)
+            with open(made.path, "rb") as opened:
                 data = opened.read()
-        with closing(self.channel.another(_PATIENCE)) as channel:
-            return channel.put_bundle(data), len(data)
+        return self.channel.another(_PATIENCE).put_bundle(data), len(data)
 
     def fetch(self, op: int, made: Made) -> Vote:
         """Get the library that was made: from the store of this node, or from the job's."""
@@ -185,42 +187,31 @@ class Worker:
                 f"op {self.ops[op].spec.name} was loaded before, from another library",
                 why=f"SHA-256 {loaded.sha256[:16]}, not {made.digest[:16]}",
             )
-        trace = Trace()
-        if self.found(op, made, trace):
+        if self.found(op, made, trace := Trace()):
             return Vote(made.digest)
-        root = request.store.root
-        if not made.bundle or root is None or self.channel is None:
-            refused = trace.refusals() or ["it is not in the store of this node"]
-            return Vote(reason=refused[-1][:_LONGEST])
-        location.claim(root)
-        with lock.turn(
-            root,
-            f"fetch-{made.digest[:40]}",
-            lambda: self.found(op, made, Trace()) or None,
-            lambda _: None,
-            what=f"op {self.ops[op].spec.name}",
-            limit=settings.build_timeout,
-        ) as turn:
-            fetches = isinstance(turn, lock.Turn)
-            if fetches:
-                self._import(made, root)
-        trace = Trace()
-        if self.found(op, made, trace):
-            if fetches:
-                self.how[op] = FETCHED
-            return Vote(made.digest)
-        refused = trace.refusals() or ["it was fetched, and is not in the store"]
-        return Vote(reason=refused[-1][:_LONGEST])
+        root, lacking = request.store.root, "it is not in the store of this node"
+        if made.bundle and root is not None and self.channel is not None:
+            location.claim(root)
+            with lock.turn(
+                root,
+                f"fetch-{made.digest[:40]}",
+                lambda: self.found(op, made, Trace()) or None,
+                lambda _: None,
+                what=f"op {self.ops[op].spec.name}",
+                limit=settings.build_timeout,
+            ) as turn:
+                if fetches := isinstance(turn, lock.Turn):
+                    self._import(made, root)
+            if self.found(op, made, trace := Trace()):
+                self.how[op] = FETCHED if fetches else BESIDE
+                return Vote(made.digest)
+            lacking = "it was fetched, and is not in the store"
+        return Vote(reason=[lacking, *trace.refusals()][-1][:_LONGEST])
 
     def _import(self, made: Made, root: str) -> None:
         assert self.channel is not None
-        with closing(self.channel.another(_PATIENCE)) as channel:
-            data = channel.get_bundle(made.bundle, made.size)
-        with publish.scratch("fetch") as stage:
-            file = os.path.join(stage, "bundle")
-            with open(file, "xb") as out:
-                out.write(data)
-            unpack(file, root, sha256=made.bundle)
+        data = self.channel.another(_PATIENCE).get_bundle(made.bundle, made.size)
+        unpack_bytes(data, root, sha256=made.bundle)
 
     def _loaded(self, op: Op) -> Artifact | None:
         """The library that this process has opened for an op."""
@@ -248,11 +239,3 @@ def in_short(error: Exception) -> str:
     if not isinstance(error, OpkilnError):
         return f"{type(error).__name__}: {error}"[:_LONGEST]
     return f"{error.what}\n{error.why}".rstrip()[:_LONGEST]
-
-
-def library_of(worker: Worker, op: int, digest: str) -> Artifact:
-    """The library that this rank voted for."""
-    found = worker.artifacts[op].get(digest)
-    if found is None:
-        raise ClusterError(f"op {worker.ops[op].spec.name}: the agreed library is not here")
-    return found

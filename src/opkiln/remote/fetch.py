@@ -11,35 +11,28 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from typing import NamedTuple
 
 from opkiln import machine
 from opkiln.arch import cpu
+from opkiln.build_model import Target
 from opkiln.bundles.bundle import Fetched, unpack
 from opkiln.decision import archs, policy, search
 from opkiln.decision.target import features
-from opkiln.decision.terms import Trace
+from opkiln.decision.terms import Request, Trace
 from opkiln.errors import BuildTimeout, OpkilnError, StoreError
-from opkiln.model import CUDA, ROCM, place_of
+from opkiln.model import CUDA, ROCM, OpSpec, place_of
 from opkiln.remote import lockfile, names, tiers
-from opkiln.remote.patience import COMMAND, LOAD, SLOWEST, Patience
+from opkiln.remote.lockfile import Locked
+from opkiln.remote.patience import COMMAND, LOAD, SLOWEST, Patience, Told
 from opkiln.remote.tier import Absent, Failure, Forbidden, Published, Unusable
 from opkiln.settings import settings
 from opkiln.store import lock, signatures
 from opkiln.store.entry import FETCHED, read_manifest
 from opkiln.store.inventory import directories
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from opkiln.build_model import Target
-    from opkiln.decision.terms import Request
-    from opkiln.model import OpSpec
-    from opkiln.remote.lockfile import Locked
-    from opkiln.remote.patience import Told
 
 REMOTE = "remote"
 _MOST = 3  # artifacts of a lock file that are tried: the best one nearly always serves

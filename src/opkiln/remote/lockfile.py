@@ -9,14 +9,11 @@ from __future__ import annotations
 import json
 import os
 import shlex
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from opkiln.errors import StoreError
 from opkiln.trust import fault
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 _VERSION = 1
 _LARGEST = 16 << 20

@@ -9,21 +9,18 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterable
 
 from opkiln import __version__
 from opkiln.arch import cpu
+from opkiln.build_model import Target
 from opkiln.decision.target import features
 from opkiln.digest import key, sha256_file
+from opkiln.model import OpSpec
+from opkiln.remote.lockfile import Locked
 from opkiln.settings import LAYOUT, origin_of
 from opkiln.store.entry import read_manifest, read_sidecar
 from opkiln.store.key import UNKEYED, declared, intent_key
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from opkiln.build_model import Target
-    from opkiln.model import OpSpec
 
 _LONGEST = 80  # characters of the op's name; a tag of a registry has at most 128 in all
 
@@ -33,17 +30,23 @@ def _name(distribution: str, op: str, intent: str, sources: Iterable[tuple[str, 
     return f"{re.sub('[^A-Za-z0-9_.-]', '_', op)[:_LONGEST].lstrip('.-')}-{made}"
 
 
-def of_entry(directory: str) -> str:
-    """The name of an entry of the store. Raises OSError, ValueError, KeyError."""
-    distribution, op, intent = directory.split("/")[-5:-2]
+def row_of(directory: str, sha256: str, size: int) -> Locked:
+    """The row of a lock file for an entry of the store and its bundle. Raises OSError, ValueError,
+    KeyError."""
+    intent = directory.split("/")[-3]
     manifest, lists = read_manifest(directory), read_sidecar(directory)
+    distribution, op, target = manifest["distribution"], manifest["op"], manifest["target"]
     own = {(anchor, path): sha for anchor, path, sha in manifest["deps"]["own"]}
     sources = []
     for source in lists["inputs"]["spec"]["sources"]:
         place = ("opkiln", source[9:]) if source.startswith("{opkiln}/") else ("src", source)
         if place in own:  # an inline source is not a file; its text is in the intent
             sources.append((source, own[place]))
-    return _name(distribution, op, intent, sources)
+    return Locked(
+        distribution, op, target["backend"], tuple(target["archs"]), target["machine"],
+        target["cpu"], tuple(target["cpu_features"]), target["abi_tag"],
+        _name(distribution, op, intent, sources), sha256, size,
+    )  # fmt: skip
 
 
 def of_op(spec: OpSpec, targets: Iterable[Target]) -> list[str]:

@@ -15,18 +15,14 @@ import contextvars
 import socket
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from math import inf
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from typing import TypeVar
-
-    T = TypeVar("T")
-    Told = Callable[[int], None] | None
+T = TypeVar("T")
+Told = Callable[[int], None] | None
 
 SLOWEST = 64 << 10  # bytes of a body that give back a second
 

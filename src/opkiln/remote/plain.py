@@ -13,10 +13,12 @@ import io
 import json
 import os
 import shutil
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
 from opkiln.remote import credentials, web
+from opkiln.remote.patience import Deadline
 from opkiln.remote.tier import (
     CHUNK,
     Absent,
@@ -29,12 +31,6 @@ from opkiln.remote.tier import (
     refuse_malformed,
 )
 from opkiln.writing import taking_the_place_of
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from opkiln.remote.patience import Deadline
 
 _SCHEMA = 1
 

@@ -2,55 +2,31 @@
 
 from __future__ import annotations
 
-import os
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from opkiln import __version__
 from opkiln.bundles import layer
-from opkiln.bundles.bundle import write_bundle
+from opkiln.bundles.bundle import packed
 from opkiln.bundles.signing import sign_artifact
 from opkiln.errors import OpkilnError, RemoteWarning, StoreError, warn_caller
+from opkiln.model import Artifact
 from opkiln.remote import names, patience, tiers
 from opkiln.remote.lockfile import Locked
 from opkiln.remote.tier import Failure, Forbidden, Published
 from opkiln.settings import settings
-from opkiln.store import publish
-from opkiln.store.entry import read_manifest
 from opkiln.store.layers import Store
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from opkiln.model import Artifact
-
 
 _read_only: set[str] = set()  # tiers that do not let this process publish
 
 
 @contextmanager
-def packed(payload: str) -> Iterator[tuple[str, Locked]]:
+def publishable(payload: str) -> Iterator[tuple[str, Locked]]:
     """(the bundle of one entry, its row), for as long as the block lasts. Raises StoreError."""
-    with publish.scratch("push") as stage:
-        leaf = layer.leaf_of(payload)
-        layer.export([payload], os.path.join(stage, "layer"))
-        made = write_bundle(os.path.join(stage, "layer"), os.path.join(stage, "bundle"))
+    leaf = layer.leaf_of(payload)
+    with packed([payload]) as made:
         try:
-            manifest, name = read_manifest(leaf), names.of_entry(leaf)
-            target = manifest["target"]
-            row = Locked(
-                package=manifest["distribution"],
-                op=manifest["op"],
-                backend=target["backend"],
-                archs=tuple(target["archs"]),
-                machine=target["machine"],
-                cpu=target["cpu"],
-                cpu_features=tuple(target["cpu_features"]),
-                abi=target["abi_tag"],
-                name=name,
-                sha256=made.sha256,
-                size=made.size,
-            )
+            row = names.row_of(leaf, made.sha256, made.size)
         except (OSError, ValueError, KeyError) as error:
             raise StoreError(f"{leaf} cannot be published: {error}") from error
         yield made.path, row
@@ -58,7 +34,7 @@ def packed(payload: str) -> Iterator[tuple[str, Locked]]:
 
 def push(payload: str, url: str, key_file: str | None) -> Locked:
     """Publish an entry to a tier, signed if there is a key. Raises StoreError."""
-    with packed(payload) as (file, row):
+    with publishable(payload) as (file, row):
         signed = sign_artifact(row.name, row.sha256, row.size, key_file) if key_file else b""
         labels = {
             "op": row.op, "package": row.package, "target": row.target, "abi": row.abi,

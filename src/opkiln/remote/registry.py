@@ -14,10 +14,12 @@ import json
 import os
 import random
 import time
+from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlencode
 
 from opkiln.remote import credentials, plain, web
+from opkiln.remote.patience import Deadline
 from opkiln.remote.tier import (
     Absent,
     Published,
@@ -27,12 +29,6 @@ from opkiln.remote.tier import (
     read_small,
     refuse_malformed,
 )
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from opkiln.remote.patience import Deadline
 
 MANIFEST = "application/vnd.oci.image.manifest.v1+json"
 ARTIFACT = "application/vnd.opkiln.bundle.v1"

@@ -7,17 +7,13 @@ says is believed: a blob is hashed, and only a signature or a lock file makes it
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from http.client import HTTPException
 from typing import Any, NamedTuple, Protocol
 
 from opkiln.errors import visible
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
-    from opkiln.remote.patience import Deadline
+from opkiln.remote.patience import Deadline
 
 LARGEST_RECORD = 1 << 20  # bytes of a name's record, or of a manifest
 CHUNK = 1 << 18

@@ -11,27 +11,21 @@ import json
 import os
 import secrets
 import time
+from collections.abc import Callable
 from contextlib import suppress
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 from urllib.parse import unquote, urlsplit
 
 from opkiln.digest import key, read_file, sha256_file
 from opkiln.errors import RemoteWarning, StoreError, warn_caller
 from opkiln.remote import patience, plain, registry
-from opkiln.remote.patience import LOAD, Patience
+from opkiln.remote.patience import LOAD, Deadline, Patience
 from opkiln.remote.tier import Failure, Forbidden, Tier, Unreachable, Unusable, refuse_malformed
 from opkiln.store.zip_format import LARGEST
 from opkiln.trust import make_private
 from opkiln.writing import write_private
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from typing import TypeVar
-
-    from opkiln.remote.patience import Deadline
-
-    T = TypeVar("T")
+T = TypeVar("T")
 
 _DOWN_FOR = 60.0  # seconds for which other processes leave a tier alone that was down
 

@@ -14,20 +14,19 @@ import json
 import os
 import re
 from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from http.client import HTTPConnection, HTTPResponse
 from typing import NamedTuple
 from urllib.parse import quote, urlencode, urljoin, urlsplit
 
+from opkiln.remote.credentials import Login
+from opkiln.remote.patience import Deadline
 from opkiln.remote.tier import CHUNK, LARGEST_RECORD, Absent, Failure, Forbidden, Unreachable
 from opkiln.settings import settings
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     import ssl
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-    from http.client import HTTPConnection, HTTPResponse
-
-    from opkiln.remote.credentials import Login
-    from opkiln.remote.patience import Deadline
 
 _REDIRECTS = (301, 302, 303, 307, 308)
 _MOST_REDIRECTS = 5

@@ -16,20 +16,15 @@ from __future__ import annotations
 import os
 import re
 import shlex
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 from opkiln.binary import elf
+from opkiln.binary.elf import Elf
+from opkiln.bundles.layer import Entry
 from opkiln.errors import BuildError, UsageError
 from opkiln.model import XPU
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
-
-    from opkiln.binary.elf import Elf
-    from opkiln.bundles.layer import Entry
-
 
 ANY_PYTHON = "py3-none"
 _MACHINES = ("x86_64", "aarch64")
@@ -100,16 +95,13 @@ def _needed_glibc(version: str) -> int | None:
     family, _, text = version.partition("_")
     if family not in _FAMILIES:
         return 0
-    from packaging.version import InvalidVersion, Version
-
     try:
-        number = Version(text)
-    except InvalidVersion:
+        number = tuple(map(int, text.split(".")))
+    except ValueError:
         return None  # GLIBC_PRIVATE, or a name that is newer than this table
     if family == "GLIBC":
-        return number.minor if number.major == 2 and len(number.release) > 1 else None
-    found = (glibc for glibc, newest in _POLICIES if number.release <= newest[family])
-    return next(found, None)
+        return number[1] if number[0] == 2 and len(number) > 1 else None
+    return next((glibc for glibc, newest in _POLICIES if number <= newest[family]), None)
 
 
 # The audit

@@ -11,6 +11,7 @@ what its entries were made of, and what differs is compiled.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable, Iterator
 
 from opkiln import __version__
 from opkiln.building.asking import planned
@@ -20,10 +21,6 @@ from opkiln.model import CARRIED, OpSpec
 from opkiln.settings import LAYOUT
 from opkiln.ship import prebuild, selection
 from opkiln.store.key import build_key, intent_key
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
 
 # What all keys of stores that this opkiln can read begin with: an older store is a good start.
 PREFIX = f"opkiln-{LAYOUT}-"

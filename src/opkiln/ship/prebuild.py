@@ -9,9 +9,12 @@ import os
 import shlex
 import sys
 import time
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
+from opkiln.build_model import Plan
+from opkiln.builder import OpBuilder
 from opkiln.decision import receipt
 from opkiln.decision import terms as decision
 from opkiln.decision.target import target_machine
@@ -28,21 +31,12 @@ from opkiln.errors import (
     UnknownOp,
 )
 from opkiln.loading import loader, recording
-from opkiln.model import CPU, ONE_CALL
+from opkiln.model import CPU, ONE_CALL, Artifact
 from opkiln.registry import ALL_OPS, libraries, listed_as
 from opkiln.settings import override, whole_environment
 from opkiln.ship import selection
 from opkiln.ship.selection import NamedTarget
 from opkiln.toolchain.choice import available
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-
-    from opkiln.build_model import Plan
-    from opkiln.builder import OpBuilder
-    from opkiln.model import Artifact
-
 
 BUILT, CACHED, SKIPPED, FAILED = "built", "cached", "skipped", "failed"
 

@@ -11,11 +11,13 @@ import os
 import shutil
 import sys
 import sysconfig
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import EntryPoint
 from typing import NamedTuple
 
 from opkiln import registry
+from opkiln.builder.base import OpBuilder
 from opkiln.bundles import layer
 from opkiln.errors import (
     ArchError,
@@ -30,16 +32,9 @@ from opkiln.errors import (
 from opkiln.model import CARRIED
 from opkiln.settings import LAYOUT, override, settings
 from opkiln.ship import audit, prebuild, selection
-from opkiln.ship.prebuild import Request
+from opkiln.ship.prebuild import Outcome, Request
 from opkiln.ship.selection import Choice, Declared, NamedTarget
 from opkiln.toolchain import torch_sdk
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from opkiln.builder.base import OpBuilder
-    from opkiln.ship.prebuild import Outcome
 
 PREBUILT = CARRIED  # the layer's name in a package
 PURE = "py3-none-any"

@@ -8,18 +8,15 @@ serial number and no time.
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator
+from typing import Any
 from urllib.parse import quote
 
 from packaging.utils import canonicalize_name
 
 from opkiln import __version__
+from opkiln.bundles.layer import Entry
 from opkiln.ship.audit import FULL_TAG, STABLE_TAG
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
-    from opkiln.bundles.layer import Entry
 
 # Static libraries, by the link argument: (name, the compiler that has the same version).
 _STATIC = {"-lcudart_static": ("cudart_static", "nvcc")}
@@ -73,13 +70,8 @@ def _library(entry: Entry, below: str) -> Component:
         "machine": target["machine"],
         "path": path,
     }
-    return {
-        "type": "library",
-        "bom-ref": path,
-        "name": manifest["op"],
-        "hashes": [{"alg": "SHA-256", "content": manifest["sha256"]}],
-        "properties": _properties(told),
-    }
+    hashes = [{"alg": "SHA-256", "content": manifest["sha256"]}]
+    return _component("library", path, manifest["op"], told, hashes=hashes)
 
 
 def _parts(entry: Entry) -> Iterator[Component]:
@@ -88,25 +80,16 @@ def _parts(entry: Entry) -> Iterator[Component]:
     compilers: dict[str, dict[str, str]] = inputs.get("toolchain", {})
     for family, known in sorted(compilers.items()):
         # CycloneDX's word for a part that is not installed is "excluded".
-        yield {
-            "type": "application",
-            "bom-ref": f"compiler:{family}:{known['identity']}",
-            "name": family,
-            "version": known["version"],
-            "scope": "excluded",
-            "properties": _properties({"identity": known["identity"]}),
-        }
+        yield _component(
+            "application", f"compiler:{family}:{known['identity']}", family,
+            {"identity": known["identity"]}, version=known["version"], scope="excluded",
+        )  # fmt: skip
     linked = {argument for step in inputs.get("steps", ())[-1:] for argument in step}
     for argument, (name, family) in _STATIC.items():
         if argument in linked and family in compilers:
             version = compilers[family]["version"]
-            yield {
-                "type": "library",
-                "bom-ref": f"static:{name}:{version}",
-                "name": name,
-                "version": version,
-                "properties": _properties({"linked": "static"}),
-            }
+            ref = f"static:{name}:{version}"
+            yield _component("library", ref, name, {"linked": "static"}, version=version)
     tag = str(entry.manifest["target"]["abi_tag"])
     if tag.startswith(FULL_TAG):
         yield _torch(tag, inputs.get("torch", {}).get("version", ""))
@@ -121,14 +104,10 @@ def _torch(tag: str, version: str) -> Component:
     told = {"used": "headers", "stable-abi": named if stable else ""}
     known = {"version": version, "purl": f"pkg:pypi/torch@{quote(version)}"} if version else {}
     ref = ":".join(filter(None, ("headers:torch", version, told["stable-abi"])))
-    return {
-        "type": "library",
-        "bom-ref": ref,
-        "name": "torch",
-        **known,
-        "properties": _properties(told),
-    }
+    return _component("library", ref, "torch", told, **known)
 
 
-def _properties(told: dict[str, str]) -> list[dict[str, str]]:
-    return [{"name": f"opkiln:{key}", "value": value} for key, value in told.items() if value]
+def _component(kind: str, ref: str, name: str, told: dict[str, str], **more: Any) -> Component:
+    """A part of the document. ``told`` are properties of opkiln's own; empty ones are left out."""
+    properties = [{"name": f"opkiln:{key}", "value": text} for key, text in told.items() if text]
+    return {"type": kind, "bom-ref": ref, "name": name, "properties": properties, **more}

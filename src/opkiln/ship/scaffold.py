@@ -18,6 +18,7 @@ import shutil
 import symtable
 import sys
 import tomllib
+from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,10 +28,6 @@ from opkiln.authoring.parameters import CPP_KEYWORDS
 from opkiln.errors import StoreError, UsageError
 from opkiln.registry import GROUP, bundled
 from opkiln.writing import replace
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 SETUPTOOLS, HATCHLING = "setuptools", "hatchling"
 BACKENDS = (SETUPTOOLS, HATCHLING)

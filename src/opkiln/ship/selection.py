@@ -14,20 +14,14 @@ from __future__ import annotations
 import ast
 import os
 import re
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import NamedTuple
 
-from opkiln.builder import deepspeed_names
+from opkiln.builder import OpBuilder, deepspeed_names
 from opkiln.errors import ArchError, SettingError, SpecError, UsageError
 from opkiln.model import CPU, CUDA, ROCM, XPU
 from opkiln.settings import build_switch, build_switches, origin_of, override, settings
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-    from contextlib import AbstractContextManager
-
-    from opkiln.builder import OpBuilder
-
 
 BACKENDS = (CPU, CUDA, ROCM, XPU)
 _SOURCE = re.compile(r"[^\n]+\.(c|cc|cpp|cxx|cu|cuh|hip|sycl|h|hh|hpp)")

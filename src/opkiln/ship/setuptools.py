@@ -19,16 +19,15 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from setuptools import Command
 from setuptools.errors import ModuleError, SetupError
 
+from opkiln.builder import OpBuilder
 from opkiln.errors import OpkilnError, SpecError
 from opkiln.registry import GROUP
 from opkiln.ship import selection
 from opkiln.ship.precompile import PREBUILT, PURE, not_shipped, precompile, tag_of
+from opkiln.ship.selection import Declared
 
 if TYPE_CHECKING:
     from setuptools import Distribution, Extension
-
-    from opkiln.builder import OpBuilder
-    from opkiln.ship.selection import Declared
 
 STEP = "build_opkiln"
 

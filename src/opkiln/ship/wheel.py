@@ -16,24 +16,21 @@ import os
 import re
 import shlex
 import tempfile
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from packaging.utils import InvalidName, canonicalize_name
 from packaging.version import InvalidVersion, Version
 
 from opkiln import __version__
 from opkiln.bundles import layer
+from opkiln.bundles.layer import Entry
 from opkiln.errors import StoreError, UsageError
 from opkiln.model import EXECUTABLE, SHARED
 from opkiln.ship.audit import ANY_PYTHON, python_tag, tag_for
 from opkiln.ship.sbom import sbom
 from opkiln.store import publish
 from opkiln.store.zip_format import DEFLATED, LARGEST, MOST_MEMBERS, Added, Writer, chunks
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from opkiln.bundles.layer import Entry
 
 HOME = SHARED  # what an installed opkiln looks for
 SBOM = "sboms/opkiln.cdx.json"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from opkiln import __version__
@@ -11,10 +12,6 @@ from opkiln.bundles import layer
 from opkiln.errors import BuildError, StoreError, UsageError
 from opkiln.ship import audit
 from opkiln.store import publish
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
 
 
 class Wrapping(NamedTuple):

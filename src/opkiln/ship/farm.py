@@ -1,4 +1,7 @@
-"""Builds ops for targets on a farm, and takes the results into this machine's store.
+"""The build farm: ops for targets, as tasks for any ``concurrent.futures.Executor``.
+
+A worker gets a job and returns a bundle or an error. It raises nothing, because some executors run
+again what raised, and keeps its compiled files in a store of its own.
 
 The coordinator decides as a plain build does (``prebuild.look``): what the store has is not built
 again. A result is imported when it comes and then asked for like any other entry. So what a worker
@@ -13,43 +16,134 @@ time, so that the one that ends its worker is found and the others are built.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import shlex
+import shutil
 import time
 import tomllib
 from collections import Counter
-from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Executor, wait
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Executor, Future, wait
 from importlib import import_module
 from itertools import islice
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from opkiln.bundles.bundle import unpack
+from opkiln import __version__
+from opkiln.bundles.bundle import packed, unpack_bytes
 from opkiln.decision.target import target_cpu
 from opkiln.engine import events, progress
-from opkiln.errors import BuildError, OpkilnError, StoreError, ToolchainError, UsageError
+from opkiln.engine.chrome import Trace
+from opkiln.errors import BuildError, OpkilnError, SpecError, StoreError, ToolchainError, UsageError
 from opkiln.model import CPU, flag_settings
-from opkiln.settings import settings
+from opkiln.settings import LAYOUT, override, settings
 from opkiln.ship import prebuild, selection
-from opkiln.ship.farm.tasks import Job, Result, work
 from opkiln.ship.prebuild import BUILT, FAILED, Outcome, Request
 from opkiln.ship.selection import NamedTarget
 from opkiln.store import publish
 from opkiln.store.layers import Store
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-    from concurrent.futures import Future
-
-    from opkiln.engine.chrome import Trace
-
-    Crew = str | Executor | Callable[[], Executor]
+Crew = str | Executor | Callable[[], Executor]
 
 _KEYS = ("ops", "targets")  # of a matrix
 _EXAMPLE = 'targets = ["cpu:x86-64-v3", "cuda:9.0a"]'
 _TIMES = 3  # that a task is given to a worker
 _BREAKS = 2  # of the executor, before tasks go on one at a time
 _WAKE = 0.2  # seconds, so that an interrupt is seen
+
+
+# What a worker does
+
+
+class Job(NamedTuple):
+    """One op for one target: names and settings, nothing of the coordinator's machine."""
+
+    op: str
+    target: NamedTarget  # nothing in it is left for the worker's machine to say
+    settings: tuple[tuple[str, Any], ...] = ()  # flags and the like, by the settings' fields
+    jobs: int | None = None  # the most steps at once, on this worker
+    version: str = __version__
+
+    def __str__(self) -> str:
+        return f"{self.op} {self.target}"
+
+
+class Result(NamedTuple):
+    """What became of a job. ``bundle`` has the library, if there is one."""
+
+    outcome: Outcome
+    bundle: bytes = b""
+    events: tuple[events.Event, ...] = ()  # ``at`` counts from the end of the task
+    worker: str = ""
+
+
+def work(job: Job) -> Result:
+    """Build what a job asks for. Never raises an Exception."""
+    seen: list[events.Event] = []
+    worker = f"{os.uname().nodename} pid {os.getpid()}"
+
+    def note(event: events.Event) -> None:
+        if event.data.get("op") == str(job):  # threads of one worker may have tasks of their own
+            seen.append(event)
+
+    try:
+        with (
+            override(progress="off", trace=None, push=None, record=None),
+            override(cache_dir=_store(), **dict(job.settings)),
+            events.listening(note),
+        ):
+            outcome, bundle = _made(job)
+    except Exception as error:  # also a full disk, no more memory
+        why = f"{type(error).__name__}: {error}"
+        told = error if isinstance(error, OpkilnError) else None
+        told = told or BuildError(f"op {job.op} was not built", why=why)
+        outcome, bundle = Outcome(job.op, FAILED, error=told), b""
+    if outcome.error is not None:
+        outcome = outcome._replace(error=_from_elsewhere(outcome.error, job, worker))
+    now = time.monotonic()
+    relative = tuple(each._replace(at=each.at - now, data=dict(each.data)) for each in seen)
+    return Result(outcome._replace(target=str(job.target), path=""), bundle, relative, worker)
+
+
+@functools.cache
+def _store() -> str:
+    """This process's own store. A watchdog removes it, also if the process is killed.
+
+    It has what the user's store on this host knows of the compilers: to ask them takes seconds.
+    """
+    made = publish.make_scratch("farm")
+    os.makedirs(memory := os.path.join(made, LAYOUT, "toolchains"), 0o700)
+    for known in filter(os.path.isdir, Store().memory[:1]):
+        for name in os.listdir(known):
+            with contextlib.suppress(FileNotFoundError):  # another process replaces it just now
+                shutil.copy2(os.path.join(known, name), memory)
+    return made
+
+
+def _made(job: Job) -> tuple[Outcome, bytes]:
+    if job.version != __version__:
+        raise SpecError(
+            f"op {job.op} was not built: opkiln is {__version__} there, and {job.version} here",
+            hint=f"pip install opkiln=={job.version}",
+        )
+    asked = prebuild.requests([job.op], [job.target], named=True)
+    (outcome,) = prebuild.prebuild(asked.requests, jobs=job.jobs, names_targets=True)
+    if not outcome.path:
+        return outcome, b""
+    with packed([outcome.path]) as made, open(made.path, "rb") as opened:
+        return outcome, opened.read()
+
+
+def _from_elsewhere(error: OpkilnError, job: Job, worker: str) -> OpkilnError:
+    """The error as the coordinator tells it: with the op and the worker, without a log's path,
+    since that log ends with the worker."""
+    lines = [line for line in error.why.splitlines() if not line.startswith("log: ")]
+    what = error.what if job.op in error.what else f"op {job.op}: {error.what}"
+    hint = "" if error.log and error.log in error.hint else error.hint
+    return type(error)(what, why="\n".join([*lines, f"for {job.target}, on {worker}"]), hint=hint)
+
+
+# What the coordinator does
 
 
 def build(
@@ -90,15 +184,17 @@ def run(
                 tasks[number] = _job(request, jobs)
     if tasks:
         total = f"{len(tasks)} task{'' if len(tasks) == 1 else 's'}"
-        with ExitStack() as stack:
-            stack.enter_context(progress.shown(traced=False))
-            recorder = None
-            if file := trace or settings.trace:
-                from opkiln.engine import chrome
-
-                recorder = stack.enter_context(contextlib.closing(chrome.Trace(file)))
+        with progress.shown(traced=False), _tracing(trace or settings.trace) as recorder:
             outcomes |= _do_tasks(crew, tasks, asked, f"{total} on {name}", recorder)
     return [outcomes[number] for number in range(len(asked))]
+
+
+def _tracing(file: str | None) -> contextlib.AbstractContextManager[Trace | None]:
+    if not file:
+        return contextlib.nullcontext()
+    from opkiln.engine import chrome
+
+    return contextlib.closing(chrome.Trace(file))
 
 
 def _do_tasks(
@@ -183,17 +279,14 @@ def find_function(text: str) -> Callable[[], Executor]:
         ) from error
 
     def make() -> Executor:
+        what = f"--executor {text} made no executor"
         try:
             made = found()
         except Exception as error:  # a package is missing, a scheduler does not answer
-            raise ToolchainError(
-                f"--executor {text} made no executor", why=f"{type(error).__name__}: {error}"
-            ) from error
+            raise ToolchainError(what, why=f"{type(error).__name__}: {error}") from error
         if not isinstance(made, Executor):
-            raise UsageError(
-                f"--executor {text} made no executor",
-                why=f"{type(made).__name__} is not a concurrent.futures.Executor",
-            )
+            why = f"{type(made).__name__} is not a concurrent.futures.Executor"
+            raise UsageError(what, why=why)
         return made
 
     return make
@@ -220,11 +313,8 @@ def _taken(request: Request, ended: Ended, root: str) -> Outcome:
     if not ended.result.bundle:
         return told._replace(target=target)
     try:
-        with publish.scratch("farm") as stage:
-            file = os.path.join(stage, "bundle")
-            with open(file, "wb") as out:
-                out.write(ended.result.bundle)
-            unpack(file, root, signed=False)  # the farm is trusted as this machine's compilers are
+        # The farm is trusted as this machine's compilers are.
+        unpack_bytes(ended.result.bundle, root, signed=False)
         with selection.applied(request.wanted):
             found = prebuild.look(request)
     except OpkilnError as error:

@@ -1,1 +1,0 @@
-"""The build farm: ops and targets as tasks for any ``concurrent.futures.Executor``."""
