@@ -46,12 +46,11 @@ def _answer(given: str | None, name: str | None) -> dict[str, Any]:
     except ToolchainError as error:
         no_toolkit = error.what
     language = archs.grammar(backend)
-    listed = language.parse(";".join(toolkit.archs)) if toolkit and toolkit.archs else ()
+    listed = archs.parsed(backend, toolkit.archs) if toolkit else ()
     natives = archs.devices(backend)
     asked, origin = _asked(given, backend, bool(natives), bool(listed))
     try:
-        known = {"native": natives, **({"listed": listed} if backend == CUDA else {})}
-        parsed = language.parse(asked, **known)
+        parsed = language.parse(asked, native=natives, listed=listed)
     except ArchError as error:
         where = f"{origin}: " if origin.isupper() and origin != "LIST" else ""
         raise ArchError(where + error.what, why=error.why, hint=error.hint) from None
@@ -60,9 +59,7 @@ def _answer(given: str | None, name: str | None) -> dict[str, Any]:
     refused: tuple[tuple[Any, str], ...] = ()
     notes: tuple[str, ...] = ()
     if toolkit and listed:
-        if backend != CUDA:
-            kept, refused = language.usable(kept, listed)
-        elif asked.strip().lower() == "native":
+        if backend == CUDA and asked.strip().lower() == "native":
             kept, notes = archs.for_devices(kept, toolkit)
         else:
             kept, refused = language.usable(kept, listed, toolkit.accepts)
@@ -70,7 +67,6 @@ def _answer(given: str | None, name: str | None) -> dict[str, Any]:
     if toolkit is not None:
         variants = sorted(name for name in toolkit.accepts if name[:1].isdigit())
         known_toolkit = {**fields(toolkit, "family version home archs"), "variants": variants}
-    left = tuple(map(str, kept))
     return {
         "backend": backend,
         "asked": asked,
@@ -83,8 +79,8 @@ def _answer(given: str | None, name: str | None) -> dict[str, Any]:
         "no_toolkit": no_toolkit,  # why there is none
         "refused": [{"arch": str(arch), "reason": reason} for arch, reason in refused],
         "notes": notes,  # on devices that use code for another architecture
-        "archs": left,
-        "images": language.images(kept) if backend == CUDA else left,
+        "archs": tuple(map(str, kept)),
+        "images": language.images(kept),
         "flags": language.flags(kept),
     }
 
