@@ -35,6 +35,7 @@ def _answer(given: str | None, name: str | None) -> dict[str, Any]:
     from opkiln.decision import archs
     from opkiln.model import CUDA
     from opkiln.registry import get_builder
+    from opkiln.settings import origin_of
     from opkiln.store.layers import Store
     from opkiln.toolchain import choice
 
@@ -48,7 +49,11 @@ def _answer(given: str | None, name: str | None) -> dict[str, Any]:
     language = archs.grammar(backend)
     listed = archs.parsed(backend, toolkit.archs) if toolkit else ()
     natives = archs.devices(backend)
-    asked, origin = _asked(given, backend, bool(natives), bool(listed))
+    asked, origin = origin_of(archs.SETTINGS[backend]) if given is None else (given, "LIST")
+    if given is None and not asked:
+        # Precompiling takes all. Without a toolkit, `native` gives the error about the missing GPU.
+        everything = backend == CUDA and listed and not natives
+        asked, origin = ("all", "toolkit") if everything else ("native", "devices")
     try:
         parsed = language.parse(asked, native=natives, listed=listed)
     except ArchError as error:
@@ -95,22 +100,6 @@ def _backend(given: str | None) -> str:
         return ROCM if hip.is_hip(given) else CUDA
     torch = torch_sdk.find()
     return ROCM if torch is not None and torch.hip else CUDA
-
-
-def _asked(given: str | None, backend: str, has_devices: bool, has_list: bool) -> tuple[str, str]:
-    """(the list, its origin), in the order of a build."""
-    from opkiln.model import CUDA
-    from opkiln.settings import origin_of
-
-    if given is not None:
-        return given, "LIST"
-    field = "cuda_arch_list" if backend == CUDA else "rocm_arch_list"
-    asked, origin = origin_of(field)
-    if asked:
-        return asked, origin
-    # Precompiling takes all. Without a toolkit, `native` gives the error about the missing GPU.
-    everything = backend == CUDA and has_list and not has_devices
-    return ("all", "toolkit") if everything else ("native", "devices")
 
 
 def _rows(answer: dict[str, Any]) -> list[tuple[str, str]]:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from opkiln.build_model import DeviceCompiler, Target, Toolchain
     from opkiln.model import Op
 
-_SETTINGS = {CUDA: "cuda_arch_list", ROCM: "rocm_arch_list"}
+SETTINGS = {CUDA: "cuda_arch_list", ROCM: "rocm_arch_list"}
 _GRAMMARS = {CUDA: "opkiln.arch.cuda", ROCM: "opkiln.arch.hip"}
 _told: set[str] = set()
 
@@ -70,7 +70,7 @@ def wanted(op: Op) -> Wanted:
     if backend not in _GRAMMARS:
         return Wanted()
     language = grammar(backend)
-    asked, origin = (op.asked, "call") if op.asked else origin_of(_SETTINGS[backend])
+    asked, origin = (op.asked, "call") if op.asked else origin_of(SETTINGS[backend])
     native = None
     if not asked or "native" in asked.lower():
         native = devices(backend)

@@ -10,7 +10,6 @@ from importlib.machinery import PathFinder
 
 from opkiln.decision import policy
 from opkiln.decision.prebuilt import PREBUILT
-from opkiln.decision.terms import CACHED
 from opkiln.errors import SpecError
 from opkiln.model import CARRIED, PACKAGE, SHARED
 from opkiln.registry import ALL_OPS, bundled, declared, distribution
@@ -72,16 +71,10 @@ def ops(_: Here) -> Outcome:
 
 # Runs in a child: a declaration is its author's code, and checking a library opens others.
 _ASK_DECISION = """
-from opkiln.errors import OpkilnError
-from opkiln.decision.terms import Request, summary
-from opkiln.loading import loader
 from opkiln.registry import ALL_OPS
-answer = '', []
-try:
-    outcome = loader.look(Request(ALL_OPS[sys.argv[1]]().op()))
-    answer = summary(outcome).status, [each[:3] for each in outcome.trace.candidates]
-except OpkilnError:
-    pass
+from opkiln.report import operators
+kind = ALL_OPS[sys.argv[1]]
+answer = operators.on_backend(kind, kind().backend)._asdict()
 """
 
 
@@ -97,12 +90,11 @@ def prebuilt(_: Here) -> Outcome:
         answer, died = child_answer(_ASK_DECISION, op)
         if died:
             continue  # the check `ops` reports that
-        status, candidates = answer
-        mine = [each[1:] for each in candidates if each[0] == PREBUILT]
+        mine = [each[1:3] for each in answer["candidates"] if each[0] == PREBUILT]
         reasons = "; ".join(dict.fromkeys(reason for verdict, reason in mine if verdict != "taken"))
-        if any(verdict == "taken" for verdict, _ in mine):
+        if answer["installed"]:
             serving.append(op)
-        elif reasons and status == CACHED:
+        elif reasons and answer["cached"]:
             instead.append(f"{op} is refused, and a cached build is used: {reasons}")
         elif reasons:
             refused.append(f"{op} is refused: {reasons}")
