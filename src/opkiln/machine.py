@@ -1,4 +1,5 @@
-"""What this machine is: the one reader of ``uname`` and ``/proc/cpuinfo``."""
+"""What this machine is: the one reader of ``uname`` and ``/proc/cpuinfo``; and of files about it
+that may be missing."""
 
 from __future__ import annotations
 
@@ -48,6 +49,15 @@ def cpu_flags() -> str:
 def cpu_name() -> str:
     """The CPU's name for people."""
     return _field("model name") or architecture()
+
+
+def read_text(path: str) -> str:
+    """The text of a file; empty if it cannot be read: a minimal image or a sandbox lacks many."""
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            return file.read()
+    except OSError:
+        return ""
 
 
 def _field(name: str) -> str:

@@ -11,8 +11,10 @@ environment; tests and callers use it instead of writing variables.
 from __future__ import annotations
 
 import os
+import sys
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import cache
 
 from opkiln import setting_values as values
 from opkiln.errors import SettingError
@@ -37,31 +39,38 @@ _OVERRIDES: ContextVar[dict[str, Any] | None] = ContextVar("opkiln_settings", de
 
 
 class Setting:
-    """One documented variable. As a class attribute it reads as its parsed value."""
+    """One variable, with its other names, separated by spaces. As a class attribute it reads as its
+    parsed value. The string below it says what it is for and, last, how its default reads."""
+
+    field = ""
 
     def __init__(
         self,
-        variable: str,
-        parse: Callable[[str], Any],
-        default: Any,
-        doc: str,
+        names: str,
+        parse: Callable[[str], Any] = str,
+        default: Any = None,
         *,
-        aliases: tuple[str, ...] = (),
-        shown: str = "",
         group: str = "opkiln",
-        empty_counts: bool = False,
+        empty_counts: bool = False,  # an empty variable is a value of its own
     ) -> None:
-        self.variable = variable
-        self.aliases = aliases
-        self.names = (variable, *aliases)
+        self.names = tuple(names.split())
+        self.variable = self.names[0]
         self.parse = parse
         self.default = default
-        self.doc = doc
-        # How the default reads in the docs.
-        self.shown = shown or ("off" if default is False else f"`{default}`" if default else "none")
         self.group = group
-        self.empty_counts = empty_counts  # an empty variable is a value of its own
-        self.field = ""
+        self.empty_counts = empty_counts
+
+    @property
+    def doc(self) -> str:
+        """What it is for."""
+        return _documentation().get(self.field, "").partition(_DEFAULT)[0]
+
+    @property
+    def shown(self) -> str:
+        """How the default reads in the docs."""
+        if text := _documentation().get(self.field, "").partition(_DEFAULT)[2]:
+            return text.removesuffix(".")
+        return "off" if self.default is False else f"`{self.default}`" if self.default else "none"
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.field = name
@@ -90,63 +99,61 @@ class Setting:
         return self.default, "default"
 
 
+_DEFAULT = " Default: "
+
+
+@cache
+def _documentation() -> dict[str, str]:
+    """The string below each setting, read from the source: no process needs it to load an op."""
+    import ast
+    from inspect import getsource
+    from itertools import pairwise
+
+    module = ast.parse(getsource(sys.modules[__name__]))
+    parts = (part for each in module.body if isinstance(each, ast.ClassDef) for part in each.body)
+    return {
+        ast.unparse(setting.targets[0]): " ".join(ast.literal_eval(below.value).split())
+        for setting, below in pairwise(parts)
+        if isinstance(setting, ast.Assign) and isinstance(below, ast.Expr)
+    }
+
+
 class Settings:
     """The table. Attribute access gives the value in force now."""
 
     # Where things are kept
-    cache_dir = Setting(
-        "OPKILN_CACHE_DIR", str, None,
-        "Root of the writable store. A directory that others can write to, or that belongs to "
-        "somebody else, is not used: a private one is, and a warning says so.",
-        shown="`$XDG_CACHE_HOME/opkiln` or `~/.cache/opkiln`",
-    )  # fmt: skip
-    store_layers = Setting(
-        "OPKILN_STORE_LAYERS", values.paths, (),
-        "Read-only stores below the writable one, first match wins, separated by `:`. "
-        "Naming a directory here is what makes it trusted.",
-    )  # fmt: skip
-    trusted_keys = Setting(
-        "OPKILN_TRUSTED_KEYS", values.keys, None,
-        "Public keys (`ed25519:…`), or files with one on each line, separated by blanks. Where it "
-        "is set, a bundle is only imported, or used as a layer, if one of them has signed it. Set "
-        "and empty, it is an error.",
-        shown="none: bundles need no signature", empty_counts=True,
-    )  # fmt: skip
-    remotes = Setting(
-        "OPKILN_REMOTES", values.urls, (),
-        "Remote tiers: where compiled ops are looked for before anything is compiled, first match "
-        "wins, separated by blanks: `oci://registry/prefix` (with `?tokens=HOST` if that host may "
-        "have the registry's login, to give tokens for it), `oci+http://…` without TLS, "
-        "`oci:///directory`, `https://…`, `http://…`, `s3://…`, `gs://…`, `file:///directory`. "
-        "What comes from there needs a signature by `OPKILN_TRUSTED_KEYS` or a digest in "
-        "`OPKILN_LOCK`.",
-        shown="none: nothing connects to another host",
-    )  # fmt: skip
-    lock = Setting(
-        "OPKILN_LOCK", str, None,
-        "A lock file, as `opkiln lock` writes it. The artifacts that it names are taken from "
-        "remote tiers by their digests, signed or not.",
-    )  # fmt: skip
-    push = Setting(
-        "OPKILN_PUSH", values.switch_or_path, None,
-        "Publish what is compiled here to the first remote tier, as `opkiln cache push` does: `1`, "
-        "or the file of the private key that signs it, as `opkiln cache keygen` makes it.",
-        shown="off",
-    )  # fmt: skip
-    runtime_dir = Setting(
-        "OPKILN_RUNTIME_DIR", str, None,
-        "Node-local directory for the host-wide build budget.",
-        shown="`/dev/shm/opkiln-<uid>` or `<tmp>/opkiln-<uid>`",
-    )  # fmt: skip
-    tmpdir = Setting(
-        "OPKILN_TMPDIR", str, None,
-        "Node-local directory in which builds are staged; each build makes a private one inside.",
-        aliases=("TMPDIR",), shown="`/tmp`",
-    )  # fmt: skip
-    cache_max_size = Setting(
-        "OPKILN_CACHE_MAX_SIZE", values.parse_size, 20 << 30,
-        "Size that `opkiln cache gc` shrinks the store to, oldest use first.", shown="20G",
-    )  # fmt: skip
+    cache_dir = Setting("OPKILN_CACHE_DIR")
+    """Root of the writable store. A directory that others can write to, or that belongs to somebody
+    else, is not used: a private one is, and a warning says so. Default: `$XDG_CACHE_HOME/opkiln` or
+    `~/.cache/opkiln`."""
+    store_layers = Setting("OPKILN_STORE_LAYERS", values.paths, ())
+    """Read-only stores below the writable one, first match wins, separated by `:`. Naming a
+    directory here is what makes it trusted."""
+    trusted_keys = Setting("OPKILN_TRUSTED_KEYS", values.keys, empty_counts=True)
+    """Public keys (`ed25519:…`), or files with one on each line, separated by blanks. Where it is
+    set, a bundle is only imported, or used as a layer, if one of them has signed it. Set and empty,
+    it is an error. Default: none: bundles need no signature."""
+    remotes = Setting("OPKILN_REMOTES", values.urls, ())
+    """Remote tiers: where compiled ops are looked for before anything is compiled, first match
+    wins, separated by blanks: `oci://registry/prefix` (with `?tokens=HOST` if that host may have
+    the registry's login, to give tokens for it), `oci+http://…` without TLS, `oci:///directory`,
+    `https://…`, `http://…`, `s3://…`, `gs://…`, `file:///directory`. What comes from there needs a
+    signature by `OPKILN_TRUSTED_KEYS` or a digest in `OPKILN_LOCK`. Default: none: nothing connects
+    to another host."""
+    lock = Setting("OPKILN_LOCK")
+    """A lock file, as `opkiln lock` writes it. The artifacts that it names are taken from remote
+    tiers by their digests, signed or not."""
+    push = Setting("OPKILN_PUSH", values.switch_or_path)
+    """Publish what is compiled here to the first remote tier, as `opkiln cache push` does: `1`, or
+    the file of the private key that signs it, as `opkiln cache keygen` makes it. Default: off."""
+    runtime_dir = Setting("OPKILN_RUNTIME_DIR")
+    """Node-local directory for the host-wide build budget. Default: `/dev/shm/opkiln-<uid>` or
+    `<tmp>/opkiln-<uid>`."""
+    tmpdir = Setting("OPKILN_TMPDIR TMPDIR")
+    """Node-local directory in which builds are staged; each build makes a private one inside.
+    Default: `/tmp`."""
+    cache_max_size = Setting("OPKILN_CACHE_MAX_SIZE", values.parse_size, 20 << 30)
+    """Size that `opkiln cache gc` shrinks the store to, oldest use first. Default: 20G."""
 
     # What happens
     mode = Setting(
@@ -155,339 +162,215 @@ class Settings:
             "auto", "native", "cached", "sealed", "needed", "source", "reference", "check"
         ),
         "auto",
-        "Whether to compile, and what to do otherwise. `auto`: use what is cached or installed, "
-        "else compile, else run the op's reference with a warning. `native`: as `auto`, but an op "
-        "that would fall back is an error. `cached`: never compile. `sealed`: never compile or "
-        "fall back. `needed`: compile only ops that have no reference. `source`: as `auto`, but "
-        "ignore the libraries that packages were installed with. `reference`: run the reference of "
-        "every op that has one. `check`: as `auto`, but of every op declared with `@opkiln.op` run "
-        "both versions, native and reference, and compare what they give; the first difference is "
-        "an error. For tests and for the search for a wrong kernel: a call takes several times as "
-        "long.",
-    )  # fmt: skip
-    patch_torch = Setting(
-        "OPKILN_PATCH_TORCH", values.switch, False,
-        "Extensions of programs that use `torch.utils.cpp_extension` are built by opkiln. "
-        "`opkiln run` sets it.",
-    )  # fmt: skip
-    deepspeed = Setting(
-        "OPKILN_DEEPSPEED", values.deepspeed, (("", ("ops", "engine")),),
-        "What DeepSpeed's builders load where opkiln serves them: `ops` opkiln's own ops, `engine` "
-        "DeepSpeed's sources built by opkiln, both in this order; `off` what DeepSpeed builds. "
-        "`OP=ops`, `OP=engine` and `OP=off` say it of one op: `cpu_adam=engine,quantizer=off`.",
-        shown="`ops,engine`",
-    )  # fmt: skip
-    record = Setting(
-        "OPKILN_RECORD", str, None,
-        "A file to which each process appends the ops that it loads, for "
-        "`opkiln build --recorded FILE`.",
-    )  # fmt: skip
-    build_ops = Setting(
-        "OPKILN_BUILD_OPS", values.switch, False,
-        "When a package is installed: precompile all its ops, skipping those that cannot be built "
-        "here. `OPKILN_BUILD_<OP>` (`DS_BUILD_<OP>`) decides for one op: `1` builds it or fails, "
-        "`0` leaves it out.",
-        aliases=("DS_BUILD_OPS",),
-    )  # fmt: skip
-    build_targets = Setting(
-        "OPKILN_BUILD_TARGETS", str, None,
-        "What ops are precompiled for when a package is installed: "
-        "`cuda:8.0,9.0a+PTX;cpu:x86-64-v3`, as `opkiln build --target` takes them, separated by "
-        "`;`.",
-        shown="three levels of this machine's CPU family, and the GPUs of `OPKILN_CUDA_ARCH_LIST`, "
-        "else those here, else all that nvcc knows",
-    )  # fmt: skip
-    build_string = Setting(
-        "DS_BUILD_STRING", str, None,
-        "Marks the version of a package that is built: `cu130` gives `1.0+cu130`, `.dev7` gives "
-        "`1.0.dev7`.",
-        group="compiler",
-    )  # fmt: skip
+    )
+    """Whether to compile, and what to do otherwise. `auto`: use what is cached or installed, else
+    compile, else run the op's reference with a warning. `native`: as `auto`, but an op that would
+    fall back is an error. `cached`: never compile. `sealed`: never compile or fall back. `needed`:
+    compile only ops that have no reference. `source`: as `auto`, but ignore the libraries that
+    packages were installed with. `reference`: run the reference of every op that has one. `check`:
+    as `auto`, but of every op declared with `@opkiln.op` run both versions, native and reference,
+    and compare what they give; the first difference is an error. For tests and for the search for a
+    wrong kernel: a call takes several times as long."""
+    patch_torch = Setting("OPKILN_PATCH_TORCH", values.switch, False)
+    """Extensions of programs that use `torch.utils.cpp_extension` are built by opkiln. `opkiln run`
+    sets it."""
+    deepspeed = Setting("OPKILN_DEEPSPEED", values.deepspeed, (("", ("ops", "engine")),))
+    """What DeepSpeed's builders load where opkiln serves them: `ops` opkiln's own ops, `engine`
+    DeepSpeed's sources built by opkiln, both in this order; `off` what DeepSpeed builds. `OP=ops`,
+    `OP=engine` and `OP=off` say it of one op: `cpu_adam=engine,quantizer=off`. Default:
+    `ops,engine`."""
+    record = Setting("OPKILN_RECORD")
+    """A file to which each process appends the ops that it loads, for `opkiln build --recorded
+    FILE`."""
+    build_ops = Setting("OPKILN_BUILD_OPS DS_BUILD_OPS", values.switch, False)
+    """When a package is installed: precompile all its ops, skipping those that cannot be built
+    here. `OPKILN_BUILD_<OP>` (`DS_BUILD_<OP>`) decides for one op: `1` builds it or fails, `0`
+    leaves it out."""
+    build_targets = Setting("OPKILN_BUILD_TARGETS")
+    """What ops are precompiled for when a package is installed: `cuda:8.0,9.0a+PTX;cpu:x86-64-v3`,
+    as `opkiln build --target` takes them, separated by `;`. Default: three levels of this machine's
+    CPU family, and the GPUs of `OPKILN_CUDA_ARCH_LIST`, else those here, else all that nvcc
+    knows."""
+    build_string = Setting("DS_BUILD_STRING", group="compiler")
+    """Marks the version of a package that is built: `cu130` gives `1.0+cu130`, `.dev7` gives
+    `1.0.dev7`."""
 
-    accelerator = Setting(
-        "OPKILN_ACCELERATOR", str.lower, None,
-        "The accelerator to use, by name: `cuda`, `rocm`, `xpu`, `hpu`, `npu`, `mlu`, `sdaa`, "
-        "`supa`, `mps`, `cpu`, or that of another package. One that has no device here is an "
-        "error.",
-        aliases=("DS_ACCELERATOR",), shown="the first one with a device",
-    )  # fmt: skip
+    accelerator = Setting("OPKILN_ACCELERATOR DS_ACCELERATOR", str.lower)
+    """The accelerator to use, by name: `cuda`, `rocm`, `xpu`, `hpu`, `npu`, `mlu`, `sdaa`, `supa`,
+    `mps`, `cpu`, or that of another package. One that has no device here is an error. Default: the
+    first one with a device."""
 
     # How it is built
-    cxx = Setting(
-        "CXX", values.command, None,
-        "The host C++ compiler, a name on PATH or a path; a launcher may come before it "
-        "(`ccache g++`).",
-        shown="the first of `g++`, `clang++`, `c++` on PATH that works", group="compiler",
-    )  # fmt: skip
-    torch_dir = Setting(
-        "OPKILN_TORCH_DIR", str, None,
-        "torch's package directory, for builds by a Python that has no torch of its own, such as "
-        "that of an isolated build environment.",
-        shown="the torch that is imported",
-    )  # fmt: skip
-    cpu = Setting(
-        "OPKILN_CPU", str, "native",
-        "The CPU to build for: `native`; a psABI level (`x86-64-v3`); or `common`, the level that "
-        "most servers have (`x86-64-v3` on x86-64, `armv8.2-a` on aarch64). Each may have features "
-        "(`x86-64-v3+avx512f`).",
-    )  # fmt: skip
-    debug = Setting("OPKILN_DEBUG", values.switch, False, "Build with `-O0 -g3` instead of `-O3`.")
-    cppflags = Setting(
-        "CPPFLAGS", values.words, (),
-        "Flags added to every compile, before the author's. nvcc takes "
-        "macros and include directories itself and hands the rest to its host compiler; one with a "
-        "comma or a character that a shell reads is refused.",
-        group="compiler",
-    )  # fmt: skip
-    cxxflags = Setting(
-        "OPKILN_CXXFLAGS", values.words, (),
-        "Flags added to every compile of C++, SYCL's too, after the author's; nvcc and hipcc are "
-        "given those of `OPKILN_CUDAFLAGS`.",
-        aliases=("CXXFLAGS",),
-    )  # fmt: skip
-    ldflags = Setting(
-        "OPKILN_LDFLAGS", values.words, (), "Flags added to every link, after the author's.",
-        aliases=("LDFLAGS",),
-    )  # fmt: skip
-    cpath = Setting(
-        "CPATH", values.directories, (),
-        "Include directories; each enters the command line as `-I`.", group="compiler",
-    )  # fmt: skip
-    cplus_include_path = Setting(
-        "CPLUS_INCLUDE_PATH", values.directories, (),
-        "Include directories; each enters the command line as `-isystem`.", group="compiler",
-    )  # fmt: skip
-    library_path = Setting(
-        "LIBRARY_PATH", values.directories, (),
-        "Library directories; each enters the link line as `-L`.", group="compiler",
-    )  # fmt: skip
+    cxx = Setting("CXX", values.command, group="compiler")
+    """The host C++ compiler, a name on PATH or a path; a launcher may come before it (`ccache
+    g++`). Default: the first of `g++`, `clang++`, `c++` on PATH that works."""
+    torch_dir = Setting("OPKILN_TORCH_DIR")
+    """torch's package directory, for builds by a Python that has no torch of its own, such as that
+    of an isolated build environment. Default: the torch that is imported."""
+    cpu = Setting("OPKILN_CPU", str, "native")
+    """The CPU to build for: `native`; a psABI level (`x86-64-v3`); or `common`, the level that most
+    servers have (`x86-64-v3` on x86-64, `armv8.2-a` on aarch64). Each may have features
+    (`x86-64-v3+avx512f`)."""
+    debug = Setting("OPKILN_DEBUG", values.switch, False)
+    """Build with `-O0 -g3` instead of `-O3`."""
+    cppflags = Setting("CPPFLAGS", values.words, (), group="compiler")
+    """Flags added to every compile, before the author's. nvcc takes macros and include directories
+    itself and hands the rest to its host compiler; one with a comma or a character that a shell
+    reads is refused."""
+    cxxflags = Setting("OPKILN_CXXFLAGS CXXFLAGS", values.words, ())
+    """Flags added to every compile of C++, SYCL's too, after the author's; nvcc and hipcc are given
+    those of `OPKILN_CUDAFLAGS`."""
+    ldflags = Setting("OPKILN_LDFLAGS LDFLAGS", values.words, ())
+    """Flags added to every link, after the author's."""
+    cpath = Setting("CPATH", values.directories, (), group="compiler")
+    """Include directories; each enters the command line as `-I`."""
+    cplus_include_path = Setting("CPLUS_INCLUDE_PATH", values.directories, (), group="compiler")
+    """Include directories; each enters the command line as `-isystem`."""
+    library_path = Setting("LIBRARY_PATH", values.directories, (), group="compiler")
+    """Library directories; each enters the link line as `-L`."""
 
     # CUDA
-    cuda = Setting(
-        "OPKILN_CUDA", values.choice("auto", "nvcc", "nvrtc", "emulated"), "auto",
-        "What compiles CUDA sources. `nvcc`: a CUDA toolkit. `nvrtc`: the library of this name, "
-        "which torch's CUDA wheels bring along, and the C++ compiler; for sources on "
-        "`opkiln/op.h`. `auto`: `nvcc` where there is a toolkit, else `nvrtc`. `emulated`: as "
-        "`auto`, and CUDA kernels of ops written with `op.h` also run on the CPU, on CPU tensors, "
-        "where their races, bounds and barriers are checked. For tests on machines without a GPU; "
-        "see [emulator.md](emulator.md).",
-    )  # fmt: skip
-    cuda_home = Setting(
-        "OPKILN_CUDA_HOME", str, None,
-        "The CUDA toolkit to use. It is used or refused, never replaced by another.",
-        shown="the toolkit that fits torch best",
-    )  # fmt: skip
-    system_cuda_home = Setting(
-        "CUDA_HOME", str, None, "A CUDA toolkit, one of those that are looked at.", group="compiler"
-    )
-    cuda_path = Setting(
-        "CUDA_PATH", str, None, "A CUDA toolkit, one of those that are looked at.", group="compiler"
-    )
-    cuda_arch_list = Setting(
-        "OPKILN_CUDA_ARCH_LIST", str, None,
-        "The GPU architectures to build for: `8.0;9.0a;10.0f+PTX`, `Hopper`, `native`, `all`, "
-        "`all-major` (`opkiln arch LIST` shows what a list comes to).",
-        aliases=("TORCH_CUDA_ARCH_LIST",), shown="those of this machine's GPUs",
-    )  # fmt: skip
-    skip_cuda_check = Setting(
-        "DS_SKIP_CUDA_CHECK", values.switch, False,
-        "Take a CUDA toolkit of another major version than torch's.", group="compiler",
-    )  # fmt: skip
-    ccbin = Setting(
-        "NVCC_CCBIN", str, None, "The host compiler of nvcc, a name on PATH or a path.",
-        aliases=("CUDAHOSTCXX",), shown="the host C++ compiler", group="compiler",
-    )  # fmt: skip
-    cudaflags = Setting(
-        "OPKILN_CUDAFLAGS", values.words, (),
-        "Flags added to every compile of device code, after the author's; `-lineinfo` is for "
-        "profilers.",
-        aliases=("CUDAFLAGS",),
-    )  # fmt: skip
-    debug_cuda = Setting(
-        "DS_DEBUG_CUDA", values.switch, False,
-        "Show each kernel's registers, shared memory and spills when it is compiled.",
-        group="compiler",
-    )  # fmt: skip
-    nvcc_threads = Setting(
-        "NVCC_THREADS", values.positive, None,
-        "Architectures that one nvcc compiles at once; each takes a CPU of the budget.",
-        aliases=("DS_NVCC_THREADS",), shown="as many as there are and fit", group="compiler",
-    )  # fmt: skip
-    cuda_visible_devices = Setting(
-        "CUDA_VISIBLE_DEVICES", str, None,
-        "The GPUs that this process may use: indices, UUIDs, MIG UUIDs. Empty: none.",
-        shown="all", group="job", empty_counts=True,
-    )  # fmt: skip
-    cuda_device_order = Setting(
-        "CUDA_DEVICE_ORDER", str, "FASTEST_FIRST", "How GPUs are counted.", group="job"
-    )
+    cuda = Setting("OPKILN_CUDA", values.choice("auto", "nvcc", "nvrtc", "emulated"), "auto")
+    """What compiles CUDA sources. `nvcc`: a CUDA toolkit. `nvrtc`: the library of this name, which
+    torch's CUDA wheels bring along, and the C++ compiler; for sources on `opkiln/op.h`. `auto`:
+    `nvcc` where there is a toolkit, else `nvrtc`. `emulated`: as `auto`, and CUDA kernels of ops
+    written with `op.h` also run on the CPU, on CPU tensors, where their races, bounds and barriers
+    are checked. For tests on machines without a GPU; see [emulator.md](emulator.md)."""
+    cuda_home = Setting("OPKILN_CUDA_HOME")
+    """The CUDA toolkit to use. It is used or refused, never replaced by another. Default: the
+    toolkit that fits torch best."""
+    system_cuda_home = Setting("CUDA_HOME", group="compiler")
+    """A CUDA toolkit, one of those that are looked at."""
+    cuda_path = Setting("CUDA_PATH", group="compiler")
+    """A CUDA toolkit, one of those that are looked at."""
+    cuda_arch_list = Setting("OPKILN_CUDA_ARCH_LIST TORCH_CUDA_ARCH_LIST")
+    """The GPU architectures to build for: `8.0;9.0a;10.0f+PTX`, `Hopper`, `native`, `all`,
+    `all-major` (`opkiln arch LIST` shows what a list comes to). Default: those of this machine's
+    GPUs."""
+    skip_cuda_check = Setting("DS_SKIP_CUDA_CHECK", values.switch, False, group="compiler")
+    """Take a CUDA toolkit of another major version than torch's."""
+    ccbin = Setting("NVCC_CCBIN CUDAHOSTCXX", group="compiler")
+    """The host compiler of nvcc, a name on PATH or a path. Default: the host C++ compiler."""
+    cudaflags = Setting("OPKILN_CUDAFLAGS CUDAFLAGS", values.words, ())
+    """Flags added to every compile of device code, after the author's; `-lineinfo` is for
+    profilers."""
+    debug_cuda = Setting("DS_DEBUG_CUDA", values.switch, False, group="compiler")
+    """Show each kernel's registers, shared memory and spills when it is compiled."""
+    nvcc_threads = Setting("NVCC_THREADS DS_NVCC_THREADS", values.positive, group="compiler")
+    """Architectures that one nvcc compiles at once; each takes a CPU of the budget. Default: as
+    many as there are and fit."""
+    cuda_visible_devices = Setting("CUDA_VISIBLE_DEVICES", group="job", empty_counts=True)
+    """The GPUs that this process may use: indices, UUIDs, MIG UUIDs. Empty: none. Default: all."""
+    cuda_device_order = Setting("CUDA_DEVICE_ORDER", str, "FASTEST_FIRST", group="job")
+    """How GPUs are counted."""
 
     # ROCm
-    rocm_home = Setting(
-        "ROCM_HOME", str, None,
-        "The ROCm installation to use. It is used or refused, never replaced by another.",
-        aliases=("ROCM_PATH",), shown="found by `hipcc` on PATH, `/opt/rocm*`", group="compiler",
-    )  # fmt: skip
-    rocm_arch_list = Setting(
-        "PYTORCH_ROCM_ARCH", str, None,
-        "The GPU architectures to build for: `gfx90a;gfx942:sramecc+`, `native`.",
-        shown="those of this machine's GPUs", group="compiler",
-    )  # fmt: skip
-    gfx_override = Setting(
-        "HSA_OVERRIDE_GFX_VERSION", values.gfx_version, None,
-        "The architecture that the ROCm runtime takes every AMD GPU for, as `10.3.0`.",
-        shown="each GPU's own", group="job",
-    )  # fmt: skip
-    rocr_visible_devices = Setting(
-        "ROCR_VISIBLE_DEVICES", str, None,
-        "The AMD GPUs that this process may use, by index or UUID. Empty: none.",
-        shown="all", group="job", empty_counts=True,
-    )  # fmt: skip
-    hip_visible_devices = Setting(
-        "HIP_VISIBLE_DEVICES", str, None,
-        "Which of the GPUs that `ROCR_VISIBLE_DEVICES` leaves, counted among them. "
-        "`CUDA_VISIBLE_DEVICES` says it where this one does not.",
-        shown="all", group="job",
-    )  # fmt: skip
+    rocm_home = Setting("ROCM_HOME ROCM_PATH", group="compiler")
+    """The ROCm installation to use. It is used or refused, never replaced by another. Default:
+    found by `hipcc` on PATH, `/opt/rocm*`."""
+    rocm_arch_list = Setting("PYTORCH_ROCM_ARCH", group="compiler")
+    """The GPU architectures to build for: `gfx90a;gfx942:sramecc+`, `native`. Default: those of
+    this machine's GPUs."""
+    gfx_override = Setting("HSA_OVERRIDE_GFX_VERSION", values.gfx_version, group="job")
+    """The architecture that the ROCm runtime takes every AMD GPU for, as `10.3.0`. Default: each
+    GPU's own."""
+    rocr_visible_devices = Setting("ROCR_VISIBLE_DEVICES", group="job", empty_counts=True)
+    """The AMD GPUs that this process may use, by index or UUID. Empty: none. Default: all."""
+    hip_visible_devices = Setting("HIP_VISIBLE_DEVICES", group="job")
+    """Which of the GPUs that `ROCR_VISIBLE_DEVICES` leaves, counted among them.
+    `CUDA_VISIBLE_DEVICES` says it where this one does not. Default: all."""
 
     # SYCL
-    sycl_cxx = Setting(
-        "OPKILN_SYCL_CXX", str, None, "The SYCL compiler, a name on PATH or a path.",
-        shown="`icpx`, `dpcpp`; else the runtime compiler of `intel-sycl-rt`",
-    )  # fmt: skip
-    cmplr_root = Setting(
-        "CMPLR_ROOT", str, None, "The oneAPI compiler's directory, one of the places looked at.",
-        group="compiler",
-    )  # fmt: skip
+    sycl_cxx = Setting("OPKILN_SYCL_CXX")
+    """The SYCL compiler, a name on PATH or a path. Default: `icpx`, `dpcpp`; else the runtime
+    compiler of `intel-sycl-rt`."""
+    cmplr_root = Setting("CMPLR_ROOT", group="compiler")
+    """The oneAPI compiler's directory, one of the places looked at."""
 
-    ocl_icd_filenames = Setting(
-        "OCL_ICD_FILENAMES", str, None,
-        "OpenCL's drivers, by path. SYCL finds a CPU only through one: "
-        "`<env>/lib/libintelocl.so` of `intel-opencl-rt`.",
-        shown="those in `/etc/OpenCL/vendors`", group="job",
-    )  # fmt: skip
+    ocl_icd_filenames = Setting("OCL_ICD_FILENAMES", group="job")
+    """OpenCL's drivers, by path. SYCL finds a CPU only through one: `<env>/lib/libintelocl.so` of
+    `intel-opencl-rt`. Default: those in `/etc/OpenCL/vendors`."""
 
     # The engine
-    max_jobs = Setting(
-        "MAX_JOBS", values.positive, None,
-        "Most steps this process runs at once. The host-wide budget (CPUs, cgroup, memory) holds "
-        "besides.",
-        shown="the budget", group="compiler",
-    )  # fmt: skip
-    memory = Setting(
-        "OPKILN_MEMORY", values.parse_size, None,
-        "Memory that all builds of this user may take together.",
-        shown="80% of the cgroup's or the machine's",
-    )  # fmt: skip
-    build_timeout = Setting(
-        "OPKILN_BUILD_TIMEOUT", values.seconds, 1800.0,
-        "The longest time, in seconds, in which a load may get no further. It is for a step, not "
-        "for a build: a build of ten long steps may take ten times as long. It counts from the "
-        "start of the load, and again from each step that ends. A step that is still running then "
-        "is ended; so is a question to a compiler (1 or 2 minutes at most) and the load of a new "
-        "library (2 minutes at most). A wait for another process has the same limit: it counts "
-        "from the start of the load that waits, and again from each step that the other process "
-        "finishes. All who wait for a build that took too long get its error at once. The "
-        "requests of a load to remote tiers have this time, too, all together.",
-        shown="1800",
-    )  # fmt: skip
-    trace = Setting(
-        "OPKILN_TRACE", str, None,
-        "Write a Chrome/Perfetto trace of each build to this file (also `--trace FILE`).",
-    )  # fmt: skip
+    max_jobs = Setting("MAX_JOBS", values.positive, group="compiler")
+    """Most steps this process runs at once. The host-wide budget (CPUs, cgroup, memory) holds
+    besides. Default: the budget."""
+    memory = Setting("OPKILN_MEMORY", values.parse_size)
+    """Memory that all builds of this user may take together. Default: 80% of the cgroup's or the
+    machine's."""
+    build_timeout = Setting("OPKILN_BUILD_TIMEOUT", values.seconds, 1800.0)
+    """The longest time, in seconds, in which a load may get no further. It is for a step, not for a
+    build: a build of ten long steps may take ten times as long. It counts from the start of the
+    load, and again from each step that ends. A step that is still running then is ended; so is a
+    question to a compiler (1 or 2 minutes at most) and the load of a new library (2 minutes at
+    most). A wait for another process has the same limit: it counts from the start of the load that
+    waits, and again from each step that the other process finishes. All who wait for a build that
+    took too long get its error at once. The requests of a load to remote tiers have this time, too,
+    all together. Default: 1800."""
+    trace = Setting("OPKILN_TRACE")
+    """Write a Chrome/Perfetto trace of each build to this file (also `--trace FILE`)."""
     progress = Setting(
-        "OPKILN_PROGRESS", values.choice("auto", "bar", "lines", "verbose", "quiet", "off"),
-        "auto",
-        "How a build reports on standard error: `bar`, `lines`, `verbose` (lines, and every "
-        "command that is run), `quiet` (only that it has waited for another process for 5 seconds) "
-        "or `off`. `load(verbose=False)` is `quiet` if this is unset. `auto` is a "
-        "bar on a terminal and lines elsewhere; and nothing in ranks other than the first, or "
-        "where the `opkiln` logger shows the lines.",
-    )  # fmt: skip
-    no_color = Setting("NO_COLOR", bool, False, "Any value: no colour.", group="terminal")
-    rank = Setting(
-        "RANK", int, None, "This process's rank in a distributed job; only the first one reports.",
-        aliases=("SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "LOCAL_RANK"), group="job",
-    )  # fmt: skip
+        "OPKILN_PROGRESS", values.choice("auto", "bar", "lines", "verbose", "quiet", "off"), "auto"
+    )
+    """How a build reports on standard error: `bar`, `lines`, `verbose` (lines, and every command
+    that is run), `quiet` (only that it has waited for another process for 5 seconds) or `off`.
+    `load(verbose=False)` is `quiet` if this is unset. `auto` is a bar on a terminal and lines
+    elsewhere; and nothing in ranks other than the first, or where the `opkiln` logger shows the
+    lines."""
+    no_color = Setting("NO_COLOR", bool, False, group="terminal")
+    """Any value: no colour."""
+    rank = Setting("RANK SLURM_PROCID OMPI_COMM_WORLD_RANK PMI_RANK LOCAL_RANK", int, group="job")
+    """This process's rank in a distributed job; only the first one reports."""
 
     # Jobs of several ranks
-    ensure = Setting(
-        "OPKILN_ENSURE", values.ops, (),
-        "Ops that all ranks of a job agree on when the program calls "
-        "`torch.distributed.init_process_group`, by name, separated by commas; `1`: those in the "
-        "file of `OPKILN_RECORD`, if it is set. What the program loads later is built by one rank. "
-        "For programs under `opkiln run`; see [clusters.md](clusters.md).",
-    )  # fmt: skip
-    job_secret = Setting(
-        "OPKILN_JOB_SECRET", str, None,
-        "What the ranks of a job authenticate their messages with in `opkiln.ensure`, the same for "
-        "all: `openssl rand -hex 32`. Without it, whoever reaches the job's store is trusted.",
-    )  # fmt: skip
+    ensure = Setting("OPKILN_ENSURE", values.ops, ())
+    """Ops that all ranks of a job agree on when the program calls
+    `torch.distributed.init_process_group`, by name, separated by commas; `1`: those in the file of
+    `OPKILN_RECORD`, if it is set. What the program loads later is built by one rank. For programs
+    under `opkiln run`; see [clusters.md](clusters.md)."""
+    job_secret = Setting("OPKILN_JOB_SECRET")
+    """What the ranks of a job authenticate their messages with in `opkiln.ensure`, the same for
+    all: `openssl rand -hex 32`. Without it, whoever reaches the job's store is trusted."""
     world_size = Setting(
-        "WORLD_SIZE", values.positive, None, "How many ranks the job has.",
-        aliases=("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS"), group="job",
-    )  # fmt: skip
-    master_addr = Setting(
-        "MASTER_ADDR", str, None, "The host of the job's store.",
-        shown="under Slurm, the first node of the step", group="job",
-    )  # fmt: skip
-    master_port = Setting(
-        "MASTER_PORT", values.positive, None, "The port of the job's store.",
-        shown="under Slurm, one that follows from the job's number", group="job",
-    )  # fmt: skip
-    run_id = Setting(
-        "TORCHELASTIC_RUN_ID", str, None, "The name of the job, in the keys of its store.",
-        aliases=("SLURM_JOB_ID",), group="job",
-    )  # fmt: skip
-    agent_store = Setting(
-        "TORCHELASTIC_USE_AGENT_STORE", values.switch, False,
-        "Whether the store is served by the agent of torchrun, not by rank 0.", group="job",
-    )  # fmt: skip
-    slurm_step = Setting(
-        "SLURM_STEP_ID", str, "0", "The step of a Slurm job.", shown="0", group="job"
+        "WORLD_SIZE OMPI_COMM_WORLD_SIZE PMI_SIZE SLURM_NTASKS", values.positive, group="job"
     )
-    slurm_nodes = Setting(
-        "SLURM_STEP_NODELIST", str, None, "The nodes of a Slurm step.",
-        aliases=("SLURM_JOB_NODELIST",), group="job",
-    )  # fmt: skip
+    """How many ranks the job has."""
+    master_addr = Setting("MASTER_ADDR", group="job")
+    """The host of the job's store. Default: under Slurm, the first node of the step."""
+    master_port = Setting("MASTER_PORT", values.positive, group="job")
+    """The port of the job's store. Default: under Slurm, one that follows from the job's number."""
+    run_id = Setting("TORCHELASTIC_RUN_ID SLURM_JOB_ID", group="job")
+    """The name of the job, in the keys of its store."""
+    agent_store = Setting("TORCHELASTIC_USE_AGENT_STORE", values.switch, False, group="job")
+    """Whether the store is served by the agent of torchrun, not by rank 0."""
+    slurm_step = Setting("SLURM_STEP_ID", str, "0", group="job")
+    """The step of a Slurm job. Default: 0."""
+    slurm_nodes = Setting("SLURM_STEP_NODELIST SLURM_JOB_NODELIST", group="job")
+    """The nodes of a Slurm step."""
 
     # The user's surroundings
-    home = Setting("HOME", str, None, "The user's home directory.", group="system")
-    xdg_cache_home = Setting(
-        "XDG_CACHE_HOME", str, None, "The user's cache directory.",
-        shown="`~/.cache`", group="system",
-    )  # fmt: skip
-    path = Setting(
-        "PATH", values.paths, ("/usr/local/bin", "/usr/bin", "/bin"),
-        "Where programs are looked for.", shown="`/usr/local/bin:/usr/bin:/bin`", group="system",
-    )  # fmt: skip
+    home = Setting("HOME", group="system")
+    """The user's home directory."""
+    xdg_cache_home = Setting("XDG_CACHE_HOME", group="system")
+    """The user's cache directory. Default: `~/.cache`."""
+    path = Setting("PATH", values.paths, ("/usr/local/bin", "/usr/bin", "/bin"), group="system")
+    """Where programs are looked for. Default: `/usr/local/bin:/usr/bin:/bin`."""
 
     # Logins and proxies for remote tiers. s3:// and gs:// find theirs by themselves.
-    registry_auth_file = Setting(
-        "REGISTRY_AUTH_FILE", str, None,
-        "A file of logins in docker's form, for `oci://`; what podman and skopeo write.",
-        shown="`$DOCKER_CONFIG/config.json`", group="system",
-    )  # fmt: skip
-    docker_config = Setting(
-        "DOCKER_CONFIG", str, None,
-        "The directory of docker's `config.json`: logins and credential helpers, for `oci://`.",
-        shown="`~/.docker`", group="system",
-    )  # fmt: skip
-    netrc = Setting(
-        "NETRC", str, None, "A file of logins, for `https://` and `http://`.",
-        shown="`~/.netrc`", group="system",
-    )  # fmt: skip
-    https_proxy = Setting(
-        "HTTPS_PROXY", str, None, "The proxy for `https://` and `oci://`.",
-        aliases=("https_proxy",), group="system",
-    )  # fmt: skip
-    http_proxy = Setting(
-        "http_proxy", str, None, "The proxy for `http://` and `oci+http://`.", group="system"
-    )
-    no_proxy = Setting(
-        "NO_PROXY", str, "", "Hosts and domains that are reached without a proxy, by commas.",
-        aliases=("no_proxy",), group="system",
-    )  # fmt: skip
+    registry_auth_file = Setting("REGISTRY_AUTH_FILE", group="system")
+    """A file of logins in docker's form, for `oci://`; what podman and skopeo write. Default:
+    `$DOCKER_CONFIG/config.json`."""
+    docker_config = Setting("DOCKER_CONFIG", group="system")
+    """The directory of docker's `config.json`: logins and credential helpers, for `oci://`.
+    Default: `~/.docker`."""
+    netrc = Setting("NETRC", group="system")
+    """A file of logins, for `https://` and `http://`. Default: `~/.netrc`."""
+    https_proxy = Setting("HTTPS_PROXY https_proxy", group="system")
+    """The proxy for `https://` and `oci://`."""
+    http_proxy = Setting("http_proxy", group="system")
+    """The proxy for `http://` and `oci+http://`."""
+    no_proxy = Setting("NO_PROXY no_proxy", str, "", group="system")
+    """Hosts and domains that are reached without a proxy, by commas."""
 
 
 # The settings that are in force: ``settings.cache_dir``. Every access reads the environment anew.
@@ -624,6 +507,17 @@ def compiler_variables(*, script: bool) -> tuple[tuple[str, str], ...]:
 def whole_environment() -> dict[str, str]:
     """A copy of everything, for a program of the user's, never for a compiler."""
     return dict(os.environ)
+
+
+def with_own_store(directory: str, progress: str) -> dict[str, str]:
+    """The same, for a program of ours that shall find an empty store and build what it loads."""
+    return {
+        **os.environ,
+        "OPKILN_CACHE_DIR": os.path.join(directory, "store"),
+        "OPKILN_STORE_LAYERS": "",
+        "OPKILN_MODE": "auto",
+        "OPKILN_PROGRESS": progress,
+    }
 
 
 def dropped() -> tuple[str, ...]:

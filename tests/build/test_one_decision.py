@@ -183,7 +183,7 @@ def answers(kind: type[OpBuilder]) -> dict[str, str]:
     """What each of those who only look says, as one of the four words."""
     said = summary(look(Request(kind().op()))).status
     explained = explain(kind().op()).verdict.partition(":")[0]
-    (reported,) = {operators._on(kind, kind().backend).status}
+    (reported,) = {operators.on_backend(kind, kind().backend).status}
     return {"decide": said, "explain": explained, "report": reported}
 
 

@@ -175,7 +175,7 @@ def test_every_variable_that_gcc_documents_is_keyed_or_dropped() -> None:
         "SUNPRO_DEPENDENCIES", "SOURCE_DATE_EPOCH", "LD_RUN_PATH", "GNUTARGET", "LDEMULATION",
         "NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS", "TMPDIR",
     }  # fmt: skip
-    read = {name for setting in table() for name in (setting.variable, *setting.aliases)}
+    read = {name for setting in table() for name in setting.names}
     assert known <= read | set(DECLARED)
 
 

@@ -25,9 +25,11 @@ if TYPE_CHECKING:
 SOURCE = Path(opkiln.__file__).parent.parent
 NOBODY = 65534
 # What opkiln reads, but for what other programs need, too.
-VARIABLES = {
-    name for setting in settings.table() for name in (setting.variable, *setting.aliases)
-} - {"PATH", "HOME", "TMPDIR"}
+VARIABLES = {name for setting in settings.table() for name in setting.names} - {
+    "PATH",
+    "HOME",
+    "TMPDIR",
+}
 
 
 def environment(path: Sequence[Path] = ()) -> dict[str, str]:

@@ -62,7 +62,7 @@ def test_any_text_in_a_variable_is_a_value_or_an_error_that_names_it(setting: Se
     @example("nan")
     def read(text: str) -> None:
         with pytest.MonkeyPatch.context() as patch:
-            for name in (setting.variable, *setting.aliases):
+            for name in setting.names:
                 patch.delenv(name, raising=False)
             try:
                 patch.setenv(setting.variable, text)

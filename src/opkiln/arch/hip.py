@@ -54,7 +54,12 @@ _GRAMMAR = (
 _EXAMPLE = 'PYTORCH_ROCM_ARCH="gfx90a;gfx942"'
 
 
-def parse(text: str, *, native: Sequence[Arch] | None = None) -> tuple[Arch, ...]:
+def parse(
+    text: str,
+    *,
+    native: Sequence[Arch] | None = None,
+    listed: Sequence[Arch] | None = None,  # noqa: ARG001 (CUDA's grammar has words for them)
+) -> tuple[Arch, ...]:
     """The targets that a list names, sorted and without duplicates. Raises ArchError.
 
     ``native`` is this machine's GPUs; without them, the word is an error. The error quotes the
@@ -139,6 +144,11 @@ def _names(arch: Arch) -> tuple[str, ...]:
     return tuple(setting[:-1] for setting in arch.features)
 
 
+def images(archs: Iterable[Arch]) -> tuple[str, ...]:
+    """The images of a library for these: one for each."""
+    return tuple(map(str, merged(archs)))
+
+
 def flags(archs: Iterable[Arch]) -> tuple[str, ...]:
     """hipcc's ``--offload-arch`` flags for these, without duplicates. Only this function makes
     them."""
@@ -158,15 +168,19 @@ def filtered(archs: Iterable[Arch], rule: lists.Rule) -> lists.Filtered:
     return lists.filtered(merged(archs), rule, lambda arch: arch.processor, named)
 
 
-def usable(archs: Iterable[Arch], listed: Iterable[Arch]) -> lists.Usable:
+def usable(
+    archs: Iterable[Arch],
+    listed: Iterable[Arch],
+    accepts: frozenset[str] = frozenset(),  # noqa: ARG001 (it is about CUDA's variants)
+) -> lists.Usable:
     """Which of these a compiler knows, and why it does not know the others. Ignores features.
 
-    ``listed`` is what it has device libraries for.
+    ``listed`` is what it has device libraries for. If it does not say, it may know all.
     """
     known = tuple(arch.processor for arch in merged(listed))
 
     def refusal(arch: Arch) -> str:
-        if arch.processor in known:
+        if arch.processor in known or not known:
             return ""
         # Those of the same major version say more than a long list.
         near = [each for each in known if _version(each)[:1] == _version(arch.processor)[:1]]

@@ -35,6 +35,7 @@ def _answer(given: str | None, name: str | None) -> dict[str, Any]:
     from opkiln.decision import archs
     from opkiln.model import CUDA
     from opkiln.registry import get_builder
+    from opkiln.settings import origin_of
     from opkiln.store.layers import Store
     from opkiln.toolchain import choice
 
@@ -46,12 +47,15 @@ def _answer(given: str | None, name: str | None) -> dict[str, Any]:
     except ToolchainError as error:
         no_toolkit = error.what
     language = archs.grammar(backend)
-    listed = language.parse(";".join(toolkit.archs)) if toolkit and toolkit.archs else ()
+    listed = archs.parsed(backend, toolkit.archs) if toolkit else ()
     natives = archs.devices(backend)
-    asked, origin = _asked(given, backend, bool(natives), bool(listed))
+    asked, origin = origin_of(archs.SETTINGS[backend]) if given is None else (given, "LIST")
+    if given is None and not asked:
+        # Precompiling takes all. Without a toolkit, `native` gives the error about the missing GPU.
+        everything = backend == CUDA and listed and not natives
+        asked, origin = ("all", "toolkit") if everything else ("native", "devices")
     try:
-        known = {"native": natives, **({"listed": listed} if backend == CUDA else {})}
-        parsed = language.parse(asked, **known)
+        parsed = language.parse(asked, native=natives, listed=listed)
     except ArchError as error:
         where = f"{origin}: " if origin.isupper() and origin != "LIST" else ""
         raise ArchError(where + error.what, why=error.why, hint=error.hint) from None
@@ -60,9 +64,7 @@ def _answer(given: str | None, name: str | None) -> dict[str, Any]:
     refused: tuple[tuple[Any, str], ...] = ()
     notes: tuple[str, ...] = ()
     if toolkit and listed:
-        if backend != CUDA:
-            kept, refused = language.usable(kept, listed)
-        elif asked.strip().lower() == "native":
+        if backend == CUDA and asked.strip().lower() == "native":
             kept, notes = archs.for_devices(kept, toolkit)
         else:
             kept, refused = language.usable(kept, listed, toolkit.accepts)
@@ -70,7 +72,6 @@ def _answer(given: str | None, name: str | None) -> dict[str, Any]:
     if toolkit is not None:
         variants = sorted(name for name in toolkit.accepts if name[:1].isdigit())
         known_toolkit = {**fields(toolkit, "family version home archs"), "variants": variants}
-    left = tuple(map(str, kept))
     return {
         "backend": backend,
         "asked": asked,
@@ -83,8 +84,8 @@ def _answer(given: str | None, name: str | None) -> dict[str, Any]:
         "no_toolkit": no_toolkit,  # why there is none
         "refused": [{"arch": str(arch), "reason": reason} for arch, reason in refused],
         "notes": notes,  # on devices that use code for another architecture
-        "archs": left,
-        "images": language.images(kept) if backend == CUDA else left,
+        "archs": tuple(map(str, kept)),
+        "images": language.images(kept),
         "flags": language.flags(kept),
     }
 
@@ -99,22 +100,6 @@ def _backend(given: str | None) -> str:
         return ROCM if hip.is_hip(given) else CUDA
     torch = torch_sdk.find()
     return ROCM if torch is not None and torch.hip else CUDA
-
-
-def _asked(given: str | None, backend: str, has_devices: bool, has_list: bool) -> tuple[str, str]:
-    """(the list, its origin), in the order of a build."""
-    from opkiln.model import CUDA
-    from opkiln.settings import origin_of
-
-    if given is not None:
-        return given, "LIST"
-    field = "cuda_arch_list" if backend == CUDA else "rocm_arch_list"
-    asked, origin = origin_of(field)
-    if asked:
-        return asked, origin
-    # Precompiling takes all. Without a toolkit, `native` gives the error about the missing GPU.
-    everything = backend == CUDA and has_list and not has_devices
-    return ("all", "toolkit") if everything else ("native", "devices")
 
 
 def _rows(answer: dict[str, Any]) -> list[tuple[str, str]]:

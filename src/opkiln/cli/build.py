@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from typing import Any
 
 import click
 
@@ -17,8 +16,8 @@ from opkiln.cli.options import (
     target_option,
 )
 from opkiln.digest import LARGEST_BUNDLE, sha256_file
-from opkiln.errors import OpkilnError, UsageError
-from opkiln.report.layout import columns, fields
+from opkiln.errors import UsageError
+from opkiln.report.layout import columns
 from opkiln.ship import prebuild, wrappings
 from opkiln.ship.audit import Finding
 from opkiln.ship.prebuild import BUILT, CACHED, SKIPPED, Outcome
@@ -145,9 +144,8 @@ def command(
     written = wrappings.write(done, wrapping) if done and not failures else []
     digests = {path: sha256_file(path, LARGEST_BUNDLE) for path in written if path == bundle}
     if as_json:
-        rows = [{**each._asdict(), "error": _error(each.error)} for each in outcomes]
         told = [{"op": op, **each._asdict()} for op, each in findings]
-        output.data_json({"ops": rows, "findings": told, "written": written, "sha256": digests})
+        output.data_json({"ops": outcomes, "findings": told, "written": written, "sha256": digests})
     else:
         _show(outcomes, findings, {path: digests.get(path, "") for path in written})
     for error in failures:
@@ -215,9 +213,3 @@ def _show(
         tell(f"{found.level}: {op}: {found.what}" + (f" ({found.why})" if found.why else ""))
     for path, digest in written.items():
         output.data(f"wrote {path}" + (f" (SHA-256 {digest})" if digest else ""))
-
-
-def _error(error: OpkilnError | None) -> dict[str, Any] | None:
-    if error is None:
-        return None
-    return {"kind": type(error).__name__, **fields(error, "what why hint exit_code")}

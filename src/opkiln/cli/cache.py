@@ -150,27 +150,24 @@ def verify(files: tuple[str, ...], remove: bool, as_json: bool) -> int:
     """
     if files and remove:
         raise click.UsageError("--remove is for the store, not for files")
-    total, faults, removed = 0, [], []
-    for number, fault, was_removed in map(_check_file, files) if files else _check_store(remove):
+    total, lines = 0, []
+    faults: list[Fault] = []
+    for number, fault in map(_check_file, files) if files else _check_store(remove):
         total += number
-        faults += [fault] if fault else []
-        removed += [fault] if fault and was_removed else []
+        if fault:
+            faults.append(fault)
+            word = "removed" if fault.removed else "damaged" if fault.damaged else "refused"
+            lines.append(f"{word}  {fault.directory}: {fault.reason}")
     damaged = [fault for fault in faults if fault.damaged]
-    rows = [{**fault._asdict(), "removed": fault in removed} for fault in faults]
-    lines = []
-    for fault in faults:
-        word = "damaged" if fault.damaged else "refused"
-        word = "removed" if fault in removed else word
-        lines.append(f"{word}  {fault.directory}: {fault.reason}")
     lines.append(f"{_entries(total)} checked, {len(damaged)} damaged")
-    left = len(damaged) > len(removed) and not files
+    left = not files and not all(fault.removed for fault in damaged)
     hint = "hint: opkiln cache verify --remove" if left else ""
-    output.answer(as_json, {"entries": total, "faults": rows}, "\n".join(lines), hint)
+    output.answer(as_json, {"entries": total, "faults": faults}, "\n".join(lines), hint)
     return StoreError.exit_code if damaged or (files and faults) else 0
 
 
-def _check_store(remove: bool) -> Iterator[tuple[int, Fault | None, bool]]:
-    """(entries, what is wrong, whether it was removed) of each thing in the store."""
+def _check_store(remove: bool) -> Iterator[tuple[int, Fault | None]]:
+    """(entries, what is wrong) of each thing in the store."""
     from opkiln.observing import observer
     from opkiln.store import gc, inventory
     from opkiln.store.layers import Store
@@ -184,18 +181,17 @@ def _check_store(remove: bool) -> Iterator[tuple[int, Fault | None, bool]]:
         for path in observer.damaged(os.path.join(layer.root, "toolchains")):
             if own:
                 os.unlink(path)
-            fault = inventory.Fault(path, "the observer has another digest", damaged=True)
-            yield 0, fault, own
+            yield 0, inventory.Fault(path, "the observer has another digest", True, own)
         for found, wrong in inventory.verify(layer.root, listed=layer.listed):
             progress("checked")
             removed = wrong is not None and wrong.damaged and own
             if removed:
                 gc.discard(layer.root, found)
-            yield 1, wrong, removed
+            yield 1, wrong and wrong._replace(removed=removed)
 
 
-def _check_file(path: str, *, bundle: bool = False) -> tuple[int, Fault | None, bool]:
-    """(entries, what is wrong, False) of a wheel or a bundle, which is never removed."""
+def _check_file(path: str, *, bundle: bool = False) -> tuple[int, Fault | None]:
+    """(entries, what is wrong) of a wheel or a bundle, which is never removed."""
     from opkiln.bundles.bundle import read_bundle
     from opkiln.ship.wheel_check import verify_wheel
     from opkiln.store.inventory import Fault
@@ -203,13 +199,13 @@ def _check_file(path: str, *, bundle: bool = False) -> tuple[int, Fault | None, 
 
     try:
         if path.endswith(".whl") and not bundle:
-            return verify_wheel(path), None, False
-        return len(read_bundle(path)), None, False
+            return verify_wheel(path), None
+        return len(read_bundle(path)), None
     except (LoadError, Untrusted) as error:
         reason = error.what.removeprefix(f"{path} is refused: ")
-        return 0, Fault(path, reason, isinstance(error, LoadError)), False
+        return 0, Fault(path, reason, isinstance(error, LoadError))
     except StoreError as error:
-        return 0, Fault(path, error.what.removeprefix(f"{path} is "), True), False
+        return 0, Fault(path, error.what.removeprefix(f"{path} is "), True)
 
 
 @command.command("gc", short_help="Remove old entries and leftovers.")

@@ -89,19 +89,10 @@ def _show(title: str) -> None:
 def _run(work: str) -> dict[str, Any]:
     """Run one training process, and show what it did. Raises DemoError if it fails."""
     from opkiln import process
-    from opkiln.settings import whole_environment
+    from opkiln.settings import with_own_store
 
     result = os.path.join(work, "result.json")
-    # The user's environment, but a store of its own, and without settings that would prevent a
-    # build.
-    environment = {
-        **whole_environment(),
-        "OPKILN_CACHE_DIR": os.path.join(work, "store"),
-        "OPKILN_STORE_LAYERS": "",
-        "OPKILN_MODE": "auto",
-        "OPKILN_PROGRESS": "lines",
-    }
-    done = process.run(process.python_code(_TRAIN, result), env=environment)
+    done = process.run(process.python_code(_TRAIN, result), env=with_own_store(work, "lines"))
     try:
         with open(result) as file:
             found: dict[str, Any] = json.load(file)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from opkiln.build_model import DeviceCompiler, Target, Toolchain
     from opkiln.model import Op
 
-_SETTINGS = {CUDA: "cuda_arch_list", ROCM: "rocm_arch_list"}
+SETTINGS = {CUDA: "cuda_arch_list", ROCM: "rocm_arch_list"}
 _GRAMMARS = {CUDA: "opkiln.arch.cuda", ROCM: "opkiln.arch.hip"}
 _told: set[str] = set()
 
@@ -42,6 +42,12 @@ class Wanted(Record):
 def grammar(backend: str) -> Any:
     """The module of a backend's arch lists: ``arch.cuda`` or ``arch.hip``."""
     return import_module(_GRAMMARS[backend])
+
+
+def parsed(backend: str, names: Iterable[str]) -> tuple[Any, ...]:
+    """Canonical names as the grammar's records; none for none."""
+    text = ";".join(names)
+    return tuple(grammar(backend).parse(text)) if text else ()
 
 
 def memory() -> tuple[str, ...]:
@@ -64,7 +70,7 @@ def wanted(op: Op) -> Wanted:
     if backend not in _GRAMMARS:
         return Wanted()
     language = grammar(backend)
-    asked, origin = (op.asked, "call") if op.asked else origin_of(_SETTINGS[backend])
+    asked, origin = (op.asked, "call") if op.asked else origin_of(SETTINGS[backend])
     native = None
     if not asked or "native" in asked.lower():
         native = devices(backend)
@@ -76,7 +82,7 @@ def wanted(op: Op) -> Wanted:
                 hint=_elsewhere(op),
             )
         asked, origin = "native", "devices"
-    listed = {"listed": _listed(backend)} if "all" in asked.lower() and backend == CUDA else {}
+    listed = _listed() if "all" in asked.lower() and backend == CUDA else None
     if asked.strip().lower() == "native" and not native:
         raise LoadError(
             f"op {op.spec.name} has no {_name(backend)} architecture to be built for",
@@ -84,7 +90,7 @@ def wanted(op: Op) -> Wanted:
             hint=_elsewhere(op),
         )
     try:
-        named = language.parse(asked, native=native, **listed)
+        named = language.parse(asked, native=native, listed=listed)
     except ArchError as error:
         if not origin.isupper():
             raise
@@ -129,16 +135,13 @@ def _variable(backend: str) -> str:
 
 def devices(backend: str) -> tuple[Any, ...]:
     """This machine's devices as the grammar's records."""
-    language = grammar(backend)
     if backend == CUDA:
         from opkiln.devices import nvidia
 
-        names = nvidia.capabilities(nvidia.devices(memory()))
-    else:
-        from opkiln.devices import amd
+        return parsed(CUDA, nvidia.capabilities(nvidia.devices(memory())))
+    from opkiln.devices import amd
 
-        names = tuple(gpu.arch for gpu in amd.devices().gpus)
-    return tuple(language.parse(";".join(names))) if names else ()
+    return parsed(ROCM, (gpu.arch for gpu in amd.devices().gpus))
 
 
 def why_no_device(backend: str) -> str:
@@ -172,12 +175,12 @@ def may_use_device(backend: str) -> bool:
     return bool(nvidia.visible(nvidia.devices(memory()))[0])
 
 
-def _listed(backend: str) -> tuple[Any, ...]:
+def _listed() -> tuple[Any, ...]:
     from opkiln.toolchain import choice
 
-    toolchain = choice.recall(memory(), backend) or choice.choose(memory(), backend)
+    toolchain = choice.recall(memory(), CUDA) or choice.choose(memory(), CUDA)
     assert toolchain.device is not None
-    return tuple(grammar(backend).parse(";".join(toolchain.device.archs)))
+    return parsed(CUDA, toolchain.device.archs)
 
 
 def fitted(op: Op, needs: Wanted, target: Target, toolchain: Toolchain) -> Target:
@@ -190,12 +193,8 @@ def fitted(op: Op, needs: Wanted, target: Target, toolchain: Toolchain) -> Targe
     if device is None or not target.archs:
         return target
     language = grammar(target.backend)
-    archs = language.parse(";".join(target.archs))
-    listed = language.parse(";".join(device.archs)) if device.archs else ()
-    if target.backend == CUDA:
-        _, refused = language.usable(archs, listed, device.accepts)
-    else:
-        refused = language.usable(archs, listed).refused if listed else ()
+    archs, listed = parsed(target.backend, target.archs), parsed(target.backend, device.archs)
+    _, refused = language.usable(archs, listed, device.accepts)
     if not refused:
         return target
     if target.backend != CUDA or not needs.native:
@@ -259,7 +258,7 @@ def for_devices(
     from opkiln.toolchain.torch_sdk import release  # not on the way to a hit
 
     language = grammar(CUDA)
-    listed = language.parse(";".join(device.archs))
+    listed = parsed(CUDA, device.archs)
     driver = nvidia.devices(memory()).cuda
     takes_ptx = release(driver) >= release(device.version)
     chosen = [language.for_device(arch, listed, takes_ptx) for arch in archs]
@@ -351,8 +350,8 @@ def kept(op: Op, archs: tuple[str, ...]) -> bool:
     """Whether the op's filter keeps all of these."""
     if op.rule is None or not archs:
         return bool(archs)
-    language = grammar(op.spec.backend)
-    return not language.filtered(language.parse(";".join(archs)), op.rule).removed
+    backend = op.spec.backend
+    return not grammar(backend).filtered(parsed(backend, archs), op.rule).removed
 
 
 def require_coverage(op: Op, needs: Wanted) -> None:
@@ -364,7 +363,7 @@ def require_coverage(op: Op, needs: Wanted) -> None:
     if not needs.archs:
         return
     language = grammar(backend)
-    code = language.parse(";".join(needs.archs))
+    code = parsed(backend, needs.archs)
     for name in _visible(backend):
         if not language.covers(code, language.parse(name)[0]):
             origin = _asker(needs.origin)

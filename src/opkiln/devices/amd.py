@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 
+from opkiln.machine import read_text
 from opkiln.record import Record
 from opkiln.settings import settings
 
@@ -56,23 +57,15 @@ def devices(root: str = "/") -> Devices:
 
 
 def _properties(path: str) -> dict[str, int]:
-    words = [line.split() for line in _read(path).splitlines()]
+    words = [line.split() for line in read_text(path).splitlines()]
     return {pair[0]: int(pair[1]) for pair in words if len(pair) == 2 and pair[1].isdigit()}
-
-
-def _read(path: str) -> str:
-    try:
-        with open(path, encoding="utf-8", errors="replace") as file:
-            return file.read()
-    except OSError:
-        return ""
 
 
 def _gpu(index: int, node: str, properties: dict[str, int], root: str) -> GPU:
     minor = properties.get("drm_render_minor", 0)
     card = os.path.join(root, f"sys/class/drm/renderD{minor}/device")
-    name = _read(f"{card}/product_name").strip() or _read(f"{node}/name").strip()
-    memory = _read(f"{card}/mem_info_vram_total").strip()
+    name = read_text(f"{card}/product_name").strip() or read_text(f"{node}/name").strip()
+    memory = read_text(f"{card}/mem_info_vram_total").strip()
     unique = properties.get("unique_id", 0)
     return GPU(
         index,

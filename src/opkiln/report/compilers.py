@@ -61,10 +61,10 @@ def survey(memory: tuple[str, ...], torch: TorchSDK | None, *, probe: bool) -> t
 def unfound() -> tuple[Unfound, ...]:
     """The toolkits that variables name but that do not exist."""
     return tuple(
-        Unfound(backend, path, origin)
+        Unfound(backend, each.path, each.origin)
         for backend in _WITH_TOOLKIT
-        for path, origin, missing in _present(backend)
-        if missing
+        for each in _present(backend)
+        if each.refused
     )
 
 
@@ -113,29 +113,27 @@ def _toolkits(
 def _listed(backend: str, why: str) -> list[Tool]:
     """The toolkits that exist, by their files alone, and those that the user named in vain."""
     return [
-        Tool(backend, path, origin, "", False, missing or why, asked=bool(missing))
-        for path, origin, missing in _present(backend)
+        Tool(backend, each.path, each.origin, "", False, each.refused or why, bool(each.refused))
+        for each in _present(backend)
     ]
 
 
-def _present(backend: str) -> list[tuple[str, str, str]]:
-    """(path, origin, why it cannot be used) of each possible toolkit of a backend."""
+def _present(backend: str) -> list[Candidate]:
+    """Each possible toolkit of a backend. One that was named and does not exist is refused."""
+    missing = "no such program"
     if backend == CUDA:
-        absent = [(place.nvcc, place.origin, "no such program") for place in toolkits.unfound()]
-        return absent + [(_home(place.nvcc), place.origin, "") for place in toolkits.present()]
+        absent = [Candidate(place.nvcc, place.origin, missing) for place in toolkits.unfound()]
+        return absent + [Candidate(_home(each.nvcc), each.origin) for each in toolkits.present()]
     if backend == ROCM:
         named = origin_of("rocm_home")[1]
-        return [
-            (each.path, each.origin, each.refused)
-            for each in rocm.hipcc_candidates()
-            if not each.refused or each.origin == named
-        ]
+        found = rocm.hipcc_candidates()
+        return [each for each in found if not each.refused or each.origin == named]
     path, origin = origin_of("sycl_cxx")
     if path:
-        return [(find.first(path) or path, origin, "" if find.first(path) else "no such program")]
-    programs = [(*each, "") for each in libsycl.programs() if find.first(each[0])]
+        return [Candidate(find.first(path) or path, origin, "" if find.first(path) else missing)]
+    programs = [Candidate(*each) for each in libsycl.programs() if find.first(each[0])]
     library = libsycl.installed()
-    return [*programs, *([(library, libsycl.PACKAGE, "")] if library else [])]
+    return [*programs, *([Candidate(library, libsycl.PACKAGE)] if library else [])]
 
 
 def _home(program: str) -> str:

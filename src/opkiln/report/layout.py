@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 from itertools import zip_longest
 from typing import Any
 
+from opkiln.errors import OpkilnError
+
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 _CODES = {"good": "32", "bad": "31", "weak": "2", "strong": "1"}
 
@@ -97,7 +99,9 @@ def duration(seconds: float) -> str:
 
 
 def plain(value: Any) -> Any:
-    """``value`` as JSON has it: records become dictionaries, and tuples lists."""
+    """``value`` as JSON has it: records and errors become dictionaries, and tuples lists."""
+    if isinstance(value, OpkilnError):
+        return {"kind": type(value).__name__, **fields(value, "what why hint exit_code")}
     if hasattr(value, "_asdict"):
         value = value._asdict()
     if isinstance(value, dict):

@@ -130,7 +130,7 @@ def _limit(name: str, which: int) -> Limit:
 
 
 def _cgroup(root: str) -> Cgroup:
-    lines = read_text(os.path.join(root, "proc/self/cgroup")).splitlines()
+    lines = this.read_text(os.path.join(root, "proc/self/cgroup")).splitlines()
     parts = (line.split(":", 2) for line in lines if line.count(":") > 1)
     paths = {controller: path for _, controller, path in parts}
     cpus = cgroup.cpus(root)
@@ -144,17 +144,8 @@ def _cgroup(root: str) -> Cgroup:
 
 def read_release(path: str) -> dict[str, str]:
     """The fields of an os-release file; none if there is no such file."""
-    pairs = (line.strip().partition("=") for line in read_text(path).splitlines())
+    pairs = (line.strip().partition("=") for line in this.read_text(path).splitlines())
     return {name: value.strip("\"'") for name, _, value in pairs}
-
-
-def read_text(path: str) -> str:
-    """The text of a file; empty if it cannot be read: a minimal image or a sandbox lacks many."""
-    try:
-        with open(path, encoding="utf-8", errors="replace") as file:
-            return file.read()
-    except OSError:
-        return ""
 
 
 # Devices
@@ -225,7 +216,7 @@ def devices(memory: tuple[str, ...], torch: TorchSDK | None) -> Devices:
           for each in of_amd.gpus),
     ]  # fmt: skip
     # A driver in the kernel has no version; one that is installed separately has.
-    amd_version = read_text("/sys/module/amdgpu/version").strip()
+    amd_version = this.read_text("/sys/module/amdgpu/version").strip()
     kinds = detect.survey()
     return Devices(
         accelerator=_chosen(kinds),
@@ -285,7 +276,7 @@ def _version(path: str, stem: str) -> str:
     if re.fullmatch(r"\d+(\.\d+)+", numbers):
         return numbers
     for header in _HEADERS:
-        text = read_text(os.path.join(os.path.dirname(path), header))
+        text = this.read_text(os.path.join(os.path.dirname(path), header))
         defined = dict(re.findall(r"#define NCCL_(MAJOR|MINOR|PATCH)\s+(\d+)", text))
         if len(defined) == 3:
             return f"{defined['MAJOR']}.{defined['MINOR']}.{defined['PATCH']}"

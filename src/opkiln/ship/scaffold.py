@@ -158,7 +158,7 @@ def default_op(package: str) -> str:
 def op_of(name: str) -> str:
     """An op's name in code, from what the user typed. Raises UsageError."""
     op = name.strip().lower().replace("-", "_")
-    variables = {each for row in settings.table() for each in (row.variable, *row.aliases)}
+    variables = {each for row in settings.table() for each in row.names}
     own = {f"OPKILN_BUILD_{op.upper()}", f"DS_BUILD_{op.upper()}"}
     letters = "a name has letters, digits and single '_' between them, and starts with a letter"
     _refuse(f"{name!r} cannot be the name of an op", "opkiln new my_ops --op my_add", (

@@ -71,6 +71,7 @@ class Fault(NamedTuple):
     directory: str
     reason: str
     damaged: bool
+    removed: bool = False
 
 
 def entries(root: str) -> Iterator[Entry]:

@@ -6,6 +6,7 @@ import os
 import re
 
 from opkiln import facts
+from opkiln.machine import read_text
 from opkiln.settings import origin_of
 from opkiln.toolchain import find, torch_sdk
 from opkiln.toolchain.find import Candidate
@@ -86,20 +87,12 @@ def installed_rocm_version() -> tuple[int, int]:
 
 def _release_of(home: str) -> tuple[int, int]:
     for name in _TEXTS:
-        found = torch_sdk.release(_read(os.path.join(home, name)).strip())
+        found = torch_sdk.release(read_text(os.path.join(home, name)).strip())
         if found != (0, 0):
             return found
     for name, prefix in _HEADERS:
         defined = rf"#define\s+{prefix}(MAJOR|MINOR)\s+(\d{{1,9}})\b"
-        numbers = dict(re.findall(defined, _read(os.path.join(home, name))))
+        numbers = dict(re.findall(defined, read_text(os.path.join(home, name))))
         if len(numbers) == 2:
             return int(numbers["MAJOR"]), int(numbers["MINOR"])
     return 0, 0
-
-
-def _read(path: str) -> str:
-    try:
-        with open(path, encoding="utf-8", errors="replace") as file:
-            return file.read()
-    except OSError:
-        return ""  # no installation has all of these files

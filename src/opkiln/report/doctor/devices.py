@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from opkiln.arch import cuda, hip
 from opkiln.build_model import DeviceCompiler, Toolchain
 from opkiln.decision import archs
@@ -31,15 +29,12 @@ from opkiln.toolchain.torch_sdk import release
 
 # Runs in a child: accelerators of other packages are their code, and a vendor's imports torch.
 _ASK = """
-import json
 from opkiln.accelerator import detect
 from opkiln.errors import AcceleratorError
 try:
     answer = detect.trace()[-1]._asdict()
 except AcceleratorError as error:
     answer = {'what': error.what, 'why': error.why, 'hint': error.hint}
-print()
-print(json.dumps(answer))
 """
 _NO_HOST = "there is no host compiler: see compiler"
 
@@ -145,7 +140,8 @@ def cuda_arch_list(here: Here) -> Outcome:
     facts = f"{given} is {cuda.show(parsed)}"
     if not isinstance(here.cuda, DeviceCompiler):
         return passed(f"{facts}; there is no toolkit to check it with")
-    kept, refused = cuda.usable(parsed, _listed(here.cuda), here.cuda.accepts)
+    listed = archs.parsed(CUDA, here.cuda.archs)
+    kept, refused = cuda.usable(parsed, listed, here.cuda.accepts)
     if refused:
         reasons = (f"{arch}: {reason}" for arch, reason in refused)
         rest = f"export {origin}='{cuda.show(kept)}'" if kept else f"unset {origin}"
@@ -214,22 +210,14 @@ def _no_toolkit(error: ToolchainError, *, wanted: bool) -> Outcome:
     return (failed if wanted else warned)(told(error), command)
 
 
-def _listed(device: DeviceCompiler) -> tuple[cuda.Arch, ...]:
-    return cuda.parse(";".join(device.archs)) if device.archs else ()
-
-
 def _parsed(here: Here, asked: str) -> tuple[cuda.Arch, ...] | None:
     """The list as a build reads it; None if only a toolkit could tell. Raises ArchError."""
-    lowered = asked.lower()
-    known: dict[str, Any] = {}
-    if "all" in lowered:
+    listed: tuple[cuda.Arch, ...] = ()
+    if "all" in asked.lower():
         if not isinstance(here.cuda, DeviceCompiler):
             return None
-        known["listed"] = _listed(here.cuda)
-    if "native" in lowered:
-        known["native"] = archs.devices(CUDA)
-    parsed: tuple[cuda.Arch, ...] = archs.grammar(CUDA).parse(asked, **known)
-    return parsed
+        listed = archs.parsed(CUDA, here.cuda.archs)
+    return cuda.parse(asked, native=archs.devices(CUDA), listed=listed)
 
 
 # ROCm

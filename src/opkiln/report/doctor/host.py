@@ -15,7 +15,6 @@ from opkiln.process import run
 from opkiln.report.commands import install, unset
 from opkiln.report.doctor.terms import Here, Outcome, failed, joined, passed, skipped, told, warned
 from opkiln.report.layout import count, size
-from opkiln.report.machine import read_text
 from opkiln.settings import (
     dropped,
     misspelt,
@@ -68,7 +67,7 @@ def system(_: Here) -> Outcome:
         )
     contained = "in a container" if any(map(os.path.exists, _CONTAINERS)) else ""
     # A sandbox is fine: builds need no ptrace, no mount and no capability.
-    filtered = re.search(r"^Seccomp:\s*[1-9]", read_text("/proc/self/status"), re.MULTILINE)
+    filtered = re.search(r"^Seccomp:\s*[1-9]", machine.read_text("/proc/self/status"), re.MULTILINE)
     seccomp = "seccomp on, which is fine" if filtered else ""
     return passed(joined(facts, contained, seccomp))
 

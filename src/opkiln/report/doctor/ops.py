@@ -10,7 +10,6 @@ from importlib.machinery import PathFinder
 
 from opkiln.decision import policy
 from opkiln.decision.prebuilt import PREBUILT
-from opkiln.decision.terms import CACHED
 from opkiln.errors import SpecError
 from opkiln.model import CARRIED, PACKAGE, SHARED
 from opkiln.registry import ALL_OPS, bundled, declared, distribution
@@ -21,12 +20,11 @@ from opkiln.store.inventory import names_in
 
 # Runs in a child: an op's module is its author's code. It may import torch, or end the process.
 _ASK_OP = """
-import json
 from opkiln.decision.terms import Refuse, Request
 from opkiln.errors import OpkilnError, SpecError
 from opkiln.loading import declaration, loader
 from opkiln.registry import ALL_OPS
-reason = ''
+answer = ''
 try:
     builder = ALL_OPS[sys.argv[1]]()
     if registration := builder.registration():
@@ -36,9 +34,7 @@ try:
         if isinstance(outcome, Refuse) and isinstance(outcome.error, SpecError):
             raise outcome.error  # such as sources that are not there
 except OpkilnError as error:
-    reason = '; '.join([error.what, *error.why.splitlines()])
-print()
-print(json.dumps({'reason': reason}))
+    answer = '; '.join([error.what, *error.why.splitlines()])
 """
 
 
@@ -54,7 +50,7 @@ def ops(_: Here) -> Outcome:
     others = declared()
     for name in others:
         found, died = child_answer(_ASK_OP, name)
-        if reason := died or found["reason"]:
+        if reason := died or found:
             broken[name] = reason if f"op {name}" in reason else f"op {name}: {reason}"
     if broken:
         imports = dict.fromkeys(others[name].module for name in broken if name in others)
@@ -75,20 +71,10 @@ def ops(_: Here) -> Outcome:
 
 # Runs in a child: a declaration is its author's code, and checking a library opens others.
 _ASK_DECISION = """
-import json
-from opkiln.errors import OpkilnError
-from opkiln.decision.terms import Request, summary
-from opkiln.loading import loader
 from opkiln.registry import ALL_OPS
-status, candidates = '', []
-try:
-    outcome = loader.look(Request(ALL_OPS[sys.argv[1]]().op()))
-    status = summary(outcome).status
-    candidates = [[each.resort, each.verdict, each.reason] for each in outcome.trace.candidates]
-except OpkilnError:
-    pass
-print()
-print(json.dumps({'status': status, 'candidates': candidates}))
+from opkiln.report import operators
+kind = ALL_OPS[sys.argv[1]]
+answer = operators.on_backend(kind, kind().backend)._asdict()
 """
 
 
@@ -104,11 +90,11 @@ def prebuilt(_: Here) -> Outcome:
         answer, died = child_answer(_ASK_DECISION, op)
         if died:
             continue  # the check `ops` reports that
-        mine = [each[1:] for each in answer["candidates"] if each[0] == PREBUILT]
+        mine = [each[1:3] for each in answer["candidates"] if each[0] == PREBUILT]
         reasons = "; ".join(dict.fromkeys(reason for verdict, reason in mine if verdict != "taken"))
-        if any(verdict == "taken" for verdict, _ in mine):
+        if answer["installed"]:
             serving.append(op)
-        elif reasons and answer["status"] == CACHED:
+        elif reasons and answer["cached"]:
             instead.append(f"{op} is refused, and a cached build is used: {reasons}")
         elif reasons:
             refused.append(f"{op} is refused: {reasons}")

@@ -18,6 +18,7 @@ from opkiln.build_model import DeviceCompiler
 from opkiln.devices import amd, nvidia
 from opkiln.errors import CompileError, LoadError, LoadTestError, OpkilnError, StoreError
 from opkiln.loading import loader
+from opkiln.machine import read_text
 from opkiln.model import CPU, CUDA, ROCM, XPU, Op, OpSpec, Registration
 from opkiln.report.commands import of_this_python
 from opkiln.report.doctor.terms import (
@@ -31,8 +32,7 @@ from opkiln.report.doctor.terms import (
     skipped,
 )
 from opkiln.report.layout import duration
-from opkiln.report.machine import read_text
-from opkiln.settings import settings, table, whole_environment
+from opkiln.settings import settings, table, whole_environment, with_own_store
 from opkiln.store import publish
 from opkiln.toolchain import hipcc, libsycl, nvcc, torch_sdk
 from opkiln.toolchain import sycl as sycl_compilers
@@ -99,15 +99,8 @@ def _tried(what: str, *, calls: bool, **variables: str) -> Outcome:
     try:
         with publish.scratch("doctor") as work:
             result = os.path.join(work, "result.json")
-            environment = {
-                **whole_environment(),
-                "OPKILN_CACHE_DIR": os.path.join(work, "store"),
-                "OPKILN_STORE_LAYERS": "",
-                "OPKILN_MODE": "auto",
-                "OPKILN_PROGRESS": "off",
-                **variables,
-            }
             argv = process.python_code(_CHILD, what, "call" if calls else "load", result)
+            environment = with_own_store(work, "off") | variables
             done = process.run(argv, env=environment, timeout=_LONGEST)
             found: dict[str, Any] = json.loads(read_text(result) or "{}")
     except StoreError as error:

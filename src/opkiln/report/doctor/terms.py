@@ -179,12 +179,13 @@ def outcome(check: Check, here: Here) -> Outcome:
 
 
 def child_answer(code: str, *arguments: str) -> tuple[Any, str]:
-    """(the JSON in the last line that ``code`` prints, why there is none). One of them is empty.
+    """(what ``code`` leaves in ``answer``, as JSON; why there is nothing). One of them is empty.
 
     Code of other packages, and code that imports torch, runs in such a child: if it crashes, that
     is a finding.
     """
-    done = capture(python_code(code, *arguments), env=whole_environment(), timeout=_LONGEST)
+    argv = python_code(f"{code}\nimport json\nprint()\nprint(json.dumps(answer))", *arguments)
+    done = capture(argv, env=whole_environment(), timeout=_LONGEST)
     lines = done.output.strip().splitlines()
     if done.returncode == 0 and lines:
         try:
