@@ -55,24 +55,35 @@ class Decorated(Function):
         self._leftovers: dict[str, Any] = {}
         self._batching: Any = None
         self._rule: Callable[..., Any] | None = None  # the author's, for vmap
-        self.on_retiring: Callable[[], None] | None = None
+        self._entrance: Callable[..., Any] = function
+        self._forget: Callable[[], None] | None = None
+
+    @property
+    def fallback(self) -> Callable[..., Any]:
+        return self._entrance
 
     def tell_all(
-        self, entrance: Callable[..., Any], overload: str, unserved: Callable[..., Any]
+        self,
+        entrance: Callable[..., Any],
+        overload: str,
+        unserved: Callable[..., Any],
+        forget: Callable[[], None],
     ) -> None:
         """Tell torch of the op, with one overload besides the default one. ``unserved`` takes the
-        calls that a kernel does not serve. Raises SpecError."""
+        calls that a kernel does not serve; ``forget`` is called when the op is declared anew.
+        Raises SpecError."""
         with here.lock:
             before = self.claim()
             if isinstance(before, Decorated):
                 before.retire()
             here.functions[self.qualified] = self
+            self._entrance, self._forget = entrance, forget
             self._library, self._first = library_of(self.namespace), library_of(self.namespace)
             for each in ("", overload):
                 self._tell_overload(each, None if each == NATIVE else entrance)
             self._tell_unserved(unserved)
             if isinstance(before, Decorated):
-                self._tell_leftovers(before, entrance)
+                self._tell_leftovers(before)
             if not self.mutates:
                 below = self.overload(NO_GRAD) if overload == NO_GRAD else self.overload()
                 self.gradient = Gradient(self.overload(), below, self._function)
@@ -87,8 +98,8 @@ class Decorated(Function):
             each._destroy()
         self._library = self._first = self._batching = self._unserved = None
         self._leftovers.clear()
-        if self.on_retiring is not None:
-            self.on_retiring()
+        if self._forget is not None:
+            self._forget()
 
     def add(self, overload: str, kernel: Callable[..., Any] | None) -> Any:
         """Tell torch of one more overload, that of a variant; torch's object for it. ``kernel`` is
@@ -125,14 +136,14 @@ class Decorated(Function):
             self._batching = self._batching or library_of(self.namespace)
             self._batching.impl(self.named(overload), self._function, "FuncTorchBatched")
 
-    def _tell_leftovers(self, before: Decorated, entrance: Callable[..., Any]) -> None:
+    def _tell_leftovers(self, before: Decorated) -> None:
         """Define the overloads that the op had and does not have any more."""
         for overload in (*before._overloads, *before._left):
             if overload not in self._overloads and overload not in self._left:
                 self._left.append(overload)
                 self.define(self._library, overload)
                 kernel = self._leftovers[overload] = library_of(self.namespace)
-                kernel.impl(self.named(overload), entrance, "CompositeExplicitAutograd")
+                kernel.impl(self.named(overload), self.fallback, "CompositeExplicitAutograd")
 
     def _tell_overload(self, overload: str, kernel: Callable[..., Any] | None) -> None:
         library, name = self._library if overload else self._first, self.named(overload)

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from opkiln.authoring.builders import DecoratedBuilder
-    from opkiln.authoring.entrance import Entrance
     from opkiln.authoring.parameters import Value
+    from opkiln.authoring.variants import Variant
 
 _WARM_UP = 3  # calls
 _SAMPLES = 7  # their median counts
@@ -47,9 +47,9 @@ class Tuning:
     """Chooses the tuned values of one op."""
 
     def __init__(
-        self, builder: type[DecoratedBuilder], entrance: Callable[[tuple[Value, ...]], Entrance]
+        self, builder: type[DecoratedBuilder], variant: Callable[[tuple[Value, ...]], Variant]
     ) -> None:
-        self._builder, self._entrance = builder, entrance
+        self._builder, self._variant = builder, variant
         self._parameters = builder.PARAMETERS
         self._candidates = list(self._parameters.candidates())
         self.author_key: Callable[..., Any] | None = None  # of the classes of shapes
@@ -155,17 +155,17 @@ class Tuning:
         kwargs: dict[str, Any],
     ) -> tuple[dict[str, float], list[str]]:
         """Microseconds by candidate, and why some have none. Raises OpkilnError."""
-        entrances = {
-            self._in_words(each): self._entrance((*chosen, *each)) for each in self._candidates
+        variants = {
+            self._in_words(each): self._variant((*chosen, *each)) for each in self._candidates
         }
-        failures = _loaded(entrances, device.type)
-        schema = self._entrance((*chosen, *self._candidates[0])).overload._schema
+        failures = _loaded(variants, device.type)
+        schema = self._variant((*chosen, *self._candidates[0])).overload._schema
         args, kwargs = _with_copies(schema, args, kwargs)
         times = {}
-        for name, entrance in entrances.items():
+        for name, variant in variants.items():
             if name in failures:
                 continue
-            native = entrance.native or entrance.overload  # not a call that is compared
+            native = variant.native or variant.overload  # not a call that is compared
             try:
                 with torch.no_grad():
                     seconds = _time(lambda: native(*args, **kwargs), device)  # noqa: B023
@@ -213,7 +213,7 @@ def _model(device: torch.device) -> str:
     return cpu_name() if device.type == "cpu" else device.type
 
 
-def _loaded(entrances: dict[str, Entrance], device: str) -> dict[str, str]:
+def _loaded(variants: dict[str, Variant], device: str) -> dict[str, str]:
     """Find or build all candidates, in parallel; why some cannot be had. Raises OpkilnError if none
     can, and SealedError."""
     from opkiln.engine import progress, schedule
@@ -221,9 +221,9 @@ def _loaded(entrances: dict[str, Entrance], device: str) -> dict[str, str]:
     errors: dict[str, OpkilnError] = {}
     failures: dict[str, str] = {}
 
-    def work(name: str, entrance: Entrance) -> None:
+    def work(name: str, variant: Variant) -> None:
         try:
-            loaded = entrance.load(device)
+            loaded = variant.load(device)
             if loaded is None or loaded.artifact is None:
                 failures[name] = "its reference serves"
         except OpkilnError as error:
@@ -231,9 +231,9 @@ def _loaded(entrances: dict[str, Entrance], device: str) -> dict[str, str]:
             failures[name] = error.what
 
     with progress.shown():
-        schedule.in_threads(work, entrances.items())
+        schedule.in_threads(work, variants.items())
     for error in errors.values():
-        if isinstance(error, SealedError) or len(errors) == len(entrances):
+        if isinstance(error, SealedError) or len(errors) == len(variants):
             raise error
     return failures
 

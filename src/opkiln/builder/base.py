@@ -192,14 +192,7 @@ class OpBuilder:
     @cached_property
     def root(self) -> str:
         """The directory that relative paths start from."""
-        name = ""
-        for part in type(self).__module__.split("."):
-            # The outermost package that is a directory of its own; a namespace package is none.
-            name = f"{name}.{part}" if name else part
-            file: str | None = getattr(sys.modules.get(name), "__file__", None)
-            if file:
-                return os.path.dirname(os.path.abspath(file))
-        return os.getcwd()
+        return root_of(type(self).__module__, directory_of(self._declared_in))
 
     def spec(self) -> OpSpec:
         """The declaration as one immutable record."""
@@ -289,18 +282,17 @@ class OpBuilder:
         ``reload`` looks at the sources anew and swaps in what changed. Raises OpkilnError where
         nothing serves.
         """
-        if is_tracing():
-            how = {"verbose": verbose, "reload": reload}
-            return load_in_trace(_load, type(self), self.__dict__, how)
-        return self.loaded(verbose, reload=reload).value
+        return self._value(verbose=verbose, reload=reload)
 
     @told_briefly
     def jit_load(self, verbose: bool = True) -> Any:
         """As ``load``, but native or an error: what was asked for by name does not fall back."""
+        return self._value(verbose=verbose, must_be_native=True)
+
+    def _value(self, **how: bool) -> Any:
         if is_tracing():
-            how = {"verbose": verbose, "must_be_native": True}
             return load_in_trace(_load, type(self), self.__dict__, how)
-        return self.loaded(verbose, must_be_native=True).value
+        return self.loaded(**how).value
 
     @classmethod
     def functions(cls, device: str | None = None) -> Any:
@@ -519,6 +511,24 @@ def _builder_for(kind: type[OpBuilder], device: str | None) -> OpBuilder:
     if device is not None:
         builder.ask_for(backend_of(kind, device), None)
     return builder
+
+
+def directory_of(file: str) -> str:
+    """Where a file lies; the working directory for what is in no file."""
+    return os.path.dirname(os.path.abspath(file)) if os.path.exists(file) else os.getcwd()
+
+
+def root_of(module: str, directory: str) -> str:
+    """The directory of the outermost package of a module in ``directory``: what paths in keys start
+    from. For a module of no package, its directory. A namespace package is none."""
+    name = ""
+    for part in module.split(".")[:-1] or [module]:
+        name = f"{name}.{part}" if name else part
+        file = getattr(sys.modules.get(name), "__file__", None)
+        if file and os.path.basename(file).startswith("__init__."):
+            root = os.path.dirname(os.path.abspath(file))
+            return root if f"{directory}/".startswith(f"{root}/") else directory
+    return directory
 
 
 def torch_built_for() -> tuple[bool, bool]:

@@ -188,10 +188,8 @@ def set_aside() -> Iterator[None]:
     for name in aside:
         del here.ops[name]
     loaded = [each.loaded for each in aside.values() if each.loaded is not None]
-    ops = [each.op for each in loaded if each.artifact is not None]
-    specs = [op.spec for op in ops if light.has_registered(op.spec)]
     try:
-        with light.suspended(specs), register.covered([op for op in ops if op.spec not in specs]):
+        with register.covered([each.op for each in loaded if each.artifact is not None]):
             yield
     finally:
         forget_references()

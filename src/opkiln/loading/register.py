@@ -22,7 +22,7 @@ from typing import Any
 
 from opkiln.errors import LoadError, SpecError
 from opkiln.loading.here import here
-from opkiln.model import DISPATCH_KEYS, Op, Registration, function_name
+from opkiln.model import DISPATCH_KEYS, Op, OpSpec, Registration, function_name
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -174,32 +174,32 @@ def require_kernels(op: Op) -> None:
 
 @contextmanager
 def covered(ops: Sequence[Op]) -> Iterator[None]:
-    """Within the block torch runs the references of these ops in the place of their kernels. For
-    libraries that register their kernels themselves when they are opened: nobody can take those
-    back, but what is registered later comes first."""
-    if not ops:
-        yield
-        return
-    import torch
-
-    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    """Within the block torch runs the references of these ops in the place of their kernels: what
+    is registered later comes first. That also holds for a library that is opened in the block."""
     made: list[Any] = []
     try:
         for op in ops:
+            assert op.registration is not None
             for kernel in op.spec.kernels:
-                namespace, _, name = kernel.partition("::")
-                library = torch.library.Library(namespace, "IMPL")  # type: ignore[no-untyped-call]
-                made.append(library)
-                for each in DISPATCH_KEYS[op.spec.backend]:
-                    if has(kernel, each):
-                        reference = here.functions[kernel].reference
-                        with warnings.catch_warnings():
-                            warnings.simplefilter("ignore")  # torch tells of the replaced kernel
-                            library.impl(name, reference, each)  # type: ignore[no-untyped-call]
+                made.append(_cover(here.functions[kernel], op.spec, op.registration))
         yield
     finally:
         for library in made:
             library._destroy()
+
+
+def _cover(function: Function, spec: OpSpec, registration: Registration) -> Any:
+    import torch
+
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    library = torch.library.Library(function.namespace, "IMPL")  # type: ignore[no-untyped-call]
+    for name in map(function.named, registration.overloads):
+        for key in DISPATCH_KEYS[spec.backend]:
+            if has(f"{function.namespace}::{name}", key):
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # torch tells of the replaced kernel
+                    library.impl(name, function.fallback, key)  # type: ignore[no-untyped-call]
+    return library
 
 
 _OTHER_NAME = (
@@ -231,6 +231,11 @@ class Function:
         self._told: set[str] = set()  # the parts of a registration that torch has a kernel for
         self._used: dict[str, Callable[..., Any]] = {}  # the functions that were called, by part
         self._gradient: _Gradient | None = None
+
+    @property
+    def fallback(self) -> Callable[..., Any]:
+        """What runs where there is no kernel."""
+        return self.reference
 
     def overload(self, name: str = "default") -> Any:
         """torch's object for an overload."""
@@ -300,7 +305,7 @@ class Function:
                 # The same as a fake kernel here, and registered in less time.
                 library.impl(self.name, _nothing, "Meta")
         if registration.reference is not None and "reference" not in self._told:
-            library.impl(self.name, self.reference, "CompositeExplicitAutograd")
+            library.impl(self.name, self.fallback, "CompositeExplicitAutograd")
             self._told.add("reference")
         if registration.fake is not None and not returns_nothing and "fake" not in self._told:
             register_fake(library, self.qualified, self.fake)
