@@ -1,5 +1,5 @@
-"""What the decorator makes of one function. It needs torch; ``library.py`` does without, so that the
-name ``opkiln.op`` can be looked up where there is none."""
+"""What the decorator makes of one function. It needs torch; ``library.py`` does without, so that
+the name ``opkiln.op`` can be looked up where there is none."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from opkiln import signature
 from opkiln.authoring.builders import NATIVE
 from opkiln.authoring.checking import Comparison
-from opkiln.authoring.gradient import tensors, with_defaults, without_autocast
+from opkiln.authoring.gradient import with_defaults
 from opkiln.authoring.parameters import DTYPE
 from opkiln.authoring.variants import Variant, device_of, require_allowed
 from opkiln.decision import policy
@@ -55,8 +55,10 @@ class Entrance:
     def __init__(
         self, builder: type[DecoratedBuilder], reference: Callable[..., Any], defined: Decorated
     ) -> None:
-        self._builder, self._reference, self._defined = builder, reference, defined
+        self._builder, self._defined, self.reference = builder, defined, defined.reference
         self.op, self.parameters = reference.__name__, builder.PARAMETERS
+        # Read in each call.
+        self._is_plain, self._has_overloads = not self.parameters, self.parameters.are_overloads
         self.compare = Comparison(self.op, reference)
         self._variants: dict[tuple[Value, ...], Variant] = {}
         builder.TELL_TORCH[self.op] = self.variant
@@ -78,7 +80,7 @@ class Entrance:
         self.refused = 0  # such calls
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not self.parameters:
+        if self._is_plain:
             return self.variant(())(*args, **kwargs)
         args, kwargs = self._filled(args, kwargs)
         if self.calls:
@@ -98,7 +100,7 @@ class Entrance:
         if variant is None:
             self.refuse(why)
             return self.reference(*args, **kwargs)
-        return (variant.overload if self.parameters.are_overloads else variant)(*args, **kwargs)
+        return (variant.overload if self._has_overloads else variant)(*args, **kwargs)
 
     def unserved(self, *args: Any, unserved_because: str, **kwargs: Any) -> Any:
         """Take a call that a kernel does not serve, or one with a dtype that is not loaded: then
@@ -110,11 +112,6 @@ class Entrance:
         if variant is not None and variant.is_native(device_of(args, kwargs)):
             return variant.overload(*args, **kwargs)  # another thread has just loaded it
         return self(*args, **kwargs)
-
-    def reference(self, *args: Any, **kwargs: Any) -> Any:
-        """The reference, in the dtypes that it is given."""
-        with without_autocast(tuple(tensors(args, kwargs))):
-            return self._reference(*args, **kwargs)
 
     def refuse(self, why: str) -> None:
         """Say, once for each reason, that the reference runs. Raises LoadError where it must not"""
@@ -164,7 +161,7 @@ class Entrance:
                 return self._variants[values]
             made = Variant(self.op, self._builder.variant(values), self.compare, self.reference)
             compared = NATIVE in self._builder.REGISTRATION.overloads
-            if self.parameters.are_overloads:
+            if self._has_overloads:
                 ending = self.parameters.suffix(values)
                 made.overload = self._defined.add(ending, made)
                 if compared:
@@ -191,7 +188,7 @@ class Entrance:
             tuned, lasting = self.tuning.best(values, args, kwargs)
             keys, values = (*values, self.tuning.exact(*args, **kwargs)), (*values, *tuned)
         variant = self.variant(values)
-        if lasting and self.parameters.are_overloads:
+        if lasting and self._has_overloads:
             self._remember(keys, variant)
         return variant, ""
 

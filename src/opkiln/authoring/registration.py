@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from opkiln.authoring.builders import NATIVE, NO_GRAD, UNSERVED
-from opkiln.authoring.gradient import Gradient, with_defaults
+from opkiln.authoring.gradient import Gradient, tensors, with_defaults, without_autocast
 from opkiln.errors import LoadError
 from opkiln.loading.here import here
 from opkiln.loading.register import Function, drop_compiled_graphs, library_of, register_fake
@@ -55,12 +55,12 @@ class Decorated(Function):
         self._leftovers: dict[str, Any] = {}
         self._batching: Any = None
         self._rule: Callable[..., Any] | None = None  # the author's, for vmap
-        self._entrance: Callable[..., Any] = function
         self._forget: Callable[[], None] | None = None
 
-    @property
-    def fallback(self) -> Callable[..., Any]:
-        return self._entrance
+    def reference(self, *args: Any, **kwargs: Any) -> Any:
+        """The reference, in the dtypes that it is given."""
+        with without_autocast(tuple(tensors(args, kwargs))):
+            return self._function(*args, **kwargs)
 
     def tell_all(
         self,
@@ -77,13 +77,13 @@ class Decorated(Function):
             if isinstance(before, Decorated):
                 before.retire()
             here.functions[self.qualified] = self
-            self._entrance, self._forget = entrance, forget
+            self._forget = forget
             self._library, self._first = library_of(self.namespace), library_of(self.namespace)
             for each in ("", overload):
                 self._tell_overload(each, None if each == NATIVE else entrance)
             self._tell_unserved(unserved)
             if isinstance(before, Decorated):
-                self._tell_leftovers(before)
+                self._tell_leftovers(before, entrance)
             if not self.mutates:
                 below = self.overload(NO_GRAD) if overload == NO_GRAD else self.overload()
                 self.gradient = Gradient(self.overload(), below, self._function)
@@ -136,14 +136,14 @@ class Decorated(Function):
             self._batching = self._batching or library_of(self.namespace)
             self._batching.impl(self.named(overload), self._function, "FuncTorchBatched")
 
-    def _tell_leftovers(self, before: Decorated) -> None:
+    def _tell_leftovers(self, before: Decorated, entrance: Callable[..., Any]) -> None:
         """Define the overloads that the op had and does not have any more."""
         for overload in (*before._overloads, *before._left):
             if overload not in self._overloads and overload not in self._left:
                 self._left.append(overload)
                 self.define(self._library, overload)
                 kernel = self._leftovers[overload] = library_of(self.namespace)
-                kernel.impl(self.named(overload), self.fallback, "CompositeExplicitAutograd")
+                kernel.impl(self.named(overload), entrance, "CompositeExplicitAutograd")
 
     def _tell_overload(self, overload: str, kernel: Callable[..., Any] | None) -> None:
         library, name = self._library if overload else self._first, self.named(overload)

@@ -40,6 +40,7 @@ _SAMPLES = 7  # their median counts
 _SAMPLE = 200e-6  # seconds that one sample takes at least, in several calls
 _MOST_CALLS = 200  # of one sample
 _MOST_NOTES = 100
+_CAPTURING = "nothing is measured while a CUDA graph is captured"
 _NOT_COMPILED = "OPKILN_MODE=needed: an op that has a reference is not compiled here"
 
 
@@ -92,45 +93,44 @@ class Tuning:
         with self._lock:
             if asked in self._choices:
                 return self._choices[asked], True
-            question = self._question(*asked, device.type)
+            if device.type not in self._sources:
+                self._sources[device.type] = self._digest(device.type)
+            question = tuned.Question(
+                distribution=self._builder().distribution,
+                op=self._builder.NAME,
+                device=_model(device),
+                shape=shape,
+                values=_in_words(self._parameters.chosen, chosen),
+                candidates=tuple(map(self._in_words, self._candidates)),
+                sources=self._sources[device.type],
+            )
             store = Store()
             choice, how = tuned.find(store, question), "kept in the store"
             if choice is None:
-                if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-                    self._note_first(shape, "nothing is measured while a CUDA graph is captured")
-                    return self._candidates[0], False
+                capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
                 measured: dict[str, float] = {}
-                needed = settings.mode == policy.NEEDED
-                why = _NOT_COMPILED if needed else policy.never_compiles()
+                why = _CAPTURING if capturing else policy.never_compiles()
+                if settings.mode == policy.NEEDED and not capturing:
+                    why = _NOT_COMPILED
                 if not why:
-                    measured, failures = self._measured(chosen, device, args, kwargs)
-                    why = "; ".join(failures)
+                    measured, why = self._measured(chosen, device, args, kwargs)
                 if not measured:
-                    self._note_first(shape, why)
-                    self._choices[asked] = self._candidates[0]
-                    return self._candidates[0], True
+                    first = self._candidates[0]
+                    self._note(f"{self._in_words(first)} for {shape}, the first candidate: {why}")
+                    if not capturing:
+                        self._choices[asked] = first
+                    return first, not capturing
                 best = min(measured, key=measured.__getitem__)
                 choice, how = tuned.Choice(question, best, measured), "measured in this process"
                 _keep(store, choice)
-            self._note(choice, how)
+            for_ = f"{question.values}, {shape}" if question.values else shape
+            times = "; ".join(
+                f"{name}: {value:g} us" for name, value in choice.microseconds.items()
+            )
+            self._note(f"{choice.candidate} for {for_} on {question.device}, {how} ({times})")
             candidates = {self._in_words(each): each for each in self._candidates}
             self._choices[asked] = candidates[choice.candidate]
             return self._choices[asked], True
-
-    def _question(
-        self, chosen: tuple[Value, ...], model: str, shape: str, device: str
-    ) -> tuned.Question:
-        if device not in self._sources:
-            self._sources[device] = self._digest(device)
-        return tuned.Question(
-            distribution=self._builder().distribution,
-            op=self._builder.NAME,
-            device=model,
-            shape=shape,
-            values=_in_words(self._parameters.chosen, chosen),
-            candidates=tuple(map(self._in_words, self._candidates)),
-            sources=self._sources[device],
-        )
 
     def _digest(self, device: str) -> str:
         """Of the sources for a device: a kernel that was rewritten is measured anew."""
@@ -153,7 +153,7 @@ class Tuning:
         device: torch.device,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-    ) -> tuple[dict[str, float], list[str]]:
+    ) -> tuple[dict[str, float], str]:
         """Microseconds by candidate, and why some have none. Raises OpkilnError."""
         variants = {
             self._in_words(each): self._variant((*chosen, *each)) for each in self._candidates
@@ -173,22 +173,12 @@ class Tuning:
                 failures[name] = str(error).partition("\n")[0]
             else:
                 times[name] = round(seconds * 1e6, 3)
-        return times, [f"{name}: {why}" for name, why in failures.items()]
+        return times, "; ".join(f"{name}: {why}" for name, why in failures.items())
 
     def _in_words(self, candidate: tuple[Value, ...]) -> str:
         return _in_words(self._parameters.tuned, candidate)
 
-    def _note(self, choice: tuned.Choice, how: str) -> None:
-        asked = choice.question
-        for_ = f"{asked.values}, {asked.shape}" if asked.values else asked.shape
-        times = "; ".join(f"{name}: {value:g} us" for name, value in choice.microseconds.items())
-        self._add(f"{choice.candidate} for {for_} on {asked.device}, {how} ({times})")
-
-    def _note_first(self, shape: str, why: str) -> None:
-        first = self._in_words(self._candidates[0])
-        self._add(f"{first} for {shape}, the first candidate: {why}")
-
-    def _add(self, note: str) -> None:
+    def _note(self, note: str) -> None:
         if len(self._notes) < _MOST_NOTES:
             self._notes[note] = None
 
@@ -263,13 +253,12 @@ def _time(call: Callable[[], Any], device: torch.device) -> float:
 
 
 def _on_cpu(call: Callable[[], Any], count: int, device: torch.device) -> float:
-    if device.type != "cpu":
-        torch.get_device_module(device).synchronize(device)
+    wait = torch.get_device_module(device).synchronize  # does nothing for a CPU
+    wait(device)
     began = time.perf_counter()
     for _ in range(count):
         call()
-    if device.type != "cpu":
-        torch.get_device_module(device).synchronize(device)
+    wait(device)
     return time.perf_counter() - began
 
 

@@ -198,7 +198,7 @@ def _cover(function: Function, spec: OpSpec, registration: Registration) -> Any:
             if has(f"{function.namespace}::{name}", key):
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")  # torch tells of the replaced kernel
-                    library.impl(name, function.fallback, key)  # type: ignore[no-untyped-call]
+                    library.impl(name, function.reference, key)  # type: ignore[no-untyped-call]
     return library
 
 
@@ -231,11 +231,6 @@ class Function:
         self._told: set[str] = set()  # the parts of a registration that torch has a kernel for
         self._used: dict[str, Callable[..., Any]] = {}  # the functions that were called, by part
         self._gradient: _Gradient | None = None
-
-    @property
-    def fallback(self) -> Callable[..., Any]:
-        """What runs where there is no kernel."""
-        return self.reference
 
     def overload(self, name: str = "default") -> Any:
         """torch's object for an overload."""
@@ -305,7 +300,7 @@ class Function:
                 # The same as a fake kernel here, and registered in less time.
                 library.impl(self.name, _nothing, "Meta")
         if registration.reference is not None and "reference" not in self._told:
-            library.impl(self.name, self.fallback, "CompositeExplicitAutograd")
+            library.impl(self.name, self.reference, "CompositeExplicitAutograd")
             self._told.add("reference")
         if registration.fake is not None and not returns_nothing and "fake" not in self._told:
             register_fake(library, self.qualified, self.fake)
