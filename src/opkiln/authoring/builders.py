@@ -9,7 +9,7 @@ from importlib import import_module
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from opkiln.authoring.parameters import Parameters, texts
+from opkiln.authoring.parameters import NATIVE, NO_GRAD, Parameters, texts
 from opkiln.builder.base import directory_of, root_of
 from opkiln.builder.cuda import CUDAOpBuilder
 from opkiln.decision.policy import CHECK
@@ -35,10 +35,6 @@ if TYPE_CHECKING:
 
     from opkiln.authoring.parameters import Value
     from opkiln.loading.here import Loaded
-
-NO_GRAD = "no_grad"  # the overload without a gradient
-UNSERVED = "unserved"  # the overload that takes the calls a kernel does not serve
-NATIVE = "native"  # the overload that libraries implement if every call is to be compared
 
 _NEEDS = ("archs", "libraries", "include_dirs", "cxx_args", "nvcc_args", "ldflags")
 

@@ -6,10 +6,9 @@ from __future__ import annotations
 import inspect
 from typing import Any, ParamSpec, Protocol, TypeVar
 
-from opkiln.authoring.builders import NATIVE, NO_GRAD
 from opkiln.authoring.calls import function_for
 from opkiln.authoring.entrance import Entrance
-from opkiln.authoring.parameters import texts
+from opkiln.authoring.parameters import NATIVE, NO_GRAD, texts
 from opkiln.authoring.registration import Decorated
 from opkiln.errors import LoadError, SpecError, told_briefly
 from opkiln.loading import schema as schemas
@@ -60,7 +59,7 @@ class DecoratedOp(Protocol[_P, _R_co]):
         if all(str(each.type) == "Tensor" for each in results):
             grads = [f"grad{number or ''}" for number in range(len(results))]
             self._require_fits(function, grads, ["output"] if wants_output else [])
-        gradient.use(function, wants_output)
+        gradient.backward, gradient.wants_output = function, wants_output
         return self._declare("autograd", "_backward", function)
 
     def fake(self, function: _F) -> _F:

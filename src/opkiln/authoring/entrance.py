@@ -24,10 +24,9 @@ from typing import Any
 from torch import Tensor
 
 from opkiln import signature
-from opkiln.authoring.builders import NATIVE
 from opkiln.authoring.checking import Comparison
 from opkiln.authoring.gradient import with_defaults
-from opkiln.authoring.parameters import DTYPE
+from opkiln.authoring.parameters import DTYPE, NATIVE
 from opkiln.authoring.variants import Variant, device_of, require_allowed
 from opkiln.decision import policy
 from opkiln.errors import FallbackWarning, LoadError, SpecError, warn_caller

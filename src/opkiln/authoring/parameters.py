@@ -39,7 +39,9 @@ CPP_KEYWORDS = frozenset((
     "typeid", "typename", "typeof", "union", "unsigned", "using", "virtual", "void", "volatile",
     "wchar_t", "while", "xor", "xor_eq",
 ))  # fmt: skip
-_OVERLOADS = ("default", "no_grad", "native", "unserved")  # besides those of the variants
+NO_GRAD = "no_grad"  # the overload without a gradient
+UNSERVED = "unserved"  # the overload that takes the calls a kernel does not serve
+NATIVE = "native"  # the overload that libraries implement if every call is to be compared
 # op.h itself defines the macros whose names are one letter, after all of its headers: such letters
 # are the names of template parameters there.
 _LETTER = "OPKILN_PARAMETER_"
@@ -90,7 +92,9 @@ class Parameters(Record):
         count = math.prod(len(values) for _, values in made.all)
         if count > _MOST:
             raise SpecError(f"op {op}: its parameters have {count} combinations, more than {_MOST}")
-        names: dict[str, object] = dict.fromkeys(_OVERLOADS, "another overload")
+        names: dict[str, object] = dict.fromkeys(
+            ("default", NO_GRAD, UNSERVED, NATIVE), "another overload"
+        )
         for values in made.combinations():
             check_names("any", made.library(values))
             other = names.setdefault(made.suffix(values), values)

@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
-from opkiln.authoring.builders import NATIVE, NO_GRAD, UNSERVED
 from opkiln.authoring.gradient import Gradient, tensors, with_defaults, without_autocast
+from opkiln.authoring.parameters import NATIVE, NO_GRAD, UNSERVED
 from opkiln.errors import LoadError
 from opkiln.loading.here import here
 from opkiln.loading.register import Function, drop_compiled_graphs, library_of, register_fake

@@ -218,14 +218,7 @@ class OpBuilder:
         )
 
     def _kernels(self) -> tuple[str, ...]:
-        named = self.kernels()
-        if type(self).kernels is not OpBuilder.kernels:
-            self._check_kernels(named)
-        prefix = f"{self.NAMESPACE or self.distribution}::"
-        return tuple([prefix + name for name in named])
-
-    def _check_kernels(self, named: Sequence[str]) -> None:
-        functions = OpBuilder.kernels(self)
+        named, functions = self.kernels(), OpBuilder.kernels(self)
         listed = self.strip_empty_entries(named)
         unknown = ", ".join(name for name in listed if name not in functions)
         if unknown or (functions and not listed):
@@ -234,6 +227,8 @@ class OpBuilder:
                 + (f"{unknown}, and SCHEMAS does not" if unknown else "no function"),
                 why=f"the functions of SCHEMAS are {', '.join(functions)}",
             )
+        prefix = f"{self.NAMESPACE or self.distribution}::"
+        return tuple([prefix + name for name in named])
 
     def registration(self) -> Registration | None:
         """How the op is registered with torch; None for one without ``SCHEMAS``. Raises SpecError
@@ -365,10 +360,13 @@ class OpBuilder:
             error = None if isinstance(outcome, (Serve, Build)) else outcome.error
         except OpkilnError as raised:
             error = raised  # the declaration itself is wrong
-        self.error_log = None if error is None else str(error)
-        if self.error_log and verbose:
-            print(f"{self.name}: {self.error_log}", file=sys.stderr)
-        return self.error_log is None
+        return self._log("" if error is None else str(error), verbose)
+
+    def _log(self, error: str, verbose: bool) -> bool:
+        self.error_log = error or None
+        if error and verbose:
+            print(f"{self.name}: {error}", file=sys.stderr)
+        return not error
 
     def build_wanted(self) -> bool:
         """Whether the user's variables select this op for precompilation."""
@@ -439,11 +437,9 @@ class OpBuilder:
         from opkiln.toolchain.host import can_link
 
         found = can_link(Store().memory, funcname, tuple(libraries), tuple(library_dirs))
-        if not found:
-            self.error_log = f"{funcname} cannot be linked from {', '.join(libraries) or 'libc'}"
-            if verbose:
-                print(f"{self.name}: {self.error_log}", file=sys.stderr)
-        return found
+        return found or self._log(
+            f"{funcname} cannot be linked from {', '.join(libraries) or 'libc'}", verbose
+        )
 
     def command_exists(self, cmd: str | Sequence[str]) -> bool:
         """Whether a program (any of several) is on PATH."""

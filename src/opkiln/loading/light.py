@@ -98,8 +98,7 @@ def adopt(spec: OpSpec, library: Any, registration: Registration | None) -> None
     """
     listed = getattr(library, "opkiln_ops", None)
     if listed is None:
-        if here.listed:
-            unregister(spec)
+        unregister(*_name(spec))
         return
     pointers = tuple(_walk(spec, listed))
     functions = [_described(each) for each in pointers]
@@ -112,7 +111,7 @@ def adopt(spec: OpSpec, library: Any, registration: Registration | None) -> None
     namespace = spec.kernels[0].partition("::")[0]
     overloads = ("",) if registration is None else registration.overloads
     with here.listing:
-        unregister(spec)
+        unregister(*_name(spec))
         mine = here.listed[_name(spec)] = []
         for pointer, function in zip(pointers, functions, strict=True):
             names = ",".join(signature.argument_names(schemas[function.name]))
@@ -123,7 +122,7 @@ def adopt(spec: OpSpec, library: Any, registration: Registration | None) -> None
             try:
                 _enter(each)
             except LoadError as error:
-                unregister(spec)
+                unregister(*_name(spec))
                 raise LoadError(f"op {spec.name}: {error.what}", why=error.why) from error
 
 
@@ -177,22 +176,13 @@ def _described(pointer: Any) -> Function:
     return Function(each.name.decode(), each.device.decode(), each.signature.decode())
 
 
-def retire(distribution: str, op: str) -> None:
-    """Unregister all libraries of an op: it is declared anew."""
+def unregister(distribution: str, op: str, backend: str = "") -> None:
+    """Unregister the libraries of an op, for one backend or for all: its reference serves."""
     with here.listing:
-        for name in [each for each in here.listed if each[:2] == (distribution, op)]:
-            _unregister(name)
-
-
-def unregister(spec: OpSpec) -> None:
-    """Unregister the library of an op for one backend, if there is one: its reference serves."""
-    _unregister(_name(spec))
-
-
-def _unregister(name: _Name) -> None:
-    with here.listing:
-        for each in here.listed.pop(name, ()):
-            _leave(each)
+        for name in list(here.listed):
+            if name[:2] == (distribution, op) and backend in ("", name[2]):
+                for each in here.listed.pop(name):
+                    _leave(each)
 
 
 def _name(spec: OpSpec) -> _Name:
