@@ -55,14 +55,14 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], list[str]]:
 
     def watched(op: Any) -> list[str]:
         calls: list[str] = []
-        defined = op.load.__self__._defined
-        plain = defined._function
+        entrance = op.load.__self__._entrance
+        plain = entrance._function
 
         def noted(*args: Any, **kwargs: Any) -> Any:
             calls.append("reference")
             return plain(*args, **kwargs)
 
-        monkeypatch.setattr(defined, "_function", noted)
+        monkeypatch.setattr(entrance, "_function", noted)
         return calls
 
     return watched

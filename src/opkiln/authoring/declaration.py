@@ -9,7 +9,6 @@ from typing import Any, ParamSpec, Protocol, TypeVar
 from opkiln.authoring.calls import function_for
 from opkiln.authoring.entrance import Entrance
 from opkiln.authoring.parameters import NATIVE, NO_GRAD, texts
-from opkiln.authoring.registration import Decorated
 from opkiln.errors import LoadError, SpecError, told_briefly
 from opkiln.loading import schema as schemas
 from opkiln.loading.schema import require_returns_at_once
@@ -35,7 +34,6 @@ class DecoratedOp(Protocol[_P, _R_co]):
     builder: type[DecoratedBuilder]  # the class underneath: sources, flags, load(), is_compatible()
     reference: Callable[..., Any]  # the function that was decorated
     overload: Any  # torch's object for the op: torch.ops.<namespace>.<name>.default
-    _defined: Decorated
     _entrance: Entrance
     _function: Callable[..., Any]  # the function to call
 
@@ -47,7 +45,7 @@ class DecoratedOp(Protocol[_P, _R_co]):
         """Give a gradient instead of that of the reference: ``function(*grads, *inputs)`` returns
         one gradient for each argument, None for those that have none. With a parameter ``output``
         it is also given the result."""
-        gradient = self._defined.gradient
+        gradient = self._entrance.gradient
         if gradient is None:
             raise SpecError(
                 f"op {self.builder.NAME} has no gradient: it writes to its arguments",
@@ -66,13 +64,13 @@ class DecoratedOp(Protocol[_P, _R_co]):
         """Give the shapes of the results instead of running the reference on fake tensors."""
         self._require_fits(function)
         self._declare("fake", "", function)
-        self._defined.forget()
+        self._entrance.forget()
         return function
 
     def vmap(self, function: _F) -> _F:
         """Give a batching rule, ``function(info, in_dims, *args)`` -> (result, out_dims)."""
         self._require_fits(function, ["info", "in_dims"])
-        self._defined.batch_with(function)
+        self._entrance.batch_with(function)
         return self._declare("rules", "_vmap", function)
 
     def variant(self, function: _F) -> _F:
@@ -139,7 +137,7 @@ class DecoratedOp(Protocol[_P, _R_co]):
 
     def _declare(self, part: str, ending: str, function: _F) -> _F:
         """Keep a function where whoever asks for the op's functions finds it."""
-        setattr(self.builder.DECLARED[part], self._defined.name + ending, function)
+        setattr(self.builder.DECLARED[part], self._entrance.name + ending, function)
         return function
 
     def _require_fits(
@@ -177,22 +175,20 @@ class Declaration(DecoratedOp[_P, _R_co]):
         written = texts(f"op {name}: mutates=", mutates)
         schema = schemas.of_function(name, function, written)
         builder.declare(schema, function)
-        self._defined = Decorated(builder.REGISTRATION, schema, function)
-        self._entrance = Entrance(builder, function, self._defined)
+        entrance = self._entrance = Entrance(builder, schema, function)
         builder()._claim_name()
         has_overloads = builder.PARAMETERS.are_overloads
         compared = NATIVE in builder.REGISTRATION.overloads and not has_overloads
-        overload, entrance = NATIVE if compared else NO_GRAD, self._entrance
-        self._defined.tell_all(entrance, overload, entrance.unserved, entrance.forget)
+        entrance.tell_all(NATIVE if compared else NO_GRAD)
         self.builder, self.reference = builder, function
-        self.overload = self._defined.overload()
-        no_grad = self.overload if compared else self._defined.overload(NO_GRAD)
+        self.overload = self._entrance.overload()
+        no_grad = self.overload if compared else self._entrance.overload(NO_GRAD)
         made: Any = function_for(
             function,
             self.overload,
             None if written else no_grad,
             written,
-            self._entrance if has_overloads else None,
+            entrance if has_overloads else None,
         )
         made.builder, made.reference, made.overload = builder, function, self.overload
         for each in (self.backward, self.fake, self.vmap, self.variant, self.tune_key,

@@ -15,22 +15,36 @@ Every op has variants, each with a library: a plain op has one. The arguments of
 - With dtypes, all libraries implement the op itself. torch calls the first that is loaded, and the
   libraries pass a call on among themselves (``loading/light.py``), so a dtype costs a call nothing
   in Python, also in a compiled graph. A dtype that is not loaded yet arrives here.
+
+Decorating a function again (a notebook's cell is run once more, a module is reloaded) replaces
+everything: schema, reference, shapes, gradient and kernels. torch frees an operator with its last
+registration, and whoever still holds it would then call freed memory. So each operator keeps one
+registration for good, and old references to it reach the new definition.
+
+torch also has a list of each op's overloads, by which ``torch.ops.ns.f(x)`` finds the first that
+fits. When several overloads with one signature lose their schemas, the first one leaves the list,
+and the others stay in it (torch 2.13). So an overload that was defined once is always defined
+again, or looking up the op would fail; and the default one loses its schema last, to stay first.
+The overload ``unserved`` has another signature. To take it out of the list, torch reads the schemas
+of those before it, so it goes first, also at the end of the process, where the newest library does.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from opkiln import signature
 from opkiln.authoring.checking import Comparison
-from opkiln.authoring.gradient import with_defaults
-from opkiln.authoring.parameters import DTYPE, NATIVE
+from opkiln.authoring.gradient import Gradient, tensors, with_defaults, without_autocast
+from opkiln.authoring.parameters import DTYPE, NATIVE, NO_GRAD, UNSERVED
 from opkiln.authoring.variants import Variant, device_of, require_allowed
 from opkiln.decision import policy
 from opkiln.errors import FallbackWarning, LoadError, SpecError, warn_caller
 from opkiln.loading.here import here
+from opkiln.loading.register import Function, drop_compiled_graphs, library_of, register_fake
 from opkiln.settings import settings
 
 TYPE_CHECKING = False
@@ -39,32 +53,34 @@ if TYPE_CHECKING:
 
     from opkiln.authoring.builders import DecoratedBuilder
     from opkiln.authoring.parameters import Value
-    from opkiln.authoring.registration import Decorated
     from opkiln.authoring.tuning import Tuning
 
-
+REASON = "unserved_because"  # the argument that the overload ``unserved`` has besides the op's
+_KEPT_KEY = "FPGA"  # a device that no tensor is on
 _MOST_REASONS = 16  # that are told and kept: a program may call with a thousand sizes
 _MOST_CALLS = 4096  # that are remembered for one variant
 
 
-class Entrance:
-    """Chooses and loads the libraries of one op, and runs its reference for the calls that none
-    serves."""
+class Entrance(Function):
+    """A decorated function that torch knows. Chooses and loads its libraries, and runs its
+    reference for the calls that none serves."""
 
     def __init__(
-        self, builder: type[DecoratedBuilder], reference: Callable[..., Any], defined: Decorated
+        self, builder: type[DecoratedBuilder], schema: str, function: Callable[..., Any]
     ) -> None:
-        self._builder, self._defined, self.reference = builder, defined, defined.reference
-        self.op, self.parameters = reference.__name__, builder.PARAMETERS
+        owner = f"declared in {function.__module__} already", function.__qualname__
+        hint = '@opkiln.op(..., namespace="another")'
+        super().__init__(function.__name__, builder.REGISTRATION, schema, owner, hint)
+        self._builder, self._function, self.parameters = builder, function, builder.PARAMETERS
         # Read in each call.
         self._is_plain, self._has_overloads = not self.parameters, self.parameters.are_overloads
-        self.compare = Comparison(self.op, reference)
+        self.compare = Comparison(self.op, function)
         self._variants: dict[tuple[Value, ...], Variant] = {}
         builder.TELL_TORCH[self.op] = self.variant
         # From the arguments of a call to the values of the parameters that are not tuned.
         self.choose: Callable[..., Any] | None = None
         if self.parameters.by_dtype:
-            self.choose = _choose_dtype(defined.schema)
+            self.choose = _choose_dtype(schema)
         # The calls of the overloads: a dict for each parameter, one in the other, which is
         # faster than one with tuples. With tuning, the innermost one is by what is tuned for.
         self.calls: dict[Any, Any] = {}
@@ -77,6 +93,16 @@ class Entrance:
         self._defaults: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         self.reasons: dict[str, None] = {}  # why calls in this process ran as the reference
         self.refused = 0  # such calls
+        self.gradient: Gradient | None = None
+        self._first: Any = None  # the torch.library.Library of the default overload
+        self._library: Any = None  # that of the others
+        self._unserved: Any = None  # that of ``unserved``
+        self._batching: Any = None  # that of the rules for vmap
+        self._rule: Callable[..., Any] | None = None  # the author's
+        self._overloads: list[str] = []
+        # What an earlier declaration had and this one does not; and the kernels of those.
+        self._left: list[str] = []
+        self._leftovers: dict[str, Any] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._is_plain:
@@ -84,7 +110,7 @@ class Entrance:
         args, kwargs = self._filled(args, kwargs)
         if self.calls:
             try:
-                found, call = self._found(args, kwargs), self.calls
+                found, call = self._values_for(args, kwargs), self.calls
                 for name in self.chosen_names:
                     call = call[found[name]]
                 if self.tuning is not None:
@@ -112,6 +138,11 @@ class Entrance:
             return variant.overload(*args, **kwargs)  # another thread has just loaded it
         return self(*args, **kwargs)
 
+    def reference(self, *args: Any, **kwargs: Any) -> Any:
+        """The reference, in the dtypes that it is given."""
+        with without_autocast(tuple(tensors(args, kwargs))):
+            return self._function(*args, **kwargs)
+
     def refuse(self, why: str) -> None:
         """Say, once for each reason, that the reference runs. Raises LoadError where it must not"""
         require_allowed(self.op, "reference", why)
@@ -137,13 +168,6 @@ class Entrance:
         for each in list(self._variants.values()):
             each.reload()
 
-    def forget(self) -> None:
-        """Have this process forget the libraries: the op is declared anew."""
-        with here.lock:
-            self.calls.clear()
-            self._builder.forget()
-            self._variants.clear()
-
     @property
     def notes(self) -> tuple[str, ...]:
         """What calls in this process came to, for explanations."""
@@ -162,12 +186,12 @@ class Entrance:
             compared = NATIVE in self._builder.REGISTRATION.overloads
             if self._has_overloads:
                 ending = self.parameters.suffix(values)
-                made.overload = self._defined.add(ending, made)
+                made.overload = self.add(ending, made)
                 if compared:
-                    made.native = self._defined.add(f"{ending}_{NATIVE}", None)
+                    made.native = self.add(f"{ending}_{NATIVE}", None)
             else:
-                made.overload = self._defined.overload()
-                made.native = self._defined.overload(NATIVE) if compared else None
+                made.overload = self.overload()
+                made.native = self.overload(NATIVE) if compared else None
             self._variants[values] = made
             return made
 
@@ -175,7 +199,7 @@ class Entrance:
         """The variant for a call; or None, and why none serves it. Raises SpecError, and LoadError
         where the reference must not serve."""
         args, kwargs = self._filled(args, kwargs)
-        found = self._found(args, kwargs)
+        found = self._values_for(args, kwargs)
         if found is None:
             return None, f"the function of @{self.op}.variant chose none for these arguments"
         values, why = self.parameters.listed(found)
@@ -207,13 +231,13 @@ class Entrance:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments with the defaults of those that torch leaves out."""
         if self._defaults is None:  # asking torch for a schema takes long
-            self._defaults = with_defaults(self._defined.overload()._schema, (), {})
+            self._defaults = with_defaults(self.overload()._schema, (), {})
         plain, named = self._defaults
         if len(args) < len(plain):
             args = (*args, *plain[len(args) :])
         return args, {**named, **kwargs} if named else kwargs
 
-    def _found(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _values_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self.parameters.chosen:
             return {}
         if self.choose is None:
@@ -224,6 +248,118 @@ class Entrance:
                 "returns a value for each name",
             )
         return self.choose(*args, **kwargs)
+
+    # What torch is told
+
+    def tell_all(self, overload: str) -> None:
+        """Tell torch of the op, with one overload besides the default one. Raises SpecError."""
+        with here.lock:
+            before = self.claim()
+            if isinstance(before, Entrance):
+                before.retire()
+            here.functions[self.qualified] = self
+            self._library, self._first = library_of(self.namespace), library_of(self.namespace)
+            for each in ("", overload):
+                self._tell_overload(each, None if each == NATIVE else self)
+            self._tell_unserved()
+            if isinstance(before, Entrance):
+                self._tell_leftovers(before)
+            if not self.mutates:
+                below = self.overload(NO_GRAD) if overload == NO_GRAD else self.overload()
+                self.gradient = Gradient(self.overload(), below, self._function)
+                self._first.impl(self.name, self.gradient, "Autograd", with_keyset=True)
+            if before is not None:
+                drop_compiled_graphs()
+
+    def retire(self) -> None:
+        """Have torch forget it, but for the operator itself, and this process its libraries."""
+        others = [self._batching, *self._leftovers.values(), self._library, self._first]
+        for each in filter(None, (self._unserved, *others)):
+            each._destroy()
+        self._library = self._first = self._batching = self._unserved = None
+        self._leftovers.clear()
+        self.calls.clear()
+        self._builder.forget()
+        self._variants.clear()
+
+    def add(self, overload: str, kernel: Callable[..., Any] | None) -> Any:
+        """Tell torch of one more overload, that of a variant; torch's object for it. ``kernel`` is
+        for the devices that no library has kernels for."""
+        with here.lock:
+            if self._library is None:
+                raise LoadError(f"op {self.name} was declared anew: this function is the old one")
+            self._tell_overload(overload, kernel)
+        return self.overload(overload)
+
+    def batch_with(self, rule: Callable[..., Any]) -> None:
+        """Take an author's batching rule."""
+        schema = self.overload()._schema
+
+        def batched(info: Any, in_dims: Any, *args: Any, **kwargs: Any) -> Any:
+            all_args, named = with_defaults(schema, args, kwargs)
+            dims = (*in_dims, *(None for _ in all_args[len(args) :]))
+            return rule(info, dims, *all_args, **named)
+
+        with here.lock:
+            if self._batching is not None:
+                self._batching._destroy()
+                self._batching = None
+            self._rule = batched
+            for each in self._overloads:
+                self._batch(each)
+
+    def _batch(self, overload: str) -> None:
+        """Register what runs under vmap: the author's rule, or the reference on batched tensors."""
+        if self._rule is not None:
+            name = f"{self.namespace}::{self.named(overload)}"
+            torch.library.register_vmap(name, self._rule, lib=self._library)
+        elif not self.mutates:
+            self._batching = self._batching or library_of(self.namespace)
+            self._batching.impl(self.named(overload), self._function, "FuncTorchBatched")
+
+    def _tell_leftovers(self, before: Entrance) -> None:
+        """Define the overloads that the op had and does not have any more."""
+        for overload in (*before._overloads, *before._left):
+            if overload not in self._overloads and overload not in self._left:
+                self._left.append(overload)
+                self.define(self._library, overload)
+                kernel = self._leftovers[overload] = library_of(self.namespace)
+                kernel.impl(self.named(overload), self, "CompositeExplicitAutograd")
+
+    def _tell_overload(self, overload: str, kernel: Callable[..., Any] | None) -> None:
+        library, name = self._library if overload else self._first, self.named(overload)
+        if overload in self._leftovers:
+            self._leftovers.pop(overload)._destroy()
+        else:
+            self.define(library, overload)
+        self._overloads.append(overload)
+        self._keep(name)
+        register_fake(library, f"{self.namespace}::{name}", self.fake)
+        if kernel is not None:
+            library.impl(name, kernel, "CompositeExplicitAutograd")
+        self._batch(overload)
+
+    def _tell_unserved(self) -> None:
+        """Only kernels call it, with real tensors: no tracer sees it."""
+        arguments, _, results = self.schema[len(self.name) + 1 :].rpartition(") -> ")
+        star = "" if "*, " in arguments else "*, "
+        more = f"{arguments}{', ' if arguments else ''}{star}str {REASON}"
+        name = self.named(UNSERVED)
+        self._unserved = library_of(self.namespace)
+        self._unserved.define(f"{name}({more}) -> {results}")
+        self._keep(name)
+        self._unserved.impl(name, self.unserved, "CompositeExplicitAutograd")
+
+    def _keep(self, name: str) -> None:
+        """Have torch keep an operator for good."""
+        qualified = f"{self.namespace}::{name}"
+        if qualified not in here.kept:
+            here.kept[qualified] = library_of(self.namespace)
+            here.kept[qualified].impl(name, _nowhere, _KEPT_KEY)
+
+
+def _nowhere(*args: Any, **kwargs: Any) -> Any:
+    raise NotImplementedError("there are no kernels for this device")
 
 
 def _choose_dtype(schema: str) -> Callable[..., dict[str, str]]:
