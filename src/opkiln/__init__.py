@@ -19,7 +19,7 @@ import sys
 __version__ = "0.1.0"
 
 _LAZY = {
-    "op": "opkiln.authoring.op",
+    "op": "opkiln.authoring.library",
     "library": "opkiln.authoring.library",
     "load": "opkiln.extension",
     "load_inline": "opkiln.extension",

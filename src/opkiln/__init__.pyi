@@ -9,7 +9,7 @@ from opkiln import utils as utils
 from opkiln.accelerator.detect import get_accelerator as get_accelerator
 from opkiln.accelerator.detect import set_accelerator as set_accelerator
 from opkiln.authoring.library import library as library
-from opkiln.authoring.op import op as op
+from opkiln.authoring.library import op as op
 from opkiln.builder import CUDAOpBuilder as CUDAOpBuilder
 from opkiln.builder import OpBuilder as OpBuilder
 from opkiln.builder import SYCLOpBuilder as SYCLOpBuilder

@@ -139,16 +139,10 @@ def load_inline(
 
 
 def declared(
-    name: str,
-    sources: str | Sequence[str],
-    *,
-    include_dirs: Sequence[str],
-    kind: str,
-    abi: str,
-    cxx_args: tuple[str, ...],
-    ldflags: tuple[str, ...],
+    name: str, sources: str | Sequence[str], *, include_dirs: Sequence[str], **fields: Any
 ) -> OpSpec:
-    """The declaration of an extension in files. Raises SpecError where one is not there."""
+    """The declaration of an extension in files; ``fields`` are more of the spec. Raises SpecError
+    where a file is not there."""
     listed = [sources] if isinstance(sources, str) else list(sources)
     if not listed:
         raise SpecError(f"op {name} declares no sources")
@@ -167,11 +161,8 @@ def declared(
         root=root,
         sources=tuple(os.path.relpath(file, root) for file in files),
         include_dirs=tuple(includes),
-        cxx_args=cxx_args,
-        ldflags=ldflags,
-        kind=kind,
-        abi=abi,
         declared_by=CALL,
+        **fields,
     )
 
 
@@ -224,14 +215,7 @@ _HEADERS = {
 
 
 def declared_inline(
-    name: str,
-    texts: tuple[tuple[str, str], ...],
-    *,
-    include_dirs: Sequence[str],
-    kind: str,
-    abi: str,
-    cxx_args: tuple[str, ...],
-    ldflags: tuple[str, ...],
+    name: str, texts: tuple[tuple[str, str], ...], *, include_dirs: Sequence[str], **fields: Any
 ) -> OpSpec:
     """The declaration of an extension in text."""
     return OpSpec(
@@ -240,12 +224,9 @@ def declared_inline(
         root=INLINE_ROOT,
         sources=tuple(source for source, _ in texts),
         include_dirs=tuple(os.path.abspath(os.fspath(path)) for path in include_dirs),
-        cxx_args=cxx_args,
-        ldflags=ldflags,
-        kind=kind,
-        abi=abi,
         inline=texts,
         declared_by=CALL,
+        **fields,
     )
 
 

@@ -56,13 +56,13 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], list[str]]:
     def watched(op: Any) -> list[str]:
         calls: list[str] = []
         entrance = op.load.__self__._entrance
-        plain = entrance._reference
+        plain = entrance._function
 
         def noted(*args: Any, **kwargs: Any) -> Any:
             calls.append("reference")
             return plain(*args, **kwargs)
 
-        monkeypatch.setattr(entrance, "_reference", noted)
+        monkeypatch.setattr(entrance, "_function", noted)
         return calls
 
     return watched

@@ -39,7 +39,7 @@ PAGES = (
     Page(
         "opkiln", "declaring, loading and building ops", "authoring.md",
         (
-            ("opkiln.authoring.op", "DecoratedOp"),
+            ("opkiln.authoring.declaration", "DecoratedOp"),
             ("opkiln.authoring.library", "Library"),
             ("opkiln.loading.explain", "Explanation"),
             ("opkiln.loading.explain", "Explanations"),
@@ -211,7 +211,7 @@ def _function(page: Page, name: str, found: Definition) -> list[str]:
     told = _marked(node, _signature(name, found.module, node, bound=False))
     lines = [code(told), "", prose(found.doc)]
     if "op" in source.decorators(node):
-        place = homes()["opkiln.authoring.op", "DecoratedOp"]
+        place = homes()["opkiln.authoring.declaration", "DecoratedOp"]
         lines += ["", f"An op: it has the members of {_link(page, place, 'DecoratedOp')}."]
     return lines + _types(page, [(found.module, node)])
 

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Mapping
 from functools import partial
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from opkiln.authoring.parameters import Parameters, texts
+from opkiln.authoring.parameters import NATIVE, NO_GRAD, Parameters, texts
+from opkiln.builder.base import directory_of, root_of
 from opkiln.builder.cuda import CUDAOpBuilder
 from opkiln.decision.policy import CHECK
 from opkiln.errors import SpecError, UsageError
+from opkiln.loading import loader
 from opkiln.model import (
     CPU,
     CUDA,
@@ -34,10 +35,6 @@ if TYPE_CHECKING:
 
     from opkiln.authoring.parameters import Value
     from opkiln.loading.here import Loaded
-
-NO_GRAD = "no_grad"  # the overload without a gradient
-UNSERVED = "unserved"  # the overload that takes the calls a kernel does not serve
-NATIVE = "native"  # the overload that libraries implement if every call is to be compared
 
 _NEEDS = ("archs", "libraries", "include_dirs", "cxx_args", "nvcc_args", "ldflags")
 
@@ -86,42 +83,11 @@ class Sources(NamedTuple):
         return (*((CUDA, ROCM) if self.cuda else ()), *((CPU,) if self.cpu else ()))
 
 
-class Place(NamedTuple):
-    """Where an op is declared."""
-
-    module: str
-    file: str
-
-    @classmethod
-    def of(cls, function: Callable[..., Any]) -> Place:
-        return cls(function.__module__ or "", function.__code__.co_filename)
-
-    @property
-    def directory(self) -> str:
-        """Where the file lies; the working directory for what is in no file."""
-        if os.path.exists(self.file):
-            return os.path.dirname(os.path.abspath(self.file))
-        return os.getcwd()
-
-    @property
-    def root(self) -> str:
-        """The directory of the outermost package that has the file: what paths in keys start from.
-        For a file of no package, its directory."""
-        directory, name = self.directory, ""
-        for part in self.module.split(".")[:-1] or [self.module]:
-            name = f"{name}.{part}" if name else part
-            file = getattr(sys.modules.get(name), "__file__", None)
-            if file and os.path.basename(file).startswith("__init__."):
-                root = os.path.dirname(os.path.abspath(file))
-                return root if f"{directory}/".startswith(f"{root}/") else directory
-        return directory
-
-
 class DecoratedBuilder(CUDAOpBuilder):
     """What is the same for all decorated functions."""
 
-    PLACE = Place("", "")
     _declared_by = DECORATOR
+    FILE = ""  # that declares it
     REGISTRATION: Registration
     DIRECTORY = ""  # of the Python file, from the root
     SOURCES = Sources()
@@ -130,7 +96,7 @@ class DecoratedBuilder(CUDAOpBuilder):
     VALUES: tuple[Value, ...] = ()  # of the parameters, in the builder of one variant
     PARTS: tuple[type[DecoratedBuilder], ...] = ()  # of what is several libraries under one name
     FUNCTIONS = ""  # the module that declares the functions, where SCHEMAS are known without it
-    WITHOUT: Mapping[str, tuple[str, ...]]  # functions that a backend's library does not have
+    WITHOUT: Mapping[str, tuple[str, ...]] = {}  # functions that a backend's library does not have
     _made: dict[tuple[Value, ...], type[DecoratedBuilder]]  # the builders of the variants
     # What is loaded, by the loader's era and the device; None: there is no library for it.
     SERVED: dict[tuple[int, str], Loaded | None]
@@ -139,12 +105,8 @@ class DecoratedBuilder(CUDAOpBuilder):
     TELL_TORCH: dict[str, Callable[[tuple[Value, ...]], object]]
 
     @property
-    def root(self) -> str:
-        return self.PLACE.root
-
-    @property
     def _declared_in(self) -> str:
-        return self.PLACE.file
+        return self.FILE
 
     def sources(self) -> list[str]:
         named = self.SOURCES.cpu if self.build_for_cpu else self.SOURCES.cuda
@@ -220,8 +182,7 @@ class DecoratedBuilder(CUDAOpBuilder):
                 hint=f'schemas=("{schema}", ...)',
             )
         others = (each for each in cls.SCHEMAS if function_name(each) != name)
-        for library in (cls, *cls._made.values()):
-            library.SERVED.clear()  # it has one more function now
+        cls.forget()
         if not cls.FUNCTIONS:
             cls.SCHEMAS = (*others, schema)
             cls._made.clear()
@@ -230,6 +191,13 @@ class DecoratedBuilder(CUDAOpBuilder):
                 vars(cls.DECLARED[part]).pop(name + ending, None)
         setattr(cls.DECLARED["reference"], name, function)
         cls.REGISTRATION = cls.REGISTRATION._replace(schemas=cls.SCHEMAS)
+
+    @classmethod
+    def forget(cls) -> None:
+        """Have this process load the libraries anew: they have other functions, or sources."""
+        for library in (cls, *cls._made.values()):
+            library.SERVED.clear()
+            loader.forget(library().distribution, library.NAME)
 
     @classmethod
     def import_functions(cls) -> None:
@@ -251,8 +219,8 @@ class DecoratedBuilder(CUDAOpBuilder):
 
     @classmethod
     def variant(cls, values: tuple[Value, ...]) -> type[DecoratedBuilder]:
-        """The builder of the variant with these values."""
-        found = cls._made.get(values)
+        """The builder of the variant with these values; without any, this one."""
+        found = cls._made.get(values) if values else cls
         if found is None:
             ending = cls.PARAMETERS.suffix(values)
             overloads = cls.REGISTRATION.overloads
@@ -277,27 +245,30 @@ class DecoratedBuilder(CUDAOpBuilder):
 
 def builder_for(
     name: str,
-    place: Place,
+    place: tuple[str, str],
     sources: Sources,
     needs: Mapping[str, Any],
     namespace: str,
     parameters: Parameters,
-    doc: str | None = None,
+    schemas: tuple[str, ...] = (),
+    **words: Any,
 ) -> type[DecoratedBuilder]:
-    """A builder class, without functions yet. Raises SpecError."""
-    root, directory = place.root, place.directory
-    words = {
-        "__doc__": doc,
-        "__module__": place.module,
+    """A builder class, without functions yet. ``place`` is the module and the file that declare it,
+    ``words`` are more of its attributes. Raises SpecError."""
+    module, file = place
+    directory = directory_of(file)
+    root = root_of(module, directory)
+    words |= {
+        "__module__": module,
         "NAME": name,
         "NAMESPACE": namespace,
         "BACKENDS": sources.backends,
-        "PLACE": place,
+        "SCHEMAS": schemas,
+        "FILE": file,
         "DIRECTORY": "" if directory == root else os.path.relpath(directory, root),
         "SOURCES": sources,
         "NEEDS": _checked_needs(name, needs),
         "PARAMETERS": parameters,
-        "WITHOUT": {},
         "SERVED": {},
         "TELL_TORCH": {},
         "_made": {},
@@ -316,7 +287,7 @@ def builder_for(
 
     made.REGISTRATION = Registration(
         namespace=made()._checked_namespace('@opkiln.op(..., namespace="my_package")'),
-        schemas=(),
+        schemas=schemas,
         **{part: partial(provide, part) for part in REGISTERED},
         overloads=(NATIVE,) if compared else ("",) if varied else ("", NO_GRAD),
         defined=True,
@@ -347,21 +318,6 @@ def _checked_needs(op: str, needs: Mapping[str, Any]) -> dict[str, Any]:
                 hint='needs={"archs": "8.0"}',
             ) from error
     return checked
-
-
-def builder_of_parts(
-    name: str, place: Place, parts: Sequence[type[DecoratedBuilder]]
-) -> type[DecoratedBuilder]:
-    """A builder class that stands for others. Raises SpecError."""
-    sources = Sources(
-        tuple(each for part in parts for each in part.SOURCES.cpu),
-        tuple(each for part in parts for each in part.SOURCES.cuda),
-    )
-    made = builder_for(name, place, sources, {}, parts[0].NAMESPACE, Parameters(name))
-    made.PARTS = tuple(parts)
-    made.SCHEMAS = tuple(each for part in parts for each in part.SCHEMAS)
-    made.REGISTRATION = made.REGISTRATION._replace(schemas=made.SCHEMAS)
-    return made
 
 
 def _number(capability: str) -> tuple[int, int]:

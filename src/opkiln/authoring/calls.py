@@ -18,7 +18,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from opkiln.authoring.variants import Variants
+    from opkiln.authoring.entrance import Entrance
 
 _WITH_GRADIENT = """\
 def {name}({parameters}):
@@ -59,7 +59,7 @@ def function_for(
     overload: Any,
     no_grad: Any,
     written: tuple[str, ...],
-    variants: Variants | None = None,
+    variants: Entrance | None = None,
 ) -> Callable[..., Any]:
     """The function to call in the place of ``function``. ``no_grad`` is None for an op that writes
     to its arguments. The author's function that chooses variants is its global ``choose_``."""

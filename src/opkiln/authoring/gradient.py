@@ -33,13 +33,10 @@ class Gradient:
     graph does not come here in each call."""
 
     def __init__(self, overload: Any, below: Any, reference: Callable[..., Any]) -> None:
-        self._overload, self._below, self._reference = overload, below, reference
-        self._backward: Callable[..., Any] | None = None
-        self._wants_output = False
-
-    def use(self, backward: Callable[..., Any], wants_output: bool) -> None:
-        """Take an author's formula: ``backward(*grads, *inputs)`` gives the inputs' gradients."""
-        self._backward, self._wants_output = backward, wants_output
+        self.overload, self.below, self.reference = overload, below, reference
+        # An author's formula: ``backward(*grads, *inputs)`` gives the inputs' gradients.
+        self.backward: Callable[..., Any] | None = None
+        self.wants_output = False
 
     def __call__(self, keyset: Any, *args: Any, **kwargs: Any) -> Any:
         given = tuple(tensors(args, kwargs))
@@ -47,27 +44,12 @@ class Gradient:
             forward_ad._current_level >= 0
             and any(forward_ad.unpack_dual(each).tangent is not None for each in given)  # type: ignore[no-untyped-call]
         ):
-            return self._reference(*args, **kwargs)
+            return self.reference(*args, **kwargs)
         if torch.is_grad_enabled() and any(each.requires_grad for each in given):
-            call = _Call(self, keyset, *with_defaults(self._overload._schema, args, kwargs))
-            return call.rebuilt(_Function.apply(call, *given))  # type: ignore[no-untyped-call]
+            call = _Call(self, keyset, *with_defaults(self.overload._schema, args, kwargs))
+            flat = _Function.apply(call, *given)  # type: ignore[no-untyped-call]
+            return _rebuilt(call.form, iter(flat))
         return _Call(self, keyset, args, kwargs).below_autograd(args, kwargs)
-
-    def gradients(
-        self, inputs: tuple[list[Any], dict[str, Any]], output: Any, grads: tuple[Any, ...]
-    ) -> list[Any]:
-        """What the author's formula gives: one for each argument. Raises TypeError."""
-        assert self._backward is not None
-        args, kwargs = inputs
-        given = {**kwargs, "output": output} if self._wants_output else kwargs
-        found = self._backward(*grads, *args, **given)
-        found = list(found) if isinstance(found, (tuple, list)) else [found]
-        if len(found) != len(args) + len(kwargs):
-            raise TypeError(
-                f"the backward of {self._overload} gives {len(found)} gradients, for "
-                f"{len(args) + len(kwargs)} arguments"
-            )
-        return found
 
 
 class _Call:
@@ -77,11 +59,11 @@ class _Call:
         self, gradient: Gradient, keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         self.gradient, self._keyset, self._args, self._kwargs = gradient, keyset, args, kwargs
-        self._form: Any = None
+        self.form: Any = None  # of the result, which autograd takes and gives as flat tuples
 
     def below_autograd(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         with _AutoDispatchBelowAutograd():
-            return self.gradient._below.redispatch(
+            return self.gradient.below.redispatch(
                 self._keyset & _after_autograd_keyset, *args, **kwargs
             )
 
@@ -91,31 +73,32 @@ class _Call:
         args = [_filled(each, left) for each in self._args]
         return args, {name: _filled(each, left) for name, each in self._kwargs.items()}
 
-    def flattened(self, result: Any) -> tuple[Any, ...]:
-        """A result as autograd takes it. Remembers its form."""
-        self._form = _form_of(result)
-        return _leaves(result)
-
-    def rebuilt(self, flat: Any) -> Any:
-        """The result in its form."""
-        return _rebuilt(self._form, iter(flat))
-
-    def by_argument(self, found: Sequence[Any]) -> list[Any]:
-        """Gradients by argument as gradients by tensor."""
-        return [
-            leaf
-            for value, grad in zip((*self._args, *self._kwargs.values()), found, strict=True)
-            for leaf in _matched(value, grad)
-        ]
+    def by_author(self, given: Sequence[Any], output: Any, grads: tuple[Any, ...]) -> list[Any]:
+        """The gradients of the tensors by the author's formula, which gives one for each argument.
+        Raises TypeError."""
+        args, named = self.with_tensors(given)
+        told = {**named, "output": output} if self.gradient.wants_output else named
+        assert self.gradient.backward is not None
+        found = self.gradient.backward(*grads, *args, **told)
+        found = list(found) if isinstance(found, (tuple, list)) else [found]
+        values = (*self._args, *self._kwargs.values())
+        if len(found) != len(values):
+            raise TypeError(
+                f"the backward of {self.gradient.overload} gives {len(found)} gradients, for "
+                f"{len(values)} arguments"
+            )
+        pairs = zip(values, found, strict=True)
+        return [each for value, grad in pairs for each in _matched(value, grad)]
 
 
 class _Function(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: _Call, *given: Tensor) -> tuple[Any, ...]:
         args, kwargs = call.with_tensors(given)
-        flat = call.flattened(call.below_autograd(args, kwargs))
+        result = call.below_autograd(args, kwargs)
+        call.form, flat = _form_of(result), _leaves(result)
         ctx.call, ctx.inputs = call, len(given)
-        ctx.save_for_backward(*given, *(flat if call.gradient._wants_output else ()))
+        ctx.save_for_backward(*given, *(flat if call.gradient.wants_output else ()))
         ctx.mark_non_differentiable(
             *(each for each in flat if isinstance(each, Tensor) and not _has_gradient(each))
         )
@@ -127,11 +110,9 @@ class _Function(torch.autograd.Function):
         given, output = saved[: ctx.inputs], saved[ctx.inputs :]
         gradient = call.gradient
         with without_autocast(given):
-            if gradient._backward is not None:
-                found = gradient.gradients(
-                    call.with_tensors(given), call.rebuilt(output) if output else None, grads
-                )
-                return (None, *call.by_argument(found))
+            if gradient.backward is not None:
+                whole = _rebuilt(call.form, iter(output)) if output else None
+                return (None, *call.by_author(given, whole, grads))
             return (None, *_of_reference(call, given, ctx.needs_input_grad[1:], grads))
 
 
@@ -147,7 +128,7 @@ def _of_reference(
             for each, need in zip(given, needed, strict=True)
         ]
         args, kwargs = call.with_tensors(inputs)
-        results = tensors([call.gradient._reference(*args, **kwargs)], {})
+        results = tensors([call.gradient.reference(*args, **kwargs)], {})
         pairs = [
             (result, grad)
             for result, grad in zip(results, grads, strict=True)

@@ -1,4 +1,12 @@
-"""``opkiln.library``: several functions in one native library, compiled at once.
+"""``@opkiln.op`` and ``opkiln.library``: functions whose bodies are references, and sources beside.
+
+    @opkiln.op("bias_gelu.cpp", cuda="bias_gelu.cu")
+    def bias_gelu(x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.gelu(x + bias)
+
+The body serves where no library does, gives the shapes for torch.compile, and the gradient. The
+annotations give the schema. The function that takes its name calls the op; a library for a device
+is found or built when a tensor of that device first arrives.
 
     kit = opkiln.library("packing", "packing.cpp", cuda="packing.cu")
 
@@ -8,9 +16,10 @@
     @kit.op(mutates="out")
     def unpack_into(x: torch.Tensor, out: torch.Tensor) -> None: ...
 
-Each function is an op as ``@opkiln.op`` makes one, with a reference, a gradient and shapes of its
-own. The first call of any of them loads the library for all. If a library has many functions, or
-takes long to compile, make several of it, and one of them for commands:
+Several functions are then in one native library, compiled at once. Each is an op with a reference,
+a gradient and shapes of its own. The first call of any of them loads the library for all. If a
+library has many functions, or takes long to compile, make several of it, and one of them for
+commands:
 
     kit = opkiln.library("packing", parts=(rows, columns))
 """
@@ -22,7 +31,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any, ParamSpec, TypeVar, cast
 
-from opkiln.authoring.builders import Place, Sources, builder_for, builder_of_parts
+from opkiln.authoring.builders import Sources, builder_for
 from opkiln.authoring.parameters import Parameters, texts
 from opkiln.errors import SpecError
 from opkiln.model import check_names
@@ -32,11 +41,60 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from opkiln.authoring.builders import DecoratedBuilder
-    from opkiln.authoring.op import DecoratedOp
+    from opkiln.authoring.declaration import DecoratedOp
     from opkiln.authoring.parameters import Value
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
+
+
+def op(
+    *sources: str,
+    cuda: str | Iterable[str] = (),
+    source: str | Mapping[str, str] | None = None,
+    mutates: str | Iterable[str] = (),
+    needs: Mapping[str, Any] | None = None,
+    namespace: str = "",
+    emulate: bool = False,
+    variants: Mapping[str, Sequence[Value]] | None = None,
+    tune: Mapping[str, Sequence[Value]] | None = None,
+    ahead: Mapping[str, Sequence[Value]] | None = None,
+) -> Callable[[Callable[_P, _R]], DecoratedOp[_P, _R]]:
+    """Make an op of a function; its body is the reference.
+
+    ``sources`` are C++ files for the CPU, ``cuda`` files for CUDA and ROCm, relative to the Python
+    file. ``source`` is text instead: C++ for the CPU, or ``{"cpu": ..., "cuda": ...}``.
+    ``mutates`` names the arguments that the op writes to. ``needs`` may have ``archs`` (the least
+    compute capability, "8.0"), ``libraries``, ``include_dirs``, ``cxx_args``, ``nvcc_args`` and
+    ``ldflags``. ``namespace`` is that of ``torch.ops``; by default, the package's name. ``emulate``
+    runs the CUDA kernels on the CPU, for CPU tensors, and checks what they do (docs/emulator.md).
+    ``variants`` lists compile-time parameters and their values, ``{"HEAD": (64, 128)}``: the
+    sources see them as macros, and ``@f.variant`` chooses among them. ``tune`` lists such
+    parameters that are chosen by measuring, once for each device model and class of shapes.
+    ``ahead`` says which variants `opkiln build` and wheels have, ``{"HEAD": (64,)}``; by default,
+    all.
+
+    Raises SpecError for a function that cannot be an op.
+    """
+    given = Sources.of(sources, cuda, source)
+
+    def decorate(function: Callable[_P, _R]) -> DecoratedOp[_P, _R]:
+        _require_function("@opkiln.op", function)
+        name = function.__name__
+        parameters = Parameters.of(name, variants or {}, tune or {}, ahead=ahead)
+        builder = builder_for(
+            name,
+            (function.__module__ or "", function.__code__.co_filename),
+            given,
+            needs or {},
+            namespace,
+            parameters,
+            EMULATE=emulate,
+            __doc__=function.__doc__,
+        )
+        return _declared(function, mutates, builder)
+
+    return decorate
 
 
 class Library:
@@ -60,12 +118,8 @@ class Library:
             raise SpecError(f"library {name} has parts: its functions are those of its parts")
 
         def decorate(function: Callable[_P, _R]) -> DecoratedOp[_P, _R]:
-            if not inspect.isfunction(function):
-                raise SpecError(f"@op decorates functions, not {type(function).__name__}")
-            from opkiln.authoring.declaration import Declaration
-
-            made = Declaration(function, mutates, self.builder)
-            return cast("DecoratedOp[_P, _R]", made.function)
+            _require_function("@op", function)
+            return _declared(function, mutates, self.builder)
 
         return decorate
 
@@ -104,30 +158,62 @@ def library(
     """
     check_names("any", name)
     caller = sys._getframe(1)
-    place = Place(caller.f_globals.get("__name__", ""), caller.f_code.co_filename)
+    place = caller.f_globals.get("__name__", ""), caller.f_code.co_filename
     if parts:
         if not isinstance(parts, (list, tuple)) or not all(isinstance(p, Library) for p in parts):
             raise SpecError(
                 f"library {name}: parts= is {repr(parts)[:80]}",
                 why="it lists what opkiln.library made",
             )
-        return Library(builder_of_parts(name, place, [each.builder for each in parts]))
+        return Library(_builder_of_parts(name, place, [each.builder for each in parts]))
     listed = texts(f"library {name}: schemas=", schemas)
     if bool(listed) != bool(functions):
         raise SpecError(
             f"library {name}: schemas= and functions= belong together",
             hint=f'opkiln.library("{name}", ..., schemas=(...), functions="my_package.functions")',
         )
-    given = Sources.of(sources, cuda, source, "opkiln.library")
-    parameters = Parameters.of(name, variants or {}, {}, dtypes, ahead)
-    builder = builder_for(name, place, given, needs or {}, namespace, parameters)
-    builder.EMULATE = emulate
-    builder.FUNCTIONS, builder.SCHEMAS = functions, listed
-    builder.REGISTRATION = builder.REGISTRATION._replace(schemas=listed)
     if not isinstance(without or {}, Mapping):
         raise SpecError(f"library {name}: without= is {repr(without)[:80]}, not a dict")
-    builder.WITHOUT = {
-        device: texts(f"library {name}: without={{{device!r}: ...}}", names)
-        for device, names in (without or {}).items()
-    }
+    builder = builder_for(
+        name,
+        place,
+        Sources.of(sources, cuda, source, "opkiln.library"),
+        needs or {},
+        namespace,
+        Parameters.of(name, variants or {}, {}, dtypes, ahead),
+        listed,
+        EMULATE=emulate,
+        FUNCTIONS=functions,
+        WITHOUT={
+            device: texts(f"library {name}: without={{{device!r}: ...}}", names)
+            for device, names in (without or {}).items()
+        },
+    )
     return Library(builder)
+
+
+def _builder_of_parts(
+    name: str, place: tuple[str, str], parts: Sequence[type[DecoratedBuilder]]
+) -> type[DecoratedBuilder]:
+    sources = Sources(
+        tuple(each for part in parts for each in part.SOURCES.cpu),
+        tuple(each for part in parts for each in part.SOURCES.cuda),
+    )
+    schemas = tuple(each for part in parts for each in part.SCHEMAS)
+    namespace, parameters = parts[0].NAMESPACE, Parameters(name)
+    return builder_for(name, place, sources, {}, namespace, parameters, schemas, PARTS=tuple(parts))
+
+
+def _require_function(decorator: str, function: object) -> None:
+    """Raise SpecError for a class or another callable object."""
+    if not inspect.isfunction(function):
+        raise SpecError(f"{decorator} decorates functions, not {type(function).__name__}")
+
+
+def _declared(
+    function: Callable[_P, _R], mutates: str | Iterable[str], builder: type[DecoratedBuilder]
+) -> DecoratedOp[_P, _R]:
+    """What takes the place of a function. Raises SpecError for one that cannot be an op."""
+    from opkiln.authoring.declaration import Declaration
+
+    return cast("DecoratedOp[_P, _R]", Declaration(function, mutates, builder)._function)

@@ -39,24 +39,27 @@ CPP_KEYWORDS = frozenset((
     "typeid", "typename", "typeof", "union", "unsigned", "using", "virtual", "void", "volatile",
     "wchar_t", "while", "xor", "xor_eq",
 ))  # fmt: skip
-_OVERLOADS = ("default", "no_grad", "native", "unserved")  # besides those of the variants
+NO_GRAD = "no_grad"  # the overload without a gradient
+UNSERVED = "unserved"  # the overload that takes the calls a kernel does not serve
+NATIVE = "native"  # the overload that libraries implement if every call is to be compared
 # op.h itself defines the macros whose names are one letter, after all of its headers: such letters
 # are the names of template parameters there.
 _LETTER = "OPKILN_PARAMETER_"
-_DTYPE = "dtype"  # what the dtype is called where a library is asked for
+DTYPE = "dtype"  # what the dtype is called where a library is asked for
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 class Parameters(Record):
-    """What an op may be compiled with. ``chosen`` are chosen by the op's author, from the arguments
-    of a call; ``tuned`` by measuring. An op with ``dtypes`` has neither. ``ahead`` are the values
-    of the variants that are built before a call needs them."""
+    """What an op may be compiled with. ``chosen`` are chosen from the arguments of a call, by a
+    function of the op's author or, if ``by_dtype``, by their dtype, which is the only parameter
+    then; ``tuned`` by measuring. ``ahead`` are the values of the variants that are built before a
+    call needs them."""
 
     op: str
     chosen: tuple[tuple[str, tuple[Value, ...]], ...] = ()
     tuned: tuple[tuple[str, tuple[Value, ...]], ...] = ()
-    dtypes: tuple[str, ...] = ()
     ahead: tuple[tuple[str, tuple[Value, ...]], ...] = ()
+    by_dtype: bool = False
 
     @classmethod
     def of(
@@ -71,7 +74,7 @@ class Parameters(Record):
         if dtypes:
             if variants or tune or ahead:
                 raise SpecError(f"op {op}: dtypes= goes with none of variants=, tune= and ahead=")
-            return cls(op, dtypes=_checked_dtypes(op, dtypes))
+            return cls(op, ((DTYPE, _checked_dtypes(op, dtypes)),), by_dtype=True)
         made = cls(
             op,
             _listed(op, "variants", variants),
@@ -89,7 +92,9 @@ class Parameters(Record):
         count = math.prod(len(values) for _, values in made.all)
         if count > _MOST:
             raise SpecError(f"op {op}: its parameters have {count} combinations, more than {_MOST}")
-        names: dict[str, object] = dict.fromkeys(_OVERLOADS, "another overload")
+        names: dict[str, object] = dict.fromkeys(
+            ("default", NO_GRAD, UNSERVED, NATIVE), "another overload"
+        )
         for values in made.combinations():
             check_names("any", made.library(values))
             other = names.setdefault(made.suffix(values), values)
@@ -104,15 +109,13 @@ class Parameters(Record):
 
     @property
     def all(self) -> tuple[tuple[str, tuple[Value, ...]], ...]:
-        if self.dtypes:
-            return ((_DTYPE, self.dtypes),)
         return (*self.chosen, *self.tuned)
 
     @property
     def are_overloads(self) -> bool:
-        """Whether a variant is an overload of its own. The libraries of ``dtypes`` implement the op
+        """Whether a variant is an overload of its own. Libraries for dtypes implement the op
         itself."""
-        return bool(self.chosen or self.tuned)
+        return bool(self) and not self.by_dtype
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -154,12 +157,15 @@ class Parameters(Record):
         for name, values in self.chosen:
             if found[name] not in values:
                 listed = ", ".join(map(str, values))
+                if self.by_dtype:
+                    dtype = found[name] or "calls without such a tensor"
+                    return (), f"it has kernels for {listed}, not {dtype}"
                 return (), f"no variant has {name}={found[name]}; variants= lists {listed}"
         return tuple(found[name] for name in names), ""
 
     def suffix(self, values: Sequence[Value]) -> str:
         """What the names of a variant end with: ``HEAD_64_T_half``, or ``bfloat16``."""
-        if self.dtypes:
+        if self.by_dtype:
             return str(values[0])
         parts = self._by_name(values).items()
         return "_".join(f"{name}_{_text(each).replace('-', 'minus')}" for name, each in parts)
@@ -170,7 +176,7 @@ class Parameters(Record):
 
     def flags(self, values: Sequence[Value]) -> tuple[str, ...]:
         """The macros of a variant, as every compiler takes them."""
-        if self.dtypes:
+        if self.by_dtype:
             return (f"-DOPKILN_DTYPE={values[0]}",)
         return tuple(
             f"-D{_LETTER if len(name) == 1 else ''}{name}={_text(value)}"

@@ -32,14 +32,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from opkiln.authoring.builders import DecoratedBuilder
-    from opkiln.authoring.entrance import Entrance
     from opkiln.authoring.parameters import Value
+    from opkiln.authoring.variants import Variant
 
 _WARM_UP = 3  # calls
 _SAMPLES = 7  # their median counts
 _SAMPLE = 200e-6  # seconds that one sample takes at least, in several calls
 _MOST_CALLS = 200  # of one sample
 _MOST_NOTES = 100
+_CAPTURING = "nothing is measured while a CUDA graph is captured"
 _NOT_COMPILED = "OPKILN_MODE=needed: an op that has a reference is not compiled here"
 
 
@@ -47,9 +48,9 @@ class Tuning:
     """Chooses the tuned values of one op."""
 
     def __init__(
-        self, builder: type[DecoratedBuilder], entrance: Callable[[tuple[Value, ...]], Entrance]
+        self, builder: type[DecoratedBuilder], variant: Callable[[tuple[Value, ...]], Variant]
     ) -> None:
-        self._builder, self._entrance = builder, entrance
+        self._builder, self._variant = builder, variant
         self._parameters = builder.PARAMETERS
         self._candidates = list(self._parameters.candidates())
         self.author_key: Callable[..., Any] | None = None  # of the classes of shapes
@@ -92,45 +93,44 @@ class Tuning:
         with self._lock:
             if asked in self._choices:
                 return self._choices[asked], True
-            question = self._question(*asked, device.type)
+            if device.type not in self._sources:
+                self._sources[device.type] = self._digest(device.type)
+            question = tuned.Question(
+                distribution=self._builder().distribution,
+                op=self._builder.NAME,
+                device=_model(device),
+                shape=shape,
+                values=_in_words(self._parameters.chosen, chosen),
+                candidates=tuple(map(self._in_words, self._candidates)),
+                sources=self._sources[device.type],
+            )
             store = Store()
             choice, how = tuned.find(store, question), "kept in the store"
             if choice is None:
-                if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-                    self._note_first(shape, "nothing is measured while a CUDA graph is captured")
-                    return self._candidates[0], False
+                capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
                 measured: dict[str, float] = {}
-                needed = settings.mode == policy.NEEDED
-                why = _NOT_COMPILED if needed else policy.never_compiles()
+                why = _CAPTURING if capturing else policy.never_compiles()
+                if settings.mode == policy.NEEDED and not capturing:
+                    why = _NOT_COMPILED
                 if not why:
-                    measured, failures = self._measured(chosen, device, args, kwargs)
-                    why = "; ".join(failures)
+                    measured, why = self._measured(chosen, device, args, kwargs)
                 if not measured:
-                    self._note_first(shape, why)
-                    self._choices[asked] = self._candidates[0]
-                    return self._candidates[0], True
+                    first = self._candidates[0]
+                    self._note(f"{self._in_words(first)} for {shape}, the first candidate: {why}")
+                    if not capturing:
+                        self._choices[asked] = first
+                    return first, not capturing
                 best = min(measured, key=measured.__getitem__)
                 choice, how = tuned.Choice(question, best, measured), "measured in this process"
                 _keep(store, choice)
-            self._note(choice, how)
+            for_ = f"{question.values}, {shape}" if question.values else shape
+            times = "; ".join(
+                f"{name}: {value:g} us" for name, value in choice.microseconds.items()
+            )
+            self._note(f"{choice.candidate} for {for_} on {question.device}, {how} ({times})")
             candidates = {self._in_words(each): each for each in self._candidates}
             self._choices[asked] = candidates[choice.candidate]
             return self._choices[asked], True
-
-    def _question(
-        self, chosen: tuple[Value, ...], model: str, shape: str, device: str
-    ) -> tuned.Question:
-        if device not in self._sources:
-            self._sources[device] = self._digest(device)
-        return tuned.Question(
-            distribution=self._builder().distribution,
-            op=self._builder.NAME,
-            device=model,
-            shape=shape,
-            values=_in_words(self._parameters.chosen, chosen),
-            candidates=tuple(map(self._in_words, self._candidates)),
-            sources=self._sources[device],
-        )
 
     def _digest(self, device: str) -> str:
         """Of the sources for a device: a kernel that was rewritten is measured anew."""
@@ -153,19 +153,19 @@ class Tuning:
         device: torch.device,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-    ) -> tuple[dict[str, float], list[str]]:
+    ) -> tuple[dict[str, float], str]:
         """Microseconds by candidate, and why some have none. Raises OpkilnError."""
-        entrances = {
-            self._in_words(each): self._entrance((*chosen, *each)) for each in self._candidates
+        variants = {
+            self._in_words(each): self._variant((*chosen, *each)) for each in self._candidates
         }
-        failures = _loaded(entrances, device.type)
-        schema = self._entrance((*chosen, *self._candidates[0])).overload._schema
+        failures = _loaded(variants, device.type)
+        schema = self._variant((*chosen, *self._candidates[0])).overload._schema
         args, kwargs = _with_copies(schema, args, kwargs)
         times = {}
-        for name, entrance in entrances.items():
+        for name, variant in variants.items():
             if name in failures:
                 continue
-            native = entrance.native or entrance.overload  # not a call that is compared
+            native = variant.native or variant.overload  # not a call that is compared
             try:
                 with torch.no_grad():
                     seconds = _time(lambda: native(*args, **kwargs), device)  # noqa: B023
@@ -173,22 +173,12 @@ class Tuning:
                 failures[name] = str(error).partition("\n")[0]
             else:
                 times[name] = round(seconds * 1e6, 3)
-        return times, [f"{name}: {why}" for name, why in failures.items()]
+        return times, "; ".join(f"{name}: {why}" for name, why in failures.items())
 
     def _in_words(self, candidate: tuple[Value, ...]) -> str:
         return _in_words(self._parameters.tuned, candidate)
 
-    def _note(self, choice: tuned.Choice, how: str) -> None:
-        asked = choice.question
-        for_ = f"{asked.values}, {asked.shape}" if asked.values else asked.shape
-        times = "; ".join(f"{name}: {value:g} us" for name, value in choice.microseconds.items())
-        self._add(f"{choice.candidate} for {for_} on {asked.device}, {how} ({times})")
-
-    def _note_first(self, shape: str, why: str) -> None:
-        first = self._in_words(self._candidates[0])
-        self._add(f"{first} for {shape}, the first candidate: {why}")
-
-    def _add(self, note: str) -> None:
+    def _note(self, note: str) -> None:
         if len(self._notes) < _MOST_NOTES:
             self._notes[note] = None
 
@@ -213,7 +203,7 @@ def _model(device: torch.device) -> str:
     return cpu_name() if device.type == "cpu" else device.type
 
 
-def _loaded(entrances: dict[str, Entrance], device: str) -> dict[str, str]:
+def _loaded(variants: dict[str, Variant], device: str) -> dict[str, str]:
     """Find or build all candidates, in parallel; why some cannot be had. Raises OpkilnError if none
     can, and SealedError."""
     from opkiln.engine import progress, schedule
@@ -221,9 +211,9 @@ def _loaded(entrances: dict[str, Entrance], device: str) -> dict[str, str]:
     errors: dict[str, OpkilnError] = {}
     failures: dict[str, str] = {}
 
-    def work(name: str, entrance: Entrance) -> None:
+    def work(name: str, variant: Variant) -> None:
         try:
-            loaded = entrance.load(device)
+            loaded = variant.load(device)
             if loaded is None or loaded.artifact is None:
                 failures[name] = "its reference serves"
         except OpkilnError as error:
@@ -231,9 +221,9 @@ def _loaded(entrances: dict[str, Entrance], device: str) -> dict[str, str]:
             failures[name] = error.what
 
     with progress.shown():
-        schedule.in_threads(work, entrances.items())
+        schedule.in_threads(work, variants.items())
     for error in errors.values():
-        if isinstance(error, SealedError) or len(errors) == len(entrances):
+        if isinstance(error, SealedError) or len(errors) == len(variants):
             raise error
     return failures
 
@@ -263,13 +253,12 @@ def _time(call: Callable[[], Any], device: torch.device) -> float:
 
 
 def _on_cpu(call: Callable[[], Any], count: int, device: torch.device) -> float:
-    if device.type != "cpu":
-        torch.get_device_module(device).synchronize(device)
+    wait = torch.get_device_module(device).synchronize  # does nothing for a CPU
+    wait(device)
     began = time.perf_counter()
     for _ in range(count):
         call()
-    if device.type != "cpu":
-        torch.get_device_module(device).synchronize(device)
+    wait(device)
     return time.perf_counter() - began
 
 

@@ -5,7 +5,7 @@ The names are loaded when they are asked for: a C++ op never pays for the device
 
 from __future__ import annotations
 
-from importlib import import_module
+from opkiln import lazy
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -35,12 +35,4 @@ _NAMES = {
 
 __all__ = [*_NAMES]  # noqa: PLE0604 (names that are resolved lazily)
 
-
-def __getattr__(name: str) -> object:
-    if name in _NAMES:
-        return getattr(import_module(_NAMES[name]), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__getattr__, __dir__ = lazy.names(__name__, _NAMES)

@@ -192,14 +192,7 @@ class OpBuilder:
     @cached_property
     def root(self) -> str:
         """The directory that relative paths start from."""
-        name = ""
-        for part in type(self).__module__.split("."):
-            # The outermost package that is a directory of its own; a namespace package is none.
-            name = f"{name}.{part}" if name else part
-            file: str | None = getattr(sys.modules.get(name), "__file__", None)
-            if file:
-                return os.path.dirname(os.path.abspath(file))
-        return os.getcwd()
+        return root_of(type(self).__module__, directory_of(self._declared_in))
 
     def spec(self) -> OpSpec:
         """The declaration as one immutable record."""
@@ -225,14 +218,7 @@ class OpBuilder:
         )
 
     def _kernels(self) -> tuple[str, ...]:
-        named = self.kernels()
-        if type(self).kernels is not OpBuilder.kernels:
-            self._check_kernels(named)
-        prefix = f"{self.NAMESPACE or self.distribution}::"
-        return tuple([prefix + name for name in named])
-
-    def _check_kernels(self, named: Sequence[str]) -> None:
-        functions = OpBuilder.kernels(self)
+        named, functions = self.kernels(), OpBuilder.kernels(self)
         listed = self.strip_empty_entries(named)
         unknown = ", ".join(name for name in listed if name not in functions)
         if unknown or (functions and not listed):
@@ -241,6 +227,8 @@ class OpBuilder:
                 + (f"{unknown}, and SCHEMAS does not" if unknown else "no function"),
                 why=f"the functions of SCHEMAS are {', '.join(functions)}",
             )
+        prefix = f"{self.NAMESPACE or self.distribution}::"
+        return tuple([prefix + name for name in named])
 
     def registration(self) -> Registration | None:
         """How the op is registered with torch; None for one without ``SCHEMAS``. Raises SpecError
@@ -289,18 +277,17 @@ class OpBuilder:
         ``reload`` looks at the sources anew and swaps in what changed. Raises OpkilnError where
         nothing serves.
         """
-        if is_tracing():
-            how = {"verbose": verbose, "reload": reload}
-            return load_in_trace(_load, type(self), self.__dict__, how)
-        return self.loaded(verbose, reload=reload).value
+        return self._value(verbose=verbose, reload=reload)
 
     @told_briefly
     def jit_load(self, verbose: bool = True) -> Any:
         """As ``load``, but native or an error: what was asked for by name does not fall back."""
+        return self._value(verbose=verbose, must_be_native=True)
+
+    def _value(self, **how: bool) -> Any:
         if is_tracing():
-            how = {"verbose": verbose, "must_be_native": True}
             return load_in_trace(_load, type(self), self.__dict__, how)
-        return self.loaded(verbose, must_be_native=True).value
+        return self.loaded(**how).value
 
     @classmethod
     def functions(cls, device: str | None = None) -> Any:
@@ -373,10 +360,13 @@ class OpBuilder:
             error = None if isinstance(outcome, (Serve, Build)) else outcome.error
         except OpkilnError as raised:
             error = raised  # the declaration itself is wrong
-        self.error_log = None if error is None else str(error)
-        if self.error_log and verbose:
-            print(f"{self.name}: {self.error_log}", file=sys.stderr)
-        return self.error_log is None
+        return self._log("" if error is None else str(error), verbose)
+
+    def _log(self, error: str, verbose: bool) -> bool:
+        self.error_log = error or None
+        if error and verbose:
+            print(f"{self.name}: {error}", file=sys.stderr)
+        return not error
 
     def build_wanted(self) -> bool:
         """Whether the user's variables select this op for precompilation."""
@@ -447,11 +437,9 @@ class OpBuilder:
         from opkiln.toolchain.host import can_link
 
         found = can_link(Store().memory, funcname, tuple(libraries), tuple(library_dirs))
-        if not found:
-            self.error_log = f"{funcname} cannot be linked from {', '.join(libraries) or 'libc'}"
-            if verbose:
-                print(f"{self.name}: {self.error_log}", file=sys.stderr)
-        return found
+        return found or self._log(
+            f"{funcname} cannot be linked from {', '.join(libraries) or 'libc'}", verbose
+        )
 
     def command_exists(self, cmd: str | Sequence[str]) -> bool:
         """Whether a program (any of several) is on PATH."""
@@ -519,6 +507,24 @@ def _builder_for(kind: type[OpBuilder], device: str | None) -> OpBuilder:
     if device is not None:
         builder.ask_for(backend_of(kind, device), None)
     return builder
+
+
+def directory_of(file: str) -> str:
+    """Where a file lies; the working directory for what is in no file."""
+    return os.path.dirname(os.path.abspath(file)) if os.path.exists(file) else os.getcwd()
+
+
+def root_of(module: str, directory: str) -> str:
+    """The directory of the outermost package of a module in ``directory``: what paths in keys start
+    from. For a module of no package, its directory. A namespace package is none."""
+    name = ""
+    for part in module.split(".")[:-1] or [module]:
+        name = f"{name}.{part}" if name else part
+        file = getattr(sys.modules.get(name), "__file__", None)
+        if file and os.path.basename(file).startswith("__init__."):
+            root = os.path.dirname(os.path.abspath(file))
+            return root if f"{directory}/".startswith(f"{root}/") else directory
+    return directory
 
 
 def torch_built_for() -> tuple[bool, bool]:

@@ -85,33 +85,24 @@ def missing(op: str, what: str, name: str, found: Any) -> SpecError:
     """The error for a function that an object lacks: where it was looked for, and what it has."""
     has = _functions(found)
     close = get_close_matches(name, has, n=1, cutoff=0.6)
-    place = _place(found)
-    why = f"looked for in {place}\n"
-    why += f"it has: {', '.join(has)}" if has else "it has no functions"
-    if close:
-        return SpecError(
-            f"op {op}: the {what} has no function {name!r}; did you mean {close[0]!r}?",
-            why=why,
-            hint=f"rename {close[0]} to {name} in {place}",
-        )
+    meant = f"; did you mean {close[0]!r}?" if close else ""
+    place, listed = _place(found), f"it has: {', '.join(has)}" if has else "it has no functions"
     return SpecError(
-        f"op {op}: the {what} has no function {name!r}", why=why, hint=f"define {name} in {place}"
+        f"op {op}: the {what} has no function {name!r}{meant}",
+        why=f"looked for in {place}\n{listed}",
+        hint=f"{f'rename {close[0]} to' if close else 'define'} {name} in {place}",
     )
 
 
 def _provided(op: str, distribution: str, what: str, provide: Callable[[], Any]) -> Any:
     try:
         return provide()
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] != distribution:
-            return None  # torch, or what the author's package needs, is not in this environment
-        raise _failed(op, what, error) from error
     except Exception as error:
-        raise _failed(op, what, error) from error
-
-
-def _failed(op: str, what: str, error: Exception) -> SpecError:
-    return SpecError(f"op {op}: its {what}() fails", why=f"{type(error).__name__}: {error}")
+        is_missing = isinstance(error, ModuleNotFoundError)
+        if is_missing and (getattr(error, "name", None) or "").partition(".")[0] != distribution:
+            return None  # torch, or what the author's package needs, is not installed here
+        why = f"{type(error).__name__}: {error}"
+        raise SpecError(f"op {op}: its {what}() fails", why=why) from error
 
 
 def _check_reference(op: str, registration: Registration, found: Any) -> None:

@@ -164,21 +164,17 @@ def _newest(plan: Plan, store: Store) -> str | None:
     for layer in store.location.layers:
         base = os.path.join(layer.root, "ops", place_of(plan.spec.distribution, plan.spec.name))
         for directory, _, files in os.walk(base):
-            if entry.MANIFEST in files:
-                made = _made_for(directory)
-                if made is None or made[0] == plan.target.backend:
-                    same = made is not None and made[1] == plan.target.archs
-                    found.append((same, os.stat(directory).st_mtime, directory))
+            if entry.MANIFEST not in files:
+                continue
+            try:
+                target = entry.read_manifest(directory)["target"]
+                backend, archs = target["backend"], tuple(target["archs"])
+            except (OSError, ValueError, KeyError, TypeError):
+                backend, archs = plan.target.backend, None  # it cannot be read: that is told
+            if backend == plan.target.backend:
+                same = archs == plan.target.archs
+                found.append((same, os.stat(directory).st_mtime, directory))
     return max(found)[2] if found else None
-
-
-def _made_for(directory: str) -> tuple[str, tuple[str, ...]] | None:
-    """(backend, architectures) of an entry; None for one that cannot be read."""
-    try:
-        target = entry.read_manifest(directory)["target"]
-        return target["backend"], tuple(target["archs"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
 
 
 def difference(before: dict[str, Any], after: dict[str, Any]) -> list[str]:

@@ -13,7 +13,6 @@ kernel does not serve a call, the overload ``unserved`` of the function takes it
 from __future__ import annotations
 
 import ctypes
-from contextlib import contextmanager
 from typing import Any
 
 from opkiln import signature
@@ -25,7 +24,7 @@ from opkiln.signature import Function
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterator
 
     from opkiln.model import Registration
 
@@ -99,17 +98,20 @@ def adopt(spec: OpSpec, library: Any, registration: Registration | None) -> None
     """
     listed = getattr(library, "opkiln_ops", None)
     if listed is None:
-        if here.listed:
-            unregister(spec)
+        unregister(*_name(spec))
         return
     pointers = tuple(_walk(spec, listed))
     functions = [_described(each) for each in pointers]
-    _require_fit(spec, functions)
+    if not signature.fits(spec, functions):
+        from opkiln.building.wording import misfit
+
+        what, why, hint = misfit(spec, functions)
+        raise LoadError(what, why=why, hint=hint)
     schemas = {function_name(each): each for each in spec.schemas}
     namespace = spec.kernels[0].partition("::")[0]
     overloads = ("",) if registration is None else registration.overloads
     with here.listing:
-        unregister(spec)
+        unregister(*_name(spec))
         mine = here.listed[_name(spec)] = []
         for pointer, function in zip(pointers, functions, strict=True):
             names = ",".join(signature.argument_names(schemas[function.name]))
@@ -120,7 +122,7 @@ def adopt(spec: OpSpec, library: Any, registration: Registration | None) -> None
             try:
                 _enter(each)
             except LoadError as error:
-                unregister(spec)
+                unregister(*_name(spec))
                 raise LoadError(f"op {spec.name}: {error.what}", why=error.why) from error
 
 
@@ -154,31 +156,6 @@ def has_registered(spec: OpSpec) -> bool:
     return _name(spec) in here.listed
 
 
-@contextmanager
-def suspended(specs: Iterable[OpSpec]) -> Iterator[None]:
-    """Within the block torch has no function of these ops' libraries, and calls reach what it has
-    besides. A library that is opened in the block is registered, and stays so."""
-    with here.listing:
-        all_of_them = [each for spec in specs for each in here.listed.get(_name(spec), ())]
-        left = [each for each in all_of_them if _is_first(each)]
-        for each in left:
-            each.library.opkiln_unregister(each.pointer)
-    try:
-        yield
-    finally:
-        with here.listing:
-            listed = [id(each) for mine in here.listed.values() for each in mine]
-            for each in left:
-                if id(each) in listed and _is_first(each):
-                    each.register()
-
-
-def _is_first(each: Listed) -> bool:
-    """Whether torch calls this function, and no library for another dtype passes calls on to it."""
-    chain = here.chains.get(each.place, [])
-    return each.pointer.contents.dtype < 0 or (bool(chain) and chain[0] is each)
-
-
 def _walk(spec: OpSpec, listed: Any) -> Iterator[Any]:
     listed.restype = ctypes.POINTER(_COp)
     pointer = listed()
@@ -199,30 +176,13 @@ def _described(pointer: Any) -> Function:
     return Function(each.name.decode(), each.device.decode(), each.signature.decode())
 
 
-def _require_fit(spec: OpSpec, functions: list[Function]) -> None:
-    if not signature.fits(spec, functions):
-        from opkiln.building.wording import misfit
-
-        what, why, hint = misfit(spec, functions)
-        raise LoadError(what, why=why, hint=hint)
-
-
-def retire(distribution: str, op: str) -> None:
-    """Unregister all libraries of an op: it is declared anew."""
+def unregister(distribution: str, op: str, backend: str = "") -> None:
+    """Unregister the libraries of an op, for one backend or for all: its reference serves."""
     with here.listing:
-        for name in [each for each in here.listed if each[:2] == (distribution, op)]:
-            _unregister(name)
-
-
-def unregister(spec: OpSpec) -> None:
-    """Unregister the library of an op for one backend, if there is one: its reference serves."""
-    _unregister(_name(spec))
-
-
-def _unregister(name: _Name) -> None:
-    with here.listing:
-        for each in here.listed.pop(name, ()):
-            _leave(each)
+        for name in list(here.listed):
+            if name[:2] == (distribution, op) and backend in ("", name[2]):
+                for each in here.listed.pop(name):
+                    _leave(each)
 
 
 def _name(spec: OpSpec) -> _Name:

@@ -126,7 +126,7 @@ def _serve(op: Op, must_be_native: bool, again: bool) -> Loaded:
             raise outcome.error
         if isinstance(outcome, Reference):
             if older:
-                light.unregister(op.spec)
+                light.unregister(op.spec.distribution, op.spec.name, op.spec.backend)
             _tell_fallback(op, outcome)
             return Loaded(functions, None, outcome.trace, op)
         try:
@@ -161,7 +161,7 @@ _ATTEMPTS = 8  # each but the last removes a candidate, or follows a collector's
 
 def forget(distribution: str, op: str) -> None:
     """Forget what is loaded of an op, for all its backends: it is declared anew."""
-    light.retire(distribution, op)
+    light.unregister(distribution, op)
     for name, each in list(here.ops.items()):
         if name[:2] == (distribution, op):
             each.loaded, each.is_told, each.opened = None, False, {}
@@ -188,10 +188,8 @@ def set_aside() -> Iterator[None]:
     for name in aside:
         del here.ops[name]
     loaded = [each.loaded for each in aside.values() if each.loaded is not None]
-    ops = [each.op for each in loaded if each.artifact is not None]
-    specs = [op.spec for op in ops if light.has_registered(op.spec)]
     try:
-        with light.suspended(specs), register.covered([op for op in ops if op.spec not in specs]):
+        with register.covered([each.op for each in loaded if each.artifact is not None]):
             yield
     finally:
         forget_references()

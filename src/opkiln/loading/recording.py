@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from opkiln.model import Op
 
 _PATIENCE = 5.0  # seconds to wait for the lock of the file
-_FIELDS = ("distribution", "op", "backend", "archs")
 
 
 class Use(NamedTuple):
@@ -102,7 +101,7 @@ def read(file: str) -> list[Use]:
     for line in text.splitlines():
         try:
             record = json.loads(line)
-            found[Use(*(str(record[name]) for name in _FIELDS))] = None
+            found[Use(*(str(record[name]) for name in Use._fields))] = None
         except (ValueError, KeyError, TypeError, RecursionError):
             continue
     if text and not found:

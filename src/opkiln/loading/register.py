@@ -22,7 +22,7 @@ from typing import Any
 
 from opkiln.errors import LoadError, SpecError
 from opkiln.loading.here import here
-from opkiln.model import DISPATCH_KEYS, Op, Registration, function_name
+from opkiln.model import DISPATCH_KEYS, Op, OpSpec, Registration, function_name
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -174,32 +174,32 @@ def require_kernels(op: Op) -> None:
 
 @contextmanager
 def covered(ops: Sequence[Op]) -> Iterator[None]:
-    """Within the block torch runs the references of these ops in the place of their kernels. For
-    libraries that register their kernels themselves when they are opened: nobody can take those
-    back, but what is registered later comes first."""
-    if not ops:
-        yield
-        return
-    import torch
-
-    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    """Within the block torch runs the references of these ops in the place of their kernels: what
+    is registered later comes first. That also holds for a library that is opened in the block."""
     made: list[Any] = []
     try:
         for op in ops:
+            assert op.registration is not None
             for kernel in op.spec.kernels:
-                namespace, _, name = kernel.partition("::")
-                library = torch.library.Library(namespace, "IMPL")  # type: ignore[no-untyped-call]
-                made.append(library)
-                for each in DISPATCH_KEYS[op.spec.backend]:
-                    if has(kernel, each):
-                        reference = here.functions[kernel].reference
-                        with warnings.catch_warnings():
-                            warnings.simplefilter("ignore")  # torch tells of the replaced kernel
-                            library.impl(name, reference, each)  # type: ignore[no-untyped-call]
+                made.append(_cover(here.functions[kernel], op.spec, op.registration))
         yield
     finally:
         for library in made:
             library._destroy()
+
+
+def _cover(function: Function, spec: OpSpec, registration: Registration) -> Any:
+    import torch
+
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    library = torch.library.Library(function.namespace, "IMPL")  # type: ignore[no-untyped-call]
+    for name in map(function.named, registration.overloads):
+        for key in DISPATCH_KEYS[spec.backend]:
+            if has(f"{function.namespace}::{name}", key):
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # torch tells of the replaced kernel
+                    library.impl(name, function.reference, key)  # type: ignore[no-untyped-call]
+    return library
 
 
 _OTHER_NAME = (
