@@ -43,7 +43,7 @@ import host_oracle
 import test_cpu_lion_and_adagrad as checks
 
 case = host_oracle.CASES[op]
-for param, state in checks.MIXES:
+for param, state in checks.STATES:
     for grad in oracle.DTYPES:
         tensors = host_oracle.lists(case, oracle.SIZES, param, grad, state)
         host_oracle.assert_step(case, ops, tensors)

@@ -46,7 +46,8 @@ def test_the_cuda_kernels_are_within_rounding_of_float64(
     emulated: Any, dtype: torch.dtype, whole_grid: bool
 ) -> None:
     for case in CASES:
-        if not whole_grid and (case.batch > 1) != (dtype == torch.float16):
+        # Three tiles of keys, and two sequences with masks of their own, take seconds.
+        if not whole_grid and (case.length > 70 or case.batch > 1):
             continue
         # A kernel works on one row and head; the emulator takes a second for a few tiles of them.
         long = case.length > 40 and case.batch == 1 and not whole_grid
