@@ -127,7 +127,7 @@ def _indexed() -> Iterator[Indexed]:
     yield Indexed(kv_attention, in_blocks, (Argument("lengths", 47), Argument("block_table", 5)))
 
     product = {
-        "x": torch.randn(6, 64).bfloat16(), "codes": torch.randn(3, 8, 64).bfloat16(),
+        "x": torch.randn(6, 64).half(), "codes": torch.randn(3, 8, 64).half(),
         "scales": None,
         "offsets": whole(2, 4, 6), "bias": None, "outputs": 8, "group_size": 0,
         "form": NUMBERS["plain"], "activation": 0,

@@ -45,6 +45,18 @@ def version(kind: str) -> Any:
     return functions
 
 
+def each_dtype(*kinds: str, dtypes: tuple[torch.dtype, ...] = DTYPES) -> Any:
+    """Gives a test each version (as the fixture ``op``) with each dtype. In fp16 the CPU has other
+    libraries, which differ from those for bf16 by how elements are converted: in full runs."""
+    late = {("native", torch.float16): pytest.mark.full}
+    cells = [
+        pytest.param(kind, dtype, marks=late.get((kind, dtype), ()), id=f"{kind}-{dtype}")
+        for kind in kinds or ("native", "emulated", "reference")
+        for dtype in dtypes
+    ]
+    return pytest.mark.parametrize(("op", "dtype"), cells, indirect=["op"])
+
+
 def assert_rounded(got: Tensor, exact: Tensor, *, slack: float = 0.0) -> None:
     """``got`` is ``exact``, which is in float64, but for rounding. ``slack`` is an error that comes
     from the arguments' own size."""

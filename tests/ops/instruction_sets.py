@@ -27,8 +27,13 @@ def skip_unless_runnable(level: str) -> None:
         pytest.skip(f"this CPU cannot run {level}: it lacks {lacks}")
 
 
+def others() -> list[str]:
+    """The levels that run here, but for that whose instruction set the build for this machine uses:
+    all other tests of an op run that."""
+    return [level for level in LEVELS if not missing(level)][:-1]
+
+
 def not_native() -> list[Any]:
-    """The levels whose instruction set the build for this machine does not use. That of the one
-    that it uses is what all other tests of an op run, so its own build is tried in full runs."""
-    native = [level for level in LEVELS if not missing(level)][-1:]
-    return [pytest.param(each, marks=pytest.mark.full if each in native else ()) for each in LEVELS]
+    """Every level, for a test. The build for this machine's own is tried in full runs."""
+    found = [level for level in LEVELS if missing(level)] + others()
+    return [pytest.param(each, marks=() if each in found else pytest.mark.full) for each in LEVELS]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from inference_ops import DTYPES, assert_rounded, version
+from inference_ops import assert_rounded, each_dtype, version
 from stand_in import poisoned
 from torch import Tensor
 
@@ -42,7 +42,7 @@ def made(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
     return (torch.randn(shape, generator=generator) * 3).to(dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@each_dtype()
 def test_activations_of_the_sum_with_a_bias(op: Any, dtype: torch.dtype) -> None:
     for shape in SHAPES:
         x, row = made(*shape, dtype=dtype), made(shape[-1], dtype=dtype, seed=1)
@@ -60,7 +60,7 @@ def test_activations_of_the_sum_with_a_bias(op: Any, dtype: torch.dtype) -> None
                 assert_rounded(got, wanted, slack=6 if dtype == torch.float32 else 0.01)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@each_dtype()
 def test_one_half_of_a_row_is_the_gate_of_the_other(op: Any, dtype: torch.dtype) -> None:
     for shape, interleaved, gate_first in itertools.product(SHAPES, (False, True), (False, True)):
         x, row = made(*shape, dtype=dtype), made(shape[-1], dtype=dtype, seed=1)
@@ -79,7 +79,7 @@ def test_one_half_of_a_row_is_the_gate_of_the_other(op: Any, dtype: torch.dtype)
                 assert_rounded(got, wanted, slack=50 if dtype == torch.float32 else 0.1)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@each_dtype()
 def test_numbers_that_are_not_finite_give_what_the_reference_gives(
     op: Any, dtype: torch.dtype
 ) -> None:
@@ -95,10 +95,9 @@ def test_numbers_that_are_not_finite_give_what_the_reference_gives(
             )
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("kind", ["native", "emulated"])  # torch's tanh loses digits near -1
-def test_every_16_bit_number_is_within_a_rounding(kind: str, dtype: torch.dtype) -> None:
-    op = version(kind)
+# The reference's tanh, torch's, loses digits near -1.
+@each_dtype("native", "emulated", dtypes=(torch.bfloat16, torch.float16))
+def test_every_16_bit_number_is_within_a_rounding(op: Any, dtype: torch.dtype) -> None:
     x = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype)
     x = x[x.isfinite() & (x.abs() > 1e-4) & (x.abs() < 8)]
     assert_rounded(op.bias_silu(x), silu(x.double()))
@@ -122,7 +121,7 @@ def test_no_elements_give_none(op: Any) -> None:
     assert op.residual_add(torch.empty(0, 4), torch.empty(0, 4)).shape == (0, 4)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@each_dtype()
 def test_residuals_are_added_with_their_scales(op: Any, dtype: torch.dtype) -> None:
     for shape in SHAPES:
         hidden, residual, attention = (made(*shape, dtype=dtype, seed=s) for s in range(3))
@@ -137,7 +136,7 @@ def test_residuals_are_added_with_their_scales(op: Any, dtype: torch.dtype) -> N
         assert_rounded(whole, h + 0.5 * (r + b + m) + 0.25 * a, slack=20)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@each_dtype()
 def test_experts_are_mixed_by_rows_and_by_columns(op: Any, dtype: torch.dtype) -> None:
     for shape in SHAPES:
         residual, mlp = (made(*shape, dtype=dtype, seed=s) for s in (0, 1))

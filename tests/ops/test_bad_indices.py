@@ -45,7 +45,8 @@ def form_of(function: Any, form: str) -> Iterator[Any]:
     if form == "reference":
         yield function.reference
     elif form == "native":
-        if not function.load("cpu"):
+        one = {"dtype": "float32"} if function.builder.PARAMETERS.dtypes else {}
+        if not function.load("cpu", **one):
             pytest.skip("there is no native version for the CPU")
         yield function
     elif function in (kv_attention, packed_gemm):

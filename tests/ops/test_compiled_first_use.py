@@ -8,16 +8,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from compiled_first_use import CASES, OPTIMIZERS
+from compiled_first_use import CASES, HYPER, OPTIMIZERS
 from sample import child, forks, pool
 
-# `optimizer.step` itself is compiled for one optimizer of each kind.
+# Of the optimizers and their ops one of each kind is in every run.
+FEW = ("CPUAdam", "FusedLamb", "cpu_adam", "fused_lamb")
+OPS = [
+    pytest.param(name, marks=pytest.mark.full if name in HYPER and name not in FEW else ())
+    for name in CASES
+]
 STEPS = [
-    *(f"{name}.function" for name in OPTIMIZERS),
-    *(pytest.param(f"{name}.step",
-                   marks=() if name in ("CPUAdam", "FusedLamb") else pytest.mark.full)
-      for name in OPTIMIZERS),
-]  # fmt: skip
+    pytest.param(f"{name}.{form}", marks=() if name in FEW else pytest.mark.full)
+    for form in ("function", "step")
+    for name in OPTIMIZERS
+]
 
 pytestmark = pytest.mark.slow  # every op is built, if no other test has done so
 
@@ -44,7 +48,7 @@ def found(
     return {line["case"]: line for line in map(json.loads, done.stdout.splitlines())}
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", OPS)
 def test_op_used_first_in_a_compiled_function_is_in_its_graph_and_compiles_once(
     case: str, found: dict[str, dict[str, Any]]
 ) -> None:

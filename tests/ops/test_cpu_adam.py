@@ -22,15 +22,13 @@ from adam_oracle import (
 )  # fmt: skip
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from mixes import STATES, with_gradients
 from torch import Tensor
 
 from opkiln.ops.cpu_adam import reference
 
 
-@pytest.mark.parametrize("grad", DTYPES, ids=str)
-@pytest.mark.parametrize(
-    ("param", "state"), [(F32, F32), (BF16, F32), (BF16, BF16), (F16, F32), (F16, F16)], ids=str
-)
+@pytest.mark.parametrize(("param", "state", "grad"), with_gradients(STATES))
 def test_every_mix_of_types_and_sizes_agrees_with_float64(
     adam: Any, param: torch.dtype, grad: torch.dtype, state: torch.dtype
 ) -> None:

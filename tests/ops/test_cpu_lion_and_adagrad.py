@@ -11,14 +11,13 @@ from adam_oracle import BF16, DTYPES, F16, F32, SIZES, assert_stored, clone
 from host_oracle import ADAGRAD, CASES, Case, assert_rolled_back, assert_step, lists
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from mixes import STATES, with_gradients
 from torch import Tensor
 
 pytestmark = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-MIXES = [(F32, F32), (BF16, F32), (BF16, BF16), (F16, F32), (F16, F16)]
 
 
-@pytest.mark.parametrize("grad", DTYPES, ids=str)
-@pytest.mark.parametrize(("param", "state"), MIXES, ids=str)
+@pytest.mark.parametrize(("param", "state", "grad"), with_gradients(STATES))
 def test_every_mix_of_types_and_sizes_agrees_with_float64(
     case: Case, ops: Any, reference_ops: Any, param: torch.dtype, grad: torch.dtype,
     state: torch.dtype,

@@ -91,11 +91,11 @@ def assert_nearest(op: Any, x: Tensor, group_size: int, form: Form) -> None:
     assert torch.equal(unpack(codes, x.numel(), form.bits), right)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("form", "dtype"), KINDS)
 def test_codes_are_those_of_the_nearest_numbers(
     op: Any, form: Form, dtype: torch.dtype, whole_grid: bool
 ) -> None:
-    # The way through the work is the same for all dtypes.
+    # The way through the work is the same for all formats and dtypes.
     for group_size, size in WORK if whole_grid or dtype == BF16 else WORK[2:4]:
         assert_nearest(op, sample(size, dtype, size), group_size, form)
 

@@ -1,18 +1,20 @@
 """fp_quantizer's device code, compiled for GPUs that need not be there, and its CPU code for each
-instruction set."""
+instruction set. In full runs: compilers take a minute for it."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-from instruction_sets import not_native, skip_unless_runnable
+from instruction_sets import LEVELS, skip_unless_runnable
 from sample import child, wanted
 
 from opkiln import get_builder
 from opkiln.binary import fatbin
 from opkiln.errors import ToolchainError
 from opkiln.toolchain import hipcc
+
+pytestmark = [pytest.mark.full, pytest.mark.slow]
 
 _CHECK = """
 import sys
@@ -29,7 +31,6 @@ for form in oracle.FORMS.values():
 """
 
 
-@pytest.mark.slow
 def test_it_builds_for_an_amd_gpu() -> None:
     if not hipcc.available():
         pytest.skip("no hipcc is installed: apt-get install hipcc")
@@ -37,7 +38,6 @@ def test_it_builds_for_an_amd_gpu() -> None:
     assert fatbin.hip_images(wanted.artifact(op).path) == ("gfx90a",)
 
 
-@pytest.mark.slow
 def test_it_builds_for_nvidia_gpus_with_and_without_instructions_for_fp8() -> None:
     op = get_builder("fp_quantizer", backend="cuda", archs="8.0;9.0a").op()
     try:
@@ -47,8 +47,7 @@ def test_it_builds_for_nvidia_gpus_with_and_without_instructions_for_fp8() -> No
     assert Path(built.path).stat().st_size > 0
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("level", not_native())
+@pytest.mark.parametrize("level", LEVELS)
 def test_a_build_for_another_level_agrees(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
     skip_unless_runnable(level)
     monkeypatch.setenv("OPKILN_CPU", level)

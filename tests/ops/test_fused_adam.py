@@ -16,6 +16,7 @@ from fused_fixtures import fixtures, launches
 from fused_oracle import HYPER, assert_step, tensors
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from mixes import MASTERS, with_gradients
 from torch import Tensor
 
 from opkiln.ops.fused_adam import reference
@@ -27,10 +28,7 @@ SIZES = (0, 1, 3, 4, 7, 1023, 1024, 4095, 4096, 4097, 30_003)
 kernel_fixture, op_fixture = fixtures("fused_adam")
 
 
-@pytest.mark.parametrize("grad", DTYPES, ids=str)
-@pytest.mark.parametrize(
-    ("param", "masters"), [(F32, False), (BF16, False), (BF16, True), (F16, False), (F16, True)]
-)
+@pytest.mark.parametrize(("param", "masters", "grad"), with_gradients(MASTERS))
 def test_every_mix_of_types_and_sizes_agrees_with_float64(
     op: Any, param: torch.dtype, masters: bool, grad: torch.dtype
 ) -> None:

@@ -153,6 +153,7 @@ def test_a_stale_gradient_is_noticed(native: Any) -> None:
 # The CUDA library
 
 
+@pytest.mark.full  # test_fused_optimizers.py has a smaller op in every run
 def test_the_cuda_library_loads_on_a_torch_without_cuda() -> None:
     builder = FusedAdamBuilder(backend="cuda", archs="8.0;9.0a+PTX")
     try:

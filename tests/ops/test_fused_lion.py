@@ -16,6 +16,7 @@ from fused_fixtures import fixtures, native
 from fused_lion_oracle import HYPER, ROLES, assert_step, oracle, tensors
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from mixes import MASTERS, with_gradients
 
 from opkiln.ops.fused_lion import reference
 
@@ -23,10 +24,7 @@ kernel_fixture, op_fixture = fixtures("fused_lion")
 SIZES = (0, 1, 3, 4, 7, 511, 512, 513, 4095, 4097)
 
 
-@pytest.mark.parametrize("grad", DTYPES, ids=str)
-@pytest.mark.parametrize(
-    ("param", "masters"), [(F32, False), (BF16, False), (BF16, True), (F16, False), (F16, True)]
-)
+@pytest.mark.parametrize(("param", "masters", "grad"), with_gradients(MASTERS))
 def test_every_mix_of_types_and_sizes_agrees_with_float64(
     op: Any, param: torch.dtype, masters: bool, grad: torch.dtype
 ) -> None:

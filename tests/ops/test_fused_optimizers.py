@@ -300,7 +300,7 @@ def test_coefficients_are_those_of_the_parameters_that_were_stepped(
 # The CUDA libraries
 
 
-@pytest.mark.parametrize("op", ["fused_lion", "fused_lamb"])
+@pytest.mark.parametrize("op", ["fused_lion", pytest.param("fused_lamb", marks=pytest.mark.full)])
 def test_the_cuda_library_loads_on_a_torch_without_cuda(op: str) -> None:
     builder = opkiln.get_builder(op, backend="cuda", archs="9.0a")
     try:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from inference_ops import DTYPES, assert_rounded, version
+from inference_ops import assert_rounded, each_dtype, version
 from torch import Tensor
 
 from opkiln.ops.transformer_inference import functions
@@ -34,7 +34,7 @@ def close(got: Tensor, exact: Tensor, x: Tensor, w: Tensor) -> None:
     assert ((got.double() - exact).abs() <= bound * (size + 1)).all()
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@each_dtype()
 def test_weights_are_dequantized_by_groups(op: Any, dtype: torch.dtype) -> None:
     for outputs, inputs, groups in (
         (64, 48, 64),
@@ -51,7 +51,7 @@ def test_weights_are_dequantized_by_groups(op: Any, dtype: torch.dtype) -> None:
     assert op.dequantize_int8(weight[:0], scales, dtype).shape == (0, 16)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@each_dtype()
 def test_every_number_of_rows_is_multiplied(op: Any, dtype: torch.dtype, whole_grid: bool) -> None:
     # One group; rows; parts of rows; groups of several rows; parts that are no power of two, or
     # too small for tensor cores; odd sizes.
@@ -71,15 +71,15 @@ def test_every_number_of_rows_is_multiplied(op: Any, dtype: torch.dtype, whole_g
                 close(op.int8_linear(x, weight, scales, bias), exact, x, w)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize(("kind", "most"), [("native", 8), ("emulated", 32)])
-def test_weights_are_not_rounded_for_few_rows(kind: str, most: int, dtype: torch.dtype) -> None:
+@each_dtype("native", "emulated", dtypes=(torch.bfloat16, torch.float16))
+def test_weights_are_not_rounded_for_few_rows(op: Any, dtype: torch.dtype) -> None:
+    most = 8 if op is functions else 32
     unit = {torch.float16: 2**-11, torch.bfloat16: 2**-8}[dtype]
     for outputs, inputs, groups in ((20, 256, 80), (5, 80, 5), (33, 64, 1)):
         weight, scales, w = made(outputs, inputs, groups)
         for rows in (1, most // 2 + 1, most):
             x = torch.randn(rows, inputs).to(dtype)
-            got, exact = version(kind).int8_linear(x, weight, scales), x.double() @ w.T
+            got, exact = op.int8_linear(x, weight, scales), x.double() @ w.T
             allowed = unit * exact.abs() + 1e-6 * (x.double().abs() @ w.abs().T)
             assert ((got.double() - exact).abs() <= allowed).all()
 

@@ -90,7 +90,10 @@ print(*(type(each).__name__ for each in torch.load(file).values()))
 _WITHOUT_BACKENDS = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "OPKILN_MODE": "reference"}
 
 
-@pytest.mark.parametrize(("kind", "name"), [("whole", "Quantized"), ("fp", "FPQuantized")])
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [("fp", "FPQuantized"), pytest.param("whole", "Quantized", marks=pytest.mark.full)],
+)
 def test_a_process_loads_what_it_saved_also_if_torch_loads_no_backends(
     kind: str, name: str
 ) -> None:
@@ -102,7 +105,11 @@ def test_a_process_loads_what_it_saved_also_if_torch_loads_no_backends(
     "imports",
     [
         "import opkiln; import torch; from opkiln import quant",
-        "from opkiln import quant; import torch; from opkiln.quant import Quantized, FPQuantized",
+        pytest.param(
+            "from opkiln import quant; import torch;"
+            " from opkiln.quant import Quantized, FPQuantized",
+            marks=pytest.mark.full,
+        ),
     ],
 )
 def test_a_process_that_only_loads_needs_a_class_or_the_module_if_torch_loads_no_backends(

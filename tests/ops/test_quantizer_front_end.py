@@ -329,7 +329,11 @@ def test_the_reference_serves_with_one_warning_where_nothing_may_be_built(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["quantizer", "deepspeed_quantizer", "packbits"])
+@pytest.mark.parametrize(
+    "name",
+    ["packbits"]
+    + [pytest.param(op, marks=pytest.mark.full) for op in ("quantizer", "deepspeed_quantizer")],
+)
 def test_it_is_translated_and_built_for_an_amd_gpu(name: str) -> None:
     if not hipcc.available():
         pytest.skip("no hipcc is installed: apt-get install hipcc")

@@ -53,6 +53,8 @@ TestBert = op_tests(
 TestGpt = op_tests(
     random_ltd.mask_gather_gpt, lambda make, n: (make(2, 3, n, n), n // 2), sizes=SIZES
 )
+for others in (TestSpread, TestClear, TestGpt):  # as TestGather and TestBert, of the same library
+    pytest.mark.full(others)
 
 
 @pytest.fixture(scope="module")

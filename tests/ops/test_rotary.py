@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from inference_ops import DTYPES, version
+from inference_ops import DTYPES, each_dtype, version
 from stand_in import poisoned
 from torch import Tensor
 
@@ -46,7 +46,7 @@ def close(got: Tensor, expected: Tensor, of: Tensor) -> None:
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@each_dtype()
 def test_pairs_are_turned_by_position_and_frequency(
     op: Any, dtype: torch.dtype, interleaved: bool
 ) -> None:

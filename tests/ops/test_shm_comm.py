@@ -29,9 +29,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 HERE = Path(__file__).parent
-# What 2 and 3 ranks do, on more of them.
+# What 1 and 3 ranks do, on other numbers of them.
+OTHERS = ("_4", "reference_2")
 CASES = [
-    pytest.param(case, marks=pytest.mark.full if case.endswith("_4") else ())
+    pytest.param(case, marks=pytest.mark.full if case.endswith(OTHERS) else ())
     for case in shm_ranks.CASES
 ]
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="this torch has no gloo")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from inference_ops import DTYPES, version
+from inference_ops import each_dtype, version
 from stand_in import poisoned
 from torch import Tensor
 
@@ -58,7 +58,7 @@ def close(got: Tensor, expected: Tensor) -> None:
     )
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@each_dtype()
 def test_rows_of_every_size_sum_to_one(op: Any, dtype: torch.dtype, whole_grid: bool) -> None:
     torch.manual_seed(0)
     # 1024 and 3000 rows of one block; 33,000 and 65,536 columns do not fit into its registers;
@@ -78,7 +78,7 @@ def test_rows_of_every_size_sum_to_one(op: Any, dtype: torch.dtype, whole_grid: 
         assert torch.equal(written, out)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@each_dtype()
 @pytest.mark.parametrize("keys", [24, 21])  # with and without accesses of sixteen bytes
 def test_masks_alibi_and_windows_are_added(op: Any, dtype: torch.dtype, keys: int) -> None:
     torch.manual_seed(1)

@@ -21,7 +21,9 @@ from opkiln.ops.sparse_attn.functions import sparse_attn, sparse_attn_backward, 
 from opkiln.settings import override
 
 NATIVE = SimpleNamespace(sparse_attn=sparse_attn, sparse_attn_backward=sparse_attn_backward)
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+DTYPES = (
+    torch.float32, torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.full),
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from sample import catalogue
 from stand_in import emulated, poisoned
 from torch import Tensor
 
@@ -20,7 +21,9 @@ from opkiln.ops.transformer.op import kit
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# fp16 differs from bf16 by how elements are converted, which the kernels of inference show.
+DTYPES = (torch.float32, torch.bfloat16)
+LATE = pytest.param(torch.float16, marks=pytest.mark.full)
 # Less than an eight, a prime, no rows, several rows to a warp, several warps to a row; then rows of
 # two eights to a thread. The widest are in one dtype: the way through a row is no dtype's own.
 SHAPES = [(1, 1), (3, 7), (0, 8), (5, 8), (35, 64), (9, 101), (2, 3, 768)]
@@ -28,14 +31,19 @@ LONG = [(3, 8192), (2, 4104)]
 
 
 @pytest.fixture(scope="module")
-def native() -> Iterator[Any]:
+def native(whole_grid: bool) -> Iterator[Any]:
     """The functions, which the emulated kernels serve on the CPU until this module's tests end."""
     made: dict[str, Any] = {}
-    for each in kit.builder.variants():
+    builders = [
+        each
+        for each in kit.builder.variants()
+        if whole_grid or not each.NAME.endswith(catalogue.NOT_NATIVE)
+    ]
+    for each in builders:
         functions_of = emulated(each)
         made |= {name: getattr(functions_of, name) for name in each.REGISTRATION.names}
     yield SimpleNamespace(**made)
-    for each in kit.builder.variants():
+    for each in builders:
         loader.forget("emulated", each.NAME)
 
 
@@ -71,7 +79,7 @@ def assert_close(found: Any, exact: Any, dtype: torch.dtype, terms: int = 1) -> 
         torch.testing.assert_close(one.double(), other, rtol=rtol, atol=slack)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", [*DTYPES, LATE], ids=str)
 @pytest.mark.parametrize("p", [0.0, 0.3])
 def test_forward_kernels_are_the_references_within_rounding(
     native: Any, dtype: torch.dtype, p: float, whole_grid: bool
@@ -108,7 +116,9 @@ def test_forward_kernels_are_the_references_within_rounding(
     [
         (0.0, torch.float32),
         *((0.3, dtype) for dtype in DTYPES),
-        *(pytest.param(0.0, dtype, marks=pytest.mark.full) for dtype in DTYPES[1:]),
+        pytest.param(0.3, torch.float16, marks=pytest.mark.full),
+        pytest.param(0.0, torch.float16, marks=pytest.mark.full),
+        pytest.param(0.0, torch.bfloat16, marks=pytest.mark.full),
     ],
 )
 def test_backward_kernels_are_the_references_within_rounding(

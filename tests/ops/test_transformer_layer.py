@@ -187,7 +187,7 @@ def test_less_is_kept_than_by_the_plain_layer(pre: bool) -> None:
     assert more - ours >= element * 40 // HIDDEN + (2 if pre else 1) * element
 
 
-@pytest.mark.parametrize("pre", [True, False])
+@pytest.mark.parametrize("pre", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_compile_has_no_graph_breaks(pre: bool) -> None:
     made = layer(torch.float32, pre_layer_norm=pre, hidden_dropout=0.2, gelu_checkpoint=True)
     x = torch.randn(2, 5, HIDDEN, requires_grad=True)
