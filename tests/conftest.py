@@ -108,8 +108,10 @@ def whole_grid(request: pytest.FixtureRequest) -> bool:
 def asked_once(
     cache: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> Path:
-    """The root of a store that tests of what commands say share: compilers are asked once."""
+    """The root of a store that tests of what commands say share: it knows the compilers."""
     shared = tmp_path_factory.getbasetemp() / "asked once"
+    if not shared.exists():
+        known.make_store(shared)
     monkeypatch.setenv("OPKILN_CACHE_DIR", str(shared))
     return shared
 

@@ -57,7 +57,13 @@ LARGE: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", JOBS)
+# Seconds each; what goes wrong alone, or with two ranks, is explored in every run.
+LONG = ("one of three dies", "a lease runs out and one dies", "two deadlines pass")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.full if name in LONG else []) for name in JOBS]
+)
 def test_ranks_agree_and_end_in_every_interleaving(name: str) -> None:
     worlds = Explorer(**JOBS[name]).explore()
     print(f"{name}: {worlds} worlds")

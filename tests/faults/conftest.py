@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from fault_rows import CASES, Cases, whole
-from loaders import SETTLED_NS, Compiler, Loader, returning, write
+from loaders import SETTLED_NS, Compiler, Loader, learn, returning
 from sample import child, known
 
 import opkiln
@@ -68,12 +68,14 @@ def python_of_others(shared_bytecode: Path) -> str:
     python = child.python_for(child.NOBODY)
     if python is None:
         pytest.skip("no interpreter that another user can start")
-    environment = {"PYTHONDONTWRITEBYTECODE": None, "PYTHONPYCACHEPREFIX": str(shared_bytecode)}
-    with tempfile.TemporaryDirectory() as place, Loader(
-        {**environment, "OPKILN_CACHE_DIR": f"{place}/cache", "OPKILN_RUNTIME_DIR": f"{place}/run"},
-        python=python,
-    ) as process:  # fmt: skip
-        assert process.load("op", text=returning(1)).value == 1
+    environment: dict[str, str | None] = {
+        "PYTHONDONTWRITEBYTECODE": None, "PYTHONPYCACHEPREFIX": str(shared_bytecode),
+    }  # fmt: skip
+    with tempfile.TemporaryDirectory() as place:
+        environment["OPKILN_CACHE_DIR"] = str(known.make_store(Path(place, "cache")))
+        environment["OPKILN_RUNTIME_DIR"] = f"{place}/run"
+        with Loader(environment, python=python) as process:
+            assert process.load("op", text=returning(1)).value == 1
     return python
 
 
@@ -125,23 +127,25 @@ def processes() -> Iterator[Callable[..., list[Loader]]]:
 @pytest.fixture(scope="session")
 def slow_compiler(tmp_path_factory: pytest.TempPathFactory) -> tuple[Compiler, Path]:
     """A compiler, and what a store that has built with it knows of it."""
-    place = tmp_path_factory.mktemp("compiler")
-    made = Compiler(place)
-    environment = {"CXX": str(made.path), "OPKILN_CACHE_DIR": str(place / "cache")}
-    with Loader({**environment, "OPKILN_RUNTIME_DIR": str(place / "run")}) as process:
-        for name in ("one", "two"):  # the programs of a compiler are remembered by the second one
-            source = write(place / f"{name}.cpp", returning(f'sizeof "{name}"'))
-            assert process.load(name, source).value == 4
-    return made, place / "cache" / settings.LAYOUT / "toolchains"
+    made = Compiler(tmp_path_factory.mktemp("compiler"))
+    return made, learn(made.path)
 
 
 @pytest.fixture
-def compiler(
-    slow_compiler: tuple[Compiler, Path], cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> Compiler:
+def use(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Path, Path], None]:
+    """Makes a compiler the test's. Its store gets what was learnt of it."""
+
+    def begin(compiler: Path, learnt: Path) -> None:
+        monkeypatch.setenv("CXX", str(compiler))
+        shutil.copytree(learnt, cache / settings.LAYOUT / "toolchains", dirs_exist_ok=True)
+
+    return begin
+
+
+@pytest.fixture
+def compiler(slow_compiler: tuple[Compiler, Path], use: Callable[[Path, Path], None]) -> Compiler:
     made, learnt = slow_compiler
     made.log.unlink(missing_ok=True)
     made.take(0)
-    monkeypatch.setenv("CXX", str(made.path))
-    shutil.copytree(learnt, cache / settings.LAYOUT / "toolchains", dirs_exist_ok=True)
+    use(made.path, learnt)
     return made

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 from sample import forks
 from sample.child import SOURCE
 
+from opkiln import settings
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
@@ -168,6 +170,17 @@ class Compiler:
     @property
     def compiles(self) -> int:
         return len(self.log.read_text().split()) if self.log.exists() else 0
+
+
+def learn(compiler: Path) -> Path:
+    """What a store that has built with a compiler knows of it (the directory)."""
+    place = compiler.parent
+    environment = {"CXX": str(compiler), "OPKILN_CACHE_DIR": str(place / "cache")}
+    with Loader({**environment, "OPKILN_RUNTIME_DIR": str(place / "run")}) as process:
+        for name in ("one", "two"):  # the programs of a compiler are remembered by the second one
+            source = write(place / f"{name}.cpp", returning(f'sizeof "{name}"'))
+            assert process.load(name, source).value == 4
+    return place / "cache" / settings.LAYOUT / "toolchains"
 
 
 def with_torch_in(directory: Path) -> dict[str, str | None]:

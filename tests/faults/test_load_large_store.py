@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import large_store
 import pytest
 from loaders import leaves, let_rest, returning, write
-from sample import child
+from sample import child, known
 from sample.child import SOURCE
 from sample.tracing import calls, strace
 
@@ -60,7 +60,7 @@ print(json.dumps(int(re.search(r"VmHWM:\\s+(\\d+)", status)[1])), file=sys.stder
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     made = Path(tempfile.mkdtemp(prefix="opkiln-faults-", dir=large_store.roomy(tmp_path)))
     monkeypatch.setenv("OPKILN_CACHE_DIR", str(made / "cache"))
-    yield made / "cache"
+    yield known.make_store(made / "cache")
     shutil.rmtree(made)
 
 

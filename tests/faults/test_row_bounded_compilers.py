@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from loaders import Loader, let_rest, returning, write
+from loaders import Loader, learn, let_rest, returning, write
 from sample import child
 from sample.quiet import within
 
@@ -72,15 +72,20 @@ class Watched:
         return most, started
 
 
-@pytest.fixture
-def watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Watched:
-    made = Watched(tmp_path / "compiler")
-    monkeypatch.setenv("CXX", str(made.path))
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Watched, Path]:
+    """The compiler, and what is known of it: what a test runs are builds alone."""
+    made = Watched(tmp_path_factory.mktemp("compiler"))
     let_rest()
-    with Loader() as process:  # the compiler is known: what follows are builds alone
-        assert process.load("warm", write(tmp_path / "warm.cpp", returning(1))).value == 1
-    made.log.unlink()
-    return made
+    return made, learn(made.path)
+
+
+@pytest.fixture
+def watched(made: tuple[Watched, Path], use: Callable[[Path, Path], None]) -> Watched:
+    compiler, learnt = made
+    compiler.log.unlink()
+    use(compiler.path, learnt)
+    return compiler
 
 
 def sources(directory: Path, number: int) -> list[Path]:

@@ -127,9 +127,15 @@ CASES = (
     of_another, own_and_writable_by_all, sticky_as_tmp, own_link_to_anothers, anothers_link_to_own,
     own_with_anothers_store_in_it, roots_group_writable,
 )  # fmt: skip
+# unit/test_location.py has the decision on these.
+DECIDED = (own_and_writable_by_all, sticky_as_tmp, anothers_link_to_own, roots_group_writable)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=pytest.mark.full if case in DECIDED else []) for case in CASES],
+    ids=lambda case: case.__name__,
+)
 def test_a_planted_library_is_not_loaded_and_a_private_directory_is_used(
     case: Callable[[Scene, Path], Path], scene: Scene
 ) -> None:

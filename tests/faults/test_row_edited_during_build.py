@@ -11,12 +11,12 @@ import time
 from typing import TYPE_CHECKING
 
 import pytest
-from loaders import Loader, leaves, write
+from loaders import Loader, learn, leaves, let_rest, write
 
 from opkiln.store.entry import parse_manifest
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from fault_rows import Cases
@@ -58,16 +58,23 @@ class Sources:
         return header * 1001 + 1000000 * second
 
 
-@pytest.fixture
-def slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A compiler that takes its time before it reads a source, and after."""
+@pytest.fixture(scope="module")
+def script(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A compiler that takes its time before it reads a source, and after; what is known of it."""
     script = write(
-        tmp_path / "slow" / "g++",
+        tmp_path_factory.mktemp("slow") / "g++",
         '#!/bin/sh\npause=0\nfor each; do [ "$each" = -c ] && pause=0.15; done\n'
         f'sleep $pause\n{shutil.which("g++")} "$@"\nended=$?\nsleep $pause\nexit $ended\n',
     )
     script.chmod(0o755)
-    monkeypatch.setenv("CXX", str(script))
+    let_rest()
+    return script, learn(script)
+
+
+@pytest.fixture
+def slow(script: tuple[Path, Path], use: Callable[[Path, Path], None]) -> None:
+    """The compiler that takes its time is the test's."""
+    use(*script)
 
 
 def published(cache: Path, sources: Sources) -> Iterator[tuple[int, int]]:

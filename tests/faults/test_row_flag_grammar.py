@@ -4,6 +4,7 @@ The lists are drawn from the option tables of the compilers that are here, with 
 files, programs, plugins, lists of words and other options. Each list that is taken is compiled and
 linked for real, by the commands of a plan, under the observer, while strace notes each program and
 each file. What strace sees outside the toolchain and the build's directory, the observer refuses.
+Lists that were once taken are in unit/test_flags.py.
 """
 
 from __future__ import annotations
@@ -39,49 +40,6 @@ SEED = 17
 LISTS = 10_000
 # Of a hundred lists, so many are for each compiler. nvcc takes a second for each.
 SHARES = {"g++": 62, "clang++": 20, "clang++-15": 16, "nvcc": 2}
-
-# Each could start another program, load code, write elsewhere or read flags from a file. Most were
-# taken before flags were divided by the compilers' own rules. {dir} is the test's directory.
-KNOWN = (
-    ("-Wp,-fplugin={dir}/evil.so",), ("-Xpreprocessor", "-fplugin={dir}/evil.so"),
-    ("--plugin={dir}/evil.so",), ("-fmodules-ts", "-fmodule-mapper=|{dir}/evil"),
-    ("--modules-ts", "--module-mapper=|{dir}/evil"), ("-I", "-Xlinker", "-B{dir}/"),
-    ("-D", "-Xclang", "-B{dir}/"), ("-include", "-Xassembler", "-wrapper", "{dir}/evil"),
-    ("-I", "-Xlinker", "-specs={dir}/specs"), ("-L", "-Xlinker", "-fplugin={dir}/evil.so"),
-    ("-I@{dir}/flags",), ("-D@{dir}/flags",), ("-isystem@{dir}/flags",), ("-include@{dir}/flags",),
-    ("-U@{dir}/flags",), ("-Wp,-I@{dir}/flags",),
-    ("-fopt-info-all={dir}/canary",), ("-fopt-info={dir}/canary",),
-    ("--opt-info-all={dir}/canary",),
-    ("--dump-tree-all={dir}/canary",), ("-Wp,-fdump-tree-all={dir}/canary",),
-    ("-fprofile-note={dir}/canary",), ("-Wp,-dumpbase,{dir}/canary",), ("-da", "-dumpdir={dir}/"),
-    ("-Wa,-a={dir}/canary",), ("-Wa,-aln={dir}/canary",), ("-Wa,--M,{dir}/canary",),
-    ("-Xassembler", "-a={dir}/canary"), ("-Wp,-fopt-info-all={dir}/canary",),
-    ("-mllvm", "-info-output-file={dir}/canary"), ("-mllvm", "-load={dir}/evil.so"),
-    ("-Xclang", "-stats-file={dir}/canary"),
-    ("-Xclang", "-header-include-file", "-Xclang", "{dir}/canary"),
-    ("-serialize-diagnostics", "{dir}/canary"), ("-foptimization-record-file={dir}/canary",),
-    ("-fmodules", "-fmodules-cache-path={dir}/canary"), ("-gen-cdb-fragment-path", "{dir}"),
-    ("-fproc-stat-report={dir}/canary",), ("--sysroot={dir}",), ("-I",), ("-gsplit-dwarf",),
-    ("--debug=split-dwarf",),
-)  # fmt: skip
-KNOWN_LINK = (
-    ("-Wl,--outp={dir}/canary",), ("-Wl,--outpu,{dir}/canary",), ("-Wl,--plugi={dir}/evil.so",),
-    ("-Wl,--dependency-fil={dir}/canary",), ("-Wl,--depend={dir}/canary",),
-    ("-Wl,--out-im={dir}/canary",),
-    ("-Wl,--error-handling-script={dir}/evil",), ("-Wl,-rpath",), ("-Xlinker", "-rpath", "-lm"),
-    ("-flto=auto",), ("-flto=4",),
-    ("-u@{dir}/flags",), ("-T@{dir}/flags",), ("-z@{dir}/flags",), ("-L", "-Xlinker", "-B{dir}/"),
-    ("-u", "-Xlinker", "-B{dir}/"), ("-Wl,-rpath,/x", "-l", "-Wl,-x", "-B{dir}/"),
-)  # fmt: skip
-KNOWN_NVCC = (
-    ("-fdevice-time-trace={dir}/canary",), ("--fdevice-time-trace", "{dir}/canary"),
-    ("-I", "-Xptxas", "-odir={dir}"), ("-keep-dir={dir}", "-save-temps"), ("-MT", "x"),
-    ("-Xcompiler=-Wp", "-Xcompiler=-fopt-info-all={dir}/canary"), ("-run-args=x",),
-    ("-Xlinker=-o,{dir}/canary",), ("-Xlinker=--outp={dir}/canary",), ("-arbin", "{dir}/evil"),
-    ("-Xnvlink=--register-link-binaries={dir}/canary",), ("-Xnvlink=-time={dir}/canary",),
-    ("-Xcudafe=--gen_c_file_name={dir}/canary",), ("-Xfatbin=--create={dir}/canary",),
-    ("-idp={dir}/",), ("-Xarchive=x",), ("-I=@{dir}/flags",), ("-include=@{dir}/flags",),
-)  # fmt: skip
 
 
 class Drawn(NamedTuple):
@@ -401,25 +359,6 @@ def test_a_drawn_list_is_refused_or_does_nothing_unseen(
     # A check that refuses everything, or commands that all fail, would prove nothing.
     assert tried - by_name > tried // 20
     assert built > (tried - by_name) // 10
-
-
-KNOWN_FLAGS = [
-    *(("g++", flags, ()) for flags in KNOWN),
-    *(("g++", (), flags) for flags in KNOWN_LINK),
-    *(("nvcc", flags, ()) for flags in KNOWN_NVCC),
-]
-
-
-@pytest.mark.parametrize(
-    "drawn", [Drawn(*each) for each in KNOWN_FLAGS], ids=lambda each: " ".join(each[1] + each[2])
-)
-def test_a_known_flag_is_refused(drawn: Drawn, prepared: Place) -> None:
-    compiled, linked = (
-        tuple(word.replace("{dir}", str(prepared.hostile)) for word in words)
-        for words in (drawn.compile, drawn.link)
-    )
-    with pytest.raises(SpecError, match="is not allowed"):
-        planned(drawn.compiler, Drawn(drawn.compiler, compiled, linked), prepared)
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,10 @@ def whole(root: Path) -> int:
     return len(found)
 
 
-@pytest.mark.parametrize("text", [False, True], ids=["file", "inline"])
+# Full: what a text costs beyond a file is staged, and the next test is about that.
+@pytest.mark.parametrize(
+    "text", [False, pytest.param(True, marks=pytest.mark.full)], ids=["file", "inline"]
+)
 def test_a_store_that_is_full_costs_the_entry_and_not_the_load(
     text: bool, tmp_path: Path, places: dict[str, Path], cases: Cases
 ) -> None:
@@ -80,7 +83,7 @@ def test_a_scratch_directory_that_is_full_is_one_error_and_nothing_is_published(
     text: bool, tmp_path: Path, places: dict[str, Path], cases: Cases
 ) -> None:
     refused = 0
-    for kilobytes in sizes(cases, 1 if text else 4):
+    for kilobytes in sizes(cases, 1 if text else 2):
         cases.tried()
         # Another text each time: what a larger directory had room for is in the store by now.
         source = write(tmp_path / "op.cpp", returning(kilobytes))

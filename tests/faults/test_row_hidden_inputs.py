@@ -38,7 +38,9 @@ def explained(source: Path) -> str:
 
 
 @pytest.mark.timed
-@pytest.mark.parametrize("variable", ["CPATH", "CPLUS_INCLUDE_PATH"])
+@pytest.mark.parametrize(
+    "variable", ["CPATH", pytest.param("CPLUS_INCLUDE_PATH", marks=pytest.mark.full)]
+)
 def test_a_search_path_from_the_environment_is_part_of_the_key(
     variable: str, tmp_path: Path, value: Callable[..., int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -63,7 +65,11 @@ def test_a_search_path_from_the_environment_is_part_of_the_key(
 
 
 @pytest.mark.timed
-@pytest.mark.parametrize("variable", ["CXXFLAGS", "CPPFLAGS", "OPKILN_CXXFLAGS"])
+@pytest.mark.parametrize(
+    "variable",
+    ["CXXFLAGS", *(pytest.param(each, marks=pytest.mark.full)
+                   for each in ("CPPFLAGS", "OPKILN_CXXFLAGS"))],
+)  # fmt: skip
 def test_flags_from_the_environment_are_part_of_the_key(
     variable: str, tmp_path: Path, value: Callable[..., int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -85,6 +85,7 @@ def test_the_version_is_the_packages(run: Callable[..., Ran]) -> None:
 @pytest.mark.parametrize(
     "command",
     [
+        (),
         *((name,) for name in COMMANDS),
         *(("cache", name) for name in CACHE_COMMANDS),
         *(("tuned", name) for name in TUNED_COMMANDS),
@@ -96,6 +97,8 @@ def test_every_command_explains_itself(command: tuple[str, ...], run: Callable[.
         assert ran.code == 0
         assert ran.out.startswith(f"Usage: opkiln {' '.join(command)}")
         assert len(ran.out.split()) > 15
+        assert "-q, --quiet" in ran.out
+        assert "-v, --verbose" in ran.out
 
 
 def test_every_command_is_documented() -> None:

@@ -43,6 +43,44 @@ REFUSED = {
     "-flto=auto": "-flto=auto",
     "-mllvm -load=x": "-mllvm -load=x", "-Xclang -load -Xclang x": "-load", "-": "-",
 }  # fmt: skip
+# Each starts another program, loads code into the compiler, reads flags from a file, writes a file
+# of its own or hides what was read. Many are spelled so that a simpler check would take them.
+PAST_THE_PLAN = (
+    "@/x", "-wrapper /x", "-wrapper=/x", "--wrapper=/x/x", "-fplugin=/x.so", "-fplugin-arg-evil-x",
+    "-fpass-plugin=/x.so", "-specs=/x", "--specs=/x", "-specs /x", "-B/x/", "-B /x", "--prefix=/x/",
+    "--prefix /x/", "-MF/x", "-MF /x", "-MM", "-M", "-MG", "-MT x", "-o/x", "-o /x", "--output=/x",
+    "-###", "-E", "-S", "--preprocess", "--assemble", "-fsyntax-only", "-save-temps=/x",
+    "--save-temps", "--write-dependencies", "--user-dependencies", "--dependencies", "-Wp,-MD,/x",
+    "-Wp,@/x", "-Xpreprocessor -MD", "-Wa,@/x", "-Wa,--MD=/x", "-Xassembler @/x", "-Xclang -load",
+    "-fuse-ld=/x", "--ld-path=/x", "-fdump-tree-all=/x", "-dumpdir /x/", "-aux-info /x", "-x none",
+    "-xc", "--language=c", "--config=/x", "-ccc-gcc-name /x", "--gcc-toolchain=/x", "-flto @/x",
+    "-time=/x", "-Wl,@/x", "-Wl,-plugin,/x.so", "-Wl,--plugin=/x.so", "-Wl,-plugin=/x.so",
+    "-Xlinker @/x", "-Xlinker -plugin", "-Wl,-o,/x", "-Wl,-Map=/x", "-Wl,-Map,/x", "-Wl,--Map=/x",
+    "-Wl,--out-implib=/x", "-Wl,--output=/x", "-Wl,--dependency-file=/x", "-Wl,-dependency-file=/x",
+    "-Wl,-O1,@/x", "--for-linker=@/x", "--for-linker -plugin", "-Wp,-fplugin=/x.so",
+    "-Xpreprocessor -fplugin=/x.so", "--plugin=/x.so", "-fmodules-ts -fmodule-mapper=|/x",
+    "--modules-ts --module-mapper=|/x", "-D -Xclang -B/x/", "-include -Xassembler -wrapper /x",
+    "-I -Xlinker -specs=/x", "-L -Xlinker -fplugin=/x.so", "-I@/x", "-D@/x", "-isystem@/x",
+    "-include@/x", "-U@/x", "-Wp,-I@/x", "-fopt-info-all=/x", "-fopt-info=/x", "--opt-info-all=/x",
+    "--dump-tree-all=/x", "-Wp,-fdump-tree-all=/x", "-fprofile-note=/x", "-Wp,-dumpbase,/x",
+    "-da -dumpdir=/x/", "-Wa,-a=/x", "-Wa,-aln=/x", "-Wa,--M,/x", "-Xassembler -a=/x",
+    "-Wp,-fopt-info-all=/x", "-mllvm -info-output-file=/x", "-mllvm -load=/x.so",
+    "-Xclang -stats-file=/x", "-Xclang -header-include-file -Xclang /x",
+    "-serialize-diagnostics /x", "-foptimization-record-file=/x",
+    "-fmodules -fmodules-cache-path=/x", "-gen-cdb-fragment-path /x", "-fproc-stat-report=/x",
+    "--sysroot=/x", "-gsplit-dwarf", "--debug=split-dwarf", "-Wl,--outp=/x", "-Wl,--outpu,/x",
+    "-Wl,--plugi=/x.so", "-Wl,--dependency-fil=/x", "-Wl,--depend=/x", "-Wl,--out-im=/x",
+    "-Wl,--error-handling-script=/x", "-Wl,-rpath", "-Xlinker -rpath -lm", "-flto=4", "-u@/x",
+    "-T@/x", "-z@/x", "-L -Xlinker -B/x/", "-u -Xlinker -B/x/", "-Wl,-rpath,/x -l -Wl,-x -B/x/",
+    "@flags.rsp", "-wrapper", "-ofile", "-MF", "-o",
+)  # fmt: skip
+PAST_THE_PLAN_BY_NVCC = (
+    "-fdevice-time-trace=/x", "--fdevice-time-trace /x", "-I -Xptxas -odir=/x",
+    "-keep-dir=/x -save-temps", "-MT x", "-Xcompiler=-Wp -Xcompiler=-fopt-info-all=/x",
+    "-run-args=x", "-Xlinker=-o,/x", "-Xlinker=--outp=/x", "-arbin /x",
+    "-Xnvlink=--register-link-binaries=/x", "-Xnvlink=-time=/x", "-Xcudafe=--gen_c_file_name=/x",
+    "-Xfatbin=--create=/x", "-idp=/x/", "-Xarchive=x", "-I=@/x", "-include=@/x",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("text", TAKEN)
@@ -61,6 +99,19 @@ def test_a_refused_flag_is_named_with_the_reason(text: str, named: str) -> None:
         flags.check("op", tuple(text.split()))
     assert caught.value.what == f"op op: the flag {named!r} is not allowed"
     assert caught.value.why
+
+
+def is_taken(text: str, *, nvcc: bool = False) -> bool:
+    try:
+        (flags.check_nvcc if nvcc else flags.check)("op", tuple(text.split()))
+    except SpecError:
+        return False
+    return True
+
+
+def test_a_flag_that_reaches_past_the_plan_is_refused() -> None:
+    assert [text for text in PAST_THE_PLAN if is_taken(text)] == []
+    assert [text for text in PAST_THE_PLAN_BY_NVCC if is_taken(text, nvcc=True)] == []
 
 
 def test_a_value_belongs_to_its_option() -> None:

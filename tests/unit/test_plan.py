@@ -214,11 +214,7 @@ def test_a_name_is_a_c_identifier_or_an_error(name: str) -> None:
     assert name.isidentifier()
 
 
-@pytest.mark.parametrize(
-    "flag",
-    ["@flags.rsp", "-wrapper", "-specs=x", "--specs=x", "-fplugin=x.so", "-MF", "-o", "-ofile",
-     "-B/dir", "-E", "", "a\0b"],
-)  # fmt: skip
+@pytest.mark.parametrize("flag", ["-wrapper", "", "a\0b"])  # test_flags.py has all kinds
 @pytest.mark.parametrize("where", ["cxx_args", "ldflags"])
 def test_a_flag_that_reaches_past_the_plan_is_refused(flag: str, where: str) -> None:
     with pytest.raises(SpecError):
