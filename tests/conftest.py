@@ -152,8 +152,8 @@ def package(
     numbers = itertools.count(1)
     test = zlib.crc32(request.node.nodeid.encode())
 
-    def make(kind: str) -> Package:
-        return Package(kind, tmp_path / "packages", f"{kind}_{test:08x}_{next(numbers)}")
+    def make(kind: str, form: str = "") -> Package:
+        return Package(kind, tmp_path / "packages", f"{kind}_{test:08x}_{next(numbers)}", form)
 
     return make
 

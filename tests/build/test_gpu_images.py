@@ -81,7 +81,14 @@ def linked(directory: Path, *objects: Path, flag: str = "-nodlink") -> str:
     return output
 
 
-@pytest.mark.parametrize("mode", ["none", "speed", "balance", "size"])
+@pytest.mark.parametrize(
+    "mode",
+    [
+        "none",
+        "size",
+        *(pytest.param(each, marks=pytest.mark.full) for each in ("speed", "balance")),
+    ],
+)
 def test_exactly_the_images_that_were_asked_for_are_found(mode: str, tmp_path: Path) -> None:
     made = compiled(tmp_path, "one", MIXED, f"--compress-mode={mode}")
     assert images(made) == MIXED

@@ -54,6 +54,7 @@ def test_one_cuda_file_builds_loads_and_registers(op: Package) -> None:
     assert not any(name.startswith(("libcudart", "libtorch_cuda", "libcuda.so")) for name in needed)
 
 
+@pytest.mark.full  # of a .cpp it is in every run: test_light_header.py
 @pytest.mark.usefixtures("for_hopper")
 def test_a_wrong_signature_in_a_cuda_file_is_an_error_of_the_build(op: Package) -> None:
     op.edit(SOURCE, "void clustered(Tensor& x) {", "void clustered(Tensor& x, int64_t) {")

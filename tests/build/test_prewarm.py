@@ -138,7 +138,7 @@ def test_a_file_that_is_no_record_is_an_error(tmp_path: Path) -> None:
 def test_with_jit_needed_only_what_has_no_reference_is_compiled(
     package: Callable[..., Package], steps: Steps
 ) -> None:
-    stable, plain = package("stable"), package("plain")
+    stable, plain = package("stable", "light"), package("plain")
     with override(mode="needed"):
         assert stable.load().who(torch.ones(1)) == 0
         assert steps.compiled == []
@@ -147,17 +147,13 @@ def test_with_jit_needed_only_what_has_no_reference_is_compiled(
     assert "OPKILN_MODE=needed" in str(stable.loaded().trace)
 
 
-def test_with_jit_needed_what_must_be_native_is_compiled(package: Callable[..., Package]) -> None:
-    stable = package("stable")
+def test_with_jit_needed_what_must_be_native_is_compiled_and_what_is_cached_is_served(
+    package: Callable[..., Package],
+) -> None:
+    stable = package("stable", "light")
     with override(mode="needed"):
         assert stable.builder().jit_load().who(torch.ones(1)) == 1
-
-
-def test_with_jit_needed_an_op_that_is_cached_is_served(package: Callable[..., Package]) -> None:
-    stable = package("stable")
-    stable.load()
-    loader.here.reset()
-    with override(mode="needed"):
+        loader.here.reset()
         assert stable.builder().load().who(torch.ones(1)) == 1
 
 

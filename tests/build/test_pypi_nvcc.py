@@ -14,9 +14,10 @@ import pytest
 import torch
 from sample import child, pool
 from sample.levels import ARCHITECTURES, HERE
+from sample.toolkit import compile_once
 
 import opkiln
-from opkiln.toolchain import toolkits
+from opkiln.toolchain import probing, toolkits
 
 pytestmark = pytest.mark.slow
 
@@ -87,8 +88,9 @@ class Environment:
         if done.returncode != 0:
             pytest.skip(f"pip install {' '.join(names)}: {done.stderr.strip()[-500:]}")
 
-    def ask(self, where: Path, code: str = _CHILD) -> dict[str, object]:
-        """What code prints there, where PATH holds no nvcc. It writes below ``where``."""
+    def ask(self, where: Path, memory: Path, code: str = _CHILD) -> dict[str, object]:
+        """What code prints there, where PATH holds no nvcc. It writes below ``where``, and what
+        the compilers say is remembered in ``memory``."""
         path = [each for each in os.environ["PATH"].split(":") if not Path(each, "nvcc").exists()]
         if shutil.which("g++", path=":".join(path)) is None:
             pytest.skip("g++ is only where nvcc is, too")
@@ -97,12 +99,21 @@ class Environment:
                         "PYTHONPATH": str(Path(opkiln.__file__).parents[1]),
                         "OPKILN_CACHE_DIR": str(where / "cache")}  # fmt: skip
         done = subprocess.run(
-            [self.python, "-c", code, where / "memory", _TORCH],
+            [self.python, "-c", code, memory, _TORCH],
             check=False, env=environment, capture_output=True, text=True,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
         answer: dict[str, object] = json.loads(done.stdout)
         return answer
+
+
+@pytest.fixture
+def memory(wheels: Environment) -> Path:
+    """Kept in the pool, too: this nvcc answers for ten seconds. What is remembered of it is checked
+    again, as in every store."""
+    kept = wheels.root.with_name(f"{wheels.root.name}-known{probing.SCHEMA}")
+    kept.mkdir(mode=0o700, exist_ok=True)
+    return kept
 
 
 @pytest.fixture(scope="module")
@@ -121,9 +132,9 @@ def wheels() -> Environment:
 
 
 def test_the_nvcc_of_the_wheels_compiles_and_links_with_the_static_runtime(
-    wheels: Environment, tmp_path: Path
+    wheels: Environment, memory: Path, tmp_path: Path
 ) -> None:
-    found = wheels.ask(tmp_path)
+    found = wheels.ask(tmp_path, memory)
     assert "error" not in found, found
     assert found["version"] == "13.0"
     assert found["origins"] == ["PyPI"]
@@ -135,11 +146,9 @@ def test_the_nvcc_of_the_wheels_compiles_and_links_with_the_static_runtime(
 
     source, compiled, library = (tmp_path / f"kernel.{end}" for end in ("cu", "o", "so"))
     source.write_text(_KERNEL)
-    subprocess.run(
-        [str(found["path"]), "-ccbin", str(found["cxx"]), "-std=c++20", "-arch=sm_90",
-         "-Xcompiler", "-fPIC", "-c", source, "-o", compiled],
-        check=True, cwd=tmp_path,
-    )  # fmt: skip
+    words = ["-ccbin", str(found["cxx"]), "-std=c++20", "-arch=sm_90", "-Xcompiler", "-fPIC",
+             "-c", str(source), "-o", str(compiled)]  # fmt: skip
+    assert compile_once(pool.ROOT / "nvcc", str(found["path"]), words) == 0
     (directory,) = found["library_dirs"]  # type: ignore[misc]
     subprocess.run(
         [str(found["cxx"]), "-shared", compiled, "-o", library, f"-L{directory}",
@@ -154,7 +163,7 @@ def test_the_nvcc_of_the_wheels_compiles_and_links_with_the_static_runtime(
 def test_fused_adam_compiles_links_and_loads_with_the_toolkit_of_the_wheels(
     wheels: Environment, tmp_path: Path
 ) -> None:
-    built = wheels.ask(tmp_path, _FUSED_ADAM)
+    built = wheels.ask(tmp_path, tmp_path / "memory", _FUSED_ADAM)
     assert built["images"] == ["sm_80", "sm_90a"]
     assert not any("cuda" in name for name in built["needed"])  # type: ignore[attr-defined]
 
@@ -167,7 +176,7 @@ def test_wheels_of_two_releases_are_refused_with_the_command_that_mends_them(
     mixed.make()
     # As `pip install nvidia-cuda-nvcc==13.0.*` alone would leave it: its parts are the newest.
     mixed.install("--no-deps", "nvidia-nvvm==13.4.*")
-    found = mixed.ask(tmp_path)
+    found = mixed.ask(tmp_path, tmp_path / "memory")
     assert found.get("kind") == "ToolchainError", found
     assert "Unsupported .version" in str(found["error"])
     assert "pip install 'cuda-toolkit[nvcc,cccl,cudart]==13.0.*'" in str(found["error"])

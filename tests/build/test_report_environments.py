@@ -8,20 +8,25 @@ machine's own unless a test asks for it.
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import shutil
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 import pytest
 from sample import child
 from sample.rocm import Rocm
 
+from opkiln import settings
 from opkiln.report import commands
 from opkiln.toolchain import nvcc
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 # Nothing that lies where installers put toolkits is found, unless the test says so.
 _RUN = """
@@ -44,13 +49,15 @@ sys.exit(code)
 class World:
     """A machine with chosen packages and programs."""
 
-    def __init__(self, root: Path, *, hide: bool = True) -> None:
+    def __init__(self, root: Path, compilers: Path) -> None:
+        self.compilers = compilers
+        self.path = [root / "bin"]
         self.site = root / "site"
         self.site.mkdir()
         (self.site / "click").symlink_to(Path(click.__file__).parent)
         self.bin = root / "bin"
         self.bin.mkdir()
-        self.hide = hide
+        self.hide = True
         self.home = root / "home"
         self.home.mkdir()
         self.variables: dict[str, str] = {}
@@ -62,14 +69,12 @@ class World:
 
     def program(self, *names: str) -> None:
         """Put programs of this machine on PATH."""
-        for name in names:
-            real = shutil.which(name)
-            if real is None:
-                pytest.skip(f"no {name} on this machine")
-            (self.bin / name).symlink_to(real)
+        link(self.bin, *names)
+        self.path = list(dict.fromkeys([*self.path, self.bin]))
 
     def compiler(self) -> None:
-        self.program("g++", "as", "ld")
+        """Put this machine's C++ compiler on PATH, where all tests have it."""
+        self.path = [self.compilers, *(each for each in self.path if any(each.iterdir()))]
 
     def torch(self, version: str, *, cuda: str | None = None, hip: str | None = None) -> Path:
         """Install a torch that is only looked at: importing it is an error."""
@@ -90,7 +95,8 @@ class World:
 
     def run(self, *arguments: str) -> tuple[str, str]:
         """(standard output, standard error) of `opkiln report`."""
-        variables = {"PATH": str(self.bin), "HOME": str(self.home), **self.variables}
+        path = os.pathsep.join(map(str, self.path))
+        variables = {"PATH": path, "HOME": str(self.home), **self.variables}
         started = child.start(self.code, "report", *arguments, path=[self.site], env=variables)
         done = child.finish(started)
         assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
@@ -103,9 +109,35 @@ class World:
         return dict(json.loads(self.run("--json", *arguments)[0]))
 
 
+def link(where: Path, *names: str) -> None:
+    """Make links to programs of this machine."""
+    for name in names:
+        real = shutil.which(name)
+        if real is None:
+            pytest.skip(f"no {name} on this machine")
+        (where / name).symlink_to(real)
+
+
+@pytest.fixture(scope="module")
+def compilers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("compilers")
+    link(made, "g++", "as", "ld")
+    return made
+
+
+@pytest.fixture(scope="module")
+def memory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("memory")
+
+
 @pytest.fixture
-def world(tmp_path: Path) -> World:
-    return World(tmp_path)
+def world(tmp_path: Path, compilers: Path, cache: Path, memory: Path) -> Iterator[World]:
+    """Its compiler is asked once for all tests."""
+    known = cache / settings.LAYOUT / "toolchains"
+    shutil.copytree(memory, known, dirs_exist_ok=True)
+    yield World(tmp_path, compilers)
+    if not any(memory.iterdir()):
+        shutil.copytree(known, memory, dirs_exist_ok=True)
 
 
 def section(text: str, title: str) -> str:
@@ -128,7 +160,7 @@ def test_this_machine_as_it_is(world: World) -> None:
     text = world.text()
     assert "cpu_adam cpu no no yes not built yet: its first use builds it" in section(text, "ops")
     assert "torch 2.13.0+cpu, no CUDA, no HIP, C++11 ABI" in section(text, "environment")
-    assert f"C++ {world.bin}/g++, " in section(text, "compilers")
+    assert f"C++ {world.compilers}/g++, " in section(text, "compilers")
     assert "CUDA none was found" in section(text, "compilers")
     assert "0 B of 20.0 GiB" not in section(text, "cache")  # what the compiler said is kept there
     assert section(text, "problems") == ""
@@ -136,7 +168,9 @@ def test_this_machine_as_it_is(world: World) -> None:
     assert row(found, "cpu_adam")["serves"] == "cpu"
     assert found["problems"] == []
     (taken,) = [each for each in found["environment"]["compilers"] if each["taken"]]
-    assert (taken["path"], taken["refused"], taken["asked"]) == (f"{world.bin}/g++", "", True)
+    assert (taken["path"], taken["refused"], taken["asked"]) == (
+        f"{world.compilers}/g++", "", True,
+    )  # fmt: skip
 
 
 def test_no_compiler(world: World) -> None:

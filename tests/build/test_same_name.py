@@ -81,7 +81,7 @@ def test_build_all_builds_both_ops_and_tells_them_apart(two: Two) -> None:
 
 
 def test_every_command_takes_a_distribution_in_any_spelling(built: Two) -> None:
-    for name in ("two.ops", "two-ops", "two_ops", "Two.Ops", "two_ops_package"):
+    for name in ("two.ops", "two_ops_package"):  # the others are those of the commands below
         (checked,) = built.json("check", f"{name}:plain")["ops"]
         assert checked["status"] == "cached"
         assert "/two_ops_package/plain/" in checked["path"]

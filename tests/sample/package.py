@@ -31,8 +31,8 @@ def put(path: Path, data: bytes) -> None:
 class Package:
     """A package below ``where``, a copy of ``sample/<kind>``; importable while on sys.path."""
 
-    def __init__(self, kind: str, where: Path, name: str) -> None:
-        self.kind = kind
+    def __init__(self, kind: str, where: Path, name: str, form: str = "") -> None:
+        self.form = form or kind  # of its builders, the one that a test is about
         self.where = where
         self.name = name
         self.path = where / name
@@ -58,7 +58,7 @@ class Package:
     def builder(self, **attributes: Any) -> OpBuilder:
         """A new builder; ``attributes`` replace those of its class."""
         module = importlib.import_module(f"{self.name}.op")
-        kind: type[OpBuilder] = getattr(module, f"{self.kind.capitalize()}Builder")
+        kind: type[OpBuilder] = getattr(module, f"{self.form.capitalize()}Builder")
         made = kind()
         for name, value in attributes.items():
             setattr(made, name, value)

@@ -1,1 +1,1 @@
-"""A package with one op on torch's stable ABI, with its reference."""
+"""A package with one op on torch's stable ABI, with torch's headers and with op.h."""

@@ -1,4 +1,4 @@
-"""The declaration of ``stable``."""
+"""The declarations of ``stable``."""
 
 from __future__ import annotations
 
@@ -35,3 +35,13 @@ class StableBuilder(OpBuilder):
 
     def fake(self) -> object:
         return self.reference().Fake
+
+
+class LightBuilder(StableBuilder):
+    """The same functions with op.h: they compile in a tenth of the time, once for all copies."""
+
+    def sources(self) -> list[str]:
+        return ["csrc/light.cpp"]
+
+    def cxx_args(self) -> list[str]:
+        return list(self.FLAGS)
