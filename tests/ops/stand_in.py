@@ -38,7 +38,9 @@ def twin_libraries(*functions: Any) -> Iterator[tuple[opkiln.OpBuilder, dict[str
             emulate=True,
         )
         # Where the sources are: the emulator translates a copy of those below the root.
-        library.builder.PLACE, library.builder.DIRECTORY = builder.PLACE, builder.DIRECTORY
+        for name in ("__module__", "FILE", "DIRECTORY"):
+            setattr(library.builder, name, getattr(builder, name))
+        library.builder.DISTRIBUTION = "emulated"
         made = {}
         for each in its:
             written = [
