@@ -14,7 +14,7 @@ import pytest
 from sample import child, known, pool, sanitizers
 from sample.package import Package, Steps
 
-from opkiln.decision import policy as seal
+from opkiln.decision import terms as seal
 from opkiln.engine import events
 
 if TYPE_CHECKING:

@@ -29,7 +29,7 @@ _LAZY = {
     "ALL_OPS": "opkiln.registry",
     "get_builder": "opkiln.registry",
     "explain": "opkiln.registry",
-    "seal": "opkiln.decision.policy",
+    "seal": "opkiln.decision.terms",
     "ensure": "opkiln.cluster.ensure",
     "get_accelerator": "opkiln.accelerator.detect",
     "set_accelerator": "opkiln.accelerator.detect",

@@ -14,7 +14,7 @@ from opkiln.builder import CUDAOpBuilder as CUDAOpBuilder
 from opkiln.builder import OpBuilder as OpBuilder
 from opkiln.builder import SYCLOpBuilder as SYCLOpBuilder
 from opkiln.cluster.ensure import ensure as ensure
-from opkiln.decision.policy import seal as seal
+from opkiln.decision.terms import seal as seal
 from opkiln.extension import load as load
 from opkiln.extension import load_inline as load_inline
 from opkiln.registry import ALL_OPS as ALL_OPS

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import os
 
+from opkiln.lazy import Record
 from opkiln.model import OpSpec
-from opkiln.record import Record
 
 
 class Target(Record):

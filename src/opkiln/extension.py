@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from opkiln.building import inline
+from opkiln.building import wording
 from opkiln.digest import sha256_file
 from opkiln.errors import SpecError, StoreError, UsageError, told_briefly
 from opkiln.loading import loader
@@ -192,7 +192,7 @@ def inline_texts(
 
     Each part is marked, so that a compiler's message names the argument and the line in it.
     """
-    bound = [] if bindings is None else [inline.marked(inline.BINDINGS, bindings)]
+    bound = [] if bindings is None else [wording.marked(wording.BINDINGS, bindings)]
     given = {
         "main.cpp": [*_marked("cpp_sources", cpp_sources), *bound],
         "cuda.cu": _marked("cuda_sources", cuda_sources),
@@ -256,7 +256,7 @@ def copy_out(artifact: Artifact, directory: str) -> str:
     """Copy an artifact into a directory, which is made; gives its path there."""
     import shutil
 
-    from opkiln.writing import taking_the_place_of
+    from opkiln.digest import taking_the_place_of
 
     target = os.path.join(directory, os.path.basename(artifact.path))
     try:
@@ -326,7 +326,7 @@ def with_device(
 
 def _marked(argument: str, sources: str | Sequence[str] | None) -> list[str]:
     texts = [sources] if isinstance(sources, str) else list(sources or ())
-    return [inline.marked(f"{argument}[{place}]", text) for place, text in enumerate(texts)]
+    return [wording.marked(f"{argument}[{place}]", text) for place, text in enumerate(texts)]
 
 
 # A function, maybe in a namespace, maybe of a template.

@@ -8,7 +8,7 @@ With each fact goes the signature of the file as it was. Where the signature hol
 fact. Elsewhere the value is asked for again. So a checkout with other times is still a hit, and an
 edit under an old time is not.
 
-What a build read becomes facts in its entry (``store.deps``). What compilers answered is remembered
+What a build read becomes facts in its entry (``store.key``). What compilers answered is remembered
 with facts (``toolchain.probing``). What a decision reads is collected here, at the place where it
 is read, and becomes a receipt (``decision.receipt``). While nobody collects, that costs a look at
 one variable.
@@ -110,9 +110,9 @@ def _ask(kind: str, path: str, then: str, hasher: Hasher) -> str:
         absent = (name for name in parted(then) if not os.path.exists(os.path.join(path, name)))
         return joined(absent)
     if kind == LIBRARIES:
-        from opkiln.binary import linker  # not for a hit
+        from opkiln.binary import elf  # not for a hit
 
-        return joined(linker.listed(path, [each.partition("/")[0] for each in parted(then)]))
+        return joined(elf.listed(path, [each.partition("/")[0] for each in parted(then)]))
     return joined(islice(on_path(path), len(parted(then))))  # CHOICE
 
 
@@ -234,7 +234,7 @@ def start_entry() -> None:
 
 
 def entry(kind: str, path: str, value: str, signature: Signature) -> None:
-    """A fact of an entry holds (``store.deps``). ``signature`` is from before the look."""
+    """A fact of an entry holds (``store.key``). ``signature`` is from before the look."""
     found = _collected.get()
     if found is not None:
         found.entry.append((kind, path, value, signature))

@@ -11,7 +11,7 @@ import os
 from typing import Any
 
 from opkiln.errors import SpecError
-from opkiln.record import Record
+from opkiln.lazy import Record
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ differs. Pure functions over texts; a hit calls them, so they import nothing.
 
 from __future__ import annotations
 
+from opkiln.lazy import Record
 from opkiln.model import DISPATCH_KEYS, function_name
-from opkiln.record import Record
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

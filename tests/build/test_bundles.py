@@ -192,7 +192,7 @@ def test_a_torch_op_is_served_from_a_bundle_and_reloaded_beside_it(
         print(builder.load(reload=True).who(torch.ones(2)),
               *(l.artifact.origin for l, _ in loader.loaded_here().values()))
     """
-    source = next(path for path in stable.files() if path.suffix == ".cpp")
+    source = stable.path / "csrc" / "stable.cpp"
     environment = {
         "OPKILN_CACHE_DIR": str(shipped.here),
         "OPKILN_STORE_LAYERS": f"{shipped.file}{os.pathsep}{pool.LAYER}",

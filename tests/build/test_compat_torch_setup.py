@@ -263,9 +263,8 @@ def test_options_and_overridden_methods_keep_their_meaning_in_an_editable_build(
     assert told == [f"one: {name} True False" for name in names]
     wheels = (suffixes.where / "wheels").iterdir()
     assert sorted(path.suffix for path in wheels) == [".dist-info", ".whl"]
-    assert {path.name for path in (suffixes.where / "suffixes").iterdir()} == {
-        "__init__.py", "first.so", "second.so",
-    }  # fmt: skip
+    there = {path.name for path in (suffixes.where / "suffixes").iterdir() if path.is_file()}
+    assert there == {"__init__.py", "first.so", "second.so"}
 
 
 @pytest.mark.parametrize("suffixes", ["opkiln"], indirect=True)

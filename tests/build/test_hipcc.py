@@ -17,7 +17,7 @@ from opkiln.child import Completed
 from opkiln.model import ABI_NONE, PLAIN, ROCM, OpSpec
 from opkiln.steps import hipcc as hip_steps
 from opkiln.steps.host import PlanInputs
-from opkiln.toolchain import family, hipcc, hipify, host, torch_sdk
+from opkiln.toolchain import find, hipcc, hipify, host, torch_sdk
 
 if TYPE_CHECKING:
     from sample.package import Steps
@@ -58,7 +58,7 @@ def toolchain(memory: tuple[str, ...]) -> Toolchain:
     if torch_sdk.find() is None:
         pytest.skip("torch is not installed, and hipify is a part of it")
     compiler = host.choose(memory)
-    return compiler._replace(device=family.choose(hipcc, memory, None, compiler))
+    return compiler._replace(device=find.choose(hipcc, memory, None, compiler))
 
 
 @pytest.fixture
@@ -165,7 +165,7 @@ def test_beside_an_nvcc_it_still_compiles_for_amd(
     monkeypatch.setenv("PATH", f"{nvcc.parent}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setenv("HIP_PLATFORM", "nvidia")
     monkeypatch.setenv("ROCM_HOME", device.home)
-    chosen = family.choose(hipcc, (), None, host.choose(()))
+    chosen = find.choose(hipcc, (), None, host.choose(()))
     assert chosen == device
     assert not (tmp_path / "asked").exists()
 

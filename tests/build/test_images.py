@@ -168,7 +168,7 @@ def test_an_image_is_known_by_its_contents_where_a_kernel_gives_mounts_no_number
     tmp_path: Path,
 ) -> None:
     images = Images(tmp_path, "squashfs")
-    old = "    from opkiln import images\n    images._mark = lambda *given: 0\n"
+    old = "    from opkiln import digest\n    digest._mark = lambda *given: 0\n"
     with held(images.at(1)) as prefix:
         assert images.run(old + LOAD, prefix).split() == ["False", "0", "built", "1"]
         # The header, and the library.

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import pytest
 from sample.op_tree import Tree
 
-from opkiln.observing import launchers
+from opkiln.observing import limits
 from opkiln.plan import Command
 
 if TYPE_CHECKING:
@@ -378,7 +378,7 @@ TEXTS = {
 @pytest.mark.parametrize("text", TEXTS)
 def test_a_text_that_has_the_assembler_read_a_file_is_recognised(text: str) -> None:
     command = Command(("g++", "-O3"), "/x.cpp", "/x.o")
-    assert launchers.reads_more(text.encode(), command) == TEXTS[text]
+    assert limits.reads_more(text.encode(), command) == TEXTS[text]
 
 
 FLAGS = {
@@ -396,4 +396,4 @@ FLAGS = {
 @pytest.mark.parametrize("flag", FLAGS)
 def test_flags_that_may_have_the_compiler_read_a_file_are_recognised(flag: str) -> None:
     command = Command(("/usr/bin/g++", flag), "/x.cpp", "/x.o")
-    assert launchers.reads_more(b"int x;", command) == FLAGS[flag]
+    assert limits.reads_more(b"int x;", command) == FLAGS[flag]

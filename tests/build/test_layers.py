@@ -14,7 +14,7 @@ from sample.package import put, settle
 
 from opkiln import machine
 from opkiln.arch import cpu
-from opkiln.decision.target import features
+from opkiln.decision.archs import features
 from opkiln.errors import StoreWarning
 from opkiln.settings import override
 

@@ -15,7 +15,7 @@ from sample.shipped import Shipped, described, rewrite
 
 from opkiln.bundles.bundle import unpack, write_bundle
 from opkiln.decision import archs
-from opkiln.decision.target import target_machine
+from opkiln.decision.archs import target_machine
 from opkiln.decision.terms import SHIP, Build, Request
 from opkiln.loading import loader
 from opkiln.loading.explain import explain

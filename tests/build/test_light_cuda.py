@@ -17,7 +17,7 @@ from opkiln.model import ROCM, STABLE_TAG
 from opkiln.steps import hipcc as hip_steps
 from opkiln.steps.host import PlanInputs
 from opkiln.store.layers import Store
-from opkiln.toolchain import family, hipcc, hipify, host, nvcc, torch_sdk
+from opkiln.toolchain import find, hipcc, hipify, host, nvcc, torch_sdk
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -67,7 +67,7 @@ def test_the_same_file_compiles_for_an_amd_gpu(op: Package, tmp_path: Path) -> N
         pytest.skip("no hipcc is installed: apt-get install hipcc")
     memory = Store().memory
     chain = host.choose(memory)
-    chain = chain._replace(device=family.choose(hipcc, memory, None, chain))
+    chain = chain._replace(device=find.choose(hipcc, memory, None, chain))
     torch_here = torch_sdk.find()
     assert torch_here is not None
     spec = op.builder().spec()._replace(backend=ROCM, device_args=())

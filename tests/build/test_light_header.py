@@ -435,7 +435,7 @@ def test_two_ops_with_the_same_bytes_keep_to_themselves(package: Callable[..., P
 
 
 def test_a_library_of_another_op_h_is_refused(package: Callable[..., Package]) -> None:
-    from opkiln.loading import light as opening
+    from opkiln.loading import native as opening
     from opkiln.loading.native import open_artifact
 
     made = package("light")

@@ -39,7 +39,7 @@ logger.addHandler(Handler({file!r}))
 def load(plain: Package, before: str = "", **environment: str) -> tuple[str, list[str]]:
     """Load the op in a new process: (what it printed, the lines on its standard error)."""
     code = before + LOAD.format(name=plain.name)
-    done = child.finish(child.start(code, path=[plain.where], env=environment))
+    done = child.finish(child.start(code, path=[plain.where], env=environment, forked=False))
     assert done.returncode == 0, done.stderr
     return done.stdout.strip(), done.stderr.splitlines()
 

@@ -18,7 +18,7 @@ from opkiln.build_model import DeviceCompiler, Toolchain
 from opkiln.errors import ToolchainError
 from opkiln.settings import override
 from opkiln.store.layers import Store
-from opkiln.toolchain import cuda_version, family, host, nvcc, torch_sdk
+from opkiln.toolchain import cuda_version, find, host, nvcc, torch_sdk
 
 _KERNEL = """\
 #include <cuda_runtime.h>
@@ -61,7 +61,7 @@ def chain(memory: tuple[str, ...]) -> Toolchain:
 
 @pytest.fixture
 def compiler(memory: tuple[str, ...], chain: Toolchain) -> DeviceCompiler:
-    return family.choose(nvcc, memory, None, chain)
+    return find.choose(nvcc, memory, None, chain)
 
 
 def build(compiler: DeviceCompiler, cxx: str, where: Path) -> Path:
@@ -123,8 +123,8 @@ def test_the_record_is_complete(compiler: DeviceCompiler) -> None:
 def test_the_identity_is_the_same_when_it_is_asked_anew(
     compiler: DeviceCompiler, chain: Toolchain, memory: tuple[str, ...], tmp_path: Path
 ) -> None:
-    assert family.choose(nvcc, (str(tmp_path),), None, chain) == compiler
-    assert family.recall(nvcc, memory, None, chain) == compiler
+    assert find.choose(nvcc, (str(tmp_path),), None, chain) == compiler
+    assert find.recall(nvcc, memory, None, chain) == compiler
 
 
 def test_a_link_to_nvcc_is_followed_to_its_toolkit(
@@ -132,7 +132,7 @@ def test_a_link_to_nvcc_is_followed_to_its_toolkit(
 ) -> None:
     (tmp_path / "nvcc").symlink_to(compiler.path)
     with override(path=(str(tmp_path), *os.environ["PATH"].split(":"))):
-        assert family.choose(nvcc, memory, None, chain) == compiler
+        assert find.choose(nvcc, memory, None, chain) == compiler
 
 
 def test_a_kernel_is_built_with_what_the_record_says(
@@ -153,7 +153,7 @@ def test_a_host_compiler_that_nvcc_does_not_support_is_refused_with_the_range(
     future.write_text(f"#!/bin/sh\nexec '{real}' -U__GNUC__ -D__GNUC__=99 \"$@\"\n")
     future.chmod(0o755)
     with override(ccbin=str(future)), pytest.raises(ToolchainError) as caught:
-        family.choose(nvcc, memory, None, chain)
+        find.choose(nvcc, memory, None, chain)
     assert str(future) in caught.value.what
     assert "unsupported GNU version! gcc versions later than" in caught.value.why
     assert "NVCC_CCBIN=" in caught.value.hint
@@ -169,8 +169,8 @@ def test_another_host_compiler_is_used_where_it_is_asked_for(
     if not others:
         pytest.skip("there is only one host compiler")
     with override(ccbin=others[0]):
-        other = family.choose(nvcc, memory, None, chain)
-        assert family.recall(nvcc, memory, None, chain) == other
+        other = find.choose(nvcc, memory, None, chain)
+        assert find.recall(nvcc, memory, None, chain) == other
     assert other.host == others[0]
     assert other.identity != compiler.identity
     assert build(other, chain.cxx, tmp_path).exists()

@@ -36,7 +36,7 @@ from opkiln.ops.sparse_attn.op import backward as sparse_backward
 from opkiln.ops.transformer_inference.op import int8_linear, norms
 from opkiln.ops.utils.op import UtilsBuilder
 from opkiln.settings import override
-from opkiln.store import deps, entry
+from opkiln.store import entry, key
 from opkiln.store.layers import Store
 from opkiln.toolchain import choice, toolkits
 
@@ -233,7 +233,7 @@ def test_what_nvrtc_reads_is_a_dependency_and_what_its_driver_reads_is_not(
     manifest, sidecar = entry.read_manifest(leaf), entry.read_sidecar(leaf)
     own = {(anchor, path) for anchor, path, *_ in manifest["deps"]["own"]}
     assert {("src", "bend.cu"), ("src", "shape.h"), ("src", "seen_by_nvrtc.h")} <= own
-    known = deps.read(sidecar["facts"])
+    known = key.read(sidecar["facts"])
     paths = [each.path for each in known]
     paths += [f"{each.path}/{name}" for each in known if each.kind == "absent"
               for name in facts.parted(each.value)]  # fmt: skip

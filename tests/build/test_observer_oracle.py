@@ -14,10 +14,10 @@ import pytest
 from sample import levels, watching
 from sample.watching import LIST, Seen, Unavailable
 
-from opkiln.binary import linker
-from opkiln.building import observed
+from opkiln.binary import elf
+from opkiln.building import gather, observed
 from opkiln.facts import ABSENT, LISTING, parted
-from opkiln.observing import inputs, log, observer
+from opkiln.observing import log, observer
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -69,8 +69,8 @@ def run(library: str, argv: list[str], cwd: Path, **variables: str) -> Run:
     loaded = observed._loaded(observation, ())
     searched = observed._searched(observation, loaded)
     called = (first, *observation.called)
-    found = inputs.of(observation, str(stage), called, searched=searched)
-    own = (f"{library}/", f"{stage}/", f"{linker.LIST}/")
+    found = gather.of(observation, str(stage), called, searched=searched)
+    own = (f"{library}/", f"{stage}/", f"{elf.LIST}/")
     others = [each for each in dict.fromkeys(seen) if not f"{each.path}/".startswith(own)]
     unknown = [each for each in others if not _known(each, observation, found)]
     gap = "" if observation.complete else "not complete"
@@ -78,7 +78,7 @@ def run(library: str, argv: list[str], cwd: Path, **variables: str) -> Run:
     return Run(seen, observation, gap, unknown)
 
 
-def _known(seen: Seen, observation: log.Observation, found: inputs.Inputs) -> bool:
+def _known(seen: Seen, observation: log.Observation, found: gather.Inputs) -> bool:
     """Whether an input follows from what was seen: something that would not stay the same if the
     answer were another one."""
     path = seen.path

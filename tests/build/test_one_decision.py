@@ -24,7 +24,7 @@ from sample.levels import LEVELS
 from opkiln import machine
 from opkiln.builder import CUDAOpBuilder, OpBuilder
 from opkiln.bundles import layer
-from opkiln.decision import policy
+from opkiln.decision import terms
 from opkiln.decision.terms import (
     BUILD,
     CACHED,
@@ -172,7 +172,7 @@ def enter(world: World, place: Place, here: Path, stack: ExitStack) -> type[OpBu
         for index, capability in enumerate(world.gpus or ())
     )
     patch.setitem(nvidia._known, "/", nvidia.Devices(gpus, "580", "13.0", "nvml"))
-    patch.setattr(policy, "_seal", world.seal)
+    patch.setattr(terms, "_seal", world.seal)
     patch.setattr(loader.here, "ops", {})
     kind = place.kind(world)
     kind.root = str(root)  # type: ignore[assignment]

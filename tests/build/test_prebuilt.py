@@ -16,7 +16,7 @@ from sample.shipped import Shipped, announce, described, mask, without_sources
 
 from opkiln import machine
 from opkiln.arch import cpu
-from opkiln.decision.target import features
+from opkiln.decision.archs import features
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -27,18 +27,19 @@ _EXTRA = ("cuda-toolkit[cccl,cudart,nvcc]==13.0.*", "cuda-pathfinder")
 _CHILD = """\
 import json, sys
 from opkiln.errors import ToolchainError
-from opkiln.toolchain import family, host, nvcc, toolkits
+from opkiln.toolchain import host, nvcc, toolkits
+from opkiln.toolchain import find
 
 toolkits.DIRECTORIES = ()
 memory = (sys.argv[1],)
 chain = host.choose(memory)
 try:
-    compiler = family.choose(nvcc, memory, "13.0", chain)
+    compiler = find.choose(nvcc, memory, "13.0", chain)
 except ToolchainError as error:
     print(json.dumps({"error": str(error), "kind": type(error).__name__}))
 else:
     fields = compiler._asdict() | {"accepts": sorted(compiler.accepts)}
-    origins = [each.origin for each in family.candidates(nvcc, memory, "13.0", chain)]
+    origins = [each.origin for each in find.candidates(nvcc, memory, "13.0", chain)]
     print(json.dumps(fields | {"cxx": chain.cxx, "origins": origins}))
 """
 

@@ -18,7 +18,7 @@ from sample import child, known, servers, tiers, transcript
 from sample.remote import SITE, SOURCE, Machines, remote_lines
 
 from opkiln.bundles import signing
-from opkiln.decision import policy
+from opkiln.decision import terms
 from opkiln.remote import lockfile
 from opkiln.store import signatures
 
@@ -319,7 +319,7 @@ def test_those_who_only_look_ask_nobody(machines: Machines, registry: Place) -> 
     store = machines.new()
     for trusted, said in (
         ({"OPKILN_TRUSTED_KEYS": machines.public}, "only a load or a build connects"),
-        ({}, f"no load asks it: {policy.NOTHING_TRUSTED}"),
+        ({}, f"no load asks it: {terms.NOTHING_TRUSTED}"),
     ):
         given = {"OPKILN_REMOTES": registry.url, **trusted, **registry.variables}
         env = machines.environment(store, **given)

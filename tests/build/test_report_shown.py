@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from sample import child
-from test_report_environments import World, row, section
+from test_report_environments import World, link, row, section
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 @pytest.fixture
 def world(tmp_path: Path) -> World:
     """A machine with a compiler and a torch for the CPU."""
-    made = World(tmp_path)
-    made.compiler()
+    made = World(tmp_path, tmp_path / "bin")
+    link(made.bin, "g++", "as", "ld")
     made.torch("2.13.0+cpu")
     return made
 

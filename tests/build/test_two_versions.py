@@ -11,7 +11,7 @@ import pytest
 from sample import child
 
 from opkiln import settings
-from opkiln.store import entry, shape
+from opkiln.store import entry
 from opkiln.toolchain import host
 
 LOAD = """
@@ -33,9 +33,9 @@ def shown(part: object) -> str:
         return "{" + ",".join(f"{name}:{shown(part[name])}" for name in sorted(part)) + "}"
     if isinstance(part, (list, tuple)):
         return type(part).__name__ + "[" + ",".join(map(shown, part)) + "]"
-    if isinstance(part, shape.Row):
+    if isinstance(part, entry.Row):
         return f"row({','.join(map(shown, part.parts))};{shown(part.rest)})"
-    if isinstance(part, shape.Named):
+    if isinstance(part, entry.Named):
         return f"named({shown(part.shape)})"
     return getattr(part, "__name__", repr(part))
 
@@ -49,7 +49,7 @@ def test_the_layout_follows_from_the_schema_of_manifests() -> None:
 def test_the_parts_of_a_manifest_belong_to_a_schema() -> None:
     from opkiln.digest import key
 
-    assert key("parts", shown(shape._MANIFEST)) == PARTS[settings.SCHEMA]
+    assert key("parts", shown(entry._MANIFEST)) == PARTS[settings.SCHEMA]
 
 
 @pytest.mark.skipif(not host.available(), reason="no C++ compiler is installed")

@@ -242,9 +242,9 @@ import sys
 from torch import distributed
 distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
 assert "opkiln.cluster.ensure" in sys.modules
-from opkiln.decision import pins
+from opkiln.decision import terms
 from opkiln.registry import get_builder
-pin = pins.pinned(get_builder("utils").op())
+pin = terms.pinned(get_builder("utils").op())
 import opkiln
 store = distributed.FileStore(sys.argv[1], 1)
 (choice,) = opkiln.ensure("utils", store=store, rank=0, world_size=1)

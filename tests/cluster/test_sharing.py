@@ -14,7 +14,7 @@ from sample import forks, known, pool, servers
 from opkiln.cluster import job, sharing, work
 from opkiln.cluster.messages import Made, Task
 from opkiln.cluster.stores import Memory
-from opkiln.decision import pins
+from opkiln.decision import terms
 from opkiln.errors import ClusterError, CompileError, OpkilnError
 from opkiln.loading import loader
 from opkiln.model import INLINE_ROOT, ONE_CALL, Op, OpSpec
@@ -178,17 +178,17 @@ def test_what_all_ranks_have_voted_for_since_is_not_replaced(
     op = op_of('extern "C" int value() { return 1; }\n')
     try:
         sharing.share(op)
-        shared = pins.pinned(op)
+        shared = terms.pinned(op)
         assert shared is not None
         assert shared.artifact is not None
-        voted = pins.pin(op, shared.artifact)
+        voted = terms.pin(op, shared.artifact)
         sharing.share(op)
-        assert pins.pinned(op) is voted
+        assert terms.pinned(op) is voted
         monkeypatch.setattr(job, "in_group", lambda: False)
         sharing.share(op)
-        assert pins.pinned(op) is voted
+        assert terms.pinned(op) is voted
     finally:
-        pins.release(op)
+        terms.release(op)
 
 
 def test_remote_tiers_are_asked_before_a_rank_says_what_it_has(

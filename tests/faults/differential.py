@@ -32,11 +32,11 @@ from fuzzed_compiler import compile_parts
 from fuzzed_tree import PREFIX, SYSTEM, Tree
 
 from opkiln import digest
-from opkiln.binary import linker
+from opkiln.binary import elf
+from opkiln.building import gather
 from opkiln.decision.terms import Request
 from opkiln.errors import OpkilnError, StoreWarning
 from opkiln.loading import loader
-from opkiln.observing import inputs
 from opkiln.store import key
 
 if TYPE_CHECKING:
@@ -208,13 +208,13 @@ def _drop(*kinds: str) -> Callable[[], None]:
     """Forget what was observed of these kinds."""
 
     def plant() -> None:
-        of = inputs.of
+        of = gather.of
 
-        def without(*given: Any) -> inputs.Inputs:
+        def without(*given: Any) -> gather.Inputs:
             found = of(*given)
             return found._replace(facts=tuple(each for each in found.facts if each[0] not in kinds))
 
-        inputs.of = without
+        gather.of = without
 
     return plant
 
@@ -233,16 +233,16 @@ def _forget_variables() -> None:
 
 
 def _drop_searches() -> None:
-    linker.search = lambda *_: ([], [])
+    elf.search = lambda *_: ([], [])
 
 
 # With the kind of compiler that shows it soon.
 PLANTS = {
-    "failed look-ups are dropped": (_drop(inputs.ABSENT), "looks"),
-    "files that were read are dropped": (_drop(inputs.FILE), ""),
-    "files that were looked up are dropped": (_drop(inputs.PROGRAM, inputs.DIRECTORY), "looks"),
-    "listings are dropped": (_drop(inputs.LISTING), "lists"),
-    "links are dropped": (_drop(inputs.LINK), "follows"),
+    "failed look-ups are dropped": (_drop(gather.ABSENT), "looks"),
+    "files that were read are dropped": (_drop(gather.FILE), ""),
+    "files that were looked up are dropped": (_drop(gather.PROGRAM, gather.DIRECTORY), "looks"),
+    "listings are dropped": (_drop(gather.LISTING), "lists"),
+    "links are dropped": (_drop(gather.LINK), "follows"),
     "where no shared library was is dropped": (_drop_searches, "library"),
     "variables are not in the key": (_forget_variables, "variables"),
 }

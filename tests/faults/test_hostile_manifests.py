@@ -12,7 +12,7 @@ from sample.levels import X86_V1
 
 from opkiln import machine
 from opkiln.bundles import bundle
-from opkiln.decision import fit, prebuilt
+from opkiln.decision import prebuilt
 from opkiln.decision.terms import Request, Trace
 from opkiln.model import ABI_NONE, Op, OpSpec
 from opkiln.store import key
@@ -71,7 +71,7 @@ def test_no_path_is_taken_for_a_librarys_name(
     soname: str, ran: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    told = fit.lacking({"sonames": [soname.format(tmp_path)], "symbols": []}, ABI_NONE)
+    told = prebuilt.lacking({"sonames": [soname.format(tmp_path)], "symbols": []}, ABI_NONE)
     assert told.endswith("which is a path, not a library's name")
     assert not ran.exists()
 

@@ -39,7 +39,7 @@ import hashlib, json, os, random, sys
 from opkiln.digest import sha256_file
 from opkiln.store import entry, inventory, publish
 from opkiln.facts import Hasher
-from opkiln.store.deps import deps_key
+from opkiln.store.key import deps_key
 root, stage, number, count = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
 chance = random.Random(number)
 published = read = bad = 0

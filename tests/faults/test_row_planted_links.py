@@ -38,7 +38,8 @@ import opkiln
 from opkiln.engine import budget
 from opkiln.errors import CompileError, OpkilnError
 from opkiln.building import failure
-from opkiln.store import location, lock, publish
+from opkiln.store import lock, publish
+from opkiln.store import layers
 from opkiln.store.layers import Store
 from opkiln.toolchain import probing
 place, count = sys.argv[1], int(sys.argv[2])
@@ -53,7 +54,7 @@ for number in range(count):
         store = Store()
         root = store.root
         probing.remember(store.memory, "compiler", {"number": number}, [sys.executable])
-        location.claim(root)
+        layers.claim(root)
         with lock.turn(
             root, "precious", lambda: None, lambda state: None, what="op", limit=60
         ) as got:

@@ -25,22 +25,17 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 # A module, and the tests that are for it.
 MODULES = {
     "facts": ("test_facts.py", "test_linker.py", "test_receipt.py"),
-    "store/deps": ("test_facts.py",),
-    "store/key": ("test_key.py", "test_plan.py"),
+    "store/key": ("test_key.py", "test_plan.py", "test_facts.py"),
     "decision/receipt": ("test_receipt.py",),
     "decision/decide": ("test_decide.py",),
-    "decision/fit": ("test_fit.py", "test_abi_tags.py"),
     "engine/budget": ("test_budget_limits.py",),
     "observing/log": ("test_observer_log.py",),
-    "observing/inputs": ("test_observer_log.py",),
     "building/asking": ("test_asking.py", "test_search.py"),
-    "building/gather": ("test_gather.py", "test_linker.py"),
-    "decision/policy": ("test_decide.py", "test_search.py"),
-    "decision/terms": ("test_trace.py", "test_decide.py"),
-    "decision/target": ("test_target.py", "test_decide.py"),
-    "decision/prebuilt": ("test_layers_by_fit.py",),
+    "building/gather": ("test_gather.py", "test_linker.py", "test_observer_log.py"),
+    "decision/terms": ("test_trace.py", "test_decide.py", "test_search.py"),
+    "decision/prebuilt": ("test_layers_by_fit.py", "test_fit.py", "test_abi_tags.py"),
     "decision/search": ("test_search.py", "test_decide.py"),
-    "decision/archs": ("test_archs.py", "test_decide.py", "test_fit.py"),
+    "decision/archs": ("test_archs.py", "test_target.py", "test_decide.py", "test_fit.py"),
 }
 
 CONFIG = """

@@ -45,7 +45,7 @@ def form_of(function: Any, form: str) -> Iterator[Any]:
     if form == "reference":
         yield function.reference
     elif form == "native":
-        one = {"dtype": "float32"} if function.builder.PARAMETERS.dtypes else {}
+        one = {"dtype": "float32"} if function.builder.PARAMETERS.by_dtype else {}
         if not function.load("cpu", **one):
             pytest.skip("there is no native version for the CPU")
         yield function

@@ -7,6 +7,7 @@ the emulator runs.
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,13 +28,18 @@ from fp_quantizer_oracle import (
 )
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from instruction_sets import LEVELS, skip_unless_runnable
+from sample import child, wanted
 from stand_in import emulated, poisoned
 from torch import Tensor
 
 import opkiln
+from opkiln import get_builder
+from opkiln.binary import fatbin
 from opkiln.errors import ToolchainError
 from opkiln.ops.fp_quantizer import formats, reference
 from opkiln.ops.fp_quantizer.op import FPQuantizerBuilder
+from opkiln.toolchain import hipcc
 
 SIZES = (0, 1, 7, 16, 17, 4095)
 # Sizes of groups, and of what is quantized: with teams of threads and without, whole tiles and
@@ -345,3 +351,47 @@ def test_any_numbers_in_any_groups_are_the_nearest(data: st.DataObject) -> None:
 
 def test_the_formats_are_those_of_the_oracle() -> None:
     assert {name: each[1:] for name, each in formats.FORMATS.items()} == FORMS
+
+
+# Builds for other machines.
+
+_CHECKS = """
+import sys
+sys.path[:0] = sys.argv[1:]
+import fp_quantizer_oracle as oracle
+import test_fp_quantizer as checks
+
+ops = checks.native()
+for form in oracle.FORMS.values():
+    for dtype in oracle.DTYPES:
+        checks.test_codes_are_those_of_the_nearest_numbers(ops, form, dtype, whole_grid=True)
+        checks.test_stochastic_codes_are_the_references_bit_for_bit(ops, form, dtype)
+        checks.test_every_code_comes_back_as_its_number_times_the_scale(ops, form, dtype)
+"""
+
+
+@pytest.mark.full
+def test_it_builds_for_an_amd_gpu() -> None:
+    if not hipcc.available():
+        pytest.skip("no hipcc is installed: apt-get install hipcc")
+    op = get_builder("fp_quantizer", backend="rocm", archs="gfx90a").op()
+    assert fatbin.hip_images(wanted.artifact(op).path) == ("gfx90a",)
+
+
+@pytest.mark.full
+def test_it_builds_for_nvidia_gpus_with_and_without_instructions_for_fp8() -> None:
+    op = get_builder("fp_quantizer", backend="cuda", archs="8.0;9.0a").op()
+    try:
+        built = wanted.artifact(op)
+    except ToolchainError as error:
+        pytest.skip(f"no nvcc here: {error.what}")
+    assert Path(built.path).stat().st_size > 0
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_build_for_another_level_agrees(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    skip_unless_runnable(level)
+    monkeypatch.setenv("OPKILN_CPU", level)
+    here = Path(__file__).parent
+    child.run(_CHECKS, str(here), str(here.parent), bare=False)

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 from opkiln import facts
 from opkiln.digest import Signature
-from opkiln.toolchain import family
+from opkiln.toolchain import find
 
 if TYPE_CHECKING:
     from opkiln.build_model import DeviceCompiler, Toolchain
     from opkiln.facts import Evidence
-    from opkiln.toolchain.family import Family
+    from opkiln.toolchain.find import Family
 
 
 def recalled(
@@ -20,7 +20,7 @@ def recalled(
 ) -> tuple[DeviceCompiler | None, Evidence]:
     """The remembered choice of a device compiler, and what it rests on."""
     with facts.collecting() as read:
-        return family.recall(kind, memory, wanted, host), read
+        return find.recall(kind, memory, wanted, host), read
 
 
 def broken(read: Evidence) -> set[str]:

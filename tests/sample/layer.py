@@ -5,14 +5,14 @@ from __future__ import annotations
 import hashlib
 from typing import TYPE_CHECKING, Any
 
-from opkiln.store import deps, entry
+from opkiln.store import entry, key
 from sample.levels import X86_V1
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-DEPS: dict[str, Any] = deps.to_manifest([])
-NAME = deps.deps_key(DEPS)
+DEPS: dict[str, Any] = key.to_manifest([])
+NAME = key.deps_key(DEPS)
 
 
 def add(

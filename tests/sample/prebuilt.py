@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from opkiln.digest import key
 from opkiln.store import entry
-from opkiln.store.deps import deps_key
+from opkiln.store.key import deps_key
 from sample.binaries import DYNAMIC, DYNSYM, STRTAB, VERNEED, VERSYM, library
 from sample.levels import X86_64, X86_V3
 

@@ -15,7 +15,7 @@ import pytest
 from sample import child
 
 from opkiln.binary import elf
-from opkiln.toolchain import family, host, libsycl, sycl
+from opkiln.toolchain import find, host, libsycl, sycl
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -69,7 +69,7 @@ def run(code: str, **variables: str | None) -> str:
 
 def test_the_runtime_is_what_would_be_chosen(tmp_path: Path) -> None:
     memory = (str(tmp_path),)
-    found = family.choose(sycl, memory, None, host.choose(memory))
+    found = find.choose(sycl, memory, None, host.choose(memory))
     assert (found.family, found.path, found.home) == ("sycl-rt", LIBRARY, sys.prefix)
     assert libsycl.locate(sycl.soname(found)) == LIBRARY
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from opkiln.decision.fit import _comparable
+from opkiln.decision.prebuilt import _comparable
 
 FULL = "torch-2.13.0+cpu-0123456789abcdef-cxx11-cpython-311-3.11.7"
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from opkiln.engine import budget, cgroup, events, slots
+from opkiln.engine import budget, events, slots
 from opkiln.errors import BuildCancelled, BuildTimeout
 from opkiln.settings import override
 
@@ -357,8 +357,8 @@ def test_out_of_memory_kills_are_counted_for_the_group_and_the_machine(
         "proc/vmstat": "pgfault 7\noom_kill 5\nnr_free 1",
         file: "low 0\noom 4\noom_kill 3\noom_group_kill 0",
     }
-    assert cgroup.out_of_memory_kills(tree(tmp_path, files)) == (3, 5)
-    assert cgroup.out_of_memory_kills(str(tmp_path / "nothing")) == (0, 0)
+    assert budget.out_of_memory_kills(tree(tmp_path, files)) == (3, 5)
+    assert budget.out_of_memory_kills(str(tmp_path / "nothing")) == (0, 0)
 
 
 def test_version_2_limits_count_wherever_they_are_set(tmp_path: Path) -> None:
@@ -373,8 +373,8 @@ def test_version_2_limits_count_wherever_they_are_set(tmp_path: Path) -> None:
             "sys/fs/cgroup/jobs/one/step/memory.max": "max",
         },
     )
-    assert cgroup.cpu_quota(root) == 2.5
-    assert cgroup.memory_limit(root) == 8 * GIB
+    assert budget.cpu_quota(root) == 2.5
+    assert budget.memory_limit(root) == 8 * GIB
     with override(memory=None):
         limits = budget.measure(root, range(8))
     assert limits.slots == (0, 1, 2)
@@ -396,8 +396,8 @@ def test_version_1_limits_are_found_in_a_container_that_sees_the_hosts_path(
             "sys/fs/cgroup/memory/memory.limit_in_bytes": str(2 * GIB),
         },
     )
-    assert cgroup.cpu_quota(root) == 0.5
-    assert cgroup.memory_limit(root) == 2 * GIB
+    assert budget.cpu_quota(root) == 0.5
+    assert budget.memory_limit(root) == 2 * GIB
     assert budget.measure(root, {4, 7}).slots == (4,)
 
 
@@ -411,8 +411,8 @@ def test_no_limits_means_the_machine(tmp_path: Path) -> None:
             "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712",
         },
     )
-    assert cgroup.cpu_quota(root) is None
-    assert cgroup.memory_limit(root) is None
+    assert budget.cpu_quota(root) is None
+    assert budget.memory_limit(root) is None
     with override(memory=None):
         limits = budget.measure(root, {1, 3})
     assert limits.slots == (1, 3)

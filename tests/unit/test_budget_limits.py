@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from opkiln.engine import budget, cgroup, events, slots
+from opkiln.engine import budget, events, slots
 from opkiln.errors import BuildCancelled, BuildTimeout
 from opkiln.settings import override
 
@@ -36,7 +36,7 @@ def measured(
     for name, value in (
         ("cpu_quota", quota), ("cpus", cpus), ("memory_limit", limit), ("total_memory", total),
     ):  # fmt: skip
-        monkeypatch.setattr(cgroup, name, lambda root, value=value: value)
+        monkeypatch.setattr(budget, name, lambda root, value=value: value)
     with override(memory=memory):
         return budget.measure("/", {7, 6, 5, 4})
 
@@ -90,7 +90,7 @@ def test_own_cpus_are_those_that_the_kernel_says(monkeypatch: pytest.MonkeyPatch
         return {3, 1}
 
     monkeypatch.setattr(os, "sched_getaffinity", affinity)
-    monkeypatch.setattr(cgroup, "cpu_quota", lambda root: None)
+    monkeypatch.setattr(budget, "cpu_quota", lambda root: None)
     assert budget.measure().slots == (1, 3)
     assert asked == [0]
 

@@ -18,9 +18,9 @@ from opkiln.bundles import bundle
 from opkiln.errors import StoreError
 from opkiln.facts import Hasher
 from opkiln.settings import override
-from opkiln.store import archive, location, sealed, zip_format
-from opkiln.store.deps import deps_key
+from opkiln.store import archive, layers, sealed, zip_format
 from opkiln.store.entry import Leaf, Refused
+from opkiln.store.key import deps_key
 
 
 @pytest.fixture(autouse=True)
@@ -274,7 +274,7 @@ def test_a_childs_own_path_leads_to_the_library(file: Path) -> None:
     code = (
         "import os, sys\n"
         "from opkiln.store import archive\n"
-        "from opkiln.store.deps import Hasher\n"
+        "from opkiln.store.key import Hasher\n"
         "find = lambda: archive.examine(sys.argv[1], {}, Hasher()).payload\n"
         "mine = find()\n"
         "if os.fork() == 0:\n"
@@ -351,7 +351,7 @@ def test_a_file_that_is_no_bundle_is_no_layer(tmp_path: Path) -> None:
 
 def test_a_listed_file_is_a_layer_and_a_listed_directory_is_one(file: Path, shipped: Path) -> None:
     with override(store_layers=(str(file), str(shipped))):
-        listed = [layer for layer in location.choose().layers if layer.listed]
+        listed = [layer for layer in layers.choose().layers if layer.listed]
     assert [(layer.root, layer.bundle) for layer in listed] == [
         (str(file), True),
         (str(shipped / "v1"), False),

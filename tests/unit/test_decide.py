@@ -11,7 +11,7 @@ import pytest
 from sample.decisions import World
 from sample.levels import OTHER_LEVELS
 
-from opkiln.decision import decide, pins, policy, receipt
+from opkiln.decision import decide, receipt, terms
 from opkiln.decision.terms import (
     BUILD,
     CACHED,
@@ -72,13 +72,13 @@ def steps(outcome: Outcome) -> list[tuple[str, str]]:
 
 
 @pytest.fixture
-def pin(world: World) -> Iterator[Callable[..., pins.Pin]]:
-    yield lambda *given, **named: pins.pin(world.op(), *given, **named)
-    pins.release(world.op())
+def pin(world: World) -> Iterator[Callable[..., terms.Pin]]:
+    yield lambda *given, **named: terms.pin(world.op(), *given, **named)
+    terms.release(world.op())
 
 
 def test_reference_that_ranks_agreed_on_serves_loads_that_take_part(
-    world: World, pin: Callable[..., pins.Pin]
+    world: World, pin: Callable[..., terms.Pin]
 ) -> None:
     built = world.store(b"built")
     pin(None, "rank 3 cannot use it")
@@ -99,7 +99,7 @@ def test_reference_that_ranks_agreed_on_serves_loads_that_take_part(
 
 
 def test_library_that_ranks_agreed_on_serves_as_it_was_or_nothing_does(
-    world: World, pin: Callable[..., pins.Pin]
+    world: World, pin: Callable[..., terms.Pin]
 ) -> None:
     world.store(b"better")
     library = world.base / "agreed.so"
@@ -129,7 +129,7 @@ def test_library_that_ranks_agreed_on_serves_as_it_was_or_nothing_does(
 
 
 def test_op_that_was_declared_anew_is_not_the_one_that_ranks_agreed_on(
-    world: World, pin: Callable[..., pins.Pin]
+    world: World, pin: Callable[..., terms.Pin]
 ) -> None:
     pin(None, find_change=lambda op: "gradient")
     first = decide.decide(world.request(reference=True))
@@ -383,45 +383,43 @@ def test_policy_follows_the_mode(world: World, mode: str, monkeypatch: pytest.Mo
     monkeypatch.setenv("OPKILN_MODE", mode)
     plain, known = world.request(), world.request(reference=True)
     nothing = f"OPKILN_MODE={mode}: nothing is compiled here"
-    assert policy.sealed() == (mode == "sealed")
-    assert policy.uses_installed() == (mode != "source")
-    assert policy.never_compiles() == (nothing if mode in ("cached", "sealed") else "")
-    assert policy.why_not_compile(plain) == policy.never_compiles()
+    assert terms.sealed() == (mode == "sealed")
+    assert terms.uses_installed() == (mode != "source")
+    assert terms.never_compiles() == (nothing if mode in ("cached", "sealed") else "")
+    assert terms.why_not_compile(plain) == terms.never_compiles()
     needed = "OPKILN_MODE=needed: an op that has a reference is not compiled here"
-    assert policy.why_not_compile(known) == (
-        needed if mode == "needed" else policy.never_compiles()
-    )
+    assert terms.why_not_compile(known) == (needed if mode == "needed" else terms.never_compiles())
     told = {"native": "OPKILN_MODE=native: a native version is required",
             "sealed": "opkiln is sealed"}  # fmt: skip
-    assert policy.why_no_reference(known) == told.get(mode, "")
-    assert policy.why_no_reference(plain) == "the op has no reference"
+    assert terms.why_no_reference(known) == told.get(mode, "")
+    assert terms.why_no_reference(plain) == "the op has no reference"
     assert (
-        policy.why_no_reference(world.request(reference=True, native=True))
+        terms.why_no_reference(world.request(reference=True, native=True))
         == "a native version was asked for"
     )
-    assert policy.prefers_reference(known) == (mode == "reference")
-    assert not policy.prefers_reference(plain)
+    assert terms.prefers_reference(known) == (mode == "reference")
+    assert not terms.prefers_reference(plain)
 
 
 @pytest.mark.parametrize("seal", ["error", "warn", "off"])
 def test_policy_follows_the_seal(world: World, seal: str) -> None:
-    policy.seal(seal)
+    terms.seal(seal)
     known = world.request(reference=True)
     is_error = seal == "error"
     told = "opkiln is sealed: nothing may be compiled any more"
-    assert policy.sealed() is is_error
-    assert policy.never_compiles() == (told if is_error else "")
-    assert policy.why_no_reference(known) == ("opkiln is sealed" if is_error else "")
+    assert terms.sealed() is is_error
+    assert terms.never_compiles() == (told if is_error else "")
+    assert terms.why_no_reference(known) == ("opkiln is sealed" if is_error else "")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         if is_error:
             with pytest.raises(SealedError) as raised:
-                policy.about_to_compile(world.spec)
+                terms.about_to_compile(world.spec)
             assert raised.value.what == "op op would have to be compiled"
             assert raised.value.why == told
             assert raised.value.hint == "opkiln build op"
         else:
-            policy.about_to_compile(world.spec)
+            terms.about_to_compile(world.spec)
     assert [(each.category, str(each.message)) for each in caught] == (
         [(FallbackWarning, "op op is compiled after opkiln was sealed\nhint: opkiln build op")]
         if seal == "warn"
@@ -431,13 +429,13 @@ def test_policy_follows_the_seal(world: World, seal: str) -> None:
 
 def test_seal_is_an_error_unless_said_otherwise_and_takes_no_other_word() -> None:
     try:
-        policy.seal()
-        assert policy.sealed()
+        terms.seal()
+        assert terms.sealed()
         with pytest.raises(UsageError, match=r"seal\('on'\): expected 'warn', 'error' or 'off'"):
-            policy.seal("on")
-        assert policy.sealed()
+            terms.seal("on")
+        assert terms.sealed()
     finally:
-        policy.seal("off")
+        terms.seal("off")
 
 
 @pytest.mark.parametrize(
@@ -458,7 +456,7 @@ def test_refusal_to_compile_says_how_to_have_it_compiled(
     world: World, mode: str, distribution: str, hint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OPKILN_MODE", mode)
-    error = policy.refusal(world.spec._replace(distribution=distribution), "because")
+    error = terms.refusal(world.spec._replace(distribution=distribution), "because")
     assert type(error) is (SealedError if mode == "sealed" else CompilingOff)
     assert (error.what, error.why) == ("op op would have to be compiled", "because")
     assert error.hint == hint

@@ -9,7 +9,7 @@ import pytest
 
 from opkiln import facts
 from opkiln.digest import sha256_file
-from opkiln.store import deps, entry
+from opkiln.store import entry, key
 from opkiln.store.entry import Leaf, Refused
 from opkiln.trust import fault
 
@@ -24,8 +24,8 @@ def leaf(tmp_path: Path) -> Path:
     """A leaf without dependencies."""
     import hashlib
 
-    recorded = deps.to_manifest([])
-    directory = tmp_path / deps.deps_key(recorded)
+    recorded = key.to_manifest([])
+    directory = tmp_path / key.deps_key(recorded)
     directory.mkdir(mode=0o700)
     manifest = {
         "schema": entry.SCHEMA,
@@ -131,15 +131,15 @@ def test_a_leaf_is_refused_for_each_fact_that_does_not_hold(leaf: Path, tmp_path
     source = tmp_path / "src" / "a.cpp"
     source.write_text("int a;")
     known = [
-        deps.Fact("file", "src", "a.cpp", sha256_file(str(source)), facts.UNSIGNED),
-        deps.Fact("absent", "src", "", "new.h", facts.UNSIGNED),
+        key.Fact("file", "src", "a.cpp", sha256_file(str(source)), facts.UNSIGNED),
+        key.Fact("absent", "src", "", "new.h", facts.UNSIGNED),
     ]
     manifest = entry.read_manifest(str(leaf))
-    manifest["deps"] = deps.to_manifest(known)
+    manifest["deps"] = key.to_manifest(known)
     (leaf / "manifest.json").write_bytes(entry.write_manifest(manifest))
-    sidecar = {"schema": entry.SCHEMA, "facts": deps.rows(known)}
+    sidecar = {"schema": entry.SCHEMA, "facts": key.rows(known)}
     (leaf / "inputs.json").write_bytes(entry.write_manifest(sidecar))
-    named = leaf.with_name(deps.deps_key(manifest["deps"]))
+    named = leaf.with_name(key.deps_key(manifest["deps"]))
     leaf.rename(named)
     places = {"src": str(tmp_path / "src")}
 

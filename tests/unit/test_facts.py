@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from sample import at_rest
 from sample.signed_files import sha256
 
-from opkiln import digest, facts, images
+from opkiln import digest, facts
 from opkiln.digest import Signature, UnusableFile, signed
 from opkiln.facts import ABSENT, CHOICE, DIRECTORY, FILE, LINK, LISTING, PROGRAM, Hasher
 from opkiln.model import OUTSIDE
-from opkiln.store import deps
-from opkiln.store.deps import Fact
+from opkiln.store import key
+from opkiln.store.key import Fact
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -74,7 +74,7 @@ class Place:
 
     def broken(self, known: list[Fact]) -> set[str]:
         """The kinds of the facts that do not hold."""
-        return {fact.kind for fact in known if deps.broken([fact], self.places, Hasher())}
+        return {fact.kind for fact in known if key.broken([fact], self.places, Hasher())}
 
 
 def edit(path: Path) -> None:
@@ -196,7 +196,7 @@ def time(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     elif request.param == "just saved":
         monkeypatch.setattr(digest, "_SETTLED_NS", 60_000_000_000)
     else:
-        monkeypatch.setattr(images, "change", lambda path, found: None)
+        monkeypatch.setattr(digest, "change_mark", lambda path, found: None)
     return str(request.param)
 
 
@@ -254,7 +254,7 @@ def test_what_is_missing_behind_a_link_or_in_a_new_directory_is_asked_for_each_t
     known = [each for each in at.gather() if each.kind == ABSENT]
     CHANGES[name][0](at)
     with facts.collecting() as read:
-        assert deps.broken(known, at.places, Hasher()) == []
+        assert key.broken(known, at.places, Hasher()) == []
     assert {signature for *_, signature in read.entry} == {facts.UNSIGNED}
 
 
@@ -277,7 +277,7 @@ def test_changes_are_told_in_words(at: Place) -> None:
     at.program.unlink()
     at.write("directory/new.h")
     at.write("directory/sub/new.h")
-    assert deps.broken(known, at.places, Hasher()) == [
+    assert key.broken(known, at.places, Hasher()) == [
         "link.h changed", "libexec/cc1 is gone", "directory changed", "link.h changed",
         f"{at.directory}/new.h is new", f"{at.directory}/sub/new.h is new",
     ]  # fmt: skip
@@ -290,16 +290,16 @@ def test_link_may_have_any_text_and_be_the_package_itself(tmp_path: Path) -> Non
         link.symlink_to(text)
         fact = Fact(LINK, "src", "", os.readlink(link), facts.UNSIGNED)
         places = {"src": str(link)}
-        assert deps.broken([fact], places, Hasher()) == []
+        assert key.broken([fact], places, Hasher()) == []
         link.unlink()
-        assert len(deps.broken([fact], places, Hasher())) == 1
+        assert len(key.broken([fact], places, Hasher())) == 1
 
 
 def test_pipe_in_place_of_a_file_is_an_error_and_not_waited_for(at: Place) -> None:
     known = [at.fact(FILE)]
     replace(at.real, os.mkfifo)
     with pytest.raises(UnusableFile):
-        deps.broken(known, at.places, Hasher())
+        key.broken(known, at.places, Hasher())
 
 
 def test_file_whose_signature_holds_is_not_read(at: Place, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -311,7 +311,7 @@ def test_file_whose_signature_holds_is_not_read(at: Place, monkeypatch: pytest.M
     known = [at.fact(FILE), at.fact(PROGRAM), at.fact(LISTING), at.fact(ABSENT)]
     monkeypatch.setattr(os, "listdir", refuse)
     monkeypatch.setattr(os.path, "exists", refuse)
-    assert deps.broken(known, at.places, Hasher(refuse)) == []
+    assert key.broken(known, at.places, Hasher(refuse)) == []
 
 
 def test_file_is_read_once_for_all_entries_of_a_look_up(at: Place) -> None:
@@ -328,8 +328,8 @@ def test_package_that_was_moved_is_the_same(at: Place) -> None:
     at.base.rename(at.base.with_name("elsewhere"))
     os.environ["PATH"] = os.environ["PATH"].replace(str(at.base), f"{at.base.parent}/elsewhere")
     moved = {"src": f"{at.base.parent}/elsewhere"}
-    assert deps.broken(known[:-1], moved, Hasher()) == []
-    assert len(deps.broken(known[-1:], moved, Hasher())) == 1, "of a program, the path counts"
+    assert key.broken(known[:-1], moved, Hasher()) == []
+    assert len(key.broken(known[-1:], moved, Hasher())) == 1, "of a program, the path counts"
 
 
 # What is noted for a receipt
@@ -340,7 +340,7 @@ def test_what_holds_is_noted_with_the_signature_that_it_has_now(at: Place) -> No
     os.utime(at.real, (1, 1))
     at.program.unlink()
     with facts.collecting() as read:
-        deps.broken(known, at.places, Hasher())
+        key.broken(known, at.places, Hasher())
     noted = {kind: (path, value, signature) for kind, path, value, signature in read.entry}
     assert set(noted) == {*KINDS} - {PROGRAM}
     assert noted[FILE][:2] == (str(at.link), sha256(at.real))
@@ -350,13 +350,13 @@ def test_what_holds_is_noted_with_the_signature_that_it_has_now(at: Place) -> No
 
 
 def test_each_entry_is_noted_apart(at: Place) -> None:
-    rows = deps.rows(at.gather())
-    manifest = deps.to_manifest(at.gather())
+    rows = key.rows(at.gather())
+    manifest = key.to_manifest(at.gather())
     with facts.collecting() as read:
-        deps.changes(manifest, rows, at.places, Hasher())
-        deps.changes(manifest, rows[:1], at.places, Hasher())
+        key.changes(manifest, rows, at.places, Hasher())
+        key.changes(manifest, rows[:1], at.places, Hasher())
         assert [kind for kind, *_ in read.entry] == [FILE]
-        deps.changes({**manifest, "own": [["src", "real.h", sha256(at.real)]]}, None, at.places,
+        key.changes({**manifest, "own": [["src", "real.h", sha256(at.real)]]}, None, at.places,
                       Hasher())  # fmt: skip
         assert [each[:3] for each in read.entry] == [(FILE, str(at.real), sha256(at.real))]
 
@@ -365,15 +365,15 @@ def test_each_entry_is_noted_apart(at: Place) -> None:
 
 
 def test_without_facts_the_authors_files_count_alone(at: Place) -> None:
-    manifest = deps.to_manifest(at.gather())
+    manifest = key.to_manifest(at.gather())
     assert {path for _, path, _ in manifest["own"]} == {"link.h", "libexec/cc1"}
     shutil.rmtree(at.directory)
     os.environ["PATH"] = ""
     at.program.chmod(0o644)
-    assert deps.changes(manifest, None, at.places, Hasher()) == []
+    assert key.changes(manifest, None, at.places, Hasher()) == []
     at.real.write_text("// edited")
     at.program.unlink()
-    assert deps.changes(manifest, None, at.places, Hasher()) == [
+    assert key.changes(manifest, None, at.places, Hasher()) == [
         "link.h changed", "libexec/cc1 is gone",
     ]  # fmt: skip
 
@@ -382,7 +382,7 @@ def test_without_facts_the_authors_files_count_alone(at: Place) -> None:
 def test_header_outside_of_a_package_counts_only_where_it_is_there(at: Place, name: str) -> None:
     def changes(anchor: str, *names: str) -> list[str]:
         own = [[anchor, str(at.base / name), "0" * 64] for name in names]
-        return deps.changes({"own": own}, None, {"src": "", OUTSIDE: ""}, Hasher())
+        return key.changes({"own": own}, None, {"src": "", OUTSIDE: ""}, Hasher())
 
     assert changes(OUTSIDE, "real.h") == [f"{at.real} changed"]
     assert changes(OUTSIDE, name) == []
@@ -405,12 +405,12 @@ FACTS = st.builds(
 
 
 def name_of(known: list[Fact]) -> str:
-    return deps.deps_key(json.loads(json.dumps(deps.to_manifest(known))))
+    return key.deps_key(json.loads(json.dumps(key.to_manifest(known))))
 
 
 @given(st.lists(FACTS, max_size=5, unique_by=lambda fact: fact[1:3]))
 def test_facts_read_back_as_they_were_written(known: list[Fact]) -> None:
-    again = deps.read(json.loads(json.dumps(deps.rows(known))))
+    again = key.read(json.loads(json.dumps(key.rows(known))))
     assert list(again) == known
     assert name_of(list(again)) == name_of(known)
 
@@ -434,7 +434,7 @@ def test_program_of_the_author_counts_by_its_mode_too(at: Place) -> None:
     known = [at.fact(PROGRAM)]
     at.program.chmod(0o644)
     other = [at.fact(PROGRAM)]
-    assert deps.to_manifest(known)["own"] == deps.to_manifest(other)["own"]
+    assert key.to_manifest(known)["own"] == key.to_manifest(other)["own"]
     assert name_of(known) != name_of(other)
 
 

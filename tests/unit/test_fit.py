@@ -14,7 +14,7 @@ from sample.prebuilt import linked
 from opkiln import machine
 from opkiln.arch import cpu
 from opkiln.build_model import TorchSDK
-from opkiln.decision import archs, fit
+from opkiln.decision import archs, prebuilt
 from opkiln.model import (
     ABI_NONE,
     ABI_STABLE,
@@ -41,15 +41,19 @@ def world(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> World
     return World(tmp_path, cache, monkeypatch)
 
 
-def judged(world: World, *, listed: bool = True, op: Op | None = None, **changes: Any) -> fit.Fit:
+def judged(
+    world: World, *, listed: bool = True, op: Op | None = None, **changes: Any
+) -> prebuilt.Fit:
     request = world.request()
     if op is not None:
         request.op = op
-    return fit.judge(request, world.manifest(**changes), fit.measure(request, listed=listed))
+    return prebuilt.judge(
+        request, world.manifest(**changes), prebuilt.measure(request, listed=listed)
+    )
 
 
 def test_library_for_this_machine_fits(world: World) -> None:
-    assert judged(world) == fit.Fit("", (0, 0))
+    assert judged(world) == prebuilt.Fit("", (0, 0))
 
 
 @pytest.mark.parametrize(
@@ -68,7 +72,7 @@ def test_library_for_this_machine_fits(world: World) -> None:
 def test_library_that_does_not_fit_is_told_why(
     world: World, changes: dict[str, Any], told: str
 ) -> None:
-    assert judged(world, **changes) == fit.Fit(told)
+    assert judged(world, **changes) == prebuilt.Fit(told)
 
 
 def test_library_for_debugging_is_wanted_where_debugging_is(world: World) -> None:
@@ -109,13 +113,13 @@ def test_measure_has_the_declaration_the_flags_and_the_cpu(
 ) -> None:
     monkeypatch.setattr(machine, "cpu_flags", lambda: "one two")
     monkeypatch.setenv("LDFLAGS", "-lx")
-    found = fit.measure(world.request(), listed=True)
+    found = prebuilt.measure(world.request(), listed=True)
     assert found.cpu == {"one", "two"}
     assert ("ldflags", ("-lx",), "LDFLAGS") in found.flags
     assert ("cxxflags", (), "CXXFLAGS") in found.flags
     assert "cudaflags" not in [name for name, _, _ in found.flags]
     world.spec = world.spec._replace(backend=CUDA)
-    wider = fit.measure(world.request(), listed=True)
+    wider = prebuilt.measure(world.request(), listed=True)
     assert "cudaflags" in [name for name, _, _ in wider.flags]
     assert wider.spec_key != found.spec_key
 
@@ -182,7 +186,7 @@ def test_features_are_compared_by_the_kernels_names_and_told_by_the_compilers(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(machine, "cpu_flags", lambda: "pni asimddp")
-    assert judged(world, needs={"cpu": ["pni", "asimddp"]}) == fit.Fit("", (0, -2))
+    assert judged(world, needs={"cpu": ["pni", "asimddp"]}) == prebuilt.Fit("", (0, -2))
     monkeypatch.setattr(machine, "cpu_flags", lambda: "")
     assert cpu.features_of("pni") == {"sse3"}
     assert judged(world, needs={"cpu": ["pni"]}).misfit == "it needs sse3, which this CPU lacks"
@@ -200,7 +204,7 @@ def test_library_that_uses_more_of_the_cpu_goes_first(
 
 
 def gpu(world: World, *built: str, images: tuple[str, ...] = (), nvcc: str = "13.0",
-        asked: str = "", rule: Any = None) -> fit.Fit:  # fmt: skip
+        asked: str = "", rule: Any = None) -> prebuilt.Fit:  # fmt: skip
     op = Op(world.spec, None, rule, asked)
     return judged(world, op=op, target={"archs": list(built)}, needs={"images": list(images)},
                   toolchain={"nvcc": nvcc})  # fmt: skip
@@ -214,8 +218,8 @@ def hopper(world: World) -> World:
 
 
 def test_gpu_library_fits_by_its_images_the_nearest_first(hopper: World) -> None:
-    assert gpu(hopper, "9.0", images=("sm_90",)) == fit.Fit("", (0, 1, 0))
-    assert gpu(hopper, "8.0", "9.0", images=("sm_80", "sm_90")) == fit.Fit("", (0, 2, 0))
+    assert gpu(hopper, "9.0", images=("sm_90",)) == prebuilt.Fit("", (0, 1, 0))
+    assert gpu(hopper, "8.0", "9.0", images=("sm_80", "sm_90")) == prebuilt.Fit("", (0, 2, 0))
     assert gpu(hopper, "8.0+PTX", images=("sm_80", "compute_80")).rank[0] == 3
     told = "its code is for 8.0, which does not run on 9.0"
     assert gpu(hopper, "8.0", images=("sm_80",)).misfit == told
@@ -273,7 +277,7 @@ def test_rocm_library_needs_no_nvidia_driver(world: World, monkeypatch: pytest.M
     world.spec = world.spec._replace(backend=ROCM)
     monkeypatch.setattr(archs, "_visible", lambda backend: ["gfx90a"])
     monkeypatch.setenv("PYTORCH_ROCM_ARCH", "gfx90a")
-    assert gpu(world, "gfx90a", nvcc="99.0") == fit.Fit("", (0, 1, 0))
+    assert gpu(world, "gfx90a", nvcc="99.0") == prebuilt.Fit("", (0, 1, 0))
     assert gpu(world, "gfx942").misfit == "its code is for gfx942, which does not run on gfx90a"
 
 
@@ -282,7 +286,7 @@ def test_rocm_library_needs_no_nvidia_driver(world: World, monkeypatch: pytest.M
 
 def lacks(*sonames: str, symbols: tuple[tuple[str, str, str], ...] = (),
           abi: str = ABI_NONE) -> str:  # fmt: skip
-    return fit.lacking({"sonames": list(sonames), "symbols": [list(s) for s in symbols]}, abi)
+    return prebuilt.lacking({"sonames": list(sonames), "symbols": [list(s) for s in symbols]}, abi)
 
 
 def test_library_needs_what_the_system_has() -> None:

@@ -14,7 +14,7 @@ from opkiln import __version__, digest, settings
 from opkiln.build_model import Target
 from opkiln.model import OpSpec
 from opkiln.remote import lockfile, names, tier
-from opkiln.store import archive, key, shape, signatures, tuned, zip_format
+from opkiln.store import archive, entry, key, signatures, tuned, zip_format
 
 TITLES = ("Manifest", "Target", "Needs", "Dependencies", "Sidecar", "Index", "Signatures")
 
@@ -31,12 +31,12 @@ def paths(parts: dict[str, Any], above: str = "") -> set[str]:
 
 def test_every_field_that_is_checked_is_on_the_page_and_the_other_way_round() -> None:
     named = {name for title in TITLES for name in fields(title)}
-    assert named - {"schema", "version"} == paths(shape._MANIFEST)
+    assert named - {"schema", "version"} == paths(entry._MANIFEST)
 
 
 def in_words(part: Any) -> str:
     """The type of a field as the page writes it."""
-    if isinstance(part, shape.Row):
+    if isinstance(part, entry.Row):
         columns = [*map(in_words, part.parts), *(["integers…"] if part.rest is int else [])]
         return f"[{', '.join(columns)}]"
     if isinstance(part, list):
@@ -44,7 +44,7 @@ def in_words(part: Any) -> str:
         return (
             f"list of lists of {inner[8:]}" if inner.startswith("list of ") else f"list of {inner}"
         )
-    if isinstance(part, (dict, shape.Named)):
+    if isinstance(part, (dict, entry.Named)):
         return "object"
     return {str: "text", int: "integer", bool: "boolean", (int, float): "number"}[part]
 
@@ -52,7 +52,7 @@ def in_words(part: Any) -> str:
 @pytest.mark.parametrize("title", TITLES)
 def test_types_on_the_page_are_those_that_are_checked(title: str) -> None:
     for name, told, *_ in table(title):
-        part: Any = {**shape._MANIFEST, "schema": int, "version": int}
+        part: Any = {**entry._MANIFEST, "schema": int, "version": int}
         for each in name.strip("`").split("."):
             part = part[each]
         assert told == in_words(part), name

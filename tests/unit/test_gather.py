@@ -15,11 +15,11 @@ from opkiln import facts
 from opkiln import plan as plans
 from opkiln.build_model import DeviceCompiler, Plan, Target, Toolchain, TorchSDK
 from opkiln.building import gather, outputs
+from opkiln.building.gather import Inputs
 from opkiln.facts import ABSENT, CHOICE, DIRECTORY, FILE, LINK, LISTING, PROGRAM, Hasher
 from opkiln.model import ABI_NONE, OUTSIDE, PACKAGE, PLAIN, OpSpec
-from opkiln.observing.inputs import Inputs
-from opkiln.store import deps
-from opkiln.store.deps import Fact
+from opkiln.store import key
+from opkiln.store.key import Fact
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -53,7 +53,7 @@ class Shop:
 
     def gather(self, *paths: tuple[str, Path], **changes: Any) -> tuple[Fact, ...]:
         inputs = Inputs(tuple((kind, str(path), "") for kind, path in paths))
-        return gather.gather(self.plan(**changes), inputs, Hasher())
+        return gather.facts_of(self.plan(**changes), inputs, Hasher())
 
     def place(self, path: Path | str, **changes: Any) -> tuple[str, str]:
         return gather._Places(self.plan(**changes)).of(str(path))
@@ -90,11 +90,11 @@ def test_file_counts_by_itself_wherever_it_is(where: str, shop: Shop) -> None:
     assert (found.sha256 != "") == (anchor in ("src", OUTSIDE))
     plan = shop.plan(**mine)
     places = plans.anchors_of(plan.spec, plan.toolchain)
-    assert deps.broken([found], places, Hasher()) == []
+    assert key.broken([found], places, Hasher()) == []
     before = path.stat()
     path.write_text("// A file")
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
-    assert deps.broken([found], places, Hasher()) == [f"{below} changed"]
+    assert key.broken([found], places, Hasher()) == [f"{below} changed"]
 
 
 def test_path_belongs_to_the_nearest_place_above_it(shop: Shop) -> None:
@@ -157,7 +157,7 @@ def test_every_kind_is_gathered_with_the_value_that_is_asked_for_again(
          (ABSENT, str(shop.src), "none.h\0sub/none.h"), (CHOICE, "cc", str(program))),
     )  # fmt: skip
     plan = shop.plan()
-    found = gather.gather(plan, inputs, Hasher())
+    found = gather.facts_of(plan, inputs, Hasher())
     assert [fact[:4] for fact in found] == [
         (FILE, "src", "a.cpp", sha256(shop.source)),
         (PROGRAM, "abs", str(program), f"{sha256(program)}*"),
@@ -167,7 +167,7 @@ def test_every_kind_is_gathered_with_the_value_that_is_asked_for_again(
         (ABSENT, "src", "", "none.h\0sub/none.h"),
         (CHOICE, "path", "cc", str(program)),
     ]
-    assert deps.broken(found, plans.anchors_of(plan.spec, plan.toolchain), Hasher()) == []
+    assert key.broken(found, plans.anchors_of(plan.spec, plan.toolchain), Hasher()) == []
 
 
 @pytest.mark.parametrize("kind", [FILE, PROGRAM, DIRECTORY, LISTING, LINK])
@@ -181,16 +181,16 @@ def test_name_that_appeared_during_a_compile_is_not_taken_for_one_that_was_read(
     made: str, shop: Shop
 ) -> None:
     seen = Inputs(((ABSENT, str(shop.src), "none.h\0sub/none.h"),))
-    gather.gather(shop.plan(), seen, Hasher())
+    gather.facts_of(shop.plan(), seen, Hasher())
     (shop.src / made).mkdir() if made.endswith("/") else shop.write(f"src/{made}")
     with pytest.raises(gather.Appeared, match=str(shop.src)):
-        gather.gather(shop.plan(), seen, Hasher())
+        gather.facts_of(shop.plan(), seen, Hasher())
 
 
 def test_name_that_may_appear_behind_a_link_is_asked_for_each_time(shop: Shop) -> None:
     (shop.src / "link.h").symlink_to("nowhere")
     seen = Inputs(((ABSENT, str(shop.src), "link.h"),))
-    assert [each.signature for each in gather.gather(shop.plan(), seen, Hasher())] == [
+    assert [each.signature for each in gather.facts_of(shop.plan(), seen, Hasher())] == [
         facts.UNSIGNED
     ]
 
@@ -202,7 +202,7 @@ def test_text_of_an_inline_source_is_no_file(shop: Shop) -> None:
          (FILE, str(shop.write("src2/b.h")), ""), (ABSENT, str(shop.src), "a.h"),
          (ABSENT, str(shop.base), "b.h")),
     )  # fmt: skip
-    found = gather.gather(shop.plan(inline=(("a.cpp", "int a;"),)), seen, Hasher())
+    found = gather.facts_of(shop.plan(inline=(("a.cpp", "int a;"),)), seen, Hasher())
     assert [(fact.kind, fact.path) for fact in found] == [
         (FILE, f"{shop.base}/src2/b.h"), (ABSENT, str(shop.base)),
     ]  # fmt: skip
@@ -231,9 +231,9 @@ STEP = st.lists(
 
 @given(st.lists(STEP, max_size=4))
 def test_steps_that_agree_have_all_their_facts_once_in_any_order(steps: list[list[Fact]]) -> None:
-    found = gather.union(steps)
-    assert gather.union(reversed(steps)) == found
-    assert gather.union([found, found]) == found
+    found = gather.union_of_facts(steps)
+    assert gather.union_of_facts(reversed(steps)) == found
+    assert gather.union_of_facts([found, found]) == found
     assert [each[:3] for each in found] == sorted({each[:3] for step in steps for each in step})
     values = {each[:3]: facts.parted(each.value) for each in found}
     for each in (each for step in steps for each in step):
@@ -244,8 +244,8 @@ def test_steps_that_agree_have_all_their_facts_once_in_any_order(steps: list[lis
 def test_steps_that_saw_different_values_of_a_path_disagree(kind: str) -> None:
     one, other = fact(kind, "a.h", "1"), fact(kind, "a.h", "2")
     with pytest.raises(gather.Disagree, match=r"a\.h"):
-        gather.union([[one], [other]])
-    assert gather.union([[one], [other._replace(path="b.h")]]) == (
+        gather.union_of_facts([[one], [other]])
+    assert gather.union_of_facts([[one], [other._replace(path="b.h")]]) == (
         one, other._replace(path="b.h"),
     )  # fmt: skip
 
@@ -259,7 +259,7 @@ def test_names_and_programs_of_several_steps_are_joined() -> None:
     ]  # fmt: skip
     looked_later = second[1].signature._replace(read_at=7)
     second[1] = second[1]._replace(signature=looked_later)
-    assert gather.union([first, second]) == (
+    assert gather.union_of_facts([first, second]) == (
         fact(ABSENT, "d", "a\0b\0c"), fact(ABSENT, "e", "a\0b", 3),
         fact(CHOICE, "cc", "/a/cc\0/b/cc"),
     )  # fmt: skip

@@ -15,10 +15,10 @@ import pytest
 from sample.levels import X86_V3
 
 from opkiln import facts
-from opkiln.building import leaves
+from opkiln.building import gather
 from opkiln.errors import StoreError
 from opkiln.settings import override
-from opkiln.store import deps, entry, gc, inventory, publish
+from opkiln.store import entry, gc, inventory, key, publish
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -56,12 +56,12 @@ class Shelf:
         self, where: str, payload: str, manifest: dict, lists: dict, size: int, days: float
     ) -> Path:
         number = len(list(self._made.iterdir()))
-        read = (deps.Fact("file", "src", f"{number}.cpp", KEY, facts.UNSIGNED),)
+        read = (key.Fact("file", "src", f"{number}.cpp", KEY, facts.UNSIGNED),)
         made = self._made / str(number)
         made.mkdir()
         (made / payload).write_bytes(os.urandom(size))
         leaf = str(made / "leaf")
-        name = leaves.write(leaf, str(made / payload), manifest, read, lists)
+        name = gather.write(leaf, str(made / payload), manifest, read, lists)
         final = publish.publish(leaf, self.root, f"{where}/{name}")
         self.age(Path(final), days)
         return Path(final)

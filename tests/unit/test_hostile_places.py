@@ -19,8 +19,7 @@ from opkiln.facts import Hasher
 from opkiln.model import OpSpec, place_of
 from opkiln.plan import check
 from opkiln.store import archive
-from opkiln.store.layers import Store
-from opkiln.store.location import Layer, Location
+from opkiln.store.layers import Layer, Location, Store
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, cast
 
 import pytest
 
-from opkiln import images
+from opkiln import digest
 from opkiln.digest import Signature
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 DISK, ANONYMOUS = os.makedev(7, 0), os.makedev(0, 45)
 WHOLE = 1_600_000_000_000_000_000  # a second
 KERNELS = WHOLE + 123_456_789
-MOUNT = images._FIRST - 5
+MOUNT = digest._FIRST - 5
 
 
 def _change(
@@ -32,14 +32,14 @@ def _change(
     fine: bool = False,
 ) -> int | None:
     found = SimpleNamespace(st_ctime_ns=changed, st_mtime_ns=modified, st_dev=device)
-    images.forget()
-    monkeypatch.setattr(images, "_mount", lambda path: mount)
-    monkeypatch.setattr(images, "_mark", lambda path, device: MOUNT)
-    monkeypatch.setattr(images, "_has_fractions", lambda path, device: fine)
+    digest.forget_mounts()
+    monkeypatch.setattr(digest, "_mount", lambda path: mount)
+    monkeypatch.setattr(digest, "_mark", lambda path, device: MOUNT)
+    monkeypatch.setattr(digest, "_has_fractions", lambda path, device: fine)
     try:
-        return images.change("file", cast("os.stat_result", found))
+        return digest.change_mark("file", cast("os.stat_result", found))
     finally:
-        images.forget()
+        digest.forget_mounts()
 
 
 BY_MOUNT = {
@@ -62,7 +62,7 @@ def test_the_mount_stands_for_a_time_that_somebody_chose(
     mount, device, changed, modified = BY_MOUNT[name]
     found = _change(monkeypatch, mount, device=device, changed=changed, modified=modified)
     assert found == MOUNT
-    assert images.is_mount(MOUNT)
+    assert digest.is_mount(MOUNT)
 
 
 BY_TIME = {
@@ -122,7 +122,7 @@ def test_what_a_file_system_counts_in_is_told_by_the_directories_above_a_file(
     monkeypatch.setattr(os.path, "realpath", str)
     monkeypatch.setattr(os, "stat", status)
     for path, fine in (("/mnt/a/file", True), ("/mnt/b/file", False), ("/mnt/file", False)):
-        assert images._has_fractions(path, 7) is fine
+        assert digest._has_fractions(path, 7) is fine
 
 
 def test_a_file_system_is_asked_once_until_it_is_forgotten(
@@ -134,14 +134,14 @@ def test_a_file_system_is_asked_once_until_it_is_forgotten(
         asked.append(path)
         return "ext4", False, DISK
 
-    monkeypatch.setattr(images, "_mount", mount)
+    monkeypatch.setattr(digest, "_mount", mount)
     found = cast("os.stat_result", SimpleNamespace(st_ctime_ns=1, st_mtime_ns=1, st_dev=DISK))
-    images.forget()
+    digest.forget_mounts()
     for path in ("a", "b"):
-        assert images.change(path, found) == 1
-    images.forget()
-    assert images.change("c", found) == 1
-    images.forget()
+        assert digest.change_mark(path, found) == 1
+    digest.forget_mounts()
+    assert digest.change_mark("c", found) == 1
+    digest.forget_mounts()
     assert asked == ["a", "c"]
 
 
@@ -150,7 +150,7 @@ def test_a_file_of_a_mount_without_a_number_is_never_taken_for_unchanged(
 ) -> None:
     path = tmp_path / "file"
     path.write_text("1")
-    monkeypatch.setattr(images, "change", lambda path, found: None)
+    monkeypatch.setattr(digest, "change_mark", lambda path, found: None)
     signature = Signature.of(str(path))
     assert signature.known_by_contents
     assert not signature.settled
@@ -158,16 +158,16 @@ def test_a_file_of_a_mount_without_a_number_is_never_taken_for_unchanged(
 
 
 def test_what_is_mounted_is_asked_of_the_system() -> None:
-    kind, read_only, device = images._mount("/proc/self/status")
+    kind, read_only, device = digest._mount("/proc/self/status")
     assert (kind, read_only, device) == ("proc", False, os.stat("/proc").st_dev)
 
 
 def test_a_mount_has_one_number_in_all_processes() -> None:
-    code = "import os, sys; from opkiln import images; "
-    code += "print(images._mark('/proc', os.stat('/proc').st_dev))"
+    code = "import os, sys; from opkiln import digest; "
+    code += "print(digest._mark('/proc', os.stat('/proc').st_dev))"
     command = [sys.executable, "-c", code]
     numbers = {subprocess.run(command, check=True, capture_output=True).stdout for _ in range(2)}
     assert len(numbers) == 1
     if numbers == {b"0\n"}:
         pytest.skip("this kernel gives mounts no numbers (Linux before 6.8)")
-    assert images.is_mount(int(numbers.pop()))
+    assert digest.is_mount(int(numbers.pop()))

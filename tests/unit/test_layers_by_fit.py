@@ -12,12 +12,12 @@ from sample.decisions import World
 
 from opkiln import facts, machine
 from opkiln.bundles import bundle
-from opkiln.decision import fit, prebuilt
+from opkiln.decision import prebuilt
 from opkiln.decision.terms import Trace
 from opkiln.digest import sha256_file
 from opkiln.errors import LoadError
 from opkiln.model import CUDA, OUTSIDE, PACKAGE, Artifact
-from opkiln.store import deps, entry
+from opkiln.store import entry, key
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -191,14 +191,14 @@ def test_entry_whose_needs_cannot_be_asked_for_is_told_and_the_next_serves(
 ) -> None:
     bad = shelf.add("layer", number=1, needs={"cpu": ["one"]})
     good = shelf.add("layer", number=2)
-    lacking = fit.lacking
+    lacking = prebuilt.lacking
 
     def asked(needs: Any, abi: str) -> str:
         if needs["cpu"]:
             raise LoadError("libtorch.so is cut off")
         return lacking(needs, abi)
 
-    monkeypatch.setattr(fit, "lacking", asked)
+    monkeypatch.setattr(prebuilt, "lacking", asked)
     found, told = shelf.find()
     assert found == artifact(good, "layer")
     assert told[0] == ("layer", "refused", "damaged: libtorch.so is cut off", str(bad.parent))
@@ -268,7 +268,7 @@ def built_from(shelf: Shelf, *files: tuple[str, str, str]) -> Path:
     """An entry that was built from these files: anchor, path and digest."""
     recorded = {"own": list(map(list, files)), "others": "of another machine"}
     library = shelf.add("layer", deps=recorded)
-    leaf = library.parent.with_name(deps.deps_key(recorded))
+    leaf = library.parent.with_name(key.deps_key(recorded))
     library.parent.rename(leaf)
     return leaf / "op.so"
 
@@ -325,8 +325,8 @@ def test_inline_source_is_in_no_file_that_could_be_missing(world: World) -> None
 
 def test_facts_of_the_machine_that_built_an_entry_are_not_checked_here(shelf: Shelf) -> None:
     library = shelf.add("layer")
-    gone = deps.Fact("file", "abs", "/nowhere/vector", "0" * 64, facts.UNSIGNED)
-    sidecar = {"schema": entry.SCHEMA, "facts": deps.rows([gone])}
+    gone = key.Fact("file", "abs", "/nowhere/vector", "0" * 64, facts.UNSIGNED)
+    sidecar = {"schema": entry.SCHEMA, "facts": key.rows([gone])}
     (library.parent / entry.SIDECAR).write_bytes(entry.write_manifest(sidecar))
     assert shelf.find()[0] == artifact(library, "layer")
 

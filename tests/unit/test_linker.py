@@ -13,18 +13,18 @@ import pytest
 from sample.levels import X86_64, X86_V1
 
 from opkiln import facts
-from opkiln.binary import linker
+from opkiln.binary import elf
 from opkiln.build_model import Plan, Target, Toolchain
 from opkiln.building import gather
 from opkiln.digest import Signature
 from opkiln.facts import LIBRARIES, Hasher
 from opkiln.model import ABI_NONE, PLAIN, OpSpec
-from opkiln.observing import inputs, programs
-from opkiln.store import deps
+from opkiln.observing import observer
+from opkiln.store import key
 
 
 def below(root: Path, *directories: str, name: str = "libx.so") -> set[str]:
-    found, _ = linker.search([str(root / each) for each in directories], [name])
+    found, _ = elf.search([str(root / each) for each in directories], [name])
     return {os.path.relpath(path, root) for path in found if path.endswith(".so")}
 
 
@@ -46,7 +46,7 @@ def test_directories_for_this_kind_of_cpu_are_searched_too(tmp_path: Path) -> No
         "tls/tls/libx.so",
     }
     assert below(tmp_path, ".") == names
-    assert str(tmp_path / "tls" / "glibc-hwcaps") in linker.search([str(tmp_path)], [])[0]
+    assert str(tmp_path / "tls" / "glibc-hwcaps") in elf.search([str(tmp_path)], [])[0]
 
 
 @pytest.mark.parametrize("older", [b"", b"ld.so-1.7.0\0" + bytes(36)])
@@ -58,19 +58,19 @@ def test_list_says_where_libraries_are(older: bytes, tmp_path: Path) -> None:
     header = b"glibc-ld.so.cache1.1" + struct.pack("<I", len(places)) + bytes(24)
     path = tmp_path / "list"
     path.write_bytes(older + header + entries + strings)
-    found = linker.listed(str(path), ["none.so", "libb.so", "liba.so"])
+    found = elf.listed(str(path), ["none.so", "libb.so", "liba.so"])
     assert found == ["liba.so/lib/liba.so/opt/liba.so", "libb.so/lib/libb.so", "none.so"]
     for damaged in (path.read_bytes()[:60], path.read_bytes()[:-1], b"something else"):
         path.write_bytes(damaged)
-        (other,) = linker.listed(str(path), ["libb.so"])
+        (other,) = elf.listed(str(path), ["libb.so"])
         assert other.startswith("libb.so/")
         assert other != found[1]
 
 
 def test_list_of_this_machine_names_its_c_library() -> None:
-    if not os.path.exists(linker.LIST):
+    if not os.path.exists(elf.LIST):
         pytest.skip("there is no list")
-    (found,) = linker.listed(linker.LIST, ["libc.so.6"])
+    (found,) = elf.listed(elf.LIST, ["libc.so.6"])
     name, *paths = re.split(r"(?<=libc\.so\.6)(?=/)", found)  # one for each kind of program
     assert name == "libc.so.6"
     assert paths
@@ -85,37 +85,37 @@ def test_directories_that_this_machines_linker_prefers_are_known(tmp_path: Path)
     if not found:
         pytest.skip("this linker does not list them, or has none")
     names = re.findall(r"^  (\w+) \(", older, re.MULTILINE)
-    assert {str(tmp_path / name) for name in names} <= set(linker.search([str(tmp_path)], [])[0])
+    assert {str(tmp_path / name) for name in names} <= set(elf.search([str(tmp_path)], [])[0])
 
 
-def gathered(library: str) -> tuple[deps.Fact, ...]:
+def gathered(library: str) -> tuple[key.Fact, ...]:
     """What a step rests on that needs this library."""
     spec = OpSpec("op", "dist", "/src", ("a.cpp",), kind=PLAIN, abi=ABI_NONE)
     gcc = Toolchain("gcc", "/usr/bin/g++", "12", X86_64, "id", frozenset(), ())
     target = Target("cpu", "linux", X86_64, X86_V1, (), "none")
     plan = Plan(spec, target, gcc, (), (), "op.so")
-    found = inputs.Inputs(((LIBRARIES, linker.LIST, library),))
-    return gather.gather(plan, found, Hasher())
+    found = gather.Inputs(((LIBRARIES, elf.LIST, library),))
+    return gather.facts_of(plan, found, Hasher())
 
 
 def test_list_of_this_machine_holds_when_it_is_asked_again() -> None:
-    if not os.path.exists(linker.LIST):
+    if not os.path.exists(elf.LIST):
         pytest.skip("there is no list")
     (known,) = gathered("libc.so.6")
-    assert known[:3] == (LIBRARIES, "abs", linker.LIST)
+    assert known[:3] == (LIBRARIES, "abs", elf.LIST)
     assert "/" in known.value
-    found = facts.signature_of(known.kind, linker.LIST)
-    assert found[:-1] == Signature.of(linker.LIST)[:-1]
+    found = facts.signature_of(known.kind, elf.LIST)
+    assert found[:-1] == Signature.of(elf.LIST)[:-1]
     unsigned = known._replace(signature=facts.UNSIGNED)
-    assert not deps.broken([unsigned], {}, Hasher())
+    assert not key.broken([unsigned], {}, Hasher())
 
 
 def test_what_the_list_says_is_a_fact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linker, "LIST", str(tmp_path / "list"))
+    monkeypatch.setattr(elf, "LIST", str(tmp_path / "list"))
     known = gathered("liba.so")
-    assert not deps.broken(known, {}, Hasher())
+    assert not key.broken(known, {}, Hasher())
     (tmp_path / "list").write_bytes(b"something else")
-    assert deps.broken(known, {}, Hasher()) == [f"{tmp_path}/list changed"]
+    assert key.broken(known, {}, Hasher()) == [f"{tmp_path}/list changed"]
 
 
 def test_directories_that_a_program_names_are_beside_it(tmp_path: Path) -> None:
@@ -126,5 +126,5 @@ def test_directories_that_a_program_names_are_beside_it(tmp_path: Path) -> None:
     subprocess.run(
         ["gcc", "-x", "c", "-", "-o", program, rpath], input=b"int main() {}", check=True
     )
-    found = programs.known(str(program), ()).searches
+    found = observer.known(str(program), ()).searches
     assert found == (f"{tmp_path}/../lib", str(tmp_path), "/opt/lib")

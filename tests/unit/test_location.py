@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from opkiln.store import location
+from opkiln.store import layers
 from opkiln.store.layers import Store
 from opkiln.trust import make_private
 
@@ -20,7 +20,7 @@ as_root = pytest.mark.skipif(UID != 0, reason="only root can give files away")
 
 
 @pytest.fixture
-def choose(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., location.Location]:
+def choose(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., layers.Location]:
     """Chooses for a HOME and a TMPDIR below tmp_path."""
     (tmp_path / "home").mkdir()
     (tmp_path / "tmp").mkdir()
@@ -28,7 +28,7 @@ def choose(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., loc
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
 
-    def chosen(cache: Path | None = None, **variables: str | None) -> location.Location:
+    def chosen(cache: Path | None = None, **variables: str | None) -> layers.Location:
         if cache is None:
             monkeypatch.delenv("OPKILN_CACHE_DIR", raising=False)
         else:
@@ -38,7 +38,7 @@ def choose(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., loc
                 monkeypatch.delenv(name, raising=False)
             else:
                 monkeypatch.setenv(name, value)
-        return location.choose()
+        return layers.choose()
 
     return chosen
 
@@ -47,7 +47,7 @@ def everything(base: Path) -> list[Path]:
     return sorted(base.rglob("*"))
 
 
-def test_choosing_makes_nothing(choose: Callable[..., location.Location], tmp_path: Path) -> None:
+def test_choosing_makes_nothing(choose: Callable[..., layers.Location], tmp_path: Path) -> None:
     before = everything(tmp_path)
     choose()
     choose(tmp_path / "asked")
@@ -55,10 +55,10 @@ def test_choosing_makes_nothing(choose: Callable[..., location.Location], tmp_pa
 
 
 def test_a_directory_that_is_not_there_yet_can_be_the_store(
-    choose: Callable[..., location.Location], tmp_path: Path
+    choose: Callable[..., layers.Location], tmp_path: Path
 ) -> None:
     found = choose(tmp_path / "a" / "b")
-    assert found.writable == str(tmp_path / "a" / "b" / location.LAYOUT)
+    assert found.writable == str(tmp_path / "a" / "b" / layers.LAYOUT)
     assert found.notes == ()
     # What another process publishes there from now on is found, too.
     assert [layer.root for layer in found.layers] == [found.writable]
@@ -73,33 +73,33 @@ def test_a_directory_that_is_not_there_yet_can_be_the_store(
     ],
 )
 def test_the_default_is_the_users_cache_directory(
-    choose: Callable[..., location.Location],
+    choose: Callable[..., layers.Location],
     tmp_path: Path,
     variables: dict[str, str],
     expected: str,
 ) -> None:
     found = choose(**{name: value.format(tmp_path) for name, value in variables.items()})
-    assert found.writable == str(tmp_path / expected / location.LAYOUT)
+    assert found.writable == str(tmp_path / expected / layers.LAYOUT)
     assert found.notes == ()
 
 
 def test_without_home_and_passwd_entry_the_temporary_directory_serves(
-    choose: Callable[..., location.Location], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    choose: Callable[..., layers.Location], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # what it does for such a user
     found = choose(HOME=None)
-    assert found.writable == str(tmp_path / "tmp" / f"opkiln-{UID}" / location.LAYOUT)
+    assert found.writable == str(tmp_path / "tmp" / f"opkiln-{UID}" / layers.LAYOUT)
 
 
 @pytest.mark.parametrize("mode", [0o777, 0o775, 0o1777])
 def test_a_directory_that_others_can_write_to_gets_a_private_one_inside(
-    choose: Callable[..., location.Location], tmp_path: Path, mode: int
+    choose: Callable[..., layers.Location], tmp_path: Path, mode: int
 ) -> None:
     shared = tmp_path / "shared"
     shared.mkdir()
     shared.chmod(mode)
     found = choose(shared)
-    assert found.writable == str(shared / f"opkiln-{UID}" / location.LAYOUT)
+    assert found.writable == str(shared / f"opkiln-{UID}" / layers.LAYOUT)
     assert [layer.root for layer in found.layers] == [found.writable]
     assert "writable by others" in found.notes[0]
     assert found.notes[-1] == f"the store is {shared}/opkiln-{UID}"
@@ -107,29 +107,29 @@ def test_a_directory_that_others_can_write_to_gets_a_private_one_inside(
 
 @as_root
 def test_a_directory_of_somebody_else_is_not_used(
-    choose: Callable[..., location.Location], tmp_path: Path
+    choose: Callable[..., layers.Location], tmp_path: Path
 ) -> None:
     foreign = tmp_path / "foreign"
     foreign.mkdir(mode=0o755)
     os.chown(foreign, 65534, 65534)
     found = choose(foreign)
-    assert str(foreign / location.LAYOUT) not in [layer.root for layer in found.layers]
+    assert str(foreign / layers.LAYOUT) not in [layer.root for layer in found.layers]
     assert "belongs to uid 65534" in found.notes[0]
 
 
 def test_a_planted_private_directory_is_not_used_either(
-    choose: Callable[..., location.Location], tmp_path: Path
+    choose: Callable[..., layers.Location], tmp_path: Path
 ) -> None:
     shared = tmp_path / "shared"
     (shared / f"opkiln-{UID}").mkdir(parents=True)
     shared.chmod(0o777)
     (shared / f"opkiln-{UID}").chmod(0o777)
     found = choose(shared)
-    assert found.writable == str(tmp_path / "home" / ".cache" / "opkiln" / location.LAYOUT)
+    assert found.writable == str(tmp_path / "home" / ".cache" / "opkiln" / layers.LAYOUT)
 
 
 def test_a_link_of_ones_own_leads_to_the_store(
-    choose: Callable[..., location.Location], tmp_path: Path
+    choose: Callable[..., layers.Location], tmp_path: Path
 ) -> None:
     scratch = tmp_path / "scratch"
     scratch.mkdir(mode=0o755)
@@ -138,32 +138,30 @@ def test_a_link_of_ones_own_leads_to_the_store(
     (tmp_path / "home" / ".cache").mkdir(parents=True)
     (tmp_path / "home" / ".cache" / "opkiln").symlink_to(scratch / "not made yet")
     found = choose(None)
-    assert (found.writable, found.notes) == (str(scratch / "not made yet" / location.LAYOUT), ())
+    assert (found.writable, found.notes) == (str(scratch / "not made yet" / layers.LAYOUT), ())
 
 
 @as_root
 def test_anothers_link_is_not_the_store_but_a_private_directory_behind_it_may_be(
-    choose: Callable[..., location.Location], tmp_path: Path
+    choose: Callable[..., layers.Location], tmp_path: Path
 ) -> None:
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "real")
     os.chown(tmp_path / "link", 12345, 12345, follow_symlinks=False)
     found = choose(tmp_path / "link")
     assert "symbolic link" in found.notes[0]
-    assert found.writable == str(tmp_path / "link" / f"opkiln-{UID}" / location.LAYOUT)
+    assert found.writable == str(tmp_path / "link" / f"opkiln-{UID}" / layers.LAYOUT)
     assert [layer.root for layer in found.layers] == [found.writable]
 
 
-def test_a_file_in_the_way_is_named(
-    choose: Callable[..., location.Location], tmp_path: Path
-) -> None:
+def test_a_file_in_the_way_is_named(choose: Callable[..., layers.Location], tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     assert "not a directory" in choose(tmp_path / "file").notes[0]
     assert "not a directory" in choose(tmp_path / "file" / "below").notes[0].lower()
 
 
 def test_a_read_only_store_serves_hits_and_another_takes_what_is_built(
-    choose: Callable[..., location.Location], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    choose: Callable[..., layers.Location], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fixed = tmp_path / "fixed"
     (fixed / "v1").mkdir(parents=True)
@@ -181,7 +179,7 @@ def test_a_read_only_store_serves_hits_and_another_takes_what_is_built(
 
 
 def test_listed_layers_come_last_and_are_marked_as_trusted(
-    choose: Callable[..., location.Location], tmp_path: Path
+    choose: Callable[..., layers.Location], tmp_path: Path
 ) -> None:
     (tmp_path / "own").mkdir(mode=0o700)
     found = choose(tmp_path / "own", OPKILN_STORE_LAYERS=f"{tmp_path}/l1:{tmp_path}/l2")
@@ -199,7 +197,7 @@ def test_directories_are_made_for_the_user_alone(tmp_path: Path) -> None:
 
 
 def test_a_store_that_can_be_nowhere_still_answers(
-    choose: Callable[..., location.Location], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    choose: Callable[..., layers.Location], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     store = Store(choose(tmp_path / "asked"))

@@ -15,7 +15,7 @@ from opkiln.digest import sha256_file
 from opkiln.errors import StepRefused
 from opkiln.facts import FILE, PROGRAM
 from opkiln.model import ABI_NONE, PLAIN, OpSpec
-from opkiln.observing import log, observer, programs
+from opkiln.observing import log, observer
 
 STEP = Step("compile", "a.o", ("g++",), "a.cpp", source="a.cpp")
 
@@ -105,10 +105,10 @@ def test_log_with_a_gap_does_not_count_and_says_why(bench: Bench) -> None:
 def test_program_that_can_be_run_and_not_read_is_a_gap(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(path: str, memory: tuple[str, ...]) -> programs.Program:
+    def refuse(path: str, memory: tuple[str, ...]) -> observer.Program:
         raise PermissionError(path)
 
-    monkeypatch.setattr(programs, "known", refuse)
+    monkeypatch.setattr(observer, "known", refuse)
     assert bench.look(bench.read(bench.cxx, "L")).gap == f"{bench.cxx} cannot be read"
 
 

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from opkiln.building import gather
 from opkiln.facts import ABSENT, CHOICE, DIRECTORY, FILE, LINK, LISTING, PROGRAM, parted
-from opkiln.observing import inputs, log
+from opkiln.observing import log
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -81,10 +82,10 @@ def test_a_directory_that_gets_a_name_after_it_was_listed_is_not_the_one_that_wa
     whole, part = divmod(seen.st_ctime_ns, 1_000_000_000)
     identity = f"{seen.st_dev} {seen.st_ino} {seen.st_size} {whole}.{part:09d}"
     found = parsed(f"D 10 {identity} {tmp_path}")
-    assert inputs.identical(found, "/stage")
+    assert gather.identical(found, "/stage")
     (tmp_path / "new").mkdir()
     os.utime(tmp_path, (1, 1))
-    assert not inputs.identical(found, "/stage")
+    assert not gather.identical(found, "/stage")
 
 
 def test_a_path_that_was_not_a_link_must_not_become_one_and_may_change_otherwise(
@@ -94,10 +95,10 @@ def test_a_path_that_was_not_a_link_must_not_become_one_and_may_change_otherwise
     asked.mkdir()
     found = parsed(f"P 10 0 0 0 0.0 {asked}")
     (asked / "new").touch()
-    assert inputs.identical(found, "/stage")
+    assert gather.identical(found, "/stage")
     asked.rename(tmp_path / "moved")
     asked.symlink_to("moved")
-    assert not inputs.identical(found, "/stage")
+    assert not gather.identical(found, "/stage")
 
 
 # Whether it counts
@@ -304,7 +305,7 @@ def replace(seen: log.Observation, **more: Any) -> log.Observation:
 
 
 def paths_of(seen: log.Observation, stage: str | Path = "/stage", **more: Any) -> set[Any]:
-    found = inputs.of(seen, str(stage), **more).facts
+    found = gather.of(seen, str(stage), **more).facts
     return {(kind, path) for kind, path, what in found if not what}
 
 
@@ -317,7 +318,7 @@ def test_inputs_are_what_was_read_looked_up_or_started_outside_of_the_stage(
     seen = observed(beside, *own, found=(tool,), made=(made,), listed=own, directories=own,
                     absent=(*own, f"{tmp_path}/c.h"))  # fmt: skip
     for each in (str(stage), f"{stage}/"):
-        found = inputs.of(seen, each, called=(script, tool, f"{stage}/tool"))
+        found = gather.of(seen, each, called=(script, tool, f"{stage}/tool"))
         assert found.facts == (
             (ABSENT, str(tmp_path), "c.h"),
             (FILE, beside, ""), (PROGRAM, script, ""), (PROGRAM, tool, ""),
@@ -367,12 +368,12 @@ def test_path_that_leads_out_of_the_stage_is_known_by_its_own(tmp_path: Path) ->
 
 
 def test_inputs_that_something_else_stands_for_are_left_out() -> None:
-    found = inputs.Inputs(
+    found = gather.Inputs(
         ((FILE, "/py/a", ""), (LISTING, "/py", ""), (FILE, "/pyx/b", ""),
          (ABSENT, "/", "py/c\0d"), (ABSENT, "/py", "e"), (CHOICE, "cc", "/py/cc")),
         ("/py/l", "/l"),
     )  # fmt: skip
-    assert inputs.without(found, ("/py/",)) == inputs.Inputs(
+    assert gather.without(found, ("/py/",)) == gather.Inputs(
         ((FILE, "/pyx/b", ""), (ABSENT, "/", "d"), (CHOICE, "cc", "/py/cc")), ("/l",)
     )
 
@@ -381,7 +382,7 @@ def test_inputs_that_something_else_stands_for_are_left_out() -> None:
 
 
 def absent(*names: str | Path, stage: str = "/stage") -> tuple[tuple[str, tuple[str, ...]], ...]:
-    found = inputs.of(observed(absent=names), stage).facts
+    found = gather.of(observed(absent=names), stage).facts
     return tuple((path, tuple(parted(what))) for kind, path, what in found if kind == ABSENT)
 
 
@@ -409,39 +410,39 @@ def test_names_that_a_search_along_path_missed_count(
 
 def test_inputs_of_several_steps_are_joined_in_order_and_without_repeats() -> None:
     shorter, longer, other = ("cc", ("/a/cc",)), ("cc", ("/a/cc", "/b/cc")), ("as", ("/a/as",))
-    assert inputs.of(observed(), "/stage", chosen=(longer, shorter, other)).facts == (
+    assert gather.of(observed(), "/stage", chosen=(longer, shorter, other)).facts == (
         (CHOICE, "as", "/a/as"), (CHOICE, "cc", "/a/cc\0/b/cc"),
     )  # fmt: skip
-    one = inputs.Inputs(
+    one = gather.Inputs(
         ((FILE, "/a", ""), (FILE, "/b", ""), (ABSENT, "/y", "1\0002"), (ABSENT, "/x", "1"),
          (CHOICE, "cc", "/a/cc\0/b/cc")), ("/l",),
     )  # fmt: skip
-    two = inputs.Inputs(
+    two = gather.Inputs(
         ((FILE, "/a", ""), (LINK, "/a", ""), (ABSENT, "/y", "1\0003"), (CHOICE, "cc", "/a/cc")),
         ("/l", "/k"),
     )
-    assert inputs.union([one, two]) == inputs.Inputs(
+    assert gather.union([one, two]) == gather.Inputs(
         ((ABSENT, "/x", "1"), (ABSENT, "/y", "1\0002\0003"), (CHOICE, "cc", "/a/cc\0/b/cc"),
          (FILE, "/a", ""), (FILE, "/b", ""), (LINK, "/a", "")), ("/k", "/l"),
     )  # fmt: skip
-    assert inputs.union([]) == inputs.Inputs()
+    assert gather.union([]) == gather.Inputs()
 
 
 def test_what_a_step_made_itself_may_change_afterwards_and_nothing_else(tmp_path: Path) -> None:
     stage, made, source = tmp_path / "stage", tmp_path / "made.s", tmp_path / "a.h"
     source.write_text("1")
     seen = observed(f"{stage}/t.s", made, "/proc/self/none", source, made=(made,))
-    assert inputs.identical(seen, str(stage))
-    assert inputs.identical(seen, f"{stage}/")
-    assert not inputs.identical(observed(f"{stage}2/a.h"), str(stage))
+    assert gather.identical(seen, str(stage))
+    assert gather.identical(seen, f"{stage}/")
+    assert not gather.identical(observed(f"{stage}2/a.h"), str(stage))
     now = seen.read[str(source)]
     then = (now[0]._replace(inode=now[0].inode + 1),)
     for behind in (then, (*then, *now)):
-        assert not inputs.identical(replace(seen, read={str(source): behind}), str(stage))
+        assert not gather.identical(replace(seen, read={str(source): behind}), str(stage))
     source.write_text("22")
-    assert not inputs.identical(seen, str(stage))
+    assert not gather.identical(seen, str(stage))
     source.unlink()
-    assert not inputs.identical(seen, str(stage))
+    assert not gather.identical(seen, str(stage))
 
 
 def test_two_steps_agree_if_the_files_that_both_read_are_the_same() -> None:
@@ -453,6 +454,6 @@ def test_two_steps_agree_if_the_files_that_both_read_are_the_same() -> None:
         return replace(parsed(), read=read)
 
     first = reading(a=1, b=2, proc_null=3)
-    assert inputs.agree(first, reading(a=1, c=9))
-    assert inputs.agree(first, reading(b=2, proc_null=4))
-    assert not inputs.agree(first, reading(a=1, b=3))
+    assert gather.agree(first, reading(a=1, c=9))
+    assert gather.agree(first, reading(b=2, proc_null=4))
+    assert not gather.agree(first, reading(a=1, b=3))

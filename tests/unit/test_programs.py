@@ -13,7 +13,7 @@ import pytest
 from sample.levels import HERE, OTHER, OTHER_CXX
 
 from opkiln import digest
-from opkiln.observing import programs
+from opkiln.observing import observer
 
 # Each function makes a system call by itself, with arguments from another place.
 RAW = r"""
@@ -78,8 +78,8 @@ def compiled(where: Path, text: str, *flags: str, cxx: str = "g++") -> str:
 def functions(path: str) -> list[bool]:
     """Of each function in an object, whether it has a system call."""
     data = Path(path).read_bytes()
-    code = [each for each in programs._code(data) if each[1] < each[2]]  # type: ignore[arg-type]
-    return [programs._has_system_call(data, *each) for each in code]  # type: ignore[arg-type]
+    code = [each for each in observer._code(data) if each[1] < each[2]]  # type: ignore[arg-type]
+    return [observer._has_system_call(data, *each) for each in code]  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("level", ["-O0", "-O1", "-O2", "-O3", "-Os"])
@@ -96,28 +96,28 @@ def test_system_calls_in_a_programs_own_code_are_found(
 
 
 def test_static_program_is_opaque_and_one_that_uses_the_c_library_is_not(tmp_path: Path) -> None:
-    assert not programs.is_opaque(compiled(tmp_path, PLAIN))
-    assert not programs.is_opaque(compiled(tmp_path, PLAIN, "-shared", "-fPIC"))
-    assert programs.is_opaque(compiled(tmp_path, PLAIN, "-static"))
-    assert programs.is_opaque(compiled(tmp_path, RAW))
+    assert not observer.is_opaque(compiled(tmp_path, PLAIN))
+    assert not observer.is_opaque(compiled(tmp_path, PLAIN, "-shared", "-fPIC"))
+    assert observer.is_opaque(compiled(tmp_path, PLAIN, "-static"))
+    assert observer.is_opaque(compiled(tmp_path, RAW))
 
 
 def test_program_of_which_nothing_is_known_is_opaque(tmp_path: Path) -> None:
     data = Path(compiled(tmp_path, RAW, "-c")).read_bytes()
     path = tmp_path / "changed"
     path.write_bytes(data[:40] + bytes(8) + data[48:])  # without a table of its sections
-    assert programs.is_opaque(str(path))
+    assert observer.is_opaque(str(path))
     path.write_bytes(data[:60] + bytes(2) + data[62:])  # with an empty one
-    assert programs.is_opaque(str(path))
+    assert observer.is_opaque(str(path))
     path.write_bytes(data[:18] + b"\x01\x01" + data[20:])  # for another machine
-    assert programs.is_opaque(str(path))
+    assert observer.is_opaque(str(path))
 
 
 @pytest.mark.parametrize("text", [b"", b"#!/bin/sh\n", b"\x7fELF", b"\x0f\x05" * 40])
 def test_file_that_is_no_program_is_not_opaque(text: bytes, tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(text)
-    assert not programs.is_opaque(str(path))
+    assert not observer.is_opaque(str(path))
 
 
 def loaded(program: str) -> list[str]:
@@ -139,7 +139,7 @@ def test_no_program_that_the_compiler_here_loads_is_opaque() -> None:
         assert path is not None, told
         found.update(loaded(path))
     assert len(found) > 8
-    assert [path for path in sorted(found) if programs.is_opaque(path)] == []
+    assert [path for path in sorted(found) if observer.is_opaque(path)] == []
 
 
 # Their digests
@@ -151,14 +151,14 @@ def large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     now = time.time_ns
     monkeypatch.setattr(time, "time_ns", lambda: now() + 10_000_000_000)
     path = tmp_path / "cc1plus"
-    path.write_bytes(b"one" + bytes(programs._LARGE))
+    path.write_bytes(b"one" + bytes(observer._LARGE))
     return path
 
 
 def known_anew(path: Path, memory: Path) -> str:
     """A program's digest, as a process finds it that has not looked at it before."""
-    programs._known.clear()
-    return programs.digest(str(path), (str(memory),))
+    observer._known.clear()
+    return observer.digest(str(path), (str(memory),))
 
 
 def test_large_program_is_hashed_once_and_again_when_it_has_changed(
@@ -170,14 +170,14 @@ def test_large_program_is_hashed_once_and_again_when_it_has_changed(
         hashed.append(path)
         return digest.sha256_file(path)
 
-    monkeypatch.setattr(programs, "sha256_file", counted)
+    monkeypatch.setattr(observer, "sha256_file", counted)
     for text in (b"one", b"two"):
-        large.write_bytes(text + bytes(programs._LARGE))
+        large.write_bytes(text + bytes(observer._LARGE))
         hashed.clear()
         wanted = hashlib.sha256(large.read_bytes()).hexdigest()
         for _ in range(2):
             assert known_anew(large, memory) == wanted
-            assert programs.known(str(large), (str(memory),)) == (wanted, False, ())
+            assert observer.known(str(large), (str(memory),)) == (wanted, False, ())
         assert hashed == [str(large)]
 
 
@@ -188,12 +188,12 @@ def test_program_that_is_replaced_while_it_is_hashed_is_not_remembered(
 
     def overtaken(path: str) -> str:
         found = real(path)
-        large.write_bytes(b"two" + bytes(programs._LARGE))
+        large.write_bytes(b"two" + bytes(observer._LARGE))
         os.utime(path, (time.time() + 20,) * 2)
         return found
 
     with monkeypatch.context() as patch:
-        patch.setattr(programs, "sha256_file", overtaken)
+        patch.setattr(observer, "sha256_file", overtaken)
         known_anew(large, memory)
     now = time.time_ns
     monkeypatch.setattr(time, "time_ns", lambda: now() + 40_000_000_000)
@@ -204,5 +204,5 @@ def test_small_file_is_hashed_each_time(tmp_path: Path) -> None:
     path = tmp_path / "a.h"
     for text in ("one", "two"):
         path.write_text(text)
-        assert programs.digest(str(path), (str(tmp_path),)) == digest.sha256_file(str(path))
+        assert observer.digest(str(path), (str(tmp_path),)) == digest.sha256_file(str(path))
     assert [each.name for each in tmp_path.iterdir()] == ["a.h"]

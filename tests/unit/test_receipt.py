@@ -18,7 +18,7 @@ import pytest
 from sample import layer
 from sample.signed_files import at_rest, just_saved, sha256
 
-from opkiln import digest, facts, images, machine, model
+from opkiln import digest, facts, machine, model
 from opkiln.decision import receipt
 from opkiln.decision.archs import Wanted
 from opkiln.decision.terms import Request
@@ -250,9 +250,11 @@ def test_file_whose_times_do_not_count_is_compared_by_its_value_for_ever(
     shop: Shop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        source, change = str(shop.source), images.change
+        source, mark = str(shop.source), digest.change_mark
         patch.setattr(
-            images, "change", lambda path, found: None if path == source else change(path, found)
+            digest,
+            "change_mark",
+            lambda path, found: None if path == source else mark(path, found),
         )
         with facts.collecting() as read:
             shop.note(FILE, shop.source, signature=[*Signature.of(str(shop.source))])
@@ -438,10 +440,10 @@ def test_program_that_the_entrys_script_chose_is_looked_up_like_one_of_the_searc
 def test_file_in_an_image_is_known_by_its_mount(
     calm: Shop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mount, change = images._FIRST - 5, images.change
+    mount, change = digest._FIRST - 5, digest.change_mark
     source = str(calm.source)
     monkeypatch.setattr(
-        images, "change", lambda path, found: mount if path == source else change(path, found)
+        digest, "change_mark", lambda path, found: mount if path == source else change(path, found)
     )
     signature = Signature.of(source)
     assert signature.in_image

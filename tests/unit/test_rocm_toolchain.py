@@ -20,7 +20,7 @@ from opkiln.model import ABI_TORCH, ROCM, OpSpec
 from opkiln.settings import override
 from opkiln.steps import hipcc as steps
 from opkiln.steps.host import PlanInputs
-from opkiln.toolchain import family, hipcc, torch_sdk
+from opkiln.toolchain import find, hipcc, torch_sdk
 from opkiln.toolchain import rocm as homes
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def test_a_named_rocm_without_hipcc_is_not_replaced_by_another(
     monkeypatch.setenv("ROCM_PATH", str(tmp_path / "empty"))
     assert not hipcc.available()
     with pytest.raises(ToolchainError) as caught:
-        family.choose(hipcc, memory, None, a_host())
+        find.choose(hipcc, memory, None, a_host())
     assert caught.value.what == f"ROCM_PATH={tmp_path}/empty cannot be used"
     assert caught.value.why == f"{tmp_path}/empty/bin/hipcc (ROCM_PATH): no such program"
     assert caught.value.hint == "unset ROCM_PATH"
@@ -98,7 +98,7 @@ def test_without_any_rocm_each_place_is_listed_and_the_hint_installs_one(
 ) -> None:
     assert not hipcc.available()
     with pytest.raises(ToolchainError) as caught:
-        family.choose(hipcc, memory, "6.2.0", a_host())
+        find.choose(hipcc, memory, "6.2.0", a_host())
     assert str(caught.value).splitlines() == [
         "no hipcc can be used here",
         "  hipcc (PATH): not on PATH",
@@ -112,7 +112,7 @@ def test_without_any_rocm_each_place_is_listed_and_the_hint_installs_one(
 
 def test_a_hipcc_is_asked_for_everything_once(opt: Path, memory: tuple[str, ...]) -> None:
     rocm = Rocm(opt / "rocm")
-    chosen = family.choose(hipcc, memory, None, a_host())
+    chosen = find.choose(hipcc, memory, None, a_host())
     assert chosen == DeviceCompiler(
         family="hipcc",
         path=str(rocm.hipcc),
@@ -132,7 +132,7 @@ def test_a_header_directory_that_the_host_compiler_searches_anyway_is_left_out(
 ) -> None:
     searching = a_host(include_dirs=(str(opt / "rocm" / "include"),))
     Rocm(opt / "rocm")
-    assert family.choose(hipcc, memory, None, searching).include_dirs == ()
+    assert find.choose(hipcc, memory, None, searching).include_dirs == ()
 
 
 def test_hipcc_compiles_for_amd_whatever_else_is_set(
@@ -146,7 +146,7 @@ def test_hipcc_compiles_for_amd_whatever_else_is_set(
     ):
         monkeypatch.setenv(name, value)
     rocm = Rocm(opt / "rocm")
-    family.choose(hipcc, memory, None, a_host())
+    find.choose(hipcc, memory, None, a_host())
     given = rocm.log.with_suffix(".log.env").read_text().splitlines()
     assert {line for line in given if "HIP" in line or "DEVICE_LIB" in line} == {"HIP_PLATFORM=amd"}
 
@@ -164,27 +164,27 @@ def test_a_hipcc_that_does_not_work_is_refused_with_what_it_says(
 ) -> None:
     Rocm(opt / "rocm", version, compiling=compiling)
     with pytest.raises(ToolchainError) as caught:
-        family.choose(hipcc, memory, None, a_host())
+        find.choose(hipcc, memory, None, a_host())
     assert f"{opt}/rocm/bin/hipcc ({opt}): {refusal}" in caught.value.why
 
 
 def test_a_hipcc_that_cannot_be_started_is_refused(opt: Path, memory: tuple[str, ...]) -> None:
     rocm = Rocm(opt / "rocm")
     rocm.hipcc.write_text("#!/no/such/perl\n")
-    (_, refused) = family.candidates(hipcc, memory, None, a_host())
+    (_, refused) = find.candidates(hipcc, memory, None, a_host())
     assert "could not be started" in refused.refused
 
 
 def test_a_rocm_without_its_runtime_is_refused(opt: Path, memory: tuple[str, ...]) -> None:
     rocm = Rocm(opt / "rocm")
     (rocm.home / "lib" / "libamdhip64.so").unlink()
-    (_, refused) = family.candidates(hipcc, memory, None, a_host())
+    (_, refused) = find.candidates(hipcc, memory, None, a_host())
     assert refused.refused == "finds no libamdhip64.so to link with"
 
 
 def test_a_rocm_for_another_machine_is_refused(opt: Path, memory: tuple[str, ...]) -> None:
     Rocm(opt / "rocm", machine="riscv64-unknown-linux-gnu")
-    (_, refused) = family.candidates(hipcc, memory, None, a_host())
+    (_, refused) = find.candidates(hipcc, memory, None, a_host())
     assert refused.refused == (
         "compiles for riscv64-unknown-linux-gnu, "
         f"but /usr/bin/g++ compiles for {architecture()}-linux-gnu"
@@ -198,16 +198,16 @@ def test_a_rocm_for_another_machine_is_refused(opt: Path, memory: tuple[str, ...
 )  # fmt: skip
 def test_each_file_that_decides_the_output_is_in_the_identity(opt: Path, part: str) -> None:
     rocm = Rocm(opt / "rocm")
-    before = family.choose(hipcc, (), None, a_host())
+    before = find.choose(hipcc, (), None, a_host())
     (rocm.home / part).write_text("another")
-    assert family.choose(hipcc, (), None, a_host()).identity != before.identity
+    assert find.choose(hipcc, (), None, a_host()).identity != before.identity
 
 
 def test_a_new_device_library_is_a_new_architecture(opt: Path) -> None:
     rocm = Rocm(opt / "rocm")
-    before = family.choose(hipcc, (), None, a_host())
+    before = find.choose(hipcc, (), None, a_host())
     (rocm.home / "amdgcn" / "bitcode" / "oclc_isa_version_1030.bc").write_text("")
-    after = family.choose(hipcc, (), None, a_host())
+    after = find.choose(hipcc, (), None, a_host())
     assert set(after.archs) - set(before.archs) == {"gfx1030"}
 
 
@@ -218,7 +218,7 @@ def test_the_one_that_is_nearest_to_torch_is_taken(opt: Path, memory: tuple[str,
     for version in ("6.0.1", "6.3.1", "6.4.0", "7.0.0"):
         Rocm(opt / f"rocm-{version}", version)
     chosen = {
-        torch_hip: family.choose(hipcc, memory, torch_hip, a_host()).version
+        torch_hip: find.choose(hipcc, memory, torch_hip, a_host()).version
         for torch_hip in ("6.0.5-x", "6.2.41133-dd7f95766", "6.9.0", "7.1.0", None)
     }
     assert chosen == {
@@ -230,7 +230,7 @@ def test_the_one_that_is_nearest_to_torch_is_taken(opt: Path, memory: tuple[str,
     }
     reasons = {
         os.path.basename(os.path.dirname(os.path.dirname(each.path))): each.refused
-        for each in family.candidates(hipcc, memory, "6.2.41133", a_host())
+        for each in find.candidates(hipcc, memory, "6.2.41133", a_host())
     }
     assert reasons["rocm-6.3.1"] == ""
     assert reasons["rocm-6.4.0"] == f"HIP 6.3.1 in {opt}/rocm-6.3.1 is nearer to torch's 6.2.41133"
@@ -243,7 +243,7 @@ def test_another_major_than_torchs_is_refused_with_what_would_fit(
 ) -> None:
     Rocm(opt / "rocm", "5.2.21153-0")
     with pytest.raises(ToolchainError) as caught:
-        family.choose(hipcc, memory, "6.2.41133-dd7f95766", a_host())
+        find.choose(hipcc, memory, "6.2.41133-dd7f95766", a_host())
     assert "no ROCm here fits torch" in caught.value.what
     assert "HIP 5.2.21153; torch was built with 6.2.41133-dd7f95766" in caught.value.why
     assert caught.value.hint.startswith("ROCM_HOME=/opt/rocm-6.2.0")
@@ -257,12 +257,12 @@ def test_a_choice_is_recalled_until_something_it_rests_on_changes(
 ) -> None:
     rocm = Rocm(opt / "rocm-6.2.0")
     (opt / "rocm").symlink_to(rocm.home)
-    assert family.recall(hipcc, memory, None, a_host()) is None
+    assert find.recall(hipcc, memory, None, a_host()) is None
     at_rest.wait(opt)
-    chosen = family.choose(hipcc, memory, None, a_host())
+    chosen = find.choose(hipcc, memory, None, a_host())
     runs = len(rocm.runs())
-    assert family.recall(hipcc, memory, None, a_host()) == chosen
-    assert family.choose(hipcc, memory, None, a_host()) == chosen
+    assert find.recall(hipcc, memory, None, a_host()) == chosen
+    assert find.choose(hipcc, memory, None, a_host()) == chosen
     assert len(rocm.runs()) == runs
 
     again, read = recalled(hipcc, memory, None, a_host())
@@ -274,7 +274,7 @@ def test_a_choice_is_recalled_until_something_it_rests_on_changes(
     (opt / "rocm").unlink()
     (opt / "rocm").symlink_to(other)
     assert {str(opt), f"{opt}/rocm/bin/hipcc"} <= broken(read)
-    assert family.recall(hipcc, memory, None, a_host()) is None
+    assert find.recall(hipcc, memory, None, a_host()) is None
 
 
 def test_a_refusal_is_recalled_until_what_was_missing_appears(
@@ -283,13 +283,13 @@ def test_a_refusal_is_recalled_until_what_was_missing_appears(
     rocm = Rocm(opt / "rocm")
     (rocm.home / "lib" / "libamdhip64.so").unlink()
     at_rest.wait(opt)
-    family.candidates(hipcc, memory, None, a_host())
+    find.candidates(hipcc, memory, None, a_host())
     runs = len(rocm.runs())
-    assert family.recall(hipcc, memory, None, a_host()) is None
-    family.candidates(hipcc, memory, None, a_host())
+    assert find.recall(hipcc, memory, None, a_host()) is None
+    find.candidates(hipcc, memory, None, a_host())
     assert len(rocm.runs()) == runs
     (rocm.home / "lib" / "libamdhip64.so").write_text("installed")
-    assert family.choose(hipcc, memory, None, a_host()).path == str(rocm.hipcc)
+    assert find.choose(hipcc, memory, None, a_host()).path == str(rocm.hipcc)
 
 
 # Versions

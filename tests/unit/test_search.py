@@ -13,7 +13,7 @@ from sample.levels import OTHER_LEVELS
 from opkiln import plan as plans
 from opkiln.build_model import DeviceCompiler, Toolchain, TorchSDK
 from opkiln.building.asking import ask, planned
-from opkiln.decision import policy, search
+from opkiln.decision import search, terms
 from opkiln.decision.terms import BUILD, LOAD, SHIP, Ask, Build, Fetch, Serve, Trace
 from opkiln.errors import (
     BuildError,
@@ -478,11 +478,11 @@ def test_remote_tiers_are_asked_once_and_only_by_those_who_may(
     assert isinstance(search.search(request, trace), Build)
     why = "only a load or a build connects"
     if not trusted:
-        why = f"no load asks it: {policy.NOTHING_TRUSTED}"
+        why = f"no load asks it: {terms.NOTHING_TRUSTED}"
     not_asked = ("remote", "none", f"not asked: {why}", "https://tier.example")
     assert trace.candidates[1:] == [not_asked]
-    told = "" if trusted else f"\nno tier of OPKILN_REMOTES was asked: {policy.NOTHING_TRUSTED}"
-    assert policy.refusal(world.spec, "compiling is off").why == f"compiling is off{told}"
+    told = "" if trusted else f"\nno tier of OPKILN_REMOTES was asked: {terms.NOTHING_TRUSTED}"
+    assert terms.refusal(world.spec, "compiling is off").why == f"compiling is off{told}"
     request.fetches = True
     outcome = search.search(request, Trace())
     assert isinstance(outcome, Fetch)

@@ -421,7 +421,7 @@ def test_the_library_is_not_imported_unless_keys_are_configured(
     code = (
         "import sys, opkiln\n"
         "from opkiln.store import archive\n"
-        "from opkiln.store.deps import Hasher\n"
+        "from opkiln.store.key import Hasher\n"
         "leaf, = archive.leaves(sys.argv[1], 'somebody', 'one')\n"
         "archive.examine(leaf, {}, Hasher()).payload\n"
         "print('cryptography' in sys.modules)\n"

@@ -14,7 +14,7 @@ from opkiln import digest, machine
 from opkiln.build_model import Toolchain
 from opkiln.errors import ToolchainError
 from opkiln.settings import override
-from opkiln.toolchain import family, libsycl, probing, sycl
+from opkiln.toolchain import find, libsycl, probing, sycl
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -113,7 +113,7 @@ def test_without_any_of_them_each_place_is_listed_with_its_refusal(
     tmp_path: Path, memory: tuple[str, ...]
 ) -> None:
     with override(cmplr_root=str(tmp_path / "root")), pytest.raises(ToolchainError) as caught:
-        family.choose(sycl, memory, None, host(tmp_path))
+        find.choose(sycl, memory, None, host(tmp_path))
     assert caught.value.why.splitlines() == [
         "icpx (PATH): not on PATH",
         "dpcpp (PATH): not on PATH",
@@ -134,8 +134,8 @@ def test_a_compiler_on_path_comes_before_other_places_and_the_runtime_comes_last
     icpx(tmp_path, name="dpcpp")
     library = runtime(tmp_path / "prefix")
     with override(cmplr_root=str(tmp_path / "root")):
-        found = [each.path for each in family.candidates(sycl, memory, None, host(tmp_path))]
-        chosen = family.choose(sycl, memory, None, host(tmp_path))
+        found = [each.path for each in find.candidates(sycl, memory, None, host(tmp_path))]
+        chosen = find.choose(sycl, memory, None, host(tmp_path))
     assert found == [
         "icpx",
         str(tmp_path / "bin" / "dpcpp"),
@@ -153,7 +153,7 @@ def test_icpx_is_asked_for_its_version_its_headers_and_its_libraries(
 ) -> None:
     home = tmp_path / "oneapi" / "2025.3"
     path = icpx(home)
-    found = family.choose(sycl, memory, None, host(tmp_path))
+    found = find.choose(sycl, memory, None, host(tmp_path))
     assert (found.family, found.path, found.home) == ("icpx", str(path), str(home))
     assert found.version == "2025.3.1"
     assert found.include_dirs == (str(home / "include"), "/usr/include")
@@ -166,7 +166,7 @@ def test_a_flag_that_icpx_does_not_take_is_not_in_what_it_accepts(
     tmp_path: Path, memory: tuple[str, ...]
 ) -> None:
     icpx(tmp_path / "oneapi" / "2025.3", precise=1)
-    assert family.choose(sycl, memory, None, host(tmp_path)).accepts == frozenset()
+    assert find.choose(sycl, memory, None, host(tmp_path)).accepts == frozenset()
 
 
 @pytest.mark.parametrize("part", ["bin/icpx", "bin/compiler/clang", "lib/libsycl.so.8"])
@@ -175,10 +175,10 @@ def test_another_binary_behind_the_same_version_is_another_compiler(
 ) -> None:
     home = tmp_path / "oneapi" / "2025.3"
     icpx(home)
-    before = family.choose(sycl, (), None, host(tmp_path))
+    before = find.choose(sycl, (), None, host(tmp_path))
     with (home / part).open("a") as file:
         file.write("\n# patched\n")
-    after = family.choose(sycl, (), None, host(tmp_path))
+    after = find.choose(sycl, (), None, host(tmp_path))
     assert before.version == after.version
     assert before.identity != after.identity
 
@@ -193,7 +193,7 @@ def test_the_same_compiler_elsewhere_is_the_same_compiler(tmp_path: Path) -> Non
     identities = []
     for path in (one, two):
         with override(sycl_cxx=str(path)):
-            identities.append(family.choose(sycl, (), None, host(tmp_path)).identity)
+            identities.append(find.choose(sycl, (), None, host(tmp_path)).identity)
     assert identities[0] == identities[1]
 
 
@@ -204,7 +204,7 @@ def test_a_named_compiler_that_is_absent_is_not_replaced_by_another(
     runtime(tmp_path / "prefix")
     monkeypatch.setenv("OPKILN_SYCL_CXX", "no-such-icpx")
     with pytest.raises(ToolchainError) as caught:
-        family.choose(sycl, memory, None, host(tmp_path))
+        find.choose(sycl, memory, None, host(tmp_path))
     assert caught.value.why == "no-such-icpx (OPKILN_SYCL_CXX): no such program"
     assert caught.value.hint == "unset OPKILN_SYCL_CXX"
     assert not sycl.available()
@@ -229,7 +229,7 @@ def test_a_program_that_is_no_sycl_compiler_is_refused_with_what_it_said(
 ) -> None:
     named = program(tmp_path / "mine", body)
     with override(sycl_cxx=str(named)), pytest.raises(ToolchainError) as caught:
-        family.choose(sycl, memory, None, host(tmp_path))
+        find.choose(sycl, memory, None, host(tmp_path))
     assert reason in caught.value.why
 
 
@@ -239,7 +239,7 @@ def test_a_compiler_that_is_refused_leaves_the_turn_to_the_runtime(
 ) -> None:
     refused = program(tmp_path / "bin" / "icpx", "echo broken; exit 3")
     library = runtime(tmp_path / "prefix")
-    chosen = family.choose(sycl, memory, None, host(tmp_path))
+    chosen = find.choose(sycl, memory, None, host(tmp_path))
     assert (chosen.family, chosen.path) == ("sycl-rt", str(library))
     again, read = recalled(sycl, memory, None, host(tmp_path))
     assert again == chosen
@@ -253,7 +253,7 @@ def test_the_pip_runtime_is_found_beside_the_interpreter(
 ) -> None:
     home = tmp_path / "prefix"
     library = runtime(home)
-    found = family.choose(sycl, memory, None, host(tmp_path))
+    found = find.choose(sycl, memory, None, host(tmp_path))
     assert (found.family, found.path, found.home) == ("sycl-rt", str(library), str(home))
     assert found.version == "9.0.1 (20260724)"
     assert found.include_dirs == (str(home / "include"),)
@@ -276,7 +276,7 @@ def test_a_pip_runtime_in_another_site_is_found_by_its_metadata(
         "../../libsycl.so,,\n../../libsycl-preview.so.9,,\n../../libsycl.so.9,,\n"
     )
     monkeypatch.syspath_prepend(str(site))
-    assert family.choose(sycl, memory, None, host(tmp_path)).path == str(library)
+    assert find.choose(sycl, memory, None, host(tmp_path)).path == str(library)
 
 
 def test_of_several_runtimes_the_highest_number_is_taken(
@@ -285,14 +285,14 @@ def test_of_several_runtimes_the_highest_number_is_taken(
     runtime(tmp_path / "prefix", 9)
     (tmp_path / "prefix" / "lib" / "libsycl.so.10").write_text("newer")
     (tmp_path / "prefix" / "lib" / "libsycl.so.10.0.1-gdb.py").write_text("")
-    assert sycl.soname(family.choose(sycl, memory, None, host(tmp_path))) == "libsycl.so.10"
+    assert sycl.soname(find.choose(sycl, memory, None, host(tmp_path))) == "libsycl.so.10"
 
 
 def test_a_runtime_that_cannot_compile_by_itself_is_refused(
     tmp_path: Path, memory: tuple[str, ...]
 ) -> None:
     runtime(tmp_path / "prefix", 8)
-    (last,) = family.candidates(sycl, memory, None, host(tmp_path))[-1:]
+    (last,) = find.candidates(sycl, memory, None, host(tmp_path))[-1:]
     assert "libsycl.so.8 cannot compile kernels by itself" in last.refused
     assert ">=2026" in last.refused
     assert not sycl.available()
@@ -304,7 +304,7 @@ def test_a_runtime_without_headers_or_compiler_is_refused_by_what_is_missing(
 ) -> None:
     runtime(tmp_path / "prefix")
     (tmp_path / "prefix" / part).unlink()
-    (last,) = family.candidates(sycl, memory, None, host(tmp_path))[-1:]
+    (last,) = find.candidates(sycl, memory, None, host(tmp_path))[-1:]
     assert last.refused == f"{tmp_path}/prefix/{part} is missing"
 
 
@@ -314,7 +314,7 @@ def test_headers_that_the_host_compiler_cannot_use_are_a_refusal_with_its_words(
     runtime(tmp_path / "prefix")
     failing = host(tmp_path, "echo \"probe.cpp:2:1: error: 'sycl' is not a member\"; exit 1")
     with pytest.raises(ToolchainError) as caught:
-        family.choose(sycl, memory, None, failing)
+        find.choose(sycl, memory, None, failing)
     assert "no runtime compiler that" in caught.value.why
     assert "can use: 'sycl' is not a member" in caught.value.why
 
@@ -326,10 +326,10 @@ def test_what_one_host_compiler_made_of_the_headers_is_not_held_against_another(
     library = runtime(tmp_path / "prefix")
     failing, working = host(tmp_path, "exit 1", "old"), host(tmp_path, "exit 0", "new")
     with pytest.raises(ToolchainError):
-        family.choose(sycl, memory, None, failing)
-    assert family.recall(sycl, memory, None, working) is None
-    assert family.choose(sycl, memory, None, working).path == str(library)
-    assert family.recall(sycl, memory, None, failing) is None
+        find.choose(sycl, memory, None, failing)
+    assert find.recall(sycl, memory, None, working) is None
+    assert find.choose(sycl, memory, None, working).path == str(library)
+    assert find.recall(sycl, memory, None, failing) is None
 
 
 @pytest.mark.usefixtures("at_rest")
@@ -339,11 +339,11 @@ def test_what_was_found_out_is_remembered_until_a_file_changes(
     home = tmp_path / "oneapi" / "2025.3"
     icpx(home)
     gxx = host(tmp_path)
-    assert family.recall(sycl, memory, None, gxx) is None
-    chosen = family.choose(sycl, memory, None, gxx)
-    assert family.recall(sycl, memory, None, gxx) == chosen
+    assert find.recall(sycl, memory, None, gxx) is None
+    chosen = find.choose(sycl, memory, None, gxx)
+    assert find.recall(sycl, memory, None, gxx) == chosen
     (home / "lib" / "libsycl.so.8").write_text("another")
-    assert family.recall(sycl, memory, None, gxx) is None
+    assert find.recall(sycl, memory, None, gxx) is None
 
 
 @pytest.mark.usefixtures("at_rest")
@@ -353,7 +353,7 @@ def test_a_receipt_for_the_runtime_ends_when_a_compiler_appears(
     home = tmp_path / "prefix"
     library = runtime(home)
     gxx = host(tmp_path)
-    chosen = family.choose(sycl, memory, None, gxx)
+    chosen = find.choose(sycl, memory, None, gxx)
     again, read = recalled(sycl, memory, None, gxx)
     assert (again, broken(read)) == (chosen, set())
     assert read.programs == {"icpx": [None], "dpcpp": [None]}

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from opkiln.binary import elf
-from opkiln.binary.symbols import missing
+from opkiln.binary.elf import missing
 from opkiln.errors import LoadError
 
 pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")

@@ -30,7 +30,6 @@ from opkiln.settings import override, settings
 from opkiln.toolchain import (
     choice,
     cuda_version,
-    family,
     find,
     host,
     nvcc,
@@ -144,14 +143,14 @@ class Machine:
         return host.choose(self.memory)
 
     def choose(self, torch_cuda: str | None = None) -> nvcc.DeviceCompiler:
-        return family.choose(nvcc, self.memory, torch_cuda, self.host)
+        return find.choose(nvcc, self.memory, torch_cuda, self.host)
 
     def recall(self, torch_cuda: str | None = None) -> nvcc.DeviceCompiler | None:
-        return family.recall(nvcc, self.memory, torch_cuda, self.host)
+        return find.recall(nvcc, self.memory, torch_cuda, self.host)
 
     def candidates(self, torch_cuda: str | None = None) -> dict[str, tuple[str, str, str]]:
         """label -> (origin, version, refused)."""
-        found = family.candidates(nvcc, self.memory, torch_cuda, self.host)
+        found = find.candidates(nvcc, self.memory, torch_cuda, self.host)
         return {
             os.path.relpath(each.path, self.root): (each.origin, each.version, each.refused)
             for each in found
@@ -390,15 +389,15 @@ def test_a_link_that_a_script_goes_through_is_followed_when_it_is_turned(here: M
     program(here.bin / "nvcc", f"exec '{current}/bin/nvcc' \"$@\"")
     at_rest.wait(here.root)
     chain = here.host
-    taken = family.choose(nvcc, here.memory, _torch_cuda(), chain)
+    taken = find.choose(nvcc, here.memory, _torch_cuda(), chain)
     assert taken.home == str(one.home)
     _, read = recalled(nvcc, here.memory, _torch_cuda(), chain)
     assert broken(read) == set()
     current.unlink()
     current.symlink_to(two.home)
     assert broken(read) == {f"{current}/bin"}
-    assert family.recall(nvcc, here.memory, _torch_cuda(), chain) is None
-    assert family.choose(nvcc, here.memory, _torch_cuda(), chain).home == str(two.home)
+    assert find.recall(nvcc, here.memory, _torch_cuda(), chain) is None
+    assert find.choose(nvcc, here.memory, _torch_cuda(), chain).home == str(two.home)
 
 
 def test_an_nvcc_that_cannot_be_started_does_not_hide_the_others(here: Machine) -> None:
@@ -408,7 +407,7 @@ def test_an_nvcc_that_cannot_be_started_does_not_hide_the_others(here: Machine) 
     made = here.toolkit("13.0")
     at_rest.wait(here.root)
     chain = here.host
-    taken = family.choose(nvcc, here.memory, _torch_cuda(), chain)
+    taken = find.choose(nvcc, here.memory, _torch_cuda(), chain)
     assert taken.home == str(made.home)
     assert "loader that it names does not" in here.candidates("13.0")["bin/nvcc"][2]
     again, read = recalled(nvcc, here.memory, _torch_cuda(), chain)
@@ -416,8 +415,8 @@ def test_an_nvcc_that_cannot_be_started_does_not_hide_the_others(here: Machine) 
     assert str(interpreter) in read.absent
     # Once it can be started, it is asked again.
     program(interpreter, f"shift 2; exec '{here.toolkit('13.0', 'late').nvcc}' \"$@\"")
-    assert family.recall(nvcc, here.memory, None, chain) is None
-    assert family.choose(nvcc, here.memory, None, chain).home == str(here.root / "late")
+    assert find.recall(nvcc, here.memory, None, chain) is None
+    assert find.choose(nvcc, here.memory, None, chain).home == str(here.root / "late")
 
 
 def test_an_nvcc_that_does_not_answer_does_not_hide_the_others(
@@ -433,7 +432,7 @@ def test_an_nvcc_that_does_not_answer_does_not_hide_the_others(
 
     monkeypatch.setattr(process, "run", impatient)
     for _ in range(2):
-        assert family.choose(nvcc, here.memory, _torch_cuda(), chain).home == str(made.home)
+        assert find.choose(nvcc, here.memory, _torch_cuda(), chain).home == str(made.home)
     assert "did not end within 0.2 s" in here.candidates("13.0")["bin/nvcc"][2]
     assert (here.root / "log").read_text() == "asked\n"  # it is left alone for a while
     taken, read = recalled(nvcc, here.memory, _torch_cuda(), chain)
@@ -441,7 +440,7 @@ def test_an_nvcc_that_does_not_answer_does_not_hide_the_others(
     assert not read.complete  # that time has passed is nothing that a stat could show
     later = time.time() + 4000
     monkeypatch.setattr(time, "time", lambda: later)
-    assert family.recall(nvcc, here.memory, _torch_cuda(), chain) is None
+    assert find.recall(nvcc, here.memory, _torch_cuda(), chain) is None
 
 
 def test_a_toolkit_that_goes_while_it_is_asked_is_passed_over(here: Machine) -> None:
@@ -470,9 +469,9 @@ def test_an_nvcc_that_fails_with_one_host_compiler_is_asked_again_with_another(
     chain = here.host
     for _ in range(2):
         with pytest.raises(ToolchainError, match="does not say where its toolkit is"):
-            family.choose(nvcc, here.memory, "13.0", chain)
+            find.choose(nvcc, here.memory, "13.0", chain)
     with override(ccbin=str(other)):
-        assert family.choose(nvcc, here.memory, "13.0", chain).host == str(other)
+        assert find.choose(nvcc, here.memory, "13.0", chain).host == str(other)
 
 
 @pytest.mark.parametrize("where", ["site/nvidia/cu13", "site/nvidia/cuda_nvcc"])
@@ -674,24 +673,24 @@ def test_what_is_remembered_needs_no_question(here: Machine) -> None:
     program(here.bin / "nvcc", f"exec '{made.nvcc}' \"$@\"")
     at_rest.wait(here.root)
     chain = here.host
-    assert family.recall(nvcc, here.memory, "13.0", chain) is None
-    taken = family.choose(nvcc, here.memory, "13.0", chain)
+    assert find.recall(nvcc, here.memory, "13.0", chain) is None
+    taken = find.choose(nvcc, here.memory, "13.0", chain)
     asked = made.asked()
-    assert family.recall(nvcc, here.memory, "13.0", chain) == taken
-    assert family.choose(nvcc, here.memory, "13.0", chain) == taken
+    assert find.recall(nvcc, here.memory, "13.0", chain) == taken
+    assert find.choose(nvcc, here.memory, "13.0", chain) == taken
     assert made.asked() == asked
     with override(ccbin=str(a_compiler(here.bin / "g++-12"))):
-        assert family.recall(nvcc, here.memory, "13.0", chain) is None
+        assert find.recall(nvcc, here.memory, "13.0", chain) is None
 
     # An edit, a newcomer and a loss are all noticed.
     (made.home / "bin/ptxas").write_text("another")
-    assert family.recall(nvcc, here.memory, "13.0", chain) is None
-    assert family.choose(nvcc, here.memory, "13.0", chain).identity != taken.identity
+    assert find.recall(nvcc, here.memory, "13.0", chain) is None
+    assert find.choose(nvcc, here.memory, "13.0", chain).identity != taken.identity
     newcomer = here.toolkit("13.4")
-    assert family.recall(nvcc, here.memory, "13.4", chain) is None
-    assert family.choose(nvcc, here.memory, "13.4", chain).home == str(newcomer.home)
+    assert find.recall(nvcc, here.memory, "13.4", chain) is None
+    assert find.choose(nvcc, here.memory, "13.4", chain).home == str(newcomer.home)
     made.nvcc.unlink()
-    assert family.choose(nvcc, here.memory, "13.0", chain).home == str(newcomer.home)
+    assert find.choose(nvcc, here.memory, "13.0", chain).home == str(newcomer.home)
 
 
 def test_a_refusal_is_remembered_until_the_missing_part_is_there(here: Machine) -> None:
@@ -721,7 +720,7 @@ def test_the_evidence_of_a_choice_ends_with_what_it_rests_on(here: Machine) -> N
     made, other = here.toolkit("13.0", "mine"), here.toolkit("13.0")
     (here.bin / "nvcc").symlink_to(made.nvcc)
     at_rest.wait(here.root)
-    taken = family.choose(nvcc, here.memory, _torch_cuda(), here.host)
+    taken = find.choose(nvcc, here.memory, _torch_cuda(), here.host)
     assert taken.home == str(made.home)
     _, read = recalled(nvcc, here.memory, _torch_cuda(), here.host)
     assert broken(read) == set()
@@ -786,13 +785,13 @@ def test_a_ccbin_that_comes_first_on_path_ends_the_evidence(here: Machine, name:
     earlier = here.root / "earlier"
     at_rest.wait(here.root)
     with override(ccbin=name, path=(str(earlier), str(here.bin), "/usr/bin", "/bin")):
-        taken = family.choose(nvcc, here.memory, _torch_cuda(), here.host)
+        taken = find.choose(nvcc, here.memory, _torch_cuda(), here.host)
         again, read = recalled(nvcc, here.memory, _torch_cuda(), here.host)
         assert again == taken
         assert read.programs[name] == [str(here.bin / name)]
         newcomer = a_compiler(earlier / name)
         assert find.first(name) == str(newcomer) != read.programs[name][0]
-        assert family.choose(nvcc, here.memory, _torch_cuda(), here.host).host == str(newcomer)
+        assert find.choose(nvcc, here.memory, _torch_cuda(), here.host).host == str(newcomer)
 
 
 # The names that DeepSpeed's builders know

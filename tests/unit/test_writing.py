@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from opkiln import writing
+from opkiln import digest
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -21,9 +21,9 @@ def mode(path: Path) -> int:
 
 def test_private_file_and_the_directories_above_it_are_for_this_user_alone(tmp_path: Path) -> None:
     path = tmp_path / "store" / "logs" / "op.log"
-    writing.write_private(str(path), b"first")
+    digest.write_private(str(path), b"first")
     path.chmod(0o644)
-    writing.write_private(str(path), b"second")
+    digest.write_private(str(path), b"second")
     assert path.read_bytes() == b"second"
     assert mode(path) == 0o600
     assert [mode(each) for each in path.parents[:2]] == [0o700, 0o700]
@@ -35,7 +35,7 @@ def test_file_that_is_replaced_keeps_its_mode_and_the_link_that_leads_to_it(tmp_
     path.write_bytes(b"old")
     path.chmod(0o640)
     link.symlink_to(path)
-    writing.replace(str(link), b"new")
+    digest.replace(str(link), b"new")
     assert link.is_symlink()
     assert path.read_bytes() == b"new"
     assert mode(path) == 0o640
@@ -44,11 +44,11 @@ def test_file_that_is_replaced_keeps_its_mode_and_the_link_that_leads_to_it(tmp_
 
 def test_new_file_has_the_mode_that_the_umask_allows(tmp_path: Path) -> None:
     (tmp_path / "plain").touch()
-    writing.replace(str(tmp_path / "new"), b"")
+    digest.replace(str(tmp_path / "new"), b"")
     assert mode(tmp_path / "new") == mode(tmp_path / "plain")
 
 
-@pytest.mark.parametrize("write", [writing.replace, writing.write_private])
+@pytest.mark.parametrize("write", [digest.replace, digest.write_private])
 def test_failure_leaves_the_old_file_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Callable[[str, bytes], None]
 ) -> None:
@@ -66,6 +66,6 @@ def test_failure_leaves_the_old_file_and_nothing_else(
     assert path.read_bytes() == b"old"
     assert os.listdir(tmp_path) == ["file"]
     [(temporary, final)] = seen
-    assert writing.is_temporary(temporary)
+    assert digest.is_temporary(temporary)
     assert final == str(path)
-    assert not writing.is_temporary(final)
+    assert not digest.is_temporary(final)

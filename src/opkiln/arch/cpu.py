@@ -14,7 +14,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from opkiln.errors import ArchError
-from opkiln.record import Record
+from opkiln.lazy import Record
 
 
 class CPU(Record):

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 
 from opkiln.arch import lists
 from opkiln.errors import ArchError
-from opkiln.record import Record
+from opkiln.lazy import Record
 
 
 class Arch(Record):

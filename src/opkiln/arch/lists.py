@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 from opkiln.errors import ArchError, SpecError
-from opkiln.record import Record
+from opkiln.lazy import Record
 
 # The type of an author's ``filter_ccs``. It gets names and returns those to keep: as strings, or,
 # as in DeepSpeed, as the parts of ``name.split(".")``.

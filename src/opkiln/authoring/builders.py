@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from opkiln.authoring.parameters import NATIVE, NO_GRAD, Parameters, texts
 from opkiln.builder.base import directory_of, root_of
 from opkiln.builder.cuda import CUDAOpBuilder
-from opkiln.decision.policy import CHECK
+from opkiln.decision.terms import CHECK
 from opkiln.errors import SpecError, UsageError
 from opkiln.loading import loader
 from opkiln.model import (

@@ -13,7 +13,7 @@ Every op has variants, each with a library: a plain op has one. The arguments of
   anew whenever it runs, also with other shapes. The decorated function, outside of graphs, chooses
   before torch is called.
 - With dtypes, all libraries implement the op itself. torch calls the first that is loaded, and the
-  libraries pass a call on among themselves (``loading/light.py``), so a dtype costs a call nothing
+  libraries pass a call on among themselves (``loading/native.py``), so a dtype costs a call nothing
   in Python, also in a compiled graph. A dtype that is not loaded yet arrives here.
 
 Decorating a function again (a notebook's cell is run once more, a module is reloaded) replaces
@@ -41,7 +41,7 @@ from opkiln.authoring.checking import Comparison
 from opkiln.authoring.gradient import Gradient, tensors, with_defaults, without_autocast
 from opkiln.authoring.parameters import DTYPE, NATIVE, NO_GRAD, UNSERVED
 from opkiln.authoring.variants import Variant, device_of, require_allowed
-from opkiln.decision import policy
+from opkiln.decision import terms
 from opkiln.errors import FallbackWarning, LoadError, SpecError, warn_caller
 from opkiln.loading.here import here
 from opkiln.loading.register import Function, drop_compiled_graphs, library_of, register_fake
@@ -119,7 +119,7 @@ class Entrance(Function):
                 pass
             else:
                 return call(*args, **kwargs)  # type: ignore[operator]
-        if device_of(args, kwargs) == "meta" or settings.mode == policy.REFERENCE:
+        if device_of(args, kwargs) == "meta" or settings.mode == terms.REFERENCE:
             return self.reference(*args, **kwargs)
         variant, why = self._choose(args, kwargs)
         if variant is None:
@@ -182,7 +182,7 @@ class Entrance(Function):
         with here.lock:
             if values in self._variants:
                 return self._variants[values]
-            made = Variant(self.op, self._builder.variant(values), self.compare, self.reference)
+            made = Variant(self._builder.variant(values), self.compare, self.reference)
             compared = NATIVE in self._builder.REGISTRATION.overloads
             if self._has_overloads:
                 ending = self.parameters.suffix(values)

@@ -16,8 +16,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from opkiln.errors import SpecError
+from opkiln.lazy import Record
 from opkiln.model import check_names
-from opkiln.record import Record
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ import torch
 from opkiln.authoring.checking import copied, written_arguments
 from opkiln.authoring.gradient import tensors
 from opkiln.builder.base import backend_of
-from opkiln.decision import policy
+from opkiln.decision import terms
 from opkiln.digest import key, read_file
 from opkiln.errors import OpkilnError, SealedError, StoreWarning
 from opkiln.machine import cpu_name
@@ -109,8 +109,8 @@ class Tuning:
             if choice is None:
                 capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
                 measured: dict[str, float] = {}
-                why = _CAPTURING if capturing else policy.never_compiles()
-                if settings.mode == policy.NEEDED and not capturing:
+                why = _CAPTURING if capturing else terms.never_compiles()
+                if settings.mode == terms.NEEDED and not capturing:
                     why = _NOT_COMPILED
                 if not why:
                     measured, why = self._measured(chosen, device, args, kwargs)

@@ -7,7 +7,7 @@ from typing import Any
 
 from opkiln.authoring.gradient import tensors
 from opkiln.builder.base import backend_of
-from opkiln.decision import policy
+from opkiln.decision import terms
 from opkiln.errors import FallbackWarning, LoadError, warn_caller
 from opkiln.loading.here import here
 from opkiln.settings import settings
@@ -28,12 +28,13 @@ class Variant:
 
     def __init__(
         self,
-        op: str,
         builder: type[DecoratedBuilder],
         compare: Comparison,
         reference: Callable[..., Any],
     ) -> None:
-        self._op, self._builder, self._compare, self._reference = op, builder, compare, reference
+        self._builder, self._compare, self._reference = builder, compare, reference
+        # For messages. The parts of an op, and its libraries for dtypes, are not users' concern.
+        self._op = builder.NAME.partition("__")[0] or builder.NAME
         self._served = builder.SERVED
         self._lock = threading.RLock()
         self.overload: Any = None  # what a call is passed on to once its library is loaded
@@ -64,7 +65,7 @@ class Variant:
             loaded = None
             if backend_of(self._builder, device) is not None:
                 loaded = self.builder_of(device).loaded()
-            elif settings.mode != policy.REFERENCE:
+            elif settings.mode != terms.REFERENCE:
                 what, why = f"reference on {device}", self._sources_in_words()
                 require_allowed(self._op, what, why)
                 told = f"op {self._op} runs as its pure-PyTorch {what}: {why}"
@@ -99,7 +100,7 @@ class Variant:
 
 
 def require_allowed(op: str, what: str, why: str) -> None:
-    if settings.mode == policy.NATIVE:
+    if settings.mode == terms.NATIVE:
         raise LoadError(
             f"op {op} would run as its {what}: {why}",
             why="OPKILN_MODE=native: a native version is required",

@@ -1,17 +1,22 @@
-"""Reads ELF files: the machine, what the file needs, and where its sections are.
+"""Reads ELF files: the machine, what a file needs, where that is found, sections and symbols.
 
 The dynamic tables are found through the section headers, as in binutils. Only 64-bit little-endian
-files are supported; those are all platforms that opkiln builds for.
+files are supported; those are all platforms that opkiln builds for. The dynamic linker looks for
+libraries in the directories that programs and libraries name, in those of ``LD_LIBRARY_PATH``, and
+in a list that ``ldconfig`` made.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import hashlib
+import os
+import struct
+from collections.abc import Iterable, Iterator
 from struct import Struct
 
 from opkiln.binary.source import File, Source, opened
 from opkiln.errors import LoadError
-from opkiln.record import Record
+from opkiln.lazy import Record
 
 _MACHINES = {62: "x86_64", 183: "aarch64"}
 _KINDS = {1: "object", 2: "executable", 3: "shared"}
@@ -283,3 +288,164 @@ def _whole(source: Source, offset: int, size: int, what: str) -> bytes:
 
 def _beginning(magic: bytes) -> str:
     return f"it begins with {magic.hex(' ')}" if magic else "it is empty"
+
+
+_HEAD, _WORD, _LONG = Struct("<IIII"), Struct("<I"), Struct("<Q")
+_UNDEFINED = 0
+
+
+def missing(file: File, names: Iterable[str]) -> tuple[str, ...]:
+    """The ``names`` that a library does not define, in the given order. Raises LoadError."""
+    with opened(file) as source:
+        table = _Table(source)
+        if table.usable:
+            return tuple(name for name in names if not table.has(name))
+    has = defined(file)  # the library has an older kind of hash table, or none
+    return tuple(name for name in names if name not in has)
+
+
+class _Table:
+    """A ``.gnu.hash`` section, with its symbols and their names."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        names = (".gnu.hash", ".dynsym", ".dynstr")
+        hashes, symbols, strings = (list(sections(source, name)) for name in names)
+        self.usable = len(hashes) == len(symbols) == len(strings) == 1
+        if not self.usable:
+            return
+        ((at, self._hashes),) = hashes
+        ((self._symbols_at, self._symbols),) = symbols
+        ((self._strings_at, self._strings),) = strings
+        self._count, self._first, self._words, self._shift = self._hashes.unpack(
+            _HEAD, at, ".gnu.hash"
+        )
+        self.usable = self._count > 0 and self._words > 0
+        self._filter_at = at + _HEAD.size
+        self._buckets_at = self._filter_at + 8 * self._words
+        self._chains_at = self._buckets_at + 4 * self._count
+
+    def has(self, name: str) -> bool:
+        """Whether the library defines a symbol. Raises LoadError for a damaged table."""
+        wanted = _hash(name)
+        at = self._filter_at + 8 * (wanted // 64 % self._words)
+        (bits,) = self._hashes.unpack(_LONG, at, ".gnu.hash")
+        if not (bits >> wanted % 64) & (bits >> (wanted >> self._shift) % 64) & 1:
+            return False
+        index = self._word(self._buckets_at + 4 * (wanted % self._count))
+        if index < self._first:
+            return False
+        while True:  # a chain without an end gives an error at the end of the section
+            found = self._word(self._chains_at + 4 * (index - self._first))
+            if found | 1 == wanted | 1 and self._is(index, name):
+                return True
+            if found & 1:
+                return False
+            index += 1
+
+    def _word(self, at: int) -> int:
+        (value,) = self._hashes.unpack(_WORD, at, ".gnu.hash")
+        return int(value)
+
+    def _is(self, index: int, name: str) -> bool:
+        at = self._symbols_at + SYMBOL.size * index
+        string, _, _, section, _, _ = self._symbols.unpack(SYMBOL, at, ".dynsym")
+        start, text = self._strings_at + string, name.encode() + b"\0"
+        if section == _UNDEFINED or start + len(text) > self._strings.size:
+            return False
+        return self._strings.read(start, len(text), ".dynstr") == text
+
+
+def _hash(name: str) -> int:
+    value = 5381
+    for byte in name.encode():
+        value = (value * 33 + byte) & 0xFFFFFFFF
+    return value
+
+
+# C++ names: ``kernels::launch(int*)`` for ``_ZN7kernels6launchEPi``
+
+_STRING = "std::__cxx11::basic_string<char, std::char_traits<char>, std::allocator<char> >"
+
+
+def demangled(symbol: str) -> str:
+    """A symbol's C++ name, from the C++ runtime. Returns the symbol itself if it has none."""
+    if not symbol.startswith("_Z"):
+        return symbol
+    from opkiln.nvrtc.names import demangler
+
+    try:
+        name = demangler()(symbol)
+    except (OSError, AttributeError):
+        return symbol  # there is no libstdc++, so there is no torch either
+    return name.replace(_STRING, "std::string")
+
+
+def shown(symbol: str) -> str:
+    """A symbol for a message: its C++ name, and the symbol too if the two differ."""
+    name = demangled(symbol)
+    return symbol if name == symbol else f"{name} ({symbol})"
+
+
+PRELOADS = "/etc/ld.so.preload"  # names what it loads into every program
+LIST = "/etc/ld.so.cache"
+
+# Directories below those of libraries that it prefers. Since 2.37 glibc knows the first alone; the
+# others are all that older ones look into on x86-64 and aarch64 (``ld.so --help`` lists them).
+_PREFERRED = ("glibc-hwcaps", "tls", "aarch64", "atomics", "x86_64", "haswell", "xeon_phi",
+              "avx512_1")  # fmt: skip
+
+
+def search(directories: Iterable[str], libraries: Iterable[str]) -> tuple[list[str], list[str]]:
+    """Where a library of one of these names would be found: the paths where nothing is, and the
+    files that are there. A file that was not loaded either comes later, or does not suit this
+    machine; with other contents it may be taken."""
+    names = (*_PREFERRED, *libraries)
+    absent, there = [], []
+    waiting = list(directories)
+    entered = set()
+    for directory in waiting:  # it grows
+        candidates = [os.path.join(directory, name) for name in names]
+        preferred, files = candidates[: len(_PREFERRED)], candidates[len(_PREFERRED) :]
+        absent += [path for path in candidates if not os.path.exists(path)]
+        there += [path for path in files if os.path.isfile(path) and os.access(path, os.R_OK)]
+        real = os.path.realpath(directory)
+        if real not in entered:
+            entered.add(real)
+            waiting += filter(os.path.isdir, (*preferred, *_contents(preferred[0])))
+    return absent, there
+
+
+def _contents(directory: str) -> list[str]:
+    found = os.listdir(directory) if os.path.isdir(directory) else ()
+    return [os.path.join(directory, name) for name in found]
+
+
+_MAGIC, _CACHE_HEADER, _ENTRY = b"glibc-ld.so.cache1.1", 48, struct.Struct("<iIIIQ")
+
+
+def listed(file: str, names: Iterable[str]) -> list[str]:
+    """What the linker's list says of libraries: each name, with the paths that it leads to after
+    it. A list that is not glibc's counts as a whole. Raises OSError."""
+    found = {name.encode(): [name] for name in sorted(names)}
+    try:
+        with open(file, "rb") as opened:
+            data = opened.read()
+    except FileNotFoundError:
+        data = b""
+    try:
+        begin = data.index(_MAGIC)  # the same in an older form may stand before it
+        (count,) = struct.unpack_from("<I", data, begin + len(_MAGIC))
+        for number in range(count):
+            place = begin + _CACHE_HEADER + number * _ENTRY.size
+            _, name, path, _, _ = _ENTRY.unpack_from(data, place)
+            paths = found.get(_text(data, begin + name))
+            if paths is not None:
+                paths.append(os.fsdecode(_text(data, begin + path)))
+    except (struct.error, ValueError):
+        return ["".join(each) + "/" + hashlib.sha256(data).hexdigest() for each in found.values()]
+    return ["".join(each) for each in found.values()]
+
+
+def _text(data: bytes, place: int) -> bytes:
+    return data[place : data.index(b"\0", place)]

@@ -453,7 +453,7 @@ class OpBuilder:
 
     def _cpu_flags(self) -> tuple[str, ...]:
         from opkiln.arch import cpu
-        from opkiln.decision.target import target_cpu, target_machine
+        from opkiln.decision.archs import target_cpu, target_machine
 
         family = target_machine()
         return cpu.flags(target_cpu(), family, frozenset(cpu.probes(family)))
@@ -465,7 +465,7 @@ class OpBuilder:
     def simd_width(self) -> str:
         """A macro for the target's vector unit: ``-D__AVX512__``, ``-D__AVX256__``, else scalar."""
         from opkiln.arch import cpu
-        from opkiln.decision.target import target_cpu, target_machine
+        from opkiln.decision.archs import target_cpu, target_machine
 
         widths = {"avx512": "-D__AVX512__", "avx2": "-D__AVX256__"}
         return widths.get(cpu.simd(target_machine(), target_cpu()), "-D__SCALAR__")
@@ -510,8 +510,11 @@ def _builder_for(kind: type[OpBuilder], device: str | None) -> OpBuilder:
 
 
 def directory_of(file: str) -> str:
-    """Where a file lies; the working directory for what is in no file."""
-    return os.path.dirname(os.path.abspath(file)) if os.path.exists(file) else os.getcwd()
+    """Where a file lies, also in an archive; the working directory for what is in no file."""
+    path = found = os.path.abspath(file)
+    while not os.path.exists(found):
+        found = os.path.dirname(found)
+    return os.path.dirname(path) if os.path.isfile(found) else os.getcwd()
 
 
 def root_of(module: str, directory: str) -> str:

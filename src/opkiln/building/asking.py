@@ -10,7 +10,7 @@ from opkiln.engine import events, progress
 from opkiln.errors import OpkilnError, ToolchainError
 from opkiln.process import once_per_thread
 from opkiln.settings import settings
-from opkiln.store import location, lock
+from opkiln.store import layers, lock
 from opkiln.toolchain import choice
 from opkiln.trust import usable_by_owner
 
@@ -39,7 +39,7 @@ def _in_turn(request: Request) -> Toolchain:
     """
     store, spec = request.store, request.op.spec
     backend, machine = request.target.backend, request.target.machine
-    location.claim(store.root)
+    layers.claim(store.root)
     if store.root is None:
         return choice.choose(store.memory, backend, machine, spec)
     waited = False

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 from opkiln import plan as plans
 from opkiln.build_model import ICPX, SYCL_RUNTIME, DeviceCompiler, Plan, Target, Toolchain
-from opkiln.building import inline, leaves, loadtest
+from opkiln.building import gather, loadtest, wording
 from opkiln.building.outputs import Stage
-from opkiln.decision import policy
-from opkiln.digest import UnusableFile, sha256_file
-from opkiln.engine import cgroup, events
+from opkiln.decision import terms
+from opkiln.digest import FULL, UnusableFile, sha256_file
+from opkiln.engine import budget, events
 from opkiln.engine.schedule import StepFailed
 from opkiln.errors import BuildError, InputError, StoreError, StoreWarning
 from opkiln.facts import Hasher
@@ -30,12 +30,10 @@ from opkiln.observing import observer
 from opkiln.process import once_per_thread
 from opkiln.settings import settings
 from opkiln.store import key, lock, publish
-from opkiln.store.deps import Fact
 from opkiln.store.entry import Leaf
-from opkiln.store.layers import Store
-from opkiln.store.location import claim
+from opkiln.store.key import Fact
+from opkiln.store.layers import Store, claim
 from opkiln.toolchain import choice
-from opkiln.writing import FULL
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -87,7 +85,7 @@ def _build(plan: Plan, store: Store, since: float) -> Artifact:
 
 def _write_inline(spec: OpSpec, root: str) -> None:
     try:
-        inline.write_sources(spec, root)
+        wording.write_sources(spec, root)
     except OSError as error:
         if error.errno in FULL:
             raise _failure().no_space(spec, root) from error
@@ -154,7 +152,7 @@ class _Build:
 
     def run(self) -> Artifact:
         spec = self._plan.spec
-        policy.about_to_compile(spec)
+        terms.about_to_compile(spec)
         began = time.monotonic()
         events.emit("build-start", op=spec.name, steps=len(self._plan.steps))
         ok = False
@@ -179,7 +177,7 @@ class _Build:
 
     def _stage(self, stage: str, began: float) -> Artifact:
         spec, toolchain = self._plan.spec, self._plan.toolchain
-        inline.write_parts(spec, stage)
+        wording.write_parts(spec, stage)
         library = os.path.join(stage, self._plan.output)
         with contextlib.ExitStack() as stack:
             start = partial(loadtest.started, spec, toolchain.torch, library,
@@ -206,7 +204,7 @@ class _Build:
 
     def _made(self, steps: Stage) -> tuple[Fact, ...]:
         spec = self._plan.spec
-        killed = cgroup.out_of_memory_kills()
+        killed = budget.out_of_memory_kills()
         try:
             return steps.run()
         except StepFailed as failed:
@@ -239,13 +237,13 @@ class _Build:
             "distribution": spec.distribution,
             "spec": key.spec_key(spec),
             "target": self._plan.target._asdict(),
-            "needs": leaves.needs_of(library, self._plan),
+            "needs": gather.needs_of(library, self._plan),
             "toolchain": {each.family: each.version for each in _compilers(self._plan)},
             "seconds": round(seconds, 3),
             "max_rss": max((each.max_rss for each in compiled), default=0),
             "created": time.time(),
         }
-        name = leaves.write(
+        name = gather.write(
             leaf, library, manifest, found, {"inputs": inputs(self._plan)}, steps.log
         )
         root = None if unobserved else self._store.root

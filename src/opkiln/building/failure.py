@@ -9,14 +9,14 @@ import signal
 
 from opkiln.build_model import NVRTC, Plan
 from opkiln.building import wording
-from opkiln.engine import cgroup
+from opkiln.digest import FULL, write_private
+from opkiln.engine import budget
 from opkiln.engine.schedule import StepFailed
 from opkiln.errors import BuildError, CompileError, StoreError
 from opkiln.model import CUDA, OpSpec
 from opkiln.process import signal_name
 from opkiln.store import publish
 from opkiln.toolchain import torch_sdk, wheel_headers
-from opkiln.writing import FULL, write_private
 
 # g++ and clang write file:line:column:, nvcc and NVRTC write file(line):.
 _DIAGNOSTIC = re.compile(
@@ -78,7 +78,7 @@ def compile_error(
     plan: Plan,
     log: str,
     replaced: dict[str, str],
-    killed_before: cgroup.Kills,
+    killed_before: budget.Kills,
 ) -> BuildError:
     """The error for a step that failed: its first error, and where the rest is.
 
@@ -124,11 +124,11 @@ def _killer(status: int, output: str) -> str:
     return ""
 
 
-def _killed(where: str, ended: str, kept: str, before: cgroup.Kills) -> BuildError:
+def _killed(where: str, ended: str, kept: str, before: budget.Kills) -> BuildError:
     """The error for a compiler that was killed. The source may be correct."""
     if ended != signal.SIGKILL.name:
         return BuildError(f"{where}: the compiler was killed by {ended}", why=kept)
-    now, limit = cgroup.out_of_memory_kills(), cgroup.memory_limit()
+    now, limit = budget.out_of_memory_kills(), budget.memory_limit()
     if now == before:
         return BuildError(
             f"{where}: the compiler was killed by {ended}",
@@ -138,7 +138,7 @@ def _killed(where: str, ended: str, kept: str, before: cgroup.Kills) -> BuildErr
         why = f"the control group's limit is {_mebibytes(limit)}"
         hint = "MAX_JOBS=1    # or give the container or job more memory"
     else:
-        why = f"the machine has {_mebibytes(cgroup.total_memory())}, and other processes use it too"
+        why = f"the machine has {_mebibytes(budget.total_memory())}, and other processes use it too"
         hint = "MAX_JOBS=1"
     return BuildError(
         f"{where}: the compiler ran out of memory and was killed", why=f"{why}\n{kept}", hint=hint

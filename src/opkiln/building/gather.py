@@ -1,40 +1,244 @@
-"""Makes facts (``store.facts``) of what the steps of a build were observed to do."""
+"""What the steps of a build depend on, by what they were observed to do: as facts, in manifests."""
 
 from __future__ import annotations
 
 import os
+import shutil
+from typing import Any, NamedTuple
 
-from opkiln import images
+from opkiln import digest
+from opkiln.arch import cpu
+from opkiln.binary import elf
 from opkiln.build_model import Plan
+from opkiln.digest import sha256_file
 from opkiln.facts import (
     ABSENT,
     CHOICE,
+    DIRECTORY,
+    FILE,
     GONE,
     HIDDEN,
+    LIBRARIES,
+    LINK,
+    LISTING,
+    PROGRAM,
     UNSIGNED,
     Hasher,
+    joined,
+    parted,
     signature_of,
     together,
     value,
 )
-from opkiln.model import OUTSIDE
-from opkiln.observing.inputs import Inputs
+from opkiln.model import CUDA, OUTSIDE, ROCM
+from opkiln.observing.log import LISTED, NOT_A_LINK, Identity, Observation
 from opkiln.plan import anchors_of
-from opkiln.store.deps import Fact
+from opkiln.store import entry, key
+from opkiln.store.key import Fact
 
 TYPE_CHECKING = False
+
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
+
+
+# Not files that somebody keeps: what the kernel says of itself.
+_NO_FILES = ("/proc/", "/sys/")
+
+
+class Inputs(NamedTuple):
+    """The inputs of one step, or of several."""
+
+    # (kind, path as it was spelled, what has to stay so), as ``opkiln.facts`` has them, where the
+    # kind alone does not say it: of an existing directory, the names that were looked for in vain
+    # (one with a slash is below a directory that does not exist either); of a name on PATH, its
+    # programs up to the one that a script or launcher chose; of the dynamic linker's list, the
+    # names of shared libraries that programs need.
+    facts: tuple[tuple[str, str, str], ...] = ()
+    # What the dynamic linker itself looked at: its list, and libraries that it did not load. No
+    # record says what was there then.
+    unseen: tuple[str, ...] = ()
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        return tuple(path for kind, path, _ in self.facts if kind in (FILE, PROGRAM))
+
+
+def _is_outside(path: str, observation: Observation, stage: str) -> bool:
+    """Whether a path is a file that somebody keeps, and not the step's own."""
+    own = stage.rstrip("/") + "/"
+    return not f"{path}/".startswith((own, *_NO_FILES)) and path not in observation.made
+
+
+def identical(observation: Observation, stage: str) -> bool:
+    """Whether each path that a step read still leads to the file that was open."""
+    try:
+        for path, identities in observation.read.items():
+            if _is_outside(path, observation, stage) and identities != (Identity.now(path),):
+                return False
+        for (kind, path), identities in observation.passed.items():
+            if not _is_outside(path, observation, stage):
+                continue
+            counts = kind == LISTED or os.path.islink(path)
+            now = Identity.now(path, follow=kind == LISTED) if counts else NOT_A_LINK
+            if identities != (now,):
+                return False
+    except OSError:
+        return False
+    return True
+
+
+def agree(one: Observation, other: Observation) -> bool:
+    """Whether two steps read the same files behind the paths that both read."""
+    return all(
+        other.read.get(path, files) == files
+        for path, files in one.read.items()
+        if not path.startswith(_NO_FILES)
+    )
+
+
+def of(
+    observation: Observation,
+    stage: str,
+    called: Iterable[str] = (),
+    chosen: Iterable[tuple[str, tuple[str, ...]]] = (),
+    searched: Iterable[str] = (),
+    unlinked: Callable[[str], str] = str,
+) -> Inputs:
+    """The inputs of a step that worked in the directory ``stage``, which is its own.
+
+    ``called`` are paths that programs were started by: they may lead elsewhere later. ``searched``
+    are directories where their shared libraries were looked for before those of the system.
+    ``unlinked`` gives the real path of one that leads out of the stage.
+    """
+
+    def outside(paths: Iterable[str]) -> Iterator[str]:
+        return (path for path in map(unlinked, paths) if _is_outside(path, observation, stage))
+
+    paths: dict[str, str] = {}  # the more that is known, the later it is added
+    files = tuple(outside(observation.read))
+    # That a directory is there follows from a file that was found in it.
+    above = {directory for path in files for directory in _above(path)}
+    for path in outside(map(_plain, observation.directories)):
+        if path not in above:
+            paths[path] = DIRECTORY
+    paths.update(dict.fromkeys(files, FILE))
+    looked_up = (*observation.found, *called)
+    paths.update(dict.fromkeys(outside(looked_up), PROGRAM))
+    names = map(os.path.basename, outside(observation.loaded))
+    libraries = {*observation.libraries, *(name for name in names if ".so" in name)}
+    missing, there = elf.search(searched, libraries)
+    unseen = {path for path in outside(there) if path not in paths}
+    paths.update(dict.fromkeys(unseen, FILE))
+    if libraries and os.path.exists(elf.LIST):
+        unseen.add(elf.LIST)
+    found = [(kind, path, "") for path, kind in paths.items()]
+    found += [(LISTING, path, "") for path in outside(map(_plain, observation.listed))]
+    found += [(LINK, path, "") for path in _links(outside(observation.led))]
+    found += [(CHOICE, name, joined(programs)) for name, programs in chosen]
+    absent = set(outside(each.rstrip("/") for each in observation.absent))
+    absent.update(outside(missing))
+    if libraries:
+        found.append((LIBRARIES, elf.LIST, joined(sorted(libraries))))
+        if os.path.exists(elf.PRELOADS):
+            found.append((FILE, elf.PRELOADS, ""))
+        else:
+            absent.add(elf.PRELOADS)
+    found += [(ABSENT, place, joined(sorted(names))) for place, names in _homes(absent).items()]
+    return union([Inputs(tuple(found), tuple(unseen))])
+
+
+def _links(paths: Iterable[str]) -> set[str]:
+    """These paths, and the symbolic links on them and on those that they lead to."""
+    found: set[str] = set()
+    for path in paths:
+        found.add(path)
+        way, rest = "", path.split("/")[1:][::-1]
+        for _ in range(_MOST_STEPS):
+            if not rest:
+                break
+            part = rest.pop()
+            if part in ("", "."):
+                continue
+            way = os.path.dirname(way) if part == ".." else f"{way}/{part}"
+            if os.path.islink(way):
+                found.add(way)
+                try:
+                    text = os.readlink(way)
+                except OSError:
+                    break  # it was removed just now, which the check of all facts notices
+                way = "" if text.startswith("/") else os.path.dirname(way)
+                rest += text.split("/")[::-1]
+    return found
+
+
+_MOST_STEPS = 1000  # links that lead in a circle end
+
+
+def _plain(directory: str) -> str:
+    """Without the dot that gcc adds to see whether a path is a directory."""
+    return directory.removesuffix("/.").rstrip("/") or "/"
+
+
+def _above(path: str) -> Iterator[str]:
+    while (path := os.path.dirname(path)) not in ("", "/"):
+        yield path
+
+
+def without(found: Inputs, covered: tuple[str, ...]) -> Inputs:
+    """The inputs less the paths that begin with one of these."""
+
+    def counts(path: str) -> bool:
+        return not path.startswith(covered)
+
+    kept = []
+    for kind, path, what in found.facts:
+        if kind == ABSENT:
+            left = joined(each for each in parted(what) if counts(os.path.join(path, each)))
+            kept += [(kind, path, left)] if left else []
+        elif counts(path + "/"):
+            kept.append((kind, path, what))
+    return Inputs(tuple(kept), tuple(path for path in found.unseen if counts(path + "/")))
+
+
+def union(parts: Iterable[Inputs]) -> Inputs:
+    """The inputs of all these steps, in order."""
+    found: dict[tuple[str, str], str] = {}
+    unseen: set[str] = set()
+    for part in parts:
+        unseen.update(part.unseen)
+        for kind, path, what in part.facts:
+            known = found.setdefault((kind, path), what)
+            found[kind, path] = together(kind, known, what)
+    facts = ((*place, what) for place, what in sorted(found.items()))
+    return Inputs(tuple(facts), tuple(sorted(unseen)))
+
+
+def _homes(paths: Iterable[str]) -> dict[str, set[str]]:
+    """Paths that do not exist, by the nearest directory above them that does."""
+    homes: dict[str, str] = {}  # thousands of paths are in few directories: each is looked at once
+
+    def home(directory: str) -> str:
+        if directory not in homes:
+            there = os.path.isdir(directory)
+            homes[directory] = directory if there else home(os.path.dirname(directory))
+        return homes[directory]
+
+    found: dict[str, set[str]] = {}
+    for path in paths:
+        place = home(os.path.dirname(path.rstrip("/")) or "/")
+        found.setdefault(place, set()).add(path[len(place.rstrip("/")) + 1 :])
+    return found
 
 
 class Appeared(Exception):
     """A file was made while a compiler was looking for it: what it read is not certain."""
 
 
-def gather(plan: Plan, inputs: Inputs, hasher: Hasher) -> tuple[Fact, ...]:
+def facts_of(plan: Plan, inputs: Inputs, hasher: Hasher) -> tuple[Fact, ...]:
     """The facts that the inputs of a step come to. Raises OSError if a file is gone, and Appeared
     if a name that was looked for in vain exists by now."""
-    images.forget()
+    digest.forget_mounts()
     place = _Places(plan)
     found = []
     for kind, path, then in inputs.facts:
@@ -94,7 +298,7 @@ class Disagree(Exception):
     """Two steps saw different values of one path."""
 
 
-def union(parts: Iterable[Iterable[Fact]]) -> tuple[Fact, ...]:
+def union_of_facts(parts: Iterable[Iterable[Fact]]) -> tuple[Fact, ...]:
     """The facts of all these steps. Raises Disagree."""
     found: dict[tuple[str, str, str], Fact] = {}
     for fact in (fact for part in parts for fact in part):
@@ -110,3 +314,68 @@ def union(parts: Iterable[Iterable[Fact]]) -> tuple[Fact, ...]:
         signature = earlier if known.signature[:-1] == fact.signature[:-1] else UNSIGNED
         found[fact[:3]] = known._replace(value=both, signature=signature)
     return tuple(found[place] for place in sorted(found))
+
+
+def write(
+    directory: str,
+    payload: str,
+    manifest: dict[str, Any],
+    found: tuple[key.Fact, ...],
+    lists: dict[str, Any],
+    log: str = "",
+) -> str:
+    """Write the files of a leaf, ready to be published. Returns its name."""
+    os.mkdir(directory, 0o700)
+    name = os.path.basename(payload)
+    try:
+        os.link(payload, os.path.join(directory, name))
+    except OSError:  # a file system without hard links
+        shutil.copy(payload, directory)
+    full = {
+        **manifest,
+        "schema": entry.SCHEMA,
+        "payload": name,
+        "size": os.stat(payload).st_size,
+        "sha256": sha256_file(payload),
+        "deps": key.to_manifest(found),
+    }
+    long = {**lists, "facts": key.rows(found), "schema": entry.SCHEMA}
+    files = {
+        entry.MANIFEST: entry.write_manifest(full),
+        entry.SIDECAR: entry.write_manifest(long),
+        entry.LOG: log.encode("utf-8", "surrogateescape"),
+    }
+    for file, data in files.items():
+        with open(os.path.join(directory, file), "wb") as out:
+            out.write(data)
+    return key.deps_key(full["deps"])
+
+
+def needs_of(path: str, plan: Plan) -> dict[str, Any]:
+    """What a library requires, by its ELF tables, for a manifest.
+    ``decision.prebuilt`` compares that with the machine.
+
+    ``cpu`` lists the CPU features by the kernel's names. ``images`` is the device code that the
+    file really contains. ``symbols`` lists symbols that other libraries must define, with the
+    library and the version they were linked to. One symbol for each version is enough, because a
+    library that has one symbol of a version has all of them. Raises LoadError.
+    """
+    found, target = elf.read(path), plan.target
+    symbols = {(soname, version or name): name for soname, name, version in found.symbols}
+    versions = {(soname, name): version for soname, name, version in found.symbols}
+    return {
+        "cpu": sorted(cpu.kernel_names(cpu.requires(target.cpu, target.cpu_features))),
+        "sonames": list(found.needed),
+        "symbols": sorted(
+            [soname, name, versions[soname, name]] for (soname, _), name in symbols.items()
+        ),
+        "images": list(_images(path, target.backend)),
+    }
+
+
+def _images(path: str, backend: str) -> tuple[str, ...]:
+    if backend not in (CUDA, ROCM):
+        return ()
+    from opkiln.binary import fatbin
+
+    return fatbin.images(path) if backend == CUDA else fatbin.hip_images(path)

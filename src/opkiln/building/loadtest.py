@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from opkiln import process
 from opkiln.binary import elf
-from opkiln.binary.symbols import shown
+from opkiln.binary.elf import shown
 from opkiln.build_model import Target, TorchSDK
 from opkiln.building import wording
 from opkiln.building.probe_load import LISTED, LOADED, MISSING

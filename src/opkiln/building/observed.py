@@ -6,10 +6,11 @@ import os
 from typing import NamedTuple
 
 from opkiln.build_model import NVRTC, Plan, Step
+from opkiln.building import gather
 from opkiln.engine import schedule
 from opkiln.errors import StepRefused
 from opkiln.model import OpSpec
-from opkiln.observing import inputs, launchers, limits, log, observer, programs
+from opkiln.observing import limits, log, observer
 from opkiln.store import key
 
 TYPE_CHECKING = False
@@ -52,22 +53,22 @@ class Look(NamedTuple):
 
     def unchanged(self) -> bool:
         """Whether each path that the step read still leads to the file that was open."""
-        return inputs.identical(self.seen, self.stage)
+        return gather.identical(self.seen, self.stage)
 
-    def inputs(self, unlinked: Callable[[str], str] = str) -> inputs.Inputs:
+    def inputs(self, unlinked: Callable[[str], str] = str) -> gather.Inputs:
         """What the step depends on. ``unlinked`` gives the real path of one that leads out of the
         staging directory."""
         called = (self.first, *self.seen.called)
         chosen = self.conduct.chosen()
-        found = inputs.of(self.seen, self.stage, called, chosen, self.searched, unlinked)
-        return inputs.without(found, self.covered) if self.covered else found
+        found = gather.of(self.seen, self.stage, called, chosen, self.searched, unlinked)
+        return gather.without(found, self.covered) if self.covered else found
 
 
 def environment(plan: Plan, library: str, stage: str, output: str) -> dict[str, str]:
     """A step's environment variables. With them, the observer (``library``, empty if there is none)
     logs what the step with this output does."""
     return {
-        **launchers.variables(plan.toolchain),
+        **limits.variables(plan.toolchain),
         **dict(plan.environment),
         **observer.environment(library, _log(stage, output)),
     }
@@ -103,12 +104,12 @@ def look(
     return Look(seen, conduct, stage, first, gap, _searched(seen, loaded), nvrtc.covered(device))
 
 
-def _loaded(seen: log.Observation, memory: tuple[str, ...]) -> dict[str, programs.Program | None]:
+def _loaded(seen: log.Observation, memory: tuple[str, ...]) -> dict[str, observer.Program | None]:
     """The programs and shared libraries of a step. None: it cannot be read."""
-    found: dict[str, programs.Program | None] = {}
+    found: dict[str, observer.Program | None] = {}
     for path in seen.loaded:
         try:
-            found[path] = programs.known(path, memory)
+            found[path] = observer.known(path, memory)
         except FileNotFoundError:
             continue  # one that the step made for itself, or is gone, which is noticed elsewhere
         except PermissionError:
@@ -117,7 +118,7 @@ def _loaded(seen: log.Observation, memory: tuple[str, ...]) -> dict[str, program
 
 
 def _searched(
-    seen: log.Observation, loaded: Mapping[str, programs.Program | None]
+    seen: log.Observation, loaded: Mapping[str, observer.Program | None]
 ) -> tuple[str, ...]:
     named = {path for each in loaded.values() if each is not None for path in each.searches}
     return tuple(sorted(named | {path for path in seen.searched if os.path.isabs(path)}))
@@ -127,7 +128,7 @@ def _gap(
     conduct: limits.Conduct,
     seen: log.Observation,
     stage: str,
-    loaded: Mapping[str, programs.Program | None],
+    loaded: Mapping[str, observer.Program | None],
 ) -> str:
     """Why a log does not count; empty if it does."""
     if not conduct.complete:
@@ -173,7 +174,7 @@ class Passes:
     """What is compiled through a launcher is observed by a pass of the preprocessor before the
     compile. These are the passes of one round of compiles.
 
-    ``observing.launchers`` says what such a pass can tell. The passes decide how the compiles are
+    ``observing.limits`` says what such a pass can tell. The passes decide how the compiles are
     called and what counts as read.
     """
 
@@ -193,18 +194,18 @@ class Passes:
         """The preprocessor on what this command compiles; None if no pass is needed, or none would
         tell what the compile reads."""
         toolchain = self._plan.toolchain
-        if not self._wanted or not launchers.can_preprocess(step, toolchain):
+        if not self._wanted or not limits.can_preprocess(step, toolchain):
             return None
         text = step.output + ".ii"
         return schedule.Task(
             name=text,
             op=self._plan.spec.name,
             label=f"{step.source} (preprocessor)",
-            argv=launchers.preprocess(command, toolchain, os.path.join(self._stage, text)),
+            argv=limits.preprocess(command, toolchain, os.path.join(self._stage, text)),
             cwd=self._stage,
             env={
                 **environment(self._plan, self._library, self._stage, text),
-                **launchers.DIRECT,
+                **limits.DIRECT,
             },
             tmpdir=self._stage,
             after=(),
@@ -221,13 +222,13 @@ class Passes:
         with open(path, "rb") as file:
             made = file.read()
         os.unlink(path)
-        direct = launchers.reads_more(made, command)
+        direct = limits.reads_more(made, command)
         files = seen.inputs().files
         if direct:
-            bond, command = launchers.DIRECT, launchers.without(command, self._plan.toolchain)
+            bond, command = limits.DIRECT, limits.without(command, self._plan.toolchain)
         else:
-            bond = launchers.bound_to(key.step_key(self._plan, step), made, files)
-            command = launchers.portable(command, self._stage, made)
+            bond = limits.bound_to(key.step_key(self._plan, step), made, files)
+            command = limits.portable(command, self._stage, made)
         self._done[step.output] = _Pass(seen, direct, bond, command.argv)
 
     def argv(self, step: Step, command: Command) -> tuple[str, ...]:
@@ -239,7 +240,7 @@ class Passes:
         """What binds a launcher to the text and the programs that the pass saw. A launcher has
         nothing to do with a link."""
         if not step.file:
-            return launchers.DIRECT
+            return limits.DIRECT
         before = self._done.get(step.output)
         return {} if before is None else before.bond
 
@@ -248,7 +249,7 @@ class Passes:
         unobserved."""
         if self._wanted or not self._library:
             return False
-        if not launchers.can_preprocess(step, self._plan.toolchain):
+        if not limits.can_preprocess(step, self._plan.toolchain):
             return False
         return look is None or look.launched or not look.tells_all_of(step.output)
 
@@ -260,7 +261,7 @@ class Passes:
         """
         before = self._done.get(step.output)
         if before is not None and not before.direct:
-            agreed = look is None or inputs.agree(before.look.seen, look.seen)
+            agreed = look is None or gather.agree(before.look.seen, look.seen)
             return before.look, agreed and before.look.unchanged(), ""
         if look is None:
             return None, True, UNSEEN

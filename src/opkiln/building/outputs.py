@@ -4,7 +4,7 @@ If a file is edited or exchanged while it is compiled, the object must not be st
 of the new text. Which files the compiler read is known only afterwards. So:
 - The file behind each path must still be the one that was open, by device, inode, size and change
   time. Under a launcher, and where the compile could not be observed, a pass of the preprocessor
-  before the compile is observed instead (``observing.launchers``).
+  before the compile is observed instead (``observing.limits``).
 - If a file's change time is before the start of the compile, the compiler saw the present text.
 - If it is later, the present text is compared with a snapshot from before the compile. Without a
   snapshot, one is taken and the compile is repeated.
@@ -27,18 +27,18 @@ from typing import NamedTuple
 
 from opkiln import plan as plans
 from opkiln.build_model import Plan, Step
-from opkiln.building import gather, leaves, observed
+from opkiln.building import gather, observed
 from opkiln.digest import Signature
 from opkiln.engine import events, schedule
 from opkiln.errors import BuildError, SourcesChanging, StoreError
 from opkiln.facts import FILE, Hasher
 from opkiln.model import ROCM
-from opkiln.observing import inputs, launchers, observer
-from opkiln.observing.programs import digest
+from opkiln.observing import limits, observer
+from opkiln.observing.observer import digest
 from opkiln.settings import settings
 from opkiln.steps.flags import PLAIN
-from opkiln.store import deps, entry, key, publish
-from opkiln.store.deps import Fact
+from opkiln.store import entry, key, publish
+from opkiln.store.key import Fact
 from opkiln.store.layers import Store
 
 TYPE_CHECKING = False
@@ -77,7 +77,7 @@ class Stage:
         self.since: float | None = since
         self.linked = linked
         self.observer = observer.library(store.memory, plan.toolchain, path)
-        self.launched = launchers.named(plan.toolchain)  # the host compiler, as far as is known
+        self.launched = limits.named(plan.toolchain)  # the host compiler, as far as is known
         self.made: dict[str, Made] = {}  # by output
         self.links = 0  # how many artifacts there were
         self.snapshots: dict[str, dict[str, str]] = {}  # of what a step reads; by output
@@ -99,8 +99,8 @@ class Stage:
             # A header that was edited between two compiles is in one object as it was, in the other
             # as it is.
             with contextlib.suppress(gather.Disagree, FileNotFoundError):
-                found = gather.union(each.facts for each in self.made.values())
-                if not deps.broken(found, self.places, self.hasher()):
+                found = gather.union_of_facts(each.facts for each in self.made.values())
+                if not key.broken(found, self.places, self.hasher()):
                     return found
             self.made.clear()
         sources = [step.source for step in first if step.output not in self.made]
@@ -168,7 +168,7 @@ def _from_store(stage: Stage, step: Step, hasher: Hasher) -> Made | None:
     if leaf is None:
         return None
     try:
-        known = deps.read(entry.read_sidecar(leaf.directory)["facts"])
+        known = key.read(entry.read_sidecar(leaf.directory)["facts"])
         shutil.copyfile(leaf.payload, os.path.join(stage.path, step.output))
     except (OSError, ValueError, KeyError):
         return None  # garbage collection removed it meanwhile, so it is compiled again
@@ -307,7 +307,7 @@ class _Round:
         known = None
         if same and self._saw(step, found):
             with contextlib.suppress(gather.Appeared, FileNotFoundError):
-                known = gather.gather(self._plan, found, stage.hasher())
+                known = gather.facts_of(self._plan, found, stage.hasher())
         # Once more, after the files were hashed: they must be those that the step had.
         if known is None or not seen.unchanged():
             stage.snapshots[step.output] = snapshot_of((*found.files, *found.unseen))
@@ -323,16 +323,16 @@ class _Round:
         if stage.store.root is not None:
             _keep(self._plan, made, stage.store.root, stage.path)
 
-    def _inputs(self, looks: list[observed.Look]) -> inputs.Inputs:
+    def _inputs(self, looks: list[observed.Look]) -> gather.Inputs:
         """What a step depends on, by the paths outside of the staging directory: of a pass of the
         preprocessor, and of the step itself as far as it was observed."""
         real = _unlinked(self._stage.path, self._places)
         # Of a translated copy, any file may have been read.
         origins = () if self._copy is None else self._copy.origin.values()
-        copied = inputs.Inputs(tuple((FILE, path, "") for path in origins))
-        return inputs.union([*(look.inputs(real) for look in looks), copied])
+        copied = gather.Inputs(tuple((FILE, path, "") for path in origins))
+        return gather.union([*(look.inputs(real) for look in looks), copied])
 
-    def _saw(self, step: Step, found: inputs.Inputs) -> bool:
+    def _saw(self, step: Step, found: gather.Inputs) -> bool:
         """Whether the step certainly read the files as they are now."""
         copied = {} if self._copy is None else self._copy.digests
         hasher = Hasher()
@@ -439,7 +439,7 @@ def _keep(plan: Plan, made: Made, root: str, stage: str) -> None:
     staged = os.path.join(stage, step.output + ".leaf")
     manifest = {"kind": "object", "source": step.source, "wall": made.wall,
                 "max_rss": made.max_rss}  # fmt: skip
-    leaf = leaves.write(staged, payload, manifest, made.facts, {})
+    leaf = gather.write(staged, payload, manifest, made.facts, {})
     name = key.step_key(plan, step)
     try:
         publish.publish(staged, root, os.path.join("objects", name[:2], name, leaf))

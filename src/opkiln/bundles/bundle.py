@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, BinaryIO, NamedTuple
 
 from opkiln.bundles import layer
-from opkiln.digest import LARGEST_BUNDLE, sha256_file
+from opkiln.digest import LARGEST_BUNDLE, sha256_file, taking_the_place_of
 from opkiln.errors import StoreError
 from opkiln.facts import Hasher
 from opkiln.store import publish
@@ -29,9 +29,8 @@ from opkiln.store.entry import (
     parse_manifest,
     write_manifest,
 )
-from opkiln.store.location import claim
+from opkiln.store.layers import claim
 from opkiln.store.zip_format import LARGEST, MOST_MEMBERS, Writer, chunks
-from opkiln.writing import taking_the_place_of
 
 
 class Written(NamedTuple):

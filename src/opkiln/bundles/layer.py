@@ -22,8 +22,8 @@ from opkiln.facts import Hasher
 from opkiln.model import EXECUTABLE, OUTSIDE, place_of
 from opkiln.settings import LAYOUT
 from opkiln.store import entry, inventory
-from opkiln.store.deps import deps_key
 from opkiln.store.entry import LOG, MANIFEST, SIDECAR, Leaf, examine, read_sidecar
+from opkiln.store.key import deps_key
 
 _KEPT = (
     "kind", "op", "distribution", "spec", "target", "needs", "toolchain", "schema", "payload",

@@ -199,9 +199,9 @@ def lock_command(ops: tuple[str, ...], file: str, as_json: bool) -> None:
     `opkiln cache pull --lock FILE` fetches them. With OPKILN_LOCK=FILE a load takes them, and no
     others, without signatures.
     """
+    from opkiln.digest import replace
     from opkiln.remote import lockfile
     from opkiln.remote.push import publishable
-    from opkiln.writing import replace
 
     rows = []
     for each in chosen(ops):

@@ -8,8 +8,8 @@ import click
 
 from opkiln.cli import output
 from opkiln.cli.options import json_option
+from opkiln.digest import replace
 from opkiln.errors import UsageError
-from opkiln.writing import replace
 
 WARNED = 8  # the doctor's exit code if nothing failed, but there are warnings
 

@@ -14,7 +14,7 @@ from opkiln.builder.base import OpBuilder
 from opkiln.cluster import driver, facts, job, protocol, work
 from opkiln.cluster.channel import Channel
 from opkiln.cluster.messages import OUTCOME, Outcome
-from opkiln.decision import pins
+from opkiln.decision import terms
 from opkiln.errors import ClusterError, FallbackWarning, UsageError, told_briefly, warn_caller
 from opkiln.loading import loader
 from opkiln.model import Op
@@ -218,7 +218,7 @@ class _Agreeing:
         self.worker.keep_tuned(agreed.tuned)
         for number, (op, vote) in enumerate(zip(self.worker.ops, agreed.choices, strict=True)):
             found = vote.digest and self.worker.library(number, vote.digest)
-            pins.pin(op, found or None, vote.reason, find_change=self.worker.change_finder(number))
+            terms.pin(op, found or None, vote.reason, find_change=self.worker.change_finder(number))
             how = self.worker.how[number] if vote.digest else ""
             choices.append(Choice(op.spec.name, vote.digest, vote.reason, how))
             known = loader.loaded_here().get(op.name)
@@ -242,7 +242,7 @@ class Handle:
         for op in ops:
             if loader.loaded_here().get(op.name) is None:
                 why = "the job still prepares its library (opkiln.ensure)"
-                pins.pin(op, None, why, passing=True)
+                terms.pin(op, None, why, passing=True)
         run = contextvars.copy_context().run
         threading.Thread(
             target=run, args=(self._run, ops), name="opkiln-ensure", daemon=True

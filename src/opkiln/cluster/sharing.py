@@ -21,7 +21,7 @@ from typing import NamedTuple
 from opkiln.cluster import driver, facts, job, work
 from opkiln.cluster.ensure import lease_of
 from opkiln.cluster.messages import Made, Task, key_of
-from opkiln.decision import pins, policy
+from opkiln.decision import terms
 from opkiln.decision.terms import Build, Request, Serve, Trace
 from opkiln.errors import ClusterError, OpkilnError
 from opkiln.model import Op
@@ -50,10 +50,10 @@ def share(op: Op) -> None:
     build raises.
     """
     if not job.in_group():
-        if op.name in _ours and pins.pinned(op) is _ours[op.name]:
-            pins.release(op)  # the job that it was pinned for has ended
+        if op.name in _ours and terms.pinned(op) is _ours[op.name]:
+            terms.release(op)  # the job that it was pinned for has ended
         return
-    pin = pins.pinned(op)
+    pin = terms.pinned(op)
     if pin is not None and pin is not _ours.get(op.name) and pin.spec == op.spec:
         return  # all ranks have voted
     place = job.find(None, None, None, None, settings.build_timeout)
@@ -62,20 +62,20 @@ def share(op: Op) -> None:
     try:
         name = _key(op)
     except OpkilnError:
-        pins.release(op)  # nothing can be built for this machine: the load says why
+        terms.release(op)  # nothing can be built for this machine: the load says why
         return
     known = _known.get(name)
     if known is None or (known.made.digest and not known.worker.found(0, known.made, Trace())):
         number = 0 if known is None else known.round + 1
         known = _known[name] = _Sharing(op, place, f"{name}/{number}").run(number)
     if known.made.digest:
-        _ours[op.name] = pins.pin(op, known.worker.library(0, known.made.digest))
+        _ours[op.name] = terms.pin(op, known.worker.library(0, known.made.digest))
     else:
-        _ours[op.name] = pins.pin(op, None, known.made.reason)
+        _ours[op.name] = terms.pin(op, None, known.made.reason)
 
 
 # What was pinned here, by the op's name. `ensure` may have pinned something else since.
-_ours: dict[tuple[str, str, str], pins.Pin] = {}
+_ours: dict[tuple[str, str, str], terms.Pin] = {}
 
 
 def _key(op: Op) -> str:
@@ -113,7 +113,7 @@ class _Sharing:
         """What the job uses; this rank makes it if it is its turn."""
         can_make = self._can_make()
         lease = self.lease
-        if policy.prefers_reference(Request(self.op, agreed=False)):
+        if terms.prefers_reference(Request(self.op, agreed=False)):
             lease = 0.0  # it runs as its reference here, so nobody else need build it
         began = changed = time.monotonic()
         turn: Task | None = None
@@ -143,7 +143,7 @@ class _Sharing:
         if made.digest in self.worker.artifacts[0]:
             return ""
         vote = self.worker.fetch(0, made)
-        if vote.digest or made.bundle or policy.prefers_reference(Request(self.op, agreed=False)):
+        if vote.digest or made.bundle or terms.prefers_reference(Request(self.op, agreed=False)):
             return vote.reason
         own = self.worker.make(0, ship=False)
         if own.reason or own.digest == made.digest:

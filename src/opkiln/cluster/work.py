@@ -18,7 +18,7 @@ from opkiln.cluster import facts
 from opkiln.cluster.channel import Channel
 from opkiln.cluster.messages import Hello, Made, Offer, Vote
 from opkiln.cluster.program import Programs
-from opkiln.decision import policy, prebuilt
+from opkiln.decision import prebuilt, terms
 from opkiln.decision.terms import Build, Outcome, Request, Serve, Trace
 from opkiln.errors import (
     ClusterError,
@@ -32,7 +32,7 @@ from opkiln.errors import (
 from opkiln.loading import loader
 from opkiln.model import Artifact, Op
 from opkiln.settings import settings
-from opkiln.store import location, lock, tuned
+from opkiln.store import layers, lock, tuned
 from opkiln.store.layers import Store
 
 # Errors of the input: they are the same wherever it is built. Any other may be one machine's.
@@ -68,7 +68,7 @@ class Worker:
     def hello(self) -> Hello:
         """What this rank has and can build. Raises UsageError for a wrong declaration."""
         root = Store().root
-        location.claim(root)
+        layers.claim(root)
         host = os.uname().nodename
         node = host
         if root is not None and os.path.isdir(root):
@@ -85,7 +85,7 @@ class Worker:
             **facts.of_functions(op, self.functions[number], self._programs),
         }
         told = facts.digest(self.facts[number])
-        offer = Offer(op.spec.name, told, native_only=policy.why_no_reference(request))
+        offer = Offer(op.spec.name, told, native_only=terms.why_no_reference(request))
         if (loaded := self._loaded(op)) is not None:
             self.keep(number, loaded, CACHED)
             return offer._replace(digest=loaded.sha256)
@@ -180,7 +180,7 @@ class Worker:
 
     def _fetch(self, op: int, made: Made) -> Vote:
         request = Request(self.ops[op], agreed=False)
-        if policy.prefers_reference(request):
+        if terms.prefers_reference(request):
             return Vote(reason="OPKILN_MODE=reference")
         if (loaded := self._loaded(self.ops[op])) is not None:
             raise ReloadError(
@@ -191,7 +191,7 @@ class Worker:
             return Vote(made.digest)
         root, lacking = request.store.root, "it is not in the store of this node"
         if made.bundle and root is not None and self.channel is not None:
-            location.claim(root)
+            layers.claim(root)
             with lock.turn(
                 root,
                 f"fetch-{made.digest[:40]}",

@@ -1,7 +1,7 @@
-"""The architectures an op is wanted for here: who says so, what its filter leaves, what fits.
+"""What a build here is for: the machine, its CPU, the architectures of devices; and what fits.
 
-Precedence: the call, the setting (``OPKILN_CUDA_ARCH_LIST``, ``TORCH_CUDA_ARCH_LIST``;
-``PYTORCH_ROCM_ARCH``), this machine's devices: all of them, so that
+An arch list is that of the call, of the setting (``OPKILN_CUDA_ARCH_LIST``,
+``TORCH_CUDA_ARCH_LIST``; ``PYTORCH_ROCM_ARCH``), or of this machine's devices: all of them, so that
 ranks with one visible GPU each share a build.
 """
 
@@ -11,18 +11,34 @@ import os
 from importlib import import_module
 from typing import Any
 
+from opkiln import machine
+from opkiln.arch import cpu
+from opkiln.build_model import Target, TorchSDK
 from opkiln.errors import ArchError, ArchWarning, LoadError, ToolchainError, warn_caller
-from opkiln.model import CUDA, ONE_CALL, ROCM
-from opkiln.record import Record
+from opkiln.lazy import Record
+from opkiln.model import (
+    ABI_NONE,
+    ABI_STABLE,
+    CPU,
+    CUDA,
+    ONE_CALL,
+    ROCM,
+    STABLE_VERSION,
+    OpSpec,
+    flag_settings,
+)
 from opkiln.settings import LAYOUT, origin_of, settings, store_candidates
+from opkiln.toolchain import torch_sdk
 from opkiln.trust import fault
 
 TYPE_CHECKING = False
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from opkiln.build_model import DeviceCompiler, Target, Toolchain
     from opkiln.model import Op
+
 
 SETTINGS = {CUDA: "cuda_arch_list", ROCM: "rocm_arch_list"}
 _GRAMMARS = {CUDA: "opkiln.arch.cuda", ROCM: "opkiln.arch.hip"}
@@ -373,3 +389,103 @@ def require_coverage(op: Op, needs: Wanted) -> None:
                 + (f", of which the op's filter left {language.show(code)}" if op.rule else ""),
                 hint=f"export {_variable(backend)}=native" if origin.isupper() else "",
             )
+
+
+def features() -> frozenset[str]:
+    """This CPU's features, by the compiler's names."""
+    return cpu.features_of(machine.cpu_flags())
+
+
+def target_machine() -> str:
+    """The machine to build CPU ops for: this one, unless the settings name a CPU of another."""
+    return cpu.machine_of(settings.cpu, machine.architecture())
+
+
+def target_cpu() -> cpu.CPU:
+    """The CPU to build for, by the settings. Raises ArchError."""
+    asked, origin = origin_of("cpu")
+    try:
+        return cpu.parse(asked, target_machine(), features())
+    except ArchError as error:
+        what = f"{origin}={asked!r}: {error.what}" if origin.isupper() else error.what
+        hint = f"unset {origin}" if origin.isupper() else error.hint
+        raise ArchError(what, why=error.why, hint=hint) from None
+
+
+def target_of(spec: OpSpec, sdk: TorchSDK | None, archs: tuple[str, ...]) -> Target:
+    """What an op is built for here, by the settings. Raises ArchError, BuildError."""
+    # Code for a GPU is launched by this machine's CPU, whatever CPU other ops are for.
+    ours = spec.backend != CPU and not spec.vectorize
+    architecture = machine.architecture() if ours else target_machine()
+    if spec.vectorize:
+        chosen = target_cpu()
+    else:
+        chosen = cpu.CPU(cpu.native(architecture, frozenset()).level)
+    return Target(
+        backend=spec.backend,
+        system=machine.system(),
+        machine=architecture,
+        cpu=chosen.level,
+        cpu_features=chosen.features,
+        abi_tag=torch_sdk.abi_tag(spec, sdk),
+        debug=settings.debug,
+        flags=_flags(spec.backend),
+        archs=archs,
+    )
+
+
+def _flags(backend: str) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    found = [(name, getattr(settings, name)) for name in flag_settings(backend)]
+    if backend == CUDA and settings.debug_cuda:
+        found.append(("debug_cuda", ("-Xptxas=-v",)))
+    return tuple((name, value) for name, value in found if value)
+
+
+def runnable(spec: OpSpec) -> TorchSDK | None:
+    """The torch that an op would run on; None where it needs none. Raises LoadError where no native
+    op can run here at all."""
+    if machine.system() != "linux":
+        raise LoadError(
+            f"op {spec.name} has no native version for {machine.system()}",
+            why="native ops are built and loaded on Linux, x86-64 and aarch64",
+        )
+    if spec.abi == ABI_NONE:
+        return None
+    sdk = torch_sdk.find()
+    if sdk is None:
+        raise LoadError(
+            f"op {spec.name} needs torch", why="torch is not installed", hint="pip install torch"
+        )
+    if spec.abi == ABI_STABLE and not torch_sdk.has_stable_abi(sdk):
+        raise LoadError(
+            f"op {spec.name} needs torch {STABLE_VERSION} or later",
+            why=f"torch {sdk.version} lacks the stable ABI",
+            hint=f"pip install 'torch>={STABLE_VERSION}'",
+        )
+    return sdk
+
+
+def lacking(target: Target) -> tuple[str, ...]:
+    """What this machine lacks to run what is built for a target."""
+    if target.machine != machine.architecture():
+        return (target.machine,)
+    return cpu.lacking(target.cpu, target.cpu_features, features())
+
+
+def require_cpu(spec: OpSpec, target: Target) -> None:
+    """Refuse to load what was asked for by name and cannot run on this CPU. Raises LoadError."""
+    if lacks := lacking(target):
+        raise LoadError(
+            f"op {spec.name} for {cpu.CPU(target.cpu, target.cpu_features)} cannot run here",
+            why=f"it needs {', '.join(lacks)}, which this CPU lacks",
+            hint="OPKILN_CPU=native",
+        )
+
+
+def require_sycl_device(spec: OpSpec) -> None:
+    """Refuse to load a SYCL op where there is no device for it. Raises LoadError."""
+    from opkiln.toolchain import libsycl
+
+    if missing := libsycl.no_device(settings.ocl_icd_filenames):
+        why, hint = missing
+        raise LoadError(f"op {spec.name} has no SYCL device to run on", why=why, hint=hint)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import os
 import sys
 
-from opkiln.decision import pins, policy, receipt
+from opkiln.decision import receipt, terms
 from opkiln.decision.terms import LOAD, SHIP, Reference, Refuse, Serve, Trace
 from opkiln.errors import (
     BuildError,
@@ -42,7 +42,7 @@ _EXCUSES = (BuildError, LoadError, StoreError, ToolchainError)
 def decide(request: Request) -> Outcome | Ask | Fetch:
     """What serves a request, with every candidate and why it was taken or refused."""
     trace = Trace()
-    if request.use == LOAD and request.agreed and (pin := pins.pinned(request.op)) is not None:
+    if request.use == LOAD and request.agreed and (pin := terms.pinned(request.op)) is not None:
         return _agreed(request, pin, trace)
     try:
         return _native(request, trace)
@@ -50,7 +50,7 @@ def decide(request: Request) -> Outcome | Ask | Fetch:
         return _otherwise(request, error, trace)
 
 
-def _agreed(request: Request, pin: pins.Pin, trace: Trace) -> Serve | Reference | Refuse:
+def _agreed(request: Request, pin: terms.Pin, trace: Trace) -> Serve | Reference | Refuse:
     """What all ranks of the job agreed on; where that cannot serve, nothing else does."""
     name, artifact = request.op.spec.name, pin.artifact
     hint = "opkiln.ensure(...)    # on all ranks, to agree again"
@@ -62,13 +62,13 @@ def _agreed(request: Request, pin: pins.Pin, trace: Trace) -> Serve | Reference 
         error = LoadError(f"the ranks agreed on another op {name}", why=why, hint=hint)
     elif artifact is None:
         error = LoadError(f"all ranks agreed on the reference of op {name}", why=pin.reason)
-        if not (reason := policy.why_no_reference(request)):
+        if not (reason := terms.why_no_reference(request)):
             trace.add("fallback", "taken", "all ranks of the job agreed on the reference")
             return Reference(error, trace)
         error = LoadError(error.what, why=f"{reason}\n{pin.reason}", hint=hint)
     else:
         failed = request.cannot_open.get(artifact.path)
-        reason = failed.why if failed is not None else pins.fault(artifact)
+        reason = failed.why if failed is not None else terms.fault_of_pinned(artifact)
         if not reason:
             agreed = f"all ranks of the job agreed on it, SHA-256 {artifact.sha256[:16]}"
             trace.add("store", "taken", agreed, artifact.path)
@@ -83,16 +83,16 @@ def _native(request: Request, trace: Trace) -> Serve | Build | Ask | Fetch:
     """How a native version can be had. Raises OpkilnError where it cannot."""
     op, spec = request.op, request.op.spec
     if request.use == LOAD:
-        if policy.prefers_reference(request):
+        if terms.prefers_reference(request):
             raise LoadError(f"op {spec.name} runs as its reference", why="OPKILN_MODE=reference")
         if spec.backend != CPU:
             from opkiln.decision import archs
 
             archs.require_coverage(op, request.wanted)
         if spec.backend == XPU:
-            from opkiln.decision import target
+            from opkiln.decision import archs
 
-            target.require_sycl_device(spec)
+            archs.require_sycl_device(spec)
     if request.use != SHIP:
         if (found := _installed(request, trace)) is not None:
             return Serve(found, trace)
@@ -106,7 +106,7 @@ def _native(request: Request, trace: Trace) -> Serve | Build | Ask | Fetch:
 
 
 def _installed(request: Request, trace: Trace) -> Artifact | None:
-    if not policy.uses_installed() or not (layers := _installed_layers(request.op.spec)):
+    if not terms.uses_installed() or not (layers := _installed_layers(request.op.spec)):
         return None
     from opkiln.decision import prebuilt
 
@@ -156,7 +156,7 @@ def _otherwise(request: Request, error: OpkilnError, trace: Trace) -> Reference 
         trace.add("target", "refused", f"{error.what}: {error.why}" if error.why else error.what)
     if not isinstance(error, _EXCUSES) or isinstance(error, (ReloadError, SealedError)):
         return Refuse(error, trace)
-    if reason := policy.why_no_reference(request):
+    if reason := terms.why_no_reference(request):
         trace.add("fallback", "refused", reason)
         return Refuse(error, trace)
     trace.add("fallback", "taken", "the pure-PyTorch reference serves")

@@ -1,33 +1,328 @@
-"""Libraries that were built elsewhere: what packages were installed with, and listed layers.
+"""Libraries that were built elsewhere: where they lie, and whether one fits this machine.
 
-Both are layers like the user's own (``store.layers``). But their entries were not built for this
-very machine, so no key finds them: every entry of the op is judged (``decision.fit``), and the best
-of those that fit serves. Nothing is written, no process is started, and the search of the user's
-own store is not imported.
+What packages were installed with, and listed layers. Both are layers like the user's own
+(``store.layers``). But their entries were not built for this very machine, so no key finds them:
+every entry of the op is judged, and the best of those that fit serves. Nothing is written, no
+process is started, and the search of the user's own store is not imported.
 
 <package>/prebuilt/v1/ops/…                 what a package carries for its own ops
 <on sys.path>/opkiln_prebuilt/<name>/v1/…   what a wheel of prebuilt ops installs
+
+To find out by opening a library that it does not fit is too late. An instruction that this CPU
+lacks ends the process. A kernel that no GPU here can run fails at its first launch. A missing
+symbol is reported by the dynamic linker, under its mangled name. So a manifest lists everything
+that its library needs, and this module compares that with what is here. Libraries are asked for
+symbols, not for versions: what counts is what they have.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 
-from opkiln.decision import fit
+from opkiln import machine
 from opkiln.errors import LoadError, StoreError
 from opkiln.facts import Hasher
-from opkiln.model import OUTSIDE, PACKAGE, Artifact, place_of
-from opkiln.record import Record
-from opkiln.store import entry
+from opkiln.lazy import Record
+from opkiln.model import (
+    ABI_NONE,
+    ABI_STABLE,
+    CUDA,
+    LIBRARY,
+    OUTSIDE,
+    PACKAGE,
+    ROCM,
+    STABLE_TAG,
+    Artifact,
+    flag_settings,
+    place_of,
+)
+from opkiln.settings import origin_of, settings
+from opkiln.store import entry, key
 from opkiln.trust import open_to_all
 
 TYPE_CHECKING = False
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
     from typing import Any
 
     from opkiln.decision.terms import Request, Trace
     from opkiln.model import OpSpec
+
+
+_RTLD_NOLOAD = 4  # glibc's; the os module has it under no name before Python 3.13
+
+
+class Fit(Record):
+    """How well a library fits, the smallest first; or why it does not."""
+
+    misfit: str
+    rank: tuple[int, ...] = ()
+
+
+class Measure(Record):
+    """What every library of an op is compared with."""
+
+    spec_key: str
+    flags: tuple[tuple[str, tuple[str, ...], str], ...]  # name, value, the variable that asks
+    cpu: frozenset[str]  # this CPU's features, by the kernel's names
+
+
+def measure(request: Request, *, listed: bool) -> Measure:
+    """The op as it is declared, the flags that were asked for, and this CPU.
+
+    ``listed``: for a layer that the user named. There, flags of the environment count as they do
+    for the user's own store. What a package ships has the flags of whoever shipped it, so there
+    only a setting of opkiln's own counts.
+    """
+    flags = []
+    for name in flag_settings(request.op.spec.backend):
+        value, origin = origin_of(name)
+        if listed or origin.startswith("OPKILN_"):
+            variable = origin if origin.isupper() else name.upper()
+            flags.append((name, tuple(value or ()), variable))
+    have = frozenset(machine.cpu_flags().split())
+    return Measure(key.spec_key(request.op.spec), tuple(flags), have)
+
+
+def judge(request: Request, manifest: Mapping[str, Any], asked: Measure) -> Fit:
+    """Compare a manifest with the op as it is declared and the machine as it is.
+
+    ``lacking`` has the rest, which takes longer and is asked of the best alone. Raises KeyError,
+    TypeError and ValueError for a damaged manifest.
+    """
+    target = manifest["target"]
+    if manifest["spec"] != asked.spec_key:
+        return Fit("it was built from another declaration of this op")
+    if (target["system"], target["machine"]) != (machine.system(), machine.architecture()):
+        return Fit(f"it is for {target['system']} on {target['machine']}")
+    if bool(target["debug"]) != settings.debug:
+        return Fit("OPKILN_DEBUG is set, and it was built without" if settings.debug else
+                   "it was built for debugging")  # fmt: skip
+    return (
+        _other_flags(target, asked)
+        or _other_abi(request, target["abi_tag"])
+        or _lacking_cpu(request, manifest, asked)
+        or _on_device(request, manifest)
+    )
+
+
+def _other_flags(target: Mapping[str, Any], asked: Measure) -> Fit | None:
+    built = {name: tuple(value) for name, value in target["flags"]}
+    for name, value, variable in asked.flags:
+        if value != built.get(name, ()):
+            return Fit(f"it was built with other flags than {variable} asks for")
+    return None
+
+
+def _other_abi(request: Request, built: str) -> Fit | None:
+    spec = request.op.spec
+    # Not the CUDA or ROCm release that torch was built with: what a library needs of that it says
+    # by the sonames it needs and the driver that its code takes.
+    if spec.abi == ABI_STABLE and spec.kind == LIBRARY:
+        here = STABLE_TAG
+    else:
+        from opkiln.toolchain import torch_sdk
+
+        sdk = None if spec.abi == ABI_NONE else torch_sdk.find()
+        if sdk is None and spec.abi != ABI_NONE:
+            return Fit("torch is not installed")
+        here = torch_sdk.abi_tag(spec, sdk)
+    if _comparable(built) == _comparable(here):
+        return None
+    return Fit(f"it is built for {built}, and here is {here}")
+
+
+def _comparable(tag: str) -> str:
+    """A tag without torch's runtime and without Python's patch release, whose ABI is its minor's;
+    the store's keys have both."""
+    tag, python, release = tag.partition("cpython-")
+    kept = (part for part in tag.split("-") if part.rstrip("0123456789") not in _RUNTIMES)
+    return "-".join(kept) + python + release.partition("-")[0]
+
+
+_RUNTIMES = ("cuda", "rocm")
+
+
+def _lacking_cpu(request: Request, manifest: Mapping[str, Any], asked: Measure) -> Fit | None:
+    lacks = set(manifest["needs"]["cpu"]) - asked.cpu
+    named, origin = origin_of("cpu")
+    if not lacks and (named == "native" or not request.op.spec.vectorize):
+        return None
+    from opkiln.arch import cpu
+
+    if lacks:
+        names = sorted(cpu.features_of(" ".join(lacks)))
+        return Fit(f"it needs {', '.join(names)}, which this CPU lacks")
+    target = manifest["target"]
+    level, features = target["cpu"], tuple(target["cpu_features"])
+    other = cpu.parse(named, machine.architecture(), cpu.features_of(machine.cpu_flags()))
+    if (level, features) == tuple(other):
+        return None
+    return Fit(f"it is for {cpu.CPU(level, features)}, and {origin} asks for {other}")
+
+
+def lacking(needs: Mapping[str, Any], abi: str) -> str:
+    """What a library needs and this machine's libraries lack. Empty where nothing is missing.
+
+    Every soname and every symbol is asked of the dynamic linker. Where nobody has imported torch
+    yet, its libraries are not opened, which would take a second: they are asked as files.
+    """
+    # Opening a path would run its code, and nothing has been verified yet.
+    if paths := [soname for soname in needs["sonames"] if "/" in soname]:
+        return f"it needs {paths[0]}, which is a path, not a library's name"
+    return _lacking(needs, abi)
+
+
+def _lacking(needs: Mapping[str, Any], abi: str) -> str:
+    import ctypes
+    from _ctypes import dlopen, dlsym
+
+    program = ctypes.pythonapi  # the whole program; opening it again would take longer
+    dlvsym = None
+    if hasattr(program, "dlvsym"):  # glibc's; others have no versions
+        dlvsym = program["dlvsym"]  # not the attribute, which is everybody's
+        dlvsym.restype, dlvsym.argtypes = ctypes.c_void_p, (ctypes.c_void_p, *[ctypes.c_char_p] * 2)
+    handles: dict[str, int] = {}
+    files: list[str] = []  # of torch's, which nobody has imported yet
+    for soname in needs["sonames"]:
+        if soname.startswith("ld-"):
+            # The dynamic linker is here, and its symbols are found everywhere but by its handle.
+            handles[soname] = program._handle
+            continue
+        handle = _already(dlopen, soname)
+        # Once torch is imported, what it brings is found by its soname. Before that, opening the
+        # system's library of that name would have torch take it, too.
+        unasked = not handle and abi != ABI_NONE and "torch" not in sys.modules
+        if brought := (_brought(soname) if unasked else ""):
+            files.append(brought)
+            continue
+        try:
+            handles[soname] = handle or dlopen(soname, os.RTLD_LAZY)
+        except OSError:
+            if not (found := _sycl(soname)):
+                return f"it needs {soname}, which is not here"
+            files.append(found)
+    unknown = []
+    # The program's own, too: a Python module finds the interpreter's symbols there.
+    anywhere = (*handles.values(), program._handle)
+    for soname, symbol, version in needs["symbols"]:
+        if version and soname in handles and dlvsym is not None:
+            if not dlvsym(handles[soname], symbol.encode(), version.encode()):
+                return f"it needs {_shown(symbol)} of {version}, which this {soname} lacks"
+        elif not version and not _has(dlsym, anywhere, symbol):
+            unknown.append(symbol)
+    if not unknown or (files and abi != ABI_STABLE):  # of one torch alone, which its tag names
+        return ""
+    return _lacking_symbols(unknown, files, needs["sonames"])
+
+
+def _lacking_symbols(symbols: list[str], files: list[str], sonames: Iterable[str]) -> str:
+    from opkiln.binary.elf import missing
+
+    for path in files:
+        symbols = [*missing(path, symbols)]
+    return f"it needs {_shown(symbols[0])}, which {_torch_of(sonames)} lacks" if symbols else ""
+
+
+def _shown(symbol: str) -> str:
+    from opkiln.binary.elf import shown
+
+    return shown(symbol)
+
+
+def _brought(soname: str) -> str:
+    """The file of a library that importing torch brings: its own, or of the packages it needs."""
+    from opkiln.toolchain import torch_sdk
+
+    if (sdk := torch_sdk.find()) is None:
+        return ""
+    own = os.path.join(sdk.path, "lib", soname)
+    if os.path.exists(own):
+        return own
+    from glob import glob
+
+    packages = os.path.join(os.path.dirname(sdk.path), "nvidia", "*", "lib", soname)
+    return next(iter(glob(packages)), "")
+
+
+def _torch_of(sonames: Iterable[str]) -> str:
+    """Who should have had the symbols of a library that is linked to these."""
+    from opkiln.toolchain import torch_sdk
+
+    sdk = torch_sdk.find()
+    if sdk is None or not any(each.startswith(("libtorch", "libc10")) for each in sonames):
+        return "every library here"
+    return f"torch {sdk.version}"
+
+
+def _sycl(soname: str) -> str:
+    """SYCL's runtime, which no linker finds where pip has put it; ``loading.native`` opens it."""
+    from opkiln.toolchain import libsycl
+
+    return (libsycl.locate(soname) or "") if libsycl.is_library(soname) else ""
+
+
+def _already(dlopen: Any, soname: str) -> int:
+    try:
+        return int(dlopen(soname, os.RTLD_LAZY | _RTLD_NOLOAD))
+    except OSError:
+        return 0
+
+
+def _has(dlsym: Any, handles: Iterable[int], symbol: str) -> bool:
+    for handle in handles:
+        try:
+            if dlsym(handle, symbol):
+                return True
+        except OSError:
+            continue
+    return False
+
+
+def _on_device(request: Request, manifest: Mapping[str, Any]) -> Fit:
+    """How well its code runs on the GPUs here. A library without device code fits every machine."""
+    spec = request.op.spec
+    if spec.backend not in (CUDA, ROCM):
+        return Fit("", (0, -len(manifest["needs"]["cpu"])))
+    from opkiln.decision import archs
+
+    target, images = manifest["target"], tuple(manifest["needs"]["images"])
+    built, shown = tuple(target["archs"]), ";".join(target["archs"])
+    if not archs.known(spec.backend, built, images):
+        return Fit(f"its code is for {shown}, which this opkiln does not know")
+    if not archs.kept(request.op, built):
+        return Fit(f"it is for {shown}, of which the op's filter keeps less")
+    way, device = archs.way_of(spec.backend, request.wanted, built, images)
+    if not way:
+        return Fit(f"its code is for {shown}, which does not run on {device}")
+    if spec.backend == CUDA and (reason := _old_driver(manifest["toolchain"], way)):
+        return Fit(reason)
+    return Fit("", (archs.WAYS.index(way), len(built), -len(manifest["needs"]["cpu"])))
+
+
+def _old_driver(toolchain: Mapping[str, str], way: str) -> str:
+    """The driver must know the runtime in the library, and its images. To recompile PTX it must be
+    as new as the compiler."""
+    from opkiln.decision import archs
+    from opkiln.devices import nvidia
+    from opkiln.toolchain import torch_sdk
+
+    made = toolchain.get("nvcc") or toolchain.get("nvrtc", "")
+    driver = nvidia.devices(archs.memory()).cuda
+    if not driver or not made:
+        return ""
+    here, needs = torch_sdk.release(driver), torch_sdk.release(made)
+    if here[0] < needs[0]:
+        return f"it is built with CUDA {made}, and the driver here takes CUDA up to {driver}"
+    if way == archs.PTX and here < needs:
+        return (
+            f"only its PTX fits the GPU, which is of CUDA {made}, and the driver here takes PTX "
+            f"up to CUDA {driver}"
+        )
+    return ""
+
 
 # The resorts: installed with a package; a layer that is listed; imported into the user's own.
 PREBUILT, LAYER, STORE = "prebuilt", "layer", "store"
@@ -133,7 +428,7 @@ def find(
     ]
     for each in sorted(fitting, key=lambda each: each.rank):  # of equals, the first layer's
         try:
-            reason = fit.lacking(each.needs, spec.abi)
+            reason = lacking(each.needs, spec.abi)
             found = None if reason else _examined(spec, each)
             fits = _fits(found.manifest) if isinstance(found, entry.Leaf) else ""
         except (*_NO_MANIFEST, LoadError) as error:
@@ -162,7 +457,7 @@ def _fitting(
         reason = error.what if isinstance(error, StoreError) else entry.in_words(error)
         trace.add(resort, "refused", reason, place.root)
         return
-    asked = fit.measure(request, listed=resort != PREBUILT)
+    asked = measure(request, listed=resort != PREBUILT)
     for leaf in leaves:
         try:
             manifest = place.manifest(leaf)
@@ -170,7 +465,7 @@ def _fitting(
                 continue
             if manifest["sha256"] != only if only else place.own and "created" in manifest:
                 continue
-            verdict = fit.judge(request, manifest, asked)
+            verdict = judge(request, manifest, asked)
             needs = manifest["needs"]
         except FileNotFoundError:
             continue  # removed meanwhile

@@ -102,9 +102,9 @@ def _same_values(receipt: dict[str, Any]) -> bool:
 
 def _same_images(signatures: list[list[Any]]) -> bool:
     """Whether the images that hold these files are those that were mounted then."""
-    from opkiln import images
+    from opkiln import digest
 
-    images.forget()
+    digest.forget_mounts()
     return all(Signature(*facts).holds(path) for path, *facts in signatures)
 
 
@@ -185,7 +185,7 @@ def write(request: Request, artifact: Artifact, read: Evidence) -> None:
 
 def _put(path: str, receipt: dict[str, Any]) -> None:
     """Write a receipt. Raises OSError."""
-    from opkiln.writing import write_private  # not for a hit, which writes nothing
+    from opkiln.digest import write_private  # not for a hit, which writes nothing
 
     write_private(path, json.dumps(receipt, separators=(",", ":")).encode())
 

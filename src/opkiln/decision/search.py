@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import os
 
-from opkiln import facts, images
+from opkiln import digest, facts
 from opkiln import plan as plans
 from opkiln.arch import cpu
 from opkiln.build_model import Toolchain
-from opkiln.decision import archs, policy, prebuilt
-from opkiln.decision.target import features, lacking, require_cpu
+from opkiln.decision import archs, prebuilt, terms
+from opkiln.decision.archs import features, lacking, require_cpu
 from opkiln.decision.terms import LOAD, Ask, Build, Fetch, Serve
 from opkiln.errors import BuildError, SpecError, ToolchainError
 from opkiln.facts import Hasher
@@ -38,7 +38,7 @@ def search(request: Request, trace: Trace) -> Serve | Build | Ask | Fetch:
         require_cpu(spec, target)
     if request.tiers is not None:
         trace.candidates += request.tiers.candidates
-    images.forget()
+    digest.forget_mounts()
     with facts.collecting() as read:
         compilers = _Compilers(request, trace)
         found = compilers.find()
@@ -106,8 +106,8 @@ def _refusal(request: Request) -> tuple[OpkilnError | None, str]:
     known."""
     if request.build_error is not None:
         return request.build_error, request.build_error.what
-    if forbidden := policy.why_not_compile(request):
-        return policy.refusal(request.op.spec, forbidden), forbidden
+    if forbidden := terms.why_not_compile(request):
+        return terms.refusal(request.op.spec, forbidden), forbidden
     if isinstance(error := request.compilers, ToolchainError):
         return error, ": ".join(filter(None, (error.what, "; ".join(error.why.splitlines()))))
     return None, ""
@@ -173,7 +173,7 @@ def elsewhere(request: Request, trace: Trace) -> Artifact | None:
 
 
 def _note_unasked(trace: Trace) -> None:
-    unasked = policy.why_no_tier_is_asked()
+    unasked = terms.why_no_tier_is_asked()
     reason = f"no load asks it: {unasked}" if unasked else "only a load or a build connects"
     for url in settings.remotes:
         trace.add("remote", "none", f"not asked: {reason}", url)
@@ -212,7 +212,7 @@ def _of_other_archs(
         if archs.kept(op, other.archs) and (way := archs.coverage(spec.backend, other.archs)):
             ways[way].append(other)
     # The driver recompiles PTX at every start, so PTX is only better than nothing.
-    if toolchain is not None and not policy.why_not_compile(request):
+    if toolchain is not None and not terms.why_not_compile(request):
         del ways[archs.PTX]
     for found in ways.values():
         yield from found

@@ -1,25 +1,200 @@
-"""The terms of a decision: the request, the candidates it looks at, and what it can come to.
+"""The terms of a decision: what is asked, what may be done here, and what it can come to.
 
 A request is made at the beginning of a load, a build or a look. Everything that it needs is worked
 out once. What came of acting on an outcome is noted in it, and then it is decided on again.
+
+Whether an op may be compiled here, and whether its reference may serve instead, ``OPKILN_MODE``
+says for a process; ``opkiln.seal()`` forbids compiling from some point on.
 """
 
 from __future__ import annotations
 
+import os
 import time
+import warnings
 from functools import cached_property
 
-from opkiln import machine
-from opkiln.record import Record
+from opkiln import machine, trust
+from opkiln.digest import open_regular, sha256_file
+from opkiln.errors import CompilingOff, FallbackWarning, SealedError, UsageError
+from opkiln.lazy import Record
+from opkiln.settings import settings
 
 TYPE_CHECKING = False
+
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from opkiln.build_model import Plan, Target, Toolchain, TorchSDK
     from opkiln.decision.archs import Wanted
     from opkiln.errors import LoadError, OpkilnError, ToolchainError
     from opkiln.facts import Evidence
-    from opkiln.model import Artifact, Op
+    from opkiln.model import Artifact, Op, OpSpec
     from opkiln.store.layers import Store
+
+
+# The values of OPKILN_MODE.
+AUTO = "auto"  # find it, else compile it, else run the reference and warn
+NATIVE = "native"  # as auto, but what would fall back is an error
+CACHED = "cached"  # never compile: find it, else run the reference
+SEALED = "sealed"  # never compile: find it, else fail
+NEEDED = "needed"  # compile only what has no reference
+SOURCE = "source"  # as auto, but ignore the libraries that packages were installed with
+REFERENCE = "reference"  # run references wherever there are any
+CHECK = "check"  # as auto, but run both versions of an op and compare them
+
+_seal = "off"
+
+
+def seal(mode: str = "error") -> None:
+    """A compile from now on is an error, or a warning with ``"warn"``; ``"off"`` lifts it.
+
+    An error also for an op that has a reference: a server that was warmed up should not find out
+    by its latency that an op fell back.
+    """
+    global _seal
+    if mode not in ("warn", "error", "off"):
+        raise UsageError(f"seal({mode!r}): expected 'warn', 'error' or 'off'")
+    _seal = mode
+
+
+def sealed() -> bool:
+    """Whether a compile is an error, whatever could serve instead."""
+    return _seal == "error" or settings.mode == SEALED
+
+
+def uses_installed() -> bool:
+    """Whether libraries that packages were installed with may serve."""
+    return bool(settings.mode != SOURCE)
+
+
+def never_compiles() -> str:
+    """Why nothing at all may be compiled here; empty where something may be."""
+    if _seal == "error":
+        return "opkiln is sealed: nothing may be compiled any more"
+    if settings.mode in (SEALED, CACHED):
+        return f"OPKILN_MODE={settings.mode}: nothing is compiled here"
+    return ""
+
+
+def why_not_compile(request: Request) -> str:
+    """Why this op may not be compiled here; empty where it may be."""
+    if settings.mode == NEEDED and not why_no_reference(request):
+        return "OPKILN_MODE=needed: an op that has a reference is not compiled here"
+    return never_compiles()
+
+
+def why_no_reference(request: Request) -> str:
+    """Why the reference must not serve this request; empty where it may."""
+    if not request.op.has_reference:
+        return "the op has no reference"
+    if request.must_be_native:
+        return "a native version was asked for"
+    if settings.mode == NATIVE:
+        return "OPKILN_MODE=native: a native version is required"
+    return "opkiln is sealed" if sealed() else ""
+
+
+NOTHING_TRUSTED = (
+    "nothing says what is trusted, as neither OPKILN_TRUSTED_KEYS nor OPKILN_LOCK is set"
+)
+TRUST_HINT = "export OPKILN_TRUSTED_KEYS=FILE.pub, or OPKILN_LOCK=ops.lock; see docs/remotes.md"
+
+
+def why_no_tier_is_asked() -> str:
+    """Why no remote tier is ever asked, although there are some; empty where they are."""
+    trusts = settings.trusted_keys is not None or settings.lock
+    return NOTHING_TRUSTED if settings.remotes and not trusts else ""
+
+
+def prefers_reference(request: Request) -> bool:
+    """Whether the reference is to serve although a native version may be there."""
+    return bool(settings.mode == REFERENCE) and not why_no_reference(request)
+
+
+def refusal(spec: OpSpec, reason: str) -> CompilingOff:
+    """The error for an op that would have to be compiled."""
+    kind = SealedError if sealed() else CompilingOff
+    if unasked := why_no_tier_is_asked():
+        reason += f"\nno tier of OPKILN_REMOTES was asked: {unasked}"
+    return kind(f"op {spec.name} would have to be compiled", why=reason, hint=_hint(spec))
+
+
+def about_to_compile(spec: OpSpec) -> None:
+    """Called before the first compile of an op. Raises SealedError."""
+    if sealed():
+        raise refusal(spec, never_compiles())
+    if _seal == "warn":
+        warnings.warn(
+            f"op {spec.name} is compiled after opkiln was sealed\nhint: {_hint(spec)}",
+            FallbackWarning,
+            stacklevel=2,
+        )
+
+
+def _hint(spec: OpSpec) -> str:
+    """How to have it compiled, where no variable that is set here forbids that, too."""
+    allowed = "" if settings.mode in (AUTO, NATIVE, SOURCE, CHECK) else "OPKILN_MODE=auto"
+    if not spec.is_known_by_name:
+        how = f" with {allowed}" if allowed else ""
+        return f"run it once{how} before; later runs find it in the cache"
+    return f"{allowed} opkiln build {spec.name}".lstrip()
+
+
+class Pin(Record):
+    """What all ranks of a job have agreed on: a library, or the reference and why. This process
+    serves exactly that. With a newer library it would compute other numbers than the others."""
+
+    spec: OpSpec
+    artifact: Artifact | None
+    reason: str = ""
+    passing: bool = False  # the job still prepares a library, as the program asked it to
+    # Says what an op computes in Python otherwise than was agreed on, in a word or two; None if
+    # that was not compared.
+    find_change: Callable[[Op], str] | None = None
+
+
+_pins: dict[tuple[str, str, str], Pin] = {}
+
+
+def pin(
+    op: Op,
+    artifact: Artifact | None,
+    reason: str = "",
+    *,
+    passing: bool = False,
+    find_change: Callable[[Op], str] | None = None,
+) -> Pin:
+    """From now on serve this library; None is the reference."""
+    made = _pins[op.name] = Pin(op.spec, artifact, reason, passing, find_change)
+    return made
+
+
+def pinned(op: Op) -> Pin | None:
+    """What was agreed on for an op."""
+    return _pins.get(op.name)
+
+
+def release(op: Op) -> None:
+    """Forget what was agreed on."""
+    _pins.pop(op.name, None)
+
+
+def fault_of_pinned(artifact: Artifact) -> str:
+    """Why a pinned library must not be opened; empty if it is what was agreed on."""
+    path = artifact.path
+    in_memory = path.startswith("/proc/")  # of a bundle: nobody can change it any more
+    try:
+        if not in_memory and (reason := trust.fault(
+            path, os.lstat(path), listed=artifact.origin not in ("store", "built")
+        )):  # fmt: skip
+            return reason
+        with open_regular(path) as (fd, _):
+            found = sha256_file(fd)
+    except OSError as error:
+        return f"{path}: {error.strerror or error}"
+    return "" if found == artifact.sha256 else f"{path} has the SHA-256 {found}"
+
 
 # What the op is wanted for.
 LOAD = "load"  # to run here, now
@@ -33,7 +208,7 @@ class Request:
     def __init__(
         self, op: Op, use: str = LOAD, *, must_be_native: bool = False, agreed: bool = True
     ) -> None:
-        """``agreed=False``: whatever the ranks of the job have agreed on (``decision.pins``)."""
+        """``agreed=False``: whatever the ranks of the job have agreed on."""
         self.op = op
         self.use = use
         self.agreed = agreed
@@ -58,14 +233,14 @@ class Request:
     def sdk(self) -> TorchSDK | None:
         """The torch that it would run on; None where it needs none. Raises LoadError where no
         native op can run here at all."""
-        from opkiln.decision.target import runnable
+        from opkiln.decision.archs import runnable
 
         return runnable(self.op.spec)
 
     @cached_property
     def target(self) -> Target:
         """What it would be built for. Raises ArchError, BuildError, LoadError."""
-        from opkiln.decision.target import target_of
+        from opkiln.decision.archs import target_of
 
         return target_of(self.op.spec, self.sdk, self.wanted.archs)
 
@@ -167,8 +342,7 @@ class Fetch(Record):
 
 Outcome = Serve | Build | Reference | Refuse
 
-# An outcome in a word, for people.
-CACHED = "cached"
+# An outcome in a word, for people; ``CACHED`` is one of them.
 WOULD_COMPILE = "would compile"
 WOULD_FALL_BACK = "would fall back"
 WOULD_FAIL = "would fail"

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import os
 
+from opkiln.lazy import Record
 from opkiln.machine import read_text
-from opkiln.record import Record
 from opkiln.settings import settings
 
 _NODES = "sys/class/kfd/kfd/topology/nodes"

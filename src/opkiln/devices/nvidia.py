@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from opkiln.record import Record
+from opkiln.lazy import Record
 from opkiln.settings import settings
 
 # A machine with an NVIDIA driver has one of these: the kernel module, its device node alone (in a

@@ -8,9 +8,9 @@ import threading
 import warnings
 from typing import TYPE_CHECKING, Any
 
+from opkiln.digest import replace
 from opkiln.engine import events
 from opkiln.errors import SettingError, SettingWarning
-from opkiln.writing import replace
 
 if TYPE_CHECKING:
     from opkiln.engine.events import Event

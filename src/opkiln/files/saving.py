@@ -22,10 +22,10 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 from torch import Tensor
 
+from opkiln.digest import taking_the_place_of
 from opkiln.errors import ArgumentError, ArgumentTypeError, UsageError
 from opkiln.files.handle import AsyncIO, Request, Transfer
 from opkiln.store import publish
-from opkiln.writing import taking_the_place_of
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -18,9 +18,9 @@ from opkiln.facts import Hasher
 from opkiln.loading import loader
 from opkiln.loading.here import Loaded
 from opkiln.model import Artifact, Op, place_of
-from opkiln.observing import launchers, observer
+from opkiln.observing import limits, observer
 from opkiln.store import entry, key
-from opkiln.store.deps import changes
+from opkiln.store.key import changes
 from opkiln.toolchain import choice
 
 TYPE_CHECKING = False
@@ -84,7 +84,7 @@ def explain(op: Op) -> Explanation:
         keys = {"intent": key.intent_key(op.spec, plan.target), "build": key.build_key(plan)}
         if how := choice.reason(plan.toolchain, op.spec):
             keys["device"] = how
-        if launchers.named(plan.toolchain):
+        if limits.named(plan.toolchain):
             keys["launcher"] = plan.toolchain.launcher or os.path.realpath(plan.toolchain.cxx)
         if why := observer.noted(request.store.memory, plan.toolchain.cxx):
             keys["inputs"] = f"not observed, so each process compiles for itself: {why}"

@@ -8,7 +8,7 @@ import sys
 import threading
 from typing import Any
 
-from opkiln.record import Record
+from opkiln.lazy import Record
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ import time
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
-from opkiln.decision import pins, policy, receipt
+from opkiln.decision import receipt, terms
 from opkiln.decision.decide import decide
 from opkiln.decision.terms import Ask, Build, Fetch, Reference, Refuse, Request, Serve, Trace
 from opkiln.errors import (
@@ -28,7 +28,7 @@ from opkiln.errors import (
     StoreWarning,
     warn_caller,
 )
-from opkiln.loading import light, register
+from opkiln.loading import native, register
 from opkiln.loading.here import Loaded, here
 from opkiln.loading.native import beside, of_its_own, open_artifact
 from opkiln.model import EXECUTABLE, LIBRARY, Artifact, Op, in_words
@@ -126,7 +126,7 @@ def _serve(op: Op, must_be_native: bool, again: bool) -> Loaded:
             raise outcome.error
         if isinstance(outcome, Reference):
             if older:
-                light.unregister(op.spec.distribution, op.spec.name, op.spec.backend)
+                native.unregister(op.spec.distribution, op.spec.name, op.spec.backend)
             _tell_fallback(op, outcome)
             return Loaded(functions, None, outcome.trace, op)
         try:
@@ -161,7 +161,7 @@ _ATTEMPTS = 8  # each but the last removes a candidate, or follows a collector's
 
 def forget(distribution: str, op: str) -> None:
     """Forget what is loaded of an op, for all its backends: it is declared anew."""
-    light.unregister(distribution, op)
+    native.unregister(distribution, op)
     for name, each in list(here.ops.items()):
         if name[:2] == (distribution, op):
             each.loaded, each.is_told, each.opened = None, False, {}
@@ -324,7 +324,7 @@ def _open(op: Op, artifact: Artifact) -> Any:
     value = open_artifact(spec, artifact.path, op.registration)
     if spec.kernels and spec.kind == LIBRARY:
         register.require_kernels(op)
-    if not light.has_registered(spec):
+    if not native.has_registered(spec):
         mine.lasts = True
     opened[artifact.sha256] = value
     earlier.append(artifact)
@@ -335,9 +335,9 @@ def _open(op: Op, artifact: Artifact) -> Any:
 def _tell_fallback(op: Op, outcome: Reference) -> None:
     """Warn, once per op, that its reference serves; not if that is what the user asked for."""
     mine = here.op(op.name)
-    if mine.is_told or settings.mode in (policy.REFERENCE, policy.NEEDED):
+    if mine.is_told or settings.mode in (terms.REFERENCE, terms.NEEDED):
         return
-    if (pin := pins.pinned(op)) is not None and pin.passing:
+    if (pin := terms.pinned(op)) is not None and pin.passing:
         return
     mine.is_told = True
     error = outcome.error

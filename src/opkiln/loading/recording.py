@@ -74,7 +74,7 @@ def _lock(fd: int) -> None:
 def _archs(op: Op) -> str:
     """What the op is wanted for here; empty where nothing can tell, or it is the same anywhere."""
     from opkiln.decision import archs
-    from opkiln.decision.target import target_cpu
+    from opkiln.decision.archs import target_cpu
 
     try:
         if op.spec.backend != CPU:

@@ -20,8 +20,8 @@ from opkiln import machine
 from opkiln.arch import cpu
 from opkiln.build_model import Target
 from opkiln.bundles.bundle import Fetched, unpack
-from opkiln.decision import archs, policy, search
-from opkiln.decision.target import features
+from opkiln.decision import archs, search, terms
+from opkiln.decision.archs import features
 from opkiln.decision.terms import Request, Trace
 from opkiln.errors import BuildTimeout, OpkilnError, StoreError
 from opkiln.model import CUDA, ROCM, OpSpec, place_of
@@ -46,8 +46,8 @@ def fetch(request: Request, target: Target, trace: Trace) -> bool:
     """
     spec, root = request.op.spec, request.store.root
     try:
-        if reason := policy.why_no_tier_is_asked():
-            raise StoreError(reason, hint=policy.TRUST_HINT)
+        if reason := terms.why_no_tier_is_asked():
+            raise StoreError(reason, hint=terms.TRUST_HINT)
         if root is None:
             raise StoreError("there is no writable store to keep it in", hint="opkiln doctor")
         keys = signatures.trusted()
@@ -63,7 +63,7 @@ def fetch(request: Request, target: Target, trace: Trace) -> bool:
         return search.elsewhere(request, Trace()) is not None or None
 
     # Who can compile it does not wait for a tier that keeps another process waiting.
-    wait = LOAD.whole if policy.why_not_compile(request) else LOAD.first
+    wait = LOAD.whole if terms.why_not_compile(request) else LOAD.first
     try:
         wanted = names.of_op(spec, (target, request.target))
         pinned = _pinned(spec, locked, wanted)

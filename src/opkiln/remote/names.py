@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from opkiln import __version__
 from opkiln.arch import cpu
 from opkiln.build_model import Target
-from opkiln.decision.target import features
+from opkiln.decision.archs import features
 from opkiln.digest import key, sha256_file
 from opkiln.model import OpSpec
 from opkiln.remote.lockfile import Locked

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
+from opkiln.digest import taking_the_place_of
 from opkiln.remote import credentials, web
 from opkiln.remote.patience import Deadline
 from opkiln.remote.tier import (
@@ -30,7 +31,6 @@ from opkiln.remote.tier import (
     read_small,
     refuse_malformed,
 )
-from opkiln.writing import taking_the_place_of
 
 _SCHEMA = 1
 

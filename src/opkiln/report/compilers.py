@@ -91,18 +91,18 @@ def _ranked(backend: str, candidates: Iterable[Candidate]) -> list[Tool]:
 def _toolkits(
     memory: tuple[str, ...], backend: str, torch: TorchSDK | None, *, probe: bool, has_host: bool
 ) -> list[Tool]:
-    from opkiln.toolchain import family, hipcc, nvcc, sycl
+    from opkiln.toolchain import find, hipcc, nvcc, sycl
 
     if not has_host:
         return _listed(backend, NO_HOST)
-    families: dict[str, family.Family] = {CUDA: nvcc, ROCM: hipcc, XPU: sycl}
+    families: dict[str, find.Family] = {CUDA: nvcc, ROCM: hipcc, XPU: sycl}
     try:
         if not (probe or wanted(backend, torch)) and choice.recall(memory, backend) is None:
             name = BACKENDS[backend]
             lacks = "there is no torch" if torch is None else f"torch is not built for {name}"
             return _listed(backend, f"not asked: {lacks}")
         version, compiler = choice.wanted(backend, torch), host.choose(memory)
-        found = family.candidates(families[backend], memory, version, compiler)
+        found = find.candidates(families[backend], memory, version, compiler)
         return _ranked(backend, found)
     # The named launcher or host compiler cannot be used, or torch cannot be read. That stops every
     # toolkit.

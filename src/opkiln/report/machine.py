@@ -14,9 +14,9 @@ from opkiln import machine as this
 from opkiln.accelerator.device import Answer
 from opkiln.arch import cpu
 from opkiln.build_model import TorchSDK
-from opkiln.decision.target import features
+from opkiln.decision.archs import features
 from opkiln.devices import amd, nvidia
-from opkiln.engine import cgroup
+from opkiln.engine import budget
 from opkiln.errors import AcceleratorError
 from opkiln.report.layout import size
 from opkiln.settings import child_environment, origin_of
@@ -133,11 +133,11 @@ def _cgroup(root: str) -> Cgroup:
     lines = this.read_text(os.path.join(root, "proc/self/cgroup")).splitlines()
     parts = (line.split(":", 2) for line in lines if line.count(":") > 1)
     paths = {controller: path for _, controller, path in parts}
-    cpus = cgroup.cpus(root)
+    cpus = budget.cpus(root)
     return Cgroup(
         path=paths.get("") or next(iter(paths.values()), ""),  # of version 2, else of version 1
-        cpu_quota=cgroup.cpu_quota(root),
-        memory_limit=cgroup.memory_limit(root),
+        cpu_quota=budget.cpu_quota(root),
+        memory_limit=budget.memory_limit(root),
         cpus=None if cpus is None else len(cpus),
     )
 

@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 
 from opkiln import __version__
 from opkiln.bundles.bundle import packed, unpack_bytes
-from opkiln.decision.target import target_cpu
+from opkiln.decision.archs import target_cpu
 from opkiln.engine import events, progress
 from opkiln.engine.chrome import Trace
 from opkiln.errors import BuildError, OpkilnError, SpecError, StoreError, ToolchainError, UsageError

@@ -17,7 +17,7 @@ from opkiln.build_model import Plan
 from opkiln.builder import OpBuilder
 from opkiln.decision import receipt
 from opkiln.decision import terms as decision
-from opkiln.decision.target import target_machine
+from opkiln.decision.archs import target_machine
 from opkiln.decision.terms import Build, Serve
 from opkiln.errors import (
     BuildError,

@@ -25,9 +25,9 @@ from typing import Any, NamedTuple
 
 from opkiln import settings
 from opkiln.authoring.parameters import CPP_KEYWORDS
+from opkiln.digest import replace
 from opkiln.errors import StoreError, UsageError
 from opkiln.registry import GROUP, bundled
-from opkiln.writing import replace
 
 SETUPTOOLS, HATCHLING = "setuptools", "hatchling"
 BACKENDS = (SETUPTOOLS, HATCHLING)

@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 
 from opkiln.errors import SpecError
-from opkiln.record import Record
+from opkiln.lazy import Record
 
 # Why a flag is refused.
 _RUNS = "it could start another program or load code into the compiler"

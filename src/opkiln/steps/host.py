@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from opkiln.arch import cpu
 from opkiln.build_model import Anchored, Arg, DeviceCompiler, Step, Target, Toolchain
 from opkiln.digest import key
+from opkiln.lazy import Record
 from opkiln.model import (
     ABI_NONE,
     ABI_STABLE,
@@ -20,7 +21,6 @@ from opkiln.model import (
     ROCM,
     OpSpec,
 )
-from opkiln.record import Record
 from opkiln.toolchain import torch_sdk
 
 SOURCES = (".cpp", ".cc", ".cxx", ".c++", ".C", ".cp", ".CPP", ".c")

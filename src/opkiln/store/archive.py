@@ -28,11 +28,10 @@ from zlib import crc32
 from opkiln.digest import LARGEST_BUNDLE, sha256_file
 from opkiln.errors import StoreError
 from opkiln.facts import Hasher
+from opkiln.lazy import Record
 from opkiln.model import place_of
-from opkiln.record import Record
 from opkiln.settings import LAYOUT
 from opkiln.store import sealed, signatures
-from opkiln.store.deps import changes, deps_key
 from opkiln.store.entry import (
     MALFORMED,
     MANIFEST,
@@ -43,6 +42,7 @@ from opkiln.store.entry import (
     parse_manifest,
     write_manifest,
 )
+from opkiln.store.key import changes, deps_key
 from opkiln.store.zip_format import (
     LARGEST,
     LOCAL,

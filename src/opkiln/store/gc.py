@@ -17,7 +17,7 @@ import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
-from opkiln.digest import read_file
+from opkiln.digest import is_temporary, read_file
 from opkiln.settings import settings
 from opkiln.store import publish
 from opkiln.store.inventory import (
@@ -31,7 +31,6 @@ from opkiln.store.inventory import (
     names_in,
     reported,
 )
-from opkiln.writing import is_temporary
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from opkiln.errors import StoreError
 from opkiln.facts import Hasher
 from opkiln.store import entry
-from opkiln.store.deps import deps_key
+from opkiln.store.key import deps_key
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

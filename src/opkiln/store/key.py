@@ -1,17 +1,31 @@
-"""The three keys of an entry, and the key of one object.
+"""The keys of an entry, and what it rests on.
 
 - ``intent_key``: spec, target and ABI tag. Computing it needs no compiler.
 - ``build_key``: the plan's steps and environment, and the toolchain's identity.
-- ``deps_key`` (see ``store.facts``): all that the steps read and looked up.
+- ``deps_key``: the facts (``opkiln.facts``) of all that the steps read, looked up and listed.
+
+A machine without a compiler, and one that a library was shipped to, cannot have all of these files.
+There the *author's* count: those of the package, and those below directories that its declaration
+names.
 """
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
+from opkiln import facts
 from opkiln.build_model import Plan, Step, Target
-from opkiln.digest import key
-from opkiln.model import PACKAGE, PLAN_VERSION, ROCM, OpSpec
+from opkiln.digest import Signature, key
+from opkiln.facts import ABSENT, FILE, GONE, HIDDEN, PROGRAM, RUNS, Hasher, parted
+from opkiln.lazy import Record
+from opkiln.model import OUTSIDE, PACKAGE, PLAN_VERSION, ROCM, OpSpec
+
+TYPE_CHECKING = False
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
 
 # Fields of a spec that do not affect the build, or that another field says, too: an emulated op has
 # the emulator's runtime among its sources.
@@ -88,3 +102,127 @@ def step_key(plan: Plan, step: Step) -> str:
     # An inline source is not a file, so it is not in the dependencies. Its text is in the key.
     text = dict(plan.spec.inline).get(step.source)
     return key("step", (made, plan.target.abi_tag, text))
+
+
+_AUTHORS = ("src", "opkiln", OUTSIDE)
+
+
+class Fact(Record):
+    """What was known of a path. The path is below its anchor, so that it can be found again where
+    the package or torch is installed elsewhere."""
+
+    kind: str
+    anchor: str
+    path: str
+    value: str  # of several names, as ``joined`` gives it
+    signature: Signature
+
+    @property
+    def sha256(self) -> str:
+        """Of an author's file; else empty."""
+        is_file = self.kind in (FILE, PROGRAM) and self.anchor in _AUTHORS
+        return self.value.rstrip(RUNS) if is_file else ""
+
+
+# Keeping them
+
+
+def to_manifest(found: Iterable[Fact]) -> dict[str, Any]:
+    """The facts as a manifest names them: the author's files, and a digest of all others."""
+    listed = tuple(found)
+    own = {fact[1:3]: fact.sha256 for fact in listed if fact.sha256}
+    others = tuple(fact[:4] for fact in listed if not fact.sha256 or fact.value != fact.sha256)
+    return {
+        "own": [[anchor, path, sha256] for (anchor, path), sha256 in own.items()],
+        "others": key("facts", others),
+    }
+
+
+def deps_key(recorded: Mapping[str, Any]) -> str:
+    """The key of what a manifest's ``deps`` name: the name of its entry."""
+    return key("deps", (tuple(map(tuple, recorded["own"])), recorded["others"]))
+
+
+def read(rows: Iterable[list[Any]]) -> tuple[Fact, ...]:
+    """The facts of a sidecar."""
+    return tuple(
+        Fact(kind, anchor, path, value, Signature(*signature))
+        for kind, anchor, path, value, *signature in rows
+    )
+
+
+def rows(found: Iterable[Fact]) -> list[list[Any]]:
+    """The facts as a sidecar has them."""
+    return [[*fact[:4], *fact.signature] for fact in found]
+
+
+# Asking again
+
+
+def changes(
+    recorded: Mapping[str, Any],
+    rows: Iterable[list[Any]] | None,
+    places: Mapping[str, str],
+    hasher: Hasher,
+) -> list[str]:
+    """What does not hold any more of an entry, in words. Raises OSError, KeyError.
+
+    ``recorded`` is a manifest's ``deps``, ``rows`` are its sidecar's facts; without them, the
+    author's files count alone.
+    """
+    facts.start_entry()
+    if rows is None:
+        return _changed_files(recorded["own"], places, hasher)
+    return broken(read(rows), places, hasher)
+
+
+def broken(listed: Iterable[Fact], places: Mapping[str, str], hasher: Hasher) -> list[str]:
+    """The facts that do not hold any more, in words. Raises OSError."""
+    found = []
+    for fact in listed:
+        place = places.get(fact.anchor, "")
+        # Not with a slash at the end, which would follow a link.
+        path = os.path.join(place, fact.path) if fact.path else place
+        if _holds(fact.signature, path):
+            now, signature = fact.value, fact.signature
+        else:
+            now, signature = facts.ask_again(fact.kind, path, fact.value, hasher)
+        if now == fact.value:
+            facts.entry(fact.kind, path, fact.value, signature)
+        elif fact.kind == ABSENT:
+            new = {*parted(fact.value)} - {*parted(now)}
+            found += [f"{os.path.join(path, name)} is new" for name in sorted(new)]
+        else:
+            found.append(f"{fact.path} {_CHANGES.get(now, 'changed')}")
+    return found
+
+
+_CHANGES = {GONE: "is gone", HIDDEN: "cannot be read"}
+
+
+def _holds(signature: Signature, path: str) -> bool:
+    try:
+        return signature.holds(path)
+    except OSError:
+        return False
+
+
+def _changed_files(
+    own: Iterable[tuple[str, str, str]], places: Mapping[str, str], hasher: Hasher
+) -> list[str]:
+    """One that is outside of the package is compared only where there is one."""
+    found = []
+    for anchor, path, sha256 in own:
+        full = os.path.join(places[anchor], path)
+        try:
+            now, signature = hasher(full)
+            facts.entry(FILE, full, sha256, signature)
+        except (FileNotFoundError, NotADirectoryError, PermissionError) as error:
+            if anchor == OUTSIDE:
+                continue
+            if not isinstance(error, FileNotFoundError):
+                raise
+            now = GONE
+        if now != sha256:
+            found.append(f"{path} {'is gone' if now == GONE else 'changed'}")
+    return found

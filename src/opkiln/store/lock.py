@@ -32,9 +32,8 @@ from typing import Any, NamedTuple
 
 from opkiln import errors
 from opkiln.child import is_stopped
-from opkiln.digest import read_file
+from opkiln.digest import read_file, write_private
 from opkiln.trust import make_private
-from opkiln.writing import write_private
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -15,10 +15,10 @@ import secrets
 import shutil
 from contextlib import contextmanager
 
+from opkiln.digest import FULL
 from opkiln.errors import StoreError
 from opkiln.settings import settings
 from opkiln.trust import make_private
-from opkiln.writing import FULL
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -14,11 +14,10 @@ import json
 import os
 from typing import NamedTuple
 
-from opkiln.digest import key, read_file
+from opkiln.digest import is_temporary, key, read_file, write_private
 from opkiln.errors import SpecError
 from opkiln.model import place_of
 from opkiln.store.inventory import directories
-from opkiln.writing import is_temporary, write_private
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

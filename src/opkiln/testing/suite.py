@@ -33,7 +33,7 @@ from torch import Tensor
 from opkiln.authoring.checking import Comparison, copied, written_arguments
 from opkiln.authoring.gradient import tensors
 from opkiln.builder.base import backend_of
-from opkiln.decision import policy
+from opkiln.decision import terms
 from opkiln.errors import DifferenceError, FallbackWarning
 from opkiln.settings import override, settings
 
@@ -119,7 +119,7 @@ def op_tests(
         return dict(zip(names, args, strict=False))
 
     def check(args: list[Any]) -> None:
-        if settings.mode == policy.REFERENCE:
+        if settings.mode == terms.REFERENCE:
             Comparison(op.__name__, op.reference)(op.overload, tuple(args), {})
         else:
             op.check(*args)
@@ -128,8 +128,8 @@ def op_tests(
         """Compare a call as users make it: the kernel may leave it to the reference."""
         refused = _error_of(op.reference, args)
         # With OPKILN_MODE=native, a call that is left to the reference would be an error.
-        native = settings.mode == policy.NATIVE
-        with override(mode=policy.AUTO if native else settings.mode), warnings.catch_warnings():
+        native = settings.mode == terms.NATIVE
+        with override(mode=terms.AUTO if native else settings.mode), warnings.catch_warnings():
             warnings.simplefilter("ignore", FallbackWarning)
             error = _error_of(op.overload, args)
             if error is None and refused is None:
@@ -150,7 +150,7 @@ def op_tests(
 
         @on_device
         def test_a_native_version_is_built_and_loaded(self, device: str) -> None:
-            if settings.mode == policy.REFERENCE:
+            if settings.mode == terms.REFERENCE:
                 pytest.skip("OPKILN_MODE=reference: the reference runs")
             # Raises what the compiler or the loader says. The suite's other tests use it then.
             for builder in op.builder.variants() or (op.builder,):

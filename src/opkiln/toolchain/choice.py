@@ -13,12 +13,12 @@ from opkiln.build_model import NVCC, NVRTC, Toolchain, TorchSDK
 from opkiln.errors import ToolchainError
 from opkiln.model import ABI_TORCH, CPU, CUDA, ROCM, OpSpec
 from opkiln.settings import origin_of, settings
-from opkiln.toolchain import family, host
+from opkiln.toolchain import find, host
 
 _OP_HEADER = re.compile(rb"^[ \t]*#[ \t]*include[ \t]*[<\"]opkiln/op\.h[>\"]", re.MULTILINE)
 
 
-def _family(backend: str, spec: OpSpec | None) -> family.Family:
+def _family(backend: str, spec: OpSpec | None) -> find.Family:
     if backend == CUDA:
         from opkiln.toolchain import nvcc, nvrtc
 
@@ -108,7 +108,7 @@ def recall(
     if _unfit(backend, spec):
         return None
     chosen, version = _family(backend, spec), wanted(backend, toolchain.torch)
-    device = family.recall(chosen, memory, version, toolchain)
+    device = find.recall(chosen, memory, version, toolchain)
     return None if device is None else toolchain._replace(device=device)
 
 
@@ -129,7 +129,7 @@ def choose(
             hint="OPKILN_CUDA=nvcc",
         )
     chosen, version = _family(backend, spec), wanted(backend, toolchain.torch)
-    device = family.choose(chosen, memory, version, toolchain)
+    device = find.choose(chosen, memory, version, toolchain)
     return toolchain._replace(device=device)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from opkiln.errors import CUDAMismatchException, MissingCUDAException, ToolchainError
 from opkiln.settings import origin_of, settings
-from opkiln.toolchain import family, find, toolkits, torch_sdk
+from opkiln.toolchain import find, toolkits, torch_sdk
 from opkiln.toolchain.torch_sdk import release
 
 _SKIP = "DS_SKIP_CUDA_CHECK=1"
@@ -17,7 +17,7 @@ _SKIP = "DS_SKIP_CUDA_CHECK=1"
 
 def misfit(version: str, torch_cuda: str | None) -> str:
     """Why a toolkit of this version cannot build for this torch; empty when it can."""
-    reason = family.misfit("CUDA", version, torch_cuda)
+    reason = find.misfit("CUDA", version, torch_cuda)
     return "" if reason and settings.skip_cuda_check else reason
 
 
@@ -134,7 +134,7 @@ def _nearest(name: str, memory: tuple[str, ...]) -> toolkits.Toolkit:
                    for each in found)  # fmt: skip
         error.why = "\n".join(refused) or error.why
         raise _of_op(name, error)
-    return min(works, key=lambda each: family.distance(each.record["version"], torch_cuda))
+    return min(works, key=lambda each: find.distance(each.record["version"], torch_cuda))
 
 
 def _of_op(name: str, error: ToolchainError) -> ToolchainError:

@@ -20,9 +20,8 @@ from opkiln.build_model import HIPCC, DeviceCompiler, Toolchain
 from opkiln.digest import key, sha256_file
 from opkiln.errors import ArchError, BuildTimeout, ToolchainError
 from opkiln.settings import origin_of
-from opkiln.toolchain import family, find, probing, rocm, torch_sdk
-from opkiln.toolchain.family import Search
-from opkiln.toolchain.find import Candidate
+from opkiln.toolchain import find, probing, rocm, torch_sdk
+from opkiln.toolchain.find import Candidate, Search
 
 # Set for every run of hipcc, in addition to the allow-listed environment.
 ENVIRONMENT = (("HIP_PLATFORM", "amd"),)
@@ -50,11 +49,11 @@ def search(
     records = [record for record in known if record is not None]
     if len(records) < len(found):
         return None
-    listed, ranked = family.rank(found, records, wanted, partial(_misfit, wanted, host))
+    listed, ranked = find.rank(found, records, wanted, partial(_misfit, wanted, host))
     taken = _compiler(records[ranked[0]], host) if ranked else None
     for place in ranked[1:]:
         best = records[ranked[0]]
-        listed[place] = family.outranked(listed[place], best, "HIP", wanted, after=best["program"])
+        listed[place] = find.outranked(listed[place], best, "HIP", wanted, after=best["program"])
     mismatched = not ranked and not all(record["refused"] for record in records)
     return Search(taken, listed, lambda: _failure(listed, wanted, mismatched=mismatched))
 
@@ -72,7 +71,7 @@ def _misfit(torch_hip: str | None, host: Toolchain, record: dict[str, Any]) -> s
     architecture = host.machine.partition("-")[0]
     if not record["machine"].startswith(architecture):
         return f"compiles for {record['machine']}, but {host.cxx} compiles for {host.machine}"
-    return family.misfit("HIP", record["version"], torch_hip)
+    return find.misfit("HIP", record["version"], torch_hip)
 
 
 def _failure(listed: list[Candidate], torch_hip: str | None, *, mismatched: bool) -> ToolchainError:
@@ -92,7 +91,7 @@ def _compiler(record: dict[str, Any], host: Toolchain) -> DeviceCompiler:
     # Only those that the host compiler does not search anyway. Given one that it does, g++ no
     # longer finds the headers that libstdc++ includes after it.
     added = [path for path in record["include_dirs"] if path not in host.include_dirs]
-    return family.compiler(record, family=HIPCC, path=record["program"], include_dirs=added)
+    return find.compiler(record, family=HIPCC, path=record["program"], include_dirs=added)
 
 
 # The probe

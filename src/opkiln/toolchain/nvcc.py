@@ -16,10 +16,9 @@ from opkiln.build_model import NVCC, DeviceCompiler, Toolchain
 from opkiln.digest import key, sha256_file
 from opkiln.errors import BuildTimeout, ToolchainError
 from opkiln.settings import origin_of, override, settings
-from opkiln.toolchain import cuda_version, family, find, probing, toolkits, wheel_headers
+from opkiln.toolchain import cuda_version, find, probing, toolkits, wheel_headers
 from opkiln.toolchain import host as hosts
-from opkiln.toolchain.family import Search
-from opkiln.toolchain.find import Candidate
+from opkiln.toolchain.find import Candidate, Search
 from opkiln.toolchain.toolkits import Toolkit
 from opkiln.toolchain.torch_sdk import release
 
@@ -61,7 +60,7 @@ def search(
     found = None if partner is None else toolkits.survey(memory, partner.cxx, ask=ask)
     if partner is None or found is None:
         return None
-    listed, ranked = family.rank(
+    listed, ranked = find.rank(
         [Candidate(each.label, each.place.origin) for each in found],
         [each.record for each in found], wanted,
         lambda record: cuda_version.misfit(record["version"], wanted),
@@ -71,7 +70,7 @@ def search(
     for place in ranked:
         if best is not None:
             home = best["home"]
-            listed[place] = family.outranked(listed[place], best, "CUDA", wanted, after=home)
+            listed[place] = find.outranked(listed[place], best, "CUDA", wanted, after=home)
             continue
         probed = pair(memory, found[place], partner, ask=ask)
         if probed is None:
@@ -175,7 +174,7 @@ def _compiler(
         found["host"] = partner.cxx
         found["identity"] = key("toolchain", (probed["identity"], partner.identity))
     wheels = wheel_headers.beside(host.torch, found["include_dirs"], toolkit.release)
-    return family.compiler(found, wheel_include_dirs=wheels.directories)
+    return find.compiler(found, wheel_include_dirs=wheels.directories)
 
 
 # The probe of one toolkit with one host compiler

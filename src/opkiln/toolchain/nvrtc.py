@@ -18,12 +18,11 @@ from opkiln import facts
 from opkiln.build_model import NVRTC, DeviceCompiler, Toolchain
 from opkiln.digest import key, sha256_file
 from opkiln.errors import BuildTimeout, ToolchainError
+from opkiln.lazy import Record
 from opkiln.model import PACKAGE
-from opkiln.record import Record
 from opkiln.settings import settings
-from opkiln.toolchain import cuda_version, family, find, probing, toolkits
-from opkiln.toolchain.family import Search
-from opkiln.toolchain.find import Candidate
+from opkiln.toolchain import cuda_version, find, probing, toolkits
+from opkiln.toolchain.find import Candidate, Search
 
 PROGRAM = "nvrtc/program.py"  # below opkiln's package
 _LIBRARY = re.compile(r"libnvrtc\.so\.(\d+)\Z")
@@ -123,7 +122,7 @@ def search(
     records = [record for record in known if record is not None]
     if len(records) < len(places):
         return None
-    listed, ranked = family.rank(
+    listed, ranked = find.rank(
         [Candidate(place.library, place.origin) for place in places], records, wanted,
         lambda record: cuda_version.misfit(record["version"], wanted),
     )  # fmt: skip
@@ -144,7 +143,7 @@ def _failure(listed: list[Candidate]) -> ToolchainError:
 def _compiler(place: Place, record: dict[str, Any]) -> DeviceCompiler:
     from opkiln.process import python
 
-    return family.compiler(
+    return find.compiler(
         record,
         family=NVRTC,
         path=python(isolated=True)[0],

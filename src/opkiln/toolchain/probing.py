@@ -122,7 +122,7 @@ def remember(
     except OSError:
         return
     record = {**answer, "schema": SCHEMA, "subject": subject, "facts": rows}
-    from opkiln.writing import write_private  # not for a hit, which only recalls
+    from opkiln.digest import write_private  # not for a hit, which only recalls
 
     try:
         if claim(os.path.dirname(directories[0])):

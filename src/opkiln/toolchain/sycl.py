@@ -21,10 +21,9 @@ from opkiln.build_model import ICPX, SYCL_RUNTIME, DeviceCompiler, Toolchain
 from opkiln.digest import key, sha256_file
 from opkiln.errors import ToolchainError
 from opkiln.settings import origin_of
-from opkiln.toolchain import family, find, libsycl, probing
+from opkiln.toolchain import find, libsycl, probing
 from opkiln.toolchain import host as hosts
-from opkiln.toolchain.family import Search
-from opkiln.toolchain.find import Candidate
+from opkiln.toolchain.find import Candidate, Search
 
 # The programs that decide icpx's output, by the names that it uses.
 _PARTS = ("clang", "ld", "llvm-spirv", "sycl-post-link", "clang-linker-wrapper", "ocloc")
@@ -69,7 +68,7 @@ def search(
         if not record["refused"] and taken is None:
             libraries = os.path.join(record["home"], "lib")
             # Neither lists architectures: kernels are compiled for a device, or on it.
-            taken = family.compiler(record, path=path, archs=(), library_dirs=(libraries,))
+            taken = find.compiler(record, path=path, archs=(), library_dirs=(libraries,))
             if not ask:
                 break
     return Search(taken, listed, lambda: _failure(listed))

@@ -12,7 +12,7 @@ from typing import Any
 
 from opkiln import facts
 from opkiln.errors import BuildTimeout, ToolchainError
-from opkiln.record import Record
+from opkiln.lazy import Record
 from opkiln.settings import executable, on_path, origin_of, settings
 from opkiln.toolchain import find, probing, torch_sdk
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 
 from opkiln import facts
 from opkiln.build_model import TorchSDK
-from opkiln.record import Record
+from opkiln.lazy import Record
 
 # The headers that torch's headers include, and the part of `cuda-toolkit` that has each.
 LIBRARIES = {

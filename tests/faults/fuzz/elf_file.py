@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from opkiln.binary import elf, symbols
+from opkiln.binary import elf
 from opkiln.errors import LoadError
 
 
@@ -10,7 +10,7 @@ def one(data: bytes) -> None:
     for read in (
         lambda: elf.read(data),
         lambda: elf.defined(data),
-        lambda: symbols.missing(data, ("f", "torch_call_dispatcher", "")),
+        lambda: elf.missing(data, ("f", "torch_call_dispatcher", "")),
     ):
         try:
             read()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from opkiln.building import gather
 from opkiln.facts import CHOICE
-from opkiln.observing import inputs, log
+from opkiln.observing import log
 
 
 def one(data: bytes) -> None:
@@ -12,7 +13,7 @@ def one(data: bytes) -> None:
         return
     assert seen.started
     assert seen.complete or not data.endswith(b"\0") or b"\0" in data
-    found = inputs.of(seen, "/stage")
+    found = gather.of(seen, "/stage")
     paths = {path for kind, path, _ in found.facts if kind != CHOICE}
     assert not any(path.startswith("/stage/") for path in paths)
     assert not paths & seen.made

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from opkiln import extension
-from opkiln.building import inline
+from opkiln.building import wording
 from opkiln.compat.torch.flags import shell_words, translated
 from opkiln.errors import LoadError, LoadTestError, OpkilnError, told_briefly
 from opkiln.model import ABI_TORCH, CUDA, EXECUTABLE, LIBRARY, PYTHON, OpSpec
@@ -140,7 +140,7 @@ def load_inline(
     if build_directory is not None:
         for source, text in texts:
             with open(os.path.join(build_directory, source), "w", encoding="utf-8") as file:
-                file.write(inline.unmarked(text))
+                file.write(wording.unmarked(text))
     return found
 
 

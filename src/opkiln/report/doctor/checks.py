@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 
-from opkiln.decision import policy
+from opkiln.decision import terms
 from opkiln.report.doctor import devices, directories, host, ops, selfcheck, torch_side
 from opkiln.report.doctor.terms import (
     FAIL,
@@ -27,7 +27,7 @@ def to_compile(check: Check) -> Check:
 
     def judged(here: Here) -> Outcome:
         found = check(here)
-        if found.verdict in (WARN, FAIL) and (never := policy.never_compiles()):
+        if found.verdict in (WARN, FAIL) and (never := terms.never_compiles()):
             return passed(joined(found.evidence, f"not needed: {never}"))
         return found
 

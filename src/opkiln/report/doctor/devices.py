@@ -24,7 +24,7 @@ from opkiln.report.doctor.terms import (
     warned,
 )
 from opkiln.settings import origin_of, settings
-from opkiln.toolchain import choice, cuda_version, family, hipcc, libsycl, nvcc, sycl, toolkits
+from opkiln.toolchain import choice, cuda_version, find, hipcc, libsycl, nvcc, sycl, toolkits
 from opkiln.toolchain.torch_sdk import release
 
 # Runs in a child: accelerators of other packages are their code, and a vendor's imports torch.
@@ -72,7 +72,7 @@ def cuda_toolkit(here: Here) -> Outcome:
         return _no_toolkit(found, wanted=bool(torch_cuda))
     named = {place.nvcc for place in absent}
     with here.probing():
-        others = family.candidates(nvcc, here.store.memory, torch_cuda, host)
+        others = find.candidates(nvcc, here.store.memory, torch_cuda, host)
     refused = [
         f"{each.path} not taken: {each.refused}"
         for each in others

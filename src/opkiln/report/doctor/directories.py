@@ -10,7 +10,7 @@ import tempfile
 import time
 from collections.abc import Callable
 
-from opkiln.decision import policy
+from opkiln.decision import terms
 from opkiln.errors import StoreError
 from opkiln.remote import lockfile
 from opkiln.report.commands import as_root
@@ -31,7 +31,7 @@ from opkiln.report.machine import space as space_at
 from opkiln.settings import LAYOUT, origin_of, override, settings, store_candidates
 from opkiln.store import archive, inventory, signatures
 from opkiln.store.archive import Damaged
-from opkiln.store.location import Layer
+from opkiln.store.layers import Layer
 from opkiln.trust import fault
 
 # Bytes for builds and their objects: a CUDA op takes tens of MiB.
@@ -246,7 +246,7 @@ def remotes(_: Here) -> Outcome:
     if not urls:
         return passed("none is named (OPKILN_REMOTES)")
     named = ", ".join(urls)
-    if reason := policy.why_no_tier_is_asked():
+    if reason := terms.why_no_tier_is_asked():
         facts = f"{named}: not asked, {reason}"
         return passed(facts) if settings.push is not None else warned(facts, "unset OPKILN_REMOTES")
     try:

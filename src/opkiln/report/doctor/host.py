@@ -9,7 +9,7 @@ import sys
 import tempfile
 
 from opkiln import machine
-from opkiln.engine import budget, cgroup
+from opkiln.engine import budget
 from opkiln.errors import SettingError, ToolchainError
 from opkiln.process import run
 from opkiln.report.commands import install, unset
@@ -254,7 +254,7 @@ def budget_cpus(_: Here) -> Outcome:
     """The number of jobs that run at once, and what limits it."""
     limits = budget.measure()
     facts = [f"{count(len(limits.slots), 'CPU')} by {limits.cpus_from}"]
-    if (quota := cgroup.cpu_quota()) is not None:
+    if (quota := budget.cpu_quota()) is not None:
         facts.append(f"a cgroup quota of {quota:g}")
     if settings.max_jobs:
         facts.append(f"at most {settings.max_jobs} jobs, set by {origin_of('max_jobs')[1]}")
@@ -265,7 +265,7 @@ def budget_memory(_: Here) -> Outcome:
     """There is enough memory for one job."""
     limits = budget.measure()
     facts = f"{size(limits.memory)} ({limits.memory_from}), {size(limits.share)} for each CPU"
-    if (limit := cgroup.memory_limit()) is not None:
+    if (limit := budget.memory_limit()) is not None:
         facts = f"{facts}; the cgroup's limit is {size(limit)}"
     command = "unset OPKILN_MEMORY" if limits.memory_from == "OPKILN_MEMORY" else ""
     if limits.memory < _LEAST:

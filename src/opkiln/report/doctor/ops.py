@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from importlib.machinery import PathFinder
 
-from opkiln.decision import policy
+from opkiln.decision import terms
 from opkiln.decision.prebuilt import PREBUILT
 from opkiln.errors import SpecError
 from opkiln.model import CARRIED, PACKAGE, SHARED
@@ -83,7 +83,7 @@ def prebuilt(_: Here) -> Outcome:
     found = dict(_found())
     if not found:
         return passed("no package was installed with prebuilt ops")
-    if not policy.uses_installed():
+    if not terms.uses_installed():
         return skipped(f"OPKILN_MODE=source: {', '.join(found)} is installed but not used")
     serving, instead, refused, commands = [], [], [], []
     for op, brought_by in found.items():
