@@ -284,13 +284,13 @@ def test_a_link_that_is_exchanged_just_before_its_file_is_hashed(tmp_path: Path)
         """
         import os, sys
         from opkiln.building import gather as gathering
-        gather = gathering.gather
+        gather = gathering.facts_of
         def exchange_and_gather(*given, **named):
             if os.readlink(sys.argv[1] + "/inc/n.h").endswith("a.h"):
                 os.unlink(sys.argv[1] + "/inc/n.h")
                 os.symlink(sys.argv[1] + "/b.h", sys.argv[1] + "/inc/n.h")
             return gather(*given, **named)
-        gathering.gather = exchange_and_gather
+        gathering.facts_of = exchange_and_gather
         from pkg.op import Builder
         print(Builder().load().answer())
         """,
