@@ -23,7 +23,7 @@ from opkiln.toolchain import torch_sdk
 from opkiln.toolchain.rocm import is_rocm_pytorch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from setuptools import Extension
 
@@ -241,7 +241,7 @@ def _spec(extension: Extension, added: Added) -> tuple[OpSpec, str, list[str]]:
     spec = OpSpec(
         name=name,
         distribution=extension.name.partition(".")[0],
-        **_placed(files),
+        **placed(files, os.getcwd()),
         include_dirs=tuple(
             _foreign((*extension.include_dirs, *added.include_dirs), "cuda_runtime_api.h")
         ),
@@ -264,9 +264,8 @@ def _spec(extension: Extension, added: Added) -> tuple[OpSpec, str, list[str]]:
     return spec, flags.archs, remarks
 
 
-def _placed(files: list[str]) -> dict[str, Any]:
-    """The root and the sources below it: the project that setup.py runs in, if it has them all."""
-    root = os.getcwd()
+def placed(files: Sequence[str], root: str) -> dict[str, Any]:
+    """The root and the sources below it, for a declaration: this root if all files are below it."""
     if any(not file.startswith(os.path.join(root, "")) for file in files):
         root = os.path.dirname(files[0]) if len(files) == 1 else os.path.commonpath(files)
     return {"root": root, "sources": tuple(os.path.relpath(file, root) for file in files)}
