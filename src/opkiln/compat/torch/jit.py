@@ -173,19 +173,16 @@ def _served(
     spec = declare(
         include_dirs=[os.fspath(path).strip() for path in include_paths or ()],
         abi=ABI_TORCH,
-        cxx_args=(*_DEFAULTS, *flags.cxx),
-        ldflags=flags.link,
+        cxx_args=_DEFAULTS,
     )
     # As in torch, it is built for the CPU of this machine only if a flag asks for it.
-    spec = extension.with_device(spec, cuda, sycl, flags.device, flags.device)
-    spec = spec._replace(vectorize=flags.native)
+    spec = flags.added_to(extension.with_device(spec, cuda, sycl, (), ()))
     toolkit: AbstractContextManager[None] = nullcontext()
     if spec.backend == CUDA:
         from opkiln.compat.torch import paths
 
         toolkit = paths.assigned_toolkit()
-        device_args = ("-UNDEBUG", *spec.device_args)
-        spec = spec._replace(ldflags=flags.link_without_runtime(), device_args=device_args)
+        spec = spec._replace(device_args=("-UNDEBUG", *spec.device_args))
     if flags.remarks and verbose:
         from opkiln.engine import events
 
