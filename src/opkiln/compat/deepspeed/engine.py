@@ -78,19 +78,20 @@ def architectures(builder: Any, asked: str = "") -> tuple[bool, list[str]]:
     """
     from opkiln.arch import cuda
 
-    backend = ROCM if builder.is_rocm_pytorch() else CUDA
-    flags = _Declared(builder, backend, asked).compute_capability_args()
-    bf16 = backend == ROCM or cuda.has_bf16(cuda.from_flags(flags)[1])
+    declared = _Declared(builder, asked=asked)
+    flags = declared.compute_capability_args()
+    bf16 = declared.backend == ROCM or cuda.has_bf16(cuda.from_flags(flags)[1])
     return bool(flags) and bf16, flags
 
 
 class _Declared(CUDAOpBuilder):
     """A builder of DeepSpeed's as one of opkiln's."""
 
-    def __init__(self, theirs: Any, backend: str, archs: str = "") -> None:
+    def __init__(self, theirs: Any, for_device: bool = True, asked: str = "") -> None:
         self._theirs = theirs
         self.DISTRIBUTION = type(theirs).__module__.partition(".")[0]
-        super().__init__(theirs.name, backend=backend, archs=archs)
+        backend = CPU if not for_device else ROCM if theirs.is_rocm_pytorch() else CUDA
+        super().__init__(theirs.name, backend=backend, archs=asked)
         self.root = self.deepspeed_src_path("")
 
     def deepspeed_src_path(self, code_path: str) -> str:
@@ -147,21 +148,15 @@ class _Declared(CUDAOpBuilder):
 
 
 def _declared(builder: Any) -> _Declared:
-    backend = _backend(builder)
-    builder.build_for_cpu = backend == CPU
-    return _Declared(builder, backend)
-
-
-def _backend(builder: Any) -> str:
-    """The device to build for: as in DeepSpeed, one that torch can use, else the CPU."""
+    """For a device that torch can use, as in DeepSpeed, else for the CPU."""
     import torch
 
-    of_cuda = hasattr(builder, "filter_ccs")  # CUDAOpBuilder has it, OpBuilder does not
-    if any(source.endswith(".cu") for source in builder.sources()) or (
-        of_cuda and torch.cuda.is_available()
-    ):
-        return ROCM if builder.is_rocm_pytorch() else CUDA
-    return CPU
+    for_device = any(source.endswith(".cu") for source in builder.sources()) or (
+        # CUDAOpBuilder has it, OpBuilder does not.
+        hasattr(builder, "filter_ccs") and torch.cuda.is_available()
+    )
+    builder.build_for_cpu = not for_device
+    return _Declared(builder, for_device)
 
 
 @contextmanager

@@ -129,13 +129,12 @@ def renamed(function: Callable[..., Any], names: str, *, over: str = "") -> Call
     """An op's function, to be called by position: ``names`` are its parameters in DeepSpeed's
     order. Several results are a list, as from pybind11. One is written over the argument ``over``,
     if that is contiguous."""
-    fields = names.split()
 
-    def call(*given: Any) -> Any:
-        arguments = dict(zip(fields, given, strict=True))
-        found = function(**arguments)
-        if over and arguments[over].is_contiguous():
-            return arguments[over].copy_(found)
+    def call(given: Any) -> Any:
+        found = function(**vars(given))
+        if over and getattr(given, over).is_contiguous():
+            return getattr(given, over).copy_(found)
         return list(found) if isinstance(found, tuple) else found
 
-    return call
+    call.__name__ = function.__name__
+    return takes(names)(call)
