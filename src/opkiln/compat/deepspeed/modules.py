@@ -128,10 +128,12 @@ def takes(names: str, optional: int = 0) -> Callable[[Any], Callable[..., Any]]:
 def renamed(function: Callable[..., Any], names: str, *, over: str = "") -> Callable[..., Any]:
     """An op's function, to be called by position: ``names`` are its parameters in DeepSpeed's
     order. Several results are a list, as from pybind11. One is written over the argument ``over``,
-    if that is contiguous."""
+    if that is contiguous; an op that writes to it itself has no result."""
 
     def call(given: Any) -> Any:
         found = function(**vars(given))
+        if over and found is None:
+            return getattr(given, over)
         if over and getattr(given, over).is_contiguous():
             return getattr(given, over).copy_(found)
         return list(found) if isinstance(found, tuple) else found
