@@ -61,6 +61,14 @@ def test_norms(module: Any, given: Given) -> None:
     given.agrees(both[1], x.double() + residual.double())
 
 
+def test_a_wrong_number_of_arguments_is_a_type_error_that_names_them(
+    module: Any, kind: str
+) -> None:
+    for name, said in (("bias_add", r"\(x, bias\)"), ("vector_matmul", r"\(x, weight, async_op, ")):
+        with pytest.raises(TypeError, match=f"{name} takes {said}"):
+            getattr(module, f"{name}_{kind}")(torch.ones(1))
+
+
 @pytest.mark.parametrize(
     ("name", "function"),
     [

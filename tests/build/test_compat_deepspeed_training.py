@@ -13,11 +13,12 @@ from torch import Tensor
 from torch.nn.functional import gelu, layer_norm, linear
 
 from opkiln.compat.deepspeed.modules import OpModule
-from opkiln.compat.deepspeed.training import WEIGHTS, Kept
+from opkiln.compat.deepspeed.training import KEPT, WEIGHTS
 from opkiln.errors import UsageError
 from opkiln.ops.transformer.functions import kept as kept_elements
 
 Weights = namedtuple("Weights", WEIGHTS.split())
+Kept = namedtuple("Kept", KEPT.split())
 BATCH, SEQ, HIDDEN, HEADS, WIDE, EPS = 2, 7, 24, 3, 40, 1e-5
 
 

@@ -38,6 +38,7 @@ subprocess.run(["g++", "-fPIC", "-c", "src/helper.cpp", "-o", "build/helper.o"],
 class Build(BuildExtension):
     def build_extensions(self):
         self.compiler.compiler_so.append("-DFROM_COMPILER=5")
+        self.compiler.define_macro("NOTHING", "")
         if "-Wall" in self.compiler.compiler_so:
             self.compiler.compiler_so.remove("-Wall")
         super().build_extensions()
@@ -193,7 +194,7 @@ def shapes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 #error flags
 #endif
 int other();
-#define ANSWER VALUE + MACRO + FROM_CFLAGS + FROM_COMPILER + other()
+#define ANSWER VALUE + MACRO + FROM_CFLAGS + FROM_COMPILER NOTHING + other()
 """
     limited = "#if Py_LIMITED_API + 0 < 0x030A0000\n#error not limited\n#endif\n"
     write(project, {

@@ -24,26 +24,29 @@ from opkiln.toolchain import rocm
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from opkiln.model import OpSpec
 
-# The prefixes of flags that DeepSpeed's authors give, and that a plan sets itself.
-OF_THE_PLAN = ("-march=", "-mcpu=", "-mtune=")
+# The prefixes of flags that a plan sets itself. `-fopenmp` stays in compiles: kernels use it for
+# their threads, and torch has already loaded an OpenMP runtime for them. In a link it would load
+# the system's runtime as a second one.
+_PLANS_CXX = ("-march=", "-mcpu=", "-mtune=", "-shared", "-fPIC")
+_PLANS_LINK = ("-fopenmp",)
 _CXX = ["-O3", "-std=c++20", "-g", "-Wno-reorder"]
 _NVCC = [
     "-O3", "--use_fast_math", "-std=c++20", "-U__CUDA_NO_HALF_OPERATORS__",
     "-U__CUDA_NO_HALF_CONVERSIONS__", "-U__CUDA_NO_HALF2_OPERATORS__",
 ]  # fmt: skip
-BF16 = "-DBF16_AVAILABLE"
-BF16_ON_DEVICE = (
-    BF16, "-U__CUDA_NO_BFLOAT16_OPERATORS__", "-U__CUDA_NO_BFLOAT162_OPERATORS__",
+_BF16 = "-DBF16_AVAILABLE"
+_BF16_ON_DEVICE = (
+    _BF16, "-U__CUDA_NO_BFLOAT16_OPERATORS__", "-U__CUDA_NO_BFLOAT162_OPERATORS__",
     "-U__CUDA_NO_BFLOAT16_CONVERSIONS__",
 )  # fmt: skip
 
 
-class _LikeDeepSpeeds(builder.OpBuilder):
-    """What both kinds of builders have."""
+class OpBuilder(builder.OpBuilder):
+    """Like DeepSpeed's: C++ sources, on the full ABI."""
 
     KIND = PYTHON
     ABI = ABI_TORCH
@@ -54,12 +57,15 @@ class _LikeDeepSpeeds(builder.OpBuilder):
 
     cxx_args = extra_ldflags = libraries_args = include_paths
 
+    def nvcc_args(self) -> Sequence[str]:
+        """Flags for nvcc; a builder without device code has none."""
+        return []
+
     def spec(self) -> OpSpec:
         spec = super().spec()
-        # A link with -fopenmp would load a second OpenMP runtime in addition to torch's.
         return spec._replace(
-            cxx_args=tuple(flag for flag in spec.cxx_args if not flag.startswith(OF_THE_PLAN)),
-            ldflags=tuple(flag for flag in spec.ldflags if flag != "-fopenmp"),
+            cxx_args=tuple(without(spec.cxx_args, _PLANS_CXX)),
+            ldflags=tuple(without(spec.ldflags, _PLANS_LINK)),
         )
 
     def deepspeed_src_path(self, code_path: str) -> str:
@@ -85,14 +91,6 @@ class _LikeDeepSpeeds(builder.OpBuilder):
         """Whether the program that translates CUDA to SYCL for DeepSpeed, ``c2s``, is on PATH."""
         return shutil.which("c2s") is not None
 
-
-class OpBuilder(_LikeDeepSpeeds):
-    """Like DeepSpeed's: C++ sources, on the full ABI."""
-
-    def nvcc_args(self) -> Sequence[str]:
-        """Flags for nvcc; a builder without device code has none."""
-        return []
-
     is_rocm_pytorch = staticmethod(rocm.is_rocm_pytorch)
     get_rocm_gpu_arch = staticmethod(amd.get_rocm_gpu_arch)
     get_rocm_wavefront_size = staticmethod(amd.get_rocm_wavefront_size)
@@ -103,7 +101,7 @@ class OpBuilder(_LikeDeepSpeeds):
         return rocm.installed_rocm_version() if rocm.is_rocm_pytorch() else (0, 0)
 
 
-class CUDAOpBuilder(_LikeDeepSpeeds, builder.CUDAOpBuilder):
+class CUDAOpBuilder(OpBuilder, builder.CUDAOpBuilder):
     """Like DeepSpeed's: C++ and CUDA sources, on the full ABI. Without a GPU it is built for the
     CPU (``build_for_cpu``), unless its sources are CUDA sources even then."""
 
@@ -149,9 +147,8 @@ class CUDAOpBuilder(_LikeDeepSpeeds, builder.CUDAOpBuilder):
         spec = super().spec()
         if self.backend == CPU or not self.enable_bf16:
             return spec
-        on_device = BF16_ON_DEVICE if self.backend == CUDA else (BF16,)
         return spec._replace(
-            cxx_args=(*spec.cxx_args, BF16), device_args=(*spec.device_args, *on_device)
+            cxx_args=(*spec.cxx_args, _BF16), device_args=(*spec.device_args, *_BF16_ON_DEVICE)
         )
 
     def cuda_capability_major(self) -> int | None:
@@ -173,6 +170,11 @@ class CPUOpBuilder(OpBuilder):
 
 class TorchCPUOpBuilder(CPUOpBuilder):
     """The name that ``CPUOpBuilder`` had in earlier releases of DeepSpeed."""
+
+
+def without(flags: Iterable[str], prefixes: tuple[str, ...]) -> list[str]:
+    """The flags that begin with none of these."""
+    return [flag for flag in flags if not flag.startswith(prefixes)]
 
 
 def installed_cuda_version(name: str = "") -> tuple[int, int]:

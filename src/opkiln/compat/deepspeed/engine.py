@@ -12,21 +12,18 @@ from contextlib import contextmanager, suppress
 from importlib import import_module
 from typing import Any
 
-from opkiln.compat.deepspeed.builders import BF16, BF16_ON_DEVICE, OF_THE_PLAN
+from opkiln.compat.deepspeed.builders import CUDAOpBuilder, without
 from opkiln.compat.torch import paths
-from opkiln.errors import LoadError, ToolchainError
+from opkiln.compat.torch.extension import placed
+from opkiln.errors import LoadError
 from opkiln.loading import loader
-from opkiln.model import ABI_TORCH, CPU, CUDA, PYTHON, ROCM, Op, OpSpec
+from opkiln.model import CPU, CUDA, ROCM, Op, OpSpec
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
 
-# The prefixes of flags that a plan sets itself. `-fopenmp` stays in compiles: DeepSpeed's kernels
-# use it for their threads, and torch has already loaded an OpenMP runtime for them. In a link it
-# would load the system's runtime as a second one.
-_PLANS_CXX = (*OF_THE_PLAN, "-shared", "-fPIC")
-_PLANS_LINK = ("-fopenmp",)
+# The prefixes of flags for nvcc that a plan sets itself.
 _PLANS_NVCC = ("--threads", "-gencode", "--offload-arch")
 _NO_GLOG = "-UC10_USE_GLOG"
 
@@ -58,10 +55,9 @@ def load(builder: Any) -> Any:
 def functions(builder: Any) -> tuple[str, ...]:
     """The names that a builder's sources define in its module. A macro's ``"softmax_" #name`` is
     ``softmax_*``. Builds nothing: the sources are read, and one that cannot be is left out."""
-    builder.build_for_cpu = _backend(builder) == CPU
     found: set[str] = set()
-    for path in _listed(builder, builder.sources()):
-        with suppress(OSError), open(_absolute(builder, path), errors="replace") as file:
+    for path in _declared(builder).sources():
+        with suppress(OSError), open(path, errors="replace") as file:
             for name, pasted, other in _DEFINES.findall(_COMMENTS.sub("", file.read())):
                 found.add(f"{name}*" if pasted else name or other)
     return tuple(sorted(found))
@@ -69,15 +65,7 @@ def functions(builder: Any) -> tuple[str, ...]:
 
 def op_of(builder: Any) -> Op:
     """A builder's declaration, with its flags for a JIT build."""
-    backend = _backend(builder)
-    builder.build_for_cpu = backend == CPU
-    was, builder.jit_mode = builder.jit_mode, True
-    try:
-        with _toolkit_in_torchs_module(backend):
-            spec = _spec(builder, backend)
-    finally:
-        builder.jit_mode = was
-    return Op(spec, rule=builder.filter_ccs if backend == CUDA else None)
+    return _declared(builder).op()
 
 
 def architectures(builder: Any, asked: str = "") -> tuple[bool, list[str]]:
@@ -88,33 +76,87 @@ def architectures(builder: Any, asked: str = "") -> tuple[bool, list[str]]:
     No flags if there is nothing to build for, or no compiler. Raises UsageError for a malformed
     list.
     """
-    from opkiln.decision import archs
+    from opkiln.arch import cuda
 
-    backend = ROCM if builder.is_rocm_pytorch() else CUDA
-    spec = OpSpec(builder.name, _owner(builder), _root(builder), (), backend=backend)
-    rule = builder.filter_ccs if backend == CUDA else None
-    if not asked and archs.nothing_asked(backend):
-        asked = "all"
-    try:
-        wanted = archs.wanted(Op(spec, rule=rule, asked=asked)).archs
-    except (LoadError, ToolchainError):
-        return False, []
-    language = archs.grammar(backend)
-    parsed = language.parse(";".join(wanted))
-    bf16 = backend == ROCM or bool(language.has_bf16(parsed))
-    return bf16, list(language.flags(parsed))
+    declared = _Declared(builder, asked=asked)
+    flags = declared.compute_capability_args()
+    bf16 = declared.backend == ROCM or cuda.has_bf16(cuda.from_flags(flags)[1])
+    return bool(flags) and bf16, flags
 
 
-def _backend(builder: Any) -> str:
-    """The device to build for: as in DeepSpeed, one that torch can use, else the CPU."""
+class _Declared(CUDAOpBuilder):
+    """A builder of DeepSpeed's as one of opkiln's."""
+
+    def __init__(self, theirs: Any, for_device: bool = True, asked: str = "") -> None:
+        self._theirs = theirs
+        self.DISTRIBUTION = type(theirs).__module__.partition(".")[0]
+        backend = CPU if not for_device else ROCM if theirs.is_rocm_pytorch() else CUDA
+        super().__init__(theirs.name, backend=backend, archs=asked)
+        self.root = self.deepspeed_src_path("")
+
+    def deepspeed_src_path(self, code_path: str) -> str:
+        return os.path.abspath(str(self._theirs.deepspeed_src_path(code_path)))
+
+    def strip_empty_entries(self, args: Iterable[str | os.PathLike[str]]) -> list[str]:
+        return [os.fspath(each) for each in self._theirs.strip_empty_entries(list(args))]
+
+    def _paths(self, entries: Iterable[str]) -> list[str]:
+        return [self.deepspeed_src_path(each) for each in self.strip_empty_entries(entries)]
+
+    def sources(self) -> Sequence[str]:
+        return self._paths(self._theirs.sources())
+
+    def include_paths(self) -> Sequence[str]:
+        return self._paths(self._theirs.include_paths())
+
+    def cxx_args(self) -> Sequence[str]:
+        flags = self.strip_empty_entries(self._theirs.cxx_args())
+        if self.backend == ROCM:
+            flags.append(f"-DROCM_WAVEFRONT_SIZE={self._theirs.get_rocm_wavefront_size()}")
+        return [*flags, _NO_GLOG]
+
+    def nvcc_args(self) -> Sequence[str]:
+        return [*without(self._device, _PLANS_NVCC), _NO_GLOG]
+
+    def extra_ldflags(self) -> Sequence[str]:
+        return list(self._theirs.extra_ldflags())
+
+    def _rule(self) -> Any:
+        return self._theirs.filter_ccs if self.backend == CUDA else None
+
+    @property
+    def enable_bf16(self) -> bool:
+        return bool(self._theirs.enable_bf16)
+
+    def spec(self) -> OpSpec:
+        was, self._theirs.jit_mode = self._theirs.jit_mode, True
+        try:
+            with _toolkit_in_torchs_module(self.backend):
+                # First, as in DeepSpeed, because it sets enable_bf16.
+                device = self._theirs.nvcc_args() if self.backend != CPU else []
+                self._device = self.strip_empty_entries(device)
+                spec = super().spec()
+        finally:
+            self._theirs.jit_mode = was
+        spec = spec._replace(**placed(spec.sources, self.root))
+        # Relative to the root, if they are below it. Then the key does not depend on the place.
+        relative = (
+            os.path.relpath(path, spec.root) if path.startswith(spec.root + os.sep) else path
+            for path in spec.include_dirs
+        )
+        return spec._replace(include_dirs=tuple(relative))
+
+
+def _declared(builder: Any) -> _Declared:
+    """For a device that torch can use, as in DeepSpeed, else for the CPU."""
     import torch
 
-    of_cuda = hasattr(builder, "filter_ccs")  # CUDAOpBuilder has it, OpBuilder does not
-    if any(source.endswith(".cu") for source in builder.sources()) or (
-        of_cuda and torch.cuda.is_available()
-    ):
-        return ROCM if builder.is_rocm_pytorch() else CUDA
-    return CPU
+    for_device = any(source.endswith(".cu") for source in builder.sources()) or (
+        # CUDAOpBuilder has it, OpBuilder does not.
+        hasattr(builder, "filter_ccs") and torch.cuda.is_available()
+    )
+    builder.build_for_cpu = not for_device
+    return _Declared(builder, for_device)
 
 
 @contextmanager
@@ -136,60 +178,3 @@ def _toolkit_in_torchs_module(backend: str) -> Iterator[None]:
         yield
     finally:
         theirs.CUDA_HOME = was
-
-
-def _spec(builder: Any, backend: str) -> OpSpec:
-    sources = [_absolute(builder, path) for path in _listed(builder, builder.sources())]
-    root = _root(builder)
-    if not all(source.startswith(root + os.sep) for source in sources):
-        root = os.path.dirname(sources[0]) if len(sources) == 1 else os.path.commonpath(sources)
-    includes = [_absolute(builder, path) for path in _listed(builder, builder.include_paths())]
-    # First, because it sets enable_bf16.
-    device = _listed(builder, builder.nvcc_args()) if backend != CPU else []
-    cxx = _without(_listed(builder, builder.cxx_args()), _PLANS_CXX)
-    bf16 = backend != CPU and builder.enable_bf16
-    if backend == ROCM:
-        cxx.append(f"-DROCM_WAVEFRONT_SIZE={builder.get_rocm_wavefront_size()}")
-    spec = OpSpec(
-        name=builder.name,
-        distribution=_owner(builder),
-        root=root,
-        sources=tuple(os.path.relpath(source, root) for source in sources),
-        # Relative to the root, if they are below it. Then the key does not depend on the place.
-        include_dirs=tuple(
-            os.path.relpath(path, root) if path.startswith(root + os.sep) else path
-            for path in includes
-        ),
-        cxx_args=(*cxx, _NO_GLOG, *([BF16] if bf16 else ())),
-        ldflags=tuple(_without(_listed(builder, builder.extra_ldflags()), _PLANS_LINK)),
-        kind=PYTHON,
-        abi=ABI_TORCH,
-    )
-    if backend == CPU:
-        return spec
-    more = BF16_ON_DEVICE if bf16 else ()
-    return spec._replace(
-        backend=backend,
-        device_args=(*_without(device, _PLANS_NVCC), _NO_GLOG, *more),
-        vectorize=False,
-    )
-
-
-def _listed(builder: Any, entries: Iterable[str]) -> list[str]:
-    return [os.fspath(each) for each in builder.strip_empty_entries(list(entries))]
-
-
-def _without(flags: Iterable[str], owned: tuple[str, ...]) -> list[str]:
-    return [flag for flag in flags if not flag.startswith(owned)]
-
-
-def _absolute(builder: Any, path: str) -> str:
-    return os.path.abspath(str(builder.deepspeed_src_path(path)))
-
-
-def _root(builder: Any) -> str:
-    return os.path.abspath(str(builder.deepspeed_src_path("")))
-
-
-def _owner(builder: Any) -> str:
-    return type(builder).__module__.partition(".")[0].replace("__main__", "main")

@@ -25,7 +25,7 @@ from opkiln.ops.transformer_inference import functions as ops
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Sequence
 
 GELU, RELU, GATED_GELU, GATED_SILU = 1, 2, 3, 4  # DeepSpeed's ActivationFuncType
 
@@ -39,18 +39,9 @@ pre_rms_norm = renamed(ops.pre_rms_norm, "x residual weight eps")
 
 # Activations
 
-
-def _written_over(function: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Tensor]:
-    def call(x: Tensor, bias: Tensor) -> Tensor:
-        result = function(x, bias)
-        return x.copy_(result) if x.is_contiguous() else result
-
-    return call
-
-
-bias_add = _written_over(ops.bias_add)
-bias_gelu = _written_over(ops.bias_gelu)
-bias_relu = _written_over(ops.bias_relu)
+bias_add = renamed(ops.bias_add, "x bias", over="x")
+bias_gelu = renamed(ops.bias_gelu, "x bias", over="x")
+bias_relu = renamed(ops.bias_relu, "x bias", over="x")
 
 
 def bias_residual(x: Tensor, _residual: Tensor, _bias: Tensor) -> Tensor:
@@ -132,14 +123,7 @@ def softmax(given: Any) -> Tensor:
     With ``triangular``, query ``i`` sees the keys up to ``i``. A query that sees no key gets zeros.
     """
     scores: Tensor = given.scores
-    alibi, offset = given.alibi, given.head_offset
-    batch, heads, queries, keys = scores.shape
-    rows, hidden = None, None
-    if alibi.dim() > 1:
-        rows = alibi.reshape(-1, heads * given.mp_size, 1, keys)[:, offset : offset + heads]
-    if given.local_attention:
-        hidden = out_of_window(queries, keys, given.window_size, scores.device)
-    mask = added(additive(given.mask, batch, keys, scores.dtype), rows, hidden)
+    mask = full_mask(given, given.mask, scores.shape, scores, given.mp_size, given.head_offset)
     scores = scores.contiguous()
     ops.softmax_(scores, mask, scale=given.layer_scale, causal=given.triangular)
     return scores
@@ -172,7 +156,26 @@ def softmax_context_int8(given: Any) -> list[Tensor]:
     return [shares @ values, given.prev_key, given.prev_value]
 
 
-def additive(mask: Tensor, batch: int, keys: int, dtype: torch.dtype) -> Tensor | None:
+def full_mask(
+    given: Any, mask: Tensor, shape: Sequence[int], like: Tensor, ranks: int = 1, first: int = 0
+) -> Tensor | None:
+    """What is added to scores [batch, heads, queries, keys]: the mask, alibi (whose heads are those
+    of all ranks, and ``first`` is the first one here) and minus infinity outside of the window. In
+    fp32 if it is a sum, None if there is nothing to add."""
+    batch, heads, queries, keys = shape
+    parts = [_additive(mask, batch, keys, like.dtype)]
+    if given.alibi.dim() > 1:
+        alibi = given.alibi.reshape(-1, heads * ranks, 1, keys)
+        parts.append(alibi[:, first : first + heads])
+    if given.local_attention:
+        parts.append(_out_of_window(queries, keys, given.window_size, like.device))
+    some = [each for each in parts if each is not None]
+    if len(some) > 1:
+        return reduce(torch.add, (each.float() for each in some))
+    return some[0] if some else None
+
+
+def _additive(mask: Tensor, batch: int, keys: int, dtype: torch.dtype) -> Tensor | None:
     """DeepSpeed's mask, to be broadcast to [batch, heads, queries, keys]; None if it is no mask."""
     if mask.dim() < 2:
         return None
@@ -187,15 +190,7 @@ def additive(mask: Tensor, batch: int, keys: int, dtype: torch.dtype) -> Tensor 
     return mask if mask.dtype in (dtype, torch.float32) else mask.to(dtype)
 
 
-def added(*parts: Tensor | None) -> Tensor | None:
-    """The sum of those that are given, in fp32 if there are several."""
-    given = [each for each in parts if each is not None]
-    if len(given) > 1:
-        return reduce(torch.add, (each.float() for each in given))
-    return given[0] if given else None
-
-
-def out_of_window(queries: int, keys: int, window: int, device: torch.device) -> Tensor:
+def _out_of_window(queries: int, keys: int, window: int, device: torch.device) -> Tensor:
     """Minus infinity for keys that are ``window`` or more before their query, 0 for others.
 
     If there are as many queries as keys, the first query stands at the first key. Otherwise

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opkiln.compat.deepspeed.modules import takes
+from opkiln.compat.deepspeed.modules import renamed, takes
 from opkiln.ops.evoformer_attn.functions import evoformer_attention, evoformer_attention_backward
 from opkiln.ops.random_ltd import functions as tokens
 from opkiln.ops.spatial_inference.functions import spatial_bias_add
@@ -62,18 +62,8 @@ def _bias(given: Tensor) -> Tensor | None:
 
 # random_ltd: tokens that a layer sees, and the masks for them; most functions are the op's own
 
-
-def token_sort_(indices: Tensor, original_tokens: int) -> Tensor:
-    """Sort each row ([layers, batch, kept]) in place. Returns the same tensor."""
-    tokens.token_sort_(indices, original_tokens)
-    return indices
-
-
-def token_scatter_(every: Tensor, part: Tensor, indices: Tensor, batch_first: bool) -> Tensor:
-    """Write the layer's activations to their places in all of them. Returns those."""
-    tokens.token_scatter_(every, part, indices, batch_first)
-    return every
-
+token_sort_ = renamed(tokens.token_sort_, "indices tokens", over="indices")
+token_scatter_ = renamed(tokens.token_scatter_, "x part indices batch_first", over="x")
 
 # spatial_inference: ``(x + bias) + (other + other_bias)``, without those that are not given, of
 # images with channels last, or [N, S, C]

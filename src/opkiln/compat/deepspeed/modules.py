@@ -96,9 +96,9 @@ class OpModule(ModuleType):
 
 
 def _find(place: str) -> Any:
-    """A module below opkiln, or what it has: ``module:name``."""
+    """A place of the table, or what it has: ``module:name``."""
     module, _, name = place.partition(":")
-    found = import_module(f"opkiln.{module}")
+    found = import_module(module if module.startswith(".") else f"opkiln.{module}", __package__)
     return getattr(found, name) if name else found
 
 
@@ -125,13 +125,18 @@ def takes(names: str, optional: int = 0) -> Callable[[Any], Callable[..., Any]]:
     return decorate
 
 
-def renamed(function: Callable[..., Any], names: str) -> Callable[..., Any]:
+def renamed(function: Callable[..., Any], names: str, *, over: str = "") -> Callable[..., Any]:
     """An op's function, to be called by position: ``names`` are its parameters in DeepSpeed's
-    order. Several results are a list, as from pybind11."""
-    fields = names.split()
+    order. Several results are a list, as from pybind11. One is written over the argument ``over``,
+    if that is contiguous; an op that writes to it itself has no result."""
 
-    def call(*given: Any) -> Any:
-        found = function(**dict(zip(fields, given, strict=True)))
+    def call(given: Any) -> Any:
+        found = function(**vars(given))
+        if over and found is None:
+            return getattr(given, over)
+        if over and getattr(given, over).is_contiguous():
+            return getattr(given, over).copy_(found)
         return list(found) if isinstance(found, tuple) else found
 
-    return call
+    call.__name__ = function.__name__
+    return takes(names)(call)

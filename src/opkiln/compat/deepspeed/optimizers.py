@@ -66,7 +66,7 @@ class HostOptimizers:
         gets the rest again. The last one says whether to log."""
         *hyper, should_log = given
         self._made[int(optimizer_id)] = tuple(hyper)
-        self._create_in_theirs(optimizer_id)
+        self._call_theirs("create", optimizer_id, *hyper, False)
         if should_log:
             _log.info("%s: optimizer %d steps on opkiln's kernel", self._name, optimizer_id)
         return 0
@@ -74,20 +74,18 @@ class HostOptimizers:
     def _destroy(self, optimizer_id: int) -> int:
         """Forget this optimizer. Calling it again has no effect."""
         self._made.pop(int(optimizer_id), None)
-        if self._theirs is not None:
-            getattr(self._theirs, f"destroy_{self._family}")(optimizer_id)
+        self._call_theirs("destroy", optimizer_id)
         return 0
 
     def _share(self, theirs: Any) -> None:
         """Create the existing optimizers in DeepSpeed's module, and from now on all."""
         self._theirs = theirs
-        for optimizer_id in self._made:
-            self._create_in_theirs(optimizer_id)
+        for optimizer_id, hyper in self._made.items():
+            self._call_theirs("create", optimizer_id, *hyper, False)
 
-    def _create_in_theirs(self, optimizer_id: int) -> None:
+    def _call_theirs(self, verb: str, *given: Any) -> None:
         if self._theirs is not None:
-            create = getattr(self._theirs, f"create_{self._family}")
-            create(optimizer_id, *self._made[optimizer_id], False)
+            getattr(self._theirs, f"{verb}_{self._family}")(*given)
 
     def _step(self, op: str, optimizer_id: int, *given: Any) -> int:
         """Make a step (the first is 1) in place, or undo one that was made with these arguments.

@@ -150,14 +150,9 @@ def _functions(builder: Any) -> Functions:
     except Exception as raised:  # a builder's methods may raise anything
         theirs, error = (), f"{type(raised).__name__}: {raised}"
     left = tuple(each for each in theirs if not any(fnmatchcase(name, each) for name in ours))
-    return Functions(
-        builder.name,
-        ours,
-        left if with_engine and origin != DEEPSPEED else (),
-        left if origin == DEEPSPEED else (),
-        left if origin == OPS and not with_engine else (),
-        error,
-    )
+    who = DEEPSPEED if origin == DEEPSPEED else ENGINE if with_engine else "missing"
+    rest = {each: left if each == who else () for each in (ENGINE, DEEPSPEED, "missing")}
+    return Functions(builder.name, ours, **rest, error=error)
 
 
 def _resorts_of(op: str) -> tuple[str, ...]:
@@ -276,10 +271,8 @@ def _toolkit_check(name: str, module: ModuleType) -> Callable[..., Any]:
 
         try:
             return getattr(builders, name)(*name_of_op)
-        except MissingCUDAException as error:
-            raise module.MissingCUDAException(str(error)) from error
-        except CUDAMismatchException as error:
-            raise module.CUDAMismatchException(str(error)) from error
+        except (MissingCUDAException, CUDAMismatchException) as error:
+            raise getattr(module, type(error).__name__)(str(error)) from error
 
     check.__name__ = name
     return check

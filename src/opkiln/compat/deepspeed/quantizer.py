@@ -16,10 +16,7 @@ from torch import Tensor
 from opkiln.compat.deepspeed.modules import takes
 from opkiln.errors import UsageError
 from opkiln.ops.deepspeed_quantizer.op import DeepSpeedQuantizerBuilder
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from opkiln.ops.front_ends import call_checked
 
 _functions = DeepSpeedQuantizerBuilder.functions
 
@@ -46,7 +43,8 @@ class Quantizer:
         """Levels, in the tensor's shape (the last dimension halved for four bits), and the
         parameters of the groups."""
         size = _size(x.numel(), groups, bits)
-        levels, params = _quantized(x, groups, bits, kind, _slots(size) > size, (1, 1, 1))
+        filled = _filled(size, 8 if size <= 128 else 16, 1, 256)
+        levels, params = _quantized(x, groups, bits, kind, filled > size, (1, 1, 1))
         return [levels.view(_scaled(x, bits, 8)), params]
 
     def dequantize(
@@ -58,7 +56,7 @@ class Quantizer:
         _size(levels.numel() * 8 // bits, groups, bits)
         function = _functions(levels.device.type).deepspeed_dequantize
         tensors = (levels.contiguous(), params.contiguous())
-        flat: Tensor = _call(function, *tensors, groups, bits, kind == self.Symmetric, dtype)
+        flat: Tensor = call_checked(function, *tensors, groups, bits, kind == self.Symmetric, dtype)
         return flat.view(_scaled(levels, 8, bits))
 
     dequantize_fp32 = partialmethod(dequantize, dtype=torch.float32)
@@ -89,7 +87,7 @@ class Quantizer:
         x, groups, bits = given.x, given.groups, given.bits
         size = _size(x.numel(), groups, bits)
         order = (given.nodes, given.devices_per_node, given.pipeline_size)
-        return _quantized(x, groups, bits, given.kind, _swizzle_slots(size) > size, order)
+        return _quantized(x, groups, bits, given.kind, _filled(size, 16, 32, 512) > size, order)
 
     @takes("levels params in_groups out_groups bits kind parts")
     def quantized_reduction(self, given: Any) -> list[Tensor]:
@@ -97,7 +95,7 @@ class Quantizer:
         levels, bits, parts, groups = given.levels, given.bits, given.parts, given.out_groups
         _check_bits(bits)
         size = _size(levels.numel() * 8 // bits // parts, groups, bits)
-        sums, params = _call(
+        sums, params = call_checked(
             _functions(levels.device.type).deepspeed_reduce, levels.contiguous(),
             given.params.contiguous(), parts, given.in_groups, groups, bits,
             given.kind == self.Symmetric, _reduction_slots(size) > size,
@@ -110,7 +108,7 @@ def _quantized(
 ) -> list[Tensor]:
     function = _functions(x.device.type).deepspeed_quantize
     symmetric = kind == QuantizationType.Symmetric
-    return list(_call(function, x.contiguous(), groups, bits, symmetric, with_zero, *order))
+    return list(call_checked(function, x.contiguous(), groups, bits, symmetric, with_zero, *order))
 
 
 def _scaled(tensor: Tensor, factor: int, divisor: int) -> list[int]:
@@ -121,15 +119,6 @@ def _scaled(tensor: Tensor, factor: int, divisor: int) -> list[int]:
 
 # How many elements the threads of DeepSpeed's kernels load for a group. Those beyond its end are
 # zeros, and the group's range includes them.
-
-
-def _slots(size: int) -> int:
-    a_thread = 8 if size <= 128 else 16
-    return _filled(size, a_thread, 1, 256)
-
-
-def _swizzle_slots(size: int) -> int:
-    return _filled(size, 16, 32, 512)
 
 
 def _reduction_slots(size: int) -> int:
@@ -159,14 +148,3 @@ def _size(elements: int, groups: int, bits: int) -> int:
 def _check_bits(bits: int) -> None:
     if bits not in (4, 8):
         raise UsageError(f"num_bits is {bits}, expected 4 or 8")
-
-
-def _call(function: Callable[..., Any], *args: Any) -> Any:
-    """Call the op. If it refuses an argument, raise its message as a UsageError."""
-    try:
-        return function(*args)
-    except RuntimeError as error:
-        said = str(error).splitlines()[0]
-        if ", expected " in said or " is not on " in said:
-            raise UsageError(said) from error
-        raise

@@ -46,8 +46,11 @@ class SparseSelfAttention(nn.Module):
         """The layout of the buffer; it is made again when the buffer has changed."""
         state = (id(self.master_layout), self.master_layout._version)
         if self._made is None or self._made[0] != state:
-            made = layouts.Blocks(_shared(self.master_layout), self.sparsity_config.block)
-            self._made = (state, made)
+            layout = self.master_layout
+            # One layout if all heads have the same: its lists are shorter.
+            if torch.equal(layout, layout[:1].expand_as(layout)):
+                layout = layout[:1]
+            self._made = (state, layouts.Blocks(layout, self.sparsity_config.block))
         return self._made[1]
 
     def forward(
@@ -68,8 +71,3 @@ class SparseSelfAttention(nn.Module):
         )
         out: Tensor = inner(query, key, value, rpe, key_padding_mask, attn_mask)
         return out
-
-
-def _shared(layout: Tensor) -> Tensor:
-    """One layout if all heads have the same: its lists are shorter."""
-    return layout[:1] if torch.equal(layout, layout[:1].expand_as(layout)) else layout

@@ -12,8 +12,8 @@ from typing import NamedTuple
 class Module(NamedTuple):
     """The stand-in for one of DeepSpeed's modules. Texts are names with spaces between them."""
 
-    # Where its functions are, the first place that has one: modules below opkiln, or
-    # module:class, which is called with the stand-in.
+    # Where its functions are, the first place that has one: modules of this package (with a dot
+    # before them) or below opkiln, or module:class, which is called with the stand-in.
     homes: str
     names: str
     for_each: str = ""  # functions that there are once for each suffix
@@ -30,74 +30,66 @@ class Module(NamedTuple):
         return (*self.names.split(), *each)
 
 
-_HERE = "compat.deepspeed"
+_HOST, _FUSED = ".optimizers:HostOptimizers", ".optimizers:FusedOptimizers"
 _LAYER = "create_transformer_layer forward backward"
 _NORMS = "transformer.functions:norm_with_moments"
 _NORM = "transformer_inference.functions:layer_norm"
 
 MODULES = {
-    "async_io": Module(f"{_HERE}.files", "aio_handle aio_read aio_write deepspeed_memcpy"),
-    "cpu_adam": Module(
-        f"{_HERE}.optimizers:HostOptimizers", "create_adam adam_update adam_rollback destroy_adam"
-    ),
-    "cpu_adagrad": Module(
-        f"{_HERE}.optimizers:HostOptimizers", "create_adagrad adagrad_update destroy_adagrad"
-    ),
-    "cpu_lion": Module(
-        f"{_HERE}.optimizers:HostOptimizers", "create_lion lion_update destroy_lion"
-    ),
-    "fused_adam": Module(f"{_HERE}.optimizers:FusedOptimizers", "multi_tensor_adam"),
-    "fused_lion": Module(f"{_HERE}.optimizers:FusedOptimizers", "multi_tensor_lion"),
-    "fused_lamb": Module(f"{_HERE}.optimizers:FusedOptimizers", "lamb"),
+    "async_io": Module(".files", "aio_handle aio_read aio_write deepspeed_memcpy"),
+    "cpu_adam": Module(_HOST, "create_adam adam_update adam_rollback destroy_adam"),
+    "cpu_adagrad": Module(_HOST, "create_adagrad adagrad_update destroy_adagrad"),
+    "cpu_lion": Module(_HOST, "create_lion lion_update destroy_lion"),
+    "fused_adam": Module(_FUSED, "multi_tensor_adam"),
+    "fused_lion": Module(_FUSED, "multi_tensor_lion"),
+    "fused_lamb": Module(_FUSED, "lamb"),
     "evoformer_attn": Module(
-        f"{_HERE}.layers", "attention attention_bwd",
+        ".layers", "attention attention_bwd",
         loads="evoformer_attn.functions:evoformer_attention", dtype="bfloat16",
     ),
-    "gds": Module(f"{_HERE}.files", "gds_handle"),
-    "pin_memory": Module(f"{_HERE}.files", "pin_handle"),
+    "gds": Module(".files", "gds_handle"),
+    "pin_memory": Module(".files", "pin_handle"),
     "quantizer": Module(
-        f"{_HERE}.quantizer:Quantizer",
+        ".quantizer:Quantizer",
         "quantize dequantize dequantize_fp32 swizzle_quant quantized_reduction "
         "dequantize_int4_to_half_experimental dequantize_int8_to_half_experimental "
         "QuantizationType Symmetric Asymmetric",
     ),
     "ragged_device_ops": Module(
-        f"{_HERE}.ragged",
+        ".ragged",
         "build_atoms flash_attn_by_atoms kv_rotary_embeddings kv_trained_rotary_embeddings "
         "linear_kv_copy ragged_embed gather_for_logits top_k_gating moe_scatter moe_gather",
         loads="ragged_device_ops.functions.paged:paged_kv_copy",
     ),
     "ragged_ops": Module(
-        f"{_HERE}.ragged", "allocate_fast_host_buffer allocate_view_on allocate_view_like"
+        ".ragged", "allocate_fast_host_buffer allocate_view_on allocate_view_like"
     ),
     "random_ltd": Module(
-        f"{_HERE}.layers ops.random_ltd.functions",
+        ".layers ops.random_ltd.functions",
         "token_sort_ token_gather token_scatter_ mask_gather_bert mask_gather_gpt",
         loads="random_ltd.functions:token_sort",
     ),
-    "sparse_attn": Module(f"{_HERE}.sparse", "SparseSelfAttention"),
+    "sparse_attn": Module(".sparse", "SparseSelfAttention"),
     "spatial_inference": Module(
-        f"{_HERE}.layers", "nhwc_bias_add nhwc_bias_add_add nhwc_bias_add_bias_add",
+        ".layers", "nhwc_bias_add nhwc_bias_add_add nhwc_bias_add_bias_add",
         loads="spatial_inference.functions:spatial_bias_add",
     ),
-    "cutlass_ops": Module(f"{_HERE}.gemm", "moe_gemm mixed_gemm mixed_moe_gemm"),
-    "deepspeed_shm_comm": Module(f"{_HERE}.shm_comm", "initialize vector_kernel_level"),
+    "cutlass_ops": Module(".gemm", "moe_gemm mixed_gemm mixed_moe_gemm"),
+    "deepspeed_shm_comm": Module(".shm_comm", "initialize vector_kernel_level"),
     "inference_core_ops": Module(
-        f"ops.transformer_inference.core ops.mixed_gemm.core {_HERE}.inference",
+        "ops.transformer_inference.core ops.mixed_gemm.core .inference",
         "bias_activation gated_activation layer_norm pre_layer_norm post_layer_norm rms_norm "
         "rms_pre_norm blas_linear blas_4d_matmul cuda_wf6af16_linear preprocess_weight "
         "create_handle",
         loads=_NORM, no_grad=False,
     ),
     "stochastic_transformer": Module(
-        f"{_HERE}.training:Transformer", "", _LAYER, "fp32 fp16",
+        ".training:Transformer", "", _LAYER, "fp32 fp16",
         loads=f"{_NORMS} stochastic_transformer.functions:stochastic_gelu_dropout",
     ),
-    "transformer": Module(
-        f"{_HERE}.training:Transformer", "", _LAYER, "fp32 fp16", loads=_NORMS
-    ),
+    "transformer": Module(".training:Transformer", "", _LAYER, "fp32 fp16", loads=_NORMS),
     "transformer_inference": Module(
-        f"{_HERE}.inference {_HERE}.workspace:Workspace ops.transformer_inference.functions",
+        ".inference .workspace:Workspace ops.transformer_inference.functions",
         "layer_norm rms_norm pre_rms_norm _layer_norm_residual "
         "layer_norm_residual_store_pre_ln_res gated_activation _vector_add moe_res_matmul "
         "apply_rotary_pos_emb reset_cache release_workspace retake_workspace "
@@ -110,6 +102,6 @@ MODULES = {
         loads=_NORM,
     ),
     "utils": Module(
-        f"{_HERE}.layers ops.utils.flatten", "cast_to_byte_tensor flatten unflatten", no_grad=False
+        ".layers ops.utils.flatten", "cast_to_byte_tensor flatten unflatten", no_grad=False
     ),
 }  # fmt: skip

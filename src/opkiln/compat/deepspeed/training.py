@@ -9,7 +9,7 @@ whatever the function's name.
 from __future__ import annotations
 
 from functools import wraps
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -46,28 +46,12 @@ WEIGHTS = (
 )
 
 
-class Kept(NamedTuple):
-    """What ``forward_*`` returns and ``backward_*`` takes, in DeepSpeed's order and names.
-    ``attn_o_inp`` carries torch's gradient, up to ``qkv_tf``, whose rows are a token's query, key
-    and value. The masks of hidden states are the drawn seed."""
-
-    output: Tensor
-    inp_norm: Tensor  # pre: the first norm, or its input if invertible; post: the last norm's input
-    qkv_tf: Tensor
-    soft_out: Tensor  # empty, or the last norm's input if that is post and invertible
-    ctx_bufB: Tensor  # noqa: N815 (DeepSpeed's name)
-    attn_o_inp: Tensor
-    add_res: Tensor
-    ff1_inp: Tensor  # the norm of add_res, or add_res itself if invertible
-    gelu_inp: Tensor
-    ff2_inp: Tensor  # the gelu, or its input with gelu_checkpoint
-    attn_prob_dropout_mask: Tensor
-    attn_output_dropout_mask: Tensor
-    layer_output_dropout_mask: Tensor
-    attn_layer_norm_var: Tensor
-    attn_layer_norm_mean: Tensor
-    layer_norm_var: Tensor
-    layer_norm_mean: Tensor
+# What ``forward_*`` returns and ``backward_*`` takes, in DeepSpeed's order and names.
+KEPT = (
+    "output inp_norm qkv_tf soft_out ctx_bufB attn_o_inp add_res ff1_inp gelu_inp ff2_inp "
+    "attn_prob_dropout_mask attn_output_dropout_mask layer_output_dropout_mask "
+    "attn_layer_norm_var attn_layer_norm_mean layer_norm_var layer_norm_mean"
+)
 
 
 def _without_autocast(function: Callable[..., list[Tensor]]) -> Callable[..., list[Tensor]]:
@@ -131,29 +115,27 @@ class Transformer:
         up = kept.up.flatten(0, 1)
         first_read = x if projection.normal is None else projection.normal
         outer = (projection.scale, projection.mean) if pre else (kept.last_scale, kept.last_mean)
-        return list(
-            Kept(
-                output=out,
-                inp_norm=first_read if pre else _given(kept.last_total),
-                qkv_tf=qkv,
-                soft_out=_given(kept.last_total) if norm_again and not pre else empty,
-                ctx_bufB=empty,
-                attn_o_inp=attended,
-                add_res=kept.total,
-                ff1_inp=kept.total if kept.normal is None else kept.normal,
-                gelu_inp=up,
-                ff2_inp=up if kept.active is None else kept.active.flatten(0, 1),
-                attn_prob_dropout_mask=torch.empty(0, dtype=torch.int8),
-                attn_output_dropout_mask=drawn,
-                layer_output_dropout_mask=drawn,
-                attn_layer_norm_var=kept.scale.flatten(),
-                attn_layer_norm_mean=kept.mean.flatten(),
-                layer_norm_var=_given(outer[0]).flatten(),
-                layer_norm_mean=_given(outer[1]).flatten(),
-            )
-        )
+        return [
+            out,
+            # The first norm, or its input if invertible; post: the last norm's input.
+            first_read if pre else _given(kept.last_total),
+            qkv,  # a row is a token's query, key and value
+            _given(kept.last_total) if norm_again and not pre else empty,
+            empty,
+            attended,  # it carries torch's gradient, up to qkv
+            kept.total,
+            kept.total if kept.normal is None else kept.normal,
+            up,
+            up if kept.active is None else kept.active.flatten(0, 1),
+            torch.empty(0, dtype=torch.int8),
+            drawn,  # the masks of hidden states are the seed
+            drawn,
+            kept.scale.flatten(),
+            kept.mean.flatten(),
+            *(_given(each).flatten() for each in outer),
+        ]
 
-    @takes(f"layer_id grad_output {' '.join(Kept._fields)} input mask {WEIGHTS}")
+    @takes(f"layer_id grad_output {KEPT} input mask {WEIGHTS}")
     @_without_autocast
     def backward(self, given: Any) -> list[Tensor]:
         """The gradients of the input and of the weights."""
@@ -194,11 +176,7 @@ class Transformer:
         return [_given(each) for each in (input_grad, qkvw, joined.sum(0), *grads)]
 
 
-_Two = tuple[Tensor, Tensor]
-_TwoOrNone = tuple[Tensor | None, Tensor | None]
-
-
-def _norms(weights: Any, pre: bool) -> tuple[_TwoOrNone, _Two, _TwoOrNone]:
+def _norms(weights: Any, pre: bool) -> tuple[tuple[Any, Any], ...]:
     """The norms before, between and after the two halves of a layer."""
     outer = (weights.norm_w, weights.norm_b)
     between = (weights.attn_nw, weights.attn_nb)

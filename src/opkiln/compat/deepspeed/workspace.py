@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from opkiln.compat.deepspeed.inference import added, additive, out_of_window
+from opkiln.compat.deepspeed.inference import full_mask
 from opkiln.compat.deepspeed.modules import takes
 from opkiln.errors import ArgumentError
 from opkiln.ops.transformer_inference import functions as ops
@@ -102,16 +102,12 @@ class Workspace:
         for cache, fresh in ((keys, k), (values, v)):
             cache[:, :, first:] = fresh.transpose(1, 2).repeat_interleave(heads // kv_heads, 1)
         causal = given.triangular and new > 1
-        mask, rows, hidden = given.mask, None, None
+        mask = given.mask
         if mask.dim() > 1 and mask.shape[-1] < total:
             # As in DeepSpeed's Python code: keys that the mask does not know are hidden.
             least, unknown = torch.finfo(q.dtype).min, total - mask.shape[-1]
             mask = functional.pad(mask.to(q.dtype), (0, unknown), value=least)
-        if given.alibi.dim() > 1:
-            rows = given.alibi.reshape(-1, heads, 1, total)
-        if given.local_attention:
-            hidden = out_of_window(new, total, given.window_size, q.device)
-        mask = added(additive(mask, batch, total, q.dtype), rows, hidden)
+        mask = full_mask(given, mask, (batch, heads, new, total), q)
         if causal and mask is not None:
             ones = torch.ones(new, total, dtype=torch.bool, device=q.device)
             mask = mask.masked_fill(ones.triu_(1), -torch.inf)

@@ -9,7 +9,7 @@ from setuptools.command.build_ext import build_ext
 from setuptools.errors import SetupError
 
 from opkiln.compat.torch import paths
-from opkiln.compat.torch.extension import ExtensionBuilder, added_by, is_torchs
+from opkiln.compat.torch.extension import ExtensionBuilder, is_torchs
 from opkiln.errors import OpkilnError
 from opkiln.ship.setuptools import STEP, PrecompileOps, builder_of
 
@@ -79,15 +79,21 @@ class BuildExtension(build_ext):  # type: ignore[misc]
     def build_extension(self, ext: Extension) -> None:
         """Build one extension. Raises SetupError."""
         if not is_torchs(ext):
-            _name_for_torch(ext)
+            # As torch does, for every extension.
+            name = ("TORCH_EXTENSION_NAME", ext.name.rpartition(".")[2])
+            if name not in ext.define_macros:
+                ext.define_macros.append(name)
             super().build_extension(ext)
             return
         if id(ext) not in self._built:
             self._build([ext])
         outcome = self._built.pop(id(ext))
-        if outcome.error is not None:
-            paths.name_the_assignment(outcome.error)
-            raise ExtensionFailed(_message(outcome.error)) from outcome.error
+        error = outcome.error
+        if error is not None:
+            paths.name_the_assignment(error)
+            if error.hint.startswith("opkiln build "):  # no command builds an extension
+                raise ExtensionFailed(str(OpkilnError(error.what, why=error.why))) from error
+            raise ExtensionFailed(str(error)) from error
         place = self.get_ext_fullpath(ext.name)
         self.mkpath(os.path.dirname(place))
         if os.path.lexists(place):
@@ -110,10 +116,9 @@ class BuildExtension(build_ext):  # type: ignore[misc]
         torchs = [each for each in extensions if is_torchs(each)]
         if not torchs:
             return
-        added = added_by(self.compiler, self.debug)
         jobs = self.parallel if type(self.parallel) is int else None
         try:
-            builders = [ExtensionBuilder(each, added) for each in torchs]
+            builders = [ExtensionBuilder(each, self.compiler, self.debug) for each in torchs]
             for builder in builders:
                 for remark in builder.remarks:
                     events.emit(events.NOTE, text=remark)
@@ -124,16 +129,3 @@ class BuildExtension(build_ext):  # type: ignore[misc]
             raise ExtensionFailed(str(error)) from error
         for extension, outcome in zip(torchs, outcomes, strict=True):
             self._built[id(extension)] = outcome
-
-
-def _message(error: OpkilnError) -> str:
-    """The text of an error, without a hint to build it: no command builds an extension."""
-    named = error.hint.startswith("opkiln build ")
-    return str(OpkilnError(error.what, why=error.why) if named else error)
-
-
-def _name_for_torch(extension: Extension) -> None:
-    """Define torch's macro with the extension's name, as torch does for every extension."""
-    macro = ("TORCH_EXTENSION_NAME", extension.name.rpartition(".")[2])
-    if macro not in extension.define_macros:
-        extension.define_macros.append(macro)

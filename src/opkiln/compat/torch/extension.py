@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from opkiln.builder.base import OpBuilder
 from opkiln.compat.torch.flags import translated
@@ -23,7 +23,7 @@ from opkiln.toolchain import torch_sdk
 from opkiln.toolchain.rocm import is_rocm_pytorch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from setuptools import Extension
 
@@ -34,8 +34,6 @@ _CUDA_LIBRARIES = frozenset((*_CUDA_RUNTIME, *_ROCM_RUNTIME))
 _SYCL_LIBRARIES = frozenset(("sycl", "c10_xpu", "torch_xpu"))
 # The plan links those of these that an op needs.
 _OWNED = _HOST_LIBRARIES | _CUDA_LIBRARIES | {"sycl"}
-_DEVICE = (".cu", ".hip")
-_SYCL = (".sycl",)
 
 # The oldest Python that a limited module supports, as in torch. A setup.py may set torch's value.
 LIMITED_API = "0x030A0000"
@@ -111,53 +109,36 @@ def _made(
     return Extension(name, sources, *args, **given)
 
 
-class Added(NamedTuple):
-    """The flags and paths that a build_ext command adds to each of its extensions."""
-
-    cxx: tuple[str, ...] = ()
-    include_dirs: tuple[str, ...] = ()
-    library_dirs: tuple[str, ...] = ()
-    libraries: tuple[str, ...] = ()
-    objects: tuple[str, ...] = ()
-    link: tuple[str, ...] = ()
-
-
 class ExtensionBuilder(OpBuilder):
-    """An extension as a builder of opkiln. Raises SpecError, ArchError."""
+    """An extension as a builder of opkiln, with what a build_ext command, or its subclass, added to
+    its compiler. Raises SpecError, ArchError."""
 
-    KIND = PYTHON
-    ABI = ABI_TORCH
-
-    def __init__(self, extension: Extension, added: Added = Added()) -> None:  # noqa: B008
-        spec, self._archs, remarks = _spec(extension, added)
-        super().__init__(spec.name)
-        self.remarks = remarks
-        self._spec = spec
-        self.backend = spec.backend
+    def __init__(self, extension: Extension, compiler: Any, debug: bool | None) -> None:
+        self._spec, self._archs, remarks = _spec(extension, compiler, debug)
+        super().__init__(self._spec.name)
+        self.remarks, self.backend = remarks, self._spec.backend
 
     def spec(self) -> OpSpec:
         """The extension as a declaration."""
         return self._spec
 
     def op(self) -> Op:
-        asked = self._archs
-        if not asked and nothing_asked(self.backend):
-            asked = "all"
+        asked = self._archs or ("all" if nothing_asked(self.backend) else "")
         return Op(self._spec, asked=asked)
 
 
 def is_torchs(extension: Extension) -> bool:
     """Whether an extension needs torch's build: setuptools alone could not build it."""
     return (
-        not (_OWNED | _SYCL_LIBRARIES).isdisjoint(extension.libraries)
+        _backend(extension) != CPU
+        or not _HOST_LIBRARIES.isdisjoint(extension.libraries)
         or isinstance(extension.extra_compile_args, dict)
-        or any(str(source).endswith((*_DEVICE, *_SYCL)) for source in extension.sources)
         or len(_outside_torch(extension.include_dirs)) < len(extension.include_dirs)
     )
 
 
-def added_by(compiler: Any, debug: bool | None) -> Added:
-    """The flags and paths that a build_ext command, or its subclass, added to its compiler."""
+def _flags_of(compiler: Any, debug: bool | None) -> list[str]:
+    """The flags that a command added to its compiler, without those that the plan adds itself."""
     import sysconfig
 
     usual = " ".join(
@@ -171,20 +152,17 @@ def added_by(compiler: Any, debug: bool | None) -> Added:
     if "-DNDEBUG" not in command:
         words.insert(0, "-UNDEBUG")  # a Python, or a CFLAGS, with assertions
     macros = [_macro(*macro) for macro in getattr(compiler, "macros", ())]
+    return [*words, *macros, *(["-g"] if debug else [])]
+
+
+def _include_dirs_of(compiler: Any) -> list[str]:
+    """The directories that a command added to its compiler, without Python's own."""
+    import sysconfig
+
     python = [torch_sdk.python_include(), sysconfig.get_path("platinclude")]
     own = {os.path.realpath(path) for path in python}
-    return Added(
-        cxx=(*words, *macros, *(["-g"] if debug else [])),
-        include_dirs=tuple(
-            path
-            for path in compiler.include_dirs
-            if os.path.realpath(path) not in own and _holds_anything(path)
-        ),
-        library_dirs=tuple(compiler.library_dirs),
-        libraries=tuple(compiler.libraries),
-        objects=tuple(compiler.objects),
-        link=tuple(f"-Wl,-rpath,{path}" for path in compiler.runtime_library_dirs),
-    )
+    given = (path for path in compiler.include_dirs if os.path.realpath(path) not in own)
+    return [path for path in given if _holds_anything(path)]
 
 
 def _holds_anything(path: str) -> bool:
@@ -195,65 +173,58 @@ def _holds_anything(path: str) -> bool:
         return False  # it does not exist
 
 
-def _macro(name: str, value: str | None = "") -> str:
-    if value is None:
-        return f"-D{name}"
-    return f"-D{name}={value}" if value else f"-U{name}"
+def _macro(name: str, *value: str | None) -> str:
+    """The flag for a macro as setuptools has it: without a value, it is undefined."""
+    if not value:
+        return f"-U{name}"
+    return f"-D{name}" if value[0] is None else f"-D{name}={value[0]}"
 
 
-def _spec(extension: Extension, added: Added) -> tuple[OpSpec, str, list[str]]:
+def _spec(extension: Extension, compiler: Any, debug: bool | None) -> tuple[OpSpec, str, list[str]]:
     """The declaration, the architectures that its flags ask for, and remarks on other flags."""
     name = extension.name.rpartition(".")[2]
     if not extension.sources:
         raise SpecError(f"extension {extension.name} has no sources")
     files = [os.path.abspath(os.fspath(source)) for source in extension.sources]
-    backend = _backend(extension, files)
+    backend = _backend(extension)
     given: Any = extension.extra_compile_args or []
     both = given if isinstance(given, dict) else {"cxx": given, "nvcc": given, "sycl": given}
-    macros = [
-        f"-D{macro}" if value is None else f"-D{macro}={value}"
-        for macro, value in extension.define_macros
-    ]
-    macros += [f"-U{macro}" for macro in extension.undef_macros]
+    macros = [_macro(*macro) for macro in extension.define_macros]
+    macros += [_macro(macro) for macro in extension.undef_macros]
     limited = bool(getattr(extension, "py_limited_api", False))
     if limited:
         torchs = sys.modules.get("torch.utils.cpp_extension")
         oldest = getattr(torchs, "min_supported_cpython", LIMITED_API)
         macros.append(f"-DPy_LIMITED_API={oldest}")
     device = both.get("sycl" if backend == XPU else "nvcc", ())
-    libraries = [*added.libraries, *extension.libraries]
-    objects = [os.path.abspath(path) for path in (*added.objects, *extension.extra_objects)]
+    libraries = [*compiler.libraries, *extension.libraries]
+    objects = [os.path.abspath(path) for path in (*compiler.objects, *extension.extra_objects)]
+    at_run_time = (*extension.runtime_library_dirs, *compiler.runtime_library_dirs)
     flags = translated(
         name,
-        cxx=(*added.cxx, *macros, *both.get("cxx", ())),
+        cxx=(*_flags_of(compiler, debug), *macros, *both.get("cxx", ())),
         # nvcc does not get the flags Python was built with: assertions in kernels stay on.
         device=("-UNDEBUG", *macros, *device) if backend != CPU else (),
         link=(
             *objects,
-            *(f"-L{path}" for path in added.library_dirs),
+            *(f"-L{path}" for path in compiler.library_dirs),
             *(f"-L{path}" for path in _foreign(extension.library_dirs, "libcudart.so")),
-            *(f"-Wl,-rpath,{path}" for path in extension.runtime_library_dirs),
-            *added.link,
+            *(f"-Wl,-rpath,{path}" for path in at_run_time),
             *extension.extra_link_args,
         ),
         backend_is_cuda=backend == CUDA,
     )
+    include_dirs = (*extension.include_dirs, *_include_dirs_of(compiler))
     spec = OpSpec(
         name=name,
         distribution=extension.name.partition(".")[0],
-        **_placed(files),
-        include_dirs=tuple(
-            _foreign((*extension.include_dirs, *added.include_dirs), "cuda_runtime_api.h")
-        ),
-        cxx_args=flags.cxx,
-        ldflags=flags.link_without_runtime() if backend == CUDA else flags.link,
+        **placed(files, os.getcwd()),
+        include_dirs=tuple(_foreign(include_dirs, "cuda_runtime_api.h")),
         libraries=tuple(each for each in libraries if each not in _OWNED),
         # A limited module is for every Python, so it is not linked to a library for one Python.
         kind=LIBRARY if limited else PYTHON,
         abi=ABI_TORCH,
         backend=backend,
-        vectorize=flags.native,
-        device_args=flags.device,
         # torch's CUDAExtension puts the libraries of a device link among its flags.
         device_libraries=tuple(
             flag[2:] for flag in both.get("nvcc_dlink", ()) if len(flag) > 2 and flag[:2] == "-l"
@@ -261,23 +232,22 @@ def _spec(extension: Extension, added: Added) -> tuple[OpSpec, str, list[str]]:
         declared_by=EXTENSION,
     )
     remarks = [f"{extension.name}: {remark}" for remark in flags.remarks]
-    return spec, flags.archs, remarks
+    return flags.added_to(spec), flags.archs, remarks
 
 
-def _placed(files: list[str]) -> dict[str, Any]:
-    """The root and the sources below it: the project that setup.py runs in, if it has them all."""
-    root = os.getcwd()
+def placed(files: Sequence[str], root: str) -> dict[str, Any]:
+    """The root and the sources below it, for a declaration: this root if all files are below it."""
     if any(not file.startswith(os.path.join(root, "")) for file in files):
         root = os.path.dirname(files[0]) if len(files) == 1 else os.path.commonpath(files)
     return {"root": root, "sources": tuple(os.path.relpath(file, root) for file in files)}
 
 
-def _backend(extension: Extension, files: list[str]) -> str:
-    libraries = set(extension.libraries)
-    if any(file.endswith(_SYCL) for file in files) or not _SYCL_LIBRARIES.isdisjoint(libraries):
+def _backend(extension: Extension) -> str:
+    endings = {os.path.splitext(source)[1] for source in extension.sources}
+    if ".sycl" in endings or not _SYCL_LIBRARIES.isdisjoint(extension.libraries):
         return XPU
     # C++ that uses the CUDA runtime also needs its headers and libraries.
-    if any(file.endswith(_DEVICE) for file in files) or not _CUDA_LIBRARIES.isdisjoint(libraries):
+    if endings & {".cu", ".hip"} or not _CUDA_LIBRARIES.isdisjoint(extension.libraries):
         return ROCM if is_rocm_pytorch() else CUDA
     return CPU
 

@@ -15,12 +15,15 @@ import shlex
 from typing import NamedTuple
 
 from opkiln.errors import SpecError
+from opkiln.model import CPU, CUDA
 from opkiln.settings import settings
 from opkiln.toolchain import find
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
+
+    from opkiln.model import OpSpec
 
 # Options that take a directory or a file, the longer ones first.
 _DIRECTORIES = ("-isystem", "-iquote", "-idirafter", "-I", "-L")
@@ -60,9 +63,15 @@ class Flags(NamedTuple):
     native: bool = False  # build for the CPU of this machine, or the one that OPKILN_CPU names
     remarks: tuple[str, ...] = ()
 
-    def link_without_runtime(self) -> tuple[str, ...]:
-        """``link`` without the CUDA runtime, which a plan for CUDA links itself."""
-        return tuple(flag for flag in self.link if flag != "-lcudart")
+    def added_to(self, spec: OpSpec) -> OpSpec:
+        """The declaration with these flags. A plan for CUDA links the CUDA runtime itself."""
+        link = tuple(flag for flag in self.link if spec.backend != CUDA or flag != "-lcudart")
+        return spec._replace(
+            cxx_args=(*spec.cxx_args, *self.cxx),
+            device_args=(*spec.device_args, *(self.device if spec.backend != CPU else ())),
+            ldflags=link,
+            vectorize=self.native,
+        )
 
 
 def translated(

@@ -17,8 +17,8 @@ from typing import Any
 from opkiln import extension
 from opkiln.building import wording
 from opkiln.compat.torch.flags import shell_words, translated
-from opkiln.errors import LoadError, LoadTestError, OpkilnError, told_briefly
-from opkiln.model import ABI_TORCH, CUDA, EXECUTABLE, LIBRARY, PYTHON, OpSpec
+from opkiln.errors import LoadError, LoadTestError, OpkilnError, UsageError, told_briefly
+from opkiln.model import ABI_TORCH, CUDA, EXECUTABLE, LIBRARY, PYTHON, XPU, OpSpec
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -87,12 +87,12 @@ def load(
     for source in listed:
         if not os.path.isfile(source):
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), source)
-    cuda, sycl = _devices(listed, with_cuda, with_sycl)
     kind = PYTHON if is_python_module else EXECUTABLE if is_standalone else LIBRARY
-    flags = (extra_cflags, extra_sycl_cflags if sycl else extra_cuda_cflags, extra_ldflags)
+    flags = (extra_cflags, extra_cuda_cflags, extra_sycl_cflags, extra_ldflags)
+    asked = (with_cuda, with_sycl)
     with _as_torchs_errors(kind):
         declare = partial(extension.declared, name, listed, kind=kind)
-        return _served(declare, flags, extra_include_paths, cuda, sycl, verbose, build_directory)
+        return _served(declare, flags, extra_include_paths, asked, verbose, build_directory)
 
 
 @told_briefly
@@ -133,10 +133,10 @@ def load_inline(
         texts = extension.inline_texts(
             cpp_sources, cuda_sources, sycl_sources, bound, headers=not no_implicit_headers
         )
-        cuda, sycl = _devices([source for source, _ in texts], with_cuda, with_sycl)
-        flags = (extra_cflags, extra_sycl_cflags if sycl else extra_cuda_cflags, extra_ldflags)
+        flags = (extra_cflags, extra_cuda_cflags, extra_sycl_cflags, extra_ldflags)
+        asked = (with_cuda, with_sycl)
         declare = partial(extension.declared_inline, name, texts, kind=kind)
-        found = _served(declare, flags, extra_include_paths, cuda, sycl, verbose, build_directory)
+        found = _served(declare, flags, extra_include_paths, asked, verbose, build_directory)
     if build_directory is not None:
         for source, text in texts:
             with open(os.path.join(build_directory, source), "w", encoding="utf-8") as file:
@@ -144,48 +144,40 @@ def load_inline(
     return found
 
 
-def _devices(
-    sources: list[str], with_cuda: bool | None, with_sycl: bool | None
-) -> tuple[bool, bool]:
-    """Whether CUDA and SYCL are used. Raises AssertionError for both, as torch does."""
-    cuda, sycl = with_cuda, with_sycl
-    if cuda is None:
-        cuda = any(source.endswith((".cu", ".cuh")) for source in sources)
-    if sycl is None:
-        sycl = any(source.endswith(".sycl") for source in sources)
-    if cuda and sycl:
-        raise AssertionError("one extension cannot have both SYCL and CUDA sources")
-    return cuda, sycl
-
-
 def _served(
     declare: partial[OpSpec],
     given: Sequence[Sequence[str] | None],
     include_paths: Sequence[str] | None,
-    cuda: bool,
-    sycl: bool,
+    asked: tuple[bool | None, bool | None],
     verbose: bool,
     build_directory: str | None,
 ) -> Any:
-    """``given``: flags for the C++ compiler, the device compiler and the linker."""
+    """``given``: flags for the C++ compiler, CUDA's, SYCL's and the linker; ``asked``: whether it
+    has CUDA, and SYCL."""
     name = declare.args[0]
-    flags = translated(name, *map(shell_words, given), backend_is_cuda=not sycl)
     spec = declare(
         include_dirs=[os.fspath(path).strip() for path in include_paths or ()],
         abi=ABI_TORCH,
-        cxx_args=(*_DEFAULTS, *flags.cxx),
-        ldflags=flags.link,
+        cxx_args=_DEFAULTS,
     )
+    cuda, sycl = asked
+    if cuda is None and any(source.endswith(".cuh") for source in spec.sources):
+        cuda = True
+    try:
+        spec = extension.with_device(spec, cuda, sycl, (), ())
+    except UsageError:
+        raise AssertionError("one extension cannot have both SYCL and CUDA sources") from None
+    cxx, of_cuda, of_sycl, link = given
+    words = map(shell_words, (cxx, of_sycl if spec.backend == XPU else of_cuda, link))
+    flags = translated(name, *words, backend_is_cuda=spec.backend != XPU)
     # As in torch, it is built for the CPU of this machine only if a flag asks for it.
-    spec = extension.with_device(spec, cuda, sycl, flags.device, flags.device)
-    spec = spec._replace(vectorize=flags.native)
+    spec = flags.added_to(spec)
     toolkit: AbstractContextManager[None] = nullcontext()
     if spec.backend == CUDA:
         from opkiln.compat.torch import paths
 
         toolkit = paths.assigned_toolkit()
-        device_args = ("-UNDEBUG", *spec.device_args)
-        spec = spec._replace(ldflags=flags.link_without_runtime(), device_args=device_args)
+        spec = spec._replace(device_args=("-UNDEBUG", *spec.device_args))
     if flags.remarks and verbose:
         from opkiln.engine import events
 
