@@ -88,9 +88,7 @@ class FusedOptimizer(ListOptimizer):
         return len(self.param_groups) > 1 or bool(self.defaults[MAX_NORM])
 
     def _keep(self, call: Call) -> Kept | None:
-        plan = getattr(self._load(call.device.type), f"{self._function}plan", None)
-        if plan is None:
-            return None
+        plan = getattr(self._load(call.device.type), f"{self._function}plan")
         return Kept.of(call, self.STATES, f"{self._function}planned_", plan, by_address=True)
 
     def _over_lists(self, places: list[Place]) -> list[Call]:
@@ -112,9 +110,10 @@ class FusedOptimizer(ListOptimizer):
                 if isinstance(state, dict) and "step" in state  # users may keep other things there
             ]
         )
+        function = self._function
         return [
             Call(
-                self._function,
+                function,
                 here.device,
                 here.params,
                 [here.grads],

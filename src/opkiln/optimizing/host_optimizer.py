@@ -305,21 +305,18 @@ def _check_copies(groups: list[dict[str, Any]], copies: Mapping[Tensor, Tensor])
         )
     for index, group in enumerate(groups):
         for i, param in enumerate(group["params"]):
-            if (copy := copies.get(param)) is not None:
-                _check_copy(f"the copy of {place(index, group, i)}", param, copy)
-
-
-def _check_copy(name: str, param: Tensor, copy: Tensor) -> None:
-    """Raises UsageError for a copy that cannot receive its parameter."""
-    if copy.device.type != "cpu" or copy.dtype not in DTYPES:
-        raise ArgumentTypeError(
-            f"{name} is {copy.dtype} on {copy.device}, "
-            "expected float32, bfloat16 or float16 on the CPU"
-        )
-    if not same_placement(copy, param):
-        raise ArgumentError(
-            f"{name} is {placement_text(copy)}, expected {placement_text(param)}",
-            hint="torch.empty_like(param, dtype=torch.bfloat16)",
-        )
-    if copy.numel() != param.numel():
-        raise ArgumentError(f"{name} has {copy.numel()} elements, not {param.numel()}")
+            if (copy := copies.get(param)) is None:
+                continue
+            name = f"the copy of {place(index, group, i)}"
+            if copy.device.type != "cpu" or copy.dtype not in DTYPES:
+                raise ArgumentTypeError(
+                    f"{name} is {copy.dtype} on {copy.device}, "
+                    "expected float32, bfloat16 or float16 on the CPU"
+                )
+            if not same_placement(copy, param):
+                raise ArgumentError(
+                    f"{name} is {placement_text(copy)}, expected {placement_text(param)}",
+                    hint="torch.empty_like(param, dtype=torch.bfloat16)",
+                )
+            if copy.numel() != param.numel():
+                raise ArgumentError(f"{name} has {copy.numel()} elements, not {param.numel()}")
