@@ -25,13 +25,7 @@ from opkiln.optimizing.checks import (
 )
 from opkiln.optimizing.op_calls import Call, Kept
 from opkiln.optimizing.sharded import gradient_parts, has_shards, refuse_partial
-from opkiln.optimizing.states import (
-    ParamState,
-    Plans,
-    is_capturing,
-    refuse_capture,
-    watchable,
-)
+from opkiln.optimizing.states import ParamState, Plans, is_capturing, refuse_capture, watchable
 from opkiln.optimizing.stepping import CompiledStep
 
 TYPE_CHECKING = False
