@@ -89,13 +89,13 @@ def not_kept(*_: Any, **__: Any) -> int:
     return int(Status.NOT_KEPT)
 
 
-def forget(ticket: Tensor) -> None:
-    """An op's ``forget``: there is nothing to forget."""
-
-
-_KEEPING = {
-    "keep": no_ticket, "kept_": not_kept, "forget": forget, "plan": no_plan, "planned_": not_kept,
-}  # fmt: skip
+_KEEPING: dict[str, Callable[..., Any]] = {
+    "keep": no_ticket,
+    "kept_": not_kept,
+    "forget": lambda ticket: None,  # noqa: ARG005 (the schema names it)
+    "plan": no_plan,
+    "planned_": not_kept,
+}
 
 
 def reference_of(op: str) -> SimpleNamespace:
@@ -293,12 +293,9 @@ def fake_plan(params: list[Tensor], *others: list[Tensor]) -> tuple[Tensor, Tens
     )
 
 
-def fake_planned_step(*_: Any, **__: Any) -> int:
-    """The fake of an op's ``planned_``: the step is made."""
-    return int(Status.MADE)
-
-
 def fakes(op: str) -> SimpleNamespace:
     """The fakes of the functions of a fused op that return something. (Its reference makes no plan,
     so it cannot stand in.)"""
-    return SimpleNamespace(**{f"{op}_plan": fake_plan, f"{op}_planned_": fake_planned_step})
+    return SimpleNamespace(
+        **{f"{op}_plan": fake_plan, f"{op}_planned_": lambda *_, **__: int(Status.MADE)}
+    )

@@ -116,12 +116,9 @@ def _define_at_trace_time() -> None:
         tags = (torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe)
         library.define(_SCHEMA, tags=tags)  # type: ignore[no-untyped-call]
         library.impl("step_", _step, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-        library.impl("step_", _nothing, "Meta")  # type: ignore[no-untyped-call]
+        # No shape changes.
+        library.impl("step_", lambda *_: None, "Meta")  # type: ignore[no-untyped-call]
         _library.append(library)
-
-
-def _nothing(*args: Any) -> None:
-    """The op for meta tensors: it changes no shapes."""
 
 
 def _step(
