@@ -15,7 +15,7 @@ from sample.package import HERE
 import opkiln
 from opkiln.accelerator import detect
 from opkiln.accelerator.cpu import CpuAccelerator
-from opkiln.accelerator.cuda import CudaAccelerator
+from opkiln.accelerator.gpus import CudaAccelerator
 from opkiln.build_model import TorchSDK
 from opkiln.builder import SYCLOpBuilder
 from opkiln.devices import choice

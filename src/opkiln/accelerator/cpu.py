@@ -1,17 +1,185 @@
-"""The CPU: the accelerator if no other device is here, or if it is requested."""
+"""The CPU: the accelerator if no other device is here, or if it is requested.
+
+Also what it shares with other accelerators that have one device, which does all work in order; and
+the streams and events of a device whose work is finished when a call returns.
+"""
 
 from __future__ import annotations
 
+import threading
+import time
+from contextlib import contextmanager
+from functools import partial
+
 from opkiln import machine
-from opkiln.accelerator.interface import Answer, itt
-from opkiln.accelerator.one_device import HostEvent, OneDevice
+from opkiln.accelerator.interface import Accelerator, Answer, itt
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from types import SimpleNamespace
-    from typing import Any
+    from typing import Any, ClassVar, Self
 
     import torch
+
+
+class HostEvent:
+    """An event on a device whose work is finished when a call returns: it keeps the time at which
+    it was recorded.
+
+    It has the methods of ``torch.cuda.Event``. ``elapsed_time`` raises RuntimeError if one of the
+    two events was not recorded.
+    """
+
+    def __init__(
+        self,
+        enable_timing: bool = False,
+        blocking: bool = False,  # noqa: ARG002 (nothing is waited for)
+        interprocess: bool = False,  # noqa: ARG002
+    ) -> None:
+        self.enable_timing = enable_timing
+        self._recorded: float | None = None
+
+    def record(self, stream: Any = None) -> None:  # noqa: ARG002 (there is only one)
+        """Store the current time."""
+        self._recorded = time.perf_counter()
+
+    def query(self) -> bool:
+        """Whether all earlier work is finished: always true."""
+        return True
+
+    def synchronize(self) -> None:
+        """Does nothing: all earlier work is finished."""
+
+    def wait(self, stream: Any = None) -> None:
+        """Does nothing: all earlier work is finished."""
+
+    def elapsed_time(self, end_event: HostEvent) -> float:
+        """Milliseconds from this event to another."""
+        if self._recorded is None or end_event._recorded is None:
+            raise RuntimeError("both events must be recorded before their distance is known")
+        return (end_event._recorded - self._recorded) * 1e3
+
+
+class Chosen(threading.local):
+    """The streams that this thread has made current, the latest last."""
+
+    def __init__(self) -> None:
+        self.streams: list[Any] = []
+
+
+class HostStream:
+    """A stream on a device whose work is finished when a call returns.
+
+    It has the methods of ``torch.cuda.Stream``, and takes its arguments.
+    """
+
+    chosen: ClassVar[Chosen] = Chosen()  # a subclass for another device has its own
+
+    def __init__(self, device: Any = None, priority: int = 0) -> None:
+        self.device = device
+        self.priority = priority
+
+    def synchronize(self) -> None:
+        """Wait for all work of the stream."""
+
+    def query(self) -> bool:
+        """Whether all work of the stream is finished."""
+        self.synchronize()
+        return True
+
+    def record_event(self, event: Any = None) -> Any:
+        """Record an event, by default a new one, and return it."""
+        recorded = self._event() if event is None else event
+        recorded.record()
+        return recorded
+
+    def wait_event(self, event: Any) -> None:
+        """Does nothing: the device does all work in order."""
+
+    wait_stream = wait_event
+
+    def _event(self) -> Any:
+        return HostEvent(enable_timing=True)
+
+    def __enter__(self) -> Self:
+        """In the ``with`` block, this is the current stream of the thread."""
+        self.chosen.streams.append(self)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.chosen.streams.pop()
+
+
+class OneDevice(Accelerator):
+    """Its functions in torch take no index. Streams can be created and made current, also torch's
+    own for the CPU (``torch.cpu.Stream``)."""
+
+    DEFAULT: ClassVar[HostStream] = HostStream()
+
+    def _ask(
+        self,
+        function: str,
+        device_index: int | None = None,  # noqa: ARG002
+        *given: Any,
+        of: Any = None,
+    ) -> Any:
+        return super()._ask(function, None, *given, of=of)
+
+    def set_device(self, device_index: int) -> None:
+        """Does nothing: there is only one."""
+
+    def current_device(self) -> int:
+        return 0
+
+    @property
+    def Stream(self) -> Any:  # noqa: N802
+        return type(self.DEFAULT)
+
+    @contextmanager
+    def stream(self, stream: Any) -> Iterator[None]:
+        chosen = self.DEFAULT.chosen.streams
+        chosen.append(self.current_stream() if stream is None else stream)
+        try:
+            yield
+        finally:
+            chosen.pop()
+
+    def current_stream(self, device_index: int | None = None) -> Any:  # noqa: ARG002
+        chosen = self.DEFAULT.chosen.streams
+        return chosen[-1] if chosen else self.DEFAULT
+
+    def default_stream(self, device_index: int | None = None) -> Any:  # noqa: ARG002
+        return self.DEFAULT
+
+    def manual_seed_all(self, seed: int) -> None:
+        self.manual_seed(seed)
+
+    def initial_seed(self) -> int:
+        return self.default_generator(0).initial_seed()
+
+    def pin_memory(
+        self,
+        tensor: torch.Tensor,
+        align_bytes: int = 1,  # noqa: ARG002 (nothing is allocated)
+        make_copy: bool = True,  # noqa: ARG002
+        match_shape: bool = True,  # noqa: ARG002
+    ) -> torch.Tensor:
+        """The tensor unchanged: the device reads the host's memory."""
+        return tensor
+
+
+def _bytes(path: str, name: str) -> int:
+    """A line of one of Linux's files about memory; 0 if the system has no such line."""
+    try:
+        with open(path, encoding="ascii", errors="replace") as file:
+            for line in file:
+                label, _, value = line.partition(":")
+                if label == name:
+                    return int(value.split()[0]) << 10  # from kibibytes
+    except OSError:
+        pass
+    return 0
 
 
 class CpuAccelerator(OneDevice):
@@ -19,6 +187,15 @@ class CpuAccelerator(OneDevice):
 
     name = "cpu"
     device_type = "cpu"
+    # The memory is the process's, in bytes.
+    _INSTEAD: ClassVar = {
+        "memory_allocated": partial(_bytes, "/proc/self/status", "VmRSS"),
+        "max_memory_allocated": partial(_bytes, "/proc/self/status", "VmHWM"),
+        "memory_reserved": partial(_bytes, "/proc/self/status", "VmRSS"),
+        "max_memory_reserved": partial(_bytes, "/proc/self/status", "VmHWM"),
+        "get_rng_state": "get_state",
+        "set_rng_state": "set_state",
+    }
 
     @classmethod
     def look(cls, root: str = "/", *, asked: bool = False) -> Answer:  # noqa: ARG003
@@ -33,24 +210,21 @@ class CpuAccelerator(OneDevice):
     def device_name(self, device_index: int | None = None) -> str:  # noqa: ARG002
         return "cpu"
 
-    def get_device_properties(self, device_index: int | None = None) -> SimpleNamespace:
+    def get_device_properties(self, device_index: int | None = None) -> SimpleNamespace:  # noqa: ARG002
         import os
         from types import SimpleNamespace
 
         return SimpleNamespace(
             name=machine.cpu_name(),
-            total_memory=self.total_memory(device_index),
+            total_memory=_bytes("/proc/meminfo", "MemTotal"),
             multi_processor_count=os.cpu_count() or 1,
         )
 
-    # Random numbers: torch's own generator
+    # Random numbers
 
     def _generators(self) -> Any:
-        return self.random()
-
-    def manual_seed(self, seed: int) -> None:
-        # torch.manual_seed would also seed every other device.
-        self.default_generator(0).manual_seed(seed)
+        # Not torch.random, whose manual_seed() also seeds every other device.
+        return self.default_generator(0)
 
     def default_generator(self, device_index: int) -> torch.Generator:  # noqa: ARG002
         import torch
@@ -61,23 +235,10 @@ class CpuAccelerator(OneDevice):
     def Event(self) -> Any:  # noqa: N802
         return HostEvent
 
-    # Memory: the process's, in bytes. 0 if the system does not say; only Linux has these files.
+    # Memory
 
     def empty_cache(self) -> None:
         """Does nothing: torch does not cache host memory."""
-
-    def memory_allocated(self, device_index: int | None = None) -> int:  # noqa: ARG002
-        """What this process holds."""
-        return _bytes("/proc/self/status", "VmRSS")
-
-    def max_memory_allocated(self, device_index: int | None = None) -> int:  # noqa: ARG002
-        return _bytes("/proc/self/status", "VmHWM")
-
-    def memory_reserved(self, device_index: int | None = None) -> int:
-        return self.memory_allocated(device_index)
-
-    def max_memory_reserved(self, device_index: int | None = None) -> int:
-        return self.max_memory_allocated(device_index)
 
     def memory_stats(self, device_index: int | None = None) -> dict[str, Any]:
         now, most = self.memory_allocated(device_index), self.max_memory_allocated(device_index)
@@ -89,9 +250,6 @@ class CpuAccelerator(OneDevice):
                 file.write("5")  # proc(5): resets VmHWM, and changes nothing else
         except OSError:
             pass  # some sandboxes have no such file: the peak of the whole process stays
-
-    def total_memory(self, device_index: int | None = None) -> int:  # noqa: ARG002
-        return _bytes("/proc/meminfo", "MemTotal")
 
     def available_memory(self, device_index: int | None = None) -> int:  # noqa: ARG002
         return _bytes("/proc/meminfo", "MemAvailable")
@@ -109,15 +267,3 @@ class CpuAccelerator(OneDevice):
 
     def _marks(self) -> Any:
         return itt()
-
-
-def _bytes(path: str, name: str) -> int:
-    try:
-        with open(path, encoding="ascii", errors="replace") as file:
-            for line in file:
-                label, _, value = line.partition(":")
-                if label == name:
-                    return int(value.split()[0]) << 10  # from kibibytes
-    except OSError:
-        pass
-    return 0

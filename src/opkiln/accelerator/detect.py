@@ -13,10 +13,9 @@ import threading
 
 from opkiln.accelerator import vendors
 from opkiln.accelerator.cpu import CpuAccelerator
-from opkiln.accelerator.cuda import CudaAccelerator, RocmAccelerator
 from opkiln.accelerator.device import Answer
+from opkiln.accelerator.gpus import CudaAccelerator, RocmAccelerator, XpuAccelerator
 from opkiln.accelerator.mps import MpsAccelerator
-from opkiln.accelerator.xpu import XpuAccelerator
 from opkiln.devices import choice, installed
 from opkiln.errors import AcceleratorError
 from opkiln.settings import settings
@@ -30,14 +29,11 @@ if TYPE_CHECKING:
     from opkiln.accelerator.interface import Accelerator
 
 # opkiln's own accelerators in the order of preference: the names of ``choice.OWN``.
-KINDS: dict[str, type[Accelerator]] = {
-    "cuda": CudaAccelerator,
-    "rocm": RocmAccelerator,
-    "xpu": XpuAccelerator,
-    **vendors.KINDS,
-    "mps": MpsAccelerator,
-    "cpu": CpuAccelerator,
-}
+_KINDS: tuple[type[Accelerator], ...] = (
+    CudaAccelerator, RocmAccelerator, XpuAccelerator, *vendors.KINDS.values(), MpsAccelerator,
+    CpuAccelerator,
+)  # fmt: skip
+KINDS = {kind.name: kind for kind in _KINDS}
 
 ROOT = "/"  # where the system's files are
 

@@ -40,7 +40,8 @@ class Device:
 
     name: ClassVar[str] = ""  # in OPKILN_ACCELERATOR and in an op's BACKENDS: "rocm"
     device_type: ClassVar[str] = ""  # torch's word for its devices: "cuda"
-    _RENAMED: ClassVar[Mapping[str, str]] = {}  # functions that its module has by another name
+    # What to call instead of a function of its module: one by another name, or any other.
+    _INSTEAD: ClassVar[Mapping[str, str | Callable[..., Any]]] = {}
 
     def __init__(self, module: Any = None) -> None:
         """``module`` is used instead of ``torch.<device_type>`` and has the same functions.
@@ -78,7 +79,9 @@ class Device:
         self, function: str, device_index: int | None = None, *given: Any, of: Any = None
     ) -> Any:
         """Call a function of the module, or of a part of it, for one device or for the current."""
-        call = getattr(of or self.module(), self._RENAMED.get(function, function))
+        call = self._INSTEAD.get(function, function)
+        if isinstance(call, str):
+            call = getattr(of or self.module(), call)
         # Without an index there is no argument: not every vendor's functions take None.
         return call(*given) if device_index is None else call(*given, device_index)
 

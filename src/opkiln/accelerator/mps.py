@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from opkiln import machine
+from opkiln.accelerator.cpu import Chosen, HostStream, OneDevice
 from opkiln.accelerator.interface import Answer
-from opkiln.accelerator.one_device import Chosen, HostStream, OneDevice
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Mapping
     from types import SimpleNamespace
     from typing import Any, ClassVar
 
@@ -37,7 +36,7 @@ class MpsAccelerator(OneDevice):
 
     name = "mps"
     device_type = "mps"
-    _RENAMED: ClassVar[Mapping[str, str]] = {
+    _INSTEAD: ClassVar = {
         "memory_allocated": "current_allocated_memory",
         "max_memory_allocated": "driver_allocated_memory",
         "memory_reserved": "driver_allocated_memory",
@@ -63,7 +62,8 @@ class MpsAccelerator(OneDevice):
     def get_device_properties(self, device_index: int | None = None) -> SimpleNamespace:  # noqa: ARG002
         from types import SimpleNamespace
 
-        return SimpleNamespace(name="Apple GPU", total_memory=self.total_memory())
+        memory = int(self.module().recommended_max_memory())  # shared with the host
+        return SimpleNamespace(name="Apple GPU", total_memory=memory)
 
     # Random numbers
 
@@ -71,7 +71,7 @@ class MpsAccelerator(OneDevice):
         generator: torch.Generator = self.module()._get_default_mps_generator()
         return generator
 
-    # Memory, shared with the host
+    # Memory
 
     def memory_stats(self, device_index: int | None = None) -> dict[str, Any]:
         return {
@@ -81,6 +81,3 @@ class MpsAccelerator(OneDevice):
 
     def reset_peak_memory_stats(self, device_index: int | None = None) -> None:
         """Does nothing: there are no peaks."""
-
-    def total_memory(self, device_index: int | None = None) -> int:  # noqa: ARG002
-        return int(self.module().recommended_max_memory())

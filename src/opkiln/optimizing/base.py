@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from opkiln.errors import ArgumentError, ArgumentTypeError, UsageError
-from opkiln.optimizing.calls import Call, Kept
 from opkiln.optimizing.checks import (
     DTYPES,
     MASTER,
@@ -24,8 +23,9 @@ from opkiln.optimizing.checks import (
     place,
     sparse_gradient,
 )
+from opkiln.optimizing.op_calls import Call, Kept
 from opkiln.optimizing.sharded import gradient_parts, has_shards, refuse_partial
-from opkiln.optimizing.states import ParamState, Plans, is_capturing, watchable
+from opkiln.optimizing.states import ParamState, Plans, is_capturing, refuse_capture, watchable
 from opkiln.optimizing.stepping import CompiledStep
 
 TYPE_CHECKING = False
@@ -68,6 +68,7 @@ class ListOptimizer(CompiledStep, torch.optim.Optimizer):
     DEVICES: ClassVar[tuple[str, ...]]  # types of devices that parameters may be on
     DEVICES_TEXT: ClassVar[str]  # the same in messages
     ALTERNATIVE: ClassVar[str]  # the optimizer to use for parameters on other devices
+    PLANNED_ON: ClassVar[tuple[str, ...]]  # types of devices on which the op keeps lists
     IN_DEEPSPEED: ClassVar[Mapping[str, str]] = {}  # states that have another name there
     COUNTED: ClassVar[bool] = True  # steps differ by their number: a saved state must have it
     SPARSE: ClassVar[bool] = False  # the op has a function for sparse gradients
@@ -96,8 +97,12 @@ class ListOptimizer(CompiledStep, torch.optim.Optimizer):
         """Have the op keep the lists of a call. None if it keeps nothing. Raises its errors."""
         raise NotImplementedError
 
-    def _loaded_step(self, made: float, device: torch.device) -> Any:
-        """The count of steps for states on this device, from a saved count."""
+    def _count(self, made: float, device: torch.device) -> Any:
+        """A count of steps for states on this device."""
+        raise NotImplementedError
+
+    def _initial(self, params: list[Tensor]) -> list[list[Tensor]]:
+        """New states of these parameters, a list for each of ``STATES``."""
         raise NotImplementedError
 
     def _state_dtypes(self, param: Tensor) -> dict[str, torch.dtype]:
@@ -206,15 +211,10 @@ class ListOptimizer(CompiledStep, torch.optim.Optimizer):
             self._check({**self.defaults, **group}, where)
             for key, param in zip(group["params"], ours["params"], strict=False):
                 if saved := loaded["state"].get(key):
-                    self._check_saved(param, saved, group, f"state[{key!r}]: ")
-
-    def _check_saved(
-        self, param: Tensor, saved: dict[str, Any], group: dict[str, Any], where: str
-    ) -> None:
-        names = [self._saved_name(saved, name) for name in self.STATES]
-        # DeepSpeed has the count in the group.
-        made = saved.get("step", group.get("step", None if self.COUNTED else 0))
-        check_saved_state(self.OWNER, saved, where, param, names, made)
+                    names = [self._saved_name(saved, name) for name in self.STATES]
+                    # DeepSpeed has the count in the group.
+                    made = saved.get("step", group.get("step", None if self.COUNTED else 0))
+                    check_saved_state(self.OWNER, saved, f"state[{key!r}]: ", param, names, made)
 
     def _saved_name(self, saved: dict[str, Any], name: str) -> str:
         """The name of a state in a state dict that is being loaded."""
@@ -245,7 +245,7 @@ class ListOptimizer(CompiledStep, torch.optim.Optimizer):
                 # the group.
                 made = float(saved.get("step", saved_group.get("step", 0)))
                 if (count := (index, param.device, made)) not in counts:
-                    counts[count] = self._loaded_step(made, param.device)
+                    counts[count] = self._count(made, param.device)
                 state["step"] = counts[count]
 
     # Steps
@@ -257,17 +257,36 @@ class ListOptimizer(CompiledStep, torch.optim.Optimizer):
             self._ops = {**self._ops, kind: self.BUILDER(backend=backend).load()}
         return self._ops[kind]
 
+    @property
+    def _function(self) -> str:
+        """The op's function that makes a step."""
+        return f"{self.BUILDER.NAME}_"
+
     def _make_step(self, copies: Mapping[Tensor, Tensor], grad_scale: float) -> None:
         self._make(self._calls(copies, grad_scale))
 
     def _make(self, calls: Sequence[Call]) -> None:
         for call in calls:
-            if not self._run(call):
-                self._plans = None
+            self._run(call)
 
-    def _run(self, call: Call) -> bool:
-        """Whether there was no need to pass lists that the op was to keep."""
-        return call.run(self._load(call.device.type), self.STATES)
+    def _run(self, call: Call) -> None:
+        if not call.run(self._load(call.device.type), self.STATES):
+            self._plans = None
+
+    def _states_of(self, params: list[Tensor]) -> list[dict[str, Any]]:
+        """The states of parameters on one device. Missing ones are made; no step is counted in
+        them."""
+        states: list[dict[str, Any]] = list(map(self.state.__getitem__, params))
+        if all(states):
+            return states
+        device = params[0].device
+        refuse_capture(device, "parameters have no state yet")
+        new = [param for param in dict.fromkeys(params) if not self.state[param]]
+        step = self._count(0, device)
+        for param, *tensors in zip(new, *self._initial(new), strict=True):
+            entries = {"step": step, **dict(zip(self.STATES, tensors, strict=True))}
+            self.state[param] = ParamState(entries)
+        return [self.state[param] for param in params]
 
     def _places(self, keep: bool = True) -> list[Place]:
         """Where there are parameters with gradients. Raises UsageError for a gradient that the op
@@ -327,6 +346,8 @@ class ListOptimizer(CompiledStep, torch.optim.Optimizer):
 
     def _kept_for(self, here: Place, call: Call) -> Kept | None:
         """Kept lists, if these are stepped for the second time: they will probably be again."""
+        if here.device.type not in self.PLANNED_ON or is_capturing(here.device):
+            return None
         plans = self._known_plans()
         if len(here.params) != len(self.param_groups[here.group]["params"]):
             return None
@@ -342,3 +363,36 @@ class ListOptimizer(CompiledStep, torch.optim.Optimizer):
             self.state = states = watchable(self.state)
             self._plans = Plans(states)
         return self._plans
+
+
+# The rules that a host and a fused optimizer share: their states, hyperparameters and checks
+
+
+class Adam(ListOptimizer):
+    """Adam and AdamW."""
+
+    STATES = ("exp_avg", "exp_avg_sq")
+    NUMBERS: ClassVar[tuple[str, ...]] = ("eps", "weight_decay")
+    FLAGS: ClassVar[tuple[str, ...]] = ("adamw_mode", "bias_correction", "maximize")
+
+    def _check(self, group: dict[str, Any], where: str = "") -> None:
+        if not isinstance(group["bias_correction"], bool):
+            raise ArgumentTypeError(
+                f"{where}bias_correction is {group['bias_correction']!r}, expected True or False",
+                why="it is the third positional argument, as in DeepSpeed",
+                hint=f"{self.OWNER}(params, lr, betas=(0.9, 0.999))",
+            )
+        super()._check(group, where)
+        if group["amsgrad"]:
+            raise UsageError(
+                f"{where}amsgrad is not supported by {self.OWNER}",
+                hint="torch.optim.AdamW(params, amsgrad=True)",
+            )
+
+
+class Lion(ListOptimizer):
+    """Lion, with decoupled weight decay."""
+
+    STATES = ("exp_avg",)
+    NUMBERS = ("weight_decay",)
+    COUNTED = False

@@ -16,11 +16,7 @@ import torch
 from torch import Tensor
 
 from opkiln.errors import ArgumentError, ArgumentTypeError, UsageError
-from opkiln.optimizing.sharded import (
-    is_sharded,
-    placement_text,
-    same_placement,
-)
+from opkiln.optimizing.sharded import is_sharded, placement_text, same_placement
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

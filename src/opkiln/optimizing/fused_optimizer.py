@@ -11,16 +11,10 @@ from torch import Tensor
 
 from opkiln.errors import ArgumentError
 from opkiln.optimizing.base import ListOptimizer, Place
-from opkiln.optimizing.calls import Call, Kept
 from opkiln.optimizing.checks import MASTER, as_number, check_numbers
+from opkiln.optimizing.op_calls import Call, Kept
 from opkiln.optimizing.sharded import has_shards, refuse_fsdp1, sum_over_shards
-from opkiln.optimizing.states import (
-    ParamState,
-    is_capturing,
-    refuse_capture,
-    shared_steps,
-    zeros_like,
-)
+from opkiln.optimizing.states import refuse_capture, shared_steps, zeros_like
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -39,7 +33,7 @@ class FusedOptimizer(ListOptimizer):
     DEVICES = ("cpu", "cuda")
     DEVICES_TEXT = "on GPUs and the CPU"
     OPTIONS = (MASTERS, GRAD_NONE, MAX_NORM)
-    PLANNED_ON: ClassVar[tuple[str, ...]] = ("cuda",)  # types of devices
+    PLANNED_ON = ("cuda",)
     NORMS: ClassVar[bool] = False  # the op needs norms of whole tensors
 
     # Tells GradScaler to set the attributes grad_scale and found_inf during a step. Neither may
@@ -70,12 +64,7 @@ class FusedOptimizer(ListOptimizer):
     def step(self, closure: Callable[[], float]) -> float: ...
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Make one step. A parameter without a gradient is skipped."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        self._step({}, 1.0)
-        return loss
+        return self._step(closure, {}, 1.0)
 
     def _calls(self, copies: Mapping[Tensor, Tensor], grad_scale: float) -> list[Call]:
         """One call per group and device."""
@@ -98,17 +87,9 @@ class FusedOptimizer(ListOptimizer):
         # group may have been stepped by then. Clipping also reads the gradients first.
         return len(self.param_groups) > 1 or bool(self.defaults[MAX_NORM])
 
-    def _kept_for(self, here: Place, call: Call) -> Kept | None:
-        if here.device.type not in self.PLANNED_ON or is_capturing(here.device):
-            return None
-        return super()._kept_for(here, call)
-
     def _keep(self, call: Call) -> Kept | None:
-        op = self.BUILDER.NAME
-        plan = getattr(self._load(call.device.type), f"{op}_plan", None)
-        if plan is None:
-            return None
-        return Kept.of(call, self.STATES, f"{op}_planned_", plan, by_address=True)
+        plan = getattr(self._load(call.device.type), f"{self._function}plan")
+        return Kept.of(call, self.STATES, f"{self._function}planned_", plan, by_address=True)
 
     def _over_lists(self, places: list[Place]) -> list[Call]:
         """The calls for these places, without the op's other arguments. Missing states are made."""
@@ -116,9 +97,7 @@ class FusedOptimizer(ListOptimizer):
             return []
         found = []
         for here in places:
-            states = list(map(self.state.__getitem__, here.params))
-            if not all(states):
-                states = self._initialise(here.params)
+            states = self._states_of(here.params)
             found.append((states, self._masters(here.params, states)))
         # How many states hold each count. This includes parameters of other groups, those without a
         # gradient, and those that were taken out of their group and may come back. Usually all are
@@ -131,7 +110,7 @@ class FusedOptimizer(ListOptimizer):
                 if isinstance(state, dict) and "step" in state  # users may keep other things there
             ]
         )
-        function = f"{self.BUILDER.NAME}_"
+        function = self._function
         return [
             Call(
                 function,
@@ -146,16 +125,8 @@ class FusedOptimizer(ListOptimizer):
             for here, (states, masters) in zip(places, found, strict=True)
         ]
 
-    def _initialise(self, params: list[Tensor]) -> list[dict[str, Any]]:
-        """Make the missing states, with zeros. They share one count of steps, which is 0."""
-        refuse_capture(params[0].device, "parameters have no state yet")
-        new = [param for param in dict.fromkeys(params) if not self.state[param]]
-        step = torch.zeros((), dtype=torch.float32, device=params[0].device)
-        rows = [zeros_like(new) for _ in self.STATES]
-        for param, *tensors in zip(new, *rows, strict=True):
-            entries = {"step": step, **dict(zip(self.STATES, tensors, strict=True))}
-            self.state[param] = ParamState(entries)
-        return [self.state[param] for param in params]
+    def _initial(self, params: list[Tensor]) -> list[list[Tensor]]:
+        return [zeros_like(params) for _ in self.STATES]
 
     def _masters(self, params: list[Tensor], states: list[dict[str, Any]]) -> list[Tensor]:
         if not self.defaults[MASTERS]:
@@ -201,8 +172,8 @@ class FusedOptimizer(ListOptimizer):
             scale = _clipping([(here.params, here.grads) for here in places], scale, limit)
         return {device: None if scale is None else _moved(device, scale) for device in devices}
 
-    def _loaded_step(self, made: float, device: torch.device) -> Tensor:
-        return torch.tensor(made, dtype=torch.float32, device=device)
+    def _count(self, made: float, device: torch.device) -> Tensor:
+        return torch.full((), made, dtype=torch.float32, device=device)
 
     def _state_dtypes(self, param: Tensor) -> dict[str, torch.dtype]:
         names = (*self.STATES, MASTER) if self._has_master(param) else self.STATES

@@ -14,10 +14,9 @@ from torch import Tensor
 
 from opkiln.errors import ArgumentError, ArgumentTypeError, UsageError
 from opkiln.optimizing.base import ListOptimizer, Place
-from opkiln.optimizing.calls import Call, Kept
 from opkiln.optimizing.checks import DTYPES, as_number, place
+from opkiln.optimizing.op_calls import Call, Kept
 from opkiln.optimizing.sharded import gradient_parts, has_shards, placement_text, same_placement
-from opkiln.optimizing.states import ParamState
 from opkiln.optimizing.stepping import StepHandle
 
 TYPE_CHECKING = False
@@ -38,29 +37,12 @@ class HostOptimizer(ListOptimizer):
 
     DEVICES = ("cpu",)
     DEVICES_TEXT = "in host memory"
+    PLANNED_ON = ("cpu",)
     OPTIONS = (FP32_STATES,)
 
     _last: list[Call] | None = None  # the calls of the last step, without their gradients
     _pending: StepHandle | None = None
     _opt_called: bool
-
-    # A subclass defines these
-
-    def _initial(self) -> float:
-        """The initial value of states."""
-        return 0.0
-
-    def _sparse_calls(
-        self, index: int, params: list[Tensor], copies: Mapping[Tensor, Tensor]
-    ) -> list[Call]:
-        """The calls for parameters of a group that have sparse gradients. Raises UsageError."""
-        raise NotImplementedError
-
-    def _sparse_gradients(self, params: list[Tensor]) -> list[list[Tensor]] | None:
-        """The sparse gradients as the op's function needs them. None if one is missing or dense."""
-        raise NotImplementedError
-
-    # What users call
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         self._refuse_in_flight("add_param_group()")
@@ -90,12 +72,7 @@ class HostOptimizer(ListOptimizer):
         parameter without a gradient is skipped, and so is its copy.
         """
         self._refuse_in_flight("step()")
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        self._step(copies or {}, grad_scale)
-        return loss
+        return self._step(closure, copies or {}, grad_scale)
 
     def step_in_background(
         self, *, copies: Mapping[Tensor, Tensor] | None = None, grad_scale: float = 1.0
@@ -133,10 +110,7 @@ class HostOptimizer(ListOptimizer):
             raise UsageError("there is no step to roll back: none was made since the last rollback")
         calls = []
         for call in self._last:
-            if call.function == self._function:
-                gradients = _dense_gradients(call.params)
-            else:
-                gradients = self._sparse_gradients(call.params)
+            gradients = self._gradients(call)
             if gradients is None:
                 raise UsageError(
                     "a gradient of the last step is missing, so the step cannot be rolled back",
@@ -172,10 +146,6 @@ class HostOptimizer(ListOptimizer):
 
     # Implementation
 
-    @property
-    def _function(self) -> str:
-        return f"{self.BUILDER.NAME}_"
-
     def _refuse_in_flight(self, what: str) -> None:
         if self._pending is not None:
             if self._pending.in_flight:
@@ -190,8 +160,15 @@ class HostOptimizer(ListOptimizer):
         self._last = None  # it holds the old states
         super()._take_over(loaded)
 
-    def _loaded_step(self, made: float, _: torch.device) -> int:
+    def _count(self, made: float, _: torch.device) -> int:
         return int(made)
+
+    def _initial(self, params: list[Tensor]) -> list[list[Tensor]]:
+        value = float(self.defaults.get("initial_accumulator_value", 0))
+        return [
+            [torch.full_like(p, value, dtype=self._state_dtypes(p)[name]) for p in params]
+            for name in self.STATES
+        ]
 
     def _state_dtypes(self, param: Tensor) -> dict[str, torch.dtype]:
         dtype = torch.float32 if self.defaults[FP32_STATES] else param.dtype
@@ -208,14 +185,12 @@ class HostOptimizer(ListOptimizer):
         places = self._places(keep=not copies)
         calls: list[Call] = []
         for here in places:  # makes states, so it comes after every check
-            if here.sparse:
-                calls += self._sparse_calls(here.group, here.sparse, copies)
-            calls += self._dense_calls(here, copies)
+            calls += self._calls_at(here, copies)
         for call in calls:
             call.hyper["grad_scale"] = float(grad_scale)
         return calls
 
-    def _dense_calls(self, here: Place, copies: Mapping[Tensor, Tensor]) -> list[Call]:
+    def _calls_at(self, here: Place, copies: Mapping[Tensor, Tensor]) -> list[Call]:
         """The calls for dense gradients. If the parameters are the same again, it is one call with
         kept lists."""
         kept = here.kept
@@ -255,9 +230,7 @@ class HostOptimizer(ListOptimizer):
         copies: Mapping[Tensor, Tensor],
     ) -> list[Call]:
         """The calls of a function that step parameters of one group."""
-        states: list[dict[str, Any]] = list(map(self.state.__getitem__, params))
-        if not all(states):
-            states = list(map(self._initialised, params))
+        states = self._states_of(params)
         steps = list(map(_STEP, states))
         if set(map(type, steps)) - {int}:  # a user or torch has set them
             steps = list(map(int, steps))
@@ -282,39 +255,28 @@ class HostOptimizer(ListOptimizer):
             )
         return calls
 
-    def _initialised(self, param: Tensor) -> dict[str, Any]:
-        """The state of a parameter. It is made if there is none."""
-        state: dict[str, Any] = self.state[param]
-        if not state:
-            entries: dict[str, Any] = {"step": 0}
-            for name, dtype in self._state_dtypes(param).items():
-                entries[name] = torch.full_like(param, self._initial(), dtype=dtype)
-            state = self.state[param] = ParamState(entries)
-        return state
-
     def _make(self, calls: Sequence[Call]) -> None:
         self._last = []
         super()._make(calls)
 
-    def _run(self, call: Call) -> bool:
-        served = super()._run(call)
+    def _run(self, call: Call) -> None:
+        super()._run(call)
         _set_counts(call.states, call.step)
         assert self._last is not None
         self._last.append(call._replace(gradients=[], kept=None))
-        return served
+
+    def _gradients(self, call: Call) -> list[list[Tensor]] | None:
+        """The gradients, as the lists of a call; None if one is missing or of another layout."""
+        params = call.params
+        grads: list[Any] = [param.grad for param in params]
+        if any(grad is None or grad.layout is not torch.strided for grad in grads):
+            return None
+        return [gradient_parts(params, grads, _by_shape) if has_shards(params) else grads]
 
 
 def _set_counts(states: list[dict[str, Any]], step: int) -> None:
     # Not through the watched dicts: the kept lists stay valid, because all states change alike.
     deque(map(dict.__setitem__, states, repeat("step"), repeat(step)), maxlen=0)
-
-
-def _dense_gradients(params: list[Tensor]) -> list[list[Tensor]] | None:
-    """The gradients, as an op's lists; None if one is missing or sparse."""
-    grads: list[Any] = [param.grad for param in params]
-    if any(grad is None or grad.layout is not torch.strided for grad in grads):
-        return None
-    return [gradient_parts(params, grads, _by_shape) if has_shards(params) else grads]
 
 
 def _by_shape(param: Tensor) -> str:
@@ -343,21 +305,18 @@ def _check_copies(groups: list[dict[str, Any]], copies: Mapping[Tensor, Tensor])
         )
     for index, group in enumerate(groups):
         for i, param in enumerate(group["params"]):
-            if (copy := copies.get(param)) is not None:
-                _check_copy(f"the copy of {place(index, group, i)}", param, copy)
-
-
-def _check_copy(name: str, param: Tensor, copy: Tensor) -> None:
-    """Raises UsageError for a copy that cannot receive its parameter."""
-    if copy.device.type != "cpu" or copy.dtype not in DTYPES:
-        raise ArgumentTypeError(
-            f"{name} is {copy.dtype} on {copy.device}, "
-            "expected float32, bfloat16 or float16 on the CPU"
-        )
-    if not same_placement(copy, param):
-        raise ArgumentError(
-            f"{name} is {placement_text(copy)}, expected {placement_text(param)}",
-            hint="torch.empty_like(param, dtype=torch.bfloat16)",
-        )
-    if copy.numel() != param.numel():
-        raise ArgumentError(f"{name} has {copy.numel()} elements, not {param.numel()}")
+            if (copy := copies.get(param)) is None:
+                continue
+            name = f"the copy of {place(index, group, i)}"
+            if copy.device.type != "cpu" or copy.dtype not in DTYPES:
+                raise ArgumentTypeError(
+                    f"{name} is {copy.dtype} on {copy.device}, "
+                    "expected float32, bfloat16 or float16 on the CPU"
+                )
+            if not same_placement(copy, param):
+                raise ArgumentError(
+                    f"{name} is {placement_text(copy)}, expected {placement_text(param)}",
+                    hint="torch.empty_like(param, dtype=torch.bfloat16)",
+                )
+            if copy.numel() != param.numel():
+                raise ArgumentError(f"{name} has {copy.numel()} elements, not {param.numel()}")

@@ -26,19 +26,23 @@ if TYPE_CHECKING:
 # Lists
 
 
-def check_lists(lists: Mapping[str, list[Tensor]], copies: list[Tensor]) -> None:
+def check_lists(lists: Mapping[str, list[Tensor]], device: torch.device | None = None) -> None:
     """Raises RuntimeError for a list or tensor that does not match the first list's.
 
-    ``lists`` is by the op's argument names, the parameters first; ``copies`` may be empty.
+    ``lists`` is by the op's argument names, the parameters first. A master may have no elements:
+    then there is none. With a device, all tensors must be there, and may be laid out in any way.
     """
-    named = {**lists, "copies": copies} if copies else lists
-    (first, params), *_ = named.items()
-    for name, tensors in named.items():
+    (first, params), *_ = lists.items()
+    for name, tensors in lists.items():
         check_length(name, tensors, first, params)
+    for name, tensors in lists.items():
         for i, (tensor, param) in enumerate(zip(tensors, params, strict=True)):
-            check_tensor(f"{name}[{i}]", tensor)
-            check_size(f"{name}[{i}]", tensor, f"{first}[{i}]", param)
-            if tensor.shape != param.shape and not tensor.is_contiguous():
+            check_tensor(f"{name}[{i}]", tensor, device)
+            if tensor.numel() != param.numel() and (name != "masters" or tensor.numel()):
+                raise RuntimeError(
+                    f"{name}[{i}] has {tensor.numel()} elements, {first}[{i}] has {param.numel()}"
+                )
+            if device is None and tensor.shape != param.shape and not tensor.is_contiguous():
                 raise RuntimeError(
                     f"{name}[{i}] and {first}[{i}] are laid out differently: shapes "
                     f"{tuple(tensor.shape)} and {tuple(param.shape)}, gaps in the first"
@@ -51,8 +55,12 @@ def check_length(name: str, tensors: list[Tensor], first: str, params: list[Tens
         raise RuntimeError(f"{name} has {len(tensors)} tensors, {first} has {len(params)}")
 
 
-def check_tensor(where: str, tensor: Tensor) -> None:
-    """Raises RuntimeError for a tensor that is not dense, not of a floating type, or freed."""
+def check_tensor(where: str, tensor: Tensor, device: torch.device | None = None) -> None:
+    """Raises RuntimeError for a tensor that is not dense, not of a floating type, or freed; and
+    for one that is not on the device, if one is given."""
+    if device is not None and tensor.device != device:
+        shown = "the CPU" if device.type == "cpu" else str(device)
+        raise RuntimeError(f"{where} is not on {shown}")
     if not tensor.is_floating_point():
         raise RuntimeError(f"{where} has dtype {tensor.dtype}, expected floating point")
     if tensor.layout != torch.strided:
@@ -63,12 +71,6 @@ def check_tensor(where: str, tensor: Tensor) -> None:
         raise RuntimeError(
             f"{where} has shape {[*tensor.shape]} and no memory: its storage was freed"
         )
-
-
-def check_size(where: str, tensor: Tensor, there: str, param: Tensor) -> None:
-    """Raises RuntimeError for a tensor with another number of elements than its parameter."""
-    if tensor.numel() != param.numel():
-        raise RuntimeError(f"{where} has {tensor.numel()} elements, {there} has {param.numel()}")
 
 
 def no_ticket(params: list[Tensor], *_: list[Tensor]) -> Tensor:
@@ -87,13 +89,13 @@ def not_kept(*_: Any, **__: Any) -> int:
     return int(Status.NOT_KEPT)
 
 
-def forget(ticket: Tensor) -> None:
-    """An op's ``forget``: there is nothing to forget."""
-
-
-_KEEPING = {
-    "keep": no_ticket, "kept_": not_kept, "forget": forget, "plan": no_plan, "planned_": not_kept,
-}  # fmt: skip
+_KEEPING: dict[str, Callable[..., Any]] = {
+    "keep": no_ticket,
+    "kept_": not_kept,
+    "forget": lambda ticket: None,  # noqa: ARG005 (the schema names it)
+    "plan": no_plan,
+    "planned_": not_kept,
+}
 
 
 def reference_of(op: str) -> SimpleNamespace:
@@ -119,22 +121,9 @@ def grad_factor(grad_scale: float, maximize: bool) -> float:
     return (-1 if maximize else 1) / grad_scale
 
 
-def wide(tensor: Tensor, like: Tensor) -> Tensor:
-    """The tensor itself if its type is the one to compute in, otherwise a wider copy."""
-    return tensor.to(torch.promote_types(like.dtype, torch.float32)).view(like.shape)
-
-
 def scaled(grad: Tensor, like: Tensor, factor: float) -> Tensor:
     """The gradient times the factor, a new tensor of the type and shape of ``like``."""
     return grad.to(like.dtype).reshape(like.shape) * factor
-
-
-def store(value: Tensor, tensor: Tensor, copy: Tensor | None = None) -> None:
-    """Write the value to the tensor, rounded once; then the tensor to the copy."""
-    if value.dtype != tensor.dtype:
-        tensor.copy_(value.view(tensor.shape))
-    if copy is not None:
-        copy.copy_(tensor.view(copy.shape))
 
 
 def update_each(
@@ -149,16 +138,18 @@ def update_each(
     use the gradient up. ``lists`` has parameters, gradients and states, as in ``check_lists``;
     gradients are multiplied by the factor. Raises RuntimeError before anything is written.
     """
-    check_lists(lists, copies)
-    params, grads, *states = lists.values()
+    check_lists({**lists, "copies": copies} if copies else lists)
     with torch.no_grad():
-        for i, param in enumerate(params):
-            stored = [param, *(state[i] for state in states)]
-            p, *values = (wide(tensor, like=param) for tensor in stored)
-            update(p, scaled(grads[i], p, factor), *values)
-            store(p, param, copies[i] if copies else None)
-            for value, tensor in zip(values, stored[1:], strict=True):
-                store(value, tensor)
+        for i, (param, grad, *states) in enumerate(zip(*lists.values(), strict=True)):
+            dtype = torch.promote_types(param.dtype, torch.float32)
+            stored = [param, *states]
+            p, *values = wide = [tensor.to(dtype).view(param.shape) for tensor in stored]
+            update(p, scaled(grad, p, factor), *values)
+            for value, tensor in zip(wide, stored, strict=True):
+                if value.dtype != tensor.dtype:  # otherwise the tensor itself was written to
+                    tensor.copy_(value.view(tensor.shape))
+            if copies:
+                copies[i].copy_(param.view(copies[i].shape))
 
 
 def multiply_(tensor: Tensor, factor: float, plus: Tensor | None = None) -> Tensor:
@@ -249,14 +240,22 @@ def prepared(
     number has more.
     """
     params = lists["params"]
-    _check_fused_lists(lists, params, masters, steps)
     device = params[0].device if params else None
+    if len(steps) != 1:
+        check_length("steps", steps, "params", params)
+    if len(set(map(id, steps))) != len(steps):
+        raise RuntimeError(
+            "steps has a tensor twice, expected one for all parameters or one for each"
+        )
+    check_lists({**lists, "masters": masters} if masters else lists, device)
     for name, number in (
         ("lr_tensor", lr_tensor), ("grad_scale", grad_scale), ("found_inf", found_inf),
         *((f"steps[{i}]", step) for i, step in enumerate(steps)),
     ):  # fmt: skip
         if number is not None:
-            _check_number(name, number, device)
+            check_tensor(name, number, device)
+            if number.numel() != 1:
+                raise RuntimeError(f"{name} has {number.numel()} elements, expected one")
     numbers = []
     with torch.no_grad():
         for made in steps:
@@ -274,42 +273,6 @@ def times_plus(tensor: Tensor, factor: Tensor, more: Tensor) -> Tensor:
     fp64 tensor, because only the device may know it."""
     high = ((factor * 256).ceil() - 2).clamp(min=0) / 256
     return tensor * high.to(tensor.dtype) + (tensor * (factor - high).to(tensor.dtype) + more)
-
-
-def _check_fused_lists(
-    lists: dict[str, list[Tensor]],
-    params: list[Tensor],
-    masters: list[Tensor],
-    steps: list[Tensor],
-) -> None:
-    if masters:
-        lists = {**lists, "masters": masters}
-    for name, tensors in (*lists.items(), *([("steps", steps)] if len(steps) != 1 else ())):
-        check_length(name, tensors, "params", params)
-    if len(set(map(id, steps))) != len(steps):
-        raise RuntimeError(
-            "steps has a tensor twice, expected one for all parameters or one for each"
-        )
-    for name, tensors in lists.items():
-        for i, (tensor, param) in enumerate(zip(tensors, params, strict=True)):
-            _check_device(f"{name}[{i}]", tensor, params[0].device)
-            check_tensor(f"{name}[{i}]", tensor)
-            if name != "masters" or tensor.numel():  # no elements: there is no master
-                check_size(f"{name}[{i}]", tensor, f"params[{i}]", param)
-
-
-def _check_number(name: str, tensor: Tensor, device: torch.device | None) -> None:
-    if device is not None:
-        _check_device(name, tensor, device)
-    check_tensor(name, tensor)
-    if tensor.numel() != 1:
-        raise RuntimeError(f"{name} has {tensor.numel()} elements, expected one")
-
-
-def _check_device(where: str, tensor: Tensor, device: torch.device) -> None:
-    if tensor.device != device:
-        shown = "the CPU" if device.type == "cpu" else str(device)
-        raise RuntimeError(f"{where} is not on {shown}")
 
 
 # As in plan.h: the sizes, in words of 8 bytes, of a count's coefficients and of an item's record,
@@ -330,12 +293,9 @@ def fake_plan(params: list[Tensor], *others: list[Tensor]) -> tuple[Tensor, Tens
     )
 
 
-def fake_planned_step(*_: Any, **__: Any) -> int:
-    """The fake of an op's ``planned_``: the step is made."""
-    return int(Status.MADE)
-
-
 def fakes(op: str) -> SimpleNamespace:
     """The fakes of the functions of a fused op that return something. (Its reference makes no plan,
     so it cannot stand in.)"""
-    return SimpleNamespace(**{f"{op}_plan": fake_plan, f"{op}_planned_": fake_planned_step})
+    return SimpleNamespace(
+        **{f"{op}_plan": fake_plan, f"{op}_planned_": lambda *_, **__: int(Status.MADE)}
+    )

@@ -50,28 +50,24 @@ def part_of(tensor: Tensor) -> Tensor:
 
 def like(param: Tensor, part: Tensor) -> Tensor:
     """A tensor whose part on this rank is ``part``, with the parameter's placement."""
-    kind = _dtensor()
-    if kind is None or not isinstance(param, kind):
+    if not is_sharded(param):
         return part
-    whole: Tensor = kind.from_local(
-        part, param.device_mesh, param.placements, run_check=False, shape=param.shape,
-        stride=param.stride(),
-    )  # fmt: skip
+    whole: Tensor = _dtensor().from_local(
+        part, *_placement(param), run_check=False, shape=param.shape, stride=param.stride()
+    )
     return whole
 
 
 def same_placement(tensor: Tensor, param: Tensor) -> bool:
     """Whether both are ordinary tensors, or DTensors of one mesh and the same placements."""
-    if is_sharded(tensor) != is_sharded(param):
-        return False
-    return not is_sharded(param) or _placement(tensor) == _placement(param)
+    return bool(_placement(tensor) == _placement(param))
 
 
 def placement_text(tensor: Tensor) -> str:
     """A description of a tensor's placement, for messages."""
-    if not is_sharded(tensor):
+    if (placed := _placement(tensor)) is None:
         return "an ordinary tensor"
-    mesh, placements = _placement(tensor)
+    mesh, placements = placed
     shown = ", ".join(map(repr, placements))
     return f"a DTensor ({shown}) on a mesh of {' x '.join(map(str, mesh.shape))}"
 
@@ -91,17 +87,17 @@ def gradient_parts(
 
 
 def _gradient_part(param: Tensor, grad: Any, name_of: Callable[[Tensor], str]) -> Tensor:
-    if not is_sharded(grad) or _placement(grad)[0] != _placement(param)[0]:
+    mesh, placements = _placement(param)
+    if not is_sharded(grad) or grad.device_mesh != mesh:
         raise ArgumentError(
             f"the gradient of {name_of(param)} is {placement_text(grad)}; "
             f"the parameter is {placement_text(param)}",
             hint="torch.distributed.tensor.distribute_tensor("
             "grad, param.device_mesh, param.placements)",
         )
-    placed = (
-        grad if same_placement(grad, param) else grad.redistribute(placements=_placement(param)[1])
+    return part_of(
+        grad if same_placement(grad, param) else grad.redistribute(placements=placements)
     )
-    return part_of(placed)
 
 
 def refuse_partial(param: Tensor, name: str) -> None:
@@ -152,5 +148,6 @@ def _dtensor() -> Any:
     return None if module is None else getattr(module, "DTensor", None)
 
 
-def _placement(tensor: Any) -> tuple[Any, tuple[Any, ...]]:
-    return tensor.device_mesh, tuple(tensor.placements)
+def _placement(tensor: Any) -> Any:
+    """The mesh and the placements of a DTensor; None for another tensor."""
+    return (tensor.device_mesh, tuple(tensor.placements)) if is_sharded(tensor) else None

@@ -18,7 +18,7 @@ from opkiln.optimizing.sharded import has_shards
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from opkiln.optimizing.calls import Kept
+    from opkiln.optimizing.op_calls import Kept
 
 _STEP = itemgetter("step")
 _POOLED = 1 << 16  # elements up to which a state shares its memory with others

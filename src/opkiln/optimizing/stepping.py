@@ -51,7 +51,17 @@ class CompiledStep:
         """Make the step. Called with gradients disabled."""
         raise NotImplementedError
 
-    def _step(self, copies: Mapping[Tensor, Tensor], grad_scale: float) -> None:
+    def _step(
+        self,
+        closure: Callable[[], float] | None,
+        copies: Mapping[Tensor, Tensor],
+        grad_scale: float,
+    ) -> float | None:
+        """Make a step after the closure, and return the closure's result."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
         # A step with copies is not in the graph: torch.compile requires the keys of a dictionary,
         # and their gradients, to stay the same objects.
         if not is_tracing():
@@ -59,10 +69,11 @@ class CompiledStep:
                 self._make_step(copies, grad_scale)
         elif copies or not _traced(self, grad_scale):
             self._step_outside_the_graph(copies, grad_scale)
+        return loss
 
     @_disable_dynamo
     def _step_outside_the_graph(self, copies: Mapping[Tensor, Tensor], grad_scale: float) -> None:
-        self._step(copies, grad_scale)
+        self._step(None, copies, grad_scale)
 
 
 def _traced(optimizer: Any, grad_scale: float) -> bool:
@@ -105,12 +116,9 @@ def _define_at_trace_time() -> None:
         tags = (torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe)
         library.define(_SCHEMA, tags=tags)  # type: ignore[no-untyped-call]
         library.impl("step_", _step, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-        library.impl("step_", _nothing, "Meta")  # type: ignore[no-untyped-call]
+        # No shape changes.
+        library.impl("step_", lambda *_: None, "Meta")  # type: ignore[no-untyped-call]
         _library.append(library)
-
-
-def _nothing(*args: Any) -> None:
-    """The op for meta tensors: it changes no shapes."""
 
 
 def _step(

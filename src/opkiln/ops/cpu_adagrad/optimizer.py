@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim.optimizer import ParamsT
 
-    from opkiln.optimizing.calls import Call
+    from opkiln.optimizing.base import Place
+    from opkiln.optimizing.op_calls import Call
 
 _ROWS = "cpu_adagrad_rows_"
 
@@ -75,44 +76,49 @@ class CPUAdagrad(HostOptimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
         # Now, as torch's does: its Adagrad does not load a state dict without states.
-        for param in self.param_groups[-1]["params"]:
-            self._initialised(param)
+        self._states_of(self.param_groups[-1]["params"])
 
     def _check(self, group: dict[str, Any], where: str = "") -> None:
         super()._check(group, where)
         check_numbers(group, "initial_accumulator_value", where=where)
 
-    def _initial(self) -> float:
-        return float(self.defaults["initial_accumulator_value"])
+    def _calls_at(self, here: Place, copies: Mapping[Tensor, Tensor]) -> list[Call]:
+        calls = self._calls_of_rows(here, copies) if here.sparse else []
+        return calls + super()._calls_at(here, copies)
 
-    def _sparse_calls(
-        self, index: int, params: list[Tensor], copies: Mapping[Tensor, Tensor]
-    ) -> list[Call]:
-        group = self.param_groups[index]
-        gradients = self._sparse_gradients(params)
+    def _calls_of_rows(self, here: Place, copies: Mapping[Tensor, Tensor]) -> list[Call]:
+        """The calls for parameters that have sparse gradients. Raises UsageError."""
+        gradients = _rows(here.sparse)
         assert gradients is not None  # torch gives a strided parameter no other sparse gradient
-        if float(group["weight_decay"]) != 0:
+        decay = self.param_groups[here.group]["weight_decay"]
+        if float(decay) != 0:
             raise UsageError(
-                f"param_groups[{index}]: weight_decay is {group['weight_decay']}, "
+                f"param_groups[{here.group}]: weight_decay is {decay}, "
                 "but there is a sparse gradient",
                 why="decay would also change the rows without a gradient",
                 hint="put parameters with sparse gradients into a group with weight_decay=0",
             )
-        calls = self._calls_of(index, _ROWS, params, gradients, copies)
+        calls = self._calls_of(here.group, _ROWS, here.sparse, gradients, copies)
         for call in calls:
             del call.hyper["weight_decay"]
         return calls
 
-    def _sparse_gradients(self, params: list[Tensor]) -> list[list[Tensor]] | None:
-        indices, values = [], []
-        for param in params:
-            grad = param.grad
-            if grad is None or grad.layout is not torch.sparse_coo:
-                return None
-            grad = grad.coalesce()  # sorted, and each row once: the update is not linear
-            indices.append(_row_numbers(grad))
-            values.append(grad.values().contiguous())
-        return [indices, values]
+    def _gradients(self, call: Call) -> list[list[Tensor]] | None:
+        return _rows(call.params) if call.function == _ROWS else super()._gradients(call)
+
+
+def _rows(params: list[Tensor]) -> list[list[Tensor]] | None:
+    """The numbers and the values of the rows of sparse gradients. None if one is missing or
+    dense."""
+    indices, values = [], []
+    for param in params:
+        grad = param.grad
+        if grad is None or grad.layout is not torch.sparse_coo:
+            return None
+        grad = grad.coalesce()  # sorted, and each row once: the update is not linear
+        indices.append(_row_numbers(grad))
+        values.append(grad.values().contiguous())
+    return [indices, values]
 
 
 def _row_numbers(grad: Tensor) -> Tensor:

@@ -162,7 +162,7 @@ def _each_rows(
 ) -> None:
     check_length("indices", indices, "params", params)
     check_length("values", values, "params", params)
-    check_lists({"params": params, "sums": sums}, copies)
+    check_lists({"params": params, "sums": sums, **({"copies": copies} if copies else {})})
     for i in range(len(params)):
         _check_rows(i, params[i], indices[i], values[i])
     with torch.no_grad():

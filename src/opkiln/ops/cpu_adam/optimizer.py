@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from opkiln.ops.cpu_adam.op import CPUAdamBuilder
-from opkiln.optimizing import rules
+from opkiln.optimizing.base import Adam
 from opkiln.optimizing.host_optimizer import HostOptimizer
 
 TYPE_CHECKING = False
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from torch.optim.optimizer import ParamsT
 
 
-class CPUAdam(rules.Adam, HostOptimizer):
+class CPUAdam(Adam, HostOptimizer):
     """Adam (``adamw_mode=False``) or AdamW for parameters in host memory, in one pass over it.
 
     Parameters are fp32, bf16 or fp16, mixed as you like. Their states are fp32, or of the

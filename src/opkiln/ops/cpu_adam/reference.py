@@ -10,12 +10,7 @@ import math
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from opkiln.optimizing.references import (
-    check_step,
-    grad_factor,
-    multiply_,
-    update_each,
-)
+from opkiln.optimizing.references import check_step, grad_factor, multiply_, update_each
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from opkiln.ops.cpu_lion.op import CPULionBuilder
-from opkiln.optimizing import rules
+from opkiln.optimizing.base import Lion
 from opkiln.optimizing.host_optimizer import HostOptimizer
 
 TYPE_CHECKING = False
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from torch.optim.optimizer import ParamsT
 
 
-class CPULion(rules.Lion, HostOptimizer):
+class CPULion(Lion, HostOptimizer):
     """Lion, with decoupled weight decay, for parameters in host memory, in one pass over it.
 
     Parameters are fp32, bf16 or fp16, mixed as you like. Their average is fp32, or of the

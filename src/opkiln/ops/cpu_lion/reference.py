@@ -9,11 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from opkiln.optimizing.references import (
-    grad_factor,
-    multiply_,
-    update_each,
-)
+from opkiln.optimizing.references import grad_factor, multiply_, update_each
 
 
 def cpu_lion_(

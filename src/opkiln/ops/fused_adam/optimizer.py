@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from opkiln.ops.fused_adam.op import FusedAdamBuilder
-from opkiln.optimizing import rules
+from opkiln.optimizing.base import Adam
 from opkiln.optimizing.fused_optimizer import FusedOptimizer
 
 TYPE_CHECKING = False
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from torch.optim.optimizer import ParamsT
 
 
-class FusedAdam(rules.Adam, FusedOptimizer):
+class FusedAdam(Adam, FusedOptimizer):
     """Adam (``adam_w_mode=False``) or AdamW, all parameters of a group and device in one call.
 
     Parameters are fp32, bf16 or fp16, on GPUs or the CPU, mixed as you like. States and arithmetic

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from opkiln.errors import ArgumentError
 from opkiln.ops.fused_lamb.op import FusedLambBuilder
-from opkiln.optimizing import rules
+from opkiln.optimizing.base import Adam
 from opkiln.optimizing.fused_optimizer import FusedOptimizer
 from opkiln.optimizing.sharded import has_shards, sum_over_shards
 
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from torch.optim.optimizer import ParamsT
 
     from opkiln.optimizing.base import Place
-    from opkiln.optimizing.calls import Call, Kept
+    from opkiln.optimizing.op_calls import Call, Kept
 
 # Arguments of the step that its halves do not take.
 _NOT_AVERAGES = ("coefficients", "lr", "min_coeff", "max_coeff", "lr_tensor")
 _NOT_MOVES = ("maximize", "grad_scale")
 
 
-class FusedLamb(rules.Adam, FusedOptimizer):
+class FusedLamb(Adam, FusedOptimizer):
     """LAMB: Adam's step with the decay added, for each tensor times its norm over the step's.
 
     That coefficient is clamped to ``[min_coeff, max_coeff]``, and is 1 if one of the norms is 0;
@@ -46,7 +46,7 @@ class FusedLamb(rules.Adam, FusedOptimizer):
     OWNER = "FusedLamb"
     BUILDER = FusedLambBuilder
     ALTERNATIVE = "torch.optim.AdamW(params)"
-    NUMBERS = (*rules.Adam.NUMBERS, "min_coeff", "max_coeff")
+    NUMBERS = (*Adam.NUMBERS, "min_coeff", "max_coeff")
     FLAGS = ("eps_inside_sqrt", "bias_correction", "maximize")
     NORMS = True
 
@@ -118,16 +118,17 @@ class FusedLamb(rules.Adam, FusedOptimizer):
         """None for DTensors: both halves of their step take lists."""
         return None if has_shards(call.params) else super()._keep(call)
 
-    def _run(self, call: Call) -> bool:
+    def _run(self, call: Call) -> None:
         if not has_shards(call.params):
-            return super()._run(call)
+            super()._run(call)
+            return
         squares = torch.zeros(len(call.params), 2, dtype=torch.float64, device=call.device)
 
-        def half(function: str, left_out: tuple[str, ...]) -> bool:
+        def half(function: str, left_out: tuple[str, ...]) -> None:
             hyper = {name: each for name, each in call.hyper.items() if name not in left_out}
             hyper["squares"] = squares
-            return super(FusedLamb, self)._run(call._replace(function=function, hyper=hyper))
+            super(FusedLamb, self)._run(call._replace(function=function, hyper=hyper))
 
         half("fused_lamb_average_", _NOT_AVERAGES)
         sum_over_shards(call.params, squares)
-        return half("fused_lamb_move_", _NOT_MOVES)
+        half("fused_lamb_move_", _NOT_MOVES)

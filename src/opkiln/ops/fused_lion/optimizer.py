@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from opkiln.ops.fused_lion.op import FusedLionBuilder
-from opkiln.optimizing import rules
+from opkiln.optimizing.base import Lion
 from opkiln.optimizing.fused_optimizer import FusedOptimizer
 
 TYPE_CHECKING = False
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from torch.optim.optimizer import ParamsT
 
 
-class FusedLion(rules.Lion, FusedOptimizer):
+class FusedLion(Lion, FusedOptimizer):
     """Lion, with decoupled weight decay, all parameters of a group and device in one call.
 
     Parameters, masters, captures, scaling and clipping of gradients are as with FusedAdam. State
