@@ -11,13 +11,18 @@ compiler or other flags are another key. It may be deleted at any time.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import shutil
 import tempfile
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from opkiln import settings, trust
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 _ROOT = os.environ.get("TEST_POOL") or os.path.join(
     os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "opkiln-tests"
@@ -65,3 +70,17 @@ def add(store: Path) -> list[str]:
                 continue  # another worker was first, or the test made it unreadable
         found.append(f"{leaf.parent.name}/{leaf.name}")
     return found
+
+
+@contextlib.contextmanager
+def directory(name: str) -> Iterator[Path]:
+    """An empty directory that has the same path in every run, for projects that are compiled with
+    their own path: so what they compile is found again. One process at a time has it."""
+    made = ROOT / "directories" / name
+    trust.make_private(str(made.parent))
+    with open(made.parent / f"{name}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        shutil.rmtree(made, ignore_errors=True)
+        made.mkdir(0o700)
+        yield made
+        shutil.rmtree(made)
