@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import os
 import shutil
+import subprocess
 import tempfile
 import time
 from pathlib import Path
@@ -84,3 +86,18 @@ def directory(name: str) -> Iterator[Path]:
         made.mkdir(0o700)
         yield made
         shutil.rmtree(made)
+
+
+def program(argv: list[str]) -> Path:
+    """What a compiler makes of one source: compiled now, or before from the same text."""
+    text = subprocess.run([*argv, "-E", "-P"], check=True, capture_output=True).stdout
+    found = os.stat(os.path.realpath(argv[0]))
+    flags = [each for each in argv[1:] if each.startswith("-") and not each.startswith("-I")]
+    name = repr([argv[0], found.st_size, found.st_mtime_ns, flags]).encode()
+    made = ROOT / "programs" / hashlib.sha256(name + text).hexdigest()
+    if not made.exists():
+        trust.make_private(str(made.parent))
+        with tempfile.TemporaryDirectory(dir=made.parent) as new:
+            subprocess.run([*argv, "-o", f"{new}/program"], check=True)
+            os.rename(f"{new}/program", made)
+    return made
