@@ -6,6 +6,8 @@ compiler or other flags are another key. It may be deleted at any time.
 - ``CATALOGUE`` is the store of tests/ops. Its ops are built once.
 - ``LAYER`` is listed in ``OPKILN_STORE_LAYERS`` of every other test. It has objects alone, so that
   a compile that was done before becomes a copy, and nothing else about a build changes.
+- ``directory`` is for projects whose path is part of what they compile, ``program`` for what is
+  compiled beside the product.
 """
 
 from __future__ import annotations
