@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import hypothesis
 import pytest
-from sample import child, known, pool, sanitizers
+from sample import child, forks, known, pool, sanitizers
 from sample.package import Package, Steps
 
 from opkiln.decision import terms as seal
@@ -49,6 +49,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     pool.make()
+    forks.leave_writing_to_the_kernel()
     if every_case(config) and not config.getoption("--hypothesis-profile"):
         hypothesis.settings.load_profile("full")
     if config.getoption("--sanitize"):

@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sysconfig
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 from sample import child, forks, known, pool
@@ -16,6 +16,9 @@ from sample.compat import module
 
 from opkiln.binary import fatbin
 from opkiln.toolchain import host, toolkits
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 theirs = pytest.importorskip("torch.utils.cpp_extension")
 pytestmark = pytest.mark.skipif(
@@ -184,10 +187,17 @@ def built_by(
     return Built(who, where, files, json.loads(asked.stdout), done.stdout + done.stderr)
 
 
+@pytest.fixture(scope="module")
+def place() -> Iterator[Path]:
+    """Their include directories are absolute, and so part of what they are compiled with."""
+    with pool.directory("torch_setup") as made:
+        yield made
+
+
 @pytest.fixture(scope="module", params=WHO)
-def shapes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Built:
+def shapes(request: pytest.FixtureRequest, place: Path) -> Built:
     """One project of many shapes."""
-    project = tmp_path_factory.mktemp("shapes") / "project"
+    project = place / f"shapes-{request.param}" / "project"
     dotted = """
 #include "value.h"
 #if defined(GONE) || !defined(BARE) || !defined(GONE_BEFORE) || __cplusplus != 201703L
@@ -303,14 +313,14 @@ KERNELS = {
 
 
 @pytest.fixture(scope="module", params=WHO)
-def gpu(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Built:
+def gpu(request: pytest.FixtureRequest, place: Path) -> Built:
     """A CUDA extension. torch's CPU build is told of a toolkit, and the libraries that it lacks are
     empty ones: what is compared is what is built, and what the runtime says without a GPU."""
     found = toolkits.survey((), "", ask=True)
     homes = [each.record["home"] for each in found or () if not each.record["refused"]]
     if not homes:
         pytest.skip("no CUDA toolkit on this machine")
-    project = tmp_path_factory.mktemp("gpu") / "project"
+    project = place / f"gpu-{request.param}" / "project"
     write(project, {"setup.py": GPU, **KERNELS})
     (project / "stubs").mkdir()
     for name in ("c10_cuda", "torch_cuda"):

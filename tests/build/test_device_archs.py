@@ -33,7 +33,7 @@ from opkiln.settings import override
 from opkiln.toolchain import toolkits
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from sample.package import Package, Steps
 
@@ -41,10 +41,13 @@ needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="there is n
 
 
 @pytest.fixture
-def device(package: Callable[..., Package], monkeypatch: pytest.MonkeyPatch) -> Package:
-    """Of its builds only links are counted, so objects come from the pool all the same."""
+def device(
+    package: Callable[..., Package], cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Package]:
+    """Of its builders only links are counted, so objects come from the pool all the same."""
     monkeypatch.setenv("OPKILN_STORE_LAYERS", str(pool.LAYER))
-    return package("device")
+    yield package("device")
+    pool.add(cache)
 
 
 @pytest.fixture

@@ -612,7 +612,7 @@ def test_the_self_check_compiles_loads_and_calls_and_leaves_nothing_behind(
 
 @needs_nvcc
 def test_the_self_check_builds_for_cuda_without_a_gpu_too() -> None:
-    found = Patient({"TORCH_CUDA_ARCH_LIST": "all"}).check("self-check cuda")
+    found = Patient({"TORCH_CUDA_ARCH_LIST": "9.0"}).check("self-check cuda")
     assert found.verdict == "PASS", found.evidence
     assert "compiled" in found.evidence
 

@@ -231,7 +231,7 @@ def quiet() -> Iterator[None]:
 def test_everybody_says_the_same_of_what_serves(
     place: Place, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> None:
-    count = 150 if whole(request.config) else 50
+    count = 150 if whole(request.config) else 30
 
     @given(world=WORLDS)
     @settings(max_examples=count, deadline=None, suppress_health_check=[HealthCheck.too_slow])

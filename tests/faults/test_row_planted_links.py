@@ -136,7 +136,7 @@ def test_the_files_that_planted_links_lead_to_stay_as_they_are(
     shared.chmod(mode)
     place = shared / f"opkiln-{USER}"
     before = state(victim)
-    count = cases.count(1000, one_in=20)
+    count = cases.count(1000, one_in=40)
     env: dict[str, str | None] = {
         "HOME": str(home), "XDG_CACHE_HOME": None,
         "OPKILN_CACHE_DIR": str(shared), "OPKILN_TMPDIR": str(public / "scratch"),

@@ -66,11 +66,15 @@ class Shipped:
         self._log = base / "opened"
         self._attributes: dict[str, Any] = {}
         monkeypatch.setenv(OPENED, str(self._log))
-        path = package / source
         # One library in one process is opened once, whatever its path: each gets its own bytes, in
-        # every run the same.
-        name = f'extern "C" const char* sample_name() {{ return "{_test()}"; }}\n'
-        path.write_text(path.read_text() + _NOTING + name)
+        # every run the same. They come from a file of its own name: were the test's name in a file
+        # of the package, the pool would have an object of that file for each test, and whoever
+        # builds the package would look at all of them.
+        name = _test()
+        noting = os.path.join(os.path.dirname(source), f"noting_{name[:12]}.cpp")
+        text = f'{_NOTING}extern "C" const char* sample_name() {{ return "{name}"; }}\n'
+        (package / noting).write_text(text)
+        package.edit("op.py", f'"{source}"', f'"{source}", "{noting}"')
         settle(*package.files())
 
     def build(self, to: Path | None = None, *, backend: str = "", **changes: Any) -> Path:

@@ -1,4 +1,5 @@
-// Looks at a path in one of the ways that the C library has: "ways NUMBER PATH". Ends with 3 after the last.
+// Looks at each path in one of the ways that the C library has: "ways NUMBER PATH...", each in a process of its own.
+// Ends with 3 after the last way.
 // What it finds does not matter; that it was looked for does.
 #define _GNU_SOURCE
 #include <dirent.h>
@@ -28,9 +29,7 @@ extern char** environ;
 static int each(const char* path, const struct stat* found, int kind) { (void)path, (void)found, (void)kind; return 0; }
 static int each_too(const char* path, const struct stat* found, int kind, struct FTW* place) { (void)place; return each(path, found, kind); }
 
-int main(int count, char** given) {
-  if (count != 3) return 2;
-  const char* path = given[2];
+static int look(int way, const char* path) {
   char text[PATH_MAX], *words[] = {(char*)path, NULL};
   char *directory = strdup(path), *name = strdup(path);
   directory = dirname(directory), name = basename(name);
@@ -44,7 +43,7 @@ int main(int count, char** given) {
   pid_t child;
   union { struct file_handle h; char room[200]; } handle = {.h.handle_bytes = 128};
   int mount, at = open(directory, O_PATH | O_DIRECTORY);
-  switch (atoi(given[1])) {
+  switch (way) {
     case 0: open(path, O_RDONLY); break;
     case 1: openat(at, name, O_RDONLY); break;
     case 2: fopen(path, "r"); break;
@@ -125,4 +124,15 @@ int main(int count, char** given) {
     default: return 3;
   }
   return 0;
+}
+
+int main(int count, char** given) {
+  int status, ended = count < 3 ? 2 : 0;
+  for (int each = 2; each < count; each++) {
+    const pid_t child = fork();
+    if (child == 0) return look(atoi(given[1]), given[each]);
+    if (child < 0 || waitpid(child, &status, 0) != child || !WIFEXITED(status)) return 4;
+    if (WEXITSTATUS(status)) ended = WEXITSTATUS(status);
+  }
+  return ended;
 }
