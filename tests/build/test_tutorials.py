@@ -69,8 +69,8 @@ def follow(page: Path, where: Path, programs: Path) -> None:
 
 
 # What these do, other tests do in every run: tests/build/test_compat_torch_jit.py, test_new.py and
-# test_docs.py, which runs the op that write-an-op is about, and tests/cluster.
-FULL = {"move-from-cpp-extension", "run-on-a-cluster", "ship-a-package", "use-an-op", "write-an-op"}
+# test_docs.py, and tests/cluster.
+FULL = {"move-from-cpp-extension", "run-on-a-cluster", "ship-a-package", "use-an-op"}
 
 
 @pytest.mark.parametrize(
