@@ -67,7 +67,9 @@ def test_another_user_without_a_home_is_served_from_roots_read_only_package(
     leaf = shipped.build()
     try:
         shutil.copytree(shipped.package.where, public / "packages")
-        shutil.copytree(child.SOURCE, public / "source")
+        # Other workers write bytecode there at any moment.
+        without = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(child.SOURCE, public / "source", ignore=without)
         for directory, _, files in os.walk(public):
             os.chmod(directory, 0o555)
             for name in files:
