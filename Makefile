@@ -1,7 +1,7 @@
 # Everything from a fresh clone, with python3, make and a C++ compiler:
 #   make demo    trains a small model with a JIT-built operator, cold and then warm
 #   make check   lint, types, the tests that need no compiler: a minute
-#   make test    lint, types, everything that protects a user, on all CPUs (JOBS=1: one after another): a quarter of an hour
+#   make test    lint, types, everything that protects a user, on all CPUs (JOBS=1: one after another): twelve minutes
 #   make test-full   with the full grids and the tests that take too long for every run
 #   make test-changed   the tests that what differs from BASE (HEAD) can touch
 #   make test-busy   the tests that know about time, three times beside eight busy loops

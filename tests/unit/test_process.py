@@ -220,10 +220,13 @@ def test_what_a_killed_leader_leaves_in_its_group_is_ended_too(tmp_path: Path) -
 def test_a_server_that_inherits_the_output_does_not_hold_up_the_call() -> None:
     code = """
         import os, time
+        told, tell = os.pipe()
         server = os.fork()
         if server == 0:
             os.setsid()  # as the server of a compiler cache does
+            os.write(tell, b"1")
             time.sleep(600)
+        os.read(told, 1)  # before that, it would be killed with the group of this process
         os.write(1, b"%d" % server)
         os._exit(0)
     """
