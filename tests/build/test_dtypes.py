@@ -211,9 +211,12 @@ def test_a_library_that_is_declared_anew_has_the_new_code() -> None:
     def dt_again(x: Tensor) -> Tensor:
         return x.clone()
 
-    for value in (1, 2):
+    one, other = torch.float32, torch.float64
+    for value, dtypes in ((1, (one, other)), (2, (one, other)), (1, (other, one))):
         given = source.format(value=value)
         made = opkiln.library("dt_anew", source=given, dtypes=("float64", "float32"))
         op = made.op()(dt_again)
-        for dtype in (torch.float32, torch.float64):
+        for dtype in dtypes:
             assert op(torch.zeros(1, dtype=dtype)).tolist() == [value]
+        # Each library is asked for it once, and not one after the other forever.
+        assert op(torch.ones(1, dtype=torch.float16)).tolist() == [1.0]

@@ -331,6 +331,7 @@ def _enter(new: Listed) -> None:
     if new.pointer.contents.dtype < 0 or not chain:
         new.register()
     if new.pointer.contents.dtype >= 0:
+        new.link(None)  # one that was here before still has what came after it: a circle
         if chain:
             chain[-1].link(new)
         chain.append(new)
