@@ -71,12 +71,11 @@ def is_full(code: str) -> bool:
 def pytest_arguments(target: str) -> list[str]:
     """The arguments of the pytest that ``make TARGET`` runs, without those of xdist."""
     shown = subprocess.run(
-        ["make", "-n", "-o", ".venv/.ready", target, "JOBS=1"],
+        ["make", "-n", "-o", ".venv/.ready", target, "WORKERS="],
         cwd=ROOT, capture_output=True, text=True, check=True,
     ).stdout  # fmt: skip
     (words,) = (shlex.split(line) for line in shown.splitlines() if "-m pytest" in line)
-    arguments = shlex.join(words[words.index("pytest") + 1 :])
-    return shlex.split(arguments.replace("-n 1 --dist loadfile --no-loadscope-reorder", ""))
+    return words[words.index("pytest") + 1 :]
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="no make on this machine")
