@@ -3,19 +3,23 @@
     python bench/beside.py before=/path/to/another/environment/bin/python --out results.json
 
 Every process is fresh; each opkiln has caches of its own. ``warm`` is the load of a built op beyond
-``torch.ops.load_library`` of the same file. Only ratios of one run mean anything.
+``torch.ops.load_library`` of the same file; ``drop-in`` is a script that calls torch's ``load()``
+under ``opkiln run``, cold and in a fresh process after that. Only ratios of one run mean anything;
+beside each is the interval that holds it in 95% of 2,000 samples drawn from the pairs.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import random
 import sys
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import machine
+from calls import FUNCTION, OVERLOAD
 from children import Caches, Workspace, ask, finish, timed
 from measured import Failure
 
@@ -33,28 +37,36 @@ class Subject:
         self.times: dict[str, list[float]] = {}
         self.paths: dict[str, str] = {}
 
-    def prepare(self) -> list[str]:
-        """Build every op for this CPU, and a wheel of one. Gives the names of the ops."""
-        self.command(self.warm, "build", "--all", "--target", "cpu")
+    def prepare(self, ops: list[str]) -> None:
+        """Build the ops for this CPU, and a wheel of one."""
+        self.command(self.warm, "build", *ops, "--target", "cpu")
         out, site = self.wheel.root / "out", self.wheel.root / "site"
         self.command(self.warm, "build", COLD, "--target", "cpu", "--wheel", str(out))
         (wheel,) = out.glob("*.whl")
         pip = ["-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--upgrade"]
         finish([self.python, *pip, "--target", str(site), str(wheel)], self.warm)
         self.wheel = self.wheel._replace(added={"PYTHONPATH": str(site)})
-        names = (
-            "import json; from opkiln.registry import bundled; print(json.dumps(list(bundled())))"
-        )
-        found: list[str] = json.loads(finish([self.python, "-c", names], self.warm).stdout)
-        for op in found:  # once untimed: bytecode written, pages cached
+        for op in ops:  # once untimed: bytecode written, pages cached
             self.paths[op] = self.child(self.warm, op)["path"]
         self.paths["prebuilt"] = self.child(self.wheel, COLD)["path"]
         if not self.paths["prebuilt"].startswith(str(site)):
             raise Failure(f"{self.name}: {COLD} was not loaded from the wheel")
-        return found
 
     def child(self, caches: Caches, what: str) -> dict[str, Any]:
         return ask(["child_catalogue.py", what], caches, python=self.python)
+
+    def calls(self) -> None:
+        """A thousand calls of a small op, by two ways."""
+        least = ask(["child_calls.py", "20"], self.warm, python=self.python)
+        for way in (FUNCTION, OVERLOAD):
+            self.note(f"1000 calls, {way}", least[way]["cpu"] / 1e6)
+
+    def drop_in(self, caches: Caches) -> None:
+        """An unmodified script that loads an extension by torch's function, twice."""
+        run = (self.python, "-m", "opkiln", "run")
+        for name in ("drop-in, cold", "drop-in, again"):
+            found = ask(["child_load.py", "cpp_extension"], caches, prefix=run, python=self.python)
+            self.note(name, found["load"])
 
     def command(self, caches: Caches, *words: str) -> float:
         """Seconds of an opkiln command."""
@@ -76,7 +88,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("other", metavar="NAME=PYTHON", help="the environment to compare with")
     parser.add_argument("--repeats", type=int, default=15, help="of each load and command")
     parser.add_argument("--cold", type=int, default=3, help="first builds of each")
-    parser.add_argument("--ops", nargs="*", help="load these ops only")
+    parser.add_argument("--ops", nargs="+", default=[COLD, "packbits"], help="load these ops")
     parser.add_argument("--keep", type=Path, help="build here, and find it again the next time")
     parser.add_argument("--out", type=Path, help="write the results to this file, as JSON")
     return parser.parse_args()
@@ -84,21 +96,36 @@ def arguments() -> argparse.Namespace:
 
 def measure(subjects: list[Subject], asked: argparse.Namespace, workspace: Workspace) -> None:
     """Everything, the subjects taking turns. Raises Failure."""
-    ops = min((subject.prepare() for subject in subjects), key=len)
+    for subject in subjects:
+        subject.prepare(asked.ops)
     for _ in range(asked.repeats):
         for subject in subjects:
             subject.note(
                 "import", ask(["child_import.py"], subject.warm, python=subject.python)["import"]
             )
-            for op in asked.ops or ops:
+            for op in asked.ops:
                 subject.beyond(f"warm {op}", op, subject.warm, subject.paths[op])
             subject.beyond(f"prebuilt {COLD}", COLD, subject.wheel, subject.paths["prebuilt"])
             subject.note("report", subject.command(subject.warm, "report"))
             subject.note("build again", subject.command(subject.warm, "build", COLD))
+            subject.calls()
     for _ in range(asked.cold):
         for subject in subjects:
             with workspace.cold() as caches:
                 subject.note(f"cold {COLD}", subject.child(caches, COLD)["load"])
+            with workspace.cold() as caches:
+                subject.drop_in(caches)
+
+
+def interval(before: list[float], after: list[float]) -> list[float]:
+    """Between which two numbers the ratio of the medians lies."""
+    draw = random.Random(0)
+    ratios = []
+    for _ in range(2000):
+        pairs = draw.choices(list(zip(before, after, strict=True)), k=len(after))
+        ratios.append(median(new for _, new in pairs) / median(old for old, _ in pairs))
+    ratios.sort()
+    return [round(ratios[50], 3), round(ratios[-51], 3)]
 
 
 def main() -> int:
@@ -120,10 +147,12 @@ def main() -> int:
         workspace.close()
     load.append(machine.load_average())
     other, here = subjects
-    rows = [
+    rows: list[dict[str, Any]] = [
         {
             "what": what,
             "median_ms": {each.name: round(median(each.times[what]), 3) for each in subjects},
+            "ratio": round(median(here.times[what]) / median(other.times[what]), 3),
+            "interval": interval(other.times[what], here.times[what]),
             "values_ms": {each.name: [round(v, 3) for v in each.times[what]] for each in subjects},
         }
         for what in here.times
@@ -135,10 +164,11 @@ def main() -> int:
     }
     print(machine.heading(result))
     print(f"load average {result['load_average']}; medians in ms")
-    print(f"{'':24}{other.name:>10}{here.name:>10}{'ratio':>8}")
-    for what, taken in here.times.items():
-        old, new = median(other.times[what]), median(taken)
-        print(f"{what:24}{old:10.2f}{new:10.2f}{new / old:8.2f}")
+    print(f"{'':40}{other.name:>10}{here.name:>10}{'ratio':>8}  95%")
+    for row in rows:
+        old, new = (row["median_ms"][each.name] for each in subjects)
+        low, high = row["interval"]
+        print(f"{row['what']:40}{old:10.2f}{new:10.2f}{row['ratio']:8.2f}  {low:.2f} to {high:.2f}")
     if asked.out is not None:
         asked.out.write_text(json.dumps(result, indent=1) + "\n")
     return 0
