@@ -44,19 +44,31 @@ RUNS = "*"  # after the digest of a file that may be run
 
 
 class Hasher:
-    """File digests for the length of one operation. Reads each file once."""
+    """File digests for the length of one operation. Reads each file once, and one that this process
+    has read before only if it may have changed since."""
 
-    def __init__(self, digest: Callable[[str], str] = sha256_file) -> None:
-        self._digest = digest
+    def __init__(self, digest: Callable[[str], str] | None = None) -> None:
+        self._digest = digest or sha256_file
         self._known: dict[str, tuple[str, Signature]] = {}
 
     def __call__(self, path: str) -> tuple[str, Signature]:
         """(SHA-256, signature taken just before the read). Raises OSError."""
         known = self._known.get(path)
         if known is None:
-            signature = Signature.of(path)
-            known = self._known[path] = (self._digest(path), signature)
+            known = _read.get(path)
+            if known is None or not known[1].holds(path):
+                signature = Signature.of(path)
+                known = _read[path] = (self._digest(path), signature)
+            self._known[path] = known
         return known
+
+
+_read: dict[str, tuple[str, Signature]] = {}
+
+
+def digest_of(path: str) -> str:
+    """SHA-256 of a file. Raises OSError."""
+    return Hasher()(path)[0]
 
 
 # Values

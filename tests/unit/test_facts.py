@@ -295,6 +295,33 @@ def test_link_may_have_any_text_and_be_the_package_itself(tmp_path: Path) -> Non
         assert len(key.broken([fact], places, Hasher())) == 1
 
 
+def test_file_that_this_process_has_read_is_read_again_when_it_may_have_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, read = tmp_path / "a.h", []
+
+    def counted(path: str) -> str:
+        read.append(path)
+        return digest.sha256_file(path)
+
+    def reads() -> int:
+        """How often the file was read to tell its contents."""
+        read.clear()
+        assert Hasher(counted)(str(path))[0] == digest.sha256_file(str(path))
+        return len(read)
+
+    path.write_text("one")
+    assert [reads() for _ in range(2)] == [1, 1]  # it was written a moment ago
+    at_rest.shorten(monkeypatch)
+    at_rest.wait(path)
+    assert [reads() for _ in range(3)] == [1, 0, 0]
+    before = path.stat()
+    path.write_text("two")
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    at_rest.wait(path)
+    assert [reads() for _ in range(2)] == [1, 0]
+
+
 def test_pipe_in_place_of_a_file_is_an_error_and_not_waited_for(at: Place) -> None:
     known = [at.fact(FILE)]
     replace(at.real, os.mkfifo)

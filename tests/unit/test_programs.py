@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from sample.levels import HERE, OTHER, OTHER_CXX
 
-from opkiln import digest
+from opkiln import digest, facts
 from opkiln.observing import observer
 
 # Each function makes a system call by itself, with arguments from another place.
@@ -158,6 +158,7 @@ def large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def known_anew(path: Path, memory: Path) -> str:
     """A program's digest, as a process finds it that has not looked at it before."""
     observer._known.clear()
+    facts._read.clear()
     return observer.digest(str(path), (str(memory),))
 
 
@@ -170,7 +171,7 @@ def test_large_program_is_hashed_once_and_again_when_it_has_changed(
         hashed.append(path)
         return digest.sha256_file(path)
 
-    monkeypatch.setattr(observer, "sha256_file", counted)
+    monkeypatch.setattr(facts, "sha256_file", counted)
     for text in (b"one", b"two"):
         large.write_bytes(text + bytes(observer._LARGE))
         hashed.clear()
@@ -193,7 +194,7 @@ def test_program_that_is_replaced_while_it_is_hashed_is_not_remembered(
         return found
 
     with monkeypatch.context() as patch:
-        patch.setattr(observer, "sha256_file", overtaken)
+        patch.setattr(facts, "sha256_file", overtaken)
         known_anew(large, memory)
     now = time.time_ns
     monkeypatch.setattr(time, "time_ns", lambda: now() + 40_000_000_000)

@@ -23,6 +23,7 @@ from opkiln import machine
 from opkiln.binary import elf
 from opkiln.digest import Signature, key, open_regular, read_file, sha256_file, write_private
 from opkiln.errors import BuildTimeout, LoadError, ToolchainError
+from opkiln.facts import digest_of
 from opkiln.model import PACKAGE
 from opkiln.observing.log import start
 from opkiln.process import run
@@ -172,7 +173,7 @@ def known(path: str, memory: tuple[str, ...]) -> Program:
     record = probing.recall(memory, subject) if large else None
     if record is None:
         record = {
-            "sha256": sha256_file(path),
+            "sha256": digest_of(path),
             "opaque": is_opaque(path),
             "searches": _searches(path),
         }
@@ -186,7 +187,7 @@ def known(path: str, memory: tuple[str, ...]) -> Program:
 def digest(path: str, memory: tuple[str, ...]) -> str:
     """The digest of any file; that of a large one is remembered. Raises OSError."""
     large = os.stat(path).st_size > _LARGE
-    return known(path, memory).sha256 if large else sha256_file(path)
+    return known(path, memory).sha256 if large else digest_of(path)
 
 
 def is_opaque(path: str) -> bool:

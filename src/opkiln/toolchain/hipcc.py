@@ -17,8 +17,9 @@ from typing import Any
 
 from opkiln.arch import hip
 from opkiln.build_model import HIPCC, DeviceCompiler, Toolchain
-from opkiln.digest import key, sha256_file
+from opkiln.digest import key
 from opkiln.errors import ArchError, BuildTimeout, ToolchainError
+from opkiln.facts import digest_of
 from opkiln.settings import origin_of
 from opkiln.toolchain import find, probing, rocm, torch_sdk
 from opkiln.toolchain.find import Candidate, Search
@@ -160,7 +161,7 @@ def _asked(program: str, files: list[str]) -> tuple[dict[str, Any], list[str]]:
     # which runtime is linked, and a link step has the runtime in its own key.
     signed = [*dict.fromkeys(d for d, _ in bitcode), os.path.join(library_dirs[0], _RUNTIME)]
     # Without the directories: the same files elsewhere are the same compiler.
-    digests = [(os.path.basename(part), sha256_file(part)) for part in parts]
+    digests = [(os.path.basename(part), digest_of(part)) for part in parts]
     record = {
         "refused": "",
         "version": version,

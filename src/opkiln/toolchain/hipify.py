@@ -13,7 +13,7 @@ import os
 
 from opkiln import facts
 from opkiln.build_model import TorchSDK
-from opkiln.digest import key, sha256_file
+from opkiln.digest import key
 from opkiln.errors import ToolchainError
 from opkiln.model import OpSpec
 from opkiln.toolchain.staged_copy import Copy, Staged
@@ -43,7 +43,7 @@ def identity(torch: TorchSDK) -> str:
     files = (_TRANSLATOR, *modules(torch))
     for path in files:
         facts.file(path)
-    return key("hipify", [sha256_file(path) for path in files])
+    return key("hipify", [facts.digest_of(path) for path in files])
 
 
 def _translate(torch: TorchSDK, directory: str, files: dict[str, list[str]]) -> None:

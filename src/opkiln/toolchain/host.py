@@ -10,8 +10,9 @@ from typing import Any
 from opkiln import machine as this
 from opkiln.arch import cpu
 from opkiln.build_model import Toolchain
-from opkiln.digest import key, sha256_file
+from opkiln.digest import key
 from opkiln.errors import BuildTimeout, ToolchainError, UsageError
+from opkiln.facts import digest_of
 from opkiln.settings import compiler_variables, origin_of, settings
 from opkiln.toolchain import find, probing, torch_sdk
 from opkiln.toolchain.find import Candidate
@@ -177,7 +178,7 @@ def _probe(path: str, wanted: str) -> tuple[dict[str, Any], list[str]]:
     accepts = probing.meanwhile(lambda: _accepted(ask, wanted))
     family = "clang" if "clang" in banner.lower() else "gcc"
     # Without the directories: the same binaries in another place are the same compiler.
-    digests = [sha256_file(file) for file in files]
+    digests = [digest_of(file) for file in files]
     identity = key("toolchain", (family, record["version"], record["machine"], digests))
     found = {"identity": identity, "accepts": accepts(), "shared_runtime": runtime()}
     return {**record, **found, "family": family}, files

@@ -13,8 +13,9 @@ import shlex
 from typing import Any
 
 from opkiln.build_model import NVCC, DeviceCompiler, Toolchain
-from opkiln.digest import key, sha256_file
+from opkiln.digest import key
 from opkiln.errors import BuildTimeout, ToolchainError
+from opkiln.facts import digest_of
 from opkiln.settings import origin_of, override, settings
 from opkiln.toolchain import cuda_version, find, probing, toolkits, wheel_headers
 from opkiln.toolchain import host as hosts
@@ -286,7 +287,7 @@ def _refused_by_nvcc(
 
 def _identity(toolkit: dict[str, Any]) -> str:
     # Without the directories: the same files in another place are the same compiler.
-    digests = [(role, sha256_file(path)) for role, path in toolkit["parts"]]
+    digests = [(role, digest_of(path)) for role, path in toolkit["parts"]]
     return key("toolchain", ("nvcc", toolkit["banner"], digests))
 
 

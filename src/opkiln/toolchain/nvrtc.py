@@ -16,7 +16,7 @@ from typing import Any
 
 from opkiln import facts
 from opkiln.build_model import NVRTC, DeviceCompiler, Toolchain
-from opkiln.digest import key, sha256_file
+from opkiln.digest import key
 from opkiln.errors import BuildTimeout, ToolchainError
 from opkiln.lazy import Record
 from opkiln.model import PACKAGE
@@ -175,7 +175,7 @@ def _asked(place: Place, files: list[str]) -> dict[str, Any]:
     try:
         done = run(driver("probe", place.library, place.builtins), timeout=120)
         said = json.loads(done.output) if done.returncode == 0 else None
-        digests = [sha256_file(path) for path in files]
+        digests = [facts.digest_of(path) for path in files]
     except (ToolchainError, BuildTimeout) as error:
         return probing.refusal(f"{error.what}: {error.why}")
     except (OSError, ValueError) as error:

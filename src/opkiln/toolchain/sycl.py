@@ -18,8 +18,9 @@ from typing import Any
 
 from opkiln import machine as this
 from opkiln.build_model import ICPX, SYCL_RUNTIME, DeviceCompiler, Toolchain
-from opkiln.digest import key, sha256_file
+from opkiln.digest import key
 from opkiln.errors import ToolchainError
+from opkiln.facts import digest_of
 from opkiln.settings import origin_of
 from opkiln.toolchain import find, libsycl, probing
 from opkiln.toolchain import host as hosts
@@ -124,7 +125,7 @@ def _probe_program(path: str) -> tuple[dict[str, Any], list[str]]:
     record |= {
         "family": ICPX,
         "home": home,
-        "identity": key("sycl", (ICPX, banner, machine, [sha256_file(file) for file in files])),
+        "identity": key("sycl", (ICPX, banner, machine, [digest_of(file) for file in files])),
         "accepts": [flag for flag in _FLAGS if ask("-fsycl", flag, *empty)[0] == 0],
     }
     return record, files
@@ -158,7 +159,7 @@ def _probe_runtime(library: str, host: Toolchain) -> tuple[dict[str, Any], list[
         "version": version,
         # libsycl-jit is not part of the identity, because it compiles kernels on the machine that
         # runs the op.
-        "identity": key("sycl", (SYCL_RUNTIME, version, [sha256_file(file) for file in files])),
+        "identity": key("sycl", (SYCL_RUNTIME, version, [digest_of(file) for file in files])),
         "accepts": [],
         "include_dirs": [include],
     }
