@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import sys
 import warnings
 from typing import TYPE_CHECKING
@@ -126,6 +127,39 @@ def test_library_that_ranks_agreed_on_serves_as_it_was_or_nothing_does(
         assert refused.error.why.startswith(why)
         assert refused.error.hint == "opkiln.ensure(...)    # on all ranks, to agree again"
         assert refused.trace.candidates == [("store", "refused", refused.error.why, str(library))]
+
+
+@pytest.mark.parametrize(("origin", "mode", "reason"), [
+    ("store", 0o644, ""), ("store", 0o664, "writable by others"),
+    ("built", 0o664, "writable by others"), ("layer", 0o664, ""),
+    ("layer", 0o646, "writable by everybody"),
+])  # fmt: skip
+def test_library_that_ranks_agreed_on_is_trusted_as_others_of_its_origin(
+    origin: str, mode: int, reason: str, tmp_path: Path
+) -> None:
+    library = tmp_path / "agreed.so"
+    library.write_bytes(b"agreed")
+    library.chmod(mode)
+    artifact = Artifact(str(library), hashlib.sha256(b"agreed").hexdigest(), origin)
+    found = terms.fault_of_pinned(artifact)
+    assert found.startswith(f"{library} is {reason}" if reason else "")
+    assert bool(found) == bool(reason)
+    memory = os.memfd_create("agreed")  # of a bundle; its name is a link
+    try:
+        os.write(memory, b"agreed")
+        assert terms.fault_of_pinned(artifact._replace(path=f"/proc/self/fd/{memory}")) == ""
+    finally:
+        os.close(memory)
+    library.unlink()
+    assert terms.fault_of_pinned(artifact) == f"{library}: No such file or directory"
+
+
+def test_nothing_is_agreed_on_until_it_is_and_after_it_was_released(world: World) -> None:
+    terms.release(world.op())
+    assert terms.pinned(world.op()) is None
+    assert terms.pin(world.op(), None) == terms.Pin(world.op().spec, None, "", False, None)
+    terms.release(world.op())
+    assert terms.pinned(world.op()) is None
 
 
 def test_op_that_was_declared_anew_is_not_the_one_that_ranks_agreed_on(
