@@ -72,40 +72,48 @@ def run(library: str, argv: list[str], cwd: Path, **variables: str) -> Run:
     found = gather.of(observation, str(stage), called, searched=searched)
     own = (f"{library}/", f"{stage}/", f"{elf.LIST}/")
     others = [each for each in dict.fromkeys(seen) if not f"{each.path}/".startswith(own)]
-    unknown = [each for each in others if not _known(each, observation, found)]
+    known = Known(observation, found)
+    unknown = [each for each in others if not known.has(each)]
     gap = "" if observation.complete else "not complete"
     gap = gap or next((path for path, each in loaded.items() if each is None or each.opaque), "")
     return Run(seen, observation, gap, unknown)
 
 
-def _known(seen: Seen, observation: log.Observation, found: gather.Inputs) -> bool:
-    """Whether an input follows from what was seen: something that would not stay the same if the
-    answer were another one."""
-    path = seen.path
-    if seen.is_now == "device" or seen.writes:
-        return True
-    if f"{path}/".startswith(("/proc/", "/sys/", "/dev/", *OF_THE_C_LIBRARY)):
-        return True
-    paths = {os.path.normpath(each) for _, each, what in found.facts if not what}
-    absent = {os.path.normpath(os.path.join(directory, name))
-              for kind, directory, what in found.facts if kind == ABSENT
-              for name in parted(what)}  # fmt: skip
-    absent |= {*map(os.path.realpath, absent)}  # links that lead nowhere are followed again
-    real, plain = os.path.realpath(path), os.path.normpath(path)
-    if path in observation.written or plain in {*map(os.path.normpath, observation.made)}:
-        return True
-    if seen.does == LIST:
-        listed = (each for kind, each, _ in found.facts if kind == LISTING)
-        return any(os.path.realpath(each) == real for each in listed)
-    if seen.is_now == "nothing":
+class Known:
+    """What follows from what was seen: something would not stay the same if the answer to one of
+    these looks were another one."""
+
+    def __init__(self, observation: log.Observation, found: gather.Inputs) -> None:
+        self.made = {*observation.written, *map(os.path.normpath, observation.made)}
+        self.paths = {os.path.normpath(each) for _, each, what in found.facts if not what}
+        absent = {os.path.normpath(os.path.join(directory, name))
+                  for kind, directory, what in found.facts if kind == ABSENT
+                  for name in parted(what)}  # fmt: skip
+        # Links that lead nowhere are followed again.
+        self.absent = absent | {*map(os.path.realpath, absent)}
+        self.listed = {os.path.realpath(each) for kind, each, _ in found.facts if kind == LISTING}
         # Programs on PATH are compared by their names; a path through what does not exist, once.
-        names = {each.asked_for for each in observation.started}
-        return os.path.basename(path) in names or any(
-            each == plain or each.startswith(plain + "/") or plain.startswith(each + "/")
-            for each in absent
-        )
-    above = {each for path in paths | absent for each in _above(path)}
-    return plain in paths | absent | above or real in {*map(os.path.realpath, paths)}
+        self.names = {each.asked_for for each in observation.started}
+        self.above = {each for path in self.paths | self.absent for each in _above(path)}
+        self.real = {*map(os.path.realpath, self.paths)}
+
+    def has(self, seen: Seen) -> bool:
+        path = seen.path
+        if seen.is_now == "device" or seen.writes:
+            return True
+        if f"{path}/".startswith(("/proc/", "/sys/", "/dev/", *OF_THE_C_LIBRARY)):
+            return True
+        real, plain = os.path.realpath(path), os.path.normpath(path)
+        if self.made & {path, plain}:
+            return True
+        if seen.does == LIST:
+            return real in self.listed
+        if seen.is_now == "nothing":
+            return os.path.basename(path) in self.names or any(
+                each == plain or each.startswith(plain + "/") or plain.startswith(each + "/")
+                for each in self.absent
+            )
+        return plain in self.paths | self.absent | self.above or real in self.real
 
 
 def _above(path: str) -> Iterator[str]:

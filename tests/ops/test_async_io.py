@@ -83,9 +83,8 @@ def contents(path: Path) -> torch.Tensor:
 
 def noise(size: int, seed: int = 0, lead: int = 0) -> torch.Tensor:
     """Random bytes, ``lead`` bytes after the begin of their memory."""
-    generator = torch.Generator().manual_seed(seed)
-    made = torch.randint(0, 256, (lead + size,), dtype=torch.uint8, generator=generator)
-    return made[lead:]
+    made = bytearray(random.Random(seed).randbytes(lead + size + 1))  # torch takes no empty buffer
+    return torch.frombuffer(made, dtype=torch.uint8)[lead:-1]
 
 
 def save(path: Path, tensor: torch.Tensor) -> None:

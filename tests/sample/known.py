@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -36,17 +35,21 @@ for compiler, backend in ((nvcc, CUDA), (hipcc, ROCM)):
 
 
 @functools.cache
-def _toolchains() -> Path:
-    """The directory of a store that holds what it knows of compilers, and the observer."""
+def _toolchains() -> dict[str, bytes]:
+    """What a store that knows the compilers has of them, and the observer: files, by name."""
     cache = pool.ROOT / f"known{probing.SCHEMA}"  # another clone may keep it in another form
     environment = {**_ENVIRONMENT, "OPKILN_CACHE_DIR": str(cache), "OPKILN_PROGRESS": "off"}
     subprocess.run([sys.executable, "-c", _GAIN], env=environment, check=True, timeout=300)
-    return cache / settings.LAYOUT / "toolchains"
+    files = (cache / settings.LAYOUT / "toolchains").iterdir()
+    return {each.name: each.read_bytes() for each in files if each.is_file()}
 
 
 def make_store(path: Path) -> Path:
     """A store, where nothing is yet, that knows the compilers and has nothing else."""
     path.mkdir(0o700)
     (path / settings.LAYOUT).mkdir(0o700)
-    shutil.copytree(_toolchains(), path / settings.LAYOUT / "toolchains")
+    toolchains = path / settings.LAYOUT / "toolchains"
+    toolchains.mkdir(0o700)
+    for name, data in _toolchains().items():
+        (toolchains / name).write_bytes(data)
     return path
