@@ -204,10 +204,10 @@ def test_library_that_uses_more_of_the_cpu_goes_first(
 
 
 def gpu(world: World, *built: str, images: tuple[str, ...] = (), nvcc: str = "13.0",
-        asked: str = "", rule: Any = None) -> prebuilt.Fit:  # fmt: skip
+        asked: str = "", rule: Any = None, by: str = "nvcc") -> prebuilt.Fit:  # fmt: skip
     op = Op(world.spec, None, rule, asked)
     return judged(world, op=op, target={"archs": list(built)}, needs={"images": list(images)},
-                  toolchain={"nvcc": nvcc})  # fmt: skip
+                  toolchain={by: nvcc} if nvcc else {})  # fmt: skip
 
 
 @pytest.fixture
@@ -270,7 +270,8 @@ def test_driver_must_know_the_runtime_and_be_as_new_as_ptx(
 ) -> None:
     hopper.gpus("9.0", driver=driver)
     built, images = ("8.0+PTX", ("compute_80",)) if ptx else ("9.0", ("sm_90",))
-    assert gpu(hopper, built, images=images, nvcc=nvcc).misfit == told
+    for by in ("nvcc", "nvrtc"):
+        assert gpu(hopper, built, images=images, nvcc=nvcc, by=by).misfit == told
 
 
 def test_rocm_library_needs_no_nvidia_driver(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

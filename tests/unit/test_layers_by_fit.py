@@ -107,6 +107,26 @@ def test_what_was_built_in_the_users_own_store_is_not_looked_at(shelf: Shelf) ->
     assert shelf.find()[0] == artifact(built, "layer")
 
 
+def test_only_the_library_that_is_asked_for_serves_however_it_came_there(shelf: Shelf) -> None:
+    shelf.add("layer", b"other")
+    built = shelf.add("own", b"wanted", own=True, created=1.0)
+    wanted = artifact(built, "store")
+    found = prebuilt.find(shelf.request, shelf.layers, Trace(), prebuilt.LAYER, shelf.own,
+                          only=wanted.sha256)  # fmt: skip
+    assert found == wanted
+
+
+@pytest.mark.parametrize("trusted", ["key", "lock"])
+def test_entry_that_came_from_a_remote_tier_says_from_where_and_who_is_trusted(
+    shelf: Shelf, trusted: str
+) -> None:
+    assert prebuilt.fetched_from({}) == ""
+    shelf.add("layer", fetched={"url": "https://ops.example", trusted: "K"})
+    ((_, verdict, told, _),) = shelf.find()[1]
+    assert verdict == "taken"
+    assert told.endswith("runs here; fetched from https://ops.example, trusted by K")
+
+
 def test_resort_is_what_the_caller_calls_it(shelf: Shelf) -> None:
     library = shelf.add("carried")
     found, told = shelf.find(prebuilt.PREBUILT)
