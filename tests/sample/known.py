@@ -18,6 +18,8 @@ from sample import pool
 
 _ENVIRONMENT = dict(os.environ)  # before a test has changed anything
 _GAIN = """
+import glob
+import importlib.util
 import tempfile
 import opkiln
 from opkiln.model import CUDA, ROCM
@@ -31,6 +33,9 @@ with tempfile.TemporaryDirectory() as stage:  # those two may be there, and the 
 for compiler, backend in ((nvcc, CUDA), (hipcc, ROCM)):
     if compiler.available():
         choice.choose(Store().memory, backend)
+(torch,) = importlib.util.find_spec('torch').submodule_search_locations
+for library in glob.glob(f'{torch}/lib/*.so'):  # half a gigabyte, for ops on the whole C++ API
+    observer.digest(library, Store().memory)
 """
 
 

@@ -17,7 +17,7 @@ import os
 import re
 import shutil
 import struct
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from opkiln import machine
 from opkiln.binary import elf
@@ -33,7 +33,7 @@ from opkiln.trust import make_private
 TYPE_CHECKING = False
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from opkiln.build_model import Toolchain
 
@@ -152,7 +152,6 @@ _C_LIBRARY = ("libc.so.", "ld-linux", "ld64.so.", "libpthread.so.", "librt.so.")
 class Program(NamedTuple):
     """What is known of a program or a library."""
 
-    sha256: str
     opaque: bool  # it has system calls of its own
     searches: tuple[str, ...]  # the directories where it says that its libraries are
 
@@ -161,33 +160,38 @@ _known: dict[str, tuple[Signature, Program]] = {}
 
 
 def known(path: str, memory: tuple[str, ...]) -> Program:
-    """A program or library. Every step of a build loads the same ones, of a hundred megabytes
-    together: each is read once, and remembered in ``memory`` as long as its signature holds.
-    Raises OSError."""
+    """A program or library that ran. Every step of a build loads the same ones, of a hundred
+    megabytes together: each is looked through once. Raises OSError."""
     found = _known.get(path)
     if found is not None and found[0].holds(path):
         return found[1]
     signature = Signature.of(path)
-    large = signature.size > _LARGE
-    subject = f"program {path}"
-    record = probing.recall(memory, subject) if large else None
-    if record is None:
-        record = {
-            "sha256": digest_of(path),
-            "opaque": is_opaque(path),
-            "searches": _searches(path),
-        }
-        if large:
-            probing.remember(memory, subject, record, [path], asked_at=signature.read_at)
-    program = Program(record["sha256"], record["opaque"], tuple(record["searches"]))
+
+    def look() -> dict[str, Any]:
+        return {"opaque": is_opaque(path), "searches": _searches(path)}
+
+    record = _remembered("program", path, memory, look)
+    program = Program(record["opaque"], tuple(record["searches"]))
     _known[path] = signature, program
     return program
 
 
 def digest(path: str, memory: tuple[str, ...]) -> str:
-    """The digest of any file; that of a large one is remembered. Raises OSError."""
-    large = os.stat(path).st_size > _LARGE
-    return known(path, memory).sha256 if large else digest_of(path)
+    """The digest of any file. Raises OSError."""
+    found: str = _remembered("file", path, memory, lambda: {"sha256": digest_of(path)})["sha256"]
+    return found
+
+
+def _remembered(
+    what: str, path: str, memory: tuple[str, ...], look: Callable[[], dict[str, Any]]
+) -> dict[str, Any]:
+    """What a look at a file finds. That of a large one is remembered in ``memory`` as long as its
+    signature holds."""
+    if os.stat(path).st_size <= _LARGE:
+        return look()
+    record = probing.known(memory, f"{what} {path}", lambda: (look(), [path]))
+    assert record is not None
+    return record
 
 
 def is_opaque(path: str) -> bool:

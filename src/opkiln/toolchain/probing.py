@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     T = TypeVar("T")
     Ask = Callable[..., tuple[int, str]]
 
-SCHEMA = 8
+SCHEMA = 9
 
 
 def asked(question: str, *, script: bool = False) -> str:
