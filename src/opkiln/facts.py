@@ -43,32 +43,33 @@ GONE, HIDDEN = "\0gone", "\0hidden"  # in the place of a value: no link has such
 RUNS = "*"  # after the digest of a file that may be run
 
 
-class Hasher:
-    """File digests for the length of one operation. Reads each file once, and one that this process
-    has read before only if it may have changed since."""
-
-    def __init__(self, digest: Callable[[str], str] | None = None) -> None:
-        self._digest = digest or sha256_file
-        self._known: dict[str, tuple[str, Signature]] = {}
-
-    def __call__(self, path: str) -> tuple[str, Signature]:
-        """(SHA-256, signature taken just before the read). Raises OSError."""
-        known = self._known.get(path)
-        if known is None:
-            known = _read.get(path)
-            if known is None or not known[1].holds(path):
-                signature = Signature.of(path)
-                known = _read[path] = (self._digest(path), signature)
-            self._known[path] = known
-        return known
-
-
 _read: dict[str, tuple[str, Signature]] = {}
 
 
 def digest_of(path: str) -> str:
-    """SHA-256 of a file. Raises OSError."""
-    return Hasher()(path)[0]
+    """SHA-256 of a file, which is read again only if it may have changed since this process read
+    it. Raises OSError."""
+    known = _read.get(path)
+    if known is None or not known[1].holds(path):
+        signature = Signature.of(path)
+        known = _read[path] = (sha256_file(path), signature)
+    return known[0]
+
+
+class Hasher:
+    """File digests for the length of one operation. Looks at each file once."""
+
+    def __init__(self, digest: Callable[[str], str] = digest_of) -> None:
+        self._digest = digest
+        self._known: dict[str, tuple[str, Signature]] = {}
+
+    def __call__(self, path: str) -> tuple[str, Signature]:
+        """(SHA-256, signature taken just before the look). Raises OSError."""
+        known = self._known.get(path)
+        if known is None:
+            signature = Signature.of(path)
+            known = self._known[path] = (self._digest(path), signature)
+        return known
 
 
 # Values
