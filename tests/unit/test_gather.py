@@ -13,11 +13,23 @@ from sample.signed_files import sha256
 
 from opkiln import facts
 from opkiln import plan as plans
+from opkiln.binary import elf
 from opkiln.build_model import DeviceCompiler, Plan, Target, Toolchain, TorchSDK
 from opkiln.building import gather, outputs
 from opkiln.building.gather import Inputs
-from opkiln.facts import ABSENT, CHOICE, DIRECTORY, FILE, LINK, LISTING, PROGRAM, Hasher
+from opkiln.facts import (
+    ABSENT,
+    CHOICE,
+    DIRECTORY,
+    FILE,
+    LIBRARIES,
+    LINK,
+    LISTING,
+    PROGRAM,
+    Hasher,
+)
 from opkiln.model import ABI_NONE, OUTSIDE, PACKAGE, PLAIN, OpSpec
+from opkiln.observing import log
 from opkiln.store import key
 from opkiln.store.key import Fact
 
@@ -193,6 +205,39 @@ def test_name_that_may_appear_behind_a_link_is_asked_for_each_time(shop: Shop) -
     assert [each.signature for each in gather.facts_of(shop.plan(), seen, Hasher())] == [
         facts.UNSIGNED
     ]
+
+
+def test_links_on_a_way_and_on_those_that_they_lead_to_are_found(tmp_path: Path) -> None:
+    base = tmp_path.resolve()
+    (base / "real/sub").mkdir(parents=True)
+    (base / "first").symlink_to("./second//sub")  # in two steps, and a path of its own
+    (base / "second").symlink_to(base / "real")
+    (base / "real/sub/up").symlink_to("../../beside/./a.h")
+    asked = f"{base}//first/./up"
+    assert gather._links([asked]) == {
+        asked, f"{base}/first", f"{base}/second", f"{base}/real/sub/up"
+    }  # fmt: skip
+    (base / "circle").symlink_to("circle")
+    assert gather._links([f"{base}/circle/a"]) == {f"{base}/circle/a", f"{base}/circle"}
+
+
+def test_libraries_of_a_step_count_where_they_were_looked_for(tmp_path: Path) -> None:
+    """Those that were asked for, and those that were loaded; programs are none."""
+    base = tmp_path.resolve()
+    for name in ("there/liba.so.1", "there/libb.so", "loaded/libb.so", "cc"):
+        (base / name).parent.mkdir(exist_ok=True)
+        (base / name).write_text("code")
+    seen = log.Observation()
+    seen.libraries = {"liba.so.1", "libgone.so"}
+    seen.loaded = {f"{base}/loaded/libb.so", f"{base}/cc"}
+    found = gather.of(seen, "/stage", searched=(f"{base}/there",))
+    asked_for = "liba.so.1\0libb.so\0libgone.so"
+    assert (LIBRARIES, elf.LIST, asked_for) in found.facts
+    assert {f"{base}/there/liba.so.1", f"{base}/there/libb.so"} <= {*found.unseen, *found.files}
+    assert not any(path.endswith("cc") for path in found.files)
+    ((_, _, absent),) = (each for each in found.facts if each[:2] == (ABSENT, f"{base}/there"))
+    assert "libgone.so" in facts.parted(absent)
+    assert gather.of(log.Observation(), "/stage").facts == ()
 
 
 def test_text_of_an_inline_source_is_no_file(shop: Shop) -> None:

@@ -88,6 +88,31 @@ def test_a_directory_that_gets_a_name_after_it_was_listed_is_not_the_one_that_wa
     assert not gather.identical(found, "/stage")
 
 
+def test_a_link_that_was_followed_is_itself_what_must_stay_and_of_a_listed_one_its_directory(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "target").mkdir()
+    link = tmp_path / "link"
+    link.symlink_to("target")
+
+    def row(kind: str, path: Path, found: os.stat_result) -> str:
+        whole, part = divmod(found.st_ctime_ns, 1_000_000_000)
+        return f"{kind} 10 {found.st_dev} {found.st_ino} {found.st_size} {whole}.{part:09d} {path}"
+
+    stage = tmp_path / "stage"
+    of_the_stage = row("P", stage / "own", link.lstat())  # says nothing: it is the step's own
+    listed = parsed(of_the_stage, row("D", link, link.stat()))
+    followed = parsed(of_the_stage, row("P", link, link.lstat()))
+    assert gather.identical(listed, str(stage))
+    assert gather.identical(followed, str(stage))
+    (tmp_path / "target/new").touch()
+    assert not gather.identical(listed, str(stage))
+    assert gather.identical(followed, str(stage))
+    link.rename(tmp_path / "before")
+    link.symlink_to("target")
+    assert not gather.identical(followed, str(stage))
+
+
 def test_a_path_that_was_not_a_link_must_not_become_one_and_may_change_otherwise(
     tmp_path: Path,
 ) -> None:
