@@ -271,6 +271,11 @@ def test_directory_shows_what_is_missing_unless_that_may_appear_behind_a_name_in
     assert found[:-1] == expected[:-1]
 
 
+def test_what_is_no_link_has_no_text_of_one(tmp_path: Path) -> None:
+    assert facts.value(LINK, str(tmp_path), "", Hasher()) == ""
+    assert facts.value(LINK, str(tmp_path / "gone"), "", Hasher()) == facts.GONE
+
+
 def test_changes_are_told_in_words(at: Place) -> None:
     known = at.gather()
     replace(at.link)

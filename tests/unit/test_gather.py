@@ -213,9 +213,10 @@ def test_links_on_a_way_and_on_those_that_they_lead_to_are_found(tmp_path: Path)
     (base / "first").symlink_to("./second//sub")  # in two steps, and a path of its own
     (base / "second").symlink_to(base / "real")
     (base / "real/sub/up").symlink_to("../../beside/./a.h")
+    (base / "beside").symlink_to("nothing")
     asked = f"{base}//first/./up"
     assert gather._links([asked]) == {
-        asked, f"{base}/first", f"{base}/second", f"{base}/real/sub/up"
+        asked, f"{base}/first", f"{base}/second", f"{base}/real/sub/up", f"{base}/beside"
     }  # fmt: skip
     (base / "circle").symlink_to("circle")
     assert gather._links([f"{base}/circle/a"]) == {f"{base}/circle/a", f"{base}/circle"}
@@ -237,7 +238,10 @@ def test_libraries_of_a_step_count_where_they_were_looked_for(tmp_path: Path) ->
     assert not any(path.endswith("cc") for path in found.files)
     ((_, _, absent),) = (each for each in found.facts if each[:2] == (ABSENT, f"{base}/there"))
     assert "libgone.so" in facts.parted(absent)
-    assert gather.of(log.Observation(), "/stage").facts == ()
+    assert elf.LIST in found.unseen or not os.path.exists(elf.LIST)
+    preloads = (FILE, elf.PRELOADS, "")
+    assert (preloads in found.facts) == os.path.exists(elf.PRELOADS)
+    assert gather.of(log.Observation(), "/stage") == Inputs()
 
 
 def test_text_of_an_inline_source_is_no_file(shop: Shop) -> None:
