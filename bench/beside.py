@@ -48,6 +48,7 @@ class Subject:
         self.wheel = self.wheel._replace(added={"PYTHONPATH": str(site)})
         for op in ops:  # once untimed: bytecode written, pages cached
             self.paths[op] = self.child(self.warm, op)["path"]
+        self.drop_in(self.warm)
         self.paths["prebuilt"] = self.child(self.wheel, COLD)["path"]
         if not self.paths["prebuilt"].startswith(str(site)):
             raise Failure(f"{self.name}: {COLD} was not loaded from the wheel")
@@ -57,16 +58,15 @@ class Subject:
 
     def calls(self) -> None:
         """A thousand calls of a small op, by two ways."""
-        least = ask(["child_calls.py", "20"], self.warm, python=self.python)
+        least = ask(["child_calls.py", "10"], self.warm, python=self.python)
         for way in (FUNCTION, OVERLOAD):
             self.note(f"1000 calls, {way}", least[way]["cpu"] / 1e6)
 
-    def drop_in(self, caches: Caches) -> None:
-        """An unmodified script that loads an extension by torch's function, twice."""
+    def drop_in(self, caches: Caches) -> float:
+        """Seconds in which an unmodified script loads an extension by torch's function."""
         run = (self.python, "-m", "opkiln", "run")
-        for name in ("drop-in, cold", "drop-in, again"):
-            found = ask(["child_load.py", "cpp_extension"], caches, prefix=run, python=self.python)
-            self.note(name, found["load"])
+        found = ask(["child_load.py", "cpp_extension"], caches, prefix=run, python=self.python)
+        return float(found["load"])
 
     def command(self, caches: Caches, *words: str) -> float:
         """Seconds of an opkiln command."""
@@ -88,6 +88,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("other", metavar="NAME=PYTHON", help="the environment to compare with")
     parser.add_argument("--repeats", type=int, default=15, help="of each load and command")
     parser.add_argument("--cold", type=int, default=3, help="first builds of each")
+    parser.add_argument("--drop-in", type=int, default=2, help="first builds by torch's load()")
     parser.add_argument("--ops", nargs="+", default=[COLD, "packbits"], help="load these ops")
     parser.add_argument("--keep", type=Path, help="build here, and find it again the next time")
     parser.add_argument("--out", type=Path, help="write the results to this file, as JSON")
@@ -108,13 +109,16 @@ def measure(subjects: list[Subject], asked: argparse.Namespace, workspace: Works
             subject.beyond(f"prebuilt {COLD}", COLD, subject.wheel, subject.paths["prebuilt"])
             subject.note("report", subject.command(subject.warm, "report"))
             subject.note("build again", subject.command(subject.warm, "build", COLD))
+            subject.note("drop-in, again", subject.drop_in(subject.warm))
             subject.calls()
     for _ in range(asked.cold):
         for subject in subjects:
             with workspace.cold() as caches:
                 subject.note(f"cold {COLD}", subject.child(caches, COLD)["load"])
+    for _ in range(asked.drop_in):
+        for subject in subjects:
             with workspace.cold() as caches:
-                subject.drop_in(caches)
+                subject.note("drop-in, cold", subject.drop_in(caches))
 
 
 def interval(before: list[float], after: list[float]) -> list[float]:
