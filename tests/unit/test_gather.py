@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -13,6 +14,7 @@ from sample.signed_files import sha256
 
 from opkiln import facts
 from opkiln import plan as plans
+from opkiln.arch import cpu
 from opkiln.binary import elf
 from opkiln.build_model import DeviceCompiler, Plan, Target, Toolchain, TorchSDK
 from opkiln.building import gather, outputs
@@ -30,7 +32,7 @@ from opkiln.facts import (
 )
 from opkiln.model import ABI_NONE, OUTSIDE, PACKAGE, PLAIN, OpSpec
 from opkiln.observing import log
-from opkiln.store import key
+from opkiln.store import entry, key
 from opkiln.store.key import Fact
 
 if TYPE_CHECKING:
@@ -255,6 +257,59 @@ def test_text_of_an_inline_source_is_no_file(shop: Shop) -> None:
     assert [(fact.kind, fact.path) for fact in found] == [
         (FILE, f"{shop.base}/src2/b.h"), (ABSENT, str(shop.base)),
     ]  # fmt: skip
+
+
+# What is written of a library
+
+
+@pytest.mark.parametrize("linked", [True, False], ids=["hard links", "no hard links"])
+def test_a_leaf_that_was_written_is_whole_and_its_facts_hold(
+    linked: bool, shop: Shop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not linked:
+        monkeypatch.setattr(os, "link", lambda *_: os.stat("/no hard links"))
+    payload, found = shop.write("stage/op.so", "code"), shop.gather((FILE, shop.source))
+    manifest = {
+        "kind": "plain", "op": "op", "distribution": "dist", "spec": "aa",
+        "target": {"backend": "cpu", "cpu": X86_V1, "cpu_features": [], "archs": []},
+    }  # fmt: skip
+    name = gather.write(
+        f"{shop.base}/leaf", str(payload), manifest, found, {"flags": ["-O2"]}, "é\udcff"
+    )
+    leaf = shop.base / "leaf"
+    leaf = leaf.rename(shop.base / name)
+    assert stat.S_IMODE(leaf.stat().st_mode) == 0o700
+    assert (leaf / "op.so").samefile(payload) == linked
+    plan = shop.plan()
+    places = plans.anchors_of(plan.spec, plan.toolchain)
+    whole = entry.examine(str(leaf), places, Hasher(), listed=False, whole=True)
+    assert isinstance(whole, entry.Leaf)
+    assert whole.manifest["deps"] == key.to_manifest(found)
+    assert (whole.manifest["size"], whole.manifest["sha256"]) == (4, sha256(payload))
+    lists = entry.read_sidecar(str(leaf))
+    assert (lists["flags"], lists["facts"]) == (["-O2"], key.rows(found))
+    assert (leaf / "build.log").read_bytes() == "é".encode() + b"\xff"
+    shop.source.write_text("edited")
+    assert isinstance(
+        entry.examine(str(leaf), places, Hasher(), listed=False, whole=True), entry.Refused
+    )
+
+
+def test_needs_are_those_of_the_librarys_tables(shop: Shop) -> None:
+    import _ctypes
+
+    plan = shop.plan()
+    found = gather.needs_of(_ctypes.__file__, plan)
+    assert "libc.so.6" in found["sonames"]
+    assert found["images"] == []
+    assert found["cpu"] == sorted(cpu.kernel_names(cpu.requires(X86_V1, ())))
+    of_libc = [row for row in found["symbols"] if row[0] == "libc.so.6"]
+    assert found["symbols"] == sorted(found["symbols"])
+    versions = [version for _, _, version in of_libc if version]
+    assert len(versions) == len({*versions}) > 0  # one symbol of each
+    assert {(soname, name, version) for soname, name, version in found["symbols"]} <= {
+        *elf.read(_ctypes.__file__).symbols
+    }
 
 
 # Several steps
