@@ -427,11 +427,21 @@ def test_program_that_the_entrys_script_chose_is_looked_up_like_one_of_the_searc
     calm: Shop,
 ) -> None:
     calm.read.programs.clear()
-    calm.read.entry.append((facts.CHOICE, "translator", str(calm.program), facts.UNSIGNED))
+    calm.read.entry.insert(0, (facts.CHOICE, "translator", str(calm.program), facts.UNSIGNED))
     assert kept_path(calm)["programs"] == [["translator", [str(calm.program)]]]
+    assert str(calm.source) in contents(calm)["files"]  # what came after it counts, too
     assert receipt.recall(calm.request()) == calm.artifact
     a_program(calm.base / "first" / "translator")
     assert receipt.recall(calm.request()) is None
+
+
+def test_file_that_has_come_to_rest_since_it_was_read_is_known_by_its_signature(calm: Shop) -> None:
+    path = str(calm.source)
+    just = Signature(*signed((path,)), calm.source.stat().st_ctime_ns - 61_000_000_000)
+    calm.read.entry = [(FILE, path, sha256(calm.source), just)]
+    calm.keep()
+    assert (contents(calm)["fresh"], contents(calm)["until"]) == ([], 0)
+    assert str(calm.source) in contents(calm)["files"]
 
 
 # Images
