@@ -28,7 +28,7 @@ MODULES = {
     "store/key": ("test_key.py", "test_plan.py", "test_facts.py"),
     "decision/receipt": ("test_receipt.py",),
     "decision/decide": ("test_decide.py",),
-    "engine/budget": ("test_budget_limits.py", "test_budget.py"),
+    "engine/budget": ("test_budget_limits.py",),
     "observing/log": ("test_observer_log.py",),
     "building/asking": ("test_asking.py", "test_search.py"),
     "building/gather": ("test_gather.py", "test_linker.py", "test_observer_log.py"),

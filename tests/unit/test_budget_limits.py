@@ -387,3 +387,111 @@ def test_directory_of_another_user_is_refused_with_both_numbers(tmp_path: Path) 
         budget._require_private(os.stat(tmp_path), uid + 1)
     assert raised.value.strerror == f"it belongs to uid {uid}, not to {uid + 1}"
     assert raised.value.errno == 1
+
+
+# What the kernel grants
+
+
+def tree(root: Path, files: dict[str, str]) -> str:
+    for name, text in {"proc/meminfo": "MemTotal:  16777216 kB\n", **files}.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text + "\n")
+    return str(root)
+
+
+@pytest.mark.parametrize(
+    ("own", "file"),
+    [
+        ("0::/jobs/one", "sys/fs/cgroup/jobs/one/memory.events"),
+        ("4:memory:/jobs/one", "sys/fs/cgroup/memory/jobs/one/memory.oom_control"),
+    ],
+)
+def test_out_of_memory_kills_are_counted_for_the_group_and_the_machine(
+    tmp_path: Path, own: str, file: str
+) -> None:
+    files = {
+        "proc/self/cgroup": own,
+        "proc/vmstat": "pgfault 7\noom_kill 5\nnr_free 1",
+        file: "low 0\noom 4\noom_kill 3\noom_group_kill 0",
+    }
+    assert budget.out_of_memory_kills(tree(tmp_path, files)) == (3, 5)
+    assert budget.out_of_memory_kills(str(tmp_path / "nothing")) == (0, 0)
+
+
+def test_version_2_limits_count_wherever_they_are_set(tmp_path: Path) -> None:
+    root = tree(
+        tmp_path,
+        {
+            "proc/self/cgroup": "0::/jobs/one/step",
+            "sys/fs/cgroup/jobs/cpu.max": "250000 100000",
+            "sys/fs/cgroup/jobs/memory.max": "max",
+            "sys/fs/cgroup/jobs/one/cpu.max": "max 100000",
+            "sys/fs/cgroup/jobs/one/memory.max": str(8 * GIB),
+            "sys/fs/cgroup/jobs/one/step/memory.max": "max",
+        },
+    )
+    assert budget.cpu_quota(root) == 2.5
+    assert budget.memory_limit(root) == 8 * GIB
+    with override(memory=None):
+        limits = budget.measure(root, range(8))
+    assert limits.slots == (0, 1, 2)
+    assert limits.memory == int(0.8 * 8 * GIB)
+    assert limits.share == limits.memory // 3
+    assert limits.cpus_from == "cgroup quota of 2.5 CPUs"
+    assert limits.memory_from == "80% of the cgroup's limit"
+
+
+def test_version_1_limits_are_found_in_a_container_that_sees_the_hosts_path(
+    tmp_path: Path,
+) -> None:
+    root = tree(
+        tmp_path,
+        {
+            "proc/self/cgroup": "4:memory:/docker/abc\n3:cpu,cpuacct:/docker/abc\n0::/",
+            "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_quota_us": "50000",
+            "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_period_us": "100000",
+            "sys/fs/cgroup/memory/memory.limit_in_bytes": str(2 * GIB),
+        },
+    )
+    assert budget.cpu_quota(root) == 0.5
+    assert budget.memory_limit(root) == 2 * GIB
+    assert budget.measure(root, {4, 7}).slots == (4,)
+
+
+def test_no_limits_means_the_machine(tmp_path: Path) -> None:
+    root = tree(
+        tmp_path,
+        {
+            "proc/self/cgroup": "4:memory:/\n3:cpu:/\n0::/../..",
+            "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1",
+            "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000",
+            "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712",
+        },
+    )
+    assert budget.cpu_quota(root) is None
+    assert budget.memory_limit(root) is None
+    with override(memory=None):
+        limits = budget.measure(root, {1, 3})
+    assert limits.slots == (1, 3)
+    assert limits.memory == int(0.8 * 16 * GIB)
+    assert limits.memory_from == "80% of the machine's memory"
+
+
+def test_pinned_processes_share_the_memory_of_their_group(tmp_path: Path) -> None:
+    root = tree(
+        tmp_path,
+        {"proc/self/cgroup": "0::/", "sys/fs/cgroup/cpuset.cpus.effective": "0-31,64-95"},
+    )
+    with override(memory=64 * GIB):
+        limits = budget.measure(root, range(8, 16))
+    assert limits.slots == tuple(range(8, 16))
+    assert limits.share == GIB
+    assert limits.memory_from == "OPKILN_MEMORY"
+
+
+def test_this_machines_limits_make_sense() -> None:
+    with override(memory=None):
+        limits = budget.measure()
+    assert set(limits.slots) <= os.sched_getaffinity(0)
+    assert 64 << 20 < limits.memory < os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
