@@ -75,6 +75,32 @@ def test_blank_parts_of_a_path_do_not_count_and_lists_of_directories_are_parted(
     assert found.libraries == {"z.so"}
 
 
+def test_nothing_is_lost_of_a_log_that_says_nothing_of_it() -> None:
+    assert parsed().lost == ""
+
+
+def test_the_writers_of_a_file_are_in_the_order_of_their_last_writes() -> None:
+    write = "W {} 0 0 0 0.0 /stage/a.o".format
+    program = "B 11 10 0 0 0.0 /usr/bin/as"
+    assert parsed(program, write(10), write(11)).written == {"/stage/a.o": (0, 1)}
+    assert parsed(program, write(10), write(11), write(10)).written == {"/stage/a.o": (1, 0)}
+
+
+def test_a_program_that_was_looked_up_and_then_written_is_no_input() -> None:
+    found = parsed("E 10 7 8 9 1.0 /stage/a.out", "W 10 0 0 0 0.0 /stage/a.out")
+    assert (found.read, found.found) == ({}, set())
+
+
+def test_the_identity_of_a_link_is_that_of_its_target_unless_the_link_itself_is_asked_for(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "link").symlink_to("file")
+    (tmp_path / "file").write_text("12345")
+    link = str(tmp_path / "link")
+    assert log.Identity.now(link) == log.Identity.now(str(tmp_path / "file"))
+    assert log.Identity.now(link, follow=False).inode == os.lstat(link).st_ino
+
+
 def test_a_directory_that_gets_a_name_after_it_was_listed_is_not_the_one_that_was(
     tmp_path: Path,
 ) -> None:
