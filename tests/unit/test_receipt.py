@@ -56,7 +56,8 @@ class Shop:
         self.link.symlink_to("cc1plus")
         self.include = base / "include"
         self.write("include/a.h", "// a")
-        self.absent = base / "include" / "gone"
+        self.plain = self.write("plain/file", "")  # of which it was asked whether it is a link
+        self.absent = base / "plain" / "gone"
         self.program = self.write("bin/translator", "#!/bin/sh\n")
         self.program.chmod(0o755)
         (base / "first").mkdir()
@@ -77,6 +78,7 @@ class Shop:
             self.note(ABSENT, self.base / "src", "none.h")
             self.note(FILE, self.saved, signature=just_saved(self.saved))
             facts.entry(LINK, str(self.link), "cc1plus", facts.UNSIGNED)
+            facts.entry(LINK, str(self.plain), "", facts.UNSIGNED)
             facts.programs("translator", [str(self.program)])
             facts.program(str(self.tool), str(self.tool))
             facts.absent(str(self.absent))
@@ -163,7 +165,8 @@ CHANGES: dict[str, Callable[[Shop], object]] = {
     "a link leads elsewhere": lambda shop: _lead(shop.link, "other"),
     "a link is gone": lambda shop: shop.link.unlink(),
     "a link is a file": lambda shop: os.replace(shop.source, shop.link),
-    "a name that was missing is there": lambda shop: shop.write("include/gone", ""),
+    "a file that was no link is one": lambda shop: _link(shop.plain),
+    "a name that was missing is there": lambda shop: shop.write("plain/gone", ""),
     "a link to nothing has a name that was missing": lambda shop: shop.absent.symlink_to("/none"),
     "another program is first on PATH": lambda shop: shutil.copy2(
         shop.program, shop.base / "first/translator"
@@ -265,6 +268,17 @@ def test_file_whose_times_do_not_count_is_compared_by_its_value_for_ever(
     before = shop.source.stat()
     shop.source.write_text("int b;")
     os.utime(shop.source, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert receipt.recall(shop.request()) is None
+
+
+def test_a_directory_that_is_not_there_is_looked_for_anew_for_ever(shop: Shop) -> None:
+    nowhere = str(shop.base / "nowhere")
+    with facts.collecting() as read:
+        facts.entry(ABSENT, nowhere, "a.h", facts.UNSIGNED)
+    shop.keep(read)
+    assert contents(shop)["until"] > time.time_ns()
+    assert receipt.recall(shop.request()) == shop.artifact
+    shop.write("nowhere/a.h", "")
     assert receipt.recall(shop.request()) is None
 
 
