@@ -276,6 +276,12 @@ def test_what_is_no_link_has_no_text_of_one(tmp_path: Path) -> None:
     assert facts.value(LINK, str(tmp_path / "gone"), "", Hasher()) == facts.GONE
 
 
+def test_two_steps_that_knew_a_file_otherwise_are_an_error_that_names_both() -> None:
+    assert facts.together(CHOICE, "a\0b", "a") == facts.together(CHOICE, "a", "a\0b") == "a\0b"
+    with pytest.raises(ValueError, match=f"{FILE}: 'one' and 'other'"):
+        facts.together(FILE, "one", "other")
+
+
 def test_changes_are_told_in_words(at: Place) -> None:
     known = at.gather()
     replace(at.link)
