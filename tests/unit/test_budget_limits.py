@@ -214,12 +214,12 @@ def test_waiter_is_told_whom_it_waits_for_about_once_a_second(
 def test_wait_ends_when_no_slot_has_changed_hands_for_as_long_as_its_limit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def given_up(*changes: float, limit: float) -> float:
+    def given_up(*changes: float, limit: float, since: float | None = None) -> float:
         table = Scripted(monkeypatch, free_at=99.0, next_in_line=True)
         table.changes = list(changes)
         with (
             pytest.raises(BuildTimeout, match="pid 77 holds one"),
-            a_budget(1, table).hold(limit=limit),
+            a_budget(1, table).hold(limit=limit, since=since),
         ):
             pytest.fail("there was no free slot")
         assert table.joined == 0
@@ -229,6 +229,7 @@ def test_wait_ends_when_no_slot_has_changed_hands_for_as_long_as_its_limit(
     assert given_up(limit=0.1) == pytest.approx(0.1, abs=0.1)
     assert given_up(limit=5.0) == pytest.approx(5.2, abs=0.2)
     assert given_up(3.0, limit=5.0) == pytest.approx(8.3, abs=0.3)
+    assert given_up(limit=5.0, since=97.0) == pytest.approx(2.2, abs=0.2)  # it began at 100
 
 
 def test_wait_that_is_cancelled_says_so_and_leaves_the_line(
@@ -457,6 +458,51 @@ def test_version_1_limits_are_found_in_a_container_that_sees_the_hosts_path(
     assert budget.cpu_quota(root) == 0.5
     assert budget.memory_limit(root) == 2 * GIB
     assert budget.measure(root, {4, 7}).slots == (4,)
+
+
+CPU = "3:cpu,cpuacct:/"
+QUOTAS: dict[str, tuple[str, dict[str, str], float | None]] = {
+    "a part of another period": (CPU, {"cpu,cpuacct/cpu.cfs_quota_us": "100000",
+                                       "cpu,cpuacct/cpu.cfs_period_us": "50000"}, 2.0),
+    "without a period": (CPU, {"cpu,cpuacct/cpu.cfs_quota_us": "50000"}, 0.5),
+    "mounted by its own name alone": (CPU, {"cpu/cpu.cfs_quota_us": "50000"}, 0.5),
+    "of nothing": ("0::/", {"cpu.max": "0 100000"}, None),
+    "of a group with a colon": ("0::/a:b", {"a:b/cpu.max": "100000 100000"}, 1.0),
+    "outside of the mount": ("0::/../..", {"../cpu.max": "100000 100000"}, None),
+    "beside a group that is not ASCII": ("1:name=\xe9:/\n0::/", {"cpu.max": "100000 100000"}, 1.0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", QUOTAS)
+def test_a_cpu_quota_is_found_where_the_kernel_shows_it(tmp_path: Path, case: str) -> None:
+    own, files, quota = QUOTAS[case]
+    shown = {f"sys/fs/cgroup/{name}": text for name, text in files.items()}
+    assert budget.cpu_quota(tree(tmp_path, {"proc/self/cgroup": own, **shown})) == quota
+
+
+@pytest.mark.parametrize(
+    ("own", "files", "cpus"),
+    [
+        ("0::/", {"cpuset.cpus.effective": "0-2,8"}, {0, 1, 2, 8}),
+        ("5:cpuset:/", {"cpuset/cpuset.effective_cpus": "2", "cpuset/cpuset.cpus": "2-9"}, {2}),
+        ("5:cpuset:/", {"cpuset/cpuset.cpus": "2-4"}, {2, 3, 4}),
+        ("5:cpuset:/", {}, None),
+    ],
+)  # fmt: skip
+def test_the_cpus_of_a_group_are_its_effective_ones_if_the_kernel_tells_them(
+    tmp_path: Path, own: str, files: dict[str, str], cpus: set[int] | None
+) -> None:
+    shown = {f"sys/fs/cgroup/{name}": text for name, text in files.items()}
+    assert budget.cpus(tree(tmp_path, {"proc/self/cgroup": own, **shown})) == cpus
+
+
+def test_memory_of_a_machine_that_does_not_tell_it_is_asked_of_the_c_library(
+    tmp_path: Path,
+) -> None:
+    assert budget.total_memory(tree(tmp_path, {})) == 16 * GIB
+    (tmp_path / "proc/meminfo").unlink()
+    pages = os.sysconf("SC_PHYS_PAGES")
+    assert budget.total_memory(str(tmp_path)) == pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def test_no_limits_means_the_machine(tmp_path: Path) -> None:

@@ -127,15 +127,12 @@ def _folders(root: str, controller: str) -> Iterator[str]:
         names, _, path = rest.partition(":")
         if controller not in names.split(","):
             continue
-        if controller:
-            # Usually mounted as `cpu,cpuacct`, with links `cpu` and `cpuacct`. A minimal system
-            # may have only one of these names.
-            tops = [os.path.join(mount, names), os.path.join(mount, controller)]
-        else:
-            tops = [mount, os.path.join(mount, "unified")]  # the second if v1 is mounted as well
         # `..` stands for groups outside this namespace, which are not visible.
         parts = [part for part in path.split("/") if part not in ("", "..")]
-        for top in tops:
+        # v1 is usually mounted as `cpu,cpuacct`, with links `cpu` and `cpuacct`. A minimal system
+        # may have only one of these names. v2 has none.
+        for name in (names, controller):
+            top = os.path.join(mount, name)
             if os.path.isdir(top):
                 for depth in range(len(parts), -1, -1):
                     yield os.path.join(top, *parts[:depth])
