@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from sample import binaries
 from sample.levels import X86_64, X86_V1
 from sample.signed_files import sha256
 
@@ -310,6 +311,23 @@ def test_needs_are_those_of_the_librarys_tables(shop: Shop) -> None:
     assert {(soname, name, version) for soname, name, version in found["symbols"]} <= {
         *elf.read(_ctypes.__file__).symbols
     }
+
+
+@pytest.mark.parametrize(
+    ("backend", "library", "images"),
+    [
+        ("cuda", binaries.cuda(binaries.container(binaries.image(2, 90))), ["sm_90"]),
+        ("rocm", binaries.hip(binaries.bundle("hipv4-amdgcn-amd-amdhsa--gfx942")), ["gfx942"]),
+        ("cpu", binaries.cuda(binaries.container(binaries.image(2, 90))), []),
+    ],
+)
+def test_images_are_those_of_the_backend(
+    backend: str, library: bytes, images: list[str], shop: Shop
+) -> None:
+    path, plan = shop.base / "op.so", shop.plan()
+    path.write_bytes(library)
+    plan = plan._replace(target=plan.target._replace(backend=backend))
+    assert gather.needs_of(str(path), plan)["images"] == images
 
 
 # Several steps
