@@ -14,6 +14,7 @@ from opkiln.errors import BuildCancelled, BuildTimeout
 from opkiln.settings import override
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from opkiln.engine.events import Event
@@ -534,6 +535,34 @@ def test_pinned_processes_share_the_memory_of_their_group(tmp_path: Path) -> Non
     assert limits.slots == tuple(range(8, 16))
     assert limits.share == GIB
     assert limits.memory_from == "OPKILN_MEMORY"
+
+
+@pytest.mark.parametrize(("size", "limit"), [("0", None), ("1", 1), (str(1 << 60), None)])
+def test_a_limit_of_memory_is_more_than_nothing_and_less_than_no_limit(
+    tmp_path: Path, size: str, limit: int | None
+) -> None:
+    files = {"proc/self/cgroup": "0::/", "sys/fs/cgroup/memory.max": size}
+    assert budget.memory_limit(tree(tmp_path, files)) == limit
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [budget.cpu_quota, budget.memory_limit, budget.out_of_memory_kills, budget.cpus,
+     budget.total_memory, budget.measure],
+)  # fmt: skip
+def test_it_is_this_machine_that_is_asked_unless_another_root_is_named(
+    monkeypatch: pytest.MonkeyPatch, ask: Callable[[], object]
+) -> None:
+    read: list[str] = []
+
+    def note(path: str) -> str:
+        read.append(path)
+        return ""
+
+    monkeypatch.setattr(budget, "_read", note)
+    ask()
+    assert read
+    assert all(path.startswith("/proc/") for path in read)
 
 
 def test_this_machines_limits_make_sense() -> None:
