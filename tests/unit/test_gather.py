@@ -187,7 +187,7 @@ def test_every_kind_is_gathered_with_the_value_that_is_asked_for_again(
 
 @pytest.mark.parametrize("kind", [FILE, PROGRAM, DIRECTORY, LISTING, LINK])
 def test_path_that_is_gone_since_it_was_read_is_an_error(kind: str, shop: Shop) -> None:
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(FileNotFoundError, match=f"{shop.base}/gone"):
         shop.gather((kind, shop.base / "gone"))
 
 

@@ -422,7 +422,7 @@ def test_inputs_that_something_else_stands_for_are_left_out() -> None:
     found = gather.Inputs(
         ((FILE, "/py/a", ""), (LISTING, "/py", ""), (FILE, "/pyx/b", ""),
          (ABSENT, "/", "py/c\0d"), (ABSENT, "/py", "e"), (CHOICE, "cc", "/py/cc")),
-        ("/py/l", "/l"),
+        ("/py/l", "/py", "/l"),
     )  # fmt: skip
     assert gather.without(found, ("/py/",)) == gather.Inputs(
         ((FILE, "/pyx/b", ""), (ABSENT, "/", "d"), (CHOICE, "cc", "/py/cc")), ("/l",)
