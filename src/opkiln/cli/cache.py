@@ -227,14 +227,16 @@ def gc_(max_size: int | None, now: bool, as_json: bool) -> None:
 
     limit = settings.cache_max_size if max_size is None else max_size
     done = gc.collect(writable_root(), limit, now=now, tell=_progress())
-    removed = (
-        f"{each.directory} ({each.kind} {each.name}, {size(each.size)})" for each in done.removed
-    )
-    lines = [*(f"removed  {each}" for each in removed), *(f"swept  {each}" for each in done.swept)]
+    if as_json:
+        output.data_json({**done._asdict(), "freed": done.freed})
+        return
+    for each in done.removed:  # line by line: they may be very many
+        output.data(f"removed  {each.directory} ({each.kind} {each.name}, {size(each.size)})")
+    for leftover in done.swept:
+        output.data(f"swept  {leftover}")
     gone = f"{_entries(len(done.removed))} removed, {size(done.freed)} freed"
-    lines.append(f"{gone}, {size(done.after)} of at most {size(limit)} left")
-    output.answer(as_json, {**done._asdict(), "freed": done.freed}, "\n".join(lines))
-    if done.after > limit and not as_json:
+    output.data(f"{gone}, {size(done.after)} of at most {size(limit)} left")
+    if done.after > limit:
         output.say(f"kept: {done.in_use} loaded by processes here, {done.recent} used within a day")
         if done.recent:
             output.say("hint: opkiln cache gc --now")
