@@ -268,15 +268,18 @@ def test_a_link_against_the_stub_needs_what_one_against_torch_needs(
 
 
 @cross
-def test_a_symbol_that_torch_lacks_is_found_by_inspection(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("abi", "name"), [(ABI_STABLE, "no_such_function"), (ABI_NONE, "aoti_torch_device_type_cpu")]
+)
+def test_a_symbol_that_nothing_defines_is_found_by_inspection(
+    abi: str, name: str, tmp_path: Path
+) -> None:
     source = tmp_path / "op.cpp"
-    source.write_text(
-        'extern "C" int no_such_function(); int call() { return no_such_function(); }'
-    )
-    made = OpSpec("op", "somebody", str(tmp_path), ("op.cpp",), abi=ABI_STABLE, kind=LIBRARY)
+    source.write_text(f'extern "C" int {name}(); int call() {{ return {name}(); }}')
+    made = OpSpec("op", "somebody", str(tmp_path), ("op.cpp",), abi=abi, kind=LIBRARY)
     with pytest.raises(LoadTestError, match=f"could not be loaded on {OTHER}") as caught:
         artifact(Op(made))
-    assert "undefined symbol: no_such_function" in caught.value.why
+    assert f"undefined symbol: {name}" in caught.value.why
 
 
 @cross

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import pytest
 from fault_rows import whole
 from ranks import Ended, Node, free_port, run
-from sample import forks, pool
+from sample import child, forks, pool
 
 from opkiln.cluster import stores
 from opkiln.cluster.channel import Channel
@@ -116,6 +116,21 @@ def test_rank_that_connects_again_notices_at_once_that_the_store_is_gone() -> No
     with pytest.raises(ConnectionRefusedError):
         client.clone()
     assert time.monotonic() - began < 3
+
+
+GROUP = """
+import sys
+from torch import distributed
+from opkiln.cluster import job
+distributed.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=0, world_size=1)
+print(type(job.find(None, None, None, None, 5.0).store).__name__)
+distributed.destroy_process_group()
+"""
+
+
+def test_a_group_that_a_program_made_without_a_launcher_is_the_job(tmp_path: Path) -> None:
+    variables = {"GLOO_SOCKET_IFNAME": "lo"}
+    assert child.run(GROUP, str(tmp_path / "met"), env=variables, bare=False).split() == ["Torch"]
 
 
 SERVER = """
