@@ -297,9 +297,11 @@ def test_gc_spares_a_library_that_another_process_has_loaded(opkiln: Opkiln, op:
     )  # fmt: skip
     assert user.stdout is not None
     assert user.stdout.readline() == "loaded\n"
+    recent = opkiln("cache", "gc", "--max-size", "1")
+    assert recent.stderr.endswith("used within a day\nhint: opkiln cache gc --now\n")
     done = opkiln("cache", "gc", "--max-size", "1", "--now")
     assert done.returncode == 0
-    assert "kept: 1 loaded by processes here" in done.stderr
+    assert done.stderr.endswith("kept: 1 loaded by processes here, 0 used within a day\n")
     assert entry(opkiln).exists()
     user.communicate(timeout=30)
     freed = opkiln.json("cache", "gc", "--max-size", "1", "--now")

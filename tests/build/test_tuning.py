@@ -188,7 +188,7 @@ def test_tuned_op_that_writes_measures_on_copies_and_variants_are_tuned_apart(
     def _(x: Tensor) -> int:
         return x.dim()
 
-    count_up(x=torch.zeros(1000, 4))
+    count_up(torch.zeros(1000, 4))
     assert measured == ["candidate"] * 6
     count_up(torch.zeros(10, 4))
     assert measured == ["candidate"] * 6
