@@ -19,6 +19,7 @@ from opkiln.errors import ClusterError, CompileError, OpkilnError
 from opkiln.loading import loader
 from opkiln.model import INLINE_ROOT, ONE_CALL, Op, OpSpec
 from opkiln.remote import fetch, patience
+from opkiln.settings import LAYOUT, override
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -99,6 +100,14 @@ def test_two_ranks_with_stores_of_their_own_compile_each_load_once_and_have_one_
     built = sorted(e["op"] for node in nodes for e in node.entries() if "created" in e)
     assert built == ["in_file", "in_text", "twice"]
     assert [len(node.entries()) for node in nodes] == [3, 3]
+
+
+def test_ranks_that_share_a_store_that_is_not_there_yet_are_one_node(tmp_path: Path) -> None:
+    with override(cache_dir=str(tmp_path / "new")):
+        first, second = (work.Worker([]).hello().node for _ in range(2))
+    made = (tmp_path / "new" / LAYOUT).stat()
+    assert first == second
+    assert first.endswith(f":{made.st_dev}:{made.st_ino}")
 
 
 # Who builds
