@@ -250,14 +250,16 @@ def test_a_constructor_that_ends_the_process_is_told_and_not_published(
         ("fake", lambda x: x, "def <lambda>(x, scale):"),
         ("vmap", lambda info, x, scale: (x, 0), "(info, in_dims, x, scale):"),
         ("variant", lambda x: {"N": 1}, "(x, scale):"),
+        ("tune_key", lambda x: 1, "(x, scale):"),
     ],
 )
 def test_a_function_of_an_op_that_cannot_take_its_arguments_is_told_which(
     part: str, function: Any, hint: str, tmp_path: Path
 ) -> None:
-    variants: Any = {"N": (1, 2)} if part == "variant" else None
+    values: Any = {"N": (1, 2)}
 
-    @opkiln.op(source="// nothing", variants=variants)
+    @opkiln.op(source="// nothing", variants=values if part == "variant" else None,
+               tune=values if part == "tune_key" else None)  # fmt: skip
     def mistaken_parts(x: torch.Tensor, scale: float) -> torch.Tensor:
         return x * scale
 

@@ -131,8 +131,13 @@ def test_random_blocks_depend_on_the_seed_alone() -> None:
     assert 2.0 < more.float().mean() <= 3  # a few are in the window already
     columns = (one.blocks(64) & ~plain).sum(-2)[0, 1:]
     assert columns.max() < 12  # spread over all columns
-    causal = sparse.BigBird(16, num_random_blocks=2, causal=True).blocks(32)
+    assert (one.blocks(64) & ~plain).triu(1).sum() > 50, "half of them are later blocks"
+    causal, plain = (
+        sparse.BigBird(16, num_random_blocks=n, causal=True).blocks(64) for n in (3, 0)
+    )
     assert not causal.triu(1).any()
+    chosen = (causal & ~plain).sum(-1)[0, 8:32]
+    assert chosen.float().mean() > 2, "all are drawn from the blocks up to their own"
     assert (sparse.Variable(16, num_random_blocks=4).blocks(40).sum(-1) >= 4).all()
 
 
