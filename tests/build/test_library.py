@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
+import sys
 import sysconfig
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +16,10 @@ from sample import child, forks
 from torch import Tensor
 
 import opkiln
+from opkiln.authoring.builders import Functions
 from opkiln.errors import DifferenceError, FallbackWarning, SpecError
 from opkiln.loading import loader
+from opkiln.registry import ALL_OPS, bundled
 
 SOURCE = """
 #include <opkiln/op.h>
@@ -161,26 +166,6 @@ def test_mistakes_are_told() -> None:
         opkiln.library("kit", "kit.cpp").op()(int)
 
 
-def test_schemas_that_are_known_beforehand_hold() -> None:
-    listed = ("apart(Tensor x) -> Tensor",)
-    with pytest.raises(SpecError, match="schemas= and functions= belong together"):
-        opkiln.library("apart", "apart.cpp", schemas=listed)
-    made = opkiln.library(
-        "apart", "apart.cpp", namespace="kits", schemas=listed, functions=__name__
-    )
-
-    def apart(x: Tensor, y: Tensor) -> Tensor:
-        return x + y
-
-    with pytest.raises(SpecError, match="apart does not fit the schemas of its library") as told:
-        made.op()(apart)
-    assert told.value.why == f"schemas= has {listed[0]}"
-    assert told.value.hint == 'schemas=("apart(Tensor x, Tensor y) -> Tensor", ...)'
-    with pytest.raises(SpecError, match="other does not fit") as told:
-        made.op()(named("other", apart))
-    assert told.value.why == "schemas= has no other"
-
-
 APART = {
     "__init__.py": "",
     "op.py": """import sys
@@ -188,13 +173,13 @@ from opkiln.authoring.library import library
 
 kit = library(
     "both", "both.cpp", functions="kit_apart.functions", without={"cpu": ["halved"]},
-    schemas=("doubled(Tensor x) -> Tensor", "fill(Tensor(a!) x, float value) -> ()",
-             "halved(Tensor x) -> Tensor"),
 )
 assert "torch" not in sys.modules or "kit_apart.functions" in sys.modules
 """,
     "functions.py": """from torch import Tensor
-from kit_apart.op import kit
+from .op import kit as library
+kit = library
+One = Tensor
 
 @kit.op()
 def doubled(x: Tensor) -> Tensor:
@@ -205,7 +190,7 @@ def fill(x: Tensor, value: float) -> None:
     x.fill_(value)
 
 @kit.op()
-def halved(x: Tensor) -> Tensor:
+def halved(x: One) -> "One":
     return x / 2
 """,
     "both.cpp": SOURCE.format(prefix=""),
@@ -227,7 +212,7 @@ print(doubled.load("cpu"))
 """
 
 
-def test_commands_know_a_library_whose_schemas_are_listed_without_torch(tmp_path: Path) -> None:
+def test_commands_read_the_functions_of_a_library_without_torch(tmp_path: Path) -> None:
     home = tmp_path / "site" / "kit_apart"
     home.mkdir(parents=True)
     for name, text in APART.items():
@@ -244,6 +229,44 @@ def test_commands_know_a_library_whose_schemas_are_listed_without_torch(tmp_path
         (USE_APART, "True\n"),
     ):
         assert words in child.run(code, path=path)
+
+
+def test_a_module_that_does_not_say_its_annotations_itself_is_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = tmp_path / "kit_aliases"
+    home.mkdir()
+    (home / "__init__.py").write_text("")
+    (home / "aliases.py").write_text("from torch import Tensor as Picture")
+    (home / "op.py").write_text(
+        "import opkiln\nkit = opkiln.library('aliased', 'a.cpp', functions='kit_aliases.functions')"
+    )
+    (home / "functions.py").write_text(
+        "from kit_aliases.aliases import Picture\nfrom kit_aliases.op import kit\n\n"
+        "@kit.op()\ndef turned(x: Picture, times: int = 1) -> Picture:\n    return x\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    kit = import_module("kit_aliases.op").kit
+    assert "kit_aliases.functions" not in sys.modules
+    assert kit.builder.SCHEMAS == ("turned(Tensor x, SymInt times=1) -> Tensor",)
+    assert "kit_aliases.functions" in sys.modules
+
+
+CATALOGUE = """
+import json, sys
+from opkiln.registry import ALL_OPS, bundled
+print(json.dumps({name: ALL_OPS[name].SCHEMAS for name in bundled()}))
+assert "torch" not in sys.modules
+"""
+
+
+def test_the_schemas_of_the_catalogue_are_read_without_torch() -> None:
+    read = json.loads(child.run(CATALOGUE))
+    for name in bundled():
+        builder = ALL_OPS[name]
+        for part in getattr(builder, "PARTS", None) or (builder,):
+            getattr(part, "FUNCTIONS", Functions()).import_module()
+        assert sorted(read[name]) == sorted(builder.SCHEMAS) != []
 
 
 PACKAGE = {

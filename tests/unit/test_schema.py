@@ -240,7 +240,7 @@ def test_a_function_that_returns_before_it_computes_is_refused(function: Any) ->
 _NOT_TEXTS = st.sampled_from([3, None, True, b"x", [3], [None], [""], "", ["a", b"b"], object()])
 
 
-@given(where=st.sampled_from(["sources", "cuda", "mutates", "libraries", "schemas"]),
+@given(where=st.sampled_from(["sources", "cuda", "mutates", "libraries"]),
        wrong=_NOT_TEXTS)  # fmt: skip
 def test_what_is_not_text_is_refused_where_a_declaration_has_texts(where: str, wrong: Any) -> None:
     def declared(x: Tensor) -> Tensor:
@@ -251,7 +251,6 @@ def test_what_is_not_text_is_refused_where_a_declaration_has_texts(where: str, w
         "cuda": lambda: opkiln.op(cuda=wrong),
         "mutates": lambda: opkiln.op("a.cpp", mutates=wrong)(declared),
         "libraries": lambda: opkiln.op("a.cpp", needs={"libraries": wrong})(declared),
-        "schemas": lambda: opkiln.library("declared", "a.cpp", schemas=wrong, functions="a"),
     }
     with pytest.raises(SpecError):
         declare[where]()

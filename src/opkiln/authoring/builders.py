@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
 from functools import partial
 from importlib import import_module
@@ -83,6 +84,43 @@ class Sources(NamedTuple):
         return (*((CUDA, ROCM) if self.cuda else ()), *((CPU,) if self.cpu else ()))
 
 
+class Functions:
+    """The functions of a library. ``module`` declares them, if it is another than the library's:
+    as long as it is not imported, their schemas are read from its text."""
+
+    def __init__(self, module: str = "") -> None:
+        self.module = module
+        self.declared: dict[str, str] = {}  # the schemas, by name
+        self._read: tuple[str, ...] | None = None
+
+    @property
+    def schemas(self) -> tuple[str, ...]:
+        module = sys.modules.get(self.module)
+        if not self.module or (module and not getattr(module.__spec__, "_initializing", False)):
+            return tuple(self.declared.values())
+        if self._read is None:
+            from opkiln.authoring import reading
+
+            try:
+                self._read = reading.schemas_in(self)
+            except reading.Unreadable:
+                self.import_module()
+                return tuple(self.declared.values())
+        return self._read
+
+    def import_module(self) -> None:
+        """Have the functions declared."""
+        if self.module:
+            import_module(self.module)
+
+
+class _Schemas:
+    def __get__(self, _: object, builder: type[DecoratedBuilder]) -> tuple[str, ...]:
+        if builder.PARTS:
+            return tuple(each for part in builder.PARTS for each in part.SCHEMAS)
+        return builder.FUNCTIONS.schemas
+
+
 class DecoratedBuilder(CUDAOpBuilder):
     """What is the same for all decorated functions."""
 
@@ -95,11 +133,12 @@ class DecoratedBuilder(CUDAOpBuilder):
     PARAMETERS = Parameters("")
     VALUES: tuple[Value, ...] = ()  # of the parameters, in the builder of one variant
     PARTS: tuple[type[DecoratedBuilder], ...] = ()  # of what is several libraries under one name
-    FUNCTIONS = ""  # the module that declares the functions, where SCHEMAS are known without it
+    FUNCTIONS = Functions()
     WITHOUT: Mapping[str, tuple[str, ...]] = {}  # functions that a backend's library does not have
     _made: dict[tuple[Value, ...], type[DecoratedBuilder]]  # the builders of the variants
     # What is loaded, by the loader's era and the device; None: there is no library for it.
     SERVED: dict[tuple[int, str], Loaded | None]
+    SCHEMAS = _Schemas()
     DECLARED: Mapping[str, SimpleNamespace]  # the functions, by the part of the registration
     # By function: tells torch of the overload that a variant's library implements.
     TELL_TORCH: dict[str, Callable[[tuple[Value, ...]], object]]
@@ -144,7 +183,7 @@ class DecoratedBuilder(CUDAOpBuilder):
         return spec._replace(root=INLINE_ROOT, inline=used)
 
     def registration(self) -> Registration:
-        return self.REGISTRATION
+        return self.REGISTRATION._replace(schemas=self.SCHEMAS)
 
     def op(self) -> Op:
         if names := [each.NAME for each in self.variants()]:
@@ -163,7 +202,7 @@ class DecoratedBuilder(CUDAOpBuilder):
     def loaded(
         self, verbose: bool = True, *, reload: bool = False, must_be_native: bool = False
     ) -> Loaded:
-        self.import_functions()
+        self.FUNCTIONS.import_module()
         if self.VALUES:
             for tell in self.TELL_TORCH.values():
                 tell(self.VALUES)
@@ -171,26 +210,17 @@ class DecoratedBuilder(CUDAOpBuilder):
 
     @classmethod
     def declare(cls, schema: str, function: Callable[..., Any]) -> None:
-        """Add a function, or replace one. Raises SpecError for one that is not among the schemas
-        that are known beforehand."""
+        """Add a function, or replace one."""
         name = function_name(schema)
-        if cls.FUNCTIONS and schema not in cls.SCHEMAS:
-            listed = [each for each in cls.SCHEMAS if function_name(each) == name]
-            raise SpecError(
-                f"op {cls.NAME}: {name} does not fit the schemas of its library",
-                why=f"schemas= has {listed[0]}" if listed else f"schemas= has no {name}",
-                hint=f'schemas=("{schema}", ...)',
-            )
-        others = (each for each in cls.SCHEMAS if function_name(each) != name)
         cls.forget()
-        if not cls.FUNCTIONS:
-            cls.SCHEMAS = (*others, schema)
+        if not cls.FUNCTIONS.module:
             cls._made.clear()
+        cls.FUNCTIONS.declared.pop(name, None)
+        cls.FUNCTIONS.declared[name] = schema
         for part, endings in REGISTERED.items():
             for ending in endings:  # of the function that is replaced
                 vars(cls.DECLARED[part]).pop(name + ending, None)
         setattr(cls.DECLARED["reference"], name, function)
-        cls.REGISTRATION = cls.REGISTRATION._replace(schemas=cls.SCHEMAS)
 
     @classmethod
     def forget(cls) -> None:
@@ -198,12 +228,6 @@ class DecoratedBuilder(CUDAOpBuilder):
         for library in (cls, *cls._made.values()):
             library.SERVED.clear()
             loader.forget(library().distribution, library.NAME)
-
-    @classmethod
-    def import_functions(cls) -> None:
-        """Have the functions declared."""
-        if cls.FUNCTIONS:
-            import_module(cls.FUNCTIONS)
 
     @classmethod
     def variants(cls) -> tuple[type[DecoratedBuilder], ...]:
@@ -250,7 +274,7 @@ def builder_for(
     needs: Mapping[str, Any],
     namespace: str,
     parameters: Parameters,
-    schemas: tuple[str, ...] = (),
+    functions: str = "",
     **words: Any,
 ) -> type[DecoratedBuilder]:
     """A builder class, without functions yet. ``place`` is the module and the file that declare it,
@@ -263,7 +287,7 @@ def builder_for(
         "NAME": name,
         "NAMESPACE": namespace,
         "BACKENDS": sources.backends,
-        "SCHEMAS": schemas,
+        "FUNCTIONS": Functions(functions),
         "FILE": file,
         "DIRECTORY": "" if directory == root else os.path.relpath(directory, root),
         "SOURCES": sources,
@@ -281,13 +305,13 @@ def builder_for(
     compared, varied = settings.mode == CHECK, parameters.are_overloads
 
     def provide(part: str) -> SimpleNamespace | None:
-        made.import_functions()
+        made.FUNCTIONS.import_module()
         found = made.DECLARED[part]
         return found if part == "reference" or vars(found) else None
 
     made.REGISTRATION = Registration(
         namespace=made()._checked_namespace('@opkiln.op(..., namespace="my_package")'),
-        schemas=schemas,
+        schemas=(),
         **{part: partial(provide, part) for part in REGISTERED},
         overloads=(NATIVE,) if compared else ("",) if varied else ("", NO_GRAD),
         defined=True,

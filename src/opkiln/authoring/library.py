@@ -124,7 +124,7 @@ class Library:
         return decorate
 
     def __repr__(self) -> str:
-        return f"<library {self.builder.NAME}: {', '.join(self.builder.REGISTRATION.names)}>"
+        return f"<library {self.builder.NAME}: {', '.join(self.builder().registration().names)}>"
 
 
 def library(
@@ -135,7 +135,6 @@ def library(
     needs: Mapping[str, Any] | None = None,
     namespace: str = "",
     emulate: bool = False,
-    schemas: Iterable[str] = (),
     functions: str = "",
     without: Mapping[str, Iterable[str]] | None = None,
     variants: Mapping[str, Sequence[Value]] | None = None,
@@ -148,10 +147,9 @@ def library(
     all functions for each variant, and ``@f.variant`` chooses for each function. With ``dtypes``
     there is one for each dtype, as "bfloat16", and the first call with a dtype loads its library.
 
-    With ``schemas``, the functions are declared in another module, ``functions``, which is imported
-    when the library is loaded. So commands know the library without importing torch. A function
-    that does not fit its schema there is an error. ``without`` names functions that the library for
-    "cpu" or "cuda" does not have: there the reference serves.
+    ``functions`` names the module that declares the functions, if it is another one. It is imported
+    when the library is loaded; commands read it as text, without importing torch. ``without`` names
+    functions that the library for "cpu" or "cuda" does not have: there the reference serves.
 
     With ``parts``, it is the name for several libraries, and has nothing of its own. Name each part
     ``<name>__<part>``, so that commands find it. Raises SpecError.
@@ -166,12 +164,6 @@ def library(
                 why="it lists what opkiln.library made",
             )
         return Library(_builder_of_parts(name, place, [each.builder for each in parts]))
-    listed = texts(f"library {name}: schemas=", schemas)
-    if bool(listed) != bool(functions):
-        raise SpecError(
-            f"library {name}: schemas= and functions= belong together",
-            hint=f'opkiln.library("{name}", ..., schemas=(...), functions="my_package.functions")',
-        )
     if not isinstance(without or {}, Mapping):
         raise SpecError(f"library {name}: without= is {repr(without)[:80]}, not a dict")
     builder = builder_for(
@@ -181,9 +173,8 @@ def library(
         needs or {},
         namespace,
         Parameters.of(name, variants or {}, {}, dtypes, ahead),
-        listed,
+        functions,
         EMULATE=emulate,
-        FUNCTIONS=functions,
         WITHOUT={
             device: texts(f"library {name}: without={{{device!r}: ...}}", names)
             for device, names in (without or {}).items()
@@ -199,9 +190,8 @@ def _builder_of_parts(
         tuple(each for part in parts for each in part.SOURCES.cpu),
         tuple(each for part in parts for each in part.SOURCES.cuda),
     )
-    schemas = tuple(each for part in parts for each in part.SCHEMAS)
     namespace, parameters = parts[0].NAMESPACE, Parameters(name)
-    return builder_for(name, place, sources, {}, namespace, parameters, schemas, PARTS=tuple(parts))
+    return builder_for(name, place, sources, {}, namespace, parameters, PARTS=tuple(parts))
 
 
 def _require_function(decorator: str, function: object) -> None:

@@ -77,7 +77,7 @@ class OpBuilder:
 
         Raises UsageError, and SpecError for a name in ``BACKENDS`` that is no backend.
         """
-        self._check_tuples()
+        self._check_tuple("BACKENDS")
         if unknown := set(self.BACKENDS) - {CPU, CUDA, ROCM, XPU}:
             raise SpecError(
                 f"op {self.name}: BACKENDS names {', '.join(sorted(unknown))}",
@@ -92,19 +92,17 @@ class OpBuilder:
         self._asked_backend = backend
         self._asked_archs = archs or ""
 
-    def _check_tuples(self) -> None:
+    def _check_tuple(self, attribute: str) -> None:
         """Refuse anything but a tuple of strings, such as ``("one")``. Raises SpecError."""
-        for attribute in ("SCHEMAS", "BACKENDS"):
-            value = getattr(self, attribute)
-            if isinstance(value, str):
-                raise SpecError(
-                    f"op {self.name}: {attribute} is a string, not a tuple",
-                    why="a tuple of one element needs a comma after it",
-                    hint=f"{attribute} = ({value!r},)",
-                )
-            listed = isinstance(value, (tuple, list))
-            if not listed or not all(isinstance(each, str) for each in value):
-                raise SpecError(f"op {self.name}: {attribute} is not a tuple of strings: {value!r}")
+        value = getattr(self, attribute)
+        if isinstance(value, str):
+            raise SpecError(
+                f"op {self.name}: {attribute} is a string, not a tuple",
+                why="a tuple of one element needs a comma after it",
+                hint=f"{attribute} = ({value!r},)",
+            )
+        if not isinstance(value, (tuple, list)) or not all(isinstance(v, str) for v in value):
+            raise SpecError(f"op {self.name}: {attribute} is not a tuple of strings: {value!r}")
 
     # What an author declares
 
@@ -196,6 +194,7 @@ class OpBuilder:
 
     def spec(self) -> OpSpec:
         """The declaration as one immutable record."""
+        self._check_tuple("SCHEMAS")
         flags = self.strip_empty_entries(self.cxx_args())
         if any(flag.startswith("-m") for flag in flags):
             # cpu_arch() gives authors a flag that the plan sets itself; each flag has one owner.
@@ -264,8 +263,8 @@ class OpBuilder:
 
     def op(self) -> Op:
         """What the loader serves: the spec, and how it is registered."""
-        registration = self.registration()
-        return Op(self.spec(), registration)
+        spec = self.spec()
+        return Op(spec, self.registration())
 
     # What users of a builder call
 
@@ -310,10 +309,7 @@ class OpBuilder:
         """Take the name of the op for the file that declares it. Raises SpecError if another file
         of the same package has it, or if this one has it for another namespace: then the kernels of
         one op would be taken for those of the other, or from it."""
-        registration = self.registration()
-        if registration is None:
-            return
-        mine = self._declared_in, registration.namespace
+        mine = self._declared_in, self.NAMESPACE or self.distribution
         before = _claimed.setdefault((self.distribution, self.name), mine)
         if before == mine:
             return
@@ -337,7 +333,8 @@ class OpBuilder:
         self, verbose: bool = True, *, reload: bool = False, must_be_native: bool = False
     ) -> Loaded:
         """As ``load`` or ``jit_load``, with the artifact and the trace. Raises OpkilnError."""
-        self._claim_name()
+        if self.SCHEMAS:
+            self._claim_name()
         try:
             loaded = loader.load(
                 self.op(), again=reload, must_be_native=must_be_native, verbose=verbose

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 # What a schema calls Python's types. `SymInt` is an int that torch.compile may keep symbolic.
 _PLAIN = {int: "SymInt", float: "float", bool: "bool", str: "str"}
+_OF_TORCH = {"torch.Tensor": "Tensor", "torch.dtype": "ScalarType", "torch.device": "Device"}
 _LISTS = (list, collections.abc.Sequence)
 _WORDS = (
     "torch.Tensor, int, float, bool, str, torch.dtype, torch.device, lists of these, and these or "
@@ -166,17 +167,12 @@ def _element(hint: Any) -> Any:
 
 
 def _word(hint: Any) -> str | None:
-    import torch
-
     hint, optional = _optional(hint)
-    if hint is torch.Tensor or (isinstance(hint, type) and issubclass(hint, torch.Tensor)):
-        word: str | None = "Tensor"
-    elif hint is torch.dtype:
-        word = "ScalarType"
-    elif hint is torch.device:
-        word = "Device"
-    else:  # not by a look-up: an annotation may be a list, which has no hash
-        word = next((word for kind, word in _PLAIN.items() if kind is hint), None)
+    # Not by a look-up: an annotation may be a list, which has no hash.
+    word = next((word for kind, word in _PLAIN.items() if kind is hint), None)
+    # By name: commands read annotations without importing torch.
+    for kind in hint.__mro__ if isinstance(hint, type) else ():
+        word = word or _OF_TORCH.get(f"{kind.__module__}.{kind.__qualname__}")
     return f"{word}?" if word and optional else word
 
 
@@ -211,9 +207,7 @@ def _constant(word: str, value: Any) -> str | None:
         return repr(number) if number == 0 or abs(number) >= _SMALLEST else None
     if kind == "str" and isinstance(value, str):
         return f'"{value}"' if value.isprintable() and not set(value) & {'"', "\\"} else None
-    import torch
-
-    return f'"{value}"' if kind == "Device" and isinstance(value, torch.device) else None
+    return f'"{value}"' if kind == "Device" and _word(type(value)) == kind else None
 
 
 def _shown(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""The library and the schema of ``kv_attention``. Imports no torch: it is on the cache-hit path."""
+"""The library of ``kv_attention``. Imports no torch: it is on the cache-hit path."""
 
 from __future__ import annotations
 
@@ -15,13 +15,6 @@ kit = library(
         "PAGED": (False, True),
     },
     ahead={"HEAD": (64, 128)},  # those of most models; a library takes seconds to compile
-    schemas=(
-        (
-            "kv_attention(Tensor q, Tensor? k, Tensor? v, Tensor(a!) k_cache, Tensor(b!) v_cache, "
-            "Tensor lengths, Tensor? block_table, Tensor? slopes, Tensor(c!) counters, "
-            "float scale, bool causal, SymInt splits) -> Tensor"
-        ),
-    ),
     functions="opkiln.ops.kv_attention.functions",
 )
 # The kernel's matrix instructions are NVIDIA's: on ROCm the reference serves.

@@ -1,4 +1,4 @@
-"""The library and the schema of ``mixed_gemm``. Imports no torch: it is on the cache-hit path."""
+"""The library of ``mixed_gemm``. Imports no torch: it is on the cache-hit path."""
 
 from __future__ import annotations
 
@@ -41,12 +41,6 @@ kit = library(
         "CODES": tuple(each.kind for each in FORMATS),
         "T": ("half", "bfloat16"),
     },
-    schemas=(
-        (
-            "packed_gemm(Tensor x, Tensor codes, Tensor? scales, Tensor? offsets, Tensor? bias, "
-            "SymInt outputs, SymInt group_size, SymInt form, SymInt activation) -> Tensor"
-        ),
-    ),
     functions="opkiln.ops.mixed_gemm.functions",
 )
 # The kernel's matrix instructions are NVIDIA's: on ROCm the reference serves.

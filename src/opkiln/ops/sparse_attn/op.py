@@ -5,14 +5,8 @@ from __future__ import annotations
 
 from opkiln.authoring.library import Library, library
 
-# What both directions take behind their tensors.
-_RULES = (
-    "Tensor layout, Tensor[] lists, Tensor? key_bias, Tensor? mask, SymInt block, float scale, "
-    "bool causal, SymInt window, bool multiply"
-)
 
-
-def _direction(name: str, schema: str) -> Library:
+def _direction(name: str) -> Library:
     made = library(
         f"sparse_attn__{name}",
         f"{name}.cpp",
@@ -21,19 +15,11 @@ def _direction(name: str, schema: str) -> Library:
         needs={"archs": "8.0"},  # tensor cores with bfloat16, and asynchronous copies
         functions="opkiln.ops.sparse_attn.functions",
         dtypes=("float32", "bfloat16", "float16"),
-        schemas=(schema,),
     )
     # The kernels' matrix instructions are NVIDIA's: on ROCm the reference serves.
     made.builder.BACKENDS = ("cuda", "cpu")
     return made
 
 
-forward = _direction(
-    "forward", f"sparse_attn(Tensor q, Tensor k, Tensor v, {_RULES}) -> (Tensor, Tensor)"
-)
-backward = _direction(
-    "backward",
-    "sparse_attn_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
-    f"{_RULES}) -> (Tensor, Tensor, Tensor)",
-)
+forward, backward = _direction("forward"), _direction("backward")
 kit = library("sparse_attn", parts=(forward, backward))

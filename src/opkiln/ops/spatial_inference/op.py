@@ -8,12 +8,6 @@ kit = library(
     "spatial_inference",
     "cpu.cpp",
     cuda="cuda.cu",
-    schemas=(
-        (
-            "spatial_bias_add(Tensor x, Tensor bias, Tensor? other=None, Tensor? other_bias=None, "
-            "SymInt? channel_dim=None) -> Tensor"
-        ),
-    ),
     functions="opkiln.ops.spatial_inference.functions",
     namespace="opkiln",
 )
