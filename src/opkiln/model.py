@@ -148,14 +148,8 @@ def in_words(name: str) -> str:
     return f"{op} ({', '.join(parts)})" if op and parts else name
 
 
-# The parts of a registration that give functions in Python, and how the name of each continues that
-# of the op's function.
-REGISTERED = {
-    "reference": ("",),
-    "fake": ("",),
-    "autograd": ("_backward", "_setup_context"),
-    "rules": ("_vmap", "_variant", "_tune_key"),
-}
+# The parts of a registration that give functions in Python, each under the name of the op's.
+REGISTERED = ("reference", "fake", "backward", "vmap", "variant", "tune_key")
 
 
 class Registration(Record):
@@ -165,12 +159,13 @@ class Registration(Record):
     schemas: tuple[str, ...]  # one for each function, without a namespace
     reference: Callable[[], Any] | None  # gives an object with a function of each name
     fake: Callable[[], Any] | None = None  # gives such an object for fake tensors
-    autograd: Callable[[], Any] | None = None  # gives an object with the gradients
+    backward: Callable[[], Any] | None = None  # gives an object with the gradients
+    vmap: Callable[[], Any] | None = None  # gives the rules of a decorated function, as these two
+    variant: Callable[[], Any] | None = None
+    tune_key: Callable[[], Any] | None = None
     # The overloads that a library's function is registered as; "" is the default one.
     overloads: tuple[str, ...] = ("",)
     defined: bool = False  # torch has been told of it by whoever declared it
-    # Gives an object with a decorated function's rules: for vmap, variants and tuning.
-    rules: Callable[[], Any] | None = None
 
     @property
     def names(self) -> tuple[str, ...]:

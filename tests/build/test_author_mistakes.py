@@ -113,8 +113,8 @@ def test_a_misspelled_gradient_is_refused_before_anything_is_compiled(
     tmp_path: Path, steps: Steps
 ) -> None:
     made = builder(tmp_path, "mistaken_grad", _BINDING % "mistaken_grad")
-    type(made).autograd = lambda _: SimpleNamespace(sane_backward=lambda ctx, grad: grad)
-    with pytest.raises(SpecError, match="'sane_backward' in its autograd is the gradient of no"):
+    type(made).backward = lambda _: SimpleNamespace(sane=lambda grad, x: grad)
+    with pytest.raises(SpecError, match="the backward has no function 'same'; did you mean 'sane'"):
         made.load()
     assert steps.compiled == []
 
@@ -201,7 +201,7 @@ def test_tuple_without_its_comma_is_refused_with_the_line_to_write(
     attribute: str, value: str
 ) -> None:
     with pytest.raises(SpecError) as caught:
-        type("Wrong", (OpBuilder,), {"NAME": "wrong", attribute: value})()
+        type("Wrong", (OpBuilder,), {"NAME": "wrong", attribute: value})().spec()
     assert caught.value.what == f"op wrong: {attribute} is a string, not a tuple"
     assert "comma" in caught.value.why
     assert caught.value.hint == f"{attribute} = ({value!r},)"
@@ -211,7 +211,7 @@ def test_tuple_without_its_comma_is_refused_with_the_line_to_write(
 def test_tuple_of_other_things_than_strings_is_refused(attribute: str) -> None:
     for value in (7, (7,), None):
         with pytest.raises(SpecError, match=rf"op wrong: {attribute} is not a tuple of strings"):
-            type("Wrong", (OpBuilder,), {"NAME": "wrong", attribute: value})()
+            type("Wrong", (OpBuilder,), {"NAME": "wrong", attribute: value})().spec()
 
 
 @pytest.mark.parametrize("value", [None, 7, [7]])

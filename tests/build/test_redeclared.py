@@ -32,7 +32,7 @@ def parts(*, factor: float = 2.0, slope: float = 2.0, extra: int = 0) -> dict[st
     return {
         "reference": SimpleNamespace(double=lambda x: x * factor),
         "fake": SimpleNamespace(double=lambda x: x.new_empty([*x.shape, *[1] * extra])),
-        "autograd": SimpleNamespace(double_backward=lambda ctx, grad: grad * slope),
+        "backward": SimpleNamespace(double=lambda grad, x: grad * slope),
     }
 
 
@@ -70,7 +70,7 @@ def test_a_corrected_gradient_of_the_same_builder_is_used_by_a_reload(name: str)
     gradients = parts(slope=1.0)
     builder = declare(name, **gradients)
     assert slope(builder.load()) == 1.0
-    gradients["autograd"].double_backward = lambda ctx, grad: grad * 2.0
+    gradients["backward"].double = lambda grad, x: grad * 2.0
     assert slope(builder.load()) == 1.0, "nothing changes without being asked"
     assert slope(builder.load(reload=True)) == 2.0
 
@@ -116,35 +116,25 @@ def test_parts_that_are_declared_later_are_registered_then(name: str) -> None:
     given = parts(slope=7.0)
     declare(name, reference=given["reference"]).load()
     assert slope(declare(name, **given).load()) == 7.0
-    # Taken away again, it is an error and not the old one.
-    functions = declare(name, reference=given["reference"]).load()
-    with pytest.raises(RuntimeError, match="no autograd formula was registered"):
-        slope(functions)
+    # Taken away again, the reference is differentiated.
+    assert slope(declare(name, reference=given["reference"]).load()) == 2.0
 
 
 def test_a_gradient_with_keyword_only_arguments_is_replaced_too(name: str) -> None:
-    schema = "double(Tensor x, *, float by=1.0) -> Tensor"
+    schema = "double(Tensor x, *, Tensor by, float again=1.0) -> Tensor"
 
     def declared(slope: float) -> Any:
         given = parts()
-        given["reference"].double = lambda x, by=1.0: x * by
-        given["autograd"].double_backward = lambda ctx, grad: grad * slope * ctx.by
-
-        def saving(ctx: Any, inputs: Any, keyword_only_inputs: Any, output: Any) -> None:
-            ctx.by = keyword_only_inputs["by"]
-
-        given["autograd"].double_setup_context = saving
+        given["reference"].double = lambda x, by, again=1.0: x * by * again
+        given["backward"].double = lambda grad, x, by, again: (grad * slope * again, grad * x, None)
         return declare(name, (schema,), **given).load()
 
-    functions = declared(1.0)
-    assert slope(functions, lambda x: functions.double(x, by=3.0)) == 3.0
+    functions, by = declared(1.0), torch.ones(1, requires_grad=True)
+    assert slope(functions, lambda x: functions.double(x, by=by, again=3.0)) == 3.0
     declared(2.0)
-    assert slope(functions, lambda x: functions.double(x, by=3.0)) == 6.0
-
-
-def test_a_gradient_of_a_tensor_that_is_given_by_keyword_only_is_refused(name: str) -> None:
-    with pytest.raises(SpecError, match="double has a gradient and takes a tensor by keyword only"):
-        declare(name, ("double(Tensor x, *, Tensor by) -> Tensor",), **parts()).load()
+    assert slope(functions, lambda x: functions.double(x, by=by, again=3.0)) == 6.0
+    assert by.grad is not None
+    assert by.grad.item() == 2.0
 
 
 def test_a_changed_schema_is_refused_by_a_plain_load_and_the_old_one_serves_on(name: str) -> None:
@@ -234,11 +224,11 @@ def test_a_gradient_is_replaced_under_a_native_kernel_without_a_build(
     base: Any = importlib.import_module(f"{stable.name}.op").StableBuilder
 
     def cell(slope: float) -> Any:
-        def backward(ctx: Any, grad: Any) -> Any:
+        def backward(grad: Any, *_: Any) -> Any:
             return grad * slope, None, None
 
-        formulas = SimpleNamespace(axpy_backward=backward)
-        methods = {"autograd": lambda _: formulas, "__module__": base.__module__}
+        formulas = SimpleNamespace(axpy=backward)
+        methods = {"backward": lambda _: formulas, "__module__": base.__module__}
         return type("StableBuilder", (base,), methods)().load()
 
     for each in (1.0, 2.0):

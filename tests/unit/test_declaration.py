@@ -116,21 +116,14 @@ def test_check_lets_the_reference_give_the_shapes_that_the_fakes_lack() -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        (
-            "scaled_ad_backward",
-            "is the gradient of no function; did you mean 'scaled_add_backward'",
-        ),
-        ("scaled_add_setup_context", "the autograd has no function 'scaled_add_backward'"),
-        (
-            "scaled_add_backwards",
-            "the autograd has no function 'scaled_add_backward'; did you mean",
-        ),
+        ("scaled_ad", "the backward has no function 'scaled_add'; did you mean 'scaled_ad'"),
+        ("other", "the backward has no function 'scaled_add'"),
     ],
 )
 def test_check_names_a_gradient_that_would_never_be_used(name: str, message: str) -> None:
-    gradients = SimpleNamespace(**{name: lambda ctx, grad: grad})
+    gradients = SimpleNamespace(**{name: lambda grad, x: grad})
     with pytest.raises(SpecError, match=message):
-        check("scaled_add(Tensor x) -> Tensor", reference=Right, autograd=gradients)
+        check("scaled_add(Tensor x) -> Tensor", reference=Right, backward=gradients)
 
 
 def same(x: Tensor, count: int, scale: float = 1.0) -> Tensor:

@@ -217,9 +217,8 @@ class DecoratedBuilder(CUDAOpBuilder):
             cls._made.clear()
         cls.FUNCTIONS.declared.pop(name, None)
         cls.FUNCTIONS.declared[name] = schema
-        for part, endings in REGISTERED.items():
-            for ending in endings:  # of the function that is replaced
-                vars(cls.DECLARED[part]).pop(name + ending, None)
+        for part in REGISTERED:  # of the function that is replaced
+            vars(cls.DECLARED[part]).pop(name, None)
         setattr(cls.DECLARED["reference"], name, function)
 
     @classmethod

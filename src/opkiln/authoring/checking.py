@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opkiln.authoring.gradient import tensors, without_autocast
 from opkiln.errors import DifferenceError
+from opkiln.loading.gradient import tensors, without_autocast
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

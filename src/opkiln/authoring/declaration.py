@@ -11,6 +11,7 @@ from opkiln.authoring.entrance import Entrance
 from opkiln.authoring.parameters import NATIVE, NO_GRAD, texts
 from opkiln.errors import LoadError, SpecError, told_briefly
 from opkiln.loading import schema as schemas
+from opkiln.loading.gradient import takes_output
 from opkiln.loading.schema import require_returns_at_once
 
 TYPE_CHECKING = False
@@ -52,18 +53,17 @@ class DecoratedOp(Protocol[_P, _R_co]):
                 hint="torch.autograd.Function around it",
             )
         require_returns_at_once(self.builder.NAME, function)
-        wants_output = "output" in inspect.signature(function).parameters
         results = self.overload._schema.returns
         if all(str(each.type) == "Tensor" for each in results):
             grads = [f"grad{number or ''}" for number in range(len(results))]
-            self._require_fits(function, grads, ["output"] if wants_output else [])
-        gradient.backward, gradient.wants_output = function, wants_output
-        return self._declare("autograd", "_backward", function)
+            self._require_fits(function, grads, ["output"] if takes_output(function) else [])
+        gradient.replace(function)
+        return self._declare("backward", function)
 
     def fake(self, function: _F) -> _F:
         """Give the shapes of the results instead of running the reference on fake tensors."""
         self._require_fits(function)
-        self._declare("fake", "", function)
+        self._declare("fake", function)
         self._entrance.forget()
         return function
 
@@ -71,7 +71,7 @@ class DecoratedOp(Protocol[_P, _R_co]):
         """Give a batching rule, ``function(info, in_dims, *args)`` -> (result, out_dims)."""
         self._require_fits(function, ["info", "in_dims"])
         self._entrance.batch_with(function)
-        return self._declare("rules", "_vmap", function)
+        return self._declare("vmap", function)
 
     def variant(self, function: _F) -> _F:
         """Give the function that chooses a variant: it takes the op's arguments and returns a value
@@ -84,7 +84,7 @@ class DecoratedOp(Protocol[_P, _R_co]):
             )
         self._require_fits(function)
         self._entrance.choose = self._function.__globals__["choose_"] = function
-        return self._declare("rules", "_variant", function)
+        return self._declare("variant", function)
 
     def tune_key(self, function: _F) -> _F:
         """Give the classes of shapes that ``tune=`` chooses for: the function takes the op's
@@ -97,7 +97,7 @@ class DecoratedOp(Protocol[_P, _R_co]):
             )
         self._require_fits(function)
         tuning.author_key = function
-        return self._declare("rules", "_tune_key", function)
+        return self._declare("tune_key", function)
 
     @told_briefly
     def check(self, *args: _P.args, **kwargs: _P.kwargs) -> _R_co:
@@ -135,9 +135,9 @@ class DecoratedOp(Protocol[_P, _R_co]):
             return found[0]._replace(notes=notes)
         return explaining.Explanations(self.builder.NAME, tuple(found), notes)
 
-    def _declare(self, part: str, ending: str, function: _F) -> _F:
+    def _declare(self, part: str, function: _F) -> _F:
         """Keep a function where whoever asks for the op's functions finds it."""
-        setattr(self.builder.DECLARED[part], self._entrance.name + ending, function)
+        setattr(self.builder.DECLARED[part], self._entrance.name, function)
         return function
 
     def _require_fits(

@@ -38,11 +38,11 @@ from torch import Tensor
 
 from opkiln import signature
 from opkiln.authoring.checking import Comparison
-from opkiln.authoring.gradient import Gradient, tensors, with_defaults, without_autocast
 from opkiln.authoring.parameters import DTYPE, NATIVE, NO_GRAD, UNSERVED
 from opkiln.authoring.variants import Variant, device_of, require_allowed
 from opkiln.decision import terms
 from opkiln.errors import FallbackWarning, LoadError, SpecError, warn_caller
+from opkiln.loading.gradient import Gradient, tensors, with_defaults, without_autocast
 from opkiln.loading.here import here
 from opkiln.loading.register import Function, drop_compiled_graphs, library_of, register_fake
 from opkiln.settings import settings
@@ -93,7 +93,6 @@ class Entrance(Function):
         self._defaults: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         self.reasons: dict[str, None] = {}  # why calls in this process ran as the reference
         self.refused = 0  # such calls
-        self.gradient: Gradient | None = None
         self._first: Any = None  # the torch.library.Library of the default overload
         self._library: Any = None  # that of the others
         self._unserved: Any = None  # that of ``unserved``

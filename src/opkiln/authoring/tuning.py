@@ -16,11 +16,11 @@ from typing import Any
 import torch
 
 from opkiln.authoring.checking import copied, written_arguments
-from opkiln.authoring.gradient import tensors
 from opkiln.builder.base import backend_of
 from opkiln.decision import terms
 from opkiln.digest import key, read_file
 from opkiln.errors import OpkilnError, SealedError, StoreWarning
+from opkiln.loading.gradient import tensors
 from opkiln.machine import cpu_name
 from opkiln.model import EMULATOR_RUNTIME
 from opkiln.settings import settings

@@ -5,10 +5,10 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-from opkiln.authoring.gradient import tensors
 from opkiln.builder.base import backend_of
 from opkiln.decision import terms
 from opkiln.errors import FallbackWarning, LoadError, warn_caller
+from opkiln.loading.gradient import tensors
 from opkiln.loading.here import here
 from opkiln.settings import settings
 

@@ -134,9 +134,10 @@ class OpBuilder:
         """Fake kernels for functions that return tensors: an object with functions by name."""
         return None
 
-    def autograd(self) -> Any:
-        """Gradients: an object with ``<function>_backward(ctx, *grads)`` and, where it saves
-        something, ``<function>_setup_context(ctx, inputs, output)``."""
+    def backward(self) -> Any:
+        """Gradients for functions: an object with functions by name. Each takes ``(*grads,
+        *inputs)`` and returns one gradient for each input, None for those that have none. With a
+        parameter ``output`` it is also given the result."""
         return None
 
     def kernels(self) -> Sequence[str]:
@@ -246,7 +247,7 @@ class OpBuilder:
             schemas=self.SCHEMAS,
             reference=self.reference if has_reference else None,
             fake=self.fake if type(self).fake is not OpBuilder.fake else None,
-            autograd=self.autograd if type(self).autograd is not OpBuilder.autograd else None,
+            backward=self.backward if type(self).backward is not OpBuilder.backward else None,
         )
 
     def _checked_namespace(self, hint: str) -> str:

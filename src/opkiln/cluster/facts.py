@@ -34,8 +34,8 @@ NOT_COMPARED = (
 )
 _WORDS = {
     "fake": "shape function",
-    "autograd": "gradient",
-    "rules": "rule (vmap, variant, tune_key)",
+    "backward": "gradient",
+    **{rule: f"{rule} function" for rule in ("vmap", "variant", "tune_key")},
 }
 _LONGEST = 4000  # characters of a list of parts
 

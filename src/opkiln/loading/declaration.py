@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
     from opkiln.model import Op, Registration
 
-_BACKWARD, _SETUP = REGISTERED["autograd"]
 _CLOSE = 0.8  # how alike two names are that one of them is a slip of the other
 
 # Annotations that a type of a schema may have besides its own.
@@ -53,13 +52,14 @@ def check(op: Op) -> None:
 
 def check_registration(op: str, distribution: str, registration: Registration) -> None:
     """As ``check``."""
-    checks = {"reference": _check_reference, "fake": _check_fake, "autograd": _check_gradients}
     with _one_at_a_time:
-        for part, check_part in checks.items():
+        for part in ("reference", "fake", "backward"):
             provide = getattr(registration, part)
             found = provide and _provided(op, distribution, part, provide)
             if found is not None:
-                check_part(op, registration, found)
+                _check_names(op, registration, part, found)
+                if part == "reference":
+                    _check_reference(op, registration, found)
 
 
 def functions(registration: Registration) -> dict[str, list[tuple[str, Any]]]:
@@ -67,15 +67,14 @@ def functions(registration: Registration) -> dict[str, list[tuple[str, Any]]]:
     registration that gives it. A part that fails gives the class of its exception instead."""
     listed: dict[str, list[tuple[str, Any]]] = {}
     with _one_at_a_time:
-        for part, endings in REGISTERED.items():
+        for part in REGISTERED:
             provide = getattr(registration, part)
             try:
                 given = provide and provide()
             except Exception as error:  # whoever needs the part is told
                 listed[part] = [(f"{part}()", type(error))]
                 continue
-            names = [name + ending for name in registration.names for ending in endings]
-            found = [(name, getattr(given, name, None)) for name in names]
+            found = [(name, getattr(given, name, None)) for name in registration.names]
             if found := [each for each in found if each[1] is not None]:
                 listed[part] = found
     return listed
@@ -105,11 +104,27 @@ def _provided(op: str, distribution: str, what: str, provide: Callable[[], Any])
         raise SpecError(f"op {op}: its {what}() fails", why=why) from error
 
 
+def _check_names(op: str, registration: Registration, part: str, found: Any) -> None:
+    """Raises SpecError for a function that a part lacks. A part other than the reference may lack
+    some, but not where it has one whose name looks like a slip of the pen."""
+    has, names = _functions(found), registration.names
+    strangers = [each for each in has if each not in names]
+    lacking = [each for each in names if getattr(found, each, None) is None]
+    for name, schema in zip(names, registration.schemas, strict=True):
+        returns = schema.rpartition("->")[2].strip() != "()"
+        needed = {
+            "reference": True,
+            "fake": returns and registration.reference is None,
+            "backward": len(lacking) == len(names),
+        }
+        slip = get_close_matches(name, strangers, n=1, cutoff=_CLOSE)
+        if name in lacking and (slip or needed[part]):
+            raise missing(op, part, name, found)
+
+
 def _check_reference(op: str, registration: Registration, found: Any) -> None:
     for name, schema in zip(registration.names, registration.schemas, strict=True):
-        function = getattr(found, name, None)
-        if function is None:
-            raise missing(op, "reference", name, found)
+        function = getattr(found, name)
         if wrong := _contradictions(op, registration.namespace, schema, function):
             raise SpecError(
                 f"op {op}: the schema and the reference of {name} contradict each other",
@@ -118,39 +133,6 @@ def _check_reference(op: str, registration: Registration, found: Any) -> None:
                 ),
                 hint=f"change SCHEMAS, or {name} in {_place(found)}; the C++ function has to agree",
             )
-
-
-def _check_fake(op: str, registration: Registration, found: Any) -> None:
-    has, names = _functions(found), registration.names
-    for name, schema in zip(names, registration.schemas, strict=True):
-        if getattr(found, name, None) is not None:
-            continue
-        strangers = [each for each in has if each not in names]
-        slip = get_close_matches(name, strangers, n=1, cutoff=_CLOSE)
-        returns = schema.rpartition("->")[2].strip() != "()"
-        # What the fakes lack has its shapes from the reference.
-        if slip or (returns and registration.reference is None):
-            raise missing(op, "fake", name, found)
-
-
-def _check_gradients(op: str, registration: Registration, found: Any) -> None:
-    names = registration.names
-    formulas = [each for each in _functions(found) if each.endswith((_BACKWARD, _SETUP))]
-    for formula in formulas:
-        ending = _BACKWARD if formula.endswith(_BACKWARD) else _SETUP
-        name = formula.removesuffix(ending)
-        if name not in names:
-            close = get_close_matches(name, names, n=1, cutoff=0.6)
-            meant = f"; did you mean {close[0] + ending!r}?" if close else ""
-            raise SpecError(
-                f"op {op}: {formula!r} in its autograd is the gradient of no function{meant}",
-                why=f"found in {_place(found)}\nthe op's functions are: {', '.join(names)}",
-                hint=f"rename {formula} to {(close or names)[0]}{ending} in {_place(found)}",
-            )
-        if ending == _SETUP and name + _BACKWARD not in formulas:
-            raise missing(op, "autograd", name + _BACKWARD, found)
-    if not formulas:
-        raise missing(op, "autograd", names[0] + _BACKWARD, found)
 
 
 def _functions(found: Any) -> list[str]:

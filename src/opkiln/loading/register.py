@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
     import torch
 
+    from opkiln.loading.gradient import Gradient
+
     _F = TypeVar("_F", bound=Callable[..., Any])
 
 
@@ -128,7 +130,7 @@ def _are_told(functions: list[Function], registration: Registration) -> bool:
 
 def _tell(functions: list[Function], registration: Registration, anew: bool) -> None:
     # Without the lock: an author's module may declare ops when it is imported.
-    formulas = None if registration.autograd is None else registration.autograd()
+    formulas = None if registration.backward is None else registration.backward()
     with here.lock:
         if not anew and _are_told(functions, registration):
             return  # by another thread, for another backend
@@ -230,7 +232,7 @@ class Function:
         self.mutates = "!" in schema.rpartition("->")[0]  # `Tensor(a!)`: it writes to its argument
         self._told: set[str] = set()  # the parts of a registration that torch has a kernel for
         self._used: dict[str, Callable[..., Any]] = {}  # the functions that were called, by part
-        self._gradient: _Gradient | None = None
+        self.gradient: Gradient | None = None
 
     def overload(self, name: str = "default") -> Any:
         """torch's object for an overload."""
@@ -309,30 +311,18 @@ class Function:
         self.registration = registration
 
     def differentiate(self, formulas: Any) -> bool:
-        """Give it the gradient that is declared now; whether one replaced another. Raises
-        SpecError."""
-        backward = getattr(formulas, f"{self.name}_backward", None)
-        saving = getattr(formulas, f"{self.name}_setup_context", None)
-        if self._gradient is not None:
-            return self._gradient.replace(backward, saving)
+        """Give it the gradient that is declared now; whether one replaced another."""
+        backward = getattr(formulas, self.name, None)
+        if self.gradient is not None:
+            return self.gradient.replace(backward)
         if backward is not None and not self.mutates:
-            self._require_tensors_by_position()
-            self._gradient = _Gradient(self, backward, saving)
+            from opkiln.loading.gradient import Gradient
+
+            self.gradient = Gradient(self.overload(), self.overload(), self.reference)
+            self.gradient.replace(backward)
             library = here.namespaces[self.namespace]
-            library.impl(self.name, self._gradient, "Autograd", with_keyset=True)
+            library.impl(self.name, self.gradient, "Autograd", with_keyset=True)
         return False
-
-    def _require_tensors_by_position(self) -> None:
-        import torch
-
-        if "*" not in self.schema:
-            return
-        if torch._library.utils.has_kwarg_only_tensors(self.overload()._schema):
-            raise SpecError(
-                f"op {self.op}: {self.name} has a gradient and takes a tensor by keyword only",
-                why="torch's autograd follows the tensors that are given by position",
-                hint="SCHEMAS: the tensor before `*`",
-            )
 
     def reference(self, *args: Any, **kwargs: Any) -> Any:
         """The reference."""
@@ -463,31 +453,3 @@ def _overlaps(tensor: torch.Tensor) -> bool:
 
 
 _HARD_TO_SAY = 2  # as torch has it; 0: they do not, 1: they do
-
-
-class _Gradient:
-    """What ``torch.library.register_autograd`` registers, made when it is first called: it has
-    a class or two made for each function, which a load need not wait for. And replaceable: torch's
-    own keeps the first formula."""
-
-    def __init__(self, function: Function, backward: Any, saving: Any) -> None:
-        self._function, self._backward, self._saving = function, backward, saving
-        self._kernel: Callable[..., Any] | None = None
-
-    def replace(self, backward: Any, saving: Any) -> bool:
-        """Take another formula; False if it is this one. A backward pass that has begun ends with
-        the formula it began with."""
-        if backward is self._backward and saving is self._saving:
-            return False
-        self._backward, self._saving, self._kernel = backward, saving, None
-        return True
-
-    def __call__(self, keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        kernel = self._kernel
-        if kernel is None:
-            from torch._library import autograd
-
-            info = autograd.Info(self._backward, self._saving)
-            kernel = autograd.make_autograd_impl(self._function.overload(), info)
-            self._kernel = kernel
-        return kernel(keyset, *args, **kwargs)

@@ -31,10 +31,10 @@ import torch
 from torch import Tensor
 
 from opkiln.authoring.checking import Comparison, copied, written_arguments
-from opkiln.authoring.gradient import tensors
 from opkiln.builder.base import backend_of
 from opkiln.decision import terms
 from opkiln.errors import DifferenceError, FallbackWarning
+from opkiln.loading.gradient import tensors
 from opkiln.settings import override, settings
 
 TYPE_CHECKING = False

@@ -38,7 +38,7 @@ class QuantizerBuilder(CUDAOpBuilder):
     )
     reference = given_by("opkiln.ops.quantizer.reference")
     fake = given_by("opkiln.ops.quantizer.fake")
-    autograd = given_by("opkiln.ops.quantizer.gradients")
+    backward = given_by("opkiln.ops.quantizer.gradients")
 
     def sources(self) -> list[str]:
         if self.build_for_cpu:

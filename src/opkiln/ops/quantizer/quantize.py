@@ -12,7 +12,6 @@ from torch import Tensor
 import opkiln
 from opkiln.errors import ArgumentError, UsageError
 from opkiln.ops.front_ends import call_checked, check_dense, check_wanted, functions_for
-from opkiln.ops.quantizer.gradients import fake_quantize_backward
 from opkiln.ops.quantizer.op import QuantizerBuilder
 from opkiln.ops.quantizer.tensor_fields import each_tensor, moved
 
@@ -198,7 +197,7 @@ def fake_quantize(
     number, later = _offset(offset)
     rest = (bits, group_size, symmetric, stochastic, seed, number, later, narrow_range)
     if not inplace:
-        # torch gives the gradients of its custom ops no form for torch.func.
+        # In transforms of torch.func the op is its reference, whose gradient is zero.
         transformed = torch._C._are_functorch_transforms_active()
         call = _StraightThrough.apply if transformed else _ops(x).fake_quantize
         return call_checked(call, x.contiguous(), *rest)  # type: ignore[no-any-return]
@@ -229,7 +228,9 @@ class _StraightThrough(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         """Nothing is kept."""
 
-    backward = staticmethod(fake_quantize_backward)
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ARG004
+        return grad, *[None] * 8
 
 
 def quantized_reduce(

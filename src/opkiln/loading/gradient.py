@@ -11,6 +11,7 @@ nothing of tangents, and without this they would be zero without an error.
 from __future__ import annotations
 
 import contextlib
+import inspect
 from typing import Any
 
 import torch
@@ -38,6 +39,13 @@ class Gradient:
         self.backward: Callable[..., Any] | None = None
         self.wants_output = False
 
+    def replace(self, backward: Callable[..., Any] | None) -> bool:
+        """Take a formula, or that of the reference again; whether it is another than before. A
+        backward pass that has begun ends with the formula that it began with."""
+        before, self.backward = self.backward, backward
+        self.wants_output = backward is not None and takes_output(backward)
+        return backward is not before
+
     def __call__(self, keyset: Any, *args: Any, **kwargs: Any) -> Any:
         given = tuple(tensors(args, kwargs))
         if _are_functorch_transforms_active() or (
@@ -59,6 +67,7 @@ class _Call:
         self, gradient: Gradient, keyset: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         self.gradient, self._keyset, self._args, self._kwargs = gradient, keyset, args, kwargs
+        self.backward, self.wants_output = gradient.backward, gradient.wants_output
         self.form: Any = None  # of the result, which autograd takes and gives as flat tuples
 
     def below_autograd(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -77,9 +86,9 @@ class _Call:
         """The gradients of the tensors by the author's formula, which gives one for each argument.
         Raises TypeError."""
         args, named = self.with_tensors(given)
-        told = {**named, "output": output} if self.gradient.wants_output else named
-        assert self.gradient.backward is not None
-        found = self.gradient.backward(*grads, *args, **told)
+        told = {**named, "output": output} if self.wants_output else named
+        assert self.backward is not None
+        found = self.backward(*grads, *args, **told)
         found = list(found) if isinstance(found, (tuple, list)) else [found]
         values = (*self._args, *self._kwargs.values())
         if len(found) != len(values):
@@ -98,7 +107,7 @@ class _Function(torch.autograd.Function):
         result = call.below_autograd(args, kwargs)
         call.form, flat = _form_of(result), _leaves(result)
         ctx.call, ctx.inputs = call, len(given)
-        ctx.save_for_backward(*given, *(flat if call.gradient.wants_output else ()))
+        ctx.save_for_backward(*given, *(flat if call.wants_output else ()))
         ctx.mark_non_differentiable(
             *(each for each in flat if isinstance(each, Tensor) and not _has_gradient(each))
         )
@@ -108,9 +117,8 @@ class _Function(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         call, saved = ctx.call, ctx.saved_tensors
         given, output = saved[: ctx.inputs], saved[ctx.inputs :]
-        gradient = call.gradient
         with without_autocast(given):
-            if gradient.backward is not None:
+            if call.backward is not None:
                 whole = _rebuilt(call.form, iter(output)) if output else None
                 return (None, *call.by_author(given, whole, grads))
             return (None, *_of_reference(call, given, ctx.needs_input_grad[1:], grads))
@@ -144,6 +152,11 @@ def _of_reference(
             )
         )  # fmt: skip
     return [next(found) if need else None for need in needed]
+
+
+def takes_output(backward: Callable[..., Any]) -> bool:
+    """Whether a formula is to be given the result of the op."""
+    return "output" in inspect.signature(backward).parameters
 
 
 def with_defaults(
