@@ -311,7 +311,7 @@ def with_device(
     cuda = any(s.endswith(".cu") for s in spec.sources) if with_cuda is None else with_cuda
     sycl = any(s.endswith(".sycl") for s in spec.sources) if with_sycl is None else with_sycl
     if cuda and sycl:
-        raise UsageError(f"op {spec.name}: one library cannot hold both CUDA and SYCL code")
+        raise UsageError(f"op {spec.title}: one library cannot hold both CUDA and SYCL code")
     if cuda:
         from opkiln.toolchain.rocm import is_rocm_pytorch
 

@@ -106,6 +106,11 @@ class OpSpec(Record):
     declared_by: str = BUILDER  # for messages; in no key
 
     @property
+    def title(self) -> str:
+        """Its name for people, as ``transformer (norms, float32)``."""
+        return in_words(self.name)
+
+    @property
     def is_known_by_name(self) -> bool:
         """Whether a command such as `opkiln build NAME` finds it."""
         return self.distribution not in (ONE_CALL, PROGRAM)
@@ -160,9 +165,9 @@ class Registration(Record):
     reference: Callable[[], Any] | None  # gives an object with a function of each name
     fake: Callable[[], Any] | None = None  # gives such an object for fake tensors
     backward: Callable[[], Any] | None = None  # gives an object with the gradients
-    vmap: Callable[[], Any] | None = None  # gives the rules of a decorated function, as these two
-    variant: Callable[[], Any] | None = None
-    tune_key: Callable[[], Any] | None = None
+    vmap: Callable[[], Any] | None = None  # gives the batching rules of decorated functions
+    variant: Callable[[], Any] | None = None  # gives what chooses their variants
+    tune_key: Callable[[], Any] | None = None  # gives what names their classes of shapes
     # The overloads that a library's function is registered as; "" is the default one.
     overloads: tuple[str, ...] = ("",)
     defined: bool = False  # torch has been told of it by whoever declared it

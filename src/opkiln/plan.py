@@ -157,14 +157,14 @@ def check(spec: OpSpec) -> None:
     """Refuse a declaration that cannot be built or must not be. Raises SpecError."""
     check_names(spec.distribution, spec.name)
     if not spec.sources:
-        raise SpecError(f"op {spec.name} declares no sources")
+        raise SpecError(f"op {spec.title} declares no sources")
     for source, _ in spec.inline:
         if "/" in source or source.startswith("."):
-            raise SpecError(f"op {spec.name}: {source!a} cannot be the name of a source in text")
+            raise SpecError(f"op {spec.title}: {source!a} cannot be the name of a source in text")
     paths = [os.path.normpath(source) for source in spec.sources]
     if twice := next((path for path in paths if paths.count(path) > 1), ""):
         raise SpecError(
-            f"op {spec.name}: the source {twice} is listed twice",
+            f"op {spec.title}: the source {twice} is listed twice",
             why="each source is compiled to one object, and the linker would find all of its "
             "functions twice",
         )
@@ -172,7 +172,7 @@ def check(spec: OpSpec) -> None:
         known = host.SOURCES + _DEVICE_SOURCES.get(CUDA if spec.emulated else spec.backend, ())
         if not source.endswith(known):
             raise SpecError(
-                f"op {spec.name}: no compiler is known for the source {source!r}",
+                f"op {spec.title}: no compiler is known for the source {source!r}",
                 why=f"sources for {spec.backend} end in " + ", ".join(known),
             )
     flags.check(spec.name, spec.cxx_args)
@@ -183,7 +183,7 @@ def check(spec: OpSpec) -> None:
         # compilers escape a colon, so that an escaped one cannot be told from one that is not.
         if not flags.encodable(path) or any(each in path for each in ("\0", "\n", "=", "\\:")):
             raise SpecError(
-                f"op {spec.name}: the path {path!r} cannot be built from",
+                f"op {spec.title}: the path {path!r} cannot be built from",
                 why="it holds a newline, a NUL, a '=', a '\\:' or a lone surrogate, which "
                 "dependency files, prefix maps and programs' arguments cannot express",
                 hint="move the sources to a directory without these characters",
@@ -242,7 +242,7 @@ def _check_cross(spec: OpSpec, target: Target) -> None:
     else:
         return
     raise SpecError(
-        f"op {spec.name} cannot be built for {target.machine} here",
+        f"op {spec.title} cannot be built for {target.machine} here",
         why=f"it needs {needs} of that machine",
         hint=f"opkiln build {spec.name}    # on {target.machine}",
     )
@@ -361,7 +361,7 @@ def author_flags(plan: Plan, module: str) -> Flags:
         why = "opkiln itself divides its sources for the host compiler and NVRTC"
         hint = "OPKILN_CUDA=nvcc"
     if why:
-        what = f"op {plan.spec.name} cannot be described by flags alone"
+        what = f"op {plan.spec.title} cannot be described by flags alone"
         raise SpecError(what, why=why, hint=hint)
     places = anchors(plan, "")
     compiles = [step for step in plan.steps if step.kind == "compile"]
@@ -371,7 +371,7 @@ def author_flags(plan: Plan, module: str) -> Flags:
         for path in (plan.spec.root, *plan.spec.include_dirs):
             if any(char in path for char in '$`"\\'):
                 raise SpecError(
-                    f"op {plan.spec.name}: {path!r} cannot be passed to nvcc",
+                    f"op {plan.spec.title}: {path!r} cannot be passed to nvcc",
                     why="nvcc hands its arguments to a shell, which would interpret a character "
                     "of it",
                     hint="move it to a path without these characters",

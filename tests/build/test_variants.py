@@ -96,7 +96,7 @@ def test_values_that_are_not_listed_run_the_reference_and_the_user_is_told() -> 
         sized(five), sized(no_size)  # told once
     text = str(sized.explain(SIZE=4, T="float"))
     assert "sized: the reference ran: no variant has SIZE=5" in text
-    assert "sized__SIZE_4_T_float: " in text
+    assert "sized (SIZE_4_T_float): " in text
     with pytest.raises(LoadError, match="has no variant for these arguments"):
         sized.check(five)
 

@@ -284,7 +284,7 @@ def test_variants_in_the_same_state_share_a_row_and_a_problem() -> None:
         op("attn__HEAD_96", missing, variant_of="attn"),
     )
     rows = facts.ops(ops).rows
-    assert [row[0].text for row in rows] == ["attn (2 variants)", "attn__HEAD_80"]
+    assert [row[0].text for row in rows] == ["attn (2 variants)", "attn (HEAD_80)"]
     (problem,) = collect.problems(ops, None)
     assert problem.subject == "attn"
 

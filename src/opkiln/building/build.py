@@ -78,7 +78,7 @@ def _build(plan: Plan, store: Store, since: float) -> Artifact:
     except OSError as error:
         where = f" ({error.filename})" if error.filename else ""
         raise StoreError(
-            f"op {spec.name} cannot be built: {error.strerror or error}{where}",
+            f"op {spec.title} cannot be built: {error.strerror or error}{where}",
             hint="set OPKILN_TMPDIR and OPKILN_CACHE_DIR to directories with space",
         ) from error
 
@@ -114,7 +114,7 @@ def _take_turn(plan: Plan, store: Store, since: float) -> Artifact:
 
     limit = settings.build_timeout
     with lock.turn(
-        store.root, f"{intent}-{build_name}", arrived, waiting, what=f"op {spec.name}",
+        store.root, f"{intent}-{build_name}", arrived, waiting, what=f"op {spec.title}",
         limit=limit, since=since,
     ) as got:  # fmt: skip
         if isinstance(got, Artifact):
@@ -162,7 +162,7 @@ class _Build:
                     artifact = self._stage(stage, began)
                 except UnusableFile as error:
                     raise InputError(
-                        f"op {spec.name} cannot be built: {error.filename} cannot be read",
+                        f"op {spec.title} cannot be built: {error.filename} cannot be read",
                         why=error.strerror or "",
                         hint=shlex.join(["ls", "-lL", str(error.filename)]),
                     ) from error

@@ -95,14 +95,14 @@ def compile_error(
     )
     ended = _killer(failed.completed.returncode, output)
     if ended:
-        return _killed(f"op {spec.name}: {failed.task.label}", ended, kept, killed_before)
+        return _killed(f"op {spec.title}: {failed.task.label}", ended, kept, killed_before)
     what = (
         "does not compile"
         if failed.task.label.endswith((".cpp", ".cc", ".cxx", ".cu"))
         else "failed"
     )
     return CompileError(
-        f"op {spec.name}: {failed.task.label} {what}",
+        f"op {spec.title}: {failed.task.label} {what}",
         why=f"{first_error(output)}\n{kept}",
         hint=_hint(output, plan),
     )
@@ -163,7 +163,7 @@ def no_space(spec: OpSpec, directory: str) -> StoreError:
         for name in names
     )
     return StoreError(
-        f"op {spec.name} cannot be built in {directory}: the disk was full after {used} bytes",
+        f"op {spec.title} cannot be built in {directory}: the disk was full after {used} bytes",
         why=publish.room_in_words(room),
         hint="set OPKILN_TMPDIR to a node-local directory with space",
     )

@@ -98,7 +98,7 @@ class LoadTest:
                 done = self._child.finish(limit)
         except BuildTimeout:
             raise BuildTimeout(
-                f"{spec.name} was built, but loading it took longer than {limit:g} s",
+                f"{spec.title} was built, but loading it took longer than {limit:g} s",
                 why="a constructor of the library does not end; nothing was published",
                 hint=f"OPKILN_BUILD_TIMEOUT={max(60, int(limit) * 2)}" if limit < _LIMIT else "",
             ) from None
@@ -122,13 +122,13 @@ def _refused(spec: OpSpec, path: str, done: Completed) -> LoadTestError | StoreE
         # The cause is this process's scratch directory, not the op. Processes that wait for this
         # build then build for themselves.
         return StoreError(
-            f"{spec.name} was built in {os.path.dirname(path)}, but cannot be loaded from there",
+            f"{spec.title} was built in {os.path.dirname(path)}, but cannot be loaded from there",
             why=f"the file system is mounted noexec\n{reason}",
             hint="set OPKILN_TMPDIR to a node-local directory that is not mounted noexec",
         )
     missing = reason.partition("undefined symbol: ")[2].split(",")[0].strip()
     return LoadTestError(
-        f"{spec.name} was built but cannot be loaded",
+        f"{spec.title} was built but cannot be loaded",
         why=reason.replace(missing, shown(missing)) if missing else reason,
         hint=wording.undefined_symbol(spec) if missing else "",
     )
@@ -157,7 +157,7 @@ def inspect(spec: OpSpec, target: Target, torch: TorchSDK | None, path: str) -> 
     found = elf.read(path)
     if found.machine != target.machine:
         raise LoadTestError(
-            f"{spec.name} should be for {target.machine}, but its library is for {found.machine}",
+            f"{spec.title} should be for {target.machine}, but its library is for {found.machine}",
             why="the compiler produces code for another machine than it reports",
         )
     if spec.kind == EXECUTABLE:
@@ -172,7 +172,7 @@ def inspect(spec: OpSpec, target: Target, torch: TorchSDK | None, path: str) -> 
         missing = sorted(unresolved)[0]
         more = f" and {len(unresolved) - 1} more" if len(unresolved) > 1 else ""
         raise LoadTestError(
-            f"{spec.name} was built but could not be loaded on {target.machine}",
+            f"{spec.title} was built but could not be loaded on {target.machine}",
             why=f"undefined symbol: {shown(missing)}{more}",
             hint=wording.undefined_symbol(spec),
         )
@@ -181,7 +181,7 @@ def inspect(spec: OpSpec, target: Target, torch: TorchSDK | None, path: str) -> 
 def _require_no_schema(spec: OpSpec, found: elf.Elf) -> None:
     if any(name == _DEFINES for _, name, _ in found.symbols):
         raise LoadTestError(
-            f"{spec.name} defines a schema in C++, but SCHEMAS already defines it in Python",
+            f"{spec.title} defines a schema in C++, but SCHEMAS already defines it in Python",
             why="the second definition would abort the process that loads it",
             hint="STABLE_TORCH_LIBRARY_IMPL    # in place of STABLE_TORCH_LIBRARY and _FRAGMENT",
         )

@@ -157,7 +157,7 @@ def _refusal(spec: OpSpec, step: Step, stray: limits.Stray) -> StepRefused:
         did = f"{name} started {stray.path}"
         why = f"{stray.path} is not a program of the toolchain"
     return StepRefused(
-        f"op {spec.name}: {task} is refused: {did}",
+        f"op {spec.title}: {task} is refused: {did}",
         why=f"{why}: {_WHOLE}\nnothing was published",
         hint=f"opkiln plan {spec.name}    # shows the flags",
     )

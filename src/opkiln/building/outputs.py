@@ -104,7 +104,7 @@ class Stage:
                     return found
             self.made.clear()
         sources = [step.source for step in first if step.output not in self.made]
-        what = f"op {self.plan.spec.name}: its files were edited during each of {_ROUNDS} builds"
+        what = f"op {self.plan.spec.title}: its files were edited during each of {_ROUNDS} builds"
         if sources and sources[0]:
             what = f"{sources[0]} or one of its includes was edited during all {_ROUNDS} compiles"
         raise SourcesChanging(
@@ -201,7 +201,7 @@ def _translated(plan: Plan, directory: str) -> Staged | None:
     torch = plan.toolchain.torch
     if torch is None:
         raise BuildError(
-            f"op {plan.spec.name} needs torch to be built for ROCm",
+            f"op {plan.spec.title} needs torch to be built for ROCm",
             why="torch's hipify translates its sources, but torch is not installed",
             hint="pip install torch",
         )
@@ -424,7 +424,7 @@ _QUOTED = '"$`\\'  # what a shell interprets also between double quotes
 
 def _not_passed(plan: Plan, step: Step, argument: str) -> BuildError:
     return BuildError(
-        f"op {plan.spec.name}: {argument!r} cannot be passed to the compiler",
+        f"op {plan.spec.title}: {argument!r} cannot be passed to the compiler",
         why=f"{step.words[0]} passes its arguments to a shell, which would interpret a "
         "character of it",
         hint="move it to a path of plain letters, digits, '.', '_' and '-'; "

@@ -97,7 +97,7 @@ def missing_kernels(
     if _uses_op_header(spec):
         return misfit(spec, ())
     key = DISPATCH_KEYS[spec.backend][0]
-    what = f"op {spec.name}: its library registers no {key} kernel for {', '.join(missing)}"
+    what = f"op {spec.title}: its library registers no {key} kernel for {', '.join(missing)}"
     why = "m.impl() is missing, or its namespace, name or dispatch key differs"
     if others:
         why += f"\nthere is a kernel for {', '.join(others)}"
@@ -128,22 +128,22 @@ def misfit(spec: OpSpec, functions: Sequence[Function]) -> tuple[str, str, str]:
     listed = ", ".join(f"{each.name} for {each.device}" for each in functions)
     has = f"it has {listed}" if listed else "OPKILN_OP is missing"
     if not schemas:
-        what = f"op {spec.name} declares no schemas for the functions of its library"
+        what = f"op {spec.title} declares no schemas for the functions of its library"
         example = f'SCHEMAS = ("{functions[0].name}(Tensor x) -> Tensor",)    # in the builder'
         return what, f"{has}\nthey are registered with the schemas of their declaration", example
     for each in functions:
         schema = schemas.get(each.name, "")
         if schema and (found := differences(schema, each.signature)):
-            what = f"op {spec.name}: the C++ function {each.name} does not fit its schema"
+            what = f"op {spec.title}: the C++ function {each.name} does not fit its schema"
             why = "\n".join([*found, f"schema: {of_schema(schema)}", f"C++:    {each.signature}"])
             return what, why, cpp(schema) or "op.h has no C++ type for a part of the schema"
     there = {each.name for each in functions if each.device in devices(spec)}
     wanted = (each.partition("::")[2] for each in spec.kernels)
     if missing := [name for name in wanted if name not in there]:
-        what = f"op {spec.name}: its library has no {device} function {', '.join(missing)}"
+        what = f"op {spec.title}: its library has no {device} function {', '.join(missing)}"
         return what, has, f"OPKILN_OP({missing[0]}, {device});    // after the function"
     extra = ", ".join(each.name for each in functions if each.name not in schemas)
-    what = f"op {spec.name}: its library has {extra}, which no schema declares"
+    what = f"op {spec.title}: its library has {extra}, which no schema declares"
     return what, f"the schemas declare {', '.join(schemas)}", "add a schema, or remove OPKILN_OP"
 
 

@@ -226,7 +226,7 @@ class _Agreeing:
                 if vote.digest:
                     loader.load(op, must_be_native=True)
                 else:
-                    what = f"op {op.spec.name} runs as its pure-PyTorch reference on all ranks"
+                    what = f"op {op.spec.title} runs as its pure-PyTorch reference on all ranks"
                     warn_caller(f"{what}: {vote.reason}", FallbackWarning)
         return Agreement(choices)
 

@@ -173,7 +173,7 @@ class _Sharing:
         """Nobody builds it. If it has a reference, that serves on all ranks. Raises why this rank
         cannot build it if it has none."""
         error = self.worker.error or ClusterError(
-            f"op {self.op.spec.name} was not built", why="the rank that built it fell silent"
+            f"op {self.op.spec.title} was not built", why="the rank that built it fell silent"
         )
         if not self.op.has_reference:
             raise error

@@ -93,7 +93,7 @@ def wanted(op: Op) -> Wanted:
     if not asked:
         if not native:
             raise LoadError(
-                f"op {op.spec.name} has no {_name(backend)} architecture to be built for",
+                f"op {op.spec.title} has no {_name(backend)} architecture to be built for",
                 why=f"{why_no_device(backend)}, and no list of architectures is set",
                 hint=_elsewhere(op),
             )
@@ -101,7 +101,7 @@ def wanted(op: Op) -> Wanted:
     listed = _listed() if "all" in asked.lower() and backend == CUDA else None
     if asked.strip().lower() == "native" and not native:
         raise LoadError(
-            f"op {op.spec.name} has no {_name(backend)} architecture to be built for",
+            f"op {op.spec.title} has no {_name(backend)} architecture to be built for",
             why=f"{_asker(origin)} asks for native, and {why_no_device(backend)}",
             hint=_elsewhere(op),
         )
@@ -117,7 +117,7 @@ def wanted(op: Op) -> Wanted:
         kept, removed = language.filtered(named, op.rule)
     if not kept:
         raise LoadError(
-            f"op {op.spec.name} has no {_name(backend)} architecture to be built for",
+            f"op {op.spec.title} has no {_name(backend)} architecture to be built for",
             why=f"{_asker(origin)} asks for {language.show(named)}, and the op's filter removed "
             f"{language.show(removed)}",
             hint=f"opkiln arch --op {op.spec.name} all",
@@ -215,7 +215,7 @@ def fitted(op: Op, needs: Wanted, target: Target, toolchain: Toolchain) -> Targe
         return target
     if target.backend != CUDA or not needs.native:
         raise ToolchainError(
-            f"op {op.spec.name} cannot be compiled for {language.show(a for a, _ in refused)}",
+            f"op {op.spec.title} cannot be compiled for {language.show(a for a, _ in refused)}",
             why="\n".join(f"{arch}: {reason}" for arch, reason in refused)
             + f"\nthe toolkit is {_name(target.backend)} {device.version}, {device.home}",
             hint=_instead(op, target.backend, [a for a in archs if a not in dict(refused)], listed),
@@ -225,7 +225,7 @@ def fitted(op: Op, needs: Wanted, target: Target, toolchain: Toolchain) -> Targe
         if note not in _told:
             _told.add(note)
             newer = _newer_toolkit(device)
-            warn_caller(f"op {op.spec.name}: {note}\nhint: {newer}", ArchWarning)
+            warn_caller(f"op {op.spec.title}: {note}\nhint: {newer}", ArchWarning)
     return target._replace(archs=tuple(map(str, chosen)))
 
 
@@ -384,7 +384,7 @@ def require_coverage(op: Op, needs: Wanted) -> None:
         if not language.covers(code, language.parse(name)[0]):
             origin = _asker(needs.origin)
             raise LoadError(
-                f"op {op.spec.name} for {language.show(code)} cannot run on this machine's {name}",
+                f"op {op.spec.title} for {language.show(code)} cannot run on this machine's {name}",
                 why=f"{origin} asks for {needs.asked}"
                 + (f", of which the op's filter left {language.show(code)}" if op.rule else ""),
                 hint=f"export {_variable(backend)}=native" if origin.isupper() else "",
@@ -446,7 +446,7 @@ def runnable(spec: OpSpec) -> TorchSDK | None:
     op can run here at all."""
     if machine.system() != "linux":
         raise LoadError(
-            f"op {spec.name} has no native version for {machine.system()}",
+            f"op {spec.title} has no native version for {machine.system()}",
             why="native ops are built and loaded on Linux, x86-64 and aarch64",
         )
     if spec.abi == ABI_NONE:
@@ -454,11 +454,11 @@ def runnable(spec: OpSpec) -> TorchSDK | None:
     sdk = torch_sdk.find()
     if sdk is None:
         raise LoadError(
-            f"op {spec.name} needs torch", why="torch is not installed", hint="pip install torch"
+            f"op {spec.title} needs torch", why="torch is not installed", hint="pip install torch"
         )
     if spec.abi == ABI_STABLE and not torch_sdk.has_stable_abi(sdk):
         raise LoadError(
-            f"op {spec.name} needs torch {STABLE_VERSION} or later",
+            f"op {spec.title} needs torch {STABLE_VERSION} or later",
             why=f"torch {sdk.version} lacks the stable ABI",
             hint=f"pip install 'torch>={STABLE_VERSION}'",
         )
@@ -476,7 +476,7 @@ def require_cpu(spec: OpSpec, target: Target) -> None:
     """Refuse to load what was asked for by name and cannot run on this CPU. Raises LoadError."""
     if lacks := lacking(target):
         raise LoadError(
-            f"op {spec.name} for {cpu.CPU(target.cpu, target.cpu_features)} cannot run here",
+            f"op {spec.title} for {cpu.CPU(target.cpu, target.cpu_features)} cannot run here",
             why=f"it needs {', '.join(lacks)}, which this CPU lacks",
             hint="OPKILN_CPU=native",
         )
@@ -488,4 +488,4 @@ def require_sycl_device(spec: OpSpec) -> None:
 
     if missing := libsycl.no_device(settings.ocl_icd_filenames):
         why, hint = missing
-        raise LoadError(f"op {spec.name} has no SYCL device to run on", why=why, hint=hint)
+        raise LoadError(f"op {spec.title} has no SYCL device to run on", why=why, hint=hint)

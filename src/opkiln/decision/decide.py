@@ -84,7 +84,7 @@ def _native(request: Request, trace: Trace) -> Serve | Build | Ask | Fetch:
     op, spec = request.op, request.op.spec
     if request.use == LOAD:
         if terms.prefers_reference(request):
-            raise LoadError(f"op {spec.name} runs as its reference", why="OPKILN_MODE=reference")
+            raise LoadError(f"op {spec.title} runs as its reference", why="OPKILN_MODE=reference")
         if spec.backend != CPU:
             from opkiln.decision import archs
 

@@ -228,13 +228,13 @@ def plan_for(spec: OpSpec, target: Target, toolchain: Toolchain) -> Plan:
         if not os.path.isfile(os.path.join(spec.root, source)):
             if archive := _archive_of(spec.root):
                 raise BuildError(
-                    f"op {spec.name} cannot be compiled: its sources are inside {archive}",
+                    f"op {spec.title} cannot be compiled: its sources are inside {archive}",
                     why="a compiler reads files on disk, and these are packed in a zip file",
                     hint="install the package with pip, which unpacks it; do not import the zip",
                 )
             there = os.path.exists(os.path.join(spec.root, source))
             raise SpecError(
-                f"op {spec.name}: the source {source} "
+                f"op {spec.title}: the source {source} "
                 f"{'is not a regular file' if there else 'does not exist'}",
                 why=f"sources are looked for in {spec.root}",
                 hint="check its name; in a wheel, list it in the package's data files",
@@ -243,12 +243,12 @@ def plan_for(spec: OpSpec, target: Target, toolchain: Toolchain) -> Plan:
         torch = toolchain.torch
         if torch is None:
             raise BuildError(
-                f"op {spec.name} needs torch to be built", why="torch is not installed",
+                f"op {spec.title} needs torch to be built", why="torch is not installed",
                 hint="pip install torch",
             )  # fmt: skip
         if spec.abi == ABI_STABLE and not torch_sdk.has_stable_abi(torch):
             raise BuildError(
-                f"op {spec.name} needs torch {STABLE_VERSION} or later to be built",
+                f"op {spec.title} needs torch {STABLE_VERSION} or later to be built",
                 why=f"torch {torch.version} lacks the stable ABI's headers",
                 hint=f"pip install 'torch>={STABLE_VERSION}'",
             )

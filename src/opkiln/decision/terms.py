@@ -117,7 +117,7 @@ def refusal(spec: OpSpec, reason: str) -> CompilingOff:
     kind = SealedError if sealed() else CompilingOff
     if unasked := why_no_tier_is_asked():
         reason += f"\nno tier of OPKILN_REMOTES was asked: {unasked}"
-    return kind(f"op {spec.name} would have to be compiled", why=reason, hint=_hint(spec))
+    return kind(f"op {spec.title} would have to be compiled", why=reason, hint=_hint(spec))
 
 
 def about_to_compile(spec: OpSpec) -> None:
@@ -126,7 +126,7 @@ def about_to_compile(spec: OpSpec) -> None:
         raise refusal(spec, never_compiles())
     if _seal == "warn":
         warnings.warn(
-            f"op {spec.name} is compiled after opkiln was sealed\nhint: {_hint(spec)}",
+            f"op {spec.title} is compiled after opkiln was sealed\nhint: {_hint(spec)}",
             FallbackWarning,
             stacklevel=2,
         )

@@ -17,7 +17,7 @@ from opkiln.errors import OpkilnError, UsageError
 from opkiln.facts import Hasher
 from opkiln.loading import loader
 from opkiln.loading.here import Loaded
-from opkiln.model import Artifact, Op, place_of
+from opkiln.model import Artifact, Op, in_words, place_of
 from opkiln.observing import limits, observer
 from opkiln.store import entry, key
 from opkiln.store.key import changes
@@ -44,8 +44,8 @@ class Explanation(NamedTuple):
     notes: tuple[str, ...] = ()  # what calls in this process came to
 
     def __str__(self) -> str:
-        lines = [f"{self.op}: {each}" for each in self.notes]
-        lines.append(f"{self.op}: {self.verdict}")
+        op = in_words(self.op)
+        lines = [*(f"{op}: {each}" for each in self.notes), f"{op}: {self.verdict}"]
         lines += [f"  {each}".replace("\n", "\n    ") for each in self.candidates]
         if self.new_process:
             lines.append(f"a new process: {self.new_process}")

@@ -31,7 +31,7 @@ from opkiln.errors import (
 from opkiln.loading import native, register
 from opkiln.loading.here import Loaded, here
 from opkiln.loading.native import beside, of_its_own, open_artifact
-from opkiln.model import EXECUTABLE, LIBRARY, Artifact, Op, in_words
+from opkiln.model import EXECUTABLE, LIBRARY, Artifact, Op
 from opkiln.settings import origin_of, override, settings, unknown
 from opkiln.trust import usable_by_owner
 
@@ -150,7 +150,7 @@ def _serve(op: Op, must_be_native: bool, again: bool) -> Loaded:
         value = opened if functions is None else functions
         return Loaded(value, artifact, outcome.trace, op)
     raise LoadError(
-        f"op {op.spec.name} cannot be loaded",
+        f"op {op.spec.title} cannot be loaded",
         why=f"what was found or built was gone when it was opened, {_ATTEMPTS} times",
         hint="opkiln cache verify",
     )
@@ -341,7 +341,7 @@ def _tell_fallback(op: Op, outcome: Reference) -> None:
         return
     mine.is_told = True
     error = outcome.error
-    lines = [f"op {in_words(op.spec.name)} runs as its pure-PyTorch reference: {error.what}"]
+    lines = [f"op {op.spec.title} runs as its pure-PyTorch reference: {error.what}"]
     lines += [f"  {line}" for line in (*error.why.splitlines(), *_passed_over(op, outcome.trace))]
     if error.hint:
         lines.append(f"hint: {error.hint}")

@@ -67,7 +67,7 @@ def open_artifact(spec: OpSpec, path: str, registration: Registration | None = N
     except (OSError, ImportError) as error:
         if spec.kind == PYTHON and "is already registered" in str(error):
             raise ReloadError(
-                f"{spec.name} cannot be loaded: another library of this process binds one of its "
+                f"{spec.title} cannot be loaded: another library of this process binds one of its "
                 "C++ classes",
                 why=f"{error}\npybind11 knows a class by its C++ type, once per process",
                 hint="restart the process, or bind it for one module alone: "
@@ -80,7 +80,7 @@ def open_artifact(spec: OpSpec, path: str, registration: Registration | None = N
             how = wording.of(spec).no_module
             hint = f"{how}; there is no PYBIND11_MODULE in it" if how else ""
         raise LoadError(
-            f"{spec.name} cannot be loaded from {path}", why=str(error), hint=hint
+            f"{spec.title} cannot be loaded from {path}", why=str(error), hint=hint
         ) from error
 
 
@@ -170,7 +170,7 @@ def beside(spec: OpSpec, artifact: Artifact, earlier: list[Artifact]) -> Artifac
             loadtest.check(spec, sdk, artifact.path, after=before, tmpdir=tmpdir)
         except LoadTestError as error:
             raise ReloadError(
-                f"the new build of {spec.name} cannot be loaded beside the old one",
+                f"the new build of {spec.title} cannot be loaded beside the old one",
                 why=f"{error.why}\n(a library that defines its own schemas can be loaded once)",
                 hint="restart the process",
             ) from error
@@ -322,7 +322,7 @@ def adopt(spec: OpSpec, library: Any, registration: Registration | None) -> None
                 _enter(each)
             except LoadError as error:
                 unregister(*_name(spec))
-                raise LoadError(f"op {spec.name}: {error.what}", why=error.why) from error
+                raise LoadError(f"op {spec.title}: {error.what}", why=error.why) from error
 
 
 def _enter(new: Listed) -> None:
@@ -362,7 +362,7 @@ def _walk(spec: OpSpec, listed: Any) -> Iterator[Any]:
     while pointer:
         if pointer.contents.abi != ABI:
             raise LoadError(
-                f"op {spec.name}: its library was built with the op.h of another opkiln",
+                f"op {spec.title}: its library was built with the op.h of another opkiln",
                 why=f"its list of functions has version {pointer.contents.abi}, this opkiln reads "
                 f"version {ABI}",
                 hint=f"opkiln build {spec.name}",

@@ -72,7 +72,7 @@ def fetch(request: Request, target: Target, trace: Trace) -> bool:
                       settings.lock or "")  # fmt: skip
             return False
         with lock.turn(
-            root, f"fetch-{wanted[0]}", arrived, lambda _: None, what=f"op {spec.name}",
+            root, f"fetch-{wanted[0]}", arrived, lambda _: None, what=f"op {spec.title}",
             limit=min(wait, settings.build_timeout),
         ) as got:  # fmt: skip
             if not isinstance(got, lock.Turn):

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from opkiln.model import in_words
 from opkiln.report.collect import Environment, Report, SettingValue, StoreStatus
 from opkiln.report.compilers import BACKENDS, NO_HOST, PROBE, Tool, torch_built_with
 from opkiln.report.layout import age, count, duration, size
@@ -79,7 +80,7 @@ def ops(found: tuple[OpStatus, ...]) -> Section:
         same.setdefault((each.variant_of or each.op, (serving, *others)), []).append(each.op)
     rows = []
     for (op, (first, *more)), names in same.items():
-        name = names[0] if len(names) == 1 else f"{op} ({len(names)} variants)"
+        name = in_words(names[0]) if len(names) == 1 else f"{op} ({len(names)} variants)"
         rows += [(Cell(name), *first[1:]), *more]
     # Reasons that several rows share have a number there, and are shown once, below.
     counted = Counter(row[-1].text for row in rows if row[-1].text)

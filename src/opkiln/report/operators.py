@@ -12,7 +12,7 @@ from opkiln.decision.prebuilt import PREBUILT
 from opkiln.decision.terms import Candidate
 from opkiln.errors import OpkilnError
 from opkiln.loading import loader
-from opkiln.model import CUDA, ROCM
+from opkiln.model import CUDA, ROCM, in_words
 from opkiln.registry import ALL_OPS, builder_of, bundled, declared, libraries
 from opkiln.report import redact
 
@@ -115,7 +115,7 @@ def on_backend(kind: type[OpBuilder], backend: str) -> BackendStatus:
     except OpkilnError as error:
         return BackendStatus(backend, terms.WOULD_FAIL, reason=error.what)
     status, reason, path = terms.summary(outcome)
-    reason = " ".join(reason.split()).removeprefix(f"op {builder.name} ")
+    reason = " ".join(reason.split()).removeprefix(f"op {in_words(builder.name)} ")
     if status == terms.WOULD_COMPILE:
         why = "; ".join(outcome.trace.refusals()) or "not built yet"
         reason = f"{why}: its first use builds it"

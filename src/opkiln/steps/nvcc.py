@@ -132,7 +132,7 @@ def _check_paths(inputs: PlanInputs, name: str) -> None:
         # the path.
         if any(char in path for char in ',"`'):
             raise SpecError(
-                f"op {inputs.spec.name}: {path!r}, from {variable}, cannot be passed to nvcc",
+                f"op {inputs.spec.title}: {path!r}, from {variable}, cannot be passed to nvcc",
                 why="it contains a comma, a quote or a backtick",
                 hint=f"unset {variable}",
             )

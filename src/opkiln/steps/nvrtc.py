@@ -78,7 +78,7 @@ def _check(inputs: PlanInputs) -> None:
         why = "its device code is linked by a step of its own (-rdc=true)"
     else:
         return
-    raise SpecError(f"op {spec.name} needs nvcc", why=why, hint="OPKILN_CUDA=nvcc")
+    raise SpecError(f"op {spec.title} needs nvcc", why=why, hint="OPKILN_CUDA=nvcc")
 
 
 class _Flags:
@@ -107,7 +107,7 @@ class _Flags:
                 self.device += option.words
             elif name not in _NEEDLESS:
                 raise SpecError(
-                    f"op {spec.name}: NVRTC has no flag {' '.join(option.words)!r}",
+                    f"op {spec.title}: NVRTC has no flag {' '.join(option.words)!r}",
                     why="it is one of nvcc's",
                     hint="OPKILN_CUDA=nvcc",
                 )

@@ -28,7 +28,7 @@ def compile_sycl(inputs: PlanInputs, source: str) -> Step:
     if device.family == SYCL_RUNTIME:
         if source.endswith(SOURCES):
             raise ToolchainError(
-                f"op {spec.name}: {source} cannot be compiled here",
+                f"op {spec.title}: {source} cannot be compiled here",
                 why=f"it needs a SYCL compiler, but {device.path} is only a runtime, which "
                 "compiles kernels from text",
                 hint="OPKILN_SYCL_CXX=icpx    (or put the kernels into a .cpp as source text)",

@@ -124,7 +124,7 @@ def choose(
         return toolchain
     if spec is not None and (why := _unfit(backend, spec)):
         raise ToolchainError(
-            f"op {spec.name} cannot be compiled by NVRTC, which {origin_of('cuda')[1]} asks for",
+            f"op {spec.title} cannot be compiled by NVRTC, which {origin_of('cuda')[1]} asks for",
             why=f"{why}; NVRTC compiles CUDA sources that do",
             hint="OPKILN_CUDA=nvcc",
         )

@@ -67,7 +67,7 @@ class Copy:
                 self._keep(path, inline[source].encode("utf-8", "surrogateescape"))
             elif not self._add(path):
                 raise SpecError(
-                    f"op {self._spec.name}: the source {source} does not exist",
+                    f"op {self._spec.title}: the source {source} does not exist",
                     why=f"sources are looked for in {self._spec.root}",
                 )
         self._add_includes()

@@ -138,7 +138,7 @@ def abi_tag(spec: OpSpec, sdk: TorchSDK | None) -> str:
     if spec.abi == ABI_TORCH:
         if sdk is None:
             raise BuildError(
-                f"op {spec.name} needs torch",
+                f"op {spec.title} needs torch",
                 why="torch is not installed",
                 hint="pip install torch",
             )
