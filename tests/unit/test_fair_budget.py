@@ -158,7 +158,7 @@ def test_a_long_queue_starts_no_further_step_before_one_of_a_process_that_has_no
     host.until_waiting("small")
     host.end("long.0")
     host.until_begun(3)
-    # On a slow machine it has starved by now: small.0 took the extra slot, and long.2 that of long.0.
+    # On a slow machine it has starved by now, and has the extra slot; then long.2 follows long.0.
     assert host.begun()[2] == "small.0"
 
 
