@@ -18,10 +18,10 @@ from torch import Tensor
 from opkiln.ops.checks import (
     check_device,
     check_dim,
+    check_dtype,
     check_like,
     check_shape,
     check_within,
-    dtype_name,
 )
 from opkiln.ops.random_ltd.op import kit
 
@@ -194,8 +194,7 @@ def _check_mask(mask: Tensor) -> None:
 
 
 def _check_indices(indices: Tensor) -> None:
-    if indices.dtype not in (torch.int32, torch.int64):
-        raise RuntimeError(f"indices has dtype {dtype_name(indices)}, expected int32 or int64")
+    check_dtype("indices", indices, torch.int32, torch.int64)
 
 
 def _check_within(indices: Tensor, tokens: int) -> None:

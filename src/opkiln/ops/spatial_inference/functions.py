@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opkiln.ops.checks import FLOATS, check_like, check_shape, dtype_name
+from opkiln.ops.checks import FLOATS, check_dtype, check_like, check_shape, widened
 from opkiln.ops.spatial_inference.op import kit
 
 
@@ -31,11 +31,10 @@ def spatial_bias_add(
     dim = _checked(x, bias, other, other_bias, channel_dim)
     shape = [1] * x.dim()
     shape[dim] = x.shape[dim]
-    wide = torch.promote_types(x.dtype, torch.float32)
-    out = x.to(wide) + bias.to(wide).view(shape)
+    out = widened(x) + widened(bias).view(shape)
     if other is not None:
-        rest = other.to(wide)
-        out = out + (rest if other_bias is None else rest + other_bias.to(wide).view(shape))
+        rest = widened(other)
+        out = out + (rest if other_bias is None else rest + widened(other_bias).view(shape))
     like = _result(x, dim)
     out = out.to(x.dtype)
     return out if out.stride() == like.stride() else like.copy_(out)
@@ -85,10 +84,7 @@ def _checked(
     channel_dim: int | None = None,
 ) -> int:
     """The dimension of the channels. Raises RuntimeError."""
-    if x.dtype not in FLOATS:
-        raise RuntimeError(
-            f"x has dtype {dtype_name(x)}, expected float32, bfloat16, float16 or float64"
-        )
+    check_dtype("x", x, *FLOATS)
     dim = _channels(x, channel_dim)
     if other is None and other_bias is not None:
         raise RuntimeError("other_bias is given without other")

@@ -21,13 +21,12 @@ from torch import Tensor
 from opkiln.ops.checks import (
     check_device,
     check_dim,
+    check_dtype,
     check_float,
-    check_int32,
     check_like,
     check_shape,
     check_some,
     check_within,
-    dtype_name,
     widened,
 )
 from opkiln.ops.ragged_device_ops.op import paged as kit
@@ -66,9 +65,8 @@ def listed_blocks(lists: Tensor, lengths: Tensor, block_size: int, width: int) -
     process, or the GPU's context. Raises RuntimeError, naming the argument.
     """
     check_dim("lists", lists, 1)
-    if lists.dtype != torch.int64:
-        raise RuntimeError(f"lists has dtype {dtype_name(lists)}, expected int64")
-    check_int32("lengths", lengths)
+    check_dtype("lists", lists, torch.int64)
+    check_dtype("lengths", lengths, torch.int32)
     check_device("lengths", lengths, lists, "lists")
     check_shape("lengths", lengths, [lists.shape[0]])
     if block_size < 1 or width < 0:
@@ -207,7 +205,7 @@ def _check(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, *tables: Tens
         ("sequences", sequences),
         ("positions", positions),
     ):
-        check_int32(name, given)
+        check_dtype(name, given, torch.int32)
         check_device(name, given, k, "k")
     check_dim("block_table", block_table, 2)
     check_shape("sequences", sequences, [tokens])
