@@ -27,7 +27,6 @@ from opkiln.ops.checks import (
     check_shape,
     check_some,
     check_within,
-    widened,
 )
 from opkiln.ops.ragged_device_ops.op import paged as kit
 from opkiln.ops.rotating import cos_and_sin, rotated
@@ -132,7 +131,10 @@ def paged_kv_rotary(
     check_some("q", q)
     check_like("q", q, k, "k")
     check_shape("q", q, [k.shape[0], q.shape[1], k.shape[2]])
-    c, s = _angles(q, positions, cos, sin, dim, theta)
+    turned, most = dim or q.shape[2], min(q.shape[2], _MOST)
+    if not 0 < turned <= most or turned % 2:
+        raise RuntimeError(f"dim is {turned}, expected an even number from 2 to {most}")
+    c, s = cos_and_sin(positions.clamp(min=0), turned // 2, cos, sin, theta, q.dtype)
     _write(rotated(k, c, s), v, k_cache, v_cache, block_table, sequences, positions)
     return rotated(q, c, s).contiguous()
 
@@ -153,37 +155,6 @@ def _write(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, *tables: Tens
     check_within("block_table", blocks, 0, k_cache.shape[0] - 1)
     k_cache[blocks, places % size] = k[real]
     v_cache[blocks, places % size] = v[real]
-
-
-def _angles(
-    q: Tensor,
-    positions: Tensor,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    dim: int,
-    theta: float,
-) -> tuple[Tensor, Tensor]:
-    """Cosines and sines, [T, 1, pairs]."""
-    head = q.shape[2]
-    turned = dim or head
-    if not 0 < turned <= min(head, _MOST) or turned % 2:
-        raise RuntimeError(f"dim is {turned}, expected an even number from 2 to {min(head, _MOST)}")
-    if (cos is None) != (sin is None):
-        raise RuntimeError("cos and sin are given together, or neither")
-    pairs = turned // 2
-    positions = positions.clamp(min=0)
-    if cos is not None and sin is not None:
-        for name, table in (("cos", cos), ("sin", sin)):
-            check_float(name, table)
-            check_device(name, table, q, "q")
-            check_dim(name, table, 2)
-            check_shape(name, table, [cos.shape[0], pairs])
-        check_like("sin", sin, cos, "cos")
-        check_within("positions", positions, 0, cos.shape[0] - 1)
-        c, s = widened(cos)[positions], widened(sin)[positions]
-    else:
-        c, s = cos_and_sin(positions, pairs, theta, q.dtype)
-    return c[:, None], s[:, None]
 
 
 def _check(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, *tables: Tensor) -> None:
