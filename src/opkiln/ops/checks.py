@@ -86,6 +86,11 @@ def check_dtype(name: str, x: Tensor, *expected: torch.dtype) -> None:
         raise RuntimeError(f"{name} has dtype {_name(x.dtype)}, expected {names}")
 
 
+def check_numel(name: str, x: Tensor, numel: int) -> None:
+    if x.numel() != numel:
+        raise RuntimeError(f"{name} has {x.numel()} elements, expected {numel}")
+
+
 def check_contiguous(name: str, x: Tensor) -> None:
     if not x.is_contiguous():
         raise RuntimeError(
@@ -133,5 +138,4 @@ def check_flat(name: str, x: Tensor, device: torch.device, dtype: torch.dtype, n
     check_on(name, x, device)
     if x.dtype != dtype:
         raise RuntimeError(f"{name} has dtype {cpp_name(x.dtype)}, expected {cpp_name(dtype)}")
-    if x.numel() != numel:
-        raise RuntimeError(f"{name} has {x.numel()} elements, expected {numel}")
+    check_numel(name, x, numel)

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from opkiln.errors import ArgumentError, ArgumentTypeError
+from opkiln.ops.checks import NATIVE
 from opkiln.ops.fp_quantizer.quantizer import FPQuantized, FPQuantizer
 from opkiln.ops.mixed_gemm.functions import finished, packed_gemm
 from opkiln.ops.mixed_gemm.op import ACTIVATIONS, FORMATS, NUMBERS
 from opkiln.ops.quantizer.quantize import Quantized, dequantize
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Rows for each matrix, up to which the kernel is called: it reads a matrix once for each 16 rows,
 # and after the first time from the GPU's cache. Dequantized, packed weights are read three times.
 MOST_ROWS, MOST_PLAIN_ROWS = 32, 16
@@ -163,7 +163,7 @@ def _check_grouped(x: Tensor, shape: tuple[int, ...], offsets: Tensor, bias: Ten
 def _check(
     x: Tensor, shape: tuple[int, ...], bias: Tensor | None, of_bias: tuple[int, ...]
 ) -> None:
-    if x.dtype not in _DTYPES:
+    if x.dtype not in NATIVE:
         raise ArgumentTypeError(f"x has dtype {x.dtype}, expected float32, bfloat16 or float16")
     if x.dim() == 0 or x.shape[-1] != shape[-1]:
         raise ArgumentError(f"x has shape {list(x.shape)}, weight has {list(shape)}")

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from opkiln.ops.checks import check_contiguous, check_like, check_numel, widened
 from opkiln.ops.shm_comm.op import kit
 
 TYPE_CHECKING = False
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 OPS = ("sum", "mean", "product", "max", "min")
-_WIDENED = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Peers(NamedTuple):
@@ -83,7 +83,8 @@ def shm_reduce_scatter_into(out: Tensor, x: Tensor, group: int, op: str = "sum")
     """``shm_reduce_scatter`` into ``out``. Both are contiguous, of any shapes: ``x`` has the
     elements for rank 0 first, as many as ``out`` has."""
     peers = _peers(group)
-    _check_pair(out, x, out.numel() * peers.size == x.numel())
+    _check_pair(out, x)
+    check_numel("x", x, out.numel() * peers.size)
     parts = [part.view(peers.size, out.numel())[peers.rank] for part in peers.gather(x)]
     out.copy_(_combined(parts, op).view(out.shape))
 
@@ -100,7 +101,8 @@ def shm_all_gather(x: Tensor, group: int) -> Tensor:
 def shm_all_gather_into(out: Tensor, x: Tensor, group: int) -> None:
     """``shm_all_gather`` into ``out``. Both are contiguous, of any shapes."""
     peers = _peers(group)
-    _check_pair(out, x, x.numel() * peers.size == out.numel())
+    _check_pair(out, x)
+    check_numel("out", out, x.numel() * peers.size)
     out.copy_(torch.stack([part.view(-1) for part in peers.gather(x)]).view(out.shape))
 
 
@@ -179,11 +181,9 @@ def _peers(group: int) -> Peers:
 def _combined(parts: list[Tensor], op: str) -> Tensor:
     if op not in OPS:
         raise RuntimeError(f"op is {op}, expected sum, mean, product, max or min")
-    dtype = parts[0].dtype
-    wide = torch.float32 if dtype in _WIDENED else dtype
-    result = parts[0].to(wide)
+    result = widened(parts[0])
     for part in parts[1:]:
-        other = part.to(wide)
+        other = widened(part)
         if op in ("sum", "mean"):
             result = result + other
         elif op == "product":
@@ -192,7 +192,7 @@ def _combined(parts: list[Tensor], op: str) -> Tensor:
             result = (torch.maximum if op == "max" else torch.minimum)(result, other)
     if op == "mean":
         result = result / len(parts)
-    return result.to(dtype, copy=True)
+    return result.to(parts[0].dtype, copy=True)
 
 
 def _check_rows(x: Tensor, size: int) -> None:
@@ -203,12 +203,7 @@ def _check_rows(x: Tensor, size: int) -> None:
         )
 
 
-def _check_pair(out: Tensor, x: Tensor, fits: bool) -> None:
-    if not (out.is_contiguous() and x.is_contiguous()):
-        raise RuntimeError("out or x is not contiguous")
-    if out.dtype != x.dtype:
-        raise RuntimeError(f"out has dtype {out.dtype}, x has {x.dtype}")
-    if not fits:
-        raise RuntimeError(
-            f"out has {out.numel()} elements and x has {x.numel()}, which does not fit the ranks"
-        )
+def _check_pair(out: Tensor, x: Tensor) -> None:
+    check_contiguous("out", out)
+    check_contiguous("x", x)
+    check_like("out", out, x, "x")
