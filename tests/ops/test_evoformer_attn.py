@@ -178,7 +178,7 @@ def test_wrong_arguments_are_named() -> None:
     wrong: list[tuple[str, Any]] = [
         ("q has shape", lambda: evoformer_attention(q[0, 0], k, v)),
         ("k has shape", lambda: evoformer_attention(q, k[:, :1], v)),
-        ("v is torch.float16", lambda: evoformer_attention(q, k, v.half())),
+        ("v has dtype float16, q has float32", lambda: evoformer_attention(q, k, v.half())),
         ("mask_bias has shape", lambda: evoformer_attention(q, k, v, mask[..., 1:])),
         ("pair_bias has shape", lambda: evoformer_attention(q, k, v, mask, pair[:, :, :1])),
     ]

@@ -243,10 +243,10 @@ def test_wrong_arguments_are_refused_by_name() -> None:
         ),
         ("as many ends as beginnings", lambda: sparse.Longformer(global_block_end_indices=(0,))),
         ("the layout has 2", lambda: many.blocks(3)),
-        ("q has 2 heads, the layout 3", lambda: sparse.attention(q, q, q, many)),
+        ("layout has shape .3, 2, 2., expected .2 or 1", lambda: sparse.attention(q, q, q, many)),
         ("k has shape", lambda: sparse.SparseSelfAttention(layout)(q, q.mT, q)),
         ("k has shape", lambda: sparse.attention(q, q[:, :1], q, layout)),
-        ("v is torch.float64", lambda: sparse.attention(q, q, q.double(), layout)),
+        ("v has dtype float64, q has float32", lambda: sparse.attention(q, q, q.double(), layout)),
         (
             "key_padding_mask has shape",
             lambda: sparse.attention(q, q, q, layout, key_padding_mask=q[0, 0]),

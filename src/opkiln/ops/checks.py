@@ -8,11 +8,6 @@ from torch import Tensor
 
 NATIVE = (torch.float32, torch.bfloat16, torch.float16)
 FLOATS = (*NATIVE, torch.float64)
-_IN_CPP = {
-    torch.float32: "Float", torch.bfloat16: "BFloat16", torch.float16: "Half",
-    torch.float64: "Double", torch.int8: "Char", torch.uint8: "Byte", torch.int16: "Short",
-    torch.int32: "Int", torch.int64: "Long", torch.bool: "Bool",
-}  # fmt: skip
 
 
 def widened(x: Tensor) -> Tensor:
@@ -23,7 +18,7 @@ def widened(x: Tensor) -> Tensor:
 def check_float(name: str, x: Tensor) -> None:
     if x.dtype not in FLOATS:
         raise RuntimeError(
-            f"{name} has dtype {dtype_name(x)}, expected float32, float16 or bfloat16"
+            f"{name} has dtype {dtype_name(x.dtype)}, expected float32, float16 or bfloat16"
         )
 
 
@@ -49,8 +44,31 @@ def check_shape(name: str, x: Tensor, shape: list[int]) -> None:
 def check_like(name: str, x: Tensor, of: Tensor, of_name: str) -> None:
     """``x`` has the dtype of the other and is where it is."""
     if x.dtype != of.dtype:
-        raise RuntimeError(f"{name} has dtype {dtype_name(x)}, {of_name} has {dtype_name(of)}")
+        raise RuntimeError(
+            f"{name} has dtype {dtype_name(x.dtype)}, {of_name} has {dtype_name(of.dtype)}"
+        )
     check_device(name, x, of, of_name)
+
+
+def check_rows(x: Tensor, x_name: str = "x", /, **rows: Tensor | None) -> None:
+    """``x`` has columns, and each of ``rows`` is like it and has an element for each column."""
+    if x.dim() == 0:
+        raise RuntimeError(f"{x_name} has no dimensions, expected at least 1")
+    for name, row in rows.items():
+        if row is not None:
+            check_like(name, row, x, x_name)
+            check_shape(name, row, [x.shape[-1]])
+
+
+def check_same(x: Tensor, x_name: str = "x", /, **others: Tensor | None) -> None:
+    """Each of ``others`` is like ``x`` and has its shape."""
+    for name, other in others.items():
+        if other is not None:
+            check_like(name, other, x, x_name)
+            if other.shape != x.shape:
+                raise RuntimeError(
+                    f"{name} has shape {list(other.shape)}, {x_name} has {list(x.shape)}"
+                )
 
 
 def check_device(name: str, x: Tensor, of: Tensor, of_name: str) -> None:
@@ -58,9 +76,24 @@ def check_device(name: str, x: Tensor, of: Tensor, of_name: str) -> None:
         raise RuntimeError(f"{name} is on {x.device}, {of_name} is on {of.device}")
 
 
-def check_int32(name: str, x: Tensor) -> None:
-    if x.dtype != torch.int32:
-        raise RuntimeError(f"{name} has dtype {dtype_name(x)}, expected int32")
+def check_dtype(name: str, x: Tensor, *expected: torch.dtype) -> None:
+    if x.dtype not in expected:
+        *first, last = map(dtype_name, expected)
+        names = f"{', '.join(first)} or {last}" if first else last
+        raise RuntimeError(f"{name} has dtype {dtype_name(x.dtype)}, expected {names}")
+
+
+def check_numel(name: str, x: Tensor, numel: int) -> None:
+    if x.numel() != numel:
+        raise RuntimeError(f"{name} has {x.numel()} elements, expected {numel}")
+
+
+def check_contiguous(name: str, x: Tensor) -> None:
+    if not x.is_contiguous():
+        raise RuntimeError(
+            f"{name} is not contiguous: its shape is {list(x.shape)}, its strides are "
+            f"{list(x.stride())}"
+        )
 
 
 def check_within(name: str, values: Tensor, least: int, most: int) -> None:
@@ -76,20 +109,13 @@ def check_all(holds: Tensor, what: str) -> None:
     torch._assert_async(holds.all(), what)
 
 
-def dtype_name(x: Tensor) -> str:
-    return str(x.dtype).removeprefix("torch.")
-
-
-# In the words of native versions that use the C++ names of dtypes
-
-
-def cpp_name(dtype: torch.dtype) -> str:
-    return _IN_CPP.get(dtype, str(dtype))
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def check_native(said: str, dtype: torch.dtype) -> None:
     if dtype not in NATIVE:
-        raise RuntimeError(f"{said} {cpp_name(dtype)}, expected Float, BFloat16 or Half")
+        raise RuntimeError(f"{said} {dtype_name(dtype)}, expected float32, bfloat16 or float16")
 
 
 def check_on(name: str, x: Tensor, device: torch.device) -> None:
@@ -100,7 +126,5 @@ def check_on(name: str, x: Tensor, device: torch.device) -> None:
 def check_flat(name: str, x: Tensor, device: torch.device, dtype: torch.dtype, numel: int) -> None:
     """``x`` is on the device, and has this dtype and so many elements."""
     check_on(name, x, device)
-    if x.dtype != dtype:
-        raise RuntimeError(f"{name} has dtype {cpp_name(x.dtype)}, expected {cpp_name(dtype)}")
-    if x.numel() != numel:
-        raise RuntimeError(f"{name} has {x.numel()} elements, expected {numel}")
+    check_dtype(name, x, dtype)
+    check_numel(name, x, numel)

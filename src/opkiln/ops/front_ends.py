@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from opkiln.builder import OpBuilder
 
 _EXPECTED = "expected float32, bfloat16 or float16"
+_REFUSED = re.compile(r", expected | is (?:not )?on | is not contiguous|, \w+ has ")
 
 
 def check_dense(x: Tensor) -> None:
@@ -39,15 +41,15 @@ def functions_for(builder: type[OpBuilder], tensor: Tensor) -> Any:
 
 
 def call_checked(function: Callable[..., Any], *args: Any) -> Any:
-    """Call an op. What it refuses is the caller's to mend, so that is a UsageError: a wrong device,
-    dtype or size, by name."""
+    """Call an op, or a function that checks arguments. What it refuses is the caller's to mend, so
+    that is a UsageError: a wrong device, dtype or size, by name."""
     if torch.compiler.is_compiling():
         return function(*args)
     try:
         return function(*args)
     except RuntimeError as error:
         said = str(error).splitlines()[0]
-        if any(mark in said for mark in (", expected ", " is not on ", " is not contiguous")):
+        if type(error) is RuntimeError and _REFUSED.search(said):
             kind = ArgumentTypeError if "dtype" in said else ArgumentError
             raise kind(said) from error
         raise

@@ -7,18 +7,41 @@ import math
 import torch
 from torch import Tensor
 
-from opkiln.ops.checks import widened
+from opkiln.ops.checks import (
+    check_device,
+    check_dim,
+    check_float,
+    check_same,
+    check_shape,
+    check_within,
+    widened,
+)
 
 
 def cos_and_sin(
-    positions: Tensor, pairs: int, theta: float, dtype: torch.dtype
+    positions: Tensor,
+    pairs: int,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    theta: float,
+    dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """Of the angles of each position, [..., pairs]: pair ``i`` turns by
-    ``position * theta ** (-i / pairs)``. Raises RuntimeError."""
+    """Cosines and sines for each position, [..., 1, pairs]: rows of the tables ``cos`` and ``sin``;
+    without these, pair ``i`` turns by ``position * theta ** (-i / pairs)``. Raises RuntimeError."""
+    if (cos is None) != (sin is None):
+        raise RuntimeError("cos and sin are given together, or neither")
+    if cos is not None and sin is not None:
+        check_float("cos", cos)
+        check_device("cos", cos, positions, "positions")
+        check_dim("cos", cos, 2)
+        check_shape("cos", cos, [cos.shape[0], pairs])
+        check_same(cos, "cos", sin=sin)
+        check_within("positions", positions, 0, cos.shape[0] - 1)
+        return widened(cos)[positions][..., None, :], widened(sin)[positions][..., None, :]
     if theta <= 0:
         raise RuntimeError(f"theta is {theta}, expected a positive number")
     steps = torch.arange(pairs, device=positions.device, dtype=torch.float64)
-    angle = positions.double()[..., None] * torch.exp(steps * (-math.log(theta) / pairs))
+    angle = positions.double()[..., None, None] * torch.exp(steps * (-math.log(theta) / pairs))
     exact = dtype if dtype == torch.float64 else torch.float32
     return angle.cos().to(exact), angle.sin().to(exact)
 

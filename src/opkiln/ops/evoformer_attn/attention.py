@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from opkiln.errors import ArgumentError, ArgumentTypeError
-from opkiln.ops.evoformer_attn.functions import check
+from opkiln.errors import ArgumentError
 from opkiln.ops.evoformer_attn.functions import evoformer_attention as _attention
+from opkiln.ops.front_ends import call_checked
 
 
 def evoformer_attention(
@@ -34,7 +34,10 @@ def evoformer_attention(
     if q.dim() == 4:
         biases = (None if each is None else each[None] for each in (mask_bias, pair_bias))
         return evoformer_attention(q[None], k[None], v[None], *biases, scale=scale)[0]
-    check(q, k, v, mask_bias, pair_bias, ArgumentError, ArgumentTypeError)
+    if q.dim() != 5:
+        raise ArgumentError(
+            f"q has shape {list(q.shape)}, expected [batch, rows, length, heads, head]"
+        )
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    out, _ = _attention(q, k, v, mask_bias, pair_bias, scale)
+    out: Tensor = call_checked(_attention, q, k, v, mask_bias, pair_bias, scale)[0]
     return out

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opkiln.ops.checks import widened
+from opkiln.ops.checks import check_dim, check_like, check_same, check_shape, widened
 from opkiln.ops.evoformer_attn.op import backward, forward
 
 _Five = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -38,7 +38,7 @@ def evoformer_attention(
     (Their sum as one number would lose the second where the first is -1e9, in rows that are masked
     out.) If all scores of a query are minus infinity, its result is NaN.
     """
-    check(q, k, v, mask_bias, pair_bias)
+    _check(q, k, v, mask_bias, pair_bias)
     scores = _scores(q, k, mask_bias, pair_bias, scale)
     if scores.shape[-1] == 0:
         return torch.empty_like(q, memory_format=torch.contiguous_format), _moments(q)
@@ -85,7 +85,7 @@ def evoformer_attention_backward(
     results are ``output`` and ``moments``. ``grad`` is that of ``output``. A gradient of a bias
     that is not wanted is an empty tensor. Kernels add in a fixed order: results are the same to the
     bit each time."""
-    check(q, k, v, mask_bias, pair_bias)
+    _check(q, k, v, mask_bias, pair_bias)
     scores = _scores(q, k, mask_bias, pair_bias, scale) * math.log2(math.e)
     greatest, share = moments.unbind()
     weights = torch.exp2(scores - greatest[..., None]) * share[..., None]
@@ -127,30 +127,16 @@ def _moments(q: Tensor) -> Tensor:
     return q.new_empty((2, batch, rows, heads, length), dtype=dtype)
 
 
-def check(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask_bias: Tensor | None,
-    pair_bias: Tensor | None,
-    error: type[Exception] = RuntimeError,
-    type_error: type[Exception] = RuntimeError,
+def _check(
+    q: Tensor, k: Tensor, v: Tensor, mask_bias: Tensor | None, pair_bias: Tensor | None
 ) -> None:
-    """Raises these errors, naming the argument."""
-    if q.dim() != 5:
-        raise error(f"q has shape {list(q.shape)}, expected [batch, rows, length, heads, head]")
+    check_dim("q", q, 5)
+    check_same(q, "q", k=k, v=v)
     batch, rows, length, heads, _ = q.shape
-    for name, given, shape in (
-        ("k", k, q.shape),
-        ("v", v, q.shape),
-        ("mask_bias", mask_bias, (batch, rows, 1, 1, length)),
-        ("pair_bias", pair_bias, (batch, 1, heads, length, length)),
+    for name, bias, shape in (
+        ("mask_bias", mask_bias, [batch, rows, 1, 1, length]),
+        ("pair_bias", pair_bias, [batch, 1, heads, length, length]),
     ):
-        if given is None:
-            continue
-        if given.shape != shape:
-            raise error(f"{name} has shape {list(given.shape)}, expected {list(shape)}")
-        if given.dtype != q.dtype or given.device != q.device:
-            raise type_error(
-                f"{name} is {given.dtype} on {given.device}, q is {q.dtype} on {q.device}"
-            )
+        if bias is not None:
+            check_shape(name, bias, shape)
+            check_like(name, bias, q, "q")

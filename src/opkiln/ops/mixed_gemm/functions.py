@@ -9,14 +9,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from opkiln.ops.checks import check_all
+from opkiln.ops.checks import NATIVE, check_all
 from opkiln.ops.fp_quantizer import formats
 from opkiln.ops.fp_quantizer.reference import fp_dequantize
 from opkiln.ops.mixed_gemm.op import ACTIVATIONS, FORMATS, kit
 from opkiln.ops.quantizer.reference import dequantize
 
 _TYPES = {torch.float16: "half", torch.bfloat16: "bfloat16"}
-_GROUPED = (torch.float32, torch.float16, torch.bfloat16)  # that torch's grouped_mm takes
 
 
 @kit.op()
@@ -91,7 +90,7 @@ def grouped(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     if x.shape[0] == 0:
         return x.new_empty(0, weight.shape[1])
     traced = torch.compiler.is_compiling() and x.dtype != torch.bfloat16
-    if traced or x.dtype not in _GROUPED:
+    if traced or x.dtype not in NATIVE:  # grouped_mm takes no others
         out, experts = x.new_zeros(x.shape[0], weight.shape[1]), _experts(x, offsets)
         for expert, each in enumerate(weight.unbind()):
             out = torch.where((experts == expert)[:, None], x @ each.T, out)

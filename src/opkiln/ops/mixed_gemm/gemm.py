@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from opkiln.errors import ArgumentError, ArgumentTypeError
+from opkiln.ops.checks import NATIVE
 from opkiln.ops.fp_quantizer.quantizer import FPQuantized, FPQuantizer
 from opkiln.ops.mixed_gemm.functions import finished, packed_gemm
 from opkiln.ops.mixed_gemm.op import ACTIVATIONS, FORMATS, NUMBERS
 from opkiln.ops.quantizer.quantize import Quantized, dequantize
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Rows for each matrix, up to which the kernel is called: it reads a matrix once for each 16 rows,
 # and after the first time from the GPU's cache. Dequantized, packed weights are read three times.
 MOST_ROWS, MOST_PLAIN_ROWS = 32, 16
@@ -35,9 +35,7 @@ def mixed_gemm(
     ``identity``, ``gelu`` (by tanh), ``relu`` or ``silu``. ``x`` and ``bias`` may have gradients,
     weights have none. Raises UsageError, naming the argument.
     """
-    if len(weight.shape) != 2:
-        raise ArgumentError(f"weight has shape {list(weight.shape)}, expected 2 dimensions")
-    _check(x, weight.shape, bias, weight.shape[:1])
+    _check(x, weight.shape, bias, 2)
     flat = x.reshape(-1, x.shape[-1])
     out = _packed(flat, weight, None, bias, _number(activation))
     return out.view(*x.shape[:-1], weight.shape[0])
@@ -147,11 +145,9 @@ def _number(activation: str) -> int:
 
 
 def _check_grouped(x: Tensor, shape: tuple[int, ...], offsets: Tensor, bias: Tensor | None) -> None:
-    if len(shape) != 3:
-        raise ArgumentError(f"weight has shape {list(shape)}, expected 3 dimensions")
     if x.dim() != 2:
         raise ArgumentError(f"x has shape {list(x.shape)}, expected 2 dimensions")
-    _check(x, shape, bias, shape[:2])
+    _check(x, shape, bias, 3)
     if offsets.dtype != torch.int32:
         raise ArgumentTypeError(f"offsets has dtype {offsets.dtype}, expected int32")
     if tuple(offsets.shape) != (shape[0],):
@@ -160,10 +156,11 @@ def _check_grouped(x: Tensor, shape: tuple[int, ...], offsets: Tensor, bias: Ten
         raise ArgumentError(f"offsets is on {offsets.device}, x on {x.device}")
 
 
-def _check(
-    x: Tensor, shape: tuple[int, ...], bias: Tensor | None, of_bias: tuple[int, ...]
-) -> None:
-    if x.dtype not in _DTYPES:
+def _check(x: Tensor, shape: tuple[int, ...], bias: Tensor | None, dims: int) -> None:
+    """``shape`` is that of the weights. Raises UsageError."""
+    if len(shape) != dims:
+        raise ArgumentError(f"weight has shape {list(shape)}, expected {dims} dimensions")
+    if x.dtype not in NATIVE:
         raise ArgumentTypeError(f"x has dtype {x.dtype}, expected float32, bfloat16 or float16")
     if x.dim() == 0 or x.shape[-1] != shape[-1]:
         raise ArgumentError(f"x has shape {list(x.shape)}, weight has {list(shape)}")
@@ -171,5 +168,5 @@ def _check(
         return
     if bias.dtype != x.dtype:
         raise ArgumentTypeError(f"bias has dtype {bias.dtype}, x has {x.dtype}")
-    if tuple(bias.shape) != tuple(of_bias):
-        raise ArgumentError(f"bias has shape {list(bias.shape)}, expected {list(of_bias)}")
+    if tuple(bias.shape) != tuple(shape[:-1]):
+        raise ArgumentError(f"bias has shape {list(bias.shape)}, expected {list(shape[:-1])}")

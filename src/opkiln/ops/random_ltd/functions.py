@@ -18,10 +18,10 @@ from torch import Tensor
 from opkiln.ops.checks import (
     check_device,
     check_dim,
+    check_dtype,
     check_like,
     check_shape,
     check_within,
-    dtype_name,
 )
 from opkiln.ops.random_ltd.op import kit
 
@@ -47,44 +47,38 @@ def token_sort_(indices: Tensor, tokens: int) -> None:
 @kit.op()
 def token_gather(x: Tensor, indices: Tensor, batch_first: bool = True) -> Tensor:
     """The tokens of ``x`` at ``indices``: [B, K, C], or [K, B, C]. Raises RuntimeError."""
-    _check_tokens(x, indices, batch_first)
-    return x.gather(_tokens_dim(batch_first), _places(indices, x, batch_first))
+    return x.gather(_tokens_dim(batch_first), _places(x, indices, batch_first))
 
 
 @kit.op()
 def token_scatter(x: Tensor, part: Tensor, indices: Tensor, batch_first: bool = True) -> Tensor:
     """``x`` with the tokens of ``part`` at ``indices``, in new memory. Raises RuntimeError."""
-    _check_tokens(x, indices, batch_first)
-    _check_part(x, part, indices, batch_first)
-    places = _places(indices, x, batch_first)
+    places = _places(x, indices, batch_first, part)
     return x.contiguous().scatter(_tokens_dim(batch_first), places, part)
 
 
 @kit.op(mutates="x")
 def token_scatter_(x: Tensor, part: Tensor, indices: Tensor, batch_first: bool = True) -> None:
     """``token_scatter`` in place."""
-    _check_tokens(x, indices, batch_first)
-    _check_part(x, part, indices, batch_first)
-    x.scatter_(_tokens_dim(batch_first), _places(indices, x, batch_first), part)
+    x.scatter_(_tokens_dim(batch_first), _places(x, indices, batch_first, part), part)
 
 
 @kit.op()
 def token_spread(part: Tensor, indices: Tensor, tokens: int, batch_first: bool = True) -> Tensor:
     """Zeros for ``tokens`` tokens, with those of ``part`` at ``indices``. Raises RuntimeError."""
-    _check_tokens(part, indices, batch_first, "part")
+    check_dim("part", part, 3)
     _check_count("tokens", tokens)
     shape = list(part.shape)
     shape[_tokens_dim(batch_first)] = tokens
     zeros = part.new_zeros(shape)
-    _check_part(zeros, part, indices, batch_first)
-    return zeros.scatter(_tokens_dim(batch_first), _places(indices, zeros, batch_first), part)
+    places = _places(zeros, indices, batch_first, part)
+    return zeros.scatter(_tokens_dim(batch_first), places, part)
 
 
 @kit.op()
 def token_clear(x: Tensor, indices: Tensor, batch_first: bool = True) -> Tensor:
     """``x`` with zeros at ``indices``, in new memory. Raises RuntimeError."""
-    _check_tokens(x, indices, batch_first)
-    places = _places(indices, x, batch_first)
+    places = _places(x, indices, batch_first)
     return x.contiguous().scatter(_tokens_dim(batch_first), places, 0)
 
 
@@ -163,27 +157,21 @@ def _tokens_dim(batch_first: bool) -> int:
     return 1 if batch_first else 0
 
 
-def _places(indices: Tensor, x: Tensor, batch_first: bool) -> Tensor:
-    """The index of each element's token in ``x``."""
-    check_within("indices", indices, 0, x.shape[_tokens_dim(batch_first)] - 1)
-    rows = indices if batch_first else indices.t()
-    return rows.long().unsqueeze(-1).expand(*rows.shape, x.shape[2])
-
-
-def _check_tokens(x: Tensor, indices: Tensor, batch_first: bool, name: str = "x") -> None:
-    check_dim(name, x, 3)
+def _places(x: Tensor, indices: Tensor, batch_first: bool, part: Tensor | None = None) -> Tensor:
+    """The index of each element's token in ``x``. Raises RuntimeError, also for a ``part`` of other
+    tokens than these."""
+    check_dim("x", x, 3)
     _check_indices(indices)
     batch = x.shape[0 if batch_first else 1]
     if indices.dim() != 2 or indices.shape[0] != batch:
         raise RuntimeError(f"indices has shape {list(indices.shape)}, expected [{batch}, kept]")
-    check_device("indices", indices, x, name)
-
-
-def _check_part(x: Tensor, part: Tensor, indices: Tensor, batch_first: bool) -> None:
-    batch, kept = indices.shape
-    shape = [batch, kept, x.shape[2]] if batch_first else [kept, batch, x.shape[2]]
-    check_shape("part", part, shape)
-    check_like("part", part, x, "x")
+    check_device("indices", indices, x, "x")
+    rows = indices if batch_first else indices.t()
+    if part is not None:
+        check_shape("part", part, [*rows.shape, x.shape[2]])
+        check_like("part", part, x, "x")
+    check_within("indices", indices, 0, x.shape[_tokens_dim(batch_first)] - 1)
+    return rows.long().unsqueeze(-1).expand(*rows.shape, x.shape[2])
 
 
 def _check_mask(mask: Tensor) -> None:
@@ -194,8 +182,7 @@ def _check_mask(mask: Tensor) -> None:
 
 
 def _check_indices(indices: Tensor) -> None:
-    if indices.dtype not in (torch.int32, torch.int64):
-        raise RuntimeError(f"indices has dtype {dtype_name(indices)}, expected int32 or int64")
+    check_dtype("indices", indices, torch.int32, torch.int64)
 
 
 def _check_within(indices: Tensor, tokens: int) -> None:

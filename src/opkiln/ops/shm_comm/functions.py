@@ -11,31 +11,29 @@ the group's timeout, and if the ranks call different things.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Protocol
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
+from opkiln.ops.checks import check_contiguous, check_like, check_numel, widened
 from opkiln.ops.shm_comm.op import kit
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
 OPS = ("sum", "mean", "product", "max", "min")
-_WIDENED = (torch.float32, torch.bfloat16, torch.float16)
 
 
-class Peers(NamedTuple):
-    """What the references and the shapes need to know of a group."""
+class Peers(Protocol):
+    """What the references and the shapes need of a ``ShmGroup``."""
 
     rank: int
     size: int
-    gather: Callable[[Tensor], list[Tensor]]  # a contiguous tensor of each rank
+
+    def gather_by_gloo(self, x: Tensor) -> list[Tensor]: ...
 
 
 # By the group's number. Numbers of groups without shared memory are below 0.
-GROUPS: dict[int, Peers] = {}
+GROUPS: WeakValueDictionary[int, Peers] = WeakValueDictionary()
 
 
 @kit.op()
@@ -55,14 +53,14 @@ def shm_leave(host: Tensor, group: int) -> None:
 @kit.op()
 def shm_all_reduce(x: Tensor, group: int, op: str = "sum") -> Tensor:
     """The elements of all ranks, combined. Differentiable for "sum" and "mean"."""
-    parts = _peers(group).gather(x.contiguous())
+    parts = _peers(group).gather_by_gloo(x.contiguous())
     return _combined([part.view(x.shape) for part in parts], op)
 
 
 @kit.op(mutates="x")
 def shm_all_reduce_(x: Tensor, group: int, op: str = "sum") -> None:
     """``shm_all_reduce`` in place."""
-    parts = _peers(group).gather(x.contiguous())
+    parts = _peers(group).gather_by_gloo(x.contiguous())
     x.copy_(_combined([part.view(x.shape) for part in parts], op))
 
 
@@ -74,7 +72,7 @@ def shm_reduce_scatter(x: Tensor, group: int, op: str = "sum") -> Tensor:
     _check_rows(x, peers.size)
     rows = x.shape[0] // peers.size
     begin = peers.rank * rows
-    parts = peers.gather(x.contiguous())
+    parts = peers.gather_by_gloo(x.contiguous())
     return _combined([part.view(x.shape)[begin : begin + rows] for part in parts], op)
 
 
@@ -83,8 +81,9 @@ def shm_reduce_scatter_into(out: Tensor, x: Tensor, group: int, op: str = "sum")
     """``shm_reduce_scatter`` into ``out``. Both are contiguous, of any shapes: ``x`` has the
     elements for rank 0 first, as many as ``out`` has."""
     peers = _peers(group)
-    _check_pair(out, x, out.numel() * peers.size == x.numel())
-    parts = [part.view(peers.size, out.numel())[peers.rank] for part in peers.gather(x)]
+    _check_pair(out, x)
+    check_numel("x", x, out.numel() * peers.size)
+    parts = [part.view(peers.size, out.numel())[peers.rank] for part in peers.gather_by_gloo(x)]
     out.copy_(_combined(parts, op).view(out.shape))
 
 
@@ -93,15 +92,16 @@ def shm_all_gather(x: Tensor, group: int) -> Tensor:
     """The rows of all ranks, of any dtype, those of rank 0 first. Differentiable."""
     if x.dim() == 0:
         raise RuntimeError("x has no dimensions, expected at least one")
-    return torch.cat([part.view(x.shape) for part in _peers(group).gather(x.contiguous())])
+    return torch.cat([part.view(x.shape) for part in _peers(group).gather_by_gloo(x.contiguous())])
 
 
 @kit.op(mutates="out")
 def shm_all_gather_into(out: Tensor, x: Tensor, group: int) -> None:
     """``shm_all_gather`` into ``out``. Both are contiguous, of any shapes."""
     peers = _peers(group)
-    _check_pair(out, x, x.numel() * peers.size == out.numel())
-    out.copy_(torch.stack([part.view(-1) for part in peers.gather(x)]).view(out.shape))
+    _check_pair(out, x)
+    check_numel("out", out, x.numel() * peers.size)
+    out.copy_(torch.stack([part.view(-1) for part in peers.gather_by_gloo(x)]).view(out.shape))
 
 
 # Shapes: the references talk to other ranks.
@@ -179,11 +179,9 @@ def _peers(group: int) -> Peers:
 def _combined(parts: list[Tensor], op: str) -> Tensor:
     if op not in OPS:
         raise RuntimeError(f"op is {op}, expected sum, mean, product, max or min")
-    dtype = parts[0].dtype
-    wide = torch.float32 if dtype in _WIDENED else dtype
-    result = parts[0].to(wide)
+    result = widened(parts[0])
     for part in parts[1:]:
-        other = part.to(wide)
+        other = widened(part)
         if op in ("sum", "mean"):
             result = result + other
         elif op == "product":
@@ -192,7 +190,7 @@ def _combined(parts: list[Tensor], op: str) -> Tensor:
             result = (torch.maximum if op == "max" else torch.minimum)(result, other)
     if op == "mean":
         result = result / len(parts)
-    return result.to(dtype, copy=True)
+    return result.to(parts[0].dtype, copy=True)
 
 
 def _check_rows(x: Tensor, size: int) -> None:
@@ -203,12 +201,7 @@ def _check_rows(x: Tensor, size: int) -> None:
         )
 
 
-def _check_pair(out: Tensor, x: Tensor, fits: bool) -> None:
-    if not (out.is_contiguous() and x.is_contiguous()):
-        raise RuntimeError("out or x is not contiguous")
-    if out.dtype != x.dtype:
-        raise RuntimeError(f"out has dtype {out.dtype}, x has {x.dtype}")
-    if not fits:
-        raise RuntimeError(
-            f"out has {out.numel()} elements and x has {x.numel()}, which does not fit the ranks"
-        )
+def _check_pair(out: Tensor, x: Tensor) -> None:
+    check_contiguous("out", out)
+    check_contiguous("x", x)
+    check_like("out", out, x, "x")

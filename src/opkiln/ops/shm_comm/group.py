@@ -27,11 +27,11 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from opkiln.errors import ArgumentError, ClusterError
 from opkiln.ops.shm_comm import functions
-from opkiln.ops.shm_comm.functions import GROUPS, Peers
+from opkiln.ops.shm_comm.functions import GROUPS
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
 MOST_RANKS = 256  # as in group.h
 _PAGE = 4096
@@ -109,7 +109,7 @@ class ShmGroup:
                 break
         else:
             self.number = self._meeting.share()
-        GROUPS[self.number] = Peers(rank, size, _Gatherer(self))
+        GROUPS[self.number] = self
         self._finalizer = weakref.finalize(self, _leave, self.number, os.getpid())
 
     @classmethod
@@ -153,26 +153,14 @@ class ShmGroup:
         return f"<ShmGroup: rank {self.rank} of {self.size}>"
 
     def gather_by_gloo(self, x: Tensor) -> list[Tensor]:
-        """A tensor of each rank. The connections are made when all ranks first ask for this."""
+        """A contiguous tensor of each rank. The connections are made when all ranks first ask for
+        this."""
         if self._gloo is None:
             store = PrefixStore("gloo", self._meeting.store)
             self._gloo = dist.ProcessGroupGloo(store, self.rank, self.size, self.timeout)
         parts = [torch.empty_like(x) for _ in range(self.size)]
         self._gloo.allgather([parts], [x.detach()]).wait()
         return parts
-
-
-class _Gatherer:
-    """Does not keep the group alive."""
-
-    def __init__(self, group: ShmGroup) -> None:
-        self._group = weakref.ref(group)
-
-    def __call__(self, x: Tensor) -> list[Tensor]:
-        group = self._group()
-        if group is None:
-            raise RuntimeError("the group is closed")
-        return group.gather_by_gloo(x)
 
 
 class _Meeting:
@@ -198,8 +186,8 @@ class _Meeting:
         slot = max(self.size, wanted // _PAGE) * _PAGE
         with ExitStack() as until_all_have_it:
             try:
-                obtain = until_all_have_it.enter_context(self._memory(slot))
-                number = _join(obtain(), self.rank, self.size, slot, self._timeout)
+                fd = until_all_have_it.enter_context(self._memory(slot))
+                number = _join(fd, self.rank, self.size, slot, self._timeout)
             except (OSError, RuntimeError, ClusterError) as error:
                 why = f"{type(error).__name__}: {error}"
             try:
@@ -214,11 +202,11 @@ class _Meeting:
         return number
 
     @contextmanager
-    def _memory(self, slot: int) -> Iterator[Callable[[], int]]:
-        """Gives a function that gives the descriptor of the memory. The first rank hands it to the
-        others while the block runs."""
+    def _memory(self, slot: int) -> Iterator[int]:
+        """The descriptor of the memory. The first rank hands it to the others while the block
+        runs."""
         if self.rank != 0:
-            yield self._received
+            yield self._received()
             return
         try:
             fd = _make(_PAGE * -(-_HEADER * (self.size + 2) // _PAGE) + 2 * self.size * slot)
@@ -235,7 +223,7 @@ class _Meeting:
             thread.start()
             self.store.set("socket", name)
             try:
-                yield lambda: fd
+                yield fd
             finally:
                 stop.set()
                 thread.join()

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from opkiln.errors import ClusterError, FallbackWarning
+from opkiln.ops.checks import NATIVE
 from opkiln.ops.shm_comm import functions
 from opkiln.ops.shm_comm.group import ShmGroup
 
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
     from datetime import timedelta
 
 BACKEND = "opkiln_shm"
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _OPS = (
     (dist.ReduceOp.SUM, "sum"),
     (dist.ReduceOp.AVG, "mean"),
@@ -265,7 +265,7 @@ def _is_served(tensors: Any, *, floating: bool, count: int = 1) -> bool:
         and all(
             each.device.type == "cpu"
             and each.layout == torch.strided
-            and (each.dtype in _DTYPES or (not floating and not each.is_complex()))
+            and (each.dtype in NATIVE or (not floating and not each.is_complex()))
             for each in tensors
         )
     )

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from opkiln.errors import ArgumentError, ArgumentTypeError
+from opkiln.errors import ArgumentError
+from opkiln.ops.front_ends import call_checked
 from opkiln.ops.sparse_attn.functions import fitting, sparse_attn
 from opkiln.ops.sparse_attn.plans import Plan
 
@@ -44,30 +45,25 @@ def attention(
     is in memory, and results and gradients are the same to the bit each time. Other calls run as
     the reference, which is dense. Raises UsageError.
     """
-    batch, heads, tokens, head = _checked(q, k, v)
+    if q.dim() != 4:
+        raise ArgumentError(f"q has shape {list(q.shape)}, expected [batch, heads, tokens, head]")
+    batch, _, tokens, head = q.shape
     plan = layout if isinstance(layout, Plan) else layout.plan(tokens, q.device)
-    if plan.tokens != tokens or plan.seen.device != q.device:
-        raise ArgumentError(
-            f"the plan is for {plan.tokens} tokens on {plan.seen.device}, "
-            f"q has {tokens} on {q.device}"
-        )
-    if plan.seen.shape[0] not in (1, heads):
-        raise ArgumentError(f"q has {heads} heads, the layout {plan.seen.shape[0]}")
+    if plan.tokens != tokens:
+        raise ArgumentError(f"the plan is for {plan.tokens} tokens, q has {tokens}")
     for mode in (key_padding_mask_mode, attn_mask_mode):
         if mode not in _MODES:
             raise ArgumentError(f"the mode is {mode!r}, expected 'add' or 'mul'")
     scale = head**-0.5 if scale is None else scale
-    if not scale > 0:
-        raise ArgumentError(f"scale is {scale}, expected more than 0")
     if key_padding_mask is not None:
         key_padding_mask = _added(key_padding_mask, (batch, tokens), key_padding_mask_mode)
     if attn_mask is not None:
         attn_mask_mode = "mul" if attn_mask.dtype == torch.bool else attn_mask_mode
         attn_mask = _mask(attn_mask, q)
-    out, _ = sparse_attn(
-        fitting(q), fitting(k), fitting(v), plan.seen, plan.lists, key_padding_mask, attn_mask,
-        plan.block, scale, plan.causal, plan.window, attn_mask_mode == "mul",
-    )  # fmt: skip
+    out: Tensor = call_checked(
+        sparse_attn, fitting(q), fitting(k), fitting(v), plan.seen, plan.lists, key_padding_mask,
+        attn_mask, plan.block, scale, plan.causal, plan.window, attn_mask_mode == "mul",
+    )[0]  # fmt: skip
     return out
 
 
@@ -75,8 +71,7 @@ class SparseSelfAttention(nn.Module):
     """``attention`` with a layout and modes of masks, called as DeepSpeed's module of this name:
     ``forward(query, key, value, rpe=None, key_padding_mask=None, attn_mask=None)``.
 
-    ``rpe`` is added to the scores, and
-    like the masks it gets no gradient.
+    ``rpe`` is added to the scores, and like the masks it gets no gradient.
     """
 
     def __init__(
@@ -113,23 +108,6 @@ class SparseSelfAttention(nn.Module):
             query, key, value, self.layout, key_padding_mask=key_padding_mask, attn_mask=attn_mask,
             key_padding_mask_mode=self.key_padding_mask_mode, attn_mask_mode=mode,
         )  # fmt: skip
-
-
-def _checked(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int, int, int]:
-    """The sizes of q. Raises UsageError."""
-    if q.dim() != 4:
-        raise ArgumentError(f"q has shape {list(q.shape)}, expected [batch, heads, tokens, head]")
-    for name, other in (("k", k), ("v", v)):
-        if other.shape != q.shape:
-            raise ArgumentError(
-                f"{name} has shape {list(other.shape)}, q {list(q.shape)}; both have the same"
-            )
-        if other.dtype != q.dtype or other.device != q.device:
-            raise ArgumentTypeError(
-                f"{name} is {other.dtype} on {other.device}, q {q.dtype} on {q.device}"
-            )
-    batch, heads, tokens, head = q.shape
-    return batch, heads, tokens, head
 
 
 def _added(mask: Tensor, shape: tuple[int, int], mode: str) -> Tensor:

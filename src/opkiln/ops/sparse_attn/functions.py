@@ -9,7 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opkiln.ops.checks import widened
+from opkiln.ops.checks import (
+    check_device,
+    check_dim,
+    check_like,
+    check_same,
+    check_shape,
+    widened,
+)
 from opkiln.ops.sparse_attn.op import backward, forward
 
 _Two = tuple[Tensor, Tensor]
@@ -47,6 +54,7 @@ def sparse_attn(
     of the scores. A query that sees no key gives zeros, and infinity there.
     """
     del lists  # for kernels
+    check_same(q, "q", k=k, v=v)
     scores = _scores(q, k, layout, key_bias, mask, block, scale, causal, window, multiply)
     total = torch.logsumexp(scores, -1, keepdim=True)
     total = total.masked_fill(total == -torch.inf, torch.inf)
@@ -111,8 +119,8 @@ def _(_grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: object) -> _Three:
 def fitting(x: Tensor) -> Tensor:
     """``x``, or a copy whose rows the kernels can read: each begins at a multiple of 16 bytes."""
     of_16_bytes = 16 // x.element_size()
-    *outer, one = x.stride()
-    fits = one == 1 and outer[2] > 0 and all(each % of_16_bytes == 0 for each in outer)
+    fits = x.dim() == 4 and x.stride(3) == 1 and x.stride(2) > 0
+    fits = fits and all(each % of_16_bytes == 0 for each in x.stride()[:3])
     if fits and not torch.compiler.is_compiling():  # it cannot be traced; the op itself looks again
         fits = x.storage_offset() % of_16_bytes == 0
     return x if fits else x.contiguous()
@@ -143,41 +151,29 @@ def _scores(
     window: int,
     multiply: bool,
 ) -> Tensor:
-    _check(q, k, layout, key_bias, mask, block)
-    scores = (widened(q) @ widened(k).mT) * scale
-    if key_bias is not None:
-        scores = scores + key_bias[:, None, None].to(scores.dtype)
-    seen = visible(layout, block, q.shape[2], causal, window)
-    if mask is not None and multiply:
-        seen = seen & (mask != 0)
-    elif mask is not None:
-        scores = scores + widened(mask)
-    return scores.masked_fill(~seen, -math.inf)
-
-
-def _check(
-    q: Tensor, k: Tensor, layout: Tensor, key_bias: Tensor | None, mask: Tensor | None, block: int
-) -> None:
-    """Raises RuntimeError."""
-    if q.dim() != 4 or q.shape != k.shape:
-        raise RuntimeError(
-            f"q has shape {list(q.shape)}, k {list(k.shape)}, expected the same four dimensions"
-        )
+    check_dim("q", q, 4)
     batch, heads, tokens, _ = q.shape
     blocks = -(-tokens // block)
     if layout.shape[0] not in (1, heads) or layout.shape[1:] != (blocks, blocks):
         raise RuntimeError(
             f"layout has shape {list(layout.shape)}, expected [{heads} or 1, {blocks}, {blocks}]"
         )
-    if key_bias is not None and key_bias.shape != (batch, tokens):
-        raise RuntimeError(
-            f"key_bias has shape {list(key_bias.shape)}, expected [{batch}, {tokens}]"
-        )
-    if mask is not None and (mask.dtype != q.dtype or mask.shape != (batch, heads, tokens, tokens)):
-        raise RuntimeError(
-            f"mask is {mask.dtype} {list(mask.shape)}, expected {q.dtype} "
-            f"{[batch, heads, tokens, tokens]}"
-        )
+    check_device("layout", layout, q, "q")
+    if scale <= 0:
+        raise RuntimeError(f"scale is {scale}, expected more than 0")
+    scores = (widened(q) @ widened(k).mT) * scale
+    if key_bias is not None:
+        check_shape("key_bias", key_bias, [batch, tokens])
+        scores = scores + key_bias[:, None, None].to(scores.dtype)
+    seen = visible(layout, block, tokens, causal, window)
+    if mask is not None:
+        check_like("mask", mask, q, "q")
+        check_shape("mask", mask, [batch, heads, tokens, tokens])
+        if multiply:
+            seen = seen & (mask != 0)
+        else:
+            scores = scores + widened(mask)
+    return scores.masked_fill(~seen, -math.inf)
 
 
 def _wide_dtype(x: Tensor, narrow: torch.dtype) -> torch.dtype:

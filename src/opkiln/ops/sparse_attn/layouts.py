@@ -37,6 +37,12 @@ class Layout:
 
     def blocks(self, count: int, device: torch.device | str = "cpu") -> Tensor:
         """bool [heads, count, count]: whether a block of queries sees a block of keys."""
+        seen = torch.zeros(self.heads, count, count, dtype=torch.bool, device=device)
+        self._mark(seen)
+        return seen.tril() if self.causal else seen
+
+    def _mark(self, seen: Tensor) -> None:
+        """Set what ``blocks`` gives, but for ``causal``. All is False before."""
         raise NotImplementedError
 
     def plan(self, tokens: int, device: torch.device | str = "cpu") -> Plan:
@@ -53,18 +59,12 @@ class Layout:
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_plans": {}}  # lists are built again where they are used
 
-    def _empty(self, count: int, device: torch.device | str) -> Tensor:
-        return torch.zeros(self.heads, count, count, dtype=torch.bool, device=device)
-
-    def _finished(self, seen: Tensor) -> Tensor:
-        return seen.tril() if self.causal else seen
-
 
 class Dense(Layout):
     """Every block sees every block, with ``causal`` those up to its own."""
 
-    def blocks(self, count: int, device: torch.device | str = "cpu") -> Tensor:
-        return self._finished(~self._empty(count, device))
+    def _mark(self, seen: Tensor) -> None:
+        seen.fill_(True)
 
 
 class Blocks(Layout):
@@ -82,13 +82,14 @@ class Blocks(Layout):
         super().__init__(block, heads=seen.shape[0], causal=causal, window=window)
         self.seen = seen != 0
 
-    def blocks(self, count: int, device: torch.device | str = "cpu") -> Tensor:
+    def _mark(self, seen: Tensor) -> None:
+        count = seen.shape[1]
         if count > self.seen.shape[1]:
             raise ArgumentError(
                 f"there are {count} blocks of {self.block} tokens, the layout has "
                 f"{self.seen.shape[1]}"
             )
-        return self._finished(self.seen[:, :count, :count].to(device))
+        seen.copy_(self.seen[:, :count, :count])
 
 
 class SlidingWindow(Layout):
@@ -113,11 +114,11 @@ class SlidingWindow(Layout):
         super().__init__(block, causal=causal, window=window)
         self.num_sliding_window_blocks = num_sliding_window_blocks
 
-    def blocks(self, count: int, device: torch.device | str = "cpu") -> Tensor:
+    def _mark(self, seen: Tensor) -> None:
         # A window of 2 tokens reaches the next block, one of a block and 2 the one after that.
         by_tokens = (self.window + self.block - 2) // self.block
         side = self.num_sliding_window_blocks // 2 if self.num_sliding_window_blocks else by_tokens
-        return self._finished(_near(count, side, device)[None])
+        _see_near(seen, side)
 
 
 class Fixed(Layout):
@@ -155,9 +156,10 @@ class Fixed(Layout):
         self.horizontal_global_attention = horizontal_global_attention
         self.num_different_global_patterns = patterns
 
-    def blocks(self, count: int, device: torch.device | str = "cpu") -> Tensor:
-        window = torch.arange(count, device=device) // self.num_local_blocks
-        seen = self._empty(count, device) | (window[:, None] == window)
+    def _mark(self, seen: Tensor) -> None:
+        count = seen.shape[1]
+        window = torch.arange(count, device=seen.device) // self.num_local_blocks
+        seen |= window[:, None] == window
         for head in range(self.heads):
             pattern = head % self.num_different_global_patterns
             first = self.num_local_blocks - (1 + pattern) * self.num_global_blocks
@@ -168,7 +170,6 @@ class Fixed(Layout):
             for start in starts:
                 part = slice(start, start + self.num_global_blocks)
                 _see(seen[head], part, self.horizontal_global_attention)
-        return self._finished(seen)
 
 
 class Variable(Layout):
@@ -201,19 +202,17 @@ class Variable(Layout):
         self.global_parts = _parts(global_block_indices, global_block_end_indices)
         self.horizontal_global_attention = horizontal_global_attention
 
-    def blocks(self, count: int, device: torch.device | str = "cpu") -> Tensor:
+    def _mark(self, seen: Tensor) -> None:
+        count = seen.shape[1]
         sizes = [min(each, count) for each in self.local_window_blocks]
         while sum(sizes) < count:
             sizes.append(sizes[-1])
-        numbers, of_window = (
-            torch.arange(len(sizes), device=device), torch.tensor(sizes, device=device)
-        )  # fmt: skip
-        window = numbers.repeat_interleave(of_window)[:count]
-        seen = self._empty(count, device) | (window[:, None] == window)
+        numbers = torch.arange(len(sizes), device=seen.device)
+        window = numbers.repeat_interleave(torch.tensor(sizes, device=seen.device))[:count]
+        seen |= window[:, None] == window
         for part in self.global_parts:
             _see(seen, part, self.horizontal_global_attention)
-        seen |= _drawn(self, count, self.num_random_blocks, device)
-        return self._finished(seen)
+        _see_random(seen, self.num_random_blocks, self.seed, self.causal)
 
 
 class BigBird(Layout):
@@ -241,12 +240,10 @@ class BigBird(Layout):
         self.num_sliding_window_blocks = num_sliding_window_blocks
         self.num_global_blocks = num_global_blocks
 
-    def blocks(self, count: int, device: torch.device | str = "cpu") -> Tensor:
-        near = _near(count, self.num_sliding_window_blocks // 2, device)
-        seen = self._empty(count, device) | near
+    def _mark(self, seen: Tensor) -> None:
+        _see_near(seen, self.num_sliding_window_blocks // 2)
         _see(seen, slice(0, self.num_global_blocks), horizontal=True)
-        seen |= _drawn(self, count, self.num_random_blocks, device)
-        return self._finished(seen)
+        _see_random(seen, self.num_random_blocks, self.seed, self.causal)
 
 
 class Longformer(Layout):
@@ -269,18 +266,16 @@ class Longformer(Layout):
         self.num_sliding_window_blocks = num_sliding_window_blocks
         self.global_parts = _parts(global_block_indices, global_block_end_indices)
 
-    def blocks(self, count: int, device: torch.device | str = "cpu") -> Tensor:
-        near = _near(count, self.num_sliding_window_blocks // 2, device)
-        seen = self._empty(count, device) | near
+    def _mark(self, seen: Tensor) -> None:
+        _see_near(seen, self.num_sliding_window_blocks // 2)
         for part in self.global_parts:
             _see(seen, part, horizontal=True)
-        return self._finished(seen)
 
 
-def _near(count: int, side: int, device: torch.device | str) -> Tensor:
-    """Blocks that are at most ``side`` away from each other."""
-    place = torch.arange(count, device=device)
-    return (place[:, None] - place).abs() <= side
+def _see_near(seen: Tensor, side: int) -> None:
+    """All see the blocks that are at most ``side`` away."""
+    place = torch.arange(seen.shape[1], device=seen.device)
+    seen |= (place[:, None] - place).abs() <= side
 
 
 def _see(seen: Tensor, part: slice, horizontal: bool) -> None:
@@ -314,23 +309,19 @@ def _check_horizontal(horizontal: bool, causal: bool) -> None:
         )
 
 
-def _drawn(
-    layout: BigBird | Variable, count: int, wanted: int, device: torch.device | str
-) -> Tensor:
-    """So many blocks of each row, at random; with ``causal`` of those up to its own, or all of
+def _see_random(seen: Tensor, wanted: int, seed: int, causal: bool) -> None:
+    """Each row sees so many blocks at random; with ``causal`` of those up to its own, or all of
     these if they are fewer. Each block has a number that depends on seed, head, row and column,
     and the greatest numbers of a row are taken."""
-    seen = layout._empty(count, device)
     if wanted < 1:
-        return seen
-    if wanted > count:
+        return
+    if wanted > (count := seen.shape[1]):
         raise ArgumentError(f"num_random_blocks is {wanted}, and there are {count} blocks in a row")
-    place = torch.arange(seen.numel(), device=device).view(seen.shape)
-    numbers = _mixed(place + _mixed(torch.tensor(layout.seed + 1, device=device)))
-    if layout.causal:
+    place = torch.arange(seen.numel(), device=seen.device).view(seen.shape)
+    numbers = _mixed(place + _mixed(torch.tensor(seed + 1, device=seen.device)))
+    if causal:
         numbers = numbers.tril() - (1 - torch.ones_like(numbers).tril())
-    chosen = numbers.topk(wanted, -1).indices
-    return layout._finished(seen.scatter(-1, chosen, True))
+    seen.scatter_(-1, numbers.topk(wanted, -1).indices, True)
 
 
 def _mixed(x: Tensor) -> Tensor:

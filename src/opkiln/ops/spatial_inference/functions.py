@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from opkiln.ops.checks import FLOATS, check_like, check_shape, dtype_name
+from opkiln.ops.checks import FLOATS, check_dtype, check_like, check_shape, widened
 from opkiln.ops.spatial_inference.op import kit
 
 
@@ -31,19 +29,14 @@ def spatial_bias_add(
     dim = _checked(x, bias, other, other_bias, channel_dim)
     shape = [1] * x.dim()
     shape[dim] = x.shape[dim]
-    wide = torch.promote_types(x.dtype, torch.float32)
-    out = x.to(wide) + bias.to(wide).view(shape)
+    out = widened(x) + widened(bias).view(shape)
     if other is not None:
-        rest = other.to(wide)
-        out = out + (rest if other_bias is None else rest + other_bias.to(wide).view(shape))
-    like = _result(x, dim)
+        rest = widened(other)
+        out = out + (rest if other_bias is None else rest + widened(other_bias).view(shape))
+    kept = x.is_contiguous() or x.movedim(dim, -1).is_contiguous()
+    like = torch.empty_like(x) if kept else x.new_empty(x.shape)
     out = out.to(x.dtype)
     return out if out.stride() == like.stride() else like.copy_(out)
-
-
-@spatial_bias_add.fake
-def _shape(x: Tensor, *rest: Any) -> Tensor:
-    return _result(x, _checked(x, *rest))
 
 
 @spatial_bias_add.backward
@@ -80,15 +73,12 @@ def _channels(x: Tensor, channel_dim: int | None) -> int:
 def _checked(
     x: Tensor,
     bias: Tensor,
-    other: Tensor | None = None,
-    other_bias: Tensor | None = None,
-    channel_dim: int | None = None,
+    other: Tensor | None,
+    other_bias: Tensor | None,
+    channel_dim: int | None,
 ) -> int:
     """The dimension of the channels. Raises RuntimeError."""
-    if x.dtype not in FLOATS:
-        raise RuntimeError(
-            f"x has dtype {dtype_name(x)}, expected float32, bfloat16, float16 or float64"
-        )
+    check_dtype("x", x, *FLOATS)
     dim = _channels(x, channel_dim)
     if other is None and other_bias is not None:
         raise RuntimeError("other_bias is given without other")
@@ -100,10 +90,3 @@ def _checked(
         check_shape(name, each, list(shape))
         check_like(name, each, x, "x")
     return dim
-
-
-def _result(x: Tensor, dim: int) -> Tensor:
-    """Memory for the result."""
-    if x.is_contiguous() or x.movedim(dim, -1).is_contiguous():
-        return torch.empty_like(x)
-    return x.new_empty(x.shape)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu
 
-from opkiln.ops.checks import widened
+from opkiln.ops.checks import check_dtype, check_numel, check_rows, check_same, widened
 from opkiln.ops.philox import philox
 from opkiln.ops.transformer.op import columns, norms
 
@@ -35,7 +35,7 @@ _Six = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 def norm_with_moments(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> _Three:
     """The layer norm of ``x``, and what its gradient needs: the mean of each row and one over its
     standard deviation, in fp32."""
-    _check_rows(x, weight=weight, bias=bias)
+    check_rows(x, weight=weight, bias=bias)
     return _normalized(x.contiguous(), weight, bias, eps)
 
 
@@ -49,8 +49,8 @@ def dropout_add(
     p: float = 0.0,
 ) -> Tensor:
     """``dropout(x + bias) + residual``."""
-    _check_rows(x, bias=bias)
-    _check_same(x, residual=residual)
+    check_rows(x, bias=bias)
+    check_same(x, residual=residual)
     return _added(x, bias, residual, seed, site, p)
 
 
@@ -62,7 +62,7 @@ def dropout_add_backward(
 
     With a ``p`` of 0 the first is ``grad`` as well, and an empty tensor is returned for it.
     """
-    _check_rows(grad)
+    check_rows(grad, "grad")
     through = _dropped(widened(grad), seed, site, p)
     return _unless(p == 0, through, grad), _sum_of_rows(through).to(grad.dtype)
 
@@ -83,8 +83,8 @@ def dropout_add_norm(
 
     What is normalized is the sum as it is returned, rounded.
     """
-    _check_rows(x, bias=bias, weight=weight, norm_bias=norm_bias)
-    _check_same(x, residual=residual)
+    check_rows(x, bias=bias, weight=weight, norm_bias=norm_bias)
+    check_same(x, residual=residual)
     total = _added(x, bias, residual, seed, site, p)
     return total, *_normalized(total, weight, norm_bias, eps)
 
@@ -111,8 +111,8 @@ def dropout_add_norm_backward(
 
     With a ``p`` of 0 it is the gradient of ``norm_with_moments``, too.
     """
-    _check_rows(grad, weight=weight, norm_bias=norm_bias)
-    _check_same(grad, x=x, residual_grad=residual_grad)
+    check_rows(grad, "grad", weight=weight, norm_bias=norm_bias)
+    check_same(grad, "grad", x=x, residual_grad=residual_grad)
     wide, by = widened(grad), widened(weight)
     normal = (widened(x) - mean[..., None]) * scale[..., None]
     part = wide * by
@@ -137,7 +137,7 @@ def gelu_dropout(
     x: Tensor, bias: Tensor, seed: Tensor | None = None, site: int = 0, p: float = 0.0
 ) -> Tensor:
     """``dropout(gelu(x + bias))``, with the gelu that is approximated by tanh."""
-    _check_rows(x, bias=bias)
+    check_rows(x, bias=bias)
     out = gelu(widened(x.contiguous()) + widened(bias), approximate="tanh")
     return _dropped(out, seed, site, p).to(x.dtype)
 
@@ -154,8 +154,8 @@ def gelu_dropout_backward(
 ) -> _Three:
     """The gradients of ``x`` and ``bias`` in ``gelu_dropout``, and with ``recompute`` its result
     again, so that nobody has to keep it; otherwise an empty tensor."""
-    _check_rows(grad, bias=bias)
-    _check_same(grad, x=x)
+    check_rows(grad, "grad", bias=bias)
+    check_same(grad, "grad", x=x)
     wide = widened(x.contiguous()) + widened(bias)
     x_grad = torch.ops.aten.gelu_backward(
         _dropped(widened(grad.contiguous()), seed, site, p), wide, approximate="tanh"
@@ -171,8 +171,8 @@ def gelu_dropout_backward(
 @columns.op()
 def join_columns(first: Tensor, second: Tensor, third: Tensor) -> _Two:
     """The three beside each other in each row, and the sum of all rows."""
-    _check_rows(first)
-    _check_same(first, second=second, third=third)
+    check_rows(first, "first")
+    check_same(first, "first", second=second, third=third)
     out = torch.cat([first, second, third], -1)
     return out, _sum_of_rows(widened(out)).to(first.dtype)
 
@@ -201,8 +201,8 @@ def _dropped(x: Tensor, seed: Tensor | None, site: int, p: float) -> Tensor:
         return x
     if seed is None:
         raise RuntimeError(f"seed is None, and p is {p}")
-    if seed.numel() != 1 or seed.dtype != torch.int64:
-        raise RuntimeError(f"seed has {seed.numel()} elements of {seed.dtype}, expected one int64")
+    check_numel("seed", seed, 1)
+    check_dtype("seed", seed, torch.int64)
     factor = 0.0 if int(p * 65536 + 0.5) >= 65536 else 1 / (1 - p)
     return torch.where(kept(x.shape, seed, site, p), x * factor, 0.0)
 
@@ -230,25 +230,3 @@ def _sum_of_rows(x: Tensor) -> Tensor:
 def _unless(absent: bool, value: Tensor, like: Tensor) -> Tensor:
     """``value`` in the dtype of ``like``, or an empty tensor."""
     return like.new_empty(0) if absent else value.to(like.dtype, copy=True)
-
-
-def _check_rows(x: Tensor, /, **rows: Tensor | None) -> None:
-    """Each of ``rows`` has an element for each column of ``x``. Raises RuntimeError."""
-    if x.dim() == 0:
-        raise RuntimeError("the first argument has no dimensions, expected at least 1")
-    for name, row in rows.items():
-        if row is not None and (tuple(row.shape) != (x.shape[-1],) or row.dtype != x.dtype):
-            raise RuntimeError(
-                f"{name} has shape {list(row.shape)} and dtype {row.dtype}, "
-                f"expected [{x.shape[-1]}] and {x.dtype}"
-            )
-
-
-def _check_same(x: Tensor, /, **others: Tensor | None) -> None:
-    """Each of ``others`` has the shape of ``x``. Raises RuntimeError."""
-    for name, other in others.items():
-        if other is not None and (other.shape != x.shape or other.dtype != x.dtype):
-            raise RuntimeError(
-                f"{name} has shape {list(other.shape)} and dtype {other.dtype}, "
-                f"expected {list(x.shape)} and {x.dtype}"
-            )

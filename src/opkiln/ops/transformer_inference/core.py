@@ -7,12 +7,18 @@ part of a graph is cut off from it. An activation is a name or FastGen's number 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from opkiln.errors import ArgumentError
 from opkiln.ops.checks import widened
 from opkiln.ops.transformer_inference import functions as ops
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 ACTIVATIONS = {
     "gelu": 0, "relu": 1, "silu": 2, "geglu": 3, "reglu": 4, "siglu": 5, "identity": 6,
@@ -28,9 +34,7 @@ def bias_activation(activation: Tensor, bias: Tensor | None, act_type: str | int
         "gelu": ops.bias_gelu, "relu": ops.bias_relu, "silu": ops.bias_silu,
         "identity": ops.bias_add,
     }[kind]  # fmt: skip
-    with torch.no_grad():
-        result = function(activation, bias)
-    activation.copy_(result)
+    activation.copy_(_computed(function, activation, bias))
 
 
 def gated_activation(
@@ -42,14 +46,12 @@ def gated_activation(
     """``geglu`` (by tanh), ``reglu`` or ``siglu``: the even columns of ``input + bias`` are gates
     for the odd ones. ``reglu`` is computed by torch."""
     kind = _activation(act_type, "geglu", "reglu", "siglu")
-    with torch.no_grad():
-        if kind == "geglu":
-            result = ops.gated_gelu(input, bias, interleaved=True)
-        elif kind == "siglu":
-            result = ops.gated_silu(input, bias, interleaved=True)
-        else:
-            total = widened(input) if bias is None else widened(input) + widened(bias)
-            result = torch.relu(total[..., 0::2]) * total[..., 1::2]
+    if kind == "reglu":
+        total = widened(input) if bias is None else widened(input) + widened(bias)
+        result = (torch.relu(total[..., 0::2]) * total[..., 1::2]).detach()
+    else:
+        function = ops.gated_gelu if kind == "geglu" else ops.gated_silu
+        result = _computed(function, input, bias, interleaved=True)
     output.copy_(result)
 
 
@@ -61,9 +63,7 @@ def layer_norm(
     epsilon: float,
 ) -> None:
     """The layer norm of ``input``."""
-    with torch.no_grad():
-        result = ops.layer_norm(input, gamma, beta, epsilon)
-    output.copy_(result)
+    output.copy_(_computed(ops.layer_norm, input, gamma, beta, epsilon))
 
 
 def pre_layer_norm(
@@ -76,8 +76,7 @@ def pre_layer_norm(
     epsilon: float,
 ) -> None:
     """The sum of ``input`` and ``residual``, and its layer norm."""
-    with torch.no_grad():
-        norm, total = ops.pre_layer_norm(input, residual, gamma, beta, None, epsilon)
+    norm, total = _computed(ops.pre_layer_norm, input, residual, gamma, beta, None, epsilon)
     norm_output.copy_(norm)
     res_output.copy_(total)
 
@@ -91,16 +90,12 @@ def post_layer_norm(
     epsilon: float,
 ) -> None:
     """The layer norm of the sum of ``input`` and ``residual``."""
-    with torch.no_grad():
-        result = ops.post_layer_norm(input, residual, gamma, beta, None, epsilon)
-    output.copy_(result)
+    output.copy_(_computed(ops.post_layer_norm, input, residual, gamma, beta, None, epsilon))
 
 
 def rms_norm(norm_output: Tensor, norm_input: Tensor, gamma: Tensor, epsilon: float) -> None:
     """The rms norm of ``norm_input``."""
-    with torch.no_grad():
-        result = ops.rms_norm(norm_input, gamma, epsilon)
-    norm_output.copy_(result)
+    norm_output.copy_(_computed(ops.rms_norm, norm_input, gamma, epsilon))
 
 
 def rms_pre_norm(
@@ -112,8 +107,7 @@ def rms_pre_norm(
     epsilon: float,
 ) -> None:
     """The sum of ``norm_input`` and ``residual_input``, and its rms norm."""
-    with torch.no_grad():
-        norm, total = ops.pre_rms_norm(norm_input, residual_input, gamma, None, epsilon)
+    norm, total = _computed(ops.pre_rms_norm, norm_input, residual_input, gamma, None, epsilon)
     norm_output.copy_(norm)
     residual_output.copy_(total)
 
@@ -121,6 +115,12 @@ def rms_pre_norm(
 def blas_linear(output: Tensor, hidden_states: Tensor, weights: Tensor) -> None:
     """``hidden_states @ weights.T``, by the BLAS that torch has. ``output`` is another tensor."""
     torch.matmul(hidden_states.detach(), weights.detach().t(), out=output)
+
+
+def _computed(function: Callable[..., Any], *args: object, **options: object) -> Any:
+    """What a function gives, without a graph."""
+    with torch.no_grad():
+        return function(*args, **options)
 
 
 def _activation(given: str | int, *allowed: str) -> str:

@@ -11,11 +11,10 @@ from torch import Tensor
 from opkiln.ops.checks import (
     check_device,
     check_dim,
+    check_dtype,
     check_float,
-    check_int32,
     check_shape,
     check_within,
-    dtype_name,
     widened,
 )
 from opkiln.ops.ragged_device_ops.op import gating
@@ -109,8 +108,7 @@ def moe_gather(rows: Tensor, slots: Tensor, weights: Tensor | None = None) -> Te
     wide = widened(rows)
     check_within("slots", slots, 0, rows.shape[0] - 1)
     if weights is not None:
-        if weights.dtype != wide.dtype:
-            raise RuntimeError(f"weights has dtype {dtype_name(weights)}, expected float32")
+        check_dtype("weights", weights, wide.dtype)
         check_shape("weights", weights, [tokens, k])
         check_device("weights", weights, rows, "rows")
     out = wide.new_zeros(tokens, rows.shape[1])
@@ -121,6 +119,6 @@ def moe_gather(rows: Tensor, slots: Tensor, weights: Tensor | None = None) -> Te
 
 
 def _check_slots(slots: Tensor, of: Tensor, of_name: str) -> None:
-    check_int32("slots", slots)
+    check_dtype("slots", slots, torch.int32)
     check_dim("slots", slots, 2)
     check_device("slots", slots, of, of_name)

@@ -21,14 +21,12 @@ from torch import Tensor
 from opkiln.ops.checks import (
     check_device,
     check_dim,
+    check_dtype,
     check_float,
-    check_int32,
     check_like,
     check_shape,
     check_some,
     check_within,
-    dtype_name,
-    widened,
 )
 from opkiln.ops.ragged_device_ops.op import paged as kit
 from opkiln.ops.rotating import cos_and_sin, rotated
@@ -66,9 +64,8 @@ def listed_blocks(lists: Tensor, lengths: Tensor, block_size: int, width: int) -
     process, or the GPU's context. Raises RuntimeError, naming the argument.
     """
     check_dim("lists", lists, 1)
-    if lists.dtype != torch.int64:
-        raise RuntimeError(f"lists has dtype {dtype_name(lists)}, expected int64")
-    check_int32("lengths", lengths)
+    check_dtype("lists", lists, torch.int64)
+    check_dtype("lengths", lengths, torch.int32)
     check_device("lengths", lengths, lists, "lists")
     check_shape("lengths", lengths, [lists.shape[0]])
     if block_size < 1 or width < 0:
@@ -134,7 +131,10 @@ def paged_kv_rotary(
     check_some("q", q)
     check_like("q", q, k, "k")
     check_shape("q", q, [k.shape[0], q.shape[1], k.shape[2]])
-    c, s = _angles(q, positions, cos, sin, dim, theta)
+    turned, most = dim or q.shape[2], min(q.shape[2], _MOST)
+    if not 0 < turned <= most or turned % 2:
+        raise RuntimeError(f"dim is {turned}, expected an even number from 2 to {most}")
+    c, s = cos_and_sin(positions.clamp(min=0), turned // 2, cos, sin, theta, q.dtype)
     _write(rotated(k, c, s), v, k_cache, v_cache, block_table, sequences, positions)
     return rotated(q, c, s).contiguous()
 
@@ -157,37 +157,6 @@ def _write(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, *tables: Tens
     v_cache[blocks, places % size] = v[real]
 
 
-def _angles(
-    q: Tensor,
-    positions: Tensor,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    dim: int,
-    theta: float,
-) -> tuple[Tensor, Tensor]:
-    """Cosines and sines, [T, 1, pairs]."""
-    head = q.shape[2]
-    turned = dim or head
-    if not 0 < turned <= min(head, _MOST) or turned % 2:
-        raise RuntimeError(f"dim is {turned}, expected an even number from 2 to {min(head, _MOST)}")
-    if (cos is None) != (sin is None):
-        raise RuntimeError("cos and sin are given together, or neither")
-    pairs = turned // 2
-    positions = positions.clamp(min=0)
-    if cos is not None and sin is not None:
-        for name, table in (("cos", cos), ("sin", sin)):
-            check_float(name, table)
-            check_device(name, table, q, "q")
-            check_dim(name, table, 2)
-            check_shape(name, table, [cos.shape[0], pairs])
-        check_like("sin", sin, cos, "cos")
-        check_within("positions", positions, 0, cos.shape[0] - 1)
-        c, s = widened(cos)[positions], widened(sin)[positions]
-    else:
-        c, s = cos_and_sin(positions, pairs, theta, q.dtype)
-    return c[:, None], s[:, None]
-
-
 def _check(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, *tables: Tensor) -> None:
     block_table, sequences, positions = tables
     check_float("k", k)
@@ -207,7 +176,7 @@ def _check(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, *tables: Tens
         ("sequences", sequences),
         ("positions", positions),
     ):
-        check_int32(name, given)
+        check_dtype(name, given, torch.int32)
         check_device(name, given, k, "k")
     check_dim("block_table", block_table, 2)
     check_shape("sequences", sequences, [tokens])

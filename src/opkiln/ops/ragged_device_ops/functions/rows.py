@@ -9,12 +9,11 @@ from opkiln.ops.checks import (
     check_all,
     check_device,
     check_dim,
+    check_dtype,
     check_float,
-    check_int32,
     check_like,
     check_shape,
     check_within,
-    dtype_name,
     widened,
 )
 from opkiln.ops.ragged_device_ops.op import rows as kit
@@ -39,8 +38,7 @@ def ragged_embedding(
     check_float("weight", weight)
     check_dim("weight", weight, 2)
     check_dim("tokens", tokens, 1)
-    if tokens.dtype not in (torch.int32, torch.int64):
-        raise RuntimeError(f"tokens has dtype {dtype_name(tokens)}, expected int32 or int64")
+    check_dtype("tokens", tokens, torch.int32, torch.int64)
     check_device("tokens", tokens, weight, "weight")
     if (positions is None) != (position_weight is None):
         raise RuntimeError("positions and position_weight are given together, or neither")
@@ -48,7 +46,7 @@ def ragged_embedding(
     out = torch.nn.functional.embedding(tokens, weight)
     if positions is None or position_weight is None:
         return out
-    check_int32("positions", positions)
+    check_dtype("positions", positions, torch.int32)
     check_shape("positions", positions, [tokens.shape[0]])
     check_device("positions", positions, weight, "weight")
     check_like("position_weight", position_weight, weight, "weight")
@@ -72,7 +70,7 @@ def logits_gather(x: Tensor, starts: Tensor, lengths: Tensor) -> Tensor:
     check_dim("x", x, 2)
     check_dim("starts", starts, 1)
     for name, given in (("starts", starts), ("lengths", lengths)):
-        check_int32(name, given)
+        check_dtype(name, given, torch.int32)
         check_device(name, given, x, "x")
         check_shape(name, given, [starts.shape[0]])
     check_within("starts", starts, 0, x.shape[0])

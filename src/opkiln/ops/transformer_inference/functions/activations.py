@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from opkiln.ops.checks import widened
-from opkiln.ops.transformer_inference.functions.checks import check_rows
+from opkiln.ops.checks import check_rows, widened
 from opkiln.ops.transformer_inference.op import activations as kit
 
 if TYPE_CHECKING:

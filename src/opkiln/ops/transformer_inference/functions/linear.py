@@ -18,13 +18,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from opkiln.ops.checks import check_contiguous, check_dim, check_dtype, check_shape
 from opkiln.ops.transformer_inference.op import int8_linear as kit
 
 
 @kit.op()
 def dequantize_int8(weight: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """The weights in fp32, fp16 or bf16, rounded once. ``weight`` may have any shape."""
-    _check(weight, scales)
+    check_dtype("weight", weight, torch.int8)
+    check_contiguous("weight", weight)
+    if scales.numel() == 0 or weight.numel() % scales.numel():
+        found = f"scales has {scales.numel()} elements, which do not divide weight"
+        raise RuntimeError(f"{found} with {weight.numel()}")
     groups = weight.reshape(scales.numel(), -1).to(scales.dtype) * scales.reshape(-1, 1)
     return groups.to(dtype).view(weight.shape)
 
@@ -32,12 +37,11 @@ def dequantize_int8(weight: Tensor, scales: Tensor, dtype: torch.dtype) -> Tenso
 @kit.op()
 def int8_linear(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None = None) -> Tensor:
     """``x @ w.T + bias`` with the dequantized weights ``w``, ``[outputs, inputs]``."""
-    if weight.dim() != 2:
-        raise RuntimeError(f"weight has shape {list(weight.shape)}, expected 2 dimensions")
+    check_dim("weight", weight, 2)
     if x.dim() == 0 or x.shape[-1] != weight.shape[1]:
         raise RuntimeError(f"x has shape {list(x.shape)}, weight has {list(weight.shape)}")
-    if bias is not None and tuple(bias.shape) != (weight.shape[0],):
-        raise RuntimeError(f"bias has shape {list(bias.shape)}, expected [{weight.shape[0]}]")
+    if bias is not None:
+        check_shape("bias", bias, [weight.shape[0]])
     return functional.linear(x, dequantize_int8.reference(weight, scales, x.dtype), bias)
 
 
@@ -48,13 +52,3 @@ def _int8_linear_backward(
     of_x = grad @ dequantize_int8(weight, scales, x.dtype)
     of_bias = None if bias is None else grad.sum_to_size(bias.shape)
     return of_x, None, None, of_bias
-
-
-def _check(weight: Tensor, scales: Tensor) -> None:
-    if weight.dtype != torch.int8:
-        raise RuntimeError(f"weight has dtype {weight.dtype}, expected int8")
-    if not weight.is_contiguous():
-        raise RuntimeError("weight is not contiguous")
-    if scales.numel() == 0 or weight.numel() % scales.numel():
-        found = f"scales has {scales.numel()} elements, which do not divide weight"
-        raise RuntimeError(f"{found} with {weight.numel()}")

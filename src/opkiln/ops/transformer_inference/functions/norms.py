@@ -8,8 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from opkiln.ops.checks import widened
-from opkiln.ops.transformer_inference.functions.checks import check_rows, check_same
+from opkiln.ops.checks import check_rows, check_same, widened
 from opkiln.ops.transformer_inference.op import norms as kit
 
 
@@ -96,8 +95,8 @@ def post_layer_norm(
 
 def _total(x: Tensor, residual: Tensor, input_bias: Tensor | None) -> Tensor:
     """What is normalized: the sum, rounded to the dtype of ``x``."""
-    check_same(x, residual=residual)
     check_rows(x, input_bias=input_bias)
+    check_same(x, residual=residual)
     total = widened(x.contiguous())
     if input_bias is not None:
         total = total + widened(input_bias)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from opkiln.ops.checks import widened
-from opkiln.ops.transformer_inference.functions.checks import check_like, check_rows, check_same
+from opkiln.ops.checks import check_like, check_rows, check_same, check_shape, widened
 from opkiln.ops.transformer_inference.op import residuals as kit
 
 
@@ -27,8 +26,8 @@ def residual_add(
     ``1 / mp_size``, too. ``hidden`` is fp32, bf16 or fp16; ``residual`` and ``attention`` have its
     shape, and the biases an element for each column. Raises RuntimeError, naming the argument.
     """
-    check_same(hidden, of="hidden", residual=residual, attention=attention)
-    check_rows(hidden, of="hidden", bias=bias, attention_bias=attention_bias)
+    check_rows(hidden, "hidden", bias=bias, attention_bias=attention_bias)
+    check_same(hidden, "hidden", residual=residual, attention=attention)
     kept = widened(residual.contiguous())
     for each in (bias, attention_bias):
         if each is not None:
@@ -47,11 +46,12 @@ def moe_res_matmul(residual: Tensor, coef: Tensor, mlp: Tensor) -> Tensor:
     column (2 rows). ``residual`` has the shape of ``mlp``, fp32, bf16 or fp16. Raises RuntimeError,
     naming the argument.
     """
-    check_same(mlp, of="mlp", residual=residual)
-    check_like(mlp, "coef", coef, of="mlp")
+    check_rows(mlp, "mlp")
+    check_same(mlp, "mlp", residual=residual)
+    check_like("coef", coef, mlp, "mlp")
     by_row = tuple(coef.shape) == (*mlp.shape[:-1], 2)
-    if not by_row and tuple(coef.shape) != (2, mlp.shape[-1]):
-        raise RuntimeError(f"coef has shape {list(coef.shape)}, expected [2, {mlp.shape[-1]}]")
+    if not by_row:
+        check_shape("coef", coef, [2, mlp.shape[-1]])
     wide = widened(coef)
     first, second = (wide[..., :1], wide[..., 1:]) if by_row else (wide[0], wide[1])
     mixed = widened(residual.contiguous()) * first + widened(mlp.contiguous()) * second

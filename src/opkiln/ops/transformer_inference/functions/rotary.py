@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opkiln.ops.checks import check_within, widened
+from opkiln.ops.checks import check_dtype, check_like
 from opkiln.ops.rotating import cos_and_sin, rotated
 from opkiln.ops.transformer_inference.op import rotary as kit
 
@@ -137,37 +137,20 @@ def _angles(
     seq = x.shape[-3]
     if positions is None:
         positions = torch.arange(seq, device=x.device)
-    elif positions.dtype not in (torch.int32, torch.int64):
-        raise RuntimeError(f"positions has dtype {positions.dtype}, expected int32 or int64")
-    elif positions.shape != x.shape[-3:-2] and positions.shape != x.shape[:-2]:
+    check_dtype("positions", positions, torch.int32, torch.int64)
+    if positions.shape != x.shape[-3:-2] and positions.shape != x.shape[:-2]:
         raise RuntimeError(
             f"positions has shape {list(positions.shape)}, x has {list(x.shape)}: expected "
             "[batch, seq] or [seq]"
         )
-    if (cos is None) != (sin is None):
-        raise RuntimeError("cos and sin are given together, or neither")
-    pairs = turned // 2
-    if cos is not None and sin is not None:
-        for name, table in (("cos", cos), ("sin", sin)):
-            if table.dim() != 2 or table.shape[1] != pairs:
-                raise RuntimeError(
-                    f"{name} has shape {list(table.shape)}, expected [positions, {pairs}]"
-                )
-        check_within("positions", positions, 0, cos.shape[0] - 1)
-        tables = widened(cos)[positions], widened(sin)[positions]
-    else:
-        if turned > _MOST:
-            raise RuntimeError(
-                f"dim is {turned}, and at most {_MOST} without tables cos and sin"
-            )  # fmt: skip
-        tables = cos_and_sin(positions, pairs, theta, x.dtype)
-    c, s = (table[..., None, :] for table in tables)
+    if cos is None and turned > _MOST:
+        raise RuntimeError(f"dim is {turned}, and at most {_MOST} without tables cos and sin")
+    c, s = cos_and_sin(positions, turned // 2, cos, sin, theta, x.dtype)
     return c, -s if inverse else s
 
 
 def _check_keys(q: Tensor, k: Tensor) -> None:
-    if k.dtype != q.dtype:
-        raise RuntimeError(f"k has dtype {k.dtype}, q has {q.dtype}")
+    check_like("k", k, q, "q")
     if k.dim() != q.dim() or k.shape[:-2] != q.shape[:-2] or k.shape[-1] != q.shape[-1]:
         raise RuntimeError(
             f"k has shape {list(k.shape)}, q has {list(q.shape)}: only heads may differ"
