@@ -371,7 +371,7 @@ def check_the_gradient_goes_straight_through() -> None:
 def check_wrong_tensors_are_refused_by_name() -> None:
     x = numbers(64, F16)
     said = {
-        "x has dtype torch.float64": lambda: quant.quantize(x.double()),
+        "x has dtype float64": lambda: quant.quantize(x.double()),
         "group_size is 131072": lambda: quant.quantize(x, group_size=131_072),
         "bits is 3": lambda: quant.quantize(x, bits=3),
         "error is not on cuda:0": lambda: quant.quantize(x, error=torch.zeros(64)),

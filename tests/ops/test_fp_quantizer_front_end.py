@@ -100,8 +100,8 @@ def test_what_cannot_be_is_refused_by_name() -> None:
         "group_size is 131072": lambda: FPQuantizer(group_size=131072),
         "there is no format of 7 bits": lambda: FPQuantizer.of_bits(7),
         "there is no format of 6 bits with 3 of mantissa": lambda: FPQuantizer.of_bits(6, 3),
-        "x has dtype torch.float64": lambda: quantizer.quantize(x.double()),
-        "x has dtype torch.int64": lambda: quantizer.quantize(x.long()),
+        "x has dtype float64": lambda: quantizer.quantize(x.double()),
+        "x has dtype int64": lambda: quantizer.quantize(x.long()),
         "x is not dense": lambda: quantizer.quantize(x.to_sparse()),
         "offset_tensor has dtype float32, expected int64": lambda: quantizer.quantize(
             x, offset=torch.zeros(1)
@@ -112,7 +112,7 @@ def test_what_cannot_be_is_refused_by_name() -> None:
         "packed is e4m3 in groups of 16, this quantizer's is e4m3 in groups of 512": (
             lambda: FPQuantizer("e4m3").dequantize(packed)
         ),
-        "dtype is torch.float64": lambda: quantizer.dequantize(packed, dtype=torch.float64),
+        "dtype is float64": lambda: quantizer.dequantize(packed, dtype=torch.float64),
         "codes has 63 elements, expected 64": lambda: quantizer.dequantize(
             packed._replace(codes=packed.codes[1:])
         ),

@@ -104,12 +104,12 @@ def test_shapes_strides_and_dtypes_are_the_front_ends() -> None:
 def test_wrong_arguments_are_refused_by_name() -> None:
     packed = quant.packbits(torch.randn(20))
     for message, call in (
-        ("x has dtype torch.float64", lambda: quant.packbits(torch.randn(3).double())),
+        ("x has dtype float64", lambda: quant.packbits(torch.randn(3).double())),
         ("x is not dense", lambda: quant.packbits(torch.eye(4).to_sparse())),
         ("shape \\(25,\\) takes 4 bytes, packed has 3", lambda: quant.unpackbits(packed, 25)),
         ("shape \\(-1,\\)", lambda: quant.unpackbits(packed, -1)),
-        ("packed has dtype torch.int64", lambda: quant.unpackbits(packed.long(), 20)),
-        ("dtype is torch.int8", lambda: quant.unpackbits(packed, 20, dtype=torch.int8)),
+        ("packed has dtype int64", lambda: quant.unpackbits(packed.long(), 20)),
+        ("dtype is int8", lambda: quant.unpackbits(packed, 20, dtype=torch.int8)),
     ):
         with pytest.raises(UsageError, match=message):
             call()

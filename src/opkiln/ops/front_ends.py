@@ -1,4 +1,4 @@
-"""Shared by front ends of ops that take fp32, bf16 and fp16: checks, and the call of an op."""
+"""Shared by front ends of ops: a check, and the call of an op."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from opkiln.errors import ArgumentError, ArgumentTypeError
-from opkiln.ops.checks import NATIVE
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -17,22 +16,13 @@ if TYPE_CHECKING:
 
     from opkiln.builder import OpBuilder
 
-_EXPECTED = "expected float32, bfloat16 or float16"
 _REFUSED = re.compile(r", expected | is (?:not )?on | is not contiguous|, \w+ has ")
 
 
 def check_dense(x: Tensor) -> None:
-    """Raises UsageError for another dtype or layout."""
-    if x.dtype not in NATIVE:
-        raise ArgumentTypeError(f"x has dtype {x.dtype}, {_EXPECTED}")
+    """Raises UsageError for another layout."""
     if x.layout != torch.strided:
         raise ArgumentError(f"x is not dense: its layout is {x.layout}", hint="x.to_dense()")
-
-
-def check_wanted(dtype: torch.dtype) -> None:
-    """Raises UsageError for a dtype that no result can have."""
-    if dtype not in NATIVE:
-        raise ArgumentTypeError(f"dtype is {dtype}, {_EXPECTED}")
 
 
 def functions_for(builder: type[OpBuilder], tensor: Tensor) -> Any:

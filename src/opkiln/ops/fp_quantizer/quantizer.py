@@ -13,7 +13,7 @@ import opkiln
 from opkiln.errors import ArgumentError
 from opkiln.ops.fp_quantizer import formats
 from opkiln.ops.fp_quantizer.op import FPQuantizerBuilder
-from opkiln.ops.front_ends import call_checked, check_dense, check_wanted, functions_for
+from opkiln.ops.front_ends import call_checked, check_dense, functions_for
 from opkiln.ops.quantizer.tensor_fields import each_tensor, moved
 
 TYPE_CHECKING = False
@@ -185,7 +185,6 @@ class FPQuantizer:
                 hint=f'FPQuantizer("{packed.format}", group_size={packed.group_size})',
             )
         wanted = packed.dtype if dtype is None else dtype
-        check_wanted(wanted)
         out: Tensor = call_checked(
             getattr(_ops(packed.codes), name), packed.codes, packed.scales.detach(), *rows,
             packed.shape, self.group_size, self.format.bits, self.format.mantissa_bits, wanted,

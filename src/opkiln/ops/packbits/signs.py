@@ -8,8 +8,8 @@ from math import prod
 import torch
 from torch import Tensor
 
-from opkiln.errors import ArgumentError, ArgumentTypeError
-from opkiln.ops.front_ends import check_dense, check_wanted, functions_for
+from opkiln.errors import ArgumentError
+from opkiln.ops.front_ends import call_checked, check_dense, functions_for
 from opkiln.ops.packbits.op import PackbitsBuilder
 
 TYPE_CHECKING = False
@@ -26,7 +26,7 @@ def packbits(x: Tensor) -> Tensor:
     ``x.reshape(-1)``; missing bits of a last byte are 0. Raises UsageError.
     """
     check_dense(x)
-    packed: Tensor = _ops(x).packbits(x.detach().contiguous())
+    packed: Tensor = call_checked(_ops(x).packbits, x.detach().contiguous())
     return packed
 
 
@@ -36,13 +36,9 @@ def unpackbits(
     """1 and -1 for the signs in ``packed``, in a tensor of this shape. Raises UsageError."""
     sizes = (shape,) if isinstance(shape, int) else tuple(shape)
     numel = prod(sizes)
-    check_wanted(dtype)
-    if packed.dtype != torch.uint8:
-        raise ArgumentTypeError(f"packed has dtype {packed.dtype}, expected uint8")
     if min(sizes, default=0) < 0 or packed.numel() != (numel + 7) // 8:
         raise ArgumentError(
             f"shape {sizes} takes {(numel + 7) // 8} bytes, packed has {packed.numel()}"
         )
-    functions = _ops(packed)
-    signs: Tensor = functions.unpackbits(packed.contiguous(), numel, dtype)
+    signs: Tensor = call_checked(_ops(packed).unpackbits, packed.contiguous(), numel, dtype)
     return signs.view(sizes)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import opkiln
 from opkiln.errors import ArgumentError, UsageError
-from opkiln.ops.front_ends import call_checked, check_dense, check_wanted, functions_for
+from opkiln.ops.front_ends import call_checked, check_dense, functions_for
 from opkiln.ops.quantizer.op import QuantizerBuilder
 from opkiln.ops.quantizer.tensor_fields import each_tensor, moved
 
@@ -165,8 +165,6 @@ def swizzle_quantize(
 def dequantize(q: Quantized, *, dtype: torch.dtype | None = None) -> Tensor:
     """The tensor again, in its shape; of its dtype or another. Raises UsageError."""
     wanted = q.dtype if dtype is None else dtype
-    _check_format(q.bits, q.group_size)
-    check_wanted(wanted)
     offsets = q.scales.new_empty(0) if q.offsets is None else q.offsets
     order = _IN_ORDER if q.swizzle is None else q.swizzle
     flat = call_checked(
@@ -193,7 +191,7 @@ def fake_quantize(
     The gradient goes straight through, as if nothing had been rounded. Raises UsageError, naming
     the argument, and for a leaf that requires gradients where ``inplace`` would overwrite it.
     """
-    _check_input(x, bits, group_size)
+    check_dense(x)
     number, later = _offset(offset)
     rest = (bits, group_size, symmetric, stochastic, seed, number, later, narrow_range)
     if not inplace:
@@ -273,8 +271,6 @@ def quantized_reduce(
         first.symmetric if symmetric is None else symmetric,
         first.narrow_range if narrow_range is None else narrow_range,
     )
-    _check_format(first.bits, first.group_size)
-    _check_format(wanted.bits, wanted.group_size)
     number, later = _offset(offset)
     ops = _ops(first.values)
     listed = (
@@ -309,7 +305,7 @@ def _quantize(
     error: Tensor | None,
     order: Swizzle,
 ) -> Quantized:
-    _check_input(x, form.bits, form.group_size)
+    check_dense(x)
     number, later = _offset(offset)
     flat = x.detach().contiguous()
     rest = (*form[:3], stochastic, seed, number, *order, later, form.narrow_range)
@@ -333,21 +329,6 @@ def _quantized(
     kept = None if form.symmetric else offsets
     rest = (form.bits, form.group_size, swizzle, form.narrow_range)
     return Quantized(values, scales, kept, shape, dtype, *rest)
-
-
-def _check_input(x: Tensor, bits: int, group_size: int) -> None:
-    check_dense(x)
-    _check_format(bits, group_size)
-
-
-def _check_format(bits: int, group_size: int) -> None:
-    if bits not in (4, 8):
-        raise ArgumentError(f"bits is {bits}, expected 4 or 8")
-    if not 16 <= group_size <= 65536 or group_size % 8:
-        raise ArgumentError(
-            f"group_size is {group_size}, expected a multiple of 8 from 16 to 65536",
-            why="a group is held in the registers of one thread block",
-        )
 
 
 def _check_error(error: Tensor, shape: tuple[int, ...]) -> None:
