@@ -4,7 +4,7 @@ the name ``opkiln.op`` can be looked up where there is none."""
 from __future__ import annotations
 
 import inspect
-from typing import Any, ParamSpec, Protocol, TypeVar
+from typing import Any, Generic, ParamSpec, TypeVar
 
 from opkiln.authoring.calls import function_for
 from opkiln.authoring.entrance import Entrance
@@ -17,12 +17,15 @@ from opkiln.loading.schema import require_returns_at_once
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
+    from typing import Protocol
 
     from opkiln.authoring.builders import DecoratedBuilder
     from opkiln.authoring.parameters import Value
     from opkiln.loading.explain import Explanation, Explanations
 
     _F = TypeVar("_F", bound=Callable[..., Any])
+else:
+    Protocol = Generic  # making a Protocol takes 2 ms, which a hit need not wait for
 
 _P = ParamSpec("_P")
 _R_co = TypeVar("_R_co", covariant=True)

@@ -44,7 +44,13 @@ from opkiln.decision import terms
 from opkiln.errors import FallbackWarning, LoadError, SpecError, warn_caller
 from opkiln.loading.gradient import Gradient, tensors, with_defaults, without_autocast
 from opkiln.loading.here import here
-from opkiln.loading.register import Function, drop_compiled_graphs, library_of, register_fake
+from opkiln.loading.register import (
+    Function,
+    drop_compiled_graphs,
+    lasting_library,
+    library_of,
+    register_fake,
+)
 from opkiln.settings import settings
 
 TYPE_CHECKING = False
@@ -353,8 +359,8 @@ class Entrance(Function):
         """Have torch keep an operator for good."""
         qualified = f"{self.namespace}::{name}"
         if qualified not in here.kept:
-            here.kept[qualified] = library_of(self.namespace)
-            here.kept[qualified].impl(name, _nowhere, _KEPT_KEY)
+            here.kept.add(qualified)
+            lasting_library(self.namespace).impl(name, _nowhere, _KEPT_KEY)
 
 
 def _nowhere(*args: Any, **kwargs: Any) -> Any:

@@ -66,7 +66,9 @@ class Here:
         # What torch was told of functions, and by which libraries.
         self.namespaces: dict[str, Any] = {}
         self.functions: dict[str, Any] = {}  # register's, by qualified name
-        self.kept: dict[str, Any] = {}  # of operators that are declared anew
+        self.kept: set[str] = (
+            set()
+        )  # operators that torch keeps, although they may be declared anew
         self.listed: dict[Name, list[Any]] = {}  # light's, the functions of a library
         self.chains: dict[tuple[str, str], list[Any]] = {}  # by place; torch knows the first
         self.module_names: dict[str, object] = {}  # of the extension modules that are open here

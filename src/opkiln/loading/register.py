@@ -290,10 +290,7 @@ class Function:
     def tell(self, registration: Registration) -> None:
         """Tell torch of the default overload, and of what serves where there is no kernel. Raises
         SpecError."""
-
-        library = here.namespaces.get(self.namespace)
-        if library is None:
-            library = here.namespaces[self.namespace] = library_of(self.namespace)
+        library = lasting_library(self.namespace)
         returns_nothing = self.schema.rpartition("->")[2].strip() == "()"
         if not self._told:
             self.define(library)
@@ -320,7 +317,7 @@ class Function:
 
             self.gradient = Gradient(self.overload(), self.overload(), self.reference)
             self.gradient.replace(backward)
-            library = here.namespaces[self.namespace]
+            library = lasting_library(self.namespace)
             library.impl(self.name, self.gradient, "Autograd", with_keyset=True)
         return False
 
@@ -364,6 +361,14 @@ def library_of(namespace: str) -> Any:
     import torch
 
     return torch.library.Library(namespace, "FRAGMENT")  # type: ignore[no-untyped-call]
+
+
+def lasting_library(namespace: str) -> Any:
+    """The one whose registrations last as long as the process."""
+    library = here.namespaces.get(namespace)
+    if library is None:
+        library = here.namespaces[namespace] = library_of(namespace)
+    return library
 
 
 def register_fake(library: Any, qualified: str, fake: Callable[..., Any]) -> None:
