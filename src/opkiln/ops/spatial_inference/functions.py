@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -35,14 +33,10 @@ def spatial_bias_add(
     if other is not None:
         rest = widened(other)
         out = out + (rest if other_bias is None else rest + widened(other_bias).view(shape))
-    like = _result(x, dim)
+    kept = x.is_contiguous() or x.movedim(dim, -1).is_contiguous()
+    like = torch.empty_like(x) if kept else x.new_empty(x.shape)
     out = out.to(x.dtype)
     return out if out.stride() == like.stride() else like.copy_(out)
-
-
-@spatial_bias_add.fake
-def _shape(x: Tensor, *rest: Any) -> Tensor:
-    return _result(x, _checked(x, *rest))
 
 
 @spatial_bias_add.backward
@@ -79,9 +73,9 @@ def _channels(x: Tensor, channel_dim: int | None) -> int:
 def _checked(
     x: Tensor,
     bias: Tensor,
-    other: Tensor | None = None,
-    other_bias: Tensor | None = None,
-    channel_dim: int | None = None,
+    other: Tensor | None,
+    other_bias: Tensor | None,
+    channel_dim: int | None,
 ) -> int:
     """The dimension of the channels. Raises RuntimeError."""
     check_dtype("x", x, *FLOATS)
@@ -96,10 +90,3 @@ def _checked(
         check_shape(name, each, list(shape))
         check_like(name, each, x, "x")
     return dim
-
-
-def _result(x: Tensor, dim: int) -> Tensor:
-    """Memory for the result."""
-    if x.is_contiguous() or x.movedim(dim, -1).is_contiguous():
-        return torch.empty_like(x)
-    return x.new_empty(x.shape)
