@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu
 
-from opkiln.ops.checks import check_rows, check_same, widened
+from opkiln.ops.checks import check_dtype, check_numel, check_rows, check_same, widened
 from opkiln.ops.philox import philox
 from opkiln.ops.transformer.op import columns, norms
 
@@ -201,8 +201,8 @@ def _dropped(x: Tensor, seed: Tensor | None, site: int, p: float) -> Tensor:
         return x
     if seed is None:
         raise RuntimeError(f"seed is None, and p is {p}")
-    if seed.numel() != 1 or seed.dtype != torch.int64:
-        raise RuntimeError(f"seed has {seed.numel()} elements of {seed.dtype}, expected one int64")
+    check_numel("seed", seed, 1)
+    check_dtype("seed", seed, torch.int64)
     factor = 0.0 if int(p * 65536 + 0.5) >= 65536 else 1 / (1 - p)
     return torch.where(kept(x.shape, seed, site, p), x * factor, 0.0)
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from opkiln.ops.checks import widened
+from opkiln.ops.checks import check_like, check_shape, widened
 from opkiln.ops.transformer_inference.op import softmax as kit
 
 
@@ -108,13 +108,12 @@ def _check(x: Tensor, mask: Tensor | None, slopes: Tensor | None, window: int) -
     if window < 0:
         raise RuntimeError(f"window is {window}, expected at least 0")
     if mask is not None:
-        if mask.dtype not in (x.dtype, torch.float32):
-            raise RuntimeError(f"mask has dtype {mask.dtype}, x has {x.dtype}")
+        if mask.dtype != torch.float32:
+            check_like("mask", mask, x, "x")
         sizes = zip(mask.shape[::-1], x.shape[::-1], strict=False)
         if mask.dim() > x.dim() or any(one not in (1, other) for one, other in sizes):
             raise RuntimeError(
                 f"mask has shape {list(mask.shape)}, which cannot be broadcast to {list(x.shape)}"
             )
-    heads = x.shape[-3] if x.dim() > 2 else 1
-    if slopes is not None and tuple(slopes.shape) != (heads,):
-        raise RuntimeError(f"slopes has shape {list(slopes.shape)}, expected [{heads}]")
+    if slopes is not None:
+        check_shape("slopes", slopes, [x.shape[-3] if x.dim() > 2 else 1])
