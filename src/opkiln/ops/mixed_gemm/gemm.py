@@ -35,9 +35,7 @@ def mixed_gemm(
     ``identity``, ``gelu`` (by tanh), ``relu`` or ``silu``. ``x`` and ``bias`` may have gradients,
     weights have none. Raises UsageError, naming the argument.
     """
-    if len(weight.shape) != 2:
-        raise ArgumentError(f"weight has shape {list(weight.shape)}, expected 2 dimensions")
-    _check(x, weight.shape, bias, weight.shape[:1])
+    _check(x, weight.shape, bias, 2)
     flat = x.reshape(-1, x.shape[-1])
     out = _packed(flat, weight, None, bias, _number(activation))
     return out.view(*x.shape[:-1], weight.shape[0])
@@ -147,11 +145,9 @@ def _number(activation: str) -> int:
 
 
 def _check_grouped(x: Tensor, shape: tuple[int, ...], offsets: Tensor, bias: Tensor | None) -> None:
-    if len(shape) != 3:
-        raise ArgumentError(f"weight has shape {list(shape)}, expected 3 dimensions")
     if x.dim() != 2:
         raise ArgumentError(f"x has shape {list(x.shape)}, expected 2 dimensions")
-    _check(x, shape, bias, shape[:2])
+    _check(x, shape, bias, 3)
     if offsets.dtype != torch.int32:
         raise ArgumentTypeError(f"offsets has dtype {offsets.dtype}, expected int32")
     if tuple(offsets.shape) != (shape[0],):
@@ -160,9 +156,10 @@ def _check_grouped(x: Tensor, shape: tuple[int, ...], offsets: Tensor, bias: Ten
         raise ArgumentError(f"offsets is on {offsets.device}, x on {x.device}")
 
 
-def _check(
-    x: Tensor, shape: tuple[int, ...], bias: Tensor | None, of_bias: tuple[int, ...]
-) -> None:
+def _check(x: Tensor, shape: tuple[int, ...], bias: Tensor | None, dims: int) -> None:
+    """``shape`` is that of the weights. Raises UsageError."""
+    if len(shape) != dims:
+        raise ArgumentError(f"weight has shape {list(shape)}, expected {dims} dimensions")
     if x.dtype not in NATIVE:
         raise ArgumentTypeError(f"x has dtype {x.dtype}, expected float32, bfloat16 or float16")
     if x.dim() == 0 or x.shape[-1] != shape[-1]:
@@ -171,5 +168,5 @@ def _check(
         return
     if bias.dtype != x.dtype:
         raise ArgumentTypeError(f"bias has dtype {bias.dtype}, x has {x.dtype}")
-    if tuple(bias.shape) != tuple(of_bias):
-        raise ArgumentError(f"bias has shape {list(bias.shape)}, expected {list(of_bias)}")
+    if tuple(bias.shape) != tuple(shape[:-1]):
+        raise ArgumentError(f"bias has shape {list(bias.shape)}, expected {list(shape[:-1])}")
