@@ -11,7 +11,8 @@ the group's timeout, and if the ranks call different things.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Protocol
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -19,23 +20,20 @@ from torch import Tensor
 from opkiln.ops.checks import check_contiguous, check_like, check_numel, widened
 from opkiln.ops.shm_comm.op import kit
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
 OPS = ("sum", "mean", "product", "max", "min")
 
 
-class Peers(NamedTuple):
-    """What the references and the shapes need to know of a group."""
+class Peers(Protocol):
+    """What the references and the shapes need of a ``ShmGroup``."""
 
     rank: int
     size: int
-    gather: Callable[[Tensor], list[Tensor]]  # a contiguous tensor of each rank
+
+    def gather_by_gloo(self, x: Tensor) -> list[Tensor]: ...
 
 
 # By the group's number. Numbers of groups without shared memory are below 0.
-GROUPS: dict[int, Peers] = {}
+GROUPS: WeakValueDictionary[int, Peers] = WeakValueDictionary()
 
 
 @kit.op()
@@ -55,14 +53,14 @@ def shm_leave(host: Tensor, group: int) -> None:
 @kit.op()
 def shm_all_reduce(x: Tensor, group: int, op: str = "sum") -> Tensor:
     """The elements of all ranks, combined. Differentiable for "sum" and "mean"."""
-    parts = _peers(group).gather(x.contiguous())
+    parts = _peers(group).gather_by_gloo(x.contiguous())
     return _combined([part.view(x.shape) for part in parts], op)
 
 
 @kit.op(mutates="x")
 def shm_all_reduce_(x: Tensor, group: int, op: str = "sum") -> None:
     """``shm_all_reduce`` in place."""
-    parts = _peers(group).gather(x.contiguous())
+    parts = _peers(group).gather_by_gloo(x.contiguous())
     x.copy_(_combined([part.view(x.shape) for part in parts], op))
 
 
@@ -74,7 +72,7 @@ def shm_reduce_scatter(x: Tensor, group: int, op: str = "sum") -> Tensor:
     _check_rows(x, peers.size)
     rows = x.shape[0] // peers.size
     begin = peers.rank * rows
-    parts = peers.gather(x.contiguous())
+    parts = peers.gather_by_gloo(x.contiguous())
     return _combined([part.view(x.shape)[begin : begin + rows] for part in parts], op)
 
 
@@ -85,7 +83,7 @@ def shm_reduce_scatter_into(out: Tensor, x: Tensor, group: int, op: str = "sum")
     peers = _peers(group)
     _check_pair(out, x)
     check_numel("x", x, out.numel() * peers.size)
-    parts = [part.view(peers.size, out.numel())[peers.rank] for part in peers.gather(x)]
+    parts = [part.view(peers.size, out.numel())[peers.rank] for part in peers.gather_by_gloo(x)]
     out.copy_(_combined(parts, op).view(out.shape))
 
 
@@ -94,7 +92,7 @@ def shm_all_gather(x: Tensor, group: int) -> Tensor:
     """The rows of all ranks, of any dtype, those of rank 0 first. Differentiable."""
     if x.dim() == 0:
         raise RuntimeError("x has no dimensions, expected at least one")
-    return torch.cat([part.view(x.shape) for part in _peers(group).gather(x.contiguous())])
+    return torch.cat([part.view(x.shape) for part in _peers(group).gather_by_gloo(x.contiguous())])
 
 
 @kit.op(mutates="out")
@@ -103,7 +101,7 @@ def shm_all_gather_into(out: Tensor, x: Tensor, group: int) -> None:
     peers = _peers(group)
     _check_pair(out, x)
     check_numel("out", out, x.numel() * peers.size)
-    out.copy_(torch.stack([part.view(-1) for part in peers.gather(x)]).view(out.shape))
+    out.copy_(torch.stack([part.view(-1) for part in peers.gather_by_gloo(x)]).view(out.shape))
 
 
 # Shapes: the references talk to other ranks.

@@ -27,7 +27,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from opkiln.errors import ArgumentError, ClusterError
 from opkiln.ops.shm_comm import functions
-from opkiln.ops.shm_comm.functions import GROUPS, Peers
+from opkiln.ops.shm_comm.functions import GROUPS
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ class ShmGroup:
                 break
         else:
             self.number = self._meeting.share()
-        GROUPS[self.number] = Peers(rank, size, _Gatherer(self))
+        GROUPS[self.number] = self
         self._finalizer = weakref.finalize(self, _leave, self.number, os.getpid())
 
     @classmethod
@@ -153,26 +153,14 @@ class ShmGroup:
         return f"<ShmGroup: rank {self.rank} of {self.size}>"
 
     def gather_by_gloo(self, x: Tensor) -> list[Tensor]:
-        """A tensor of each rank. The connections are made when all ranks first ask for this."""
+        """A contiguous tensor of each rank. The connections are made when all ranks first ask for
+        this."""
         if self._gloo is None:
             store = PrefixStore("gloo", self._meeting.store)
             self._gloo = dist.ProcessGroupGloo(store, self.rank, self.size, self.timeout)
         parts = [torch.empty_like(x) for _ in range(self.size)]
         self._gloo.allgather([parts], [x.detach()]).wait()
         return parts
-
-
-class _Gatherer:
-    """Does not keep the group alive."""
-
-    def __init__(self, group: ShmGroup) -> None:
-        self._group = weakref.ref(group)
-
-    def __call__(self, x: Tensor) -> list[Tensor]:
-        group = self._group()
-        if group is None:
-            raise RuntimeError("the group is closed")
-        return group.gather_by_gloo(x)
 
 
 class _Meeting:
