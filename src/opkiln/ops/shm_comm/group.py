@@ -31,7 +31,7 @@ from opkiln.ops.shm_comm.functions import GROUPS
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
 MOST_RANKS = 256  # as in group.h
 _PAGE = 4096
@@ -186,8 +186,8 @@ class _Meeting:
         slot = max(self.size, wanted // _PAGE) * _PAGE
         with ExitStack() as until_all_have_it:
             try:
-                obtain = until_all_have_it.enter_context(self._memory(slot))
-                number = _join(obtain(), self.rank, self.size, slot, self._timeout)
+                fd = until_all_have_it.enter_context(self._memory(slot))
+                number = _join(fd, self.rank, self.size, slot, self._timeout)
             except (OSError, RuntimeError, ClusterError) as error:
                 why = f"{type(error).__name__}: {error}"
             try:
@@ -202,11 +202,11 @@ class _Meeting:
         return number
 
     @contextmanager
-    def _memory(self, slot: int) -> Iterator[Callable[[], int]]:
-        """Gives a function that gives the descriptor of the memory. The first rank hands it to the
-        others while the block runs."""
+    def _memory(self, slot: int) -> Iterator[int]:
+        """The descriptor of the memory. The first rank hands it to the others while the block
+        runs."""
         if self.rank != 0:
-            yield self._received
+            yield self._received()
             return
         try:
             fd = _make(_PAGE * -(-_HEADER * (self.size + 2) // _PAGE) + 2 * self.size * slot)
@@ -223,7 +223,7 @@ class _Meeting:
             thread.start()
             self.store.set("socket", name)
             try:
-                yield lambda: fd
+                yield fd
             finally:
                 stop.set()
                 thread.join()
