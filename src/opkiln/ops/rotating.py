@@ -42,7 +42,7 @@ def cos_and_sin(
         raise RuntimeError(f"theta is {theta}, expected a positive number")
     steps = torch.arange(pairs, device=positions.device, dtype=torch.float64)
     angle = positions.double()[..., None, None] * torch.exp(steps * (-math.log(theta) / pairs))
-    exact = dtype if dtype == torch.float64 else torch.float32
+    exact = torch.promote_types(dtype, torch.float32)
     return angle.cos().to(exact), angle.sin().to(exact)
 
 
