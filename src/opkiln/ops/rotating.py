@@ -39,7 +39,7 @@ def cos_and_sin(
         check_within("positions", positions, 0, cos.shape[0] - 1)
         return widened(cos)[positions][..., None, :], widened(sin)[positions][..., None, :]
     if theta <= 0:
-        raise RuntimeError(f"theta is {theta}, expected a positive number")
+        raise RuntimeError(f"theta is {theta:g}, expected a positive number")
     steps = torch.arange(pairs, device=positions.device, dtype=torch.float64)
     angle = positions.double()[..., None, None] * torch.exp(steps * (-math.log(theta) / pairs))
     exact = torch.promote_types(dtype, torch.float32)

@@ -161,7 +161,7 @@ def _scores(
         )
     check_device("layout", layout, q, "q")
     if scale <= 0:
-        raise RuntimeError(f"scale is {scale}, expected more than 0")
+        raise RuntimeError(f"scale is {scale:g}, expected more than 0")
     scores = (widened(q) @ widened(k).mT) * scale
     if key_bias is not None:
         check_shape("key_bias", key_bias, [batch, tokens])
