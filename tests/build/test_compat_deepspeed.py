@@ -314,7 +314,7 @@ def test_what_cannot_be_quantized_is_named(quantizer: OpModule) -> None:
         quantizer.dequantize_int8_to_half_experimental(
             torch.zeros(64, dtype=torch.uint8), torch.ones(3), torch.ones(3), 3, 24
         )
-    with pytest.raises(UsageError, match="has dtype Long, expected"):
+    with pytest.raises(UsageError, match="has dtype int64, expected"):
         quantizer.quantize(torch.zeros(64, dtype=torch.int64), 2, 8, quantizer.Symmetric)
 
 

@@ -304,7 +304,7 @@ def check_wrong_tensors_are_refused_by_name() -> None:
     codes, scales = ops.fp_quantize(x, 16, 8, 3)
     rest = ([64], 16, 8, 3, torch.float32)
     for message, call in {
-        "x has dtype Double": lambda: ops.fp_quantize(x.double(), 16, 8, 3),
+        "x has dtype float64": lambda: ops.fp_quantize(x.double(), 16, 8, 3),
         "group_size is 24": lambda: ops.fp_quantize(x, 24, 8, 3),
         "bits is 7": lambda: ops.fp_quantize(x, 16, 7, 3),
         "offset_tensor is not on cuda:0": lambda: ops.fp_quantize(

@@ -380,7 +380,7 @@ def check_wrong_tensors_are_refused_by_name_and_nothing_is_written() -> None:
     refused(lists, "found_inf is not on cuda:0", found_inf=torch.zeros(1))
     refused(lists, "lr_tensor has 2 elements", lr_tensor=torch.zeros(2, device="cuda"))
     lists[2][0] = lists[2][0].double()
-    refused(lists, "exp_avgs[0] has dtype Double")
+    refused(lists, "exp_avgs[0] has dtype float64")
 
 
 def check_parameters_on_two_gpus_and_the_cpu() -> str:
@@ -533,7 +533,7 @@ def check_a_planned_step_that_is_refused_says_which_gradient() -> None:
     for wrong, message in (
         (torch.zeros(5, device="cuda"), "grads[1] has 5 elements, params[1] has 600"),
         (torch.zeros(600), "grads[1] is not on cuda:0"),
-        (torch.zeros(600, device="cuda", dtype=torch.float64), "grads[1] has dtype Double"),
+        (torch.zeros(600, device="cuda", dtype=torch.float64), "grads[1] has dtype float64"),
     ):
         before = clone(lists)
         grads = [lists[1][0], wrong]

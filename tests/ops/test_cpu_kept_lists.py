@@ -276,7 +276,7 @@ def gradient_of_integers(pair: Pair) -> None:
         (cut_parameter, r"grads\[1\] has 17 elements, params\[1\] has 5"),
         (cut_state, r"\[1\] has 5 elements, params\[1\] has 17"),
         (cut_gradient, r"grads\[1\] has 5 elements, params\[1\] has 17"),
-        (gradient_of_integers, r"grads\[1\] has dtype Long"),
+        (gradient_of_integers, r"grads\[1\] has dtype int64"),
     ],
 )
 def test_what_does_not_go_together_any_more_is_refused_by_name_before_anything_moves(

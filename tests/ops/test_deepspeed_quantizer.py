@@ -145,14 +145,14 @@ def test_opcheck_finds_nothing(native: Any) -> None:
 def test_what_is_refused_is_named_in_the_references_words(native: Any) -> None:
     x, levels, params = numbers(4, 24), torch.zeros(96, dtype=torch.int8), torch.ones(4, 1)
     cases = [
-        ("deepspeed_quantize", (x.double(), 4, 8, True, False, *LAID), "x has dtype Double"),
+        ("deepspeed_quantize", (x.double(), 4, 8, True, False, *LAID), "x has dtype float64"),
         ("deepspeed_quantize", (x, 4, 3, True, False, *LAID), "bits is 3, expected 4 or 8"),
         ("deepspeed_quantize", (x, 5, 8, True, False, *LAID), "x has 96 elements, expected a mul"),
         ("deepspeed_quantize", (x, 4, 8, True, False, 3, 1, 1), "groups is 4, expected a multiple"),
         ("deepspeed_dequantize", (levels, params, 4, 8, False, F16), "params has 4 elements, exp"),
-        ("deepspeed_dequantize", (levels, params.double(), 4, 8, True, F16), "params has dtype Do"),
-        ("deepspeed_dequantize", (levels.int(), params, 4, 8, True, F16), "levels has dtype Int, "),
-        ("deepspeed_dequantize", (levels, params, 4, 8, True, torch.int8), "dtype is Char, expec"),
+        ("deepspeed_dequantize", (levels, params.double(), 4, 8, True, F16), "params has dtype fl"),
+        ("deepspeed_dequantize", (levels.int(), params, 4, 8, True, F16), "levels has dtype int32"),
+        ("deepspeed_dequantize", (levels, params, 4, 8, True, torch.int8), "dtype is int8, expec"),
         ("deepspeed_reduce", (levels, params, 3, 4, 2, 8, True, False), "in_groups is 4, expected"),
         ("deepspeed_reduce", (levels, params, 2, 4, 5, 8, True, False), "the sum has 48 elements"),
     ]  # fmt: skip

@@ -103,7 +103,7 @@ def test_what_cannot_be_is_refused_by_name() -> None:
         "x has dtype torch.float64": lambda: quantizer.quantize(x.double()),
         "x has dtype torch.int64": lambda: quantizer.quantize(x.long()),
         "x is not dense": lambda: quantizer.quantize(x.to_sparse()),
-        "offset_tensor has dtype Float, expected Long": lambda: quantizer.quantize(
+        "offset_tensor has dtype float32, expected int64": lambda: quantizer.quantize(
             x, offset=torch.zeros(1)
         ),
         "offset_tensor has 2 elements, expected 1": lambda: quantizer.quantize(
@@ -116,20 +116,20 @@ def test_what_cannot_be_is_refused_by_name() -> None:
         "codes has 63 elements, expected 64": lambda: quantizer.dequantize(
             packed._replace(codes=packed.codes[1:])
         ),
-        "codes has dtype Char, expected Byte": lambda: quantizer.dequantize(
+        "codes has dtype int8, expected uint8": lambda: quantizer.dequantize(
             packed._replace(codes=packed.codes.to(torch.int8))
         ),
         "scales has 3 elements, expected 4": lambda: quantizer.dequantize(
             packed._replace(scales=packed.scales[1:])
         ),
-        "scales has dtype Half, expected Float": lambda: quantizer.dequantize(
+        "scales has dtype float16, expected float32": lambda: quantizer.dequantize(
             packed._replace(scales=packed.scales.half())
         ),
         "rows[1] is 4, expected 0 to 3": lambda: quantizer.selective_dequantize(packed, [0, 4]),
         "rows[0] is -1, expected 0 to 3": lambda: quantizer.selective_dequantize(
             packed, torch.tensor([-1])
         ),
-        "rows has dtype Float, expected Long": lambda: quantizer.selective_dequantize(
+        "rows has dtype float32, expected int64": lambda: quantizer.selective_dequantize(
             packed, torch.tensor([1.0])
         ),
         "rows has 2 dimensions, expected 1": lambda: quantizer.selective_dequantize(
@@ -154,8 +154,8 @@ def test_the_op_itself_names_what_it_refuses(op: Any) -> None:
         ),
         "bits is 7 and mantissa_bits is 19": lambda: op.fp_quantize(x, 16, 7, 19),
         "group_size is 0": lambda: op.fp_quantize(x, 0, 8, 3),
-        "x has dtype Double": lambda: op.fp_quantize(x.double(), 16, 8, 3),
-        "dtype is Double": lambda: op.fp_dequantize(codes, scales, [64], 16, 8, 3, torch.float64),
+        "x has dtype float64": lambda: op.fp_quantize(x.double(), 16, 8, 3),
+        "dtype is float64": lambda: op.fp_dequantize(codes, scales, [64], 16, 8, 3, torch.float64),
         "size[1] is -1": lambda: op.fp_dequantize(codes, scales, [64, -1], 16, 8, 3, F32),
     }.items():
         with pytest.raises(RuntimeError) as refused:

@@ -87,12 +87,12 @@ def test_a_sparse_gradient_is_refused_by_name(op: Any) -> None:
 def test_states_and_masters_are_fp32(native: Any, role: int) -> None:
     lists = given()
     lists[role][1] = lists[role][1].to(BF16)
-    assert_refused(native, lists, rf"{ROLES[role]}\[1\] has dtype BFloat16, expected Float")
+    assert_refused(native, lists, rf"{ROLES[role]}\[1\] has dtype bfloat16, expected float32")
 
 
 def test_a_master_of_an_fp32_parameter_is_refused(native: Any) -> None:
     lists = tensors((6,), masters=True)
-    assert_refused(native, lists, r"masters\[0\] is given, but params\[0\] has dtype Float")
+    assert_refused(native, lists, r"masters\[0\] is given, but params\[0\] has dtype float32")
 
 
 def test_other_layouts_are_refused_by_name(native: Any) -> None:

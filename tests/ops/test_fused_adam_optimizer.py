@@ -235,7 +235,7 @@ def test_a_state_of_another_type_is_refused_by_name(served_by: str) -> None:
     optimizer = stepped(FusedAdam, params, 1)
     optimizer.state[params[0]]["exp_avg"] = torch.zeros(4, dtype=torch.float64)
     give_gradients(params)
-    with pytest.raises(RuntimeError, match=r"exp_avgs\[0\] has dtype Double"):
+    with pytest.raises(RuntimeError, match=r"exp_avgs\[0\] has dtype float64"):
         optimizer.step()
     assert counts(optimizer) == [1]
 

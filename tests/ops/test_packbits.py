@@ -118,11 +118,11 @@ def test_wrong_arguments_are_refused_by_name() -> None:
 def test_the_op_refuses_by_name(op: Any) -> None:
     packed = op.packbits(torch.randn(20))
     for message, call in (
-        ("x has dtype Double, expected Float", lambda: op.packbits(torch.randn(3).double())),
+        ("x has dtype float64, expected float32", lambda: op.packbits(torch.randn(3).double())),
         ("packed has 3 elements, expected 4", lambda: op.unpackbits(packed, 25, torch.float32)),
         ("numel is -1", lambda: op.unpackbits(packed, -1, torch.float32)),
-        ("packed has dtype Long", lambda: op.unpackbits(packed.long(), 20, torch.float32)),
-        ("dtype is Int", lambda: op.unpackbits(packed, 20, torch.int32)),
+        ("packed has dtype int64", lambda: op.unpackbits(packed.long(), 20, torch.float32)),
+        ("dtype is int32", lambda: op.unpackbits(packed, 20, torch.int32)),
     ):
         with pytest.raises(RuntimeError, match=message):
             call()

@@ -234,9 +234,12 @@ def test_opcheck_finds_nothing(native: Any) -> None:
         ({"group_size": 20}, "group_size is 20"),
         ({"group_size": 131_072}, "group_size is 131072"),
         ({"error": torch.zeros(3)}, r"error has shape \(3,\), expected \(64,\)"),
-        ({"error": torch.zeros(64, dtype=torch.float64)}, "error has dtype Double, expected Float"),
+        (
+            {"error": torch.zeros(64, dtype=torch.float64)},
+            "error has dtype float64, expected float32",
+        ),
         ({"error": torch.zeros(128)[::2]}, "error is not contiguous"),
-        ({"offset": torch.tensor(1.0)}, "offset_tensor has dtype Float, expected Long"),
+        ({"offset": torch.tensor(1.0)}, "offset_tensor has dtype float32, expected int64"),
         ({"offset": torch.zeros(2, dtype=torch.int64)}, "offset_tensor has 2 elements, expected 1"),
     ],
 )
@@ -255,8 +258,8 @@ def test_a_wrong_tensor_is_refused_by_name() -> None:
     q = quant.quantize(torch.randn(64), symmetric=False)
     for changes, message in (
         ({"values": q.values[1:]}, "values has 63 elements, expected 64"),
-        ({"values": q.values.to(torch.int8)}, "values has dtype Char, expected Byte"),
-        ({"scales": q.scales.double()}, "scales has dtype Double, expected Float"),
+        ({"values": q.values.to(torch.int8)}, "values has dtype int8, expected uint8"),
+        ({"scales": q.scales.double()}, "scales has dtype float64, expected float32"),
         ({"offsets": q.scales[:0]}, "offsets has 0 elements, expected 1"),
         ({"group_size": 24}, "scales has 1 elements, expected 3"),
         ({"bits": 5}, "bits is 5"),

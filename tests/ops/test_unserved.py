@@ -48,9 +48,9 @@ def test_ragged_kernels_leave_fp64_to_the_reference() -> None:
     kernels = ragged_fixtures.kernels()
     slots = torch.tensor([[1, 0], [2, 3]], dtype=torch.int32)
     given = x(2, 8)
-    with pytest.warns(FallbackWarning, match="x has dtype Double"):
+    with pytest.warns(FallbackWarning, match="x has dtype float64"):
         out = kernels.moe_scatter(given, slots)
     assert torch.equal(out, ragged_fixtures.REFERENCES.moe_scatter(given, slots))
-    with pytest.warns(FallbackWarning, match="logits has dtype Double"):
+    with pytest.warns(FallbackWarning, match="logits has dtype float64"):
         chosen = kernels.top_k_gating(x(3, 4), 2)
     assert chosen[1].shape == (3, 2)

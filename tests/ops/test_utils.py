@@ -162,11 +162,11 @@ def test_the_op_itself_names_what_it_refuses(op: Any) -> None:
     a, b = torch.zeros(3), torch.ones(4)
     for message, call in {
         "tensors is empty": lambda: op.flatten_list([]),
-        "tensors[1] has dtype Half, expected that of tensors[0], Float": lambda: op.flatten_list(
-            [a, b.half()]
+        "tensors[1] has dtype float16, expected that of tensors[0], float32": lambda: (
+            op.flatten_list([a, b.half()])
         ),
         "flat has 6 elements, tensors have 7": lambda: op.unflatten_list_([a, b], torch.ones(6)),
-        "flat has dtype Double": lambda: op.unflatten_list_([a, b], torch.ones(7).double()),
+        "flat has dtype float64": lambda: op.unflatten_list_([a, b], torch.ones(7).double()),
     }.items():
         if op is not reference and "empty" in message:
             continue  # the dispatcher chooses by the tensors, and there are none

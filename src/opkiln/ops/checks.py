@@ -8,11 +8,6 @@ from torch import Tensor
 
 NATIVE = (torch.float32, torch.bfloat16, torch.float16)
 FLOATS = (*NATIVE, torch.float64)
-_IN_CPP = {
-    torch.float32: "Float", torch.bfloat16: "BFloat16", torch.float16: "Half",
-    torch.float64: "Double", torch.int8: "Char", torch.uint8: "Byte", torch.int16: "Short",
-    torch.int32: "Int", torch.int64: "Long", torch.bool: "Bool",
-}  # fmt: skip
 
 
 def widened(x: Tensor) -> Tensor:
@@ -23,7 +18,7 @@ def widened(x: Tensor) -> Tensor:
 def check_float(name: str, x: Tensor) -> None:
     if x.dtype not in FLOATS:
         raise RuntimeError(
-            f"{name} has dtype {_name(x.dtype)}, expected float32, float16 or bfloat16"
+            f"{name} has dtype {dtype_name(x.dtype)}, expected float32, float16 or bfloat16"
         )
 
 
@@ -49,7 +44,9 @@ def check_shape(name: str, x: Tensor, shape: list[int]) -> None:
 def check_like(name: str, x: Tensor, of: Tensor, of_name: str) -> None:
     """``x`` has the dtype of the other and is where it is."""
     if x.dtype != of.dtype:
-        raise RuntimeError(f"{name} has dtype {_name(x.dtype)}, {of_name} has {_name(of.dtype)}")
+        raise RuntimeError(
+            f"{name} has dtype {dtype_name(x.dtype)}, {of_name} has {dtype_name(of.dtype)}"
+        )
     check_device(name, x, of, of_name)
 
 
@@ -81,9 +78,9 @@ def check_device(name: str, x: Tensor, of: Tensor, of_name: str) -> None:
 
 def check_dtype(name: str, x: Tensor, *expected: torch.dtype) -> None:
     if x.dtype not in expected:
-        *first, last = map(_name, expected)
+        *first, last = map(dtype_name, expected)
         names = f"{', '.join(first)} or {last}" if first else last
-        raise RuntimeError(f"{name} has dtype {_name(x.dtype)}, expected {names}")
+        raise RuntimeError(f"{name} has dtype {dtype_name(x.dtype)}, expected {names}")
 
 
 def check_numel(name: str, x: Tensor, numel: int) -> None:
@@ -112,20 +109,13 @@ def check_all(holds: Tensor, what: str) -> None:
     torch._assert_async(holds.all(), what)
 
 
-def _name(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-# In the words of native versions that use the C++ names of dtypes
-
-
-def cpp_name(dtype: torch.dtype) -> str:
-    return _IN_CPP.get(dtype, str(dtype))
 
 
 def check_native(said: str, dtype: torch.dtype) -> None:
     if dtype not in NATIVE:
-        raise RuntimeError(f"{said} {cpp_name(dtype)}, expected Float, BFloat16 or Half")
+        raise RuntimeError(f"{said} {dtype_name(dtype)}, expected float32, bfloat16 or float16")
 
 
 def check_on(name: str, x: Tensor, device: torch.device) -> None:
@@ -136,6 +126,5 @@ def check_on(name: str, x: Tensor, device: torch.device) -> None:
 def check_flat(name: str, x: Tensor, device: torch.device, dtype: torch.dtype, numel: int) -> None:
     """``x`` is on the device, and has this dtype and so many elements."""
     check_on(name, x, device)
-    if x.dtype != dtype:
-        raise RuntimeError(f"{name} has dtype {cpp_name(x.dtype)}, expected {cpp_name(dtype)}")
+    check_dtype(name, x, dtype)
     check_numel(name, x, numel)

@@ -1,5 +1,4 @@
-// Checks of arguments that several ops make, in the words of their references. (op.h has checks of its own;
-// its messages have Python's names of dtypes.)
+// Checks of arguments that several ops make, in the words of their references.
 #pragma once
 
 #include "element_type.h"
@@ -9,25 +8,6 @@
 
 OPK_PLAIN_BEGIN
 OPK_NAMESPACE_BEGIN
-
-// torch's own name of a dtype.
-OPK_COLD inline const char* torch_name(DType dtype) {
-  switch (dtype) {
-    case DType::uint8: return "Byte";
-    case DType::int8: return "Char";
-    case DType::int16: return "Short";
-    case DType::int32: return "Int";
-    case DType::int64: return "Long";
-    case DType::float16: return "Half";
-    case DType::float32: return "Float";
-    case DType::float64: return "Double";
-    case DType::complex64: return "ComplexFloat";
-    case DType::complex128: return "ComplexDouble";
-    case DType::bool_: return "Bool";
-    case DType::bfloat16: return "BFloat16";
-    default: return name_of(dtype);
-  }
-}
 
 // A device as messages name it.
 struct PlaceOf {
@@ -56,13 +36,6 @@ struct PlaceOf {
   }
 }
 
-[[gnu::noinline]] inline void check_type(const Tensor& tensor, DType dtype) {
-  if (__builtin_expect(tensor.dtype() != dtype, 0)) {
-    raise_form("%s has dtype %s, expected %s", NameOf(tensor).text, torch_name(tensor.dtype()),
-               torch_name(dtype));
-  }
-}
-
 [[gnu::noinline]] inline void check_numel(const Tensor& tensor, int64_t numel) {
   if (__builtin_expect(tensor.numel() != numel, 0)) {
     raise_form("%s has %lld elements, expected %lld", NameOf(tensor).text,
@@ -77,8 +50,8 @@ struct PlaceOf {
     case DType::bfloat16: return opkiln::ElementType::kBFloat16;
     case DType::float16: return opkiln::ElementType::kFloat16;
     default:
-      raise_unserved(of ? NameOf(*of).text : "dtype", of ? " has dtype " : " is ", torch_name(dtype),
-                     ", expected Float, BFloat16 or Half");
+      raise_unserved(of ? NameOf(*of).text : "dtype", of ? " has dtype " : " is ", name_of(dtype),
+                     ", expected float32, bfloat16 or float16");
   }
 }
 inline opkiln::ElementType element_of(const Tensor& tensor) { return element_of(tensor.dtype(), &tensor); }

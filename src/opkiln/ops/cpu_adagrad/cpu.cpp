@@ -187,7 +187,7 @@ void check_rows(const Tensor& tensor) {
 // Indices of `rows` rows, none of them named twice or beyond the last.
 const int64_t* checked_indices(const Tensor& indices, int64_t rows) {
   opk::check_on(indices, kHost);
-  opk::check_type(indices, DType::int64);
+  opk::check_dtype(indices, DType::int64);
   check_rows(indices);
   const int64_t* const at = indices.data<const int64_t>();
   for (int64_t r = 0, count = indices.numel(); rows != 0 && r < count; ++r) {

@@ -25,7 +25,7 @@ import math
 import torch
 from torch import Tensor
 
-from opkiln.ops.checks import check_native, cpp_name
+from opkiln.ops.checks import check_dtype, check_native
 
 
 def deepspeed_quantize(
@@ -118,10 +118,8 @@ def _quantized(rows: Tensor, bits: int, symmetric: bool, with_zero: bool) -> tup
 
 def _numbers(levels: Tensor, params: Tensor, groups: int, bits: int, symmetric: bool) -> Tensor:
     """What levels stand for, in fp32, a group to a row."""
-    if levels.dtype not in (torch.int8, torch.uint8):
-        raise RuntimeError(f"levels has dtype {cpp_name(levels.dtype)}, expected Char or Byte")
-    if params.dtype != torch.float32:
-        raise RuntimeError(f"params has dtype {cpp_name(params.dtype)}, expected Float")
+    check_dtype("levels", levels, torch.int8, torch.uint8)
+    check_dtype("params", params, torch.float32)
     if bits not in (4, 8):
         raise RuntimeError(f"bits is {bits}, expected 4 or 8")
     _check_groups("levels", levels.numel() * 8 // bits, groups, bits)

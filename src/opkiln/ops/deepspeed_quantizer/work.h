@@ -77,9 +77,8 @@ Order order_of(int64_t groups, int64_t nodes, int64_t devices, int64_t pipeline)
 Groups given(const Tensor& levels, const Tensor& params, int64_t groups, int64_t bits, bool symmetric,
              Device device) {
   const DType type = levels.dtype();
-  OPK_CHECK(type == DType::int8 || type == DType::uint8, levels, " has dtype ", opk::torch_name(type),
-            ", expected Char or Byte");
-  opk::check_type(params, DType::float32);
+  OPK_CHECK(type == DType::int8 || type == DType::uint8, levels, " has dtype ", type, ", expected int8 or uint8");
+  opk::check_dtype(params, DType::float32);
   check_bits(bits);
   Groups out = cut("levels", levels.numel() * 8 / bits, groups, bits, symmetric);
   opk::check_numel(params, symmetric ? groups : 2 * groups);

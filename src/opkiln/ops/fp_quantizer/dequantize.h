@@ -39,10 +39,10 @@ Tensor dequantize_to(const Tensor& codes, const Tensor& scales, const Tensor* ro
     OPK_CHECK(size[i] >= 0, "size[", i, "] is ", size[i], ", expected at least 0");
     numel *= size[i];
   }
-  opk::check_type(codes, DType::uint8);
+  opk::check_dtype(codes, DType::uint8);
   opk::check_numel(codes, byte_count(numel, bits));
   opk::check_on(scales, device);
-  opk::check_type(scales, DType::float32);
+  opk::check_dtype(scales, DType::float32);
   opk::check_numel(scales, group_count(numel, group_size));
   const Tensor all_codes = opk::contiguous(codes), all_scales = opk::contiguous(scales);
   Tensor chosen;
@@ -82,7 +82,7 @@ Tensor fp_dequantize(const Tensor& codes, const Tensor& scales, const Sizes& siz
 Tensor fp_dequantize_rows(const Tensor& codes, const Tensor& scales, const Tensor& rows, const Sizes& size,
                           int64_t group_size, int64_t bits, int64_t mantissa_bits, DType dtype) {
   const Device device = opk::device_of(codes);
-  opk::check_type(rows, DType::int64);
+  opk::check_dtype(rows, DType::int64);
   OPK_CHECK(rows.dim() == 1, "rows has ", rows.dim(), " dimensions, expected 1");
   opk::check_on(rows, device);
   return dequantize_to(codes, scales, &rows, size, group_size, bits, mantissa_bits, dtype, device);

@@ -54,7 +54,7 @@ opk::tuple<Tensor, Tensor> fp_quantize(const Tensor& x, int64_t group_size, int6
   work.offset = static_cast<uint64_t>(offset);
   if (offset_at) {
     opk::check_on(*offset_at, device);
-    opk::check_type(*offset_at, DType::int64);
+    opk::check_dtype(*offset_at, DType::int64);
     opk::check_numel(*offset_at, 1);
     work.offset_at = offset_at->data<const int64_t>();
   }

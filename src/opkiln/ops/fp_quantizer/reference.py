@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from opkiln.ops.checks import check_flat, check_native, check_on, cpp_name
+from opkiln.ops.checks import check_dtype, check_flat, check_native, check_on
 from opkiln.ops.fp_quantizer import formats
 from opkiln.ops.quantizer.checks import check_offset
 from opkiln.ops.quantizer.reference import random_bits
@@ -113,8 +113,7 @@ def fp_dequantize_rows(
     form = _check_quantized(codes, scales, size, group_size, bits, mantissa_bits, dtype)
     if not size:
         raise RuntimeError("size has no dimension, expected rows to choose from")
-    if rows.dtype != torch.int64:
-        raise RuntimeError(f"rows has dtype {cpp_name(rows.dtype)}, expected Long")
+    check_dtype("rows", rows, torch.int64)
     if rows.dim() != 1:
         raise RuntimeError(f"rows has {rows.dim()} dimensions, expected 1")
     check_on("rows", rows, codes.device)

@@ -45,7 +45,7 @@ Tensor unpackbits(const Tensor& packed, int64_t numel, opk::DType dtype) {
   const opk::Device device = opk::device_of(packed);
   Signs signs = signs_of(opk::element_of(dtype));
   OPK_CHECK(numel >= 0, "numel is ", numel, ", expected at least 0");
-  opk::check_type(packed, opk::DType::uint8);
+  opk::check_dtype(packed, opk::DType::uint8);
   opk::check_numel(packed, (numel + 7) / 8);
   opk::check_contiguous(packed);
   signs.numel = numel;

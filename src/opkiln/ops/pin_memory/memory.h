@@ -11,7 +11,7 @@ using opk::Tensor;
 // Calls function(address, bytes), which gives null or why it failed, on the tensor's memory.
 void call_on(Tensor& memory, const char* what, const char* (*function)(void*, size_t)) {
   OPK_CHECK(memory.is_cpu(), memory, " is not on the CPU");
-  opk::check_type(memory, opk::DType::uint8);
+  opk::check_dtype(memory, opk::DType::uint8);
   opk::check_contiguous(memory);
   const int64_t bytes = memory.numel();
   if (bytes == 0) {

@@ -26,7 +26,7 @@ void run_dequantize(const Work& work);
 // On the device, of the dtype and the size, without gaps.
 void check(const Tensor& tensor, Device device, DType dtype, int64_t numel) {
   opk::check_on(tensor, device);
-  opk::check_type(tensor, dtype);
+  opk::check_dtype(tensor, dtype);
   opk::check_numel(tensor, numel);
   opk::check_contiguous(tensor);
 }

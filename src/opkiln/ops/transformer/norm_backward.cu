@@ -197,7 +197,7 @@ void launch_for(const Backward& b, int64_t blocks, int threads, void* bias, void
 }
 
 [[gnu::noinline]] void check_moment(const Tensor& x, const Tensor& moment) {
-  opk::check_type(moment, opk::DType::float32);
+  opk::check_dtype(moment, opk::DType::float32);
   opk::check_same_device(x, moment);
   opk::check_contiguous(moment);
   opk::check_shape(moment, {x.sizes().data(), x.dim() - 1});

@@ -25,8 +25,7 @@ void copy(const Parts& parts);
 void check_alike(const Tensor& tensor, const Tensor& first, opk::Device device, opk::DType dtype) {
   opk::check_on(tensor, device);
   if (tensor.dtype() != dtype) {
-    opk::raise(tensor, " has dtype ", opk::torch_name(tensor.dtype()), ", expected that of ", first, ", ",
-               opk::torch_name(dtype));
+    opk::raise(tensor, " has dtype ", tensor.dtype(), ", expected that of ", first, ", ", dtype);
   }
 }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from opkiln.ops.checks import check_on, cpp_name
+from opkiln.ops.checks import check_on, dtype_name
 
 
 def flatten_list(tensors: list[Tensor]) -> Tensor:
@@ -47,6 +47,6 @@ def _check_alike(name: str, tensor: Tensor, first: Tensor) -> None:
     check_on(name, tensor, first.device)
     if tensor.dtype != first.dtype:
         raise RuntimeError(
-            f"{name} has dtype {cpp_name(tensor.dtype)}, expected that of tensors[0], "
-            f"{cpp_name(first.dtype)}"
+            f"{name} has dtype {dtype_name(tensor.dtype)}, expected that of tensors[0], "
+            f"{dtype_name(first.dtype)}"
         )

@@ -100,7 +100,7 @@ class KeptLists {
 
   static int64_t number_in(const Tensor& ticket) {
     if (!ticket.is_cpu() || ticket.dtype() != DType::int64 || ticket.numel() != 1) {
-      raise_form("ticket is not from this op: expected one Long on the CPU");
+      raise_form("ticket is not from this op: expected one int64 on the CPU");
     }
     return *ticket.data<const int64_t>();
   }

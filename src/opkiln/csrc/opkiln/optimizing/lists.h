@@ -34,7 +34,7 @@ struct Lists {
 
   Stream master(const Model& model, int64_t i) const {
     if (model.type() == ElementType::kFloat) {
-      raise_form("%s is given, but %s has dtype Float: expected an empty tensor", NameOf(masters[i]).text,
+      raise_form("%s is given, but %s has dtype float32: expected an empty tensor", NameOf(masters[i]).text,
                  NameOf(params[i]).text);
     }
     return model.floats(masters[i]);
@@ -47,8 +47,8 @@ struct Lists {
   opk::check_on(tensor, device);
   const DType type = tensor.dtype();
   if (type != DType::float32 && !(or_double && type == DType::float64)) {
-    raise_form("%s has dtype %s, expected %s", NameOf(tensor).text, torch_name(type),
-               or_double ? "Float or Double" : "Float");
+    raise_form("%s has dtype %s, expected %s", NameOf(tensor).text, name_of(type),
+               or_double ? "float32 or float64" : "float32");
   }
   if (tensor.numel() != 1) {
     raise_form("%s has %lld elements, expected one", NameOf(tensor).text,
@@ -62,7 +62,7 @@ struct Lists {
   opk::check_on(tensor, device);
   if (tensor.dtype() != dtype || !tensor.is_contiguous() || tensor.numel() != count) {
     raise_form("%s has dtype %s and %lld elements, expected %s and %lld, contiguous", NameOf(tensor).text,
-               torch_name(tensor.dtype()), static_cast<long long>(tensor.numel()), torch_name(dtype),
+               name_of(tensor.dtype()), static_cast<long long>(tensor.numel()), name_of(dtype),
                static_cast<long long>(count));
   }
 }

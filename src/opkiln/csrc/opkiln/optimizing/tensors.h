@@ -15,7 +15,7 @@ using opk::NameOf;
 using opk::raise_form;
 using opk::Tensor;
 using opk::TensorList;
-using opk::torch_name;
+using opk::name_of;
 using OptionalTensor = opk::optional<Tensor>;
 
 [[gnu::noinline]] inline void check_length(const char* name, const TensorList& list,
@@ -96,8 +96,8 @@ class Model {
   Stream state(const Tensor& tensor) const {
     const Stream out = stream(tensor, true);
     if (__builtin_expect(out.type != ElementType::kFloat && out.type != type_, 0)) {
-      raise_form("%s has dtype %s, expected Float or that of %s, %s", NameOf(tensor).text,
-                 torch_name(tensor.dtype()), NameOf(tensor_).text, torch_name(tensor_.dtype()));
+      raise_form("%s has dtype %s, expected float32 or that of %s, %s", NameOf(tensor).text,
+                 name_of(tensor.dtype()), NameOf(tensor_).text, name_of(tensor_.dtype()));
     }
     return out;
   }
@@ -106,7 +106,7 @@ class Model {
   Stream floats(const Tensor& tensor) const {
     const Stream out = stream(tensor, true);
     if (__builtin_expect(out.type != ElementType::kFloat, 0)) {
-      raise_form("%s has dtype %s, expected Float", NameOf(tensor).text, torch_name(tensor.dtype()));
+      raise_form("%s has dtype %s, expected float32", NameOf(tensor).text, name_of(tensor.dtype()));
     }
     return out;
   }
