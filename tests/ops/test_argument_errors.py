@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -10,9 +11,13 @@ import torch
 
 from opkiln import optim, quant, utils
 from opkiln.errors import ArgumentError, ArgumentTypeError, UsageError
+from opkiln.nn import sparse_attention
+from opkiln.ops.evoformer_attn.functions import evoformer_attention
+from opkiln.ops.sparse_attn.functions import sparse_attn
+from opkiln.ops.transformer_inference import functions as inference
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 WRONG: list[dict[str, Any]] = [
     {"lr": "1e-3"},
@@ -109,3 +114,51 @@ def test_value_that_cannot_be_is_a_value_error_and_a_usage_error(call: Callable[
 def test_argument_error_survives_a_pickle(kind: type[UsageError]) -> None:
     error = pickle.loads(pickle.dumps(kind("what", why="why", hint="hint")))
     assert (type(error), str(error)) == (kind, "what\n  why\nhint: hint")
+
+
+def _refused() -> Iterator[tuple[Any, tuple[Any, ...]]]:
+    """Ops with arguments that they refuse."""
+    q = torch.randn(1, 2, 4, 3, 8)
+    for given in (
+        (q[0], q[0], q[0], None, None),
+        (q, q[:, :1], q, None, None),
+        (q, q, q.half(), None, None),
+        (q, q, q, q, None),
+        (q, q, q, None, torch.zeros(1, 1, 3, 4, 4).half()),
+    ):
+        yield evoformer_attention, (*given, 1.0)
+    x = torch.randn(1, 2, 32, 16)
+    seen = sparse_attention.Dense(16).plan(32).seen
+    rules = (16, 1.0, False, 0, False)
+    for rest in (
+        (x[:, :1], x, seen, [], None, None, *rules),
+        (x, x.half(), seen, [], None, None, *rules),
+        (x, x, seen.expand(3, -1, -1).contiguous(), [], None, None, *rules),
+        (x, x, seen, [], torch.zeros(1, 31), None, *rules),
+        (x, x, seen, [], None, torch.zeros(1, 1, 32, 32), *rules),
+        (x, x, seen, [], None, None, 16, 0.0, *rules[2:]),
+    ):
+        yield sparse_attn, (x, *rest)
+    row, weight, scales = torch.randn(2, 8), torch.ones(4, 8, dtype=torch.int8), torch.ones(4)
+    yield inference.rms_norm, (row, torch.ones(7))
+    yield inference.rms_norm, (row, torch.ones(8).half())
+    yield inference.post_layer_norm, (row, row[:1])
+    yield inference.residual_add, (row.sum(), row)
+    yield inference.moe_res_matmul, (row, torch.ones(3, 8), row)
+    yield inference.int8_linear, (row, weight.float(), scales)
+    yield inference.int8_linear, (row, weight[0], scales)
+    yield inference.int8_linear, (row[:, :4], torch.ones(8, 2, dtype=torch.int8).T, scales)
+    heads, table = torch.randn(2, 3, 4, 8), torch.randn(9, 4)
+    yield inference.rotary, (heads, torch.zeros(3))
+    yield inference.rotary, (heads, None, table[:, :3], table[:, :3])
+    yield inference.rotary, (heads, None, table, table[1:])
+    yield inference.rotary, (heads, None, None, None, 0, -1.0)
+    yield inference.rotary_qk, (heads, heads.half())
+    yield inference.softmax, (heads, torch.zeros(4, 8, dtype=torch.bool))
+
+
+def test_native_version_and_reference_refuse_in_the_same_words() -> None:
+    for op, given in _refused():
+        assert op.load("cpu", dtype="float32")
+        native = str(raised(partial(op, *given))).splitlines()[0]
+        assert native == f"{op.__name__}: {raised(partial(op.reference, *given))}"

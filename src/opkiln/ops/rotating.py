@@ -39,10 +39,10 @@ def cos_and_sin(
         check_within("positions", positions, 0, cos.shape[0] - 1)
         return widened(cos)[positions][..., None, :], widened(sin)[positions][..., None, :]
     if theta <= 0:
-        raise RuntimeError(f"theta is {theta}, expected a positive number")
+        raise RuntimeError(f"theta is {theta:g}, expected a positive number")
     steps = torch.arange(pairs, device=positions.device, dtype=torch.float64)
     angle = positions.double()[..., None, None] * torch.exp(steps * (-math.log(theta) / pairs))
-    exact = dtype if dtype == torch.float64 else torch.float32
+    exact = torch.promote_types(dtype, torch.float32)
     return angle.cos().to(exact), angle.sin().to(exact)
 
 

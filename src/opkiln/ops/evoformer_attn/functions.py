@@ -123,7 +123,7 @@ def _scores(
 
 def _moments(q: Tensor) -> Tensor:
     batch, rows, length, heads, _ = q.shape
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    dtype = torch.promote_types(q.dtype, torch.float32)
     return q.new_empty((2, batch, rows, heads, length), dtype=dtype)
 
 

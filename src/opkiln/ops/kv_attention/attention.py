@@ -59,11 +59,8 @@ class KVCache:
         device: torch.device | str = "cpu",
     ) -> KVCache:
         """A cache without tokens."""
-        k, v = (
-            torch.empty(batch, kv_heads, capacity, head, dtype=dtype, device=device)
-            for _ in range(2)
-        )
-        return cls(k, v, torch.zeros(batch, dtype=torch.int32, device=device))
+        k = torch.empty(batch, kv_heads, capacity, head, dtype=dtype, device=device)
+        return cls(k, torch.empty_like(k), torch.zeros(batch, dtype=torch.int32, device=device))
 
     @property
     def kv_heads(self) -> int:

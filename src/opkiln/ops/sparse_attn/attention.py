@@ -15,8 +15,6 @@ from opkiln.ops.sparse_attn.plans import Plan
 if TYPE_CHECKING:
     from opkiln.ops.sparse_attn.layouts import Layout
 
-_MODES = ("add", "mul")
-
 
 def attention(
     q: Tensor,
@@ -52,7 +50,7 @@ def attention(
     if plan.tokens != tokens:
         raise ArgumentError(f"the plan is for {plan.tokens} tokens, q has {tokens}")
     for mode in (key_padding_mask_mode, attn_mask_mode):
-        if mode not in _MODES:
+        if mode not in ("add", "mul"):
             raise ArgumentError(f"the mode is {mode!r}, expected 'add' or 'mul'")
     scale = head**-0.5 if scale is None else scale
     if key_padding_mask is not None:

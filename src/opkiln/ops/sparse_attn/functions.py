@@ -59,12 +59,13 @@ def sparse_attn(
     total = torch.logsumexp(scores, -1, keepdim=True)
     total = total.masked_fill(total == -torch.inf, torch.inf)
     out = torch.exp(scores - total) @ widened(v)
-    return _like(q, out), total.squeeze(-1).to(_wide_dtype(q, torch.float32))
+    return _like(q, out), total.squeeze(-1)
 
 
 @sparse_attn.fake
 def _(q: Tensor, *_: object) -> _Two:
-    return torch.empty_like(q), q.new_empty(q.shape[:-1], dtype=_wide_dtype(q, torch.float32))
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    return torch.empty_like(q), q.new_empty(q.shape[:-1], dtype=dtype)
 
 
 @sparse_attn.backward
@@ -160,7 +161,7 @@ def _scores(
         )
     check_device("layout", layout, q, "q")
     if scale <= 0:
-        raise RuntimeError(f"scale is {scale}, expected more than 0")
+        raise RuntimeError(f"scale is {scale:g}, expected more than 0")
     scores = (widened(q) @ widened(k).mT) * scale
     if key_bias is not None:
         check_shape("key_bias", key_bias, [batch, tokens])
@@ -174,10 +175,6 @@ def _scores(
         else:
             scores = scores + widened(mask)
     return scores.masked_fill(~seen, -math.inf)
-
-
-def _wide_dtype(x: Tensor, narrow: torch.dtype) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else narrow
 
 
 def _like(x: Tensor, value: Tensor) -> Tensor:

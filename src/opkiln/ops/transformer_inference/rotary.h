@@ -79,8 +79,7 @@ inline Side side_of(const Tensor& x, void* out, opk::Ints out_strides) {
 inline void set_table(Work& work, const Tensor& table, const Tensor& x, const void** data, int64_t* row) {
   opk::check_same_device(x, table);
   opk::check_dim(table, 2);
-  OPK_CHECK(table.size(1) == work.pairs, table, " has shape ", table.sizes(), ", expected [positions, ",
-            work.pairs, "]");
+  opk::check_shape(table, {table.size(0), int64_t{work.pairs}});
   OPK_SERVED(table.stride(1) == 1 || work.pairs <= 1, table, " has strides ", table.strides(),
              ", expected 1 as the last");
   *data = table.data();
