@@ -89,13 +89,16 @@ def same_tensors(some: list[Tensor], others: list[Tensor]) -> bool:
 class Call(NamedTuple):
     """One call of the op, for parameters of one group on one device."""
 
+    group: int
     function: str  # of the op
     device: torch.device
     params: list[Tensor]
-    gradients: list[list[Tensor]]  # the op's arguments between the parameters and the states
+    # The op's lists between the parameters and the states. For DTensors, the parts on this rank.
+    gradients: list[list[Tensor]]
     states: list[dict[str, Any]]
-    masters: list[list[Tensor]]  # a host op has no such list; without any master it is empty
-    last: list[Tensor]  # the op's last list: copies in host memory, or counts of steps
+    # The op's lists after the states: copies in host memory; or masters, which may be an empty
+    # list, and counts of steps.
+    rest: list[list[Tensor]]
     hyper: dict[str, Any]
     step: int = 0  # its number, if the op is not what counts
     kept: Kept | None = None
@@ -114,9 +117,9 @@ class Call(NamedTuple):
         return self.kept is None
 
     def written(self, names: Sequence[str]) -> list[list[Tensor]]:
-        """The lists that are written to: parameters, states, masters, the last one."""
+        """The lists that are written to: parameters, states, and the rest."""
         states = [list(map(itemgetter(name), self.states)) for name in names]
-        return [self.params, *states, *self.masters, self.last]
+        return [self.params, *states, *self.rest]
 
     def _run_lists(self, op: Callable[..., None], names: Sequence[str]) -> None:
         """Tensors whose layouts differ are copied first."""
@@ -163,7 +166,6 @@ class Kept(NamedTuple):
         cls,
         call: Call,
         names: Sequence[str],
-        function: str,
         keep: Callable[..., Sequence[Tensor]],
         by_address: bool,
     ) -> Kept | None:
@@ -185,8 +187,9 @@ class Kept(NamedTuple):
         if not handles[-1].numel():
             return None
         where = _where(params, call.device) if by_address else None
+        function = call.function + ("planned_" if by_address else "kept_")
         written = each_base_once(chain(*lists, *whole))
-        return cls(function, handles, call._replace(gradients=[]), params, written, where)
+        return cls(function, handles, call._replace(gradients=[], hyper={}), params, written, where)
 
     def fits(self, params: list[Tensor]) -> bool:
         """Whether they were kept for these parameters, at these addresses and this stream."""

@@ -37,7 +37,6 @@ class FusedAdam(Adam, FusedOptimizer):
 
     OWNER = "FusedAdam"
     BUILDER = FusedAdamBuilder
-    ALTERNATIVE = "torch.optim.AdamW(params)"
 
     def __init__(
         self,

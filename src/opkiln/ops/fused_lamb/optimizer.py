@@ -15,12 +15,9 @@ from opkiln.optimizing.sharded import has_shards, sum_over_shards
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from torch.optim.optimizer import ParamsT
 
-    from opkiln.optimizing.base import Place
-    from opkiln.optimizing.op_calls import Call, Kept
+    from opkiln.optimizing.op_calls import Call
 
 # Arguments of the step that its halves do not take.
 _NOT_AVERAGES = ("coefficients", "lr", "min_coeff", "max_coeff", "lr_tensor")
@@ -45,7 +42,6 @@ class FusedLamb(Adam, FusedOptimizer):
 
     OWNER = "FusedLamb"
     BUILDER = FusedLambBuilder
-    ALTERNATIVE = "torch.optim.AdamW(params)"
     NUMBERS = (*Adam.NUMBERS, "min_coeff", "max_coeff")
     FLAGS = ("eps_inside_sqrt", "bias_correction", "maximize")
     NORMS = True
@@ -102,21 +98,21 @@ class FusedLamb(Adam, FusedOptimizer):
         if low > high:
             raise ArgumentError(f"{where}min_coeff is {low}, more than max_coeff, which is {high}")
 
-    def _numbers(self, here: Place, scales: Mapping[torch.device, Tensor | None]) -> dict[str, Any]:
+    def _hyper(self, call: Call) -> dict[str, Any]:
         # The same tensor while the number of parameters stays the same: a captured graph goes on
         # writing to it.
         if self._coefficients is None:
             self._coefficients = {}
-        known = self._coefficients.get((here.group, here.device))
-        values = None if known is None else known[1]
-        if values is None or len(values) != len(here.params):
-            values = torch.ones(len(here.params), dtype=torch.float32, device=here.device)
-        self._coefficients[here.group, here.device] = (here.params, values)
-        return {**super()._numbers(here, scales), "coefficients": values}
+        place, count = (call.group, call.device), len(call.params)
+        _, values = self._coefficients.get(place, ([], None))
+        if values is None or len(values) != count:
+            values = torch.ones(count, dtype=torch.float32, device=call.device)
+        self._coefficients[place] = (call.params, values)
+        return {**super()._hyper(call), "coefficients": values}
 
-    def _keep(self, call: Call) -> Kept | None:
-        """None for DTensors: both halves of their step take lists."""
-        return None if has_shards(call.params) else super()._keep(call)
+    def _with_kept(self, call: Call) -> Call:
+        # Both halves of a step of DTensors take lists.
+        return call if has_shards(call.params) else super()._with_kept(call)
 
     def _run(self, call: Call) -> None:
         if not has_shards(call.params):

@@ -24,7 +24,6 @@ class FusedLion(Lion, FusedOptimizer):
 
     OWNER = "FusedLion"
     BUILDER = FusedLionBuilder
-    ALTERNATIVE = "torch.optim.AdamW(params)"
 
     def __init__(
         self,
