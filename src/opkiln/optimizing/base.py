@@ -33,7 +33,7 @@ from opkiln.optimizing.stepping import name_in_graphs, put_into_graph
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from torch.optim.optimizer import ParamsT
 
@@ -77,10 +77,10 @@ class ListOptimizer(torch.optim.Optimizer):
         made._name_in_graphs = name_in_graphs(made)
         return made
 
-    def __init__(self, params: ParamsT, defaults: dict[str, Any], **options: Any) -> None:
-        """``options`` has a value for each of ``OPTIONS``."""
+    def __init__(self, params: ParamsT, **defaults: Any) -> None:
+        """``defaults`` has a value for each hyperparameter and each of ``OPTIONS``."""
         self._check(defaults)
-        super().__init__(params, {**defaults, **options})
+        super().__init__(params, defaults)
 
     # A subclass defines these
 
@@ -209,18 +209,27 @@ class ListOptimizer(torch.optim.Optimizer):
     def _check_loaded(self, loaded: dict[str, Any]) -> None:
         """Raises UsageError for a state dict that cannot be taken over."""
         check_form(self.OWNER, loaded)
-        # If the numbers of groups or parameters differ, torch reports that next.
-        pairs = zip(loaded["param_groups"], self.param_groups, strict=False)
-        for index, (group, ours) in enumerate(pairs):
+        for index, group in enumerate(loaded["param_groups"][: len(self.param_groups)]):
             where = f"param_groups[{index}]: "
             check_saved_group(self.OWNER, self.defaults, group, where)
             self._check({**self.defaults, **group}, where)
+        for _, key, param, saved, made in self._read_saved(loaded):
+            names = [self._saved_name(saved, name) for name in self.STATES]
+            check_saved_state(self.OWNER, saved, f"state[{key!r}]: ", param, names, made)
+
+    def _read_saved(
+        self, loaded: dict[str, Any]
+    ) -> Iterator[tuple[int, Any, Tensor, dict[str, Any], Any]]:
+        """The states in a state dict: the index of the group, the key, the parameter, the state and
+        its count of steps, None if that is missing."""
+        # If the numbers of groups or parameters differ, torch reports that next.
+        pairs = zip(loaded["param_groups"], self.param_groups, strict=False)
+        for index, (group, ours) in enumerate(pairs):
+            # DeepSpeed's fused optimizers, and old versions of its others, have the count here.
+            shared = group.get("step", None if self.COUNTED else 0)
             for key, param in zip(group["params"], ours["params"], strict=False):
                 if saved := loaded["state"].get(key):
-                    names = [self._saved_name(saved, name) for name in self.STATES]
-                    # DeepSpeed has the count in the group.
-                    made = saved.get("step", group.get("step", None if self.COUNTED else 0))
-                    check_saved_state(self.OWNER, saved, f"state[{key!r}]: ", param, names, made)
+                    yield index, key, param, saved, saved.get("step", shared)
 
     def _saved_name(self, saved: dict[str, Any], name: str) -> str:
         """The name of a state in a state dict that is being loaded."""
@@ -230,28 +239,21 @@ class ListOptimizer(torch.optim.Optimizer):
     def _take_over(self, loaded: dict[str, Any]) -> None:
         """Take over the states of a state dict that torch has just loaded. Another rule's entries
         are dropped."""
-        counts: dict[tuple[int, torch.device, float], Any] = {}  # equal ones of a group are shared
-        pairs = zip(self.param_groups, loaded["param_groups"], strict=True)
-        for index, (group, saved_group) in enumerate(pairs):
+        for group in self.param_groups:
             for key, value in self.defaults.items():
                 if key not in self.OPTIONS:
                     group.setdefault(key, value)
-            for key, param in zip(saved_group["params"], group["params"], strict=True):
-                saved = loaded["state"].get(key)
-                if not saved:
-                    continue
-                state = ParamState(own_entries(self.state[param], param, self.STATES))
-                state.pop(MASTER, None)
-                self.state[param] = state
-                for name, dtype in self._state_dtypes(param).items():
-                    if (there := self._saved_name(saved, name)) in saved:
-                        state[name] = saved[there].to(device=param.device, dtype=dtype)
-                # DeepSpeed's fused optimizers, and old versions of its others, have the count in
-                # the group.
-                made = float(saved.get("step", saved_group.get("step", 0)))
-                if (count := (index, param.device, made)) not in counts:
-                    counts[count] = self._count(made, param.device)
-                state["step"] = counts[count]
+        counts: dict[tuple[int, torch.device, float], Any] = {}  # equal ones of a group are shared
+        for index, _, param, saved, made in self._read_saved(loaded):
+            state = ParamState(own_entries(self.state[param], param, self.STATES))
+            state.pop(MASTER, None)
+            self.state[param] = state
+            for name, dtype in self._state_dtypes(param).items():
+                if (there := self._saved_name(saved, name)) in saved:
+                    state[name] = saved[there].to(device=param.device, dtype=dtype)
+            if (count := (index, param.device, float(made))) not in counts:
+                counts[count] = self._count(float(made), param.device)
+            state["step"] = counts[count]
 
     # Steps
 

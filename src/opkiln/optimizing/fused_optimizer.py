@@ -47,14 +47,14 @@ class FusedOptimizer(ListOptimizer):
     # exist at any other time.
     _step_supports_amp_scaling = True
 
-    def __init__(self, params: ParamsT, defaults: dict[str, Any], **options: Any) -> None:
-        limit = options[MAX_NORM]
+    def __init__(self, params: ParamsT, **defaults: Any) -> None:
+        limit = defaults[MAX_NORM]
         if not 0 <= as_number(MAX_NORM, limit) < math.inf:
             raise ArgumentError(
                 f"max_grad_norm is {limit}, expected a finite number of at least 0",
                 why="gradients are scaled down to it; 0 leaves them as they are",
             )
-        super().__init__(params, defaults, **options)
+        super().__init__(params, **defaults)
 
     def _check_param(self, param: Tensor, name: str) -> None:
         super()._check_param(param, name)

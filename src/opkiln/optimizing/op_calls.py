@@ -242,44 +242,24 @@ def lay_out_alike(
     """
     if all(map(Tensor.is_contiguous, chain(params, *others))):
         return None
-    if not in_rows and all(param.is_contiguous() or _is_dense(param) for param in params):
-        strides = list(map(Tensor.stride, params))
-        if all(_have_strides(row, strides) for row in others):
-            return None
+    is_dense = torch.ops.aten.is_non_overlapping_and_dense
+    dense = [param.is_contiguous() or (not in_rows and is_dense(param)) for param in params]
+    strides = list(map(Tensor.stride, params))
+    if all(dense) and all(list(map(Tensor.stride, row)) == strides for row in others):
+        return None
     staged: list[tuple[Tensor, Tensor]] = []
     rows = []
-    for param, *rest in zip(params, *others, strict=True):
-        if param.is_contiguous() or (not in_rows and _is_dense(param)):
-            model = param
-        else:
-            model = param.contiguous()
+    for is_model, param, *rest in zip(dense, params, *others, strict=True):
+        model = param if is_model else param.contiguous()
+        if not is_model:
             staged.append((param, model))
         rows.append([model, *(_like(model, tensor) for tensor in rest)])
-    return Laid([list(column) for column in zip(*rows, strict=True)], staged)
-
-
-def _have_strides(tensors: list[Tensor], strides: list[tuple[int, ...]]) -> bool:
-    """Whether these are the tensors' strides. One without elements may have any."""
-    own = list(map(Tensor.stride, tensors))
-    return own == strides or all(
-        a == b or not tensor.numel() for a, b, tensor in zip(own, strides, tensors, strict=True)
-    )
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    """Whether its elements fill a range of memory without gaps, in any order of dimensions."""
-    if tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last):
-        return True
-    filled = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size != 1:
-            if stride != filled:
-                return False
-            filled *= size
-    return True
+    lists = [list(column) for column in zip(*rows, strict=True)]
+    return None if all(map(same_tensors, lists, (params, *others))) else Laid(lists, staged)
 
 
 def _like(model: Tensor, tensor: Tensor) -> Tensor:
-    if tensor.shape != model.shape or tensor.stride() == model.stride():
+    """The tensor, or a copy that is laid out like the model."""
+    if tensor.stride() == model.stride() or tensor.shape != model.shape or not tensor.numel():
         return tensor
     return torch.empty_like(model, dtype=tensor.dtype, requires_grad=False).copy_(tensor)

@@ -60,15 +60,11 @@ class CPUAdagrad(HostOptimizer):
     ) -> None:
         if amsgrad:
             raise UsageError("amsgrad is not supported by CPUAdagrad: Adagrad has no such variant")
-        defaults = {
-            "lr": lr,
-            "lr_decay": lr_decay,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "initial_accumulator_value": initial_accumulator_value,
-            "maximize": maximize,
-        }
-        super().__init__(params, defaults, fp32_optimizer_states=fp32_optimizer_states)
+        super().__init__(
+            params, lr=lr, lr_decay=lr_decay, eps=eps, weight_decay=weight_decay,
+            initial_accumulator_value=initial_accumulator_value, maximize=maximize,
+            fp32_optimizer_states=fp32_optimizer_states,
+        )  # fmt: skip
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)

@@ -7,7 +7,6 @@ See optimizing/references.py for what it takes beyond the native version.
 from __future__ import annotations
 
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,8 +36,7 @@ def cpu_adagrad_(given: Arguments) -> None:
     receives its new value in its own dtype. Raises RuntimeError, before anything is written, if
     lists differ in length or tensors in size.
     """
-    factor = gradient_factor(given)
-    update_each(partial(_step, _coefficients(given)), factor, given)
+    update_each(partial(_step, given), gradient_factor(given), given)
 
 
 @from_schema(CPUAdagradBuilder)
@@ -52,8 +50,7 @@ def cpu_adagrad_rollback_(given: Arguments) -> None:
     ``1 - lr * weight_decay / (sqrt(s) + eps)``, and is carried into the sum.
     Raises RuntimeError as the step does.
     """
-    factor = gradient_factor(given)
-    update_each(partial(_rollback, _coefficients(given)), factor, given)
+    update_each(partial(_rollback, given), gradient_factor(given), given)
 
 
 @from_schema(CPUAdagradBuilder)
@@ -73,37 +70,31 @@ def cpu_adagrad_rows_rollback_(given: Arguments) -> None:
     _update_rows(_rollback, given)
 
 
-class _Coefficients(NamedTuple):
-    weight_decay: float  # added to the gradient, times the parameter
-    step_size: float
-    eps: float
+def _step_size(h: Arguments) -> float:
+    size: float = h.lr / (1 + (h.step - 1) * h.lr_decay)
+    return size
 
 
-def _coefficients(h: Arguments, weight_decay: float | None = None) -> _Coefficients:
-    decay = h.weight_decay if weight_decay is None else weight_decay
-    return _Coefficients(decay, h.lr / (1 + (h.step - 1) * h.lr_decay), h.eps)
-
-
-def _step(c: _Coefficients, p: Tensor, g: Tensor, s: Tensor) -> None:
+def _step(h: Arguments, p: Tensor, g: Tensor, s: Tensor) -> None:
     """Parameters and sums in place; the gradient may be used up."""
-    if c.weight_decay:
-        g.add_(p, alpha=c.weight_decay)
+    if h.weight_decay:
+        g.add_(p, alpha=h.weight_decay)
     s.addcmul_(g, g)
-    p.sub_((g * c.step_size).div_(s.sqrt().add_(c.eps)))
+    p.sub_((g * _step_size(h)).div_(s.sqrt().add_(h.eps)))
 
 
-def _rollback(c: _Coefficients, p: Tensor, g: Tensor, s: Tensor) -> None:
-    root = s.sqrt().add_(c.eps)
-    p.add_((g * c.step_size).div_(root))
-    if c.weight_decay:
-        p.div_(1 - c.step_size * c.weight_decay / root)
-        g.add_(p, alpha=c.weight_decay)
+def _rollback(h: Arguments, p: Tensor, g: Tensor, s: Tensor) -> None:
+    root = s.sqrt().add_(h.eps)
+    p.add_((g * _step_size(h)).div_(root))
+    if h.weight_decay:
+        p.div_(1 - _step_size(h) * h.weight_decay / root)
+        g.add_(p, alpha=h.weight_decay)
     # Rounding may leave less than nothing of a small sum.
     s.addcmul_(g, g, value=-1).clamp_(min=0)
 
 
 def _update_rows(update: Callable[..., None], given: Arguments) -> None:
-    factor, coefficients = gradient_factor(given), _coefficients(given, weight_decay=0.0)
+    factor, given.weight_decay = gradient_factor(given), 0.0
     params, indices, values, sums, copies = given.lists.values()
     check_length("indices", indices, "params", params)
     check_length("values", values, "params", params)
@@ -117,7 +108,7 @@ def _update_rows(update: Callable[..., None], given: Arguments) -> None:
             rows, shape = indices[i], (-1, values[i].numel() // indices[i].numel())
             dtype = torch.promote_types(param.dtype, torch.float32)
             p, s = (tensor.reshape(shape)[rows].to(dtype) for tensor in (param, sums[i]))
-            update(coefficients, p, scaled(values[i], p, factor), s)
+            update(given, p, scaled(values[i], p, factor), s)
             _store_rows(p, param, rows)
             _store_rows(s, sums[i], rows)
             if copies:

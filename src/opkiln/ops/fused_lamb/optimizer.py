@@ -66,21 +66,11 @@ class FusedLamb(Adam, FusedOptimizer):
         master_weights: bool = False,
         set_grad_none: bool = True,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "bias_correction": bias_correction,
-            "betas": betas,
-            "eps": eps,
-            "eps_inside_sqrt": eps_inside_sqrt,
-            "weight_decay": weight_decay,
-            "max_coeff": max_coeff,
-            "min_coeff": min_coeff,
-            "amsgrad": amsgrad,
-            "maximize": maximize,
-        }
         super().__init__(
-            params, defaults, master_weights=master_weights, set_grad_none=set_grad_none,
-            max_grad_norm=max_grad_norm,
+            params, lr=lr, bias_correction=bias_correction, betas=betas, eps=eps,
+            eps_inside_sqrt=eps_inside_sqrt, weight_decay=weight_decay, max_coeff=max_coeff,
+            min_coeff=min_coeff, amsgrad=amsgrad, maximize=maximize,
+            master_weights=master_weights, set_grad_none=set_grad_none, max_grad_norm=max_grad_norm,
         )  # fmt: skip
 
     def coefficients(self) -> list[tuple[Tensor, Tensor]]:
