@@ -24,7 +24,6 @@ from opkiln.optimizing.checks import (
     name_in,
     own_entries,
     place,
-    sparse_gradient,
 )
 from opkiln.optimizing.op_calls import Call, Kept
 from opkiln.optimizing.sharded import gradient_parts, has_shards, refuse_partial
@@ -116,7 +115,16 @@ class ListOptimizer(torch.optim.Optimizer):
         """The calls for parameters of a group that have sparse gradients, without states. Raises
         UsageError if the op takes none."""
         del params
-        raise sparse_gradient(self.OWNER, index, self.param_groups[index])
+        group = self.param_groups[index]
+        grads = enumerate(map(_GRAD, group["params"]))
+        i, grad = next(
+            (i, grad) for i, grad in grads if grad is not None and grad.layout != torch.strided
+        )
+        raise UsageError(
+            f"the gradient of {place(index, group, i)} is sparse ({grad.layout}); "
+            f"{self.OWNER} takes dense gradients only",
+            hint="torch.optim.SparseAdam(params)",
+        )
 
     # The same for all
 

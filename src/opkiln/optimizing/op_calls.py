@@ -68,16 +68,6 @@ def _count_up(tensors: list[Tensor]) -> None:
         increment_version([tensor for tensor in tensors if not tensor.is_inference()])
 
 
-def each_base_once(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """The tensors whose versions must be counted up so that each of these is counted up once. A
-    view shares the version of its base."""
-    found: dict[int, Tensor] = {}
-    for tensor in tensors:
-        base = tensor if tensor._base is None else tensor._base
-        found[id(base)] = base
-    return list(found.values())
-
-
 def same_tensors(some: list[Tensor], others: list[Tensor]) -> bool:
     """Whether the lists hold the same objects."""
     return len(some) == len(others) and all(map(is_, some, others))
@@ -188,7 +178,9 @@ class Kept(NamedTuple):
             return None
         where = _where(params, call.device) if by_address else None
         function = call.function + ("planned_" if by_address else "kept_")
-        written = each_base_once(chain(*lists, *whole))
+        # A view shares the version of its base, which must be counted up once.
+        bases = (each if each._base is None else each._base for each in chain(*lists, *whole))
+        written = list({id(base): base for base in bases}.values())
         return cls(function, handles, call._replace(gradients=[], hyper={}), params, written, where)
 
     def fits(self, params: list[Tensor]) -> bool:
@@ -196,10 +188,9 @@ class Kept(NamedTuple):
         if not same_tensors(params, self.call.params):
             return False
         # A DTensor may have got another local tensor.
-        parts = parts_of(params) if self.sharded else params
-        return (not self.sharded or same_tensors(parts, self.parts)) and (
-            self.where is None or self.where == _where(parts, self.call.device)
-        )
+        if self.sharded and not same_tensors(parts_of(params), self.parts):
+            return False
+        return self.where is None or self.where == _where(self.parts, self.call.device)
 
     @property
     def sharded(self) -> bool:

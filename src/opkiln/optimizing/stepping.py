@@ -46,24 +46,16 @@ def put_into_graph(optimizer: Any, grad_scale: float) -> bool:
 
     False if a parameter or a gradient is not a plain dense tensor: an op takes no other kind.
     """
-    params: list[Tensor] = []
-    grads: list[Tensor] = []
-    places: list[int] = []
-    place = 0
     # Not read as an attribute: torch.compile would make every learning rate a constant of the
     # graph.
-    for group in optimizer.__dict__["param_groups"]:
-        for param in group["params"]:
-            grad = param.grad
-            if grad is not None:
-                if type(param) not in _PLAIN or type(grad) not in _PLAIN:
-                    return False
-                if grad.layout != torch.strided:
-                    return False
-                params.append(param)
-                grads.append(grad)
-                places.append(place)
-            place += 1
+    groups = optimizer.__dict__["param_groups"]
+    every: list[Any] = [param for group in groups for param in group["params"]]
+    places = [place for place, param in enumerate(every) if param.grad is not None]
+    params = [every[place] for place in places]
+    grads = [param.grad for param in params]
+    for tensor in (*params, *grads):
+        if type(tensor) not in _PLAIN or tensor.layout != torch.strided:
+            return False
     if params:
         name = optimizer._name_in_graphs
         _define_at_trace_time()

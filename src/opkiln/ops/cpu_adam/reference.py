@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import NamedTuple
 
 from torch import Tensor
 
@@ -30,7 +29,7 @@ def cpu_adam_(given: Arguments) -> None:
     lists differ in length or tensors in size.
     """
     factor = gradient_factor(given)
-    update_each(partial(_step, _coefficients(given)), factor, given)
+    update_each(partial(_step, _Coefficients(given)), factor, given)
 
 
 @from_schema(CPUAdamBuilder)
@@ -46,7 +45,7 @@ def cpu_adam_rollback_(given: Arguments) -> None:
     Raises RuntimeError as the step does, and for hyperparameters with which a step cannot be
     undone: a beta of 0, or a decoupled decay that multiplies parameters by 0.
     """
-    factor, c = gradient_factor(given), _coefficients(given)
+    factor, c = gradient_factor(given), _Coefficients(given)
     if c.beta1 == 0 or c.beta2 == 0 or c.kept == 0:
         raise RuntimeError(
             f"a step with beta1 {c.beta1:g}, beta2 {c.beta2:g} and lr * weight_decay "
@@ -55,30 +54,19 @@ def cpu_adam_rollback_(given: Arguments) -> None:
     update_each(partial(_rollback, c), factor, given)
 
 
-class _Coefficients(NamedTuple):
-    beta1: float
-    beta2: float
-    eps: float
-    l2: float  # added to the gradient, times the parameter
-    kept: float  # of the parameter, by decoupled decay
-    step_size: float
-    root_factor: float
+class _Coefficients:
+    def __init__(self, h: Arguments) -> None:
+        self.beta1, self.beta2, self.eps = h.beta1, h.beta2, h.eps
+        # L2 decay is added to the gradient, times the parameter; decoupled decay leaves `kept` of
+        # the parameter.
+        self.l2 = 0.0 if h.adamw_mode else h.weight_decay
+        self.kept = 1 - h.lr * h.weight_decay if h.adamw_mode else 1.0
+        self.step_size: float = h.lr / (1 - h.beta1**h.step if h.bias_correction else 1)
+        self.root_factor = 1 / math.sqrt(1 - h.beta2**h.step if h.bias_correction else 1)
 
     def change(self, m: Tensor, v: Tensor) -> Tensor:
         """What a step takes off the parameter, from the averages after the step."""
         return (m * self.step_size).div_(v.sqrt().mul_(self.root_factor).add_(self.eps))
-
-
-def _coefficients(h: Arguments) -> _Coefficients:
-    return _Coefficients(
-        h.beta1,
-        h.beta2,
-        h.eps,
-        l2=0.0 if h.adamw_mode else h.weight_decay,
-        kept=1 - h.lr * h.weight_decay if h.adamw_mode else 1.0,
-        step_size=h.lr / (1 - h.beta1**h.step if h.bias_correction else 1),
-        root_factor=1 / math.sqrt(1 - h.beta2**h.step if h.bias_correction else 1),
-    )
 
 
 def _step(c: _Coefficients, p: Tensor, g: Tensor, m: Tensor, v: Tensor) -> None:
