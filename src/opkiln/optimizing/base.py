@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 from itertools import repeat
 from operator import attrgetter, is_
 from typing import Any, ClassVar, Self
@@ -13,6 +13,7 @@ from torch._compile import _disable_dynamo  # torch.compiler.disable imports tor
 
 from opkiln.errors import ArgumentError, ArgumentTypeError, UsageError
 from opkiln.loading.register import is_tracing
+from opkiln.optimizing.builders import arguments_of
 from opkiln.optimizing.checks import (
     DTYPES,
     MASTER,
@@ -38,10 +39,19 @@ if TYPE_CHECKING:
 
     from opkiln.builder import OpBuilder
 
+_KINDS = {"float": float, "bool": bool}
 _IN_GROUPS = {"adamw_mode": "decoupled_weight_decay"}  # torch's name, so state dicts have it
+_OTHERS = ("lr", "beta1", "beta2", "grad_scale")  # not an entry of a group, or not only a number
 _GRAD = attrgetter("grad")
 _LAYOUT = attrgetter("layout")
 _DEVICE = attrgetter("device")
+
+
+@cache
+def _entries(schemas: tuple[str, ...], function: str) -> dict[str, type[float]]:
+    """The arguments of an op's function that are numbers in a group, and their types."""
+    kinds = arguments_of(schemas, function).items()
+    return {name: _KINDS[kind] for name, kind in kinds if kind in _KINDS and name not in _OTHERS}
 
 
 class ListOptimizer(torch.optim.Optimizer):
@@ -53,9 +63,6 @@ class ListOptimizer(torch.optim.Optimizer):
     OWNER: ClassVar[str]  # its name in messages
     BUILDER: ClassVar[type[OpBuilder]]  # the op; its function that makes a step is `<NAME>_`
     STATES: ClassVar[tuple[str, ...]]  # in the order of the op's arguments
-    # Hyperparameters that are finite numbers of at least 0, besides `lr`.
-    NUMBERS: ClassVar[tuple[str, ...]]
-    FLAGS: ClassVar[tuple[str, ...]] = ("maximize",)  # hyperparameters that are true or false
     DEVICES: ClassVar[tuple[str, ...]]  # types of devices that parameters may be on
     DEVICES_TEXT: ClassVar[str]  # the same in messages
     ALTERNATIVE: ClassVar[str]  # the optimizer to use for parameters on other devices
@@ -130,19 +137,24 @@ class ListOptimizer(torch.optim.Optimizer):
 
     def _check(self, group: dict[str, Any], where: str = "") -> None:
         """Raises UsageError for a hyperparameter out of range."""
-        check_numbers(group, "lr", *self.NUMBERS, where=where)
+        entries = _entries(self.BUILDER.SCHEMAS, self._function)
+        numbers = [name for name, kind in entries.items() if kind is float]
+        check_numbers(group, "lr", *numbers, where=where)
         if "betas" in group:
             check_betas(group, where)
 
     def _hyper(self, call: Call) -> dict[str, Any]:
-        """The op's arguments after the lists, without the step and what scales gradients."""
+        """The arguments of the op's function after the lists, without the learning rate, the step
+        and what scales gradients."""
         group = self.param_groups[call.group]
         # Numbers may be tensors, as torch's schedulers allow.
-        given = group["betas"] if "betas" in self.defaults else ()
-        betas = {f"beta{i}": float(beta) for i, beta in enumerate(given, 1)}
-        numbers = {name: float(group[name]) for name in self.NUMBERS}
-        flags = {name: bool(group[_IN_GROUPS.get(name, name)]) for name in self.FLAGS}
-        return {**betas, **numbers, **flags}
+        hyper = {
+            name: kind(group[_IN_GROUPS.get(name, name)])
+            for name, kind in _entries(self.BUILDER.SCHEMAS, call.function).items()
+        }
+        if "betas" in self.defaults:
+            hyper["beta1"], hyper["beta2"] = map(float, group["betas"])
+        return hyper
 
     def _check_param(self, param: Tensor, name: str) -> None:
         """Raises UsageError for a parameter that this optimizer cannot step."""
@@ -363,7 +375,7 @@ class ListOptimizer(torch.optim.Optimizer):
         if has_shards(params) if kept is None else kept.sharded:
             grads = gradient_parts(params, grads, name_in(index, group))
         if kept is not None:
-            return [kept.call._replace(gradients=[grads], kept=kept)]
+            return [kept.call._replace(gradients=[grads], hyper={}, kept=kept)]
         devices = [torch.device("cpu")]
         if len(self.DEVICES) > 1:
             devices = list(dict.fromkeys(map(_DEVICE, params)))
@@ -410,8 +422,6 @@ class Adam(ListOptimizer):
     """Adam and AdamW."""
 
     STATES = ("exp_avg", "exp_avg_sq")
-    NUMBERS: ClassVar[tuple[str, ...]] = ("eps", "weight_decay")
-    FLAGS: ClassVar[tuple[str, ...]] = ("adamw_mode", "bias_correction", "maximize")
 
     def _check(self, group: dict[str, Any], where: str = "") -> None:
         if not isinstance(group["bias_correction"], bool):
@@ -432,5 +442,4 @@ class Lion(ListOptimizer):
     """Lion, with decoupled weight decay."""
 
     STATES = ("exp_avg",)
-    NUMBERS = ("weight_decay",)
     COUNTED = False

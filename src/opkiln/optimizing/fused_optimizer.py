@@ -78,8 +78,8 @@ class FusedOptimizer(ListOptimizer):
         del copies, grad_scale  # for host optimizers; these have masters and a scaler instead
         calls = self._find_calls()
         scales = self._scales(calls)
-        numbers = [{**self._hyper(call), "grad_scale": scales[call.device]} for call in calls]
-        calls = [call._replace(hyper=each) for call, each in zip(calls, numbers, strict=True)]
+        for call in calls:
+            call.hyper.update(self._hyper(call), grad_scale=scales[call.device])
         complete = iter(self._with_states([call for call in calls if call.kept is None]))
         return [self._with_kept(next(complete)) if call.kept is None else call for call in calls]
 

@@ -193,7 +193,9 @@ class HostOptimizer(ListOptimizer):
     ) -> list[Call]:
         """A call with the states of its parameters, as one call for each number of a step, with
         copies or without. Missing states are made."""
-        hyper = {**self._hyper(call), "grad_scale": grad_scale}
+        hyper = self._hyper(call)
+        hyper["lr"] = float(self.param_groups[call.group]["lr"])
+        hyper["grad_scale"] = grad_scale
         if call.kept is not None:
             return [self._numbered(call, call.states[0]["step"] + 1, hyper)]
         states = self._states_of(call.params)
@@ -218,9 +220,6 @@ class HostOptimizer(ListOptimizer):
 
     def _numbered(self, call: Call, step: int, hyper: dict[str, Any]) -> Call:
         return call._replace(step=step, hyper={**hyper, "step": step} if self.COUNTED else hyper)
-
-    def _hyper(self, call: Call) -> dict[str, Any]:
-        return {"lr": float(self.param_groups[call.group]["lr"]), **super()._hyper(call)}
 
     def _keep(self, ops: Any, *lists: list[Tensor]) -> Sequence[Tensor]:
         params, _, *others = lists

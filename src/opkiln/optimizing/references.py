@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from opkiln.optimizing.builders import arguments_of
 from opkiln.optimizing.op_calls import Status
 
 if TYPE_CHECKING:
@@ -94,21 +95,14 @@ def from_schema(
 ) -> Callable[[Callable[[Arguments], None]], Callable[..., None]]:
     """A decorator that makes a function of ``Arguments`` the op's function of the same name: it
     takes the arguments of its schema."""
-    schemas = [torch._C.parse_schema(f"opkiln::{schema}") for schema in builder.SCHEMAS]
-    declared = {schema.name.partition("::")[2]: schema.arguments for schema in schemas}
 
     def decorate(function: Callable[[Arguments], None]) -> Callable[..., None]:
-        arguments = declared[function.__name__]
-        listed = [each.name for each in arguments if str(each.type) == "List[Tensor]"]
+        kinds = arguments_of(builder.SCHEMAS, function.__name__)
+        listed = [name for name, kind in kinds.items() if kind.endswith("[]")]
+        defaults = {name: None for name, kind in kinds.items() if kind.endswith("?")}
+        either = Parameter.POSITIONAL_OR_KEYWORD
         signature = Signature(
-            [
-                Parameter(
-                    each.name,
-                    Parameter.POSITIONAL_OR_KEYWORD,
-                    default=each.default_value if each.has_default_value() else Parameter.empty,
-                )
-                for each in arguments
-            ]
+            [Parameter(each, either, default=defaults.get(each, Parameter.empty)) for each in kinds]
         )
 
         def call(*args: Any, **named: Any) -> None:

@@ -41,7 +41,6 @@ class CPUAdagrad(HostOptimizer):
     OWNER = "CPUAdagrad"
     BUILDER = CPUAdagradBuilder
     STATES = ("sum",)
-    NUMBERS = ("lr_decay", "eps", "weight_decay")
     ALTERNATIVE = "torch.optim.Adagrad(params)"
     IN_DEEPSPEED: ClassVar[Mapping[str, str]] = {"sum": "exp_avg_sq"}
 
@@ -86,12 +85,6 @@ class CPUAdagrad(HostOptimizer):
                 hint="put parameters with sparse gradients into a group with weight_decay=0",
             )
         return [Call(index, _ROWS, torch.device("cpu"), params, gradients, [], [], {})]
-
-    def _hyper(self, call: Call) -> dict[str, Any]:
-        hyper = super()._hyper(call)
-        if call.function == _ROWS:
-            del hyper["weight_decay"]
-        return hyper
 
     def _gradients(self, call: Call) -> list[list[Tensor]] | None:
         return _rows(call.params) if call.function == _ROWS else super()._gradients(call)

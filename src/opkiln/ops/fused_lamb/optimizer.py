@@ -10,6 +10,7 @@ from torch import Tensor
 from opkiln.errors import ArgumentError
 from opkiln.ops.fused_lamb.op import FusedLambBuilder
 from opkiln.optimizing.base import Adam
+from opkiln.optimizing.builders import arguments_of
 from opkiln.optimizing.fused_optimizer import FusedOptimizer
 from opkiln.optimizing.sharded import has_shards, sum_over_shards
 
@@ -18,10 +19,6 @@ if TYPE_CHECKING:
     from torch.optim.optimizer import ParamsT
 
     from opkiln.optimizing.op_calls import Call
-
-# Arguments of the step that its halves do not take.
-_NOT_AVERAGES = ("coefficients", "lr", "min_coeff", "max_coeff", "lr_tensor")
-_NOT_MOVES = ("maximize", "grad_scale")
 
 
 class FusedLamb(Adam, FusedOptimizer):
@@ -42,8 +39,6 @@ class FusedLamb(Adam, FusedOptimizer):
 
     OWNER = "FusedLamb"
     BUILDER = FusedLambBuilder
-    NUMBERS = (*Adam.NUMBERS, "min_coeff", "max_coeff")
-    FLAGS = ("eps_inside_sqrt", "bias_correction", "maximize")
     NORMS = True
 
     _coefficients: dict[tuple[int, torch.device], tuple[list[Tensor], Tensor]] | None = None
@@ -109,12 +104,13 @@ class FusedLamb(Adam, FusedOptimizer):
             super()._run(call)
             return
         squares = torch.zeros(len(call.params), 2, dtype=torch.float64, device=call.device)
+        given = {**call.hyper, "squares": squares}
 
-        def half(function: str, left_out: tuple[str, ...]) -> None:
-            hyper = {name: each for name, each in call.hyper.items() if name not in left_out}
-            hyper["squares"] = squares
+        def half(function: str) -> None:
+            taken = given.keys() & arguments_of(self.BUILDER.SCHEMAS, function)
+            hyper = {name: given[name] for name in taken}
             super(FusedLamb, self)._run(call._replace(function=function, hyper=hyper))
 
-        half("fused_lamb_average_", _NOT_AVERAGES)
+        half("fused_lamb_average_")
         sum_over_shards(call.params, squares)
-        half("fused_lamb_move_", _NOT_MOVES)
+        half("fused_lamb_move_")
