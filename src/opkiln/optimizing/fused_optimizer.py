@@ -181,20 +181,17 @@ def _clipping(calls: list[Call], scale: Tensor | None, limit: float) -> Tensor:
     as ``torch.nn.utils.clip_grad_norm_`` does with unscaled gradients. For DTensors the norm is
     that of the whole tensors."""
     first = calls[0].device
-    norms = [torch.linalg.vector_norm(_norms(call.params, call.gradients[0])) for call in calls]
-    total = torch.linalg.vector_norm(torch.stack([_moved(first, norm) for norm in norms]))
+    norms = []
+    for call in calls:
+        each = torch.stack(torch._foreach_norm(call.gradients[0], 2, dtype=torch.float32))
+        if has_shards(call.params):
+            squares = each.double().square()
+            sum_over_shards(call.params, squares)
+            each = squares.sqrt().float()
+        norms.append(_moved(first, torch.linalg.vector_norm(each)))
+    total = torch.linalg.vector_norm(torch.stack(norms))
     given = 1.0 if scale is None else _moved(first, scale).reshape(())
     return torch.clamp((total / given + 1e-6) / limit, min=1.0) * given
-
-
-def _norms(params: list[Tensor], grads: list[Tensor]) -> Tensor:
-    """The norm of each gradient."""
-    here = torch.stack(torch._foreach_norm(grads, 2, dtype=torch.float32))
-    if not has_shards(params):
-        return here
-    squares = here.double().square()
-    sum_over_shards(params, squares)
-    return squares.sqrt().float()
 
 
 def _zeros_like(params: list[Tensor]) -> list[Tensor]:
