@@ -13,7 +13,6 @@ from torch._compile import _disable_dynamo  # torch.compiler.disable imports tor
 
 from opkiln.errors import ArgumentError, ArgumentTypeError, UsageError
 from opkiln.loading.register import is_tracing
-from opkiln.optimizing.builders import arguments_of
 from opkiln.optimizing.checks import (
     DTYPES,
     MASTER,
@@ -26,7 +25,7 @@ from opkiln.optimizing.checks import (
     own_entries,
     place,
 )
-from opkiln.optimizing.op_calls import Call, Kept
+from opkiln.optimizing.op_calls import Call, Kept, arguments_of
 from opkiln.optimizing.sharded import gradient_parts, has_shards, refuse_partial
 from opkiln.optimizing.states import ParamState, States, is_capturing, refuse_capture
 from opkiln.optimizing.stepping import name_in_graphs, put_into_graph

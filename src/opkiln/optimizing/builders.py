@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from functools import cache
-
-from opkiln import signature
 from opkiln.builder import CUDAOpBuilder, OpBuilder
-from opkiln.model import CUDA, function_name
+from opkiln.model import CUDA
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -110,13 +107,6 @@ class HostBuilder(OpBuilder):
 
     def sources(self) -> list[str]:
         return [f"ops/{self.NAME}/cpu.cpp"]
-
-
-@cache
-def arguments_of(schemas: tuple[str, ...], function: str) -> dict[str, str]:
-    """The arguments of an op's function: their names and types in its schema."""
-    schema = next(each for each in schemas if function_name(each) == function)
-    return {name: kind for kind, name in signature.arguments(schema)}
 
 
 def _lists(states: Sequence[str]) -> tuple[str, str]:

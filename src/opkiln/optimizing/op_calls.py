@@ -9,7 +9,7 @@ is checked before the call, or the op returns a status. Nothing here waits for a
 from __future__ import annotations
 
 from enum import IntEnum
-from functools import partial
+from functools import cache, partial
 from itertools import chain
 from operator import is_, itemgetter
 from typing import Any, NamedTuple
@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from opkiln import signature
+from opkiln.model import function_name
 from opkiln.optimizing.checks import MASTER
 from opkiln.optimizing.sharded import has_shards, like, parts_of
 
@@ -35,6 +37,13 @@ class Status(IntEnum):
     MADE = 0
     NOT_KEPT = 1  # the op keeps nothing for this call, perhaps because its library was replaced
     LAYOUT = 2  # a tensor is not laid out as the kept lists need it
+
+
+@cache
+def arguments_of(schemas: tuple[str, ...], function: str) -> dict[str, str]:
+    """The arguments of an op's function: their names and types in its schema."""
+    schema = next(each for each in schemas if function_name(each) == function)
+    return {name: kind for kind, name in signature.arguments(schema)}
 
 
 def call_in_place(

@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from opkiln.optimizing.builders import arguments_of
-from opkiln.optimizing.op_calls import Status
+from opkiln.optimizing.op_calls import Status, arguments_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -10,15 +10,13 @@ from torch import Tensor
 from opkiln.errors import ArgumentError
 from opkiln.ops.fused_lamb.op import FusedLambBuilder
 from opkiln.optimizing.base import Adam
-from opkiln.optimizing.builders import arguments_of
 from opkiln.optimizing.fused_optimizer import FusedOptimizer
+from opkiln.optimizing.op_calls import Call, arguments_of
 from opkiln.optimizing.sharded import has_shards, sum_over_shards
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from torch.optim.optimizer import ParamsT
-
-    from opkiln.optimizing.op_calls import Call
 
 
 class FusedLamb(Adam, FusedOptimizer):
