@@ -62,7 +62,7 @@ class Pair:
 
     def make(self, **options: Any) -> None:
         self.ours.step(**options)
-        self.theirs._plans = None
+        self.theirs._plans.forget()
         self.theirs.step(**options)
 
     def assert_same(self) -> None:
@@ -363,8 +363,10 @@ def test_a_step_over_kept_lists_returns_a_status_before_it_writes(
     keep, kept, forget = (getattr(ops, f"{op}_{what}") for what in ("keep", "kept_", "forget"))
     states = [[torch.zeros(3, 2)] for _ in getattr(optim, name).STATES]
     ticket = keep([param := torch.ones(3, 2)], *states, [])
-    optimizer = getattr(optim, name)([torch.ones(3, requires_grad=True)])
-    hyper = {**optimizer._hyper_at(1, optimizer.param_groups[0]), "grad_scale": 1.0}
+    other = torch.ones(3, requires_grad=True)
+    other.grad = torch.ones(3)
+    (call,) = getattr(optim, name)([other])._calls({}, 1.0)
+    hyper = call.hyper
     assert kept(ticket, [torch.ones(3, 2)], **hyper) == Status.MADE
     before = [tensor.clone() for tensor in (param, *(row[0] for row in states))]
     for odd in (torch.ones(2, 3).t(), torch.ones(3, 4)[:, ::2], torch.ones(1).expand(3, 2)):

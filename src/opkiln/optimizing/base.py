@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from functools import cache, partial
 from itertools import repeat
 from operator import attrgetter, is_
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo  # torch.compiler.disable imports torch._dynamo at once
 
 from opkiln.errors import ArgumentError, ArgumentTypeError, UsageError
+from opkiln.loading.register import is_tracing
 from opkiln.optimizing.checks import (
     DTYPES,
     MASTER,
@@ -21,39 +24,36 @@ from opkiln.optimizing.checks import (
     name_in,
     own_entries,
     place,
-    sparse_gradient,
 )
-from opkiln.optimizing.op_calls import Call, Kept
+from opkiln.optimizing.op_calls import Call, Kept, arguments_of
 from opkiln.optimizing.sharded import gradient_parts, has_shards, refuse_partial
-from opkiln.optimizing.states import ParamState, Plans, is_capturing, refuse_capture, watchable
-from opkiln.optimizing.stepping import CompiledStep
+from opkiln.optimizing.states import ParamState, States, is_capturing, refuse_capture
+from opkiln.optimizing.stepping import name_in_graphs, put_into_graph
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from torch.optim.optimizer import ParamsT
 
     from opkiln.builder import OpBuilder
 
+_KINDS = {"float": float, "bool": bool}
 _IN_GROUPS = {"adamw_mode": "decoupled_weight_decay"}  # torch's name, so state dicts have it
+_OTHERS = ("lr", "beta1", "beta2", "grad_scale")  # not an entry of a group, or not only a number
 _GRAD = attrgetter("grad")
 _LAYOUT = attrgetter("layout")
 _DEVICE = attrgetter("device")
 
 
-class Place(NamedTuple):
-    """The parameters of a group on one device, and their gradients; local parts for DTensors."""
-
-    group: int
-    device: torch.device
-    params: list[Tensor]
-    grads: list[Tensor]
-    sparse: list[Tensor]  # parameters of the group that have a sparse gradient
-    kept: Kept | None = None
+@cache
+def _entries(schemas: tuple[str, ...], function: str) -> dict[str, type[float]]:
+    """The arguments of an op's function that are numbers in a group, and their types."""
+    kinds = arguments_of(schemas, function).items()
+    return {name: _KINDS[kind] for name, kind in kinds if kind in _KINDS and name not in _OTHERS}
 
 
-class ListOptimizer(CompiledStep, torch.optim.Optimizer):
+class ListOptimizer(torch.optim.Optimizer):
     """An optimizer whose op steps lists of tensors.
 
     A subclass says what its op is called, which states it has, and what its hyperparameters are.
@@ -62,27 +62,30 @@ class ListOptimizer(CompiledStep, torch.optim.Optimizer):
     OWNER: ClassVar[str]  # its name in messages
     BUILDER: ClassVar[type[OpBuilder]]  # the op; its function that makes a step is `<NAME>_`
     STATES: ClassVar[tuple[str, ...]]  # in the order of the op's arguments
-    # Hyperparameters that are finite numbers of at least 0, besides `lr`.
-    NUMBERS: ClassVar[tuple[str, ...]]
-    FLAGS: ClassVar[tuple[str, ...]] = ("maximize",)  # hyperparameters that are true or false
     DEVICES: ClassVar[tuple[str, ...]]  # types of devices that parameters may be on
     DEVICES_TEXT: ClassVar[str]  # the same in messages
     ALTERNATIVE: ClassVar[str]  # the optimizer to use for parameters on other devices
     PLANNED_ON: ClassVar[tuple[str, ...]]  # types of devices on which the op keeps lists
+    BY_ADDRESS: ClassVar[bool]  # it keeps the addresses of their tensors, not the tensors
     IN_DEEPSPEED: ClassVar[Mapping[str, str]] = {}  # states that have another name there
     COUNTED: ClassVar[bool] = True  # steps differ by their number: a saved state must have it
-    SPARSE: ClassVar[bool] = False  # the op has a function for sparse gradients
     # Options that are in the defaults, which are pickled with the optimizer, but not in the groups:
     # a checkpoint must not decide how this process keeps states.
     OPTIONS: ClassVar[tuple[str, ...]]
 
     _ops: Mapping[str, Any] = {}  # by type of device
-    _plans: Plans | None = None
+    _name_in_graphs: str
 
-    def __init__(self, params: ParamsT, defaults: dict[str, Any], **options: Any) -> None:
-        """``options`` has a value for each of ``OPTIONS``."""
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:  # noqa: ARG004 (those of __init__)
+        # This is not in __init__, because copies do not call that.
+        made = super().__new__(cls)
+        made._name_in_graphs = name_in_graphs(made)
+        return made
+
+    def __init__(self, params: ParamsT, **defaults: Any) -> None:
+        """``defaults`` has a value for each hyperparameter and each of ``OPTIONS``."""
         self._check(defaults)
-        super().__init__(params, {**defaults, **options})
+        super().__init__(params, defaults)
 
     # A subclass defines these
 
@@ -93,8 +96,9 @@ class ListOptimizer(CompiledStep, torch.optim.Optimizer):
         """
         raise NotImplementedError
 
-    def _keep(self, call: Call) -> Kept | None:
-        """Have the op keep the lists of a call. None if it keeps nothing. Raises its errors."""
+    def _keep(self, ops: Any, *lists: list[Tensor]) -> Sequence[Tensor]:
+        """Have the op keep these lists: parameters, gradients, and those that are written to. The
+        last tensor is empty if it keeps nothing. Raises the op's errors."""
         raise NotImplementedError
 
     def _count(self, made: float, device: torch.device) -> Any:
@@ -113,22 +117,43 @@ class ListOptimizer(CompiledStep, torch.optim.Optimizer):
         """Whether a sparse gradient must be found before the first call."""
         return True
 
+    def _sparse_calls(self, index: int, params: list[Tensor]) -> list[Call]:
+        """The calls for parameters of a group that have sparse gradients, without states. Raises
+        UsageError if the op takes none."""
+        del params
+        group = self.param_groups[index]
+        grads = enumerate(map(_GRAD, group["params"]))
+        i, grad = next(
+            (i, grad) for i, grad in grads if grad is not None and grad.layout != torch.strided
+        )
+        raise UsageError(
+            f"the gradient of {place(index, group, i)} is sparse ({grad.layout}); "
+            f"{self.OWNER} takes dense gradients only",
+            hint="torch.optim.SparseAdam(params)",
+        )
+
     # The same for all
 
     def _check(self, group: dict[str, Any], where: str = "") -> None:
         """Raises UsageError for a hyperparameter out of range."""
-        check_numbers(group, "lr", *self.NUMBERS, where=where)
+        entries = _entries(self.BUILDER.SCHEMAS, self._function)
+        numbers = [name for name, kind in entries.items() if kind is float]
+        check_numbers(group, "lr", *numbers, where=where)
         if "betas" in group:
             check_betas(group, where)
 
-    def _hyper(self, group: dict[str, Any]) -> dict[str, Any]:
-        """The op's scalar arguments, without the learning rate and what scales gradients."""
+    def _hyper(self, call: Call) -> dict[str, Any]:
+        """The arguments of the op's function after the lists, without the learning rate, the step
+        and what scales gradients."""
+        group = self.param_groups[call.group]
         # Numbers may be tensors, as torch's schedulers allow.
-        given = group["betas"] if "betas" in self.defaults else ()
-        betas = {f"beta{i}": float(beta) for i, beta in enumerate(given, 1)}
-        numbers = {name: float(group[name]) for name in self.NUMBERS}
-        flags = {name: bool(group[_IN_GROUPS.get(name, name)]) for name in self.FLAGS}
-        return {**betas, **numbers, **flags}
+        hyper = {
+            name: kind(group[_IN_GROUPS.get(name, name)])
+            for name, kind in _entries(self.BUILDER.SCHEMAS, call.function).items()
+        }
+        if "betas" in self.defaults:
+            hyper["beta1"], hyper["beta2"] = map(float, group["betas"])
+        return hyper
 
     def _check_param(self, param: Tensor, name: str) -> None:
         """Raises UsageError for a parameter that this optimizer cannot step."""
@@ -203,18 +228,27 @@ class ListOptimizer(CompiledStep, torch.optim.Optimizer):
     def _check_loaded(self, loaded: dict[str, Any]) -> None:
         """Raises UsageError for a state dict that cannot be taken over."""
         check_form(self.OWNER, loaded)
-        # If the numbers of groups or parameters differ, torch reports that next.
-        pairs = zip(loaded["param_groups"], self.param_groups, strict=False)
-        for index, (group, ours) in enumerate(pairs):
+        for index, group in enumerate(loaded["param_groups"][: len(self.param_groups)]):
             where = f"param_groups[{index}]: "
             check_saved_group(self.OWNER, self.defaults, group, where)
             self._check({**self.defaults, **group}, where)
+        for _, key, param, saved, made in self._read_saved(loaded):
+            names = [self._saved_name(saved, name) for name in self.STATES]
+            check_saved_state(self.OWNER, saved, f"state[{key!r}]: ", param, names, made)
+
+    def _read_saved(
+        self, loaded: dict[str, Any]
+    ) -> Iterator[tuple[int, Any, Tensor, dict[str, Any], Any]]:
+        """The states in a state dict: the index of the group, the key, the parameter, the state and
+        its count of steps, None if that is missing."""
+        # If the numbers of groups or parameters differ, torch reports that next.
+        pairs = zip(loaded["param_groups"], self.param_groups, strict=False)
+        for index, (group, ours) in enumerate(pairs):
+            # DeepSpeed's fused optimizers, and old versions of its others, have the count here.
+            shared = group.get("step", None if self.COUNTED else 0)
             for key, param in zip(group["params"], ours["params"], strict=False):
                 if saved := loaded["state"].get(key):
-                    names = [self._saved_name(saved, name) for name in self.STATES]
-                    # DeepSpeed has the count in the group.
-                    made = saved.get("step", group.get("step", None if self.COUNTED else 0))
-                    check_saved_state(self.OWNER, saved, f"state[{key!r}]: ", param, names, made)
+                    yield index, key, param, saved, saved.get("step", shared)
 
     def _saved_name(self, saved: dict[str, Any], name: str) -> str:
         """The name of a state in a state dict that is being loaded."""
@@ -224,29 +258,21 @@ class ListOptimizer(CompiledStep, torch.optim.Optimizer):
     def _take_over(self, loaded: dict[str, Any]) -> None:
         """Take over the states of a state dict that torch has just loaded. Another rule's entries
         are dropped."""
-        self._plans = None  # they hold the old states
-        counts: dict[tuple[int, torch.device, float], Any] = {}  # equal ones of a group are shared
-        pairs = zip(self.param_groups, loaded["param_groups"], strict=True)
-        for index, (group, saved_group) in enumerate(pairs):
+        for group in self.param_groups:
             for key, value in self.defaults.items():
                 if key not in self.OPTIONS:
                     group.setdefault(key, value)
-            for key, param in zip(saved_group["params"], group["params"], strict=True):
-                saved = loaded["state"].get(key)
-                if not saved:
-                    continue
-                state = ParamState(own_entries(self.state[param], param, self.STATES))
-                state.pop(MASTER, None)
-                self.state[param] = state
-                for name, dtype in self._state_dtypes(param).items():
-                    if (there := self._saved_name(saved, name)) in saved:
-                        state[name] = saved[there].to(device=param.device, dtype=dtype)
-                # DeepSpeed's fused optimizers, and old versions of its others, have the count in
-                # the group.
-                made = float(saved.get("step", saved_group.get("step", 0)))
-                if (count := (index, param.device, made)) not in counts:
-                    counts[count] = self._count(made, param.device)
-                state["step"] = counts[count]
+        counts: dict[tuple[int, torch.device, float], Any] = {}  # equal ones of a group are shared
+        for index, _, param, saved, made in self._read_saved(loaded):
+            state = ParamState(own_entries(self.state[param], param, self.STATES))
+            state.pop(MASTER, None)
+            self.state[param] = state
+            for name, dtype in self._state_dtypes(param).items():
+                if (there := self._saved_name(saved, name)) in saved:
+                    state[name] = saved[there].to(device=param.device, dtype=dtype)
+            if (count := (index, param.device, float(made))) not in counts:
+                counts[count] = self._count(float(made), param.device)
+            state["step"] = counts[count]
 
     # Steps
 
@@ -262,6 +288,30 @@ class ListOptimizer(CompiledStep, torch.optim.Optimizer):
         """The op's function that makes a step."""
         return f"{self.BUILDER.NAME}_"
 
+    def _step(
+        self,
+        closure: Callable[[], float] | None,
+        copies: Mapping[Tensor, Tensor],
+        grad_scale: float,
+    ) -> float | None:
+        """Make a step after the closure, and return the closure's result."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        # A step with copies is not in the graph: torch.compile requires the keys of a dictionary,
+        # and their gradients, to stay the same objects.
+        if not is_tracing():
+            with torch.no_grad():
+                self._make_step(copies, grad_scale)
+        elif copies or not put_into_graph(self, grad_scale):
+            self._step_outside_the_graph(copies, grad_scale)
+        return loss
+
+    @_disable_dynamo
+    def _step_outside_the_graph(self, copies: Mapping[Tensor, Tensor], grad_scale: float) -> None:
+        self._step(None, copies, grad_scale)
+
     def _make_step(self, copies: Mapping[Tensor, Tensor], grad_scale: float) -> None:
         self._make(self._calls(copies, grad_scale))
 
@@ -271,7 +321,7 @@ class ListOptimizer(CompiledStep, torch.optim.Optimizer):
 
     def _run(self, call: Call) -> None:
         if not call.run(self._load(call.device.type), self.STATES):
-            self._plans = None
+            self._plans.forget()
 
     def _states_of(self, params: list[Tensor]) -> list[dict[str, Any]]:
         """The states of parameters on one device. Missing ones are made; no step is counted in
@@ -288,19 +338,18 @@ class ListOptimizer(CompiledStep, torch.optim.Optimizer):
             self.state[param] = ParamState(entries)
         return [self.state[param] for param in params]
 
-    def _places(self, keep: bool = True) -> list[Place]:
-        """Where there are parameters with gradients. Raises UsageError for a gradient that the op
-        does not take. Without ``keep`` no kept lists are used."""
-        plans = self._known_plans()
+    def _find_calls(self, keep: bool = True) -> list[Call]:
+        """The calls for all gradients. Those that are not over kept lists lack their states and
+        numbers. Raises UsageError for a gradient that the op does not take. Without ``keep`` no
+        kept lists are used."""
         return [
-            each
+            call
             for index, group in enumerate(self.param_groups)
-            for each in self._places_of(index, group, plans, keep)
+            for call in self._find_calls_of(index, group, keep)
         ]
 
-    def _places_of(
-        self, index: int, group: dict[str, Any], plans: Plans, keep: bool
-    ) -> list[Place]:
+    def _find_calls_of(self, index: int, group: dict[str, Any], keep: bool) -> list[Call]:
+        plans = self._plans
         params: list[Tensor] = group["params"]
         grads: list[Any] = list(map(_GRAD, params))
         if any(map(is_, grads, repeat(None))):
@@ -312,57 +361,57 @@ class ListOptimizer(CompiledStep, torch.optim.Optimizer):
         elif kept is not None and not (keep and kept.fits(params)):
             plans.drop(index)
             kept = None
-        sparse: list[Tensor] = []
+        calls: list[Call] = []
         must_look = kept is None or self._reads_gradients()
         if must_look and set(map(_LAYOUT, grads)) - {torch.strided}:
-            if not self.SPARSE:
-                raise sparse_gradient(self.OWNER, index, group)
+            pairs = list(zip(params, grads, strict=True))
+            calls = self._sparse_calls(index, [param for param, grad in pairs if grad.is_sparse])
             plans.drop(index)
             kept = None
-            sparse = [p for p, g in zip(params, grads, strict=True) if g.is_sparse]
-            params = [p for p, g in zip(params, grads, strict=True) if not g.is_sparse]
+            params = [param for param, grad in pairs if not grad.is_sparse]
             grads = list(map(_GRAD, params))
         # Kept lists know whether there are DTensors among these parameters.
         if has_shards(params) if kept is None else kept.sharded:
             grads = gradient_parts(params, grads, name_in(index, group))
         if kept is not None:
-            return [Place(index, kept.call.device, kept.call.params, grads, sparse, kept)]
+            return [kept.call._replace(gradients=[grads], hyper={}, kept=kept)]
         devices = [torch.device("cpu")]
         if len(self.DEVICES) > 1:
             devices = list(dict.fromkeys(map(_DEVICE, params)))
-        if len(devices) == 1:
+        for device in devices:
             # A copy: plans compare later parameters with it, and the group's own list may change.
-            return [Place(index, devices[0], params[:], grads, sparse)]
-        return [
-            Place(
-                index,
-                device,
-                [param for param in params if param.device == device],
-                [g for param, g in zip(params, grads, strict=True) if param.device == device],
-                sparse,
+            own, their = params[:], grads
+            if len(devices) > 1:
+                own = [param for param in params if param.device == device]
+                their = [g for p, g in zip(params, grads, strict=True) if p.device == device]
+            calls.append(Call(index, self._function, device, own, [their], [], [], {}))
+        return calls
+
+    def _with_kept(self, call: Call) -> Call:
+        """The call, over kept lists if these are stepped for the second time: they will probably be
+        again."""
+        plans, index = self._plans, call.group
+        if (
+            call.device.type not in self.PLANNED_ON
+            or is_capturing(call.device)
+            or len(call.params) != len(self.param_groups[index]["params"])
+            or not plans.again(index, call.params)
+        ):
+            return call
+        if index not in plans.of_group:
+            keep = partial(self._keep, self._load(call.device.type))
+            can = plans.watch(call.states)
+            plans.of_group[index] = (
+                Kept.of(call, self.STATES, keep, self.BY_ADDRESS) if can else None
             )
-            for device in devices
-        ]
+        return call._replace(kept=plans.of_group[index])
 
-    def _kept_for(self, here: Place, call: Call) -> Kept | None:
-        """Kept lists, if these are stepped for the second time: they will probably be again."""
-        if here.device.type not in self.PLANNED_ON or is_capturing(here.device):
-            return None
-        plans = self._known_plans()
-        if len(here.params) != len(self.param_groups[here.group]["params"]):
-            return None
-        if not plans.again(here.group, here.params):
-            return None
-        if here.group not in plans.of_group:
-            plans.of_group[here.group] = self._keep(call) if plans.watch(call.states) else None
-        return plans.of_group[here.group]
-
-    def _known_plans(self) -> Plans:
-        if self._plans is None or not self._plans.are_for(self.state):
-            # New, or a copy, or torch has loaded a state dict.
-            self.state = states = watchable(self.state)
-            self._plans = Plans(states)
-        return self._plans
+    @property
+    def _plans(self) -> States:
+        """What the op keeps of each group."""
+        if not isinstance(self.state, States):  # new, or torch has loaded a state dict
+            self.state = States(dict, self.state)
+        return self.state
 
 
 # The rules that a host and a fused optimizer share: their states, hyperparameters and checks
@@ -372,8 +421,6 @@ class Adam(ListOptimizer):
     """Adam and AdamW."""
 
     STATES = ("exp_avg", "exp_avg_sq")
-    NUMBERS: ClassVar[tuple[str, ...]] = ("eps", "weight_decay")
-    FLAGS: ClassVar[tuple[str, ...]] = ("adamw_mode", "bias_correction", "maximize")
 
     def _check(self, group: dict[str, Any], where: str = "") -> None:
         if not isinstance(group["bias_correction"], bool):
@@ -394,5 +441,4 @@ class Lion(ListOptimizer):
     """Lion, with decoupled weight decay."""
 
     STATES = ("exp_avg",)
-    NUMBERS = ("weight_decay",)
     COUNTED = False

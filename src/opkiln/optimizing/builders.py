@@ -33,16 +33,13 @@ def fused_schemas(op: str, states: Sequence[str], hyper: str) -> tuple[str, str,
     """
     marked, plain = _lists(states)
     rest = f"{hyper}, {_NUMBERS}"
-    step = (
-        f"{op}_(Tensor(a!)[] params, Tensor[] grads, {marked}, "
-        f"Tensor(d!)[] masters, Tensor(e!)[] steps, {rest}) -> ()"
+    written = f"{marked}, Tensor(d!)[] masters, Tensor(e!)[] steps"
+    read = f"{plain}, Tensor[] masters, Tensor[] steps"
+    return (
+        f"{op}_(Tensor(a!)[] params, Tensor[] grads, {written}, {rest}) -> ()",
+        f"{op}_plan(Tensor[] params, Tensor[] grads, {read}) -> (Tensor, Tensor)",
+        f"{op}_planned_(Tensor(a!) plan, Tensor(b!) ledger, Tensor[] grads, {rest}) -> int",
     )
-    plan = (
-        f"{op}_plan(Tensor[] params, Tensor[] grads, {plain}, Tensor[] masters, "
-        "Tensor[] steps) -> (Tensor, Tensor)"
-    )
-    planned = f"{op}_planned_(Tensor(a!) plan, Tensor(b!) ledger, Tensor[] grads, {rest}) -> int"
-    return step, plan, planned
 
 
 def _reference(builder: OpBuilder) -> SimpleNamespace:

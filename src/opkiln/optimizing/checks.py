@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opkiln.errors import ArgumentError, ArgumentTypeError, UsageError
+from opkiln.errors import ArgumentError, ArgumentTypeError
 from opkiln.optimizing.sharded import is_sharded, placement_text, same_placement
 
 TYPE_CHECKING = False
@@ -54,19 +54,6 @@ def check_betas(group: dict[str, Any], where: str = "") -> None:
             raise ArgumentError(
                 f"{where}betas[{i}] is {float(beta)}, expected at least 0 and less than 1"
             )
-
-
-def sparse_gradient(owner: str, index: int, group: dict[str, Any]) -> UsageError:
-    """The error for a group in which there is a sparse gradient."""
-    name, layout = next(
-        (place(index, group, i), param.grad.layout)
-        for i, param in enumerate(group["params"])
-        if param.grad is not None and param.grad.layout is not torch.strided
-    )
-    return UsageError(
-        f"the gradient of {name} is sparse ({layout}); {owner} takes dense gradients only",
-        hint="torch.optim.SparseAdam(params)",
-    )
 
 
 def place(index: int, group: dict[str, Any], i: int) -> str:

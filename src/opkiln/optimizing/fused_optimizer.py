@@ -4,27 +4,32 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from itertools import accumulate, repeat
+from operator import is_, itemgetter
 from typing import Any, ClassVar, overload
 
 import torch
 from torch import Tensor
 
 from opkiln.errors import ArgumentError
-from opkiln.optimizing.base import ListOptimizer, Place
+from opkiln.optimizing.base import ListOptimizer
 from opkiln.optimizing.checks import MASTER, as_number, check_numbers
-from opkiln.optimizing.op_calls import Call, Kept
+from opkiln.optimizing.op_calls import Call
 from opkiln.optimizing.sharded import has_shards, refuse_fsdp1, sum_over_shards
-from opkiln.optimizing.states import refuse_capture, shared_steps, zeros_like
+from opkiln.optimizing.states import refuse_capture
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch.optim.optimizer import ParamsT
 
 MASTERS = "master_weights"
 GRAD_NONE = "set_grad_none"
 MAX_NORM = "max_grad_norm"
+_STEP = itemgetter("step")
+_POOLED = 1 << 16  # elements up to which a state shares its memory with others
+_ALIGNED = 64  # elements: 256 bytes, so that each state begins where torch's own would
 
 
 class FusedOptimizer(ListOptimizer):
@@ -33,21 +38,23 @@ class FusedOptimizer(ListOptimizer):
     DEVICES = ("cpu", "cuda")
     DEVICES_TEXT = "on GPUs and the CPU"
     OPTIONS = (MASTERS, GRAD_NONE, MAX_NORM)
+    ALTERNATIVE = "torch.optim.AdamW(params)"
     PLANNED_ON = ("cuda",)
+    BY_ADDRESS = True
     NORMS: ClassVar[bool] = False  # the op needs norms of whole tensors
 
     # Tells GradScaler to set the attributes grad_scale and found_inf during a step. Neither may
     # exist at any other time.
     _step_supports_amp_scaling = True
 
-    def __init__(self, params: ParamsT, defaults: dict[str, Any], **options: Any) -> None:
-        limit = options[MAX_NORM]
+    def __init__(self, params: ParamsT, **defaults: Any) -> None:
+        limit = defaults[MAX_NORM]
         if not 0 <= as_number(MAX_NORM, limit) < math.inf:
             raise ArgumentError(
                 f"max_grad_norm is {limit}, expected a finite number of at least 0",
                 why="gradients are scaled down to it; 0 leaves them as they are",
             )
-        super().__init__(params, defaults, **options)
+        super().__init__(params, **defaults)
 
     def _check_param(self, param: Tensor, name: str) -> None:
         super()._check_param(param, name)
@@ -69,40 +76,35 @@ class FusedOptimizer(ListOptimizer):
     def _calls(self, copies: Mapping[Tensor, Tensor], grad_scale: float) -> list[Call]:
         """One call per group and device."""
         del copies, grad_scale  # for host optimizers; these have masters and a scaler instead
-        places = self._places()
-        scales = self._scales(places)
-        hypers = [self._numbers(each, scales) for each in places]
-        over_lists = iter(self._over_lists([each for each in places if each.kept is None]))
-        calls = []
-        for here, hyper in zip(places, hypers, strict=True):
-            kept = here.kept
-            call = next(over_lists) if kept is None else kept.call
-            if kept is None:
-                kept = self._kept_for(here, call)
-            calls.append(call._replace(gradients=[here.grads], hyper=hyper, kept=kept))
-        return calls
+        calls = self._find_calls()
+        scales = self._scales(calls)
+        for call in calls:
+            call.hyper.update(self._hyper(call), grad_scale=scales[call.device])
+        complete = iter(self._with_states([call for call in calls if call.kept is None]))
+        return [self._with_kept(next(complete)) if call.kept is None else call for call in calls]
 
     def _reads_gradients(self) -> bool:
         # The op itself notices a sparse gradient. With several groups that is too late: another
         # group may have been stepped by then. Clipping also reads the gradients first.
         return len(self.param_groups) > 1 or bool(self.defaults[MAX_NORM])
 
-    def _keep(self, call: Call) -> Kept | None:
-        plan = getattr(self._load(call.device.type), f"{self._function}plan")
-        return Kept.of(call, self.STATES, f"{self._function}planned_", plan, by_address=True)
+    def _keep(self, ops: Any, *lists: list[Tensor]) -> Sequence[Tensor]:
+        made: Sequence[Tensor] = getattr(ops, f"{self._function}plan")(*lists)
+        return made
 
-    def _over_lists(self, places: list[Place]) -> list[Call]:
-        """The calls for these places, without the op's other arguments. Missing states are made."""
-        if not places:
+    def _with_states(self, calls: list[Call]) -> list[Call]:
+        """The calls with the states of their parameters. Missing states are made."""
+        if not calls:
             return []
         found = []
-        for here in places:
-            states = self._states_of(here.params)
-            found.append((states, self._masters(here.params, states)))
+        for call in calls:
+            states = self._states_of(call.params)
+            masters = self._masters(call.params, states)
+            found.append(call._replace(states=states, rest=[masters]))
         # How many states hold each count. This includes parameters of other groups, those without a
         # gradient, and those that were taken out of their group and may come back. Usually all are
         # in one call.
-        all_here = len(places) == 1 and len(set(map(id, found[0][0]))) == len(self.state)
+        all_here = len(found) == 1 and len(set(map(id, found[0].states))) == len(self.state)
         holders = Counter(
             [
                 id(state["step"])
@@ -110,23 +112,12 @@ class FusedOptimizer(ListOptimizer):
                 if isinstance(state, dict) and "step" in state  # users may keep other things there
             ]
         )
-        function = self._function
         return [
-            Call(
-                function,
-                here.device,
-                here.params,
-                [here.grads],
-                states,
-                masters=[masters],
-                last=shared_steps(states, holders),
-                hyper={},
-            )
-            for here, (states, masters) in zip(places, found, strict=True)
+            call._replace(rest=[*call.rest, _shared_steps(call.states, holders)]) for call in found
         ]
 
     def _initial(self, params: list[Tensor]) -> list[list[Tensor]]:
-        return [zeros_like(params) for _ in self.STATES]
+        return [_zeros_like(params) for _ in self.STATES]
 
     def _masters(self, params: list[Tensor], states: list[dict[str, Any]]) -> list[Tensor]:
         if not self.defaults[MASTERS]:
@@ -145,31 +136,29 @@ class FusedOptimizer(ListOptimizer):
     def _has_master(self, param: Tensor) -> bool:
         return bool(self.defaults[MASTERS]) and param.dtype != torch.float32
 
-    def _numbers(self, here: Place, scales: Mapping[torch.device, Tensor | None]) -> dict[str, Any]:
-        """The op's arguments in addition to the lists."""
-        group, device = self.param_groups[here.group], here.device
+    def _hyper(self, call: Call) -> dict[str, Any]:
+        group = self.param_groups[call.group]
         lr = group["lr"]
         # A tensor in host memory is read now, because the device cannot see its changes.
-        on_device = isinstance(lr, Tensor) and lr.device.type == device.type
+        on_device = isinstance(lr, Tensor) and lr.device.type == call.device.type
         if not on_device:
-            check_numbers(group, "lr", where=f"param_groups[{here.group}]: ")
+            check_numbers(group, "lr", where=f"param_groups[{call.group}]: ")
         found_inf = getattr(self, "found_inf", None)
         return {
-            **self._hyper(group),
+            **super()._hyper(call),
             "lr": 0.0 if on_device else float(lr),
-            "lr_tensor": _moved(device, lr) if on_device else None,
-            "grad_scale": scales[device],
-            "found_inf": None if found_inf is None else _moved(device, found_inf),
+            "lr_tensor": _moved(call.device, lr) if on_device else None,
+            "found_inf": None if found_inf is None else _moved(call.device, found_inf),
         }
 
-    def _scales(self, places: list[Place]) -> dict[torch.device, Tensor | None]:
+    def _scales(self, calls: list[Call]) -> dict[torch.device, Tensor | None]:
         """The divisor of gradients on each device: the scaler's scale, times the factor that brings
         their norm down to ``max_grad_norm``. Does not wait for a GPU."""
-        devices = dict.fromkeys(here.device for here in places)
+        devices = dict.fromkeys(call.device for call in calls)
         scale = getattr(self, "grad_scale", None)
         limit = self.defaults[MAX_NORM]
-        if limit and places:
-            scale = _clipping([(here.params, here.grads) for here in places], scale, limit)
+        if limit and calls:
+            scale = _clipping(calls, scale, limit)
         return {device: None if scale is None else _moved(device, scale) for device in devices}
 
     def _count(self, made: float, device: torch.device) -> Tensor:
@@ -187,27 +176,71 @@ def _moved(device: torch.device, number: Tensor) -> Tensor:
     return number.to(device=device, dtype=wide, non_blocking=device.type == "cuda")
 
 
-def _clipping(
-    lists: list[tuple[list[Tensor], list[Tensor]]], scale: Tensor | None, limit: float
-) -> Tensor:
-    """The divisor that unscales gradients and brings their norm, over all lists, down to ``limit``,
-    as ``torch.nn.utils.clip_grad_norm_`` does with unscaled gradients.
-
-    A list has parameters and their gradients. For DTensors it has the gradients' parts on this
-    rank, but the norm is that of the whole tensors.
-    """
-    first = lists[0][1][0].device
-    norms = [torch.linalg.vector_norm(_norms(params, grads)) for params, grads in lists]
-    total = torch.linalg.vector_norm(torch.stack([_moved(first, norm) for norm in norms]))
+def _clipping(calls: list[Call], scale: Tensor | None, limit: float) -> Tensor:
+    """The divisor that unscales the gradients of all calls and brings their norm down to ``limit``,
+    as ``torch.nn.utils.clip_grad_norm_`` does with unscaled gradients. For DTensors the norm is
+    that of the whole tensors."""
+    first = calls[0].device
+    norms = []
+    for call in calls:
+        each = torch.stack(torch._foreach_norm(call.gradients[0], 2, dtype=torch.float32))
+        if has_shards(call.params):
+            squares = each.double().square()
+            sum_over_shards(call.params, squares)
+            each = squares.sqrt().float()
+        norms.append(_moved(first, torch.linalg.vector_norm(each)))
+    total = torch.linalg.vector_norm(torch.stack(norms))
     given = 1.0 if scale is None else _moved(first, scale).reshape(())
     return torch.clamp((total / given + 1e-6) / limit, min=1.0) * given
 
 
-def _norms(params: list[Tensor], grads: list[Tensor]) -> Tensor:
-    """The norm of each gradient."""
-    here = torch.stack(torch._foreach_norm(grads, 2, dtype=torch.float32))
-    if not has_shards(params):
-        return here
-    squares = here.double().square()
-    sum_over_shards(params, squares)
-    return squares.sqrt().float()
+def _zeros_like(params: list[Tensor]) -> list[Tensor]:
+    """An fp32 tensor of zeros for each parameter of one device, with the parameter's layout.
+
+    Small ones are views of one tensor. It is made once for all, and only its version is counted up.
+    """
+    small = [p for p in params if p.numel() <= _POOLED and p.is_contiguous()]
+    if len(small) < 2 or has_shards(params):
+        small = []
+    offsets = list(accumulate((-(-p.numel() // _ALIGNED) * _ALIGNED for p in small), initial=0))
+    pool = torch.zeros(offsets[-1], dtype=torch.float32, device=params[0].device)
+    pooled = {
+        id(param): pool[offset : offset + param.numel()].view(param.shape)
+        for param, offset in zip(small, offsets, strict=False)
+    }
+    return [
+        pooled[id(param)]
+        if id(param) in pooled
+        else torch.zeros_like(param, dtype=torch.float32, requires_grad=False)
+        for param in params
+    ]
+
+
+def _shared_steps(states: list[dict[str, Any]], holders: Counter[int]) -> list[Tensor]:
+    """The counts of steps: one if all states share it, otherwise one for each, all distinct.
+
+    ``holders`` is how many states hold a count, by its id; it is empty if these are all states. If
+    states outside this call also hold a count, they keep it and these states get a copy.
+    """
+    first: Tensor = states[0]["step"]
+    if all(map(is_, map(_STEP, states), repeat(first))):
+        # A group may name a parameter twice.
+        if holders and holders[id(first)] > (here := len(set(map(id, states)))):
+            refuse_capture(first.device, "parameters are no longer stepped together as before")
+            holders[id(first)] -= here
+            first = first.clone()
+            for state in states:
+                state["step"] = first
+        return [first]
+    if not holders:
+        distinct = {id(state): state for state in states}.values()
+        holders = Counter(id(state["step"]) for state in distinct)
+    steps: dict[int, Tensor] = {}
+    for state in states:
+        step = state["step"]
+        if holders[id(step)] > 1 or id(step) in steps:
+            refuse_capture(first.device, "parameters are no longer stepped together as before")
+            holders[id(step)] -= 1
+            step = state["step"] = step.clone()
+        steps[id(step)] = step
+    return list(steps.values())

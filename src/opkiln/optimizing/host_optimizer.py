@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from opkiln.errors import ArgumentError, ArgumentTypeError, UsageError
-from opkiln.optimizing.base import ListOptimizer, Place
+from opkiln.optimizing.base import ListOptimizer
 from opkiln.optimizing.checks import DTYPES, as_number, place
-from opkiln.optimizing.op_calls import Call, Kept
+from opkiln.optimizing.op_calls import Call
 from opkiln.optimizing.sharded import gradient_parts, has_shards, placement_text, same_placement
 from opkiln.optimizing.stepping import StepHandle
 
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Mapping, Sequence
 
 FP32_STATES = "fp32_optimizer_states"
-_CPU = torch.device("cpu")
 _STEP = itemgetter("step")
 _T = TypeVar("_T")
 
@@ -38,6 +37,7 @@ class HostOptimizer(ListOptimizer):
     DEVICES = ("cpu",)
     DEVICES_TEXT = "in host memory"
     PLANNED_ON = ("cpu",)
+    BY_ADDRESS = False
     OPTIONS = (FP32_STATES,)
 
     _last: list[Call] | None = None  # the calls of the last step, without their gradients
@@ -182,78 +182,52 @@ class HostOptimizer(ListOptimizer):
             _check_copies(self.param_groups, copies)
         for index, group in enumerate(self.param_groups):
             self._check(group, f"param_groups[{index}]: ")
-        places = self._places(keep=not copies)
-        calls: list[Call] = []
-        for here in places:  # makes states, so it comes after every check
-            calls += self._calls_at(here, copies)
-        for call in calls:
-            call.hyper["grad_scale"] = float(grad_scale)
-        return calls
+        found = self._find_calls(keep=not copies)
+        # Makes states, so it comes after every check.
+        return [
+            each for call in found for each in self._with_states(call, copies, float(grad_scale))
+        ]
 
-    def _calls_at(self, here: Place, copies: Mapping[Tensor, Tensor]) -> list[Call]:
-        """The calls for dense gradients. If the parameters are the same again, it is one call with
-        kept lists."""
-        kept = here.kept
-        if kept is not None:
-            step = kept.call.states[0]["step"] + 1
-            hyper = self._hyper_at(step, self.param_groups[here.group])
-            call = kept.call._replace(gradients=[here.grads], step=step, hyper=hyper, kept=kept)
-            return [call]
-        calls = self._calls_of(here.group, self._function, here.params, [here.grads], copies)
-        if len(calls) == 1 and not copies:
-            return [calls[0]._replace(kept=self._kept_for(here, calls[0]))]
-        return calls
-
-    def _keep(self, call: Call) -> Kept | None:
-        ops = self._load("cpu")
-
-        def keep(params: list[Tensor], _: list[Tensor], *others: list[Tensor]) -> Sequence[Tensor]:
-            ticket = getattr(ops, f"{self._function}keep")(params, *others)
-            if ticket.numel():
-                forget = getattr(ops, f"{self._function}forget")
-                weakref.finalize(ticket, forget, ticket.clone()).atexit = False
-            return [ticket]
-
-        return Kept.of(call, self.STATES, f"{self._function}kept_", keep, by_address=False)
-
-    def _hyper_at(self, step: int, group: dict[str, Any]) -> dict[str, Any]:
-        """The op's scalar arguments without ``grad_scale``."""
-        counted = {"step": step} if self.COUNTED else {}
-        return {**counted, "lr": float(group["lr"]), **self._hyper(group)}
-
-    def _calls_of(
-        self,
-        index: int,
-        function: str,
-        params: list[Tensor],
-        gradients: list[list[Tensor]],
-        copies: Mapping[Tensor, Tensor],
+    def _with_states(
+        self, call: Call, copies: Mapping[Tensor, Tensor], grad_scale: float
     ) -> list[Call]:
-        """The calls of a function that step parameters of one group."""
-        states = self._states_of(params)
+        """A call with the states of its parameters, as one call for each number of a step, with
+        copies or without. Missing states are made."""
+        hyper = self._hyper(call)
+        hyper["lr"] = float(self.param_groups[call.group]["lr"])
+        hyper["grad_scale"] = grad_scale
+        if call.kept is not None:
+            return [self._numbered(call, call.states[0]["step"] + 1, hyper)]
+        states = self._states_of(call.params)
         steps = list(map(_STEP, states))
         if set(map(type, steps)) - {int}:  # a user or torch has set them
             steps = list(map(int, steps))
-        calls = []
-        found: list[Any] = list(map(copies.get, params)) if copies else [None] * len(params)
+        found: list[Any] = list(map(copies.get, call.params)) if copies else [None] * len(steps)
         copied = [copy is not None for copy in found]
+        calls = []
         for members in _alike(list(zip(steps, copied, strict=True)) if copies else steps):
             first = members[0]
-            step = steps[first] + 1
-            calls.append(
-                Call(
-                    function,
-                    _CPU,
-                    params=_take(params, members),
-                    gradients=[_take(row, members) for row in gradients],
-                    states=_take(states, members),
-                    masters=[],
-                    last=_take(found, members) if copied[first] else [],
-                    step=step,
-                    hyper=self._hyper_at(step, self.param_groups[index]),
-                )
+            part = call._replace(
+                params=_take(call.params, members),
+                gradients=[_take(row, members) for row in call.gradients],
+                states=_take(states, members),
+                rest=[_take(found, members) if copied[first] else []],
             )
+            calls.append(self._numbered(part, steps[first] + 1, hyper))
+        if len(calls) == 1 and not copies and call.function == self._function:
+            return [self._with_kept(calls[0])]
         return calls
+
+    def _numbered(self, call: Call, step: int, hyper: dict[str, Any]) -> Call:
+        return call._replace(step=step, hyper={**hyper, "step": step} if self.COUNTED else hyper)
+
+    def _keep(self, ops: Any, *lists: list[Tensor]) -> Sequence[Tensor]:
+        params, _, *others = lists
+        ticket = getattr(ops, f"{self._function}keep")(params, *others)
+        if ticket.numel():
+            forget = getattr(ops, f"{self._function}forget")
+            weakref.finalize(ticket, forget, ticket.clone()).atexit = False
+        return [ticket]
 
     def _make(self, calls: Sequence[Call]) -> None:
         self._last = []

@@ -9,7 +9,7 @@ is checked before the call, or the op returns a status. Nothing here waits for a
 from __future__ import annotations
 
 from enum import IntEnum
-from functools import partial
+from functools import cache, partial
 from itertools import chain
 from operator import is_, itemgetter
 from typing import Any, NamedTuple
@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from opkiln import signature
+from opkiln.model import function_name
 from opkiln.optimizing.checks import MASTER
 from opkiln.optimizing.sharded import has_shards, like, parts_of
 
@@ -35,6 +37,13 @@ class Status(IntEnum):
     MADE = 0
     NOT_KEPT = 1  # the op keeps nothing for this call, perhaps because its library was replaced
     LAYOUT = 2  # a tensor is not laid out as the kept lists need it
+
+
+@cache
+def arguments_of(schemas: tuple[str, ...], function: str) -> dict[str, str]:
+    """The arguments of an op's function: their names and types in its schema."""
+    schema = next(each for each in schemas if function_name(each) == function)
+    return {name: kind for kind, name in signature.arguments(schema)}
 
 
 def call_in_place(
@@ -68,16 +77,6 @@ def _count_up(tensors: list[Tensor]) -> None:
         increment_version([tensor for tensor in tensors if not tensor.is_inference()])
 
 
-def each_base_once(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """The tensors whose versions must be counted up so that each of these is counted up once. A
-    view shares the version of its base."""
-    found: dict[int, Tensor] = {}
-    for tensor in tensors:
-        base = tensor if tensor._base is None else tensor._base
-        found[id(base)] = base
-    return list(found.values())
-
-
 def same_tensors(some: list[Tensor], others: list[Tensor]) -> bool:
     """Whether the lists hold the same objects."""
     return len(some) == len(others) and all(map(is_, some, others))
@@ -89,13 +88,16 @@ def same_tensors(some: list[Tensor], others: list[Tensor]) -> bool:
 class Call(NamedTuple):
     """One call of the op, for parameters of one group on one device."""
 
+    group: int
     function: str  # of the op
     device: torch.device
     params: list[Tensor]
-    gradients: list[list[Tensor]]  # the op's arguments between the parameters and the states
+    # The op's lists between the parameters and the states. For DTensors, the parts on this rank.
+    gradients: list[list[Tensor]]
     states: list[dict[str, Any]]
-    masters: list[list[Tensor]]  # a host op has no such list; without any master it is empty
-    last: list[Tensor]  # the op's last list: copies in host memory, or counts of steps
+    # The op's lists after the states: copies in host memory; or masters, which may be an empty
+    # list, and counts of steps.
+    rest: list[list[Tensor]]
     hyper: dict[str, Any]
     step: int = 0  # its number, if the op is not what counts
     kept: Kept | None = None
@@ -114,9 +116,9 @@ class Call(NamedTuple):
         return self.kept is None
 
     def written(self, names: Sequence[str]) -> list[list[Tensor]]:
-        """The lists that are written to: parameters, states, masters, the last one."""
+        """The lists that are written to: parameters, states, and the rest."""
         states = [list(map(itemgetter(name), self.states)) for name in names]
-        return [self.params, *states, *self.masters, self.last]
+        return [self.params, *states, *self.rest]
 
     def _run_lists(self, op: Callable[..., None], names: Sequence[str]) -> None:
         """Tensors whose layouts differ are copied first."""
@@ -163,7 +165,6 @@ class Kept(NamedTuple):
         cls,
         call: Call,
         names: Sequence[str],
-        function: str,
         keep: Callable[..., Sequence[Tensor]],
         by_address: bool,
     ) -> Kept | None:
@@ -185,18 +186,20 @@ class Kept(NamedTuple):
         if not handles[-1].numel():
             return None
         where = _where(params, call.device) if by_address else None
-        written = each_base_once(chain(*lists, *whole))
-        return cls(function, handles, call._replace(gradients=[]), params, written, where)
+        function = call.function + ("planned_" if by_address else "kept_")
+        # A view shares the version of its base, which must be counted up once.
+        bases = (each if each._base is None else each._base for each in chain(*lists, *whole))
+        written = list({id(base): base for base in bases}.values())
+        return cls(function, handles, call._replace(gradients=[], hyper={}), params, written, where)
 
     def fits(self, params: list[Tensor]) -> bool:
         """Whether they were kept for these parameters, at these addresses and this stream."""
         if not same_tensors(params, self.call.params):
             return False
         # A DTensor may have got another local tensor.
-        parts = parts_of(params) if self.sharded else params
-        return (not self.sharded or same_tensors(parts, self.parts)) and (
-            self.where is None or self.where == _where(parts, self.call.device)
-        )
+        if self.sharded and not same_tensors(parts_of(params), self.parts):
+            return False
+        return self.where is None or self.where == _where(self.parts, self.call.device)
 
     @property
     def sharded(self) -> bool:
@@ -239,44 +242,24 @@ def lay_out_alike(
     """
     if all(map(Tensor.is_contiguous, chain(params, *others))):
         return None
-    if not in_rows and all(param.is_contiguous() or _is_dense(param) for param in params):
-        strides = list(map(Tensor.stride, params))
-        if all(_have_strides(row, strides) for row in others):
-            return None
+    is_dense = torch.ops.aten.is_non_overlapping_and_dense
+    dense = [param.is_contiguous() or (not in_rows and is_dense(param)) for param in params]
+    strides = list(map(Tensor.stride, params))
+    if all(dense) and all(list(map(Tensor.stride, row)) == strides for row in others):
+        return None
     staged: list[tuple[Tensor, Tensor]] = []
     rows = []
-    for param, *rest in zip(params, *others, strict=True):
-        if param.is_contiguous() or (not in_rows and _is_dense(param)):
-            model = param
-        else:
-            model = param.contiguous()
+    for is_model, param, *rest in zip(dense, params, *others, strict=True):
+        model = param if is_model else param.contiguous()
+        if not is_model:
             staged.append((param, model))
         rows.append([model, *(_like(model, tensor) for tensor in rest)])
-    return Laid([list(column) for column in zip(*rows, strict=True)], staged)
-
-
-def _have_strides(tensors: list[Tensor], strides: list[tuple[int, ...]]) -> bool:
-    """Whether these are the tensors' strides. One without elements may have any."""
-    own = list(map(Tensor.stride, tensors))
-    return own == strides or all(
-        a == b or not tensor.numel() for a, b, tensor in zip(own, strides, tensors, strict=True)
-    )
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    """Whether its elements fill a range of memory without gaps, in any order of dimensions."""
-    if tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last):
-        return True
-    filled = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size != 1:
-            if stride != filled:
-                return False
-            filled *= size
-    return True
+    lists = [list(column) for column in zip(*rows, strict=True)]
+    return None if all(map(same_tensors, lists, (params, *others))) else Laid(lists, staged)
 
 
 def _like(model: Tensor, tensor: Tensor) -> Tensor:
-    if tensor.shape != model.shape or tensor.stride() == model.stride():
+    """The tensor, or a copy that is laid out like the model."""
+    if tensor.stride() == model.stride() or tensor.shape != model.shape or not tensor.numel():
         return tensor
     return torch.empty_like(model, dtype=tensor.dtype, requires_grad=False).copy_(tensor)

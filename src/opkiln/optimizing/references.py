@@ -11,17 +11,21 @@ References keep no lists and make no plans. Their functions for that return a re
 from __future__ import annotations
 
 import math
+from functools import update_wrapper
 from importlib import import_module
+from inspect import Parameter, Signature
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from opkiln.optimizing.op_calls import Status
+from opkiln.optimizing.op_calls import Status, arguments_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+
+    from opkiln.builder import OpBuilder
 
 # Lists
 
@@ -29,9 +33,12 @@ if TYPE_CHECKING:
 def check_lists(lists: Mapping[str, list[Tensor]], device: torch.device | None = None) -> None:
     """Raises RuntimeError for a list or tensor that does not match the first list's.
 
-    ``lists`` is by the op's argument names, the parameters first. A master may have no elements:
-    then there is none. With a device, all tensors must be there, and may be laid out in any way.
+    ``lists`` is by the op's argument names, the parameters first. Masters and copies may be empty
+    lists, and a master may have no elements. With a device, all tensors must be there, and may be
+    laid out in any way.
     """
+    optional = ("masters", "copies")
+    lists = {name: each for name, each in lists.items() if each or name not in optional}
     (first, params), *_ = lists.items()
     for name, tensors in lists.items():
         check_length(name, tensors, first, params)
@@ -73,74 +80,90 @@ def check_tensor(where: str, tensor: Tensor, device: torch.device | None = None)
         )
 
 
-def no_ticket(params: list[Tensor], *_: list[Tensor]) -> Tensor:
-    """An op's ``keep``: a ticket without elements says that nothing is kept."""
-    # Made from a parameter, so that it is a fake tensor if the parameter is one.
-    return params[0].new_empty(0, dtype=torch.int64) if params else torch.empty(0).long()
+# The functions of an op
 
 
-def no_plan(params: list[Tensor], *_: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """An op's ``plan``: a ledger without elements says that there is no plan."""
-    return no_ticket(params), torch.empty(0, dtype=torch.int64)
+class Arguments(SimpleNamespace):
+    """The arguments of a call, by their names in the schema; those of lists also in ``lists``."""
+
+    lists: dict[str, list[Tensor]]
 
 
-def not_kept(*_: Any, **__: Any) -> int:
-    """An op's ``kept_`` or ``planned_``: it makes no step, and says so."""
-    return int(Status.NOT_KEPT)
+def from_schema(
+    builder: type[OpBuilder],
+) -> Callable[[Callable[[Arguments], None]], Callable[..., None]]:
+    """A decorator that makes a function of ``Arguments`` the op's function of the same name: it
+    takes the arguments of its schema."""
 
+    def decorate(function: Callable[[Arguments], None]) -> Callable[..., None]:
+        kinds = arguments_of(builder.SCHEMAS, function.__name__)
+        listed = [name for name, kind in kinds.items() if kind.endswith("[]")]
+        defaults = {name: None for name, kind in kinds.items() if kind.endswith("?")}
+        either = Parameter.POSITIONAL_OR_KEYWORD
+        signature = Signature(
+            [Parameter(each, either, default=defaults.get(each, Parameter.empty)) for each in kinds]
+        )
 
-_KEEPING: dict[str, Callable[..., Any]] = {
-    "keep": no_ticket,
-    "kept_": not_kept,
-    "forget": lambda ticket: None,  # noqa: ARG005 (the schema names it)
-    "plan": no_plan,
-    "planned_": not_kept,
-}
+        def call(*args: Any, **named: Any) -> None:
+            bound = signature.bind(*args, **named)
+            bound.apply_defaults()
+            given = bound.arguments
+            function(Arguments(**given, lists={name: given[name] for name in listed}))
+
+        update_wrapper(call, function, updated=()).__dict__["__signature__"] = signature
+        return call
+
+    return decorate
 
 
 def reference_of(op: str) -> SimpleNamespace:
     """The functions of an op's reference.py, and those for kept lists and plans."""
     module = import_module(f"opkiln.ops.{op}.reference")
-    keeping = {f"{op}_{name}": function for name, function in _KEEPING.items()}
-    return SimpleNamespace(**vars(module), **keeping)
+    keeping: dict[str, Callable[..., Any]] = {
+        "keep": _nothing_kept,
+        "plan": lambda *lists: (_nothing_kept(*lists), torch.empty(0).long()),
+        "kept_": lambda *_, **__: int(Status.NOT_KEPT),
+        "planned_": lambda *_, **__: int(Status.NOT_KEPT),
+        "forget": lambda _ticket: None,
+    }
+    named = {f"{op}_{name}": function for name, function in keeping.items()}
+    return SimpleNamespace(**vars(module), **named)
+
+
+def _nothing_kept(params: list[Tensor], *_: list[Tensor]) -> Tensor:
+    """A ticket or a plan without elements: there is none."""
+    # Made from a parameter, so that it is a fake tensor if the parameter is one.
+    return params[0].new_empty(0, dtype=torch.int64) if params else torch.empty(0).long()
 
 
 # Ops on host memory
 
 
-def check_step(step: int) -> None:
-    """Raises RuntimeError for a step before the first."""
-    if step < 1:
-        raise RuntimeError(f"step is {step}, expected at least 1")
-
-
-def grad_factor(grad_scale: float, maximize: bool) -> float:
-    """The factor for gradients. Raises RuntimeError for a scale of 0."""
-    if grad_scale == 0:
+def gradient_factor(given: Arguments) -> float:
+    """The factor for gradients. Raises RuntimeError for a scale of 0 or a step before the first."""
+    if vars(given).get("step", 1) < 1:
+        raise RuntimeError(f"step is {given.step}, expected at least 1")
+    if given.grad_scale == 0:
         raise RuntimeError("grad_scale is 0, expected a divisor")
-    return (-1 if maximize else 1) / grad_scale
+    return (-1 if given.maximize else 1) / float(given.grad_scale)
 
 
-def scaled(grad: Tensor, like: Tensor, factor: float) -> Tensor:
+def scaled(grad: Tensor, like: Tensor, factor: float | Tensor) -> Tensor:
     """The gradient times the factor, a new tensor of the type and shape of ``like``."""
     return grad.to(like.dtype).reshape(like.shape) * factor
 
 
-def update_each(
-    update: Callable[..., None],
-    factor: float,
-    lists: Mapping[str, list[Tensor]],
-    copies: list[Tensor],
-) -> None:
+def update_each(update: Callable[..., None], factor: float, given: Arguments) -> None:
     """``update(parameter, gradient, *states)`` for each parameter, in the type to compute in.
 
     ``update`` writes to the parameter and the states, which are then rounded and stored, and may
-    use the gradient up. ``lists`` has parameters, gradients and states, as in ``check_lists``;
-    gradients are multiplied by the factor. Raises RuntimeError before anything is written.
+    use the gradient up. Gradients are multiplied by the factor. Raises RuntimeError before anything
+    is written, if lists differ in length or tensors in size.
     """
-    check_lists({**lists, "copies": copies} if copies else lists)
+    check_lists(given.lists)
+    *lists, copies = given.lists.values()
     with torch.no_grad():
-        for i, (param, grad, *states) in enumerate(zip(*lists.values(), strict=True)):
+        for i, (param, grad, *states) in enumerate(zip(*lists, strict=True)):
             dtype = torch.promote_types(param.dtype, torch.float32)
             stored = [param, *states]
             p, *values = wide = [tensor.to(dtype).view(param.shape) for tensor in stored]
@@ -170,6 +193,11 @@ def multiply_(tensor: Tensor, factor: float, plus: Tensor | None = None) -> Tens
     return tensor.mul_(high).add_(low)
 
 
+def sign_of(tensor: Tensor) -> Tensor:
+    """-1, 0 or 1; NaN stays NaN, where torch's sign says 0 and would hide it."""
+    return torch.where(tensor.isnan(), tensor, tensor.sign())
+
+
 # Fused ops
 
 
@@ -180,15 +208,54 @@ class Numbers(NamedTuple):
     lr: Tensor
     grad_factor: Tensor  # 1 / grad_scale, negative to maximize
 
+    def seen(self, beta: float, bias_correction: bool) -> Tensor:
+        """The weights of all gradients in an average that started at 0: ``1 - beta**step``. 1
+        without the correction."""
+        return 1 - beta**self.step if bias_correction else torch.ones_like(self.step)
 
-class Work(NamedTuple):
-    """A step whose arguments have been checked."""
 
-    lists: list[list[Tensor]]  # parameters, gradients, states
-    masters: list[Tensor]
-    steps: list[Tensor]
-    numbers: list[Numbers]  # one, or one per parameter
-    skip: Tensor | None  # if this is true, nothing is written
+class Work:
+    """A step of a fused op.
+
+    Raises RuntimeError if lists differ in length, tensors in size or device, or a tensor of one
+    number has more.
+    """
+
+    def __init__(self, given: Arguments) -> None:
+        params, steps = given.params, given.steps
+        device = params[0].device if params else None
+        if len(steps) != 1:
+            check_length("steps", steps, "params", params)
+        if len(set(map(id, steps))) != len(steps):
+            raise RuntimeError(
+                "steps has a tensor twice, expected one for all parameters or one for each"
+            )
+        lists = {name: tensors for name, tensors in given.lists.items() if name != "steps"}
+        check_lists(lists, device)
+        # Each half of a step of fused_lamb takes some of these only.
+        lr, maximize, lr_tensor, grad_scale, found_inf = map(
+            vars(given).get, ("lr", "maximize", "lr_tensor", "grad_scale", "found_inf")
+        )
+        for name, number in (
+            ("lr_tensor", lr_tensor), ("grad_scale", grad_scale), ("found_inf", found_inf),
+            *((f"steps[{i}]", step) for i, step in enumerate(steps)),
+        ):  # fmt: skip
+            if number is not None:
+                check_tensor(name, number, device)
+                if number.numel() != 1:
+                    raise RuntimeError(f"{name} has {number.numel()} elements, expected one")
+        *self._lists, self._masters = lists.values()
+        self._steps = steps
+        self._numbers = []  # one, or one per parameter
+        with torch.no_grad():
+            for made in steps:
+                step = made.reshape(()).double() + 1
+                one = torch.ones_like(step)
+                rate = one * ((lr or 0.0) if lr_tensor is None else lr_tensor.reshape(()))
+                scale = one if grad_scale is None else grad_scale.reshape(()).double()
+                self._numbers.append(Numbers(step, rate, (-one if maximize else one) / scale))
+            # If this is true, nothing is written.
+            self._skip = None if found_inf is None else found_inf.reshape(()) != 0
 
     def each(self, update: Callable[..., Sequence[Tensor | None]]) -> None:
         """Store what ``update(i, numbers, parameter, gradient, *states)`` returns for each
@@ -197,15 +264,17 @@ class Work(NamedTuple):
         ``update`` gets the tensors in the type to compute in, and the gradient times its factor. A
         master is stepped in its parameter's place, and both receive the new value.
         """
-        params, grads, *states = self.lists
+        params, grads, *states = self._lists
         with torch.no_grad():
             for i, param in enumerate(params):
-                stepped = self.masters[i] if self.masters and self.masters[i].numel() else param
+                stepped = self._masters[i] if self._masters and self._masters[i].numel() else param
                 dtype = torch.promote_types(stepped.dtype, torch.float32)
-                numbers = self.numbers[i % len(self.numbers)]
+                numbers = self._numbers[i % len(self._numbers)]
                 stored = [stepped, *(row[i] for row in states)]
-                g, p, *values = (t.to(dtype).reshape(param.shape) for t in (grads[i], *stored))
-                made = update(i, numbers, p, g * numbers.grad_factor.to(dtype), *values)
+                p, *values = (tensor.to(dtype).reshape(param.shape) for tensor in stored)
+                made = update(
+                    i, numbers, p, scaled(grads[i], p, numbers.grad_factor.to(dtype)), *values
+                )
                 if stepped is not param:
                     made, stored = [made[0], *made], [param, *stored]
                 for value, tensor in zip(made, stored, strict=False):
@@ -213,64 +282,21 @@ class Work(NamedTuple):
                         self.store(value, tensor)
 
     def store(self, value: Tensor, tensor: Tensor) -> None:
-        """Write the value to the tensor, rounded to its type, unless ``skip`` is true."""
+        """Write the value to the tensor, rounded to its type, unless the step is skipped."""
         value = value.to(tensor.dtype).reshape(tensor.shape)
-        tensor.copy_(value if self.skip is None else torch.where(self.skip, tensor, value))
+        tensor.copy_(value if self._skip is None else torch.where(self._skip, tensor, value))
 
     def count_up(self) -> None:
-        """Add 1 to each count of steps, unless ``skip`` is true."""
+        """Add 1 to each count of steps, unless the step is skipped."""
         with torch.no_grad():
-            for step in self.steps:
+            for step in self._steps:
                 self.store(step + 1, step)
 
 
-def prepared(
-    lists: dict[str, list[Tensor]],
-    masters: list[Tensor],
-    steps: list[Tensor],
-    lr: float,
-    maximize: bool,
-    lr_tensor: Tensor | None,
-    grad_scale: Tensor | None,
-    found_inf: Tensor | None,
-) -> Work:
-    """Check all arguments. ``lists`` has parameters, gradients and states, by their schema names.
-
-    Raises RuntimeError if lists differ in length, tensors in size or device, or a tensor of one
-    number has more.
-    """
-    params = lists["params"]
-    device = params[0].device if params else None
-    if len(steps) != 1:
-        check_length("steps", steps, "params", params)
-    if len(set(map(id, steps))) != len(steps):
-        raise RuntimeError(
-            "steps has a tensor twice, expected one for all parameters or one for each"
-        )
-    check_lists({**lists, "masters": masters} if masters else lists, device)
-    for name, number in (
-        ("lr_tensor", lr_tensor), ("grad_scale", grad_scale), ("found_inf", found_inf),
-        *((f"steps[{i}]", step) for i, step in enumerate(steps)),
-    ):  # fmt: skip
-        if number is not None:
-            check_tensor(name, number, device)
-            if number.numel() != 1:
-                raise RuntimeError(f"{name} has {number.numel()} elements, expected one")
-    numbers = []
-    with torch.no_grad():
-        for made in steps:
-            step = made.reshape(()).double() + 1
-            one = torch.ones_like(step)
-            rate = one * (lr if lr_tensor is None else lr_tensor.reshape(()))
-            scale = one if grad_scale is None else grad_scale.reshape(()).double()
-            numbers.append(Numbers(step, rate, (-one if maximize else one) / scale))
-        skip = None if found_inf is None else found_inf.reshape(()) != 0
-    return Work([*lists.values()], masters, steps, numbers, skip)
-
-
-def times_plus(tensor: Tensor, factor: Tensor, more: Tensor) -> Tensor:
-    """``tensor * factor + more``, with the factor in two parts as in ``multiply_``. Here it is an
-    fp64 tensor, because only the device may know it."""
+def times_plus(tensor: Tensor, factor: float | Tensor, more: Tensor) -> Tensor:
+    """``tensor * factor + more``, with the factor in two parts as in ``multiply_``. Here it may be
+    an fp64 tensor, because only the device may know it."""
+    factor = torch.as_tensor(factor, dtype=torch.float64)
     high = ((factor * 256).ceil() - 2).clamp(min=0) / 256
     return tensor * high.to(tensor.dtype) + (tensor * (factor - high).to(tensor.dtype) + more)
 

@@ -80,24 +80,21 @@ def gradient_parts(
     A gradient that is not placed like its parameter, such as a partial sum, is redistributed by a
     collective. Raises ArgumentError, with the parameter's name, if that is impossible.
     """
-    return [
-        _gradient_part(param, grad, name_of) if grad is not None and is_sharded(param) else grad
-        for param, grad in zip(params, grads, strict=True)
-    ]
-
-
-def _gradient_part(param: Tensor, grad: Any, name_of: Callable[[Tensor], str]) -> Tensor:
-    mesh, placements = _placement(param)
-    if not is_sharded(grad) or grad.device_mesh != mesh:
-        raise ArgumentError(
-            f"the gradient of {name_of(param)} is {placement_text(grad)}; "
-            f"the parameter is {placement_text(param)}",
-            hint="torch.distributed.tensor.distribute_tensor("
-            "grad, param.device_mesh, param.placements)",
-        )
-    return part_of(
-        grad if same_placement(grad, param) else grad.redistribute(placements=placements)
-    )
+    parts = list(grads)
+    for i, (param, grad) in enumerate(zip(params, grads, strict=True)):
+        if grad is None or not is_sharded(param):
+            continue
+        mesh, placements = _placement(param)
+        if not is_sharded(grad) or grad.device_mesh != mesh:
+            raise ArgumentError(
+                f"the gradient of {name_of(param)} is {placement_text(grad)}; "
+                f"the parameter is {placement_text(param)}",
+                hint="torch.distributed.tensor.distribute_tensor("
+                "grad, param.device_mesh, param.placements)",
+            )
+        placed = same_placement(grad, param)
+        parts[i] = part_of(grad if placed else grad.redistribute(placements=placements))
+    return parts
 
 
 def refuse_partial(param: Tensor, name: str) -> None:

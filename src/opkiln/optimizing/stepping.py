@@ -11,18 +11,17 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo  # torch.compiler.disable imports torch._dynamo at once
 
 from opkiln.errors import UsageError
-from opkiln.loading.register import at_trace_time, is_tracing
+from opkiln.loading.register import at_trace_time
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
 _SCHEMA = (
     "step_(Tensor(a!)[] params, Tensor[] grads, int[] places, float grad_scale, str optimizer) "
@@ -35,70 +34,28 @@ _numbers = itertools.count()
 _optimizers: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
 
 
-class CompiledStep:
-    """A base class of optimizers whose step can be in a compiled function."""
-
-    _name_in_graphs: str  # identifies it in the op's arguments, which cannot be objects
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> Self:  # noqa: ARG004 (those of __init__)
-        # This is not in __init__, because copies do not call that.
-        made = super().__new__(cls)
-        made._name_in_graphs = f"{cls.__name__}-{next(_numbers)}"
-        _optimizers[made._name_in_graphs] = made
-        return made
-
-    def _make_step(self, copies: Mapping[Tensor, Tensor], grad_scale: float) -> None:
-        """Make the step. Called with gradients disabled."""
-        raise NotImplementedError
-
-    def _step(
-        self,
-        closure: Callable[[], float] | None,
-        copies: Mapping[Tensor, Tensor],
-        grad_scale: float,
-    ) -> float | None:
-        """Make a step after the closure, and return the closure's result."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        # A step with copies is not in the graph: torch.compile requires the keys of a dictionary,
-        # and their gradients, to stay the same objects.
-        if not is_tracing():
-            with torch.no_grad():
-                self._make_step(copies, grad_scale)
-        elif copies or not _traced(self, grad_scale):
-            self._step_outside_the_graph(copies, grad_scale)
-        return loss
-
-    @_disable_dynamo
-    def _step_outside_the_graph(self, copies: Mapping[Tensor, Tensor], grad_scale: float) -> None:
-        self._step(None, copies, grad_scale)
+def name_in_graphs(optimizer: Any) -> str:
+    """A new name that identifies the optimizer in the op's arguments, which cannot be objects."""
+    name = f"{type(optimizer).__name__}-{next(_numbers)}"
+    _optimizers[name] = optimizer
+    return name
 
 
-def _traced(optimizer: Any, grad_scale: float) -> bool:
+def put_into_graph(optimizer: Any, grad_scale: float) -> bool:
     """Put a step into the graph that is being traced.
 
     False if a parameter or a gradient is not a plain dense tensor: an op takes no other kind.
     """
-    params: list[Tensor] = []
-    grads: list[Tensor] = []
-    places: list[int] = []
-    place = 0
     # Not read as an attribute: torch.compile would make every learning rate a constant of the
     # graph.
-    for group in optimizer.__dict__["param_groups"]:
-        for param in group["params"]:
-            grad = param.grad
-            if grad is not None:
-                if type(param) not in _PLAIN or type(grad) not in _PLAIN:
-                    return False
-                if grad.layout != torch.strided:
-                    return False
-                params.append(param)
-                grads.append(grad)
-                places.append(place)
-            place += 1
+    groups = optimizer.__dict__["param_groups"]
+    every: list[Any] = [param for group in groups for param in group["params"]]
+    places = [place for place, param in enumerate(every) if param.grad is not None]
+    params = [every[place] for place in places]
+    grads = [param.grad for param in params]
+    for tensor in (*params, *grads):
+        if type(tensor) not in _PLAIN or tensor.layout != torch.strided:
+            return False
     if params:
         name = optimizer._name_in_graphs
         _define_at_trace_time()

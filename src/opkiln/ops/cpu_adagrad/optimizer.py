@@ -10,6 +10,7 @@ from opkiln.errors import UsageError
 from opkiln.ops.cpu_adagrad.op import CPUAdagradBuilder
 from opkiln.optimizing.checks import check_numbers
 from opkiln.optimizing.host_optimizer import HostOptimizer
+from opkiln.optimizing.op_calls import Call
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -17,9 +18,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
     from torch.optim.optimizer import ParamsT
-
-    from opkiln.optimizing.base import Place
-    from opkiln.optimizing.op_calls import Call
 
 _ROWS = "cpu_adagrad_rows_"
 
@@ -43,10 +41,8 @@ class CPUAdagrad(HostOptimizer):
     OWNER = "CPUAdagrad"
     BUILDER = CPUAdagradBuilder
     STATES = ("sum",)
-    NUMBERS = ("lr_decay", "eps", "weight_decay")
     ALTERNATIVE = "torch.optim.Adagrad(params)"
     IN_DEEPSPEED: ClassVar[Mapping[str, str]] = {"sum": "exp_avg_sq"}
-    SPARSE = True
 
     def __init__(
         self,
@@ -63,15 +59,11 @@ class CPUAdagrad(HostOptimizer):
     ) -> None:
         if amsgrad:
             raise UsageError("amsgrad is not supported by CPUAdagrad: Adagrad has no such variant")
-        defaults = {
-            "lr": lr,
-            "lr_decay": lr_decay,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "initial_accumulator_value": initial_accumulator_value,
-            "maximize": maximize,
-        }
-        super().__init__(params, defaults, fp32_optimizer_states=fp32_optimizer_states)
+        super().__init__(
+            params, lr=lr, lr_decay=lr_decay, eps=eps, weight_decay=weight_decay,
+            initial_accumulator_value=initial_accumulator_value, maximize=maximize,
+            fp32_optimizer_states=fp32_optimizer_states,
+        )  # fmt: skip
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
@@ -82,26 +74,17 @@ class CPUAdagrad(HostOptimizer):
         super()._check(group, where)
         check_numbers(group, "initial_accumulator_value", where=where)
 
-    def _calls_at(self, here: Place, copies: Mapping[Tensor, Tensor]) -> list[Call]:
-        calls = self._calls_of_rows(here, copies) if here.sparse else []
-        return calls + super()._calls_at(here, copies)
-
-    def _calls_of_rows(self, here: Place, copies: Mapping[Tensor, Tensor]) -> list[Call]:
-        """The calls for parameters that have sparse gradients. Raises UsageError."""
-        gradients = _rows(here.sparse)
+    def _sparse_calls(self, index: int, params: list[Tensor]) -> list[Call]:
+        gradients = _rows(params)
         assert gradients is not None  # torch gives a strided parameter no other sparse gradient
-        decay = self.param_groups[here.group]["weight_decay"]
+        decay = self.param_groups[index]["weight_decay"]
         if float(decay) != 0:
             raise UsageError(
-                f"param_groups[{here.group}]: weight_decay is {decay}, "
-                "but there is a sparse gradient",
+                f"param_groups[{index}]: weight_decay is {decay}, but there is a sparse gradient",
                 why="decay would also change the rows without a gradient",
                 hint="put parameters with sparse gradients into a group with weight_decay=0",
             )
-        calls = self._calls_of(here.group, _ROWS, here.sparse, gradients, copies)
-        for call in calls:
-            del call.hyper["weight_decay"]
-        return calls
+        return [Call(index, _ROWS, torch.device("cpu"), params, gradients, [], [], {})]
 
     def _gradients(self, call: Call) -> list[list[Tensor]] | None:
         return _rows(call.params) if call.function == _ROWS else super()._gradients(call)

@@ -1,24 +1,24 @@
 """``cpu_adagrad`` in pure PyTorch: it runs if there is no native version, and tests compare
 with it.
 
-Tensors of 16-bit types are computed on in fp32 and rounded once, when stored; fp32 and fp64 are
-computed on as they are. Unlike the native version these work on any device and any strides.
+See optimizing/references.py for what it takes beyond the native version.
 """
 
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from opkiln.ops.cpu_adagrad.op import CPUAdagradBuilder
 from opkiln.optimizing.references import (
+    Arguments,
     check_length,
     check_lists,
-    check_step,
     check_tensor,
-    grad_factor,
+    from_schema,
+    gradient_factor,
     scaled,
     update_each,
 )
@@ -28,33 +28,19 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-def cpu_adagrad_(
-    params: list[Tensor],
-    grads: list[Tensor],
-    sums: list[Tensor],
-    copies: list[Tensor],
-    *numbers: Any,
-    **named: Any,
-) -> None:
+@from_schema(CPUAdagradBuilder)
+def cpu_adagrad_(given: Arguments) -> None:
     """Make the ``step``-th step (the first is 1), in place.
 
     Gradients are divided by ``grad_scale``. ``copies`` is empty, or has a tensor per parameter that
-    receives its new value in its own dtype. ``numbers`` are the arguments of ``_coefficients``.
-    Raises RuntimeError, before anything is written, if lists differ in length or tensors in size.
+    receives its new value in its own dtype. Raises RuntimeError, before anything is written, if
+    lists differ in length or tensors in size.
     """
-    c = _coefficients(*numbers, **named)
-    lists = {"params": params, "grads": grads, "sums": sums}
-    update_each(partial(_step, c), c.grad_factor, lists, copies)
+    update_each(partial(_step, given), gradient_factor(given), given)
 
 
-def cpu_adagrad_rollback_(
-    params: list[Tensor],
-    grads: list[Tensor],
-    sums: list[Tensor],
-    copies: list[Tensor],
-    *numbers: Any,
-    **named: Any,
-) -> None:
+@from_schema(CPUAdagradBuilder)
+def cpu_adagrad_rollback_(given: Arguments) -> None:
     """Undo the ``step``-th step, given what it was given, in place.
 
     What comes back differs from what was there by rounding only. With ``u`` the unit roundoff of
@@ -64,105 +50,55 @@ def cpu_adagrad_rollback_(
     ``1 - lr * weight_decay / (sqrt(s) + eps)``, and is carried into the sum.
     Raises RuntimeError as the step does.
     """
-    c = _coefficients(*numbers, **named)
-    lists = {"params": params, "grads": grads, "sums": sums}
-    update_each(partial(_rollback, c), c.grad_factor, lists, copies)
+    update_each(partial(_rollback, given), gradient_factor(given), given)
 
 
-def cpu_adagrad_rows_(
-    params: list[Tensor],
-    indices: list[Tensor],
-    values: list[Tensor],
-    sums: list[Tensor],
-    copies: list[Tensor],
-    *numbers: Any,
-    **named: Any,
-) -> None:
+@from_schema(CPUAdagradBuilder)
+def cpu_adagrad_rows_(given: Arguments) -> None:
     """``cpu_adagrad_`` for gradients that have some rows only; the others are not touched.
 
     ``values[i]`` holds the rows of ``params[i]`` that ``indices[i]`` names, in ascending order
     without duplicates, its other dimensions taken as one. Of a copy, too, only those are written.
     Raises RuntimeError, before anything is written, also for indices that are not so.
     """
-    c = _coefficients_of_rows(*numbers, **named)
-    _each_rows(partial(_step, c), c.grad_factor, params, indices, values, sums, copies)
+    _update_rows(_step, given)
 
 
-def cpu_adagrad_rows_rollback_(
-    params: list[Tensor],
-    indices: list[Tensor],
-    values: list[Tensor],
-    sums: list[Tensor],
-    copies: list[Tensor],
-    *numbers: Any,
-    **named: Any,
-) -> None:
+@from_schema(CPUAdagradBuilder)
+def cpu_adagrad_rows_rollback_(given: Arguments) -> None:
     """Undo a step of ``cpu_adagrad_rows_``, as ``cpu_adagrad_rollback_`` does."""
-    c = _coefficients_of_rows(*numbers, **named)
-    _each_rows(partial(_rollback, c), c.grad_factor, params, indices, values, sums, copies)
+    _update_rows(_rollback, given)
 
 
-class _Coefficients(NamedTuple):
-    grad_factor: float  # 1 / grad_scale, negative to maximize
-    weight_decay: float  # added to the gradient, times the parameter
-    step_size: float
-    eps: float
+def _step_size(h: Arguments) -> float:
+    size: float = h.lr / (1 + (h.step - 1) * h.lr_decay)
+    return size
 
 
-def _coefficients(
-    step: int,
-    lr: float,
-    lr_decay: float,
-    eps: float,
-    weight_decay: float,
-    maximize: bool,
-    grad_scale: float,
-) -> _Coefficients:
-    check_step(step)
-    return _Coefficients(
-        grad_factor=grad_factor(grad_scale, maximize),
-        weight_decay=weight_decay,
-        step_size=lr / (1 + (step - 1) * lr_decay),
-        eps=eps,
-    )
-
-
-def _coefficients_of_rows(
-    step: int, lr: float, lr_decay: float, eps: float, maximize: bool, grad_scale: float
-) -> _Coefficients:
-    return _coefficients(step, lr, lr_decay, eps, 0.0, maximize, grad_scale)
-
-
-def _step(c: _Coefficients, p: Tensor, g: Tensor, s: Tensor) -> None:
+def _step(h: Arguments, p: Tensor, g: Tensor, s: Tensor) -> None:
     """Parameters and sums in place; the gradient may be used up."""
-    if c.weight_decay:
-        g.add_(p, alpha=c.weight_decay)
+    if h.weight_decay:
+        g.add_(p, alpha=h.weight_decay)
     s.addcmul_(g, g)
-    p.sub_((g * c.step_size).div_(s.sqrt().add_(c.eps)))
+    p.sub_((g * _step_size(h)).div_(s.sqrt().add_(h.eps)))
 
 
-def _rollback(c: _Coefficients, p: Tensor, g: Tensor, s: Tensor) -> None:
-    root = s.sqrt().add_(c.eps)
-    p.add_((g * c.step_size).div_(root))
-    if c.weight_decay:
-        p.div_(1 - c.step_size * c.weight_decay / root)
-        g.add_(p, alpha=c.weight_decay)
+def _rollback(h: Arguments, p: Tensor, g: Tensor, s: Tensor) -> None:
+    root = s.sqrt().add_(h.eps)
+    p.add_((g * _step_size(h)).div_(root))
+    if h.weight_decay:
+        p.div_(1 - _step_size(h) * h.weight_decay / root)
+        g.add_(p, alpha=h.weight_decay)
     # Rounding may leave less than nothing of a small sum.
     s.addcmul_(g, g, value=-1).clamp_(min=0)
 
 
-def _each_rows(
-    update: Callable[[Tensor, Tensor, Tensor], None],
-    factor: float,
-    params: list[Tensor],
-    indices: list[Tensor],
-    values: list[Tensor],
-    sums: list[Tensor],
-    copies: list[Tensor],
-) -> None:
+def _update_rows(update: Callable[..., None], given: Arguments) -> None:
+    factor, given.weight_decay = gradient_factor(given), 0.0
+    params, indices, values, sums, copies = given.lists.values()
     check_length("indices", indices, "params", params)
     check_length("values", values, "params", params)
-    check_lists({"params": params, "sums": sums, **({"copies": copies} if copies else {})})
+    check_lists({"params": params, "sums": sums, "copies": copies})
     for i in range(len(params)):
         _check_rows(i, params[i], indices[i], values[i])
     with torch.no_grad():
@@ -172,7 +108,7 @@ def _each_rows(
             rows, shape = indices[i], (-1, values[i].numel() // indices[i].numel())
             dtype = torch.promote_types(param.dtype, torch.float32)
             p, s = (tensor.reshape(shape)[rows].to(dtype) for tensor in (param, sums[i]))
-            update(p, scaled(values[i], p, factor), s)
+            update(given, p, scaled(values[i], p, factor), s)
             _store_rows(p, param, rows)
             _store_rows(s, sums[i], rows)
             if copies:

@@ -41,14 +41,9 @@ class CPUAdam(Adam, HostOptimizer):
         maximize: bool = False,
         fp32_optimizer_states: bool = True,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "bias_correction": bias_correction,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "amsgrad": amsgrad,
-            "decoupled_weight_decay": adamw_mode,  # torch's name for it: state dicts carry it over
-            "maximize": maximize,
-        }
-        super().__init__(params, defaults, fp32_optimizer_states=fp32_optimizer_states)
+        super().__init__(
+            params, lr=lr, bias_correction=bias_correction, betas=betas, eps=eps,
+            weight_decay=weight_decay, amsgrad=amsgrad,
+            decoupled_weight_decay=adamw_mode,  # torch's name for it: state dicts carry it over
+            maximize=maximize, fp32_optimizer_states=fp32_optimizer_states,
+        )  # fmt: skip

@@ -1,50 +1,39 @@
 """``cpu_adam`` in pure PyTorch: it runs if there is no native version, and tests compare with it.
 
-Tensors of 16-bit types are computed on in fp32 and rounded once, when stored; fp32 and fp64 are
-computed on as they are. Unlike the native version these work on any device and any strides.
+See optimizing/references.py for what it takes beyond the native version.
 """
 
 from __future__ import annotations
 
 import math
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
 
-from opkiln.optimizing.references import check_step, grad_factor, multiply_, update_each
+from torch import Tensor
 
-if TYPE_CHECKING:
-    from torch import Tensor
+from opkiln.ops.cpu_adam.op import CPUAdamBuilder
+from opkiln.optimizing.references import (
+    Arguments,
+    from_schema,
+    gradient_factor,
+    multiply_,
+    update_each,
+)
 
 
-def cpu_adam_(
-    params: list[Tensor],
-    grads: list[Tensor],
-    exp_avgs: list[Tensor],
-    exp_avg_sqs: list[Tensor],
-    copies: list[Tensor],
-    *numbers: Any,
-    **named: Any,
-) -> None:
+@from_schema(CPUAdamBuilder)
+def cpu_adam_(given: Arguments) -> None:
     """Make the ``step``-th step (the first is 1), in place.
 
     Gradients are divided by ``grad_scale``. ``copies`` is empty, or has a tensor per parameter that
-    receives its new value in its own dtype. ``numbers`` are the arguments of ``_coefficients``.
-    Raises RuntimeError, before anything is written, if lists differ in length or tensors in size.
+    receives its new value in its own dtype. Raises RuntimeError, before anything is written, if
+    lists differ in length or tensors in size.
     """
-    c = _coefficients(*numbers, **named)
-    lists = {"params": params, "grads": grads, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs}
-    update_each(partial(_step, c), c.grad_factor, lists, copies)
+    factor = gradient_factor(given)
+    update_each(partial(_step, _Coefficients(given)), factor, given)
 
 
-def cpu_adam_rollback_(
-    params: list[Tensor],
-    grads: list[Tensor],
-    exp_avgs: list[Tensor],
-    exp_avg_sqs: list[Tensor],
-    copies: list[Tensor],
-    *numbers: Any,
-    **named: Any,
-) -> None:
+@from_schema(CPUAdamBuilder)
+def cpu_adam_rollback_(given: Arguments) -> None:
     """Undo the ``step``-th step, given what it was given, in place.
 
     What comes back differs from what was there by rounding only. With ``u`` the unit roundoff of
@@ -56,52 +45,28 @@ def cpu_adam_rollback_(
     Raises RuntimeError as the step does, and for hyperparameters with which a step cannot be
     undone: a beta of 0, or a decoupled decay that multiplies parameters by 0.
     """
-    c = _coefficients(*numbers, **named)
+    factor, c = gradient_factor(given), _Coefficients(given)
     if c.beta1 == 0 or c.beta2 == 0 or c.kept == 0:
         raise RuntimeError(
             f"a step with beta1 {c.beta1:g}, beta2 {c.beta2:g} and lr * weight_decay "
-            f"{c.decay:g} cannot be rolled back"
+            f"{given.lr * given.weight_decay:g} cannot be rolled back"
         )
-    lists = {"params": params, "grads": grads, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs}
-    update_each(partial(_rollback, c), c.grad_factor, lists, copies)
+    update_each(partial(_rollback, c), factor, given)
 
 
-class _Coefficients(NamedTuple):
-    grad_factor: float  # 1 / grad_scale, negative to maximize
-    beta1: float
-    beta2: float
-    eps: float
-    l2: float  # added to the gradient, times the parameter
-    decay: float  # lr * weight_decay
-    kept: float  # of the parameter, by decoupled decay: 1 - decay
-    step_size: float
-    root_factor: float
+class _Coefficients:
+    def __init__(self, h: Arguments) -> None:
+        self.beta1, self.beta2, self.eps = h.beta1, h.beta2, h.eps
+        # L2 decay is added to the gradient, times the parameter; decoupled decay leaves `kept` of
+        # the parameter.
+        self.l2 = 0.0 if h.adamw_mode else h.weight_decay
+        self.kept = 1 - h.lr * h.weight_decay if h.adamw_mode else 1.0
+        self.step_size: float = h.lr / (1 - h.beta1**h.step if h.bias_correction else 1)
+        self.root_factor = 1 / math.sqrt(1 - h.beta2**h.step if h.bias_correction else 1)
 
-
-def _coefficients(
-    step: int,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    adamw_mode: bool,
-    bias_correction: bool,
-    maximize: bool,
-    grad_scale: float,
-) -> _Coefficients:
-    check_step(step)
-    return _Coefficients(
-        grad_factor=grad_factor(grad_scale, maximize),
-        beta1=beta1,
-        beta2=beta2,
-        eps=eps,
-        l2=0.0 if adamw_mode else weight_decay,
-        decay=lr * weight_decay,
-        kept=1 - lr * weight_decay if adamw_mode else 1.0,
-        step_size=lr / (1 - beta1**step if bias_correction else 1),
-        root_factor=1 / math.sqrt(1 - beta2**step if bias_correction else 1),
-    )
+    def change(self, m: Tensor, v: Tensor) -> Tensor:
+        """What a step takes off the parameter, from the averages after the step."""
+        return (m * self.step_size).div_(v.sqrt().mul_(self.root_factor).add_(self.eps))
 
 
 def _step(c: _Coefficients, p: Tensor, g: Tensor, m: Tensor, v: Tensor) -> None:
@@ -111,18 +76,13 @@ def _step(c: _Coefficients, p: Tensor, g: Tensor, m: Tensor, v: Tensor) -> None:
     multiply_(v, c.beta2).addcmul_(g, g, value=1 - c.beta2)
     if c.kept != 1:
         multiply_(p, c.kept)
-    p.sub_(_change(c, m, v))
+    p.sub_(c.change(m, v))
 
 
 def _rollback(c: _Coefficients, p: Tensor, g: Tensor, m: Tensor, v: Tensor) -> None:
-    p.add_(_change(c, m, v)).div_(c.kept)
+    p.add_(c.change(m, v)).div_(c.kept)
     if c.l2:  # of the parameter before the step
         g.add_(p, alpha=c.l2)
     m.sub_(g, alpha=1 - c.beta1).div_(c.beta1)
     # Rounding may leave less than nothing of a small average.
     v.addcmul_(g, g, value=c.beta2 - 1).div_(c.beta2).clamp_(min=0)
-
-
-def _change(c: _Coefficients, m: Tensor, v: Tensor) -> Tensor:
-    """What a step takes off the parameter, from the averages after the step."""
-    return (m * c.step_size).div_(v.sqrt().mul_(c.root_factor).add_(c.eps))

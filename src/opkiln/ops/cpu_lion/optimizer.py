@@ -38,5 +38,7 @@ class CPULion(Lion, HostOptimizer):
         *,
         maximize: bool = False,
     ) -> None:
-        defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
-        super().__init__(params, defaults, fp32_optimizer_states=fp32_optimizer_states)
+        super().__init__(
+            params, lr=lr, betas=betas, weight_decay=weight_decay, maximize=maximize,
+            fp32_optimizer_states=fp32_optimizer_states,
+        )  # fmt: skip

@@ -1,29 +1,25 @@
 """``cpu_lion`` in pure PyTorch: it runs if there is no native version, and tests compare with it.
 
-Tensors of 16-bit types are computed on in fp32 and rounded once, when stored; fp32 and fp64 are
-computed on as they are. Unlike the native version these work on any device and any strides.
+See optimizing/references.py for what it takes beyond the native version.
 """
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from opkiln.optimizing.references import grad_factor, multiply_, update_each
+from opkiln.ops.cpu_lion.op import CPULionBuilder
+from opkiln.optimizing.references import (
+    Arguments,
+    from_schema,
+    gradient_factor,
+    multiply_,
+    sign_of,
+    update_each,
+)
 
 
-def cpu_lion_(
-    params: list[Tensor],
-    grads: list[Tensor],
-    exp_avgs: list[Tensor],
-    copies: list[Tensor],
-    lr: float,
-    beta1: float,
-    beta2: float,
-    weight_decay: float,
-    maximize: bool,
-    grad_scale: float,
-) -> None:
+@from_schema(CPULionBuilder)
+def cpu_lion_(given: Arguments) -> None:
     """Make a step, in place: by ``lr``, against the sign of a mean of the average and the gradient.
 
     Gradients are divided by ``grad_scale``. ``copies`` is empty, or has a tensor per parameter that
@@ -32,29 +28,18 @@ def cpu_lion_(
     """
 
     def step(p: Tensor, g: Tensor, m: Tensor) -> None:
-        change = _direction(m.lerp(g, 1 - beta1)).mul_(-lr)
-        if weight_decay:
-            multiply_(p, 1 - lr * weight_decay, plus=change)
+        change = sign_of(m.lerp(g, 1 - given.beta1)).mul_(-given.lr)
+        if given.weight_decay:
+            multiply_(p, 1 - given.lr * given.weight_decay, plus=change)
         else:
             p.add_(change)
-        m.lerp_(g, 1 - beta2)
+        m.lerp_(g, 1 - given.beta2)
 
-    lists = {"params": params, "grads": grads, "exp_avgs": exp_avgs}
-    update_each(step, grad_factor(grad_scale, maximize), lists, copies)
+    update_each(step, gradient_factor(given), given)
 
 
-def cpu_lion_rollback_(
-    params: list[Tensor],
-    grads: list[Tensor],
-    exp_avgs: list[Tensor],
-    copies: list[Tensor],
-    lr: float,
-    beta1: float,
-    beta2: float,
-    weight_decay: float,
-    maximize: bool,
-    grad_scale: float,
-) -> None:
+@from_schema(CPULionBuilder)
+def cpu_lion_rollback_(given: Arguments) -> None:
     """Undo a step, given what it was given, in place.
 
     What comes back differs from what was there by rounding only. With ``u`` the unit roundoff of
@@ -65,21 +50,15 @@ def cpu_lion_rollback_(
     Raises RuntimeError as the step does, and for hyperparameters with which a step cannot be
     undone: a ``beta2`` of 0, or a decay that multiplies parameters by 0.
     """
-    factor = grad_factor(grad_scale, maximize)
-    kept = 1 - lr * weight_decay
-    if beta2 == 0 or kept == 0:
+    factor = gradient_factor(given)
+    beta2, decay = given.beta2, given.lr * given.weight_decay
+    if beta2 == 0 or decay == 1:
         raise RuntimeError(
-            f"a step with beta2 {beta2:g} and lr * weight_decay {lr * weight_decay:g} "
-            "cannot be rolled back"
+            f"a step with beta2 {beta2:g} and lr * weight_decay {decay:g} cannot be rolled back"
         )
 
     def undo(p: Tensor, g: Tensor, m: Tensor) -> None:
         m.sub_(g, alpha=1 - beta2).div_(beta2)
-        p.add_(_direction(m.lerp(g, 1 - beta1)), alpha=lr).div_(kept)
+        p.add_(sign_of(m.lerp(g, 1 - given.beta1)), alpha=given.lr).div_(1 - decay)
 
-    update_each(undo, factor, {"params": params, "grads": grads, "exp_avgs": exp_avgs}, copies)
-
-
-def _direction(mean: Tensor) -> Tensor:
-    """-1, 0 or 1; NaN stays NaN, where torch's sign says 0 and would hide it."""
-    return torch.where(mean.isnan(), mean, mean.sign())
+    update_each(undo, factor, given)

@@ -37,7 +37,6 @@ class FusedAdam(Adam, FusedOptimizer):
 
     OWNER = "FusedAdam"
     BUILDER = FusedAdamBuilder
-    ALTERNATIVE = "torch.optim.AdamW(params)"
 
     def __init__(
         self,
@@ -55,17 +54,10 @@ class FusedAdam(Adam, FusedOptimizer):
         master_weights: bool = False,
         max_grad_norm: float = 0.0,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "bias_correction": bias_correction,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "amsgrad": amsgrad,
-            "decoupled_weight_decay": adam_w_mode,  # torch's name for it: state dicts carry it over
-            "maximize": maximize,
-        }
         super().__init__(
-            params, defaults, master_weights=master_weights, set_grad_none=set_grad_none,
-            max_grad_norm=max_grad_norm,
+            params, lr=lr, bias_correction=bias_correction, betas=betas, eps=eps,
+            weight_decay=weight_decay, amsgrad=amsgrad,
+            decoupled_weight_decay=adam_w_mode,  # torch's name for it: state dicts carry it over
+            maximize=maximize,
+            master_weights=master_weights, set_grad_none=set_grad_none, max_grad_norm=max_grad_norm,
         )  # fmt: skip

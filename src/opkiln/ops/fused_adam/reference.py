@@ -5,31 +5,14 @@ See optimizing/references.py for what it takes beyond the native versions.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from opkiln.optimizing.references import Numbers, prepared, times_plus
+from opkiln.ops.fused_adam.op import FusedAdamBuilder
+from opkiln.optimizing.references import Arguments, Numbers, Work, from_schema, times_plus
 
 
-def fused_adam_(
-    params: list[Tensor],
-    grads: list[Tensor],
-    exp_avgs: list[Tensor],
-    exp_avg_sqs: list[Tensor],
-    masters: list[Tensor],
-    steps: list[Tensor],
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    adamw_mode: bool,
-    bias_correction: bool,
-    maximize: bool,
-    lr_tensor: Tensor | None = None,
-    grad_scale: Tensor | None = None,
-    found_inf: Tensor | None = None,
-) -> None:
+@from_schema(FusedAdamBuilder)
+def fused_adam_(given: Arguments) -> None:
     """Make a step in place, the one after the number in ``steps``, and count it there.
 
     ``steps`` holds one tensor for all parameters or one for each, no two the same. ``masters`` is
@@ -39,21 +22,19 @@ def fused_adam_(
     Raises RuntimeError, before anything is written, if lists differ in length, tensors in size or
     device, or a tensor of one number has more.
     """
-    lists = {"params": params, "grads": grads, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs}
-    work = prepared(lists, masters, steps, lr, maximize, lr_tensor, grad_scale, found_inf)
+    beta1, beta2, decay = given.beta1, given.beta2, given.weight_decay
 
     def step(_: int, n: Numbers, p: Tensor, g: Tensor, m: Tensor, v: Tensor) -> list[Tensor]:
-        if not adamw_mode:
-            g = g + p * weight_decay
-        one = torch.ones_like(n.step)
-        m = times_plus(m, one * beta1, (1 - beta1) * g)
-        v = times_plus(v, one * beta2, (1 - beta2) * g * g)
-        step_size = n.lr / (1 - beta1**n.step if bias_correction else one)
-        root_factor = (1 - beta2**n.step if bias_correction else one).rsqrt()
-        change = -step_size.to(p.dtype) * m / (v.sqrt() * root_factor.to(p.dtype) + eps)
-        decays = adamw_mode and weight_decay
-        p = times_plus(p, 1 - n.lr * weight_decay, change) if decays else p + change
-        return [p, m, v]
+        if not given.adamw_mode:
+            g = g + p * decay
+        m = times_plus(m, beta1, (1 - beta1) * g)
+        v = times_plus(v, beta2, (1 - beta2) * g * g)
+        step_size = n.lr / n.seen(beta1, given.bias_correction)
+        root_factor = n.seen(beta2, given.bias_correction).rsqrt()
+        change = -step_size.to(p.dtype) * m / (v.sqrt() * root_factor.to(p.dtype) + given.eps)
+        decays = given.adamw_mode and decay
+        return [times_plus(p, 1 - n.lr * decay, change) if decays else p + change, m, v]
 
+    work = Work(given)
     work.each(step)
     work.count_up()

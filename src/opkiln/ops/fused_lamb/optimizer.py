@@ -11,20 +11,12 @@ from opkiln.errors import ArgumentError
 from opkiln.ops.fused_lamb.op import FusedLambBuilder
 from opkiln.optimizing.base import Adam
 from opkiln.optimizing.fused_optimizer import FusedOptimizer
+from opkiln.optimizing.op_calls import Call, arguments_of
 from opkiln.optimizing.sharded import has_shards, sum_over_shards
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from torch.optim.optimizer import ParamsT
-
-    from opkiln.optimizing.base import Place
-    from opkiln.optimizing.op_calls import Call, Kept
-
-# Arguments of the step that its halves do not take.
-_NOT_AVERAGES = ("coefficients", "lr", "min_coeff", "max_coeff", "lr_tensor")
-_NOT_MOVES = ("maximize", "grad_scale")
 
 
 class FusedLamb(Adam, FusedOptimizer):
@@ -45,9 +37,6 @@ class FusedLamb(Adam, FusedOptimizer):
 
     OWNER = "FusedLamb"
     BUILDER = FusedLambBuilder
-    ALTERNATIVE = "torch.optim.AdamW(params)"
-    NUMBERS = (*Adam.NUMBERS, "min_coeff", "max_coeff")
-    FLAGS = ("eps_inside_sqrt", "bias_correction", "maximize")
     NORMS = True
 
     _coefficients: dict[tuple[int, torch.device], tuple[list[Tensor], Tensor]] | None = None
@@ -70,21 +59,11 @@ class FusedLamb(Adam, FusedOptimizer):
         master_weights: bool = False,
         set_grad_none: bool = True,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "bias_correction": bias_correction,
-            "betas": betas,
-            "eps": eps,
-            "eps_inside_sqrt": eps_inside_sqrt,
-            "weight_decay": weight_decay,
-            "max_coeff": max_coeff,
-            "min_coeff": min_coeff,
-            "amsgrad": amsgrad,
-            "maximize": maximize,
-        }
         super().__init__(
-            params, defaults, master_weights=master_weights, set_grad_none=set_grad_none,
-            max_grad_norm=max_grad_norm,
+            params, lr=lr, bias_correction=bias_correction, betas=betas, eps=eps,
+            eps_inside_sqrt=eps_inside_sqrt, weight_decay=weight_decay, max_coeff=max_coeff,
+            min_coeff=min_coeff, amsgrad=amsgrad, maximize=maximize,
+            master_weights=master_weights, set_grad_none=set_grad_none, max_grad_norm=max_grad_norm,
         )  # fmt: skip
 
     def coefficients(self) -> list[tuple[Tensor, Tensor]]:
@@ -102,33 +81,34 @@ class FusedLamb(Adam, FusedOptimizer):
         if low > high:
             raise ArgumentError(f"{where}min_coeff is {low}, more than max_coeff, which is {high}")
 
-    def _numbers(self, here: Place, scales: Mapping[torch.device, Tensor | None]) -> dict[str, Any]:
+    def _hyper(self, call: Call) -> dict[str, Any]:
         # The same tensor while the number of parameters stays the same: a captured graph goes on
         # writing to it.
         if self._coefficients is None:
             self._coefficients = {}
-        known = self._coefficients.get((here.group, here.device))
-        values = None if known is None else known[1]
-        if values is None or len(values) != len(here.params):
-            values = torch.ones(len(here.params), dtype=torch.float32, device=here.device)
-        self._coefficients[here.group, here.device] = (here.params, values)
-        return {**super()._numbers(here, scales), "coefficients": values}
+        place, count = (call.group, call.device), len(call.params)
+        _, values = self._coefficients.get(place, ([], None))
+        if values is None or len(values) != count:
+            values = torch.ones(count, dtype=torch.float32, device=call.device)
+        self._coefficients[place] = (call.params, values)
+        return {**super()._hyper(call), "coefficients": values}
 
-    def _keep(self, call: Call) -> Kept | None:
-        """None for DTensors: both halves of their step take lists."""
-        return None if has_shards(call.params) else super()._keep(call)
+    def _with_kept(self, call: Call) -> Call:
+        # Both halves of a step of DTensors take lists.
+        return call if has_shards(call.params) else super()._with_kept(call)
 
     def _run(self, call: Call) -> None:
         if not has_shards(call.params):
             super()._run(call)
             return
         squares = torch.zeros(len(call.params), 2, dtype=torch.float64, device=call.device)
+        given = {**call.hyper, "squares": squares}
 
-        def half(function: str, left_out: tuple[str, ...]) -> None:
-            hyper = {name: each for name, each in call.hyper.items() if name not in left_out}
-            hyper["squares"] = squares
+        def half(function: str) -> None:
+            taken = given.keys() & arguments_of(self.BUILDER.SCHEMAS, function)
+            hyper = {name: given[name] for name in taken}
             super(FusedLamb, self)._run(call._replace(function=function, hyper=hyper))
 
-        half("fused_lamb_average_", _NOT_AVERAGES)
+        half("fused_lamb_average_")
         sum_over_shards(call.params, squares)
-        half("fused_lamb_move_", _NOT_MOVES)
+        half("fused_lamb_move_")

@@ -8,31 +8,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from opkiln.optimizing.references import Numbers, prepared, times_plus
+from opkiln.ops.fused_lamb.op import FusedLambBuilder
+from opkiln.optimizing.references import Arguments, Numbers, Work, from_schema, times_plus
 
 
-def fused_lamb_(
-    params: list[Tensor],
-    grads: list[Tensor],
-    exp_avgs: list[Tensor],
-    exp_avg_sqs: list[Tensor],
-    masters: list[Tensor],
-    steps: list[Tensor],
-    coefficients: Tensor,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    eps_inside_sqrt: bool,
-    bias_correction: bool,
-    maximize: bool,
-    min_coeff: float,
-    max_coeff: float,
-    lr_tensor: Tensor | None = None,
-    grad_scale: Tensor | None = None,
-    found_inf: Tensor | None = None,
-) -> None:
+@from_schema(FusedLambBuilder)
+def fused_lamb_(given: Arguments) -> None:
     """Make a step in place, the one after the number in ``steps``, and count it there.
 
     A parameter moves by ``lr`` times its coefficient times Adam's step with the decay added,
@@ -41,128 +22,73 @@ def fused_lamb_(
     if one of the norms is 0; ``coefficients`` receives it, one per parameter.
     The lists, the numbers in tensors and the errors are those of ``fused_adam_``.
     """
-    lists = {"params": params, "grads": grads, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs}
-    # Both halves' arguments are checked before the first writes.
-    prepared(lists, masters, steps, lr, maximize, lr_tensor, grad_scale, found_inf)
-    _check_coefficients(coefficients, params)
-    squares = torch.zeros(len(params), 2, dtype=torch.float64, device=coefficients.device)
-    fused_lamb_average_(
-        params, grads, exp_avgs, exp_avg_sqs, masters, steps, squares, beta1, beta2, eps,
-        weight_decay, eps_inside_sqrt, bias_correction, maximize, grad_scale, found_inf,
-    )  # fmt: skip
-    fused_lamb_move_(
-        params, grads, exp_avgs, exp_avg_sqs, masters, steps, squares, coefficients, lr, beta1,
-        beta2, eps, weight_decay, eps_inside_sqrt, bias_correction, min_coeff, max_coeff,
-        lr_tensor, found_inf,
-    )  # fmt: skip
+    work, rows = Work(given), len(given.params)
+    _check_form("coefficients", given.coefficients, torch.float32, [rows])
+    given.squares = torch.zeros(rows, 2, dtype=torch.float64, device=given.coefficients.device)
+    _average(work, given)
+    _move(work, given)
 
 
-def fused_lamb_average_(
-    params: list[Tensor],
-    grads: list[Tensor],
-    exp_avgs: list[Tensor],
-    exp_avg_sqs: list[Tensor],
-    masters: list[Tensor],
-    steps: list[Tensor],
-    squares: Tensor,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    eps_inside_sqrt: bool,
-    bias_correction: bool,
-    maximize: bool,
-    grad_scale: Tensor | None = None,
-    found_inf: Tensor | None = None,
-) -> None:
+@from_schema(FusedLambBuilder)
+def fused_lamb_average_(given: Arguments) -> None:
     """The first half of a step: the averages, and ``squares``, which receives the sums of squares
     of each parameter and of its ``u``, a row for each. The step is not counted.
 
     If ranks have parts of a tensor, its row must be added up over them before the second half.
     """
-    lists = {"params": params, "grads": grads, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs}
-    work = prepared(lists, masters, steps, 0.0, maximize, None, grad_scale, found_inf)
-    _check_squares(squares, params)
+    work = Work(given)
+    _check_form("squares", given.squares, torch.float64, [len(given.params), 2])
+    _average(work, given)
+
+
+@from_schema(FusedLambBuilder)
+def fused_lamb_move_(given: Arguments) -> None:
+    """The second half of a step: the parameters, from the averages and the sums of squares that the
+    first left, and the count of steps. The gradients are not read."""
+    work = Work(given)
+    _check_form("squares", given.squares, torch.float64, [len(given.params), 2])
+    _check_form("coefficients", given.coefficients, torch.float32, [len(given.params)])
+    _move(work, given)
+
+
+def _average(work: Work, given: Arguments) -> None:
+    beta1, beta2 = given.beta1, given.beta2
 
     def average(
         i: int, n: Numbers, p: Tensor, g: Tensor, m: Tensor, v: Tensor
     ) -> list[Tensor | None]:
-        one = torch.ones_like(n.step)
-        m = times_plus(m, one * beta1, (1 - beta1) * g)
-        v = times_plus(v, one * beta2, (1 - beta2) * g * g)
-        update = _update(
-            p, m, v, n.step, beta1, beta2, eps, weight_decay, eps_inside_sqrt, bias_correction
-        )
-        sums = torch.stack([each.double().square().sum() for each in (p, update)])
-        work.store(sums, squares[i])
+        m = times_plus(m, beta1, (1 - beta1) * g)
+        v = times_plus(v, beta2, (1 - beta2) * g * g)
+        both = (p, _update(given, n, p, m, v))
+        sums = torch.stack([each.double().square().sum() for each in both])
+        work.store(sums, given.squares[i])
         return [None, m, v]
 
     work.each(average)
 
 
-def fused_lamb_move_(
-    params: list[Tensor],
-    grads: list[Tensor],
-    exp_avgs: list[Tensor],
-    exp_avg_sqs: list[Tensor],
-    masters: list[Tensor],
-    steps: list[Tensor],
-    squares: Tensor,
-    coefficients: Tensor,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    eps_inside_sqrt: bool,
-    bias_correction: bool,
-    min_coeff: float,
-    max_coeff: float,
-    lr_tensor: Tensor | None = None,
-    found_inf: Tensor | None = None,
-) -> None:
-    """The second half of a step: the parameters, from the averages and the sums of squares that the
-    first left, and the count of steps. The gradients are not read."""
-    lists = {"params": params, "grads": grads, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs}
-    work = prepared(lists, masters, steps, lr, False, lr_tensor, None, found_inf)
-    _check_squares(squares, params)
-    _check_coefficients(coefficients, params)
-
+def _move(work: Work, given: Arguments) -> None:
     def move(i: int, n: Numbers, p: Tensor, _: Tensor, m: Tensor, v: Tensor) -> list[Tensor]:
-        update = _update(
-            p, m, v, n.step, beta1, beta2, eps, weight_decay, eps_inside_sqrt, bias_correction
-        )
-        size, change = squares[i].sqrt()
-        bounded = (size / change).clamp(min_coeff, max_coeff)
+        size, change = given.squares[i].sqrt()
+        bounded = (size / change).clamp(given.min_coeff, given.max_coeff)
         ratio = torch.where((size == 0) | (change == 0), torch.ones_like(n.step), bounded)
-        work.store(ratio, coefficients[i])
-        return [p - (n.lr * ratio).to(p.dtype) * update]
+        work.store(ratio, given.coefficients[i])
+        return [p - (n.lr * ratio).to(p.dtype) * _update(given, n, p, m, v)]
 
     work.each(move)
     work.count_up()
 
 
-def _update(
-    p: Tensor, m: Tensor, v: Tensor, step: Tensor, beta1: float, beta2: float, eps: float,
-    weight_decay: float, eps_inside_sqrt: bool, bias_correction: bool,
-) -> Tensor:  # fmt: skip
+def _update(given: Arguments, n: Numbers, p: Tensor, m: Tensor, v: Tensor) -> Tensor:
     """Adam's step with the decay added, from the averages after the step."""
-    one = torch.ones_like(step)
-    m_factor = 1 / (1 - beta1**step if bias_correction else one)
-    v_factor = 1 / (1 - beta2**step if bias_correction else one)
-    if eps_inside_sqrt:
-        root = (v * v_factor.to(v.dtype) + eps).sqrt()
+    m_factor = 1 / n.seen(given.beta1, given.bias_correction)
+    v_factor = 1 / n.seen(given.beta2, given.bias_correction)
+    if given.eps_inside_sqrt:
+        root = (v * v_factor.to(v.dtype) + given.eps).sqrt()
     else:
-        root = v.sqrt() * v_factor.sqrt().to(v.dtype) + eps
-    return m * m_factor.to(m.dtype) / root + weight_decay * p
-
-
-def _check_coefficients(coefficients: Tensor, params: list[Tensor]) -> None:
-    _check_form("coefficients", coefficients, torch.float32, [len(params)])
-
-
-def _check_squares(squares: Tensor, params: list[Tensor]) -> None:
-    _check_form("squares", squares, torch.float64, [len(params), 2])
+        root = v.sqrt() * v_factor.sqrt().to(v.dtype) + given.eps
+    update: Tensor = m * m_factor.to(m.dtype) / root + given.weight_decay * p
+    return update
 
 
 def _check_form(name: str, tensor: Tensor, dtype: torch.dtype, shape: list[int]) -> None:

@@ -24,7 +24,6 @@ class FusedLion(Lion, FusedOptimizer):
 
     OWNER = "FusedLion"
     BUILDER = FusedLionBuilder
-    ALTERNATIVE = "torch.optim.AdamW(params)"
 
     def __init__(
         self,
@@ -38,8 +37,7 @@ class FusedLion(Lion, FusedOptimizer):
         master_weights: bool = False,
         max_grad_norm: float = 0.0,
     ) -> None:
-        defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
         super().__init__(
-            params, defaults, master_weights=master_weights, set_grad_none=set_grad_none,
-            max_grad_norm=max_grad_norm,
+            params, lr=lr, betas=betas, weight_decay=weight_decay, maximize=maximize,
+            master_weights=master_weights, set_grad_none=set_grad_none, max_grad_norm=max_grad_norm,
         )  # fmt: skip

@@ -5,41 +5,32 @@ See optimizing/references.py for what it takes beyond the native versions.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from opkiln.optimizing.references import Numbers, prepared, times_plus
+from opkiln.ops.fused_lion.op import FusedLionBuilder
+from opkiln.optimizing.references import (
+    Arguments,
+    Numbers,
+    Work,
+    from_schema,
+    sign_of,
+    times_plus,
+)
 
 
-def fused_lion_(
-    params: list[Tensor],
-    grads: list[Tensor],
-    exp_avgs: list[Tensor],
-    masters: list[Tensor],
-    steps: list[Tensor],
-    lr: float,
-    beta1: float,
-    beta2: float,
-    weight_decay: float,
-    maximize: bool,
-    lr_tensor: Tensor | None = None,
-    grad_scale: Tensor | None = None,
-    found_inf: Tensor | None = None,
-) -> None:
+@from_schema(FusedLionBuilder)
+def fused_lion_(given: Arguments) -> None:
     """Make a step in place, and add 1 to the counts in ``steps``.
 
     The lists, the numbers in tensors and the errors are those of ``fused_adam_``.
     """
-    lists = {"params": params, "grads": grads, "exp_avgs": exp_avgs}
-    work = prepared(lists, masters, steps, lr, maximize, lr_tensor, grad_scale, found_inf)
+    beta1, beta2, decay = given.beta1, given.beta2, given.weight_decay
 
     def step(_: int, n: Numbers, p: Tensor, g: Tensor, m: Tensor) -> list[Tensor]:
-        one = torch.ones_like(n.lr)
-        blend = times_plus(m, one * beta1, (1 - beta1) * g)
-        sign = torch.where(blend.isnan(), blend, blend.sign())  # torch's sign of NaN is 0
-        change = -n.lr.to(p.dtype) * sign
-        p = times_plus(p, 1 - n.lr * weight_decay, change) if weight_decay else p + change
-        return [p, times_plus(m, one * beta2, (1 - beta2) * g)]
+        change = -n.lr.to(p.dtype) * sign_of(times_plus(m, beta1, (1 - beta1) * g))
+        p = times_plus(p, 1 - n.lr * decay, change) if decay else p + change
+        return [p, times_plus(m, beta2, (1 - beta2) * g)]
 
+    work = Work(given)
     work.each(step)
     work.count_up()
