@@ -48,11 +48,10 @@ class HostEvent:
         """Whether all earlier work is finished: always true."""
         return True
 
-    def synchronize(self) -> None:
+    def synchronize(self, stream: Any = None) -> None:
         """Does nothing: all earlier work is finished."""
 
-    def wait(self, stream: Any = None) -> None:
-        """Does nothing: all earlier work is finished."""
+    wait = synchronize
 
     def elapsed_time(self, end_event: HostEvent) -> float:
         """Milliseconds from this event to another."""
