@@ -16,9 +16,8 @@ from sample import child, conformance, recorder
 
 from opkiln.accelerator import detect, vendors
 from opkiln.accelerator.cpu import CpuAccelerator, HostEvent
-from opkiln.accelerator.gpus import CudaAccelerator, RocmAccelerator
+from opkiln.accelerator.gpus import CudaAccelerator, MpsAccelerator, RocmAccelerator
 from opkiln.accelerator.interface import Accelerator
-from opkiln.accelerator.mps import MpsAccelerator
 from opkiln.errors import AcceleratorError
 
 # The methods that code written against DeepSpeed's accelerators may call.

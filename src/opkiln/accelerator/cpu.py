@@ -6,6 +6,7 @@ the streams and events of a device whose work is finished when a call returns.
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from contextlib import contextmanager
@@ -48,11 +49,10 @@ class HostEvent:
         """Whether all earlier work is finished: always true."""
         return True
 
-    def synchronize(self) -> None:
+    def synchronize(self, stream: Any = None) -> None:
         """Does nothing: all earlier work is finished."""
 
-    def wait(self, stream: Any = None) -> None:
-        """Does nothing: all earlier work is finished."""
+    wait = synchronize
 
     def elapsed_time(self, end_event: HostEvent) -> float:
         """Milliseconds from this event to another."""
@@ -171,15 +171,8 @@ class OneDevice(Accelerator):
 
 def _bytes(path: str, name: str) -> int:
     """A line of one of Linux's files about memory; 0 if the system has no such line."""
-    try:
-        with open(path, encoding="ascii", errors="replace") as file:
-            for line in file:
-                label, _, value = line.partition(":")
-                if label == name:
-                    return int(value.split()[0]) << 10  # from kibibytes
-    except OSError:
-        pass
-    return 0
+    found = re.search(rf"^{name}:\s*(\d+) kB", machine.read_text(path), re.MULTILINE)
+    return int(found[1]) << 10 if found else 0
 
 
 class CpuAccelerator(OneDevice):

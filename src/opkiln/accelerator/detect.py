@@ -11,11 +11,9 @@ from __future__ import annotations
 import os
 import threading
 
-from opkiln.accelerator import vendors
+from opkiln.accelerator import gpus, vendors
 from opkiln.accelerator.cpu import CpuAccelerator
 from opkiln.accelerator.device import Answer
-from opkiln.accelerator.gpus import CudaAccelerator, RocmAccelerator, XpuAccelerator
-from opkiln.accelerator.mps import MpsAccelerator
 from opkiln.devices import choice, installed
 from opkiln.errors import AcceleratorError
 from opkiln.settings import settings
@@ -30,8 +28,8 @@ if TYPE_CHECKING:
 
 # opkiln's own accelerators in the order of preference: the names of ``choice.OWN``.
 _KINDS: tuple[type[Accelerator], ...] = (
-    CudaAccelerator, RocmAccelerator, XpuAccelerator, *vendors.KINDS.values(), MpsAccelerator,
-    CpuAccelerator,
+    gpus.CudaAccelerator, gpus.RocmAccelerator, gpus.XpuAccelerator, *vendors.KINDS.values(),
+    gpus.MpsAccelerator, CpuAccelerator,
 )  # fmt: skip
 KINDS = {kind.name: kind for kind in _KINDS}
 
@@ -145,8 +143,8 @@ def _named(name: str) -> tuple[Any, tuple[Answer, ...]]:
         answer = kind.look(ROOT, asked=True)
         if name == "cuda" and not answer.present:
             # A ROCm torch calls its devices cuda, and so do its users.
-            told = RocmAccelerator.look(ROOT, asked=True)
-            kind, answer = (RocmAccelerator, told) if told.present else (kind, answer)
+            told = gpus.RocmAccelerator.look(ROOT, asked=True)
+            kind, answer = (gpus.RocmAccelerator, told) if told.present else (kind, answer)
         accelerator = kind() if answer.present else None
     else:
         entries = [entry for entry in installed.accelerators() if entry.name.lower() == name]

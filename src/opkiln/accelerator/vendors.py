@@ -105,46 +105,32 @@ class _Gaudi(VendorAccelerator):
         return self.get_device_name() != "GAUDI"
 
 
-def _kind(
-    name: str,
-    packages: tuple[str, ...],
-    nodes: tuple[str, ...],
-    communication: str,
-    visible: str,
-    exported: tuple[str, ...],
-    *,
-    base: type[VendorAccelerator] = VendorAccelerator,
-    **others: Any,
-) -> type[VendorAccelerator]:
-    attributes = {
-        "__module__": __name__,
-        "__doc__": f"``torch.{name}``, from {' or '.join(packages)}.",
-        "name": name,
-        "device_type": name,
-        "PACKAGES": packages,
-        "NODES": nodes,
-        "COMMUNICATION": communication,
-        "EXPORTED": exported,
-        "VISIBLE": (visible,),
-        **others,
-    }
-    return type(f"{name.capitalize()}Accelerator", (base,), attributes)
-
-
 _PATHS = ("LD_LIBRARY", "PATH")
+
+
+def _kind(
+    name: str, base: type[VendorAccelerator] = VendorAccelerator, **attributes: Any
+) -> type[VendorAccelerator]:
+    doc = f"``torch.{name}``, from {' or '.join(attributes['PACKAGES'])}."
+    named = {"__module__": __name__, "__doc__": doc, "name": name, "device_type": name}
+    return type(f"{name.capitalize()}Accelerator", (base,), {**named, **attributes})
+
 
 # Intel Gaudi, Huawei Ascend, Cambricon, Tecorigin, Biren (whose package used to be torch_br).
 _VENDORS = (
-    _kind("hpu", ("habana_frameworks",), ("dev/accel/accel", "dev/hl"), "hccl",
-          "HABANA_VISIBLE_MODULES", ("HCCL", "HABANA", "PT_HPU"), base=_Gaudi),
-    _kind("npu", ("torch_npu",), ("dev/davinci",), "hccl",
-          "ASCEND_RT_VISIBLE_DEVICES", ("ASCEND", "HCCL", *_PATHS)),
-    _kind("mlu", ("torch_mlu",), ("dev/cambricon_dev",), "cncl",
-          "MLU_VISIBLE_DEVICES", ("NEUWARE_HOME", "CNCL", *_PATHS), TRITON=True, MARKS="cnpx"),
-    _kind("sdaa", ("torch_sdaa",), ("dev/tcaicard",), "tccl",
-          "SDAA_VISIBLE_DEVICES", ("TCCL", "SDAA", *_PATHS)),
-    _kind("supa", ("torch_supa", "torch_br"), ("dev/biren/card_",), "bccl",
-          "SUPA_VISIBLE_DEVICES", ("BCCL", "BIREN", "SUPA", *_PATHS), TRITON=True),
+    _kind("hpu", _Gaudi, PACKAGES=("habana_frameworks",), NODES=("dev/accel/accel", "dev/hl"),
+          COMMUNICATION="hccl", VISIBLE=("HABANA_VISIBLE_MODULES",),
+          EXPORTED=("HCCL", "HABANA", "PT_HPU")),
+    _kind("npu", PACKAGES=("torch_npu",), NODES=("dev/davinci",), COMMUNICATION="hccl",
+          VISIBLE=("ASCEND_RT_VISIBLE_DEVICES",), EXPORTED=("ASCEND", "HCCL", *_PATHS)),
+    _kind("mlu", PACKAGES=("torch_mlu",), NODES=("dev/cambricon_dev",), COMMUNICATION="cncl",
+          VISIBLE=("MLU_VISIBLE_DEVICES",), EXPORTED=("NEUWARE_HOME", "CNCL", *_PATHS),
+          TRITON=True, MARKS="cnpx"),
+    _kind("sdaa", PACKAGES=("torch_sdaa",), NODES=("dev/tcaicard",), COMMUNICATION="tccl",
+          VISIBLE=("SDAA_VISIBLE_DEVICES",), EXPORTED=("TCCL", "SDAA", *_PATHS)),
+    _kind("supa", PACKAGES=("torch_supa", "torch_br"), NODES=("dev/biren/card_",),
+          COMMUNICATION="bccl", VISIBLE=("SUPA_VISIBLE_DEVICES",),
+          EXPORTED=("BCCL", "BIREN", "SUPA", *_PATHS), TRITON=True),
 )  # fmt: skip
 
 KINDS = {kind.name: kind for kind in _VENDORS}

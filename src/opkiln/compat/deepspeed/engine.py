@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import os
 import re
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
+from opkiln import machine
 from opkiln.compat.deepspeed.builders import CUDAOpBuilder, without
 from opkiln.compat.torch import paths
 from opkiln.compat.torch.extension import placed
@@ -57,9 +58,8 @@ def functions(builder: Any) -> tuple[str, ...]:
     ``softmax_*``. Builds nothing: the sources are read, and one that cannot be is left out."""
     found: set[str] = set()
     for path in _declared(builder).sources():
-        with suppress(OSError), open(path, errors="replace") as file:
-            for name, pasted, other in _DEFINES.findall(_COMMENTS.sub("", file.read())):
-                found.add(f"{name}*" if pasted else name or other)
+        for name, pasted, other in _DEFINES.findall(_COMMENTS.sub("", machine.read_text(path))):
+            found.add(f"{name}*" if pasted else name or other)
     return tuple(sorted(found))
 
 

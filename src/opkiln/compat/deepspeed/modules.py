@@ -51,8 +51,8 @@ class OpModule(ModuleType):
         places = [_find(each) for each in row.homes.split()]
         homes = [each(self) if isinstance(each, type) else each for each in places]
         for function in row.functions:
-            # One for a dtype (``softmax_fp16``) may be there without it: a tensor's own dtype
-            # decides, whatever the name.
+            # It may be there without its ending: that of an optimizer (``create_adam``), or of a
+            # dtype (``softmax_fp16``), for a tensor's own dtype decides.
             names = (function, function.rpartition("_")[0])
             found = next(getattr(home, each) for each in names for home in homes
                          if hasattr(home, each))  # fmt: skip

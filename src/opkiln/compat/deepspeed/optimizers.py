@@ -56,12 +56,10 @@ class HostOptimizers:
         self._theirs: Any = None  # DeepSpeed's module, if it was built for other functions of it
         module.when_built.append(self._share)
         family = self._family = self._name.removeprefix("cpu_")
-        setattr(self, f"create_{family}", self._create)
-        setattr(self, f"destroy_{family}", self._destroy)
         setattr(self, f"{family}_update", partial(self._step, f"{self._name}_"))
         setattr(self, f"{family}_rollback", partial(self._step, f"{self._name}_rollback_"))
 
-    def _create(self, optimizer_id: int, *given: Any) -> int:
+    def create(self, optimizer_id: int, *given: Any) -> int:
         """Create this optimizer. Only Adam's mode matters, the last of ``given`` but one: each step
         gets the rest again. The last one says whether to log."""
         *hyper, should_log = given
@@ -71,7 +69,7 @@ class HostOptimizers:
             _log.info("%s: optimizer %d steps on opkiln's kernel", self._name, optimizer_id)
         return 0
 
-    def _destroy(self, optimizer_id: int) -> int:
+    def destroy(self, optimizer_id: int) -> int:
         """Forget this optimizer. Calling it again has no effect."""
         self._made.pop(int(optimizer_id), None)
         self._call_theirs("destroy", optimizer_id)
@@ -118,9 +116,8 @@ class FusedOptimizers:
         self._name = module.__name__
         self._functions = ALL_OPS[self._name].functions
         self._functions()
-        self.multi_tensor_adam = self.multi_tensor_lion = self._multi_tensor
 
-    def _multi_tensor(
+    def multi_tensor(
         self, _chunk_size: int, _noop_flag: Tensor, lists: list[list[Tensor]], *given: Any
     ) -> None:
         """Make the ``step``-th step of the parameters, in place. ``lists`` has gradients,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 import time
 from fnmatch import fnmatchcase
-from functools import cache, partial
+from functools import cache, partial, wraps
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -75,11 +75,11 @@ def replacements(module: ModuleType) -> Iterator[tuple[Any, str, Any]]:
     yield base, "load", _loading(base.load)
     yield base, "jit_load", _loading(base.jit_load)
     yield base, "has_function", _has_function
-    yield base, "cpu_arch", _of_this_cpu(base.cpu_arch, "cpu_arch")
-    yield base, "simd_width", _of_this_cpu(base.simd_width, "simd_width")
+    yield base, "cpu_arch", _of_this_cpu(base.cpu_arch)
+    yield base, "simd_width", _of_this_cpu(base.simd_width)
     yield cuda, "compute_capability_args", _compute_capability_args
     for name in _TOOLKIT_CHECKS:
-        yield module, name, _toolkit_check(name, module)
+        yield module, name, _toolkit_check(getattr(module, name), module)
 
 
 # What a builder loads
@@ -207,11 +207,12 @@ def _is_installed(builder: Any) -> bool:
 
 
 def _loading(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The op's module: opkiln's op, DeepSpeed's built by opkiln, or DeepSpeed's own."""
+
+    @wraps(original)
     def load(self: Any, *args: Any, **named: Any) -> Any:
         return load_module(self, lambda: original(self, *args, **named))
 
-    load.__name__ = original.__name__
-    load.__doc__ = "The op's module: opkiln's op, DeepSpeed's built by opkiln, or DeepSpeed's own."
     return load
 
 
@@ -235,20 +236,20 @@ def _has_function(
         return False
 
 
-def _of_this_cpu(original: Callable[..., str], name: str) -> Callable[..., str]:
+def _of_this_cpu(original: Callable[..., str]) -> Callable[..., str]:
     """A replacement that starts no program. DeepSpeed asks a package that starts programs, which
     takes a second or more at each load."""
 
+    @wraps(original)
     def answer(self: Any) -> str:
         from opkiln import machine
         from opkiln.builder import OpBuilder
 
         if machine.architecture() != "x86_64":
             return original(self)  # DeepSpeed has its own macros for NEON and SVE
-        found: str = getattr(OpBuilder(self.name), name)()
+        found: str = getattr(OpBuilder(self.name), original.__name__)()
         return found
 
-    answer.__name__ = name
     return answer
 
 
@@ -263,18 +264,18 @@ def _compute_capability_args(self: Any, cross_compile_archs: str | None = None) 
     return [] if self.jit_mode else flags
 
 
-def _toolkit_check(name: str, module: ModuleType) -> Callable[..., Any]:
+def _toolkit_check(original: Callable[..., Any], module: ModuleType) -> Callable[..., Any]:
     """opkiln's check of the CUDA toolkit. It raises DeepSpeed's exceptions."""
 
+    @wraps(original)
     def check(*name_of_op: str) -> Any:
         from opkiln.compat.deepspeed import builders
 
         try:
-            return getattr(builders, name)(*name_of_op)
+            return getattr(builders, original.__name__)(*name_of_op)
         except (MissingCUDAException, CUDAMismatchException) as error:
             raise getattr(module, type(error).__name__)(str(error)) from error
 
-    check.__name__ = name
     return check
 
 

@@ -37,13 +37,9 @@ if TYPE_CHECKING:
 
 _TORCHS = "torch.utils.cpp_extension"
 _HOMES = {
-    "load": "jit",
-    "load_inline": "jit",
-    "include_paths": "paths",
-    "library_paths": "paths",
-    "CppExtension": "extension",
-    "CUDAExtension": "extension",
-    "SyclExtension": "extension",
+    **dict.fromkeys(("load", "load_inline"), "jit"),
+    **dict.fromkeys(("include_paths", "library_paths"), "paths"),
+    **dict.fromkeys(("CppExtension", "CUDAExtension", "SyclExtension"), "extension"),
     "BuildExtension": "build_ext",
 }
 _SUBMODULES = frozenset((*_HOMES.values(), "flags"))
