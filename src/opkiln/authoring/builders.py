@@ -102,7 +102,7 @@ class Functions:
             from opkiln.authoring import reading
 
             try:
-                self._read = reading.schemas_in(self)
+                self._read = reading.schemas_in(self.module, self)
             except reading.Unreadable:
                 self.import_module()
                 return tuple(self.declared.values())

@@ -21,8 +21,6 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from opkiln.authoring.builders import Functions
-
 _TORCH = SimpleNamespace(
     **{name: type(name, (), {"__module__": "torch"}) for name in ("Tensor", "dtype", "device")}
 )
@@ -32,16 +30,16 @@ class Unreadable(Exception):
     """The text needs something that only importing the module gives."""
 
 
-def schemas_in(functions: Functions) -> tuple[str, ...]:
-    """The schemas of a library's functions, which a module declares, or the modules of a package.
-    Raises Unreadable."""
+def schemas_in(module: str, functions: object) -> tuple[str, ...]:
+    """The schemas that a module, or the modules of a package, declare for the library whose builder
+    has these functions. Raises Unreadable."""
     try:
-        specs = _specs(functions.module)
+        specs = _specs(module)
         found = [each for spec in specs for each in _declared(spec, functions)]
     except Exception as error:  # as many kinds as Python has: importing the module tells
-        raise Unreadable(functions.module) from error
+        raise Unreadable(module) from error
     if not found:
-        raise Unreadable(functions.module)
+        raise Unreadable(module)
     return tuple(found)
 
 
@@ -63,7 +61,7 @@ def _specs(module: str) -> Iterator[Any]:
         yield _spec_of(f"{module}.{each.name}")
 
 
-def _declared(spec: Any, functions: Functions) -> Iterator[str]:
+def _declared(spec: Any, functions: object) -> Iterator[str]:
     scope: dict[str, Any] = {"__name__": spec.name, "torch": sys.modules.get("torch", _TORCH)}
     for node in ast.parse(spec.loader.get_source(spec.name)).body:
         if isinstance(node, ast.ImportFrom):
@@ -90,7 +88,7 @@ def _declared(spec: Any, functions: Functions) -> Iterator[str]:
 
 
 def _written(
-    decorator: ast.expr, functions: Functions, scope: dict[str, Any]
+    decorator: ast.expr, functions: object, scope: dict[str, Any]
 ) -> tuple[str, ...] | None:
     """The arguments that a decorated function writes to; None for the decorator of another
     library, and for any other."""
