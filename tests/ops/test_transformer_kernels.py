@@ -41,7 +41,7 @@ def native(whole_grid: bool) -> Iterator[Any]:
     ]
     for each in builders:
         functions_of = emulated(each)
-        made |= {name: getattr(functions_of, name) for name in each.REGISTRATION.names}
+        made |= {name: getattr(functions_of, name) for name in each().registration().names}
     yield SimpleNamespace(**made)
     for each in builders:
         loader.forget("emulated", each.NAME)

@@ -126,7 +126,7 @@ class DecoratedBuilder(CUDAOpBuilder):
 
     _declared_by = DECORATOR
     FILE = ""  # that declares it
-    REGISTRATION: Registration
+    REGISTRATION: Registration  # without the schemas, which may still have to be read
     DIRECTORY = ""  # of the Python file, from the root
     SOURCES = Sources()
     NEEDS: Mapping[str, Any]
