@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import pkgutil
+import re
 import sys
 from importlib.machinery import PathFinder
 from importlib.util import resolve_name
@@ -21,6 +22,9 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+# What is below the head of a function or class, as formatters lay it out: parsing it would take
+# most of the time.
+_BODY = re.compile(r"^((?:def|class) [^\n]*:|\)[^\n]*:)\n(?:(?:[ \t][^\n]*)?\n)+", re.MULTILINE)
 _TORCH = SimpleNamespace(
     **{name: type(name, (), {"__module__": "torch"}) for name in ("Tensor", "dtype", "device")}
 )
@@ -63,7 +67,8 @@ def _specs(module: str) -> Iterator[Any]:
 
 def _declared(spec: Any, functions: object) -> Iterator[str]:
     scope: dict[str, Any] = {"__name__": spec.name, "torch": sys.modules.get("torch", _TORCH)}
-    for node in ast.parse(spec.loader.get_source(spec.name)).body:
+    text = _BODY.sub(r"\1 ...\n", f"{spec.loader.get_source(spec.name)}\n")
+    for node in ast.parse(text).body:
         if isinstance(node, ast.ImportFrom):
             name = resolve_name("." * node.level + (node.module or ""), spec.parent)
             given = scope["torch"] if name == "torch" else sys.modules.get(name)
