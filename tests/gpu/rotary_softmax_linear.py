@@ -16,7 +16,7 @@ import torch
 from checks import Skipped, main
 from torch import Tensor
 
-from opkiln.ops.transformer_inference import functions
+from opkiln.nn import inference as functions
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}

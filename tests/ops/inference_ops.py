@@ -12,8 +12,9 @@ import torch
 from stand_in import emulated_functions
 from torch import Tensor
 
-from opkiln.ops.transformer_inference import functions
+from opkiln.nn import inference as functions
 
+NAMES = [each for each in functions.__all__ if hasattr(getattr(functions, each), "overload")]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Two units of the last digit, relative to the result.
 _ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
@@ -29,7 +30,7 @@ class _Emulated:
 
 @cache
 def _emulated_family(name: str) -> Any:
-    every = (getattr(functions, each) for each in functions.__all__)
+    every = (getattr(functions, each) for each in NAMES)
     return emulated_functions(*(each for each in every if name == each.builder.NAME))
 
 
@@ -38,7 +39,7 @@ def version(kind: str) -> Any:
     if kind == "emulated":
         return _Emulated()
     if kind == "reference":
-        named = {name: getattr(functions, name).reference for name in functions.__all__}
+        named = {name: getattr(functions, name).reference for name in NAMES}
         return SimpleNamespace(**named)
     if not functions.rms_norm.load("cpu", dtype="float32"):
         pytest.skip("there is no compiler")

@@ -11,10 +11,9 @@ import torch
 
 from opkiln import optim, quant, utils
 from opkiln.errors import ArgumentError, ArgumentTypeError, UsageError
-from opkiln.nn import sparse_attention
+from opkiln.nn import inference, sparse_attention
 from opkiln.ops.evoformer_attn.functions import evoformer_attention
 from opkiln.ops.sparse_attn.functions import sparse_attn
-from opkiln.ops.transformer_inference import functions as inference
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

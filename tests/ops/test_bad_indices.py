@@ -3,7 +3,6 @@ written by then."""
 
 from __future__ import annotations
 
-import sys
 from contextlib import contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -18,7 +17,7 @@ from opkiln.ops.kv_attention.functions import kv_attention
 from opkiln.ops.mixed_gemm.functions import packed_gemm
 from opkiln.ops.ragged_device_ops.functions import experts, paged, rows
 from opkiln.ops.random_ltd import functions as ltd
-from opkiln.ops.transformer_inference.functions import rotary  # noqa: F401 (a module of that name)
+from opkiln.ops.transformer_inference.functions import rotary
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -28,7 +27,7 @@ MODULES = (
     paged,
     rows,
     ltd,
-    sys.modules["opkiln.ops.transformer_inference.functions.rotary"],
+    rotary,
 )
 
 

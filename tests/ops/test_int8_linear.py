@@ -10,7 +10,7 @@ import torch
 from inference_ops import assert_rounded, each_dtype, version
 from torch import Tensor
 
-from opkiln.ops.transformer_inference import functions
+from opkiln.nn import inference as functions
 
 
 @pytest.fixture(params=["native", "emulated", "reference"])

@@ -11,7 +11,7 @@ from inference_ops import DTYPES, each_dtype, version
 from stand_in import poisoned
 from torch import Tensor
 
-from opkiln.ops.transformer_inference import functions
+from opkiln.nn import inference as functions
 
 # A rounding of a result that is at most |a| + |b|.
 ROUNDING = {torch.float32: 5e-7, torch.float16: 1e-3, torch.bfloat16: 8e-3}

@@ -12,7 +12,7 @@ from inference_ops import each_dtype, version
 from stand_in import poisoned
 from torch import Tensor
 
-from opkiln.ops.transformer_inference import functions
+from opkiln.nn import inference as functions
 
 RELATIVE = {torch.float32: 4e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 SMALLEST = {torch.float32: 1e-37, torch.float16: 6e-8, torch.bfloat16: 1e-37}

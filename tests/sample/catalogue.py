@@ -131,11 +131,19 @@ def _functions() -> Iterator[Any]:
     from opkiln.ops.random_ltd import functions as random_ltd
     from opkiln.ops.sparse_attn import functions as sparse_attn
     from opkiln.ops.spatial_inference import functions as spatial_inference
-    from opkiln.ops.transformer_inference import functions as transformer_inference
+    from opkiln.ops.transformer_inference.functions import (
+        activations,
+        linear,
+        norms,
+        residuals,
+        rotary,
+        softmax,
+    )
 
     yield from ragged_fixtures.FUNCTIONS
     for module in (
-        evoformer_attn, random_ltd, sparse_attn, spatial_inference, transformer_inference,
+        evoformer_attn, random_ltd, sparse_attn, spatial_inference, activations, linear, norms,
+        residuals, rotary, softmax,
     ):  # fmt: skip
         yield from (each for each in vars(module).values() if hasattr(each, "overload"))
 

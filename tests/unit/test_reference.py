@@ -21,9 +21,7 @@ DOCS = source.ROOT / "docs"
 GENERATED = pages.all_pages()
 BY_HAND = {"formats.md"}
 # Not for users: what modules of opkiln export to each other.
-INTERNAL = {
-    "opkiln.ops.ragged_device_ops.functions", "opkiln.ops.transformer_inference.functions",
-}  # fmt: skip
+INTERNAL = {"opkiln.ops.ragged_device_ops.functions"}
 
 _HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 _BLOCK = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)

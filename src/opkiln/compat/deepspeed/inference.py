@@ -21,7 +21,7 @@ from torch.nn import functional
 
 from opkiln.compat.deepspeed.modules import renamed, takes
 from opkiln.errors import ArgumentError
-from opkiln.ops.transformer_inference import functions as ops
+from opkiln.nn import inference as ops
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

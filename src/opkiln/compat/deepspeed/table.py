@@ -33,7 +33,7 @@ class Module(NamedTuple):
 _HOST, _FUSED = ".optimizers:HostOptimizers", ".optimizers:FusedOptimizers"
 _LAYER = "create_transformer_layer forward backward"
 _NORMS = "transformer.functions:norm_with_moments"
-_NORM = "transformer_inference.functions:layer_norm"
+_NORM = "transformer_inference.functions.norms:layer_norm"
 
 MODULES = {
     "async_io": Module(".files", "aio_handle aio_read aio_write deepspeed_memcpy"),
@@ -89,7 +89,7 @@ MODULES = {
     ),
     "transformer": Module(".training:Transformer", "", _LAYER, "fp32 fp16", loads=_NORMS),
     "transformer_inference": Module(
-        ".inference .workspace:Workspace ops.transformer_inference.functions",
+        ".inference .workspace:Workspace nn.inference",
         "layer_norm rms_norm pre_rms_norm _layer_norm_residual "
         "layer_norm_residual_store_pre_ln_res gated_activation _vector_add moe_res_matmul "
         "apply_rotary_pos_emb reset_cache release_workspace retake_workspace "

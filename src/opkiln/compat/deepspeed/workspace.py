@@ -11,7 +11,7 @@ from torch.nn import functional
 from opkiln.compat.deepspeed.inference import full_mask
 from opkiln.compat.deepspeed.modules import takes
 from opkiln.errors import ArgumentError
-from opkiln.ops.transformer_inference import functions as ops
+from opkiln.nn import inference as ops
 
 
 class Workspace:

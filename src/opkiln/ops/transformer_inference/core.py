@@ -14,7 +14,15 @@ from torch import Tensor
 
 from opkiln.errors import ArgumentError
 from opkiln.ops.checks import widened
-from opkiln.ops.transformer_inference import functions as ops
+from opkiln.ops.transformer_inference.functions import norms
+from opkiln.ops.transformer_inference.functions.activations import (
+    bias_add,
+    bias_gelu,
+    bias_relu,
+    bias_silu,
+    gated_gelu,
+    gated_silu,
+)
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -31,8 +39,7 @@ def bias_activation(activation: Tensor, bias: Tensor | None, act_type: str | int
     if kind == "identity" and bias is None:
         return
     function = {
-        "gelu": ops.bias_gelu, "relu": ops.bias_relu, "silu": ops.bias_silu,
-        "identity": ops.bias_add,
+        "gelu": bias_gelu, "relu": bias_relu, "silu": bias_silu, "identity": bias_add,
     }[kind]  # fmt: skip
     activation.copy_(_computed(function, activation, bias))
 
@@ -50,7 +57,7 @@ def gated_activation(
         total = widened(input) if bias is None else widened(input) + widened(bias)
         result = (torch.relu(total[..., 0::2]) * total[..., 1::2]).detach()
     else:
-        function = ops.gated_gelu if kind == "geglu" else ops.gated_silu
+        function = gated_gelu if kind == "geglu" else gated_silu
         result = _computed(function, input, bias, interleaved=True)
     output.copy_(result)
 
@@ -63,7 +70,7 @@ def layer_norm(
     epsilon: float,
 ) -> None:
     """The layer norm of ``input``."""
-    output.copy_(_computed(ops.layer_norm, input, gamma, beta, epsilon))
+    output.copy_(_computed(norms.layer_norm, input, gamma, beta, epsilon))
 
 
 def pre_layer_norm(
@@ -76,7 +83,7 @@ def pre_layer_norm(
     epsilon: float,
 ) -> None:
     """The sum of ``input`` and ``residual``, and its layer norm."""
-    norm, total = _computed(ops.pre_layer_norm, input, residual, gamma, beta, None, epsilon)
+    norm, total = _computed(norms.pre_layer_norm, input, residual, gamma, beta, None, epsilon)
     norm_output.copy_(norm)
     res_output.copy_(total)
 
@@ -90,12 +97,12 @@ def post_layer_norm(
     epsilon: float,
 ) -> None:
     """The layer norm of the sum of ``input`` and ``residual``."""
-    output.copy_(_computed(ops.post_layer_norm, input, residual, gamma, beta, None, epsilon))
+    output.copy_(_computed(norms.post_layer_norm, input, residual, gamma, beta, None, epsilon))
 
 
 def rms_norm(norm_output: Tensor, norm_input: Tensor, gamma: Tensor, epsilon: float) -> None:
     """The rms norm of ``norm_input``."""
-    norm_output.copy_(_computed(ops.rms_norm, norm_input, gamma, epsilon))
+    norm_output.copy_(_computed(norms.rms_norm, norm_input, gamma, epsilon))
 
 
 def rms_pre_norm(
@@ -107,7 +114,7 @@ def rms_pre_norm(
     epsilon: float,
 ) -> None:
     """The sum of ``norm_input`` and ``residual_input``, and its rms norm."""
-    norm, total = _computed(ops.pre_rms_norm, norm_input, residual_input, gamma, None, epsilon)
+    norm, total = _computed(norms.pre_rms_norm, norm_input, residual_input, gamma, None, epsilon)
     norm_output.copy_(norm)
     residual_output.copy_(total)
 
