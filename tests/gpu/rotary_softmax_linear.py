@@ -140,13 +140,11 @@ def check_it_runs_on_the_current_stream_and_in_a_graph() -> None:
 def check_opcheck_finds_nothing() -> None:
     x = torch.randn(2, 5, 4, 16, device="cuda")
     positions = torch.arange(5, device="cuda")
-    torch.library.opcheck(torch.ops.opkiln.rotary.default, (x, positions))
-    torch.library.opcheck(torch.ops.opkiln.rotary_qk_.default, (x.clone(), x.clone(), positions))
-    torch.library.opcheck(torch.ops.opkiln.softmax.default, (x,))
+    torch.library.opcheck(functions.rotary.overload, (x, positions))
+    torch.library.opcheck(functions.rotary_qk_.overload, (x.clone(), x.clone(), positions))
+    torch.library.opcheck(functions.softmax.overload, (x,))
     weight = torch.ones(8, 16, dtype=torch.int8, device="cuda")
-    torch.library.opcheck(
-        torch.ops.opkiln.int8_linear.default, (x, weight, torch.ones(8, device="cuda"))
-    )
+    torch.library.opcheck(functions.int8_linear.overload, (x, weight, torch.ones(8, device="cuda")))
 
 
 CHECKS = [value for name, value in list(globals().items()) if name.startswith("check_")]
