@@ -17,7 +17,7 @@ from torch import Tensor
 
 import opkiln
 from opkiln.nn import ragged
-from opkiln.ops.ragged_device_ops.functions import experts, paged, rows
+from opkiln.ops.ragged_device_ops.functions import gating, paged, rows
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 INT = torch.int32
@@ -101,7 +101,7 @@ def check_gating_is_the_references_and_the_same_every_time() -> None:
             logits = torch.randn(tokens, count, device="cuda").to(dtype)
             for k in (1, 2, 4, 8):
                 ours = ragged.top_k_gating(logits, k)
-                theirs = experts.top_k_gating.reference(logits, k)
+                theirs = gating.top_k_gating.reference(logits, k)
                 torch.testing.assert_close(ours[0], theirs[0], rtol=1e-5, atol=1e-12)
                 again = ragged.top_k_gating(logits, k)
                 for mine, other, once_more in zip(ours[1:], theirs[1:], again[1:], strict=True):
@@ -117,10 +117,10 @@ def check_rows_are_the_references() -> None:
             x = torch.randn(tokens, columns, device="cuda").to(dtype)
             weights, _, slots, *_ = ragged.top_k_gating(torch.randn(tokens, 16, device="cuda"), k)
             sorted_rows = ragged.moe_scatter(x, slots)
-            assert torch.equal(sorted_rows, experts.moe_scatter.reference(x, slots))
+            assert torch.equal(sorted_rows, rows.moe_scatter.reference(x, slots))
             for given in (weights, None):
                 ours = ragged.moe_gather(sorted_rows, slots, given)
-                same(ours, experts.moe_gather.reference(sorted_rows, slots, given))
+                same(ours, rows.moe_gather.reference(sorted_rows, slots, given))
             ids = torch.randint(tokens, (500,), device="cuda")
             assert torch.equal(ragged.ragged_embedding(ids, x), x[ids])
             args = (ids, x, ids.flip(0).to(INT), x.flip(0).contiguous(), 0)
@@ -142,9 +142,9 @@ def check_gradients_reach_every_input() -> None:
 
     class Reference:
         ragged_embedding = staticmethod(rows.ragged_embedding.reference)
-        top_k_gating = staticmethod(experts.top_k_gating.reference)
-        moe_gather = staticmethod(experts.moe_gather.reference)
-        moe_scatter = staticmethod(experts.moe_scatter.reference)
+        top_k_gating = staticmethod(gating.top_k_gating.reference)
+        moe_gather = staticmethod(rows.moe_gather.reference)
+        moe_scatter = staticmethod(rows.moe_scatter.reference)
 
     ours = torch.autograd.grad(loss(ragged), (gate, table))
     theirs = torch.autograd.grad(loss(Reference), (gate, table))

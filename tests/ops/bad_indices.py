@@ -11,7 +11,7 @@ import torch
 from opkiln.ops.kv_attention.functions import kv_attention
 from opkiln.ops.mixed_gemm.functions import packed_gemm
 from opkiln.ops.mixed_gemm.op import NUMBERS
-from opkiln.ops.ragged_device_ops.functions import experts, paged, rows
+from opkiln.ops.ragged_device_ops.functions import paged, rows
 from opkiln.ops.random_ltd import functions as ltd
 from opkiln.ops.transformer_inference.functions.rotary import rotary, rotary_, rotary_qk, rotary_qk_
 
@@ -71,8 +71,8 @@ def _indexed() -> Iterator[Indexed]:
 
     slots = whole([0, 3], [1, 2])
     once = (Argument("slots", 3),)
-    yield Indexed(experts.moe_scatter, {"x": torch.randn(2, 8), "slots": slots}, once)
-    yield Indexed(experts.moe_gather, {"rows": torch.randn(4, 8), "slots": slots}, once)
+    yield Indexed(rows.moe_scatter, {"x": torch.randn(2, 8), "slots": slots}, once)
+    yield Indexed(rows.moe_gather, {"rows": torch.randn(4, 8), "slots": slots}, once)
     words = {"tokens": whole(3, 0, 5), "weight": torch.randn(6, 8)}
     yield Indexed(rows.ragged_embedding, words, (Argument("tokens", 5),))
     placed = {**words, "positions": whole(0, 1, 2), "position_weight": torch.randn(4, 8)}

@@ -8,11 +8,11 @@ from typing import Any
 
 from stand_in import emulated_functions
 
-from opkiln.ops.ragged_device_ops.functions import experts, paged, rows
+from opkiln.ops.ragged_device_ops.functions import gating, paged, rows
 
 FUNCTIONS = (
-    paged.listed_blocks, paged.paged_kv_copy, paged.paged_kv_rotary, experts.top_k_gating,
-    experts.moe_scatter, experts.moe_gather, rows.ragged_embedding, rows.logits_gather,
+    paged.listed_blocks, paged.paged_kv_copy, paged.paged_kv_rotary, gating.top_k_gating,
+    rows.moe_scatter, rows.moe_gather, rows.ragged_embedding, rows.logits_gather,
 )  # fmt: skip
 
 REFERENCES = SimpleNamespace(**{each.__name__: each.reference for each in FUNCTIONS})

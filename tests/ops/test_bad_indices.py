@@ -15,7 +15,7 @@ from stand_in import emulated_functions
 from opkiln.loading import loader
 from opkiln.ops.kv_attention.functions import kv_attention
 from opkiln.ops.mixed_gemm.functions import packed_gemm
-from opkiln.ops.ragged_device_ops.functions import experts, paged, rows
+from opkiln.ops.ragged_device_ops.functions import gating, paged, rows
 from opkiln.ops.random_ltd import functions as ltd
 from opkiln.ops.transformer_inference.functions import rotary
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 MODULES = (
-    experts,
+    gating,
     paged,
     rows,
     ltd,

@@ -13,8 +13,13 @@ from stand_in import poisoned
 from torch import Tensor
 
 from opkiln.nn import ragged
-from opkiln.ops.ragged_device_ops.functions.experts import moe_gather, moe_scatter, top_k_gating
-from opkiln.ops.ragged_device_ops.functions.rows import logits_gather, ragged_embedding
+from opkiln.ops.ragged_device_ops.functions.gating import top_k_gating
+from opkiln.ops.ragged_device_ops.functions.rows import (
+    logits_gather,
+    moe_gather,
+    moe_scatter,
+    ragged_embedding,
+)
 
 DTYPES = F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 

@@ -8,13 +8,18 @@ from opkiln import lazy
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from opkiln.ops.ragged_device_ops.batch import RaggedBatch, RaggedViews, Sequenced
-    from opkiln.ops.ragged_device_ops.functions.experts import moe_gather, moe_scatter, top_k_gating
+    from opkiln.ops.ragged_device_ops.functions.gating import top_k_gating
     from opkiln.ops.ragged_device_ops.functions.paged import (
         listed_blocks,
         paged_kv_copy,
         paged_kv_rotary,
     )
-    from opkiln.ops.ragged_device_ops.functions.rows import logits_gather, ragged_embedding
+    from opkiln.ops.ragged_device_ops.functions.rows import (
+        logits_gather,
+        moe_gather,
+        moe_scatter,
+        ragged_embedding,
+    )
 
 __all__ = [
     "RaggedBatch",
@@ -34,8 +39,10 @@ _FUNCTIONS = "opkiln.ops.ragged_device_ops.functions"
 _HOMES = {
     **dict.fromkeys(__all__, "opkiln.ops.ragged_device_ops.batch"),
     **dict.fromkeys(("listed_blocks", "paged_kv_copy", "paged_kv_rotary"), f"{_FUNCTIONS}.paged"),
-    **dict.fromkeys(("moe_gather", "moe_scatter", "top_k_gating"), f"{_FUNCTIONS}.experts"),
-    **dict.fromkeys(("logits_gather", "ragged_embedding"), f"{_FUNCTIONS}.rows"),
+    "top_k_gating": f"{_FUNCTIONS}.gating",
+    **dict.fromkeys(
+        ("logits_gather", "moe_gather", "moe_scatter", "ragged_embedding"), f"{_FUNCTIONS}.rows"
+    ),
 }
 
 __getattr__, __dir__ = lazy.names(__name__, _HOMES)

@@ -17,8 +17,7 @@ from torch import Tensor
 from opkiln.compat.deepspeed.modules import takes
 from opkiln.errors import UsageError
 from opkiln.ops.kv_attention.attention import KVCache, attention
-from opkiln.ops.ragged_device_ops.functions import experts as moe
-from opkiln.ops.ragged_device_ops.functions import paged, rows
+from opkiln.ops.ragged_device_ops.functions import gating, paged, rows
 from opkiln.ops.transformer_inference.functions.rotary import rotary
 
 TYPE_CHECKING = False
@@ -256,7 +255,7 @@ def top_k_gating(given: Any) -> None:
     padding = (torch.arange(tokens, device=logits.device) >= given.batch_metadata[0])[:, None]
     # Experts that only padding goes to come last, so they change neither places nor shares.
     others = torch.where(padding, torch.inf, -torch.inf).to(logits.dtype).expand(-1, k)
-    shares, chosen, slots, counts, ends = moe.top_k_gating(torch.cat((logits, others), 1), k)
+    shares, chosen, slots, counts, ends = gating.top_k_gating(torch.cat((logits, others), 1), k)
     first = (ends - counts)[:experts]
     before = (given.expert_counts - first).to(torch.int32)
     real = chosen.clamp(max=experts - 1)
@@ -277,7 +276,7 @@ def moe_scatter(given: Any) -> None:
     # What has no expert comes last.
     spare = ends[-1] + (~real).flatten().cumsum(0).view_as(real) - 1
     slots = torch.where(real, first + given.offsets, spare).to(torch.int32)
-    found = moe.moe_scatter(given.activations, slots)
+    found = rows.moe_scatter(given.activations, slots)
     used = torch.arange(len(found), device=ends.device) < ends[-1]
     _keep_padding(given.moe_input, found, used)
     given.mapped_slots.copy_(torch.where(real, slots, _UNASSIGNED))
@@ -292,6 +291,6 @@ def moe_gather(given: Any) -> None:
     if given.normalize_scales:
         total = shares.sum(1, keepdim=True)
         shares = torch.where(total > 0, shares / total, shares)
-    found = moe.moe_gather(given.moe_output, given.mapped_slots.clamp(min=0), shares)
+    found = rows.moe_gather(given.moe_output, given.mapped_slots.clamp(min=0), shares)
     _keep_padding(given.layer_output, found, real.any(1))
     given.expert_counts.zero_()

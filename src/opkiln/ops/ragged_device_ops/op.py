@@ -10,7 +10,7 @@ def _family(name: str) -> Library:
     return library(
         f"ragged_device_ops__{name}",
         cuda=f"{name}.cu",
-        functions="opkiln.ops.ragged_device_ops.functions",
+        functions=f"opkiln.ops.ragged_device_ops.functions.{name}",
         namespace="opkiln",
     )
 

@@ -1,7 +1,1 @@
-"""The functions of the library. Importing this package declares all of them."""
-
-from __future__ import annotations
-
-from opkiln.ops.ragged_device_ops.functions import experts, paged, rows
-
-__all__ = ["experts", "paged", "rows"]
+"""The functions of each library in a module of its own: a process declares those it uses."""

@@ -1,4 +1,7 @@
-"""Rows of tables for the tokens of a ragged batch, and of its last tokens."""
+"""Rows of tables for the tokens of a ragged batch, its last tokens, and tokens sorted by expert.
+
+T counts the tokens, k the experts of a token, and C the elements of a row.
+"""
 
 from __future__ import annotations
 
@@ -81,3 +84,56 @@ def logits_gather(x: Tensor, starts: Tensor, lengths: Tensor) -> Tensor:
     rows = torch.cat((x.new_zeros(1, x.shape[1]), x))
     last = torch.where(lengths > 0, starts + lengths, 0)
     return torch.nn.functional.embedding(last, rows)
+
+
+@kit.op()
+def moe_scatter(x: Tensor, slots: Tensor) -> Tensor:
+    """Rows sorted by expert, [T * k, C]: row ``slots[t, j]`` is ``x[t]``.
+
+    ``x`` is [T, C], fp32, fp16 or bf16; ``slots`` is int32 [T, k] and has each row once. A row that
+    is not there is an error: on a GPU an assertion. Raises RuntimeError, naming the argument.
+    """
+    check_float("x", x)
+    check_dim("x", x, 2)
+    _check_slots(slots, x, "x")
+    check_shape("slots", slots, [x.shape[0], slots.shape[1]])
+    rows = x.repeat_interleave(slots.shape[1], 0)
+    check_within("slots", slots, 0, rows.shape[0] - 1)
+    return torch.zeros_like(rows).index_copy(0, slots.flatten().long(), rows)
+
+
+@moe_scatter.backward
+def _scatter_gradient(grad: Tensor, x: Tensor, slots: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ARG001
+    return moe_gather(grad, slots), None
+
+
+@kit.op()
+def moe_gather(rows: Tensor, slots: Tensor, weights: Tensor | None = None) -> Tensor:
+    """The sum over ``j`` of ``weights[t, j] * rows[slots[t, j]]``, [T, C].
+
+    ``rows`` is [rows, C], fp32, fp16 or bf16; ``slots`` is int32 [T, k]; ``weights`` is fp32
+    [T, k], and all 1 if it is not given. Sums are computed in fp32, in the order of ``j``, and
+    rounded once. A row that is not there is an error: on a GPU an assertion. Raises RuntimeError,
+    naming the argument.
+    """
+    check_float("rows", rows)
+    check_dim("rows", rows, 2)
+    _check_slots(slots, rows, "rows")
+    tokens, k = slots.shape
+    wide = widened(rows)
+    check_within("slots", slots, 0, rows.shape[0] - 1)
+    if weights is not None:
+        check_dtype("weights", weights, wide.dtype)
+        check_shape("weights", weights, [tokens, k])
+        check_device("weights", weights, rows, "rows")
+    out = wide.new_zeros(tokens, rows.shape[1])
+    for j in range(k):
+        part = torch.nn.functional.embedding(slots[:, j], wide)
+        out = out + (part if weights is None else part * weights[:, j : j + 1])
+    return out.to(rows.dtype)
+
+
+def _check_slots(slots: Tensor, of: Tensor, of_name: str) -> None:
+    check_dtype("slots", slots, torch.int32)
+    check_dim("slots", slots, 2)
+    check_device("slots", slots, of, of_name)
