@@ -14,7 +14,7 @@ import stat
 import subprocess
 import threading
 import time
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 from opkiln.errors import BuildCancelled, BuildError, BuildTimeout, InputError, ToolchainError
 from opkiln.watchdog import open_pidfd
@@ -55,20 +55,25 @@ class Completed(NamedTuple):
     max_rss: int  # bytes: the peak of its largest process; 0 if it ran too briefly to measure
 
 
-def start(argv: Sequence[str], **how: Any) -> subprocess.Popen[bytes]:
-    """Start a program, and tell the listeners. Raises ToolchainError."""
+def start(
+    argv: Sequence[str], program: subprocess.Popen[bytes] | None = None, **how: Any
+) -> subprocess.Popen[bytes]:
+    """Start a program, and tell the listeners. Raises ToolchainError. Whoever gives a Popen that is
+    not initialized yet finds the pid in it also if an interrupt ends this call."""
+    program = subprocess.Popen.__new__(subprocess.Popen) if program is None else program
     for listener in tuple(listeners):
         listener(argv)
     try:
         with starting:
-            return subprocess.Popen(list(argv), **how)
+            subprocess.Popen.__init__(program, list(argv), **how)
     except (OSError, ValueError) as error:
         raise _not_started(argv, how.get("cwd"), error) from error
+    return program
 
 
 class Child:
-    """A child in a session of its own. At the end of its ``with`` block the child is reaped and its
-    whole process group is dead."""
+    """A child in a session of its own, from the start of its ``with`` block to the end. Then it is
+    reaped, and its whole process group is dead."""
 
     def __init__(
         self,
@@ -80,59 +85,77 @@ class Child:
         watch_files: bool = False,
         waits: bool = False,
     ) -> None:
-        """Start it. If it ``waits``, its standard input is a socket; otherwise it has none. With
-        ``watch_files``, the files that it reads are looked at. Raises ToolchainError."""
+        """If it ``waits``, its standard input is a socket; otherwise it has none. With
+        ``watch_files``, the files that it reads are looked at."""
         # wait4 also counts the memory of the image that exec() replaced, and a child starts as a
         # copy of this process. So wait4 never reports less than our own peak (300 MB for /bin/true
         # in a process that uses 300 MB). If it reports no more than that, the sampled peak is used.
         self._floor = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        self._argv = argv
+        self._argv, self._waits = argv, waits
+        self._how: dict[str, Any] = {
+            "cwd": cwd, "env": dict(environment), "stdin": subprocess.DEVNULL,
+            "stdout": subprocess.PIPE,
+            "stderr": subprocess.PIPE if split_stderr else subprocess.STDOUT,
+            "start_new_session": True,
+        }  # fmt: skip
         self._own_files = environment.get("TMPDIR", "") if watch_files else None
         self._closed = False
         self._peak = 0
         self._wall = 0.0
         self._usage: resource.struct_rusage | None = None
-        self._started = time.monotonic()
-        # Not a pipe: a program may have restored SIGPIPE's default, which would end it.
+        self._started = 0.0
         self._input: socket.socket | None = None
+        self._popen: subprocess.Popen[bytes] = subprocess.Popen.__new__(subprocess.Popen)
+        self._pipes: list[IO[bytes]] = []
+        self._outputs: dict[int, _Output] = {}
+        self._pidfd: int | None = None
+
+    def __enter__(self) -> Child:
+        """Start it. Raises ToolchainError."""
+        if not self._started:
+            self._started = time.monotonic()
+            try:
+                self._start()
+            except BaseException:
+                self.__exit__()
+                raise
+        return self
+
+    def _start(self) -> None:
         theirs: socket.socket | None = None
-        if waits:
+        if self._waits:
+            # Not a pipe: a program may have restored SIGPIPE's default, which would end it.
             self._input, theirs = socket.socketpair()
+            self._how["stdin"] = theirs.fileno()
         try:
-            self._popen = start(
-                argv,
-                cwd=cwd,
-                env=dict(environment),
-                stdin=theirs.fileno() if theirs else subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE if split_stderr else subprocess.STDOUT,
-                start_new_session=True,
-            )
+            start(self._argv, self._popen, **self._how)
         finally:
             if theirs is not None:
                 theirs.close()
-        self._pid = self._popen.pid
         self._pipes = [each for each in (self._popen.stdout, self._popen.stderr) if each]
         self._outputs = {pipe.fileno(): _Output() for pipe in self._pipes}
         self._pidfd = open_pidfd(self._pid)  # without it, the exit is noticed at the next tick
 
-    def __enter__(self) -> Child:
-        return self
+    @property
+    def _pid(self) -> int:
+        return self._popen.pid
 
     def __exit__(self, *_: object) -> None:
         if self._closed:
             return
         self._closed = True
-        # This also runs after KeyboardInterrupt. (If that is raised inside Popen itself, the
-        # watchdog has to kill the child.) The leader is not reaped yet, so its pid, which is also
-        # the group's id, cannot belong to another process. A leader that the kernel killed leaves
-        # its children behind. That is why the group is also killed after an ordinary exit.
-        exited = _has_exited(self._pid)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._pid, signal.SIGKILL)
-        if not exited:
-            _await_group_end(self._pid)
-        self._reap()
+        # This also runs after KeyboardInterrupt. (If that is raised before Popen has the pid, the
+        # watchdog has to kill the child. Popen has reaped one that could not be started.) The
+        # leader is not reaped yet, so its pid, which is also the group's id, cannot belong to
+        # another process. A leader that the kernel killed leaves its children behind. That is why
+        # the group is also killed after an ordinary exit.
+        if getattr(self._popen, "pid", None) is not None and self._popen.returncode is None:
+            exited = _has_exited(self._pid)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._pid, signal.SIGKILL)
+            if not exited:
+                _await_group_end(self._pid)
+            self._reap()
         for fd in self._outputs:
             self._read(fd)
         for pipe in self._pipes:

@@ -87,11 +87,10 @@ def started(argv: Sequence[str], *, tmpdir: str) -> Iterator[child.Child]:
     Raises ToolchainError if it cannot be started.
     """
     environment = _environment(None, tmpdir)
-    with _guard.watching() as environment[MARKER]:
+    with _guard.watching() as environment[MARKER], contextlib.ExitStack() as stack:
         with once_per_thread("runs a program"):
-            running = child.Child(argv, environment, waits=True)
-        with running:
-            yield running
+            running = stack.enter_context(child.Child(argv, environment, waits=True))
+        yield running
 
 
 def capture(

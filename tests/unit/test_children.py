@@ -91,7 +91,8 @@ def starting(code: str) -> set[str]:
         if isinstance(node, ast.Call):
             module, _, called = dotted(node.func).rpartition(".")
             by_os = module == "os" and called.startswith(STARTS_OF_OS)
-            if by_os or called in STARTS or module in ("subprocess", "multiprocessing"):
+            by_module = module.startswith(("subprocess", "multiprocessing"))
+            if by_os or called in STARTS or (by_module and called != "__new__"):
                 found.add(name)
     return found
 

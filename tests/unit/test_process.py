@@ -202,6 +202,21 @@ def test_an_interrupt_ends_the_family_and_reaches_the_caller(tmp_path: Path) -> 
     assert [alive(int(pid)) for pid in pids.read_text().split()] == [False, False]
 
 
+def test_an_interrupt_while_it_starts_ends_the_family_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pids = tmp_path / "pids"
+
+    def interrupt(_: int) -> None:
+        within(5, pids.exists)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(child, "open_pidfd", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        process.run([*python(FAMILY), str(pids)])
+    assert [alive(int(pid)) for pid in pids.read_text().split()] == [False, False]
+
+
 def test_what_a_killed_leader_leaves_in_its_group_is_ended_too(tmp_path: Path) -> None:
     pids = tmp_path / "pids"
 
