@@ -16,6 +16,7 @@ import threading
 import time
 from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
+from opkiln import forks
 from opkiln.errors import BuildCancelled, BuildError, BuildTimeout, InputError, ToolchainError
 from opkiln.watchdog import open_pidfd
 
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 # Popen waits for the end of a pipe that its child closes at exec. If another thread forks this
 # process at that moment, the forked process holds the pipe open for as long as it lives. If that
 # process waits for our build, this is a deadlock. So a fork waits until no child is being started.
-starting = threading.RLock()  # a signal handler may start a program, too
+starting = forks.lock()  # a signal handler may start a program, too
 os.register_at_fork(
     before=starting.acquire,
     after_in_parent=starting.release,

@@ -24,7 +24,7 @@ import time
 import warnings
 from typing import TYPE_CHECKING
 
-from opkiln import child
+from opkiln import child, forks
 from opkiln.child import Completed
 from opkiln.errors import BuildCancelled, BuildError, BuildTimeout, ToolchainError
 from opkiln.settings import child_environment, settings
@@ -217,7 +217,7 @@ class _Guard:
         self._begin()
 
     def _begin(self) -> None:
-        self.lock = threading.Lock()
+        self.lock = forks.lock()
         self.token = ""
         self.child: subprocess.Popen[bytes] | None = None
         self.link: socket.socket | None = None
@@ -227,8 +227,8 @@ class _Guard:
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
-        # Not an RLock: a handler that came in between would start a second watchdog, and lose one
-        # of them. A watchdog whose socket is closed kills what the other one watches.
+        # A signal handler that came in between would start a second watchdog, and lose one of them.
+        # A watchdog whose socket is closed kills what the other one watches.
         with once_per_thread("talks to its watchdog"), self.lock:
             yield
 
@@ -298,9 +298,8 @@ class _Guard:
         return True
 
     def after_fork(self) -> None:
-        # This runs in the child. A thread that does not exist here may hold the lock. The watchdog
-        # is the parent's. If the child kept the socket open, the watchdog could not notice the
-        # parent's end by it.
+        # The watchdog is the parent's. If the child kept the socket open, the watchdog could not
+        # notice the parent's end by it.
         if self.link is not None:
             self.link.close()
         if self.child is not None:

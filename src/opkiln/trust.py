@@ -9,8 +9,9 @@ from __future__ import annotations
 import errno
 import os
 import stat
-import threading
 from contextlib import contextmanager
+
+from opkiln import forks
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -110,9 +111,8 @@ def make_private(path: str) -> None:
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
 
 
-# How many blocks of usable_by_owner() changed the umask, and what it was before. An RLock, because
-# a signal handler may enter such a block, too.
-_umask_lock = threading.RLock()
+# How many blocks of usable_by_owner() changed the umask, and what it was before.
+_umask_lock = forks.lock()
 _umask_changes = 0
 _umask_before = 0
 

@@ -7,8 +7,10 @@ itself (its exit, what it imports, who its parent is) sets ``forked=False``.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import textwrap
@@ -17,6 +19,7 @@ from typing import TYPE_CHECKING
 
 import opkiln
 from opkiln import settings
+from opkiln.child import _tree
 from sample import forks
 
 if TYPE_CHECKING:
@@ -76,11 +79,13 @@ def start(
 
 
 def finish(child: subprocess.Popen[str], timeout: float = 120) -> subprocess.CompletedProcess[str]:
-    """Its end; a child that hangs is killed and fails the test."""
+    """Its end; a child that hangs is killed, with its own children, and fails the test."""
     try:
         out, err = child.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
-        child.kill()
+        for pid in tuple(_tree(child.pid)):  # each of them may hold the pipes
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         out, err = child.communicate()
         raise AssertionError(f"the child hung\n{out}\n{err}") from None
     return subprocess.CompletedProcess(child.args, child.returncode, out, err)

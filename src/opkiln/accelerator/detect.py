@@ -8,9 +8,7 @@ use the device in its child.
 
 from __future__ import annotations
 
-import os
-import threading
-
+from opkiln import forks
 from opkiln.accelerator import gpus, vendors
 from opkiln.accelerator.cpu import CpuAccelerator
 from opkiln.accelerator.device import Answer
@@ -37,16 +35,7 @@ ROOT = "/"  # where the system's files are
 
 # By the value of OPKILN_ACCELERATOR. The objects have no context, so a forked child can use them.
 _found: dict[str | None, tuple[Any, tuple[Answer, ...]]] = {}
-_lock = threading.RLock()
-
-
-def _after_fork() -> None:
-    # Another thread may have held the lock at the fork; the child does not have that thread.
-    global _lock
-    _lock = threading.RLock()
-
-
-os.register_at_fork(after_in_child=_after_fork)
+_lock = forks.lock()
 
 
 def get_accelerator() -> Accelerator:

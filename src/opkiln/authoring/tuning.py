@@ -8,13 +8,13 @@ measured, the first candidate serves; ``explain`` says so.
 from __future__ import annotations
 
 import os
-import threading
 import time
 import warnings
 from typing import Any
 
 import torch
 
+from opkiln import forks
 from opkiln.authoring.checking import copied, written_arguments
 from opkiln.builder.base import backend_of
 from opkiln.decision import terms
@@ -57,7 +57,7 @@ class Tuning:
         self._choices: dict[tuple[object, ...], tuple[Value, ...]] = {}
         self._sources: dict[str, str] = {}  # digests, by device
         self._notes: dict[str, None] = {}
-        self._lock = threading.RLock()
+        self._lock = forks.lock()
 
     @property
     def notes(self) -> tuple[str, ...]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
+from opkiln import forks
 from opkiln.builder.base import backend_of
 from opkiln.decision import terms
 from opkiln.errors import FallbackWarning, LoadError, warn_caller
@@ -36,7 +36,7 @@ class Variant:
         # For messages. The parts of an op, and its libraries for dtypes, are not users' concern.
         self._op = builder.NAME.partition("__")[0] or builder.NAME
         self._served = builder.SERVED
-        self._lock = threading.RLock()
+        self._lock = forks.lock()
         self.overload: Any = None  # what a call is passed on to once its library is loaded
         self.native: Any = None  # the overload that only libraries implement, to compare with
 

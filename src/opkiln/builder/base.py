@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import os
 import sys
-from functools import cached_property
 from typing import Any
 
 from opkiln.errors import OpkilnError, SpecError, UnknownBackend, told_briefly
+from opkiln.forks import cached_property
 from opkiln.loading import loader
 from opkiln.loading.here import Loaded, here
 from opkiln.loading.register import is_tracing, load_in_trace

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import os
 import sys
-from functools import cached_property
 
 from opkiln.builder.base import OpBuilder, torch_built_for
 from opkiln.errors import LoadError, ToolchainError
+from opkiln.forks import cached_property
 from opkiln.model import CPU, CUDA, EMULATED, EMULATOR_RUNTIME, ROCM, OpSpec
 from opkiln.settings import settings
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from functools import cached_property
-
 from opkiln.builder.base import OpBuilder
 from opkiln.devices import choice
+from opkiln.forks import cached_property
 from opkiln.model import CPU, XPU, OpSpec
 
 TYPE_CHECKING = False

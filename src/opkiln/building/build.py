@@ -9,12 +9,12 @@ import contextlib
 import json
 import os
 import shlex
-import threading
 import time
 import warnings
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from opkiln import forks
 from opkiln import plan as plans
 from opkiln.build_model import ICPX, SYCL_RUNTIME, DeviceCompiler, Plan, Target, Toolchain
 from opkiln.building import gather, loadtest, wording
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 _FEW = 2  # compiles of a build that ends soon
-_lock = threading.Lock()
+_lock = forks.lock()
 _told: set[str] = set()
 _early = 0  # builds of this process whose load tests have begun before their libraries are there
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import re
 import sys
-import threading
 import time
 
 import click
 
+from opkiln import forks
 from opkiln.cli import output
 from opkiln.cli.options import (
     complete_op,
@@ -301,7 +301,7 @@ class _Progress:
         self._artifacts = len(rows)
         self._bytes = sum(row.size for row in rows)
         self._got = self._done = 0
-        self._lock = threading.Lock()
+        self._lock = forks.lock()
         self._shown = 0.0
         self._live = output.level() == output.NORMAL and output.is_terminal(sys.stderr)
 

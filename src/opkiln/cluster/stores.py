@@ -12,6 +12,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from opkiln import forks
 from opkiln.digest import write_private
 from opkiln.errors import StoreError
 from opkiln.trust import fault, make_private
@@ -56,7 +57,7 @@ class Memory(KeyValues):
 
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}
-        self._lock = threading.Lock()
+        self._lock = forks.lock()
 
     def put(self, key: str, value: bytes) -> None:
         self._values[key] = value

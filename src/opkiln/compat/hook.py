@@ -11,13 +11,14 @@ opkiln does not serve.
 
 from __future__ import annotations
 
+import os
 import sys
 from importlib import import_module
-from threading import RLock
 from types import ModuleType
 from typing import Any
 
 import opkiln
+from opkiln import forks
 from opkiln.settings import settings
 
 TYPE_CHECKING = False
@@ -39,13 +40,15 @@ _JOBS = "torch.distributed.distributed_c10d"
 BUILDERS = tuple(name for name in PARTS if name != _JOBS)
 
 _ABSENT = object()
-_lock = RLock()  # a signal handler may import the modules, too
+_lock = forks.lock()  # a signal handler may import the modules, too
 _finder: _Finder | None = None
 _watched: set[str] = set()
 # What each module had before, in the order of the replacements: (owner, name, value).
 _before: dict[str, list[tuple[Any, str, Any]]] = {}
-_execution = RLock()  # held while a deferred module is executed: other threads wait for its names
+# Held while a deferred module is executed: other threads wait for its names.
+_execution = forks.lock()
 _executing: set[str] = set()
+os.register_at_fork(after_in_child=_executing.clear)
 
 
 def start() -> None:

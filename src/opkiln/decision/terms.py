@@ -12,11 +12,11 @@ from __future__ import annotations
 import os
 import time
 import warnings
-from functools import cached_property
 
 from opkiln import machine, trust
 from opkiln.digest import open_regular, sha256_file
 from opkiln.errors import CompilingOff, FallbackWarning, SealedError, UsageError
+from opkiln.forks import cached_property
 from opkiln.lazy import Record
 from opkiln.settings import settings
 

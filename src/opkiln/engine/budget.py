@@ -28,6 +28,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, NamedTuple
 
+from opkiln import forks
 from opkiln.engine import events, slots
 from opkiln.errors import BuildCancelled, BuildTimeout
 from opkiln.settings import settings
@@ -311,7 +312,7 @@ def _no_free_cpu(limit: float, holder: int | None) -> BuildTimeout:
 
 
 # This process's budgets. There is only one, unless the settings change.
-_lock = threading.RLock()  # a signal handler may build, too
+_lock = forks.lock()  # a signal handler may build, too
 _budgets: dict[tuple[object, ...], Budget] = {}
 _tables: dict[tuple[int, int], slots.Table] = {}
 _alone = slots.Table(None, -1)
@@ -328,8 +329,6 @@ def shared() -> Budget:
 
 
 def _after_fork() -> None:
-    global _lock
-    _lock = threading.RLock()
     for table in (*_tables.values(), _alone):
         table.reset()
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import threading
 import warnings
 from typing import TYPE_CHECKING, Any
 
+from opkiln import forks
 from opkiln.digest import replace
 from opkiln.engine import events
 from opkiln.errors import SettingError, SettingWarning
@@ -35,7 +35,7 @@ class Trace:
         if reason:
             what, hint = f"the trace {path!r} cannot be written", "/tmp/opkiln-trace.json"
             raise SettingError(f"{what}: {reason}", why=why, hint=f"OPKILN_TRACE={hint}")
-        self._lock = threading.RLock()  # a signal handler may emit an event, too
+        self._lock = forks.lock()  # a signal handler may emit an event, too
         self._processes = {"": _Process(os.getpid())}
 
     def __call__(self, event: Event, worker: str = "") -> None:

@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
-from opkiln import child, process
+from opkiln import child, forks, process
 from opkiln.engine import events
 from opkiln.model import in_words
 from opkiln.settings import settings
@@ -69,17 +69,8 @@ def shown(trace: str | None = None, *, traced: bool = True) -> Iterator[None]:
 
 # The sinks of the blocks that are running, and how many blocks each has.
 _shared: dict[tuple[object, ...], tuple[ExitStack, int]] = {}
-_turn = threading.RLock()
-
-
-def _after_fork() -> None:
-    """The child has none of the parent's sinks, and nobody who would release the lock."""
-    global _turn
-    _turn = threading.RLock()
-    _shared.clear()
-
-
-os.register_at_fork(after_in_child=_after_fork)
+_turn = forks.lock()
+os.register_at_fork(after_in_child=_shared.clear)
 
 
 def _opened(file: str | None) -> ExitStack:
@@ -287,7 +278,7 @@ class Lines:
         self._output = _Output(stream)
         self._tally = _Tally(colour=colour, quiet=quiet)
         self._kinds = kinds
-        self._lock = threading.RLock()  # a signal handler may emit an event, too
+        self._lock = forks.lock()  # a signal handler may emit an event, too
 
     def __call__(self, event: Event) -> None:
         with self._lock:
@@ -363,7 +354,7 @@ class Log:
     def __init__(self, logger: Logger) -> None:
         self._logger = logger
         self._tally = _Tally()
-        self._lock = threading.RLock()  # a signal handler may emit an event, too
+        self._lock = forks.lock()  # a signal handler may emit an event, too
 
     def __call__(self, event: Event) -> None:
         import logging

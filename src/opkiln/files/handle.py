@@ -6,7 +6,6 @@ import errno
 import fcntl
 import os
 import stat
-import threading
 import time
 import warnings
 import weakref
@@ -18,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from opkiln import forks
 from opkiln.errors import ArgumentError, UsageError
 from opkiln.ops.async_io.engines import choose, ops
 from opkiln.ops.async_io.reference import CANCELLED, RUNNING, close_descriptors
@@ -189,7 +189,7 @@ class AsyncIO:
         handle = ops().aio_open(like, self.engine, depth, block_size, min(threads, depth))
         self._queue = _Queue(handle)
         self._queues = [self._queue]  # and the one for devices, when there is one
-        self._guard = threading.Lock()
+        self._guard = forks.lock()
         self._registered: dict[int, Tensor] = {}
         self._closer = weakref.finalize(self, _drop, self._queues, self._registered)
 

@@ -13,13 +13,12 @@ op is built, when it is loaded without a receipt, when the reference is to serve
 from __future__ import annotations
 
 import inspect
-import threading
 import types
 import typing
 from difflib import get_close_matches
 from typing import Any
 
-from opkiln import signature
+from opkiln import forks, signature
 from opkiln.errors import SpecError
 from opkiln.model import REGISTERED
 
@@ -37,7 +36,7 @@ _ALSO = {"Scalar": ("int", "float", "bool"), "ScalarType": ("int",), "Device": (
 # Many ops are built in threads, each of which may be the first to import torch. Python has a thread
 # wait for a module that another is importing, but not for the package above it: one that imports
 # torch.nn would run it beside a torch that is half there.
-_one_at_a_time = threading.RLock()
+_one_at_a_time = forks.lock()
 
 
 def check(op: Op) -> None:

@@ -8,6 +8,7 @@ import sys
 import threading
 from typing import Any
 
+from opkiln import forks
 from opkiln.lazy import Record
 
 TYPE_CHECKING = False
@@ -32,7 +33,7 @@ class Turn:
     """The threads of this process that load one op."""
 
     def __init__(self) -> None:
-        self.lock = threading.RLock()
+        self.lock = forks.lock()
         self.failures = 0
         self.failed: tuple[Op, OpkilnError] | None = None  # the last one
 
@@ -62,7 +63,8 @@ class Here:
     """All that this process has. What torch was told stays with torch, so it stays here, too."""
 
     def __init__(self) -> None:
-        self._make_locks()
+        self.lock = forks.lock()  # of telling torch
+        self.listing = forks.lock()  # of ``listed`` and ``chains``
         # What torch was told of functions, and by which libraries.
         self.namespaces: dict[str, Any] = {}
         self.functions: dict[str, Any] = {}  # register's, by qualified name
@@ -80,10 +82,6 @@ class Here:
         self.era = 0
         self._eras = itertools.count(1)
 
-    def _make_locks(self) -> None:
-        self.lock = threading.RLock()  # of telling torch
-        self.listing = threading.RLock()  # of ``listed`` and ``chains``
-
     def op(self, name: Name) -> OpHere:
         """What there is of an op, which may be nothing yet."""
         return self.ops.get(name) or self.ops.setdefault(name, OpHere())
@@ -97,13 +95,6 @@ class Here:
         """Forget what is loaded: each op is decided on again. For tests."""
         self.begin_era()
         self.ops.clear()
-
-    def after_fork(self) -> None:
-        """The thread that forked may not be the one that is inside; the child must not wait."""
-        self._make_locks()
-        for each in self.ops.values():
-            each.turn = Turn()
-        _abandon_imports()
 
 
 def _abandon_imports() -> None:
@@ -124,4 +115,4 @@ def _abandon_imports() -> None:
 
 
 here = Here()
-os.register_at_fork(after_in_child=here.after_fork)
+os.register_at_fork(after_in_child=_abandon_imports)

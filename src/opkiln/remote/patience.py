@@ -21,6 +21,8 @@ from contextlib import suppress
 from math import inf
 from typing import NamedTuple, TypeVar
 
+from opkiln import forks
+
 T = TypeVar("T")
 Told = Callable[[int], None] | None
 
@@ -53,7 +55,7 @@ class Deadline:
         self._first, self._end = now + given.first, now + given.whole
         self._expired = False
         self._socket: socket.socket | None = None
-        self._lock = threading.Lock()
+        self._lock = forks.lock()
 
     @property
     def left(self) -> float:

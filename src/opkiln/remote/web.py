@@ -8,7 +8,6 @@ it gets the login only if the user has named it in the tier's URL.
 from __future__ import annotations
 
 import contextlib
-import functools
 import http.client
 import json
 import os
@@ -19,6 +18,7 @@ from http.client import HTTPConnection, HTTPResponse
 from typing import NamedTuple
 from urllib.parse import quote, urlencode, urljoin, urlsplit
 
+from opkiln.forks import cached_property
 from opkiln.remote.credentials import Login
 from opkiln.remote.patience import Deadline
 from opkiln.remote.tier import CHUNK, LARGEST_RECORD, Absent, Failure, Forbidden, Unreachable
@@ -162,7 +162,7 @@ class Client:
 
     # Logins
 
-    @functools.cached_property
+    @cached_property
     def _login(self) -> Login | None:
         return self._find_login(self._host)
 
@@ -289,7 +289,7 @@ class Client:
             connection.set_tunnel(parts.hostname, parts.port or 443)
         return connection
 
-    @functools.cached_property
+    @cached_property
     def _tls(self) -> ssl.SSLContext:
         import ssl
 

@@ -57,7 +57,7 @@ class _Local:
     """The threads of this process that want the same turn."""
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()
+        self.lock = threading.Lock()  # noqa: TID251 - a forked child forgets it, below
         # The process that builds: this one, or the one that a thread of this one waits for.
         self.holder: Holder | None = None
 

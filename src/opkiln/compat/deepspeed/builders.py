@@ -14,11 +14,11 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from functools import cached_property
 from typing import Any
 
 from opkiln import builder
 from opkiln.devices import amd
+from opkiln.forks import cached_property
 from opkiln.model import ABI_TORCH, CPU, CUDA, PYTHON, ROCM
 from opkiln.toolchain import rocm
 

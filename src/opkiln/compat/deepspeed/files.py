@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import warnings
 from functools import cache, partial, partialmethod
 from typing import Any, ClassVar
@@ -10,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from opkiln import forks
 from opkiln.errors import FallbackWarning, UsageError
 from opkiln.files.handle import AsyncIO as Files
 from opkiln.ops.gds import device as devices
@@ -32,7 +32,7 @@ class _LockedTensors:
     memory of one that is freed must not be used any more."""
 
     _tensors: ClassVar[dict[int, Tensor]] = {}
-    _guard: ClassVar[threading.Lock] = threading.Lock()
+    _guard = forks.lock()
 
     def new_cpu_locked_tensor(self, num_elem: int, example_tensor: Tensor) -> Tensor:
         """A tensor of one dimension with the dtype of another."""

@@ -28,6 +28,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from opkiln import forks
+
 RUNNING, DONE, CANCELLED = 0, 1, 2
 
 
@@ -41,17 +43,17 @@ class _Queue:
         self.futures: dict[int, Future[list[int]]] = {}
         self.cancelled: dict[int, threading.Event] = {}
         self.numbers = itertools.count(1)
-        self.guard = threading.Lock()
+        self.guard = forks.lock()
         self.transferred = 0  # bytes, by all requests
 
     def add(self, *transfer: Any) -> Tensor:
         """Begin a request, with the other arguments of ``_transfer``; its number."""
         number, cancelled = next(self.numbers), threading.Event()
         future: Future[list[int]] = Future()
-        begun = threading.Lock()
+        begun = itertools.count()
 
         def run() -> None:
-            if not begun.acquire(blocking=False):
+            if next(begun):
                 return
             try:
                 found = self._transfer(cancelled, *transfer)

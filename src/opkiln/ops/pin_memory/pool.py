@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import mmap
-import threading
 import warnings
 import weakref
 from contextlib import contextmanager, suppress
@@ -13,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from opkiln import forks
 from opkiln.errors import ArgumentError, FallbackWarning, UsageError
 from opkiln.ops.pin_memory.op import PinMemoryBuilder
 
@@ -91,7 +91,7 @@ class PinnedPool:
         self.alignment = max(alignment, mmap.PAGESIZE)
         self.limit = limit
         self._lock_pages = lock
-        self._guard = threading.Lock()
+        self._guard = forks.lock()
         self._free: list[_Buffer] = []
         self._taken: dict[int, _Buffer] = {}  # by address
         self._reused = self._made = 0

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
 
+from opkiln import forks
 from opkiln.errors import ArgumentError, ClusterError
 from opkiln.ops.shm_comm import functions
 from opkiln.ops.shm_comm.functions import GROUPS
@@ -46,7 +47,7 @@ _NO_MEMORY = "none"  # in place of a socket's name
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 _without_memory = itertools.count(-1, -1)
-_joining = threading.Lock()
+_joining = forks.lock()
 
 
 class _Rank(NamedTuple):

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
 
+from opkiln import forks
 from opkiln.errors import ClusterError, FallbackWarning
 from opkiln.ops.checks import NATIVE
 from opkiln.ops.shm_comm import functions
@@ -200,7 +201,7 @@ class _Lane:
 
     def __init__(self) -> None:
         self._pid = os.getpid()
-        self._lock = threading.Lock()
+        self._lock = forks.lock()
         self._waiting: queue.SimpleQueue[tuple[Callable[[], None], _Work] | None] | None = None
         self._unfinished = 0
 

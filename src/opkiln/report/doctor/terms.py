@@ -8,12 +8,13 @@ import re
 import shlex
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 from opkiln.build_model import DeviceCompiler, Toolchain, TorchSDK
 from opkiln.devices.nvidia import Devices
 from opkiln.errors import OpkilnError, SettingError, ToolchainError
+from opkiln.forks import cached_property
 from opkiln.model import CPU, CUDA
 from opkiln.process import capture, python_code, signal_name
 from opkiln.settings import override, settings, whole_environment
