@@ -43,8 +43,9 @@ RUN := $(VENV)/bin/python
 unexport PYTHONDONTWRITEBYTECODE
 # One worker more than CPUs: while one waits, another runs.
 # A file's tests stay in one worker, because they share what takes long to build; the longest begin.
-# A test that hangs is ended, and fails: its threads' stacks are printed. A busy machine takes a tenth of that.
-WORKERS := -n $(JOBS) --dist loadfile --no-loadscope-reorder --max-worker-restart 2 \
+# A test that hangs is ended, and the run with it: its threads' stacks are printed. A busy machine takes
+# a tenth of that. (xdist gives a worker that replaces another one no work if a file was finished.)
+WORKERS := -n $(JOBS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0 \
 	-o faulthandler_timeout=900 -o faulthandler_exit_on_timeout=true
 STAMP := $(VENV)/.ready
 DOCS_VENV := .docs-venv
