@@ -112,6 +112,16 @@ def test_a_dtype_without_a_library_runs_as_the_reference_and_is_told() -> None:
     assert x.tolist() == [3.0, 3.0]
 
 
+def test_messages_of_each_dtypes_library_name_the_arguments(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    dt_doubled.load("cpu")
+    monkeypatch.setenv("OPKILN_MODE", "native")
+    for dtype in (torch.float32, torch.bfloat16):
+        with pytest.raises(RuntimeError, match="x has 3 dimensions"):
+            dt_doubled(torch.ones(1, 1, 1, dtype=dtype), [1])
+
+
 def test_native_mode_refuses_a_dtype_without_a_library(monkeypatch: pytest.MonkeyPatch) -> None:
     dt_doubled.load("cpu")
     monkeypatch.setenv("OPKILN_MODE", "native")

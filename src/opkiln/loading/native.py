@@ -227,7 +227,7 @@ def _intact(artifact: Artifact) -> bool:
         return False
 
 
-ABI = 2  # of the record, and of the functions that a library exports for it
+ABI = 3  # of the record, and of the functions that a library exports for it
 
 _Name = tuple[str, str, str]
 
@@ -254,7 +254,6 @@ class Listed(Record):
     function: Function
     namespace: str
     overloads: tuple[str, ...]
-    arguments: str  # their names
 
     @property
     def place(self) -> tuple[str, str]:
@@ -266,7 +265,7 @@ class Listed(Record):
         self.library.opkiln_register.restype = ctypes.c_char_p
         for each in self.overloads:
             name = f"{self.function.name}.{each}" if each else self.function.name
-            words = (text.encode() for text in (self.namespace, name, self.arguments))
+            words = (text.encode() for text in (self.namespace, name))
             wrong = self.library.opkiln_register(self.pointer, *words)
             if wrong:
                 raise LoadError(
@@ -313,10 +312,11 @@ def adopt(spec: OpSpec, library: Any, registration: Registration | None) -> None
         unregister(*_name(spec))
         mine = here.listed[_name(spec)] = []
         for pointer, function in zip(pointers, functions, strict=True):
+            each = Listed(library, pointer, function, namespace, overloads)
             names = ",".join(signature.argument_names(schemas[function.name]))
-            each = Listed(library, pointer, function, namespace, overloads, names)
-            if registration is not None and registration.defined:
-                library.opkiln_refer(pointer, each.place[1].encode())
+            defined = registration is not None and registration.defined
+            reference = each.place[1].encode() if defined else None
+            library.opkiln_describe(pointer, names.encode(), reference)
             mine.append(each)
             try:
                 _enter(each)

@@ -21,8 +21,8 @@ struct opkiln_op {
   const opkiln_op* other;  // the same op of a library for another dtype, or null
   // Named so that a library has these functions if it has an op.
   const opkiln_op* (*list)();
-  const char* (*enter)(const opkiln_op*, const char*, const char*, const char*);
+  void (*describe)(const opkiln_op*, const char*, const char*);
+  const char* (*enter)(const opkiln_op*, const char*, const char*);
   void (*leave)(const opkiln_op*);
-  void (*refer)(const opkiln_op*, const char*);
   void (*link)(const opkiln_op*, const opkiln_op*);
 };

@@ -15,11 +15,11 @@
 extern "C" {
 const opkiln_op* opkiln_ops();  // the first of the library's ops
 // NULL, or what is wrong. The texts are copied.
-const char* opkiln_register(const opkiln_op* op, const char* ns, const char* name,
-                            const char* argument_names);
+// The names are joined by commas. Calls that the kernel does not serve go to the overload `unserved` of
+// the reference, "ns::name", if there is one.
+void opkiln_describe(const opkiln_op* op, const char* argument_names, const char* reference);
+const char* opkiln_register(const opkiln_op* op, const char* ns, const char* name);
 void opkiln_unregister(const opkiln_op* op);
-// Calls that the kernel does not serve go to the overload `unserved` of this op, "ns::name".
-void opkiln_refer(const opkiln_op* op, const char* reference);
 // Calls with another dtype go to this op of another library, and from there on; NULL ends the chain.
 void opkiln_link(const opkiln_op* op, const opkiln_op* other);
 }
@@ -31,7 +31,7 @@ OPK_NAMESPACE_BEGIN
 
 inline opkiln_op* first_op = nullptr;
 
-constexpr uint32_t kRecordABI = 2;
+constexpr uint32_t kRecordABI = 3;
 
 template <size_t N>
 struct Text {
@@ -255,9 +255,9 @@ constexpr DeviceType emulated(DeviceType type) { return type; }
       nullptr,                                                                                         \
       nullptr,                                                                                         \
       &opkiln_ops,                                                                                     \
+      &opkiln_describe,                                                                                \
       &opkiln_register,                                                                                \
       &opkiln_unregister,                                                                              \
-      &opkiln_refer,                                                                                   \
       &opkiln_link};                                                                                   \
   static const ::opk::Listed opkiln_listed_##number(opkiln_op_##number)
 
@@ -267,9 +267,22 @@ OPK_PLAIN_END
 OPK_RARE_BEGIN
 extern "C" inline const opkiln_op* opkiln_ops() { return opk::first_op; }
 
+extern "C" inline void opkiln_describe(const opkiln_op* op, const char* argument_names,
+                                                              const char* reference) {
+  opkiln_op* const mine = const_cast<opkiln_op*>(op);  // one of this library's records
+  const auto keep = [](const char*& kept, const char* text) {
+    if (!text || (kept && __builtin_strcmp(kept, text) == 0)) return;
+    // Never freed: a call in another thread may be about to read it.
+    if (char* const copy = static_cast<char*>(__builtin_malloc(__builtin_strlen(text) + 1))) {
+      kept = __builtin_strcpy(copy, text);
+    }
+  };
+  keep(mine->argument_names, argument_names);
+  keep(mine->reference, reference);
+}
+
 extern "C" inline const char* opkiln_register(const opkiln_op* op, const char* ns,
-                                                                    const char* name,
-                                                                    const char* argument_names) {
+                                                                    const char* name) {
   using opk::DeviceType;
   using opk::DType;
   if (aoti_torch_dtype_float32() != static_cast<int32_t>(DType::float32) ||
@@ -281,13 +294,7 @@ extern "C" inline const char* opkiln_register(const opkiln_op* op, const char* n
       aoti_torch_device_type_meta() != static_cast<int32_t>(DeviceType::meta)) {
     return "this torch numbers dtypes or devices differently than op.h";
   }
-  opkiln_op* const mine = const_cast<opkiln_op*>(op);  // one of this library's records
-  if (!mine->argument_names) {
-    // Never freed: a call in another thread may be about to name an argument.
-    if (char* const copy = static_cast<char*>(__builtin_malloc(__builtin_strlen(argument_names) + 1))) {
-      mine->argument_names = __builtin_strcpy(copy, argument_names);
-    }
-  }
+  opkiln_op* const mine = const_cast<opkiln_op*>(op);
   // An op may have several names: overloads of one function.
   TorchLibraryHandle library = mine->library;
   if (library || aoti_torch_library_init_impl(ns, op->key, op->file, op->line, &library) == 0) {
@@ -306,15 +313,6 @@ extern "C" inline void opkiln_unregister(const opkiln_op* op) {
   opkiln_op* const mine = const_cast<opkiln_op*>(op);
   if (mine->library) aoti_torch_delete_library_object(mine->library);
   mine->library = nullptr;
-}
-
-extern "C" inline void opkiln_refer(const opkiln_op* op, const char* reference) {
-  opkiln_op* const mine = const_cast<opkiln_op*>(op);
-  if (mine->reference) return;  // an op has one name
-  // Never freed, as the names of arguments.
-  if (char* const copy = static_cast<char*>(__builtin_malloc(__builtin_strlen(reference) + 1))) {
-    mine->reference = __builtin_strcpy(copy, reference);
-  }
 }
 
 extern "C" inline void opkiln_link(const opkiln_op* op, const opkiln_op* other) {
