@@ -12,8 +12,6 @@ import threading
 from _weakrefset import WeakSet  # threading has it already, and weakref takes a millisecond
 from typing import TYPE_CHECKING, Any
 
-__all__ = ["cached_property", "lock"]
-
 _locks: WeakSet[Any] = WeakSet()
 
 
@@ -35,7 +33,9 @@ os.register_at_fork(after_in_child=_free)
 
 
 if sys.version_info >= (3, 12) or TYPE_CHECKING:
-    from functools import cached_property
+    import functools
+
+    cached_property = functools.cached_property
 else:
 
     class cached_property:  # noqa: N801

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from sample.package import rest
 
 _SCRIPT = """\
 #!/bin/sh
-# {note}
+# {name} {note}
 for each in "$@"; do
   case "$each" in
     --version) {version} ;;
@@ -33,6 +34,7 @@ class Compiler:
             pytest.skip("no C++ compiler")
         self._real = real
         self._log = directory / "compiles.log"
+        self._name = secrets.token_hex(8)  # the pool has objects of the compilers of earlier runs
         self.path = directory / "counting-g++"
         self.write()
 
@@ -40,7 +42,7 @@ class Compiler:
         """(Re)place the script. ``version`` is what it says it is; ``before`` runs first."""
         claim = f"echo '{version}'; exit 0" if version else ":"
         text = _SCRIPT.format(
-            note=note, version=claim, before=before, log=self._log, real=self._real
+            name=self._name, note=note, version=claim, before=before, log=self._log, real=self._real
         )
         temporary = self.path.with_suffix(".new")
         temporary.write_text(text)
