@@ -112,6 +112,12 @@ def test_a_dtype_without_a_library_runs_as_the_reference_and_is_told() -> None:
     assert x.tolist() == [3.0, 3.0]
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_call_that_the_reference_refuses_too_is_an_error_and_no_fallback() -> None:
+    with pytest.raises(RuntimeError, match="rows is empty"):
+        dt_doubled(torch.ones(2, dtype=torch.float16), [])
+
+
 def test_messages_of_each_dtypes_library_name_the_arguments(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

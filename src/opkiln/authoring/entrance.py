@@ -128,16 +128,14 @@ class Entrance(Function):
             return self.reference(*args, **kwargs)
         variant, why = self._choose(args, kwargs)
         if variant is None:
-            self.refuse(why)
-            return self.reference(*args, **kwargs)
+            return self._fall_back(why, args, kwargs)
         return (variant.overload if self._has_overloads else variant)(*args, **kwargs)
 
     def unserved(self, *args: Any, unserved_because: str, **kwargs: Any) -> Any:
         """Take a call that a kernel does not serve, or one with a dtype that is not loaded: then
         there is no reason."""
         if unserved_because:
-            self.refuse(unserved_because)
-            return self.reference(*args, **kwargs)
+            return self._fall_back(unserved_because, args, kwargs)
         variant, _ = self._choose(args, kwargs)
         if variant is not None and variant.is_native(device_of(args, kwargs)):
             return variant.overload(*args, **kwargs)  # another thread has just loaded it
@@ -148,13 +146,16 @@ class Entrance(Function):
         with without_autocast(tuple(tensors(args, kwargs))):
             return self._function(*args, **kwargs)
 
-    def refuse(self, why: str) -> None:
-        """Say, once for each reason, that the reference runs. Raises LoadError where it must not"""
+    def _fall_back(self, why: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the reference, and say so once for each reason; not for a call that it refuses, too:
+        then its error says all. Raises LoadError where it must not run."""
         require_allowed(self.op, "reference", why)
+        result = self.reference(*args, **kwargs)
         self.refused += 1
         if why not in self.reasons and len(self.reasons) < _MOST_REASONS:
             self.reasons[why] = None
             warn_caller(f"op {self.op} runs as its pure-PyTorch reference: {why}", FallbackWarning)
+        return result
 
     def load_native(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Variant:
         """The variant for a call, with its library loaded. Raises LoadError if there is none."""
