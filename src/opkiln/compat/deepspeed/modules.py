@@ -54,8 +54,11 @@ class OpModule(ModuleType):
             # It may be there without its ending: that of an optimizer (``create_adam``), or of a
             # dtype (``softmax_fp16``), for a tensor's own dtype decides.
             names = (function, function.rpartition("_")[0])
-            found = next(getattr(home, each) for each in names for home in homes
-                         if hasattr(home, each))  # fmt: skip
+            signatures = [row.renamed.get(name, name).partition("(") for name in names]
+            found = next(
+                rename_arguments(getattr(home, own), arguments) if arguments else getattr(home, own)
+                for own, _, arguments in signatures for home in homes if hasattr(home, own)
+            )  # fmt: skip
             if row.no_grad and callable(found) and not isinstance(found, type):
                 found = torch.no_grad()(found)
             setattr(self, function, found)
@@ -125,10 +128,11 @@ def takes(names: str, optional: int = 0) -> Callable[[Any], Callable[..., Any]]:
     return decorate
 
 
-def renamed(function: Callable[..., Any], names: str, *, over: str = "") -> Callable[..., Any]:
-    """An op's function, to be called by position: ``names`` are its parameters in DeepSpeed's
-    order. Several results are a list, as from pybind11. One is written over the argument ``over``,
-    if that is contiguous; an op that writes to it itself has no result."""
+def rename_arguments(function: Callable[..., Any], arguments: str) -> Callable[..., Any]:
+    """A function of opkiln, called by position as the table says (``x!, bias)``). Several results
+    are a list, as from pybind11. An op that writes to its argument itself has no result."""
+    names = arguments.removesuffix(")").split(", ")
+    over = next((name.removesuffix("!") for name in names if name.endswith("!")), "")
 
     def call(given: Any) -> Any:
         found = function(**vars(given))
@@ -139,4 +143,4 @@ def renamed(function: Callable[..., Any], names: str, *, over: str = "") -> Call
         return list(found) if isinstance(found, tuple) else found
 
     call.__name__ = function.__name__
-    return takes(names)(call)
+    return takes(" ".join(names).replace("!", ""))(call)
