@@ -85,7 +85,7 @@ def same_tensors(some: list[Tensor], others: list[Tensor]) -> bool:
 # The calls of a step
 
 
-class Call(NamedTuple):
+class StepCall(NamedTuple):
     """One call of the op, for parameters of one group on one device."""
 
     group: int
@@ -100,7 +100,7 @@ class Call(NamedTuple):
     rest: list[list[Tensor]]
     hyper: dict[str, Any]
     step: int = 0  # its number, if the op is not what counts
-    kept: Kept | None = None
+    kept: KeptLists | None = None
 
     def run(self, ops: Any, names: Sequence[str]) -> bool:
         """Call the op with the states of these names. Raises before anything is written.
@@ -115,14 +115,14 @@ class Call(NamedTuple):
         self._run_lists(getattr(ops, self.function), names)
         return self.kept is None
 
-    def written(self, names: Sequence[str]) -> list[list[Tensor]]:
+    def written_lists(self, names: Sequence[str]) -> list[list[Tensor]]:
         """The lists that are written to: parameters, states, and the rest."""
         states = [list(map(itemgetter(name), self.states)) for name in names]
         return [self.params, *states, *self.rest]
 
     def _run_lists(self, op: Callable[..., None], names: Sequence[str]) -> None:
         """Tensors whose layouts differ are copied first."""
-        lists, dtensors = self.written(names), []
+        lists, dtensors = self.written_lists(names), []
         if has_shards(self.params):
             # The DTensors' own versions are also counted up, because autograd looks at them.
             lists, dtensors = list(map(parts_of, lists)), lists
@@ -146,7 +146,7 @@ class Call(NamedTuple):
         laid.write_back()
 
 
-class Kept(NamedTuple):
+class KeptLists(NamedTuple):
     """The lists that the op keeps for parameters that are stepped together. Gradients are not kept.
 
     It keeps the tensors alive. It is valid while ``fits`` is true and no entry of a state is
@@ -155,19 +155,19 @@ class Kept(NamedTuple):
 
     function: str  # of the op; makes a step
     handles: Sequence[Tensor]  # its first arguments
-    call: Call  # that passes the lists
+    call: StepCall  # that passes the lists
     parts: list[Tensor]  # of the parameters, on this rank; usually the same list
     written: list[Tensor]
     where: tuple[Any, ...] | None
 
     @classmethod
-    def of(
+    def keep(
         cls,
-        call: Call,
+        call: StepCall,
         names: Sequence[str],
         keep: Callable[..., Sequence[Tensor]],
         by_address: bool,
-    ) -> Kept | None:
+    ) -> KeptLists | None:
         """None if the op keeps nothing: it has no native version, or a tensor is not contiguous.
 
         ``keep`` is called with the op's lists. ``by_address`` says that they are kept as addresses
@@ -176,7 +176,7 @@ class Kept(NamedTuple):
         """
         # The group's own list may change.
         call = call._replace(params=call.params[:])
-        lists = whole = call.written(names)
+        lists = whole = call.written_lists(names)
         if has_shards(call.params):
             lists = list(map(parts_of, whole))
         params, *others = lists

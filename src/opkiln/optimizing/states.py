@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from opkiln.errors import UsageError
-from opkiln.optimizing.op_calls import Kept, same_tensors
+from opkiln.optimizing.op_calls import KeptLists, same_tensors
 
 
 def _telling(method: Any) -> Any:
@@ -67,7 +67,7 @@ class States(_Watched, defaultdict[Any, Any]):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.of_group: dict[int, Kept | None] = {}  # None: the op keeps nothing for this group
+        self.of_group: dict[int, KeptLists | None] = {}  # None: the op keeps nothing for this group
         self._stepped: dict[int, list[Tensor]] = {}  # parameters of the last step over lists
 
     def again(self, group: int, params: list[Tensor]) -> bool:
