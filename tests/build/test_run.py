@@ -162,7 +162,7 @@ assert e.load.__module__.startswith("opkiln.")
 def test_a_python_without_opkiln_is_brought_this_one_and_nothing_beside_it(tmp_path: Path) -> None:
     venv.create(tmp_path / "bare", with_pip=False)
     python = str(tmp_path / "bare" / "bin" / "python")
-    code = "import opkiln.compat.hook as p, sys; print(p.installed()); import click"
+    code = "import opkiln.compat.hook as p, sys; print(p.is_installed()); import click"
     done = run(python, "-c", code)
     assert done.stdout.strip() == "True", done.stderr
     assert "No module named 'click'" in done.stderr

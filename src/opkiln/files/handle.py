@@ -162,9 +162,9 @@ class AsyncIO:
 
     Offsets, sizes and memory may be odd: what direct I/O cannot do goes through a buffer, or, at
     both ends of a write, through the page cache. Until a request has ended, tensors that are read
-    to hold anything, and tensors that are written must not change. What the current stream was
-    given before is waited for before a request with tensors of a GPU begins, and any stream may use
-    them after it. Leaving the block, ``close()`` and dropping the object wait for all requests.
+    to hold anything, and tensors that are written must not change. A request with tensors of a GPU
+    begins when the current stream has finished its work; after the request, any stream may use
+    them. Leaving the block, ``close()`` and dropping the object wait for all requests.
     Raises UsageError for an engine that cannot be used (for "cufile" the first request with a
     tensor of a GPU does), and ArgumentError.
     """

@@ -34,7 +34,7 @@ GELU, RELU, GATED_GELU, GATED_SILU = 1, 2, 3, 4  # DeepSpeed's ActivationFuncTyp
 
 
 def bias_residual(x: Tensor, _residual: Tensor, _bias: Tensor) -> Tensor:
-    """``x``: DeepSpeed's function has nothing else to do, either."""
+    """Returns ``x``, contiguous. DeepSpeed's function does no more."""
     return x.contiguous()
 
 

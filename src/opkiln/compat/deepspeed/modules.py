@@ -99,7 +99,7 @@ class OpModule(ModuleType):
 
 
 def _find(place: str) -> Any:
-    """A place of the table, or what it has: ``module:name``."""
+    """The module that a place of the table names, or for ``module:name`` its attribute."""
     module, _, name = place.partition(":")
     found = import_module(module if module.startswith(".") else f"opkiln.{module}", __package__)
     return getattr(found, name) if name else found

@@ -279,7 +279,7 @@ def _toolkit_check(original: Callable[..., Any], module: ModuleType) -> Callable
     return check
 
 
-# What ``ds_report`` says of opkiln: its table is of DeepSpeed's own builds, which do not serve
+# ds_report's own table shows the builds of DeepSpeed, which are not used. These lines follow it.
 
 _WORDS = {
     OPS: "opkiln's own kernels",

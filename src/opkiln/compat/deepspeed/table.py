@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 class Module(NamedTuple):
     """The stand-in for one of DeepSpeed's modules. Texts are names with spaces between them."""
 
-    # Where its functions are, the first place that has one: modules of this package (with a dot
-    # before them) or below opkiln, or module:class, which is called with the stand-in.
+    # Where its functions are looked up, in this order: in modules of this package (with a dot before
+    # them) or below opkiln, or in an object of module:class, which is called with the stand-in.
     homes: str
     names: str
     for_each: str = ""  # functions that there are once for each suffix
     suffixes: str = ""
     loads: str = ""  # functions of opkiln.ops whose libraries are loaded at once
-    dtype: str = ""  # of those libraries, if there is one for each
+    dtype: str = ""  # the library for this one is loaded, if there is one for each
     no_grad: bool = True  # its functions have no gradients
     # By DeepSpeed's name, functions that have another name there, or other arguments: then they
     # follow in DeepSpeed's order. The result is written over the one with a "!", if that is
