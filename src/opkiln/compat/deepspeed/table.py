@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 class Module(NamedTuple):
     """The stand-in for one of DeepSpeed's modules. Texts are names with spaces between them."""
 
-    # Where its functions are looked up, in this order: in modules of this package (with a dot before
-    # them) or below opkiln, or in an object of module:class, which is called with the stand-in.
+    # Where its functions are looked up, in this order: modules of this package (with a dot before
+    # them) or below opkiln, or module:class, which is called with the stand-in.
     homes: str
     names: str
     for_each: str = ""  # functions that there are once for each suffix
