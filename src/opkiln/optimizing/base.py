@@ -21,9 +21,9 @@ from opkiln.optimizing.checks import (
     check_numbers,
     check_saved_group,
     check_saved_state,
-    name_in,
+    name_param,
     own_entries,
-    place,
+    param_position,
 )
 from opkiln.optimizing.op_calls import KeptLists, StepCall, arguments_of
 from opkiln.optimizing.sharded import gradient_parts, has_shards, refuse_partial
@@ -127,7 +127,7 @@ class ListOptimizer(torch.optim.Optimizer):
             (i, grad) for i, grad in grads if grad is not None and grad.layout != torch.strided
         )
         raise UsageError(
-            f"the gradient of {place(index, group, i)} is sparse ({grad.layout}); "
+            f"the gradient of {param_position(index, group, i)} is sparse ({grad.layout}); "
             f"{self.OWNER} takes dense gradients only",
             hint="torch.optim.SparseAdam(params)",
         )
@@ -178,7 +178,7 @@ class ListOptimizer(torch.optim.Optimizer):
                 group.pop(name, None)
             self._check(group)
             for i, param in enumerate(group["params"]):
-                self._check_param(param, place(index, group, i))
+                self._check_param(param, param_position(index, group, i))
         except UsageError:
             self.param_groups.pop()
             raise
@@ -372,7 +372,7 @@ class ListOptimizer(torch.optim.Optimizer):
             grads = list(map(_GRAD, params))
         # Kept lists know whether there are DTensors among these parameters.
         if has_shards(params) if kept is None else kept.sharded:
-            grads = gradient_parts(params, grads, name_in(index, group))
+            grads = gradient_parts(params, grads, partial(name_param, index, group))
         if kept is not None:
             return [kept.call._replace(gradients=[grads], hyper={}, kept=kept)]
         devices = [torch.device("cpu")]
@@ -395,7 +395,7 @@ class ListOptimizer(torch.optim.Optimizer):
             call.device.type not in self.PLANNED_ON
             or is_capturing(call.device)
             or len(call.params) != len(self.param_groups[index]["params"])
-            or not plans.again(index, call.params)
+            or not plans.is_repeated(index, call.params)
         ):
             return call
         if index not in plans.of_group:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from opkiln.errors import ArgumentError, ArgumentTypeError, UsageError
 from opkiln.optimizing.base import ListOptimizer
-from opkiln.optimizing.checks import DTYPES, as_number, place
+from opkiln.optimizing.checks import DTYPES, as_number, param_position
 from opkiln.optimizing.op_calls import StepCall
 from opkiln.optimizing.sharded import gradient_parts, has_shards, placement_text, same_placement
 from opkiln.optimizing.stepping import StepHandle
@@ -281,7 +281,7 @@ def _check_copies(groups: list[dict[str, Any]], copies: Mapping[Tensor, Tensor])
         for i, param in enumerate(group["params"]):
             if (copy := copies.get(param)) is None:
                 continue
-            name = f"the copy of {place(index, group, i)}"
+            name = f"the copy of {param_position(index, group, i)}"
             if copy.device.type != "cpu" or copy.dtype not in DTYPES:
                 raise ArgumentTypeError(
                     f"{name} is {copy.dtype} on {copy.device}, "

@@ -21,7 +21,7 @@ from torch.autograd.graph import increment_version
 from opkiln import signature
 from opkiln.model import function_name
 from opkiln.optimizing.checks import MASTER
-from opkiln.optimizing.sharded import has_shards, like, parts_of
+from opkiln.optimizing.sharded import has_shards, parts_of, wrap_part
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -142,7 +142,7 @@ class StepCall(NamedTuple):
         for name, row in zip((*names, MASTER), others, strict=False):
             for param, state, tensor in zip(self.params, self.states, row, strict=False):
                 if name in state:
-                    state[name] = like(param, tensor)
+                    state[name] = wrap_part(param, tensor)
         laid.write_back()
 
 
@@ -185,7 +185,7 @@ class KeptLists(NamedTuple):
         handles = keep(params, *call.gradients, *others)
         if not handles[-1].numel():
             return None
-        where = _where(params, call.device) if by_address else None
+        where = _addresses_and_stream(params, call.device) if by_address else None
         function = call.function + ("planned_" if by_address else "kept_")
         # A view shares the version of its base, which must be counted up once.
         bases = (each if each._base is None else each._base for each in chain(*lists, *whole))
@@ -199,7 +199,9 @@ class KeptLists(NamedTuple):
         # A DTensor may have got another local tensor.
         if self.sharded and not same_tensors(parts_of(params), self.parts):
             return False
-        return self.where is None or self.where == _where(self.parts, self.call.device)
+        return self.where is None or self.where == _addresses_and_stream(
+            self.parts, self.call.device
+        )
 
     @property
     def sharded(self) -> bool:
@@ -207,7 +209,7 @@ class KeptLists(NamedTuple):
         return self.parts is not self.call.params
 
 
-def _where(parts: list[Tensor], device: torch.device) -> tuple[Any, ...]:
+def _addresses_and_stream(parts: list[Tensor], device: torch.device) -> tuple[Any, ...]:
     """The tensors' addresses, which an assignment to ``param.data`` changes, and the stream."""
     on_gpu = device.type == "cuda"
     stream = torch.cuda.current_stream(device).cuda_stream if on_gpu else 0
@@ -253,12 +255,12 @@ def lay_out_alike(
         model = param if is_model else param.contiguous()
         if not is_model:
             staged.append((param, model))
-        rows.append([model, *(_like(model, tensor) for tensor in rest)])
+        rows.append([model, *(_match_layout(model, tensor) for tensor in rest)])
     lists = [list(column) for column in zip(*rows, strict=True)]
     return None if all(map(same_tensors, lists, (params, *others))) else Laid(lists, staged)
 
 
-def _like(model: Tensor, tensor: Tensor) -> Tensor:
+def _match_layout(model: Tensor, tensor: Tensor) -> Tensor:
     """The tensor, or a copy that is laid out like the model."""
     if tensor.stride() == model.stride() or tensor.shape != model.shape or not tensor.numel():
         return tensor

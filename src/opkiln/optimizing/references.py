@@ -257,7 +257,7 @@ class FusedStep:
             # If this is true, nothing is written.
             self._skip = None if found_inf is None else found_inf.reshape(()) != 0
 
-    def each(self, update: Callable[..., Sequence[Tensor | None]]) -> None:
+    def update_params(self, update: Callable[..., Sequence[Tensor | None]]) -> None:
         """Store what ``update(i, numbers, parameter, gradient, *states)`` returns for each
         parameter: its new value and those of the states. None leaves a tensor as it is.
 

@@ -55,11 +55,7 @@ class OpBuilder(builder.OpBuilder):
     def include_paths(self) -> Sequence[str]:
         return []
 
-    cxx_args = extra_ldflags = libraries_args = include_paths
-
-    def nvcc_args(self) -> Sequence[str]:
-        """Flags for nvcc; a builder without device code has none."""
-        return []
+    cxx_args = nvcc_args = extra_ldflags = libraries_args = include_paths
 
     def spec(self) -> OpSpec:
         spec = super().spec()

@@ -27,7 +27,7 @@ class OpModule(ModuleType):
     """
 
     _refusal: OpkilnError | None = None  # why their module cannot be had
-    _rest: Any = None
+    _built: Any = None
 
     def __init__(
         self,
@@ -55,10 +55,12 @@ class OpModule(ModuleType):
             # dtype (``softmax_fp16``), for a tensor's own dtype decides.
             names = (function, function.rpartition("_")[0])
             signatures = [row.renamed.get(name, name).partition("(") for name in names]
-            found = next(
-                rename_arguments(getattr(home, own), arguments) if arguments else getattr(home, own)
+            found, arguments = next(
+                (getattr(home, own), arguments)
                 for own, _, arguments in signatures for home in homes if hasattr(home, own)
             )  # fmt: skip
+            if arguments:
+                found = rename_arguments(found, arguments)
             if row.no_grad and callable(found) and not isinstance(found, type):
                 found = torch.no_grad()(found)
             setattr(self, function, found)
@@ -69,7 +71,7 @@ class OpModule(ModuleType):
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
         if self._refusal is None:
             try:
-                return getattr(self.rest(), name)
+                return getattr(self.deepspeed_module(), name)
             except OpkilnError as error:
                 self._refusal = error  # a failed build takes minutes, and would fail again
         raise UnservedFunction(
@@ -83,19 +85,19 @@ class OpModule(ModuleType):
         theirs = (name for name in self._list_theirs() if name.isidentifier())
         return sorted({*super().__dir__(), *theirs})
 
-    def rest(self) -> Any:
+    def deepspeed_module(self) -> Any:
         """DeepSpeed's own module. Raises OpkilnError if it cannot be had."""
-        if self._rest is None:
+        if self._built is None:
             if self._build_rest is None:
                 raise UsageError(
                     f"OPKILN_DEEPSPEED does not include `engine` for {self.__name__}",
                     why="the engine would build DeepSpeed's own module",
                     hint="unset OPKILN_DEEPSPEED",
                 )
-            self._rest = self._build_rest()
+            self._built = self._build_rest()
             for tell in self.when_built:
-                tell(self._rest)
-        return self._rest
+                tell(self._built)
+        return self._built
 
 
 def _find(place: str) -> Any:

@@ -6,11 +6,8 @@ What is not listed here comes from DeepSpeed's own sources, function by function
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 
 class Module(NamedTuple):

@@ -36,5 +36,5 @@ def fused_adam_(given: OpArguments) -> None:
         return [times_plus(p, 1 - n.lr * decay, change) if decays else p + change, m, v]
 
     work = FusedStep(given)
-    work.each(step)
+    work.update_params(step)
     work.count_up()

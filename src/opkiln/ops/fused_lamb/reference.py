@@ -64,7 +64,7 @@ def _average(work: FusedStep, given: OpArguments) -> None:
         work.store(sums, given.squares[i])
         return [None, m, v]
 
-    work.each(average)
+    work.update_params(average)
 
 
 def _move(work: FusedStep, given: OpArguments) -> None:
@@ -75,7 +75,7 @@ def _move(work: FusedStep, given: OpArguments) -> None:
         work.store(ratio, given.coefficients[i])
         return [p - (n.lr * ratio).to(p.dtype) * _update(given, n, p, m, v)]
 
-    work.each(move)
+    work.update_params(move)
     work.count_up()
 
 

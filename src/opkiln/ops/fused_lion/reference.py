@@ -32,5 +32,5 @@ def fused_lion_(given: OpArguments) -> None:
         return [p, times_plus(m, beta2, (1 - beta2) * g)]
 
     work = FusedStep(given)
-    work.each(step)
+    work.update_params(step)
     work.count_up()
