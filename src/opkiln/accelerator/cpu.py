@@ -6,11 +6,13 @@ the streams and events of a device whose work is finished when a call returns.
 
 from __future__ import annotations
 
+import os
 import re
 import threading
 import time
 from contextlib import contextmanager
 from functools import partial
+from types import SimpleNamespace
 
 from opkiln import machine
 from opkiln.accelerator.interface import Accelerator, Answer, itt
@@ -18,7 +20,6 @@ from opkiln.accelerator.interface import Accelerator, Answer, itt
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from types import SimpleNamespace
     from typing import Any, ClassVar, Self
 
     import torch
@@ -202,9 +203,6 @@ class CpuAccelerator(OneDevice):
         return "cpu"
 
     def get_device_properties(self, device_index: int | None = None) -> SimpleNamespace:  # noqa: ARG002
-        import os
-        from types import SimpleNamespace
-
         return SimpleNamespace(
             name=machine.cpu_name(),
             total_memory=_bytes("/proc/meminfo", "MemTotal"),

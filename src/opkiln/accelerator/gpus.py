@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 from opkiln import machine
 from opkiln.accelerator.cpu import Chosen, HostStream, OneDevice
 from opkiln.accelerator.interface import Accelerator, Answer, itt
@@ -12,7 +14,6 @@ from opkiln.toolchain.libsycl import intel_gpus
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from types import SimpleNamespace
     from typing import Any, ClassVar
 
     import torch
@@ -180,8 +181,6 @@ class MpsAccelerator(OneDevice):
     # The device
 
     def get_device_properties(self, device_index: int | None = None) -> SimpleNamespace:  # noqa: ARG002
-        from types import SimpleNamespace
-
         memory = int(self.module().recommended_max_memory())  # shared with the host
         return SimpleNamespace(name="Apple GPU", total_memory=memory)
 
