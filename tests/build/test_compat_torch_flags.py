@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from opkiln import plan as plans
-from opkiln.compat.torch.flags import shell_words, translated
+from opkiln.compat.torch.flags import shell_words, translate
 from opkiln.errors import ArchError, SpecError
 from opkiln.model import CUDA, OpSpec
 
@@ -58,7 +58,7 @@ CXX = [
 def test_what_packages_tell_nvcc(
     given: list[str], taken: list[str], archs: str, told: bool
 ) -> None:
-    found = translated("x", device=given)
+    found = translate("x", device=given)
     assert list(found.device) == taken
     assert found.archs == archs
     assert bool(found.remarks) is told
@@ -70,7 +70,7 @@ def test_what_packages_tell_nvcc(
 def test_what_packages_tell_the_host_compiler(
     given: list[str], taken: list[str], native: bool
 ) -> None:
-    found = translated("x", cxx=given)
+    found = translate("x", cxx=given)
     assert list(found.cxx) == taken
     assert found.native is native
     plans.check(OpSpec("x", "x", "/x", ("x.cpp",), cxx_args=found.cxx))
@@ -81,7 +81,7 @@ def test_a_host_compiler_for_nvcc_is_refused_with_the_variable_that_names_it(
     flag: list[str],
 ) -> None:
     with pytest.raises(SpecError, match="-ccbin") as caught:
-        translated("x", device=flag)
+        translate("x", device=flag)
     assert caught.value.hint.startswith("NVCC_CCBIN=no-such-gcc")
 
 
@@ -96,7 +96,7 @@ def test_the_host_compiler_by_any_of_its_names_is_left_out(
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("CXX", cxx.get(name, name))
     for given in (["-ccbin", name], [f"-ccbin={tmp_path / name}"]):
-        found = translated("x", device=given)
+        found = translate("x", device=given)
         assert found.device == ()
         assert "is the host compiler anyway" in found.remarks[0]
 
@@ -107,7 +107,7 @@ def test_the_host_compiler_by_any_of_its_names_is_left_out(
      ([], ["-optf", "file"]), ([], ["--run"]), ([], ["-Xcompiler", "-fplugin=x.so"])],
 )  # fmt: skip
 def test_what_starts_other_programs_is_refused_as_ever(cxx: list[str], device: list[str]) -> None:
-    found = translated("x", cxx, device)
+    found = translate("x", cxx, device)
     spec = OpSpec("x", "x", "/x", ("x.cu",), cxx_args=found.cxx, device_args=found.device,
                   backend=CUDA)  # fmt: skip
     with pytest.raises(SpecError, match="is not allowed"):
@@ -116,13 +116,13 @@ def test_what_starts_other_programs_is_refused_as_ever(cxx: list[str], device: l
 
 @pytest.mark.parametrize("flag", ["-flto=auto", "-flto=8", "-flto=jobserver"])
 def test_link_time_optimization_runs_in_one_process(flag: str) -> None:
-    found = translated("x", cxx=[flag], link=[flag, "-flto=thin"])
+    found = translate("x", cxx=[flag], link=[flag, "-flto=thin"])
     assert (found.cxx, found.link) == (("-flto",), ("-flto", "-flto=thin"))
 
 
 def test_an_architecture_that_is_none_is_quoted() -> None:
     with pytest.raises(ArchError, match="compute"):
-        translated("x", device=["-gencode=arch=compute_80,code=whatever"])
+        translate("x", device=["-gencode=arch=compute_80,code=whatever"])
 
 
 def test_paths_are_those_of_the_directory_that_the_script_runs_in(
@@ -132,7 +132,7 @@ def test_paths_are_those_of_the_directory_that_the_script_runs_in(
     Path("forced.h").touch()
     Path("libmine.a").touch()
     Path("symbols.map").touch()
-    found = translated(
+    found = translate(
         "x",
         cxx=["-Iinclude", "-I", "more", "-include", "forced.h", "-isystem../system"],
         device=["-Iinclude", "-include", "forced.h"],

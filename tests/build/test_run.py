@@ -41,7 +41,7 @@ def patched(code: str) -> str:
 
 
 def test_a_program_and_its_processes_get_opkilns_functions_in_the_place_of_torchs() -> None:
-    asked = "from opkiln.compat import hook; print(hook.installed())"
+    asked = "from opkiln.compat import hook; print(hook.is_installed())"
     code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {asked!r}], check=True)"
     done = run(sys.executable, "-c", f"{code}; {WHOSE}")
     child_has_it, whose = done.stdout.splitlines()
@@ -62,7 +62,7 @@ before = dict(vars(e))
 hook.install()
 hook.install()
 assert e.load.__module__.startswith("opkiln."), e.load
-assert hook.installed()
+assert hook.is_installed()
 hook.remove()
 after = dict(vars(e))
 assert all(after[name] is before[name] for name in before)
@@ -162,7 +162,7 @@ assert e.load.__module__.startswith("opkiln.")
 def test_a_python_without_opkiln_is_brought_this_one_and_nothing_beside_it(tmp_path: Path) -> None:
     venv.create(tmp_path / "bare", with_pip=False)
     python = str(tmp_path / "bare" / "bin" / "python")
-    code = "import opkiln.compat.hook as p, sys; print(p.installed()); import click"
+    code = "import opkiln.compat.hook as p, sys; print(p.is_installed()); import click"
     done = run(python, "-c", code)
     assert done.stdout.strip() == "True", done.stderr
     assert "No module named 'click'" in done.stderr

@@ -29,7 +29,7 @@ PAGE = 4096
 
 @pytest.fixture(autouse=True)
 def everything_is_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handle, "_on_host", lambda _: False)
+    monkeypatch.setattr(handle, "_is_on_host", lambda _: False)
 
 
 @pytest.fixture

@@ -57,7 +57,7 @@ def quick_collections() -> None:
 def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The engine's name. The reference has threads alone."""
     if request.param in FOR_DEVICES:
-        monkeypatch.setattr(handle, "_on_host", lambda _: False)
+        monkeypatch.setattr(handle, "_is_on_host", lambda _: False)
         yield request.param
         gc.collect()
         return
@@ -381,16 +381,16 @@ def test_several_threads_wait_for_one_request(engine: str, tmp_path: Path) -> No
 
 def interrupt_once(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """An interrupt comes when a function of the op has done its work, the first time."""
-    call, left = handle._Queue.call, [name]
+    call, left = handle._RequestQueue.call, [name]
 
-    def interrupted(queue: handle._Queue, function: str, *arguments: Any) -> Any:
+    def interrupted(queue: handle._RequestQueue, function: str, *arguments: Any) -> Any:
         found = call(queue, function, *arguments)
         if function in left:
             left.remove(function)
             raise KeyboardInterrupt
         return found
 
-    monkeypatch.setattr(handle._Queue, "call", interrupted)
+    monkeypatch.setattr(handle._RequestQueue, "call", interrupted)
 
 
 def test_an_interrupt_does_not_close_the_files_of_a_request_that_began(

@@ -152,7 +152,7 @@ def test_a_machine_without_a_driver_says_so(
     assert "CUDA's driver cannot be opened: libcuda.so.1: cannot open" in cufile.why
     files = io.AsyncIO("cufile")  # tensors of the host have their own engine
     files.write(torch.ones(3), tmp_path / "file").wait()
-    monkeypatch.setattr("opkiln.files.handle._on_host", lambda _: False)
+    monkeypatch.setattr("opkiln.files.handle._is_on_host", lambda _: False)
     with pytest.raises(UsageError, match="cuFile cannot be used here\n  CUDA's driver cannot be"):
         files.write(torch.ones(3), tmp_path / "file")
     files.close()

@@ -335,14 +335,14 @@ def test_many_threads_get_one_object_that_was_looked_for_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     looks = []
-    first = detect._first
+    first = detect._find_first
 
     def slow() -> Any:
         looks.append(threading.get_ident())
         time.sleep(0.05)
         return first()
 
-    monkeypatch.setattr(detect, "_first", slow)
+    monkeypatch.setattr(detect, "_find_first", slow)
     found: list[Any] = []
     threads = [
         threading.Thread(target=lambda: found.append(opkiln.get_accelerator())) for _ in range(8)
@@ -362,19 +362,19 @@ def test_a_child_that_is_forked_while_another_thread_looks_finds_it_itself() -> 
         import os, signal, threading, opkiln
         from opkiln.accelerator import detect
         inside, leave = threading.Event(), threading.Event()
-        first = detect._first
+        first = detect._find_first
         def slow():
             inside.set()
             leave.wait()
             return first()
-        detect._first = slow
+        detect._find_first = slow
         looking = threading.Thread(target=opkiln.get_accelerator)
         looking.start()
         inside.wait()
         child = os.fork()
         if child == 0:
             signal.alarm(20)  # a child that waits for a thread it does not have is killed
-            detect._first = first
+            detect._find_first = first
             os._exit(0 if opkiln.get_accelerator().name == "cpu" else 1)
         print(os.waitpid(child, 0)[1])
         leave.set()

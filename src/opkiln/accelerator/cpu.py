@@ -6,11 +6,13 @@ the streams and events of a device whose work is finished when a call returns.
 
 from __future__ import annotations
 
+import os
 import re
 import threading
 import time
 from contextlib import contextmanager
 from functools import partial
+from types import SimpleNamespace
 
 from opkiln import machine
 from opkiln.accelerator.interface import Accelerator, Answer, itt
@@ -18,7 +20,6 @@ from opkiln.accelerator.interface import Accelerator, Answer, itt
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from types import SimpleNamespace
     from typing import Any, ClassVar, Self
 
     import torch
@@ -116,6 +117,12 @@ class OneDevice(Accelerator):
     own for the CPU (``torch.cpu.Stream``)."""
 
     DEFAULT: ClassVar[HostStream] = HostStream()
+    _INSTEAD: ClassVar = {
+        "set_device": lambda: None,
+        "current_device": lambda: 0,
+        "manual_seed_all": "manual_seed",
+    }
+    _HAS_MEMORY = False
 
     def _ask(
         self,
@@ -125,12 +132,6 @@ class OneDevice(Accelerator):
         of: Any = None,
     ) -> Any:
         return super()._ask(function, None, *given, of=of)
-
-    def set_device(self, device_index: int) -> None:
-        """Does nothing: there is only one."""
-
-    def current_device(self) -> int:
-        return 0
 
     @property
     def Stream(self) -> Any:  # noqa: N802
@@ -152,21 +153,8 @@ class OneDevice(Accelerator):
     def default_stream(self, device_index: int | None = None) -> Any:  # noqa: ARG002
         return self.DEFAULT
 
-    def manual_seed_all(self, seed: int) -> None:
-        self.manual_seed(seed)
-
     def initial_seed(self) -> int:
         return self.default_generator(0).initial_seed()
-
-    def pin_memory(
-        self,
-        tensor: torch.Tensor,
-        align_bytes: int = 1,  # noqa: ARG002 (nothing is allocated)
-        make_copy: bool = True,  # noqa: ARG002
-        match_shape: bool = True,  # noqa: ARG002
-    ) -> torch.Tensor:
-        """The tensor unchanged: the device reads the host's memory."""
-        return tensor
 
 
 def _bytes(path: str, name: str) -> int:
@@ -175,19 +163,30 @@ def _bytes(path: str, name: str) -> int:
     return int(found[1]) << 10 if found else 0
 
 
+def _reset_peak() -> None:
+    try:
+        with open("/proc/self/clear_refs", "w", encoding="ascii") as file:
+            file.write("5")  # proc(5): resets VmHWM, and changes nothing else
+    except OSError:
+        pass  # some sandboxes have no such file: the peak of the whole process stays
+
+
 class CpuAccelerator(OneDevice):
     """It uses the process's memory, and work is finished when a call returns."""
 
     name = "cpu"
     device_type = "cpu"
-    # The memory is the process's, in bytes.
+    # The memory is the process's, in bytes. torch does not cache host memory.
     _INSTEAD: ClassVar = {
+        **OneDevice._INSTEAD,
+        "empty_cache": lambda: None,
         "memory_allocated": partial(_bytes, "/proc/self/status", "VmRSS"),
         "max_memory_allocated": partial(_bytes, "/proc/self/status", "VmHWM"),
         "memory_reserved": partial(_bytes, "/proc/self/status", "VmRSS"),
         "max_memory_reserved": partial(_bytes, "/proc/self/status", "VmHWM"),
         "get_rng_state": "get_state",
         "set_rng_state": "set_state",
+        "reset_peak_memory_stats": _reset_peak,
     }
 
     @classmethod
@@ -204,9 +203,6 @@ class CpuAccelerator(OneDevice):
         return "cpu"
 
     def get_device_properties(self, device_index: int | None = None) -> SimpleNamespace:  # noqa: ARG002
-        import os
-        from types import SimpleNamespace
-
         return SimpleNamespace(
             name=machine.cpu_name(),
             total_memory=_bytes("/proc/meminfo", "MemTotal"),
@@ -230,19 +226,9 @@ class CpuAccelerator(OneDevice):
 
     # Memory
 
-    def empty_cache(self) -> None:
-        """Does nothing: torch does not cache host memory."""
-
     def memory_stats(self, device_index: int | None = None) -> dict[str, Any]:
         now, most = self.memory_allocated(device_index), self.max_memory_allocated(device_index)
         return {"allocated_bytes.all.current": now, "allocated_bytes.all.peak": most}
-
-    def reset_peak_memory_stats(self, device_index: int | None = None) -> None:  # noqa: ARG002
-        try:
-            with open("/proc/self/clear_refs", "w", encoding="ascii") as file:
-                file.write("5")  # proc(5): resets VmHWM, and changes nothing else
-        except OSError:
-            pass  # some sandboxes have no such file: the peak of the whole process stays
 
     def available_memory(self, device_index: int | None = None) -> int:  # noqa: ARG002
         return _bytes("/proc/meminfo", "MemAvailable")
@@ -258,5 +244,5 @@ class CpuAccelerator(OneDevice):
         mkldnn: Any = torch.backends.mkldnn
         return bool(mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_fp16_supported())
 
-    def _marks(self) -> Any:
+    def _ranges(self) -> Any:
         return itt()

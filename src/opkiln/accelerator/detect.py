@@ -52,7 +52,7 @@ def get_accelerator() -> Accelerator:
     if asked not in _found:
         with _lock:
             if asked not in _found:
-                _found[asked] = _named(asked) if asked else _first()
+                _found[asked] = _find_by_name(asked) if asked else _find_first()
     chosen = _found[asked][0]
     return chosen
 
@@ -86,7 +86,7 @@ def survey(root: str | None = None) -> tuple[Answer, ...]:
 # Looking for a device
 
 
-def _first() -> tuple[Any, tuple[Answer, ...]]:
+def _find_first() -> tuple[Any, tuple[Answer, ...]]:
     answers = []
     for answer, accelerator in _ask_all(ROOT):
         answers.append(answer)
@@ -126,7 +126,7 @@ def _ask_entry(entry: EntryPoint, root: str, *, asked: bool) -> tuple[Answer, An
 # An accelerator that is requested by name, or given
 
 
-def _named(name: str) -> tuple[Any, tuple[Answer, ...]]:
+def _find_by_name(name: str) -> tuple[Any, tuple[Answer, ...]]:
     if name in KINDS:
         kind = KINDS[name]
         answer = kind.look(ROOT, asked=True)
@@ -148,7 +148,7 @@ def _named(name: str) -> tuple[Any, tuple[Answer, ...]]:
 def _unusable(name: str, reason: str) -> AcceleratorError:
     others = [answer for answer in survey() if answer.name != name]
     usable = [answer.name for answer in others if answer.present]
-    return choice.unusable(name, reason, _listed(others), usable[0])
+    return choice.unusable(name, reason, _describe(others), usable[0])
 
 
 def _check(accelerator: Any) -> None:
@@ -165,11 +165,12 @@ def _check(accelerator: Any) -> None:
         reasons = [answer.why for answer in answers if answer.name == name and not answer.present]
         raise AcceleratorError(
             f"accelerator {name!r} cannot be used: {next(iter(reasons), 'no device answers')}",
-            why=_listed([answer for answer in answers if answer.name != name]),
+            why=_describe([answer for answer in answers if answer.name != name]),
         )
 
 
-def _listed(answers: list[Answer]) -> str:
+def _describe(answers: list[Answer]) -> str:
+    """A line for each accelerator; those that can be used come first."""
     able = [f"{answer.name} can: {answer.why}" for answer in answers if answer.present]
     unable = [f"{answer.name} cannot: {answer.why}" for answer in answers if not answer.present]
     return "\n".join([*able, *unable])

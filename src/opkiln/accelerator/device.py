@@ -40,8 +40,10 @@ class Device:
 
     name: ClassVar[str] = ""  # in OPKILN_ACCELERATOR and in an op's BACKENDS: "rocm"
     device_type: ClassVar[str] = ""  # torch's word for its devices: "cuda"
-    # What to call instead of a function of its module: one by another name, or any other.
+    # What to call in place of a function of its module: one by another name, or any function. It
+    # gets the arguments that the function of the module would get.
     _INSTEAD: ClassVar[Mapping[str, str | Callable[..., Any]]] = {}
+    _HAS_MEMORY: ClassVar[bool] = True  # of its own; without it, the device reads the host's
 
     def __init__(self, module: Any = None) -> None:
         """``module`` is used instead of ``torch.<device_type>`` and has the same functions.
@@ -107,11 +109,11 @@ class Device:
 
     def set_device(self, device_index: int) -> None:
         """Make a device the current one of this thread."""
-        self.module().set_device(device_index)
+        self._ask("set_device", device_index)
 
     def current_device(self) -> int:
         """The index of the current device."""
-        return int(self.module().current_device())
+        return int(self._ask("current_device"))
 
     def current_device_name(self) -> str:
         """The current device, in the form of ``device_name``."""
@@ -181,7 +183,7 @@ class Device:
 
     def empty_cache(self) -> None:
         """Return memory that the allocator caches and nobody uses."""
-        self.module().empty_cache()
+        self._ask("empty_cache")
 
     def memory_allocated(self, device_index: int | None = None) -> int:
         """Bytes that tensors use."""
@@ -247,8 +249,9 @@ class Device:
         make_copy: bool = True,  # noqa: ARG002 (it always copies, and keeps the shape)
         match_shape: bool = True,  # noqa: ARG002
     ) -> torch.Tensor:
-        """A copy of a CPU tensor in page-locked memory, from which the device copies faster."""
-        return tensor.pin_memory()
+        """A copy of a CPU tensor in page-locked memory, from which the device copies faster; the
+        tensor itself if the device reads the host's memory."""
+        return tensor.pin_memory() if self._HAS_MEMORY else tensor
 
     def unpin_memory(self, tensor: torch.Tensor) -> None:
         """Does nothing: torch frees the pages with the last tensor on them."""
@@ -294,11 +297,11 @@ class Device:
 
     def manual_seed(self, seed: int) -> None:
         """Seed the current device's generator."""
-        self._generators().manual_seed(seed)
+        self._ask("manual_seed", None, seed, of=self._generators())
 
     def manual_seed_all(self, seed: int) -> None:
         """Seed the generators of all devices."""
-        self._generators().manual_seed_all(seed)
+        self._ask("manual_seed_all", None, seed, of=self._generators())
 
     def initial_seed(self) -> int:
         """The seed of the current device's generator."""

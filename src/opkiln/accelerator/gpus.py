@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 from opkiln import machine
 from opkiln.accelerator.cpu import Chosen, HostStream, OneDevice
 from opkiln.accelerator.interface import Accelerator, Answer, itt
@@ -12,7 +14,6 @@ from opkiln.toolchain.libsycl import intel_gpus
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from types import SimpleNamespace
     from typing import Any, ClassVar
 
     import torch
@@ -21,15 +22,24 @@ if TYPE_CHECKING:
 _FP8 = ("gfx94", "gfx95", "gfx12")
 
 
-class CudaAccelerator(Accelerator):
-    """``torch.cuda``."""
+class _TorchCuda(Accelerator):
+    """``torch.cuda``, which drives NVIDIA's GPUs, and those of AMD in a ROCm torch."""
 
-    name = "cuda"
     device_type = "cuda"
     COMMUNICATION = "nccl"
-    EXPORTED: ClassVar[tuple[str, ...]] = ("NCCL",)
-    VISIBLE: ClassVar[tuple[str, ...]] = ("CUDA_VISIBLE_DEVICES",)
     TRITON = True
+    _RANGES = "nvtx"
+
+    def communication_backend_version(self) -> tuple[int, ...] | None:
+        return tuple(self.module().nccl.version())
+
+
+class CudaAccelerator(_TorchCuda):
+    """NVIDIA's GPUs."""
+
+    name = "cuda"
+    EXPORTED = ("NCCL",)
+    VISIBLE = ("CUDA_VISIBLE_DEVICES",)
 
     @classmethod
     def look(cls, root: str = "/", *, asked: bool = False) -> Answer:  # noqa: ARG003
@@ -45,9 +55,6 @@ class CudaAccelerator(Accelerator):
         if why := why_torch_lacks("CUDA"):
             return Answer(cls.name, False, f"{why}; the GPU is there: {gpus[0].name}")
         return Answer(cls.name, True, f"{len(gpus)} x {gpus[0].name}, asked by {devices.how}")
-
-    def communication_backend_version(self) -> tuple[int, ...] | None:
-        return tuple(self.module().nccl.version())
 
     def _capability(self) -> tuple[int, int]:
         major, minor = self.module().get_device_capability()
@@ -70,12 +77,9 @@ class CudaAccelerator(Accelerator):
         # torch has one kernel for it from 9.0 on; before, it loops over the groups.
         return self.is_triton_supported() and self._capability() < (9, 0)
 
-    def _marks(self) -> Any:
-        return self.module().nvtx
 
-
-class RocmAccelerator(CudaAccelerator):
-    """``torch.cuda`` of a ROCm torch: the same functions, AMD's devices."""
+class RocmAccelerator(_TorchCuda):
+    """AMD's GPUs. torch's capability of (9, 0) means a gfx90a here."""
 
     name = "rocm"
     EXPORTED = ("NCCL", "RCCL", "HSA", "HIP")
@@ -96,21 +100,8 @@ class RocmAccelerator(CudaAccelerator):
             return Answer(cls.name, False, f"{why}; the GPU is there: {gpus[0].arch}")
         return Answer(cls.name, True, f"{len(gpus)} x {gpus[0].name or 'GPU'} ({gpus[0].arch})")
 
-    def is_bf16_supported(self) -> bool:
-        return True
-
-    def is_fp16_supported(self) -> bool:
-        return True
-
     def is_fp8_supported(self) -> bool:
         return str(self.get_device_properties().gcnArchName).startswith(_FP8)
-
-    def is_triton_supported(self) -> bool:
-        # torch's capability of (9, 0) means a gfx90a here; it cannot be compared with NVIDIA's.
-        return Accelerator.is_triton_supported(self)
-
-    def prefer_triton_grouped_mm(self) -> bool:
-        return False
 
 
 class XpuAccelerator(Accelerator):
@@ -138,7 +129,7 @@ class XpuAccelerator(Accelerator):
             return Answer(cls.name, False, f"{why}; the GPU is there: {nodes[0]}")
         return Answer(cls.name, True, f"{len(nodes)} x Intel GPU ({', '.join(nodes)})")
 
-    def _marks(self) -> Any:
+    def _ranges(self) -> Any:
         return itt()
 
 
@@ -165,10 +156,12 @@ class MpsAccelerator(OneDevice):
     name = "mps"
     device_type = "mps"
     _INSTEAD: ClassVar = {
+        **OneDevice._INSTEAD,
         "memory_allocated": "current_allocated_memory",
         "max_memory_allocated": "driver_allocated_memory",
         "memory_reserved": "driver_allocated_memory",
         "max_memory_reserved": "driver_allocated_memory",
+        "reset_peak_memory_stats": lambda: None,
     }
     DEFAULT = MpsStream()
 
@@ -188,8 +181,6 @@ class MpsAccelerator(OneDevice):
     # The device
 
     def get_device_properties(self, device_index: int | None = None) -> SimpleNamespace:  # noqa: ARG002
-        from types import SimpleNamespace
-
         memory = int(self.module().recommended_max_memory())  # shared with the host
         return SimpleNamespace(name="Apple GPU", total_memory=memory)
 
@@ -206,6 +197,3 @@ class MpsAccelerator(OneDevice):
             "allocated_bytes.all.current": self.memory_allocated(device_index),
             "reserved_bytes.all.current": self.memory_reserved(device_index),
         }
-
-    def reset_peak_memory_stats(self, device_index: int | None = None) -> None:
-        """Does nothing: there are no peaks."""

@@ -35,6 +35,7 @@ class Accelerator(Device):
     VISIBLE: ClassVar[tuple[str, ...]] = ()  # variables that select devices
     COMPILE_BACKEND: ClassVar[str] = "inductor"  # what torch.compile uses
     TRITON: ClassVar[bool] = False  # whether Triton has a backend for such devices
+    _RANGES: ClassVar[str] = ""  # the part of its module that has the profiler's ranges
 
     # Streams, and events that order and time their work
 
@@ -105,19 +106,19 @@ class Accelerator(Device):
         category: str | None = None,  # noqa: ARG002
     ) -> None:
         """Begin a range with this name in the profiler's timeline."""
-        marks = self._marks()
-        if marks is not None:
-            marks.range_push(msg)
+        ranges = self._ranges()
+        if ranges is not None:
+            ranges.range_push(msg)
 
     def range_pop(self, domain: str | None = None) -> None:  # noqa: ARG002
         """End the latest range."""
-        marks = self._marks()
-        if marks is not None:
-            marks.range_pop()
+        ranges = self._ranges()
+        if ranges is not None:
+            ranges.range_pop()
 
-    def _marks(self) -> Any:
+    def _ranges(self) -> Any:
         """What has ``range_push`` and ``range_pop``, or None."""
-        return None
+        return getattr(self.module(), self._RANGES, None) if self._RANGES else None
 
     # Sensors
 

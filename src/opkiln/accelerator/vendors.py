@@ -21,7 +21,6 @@ class VendorAccelerator(Accelerator):
 
     PACKAGES: ClassVar[tuple[str, ...]] = ()
     NODES: ClassVar[tuple[str, ...]] = ()  # the devices' files, without their number
-    MARKS: ClassVar[str] = ""  # the part of its module that has the profiler's ranges
 
     @classmethod
     def look(cls, root: str = "/", *, asked: bool = False) -> Answer:
@@ -53,9 +52,6 @@ class VendorAccelerator(Accelerator):
         import_module(self._package() or self.PACKAGES[0])  # registers the device with torch
         return super()._find_module()
 
-    def _marks(self) -> Any:
-        return getattr(self.module(), self.MARKS, None) if self.MARKS else None
-
 
 def _has_numbered_file(root: str, node: str) -> bool:
     """Whether there is a file with this name followed by a number."""
@@ -71,6 +67,7 @@ class _Gaudi(VendorAccelerator):
     """``habana_frameworks.torch.hpu``, which differs from torch's own modules."""
 
     COMPILE_BACKEND = "hpu_backend"
+    _INSTEAD: ClassVar = {"empty_cache": lambda: None}  # the graph compiler owns the memory
 
     def _find_module(self) -> Any:
         return import_module("habana_frameworks.torch.hpu")
@@ -89,9 +86,6 @@ class _Gaudi(VendorAccelerator):
 
     def handles_memory_backpressure(self) -> bool:
         return True
-
-    def empty_cache(self) -> None:
-        """Does nothing: the graph compiler owns the memory."""
 
     def total_memory(self, device_index: int | None = None) -> int:
         return int(self.memory_stats(device_index)["Limit"])
@@ -125,7 +119,7 @@ _VENDORS = (
           VISIBLE=("ASCEND_RT_VISIBLE_DEVICES",), EXPORTED=("ASCEND", "HCCL", *_PATHS)),
     _kind("mlu", PACKAGES=("torch_mlu",), NODES=("dev/cambricon_dev",), COMMUNICATION="cncl",
           VISIBLE=("MLU_VISIBLE_DEVICES",), EXPORTED=("NEUWARE_HOME", "CNCL", *_PATHS),
-          TRITON=True, MARKS="cnpx"),
+          TRITON=True, _RANGES="cnpx"),
     _kind("sdaa", PACKAGES=("torch_sdaa",), NODES=("dev/tcaicard",), COMMUNICATION="tccl",
           VISIBLE=("SDAA_VISIBLE_DEVICES",), EXPORTED=("TCCL", "SDAA", *_PATHS)),
     _kind("supa", PACKAGES=("torch_supa", "torch_br"), NODES=("dev/biren/card_",),

@@ -53,7 +53,8 @@ def agree() -> None:
     if RECORDED in named:
         ensure(())  # from here on all ranks are in the same start of the job
         # The file grows while the job runs, so one rank reads it for all.
-        named = told_by_first("ops", [*(each for each in named if each != RECORDED), *_recorded()])
+        listed = [each for each in named if each != RECORDED]
+        named = told_by_first("ops", [*listed, *_recorded_ops()])
     if named:
         ensure(named)
     process = os.getpid()
@@ -68,7 +69,7 @@ def agree() -> None:
     loader.before_load = share
 
 
-def _recorded() -> list[str]:
+def _recorded_ops() -> list[str]:
     from opkiln.errors import StoreError
     from opkiln.loading import recording
     from opkiln.model import ONE_CALL

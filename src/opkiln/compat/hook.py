@@ -108,7 +108,7 @@ def remove(modules: Iterable[str] = PARTS) -> None:
             _finder = None
 
 
-def installed() -> bool:
+def is_installed() -> bool:
     """Whether ``install`` is in force in this process."""
     return _finder is not None
 

@@ -43,14 +43,14 @@ class Transfer(NamedTuple):
     offset: int = 0  # in bytes, from the beginning of the file
 
 
-class _Part(NamedTuple):
+class _Range(NamedTuple):
     path: Path
     offset: int
     size: int
 
 
-class _Queue:
-    """The queue of ``async_io`` or ``gds``, and the requests that nobody has waited for."""
+class _RequestQueue:
+    """A queue of ``async_io`` or ``gds``, and its requests that nobody has waited for."""
 
     def __init__(self, handle: Tensor, gds: devices.DeviceQueue | None = None) -> None:
         self.handle, self.gds = handle, gds
@@ -68,7 +68,9 @@ class Request:
     """A read or a write that was begun. It ends whether or not anybody keeps this object, and the
     tensors stay in memory until then."""
 
-    def __init__(self, queue: _Queue, number: int, parts: list[_Part], partial: bool) -> None:
+    def __init__(
+        self, queue: _RequestQueue, number: int, parts: list[_Range], partial: bool
+    ) -> None:
         self._queue, self._number, self._parts, self._partial = queue, number, parts, partial
         self._outcome: list[int] | None = None
         self._words = ""  # of CUDA's driver, if it failed
@@ -160,9 +162,9 @@ class AsyncIO:
 
     Offsets, sizes and memory may be odd: what direct I/O cannot do goes through a buffer, or, at
     both ends of a write, through the page cache. Until a request has ended, tensors that are read
-    to hold anything, and tensors that are written must not change. What the current stream was
-    given before is waited for before a request with tensors of a GPU begins, and any stream may use
-    them after it. Leaving the block, ``close()`` and dropping the object wait for all requests.
+    to hold anything, and tensors that are written must not change. A request with tensors of a GPU
+    begins when the current stream has finished its work; after the request, any stream may use
+    them. Leaving the block, ``close()`` and dropping the object wait for all requests.
     Raises UsageError for an engine that cannot be used (for "cufile" the first request with a
     tensor of a GPU does), and ArgumentError.
     """
@@ -187,11 +189,11 @@ class AsyncIO:
         self.direct = direct
         like = torch.empty(0, device="cpu")  # whatever the default device is
         handle = ops().aio_open(like, self.engine, depth, block_size, min(threads, depth))
-        self._queue = _Queue(handle)
+        self._queue = _RequestQueue(handle)
         self._queues = [self._queue]  # and the one for devices, when there is one
         self._guard = forks.lock()
         self._registered: dict[int, Tensor] = {}
-        self._closer = weakref.finalize(self, _drop, self._queues, self._registered)
+        self._closer = weakref.finalize(self, _close_queues, self._queues, self._registered)
 
     def read(
         self, tensor: Tensor, path: Path, offset: int = 0, *, partial: bool = False
@@ -295,7 +297,7 @@ class AsyncIO:
         with torch.no_grad():
             number = int(queue.call(function, memory, offsets, files, descriptors))
         parts = [
-            _Part(each.path, each.offset, size.numel())
+            _Range(each.path, each.offset, size.numel())
             for each, size in zip(transfers, memory, strict=True)
         ]
         made = queue.pending[number] = Request(queue, number, parts, partial)
@@ -309,9 +311,9 @@ class AsyncIO:
         if not self._closer.alive:
             raise UsageError("this AsyncIO is closed")
 
-    def _queue_for(self, memory: list[Tensor]) -> _Queue:
+    def _queue_for(self, memory: list[Tensor]) -> _RequestQueue:
         """The queue for these tensors. Waits for what their devices were given to do."""
-        there = [each for each in memory if not _on_host(each)]
+        there = [each for each in memory if not _is_on_host(each)]
         if not there:
             return self._queue
         for device in {each.device for each in there if each.device.type != "cpu"}:
@@ -322,12 +324,12 @@ class AsyncIO:
                     self._for_devices, there[0], self.depth, self.block_size,
                     min(self.threads, self.depth), host_too=there[0].device.type == "cpu",
                 )  # fmt: skip
-                self._queues.append(_Queue(gds.handle, gds))
+                self._queues.append(_RequestQueue(gds.handle, gds))
             return self._queues[1]
 
 
-def _drop(queues: list[_Queue], registered: dict[int, Tensor]) -> None:
-    """Wait for what nobody waits for any more, and tell of what failed."""
+def _close_queues(queues: list[_RequestQueue], registered: dict[int, Tensor]) -> None:
+    """Wait for the requests that are left, warn of those that failed, and close the queues."""
     if queues[0].process != os.getpid():  # a fork: the requests are its parent's
         return
     with ExitStack() as rest:  # each is done, whatever another raises; the last that is added first
@@ -338,7 +340,7 @@ def _drop(queues: list[_Queue], registered: dict[int, Tensor]) -> None:
     registered.clear()
 
 
-def _finish(queue: _Queue) -> None:
+def _finish(queue: _RequestQueue) -> None:
     try:
         for each in list(queue.pending.values()):
             while not each._poll(_SLICE):
@@ -354,12 +356,13 @@ def _finish(queue: _Queue) -> None:
         queue.call("close")
 
 
-def _on_host(tensor: Tensor) -> bool:
+def _is_on_host(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu"
 
 
 def _bytes(tensor: Tensor, write: bool) -> Tensor:
-    """The tensor's memory; a contiguous copy of it if it is only read."""
+    """The tensor's memory as bytes. If the tensor is only to be written to a file and is not
+    contiguous, a contiguous copy."""
     if tensor.device.type == "meta":
         raise ArgumentError("the tensor is on meta, expected host memory or a GPU's")
     if not tensor.is_contiguous() and not write:
@@ -371,9 +374,9 @@ def _bytes(tensor: Tensor, write: bool) -> Tensor:
 
 
 def _open(path: Path, write: bool, direct: bool) -> list[int]:
-    """The file as usual, and for direct I/O or -1."""
+    """A descriptor of the file, and one for direct I/O, or -1 if there is none."""
     flags = _FLAGS[write] | os.O_CLOEXEC
-    plain = _again(path, flags) if isinstance(path, int) else os.open(path, flags, 0o666)
+    plain = _reopen(path, flags) if isinstance(path, int) else os.open(path, flags, 0o666)
     mode = os.fstat(plain).st_mode
     if not (stat.S_ISREG(mode) or stat.S_ISBLK(mode)):
         os.close(plain)
@@ -386,7 +389,7 @@ def _open(path: Path, write: bool, direct: bool) -> list[int]:
         return [plain, -1]
 
 
-def _again(descriptor: int, flags: int) -> int:
+def _reopen(descriptor: int, flags: int) -> int:
     """A descriptor of the same file with these flags. Raises ArgumentError, OSError.
 
     A duplicate would keep the flags of the given one: with O_APPEND, Linux writes at the end of the

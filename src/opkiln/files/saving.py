@@ -54,7 +54,7 @@ class Saving:
         self._errors: list[BaseException] = []  # one at most
         self._arguments = (tensors, path, options)
         # Also at the end of the program. The thread keeps this object until it has ended.
-        self._teller = weakref.finalize(self, _tell, self._errors, path)
+        self._warner = weakref.finalize(self, _warn_of_errors, self._errors, path)
         # Not a daemon: a program that ends waits for its checkpoint.
         self._thread = threading.Thread(target=self._run, name="opkiln-save")
         self._thread.start()
@@ -75,12 +75,12 @@ class Saving:
     def wait(self) -> None:
         """Wait until the file is there. Raises what ``save`` raises."""
         self._thread.join()
-        self._teller.detach()
+        self._warner.detach()
         if self._errors:
             raise self._errors[0]
 
 
-def _tell(errors: list[BaseException], path: str) -> None:
+def _warn_of_errors(errors: list[BaseException], path: str) -> None:
     for error in errors:
         warnings.warn(
             f"{path} was not saved, and nobody waited for it: {type(error).__name__}: {error}",
@@ -107,9 +107,9 @@ def save(
     """
     path = os.path.realpath(path)  # a link stays a link
     # The largest elements first: then each tensor begins at a multiple of its elements' size.
-    ordered = sorted(_checked(tensors, metadata).items(), key=lambda each: -each[1].itemsize)
+    ordered = sorted(_check_tensors(tensors, metadata).items(), key=lambda each: -each[1].itemsize)
     head, offsets = _header(ordered, metadata)
-    # Nobody may read the new file who may not read the old one, from the first byte on.
+    # From its first byte on, the new file is readable only by those who may read the old one.
     mode = _mode_of(path)
     with taking_the_place_of(path, 0o666 if mode is None else mode | 0o600, sync=sync) as file:
         fd = file.fileno()
@@ -139,7 +139,7 @@ def save_in_background(
     """
     copies = {
         name: tensor.detach().clone() if tensor.device.type == "cpu" else tensor.detach().cpu()
-        for name, tensor in _checked(tensors, metadata).items()
+        for name, tensor in _check_tensors(tensors, metadata).items()
     }
     options = {"metadata": dict(metadata or {}), "sync": sync}
     return Saving(copies, os.fspath(path), options)
@@ -230,17 +230,14 @@ def read_header(path: str | os.PathLike[str]) -> Header:
         return _header_of(file, os.fspath(path))
 
 
-# Inside
-
-
 def _header_of(file: BinaryIO, path: str) -> Header:
     length = int.from_bytes(file.read(8), "little")
     size = os.fstat(file.fileno()).st_size
     if not 2 <= length <= min(size - 8, _MOST_HEADER):
-        raise _damaged(path, f"its header would have {length} bytes, and the file has {size}")
+        raise _damage_error(path, f"its header would have {length} bytes, and the file has {size}")
     try:
         # As text: of bytes, json would also read UTF-16.
-        described = json.loads(file.read(length).decode(), object_pairs_hook=_named_once)
+        described = json.loads(file.read(length).decode(), object_pairs_hook=_require_unique_names)
         if not isinstance(described, dict):
             raise ValueError("it is not a JSON object")
         metadata = described.pop("__metadata__", None)
@@ -249,19 +246,19 @@ def _header_of(file: BinaryIO, path: str) -> Header:
             raise ValueError(f"its metadata is not text: {wrong}")
         entries = {name: _entry(name, each, 8 + length) for name, each in described.items()}
     except (ValueError, RecursionError) as error:
-        raise _damaged(path, f"its header cannot be read: {error}") from error
+        raise _damage_error(path, f"its header cannot be read: {error}") from error
     reached = 8 + length
     for name, entry in sorted(entries.items(), key=lambda each: each[1][2:]):
         end = reached + prod(entry.shape) * entry.dtype.itemsize
         if (entry.begin, entry.end) != (reached, end):
-            raise _damaged(path, f"tensor {name!r} has bytes {entry.begin} to {entry.end}")
+            raise _damage_error(path, f"tensor {name!r} has bytes {entry.begin} to {entry.end}")
         reached = entry.end
     if reached != size:
-        raise _damaged(path, f"its tensors end at byte {reached}, and it has {size}")
+        raise _damage_error(path, f"its tensors end at byte {reached}, and it has {size}")
     return Header(entries, metadata)
 
 
-def _named_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _require_unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     named = dict(pairs)
     if len(named) < len(pairs):
         raise ValueError("a name is there twice")
@@ -289,11 +286,11 @@ def _entry(name: str, described: object, start: int) -> Entry:
     return Entry(DTYPES[dtype], tuple(shape), start + begin, start + end)
 
 
-def _damaged(path: str, why: str) -> UsageError:
+def _damage_error(path: str, why: str) -> UsageError:
     return UsageError(f"{path} is not a whole file of safetensors", why=why)
 
 
-def _checked(
+def _check_tensors(
     tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None
 ) -> dict[str, Tensor]:
     if not isinstance(tensors, Mapping):
@@ -323,7 +320,7 @@ def _checked(
 
 
 def _not_text(metadata: object) -> str | None:
-    """What of it is not text by names; None if all is."""
+    """The part that is not a dict of text by names, for a message; None if there is none."""
     if not isinstance(metadata, Mapping):
         return f"the {type(metadata).__name__} {repr(metadata)[:100]}"
     for name, text in metadata.items():
@@ -343,7 +340,7 @@ def _is_text(value: object) -> bool:
 def _header(
     ordered: list[tuple[str, Tensor]], metadata: Mapping[str, str] | None
 ) -> tuple[Tensor, list[int]]:
-    """The file's begin, up to a whole page, and where each tensor begins."""
+    """The beginning of the file, padded to whole pages, and the offset of each tensor."""
     described: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     begins, at = [], 0
     for name, tensor in ordered:
@@ -392,7 +389,7 @@ def _mode_of(path: str) -> int | None:
 def _run(
     files: AsyncIO | None, begin: Callable[[AsyncIO], Request], path: str, engine: str = "auto"
 ) -> None:
-    """A request from its begin to its end. If the wait is interrupted, it is cancelled."""
+    """Begin a request and wait for it. If the wait is interrupted, it is cancelled."""
     if files is None:
         with AsyncIO(engine) as opened:
             _run(opened, begin, path)
@@ -401,7 +398,7 @@ def _run(
     try:
         request.wait()
     except EOFError as error:
-        raise _damaged(path, "it became shorter while it was read") from error
+        raise _damage_error(path, "it became shorter while it was read") from error
     except OSError as error:
         error.filename = path  # in place of a descriptor's number
         raise

@@ -5,8 +5,8 @@ Matrix products are torch's. What is between them is one kernel each. A half kee
 products need, and of the rest only what cannot be computed from that. Norms and the gelu may be
 computed again in the backward pass, by the kernels that read their inputs there anyway.
 
-A residual goes through the half that adds to it: so its gradients are added in a kernel, or in a
-matrix product, that writes the sum anyway.
+A residual passes through the half that adds to it. Then its gradients are added by a kernel, or by
+a matrix product, that writes the sum anyway.
 """
 
 from __future__ import annotations
@@ -25,26 +25,18 @@ _NATIVE = (torch.float32, torch.bfloat16, torch.float16)
 _ATTENTION, _ACTIVATION, _OUTPUT = range(3)  # the sites of dropout
 
 
-def _for(op: Any, x: Tensor) -> Any:
-    """The op, or its reference for rows that no kernel takes."""
-    return op if x.shape[-1] <= ops.LONGEST_ROW and x.dtype in _NATIVE else op.reference
+def _pick_op(op: Any, x: Tensor) -> Any:
+    """The op, or its reference for a dtype that no kernel takes."""
+    return op if x.dtype in _NATIVE else op.reference
+
+
+def _pick_row_op(op: Any, x: Tensor) -> Any:
+    """The op, or its reference for a dtype, or rows, that no kernel takes."""
+    return _pick_op(op, x) if x.shape[-1] <= ops.LONGEST_ROW else op.reference
 
 
 def _flat(x: Tensor) -> Tensor:
     return x.flatten(0, -2)
-
-
-def _gelu(x: Tensor, relaxed: bool) -> Any:
-    return _for_any_row(stochastic.stochastic_gelu_dropout if relaxed else ops.gelu_dropout, x)
-
-
-def _gelu_backward(x: Tensor, relaxed: bool) -> Any:
-    relaxed_op = stochastic.stochastic_gelu_dropout_backward
-    return _for_any_row(relaxed_op if relaxed else ops.gelu_dropout_backward, x)
-
-
-def _for_any_row(op: Any, x: Tensor) -> Any:
-    return op if x.dtype in _NATIVE else op.reference
 
 
 class ProjectionKept(NamedTuple):
@@ -68,10 +60,10 @@ def project(
     eps: float,
     recompute: bool,
 ) -> tuple[Tensor, ProjectionKept]:
-    """Query, key and value of ``x`` beside each other; with ``norm_weight``, of its layer norm."""
+    """Query, key and value of ``x`` in one tensor; with ``norm_weight``, of its layer norm."""
     normal, mean, scale = x, None, None
     if norm_weight is not None:
-        normal, mean, scale = _for(ops.norm_with_moments, x)(x, norm_weight, norm_bias, eps)
+        normal, mean, scale = _pick_row_op(ops.norm_with_moments, x)(x, norm_weight, norm_bias, eps)
     kept = None if recompute or norm_weight is None else normal
     return linear(normal, weight, bias), ProjectionKept(
         x, mean, scale, norm_weight, norm_bias, weight, kept
@@ -87,7 +79,8 @@ def project_backward(
     if kept.norm_weight is None:
         total = torch.addmm(_flat(x_grad), joined, kept.weight).view_as(x)
         return total, None, None, joined.t() @ _flat(x)
-    total, _, _, norm_weight_grad, norm_bias_grad, again = _for(ops.dropout_add_norm_backward, x)(
+    backward = _pick_row_op(ops.dropout_add_norm_backward, x)
+    total, _, _, norm_weight_grad, norm_bias_grad, again = backward(
         (joined @ kept.weight).view_as(x), x, kept.mean, kept.scale, kept.norm_weight,
         kept.norm_bias if kept.normal is None else None, x_grad,
     )  # fmt: skip
@@ -95,8 +88,8 @@ def project_backward(
     return total, norm_weight_grad, norm_bias_grad, joined.t() @ _flat(normal)
 
 
-class Projection(Function):
-    """``project``, with its arguments: ``x`` itself, and query, key and value."""
+class ProjectionFunction(Function):
+    """``project`` as an autograd function. Returns ``x`` itself, query, key and value."""
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
@@ -107,7 +100,7 @@ class Projection(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x_grad, query, key, value = grads
-        joined, bias_grad = _for_any_row(ops.join_columns, x_grad)(query, key, value)
+        joined, bias_grad = _pick_op(ops.join_columns, x_grad)(query, key, value)
         found = project_backward(ProjectionKept(*ctx.saved_tensors), x_grad, joined)
         return *found, bias_grad, None, None
 
@@ -162,17 +155,18 @@ def output(
     after its residual was added, the second one with these. Without them, the first norm is the
     perceptron's input, and there is no second one.
     """
-    add_norm = _for(ops.dropout_add_norm, x)
+    add_norm = _pick_row_op(ops.dropout_add_norm, x)
     total, normal, mean, scale = add_norm(
         linear(attention, out_weight), out_bias, x, norm_weight, norm_bias,
         seed, _ATTENTION, p, eps,
     )  # fmt: skip
     up = linear(normal, up_weight)
-    active = _gelu(x, relaxed)(up, up_bias, seed, _ACTIVATION, activation_p)
+    gelu = stochastic.stochastic_gelu_dropout if relaxed else ops.gelu_dropout
+    active = _pick_op(gelu, x)(up, up_bias, seed, _ACTIVATION, activation_p)
     down = linear(active, down_weight)
     last_total, last_mean, last_scale = None, None, None
     if last_weight is None:
-        out = _for(ops.dropout_add, x)(down, down_bias, total, seed, _OUTPUT, p)
+        out = _pick_row_op(ops.dropout_add, x)(down, down_bias, total, seed, _OUTPUT, p)
     else:
         last_total, out, last_mean, last_scale = add_norm(
             down, down_bias, normal, last_weight, last_bias, seed, _OUTPUT, p, eps
@@ -193,11 +187,11 @@ def output_backward(
         out_weight, norm_weight, norm_bias, up_weight, up_bias, down_weight, last_weight, seed,
     ) = kept  # fmt: skip
     norm_again, gelu_again = normal is None, active is None
-    norm_backward = _for(ops.dropout_add_norm_backward, total)
+    norm_backward = _pick_row_op(ops.dropout_add_norm_backward, total)
     last_grads: tuple[Tensor | None, Tensor | None] = (None, None)
     if last_weight is None:
         residual = grad
-        down, down_bias_grad = _for(ops.dropout_add_backward, total)(grad, seed, _OUTPUT, p)
+        down, down_bias_grad = _pick_row_op(ops.dropout_add_backward, total)(grad, seed, _OUTPUT, p)
     else:
         residual, down, down_bias_grad, *found, _ = norm_backward(
             grad, last_total, last_mean, last_scale, last_weight, None, None, seed, _OUTPUT, p
@@ -205,7 +199,10 @@ def output_backward(
         last_grads = (found[0], found[1])
     down = _flat(residual if p == 0 else down)
 
-    up_grad, up_bias_grad, again = _gelu_backward(total, relaxed)(
+    gelu_backward = (
+        stochastic.stochastic_gelu_dropout_backward if relaxed else ops.gelu_dropout_backward
+    )
+    up_grad, up_bias_grad, again = _pick_op(gelu_backward, total)(
         (down @ down_weight).view_as(up), up, up_bias, seed, _ACTIVATION, activation_p, gelu_again
     )
     down_weight_grad = down.t() @ _flat(again if active is None else active)
@@ -229,8 +226,8 @@ def output_backward(
     )  # fmt: skip
 
 
-class Output(Function):
-    """``output``, with its arguments."""
+class OutputFunction(Function):
+    """``output`` as an autograd function."""
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:

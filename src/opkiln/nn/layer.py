@@ -8,7 +8,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
 from opkiln.errors import ArgumentError, ArgumentTypeError
-from opkiln.nn.halves import Output, Projection
+from opkiln.nn.halves import OutputFunction, ProjectionFunction
 
 _INITIAL_DEVIATION = 0.02
 
@@ -21,9 +21,9 @@ class TransformerLayer(nn.Module):
 
     Dropout happens in training only: ``attention_dropout`` of the attention's weights,
     ``hidden_dropout`` of what is added to the residuals, ``activation_dropout`` after the gelu. It
-    is drawn from torch's generator of the device, so ``torch.manual_seed`` repeats it, and
-    ``torch.utils.checkpoint`` finds it again. No mask is kept. A captured CUDA graph draws anew at
-    each replay.
+    is drawn from torch's generator of the device, so ``torch.manual_seed`` and
+    ``torch.utils.checkpoint`` repeat it. No mask is kept. A captured CUDA graph draws anew at each
+    replay.
 
     Little is kept for the backward pass: norms (``normalize_invertible``) and the gelu
     (``gelu_checkpoint``) are computed again, as by-products of kernels that read their inputs there
@@ -115,9 +115,9 @@ class TransformerLayer(nn.Module):
         if not casts and x.dtype != dtype:
             raise ArgumentTypeError(f"x has dtype {x.dtype}, the layer has {dtype}")
         with torch.autocast(device, enabled=False):
-            return self._computed(x.to(dtype), attention_mask, is_causal, dtype)
+            return self._compute(x.to(dtype), attention_mask, is_causal, dtype)
 
-    def _computed(
+    def _compute(
         self, x: Tensor, mask: Tensor | None, is_causal: bool, dtype: torch.dtype
     ) -> Tensor:
         def cast(*parameters: Tensor) -> list[Tensor]:
@@ -130,28 +130,28 @@ class TransformerLayer(nn.Module):
             if self.pre_layer_norm
             else ((None, None), first_norm, second_norm)
         )
-        x, query, key, value = Projection.apply(  # type: ignore[no-untyped-call]
+        x, query, key, value = ProjectionFunction.apply(  # type: ignore[no-untyped-call]
             x, *before, *cast(self.qkv_weight, self.qkv_bias), self.eps, self.normalize_invertible
         )
         if self.attn_dropout_checkpoint and self.training:
             attended = checkpoint(
-                self._attended, query, key, value, mask, is_causal, use_reentrant=False
+                self._attend, query, key, value, mask, is_causal, use_reentrant=False
             )
         else:
-            attended = self._attended(query, key, value, mask, is_causal)
+            attended = self._attend(query, key, value, mask, is_causal)
         p = self.hidden_dropout if self.training else 0.0
         activation_p = self.activation_dropout if self.training else 0.0
         seed = None
         if p > 0 or activation_p > 0:
             seed = torch.randint(2**63 - 1, (1,), device=x.device)
-        return Output.apply(  # type: ignore[no-any-return, no-untyped-call]
+        return OutputFunction.apply(  # type: ignore[no-any-return, no-untyped-call]
             attended, x, *cast(self.out_weight, self.out_bias), *between,
             *cast(self.up_weight, self.up_bias, self.down_weight, self.down_bias), *after,
             seed, p, activation_p, self.eps, self.normalize_invertible, self.gelu_checkpoint,
             self.stochastic,
         )  # fmt: skip
 
-    def _attended(
+    def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool
     ) -> Tensor:
         q, k, v = (

@@ -21,11 +21,11 @@ from opkiln.optimizing.checks import (
     check_numbers,
     check_saved_group,
     check_saved_state,
-    name_in,
+    name_param,
     own_entries,
-    place,
+    param_position,
 )
-from opkiln.optimizing.op_calls import Call, Kept, arguments_of
+from opkiln.optimizing.op_calls import KeptLists, StepCall, arguments_of
 from opkiln.optimizing.sharded import gradient_parts, has_shards, refuse_partial
 from opkiln.optimizing.states import ParamState, States, is_capturing, refuse_capture
 from opkiln.optimizing.stepping import name_in_graphs, put_into_graph
@@ -89,7 +89,7 @@ class ListOptimizer(torch.optim.Optimizer):
 
     # A subclass defines these
 
-    def _calls(self, copies: Mapping[Tensor, Tensor], grad_scale: float) -> list[Call]:
+    def _calls(self, copies: Mapping[Tensor, Tensor], grad_scale: float) -> list[StepCall]:
         """The calls that make up a step.
 
         Everything that Python can check is checked here, before the first call.
@@ -117,7 +117,7 @@ class ListOptimizer(torch.optim.Optimizer):
         """Whether a sparse gradient must be found before the first call."""
         return True
 
-    def _sparse_calls(self, index: int, params: list[Tensor]) -> list[Call]:
+    def _sparse_calls(self, index: int, params: list[Tensor]) -> list[StepCall]:
         """The calls for parameters of a group that have sparse gradients, without states. Raises
         UsageError if the op takes none."""
         del params
@@ -127,7 +127,7 @@ class ListOptimizer(torch.optim.Optimizer):
             (i, grad) for i, grad in grads if grad is not None and grad.layout != torch.strided
         )
         raise UsageError(
-            f"the gradient of {place(index, group, i)} is sparse ({grad.layout}); "
+            f"the gradient of {param_position(index, group, i)} is sparse ({grad.layout}); "
             f"{self.OWNER} takes dense gradients only",
             hint="torch.optim.SparseAdam(params)",
         )
@@ -142,7 +142,7 @@ class ListOptimizer(torch.optim.Optimizer):
         if "betas" in group:
             check_betas(group, where)
 
-    def _hyper(self, call: Call) -> dict[str, Any]:
+    def _hyper(self, call: StepCall) -> dict[str, Any]:
         """The arguments of the op's function after the lists, without the learning rate, the step
         and what scales gradients."""
         group = self.param_groups[call.group]
@@ -178,7 +178,7 @@ class ListOptimizer(torch.optim.Optimizer):
                 group.pop(name, None)
             self._check(group)
             for i, param in enumerate(group["params"]):
-                self._check_param(param, place(index, group, i))
+                self._check_param(param, param_position(index, group, i))
         except UsageError:
             self.param_groups.pop()
             raise
@@ -211,12 +211,12 @@ class ListOptimizer(torch.optim.Optimizer):
         # The last hook before loading and the first one after: it sees the state dict as the user's
         # hooks left it, and the user's later hooks see the final states. In between, torch casts
         # the states to the parameters' own types.
-        def before(_: torch.optim.Optimizer, loaded: dict[str, Any]) -> None:
+        def check(_: torch.optim.Optimizer, loaded: dict[str, Any]) -> None:
             self._check_loaded(loaded)
             seen.update(loaded)
 
         handles = (
-            self.register_load_state_dict_pre_hook(before),
+            self.register_load_state_dict_pre_hook(check),
             self.register_load_state_dict_post_hook(lambda _: self._take_over(seen), prepend=True),
         )
         try:
@@ -315,11 +315,11 @@ class ListOptimizer(torch.optim.Optimizer):
     def _make_step(self, copies: Mapping[Tensor, Tensor], grad_scale: float) -> None:
         self._make(self._calls(copies, grad_scale))
 
-    def _make(self, calls: Sequence[Call]) -> None:
+    def _make(self, calls: Sequence[StepCall]) -> None:
         for call in calls:
             self._run(call)
 
-    def _run(self, call: Call) -> None:
+    def _run(self, call: StepCall) -> None:
         if not call.run(self._load(call.device.type), self.STATES):
             self._plans.forget()
 
@@ -338,7 +338,7 @@ class ListOptimizer(torch.optim.Optimizer):
             self.state[param] = ParamState(entries)
         return [self.state[param] for param in params]
 
-    def _find_calls(self, keep: bool = True) -> list[Call]:
+    def _find_calls(self, keep: bool = True) -> list[StepCall]:
         """The calls for all gradients. Those that are not over kept lists lack their states and
         numbers. Raises UsageError for a gradient that the op does not take. Without ``keep`` no
         kept lists are used."""
@@ -348,7 +348,7 @@ class ListOptimizer(torch.optim.Optimizer):
             for call in self._find_calls_of(index, group, keep)
         ]
 
-    def _find_calls_of(self, index: int, group: dict[str, Any], keep: bool) -> list[Call]:
+    def _find_calls_of(self, index: int, group: dict[str, Any], keep: bool) -> list[StepCall]:
         plans = self._plans
         params: list[Tensor] = group["params"]
         grads: list[Any] = list(map(_GRAD, params))
@@ -361,7 +361,7 @@ class ListOptimizer(torch.optim.Optimizer):
         elif kept is not None and not (keep and kept.fits(params)):
             plans.drop(index)
             kept = None
-        calls: list[Call] = []
+        calls: list[StepCall] = []
         must_look = kept is None or self._reads_gradients()
         if must_look and set(map(_LAYOUT, grads)) - {torch.strided}:
             pairs = list(zip(params, grads, strict=True))
@@ -372,7 +372,7 @@ class ListOptimizer(torch.optim.Optimizer):
             grads = list(map(_GRAD, params))
         # Kept lists know whether there are DTensors among these parameters.
         if has_shards(params) if kept is None else kept.sharded:
-            grads = gradient_parts(params, grads, name_in(index, group))
+            grads = gradient_parts(params, grads, partial(name_param, index, group))
         if kept is not None:
             return [kept.call._replace(gradients=[grads], hyper={}, kept=kept)]
         devices = [torch.device("cpu")]
@@ -384,10 +384,10 @@ class ListOptimizer(torch.optim.Optimizer):
             if len(devices) > 1:
                 own = [param for param in params if param.device == device]
                 their = [g for p, g in zip(params, grads, strict=True) if p.device == device]
-            calls.append(Call(index, self._function, device, own, [their], [], [], {}))
+            calls.append(StepCall(index, self._function, device, own, [their], [], [], {}))
         return calls
 
-    def _with_kept(self, call: Call) -> Call:
+    def _use_kept(self, call: StepCall) -> StepCall:
         """The call, over kept lists if these are stepped for the second time: they will probably be
         again."""
         plans, index = self._plans, call.group
@@ -395,14 +395,14 @@ class ListOptimizer(torch.optim.Optimizer):
             call.device.type not in self.PLANNED_ON
             or is_capturing(call.device)
             or len(call.params) != len(self.param_groups[index]["params"])
-            or not plans.again(index, call.params)
+            or not plans.is_repeated(index, call.params)
         ):
             return call
         if index not in plans.of_group:
             keep = partial(self._keep, self._load(call.device.type))
             can = plans.watch(call.states)
             plans.of_group[index] = (
-                Kept.of(call, self.STATES, keep, self.BY_ADDRESS) if can else None
+                KeptLists.keep(call, self.STATES, keep, self.BY_ADDRESS) if can else None
             )
         return call._replace(kept=plans.of_group[index])
 

@@ -20,7 +20,7 @@ from opkiln.optimizing.sharded import is_sharded, placement_text, same_placement
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
 MASTER = "master_param"  # an fp32 copy of a 16-bit parameter, which a fused optimizer may keep
 _SHARED = "torch.distributed.checkpoint.state_dict"
@@ -56,21 +56,17 @@ def check_betas(group: dict[str, Any], where: str = "") -> None:
             )
 
 
-def place(index: int, group: dict[str, Any], i: int) -> str:
+def param_position(index: int, group: dict[str, Any], i: int) -> str:
     """A parameter's position for a message, with its name if the group has names."""
     names = group.get("param_names")
     position = f"param_groups[{index}]['params'][{i}]"
     return f"{names[i]} ({position})" if names else position
 
 
-def name_in(index: int, group: dict[str, Any]) -> Callable[[Tensor], str]:
-    """A function that returns ``place`` of a parameter of this group, called only for errors."""
-
-    def name(param: Tensor) -> str:
-        found = next(i for i, each in enumerate(group["params"]) if each is param)
-        return place(index, group, found)
-
-    return name
+def name_param(index: int, group: dict[str, Any], param: Tensor) -> str:
+    """The ``param_position`` of a parameter of this group. Slow: call it for errors only."""
+    found = next(i for i, each in enumerate(group["params"]) if each is param)
+    return param_position(index, group, found)
 
 
 # State dicts

@@ -14,7 +14,7 @@ from torch import Tensor
 from opkiln.errors import ArgumentError
 from opkiln.optimizing.base import ListOptimizer
 from opkiln.optimizing.checks import MASTER, as_number, check_numbers
-from opkiln.optimizing.op_calls import Call
+from opkiln.optimizing.op_calls import StepCall
 from opkiln.optimizing.sharded import has_shards, refuse_fsdp1, sum_over_shards
 from opkiln.optimizing.states import refuse_capture
 
@@ -73,15 +73,15 @@ class FusedOptimizer(ListOptimizer):
         """Make one step. A parameter without a gradient is skipped."""
         return self._step(closure, {}, 1.0)
 
-    def _calls(self, copies: Mapping[Tensor, Tensor], grad_scale: float) -> list[Call]:
+    def _calls(self, copies: Mapping[Tensor, Tensor], grad_scale: float) -> list[StepCall]:
         """One call per group and device."""
         del copies, grad_scale  # for host optimizers; these have masters and a scaler instead
         calls = self._find_calls()
         scales = self._scales(calls)
         for call in calls:
             call.hyper.update(self._hyper(call), grad_scale=scales[call.device])
-        complete = iter(self._with_states([call for call in calls if call.kept is None]))
-        return [self._with_kept(next(complete)) if call.kept is None else call for call in calls]
+        complete = iter(self._add_states([call for call in calls if call.kept is None]))
+        return [self._use_kept(next(complete)) if call.kept is None else call for call in calls]
 
     def _reads_gradients(self) -> bool:
         # The op itself notices a sparse gradient. With several groups that is too late: another
@@ -92,7 +92,7 @@ class FusedOptimizer(ListOptimizer):
         made: Sequence[Tensor] = getattr(ops, f"{self._function}plan")(*lists)
         return made
 
-    def _with_states(self, calls: list[Call]) -> list[Call]:
+    def _add_states(self, calls: list[StepCall]) -> list[StepCall]:
         """The calls with the states of their parameters. Missing states are made."""
         if not calls:
             return []
@@ -136,7 +136,7 @@ class FusedOptimizer(ListOptimizer):
     def _has_master(self, param: Tensor) -> bool:
         return bool(self.defaults[MASTERS]) and param.dtype != torch.float32
 
-    def _hyper(self, call: Call) -> dict[str, Any]:
+    def _hyper(self, call: StepCall) -> dict[str, Any]:
         group = self.param_groups[call.group]
         lr = group["lr"]
         # A tensor in host memory is read now, because the device cannot see its changes.
@@ -147,19 +147,19 @@ class FusedOptimizer(ListOptimizer):
         return {
             **super()._hyper(call),
             "lr": 0.0 if on_device else float(lr),
-            "lr_tensor": _moved(call.device, lr) if on_device else None,
-            "found_inf": None if found_inf is None else _moved(call.device, found_inf),
+            "lr_tensor": _move(call.device, lr) if on_device else None,
+            "found_inf": None if found_inf is None else _move(call.device, found_inf),
         }
 
-    def _scales(self, calls: list[Call]) -> dict[torch.device, Tensor | None]:
+    def _scales(self, calls: list[StepCall]) -> dict[torch.device, Tensor | None]:
         """The divisor of gradients on each device: the scaler's scale, times the factor that brings
         their norm down to ``max_grad_norm``. Does not wait for a GPU."""
         devices = dict.fromkeys(call.device for call in calls)
         scale = getattr(self, "grad_scale", None)
         limit = self.defaults[MAX_NORM]
         if limit and calls:
-            scale = _clipping(calls, scale, limit)
-        return {device: None if scale is None else _moved(device, scale) for device in devices}
+            scale = _clipping_divisor(calls, scale, limit)
+        return {device: None if scale is None else _move(device, scale) for device in devices}
 
     def _count(self, made: float, device: torch.device) -> Tensor:
         return torch.full((), made, dtype=torch.float32, device=device)
@@ -169,14 +169,14 @@ class FusedOptimizer(ListOptimizer):
         return dict.fromkeys(names, torch.float32)
 
 
-def _moved(device: torch.device, number: Tensor) -> Tensor:
+def _move(device: torch.device, number: Tensor) -> Tensor:
     """The number on the device, in the form that an op takes; usually the same tensor."""
     wide = number.dtype if number.dtype == torch.float64 else torch.float32
     # A copy to the CPU must be complete when the op reads it. On a GPU the stream keeps the order.
     return number.to(device=device, dtype=wide, non_blocking=device.type == "cuda")
 
 
-def _clipping(calls: list[Call], scale: Tensor | None, limit: float) -> Tensor:
+def _clipping_divisor(calls: list[StepCall], scale: Tensor | None, limit: float) -> Tensor:
     """The divisor that unscales the gradients of all calls and brings their norm down to ``limit``,
     as ``torch.nn.utils.clip_grad_norm_`` does with unscaled gradients. For DTensors the norm is
     that of the whole tensors."""
@@ -188,9 +188,9 @@ def _clipping(calls: list[Call], scale: Tensor | None, limit: float) -> Tensor:
             squares = each.double().square()
             sum_over_shards(call.params, squares)
             each = squares.sqrt().float()
-        norms.append(_moved(first, torch.linalg.vector_norm(each)))
+        norms.append(_move(first, torch.linalg.vector_norm(each)))
     total = torch.linalg.vector_norm(torch.stack(norms))
-    given = 1.0 if scale is None else _moved(first, scale).reshape(())
+    given = 1.0 if scale is None else _move(first, scale).reshape(())
     return torch.clamp((total / given + 1e-6) / limit, min=1.0) * given
 
 

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from opkiln.errors import ArgumentError, ArgumentTypeError, UsageError
 from opkiln.optimizing.base import ListOptimizer
-from opkiln.optimizing.checks import DTYPES, as_number, place
-from opkiln.optimizing.op_calls import Call
+from opkiln.optimizing.checks import DTYPES, as_number, param_position
+from opkiln.optimizing.op_calls import StepCall
 from opkiln.optimizing.sharded import gradient_parts, has_shards, placement_text, same_placement
 from opkiln.optimizing.stepping import StepHandle
 
@@ -40,7 +40,7 @@ class HostOptimizer(ListOptimizer):
     BY_ADDRESS = False
     OPTIONS = (FP32_STATES,)
 
-    _last: list[Call] | None = None  # the calls of the last step, without their gradients
+    _last: list[StepCall] | None = None  # the calls of the last step, without their gradients
     _pending: StepHandle | None = None
     _opt_called: bool
 
@@ -174,7 +174,7 @@ class HostOptimizer(ListOptimizer):
         dtype = torch.float32 if self.defaults[FP32_STATES] else param.dtype
         return dict.fromkeys(self.STATES, dtype)
 
-    def _calls(self, copies: Mapping[Tensor, Tensor], grad_scale: float) -> list[Call]:
+    def _calls(self, copies: Mapping[Tensor, Tensor], grad_scale: float) -> list[StepCall]:
         """One call per group, more if steps or copies differ."""
         if not 0 < as_number("grad_scale", grad_scale) < math.inf:
             raise ArgumentError(f"grad_scale is {grad_scale}, expected a finite number above 0")
@@ -185,19 +185,19 @@ class HostOptimizer(ListOptimizer):
         found = self._find_calls(keep=not copies)
         # Makes states, so it comes after every check.
         return [
-            each for call in found for each in self._with_states(call, copies, float(grad_scale))
+            each for call in found for each in self._add_states(call, copies, float(grad_scale))
         ]
 
-    def _with_states(
-        self, call: Call, copies: Mapping[Tensor, Tensor], grad_scale: float
-    ) -> list[Call]:
+    def _add_states(
+        self, call: StepCall, copies: Mapping[Tensor, Tensor], grad_scale: float
+    ) -> list[StepCall]:
         """A call with the states of its parameters, as one call for each number of a step, with
         copies or without. Missing states are made."""
         hyper = self._hyper(call)
         hyper["lr"] = float(self.param_groups[call.group]["lr"])
         hyper["grad_scale"] = grad_scale
         if call.kept is not None:
-            return [self._numbered(call, call.states[0]["step"] + 1, hyper)]
+            return [self._number_call(call, call.states[0]["step"] + 1, hyper)]
         states = self._states_of(call.params)
         steps = list(map(_STEP, states))
         if set(map(type, steps)) - {int}:  # a user or torch has set them
@@ -205,7 +205,7 @@ class HostOptimizer(ListOptimizer):
         found: list[Any] = list(map(copies.get, call.params)) if copies else [None] * len(steps)
         copied = [copy is not None for copy in found]
         calls = []
-        for members in _alike(list(zip(steps, copied, strict=True)) if copies else steps):
+        for members in _group_equal(list(zip(steps, copied, strict=True)) if copies else steps):
             first = members[0]
             part = call._replace(
                 params=_take(call.params, members),
@@ -213,12 +213,12 @@ class HostOptimizer(ListOptimizer):
                 states=_take(states, members),
                 rest=[_take(found, members) if copied[first] else []],
             )
-            calls.append(self._numbered(part, steps[first] + 1, hyper))
+            calls.append(self._number_call(part, steps[first] + 1, hyper))
         if len(calls) == 1 and not copies and call.function == self._function:
-            return [self._with_kept(calls[0])]
+            return [self._use_kept(calls[0])]
         return calls
 
-    def _numbered(self, call: Call, step: int, hyper: dict[str, Any]) -> Call:
+    def _number_call(self, call: StepCall, step: int, hyper: dict[str, Any]) -> StepCall:
         return call._replace(step=step, hyper={**hyper, "step": step} if self.COUNTED else hyper)
 
     def _keep(self, ops: Any, *lists: list[Tensor]) -> Sequence[Tensor]:
@@ -229,23 +229,23 @@ class HostOptimizer(ListOptimizer):
             weakref.finalize(ticket, forget, ticket.clone()).atexit = False
         return [ticket]
 
-    def _make(self, calls: Sequence[Call]) -> None:
+    def _make(self, calls: Sequence[StepCall]) -> None:
         self._last = []
         super()._make(calls)
 
-    def _run(self, call: Call) -> None:
+    def _run(self, call: StepCall) -> None:
         super()._run(call)
         _set_counts(call.states, call.step)
         assert self._last is not None
         self._last.append(call._replace(gradients=[], kept=None))
 
-    def _gradients(self, call: Call) -> list[list[Tensor]] | None:
+    def _gradients(self, call: StepCall) -> list[list[Tensor]] | None:
         """The gradients, as the lists of a call; None if one is missing or of another layout."""
         params = call.params
         grads: list[Any] = [param.grad for param in params]
         if any(grad is None or grad.layout is not torch.strided for grad in grads):
             return None
-        return [gradient_parts(params, grads, _by_shape) if has_shards(params) else grads]
+        return [gradient_parts(params, grads, _name_by_shape) if has_shards(params) else grads]
 
 
 def _set_counts(states: list[dict[str, Any]], step: int) -> None:
@@ -253,11 +253,11 @@ def _set_counts(states: list[dict[str, Any]], step: int) -> None:
     deque(map(dict.__setitem__, states, repeat("step"), repeat(step)), maxlen=0)
 
 
-def _by_shape(param: Tensor) -> str:
+def _name_by_shape(param: Tensor) -> str:
     return f"a parameter of shape {tuple(param.shape)}"
 
 
-def _alike(keys: Sequence[Hashable]) -> list[Sequence[int]]:
+def _group_equal(keys: Sequence[Hashable]) -> list[Sequence[int]]:
     """The positions of equal keys, for each distinct key."""
     if keys and keys.count(keys[0]) == len(keys):
         return [range(len(keys))]
@@ -281,7 +281,7 @@ def _check_copies(groups: list[dict[str, Any]], copies: Mapping[Tensor, Tensor])
         for i, param in enumerate(group["params"]):
             if (copy := copies.get(param)) is None:
                 continue
-            name = f"the copy of {place(index, group, i)}"
+            name = f"the copy of {param_position(index, group, i)}"
             if copy.device.type != "cpu" or copy.dtype not in DTYPES:
                 raise ArgumentTypeError(
                     f"{name} is {copy.dtype} on {copy.device}, "

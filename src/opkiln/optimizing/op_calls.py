@@ -21,7 +21,7 @@ from torch.autograd.graph import increment_version
 from opkiln import signature
 from opkiln.model import function_name
 from opkiln.optimizing.checks import MASTER
-from opkiln.optimizing.sharded import has_shards, like, parts_of
+from opkiln.optimizing.sharded import has_shards, parts_of, wrap_part
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def same_tensors(some: list[Tensor], others: list[Tensor]) -> bool:
 # The calls of a step
 
 
-class Call(NamedTuple):
+class StepCall(NamedTuple):
     """One call of the op, for parameters of one group on one device."""
 
     group: int
@@ -100,7 +100,7 @@ class Call(NamedTuple):
     rest: list[list[Tensor]]
     hyper: dict[str, Any]
     step: int = 0  # its number, if the op is not what counts
-    kept: Kept | None = None
+    kept: KeptLists | None = None
 
     def run(self, ops: Any, names: Sequence[str]) -> bool:
         """Call the op with the states of these names. Raises before anything is written.
@@ -115,14 +115,14 @@ class Call(NamedTuple):
         self._run_lists(getattr(ops, self.function), names)
         return self.kept is None
 
-    def written(self, names: Sequence[str]) -> list[list[Tensor]]:
+    def written_lists(self, names: Sequence[str]) -> list[list[Tensor]]:
         """The lists that are written to: parameters, states, and the rest."""
         states = [list(map(itemgetter(name), self.states)) for name in names]
         return [self.params, *states, *self.rest]
 
     def _run_lists(self, op: Callable[..., None], names: Sequence[str]) -> None:
         """Tensors whose layouts differ are copied first."""
-        lists, dtensors = self.written(names), []
+        lists, dtensors = self.written_lists(names), []
         if has_shards(self.params):
             # The DTensors' own versions are also counted up, because autograd looks at them.
             lists, dtensors = list(map(parts_of, lists)), lists
@@ -142,11 +142,11 @@ class Call(NamedTuple):
         for name, row in zip((*names, MASTER), others, strict=False):
             for param, state, tensor in zip(self.params, self.states, row, strict=False):
                 if name in state:
-                    state[name] = like(param, tensor)
+                    state[name] = wrap_part(param, tensor)
         laid.write_back()
 
 
-class Kept(NamedTuple):
+class KeptLists(NamedTuple):
     """The lists that the op keeps for parameters that are stepped together. Gradients are not kept.
 
     It keeps the tensors alive. It is valid while ``fits`` is true and no entry of a state is
@@ -155,19 +155,19 @@ class Kept(NamedTuple):
 
     function: str  # of the op; makes a step
     handles: Sequence[Tensor]  # its first arguments
-    call: Call  # that passes the lists
+    call: StepCall  # that passes the lists
     parts: list[Tensor]  # of the parameters, on this rank; usually the same list
     written: list[Tensor]
     where: tuple[Any, ...] | None
 
     @classmethod
-    def of(
+    def keep(
         cls,
-        call: Call,
+        call: StepCall,
         names: Sequence[str],
         keep: Callable[..., Sequence[Tensor]],
         by_address: bool,
-    ) -> Kept | None:
+    ) -> KeptLists | None:
         """None if the op keeps nothing: it has no native version, or a tensor is not contiguous.
 
         ``keep`` is called with the op's lists. ``by_address`` says that they are kept as addresses
@@ -176,7 +176,7 @@ class Kept(NamedTuple):
         """
         # The group's own list may change.
         call = call._replace(params=call.params[:])
-        lists = whole = call.written(names)
+        lists = whole = call.written_lists(names)
         if has_shards(call.params):
             lists = list(map(parts_of, whole))
         params, *others = lists
@@ -185,7 +185,7 @@ class Kept(NamedTuple):
         handles = keep(params, *call.gradients, *others)
         if not handles[-1].numel():
             return None
-        where = _where(params, call.device) if by_address else None
+        where = _addresses_and_stream(params, call.device) if by_address else None
         function = call.function + ("planned_" if by_address else "kept_")
         # A view shares the version of its base, which must be counted up once.
         bases = (each if each._base is None else each._base for each in chain(*lists, *whole))
@@ -199,7 +199,9 @@ class Kept(NamedTuple):
         # A DTensor may have got another local tensor.
         if self.sharded and not same_tensors(parts_of(params), self.parts):
             return False
-        return self.where is None or self.where == _where(self.parts, self.call.device)
+        return self.where is None or self.where == _addresses_and_stream(
+            self.parts, self.call.device
+        )
 
     @property
     def sharded(self) -> bool:
@@ -207,7 +209,7 @@ class Kept(NamedTuple):
         return self.parts is not self.call.params
 
 
-def _where(parts: list[Tensor], device: torch.device) -> tuple[Any, ...]:
+def _addresses_and_stream(parts: list[Tensor], device: torch.device) -> tuple[Any, ...]:
     """The tensors' addresses, which an assignment to ``param.data`` changes, and the stream."""
     on_gpu = device.type == "cuda"
     stream = torch.cuda.current_stream(device).cuda_stream if on_gpu else 0
@@ -253,12 +255,12 @@ def lay_out_alike(
         model = param if is_model else param.contiguous()
         if not is_model:
             staged.append((param, model))
-        rows.append([model, *(_like(model, tensor) for tensor in rest)])
+        rows.append([model, *(_match_layout(model, tensor) for tensor in rest)])
     lists = [list(column) for column in zip(*rows, strict=True)]
     return None if all(map(same_tensors, lists, (params, *others))) else Laid(lists, staged)
 
 
-def _like(model: Tensor, tensor: Tensor) -> Tensor:
+def _match_layout(model: Tensor, tensor: Tensor) -> Tensor:
     """The tensor, or a copy that is laid out like the model."""
     if tensor.stride() == model.stride() or tensor.shape != model.shape or not tensor.numel():
         return tensor

@@ -83,19 +83,19 @@ def check_tensor(where: str, tensor: Tensor, device: torch.device | None = None)
 # The functions of an op
 
 
-class Arguments(SimpleNamespace):
+class OpArguments(SimpleNamespace):
     """The arguments of a call, by their names in the schema; those of lists also in ``lists``."""
 
     lists: dict[str, list[Tensor]]
 
 
-def from_schema(
+def op_function(
     builder: type[OpBuilder],
-) -> Callable[[Callable[[Arguments], None]], Callable[..., None]]:
-    """A decorator that makes a function of ``Arguments`` the op's function of the same name: it
+) -> Callable[[Callable[[OpArguments], None]], Callable[..., None]]:
+    """A decorator that makes a function of ``OpArguments`` the op's function of the same name: it
     takes the arguments of its schema."""
 
-    def decorate(function: Callable[[Arguments], None]) -> Callable[..., None]:
+    def decorate(function: Callable[[OpArguments], None]) -> Callable[..., None]:
         kinds = arguments_of(builder.SCHEMAS, function.__name__)
         listed = [name for name, kind in kinds.items() if kind.endswith("[]")]
         defaults = {name: None for name, kind in kinds.items() if kind.endswith("?")}
@@ -108,7 +108,7 @@ def from_schema(
             bound = signature.bind(*args, **named)
             bound.apply_defaults()
             given = bound.arguments
-            function(Arguments(**given, lists={name: given[name] for name in listed}))
+            function(OpArguments(**given, lists={name: given[name] for name in listed}))
 
         update_wrapper(call, function, updated=()).__dict__["__signature__"] = signature
         return call
@@ -139,7 +139,7 @@ def _nothing_kept(params: list[Tensor], *_: list[Tensor]) -> Tensor:
 # Ops on host memory
 
 
-def gradient_factor(given: Arguments) -> float:
+def gradient_factor(given: OpArguments) -> float:
     """The factor for gradients. Raises RuntimeError for a scale of 0 or a step before the first."""
     if vars(given).get("step", 1) < 1:
         raise RuntimeError(f"step is {given.step}, expected at least 1")
@@ -148,12 +148,12 @@ def gradient_factor(given: Arguments) -> float:
     return (-1 if given.maximize else 1) / float(given.grad_scale)
 
 
-def scaled(grad: Tensor, like: Tensor, factor: float | Tensor) -> Tensor:
+def scale_gradient(grad: Tensor, like: Tensor, factor: float | Tensor) -> Tensor:
     """The gradient times the factor, a new tensor of the type and shape of ``like``."""
     return grad.to(like.dtype).reshape(like.shape) * factor
 
 
-def update_each(update: Callable[..., None], factor: float, given: Arguments) -> None:
+def update_each(update: Callable[..., None], factor: float, given: OpArguments) -> None:
     """``update(parameter, gradient, *states)`` for each parameter, in the type to compute in.
 
     ``update`` writes to the parameter and the states, which are then rounded and stored, and may
@@ -167,7 +167,7 @@ def update_each(update: Callable[..., None], factor: float, given: Arguments) ->
             dtype = torch.promote_types(param.dtype, torch.float32)
             stored = [param, *states]
             p, *values = wide = [tensor.to(dtype).view(param.shape) for tensor in stored]
-            update(p, scaled(grad, p, factor), *values)
+            update(p, scale_gradient(grad, p, factor), *values)
             for value, tensor in zip(wide, stored, strict=True):
                 if value.dtype != tensor.dtype:  # otherwise the tensor itself was written to
                     tensor.copy_(value.view(tensor.shape))
@@ -208,20 +208,20 @@ class Numbers(NamedTuple):
     lr: Tensor
     grad_factor: Tensor  # 1 / grad_scale, negative to maximize
 
-    def seen(self, beta: float, bias_correction: bool) -> Tensor:
+    def total_weight(self, beta: float, bias_correction: bool) -> Tensor:
         """The weights of all gradients in an average that started at 0: ``1 - beta**step``. 1
         without the correction."""
         return 1 - beta**self.step if bias_correction else torch.ones_like(self.step)
 
 
-class Work:
+class FusedStep:
     """A step of a fused op.
 
     Raises RuntimeError if lists differ in length, tensors in size or device, or a tensor of one
     number has more.
     """
 
-    def __init__(self, given: Arguments) -> None:
+    def __init__(self, given: OpArguments) -> None:
         params, steps = given.params, given.steps
         device = params[0].device if params else None
         if len(steps) != 1:
@@ -257,7 +257,7 @@ class Work:
             # If this is true, nothing is written.
             self._skip = None if found_inf is None else found_inf.reshape(()) != 0
 
-    def each(self, update: Callable[..., Sequence[Tensor | None]]) -> None:
+    def update_params(self, update: Callable[..., Sequence[Tensor | None]]) -> None:
         """Store what ``update(i, numbers, parameter, gradient, *states)`` returns for each
         parameter: its new value and those of the states. None leaves a tensor as it is.
 
@@ -273,7 +273,11 @@ class Work:
                 stored = [stepped, *(row[i] for row in states)]
                 p, *values = (tensor.to(dtype).reshape(param.shape) for tensor in stored)
                 made = update(
-                    i, numbers, p, scaled(grads[i], p, numbers.grad_factor.to(dtype)), *values
+                    i,
+                    numbers,
+                    p,
+                    scale_gradient(grads[i], p, numbers.grad_factor.to(dtype)),
+                    *values,
                 )
                 if stepped is not param:
                     made, stored = [made[0], *made], [param, *stored]

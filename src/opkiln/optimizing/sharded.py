@@ -48,7 +48,7 @@ def part_of(tensor: Tensor) -> Tensor:
     return waited
 
 
-def like(param: Tensor, part: Tensor) -> Tensor:
+def wrap_part(param: Tensor, part: Tensor) -> Tensor:
     """A tensor whose part on this rank is ``part``, with the parameter's placement."""
     if not is_sharded(param):
         return part

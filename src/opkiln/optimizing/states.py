@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from opkiln.errors import UsageError
-from opkiln.optimizing.op_calls import Kept, same_tensors
+from opkiln.optimizing.op_calls import KeptLists, same_tensors
 
 
-def _telling(method: Any) -> Any:
+def _notify_after(method: Any) -> Any:
     """The method of a dict, which then tells it that an entry was set or removed."""
 
     @functools.wraps(method)
@@ -32,14 +32,14 @@ class _Watched(dict[Any, Any]):
     def forget(self) -> None:
         raise NotImplementedError
 
-    __setitem__ = _telling(dict.__setitem__)
-    __delitem__ = _telling(dict.__delitem__)
-    __ior__ = _telling(dict.__ior__)
-    update = _telling(dict.update)
-    setdefault = _telling(dict.setdefault)
-    pop = _telling(dict.pop)
-    popitem = _telling(dict.popitem)
-    clear = _telling(dict.clear)
+    __setitem__ = _notify_after(dict.__setitem__)
+    __delitem__ = _notify_after(dict.__delitem__)
+    __ior__ = _notify_after(dict.__ior__)
+    update = _notify_after(dict.update)
+    setdefault = _notify_after(dict.setdefault)
+    pop = _notify_after(dict.pop)
+    popitem = _notify_after(dict.popitem)
+    clear = _notify_after(dict.clear)
 
 
 class ParamState(_Watched):
@@ -67,10 +67,10 @@ class States(_Watched, defaultdict[Any, Any]):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.of_group: dict[int, Kept | None] = {}  # None: the op keeps nothing for this group
+        self.of_group: dict[int, KeptLists | None] = {}  # None: the op keeps nothing for this group
         self._stepped: dict[int, list[Tensor]] = {}  # parameters of the last step over lists
 
-    def again(self, group: int, params: list[Tensor]) -> bool:
+    def is_repeated(self, group: int, params: list[Tensor]) -> bool:
         """Whether a group was also stepped with these parameters the last time."""
         last, self._stepped[group] = self._stepped.get(group), params
         return last is not None and same_tensors(last, params)

@@ -55,17 +55,13 @@ class OpBuilder(builder.OpBuilder):
     def include_paths(self) -> Sequence[str]:
         return []
 
-    cxx_args = extra_ldflags = libraries_args = include_paths
-
-    def nvcc_args(self) -> Sequence[str]:
-        """Flags for nvcc; a builder without device code has none."""
-        return []
+    cxx_args = nvcc_args = extra_ldflags = libraries_args = include_paths
 
     def spec(self) -> OpSpec:
         spec = super().spec()
         return spec._replace(
-            cxx_args=tuple(without(spec.cxx_args, _PLANS_CXX)),
-            ldflags=tuple(without(spec.ldflags, _PLANS_LINK)),
+            cxx_args=tuple(drop_prefixed(spec.cxx_args, _PLANS_CXX)),
+            ldflags=tuple(drop_prefixed(spec.ldflags, _PLANS_LINK)),
         )
 
     def deepspeed_src_path(self, code_path: str) -> str:
@@ -172,7 +168,7 @@ class TorchCPUOpBuilder(CPUOpBuilder):
     """The name that ``CPUOpBuilder`` had in earlier releases of DeepSpeed."""
 
 
-def without(flags: Iterable[str], prefixes: tuple[str, ...]) -> list[str]:
+def drop_prefixed(flags: Iterable[str], prefixes: tuple[str, ...]) -> list[str]:
     """The flags that begin with none of these."""
     return [flag for flag in flags if not flag.startswith(prefixes)]
 

@@ -13,9 +13,9 @@ from importlib import import_module
 from typing import Any
 
 from opkiln import machine
-from opkiln.compat.deepspeed.builders import CUDAOpBuilder, without
+from opkiln.compat.deepspeed.builders import CUDAOpBuilder, drop_prefixed
 from opkiln.compat.torch import paths
-from opkiln.compat.torch.extension import placed
+from opkiln.compat.torch.extension import root_and_sources
 from opkiln.errors import LoadError
 from opkiln.loading import loader
 from opkiln.model import CPU, CUDA, ROCM, Op, OpSpec
@@ -57,7 +57,7 @@ def functions(builder: Any) -> tuple[str, ...]:
     """The names that a builder's sources define in its module. A macro's ``"softmax_" #name`` is
     ``softmax_*``. Builds nothing: the sources are read, and one that cannot be is left out."""
     found: set[str] = set()
-    for path in _declared(builder).sources():
+    for path in _declare(builder).sources():
         for name, pasted, other in _DEFINES.findall(_COMMENTS.sub("", machine.read_text(path))):
             found.add(f"{name}*" if pasted else name or other)
     return tuple(sorted(found))
@@ -65,7 +65,7 @@ def functions(builder: Any) -> tuple[str, ...]:
 
 def op_of(builder: Any) -> Op:
     """A builder's declaration, with its flags for a JIT build."""
-    return _declared(builder).op()
+    return _declare(builder).op()
 
 
 def architectures(builder: Any, asked: str = "") -> tuple[bool, list[str]]:
@@ -78,13 +78,13 @@ def architectures(builder: Any, asked: str = "") -> tuple[bool, list[str]]:
     """
     from opkiln.arch import cuda
 
-    declared = _Declared(builder, asked=asked)
+    declared = _AdaptedBuilder(builder, asked=asked)
     flags = declared.compute_capability_args()
     bf16 = declared.backend == ROCM or cuda.has_bf16(cuda.from_flags(flags)[1])
     return bool(flags) and bf16, flags
 
 
-class _Declared(CUDAOpBuilder):
+class _AdaptedBuilder(CUDAOpBuilder):
     """A builder of DeepSpeed's as one of opkiln's."""
 
     def __init__(self, theirs: Any, for_device: bool = True, asked: str = "") -> None:
@@ -116,7 +116,7 @@ class _Declared(CUDAOpBuilder):
         return [*flags, _NO_GLOG]
 
     def nvcc_args(self) -> Sequence[str]:
-        return [*without(self._device, _PLANS_NVCC), _NO_GLOG]
+        return [*drop_prefixed(self._device, _PLANS_NVCC), _NO_GLOG]
 
     def extra_ldflags(self) -> Sequence[str]:
         return list(self._theirs.extra_ldflags())
@@ -138,7 +138,7 @@ class _Declared(CUDAOpBuilder):
                 spec = super().spec()
         finally:
             self._theirs.jit_mode = was
-        spec = spec._replace(**placed(spec.sources, self.root))
+        spec = spec._replace(**root_and_sources(spec.sources, self.root))
         # Relative to the root, if they are below it. Then the key does not depend on the place.
         relative = (
             os.path.relpath(path, spec.root) if path.startswith(spec.root + os.sep) else path
@@ -147,7 +147,7 @@ class _Declared(CUDAOpBuilder):
         return spec._replace(include_dirs=tuple(relative))
 
 
-def _declared(builder: Any) -> _Declared:
+def _declare(builder: Any) -> _AdaptedBuilder:
     """For a device that torch can use, as in DeepSpeed, else for the CPU."""
     import torch
 
@@ -156,7 +156,7 @@ def _declared(builder: Any) -> _Declared:
         hasattr(builder, "filter_ccs") and torch.cuda.is_available()
     )
     builder.build_for_cpu = not for_device
-    return _Declared(builder, for_device)
+    return _AdaptedBuilder(builder, for_device)
 
 
 @contextmanager

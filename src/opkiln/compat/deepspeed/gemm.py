@@ -37,14 +37,14 @@ def moe_gemm(output: Tensor, hidden_states: Tensor, weight: Tensor, *rest: Any) 
 @takes("output hidden_states weight scales bias num_bits activation")
 def mixed_gemm(given: Any) -> None:
     """``weight`` is int8 [in, out], ``scales`` [out]."""
-    weight, name = _quantized(given), _name(given.activation)
+    weight, name = _quantized_weight(given), _name(given.activation)
     given.output.copy_(gemm.mixed_gemm(given.hidden_states, weight, given.bias, activation=name))
 
 
 @takes("output hidden_states weight scales bias total_rows_before_expert num_bits activation")
 def mixed_moe_gemm(given: Any) -> None:
     """``weight`` is int8 [experts, in, out], ``scales`` [experts, out]."""
-    weight, name = _quantized(given), _name(given.activation)
+    weight, name = _quantized_weight(given), _name(given.activation)
     x, ends, bias = given.hidden_states, given.total_rows_before_expert.int(), given.bias
     given.output.copy_(gemm.mixed_moe_gemm(x, weight, ends, bias, activation=name))
 
@@ -53,7 +53,7 @@ def _name(activation: int) -> str:
     return _NAMES.get(int(activation), str(activation))
 
 
-def _quantized(given: Any) -> Quantized:
+def _quantized_weight(given: Any) -> Quantized:
     if given.num_bits != 8:
         raise ArgumentError(
             f"num_bits is {given.num_bits}, expected 8",

@@ -1,5 +1,6 @@
 """The functions of DeepSpeed's ``transformer_inference`` that keep nothing between calls, and those
-of ``inference_core_ops`` that ``opkiln.nn.core`` does not have.
+of ``inference_core_ops`` that ``opkiln.nn.core`` does not have. Those that only rename or reorder
+arguments are rows of table.py.
 
 Functions and their side effects are those of DeepSpeed's binding; docs/deepspeed.md says what
 differs. Most exist once for each dtype, with its name at the end (``softmax_fp16``). Here a
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from opkiln.compat.deepspeed.modules import renamed, takes
+from opkiln.compat.deepspeed.modules import takes
 from opkiln.errors import ArgumentError
 from opkiln.nn import inference as ops
 
@@ -29,23 +30,11 @@ if TYPE_CHECKING:
 
 GELU, RELU, GATED_GELU, GATED_SILU = 1, 2, 3, 4  # DeepSpeed's ActivationFuncType
 
-# Norms
-
-_layer_norm_residual = renamed(ops.post_layer_norm, "x input_bias residual weight bias eps")
-layer_norm_residual_store_pre_ln_res = renamed(
-    ops.pre_layer_norm, "x input_bias residual weight bias eps"
-)
-pre_rms_norm = renamed(ops.pre_rms_norm, "x residual weight eps")
-
 # Activations
-
-bias_add = renamed(ops.bias_add, "x bias", over="x")
-bias_gelu = renamed(ops.bias_gelu, "x bias", over="x")
-bias_relu = renamed(ops.bias_relu, "x bias", over="x")
 
 
 def bias_residual(x: Tensor, _residual: Tensor, _bias: Tensor) -> Tensor:
-    """``x``: DeepSpeed's function has nothing else to do, either."""
+    """Returns ``x``, contiguous. DeepSpeed's function does no more."""
     return x.contiguous()
 
 
@@ -163,19 +152,19 @@ def full_mask(
     of all ranks, and ``first`` is the first one here) and minus infinity outside of the window. In
     fp32 if it is a sum, None if there is nothing to add."""
     batch, heads, queries, keys = shape
-    parts = [_additive(mask, batch, keys, like.dtype)]
+    parts = [_mask_to_add(mask, batch, keys, like.dtype)]
     if given.alibi.dim() > 1:
         alibi = given.alibi.reshape(-1, heads * ranks, 1, keys)
         parts.append(alibi[:, first : first + heads])
     if given.local_attention:
-        parts.append(_out_of_window(queries, keys, given.window_size, like.device))
+        parts.append(_window_mask(queries, keys, given.window_size, like.device))
     some = [each for each in parts if each is not None]
     if len(some) > 1:
         return reduce(torch.add, (each.float() for each in some))
     return some[0] if some else None
 
 
-def _additive(mask: Tensor, batch: int, keys: int, dtype: torch.dtype) -> Tensor | None:
+def _mask_to_add(mask: Tensor, batch: int, keys: int, dtype: torch.dtype) -> Tensor | None:
     """DeepSpeed's mask, to be broadcast to [batch, heads, queries, keys]; None if it is no mask."""
     if mask.dim() < 2:
         return None
@@ -190,7 +179,7 @@ def _additive(mask: Tensor, batch: int, keys: int, dtype: torch.dtype) -> Tensor
     return mask if mask.dtype in (dtype, torch.float32) else mask.to(dtype)
 
 
-def _out_of_window(queries: int, keys: int, window: int, device: torch.device) -> Tensor:
+def _window_mask(queries: int, keys: int, window: int, device: torch.device) -> Tensor:
     """Minus infinity for keys that are ``window`` or more before their query, 0 for others.
 
     If there are as many queries as keys, the first query stands at the first key. Otherwise
@@ -266,7 +255,7 @@ def linear_layer(given: Any) -> Tensor:
     head = hidden // given.heads
     parts = out.view(batch, seq, 3, given.heads, head).permute(2, 0, 3, 1, 4)
     if head % 64:
-        parts = functional.pad(parts, (0, _padded(head) - head))
+        parts = functional.pad(parts, (0, _padded_head(head) - head))
     return parts.contiguous()
 
 
@@ -290,7 +279,7 @@ def einsum_sec_sm_ecm(tokens: Tensor, weight: Tensor) -> Tensor:
 def add_padding(query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
     """[batch, heads, sequence, head] with heads padded by zeros to 32, 64 or 128, and keys and
     values to 128 tokens."""
-    more = _padded(query.shape[3]) - query.shape[3]
+    more = _padded_head(query.shape[3]) - query.shape[3]
     tokens = max(128 - key.shape[2], 0)
     padded = (functional.pad(each, (0, more, 0, tokens)) for each in (key, value))
     return [functional.pad(query, (0, more)), *padded]
@@ -336,5 +325,5 @@ def _mlp(
     return _linear(active, given.weight_out, given.scale_out, None, given)
 
 
-def _padded(head: int) -> int:
+def _padded_head(head: int) -> int:
     return 32 if head < 32 else 64 if head < 64 else max(head, 128)

@@ -1,9 +1,7 @@
-"""DeepSpeed's modules ``evoformer_attn``, ``random_ltd``, ``spatial_inference`` and ``utils``, over
-opkiln's ops.
+"""DeepSpeed's modules ``evoformer_attn`` and ``utils``, over opkiln's ops.
 
-Functions and arguments are those of DeepSpeed's bindings. As there, no function but those of
-``utils`` has a gradient: front ends have autograd functions of their own. docs/deepspeed.md says
-what differs.
+Functions and arguments are those of DeepSpeed's bindings. As there, attention has no gradient of
+its own: front ends have autograd functions. docs/deepspeed.md says what differs.
 """
 
 from __future__ import annotations
@@ -13,10 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opkiln.compat.deepspeed.modules import renamed, takes
+from opkiln.compat.deepspeed.modules import takes
 from opkiln.ops.evoformer_attn.functions import evoformer_attention, evoformer_attention_backward
-from opkiln.ops.random_ltd import functions as tokens
-from opkiln.ops.spatial_inference.functions import spatial_bias_add
 from opkiln.ops.utils.flatten import byte_view
 
 TYPE_CHECKING = False
@@ -59,16 +55,6 @@ def _bias(given: Tensor) -> Tensor | None:
     """DeepSpeed gives a tensor without elements if there is no bias."""
     return given if given.numel() else None
 
-
-# random_ltd: tokens that a layer sees, and the masks for them; most functions are the op's own
-
-token_sort_ = renamed(tokens.token_sort_, "indices tokens", over="indices")
-token_scatter_ = renamed(tokens.token_scatter_, "x part indices batch_first", over="x")
-
-# spatial_inference: ``(x + bias) + (other + other_bias)``, without those that are not given, of
-# images with channels last, or [N, S, C]
-
-nhwc_bias_add = nhwc_bias_add_add = nhwc_bias_add_bias_add = spatial_bias_add
 
 # utils
 

@@ -27,7 +27,7 @@ class OpModule(ModuleType):
     """
 
     _refusal: OpkilnError | None = None  # why their module cannot be had
-    _rest: Any = None
+    _built: Any = None
 
     def __init__(
         self,
@@ -54,8 +54,13 @@ class OpModule(ModuleType):
             # It may be there without its ending: that of an optimizer (``create_adam``), or of a
             # dtype (``softmax_fp16``), for a tensor's own dtype decides.
             names = (function, function.rpartition("_")[0])
-            found = next(getattr(home, each) for each in names for home in homes
-                         if hasattr(home, each))  # fmt: skip
+            signatures = [row.renamed.get(name, name).partition("(") for name in names]
+            found, arguments = next(
+                (getattr(home, own), arguments)
+                for own, _, arguments in signatures for home in homes if hasattr(home, own)
+            )  # fmt: skip
+            if arguments:
+                found = rename_arguments(found, arguments)
             if row.no_grad and callable(found) and not isinstance(found, type):
                 found = torch.no_grad()(found)
             setattr(self, function, found)
@@ -66,7 +71,7 @@ class OpModule(ModuleType):
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
         if self._refusal is None:
             try:
-                return getattr(self.rest(), name)
+                return getattr(self.deepspeed_module(), name)
             except OpkilnError as error:
                 self._refusal = error  # a failed build takes minutes, and would fail again
         raise UnservedFunction(
@@ -80,23 +85,23 @@ class OpModule(ModuleType):
         theirs = (name for name in self._list_theirs() if name.isidentifier())
         return sorted({*super().__dir__(), *theirs})
 
-    def rest(self) -> Any:
+    def deepspeed_module(self) -> Any:
         """DeepSpeed's own module. Raises OpkilnError if it cannot be had."""
-        if self._rest is None:
+        if self._built is None:
             if self._build_rest is None:
                 raise UsageError(
                     f"OPKILN_DEEPSPEED does not include `engine` for {self.__name__}",
                     why="the engine would build DeepSpeed's own module",
                     hint="unset OPKILN_DEEPSPEED",
                 )
-            self._rest = self._build_rest()
+            self._built = self._build_rest()
             for tell in self.when_built:
-                tell(self._rest)
-        return self._rest
+                tell(self._built)
+        return self._built
 
 
 def _find(place: str) -> Any:
-    """A place of the table, or what it has: ``module:name``."""
+    """The module that a place of the table names, or for ``module:name`` its attribute."""
     module, _, name = place.partition(":")
     found = import_module(module if module.startswith(".") else f"opkiln.{module}", __package__)
     return getattr(found, name) if name else found
@@ -125,10 +130,11 @@ def takes(names: str, optional: int = 0) -> Callable[[Any], Callable[..., Any]]:
     return decorate
 
 
-def renamed(function: Callable[..., Any], names: str, *, over: str = "") -> Callable[..., Any]:
-    """An op's function, to be called by position: ``names`` are its parameters in DeepSpeed's
-    order. Several results are a list, as from pybind11. One is written over the argument ``over``,
-    if that is contiguous; an op that writes to it itself has no result."""
+def rename_arguments(function: Callable[..., Any], arguments: str) -> Callable[..., Any]:
+    """A function of opkiln, called by position as the table says (``x!, bias)``). Several results
+    are a list, as from pybind11. An op that writes to its argument itself has no result."""
+    names = arguments.removesuffix(")").split(", ")
+    over = next((name.removesuffix("!") for name in names if name.endswith("!")), "")
 
     def call(given: Any) -> Any:
         found = function(**vars(given))
@@ -139,4 +145,4 @@ def renamed(function: Callable[..., Any], names: str, *, over: str = "") -> Call
         return list(found) if isinstance(found, tuple) else found
 
     call.__name__ = function.__name__
-    return takes(names)(call)
+    return takes(" ".join(names).replace("!", ""))(call)

@@ -72,11 +72,11 @@ def replacements(module: ModuleType) -> Iterator[tuple[Any, str, Any]]:
         yield module, "debug_report", _report_with_origins(module, module.debug_report)
         return
     base, cuda = module.OpBuilder, module.CUDAOpBuilder
-    yield base, "load", _loading(base.load)
-    yield base, "jit_load", _loading(base.jit_load)
+    yield base, "load", _replacement_load(base.load)
+    yield base, "jit_load", _replacement_load(base.jit_load)
     yield base, "has_function", _has_function
-    yield base, "cpu_arch", _of_this_cpu(base.cpu_arch)
-    yield base, "simd_width", _of_this_cpu(base.simd_width)
+    yield base, "cpu_arch", _read_this_cpu(base.cpu_arch)
+    yield base, "simd_width", _read_this_cpu(base.simd_width)
     yield cuda, "compute_capability_args", _compute_capability_args
     for name in _TOOLKIT_CHECKS:
         yield module, name, _toolkit_check(getattr(module, name), module)
@@ -163,7 +163,7 @@ def _resorts_of(op: str) -> tuple[str, ...]:
 
 def origin_of(builder: Any) -> str:
     """What a builder would load: ops, engine or deepspeed."""
-    if _is_by_ops(builder):
+    if _has_own_op(builder):
         return OPS
     # An op that was built when DeepSpeed was installed is as good as one of the engine's.
     by_engine = ENGINE in _resorts_of(builder.name) and not _is_installed(builder)
@@ -191,7 +191,7 @@ def _list_theirs(builder: Any) -> tuple[str, ...]:
     return engine.functions(builder)
 
 
-def _is_by_ops(builder: Any) -> bool:
+def _has_own_op(builder: Any) -> bool:
     """Whether an op of opkiln serves this builder, which is DeepSpeed's, not another package's."""
     own = type(builder).__module__.partition(".")[0] in ("deepspeed", "op_builder")
     return own and builder.name in MODULES and OPS in _resorts_of(builder.name)
@@ -206,7 +206,7 @@ def _is_installed(builder: Any) -> bool:
 # The functions that replace DeepSpeed's
 
 
-def _loading(original: Callable[..., Any]) -> Callable[..., Any]:
+def _replacement_load(original: Callable[..., Any]) -> Callable[..., Any]:
     """The op's module: opkiln's op, DeepSpeed's built by opkiln, or DeepSpeed's own."""
 
     @wraps(original)
@@ -227,7 +227,7 @@ def _has_function(
     from opkiln.store.layers import Store
     from opkiln.toolchain.host import can_link
 
-    if funcname == "io_submit" and _is_by_ops(self):
+    if funcname == "io_submit" and _has_own_op(self):
         return True  # DeepSpeed asks for libaio, and opkiln's op does without
     try:
         return can_link(Store().memory, funcname, tuple(libraries), tuple(library_dirs or ()))
@@ -236,7 +236,7 @@ def _has_function(
         return False
 
 
-def _of_this_cpu(original: Callable[..., str]) -> Callable[..., str]:
+def _read_this_cpu(original: Callable[..., str]) -> Callable[..., str]:
     """A replacement that starts no program. DeepSpeed asks a package that starts programs, which
     takes a second or more at each load."""
 
@@ -279,7 +279,7 @@ def _toolkit_check(original: Callable[..., Any], module: ModuleType) -> Callable
     return check
 
 
-# What ``ds_report`` says of opkiln: its table is of DeepSpeed's own builds, which do not serve
+# ds_report's own table shows the builds of DeepSpeed, which are not used. These lines follow it.
 
 _WORDS = {
     OPS: "opkiln's own kernels",

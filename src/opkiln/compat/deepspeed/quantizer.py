@@ -43,9 +43,9 @@ class Quantizer:
         """Levels, in the tensor's shape (the last dimension halved for four bits), and the
         parameters of the groups."""
         size = _size(x.numel(), groups, bits)
-        filled = _filled(size, 8 if size <= 128 else 16, 1, 256)
-        levels, params = _quantized(x, groups, bits, kind, filled > size, (1, 1, 1))
-        return [levels.view(_scaled(x, bits, 8)), params]
+        filled = _count_loaded(size, 8 if size <= 128 else 16, 1, 256)
+        levels, params = _quantize(x, groups, bits, kind, filled > size, (1, 1, 1))
+        return [levels.view(_scale_last_dim(x, bits, 8)), params]
 
     def dequantize(
         self, levels: Tensor, params: Tensor, *given: int, dtype: torch.dtype = torch.float16
@@ -57,7 +57,7 @@ class Quantizer:
         function = _functions(levels.device.type).deepspeed_dequantize
         tensors = (levels.contiguous(), params.contiguous())
         flat: Tensor = call_checked(function, *tensors, groups, bits, kind == self.Symmetric, dtype)
-        return flat.view(_scaled(levels, 8, bits))
+        return flat.view(_scale_last_dim(levels, 8, bits))
 
     dequantize_fp32 = partialmethod(dequantize, dtype=torch.float32)
 
@@ -87,7 +87,9 @@ class Quantizer:
         x, groups, bits = given.x, given.groups, given.bits
         size = _size(x.numel(), groups, bits)
         order = (given.nodes, given.devices_per_node, given.pipeline_size)
-        return _quantized(x, groups, bits, given.kind, _filled(size, 16, 32, 512) > size, order)
+        return _quantize(
+            x, groups, bits, given.kind, _count_loaded(size, 16, 32, 512) > size, order
+        )
 
     @takes("levels params in_groups out_groups bits kind parts")
     def quantized_reduction(self, given: Any) -> list[Tensor]:
@@ -100,10 +102,10 @@ class Quantizer:
             given.params.contiguous(), parts, given.in_groups, groups, bits,
             given.kind == self.Symmetric, _reduction_slots(size) > size,
         )  # fmt: skip
-        return [sums.view(_scaled(levels, 1, parts)), params]
+        return [sums.view(_scale_last_dim(levels, 1, parts)), params]
 
 
-def _quantized(
+def _quantize(
     x: Tensor, groups: int, bits: int, kind: int, with_zero: bool, order: tuple[int, ...]
 ) -> list[Tensor]:
     function = _functions(x.device.type).deepspeed_quantize
@@ -111,7 +113,7 @@ def _quantized(
     return list(call_checked(function, x.contiguous(), groups, bits, symmetric, with_zero, *order))
 
 
-def _scaled(tensor: Tensor, factor: int, divisor: int) -> list[int]:
+def _scale_last_dim(tensor: Tensor, factor: int, divisor: int) -> list[int]:
     """The shape of a tensor with another last dimension."""
     *rest, last = tensor.shape
     return [*rest, last * factor // divisor]
@@ -122,12 +124,12 @@ def _scaled(tensor: Tensor, factor: int, divisor: int) -> list[int]:
 
 
 def _reduction_slots(size: int) -> int:
-    filled, a_turn = _filled(size, 8, 1, 1024), 1024 * 8
+    filled, a_turn = _count_loaded(size, 8, 1, 1024), 1024 * 8
     # From four turns on, the number of turns is even.
     return filled + a_turn if filled >= 4 * a_turn and filled // a_turn % 2 else filled
 
 
-def _filled(size: int, a_thread: int, fewest: int, most: int) -> int:
+def _count_loaded(size: int, a_thread: int, fewest: int, most: int) -> int:
     """The elements that whole turns load, with a power of two of threads in each turn."""
     wanted = -(-size // a_thread)
     threads = max(fewest, min(most, 1 << (wanted - 1).bit_length())) if wanted else fewest

@@ -62,8 +62,8 @@ class SparseSelfAttention(nn.Module):
         key_padding_mask: Tensor | None = None,
         attn_mask: Tensor | None = None,
     ) -> Tensor:
-        """[batch, heads, tokens, head] each; ``key`` may be transposed, as DeepSpeed takes it:
-        that is seen where ``tokens`` is not ``head``."""
+        """[batch, heads, tokens, head] each. ``key`` may be transposed, as DeepSpeed takes it; this
+        is recognized by its shape, so only if ``tokens`` and ``head`` differ."""
         if key.shape != query.shape and key.mT.shape == query.shape:
             key = key.mT
         inner = attention.SparseSelfAttention(

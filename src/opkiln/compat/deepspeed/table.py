@@ -6,21 +6,26 @@ What is not listed here comes from DeepSpeed's own sources, function by function
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 
 class Module(NamedTuple):
     """The stand-in for one of DeepSpeed's modules. Texts are names with spaces between them."""
 
-    # Where its functions are, the first place that has one: modules of this package (with a dot
-    # before them) or below opkiln, or module:class, which is called with the stand-in.
+    # Where its functions are looked up, in this order: modules of this package (with a dot before
+    # them) or below opkiln, or module:class, which is called with the stand-in.
     homes: str
     names: str
     for_each: str = ""  # functions that there are once for each suffix
     suffixes: str = ""
     loads: str = ""  # functions of opkiln.ops whose libraries are loaded at once
-    dtype: str = ""  # of those libraries, if there is one for each
+    dtype: str = ""  # the library for this one is loaded, if there is one for each
     no_grad: bool = True  # its functions have no gradients
+    # By DeepSpeed's name, functions that have another name there, or other arguments: then they
+    # follow in DeepSpeed's order. The result is written over the one with a "!", if that is
+    # contiguous.
+    renamed: Mapping[str, str] = {}
 
     @property
     def functions(self) -> tuple[str, ...]:
@@ -65,14 +70,23 @@ MODULES = {
         ".ragged", "allocate_fast_host_buffer allocate_view_on allocate_view_like"
     ),
     "random_ltd": Module(
-        ".layers ops.random_ltd.functions",
+        "ops.random_ltd.functions",
         "token_sort_ token_gather token_scatter_ mask_gather_bert mask_gather_gpt",
         loads="random_ltd.functions:token_sort",
+        renamed={
+            "token_sort_": "token_sort_(indices!, tokens)",
+            "token_scatter_": "token_scatter_(x!, part, indices, batch_first)",
+        },
     ),
     "sparse_attn": Module(".sparse", "SparseSelfAttention"),
+    # ``(x + bias) + (other + other_bias)``, without those that are not given
     "spatial_inference": Module(
-        ".layers", "nhwc_bias_add nhwc_bias_add_add nhwc_bias_add_bias_add",
+        "ops.spatial_inference.functions",
+        "nhwc_bias_add nhwc_bias_add_add nhwc_bias_add_bias_add",
         loads="spatial_inference.functions:spatial_bias_add",
+        renamed=dict.fromkeys(
+            ("nhwc_bias_add", "nhwc_bias_add_add", "nhwc_bias_add_bias_add"), "spatial_bias_add"
+        ),
     ),
     "cutlass_ops": Module(".gemm", "moe_gemm mixed_gemm mixed_moe_gemm"),
     "deepspeed_shm_comm": Module(".shm_comm", "initialize vector_kernel_level"),
@@ -100,6 +114,15 @@ MODULES = {
         "repeat_kv_cache",
         "fp32 fp16 bf16",
         loads=_NORM,
+        renamed={
+            "bias_add": "bias_add(x!, bias)",
+            "bias_gelu": "bias_gelu(x!, bias)",
+            "bias_relu": "bias_relu(x!, bias)",
+            "pre_rms_norm": "pre_rms_norm(x, residual, weight, eps)",
+            "_layer_norm_residual": "post_layer_norm(x, input_bias, residual, weight, bias, eps)",
+            "layer_norm_residual_store_pre_ln_res":
+                "pre_layer_norm(x, input_bias, residual, weight, bias, eps)",
+        },
     ),
     "utils": Module(
         ".layers ops.utils.flatten", "cast_to_byte_tensor flatten unflatten", no_grad=False

@@ -54,7 +54,7 @@ KEPT = (
 )
 
 
-def _without_autocast(function: Callable[..., list[Tensor]]) -> Callable[..., list[Tensor]]:
+def _disable_autocast(function: Callable[..., list[Tensor]]) -> Callable[..., list[Tensor]]:
     """Kernels know no autocast: the front end calls them with its own dtypes."""
 
     @wraps(function)
@@ -91,7 +91,7 @@ class Transformer:
     @takes(
         f"layer_id input mask {WEIGHTS} training pre_norm attention_again norms_again gelu_again"
     )
-    @_without_autocast
+    @_disable_autocast
     def forward(self, given: Any) -> list[Tensor]:
         """The last flags say what is computed again in the backward pass."""
         layer, x, training = self._layer(given.layer_id), given.input, given.training
@@ -102,7 +102,7 @@ class Transformer:
         )
         qkv = qkv.flatten(0, 1).requires_grad_(training)
         with torch.set_grad_enabled(training):
-            attended = _attended(qkv, given, layer)
+            attended = _attend(qkv, given, layer)
         p = max(layer.hidden_dropout_ratio, 0.0) if training else 0.0
         seed = torch.randint(2**63 - 1, (1,), device=x.device) if p > 0 else None
         out, kept = output(
@@ -118,9 +118,9 @@ class Transformer:
         return [
             out,
             # The first norm, or its input if invertible; post: the last norm's input.
-            first_read if pre else _given(kept.last_total),
+            first_read if pre else _require(kept.last_total),
             qkv,  # a row is a token's query, key and value
-            _given(kept.last_total) if norm_again and not pre else empty,
+            _require(kept.last_total) if norm_again and not pre else empty,
             empty,
             attended,  # it carries torch's gradient, up to qkv
             kept.total,
@@ -132,11 +132,11 @@ class Transformer:
             drawn,
             kept.scale.flatten(),
             kept.mean.flatten(),
-            *(_given(each).flatten() for each in outer),
+            *(_require(each).flatten() for each in outer),
         ]
 
     @takes(f"layer_id grad_output {KEPT} input mask {WEIGHTS}")
-    @_without_autocast
+    @_disable_autocast
     def backward(self, given: Any) -> list[Tensor]:
         """The gradients of the input and of the weights."""
         layer, seed = self._layer(given.layer_id), given.attn_output_dropout_mask
@@ -169,11 +169,11 @@ class Transformer:
             given.inp_norm if pre and not norm_again else None,
         )  # fmt: skip
         input_grad, first_weight, first_bias, qkvw = project_backward(
-            projection, _given(residual_grad), joined
+            projection, _require(residual_grad), joined
         )
         if pre:
             grads[-2:] = first_weight, first_bias  # of norm_w and norm_b, the last two
-        return [_given(each) for each in (input_grad, qkvw, joined.sum(0), *grads)]
+        return [_require(each) for each in (input_grad, qkvw, joined.sum(0), *grads)]
 
 
 def _norms(weights: Any, pre: bool) -> tuple[tuple[Any, Any], ...]:
@@ -183,7 +183,7 @@ def _norms(weights: Any, pre: bool) -> tuple[tuple[Any, Any], ...]:
     return (outer, between, (None, None)) if pre else ((None, None), between, outer)
 
 
-def _attended(qkv: Tensor, given: Any, layer: Any) -> Tensor:
+def _attend(qkv: Tensor, given: Any, layer: Any) -> Tensor:
     batch, seq = given.input.shape[:2]
     p, mask = max(layer.attn_dropout_ratio, 0.0) if given.training else 0.0, given.mask
     if mask is not None:
@@ -202,6 +202,6 @@ def _attended(qkv: Tensor, given: Any, layer: Any) -> Tensor:
     return attention(qkv)
 
 
-def _given(tensor: Tensor | None) -> Tensor:
+def _require(tensor: Tensor | None) -> Tensor:
     """A tensor that the kind of layer at hand always has."""
     return cast("Tensor", tensor)

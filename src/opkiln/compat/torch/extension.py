@@ -13,7 +13,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from opkiln.builder.base import OpBuilder
-from opkiln.compat.torch.flags import translated
+from opkiln.compat.torch.flags import translate
 from opkiln.compat.torch.paths import include_paths, library_paths
 from opkiln.decision.archs import nothing_asked
 from opkiln.errors import SpecError
@@ -49,7 +49,7 @@ def CppExtension(name: str, sources: list[str], *args: Any, **kwargs: Any) -> Ex
     The other arguments are setuptools'. With ``py_limited_api=True`` it is not linked to
     ``libtorch_python``, which is for one Python.
     """
-    return _made(name, sources, args, kwargs, "cpu", ())
+    return _make_extension(name, sources, args, kwargs, "cpu", ())
 
 
 def CUDAExtension(name: str, sources: list[str], *args: Any, **kwargs: Any) -> Extension:  # noqa: N802
@@ -61,7 +61,7 @@ def CUDAExtension(name: str, sources: list[str], *args: Any, **kwargs: Any) -> E
     device_libraries = list(kwargs.pop("dlink_libraries", ()))
     linked = kwargs.pop("dlink", False) or device_libraries
     libraries = _ROCM_RUNTIME if is_rocm_pytorch() else _CUDA_RUNTIME
-    extension = _made(name, sources, args, kwargs, "cuda", libraries)
+    extension = _make_extension(name, sources, args, kwargs, "cuda", libraries)
     if linked:
         torch = torch_sdk.find()
         flags = extension.extra_compile_args
@@ -82,10 +82,10 @@ def SyclExtension(name: str, sources: list[str], *args: Any, **kwargs: Any) -> E
 
     Raises ToolkitMissing, an OSError, if there is no SYCL compiler.
     """
-    return _made(name, sources, args, kwargs, "xpu", ("c10_xpu", "sycl", "torch_xpu"))
+    return _make_extension(name, sources, args, kwargs, "xpu", ("c10_xpu", "sycl", "torch_xpu"))
 
 
-def _made(
+def _make_extension(
     name: str,
     sources: list[str],
     args: tuple[Any, ...],
@@ -200,7 +200,7 @@ def _spec(extension: Extension, compiler: Any, debug: bool | None) -> tuple[OpSp
     libraries = [*compiler.libraries, *extension.libraries]
     objects = [os.path.abspath(path) for path in (*compiler.objects, *extension.extra_objects)]
     at_run_time = (*extension.runtime_library_dirs, *compiler.runtime_library_dirs)
-    flags = translated(
+    flags = translate(
         name,
         cxx=(*_flags_of(compiler, debug), *macros, *both.get("cxx", ())),
         # nvcc does not get the flags Python was built with: assertions in kernels stay on.
@@ -218,7 +218,7 @@ def _spec(extension: Extension, compiler: Any, debug: bool | None) -> tuple[OpSp
     spec = OpSpec(
         name=name,
         distribution=extension.name.partition(".")[0],
-        **placed(files, os.getcwd()),
+        **root_and_sources(files, os.getcwd()),
         include_dirs=tuple(_foreign(include_dirs, "cuda_runtime_api.h")),
         libraries=tuple(each for each in libraries if each not in _OWNED),
         # A limited module is for every Python, so it is not linked to a library for one Python.
@@ -235,7 +235,7 @@ def _spec(extension: Extension, compiler: Any, debug: bool | None) -> tuple[OpSp
     return flags.added_to(spec), flags.archs, remarks
 
 
-def placed(files: Sequence[str], root: str) -> dict[str, Any]:
+def root_and_sources(files: Sequence[str], root: str) -> dict[str, Any]:
     """The root and the sources below it, for a declaration: this root if all files are below it."""
     if any(not file.startswith(os.path.join(root, "")) for file in files):
         root = os.path.dirname(files[0]) if len(files) == 1 else os.path.commonpath(files)

@@ -29,17 +29,25 @@ if TYPE_CHECKING:
 _DIRECTORIES = ("-isystem", "-iquote", "-idirafter", "-I", "-L")
 _FILES = ("-include", "-imacros")
 
-# Flags for dependency files, intermediate files or a language: the plan sets these itself.
+# Flags that are left out. Those for dependency files, intermediate files and languages, of every
+# compiler; of nvcc, those for threads, because the engine knows what else runs, and for link-time
+# optimization of device code, which nvcc does for only one architecture at a time.
 _LEFT_OUT = frozenset((
     "-MD", "-MMD", "-MP", "-MG", "-save-temps", "--save-temps", "-keep", "--keep", "-time",
     "--time", "-dryrun", "--dryrun",
 ))  # fmt: skip
 _LEFT_OUT_WITH_VALUE = frozenset(("-MF", "-MT", "-MQ", "-x", "--x", "-keep-dir", "--keep-dir"))
-# The engine gives nvcc its threads, because it knows what else runs.
 _THREADS = frozenset(("-t", "--threads", "-split-compile", "--split-compile"))
 _THREADS_JOINED = re.compile(r"-t\d+\Z")
-# Link-time optimization of device code, which nvcc does for only one architecture at a time.
-_LINK_TIME = frozenset(("-dlto", "-lto", "--dlink-time-opt"))
+_PLANNED = "the plan sets intermediate files and languages itself"
+_PORTABLE = "a build does not depend on where it runs"
+_LEFT_OUT_OF_NVCC = {
+    **dict.fromkeys(_LEFT_OUT | _LEFT_OUT_WITH_VALUE, _PLANNED),
+    **dict.fromkeys(_THREADS, "NVCC_THREADS limits nvcc's threads"),
+    **dict.fromkeys(
+        ("-dlto", "-lto", "--dlink-time-opt"), "device code is linked without optimization"
+    ),
+}
 # Link-time optimization in several processes, for which gcc starts make. One process does the same.
 _PARALLEL_LTO = re.compile(r"-flto=(auto|jobserver|\d+)\Z")
 _HOST_COMPILER = frozenset(("-ccbin", "--compiler-bindir"))
@@ -74,7 +82,7 @@ class Flags(NamedTuple):
         )
 
 
-def translated(
+def translate(
     op: str,
     cxx: Iterable[str] = (),
     device: Iterable[str] = (),
@@ -87,14 +95,14 @@ def translated(
     Paths are relative to the current directory.
     """
     remarks: list[str] = []
-    own, native = _cxx(_present(cxx), remarks)
-    words, asked = tuple(_present(device)), ""
+    own, native = _translate_cxx(_drop_empty(cxx), remarks)
+    words, asked = tuple(_drop_empty(device)), ""
     if backend_is_cuda:
-        words, asked = _archs(_device(op, words, remarks))
+        words, asked = _split_architectures(_translate_nvcc(op, words, remarks))
     return Flags(
         cxx=tuple(own),
         device=words,
-        link=tuple(_link(_present(link))),
+        link=tuple(_translate_link(_drop_empty(link))),
         archs=asked,
         native=native,
         remarks=tuple(dict.fromkeys(remarks)),
@@ -109,12 +117,12 @@ def shell_words(flags: Iterable[str] | None) -> list[str]:
     return [word for flag in flags or () for word in shlex.split(flag.replace("$$", "$"))]
 
 
-def _present(flags: Iterable[str]) -> list[str]:
+def _drop_empty(flags: Iterable[str]) -> list[str]:
     """Without empty flags, which come from splitting a variable that is not set."""
     return [word for flag in flags if (word := os.fspath(flag).strip())]
 
 
-def _cxx(words: Iterable[str], remarks: list[str]) -> tuple[list[str], bool]:
+def _translate_cxx(words: Iterable[str], remarks: list[str]) -> tuple[list[str], bool]:
     kept: list[str] = []
     native = False
     rest = iter(words)
@@ -122,23 +130,19 @@ def _cxx(words: Iterable[str], remarks: list[str]) -> tuple[list[str], bool]:
         if word in _NATIVE:
             native = True
         elif word == "-mtune=native":
-            remarks.append(f"{word} is left out: a build does not depend on where it runs")
+            remarks.append(f"{word} is left out: {_PORTABLE}")
         elif _PARALLEL_LTO.match(word):
             kept.append("-flto")
         elif word in _LEFT_OUT or word.startswith("-save-temps="):
-            remarks.append(_unneeded(word))
+            remarks.append(f"{word} is left out: {_PLANNED}")
         elif word in _LEFT_OUT_WITH_VALUE:
-            remarks.append(_unneeded(f"{word} {next(rest, '')}"))
+            remarks.append(f"{word} {next(rest, '')} is left out: {_PLANNED}")
         else:
-            kept += _path(word, rest, "")
+            kept += _make_path_absolute(word, rest, "")
     return kept, native
 
 
-def _unneeded(word: str) -> str:
-    return f"{word} is left out: the plan sets intermediate files and languages itself"
-
-
-def _device(op: str, words: Iterable[str], remarks: list[str]) -> Iterator[str]:
+def _translate_nvcc(op: str, words: Iterable[str], remarks: list[str]) -> Iterator[str]:
     rest = iter(words)
     for word in rest:
         option, joined, value = word.partition("=")
@@ -146,12 +150,10 @@ def _device(op: str, words: Iterable[str], remarks: list[str]) -> Iterator[str]:
         if option in _WITH_VALUE and not joined:
             value = next(rest, "")
             whole = f"{word} {value}"
-        if option in _THREADS or _THREADS_JOINED.match(word):
-            remarks.append(f"{whole} is left out: NVCC_THREADS limits nvcc's threads")
-        elif word in _LINK_TIME:
-            remarks.append(f"{word} is left out: device code is linked without optimization")
-        elif option in _LEFT_OUT or option in _LEFT_OUT_WITH_VALUE:
-            remarks.append(_unneeded(whole))
+        if _THREADS_JOINED.match(word):
+            option = "-t"
+        if option in _LEFT_OUT_OF_NVCC:
+            remarks.append(f"{whole} is left out: {_LEFT_OUT_OF_NVCC[option]}")
         elif option in _HOST_COMPILER:
             if _is_host_compiler(value):
                 remarks.append(f"{option} {value} is left out: it is the host compiler anyway")
@@ -163,12 +165,12 @@ def _device(op: str, words: Iterable[str], remarks: list[str]) -> Iterator[str]:
                 hint=f"NVCC_CCBIN={shlex.quote(value)}    # without the flag",
             )
         elif option in _FOR_HOST:
-            yield from _for_host(value, remarks)
+            yield from _host_flags(value, remarks)
         elif option in _FOR_OTHERS:
             # nvcc takes a list separated by commas. It removes quotes with its own shell.
             yield f"{option}={','.join(shlex.split(value.replace(',', ' ')))}"
         else:
-            yield from _path(_unquoted(word), rest, "=")
+            yield from _make_path_absolute(_unquote(word), rest, "=")
 
 
 def _is_host_compiler(named: str) -> bool:
@@ -183,17 +185,15 @@ def _is_host_compiler(named: str) -> bool:
     }
 
 
-def _for_host(text: str, remarks: list[str]) -> Iterator[str]:
+def _host_flags(text: str, remarks: list[str]) -> Iterator[str]:
     for part in shlex.split(text.replace(",", " ")):
         if part in _NATIVE or part == "-mtune=native":
-            remarks.append(
-                f"-Xcompiler={part} is left out: a build does not depend on where it runs"
-            )
+            remarks.append(f"-Xcompiler={part} is left out: {_PORTABLE}")
         else:
             yield f"-Xcompiler={part}"
 
 
-def _unquoted(word: str) -> str:
+def _unquote(word: str) -> str:
     """The word without quotes around it, or around the part after the first ``=``."""
     option, equals, value = word.partition("=")
     for text, before in ((word, ""), (value, option + equals)):
@@ -202,7 +202,7 @@ def _unquoted(word: str) -> str:
     return word
 
 
-def _archs(words: Iterable[str]) -> tuple[tuple[str, ...], str]:
+def _split_architectures(words: Iterable[str]) -> tuple[tuple[str, ...], str]:
     """The other flags, and the architecture flags as an arch list."""
     plain: list[str] = []
     asked: list[str] = []
@@ -225,20 +225,20 @@ def _archs(words: Iterable[str]) -> tuple[tuple[str, ...], str]:
     return others, ";".join([*asked, *filter(None, [cuda.show(found)])])
 
 
-def _link(words: Iterable[str]) -> Iterator[str]:
+def _translate_link(words: Iterable[str]) -> Iterator[str]:
     rest = iter(words)
     for word in rest:
         if _PARALLEL_LTO.match(word):
             yield "-flto"
         elif word.startswith("-Wl,"):
-            yield ",".join(_existing(part) for part in word.split(","))
+            yield ",".join(_make_file_absolute(part) for part in word.split(","))
         elif word.startswith("-"):
-            yield from _path(word, rest, "")
+            yield from _make_path_absolute(word, rest, "")
         else:
-            yield _existing(word)
+            yield _make_file_absolute(word)
 
 
-def _existing(word: str) -> str:
+def _make_file_absolute(word: str) -> str:
     """The word. If it is the path of an existing file, alone or after a ``=``, made absolute."""
     option, equals, value = word.rpartition("=")
     if value and not value.startswith("-") and os.path.isfile(value):
@@ -246,7 +246,7 @@ def _existing(word: str) -> str:
     return word
 
 
-def _path(word: str, rest: Iterator[str], joint: str) -> list[str]:
+def _make_path_absolute(word: str, rest: Iterator[str], joint: str) -> list[str]:
     """One flag; a path in it or after it is made absolute and joined to its option.
 
     ``joint`` is what nvcc needs between an option of several letters and its value.

@@ -16,7 +16,7 @@ from typing import Any
 
 from opkiln import extension
 from opkiln.building import wording
-from opkiln.compat.torch.flags import shell_words, translated
+from opkiln.compat.torch.flags import shell_words, translate
 from opkiln.errors import LoadError, LoadTestError, OpkilnError, UsageError, told_briefly
 from opkiln.model import ABI_TORCH, CUDA, EXECUTABLE, LIBRARY, PYTHON, XPU, OpSpec
 
@@ -90,9 +90,9 @@ def load(
     kind = PYTHON if is_python_module else EXECUTABLE if is_standalone else LIBRARY
     flags = (extra_cflags, extra_cuda_cflags, extra_sycl_cflags, extra_ldflags)
     asked = (with_cuda, with_sycl)
-    with _as_torchs_errors(kind):
+    with _raise_torchs_errors(kind):
         declare = partial(extension.declared, name, listed, kind=kind)
-        return _served(declare, flags, extra_include_paths, asked, verbose, build_directory)
+        return _load(declare, flags, extra_include_paths, asked, verbose, build_directory)
 
 
 @told_briefly
@@ -126,7 +126,7 @@ def load_inline(
     if functions is not None and not isinstance(functions, str | list | dict):
         raise ValueError(f"'functions' must be a list or a dict, not a {type(functions)}")
     kind = PYTHON if is_python_module else LIBRARY
-    with _as_torchs_errors(kind):
+    with _raise_torchs_errors(kind):
         bound = None
         if functions is not None:
             bound = extension.bindings(functions, with_pytorch_error_handling)
@@ -136,7 +136,7 @@ def load_inline(
         flags = (extra_cflags, extra_cuda_cflags, extra_sycl_cflags, extra_ldflags)
         asked = (with_cuda, with_sycl)
         declare = partial(extension.declared_inline, name, texts, kind=kind)
-        found = _served(declare, flags, extra_include_paths, asked, verbose, build_directory)
+        found = _load(declare, flags, extra_include_paths, asked, verbose, build_directory)
     if build_directory is not None:
         for source, text in texts:
             with open(os.path.join(build_directory, source), "w", encoding="utf-8") as file:
@@ -144,7 +144,7 @@ def load_inline(
     return found
 
 
-def _served(
+def _load(
     declare: partial[OpSpec],
     given: Sequence[Sequence[str] | None],
     include_paths: Sequence[str] | None,
@@ -169,7 +169,7 @@ def _served(
         raise AssertionError("one extension cannot have both SYCL and CUDA sources") from None
     cxx, of_cuda, of_sycl, link = given
     words = map(shell_words, (cxx, of_sycl if spec.backend == XPU else of_cuda, link))
-    flags = translated(name, *words, backend_is_cuda=spec.backend != XPU)
+    flags = translate(name, *words, backend_is_cuda=spec.backend != XPU)
     # As in torch, it is built for the CPU of this machine only if a flag asks for it.
     spec = flags.added_to(spec)
     toolkit: AbstractContextManager[None] = nullcontext()
@@ -192,7 +192,7 @@ def _served(
 
 
 @contextmanager
-def _as_torchs_errors(kind: str) -> Iterator[None]:
+def _raise_torchs_errors(kind: str) -> Iterator[None]:
     """Raise torch's exception for an extension of this kind, with opkiln's text."""
     try:
         yield

@@ -113,7 +113,7 @@ def cuda_home() -> str:
     that they should be built without CUDA.
     """
     torch = torch_sdk.find()
-    if assigned() is None and (torch is None or torch.cuda is None):
+    if assigned_home() is None and (torch is None or torch.cuda is None):
         version = "" if torch is None else f" {torch.version}"
         raise ToolkitMissing(
             "there is no CUDA toolkit for this torch",
@@ -138,7 +138,7 @@ def cuda_toolkit() -> str:
     with it. Raises ToolkitMissing if no variable names one.
     """
     # These two are used or refused, but never replaced by another toolkit.
-    chosen = assigned() or settings.cuda_home
+    chosen = assigned_home() or settings.cuda_home
     if chosen:
         return str(chosen)
     try:
@@ -150,7 +150,7 @@ def cuda_toolkit() -> str:
         raise
 
 
-def assigned() -> str | None:
+def assigned_home() -> str | None:
     """The toolkit that the program has assigned to ``CUDA_HOME``, here or in torch's module."""
     # Read from their dictionaries: reading an attribute of torch's module would execute it.
     here = vars(sys.modules["opkiln.compat.torch"]).get("CUDA_HOME")
@@ -181,7 +181,7 @@ def assigned_toolkit() -> Iterator[None]:
 
     It is used or refused, but never replaced by another toolkit.
     """
-    home = assigned()
+    home = assigned_home()
     if home is None:
         yield
         return

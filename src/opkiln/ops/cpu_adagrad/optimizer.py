@@ -10,7 +10,7 @@ from opkiln.errors import UsageError
 from opkiln.ops.cpu_adagrad.op import CPUAdagradBuilder
 from opkiln.optimizing.checks import check_numbers
 from opkiln.optimizing.host_optimizer import HostOptimizer
-from opkiln.optimizing.op_calls import Call
+from opkiln.optimizing.op_calls import StepCall
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class CPUAdagrad(HostOptimizer):
         super()._check(group, where)
         check_numbers(group, "initial_accumulator_value", where=where)
 
-    def _sparse_calls(self, index: int, params: list[Tensor]) -> list[Call]:
+    def _sparse_calls(self, index: int, params: list[Tensor]) -> list[StepCall]:
         gradients = _rows(params)
         assert gradients is not None  # torch gives a strided parameter no other sparse gradient
         decay = self.param_groups[index]["weight_decay"]
@@ -84,9 +84,9 @@ class CPUAdagrad(HostOptimizer):
                 why="decay would also change the rows without a gradient",
                 hint="put parameters with sparse gradients into a group with weight_decay=0",
             )
-        return [Call(index, _ROWS, torch.device("cpu"), params, gradients, [], [], {})]
+        return [StepCall(index, _ROWS, torch.device("cpu"), params, gradients, [], [], {})]
 
-    def _gradients(self, call: Call) -> list[list[Tensor]] | None:
+    def _gradients(self, call: StepCall) -> list[list[Tensor]] | None:
         return _rows(call.params) if call.function == _ROWS else super()._gradients(call)
 
 

@@ -13,13 +13,13 @@ from torch import Tensor
 
 from opkiln.ops.cpu_adagrad.op import CPUAdagradBuilder
 from opkiln.optimizing.references import (
-    Arguments,
+    OpArguments,
     check_length,
     check_lists,
     check_tensor,
-    from_schema,
     gradient_factor,
-    scaled,
+    op_function,
+    scale_gradient,
     update_each,
 )
 
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-@from_schema(CPUAdagradBuilder)
-def cpu_adagrad_(given: Arguments) -> None:
+@op_function(CPUAdagradBuilder)
+def cpu_adagrad_(given: OpArguments) -> None:
     """Make the ``step``-th step (the first is 1), in place.
 
     Gradients are divided by ``grad_scale``. ``copies`` is empty, or has a tensor per parameter that
@@ -39,8 +39,8 @@ def cpu_adagrad_(given: Arguments) -> None:
     update_each(partial(_step, given), gradient_factor(given), given)
 
 
-@from_schema(CPUAdagradBuilder)
-def cpu_adagrad_rollback_(given: Arguments) -> None:
+@op_function(CPUAdagradBuilder)
+def cpu_adagrad_rollback_(given: OpArguments) -> None:
     """Undo the ``step``-th step, given what it was given, in place.
 
     What comes back differs from what was there by rounding only. With ``u`` the unit roundoff of
@@ -53,8 +53,8 @@ def cpu_adagrad_rollback_(given: Arguments) -> None:
     update_each(partial(_rollback, given), gradient_factor(given), given)
 
 
-@from_schema(CPUAdagradBuilder)
-def cpu_adagrad_rows_(given: Arguments) -> None:
+@op_function(CPUAdagradBuilder)
+def cpu_adagrad_rows_(given: OpArguments) -> None:
     """``cpu_adagrad_`` for gradients that have some rows only; the others are not touched.
 
     ``values[i]`` holds the rows of ``params[i]`` that ``indices[i]`` names, in ascending order
@@ -64,18 +64,18 @@ def cpu_adagrad_rows_(given: Arguments) -> None:
     _update_rows(_step, given)
 
 
-@from_schema(CPUAdagradBuilder)
-def cpu_adagrad_rows_rollback_(given: Arguments) -> None:
+@op_function(CPUAdagradBuilder)
+def cpu_adagrad_rows_rollback_(given: OpArguments) -> None:
     """Undo a step of ``cpu_adagrad_rows_``, as ``cpu_adagrad_rollback_`` does."""
     _update_rows(_rollback, given)
 
 
-def _step_size(h: Arguments) -> float:
+def _step_size(h: OpArguments) -> float:
     size: float = h.lr / (1 + (h.step - 1) * h.lr_decay)
     return size
 
 
-def _step(h: Arguments, p: Tensor, g: Tensor, s: Tensor) -> None:
+def _step(h: OpArguments, p: Tensor, g: Tensor, s: Tensor) -> None:
     """Parameters and sums in place; the gradient may be used up."""
     if h.weight_decay:
         g.add_(p, alpha=h.weight_decay)
@@ -83,7 +83,7 @@ def _step(h: Arguments, p: Tensor, g: Tensor, s: Tensor) -> None:
     p.sub_((g * _step_size(h)).div_(s.sqrt().add_(h.eps)))
 
 
-def _rollback(h: Arguments, p: Tensor, g: Tensor, s: Tensor) -> None:
+def _rollback(h: OpArguments, p: Tensor, g: Tensor, s: Tensor) -> None:
     root = s.sqrt().add_(h.eps)
     p.add_((g * _step_size(h)).div_(root))
     if h.weight_decay:
@@ -93,7 +93,7 @@ def _rollback(h: Arguments, p: Tensor, g: Tensor, s: Tensor) -> None:
     s.addcmul_(g, g, value=-1).clamp_(min=0)
 
 
-def _update_rows(update: Callable[..., None], given: Arguments) -> None:
+def _update_rows(update: Callable[..., None], given: OpArguments) -> None:
     factor, given.weight_decay = gradient_factor(given), 0.0
     params, indices, values, sums, copies = given.lists.values()
     check_length("indices", indices, "params", params)
@@ -108,7 +108,7 @@ def _update_rows(update: Callable[..., None], given: Arguments) -> None:
             rows, shape = indices[i], (-1, values[i].numel() // indices[i].numel())
             dtype = torch.promote_types(param.dtype, torch.float32)
             p, s = (tensor.reshape(shape)[rows].to(dtype) for tensor in (param, sums[i]))
-            update(given, p, scaled(values[i], p, factor), s)
+            update(given, p, scale_gradient(values[i], p, factor), s)
             _store_rows(p, param, rows)
             _store_rows(s, sums[i], rows)
             if copies:

@@ -12,16 +12,16 @@ from torch import Tensor
 
 from opkiln.ops.cpu_adam.op import CPUAdamBuilder
 from opkiln.optimizing.references import (
-    Arguments,
-    from_schema,
+    OpArguments,
     gradient_factor,
     multiply_,
+    op_function,
     update_each,
 )
 
 
-@from_schema(CPUAdamBuilder)
-def cpu_adam_(given: Arguments) -> None:
+@op_function(CPUAdamBuilder)
+def cpu_adam_(given: OpArguments) -> None:
     """Make the ``step``-th step (the first is 1), in place.
 
     Gradients are divided by ``grad_scale``. ``copies`` is empty, or has a tensor per parameter that
@@ -32,8 +32,8 @@ def cpu_adam_(given: Arguments) -> None:
     update_each(partial(_step, _Coefficients(given)), factor, given)
 
 
-@from_schema(CPUAdamBuilder)
-def cpu_adam_rollback_(given: Arguments) -> None:
+@op_function(CPUAdamBuilder)
+def cpu_adam_rollback_(given: OpArguments) -> None:
     """Undo the ``step``-th step, given what it was given, in place.
 
     What comes back differs from what was there by rounding only. With ``u`` the unit roundoff of
@@ -55,7 +55,7 @@ def cpu_adam_rollback_(given: Arguments) -> None:
 
 
 class _Coefficients:
-    def __init__(self, h: Arguments) -> None:
+    def __init__(self, h: OpArguments) -> None:
         self.beta1, self.beta2, self.eps = h.beta1, h.beta2, h.eps
         # L2 decay is added to the gradient, times the parameter; decoupled decay leaves `kept` of
         # the parameter.

@@ -9,17 +9,17 @@ from torch import Tensor
 
 from opkiln.ops.cpu_lion.op import CPULionBuilder
 from opkiln.optimizing.references import (
-    Arguments,
-    from_schema,
+    OpArguments,
     gradient_factor,
     multiply_,
+    op_function,
     sign_of,
     update_each,
 )
 
 
-@from_schema(CPULionBuilder)
-def cpu_lion_(given: Arguments) -> None:
+@op_function(CPULionBuilder)
+def cpu_lion_(given: OpArguments) -> None:
     """Make a step, in place: by ``lr``, against the sign of a mean of the average and the gradient.
 
     Gradients are divided by ``grad_scale``. ``copies`` is empty, or has a tensor per parameter that
@@ -38,8 +38,8 @@ def cpu_lion_(given: Arguments) -> None:
     update_each(step, gradient_factor(given), given)
 
 
-@from_schema(CPULionBuilder)
-def cpu_lion_rollback_(given: Arguments) -> None:
+@op_function(CPULionBuilder)
+def cpu_lion_rollback_(given: OpArguments) -> None:
     """Undo a step, given what it was given, in place.
 
     What comes back differs from what was there by rounding only. With ``u`` the unit roundoff of

@@ -8,11 +8,11 @@ from __future__ import annotations
 from torch import Tensor
 
 from opkiln.ops.fused_adam.op import FusedAdamBuilder
-from opkiln.optimizing.references import Arguments, Numbers, Work, from_schema, times_plus
+from opkiln.optimizing.references import FusedStep, Numbers, OpArguments, op_function, times_plus
 
 
-@from_schema(FusedAdamBuilder)
-def fused_adam_(given: Arguments) -> None:
+@op_function(FusedAdamBuilder)
+def fused_adam_(given: OpArguments) -> None:
     """Make a step in place, the one after the number in ``steps``, and count it there.
 
     ``steps`` holds one tensor for all parameters or one for each, no two the same. ``masters`` is
@@ -29,12 +29,12 @@ def fused_adam_(given: Arguments) -> None:
             g = g + p * decay
         m = times_plus(m, beta1, (1 - beta1) * g)
         v = times_plus(v, beta2, (1 - beta2) * g * g)
-        step_size = n.lr / n.seen(beta1, given.bias_correction)
-        root_factor = n.seen(beta2, given.bias_correction).rsqrt()
+        step_size = n.lr / n.total_weight(beta1, given.bias_correction)
+        root_factor = n.total_weight(beta2, given.bias_correction).rsqrt()
         change = -step_size.to(p.dtype) * m / (v.sqrt() * root_factor.to(p.dtype) + given.eps)
         decays = given.adamw_mode and decay
         return [times_plus(p, 1 - n.lr * decay, change) if decays else p + change, m, v]
 
-    work = Work(given)
-    work.each(step)
+    work = FusedStep(given)
+    work.update_params(step)
     work.count_up()

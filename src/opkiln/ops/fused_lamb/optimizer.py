@@ -11,7 +11,7 @@ from opkiln.errors import ArgumentError
 from opkiln.ops.fused_lamb.op import FusedLambBuilder
 from opkiln.optimizing.base import Adam
 from opkiln.optimizing.fused_optimizer import FusedOptimizer
-from opkiln.optimizing.op_calls import Call, arguments_of
+from opkiln.optimizing.op_calls import StepCall, arguments_of
 from opkiln.optimizing.sharded import has_shards, sum_over_shards
 
 TYPE_CHECKING = False
@@ -81,7 +81,7 @@ class FusedLamb(Adam, FusedOptimizer):
         if low > high:
             raise ArgumentError(f"{where}min_coeff is {low}, more than max_coeff, which is {high}")
 
-    def _hyper(self, call: Call) -> dict[str, Any]:
+    def _hyper(self, call: StepCall) -> dict[str, Any]:
         # The same tensor while the number of parameters stays the same: a captured graph goes on
         # writing to it.
         if self._coefficients is None:
@@ -93,11 +93,11 @@ class FusedLamb(Adam, FusedOptimizer):
         self._coefficients[place] = (call.params, values)
         return {**super()._hyper(call), "coefficients": values}
 
-    def _with_kept(self, call: Call) -> Call:
+    def _use_kept(self, call: StepCall) -> StepCall:
         # Both halves of a step of DTensors take lists.
-        return call if has_shards(call.params) else super()._with_kept(call)
+        return call if has_shards(call.params) else super()._use_kept(call)
 
-    def _run(self, call: Call) -> None:
+    def _run(self, call: StepCall) -> None:
         if not has_shards(call.params):
             super()._run(call)
             return

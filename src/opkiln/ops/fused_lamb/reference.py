@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from opkiln.ops.fused_lamb.op import FusedLambBuilder
-from opkiln.optimizing.references import Arguments, Numbers, Work, from_schema, times_plus
+from opkiln.optimizing.references import FusedStep, Numbers, OpArguments, op_function, times_plus
 
 
-@from_schema(FusedLambBuilder)
-def fused_lamb_(given: Arguments) -> None:
+@op_function(FusedLambBuilder)
+def fused_lamb_(given: OpArguments) -> None:
     """Make a step in place, the one after the number in ``steps``, and count it there.
 
     A parameter moves by ``lr`` times its coefficient times Adam's step with the decay added,
@@ -22,36 +22,36 @@ def fused_lamb_(given: Arguments) -> None:
     if one of the norms is 0; ``coefficients`` receives it, one per parameter.
     The lists, the numbers in tensors and the errors are those of ``fused_adam_``.
     """
-    work, rows = Work(given), len(given.params)
+    work, rows = FusedStep(given), len(given.params)
     _check_form("coefficients", given.coefficients, torch.float32, [rows])
     given.squares = torch.zeros(rows, 2, dtype=torch.float64, device=given.coefficients.device)
     _average(work, given)
     _move(work, given)
 
 
-@from_schema(FusedLambBuilder)
-def fused_lamb_average_(given: Arguments) -> None:
+@op_function(FusedLambBuilder)
+def fused_lamb_average_(given: OpArguments) -> None:
     """The first half of a step: the averages, and ``squares``, which receives the sums of squares
     of each parameter and of its ``u``, a row for each. The step is not counted.
 
     If ranks have parts of a tensor, its row must be added up over them before the second half.
     """
-    work = Work(given)
+    work = FusedStep(given)
     _check_form("squares", given.squares, torch.float64, [len(given.params), 2])
     _average(work, given)
 
 
-@from_schema(FusedLambBuilder)
-def fused_lamb_move_(given: Arguments) -> None:
+@op_function(FusedLambBuilder)
+def fused_lamb_move_(given: OpArguments) -> None:
     """The second half of a step: the parameters, from the averages and the sums of squares that the
     first left, and the count of steps. The gradients are not read."""
-    work = Work(given)
+    work = FusedStep(given)
     _check_form("squares", given.squares, torch.float64, [len(given.params), 2])
     _check_form("coefficients", given.coefficients, torch.float32, [len(given.params)])
     _move(work, given)
 
 
-def _average(work: Work, given: Arguments) -> None:
+def _average(work: FusedStep, given: OpArguments) -> None:
     beta1, beta2 = given.beta1, given.beta2
 
     def average(
@@ -64,10 +64,10 @@ def _average(work: Work, given: Arguments) -> None:
         work.store(sums, given.squares[i])
         return [None, m, v]
 
-    work.each(average)
+    work.update_params(average)
 
 
-def _move(work: Work, given: Arguments) -> None:
+def _move(work: FusedStep, given: OpArguments) -> None:
     def move(i: int, n: Numbers, p: Tensor, _: Tensor, m: Tensor, v: Tensor) -> list[Tensor]:
         size, change = given.squares[i].sqrt()
         bounded = (size / change).clamp(given.min_coeff, given.max_coeff)
@@ -75,14 +75,14 @@ def _move(work: Work, given: Arguments) -> None:
         work.store(ratio, given.coefficients[i])
         return [p - (n.lr * ratio).to(p.dtype) * _update(given, n, p, m, v)]
 
-    work.each(move)
+    work.update_params(move)
     work.count_up()
 
 
-def _update(given: Arguments, n: Numbers, p: Tensor, m: Tensor, v: Tensor) -> Tensor:
+def _update(given: OpArguments, n: Numbers, p: Tensor, m: Tensor, v: Tensor) -> Tensor:
     """Adam's step with the decay added, from the averages after the step."""
-    m_factor = 1 / n.seen(given.beta1, given.bias_correction)
-    v_factor = 1 / n.seen(given.beta2, given.bias_correction)
+    m_factor = 1 / n.total_weight(given.beta1, given.bias_correction)
+    v_factor = 1 / n.total_weight(given.beta2, given.bias_correction)
     if given.eps_inside_sqrt:
         root = (v * v_factor.to(v.dtype) + given.eps).sqrt()
     else:

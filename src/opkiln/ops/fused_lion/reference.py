@@ -9,17 +9,17 @@ from torch import Tensor
 
 from opkiln.ops.fused_lion.op import FusedLionBuilder
 from opkiln.optimizing.references import (
-    Arguments,
+    FusedStep,
     Numbers,
-    Work,
-    from_schema,
+    OpArguments,
+    op_function,
     sign_of,
     times_plus,
 )
 
 
-@from_schema(FusedLionBuilder)
-def fused_lion_(given: Arguments) -> None:
+@op_function(FusedLionBuilder)
+def fused_lion_(given: OpArguments) -> None:
     """Make a step in place, and add 1 to the counts in ``steps``.
 
     The lists, the numbers in tensors and the errors are those of ``fused_adam_``.
@@ -31,6 +31,6 @@ def fused_lion_(given: Arguments) -> None:
         p = times_plus(p, 1 - n.lr * decay, change) if decay else p + change
         return [p, times_plus(m, beta2, (1 - beta2) * g)]
 
-    work = Work(given)
-    work.each(step)
+    work = FusedStep(given)
+    work.update_params(step)
     work.count_up()
