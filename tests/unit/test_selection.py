@@ -93,7 +93,7 @@ def test_ops_and_libraries_of_a_module_are_read_without_importing_it(tmp_path: P
         "@op('two.cpp', variants={'SIZE': (4,)})\ndef two(x): ...\n"
         "@two.variant\ndef _(x): ...\n"
     )
-    found = selection.declared({"pack": "pack"}, str(tmp_path))
+    found = selection.declared_ops({"pack": "pack"}, str(tmp_path))
     assert found == [
         Declared("one", "pack:one"), Declared("two", "pack:two"), Declared("both", "pack:kit"),
     ]  # fmt: skip
@@ -112,7 +112,7 @@ def test_a_builders_own_variable_is_read_without_importing_it(tmp_path: Path) ->
     (tmp_path / "broken.py").write_text("class F(:\n")
     values = {name: f"pack.ops.a:{name}" for name in "ABCD"}
     values |= {"E": "pack:E", "F": "broken:F", "G": "gone:G", "H": "pack:Other"}
-    found = selection.declared(values, str(tmp_path))
+    found = selection.declared_ops(values, str(tmp_path))
     assert [op.variables for op in found] == [
         ("PACK_A",), ("PACK_A",), ("PACK_C",), (), ("PACK_E",), (), (), (),
     ]  # fmt: skip
@@ -123,7 +123,7 @@ def test_every_bundled_op_is_among_what_uv_looks_at() -> None:
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     seen = {each["env"] for each in project["tool"]["uv"]["cache-keys"] if "env" in each}
-    ops = selection.bundled()
+    ops = selection.bundled_ops()
     expected = {f"{prefix}_BUILD_{op.name.upper()}" for op in ops for prefix in ("OPKILN", "DS")}
     expected |= {name for op in ops for name in op.variables}
     missing = "\n".join(f'    {{ env = "{name}" }},' for name in sorted(expected - seen))
@@ -224,8 +224,8 @@ def test_a_build_string_marks_the_version_once(
     version: str, text: str | None, expected: str
 ) -> None:
     with override(build_string=text):
-        assert selection.tagged(version) == expected
-        assert selection.tagged(expected) == expected
+        assert selection.tag_version(version) == expected
+        assert selection.tag_version(expected) == expected
 
 
 @pytest.mark.parametrize(
@@ -236,7 +236,7 @@ def test_a_build_string_that_no_version_can_have_is_an_error(
 ) -> None:
     monkeypatch.setenv("DS_BUILD_STRING", text)
     with pytest.raises(SettingError, match=r"DS_BUILD_STRING=.* cannot be part of a version"):
-        selection.tagged("1.0")
+        selection.tag_version("1.0")
 
 
 @pytest.mark.parametrize(

@@ -89,7 +89,7 @@ def write_bundle(layer_dir: str, file: str) -> Written:
 
 
 @contextlib.contextmanager
-def packed(payloads: Iterable[str]) -> Iterator[Written]:
+def temporary_bundle(payloads: Iterable[str]) -> Iterator[Written]:
     """A bundle of these libraries of the store, for as long as the block lasts. Raises
     StoreError."""
     with publish.scratch("pack") as stage:
@@ -124,7 +124,7 @@ def read_bundle(file: str) -> list[dict[str, Any]]:
     Raises StoreError, which names the file and the digests; Untrusted, a subclass, if
     ``OPKILN_TRUSTED_KEYS`` requires a signature that is missing.
     """
-    with opened(file) as bundle:
+    with open_bundle(file) as bundle:
         return [manifest for _, manifest, _ in _entries(bundle)]
 
 
@@ -151,7 +151,7 @@ def unpack(
     if origin is not None:
         sha256, signed = origin.sha256, False
         note = {FETCHED: dict([("url", origin.url), ("sha256", sha256), origin.by])}
-    with opened(file, sha256, signed=signed) as bundle:
+    with open_bundle(file, sha256, signed=signed) as bundle:
         entries = list(_entries(bundle))
         claim(root)
         return [_publish(bundle, *entry, root, note) for entry in entries]
@@ -167,7 +167,7 @@ def unpack_bytes(data: bytes, root: str, *, sha256: str = "", signed: bool = Tru
 
 
 @contextlib.contextmanager
-def opened(file: str, sha256: str = "", *, signed: bool = True) -> Iterator[Bundle]:
+def open_bundle(file: str, sha256: str = "", *, signed: bool = True) -> Iterator[Bundle]:
     """A bundle of which every byte was checked. Damage that is found, now or later, is raised as a
     StoreError. ``signed=False`` needs no signature."""
     try:
@@ -203,7 +203,7 @@ def _entries(bundle: Bundle) -> Iterator[tuple[str, dict[str, Any], dict[str, Me
             payload = files[manifest["payload"]]
             place = leaf.split("/")
             agree = (
-                layer.named(manifest) == (*place[2:4], place[-1])
+                layer.place_in_layer(manifest) == (*place[2:4], place[-1])
                 and (payload.size, payload.sha256) == (manifest["size"], manifest["sha256"])
                 and set(files) == {MANIFEST, SIDECAR, manifest["payload"]}
             )

@@ -12,7 +12,7 @@ import shutil
 import stat
 from typing import NamedTuple
 
-from opkiln.bundles.bundle import opened, replacing
+from opkiln.bundles.bundle import open_bundle, replacing
 from opkiln.digest import LARGEST_BUNDLE, sha256_file
 from opkiln.errors import StoreError, UsageError
 from opkiln.store import publish, signatures
@@ -88,7 +88,7 @@ def sign(file: str, key_file: str) -> Signed:
     """
     private = _private(key_file)
     key = _public(private)
-    with opened(file, signed=False) as bundle:
+    with open_bundle(file, signed=False) as bundle:
         end = bundle.index.end
         found = signatures.read(bundle.index.signature) if bundle.index.signature else {}
         found[key] = private.sign(signatures.message(bundle.index.sha256))

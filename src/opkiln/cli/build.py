@@ -20,7 +20,7 @@ from opkiln.errors import UsageError
 from opkiln.report.layout import columns
 from opkiln.ship import prebuild, wrappings
 from opkiln.ship.audit import Finding
-from opkiln.ship.prebuild import BUILT, CACHED, SKIPPED, Outcome
+from opkiln.ship.prebuild import BUILT, CACHED, SKIPPED, BuildOutcome
 from opkiln.ship.selection import NamedTarget, parse_all
 
 
@@ -118,7 +118,7 @@ def command(
             "give one of: names of ops, --all, --package, --recorded, --for-script"
         )
     if for_script is not None:
-        asked = _used_by(for_script, ops, wanted)
+        asked = _run_script(for_script, ops, wanted)
     else:
         asked = requests(ops, everything, package, wanted, recorded)
     wrapping = wrappings.Wrapping(out, wheel, bundle, name, version, max_wheel_size)
@@ -139,7 +139,7 @@ def command(
             why="; ".join(each.reason for each in outcomes) or "no op was requested",
         )
     if verify and not failures:
-        findings, violations = wrappings.audited(done)
+        findings, violations = wrappings.audit_libraries(done)
         failures += violations
     written = wrappings.write(done, wrapping) if done and not failures else []
     digests = {path: sha256_file(path, LARGEST_BUNDLE) for path in written if path == bundle}
@@ -159,7 +159,7 @@ def requests(
     package: str | None,
     wanted: list[NamedTarget],
     recorded: str | None = None,
-) -> prebuild.Asked:
+) -> prebuild.RequestedBuilds:
     """The ops that were named, all, or those of a package or a record, each for each target."""
     from opkiln.registry import ALL_OPS, ops_of
 
@@ -171,7 +171,9 @@ def requests(
     return prebuild.requests(names, wanted, named=not everything)
 
 
-def _used_by(script: str, arguments: tuple[str, ...], wanted: list[NamedTarget]) -> prebuild.Asked:
+def _run_script(
+    script: str, arguments: tuple[str, ...], wanted: list[NamedTarget]
+) -> prebuild.RequestedBuilds:
     from opkiln.store import publish
 
     output.say(f"running {script}; ops that are not built yet run as references")
@@ -180,7 +182,7 @@ def _used_by(script: str, arguments: tuple[str, ...], wanted: list[NamedTarget])
         prebuild.run_script(script, arguments, noted, **output.child_variables())
         if not os.path.exists(noted):
             output.say(f"{script} loaded no op")
-            return prebuild.Asked((), ())
+            return prebuild.RequestedBuilds((), ())
         return prebuild.recorded_requests(noted, wanted, ran_here=True)
 
 
@@ -193,7 +195,7 @@ def wanted_targets(texts: tuple[str, ...]) -> list[NamedTarget]:
 
 
 def _show(
-    outcomes: list[Outcome], findings: tuple[tuple[str, Finding], ...], written: dict[str, str]
+    outcomes: list[BuildOutcome], findings: tuple[tuple[str, Finding], ...], written: dict[str, str]
 ) -> None:
     rows = [("op", "for", "status", "seconds", "path")]
     for each in outcomes:

@@ -85,7 +85,7 @@ def builder_for(op: str, target: str | None) -> Iterator[OpBuilder]:
     wanted = selection.parse(target)
     if len(wanted) != 1:
         raise click.UsageError(f"--target {target}: name one CPU")
-    with selection.applied(wanted[0]):
+    with selection.use_cpu(wanted[0]):
         yield selection.ask(get_builder(op), wanted[0])
 
 

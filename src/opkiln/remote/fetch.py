@@ -26,7 +26,7 @@ from opkiln.decision.terms import Request, Trace
 from opkiln.errors import BuildTimeout, OpkilnError, StoreError
 from opkiln.model import CUDA, ROCM, OpSpec, place_of
 from opkiln.remote import lockfile, names, tiers
-from opkiln.remote.lockfile import Locked
+from opkiln.remote.lockfile import LockRow
 from opkiln.remote.patience import COMMAND, LOAD, SLOWEST, Patience, Told
 from opkiln.remote.tier import Absent, Failure, Forbidden, Published, Unusable
 from opkiln.settings import settings
@@ -59,20 +59,20 @@ def fetch(request: Request, target: Target, trace: Trace) -> bool:
             tiers.tell_once(f"no tier of OPKILN_REMOTES is asked: {error.what} {hint}")
         return False
 
-    def arrived() -> bool | None:
+    def look_again() -> bool | None:
         return search.elsewhere(request, Trace()) is not None or None
 
     # Who can compile it does not wait for a tier that keeps another process waiting.
     wait = LOAD.whole if terms.why_not_compile(request) else LOAD.first
     try:
-        wanted = names.of_op(spec, (target, request.target))
-        pinned = _pinned(spec, locked, wanted)
+        wanted = names.candidate_names(spec, (target, request.target))
+        pinned = _matching_rows(spec, locked, wanted)
         if not pinned and keys is None:
             trace.add(REMOTE, "none", "the lock file has nothing for this op and this machine",
                       settings.lock or "")  # fmt: skip
             return False
         with lock.turn(
-            root, f"fetch-{wanted[0]}", arrived, lambda _: None, what=f"op {spec.title}",
+            root, f"fetch-{wanted[0]}", look_again, lambda _: None, what=f"op {spec.title}",
             limit=min(wait, settings.build_timeout),
         ) as got:  # fmt: skip
             if not isinstance(got, lock.Turn):
@@ -92,7 +92,7 @@ def fetch(request: Request, target: Target, trace: Trace) -> bool:
     return False
 
 
-def _pinned(spec: OpSpec, locked: tuple[Locked, ...], wanted: list[str]) -> list[Locked]:
+def _matching_rows(spec: OpSpec, locked: tuple[LockRow, ...], wanted: list[str]) -> list[LockRow]:
     """The artifacts of a lock file that should run here, best first."""
     mine = [
         each
@@ -105,7 +105,7 @@ def _pinned(spec: OpSpec, locked: tuple[Locked, ...], wanted: list[str]) -> list
     return mine[:_MOST]
 
 
-def runs_here(each: Locked) -> bool:
+def runs_here(each: LockRow) -> bool:
     """Whether this machine can run an artifact, as far as a lock file tells."""
     if each.machine != machine.architecture():
         return False
@@ -136,13 +136,13 @@ class _Asking:
             self._trace.add(REMOTE, "none", what, url)
         return False
 
-    def take(self, url: str, name: str, row: Locked | None = None) -> bool:
+    def take(self, url: str, name: str, row: LockRow | None = None) -> bool:
         """Whether a tier has given an artifact of the lock file, or what is published under a name.
         A failure is an entry of the trace; a refusal is told to the user, too."""
         self._turn.advance()
         try:
             found = row or tiers.reach(
-                url, self._root, lambda tier, end: tier.published(name, end), self._given
+                url, self._root, lambda tier, end: tier.look_up(name, end), self._given
             )
             if found is None:
                 return False
@@ -228,14 +228,14 @@ NEW, THERE, MISSING = "fetched", "already there", "missing"
 class Pulled(NamedTuple):
     """What came of one artifact of a lock file."""
 
-    row: Locked
+    row: LockRow
     status: str
     url: str = ""
     reason: str = ""
 
 
 def pull(
-    rows: Sequence[Locked], lock: str, urls: Sequence[str], root: str, told: Told = None
+    rows: Sequence[LockRow], lock: str, urls: Sequence[str], root: str, told: Told = None
 ) -> Iterator[Pulled]:
     """Fetch artifacts, several at once, and give each as it is done. ``told`` is called with the
     number of bytes of each piece, by several threads. What was interrupted is resumed."""
@@ -247,7 +247,7 @@ def pull(
             yield each.result()
 
 
-def _pull(row: Locked, lock: str, urls: Sequence[str], root: str, given: Patience) -> Pulled:
+def _pull(row: LockRow, lock: str, urls: Sequence[str], root: str, given: Patience) -> Pulled:
     if url := fetched_already(root, row.package, row.op, row.sha256):
         return Pulled(row, THERE, url)
     reasons = []

@@ -24,7 +24,7 @@ version = 1
 """
 
 
-class Locked(NamedTuple):
+class LockRow(NamedTuple):
     """One artifact: an op for a target. The order is that of the file."""
 
     package: str
@@ -46,7 +46,7 @@ class Locked(NamedTuple):
         return f"{self.backend} {';'.join(self.archs)}, {made}" if self.archs else made
 
 
-def write(found: Iterable[Locked]) -> str:
+def write(found: Iterable[LockRow]) -> str:
     """The text of a lock file. The same artifacts give the same text."""
     parts = [_HEAD]
     for each in sorted(set(found)):
@@ -57,7 +57,7 @@ def write(found: Iterable[Locked]) -> str:
     return "".join(parts)
 
 
-def read(path: str) -> tuple[Locked, ...]:
+def read(path: str) -> tuple[LockRow, ...]:
     """The artifacts of a lock file. Raises StoreError if it cannot be read, or if everybody could
     have written it."""
     import tomllib
@@ -73,7 +73,7 @@ def read(path: str) -> tuple[Locked, ...]:
         body = tomllib.loads(data.decode())
         if body.get("version") != _VERSION:
             raise ValueError(f"it has the version {body.get('version')!r}, not {_VERSION}")
-        return tuple(_locked(each) for each in body.get("artifact", []))
+        return tuple(_parse_row(each) for each in body.get("artifact", []))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         told = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
         raise StoreError(
@@ -81,12 +81,12 @@ def read(path: str) -> tuple[Locked, ...]:
         ) from error
 
 
-def _locked(row: dict[str, Any]) -> Locked:
+def _parse_row(row: dict[str, Any]) -> LockRow:
     values: list[Any] = []
-    for name in Locked._fields:
+    for name in LockRow._fields:
         value: Any = row[name]
         kind: Any = {"size": int, "archs": list, "cpu_features": list}.get(name, str)
         if type(value) is not kind:
             raise ValueError(f"{name} is {value!r}")
         values.append(tuple(str(each) for each in value) if kind is list else value)
-    return Locked(*values)
+    return LockRow(*values)

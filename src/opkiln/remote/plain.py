@@ -69,7 +69,7 @@ class Plain:
     def __init__(self, files: Files) -> None:
         self._files = files
 
-    def published(self, name: str, deadline: Deadline) -> Published | None:
+    def look_up(self, name: str, deadline: Deadline) -> Published | None:
         try:
             return read_record(read_small(self._files.read(f"ac/{name}", 0, deadline)))
         except Absent:
@@ -84,11 +84,11 @@ class Plain:
         self._files.write(f"ac/{name}", write_record(what), deadline)
 
 
-class Web(web.Client):
+class WebFiles(web.Client):
     """Files of a web server. Writing needs PUT: nginx's WebDAV, bazel-remote, and others."""
 
     def __init__(self, url: str) -> None:
-        super().__init__(url.rstrip("/") + "/", credentials.for_web, credentials.web_files)
+        super().__init__(url.rstrip("/") + "/", credentials.web_login, credentials.web_files)
 
     def write(self, path: str, data: bytes | str, deadline: Deadline) -> None:
         with self.request("PUT", path, deadline, body=data) as response:
@@ -103,7 +103,7 @@ class Web(web.Client):
             return False
 
 
-class Directory:
+class DirectoryFiles:
     """Files below a directory, which may be on a network file system."""
 
     def __init__(self, root: str) -> None:
@@ -150,7 +150,7 @@ _BUCKETS = {
 }
 
 
-class Bucket:
+class BucketFiles:
     """Files of a bucket, by fsspec, which is imported when it is used. It finds its own logins."""
 
     def __init__(self, url: str) -> None:
@@ -167,10 +167,10 @@ class Bucket:
                 f"{self._scheme}:// needs the package {package}: {error}",
                 hint=f"pip install {package}",
             ) from error
-        with self._in_words(url):
-            self._opened()
+        with self._translated_errors(url):
+            self._filesystem()
 
-    def _opened(self) -> Any:
+    def _filesystem(self) -> Any:
         """fsspec's object. To make it may mean to ask the cloud for a login, which takes time, and
         a forked child needs one of its own."""
         if self._made[0] != os.getpid():
@@ -184,8 +184,8 @@ class Bucket:
     def read(self, path: str, start: int, deadline: Deadline) -> Iterator[tuple[int, bytes]]:
         whole, size = f"{self._url}/{path}", None
         while size is None or start < size:
-            with self._in_words(path):
-                files = self._opened()
+            with self._translated_errors(path):
+                files = self._filesystem()
                 piece = files.cat_file(whole, start=start, end=start + _BUCKET_PIECE)
             deadline.heard(len(piece))
             yield start, piece
@@ -193,14 +193,14 @@ class Bucket:
             if len(piece) < _BUCKET_PIECE:
                 return
             if size is None:  # most blobs have come by now, with one request
-                with self._in_words(path):
+                with self._translated_errors(path):
                     size = int(files.info(whole)["size"])
 
     def write(self, path: str, data: bytes | str, deadline: Deadline) -> None:
         whole = f"{self._url}/{path}"
         deadline.heard()  # the transfer says nothing until it is over
-        with self._in_words(path):
-            files = self._opened()
+        with self._translated_errors(path):
+            files = self._filesystem()
             if isinstance(data, str):
                 files.put_file(data, whole)
             else:
@@ -208,15 +208,15 @@ class Bucket:
 
     def has(self, path: str, size: int, deadline: Deadline) -> bool:
         try:
-            with self._in_words(path):
-                return int(self._opened().info(f"{self._url}/{path}")["size"]) == size
+            with self._translated_errors(path):
+                return int(self._filesystem().info(f"{self._url}/{path}")["size"]) == size
         except (Absent, Forbidden):
             return False
         finally:
             deadline.heard()
 
     @contextmanager
-    def _in_words(self, path: str) -> Iterator[None]:
+    def _translated_errors(self, path: str) -> Iterator[None]:
         """Errors of the bucket's library, which has kinds of its own, as ours."""
         try:
             yield

@@ -102,10 +102,10 @@ class Registry:
         base = f"{'http' if scheme == 'oci+http' else 'https'}://{host}/"
         tokens = query.removeprefix("tokens=").lower()
         self._client = web.Client(
-            base, credentials.for_registry, credentials.registry_files, tokens
+            base, credentials.registry_login, credentials.registry_files, tokens
         )
 
-    def published(self, name: str, deadline: Deadline) -> Published | None:
+    def look_up(self, name: str, deadline: Deadline) -> Published | None:
         path = f"{self._v2}/manifests/{name}"
         pieces = self._client.read(path, 0, deadline, accept=MANIFEST, scope=self._pull)
         try:
@@ -159,7 +159,7 @@ class Registry:
             web.expect(response, 201)
 
 
-class Layout:
+class OciLayout:
     """An OCI layout in a directory: a ``Tier`` without a network.
 
     `skopeo copy --all docker://registry/prefix:TAG oci:DIRECTORY:TAG` writes one, and `oras` too.
@@ -167,9 +167,9 @@ class Layout:
 
     def __init__(self, root: str) -> None:
         self._root = root
-        self._files = plain.Directory(root)
+        self._files = plain.DirectoryFiles(root)
 
-    def published(self, name: str, deadline: Deadline) -> Published | None:
+    def look_up(self, name: str, deadline: Deadline) -> Published | None:
         for each in self._index()["manifests"]:
             if _tag(each) == name:
                 sha256 = each["digest"].partition(":")[2]

@@ -99,7 +99,7 @@ class Tier(Protocol):
     """One place. Every method may raise Forbidden, Unreachable and OSError, and what
     ``refuse_malformed`` refuses."""
 
-    def published(self, name: str, deadline: Deadline) -> Published | None:
+    def look_up(self, name: str, deadline: Deadline) -> Published | None:
         """What a name leads to; None if nothing was published under it. Raises Unusable."""
 
     def read(self, sha256: str, start: int, deadline: Deadline) -> Iterator[tuple[int, bytes]]:

@@ -45,10 +45,12 @@ def open_tier(url: str) -> Tier:
     if scheme in ("oci", "oci+http") and not rest.startswith("/"):
         return registry.Registry(url)
     if scheme == "oci" or (scheme == "file" and os.path.exists(f"{path}/oci-layout")):
-        return registry.Layout(path)
+        return registry.OciLayout(path)
     if scheme == "file":
-        return plain.Plain(plain.Directory(path))
-    return plain.Plain(plain.Web(url) if scheme in ("http", "https") else plain.Bucket(url))
+        return plain.Plain(plain.DirectoryFiles(path))
+    return plain.Plain(
+        plain.WebFiles(url) if scheme in ("http", "https") else plain.BucketFiles(url)
+    )
 
 
 def reach(
@@ -58,7 +60,7 @@ def reach(
 
     Raises Down, Absent, Forbidden, Unusable, and errors of the local store.
     """
-    if reason := _down.get(url) or _remembered(url, root):
+    if reason := _down.get(url) or _recall(url, root):
         _give_up(url, reason)
 
     def ask(deadline: Deadline) -> T:
@@ -128,7 +130,7 @@ def _remember(url: str, root: str | None, reason: str) -> None:
             write_private(_note(url, root), json.dumps(record).encode())
 
 
-def _remembered(url: str, root: str | None) -> str:
+def _recall(url: str, root: str | None) -> str:
     if root is None:
         return ""
     try:

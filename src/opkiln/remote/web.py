@@ -93,7 +93,7 @@ class Client:
         refused: 403, or 401 though the registry has just given a token. Raises OSError, and
         whatever http.client and urllib raise for what a server sends (``tiers.reach``).
         """
-        url, asked = self._redirected(self.base, url), False
+        url, asked = self._resolve_url(self.base, url), False
         for _ in range(_MOST_REDIRECTS + 2):
             given = dict(headers or {})
             ours = _host(url) == _host(self.base)
@@ -104,16 +104,16 @@ class Client:
                 redirects = status in _REDIRECTS and method in ("GET", "HEAD") and location
                 if not redirects and (status != 401 or asked or not ours):
                     if status in (401, 403):
-                        raise self._refused(Forbidden, status, url)
+                        raise self._refusal(Forbidden, status, url)
                     yield response
                     return
                 challenge = response.headers.get("WWW-Authenticate", "")
             if redirects:
-                url = self._redirected(url, location)
+                url = self._resolve_url(url, location)
                 continue
             asked = True
             if not self._answer(challenge, scope, deadline):
-                raise self._refused(Unreachable, status, self.base)
+                raise self._refusal(Unreachable, status, self.base)
         raise Unreachable(f"{_host(url)}: too many redirects")
 
     def read(
@@ -135,7 +135,7 @@ class Client:
                 return
         yield from self.read(url, 0, deadline, accept=accept, scope=scope)
 
-    def _refused(self, kind: type[Failure], status: int, url: str) -> Failure:
+    def _refusal(self, kind: type[Failure], status: int, url: str) -> Failure:
         """What a server said, and which login it said that to. Never the password."""
         host, hint = urlsplit(url).netloc, "see docs/remotes.md, Logins"
         if self._withheld:
@@ -152,7 +152,7 @@ class Client:
             who = f"without a login ({where})"
         return kind(f"{host} answers HTTP {status}, asked {who}", hint)
 
-    def _redirected(self, url: str, location: str) -> str:
+    def _resolve_url(self, url: str, location: str) -> str:
         """Where a server sends us. A login must not go from TLS to plain HTTP."""
         there = urljoin(url, location)
         before, after = urlsplit(url).scheme, urlsplit(there).scheme
@@ -196,7 +196,7 @@ class Client:
         with self._exchange(realm, deadline, sent) as response:
             if response.status != 200:  # 403: the login is good, but not for this repository
                 failure = Forbidden if response.status == 403 else Unreachable
-                raise self._refused(failure, response.status, self.base)
+                raise self._refusal(failure, response.status, self.base)
             told = json.loads(response.read(LARGEST_RECORD))
         token = told.get("token") or told.get("access_token")
         if not isinstance(token, str) or not _TOKEN.fullmatch(token):

@@ -18,8 +18,8 @@ from opkiln.errors import StoreError
 from opkiln.model import CPU
 from opkiln.report import compilers, machine, operators, redact
 from opkiln.report.commands import install, pip, unset
-from opkiln.report.compilers import BACKENDS, wanted
-from opkiln.report.machine import Devices, Machine, Space, known_space
+from opkiln.report.compilers import BACKENDS, supports
+from opkiln.report.machine import FoundDevices, Machine, Space, known_space
 from opkiln.report.operators import OpStatus
 from opkiln.settings import dropped, settings, table, unknown
 from opkiln.store import entry, inventory
@@ -46,7 +46,7 @@ class Environment(NamedTuple):
     unfound: tuple[compilers.Unfound, ...]
     torch: TorchSDK | None
     torch_error: str  # why the installed torch cannot be read
-    devices: Devices
+    devices: FoundDevices
     budget: budget.Description
     store: StoreStatus
     settings: tuple[SettingValue, ...]
@@ -92,14 +92,14 @@ def collect(
             devices=machine.devices(store.memory, torch),
             budget=budget.shared().describe(),
             store=store_status(store),
-            settings=tuple(_in_force(each.variable, *each.resolve()) for each in table()),
+            settings=tuple(_setting_value(each.variable, *each.resolve()) for each in table()),
             unknown_variables=tuple(unknown()),
             dropped_variables=dropped(),
         )
     return Report(__version__, time.time(), found, around, problems(found, around))
 
 
-def _in_force(variable: str, value: Any, origin: str) -> SettingValue:
+def _setting_value(variable: str, value: Any, origin: str) -> SettingValue:
     if value and redact.is_secret(variable):
         value = "***"
     elif isinstance(value, str):
@@ -112,7 +112,7 @@ def _in_force(variable: str, value: Any, origin: str) -> SettingValue:
 # The store
 
 
-class Build(NamedTuple):
+class PastBuild(NamedTuple):
     """How an entry was built, from its manifest. One that was fetched does not say when."""
 
     op: str
@@ -134,8 +134,8 @@ class StoreStatus(NamedTuple):
     sizes: inventory.Sizes | None
     limit: int
     space: Space | None
-    builds: tuple[Build, ...]  # the newest first, without those that were fetched
-    fetches: tuple[Build, ...] = ()
+    builds: tuple[PastBuild, ...]  # the newest first, without those that were fetched
+    fetches: tuple[PastBuild, ...] = ()
     remotes: tuple[str, ...] = ()
 
 
@@ -143,7 +143,7 @@ def store_status(store: Store) -> StoreStatus:
     """The layers, and the contents of the writable one."""
     root, notes = store.root, store.location.notes
     sizes: inventory.Sizes | None = None
-    found: list[Build] = []
+    found: list[PastBuild] = []
     if root is not None:
         try:
             sizes = inventory.sizes(root)
@@ -167,11 +167,11 @@ def store_status(store: Store) -> StoreStatus:
     )
 
 
-def _build(directory: str) -> Build | None:
+def _build(directory: str) -> PastBuild | None:
     try:
         manifest = entry.read_manifest(directory)
         target, origin = manifest["target"], fetched_from(manifest)
-        return Build(
+        return PastBuild(
             op=str(manifest["op"]),
             distribution=str(manifest["distribution"]),
             made_for=" ".join((target["backend"], ";".join(target["archs"]))).strip(),
@@ -200,7 +200,7 @@ def problems(
     ops: tuple[OpStatus, ...] | None, environment: Environment | None
 ) -> tuple[Problem, ...]:
     """Every problem. Those of the environment come first: they explain those of the ops."""
-    found = [] if environment is None else list(_around(environment))
+    found = [] if environment is None else list(_environment_problems(environment))
     affected: dict[str, dict[str, None]] = {}  # reason -> ops
     for each in ops or ():
         if each.is_problem:
@@ -213,7 +213,7 @@ def problems(
     return tuple(found)
 
 
-def _around(environment: Environment) -> Iterator[Problem]:
+def _environment_problems(environment: Environment) -> Iterator[Problem]:
     torch = environment.torch
     if environment.torch_error:
         reinstall = pip("install", "--force-reinstall", "torch")
@@ -227,7 +227,7 @@ def _around(environment: Environment) -> Iterator[Problem]:
                 why = f"what {tool.path} makes serves one process and is not kept"
                 problem = f"{why}: {tool.unobserved}"
                 yield Problem(f"{name} compiler", problem, "opkiln explain OP")
-        needed = backend == CPU or wanted(backend, torch)
+        needed = backend == CPU or supports(backend, torch)
         if not needed or any(tool.taken for tool in own):
             continue
         what, hint = "toolkit", "opkiln doctor"

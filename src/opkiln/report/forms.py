@@ -7,7 +7,7 @@ from typing import Any
 from opkiln.errors import visible
 from opkiln.report import facts
 from opkiln.report.collect import Environment, Report, StoreStatus
-from opkiln.report.facts import Section
+from opkiln.report.facts import ReportSection
 from opkiln.report.layout import columns, fields, paint, plain
 from opkiln.report.machine import Space
 from opkiln.report.redact import without_user
@@ -22,7 +22,7 @@ def as_text(report: Report, *, width: int | None = None, errors_only: bool = Fal
     return "\n\n".join(_text_section(each, width) for each in found)
 
 
-def _text_section(section: Section, width: int | None) -> str:
+def _text_section(section: ReportSection, width: int | None) -> str:
     parts = [paint(section.title, "strong")]
     if section.rows:
         head = [section.head] if section.head else []
@@ -54,7 +54,7 @@ def as_markdown(report: Report, *, errors_only: bool = False) -> str:
     return "\n\n".join(parts)
 
 
-def _table(section: Section) -> str:
+def _table(section: ReportSection) -> str:
     lines = []
     if section.rows:
         head = section.head or ("",) * max(len(row) for row in section.rows)

@@ -91,7 +91,7 @@ def _status(name: str, kind: type[OpBuilder], *, changes: bool) -> OpStatus:
         builder = kind()
         distribution, serves = builder.distribution, builder.backend
         ordered = dict.fromkeys((serves, *kind.BACKENDS))
-        backends = tuple(on_backend(kind, each) for each in ordered)
+        backends = tuple(backend_status(kind, each) for each in ordered)
         changed: tuple[str, ...] = ()
         if changes and backends[0].status == terms.WOULD_COMPILE:  # what changed may contain flags
             changed = tuple(map(redact.without_secrets, explain(builder.op()).changes))
@@ -107,7 +107,7 @@ def _status(name: str, kind: type[OpBuilder], *, changes: bool) -> OpStatus:
     return OpStatus(name, distribution, serves, backends, changes=changed, no_device=no_device)
 
 
-def on_backend(kind: type[OpBuilder], backend: str) -> BackendStatus:
+def backend_status(kind: type[OpBuilder], backend: str) -> BackendStatus:
     """The state of an op on one of its backends."""
     try:
         builder = kind(backend=backend)

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from opkiln.binary import elf
 from opkiln.binary.elf import Elf
-from opkiln.bundles.layer import Entry
+from opkiln.bundles.layer import LayerEntry
 from opkiln.errors import BuildError, UsageError
 from opkiln.model import XPU
 
@@ -80,7 +80,7 @@ def platform(elfs: Iterable[Elf]) -> Platform:
     return Platform(f"manylinux_2_{glibc}_{machines[0]}", decided)
 
 
-def tag_for(entries: Sequence[Entry]) -> str:
+def tag_for(entries: Sequence[LayerEntry]) -> str:
     """The tag of a wheel with these ops, which are for any Python or for one and the same. Raises
     UsageError for ops of two machines."""
     pythons = {python_tag(each.manifest["target"]["abi_tag"]) for each in entries} - {""}
@@ -203,7 +203,7 @@ def _symbols(found: elf.Elf, target: Mapping[str, Any], torch_lib: str | None) -
             f"it uses Python's symbols: {_some(python)}",
             "its wheel is for every Python, and for processes without Python",
         )
-    has = frozenset() if torch_lib is None else _defined(torch_lib, os.stat(torch_lib).st_mtime_ns)
+    has = frozenset() if torch_lib is None else _exports(torch_lib, os.stat(torch_lib).st_mtime_ns)
     others = [name for name in unversioned if not _PYTHON.match(name)]
     mangled = [name for name in others if name.startswith("_Z")]
     of_torch = [name for name in mangled if _OF_TORCH.match(name) or name in has]
@@ -269,5 +269,5 @@ def _some(names: list[str]) -> str:
 
 
 @lru_cache(maxsize=2)
-def _defined(path: str, stamp: int) -> frozenset[str]:  # noqa: ARG001 (keys the cache)
+def _exports(path: str, stamp: int) -> frozenset[str]:  # noqa: ARG001 (keys the cache)
     return elf.defined(path)

@@ -30,7 +30,7 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 from opkiln import __version__
-from opkiln.bundles.bundle import packed, unpack_bytes
+from opkiln.bundles.bundle import temporary_bundle, unpack_bytes
 from opkiln.decision.archs import target_cpu
 from opkiln.engine import events, progress
 from opkiln.engine.chrome import Trace
@@ -38,7 +38,7 @@ from opkiln.errors import BuildError, OpkilnError, SpecError, StoreError, Toolch
 from opkiln.model import CPU, flag_settings
 from opkiln.settings import LAYOUT, override, settings
 from opkiln.ship import prebuild, selection
-from opkiln.ship.prebuild import BUILT, FAILED, Outcome, Request
+from opkiln.ship.prebuild import BUILT, FAILED, BuildOutcome, BuildRequest
 from opkiln.ship.selection import NamedTarget
 from opkiln.store import publish
 from opkiln.store.layers import Store
@@ -55,7 +55,7 @@ _WAKE = 0.2  # seconds, so that an interrupt is seen
 # What a worker does
 
 
-class Job(NamedTuple):
+class FarmJob(NamedTuple):
     """One op for one target: names and settings, nothing of the coordinator's machine."""
 
     op: str
@@ -71,13 +71,13 @@ class Job(NamedTuple):
 class Result(NamedTuple):
     """What became of a job. ``bundle`` has the library, if there is one."""
 
-    outcome: Outcome
+    outcome: BuildOutcome
     bundle: bytes = b""
     events: tuple[events.Event, ...] = ()  # ``at`` counts from the end of the task
     worker: str = ""
 
 
-def work(job: Job) -> Result:
+def work(job: FarmJob) -> Result:
     """Build what a job asks for. Never raises an Exception."""
     seen: list[events.Event] = []
     worker = f"{os.uname().nodename} pid {os.getpid()}"
@@ -92,14 +92,14 @@ def work(job: Job) -> Result:
             override(cache_dir=_store(), **dict(job.settings)),
             events.listening(note),
         ):
-            outcome, bundle = _made(job)
+            outcome, bundle = _build_bundle(job)
     except Exception as error:  # also a full disk, no more memory
         why = f"{type(error).__name__}: {error}"
         told = error if isinstance(error, OpkilnError) else None
         told = told or BuildError(f"op {job.op} was not built", why=why)
-        outcome, bundle = Outcome(job.op, FAILED, error=told), b""
+        outcome, bundle = BuildOutcome(job.op, FAILED, error=told), b""
     if outcome.error is not None:
-        outcome = outcome._replace(error=_from_elsewhere(outcome.error, job, worker))
+        outcome = outcome._replace(error=_name_worker(outcome.error, job, worker))
     now = time.monotonic()
     relative = tuple(each._replace(at=each.at - now, data=dict(each.data)) for each in seen)
     return Result(outcome._replace(target=str(job.target), path=""), bundle, relative, worker)
@@ -120,7 +120,7 @@ def _store() -> str:
     return made
 
 
-def _made(job: Job) -> tuple[Outcome, bytes]:
+def _build_bundle(job: FarmJob) -> tuple[BuildOutcome, bytes]:
     if job.version != __version__:
         raise SpecError(
             f"op {job.op} was not built: opkiln is {__version__} there, and {job.version} here",
@@ -130,11 +130,11 @@ def _made(job: Job) -> tuple[Outcome, bytes]:
     (outcome,) = prebuild.prebuild(asked.requests, jobs=job.jobs, names_targets=True)
     if not outcome.path:
         return outcome, b""
-    with packed([outcome.path]) as made, open(made.path, "rb") as opened:
+    with temporary_bundle([outcome.path]) as made, open(made.path, "rb") as opened:
         return outcome, opened.read()
 
 
-def _from_elsewhere(error: OpkilnError, job: Job, worker: str) -> OpkilnError:
+def _name_worker(error: OpkilnError, job: FarmJob, worker: str) -> OpkilnError:
     """The error as the coordinator tells it: with the op and the worker, without a log's path,
     since that log ends with the worker."""
     lines = [line for line in error.why.splitlines() if not line.startswith("log: ")]
@@ -153,7 +153,7 @@ def build(
     *,
     jobs: int | None = None,
     trace: str | None = None,
-) -> list[Outcome]:
+) -> list[BuildOutcome]:
     """Build ops for targets, each pair as a task, and return what became of each, in order.
 
     ``executor`` is one of ``concurrent.futures``, or a function that makes one (then a broken one
@@ -166,19 +166,19 @@ def build(
 
 
 def run(
-    asked: Sequence[Request], crew: Crew, *, jobs: int | None = None, trace: str | None = None
-) -> list[Outcome]:
+    asked: Sequence[BuildRequest], crew: Crew, *, jobs: int | None = None, trace: str | None = None
+) -> list[BuildOutcome]:
     """``prebuild.prebuild``, on a farm."""
     name = type(crew).__name__ if isinstance(crew, Executor) else "an executor"
     if isinstance(crew, str):
         name, crew = crew, find_function(crew)
-    outcomes: dict[int, Outcome] = {}
-    tasks: dict[int, Job] = {}
+    outcomes: dict[int, BuildOutcome] = {}
+    tasks: dict[int, FarmJob] = {}
     for number, request in enumerate(asked):
-        with selection.applied(request.wanted):
+        with selection.use_cpu(request.wanted):
             found = prebuild.look(request)
             # Where there is no compiler here, the workers may have one.
-            if isinstance(found, Outcome) and not isinstance(found.error, ToolchainError):
+            if isinstance(found, BuildOutcome) and not isinstance(found.error, ToolchainError):
                 outcomes[number] = found
             else:
                 tasks[number] = _job(request, jobs)
@@ -199,11 +199,11 @@ def _tracing(file: str | None) -> contextlib.AbstractContextManager[Trace | None
 
 def _do_tasks(
     crew: Executor | Callable[[], Executor],
-    tasks: Mapping[int, Job],
-    asked: Sequence[Request],
+    tasks: Mapping[int, FarmJob],
+    asked: Sequence[BuildRequest],
     what: str,
     recorder: Trace | None,
-) -> dict[int, Outcome]:
+) -> dict[int, BuildOutcome]:
     """Do all tasks, tell of their progress, and record one trace of all workers."""
     root = Store().root
     if root is None:
@@ -213,11 +213,11 @@ def _do_tasks(
             hint="set OPKILN_CACHE_DIR to a writable directory",
         )
     began = time.monotonic()
-    outcomes: dict[int, Outcome] = {}
+    outcomes: dict[int, BuildOutcome] = {}
     events.emit(events.BUILD_START, op=what, steps=len(tasks))
     for done, ended in enumerate(results(tasks, crew), 1):
         label, result = str(tasks[ended.number]), ended.result
-        outcome = outcomes[ended.number] = _taken(asked[ended.number], ended, root)
+        outcome = outcomes[ended.number] = _import_result(asked[ended.number], ended, root)
         if recorder is not None:
             # Placed by the time at which its result came: no clock of another machine is read.
             for event in result.events:
@@ -292,7 +292,7 @@ def find_function(text: str) -> Callable[[], Executor]:
     return make
 
 
-def _job(request: Request, jobs: int | None) -> Job:
+def _job(request: BuildRequest, jobs: int | None) -> FarmJob:
     """The request with everything resolved that this machine has a say in."""
     backend = request.builder.backend
     archs = request.wanted.archs if request.wanted is not None else ""
@@ -303,10 +303,10 @@ def _job(request: Request, jobs: int | None) -> Job:
             archs = ",".join(prebuild.decision_of(request).wanted.archs) or archs
     fields = ("debug", "debug_cuda", *flag_settings(backend))
     given = tuple((field, getattr(settings, field)) for field in fields)
-    return Job(request.op, NamedTarget(backend, archs), given, jobs)
+    return FarmJob(request.op, NamedTarget(backend, archs), given, jobs)
 
 
-def _taken(request: Request, ended: Ended, root: str) -> Outcome:
+def _import_result(request: BuildRequest, ended: Ended, root: str) -> BuildOutcome:
     """The outcome here: the result is imported, and must be what a build here would give."""
     told = ended.result.outcome
     target = str(request.wanted or told.target)
@@ -315,11 +315,11 @@ def _taken(request: Request, ended: Ended, root: str) -> Outcome:
     try:
         # The farm is trusted as this machine's compilers are.
         unpack_bytes(ended.result.bundle, root, signed=False)
-        with selection.applied(request.wanted):
+        with selection.use_cpu(request.wanted):
             found = prebuild.look(request)
     except OpkilnError as error:
         return told._replace(status=FAILED, target=target, error=error)
-    if isinstance(found, Outcome) and found.path and found.sha256 == told.sha256:
+    if isinstance(found, BuildOutcome) and found.path and found.sha256 == told.sha256:
         return found._replace(status=BUILT, seconds=told.seconds)
     differs = BuildError(
         f"op {request.op} came from a worker that differs from this machine",
@@ -341,7 +341,9 @@ class Ended(NamedTuple):
     at: float
 
 
-def results(jobs: Mapping[int, Job], crew: Executor | Callable[[], Executor]) -> Iterator[Ended]:
+def results(
+    jobs: Mapping[int, FarmJob], crew: Executor | Callable[[], Executor]
+) -> Iterator[Ended]:
     """The results, as they come. A crew that makes executors can go on after one has broken."""
     waiting = dict(jobs)
     losses: Counter[int] = Counter()
@@ -349,8 +351,8 @@ def results(jobs: Mapping[int, Job], crew: Executor | Callable[[], Executor]) ->
     while waiting:
         batch = dict(islice(waiting.items(), 1 if breaks >= _BREAKS else None))
         try:
-            with _running(crew) as executor:
-                for ended in _round(batch, executor, losses):
+            with _open_executor(crew) as executor:
+                for ended in _run_batch(batch, executor, losses):
                     del waiting[ended.number]
                     yield ended
         except BrokenExecutor as error:
@@ -363,11 +365,11 @@ def results(jobs: Mapping[int, Job], crew: Executor | Callable[[], Executor]) ->
                 given_up = [number for number in left if losses[number] >= _TIMES]
             for number in given_up:
                 breaks = 0  # whoever it was, the others may go on together
-                yield _lost(number, waiting.pop(number), error)
+                yield _lost_job(number, waiting.pop(number), error)
 
 
 @contextlib.contextmanager
-def _running(crew: Executor | Callable[[], Executor]) -> Iterator[Executor]:
+def _open_executor(crew: Executor | Callable[[], Executor]) -> Iterator[Executor]:
     """The executor. One that was made here is ended here, at once if something is wrong."""
     if isinstance(crew, Executor):
         yield crew
@@ -381,7 +383,9 @@ def _running(crew: Executor | Callable[[], Executor]) -> Iterator[Executor]:
     executor.shutdown()
 
 
-def _round(jobs: Mapping[int, Job], executor: Executor, losses: Counter[int]) -> Iterator[Ended]:
+def _run_batch(
+    jobs: Mapping[int, FarmJob], executor: Executor, losses: Counter[int]
+) -> Iterator[Ended]:
     """The results of one executor. Raises BrokenExecutor."""
     came: dict[int, float] = {}  # not the futures: they hold the bundles
 
@@ -404,7 +408,7 @@ def _round(jobs: Mapping[int, Job], executor: Executor, losses: Counter[int]) ->
                     if losses[number] < _TIMES:
                         running[submit(number)] = number
                     else:
-                        yield _lost(number, jobs[number], error)
+                        yield _lost_job(number, jobs[number], error)
                 else:
                     yield Ended(number, result, came.get(number, time.monotonic()))
     finally:
@@ -412,11 +416,11 @@ def _round(jobs: Mapping[int, Job], executor: Executor, losses: Counter[int]) ->
             future.cancel()
 
 
-def _lost(number: int, job: Job, error: Exception) -> Ended:
+def _lost_job(number: int, job: FarmJob, error: Exception) -> Ended:
     told = BuildError(
         f"op {job.op} was not built: its worker was lost",
         why=f"for {job.target}: {type(error).__name__}: {error}",
         hint="run the command again: what was built is kept",
     )
-    outcome = Outcome(job.op, FAILED, job.target.backend, str(job.target), error=told)
+    outcome = BuildOutcome(job.op, FAILED, job.target.backend, str(job.target), error=told)
     return Ended(number, Result(outcome), time.monotonic())

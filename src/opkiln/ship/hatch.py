@@ -32,7 +32,7 @@ from opkiln.ship import selection
 from opkiln.ship.precompile import PREBUILT, PURE, precompile
 
 
-class PrecompileOps(BuildHookInterface):  # type: ignore[misc]
+class PrecompileHook(BuildHookInterface):  # type: ignore[misc]
     """The hook: adds ``<package>/prebuilt`` to a wheel.
 
     ``where`` is the directory of the packages, if that is neither ``src`` nor the project itself.
@@ -75,7 +75,7 @@ class PrecompileOps(BuildHookInterface):  # type: ignore[misc]
         entry_points = self.metadata.core.entry_points.get(GROUP, {})
         for (package, where), values in self._packages(entry_points).items():
             out = None if editable else os.path.join(self._staged.name, package, PREBUILT)
-            ops = selection.declared(values, where)
+            ops = selection.declared_ops(values, where)
             shipment = precompile(package, ops, where, out)
             if shipment.report:
                 self.app.display_info(shipment.report)
@@ -117,7 +117,7 @@ class PrecompileOps(BuildHookInterface):  # type: ignore[misc]
 
     def _require_marked(self) -> None:
         version = self.metadata.version
-        if selection.tagged(version) != version:
+        if selection.tag_version(version) != version:
             raise SpecError(
                 f"version {version} does not include DS_BUILD_STRING={settings.build_string}",
                 why="hatchling reads the version before it calls this hook",
@@ -132,12 +132,12 @@ class MarkedVersion(RegexSource):  # type: ignore[misc]
 
     def get_version_data(self) -> dict[str, Any]:
         found: dict[str, Any] = super().get_version_data()
-        return {**found, "version": selection.tagged(found["version"])}
+        return {**found, "version": selection.tag_version(found["version"])}
 
 
 @hookimpl  # type: ignore[untyped-decorator]
-def hatch_register_build_hook() -> type[PrecompileOps]:
-    return PrecompileOps
+def hatch_register_build_hook() -> type[PrecompileHook]:
+    return PrecompileHook
 
 
 @hookimpl  # type: ignore[untyped-decorator]

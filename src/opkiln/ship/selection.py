@@ -99,7 +99,7 @@ def _check(text: str, backend: str, names: list[str]) -> None:
         ) from None
 
 
-def applied(wanted: NamedTarget | None) -> AbstractContextManager[object]:
+def use_cpu(wanted: NamedTarget | None) -> AbstractContextManager[object]:
     """Sets the CPU for the length of a block, if the target names one."""
     if wanted is not None and wanted.backend == CPU and wanted.archs:
         return override(cpu=wanted.archs)
@@ -134,7 +134,7 @@ class Declared(NamedTuple):
     variables: tuple[str, ...] = ()  # that select it, in addition to OPKILN_BUILD_<NAME>
 
 
-class Choice(NamedTuple):
+class OpChoice(NamedTuple):
     """What the variables say about one op."""
 
     op: Declared
@@ -143,7 +143,7 @@ class Choice(NamedTuple):
     origin: str  # the variable that decided, or ``default``
 
 
-def bundled() -> list[Declared]:
+def bundled_ops() -> list[Declared]:
     """The ops of opkiln itself."""
     from opkiln import registry
 
@@ -155,7 +155,7 @@ def bundled() -> list[Declared]:
     return found
 
 
-def declared(entry_points: Mapping[str, str], where: str) -> list[Declared]:
+def declared_ops(entry_points: Mapping[str, str], where: str) -> list[Declared]:
     """The ops of a package's entry points. Their modules are in the directory ``where``.
 
     A builder's ``BUILD_VAR``, and which functions of a module are decorated, are read from the
@@ -165,7 +165,7 @@ def declared(entry_points: Mapping[str, str], where: str) -> list[Declared]:
     for name, value in entry_points.items():
         module, _, builder = (part.strip() for part in value.partition(":"))
         body = _module(module, where)[1]
-        if builder or not (ops := _declared_in(body)):
+        if builder or not (ops := _ops_in(body)):
             classes = {each.name: each for each in body if isinstance(each, ast.ClassDef)}
             found.append(Declared(name, value, _build_var(builder, classes)))
         else:
@@ -228,7 +228,7 @@ def _module(module: str, where: str) -> tuple[str, list[ast.stmt]]:
     return where, []
 
 
-def _declared_in(body: list[ast.stmt]) -> dict[str, str]:
+def _ops_in(body: list[ast.stmt]) -> dict[str, str]:
     """The ops of a module by name, each with its variable: functions that ``@opkiln.op(...)`` or
     ``@op(...)`` decorates, and libraries, ``kit = opkiln.library("name", ...)``, whose functions
     are not listed."""
@@ -272,16 +272,16 @@ def _build_var(name: str, classes: dict[str, ast.ClassDef]) -> tuple[str, ...]:
     return next(filter(None, (_build_var(base, classes) for base in bases)), ())
 
 
-def choose(ops: Iterable[Declared]) -> list[Choice]:
+def choose(ops: Iterable[Declared]) -> list[OpChoice]:
     """What the variables say about each op. Raises SettingError for an invalid value."""
     everything, origin = origin_of("build_ops")
     choices = []
     for op in ops:
         switch, variable = build_switch(op.name, op.variables)
         if switch is None:
-            choices.append(Choice(op, bool(everything), False, origin))
+            choices.append(OpChoice(op, bool(everything), False, origin))
         else:
-            choices.append(Choice(op, switch, switch, variable))
+            choices.append(OpChoice(op, switch, switch, variable))
     return choices
 
 
@@ -314,11 +314,11 @@ def targets(backends: Sequence[str]) -> tuple[NamedTarget, ...]:
                 hint="export OPKILN_BUILD_TARGETS='cuda:8.0,9.0+PTX;cpu:x86-64-v3'",
             ) from None
         return tuple(wanted for wanted in asked if wanted.backend in backends)
-    here = [backend for backend in backends if _served(backend)] or list(backends[:1])
-    return tuple(parse_all(map(_text, here)))
+    here = [backend for backend in backends if _serves(backend)] or list(backends[:1])
+    return tuple(parse_all(map(_default_targets, here)))
 
 
-def _text(backend: str) -> str:
+def _default_targets(backend: str) -> str:
     """A backend's default targets, as ``--target`` takes them."""
     from opkiln import machine
 
@@ -331,7 +331,7 @@ def _text(backend: str) -> str:
     return f"{CPU}:{','.join(levels)}" if levels else CPU
 
 
-def _served(backend: str) -> bool:
+def _serves(backend: str) -> bool:
     """Whether a package that is installed here should have code for a backend."""
     from opkiln.toolchain import choice, torch_sdk
 
@@ -356,7 +356,7 @@ def strictest(tags: Iterable[str]) -> str:
     return f"{python}-{max(platforms, key=demand)}"
 
 
-def tagged(version: str) -> str:
+def tag_version(version: str) -> str:
     """A package's version with ``DS_BUILD_STRING`` added, unless the version already has it.
 
     Raises SettingError for a text that cannot be part of a version.

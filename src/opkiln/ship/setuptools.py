@@ -52,25 +52,25 @@ def finalize(dist: Distribution) -> None:
 def commands(dist: Distribution) -> dict[str, type[Command]]:
     """The commands of a project, with the step; each is a subclass of the project's own."""
 
-    class Build(dist.get_command_class("build")):  # type: ignore[misc]
+    class BuildCommand(dist.get_command_class("build")):  # type: ignore[misc]
         sub_commands: ClassVar = [*dist.get_command_class("build").sub_commands, (STEP, None)]
 
-    class Info(dist.get_command_class("egg_info")):  # type: ignore[misc]
+    class InfoCommand(dist.get_command_class("egg_info")):  # type: ignore[misc]
         def tagged_version(self) -> str:
             try:
-                return selection.tagged(super().tagged_version())
+                return selection.tag_version(super().tagged_version())
             except OpkilnError as error:
                 raise SetupError(str(error)) from error
 
-    made = {"build": Build, "egg_info": Info}
+    made = {"build": BuildCommand, "egg_info": InfoCommand}
     # setuptools before 70.1 imports it from `wheel`, which may not be installed yet.
     with contextlib.suppress(ModuleError):
 
-        class Wheel(dist.get_command_class("bdist_wheel")):  # type: ignore[misc]
+        class WheelCommand(dist.get_command_class("bdist_wheel")):  # type: ignore[misc]
             def get_tag(self) -> tuple[str, str, str]:
                 return _tag(self, super().get_tag())
 
-        made["bdist_wheel"] = Wheel
+        made["bdist_wheel"] = WheelCommand
     for name, kind in made.items():
         kind.__name__ = name
     return {**made, STEP: PrecompileOps}
@@ -132,11 +132,11 @@ class PrecompileOps(Command):  # type: ignore[misc]
     def packages(self) -> dict[str, tuple[list[Declared], list[OpBuilder]]]:
         """The packages that have ops: the ops of their entry points and of their extensions."""
         if self.distribution.get_name() == "opkiln":
-            return {"opkiln": (selection.bundled(), [])}  # these have no entry points
+            return {"opkiln": (selection.bundled_ops(), [])}  # these have no entry points
         found: dict[str, tuple[list[Declared], list[OpBuilder]]] = {}
         for name, value in _entry_points(self.distribution).items():
             package = self._package(value.partition(":")[0].strip())
-            ops = selection.declared({name: value}, self._where(package))
+            ops = selection.declared_ops({name: value}, self._where(package))
             found.setdefault(package, ([], []))[0].extend(ops)
         for extension in self.distribution.ext_modules or ():
             builder = builder_of(extension)

@@ -59,7 +59,7 @@ def check(wrapping: Wrapping, owners: Iterable[str]) -> None:
         )
 
 
-def audited(
+def audit_libraries(
     payloads: Sequence[str],
 ) -> tuple[tuple[tuple[str, audit.Finding], ...], list[BuildError]]:
     """Audit libraries of the store: (op, finding), and an error for each that fails."""

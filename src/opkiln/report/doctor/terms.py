@@ -21,7 +21,7 @@ from opkiln.settings import override, settings, whole_environment
 from opkiln.store.layers import Store
 from opkiln.toolchain import choice, torch_sdk
 
-Check = Callable[["Here"], "Outcome"]
+Check = Callable[["Facts"], "Diagnosis"]
 
 PASS, SKIP, WARN, FAIL = "PASS", "SKIP", "WARN", "FAIL"  # from good to bad
 
@@ -35,7 +35,7 @@ PROGRAMS = {
 _LONGEST = 120.0  # seconds: importing torch from a network file system is slow
 
 
-class Outcome(NamedTuple):
+class Diagnosis(NamedTuple):
     """A verdict, the facts behind it, and a command that can be copied into a shell."""
 
     verdict: str
@@ -44,13 +44,13 @@ class Outcome(NamedTuple):
 
 
 # All is well.
-passed = partial(Outcome, PASS)
+passed = partial(Diagnosis, PASS)
 # The check does not apply here, or is not possible; the evidence says why.
-skipped = partial(Outcome, SKIP)
+skipped = partial(Diagnosis, SKIP)
 # It works, but not as well as it could, or not as the user asked.
-warned = partial(Outcome, WARN)
+warned = partial(Diagnosis, WARN)
 # Something that builds or loads of ops need does not work.
-failed = partial(Outcome, FAIL)
+failed = partial(Diagnosis, FAIL)
 
 
 def copyable(hint: str) -> str:
@@ -70,21 +70,21 @@ def copyable(hint: str) -> str:
     return command if program in PROGRAMS or program.startswith("/") else ""
 
 
-def joined(*parts: str) -> str:
+def join(*parts: str) -> str:
     """The facts that are not empty, on one line."""
     return "; ".join(" ".join(part.split()).rstrip(";") for part in parts if part.strip())
 
 
-def told(error: OpkilnError) -> str:
+def one_line(error: OpkilnError) -> str:
     """What happened and why, on one line."""
-    return joined(error.what, *error.why.splitlines())
+    return join(error.what, *error.why.splitlines())
 
 
 class Missing(Exception):
     """What a check needs is not here: the check is skipped, and another one reports it."""
 
 
-class Here:
+class Facts:
     """This machine, with the current settings. Every answer is kept."""
 
     @cached_property
@@ -114,7 +114,7 @@ class Here:
     @cached_property
     def host(self) -> Toolchain | ToolchainError:
         """The host compiler, or why there is none."""
-        return self._chosen(CPU)
+        return self._choose(CPU)
 
     def need_compiler(self, otherwise: str) -> Toolchain:
         """The host compiler. Raises Missing with these words if there is none."""
@@ -129,7 +129,7 @@ class Here:
 
     def device_compiler(self, backend: str) -> DeviceCompiler | ToolchainError:
         """A backend's device compiler, or why there is none."""
-        found = self._chosen(backend)
+        found = self._choose(backend)
         if isinstance(found, ToolchainError):
             return found
         assert found.device is not None
@@ -157,7 +157,7 @@ class Here:
         with override(tmpdir=self.scratch):
             yield
 
-    def _chosen(self, backend: str) -> Toolchain | ToolchainError:
+    def _choose(self, backend: str) -> Toolchain | ToolchainError:
         with self.probing():
             try:
                 return choice.choose(self.store.memory, backend)
@@ -165,7 +165,7 @@ class Here:
                 return error
 
 
-def outcome(check: Check, here: Here) -> Outcome:
+def outcome(check: Check, here: Facts) -> Diagnosis:
     """The outcome of a check. If a check raises, that is a failure, too."""
     try:
         return check(here)
@@ -174,7 +174,7 @@ def outcome(check: Check, here: Here) -> Outcome:
     except SettingError as error:
         return skipped(f"not possible while {error.what}")  # `settings` reports that
     except OpkilnError as error:
-        return failed(told(error), copyable(error.hint))
+        return failed(one_line(error), copyable(error.hint))
     except Exception as error:
         return failed(f"{type(error).__name__}: {error}")
 
