@@ -624,8 +624,8 @@ def test_a_realm_without_tls_does_not_get_the_login_of_a_registry_with_it(start:
 def test_a_redirect_to_plain_http_is_refused() -> None:
     client = web.Client("https://host/", lambda _: None, list)
     with pytest.raises(Unreachable, match="redirects to http://"):
-        client._redirected("https://host/a", "http://host/a")
-    assert client._redirected("https://host/a", "/b") == "https://host/b"
+        client._resolve_url("https://host/a", "http://host/a")
+    assert client._resolve_url("https://host/a", "/b") == "https://host/b"
 
 
 def test_proxies_are_used_but_not_for_the_hosts_that_are_excepted(start: Start) -> None:

@@ -16,14 +16,14 @@ from opkiln.report.doctor.terms import (
     Diagnosis,
     Facts,
     join,
-    outcome,
     passed,
+    run_check,
 )
 from opkiln.report.layout import columns, count, paint
 
 
 def compile_check(check: Check) -> Check:
-    """A check of something that only compiling needs: it passes if nothing may be compiled."""
+    """A check of something that only compiling needs. It passes if nothing may be compiled."""
 
     def check_or_pass(here: Facts) -> Diagnosis:
         found = check(here)
@@ -94,16 +94,16 @@ def examine(*, build: bool = True) -> Iterator[tuple[str, Diagnosis]]:
     """Run every check in turn; with ``build``, the self-check last. Never raises."""
     here = Facts()
     for name, check in (CHECKS | (BUILDS if build else {})).items():
-        yield name, outcome(check, here)
+        yield name, run_check(check, here)
 
 
-# As text: one line for each outcome, and the command that fixes it below
+# As text: one line for each diagnosis, and below it the command that fixes the fault
 
 _LOOKS = {PASS: "good", SKIP: "weak", WARN: "strong", FAIL: "bad"}
 
 
 def line(check: str, found: Diagnosis, names: Iterable[str], *, width: int | None = None) -> str:
-    """One outcome. ``names`` are those of all checks: they give the width of the column.
+    """One diagnosis. ``names`` are those of all checks: they give the width of the column.
 
     With a ``width``, the evidence is wrapped. The command is not, so that it can be copied.
     """

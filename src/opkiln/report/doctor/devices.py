@@ -40,7 +40,7 @@ _NO_HOST = "there is no host compiler: see compiler"
 
 
 def accelerator(_: Facts) -> Diagnosis:
-    """There is an accelerator: the one that was asked for, or the first with a device."""
+    """There is an accelerator: the named one, or the first that has a device."""
     asked, origin = origin_of("accelerator")
     found, reason = child_answer(_ASK)
     if reason:
@@ -203,15 +203,14 @@ def _blames_host_compiler(error: ToolchainError) -> bool:
 
 
 def _no_toolkit(error: ToolchainError, *, wanted: bool) -> Diagnosis:
-    """A failure if torch is built for the backend. Otherwise no kernel is called here: that none
-    can be built is only a warning."""
+    """A failure if torch is built for the backend; else a warning, because no kernel is called."""
     command = use_this_python(copyable(error.hint))
     command = as_root(command) if command.startswith("apt-get ") else command
     return (failed if wanted else warned)(one_line(error), command)
 
 
 def _parse_list(here: Facts, asked: str) -> tuple[cuda.Arch, ...] | None:
-    """The list as a build reads it; None if only a toolkit could tell. Raises ArchError."""
+    """The list as a build reads it; None if that needs a toolkit. Raises ArchError."""
     listed: tuple[cuda.Arch, ...] = ()
     if "all" in asked.lower():
         if not isinstance(here.cuda, DeviceCompiler):

@@ -99,20 +99,20 @@ _CONTENTS = {
 
 
 def _can_close(path: str) -> bool:
-    """Whether others can lose the right to write there: nobody else uses the directory."""
+    """Whether the right of others to write there may be removed: nobody else uses it."""
     found = os.lstat(path)
     return found.st_uid == os.getuid() and not found.st_mode & stat.S_ISVTX and _has_only_a_store()
 
 
 def _can_take_over(path: str) -> bool:
-    """Whether it is a store that another user left in one of our directories."""
+    """Whether it is a store that another user made in one of our directories."""
     above = os.stat(os.path.dirname(path))
     ours = above.st_uid == os.getuid() and not above.st_mode & 0o022
     return ours and len(_requested_paths()) > 1 and _has_only_a_store()
 
 
 def _has_only_a_store() -> bool:
-    """Whether the directory that was asked for can be changed, and has a store or nothing."""
+    """Whether the requested directory can be changed, and contains at most a store."""
     # opkiln-<uid> is made by the first load that may not use the directory itself.
     allowed = ({LAYOUT, f"opkiln-{os.getuid()}"}, _CONTENTS)
     for path, known in zip(_requested_paths(), allowed, strict=False):
@@ -140,7 +140,7 @@ def _make_command(place: str) -> str:
 
 
 def _requested_paths() -> list[str]:
-    """The root that the user asked for and the layout's directory in it, if they exist."""
+    """The requested root of the store and the layout's directory in it, if they exist."""
     return _existing_paths(next(store_candidates())[0])
 
 
@@ -219,7 +219,7 @@ def layers(here: Facts) -> Diagnosis:
 
 
 def _refusal(path: str, layer: Layer) -> Diagnosis | None:
-    """Why a layer is not used. It is named by the path that the user wrote."""
+    """Why a layer is not used; None if it is. ``path`` is as the user wrote it."""
     look = f"ls -ld {shlex.quote(path)}"
     if layer.bundle:
         try:
@@ -241,7 +241,7 @@ def _refusal(path: str, layer: Layer) -> Diagnosis | None:
 
 
 def remotes(_: Facts) -> Diagnosis:
-    """Something says what is trusted of the remote tiers. Connects to nobody."""
+    """It is configured which artifacts of remote tiers are trusted. Connects to nobody."""
     urls = settings.remotes
     if not urls:
         return passed("none is named (OPKILN_REMOTES)")
@@ -320,8 +320,7 @@ def _move_command() -> str:
 
 
 def _usable_directory() -> str:
-    """A directory with enough space that this user can write to and load libraries from; empty if
-    there is none."""
+    """A writable directory with enough space, where libraries can be loaded; empty if none."""
     for place in ("/tmp", "/var/tmp", os.path.expanduser("~"), "/dev/shm"):
         if os.path.isdir(place) and os.access(place, os.W_OK | os.X_OK):
             found = space_at(place)
@@ -360,7 +359,7 @@ def tmpdir_space(_: Facts) -> Diagnosis:
     """The temporary directory has enough space for builds."""
     found = _tmpdir_space()
     facts = f"{found} at {found.path}"
-    if found.inodes is not None and found.inodes < 100:
+    if found.inodes is not None and found.inodes < _TOO_FEW:
         return failed(f"{facts}, and only {found.inodes} inodes", _tmpdir_fix())
     if found.free >= _LITTLE:
         return passed(facts)

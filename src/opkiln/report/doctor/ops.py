@@ -108,9 +108,9 @@ def prebuilt(_: Facts) -> Diagnosis:
 
 
 def _installed_ops() -> Iterator[tuple[str, str]]:
-    """(op, the distribution that has a library of it), of the declared ops.
+    """(op, the distribution that has a library of it), for each declared op.
 
-    Looks in the places of ``decision.decide``. No package is imported.
+    Looks where ``decision.decide`` looks. No package is imported.
     """
     shared = [os.path.join(each, SHARED) for each in sys.path if os.path.isabs(each)]
     layers = [(name, os.path.join(each, name)) for each in shared for name in names_in(each)]

@@ -44,7 +44,7 @@ child_main(*sys.argv[1:])
 _LONGEST = 600.0  # seconds
 # Settings that add the user's flags to command lines. The op itself compiles without them.
 _FLAGS = ("cppflags", "cxxflags", "cudaflags", "ldflags")
-_OF_FILES = ("command: ", "log: ")  # lines of an error that name temporary files
+_TEMPORARY = ("command: ", "log: ")  # how lines of an error begin that name temporary files
 
 
 def cpu(here: Facts) -> Diagnosis:
@@ -111,7 +111,7 @@ def _try_backend(what: str, *, calls: bool, **variables: str) -> Diagnosis:
     flags = _unset_flags()
     if "what" in found:
         # The log and the files of the command are gone with the temporary store.
-        why = [line for line in found["why"].splitlines() if not line.startswith(_OF_FILES)]
+        why = [line for line in found["why"].splitlines() if not line.startswith(_TEMPORARY)]
         command = use_this_python(copyable(found["hint"]))
         if found["by_flags"] and flags:
             command = flags
@@ -199,14 +199,12 @@ _SOURCES = {
 
 
 def _spec(source: str, text: str, **fields: Any) -> OpSpec:
-    name = "opkiln_doctor"
-    inline = ((source, text),)
     return OpSpec(
-        name=name,
-        distribution=name,
+        name="opkiln_doctor",
+        distribution="opkiln_doctor",
         root=model.INLINE_ROOT,
         sources=(source,),
-        inline=inline,
+        inline=((source, text),),
         **fields,
     )
 
@@ -232,7 +230,7 @@ def _call_with_tensor() -> int:
 
 
 def child_main(backend: str, how: str, result: str) -> None:
-    """Compile, load and perhaps call the op. Writes its answer to a file, or what went wrong."""
+    """Compile and load the op, and call it if ``how`` is "call". Writes the result to a file."""
     began = time.monotonic()
 
     def write(**facts: Any) -> None:

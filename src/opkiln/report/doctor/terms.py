@@ -1,4 +1,4 @@
-"""What a check gets and returns: the facts that several checks need, and an outcome."""
+"""What a check gets and returns: the facts that several checks need, and a diagnosis."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _LONGEST = 120.0  # seconds: importing torch from a network file system is slow
 
 
 class Diagnosis(NamedTuple):
-    """A verdict, the facts behind it, and a command that can be copied into a shell."""
+    """A verdict, the facts behind it, and a command to copy into a shell."""
 
     verdict: str
     evidence: str
@@ -71,7 +71,7 @@ def copyable(hint: str) -> str:
 
 
 def join(*parts: str) -> str:
-    """The facts that are not empty, on one line."""
+    """The parts that are not empty, on one line."""
     return "; ".join(" ".join(part.split()).rstrip(";") for part in parts if part.strip())
 
 
@@ -81,11 +81,11 @@ def one_line(error: OpkilnError) -> str:
 
 
 class Missing(Exception):
-    """What a check needs is not here: the check is skipped, and another one reports it."""
+    """A check needs something that is missing. It is skipped, and another check reports that."""
 
 
 class Facts:
-    """This machine, with the current settings. Every answer is kept."""
+    """The facts about this machine, with the current settings. Each is found out once."""
 
     @cached_property
     def store(self) -> Store:
@@ -153,7 +153,7 @@ class Facts:
 
     @contextmanager
     def probing(self) -> Iterator[None]:
-        """Lets probes use a writable directory, so that a bad TMPDIR is one finding and not ten."""
+        """Lets probes use a writable directory, so that a bad TMPDIR is one finding, not ten."""
         with override(tmpdir=self.scratch):
             yield
 
@@ -165,8 +165,8 @@ class Facts:
                 return error
 
 
-def outcome(check: Check, here: Facts) -> Diagnosis:
-    """The outcome of a check. If a check raises, that is a failure, too."""
+def run_check(check: Check, here: Facts) -> Diagnosis:
+    """The diagnosis of a check. A check that raises has failed, or is skipped."""
     try:
         return check(here)
     except Missing as reason:
@@ -180,10 +180,10 @@ def outcome(check: Check, here: Facts) -> Diagnosis:
 
 
 def child_answer(code: str, *arguments: str) -> tuple[Any, str]:
-    """(what ``code`` leaves in ``answer``, as JSON; why there is nothing). One of them is empty.
+    """(the value of ``answer`` after ``code`` ran, why there is none). One of them is empty.
 
-    Code of other packages, and code that imports torch, runs in such a child: if it crashes, that
-    is a finding.
+    Code of other packages, and code that imports torch, runs in such a child process, so that a
+    crash is reported like any other fault.
     """
     argv = python_code(f"{code}\nimport json\nprint()\nprint(json.dumps(answer))", *arguments)
     done = capture(argv, env=whole_environment(), timeout=_LONGEST)
