@@ -67,7 +67,7 @@ class Report(NamedTuple):
 def collect(
     *, ops: bool = True, environment: bool = True, probe: bool = False, changes: bool = False
 ) -> Report:
-    """Look at everything, now. Raises SettingError for a variable with an invalid value.
+    """A new report. Raises SettingError for a variable with an invalid value.
 
     ``probe`` runs every toolkit to identify it, also those that torch is not built for. ``changes``
     adds to each op what changed since it was built.
@@ -81,9 +81,9 @@ def collect(
     # The compilers first: the keys of the ops' entries contain their identities.
     tools = compilers.survey(store.memory, torch, probe=probe)
     found = operators.statuses(changes=changes) if ops else None
-    around = None
+    seen = None
     if environment:
-        around = Environment(
+        seen = Environment(
             machine=machine.machine(),
             tools=tools,
             unfound=compilers.unfound(),
@@ -96,7 +96,7 @@ def collect(
             unknown_variables=tuple(unknown()),
             dropped_variables=dropped(),
         )
-    return Report(__version__, time.time(), found, around, problems(found, around))
+    return Report(__version__, time.time(), found, seen, problems(found, seen))
 
 
 def _setting_value(variable: str, value: Any, origin: str) -> SettingValue:
@@ -113,7 +113,7 @@ def _setting_value(variable: str, value: Any, origin: str) -> SettingValue:
 
 
 class PastBuild(NamedTuple):
-    """How an entry was built, from its manifest. One that was fetched does not say when."""
+    """How an entry was built. The manifest of one that was fetched does not say when."""
 
     op: str
     distribution: str
@@ -152,6 +152,7 @@ def store_status(store: Store) -> StoreStatus:
             found = [*filter(None, (_build(each.directory) for each in newest))]
         except StoreError as error:
             notes = (*notes, error.what)  # the report must still work if this happens
+    built = (each for each in found if not each.origin)
     return StoreStatus(
         root=root,
         layers=tuple(layer.root for layer in store.location.layers),
@@ -159,9 +160,7 @@ def store_status(store: Store) -> StoreStatus:
         sizes=sizes,
         limit=settings.cache_max_size,
         space=None if root is None else known_space(root),
-        builds=tuple(
-            sorted((each for each in found if not each.origin), key=lambda each: -each.ended)
-        ),
+        builds=tuple(sorted(built, key=lambda each: -each.ended)),
         fetches=tuple(each for each in found if each.origin),
         remotes=tuple(map(redact.without_secrets, settings.remotes)),
     )

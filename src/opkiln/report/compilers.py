@@ -35,7 +35,7 @@ class Tool(NamedTuple):
     taken: bool
     refused: str  # why it is not taken
     asked: bool = True  # False: it was found, but not run to identify it
-    unobserved: str = ""  # why it was not known what it read, when it was last used
+    unobserved: str = ""  # why what it read was not known when it was last used
 
 
 class Unfound(NamedTuple):
@@ -106,14 +106,14 @@ def _toolkits(
         return _rank(backend, found)
     # The named launcher or host compiler cannot be used, or torch cannot be read. That stops every
     # toolkit.
-    except (ToolchainError, OSError) as error:
-        return _list_unasked(
-            backend, error.what if isinstance(error, ToolchainError) else str(error)
-        )
+    except ToolchainError as error:
+        return _list_unasked(backend, error.what)
+    except OSError as error:
+        return _list_unasked(backend, str(error))
 
 
 def _list_unasked(backend: str, why: str) -> list[Tool]:
-    """The toolkits that exist, by their files alone, and those that the user named in vain."""
+    """The toolkits whose files exist, and those that a variable names but that do not exist."""
     return [
         Tool(backend, each.path, each.origin, "", False, each.refused or why, bool(each.refused))
         for each in _possible_toolkits(backend)

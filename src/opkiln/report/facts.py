@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from opkiln.engine.budget import Description
 from opkiln.model import in_words
 from opkiln.report.collect import Environment, Report, SettingValue, StoreStatus
 from opkiln.report.compilers import BACKENDS, NO_HOST, PROBE, Tool, torch_built_with
@@ -41,14 +42,13 @@ def sections(report: Report, *, errors_only: bool = False) -> list[ReportSection
     found = []
     if report.ops is not None:
         found.append(ops(report.ops))
-    if report.environment is not None:
-        around = report.environment
+    if seen := report.environment:
         found += [
-            environment(report.opkiln, around),
-            compilers(around.tools),
-            accelerators(around.devices),
-            store(around.store, report.made),
-            settings(around.settings),
+            environment(report.opkiln, seen),
+            compilers(seen.tools),
+            accelerators(seen.devices),
+            store(seen.store, report.made),
+            settings(seen.settings),
         ]
     if report.problems:
         found.append(problems(report))
@@ -86,12 +86,13 @@ def ops(found: tuple[OpStatus, ...]) -> ReportSection:
     counted = Counter(row[-1].text for row in rows if row[-1].text)
     common = [reason for reason, times in counted.items() if times > 1]
     numbers = {reason: f"({number})" for number, reason in enumerate(common, start=1)}
-    told = []
-    for *cells, reason in rows:
-        told.append((*cells, reason._replace(text=numbers.get(reason.text, reason.text))))
+    shown = [
+        (*cells, reason._replace(text=numbers.get(reason.text, reason.text)))
+        for *cells, reason in rows
+    ]
     head = ("op", "backend", "installed", "cached", "compatible", "")
     footnotes = tuple((number, reason) for reason, number in numbers.items())
-    return ReportSection("ops", head, tuple(told), "" if rows else "none", footnotes)
+    return ReportSection("ops", head, tuple(shown), "" if rows else "none", footnotes)
 
 
 def _backend_row(found: BackendStatus, *, serves: bool) -> Row:
@@ -110,29 +111,29 @@ def _backend_row(found: BackendStatus, *, serves: bool) -> Row:
 # The environment
 
 
-def environment(version: str, around: Environment) -> ReportSection:
+def environment(version: str, seen: Environment) -> ReportSection:
     """opkiln, Python, the system, torch and the limits."""
-    machine, torch = around.machine, around.torch
+    machine, torch = seen.machine, seen.torch
     rows = [
         _row("opkiln", version),
         _row("python", f"{machine.python}, {machine.executable}"),
         _row("system", machine.system),
         _row("cpu", machine.cpu),
         _row("", f"{machine.level} ({machine.simd})"),
-        _row("torch", torch_built_with(torch, around.torch_error), "bad" if torch is None else ""),
+        _row("torch", torch_built_with(torch, seen.torch_error), "bad" if torch is None else ""),
     ]
     if torch is not None:
         rows.append(_row("", torch.path))
-    rows += _budget_rows(around)
+    rows += _budget_rows(seen.budget)
     rows += _limit_rows(machine)
-    if dropped := ", ".join(around.dropped_variables):
+    if dropped := ", ".join(seen.dropped_variables):
         rows.append(_row("dropped", f"{dropped} (not passed to compilers)"))
-    rows += [_row("unknown", text, "bad") for text in around.unknown_variables]
+    rows += [_row("unknown", text, "bad") for text in seen.unknown_variables]
     return ReportSection("environment", (), tuple(rows))
 
 
-def _budget_rows(around: Environment) -> list[Row]:
-    budget, limits = around.budget, around.budget.limits
+def _budget_rows(budget: Description) -> list[Row]:
+    limits = budget.limits
     jobs = f", at most {count(budget.max_jobs, 'job')}" if budget.max_jobs else ""
     rows = [
         _row("budget", f"{count(len(limits.slots), 'CPU')} ({limits.cpus_from}){jobs}"),
@@ -147,13 +148,11 @@ def _limit_rows(machine: Machine) -> list[Row]:
     granted = [f"a quota of {group.cpu_quota:g} CPUs"] if group.cpu_quota else []
     granted += [f"{group.cpus} CPUs"] if group.cpus else []
     granted += [f"{size(group.memory_limit)} of memory"] if group.memory_limit else []
-    said = f"{group.path or 'none'}: {', '.join(granted) or 'no limits'}"
     shared = machine.shared_memory
-    limits = ", ".join(_limit(each) for each in machine.limits)
     return [
-        _row("cgroup", said),
+        _row("cgroup", f"{group.path or 'none'}: {', '.join(granted) or 'no limits'}"),
         _row("/dev/shm", "none" if shared is None else str(shared)),
-        _row("limits", limits),
+        _row("limits", ", ".join(map(_limit, machine.limits))),
     ]
 
 

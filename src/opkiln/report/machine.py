@@ -215,7 +215,7 @@ def devices(memory: tuple[str, ...], torch: TorchSDK | None) -> FoundDevices:
         *(Gpu("AMD", each.index, each.name, each.arch, each.memory, each in left)
           for each in of_amd.gpus),
     ]  # fmt: skip
-    # A driver in the kernel has no version; one that is installed separately has.
+    # Only a driver that is installed separately has a version; the kernel's own has none.
     amd_version = this.read_text("/sys/module/amdgpu/version").strip()
     kinds = detect.survey()
     return FoundDevices(

@@ -60,7 +60,7 @@ def statuses(*, changes: bool = False) -> tuple[OpStatus, ...]:
 
     ``changes`` also finds out what changed since each was last built, which takes longer.
     """
-    # Those of ALL_OPS, which reads all entry points again for each op: with thirty ops, that would
+    # Not through ALL_OPS: it reads all entry points again for each op, which with thirty ops would
     # take half of a report's time.
     find: dict[str, Callable[[], type[OpBuilder]]]
     find = {name: partial(ALL_OPS.__getitem__, name) for name in bundled()}
@@ -75,7 +75,7 @@ def _statuses(
     try:
         found = libraries(name, find())
     except OpkilnError as error:
-        # Of a module that cannot be imported, what it raised says more.
+        # If a module cannot be imported, the error that it raised says more.
         yield OpStatus(name, "", "", (), error.what if error.__cause__ is None else error.why)
     else:
         for each, kind in found:

@@ -102,16 +102,15 @@ def render(report: Report) -> str:
         parts.append(_section("problems", "Problems", _problems(report.problems)))
     if report.ops is not None:
         parts.append(_section("ops", "Ops", _ops(report.ops)))
-    if report.environment is not None:
-        around = report.environment
-        environment = facts.environment(report.opkiln, around)
+    if seen := report.environment:
+        environment = facts.environment(report.opkiln, seen)
         parts += [
-            _section("toolchain", "Compilers and toolkits", _tree(around.tools)),
-            _section("builds", "Builds", timeline(around.store.builds)),
-            _section("devices", "Accelerators", _table(facts.accelerators(around.devices).rows)),
+            _section("toolchain", "Compilers and toolkits", _tree(seen.tools)),
+            _section("builds", "Builds", timeline(seen.store.builds)),
+            _section("devices", "Accelerators", _table(facts.accelerators(seen.devices).rows)),
             _section("environment", "Environment", _table(environment.rows)),
-            _section("cache", "Cache", _table(facts.store(around.store, report.made).rows)),
-            _section("settings", "Settings", _settings(around.settings)),
+            _section("cache", "Cache", _table(facts.store(seen.store, report.made).rows)),
+            _section("settings", "Settings", _settings(seen.settings)),
         ]
     return _PAGE.format(
         style=CSS,
@@ -141,11 +140,10 @@ def _summary(report: Report) -> list[str]:
             f"<b>{ready}</b> ready",
             f"<b>{native}</b> native here",
         ]
-    if report.environment is not None:
-        around = report.environment
-        torch = "no torch" if around.torch is None else f"torch {torch_built_with(around.torch)}"
-        gpus = ", ".join(gpu.name for gpu in around.devices.gpus) or "no GPU"
-        items += [f"Python {around.machine.python}", escape(torch), escape(gpus)]
+    if seen := report.environment:
+        torch = "no torch" if seen.torch is None else f"torch {torch_built_with(seen.torch)}"
+        gpus = ", ".join(gpu.name for gpu in seen.devices.gpus) or "no GPU"
+        items += [f"Python {seen.machine.python}", escape(torch), escape(gpus)]
     number = len(report.problems)
     look = "bad" if number else "good"
     items.append(f'<span class="{look}"><b>{number}</b> problem{"" if number == 1 else "s"}</span>')
