@@ -1,9 +1,7 @@
-"""Read-through: what the store lacks is looked for in the remote tiers before it is compiled.
+"""Fetches artifacts from the remote tiers: what a load misses in the store, or a whole lock file.
 
-What a lock file names can also be fetched before it is needed: ``pull``.
-
-What is found is checked, put into the store, and judged there like anything that was imported. One
-process of a host asks; the others wait for it while it gets on, and otherwise go on without it. A
+An artifact is checked, put into the store, and judged there like any that was imported. One process
+of a host asks the tiers. The others wait while it makes progress, and otherwise go on without it. A
 tier that is down, and an artifact that is refused, do not end the search.
 """
 
@@ -62,7 +60,7 @@ def fetch(request: Request, target: Target, trace: Trace) -> bool:
     def look_again() -> bool | None:
         return search.elsewhere(request, Trace()) is not None or None
 
-    # Who can compile it does not wait for a tier that keeps another process waiting.
+    # A process that can compile does not wait long for another one that a slow tier holds up.
     wait = LOAD.whole if terms.why_not_compile(request) else LOAD.first
     try:
         wanted = names.candidate_names(spec, (target, request.target))
@@ -78,12 +76,12 @@ def fetch(request: Request, target: Target, trace: Trace) -> bool:
             if not isinstance(got, lock.Turn):
                 trace.add(REMOTE, "fetched", "another process of this host did it")
                 return True
-            asking = _Asking(spec, root, got, trace)
-            # What is pinned comes first, from whichever tier has it.
-            if any(asking.take(url, row.name, row) for url in settings.remotes for row in pinned):
+            hunt = _Search(spec, root, got, trace)
+            # Artifacts of the lock file come first, from whichever tier has them.
+            if any(hunt.take(url, row.name, row) for url in settings.remotes for row in pinned):
                 return True
             by_name = settings.remotes if keys is not None else ()
-            return any(asking.take_by_name(url, wanted) for url in by_name)
+            return any(hunt.take_by_name(url, wanted) for url in by_name)
     except BuildTimeout:
         what = "not asked: another process of this host asks, and has got nothing for a while"
         trace.add(REMOTE, "none", what)
@@ -114,20 +112,20 @@ def runs_here(each: LockRow) -> bool:
     return each.backend not in (CUDA, ROCM) or bool(archs.coverage(each.backend, each.archs))
 
 
-class _Asking:
-    """The questions of one search to the tiers, and what came of them in its trace.
+class _Search:
+    """One search in the tiers, with its results in a trace.
 
-    All of them together may take as long as a step of a build.
+    All its requests together may take as long as a step of a build.
     """
 
     def __init__(self, spec: OpSpec, root: str, turn: lock.Turn, trace: Trace) -> None:
         self._spec, self._root, self._turn, self._trace = spec, root, turn, trace
         until = time.monotonic() + settings.build_timeout
         self._given = LOAD._replace(until=until, told=self._count)
-        self._bytes = 0  # since those who wait were last told that it gets on
+        self._bytes = 0  # since the waiting processes last heard of progress
 
     def take_by_name(self, url: str, wanted: list[str]) -> bool:
-        """Whether a tier has given what is published under one of these names."""
+        """Fetch what a tier has under one of these names. Returns whether it did."""
         before = len(self._trace.candidates)
         if any(self.take(url, name) for name in wanted):
             return True
@@ -137,8 +135,8 @@ class _Asking:
         return False
 
     def take(self, url: str, name: str, row: LockRow | None = None) -> bool:
-        """Whether a tier has given an artifact of the lock file, or what is published under a name.
-        A failure is an entry of the trace; a refusal is told to the user, too."""
+        """Fetch an artifact of the lock file, or what is published under a name, from a tier.
+        Returns whether it did. A failure is noted in the trace; a refusal is also a warning."""
         self._turn.advance()
         try:
             found = row or tiers.reach(
@@ -148,7 +146,7 @@ class _Asking:
                 return False
             what = f"SHA-256 {found.sha256}"
             if fetched_already(self._root, self._spec.distribution, self._spec.name, found.sha256):
-                # There it did not serve.
+                # It is there, and it was not used.
                 self._trace.add(REMOTE, "none", f"{what} is in the store already", url)
                 return False
             # Verified before any of it is downloaded.
@@ -172,14 +170,14 @@ class _Asking:
         return False
 
     def _count(self, size: int) -> None:
-        """So many bytes have come. Those who wait are told of each 64 KiB."""
+        """Count received bytes. The waiting processes hear of each 64 KiB."""
         self._bytes += size
         if self._bytes >= SLOWEST:
             self._bytes = 0
             self._turn.advance()
 
     def _note_once(self, url: str, reason: str) -> None:
-        """What holds for the whole tier is said once, not for each name."""
+        """Note what is true of the whole tier once, not for each name."""
         known = self._trace.candidates
         if not any(each.subject == url and each.reason == reason for each in known):
             self._trace.add(REMOTE, "none", reason, url)
@@ -226,7 +224,7 @@ NEW, THERE, MISSING = "fetched", "already there", "missing"
 
 
 class Pulled(NamedTuple):
-    """What came of one artifact of a lock file."""
+    """The result for one artifact of a lock file."""
 
     row: LockRow
     status: str

@@ -7,11 +7,11 @@ artifacts from any tier, and needs no signature: the file's reviewers vouch for 
 from __future__ import annotations
 
 import json
-import os
 import shlex
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+from opkiln.digest import open_regular, read_opened
 from opkiln.errors import StoreError
 from opkiln.trust import fault
 
@@ -63,14 +63,10 @@ def read(path: str) -> tuple[LockRow, ...]:
     import tomllib
 
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        with os.fdopen(fd, "rb") as file:
-            if reason := fault(path, os.fstat(fd), listed=True):
+        with open_regular(path, _LARGEST) as (fd, found):
+            if reason := fault(path, found, listed=True):
                 raise StoreError(f"the lock file {reason}", hint=f"chmod o-w {shlex.quote(path)}")
-            data = file.read(_LARGEST + 1)
-        if len(data) > _LARGEST:
-            raise ValueError(f"it has more than {_LARGEST} bytes")
-        body = tomllib.loads(data.decode())
+            body = tomllib.loads(read_opened(fd, found, _LARGEST, path).decode())
         if body.get("version") != _VERSION:
             raise ValueError(f"it has the version {body.get('version')!r}, not {_VERSION}")
         return tuple(_parse_row(each) for each in body.get("artifact", []))

@@ -2,7 +2,7 @@
 
 It is made of what a machine knows without a compiler: the declaration, the target and the contents
 of the op's own sources. So a slim image finds what a machine with compilers has published. Headers
-are not in it: which ones were read is only known of an entry, where they are compared as ever.
+are not in it: which ones are read is only known after a build. They are compared with the entry.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ def row_of(directory: str, sha256: str, size: int) -> LockRow:
 
 
 def candidate_names(spec: OpSpec, targets: Iterable[Target]) -> list[str]:
-    """The names of what would serve an op, best first. Raises OSError if a source is missing.
+    """The names of artifacts that could serve an op, best first. Raises OSError if a source is
+    missing.
 
-    For ``native`` these are the CPU itself, and the levels that it has: others may have built for
-    a CPU that has less.
+    For ``native`` these are for this CPU, and for each level that it supports.
     """
     fields = [field for field in spec._fields if field not in UNKEYED]
     told = dict(zip(fields, declared(spec), strict=True))["sources"]

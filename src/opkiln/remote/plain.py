@@ -3,8 +3,8 @@
     cas/<sha256>    a blob
     ac/<name>       a small JSON file: the digest, the size and the signatures of a blob
 
-The two directories are those of the build caches of bazel and ccache, so their servers serve.
-A blob is there before a name leads to it.
+The build caches of bazel and ccache have the same two directories, so their servers can be used.
+A blob is written before the name that leads to it.
 """
 
 from __future__ import annotations
@@ -143,6 +143,7 @@ class DirectoryFiles:
             return False
 
 
+_BUCKET_PIECE = 1 << 20
 # Scheme: its package, and where that looks for logins.
 _BUCKETS = {
     "s3": ("s3fs", "AWS_* variables, ~/.aws, or this instance's role"),
@@ -171,8 +172,8 @@ class BucketFiles:
             self._filesystem()
 
     def _filesystem(self) -> Any:
-        """fsspec's object. To make it may mean to ask the cloud for a login, which takes time, and
-        a forked child needs one of its own."""
+        """fsspec's object. A forked child needs its own. Making it may ask the cloud for a login,
+        which takes time."""
         if self._made[0] != os.getpid():
             # Without its cache of listings: a look-up must see what others have published since.
             files = self._kind(use_listings_cache=False)
@@ -217,7 +218,7 @@ class BucketFiles:
 
     @contextmanager
     def _translated_errors(self, path: str) -> Iterator[None]:
-        """Errors of the bucket's library, which has kinds of its own, as ours."""
+        """Raises the errors of the bucket's library as failures of a tier."""
         try:
             yield
         except FileNotFoundError as error:
@@ -228,6 +229,3 @@ class BucketFiles:
             if isinstance(error, PermissionError) or getattr(error, "code", 0) == 403:
                 raise Forbidden(f"{told}, with the login from {self._logins}") from error
             raise Unreachable(told) from error
-
-
-_BUCKET_PIECE = 1 << 20

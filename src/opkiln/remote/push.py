@@ -56,7 +56,7 @@ def publish_build(built: Artifact) -> None:
     """``OPKILN_PUSH``: publish what was just built. A failure is a warning."""
     url = settings.remotes[0]
     if tiers.is_down(url) or url in _read_only:
-        return  # it was said once
+        return  # the user was warned
     try:
         push(built.path, url, settings.push)
     except OpkilnError as error:

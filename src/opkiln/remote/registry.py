@@ -2,8 +2,8 @@
 
 A blob is the only layer of an artifact, whose manifest has the tag <op>-<key>. `oras pull`,
 `skopeo copy` and every other tool of registries handle it. The registry takes a manifest only if
-its blobs are there, so the PUT of the manifest publishes. A tag may be overwritten: several who
-publish the same do no harm.
+its blobs are there, so the PUT of the manifest publishes. A tag may be overwritten, so several may
+publish the same.
 """
 
 from __future__ import annotations
@@ -63,9 +63,7 @@ def write_manifest(what: Published) -> bytes:
         "mediaType": MANIFEST,
         "artifactType": ARTIFACT,
         "config": _descriptor(_EMPTY_TYPE, _sha256(_EMPTY), len(_EMPTY)),
-        "layers": [
-            {**_descriptor(LAYER, what.sha256, what.size), "annotations": {_TITLE: title}},
-        ],
+        "layers": [{**_descriptor(LAYER, what.sha256, what.size), "annotations": {_TITLE: title}}],
         "annotations": {**labels, **signed},
     }
     return json.dumps(manifest, indent=1, sort_keys=True).encode()

@@ -1,4 +1,4 @@
-"""The tiers of ``OPKILN_REMOTES``: each is asked with patience, and left alone once it is down.
+"""The tiers of ``OPKILN_REMOTES``. Each has a time limit, and is not used any more once it is down.
 
 A tier that gives no usable answer is not asked again by this process. The store remembers it for a
 minute, so that the other processes of a job do not each wait for it.
@@ -30,7 +30,7 @@ _DOWN_FOR = 60.0  # seconds for which other processes leave a tier alone that wa
 
 _tiers: dict[str, Tier] = {}
 _down: dict[str, str] = {}  # why, by URL
-_told: set[str] = set()  # what the user was told
+_told: set[str] = set()  # what the user was warned of
 
 
 class Down(Failure):
@@ -88,15 +88,15 @@ def _give_up(url: str, reason: str) -> NoReturn:
 
 
 def tell_once(text: str, about: str = "") -> None:
-    """Warn, once in a process: of this, or of all that it is ``about``."""
+    """Warn, once in a process for each text, or for each ``about``."""
     if (about or text) not in _told:
         _told.add(about or text)
         warn_caller(text, RemoteWarning)
 
 
 def tell_forbidden(url: str, error: Forbidden) -> None:
-    """Tell the user, once per tier, that it forbids something. It is still used: others of its
-    artifacts may be allowed, and this one may just not be there."""
+    """Warn, once per tier, that it forbids something. The tier is still used: it may allow other
+    artifacts, and this one may only be missing."""
     hint = error.hint or "see docs/remotes.md, Logins"
     tell_once(f"{url} forbids it, so it counts as missing: {error} (hint: {hint})", about=url)
 
@@ -107,8 +107,8 @@ def is_down(url: str) -> bool:
 
 
 def forget(root: str | None = None) -> None:
-    """Ask every tier anew, also those that other processes have found to be down: `pull` and `push`
-    were started for that."""
+    """Forget which tiers are down, also what other processes have found out. For `pull` and `push`:
+    a person has asked for just this."""
     _down.clear()
     _told.clear()
     _tiers.clear()
@@ -176,7 +176,7 @@ def download(url: str, sha256: str, size: int, root: str, given: Patience = LOAD
                 os.ftruncate(fd, have := 0)
             if have < size:
                 reach(url, root, task, given)
-            os.lseek(fd, 0, os.SEEK_SET)  # by its name, closing it would release the lock
+            os.lseek(fd, 0, os.SEEK_SET)  # opened by name, closing it would release the lock
             if (found := sha256_file(fd)) == sha256:
                 return path
             if not have:

@@ -4,12 +4,12 @@ A worker gets a job and returns a bundle or an error. It raises nothing, because
 again what raised, and keeps its compiled files in a store of its own.
 
 The coordinator decides as a plain build does (``prebuild.look``): what the store has is not built
-again. A result is imported when it comes and then asked for like any other entry. So what a worker
-built from other sources, with other flags or by another compiler is refused here, and everything
-that follows (a wheel, a bundle) sees a store that one machine could have filled alone.
+again. A result is imported when it comes, and then looked up like any other entry. So a library
+that was built from other sources, with other flags or by another compiler is refused here, and
+what is made later (a wheel, a bundle) reads a store that one machine could have filled alone.
 
-A lost task runs again. Where the whole executor breaks, as a pool of processes does when one of
-them is killed, a new one gets what was not finished. If that breaks, too, tasks go on one at a
+A lost task runs again. If the whole executor breaks, as a pool of processes does when one of them
+is killed, a new executor gets the tasks that are left. If that breaks, too, tasks run one at a
 time, so that the one that ends its worker is found and the others are built.
 """
 
@@ -36,6 +36,7 @@ from opkiln.engine import events, progress
 from opkiln.engine.chrome import Trace
 from opkiln.errors import BuildError, OpkilnError, SpecError, StoreError, ToolchainError, UsageError
 from opkiln.model import CPU, flag_settings
+from opkiln.report.layout import count
 from opkiln.settings import LAYOUT, override, settings
 from opkiln.ship import prebuild, selection
 from opkiln.ship.prebuild import BUILT, FAILED, BuildOutcome, BuildRequest
@@ -59,7 +60,7 @@ class FarmJob(NamedTuple):
     """One op for one target: names and settings, nothing of the coordinator's machine."""
 
     op: str
-    target: NamedTarget  # nothing in it is left for the worker's machine to say
+    target: NamedTarget  # complete: nothing in it depends on the worker's machine
     settings: tuple[tuple[str, Any], ...] = ()  # flags and the like, by the settings' fields
     jobs: int | None = None  # the most steps at once, on this worker
     version: str = __version__
@@ -109,7 +110,8 @@ def work(job: FarmJob) -> Result:
 def _store() -> str:
     """This process's own store. A watchdog removes it, also if the process is killed.
 
-    It has what the user's store on this host knows of the compilers: to ask them takes seconds.
+    It starts with what the user's store on this host knows of the compilers, because asking them
+    takes seconds.
     """
     made = publish.make_scratch("farm")
     os.makedirs(memory := os.path.join(made, LAYOUT, "toolchains"), 0o700)
@@ -135,8 +137,8 @@ def _build_bundle(job: FarmJob) -> tuple[BuildOutcome, bytes]:
 
 
 def _name_worker(error: OpkilnError, job: FarmJob, worker: str) -> OpkilnError:
-    """The error as the coordinator tells it: with the op and the worker, without a log's path,
-    since that log ends with the worker."""
+    """The error with the op and the worker, and without the path of a log, which is removed when
+    the worker ends."""
     lines = [line for line in error.why.splitlines() if not line.startswith("log: ")]
     what = error.what if job.op in error.what else f"op {job.op}: {error.what}"
     hint = "" if error.log and error.log in error.hint else error.hint
@@ -183,18 +185,13 @@ def run(
             else:
                 tasks[number] = _job(request, jobs)
     if tasks:
-        total = f"{len(tasks)} task{'' if len(tasks) == 1 else 's'}"
-        with progress.shown(traced=False), _tracing(trace or settings.trace) as recorder:
-            outcomes |= _do_tasks(crew, tasks, asked, f"{total} on {name}", recorder)
+        file = trace or settings.trace
+        tracing = contextlib.closing(Trace(file)) if file else contextlib.nullcontext()
+        with progress.shown(traced=False), tracing as recorder:
+            outcomes |= _do_tasks(
+                crew, tasks, asked, f"{count(len(tasks), 'task')} on {name}", recorder
+            )
     return [outcomes[number] for number in range(len(asked))]
-
-
-def _tracing(file: str | None) -> contextlib.AbstractContextManager[Trace | None]:
-    if not file:
-        return contextlib.nullcontext()
-    from opkiln.engine import chrome
-
-    return contextlib.closing(chrome.Trace(file))
 
 
 def _do_tasks(
@@ -204,7 +201,7 @@ def _do_tasks(
     what: str,
     recorder: Trace | None,
 ) -> dict[int, BuildOutcome]:
-    """Do all tasks, tell of their progress, and record one trace of all workers."""
+    """Do all tasks, show their progress, and record one trace of all workers."""
     root = Store().root
     if root is None:
         raise StoreError(
@@ -293,7 +290,7 @@ def find_function(text: str) -> Callable[[], Executor]:
 
 
 def _job(request: BuildRequest, jobs: int | None) -> FarmJob:
-    """The request with everything resolved that this machine has a say in."""
+    """The request as a job, with all that depends on this machine already decided."""
     backend = request.builder.backend
     archs = request.wanted.archs if request.wanted is not None else ""
     with contextlib.suppress(OpkilnError):  # if it cannot be known here, the worker tells why
@@ -307,7 +304,7 @@ def _job(request: BuildRequest, jobs: int | None) -> FarmJob:
 
 
 def _import_result(request: BuildRequest, ended: Ended, root: str) -> BuildOutcome:
-    """The outcome here: the result is imported, and must be what a build here would give."""
+    """Import a result, which must be what a build here would give, and return the outcome."""
     told = ended.result.outcome
     target = str(request.wanted or told.target)
     if not ended.result.bundle:
@@ -330,7 +327,7 @@ def _import_result(request: BuildRequest, ended: Ended, root: str) -> BuildOutco
     return told._replace(status=FAILED, target=target, error=differs)
 
 
-# The rounds: every job to its result, whatever happens to the workers
+# Every job gets a result, whatever happens to the workers
 
 
 class Ended(NamedTuple):
@@ -344,7 +341,8 @@ class Ended(NamedTuple):
 def results(
     jobs: Mapping[int, FarmJob], crew: Executor | Callable[[], Executor]
 ) -> Iterator[Ended]:
-    """The results, as they come. A crew that makes executors can go on after one has broken."""
+    """The results, as they come. If an executor breaks and ``crew`` can make another one, the jobs
+    that are left go on there."""
     waiting = dict(jobs)
     losses: Counter[int] = Counter()
     breaks = 0
@@ -364,13 +362,14 @@ def results(
                 losses.update(left if len(left) == 1 else ())
                 given_up = [number for number in left if losses[number] >= _TIMES]
             for number in given_up:
-                breaks = 0  # whoever it was, the others may go on together
+                breaks = 0  # the others may run together again
                 yield _lost_job(number, waiting.pop(number), error)
 
 
 @contextlib.contextmanager
 def _open_executor(crew: Executor | Callable[[], Executor]) -> Iterator[Executor]:
-    """The executor. One that was made here is ended here, at once if something is wrong."""
+    """The executor. One that is made here is shut down at the end, without waiting after an
+    error."""
     if isinstance(crew, Executor):
         yield crew
         return

@@ -127,8 +127,8 @@ def prebuild(
 
     ``names_targets``: events have the target in the op's name, also if there is one request. A
     failure is an outcome, never an exception: "failed" if the op was named; "skipped", with the
-    reason, if it was not named and the op itself is the reason. It looks in the store first. If
-    nothing is missing, it starts no thread and no display.
+    reason, if it was not named and the op itself is the reason. The store is searched first; if
+    nothing is missing, no thread and no display is started.
     """
     outcomes: dict[int, BuildOutcome] = {}
     with ExitStack() as stack:
@@ -157,11 +157,9 @@ def look(request: BuildRequest) -> BuildOutcome | Plan:
     except OpkilnError as wrong:  # the declaration itself
         return _outcome(request, FAILED, error=wrong)
     if isinstance(outcome, Serve):
-        artifact = outcome.artifact
         if outcome.read is not None:
-            receipt.write(asked, artifact, outcome.read)
-        return _outcome(request, CACHED, archs=asked.wanted.archs, path=artifact.path,
-                        sha256=artifact.sha256)  # fmt: skip
+            receipt.write(asked, outcome.artifact, outcome.read)
+        return _success(request, asked, outcome.artifact)
     if isinstance(outcome, Build):
         # An author may have overridden it.
         if request.named or builder.is_compatible():
@@ -217,14 +215,15 @@ def _build(request: BuildRequest) -> BuildOutcome:
     asked = decision_of(request)
     artifact, _ = loader.obtain(asked)
     _require_stored(request.op, artifact)
-    return _outcome(
-        request,
-        BUILT if artifact.origin == "built" else CACHED,
-        archs=asked.wanted.archs,
-        seconds=time.monotonic() - began,
-        path=artifact.path,
-        sha256=artifact.sha256,
-    )
+    return _success(request, asked, artifact, time.monotonic() - began)
+
+
+def _success(
+    request: BuildRequest, asked: decision.Request, artifact: Artifact, seconds: float = 0.0
+) -> BuildOutcome:
+    status = BUILT if artifact.origin == "built" else CACHED
+    return _outcome(request, status, archs=asked.wanted.archs, seconds=seconds, path=artifact.path,
+                    sha256=artifact.sha256)  # fmt: skip
 
 
 def _outcome(request: BuildRequest, status: str, **more: Any) -> BuildOutcome:
@@ -269,8 +268,8 @@ def recorded_requests(
     """What to build for a record: each op for the target it was used for, or for ``wanted``.
 
     Code that `opkiln.load` compiles belongs to no package and cannot be built by name, so it is
-    skipped. If the program ``ran_here``, that run compiled it, and it is not listed. Raises
-    StoreError for the file, UnknownOp for an op that is not installed.
+    skipped. It is not listed if the program ``ran_here``, which has compiled it. Raises StoreError
+    for the file, UnknownOp for an op that is not installed.
     """
     asked: dict[tuple[object, ...], BuildRequest] = {}
     refused: list[BuildOutcome] = []
