@@ -20,7 +20,7 @@ from opkiln.errors import RemoteWarning, SettingError, StoreError
 from opkiln.remote import credentials, lockfile, names, patience, plain, registry, tiers, web
 from opkiln.remote.credentials import Login
 from opkiln.remote.patience import Deadline, Patience
-from opkiln.remote.tier import Absent, Forbidden, Published, Tier, Unreachable, Unusable
+from opkiln.remote.tier import Absent, Forbidden, Publication, Tier, Unreachable, Unusable
 from opkiln.settings import override, settings
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.timed
 
 SHA = "ab" * 32
 LONG = Patience(1e6, 1e6)
-WHAT = Published(SHA, 3, "", {"op": "small", "target": X86_V3})
+WHAT = Publication(SHA, 3, "", {"op": "small", "target": X86_V3})
 
 
 @pytest.fixture
@@ -251,7 +251,7 @@ def test_one_deadline_holds_for_a_whole_request_whatever_drips_in(
     )
     requests: list[threading.Thread] = []
 
-    def ask(tier: Tier, deadline: Deadline) -> Published | None:
+    def ask(tier: Tier, deadline: Deadline) -> Publication | None:
         requests.append(threading.current_thread())
         return tier.look_up("name", deadline)
 

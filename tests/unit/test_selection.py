@@ -14,14 +14,14 @@ from opkiln.errors import SettingError
 from opkiln.model import CPU, CUDA, ROCM
 from opkiln.settings import override
 from opkiln.ship import selection
-from opkiln.ship.selection import Declared, NamedTarget
+from opkiln.ship.selection import DeclaredOp, NamedTarget
 from opkiln.toolchain import choice, torch_sdk
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
 ROOT = Path(__file__).resolve().parents[2]
-OPS = [Declared("adam"), Declared("lion"), Declared("mine", variables=("MY_OP",))]
+OPS = [DeclaredOp("adam"), DeclaredOp("lion"), DeclaredOp("mine", variables=("MY_OP",))]
 
 
 def chosen(monkeypatch: pytest.MonkeyPatch, variables: Mapping[str, str]) -> dict[str, str]:
@@ -72,7 +72,7 @@ def test_a_switch_that_is_neither_on_nor_off_is_an_error(monkeypatch: pytest.Mon
 def test_a_setting_is_no_switch_of_an_op_of_that_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPKILN_BUILD_TIMEOUT", "600")
     monkeypatch.setenv("DS_BUILD_STRING", "cu130")
-    ops = [Declared("timeout"), Declared("string")]
+    ops = [DeclaredOp("timeout"), DeclaredOp("string")]
     assert [each.wanted for each in selection.choose(ops)] == [False, False]
     assert selection.unknown_variables(ops) == []
 
@@ -95,8 +95,10 @@ def test_ops_and_libraries_of_a_module_are_read_without_importing_it(tmp_path: P
     )
     found = selection.declared_ops({"pack": "pack"}, str(tmp_path))
     assert found == [
-        Declared("one", "pack:one"), Declared("two", "pack:two"), Declared("both", "pack:kit"),
-    ]  # fmt: skip
+        DeclaredOp("one", "pack:one"),
+        DeclaredOp("two", "pack:two"),
+        DeclaredOp("both", "pack:kit"),
+    ]
 
 
 def test_a_builders_own_variable_is_read_without_importing_it(tmp_path: Path) -> None:

@@ -118,7 +118,7 @@ def command(
             "give one of: names of ops, --all, --package, --recorded, --for-script"
         )
     if for_script is not None:
-        asked = _run_script(for_script, ops, wanted)
+        asked = _script_requests(for_script, ops, wanted)
     else:
         asked = requests(ops, everything, package, wanted, recorded)
     wrapping = wrappings.Wrapping(out, wheel, bundle, name, version, max_wheel_size)
@@ -171,7 +171,7 @@ def requests(
     return prebuild.requests(names, wanted, named=not everything)
 
 
-def _run_script(
+def _script_requests(
     script: str, arguments: tuple[str, ...], wanted: list[NamedTarget]
 ) -> prebuild.RequestedBuilds:
     from opkiln.store import publish

@@ -1,4 +1,4 @@
-"""What carries ops to other machines: bundles, remote tiers, lock files, and records of use."""
+"""Commands that carry ops to other machines: bundles, remote tiers, lock files, records of use."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from opkiln.settings import settings
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from opkiln.remote.fetch import Pulled
+    from opkiln.remote.fetch import PullResult
     from opkiln.remote.lockfile import LockRow
     from opkiln.store.inventory import Entry
 
@@ -278,7 +278,7 @@ def pull(
     ]
     root = writable_root()
     tiers.forget(root)
-    done: list[Pulled] = []
+    done: list[PullResult] = []
     progress = _Progress(rows)
     try:
         for each in fetch(rows, os.path.abspath(file), _tiers(urls), root, progress.add):
@@ -311,7 +311,7 @@ class _Progress:
             click.echo("\r\x1b[K", nl=False, err=True)
 
     def add(self, number: int) -> None:
-        """So many bytes have come. Called by several threads."""
+        """Count received bytes. Called by several threads."""
         with self._lock:
             self._got += number
             if self._live and time.monotonic() - self._shown > 0.1:
@@ -320,8 +320,8 @@ class _Progress:
                 text = f"{counted}, {size(self._got)} of {size(self._bytes)}"
                 click.echo(f"\r{text}\x1b[K", nl=False, err=True)
 
-    def count(self, each: Pulled) -> None:
-        """One artifact is done."""
+    def count(self, each: PullResult) -> None:
+        """Count a finished artifact."""
         self._done += 1
         if not self._live:
             where = f" from {each.url}" if each.url else ""

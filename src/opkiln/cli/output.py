@@ -143,7 +143,7 @@ def _answer(content: str | bytes, *, end: bool = True) -> None:
 
 
 def is_terminal(stream: TextIO | None) -> bool:
-    """Whether a stream is shown to somebody as it is written."""
+    """Whether a stream is a terminal, which shows what is written at once."""
     return stream is not None and stream.isatty()
 
 

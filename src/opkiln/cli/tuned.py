@@ -62,12 +62,12 @@ def clear(ops: tuple[str, ...]) -> None:
 
 
 def _choices(ops: tuple[str, ...]) -> list[Choice]:
-    """Those of the ops, or all, in order. An op is OP, or DISTRIBUTION:OP."""
+    """The choices of the ops, or all, sorted. An op is OP, or DISTRIBUTION:OP."""
     from opkiln.store import tuned
 
     root = writable_root()
     found = list(tuned.kept(root)) if os.path.isdir(root) else []
-    if ops:
-        names = ((each, each.question.op, each.question.distribution) for each in found)
-        found = [each for each, op, owner in names if op in ops or f"{owner}:{op}" in ops]
-    return sorted(found)
+    names = ((each, each.question.op, each.question.distribution) for each in found)
+    return sorted(
+        each for each, op, owner in names if not ops or op in ops or f"{owner}:{op}" in ops
+    )

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from opkiln import machine
 from opkiln.arch import cpu
 from opkiln.build_model import Target
-from opkiln.bundles.bundle import Fetched, unpack
+from opkiln.bundles.bundle import Origin, unpack
 from opkiln.decision import archs, search, terms
 from opkiln.decision.archs import features
 from opkiln.decision.terms import Request, Trace
@@ -26,7 +26,7 @@ from opkiln.model import CUDA, ROCM, OpSpec, place_of
 from opkiln.remote import lockfile, names, tiers
 from opkiln.remote.lockfile import LockRow
 from opkiln.remote.patience import COMMAND, LOAD, SLOWEST, Patience, Told
-from opkiln.remote.tier import Absent, Failure, Forbidden, Published, Unusable
+from opkiln.remote.tier import Absent, Failure, Forbidden, Publication, Unusable
 from opkiln.settings import settings
 from opkiln.store import lock, signatures
 from opkiln.store.entry import FETCHED, read_manifest
@@ -150,11 +150,11 @@ class _Search:
                 self._trace.add(REMOTE, "none", f"{what} is in the store already", url)
                 return False
             # Verified before any of it is downloaded.
-            if isinstance(found, Published):
+            if isinstance(found, Publication):
                 by, what = ("key", _signer(name, found)), f"{what}, as {name}"
             else:
                 by, what = ("lock", settings.lock or ""), f"{what}, which the lock file has"
-            take(Fetched(url, found.sha256, by), found.size, self._root, self._given)
+            take(Origin(url, found.sha256, by), found.size, self._root, self._given)
             self._trace.add(REMOTE, "fetched", what, url)
             return True
         except tiers.Down as error:
@@ -183,7 +183,7 @@ class _Search:
             self._trace.add(REMOTE, "none", reason, url)
 
 
-def _signer(name: str, found: Published) -> str:
+def _signer(name: str, found: Publication) -> str:
     """The trusted key that has signed this digest and size, which bound the download. Raises
     Unusable."""
     signed = signatures.artifact_message(name, found.sha256, found.size)
@@ -206,7 +206,7 @@ def fetched_already(root: str, package: str, op: str, sha256: str) -> str:
     return ""
 
 
-def take(origin: Fetched, size: int, root: str, given: Patience) -> None:
+def take(origin: Origin, size: int, root: str, given: Patience) -> None:
     """Download an artifact and put it into the store. Raises Down, Absent, Forbidden, Unusable,
     StoreError."""
     file = tiers.download(origin.url, origin.sha256, size, root, given)
@@ -223,7 +223,7 @@ _AT_ONCE = 8
 NEW, THERE, MISSING = "fetched", "already there", "missing"
 
 
-class Pulled(NamedTuple):
+class PullResult(NamedTuple):
     """The result for one artifact of a lock file."""
 
     row: LockRow
@@ -234,7 +234,7 @@ class Pulled(NamedTuple):
 
 def pull(
     rows: Sequence[LockRow], lock: str, urls: Sequence[str], root: str, told: Told = None
-) -> Iterator[Pulled]:
+) -> Iterator[PullResult]:
     """Fetch artifacts, several at once, and give each as it is done. ``told`` is called with the
     number of bytes of each piece, by several threads. What was interrupted is resumed."""
     unique = {row.sha256: row for row in rows}
@@ -245,17 +245,17 @@ def pull(
             yield each.result()
 
 
-def _pull(row: LockRow, lock: str, urls: Sequence[str], root: str, given: Patience) -> Pulled:
+def _pull(row: LockRow, lock: str, urls: Sequence[str], root: str, given: Patience) -> PullResult:
     if url := fetched_already(root, row.package, row.op, row.sha256):
-        return Pulled(row, THERE, url)
+        return PullResult(row, THERE, url)
     reasons = []
     for url in urls:
         try:
-            take(Fetched(url, row.sha256, ("lock", lock)), row.size, root, given)
+            take(Origin(url, row.sha256, ("lock", lock)), row.size, root, given)
         except Absent:
             reasons.append(f"{url} does not have it")
         except (Failure, OpkilnError) as error:
             reasons.append(f"{url}: {error.what}")
         else:
-            return Pulled(row, NEW, url)
-    return Pulled(row, MISSING, reason="; ".join(reasons))
+            return PullResult(row, NEW, url)
+    return PullResult(row, MISSING, reason="; ".join(reasons))

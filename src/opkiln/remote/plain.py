@@ -24,10 +24,10 @@ from opkiln.remote.tier import (
     CHUNK,
     Absent,
     Forbidden,
-    Published,
+    Publication,
     Unreachable,
     Unusable,
-    read_published,
+    parse_publication,
     read_small,
     refuse_malformed,
 )
@@ -35,18 +35,18 @@ from opkiln.remote.tier import (
 _SCHEMA = 1
 
 
-def write_record(what: Published) -> bytes:
+def write_record(what: Publication) -> bytes:
     """The file that a name stands for."""
     return (json.dumps({"schema": _SCHEMA, **what._asdict()}, sort_keys=True) + "\n").encode()
 
 
-def read_record(data: bytes) -> Published:
+def read_record(data: bytes) -> Publication:
     """What such a file says. Raises Unusable."""
     with refuse_malformed("its record", Unusable):
         body = json.loads(data)
         if body["schema"] != _SCHEMA:
             raise ValueError(f"it has the schema {body['schema']!r}")
-        return read_published(*(body[name] for name in Published._fields))
+        return parse_publication(*(body[name] for name in Publication._fields))
 
 
 class Files(Protocol):
@@ -69,7 +69,7 @@ class Plain:
     def __init__(self, files: Files) -> None:
         self._files = files
 
-    def look_up(self, name: str, deadline: Deadline) -> Published | None:
+    def look_up(self, name: str, deadline: Deadline) -> Publication | None:
         try:
             return read_record(read_small(self._files.read(f"ac/{name}", 0, deadline)))
         except Absent:
@@ -78,7 +78,7 @@ class Plain:
     def read(self, sha256: str, start: int, deadline: Deadline) -> Iterator[tuple[int, bytes]]:
         return self._files.read(f"cas/{sha256}", start, deadline)
 
-    def write(self, name: str, file: str, what: Published, deadline: Deadline) -> None:
+    def write(self, name: str, file: str, what: Publication, deadline: Deadline) -> None:
         if not self._files.has(f"cas/{what.sha256}", what.size, deadline):
             self._files.write(f"cas/{what.sha256}", file, deadline)
         self._files.write(f"ac/{name}", write_record(what), deadline)

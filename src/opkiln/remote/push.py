@@ -13,7 +13,7 @@ from opkiln.errors import OpkilnError, RemoteWarning, StoreError, warn_caller
 from opkiln.model import Artifact
 from opkiln.remote import names, patience, tiers
 from opkiln.remote.lockfile import LockRow
-from opkiln.remote.tier import Failure, Forbidden, Published
+from opkiln.remote.tier import Failure, Forbidden, Publication
 from opkiln.settings import settings
 from opkiln.store.layers import Store
 
@@ -40,7 +40,7 @@ def push(payload: str, url: str, key_file: str | None) -> LockRow:
             "op": row.op, "package": row.package, "target": row.target, "abi": row.abi,
             "version": __version__,
         }  # fmt: skip
-        what = Published(row.sha256, row.size, signed.decode(), labels)
+        what = Publication(row.sha256, row.size, signed.decode(), labels)
         try:
             tiers.reach(
                 url, Store().root,

@@ -67,7 +67,7 @@ def refuse_malformed(what: str, kind: type[Failure] = Unreachable) -> Iterator[N
         raise kind(said) from error
 
 
-class Published(NamedTuple):
+class Publication(NamedTuple):
     """What a name leads to."""
 
     sha256: str
@@ -86,11 +86,11 @@ def read_small(pieces: Iterator[tuple[int, bytes]]) -> bytes:
     return bytes(data)
 
 
-def read_published(sha256: Any, size: Any, signatures: Any, labels: Any) -> Published:
+def parse_publication(sha256: Any, size: Any, signatures: Any, labels: Any) -> Publication:
     """What a record says, if each part is of its type. Raises ValueError."""
     if type(size) is not int or not (sha256 + signatures).isascii():
         raise ValueError("its digest, its size or its signatures are of another type")
-    return Published(
+    return Publication(
         sha256, size, signatures, {str(name): str(text) for name, text in labels.items()}
     )
 
@@ -99,13 +99,13 @@ class Tier(Protocol):
     """One place. Every method may raise Forbidden, Unreachable and OSError, and what
     ``refuse_malformed`` refuses."""
 
-    def look_up(self, name: str, deadline: Deadline) -> Published | None:
+    def look_up(self, name: str, deadline: Deadline) -> Publication | None:
         """What a name leads to; None if nothing was published under it. Raises Unusable."""
 
     def read(self, sha256: str, start: int, deadline: Deadline) -> Iterator[tuple[int, bytes]]:
         """A blob in pieces, each with its offset. They may begin before ``start``, at 0. Raises
         Absent."""
 
-    def write(self, name: str, file: str, what: Published, deadline: Deadline) -> None:
+    def write(self, name: str, file: str, what: Publication, deadline: Deadline) -> None:
         """Publish a file under a name. The name leads to it only when all of it is there. Others
         may publish the same at the same time."""

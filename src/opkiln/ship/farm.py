@@ -303,7 +303,7 @@ def _job(request: BuildRequest, jobs: int | None) -> FarmJob:
     return FarmJob(request.op, NamedTarget(backend, archs), given, jobs)
 
 
-def _import_result(request: BuildRequest, ended: Ended, root: str) -> BuildOutcome:
+def _import_result(request: BuildRequest, ended: EndedJob, root: str) -> BuildOutcome:
     """Import a result, which must be what a build here would give, and return the outcome."""
     told = ended.result.outcome
     target = str(request.wanted or told.target)
@@ -330,7 +330,7 @@ def _import_result(request: BuildRequest, ended: Ended, root: str) -> BuildOutco
 # Every job gets a result, whatever happens to the workers
 
 
-class Ended(NamedTuple):
+class EndedJob(NamedTuple):
     """A result, and when it came: ``time.monotonic()`` of this process."""
 
     number: int
@@ -340,7 +340,7 @@ class Ended(NamedTuple):
 
 def results(
     jobs: Mapping[int, FarmJob], crew: Executor | Callable[[], Executor]
-) -> Iterator[Ended]:
+) -> Iterator[EndedJob]:
     """The results, as they come. If an executor breaks and ``crew`` can make another one, the jobs
     that are left go on there."""
     waiting = dict(jobs)
@@ -384,7 +384,7 @@ def _open_executor(crew: Executor | Callable[[], Executor]) -> Iterator[Executor
 
 def _run_batch(
     jobs: Mapping[int, FarmJob], executor: Executor, losses: Counter[int]
-) -> Iterator[Ended]:
+) -> Iterator[EndedJob]:
     """The results of one executor. Raises BrokenExecutor."""
     came: dict[int, float] = {}  # not the futures: they hold the bundles
 
@@ -409,17 +409,17 @@ def _run_batch(
                     else:
                         yield _lost_job(number, jobs[number], error)
                 else:
-                    yield Ended(number, result, came.get(number, time.monotonic()))
+                    yield EndedJob(number, result, came.get(number, time.monotonic()))
     finally:
         for future in running:
             future.cancel()
 
 
-def _lost_job(number: int, job: FarmJob, error: Exception) -> Ended:
+def _lost_job(number: int, job: FarmJob, error: Exception) -> EndedJob:
     told = BuildError(
         f"op {job.op} was not built: its worker was lost",
         why=f"for {job.target}: {type(error).__name__}: {error}",
         hint="run the command again: what was built is kept",
     )
     outcome = BuildOutcome(job.op, FAILED, job.target.backend, str(job.target), error=told)
-    return Ended(number, Result(outcome), time.monotonic())
+    return EndedJob(number, Result(outcome), time.monotonic())

@@ -26,10 +26,11 @@ from hatchling.plugin import hookimpl
 from hatchling.version.source.regex import RegexSource
 
 from opkiln.errors import OpkilnError, SpecError
+from opkiln.model import CARRIED
 from opkiln.registry import GROUP
 from opkiln.settings import settings
 from opkiln.ship import selection
-from opkiln.ship.precompile import PREBUILT, PURE, precompile
+from opkiln.ship.precompile import PURE, precompile
 
 
 class PrecompileHook(BuildHookInterface):  # type: ignore[misc]
@@ -74,13 +75,13 @@ class PrecompileHook(BuildHookInterface):  # type: ignore[misc]
         self._sources: dict[str, list[str]] = {}
         entry_points = self.metadata.core.entry_points.get(GROUP, {})
         for (package, where), values in self._packages(entry_points).items():
-            out = None if editable else os.path.join(self._staged.name, package, PREBUILT)
+            out = None if editable else os.path.join(self._staged.name, package, CARRIED)
             ops = selection.declared_ops(values, where)
             shipment = precompile(package, ops, where, out)
             if shipment.report:
                 self.app.display_info(shipment.report)
             if out is not None and shipment.tag != PURE:
-                build_data["force_include"][out] = "/".join((*package.split("."), PREBUILT))
+                build_data["force_include"][out] = "/".join((*package.split("."), CARRIED))
                 tags.add(shipment.tag)
             else:
                 self._sources[package] = selection.sources(ops, where)
@@ -93,19 +94,17 @@ class PrecompileHook(BuildHookInterface):  # type: ignore[misc]
         one that has a directory of its own."""
         found: dict[tuple[str, str], dict[str, str]] = {}
         given = self.config.get("where")
-        roots = [
-            os.path.normpath(os.path.join(self.root, name))
-            for name in ([given] if given else ["src", "."])
-        ]
+        places = [given] if given else ["src", "."]
+        roots = [os.path.normpath(os.path.join(self.root, name)) for name in places]
         for name, value in entry_points.items():
             names = selection.packages_around(value.partition(":")[0])
-            places = (
+            found_in = (
                 (package, root)
                 for package in names
                 for root in roots
                 if os.path.isfile(os.path.join(root, *package.split("."), "__init__.py"))
             )
-            place = next(places, None)
+            place = next(found_in, None)
             if place is None:
                 raise SpecError(
                     f"op {name}: no package of this project has {value}",

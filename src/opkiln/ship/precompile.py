@@ -29,14 +29,12 @@ from opkiln.errors import (
     ToolchainError,
     UnknownBackend,
 )
-from opkiln.model import CARRIED
 from opkiln.settings import LAYOUT, override, settings
 from opkiln.ship import audit, prebuild, selection
 from opkiln.ship.prebuild import BuildOutcome, BuildRequest
-from opkiln.ship.selection import Declared, NamedTarget, OpChoice
+from opkiln.ship.selection import DeclaredOp, NamedTarget, OpChoice
 from opkiln.toolchain import torch_sdk
 
-PREBUILT = CARRIED  # the layer's name in a package
 PURE = "py3-none-any"
 _NO_ISOLATION = "pip install --no-build-isolation ."
 
@@ -51,7 +49,7 @@ class Shipment(NamedTuple):
 
 def precompile(
     package: str,
-    ops: Sequence[Declared],
+    ops: Sequence[DeclaredOp],
     where: str,
     out: str | None,
     extensions: Sequence[OpBuilder] = (),
@@ -116,10 +114,10 @@ def tag_of(directory: str) -> str:
 
 
 def not_shipped(directory: str, package: str) -> list[str]:
-    """Sources of the ops in a layer that ``package``, the directory to be shipped, lacks.
+    """The sources of a layer's ops that are not in ``package``, the directory to be shipped.
 
     The loader refuses an op if only some of its sources are there: it looks changed. A package
-    without any sources is fine; then nothing is listed.
+    without any sources is fine, so nothing is listed for it.
     """
     if not os.path.isdir(os.path.join(directory, LAYOUT)):
         return []
@@ -183,8 +181,8 @@ def _importable(where: str, package: str) -> Iterator[None]:
 def _collect_requests(
     chosen: Sequence[OpChoice], extensions: Sequence[OpBuilder], *, here: bool
 ) -> tuple[prebuild.RequestedBuilds, dict[str, OpChoice]]:
-    """What to build, for this machine or for others, and the ops that cannot be requested; and the
-    choice behind each library. An op's variable is that of all its variants."""
+    """What to build, for this machine or for others, and the ops that cannot be requested; and by
+    name, the choice for each library. A variant has the choice of its op."""
     requests: list[BuildRequest] = []
     refused: list[BuildOutcome] = []
     origins = {each.op.name: each for each in chosen}
@@ -215,7 +213,7 @@ def _collect_requests(
     return prebuild.RequestedBuilds(tuple(requests), tuple(refused)), origins
 
 
-def _targets(op: Declared, kind: type[OpBuilder]) -> tuple[NamedTarget, ...]:
+def _targets(op: DeclaredOp, kind: type[OpBuilder]) -> tuple[NamedTarget, ...]:
     found = selection.targets(kind.BACKENDS)
     if not found:
         raise UnknownBackend(
@@ -225,7 +223,7 @@ def _targets(op: Declared, kind: type[OpBuilder]) -> tuple[NamedTarget, ...]:
     return found
 
 
-def _builder(op: Declared) -> type[OpBuilder]:
+def _builder(op: DeclaredOp) -> type[OpBuilder]:
     """The builder of an op. Raises SpecError, and LoadError where a module is not installed."""
     if not op.value:
         return registry.ALL_OPS[op.name]
@@ -273,13 +271,12 @@ def _require_built(
 
 
 def _report(package: str, outcomes: Sequence[BuildOutcome], to: str, notes: Sequence[str]) -> str:
-    from opkiln.report.layout import columns
+    from opkiln.report.layout import columns, count
 
     done = [each for each in outcomes if each.path]
     lines = []
     if outcomes:
-        ops = len({each.op for each in done})
-        lines.append(f"{package}: {ops} op{'' if ops == 1 else 's'} {to}")
+        lines.append(f"{package}: {count(len({each.op for each in done}), 'op')} {to}")
         rows = [(each.op, _made_for(each), each.status, f"{each.seconds:.1f} s") for each in done]
         lines += [columns(rows, indent=2)] if rows else []
         lines += [

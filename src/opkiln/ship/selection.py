@@ -78,7 +78,7 @@ def parse_all(texts: Iterable[str]) -> list[NamedTarget]:
 
 
 def _check(text: str, backend: str, names: list[str]) -> None:
-    """Refuse unknown names before the known ones are built for hours. Raises UsageError."""
+    """Refuse unknown names now, before the known ones are built for hours. Raises UsageError."""
     from opkiln import machine
     from opkiln.arch import cpu
 
@@ -100,7 +100,7 @@ def _check(text: str, backend: str, names: list[str]) -> None:
 
 
 def use_cpu(wanted: NamedTarget | None) -> AbstractContextManager[object]:
-    """Sets the CPU for the length of a block, if the target names one."""
+    """Sets the CPU within a block, if the target names one."""
     if wanted is not None and wanted.backend == CPU and wanted.archs:
         return override(cpu=wanted.archs)
     return override()
@@ -126,7 +126,7 @@ def ask(builder: OpBuilder, wanted: NamedTarget | None) -> OpBuilder:
 # Which ops, and for what
 
 
-class Declared(NamedTuple):
+class DeclaredOp(NamedTuple):
     """An op as a package declares it."""
 
     name: str
@@ -135,15 +135,15 @@ class Declared(NamedTuple):
 
 
 class OpChoice(NamedTuple):
-    """What the variables say about one op."""
+    """Whether one op is built, according to the variables."""
 
-    op: Declared
+    op: DeclaredOp
     wanted: bool
     named: bool  # by a variable of its own: if it cannot be built, that is an error
     origin: str  # the variable that decided, or ``default``
 
 
-def bundled_ops() -> list[Declared]:
+def bundled_ops() -> list[DeclaredOp]:
     """The ops of opkiln itself."""
     from opkiln import registry
 
@@ -151,11 +151,11 @@ def bundled_ops() -> list[Declared]:
     for name in registry.bundled():
         own = registry.ALL_OPS[name].BUILD_VAR
         variables = ((own,) if own else ()) + tuple(deepspeed_names.variables(name))
-        found.append(Declared(name, variables=variables))
+        found.append(DeclaredOp(name, variables=variables))
     return found
 
 
-def declared_ops(entry_points: Mapping[str, str], where: str) -> list[Declared]:
+def declared_ops(entry_points: Mapping[str, str], where: str) -> list[DeclaredOp]:
     """The ops of a package's entry points. Their modules are in the directory ``where``.
 
     A builder's ``BUILD_VAR``, and which functions of a module are decorated, are read from the
@@ -167,13 +167,13 @@ def declared_ops(entry_points: Mapping[str, str], where: str) -> list[Declared]:
         body = _module(module, where)[1]
         if builder or not (ops := _ops_in(body)):
             classes = {each.name: each for each in body if isinstance(each, ast.ClassDef)}
-            found.append(Declared(name, value, _build_var(builder, classes)))
+            found.append(DeclaredOp(name, value, _build_var(builder, classes)))
         else:
-            found += [Declared(op, f"{module}:{variable}") for op, variable in ops.items()]
+            found += [DeclaredOp(op, f"{module}:{variable}") for op, variable in ops.items()]
     return found
 
 
-def sources(ops: Iterable[Declared], where: str) -> list[str]:
+def sources(ops: Iterable[DeclaredOp], where: str) -> list[str]:
     """The files, relative to ``where``, that ops are compiled from: those that the text of their
     modules names, and what these include from beside them.
 
@@ -272,7 +272,7 @@ def _build_var(name: str, classes: dict[str, ast.ClassDef]) -> tuple[str, ...]:
     return next(filter(None, (_build_var(base, classes) for base in bases)), ())
 
 
-def choose(ops: Iterable[Declared]) -> list[OpChoice]:
+def choose(ops: Iterable[DeclaredOp]) -> list[OpChoice]:
     """What the variables say about each op. Raises SettingError for an invalid value."""
     everything, origin = origin_of("build_ops")
     choices = []
@@ -285,7 +285,7 @@ def choose(ops: Iterable[Declared]) -> list[OpChoice]:
     return choices
 
 
-def unknown_variables(ops: Iterable[Declared]) -> list[str]:
+def unknown_variables(ops: Iterable[DeclaredOp]) -> list[str]:
     """The variables ``OPKILN_BUILD_<OP>`` that are set but do not name an op of the package.
 
     That is not an error: one command may install several packages.

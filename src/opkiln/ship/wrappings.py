@@ -26,6 +26,7 @@ class Wrapping(NamedTuple):
 
     @property
     def places(self) -> tuple[str, ...]:
+        """What is written."""
         return tuple(place for place in (self.out, self.wheel, self.bundle) if place is not None)
 
 
