@@ -76,12 +76,12 @@ def fetch(request: Request, target: Target, trace: Trace) -> bool:
             if not isinstance(got, lock.Turn):
                 trace.add(REMOTE, "fetched", "another process of this host did it")
                 return True
-            hunt = _Search(spec, root, got, trace)
+            looking = _TierSearch(spec, root, got, trace)
             # Artifacts of the lock file come first, from whichever tier has them.
-            if any(hunt.take(url, row.name, row) for url in settings.remotes for row in pinned):
+            if any(looking.take(url, row.name, row) for url in settings.remotes for row in pinned):
                 return True
             by_name = settings.remotes if keys is not None else ()
-            return any(hunt.take_by_name(url, wanted) for url in by_name)
+            return any(looking.take_by_name(url, wanted) for url in by_name)
     except BuildTimeout:
         what = "not asked: another process of this host asks, and has got nothing for a while"
         trace.add(REMOTE, "none", what)
@@ -112,7 +112,7 @@ def runs_here(each: LockRow) -> bool:
     return each.backend not in (CUDA, ROCM) or bool(archs.coverage(each.backend, each.archs))
 
 
-class _Search:
+class _TierSearch:
     """One search in the tiers, with its results in a trace.
 
     All its requests together may take as long as a step of a build.

@@ -93,7 +93,7 @@ def _status(name: str, kind: type[OpBuilder], *, changes: bool) -> OpStatus:
         ordered = dict.fromkeys((serves, *kind.BACKENDS))
         backends = tuple(backend_status(kind, each) for each in ordered)
         changed: tuple[str, ...] = ()
-        if changes and backends[0].status == terms.WOULD_COMPILE:  # what changed may contain flags
+        if changes and backends[0].status == terms.WOULD_COMPILE:  # changed flags may be secret
             changed = tuple(map(redact.without_secrets, explain(builder.op()).changes))
     except OpkilnError as error:
         return OpStatus(name, distribution, "", (), error.what)

@@ -194,10 +194,14 @@ def _build_all(missing: Mapping[int, BuildRequest], names_targets: bool) -> dict
     raised: list[BaseException] = []  # errors of the machine, such as too many open files
 
     def work(number: int, request: BuildRequest) -> None:
+        began = time.monotonic()
+        target = f" {request.wanted}" if request.wanted and names_targets else ""
         try:
-            target = f" {request.wanted}" if request.wanted and names_targets else ""
             with selection.use_cpu(request.wanted), events.reported_as(f"{request.op}{target}"):
-                outcomes[number] = _build(request)
+                asked = decision_of(request)
+                artifact, _ = loader.obtain(asked)
+                _require_stored(request.op, artifact)
+                outcomes[number] = _success(request, asked, artifact, time.monotonic() - began)
         except OpkilnError as error:
             outcomes[number] = _outcome(request, FAILED, error=_add_hint(error, request))
         except BaseException as error:
@@ -207,15 +211,6 @@ def _build_all(missing: Mapping[int, BuildRequest], names_targets: bool) -> dict
     if raised:
         raise raised[0]
     return outcomes
-
-
-def _build(request: BuildRequest) -> BuildOutcome:
-    """Find or build. Raises OpkilnError."""
-    began = time.monotonic()
-    asked = decision_of(request)
-    artifact, _ = loader.obtain(asked)
-    _require_stored(request.op, artifact)
-    return _success(request, asked, artifact, time.monotonic() - began)
 
 
 def _success(

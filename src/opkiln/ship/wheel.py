@@ -202,12 +202,12 @@ def _write(archive: Writer, batch: _Batch, name: str, tag: str, entries: list[La
     wheel = (
         f"Wheel-Version: 1.0\nGenerator: opkiln {__version__}\nRoot-Is-Purelib: false\nTag: {tag}\n"
     )
-    bill = sbom(entries, below, name=name, version=batch.version)
-    for file, data in (
-        ("METADATA", _metadata(name, batch, ops)),
-        (SBOM, bill),
-        ("WHEEL", wheel.encode()),
-    ):
+    files = {
+        "METADATA": _metadata(name, batch, ops),
+        SBOM: sbom(entries, below, name=name, version=batch.version),
+        "WHEEL": wheel.encode(),
+    }
+    for file, data in files.items():
         added.append(archive.add(f"{info}/{file}", [data], method=DEFLATED))
     archive.add(f"{info}/RECORD", [_record(added, f"{info}/RECORD")], method=DEFLATED)
 

@@ -203,7 +203,7 @@ def _compiler_fix() -> str:
 
 
 def runtime(here: Facts) -> Diagnosis:
-    """Libraries that it links share the libstdc++ of the process."""
+    """Libraries that the compiler links share the libstdc++ of the process."""
     host = here.need_compiler("there is no compiler")
     if not host.shared_runtime:
         return passed(f"{host.cxx} links the shared C++ runtime")
