@@ -16,7 +16,7 @@ from sample.levels import HIGH, LOW
 
 from opkiln.errors import BuildError, CompileError
 from opkiln.ship import farm as coordinator
-from opkiln.ship.farm import FarmJob, Result, work
+from opkiln.ship.farm import Job, Result, work
 from opkiln.ship.prebuild import BUILT, BuildOutcome
 from opkiln.ship.selection import NamedTarget
 
@@ -100,7 +100,7 @@ def test_an_error_of_a_worker_is_shown_with_the_op_and_the_others_are_built(here
 class Directly(Executor):
     """Runs each task when it is submitted, by a function of the test."""
 
-    def __init__(self, run: Callable[[FarmJob], Result]) -> None:
+    def __init__(self, run: Callable[[Job], Result]) -> None:
         self.run = run
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
@@ -117,7 +117,7 @@ def test_what_a_worker_built_from_other_sources_is_refused(here: Farm) -> None:
     source = here.ops["first"] / "csrc/add.cpp"
     text = source.read_text()
 
-    def with_other_sources(job: FarmJob) -> Result:
+    def with_other_sources(job: Job) -> Result:
         source.write_text(f"{text}\nint one_more() {{ return 1; }}\n")
         try:
             return work(job)
@@ -132,17 +132,17 @@ def test_what_a_worker_built_from_other_sources_is_refused(here: Farm) -> None:
 
 # Lost workers, by executors that break as a test wants
 
-JOBS = {number: FarmJob(f"op{number}", NamedTarget("cpu", LOW)) for number in range(6)}
+JOBS = {number: Job(f"op{number}", NamedTarget("cpu", LOW)) for number in range(6)}
 
 
-def built(job: FarmJob) -> Result:
+def built(job: Job) -> Result:
     return Result(BuildOutcome(job.op, BUILT))
 
 
 def test_a_task_that_ends_its_worker_is_found_and_the_others_are_done() -> None:
     tried: list[str] = []
 
-    def run(job: FarmJob) -> Result:
+    def run(job: Job) -> Result:
         tried.append(job.op)
         if job.op == "op2":
             raise BrokenExecutor("a process ended")
@@ -159,7 +159,7 @@ def test_a_task_that_ends_its_worker_is_found_and_the_others_are_done() -> None:
 def test_a_task_that_is_lost_once_runs_again_on_the_same_executor() -> None:
     tried: list[str] = []
 
-    def run(job: FarmJob) -> Result:
+    def run(job: Job) -> Result:
         tried.append(job.op)
         if job.op == "op1" and tried.count("op1") == 1:
             raise OSError("the worker is gone")
@@ -172,7 +172,7 @@ def test_a_task_that_is_lost_once_runs_again_on_the_same_executor() -> None:
 
 
 def test_an_executor_that_was_given_and_breaks_is_an_error_for_what_is_left() -> None:
-    def run(job: FarmJob) -> Result:
+    def run(job: Job) -> Result:
         raise BrokenExecutor("gone")
 
     ended = list(coordinator.results(JOBS, Directly(run)))

@@ -10,7 +10,7 @@ from sample.levels import HIGH, LOW
 
 from opkiln.errors import ToolchainError, UsageError
 from opkiln.ship import farm as coordinator
-from opkiln.ship.farm import FarmJob, work
+from opkiln.ship.farm import Job, work
 from opkiln.ship.prebuild import FAILED
 from opkiln.ship.selection import NamedTarget
 
@@ -67,9 +67,9 @@ def test_a_function_that_makes_no_executor_is_an_error_that_says_why() -> None:
 
 
 def test_a_worker_returns_errors_and_raises_none() -> None:
-    result = work(FarmJob("no_such_op", NamedTarget("cpu")))
+    result = work(Job("no_such_op", NamedTarget("cpu")))
     assert result.outcome.status == FAILED
     assert "no_such_op" in str(result.outcome.error)
-    other = work(FarmJob("utils", NamedTarget("cpu"), version="0.0"))
+    other = work(Job("utils", NamedTarget("cpu"), version="0.0"))
     assert "and 0.0 here" in str(other.outcome.error)
     assert pickle.loads(pickle.dumps(other)).outcome.error.what == other.outcome.error.what

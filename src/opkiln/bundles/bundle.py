@@ -203,7 +203,7 @@ def _entries(bundle: Bundle) -> Iterator[tuple[str, dict[str, Any], dict[str, Me
             payload = files[manifest["payload"]]
             place = leaf.split("/")
             agree = (
-                layer.place_in_layer(manifest) == (*place[2:4], place[-1])
+                layer.identity(manifest) == (*place[2:4], place[-1])
                 and (payload.size, payload.sha256) == (manifest["size"], manifest["sha256"])
                 and set(files) == {MANIFEST, SIDECAR, manifest["payload"]}
             )

@@ -72,10 +72,7 @@ def _entry(layer_dir: str, directory: str) -> LayerEntry:
         if more := sorted(set(os.listdir(directory)) - known):
             raise ValueError(f"it also has {', '.join(more)}")
         place = os.path.relpath(directory, layer_dir)
-        if (told := place_in_layer(leaf.manifest)) != (
-            *place.split("/")[2:4],
-            place.split("/")[-1],
-        ):
+        if (told := identity(leaf.manifest)) != (*place.split("/")[2:4], place.split("/")[-1]):
             raise ValueError(f"it belongs at {'/'.join(told)}")
         try:
             lists = read_sidecar(directory)
@@ -87,7 +84,7 @@ def _entry(layer_dir: str, directory: str) -> LayerEntry:
     return LayerEntry(place, directory, leaf.manifest, lists)
 
 
-def place_in_layer(manifest: dict[str, Any]) -> tuple[str, str, str]:
+def identity(manifest: dict[str, Any]) -> tuple[str, str, str]:
     """(distribution, op, deps_key): the place that a manifest belongs at."""
     return manifest["distribution"], manifest["op"], deps_key(manifest["deps"])
 
@@ -121,7 +118,7 @@ def _export(payload: str, out: str) -> str:
         manifest = _shipped_manifest(entry.read_manifest(source))
         inputs = entry.read_sidecar(source)["inputs"]
         _require_known_cpu(manifest, inputs["steps"])
-        key = place_in_layer(manifest)[-1]
+        key = identity(manifest)[-1]
         final = os.path.join(out, LAYOUT, "ops", place_of(distribution, op), intent, build, key)
         if not os.path.isdir(final):
             _write(payload, manifest, inputs, final)

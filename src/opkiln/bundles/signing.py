@@ -50,9 +50,7 @@ def generate(private: str) -> Pair:
     from cryptography.hazmat.primitives import serialization
 
     pem = made.private_bytes(
-        serialization.Encoding.PEM,
-        serialization.PrivateFormat.PKCS8,
-        serialization.NoEncryption(),
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
     key = _public(made)
     public = f"{private}.pub"

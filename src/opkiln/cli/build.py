@@ -20,7 +20,7 @@ from opkiln.errors import UsageError
 from opkiln.report.layout import columns
 from opkiln.ship import prebuild, wrappings
 from opkiln.ship.audit import Finding
-from opkiln.ship.prebuild import BUILT, CACHED, SKIPPED, BuildOutcome
+from opkiln.ship.prebuild import BUILT, CACHED, SKIPPED, BuildOutcome, Requests
 from opkiln.ship.selection import NamedTarget, parse_all
 
 
@@ -159,7 +159,7 @@ def requests(
     package: str | None,
     wanted: list[NamedTarget],
     recorded: str | None = None,
-) -> prebuild.RequestedBuilds:
+) -> Requests:
     """The ops that were named, all, or those of a package or a record, each for each target."""
     from opkiln.registry import ALL_OPS, ops_of
 
@@ -173,7 +173,7 @@ def requests(
 
 def _script_requests(
     script: str, arguments: tuple[str, ...], wanted: list[NamedTarget]
-) -> prebuild.RequestedBuilds:
+) -> Requests:
     from opkiln.store import publish
 
     output.say(f"running {script}; ops that are not built yet run as references")
@@ -182,7 +182,7 @@ def _script_requests(
         prebuild.run_script(script, arguments, noted, **output.child_variables())
         if not os.path.exists(noted):
             output.say(f"{script} loaded no op")
-            return prebuild.RequestedBuilds((), ())
+            return Requests((), ())
         return prebuild.recorded_requests(noted, wanted, ran_here=True)
 
 

@@ -254,11 +254,7 @@ def push(ops: tuple[str, ...], urls: tuple[str, ...], key_file: str | None, as_j
 @_url_option
 @json_option
 def pull(
-    lock_file: str | None,
-    ops: tuple[str, ...],
-    fitting: bool,
-    urls: tuple[str, ...],
-    as_json: bool,
+    lock_file: str | None, ops: tuple[str, ...], fitting: bool, urls: tuple[str, ...], as_json: bool
 ) -> int:
     """Fetch the artifacts of a lock file into the store, several at once; exit with 5 if one is
     missing.

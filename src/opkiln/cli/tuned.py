@@ -67,7 +67,7 @@ def _choices(ops: tuple[str, ...]) -> list[Choice]:
 
     root = writable_root()
     found = list(tuned.kept(root)) if os.path.isdir(root) else []
-    names = ((each, each.question.op, each.question.distribution) for each in found)
-    return sorted(
-        each for each, op, owner in names if not ops or op in ops or f"{owner}:{op}" in ops
-    )
+    if ops:
+        names = ((each, each.question.op, each.question.distribution) for each in found)
+        found = [each for each, op, owner in names if op in ops or f"{owner}:{op}" in ops]
+    return sorted(found)

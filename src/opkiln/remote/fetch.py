@@ -76,12 +76,12 @@ def fetch(request: Request, target: Target, trace: Trace) -> bool:
             if not isinstance(got, lock.Turn):
                 trace.add(REMOTE, "fetched", "another process of this host did it")
                 return True
-            looking = _TierSearch(spec, root, got, trace)
+            finder = _TierSearch(spec, root, got, trace)
             # Artifacts of the lock file come first, from whichever tier has them.
-            if any(looking.take(url, row.name, row) for url in settings.remotes for row in pinned):
+            if any(finder.take(url, row.name, row) for url in settings.remotes for row in pinned):
                 return True
             by_name = settings.remotes if keys is not None else ()
-            return any(looking.take_by_name(url, wanted) for url in by_name)
+            return any(finder.take_by_name(url, wanted) for url in by_name)
     except BuildTimeout:
         what = "not asked: another process of this host asks, and has got nothing for a while"
         trace.add(REMOTE, "none", what)

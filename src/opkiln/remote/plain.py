@@ -84,7 +84,7 @@ class Plain:
         self._files.write(f"ac/{name}", write_record(what), deadline)
 
 
-class WebFiles(web.Client):
+class Web(web.Client):
     """Files of a web server. Writing needs PUT: nginx's WebDAV, bazel-remote, and others."""
 
     def __init__(self, url: str) -> None:
@@ -103,7 +103,7 @@ class WebFiles(web.Client):
             return False
 
 
-class DirectoryFiles:
+class Folder:
     """Files below a directory, which may be on a network file system."""
 
     def __init__(self, root: str) -> None:
@@ -151,7 +151,7 @@ _BUCKETS = {
 }
 
 
-class BucketFiles:
+class Bucket:
     """Files of a bucket, by fsspec, which is imported when it is used. It finds its own logins."""
 
     def __init__(self, url: str) -> None:

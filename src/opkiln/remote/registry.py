@@ -165,7 +165,7 @@ class OciLayout:
 
     def __init__(self, root: str) -> None:
         self._root = root
-        self._files = plain.DirectoryFiles(root)
+        self._files = plain.Folder(root)
 
     def look_up(self, name: str, deadline: Deadline) -> Publication | None:
         for each in self._index()["manifests"]:

@@ -47,10 +47,8 @@ def open_tier(url: str) -> Tier:
     if scheme == "oci" or (scheme == "file" and os.path.exists(f"{path}/oci-layout")):
         return registry.OciLayout(path)
     if scheme == "file":
-        return plain.Plain(plain.DirectoryFiles(path))
-    return plain.Plain(
-        plain.WebFiles(url) if scheme in ("http", "https") else plain.BucketFiles(url)
-    )
+        return plain.Plain(plain.Folder(path))
+    return plain.Plain(plain.Web(url) if scheme in ("http", "https") else plain.Bucket(url))
 
 
 def reach(

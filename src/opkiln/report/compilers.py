@@ -94,25 +94,23 @@ def _toolkits(
     from opkiln.toolchain import find, hipcc, nvcc, sycl
 
     if not has_host:
-        return _list_unasked(backend, NO_HOST)
+        return _list_all(backend, NO_HOST)
     families: dict[str, find.Family] = {CUDA: nvcc, ROCM: hipcc, XPU: sycl}
     try:
         if not (probe or supports(backend, torch)) and choice.recall(memory, backend) is None:
             name = BACKENDS[backend]
             lacks = "there is no torch" if torch is None else f"torch is not built for {name}"
-            return _list_unasked(backend, f"not asked: {lacks}")
+            return _list_all(backend, f"not asked: {lacks}")
         version, compiler = choice.wanted(backend, torch), host.choose(memory)
         found = find.candidates(families[backend], memory, version, compiler)
         return _rank(backend, found)
     # The named launcher or host compiler cannot be used, or torch cannot be read. That stops every
     # toolkit.
-    except ToolchainError as error:
-        return _list_unasked(backend, error.what)
-    except OSError as error:
-        return _list_unasked(backend, str(error))
+    except (ToolchainError, OSError) as error:
+        return _list_all(backend, error.what if isinstance(error, ToolchainError) else str(error))
 
 
-def _list_unasked(backend: str, why: str) -> list[Tool]:
+def _list_all(backend: str, why: str) -> list[Tool]:
     """The toolkits whose files exist, and those that a variable names but that do not exist."""
     return [
         Tool(backend, each.path, each.origin, "", False, each.refused or why, bool(each.refused))

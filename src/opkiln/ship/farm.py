@@ -56,7 +56,7 @@ _WAKE = 0.2  # seconds, so that an interrupt is seen
 # What a worker does
 
 
-class FarmJob(NamedTuple):
+class Job(NamedTuple):
     """One op for one target: names and settings, nothing of the coordinator's machine."""
 
     op: str
@@ -78,7 +78,7 @@ class Result(NamedTuple):
     worker: str = ""
 
 
-def work(job: FarmJob) -> Result:
+def work(job: Job) -> Result:
     """Build what a job asks for. Never raises an Exception."""
     seen: list[events.Event] = []
     worker = f"{os.uname().nodename} pid {os.getpid()}"
@@ -122,7 +122,7 @@ def _store() -> str:
     return made
 
 
-def _build_bundle(job: FarmJob) -> tuple[BuildOutcome, bytes]:
+def _build_bundle(job: Job) -> tuple[BuildOutcome, bytes]:
     if job.version != __version__:
         raise SpecError(
             f"op {job.op} was not built: opkiln is {__version__} there, and {job.version} here",
@@ -136,7 +136,7 @@ def _build_bundle(job: FarmJob) -> tuple[BuildOutcome, bytes]:
         return outcome, opened.read()
 
 
-def _name_worker(error: OpkilnError, job: FarmJob, worker: str) -> OpkilnError:
+def _name_worker(error: OpkilnError, job: Job, worker: str) -> OpkilnError:
     """The error with the op and the worker, and without the path of a log, which is removed when
     the worker ends."""
     lines = [line for line in error.why.splitlines() if not line.startswith("log: ")]
@@ -175,7 +175,7 @@ def run(
     if isinstance(crew, str):
         name, crew = crew, find_function(crew)
     outcomes: dict[int, BuildOutcome] = {}
-    tasks: dict[int, FarmJob] = {}
+    tasks: dict[int, Job] = {}
     for number, request in enumerate(asked):
         with selection.use_cpu(request.wanted):
             found = prebuild.look(request)
@@ -196,7 +196,7 @@ def run(
 
 def _do_tasks(
     crew: Executor | Callable[[], Executor],
-    tasks: Mapping[int, FarmJob],
+    tasks: Mapping[int, Job],
     asked: Sequence[BuildRequest],
     what: str,
     recorder: Trace | None,
@@ -289,7 +289,7 @@ def find_function(text: str) -> Callable[[], Executor]:
     return make
 
 
-def _job(request: BuildRequest, jobs: int | None) -> FarmJob:
+def _job(request: BuildRequest, jobs: int | None) -> Job:
     """The request as a job, with all that depends on this machine already decided."""
     backend = request.builder.backend
     archs = request.wanted.archs if request.wanted is not None else ""
@@ -300,10 +300,10 @@ def _job(request: BuildRequest, jobs: int | None) -> FarmJob:
             archs = ",".join(prebuild.decision_of(request).wanted.archs) or archs
     fields = ("debug", "debug_cuda", *flag_settings(backend))
     given = tuple((field, getattr(settings, field)) for field in fields)
-    return FarmJob(request.op, NamedTarget(backend, archs), given, jobs)
+    return Job(request.op, NamedTarget(backend, archs), given, jobs)
 
 
-def _import_result(request: BuildRequest, ended: EndedJob, root: str) -> BuildOutcome:
+def _import_result(request: BuildRequest, ended: Ended, root: str) -> BuildOutcome:
     """Import a result, which must be what a build here would give, and return the outcome."""
     told = ended.result.outcome
     target = str(request.wanted or told.target)
@@ -330,7 +330,7 @@ def _import_result(request: BuildRequest, ended: EndedJob, root: str) -> BuildOu
 # Every job gets a result, whatever happens to the workers
 
 
-class EndedJob(NamedTuple):
+class Ended(NamedTuple):
     """A result, and when it came: ``time.monotonic()`` of this process."""
 
     number: int
@@ -338,9 +338,7 @@ class EndedJob(NamedTuple):
     at: float
 
 
-def results(
-    jobs: Mapping[int, FarmJob], crew: Executor | Callable[[], Executor]
-) -> Iterator[EndedJob]:
+def results(jobs: Mapping[int, Job], crew: Executor | Callable[[], Executor]) -> Iterator[Ended]:
     """The results, as they come. If an executor breaks and ``crew`` can make another one, the jobs
     that are left go on there."""
     waiting = dict(jobs)
@@ -383,8 +381,8 @@ def _open_executor(crew: Executor | Callable[[], Executor]) -> Iterator[Executor
 
 
 def _run_batch(
-    jobs: Mapping[int, FarmJob], executor: Executor, losses: Counter[int]
-) -> Iterator[EndedJob]:
+    jobs: Mapping[int, Job], executor: Executor, losses: Counter[int]
+) -> Iterator[Ended]:
     """The results of one executor. Raises BrokenExecutor."""
     came: dict[int, float] = {}  # not the futures: they hold the bundles
 
@@ -409,17 +407,17 @@ def _run_batch(
                     else:
                         yield _lost_job(number, jobs[number], error)
                 else:
-                    yield EndedJob(number, result, came.get(number, time.monotonic()))
+                    yield Ended(number, result, came.get(number, time.monotonic()))
     finally:
         for future in running:
             future.cancel()
 
 
-def _lost_job(number: int, job: FarmJob, error: Exception) -> EndedJob:
+def _lost_job(number: int, job: Job, error: Exception) -> Ended:
     told = BuildError(
         f"op {job.op} was not built: its worker was lost",
         why=f"for {job.target}: {type(error).__name__}: {error}",
         hint="run the command again: what was built is kept",
     )
     outcome = BuildOutcome(job.op, FAILED, job.target.backend, str(job.target), error=told)
-    return EndedJob(number, Result(outcome), time.monotonic())
+    return Ended(number, Result(outcome), time.monotonic())

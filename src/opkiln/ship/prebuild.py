@@ -70,16 +70,14 @@ class BuildOutcome(NamedTuple):
     error: OpkilnError | None = None
 
 
-class RequestedBuilds(NamedTuple):
+class Requests(NamedTuple):
     """The requests that can be made, and the outcomes of those that cannot."""
 
     requests: tuple[BuildRequest, ...]
     refused: tuple[BuildOutcome, ...]
 
 
-def requests(
-    names: Iterable[str], wanted: Sequence[NamedTarget], *, named: bool
-) -> RequestedBuilds:
+def requests(names: Iterable[str], wanted: Sequence[NamedTarget], *, named: bool) -> Requests:
     """Every op for every target that it has a version for; without targets, for this machine.
 
     An op with variants is all that are built ahead. A named op must have a version for at least one
@@ -97,7 +95,7 @@ def requests(
             if named:
                 raise
             refused.append(BuildOutcome(name, FAILED, error=wrong))  # the other ops are still built
-    return RequestedBuilds(tuple(made), tuple(refused))
+    return Requests(tuple(made), tuple(refused))
 
 
 def _request_targets(
@@ -259,7 +257,7 @@ def _add_hint(error: OpkilnError, request: BuildRequest) -> OpkilnError:
 
 def recorded_requests(
     file: str, wanted: Sequence[NamedTarget] = (), *, ran_here: bool = False
-) -> RequestedBuilds:
+) -> Requests:
     """What to build for a record: each op for the target it was used for, or for ``wanted``.
 
     Code that `opkiln.load` compiles belongs to no package and cannot be built by name, so it is
@@ -279,7 +277,7 @@ def recorded_requests(
         for each in found.requests:
             asked.setdefault((each.op, each.builder.backend, each.wanted), each)
         refused += found.refused
-    return RequestedBuilds(tuple(asked.values()), tuple(dict.fromkeys(refused)))
+    return Requests(tuple(asked.values()), tuple(dict.fromkeys(refused)))
 
 
 def _registered_name(use: recording.Use) -> str:

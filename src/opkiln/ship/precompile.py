@@ -180,7 +180,7 @@ def _importable(where: str, package: str) -> Iterator[None]:
 
 def _collect_requests(
     chosen: Sequence[OpChoice], extensions: Sequence[OpBuilder], *, here: bool
-) -> tuple[prebuild.RequestedBuilds, dict[str, OpChoice]]:
+) -> tuple[prebuild.Requests, dict[str, OpChoice]]:
     """What to build, for this machine or for others, and the ops that cannot be requested; and by
     name, the choice for each library. A variant has the choice of its op."""
     requests: list[BuildRequest] = []
@@ -210,7 +210,7 @@ def _collect_requests(
             again = copy.copy(builder)
             vars(again).pop("backend", None)  # it may have chosen one already
             requests.append(BuildRequest(selection.ask(again, target), target))
-    return prebuild.RequestedBuilds(tuple(requests), tuple(refused)), origins
+    return prebuild.Requests(tuple(requests), tuple(refused)), origins
 
 
 def _targets(op: DeclaredOp, kind: type[OpBuilder]) -> tuple[NamedTarget, ...]:

@@ -103,8 +103,7 @@ def write(
         os.rename(staged, target)
     except OSError as error:
         raise StoreError(
-            f"{target} cannot be written: {error.strerror}",
-            hint="cd to a writable directory",
+            f"{target} cannot be written: {error.strerror}", hint="cd to a writable directory"
         ) from error
     finally:
         shutil.rmtree(staged, ignore_errors=True)

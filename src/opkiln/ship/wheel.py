@@ -16,7 +16,7 @@ import os
 import re
 import shlex
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from packaging.utils import InvalidName, canonicalize_name
@@ -75,7 +75,7 @@ def write_wheel(
         with tempfile.TemporaryDirectory(prefix=".opkiln-", dir=out_dir) as stage:
             batch = _Batch(stage, version, tuple(requires), max_size)
             for _, entries in sorted(by_machine.items()):
-                _fit(batch, name, entries, written)
+                written += _fit(batch, name, entries)
             for each in written:
                 os.replace(os.path.join(stage, each), os.path.join(out_dir, each))
         publish.sync(out_dir)
@@ -123,14 +123,12 @@ def _parts(entry: LayerEntry) -> tuple[str, str, str, str]:
     return target["backend"], made_for, entry.manifest["op"], entry.place.split("/")[-3][:8]
 
 
-def _fit(
-    batch: _Batch, name: str, entries: list[LayerEntry], written: list[str], level: int = 0
-) -> None:
+def _fit(batch: _Batch, name: str, entries: list[LayerEntry], level: int = 0) -> Iterator[str]:
     """Stage these entries as one wheel, or as several that are small enough, split by the part of
     this level."""
     wheel, size = _stage(batch, name, entries)
     if batch.max_size is None or size <= batch.max_size:
-        written.append(wheel)
+        yield wheel
         return
     os.unlink(os.path.join(batch.stage, wheel))
     if len(entries) == 1:
@@ -146,7 +144,7 @@ def _fit(
         groups.setdefault(_parts(entry)[level], []).append(entry)
     for part, group in sorted(groups.items()):
         suffix = re.sub(r"[^a-z0-9]+", "-", part.replace(".", "").lower()).strip("-")
-        _fit(batch, f"{name}-{suffix}", group, written, level + 1)
+        yield from _fit(batch, f"{name}-{suffix}", group, level + 1)
 
 
 def _stage(batch: _Batch, name: str, entries: list[LayerEntry]) -> tuple[str, int]:

@@ -16,7 +16,7 @@ import struct
 import zipfile
 import zlib
 
-from opkiln.bundles.layer import place_in_layer
+from opkiln.bundles.layer import identity
 from opkiln.digest import LARGEST_BUNDLE, sha256_file
 from opkiln.errors import LoadError
 from opkiln.settings import LAYOUT
@@ -168,7 +168,7 @@ class _WheelFile:
             manifest = parse_manifest(self._read(name))
             parse_manifest(self._read(f"{leaf}/{SIDECAR}"))
             payload = f"{leaf}/{manifest['payload']}"
-            entry = place_in_layer(manifest)
+            entry = identity(manifest)
             expected = manifest["sha256"], manifest["size"]
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise _BadWheel(f"{leaf}: {error} ({MANIFEST} has the SHA-256 {digest})") from error

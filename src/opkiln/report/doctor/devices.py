@@ -18,7 +18,6 @@ from opkiln.report.doctor.terms import (
     copyable,
     failed,
     join,
-    one_line,
     passed,
     skipped,
     warned,
@@ -97,7 +96,7 @@ def nvcc_host_compiler(here: Facts) -> Diagnosis:
     if command.startswith("apt-get "):
         package, _, then = command.removeprefix("apt-get install ").partition(" && ")
         command = f"{install(package)} && {then}"
-    return failed(one_line(found), command)
+    return failed(join(found), command)
 
 
 def cuda_driver(here: Facts) -> Diagnosis:
@@ -134,7 +133,7 @@ def cuda_arch_list(here: Facts) -> Diagnosis:
     try:
         parsed = _parse_list(here, asked)
     except ArchError as error:
-        return failed(join(f"{given}: {one_line(error)}"), f"unset {origin}")
+        return failed(join(f"{given}: {join(error)}"), f"unset {origin}")
     if parsed is None:
         return skipped(f"{given} depends on the toolkit, and there is no usable one")
     facts = f"{given} is {cuda.show(parsed)}"
@@ -182,7 +181,7 @@ def _check_native(here: Facts, capabilities: tuple[str, ...], named: str) -> Dia
     try:
         _, notes = archs.for_devices(cuda.parse(";".join(capabilities)), here.cuda)
     except ArchError as error:
-        return failed(join(named, one_line(error)), upgrade)
+        return failed(join(named, error), upgrade)
     if notes:
         return warned(join(named, *notes), upgrade)
     return passed(f"{named}; CUDA {here.cuda.version} compiles for them")
@@ -206,7 +205,7 @@ def _no_toolkit(error: ToolchainError, *, wanted: bool) -> Diagnosis:
     """A failure if torch is built for the backend; else a warning, because no kernel is called."""
     command = use_this_python(copyable(error.hint))
     command = as_root(command) if command.startswith("apt-get ") else command
-    return (failed if wanted else warned)(one_line(error), command)
+    return (failed if wanted else warned)(join(error), command)
 
 
 def _parse_list(here: Facts, asked: str) -> tuple[cuda.Arch, ...] | None:
@@ -248,7 +247,7 @@ def rocm_gpus(_: Facts) -> Diagnosis:
     try:
         parsed = hip.parse(asked, native=native)
     except ArchError as error:
-        return failed(join(f"{given}: {one_line(error)}"), f"unset {origin}")
+        return failed(join(f"{given}: {join(error)}"), f"unset {origin}")
     without = [str(gpu) for gpu in native if not hip.covers(parsed, gpu)]
     if without:
         return failed(f"nothing in {given} runs on {', '.join(without)}", f"unset {origin}")

@@ -13,16 +13,7 @@ from opkiln.engine import budget
 from opkiln.errors import SettingError, ToolchainError
 from opkiln.process import run
 from opkiln.report.commands import install, unset
-from opkiln.report.doctor.terms import (
-    Diagnosis,
-    Facts,
-    failed,
-    join,
-    one_line,
-    passed,
-    skipped,
-    warned,
-)
+from opkiln.report.doctor.terms import Diagnosis, Facts, failed, join, passed, skipped, warned
 from opkiln.report.layout import count, size
 from opkiln.settings import (
     dropped,
@@ -118,29 +109,27 @@ def misspelt_variables(_: Facts) -> Diagnosis:
     known = {name for setting in table() for name in setting.names}
     found: dict[str, str] = {}  # what is wrong -> the command
     for name, meant, words in misspelt():
-        found[words] = _rename_command(name, "" if meant in environment else meant)
+        found[words] = _rename(name, "" if meant in environment else meant)
     ops = {name.rpartition(":")[2].upper() for name in ALL_OPS}
     strange = sorted(environment.keys() - known)
     for prefix in ("OPKILN_BUILD_", "DS_BUILD_"):
         for name in strange:
             op = name.removeprefix(prefix)
             if name.startswith(prefix) and op not in (*ops, "TOKEN"):
-                found[f"{name}: there is no op {op.lower()}"] = _rename_command(name)
+                found[f"{name}: there is no op {op.lower()}"] = _rename(name)
     # Only what is close to one of ours: DeepSpeed has many others.
     aliases = [name for name in known if name.startswith("DS_")]
     for name in strange:
         if name.startswith("DS_") and not name.startswith("DS_BUILD_"):
             for meant in get_close_matches(name, aliases, 1, 0.85):
                 if meant not in environment:
-                    found[f"{name} is not read; did you mean {meant}?"] = _rename_command(
-                        name, meant
-                    )
+                    found[f"{name} is not read; did you mean {meant}?"] = _rename(name, meant)
     if found:
         return warned(join(*found), "; ".join(found.values()))
     return passed("every OPKILN_ variable is a known setting")
 
 
-def _rename_command(name: str, meant: str = "") -> str:
+def _rename(name: str, meant: str = "") -> str:
     """The command that unsets a variable; its value goes to the one that was meant."""
     return f'export {meant}="${name}"; unset {name}' if meant else f"unset {name}"
 
@@ -177,7 +166,7 @@ def compiler(here: Facts) -> Diagnosis:
     if isinstance(here.host, ToolchainError):
         if missing := _missing_launcher():
             return skipped(f"the launcher {missing} does not exist: see launcher")
-        return failed(one_line(here.host), _compiler_fix())
+        return failed(join(here.host), _repair())
     with tempfile.TemporaryDirectory(prefix="opkiln-doctor-", dir=here.scratch) as scratch:
         source, output = os.path.join(scratch, "doctor.cpp"), os.path.join(scratch, "doctor.so")
         with open(source, "w") as file:
@@ -186,15 +175,13 @@ def compiler(here: Facts) -> Diagnosis:
         done = run(argv, cwd=scratch, tmpdir=scratch, timeout=60)
     if done.returncode != 0:
         said = next((line for line in done.output.splitlines() if "error" in line), done.output)
-        return failed(
-            f"{here.host.cxx} does not compile C++20: {said.strip()[:300]}", _compiler_fix()
-        )
+        return failed(f"{here.host.cxx} does not compile C++20: {said.strip()[:300]}", _repair())
     others = [each for each in hosts.candidates(here.store.memory) if each.refused]
     refused = [f"{each.path} refused: {each.refused}" for each in others if "/" in each.path]
     return passed(join(f"{here.host.cxx}, {here.host.version}", *refused))
 
 
-def _compiler_fix() -> str:
+def _repair() -> str:
     """The command that lets opkiln choose a compiler, or installs one."""
     path, set_by = origin_of("path")
     # Without PATH, compilers are looked for in the usual places alone.

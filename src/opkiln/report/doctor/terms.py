@@ -70,14 +70,12 @@ def copyable(hint: str) -> str:
     return command if program in PROGRAMS or program.startswith("/") else ""
 
 
-def join(*parts: str) -> str:
-    """The parts that are not empty, on one line."""
-    return "; ".join(" ".join(part.split()).rstrip(";") for part in parts if part.strip())
-
-
-def one_line(error: OpkilnError) -> str:
-    """What happened and why, on one line."""
-    return join(error.what, *error.why.splitlines())
+def join(*parts: str | OpkilnError) -> str:
+    """The parts that are not empty, on one line. The parts of an error: what happened, and why."""
+    texts: list[str] = []
+    for part in parts:
+        texts += [part.what, *part.why.splitlines()] if isinstance(part, OpkilnError) else [part]
+    return "; ".join(" ".join(text.split()).rstrip(";") for text in texts if text.strip())
 
 
 class Missing(Exception):
@@ -174,7 +172,7 @@ def run_check(check: Check, here: Facts) -> Diagnosis:
     except SettingError as error:
         return skipped(f"not possible while {error.what}")  # `settings` reports that
     except OpkilnError as error:
-        return failed(one_line(error), copyable(error.hint))
+        return failed(join(error), copyable(error.hint))
     except Exception as error:
         return failed(f"{type(error).__name__}: {error}")
 
