@@ -82,7 +82,9 @@ def filled(ops: tuple[operators.OpStatus, ...] = OPS) -> collect.Report:
     environment = collect.Environment(
         machine=here,
         tools=tools,
-        unfound=(compilers.Unfound("rocm", "/gone/bin/hipcc", "ROCM_HOME"),),
+        unfound=(
+            compilers.Tool("rocm", "/gone/bin/hipcc", "ROCM_HOME", "", False, "no such program"),
+        ),
         torch=TorchSDK("/site/torch", "2.13.0+cu130", "abc", "13.0", None, True),
         torch_error="",
         devices=found,

@@ -43,7 +43,7 @@ class Environment(NamedTuple):
 
     machine: Machine
     tools: tuple[compilers.Tool, ...]
-    unfound: tuple[compilers.Unfound, ...]
+    unfound: tuple[compilers.Tool, ...]  # named by variables, but not there
     torch: TorchSDK | None
     torch_error: str  # why the installed torch cannot be read
     devices: FoundDevices

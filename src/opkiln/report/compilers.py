@@ -38,14 +38,6 @@ class Tool(NamedTuple):
     unobserved: str = ""  # why what it read was not known when it was last used
 
 
-class Unfound(NamedTuple):
-    """A toolkit that a variable names but that does not exist."""
-
-    backend: str
-    path: str
-    origin: str  # the variable that names it
-
-
 def survey(memory: tuple[str, ...], torch: TorchSDK | None, *, probe: bool) -> tuple[Tool, ...]:
     """Every compiler, by backend, in order of preference."""
     tools = [
@@ -58,13 +50,10 @@ def survey(memory: tuple[str, ...], torch: TorchSDK | None, *, probe: bool) -> t
     return tuple(tools)
 
 
-def unfound() -> tuple[Unfound, ...]:
-    """The toolkits that variables name but that do not exist."""
+def unfound() -> tuple[Tool, ...]:
+    """The toolkits that variables name (``origin``) but that do not exist."""
     return tuple(
-        Unfound(backend, each.path, each.origin)
-        for backend in _WITH_TOOLKIT
-        for each in _possible_toolkits(backend)
-        if each.refused
+        tool for backend in _WITH_TOOLKIT for tool in _list_all(backend, "") if tool.refused
     )
 
 

@@ -109,7 +109,8 @@ def _environment(seen: Environment) -> dict[str, Any]:
         "shared_memory": _space(seen.machine.shared_memory),
         "compilers": [each for each in tools if each["backend"] == "cpu"],
         "toolkits": [each for each in tools if each["backend"] != "cpu"],
-        **fields(seen, "unfound torch torch_error"),
+        "unfound": [fields(each, "backend path origin") for each in seen.unfound],
+        **fields(seen, "torch torch_error"),
         **plain(seen.devices),
         "budget": {
             "slots": len(budget.limits.slots),

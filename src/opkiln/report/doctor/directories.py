@@ -166,9 +166,8 @@ def space(here: Facts) -> Diagnosis:
     """The store has enough space for builds, and is below its own limit."""
     root = here.root
     found = space_at(root)
-    facts = f"{found} at {found.path}"
     held = inventory.sizes(root).total if os.path.isdir(root) else 0
-    facts = f"{facts}; the store holds {size(held)}"
+    facts = f"{found} at {found.path}; the store holds {size(held)}"
     limit = int(settings.cache_max_size)
     if found.free < _LITTLE:
         # Collecting helps only if the store itself is large.
