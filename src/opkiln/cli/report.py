@@ -118,7 +118,7 @@ def doctor_command(as_json: bool, errors_only: bool, no_build: bool) -> int:
     from opkiln.report.doctor import checks
     from opkiln.report.doctor.terms import FAIL, WARN
 
-    names = [*checks.CHECKS, *(() if no_build else checks.BUILDS)]
+    names = checks.CHECKS | ({} if no_build else checks.BUILDS)
     verdicts, rows = [], []
     for name, found in checks.examine(build=not no_build):
         verdicts.append(found.verdict)

@@ -60,7 +60,7 @@ def fetch(request: Request, target: Target, trace: Trace) -> bool:
     def look_again() -> bool | None:
         return search.elsewhere(request, Trace()) is not None or None
 
-    # A process that can compile does not wait long for another one that a slow tier holds up.
+    # A process that can compile waits less for one that asks a slow tier.
     wait = LOAD.whole if terms.why_not_compile(request) else LOAD.first
     try:
         wanted = names.candidate_names(spec, (target, request.target))

@@ -168,25 +168,13 @@ class Bucket:
                 f"{self._scheme}:// needs the package {package}: {error}",
                 hint=f"pip install {package}",
             ) from error
-        with self._translated_errors(url):
-            self._filesystem()
-
-    def _filesystem(self) -> Any:
-        """fsspec's object. A forked child needs its own. Making it may ask the cloud for a login,
-        which takes time."""
-        if self._made[0] != os.getpid():
-            # Without its cache of listings: a look-up must see what others have published since.
-            files = self._kind(use_listings_cache=False)
-            if self._scheme == "s3":
-                files.connect()  # to nobody yet: it makes botocore's client, half a second of CPU
-            self._made = (os.getpid(), files)
-        return self._made[1]
+        with self._open(url):
+            pass  # making fsspec's object may ask the cloud for a login, which takes time
 
     def read(self, path: str, start: int, deadline: Deadline) -> Iterator[tuple[int, bytes]]:
         whole, size = f"{self._url}/{path}", None
         while size is None or start < size:
-            with self._translated_errors(path):
-                files = self._filesystem()
+            with self._open(path) as files:
                 piece = files.cat_file(whole, start=start, end=start + _BUCKET_PIECE)
             deadline.heard(len(piece))
             yield start, piece
@@ -194,14 +182,13 @@ class Bucket:
             if len(piece) < _BUCKET_PIECE:
                 return
             if size is None:  # most blobs have come by now, with one request
-                with self._translated_errors(path):
+                with self._open(path) as files:
                     size = int(files.info(whole)["size"])
 
     def write(self, path: str, data: bytes | str, deadline: Deadline) -> None:
         whole = f"{self._url}/{path}"
         deadline.heard()  # the transfer says nothing until it is over
-        with self._translated_errors(path):
-            files = self._filesystem()
+        with self._open(path) as files:
             if isinstance(data, str):
                 files.put_file(data, whole)
             else:
@@ -209,18 +196,24 @@ class Bucket:
 
     def has(self, path: str, size: int, deadline: Deadline) -> bool:
         try:
-            with self._translated_errors(path):
-                return int(self._filesystem().info(f"{self._url}/{path}")["size"]) == size
+            with self._open(path) as files:
+                return int(files.info(f"{self._url}/{path}")["size"]) == size
         except (Absent, Forbidden):
             return False
         finally:
             deadline.heard()
 
     @contextmanager
-    def _translated_errors(self, path: str) -> Iterator[None]:
-        """Raises the errors of the bucket's library as failures of a tier."""
+    def _open(self, path: str) -> Iterator[Any]:
+        """fsspec's object, for a block. What it raises there becomes a failure of the tier."""
         try:
-            yield
+            if self._made[0] != os.getpid():  # a forked child needs an object of its own
+                # Without its cache of listings: a look-up must see what others published since.
+                files = self._kind(use_listings_cache=False)
+                if self._scheme == "s3":
+                    files.connect()  # to nobody yet: it makes botocore's client, in half a second
+                self._made = (os.getpid(), files)
+            yield self._made[1]
         except FileNotFoundError as error:
             raise Absent(path) from error
         except Exception as error:

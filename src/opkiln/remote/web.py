@@ -134,7 +134,7 @@ class Client:
         yield from self.read(url, 0, deadline, accept=accept, scope=scope)
 
     def _refusal(self, kind: type[Failure], status: int, url: str) -> Failure:
-        """A refusal: the server's status, and which login it was given, without the password."""
+        """The error for a refused request, with the login that was sent, without its password."""
         host, hint = urlsplit(url).netloc, "see docs/remotes.md, Logins"
         if self._withheld:
             hint = f"if that host may have it, add ?tokens={self._withheld} to the tier's URL"

@@ -157,12 +157,9 @@ def _limit_rows(machine: Machine) -> list[Row]:
 
 
 def _limit(limit: Limit) -> str:
-    def words(value: int | None) -> str:
-        if value is None:
-            return "unlimited"
-        return size(value) if limit.name == "memlock" else str(value)
-
-    soft, hard = words(limit.soft), words(limit.hard)
+    shown = size if limit.name == "memlock" else str
+    both = (limit.soft, limit.hard)
+    soft, hard = ("unlimited" if each is None else shown(each) for each in both)
     return f"{limit.name} {soft}" + ("" if soft == hard else f" (at most {hard})")
 
 

@@ -185,12 +185,12 @@ def run(
             else:
                 tasks[number] = _job(request, jobs)
     if tasks:
-        file = trace or settings.trace
-        tracing = contextlib.closing(Trace(file)) if file else contextlib.nullcontext()
-        with progress.shown(traced=False), tracing as recorder:
-            outcomes |= _do_tasks(
-                crew, tasks, asked, f"{count(len(tasks), 'task')} on {name}", recorder
-            )
+        what, file = f"{count(len(tasks), 'task')} on {name}", trace or settings.trace
+        with (
+            progress.shown(traced=False),
+            contextlib.closing(Trace(file)) if file else contextlib.nullcontext() as recorder,
+        ):
+            outcomes |= _do_tasks(crew, tasks, asked, what, recorder)
     return [outcomes[number] for number in range(len(asked))]
 
 
@@ -348,7 +348,7 @@ def results(jobs: Mapping[int, Job], crew: Executor | Callable[[], Executor]) ->
         batch = dict(islice(waiting.items(), 1 if breaks >= _BREAKS else None))
         try:
             with _open_executor(crew) as executor:
-                for ended in _run_batch(batch, executor, losses):
+                for ended in _run_all(batch, executor, losses):
                     del waiting[ended.number]
                     yield ended
         except BrokenExecutor as error:
@@ -380,9 +380,7 @@ def _open_executor(crew: Executor | Callable[[], Executor]) -> Iterator[Executor
     executor.shutdown()
 
 
-def _run_batch(
-    jobs: Mapping[int, Job], executor: Executor, losses: Counter[int]
-) -> Iterator[Ended]:
+def _run_all(jobs: Mapping[int, Job], executor: Executor, losses: Counter[int]) -> Iterator[Ended]:
     """The results of one executor. Raises BrokenExecutor."""
     came: dict[int, float] = {}  # not the futures: they hold the bundles
 

@@ -6,8 +6,8 @@ import json
 import os
 import re
 import shlex
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -149,11 +149,9 @@ class Facts:
                 return place
         return wanted
 
-    @contextmanager
-    def probing(self) -> Iterator[None]:
+    def probing(self) -> AbstractContextManager[object]:
         """Lets probes use a writable directory, so that a bad TMPDIR is one finding, not ten."""
-        with override(tmpdir=self.scratch):
-            yield
+        return override(tmpdir=self.scratch)
 
     def _choose(self, backend: str) -> Toolchain | ToolchainError:
         with self.probing():
