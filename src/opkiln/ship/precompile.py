@@ -75,9 +75,7 @@ def precompile(
         asked, origins = _collect_requests(chosen, extensions, here=out is None)
         unnamed = {name for name, each in origins.items() if not each.named}
         outcomes = [
-            _skip(each, each.error)
-            if each.op in unnamed and isinstance(each.error, _NOT_HERE)
-            else each
+            _skip_unsupported(each) if each.op in unnamed else each
             for each in (*asked.refused, *prebuild.prebuild(asked.requests))
         ]
         _require_built(package, origins, outcomes)
@@ -98,8 +96,11 @@ def precompile(
 _NOT_HERE = (ToolchainError, LoadError, UnknownBackend, ArchError)
 
 
-def _skip(outcome: BuildOutcome, error: OpkilnError) -> BuildOutcome:
-    """The outcome of an op that nobody named, and that cannot be built here."""
+def _skip_unsupported(outcome: BuildOutcome) -> BuildOutcome:
+    """The outcome of an op that nobody named: skipped if it cannot be built here."""
+    error = outcome.error
+    if not isinstance(error, _NOT_HERE):
+        return outcome
     reason = " ".join(f"{error.what}: {error.why}".split()).rstrip(": ")
     return outcome._replace(status=prebuild.SKIPPED, reason=reason, error=None)
 

@@ -67,9 +67,8 @@ def owner(here: Facts) -> Diagnosis:
     if not foreign:
         return passed(_show_state(lambda found: f"uid {found.st_uid}"))
     facts = "; ".join(f"{path} belongs to uid {os.lstat(path).st_uid}" for path in foreign)
-    command = as_root(f"chown -R {os.getuid()}:{os.getgid()} {shlex.quote(foreign[0])}")
-    if not _can_take_over(foreign[0]):
-        command = _store_fix(here)
+    take_over = as_root(f"chown -R {os.getuid()}:{os.getgid()} {shlex.quote(foreign[0])}")
+    command = take_over if _can_take_over(foreign[0]) else _store_fix(here)
     return warned(f"{facts}, not to uid {os.getuid()} or root: it is not used", command)
 
 
@@ -79,9 +78,8 @@ def mode(here: Facts) -> Diagnosis:
     if not opened:
         return passed(_show_state(_mode))
     facts = "; ".join(f"{path} has {_mode(os.lstat(path))}" for path in opened)
-    command = f"chmod go-w {' '.join(map(shlex.quote, opened))}"
-    if not all(map(_can_close, opened)):
-        command = _store_fix(here)
+    close = f"chmod go-w {' '.join(map(shlex.quote, opened))}"
+    command = close if all(map(_can_close, opened)) else _store_fix(here)
     return warned(f"{facts}: others can write to it, so it is not used", command)
 
 
