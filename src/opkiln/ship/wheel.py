@@ -32,7 +32,6 @@ from opkiln.ship.sbom import sbom
 from opkiln.store import publish
 from opkiln.store.zip_format import DEFLATED, LARGEST, MOST_MEMBERS, Added, Writer, chunks
 
-HOME = SHARED  # what an installed opkiln looks for
 SBOM = "sboms/opkiln.cdx.json"
 
 
@@ -182,7 +181,7 @@ def _require_one_python(entries: list[LayerEntry]) -> None:
 
 
 def _write(archive: Writer, batch: _Batch, name: str, tag: str, entries: list[LayerEntry]) -> None:
-    below = f"{HOME}/{wheel_name(name)}"
+    below = f"{SHARED}/{wheel_name(name)}"
     info = f"{wheel_name(name)}-{batch.version}.dist-info"
     added = []
     for entry in entries:
