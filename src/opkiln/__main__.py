@@ -8,7 +8,7 @@ def main() -> None:
     if sys.argv[1:2] == ["run"]:
         from opkiln.cli import run
 
-        run.at_once(sys.argv[1:])
+        run.start_now(sys.argv[1:])
     from opkiln.cli import main as commands
 
     commands.main()

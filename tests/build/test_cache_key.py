@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(not host.available(), reason="no C++ compiler is
 
 def key_of(package: Package, target: str = "", **attributes: object) -> str:
     wanted = selection.parse(target)[0] if target else None
-    return cache_key([prebuild.Request(package.builder(**attributes), wanted)])
+    return cache_key([prebuild.BuildRequest(package.builder(**attributes), wanted)])
 
 
 @pytest.mark.timed
@@ -61,7 +61,7 @@ def test_the_key_does_not_depend_on_where_the_package_is(
     shutil.copytree(plain.path, tmp_path / "elsewhere" / plain.name)
     builder = plain.builder()
     builder.root = str(tmp_path / "elsewhere" / plain.name)
-    assert cache_key([prebuild.Request(builder)]) == first
+    assert cache_key([prebuild.BuildRequest(builder)]) == first
 
 
 def test_a_machine_without_a_compiler_has_no_key(

@@ -17,7 +17,7 @@ from sample.levels import HIGH, LOW
 from opkiln.errors import BuildError, CompileError
 from opkiln.ship import farm as coordinator
 from opkiln.ship.farm import Job, Result, work
-from opkiln.ship.prebuild import BUILT, Outcome
+from opkiln.ship.prebuild import BUILT, BuildOutcome
 from opkiln.ship.selection import NamedTarget
 
 if TYPE_CHECKING:
@@ -136,7 +136,7 @@ JOBS = {number: Job(f"op{number}", NamedTarget("cpu", LOW)) for number in range(
 
 
 def built(job: Job) -> Result:
-    return Result(Outcome(job.op, BUILT))
+    return Result(BuildOutcome(job.op, BUILT))
 
 
 def test_a_task_that_ends_its_worker_is_found_and_the_others_are_done() -> None:

@@ -183,7 +183,7 @@ def answers(kind: type[OpBuilder]) -> dict[str, str]:
     """What each of those who only look says, as one of the four words."""
     said = summary(look(Request(kind().op()))).status
     explained = explain(kind().op()).verdict.partition(":")[0]
-    (reported,) = {operators.on_backend(kind, kind().backend).status}
+    (reported,) = {operators.backend_status(kind, kind().backend).status}
     return {"decide": said, "explain": explained, "report": reported}
 
 
@@ -205,7 +205,7 @@ def check(world: World, kind: type[OpBuilder]) -> str:
         if not builder.is_compatible():
             with pytest.raises(OpkilnError):
                 kind().jit_load()
-        (built,) = prebuild.prebuild([prebuild.Request(kind())])
+        (built,) = prebuild.prebuild([prebuild.BuildRequest(kind())])
         assert (built.status in (prebuild.BUILT, prebuild.CACHED)) or not builder.is_compatible()
     return status
 

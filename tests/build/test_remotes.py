@@ -67,7 +67,7 @@ def registry(tmp_path: Path) -> Iterator[Place]:
     made.stop()
 
 
-def only(lock: str) -> lockfile.Locked:
+def only(lock: str) -> lockfile.LockRow:
     (row,) = lockfile.read(lock)
     return row
 
@@ -392,7 +392,7 @@ def test_a_tier_that_does_not_answer_is_passed_over_in_two_and_a_half_seconds(
             from opkiln.store.layers import Store
             began = time.monotonic()
             try:
-                tiers.reach({url!r}, Store().root, lambda tier, pulse: tier.published("x", pulse))
+                tiers.reach({url!r}, Store().root, lambda tier, pulse: tier.look_up("x", pulse))
             except tiers.Down as error:
                 print(time.monotonic() - began, error)
         """

@@ -21,7 +21,7 @@ from opkiln.bundles import layer
 from opkiln.errors import SettingError, StoreError
 from opkiln.settings import override
 from opkiln.ship.precompile import precompile
-from opkiln.ship.selection import Declared
+from opkiln.ship.selection import DeclaredOp
 
 if TYPE_CHECKING:
     import subprocess
@@ -248,7 +248,7 @@ def test_a_cpu_in_the_targets_of_an_install_that_is_none_is_an_error_and_skips_n
 ) -> None:
     monkeypatch.setenv("OPKILN_BUILD_OPS", "1")
     monkeypatch.setenv("OPKILN_BUILD_TARGETS", f"cpu:{UNKNOWN_LEVEL}")
-    ops = [Declared("plain", f"{plain.name}.op:PlainBuilder")]
+    ops = [DeclaredOp("plain", f"{plain.name}.op:PlainBuilder")]
     with pytest.raises(SettingError) as wrong:
         precompile(plain.name, ops, str(plain.where), str(tmp_path / "out"))
     assert f"OPKILN_BUILD_TARGETS='cpu:{UNKNOWN_LEVEL}'" in wrong.value.what

@@ -382,7 +382,7 @@ def test_wheel_has_every_listed_variant_and_they_serve(
 ) -> None:
     monkeypatch.setenv("OPKILN_BUILD_SCALE", "1")
     monkeypatch.setenv("OPKILN_BUILD_TARGETS", f"cpu:{LOW}")
-    ops = selection.declared({"scale_package": "scale_package"}, str(package))
+    ops = selection.declared_ops({"scale_package": "scale_package"}, str(package))
     carried = package / "scale_package" / "prebuilt"
     shipped = precompile("scale_package", ops, str(package), str(carried))
     assert [each.op for each in shipped.outcomes] == ["scale__SIZE_4", "scale__SIZE_8"]

@@ -23,10 +23,11 @@ from opkiln.binary import elf
 from opkiln.bundles import layer
 from opkiln.digest import sha256_file
 from opkiln.errors import BuildError
+from opkiln.model import SHARED
 from opkiln.settings import override
 from opkiln.ship import audit
 from opkiln.ship.audit import platform
-from opkiln.ship.wheel import HOME, write_wheel
+from opkiln.ship.wheel import write_wheel
 from opkiln.ship.wheel_check import verify_wheel
 from opkiln.store.layers import Store
 from opkiln.toolchain import choice, nvcc, torch_sdk
@@ -82,7 +83,7 @@ def test_the_tag_is_one_that_this_system_takes_and_no_python_is_in_it(
 
 
 def test_pip_installs_the_layer_as_it_is(installed: Path, shipped: Path, wheel: Path) -> None:
-    home = installed / HOME / "opkiln_ops"
+    home = installed / SHARED / "opkiln_ops"
     for each in layer.entries(str(shipped)):
         for file in each.files:
             put = home / each.place / file
@@ -110,7 +111,7 @@ def test_the_installed_layer_serves_without_compiling(installed: Path, tmp_path:
            "OPKILN_MODE": "sealed"}  # fmt: skip
     said = child.run(code, path=[installed], env=env, bare=False)
     assert said.startswith("True\n")
-    assert str(installed / HOME / "opkiln_ops") in said
+    assert str(installed / SHARED / "opkiln_ops") in said
 
 
 def test_the_sbom_tells_of_the_compilers_that_built_and_what_they_linked(

@@ -35,7 +35,7 @@ def registry(machines: Machines, tmp_path_factory: pytest.TempPathFactory) -> It
     made.stop()
 
 
-def row(machines: Machines) -> lockfile.Locked:
+def row(machines: Machines) -> lockfile.LockRow:
     (only,) = lockfile.read(machines.lock())
     return only
 

@@ -25,7 +25,7 @@ from opkiln.errors import ToolchainError
 from opkiln.model import CPU
 from opkiln.registry import ALL_OPS, bundled
 from opkiln.ship import prebuild
-from opkiln.ship.prebuild import BUILT, Request
+from opkiln.ship.prebuild import BUILT, BuildRequest
 from opkiln.ship.selection import NamedTarget
 from opkiln.toolchain import hipcc, nvcc
 from sample import pool
@@ -54,7 +54,7 @@ ROCM = (("packbits", "gfx90a"),)
 _STAMP = pool.CATALOGUE / "built"
 
 
-def build() -> list[prebuild.Outcome]:
+def build() -> list[prebuild.BuildOutcome]:
     """Build what is not there. Raises the error of the first build that failed, unless there is no
     compiler for it: the tests that need it are skipped."""
     pool.make()
@@ -88,7 +88,7 @@ def _built_with() -> str:
     return json.dumps([version("torch"), machine.cpu_name(), seen])
 
 
-def _for_cpus() -> Iterator[Request]:
+def _for_cpus() -> Iterator[BuildRequest]:
     from instruction_sets import others
 
     for each in prebuild.requests(bundled(), [NamedTarget(CPU)], named=False).requests:
@@ -98,13 +98,13 @@ def _for_cpus() -> Iterator[Request]:
     yield from prebuild.requests(LEVELS_OF, levels, named=True).requests
 
 
-def _for_gpus() -> Iterator[Request]:
+def _for_gpus() -> Iterator[BuildRequest]:
     for backend, compiler, ops in (("cuda", nvcc, CUDA), ("rocm", hipcc, ROCM)):
         for op, archs in ops if compiler.available() else ():
-            yield Request(opkiln.get_builder(op, backend=backend, archs=archs), named=False)
+            yield BuildRequest(opkiln.get_builder(op, backend=backend, archs=archs), named=False)
 
 
-def _for_the_emulator() -> Iterator[Request]:
+def _for_the_emulator() -> Iterator[BuildRequest]:
     import stand_in
 
     from opkiln.ops.kv_attention.functions import kv_attention
@@ -112,15 +112,15 @@ def _for_the_emulator() -> Iterator[Request]:
     from opkiln.ops.transformer.op import kit
 
     for name in EMULATED:
-        yield Request(stand_in.twin(ALL_OPS[name]), asked_as=f"emulated {name}")
+        yield BuildRequest(stand_in.twin(ALL_OPS[name]), asked_as=f"emulated {name}")
     for each in kit.builder.variants():
         if not each.NAME.endswith(f"__{NOT_NATIVE}"):
-            yield Request(stand_in.twin(each), asked_as=f"emulated {each.NAME}")
+            yield BuildRequest(stand_in.twin(each), asked_as=f"emulated {each.NAME}")
     for builder, _ in stand_in.twin_libraries(*_functions()):
-        yield Request(builder)
+        yield BuildRequest(builder)
     for function, variants in ((kv_attention, KV_ATTENTION), (packed_gemm, MIXED_GEMM)):
         for values in variants:
-            yield Request(function.builder.variant(values)(backend="emulated"))
+            yield BuildRequest(function.builder.variant(values)(backend="emulated"))
 
 
 def _functions() -> Iterator[Any]:

@@ -21,7 +21,7 @@ _CHECK = """
 import json, sys
 exec(sys.argv[2])
 from opkiln.report.doctor import checks, terms
-print(json.dumps(terms.outcome((checks.CHECKS | checks.BUILDS)[sys.argv[1]], terms.Here())))
+print(json.dumps(terms.run_check((checks.CHECKS | checks.BUILDS)[sys.argv[1]], terms.Facts())))
 """
 
 # Each line of its input has a fork run a script in a shell, take that shell's environment, and do
@@ -44,7 +44,7 @@ def check(name, stand_ins, env, script, own_mounts):
     path = os.environ.get("PYTHONPATH", "")
     sys.path[:2] = ["", *filter(None, path.split(os.pathsep))]
     exec(stand_ins, {})
-    return terms.outcome((checks.CHECKS | checks.BUILDS)[name], terms.Here())
+    return terms.run_check((checks.CHECKS | checks.BUILDS)[name], terms.Facts())
 
 for line in sys.stdin:
     if os.fork() == 0:

@@ -360,12 +360,12 @@ def test_a_listed_file_is_a_layer_and_a_listed_directory_is_one(file: Path, ship
 
 def test_the_doctor_passes_a_listed_bundle_and_warns_of_one_that_is_gone(file: Path) -> None:
     from opkiln.report.doctor import directories
-    from opkiln.report.doctor.terms import Here
+    from opkiln.report.doctor.terms import Facts
 
     with override(store_layers=(str(file),)):
-        assert directories.layers(Here()).verdict == "PASS"
+        assert directories.layers(Facts()).verdict == "PASS"
     gone = f"{file}.gone"
     with override(store_layers=(str(file), gone)):
-        told = directories.layers(Here())
+        told = directories.layers(Facts())
     assert (told.verdict, gone in told.evidence) == ("WARN", True)
     assert told.command == f"ls -ld {gone}"

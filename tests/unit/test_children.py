@@ -29,7 +29,7 @@ NAMING = {
 STARTING = {
     ("child.py", "start"),
     ("process.py", "_start_watchdog"),
-    ("cli/run.py", "at_once"),
+    ("cli/run.py", "start_now"),
     ("cli/main.py", "run_command"),
     ("nvrtc/program.py", "_start"),  # a compiler driver, which is a program of its own
 }

@@ -279,7 +279,7 @@ def test_ranks_that_name_no_ops_wait_for_each_other(store: KeyValues) -> None:
 def test_secret_of_the_job_is_not_in_a_report(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPKILN_JOB_SECRET", "abcdefgh12345678")
     assert settings.job_secret == "abcdefgh12345678"
-    value = collect._in_force("OPKILN_JOB_SECRET", *origin_of("job_secret"))
+    value = collect._setting_value("OPKILN_JOB_SECRET", *origin_of("job_secret"))
     assert value.value == "***"
 
 

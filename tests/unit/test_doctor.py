@@ -25,8 +25,8 @@ from opkiln.report.doctor.terms import (
     PASS,
     SKIP,
     WARN,
-    Here,
-    Outcome,
+    Diagnosis,
+    Facts,
     copyable,
     failed,
     passed,
@@ -43,15 +43,15 @@ PAGE = Path(__file__).parents[2] / "docs" / "doctor.md"
 # The loop
 
 
-def _raising(error: Exception) -> Callable[[Here], Outcome]:
-    def check(here: Here) -> Outcome:
+def _raising(error: Exception) -> Callable[[Facts], Diagnosis]:
+    def check(here: Facts) -> Diagnosis:
         raise error
 
     return check
 
 
 def test_a_check_that_raises_is_a_failure_with_the_exception() -> None:
-    found = terms.outcome(_raising(RuntimeError("what nobody thought of")), Here())
+    found = terms.run_check(_raising(RuntimeError("what nobody thought of")), Facts())
     assert found == failed("RuntimeError: what nobody thought of")
 
 
@@ -59,12 +59,12 @@ def test_an_error_of_opkilns_own_brings_its_reason_and_hint() -> None:
     error = StoreError(
         "it is full", why="no space\nleft", hint="opkiln cache gc    (or buy a disk)"
     )
-    found = terms.outcome(_raising(error), Here())
+    found = terms.run_check(_raising(error), Facts())
     assert found == failed("it is full; no space; left", "opkiln cache gc")
 
 
 def test_a_setting_without_meaning_is_one_failure_and_not_one_of_each_check() -> None:
-    found = terms.outcome(_raising(SettingError("OPKILN_MODE='maybe' is no value")), Here())
+    found = terms.run_check(_raising(SettingError("OPKILN_MODE='maybe' is no value")), Facts())
     assert found == skipped("not possible while OPKILN_MODE='maybe' is no value")
 
 
@@ -112,7 +112,7 @@ def planted(
 ) -> Callable[..., tuple[int, str]]:
     """Runs the command with these outcomes in place of the checks: (code, what it prints)."""
 
-    def call(*arguments: str, **outcomes: Outcome) -> tuple[int, str]:
+    def call(*arguments: str, **outcomes: Diagnosis) -> tuple[int, str]:
         made = {name: (lambda here, found=found: found) for name, found in outcomes.items()}
         monkeypatch.setattr(checks, "CHECKS", made)
         monkeypatch.setattr(checks, "BUILDS", {"build": lambda here: passed("built")})
@@ -398,7 +398,7 @@ def test_two_ops_with_one_name_pass_and_the_check_says_how_to_name_each(tmp_path
 # An image that only runs ops
 
 
-def _in_an_image(tmp_path: Path, **variables: str) -> tuple[int, dict[str, Outcome]]:
+def _in_an_image(tmp_path: Path, **variables: str) -> tuple[int, dict[str, Diagnosis]]:
     """(exit code, findings) of `opkiln doctor` where no compiler and no Python.h are installed."""
     env = {**os.environ, "PATH": str(tmp_path), "PYTHONPATH": str(SOURCE), **variables}
     code = (
@@ -411,7 +411,7 @@ def _in_an_image(tmp_path: Path, **variables: str) -> tuple[int, dict[str, Outco
     argv = [sys.executable, "-c", code]
     done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=300, check=False)
     rows = json.loads(done.stdout)["findings"]
-    found = {each["check"]: Outcome(each["verdict"], each["evidence"], "") for each in rows}
+    found = {each["check"]: Diagnosis(each["verdict"], each["evidence"], "") for each in rows}
     return done.returncode, found
 
 

@@ -159,7 +159,7 @@ def test_a_name_of_deepspeeds_leads_to_the_op_that_has_its_functions(
     assert name not in list(registry.ALL_OPS)
     monkeypatch.setenv(f"DS_BUILD_{name.upper()}", "1")
     assert registry.get_builder(name).build_wanted()
-    chosen = {each.op.name: each for each in selection.choose(selection.bundled())}
+    chosen = {each.op.name: each for each in selection.choose(selection.bundled_ops())}
     assert {op for op, each in chosen.items() if each.wanted} == {here}
 
 

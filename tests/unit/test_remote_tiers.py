@@ -20,7 +20,7 @@ from opkiln.errors import RemoteWarning, SettingError, StoreError
 from opkiln.remote import credentials, lockfile, names, patience, plain, registry, tiers, web
 from opkiln.remote.credentials import Login
 from opkiln.remote.patience import Deadline, Patience
-from opkiln.remote.tier import Absent, Forbidden, Published, Tier, Unreachable, Unusable
+from opkiln.remote.tier import Absent, Forbidden, Publication, Tier, Unreachable, Unusable
 from opkiln.settings import override, settings
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.timed
 
 SHA = "ab" * 32
 LONG = Patience(1e6, 1e6)
-WHAT = Published(SHA, 3, "", {"op": "small", "target": X86_V3})
+WHAT = Publication(SHA, 3, "", {"op": "small", "target": X86_V3})
 
 
 @pytest.fixture
@@ -98,7 +98,7 @@ def test_a_blob_arrives_by_tls_and_one_connection_serves_several_requests(
     server.socket = certificate.wrap_socket(server.socket, server_side=True)
     url = url.replace("http:", "https:")
     for name in ("one", "two"):
-        ask = lambda tier, deadline, name=name: tier.published(name, deadline)  # noqa: E731
+        ask = lambda tier, deadline, name=name: tier.look_up(name, deadline)  # noqa: E731
         assert tiers.reach(url, root_of(cache), ask, LONG) is None
     path = tiers.download(url, sha256, 1000, root_of(cache), LONG)
     assert Path(path).read_bytes() == b"x" * 1000
@@ -251,9 +251,9 @@ def test_one_deadline_holds_for_a_whole_request_whatever_drips_in(
     )
     requests: list[threading.Thread] = []
 
-    def ask(tier: Tier, deadline: Deadline) -> Published | None:
+    def ask(tier: Tier, deadline: Deadline) -> Publication | None:
         requests.append(threading.current_thread())
-        return tier.published("name", deadline)
+        return tier.look_up("name", deadline)
 
     with pytest.raises(tiers.Down, match="no complete answer"), pytest.warns(RemoteWarning):
         tiers.reach(f"{scheme}://{dripping.host}/ops", root_of(cache), ask, Patience(0.5, 0.5))
@@ -306,15 +306,15 @@ def test_publishers_of_a_layout_do_not_lose_each_others_tags(tmp_path: Path) -> 
     (tmp_path / "blob").write_bytes(b"abc")
     for number in range(4):
         if os.fork() == 0:
-            tier = registry.Layout(str(tmp_path / "layout"))
+            tier = registry.OciLayout(str(tmp_path / "layout"))
             for each in range(5):
                 tier.write(f"t{number}-{each}", str(tmp_path / "blob"), WHAT, Deadline(LONG))
             os._exit(0)
     assert [os.wait()[1] for _ in range(4)] == [0] * 4
-    tier = registry.Layout(str(tmp_path / "layout"))
+    tier = registry.OciLayout(str(tmp_path / "layout"))
     for number in range(4):
         for each in range(5):
-            assert tier.published(f"t{number}-{each}", Deadline(LONG)) == WHAT
+            assert tier.look_up(f"t{number}-{each}", Deadline(LONG)) == WHAT
 
 
 @pytest.mark.parametrize("op", ["a", "x" * 300, "späti/../op", ".hidden"])
@@ -329,7 +329,7 @@ def test_a_name_is_a_tag_that_every_registry_takes(op: str) -> None:
 # Lock files
 
 
-ROW = lockfile.Locked("pkg", 'o"p\\', "cpu", (), X86_64, X86_V3, ("avx512f",), "none", "n", SHA, 5)
+ROW = lockfile.LockRow("pkg", 'o"p\\', "cpu", (), X86_64, X86_V3, ("avx512f",), "none", "n", SHA, 5)
 
 
 def test_a_lock_file_says_what_was_written(tmp_path: Path) -> None:
@@ -392,9 +392,9 @@ def test_a_login_of_dockers_config_is_found(tmp_path: Path) -> None:
     directory = docker(tmp_path, auths={"https://host:5000": {"auth": auth}, "b": {}})
     with override(docker_config=directory):
         found = ("me", "pass:word", "", f"{tmp_path}/config.json")
-        assert credentials.for_registry("host:5000") == found
-        assert credentials.for_registry("other") is None
-        assert credentials.for_registry("b") is None
+        assert credentials.registry_login("host:5000") == found
+        assert credentials.registry_login("other") is None
+        assert credentials.registry_login("b") is None
 
 
 def test_a_credential_helper_is_asked(tmp_path: Path) -> None:
@@ -410,14 +410,14 @@ def test_a_credential_helper_is_asked(tmp_path: Path) -> None:
     path = f"{tmp_path}:{os.environ['PATH']}"
     with pytest.MonkeyPatch.context() as patch, override(docker_config=directory):
         patch.setenv("PATH", path)
-        assert credentials.for_registry("known") == ("", "", "s", "docker-credential-test")
-        assert credentials.for_registry("other") is None
+        assert credentials.registry_login("known") == ("", "", "s", "docker-credential-test")
+        assert credentials.registry_login("other") is None
 
 
 def test_a_helpers_name_cannot_be_a_path(tmp_path: Path) -> None:
     directory = docker(tmp_path, credsStore="../../bin/x")
     with override(docker_config=directory), pytest.raises(Unreachable, match="not a helper"):
-        credentials.for_registry("host")
+        credentials.registry_login("host")
 
 
 def test_netrc_has_the_logins_of_web_servers(tmp_path: Path) -> None:
@@ -425,8 +425,8 @@ def test_netrc_has_the_logins_of_web_servers(tmp_path: Path) -> None:
     path.write_text("machine host login me password secret\ndefault login all password x\n")
     path.chmod(0o600)
     with override(netrc=str(path)):
-        assert credentials.for_web("host") == ("me", "secret", "", str(path))
-        assert credentials.for_web("another") is None
+        assert credentials.web_login("host") == ("me", "secret", "", str(path))
+        assert credentials.web_login("another") is None
 
 
 # What is forbidden, and logins that are refused
@@ -441,7 +441,7 @@ def test_a_name_that_is_forbidden_does_not_end_the_use_of_the_tier(
     with override(netrc=str(netrc)):
         for _ in range(2):
             with pytest.raises(Forbidden) as told:
-                tiers.reach(url, root, lambda tier, deadline: tier.published("name", deadline))
+                tiers.reach(url, root, lambda tier, deadline: tier.look_up("name", deadline))
     assert str(told.value) == (
         f"{server.host} answers HTTP 403, asked without a login (none for {server.host} in {netrc})"
     )
@@ -624,8 +624,8 @@ def test_a_realm_without_tls_does_not_get_the_login_of_a_registry_with_it(start:
 def test_a_redirect_to_plain_http_is_refused() -> None:
     client = web.Client("https://host/", lambda _: None, list)
     with pytest.raises(Unreachable, match="redirects to http://"):
-        client._redirected("https://host/a", "http://host/a")
-    assert client._redirected("https://host/a", "/b") == "https://host/b"
+        client._resolve_url("https://host/a", "http://host/a")
+    assert client._resolve_url("https://host/a", "/b") == "https://host/b"
 
 
 def test_proxies_are_used_but_not_for_the_hosts_that_are_excepted(start: Start) -> None:

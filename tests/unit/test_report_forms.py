@@ -18,6 +18,7 @@ from opkiln.devices import amd, nvidia
 from opkiln.engine import budget
 from opkiln.errors import StoreError
 from opkiln.report import collect, compilers, facts, forms, layout, machine, operators, page
+from opkiln.report.collect import PastBuild
 from opkiln.settings import override
 from opkiln.store import inventory
 
@@ -58,30 +59,32 @@ def filled(ops: tuple[operators.OpStatus, ...] = OPS) -> collect.Report:
         compilers.Tool("cuda", "/usr/local/cuda-12.8", "/usr/local/cuda-*", "12.8", False, MISFIT),
         compilers.Tool("rocm", "/opt/rocm/bin/hipcc", "/opt", "", False, "not asked", False),
     )  # fmt: skip
-    found = machine.Devices(
+    found = machine.FoundDevices(
         gpus=(machine.Gpu("NVIDIA", 0, "NVIDIA H200", "9.0", 141 << 30, True),
               machine.Gpu("NVIDIA", 1, "NVIDIA H200", "9.0", 141 << 30, False)),
         drivers=(machine.Driver("NVIDIA", "580.65.06", "13.0", ""),),
         accelerator=machine.ChosenAccelerator("cuda", "2 x NVIDIA H200", ""),
         accelerators=(Answer("cuda", True, "2 x NVIDIA H200"),
                       Answer("npu", False, "torch_npu is not installed")),
-        collectives=(machine.Library("NCCL", "/usr/lib/libnccl.so.2.27.3", "2.27.3"),),
+        collectives=(machine.CommunicationLibrary("NCCL", "/usr/lib/libnccl.so.2.27.3", "2.27.3"),),
     )  # fmt: skip
     limits = budget.Limits((0, 1), 8 << 30, 4 << 30, "CPU affinity", "80% of the machine's memory")
     store = collect.StoreStatus(
         "/cache/v1", ("/cache/v1", "/layer/v1"), ("/shared cannot be the store: not ours",),
         inventory.Sizes(2, 4096, 3, 2048, 100), 20 << 30,
         machine.Space("/cache", 10 << 30, 1 << 30),
-        (collect.Build("fast_gelu", "sample", "cuda 9.0", NOW - 60, 12.5, 900 << 20, "/cache/x"),
-         collect.Build("fast_gelu", "sample", "cpu", NOW - 65, 3.0, 200 << 20, "/cache/y"),
-         collect.Build("slow_gelu", "sample", "cpu", NOW - 90000, 1.0, 0, "/cache/z")),
-        (collect.Build("far_gelu", "sample", "cpu", NOW, 1.0, 0, "/cache/f", "fetched from oci://host"),),
+        (PastBuild("fast_gelu", "sample", "cuda 9.0", NOW - 60, 12.5, 900 << 20, "/cache/x"),
+         PastBuild("fast_gelu", "sample", "cpu", NOW - 65, 3.0, 200 << 20, "/cache/y"),
+         PastBuild("slow_gelu", "sample", "cpu", NOW - 90000, 1.0, 0, "/cache/z")),
+        (PastBuild("far_gelu", "sample", "cpu", NOW, 1.0, 0, "/cache/f", "fetched from oci://host"),),
         ("oci://host/ops",),
     )  # fmt: skip
     environment = collect.Environment(
         machine=here,
         tools=tools,
-        unfound=(compilers.Unfound("rocm", "/gone/bin/hipcc", "ROCM_HOME"),),
+        unfound=(
+            compilers.Tool("rocm", "/gone/bin/hipcc", "ROCM_HOME", "", False, "no such program"),
+        ),
         torch=TorchSDK("/site/torch", "2.13.0+cu130", "abc", "13.0", None, True),
         torch_error="",
         devices=found,

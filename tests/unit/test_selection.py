@@ -14,14 +14,14 @@ from opkiln.errors import SettingError
 from opkiln.model import CPU, CUDA, ROCM
 from opkiln.settings import override
 from opkiln.ship import selection
-from opkiln.ship.selection import Declared, NamedTarget
+from opkiln.ship.selection import DeclaredOp, NamedTarget
 from opkiln.toolchain import choice, torch_sdk
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
 ROOT = Path(__file__).resolve().parents[2]
-OPS = [Declared("adam"), Declared("lion"), Declared("mine", variables=("MY_OP",))]
+OPS = [DeclaredOp("adam"), DeclaredOp("lion"), DeclaredOp("mine", variables=("MY_OP",))]
 
 
 def chosen(monkeypatch: pytest.MonkeyPatch, variables: Mapping[str, str]) -> dict[str, str]:
@@ -72,7 +72,7 @@ def test_a_switch_that_is_neither_on_nor_off_is_an_error(monkeypatch: pytest.Mon
 def test_a_setting_is_no_switch_of_an_op_of_that_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPKILN_BUILD_TIMEOUT", "600")
     monkeypatch.setenv("DS_BUILD_STRING", "cu130")
-    ops = [Declared("timeout"), Declared("string")]
+    ops = [DeclaredOp("timeout"), DeclaredOp("string")]
     assert [each.wanted for each in selection.choose(ops)] == [False, False]
     assert selection.unknown_variables(ops) == []
 
@@ -93,10 +93,12 @@ def test_ops_and_libraries_of_a_module_are_read_without_importing_it(tmp_path: P
         "@op('two.cpp', variants={'SIZE': (4,)})\ndef two(x): ...\n"
         "@two.variant\ndef _(x): ...\n"
     )
-    found = selection.declared({"pack": "pack"}, str(tmp_path))
+    found = selection.declared_ops({"pack": "pack"}, str(tmp_path))
     assert found == [
-        Declared("one", "pack:one"), Declared("two", "pack:two"), Declared("both", "pack:kit"),
-    ]  # fmt: skip
+        DeclaredOp("one", "pack:one"),
+        DeclaredOp("two", "pack:two"),
+        DeclaredOp("both", "pack:kit"),
+    ]
 
 
 def test_a_builders_own_variable_is_read_without_importing_it(tmp_path: Path) -> None:
@@ -112,7 +114,7 @@ def test_a_builders_own_variable_is_read_without_importing_it(tmp_path: Path) ->
     (tmp_path / "broken.py").write_text("class F(:\n")
     values = {name: f"pack.ops.a:{name}" for name in "ABCD"}
     values |= {"E": "pack:E", "F": "broken:F", "G": "gone:G", "H": "pack:Other"}
-    found = selection.declared(values, str(tmp_path))
+    found = selection.declared_ops(values, str(tmp_path))
     assert [op.variables for op in found] == [
         ("PACK_A",), ("PACK_A",), ("PACK_C",), (), ("PACK_E",), (), (), (),
     ]  # fmt: skip
@@ -123,7 +125,7 @@ def test_every_bundled_op_is_among_what_uv_looks_at() -> None:
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     seen = {each["env"] for each in project["tool"]["uv"]["cache-keys"] if "env" in each}
-    ops = selection.bundled()
+    ops = selection.bundled_ops()
     expected = {f"{prefix}_BUILD_{op.name.upper()}" for op in ops for prefix in ("OPKILN", "DS")}
     expected |= {name for op in ops for name in op.variables}
     missing = "\n".join(f'    {{ env = "{name}" }},' for name in sorted(expected - seen))
@@ -224,8 +226,8 @@ def test_a_build_string_marks_the_version_once(
     version: str, text: str | None, expected: str
 ) -> None:
     with override(build_string=text):
-        assert selection.tagged(version) == expected
-        assert selection.tagged(expected) == expected
+        assert selection.tag_version(version) == expected
+        assert selection.tag_version(expected) == expected
 
 
 @pytest.mark.parametrize(
@@ -236,7 +238,7 @@ def test_a_build_string_that_no_version_can_have_is_an_error(
 ) -> None:
     monkeypatch.setenv("DS_BUILD_STRING", text)
     with pytest.raises(SettingError, match=r"DS_BUILD_STRING=.* cannot be part of a version"):
-        selection.tagged("1.0")
+        selection.tag_version("1.0")
 
 
 @pytest.mark.parametrize(

@@ -470,9 +470,9 @@ def test_an_unsigned_layer_is_refused_but_not_damaged_when_the_store_is_verified
 
 def test_the_doctor_says_that_a_listed_bundle_is_not_signed(file: Path, ours: signing.Pair) -> None:
     from opkiln.report.doctor import directories
-    from opkiln.report.doctor.terms import Here
+    from opkiln.report.doctor.terms import Facts
 
     with override(store_layers=(str(file),), trusted_keys=(ours.key,)):
-        told = directories.layers(Here())
+        told = directories.layers(Facts())
     assert told.verdict == "WARN"
     assert "it is not signed" in told.evidence

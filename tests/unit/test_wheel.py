@@ -22,8 +22,9 @@ from sample.levels import AARCH64, ARM_V8, X86_64
 from sample.prebuilt import ARM, FULL, SYSTEM, TORCH, add, linked
 
 from opkiln.errors import StoreError, UsageError
+from opkiln.model import SHARED
 from opkiln.ship.precompile import tag_of
-from opkiln.ship.wheel import HOME, wheel_name, write_wheel
+from opkiln.ship.wheel import wheel_name, write_wheel
 from opkiln.ship.wheel_check import verify_wheel
 
 NEWER = ("libc.so.6", "newer", "GLIBC_2.34")
@@ -71,9 +72,9 @@ def test_a_wheel_holds_the_layer_and_what_installers_need(layer: Path) -> None:
     files = sorted(str(file.relative_to(layer)) for file in layer.rglob("*") if file.is_file())
     info = [f"demo_ops-1.2.0.dist-info/{name}"
             for name in ("METADATA", "sboms/opkiln.cdx.json", "WHEEL", "RECORD")]  # fmt: skip
-    assert names(path) == [*(f"{HOME}/demo_ops/{file}" for file in files), *info]
+    assert names(path) == [*(f"{SHARED}/demo_ops/{file}" for file in files), *info]
     for file in files:
-        assert read(path, f"{HOME}/demo_ops/{file}") == (layer / file).read_bytes()
+        assert read(path, f"{SHARED}/demo_ops/{file}") == (layer / file).read_bytes()
     verify_wheel(str(path))
 
 
@@ -234,7 +235,7 @@ def test_wheels_that_would_be_too_large_are_split(
     for path in made:
         verify_wheel(str(path))
         assert path.stat().st_size <= max_size
-        below = f"{HOME}/{path.name.partition('-')[0]}/"
+        below = f"{SHARED}/{path.name.partition('-')[0]}/"
         inside = {name.removeprefix(below) for name in names(path) if name.startswith(below)}
         assert not inside & shipped
         shipped |= inside

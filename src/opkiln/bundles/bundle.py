@@ -33,7 +33,7 @@ from opkiln.store.layers import claim
 from opkiln.store.zip_format import LARGEST, MOST_MEMBERS, Writer, chunks
 
 
-class Written(NamedTuple):
+class BundleFile(NamedTuple):
     """A bundle that was written."""
 
     path: str
@@ -42,7 +42,7 @@ class Written(NamedTuple):
     size: int
 
 
-class Taken(NamedTuple):
+class ImportedEntry(NamedTuple):
     """An entry of a bundle that was imported."""
 
     op: str
@@ -54,7 +54,7 @@ class Taken(NamedTuple):
 # Writing
 
 
-def write_bundle(layer_dir: str, file: str) -> Written:
+def write_bundle(layer_dir: str, file: str) -> BundleFile:
     """Write the entries of a layer, as ``bundles.layer`` leaves them, to one file.
 
     The same entries give the same bytes. ``file`` appears whole or not at all. Raises StoreError if
@@ -85,11 +85,11 @@ def write_bundle(layer_dir: str, file: str) -> Written:
                     f"{paths[name]} (SHA-256 {sha256}) was changed while it was bundled"
                 )
         archive.close()
-    return Written(file, sha256_file(file, LARGEST_BUNDLE), len(entries), os.stat(file).st_size)
+    return BundleFile(file, sha256_file(file, LARGEST_BUNDLE), len(entries), os.stat(file).st_size)
 
 
 @contextlib.contextmanager
-def packed(payloads: Iterable[str]) -> Iterator[Written]:
+def temporary_bundle(payloads: Iterable[str]) -> Iterator[BundleFile]:
     """A bundle of these libraries of the store, for as long as the block lasts. Raises
     StoreError."""
     with publish.scratch("pack") as stage:
@@ -124,11 +124,11 @@ def read_bundle(file: str) -> list[dict[str, Any]]:
     Raises StoreError, which names the file and the digests; Untrusted, a subclass, if
     ``OPKILN_TRUSTED_KEYS`` requires a signature that is missing.
     """
-    with opened(file) as bundle:
+    with open_bundle(file) as bundle:
         return [manifest for _, manifest, _ in _entries(bundle)]
 
 
-class Fetched(NamedTuple):
+class Origin(NamedTuple):
     """Where a bundle came from, and what vouches for its digest: a lock file, or a trusted key
     whose signature was verified. It becomes part of the manifests of its entries."""
 
@@ -138,8 +138,8 @@ class Fetched(NamedTuple):
 
 
 def unpack(
-    file: str, root: str, *, sha256: str = "", signed: bool = True, origin: Fetched | None = None
-) -> list[Taken]:
+    file: str, root: str, *, sha256: str = "", signed: bool = True, origin: Origin | None = None
+) -> list[ImportedEntry]:
     """Publish each entry of a bundle in the store at ``root`` (``Store.root``).
 
     ``signed=False`` is for one that opkiln itself made just now: it needs no signature. Nor does
@@ -151,7 +151,7 @@ def unpack(
     if origin is not None:
         sha256, signed = origin.sha256, False
         note = {FETCHED: dict([("url", origin.url), ("sha256", sha256), origin.by])}
-    with opened(file, sha256, signed=signed) as bundle:
+    with open_bundle(file, sha256, signed=signed) as bundle:
         entries = list(_entries(bundle))
         claim(root)
         return [_publish(bundle, *entry, root, note) for entry in entries]
@@ -167,7 +167,7 @@ def unpack_bytes(data: bytes, root: str, *, sha256: str = "", signed: bool = Tru
 
 
 @contextlib.contextmanager
-def opened(file: str, sha256: str = "", *, signed: bool = True) -> Iterator[Bundle]:
+def open_bundle(file: str, sha256: str = "", *, signed: bool = True) -> Iterator[Bundle]:
     """A bundle of which every byte was checked. Damage that is found, now or later, is raised as a
     StoreError. ``signed=False`` needs no signature."""
     try:
@@ -203,7 +203,7 @@ def _entries(bundle: Bundle) -> Iterator[tuple[str, dict[str, Any], dict[str, Me
             payload = files[manifest["payload"]]
             place = leaf.split("/")
             agree = (
-                layer.named(manifest) == (*place[2:4], place[-1])
+                layer.identity(manifest) == (*place[2:4], place[-1])
                 and (payload.size, payload.sha256) == (manifest["size"], manifest["sha256"])
                 and set(files) == {MANIFEST, SIDECAR, manifest["payload"]}
             )
@@ -222,7 +222,7 @@ def _publish(
     files: dict[str, Member],
     root: str,
     note: dict[str, Any],
-) -> Taken:
+) -> ImportedEntry:
     relative = leaf.partition("/")[2]
     final = os.path.join(root, relative)
     found = examine(final, {}, Hasher(), listed=False, whole=False, own=False)
@@ -240,4 +240,4 @@ def _publish(
             with contextlib.suppress(OSError):
                 publish.discard(root, final)
             publish.publish(stage, root, relative)
-    return Taken(manifest["op"], manifest["distribution"], final, new)
+    return ImportedEntry(manifest["op"], manifest["distribution"], final, new)

@@ -36,7 +36,7 @@ _ISA = re.compile(
 )
 
 
-class Entry(NamedTuple):
+class LayerEntry(NamedTuple):
     """One entry of a layer. Its manifest and payload were checked against their digests."""
 
     place: str  # in the layer: v1/ops/<distribution>/<op>/<intent>/<build>/<deps>
@@ -54,7 +54,7 @@ class Entry(NamedTuple):
         return tuple(sorted((MANIFEST, SIDECAR, self.manifest["payload"])))
 
 
-def entries(layer_dir: str) -> tuple[Entry, ...]:
+def entries(layer_dir: str) -> tuple[LayerEntry, ...]:
     """The entries of a layer, sorted by place. StoreError if there are none, or one is damaged."""
     top = os.path.join(layer_dir, LAYOUT, "ops")
     found = [_entry(layer_dir, directory) for directory in inventory.directories(top, 5)]
@@ -63,7 +63,7 @@ def entries(layer_dir: str) -> tuple[Entry, ...]:
     return tuple(sorted(found, key=lambda each: each.place))
 
 
-def _entry(layer_dir: str, directory: str) -> Entry:
+def _entry(layer_dir: str, directory: str) -> LayerEntry:
     leaf = examine(directory, {}, Hasher(), listed=True, whole=False, own=False)
     try:
         if not isinstance(leaf, Leaf):
@@ -72,7 +72,7 @@ def _entry(layer_dir: str, directory: str) -> Entry:
         if more := sorted(set(os.listdir(directory)) - known):
             raise ValueError(f"it also has {', '.join(more)}")
         place = os.path.relpath(directory, layer_dir)
-        if (told := named(leaf.manifest)) != (*place.split("/")[2:4], place.split("/")[-1]):
+        if (told := identity(leaf.manifest)) != (*place.split("/")[2:4], place.split("/")[-1]):
             raise ValueError(f"it belongs at {'/'.join(told)}")
         try:
             lists = read_sidecar(directory)
@@ -81,10 +81,10 @@ def _entry(layer_dir: str, directory: str) -> Entry:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         reason = entry.in_words(error)
         raise StoreError(f"{directory} cannot be shipped: {reason}") from error
-    return Entry(place, directory, leaf.manifest, lists)
+    return LayerEntry(place, directory, leaf.manifest, lists)
 
 
-def named(manifest: dict[str, Any]) -> tuple[str, str, str]:
+def identity(manifest: dict[str, Any]) -> tuple[str, str, str]:
     """(distribution, op, deps_key): the place that a manifest belongs at."""
     return manifest["distribution"], manifest["op"], deps_key(manifest["deps"])
 
@@ -115,10 +115,10 @@ def _export(payload: str, out: str) -> str:
     source = leaf_of(payload)
     *_, distribution, op, intent, build, _ = source.split("/")
     try:
-        manifest = _shipped(entry.read_manifest(source))
+        manifest = _shipped_manifest(entry.read_manifest(source))
         inputs = entry.read_sidecar(source)["inputs"]
         _require_known_cpu(manifest, inputs["steps"])
-        key = named(manifest)[-1]
+        key = identity(manifest)[-1]
         final = os.path.join(out, LAYOUT, "ops", place_of(distribution, op), intent, build, key)
         if not os.path.isdir(final):
             _write(payload, manifest, inputs, final)
@@ -147,7 +147,7 @@ def _require_known_cpu(manifest: dict[str, Any], steps: list[list[str]]) -> None
             )
 
 
-def _shipped(manifest: dict[str, Any]) -> dict[str, Any]:
+def _shipped_manifest(manifest: dict[str, Any]) -> dict[str, Any]:
     own = [
         # A header outside the package is compared only if the machine has it.
         [anchor if anchor in _ANCHORS else OUTSIDE, path, digest]

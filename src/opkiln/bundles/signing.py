@@ -10,15 +10,14 @@ import os
 import shlex
 import shutil
 import stat
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from opkiln.bundles.bundle import opened, replacing
+from opkiln.bundles.bundle import open_bundle, replacing
 from opkiln.digest import LARGEST_BUNDLE, sha256_file
 from opkiln.errors import StoreError, UsageError
 from opkiln.store import publish, signatures
 from opkiln.store.archive import Bundle, Damaged, signed_tail
 
-TYPE_CHECKING = False
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
@@ -33,7 +32,7 @@ class Pair(NamedTuple):
     key: str  # the word in that file, which others list
 
 
-class Signed(NamedTuple):
+class SignedBundle(NamedTuple):
     """A bundle that was signed."""
 
     path: str
@@ -51,9 +50,7 @@ def generate(private: str) -> Pair:
     from cryptography.hazmat.primitives import serialization
 
     pem = made.private_bytes(
-        serialization.Encoding.PEM,
-        serialization.PrivateFormat.PKCS8,
-        serialization.NoEncryption(),
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
     key = _public(made)
     public = f"{private}.pub"
@@ -80,7 +77,7 @@ def _new_file(path: str, data: bytes, mode: int) -> None:
         raise StoreError(f"{path} cannot be written: {error.strerror or error}") from error
 
 
-def sign(file: str, key_file: str) -> Signed:
+def sign(file: str, key_file: str) -> SignedBundle:
     """Sign a bundle. The signed file replaces it, whole or not at all.
 
     Every byte is checked first. Signatures by other keys stay. Signing again with the same key
@@ -88,7 +85,7 @@ def sign(file: str, key_file: str) -> Signed:
     """
     private = _private(key_file)
     key = _public(private)
-    with opened(file, signed=False) as bundle:
+    with open_bundle(file, signed=False) as bundle:
         end = bundle.index.end
         found = signatures.read(bundle.index.signature) if bundle.index.signature else {}
         found[key] = private.sign(signatures.message(bundle.index.sha256))
@@ -108,7 +105,7 @@ def sign(file: str, key_file: str) -> Signed:
                 written.check()
                 if written.index.sha256 != bundle.index.sha256:
                     raise Damaged("it was replaced while it was signed")
-    return Signed(file, sha256_file(file, LARGEST_BUNDLE), key, tuple(sorted(found)))
+    return SignedBundle(file, sha256_file(file, LARGEST_BUNDLE), key, tuple(sorted(found)))
 
 
 def sign_artifact(name: str, sha256: str, size: int, key_file: str) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import click
 
@@ -20,7 +21,7 @@ from opkiln.errors import UsageError
 from opkiln.report.layout import columns
 from opkiln.ship import prebuild, wrappings
 from opkiln.ship.audit import Finding
-from opkiln.ship.prebuild import BUILT, CACHED, SKIPPED, Outcome
+from opkiln.ship.prebuild import BUILT, CACHED, SKIPPED, BuildOutcome, Requests
 from opkiln.ship.selection import NamedTarget, parse_all
 
 
@@ -61,7 +62,7 @@ from opkiln.ship.selection import NamedTarget, parse_all
 @click.option("--name", metavar="NAME", help="The wheel's name.  [default: <package>-ops]")
 @click.option("--version", metavar="VERSION", help="The wheel's version.  [default: the package's]")
 @click.option(
-    "--max-wheel-size", callback=parse_size_option, metavar="SIZE",
+    "--max-wheel-size", "max_size", callback=parse_size_option, metavar="SIZE",
     help="Split the wheel, by backend and architecture, so that each is at most SIZE: 80M.",
 )  # fmt: skip
 @click.option(
@@ -85,16 +86,11 @@ def command(
     target: tuple[str, ...],
     targets: str | None,
     executor: str | None,
-    out: str | None,
-    wheel: str | None,
-    bundle: str | None,
-    name: str | None,
-    version: str | None,
-    max_wheel_size: int | None,
     verify: bool,
     trace: str | None,
     jobs: int | None,
     as_json: bool,
+    **forms: Any,
 ) -> int:
     """Build OPS, unless they are already built.
 
@@ -102,6 +98,7 @@ def command(
     --package, an op that cannot run here (torch is too old, or its author says so) is skipped and
     listed.
     """
+    wrapping = wrappings.Wrapping(**forms)
     wanted = wanted_targets(target)
     if targets is not None:
         from opkiln.ship.farm import read_matrix
@@ -109,7 +106,7 @@ def command(
         listed, more = read_matrix(targets)
         wanted = list(dict.fromkeys([*wanted, *more]))
         ops = ops or (() if everything or package or recorded or for_script else tuple(listed))
-    if wheel is None and (name or version or max_wheel_size):
+    if wrapping.wheel is None and (wrapping.name or wrapping.version or wrapping.max_size):
         raise click.UsageError("--name, --version and --max-wheel-size need --wheel")
     named = bool(ops) and for_script is None
     others = sum(each is not None for each in (package, recorded, for_script))
@@ -118,10 +115,9 @@ def command(
             "give one of: names of ops, --all, --package, --recorded, --for-script"
         )
     if for_script is not None:
-        asked = _used_by(for_script, ops, wanted)
+        asked = _script_requests(for_script, ops, wanted)
     else:
         asked = requests(ops, everything, package, wanted, recorded)
-    wrapping = wrappings.Wrapping(out, wheel, bundle, name, version, max_wheel_size)
     wrappings.check(wrapping, {each.builder.distribution for each in asked.requests})
     if executor is None:
         outcomes = prebuild.prebuild(asked.requests, jobs=jobs, trace=trace)
@@ -139,10 +135,12 @@ def command(
             why="; ".join(each.reason for each in outcomes) or "no op was requested",
         )
     if verify and not failures:
-        findings, violations = wrappings.audited(done)
+        findings, violations = wrappings.audit_libraries(done)
         failures += violations
     written = wrappings.write(done, wrapping) if done and not failures else []
-    digests = {path: sha256_file(path, LARGEST_BUNDLE) for path in written if path == bundle}
+    digests = {
+        path: sha256_file(path, LARGEST_BUNDLE) for path in written if path == wrapping.bundle
+    }
     if as_json:
         told = [{"op": op, **each._asdict()} for op, each in findings]
         output.data_json({"ops": outcomes, "findings": told, "written": written, "sha256": digests})
@@ -159,7 +157,7 @@ def requests(
     package: str | None,
     wanted: list[NamedTarget],
     recorded: str | None = None,
-) -> prebuild.Asked:
+) -> Requests:
     """The ops that were named, all, or those of a package or a record, each for each target."""
     from opkiln.registry import ALL_OPS, ops_of
 
@@ -171,7 +169,9 @@ def requests(
     return prebuild.requests(names, wanted, named=not everything)
 
 
-def _used_by(script: str, arguments: tuple[str, ...], wanted: list[NamedTarget]) -> prebuild.Asked:
+def _script_requests(
+    script: str, arguments: tuple[str, ...], wanted: list[NamedTarget]
+) -> Requests:
     from opkiln.store import publish
 
     output.say(f"running {script}; ops that are not built yet run as references")
@@ -180,7 +180,7 @@ def _used_by(script: str, arguments: tuple[str, ...], wanted: list[NamedTarget])
         prebuild.run_script(script, arguments, noted, **output.child_variables())
         if not os.path.exists(noted):
             output.say(f"{script} loaded no op")
-            return prebuild.Asked((), ())
+            return Requests((), ())
         return prebuild.recorded_requests(noted, wanted, ran_here=True)
 
 
@@ -193,7 +193,7 @@ def wanted_targets(texts: tuple[str, ...]) -> list[NamedTarget]:
 
 
 def _show(
-    outcomes: list[Outcome], findings: tuple[tuple[str, Finding], ...], written: dict[str, str]
+    outcomes: list[BuildOutcome], findings: tuple[tuple[str, Finding], ...], written: dict[str, str]
 ) -> None:
     rows = [("op", "for", "status", "seconds", "path")]
     for each in outcomes:

@@ -1,4 +1,4 @@
-"""What carries ops to other machines: bundles, remote tiers, lock files, and records of use."""
+"""Commands that carry ops to other machines: bundles, remote tiers, lock files, records of use."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from opkiln.settings import settings
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from opkiln.remote.fetch import Pulled
-    from opkiln.remote.lockfile import Locked
+    from opkiln.remote.fetch import PullResult
+    from opkiln.remote.lockfile import LockRow
     from opkiln.store.inventory import Entry
 
 
@@ -37,7 +37,7 @@ def _digest(_context: click.Context, _option: click.Parameter, text: str | None)
     return text or ""
 
 
-def chosen(ops: tuple[str, ...]) -> list[Entry]:
+def newest_entries(ops: tuple[str, ...]) -> list[Entry]:
     """The newest entry of each op and target; of these ops, or of all. Raises StoreError."""
     from opkiln.store import inventory
     from opkiln.store.layers import Store
@@ -72,7 +72,7 @@ def export(file: str, ops: tuple[str, ...], as_json: bool) -> None:
     from opkiln.bundles.bundle import write_bundle
     from opkiln.store import publish
 
-    payloads = [each.payload for each in chosen(ops)]
+    payloads = [each.payload for each in newest_entries(ops)]
     with publish.scratch("export") as stage:
         layer.export(payloads, stage)
         written = write_bundle(stage, file)
@@ -204,7 +204,7 @@ def lock_command(ops: tuple[str, ...], file: str, as_json: bool) -> None:
     from opkiln.remote.push import publishable
 
     rows = []
-    for each in chosen(ops):
+    for each in newest_entries(ops):
         with publishable(each.payload) as (_, row):
             rows.append(row)
     replace(file, lockfile.write(rows).encode())
@@ -212,7 +212,7 @@ def lock_command(ops: tuple[str, ...], file: str, as_json: bool) -> None:
     output.answer(as_json, {"file": file, "artifacts": rows}, _table(rows), note)
 
 
-def _table(rows: list[Locked]) -> str:
+def _table(rows: list[LockRow]) -> str:
     head = ("op", "package", "for", "size", "sha256")
     told = [(r.op, r.package, r.target, size(r.size), r.sha256) for r in sorted(rows)]
     return columns([head, *told])
@@ -238,7 +238,7 @@ def push(ops: tuple[str, ...], urls: tuple[str, ...], key_file: str | None, as_j
     url = _tiers(urls)[0]
     tiers.forget(writable_root())
     rows = []
-    for each in chosen(ops):
+    for each in newest_entries(ops):
         rows.append(publish(each.payload, url, key_file))
         output.say(f"published {each.name} for {rows[-1].target} to {url}")
     output.answer(as_json, {"url": url, "artifacts": rows}, _table(rows))
@@ -254,11 +254,7 @@ def push(ops: tuple[str, ...], urls: tuple[str, ...], key_file: str | None, as_j
 @_url_option
 @json_option
 def pull(
-    lock_file: str | None,
-    ops: tuple[str, ...],
-    fitting: bool,
-    urls: tuple[str, ...],
-    as_json: bool,
+    lock_file: str | None, ops: tuple[str, ...], fitting: bool, urls: tuple[str, ...], as_json: bool
 ) -> int:
     """Fetch the artifacts of a lock file into the store, several at once; exit with 5 if one is
     missing.
@@ -278,12 +274,12 @@ def pull(
     ]
     root = writable_root()
     tiers.forget(root)
-    done: list[Pulled] = []
+    done: list[PullResult] = []
     progress = _Progress(rows)
     try:
         for each in fetch(rows, os.path.abspath(file), _tiers(urls), root, progress.add):
             done.append(each)
-            progress.finished(each)
+            progress.count(each)
     finally:
         progress.clear()
     document = [{**each.row._asdict(), **fields(each, "status url reason")} for each in done]
@@ -297,7 +293,7 @@ def pull(
 class _Progress:
     """A line on a terminal that counts bytes; elsewhere a line for each artifact."""
 
-    def __init__(self, rows: list[Locked]) -> None:
+    def __init__(self, rows: list[LockRow]) -> None:
         self._artifacts = len(rows)
         self._bytes = sum(row.size for row in rows)
         self._got = self._done = 0
@@ -311,7 +307,7 @@ class _Progress:
             click.echo("\r\x1b[K", nl=False, err=True)
 
     def add(self, number: int) -> None:
-        """So many bytes have come. Called by several threads."""
+        """Count received bytes. Called by several threads."""
         with self._lock:
             self._got += number
             if self._live and time.monotonic() - self._shown > 0.1:
@@ -320,8 +316,8 @@ class _Progress:
                 text = f"{counted}, {size(self._got)} of {size(self._bytes)}"
                 click.echo(f"\r{text}\x1b[K", nl=False, err=True)
 
-    def finished(self, each: Pulled) -> None:
-        """One artifact is done."""
+    def count(self, each: PullResult) -> None:
+        """Count a finished artifact."""
         self._done += 1
         if not self._live:
             where = f" from {each.url}" if each.url else ""

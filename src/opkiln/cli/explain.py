@@ -79,7 +79,7 @@ def plan_command(
     places = anchors(plan, stage)
     commands = [(step, argv(step, places)) for step in plan.steps]
     if as_json:
-        output.data_json(_as_json(plan, stage, commands))
+        output.data_json(_plan_document(plan, stage, commands))
     elif compile_commands:
         rows = [
             {
@@ -116,7 +116,7 @@ def _script(plan: Plan, stage: str, commands: Commands) -> str:
     return "\n".join(lines)
 
 
-def _as_json(plan: Plan, stage: str, commands: Commands) -> dict[str, Any]:
+def _plan_document(plan: Plan, stage: str, commands: Commands) -> dict[str, Any]:
     environment = dict(plan.environment)
     return {
         "op": plan.spec.name,
@@ -160,7 +160,7 @@ def check_command(ops: tuple[str, ...], package: str | None, as_json: bool) -> i
         raise click.UsageError("give names of ops or files that list them, or --package")
     if package is not None:
         ops = tuple(ops_of(package))
-    checked = {name: summary(looked(Request(get_builder(name).op()))) for name in _named(ops)}
+    checked = {name: summary(looked(Request(get_builder(name).op()))) for name in _op_names(ops)}
     cold = [name for name, each in checked.items() if each.status == WOULD_COMPILE]
     document = [{"op": name, **each._asdict()} for name, each in checked.items()]
     rows = [(name, each.status, each.reason or each.path) for name, each in checked.items()]
@@ -169,7 +169,7 @@ def check_command(ops: tuple[str, ...], package: str | None, as_json: bool) -> i
     return 0 if all(each.status == CACHED for each in checked.values()) else output.FOUND
 
 
-def _named(arguments: tuple[str, ...]) -> list[str]:
+def _op_names(arguments: tuple[str, ...]) -> list[str]:
     """The ops that the arguments name, each once. Raises UsageError."""
     from opkiln.registry import ALL_OPS, libraries
 
@@ -182,13 +182,13 @@ def _named(arguments: tuple[str, ...]) -> list[str]:
                 raise UsageError(
                     f"{argument!r} is neither an op nor a file", why=error.why, hint=error.hint
                 ) from None
-            names += _listed(argument)
+            names += _read_list(argument)
         else:
             names += [name for name, _ in libraries(argument, builder)]
     return list(dict.fromkeys(names))
 
 
-def _listed(path: str) -> list[str]:
+def _read_list(path: str) -> list[str]:
     try:
         with open(path, encoding="utf-8") as file:
             lines = [line.partition("#")[0].strip() for line in file]

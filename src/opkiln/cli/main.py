@@ -130,7 +130,7 @@ def main() -> None:
     warnings.showwarning = _show_warning  # type: ignore[assignment]
     if sys.argv[1:2] == ["run"]:  # the user's program has the umask that the user chose
         sys.exit(_run(sys.argv[1:]))
-    # Whoever ignores it passes that on, and the exit status of every program would be lost.
+    # If our parent ignores it, so do we, and the exit status of every program would be lost.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     with usable_by_owner():
         sys.exit(_run(sys.argv[1:]))

@@ -57,7 +57,7 @@ def command(name: str | None, op: str | None, backend: str, ci: str) -> None:
     assert name is not None
     package = scaffold.package_of(name)
     if op is None and not os.path.lexists(name):
-        op = _asked(scaffold.default_op(package))
+        op = _ask_op_name(scaffold.default_op(package))
     written = scaffold.write(name, ".", backend, op or "", ci)
     output.data("\n".join(f"{name}/{path}" for path in written))
     # `--group` needs pip 25.1. An isolated build would not see what is installed here.
@@ -81,15 +81,15 @@ def _add(where: str, op: str) -> None:
     )
 
 
-def _asked(default: str) -> str:
+def _ask_op_name(default: str) -> str:
     """The op's name, asked for at the terminal; the default if there is no terminal."""
     if sys.stdin is None or not sys.stdin.isatty() or not sys.stderr.isatty():
         return default
-    answer: str = click.prompt("Name of its op", default=default, value_proc=_named, err=True)
+    answer: str = click.prompt("Name of its op", default=default, value_proc=_parse_name, err=True)
     return answer
 
 
-def _named(text: str) -> str:
+def _parse_name(text: str) -> str:
     try:
         return scaffold.op_of(text)
     except UsageError as error:

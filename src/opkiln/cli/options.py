@@ -1,4 +1,4 @@
-"""What several commands take: names of ops, targets, sizes, digests, and the store to write to."""
+"""Options and arguments of several commands, and the store that they write to."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ package_option = click.option(
 
 
 def entries_of(name: str) -> Callable[[Entry], bool]:
-    """Whether an entry is one of an op: ``OP`` of every package, or ``DISTRIBUTION:OP`` of one."""
+    """A test for the entries of an op: ``OP`` of every package, or ``DISTRIBUTION:OP`` of one."""
     from opkiln.registry import ALL_OPS, normalized
 
     owner, _, op = name.rpartition(":")
@@ -56,7 +56,7 @@ def entries_of(name: str) -> Callable[[Entry], bool]:
 
 
 def file_option(*names: str, help: str, **more: Any) -> Callable[[Any], Any]:
-    """An option that takes a file, or what ``more`` says of it."""
+    """An option that takes a file, unless ``more`` has another type."""
     return click.option(*names, help=help, **{"type": FILE, **more})
 
 
@@ -85,7 +85,7 @@ def builder_for(op: str, target: str | None) -> Iterator[OpBuilder]:
     wanted = selection.parse(target)
     if len(wanted) != 1:
         raise click.UsageError(f"--target {target}: name one CPU")
-    with selection.applied(wanted[0]):
+    with selection.use_cpu(wanted[0]):
         yield selection.ask(get_builder(op), wanted[0])
 
 

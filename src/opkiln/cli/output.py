@@ -143,7 +143,7 @@ def _answer(content: str | bytes, *, end: bool = True) -> None:
 
 
 def is_terminal(stream: TextIO | None) -> bool:
-    """Whether a stream is shown to somebody as it is written."""
+    """Whether a stream is a terminal, which shows what is written at once."""
     return stream is not None and stream.isatty()
 
 
@@ -174,7 +174,7 @@ def equip(command: click.Command) -> click.Command:
         for inner in command.commands.values():
             equip(inner)
     elif command.callback is not None:
-        command.callback = _within(command.callback, warns=command.name != "doctor")
+        command.callback = _add_verbosity(command.callback, warns=command.name != "doctor")
     return command
 
 
@@ -197,7 +197,7 @@ def _level_option(short: str, long: str, level: str, text: str) -> click.Option:
     )
 
 
-def _within(body: Callable[..., Any], *, warns: bool) -> Callable[..., Any]:
+def _add_verbosity(body: Callable[..., Any], *, warns: bool) -> Callable[..., Any]:
     @functools.wraps(body)
     def run(*arguments: Any, **options: Any) -> Any:
         level = click.get_current_context().meta.get(_LEVEL_KEY, NORMAL)

@@ -12,6 +12,7 @@ from opkiln.digest import replace
 from opkiln.errors import UsageError
 
 WARNED = 8  # the doctor's exit code if nothing failed, but there are warnings
+_SERVING = ("ops", "engine", "deepspeed", "missing")  # who may serve a function of DeepSpeed
 
 
 @click.command("report", short_help="Show ops, environment, store and settings.")
@@ -79,11 +80,10 @@ def _show_functions(as_json: bool) -> None:
         return
     rows = [("op", "served by", "functions")]
     for each in found:
-        serving = {who: ", ".join(getattr(each, who)) for who in ("ops", "engine", "deepspeed")}
-        serving["missing"] = ", ".join(each.missing)
+        serving = {who: ", ".join(getattr(each, who)) for who in _SERVING}
         serving["error"] = " ".join(each.error.split())
-        told = [(who, names) for who, names in serving.items() if names] or [("nobody", "")]
-        rows += [(each.op if number == 0 else "", *row) for number, row in enumerate(told)]
+        served = [(who, names) for who, names in serving.items() if names] or [("nobody", "")]
+        rows += [(each.op if number == 0 else "", *row) for number, row in enumerate(served)]
     output.data(columns(rows, width=output.width()))
 
 
@@ -118,7 +118,7 @@ def doctor_command(as_json: bool, errors_only: bool, no_build: bool) -> int:
     from opkiln.report.doctor import checks
     from opkiln.report.doctor.terms import FAIL, WARN
 
-    names = [*checks.CHECKS, *(() if no_build else checks.BUILDS)]
+    names = checks.CHECKS | ({} if no_build else checks.BUILDS)
     verdicts, rows = [], []
     for name, found in checks.examine(build=not no_build):
         verdicts.append(found.verdict)

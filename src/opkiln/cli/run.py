@@ -1,7 +1,7 @@
 """``opkiln run``: an unmodified program, with its extensions built by opkiln.
 
-The time until the program starts is time that opkiln must save it later. So this module imports
-nothing of the command line, and ``at_once`` does without it.
+The program must start quickly. So this module imports nothing of the command line, and
+``start_now`` does without it.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from opkiln.model import PACKAGE
 _STARTUP = os.path.join(PACKAGE, "compat", "startup")
 
 
-def at_once(arguments: list[str]) -> None:
-    """Start the program of ``run COMMAND``. Returns if there is anything to report but the usual
-    line: then the whole command line takes over."""
+def start_now(arguments: list[str]) -> None:
+    """Start the program of ``run COMMAND``. Returns only if more than the usual line has to be
+    said, which the full command line then does."""
     if len(arguments) < 2 or arguments[0] != "run" or arguments[1].startswith("-"):
         return
     command = arguments[1:]

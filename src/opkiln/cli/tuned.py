@@ -62,7 +62,7 @@ def clear(ops: tuple[str, ...]) -> None:
 
 
 def _choices(ops: tuple[str, ...]) -> list[Choice]:
-    """Those of the ops, or all, in order. An op is OP, or DISTRIBUTION:OP."""
+    """The choices of the ops, or all, sorted. An op is OP, or DISTRIBUTION:OP."""
     from opkiln.store import tuned
 
     root = writable_root()

@@ -13,7 +13,7 @@ from functools import partial
 from opkiln import machine
 from opkiln.arch import cpu
 from opkiln.bundles import signing
-from opkiln.bundles.bundle import packed, unpack_bytes
+from opkiln.bundles.bundle import temporary_bundle, unpack_bytes
 from opkiln.cluster import facts
 from opkiln.cluster.channel import Channel
 from opkiln.cluster.messages import Hello, Made, Offer, Vote
@@ -164,7 +164,7 @@ class Worker:
 
     def _send(self, artifact: Artifact) -> tuple[str, int]:
         assert self.channel is not None
-        with packed([artifact.path]) as made:
+        with temporary_bundle([artifact.path]) as made:
             if self.signing_key is not None:
                 signing.sign(made.path, self.signing_key)
             with open(made.path, "rb") as opened:

@@ -287,7 +287,7 @@ def _built(request: Request, outcome: Build) -> Artifact:
         if settings.push is not None and settings.remotes and built.origin == "built":
             from opkiln.remote import push
 
-            push.after_build(built)
+            push.publish_build(built)
     return built
 
 

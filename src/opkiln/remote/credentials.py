@@ -40,12 +40,12 @@ class Login(NamedTuple):
         return f"the login of {self.user or 'a token'} from {self.place}"
 
 
-def for_registry(host: str) -> Login | None:
+def registry_login(host: str) -> Login | None:
     """The login for a registry, as docker, podman and skopeo find it."""
     for path in registry_files():
         with suppress(FileNotFoundError), refuse_malformed(path):
             with open(path, encoding="utf-8") as file:
-                found = _in_config(json.load(file), host)
+                found = _find_in_config(json.load(file), host)
             if found:
                 return found._replace(place=found.place or path)
     return None
@@ -58,7 +58,7 @@ def registry_files() -> list[str]:
     return [*files, os.path.join(directory, "config.json")] if directory else files
 
 
-def _in_config(config: dict[str, Any], host: str) -> Login | None:
+def _find_in_config(config: dict[str, Any], host: str) -> Login | None:
     names = [host, f"https://{host}", f"https://{host}/", f"https://{host}/v1/"]
     names += [_DOCKER_HUB] if host in ("docker.io", "registry-1.docker.io") else []
     helpers, auths = config.get("credHelpers") or {}, config.get("auths") or {}
@@ -104,7 +104,7 @@ def _ask(helper: str, host: str) -> Login | None:
     return Login(user, secret, place=program)
 
 
-def for_web(host: str) -> Login | None:
+def web_login(host: str) -> Login | None:
     """The login for a web server (``host:port``), from netrc. ``default`` is not used: it is for
     hosts that nobody named."""
     import netrc

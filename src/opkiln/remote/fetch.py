@@ -1,9 +1,7 @@
-"""Read-through: what the store lacks is looked for in the remote tiers before it is compiled.
+"""Fetches artifacts from the remote tiers: what a load misses in the store, or a whole lock file.
 
-What a lock file names can also be fetched before it is needed: ``pull``.
-
-What is found is checked, put into the store, and judged there like anything that was imported. One
-process of a host asks; the others wait for it while it gets on, and otherwise go on without it. A
+An artifact is checked, put into the store, and judged there like any that was imported. One process
+of a host asks the tiers. The others wait while it makes progress, and otherwise go on without it. A
 tier that is down, and an artifact that is refused, do not end the search.
 """
 
@@ -19,16 +17,16 @@ from typing import NamedTuple
 from opkiln import machine
 from opkiln.arch import cpu
 from opkiln.build_model import Target
-from opkiln.bundles.bundle import Fetched, unpack
+from opkiln.bundles.bundle import Origin, unpack
 from opkiln.decision import archs, search, terms
 from opkiln.decision.archs import features
 from opkiln.decision.terms import Request, Trace
 from opkiln.errors import BuildTimeout, OpkilnError, StoreError
 from opkiln.model import CUDA, ROCM, OpSpec, place_of
 from opkiln.remote import lockfile, names, tiers
-from opkiln.remote.lockfile import Locked
+from opkiln.remote.lockfile import LockRow
 from opkiln.remote.patience import COMMAND, LOAD, SLOWEST, Patience, Told
-from opkiln.remote.tier import Absent, Failure, Forbidden, Published, Unusable
+from opkiln.remote.tier import Absent, Failure, Forbidden, Publication, Unusable
 from opkiln.settings import settings
 from opkiln.store import lock, signatures
 from opkiln.store.entry import FETCHED, read_manifest
@@ -59,31 +57,31 @@ def fetch(request: Request, target: Target, trace: Trace) -> bool:
             tiers.tell_once(f"no tier of OPKILN_REMOTES is asked: {error.what} {hint}")
         return False
 
-    def arrived() -> bool | None:
+    def look_again() -> bool | None:
         return search.elsewhere(request, Trace()) is not None or None
 
-    # Who can compile it does not wait for a tier that keeps another process waiting.
+    # A process that can compile waits less for one that asks a slow tier.
     wait = LOAD.whole if terms.why_not_compile(request) else LOAD.first
     try:
-        wanted = names.of_op(spec, (target, request.target))
-        pinned = _pinned(spec, locked, wanted)
+        wanted = names.candidate_names(spec, (target, request.target))
+        pinned = _matching_rows(spec, locked, wanted)
         if not pinned and keys is None:
             trace.add(REMOTE, "none", "the lock file has nothing for this op and this machine",
                       settings.lock or "")  # fmt: skip
             return False
         with lock.turn(
-            root, f"fetch-{wanted[0]}", arrived, lambda _: None, what=f"op {spec.title}",
+            root, f"fetch-{wanted[0]}", look_again, lambda _: None, what=f"op {spec.title}",
             limit=min(wait, settings.build_timeout),
         ) as got:  # fmt: skip
             if not isinstance(got, lock.Turn):
                 trace.add(REMOTE, "fetched", "another process of this host did it")
                 return True
-            asking = _Asking(spec, root, got, trace)
-            # What is pinned comes first, from whichever tier has it.
-            if any(asking.take(url, row.name, row) for url in settings.remotes for row in pinned):
+            finder = _TierSearch(spec, root, got, trace)
+            # Artifacts of the lock file come first, from whichever tier has them.
+            if any(finder.take(url, row.name, row) for url in settings.remotes for row in pinned):
                 return True
             by_name = settings.remotes if keys is not None else ()
-            return any(asking.take_by_name(url, wanted) for url in by_name)
+            return any(finder.take_by_name(url, wanted) for url in by_name)
     except BuildTimeout:
         what = "not asked: another process of this host asks, and has got nothing for a while"
         trace.add(REMOTE, "none", what)
@@ -92,7 +90,7 @@ def fetch(request: Request, target: Target, trace: Trace) -> bool:
     return False
 
 
-def _pinned(spec: OpSpec, locked: tuple[Locked, ...], wanted: list[str]) -> list[Locked]:
+def _matching_rows(spec: OpSpec, locked: tuple[LockRow, ...], wanted: list[str]) -> list[LockRow]:
     """The artifacts of a lock file that should run here, best first."""
     mine = [
         each
@@ -105,7 +103,7 @@ def _pinned(spec: OpSpec, locked: tuple[Locked, ...], wanted: list[str]) -> list
     return mine[:_MOST]
 
 
-def runs_here(each: Locked) -> bool:
+def runs_here(each: LockRow) -> bool:
     """Whether this machine can run an artifact, as far as a lock file tells."""
     if each.machine != machine.architecture():
         return False
@@ -114,20 +112,20 @@ def runs_here(each: Locked) -> bool:
     return each.backend not in (CUDA, ROCM) or bool(archs.coverage(each.backend, each.archs))
 
 
-class _Asking:
-    """The questions of one search to the tiers, and what came of them in its trace.
+class _TierSearch:
+    """One search in the tiers, with its results in a trace.
 
-    All of them together may take as long as a step of a build.
+    All its requests together may take as long as a step of a build.
     """
 
     def __init__(self, spec: OpSpec, root: str, turn: lock.Turn, trace: Trace) -> None:
         self._spec, self._root, self._turn, self._trace = spec, root, turn, trace
         until = time.monotonic() + settings.build_timeout
         self._given = LOAD._replace(until=until, told=self._count)
-        self._bytes = 0  # since those who wait were last told that it gets on
+        self._bytes = 0  # since the waiting processes last heard of progress
 
     def take_by_name(self, url: str, wanted: list[str]) -> bool:
-        """Whether a tier has given what is published under one of these names."""
+        """Fetch what a tier has under one of these names. Returns whether it did."""
         before = len(self._trace.candidates)
         if any(self.take(url, name) for name in wanted):
             return True
@@ -136,27 +134,27 @@ class _Asking:
             self._trace.add(REMOTE, "none", what, url)
         return False
 
-    def take(self, url: str, name: str, row: Locked | None = None) -> bool:
-        """Whether a tier has given an artifact of the lock file, or what is published under a name.
-        A failure is an entry of the trace; a refusal is told to the user, too."""
+    def take(self, url: str, name: str, row: LockRow | None = None) -> bool:
+        """Fetch an artifact of the lock file, or what is published under a name, from a tier.
+        Returns whether it did. A failure is noted in the trace; a refusal is also a warning."""
         self._turn.advance()
         try:
             found = row or tiers.reach(
-                url, self._root, lambda tier, end: tier.published(name, end), self._given
+                url, self._root, lambda tier, end: tier.look_up(name, end), self._given
             )
             if found is None:
                 return False
             what = f"SHA-256 {found.sha256}"
             if fetched_already(self._root, self._spec.distribution, self._spec.name, found.sha256):
-                # There it did not serve.
+                # It is there, and it was not used.
                 self._trace.add(REMOTE, "none", f"{what} is in the store already", url)
                 return False
             # Verified before any of it is downloaded.
-            if isinstance(found, Published):
+            if isinstance(found, Publication):
                 by, what = ("key", _signer(name, found)), f"{what}, as {name}"
             else:
                 by, what = ("lock", settings.lock or ""), f"{what}, which the lock file has"
-            take(Fetched(url, found.sha256, by), found.size, self._root, self._given)
+            take(Origin(url, found.sha256, by), found.size, self._root, self._given)
             self._trace.add(REMOTE, "fetched", what, url)
             return True
         except tiers.Down as error:
@@ -172,20 +170,20 @@ class _Asking:
         return False
 
     def _count(self, size: int) -> None:
-        """So many bytes have come. Those who wait are told of each 64 KiB."""
+        """Count received bytes. The waiting processes hear of each 64 KiB."""
         self._bytes += size
         if self._bytes >= SLOWEST:
             self._bytes = 0
             self._turn.advance()
 
     def _note_once(self, url: str, reason: str) -> None:
-        """What holds for the whole tier is said once, not for each name."""
+        """Note what is true of the whole tier once, not for each name."""
         known = self._trace.candidates
         if not any(each.subject == url and each.reason == reason for each in known):
             self._trace.add(REMOTE, "none", reason, url)
 
 
-def _signer(name: str, found: Published) -> str:
+def _signer(name: str, found: Publication) -> str:
     """The trusted key that has signed this digest and size, which bound the download. Raises
     Unusable."""
     signed = signatures.artifact_message(name, found.sha256, found.size)
@@ -208,7 +206,7 @@ def fetched_already(root: str, package: str, op: str, sha256: str) -> str:
     return ""
 
 
-def take(origin: Fetched, size: int, root: str, given: Patience) -> None:
+def take(origin: Origin, size: int, root: str, given: Patience) -> None:
     """Download an artifact and put it into the store. Raises Down, Absent, Forbidden, Unusable,
     StoreError."""
     file = tiers.download(origin.url, origin.sha256, size, root, given)
@@ -225,18 +223,18 @@ _AT_ONCE = 8
 NEW, THERE, MISSING = "fetched", "already there", "missing"
 
 
-class Pulled(NamedTuple):
-    """What came of one artifact of a lock file."""
+class PullResult(NamedTuple):
+    """The result for one artifact of a lock file."""
 
-    row: Locked
+    row: LockRow
     status: str
     url: str = ""
     reason: str = ""
 
 
 def pull(
-    rows: Sequence[Locked], lock: str, urls: Sequence[str], root: str, told: Told = None
-) -> Iterator[Pulled]:
+    rows: Sequence[LockRow], lock: str, urls: Sequence[str], root: str, told: Told = None
+) -> Iterator[PullResult]:
     """Fetch artifacts, several at once, and give each as it is done. ``told`` is called with the
     number of bytes of each piece, by several threads. What was interrupted is resumed."""
     unique = {row.sha256: row for row in rows}
@@ -247,17 +245,17 @@ def pull(
             yield each.result()
 
 
-def _pull(row: Locked, lock: str, urls: Sequence[str], root: str, given: Patience) -> Pulled:
+def _pull(row: LockRow, lock: str, urls: Sequence[str], root: str, given: Patience) -> PullResult:
     if url := fetched_already(root, row.package, row.op, row.sha256):
-        return Pulled(row, THERE, url)
+        return PullResult(row, THERE, url)
     reasons = []
     for url in urls:
         try:
-            take(Fetched(url, row.sha256, ("lock", lock)), row.size, root, given)
+            take(Origin(url, row.sha256, ("lock", lock)), row.size, root, given)
         except Absent:
             reasons.append(f"{url} does not have it")
         except (Failure, OpkilnError) as error:
             reasons.append(f"{url}: {error.what}")
         else:
-            return Pulled(row, NEW, url)
-    return Pulled(row, MISSING, reason="; ".join(reasons))
+            return PullResult(row, NEW, url)
+    return PullResult(row, MISSING, reason="; ".join(reasons))

@@ -7,11 +7,11 @@ artifacts from any tier, and needs no signature: the file's reviewers vouch for 
 from __future__ import annotations
 
 import json
-import os
 import shlex
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+from opkiln.digest import open_regular, read_opened
 from opkiln.errors import StoreError
 from opkiln.trust import fault
 
@@ -24,7 +24,7 @@ version = 1
 """
 
 
-class Locked(NamedTuple):
+class LockRow(NamedTuple):
     """One artifact: an op for a target. The order is that of the file."""
 
     package: str
@@ -46,7 +46,7 @@ class Locked(NamedTuple):
         return f"{self.backend} {';'.join(self.archs)}, {made}" if self.archs else made
 
 
-def write(found: Iterable[Locked]) -> str:
+def write(found: Iterable[LockRow]) -> str:
     """The text of a lock file. The same artifacts give the same text."""
     parts = [_HEAD]
     for each in sorted(set(found)):
@@ -57,23 +57,19 @@ def write(found: Iterable[Locked]) -> str:
     return "".join(parts)
 
 
-def read(path: str) -> tuple[Locked, ...]:
+def read(path: str) -> tuple[LockRow, ...]:
     """The artifacts of a lock file. Raises StoreError if it cannot be read, or if everybody could
     have written it."""
     import tomllib
 
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        with os.fdopen(fd, "rb") as file:
-            if reason := fault(path, os.fstat(fd), listed=True):
+        with open_regular(path, _LARGEST) as (fd, found):
+            if reason := fault(path, found, listed=True):
                 raise StoreError(f"the lock file {reason}", hint=f"chmod o-w {shlex.quote(path)}")
-            data = file.read(_LARGEST + 1)
-        if len(data) > _LARGEST:
-            raise ValueError(f"it has more than {_LARGEST} bytes")
-        body = tomllib.loads(data.decode())
+            body = tomllib.loads(read_opened(fd, found, _LARGEST, path).decode())
         if body.get("version") != _VERSION:
             raise ValueError(f"it has the version {body.get('version')!r}, not {_VERSION}")
-        return tuple(_locked(each) for each in body.get("artifact", []))
+        return tuple(_parse_row(each) for each in body.get("artifact", []))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         told = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
         raise StoreError(
@@ -81,12 +77,12 @@ def read(path: str) -> tuple[Locked, ...]:
         ) from error
 
 
-def _locked(row: dict[str, Any]) -> Locked:
+def _parse_row(row: dict[str, Any]) -> LockRow:
     values: list[Any] = []
-    for name in Locked._fields:
+    for name in LockRow._fields:
         value: Any = row[name]
         kind: Any = {"size": int, "archs": list, "cpu_features": list}.get(name, str)
         if type(value) is not kind:
             raise ValueError(f"{name} is {value!r}")
         values.append(tuple(str(each) for each in value) if kind is list else value)
-    return Locked(*values)
+    return LockRow(*values)

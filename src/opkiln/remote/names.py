@@ -2,7 +2,7 @@
 
 It is made of what a machine knows without a compiler: the declaration, the target and the contents
 of the op's own sources. So a slim image finds what a machine with compilers has published. Headers
-are not in it: which ones were read is only known of an entry, where they are compared as ever.
+are not in it: which ones are read is only known after a build. They are compared with the entry.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from opkiln.build_model import Target
 from opkiln.decision.archs import features
 from opkiln.digest import key, sha256_file
 from opkiln.model import OpSpec
-from opkiln.remote.lockfile import Locked
+from opkiln.remote.lockfile import LockRow
 from opkiln.settings import LAYOUT, origin_of
 from opkiln.store.entry import read_manifest, read_sidecar
 from opkiln.store.key import UNKEYED, declared, intent_key
@@ -30,7 +30,7 @@ def _name(distribution: str, op: str, intent: str, sources: Iterable[tuple[str, 
     return f"{re.sub('[^A-Za-z0-9_.-]', '_', op)[:_LONGEST].lstrip('.-')}-{made}"
 
 
-def row_of(directory: str, sha256: str, size: int) -> Locked:
+def row_of(directory: str, sha256: str, size: int) -> LockRow:
     """The row of a lock file for an entry of the store and its bundle. Raises OSError, ValueError,
     KeyError."""
     intent = directory.split("/")[-3]
@@ -42,18 +42,18 @@ def row_of(directory: str, sha256: str, size: int) -> Locked:
         place = ("opkiln", source[9:]) if source.startswith("{opkiln}/") else ("src", source)
         if place in own:  # an inline source is not a file; its text is in the intent
             sources.append((source, own[place]))
-    return Locked(
+    return LockRow(
         distribution, op, target["backend"], tuple(target["archs"]), target["machine"],
         target["cpu"], tuple(target["cpu_features"]), target["abi_tag"],
         _name(distribution, op, intent, sources), sha256, size,
     )  # fmt: skip
 
 
-def of_op(spec: OpSpec, targets: Iterable[Target]) -> list[str]:
-    """The names of what would serve an op, best first. Raises OSError if a source is missing.
+def candidate_names(spec: OpSpec, targets: Iterable[Target]) -> list[str]:
+    """The names of artifacts that could serve an op, best first. Raises OSError if a source is
+    missing.
 
-    For ``native`` these are the CPU itself, and the levels that it has: others may have built for
-    a CPU that has less.
+    For ``native`` these are for this CPU, and for each level that it supports.
     """
     fields = [field for field in spec._fields if field not in UNKEYED]
     told = dict(zip(fields, declared(spec), strict=True))["sources"]

@@ -5,8 +5,8 @@ own and has one deadline for all of it: the look-up of a name, connections, TLS,
 headers and body. The time-outs of sockets are not enough: they begin anew with every byte, they do
 not cover the look-up, and the libraries for buckets repeat what failed.
 
-Whoever waits gives up at the deadline. The request's socket is shut down then, so that its thread
-ends, too.
+The waiting thread gives up at the deadline. The request's socket is shut down then, so that the
+request's thread ends, too.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SLOWEST = 64 << 10  # bytes of a body that give back a second
 
 
 class Patience(NamedTuple):
-    """How many seconds somebody waits."""
+    """How long to wait, in seconds."""
 
     first: float  # for the first answer
     whole: float  # for the whole request; the bytes of a body give some of it back
@@ -46,8 +46,8 @@ COMMAND = Patience(30.0, 120.0)  # a person has asked for just this
 
 
 class Deadline:
-    """When a request must be over. Only the bytes of a body put that off, and never further than
-    its whole time: what has come fast does not pay for a stall."""
+    """When a request must be over. The bytes of a body extend it, but never beyond the whole time
+    from now: bytes that came fast do not pay for a later stall."""
 
     def __init__(self, given: Patience) -> None:
         now = time.monotonic()
@@ -64,8 +64,8 @@ class Deadline:
         return 0.0 if self._expired else max(0.0, end - time.monotonic())
 
     def heard(self, size: int = 0) -> None:
-        """The other side has answered; or so many bytes of a body have come, or are to be sent.
-        Raises TimeoutError if nobody waits any more."""
+        """Note an answer, or ``size`` bytes of a body that have come or are to be sent. Raises
+        TimeoutError if nobody waits any more."""
         with self._lock:
             self._require()
             self._first = inf
@@ -85,7 +85,7 @@ class Deadline:
             raise TimeoutError("nobody waits for it any more")
 
     def expire(self) -> bool:
-        """Give up, if it is time for that. Whether it is."""
+        """Give up if the time is over. Returns whether it is."""
         with self._lock:
             self._expired = not self.left
             if self._expired and self._socket is not None:

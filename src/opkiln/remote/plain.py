@@ -3,8 +3,8 @@
     cas/<sha256>    a blob
     ac/<name>       a small JSON file: the digest, the size and the signatures of a blob
 
-The two directories are those of the build caches of bazel and ccache, so their servers serve.
-A blob is there before a name leads to it.
+The build caches of bazel and ccache have the same two directories, so their servers can be used.
+A blob is written before the name that leads to it.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from opkiln.remote.tier import (
     CHUNK,
     Absent,
     Forbidden,
-    Published,
+    Publication,
     Unreachable,
     Unusable,
-    read_published,
+    parse_publication,
     read_small,
     refuse_malformed,
 )
@@ -35,18 +35,18 @@ from opkiln.remote.tier import (
 _SCHEMA = 1
 
 
-def write_record(what: Published) -> bytes:
+def write_record(what: Publication) -> bytes:
     """The file that a name stands for."""
     return (json.dumps({"schema": _SCHEMA, **what._asdict()}, sort_keys=True) + "\n").encode()
 
 
-def read_record(data: bytes) -> Published:
+def read_record(data: bytes) -> Publication:
     """What such a file says. Raises Unusable."""
     with refuse_malformed("its record", Unusable):
         body = json.loads(data)
         if body["schema"] != _SCHEMA:
             raise ValueError(f"it has the schema {body['schema']!r}")
-        return read_published(*(body[name] for name in Published._fields))
+        return parse_publication(*(body[name] for name in Publication._fields))
 
 
 class Files(Protocol):
@@ -69,7 +69,7 @@ class Plain:
     def __init__(self, files: Files) -> None:
         self._files = files
 
-    def published(self, name: str, deadline: Deadline) -> Published | None:
+    def look_up(self, name: str, deadline: Deadline) -> Publication | None:
         try:
             return read_record(read_small(self._files.read(f"ac/{name}", 0, deadline)))
         except Absent:
@@ -78,7 +78,7 @@ class Plain:
     def read(self, sha256: str, start: int, deadline: Deadline) -> Iterator[tuple[int, bytes]]:
         return self._files.read(f"cas/{sha256}", start, deadline)
 
-    def write(self, name: str, file: str, what: Published, deadline: Deadline) -> None:
+    def write(self, name: str, file: str, what: Publication, deadline: Deadline) -> None:
         if not self._files.has(f"cas/{what.sha256}", what.size, deadline):
             self._files.write(f"cas/{what.sha256}", file, deadline)
         self._files.write(f"ac/{name}", write_record(what), deadline)
@@ -88,7 +88,7 @@ class Web(web.Client):
     """Files of a web server. Writing needs PUT: nginx's WebDAV, bazel-remote, and others."""
 
     def __init__(self, url: str) -> None:
-        super().__init__(url.rstrip("/") + "/", credentials.for_web, credentials.web_files)
+        super().__init__(url.rstrip("/") + "/", credentials.web_login, credentials.web_files)
 
     def write(self, path: str, data: bytes | str, deadline: Deadline) -> None:
         with self.request("PUT", path, deadline, body=data) as response:
@@ -103,7 +103,7 @@ class Web(web.Client):
             return False
 
 
-class Directory:
+class Folder:
     """Files below a directory, which may be on a network file system."""
 
     def __init__(self, root: str) -> None:
@@ -143,6 +143,7 @@ class Directory:
             return False
 
 
+_BUCKET_PIECE = 1 << 20
 # Scheme: its package, and where that looks for logins.
 _BUCKETS = {
     "s3": ("s3fs", "AWS_* variables, ~/.aws, or this instance's role"),
@@ -167,25 +168,13 @@ class Bucket:
                 f"{self._scheme}:// needs the package {package}: {error}",
                 hint=f"pip install {package}",
             ) from error
-        with self._in_words(url):
-            self._opened()
-
-    def _opened(self) -> Any:
-        """fsspec's object. To make it may mean to ask the cloud for a login, which takes time, and
-        a forked child needs one of its own."""
-        if self._made[0] != os.getpid():
-            # Without its cache of listings: a look-up must see what others have published since.
-            files = self._kind(use_listings_cache=False)
-            if self._scheme == "s3":
-                files.connect()  # to nobody yet: it makes botocore's client, half a second of CPU
-            self._made = (os.getpid(), files)
-        return self._made[1]
+        with self._open(url):
+            pass  # making fsspec's object may ask the cloud for a login, which takes time
 
     def read(self, path: str, start: int, deadline: Deadline) -> Iterator[tuple[int, bytes]]:
         whole, size = f"{self._url}/{path}", None
         while size is None or start < size:
-            with self._in_words(path):
-                files = self._opened()
+            with self._open(path) as files:
                 piece = files.cat_file(whole, start=start, end=start + _BUCKET_PIECE)
             deadline.heard(len(piece))
             yield start, piece
@@ -193,14 +182,13 @@ class Bucket:
             if len(piece) < _BUCKET_PIECE:
                 return
             if size is None:  # most blobs have come by now, with one request
-                with self._in_words(path):
+                with self._open(path) as files:
                     size = int(files.info(whole)["size"])
 
     def write(self, path: str, data: bytes | str, deadline: Deadline) -> None:
         whole = f"{self._url}/{path}"
         deadline.heard()  # the transfer says nothing until it is over
-        with self._in_words(path):
-            files = self._opened()
+        with self._open(path) as files:
             if isinstance(data, str):
                 files.put_file(data, whole)
             else:
@@ -208,18 +196,24 @@ class Bucket:
 
     def has(self, path: str, size: int, deadline: Deadline) -> bool:
         try:
-            with self._in_words(path):
-                return int(self._opened().info(f"{self._url}/{path}")["size"]) == size
+            with self._open(path) as files:
+                return int(files.info(f"{self._url}/{path}")["size"]) == size
         except (Absent, Forbidden):
             return False
         finally:
             deadline.heard()
 
     @contextmanager
-    def _in_words(self, path: str) -> Iterator[None]:
-        """Errors of the bucket's library, which has kinds of its own, as ours."""
+    def _open(self, path: str) -> Iterator[Any]:
+        """fsspec's object, for a block. What it raises there becomes a failure of the tier."""
         try:
-            yield
+            if self._made[0] != os.getpid():  # a forked child needs an object of its own
+                # Without its cache of listings: a look-up must see what others published since.
+                files = self._kind(use_listings_cache=False)
+                if self._scheme == "s3":
+                    files.connect()  # to nobody yet: it makes botocore's client, in half a second
+                self._made = (os.getpid(), files)
+            yield self._made[1]
         except FileNotFoundError as error:
             raise Absent(path) from error
         except Exception as error:
@@ -228,6 +222,3 @@ class Bucket:
             if isinstance(error, PermissionError) or getattr(error, "code", 0) == 403:
                 raise Forbidden(f"{told}, with the login from {self._logins}") from error
             raise Unreachable(told) from error
-
-
-_BUCKET_PIECE = 1 << 20

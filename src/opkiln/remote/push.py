@@ -7,13 +7,13 @@ from contextlib import contextmanager
 
 from opkiln import __version__
 from opkiln.bundles import layer
-from opkiln.bundles.bundle import packed
+from opkiln.bundles.bundle import temporary_bundle
 from opkiln.bundles.signing import sign_artifact
 from opkiln.errors import OpkilnError, RemoteWarning, StoreError, warn_caller
 from opkiln.model import Artifact
 from opkiln.remote import names, patience, tiers
-from opkiln.remote.lockfile import Locked
-from opkiln.remote.tier import Failure, Forbidden, Published
+from opkiln.remote.lockfile import LockRow
+from opkiln.remote.tier import Failure, Forbidden, Publication
 from opkiln.settings import settings
 from opkiln.store.layers import Store
 
@@ -21,10 +21,10 @@ _read_only: set[str] = set()  # tiers that do not let this process publish
 
 
 @contextmanager
-def publishable(payload: str) -> Iterator[tuple[str, Locked]]:
+def publishable(payload: str) -> Iterator[tuple[str, LockRow]]:
     """(the bundle of one entry, its row), for as long as the block lasts. Raises StoreError."""
     leaf = layer.leaf_of(payload)
-    with packed([payload]) as made:
+    with temporary_bundle([payload]) as made:
         try:
             row = names.row_of(leaf, made.sha256, made.size)
         except (OSError, ValueError, KeyError) as error:
@@ -32,7 +32,7 @@ def publishable(payload: str) -> Iterator[tuple[str, Locked]]:
         yield made.path, row
 
 
-def push(payload: str, url: str, key_file: str | None) -> Locked:
+def push(payload: str, url: str, key_file: str | None) -> LockRow:
     """Publish an entry to a tier, signed if there is a key. Raises StoreError."""
     with publishable(payload) as (file, row):
         signed = sign_artifact(row.name, row.sha256, row.size, key_file) if key_file else b""
@@ -40,7 +40,7 @@ def push(payload: str, url: str, key_file: str | None) -> Locked:
             "op": row.op, "package": row.package, "target": row.target, "abi": row.abi,
             "version": __version__,
         }  # fmt: skip
-        what = Published(row.sha256, row.size, signed.decode(), labels)
+        what = Publication(row.sha256, row.size, signed.decode(), labels)
         try:
             tiers.reach(
                 url, Store().root,
@@ -52,11 +52,11 @@ def push(payload: str, url: str, key_file: str | None) -> Locked:
     return row
 
 
-def after_build(built: Artifact) -> None:
+def publish_build(built: Artifact) -> None:
     """``OPKILN_PUSH``: publish what was just built. A failure is a warning."""
     url = settings.remotes[0]
     if tiers.is_down(url) or url in _read_only:
-        return  # it was said once
+        return  # the user was warned
     try:
         push(built.path, url, settings.push)
     except OpkilnError as error:

@@ -2,8 +2,8 @@
 
 A blob is the only layer of an artifact, whose manifest has the tag <op>-<key>. `oras pull`,
 `skopeo copy` and every other tool of registries handle it. The registry takes a manifest only if
-its blobs are there, so the PUT of the manifest publishes. A tag may be overwritten: several who
-publish the same do no harm.
+its blobs are there, so the PUT of the manifest publishes. A tag may be overwritten, so several may
+publish the same.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from opkiln.remote import credentials, plain, web
 from opkiln.remote.patience import Deadline
 from opkiln.remote.tier import (
     Absent,
-    Published,
+    Publication,
     Unreachable,
     Unusable,
-    read_published,
+    parse_publication,
     read_small,
     refuse_malformed,
 )
@@ -53,7 +53,7 @@ def _tag(listed: dict[str, Any]) -> Any:
     return listed.get("annotations", {}).get(_TAG)
 
 
-def write_manifest(what: Published) -> bytes:
+def write_manifest(what: Publication) -> bytes:
     """The manifest of an artifact. The same artifact gives the same bytes."""
     labels = {f"{_LABEL}{name}": text for name, text in what.labels.items()}
     signed = {_SIGNATURES: what.signatures} if what.signatures else {}
@@ -63,15 +63,13 @@ def write_manifest(what: Published) -> bytes:
         "mediaType": MANIFEST,
         "artifactType": ARTIFACT,
         "config": _descriptor(_EMPTY_TYPE, _sha256(_EMPTY), len(_EMPTY)),
-        "layers": [
-            {**_descriptor(LAYER, what.sha256, what.size), "annotations": {_TITLE: title}},
-        ],
+        "layers": [{**_descriptor(LAYER, what.sha256, what.size), "annotations": {_TITLE: title}}],
         "annotations": {**labels, **signed},
     }
     return json.dumps(manifest, indent=1, sort_keys=True).encode()
 
 
-def read_manifest(data: bytes) -> Published:
+def read_manifest(data: bytes) -> Publication:
     """What a manifest says. Raises Unusable for another kind of artifact."""
     with refuse_malformed("its manifest", Unusable):
         manifest: dict[str, Any] = json.loads(data)
@@ -84,7 +82,7 @@ def read_manifest(data: bytes) -> Published:
         notes = dict(manifest["annotations"])
         signatures = notes.pop(_SIGNATURES, "")
         labels = {name[len(_LABEL) :]: text for name, text in notes.items()}
-        return read_published(sha256, layer["size"], signatures, labels)
+        return parse_publication(sha256, layer["size"], signatures, labels)
 
 
 class Registry:
@@ -102,10 +100,10 @@ class Registry:
         base = f"{'http' if scheme == 'oci+http' else 'https'}://{host}/"
         tokens = query.removeprefix("tokens=").lower()
         self._client = web.Client(
-            base, credentials.for_registry, credentials.registry_files, tokens
+            base, credentials.registry_login, credentials.registry_files, tokens
         )
 
-    def published(self, name: str, deadline: Deadline) -> Published | None:
+    def look_up(self, name: str, deadline: Deadline) -> Publication | None:
         path = f"{self._v2}/manifests/{name}"
         pieces = self._client.read(path, 0, deadline, accept=MANIFEST, scope=self._pull)
         try:
@@ -120,7 +118,7 @@ class Registry:
         except Absent as error:
             raise Absent(sha256) from error
 
-    def write(self, name: str, file: str, what: Published, deadline: Deadline) -> None:
+    def write(self, name: str, file: str, what: Publication, deadline: Deadline) -> None:
         # If several publish the same at once, docker-registry may tell one of them that a digest
         # is wrong or a blob unknown: it is just moving the blob into place for another.
         for attempts_left in reversed(range(_ATTEMPTS)):
@@ -133,7 +131,7 @@ class Registry:
             else:
                 return
 
-    def _publish(self, name: str, file: str, what: Published, deadline: Deadline) -> None:
+    def _publish(self, name: str, file: str, what: Publication, deadline: Deadline) -> None:
         self._upload(what.sha256, file, deadline)
         self._upload(_sha256(_EMPTY), _EMPTY, deadline)
         with self._client.request(
@@ -159,7 +157,7 @@ class Registry:
             web.expect(response, 201)
 
 
-class Layout:
+class OciLayout:
     """An OCI layout in a directory: a ``Tier`` without a network.
 
     `skopeo copy --all docker://registry/prefix:TAG oci:DIRECTORY:TAG` writes one, and `oras` too.
@@ -167,9 +165,9 @@ class Layout:
 
     def __init__(self, root: str) -> None:
         self._root = root
-        self._files = plain.Directory(root)
+        self._files = plain.Folder(root)
 
-    def published(self, name: str, deadline: Deadline) -> Published | None:
+    def look_up(self, name: str, deadline: Deadline) -> Publication | None:
         for each in self._index()["manifests"]:
             if _tag(each) == name:
                 sha256 = each["digest"].partition(":")[2]
@@ -179,7 +177,7 @@ class Layout:
     def read(self, sha256: str, start: int, deadline: Deadline) -> Iterator[tuple[int, bytes]]:
         return self._files.read(_blob(sha256), start, deadline)
 
-    def write(self, name: str, file: str, what: Published, deadline: Deadline) -> None:
+    def write(self, name: str, file: str, what: Publication, deadline: Deadline) -> None:
         manifest = write_manifest(what)
         blobs: list[tuple[str, int, bytes | str]] = [(what.sha256, what.size, file)]
         blobs += [(_sha256(each), len(each), each) for each in (_EMPTY, manifest)]

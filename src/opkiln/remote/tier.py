@@ -21,8 +21,8 @@ _LONGEST = 500  # characters of what is said of a failure
 
 
 class Failure(Exception):
-    """What an answer of a tier comes to if it does not serve. ``what``, its text, is one line
-    without control characters, whatever the tier said. ``hint`` is what may help."""
+    """A tier did not give what was asked for. ``what`` is one line without control characters,
+    whatever the tier sent. ``hint`` may say what helps."""
 
     def __init__(self, reason: str, hint: str = "") -> None:
         text = " ".join(reason[: 2 * _LONGEST].split())
@@ -40,15 +40,15 @@ class Unusable(Failure):
 
 
 class Forbidden(Failure):
-    """The tier answered that this login may not do this. Its other answers may be good: a bucket
-    also says so of an object that is not there, to those who may not list it."""
+    """The tier answered that this login may not do this. Its other answers may be good: to a login
+    that may not list it, a bucket says the same of a missing object."""
 
 
 class Unreachable(Failure):
     """The tier gave no usable answer."""
 
 
-# What the standard library raises, and what taking data apart raises, if the data are malformed.
+# What the standard library raises, and what our parsing raises, if data are malformed.
 _MALFORMED = (
     ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError,
     HTTPException,
@@ -57,7 +57,7 @@ _MALFORMED = (
 
 @contextmanager
 def refuse_malformed(what: str, kind: type[Failure] = Unreachable) -> Iterator[None]:
-    """Where data of others are taken apart: whatever is wrong with them is this one failure."""
+    """For a block that parses data of others: any error in the data is raised as ``kind``."""
     try:
         yield
     except OSError:
@@ -67,7 +67,7 @@ def refuse_malformed(what: str, kind: type[Failure] = Unreachable) -> Iterator[N
         raise kind(said) from error
 
 
-class Published(NamedTuple):
+class Publication(NamedTuple):
     """What a name leads to."""
 
     sha256: str
@@ -86,11 +86,11 @@ def read_small(pieces: Iterator[tuple[int, bytes]]) -> bytes:
     return bytes(data)
 
 
-def read_published(sha256: Any, size: Any, signatures: Any, labels: Any) -> Published:
+def parse_publication(sha256: Any, size: Any, signatures: Any, labels: Any) -> Publication:
     """What a record says, if each part is of its type. Raises ValueError."""
     if type(size) is not int or not (sha256 + signatures).isascii():
         raise ValueError("its digest, its size or its signatures are of another type")
-    return Published(
+    return Publication(
         sha256, size, signatures, {str(name): str(text) for name, text in labels.items()}
     )
 
@@ -99,13 +99,13 @@ class Tier(Protocol):
     """One place. Every method may raise Forbidden, Unreachable and OSError, and what
     ``refuse_malformed`` refuses."""
 
-    def published(self, name: str, deadline: Deadline) -> Published | None:
+    def look_up(self, name: str, deadline: Deadline) -> Publication | None:
         """What a name leads to; None if nothing was published under it. Raises Unusable."""
 
     def read(self, sha256: str, start: int, deadline: Deadline) -> Iterator[tuple[int, bytes]]:
         """A blob in pieces, each with its offset. They may begin before ``start``, at 0. Raises
         Absent."""
 
-    def write(self, name: str, file: str, what: Published, deadline: Deadline) -> None:
-        """Publish a file under a name. The name leads to it only when all of it is there. Anybody
-        may do the same at the same time."""
+    def write(self, name: str, file: str, what: Publication, deadline: Deadline) -> None:
+        """Publish a file under a name. The name leads to it only when all of it is there. Others
+        may publish the same at the same time."""

@@ -1,4 +1,4 @@
-"""The tiers of ``OPKILN_REMOTES``: each is asked with patience, and left alone once it is down.
+"""The tiers of ``OPKILN_REMOTES``. Each has a time limit, and is not used any more once it is down.
 
 A tier that gives no usable answer is not asked again by this process. The store remembers it for a
 minute, so that the other processes of a job do not each wait for it.
@@ -30,7 +30,7 @@ _DOWN_FOR = 60.0  # seconds for which other processes leave a tier alone that wa
 
 _tiers: dict[str, Tier] = {}
 _down: dict[str, str] = {}  # why, by URL
-_told: set[str] = set()  # what the user was told
+_told: set[str] = set()  # what the user was warned of
 
 
 class Down(Failure):
@@ -45,9 +45,9 @@ def open_tier(url: str) -> Tier:
     if scheme in ("oci", "oci+http") and not rest.startswith("/"):
         return registry.Registry(url)
     if scheme == "oci" or (scheme == "file" and os.path.exists(f"{path}/oci-layout")):
-        return registry.Layout(path)
+        return registry.OciLayout(path)
     if scheme == "file":
-        return plain.Plain(plain.Directory(path))
+        return plain.Plain(plain.Folder(path))
     return plain.Plain(plain.Web(url) if scheme in ("http", "https") else plain.Bucket(url))
 
 
@@ -58,7 +58,7 @@ def reach(
 
     Raises Down, Absent, Forbidden, Unusable, and errors of the local store.
     """
-    if reason := _down.get(url) or _remembered(url, root):
+    if reason := _down.get(url) or _recall(url, root):
         _give_up(url, reason)
 
     def ask(deadline: Deadline) -> T:
@@ -86,15 +86,15 @@ def _give_up(url: str, reason: str) -> NoReturn:
 
 
 def tell_once(text: str, about: str = "") -> None:
-    """Warn, once in a process: of this, or of all that it is ``about``."""
+    """Warn, once in a process for each text, or for each ``about``."""
     if (about or text) not in _told:
         _told.add(about or text)
         warn_caller(text, RemoteWarning)
 
 
 def tell_forbidden(url: str, error: Forbidden) -> None:
-    """Tell the user, once per tier, that it forbids something. It is still used: others of its
-    artifacts may be allowed, and this one may just not be there."""
+    """Warn, once per tier, that it forbids something. The tier is still used: it may allow other
+    artifacts, and this one may only be missing."""
     hint = error.hint or "see docs/remotes.md, Logins"
     tell_once(f"{url} forbids it, so it counts as missing: {error} (hint: {hint})", about=url)
 
@@ -105,8 +105,8 @@ def is_down(url: str) -> bool:
 
 
 def forget(root: str | None = None) -> None:
-    """Ask every tier anew, also those that other processes have found to be down: `pull` and `push`
-    were started for that."""
+    """Forget which tiers are down, also what other processes have found out. For `pull` and `push`:
+    a person has asked for just this."""
     _down.clear()
     _told.clear()
     _tiers.clear()
@@ -128,7 +128,7 @@ def _remember(url: str, root: str | None, reason: str) -> None:
             write_private(_note(url, root), json.dumps(record).encode())
 
 
-def _remembered(url: str, root: str | None) -> str:
+def _recall(url: str, root: str | None) -> str:
     if root is None:
         return ""
     try:
@@ -174,7 +174,7 @@ def download(url: str, sha256: str, size: int, root: str, given: Patience = LOAD
                 os.ftruncate(fd, have := 0)
             if have < size:
                 reach(url, root, task, given)
-            os.lseek(fd, 0, os.SEEK_SET)  # by its name, closing it would release the lock
+            os.lseek(fd, 0, os.SEEK_SET)  # opened by name, closing it would release the lock
             if (found := sha256_file(fd)) == sha256:
                 return path
             if not have:

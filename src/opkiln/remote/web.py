@@ -15,7 +15,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from http.client import HTTPConnection, HTTPResponse
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import quote, urlencode, urljoin, urlsplit
 
 from opkiln.forks import cached_property
@@ -24,7 +24,6 @@ from opkiln.remote.patience import Deadline
 from opkiln.remote.tier import CHUNK, LARGEST_RECORD, Absent, Failure, Forbidden, Unreachable
 from opkiln.settings import settings
 
-TYPE_CHECKING = False
 if TYPE_CHECKING:
     import ssl
 
@@ -32,9 +31,8 @@ _REDIRECTS = (301, 302, 303, 307, 308)
 _MOST_REDIRECTS = 5
 _CHALLENGE = re.compile(r'\b(\w+)="([^"]*)"')  # without \b, a long word takes hours
 _TOKEN = re.compile("[!-~]+")
-_HOST = re.compile(
-    r"([a-z0-9._-]+|\[[0-9a-f:.]+\])(:\d+)?"
-)  # it becomes part of a hint, which people copy
+# It becomes part of a hint, which people copy.
+_HOST = re.compile(r"([a-z0-9._-]+|\[[0-9a-f:.]+\])(:\d+)?")
 _GONE = (http.client.RemoteDisconnected, ConnectionResetError, BrokenPipeError)
 
 
@@ -51,7 +49,7 @@ class _Sent(NamedTuple):
 
 
 class Client:
-    """What one tier sends its requests with. Many threads may use it.
+    """Sends the requests of one tier. Many threads may use it.
 
     ``find_login`` gives the login for a host; it is asked once, at the first request.
     ``login_files`` are where it looks, for messages. ``token_host`` may have the login, too.
@@ -69,8 +67,8 @@ class Client:
         self._host = urlsplit(base).netloc
         self._find_login, self._login_files = find_login, login_files
         self._withheld = ""  # the host of tokens that did not get the login
-        self._tokens: dict[str, str] = {}  # as headers have them, by scope
-        # By process, since a forked child must not talk through its parent's, scheme and host.
+        self._tokens: dict[str, str] = {}  # values of Authorization headers, by scope
+        # By process (a forked child must not use its parent's connections), scheme and host.
         self._idle: dict[tuple[int, str, str], list[HTTPConnection]] = defaultdict(list)
 
     @contextlib.contextmanager
@@ -93,7 +91,7 @@ class Client:
         refused: 403, or 401 though the registry has just given a token. Raises OSError, and
         whatever http.client and urllib raise for what a server sends (``tiers.reach``).
         """
-        url, asked = self._redirected(self.base, url), False
+        url, asked = self._resolve_url(self.base, url), False
         for _ in range(_MOST_REDIRECTS + 2):
             given = dict(headers or {})
             ours = _host(url) == _host(self.base)
@@ -104,16 +102,16 @@ class Client:
                 redirects = status in _REDIRECTS and method in ("GET", "HEAD") and location
                 if not redirects and (status != 401 or asked or not ours):
                     if status in (401, 403):
-                        raise self._refused(Forbidden, status, url)
+                        raise self._refusal(Forbidden, status, url)
                     yield response
                     return
                 challenge = response.headers.get("WWW-Authenticate", "")
             if redirects:
-                url = self._redirected(url, location)
+                url = self._resolve_url(url, location)
                 continue
             asked = True
             if not self._answer(challenge, scope, deadline):
-                raise self._refused(Unreachable, status, self.base)
+                raise self._refusal(Unreachable, status, self.base)
         raise Unreachable(f"{_host(url)}: too many redirects")
 
     def read(
@@ -135,8 +133,8 @@ class Client:
                 return
         yield from self.read(url, 0, deadline, accept=accept, scope=scope)
 
-    def _refused(self, kind: type[Failure], status: int, url: str) -> Failure:
-        """What a server said, and which login it said that to. Never the password."""
+    def _refusal(self, kind: type[Failure], status: int, url: str) -> Failure:
+        """The error for a refused request, with the login that was sent, without its password."""
         host, hint = urlsplit(url).netloc, "see docs/remotes.md, Logins"
         if self._withheld:
             hint = f"if that host may have it, add ?tokens={self._withheld} to the tier's URL"
@@ -152,8 +150,8 @@ class Client:
             who = f"without a login ({where})"
         return kind(f"{host} answers HTTP {status}, asked {who}", hint)
 
-    def _redirected(self, url: str, location: str) -> str:
-        """Where a server sends us. A login must not go from TLS to plain HTTP."""
+    def _resolve_url(self, url: str, location: str) -> str:
+        """The URL that a location leads to. A login must not go from TLS to plain HTTP."""
         there = urljoin(url, location)
         before, after = urlsplit(url).scheme, urlsplit(there).scheme
         if after not in ("http", "https") or (before == "https" and after == "http"):
@@ -171,7 +169,7 @@ class Client:
         return self._login.basic if self._login else ""
 
     def _answer(self, challenge: str, scope: str, deadline: Deadline) -> bool:
-        """Get the token that a registry asks for. Whether there is one to try."""
+        """Get the token that a registry asks for. Returns whether it asks for one."""
         kind, _, rest = challenge.partition(" ")
         if kind.lower() != "bearer":
             return False
@@ -196,7 +194,7 @@ class Client:
         with self._exchange(realm, deadline, sent) as response:
             if response.status != 200:  # 403: the login is good, but not for this repository
                 failure = Forbidden if response.status == 403 else Unreachable
-                raise self._refused(failure, response.status, self.base)
+                raise self._refusal(failure, response.status, self.base)
             told = json.loads(response.read(LARGEST_RECORD))
         token = told.get("token") or told.get("access_token")
         if not isinstance(token, str) or not _TOKEN.fullmatch(token):
@@ -208,8 +206,7 @@ class Client:
 
     @contextlib.contextmanager
     def _exchange(self, url: str, deadline: Deadline, sent: _Sent) -> Iterator[HTTPResponse]:
-        """The answer of one host. Afterwards the connection is kept, if nothing is left to be read
-        from it, or little."""
+        """The answer of one host. The connection is kept if little of the answer is left unread."""
         where = urlsplit(url)
         idle = self._idle[os.getpid(), where.scheme, where.netloc]
         connection, response = self._connect_and_send(idle, url, deadline, sent)
@@ -217,7 +214,7 @@ class Client:
         try:
             yield response
         except BaseException as error:
-            drain = isinstance(error, Failure)  # others do not wait for the rest of the answer
+            drain = isinstance(error, Failure)  # after other errors, do not wait for the rest
             raise
         finally:
             left = 0 if response.isclosed() else response.length  # None: it does not say
@@ -252,14 +249,13 @@ class Client:
     ) -> HTTPResponse:
         if connection.sock is None:
             connection.connect()
-        connection.sock.settimeout(deadline.left)
+        connection.sock.settimeout(None)  # it is connected, so the deadline can shut it down
         deadline.guard(connection.sock)
         parts = urlsplit(url)
-        target = quote(parts.path or "/", safe="/%:@!$&'()*+,;=~") + (
-            f"?{parts.query}" if parts.query else ""
-        )
-        if self._proxy(parts.scheme, parts.hostname or "") and parts.scheme == "http":
-            target = url
+        target = url
+        if parts.scheme == "https" or not self._proxy(parts.scheme, parts.hostname or ""):
+            path = quote(parts.path or "/", safe="/%:@!$&'()*+,;=~")
+            target = f"{path}?{parts.query}" if parts.query else path
         given = {"User-Agent": "opkiln", **sent.headers}
         if isinstance(sent.body, str):
             given["Content-Length"] = str(os.path.getsize(sent.body))

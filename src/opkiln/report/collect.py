@@ -18,8 +18,8 @@ from opkiln.errors import StoreError
 from opkiln.model import CPU
 from opkiln.report import compilers, machine, operators, redact
 from opkiln.report.commands import install, pip, unset
-from opkiln.report.compilers import BACKENDS, wanted
-from opkiln.report.machine import Devices, Machine, Space, known_space
+from opkiln.report.compilers import BACKENDS, supports
+from opkiln.report.machine import FoundDevices, Machine, Space, known_space
 from opkiln.report.operators import OpStatus
 from opkiln.settings import dropped, settings, table, unknown
 from opkiln.store import entry, inventory
@@ -43,10 +43,10 @@ class Environment(NamedTuple):
 
     machine: Machine
     tools: tuple[compilers.Tool, ...]
-    unfound: tuple[compilers.Unfound, ...]
+    unfound: tuple[compilers.Tool, ...]  # named by variables, but not there
     torch: TorchSDK | None
     torch_error: str  # why the installed torch cannot be read
-    devices: Devices
+    devices: FoundDevices
     budget: budget.Description
     store: StoreStatus
     settings: tuple[SettingValue, ...]
@@ -67,7 +67,7 @@ class Report(NamedTuple):
 def collect(
     *, ops: bool = True, environment: bool = True, probe: bool = False, changes: bool = False
 ) -> Report:
-    """Look at everything, now. Raises SettingError for a variable with an invalid value.
+    """A new report. Raises SettingError for a variable with an invalid value.
 
     ``probe`` runs every toolkit to identify it, also those that torch is not built for. ``changes``
     adds to each op what changed since it was built.
@@ -81,9 +81,9 @@ def collect(
     # The compilers first: the keys of the ops' entries contain their identities.
     tools = compilers.survey(store.memory, torch, probe=probe)
     found = operators.statuses(changes=changes) if ops else None
-    around = None
+    seen = None
     if environment:
-        around = Environment(
+        seen = Environment(
             machine=machine.machine(),
             tools=tools,
             unfound=compilers.unfound(),
@@ -92,14 +92,14 @@ def collect(
             devices=machine.devices(store.memory, torch),
             budget=budget.shared().describe(),
             store=store_status(store),
-            settings=tuple(_in_force(each.variable, *each.resolve()) for each in table()),
+            settings=tuple(_setting_value(each.variable, *each.resolve()) for each in table()),
             unknown_variables=tuple(unknown()),
             dropped_variables=dropped(),
         )
-    return Report(__version__, time.time(), found, around, problems(found, around))
+    return Report(__version__, time.time(), found, seen, problems(found, seen))
 
 
-def _in_force(variable: str, value: Any, origin: str) -> SettingValue:
+def _setting_value(variable: str, value: Any, origin: str) -> SettingValue:
     if value and redact.is_secret(variable):
         value = "***"
     elif isinstance(value, str):
@@ -112,8 +112,8 @@ def _in_force(variable: str, value: Any, origin: str) -> SettingValue:
 # The store
 
 
-class Build(NamedTuple):
-    """How an entry was built, from its manifest. One that was fetched does not say when."""
+class PastBuild(NamedTuple):
+    """How an entry was built. The manifest of one that was fetched does not say when."""
 
     op: str
     distribution: str
@@ -134,8 +134,8 @@ class StoreStatus(NamedTuple):
     sizes: inventory.Sizes | None
     limit: int
     space: Space | None
-    builds: tuple[Build, ...]  # the newest first, without those that were fetched
-    fetches: tuple[Build, ...] = ()
+    builds: tuple[PastBuild, ...]  # the newest first, without those that were fetched
+    fetches: tuple[PastBuild, ...] = ()
     remotes: tuple[str, ...] = ()
 
 
@@ -143,7 +143,7 @@ def store_status(store: Store) -> StoreStatus:
     """The layers, and the contents of the writable one."""
     root, notes = store.root, store.location.notes
     sizes: inventory.Sizes | None = None
-    found: list[Build] = []
+    found: list[PastBuild] = []
     if root is not None:
         try:
             sizes = inventory.sizes(root)
@@ -152,6 +152,7 @@ def store_status(store: Store) -> StoreStatus:
             found = [*filter(None, (_build(each.directory) for each in newest))]
         except StoreError as error:
             notes = (*notes, error.what)  # the report must still work if this happens
+    built = (each for each in found if not each.origin)
     return StoreStatus(
         root=root,
         layers=tuple(layer.root for layer in store.location.layers),
@@ -159,19 +160,17 @@ def store_status(store: Store) -> StoreStatus:
         sizes=sizes,
         limit=settings.cache_max_size,
         space=None if root is None else known_space(root),
-        builds=tuple(
-            sorted((each for each in found if not each.origin), key=lambda each: -each.ended)
-        ),
+        builds=tuple(sorted(built, key=lambda each: -each.ended)),
         fetches=tuple(each for each in found if each.origin),
         remotes=tuple(map(redact.without_secrets, settings.remotes)),
     )
 
 
-def _build(directory: str) -> Build | None:
+def _build(directory: str) -> PastBuild | None:
     try:
         manifest = entry.read_manifest(directory)
         target, origin = manifest["target"], fetched_from(manifest)
-        return Build(
+        return PastBuild(
             op=str(manifest["op"]),
             distribution=str(manifest["distribution"]),
             made_for=" ".join((target["backend"], ";".join(target["archs"]))).strip(),
@@ -200,7 +199,7 @@ def problems(
     ops: tuple[OpStatus, ...] | None, environment: Environment | None
 ) -> tuple[Problem, ...]:
     """Every problem. Those of the environment come first: they explain those of the ops."""
-    found = [] if environment is None else list(_around(environment))
+    found = [] if environment is None else list(_environment_problems(environment))
     affected: dict[str, dict[str, None]] = {}  # reason -> ops
     for each in ops or ():
         if each.is_problem:
@@ -213,7 +212,7 @@ def problems(
     return tuple(found)
 
 
-def _around(environment: Environment) -> Iterator[Problem]:
+def _environment_problems(environment: Environment) -> Iterator[Problem]:
     torch = environment.torch
     if environment.torch_error:
         reinstall = pip("install", "--force-reinstall", "torch")
@@ -227,7 +226,7 @@ def _around(environment: Environment) -> Iterator[Problem]:
                 why = f"what {tool.path} makes serves one process and is not kept"
                 problem = f"{why}: {tool.unobserved}"
                 yield Problem(f"{name} compiler", problem, "opkiln explain OP")
-        needed = backend == CPU or wanted(backend, torch)
+        needed = backend == CPU or supports(backend, torch)
         if not needed or any(tool.taken for tool in own):
             continue
         what, hint = "toolkit", "opkiln doctor"

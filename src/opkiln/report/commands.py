@@ -56,7 +56,7 @@ def pip(*words: str) -> str:
     return f"{interpreter()} -m pip {shlex.join(words)}"
 
 
-def of_this_python(command: str) -> str:
+def use_this_python(command: str) -> str:
     """A hint that starts with ``pip``, for this interpreter; other commands are unchanged."""
     return f"{interpreter()} -m {command}" if command.startswith("pip ") else command
 

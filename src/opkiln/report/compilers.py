@@ -35,22 +35,14 @@ class Tool(NamedTuple):
     taken: bool
     refused: str  # why it is not taken
     asked: bool = True  # False: it was found, but not run to identify it
-    unobserved: str = ""  # why it was not known what it read, when it was last used
-
-
-class Unfound(NamedTuple):
-    """A toolkit that a variable names but that does not exist."""
-
-    backend: str
-    path: str
-    origin: str  # the variable that names it
+    unobserved: str = ""  # why what it read was not known when it was last used
 
 
 def survey(memory: tuple[str, ...], torch: TorchSDK | None, *, probe: bool) -> tuple[Tool, ...]:
     """Every compiler, by backend, in order of preference."""
     tools = [
         tool._replace(unobserved=observer.noted(memory, tool.path)) if tool.taken else tool
-        for tool in _ranked(CPU, host.candidates(memory))
+        for tool in _rank(CPU, host.candidates(memory))
     ]
     usable = any(tool.taken for tool in tools)
     for backend in _WITH_TOOLKIT:
@@ -58,17 +50,14 @@ def survey(memory: tuple[str, ...], torch: TorchSDK | None, *, probe: bool) -> t
     return tuple(tools)
 
 
-def unfound() -> tuple[Unfound, ...]:
-    """The toolkits that variables name but that do not exist."""
+def unfound() -> tuple[Tool, ...]:
+    """The toolkits that variables name (``origin``) but that do not exist."""
     return tuple(
-        Unfound(backend, each.path, each.origin)
-        for backend in _WITH_TOOLKIT
-        for each in _present(backend)
-        if each.refused
+        tool for backend in _WITH_TOOLKIT for tool in _list_all(backend, "") if tool.refused
     )
 
 
-def wanted(backend: str, torch: TorchSDK | None) -> bool:
+def supports(backend: str, torch: TorchSDK | None) -> bool:
     """Whether torch is built for a backend."""
     if torch is None:
         return False
@@ -77,7 +66,7 @@ def wanted(backend: str, torch: TorchSDK | None) -> bool:
     return bool(torch.cuda if backend == CUDA else torch.hip)
 
 
-def _ranked(backend: str, candidates: Iterable[Candidate]) -> list[Tool]:
+def _rank(backend: str, candidates: Iterable[Candidate]) -> list[Tool]:
     """Candidates as tools: the first that is not refused is taken."""
     tools: list[Tool] = []
     best = ""
@@ -94,31 +83,31 @@ def _toolkits(
     from opkiln.toolchain import find, hipcc, nvcc, sycl
 
     if not has_host:
-        return _listed(backend, NO_HOST)
+        return _list_all(backend, NO_HOST)
     families: dict[str, find.Family] = {CUDA: nvcc, ROCM: hipcc, XPU: sycl}
     try:
-        if not (probe or wanted(backend, torch)) and choice.recall(memory, backend) is None:
+        if not (probe or supports(backend, torch)) and choice.recall(memory, backend) is None:
             name = BACKENDS[backend]
             lacks = "there is no torch" if torch is None else f"torch is not built for {name}"
-            return _listed(backend, f"not asked: {lacks}")
+            return _list_all(backend, f"not asked: {lacks}")
         version, compiler = choice.wanted(backend, torch), host.choose(memory)
         found = find.candidates(families[backend], memory, version, compiler)
-        return _ranked(backend, found)
+        return _rank(backend, found)
     # The named launcher or host compiler cannot be used, or torch cannot be read. That stops every
     # toolkit.
     except (ToolchainError, OSError) as error:
-        return _listed(backend, error.what if isinstance(error, ToolchainError) else str(error))
+        return _list_all(backend, error.what if isinstance(error, ToolchainError) else str(error))
 
 
-def _listed(backend: str, why: str) -> list[Tool]:
-    """The toolkits that exist, by their files alone, and those that the user named in vain."""
+def _list_all(backend: str, why: str) -> list[Tool]:
+    """The toolkits whose files exist, and those that a variable names but that do not exist."""
     return [
         Tool(backend, each.path, each.origin, "", False, each.refused or why, bool(each.refused))
-        for each in _present(backend)
+        for each in _possible_toolkits(backend)
     ]
 
 
-def _present(backend: str) -> list[Candidate]:
+def _possible_toolkits(backend: str) -> list[Candidate]:
     """Each possible toolkit of a backend. One that was named and does not exist is refused."""
     missing = "no such program"
     if backend == CUDA:

@@ -6,11 +6,12 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from opkiln.engine.budget import Description
 from opkiln.model import in_words
 from opkiln.report.collect import Environment, Report, SettingValue, StoreStatus
 from opkiln.report.compilers import BACKENDS, NO_HOST, PROBE, Tool, torch_built_with
 from opkiln.report.layout import age, count, duration, size
-from opkiln.report.machine import Devices, Limit, Machine
+from opkiln.report.machine import FoundDevices, Limit, Machine
 from opkiln.report.operators import BackendStatus, OpStatus
 
 
@@ -24,7 +25,7 @@ class Cell(NamedTuple):
 Row = tuple[Cell, ...]
 
 
-class Section(NamedTuple):
+class ReportSection(NamedTuple):
     """A table with a title. ``head`` is empty if the first column names the rows."""
 
     title: str
@@ -34,35 +35,34 @@ class Section(NamedTuple):
     footnotes: tuple[tuple[str, str], ...] = ()  # ("(1)", a text that several rows share)
 
 
-def sections(report: Report, *, errors_only: bool = False) -> list[Section]:
+def sections(report: Report, *, errors_only: bool = False) -> list[ReportSection]:
     """Everything that was collected, or only the problems."""
     if errors_only:
         return [problems(report)]
     found = []
     if report.ops is not None:
         found.append(ops(report.ops))
-    if report.environment is not None:
-        around = report.environment
+    if seen := report.environment:
         found += [
-            environment(report.opkiln, around),
-            compilers(around.tools),
-            accelerators(around.devices),
-            store(around.store, report.made),
-            settings(around.settings),
+            environment(report.opkiln, seen),
+            compilers(seen.tools),
+            accelerators(seen.devices),
+            store(seen.store, report.made),
+            settings(seen.settings),
         ]
     if report.problems:
         found.append(problems(report))
     return found
 
 
-def problems(report: Report) -> Section:
+def problems(report: Report) -> ReportSection:
     """Everything that does not work."""
     rows = []
     for each in report.problems:
         rows.append((Cell(each.subject, "bad"), Cell(_line(each.text))))
         if each.hint:
             rows.append((Cell(""), Cell(f"hint: {each.hint}", "weak")))
-    return Section("problems", (), tuple(rows), "" if rows else "none")
+    return ReportSection("problems", (), tuple(rows), "" if rows else "none")
 
 
 # The ops
@@ -70,13 +70,13 @@ def problems(report: Report) -> Section:
 _YES = {True: "yes", False: "no"}
 
 
-def ops(found: tuple[OpStatus, ...]) -> Section:
+def ops(found: tuple[OpStatus, ...]) -> ReportSection:
     """A row for each op and backend. The first row of an op is the backend that serves here.
     Variants of an op that are in the same state share their rows."""
     same: dict[tuple[str, tuple[Row, ...]], list[str]] = {}
     for each in found:
-        serving = _on(each.here, serves=not each.no_device)
-        others = (_on(other, serves=False) for other in each.backends[1:])
+        serving = _backend_row(each.here, serves=not each.no_device)
+        others = (_backend_row(other, serves=False) for other in each.backends[1:])
         same.setdefault((each.variant_of or each.op, (serving, *others)), []).append(each.op)
     rows = []
     for (op, (first, *more)), names in same.items():
@@ -86,15 +86,16 @@ def ops(found: tuple[OpStatus, ...]) -> Section:
     counted = Counter(row[-1].text for row in rows if row[-1].text)
     common = [reason for reason, times in counted.items() if times > 1]
     numbers = {reason: f"({number})" for number, reason in enumerate(common, start=1)}
-    told = []
-    for *cells, reason in rows:
-        told.append((*cells, reason._replace(text=numbers.get(reason.text, reason.text))))
+    shown = [
+        (*cells, reason._replace(text=numbers.get(reason.text, reason.text)))
+        for *cells, reason in rows
+    ]
     head = ("op", "backend", "installed", "cached", "compatible", "")
     footnotes = tuple((number, reason) for reason, number in numbers.items())
-    return Section("ops", head, tuple(told), "" if rows else "none", footnotes)
+    return ReportSection("ops", head, tuple(shown), "" if rows else "none", footnotes)
 
 
-def _on(found: BackendStatus, *, serves: bool) -> Row:
+def _backend_row(found: BackendStatus, *, serves: bool) -> Row:
     # A backend that does not serve here need not work here.
     look = "" if serves else "weak"
     return (
@@ -110,29 +111,29 @@ def _on(found: BackendStatus, *, serves: bool) -> Row:
 # The environment
 
 
-def environment(version: str, around: Environment) -> Section:
+def environment(version: str, seen: Environment) -> ReportSection:
     """opkiln, Python, the system, torch and the limits."""
-    machine, torch = around.machine, around.torch
+    machine, torch = seen.machine, seen.torch
     rows = [
         _row("opkiln", version),
         _row("python", f"{machine.python}, {machine.executable}"),
         _row("system", machine.system),
         _row("cpu", machine.cpu),
         _row("", f"{machine.level} ({machine.simd})"),
-        _row("torch", torch_built_with(torch, around.torch_error), "bad" if torch is None else ""),
+        _row("torch", torch_built_with(torch, seen.torch_error), "bad" if torch is None else ""),
     ]
     if torch is not None:
         rows.append(_row("", torch.path))
-    rows += _budget(around)
-    rows += _granted(machine)
-    if dropped := ", ".join(around.dropped_variables):
+    rows += _budget_rows(seen.budget)
+    rows += _limit_rows(machine)
+    if dropped := ", ".join(seen.dropped_variables):
         rows.append(_row("dropped", f"{dropped} (not passed to compilers)"))
-    rows += [_row("unknown", text, "bad") for text in around.unknown_variables]
-    return Section("environment", (), tuple(rows))
+    rows += [_row("unknown", text, "bad") for text in seen.unknown_variables]
+    return ReportSection("environment", (), tuple(rows))
 
 
-def _budget(around: Environment) -> list[Row]:
-    budget, limits = around.budget, around.budget.limits
+def _budget_rows(budget: Description) -> list[Row]:
+    limits = budget.limits
     jobs = f", at most {count(budget.max_jobs, 'job')}" if budget.max_jobs else ""
     rows = [
         _row("budget", f"{count(len(limits.slots), 'CPU')} ({limits.cpus_from}){jobs}"),
@@ -142,35 +143,30 @@ def _budget(around: Environment) -> list[Row]:
     return rows + [_row("", f"not shared through {each}", "bad") for each in budget.refused]
 
 
-def _granted(machine: Machine) -> list[Row]:
+def _limit_rows(machine: Machine) -> list[Row]:
     group = machine.cgroup
     granted = [f"a quota of {group.cpu_quota:g} CPUs"] if group.cpu_quota else []
     granted += [f"{group.cpus} CPUs"] if group.cpus else []
     granted += [f"{size(group.memory_limit)} of memory"] if group.memory_limit else []
-    said = f"{group.path or 'none'}: {', '.join(granted) or 'no limits'}"
     shared = machine.shared_memory
-    limits = ", ".join(_limit(each) for each in machine.limits)
     return [
-        _row("cgroup", said),
+        _row("cgroup", f"{group.path or 'none'}: {', '.join(granted) or 'no limits'}"),
         _row("/dev/shm", "none" if shared is None else str(shared)),
-        _row("limits", limits),
+        _row("limits", ", ".join(map(_limit, machine.limits))),
     ]
 
 
 def _limit(limit: Limit) -> str:
-    def words(value: int | None) -> str:
-        if value is None:
-            return "unlimited"
-        return size(value) if limit.name == "memlock" else str(value)
-
-    soft, hard = words(limit.soft), words(limit.hard)
+    shown = size if limit.name == "memlock" else str
+    both = (limit.soft, limit.hard)
+    soft, hard = ("unlimited" if each is None else shown(each) for each in both)
     return f"{limit.name} {soft}" + ("" if soft == hard else f" (at most {hard})")
 
 
 # Compilers and devices
 
 
-def compilers(tools: Iterable[Tool]) -> Section:
+def compilers(tools: Iterable[Tool]) -> ReportSection:
     """Every compiler and toolkit: taken, or the reason why not."""
     found = list(tools)
     rows = []
@@ -180,13 +176,15 @@ def compilers(tools: Iterable[Tool]) -> Section:
             rows.append(_row(name, "none was found", "weak"))
         said: set[str] = set()
         for number, tool in enumerate(own):
-            rows.append(_tool(name if number == 0 else "", tool, said))
+            rows.append(_tool_row(name if number == 0 else "", tool, said))
             said.add(tool.refused)
     skipped = any(not tool.asked and tool.refused != NO_HOST for tool in found)
-    return Section("compilers", (), tuple(rows), f"`{PROBE}` asks every toolkit" if skipped else "")
+    return ReportSection(
+        "compilers", (), tuple(rows), f"`{PROBE}` asks every toolkit" if skipped else ""
+    )
 
 
-def _tool(label: str, tool: Tool, said: set[str]) -> Row:
+def _tool_row(label: str, tool: Tool, said: set[str]) -> Row:
     word = "refused: " if tool.asked else ""
     state = "taken" if tool.taken else f"{word}{_line(tool.refused)}"
     if not tool.asked and tool.refused in said:
@@ -195,7 +193,7 @@ def _tool(label: str, tool: Tool, said: set[str]) -> Row:
     return _row(label, f"{facts} ({tool.origin})", "" if tool.taken else "weak")
 
 
-def accelerators(found: Devices) -> Section:
+def accelerators(found: FoundDevices) -> ReportSection:
     """The kinds of device, the GPUs, their drivers, and the libraries for communication."""
     chosen = found.accelerator
     asked = f" ({chosen.origin})" if chosen.origin else ""
@@ -218,7 +216,7 @@ def accelerators(found: Devices) -> Section:
         rows.append(_row(library.name, f"{library.version or 'unknown version'}, {library.path}"))
     if not found.collectives:
         rows.append(_row("NCCL", "none was found", "weak"))
-    return Section("accelerators", (), tuple(rows))
+    return ReportSection("accelerators", (), tuple(rows))
 
 
 # The store and the settings
@@ -227,7 +225,7 @@ def accelerators(found: Devices) -> Section:
 _FETCHES = 3  # entries of remote tiers that are shown
 
 
-def store(found: StoreStatus, now: float) -> Section:
+def store(found: StoreStatus, now: float) -> ReportSection:
     """Where the entries are, their size, and the last build."""
     nowhere = found.root is None
     rows = [_row("path", found.root or "none: nothing can be written", "bad" if nowhere else "")]
@@ -246,10 +244,10 @@ def store(found: StoreStatus, now: float) -> Section:
     if len(found.fetches) > _FETCHES:
         rows.append(_row("fetched", f"and {len(found.fetches) - _FETCHES} more"))
     rows += [_row("note", note, "bad") for note in found.notes]
-    return Section("cache", (), tuple(rows))
+    return ReportSection("cache", (), tuple(rows))
 
 
-def settings(found: tuple[SettingValue, ...]) -> Section:
+def settings(found: tuple[SettingValue, ...]) -> ReportSection:
     """The settings that are not at their defaults, and where they come from."""
     rows = []
     for each in found:
@@ -257,7 +255,7 @@ def settings(found: tuple[SettingValue, ...]) -> Section:
             origin = "" if each.origin == each.variable else f"from {each.origin}"
             rows.append((Cell(each.variable), Cell(value_of(each)), Cell(origin, "weak")))
     note = f"{len(found) - len(rows)} more at their defaults (`opkiln report --json` has all)"
-    return Section("settings", (), tuple(rows), note)
+    return ReportSection("settings", (), tuple(rows), note)
 
 
 def value_of(each: SettingValue) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 from opkiln.errors import visible
 from opkiln.report import facts
 from opkiln.report.collect import Environment, Report, StoreStatus
-from opkiln.report.facts import Section
+from opkiln.report.facts import ReportSection
 from opkiln.report.layout import columns, fields, paint, plain
 from opkiln.report.machine import Space
 from opkiln.report.redact import without_user
@@ -22,7 +22,7 @@ def as_text(report: Report, *, width: int | None = None, errors_only: bool = Fal
     return "\n\n".join(_text_section(each, width) for each in found)
 
 
-def _text_section(section: Section, width: int | None) -> str:
+def _text_section(section: ReportSection, width: int | None) -> str:
     parts = [paint(section.title, "strong")]
     if section.rows:
         head = [section.head] if section.head else []
@@ -54,7 +54,7 @@ def as_markdown(report: Report, *, errors_only: bool = False) -> str:
     return "\n\n".join(parts)
 
 
-def _table(section: Section) -> str:
+def _table(section: ReportSection) -> str:
     lines = []
     if section.rows:
         head = section.head or ("",) * max(len(row) for row in section.rows)
@@ -83,7 +83,7 @@ SCHEMA = 1
 
 def as_document(report: Report, *, errors_only: bool = False) -> dict[str, Any]:
     """The report, or only its problems and the ops with problems. A hidden part is null."""
-    around = None if errors_only else report.environment
+    seen = None if errors_only else report.environment
     ops = report.ops
     if errors_only and ops is not None:
         ops = tuple(each for each in ops if each.is_problem)
@@ -94,30 +94,31 @@ def as_document(report: Report, *, errors_only: bool = False) -> dict[str, Any]:
         "ops": None
         if ops is None
         else [fields(each, "op distribution serves error backends") for each in ops],
-        "environment": None if around is None else _environment(around),
-        "store": None if around is None else _store(around.store),
-        "settings": None if around is None else plain(around.settings),
+        "environment": None if seen is None else _environment(seen),
+        "store": None if seen is None else _store(seen.store),
+        "settings": None if seen is None else plain(seen.settings),
         "problems": plain(report.problems),
     }
 
 
-def _environment(around: Environment) -> dict[str, Any]:
-    budget = around.budget
-    tools = plain(around.tools)
+def _environment(seen: Environment) -> dict[str, Any]:
+    budget = seen.budget
+    tools = plain(seen.tools)
     return {
-        **plain(around.machine),
-        "shared_memory": _space(around.machine.shared_memory),
+        **plain(seen.machine),
+        "shared_memory": _space(seen.machine.shared_memory),
         "compilers": [each for each in tools if each["backend"] == "cpu"],
         "toolkits": [each for each in tools if each["backend"] != "cpu"],
-        **fields(around, "unfound torch torch_error"),
-        **plain(around.devices),
+        "unfound": [fields(each, "backend path origin") for each in seen.unfound],
+        **fields(seen, "torch torch_error"),
+        **plain(seen.devices),
         "budget": {
             "slots": len(budget.limits.slots),
             "slots_from": budget.limits.cpus_from,
             **fields(budget.limits, "memory memory_from"),
             **fields(budget, "max_jobs where refused"),
         },
-        **fields(around, "unknown_variables dropped_variables"),
+        **fields(seen, "unknown_variables dropped_variables"),
     }
 
 

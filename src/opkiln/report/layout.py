@@ -35,7 +35,7 @@ def columns(rows: Iterable[Sequence[str]], *, indent: int = 0, width: int | None
         line = (" " * indent + "  ".join(cells)).rstrip()
         if width is not None and _width(line) > width and row:
             before = " " * indent + "".join(f"{cell}  " for cell in cells[:-1])
-            lines += _folded(before, row[-1], width, indent)
+            lines += _fold(before, row[-1], width, indent)
         else:
             lines.append(line)
     return "\n".join(lines)
@@ -44,7 +44,7 @@ def columns(rows: Iterable[Sequence[str]], *, indent: int = 0, width: int | None
 _NARROW = 24  # characters: the least width of a readable column
 
 
-def _folded(before: str, last: str, width: int, indent: int) -> list[str]:
+def _fold(before: str, last: str, width: int, indent: int) -> list[str]:
     import textwrap
 
     lines: list[str] = []

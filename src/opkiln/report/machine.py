@@ -181,7 +181,7 @@ class ChosenAccelerator(NamedTuple):
     hint: str = ""
 
 
-class Library(NamedTuple):
+class CommunicationLibrary(NamedTuple):
     """A library for collective communication."""
 
     name: str  # NCCL, RCCL
@@ -189,17 +189,17 @@ class Library(NamedTuple):
     version: str  # "" if no file says it
 
 
-class Devices(NamedTuple):
+class FoundDevices(NamedTuple):
     """All devices, with their drivers and libraries."""
 
     accelerator: ChosenAccelerator
     accelerators: tuple[Answer, ...]  # every kind of device, in the order of detection
     drivers: tuple[Driver, ...]
     gpus: tuple[Gpu, ...]
-    collectives: tuple[Library, ...]
+    collectives: tuple[CommunicationLibrary, ...]
 
 
-def devices(memory: tuple[str, ...], torch: TorchSDK | None) -> Devices:
+def devices(memory: tuple[str, ...], torch: TorchSDK | None) -> FoundDevices:
     """Look for devices, without creating a context on one. Raises SettingError.
 
     If there seems to be a device of another vendor, the vendor's package is imported: only that can
@@ -215,11 +215,11 @@ def devices(memory: tuple[str, ...], torch: TorchSDK | None) -> Devices:
         *(Gpu("AMD", each.index, each.name, each.arch, each.memory, each in left)
           for each in of_amd.gpus),
     ]  # fmt: skip
-    # A driver in the kernel has no version; one that is installed separately has.
+    # Only a driver that is installed separately has a version; the kernel's own has none.
     amd_version = this.read_text("/sys/module/amdgpu/version").strip()
     kinds = detect.survey()
-    return Devices(
-        accelerator=_chosen(kinds),
+    return FoundDevices(
+        accelerator=_choose_accelerator(kinds),
         accelerators=kinds,
         drivers=(
             Driver("NVIDIA", of_nvidia.driver, of_nvidia.cuda, of_nvidia.why),
@@ -230,7 +230,7 @@ def devices(memory: tuple[str, ...], torch: TorchSDK | None) -> Devices:
     )
 
 
-def _chosen(kinds: tuple[Answer, ...]) -> ChosenAccelerator:
+def _choose_accelerator(kinds: tuple[Answer, ...]) -> ChosenAccelerator:
     """The accelerator that the user named, else the first of ``kinds`` that is present."""
     from opkiln.accelerator import detect
     from opkiln.devices import choice
@@ -246,7 +246,7 @@ def _chosen(kinds: tuple[Answer, ...]) -> ChosenAccelerator:
     return ChosenAccelerator(taken.name, taken.why, origin)
 
 
-def collectives(torch: TorchSDK | None) -> Iterator[Library]:
+def collectives(torch: TorchSDK | None) -> Iterator[CommunicationLibrary]:
     """NCCL and RCCL where processes find them: in torch, in wheels, in the system; each once."""
     seen: set[str] = set()
     for directory in _directories(torch):
@@ -255,7 +255,7 @@ def collectives(torch: TorchSDK | None) -> Iterator[Library]:
                 real = os.path.realpath(path)
                 if real not in seen and os.path.isfile(real):
                     seen.add(real)
-                    yield Library(label, path, _version(real, stem))
+                    yield CommunicationLibrary(label, path, _version(real, stem))
 
 
 def _directories(torch: TorchSDK | None) -> Iterator[str]:

@@ -60,7 +60,7 @@ def statuses(*, changes: bool = False) -> tuple[OpStatus, ...]:
 
     ``changes`` also finds out what changed since each was last built, which takes longer.
     """
-    # Those of ALL_OPS, which reads all entry points again for each op: with thirty ops, that would
+    # Not through ALL_OPS: it reads all entry points again for each op, which with thirty ops would
     # take half of a report's time.
     find: dict[str, Callable[[], type[OpBuilder]]]
     find = {name: partial(ALL_OPS.__getitem__, name) for name in bundled()}
@@ -75,7 +75,7 @@ def _statuses(
     try:
         found = libraries(name, find())
     except OpkilnError as error:
-        # Of a module that cannot be imported, what it raised says more.
+        # If a module cannot be imported, the error that it raised says more.
         yield OpStatus(name, "", "", (), error.what if error.__cause__ is None else error.why)
     else:
         for each, kind in found:
@@ -91,9 +91,9 @@ def _status(name: str, kind: type[OpBuilder], *, changes: bool) -> OpStatus:
         builder = kind()
         distribution, serves = builder.distribution, builder.backend
         ordered = dict.fromkeys((serves, *kind.BACKENDS))
-        backends = tuple(on_backend(kind, each) for each in ordered)
+        backends = tuple(backend_status(kind, each) for each in ordered)
         changed: tuple[str, ...] = ()
-        if changes and backends[0].status == terms.WOULD_COMPILE:  # what changed may contain flags
+        if changes and backends[0].status == terms.WOULD_COMPILE:  # changed flags may be secret
             changed = tuple(map(redact.without_secrets, explain(builder.op()).changes))
     except OpkilnError as error:
         return OpStatus(name, distribution, "", (), error.what)
@@ -107,7 +107,7 @@ def _status(name: str, kind: type[OpBuilder], *, changes: bool) -> OpStatus:
     return OpStatus(name, distribution, serves, backends, changes=changed, no_device=no_device)
 
 
-def on_backend(kind: type[OpBuilder], backend: str) -> BackendStatus:
+def backend_status(kind: type[OpBuilder], backend: str) -> BackendStatus:
     """The state of an op on one of its backends."""
     try:
         builder = kind(backend=backend)

@@ -12,7 +12,7 @@ from html import escape
 
 from opkiln.decision.terms import WOULD_FALL_BACK, Candidate
 from opkiln.report import facts
-from opkiln.report.collect import Build, Problem, Report, SettingValue
+from opkiln.report.collect import PastBuild, Problem, Report, SettingValue
 from opkiln.report.compilers import BACKENDS, Tool, torch_built_with
 from opkiln.report.facts import Cell, Row
 from opkiln.report.layout import duration, size
@@ -102,16 +102,15 @@ def render(report: Report) -> str:
         parts.append(_section("problems", "Problems", _problems(report.problems)))
     if report.ops is not None:
         parts.append(_section("ops", "Ops", _ops(report.ops)))
-    if report.environment is not None:
-        around = report.environment
-        environment = facts.environment(report.opkiln, around)
+    if seen := report.environment:
+        environment = facts.environment(report.opkiln, seen)
         parts += [
-            _section("toolchain", "Compilers and toolkits", _tree(around.tools)),
-            _section("builds", "Builds", timeline(around.store.builds)),
-            _section("devices", "Accelerators", _table(facts.accelerators(around.devices).rows)),
+            _section("toolchain", "Compilers and toolkits", _tree(seen.tools)),
+            _section("builds", "Builds", timeline(seen.store.builds)),
+            _section("devices", "Accelerators", _table(facts.accelerators(seen.devices).rows)),
             _section("environment", "Environment", _table(environment.rows)),
-            _section("cache", "Cache", _table(facts.store(around.store, report.made).rows)),
-            _section("settings", "Settings", _settings(around.settings)),
+            _section("cache", "Cache", _table(facts.store(seen.store, report.made).rows)),
+            _section("settings", "Settings", _settings(seen.settings)),
         ]
     return _PAGE.format(
         style=CSS,
@@ -141,11 +140,10 @@ def _summary(report: Report) -> list[str]:
             f"<b>{ready}</b> ready",
             f"<b>{native}</b> native here",
         ]
-    if report.environment is not None:
-        around = report.environment
-        torch = "no torch" if around.torch is None else f"torch {torch_built_with(around.torch)}"
-        gpus = ", ".join(gpu.name for gpu in around.devices.gpus) or "no GPU"
-        items += [f"Python {around.machine.python}", escape(torch), escape(gpus)]
+    if seen := report.environment:
+        torch = "no torch" if seen.torch is None else f"torch {torch_built_with(seen.torch)}"
+        gpus = ", ".join(gpu.name for gpu in seen.devices.gpus) or "no GPU"
+        items += [f"Python {seen.machine.python}", escape(torch), escape(gpus)]
     number = len(report.problems)
     look = "bad" if number else "good"
     items.append(f'<span class="{look}"><b>{number}</b> problem{"" if number == 1 else "s"}</span>')
@@ -231,9 +229,9 @@ def _candidate(candidate: Candidate) -> str:
 # The build timeline: builds that were close in time share a scale
 
 
-def runs(builds: Iterable[Build]) -> list[list[Build]]:
+def runs(builds: Iterable[PastBuild]) -> list[list[PastBuild]]:
     """Groups of builds that overlap or follow each other within a minute, the newest first."""
-    found: list[list[Build]] = []
+    found: list[list[PastBuild]] = []
     for build in sorted(builds, key=lambda each: each.ended - each.seconds):
         began = build.ended - build.seconds
         if found and began - max(each.ended for each in found[-1]) < _PAUSE:
@@ -243,13 +241,13 @@ def runs(builds: Iterable[Build]) -> list[list[Build]]:
     return found[::-1]
 
 
-def timeline(builds: Iterable[Build]) -> str:
+def timeline(builds: Iterable[PastBuild]) -> str:
     """A bar for each build, from its start to its end."""
     parts = [_builds(each) for each in runs(builds)]
     return "\n".join(parts) or '<p class="weak">nothing has been built yet</p>'
 
 
-def _builds(builds: list[Build]) -> str:
+def _builds(builds: list[PastBuild]) -> str:
     began = min(each.ended - each.seconds for each in builds)
     length = max(each.ended for each in builds) - began
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(began))
@@ -257,7 +255,7 @@ def _builds(builds: list[Build]) -> str:
     return f'<h3>{when} {_span("weak", duration(length))}</h3>\n<div class="timeline">{rows}</div>'
 
 
-def _bar(build: Build, began: float, length: float) -> str:
+def _bar(build: PastBuild, began: float, length: float) -> str:
     left = 100 * (build.ended - build.seconds - began) / length
     wide = 100 * build.seconds / length
     memory = f", {size(build.max_rss)}" if build.max_rss else ""

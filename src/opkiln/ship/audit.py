@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from opkiln.binary import elf
 from opkiln.binary.elf import Elf
-from opkiln.bundles.layer import Entry
+from opkiln.bundles.layer import LayerEntry
 from opkiln.errors import BuildError, UsageError
 from opkiln.model import XPU
 
@@ -80,7 +80,7 @@ def platform(elfs: Iterable[Elf]) -> Platform:
     return Platform(f"manylinux_2_{glibc}_{machines[0]}", decided)
 
 
-def tag_for(entries: Sequence[Entry]) -> str:
+def tag_for(entries: Sequence[LayerEntry]) -> str:
     """The tag of a wheel with these ops, which are for any Python or for one and the same. Raises
     UsageError for ops of two machines."""
     pythons = {python_tag(each.manifest["target"]["abi_tag"]) for each in entries} - {""}
@@ -197,45 +197,40 @@ def _symbols(found: elf.Elf, target: Mapping[str, Any], torch_lib: str | None) -
     # The system's symbols have versions; those of torch and Python have none.
     unversioned = [name for soname, name, _ in found.symbols if not soname]
     python = [name for name in unversioned if _PYTHON.match(name)]
-    if python and not python_tag(tag):
-        yield Finding(
-            ERROR,
-            f"it uses Python's symbols: {_some(python)}",
-            "its wheel is for every Python, and for processes without Python",
-        )
-    has = frozenset() if torch_lib is None else _defined(torch_lib, os.stat(torch_lib).st_mtime_ns)
+    if not python_tag(tag):
+        why = "its wheel is for every Python, and for processes without Python"
+        yield from _misuse("it uses Python's symbols:", python, why)
+    has = frozenset() if torch_lib is None else _exports(torch_lib, os.stat(torch_lib).st_mtime_ns)
     others = [name for name in unversioned if not _PYTHON.match(name)]
     mangled = [name for name in others if name.startswith("_Z")]
     of_torch = [name for name in mangled if _OF_TORCH.match(name) or name in has]
-    if of_torch:
-        yield Finding(
-            ERROR,
-            f"it uses torch's C++ symbols: {_some(of_torch)}",
-            "they change with every release; the stable ABI has C symbols only",
-        )
+    why = "they change with every release; the stable ABI has C symbols only"
+    yield from _misuse("it uses torch's C++ symbols:", of_torch, why)
     if not tag.startswith(STABLE_TAG):
         return
     plain = [name for name in others if not name.startswith("_Z")]
     stable = [name for name in plain if name.startswith(_STABLE)]
-    if torch_lib is None:
-        if stable:
-            yield Finding(NOTE, "torch's symbols were not checked", "no libtorch_cpu.so was found")
-    elif missing := [name for name in stable if name not in has]:
-        yield Finding(ERROR, f"torch does not have {_some(missing)}", f"looked in {torch_lib}")
-    if unstable := [name for name in plain if name in has and name not in stable]:
-        yield Finding(
-            ERROR,
-            f"it uses C symbols of torch that are not part of its stable ABI: {_some(unstable)}",
-            "they belong to libraries that are linked into torch, and may disappear",
-        )
-    unknown = [name for name in plain if name not in has and name not in stable]
-    unknown += [name for name in mangled if name not in of_torch]
-    if unknown and target["backend"] != XPU and not _foreign(found.needed):
-        yield Finding(
-            ERROR,
-            f"none of the libraries that it needs defines {_some(unknown)}",
-            f"it needs {', '.join(found.needed) or 'no library'}",
-        )
+    if torch_lib is not None:
+        missing = [name for name in stable if name not in has]
+        yield from _misuse("torch does not have", missing, f"looked in {torch_lib}")
+    elif stable:
+        yield Finding(NOTE, "torch's symbols were not checked", "no libtorch_cpu.so was found")
+    unstable = [name for name in plain if name in has and name not in stable]
+    what = "it uses C symbols of torch that are not part of its stable ABI:"
+    why = "they belong to libraries that are linked into torch, and may disappear"
+    yield from _misuse(what, unstable, why)
+    if target["backend"] != XPU and not _foreign(found.needed):
+        unknown = [name for name in plain if name not in has and name not in stable]
+        unknown += [name for name in mangled if name not in of_torch]
+        why = f"it needs {', '.join(found.needed) or 'no library'}"
+        yield from _misuse("none of the libraries that it needs defines", unknown, why)
+
+
+def _misuse(what: str, names: list[str], why: str) -> Iterator[Finding]:
+    """The error that a library uses these symbols, if there are any."""
+    if names:
+        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+        yield Finding(ERROR, f"{what} {', '.join(names[:_SHOWN])}{more}", why)
 
 
 def _parts_of_torch(found: elf.Elf, tag: str) -> Iterator[Finding]:
@@ -263,11 +258,6 @@ def _foreign(needed: Iterable[str]) -> list[str]:
     return [name for name in needed if name not in _SYSTEM and not name.startswith(_TORCH_PARTS)]
 
 
-def _some(names: list[str]) -> str:
-    shown = ", ".join(names[:_SHOWN])
-    return shown if len(names) <= _SHOWN else f"{shown} and {len(names) - _SHOWN} more"
-
-
 @lru_cache(maxsize=2)
-def _defined(path: str, stamp: int) -> frozenset[str]:  # noqa: ARG001 (keys the cache)
+def _exports(path: str, stamp: int) -> frozenset[str]:  # noqa: ARG001 (keys the cache)
     return elf.defined(path)

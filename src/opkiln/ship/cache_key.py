@@ -31,7 +31,7 @@ _OTHER_FILES = (".py", ".pyc", ".pyi", ".so")
 _OTHER_DIRECTORIES = ("__pycache__", CARRIED)
 
 
-def cache_key(asked: Iterable[prebuild.Request]) -> str:
+def cache_key(asked: Iterable[prebuild.BuildRequest]) -> str:
     """The key for a store with these ops. Nothing is built, and no op is loaded.
 
     The order of the ops makes no difference. One that this machine does not support and that was
@@ -40,7 +40,7 @@ def cache_key(asked: Iterable[prebuild.Request]) -> str:
     parts = set()
     for each in asked:
         try:
-            with selection.applied(each.wanted):
+            with selection.use_cpu(each.wanted):
                 plan = planned(prebuild.decision_of(each))
         except OpkilnError as error:
             if each.named or not prebuild.is_unsupported_here(error, each.builder):

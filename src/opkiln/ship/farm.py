@@ -4,12 +4,12 @@ A worker gets a job and returns a bundle or an error. It raises nothing, because
 again what raised, and keeps its compiled files in a store of its own.
 
 The coordinator decides as a plain build does (``prebuild.look``): what the store has is not built
-again. A result is imported when it comes and then asked for like any other entry. So what a worker
-built from other sources, with other flags or by another compiler is refused here, and everything
-that follows (a wheel, a bundle) sees a store that one machine could have filled alone.
+again. A result is imported when it comes, and then looked up like any other entry. So a library
+that was built from other sources, with other flags or by another compiler is refused here, and
+what is made later (a wheel, a bundle) reads a store that one machine could have filled alone.
 
-A lost task runs again. Where the whole executor breaks, as a pool of processes does when one of
-them is killed, a new one gets what was not finished. If that breaks, too, tasks go on one at a
+A lost task runs again. If the whole executor breaks, as a pool of processes does when one of them
+is killed, a new executor gets the tasks that are left. If that breaks, too, tasks run one at a
 time, so that the one that ends its worker is found and the others are built.
 """
 
@@ -30,15 +30,16 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 from opkiln import __version__
-from opkiln.bundles.bundle import packed, unpack_bytes
+from opkiln.bundles.bundle import temporary_bundle, unpack_bytes
 from opkiln.decision.archs import target_cpu
 from opkiln.engine import events, progress
 from opkiln.engine.chrome import Trace
 from opkiln.errors import BuildError, OpkilnError, SpecError, StoreError, ToolchainError, UsageError
 from opkiln.model import CPU, flag_settings
+from opkiln.report.layout import count
 from opkiln.settings import LAYOUT, override, settings
 from opkiln.ship import prebuild, selection
-from opkiln.ship.prebuild import BUILT, FAILED, Outcome, Request
+from opkiln.ship.prebuild import BUILT, FAILED, BuildOutcome, BuildRequest
 from opkiln.ship.selection import NamedTarget
 from opkiln.store import publish
 from opkiln.store.layers import Store
@@ -59,7 +60,7 @@ class Job(NamedTuple):
     """One op for one target: names and settings, nothing of the coordinator's machine."""
 
     op: str
-    target: NamedTarget  # nothing in it is left for the worker's machine to say
+    target: NamedTarget  # complete: nothing in it depends on the worker's machine
     settings: tuple[tuple[str, Any], ...] = ()  # flags and the like, by the settings' fields
     jobs: int | None = None  # the most steps at once, on this worker
     version: str = __version__
@@ -71,7 +72,7 @@ class Job(NamedTuple):
 class Result(NamedTuple):
     """What became of a job. ``bundle`` has the library, if there is one."""
 
-    outcome: Outcome
+    outcome: BuildOutcome
     bundle: bytes = b""
     events: tuple[events.Event, ...] = ()  # ``at`` counts from the end of the task
     worker: str = ""
@@ -92,14 +93,14 @@ def work(job: Job) -> Result:
             override(cache_dir=_store(), **dict(job.settings)),
             events.listening(note),
         ):
-            outcome, bundle = _made(job)
+            outcome, bundle = _build_bundle(job)
     except Exception as error:  # also a full disk, no more memory
         why = f"{type(error).__name__}: {error}"
         told = error if isinstance(error, OpkilnError) else None
         told = told or BuildError(f"op {job.op} was not built", why=why)
-        outcome, bundle = Outcome(job.op, FAILED, error=told), b""
+        outcome, bundle = BuildOutcome(job.op, FAILED, error=told), b""
     if outcome.error is not None:
-        outcome = outcome._replace(error=_from_elsewhere(outcome.error, job, worker))
+        outcome = outcome._replace(error=_name_worker(outcome.error, job, worker))
     now = time.monotonic()
     relative = tuple(each._replace(at=each.at - now, data=dict(each.data)) for each in seen)
     return Result(outcome._replace(target=str(job.target), path=""), bundle, relative, worker)
@@ -109,7 +110,8 @@ def work(job: Job) -> Result:
 def _store() -> str:
     """This process's own store. A watchdog removes it, also if the process is killed.
 
-    It has what the user's store on this host knows of the compilers: to ask them takes seconds.
+    It starts with what the user's store on this host knows of the compilers, because asking them
+    takes seconds.
     """
     made = publish.make_scratch("farm")
     os.makedirs(memory := os.path.join(made, LAYOUT, "toolchains"), 0o700)
@@ -120,7 +122,7 @@ def _store() -> str:
     return made
 
 
-def _made(job: Job) -> tuple[Outcome, bytes]:
+def _build_bundle(job: Job) -> tuple[BuildOutcome, bytes]:
     if job.version != __version__:
         raise SpecError(
             f"op {job.op} was not built: opkiln is {__version__} there, and {job.version} here",
@@ -130,13 +132,13 @@ def _made(job: Job) -> tuple[Outcome, bytes]:
     (outcome,) = prebuild.prebuild(asked.requests, jobs=job.jobs, names_targets=True)
     if not outcome.path:
         return outcome, b""
-    with packed([outcome.path]) as made, open(made.path, "rb") as opened:
+    with temporary_bundle([outcome.path]) as made, open(made.path, "rb") as opened:
         return outcome, opened.read()
 
 
-def _from_elsewhere(error: OpkilnError, job: Job, worker: str) -> OpkilnError:
-    """The error as the coordinator tells it: with the op and the worker, without a log's path,
-    since that log ends with the worker."""
+def _name_worker(error: OpkilnError, job: Job, worker: str) -> OpkilnError:
+    """The error with the op and the worker, and without the path of a log, which is removed when
+    the worker ends."""
     lines = [line for line in error.why.splitlines() if not line.startswith("log: ")]
     what = error.what if job.op in error.what else f"op {job.op}: {error.what}"
     hint = "" if error.log and error.log in error.hint else error.hint
@@ -153,7 +155,7 @@ def build(
     *,
     jobs: int | None = None,
     trace: str | None = None,
-) -> list[Outcome]:
+) -> list[BuildOutcome]:
     """Build ops for targets, each pair as a task, and return what became of each, in order.
 
     ``executor`` is one of ``concurrent.futures``, or a function that makes one (then a broken one
@@ -166,45 +168,40 @@ def build(
 
 
 def run(
-    asked: Sequence[Request], crew: Crew, *, jobs: int | None = None, trace: str | None = None
-) -> list[Outcome]:
+    asked: Sequence[BuildRequest], crew: Crew, *, jobs: int | None = None, trace: str | None = None
+) -> list[BuildOutcome]:
     """``prebuild.prebuild``, on a farm."""
     name = type(crew).__name__ if isinstance(crew, Executor) else "an executor"
     if isinstance(crew, str):
         name, crew = crew, find_function(crew)
-    outcomes: dict[int, Outcome] = {}
+    outcomes: dict[int, BuildOutcome] = {}
     tasks: dict[int, Job] = {}
     for number, request in enumerate(asked):
-        with selection.applied(request.wanted):
+        with selection.use_cpu(request.wanted):
             found = prebuild.look(request)
             # Where there is no compiler here, the workers may have one.
-            if isinstance(found, Outcome) and not isinstance(found.error, ToolchainError):
+            if isinstance(found, BuildOutcome) and not isinstance(found.error, ToolchainError):
                 outcomes[number] = found
             else:
                 tasks[number] = _job(request, jobs)
     if tasks:
-        total = f"{len(tasks)} task{'' if len(tasks) == 1 else 's'}"
-        with progress.shown(traced=False), _tracing(trace or settings.trace) as recorder:
-            outcomes |= _do_tasks(crew, tasks, asked, f"{total} on {name}", recorder)
+        what, file = f"{count(len(tasks), 'task')} on {name}", trace or settings.trace
+        with (
+            progress.shown(traced=False),
+            contextlib.closing(Trace(file)) if file else contextlib.nullcontext() as recorder,
+        ):
+            outcomes |= _do_tasks(crew, tasks, asked, what, recorder)
     return [outcomes[number] for number in range(len(asked))]
-
-
-def _tracing(file: str | None) -> contextlib.AbstractContextManager[Trace | None]:
-    if not file:
-        return contextlib.nullcontext()
-    from opkiln.engine import chrome
-
-    return contextlib.closing(chrome.Trace(file))
 
 
 def _do_tasks(
     crew: Executor | Callable[[], Executor],
     tasks: Mapping[int, Job],
-    asked: Sequence[Request],
+    asked: Sequence[BuildRequest],
     what: str,
     recorder: Trace | None,
-) -> dict[int, Outcome]:
-    """Do all tasks, tell of their progress, and record one trace of all workers."""
+) -> dict[int, BuildOutcome]:
+    """Do all tasks, show their progress, and record one trace of all workers."""
     root = Store().root
     if root is None:
         raise StoreError(
@@ -213,11 +210,11 @@ def _do_tasks(
             hint="set OPKILN_CACHE_DIR to a writable directory",
         )
     began = time.monotonic()
-    outcomes: dict[int, Outcome] = {}
+    outcomes: dict[int, BuildOutcome] = {}
     events.emit(events.BUILD_START, op=what, steps=len(tasks))
     for done, ended in enumerate(results(tasks, crew), 1):
         label, result = str(tasks[ended.number]), ended.result
-        outcome = outcomes[ended.number] = _taken(asked[ended.number], ended, root)
+        outcome = outcomes[ended.number] = _import_result(asked[ended.number], ended, root)
         if recorder is not None:
             # Placed by the time at which its result came: no clock of another machine is read.
             for event in result.events:
@@ -292,8 +289,8 @@ def find_function(text: str) -> Callable[[], Executor]:
     return make
 
 
-def _job(request: Request, jobs: int | None) -> Job:
-    """The request with everything resolved that this machine has a say in."""
+def _job(request: BuildRequest, jobs: int | None) -> Job:
+    """The request as a job, with all that depends on this machine already decided."""
     backend = request.builder.backend
     archs = request.wanted.archs if request.wanted is not None else ""
     with contextlib.suppress(OpkilnError):  # if it cannot be known here, the worker tells why
@@ -306,8 +303,8 @@ def _job(request: Request, jobs: int | None) -> Job:
     return Job(request.op, NamedTarget(backend, archs), given, jobs)
 
 
-def _taken(request: Request, ended: Ended, root: str) -> Outcome:
-    """The outcome here: the result is imported, and must be what a build here would give."""
+def _import_result(request: BuildRequest, ended: Ended, root: str) -> BuildOutcome:
+    """Import a result, which must be what a build here would give, and return the outcome."""
     told = ended.result.outcome
     target = str(request.wanted or told.target)
     if not ended.result.bundle:
@@ -315,11 +312,11 @@ def _taken(request: Request, ended: Ended, root: str) -> Outcome:
     try:
         # The farm is trusted as this machine's compilers are.
         unpack_bytes(ended.result.bundle, root, signed=False)
-        with selection.applied(request.wanted):
+        with selection.use_cpu(request.wanted):
             found = prebuild.look(request)
     except OpkilnError as error:
         return told._replace(status=FAILED, target=target, error=error)
-    if isinstance(found, Outcome) and found.path and found.sha256 == told.sha256:
+    if isinstance(found, BuildOutcome) and found.path and found.sha256 == told.sha256:
         return found._replace(status=BUILT, seconds=told.seconds)
     differs = BuildError(
         f"op {request.op} came from a worker that differs from this machine",
@@ -330,7 +327,7 @@ def _taken(request: Request, ended: Ended, root: str) -> Outcome:
     return told._replace(status=FAILED, target=target, error=differs)
 
 
-# The rounds: every job to its result, whatever happens to the workers
+# Every job gets a result, whatever happens to the workers
 
 
 class Ended(NamedTuple):
@@ -342,15 +339,16 @@ class Ended(NamedTuple):
 
 
 def results(jobs: Mapping[int, Job], crew: Executor | Callable[[], Executor]) -> Iterator[Ended]:
-    """The results, as they come. A crew that makes executors can go on after one has broken."""
+    """The results, as they come. If an executor breaks and ``crew`` can make another one, the jobs
+    that are left go on there."""
     waiting = dict(jobs)
     losses: Counter[int] = Counter()
     breaks = 0
     while waiting:
         batch = dict(islice(waiting.items(), 1 if breaks >= _BREAKS else None))
         try:
-            with _running(crew) as executor:
-                for ended in _round(batch, executor, losses):
+            with _open_executor(crew) as executor:
+                for ended in _run_all(batch, executor, losses):
                     del waiting[ended.number]
                     yield ended
         except BrokenExecutor as error:
@@ -362,13 +360,14 @@ def results(jobs: Mapping[int, Job], crew: Executor | Callable[[], Executor]) ->
                 losses.update(left if len(left) == 1 else ())
                 given_up = [number for number in left if losses[number] >= _TIMES]
             for number in given_up:
-                breaks = 0  # whoever it was, the others may go on together
-                yield _lost(number, waiting.pop(number), error)
+                breaks = 0  # the others may run together again
+                yield _lost_job(number, waiting.pop(number), error)
 
 
 @contextlib.contextmanager
-def _running(crew: Executor | Callable[[], Executor]) -> Iterator[Executor]:
-    """The executor. One that was made here is ended here, at once if something is wrong."""
+def _open_executor(crew: Executor | Callable[[], Executor]) -> Iterator[Executor]:
+    """The executor. One that is made here is shut down at the end, without waiting after an
+    error."""
     if isinstance(crew, Executor):
         yield crew
         return
@@ -381,7 +380,7 @@ def _running(crew: Executor | Callable[[], Executor]) -> Iterator[Executor]:
     executor.shutdown()
 
 
-def _round(jobs: Mapping[int, Job], executor: Executor, losses: Counter[int]) -> Iterator[Ended]:
+def _run_all(jobs: Mapping[int, Job], executor: Executor, losses: Counter[int]) -> Iterator[Ended]:
     """The results of one executor. Raises BrokenExecutor."""
     came: dict[int, float] = {}  # not the futures: they hold the bundles
 
@@ -404,7 +403,7 @@ def _round(jobs: Mapping[int, Job], executor: Executor, losses: Counter[int]) ->
                     if losses[number] < _TIMES:
                         running[submit(number)] = number
                     else:
-                        yield _lost(number, jobs[number], error)
+                        yield _lost_job(number, jobs[number], error)
                 else:
                     yield Ended(number, result, came.get(number, time.monotonic()))
     finally:
@@ -412,11 +411,11 @@ def _round(jobs: Mapping[int, Job], executor: Executor, losses: Counter[int]) ->
             future.cancel()
 
 
-def _lost(number: int, job: Job, error: Exception) -> Ended:
+def _lost_job(number: int, job: Job, error: Exception) -> Ended:
     told = BuildError(
         f"op {job.op} was not built: its worker was lost",
         why=f"for {job.target}: {type(error).__name__}: {error}",
         hint="run the command again: what was built is kept",
     )
-    outcome = Outcome(job.op, FAILED, job.target.backend, str(job.target), error=told)
+    outcome = BuildOutcome(job.op, FAILED, job.target.backend, str(job.target), error=told)
     return Ended(number, Result(outcome), time.monotonic())

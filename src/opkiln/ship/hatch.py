@@ -26,13 +26,14 @@ from hatchling.plugin import hookimpl
 from hatchling.version.source.regex import RegexSource
 
 from opkiln.errors import OpkilnError, SpecError
+from opkiln.model import CARRIED
 from opkiln.registry import GROUP
 from opkiln.settings import settings
 from opkiln.ship import selection
-from opkiln.ship.precompile import PREBUILT, PURE, precompile
+from opkiln.ship.precompile import PURE, precompile
 
 
-class PrecompileOps(BuildHookInterface):  # type: ignore[misc]
+class PrecompileHook(BuildHookInterface):  # type: ignore[misc]
     """The hook: adds ``<package>/prebuilt`` to a wheel.
 
     ``where`` is the directory of the packages, if that is neither ``src`` nor the project itself.
@@ -74,13 +75,13 @@ class PrecompileOps(BuildHookInterface):  # type: ignore[misc]
         self._sources: dict[str, list[str]] = {}
         entry_points = self.metadata.core.entry_points.get(GROUP, {})
         for (package, where), values in self._packages(entry_points).items():
-            out = None if editable else os.path.join(self._staged.name, package, PREBUILT)
-            ops = selection.declared(values, where)
+            out = None if editable else os.path.join(self._staged.name, package, CARRIED)
+            ops = selection.declared_ops(values, where)
             shipment = precompile(package, ops, where, out)
             if shipment.report:
                 self.app.display_info(shipment.report)
             if out is not None and shipment.tag != PURE:
-                build_data["force_include"][out] = "/".join((*package.split("."), PREBUILT))
+                build_data["force_include"][out] = "/".join((*package.split("."), CARRIED))
                 tags.add(shipment.tag)
             else:
                 self._sources[package] = selection.sources(ops, where)
@@ -93,19 +94,17 @@ class PrecompileOps(BuildHookInterface):  # type: ignore[misc]
         one that has a directory of its own."""
         found: dict[tuple[str, str], dict[str, str]] = {}
         given = self.config.get("where")
-        roots = [
-            os.path.normpath(os.path.join(self.root, name))
-            for name in ([given] if given else ["src", "."])
-        ]
+        places = [given] if given else ["src", "."]
+        roots = [os.path.normpath(os.path.join(self.root, name)) for name in places]
         for name, value in entry_points.items():
             names = selection.packages_around(value.partition(":")[0])
-            places = (
+            found_in = (
                 (package, root)
                 for package in names
                 for root in roots
                 if os.path.isfile(os.path.join(root, *package.split("."), "__init__.py"))
             )
-            place = next(places, None)
+            place = next(found_in, None)
             if place is None:
                 raise SpecError(
                     f"op {name}: no package of this project has {value}",
@@ -117,7 +116,7 @@ class PrecompileOps(BuildHookInterface):  # type: ignore[misc]
 
     def _require_marked(self) -> None:
         version = self.metadata.version
-        if selection.tagged(version) != version:
+        if selection.tag_version(version) != version:
             raise SpecError(
                 f"version {version} does not include DS_BUILD_STRING={settings.build_string}",
                 why="hatchling reads the version before it calls this hook",
@@ -132,12 +131,12 @@ class MarkedVersion(RegexSource):  # type: ignore[misc]
 
     def get_version_data(self) -> dict[str, Any]:
         found: dict[str, Any] = super().get_version_data()
-        return {**found, "version": selection.tagged(found["version"])}
+        return {**found, "version": selection.tag_version(found["version"])}
 
 
 @hookimpl  # type: ignore[untyped-decorator]
-def hatch_register_build_hook() -> type[PrecompileOps]:
-    return PrecompileOps
+def hatch_register_build_hook() -> type[PrecompileHook]:
+    return PrecompileHook
 
 
 @hookimpl  # type: ignore[untyped-decorator]

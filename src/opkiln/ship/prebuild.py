@@ -41,7 +41,7 @@ from opkiln.toolchain.choice import available
 BUILT, CACHED, SKIPPED, FAILED = "built", "cached", "skipped", "failed"
 
 
-class Request(NamedTuple):
+class BuildRequest(NamedTuple):
     """One op for one target. ``named``: the user asked for it, so a failure is an error."""
 
     builder: OpBuilder
@@ -55,7 +55,7 @@ class Request(NamedTuple):
         return self.asked_as or self.builder.name
 
 
-class Outcome(NamedTuple):
+class BuildOutcome(NamedTuple):
     """The result of a request. ``path`` and ``sha256`` are the library's, if there is one."""
 
     op: str
@@ -70,83 +70,83 @@ class Outcome(NamedTuple):
     error: OpkilnError | None = None
 
 
-class Asked(NamedTuple):
+class Requests(NamedTuple):
     """The requests that can be made, and the outcomes of those that cannot."""
 
-    requests: tuple[Request, ...]
-    refused: tuple[Outcome, ...]
+    requests: tuple[BuildRequest, ...]
+    refused: tuple[BuildOutcome, ...]
 
 
-def requests(names: Iterable[str], wanted: Sequence[NamedTarget], *, named: bool) -> Asked:
+def requests(names: Iterable[str], wanted: Sequence[NamedTarget], *, named: bool) -> Requests:
     """Every op for every target that it has a version for; without targets, for this machine.
 
     An op with variants is all that are built ahead. A named op must have a version for at least one
     target. Raises UnknownOp, UnknownBackend.
     """
-    made: list[Request] = []
-    refused: list[Outcome] = []
+    made: list[BuildRequest] = []
+    refused: list[BuildOutcome] = []
     for name in names:
         try:
             for library, kind in libraries(name, ALL_OPS[name], ahead=True):
-                found, missing = _for_each_target(library, kind, wanted, named)
+                found, missing = _request_targets(library, kind, wanted, named)
                 made += found
                 refused += missing
         except SpecError as wrong:  # of an op that cannot be imported, too
             if named:
                 raise
-            refused.append(Outcome(name, FAILED, error=wrong))  # the other ops are still built
-    return Asked(tuple(made), tuple(refused))
+            refused.append(BuildOutcome(name, FAILED, error=wrong))  # the other ops are still built
+    return Requests(tuple(made), tuple(refused))
 
 
-def _for_each_target(
+def _request_targets(
     name: str, kind: type[OpBuilder], wanted: Sequence[NamedTarget], named: bool
-) -> tuple[list[Request], list[Outcome]]:
-    made: list[Request] = []
-    missing: list[Outcome] = []
+) -> tuple[list[BuildRequest], list[BuildOutcome]]:
+    made: list[BuildRequest] = []
+    missing: list[BuildOutcome] = []
     for each in wanted or (None,):
         try:
-            made.append(Request(selection.ask(kind(), each), each, named, name))
+            made.append(BuildRequest(selection.ask(kind(), each), each, named, name))
         except UnknownBackend as none:
             reason = f"{none.what}: {none.why}"
-            missing.append(Outcome(name, SKIPPED, target=str(each or ""), reason=reason))
+            missing.append(BuildOutcome(name, SKIPPED, target=str(each or ""), reason=reason))
             if named and len(missing) == len(wanted):
                 raise
     return made, missing
 
 
 def prebuild(
-    asked: Sequence[Request],
+    asked: Sequence[BuildRequest],
     *,
     jobs: int | None = None,
     trace: str | None = None,
     names_targets: bool = False,
-) -> list[Outcome]:
+) -> list[BuildOutcome]:
     """Find or build every request, all of them in parallel.
 
     ``names_targets``: events have the target in the op's name, also if there is one request. A
     failure is an outcome, never an exception: "failed" if the op was named; "skipped", with the
-    reason, if it was not named and the op itself is the reason. It looks in the store first. If
-    nothing is missing, it starts no thread and no display.
+    reason, if it was not named and the op itself is the reason. The store is searched first; if
+    nothing is missing, no thread and no display is started.
     """
-    outcomes: dict[int, Outcome] = {}
+    outcomes: dict[int, BuildOutcome] = {}
     with ExitStack() as stack:
         if jobs is not None:
             stack.enter_context(override(max_jobs=jobs))
         for number, request in enumerate(asked):
-            with selection.applied(request.wanted):
+            with selection.use_cpu(request.wanted):
                 found = look(request)
-            if isinstance(found, Outcome):
+            if isinstance(found, BuildOutcome):
                 outcomes[number] = found
         missing = {n: request for n, request in enumerate(asked) if n not in outcomes}
         if missing or trace is not None:
             from opkiln.engine import progress
 
             with progress.shown(trace):
-                outcomes |= _in_parallel(missing, names_targets or len(missing) > 1)
+                outcomes |= _build_all(missing, names_targets or len(missing) > 1)
     return [outcomes[number] for number in range(len(asked))]
 
 
-def look(request: Request) -> Outcome | Plan:
+def look(request: BuildRequest) -> BuildOutcome | Plan:
     """The outcome, if the library exists or must not be built; else the plan of its build."""
     builder = request.builder
     try:
@@ -155,11 +155,9 @@ def look(request: Request) -> Outcome | Plan:
     except OpkilnError as wrong:  # the declaration itself
         return _outcome(request, FAILED, error=wrong)
     if isinstance(outcome, Serve):
-        artifact = outcome.artifact
         if outcome.read is not None:
-            receipt.write(asked, artifact, outcome.read)
-        return _outcome(request, CACHED, archs=asked.wanted.archs, path=artifact.path,
-                        sha256=artifact.sha256)  # fmt: skip
+            receipt.write(asked, outcome.artifact, outcome.read)
+        return _success(request, asked, outcome.artifact)
     if isinstance(outcome, Build):
         # An author may have overridden it.
         if request.named or builder.is_compatible():
@@ -168,10 +166,10 @@ def look(request: Request) -> Outcome | Plan:
     error = outcome.error
     if not request.named and is_unsupported_here(error, builder):
         return _outcome(request, SKIPPED, reason=f"{error.what}: {error.why}")
-    return _outcome(request, FAILED, error=_with_hint(error, request))
+    return _outcome(request, FAILED, error=_add_hint(error, request))
 
 
-def decision_of(request: Request) -> decision.Request:
+def decision_of(request: BuildRequest) -> decision.Request:
     """The request as the one decision takes it."""
     use = decision.BUILD if request.wanted is None else decision.SHIP
     return decision.Request(request.builder.op(), use)
@@ -186,20 +184,24 @@ def is_unsupported_here(error: OpkilnError, builder: OpBuilder) -> bool:
     return isinstance(error, LoadError) and not isinstance(error, CompilingOff)
 
 
-def _in_parallel(missing: Mapping[int, Request], names_targets: bool) -> dict[int, Outcome]:
+def _build_all(missing: Mapping[int, BuildRequest], names_targets: bool) -> dict[int, BuildOutcome]:
     """Build each in a thread. The engine's budget decides how many steps run at once."""
     from opkiln.engine import events, schedule
 
-    outcomes: dict[int, Outcome] = {}
+    outcomes: dict[int, BuildOutcome] = {}
     raised: list[BaseException] = []  # errors of the machine, such as too many open files
 
-    def work(number: int, request: Request) -> None:
+    def work(number: int, request: BuildRequest) -> None:
+        began = time.monotonic()
+        target = f" {request.wanted}" if request.wanted and names_targets else ""
         try:
-            target = f" {request.wanted}" if request.wanted and names_targets else ""
-            with selection.applied(request.wanted), events.reported_as(f"{request.op}{target}"):
-                outcomes[number] = _make(request)
+            with selection.use_cpu(request.wanted), events.reported_as(f"{request.op}{target}"):
+                asked = decision_of(request)
+                artifact, _ = loader.obtain(asked)
+                _require_stored(request.op, artifact)
+                outcomes[number] = _success(request, asked, artifact, time.monotonic() - began)
         except OpkilnError as error:
-            outcomes[number] = _outcome(request, FAILED, error=_with_hint(error, request))
+            outcomes[number] = _outcome(request, FAILED, error=_add_hint(error, request))
         except BaseException as error:
             raised.append(error)
 
@@ -209,25 +211,17 @@ def _in_parallel(missing: Mapping[int, Request], names_targets: bool) -> dict[in
     return outcomes
 
 
-def _make(request: Request) -> Outcome:
-    """Find or build. Raises OpkilnError."""
-    began = time.monotonic()
-    asked = decision_of(request)
-    artifact, _ = loader.obtain(asked)
-    _require_stored(request.op, artifact)
-    return _outcome(
-        request,
-        BUILT if artifact.origin == "built" else CACHED,
-        archs=asked.wanted.archs,
-        seconds=time.monotonic() - began,
-        path=artifact.path,
-        sha256=artifact.sha256,
-    )
+def _success(
+    request: BuildRequest, asked: decision.Request, artifact: Artifact, seconds: float = 0.0
+) -> BuildOutcome:
+    status = BUILT if artifact.origin == "built" else CACHED
+    return _outcome(request, status, archs=asked.wanted.archs, seconds=seconds, path=artifact.path,
+                    sha256=artifact.sha256)  # fmt: skip
 
 
-def _outcome(request: Request, status: str, **more: Any) -> Outcome:
+def _outcome(request: BuildRequest, status: str, **more: Any) -> BuildOutcome:
     backend, target = request.builder.backend, str(request.wanted or "")
-    return Outcome(request.op, status, backend, target, **more)
+    return BuildOutcome(request.op, status, backend, target, **more)
 
 
 def _require_stored(op: str, artifact: Artifact) -> None:
@@ -250,7 +244,7 @@ def _require_stored(op: str, artifact: Artifact) -> None:
         )
 
 
-def _with_hint(error: OpkilnError, request: Request) -> OpkilnError:
+def _add_hint(error: OpkilnError, request: BuildRequest) -> OpkilnError:
     """The error. If compiling is forbidden, its hint says how to allow it."""
     if not isinstance(error, CompilingOff):
         return error
@@ -263,30 +257,30 @@ def _with_hint(error: OpkilnError, request: Request) -> OpkilnError:
 
 def recorded_requests(
     file: str, wanted: Sequence[NamedTarget] = (), *, ran_here: bool = False
-) -> Asked:
+) -> Requests:
     """What to build for a record: each op for the target it was used for, or for ``wanted``.
 
     Code that `opkiln.load` compiles belongs to no package and cannot be built by name, so it is
-    skipped. If the program ``ran_here``, that run compiled it, and it is not listed. Raises
-    StoreError for the file, UnknownOp for an op that is not installed.
+    skipped. It is not listed if the program ``ran_here``, which has compiled it. Raises StoreError
+    for the file, UnknownOp for an op that is not installed.
     """
-    asked: dict[tuple[object, ...], Request] = {}
-    refused: list[Outcome] = []
+    asked: dict[tuple[object, ...], BuildRequest] = {}
+    refused: list[BuildOutcome] = []
     for use in recording.read(file):
         if use.distribution == ONE_CALL:
             reason = "opkiln.load() compiles it in the program that calls it"
             if not ran_here:
-                refused.append(Outcome(use.op, SKIPPED, use.backend, reason=reason))
+                refused.append(BuildOutcome(use.op, SKIPPED, use.backend, reason=reason))
             continue
         for_ = list(wanted) or [NamedTarget(use.backend, use.archs)]
-        found = requests([_registered(use)], for_, named=True)
+        found = requests([_registered_name(use)], for_, named=True)
         for each in found.requests:
             asked.setdefault((each.op, each.builder.backend, each.wanted), each)
         refused += found.refused
-    return Asked(tuple(asked.values()), tuple(dict.fromkeys(refused)))
+    return Requests(tuple(asked.values()), tuple(dict.fromkeys(refused)))
 
 
-def _registered(use: recording.Use) -> str:
+def _registered_name(use: recording.Use) -> str:
     """The op's full name. Raises UnknownOp if only other packages have an op of this name."""
     owners = {name: ALL_OPS[name]().distribution for name in listed_as(use.op) or (use.op,)}
     for name, owner in owners.items():

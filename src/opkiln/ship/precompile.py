@@ -29,14 +29,12 @@ from opkiln.errors import (
     ToolchainError,
     UnknownBackend,
 )
-from opkiln.model import CARRIED
 from opkiln.settings import LAYOUT, override, settings
 from opkiln.ship import audit, prebuild, selection
-from opkiln.ship.prebuild import Outcome, Request
-from opkiln.ship.selection import Choice, Declared, NamedTarget
+from opkiln.ship.prebuild import BuildOutcome, BuildRequest
+from opkiln.ship.selection import DeclaredOp, NamedTarget, OpChoice
 from opkiln.toolchain import torch_sdk
 
-PREBUILT = CARRIED  # the layer's name in a package
 PURE = "py3-none-any"
 _NO_ISOLATION = "pip install --no-build-isolation ."
 
@@ -44,14 +42,14 @@ _NO_ISOLATION = "pip install --no-build-isolation ."
 class Shipment(NamedTuple):
     """The result of precompiling a package's ops."""
 
-    outcomes: tuple[Outcome, ...]
+    outcomes: tuple[BuildOutcome, ...]
     tag: str  # of the wheel: ``py3-none-any`` if nothing in it was compiled
     report: str  # for people: what was built for what, and what was skipped and why
 
 
 def precompile(
     package: str,
-    ops: Sequence[Declared],
+    ops: Sequence[DeclaredOp],
     where: str,
     out: str | None,
     extensions: Sequence[OpBuilder] = (),
@@ -74,12 +72,10 @@ def precompile(
         return Shipment((), PURE, _report(package, (), "", notes))
     tag = PURE
     with _torch_of_the_environment(), _importable(where, package):
-        asked, origins = _asked(chosen, extensions, here=out is None)
+        asked, origins = _collect_requests(chosen, extensions, here=out is None)
         unnamed = {name for name, each in origins.items() if not each.named}
         outcomes = [
-            _skipped(each, each.error)
-            if each.op in unnamed and isinstance(each.error, _NOT_HERE)
-            else each
+            _skip_unsupported(each) if each.op in unnamed else each
             for each in (*asked.refused, *prebuild.prebuild(asked.requests))
         ]
         _require_built(package, origins, outcomes)
@@ -100,8 +96,11 @@ def precompile(
 _NOT_HERE = (ToolchainError, LoadError, UnknownBackend, ArchError)
 
 
-def _skipped(outcome: Outcome, error: OpkilnError) -> Outcome:
-    """The outcome of an op that nobody named, and that cannot be built here."""
+def _skip_unsupported(outcome: BuildOutcome) -> BuildOutcome:
+    """The outcome of an op that nobody named: skipped if it cannot be built here."""
+    error = outcome.error
+    if not isinstance(error, _NOT_HERE):
+        return outcome
     reason = " ".join(f"{error.what}: {error.why}".split()).rstrip(": ")
     return outcome._replace(status=prebuild.SKIPPED, reason=reason, error=None)
 
@@ -116,10 +115,10 @@ def tag_of(directory: str) -> str:
 
 
 def not_shipped(directory: str, package: str) -> list[str]:
-    """Sources of the ops in a layer that ``package``, the directory to be shipped, lacks.
+    """The sources of a layer's ops that are not in ``package``, the directory to be shipped.
 
     The loader refuses an op if only some of its sources are there: it looks changed. A package
-    without any sources is fine; then nothing is listed.
+    without any sources is fine, so nothing is listed for it.
     """
     if not os.path.isdir(os.path.join(directory, LAYOUT)):
         return []
@@ -180,13 +179,13 @@ def _importable(where: str, package: str) -> Iterator[None]:
         sys.path.remove(where)
 
 
-def _asked(
-    chosen: Sequence[Choice], extensions: Sequence[OpBuilder], *, here: bool
-) -> tuple[prebuild.Asked, dict[str, Choice]]:
-    """What to build, for this machine or for others, and the ops that cannot be requested; and the
-    choice behind each library. An op's variable is that of all its variants."""
-    requests: list[Request] = []
-    refused: list[Outcome] = []
+def _collect_requests(
+    chosen: Sequence[OpChoice], extensions: Sequence[OpBuilder], *, here: bool
+) -> tuple[prebuild.Requests, dict[str, OpChoice]]:
+    """What to build, for this machine or for others, and the ops that cannot be requested; and by
+    name, the choice for each library. A variant has the choice of its op."""
+    requests: list[BuildRequest] = []
+    refused: list[BuildOutcome] = []
     origins = {each.op.name: each for each in chosen}
     for each in chosen:
         try:
@@ -195,13 +194,13 @@ def _asked(
             for name, library in registry.libraries(each.op.name, kind, ahead=True):
                 origins[name] = each
                 requests += [
-                    Request(selection.ask(library(), target), target, each.named)
+                    BuildRequest(selection.ask(library(), target), target, each.named)
                     for target in wanted
                 ]
         except SettingError:
             raise  # it affects all ops: a misspelt setting must not produce a wheel
         except OpkilnError as error:
-            refused.append(prebuild.Outcome(each.op.name, prebuild.FAILED, error=error))
+            refused.append(prebuild.BuildOutcome(each.op.name, prebuild.FAILED, error=error))
     for builder in extensions:
         archs = builder.op().asked
         if here or archs:
@@ -211,11 +210,11 @@ def _asked(
         for target in wanted:
             again = copy.copy(builder)
             vars(again).pop("backend", None)  # it may have chosen one already
-            requests.append(Request(selection.ask(again, target), target))
-    return prebuild.Asked(tuple(requests), tuple(refused)), origins
+            requests.append(BuildRequest(selection.ask(again, target), target))
+    return prebuild.Requests(tuple(requests), tuple(refused)), origins
 
 
-def _targets(op: Declared, kind: type[OpBuilder]) -> tuple[NamedTarget, ...]:
+def _targets(op: DeclaredOp, kind: type[OpBuilder]) -> tuple[NamedTarget, ...]:
     found = selection.targets(kind.BACKENDS)
     if not found:
         raise UnknownBackend(
@@ -225,7 +224,7 @@ def _targets(op: Declared, kind: type[OpBuilder]) -> tuple[NamedTarget, ...]:
     return found
 
 
-def _builder(op: Declared) -> type[OpBuilder]:
+def _builder(op: DeclaredOp) -> type[OpBuilder]:
     """The builder of an op. Raises SpecError, and LoadError where a module is not installed."""
     if not op.value:
         return registry.ALL_OPS[op.name]
@@ -251,7 +250,9 @@ def _builder(op: Declared) -> type[OpBuilder]:
     return kind
 
 
-def _require_built(package: str, origins: dict[str, Choice], outcomes: Sequence[Outcome]) -> None:
+def _require_built(
+    package: str, origins: dict[str, OpChoice], outcomes: Sequence[BuildOutcome]
+) -> None:
     """Raise BuildError if an op failed, with the reason for each."""
     failures = [each.error for each in outcomes if each.error is not None]
     if not failures:
@@ -270,15 +271,14 @@ def _require_built(package: str, origins: dict[str, Choice], outcomes: Sequence[
     )
 
 
-def _report(package: str, outcomes: Sequence[Outcome], to: str, notes: Sequence[str]) -> str:
-    from opkiln.report.layout import columns
+def _report(package: str, outcomes: Sequence[BuildOutcome], to: str, notes: Sequence[str]) -> str:
+    from opkiln.report.layout import columns, count
 
     done = [each for each in outcomes if each.path]
     lines = []
     if outcomes:
-        ops = len({each.op for each in done})
-        lines.append(f"{package}: {ops} op{'' if ops == 1 else 's'} {to}")
-        rows = [(each.op, _for(each), each.status, f"{each.seconds:.1f} s") for each in done]
+        lines.append(f"{package}: {count(len({each.op for each in done}), 'op')} {to}")
+        rows = [(each.op, _made_for(each), each.status, f"{each.seconds:.1f} s") for each in done]
         lines += [columns(rows, indent=2)] if rows else []
         lines += [
             f"  skipped {each.op}{f' ({each.target})' if each.target else ''}: {each.reason}"
@@ -289,7 +289,7 @@ def _report(package: str, outcomes: Sequence[Outcome], to: str, notes: Sequence[
     return "\n".join(lines)
 
 
-def _for(outcome: Outcome) -> str:
+def _made_for(outcome: BuildOutcome) -> str:
     if ":" in outcome.target or not outcome.archs:
         return outcome.target or outcome.backend
     return f"{outcome.backend}:{','.join(outcome.archs)}"

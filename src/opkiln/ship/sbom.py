@@ -15,7 +15,7 @@ from urllib.parse import quote
 from packaging.utils import canonicalize_name
 
 from opkiln import __version__
-from opkiln.bundles.layer import Entry
+from opkiln.bundles.layer import LayerEntry
 from opkiln.ship.audit import FULL_TAG, STABLE_TAG
 
 # Static libraries, by the link argument: (name, the compiler that has the same version).
@@ -24,7 +24,7 @@ _STATIC = {"-lcudart_static": ("cudart_static", "nvcc")}
 Component = dict[str, Any]
 
 
-def sbom(entries: Iterable[Entry], below: str, *, name: str, version: str) -> bytes:
+def sbom(entries: Iterable[LayerEntry], below: str, *, name: str, version: str) -> bytes:
     """The document for a wheel of this name that has these entries at the path ``below``."""
     purl = f"pkg:pypi/{canonicalize_name(name)}@{quote(version)}"
     libraries: list[Component] = []
@@ -57,7 +57,7 @@ def sbom(entries: Iterable[Entry], below: str, *, name: str, version: str) -> by
     return (json.dumps(document, indent=2, sort_keys=True) + "\n").encode()
 
 
-def _library(entry: Entry, below: str) -> Component:
+def _library(entry: LayerEntry, below: str) -> Component:
     manifest = entry.manifest
     target = manifest["target"]
     path = f"{below}/{entry.place}/{manifest['payload']}"
@@ -74,7 +74,7 @@ def _library(entry: Entry, below: str) -> Component:
     return _component("library", path, manifest["op"], told, hashes=hashes)
 
 
-def _parts(entry: Entry) -> Iterator[Component]:
+def _parts(entry: LayerEntry) -> Iterator[Component]:
     """What went into a library besides its author's sources."""
     inputs = entry.lists.get("inputs", {})
     compilers: dict[str, dict[str, str]] = inputs.get("toolchain", {})

@@ -103,8 +103,7 @@ def write(
         os.rename(staged, target)
     except OSError as error:
         raise StoreError(
-            f"{target} cannot be written: {error.strerror}",
-            hint="cd to a writable directory",
+            f"{target} cannot be written: {error.strerror}", hint="cd to a writable directory"
         ) from error
     finally:
         shutil.rmtree(staged, ignore_errors=True)
@@ -127,14 +126,14 @@ def package_of(name: str) -> str:
     taken = f"{package} is the name of another package, or of one of torch's namespaces"
     _refuse(f"{name!r} cannot be the name of a package", "opkiln new my_ops", (
         (not name.isascii() or not _NAME.fullmatch(name), letters),
-        *_for_any_name(package),
+        *_name_checks(package),
         (package in sys.stdlib_module_names, f"{package} is a module of Python's standard library"),
         (package in _TAKEN, taken),
     ))  # fmt: skip
     return package
 
 
-def _for_any_name(name: str) -> tuple[tuple[bool, str], ...]:
+def _name_checks(name: str) -> tuple[tuple[bool, str], ...]:
     is_keyword = keyword.iskeyword(name) or keyword.issoftkeyword(name)
     return (
         (len(name) > 60, "it has more than 60 characters"),
@@ -163,7 +162,7 @@ def op_of(name: str) -> str:
     letters = "a name has letters, digits and single '_' between them, and starts with a letter"
     _refuse(f"{name!r} cannot be the name of an op", "opkiln new my_ops --op my_add", (
         (not _OP_NAME.fullmatch(op), letters),
-        *_for_any_name(op),
+        *_name_checks(op),
         (op in CPP_KEYWORDS, f"{op} is a keyword of C++"),
         (op in bundled(), "opkiln has an op of this name"),
         (op in _OCCUPIED, "the files of an op use this name for something else"),
@@ -177,7 +176,7 @@ def op_texts(package: str, op: str, folder: str) -> dict[str, str]:
     """The text of each file of an op, by its path. ``folder`` is the package's."""
     values = _op_values(package, op)
     return {
-        place.format(folder=folder, op=op): _filled(template, values)
+        place.format(folder=folder, op=op): _fill_template(template, values)
         for template, place in _OP_FILES.items()
     }
 
@@ -212,9 +211,9 @@ def _package_texts(name: str, package: str, backend: str, op: str, ci: str) -> d
         "CI": row,
         "OPKILN": release,
     }
-    values["UV"] = _filled("uv.toml", values).rstrip("\n")
+    values["UV"] = _fill_template("uv.toml", values).rstrip("\n")
     texts = {
-        place.format(package=package): _filled(template.format(backend=backend), values)
+        place.format(package=package): _fill_template(template.format(backend=backend), values)
         for template, place in files.items()
     }
     return texts | op_texts(package, op, f"src/{package}")
@@ -230,7 +229,7 @@ def _op_values(package: str, op: str) -> dict[str, str]:
     }
 
 
-def _filled(template: str, values: dict[str, str]) -> str:
+def _fill_template(template: str, values: dict[str, str]) -> str:
     with open(os.path.join(_TEMPLATES, f"{template}.in"), encoding="utf-8") as file:
         text = file.read()
     # An unknown word is a mistake in a template: a KeyError.
@@ -240,7 +239,7 @@ def _filled(template: str, values: dict[str, str]) -> str:
 # One more op in a package
 
 
-class Added(NamedTuple):
+class AddedOp(NamedTuple):
     """The paths that were written, in the project's directory."""
 
     new: tuple[str, ...]
@@ -268,7 +267,7 @@ def find(start: str) -> str:
     )
 
 
-def add(where: str, name: str) -> Added:
+def add(where: str, name: str) -> AddedOp:
     """Add the op ``name`` to the project in ``where``.
 
     After an error nothing is changed. Raises UsageError for a name that is invalid or taken, and
@@ -279,16 +278,16 @@ def add(where: str, name: str) -> Added:
     init, ops = (os.path.join(project.folder, each) for each in ("__init__.py", "ops"))
     for path in (os.path.join(ops, op), os.path.join("tests", f"test_{op}.py")):
         if os.path.lexists(os.path.join(where, path)):
-            raise _taken(op, f"{path} exists already")
+            raise _name_taken(op, f"{path} exists already")
     new = op_texts(project.package, op, project.folder)
     if not os.path.lexists(os.path.join(where, ops, "__init__.py")):
-        new[os.path.join(ops, "__init__.py")] = _filled("ops_init.py", {})
+        new[os.path.join(ops, "__init__.py")] = _fill_template("ops_init.py", {})
     changed = {
-        "pyproject.toml": _announced(project, op),
-        init: _exported(_read(os.path.join(where, init)), project.package, op, init),
+        "pyproject.toml": _add_entry_point(project, op),
+        init: _add_import(_read(os.path.join(where, init)), project.package, op, init),
     }
     _write(where, new, changed)
-    return Added(tuple(sorted(new)), tuple(sorted(changed)))
+    return AddedOp(tuple(sorted(new)), tuple(sorted(changed)))
 
 
 def _project(where: str) -> _Project:
@@ -314,17 +313,17 @@ def _project(where: str) -> _Project:
     )
 
 
-def _announced(project: _Project, op: str) -> str:
+def _add_entry_point(project: _Project, op: str) -> str:
     """pyproject.toml with the op's entry point and, if there are cache keys, its variables."""
     value = _entry_point(project.package, op)
     entries = project.settings["project"].get("entry-points", {}).get(GROUP, {})
     if op in entries:
-        raise _taken(op, f"pyproject.toml has an entry point {op} = {entries[op]!r}")
-    lines = _with_entry(project.text.splitlines(), f'{op} = "{value}"', fresh=not entries)
+        raise _name_taken(op, f"pyproject.toml has an entry point {op} = {entries[op]!r}")
+    lines = _insert_entry(project.text.splitlines(), f'{op} = "{value}"', fresh=not entries)
     variables = (f"OPKILN_BUILD_{op.upper()}", f"DS_BUILD_{op.upper()}")
     keys = project.settings.get("tool", {}).get("uv", {}).get("cache-keys")
     if keys is not None:
-        lines = _with_keys(lines, [f'    {{ env = "{each}" }},' for each in variables])
+        lines = _insert_keys(lines, [f'    {{ env = "{each}" }},' for each in variables])
     end = "\r\n" if "\r\n" in project.text else "\n"
     text = end.join(lines) + end
     wanted = copy.deepcopy(project.settings)
@@ -345,7 +344,7 @@ def _announced(project: _Project, op: str) -> str:
     return text
 
 
-def _with_entry(lines: list[str], entry: str, *, fresh: bool) -> list[str]:
+def _insert_entry(lines: list[str], entry: str, *, fresh: bool) -> list[str]:
     header = next((n for n, line in enumerate(lines) if _HEADER.match(line)), None)
     if header is None:
         table = ["", f'[project.entry-points."{GROUP}"]', entry]
@@ -356,7 +355,7 @@ def _with_entry(lines: list[str], entry: str, *, fresh: bool) -> list[str]:
     return [*lines[:end], entry, *lines[end:]]
 
 
-def _with_keys(lines: list[str], keys: list[str]) -> list[str]:
+def _insert_keys(lines: list[str], keys: list[str]) -> list[str]:
     """Insert keys at the end of the list of cache keys, if that is found."""
     start = next((n for n, line in enumerate(lines) if _KEYS.match(line)), len(lines))
     end = next((n for n in range(start, len(lines)) if lines[n].strip() == "]"), None)
@@ -368,7 +367,7 @@ def _with_keys(lines: list[str], keys: list[str]) -> list[str]:
     return [*lines[:end], *keys, *lines[end:]]
 
 
-def _exported(text: str, package: str, op: str, path: str) -> str:
+def _add_import(text: str, package: str, op: str, path: str) -> str:
     """A package's ``__init__.py`` with an import of the op's function after its other imports."""
     try:
         tree, names = ast.parse(text), symtable.symtable(text, path, "exec").get_symbols()
@@ -377,7 +376,7 @@ def _exported(text: str, package: str, op: str, path: str) -> str:
             f"{path} does not parse", why=f"line {error.lineno}: {error.msg}"
         ) from None
     if op in {each.get_name() for each in names if each.is_assigned() or each.is_imported()}:
-        raise _taken(op, f"{path} has a name {op} already")
+        raise _name_taken(op, f"{path} has a name {op} already")
     imports = [each for each in tree.body if isinstance(each, ast.Import | ast.ImportFrom)]
     docstring = tree.body[:1] if ast.get_docstring(tree) is not None else []
     lines = text.splitlines()
@@ -427,7 +426,7 @@ def _read(path: str) -> str:
         raise UsageError(f"{path} cannot be read", why=str(error)) from None
 
 
-def _taken(op: str, why: str) -> UsageError:
+def _name_taken(op: str, why: str) -> UsageError:
     return UsageError(
         f"op {op} cannot be added", why=why, hint=f"opkiln new --op {op}2    # another name"
     )

@@ -78,7 +78,7 @@ def parse_all(texts: Iterable[str]) -> list[NamedTarget]:
 
 
 def _check(text: str, backend: str, names: list[str]) -> None:
-    """Refuse unknown names before the known ones are built for hours. Raises UsageError."""
+    """Refuse unknown names now, before the known ones are built for hours. Raises UsageError."""
     from opkiln import machine
     from opkiln.arch import cpu
 
@@ -99,8 +99,8 @@ def _check(text: str, backend: str, names: list[str]) -> None:
         ) from None
 
 
-def applied(wanted: NamedTarget | None) -> AbstractContextManager[object]:
-    """Sets the CPU for the length of a block, if the target names one."""
+def use_cpu(wanted: NamedTarget | None) -> AbstractContextManager[object]:
+    """Sets the CPU within a block, if the target names one."""
     if wanted is not None and wanted.backend == CPU and wanted.archs:
         return override(cpu=wanted.archs)
     return override()
@@ -126,7 +126,7 @@ def ask(builder: OpBuilder, wanted: NamedTarget | None) -> OpBuilder:
 # Which ops, and for what
 
 
-class Declared(NamedTuple):
+class DeclaredOp(NamedTuple):
     """An op as a package declares it."""
 
     name: str
@@ -134,16 +134,16 @@ class Declared(NamedTuple):
     variables: tuple[str, ...] = ()  # that select it, in addition to OPKILN_BUILD_<NAME>
 
 
-class Choice(NamedTuple):
-    """What the variables say about one op."""
+class OpChoice(NamedTuple):
+    """Whether one op is built, according to the variables."""
 
-    op: Declared
+    op: DeclaredOp
     wanted: bool
     named: bool  # by a variable of its own: if it cannot be built, that is an error
     origin: str  # the variable that decided, or ``default``
 
 
-def bundled() -> list[Declared]:
+def bundled_ops() -> list[DeclaredOp]:
     """The ops of opkiln itself."""
     from opkiln import registry
 
@@ -151,11 +151,11 @@ def bundled() -> list[Declared]:
     for name in registry.bundled():
         own = registry.ALL_OPS[name].BUILD_VAR
         variables = ((own,) if own else ()) + tuple(deepspeed_names.variables(name))
-        found.append(Declared(name, variables=variables))
+        found.append(DeclaredOp(name, variables=variables))
     return found
 
 
-def declared(entry_points: Mapping[str, str], where: str) -> list[Declared]:
+def declared_ops(entry_points: Mapping[str, str], where: str) -> list[DeclaredOp]:
     """The ops of a package's entry points. Their modules are in the directory ``where``.
 
     A builder's ``BUILD_VAR``, and which functions of a module are decorated, are read from the
@@ -165,15 +165,15 @@ def declared(entry_points: Mapping[str, str], where: str) -> list[Declared]:
     for name, value in entry_points.items():
         module, _, builder = (part.strip() for part in value.partition(":"))
         body = _module(module, where)[1]
-        if builder or not (ops := _declared_in(body)):
+        if builder or not (ops := _ops_in(body)):
             classes = {each.name: each for each in body if isinstance(each, ast.ClassDef)}
-            found.append(Declared(name, value, _build_var(builder, classes)))
+            found.append(DeclaredOp(name, value, _build_var(builder, classes)))
         else:
-            found += [Declared(op, f"{module}:{variable}") for op, variable in ops.items()]
+            found += [DeclaredOp(op, f"{module}:{variable}") for op, variable in ops.items()]
     return found
 
 
-def sources(ops: Iterable[Declared], where: str) -> list[str]:
+def sources(ops: Iterable[DeclaredOp], where: str) -> list[str]:
     """The files, relative to ``where``, that ops are compiled from: those that the text of their
     modules names, and what these include from beside them.
 
@@ -228,7 +228,7 @@ def _module(module: str, where: str) -> tuple[str, list[ast.stmt]]:
     return where, []
 
 
-def _declared_in(body: list[ast.stmt]) -> dict[str, str]:
+def _ops_in(body: list[ast.stmt]) -> dict[str, str]:
     """The ops of a module by name, each with its variable: functions that ``@opkiln.op(...)`` or
     ``@op(...)`` decorates, and libraries, ``kit = opkiln.library("name", ...)``, whose functions
     are not listed."""
@@ -272,20 +272,20 @@ def _build_var(name: str, classes: dict[str, ast.ClassDef]) -> tuple[str, ...]:
     return next(filter(None, (_build_var(base, classes) for base in bases)), ())
 
 
-def choose(ops: Iterable[Declared]) -> list[Choice]:
+def choose(ops: Iterable[DeclaredOp]) -> list[OpChoice]:
     """What the variables say about each op. Raises SettingError for an invalid value."""
     everything, origin = origin_of("build_ops")
     choices = []
     for op in ops:
         switch, variable = build_switch(op.name, op.variables)
         if switch is None:
-            choices.append(Choice(op, bool(everything), False, origin))
+            choices.append(OpChoice(op, bool(everything), False, origin))
         else:
-            choices.append(Choice(op, switch, switch, variable))
+            choices.append(OpChoice(op, switch, switch, variable))
     return choices
 
 
-def unknown_variables(ops: Iterable[Declared]) -> list[str]:
+def unknown_variables(ops: Iterable[DeclaredOp]) -> list[str]:
     """The variables ``OPKILN_BUILD_<OP>`` that are set but do not name an op of the package.
 
     That is not an error: one command may install several packages.
@@ -314,11 +314,11 @@ def targets(backends: Sequence[str]) -> tuple[NamedTarget, ...]:
                 hint="export OPKILN_BUILD_TARGETS='cuda:8.0,9.0+PTX;cpu:x86-64-v3'",
             ) from None
         return tuple(wanted for wanted in asked if wanted.backend in backends)
-    here = [backend for backend in backends if _served(backend)] or list(backends[:1])
-    return tuple(parse_all(map(_text, here)))
+    here = [backend for backend in backends if _serves(backend)] or list(backends[:1])
+    return tuple(parse_all(map(_default_targets, here)))
 
 
-def _text(backend: str) -> str:
+def _default_targets(backend: str) -> str:
     """A backend's default targets, as ``--target`` takes them."""
     from opkiln import machine
 
@@ -331,7 +331,7 @@ def _text(backend: str) -> str:
     return f"{CPU}:{','.join(levels)}" if levels else CPU
 
 
-def _served(backend: str) -> bool:
+def _serves(backend: str) -> bool:
     """Whether a package that is installed here should have code for a backend."""
     from opkiln.toolchain import choice, torch_sdk
 
@@ -356,7 +356,7 @@ def strictest(tags: Iterable[str]) -> str:
     return f"{python}-{max(platforms, key=demand)}"
 
 
-def tagged(version: str) -> str:
+def tag_version(version: str) -> str:
     """A package's version with ``DS_BUILD_STRING`` added, unless the version already has it.
 
     Raises SettingError for a text that cannot be part of a version.

@@ -21,10 +21,11 @@ from setuptools.errors import ModuleError, SetupError
 
 from opkiln.builder import OpBuilder
 from opkiln.errors import OpkilnError, SpecError
+from opkiln.model import CARRIED
 from opkiln.registry import GROUP
 from opkiln.ship import selection
-from opkiln.ship.precompile import PREBUILT, PURE, not_shipped, precompile, tag_of
-from opkiln.ship.selection import Declared
+from opkiln.ship.precompile import PURE, not_shipped, precompile, tag_of
+from opkiln.ship.selection import DeclaredOp
 
 if TYPE_CHECKING:
     from setuptools import Distribution, Extension
@@ -52,25 +53,25 @@ def finalize(dist: Distribution) -> None:
 def commands(dist: Distribution) -> dict[str, type[Command]]:
     """The commands of a project, with the step; each is a subclass of the project's own."""
 
-    class Build(dist.get_command_class("build")):  # type: ignore[misc]
+    class BuildCommand(dist.get_command_class("build")):  # type: ignore[misc]
         sub_commands: ClassVar = [*dist.get_command_class("build").sub_commands, (STEP, None)]
 
-    class Info(dist.get_command_class("egg_info")):  # type: ignore[misc]
+    class InfoCommand(dist.get_command_class("egg_info")):  # type: ignore[misc]
         def tagged_version(self) -> str:
             try:
-                return selection.tagged(super().tagged_version())
+                return selection.tag_version(super().tagged_version())
             except OpkilnError as error:
                 raise SetupError(str(error)) from error
 
-    made = {"build": Build, "egg_info": Info}
+    made = {"build": BuildCommand, "egg_info": InfoCommand}
     # setuptools before 70.1 imports it from `wheel`, which may not be installed yet.
     with contextlib.suppress(ModuleError):
 
-        class Wheel(dist.get_command_class("bdist_wheel")):  # type: ignore[misc]
+        class WheelCommand(dist.get_command_class("bdist_wheel")):  # type: ignore[misc]
             def get_tag(self) -> tuple[str, str, str]:
                 return _tag(self, super().get_tag())
 
-        made["bdist_wheel"] = Wheel
+        made["bdist_wheel"] = WheelCommand
     for name, kind in made.items():
         kind.__name__ = name
     return {**made, STEP: PrecompileOps}
@@ -129,14 +130,14 @@ class PrecompileOps(Command):  # type: ignore[misc]
         except OpkilnError as error:
             raise SetupError(str(error)) from error
 
-    def packages(self) -> dict[str, tuple[list[Declared], list[OpBuilder]]]:
+    def packages(self) -> dict[str, tuple[list[DeclaredOp], list[OpBuilder]]]:
         """The packages that have ops: the ops of their entry points and of their extensions."""
         if self.distribution.get_name() == "opkiln":
-            return {"opkiln": (selection.bundled(), [])}  # these have no entry points
-        found: dict[str, tuple[list[Declared], list[OpBuilder]]] = {}
+            return {"opkiln": (selection.bundled_ops(), [])}  # these have no entry points
+        found: dict[str, tuple[list[DeclaredOp], list[OpBuilder]]] = {}
         for name, value in _entry_points(self.distribution).items():
             package = self._package(value.partition(":")[0].strip())
-            ops = selection.declared({name: value}, self._where(package))
+            ops = selection.declared_ops({name: value}, self._where(package))
             found.setdefault(package, ([], []))[0].extend(ops)
         for extension in self.distribution.ext_modules or ():
             builder = builder_of(extension)
@@ -147,7 +148,7 @@ class PrecompileOps(Command):  # type: ignore[misc]
     def layer(self, package: str) -> str:
         """The directory that a package's ops are precompiled into."""
         assert self.build_lib is not None
-        return os.path.join(self.build_lib, *package.split("."), PREBUILT)
+        return os.path.join(self.build_lib, *package.split("."), CARRIED)
 
     def _package(self, module: str) -> str:
         """The outermost package of a module that is a directory, as builders see it."""
@@ -175,7 +176,7 @@ class PrecompileOps(Command):  # type: ignore[misc]
             )
         return directory[: -len(tail) - 1] or os.sep
 
-    def _missing_sources(self, ops: list[Declared], where: str, out: str, tag: str) -> list[str]:
+    def _missing_sources(self, ops: list[DeclaredOp], where: str, out: str, tag: str) -> list[str]:
         if tag != PURE:
             return not_shipped(out, os.path.dirname(out))
         # Its ops are compiled where they are used.

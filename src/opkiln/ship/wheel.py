@@ -16,7 +16,7 @@ import os
 import re
 import shlex
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from packaging.utils import InvalidName, canonicalize_name
@@ -24,7 +24,7 @@ from packaging.version import InvalidVersion, Version
 
 from opkiln import __version__
 from opkiln.bundles import layer
-from opkiln.bundles.layer import Entry
+from opkiln.bundles.layer import LayerEntry
 from opkiln.errors import StoreError, UsageError
 from opkiln.model import EXECUTABLE, SHARED
 from opkiln.ship.audit import ANY_PYTHON, python_tag, tag_for
@@ -32,11 +32,10 @@ from opkiln.ship.sbom import sbom
 from opkiln.store import publish
 from opkiln.store.zip_format import DEFLATED, LARGEST, MOST_MEMBERS, Added, Writer, chunks
 
-HOME = SHARED  # what an installed opkiln looks for
 SBOM = "sboms/opkiln.cdx.json"
 
 
-class _Job(NamedTuple):
+class _Batch(NamedTuple):
     """What all wheels of one call share."""
 
     stage: str  # where they are until all are written
@@ -65,7 +64,7 @@ def write_wheel(
     be written; LoadError for a payload that is not a library.
     """
     check_names(name, version, requires)
-    by_machine: dict[str, list[Entry]] = {}
+    by_machine: dict[str, list[LayerEntry]] = {}
     for entry in layer.entries(layer_dir):
         by_machine.setdefault(entry.manifest["target"]["machine"], []).append(entry)
     written: list[str] = []
@@ -73,9 +72,9 @@ def write_wheel(
         os.makedirs(out_dir, exist_ok=True)
         # In the same file system, so that a rename puts each wheel into its place.
         with tempfile.TemporaryDirectory(prefix=".opkiln-", dir=out_dir) as stage:
-            job = _Job(stage, version, tuple(requires), max_size)
+            batch = _Batch(stage, version, tuple(requires), max_size)
             for _, entries in sorted(by_machine.items()):
-                _fit(job, name, entries, written)
+                written += _fit(batch, name, entries)
             for each in written:
                 os.replace(os.path.join(stage, each), os.path.join(out_dir, each))
         publish.sync(out_dir)
@@ -116,45 +115,45 @@ def check_names(name: str, version: str, requires: Sequence[str] = ()) -> None:
             raise UsageError(f"{each!r} cannot be a requirement of a wheel")
 
 
-def _parts(entry: Entry) -> tuple[str, str, str, str]:
+def _parts(entry: LayerEntry) -> tuple[str, str, str, str]:
     """By what ops are split that do not fit into one wheel, from coarse to fine."""
     target = entry.manifest["target"]
     made_for = "-".join(target["archs"]) or target["cpu"]
     return target["backend"], made_for, entry.manifest["op"], entry.place.split("/")[-3][:8]
 
 
-def _fit(job: _Job, name: str, entries: list[Entry], written: list[str], level: int = 0) -> None:
+def _fit(batch: _Batch, name: str, entries: list[LayerEntry], level: int = 0) -> Iterator[str]:
     """Stage these entries as one wheel, or as several that are small enough, split by the part of
     this level."""
-    wheel, size = _stage(job, name, entries)
-    if job.max_size is None or size <= job.max_size:
-        written.append(wheel)
+    wheel, size = _stage(batch, name, entries)
+    if batch.max_size is None or size <= batch.max_size:
+        yield wheel
         return
-    os.unlink(os.path.join(job.stage, wheel))
+    os.unlink(os.path.join(batch.stage, wheel))
     if len(entries) == 1:
         backend, made_for, op, _ = _parts(entries[0])
         raise UsageError(
-            f"op {op} for {backend} {made_for} makes a wheel of {size} bytes; {job.max_size} are "
+            f"op {op} for {backend} {made_for} makes a wheel of {size} bytes; {batch.max_size} are "
             "allowed",
             why=f"its library has {entries[0].manifest['size']} bytes; an op cannot be split",
             hint="opkiln build OP --target cuda:9.0a --wheel DIR    # fewer architectures at once",
         )
-    groups: dict[str, list[Entry]] = {}
+    groups: dict[str, list[LayerEntry]] = {}
     for entry in entries:
         groups.setdefault(_parts(entry)[level], []).append(entry)
     for part, group in sorted(groups.items()):
         suffix = re.sub(r"[^a-z0-9]+", "-", part.replace(".", "").lower()).strip("-")
-        _fit(job, f"{name}-{suffix}", group, written, level + 1)
+        yield from _fit(batch, f"{name}-{suffix}", group, level + 1)
 
 
-def _stage(job: _Job, name: str, entries: list[Entry]) -> tuple[str, int]:
+def _stage(batch: _Batch, name: str, entries: list[LayerEntry]) -> tuple[str, int]:
     """Write one wheel; (its name, its size)."""
     _require_one_python(entries)
     tag = tag_for(entries)
-    wheel = f"{wheel_name(name)}-{job.version}-{tag}.whl"
-    with open(os.path.join(job.stage, wheel), "xb") as out:
+    wheel = f"{wheel_name(name)}-{batch.version}-{tag}.whl"
+    with open(os.path.join(batch.stage, wheel), "xb") as out:
         archive = Writer(out)
-        _write(archive, job, name, tag, entries)
+        _write(archive, batch, name, tag, entries)
         archive.close()
         size = out.tell()
         out.flush()
@@ -167,7 +166,7 @@ def _stage(job: _Job, name: str, entries: list[Entry]) -> tuple[str, int]:
     return wheel, size
 
 
-def _require_one_python(entries: list[Entry]) -> None:
+def _require_one_python(entries: list[LayerEntry]) -> None:
     """Refuse ops for one Python beside ops for another one or for any. Raises UsageError."""
     tags: dict[str, list[str]] = {}
     for entry in entries:
@@ -181,9 +180,9 @@ def _require_one_python(entries: list[Entry]) -> None:
         )
 
 
-def _write(archive: Writer, job: _Job, name: str, tag: str, entries: list[Entry]) -> None:
-    below = f"{HOME}/{wheel_name(name)}"
-    info = f"{wheel_name(name)}-{job.version}.dist-info"
+def _write(archive: Writer, batch: _Batch, name: str, tag: str, entries: list[LayerEntry]) -> None:
+    below = f"{SHARED}/{wheel_name(name)}"
+    info = f"{wheel_name(name)}-{batch.version}.dist-info"
     added = []
     for entry in entries:
         for file in entry.files:
@@ -200,24 +199,24 @@ def _write(archive: Writer, job: _Job, name: str, tag: str, entries: list[Entry]
     wheel = (
         f"Wheel-Version: 1.0\nGenerator: opkiln {__version__}\nRoot-Is-Purelib: false\nTag: {tag}\n"
     )
-    bill = sbom(entries, below, name=name, version=job.version)
-    for file, data in (
-        ("METADATA", _metadata(name, job, ops)),
-        (SBOM, bill),
-        ("WHEEL", wheel.encode()),
-    ):
+    files = {
+        "METADATA": _metadata(name, batch, ops),
+        SBOM: sbom(entries, below, name=name, version=batch.version),
+        "WHEEL": wheel.encode(),
+    }
+    for file, data in files.items():
         added.append(archive.add(f"{info}/{file}", [data], method=DEFLATED))
     archive.add(f"{info}/RECORD", [_record(added, f"{info}/RECORD")], method=DEFLATED)
 
 
-def _metadata(name: str, job: _Job, ops: list[str]) -> bytes:
+def _metadata(name: str, batch: _Batch, ops: list[str]) -> bytes:
     lines = [
         "Metadata-Version: 2.4",
         f"Name: {name}",
-        f"Version: {job.version}",
+        f"Version: {batch.version}",
         f"Summary: Operators precompiled for opkiln: {', '.join(ops)}",
         "Requires-Python: >=3.11",
-        *(f"Requires-Dist: {each.strip()}" for each in job.requires),
+        *(f"Requires-Dist: {each.strip()}" for each in batch.requires),
     ]
     return ("\n".join(lines) + "\n").encode()
 

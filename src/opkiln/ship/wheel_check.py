@@ -16,7 +16,7 @@ import struct
 import zipfile
 import zlib
 
-from opkiln.bundles.layer import named
+from opkiln.bundles.layer import identity
 from opkiln.digest import LARGEST_BUNDLE, sha256_file
 from opkiln.errors import LoadError
 from opkiln.settings import LAYOUT
@@ -32,7 +32,7 @@ _UNREADABLE = (
 )  # fmt: skip
 
 
-class _Refused(Exception):
+class _BadWheel(Exception):
     """Why a wheel is not what was written."""
 
 
@@ -45,12 +45,12 @@ def verify_wheel(path: str) -> int:
     try:
         with open(path, "rb") as file:
             try:
-                return _Wheel(zipfile.ZipFile(file), os.path.basename(path)).verify()
+                return _WheelFile(zipfile.ZipFile(file), os.path.basename(path)).verify()
             except _UNREADABLE as error:
-                raise _Refused(f"it is not an intact zip archive: {error}") from error
+                raise _BadWheel(f"it is not an intact zip archive: {error}") from error
     except OSError as error:
         raise LoadError(f"{path} cannot be read: {error.strerror or error}") from error
-    except _Refused as refused:
+    except _BadWheel as refused:
         raise LoadError(
             f"{path} is refused: {refused}",
             why=f"it was changed after it was written; the whole file has the SHA-256 "
@@ -59,7 +59,7 @@ def verify_wheel(path: str) -> int:
         ) from refused
 
 
-class _Wheel:
+class _WheelFile:
     """A wheel that is checked, by the name of its file."""
 
     def __init__(self, archive: zipfile.ZipFile, base: str) -> None:
@@ -70,7 +70,7 @@ class _Wheel:
         self._recorded: dict[str, tuple[str, int]] = {}
 
     def verify(self) -> int:
-        """The number of entries. Raises _Refused."""
+        """The number of entries. Raises _BadWheel."""
         self._list_members()
         self._read_record()
         for name in sorted(self._recorded.keys() | self._members.keys()):
@@ -78,7 +78,7 @@ class _Wheel:
         wheel = self._read(f"{self._info}/WHEEL").decode().splitlines()
         tags = [line.removeprefix("Tag: ") for line in wheel if line.startswith("Tag: ")]
         if not any(self._base.endswith(f"-{tag}.whl") for tag in tags):
-            raise _Refused(f"its name is not that of a wheel for {' or '.join(tags)}")
+            raise _BadWheel(f"its name is not that of a wheel for {' or '.join(tags)}")
         leaves = [
             leaf
             for leaf, _, file in (name.rpartition("/") for name in sorted(self._members))
@@ -94,59 +94,59 @@ class _Wheel:
             if name.endswith("/"):
                 continue
             if name.startswith("/") or ".." in name.split("/"):
-                raise _Refused(f"{name} leads out of the wheel")
+                raise _BadWheel(f"{name} leads out of the wheel")
             # No tool writes wheels with another method, and the reader of each method raises other
             # errors.
             if each.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-                raise _Refused(f"{name} is packed by method {each.compress_type}")
+                raise _BadWheel(f"{name} is packed by method {each.compress_type}")
             if name in self._members:
-                raise _Refused("it has two files with the same name")
+                raise _BadWheel("it has two files with the same name")
             self._members[name] = each
         found = sorted({name.partition("/")[0] for name in self._members if ".dist-info/" in name})
         if found != [self._info]:
             has = ", ".join(found) or "no .dist-info"
-            raise _Refused(f"it has {has}, and should have {self._info}")
+            raise _BadWheel(f"it has {has}, and should have {self._info}")
 
     def _read(self, name: str) -> bytes:
         if name not in self._members:
-            raise _Refused(f"{name} is missing")
+            raise _BadWheel(f"{name} is missing")
         try:
             with self._archive.open(self._members[name]) as member:
                 data = member.read(_LARGEST_READ + 1)
         except _UNREADABLE as error:
-            raise _Refused(f"{name} cannot be unpacked: {error}") from error
+            raise _BadWheel(f"{name} cannot be unpacked: {error}") from error
         if len(data) > _LARGEST_READ:
-            raise _Refused(f"{name} has more than {_LARGEST_READ} bytes")
+            raise _BadWheel(f"{name} has more than {_LARGEST_READ} bytes")
         return data
 
     def _read_record(self) -> None:
         record = f"{self._info}/RECORD"
         for row in csv.reader(self._read(record).decode().splitlines()):
             if len(row) != 3 or row[0] in self._recorded:
-                raise _Refused(f"{record} has an invalid line: {','.join(row)}")
+                raise _BadWheel(f"{record} has an invalid line: {','.join(row)}")
             name, digest, size = row
             algorithm, _, encoded = digest.partition("=")
             if name == record:
                 if digest or size:
-                    raise _Refused(f"{name} lists a digest of itself")
+                    raise _BadWheel(f"{name} lists a digest of itself")
                 continue
             if algorithm != "sha256":
-                raise _Refused(f"{record} has no SHA-256 of {name}")
+                raise _BadWheel(f"{record} has no SHA-256 of {name}")
             try:
                 padded = encoded + "=" * (-len(encoded) % 4)
                 raw = base64.b64decode(padded, altchars=b"-_", validate=True)
                 self._recorded[name] = raw.hex(), int(size)
             except ValueError as error:
-                raise _Refused(f"{record} has no digest and size of {name}: {error}") from error
+                raise _BadWheel(f"{record} has no digest and size of {name}: {error}") from error
 
     def _check_file(self, name: str) -> None:
         if name == f"{self._info}/RECORD":
             return
         if name not in self._recorded:
-            raise _Refused(f"{name} is not in RECORD")
+            raise _BadWheel(f"{name} is not in RECORD")
         expected, most = self._recorded[name]
         if name not in self._members:
-            raise _Refused(f"{name} is missing; RECORD has it with the SHA-256 {expected}")
+            raise _BadWheel(f"{name} is missing; RECORD has it with the SHA-256 {expected}")
         digest, size = hashlib.sha256(), 0
         try:
             with self._archive.open(self._members[name]) as data:
@@ -154,11 +154,11 @@ class _Wheel:
                     digest.update(chunk)
                     size += len(chunk)
         except _UNREADABLE as error:
-            raise _Refused(
+            raise _BadWheel(
                 f"{name} cannot be unpacked ({error}); RECORD has it with the SHA-256 {expected}"
             ) from error
         if (digest.hexdigest(), size) != (expected, most):
-            raise _Refused(f"{name} has the SHA-256 {digest.hexdigest()}; RECORD says {expected}")
+            raise _BadWheel(f"{name} has the SHA-256 {digest.hexdigest()}; RECORD says {expected}")
 
     def _check_entry(self, leaf: str) -> None:
         """Check an entry's manifest, place, payload and files."""
@@ -168,21 +168,21 @@ class _Wheel:
             manifest = parse_manifest(self._read(name))
             parse_manifest(self._read(f"{leaf}/{SIDECAR}"))
             payload = f"{leaf}/{manifest['payload']}"
-            entry = named(manifest)
+            entry = identity(manifest)
             expected = manifest["sha256"], manifest["size"]
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise _Refused(f"{leaf}: {error} ({MANIFEST} has the SHA-256 {digest})") from error
+            raise _BadWheel(f"{leaf}: {error} ({MANIFEST} has the SHA-256 {digest})") from error
         parts = leaf.split("/")
         if entry != (*parts[-5:-3], parts[-1]):
             there = "/".join(entry)
-            raise _Refused(f"{name} (SHA-256 {digest}) belongs to another entry, {there}")
+            raise _BadWheel(f"{name} (SHA-256 {digest}) belongs to another entry, {there}")
         found = self._recorded.get(payload)
         if found != expected:
             told = "is missing" if found is None else f"has the SHA-256 {found[0]}"
-            raise _Refused(f"{payload} {told}; its manifest says {expected[0]}")
+            raise _BadWheel(f"{payload} {told}; its manifest says {expected[0]}")
         known = {name, payload, f"{leaf}/{SIDECAR}"}
         inside = (each for each in self._members if each.startswith(f"{leaf}/"))
         if more := sorted(each for each in inside if each not in known):
-            raise _Refused(
+            raise _BadWheel(
                 f"{more[0]} (SHA-256 {self._recorded[more[0]][0]}) is not part of an entry"
             )

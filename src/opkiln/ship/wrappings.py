@@ -26,6 +26,7 @@ class Wrapping(NamedTuple):
 
     @property
     def places(self) -> tuple[str, ...]:
+        """What is written."""
         return tuple(place for place in (self.out, self.wheel, self.bundle) if place is not None)
 
 
@@ -59,7 +60,7 @@ def check(wrapping: Wrapping, owners: Iterable[str]) -> None:
         )
 
 
-def audited(
+def audit_libraries(
     payloads: Sequence[str],
 ) -> tuple[tuple[tuple[str, audit.Finding], ...], list[BuildError]]:
     """Audit libraries of the store: (op, finding), and an error for each that fails."""

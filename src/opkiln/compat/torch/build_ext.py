@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from setuptools import Extension
 
-    from opkiln.ship.prebuild import Outcome
+    from opkiln.ship.prebuild import BuildOutcome
 
 
 class ExtensionFailed(SetupError, RuntimeError):  # type: ignore[misc]
@@ -53,7 +53,7 @@ class BuildExtension(build_ext):  # type: ignore[misc]
         super().__init__(*arguments, **options)
         self.no_python_abi_suffix: bool = options.get("no_python_abi_suffix", False)
         self.use_ninja: bool = options.get("use_ninja", True)
-        self._built: dict[int, Outcome] = {}
+        self._built: dict[int, BuildOutcome] = {}
 
     def finalize_options(self) -> None:
         super().finalize_options()
@@ -122,7 +122,7 @@ class BuildExtension(build_ext):  # type: ignore[misc]
             for builder in builders:
                 for remark in builder.remarks:
                     events.emit(events.NOTE, text=remark)
-            asked = [prebuild.Request(each) for each in builders]
+            asked = [prebuild.BuildRequest(each) for each in builders]
             with paths.assigned_toolkit():
                 outcomes = prebuild.prebuild(asked, jobs=jobs)
         except OpkilnError as error:

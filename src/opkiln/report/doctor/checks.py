@@ -13,51 +13,51 @@ from opkiln.report.doctor.terms import (
     SKIP,
     WARN,
     Check,
-    Here,
-    Outcome,
-    joined,
-    outcome,
+    Diagnosis,
+    Facts,
+    join,
     passed,
+    run_check,
 )
 from opkiln.report.layout import columns, count, paint
 
 
-def to_compile(check: Check) -> Check:
-    """A check of something that only compiling needs: it passes if nothing may be compiled."""
+def compile_check(check: Check) -> Check:
+    """A check of something that only compiling needs. It passes if nothing may be compiled."""
 
-    def judged(here: Here) -> Outcome:
+    def check_or_pass(here: Facts) -> Diagnosis:
         found = check(here)
         if found.verdict in (WARN, FAIL) and (never := terms.never_compiles()):
-            return passed(joined(found.evidence, f"not needed: {never}"))
+            return passed(join(found.evidence, f"not needed: {never}"))
         return found
 
-    return judged
+    return check_or_pass
 
 
 CHECKS: dict[str, Check] = {
     "python": host.python,
-    "python headers": to_compile(host.python_headers),
+    "python headers": compile_check(host.python_headers),
     "system": host.system,
     "settings": host.settings_values,
     "variable names": host.misspelt_variables,
     "kept-away variables": host.kept_away_variables,
-    "compiler": to_compile(host.compiler),
-    "c++ runtime": to_compile(host.runtime),
-    "launcher": to_compile(host.launcher),
+    "compiler": compile_check(host.compiler),
+    "c++ runtime": compile_check(host.runtime),
+    "launcher": compile_check(host.launcher),
     "ninja": host.ninja,
     "torch": torch_side.version,
     "torch devices": torch_side.devices,
     "torch libraries": torch_side.libraries,
     "torch c++ abi": torch_side.cxx_abi,
     "openmp": torch_side.openmp,
-    "cuda toolkit": to_compile(devices.cuda_toolkit),
-    "nvcc host compiler": to_compile(devices.nvcc_host_compiler),
+    "cuda toolkit": compile_check(devices.cuda_toolkit),
+    "nvcc host compiler": compile_check(devices.nvcc_host_compiler),
     "cuda driver": devices.cuda_driver,
     "cuda arch list": devices.cuda_arch_list,
     "cuda gpus": devices.cuda_gpus,
-    "rocm": to_compile(devices.rocm_toolkit),
+    "rocm": compile_check(devices.rocm_toolkit),
     "rocm gpus": devices.rocm_gpus,
-    "sycl": to_compile(devices.sycl_toolkit),
+    "sycl": compile_check(devices.sycl_toolkit),
     "sycl device": devices.sycl_device,
     "accelerator": devices.accelerator,
     "ops": ops.ops,
@@ -90,20 +90,20 @@ BUILDS: dict[str, Check] = {
 }
 
 
-def examine(*, build: bool = True) -> Iterator[tuple[str, Outcome]]:
+def examine(*, build: bool = True) -> Iterator[tuple[str, Diagnosis]]:
     """Run every check in turn; with ``build``, the self-check last. Never raises."""
-    here = Here()
+    here = Facts()
     for name, check in (CHECKS | (BUILDS if build else {})).items():
-        yield name, outcome(check, here)
+        yield name, run_check(check, here)
 
 
-# As text: one line for each outcome, and the command that fixes it below
+# As text: one line for each diagnosis, and below it the command that fixes the fault
 
 _LOOKS = {PASS: "good", SKIP: "weak", WARN: "strong", FAIL: "bad"}
 
 
-def line(check: str, found: Outcome, names: Iterable[str], *, width: int | None = None) -> str:
-    """One outcome. ``names`` are those of all checks: they give the width of the column.
+def line(check: str, found: Diagnosis, names: Iterable[str], *, width: int | None = None) -> str:
+    """One diagnosis. ``names`` are those of all checks: they give the width of the column.
 
     With a ``width``, the evidence is wrapped. The command is not, so that it can be copied.
     """

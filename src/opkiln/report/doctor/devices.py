@@ -9,18 +9,17 @@ from opkiln.devices import amd
 from opkiln.errors import AcceleratorError, ArchError, ToolchainError
 from opkiln.model import CUDA, ROCM, XPU
 from opkiln.report import compilers
-from opkiln.report.commands import as_root, install, of_this_python, pip, unset
+from opkiln.report.commands import as_root, install, pip, unset, use_this_python
 from opkiln.report.doctor.terms import (
-    Here,
+    Diagnosis,
+    Facts,
     Missing,
-    Outcome,
     child_answer,
     copyable,
     failed,
-    joined,
+    join,
     passed,
     skipped,
-    told,
     warned,
 )
 from opkiln.settings import origin_of, settings
@@ -39,22 +38,22 @@ except AcceleratorError as error:
 _NO_HOST = "there is no host compiler: see compiler"
 
 
-def accelerator(_: Here) -> Outcome:
-    """There is an accelerator: the one that was asked for, or the first with a device."""
+def accelerator(_: Facts) -> Diagnosis:
+    """There is an accelerator: the named one, or the first that has a device."""
     asked, origin = origin_of("accelerator")
     found, reason = child_answer(_ASK)
     if reason:
-        return failed(joined(f"{origin}={asked}" if asked else "", reason), unset(origin))
+        return failed(join(f"{origin}={asked}" if asked else "", reason), unset(origin))
     if "what" in found:
         raise AcceleratorError(**found)
     by = f"set by {origin}" if asked else "the first with a device"
-    return passed(joined(f"{found['name']}, {by}", found["why"]))
+    return passed(join(f"{found['name']}, {by}", found["why"]))
 
 
 # CUDA
 
 
-def cuda_toolkit(here: Here) -> Outcome:
+def cuda_toolkit(here: Facts) -> Diagnosis:
     """There is a CUDA toolkit that works and has torch's major version."""
     absent = toolkits.unfound()
     nothing = [f"{place.origin}: there is no {place.nvcc}" for place in absent]
@@ -64,10 +63,10 @@ def cuda_toolkit(here: Here) -> Outcome:
     except Missing as reason:
         if not absent:
             raise
-        return warned(joined(*nothing, str(reason)), command)
+        return warned(join(*nothing, str(reason)), command)
     found, torch_cuda = here.cuda, choice.wanted(CUDA, here.torch)
     if isinstance(found, ToolchainError):
-        if _of_host(found):
+        if _blames_host_compiler(found):
             return skipped("its host compiler is refused: see nvcc host compiler")
         return _no_toolkit(found, wanted=bool(torch_cuda))
     named = {place.nvcc for place in absent}
@@ -80,27 +79,27 @@ def cuda_toolkit(here: Here) -> Outcome:
     ]
     note = nvcc.mismatch_note(found, torch_cuda)
     if torch_cuda and release(found.version)[0] != release(torch_cuda)[0]:
-        return warned(joined(note, *refused), f"unset {origin_of('skip_cuda_check')[1]}")
+        return warned(join(note, *refused), f"unset {origin_of('skip_cuda_check')[1]}")
     fits = f"torch has {torch_cuda}" if torch_cuda else "torch has no CUDA"
-    facts = joined(f"CUDA {found.version} in {found.home}", note or fits, *nothing, *refused)
+    facts = join(f"CUDA {found.version} in {found.home}", note or fits, *nothing, *refused)
     return warned(facts, command) if absent else passed(facts)
 
 
-def nvcc_host_compiler(here: Here) -> Outcome:
+def nvcc_host_compiler(here: Facts) -> Diagnosis:
     """nvcc accepts the host compiler."""
     host, found = _need_cuda(here), here.cuda
     if isinstance(found, DeviceCompiler):
         return passed(f"nvcc {found.version} accepts {found.host or host.cxx}")
-    if not _of_host(found):
+    if not _blames_host_compiler(found):
         return skipped("there is no usable nvcc: see cuda toolkit")
     command = copyable(found.hint)
     if command.startswith("apt-get "):
         package, _, then = command.removeprefix("apt-get install ").partition(" && ")
         command = f"{install(package)} && {then}"
-    return failed(told(found), command)
+    return failed(join(found), command)
 
 
-def cuda_driver(here: Here) -> Outcome:
+def cuda_driver(here: Facts) -> Diagnosis:
     """The driver supports the CUDA versions of torch and of the toolkit."""
     devices, torch_cuda = here.nvidia, choice.wanted(CUDA, here.torch)
     if not devices.gpus:
@@ -116,25 +115,25 @@ def cuda_driver(here: Here) -> Outcome:
     toolkit = here.cuda.version if isinstance(here.cuda, DeviceCompiler) else ""
     if toolkit and release(toolkit) > release(takes):
         facts = f"{facts}; the toolkit is CUDA {toolkit}"
-        command = of_this_python(cuda_version.fitting(takes))
+        command = use_this_python(cuda_version.fitting(takes))
         if release(toolkit)[0] > release(takes)[0]:
             return failed(facts, command)
         return warned(f"{facts}: its binaries run, but its PTX does not", command)
     if devices.why:
-        return warned(joined(facts, f"left out: {devices.why}"), "nvidia-smi")
+        return warned(join(facts, f"left out: {devices.why}"), "nvidia-smi")
     return passed(facts)
 
 
-def cuda_arch_list(here: Here) -> Outcome:
+def cuda_arch_list(here: Facts) -> Diagnosis:
     """The list of architectures is valid, and the toolkit compiles for all of them."""
     asked, origin = origin_of("cuda_arch_list")
     if not asked:
         return passed("not set: ops are built for this machine's GPUs")
     given = f"{origin}={asked}"
     try:
-        parsed = _parsed(here, asked)
+        parsed = _parse_list(here, asked)
     except ArchError as error:
-        return failed(joined(f"{given}: {told(error)}"), f"unset {origin}")
+        return failed(join(f"{given}: {join(error)}"), f"unset {origin}")
     if parsed is None:
         return skipped(f"{given} depends on the toolkit, and there is no usable one")
     facts = f"{given} is {cuda.show(parsed)}"
@@ -145,11 +144,11 @@ def cuda_arch_list(here: Here) -> Outcome:
     if refused:
         reasons = (f"{arch}: {reason}" for arch, reason in refused)
         rest = f"export {origin}='{cuda.show(kept)}'" if kept else f"unset {origin}"
-        return failed(joined(given, *reasons), rest)
+        return failed(join(given, *reasons), rest)
     return passed(f"{facts}; CUDA {here.cuda.version} compiles for all of it")
 
 
-def cuda_gpus(here: Here) -> Outcome:
+def cuda_gpus(here: Facts) -> Diagnosis:
     """Ops that are built here run on each GPU of this machine."""
     gpus = here.nvidia.gpus
     if not gpus:
@@ -158,9 +157,9 @@ def cuda_gpus(here: Here) -> Outcome:
     named = ", ".join(f"{gpu.name} ({gpu.capability})" for gpu in gpus)
     asked, origin = origin_of("cuda_arch_list")
     if not asked or asked.strip().lower() == "native":
-        return _served_natively(here, capabilities, named)
+        return _check_native(here, capabilities, named)
     try:
-        parsed = _parsed(here, asked)
+        parsed = _parse_list(here, asked)
     except ArchError:
         return skipped(f"{origin} is not valid: see cuda arch list")
     if parsed is None:
@@ -172,23 +171,23 @@ def cuda_gpus(here: Here) -> Outcome:
         return failed(f"{named}; {lacks}", f"unset {origin}")
     translated = [each for each, way in ways.items() if way == "ptx"]
     how = f"{', '.join(translated)} through PTX, which the driver compiles" if translated else ""
-    return passed(joined(named, f"{origin}={asked} covers them", how))
+    return passed(join(named, f"{origin}={asked} covers them", how))
 
 
-def _served_natively(here: Here, capabilities: tuple[str, ...], named: str) -> Outcome:
+def _check_native(here: Facts, capabilities: tuple[str, ...], named: str) -> Diagnosis:
     if not isinstance(here.cuda, DeviceCompiler):
         return skipped(f"{named}; there is no usable toolkit: see cuda toolkit")
     upgrade = pip("install", "--upgrade", "opkiln[cuda]")
     try:
         _, notes = archs.for_devices(cuda.parse(";".join(capabilities)), here.cuda)
     except ArchError as error:
-        return failed(joined(named, told(error)), upgrade)
+        return failed(join(named, error), upgrade)
     if notes:
-        return warned(joined(named, *notes), upgrade)
+        return warned(join(named, *notes), upgrade)
     return passed(f"{named}; CUDA {here.cuda.version} compiles for them")
 
 
-def _need_cuda(here: Here) -> Toolchain:
+def _need_cuda(here: Facts) -> Toolchain:
     """The host compiler for CUDA. Raises Missing if there is none, or nothing here wants CUDA."""
     host = here.need_compiler(_NO_HOST)
     of_torch = choice.wanted(CUDA, here.torch)
@@ -197,21 +196,20 @@ def _need_cuda(here: Here) -> Toolchain:
     return host
 
 
-def _of_host(error: ToolchainError) -> bool:
+def _blames_host_compiler(error: ToolchainError) -> bool:
     """Whether the error is about nvcc's host compiler."""
     return error.what.startswith("nvcc ") and "host compiler" in error.what
 
 
-def _no_toolkit(error: ToolchainError, *, wanted: bool) -> Outcome:
-    """A failure if torch is built for the backend. Otherwise no kernel is called here: that none
-    can be built is only a warning."""
-    command = of_this_python(copyable(error.hint))
+def _no_toolkit(error: ToolchainError, *, wanted: bool) -> Diagnosis:
+    """A failure if torch is built for the backend; else a warning, because no kernel is called."""
+    command = use_this_python(copyable(error.hint))
     command = as_root(command) if command.startswith("apt-get ") else command
-    return (failed if wanted else warned)(told(error), command)
+    return (failed if wanted else warned)(join(error), command)
 
 
-def _parsed(here: Here, asked: str) -> tuple[cuda.Arch, ...] | None:
-    """The list as a build reads it; None if only a toolkit could tell. Raises ArchError."""
+def _parse_list(here: Facts, asked: str) -> tuple[cuda.Arch, ...] | None:
+    """The list as a build reads it; None if that needs a toolkit. Raises ArchError."""
     listed: tuple[cuda.Arch, ...] = ()
     if "all" in asked.lower():
         if not isinstance(here.cuda, DeviceCompiler):
@@ -223,7 +221,7 @@ def _parsed(here: Here, asked: str) -> tuple[cuda.Arch, ...] | None:
 # ROCm
 
 
-def rocm_toolkit(here: Here) -> Outcome:
+def rocm_toolkit(here: Facts) -> Diagnosis:
     """There is a hipcc that works and has torch's major version."""
     wanted = choice.wanted(ROCM, here.torch)
     if not (wanted or amd.devices().gpus or hipcc.available() or settings.rocm_home):
@@ -236,7 +234,7 @@ def rocm_toolkit(here: Here) -> Outcome:
     return passed(f"HIP {device.version} in {device.home}; {has}")
 
 
-def rocm_gpus(_: Here) -> Outcome:
+def rocm_gpus(_: Facts) -> Diagnosis:
     """The list of architectures is valid, and covers each AMD GPU."""
     devices = amd.devices()
     asked, origin = origin_of("rocm_arch_list")
@@ -249,7 +247,7 @@ def rocm_gpus(_: Here) -> Outcome:
     try:
         parsed = hip.parse(asked, native=native)
     except ArchError as error:
-        return failed(joined(f"{given}: {told(error)}"), f"unset {origin}")
+        return failed(join(f"{given}: {join(error)}"), f"unset {origin}")
     without = [str(gpu) for gpu in native if not hip.covers(parsed, gpu)]
     if without:
         return failed(f"nothing in {given} runs on {', '.join(without)}", f"unset {origin}")
@@ -260,9 +258,9 @@ def rocm_gpus(_: Here) -> Outcome:
 # SYCL
 
 
-def sycl_toolkit(here: Here) -> Outcome:
+def sycl_toolkit(here: Facts) -> Diagnosis:
     """There is a SYCL compiler that works: icpx, or the runtime compiler."""
-    wanted = compilers.wanted(XPU, here.torch)
+    wanted = compilers.supports(XPU, here.torch)
     if not (wanted or sycl.available() or settings.sycl_cxx):
         return skipped("torch has no XPU, and there is no SYCL compiler")
     here.need_compiler(_NO_HOST)
@@ -272,12 +270,12 @@ def sycl_toolkit(here: Here) -> Outcome:
     return passed(f"{device.family} {device.version}, {device.path}")
 
 
-def sycl_device(here: Here) -> Outcome:
+def sycl_device(here: Facts) -> Diagnosis:
     """There is a device for SYCL."""
-    if not compilers.wanted(XPU, here.torch) and not sycl.available():
+    if not compilers.supports(XPU, here.torch) and not sycl.available():
         return skipped("torch has no XPU, and there is no SYCL compiler")
     missing = libsycl.no_device(settings.ocl_icd_filenames)
     if missing is None:
         return passed("there is an Intel GPU, or OpenCL's driver for the CPU")
     why, command = missing
-    return warned(why, of_this_python(command))
+    return warned(why, use_this_python(command))

@@ -15,12 +15,12 @@ from opkiln.errors import StoreError
 from opkiln.remote import lockfile
 from opkiln.report.commands import as_root
 from opkiln.report.doctor.terms import (
-    Here,
+    Diagnosis,
+    Facts,
     Missing,
-    Outcome,
     copyable,
     failed,
-    joined,
+    join,
     passed,
     skipped,
     warned,
@@ -42,46 +42,44 @@ _LEFTOVER = 3600.0  # seconds after which `cache gc` removes staged files
 _SHARED_LEAST = 64 << 20  # bytes: the default of container runtimes
 
 
-def place(here: Here) -> Outcome:
+def place(here: Facts) -> Diagnosis:
     """The store is where the user asked for it, and can be written to."""
     location = here.store.location
     if location.writable is None:
-        return failed(joined("nothing can be written", *location.notes), _move())
+        return failed(join("nothing can be written", *location.notes), _move_command())
     directory = space_at(location.writable).path
     try:
         _time_of_a_new_file(directory)
     except OSError as error:
         # Permissions are not enough: a file system may refuse for other reasons.
-        return failed(f"nothing can be written to {directory}: {error.strerror}", _move())
+        return failed(f"nothing can be written to {directory}: {error.strerror}", _move_command())
     if not location.notes:
         return passed(os.path.dirname(location.writable))
-    facts = joined(*location.notes)
-    if any(_foreign(path) or _open(path) for path in _asked()):
+    facts = join(*location.notes)
+    if any(_is_foreign(path) or _is_open(path) for path in _requested_paths()):
         return skipped(f"{facts}: see store owner, store mode")
-    return warned(facts, _make(os.path.dirname(location.writable)))
+    return warned(facts, _make_command(os.path.dirname(location.writable)))
 
 
-def owner(here: Here) -> Outcome:
+def owner(here: Facts) -> Diagnosis:
     """The directory that was asked for belongs to this user or to root."""
-    foreign = [path for path in _asked() if _foreign(path)]
+    foreign = [path for path in _requested_paths() if _is_foreign(path)]
     if not foreign:
-        return passed(_state(lambda found: f"uid {found.st_uid}"))
+        return passed(_show_state(lambda found: f"uid {found.st_uid}"))
     facts = "; ".join(f"{path} belongs to uid {os.lstat(path).st_uid}" for path in foreign)
-    command = as_root(f"chown -R {os.getuid()}:{os.getgid()} {shlex.quote(foreign[0])}")
-    if not _takeable(foreign[0]):
-        command = _private(here)
+    take_over = as_root(f"chown -R {os.getuid()}:{os.getgid()} {shlex.quote(foreign[0])}")
+    command = take_over if _can_take_over(foreign[0]) else _store_fix(here)
     return warned(f"{facts}, not to uid {os.getuid()} or root: it is not used", command)
 
 
-def mode(here: Here) -> Outcome:
+def mode(here: Facts) -> Diagnosis:
     """Nobody else can write to the directory that was asked for."""
-    opened = [path for path in _asked() if _open(path)]
+    opened = [path for path in _requested_paths() if _is_open(path)]
     if not opened:
-        return passed(_state(_mode))
+        return passed(_show_state(_mode))
     facts = "; ".join(f"{path} has {_mode(os.lstat(path))}" for path in opened)
-    command = f"chmod go-w {' '.join(map(shlex.quote, opened))}"
-    if not all(map(_closable, opened)):
-        command = _private(here)
+    close = f"chmod go-w {' '.join(map(shlex.quote, opened))}"
+    command = close if all(map(_can_close, opened)) else _store_fix(here)
     return warned(f"{facts}: others can write to it, so it is not used", command)
 
 
@@ -98,24 +96,24 @@ _CONTENTS = {
 }  # fmt: skip
 
 
-def _closable(path: str) -> bool:
-    """Whether others can lose the right to write there: nobody else uses the directory."""
+def _can_close(path: str) -> bool:
+    """Whether the right of others to write there may be removed: nobody else uses it."""
     found = os.lstat(path)
-    return found.st_uid == os.getuid() and not found.st_mode & stat.S_ISVTX and _only_a_store()
+    return found.st_uid == os.getuid() and not found.st_mode & stat.S_ISVTX and _has_only_a_store()
 
 
-def _takeable(path: str) -> bool:
-    """Whether it is a store that another user left in one of our directories."""
+def _can_take_over(path: str) -> bool:
+    """Whether it is a store that another user made in one of our directories."""
     above = os.stat(os.path.dirname(path))
     ours = above.st_uid == os.getuid() and not above.st_mode & 0o022
-    return ours and len(_asked()) > 1 and _only_a_store()
+    return ours and len(_requested_paths()) > 1 and _has_only_a_store()
 
 
-def _only_a_store() -> bool:
-    """Whether the directory that was asked for can be changed, and has a store or nothing."""
+def _has_only_a_store() -> bool:
+    """Whether the requested directory can be changed, and contains at most a store."""
     # opkiln-<uid> is made by the first load that may not use the directory itself.
     allowed = ({LAYOUT, f"opkiln-{os.getuid()}"}, _CONTENTS)
-    for path, known in zip(_asked(), allowed, strict=False):
+    for path, known in zip(_requested_paths(), allowed, strict=False):
         if os.path.islink(path) or os.path.ismount(path) or space_at(path).read_only:
             return False
         try:
@@ -127,59 +125,58 @@ def _only_a_store() -> bool:
     return True
 
 
-def _private(here: Here) -> str:
+def _store_fix(here: Facts) -> str:
     """The command that makes and uses a private directory."""
     root = here.store.root
-    return _move() or ("" if root is None else _make(os.path.dirname(root)))
+    return _move_command() or ("" if root is None else _make_command(os.path.dirname(root)))
 
 
-def _make(place: str) -> str:
+def _make_command(place: str) -> str:
     """The command that makes a directory and has the store there."""
     quoted = shlex.quote(place)
     return f"mkdir -p -m 700 {quoted} && export OPKILN_CACHE_DIR={quoted}"
 
 
-def _asked() -> list[str]:
-    """The root that the user asked for and the layout's directory in it, if they exist."""
-    return _within(next(store_candidates())[0])
+def _requested_paths() -> list[str]:
+    """The requested root of the store and the layout's directory in it, if they exist."""
+    return _existing_paths(next(store_candidates())[0])
 
 
-def _within(root: str) -> list[str]:
+def _existing_paths(root: str) -> list[str]:
     return [path for path in (root, os.path.join(root, LAYOUT)) if os.path.lexists(path)]
 
 
-def _foreign(path: str) -> bool:
+def _is_foreign(path: str) -> bool:
     return os.lstat(path).st_uid not in (os.getuid(), 0)
 
 
-def _open(path: str) -> bool:
+def _is_open(path: str) -> bool:
     found = os.lstat(path)
     return not stat.S_ISLNK(found.st_mode) and bool(found.st_mode & 0o022)
 
 
-def _state(shown: Callable[[os.stat_result], str]) -> str:
-    asked = _asked()
+def _show_state(shown: Callable[[os.stat_result], str]) -> str:
+    asked = _requested_paths()
     return f"{asked[0]}: {shown(os.lstat(asked[0]))}" if asked else "it does not exist yet"
 
 
-def space(here: Here) -> Outcome:
+def space(here: Facts) -> Diagnosis:
     """The store has enough space for builds, and is below its own limit."""
     root = here.root
     found = space_at(root)
-    facts = f"{found} at {found.path}"
     held = inventory.sizes(root).total if os.path.isdir(root) else 0
-    facts = f"{facts}; the store holds {size(held)}"
+    facts = f"{found} at {found.path}; the store holds {size(held)}"
     limit = int(settings.cache_max_size)
     if found.free < _LITTLE:
         # Collecting helps only if the store itself is large.
-        command = "opkiln cache gc --now --max-size 1K" if held > _LITTLE else _move()
+        command = "opkiln cache gc --now --max-size 1K" if held > _LITTLE else _move_command()
         return (failed if found.free < _TOO_LITTLE else warned)(facts, command)
     if held > limit:
         return warned(f"{facts}, more than {size(limit)}", "opkiln cache gc")
     return passed(f"{facts} of at most {size(limit)}")
 
 
-def inodes(here: Here) -> Outcome:
+def inodes(here: Facts) -> Diagnosis:
     """The store's file system has inodes left."""
     found = space_at(here.root)
     if found.inodes is None:
@@ -187,10 +184,10 @@ def inodes(here: Here) -> Outcome:
     facts = f"{found.inodes} left at {found.path}"
     if found.inodes >= _FEW:
         return passed(facts)
-    return (failed if found.inodes < _TOO_FEW else warned)(facts, _move())
+    return (failed if found.inodes < _TOO_FEW else warned)(facts, _move_command())
 
 
-def noexec(here: Here) -> Outcome:
+def noexec(here: Facts) -> Diagnosis:
     """Libraries can be loaded from every layer, and from where the user asked for the store.
 
     A store that is mounted noexec is not used, so it is not one of the layers.
@@ -203,10 +200,10 @@ def noexec(here: Here) -> Outcome:
     if not barred:
         return passed("no layer is mounted noexec")
     facts = f"{', '.join(barred)} is mounted noexec: libraries cannot be loaded from there"
-    return failed(facts, _move()) if own else warned(facts, "unset OPKILN_STORE_LAYERS")
+    return failed(facts, _move_command()) if own else warned(facts, "unset OPKILN_STORE_LAYERS")
 
 
-def layers(here: Here) -> Outcome:
+def layers(here: Facts) -> Diagnosis:
     """The listed read-only layers are valid, and only their owners can write to them."""
     listed = [layer for layer in here.store.location.layers if layer.listed]
     if not listed:
@@ -215,11 +212,11 @@ def layers(here: Here) -> Outcome:
     found = [refusal for each in asked if (refusal := _refusal(*each))]
     if not found:
         return passed(", ".join(path for path, _ in asked))
-    return warned(joined(*(refusal.evidence for refusal in found)), found[0].command)
+    return warned(join(*(refusal.evidence for refusal in found)), found[0].command)
 
 
-def _refusal(path: str, layer: Layer) -> Outcome | None:
-    """Why a layer is not used. It is named by the path that the user wrote."""
+def _refusal(path: str, layer: Layer) -> Diagnosis | None:
+    """Why a layer is not used; None if it is. ``path`` is as the user wrote it."""
     look = f"ls -ld {shlex.quote(path)}"
     if layer.bundle:
         try:
@@ -228,7 +225,7 @@ def _refusal(path: str, layer: Layer) -> Outcome | None:
         except Damaged as error:
             return warned(f"{path} is damaged: {error}", look)
         except StoreError as error:
-            return warned(joined(error.what, error.why), copyable(error.hint) or look)
+            return warned(join(error.what, error.why), copyable(error.hint) or look)
     if not os.path.exists(path):
         return warned(f"{path} does not exist", look)
     if not os.path.isdir(layer.root):
@@ -240,8 +237,8 @@ def _refusal(path: str, layer: Layer) -> Outcome | None:
     return None
 
 
-def remotes(_: Here) -> Outcome:
-    """Something says what is trusted of the remote tiers. Connects to nobody."""
+def remotes(_: Facts) -> Diagnosis:
+    """It is configured which artifacts of remote tiers are trusted. Connects to nobody."""
     urls = settings.remotes
     if not urls:
         return passed("none is named (OPKILN_REMOTES)")
@@ -258,7 +255,7 @@ def remotes(_: Here) -> Outcome:
     return passed(f"{named}; {trusted}")
 
 
-def clock(here: Here) -> Outcome:
+def clock(here: Facts) -> Diagnosis:
     """Files that are written to the store get the time of this machine."""
     directory, before = space_at(here.root).path, time.time()
     try:
@@ -282,7 +279,7 @@ def _time_of_a_new_file(directory: str) -> float:
         return os.fstat(file.fileno()).st_mtime
 
 
-def leftovers(here: Here) -> Outcome:
+def leftovers(here: Facts) -> Diagnosis:
     """There are no staged files of killed processes. (The kernel releases their locks.)"""
     staging, now = os.path.join(here.root, "staging"), time.time()
     old = 0
@@ -300,7 +297,7 @@ def leftovers(here: Here) -> Outcome:
     return passed("no process left anything behind")
 
 
-def _move() -> str:
+def _move_command() -> str:
     """The command that moves the store to a usable directory; empty if there is none."""
     asked, origin = origin_of("cache_dir")
     if asked:
@@ -312,16 +309,15 @@ def _move() -> str:
             and found.free >= _LITTLE
             and not found.noexec
             and os.access(found.path, os.W_OK)
-            and not any(_foreign(path) or _open(path) for path in _within(usual))
+            and not any(_is_foreign(path) or _is_open(path) for path in _existing_paths(usual))
         ):
             return f"unset {origin}"
-    other = _elsewhere()
-    return _make(os.path.join(other, f"opkiln-{os.getuid()}-store")) if other else ""
+    other = _usable_directory()
+    return _make_command(os.path.join(other, f"opkiln-{os.getuid()}-store")) if other else ""
 
 
-def _elsewhere() -> str:
-    """A directory with enough space that this user can write to and load libraries from; empty if
-    there is none."""
+def _usable_directory() -> str:
+    """A writable directory with enough space, where libraries can be loaded; empty if none."""
     for place in ("/tmp", "/var/tmp", os.path.expanduser("~"), "/dev/shm"):
         if os.path.isdir(place) and os.access(place, os.W_OK | os.X_OK):
             found = space_at(place)
@@ -333,38 +329,38 @@ def _elsewhere() -> str:
 # Where builds work
 
 
-def tmpdir(_: Here) -> Outcome:
+def tmpdir(_: Facts) -> Diagnosis:
     """The temporary directory exists and can be written to. Writes a file to find out."""
     path = _tmpdir()
     if not os.path.lexists(path):
-        return failed(f"{_named(path)} does not exist", f"mkdir -p -m 700 {shlex.quote(path)}")
+        return failed(f"{_label(path)} does not exist", f"mkdir -p -m 700 {shlex.quote(path)}")
     if not os.path.isdir(path):
-        return failed(f"{_named(path)} is not a directory", _another())
+        return failed(f"{_label(path)} is not a directory", _tmpdir_fix())
     try:
         _time_of_a_new_file(path)
     except OSError as error:
-        return failed(f"{_named(path)} cannot be written to: {error.strerror}", _another())
-    return passed(_named(path))
+        return failed(f"{_label(path)} cannot be written to: {error.strerror}", _tmpdir_fix())
+    return passed(_label(path))
 
 
-def tmpdir_noexec(_: Here) -> Outcome:
+def tmpdir_noexec(_: Facts) -> Diagnosis:
     """Libraries can be loaded from the temporary directory, for load tests."""
     found = _tmpdir_space()
     if found.noexec:
         why = "is mounted noexec: libraries that are built there cannot be loaded"
-        return failed(f"{_named(found.path)} {why}", _another())
+        return failed(f"{_label(found.path)} {why}", _tmpdir_fix())
     return passed(f"{found.path} is not mounted noexec")
 
 
-def tmpdir_space(_: Here) -> Outcome:
+def tmpdir_space(_: Facts) -> Diagnosis:
     """The temporary directory has enough space for builds."""
     found = _tmpdir_space()
     facts = f"{found} at {found.path}"
-    if found.inodes is not None and found.inodes < 100:
-        return failed(f"{facts}, and only {found.inodes} inodes", _another())
+    if found.inodes is not None and found.inodes < _TOO_FEW:
+        return failed(f"{facts}, and only {found.inodes} inodes", _tmpdir_fix())
     if found.free >= _LITTLE:
         return passed(facts)
-    return (failed if found.free < _TOO_LITTLE else warned)(facts, _another())
+    return (failed if found.free < _TOO_LITTLE else warned)(facts, _tmpdir_fix())
 
 
 def _tmpdir() -> str:
@@ -377,18 +373,18 @@ def _tmpdir_space() -> Space:
     return space_at(_tmpdir())
 
 
-def _named(path: str) -> str:
+def _label(path: str) -> str:
     origin = origin_of("tmpdir")[1]
     return f"{origin}={path}" if origin.isupper() else path
 
 
-def _another() -> str:
+def _tmpdir_fix() -> str:
     """The command that moves builds to a usable directory; empty if there is none."""
-    other = _elsewhere()
+    other = _usable_directory()
     return f"export OPKILN_TMPDIR={shlex.quote(other)}" if other else ""
 
 
-def shared_memory(_: Here) -> Outcome:
+def shared_memory(_: Facts) -> Diagnosis:
     """/dev/shm can be used: builds share their budget there, data loaders and NCCL their data."""
     try:
         found = space_at(SHARED_MEMORY)

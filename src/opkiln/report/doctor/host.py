@@ -13,7 +13,7 @@ from opkiln.engine import budget
 from opkiln.errors import SettingError, ToolchainError
 from opkiln.process import run
 from opkiln.report.commands import install, unset
-from opkiln.report.doctor.terms import Here, Outcome, failed, joined, passed, skipped, told, warned
+from opkiln.report.doctor.terms import Diagnosis, Facts, failed, join, passed, skipped, warned
 from opkiln.report.layout import count, size
 from opkiln.settings import (
     dropped,
@@ -32,7 +32,7 @@ _PROCESSORS = ("x86_64", "aarch64")
 _CONTAINERS = ("/.dockerenv", "/run/.containerenv", "/run/systemd/container")
 
 
-def python(_: Here) -> Outcome:
+def python(_: Facts) -> Diagnosis:
     """This interpreter, and whether it can start another one, for load tests."""
     version = ".".join(map(str, sys.version_info[:3]))
     # On Linux, abiflags has a t in a build without the GIL.
@@ -42,7 +42,7 @@ def python(_: Here) -> Outcome:
     return passed(f"{version}, {kind}, {sys.executable}")
 
 
-def python_headers(_: Here) -> Outcome:
+def python_headers(_: Facts) -> Diagnosis:
     """Python.h, which extension modules need. The bundled ops do not."""
     directory = torch_sdk.python_include()
     if os.path.exists(os.path.join(directory, "Python.h")):
@@ -53,7 +53,7 @@ def python_headers(_: Here) -> Outcome:
     )
 
 
-def system(_: Here) -> Outcome:
+def system(_: Facts) -> Diagnosis:
     """The kernel and the processor."""
     release = os.uname().release
     family = machine.architecture()
@@ -69,7 +69,7 @@ def system(_: Here) -> Outcome:
     # A sandbox is fine: builds need no ptrace, no mount and no capability.
     filtered = re.search(r"^Seccomp:\s*[1-9]", machine.read_text("/proc/self/status"), re.MULTILINE)
     seccomp = "seccomp on, which is fine" if filtered else ""
-    return passed(joined(facts, contained, seccomp))
+    return passed(join(facts, contained, seccomp))
 
 
 # Environment variables
@@ -85,7 +85,7 @@ _INSTEAD = {
 }
 
 
-def settings_values(_: Here) -> Outcome:
+def settings_values(_: Facts) -> Diagnosis:
     """Every variable that opkiln reads has a valid value."""
     wrong: dict[str, str] = {}
     given = 0
@@ -95,11 +95,11 @@ def settings_values(_: Here) -> Outcome:
         except SettingError as error:
             wrong[error.hint.removeprefix("unset ")] = error.what
     if wrong:
-        return failed(joined(*wrong.values()), f"unset {' '.join(wrong)}")
+        return failed(join(*wrong.values()), f"unset {' '.join(wrong)}")
     return passed(f"{given} of {len(table())} are set")
 
 
-def misspelt_variables(_: Here) -> Outcome:
+def misspelt_variables(_: Facts) -> Diagnosis:
     """There are no variables that look like settings but are not."""
     from difflib import get_close_matches
 
@@ -125,7 +125,7 @@ def misspelt_variables(_: Here) -> Outcome:
                 if meant not in environment:
                     found[f"{name} is not read; did you mean {meant}?"] = _rename(name, meant)
     if found:
-        return warned(joined(*found), "; ".join(found.values()))
+        return warned(join(*found), "; ".join(found.values()))
     return passed("every OPKILN_ variable is a known setting")
 
 
@@ -134,14 +134,14 @@ def _rename(name: str, meant: str = "") -> str:
     return f'export {meant}="${name}"; unset {name}' if meant else f"unset {name}"
 
 
-def kept_away_variables(_: Here) -> Outcome:
+def kept_away_variables(_: Facts) -> Diagnosis:
     """No variable is set that would change a compiler's result behind its command line."""
     names = dropped()
     if not names:
         return passed("none is set that would change a compiler's result")
     instead = [f"{name}: set {_INSTEAD[name]}" for name in names if name in _INSTEAD]
     return warned(
-        joined(f"opkiln does not pass {', '.join(names)} to compilers", *instead),
+        join(f"opkiln does not pass {', '.join(names)} to compilers", *instead),
         f"unset {' '.join(names)}",
     )
 
@@ -161,12 +161,12 @@ extern "C" int opkiln_doctor(int value) {
 """
 
 
-def compiler(here: Here) -> Outcome:
+def compiler(here: Facts) -> Diagnosis:
     """There is a C++ compiler that compiles C++20 and links with its library."""
     if isinstance(here.host, ToolchainError):
         if missing := _missing_launcher():
             return skipped(f"the launcher {missing} does not exist: see launcher")
-        return failed(told(here.host), _another())
+        return failed(join(here.host), _repair())
     with tempfile.TemporaryDirectory(prefix="opkiln-doctor-", dir=here.scratch) as scratch:
         source, output = os.path.join(scratch, "doctor.cpp"), os.path.join(scratch, "doctor.so")
         with open(source, "w") as file:
@@ -175,13 +175,13 @@ def compiler(here: Here) -> Outcome:
         done = run(argv, cwd=scratch, tmpdir=scratch, timeout=60)
     if done.returncode != 0:
         said = next((line for line in done.output.splitlines() if "error" in line), done.output)
-        return failed(f"{here.host.cxx} does not compile C++20: {said.strip()[:300]}", _another())
+        return failed(f"{here.host.cxx} does not compile C++20: {said.strip()[:300]}", _repair())
     others = [each for each in hosts.candidates(here.store.memory) if each.refused]
     refused = [f"{each.path} refused: {each.refused}" for each in others if "/" in each.path]
-    return passed(joined(f"{here.host.cxx}, {here.host.version}", *refused))
+    return passed(join(f"{here.host.cxx}, {here.host.version}", *refused))
 
 
-def _another() -> str:
+def _repair() -> str:
     """The command that lets opkiln choose a compiler, or installs one."""
     path, set_by = origin_of("path")
     # Without PATH, compilers are looked for in the usual places alone.
@@ -189,13 +189,13 @@ def _another() -> str:
     return unset(origin_of("cxx")[1]) or places or install("g++")
 
 
-def runtime(here: Here) -> Outcome:
-    """Libraries that it links share the libstdc++ of the process."""
+def runtime(here: Facts) -> Diagnosis:
+    """Libraries that the compiler links share the libstdc++ of the process."""
     host = here.need_compiler("there is no compiler")
     if not host.shared_runtime:
         return passed(f"{host.cxx} links the shared C++ runtime")
     command = ""
-    if sharing := _sharing(here, host.cxx):
+    if sharing := _sharing_compiler(here, host.cxx):
         command = unset(origin_of("cxx")[1]) or f"export CXX={shlex.quote(sharing)}"
     return warned(
         f"{host.cxx} would link a static libstdc++ into every op; they are linked to "
@@ -204,7 +204,7 @@ def runtime(here: Here) -> Outcome:
     )
 
 
-def _sharing(here: Here, unlike: str) -> str:
+def _sharing_compiler(here: Facts, unlike: str) -> str:
     """Another compiler on PATH that links the shared runtime; empty if there is none."""
     for name in ("g++", "clang++", "c++"):
         for path in on_path(name):
@@ -219,7 +219,7 @@ def _sharing(here: Here, unlike: str) -> str:
     return ""
 
 
-def launcher(_: Here) -> Outcome:
+def launcher(_: Facts) -> Diagnosis:
     """The launcher that was asked for (ccache, sccache) exists."""
     if missing := _missing_launcher():
         name = origin_of("cxx")[1]
@@ -237,7 +237,7 @@ def _missing_launcher() -> str:
     return wanted if wanted is not None and find.first(wanted) is None else ""
 
 
-def ninja(_: Here) -> Outcome:
+def ninja(_: Facts) -> Diagnosis:
     """ninja is not needed: opkiln schedules builds itself."""
     found = find.first("ninja")
     return passed(f"not needed ({f'{found} is not used' if found else 'and not installed'})")
@@ -250,7 +250,7 @@ def ninja(_: Here) -> Outcome:
 _LEAST, _ENOUGH = 512 << 20, 2 << 30
 
 
-def budget_cpus(_: Here) -> Outcome:
+def budget_cpus(_: Facts) -> Diagnosis:
     """The number of jobs that run at once, and what limits it."""
     limits = budget.measure()
     facts = [f"{count(len(limits.slots), 'CPU')} by {limits.cpus_from}"]
@@ -258,10 +258,10 @@ def budget_cpus(_: Here) -> Outcome:
         facts.append(f"a cgroup quota of {quota:g}")
     if settings.max_jobs:
         facts.append(f"at most {settings.max_jobs} jobs, set by {origin_of('max_jobs')[1]}")
-    return passed(joined(*facts))
+    return passed(join(*facts))
 
 
-def budget_memory(_: Here) -> Outcome:
+def budget_memory(_: Facts) -> Diagnosis:
     """There is enough memory for one job."""
     limits = budget.measure()
     facts = f"{size(limits.memory)} ({limits.memory_from}), {size(limits.share)} for each CPU"
@@ -276,12 +276,12 @@ def budget_memory(_: Here) -> Outcome:
     return passed(facts)
 
 
-def budget_sharing(_: Here) -> Outcome:
+def budget_sharing(_: Facts) -> Diagnosis:
     """All processes of this user share one budget."""
     found = budget.shared().describe()
-    refused = joined(*found.refused)
+    refused = join(*found.refused)
     command = "unset OPKILN_RUNTIME_DIR" if settings.runtime_dir else ""
     if found.where is None:
         return warned(f"each process has a budget of its own: {refused}", command)
-    facts = joined(f"through {found.where}", f"not through {refused}" if refused else "")
+    facts = join(f"through {found.where}", f"not through {refused}" if refused else "")
     return warned(facts, command) if refused and command else passed(facts)

@@ -14,7 +14,7 @@ from opkiln.errors import SpecError
 from opkiln.model import CARRIED, PACKAGE, SHARED
 from opkiln.registry import ALL_OPS, bundled, declared, distribution
 from opkiln.report.commands import interpreter, pip
-from opkiln.report.doctor.terms import Here, Outcome, child_answer, joined, passed, skipped, warned
+from opkiln.report.doctor.terms import Diagnosis, Facts, child_answer, join, passed, skipped, warned
 from opkiln.settings import LAYOUT
 from opkiln.store.inventory import names_in
 
@@ -38,7 +38,7 @@ except OpkilnError as error:
 """
 
 
-def ops(_: Here) -> Outcome:
+def ops(_: Facts) -> Diagnosis:
     """Every op can be imported, fits its schema, and has a library or sources."""
     own = bundled()
     broken: dict[str, str] = {}
@@ -55,7 +55,7 @@ def ops(_: Here) -> Outcome:
     if broken:
         imports = dict.fromkeys(others[name].module for name in broken if name in others)
         commands = [f"{interpreter()} -c {shlex.quote(f'import {each}')}" for each in imports]
-        return warned(joined(*broken.values()), "; ".join(commands))
+        return warned(join(*broken.values()), "; ".join(commands))
     owners = {**dict.fromkeys(own, "opkiln"), **{n: distribution(e) for n, e in others.items()}}
     shared = [
         f"{entry.name} is the op of {owners[entry.name]}; that of {distribution(entry)} is {name}"
@@ -64,7 +64,7 @@ def ops(_: Here) -> Outcome:
     ]
     counted = f"{len(others)} of other packages" if others else ""
     bundled_here = f"{len(own)} bundled: {', '.join(own)}" if own else "none is bundled"
-    return passed(joined(bundled_here, counted, *shared))
+    return passed(join(bundled_here, counted, *shared))
 
 
 # Prebuilt libraries
@@ -74,13 +74,13 @@ _ASK_DECISION = """
 from opkiln.registry import ALL_OPS
 from opkiln.report import operators
 kind = ALL_OPS[sys.argv[1]]
-answer = operators.on_backend(kind, kind().backend)._asdict()
+answer = operators.backend_status(kind, kind().backend)._asdict()
 """
 
 
-def prebuilt(_: Here) -> Outcome:
+def prebuilt(_: Facts) -> Diagnosis:
     """The installed libraries are used: none is stale, damaged or for another machine."""
-    found = dict(_found())
+    found = dict(_installed_ops())
     if not found:
         return passed("no package was installed with prebuilt ops")
     if not terms.uses_installed():
@@ -101,20 +101,20 @@ def prebuilt(_: Here) -> Outcome:
             damaged = "damaged: " in reasons
             again = pip("install", "--force-reinstall", "--no-deps", brought_by)
             commands.append(again if damaged else f"opkiln build {op}")
-    facts = joined(f"used: {', '.join(serving)}" if serving else "", *instead)
+    facts = join(f"used: {', '.join(serving)}" if serving else "", *instead)
     if refused:
-        return warned(joined(*refused, facts), " && ".join(dict.fromkeys(commands)))
+        return warned(join(*refused, facts), " && ".join(dict.fromkeys(commands)))
     return passed(facts or f"{', '.join(found)}: none is for the backend that serves here")
 
 
-def _found() -> Iterator[tuple[str, str]]:
-    """(op, the distribution that has a library of it), of the declared ops.
+def _installed_ops() -> Iterator[tuple[str, str]]:
+    """(op, the distribution that has a library of it), for each declared op.
 
-    Looks in the places of ``decision.decide``. No package is imported.
+    Looks where ``decision.decide`` looks. No package is imported.
     """
     shared = [os.path.join(each, SHARED) for each in sys.path if os.path.isabs(each)]
     layers = [(name, os.path.join(each, name)) for each in shared for name in names_in(each)]
-    for name, owner, package in _declared():
+    for name, owner, package in _declared_packages():
         op = name.rpartition(":")[2]
         told: set[str] = set()
         for brought_by, layer in [(owner, os.path.join(package, CARRIED)), *layers]:
@@ -126,7 +126,7 @@ def _found() -> Iterator[tuple[str, str]]:
                     yield f"{name.removesuffix(op)}{found}", brought_by
 
 
-def _declared() -> Iterator[tuple[str, str, str]]:
+def _declared_packages() -> Iterator[tuple[str, str, str]]:
     """(the op's name in ALL_OPS, its distribution, the directory of its package) of every op."""
     yield from ((op, "opkiln", PACKAGE) for op in bundled())
     for name, entry in declared().items():

@@ -20,14 +20,14 @@ from opkiln.errors import CompileError, LoadError, LoadTestError, OpkilnError, S
 from opkiln.loading import loader
 from opkiln.machine import read_text
 from opkiln.model import CPU, CUDA, ROCM, XPU, Op, OpSpec, Registration
-from opkiln.report.commands import of_this_python
+from opkiln.report.commands import use_this_python
 from opkiln.report.doctor.terms import (
-    Here,
-    Outcome,
+    Diagnosis,
+    Facts,
     copyable,
     failed,
     how_it_ended,
-    joined,
+    join,
     passed,
     skipped,
 )
@@ -44,35 +44,35 @@ child_main(*sys.argv[1:])
 _LONGEST = 600.0  # seconds
 # Settings that add the user's flags to command lines. The op itself compiles without them.
 _FLAGS = ("cppflags", "cxxflags", "cudaflags", "ldflags")
-_OF_FILES = ("command: ", "log: ")  # lines of an error that name temporary files
+_TEMPORARY = ("command: ", "log: ")  # how lines of an error begin that name temporary files
 
 
-def cpu(here: Here) -> Outcome:
+def cpu(here: Facts) -> Diagnosis:
     """C++ without torch."""
     here.need_compiler("there is no compiler")
-    return _tried("cpu", calls=True)
+    return _try_backend("cpu", calls=True)
 
 
-def torch(here: Here) -> Outcome:
+def torch(here: Facts) -> Diagnosis:
     """C++ on torch's stable ABI, called with a tensor."""
     found = here.installed_torch
     here.need_compiler("there is no compiler")
     if not torch_sdk.has_stable_abi(found):
         return skipped(f"torch {found.version} lacks the stable ABI: see torch")
-    return _tried("torch", calls=True)
+    return _try_backend("torch", calls=True)
 
 
-def cuda(here: Here) -> Outcome:
+def cuda(here: Facts) -> Diagnosis:
     """A kernel by nvcc; called if there is a GPU."""
     if not nvcc.available() or not isinstance(here.cuda, DeviceCompiler):
         return skipped("there is no usable CUDA toolkit")
     visible, _ = nvidia.visible(here.nvidia)
     # For one architecture: the user's own list may name all of them.
     archs = "native" if here.nvidia.gpus else here.cuda.archs[-1]
-    return _tried(CUDA, calls=bool(visible), OPKILN_CUDA_ARCH_LIST=archs)
+    return _try_backend(CUDA, calls=bool(visible), OPKILN_CUDA_ARCH_LIST=archs)
 
 
-def rocm(here: Here) -> Outcome:
+def rocm(here: Facts) -> Diagnosis:
     """The same kernel by hipcc; called if there is an AMD GPU."""
     if not hipcc.available() or here.torch is None:
         return skipped("there is no hipcc" if here.torch else "torch, which has hipify, is missing")
@@ -81,10 +81,10 @@ def rocm(here: Here) -> Outcome:
         return skipped("there is no usable hipcc: see rocm")
     devices = amd.devices()
     archs = "native" if devices.gpus or not device.archs else device.archs[-1]
-    return _tried(ROCM, calls=bool(amd.visible(devices)), PYTORCH_ROCM_ARCH=archs)
+    return _try_backend(ROCM, calls=bool(amd.visible(devices)), PYTORCH_ROCM_ARCH=archs)
 
 
-def xpu(here: Here) -> Outcome:
+def xpu(here: Facts) -> Diagnosis:
     """A SYCL kernel; called if there is a device."""
     if not sycl_compilers.available():
         return skipped("there is no SYCL compiler")
@@ -92,10 +92,10 @@ def xpu(here: Here) -> Outcome:
         return skipped("there is no usable SYCL compiler: see sycl")
     if libsycl.no_device(settings.ocl_icd_filenames):
         return skipped("there is no device to load it for: see sycl device")
-    return _tried(XPU, calls=True)
+    return _try_backend(XPU, calls=True)
 
 
-def _tried(what: str, *, calls: bool, **variables: str) -> Outcome:
+def _try_backend(what: str, *, calls: bool, **variables: str) -> Diagnosis:
     try:
         with publish.scratch("doctor") as work:
             result = os.path.join(work, "result.json")
@@ -111,16 +111,16 @@ def _tried(what: str, *, calls: bool, **variables: str) -> Outcome:
     flags = _unset_flags()
     if "what" in found:
         # The log and the files of the command are gone with the temporary store.
-        why = [line for line in found["why"].splitlines() if not line.startswith(_OF_FILES)]
-        command = of_this_python(copyable(found["hint"]))
+        why = [line for line in found["why"].splitlines() if not line.startswith(_TEMPORARY)]
+        command = use_this_python(copyable(found["hint"]))
         if found["by_flags"] and flags:
             command = flags
         elif "opkiln_doctor" in command:
             command = ""
-        return failed(joined(found["what"], *why[:4]), command)
+        return failed(join(found["what"], *why[:4]), command)
     step = f" at the step: {found.get('step', 'start')}" if done.returncode < 0 else ""
     last = done.output.strip().splitlines()[-1:]
-    return failed(joined(f"the child {how_it_ended(done.returncode)}{step}", *last), flags)
+    return failed(join(f"the child {how_it_ended(done.returncode)}{step}", *last), flags)
 
 
 def _unset_flags() -> str:
@@ -199,19 +199,17 @@ _SOURCES = {
 
 
 def _spec(source: str, text: str, **fields: Any) -> OpSpec:
-    name = "opkiln_doctor"
-    inline = ((source, text),)
     return OpSpec(
-        name=name,
-        distribution=name,
+        name="opkiln_doctor",
+        distribution="opkiln_doctor",
         root=model.INLINE_ROOT,
         sources=(source,),
-        inline=inline,
+        inline=((source, text),),
         **fields,
     )
 
 
-def _called(library: Any) -> int:
+def _call(library: Any) -> int:
     """20 + 22, computed by the op. Raises LoadError with the runtime's error number."""
     import ctypes
 
@@ -222,7 +220,7 @@ def _called(library: Any) -> int:
     return answer.value
 
 
-def _called_with_a_tensor() -> int:
+def _call_with_tensor() -> int:
     schema = Registration("opkiln_doctor", ("add(Tensor x, int y) -> Tensor",), None)
     spec = _spec("main.cpp", _STABLE, abi=model.ABI_STABLE)
     functions = loader.load(Op(spec, schema), must_be_native=True).value
@@ -232,7 +230,7 @@ def _called_with_a_tensor() -> int:
 
 
 def child_main(backend: str, how: str, result: str) -> None:
-    """Compile, load and perhaps call the op. Writes its answer to a file, or what went wrong."""
+    """Compile and load the op, and call it if ``how`` is "call". Writes the result to a file."""
     began = time.monotonic()
 
     def write(**facts: Any) -> None:
@@ -243,7 +241,7 @@ def child_main(backend: str, how: str, result: str) -> None:
     answer = 42
     try:
         if backend == "torch":
-            answer = _called_with_a_tensor()
+            answer = _call_with_tensor()
         else:
             source, text = _SOURCES[backend]
             spec = _spec(
@@ -252,7 +250,7 @@ def child_main(backend: str, how: str, result: str) -> None:
             library = loader.load(Op(spec)).value
             if how == "call":
                 write(step="call")
-                answer = _called(library)
+                answer = _call(library)
     except OpkilnError as error:
         by_flags = isinstance(error, (CompileError, LoadTestError))  # flags may be the cause
         write(what=error.what, why=error.why, hint=error.hint, by_flags=by_flags)

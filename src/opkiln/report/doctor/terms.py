@@ -1,4 +1,4 @@
-"""What a check gets and returns: the facts that several checks need, and an outcome."""
+"""What a check gets and returns: the facts that several checks need, and a diagnosis."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import json
 import os
 import re
 import shlex
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -21,7 +21,7 @@ from opkiln.settings import override, settings, whole_environment
 from opkiln.store.layers import Store
 from opkiln.toolchain import choice, torch_sdk
 
-Check = Callable[["Here"], "Outcome"]
+Check = Callable[["Facts"], "Diagnosis"]
 
 PASS, SKIP, WARN, FAIL = "PASS", "SKIP", "WARN", "FAIL"  # from good to bad
 
@@ -35,8 +35,8 @@ PROGRAMS = {
 _LONGEST = 120.0  # seconds: importing torch from a network file system is slow
 
 
-class Outcome(NamedTuple):
-    """A verdict, the facts behind it, and a command that can be copied into a shell."""
+class Diagnosis(NamedTuple):
+    """A verdict, the facts behind it, and a command to copy into a shell."""
 
     verdict: str
     evidence: str
@@ -44,13 +44,13 @@ class Outcome(NamedTuple):
 
 
 # All is well.
-passed = partial(Outcome, PASS)
+passed = partial(Diagnosis, PASS)
 # The check does not apply here, or is not possible; the evidence says why.
-skipped = partial(Outcome, SKIP)
+skipped = partial(Diagnosis, SKIP)
 # It works, but not as well as it could, or not as the user asked.
-warned = partial(Outcome, WARN)
+warned = partial(Diagnosis, WARN)
 # Something that builds or loads of ops need does not work.
-failed = partial(Outcome, FAIL)
+failed = partial(Diagnosis, FAIL)
 
 
 def copyable(hint: str) -> str:
@@ -70,22 +70,20 @@ def copyable(hint: str) -> str:
     return command if program in PROGRAMS or program.startswith("/") else ""
 
 
-def joined(*parts: str) -> str:
-    """The facts that are not empty, on one line."""
-    return "; ".join(" ".join(part.split()).rstrip(";") for part in parts if part.strip())
-
-
-def told(error: OpkilnError) -> str:
-    """What happened and why, on one line."""
-    return joined(error.what, *error.why.splitlines())
+def join(*parts: str | OpkilnError) -> str:
+    """The parts that are not empty, on one line. The parts of an error: what happened, and why."""
+    texts: list[str] = []
+    for part in parts:
+        texts += [part.what, *part.why.splitlines()] if isinstance(part, OpkilnError) else [part]
+    return "; ".join(" ".join(text.split()).rstrip(";") for text in texts if text.strip())
 
 
 class Missing(Exception):
-    """What a check needs is not here: the check is skipped, and another one reports it."""
+    """A check needs something that is missing. It is skipped, and another check reports that."""
 
 
-class Here:
-    """This machine, with the current settings. Every answer is kept."""
+class Facts:
+    """The facts about this machine, with the current settings. Each is found out once."""
 
     @cached_property
     def store(self) -> Store:
@@ -114,7 +112,7 @@ class Here:
     @cached_property
     def host(self) -> Toolchain | ToolchainError:
         """The host compiler, or why there is none."""
-        return self._chosen(CPU)
+        return self._choose(CPU)
 
     def need_compiler(self, otherwise: str) -> Toolchain:
         """The host compiler. Raises Missing with these words if there is none."""
@@ -129,7 +127,7 @@ class Here:
 
     def device_compiler(self, backend: str) -> DeviceCompiler | ToolchainError:
         """A backend's device compiler, or why there is none."""
-        found = self._chosen(backend)
+        found = self._choose(backend)
         if isinstance(found, ToolchainError):
             return found
         assert found.device is not None
@@ -151,13 +149,11 @@ class Here:
                 return place
         return wanted
 
-    @contextmanager
-    def probing(self) -> Iterator[None]:
-        """Lets probes use a writable directory, so that a bad TMPDIR is one finding and not ten."""
-        with override(tmpdir=self.scratch):
-            yield
+    def probing(self) -> AbstractContextManager[object]:
+        """Lets probes use a writable directory, so that a bad TMPDIR is one finding, not ten."""
+        return override(tmpdir=self.scratch)
 
-    def _chosen(self, backend: str) -> Toolchain | ToolchainError:
+    def _choose(self, backend: str) -> Toolchain | ToolchainError:
         with self.probing():
             try:
                 return choice.choose(self.store.memory, backend)
@@ -165,8 +161,8 @@ class Here:
                 return error
 
 
-def outcome(check: Check, here: Here) -> Outcome:
-    """The outcome of a check. If a check raises, that is a failure, too."""
+def run_check(check: Check, here: Facts) -> Diagnosis:
+    """The diagnosis of a check. A check that raises has failed, or is skipped."""
     try:
         return check(here)
     except Missing as reason:
@@ -174,16 +170,16 @@ def outcome(check: Check, here: Here) -> Outcome:
     except SettingError as error:
         return skipped(f"not possible while {error.what}")  # `settings` reports that
     except OpkilnError as error:
-        return failed(told(error), copyable(error.hint))
+        return failed(join(error), copyable(error.hint))
     except Exception as error:
         return failed(f"{type(error).__name__}: {error}")
 
 
 def child_answer(code: str, *arguments: str) -> tuple[Any, str]:
-    """(what ``code`` leaves in ``answer``, as JSON; why there is nothing). One of them is empty.
+    """(the value of ``answer`` after ``code`` ran, why there is none). One of them is empty.
 
-    Code of other packages, and code that imports torch, runs in such a child: if it crashes, that
-    is a finding.
+    Code of other packages, and code that imports torch, runs in such a child process, so that a
+    crash is reported like any other fault.
     """
     argv = python_code(f"{code}\nimport json\nprint()\nprint(json.dumps(answer))", *arguments)
     done = capture(argv, env=whole_environment(), timeout=_LONGEST)

@@ -11,12 +11,12 @@ from opkiln.errors import LoadTestError
 from opkiln.model import ABI_STABLE, STABLE_VERSION, OpSpec
 from opkiln.process import capture, python
 from opkiln.report.commands import pip
-from opkiln.report.doctor.terms import Here, Outcome, failed, joined, passed, skipped, warned
+from opkiln.report.doctor.terms import Diagnosis, Facts, failed, join, passed, skipped, warned
 from opkiln.settings import child_environment, whole_environment
 from opkiln.toolchain import torch_sdk
 
 
-def version(here: Here) -> Outcome:
+def version(here: Facts) -> Diagnosis:
     """torch is installed, and has the stable ABI that the bundled ops use."""
     torch = here.torch
     if torch is None:
@@ -32,7 +32,7 @@ def version(here: Here) -> Outcome:
     return passed(facts)
 
 
-def devices(here: Here) -> Outcome:
+def devices(here: Facts) -> Diagnosis:
     """torch was built for the GPUs that are here."""
     torch = here.installed_torch
     nvidia, radeon = here.nvidia.gpus, amd.devices().gpus
@@ -46,7 +46,7 @@ def devices(here: Here) -> Outcome:
     return warned(f"torch {torch.version} has neither CUDA nor HIP: it cannot use {names}", command)
 
 
-def libraries(here: Here) -> Outcome:
+def libraries(here: Facts) -> Diagnosis:
     """torch's libraries can be loaded. A child tries it, without importing torch."""
     torch = here.installed_torch
     directory = os.path.join(torch.path, "lib")
@@ -59,11 +59,11 @@ def libraries(here: Here) -> Outcome:
         # Without a local part, the version may install another build, such as one for CPUs.
         exact = f"torch=={torch.version}"
         again = pip("install", "--force-reinstall", "--no-deps", exact) if "+" in exact else ""
-        return failed(f"{directory}: {joined(*error.why.splitlines())}", again)
+        return failed(f"{directory}: {join(*error.why.splitlines())}", again)
     return passed(f"{directory}: libc10, libtorch_cpu and libtorch load")
 
 
-def cxx_abi(here: Here) -> Outcome:
+def cxx_abi(here: Facts) -> Diagnosis:
     """The C++ ABI that ops on torch's full interface are compiled for."""
     torch = here.installed_torch
     if torch.cxx11_abi:
@@ -89,11 +89,11 @@ os._exit(0)
 """
 
 
-def openmp(here: Here) -> Outcome:
+def openmp(here: Facts) -> Diagnosis:
     """There is one OpenMP runtime in a process, not two that each start a thread per CPU."""
     torch = here.installed_torch
     preloaded = whole_environment().get("LD_PRELOAD", "")
-    found, beside = _families(_loaded(torch.path, preloaded)), _families(_beside())
+    found, beside = _families(_mapped_files(torch.path, preloaded)), _families(_prefix_runtimes())
     together = {**found, **beside}
     if len(set(together.values())) < 2:
         return passed(", ".join(found) or "none is loaded with torch")
@@ -104,7 +104,7 @@ def openmp(here: Here) -> Outcome:
         return warned(text, "unset LD_PRELOAD" if asked else "")
     return warned(
         f"torch loads one, and another package of this environment may load a second: {what}",
-        _removal(beside),
+        _removal_command(beside),
     )
 
 
@@ -114,7 +114,7 @@ def _families(paths: list[str]) -> dict[str, str]:
     return {path: _FAMILIES[stem] for path, stem in stems.items() if stem in _FAMILIES}
 
 
-def _loaded(torch: str, preloaded: str) -> list[str]:
+def _mapped_files(torch: str, preloaded: str) -> list[str]:
     """The files that a process maps when it loads torch's libraries."""
     names = ("libc10.so", "libtorch_cpu.so")
     libraries = [path for name in names if os.path.exists(path := os.path.join(torch, "lib", name))]
@@ -125,7 +125,7 @@ def _loaded(torch: str, preloaded: str) -> list[str]:
     return sorted({os.path.realpath(path) for path in answer.output.split("\n") if path})
 
 
-def _beside() -> list[str]:
+def _prefix_runtimes() -> list[str]:
     """Runtimes in the environment's own library directory, where conda and MKL put them."""
     directory = os.path.join(sys.prefix, "lib")
     names = ("libgomp.so.1", "libiomp5.so", "libomp.so")
@@ -133,7 +133,7 @@ def _beside() -> list[str]:
     return sorted({os.path.realpath(path) for path in paths if os.path.exists(path)})
 
 
-def _removal(beside: dict[str, str]) -> str:
+def _removal_command(beside: dict[str, str]) -> str:
     from importlib import metadata
 
     if not any(family == "LLVM" for family in beside.values()):
