@@ -38,7 +38,7 @@ imports none of these modules: each is imported when it is used.
 ## Files
 
 - [Formats](formats.md): the store, manifests, bundles, signatures, receipts, lock files
-- [The report as JSON](../report.md#the-json): field by field
+- [The report as JSON](report-json.md): field by field
 """
 
 
