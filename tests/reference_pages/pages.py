@@ -18,6 +18,7 @@ What each name, command, error and file is. The guides show how to use them.
 {python}
 - [`opkiln.errors`](errors.md): every error and warning
 - [Compatible modules](compat.md): the names of `torch.utils.cpp_extension` and of DeepSpeed
+- [DeepSpeed's ops](deepspeed.md): who serves each function
 
 A name is public if it is in `__all__` of one of these modules, or a member of such a name that
 does not begin with an underscore, or an error in `opkiln.errors`. Everything else, in
