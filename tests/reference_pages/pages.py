@@ -35,6 +35,7 @@ imports none of these modules: each is imported when it is used.
 - [The command line](../cli.md): the same with examples, and the exit codes
 - [Settings](../settings.md): every variable that opkiln reads
 - [Errors](errors.md): every error and warning, its exit code, and what to do
+- [Checks](checks.md): what `opkiln doctor` looks at
 
 ## Files
 
