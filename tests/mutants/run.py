@@ -7,7 +7,7 @@ counted apart. mutmut does not change decorated functions, nor what runs when a 
 
 Without a module, all of them, in the order of the table. ``--again`` before it tries only what
 survived the last run, and what has changed since. Nothing is written outside ``build/mutants``.
-``docs/reliability.md`` has the scores.
+``README.md`` here has the scores.
 """
 
 from __future__ import annotations

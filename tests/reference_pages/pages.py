@@ -18,6 +18,7 @@ What each name, command, error and file is. The guides show how to use them.
 {python}
 - [`opkiln.errors`](errors.md): every error and warning
 - [Compatible modules](compat.md): the names of `torch.utils.cpp_extension` and of DeepSpeed
+- [DeepSpeed's ops](deepspeed.md): who serves each function
 
 A name is public if it is in `__all__` of one of these modules, or a member of such a name that
 does not begin with an underscore, or an error in `opkiln.errors`. Everything else, in
@@ -34,11 +35,12 @@ imports none of these modules: each is imported when it is used.
 - [The command line](../cli.md): the same with examples, and the exit codes
 - [Settings](../settings.md): every variable that opkiln reads
 - [Errors](errors.md): every error and warning, its exit code, and what to do
+- [Checks](checks.md): what `opkiln doctor` looks at
 
 ## Files
 
 - [Formats](formats.md): the store, manifests, bundles, signatures, receipts, lock files
-- [The report as JSON](../report.md#the-json): field by field
+- [The report as JSON](report-json.md): field by field
 """
 
 

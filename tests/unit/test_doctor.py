@@ -37,7 +37,7 @@ from opkiln.report.doctor.terms import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-PAGE = Path(__file__).parents[2] / "docs" / "doctor.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "checks.md"
 
 
 # The loop

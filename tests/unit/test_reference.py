@@ -19,7 +19,7 @@ from opkiln.cli.report import WARNED
 
 DOCS = source.ROOT / "docs"
 GENERATED = pages.all_pages()
-BY_HAND = {"formats.md"}
+BY_HAND = {"checks.md", "deepspeed.md", "formats.md", "report-json.md"}
 
 _HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 _BLOCK = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)

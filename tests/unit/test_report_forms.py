@@ -22,7 +22,7 @@ from opkiln.report.collect import PastBuild
 from opkiln.settings import override
 from opkiln.store import inventory
 
-DOCS = Path(__file__).parents[2] / "docs" / "report.md"
+DOCS = Path(__file__).parents[2] / "docs" / "reference" / "report-json.md"
 NOW = 1_800_000_000.0
 MISFIT = "CUDA 12.8; torch was built with 13.0, another major version"
 

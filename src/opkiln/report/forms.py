@@ -75,7 +75,7 @@ def _cell(text: str) -> str:
     return text.replace("\n", " ")
 
 
-# Plain values. ``docs/report.md`` describes every field.
+# Plain values. ``docs/reference/report-json.md`` describes every field.
 
 # Incremented when a field is removed or changes its meaning, not when one is added.
 SCHEMA = 1
