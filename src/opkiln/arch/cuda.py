@@ -190,12 +190,11 @@ def images(archs: Iterable[Arch]) -> tuple[str, ...]:
 
     Without duplicates.
     """
-    found: list[str] = []
-    for arch in merged(archs):
-        found.append(f"sm_{arch.number}")
-        if arch.ptx:
-            found.append(f"compute_{arch.number}")
-    return tuple(found)
+    return tuple(
+        f"{kind}_{arch.number}"
+        for arch in merged(archs)
+        for kind in (("sm", "compute") if arch.ptx else ("sm",))
+    )
 
 
 def flags(archs: Iterable[Arch]) -> tuple[str, ...]:
@@ -224,10 +223,9 @@ def from_flags(given: Sequence[str]) -> tuple[tuple[str, ...], tuple[Arch, ...]]
             continue
         text = value if joined else next(words, "")
         for code in text.rpartition("code=")[2].strip("[]").split(","):
-            kind, _, number = code.partition("_")
-            if kind not in {"sm", "compute"}:
+            if code.partition("_")[0] not in {"sm", "compute"}:
                 raise ArchError(f"{lists.quote(word)} names no CUDA architecture", hint=_EXAMPLE)
-            found.append(_single(code, f"sm_{number}")._replace(ptx=kind == "compute"))
+            found.append(_image(code))
     return tuple(rest), merged(found)
 
 
@@ -328,10 +326,11 @@ def covers(images_or_archs: Iterable[Arch | str], capability: Arch) -> str:
     for the device's family. "ptx" is compiled by the driver. Images have nvcc's names (``sm_90a``,
     ``compute_90``); any other name raises ArchError.
     """
-    ways: set[str] = set()
-    for each in images_or_archs:
-        for name in [each] if isinstance(each, str) else images([each]):
-            ways.add(_runs(_image(name), capability))
+    ways = {
+        _runs(_image(name), capability)
+        for each in images_or_archs
+        for name in ([each] if isinstance(each, str) else images([each]))
+    }
     return next((way for way in ("exact", "binary", "ptx") if way in ways), "")
 
 

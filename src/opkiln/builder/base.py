@@ -444,7 +444,7 @@ class OpBuilder:
         from opkiln.toolchain import find
 
         names = [cmd] if isinstance(cmd, str) else list(cmd)
-        if any(find.first(name) for name in names):
+        if any(find.find_program(name) for name in names):
             return True
         self.error_log = f"{' or '.join(names)} is not on PATH"
         return False

@@ -137,12 +137,7 @@ class _Build:
     """One build of one plan."""
 
     def __init__(
-        self,
-        plan: Plan,
-        store: Store,
-        intent: str,
-        build_name: str,
-        since: float,
+        self, plan: Plan, store: Store, intent: str, build_name: str, since: float
     ) -> None:
         self._plan = plan
         self._since = since  # when the time of the first step began to count

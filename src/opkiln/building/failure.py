@@ -241,7 +241,7 @@ def _library_header(header: str, plan: Plan) -> str:
     else:
         bring = f"pip install 'cuda-toolkit[cudart,{library}]=={wanted}.*'"
     why = f"{header} is missing from the CUDA {wanted} toolkit in {device.home}"
-    wheels = wheel_headers.beside(torch, device.include_dirs, release)
+    wheels = wheel_headers.find_wheels(torch, device.include_dirs, release)
     if wheels.release not in ((0, 0), release):
         other = f"{wheels.release[0]}.{wheels.release[1]}"
         why += f"; the wheels next to torch are for CUDA {other}, another release"

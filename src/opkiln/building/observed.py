@@ -101,7 +101,9 @@ def look(
         return Look(seen, conduct, stage, first, gap, _searched(seen, loaded))
     from opkiln.toolchain import nvrtc
 
-    return Look(seen, conduct, stage, first, gap, _searched(seen, loaded), nvrtc.covered(device))
+    return Look(
+        seen, conduct, stage, first, gap, _searched(seen, loaded), nvrtc.covered_prefixes(device)
+    )
 
 
 def _loaded(seen: log.Observation, memory: tuple[str, ...]) -> dict[str, observer.Program | None]:

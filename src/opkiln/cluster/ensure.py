@@ -139,12 +139,7 @@ class _Agreeing:
     """One call of ``ensure``."""
 
     def __init__(
-        self,
-        place: job.Place,
-        number: int,
-        timeout: float,
-        lease: float,
-        signing_key: str | None,
+        self, place: job.Place, number: int, timeout: float, lease: float, signing_key: str | None
     ) -> None:
         self.place, self.number, self.timeout, self.lease = place, number, timeout, lease
         self.signing_key = signing_key

@@ -486,6 +486,6 @@ def require_sycl_device(spec: OpSpec) -> None:
     """Refuse to load a SYCL op where there is no device for it. Raises LoadError."""
     from opkiln.toolchain import libsycl
 
-    if missing := libsycl.no_device(settings.ocl_icd_filenames):
+    if missing := libsycl.why_no_device(settings.ocl_icd_filenames):
         why, hint = missing
         raise LoadError(f"op {spec.title} has no SYCL device to run on", why=why, hint=hint)

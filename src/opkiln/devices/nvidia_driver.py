@@ -183,7 +183,7 @@ def ask_nvidia_smi() -> Facts:
     """Every GPU that nvidia-smi lists. Without GPUs, ``why`` says why: it is absent, or failed."""
     from opkiln.toolchain import find
 
-    program = next(filter(None, map(find.first, _PROGRAMS)), None)
+    program = next(filter(None, map(find.find_program, _PROGRAMS)), None)
     if program is None:
         return _facts("", "there is no nvidia-smi on PATH")
     try:
