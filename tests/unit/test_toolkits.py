@@ -17,7 +17,7 @@ from sample.evidence_of import broken, recalled
 import opkiln.compat.torch as cpp_extension
 from opkiln import digest, extension, machine, process
 from opkiln.build_model import Toolchain, TorchSDK
-from opkiln.building.asking import planned
+from opkiln.building.asking import plan_here
 from opkiln.child import Completed
 from opkiln.decision.terms import BUILD, Request
 from opkiln.errors import (
@@ -565,7 +565,7 @@ class DropIn:
     @staticmethod
     def _plan(spec: OpSpec, asked: str, verbose: bool) -> Any:
         op = Op(spec, asked=asked or "9.0")
-        plan = planned(Request(op, BUILD))
+        plan = plan_here(Request(op, BUILD))
         (program,) = {step.argv[0] for step in plan.steps if step.kind == "compile"}
         raise Planned(os.path.dirname(os.path.dirname(program)))
 

@@ -14,7 +14,7 @@ import struct
 from collections.abc import Iterable, Iterator
 from struct import Struct
 
-from opkiln.binary.source import File, Source, opened
+from opkiln.binary.source import ByteSource, File, open_source
 from opkiln.errors import LoadError
 from opkiln.lazy import Record
 
@@ -59,7 +59,7 @@ class Elf(Record):
     symbols: tuple[tuple[str, str, str], ...]
 
 
-class Section(Record):
+class ElfSection(Record):
     """One section: its name, its type, and where its bytes are (NOBITS sections have none)."""
 
     name: str
@@ -71,7 +71,7 @@ class Section(Record):
 
 def read(file: File) -> Elf:
     """Read a library, object or executable. Raises LoadError if it is something else or damaged."""
-    with opened(file) as source:
+    with open_source(file) as source:
         kind, machine, table = _tables(source)
         versions = tuple(_versions(source, table))
         return Elf(
@@ -79,26 +79,26 @@ def read(file: File) -> Elf:
             _KINDS[kind],
             tuple(_dynamic(source, table, _DT_NEEDED)),
             tuple(sorted({each.name for each in versions if not each.weak})),
-            tuple(sorted(set(_undefined(source, table, versions)))),
+            tuple(sorted(set(_undefined_symbols(source, table, versions)))),
         )
 
 
-def defined(file: File) -> frozenset[str]:
+def defined_symbols(file: File) -> frozenset[str]:
     """The dynamic symbols that a library defines for others, including weak ones. Raises LoadError
     as ``read`` does."""
-    with opened(file) as source:
-        return frozenset(_defined(source, _tables(source)[2]))
+    with open_source(file) as source:
+        return frozenset(_defined_names(source, _tables(source)[2]))
 
 
 def search_path(file: File) -> tuple[str, ...]:
     """The directories where the dynamic linker looks for what a program or library needs, as they
     are written in it. Raises LoadError as ``read`` does."""
-    with opened(file) as source:
+    with open_source(file) as source:
         lists = _dynamic(source, _tables(source)[2], _DT_RPATH, _DT_RUNPATH)
         return tuple(each for listed in lists for each in listed.split(":") if each)
 
 
-def sections(source: Source, name: str) -> Iterator[tuple[int, Source]]:
+def sections(source: ByteSource, name: str) -> Iterator[tuple[int, ByteSource]]:
     """(offset, source up to the section's end) of each section of this name that has bytes.
 
     Raises LoadError if a section is not completely inside the file.
@@ -117,7 +117,7 @@ def sections(source: Source, name: str) -> Iterator[tuple[int, Source]]:
         yield section.offset, source.until(end)
 
 
-def _tables(source: Source) -> tuple[int, int, tuple[Section, ...]]:
+def _tables(source: ByteSource) -> tuple[int, int, tuple[ElfSection, ...]]:
     magic = source.read(0, min(6, source.size), "ELF header")
     if magic[:4] != b"\x7fELF":
         raise LoadError(f"{source.name} is not an ELF file", why=_beginning(magic))
@@ -138,20 +138,22 @@ def _tables(source: Source) -> tuple[int, int, tuple[Section, ...]]:
     # section's header.
     count = count or first[5]
     names = first[6] if names == 0xFFFF else names
-    headers = _whole(source, start, count * width, "section headers")
+    headers = _read_whole(source, start, count * width, "section headers")
     raw = list(_SECTION.iter_unpack(headers))
     if names >= len(raw):
         raise source.damaged(
             f"ELF header: the section names are in section {names}, but there are {len(raw)}"
         )
     strings = _Strings(source, raw[names][4], raw[names][5], "section names")
-    table = tuple(Section(strings.at(each[0]), each[1], each[6], each[4], each[5]) for each in raw)
+    table = tuple(
+        ElfSection(strings.at(each[0]), each[1], each[6], each[4], each[5]) for each in raw
+    )
     return kind, machine, table
 
 
-def _dynamic(source: Source, table: tuple[Section, ...], *tags: int) -> Iterator[str]:
-    for section in _of_kind(table, _DYNAMIC_TABLE):
-        strings = _linked(source, table, section)
+def _dynamic(source: ByteSource, table: tuple[ElfSection, ...], *tags: int) -> Iterator[str]:
+    for section in _sections_of(table, _DYNAMIC_TABLE):
+        strings = _names_of(source, table, section)
         for tag, value in _records(source, section, _DYNAMIC):
             if tag == _DT_NULL:
                 break
@@ -168,12 +170,12 @@ class _Version(Record):
     weak: bool
 
 
-def _undefined(
-    source: Source, table: tuple[Section, ...], versions: tuple[_Version, ...]
+def _undefined_symbols(
+    source: ByteSource, table: tuple[ElfSection, ...], versions: tuple[_Version, ...]
 ) -> Iterator[tuple[str, str, str]]:
     needed = {each.number: (each.soname, each.name) for each in versions}
-    for section in _of_kind(table, _DYNSYM):
-        strings = _linked(source, table, section)
+    for section in _sections_of(table, _DYNSYM):
+        strings = _names_of(source, table, section)
         indices = _version_indices(source, table)
         symbols = _records(source, section, SYMBOL)
         for position, (name, info, _, defined_in, _, _) in enumerate(symbols):
@@ -187,27 +189,27 @@ def _undefined(
                 yield soname, strings.at(name), version
 
 
-def _defined(source: Source, table: tuple[Section, ...]) -> Iterator[str]:
-    for section in _of_kind(table, _DYNSYM):
-        strings = _linked(source, table, section)
+def _defined_names(source: ByteSource, table: tuple[ElfSection, ...]) -> Iterator[str]:
+    for section in _sections_of(table, _DYNSYM):
+        strings = _names_of(source, table, section)
         for name, info, _, defined_in, _, _ in _records(source, section, SYMBOL):
             if name and defined_in and info >> 4 != _STB_LOCAL:
                 yield strings.at(name)
 
 
-def _version_indices(source: Source, table: tuple[Section, ...]) -> tuple[int, ...]:
-    for section in _of_kind(table, _VERSYM):
+def _version_indices(source: ByteSource, table: tuple[ElfSection, ...]) -> tuple[int, ...]:
+    for section in _sections_of(table, _VERSYM):
         return tuple(index for (index,) in _records(source, section, _VERSION_INDEX))
     return ()  # a library without versions
 
 
-def _versions(source: Source, table: tuple[Section, ...]) -> Iterator[_Version]:
-    for section in _of_kind(table, _VERNEED):
-        strings = _linked(source, table, section)
-        inside = Source(
+def _versions(source: ByteSource, table: tuple[ElfSection, ...]) -> Iterator[_Version]:
+    for section in _sections_of(table, _VERNEED):
+        strings = _names_of(source, table, section)
+        inside = ByteSource(
             source.name,
             section.size,
-            held=_whole(source, section.offset, section.size, section.name),
+            held=_read_whole(source, section.offset, section.size, section.name),
         )
         # A chain of libraries, each with a chain of versions. In a valid file no record is in two
         # chains, so there are no more records than fit into the section.
@@ -234,10 +236,10 @@ class _Strings:
     """A string table. Limits the total length of names, so that overlapping names cannot use up
     the memory."""
 
-    def __init__(self, source: Source, offset: int, size: int, what: str) -> None:
+    def __init__(self, source: ByteSource, offset: int, size: int, what: str) -> None:
         self._source = source
         self._what = what
-        self._table = _whole(source, offset, size, what)
+        self._table = _read_whole(source, offset, size, what)
         self._known: dict[int, str] = {}
         # Linkers let names share their tails. No linker reaches eight times the table's size.
         self._left = 8 * size
@@ -258,29 +260,29 @@ class _Strings:
         return name
 
 
-def _of_kind(table: tuple[Section, ...], kind: int) -> list[Section]:
+def _sections_of(table: tuple[ElfSection, ...], kind: int) -> list[ElfSection]:
     # There is at most one table of each kind, and the dynamic linker also uses only one.
     return [section for section in table if section.kind == kind][:1]
 
 
-def _linked(source: Source, table: tuple[Section, ...], section: Section) -> _Strings:
+def _names_of(source: ByteSource, table: tuple[ElfSection, ...], section: ElfSection) -> _Strings:
     if section.link >= len(table) or table[section.link].kind != _STRTAB:
         raise source.damaged(f"section {section.name}: its names are not in a string table")
     strings = table[section.link]
     return _Strings(source, strings.offset, strings.size, f"section {strings.name}")
 
 
-def _records(source: Source, section: Section, layout: Struct) -> Iterator[tuple[int, ...]]:
+def _records(source: ByteSource, section: ElfSection, layout: Struct) -> Iterator[tuple[int, ...]]:
     if section.size % layout.size:
         raise source.damaged(
             f"section {section.name}: {section.size} bytes are not a multiple of {layout.size}"
         )
     return layout.iter_unpack(
-        _whole(source, section.offset, section.size, f"section {section.name}")
+        _read_whole(source, section.offset, section.size, f"section {section.name}")
     )
 
 
-def _whole(source: Source, offset: int, size: int, what: str) -> bytes:
+def _read_whole(source: ByteSource, offset: int, size: int, what: str) -> bytes:
     if size > _LARGEST_TABLE:
         raise source.damaged(f"{what}: {size} bytes are more than the limit of {_LARGEST_TABLE}")
     return source.read(offset, size, what)
@@ -294,20 +296,20 @@ _HEAD, _WORD, _LONG = Struct("<IIII"), Struct("<I"), Struct("<Q")
 _UNDEFINED = 0
 
 
-def missing(file: File, names: Iterable[str]) -> tuple[str, ...]:
+def missing_symbols(file: File, names: Iterable[str]) -> tuple[str, ...]:
     """The ``names`` that a library does not define, in the given order. Raises LoadError."""
-    with opened(file) as source:
-        table = _Table(source)
+    with open_source(file) as source:
+        table = _HashTable(source)
         if table.usable:
             return tuple(name for name in names if not table.has(name))
-    has = defined(file)  # the library has an older kind of hash table, or none
+    has = defined_symbols(file)  # the library has an older kind of hash table, or none
     return tuple(name for name in names if name not in has)
 
 
-class _Table:
+class _HashTable:
     """A ``.gnu.hash`` section, with its symbols and their names."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: ByteSource) -> None:
         self._source = source
         names = (".gnu.hash", ".dynsym", ".dynstr")
         hashes, symbols, strings = (list(sections(source, name)) for name in names)
@@ -368,7 +370,7 @@ def _hash(name: str) -> int:
 _STRING = "std::__cxx11::basic_string<char, std::char_traits<char>, std::allocator<char> >"
 
 
-def demangled(symbol: str) -> str:
+def demangle(symbol: str) -> str:
     """A symbol's C++ name, from the C++ runtime. Returns the symbol itself if it has none."""
     if not symbol.startswith("_Z"):
         return symbol
@@ -381,9 +383,9 @@ def demangled(symbol: str) -> str:
     return name.replace(_STRING, "std::string")
 
 
-def shown(symbol: str) -> str:
+def show_symbol(symbol: str) -> str:
     """A symbol for a message: its C++ name, and the symbol too if the two differ."""
-    name = demangled(symbol)
+    name = demangle(symbol)
     return symbol if name == symbol else f"{name} ({symbol})"
 
 
@@ -424,7 +426,7 @@ def _contents(directory: str) -> list[str]:
 _MAGIC, _CACHE_HEADER, _ENTRY = b"glibc-ld.so.cache1.1", 48, struct.Struct("<iIIIQ")
 
 
-def listed(file: str, names: Iterable[str]) -> list[str]:
+def read_list(file: str, names: Iterable[str]) -> list[str]:
     """What the linker's list says of libraries: each name, with the paths that it leads to after
     it. A list that is not glibc's counts as a whole. Raises OSError."""
     found = {name.encode(): [name] for name in sorted(names)}

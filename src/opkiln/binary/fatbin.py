@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from struct import Struct
 
 from opkiln.binary import elf
-from opkiln.binary.source import File, Source, opened
+from opkiln.binary.source import ByteSource, File, open_source
 from opkiln.errors import LoadError
 from opkiln.nvrtc import container
 
@@ -41,14 +41,14 @@ def images(file: File) -> tuple[str, ...]:
     link by the host compiler, adds none.
     """
     found: set[tuple[int, int, str]] = set()
-    with opened(file) as source:
+    with open_source(file) as source:
         for start, inside in elf.sections(source, ".nv_fatbin"):
             found.update(_containers(inside, start, "section .nv_fatbin"))
     ordered = sorted(found, key=lambda image: (_ORDER.index(image[0]), image[1:]))
     return tuple(f"{_PREFIXES[kind]}{number}{mark}" for kind, number, mark in ordered)
 
 
-def _containers(source: Source, at: int, what: str) -> Iterator[tuple[int, int, str]]:
+def _containers(source: ByteSource, at: int, what: str) -> Iterator[tuple[int, int, str]]:
     while (at := source.past_padding(at, what)) < source.size:
         magic, version, header, size = source.unpack(container.CONTAINER, at, f"{what}: fat binary")
         if magic != container.MAGIC:
@@ -66,7 +66,7 @@ def _containers(source: Source, at: int, what: str) -> Iterator[tuple[int, int, 
         at = end
 
 
-def _entries(source: Source, at: int, what: str) -> Iterator[tuple[int, int, str]]:
+def _entries(source: ByteSource, at: int, what: str) -> Iterator[tuple[int, int, str]]:
     while at < source.size:
         kind, version, header, size, number, flags = source.unpack(_ENTRY, at, f"{what}: image")
         if version >> 8 != 1 or header < _SMALLEST_ENTRY:
@@ -110,20 +110,20 @@ def hip_images(file: File) -> tuple[str, ...]:
     not an ELF file, is damaged, or has bundles that are packed with zstd.
     """
     found: set[str] = set()
-    with opened(file) as source:
+    with open_source(file) as source:
         for start, inside in elf.sections(source, ".hip_fatbin"):
             found |= _bundles(inside, start, "section .hip_fatbin")
     return tuple(sorted(found, key=lambda target: (len(target.partition(":")[0]), target)))
 
 
-def _bundles(source: Source, at: int, what: str) -> set[str]:
+def _bundles(source: ByteSource, at: int, what: str) -> set[str]:
     found: set[str] = set()
     while (at := source.past_padding(at, what)) < source.size:
         magic = source.read(at, min(len(_BUNDLE_MAGIC), source.size - at), what)
         if magic == _BUNDLE_MAGIC:
             targets, at = _table(source, at, source.size, what)
         elif magic.startswith(_PACKED_MAGIC):
-            targets, at = _packed(source, at, what)
+            targets, at = _packed_table(source, at, what)
         else:
             raise source.damaged(
                 f"{what}: {magic[:8]!r} at {at:#x} is not the start of an offload bundle"
@@ -132,7 +132,7 @@ def _bundles(source: Source, at: int, what: str) -> set[str]:
     return found
 
 
-def _table(source: Source, start: int, end: int, what: str) -> tuple[set[str], int]:
+def _table(source: ByteSource, start: int, end: int, what: str) -> tuple[set[str], int]:
     """(targets, end) of the bundle at ``start``, which must not reach past ``end``."""
     at = start + len(_BUNDLE_MAGIC)
     (count,) = source.unpack(_COUNT, at, what)
@@ -168,7 +168,7 @@ def _target(words: bytes) -> str | None:
     return parts[5] if len(parts) == 6 and parts[5] else None
 
 
-def _packed(source: Source, start: int, what: str) -> tuple[set[str], int]:
+def _packed_table(source: ByteSource, start: int, what: str) -> tuple[set[str], int]:
     """(targets, end) of the packed bundle at ``start``."""
     _, version, method = source.unpack(_PACKED, start, what)
     sizes = _PACKED_SIZES.get(version)
@@ -194,7 +194,7 @@ def _packed(source: Source, start: int, what: str) -> tuple[set[str], int]:
         table = zlib.decompressobj().decompress(data, _LARGEST_TABLE)
     except zlib.error as error:
         raise source.damaged(f"{what}: packed bundle: {error}") from error
-    inside = Source(source.name, len(table), held=table)
+    inside = ByteSource(source.name, len(table), held=table)
     if inside.read(0, len(_BUNDLE_MAGIC), f"{what}: packed bundle") != _BUNDLE_MAGIC:
         raise source.damaged(f"{what}: packed bundle at {start:#x} unpacks to something else")
     targets, _ = _table(inside, 0, unpacked, f"{what}: packed bundle")

@@ -22,7 +22,7 @@ _LONGEST_PADDING = 1 << 21
 _CHUNK = 1 << 16
 
 
-class Source:
+class ByteSource:
     """A readable range of bytes with a name for messages."""
 
     def __init__(self, name: str, size: int, *, fd: int = -1, held: bytes = b"") -> None:
@@ -31,9 +31,9 @@ class Source:
         self._fd = fd
         self._held = held
 
-    def until(self, end: int) -> Source:
+    def until(self, end: int) -> ByteSource:
         """The same bytes at the same offsets, up to ``end``: for one section or container."""
-        return Source(self.name, min(end, self.size), fd=self._fd, held=self._held)
+        return ByteSource(self.name, min(end, self.size), fd=self._fd, held=self._held)
 
     def read(self, offset: int, size: int, what: str) -> bytes:
         """Exactly ``size`` bytes. Raises LoadError, which names ``what``, if the file is too
@@ -86,10 +86,10 @@ class Source:
 
 
 @contextmanager
-def opened(file: File) -> Iterator[Source]:
+def open_source(file: File) -> Iterator[ByteSource]:
     """Open a regular file, or wrap the given bytes. Raises LoadError if it cannot be opened."""
     if isinstance(file, bytes):
-        yield Source("<bytes>", len(file), held=file)
+        yield ByteSource("<bytes>", len(file), held=file)
         return
     name = os.fspath(file)
     try:
@@ -101,6 +101,6 @@ def opened(file: File) -> Iterator[Source]:
         state = os.fstat(fd)
         if not stat.S_ISREG(state.st_mode):
             raise LoadError(f"{name} is not a regular file")
-        yield Source(name, state.st_size, fd=fd)
+        yield ByteSource(name, state.st_size, fd=fd)
     finally:
         os.close(fd)

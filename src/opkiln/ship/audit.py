@@ -270,4 +270,4 @@ def _some(names: list[str]) -> str:
 
 @lru_cache(maxsize=2)
 def _defined(path: str, stamp: int) -> frozenset[str]:  # noqa: ARG001 (keys the cache)
-    return elf.defined(path)
+    return elf.defined_symbols(path)

@@ -232,14 +232,14 @@ def _bitcode(dry: str) -> list[tuple[str, str]]:
 
 def _archs(names: Iterable[str]) -> list[str]:
     """``gfx90a`` and so on, from the names of device libraries, in order."""
-    found: list[hip.Arch] = []
+    found: list[hip.HipArch] = []
     for name in names:
         if name.startswith(_ISA):
             try:
                 found += hip.parse("gfx" + name.removeprefix(_ISA).removesuffix(".bc"))
             except ArchError:
                 continue  # a library for a processor that no arch list can name
-    return [str(arch) for arch in hip.merged(found)]
+    return [str(arch) for arch in hip.merge(found)]
 
 
 def _header_directories(dry: str) -> list[str]:

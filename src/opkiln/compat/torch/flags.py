@@ -221,7 +221,7 @@ def _archs(words: Iterable[str]) -> tuple[tuple[str, ...], str]:
         return (), ";".join(asked)
     from opkiln.arch import cuda
 
-    others, found = cuda.from_flags(plain)
+    others, found = cuda.split_flags(plain)
     return others, ";".join([*asked, *filter(None, [cuda.show(found)])])
 
 

@@ -210,9 +210,9 @@ def _no_toolkit(error: ToolchainError, *, wanted: bool) -> Outcome:
     return (failed if wanted else warned)(told(error), command)
 
 
-def _parsed(here: Here, asked: str) -> tuple[cuda.Arch, ...] | None:
+def _parsed(here: Here, asked: str) -> tuple[cuda.CudaArch, ...] | None:
     """The list as a build reads it; None if only a toolkit could tell. Raises ArchError."""
-    listed: tuple[cuda.Arch, ...] = ()
+    listed: tuple[cuda.CudaArch, ...] = ()
     if "all" in asked.lower():
         if not isinstance(here.cuda, DeviceCompiler):
             return None
