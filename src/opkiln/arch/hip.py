@@ -81,7 +81,7 @@ show = lists.show
 def merge(archs: Iterable[HipArch]) -> tuple[HipArch, ...]:
     """Sorted, without duplicates. Raises ArchError if two targets of one processor set different
     features."""
-    found = tuple(sorted(set(archs), key=_order))
+    found = tuple(sorted(set(archs), key=lambda arch: (_version(arch.processor), *arch)))
     first: dict[str, HipArch] = {}
     for arch in found:
         other = first.setdefault(arch.processor, arch)
@@ -136,10 +136,6 @@ def _version(processor: str) -> tuple[int, ...]:
     return int(major), int(last[0], 16), -1 if generic else int(last[1], 16)
 
 
-def _order(arch: HipArch) -> tuple[object, ...]:
-    return (_version(arch.processor), *arch)
-
-
 def _names(arch: HipArch) -> tuple[str, ...]:
     return tuple(setting[:-1] for setting in arch.features)
 
@@ -162,10 +158,10 @@ def apply_filter(archs: Iterable[HipArch], rule: lists.Rule) -> lists.Filtered:
     Its decision applies to a processor with any features. A rule can only remove.
     """
 
-    def named(item: str, have: Iterable[HipArch]) -> list[HipArch]:
+    def find_named(item: str, have: Iterable[HipArch]) -> list[HipArch]:
         return [arch for arch in have if arch.processor == item.lower()]
 
-    return lists.apply_filter(merge(archs), rule, lambda arch: arch.processor, named)
+    return lists.apply_filter(merge(archs), rule, lambda arch: arch.processor, find_named)
 
 
 def usable(

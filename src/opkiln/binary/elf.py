@@ -106,11 +106,11 @@ def sections(source: ByteSource, name: str) -> Iterator[tuple[int, ByteSource]]:
     found = [each for each in _tables(source)[2] if each.name == name and each.kind != _NOBITS]
     # If sections overlapped, the same bytes would be read many times.
     if sum(section.size for section in found) > source.size:
-        raise source.damaged(f"section {name}: larger than the file, or present many times")
+        raise source.damage(f"section {name}: larger than the file, or present many times")
     for section in found:
         end = section.offset + section.size
         if end > source.size:
-            raise source.damaged(
+            raise source.damage(
                 f"section {name}: {section.size} bytes at {section.offset:#x} reach past the end "
                 f"at {source.size:#x}"
             )
@@ -128,11 +128,11 @@ def _tables(source: ByteSource) -> tuple[int, int, tuple[ElfSection, ...]]:
     header = source.unpack(_HEADER, 0, "ELF header")
     _, kind, machine, _, _, _, start, _, _, _, _, width, count, names = header
     if kind not in _KINDS:
-        raise source.damaged(f"ELF header: type {kind} is not a library, object or executable")
+        raise source.damage(f"ELF header: type {kind} is not a library, object or executable")
     if not start:
-        raise source.damaged("ELF header: there are no section headers")
+        raise source.damage("ELF header: there are no section headers")
     if width != _SECTION.size:
-        raise source.damaged(f"ELF header: section headers have {width} bytes, not {_SECTION.size}")
+        raise source.damage(f"ELF header: section headers have {width} bytes, not {_SECTION.size}")
     first = source.unpack(_SECTION, start, "first section header")
     # With 0xff00 sections or more, the numbers do not fit the header. Then they are in the first
     # section's header.
@@ -141,12 +141,12 @@ def _tables(source: ByteSource) -> tuple[int, int, tuple[ElfSection, ...]]:
     headers = _read_whole(source, start, count * width, "section headers")
     raw = list(_SECTION.iter_unpack(headers))
     if names >= len(raw):
-        raise source.damaged(
+        raise source.damage(
             f"ELF header: the section names are in section {names}, but there are {len(raw)}"
         )
     strings = _Strings(source, raw[names][4], raw[names][5], "section names")
     table = tuple(
-        ElfSection(strings.at(each[0]), each[1], each[6], each[4], each[5]) for each in raw
+        ElfSection(strings.name_at(each[0]), each[1], each[6], each[4], each[5]) for each in raw
     )
     return kind, machine, table
 
@@ -158,7 +158,7 @@ def _dynamic(source: ByteSource, table: tuple[ElfSection, ...], *tags: int) -> I
             if tag == _DT_NULL:
                 break
             if tag in tags:
-                yield strings.at(value)
+                yield strings.name_at(value)
 
 
 class _Version(Record):
@@ -176,17 +176,18 @@ def _undefined_symbols(
     needed = {each.number: (each.soname, each.name) for each in versions}
     for section in _sections_of(table, _DYNSYM):
         strings = _names_of(source, table, section)
-        indices = _version_indices(source, table)
+        numbered = _sections_of(table, _VERSYM)  # a library without versions has none
+        indices = [i for each in numbered for (i,) in _records(source, each, _VERSION_INDEX)]
         symbols = _records(source, section, SYMBOL)
         for position, (name, info, _, defined_in, _, _) in enumerate(symbols):
             if name and not defined_in and info >> 4 not in {_STB_LOCAL, _STB_WEAK}:
                 if indices and position >= len(indices):
-                    raise source.damaged(
+                    raise source.damage(
                         f"section {section.name}: symbol {position} has no version number"
                     )
                 index = indices[position] & ~_HIDDEN if indices else 0
                 soname, version = needed.get(index, ("", ""))
-                yield soname, strings.at(name), version
+                yield soname, strings.name_at(name), version
 
 
 def _defined_names(source: ByteSource, table: tuple[ElfSection, ...]) -> Iterator[str]:
@@ -194,23 +195,14 @@ def _defined_names(source: ByteSource, table: tuple[ElfSection, ...]) -> Iterato
         strings = _names_of(source, table, section)
         for name, info, _, defined_in, _, _ in _records(source, section, SYMBOL):
             if name and defined_in and info >> 4 != _STB_LOCAL:
-                yield strings.at(name)
-
-
-def _version_indices(source: ByteSource, table: tuple[ElfSection, ...]) -> tuple[int, ...]:
-    for section in _sections_of(table, _VERSYM):
-        return tuple(index for (index,) in _records(source, section, _VERSION_INDEX))
-    return ()  # a library without versions
+                yield strings.name_at(name)
 
 
 def _versions(source: ByteSource, table: tuple[ElfSection, ...]) -> Iterator[_Version]:
     for section in _sections_of(table, _VERNEED):
         strings = _names_of(source, table, section)
-        inside = ByteSource(
-            source.name,
-            section.size,
-            held=_read_whole(source, section.offset, section.size, section.name),
-        )
+        data = _read_whole(source, section.offset, section.size, section.name)
+        inside = ByteSource(source.name, section.size, held=data)
         # A chain of libraries, each with a chain of versions. In a valid file no record is in two
         # chains, so there are no more records than fit into the section.
         left = section.size // _NEED.size
@@ -219,13 +211,15 @@ def _versions(source: ByteSource, table: tuple[ElfSection, ...]) -> Iterator[_Ve
             _, count, soname, first, following = inside.unpack(_NEED, at, section.name)
             left -= 1 + count
             if left < 0:
-                raise source.damaged(f"section {section.name}: more records than it has room for")
+                raise source.damage(f"section {section.name}: more records than it has room for")
             position = at + first
             for _ in range(count):
                 record = inside.unpack(_NEED_VERSION, position, section.name)
                 _, flags, index, name, step = record
                 weak = bool(flags & _WEAK_VERSION)
-                yield _Version(strings.at(soname), strings.at(name), index & ~_HIDDEN, weak)
+                yield _Version(
+                    strings.name_at(soname), strings.name_at(name), index & ~_HIDDEN, weak
+                )
                 position += step
             if not following:
                 break
@@ -244,17 +238,17 @@ class _Strings:
         # Linkers let names share their tails. No linker reaches eight times the table's size.
         self._left = 8 * size
 
-    def at(self, offset: int) -> str:
+    def name_at(self, offset: int) -> str:
         """The name at an offset. Raises LoadError if the table ends before the name does."""
         known = self._known.get(offset)
         if known is not None:
             return known
         end = self._table.find(b"\0", offset)
         if end < 0:
-            raise self._source.damaged(f"{self._what}: the name at {offset:#x} has no end")
+            raise self._source.damage(f"{self._what}: the name at {offset:#x} has no end")
         self._left -= end - offset
         if self._left < 0:
-            raise self._source.damaged(f"{self._what}: the names overlap")
+            raise self._source.damage(f"{self._what}: the names overlap")
         name = self._table[offset:end].decode("utf-8", "backslashreplace")
         self._known[offset] = name
         return name
@@ -267,14 +261,14 @@ def _sections_of(table: tuple[ElfSection, ...], kind: int) -> list[ElfSection]:
 
 def _names_of(source: ByteSource, table: tuple[ElfSection, ...], section: ElfSection) -> _Strings:
     if section.link >= len(table) or table[section.link].kind != _STRTAB:
-        raise source.damaged(f"section {section.name}: its names are not in a string table")
+        raise source.damage(f"section {section.name}: its names are not in a string table")
     strings = table[section.link]
     return _Strings(source, strings.offset, strings.size, f"section {strings.name}")
 
 
 def _records(source: ByteSource, section: ElfSection, layout: Struct) -> Iterator[tuple[int, ...]]:
     if section.size % layout.size:
-        raise source.damaged(
+        raise source.damage(
             f"section {section.name}: {section.size} bytes are not a multiple of {layout.size}"
         )
     return layout.iter_unpack(
@@ -284,7 +278,7 @@ def _records(source: ByteSource, section: ElfSection, layout: Struct) -> Iterato
 
 def _read_whole(source: ByteSource, offset: int, size: int, what: str) -> bytes:
     if size > _LARGEST_TABLE:
-        raise source.damaged(f"{what}: {size} bytes are more than the limit of {_LARGEST_TABLE}")
+        raise source.damage(f"{what}: {size} bytes are more than the limit of {_LARGEST_TABLE}")
     return source.read(offset, size, what)
 
 
@@ -414,13 +408,11 @@ def search(directories: Iterable[str], libraries: Iterable[str]) -> tuple[list[s
         real = os.path.realpath(directory)
         if real not in entered:
             entered.add(real)
-            waiting += filter(os.path.isdir, (*preferred, *_contents(preferred[0])))
+            hwcaps = preferred[0]  # it has a directory for each kind of machine
+            names_in = os.listdir(hwcaps) if os.path.isdir(hwcaps) else ()
+            inside = (os.path.join(hwcaps, name) for name in names_in)
+            waiting += filter(os.path.isdir, (*preferred, *inside))
     return absent, there
-
-
-def _contents(directory: str) -> list[str]:
-    found = os.listdir(directory) if os.path.isdir(directory) else ()
-    return [os.path.join(directory, name) for name in found]
 
 
 _MAGIC, _CACHE_HEADER, _ENTRY = b"glibc-ld.so.cache1.1", 48, struct.Struct("<iIIIQ")

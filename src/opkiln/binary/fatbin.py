@@ -52,16 +52,16 @@ def _containers(source: ByteSource, at: int, what: str) -> Iterator[tuple[int, i
     while (at := source.past_padding(at, what)) < source.size:
         magic, version, header, size = source.unpack(container.CONTAINER, at, f"{what}: fat binary")
         if magic != container.MAGIC:
-            raise source.damaged(
+            raise source.damage(
                 f"{what}: {magic:#010x} at {at:#x} is not the start of a fat binary"
             )
         if version != 1 or header < container.CONTAINER.size:
-            raise source.damaged(
+            raise source.damage(
                 f"{what}: fat binary at {at:#x} has version {version}, a header of {header} bytes"
             )
         end = at + header + size
         if end > source.size:
-            raise source.damaged(f"{what}: fat binary at {at:#x} reaches past the section's end")
+            raise source.damage(f"{what}: fat binary at {at:#x} reaches past the section's end")
         yield from _entries(source.until(end), at + header, what)
         at = end
 
@@ -70,15 +70,15 @@ def _entries(source: ByteSource, at: int, what: str) -> Iterator[tuple[int, int,
     while at < source.size:
         kind, version, header, size, number, flags = source.unpack(_ENTRY, at, f"{what}: image")
         if version >> 8 != 1 or header < _SMALLEST_ENTRY:
-            raise source.damaged(
+            raise source.damage(
                 f"{what}: image at {at:#x} has version {version:#x}, a header of {header} bytes"
             )
         if at + header + size > source.size:
-            raise source.damaged(f"{what}: image at {at:#x} reaches past its fat binary's end")
+            raise source.damage(f"{what}: image at {at:#x} reaches past its fat binary's end")
         if kind in _PREFIXES:
             mark = _MARKS.get(flags & _MARKED)
             if mark is None or not 10 <= number <= 999:
-                raise source.damaged(
+                raise source.damage(
                     f"{what}: image at {at:#x} is for architecture {number}, flags {flags:#x}"
                 )
             yield kind, number, mark
@@ -125,7 +125,7 @@ def _bundles(source: ByteSource, at: int, what: str) -> set[str]:
         elif magic.startswith(_PACKED_MAGIC):
             targets, at = _packed_table(source, at, what)
         else:
-            raise source.damaged(
+            raise source.damage(
                 f"{what}: {magic[:8]!r} at {at:#x} is not the start of an offload bundle"
             )
         found |= targets
@@ -138,17 +138,17 @@ def _table(source: ByteSource, start: int, end: int, what: str) -> tuple[set[str
     (count,) = source.unpack(_COUNT, at, what)
     at += _COUNT.size
     if at + count * _BUNDLE_ENTRY.size > end:
-        raise source.damaged(f"{what}: no room for the {count} images at {start:#x}")
+        raise source.damage(f"{what}: no room for the {count} images at {start:#x}")
     after = at
     targets = set()
     for _ in range(count):
         offset, size, length = source.unpack(_BUNDLE_ENTRY, at, what)
         if start + offset + size > end or length > _LONGEST_ID:
-            raise source.damaged(f"{what}: the image at {at:#x} is not inside the bundle")
+            raise source.damage(f"{what}: the image at {at:#x} is not inside the bundle")
         at += _BUNDLE_ENTRY.size
         target = _target(source.read(at, length, what))
         if target is None:
-            raise source.damaged(f"{what}: no target id at {at:#x}")
+            raise source.damage(f"{what}: no target id at {at:#x}")
         targets.add(target)
         at += length
         after = max(after, at, start + offset + size)
@@ -173,12 +173,12 @@ def _packed_table(source: ByteSource, start: int, what: str) -> tuple[set[str], 
     _, version, method = source.unpack(_PACKED, start, what)
     sizes = _PACKED_SIZES.get(version)
     if sizes is None:
-        raise source.damaged(f"{what}: packed bundle at {start:#x} has unknown version {version}")
+        raise source.damage(f"{what}: packed bundle at {start:#x} has unknown version {version}")
     packed, unpacked = source.unpack(sizes, start + _PACKED.size, what)
     body = start + _PACKED.size + sizes.size
     after = start + packed
     if not body <= after <= source.size:
-        raise source.damaged(f"{what}: packed bundle at {start:#x} cannot have {packed} bytes")
+        raise source.damage(f"{what}: packed bundle at {start:#x} cannot have {packed} bytes")
     if method == _ZSTD:
         raise LoadError(
             f"{source.name} has HIP images packed with zstd, which cannot be listed",
@@ -186,16 +186,16 @@ def _packed_table(source: ByteSource, start: int, what: str) -> tuple[set[str], 
             hint="compile with --no-offload-compress",
         )
     if method != _ZLIB:
-        raise source.damaged(f"{what}: packed bundle at {start:#x} has unknown method {method}")
+        raise source.damage(f"{what}: packed bundle at {start:#x} has unknown method {method}")
     import zlib
 
     data = source.read(body, min(_LARGEST_TABLE, after - body), what)
     try:
         table = zlib.decompressobj().decompress(data, _LARGEST_TABLE)
     except zlib.error as error:
-        raise source.damaged(f"{what}: packed bundle: {error}") from error
+        raise source.damage(f"{what}: packed bundle: {error}") from error
     inside = ByteSource(source.name, len(table), held=table)
     if inside.read(0, len(_BUNDLE_MAGIC), f"{what}: packed bundle") != _BUNDLE_MAGIC:
-        raise source.damaged(f"{what}: packed bundle at {start:#x} unpacks to something else")
+        raise source.damage(f"{what}: packed bundle at {start:#x} unpacks to something else")
     targets, _ = _table(inside, 0, unpacked, f"{what}: packed bundle")
     return targets, after

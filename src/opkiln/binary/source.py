@@ -39,7 +39,7 @@ class ByteSource:
         """Exactly ``size`` bytes. Raises LoadError, which names ``what``, if the file is too
         short."""
         if offset + size > self.size:
-            raise self.damaged(
+            raise self.damage(
                 f"{what}: {size} bytes at {offset:#x} reach past the end at {self.size:#x}"
             )
         if self._fd < 0:
@@ -49,9 +49,9 @@ class ByteSource:
             try:
                 piece = os.pread(self._fd, size - len(data), offset + len(data))
             except OSError as error:
-                raise self.damaged(f"{what}: {error.strerror} at {offset:#x}") from error
+                raise self.damage(f"{what}: {error.strerror} at {offset:#x}") from error
             if not piece:
-                raise self.damaged(
+                raise self.damage(
                     f"{what}: the file was cut to {offset + len(data):#x} bytes while it was read"
                 )
             data += piece
@@ -69,12 +69,12 @@ class ByteSource:
             rest = chunk.lstrip(b"\0")
             offset += len(chunk) - len(rest)
             if offset - start > _LONGEST_PADDING:
-                raise self.damaged(f"{what}: nothing but zeros from {start:#x} to {offset:#x}")
+                raise self.damage(f"{what}: nothing but zeros from {start:#x} to {offset:#x}")
             if rest:
                 break
         return offset
 
-    def damaged(self, why: str) -> LoadError:
+    def damage(self, why: str) -> LoadError:
         """The error for a file that does not match its own headers."""
         from shlex import quote
 

@@ -195,20 +195,14 @@ class _BuildRun:
 
             if failure.ran_out_of_space(failed.completed.output):
                 raise failure.no_space(spec, steps.path) from None  # the sources are not the cause
-            log = failure.write_log(
-                self._store.root, f"{spec.name}-{self._build[:12]}", self._failed_log(failed)
-            )
+            inline = "".join(f"--- /opkiln/src/{name}\n{text}\n" for name, text in spec.inline)
+            command = shlex.join(failed.completed.argv)
+            text = f"{inline}$ {command}\n{failed.completed.output}"
+            log = failure.write_log(self._store.root, f"{spec.name}-{self._build[:12]}", text)
             replaced = {steps.path: "./build"}  # the name that `opkiln plan` uses
             if spec.inline:
                 replaced[spec.root + "/"] = ""
             raise failure.compile_error(failed, self._plan, log, replaced, killed) from None
-
-    def _failed_log(self, failed: StepFailed) -> str:
-        inline = "".join(
-            f"--- /opkiln/src/{source}\n{text}\n" for source, text in self._plan.spec.inline
-        )
-        command = shlex.join(failed.completed.argv)
-        return f"{inline}$ {command}\n{failed.completed.output}"
 
     def _publish(
         self, steps: Stage, library: str, found: tuple[Fact, ...], seconds: float

@@ -49,11 +49,11 @@ _NO_FILES = ("/proc/", "/sys/")
 class Inputs(NamedTuple):
     """The inputs of one step, or of several."""
 
-    # (kind, path as it was spelled, what has to stay so), as ``opkiln.facts`` has them, where the
-    # kind alone does not say it: of an existing directory, the names that were looked for in vain
-    # (one with a slash is below a directory that does not exist either); of a name on PATH, its
-    # programs up to the one that a script or launcher chose; of the dynamic linker's list, the
-    # names of shared libraries that programs need.
+    # (kind of ``opkiln.facts``, path as it was spelled, what must not change). The last is empty
+    # where the kind says it. Of ABSENT, it is the names that were looked for in vain in a directory
+    # (one with a slash is below a directory that does not exist either). Of CHOICE, it is the
+    # programs of a name on PATH up to the one that a script or launcher chose. Of LIBRARIES, it is
+    # the names of the shared libraries that programs need.
     facts: tuple[tuple[str, str, str], ...] = ()
     # What the dynamic linker itself looked at: its list, and libraries that it did not load. No
     # record says what was there then.
@@ -115,11 +115,11 @@ def list_inputs(
     def outside(paths: Iterable[str]) -> Iterator[str]:
         return (path for path in map(unlinked, paths) if _is_outside(path, observation, stage))
 
-    paths: dict[str, str] = {}  # the more that is known, the later it is added
+    paths: dict[str, str] = {}  # a later kind replaces an earlier one, which says less
     files = tuple(outside(observation.read))
     # That a directory is there follows from a file that was found in it.
     above = {directory for path in files for directory in _list_parents(path)}
-    for path in outside(map(_without_dot, observation.directories)):
+    for path in outside(map(_strip_dot, observation.directories)):
         if path not in above:
             paths[path] = DIRECTORY
     paths.update(dict.fromkeys(files, FILE))
@@ -133,7 +133,7 @@ def list_inputs(
     if libraries and os.path.exists(elf.LIST):
         unseen.add(elf.LIST)
     found = [(kind, path, "") for path, kind in paths.items()]
-    found += [(LISTING, path, "") for path in outside(map(_without_dot, observation.listed))]
+    found += [(LISTING, path, "") for path in outside(map(_strip_dot, observation.listed))]
     found += [(LINK, path, "") for path in _links(outside(observation.led))]
     found += [(CHOICE, name, joined(programs)) for name, programs in chosen]
     absent = set(outside(each.rstrip("/") for each in observation.absent))
@@ -178,7 +178,7 @@ def _links(paths: Iterable[str]) -> set[str]:
 _MOST_STEPS = 1000  # links that lead in a circle end
 
 
-def _without_dot(directory: str) -> str:
+def _strip_dot(directory: str) -> str:
     """Without the dot that gcc adds to see whether a path is a directory."""
     return directory.removesuffix("/.").rstrip("/") or "/"
 
@@ -312,7 +312,7 @@ def union_of_facts(parts: Iterable[Iterable[Fact]]) -> tuple[Fact, ...]:
             both = together(fact.kind, known.value, fact.value)
         except ValueError:
             raise Disagree(fact.path) from None
-        # What one step looked for, the other may have seen another directory without.
+        # The directory may have changed between the two looks. Then its signature proves nothing.
         earlier = min(known.signature, fact.signature, key=lambda each: each.read_at)
         signature = earlier if known.signature[:-1] == fact.signature[:-1] else UNSIGNED
         found[fact[:3]] = known._replace(value=both, signature=signature)

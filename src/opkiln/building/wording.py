@@ -1,4 +1,4 @@
-"""A declaration in the words of its author: names of its parts, and sources that are text.
+"""The names that an author uses for the parts of a declaration, and sources that are text.
 
 A hint that names ``include_paths()`` does not help a caller of ``load(extra_include_paths=…)``.
 

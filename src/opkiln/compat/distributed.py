@@ -48,12 +48,12 @@ def agree() -> None:
     named = settings.ensure
     if not named:
         return
-    from opkiln.cluster.ensure import ensure, told_by_first
+    from opkiln.cluster.ensure import agree_on_first, ensure
 
     if RECORDED in named:
         ensure(())  # from here on all ranks are in the same start of the job
         # The file grows while the job runs, so one rank reads it for all.
-        named = told_by_first("ops", [*(each for each in named if each != RECORDED), *_recorded()])
+        named = agree_on_first("ops", [*(each for each in named if each != RECORDED), *_recorded()])
     if named:
         ensure(named)
     process = os.getpid()

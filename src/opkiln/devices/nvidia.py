@@ -79,11 +79,8 @@ def make_devices(facts: dict[str, Any]) -> NvidiaDevices:
 
 def capabilities(devices: NvidiaDevices) -> tuple[str, ...]:
     """Their compute capabilities, each once, in numeric order."""
-    return tuple(sorted({gpu.capability for gpu in devices.gpus}, key=_numbers))
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(map(int, version.split(".")))
+    found = {gpu.capability for gpu in devices.gpus}
+    return tuple(sorted(found, key=lambda version: [*map(int, version.split("."))]))
 
 
 # Remembering
@@ -102,20 +99,17 @@ def _subject(root: str) -> str | None:
         for bus in sorted(os.listdir(f"{here}/gpus")):
             text = _read(f"{here}/gpus/{bus}/information")
             told += [bus, *(line for line in text.splitlines() if line.startswith(_LASTING))]
-        nodes = sorted(name for name in os.listdir(os.path.join(root, "dev")) if _is_node(name))
+        names = sorted(os.listdir(os.path.join(root, "dev")))
     except OSError:
         return None
+    nodes = [n for n in names if n.startswith("nvidia") and n.removeprefix("nvidia").isdigit()]
     usable = [n for n in nodes if os.access(os.path.join(root, "dev", n), os.R_OK | os.W_OK)]
     return "\n".join(["NVIDIA GPUs", *told, *usable])
 
 
-# Not the interrupt, which a reboot changes. Not the BIOS, which reads ??.?? while the GPU sleeps.
-# The UUID does that too, and then the model still says what the GPU can do.
+# Left out: the interrupt, which a reboot changes, and the BIOS, which reads ??.?? while the GPU
+# sleeps. The UUID does that too, and then the model still says what the GPU can do.
 _LASTING = ("Model:", "GPU UUID:", "GPU Excluded:")
-
-
-def _is_node(name: str) -> bool:
-    return name.startswith("nvidia") and name.removeprefix("nvidia").isdigit()
 
 
 def _read(path: str) -> str:

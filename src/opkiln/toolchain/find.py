@@ -1,7 +1,7 @@
 """Which compilers are here: programs on PATH, and what the families of device compilers share.
 
-A candidate that is refused has the reason. Of those that are left, the one is chosen that fits the
-runtime that torch was built with.
+Each candidate is accepted, or refused with a reason. The accepted one that fits torch's runtime
+best is chosen.
 """
 
 from __future__ import annotations

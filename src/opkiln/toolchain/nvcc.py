@@ -80,11 +80,8 @@ def search(
             best, taken = found[place].record, _compiler(found[place], probed, partner, host)
         elif probed.get("unsupported"):
             unsupported = unsupported or probed["refused"]
-    absent = (
-        CompilerCandidate(each.nvcc, each.origin, "no such program")
-        for each in toolkits.list_unfound()
-    )
-    candidates = [*absent, *listed]
+    unfound = ((each.nvcc, each.origin) for each in toolkits.list_unfound())
+    candidates = [*(CompilerCandidate(*each, "no such program") for each in unfound), *listed]
 
     def failure() -> ToolchainError:
         why = find.list_refusals(candidates)
@@ -93,7 +90,13 @@ def search(
         if mismatched and wanted is not None:
             return cuda_version.mismatch_error(wanted, why)
         if unsupported:
-            return _unsupported_host(why, unsupported, _list_supported(memory, wanted, host), host)
+            others = _list_supported(memory, wanted, host)
+            newest = f"NVCC_CCBIN={shlex.quote(others[0])}" if others else ""
+            return ToolchainError(
+                f"nvcc does not support the host compiler {settings.ccbin or host.cxx}",
+                why="\n".join([why, *(f"{path} is supported" for path in others)]),
+                hint=newest or _install_command(unsupported),
+            )
         named, origin = origin_of("cuda_home")
         said = next((each.version for each in candidates if each.version), "")
         return ToolchainError(
@@ -121,16 +124,6 @@ def _partner(memory: tuple[str, ...], host: Toolchain, *, ask: bool) -> Toolchai
                 why=error.why.replace(" (call): ", f" ({origin}): ", 1),
                 hint=f"unset {origin}" if origin.isupper() else "",
             ) from None
-
-
-def _unsupported_host(
-    why: str, objection: str, others: list[str], host: Toolchain
-) -> ToolchainError:
-    return ToolchainError(
-        f"nvcc does not support the host compiler {settings.ccbin or host.cxx}",
-        why="\n".join([why, *(f"{path} is supported" for path in others)]),
-        hint=f"NVCC_CCBIN={shlex.quote(others[0])}" if others else _install_command(objection),
-    )
 
 
 def _install_command(objection: str) -> str:

@@ -47,8 +47,8 @@ def available() -> bool:
 
 
 def covered_prefixes(device: DeviceCompiler) -> tuple[str, ...]:
-    """Beginnings of the paths that its driver reads for itself: the driver, the libraries, and
-    Python. The compiler's identity represents the first two, and the last changes nothing."""
+    """Prefixes of the paths that its driver reads for itself: the driver, the libraries, Python.
+    The compiler's identity represents the first two. Python does not change the result."""
     standard = os.path.dirname(os.path.abspath(os.__file__))
     programs = (device.path, os.path.realpath(device.path))
     directories = {
