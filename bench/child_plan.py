@@ -10,13 +10,13 @@ import sys
 from peers import cuda_opkiln_builder
 
 from opkiln import plan as plans
-from opkiln.building.asking import planned
+from opkiln.building.asking import plan_here
 from opkiln.decision.terms import BUILD, Request
 
 
 def main(stage: str) -> None:
     """Print each step's argv."""
-    plan = planned(Request(cuda_opkiln_builder.builder().op(), BUILD))
+    plan = plan_here(Request(cuda_opkiln_builder.builder().op(), BUILD))
     places = plans.anchors(plan, stage)
     answer = {
         "steps": [{"kind": s.kind, "argv": list(plans.argv(s, places))} for s in plan.steps],

@@ -31,8 +31,8 @@ from typing import Any, NamedTuple
 from opkiln.cluster import driver, protocol
 from opkiln.cluster.channel import PART, Channel
 from opkiln.cluster.ensure import lease_of
-from opkiln.cluster.messages import Hello, Made, Offer, Outcome, Vote, key_of
-from opkiln.cluster.protocol import Done, End, Fetch, Look, Make, Pause
+from opkiln.cluster.messages import Hello, JobOutcome, Made, Offer, Vote, key_of
+from opkiln.cluster.protocol import Done, End, FetchOp, Look, MakeOp, Pause
 from opkiln.cluster.stores import Torch
 
 RESULT = Path(__file__).resolve().parent / "results" / "cluster_scale.json"
@@ -131,10 +131,10 @@ class Direct(Channel):
     def _ask(self, call: Callable[[], Any], what: str) -> Any:  # noqa: ARG002
         return call()
 
-    def _opened(self, key: str, data: bytes) -> Any:
+    def _open(self, key: str, data: bytes) -> Any:
         """All ranks read the same few records again and again. Each is decoded once."""
         if (known := _decoded.get(data)) is None:
-            known = _decoded[data] = super()._opened(key, data)
+            known = _decoded[data] = super()._open(key, data)
         return known
 
 
@@ -146,7 +146,7 @@ class Node:
 
     def __init__(self) -> None:
         self.fetching = self.here = False
-        self.waiting: list[tuple[Rank, Fetch]] = []
+        self.waiting: list[tuple[Rank, FetchOp]] = []
 
 
 class Rank:
@@ -155,7 +155,7 @@ class Rank:
     def __init__(self, number: int, state: protocol.State, node: Node, channel: Channel) -> None:
         self.number, self.state, self.node = number, state, node
         self.channel = channel
-        self.ended: Outcome | str | None = None
+        self.ended: JobOutcome | str | None = None
         self.paused = 0  # counts pauses, so that the end of an old one wakes nobody
         self.waiting = False
         self.waited_since = 0.0
@@ -293,11 +293,11 @@ class Simulation:
                 pause = driver.pause_of(len(self.ranks), self.now - rank.waited_since)
                 self.at(self.now + pause, self.resume, rank, rank.paused)
                 return
-            elif isinstance(action, (Make, Fetch)):
+            elif isinstance(action, (MakeOp, FetchOp)):
                 started = rank.state.started
-                rank.state = protocol.told(rank.state, action, None, 0)
+                rank.state = protocol.apply_answer(rank.state, action, None, 0)
                 if rank.state.started != started:
-                    (self.make if isinstance(action, Make) else self.fetch)(rank, action)
+                    (self.make if isinstance(action, MakeOp) else self.fetch)(rank, action)
             else:
                 self.ask_for(rank, action)
                 return
@@ -305,7 +305,7 @@ class Simulation:
     def resume(self, rank: Rank, paused: int) -> None:
         if rank.waiting and rank.paused == paused:
             rank.waiting = False
-            rank.state = protocol.told(rank.state, Pause(), None, 0)
+            rank.state = protocol.apply_answer(rank.state, Pause(), None, 0)
             self.step(rank)
 
     def ask_for(self, rank: Rank, action: Any) -> None:
@@ -313,7 +313,7 @@ class Simulation:
 
         def answered(answers: list[Any]) -> None:
             began = time.process_time()
-            rank.state = protocol.told(rank.state, action, answers[0], asked_at)
+            rank.state = protocol.apply_answer(rank.state, action, answers[0], asked_at)
             if rank.state.leader == rank.number:
                 self.leader_cpu += time.process_time() - began
             if not isinstance(action, Look):
@@ -327,11 +327,11 @@ class Simulation:
     def done(self, rank: Rank, op: int, got: Made | Vote) -> None:
         if rank.ended is not None:
             return
-        rank.state, rank.waited_since = protocol.worked(rank.state, Done(op, got)), self.now
+        rank.state, rank.waited_since = protocol.apply_done(rank.state, Done(op, got)), self.now
         if rank.waiting:
             self.resume(rank, rank.paused)
 
-    def make(self, rank: Rank, action: Make) -> None:
+    def make(self, rank: Rank, action: MakeOp) -> None:
         self.makes += 1
         rank.node.here = True
         size = self.case.megabytes << 20
@@ -344,7 +344,7 @@ class Simulation:
 
         self.at(self.now + COMPILE, built)
 
-    def fetch(self, rank: Rank, action: Fetch) -> None:
+    def fetch(self, rank: Rank, action: FetchOp) -> None:
         node = rank.node
         if node.here:
             self.at(self.now + UNPACK, self.done, rank, action.op, Vote(LIBRARY))

@@ -192,7 +192,7 @@ def inline_texts(
 
     Each part is marked, so that a compiler's message names the argument and the line in it.
     """
-    bound = [] if bindings is None else [wording.marked(wording.BINDINGS, bindings)]
+    bound = [] if bindings is None else [wording.add_mark(wording.BINDINGS, bindings)]
     given = {
         "main.cpp": [*_marked("cpp_sources", cpp_sources), *bound],
         "cuda.cu": _marked("cuda_sources", cuda_sources),
@@ -236,7 +236,7 @@ def _load(spec: OpSpec, verbose: bool, build_directory: str | None) -> Any:
         from opkiln.arch import cuda
 
         # torch takes the architectures from here, too, and then from nowhere else.
-        flags, archs = cuda.from_flags(spec.device_args)
+        flags, archs = cuda.split_flags(spec.device_args)
         spec, asked = spec._replace(device_args=flags), cuda.show(archs)
     value, artifact = served(spec, asked, verbose)
     if build_directory is not None:
@@ -326,7 +326,7 @@ def with_device(
 
 def _marked(argument: str, sources: str | Sequence[str] | None) -> list[str]:
     texts = [sources] if isinstance(sources, str) else list(sources or ())
-    return [wording.marked(f"{argument}[{place}]", text) for place, text in enumerate(texts)]
+    return [wording.add_mark(f"{argument}[{place}]", text) for place, text in enumerate(texts)]
 
 
 # A function, maybe in a namespace, maybe of a template.

@@ -125,7 +125,7 @@ def _ask(kind: str, path: str, then: str, hasher: Hasher) -> str:
     if kind == LIBRARIES:
         from opkiln.binary import elf  # not for a hit
 
-        return joined(elf.listed(path, [each.partition("/")[0] for each in parted(then)]))
+        return joined(elf.read_list(path, [each.partition("/")[0] for each in parted(then)]))
     return joined(islice(on_path(path), len(parted(then))))  # CHOICE
 
 

@@ -33,7 +33,7 @@ from opkiln.model import (
 )
 from opkiln.steps import flags, host
 from opkiln.steps.flags import is_relocatable
-from opkiln.steps.host import PlanInputs, in_toolkit
+from opkiln.steps.host import PlanInputs, anchor_in_toolkit
 
 # No op has an output of this name, because an op's name is a C identifier.
 _STUB = "stub-libtorch_cpu.so"
@@ -83,7 +83,7 @@ def link_step(inputs: PlanInputs, objects: tuple[str, ...], *, stubbed: bool = T
     if target.backend == XPU:
         from opkiln.steps import sycl
 
-        arguments = sycl.linker(inputs)
+        arguments = sycl.linker_words(inputs)
     if spec.kind != EXECUTABLE:
         arguments.append("-shared")
     if spec.emulated:
@@ -131,7 +131,7 @@ def _cuda_runtime(inputs: PlanInputs) -> list[Arg]:
     spec, device, torch = inputs.spec, inputs.device, inputs.toolchain.torch
     if device.family == NVRTC:
         return ["-ldl"]  # kernels are launched through the driver, which is opened at the first
-    search: list[Arg] = [in_toolkit(device, path, "-L") for path in device.library_dirs]
+    search: list[Arg] = [anchor_in_toolkit(device, path, "-L") for path in device.library_dirs]
     if is_relocatable(inputs.device_flags):
         search += [f"-l{name}" for name in (*spec.device_libraries, "cudadevrt")]
     if spec.abi == ABI_TORCH and torch is not None and torch.cuda is not None:
@@ -181,7 +181,7 @@ def check(spec: OpSpec) -> None:
     for path in (spec.root, *spec.sources, *spec.include_dirs):
         # Depfiles have no escape for a newline, and -ffile-prefix-map=OLD=NEW none for a '='; some
         # compilers escape a colon, so that an escaped one cannot be told from one that is not.
-        if not flags.encodable(path) or any(each in path for each in ("\0", "\n", "=", "\\:")):
+        if not flags.is_encodable(path) or any(each in path for each in ("\0", "\n", "=", "\\:")):
             raise SpecError(
                 f"op {spec.title}: the path {path!r} cannot be built from",
                 why="it holds a newline, a NUL, a '=', a '\\:' or a lone surrogate, which "

@@ -123,7 +123,7 @@ def at(shop: Workshop, monkeypatch: pytest.MonkeyPatch) -> type:
 
 def planned(builder: CUDAOpBuilder) -> Plan:
     op = builder.op()
-    return asking.planned(Request(op, BUILD))
+    return asking.plan_here(Request(op, BUILD))
 
 
 def arch_flags(builder: CUDAOpBuilder) -> list[str]:
@@ -254,7 +254,7 @@ def test_without_a_list_or_a_device_a_cross_compile_is_for_all_that_nvcc_lists(
     at: type, shop: Workshop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("TORCH_CUDA_ARCH_LIST")
-    none = nvidia.Devices((), "", "", "", "no GPU in this test")
+    none = nvidia.NvidiaDevices((), "", "", "", "no GPU in this test")
     monkeypatch.setitem(nvidia._known, "/", none)
     program = shop.real / "bin" / "nvcc"
     listed = subprocess.run(

@@ -15,7 +15,7 @@ from sample.package import settle
 
 from opkiln import plan as plans
 from opkiln.builder import OpBuilder
-from opkiln.building.asking import planned
+from opkiln.building.asking import plan_here
 from opkiln.decision.terms import BUILD, Request
 from opkiln.errors import LoadError, UsageError
 from opkiln.model import ABI_NONE, PLAIN
@@ -128,7 +128,7 @@ def test_an_author_who_repeats_the_cpu_flag_does_not_double_it(plain: Package) -
     flag = builder.cpu_arch()
     assert flag.startswith("-m")
     op = plain.builder(FLAGS=(flag, "-DX")).op()
-    plan = planned(Request(op, BUILD))
+    plan = plan_here(Request(op, BUILD))
     for step in plan.steps[:-1]:
         words = plans.argv(step, plans.anchors(plan, "/stage"))
         assert words.count(flag) == 1

@@ -12,7 +12,7 @@ import pytest
 
 from opkiln.cli import main
 from opkiln.devices import nvidia
-from opkiln.devices.nvidia import GPU, Devices
+from opkiln.devices.nvidia import NvidiaDevices, NvidiaGPU
 from opkiln.errors import ToolchainError
 from opkiln.store.layers import Store
 from opkiln.toolchain import choice
@@ -29,8 +29,8 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """A machine without GPUs, or with those of these capabilities."""
 
     def has(*capabilities: str, cuda: str = "13.0") -> None:
-        gpus = tuple(GPU(i, f"GPU-{i}", "stand-in", c, 1) for i, c in enumerate(capabilities))
-        monkeypatch.setitem(nvidia._known, "/", Devices(gpus, "580.65.06", cuda, "nvml"))
+        gpus = tuple(NvidiaGPU(i, f"GPU-{i}", "stand-in", c, 1) for i, c in enumerate(capabilities))
+        monkeypatch.setitem(nvidia._known, "/", NvidiaDevices(gpus, "580.65.06", cuda, "nvml"))
 
     has()
     return has

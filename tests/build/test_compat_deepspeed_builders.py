@@ -11,7 +11,7 @@ from sample import child
 from sample.levels import IS_X86
 
 from opkiln import plan as plans
-from opkiln.building.asking import planned
+from opkiln.building.asking import plan_here
 from opkiln.compat.deepspeed import CPUOpBuilder, CUDAOpBuilder, OpBuilder, TorchCPUOpBuilder
 from opkiln.compat.deepspeed.builders import probe_is_compatible
 from opkiln.decision.terms import BUILD, Request
@@ -53,7 +53,7 @@ def tree(tmp_path: Path) -> Path:
 
 def _argv(builder: Any) -> list[list[str]]:
     op = builder.op()
-    plan = planned(Request(op, BUILD))
+    plan = plan_here(Request(op, BUILD))
     return [list(plans.argv(step, plans.anchors(plan, "/stage"))) for step in plan.steps]
 
 

@@ -120,7 +120,7 @@ def test_the_callers_lists_stay_as_they_are() -> None:
 @pytest.fixture
 def home(monkeypatch: pytest.MonkeyPatch) -> str:
     """A toolkit that torch takes for its own, as a script may make it do."""
-    found = toolkits.survey((), "", ask=True)
+    found = toolkits.list_toolkits((), "", ask=True)
     usable = [each.record["home"] for each in found or () if not each.record["refused"]]
     if not usable:
         pytest.skip("no CUDA toolkit on this machine")

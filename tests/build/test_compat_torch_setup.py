@@ -316,7 +316,7 @@ KERNELS = {
 def gpu(request: pytest.FixtureRequest, place: Path) -> Built:
     """A CUDA extension. torch's CPU build is told of a toolkit, and the libraries that it lacks are
     empty ones: what is compared is what is built, and what the runtime says without a GPU."""
-    found = toolkits.survey((), "", ask=True)
+    found = toolkits.list_toolkits((), "", ask=True)
     homes = [each.record["home"] for each in found or () if not each.record["refused"]]
     if not homes:
         pytest.skip("no CUDA toolkit on this machine")

@@ -301,7 +301,7 @@ def kernel(tmp_path: Path) -> Callable[..., Kernel]:
 
 def planned(builder: OpBuilder) -> Plan:
     op = builder.op()
-    return asking.planned(Request(op, BUILD))
+    return asking.plan_here(Request(op, BUILD))
 
 
 @pytest.mark.parametrize(

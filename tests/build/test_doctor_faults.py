@@ -548,8 +548,8 @@ def test_an_openmp_runtime_that_another_package_brought_is_found(tmp_path: Path)
 
 _GPU = """
 from opkiln.devices import nvidia
-gpu = nvidia.GPU(0, 'GPU-0', 'NVIDIA stand-in', {capability!r}, 1 << 30)
-nvidia._known['/'] = nvidia.Devices((gpu,), '580.65.06', {cuda!r}, 'nvml')
+gpu = nvidia.NvidiaGPU(0, 'GPU-0', 'NVIDIA stand-in', {capability!r}, 1 << 30)
+nvidia._known['/'] = nvidia.NvidiaDevices((gpu,), '580.65.06', {cuda!r}, 'nvml')
 """
 
 

@@ -85,11 +85,11 @@ def test_library_that_appears_late_is_loaded_when_it_is_told(
 ) -> None:
     spec = plain.builder().spec()._replace(kernels=(), abi="none")
     library = tmp_path / "late.so"
-    with loadtest.started(spec, None, str(library), tmpdir=str(tmp_path)) as test:
+    with loadtest.start(spec, None, str(library), tmpdir=str(tmp_path)) as test:
         time.sleep(0.3)  # the child has time to look too early
         _compile("int late() { return 1; }", library)
         test.check()
-    with loadtest.started(spec, None, str(tmp_path / "none.so"), tmpdir=str(tmp_path)) as test:
+    with loadtest.start(spec, None, str(tmp_path / "none.so"), tmpdir=str(tmp_path)) as test:
         (tmp_path / "none.so").write_bytes(b"not a library")
         with pytest.raises(LoadTestError, match="was built but cannot be loaded"):
             test.check()
@@ -107,7 +107,7 @@ def test_time_limit_counts_from_the_library(tmp_path: Path, plain: Package) -> N
     )
     with (
         override(build_timeout=2),
-        loadtest.started(spec, None, str(library), tmpdir=str(tmp_path)) as test,
+        loadtest.start(spec, None, str(library), tmpdir=str(tmp_path)) as test,
     ):
         time.sleep(2.2)
         quick.replace(library)
@@ -115,7 +115,7 @@ def test_time_limit_counts_from_the_library(tmp_path: Path, plain: Package) -> N
     library.unlink()
     with (
         override(build_timeout=0.5),
-        loadtest.started(spec, None, str(library), tmpdir=str(tmp_path)) as test,
+        loadtest.start(spec, None, str(library), tmpdir=str(tmp_path)) as test,
     ):
         hanging.replace(library)
         with pytest.raises(BuildTimeout, match=r"loading it took longer than 0.5 s"):

@@ -348,9 +348,9 @@ def test_what_cannot_be_emulated_is_refused_by_name(tmp_path: Path, text: str, t
 
 def test_chevrons_are_refused_with_what_to_write_instead() -> None:
     with pytest.raises(SpecError, match="launches a kernel by <<< >>>"):
-        emulate.translated(b"void f() { kernel<<<1, 2>>>(3); }", "op", "a.cu")
+        emulate.translate(b"void f() { kernel<<<1, 2>>>(3); }", "op", "a.cu")
     assert (
-        emulate.translated(b"// kernel<<<1, 2>>>(3)\n", "op", "a.cu") == b"// kernel<<<1, 2>>>(3)\n"
+        emulate.translate(b"// kernel<<<1, 2>>>(3)\n", "op", "a.cu") == b"// kernel<<<1, 2>>>(3)\n"
     )
 
 
@@ -367,12 +367,12 @@ def test_chevrons_are_refused_with_what_to_write_instead() -> None:
     ],
 )
 def test_dynamic_shared_memory_is_translated_line_by_line(written: str, made: str) -> None:
-    assert emulate.translated(written.encode(), "op", "a.cu").decode() == made
+    assert emulate.translate(written.encode(), "op", "a.cu").decode() == made
 
 
 def test_other_external_shared_variables_are_refused() -> None:
     with pytest.raises(SpecError, match="does not understand 'extern __shared__ float x'"):
-        emulate.translated(b"extern __shared__ float x;", "op", "a.cu")
+        emulate.translate(b"extern __shared__ float x;", "op", "a.cu")
 
 
 # How it is asked for

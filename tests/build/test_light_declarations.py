@@ -104,6 +104,6 @@ def test_all_but_the_weak_functions_are_of_torch_2_10(tmp_path: Path) -> None:
 def test_every_function_is_in_libtorch_cpu() -> None:
     torch = torch_sdk.find()
     assert torch is not None
-    exported = elf.defined(f"{torch.path}/lib/libtorch_cpu.so")
+    exported = elf.defined_symbols(f"{torch.path}/lib/libtorch_cpu.so")
     assert len(_declared()) > 40
     assert _declared() - exported <= YOUNGER

@@ -20,7 +20,7 @@ from sample.levels import ARCHITECTURES, HERE
 
 from opkiln import facts, settings
 from opkiln.binary import elf, fatbin
-from opkiln.building.asking import planned
+from opkiln.building.asking import plan_here
 from opkiln.building.build import build
 from opkiln.decision.search import search
 from opkiln.decision.terms import SHIP, Request, Serve, Trace
@@ -131,7 +131,7 @@ class Machine(NamedTuple):
     def build(self, *sources: str, archs: str = "9.0a", **changes: object) -> Artifact:
         with override(cuda_arch_list=archs):
             request = Request(Op(spec=self.spec(*sources, **changes)), SHIP)
-            return build(planned(request), request.store, since=time.monotonic())
+            return build(plan_here(request), request.store, since=time.monotonic())
 
     def search(self, *sources: str, archs: str = "9.0a") -> str:
         """The library that serves; empty if one would be built."""
@@ -221,7 +221,7 @@ def test_source_on_op_header_is_built_by_nvrtc_where_there_is_no_toolkit(machine
 def test_the_catalogues_kernels_are_built_by_nvrtc(builder: type[CUDAOpBuilder]) -> None:
     with override(cuda_arch_list="9.0a"):
         request = Request(builder(backend=CUDA).op(), SHIP)
-        artifact = build(planned(request), request.store, since=time.monotonic())
+        artifact = build(plan_here(request), request.store, since=time.monotonic())
     assert fatbin.images(artifact.path) == ("sm_90a",)
 
 
@@ -319,7 +319,7 @@ def test_what_nvcc_has_built_serves_where_the_toolkit_is_gone(
     machine = new_machine
     with pytest.MonkeyPatch.context() as before:
         before.setattr(toolkits, "DIRECTORIES", ("/usr/local/cuda", "/usr/local/cuda-*"))
-        if not toolkits.present():
+        if not toolkits.find_nvcc():
             pytest.skip("no nvcc on this machine")
         assert choice.cuda_compiler(machine.spec("bend.cu"))[0] == "nvcc"
         by_nvcc = machine.build("bend.cu")

@@ -327,12 +327,12 @@ def test_a_library_of_the_compiler_that_appears_during_a_compile(
             """
             import os, sys
             from opkiln.building import observed
-            look, (tree, moved) = observed.look, sys.argv[1:]
+            look, (tree, moved) = observed.read_step, sys.argv[1:]
             def appear_and_look(*given, **named):
                 if os.path.exists(f"{tree}/next/{moved}"):
                     os.rename(f"{tree}/next/{moved}", f"{tree}/{moved}")
                 return look(*given, **named)
-            observed.look = appear_and_look
+            observed.read_step = appear_and_look
             from pkg.op import Builder
             print(Builder().load().answer())
             """,

@@ -66,10 +66,10 @@ def run(library: str, argv: list[str], cwd: Path, **variables: str) -> Run:
         pytest.skip(str(error))
     observation = log.finish(kept)
     assert observation is not None
-    loaded = observed._loaded(observation, ())
-    searched = observed._searched(observation, loaded)
+    loaded = observed._read_loaded(observation, ())
+    searched = observed._searched_directories(observation, loaded)
     called = (first, *observation.called)
-    found = gather.of(observation, str(stage), called, searched=searched)
+    found = gather.list_inputs(observation, str(stage), called, searched=searched)
     own = (f"{library}/", f"{stage}/", f"{elf.LIST}/")
     others = [each for each in dict.fromkeys(seen) if not f"{each.path}/".startswith(own)]
     known = Known(observation, found)

@@ -168,10 +168,10 @@ def enter(world: World, place: Place, here: Path, stack: ExitStack) -> type[OpBu
     patch.setenv("OPKILN_MODE", world.mode)
     patch.setenv("OPKILN_CPU", world.cpu)
     gpus = tuple(
-        nvidia.GPU(index, f"GPU-{index}", "stand-in", capability, 1 << 30)
+        nvidia.NvidiaGPU(index, f"GPU-{index}", "stand-in", capability, 1 << 30)
         for index, capability in enumerate(world.gpus or ())
     )
-    patch.setitem(nvidia._known, "/", nvidia.Devices(gpus, "580", "13.0", "nvml"))
+    patch.setitem(nvidia._known, "/", nvidia.NvidiaDevices(gpus, "580", "13.0", "nvml"))
     patch.setattr(terms, "_seal", world.seal)
     patch.setattr(loader.here, "ops", {})
     kind = place.kind(world)

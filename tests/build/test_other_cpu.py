@@ -35,7 +35,7 @@ from opkiln import plan as plans
 from opkiln.binary import elf
 from opkiln.build_model import Target, Toolchain
 from opkiln.building import loadtest
-from opkiln.building.asking import planned
+from opkiln.building.asking import plan_here
 from opkiln.decision.terms import BUILD, Request
 from opkiln.errors import LoadError, LoadTestError, SpecError, ToolchainError
 from opkiln.model import (
@@ -241,7 +241,7 @@ def test_a_bundled_op_is_built_for_the_other_cpu_and_inspected(tmp_path: Path) -
 def test_an_op_for_the_other_cpu_is_planned_with_the_cross_compiler() -> None:
     with override(cpu=BASELINE):
         op = get_builder("cpu_adam").op()
-        made = planned(Request(op, BUILD))
+        made = plan_here(Request(op, BUILD))
     assert made.toolchain.cross
     assert made.toolchain.machine.startswith(OTHER)
     assert made.target.abi_tag == "torch-stable-2.10"
@@ -252,7 +252,7 @@ def test_a_link_against_the_stub_needs_what_one_against_torch_needs(
 ) -> None:
     """Seen on this machine, which has both."""
     op = package("light").builder().op()
-    made = planned(Request(op, BUILD))
+    made = plan_here(Request(op, BUILD))
     whole = plans.make(
         made.spec._replace(ldflags=("-Wl,--no-undefined",)), made.target, made.toolchain
     )

@@ -37,10 +37,10 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
     def have(*capabilities: str, cuda: str = "13.0") -> None:
         gpus = tuple(
-            nvidia.GPU(index, f"GPU-{index}", "stand-in", capability, 1 << 30)
+            nvidia.NvidiaGPU(index, f"GPU-{index}", "stand-in", capability, 1 << 30)
             for index, capability in enumerate(capabilities)
         )
-        monkeypatch.setitem(nvidia._known, "/", nvidia.Devices(gpus, "580", cuda, "nvml"))
+        monkeypatch.setitem(nvidia._known, "/", nvidia.NvidiaDevices(gpus, "580", cuda, "nvml"))
 
     return have
 

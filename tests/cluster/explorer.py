@@ -15,14 +15,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from opkiln.cluster import protocol
-from opkiln.cluster.messages import PLAN, Hello, Made, Offer, Outcome, Vote
-from opkiln.cluster.protocol import Done, End, Fetch, Look, Make, Pause, Put, State, Swap
+from opkiln.cluster.messages import PLAN, Hello, JobOutcome, Made, Offer, Vote
+from opkiln.cluster.protocol import Done, End, FetchOp, Look, MakeOp, Pause, Put, State, Swap
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 NEVER = 10**6  # a deadline that has not come
-GONE = Outcome(error="the store is gone")
+GONE = JobOutcome(error="the store is gone")
 STALE = 7  # a beat that is not the newest one
 
 
@@ -32,8 +32,8 @@ class Rank(NamedTuple):
     number: int
     state: State
     alive: bool = True
-    jobs: tuple[Make | Fetch, ...] = ()
-    ended: Outcome | None = None
+    jobs: tuple[MakeOp | FetchOp, ...] = ()
+    ended: JobOutcome | None = None
     read: tuple[Any, ...] = ()  # the values of the first keys of a look that is not at its end
 
 
@@ -232,7 +232,7 @@ class Explorer:
                 if len(answer) < len(action.keys):
                     return name, self.number(rank._replace(read=tuple(answer))), contents
                 rank = rank._replace(read=())
-        state = self.machine.told(rank.state, action, answer, 0)
+        state = self.machine.apply_answer(rank.state, action, answer, 0)
         rank = self.settle(rank._replace(state=state))
         if not isinstance(action, Look):
             contents = self.stores.number(tuple(sorted(store.items(), key=lambda each: each[0])))
@@ -261,17 +261,17 @@ class Explorer:
             action = self.machine.next_action(rank.state)
             if isinstance(action, End):
                 return rank._replace(ended=action.outcome, jobs=())
-            if not isinstance(action, (Make, Fetch, Pause)):
+            if not isinstance(action, (MakeOp, FetchOp, Pause)):
                 return rank
-            state = self.machine.told(rank.state, action, None, 0)
+            state = self.machine.apply_answer(rank.state, action, None, 0)
             starts = state.started != rank.state.started
             jobs = (*rank.jobs, action) if starts else rank.jobs
             rank = rank._replace(state=state, jobs=jobs)
 
-    def finish(self, rank: Rank, job: Make | Fetch) -> Rank:
+    def finish(self, rank: Rank, job: MakeOp | FetchOp) -> Rank:
         """A piece of work ends."""
         got: Made | Vote
-        if isinstance(job, Make):
+        if isinstance(job, MakeOp):
             got = Made(f"library of {rank.number}", "bundle", 1)  # no two builds are equal
             if self.wrong:
                 got = Made(reason="it does not compile", final=True)
@@ -280,7 +280,7 @@ class Explorer:
         else:
             fits = self.fits(rank.number, job.made.digest)
             got = Vote(job.made.digest) if fits else Vote(reason="it does not fit")
-        state = self.machine.worked(rank.state, Done(job.op, got))
+        state = self.machine.apply_done(rank.state, Done(job.op, got))
         jobs = tuple(each for each in rank.jobs if each != job)
         return self.settle(rank._replace(state=state, jobs=jobs))
 
@@ -336,7 +336,7 @@ class Explorer:
     def fits(self, number: int, digest: str) -> bool:
         return number not in self.unfit or digest == f"library of {number}"
 
-    def may_fail(self, world: World, outcome: Outcome) -> bool:
+    def may_fail(self, world: World, outcome: JobOutcome) -> bool:
         return world.trouble or len({hello.offers for hello in self.hellos}) > 1
 
     def check_ends(self) -> None:

@@ -115,7 +115,7 @@ def in_parts(kind: type) -> None:
     kind.put, kind.look = put_part, look_at_part
 
 
-in_parts(stores.Directory)
+in_parts(stores.SharedDirectory)
 in_parts(stores.Torch)
 
 

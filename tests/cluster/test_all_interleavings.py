@@ -85,18 +85,18 @@ def test_ranks_agree_and_end_in_every_interleaving_of_a_large_job(
 def test_an_outcome_that_is_not_taken_from_the_store_is_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    right = protocol._after_swap
+    right = protocol._apply_swap
 
     def own(state: State, action: protocol.Swap, answer: Any) -> State:
         return right(state, action, action.value if action.key == OUTCOME else answer)
 
-    monkeypatch.setattr(protocol, "_after_swap", own)
+    monkeypatch.setattr(protocol, "_apply_swap", own)
     with pytest.raises(Violation, match="two ranks have different outcomes"):
         Explorer(hellos=job(2), stalls=1, deadlines=1).explore()
 
 
 def test_a_lease_by_the_other_ranks_clock_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = protocol._heard
+    right = protocol._update_heard
 
     def by_their_clock(state: State, seen: dict[str, Any], now: float) -> State:
         state = right(state, seen, now)
@@ -106,20 +106,20 @@ def test_a_lease_by_the_other_ranks_clock_is_found(monkeypatch: pytest.MonkeyPat
         )
         return state._replace(silent=silent)
 
-    monkeypatch.setattr(protocol, "_heard", by_their_clock)
+    monkeypatch.setattr(protocol, "_update_heard", by_their_clock)
     with pytest.raises(Violation, match="the ranks hang"):
         Explorer(hellos=job(2), deaths=1).explore()
 
 
 def test_a_beat_that_is_compared_with_nothing_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     # A rank that takes any beat in the store for a sign of life.
-    right = protocol._heard
+    right = protocol._update_heard
 
     def any_beat(state: State, seen: dict[str, Any], now: float) -> State:
         forgotten = tuple((rank, each._replace(beat=STALE)) for rank, each in state.heard)
         return right(state._replace(heard=forgotten), seen, now)
 
-    monkeypatch.setattr(protocol, "_heard", any_beat)
+    monkeypatch.setattr(protocol, "_update_heard", any_beat)
     with pytest.raises(Violation, match="the ranks hang"):
         Explorer(hellos=job(2), deaths=1).explore()
 
@@ -136,21 +136,21 @@ def test_a_plan_that_is_written_without_comparing_is_found() -> None:
 def test_a_vote_for_a_library_that_was_not_fetched_is_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def at_once(state: State, action: protocol.Fetch) -> State:
-        return protocol._with_vote(state, action.op, Vote(action.made.digest))
+    def at_once(state: State, action: protocol.FetchOp) -> State:
+        return protocol._add_vote(state, action.op, Vote(action.made.digest))
 
-    monkeypatch.setattr(protocol, "_after_fetch", at_once)
+    monkeypatch.setattr(protocol, "_apply_fetch", at_once)
     with pytest.raises(Violation, match="does not have the library"):
         Explorer(hellos=job(2), unfit=(1,)).explore()
 
 
 def test_a_rank_that_waits_for_a_dead_reporter_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = protocol._watched
+    right = protocol._list_watched
 
     def trusting(state: State) -> list[int]:
         return [rank for rank in right(state) if rank != state.reporter or rank == state.leader]
 
-    monkeypatch.setattr(protocol, "_watched", trusting)
+    monkeypatch.setattr(protocol, "_list_watched", trusting)
     with pytest.raises(Violation, match="the ranks hang"):
         Explorer(hellos=job(3), absent=(2,), deadlines=1, deaths=1).explore()
 
@@ -158,16 +158,16 @@ def test_a_rank_that_waits_for_a_dead_reporter_is_found(monkeypatch: pytest.Monk
 def test_a_rank_that_stops_looking_after_its_vote_is_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    right = protocol._after_look
+    right = protocol._apply_look
 
     def deaf(state: State, seen: dict[str, Any], now: float) -> State:
         if state.voted and state.leader != state.rank:
             seen = {**seen, OUTCOME: None}
         return right(state, seen, now)
 
-    monkeypatch.setattr(protocol, "_after_look", deaf)
+    monkeypatch.setattr(protocol, "_apply_look", deaf)
     # Otherwise it would take the lead when the leader has ended, and find the outcome so.
-    monkeypatch.setattr(protocol, "_watched", lambda _: [])
+    monkeypatch.setattr(protocol, "_list_watched", lambda _: [])
     with pytest.raises(Violation, match=r"the ranks (hang|do not come to an end)"):
         Explorer(hellos=job(2)).explore()
 

@@ -12,7 +12,7 @@ from ranks import Node, free_port
 from sample import forks, known, pool, servers
 
 from opkiln.cluster import job, sharing, work
-from opkiln.cluster.messages import Made, Task
+from opkiln.cluster.messages import Made, OpTask
 from opkiln.cluster.stores import Memory
 from opkiln.decision import terms
 from opkiln.errors import ClusterError, CompileError, OpkilnError
@@ -127,7 +127,7 @@ def store() -> Memory:
 
 
 def sharing_of(store: Memory, op: Op, rank: int, lease: float = 0.3) -> Any:
-    made = sharing._Sharing(op, job.Place(rank, 3, store, "job"), "key/0")
+    made = sharing._Sharing(op, job.JobPlace(rank, 3, store, "job"), "key/0")
     made.lease = lease
     return made
 
@@ -135,7 +135,7 @@ def sharing_of(store: Memory, op: Op, rank: int, lease: float = 0.3) -> Any:
 def test_rank_that_builds_and_dies_is_replaced(store: Memory) -> None:
     op = op_of('extern "C" int value() { return 1; }\n')
     other = sharing_of(store, op, 2).channel
-    other.swap("turn", None, Task((2,)))
+    other.swap("turn", None, OpTask((2,)))
     began = time.monotonic()
     known = sharing_of(store, op, 0).run(0)
     assert (known.made.by, known.made.digest) == (0, next(iter(known.worker.artifacts[0])))
@@ -180,8 +180,8 @@ def test_load_that_was_interrupted_can_be_tried_again(
 def test_what_all_ranks_have_voted_for_since_is_not_replaced(
     store: Memory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(job, "in_group", lambda: True)
-    monkeypatch.setattr(job, "find", lambda *_: job.Place(0, 3, store, "job"))
+    monkeypatch.setattr(job, "has_group", lambda: True)
+    monkeypatch.setattr(job, "find", lambda *_: job.JobPlace(0, 3, store, "job"))
     monkeypatch.setattr(sharing, "_known", {})
     monkeypatch.setattr(sharing, "_ours", {})
     op = op_of('extern "C" int value() { return 1; }\n')
@@ -193,7 +193,7 @@ def test_what_all_ranks_have_voted_for_since_is_not_replaced(
         voted = terms.pin(op, shared.artifact)
         sharing.share(op)
         assert terms.pinned(op) is voted
-        monkeypatch.setattr(job, "in_group", lambda: False)
+        monkeypatch.setattr(job, "has_group", lambda: False)
         sharing.share(op)
         assert terms.pinned(op) is voted
     finally:

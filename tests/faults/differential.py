@@ -208,13 +208,13 @@ def _drop(*kinds: str) -> Callable[[], None]:
     """Forget what was observed of these kinds."""
 
     def plant() -> None:
-        of = gather.of
+        of = gather.list_inputs
 
         def without(*given: Any) -> gather.Inputs:
             found = of(*given)
             return found._replace(facts=tuple(each for each in found.facts if each[0] not in kinds))
 
-        gather.of = without
+        gather.list_inputs = without
 
     return plant
 

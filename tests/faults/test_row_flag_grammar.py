@@ -199,7 +199,7 @@ def run(plan: Plan, place: Place, stage: Path, log: Path) -> Outcome:
             done = 1
         found += strays(log, place, argv[0])
         try:
-            look = observed.look(plan, step, str(stage), argv[0], memory)
+            look = observed.read_step(plan, step, str(stage), argv[0], memory)
         except StepRefused:
             return Outcome(built=False, strays=found, refused=True, kept=False, unseen=unseen)
         if look is None or not look.tells_all_of(step.output):
@@ -210,7 +210,7 @@ def run(plan: Plan, place: Place, stage: Path, log: Path) -> Outcome:
     return Outcome(built=True, strays=found, refused=False, kept=True, unseen=unseen)
 
 
-def unobserved(log: Path, look: observed.Look, stage: Path) -> list[str]:
+def unobserved(log: Path, look: observed.StepRecord, stage: Path) -> list[str]:
     """Files outside the stage that strace saw opened, and the observer not."""
     seen = look.seen
     told = (seen.read, seen.loaded, seen.listed, seen.directories, seen.found, seen.written)

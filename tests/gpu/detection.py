@@ -13,7 +13,7 @@ import time
 from opkiln.devices import nvidia, nvidia_driver
 
 
-def _timed(what: str) -> nvidia.Devices:
+def _timed(what: str) -> nvidia.NvidiaDevices:
     nvidia._known.clear()
     began = time.perf_counter()
     found = nvidia.devices(MEMORY)
@@ -28,7 +28,7 @@ def main() -> int:
     asked, remembered = _timed("first"), _timed("again")
     print(asked)
     assert asked.gpus == remembered.gpus, "what was remembered is not what was asked"
-    told = nvidia.from_facts(nvidia_driver.ask_nvidia_smi())
+    told = nvidia.make_devices(nvidia_driver.ask_nvidia_smi())
     assert [gpu[:4] for gpu in asked.gpus] == [gpu[:4] for gpu in told.gpus], told
     assert (asked.driver, asked.cuda) == (told.driver, told.cuda), told
     assert "torch" not in sys.modules

@@ -112,8 +112,8 @@ def way(name: str) -> Iterator[None]:
         os.environ.pop(variable, None)
     toolkits.DIRECTORIES = ()
     try:
-        if toolkits.present():
-            raise Skipped(f"there is an nvcc that cannot be hidden: {toolkits.present()[0].nvcc}")
+        if toolkits.find_nvcc():
+            raise Skipped(f"there is an nvcc that cannot be hidden: {toolkits.find_nvcc()[0].nvcc}")
         if not nvrtc.available():
             raise Skipped("there is no NVRTC beside torch")
         yield

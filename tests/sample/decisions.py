@@ -140,8 +140,10 @@ class World:
     def gpus(self, *capabilities: str, driver: str = "13.0") -> None:
         """Have the NVIDIA driver show these GPUs."""
         found = tuple(
-            nvidia.GPU(index, f"GPU-{index}", "stand-in", capability, 1 << 30)
+            nvidia.NvidiaGPU(index, f"GPU-{index}", "stand-in", capability, 1 << 30)
             for index, capability in enumerate(capabilities)
         )
         why = "" if found else "the driver shows none"
-        self.patch.setitem(nvidia._known, "/", nvidia.Devices(found, "580", driver, "nvml", why))
+        self.patch.setitem(
+            nvidia._known, "/", nvidia.NvidiaDevices(found, "580", driver, "nvml", why)
+        )

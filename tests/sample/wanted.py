@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from opkiln.building.asking import planned
+from opkiln.building.asking import plan_here
 from opkiln.decision.terms import BUILD, SHIP, Request
 from opkiln.loading import loader
 
@@ -31,5 +31,5 @@ def target_of(op: Op) -> Target:
 
 def chosen(op: Op) -> tuple[Target, Toolchain]:
     """The target and the compilers of a build here."""
-    plan = planned(Request(op, BUILD))
+    plan = plan_here(Request(op, BUILD))
     return plan.target, plan.toolchain

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 EXAMPLE = Path(__file__).resolve().parent.parent.parent / "examples" / "sycl_op"
-LIBRARY = libsycl.installed()
+LIBRARY = libsycl.find_installed()
 
 pytestmark = [
     pytest.mark.skipif(LIBRARY is None, reason="intel-sycl-rt is not installed: make test-sycl"),
@@ -142,7 +142,7 @@ def test_without_the_opencl_driver_the_reference_runs_and_the_warning_says_what_
         (warning,) = [each for each in caught if each.category.__name__ == "FallbackWarning"]
         print(warning.message)
     """
-    if libsycl.no_device(None) is None:
+    if libsycl.why_no_device(None) is None:
         pytest.skip("the system has a driver of its own, or a GPU")
     assert f"export OCL_ICD_FILENAMES={driver()}" in run(code, OCL_ICD_FILENAMES=None)
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from opkiln.devices.amd import (
-    Devices,
+    AmdDevices,
     devices,
     get_rocm_gpu_arch,
     get_rocm_wavefront_size,
@@ -42,7 +42,7 @@ def card(root: Path, minor: int, memory: int, product: str = "") -> None:
 
 
 @pytest.fixture
-def mixed(tmp_path: Path) -> Devices:
+def mixed(tmp_path: Path) -> AmdDevices:
     """Two CPUs, two MI210, one MI300X, one RX 7900."""
     for number in (0, 1):
         node(tmp_path, number)
@@ -73,7 +73,7 @@ def test_the_drivers_number_is_the_compilers_name(tmp_path: Path, version: int, 
     assert [gpu.arch for gpu in devices(str(tmp_path)).gpus] == [arch]
 
 
-def test_every_gpu_is_read_and_no_cpu(mixed: Devices) -> None:
+def test_every_gpu_is_read_and_no_cpu(mixed: AmdDevices) -> None:
     assert [gpu.arch for gpu in mixed.gpus] == ["gfx90a", "gfx90a", "gfx942", "gfx1100"]
     assert [gpu.index for gpu in mixed.gpus] == [0, 1, 2, 3]
     assert [gpu.wavefront for gpu in mixed.gpus] == [64, 64, 64, 32]
@@ -91,7 +91,7 @@ def test_name_and_memory_come_from_the_graphics_driver_where_it_tells(tmp_path: 
 
 
 def test_all_gpus_count_for_the_architectures_and_the_least_for_the_wavefront(
-    mixed: Devices, tmp_path: Path
+    mixed: AmdDevices, tmp_path: Path
 ) -> None:
     assert get_rocm_gpu_arch(str(tmp_path)) == "gfx90a;gfx942;gfx1100"
     assert get_rocm_wavefront_size(str(tmp_path)) == "32"
@@ -104,7 +104,7 @@ def test_gpus_of_one_kind_have_their_own_wavefront(tmp_path: Path) -> None:
 
 
 def test_without_a_driver_there_is_no_gpu_and_the_reason_is_told(tmp_path: Path) -> None:
-    assert devices(str(tmp_path)) == Devices(why="there is no AMD GPU driver here")
+    assert devices(str(tmp_path)) == AmdDevices(why="there is no AMD GPU driver here")
     assert get_rocm_gpu_arch(str(tmp_path)) == ""
     assert get_rocm_wavefront_size(str(tmp_path)) == "32"
 
@@ -159,7 +159,7 @@ def test_an_architecture_that_the_runtime_is_told_to_assume_is_assumed(
     ],
 )
 def test_the_runtimes_filters_act_one_upon_the_other(
-    mixed: Devices,
+    mixed: AmdDevices,
     monkeypatch: pytest.MonkeyPatch,
     rocr: str | None,
     hip: str | None,
@@ -172,6 +172,6 @@ def test_the_runtimes_filters_act_one_upon_the_other(
     assert [gpu.index for gpu in visible(mixed)] == expected
 
 
-def test_a_choice_may_also_be_a_callers(mixed: Devices) -> None:
+def test_a_choice_may_also_be_a_callers(mixed: AmdDevices) -> None:
     with override(hip_visible_devices="1"):
         assert [gpu.index for gpu in visible(mixed)] == [1]

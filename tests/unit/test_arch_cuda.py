@@ -9,14 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from opkiln.arch import cuda
-from opkiln.arch.cuda import Arch
+from opkiln.arch.cuda import CudaArch
 from opkiln.errors import ArchError, SpecError
 
 # What `nvcc --list-gpu-arch` of CUDA 13.0 prints, in its own order.
 NUMBERS = ("75", "80", "86", "87", "88", "89", "90", "100", "110", "103", "120", "121")
-LISTED = tuple(Arch(int(n[:-1]), int(n[-1])) for n in NUMBERS)
+LISTED = tuple(CudaArch(int(n[:-1]), int(n[-1])) for n in NUMBERS)
 
-H200 = Arch(9, 0)
+H200 = CudaArch(9, 0)
 
 
 def shown(text: str) -> str:
@@ -71,7 +71,7 @@ def test_the_order_is_numeric_and_duplicates_are_one() -> None:
 
 
 def test_an_arch_with_and_without_ptx_is_one_with_it() -> None:
-    assert cuda.parse("8.0;8.0+PTX") == (Arch(8, 0, ptx=True),)
+    assert cuda.parse("8.0;8.0+PTX") == (CudaArch(8, 0, ptx=True),)
     assert cuda.images(cuda.parse("8.0;8.0+PTX")) == ("sm_80", "compute_80")
 
 
@@ -121,7 +121,7 @@ def test_other_spellings_are_refused_with_the_one_that_is_meant(text: str, meant
 
 
 @pytest.mark.parametrize("native", [None, ()])
-def test_native_without_a_gpu_says_so(native: tuple[Arch, ...] | None) -> None:
+def test_native_without_a_gpu_says_so(native: tuple[CudaArch, ...] | None) -> None:
     with pytest.raises(ArchError, match=r"'native' .* there are none") as caught:
         cuda.parse("8.0;native", native=native, listed=LISTED)
     assert caught.value.hint
@@ -135,12 +135,14 @@ def test_all_without_a_toolkit_says_so(word: str) -> None:
 
 
 def test_native_names_every_gpu_of_the_machine() -> None:
-    mixed = [Arch(9, 0), Arch(8, 0), Arch(9, 0), Arch(12, 1, ptx=True)]
+    mixed = [CudaArch(9, 0), CudaArch(8, 0), CudaArch(9, 0), CudaArch(12, 1, ptx=True)]
     assert cuda.show(cuda.parse("native", native=mixed)) == "8.0;9.0;12.1+PTX"
 
 
 def test_all_of_a_toolkit_without_a_round_version_ends_in_its_newest() -> None:
-    assert cuda.show(cuda.parse("all-major", listed=[Arch(7, 2), Arch(7, 5)])) == "7.2;7.5+PTX"
+    assert (
+        cuda.show(cuda.parse("all-major", listed=[CudaArch(7, 2), CudaArch(7, 5)])) == "7.2;7.5+PTX"
+    )
 
 
 WORDS = (
@@ -209,9 +211,14 @@ def test_each_gencode_appears_exactly_once() -> None:
 
 
 def test_flags_and_images_do_not_depend_on_how_the_list_was_put_together() -> None:
-    loose = [Arch(10, 0), Arch(8, 0, ptx=True), Arch(8, 0), Arch(9, 0, "a", ptx=True)]
+    loose = [
+        CudaArch(10, 0),
+        CudaArch(8, 0, ptx=True),
+        CudaArch(8, 0),
+        CudaArch(9, 0, "a", ptx=True),
+    ]
     assert cuda.images(loose) == ("sm_80", "compute_80", "sm_90a", "compute_90a", "sm_100")
-    assert cuda.flags(loose) == cuda.flags(cuda.merged(loose))
+    assert cuda.flags(loose) == cuda.flags(cuda.merge(loose))
 
 
 EVERY = cuda.parse("7.5;8.0+PTX;9.0;9.0a;10.0f+PTX")
@@ -225,7 +232,7 @@ def test_a_filter_sees_plain_capabilities_each_once() -> None:
         ccs.clear()  # what it does to its argument is its own business
         return seen
 
-    assert cuda.filtered(EVERY, keep_all) == (EVERY, ())
+    assert cuda.apply_filter(EVERY, keep_all) == (EVERY, ())
     assert seen == ["7.5", "8.0", "9.0", "10.0"]
 
 
@@ -235,7 +242,7 @@ def deepspeed_filter(ccs: list[str]) -> list[list[str]]:
 
 
 def test_a_filter_written_for_deepspeed_decides_for_every_variant() -> None:
-    kept, removed = cuda.filtered(EVERY, deepspeed_filter)
+    kept, removed = cuda.apply_filter(EVERY, deepspeed_filter)
     assert cuda.show(kept) == "9.0;9.0a;10.0f+PTX"
     assert cuda.show(removed) == "7.5;8.0+PTX"
 
@@ -254,9 +261,9 @@ def test_a_filter_written_for_deepspeed_decides_for_every_variant() -> None:
     ],
 )
 def test_what_a_filter_returns_is_kept_in_numeric_order(answer: list[str], kept: str) -> None:
-    found = cuda.filtered(EVERY, lambda _ccs: answer)
+    found = cuda.apply_filter(EVERY, lambda _ccs: answer)
     assert cuda.show(found.kept) == kept
-    assert cuda.merged((*found.kept, *found.removed)) == EVERY
+    assert cuda.merge((*found.kept, *found.removed)) == EVERY
 
 
 @pytest.mark.parametrize(
@@ -268,14 +275,14 @@ def test_a_filter_cannot_add(answer: list[str]) -> None:
         return answer
 
     with pytest.raises(SpecError, match=r"adds.* returned .* was not given") as caught:
-        cuda.filtered(EVERY, adds)
+        cuda.apply_filter(EVERY, adds)
     assert "7.5, 8.0, 9.0, 10.0" in caught.value.why
 
 
 @pytest.mark.parametrize("answer", [None, 8, "8.0", [8.0], [None]])
 def test_a_filter_that_returns_no_list_is_an_error_of_its_author(answer: object) -> None:
     with pytest.raises(SpecError, match=r"failed on 7.5, 8.0, 9.0, 10.0"):
-        cuda.filtered(EVERY, lambda _ccs: answer)  # type: ignore[arg-type,return-value]
+        cuda.apply_filter(EVERY, lambda _ccs: answer)  # type: ignore[arg-type,return-value]
 
 
 def test_a_filter_that_raises_is_named_with_what_it_raised() -> None:
@@ -283,7 +290,7 @@ def test_a_filter_that_raises_is_named_with_what_it_raised() -> None:
         return [cc for cc in ccs if int(cc) > 7]
 
     with pytest.raises(SpecError, match="broken failed") as caught:
-        cuda.filtered(EVERY, broken)
+        cuda.apply_filter(EVERY, broken)
     assert "ValueError: invalid literal" in caught.value.why
     assert isinstance(caught.value.__cause__, ValueError)
 
@@ -292,7 +299,7 @@ def test_nothing_is_asked_about_an_empty_list() -> None:
     def unasked(_ccs: list[str]) -> list[str]:
         raise AssertionError
 
-    assert cuda.filtered((), unasked) == ((), ())
+    assert cuda.apply_filter((), unasked) == ((), ())
 
 
 def test_a_toolkit_takes_what_it_lists_and_the_variants_of_that() -> None:
@@ -311,7 +318,7 @@ def test_a_variant_that_a_probe_did_not_show_is_refused() -> None:
     kept, refused = cuda.usable(archs, LISTED, frozenset({"90a"}))
     assert cuda.show(kept) == "9.0;9.0a"
     assert refused == (
-        (Arch(10, 0, "f"), "the toolkit has 10.0, but not its variant 10.0f"),
+        (CudaArch(10, 0, "f"), "the toolkit has 10.0, but not its variant 10.0f"),
     )  # fmt: skip
 
 
@@ -323,23 +330,23 @@ def test_a_toolkit_that_lists_nothing_takes_nothing() -> None:
 
 @pytest.mark.parametrize("driver_ptx", [True, False])
 def test_a_device_that_the_toolkit_knows_gets_its_own_code(driver_ptx: bool) -> None:
-    assert cuda.for_device(H200, LISTED, driver_ptx) == (H200, "")
+    assert cuda.choose_for_device(H200, LISTED, driver_ptx) == (H200, "")
 
 
 @pytest.mark.parametrize(
     ("capability", "driver_ptx", "expected"),
     [
-        (Arch(13, 0), True, "12.1+PTX"),
-        (Arch(12, 3), True, "12.1+PTX"),
-        (Arch(12, 3), False, "12.1"),
-        (Arch(9, 1), True, "9.0+PTX"),
-        (Arch(10, 1), True, "10.0+PTX"),
+        (CudaArch(13, 0), True, "12.1+PTX"),
+        (CudaArch(12, 3), True, "12.1+PTX"),
+        (CudaArch(12, 3), False, "12.1"),
+        (CudaArch(9, 1), True, "9.0+PTX"),
+        (CudaArch(10, 1), True, "10.0+PTX"),
     ],
 )
 def test_a_device_newer_than_the_toolkit_gets_what_it_can_run_and_a_note(
-    capability: Arch, driver_ptx: bool, expected: str
+    capability: CudaArch, driver_ptx: bool, expected: str
 ) -> None:
-    arch, note = cuda.for_device(capability, LISTED, driver_ptx)
+    arch, note = cuda.choose_for_device(capability, LISTED, driver_ptx)
     assert str(arch) == expected
     assert str(capability) in note
     assert cuda.covers([arch], capability)
@@ -347,23 +354,23 @@ def test_a_device_newer_than_the_toolkit_gets_what_it_can_run_and_a_note(
 
 def test_a_binary_that_runs_is_preferred_to_newer_ptx() -> None:
     # 8.7 is integrated: its binary does not run on 8.9, that of 8.6 does.
-    listed = [Arch(8, 0), Arch(8, 6), Arch(8, 7)]
-    assert cuda.for_device(Arch(8, 9), listed, True)[0] == Arch(8, 6, ptx=True)
+    listed = [CudaArch(8, 0), CudaArch(8, 6), CudaArch(8, 7)]
+    assert cuda.choose_for_device(CudaArch(8, 9), listed, True)[0] == CudaArch(8, 6, ptx=True)
 
 
 @pytest.mark.parametrize(
     ("capability", "driver_ptx", "why"),
     [
-        (Arch(7, 0), True, "its oldest architecture is 7.5"),
-        (Arch(13, 0), False, "the driver is too old"),
-        (Arch(10, 1), False, "the driver is too old"),
+        (CudaArch(7, 0), True, "its oldest architecture is 7.5"),
+        (CudaArch(13, 0), False, "the driver is too old"),
+        (CudaArch(10, 1), False, "the driver is too old"),
     ],
 )
 def test_a_device_that_nothing_serves_is_an_error(
-    capability: Arch, driver_ptx: bool, why: str
+    capability: CudaArch, driver_ptx: bool, why: str
 ) -> None:
     with pytest.raises(ArchError, match=f"capability {capability}") as caught:
-        cuda.for_device(capability, LISTED, driver_ptx)
+        cuda.choose_for_device(capability, LISTED, driver_ptx)
     assert why in caught.value.why
     assert caught.value.hint
 
@@ -386,7 +393,7 @@ def test_a_device_that_nothing_serves_is_an_error(
     ],
 )  # fmt: skip
 def test_coverage_follows_nvidias_rules(text: str, capability: tuple[int, int], way: str) -> None:
-    archs, device = cuda.parse(text), Arch(*capability)
+    archs, device = cuda.parse(text), CudaArch(*capability)
     assert cuda.covers(archs, device) == way
     assert cuda.covers(cuda.images(archs), device) == way
 
@@ -394,7 +401,7 @@ def test_coverage_follows_nvidias_rules(text: str, capability: tuple[int, int], 
 def test_ptx_without_a_binary_covers_as_ptx() -> None:
     assert cuda.covers(["compute_90"], H200) == "ptx"
     assert cuda.covers(["compute_90a"], H200) == "ptx"
-    assert cuda.covers(["compute_100f"], Arch(10, 3)) == "ptx"
+    assert cuda.covers(["compute_100f"], CudaArch(10, 3)) == "ptx"
 
 
 def test_nothing_covers_nothing() -> None:

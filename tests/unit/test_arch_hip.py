@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from opkiln.arch import hip
-from opkiln.arch.hip import Arch
+from opkiln.arch.hip import HipArch
 from opkiln.errors import ArchError, SpecError
 
-MI250 = Arch("gfx90a", ("sramecc+", "xnack-"))
+MI250 = HipArch("gfx90a", ("sramecc+", "xnack-"))
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_targets_of_one_processor_set_the_same_features(text: str) -> None:
 
 
 @pytest.mark.parametrize("native", [None, ()])
-def test_native_without_a_gpu_says_so(native: tuple[Arch, ...] | None) -> None:
+def test_native_without_a_gpu_says_so(native: tuple[HipArch, ...] | None) -> None:
     with pytest.raises(ArchError, match=r"'native' .* there are none"):
         hip.parse("native", native=native)
 
@@ -119,7 +119,7 @@ def test_any_text_is_a_list_that_round_trips_or_an_error(text: str) -> None:
 
 
 def test_each_offload_arch_appears_exactly_once() -> None:
-    assert hip.flags([Arch("gfx1030"), MI250, Arch("gfx1030")]) == (
+    assert hip.flags([HipArch("gfx1030"), MI250, HipArch("gfx1030")]) == (
         "--offload-arch=gfx90a:sramecc+:xnack-",
         "--offload-arch=gfx1030",
     )
@@ -135,7 +135,7 @@ def test_a_filter_decides_for_a_processor_whatever_its_features() -> None:
         seen.extend(archs)
         return [arch for arch in reversed(archs) if arch.startswith("gfx9")]
 
-    kept, removed = hip.filtered(EVERY, cdna)
+    kept, removed = hip.apply_filter(EVERY, cdna)
     assert seen == ["gfx90a", "gfx942", "gfx1100"]
     assert hip.show(kept) == "gfx90a:xnack+;gfx90a:xnack-;gfx942"
     assert hip.show(removed) == "gfx1100"
@@ -144,12 +144,12 @@ def test_a_filter_decides_for_a_processor_whatever_its_features() -> None:
 @pytest.mark.parametrize("answer", [["gfx908"], ["9.0"], [""]])
 def test_a_filter_cannot_add(answer: list[str]) -> None:
     with pytest.raises(SpecError, match="was not given"):
-        hip.filtered(EVERY, lambda _archs: answer)
+        hip.apply_filter(EVERY, lambda _archs: answer)
 
 
 def test_a_filter_that_raises_is_an_error_of_its_author() -> None:
     with pytest.raises(SpecError, match="failed on gfx90a, gfx942, gfx1100") as caught:
-        hip.filtered(EVERY, lambda archs: [arch for arch in archs if int(arch)])
+        hip.apply_filter(EVERY, lambda archs: [arch for arch in archs if int(arch)])
     assert "ValueError" in caught.value.why
 
 
@@ -158,8 +158,11 @@ def test_a_compiler_takes_the_processors_it_has_whatever_their_features() -> Non
     kept, refused = hip.usable(hip.parse("gfx90a:xnack+ gfx942 gfx1100"), listed)
     assert hip.show(kept) == "gfx90a:xnack+"
     assert refused == (
-        (Arch("gfx942"), "the compiler has no gfx942; it has gfx900, gfx90a"),
-        (Arch("gfx1100"), "the compiler has no gfx1100; it has gfx900, gfx90a, gfx1030, gfx1031"),
+        (HipArch("gfx942"), "the compiler has no gfx942; it has gfx900, gfx90a"),
+        (
+            HipArch("gfx1100"),
+            "the compiler has no gfx1100; it has gfx900, gfx90a, gfx1030, gfx1031",
+        ),
     )
 
 

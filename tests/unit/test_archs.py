@@ -37,8 +37,8 @@ def world(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> World
 
 
 def amd_gpus(patch: pytest.MonkeyPatch, *names: str) -> None:
-    gpus = tuple(amd.GPU(index, name, 64, "stand-in", 0) for index, name in enumerate(names))
-    found = amd.Devices(gpus, "" if gpus else "there is no AMD GPU driver here")
+    gpus = tuple(amd.AmdGPU(index, name, 64, "stand-in", 0) for index, name in enumerate(names))
+    found = amd.AmdDevices(gpus, "" if gpus else "there is no AMD GPU driver here")
     patch.setattr(amd, "devices", lambda: found)
 
 

@@ -14,8 +14,8 @@ import opkiln
 from opkiln.cluster import driver, job, leading, protocol
 from opkiln.cluster.channel import PART, Channel
 from opkiln.cluster.ensure import Handle, _Agreeing
-from opkiln.cluster.messages import Hello, Made, Offer, Outcome, Plan, Task, Vote
-from opkiln.cluster.stores import Directory, KeyValues, Memory
+from opkiln.cluster.messages import Hello, JobOutcome, Made, Offer, OpTask, Vote, WorkPlan
+from opkiln.cluster.stores import KeyValues, Memory, SharedDirectory
 from opkiln.errors import ClusterError, SettingError, StoreError, UsageError
 from opkiln.report import collect
 from opkiln.settings import origin_of, place_in_job, settings
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.timed
 
 @pytest.fixture(params=["memory", "directory"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> KeyValues:
-    return Memory() if request.param == "memory" else Directory(str(tmp_path / "shared"))
+    return Memory() if request.param == "memory" else SharedDirectory(str(tmp_path / "shared"))
 
 
 def channel(store: KeyValues, secret: str | None = None, name: str = "job") -> Channel:
@@ -66,14 +66,14 @@ def test_directory_that_others_can_write_to_is_refused(tmp_path: Path) -> None:
     shared.mkdir()
     shared.chmod(0o777)
     with pytest.raises(StoreError, match="cannot talk through this directory"):
-        Directory(str(shared))
+        SharedDirectory(str(shared))
 
 
 # Channels
 
 
 def test_record_comes_back_as_tuples_of_the_same_bytes(store: KeyValues) -> None:
-    plan = Plan(3, True, (Task((1, 2)), Task((0,), made=Made("d", "b", 5, 0))))
+    plan = WorkPlan(3, True, (OpTask((1, 2)), OpTask((0,), made=Made("d", "b", 5, 0))))
     ours = channel(store, "secret")
     assert ours.swap("plan", None, plan) == plan
     after = plan._replace(revision=4)
@@ -212,7 +212,7 @@ def test_a_maker_that_was_silent_and_went_on_counts() -> None:
     plan = leading.first_plan(hellos(*able))
     plan = leading.next_plan(plan, hellos(*able), frozenset({0}))
     assert plan.tasks[0].tried == (0, 1)
-    plan = leading.with_result(plan, 0, 0, Made("d"), hellos(*able)[0])
+    plan = leading.add_result(plan, 0, 0, Made("d"), hellos(*able)[0])
     assert plan.tasks[0].made == Made("d", by=0)
 
 
@@ -237,7 +237,7 @@ class Worker:
 
 def test_threads_agree_through_a_store(store: KeyValues) -> None:
     workers = [Worker(rank) for rank in range(4)]
-    found: dict[int, Outcome] = {}
+    found: dict[int, JobOutcome] = {}
 
     def run(rank: int) -> None:
         hello = Hello("h", rank, f"n{rank}", (Offer("op", can_build=True),))
@@ -255,7 +255,7 @@ def test_threads_agree_through_a_store(store: KeyValues) -> None:
 
 
 def test_ranks_that_name_no_ops_wait_for_each_other(store: KeyValues) -> None:
-    found: dict[int, Outcome] = {}
+    found: dict[int, JobOutcome] = {}
 
     def run(rank: int) -> None:
         state = protocol.start(
@@ -269,7 +269,7 @@ def test_ranks_that_name_no_ops_wait_for_each_other(store: KeyValues) -> None:
     assert not found
     run(1)
     first.join(30)
-    assert found == {0: Outcome(), 1: Outcome()}
+    assert found == {0: JobOutcome(), 1: JobOutcome()}
     assert opkiln.ensure(()) == ()
 
 
@@ -319,7 +319,7 @@ class Started:
 
     def channel(self, rank: int, *, moved: bool = False) -> Channel:
         self.monkeypatch.setattr(job, "_rounds", self.known[rank])
-        place = job.Place(rank, 2, self.store, "job")
+        place = job.JobPlace(rank, 2, self.store, "job")
         return job.channel(place, "0", 5.0, moved=moved)
 
 
@@ -353,10 +353,10 @@ def test_each_store_has_its_own_starts_of_the_job(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(job, "_rounds", {})
-    used, new = (Directory(str(tmp_path / name)) for name in ("used", "new"))
+    used, new = (SharedDirectory(str(tmp_path / name)) for name in ("used", "new"))
     channel(used, name="job/2").swap("here/0/0", None, "another process")
     for store, number in ((used, 1), (new, 0)):
-        job.channel(job.Place(0, 2, store, "job"), "0", 5.0).put("hello/0", "here")
+        job.channel(job.JobPlace(0, 2, store, "job"), "0", 5.0).put("hello/0", "here")
         assert channel(store, name=f"job/2/{number}/0").look(["hello/0"]) == ["here"]
 
 
@@ -368,7 +368,7 @@ class Stale:
         self.store = Memory()
         self.common = channel(self.store, name="job/2")
         self.common.swap("here/0/0", None, "a process that has ended")
-        place = job.Place(1, 2, self.store, "job")
+        place = job.JobPlace(1, 2, self.store, "job")
         self.agreeing = _Agreeing(place, 0, timeout=30.0, lease=1.0, signing_key=None)
         self.new = channel(self.store, name="job/2/1/0")
 
@@ -389,7 +389,7 @@ def test_step_at_which_a_rank_did_not_switch_is_one_for_all_ranks_of_the_next_ro
         assert time.monotonic() < deadline
         time.sleep(0.01)
     assert stale.new.look(["switch/0", "switch/1", "switch/2"]) == ["no", "no", None]
-    stale.new.swap("outcome", None, Outcome())
+    stale.new.swap("outcome", None, JobOutcome())
     assert handle.switch() == ()
 
 

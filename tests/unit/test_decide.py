@@ -385,7 +385,7 @@ def test_a_sycl_op_is_refused_where_there_is_no_device_for_it(
 
     world.spec = world.spec._replace(backend=XPU)
     monkeypatch.setattr(
-        libsycl, "no_device", lambda icd: ("no driver", "install it") if not icd else None
+        libsycl, "why_no_device", lambda icd: ("no driver", "install it") if not icd else None
     )
     outcome = look(world.request())
     assert isinstance(outcome, Refuse)

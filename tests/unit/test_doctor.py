@@ -462,8 +462,8 @@ toolkits.site_directories = list
 """
 _GPU = """
 from opkiln.devices import nvidia
-gpu = nvidia.GPU(0, 'GPU-0', 'NVIDIA stand-in', '9.0', 1 << 30)
-nvidia._known['/'] = nvidia.Devices((gpu,), '550.54.14', {cuda!r}, 'nvml')
+gpu = nvidia.NvidiaGPU(0, 'GPU-0', 'NVIDIA stand-in', '9.0', 1 << 30)
+nvidia._known['/'] = nvidia.NvidiaDevices((gpu,), '550.54.14', {cuda!r}, 'nvml')
 """
 
 
@@ -606,8 +606,8 @@ def test_a_driver_that_is_new_enough_passes(toolkits: Toolkits) -> None:
 
 _AMD = """
 from opkiln.devices import amd
-gpu = amd.GPU(0, 'gfx1100', 32, 'stand-in', 1 << 30)
-amd.devices = lambda root='/': amd.Devices((gpu,))
+gpu = amd.AmdGPU(0, 'gfx1100', 32, 'stand-in', 1 << 30)
+amd.devices = lambda root='/': amd.AmdDevices((gpu,))
 """
 
 

@@ -29,7 +29,7 @@ from sample.levels import AARCH64, X86_64
 
 from opkiln.binary import elf
 from opkiln.binary.fatbin import hip_images, images
-from opkiln.binary.source import opened
+from opkiln.binary.source import open_source
 from opkiln.errors import LoadError
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 def everything(file: bytes | Path) -> tuple[object, ...]:
     return (
         elf.read(file),
-        elf.defined(file),
+        elf.defined_symbols(file),
         images(file),
         hip_images(file),
     )
@@ -93,9 +93,9 @@ def test_a_table_of_version_numbers_that_is_too_short_is_a_load_error() -> None:
 
 def test_what_a_library_defines_is_told_without_what_it_needs_or_keeps() -> None:
     names = [(b"strong", 1, 4), (b"weak", 2, 4), (b"local", 0, 4), (b"needed", 1, 0)]
-    assert elf.defined(linked(*names, numbers=None)) == {"strong", "weak"}
+    assert elf.defined_symbols(linked(*names, numbers=None)) == {"strong", "weak"}
     with pytest.raises(LoadError):
-        elf.defined(b"no library")
+        elf.defined_symbols(b"no library")
 
 
 @pytest.mark.parametrize(("machine", "name"), [(62, X86_64), (183, AARCH64), (243, "machine 243")])
@@ -110,7 +110,7 @@ def test_a_real_library_of_this_process_needs_what_is_mapped() -> None:
     assert any(name.startswith(("libc.", "libm.", "ld-linux")) for name in found.needed)
     assert {soname for soname, _, _ in found.symbols if soname} <= set(found.needed)
     assert {version for _, _, version in found.symbols if version} <= set(found.versions)
-    assert elf.defined(mapped_library()).isdisjoint(name for _, name, _ in found.symbols)
+    assert elf.defined_symbols(mapped_library()).isdisjoint(name for _, name, _ in found.symbols)
 
 
 def test_more_sections_than_the_header_can_count_are_read() -> None:
@@ -161,7 +161,7 @@ def test_what_is_no_regular_file_is_a_load_error_and_not_waited_for(tmp_path: Pa
 def test_a_file_that_shrinks_while_it_is_read_is_a_load_error(tmp_path: Path) -> None:
     path = tmp_path / "lib.so"
     path.write_bytes(dynamic())
-    with opened(path) as source:
+    with open_source(path) as source:
         os.truncate(path, 100)
         with pytest.raises(LoadError, match="while it was read"):
             source.read(64, 100, "a table")
@@ -300,7 +300,7 @@ def test_any_change_of_a_library_with_images_gives_a_result_or_a_load_error(
     changes: list[tuple[int, int, int]], cut: int
 ) -> None:
     file = mutated(MADE, MADE_PLACES, changes, cut)
-    readers = (elf.read, elf.defined, images, hip_images)
+    readers = (elf.read, elf.defined_symbols, images, hip_images)
     results = [stands(read, file) for read in readers]
     assert all(results) or file != MADE
 
@@ -312,7 +312,7 @@ def test_any_change_of_a_real_library_gives_a_result_or_a_load_error(
 ) -> None:
     whole, places = real()
     file = mutated(whole, places, changes, cut)
-    results = [stands(read, file) for read in (elf.read, elf.defined, images)]
+    results = [stands(read, file) for read in (elf.read, elf.defined_symbols, images)]
     assert all(results) or file != whole
 
 

@@ -122,4 +122,4 @@ def test_a_value_belongs_to_its_option() -> None:
 def test_a_value_of_nvcc_asks_for_no_relocatable_code() -> None:
     assert not flags.is_relocatable(("-I", "-dc"))
     assert flags.is_relocatable(("-rdc", "true"))
-    assert flags.without_relocatable(("-I", "-dc", "-rdc", "true", "-dc")) == ("-I", "-dc")
+    assert flags.remove_relocatable(("-I", "-dc", "-rdc", "true", "-dc")) == ("-I", "-dc")

@@ -71,7 +71,7 @@ class Shop:
         return gather.facts_of(self.plan(**changes), inputs, Hasher())
 
     def place(self, path: Path | str, **changes: Any) -> tuple[str, str]:
-        return gather._Places(self.plan(**changes)).of(str(path))
+        return gather._Places(self.plan(**changes)).locate(str(path))
 
 
 @pytest.fixture
@@ -234,7 +234,7 @@ def test_libraries_of_a_step_count_where_they_were_looked_for(tmp_path: Path) ->
     seen = log.Observation()
     seen.libraries = {"liba.so.1", "libgone.so"}
     seen.loaded = {f"{base}/loaded/libb.so", f"{base}/cc"}
-    found = gather.of(seen, "/stage", searched=(f"{base}/there",))
+    found = gather.list_inputs(seen, "/stage", searched=(f"{base}/there",))
     asked_for = "liba.so.1\0libb.so\0libgone.so"
     assert (LIBRARIES, elf.LIST, asked_for) in found.facts
     assert {f"{base}/there/liba.so.1", f"{base}/there/libb.so"} <= {*found.unseen, *found.files}
@@ -244,7 +244,7 @@ def test_libraries_of_a_step_count_where_they_were_looked_for(tmp_path: Path) ->
     assert elf.LIST in found.unseen or not os.path.exists(elf.LIST)
     preloads = (FILE, elf.PRELOADS, "")
     assert (preloads in found.facts) == os.path.exists(elf.PRELOADS)
-    assert gather.of(log.Observation(), "/stage") == Inputs()
+    assert gather.list_inputs(log.Observation(), "/stage") == Inputs()
 
 
 def test_text_of_an_inline_source_is_no_file(shop: Shop) -> None:
@@ -395,10 +395,10 @@ def test_file_that_nobody_saw_open_was_there_before_with_the_directories_above_i
     library.write_text("a library")
     changed = library.stat().st_ctime_ns
     later = outputs.kernel_time(str(tmp_path)) + 10**9
-    assert outputs.saw([str(library)], [str(library)], later, {})
+    assert outputs.surely_read([str(library)], [str(library)], later, {})
     began = changed + 10**8  # after the file was written
     while library.parent.stat().st_ctime_ns < began:
         os.utime(library.parent)  # as if it was put in place only now
-    assert outputs.saw([str(library)], [], began, {})
-    assert not outputs.saw([], [str(library)], began, {})
-    assert outputs.saw([], [str(library)], began, outputs.snapshot_of([str(library)]))
+    assert outputs.surely_read([str(library)], [], began, {})
+    assert not outputs.surely_read([], [str(library)], began, {})
+    assert outputs.surely_read([], [str(library)], began, outputs.snapshot_of([str(library)]))

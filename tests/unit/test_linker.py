@@ -58,11 +58,11 @@ def test_list_says_where_libraries_are(older: bytes, tmp_path: Path) -> None:
     header = b"glibc-ld.so.cache1.1" + struct.pack("<I", len(places)) + bytes(24)
     path = tmp_path / "list"
     path.write_bytes(older + header + entries + strings)
-    found = elf.listed(str(path), ["none.so", "libb.so", "liba.so"])
+    found = elf.read_list(str(path), ["none.so", "libb.so", "liba.so"])
     assert found == ["liba.so/lib/liba.so/opt/liba.so", "libb.so/lib/libb.so", "none.so"]
     for damaged in (path.read_bytes()[:60], path.read_bytes()[:-1], b"something else"):
         path.write_bytes(damaged)
-        (other,) = elf.listed(str(path), ["libb.so"])
+        (other,) = elf.read_list(str(path), ["libb.so"])
         assert other.startswith("libb.so/")
         assert other != found[1]
 
@@ -70,7 +70,7 @@ def test_list_says_where_libraries_are(older: bytes, tmp_path: Path) -> None:
 def test_list_of_this_machine_names_its_c_library() -> None:
     if not os.path.exists(elf.LIST):
         pytest.skip("there is no list")
-    (found,) = elf.listed(elf.LIST, ["libc.so.6"])
+    (found,) = elf.read_list(elf.LIST, ["libc.so.6"])
     name, *paths = re.split(r"(?<=libc\.so\.6)(?=/)", found)  # one for each kind of program
     assert name == "libc.so.6"
     assert paths

@@ -10,7 +10,7 @@ from sample import child
 from sample.nvidia import A100, B200, H200, Card, script, smi, tree
 
 from opkiln.devices import nvidia, nvidia_driver
-from opkiln.devices.nvidia import GPU, Devices, capabilities, devices, visible
+from opkiln.devices.nvidia import NvidiaDevices, NvidiaGPU, capabilities, devices, visible
 from opkiln.settings import override
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def machine(without_nvml: None, tmp_path: Path) -> Iterator[Path]:
         yield tree(tmp_path / "root", H200, A100)
 
 
-def afresh(memory: Path | None, root: Path) -> Devices:
+def afresh(memory: Path | None, root: Path) -> NvidiaDevices:
     """The answer that another process would get."""
     nvidia._known.clear()
     return devices((str(memory),) if memory else (), str(root))
@@ -46,12 +46,12 @@ def questions(machine: Path) -> int:
     return len(log.read_text().splitlines()) if log.exists() else 0
 
 
-def found(*cards: Card, how: str = "nvml") -> Devices:
+def found(*cards: Card, how: str = "nvml") -> NvidiaDevices:
     gpus = (
-        GPU(index, card.uuid, card.name, card.capability, card.memory, card.parts)
+        NvidiaGPU(index, card.uuid, card.name, card.capability, card.memory, card.parts)
         for index, card in enumerate(cards)
     )
-    return Devices(tuple(gpus), "580.65.06", "13.0", how)
+    return NvidiaDevices(tuple(gpus), "580.65.06", "13.0", how)
 
 
 # Without a driver
@@ -213,7 +213,9 @@ def test_a_damaged_record_is_not_believed(machine: Path, tmp_path: Path) -> None
 # Visibility
 
 
-def seen(answer: Devices, text: str | None, order: str = "FASTEST_FIRST") -> tuple[list[int], bool]:
+def seen(
+    answer: NvidiaDevices, text: str | None, order: str = "FASTEST_FIRST"
+) -> tuple[list[int], bool]:
     with override(cuda_visible_devices=text, cuda_device_order=order):
         gpus, certain = visible(answer)
     return [gpu.index for gpu in gpus], certain
@@ -307,4 +309,4 @@ def test_an_empty_list_hides_every_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_capabilities_are_in_numeric_order_and_each_is_there_once() -> None:
     assert capabilities(found(B200, H200, A100, H200)) == ("8.0", "9.0", "10.0")
-    assert capabilities(Devices()) == ()
+    assert capabilities(NvidiaDevices()) == ()

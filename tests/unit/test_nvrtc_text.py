@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from opkiln.binary import fatbin
-from opkiln.binary.source import Source as Bytes
+from opkiln.binary.source import ByteSource as Bytes
 from opkiln.nvrtc import container, names
 from opkiln.nvrtc.cut import CannotCut, HostPart, Source, device_text
 from opkiln.nvrtc.tokens import divide

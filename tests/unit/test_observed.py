@@ -44,7 +44,7 @@ class Bench:
     def made(self, path: Path, kind: str = "W") -> str:
         return f"{kind} 10 0 0 0 0.0 {path}"
 
-    def look(self, *records: str, lost: bool = False) -> observed.Look:
+    def look(self, *records: str, lost: bool = False) -> observed.StepRecord:
         """What is seen of a step that compiled the source, and did this besides."""
         path = str(self.stage / "a.o.observed")
         log.start(path)
@@ -57,9 +57,9 @@ class Bench:
         gcc = Toolchain("gcc", str(self.cxx), "12", X86_64, "id", frozenset(), ())
         target = Target("cpu", "linux", X86_64, X86_V1, (), "none")
         plan = Plan(spec, target, gcc, (STEP,), (), "op.so")
-        found = observed.look(plan, STEP, str(self.stage), str(self.cxx), ())
+        found = observed.read_step(plan, STEP, str(self.stage), str(self.cxx), ())
         assert found is not None
-        assert observed.look(plan, STEP, str(self.stage), str(self.cxx), ()) is None
+        assert observed.read_step(plan, STEP, str(self.stage), str(self.cxx), ()) is None
         return found
 
 
@@ -75,9 +75,9 @@ def test_log_without_a_gap_tells_all_that_went_into_what_was_written(bench: Benc
     assert not seen.tells_all_of("b.o")
     found = seen.inputs().facts
     assert found == ((FILE, str(bench.source), ""), (PROGRAM, str(bench.cxx), ""))
-    assert seen.unchanged()
+    assert seen.is_unchanged()
     bench.source.write_text("int b;")
-    assert not seen.unchanged()
+    assert not seen.is_unchanged()
 
 
 def test_log_with_a_gap_does_not_count_and_says_why(bench: Bench) -> None:

@@ -356,7 +356,7 @@ def replace(seen: log.Observation, **more: Any) -> log.Observation:
 
 
 def paths_of(seen: log.Observation, stage: str | Path = "/stage", **more: Any) -> set[Any]:
-    found = gather.of(seen, str(stage), **more).facts
+    found = gather.list_inputs(seen, str(stage), **more).facts
     return {(kind, path) for kind, path, what in found if not what}
 
 
@@ -369,7 +369,7 @@ def test_inputs_are_what_was_read_looked_up_or_started_outside_of_the_stage(
     seen = observed(beside, *own, found=(tool,), made=(made,), listed=own, directories=own,
                     absent=(*own, f"{tmp_path}/c.h"))  # fmt: skip
     for each in (str(stage), f"{stage}/"):
-        found = gather.of(seen, each, called=(script, tool, f"{stage}/tool"))
+        found = gather.list_inputs(seen, each, called=(script, tool, f"{stage}/tool"))
         assert found.facts == (
             (ABSENT, str(tmp_path), "c.h"),
             (FILE, beside, ""), (PROGRAM, script, ""), (PROGRAM, tool, ""),
@@ -424,7 +424,7 @@ def test_inputs_that_something_else_stands_for_are_left_out() -> None:
          (ABSENT, "/", "py/c\0d"), (ABSENT, "/py", "e"), (CHOICE, "cc", "/py/cc")),
         ("/py/l", "/py", "/l"),
     )  # fmt: skip
-    assert gather.without(found, ("/py/",)) == gather.Inputs(
+    assert gather.remove_covered(found, ("/py/",)) == gather.Inputs(
         ((FILE, "/pyx/b", ""), (ABSENT, "/", "d"), (CHOICE, "cc", "/py/cc")), ("/l",)
     )
 
@@ -433,7 +433,7 @@ def test_inputs_that_something_else_stands_for_are_left_out() -> None:
 
 
 def absent(*names: str | Path, stage: str = "/stage") -> tuple[tuple[str, tuple[str, ...]], ...]:
-    found = gather.of(observed(absent=names), stage).facts
+    found = gather.list_inputs(observed(absent=names), stage).facts
     return tuple((path, tuple(parted(what))) for kind, path, what in found if kind == ABSENT)
 
 
@@ -461,7 +461,7 @@ def test_names_that_a_search_along_path_missed_count(
 
 def test_inputs_of_several_steps_are_joined_in_order_and_without_repeats() -> None:
     shorter, longer, other = ("cc", ("/a/cc",)), ("cc", ("/a/cc", "/b/cc")), ("as", ("/a/as",))
-    assert gather.of(observed(), "/stage", chosen=(longer, shorter, other)).facts == (
+    assert gather.list_inputs(observed(), "/stage", chosen=(longer, shorter, other)).facts == (
         (CHOICE, "as", "/a/as"), (CHOICE, "cc", "/a/cc\0/b/cc"),
     )  # fmt: skip
     one = gather.Inputs(

@@ -236,7 +236,7 @@ for name in bundled():
     for _, builder in libraries(name, ALL_OPS[name]):
         op = builder().op()
         functions = facts.functions_of(op)
-        found[op.spec.name] = facts.digest(facts.of_functions(op, functions, programs))
+        found[op.spec.name] = facts.digest(facts.function_facts(op, functions, programs))
 print(json.dumps(found))
 """
 

@@ -354,10 +354,12 @@ def test_nccl_is_found_once_with_the_version_of_its_name_or_header(
 def test_gpus_are_those_of_both_vendors_with_what_this_process_may_use(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    cards = tuple(nvidia.GPU(n, f"GPU-{n}", "NVIDIA H200", "9.0", 141 << 30) for n in range(2))
-    of_nvidia = nvidia.Devices(cards, "580.65.06", "13.0", "nvml")
+    cards = tuple(
+        nvidia.NvidiaGPU(n, f"GPU-{n}", "NVIDIA H200", "9.0", 141 << 30) for n in range(2)
+    )
+    of_nvidia = nvidia.NvidiaDevices(cards, "580.65.06", "13.0", "nvml")
     monkeypatch.setattr(nvidia, "devices", lambda memory=(), root="/": of_nvidia)
-    of_amd = amd.Devices((amd.GPU(0, "gfx942", 64, "MI300X", 192 << 30),))
+    of_amd = amd.AmdDevices((amd.AmdGPU(0, "gfx942", 64, "MI300X", 192 << 30),))
     monkeypatch.setattr(amd, "devices", lambda root="/": of_amd)
     with override(cuda_visible_devices="1"):
         found = machine.devices((), None)

@@ -12,7 +12,7 @@ from sample.levels import OTHER_LEVELS
 
 from opkiln import plan as plans
 from opkiln.build_model import DeviceCompiler, Toolchain, TorchSDK
-from opkiln.building.asking import ask, planned
+from opkiln.building.asking import ask, plan_here
 from opkiln.decision import search, terms
 from opkiln.decision.terms import BUILD, LOAD, SHIP, Ask, Build, Fetch, Serve, Trace
 from opkiln.errors import (
@@ -403,7 +403,7 @@ def test_plan_is_given_whether_or_not_a_build_is_needed(world: World, compilers:
     built_by(world, GCC)
     compilers.answer = GCC
     request = world.request(BUILD)
-    assert planned(request) == plans.make(world.spec, request.target, GCC)
+    assert plan_here(request) == plans.make(world.spec, request.target, GCC)
     assert compilers.asked == [(request.store.memory, "cpu", request.target.machine)]
 
 

@@ -100,14 +100,14 @@ def test_a_flag_that_icpx_does_not_accept_is_left_out() -> None:
 def test_without_a_list_of_devices_icpx_is_given_no_targets() -> None:
     words = line(sycl.compile_sycl(PlanInputs(SPEC, TARGET, icpx()), "op.cpp"), icpx())
     assert not [word for word in words if "target" in word]
-    assert sycl.linker(PlanInputs(SPEC, TARGET, icpx())) == ["/oneapi/bin/icpx", "-fsycl"]
+    assert sycl.linker_words(PlanInputs(SPEC, TARGET, icpx())) == ["/oneapi/bin/icpx", "-fsycl"]
 
 
 def test_named_devices_get_machine_code_and_every_other_one_gets_spirv() -> None:
     target = TARGET._replace(archs=("bmg", "pvc"))
     words = line(sycl.compile_sycl(PlanInputs(SPEC, target, icpx()), "op.cpp"), icpx())
     assert words.count("-fsycl-targets=spir64_gen,spir64") == 1
-    assert sycl.linker(PlanInputs(SPEC, target, icpx())) == [
+    assert sycl.linker_words(PlanInputs(SPEC, target, icpx())) == [
         "/oneapi/bin/icpx",
         "-fsycl",
         "-fsycl-targets=spir64_gen,spir64",
@@ -136,7 +136,7 @@ def test_for_the_runtime_compiler_the_host_compiler_is_given_its_headers() -> No
 
 def test_for_the_runtime_compiler_libsycl_is_linked_by_its_soname_without_an_rpath() -> None:
     places = anchors_of(SPEC, runtime())
-    assert sycl.linker(PlanInputs(SPEC, TARGET, runtime())) == ["/usr/bin/g++"]
+    assert sycl.linker_words(PlanInputs(SPEC, TARGET, runtime())) == ["/usr/bin/g++"]
     words = [render(each, places) for each in sycl.libraries(PlanInputs(SPEC, TARGET, runtime()))]
     assert words == ["-L/env/lib", "-l:libsycl.so.9"]
 

@@ -390,39 +390,39 @@ class TestDevices:
     def test_the_command_to_copy_names_the_driver_that_is_there(self, tmp_path: Path) -> None:
         driver = runtime(tmp_path / "prefix").parent / "libintelocl.so"
         driver.write_text("")
-        assert libsycl.no_device(None) == (
+        assert libsycl.why_no_device(None) == (
             "there is no Intel GPU, and OpenCL has no driver for a CPU",
             f"export OCL_ICD_FILENAMES={driver}",
         )
-        assert libsycl.no_device(str(driver)) is None
+        assert libsycl.why_no_device(str(driver)) is None
 
     def test_what_is_not_installed_is_what_the_command_installs(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        missing = libsycl.no_device(None)
+        missing = libsycl.why_no_device(None)
         assert missing is not None
         assert missing[1] == libsycl.INSTALL
         runtime(tmp_path / "prefix")
         monkeypatch.setattr(libsycl, "_VENDORS", "/no/such/directory")
-        without_driver = libsycl.no_device(None)
+        without_driver = libsycl.why_no_device(None)
         assert without_driver is not None
         assert without_driver[1] == "pip install intel-opencl-rt"
 
     def test_a_variable_that_names_no_file_is_quoted(self) -> None:
-        missing = libsycl.no_device("/gone/libintelocl.so")
+        missing = libsycl.why_no_device("/gone/libintelocl.so")
         assert missing is not None
         assert "OCL_ICD_FILENAMES='/gone/libintelocl.so' does not name" in missing[0]
 
     def test_a_bare_name_is_left_to_the_dynamic_linker(self) -> None:
-        assert libsycl.no_device("libintelocl.so") is None
+        assert libsycl.why_no_device("libintelocl.so") is None
 
     def test_a_driver_that_the_system_has_registered_is_enough(self, tmp_path: Path) -> None:
         driver = tmp_path / "libintelocl.so.2026"
         (tmp_path / "vendors" / "nvidia.icd").write_text("libnvidia-opencl.so.1\n")
         (tmp_path / "vendors" / "intel.icd").write_text(f"{driver}\n")
-        assert libsycl.no_device(None) is not None
+        assert libsycl.why_no_device(None) is not None
         driver.write_text("")
-        assert libsycl.no_device(None) is None
+        assert libsycl.why_no_device(None) is None
 
     @pytest.mark.parametrize(("vendor", "found"), [("0x8086", True), ("0x10de", False)])
     def test_a_gpu_counts_when_it_is_intels(self, tmp_path: Path, vendor: str, found: bool) -> None:
@@ -431,12 +431,12 @@ class TestDevices:
         device.mkdir(parents=True)
         (device / "vendor").write_text(f"{vendor}\n")
         (tmp_path / "dri" / "renderD129").touch()
-        assert (libsycl.no_device(None) is None) is found
+        assert (libsycl.why_no_device(None) is None) is found
 
     def test_a_gpu_that_cannot_be_opened_does_not_count_and_is_named(self, tmp_path: Path) -> None:
         device = tmp_path / "drm" / "renderD128" / "device"
         device.mkdir(parents=True)
         (device / "vendor").write_text("0x8086\n")
-        missing = libsycl.no_device(None)
+        missing = libsycl.why_no_device(None)
         assert missing is not None
         assert missing[0].startswith("the Intel GPU (renderD128) is not open to this user, and ")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from opkiln.binary import elf
-from opkiln.binary.elf import missing
+from opkiln.binary.elf import missing_symbols
 from opkiln.errors import LoadError
 
 pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
@@ -30,18 +30,18 @@ def library(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 
 def test_what_is_defined_is_found_and_nothing_else(library: str) -> None:
-    assert missing(library, NAMES) == tuple(NAMES[1::2])
-    assert missing(library, [*NAMES[::2], "used"]) == ()
+    assert missing_symbols(library, NAMES) == tuple(NAMES[1::2])
+    assert missing_symbols(library, [*NAMES[::2], "used"]) == ()
 
 
 def test_what_it_only_uses_is_missing(library: str) -> None:
-    assert missing(library, ["from_elsewhere", ""]) == ("from_elsewhere", "")
+    assert missing_symbols(library, ["from_elsewhere", ""]) == ("from_elsewhere", "")
 
 
 def test_it_says_what_reading_every_name_says(library: str) -> None:
-    names = sorted(elf.defined(library))
+    names = sorted(elf.defined_symbols(library))
     assert names
-    assert missing(library, [*names, *(name + "x" for name in names)]) == tuple(
+    assert missing_symbols(library, [*names, *(name + "x" for name in names)]) == tuple(
         name + "x" for name in names
     )
 
@@ -51,6 +51,6 @@ def test_a_damaged_table_is_an_error_and_no_answer(tmp_path: Path, library: str)
     short = tmp_path / "short.so"
     short.write_bytes(data[: len(data) // 2])
     with pytest.raises(LoadError):
-        missing(str(short), NAMES)
+        missing_symbols(str(short), NAMES)
     with pytest.raises(LoadError):
-        missing(str(tmp_path / "none.so"), NAMES)
+        missing_symbols(str(tmp_path / "none.so"), NAMES)

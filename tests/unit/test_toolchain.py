@@ -47,8 +47,8 @@ def test_programs_are_found_in_the_order_of_path(tmp_path: Path) -> None:
 def test_a_name_with_a_slash_is_itself(tmp_path: Path) -> None:
     tool = program(tmp_path / "my-g++")
     with override(path=()):
-        assert find.first(str(tool)) == str(tool)
-        assert find.first(str(tmp_path / "absent")) is None
+        assert find.find_program(str(tool)) == str(tool)
+        assert find.find_program(str(tmp_path / "absent")) is None
 
 
 def test_a_named_compiler_that_is_absent_is_not_replaced_by_another(tmp_path: Path) -> None:
@@ -193,7 +193,8 @@ def a_torch(path: Path, version: str = "2.13.0+cpu", more: str = "") -> Path:
 
 
 def read(path: Path) -> torch_sdk.TorchSDK:
-    return torch_sdk._read(str(path), torch_sdk._stamp(str(path / "version.py")))
+    state = (path / "version.py").stat()
+    return torch_sdk._read(str(path), (state.st_mtime_ns, state.st_ctime_ns))
 
 
 def test_torch_is_read_from_its_files(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from sample.evidence_of import broken, recalled
 import opkiln.compat.torch as cpp_extension
 from opkiln import digest, extension, machine, process
 from opkiln.build_model import Toolchain, TorchSDK
-from opkiln.building.asking import planned
+from opkiln.building.asking import plan_here
 from opkiln.child import Completed
 from opkiln.decision.terms import BUILD, Request
 from opkiln.errors import (
@@ -169,7 +169,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     monkeypatch.setattr(sys, "prefix", str(tmp_path / "prefix"))
     made = Machine(tmp_path)
     with override(path=(str(made.bin), "/usr/bin", "/bin"), cxx=(str(made.cxx),)):
-        if toolkits.present():
+        if toolkits.find_nvcc():
             pytest.skip("nvcc is in /usr/bin")
         yield made
 
@@ -565,7 +565,7 @@ class DropIn:
     @staticmethod
     def _plan(spec: OpSpec, asked: str, verbose: bool) -> Any:
         op = Op(spec, asked=asked or "9.0")
-        plan = planned(Request(op, BUILD))
+        plan = plan_here(Request(op, BUILD))
         (program,) = {step.argv[0] for step in plan.steps if step.kind == "compile"}
         raise Planned(os.path.dirname(os.path.dirname(program)))
 
@@ -790,7 +790,7 @@ def test_a_ccbin_that_comes_first_on_path_ends_the_evidence(here: Machine, name:
         assert again == taken
         assert read.programs[name] == [str(here.bin / name)]
         newcomer = a_compiler(earlier / name)
-        assert find.first(name) == str(newcomer) != read.programs[name][0]
+        assert find.find_program(name) == str(newcomer) != read.programs[name][0]
         assert find.choose(nvcc, here.memory, _torch_cuda(), here.host).host == str(newcomer)
 
 
@@ -859,14 +859,14 @@ def test_wheel_headers_of_cuda_12_are_in_one_directory_for_each_library(tmp_path
         (tmp_path / "site/nvidia" / part / "include").mkdir(parents=True)
     marker = tmp_path / "site/nvidia/cuda_runtime/include/cuda_runtime_api.h"
     marker.write_text("#define CUDART_VERSION  12080\n")
-    found = wheel_headers.beside(sdk, [str(tmp_path / "toolkit")], (12, 8))
+    found = wheel_headers.find_wheels(sdk, [str(tmp_path / "toolkit")], (12, 8))
     assert found.directories == (
         "cuda_runtime/include", "cublas/include", "cusparse/include"
     )  # fmt: skip
-    assert wheel_headers.beside(sdk, [str(tmp_path / "toolkit")], (12, 9)).directories == ()
+    assert wheel_headers.find_wheels(sdk, [str(tmp_path / "toolkit")], (12, 9)).directories == ()
     for header in wheel_headers.LIBRARIES:
         (tmp_path / "toolkit" / header).touch()
-    assert wheel_headers.beside(sdk, [str(tmp_path / "toolkit")], (12, 8)).directories == ()
+    assert wheel_headers.find_wheels(sdk, [str(tmp_path / "toolkit")], (12, 8)).directories == ()
 
 
 def torch_sdk_at(path: Path) -> TorchSDK:

@@ -45,7 +45,7 @@ def get_accelerator() -> Accelerator:
     AcceleratorError if ``OPKILN_ACCELERATOR`` names one that cannot be used.
     """
     chosen: Accelerator
-    if (given := choice.given()) is not None:
+    if (given := choice.given_accelerator()) is not None:
         chosen = given
         return chosen
     asked: str | None = settings.accelerator
@@ -71,7 +71,7 @@ def set_accelerator(accelerator: Accelerator | None) -> None:
 def trace() -> tuple[Answer, ...]:
     """The answers that led to the current accelerator, in order; its own is the last."""
     accelerator = get_accelerator()
-    if choice.given() is not None:
+    if choice.given_accelerator() is not None:
         name = choice.asked_name() or ""
         return (Answer(name, True, f"set_accelerator() was given {accelerator!r}"),)
     return _found[settings.accelerator][1]

@@ -21,7 +21,7 @@ from opkiln.errors import ArchError
 from opkiln.lazy import Record
 
 
-class Arch(Record):
+class CudaArch(Record):
     """An architecture. ``suffix`` is ``""``, ``"a"`` (this chip only) or ``"f"`` (its family).
 
     It means a binary image; with ``ptx`` ("+PTX"), the image and its PTX. The tuples sort in
@@ -39,9 +39,9 @@ class Arch(Record):
         return f"{self.major}{self.minor}{self.suffix}"
 
     @property
-    def capability(self) -> Arch:
+    def capability(self) -> CudaArch:
         """The compute capability, without suffix and PTX."""
-        return Arch(self.major, self.minor)
+        return CudaArch(self.major, self.minor)
 
     def __str__(self) -> str:
         return f"{self.major}.{self.minor}{self.suffix}{'+PTX' if self.ptx else ''}"
@@ -80,8 +80,8 @@ _EXAMPLE = 'OPKILN_CUDA_ARCH_LIST="8.0;9.0a;10.0f+PTX"'
 
 
 def parse(
-    text: str, *, native: Sequence[Arch] | None = None, listed: Sequence[Arch] | None = None
-) -> tuple[Arch, ...]:
+    text: str, *, native: Sequence[CudaArch] | None = None, listed: Sequence[CudaArch] | None = None
+) -> tuple[CudaArch, ...]:
     """The architectures that a list names, sorted and without duplicates. Raises ArchError.
 
     ``native`` is what this machine's GPUs need, ``listed`` is what the toolkit compiles for.
@@ -93,29 +93,29 @@ def parse(
     cannot express. The second is ambiguous.
     """
     words = lists.require_words(text, "CUDA", _GRAMMAR, _EXAMPLE)
-    return merged(arch for word in words for arch in _word(word, native, listed))
+    return merge(arch for word in words for arch in _word(word, native, listed))
 
 
 show = lists.show
 
 
-def merged(archs: Iterable[Arch]) -> tuple[Arch, ...]:
+def merge(archs: Iterable[CudaArch]) -> tuple[CudaArch, ...]:
     """Sorted, without duplicates: ``8.0`` and ``8.0+PTX`` become ``8.0+PTX``."""
     found: dict[tuple[int, int, str], bool] = {}
     for arch in archs:
         key = (arch.major, arch.minor, arch.suffix)
         found[key] = found.get(key, False) or arch.ptx
-    return tuple(Arch(*key, found[key]) for key in sorted(found))
+    return tuple(CudaArch(*key, found[key]) for key in sorted(found))
 
 
 def _word(
-    word: str, native: Sequence[Arch] | None, listed: Sequence[Arch] | None
-) -> tuple[Arch, ...]:
+    word: str, native: Sequence[CudaArch] | None, listed: Sequence[CudaArch] | None
+) -> tuple[CudaArch, ...]:
     lower = word.lower()
     base = lower.removesuffix("+ptx")
     ptx = base != lower
     if base == "native":
-        found = merged(lists.native(word, native, "NVIDIA", _EXAMPLE))
+        found = merge(lists.native(word, native, "NVIDIA", _EXAMPLE))
     elif base in {"all", "all-major"}:
         found = _all(word, listed, major_only=base == "all-major")
     elif base in _NAMES:
@@ -125,7 +125,7 @@ def _word(
     return (*found[:-1], found[-1]._replace(ptx=True)) if ptx else found
 
 
-def _all(word: str, listed: Sequence[Arch] | None, *, major_only: bool) -> tuple[Arch, ...]:
+def _all(word: str, listed: Sequence[CudaArch] | None, *, major_only: bool) -> tuple[CudaArch, ...]:
     # The same as `nvcc -arch=all` and `-arch=all-major`. The PTX is that of the newest x.0, so that
     # every later minor version can use it.
     if not listed:
@@ -134,25 +134,25 @@ def _all(word: str, listed: Sequence[Arch] | None, *, major_only: bool) -> tuple
             why="no nvcc was found",
             hint="pip install 'opkiln[cuda]'",
         )
-    known = merged(arch.capability for arch in listed)
+    known = merge(arch.capability for arch in listed)
     newest = max((arch for arch in known if arch.minor == 0), default=known[-1])
     wanted = [a for a in known if a.minor == 0 or a in {known[0], newest} or not major_only]
     return tuple(arch._replace(ptx=arch == newest) for arch in wanted)
 
 
-def _single(word: str, base: str) -> Arch:
+def _single(word: str, base: str) -> CudaArch:
     if base.startswith("sm_"):
-        digits, suffix = _unsuffixed(base[3:])
+        digits, suffix = _split_suffix(base[3:])
         major, minor = digits[:-1], digits[-1:]
     else:
-        digits, suffix = _unsuffixed(base)
+        digits, suffix = _split_suffix(base)
         major, _, minor = digits.partition(".")
     if not (_is_number(major, 2) and _is_number(minor, 1)) or major == "0":
         why, hint = _GRAMMAR, _EXAMPLE
-        if meant := _meant(base):
+        if meant := _suggest(base):
             why, hint = f"did you mean {meant}?\n{_GRAMMAR}", f"OPKILN_CUDA_ARCH_LIST={meant}"
         raise ArchError(f"{lists.quote(word)} is not a CUDA architecture", why=why, hint=hint)
-    found = Arch(int(major), int(minor), suffix)
+    found = CudaArch(int(major), int(minor), suffix)
     oldest = _OLDEST[suffix]
     if (found.major, found.minor) < oldest:
         raise ArchError(
@@ -163,7 +163,7 @@ def _single(word: str, base: str) -> Arch:
     return found
 
 
-def _unsuffixed(text: str) -> tuple[str, str]:
+def _split_suffix(text: str) -> tuple[str, str]:
     return (text[:-1], text[-1]) if text.endswith(("a", "f")) else (text, "")
 
 
@@ -173,32 +173,31 @@ def _is_number(text: str, most: int) -> bool:
     return plain and (text == "0" or text[0] != "0")
 
 
-def _meant(base: str) -> str:
+def _suggest(base: str) -> str:
     """A suggestion for ``8``, ``80``, ``sm90a``, ``compute_90`` or ``90-virtual``; "" if none."""
     ptx = base.startswith("compute") or base.endswith("-virtual")
     base = base.removeprefix("sm").removeprefix("compute").removeprefix("_").removeprefix("-")
-    digits, suffix = _unsuffixed(base.removesuffix("-real").removesuffix("-virtual"))
+    digits, suffix = _split_suffix(base.removesuffix("-real").removesuffix("-virtual"))
     major, minor = (digits, "0") if len(digits) == 1 else (digits[:-1], digits[-1:])
     if not (_is_number(major, 2) and _is_number(minor, 1)):
         return ""
-    found = Arch(int(major), int(minor), suffix, ptx)
+    found = CudaArch(int(major), int(minor), suffix, ptx)
     return str(found) if _OLDEST[suffix] <= (found.major, found.minor) < (20, 0) else ""
 
 
-def images(archs: Iterable[Arch]) -> tuple[str, ...]:
+def images(archs: Iterable[CudaArch]) -> tuple[str, ...]:
     """The images of a fat binary for these architectures: ``sm_80``, ``sm_90a``, ``compute_90a``.
 
     Without duplicates.
     """
-    found: list[str] = []
-    for arch in merged(archs):
-        found.append(f"sm_{arch.number}")
-        if arch.ptx:
-            found.append(f"compute_{arch.number}")
-    return tuple(found)
+    return tuple(
+        f"{kind}_{arch.number}"
+        for arch in merge(archs)
+        for kind in (("sm", "compute") if arch.ptx else ("sm",))
+    )
 
 
-def flags(archs: Iterable[Arch]) -> tuple[str, ...]:
+def flags(archs: Iterable[CudaArch]) -> tuple[str, ...]:
     """nvcc's ``-gencode`` flags for these, without duplicates. Only this function makes them."""
     return tuple(
         f"-gencode=arch=compute_{image.partition('_')[2]},code={image}" for image in images(archs)
@@ -208,14 +207,14 @@ def flags(archs: Iterable[Arch]) -> tuple[str, ...]:
 _ARCH_FLAGS = ("-gencode", "--generate-code", "-arch", "--gpu-architecture", "-code", "--gpu-code")
 
 
-def from_flags(given: Sequence[str]) -> tuple[tuple[str, ...], tuple[Arch, ...]]:
+def split_flags(given: Sequence[str]) -> tuple[tuple[str, ...], tuple[CudaArch, ...]]:
     """Split nvcc flags into (other flags, architectures).
 
     A binary image gives its architecture, and a PTX image gives its architecture with PTX. Raises
     ArchError for an architecture flag that does not name one.
     """
     rest: list[str] = []
-    found: list[Arch] = []
+    found: list[CudaArch] = []
     words = iter(given)
     for word in words:
         option, joined, value = word.partition("=")
@@ -224,14 +223,13 @@ def from_flags(given: Sequence[str]) -> tuple[tuple[str, ...], tuple[Arch, ...]]
             continue
         text = value if joined else next(words, "")
         for code in text.rpartition("code=")[2].strip("[]").split(","):
-            kind, _, number = code.partition("_")
-            if kind not in {"sm", "compute"}:
+            if code.partition("_")[0] not in {"sm", "compute"}:
                 raise ArchError(f"{lists.quote(word)} names no CUDA architecture", hint=_EXAMPLE)
-            found.append(_single(code, f"sm_{number}")._replace(ptx=kind == "compute"))
-    return tuple(rest), merged(found)
+            found.append(_image(code))
+    return tuple(rest), merge(found)
 
 
-def filtered(archs: Iterable[Arch], rule: lists.Rule) -> lists.Filtered:
+def apply_filter(archs: Iterable[CudaArch], rule: lists.Rule) -> lists.Filtered:
     """Apply an op's ``filter_ccs`` to these. Raises SpecError.
 
     The rule gets plain capabilities ("8.0", "9.0"), each once. Its decision also applies to the
@@ -239,10 +237,10 @@ def filtered(archs: Iterable[Arch], rule: lists.Rule) -> lists.Filtered:
     rule returns those to keep, in any order, as strings or as ``[major, minor]``. If it returns one
     with a suffix, only that variant is kept. A rule can only remove.
     """
-    return lists.filtered(merged(archs), rule, lambda arch: str(arch.capability), _variants)
+    return lists.apply_filter(merge(archs), rule, lambda arch: str(arch.capability), _variants)
 
 
-def _variants(item: str, have: Iterable[Arch]) -> list[Arch]:
+def _variants(item: str, have: Iterable[CudaArch]) -> list[CudaArch]:
     """Those of ``have`` that a filter's answer names; none if it does not name an architecture."""
     base = item.lower().removesuffix("+ptx")
     try:
@@ -258,18 +256,20 @@ def _variants(item: str, have: Iterable[Arch]) -> list[Arch]:
     ]
 
 
-def usable(archs: Iterable[Arch], listed: Iterable[Arch], accepts: frozenset[str]) -> lists.Usable:
+def usable(
+    archs: Iterable[CudaArch], listed: Iterable[CudaArch], accepts: frozenset[str]
+) -> lists.Usable:
     """Which of these a toolkit compiles for, and why it does not compile for the others.
 
     ``listed`` is what the toolkit lists. Toolkits do not list ``a`` and ``f`` variants. So for a
     variant its capability must be listed. If ``accepts`` (the result of probes, such as "90a") is
     not empty, the variant must also be in it.
     """
-    known = merged(arch.capability for arch in listed)
-    return lists.usable(merged(archs), lambda arch: _refusal(arch, known, accepts))
+    known = merge(arch.capability for arch in listed)
+    return lists.usable(merge(archs), lambda arch: _refusal(arch, known, accepts))
 
 
-def _refusal(arch: Arch, known: tuple[Arch, ...], accepts: frozenset[str]) -> str:
+def _refusal(arch: CudaArch, known: tuple[CudaArch, ...], accepts: frozenset[str]) -> str:
     capability = arch.capability
     if not known:
         return "the toolkit lists no architecture"
@@ -284,7 +284,9 @@ def _refusal(arch: Arch, known: tuple[Arch, ...], accepts: frozenset[str]) -> st
     return ""
 
 
-def for_device(capability: Arch, listed: Iterable[Arch], driver_ptx: bool) -> tuple[Arch, str]:
+def choose_for_device(
+    capability: CudaArch, listed: Iterable[CudaArch], driver_ptx: bool
+) -> tuple[CudaArch, str]:
     """(the architecture to compile for a device, the text of a warning).
 
     The warning is empty if the architecture is the device's own. ``driver_ptx`` says whether the
@@ -294,7 +296,7 @@ def for_device(capability: Arch, listed: Iterable[Arch], driver_ptx: bool) -> tu
     for the toolkit, and if nothing would run.
     """
     wanted = capability.capability
-    known = merged(arch.capability for arch in listed)
+    known = merge(arch.capability for arch in listed)
     if wanted in known:
         return wanted, ""
     older = [arch for arch in known if arch < wanted]
@@ -321,21 +323,22 @@ def for_device(capability: Arch, listed: Iterable[Arch], driver_ptx: bool) -> tu
     )
 
 
-def covers(images_or_archs: Iterable[Arch | str], capability: Arch) -> str:
+def covers(images_or_archs: Iterable[CudaArch | str], capability: CudaArch) -> str:
     """How code for these runs on a device: "exact", "binary", "ptx", or "" if it does not.
 
     "exact" is an image for exactly this capability. "binary" is one for a lower minor version, or
     for the device's family. "ptx" is compiled by the driver. Images have nvcc's names (``sm_90a``,
     ``compute_90``); any other name raises ArchError.
     """
-    ways: set[str] = set()
-    for each in images_or_archs:
-        for name in [each] if isinstance(each, str) else images([each]):
-            ways.add(_runs(_image(name), capability))
+    ways = {
+        _runs(_image(name), capability)
+        for each in images_or_archs
+        for name in ([each] if isinstance(each, str) else images([each]))
+    }
     return next((way for way in ("exact", "binary", "ptx") if way in ways), "")
 
 
-def _image(name: str) -> Arch:
+def _image(name: str) -> CudaArch:
     """The architecture of an image, with PTX if it is PTX alone."""
     kind, _, number = name.partition("_")
     if kind not in {"sm", "compute"}:
@@ -343,7 +346,7 @@ def _image(name: str) -> Arch:
     return _single(name, f"sm_{number}")._replace(ptx=kind == "compute")
 
 
-def _runs(code: Arch, device: Arch) -> str:
+def _runs(code: CudaArch, device: CudaArch) -> str:
     made, here = (code.major, code.minor), (device.major, device.minor)
     if made == here:
         return "ptx" if code.ptx else "exact"
@@ -356,7 +359,7 @@ def _runs(code: Arch, device: Arch) -> str:
     return "ptx" if code.ptx else "binary"
 
 
-def has_bf16(archs: Iterable[Arch]) -> bool:
+def has_bf16(archs: Iterable[CudaArch]) -> bool:
     """Whether all of these have bfloat16 arithmetic; False for an empty list."""
     found = tuple(archs)
     return bool(found) and all(arch.major >= 8 for arch in found)

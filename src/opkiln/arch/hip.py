@@ -17,7 +17,7 @@ from opkiln.errors import ArchError
 from opkiln.lazy import Record
 
 
-class Arch(Record):
+class HipArch(Record):
     """A processor and the settings of its features (``xnack-``), sorted by name."""
 
     processor: str
@@ -57,32 +57,32 @@ _EXAMPLE = 'PYTORCH_ROCM_ARCH="gfx90a;gfx942"'
 def parse(
     text: str,
     *,
-    native: Sequence[Arch] | None = None,
-    listed: Sequence[Arch] | None = None,  # noqa: ARG001 (CUDA's grammar has words for them)
-) -> tuple[Arch, ...]:
+    native: Sequence[HipArch] | None = None,
+    listed: Sequence[HipArch] | None = None,  # noqa: ARG001 (CUDA's grammar has words for them)
+) -> tuple[HipArch, ...]:
     """The targets that a list names, sorted and without duplicates. Raises ArchError.
 
     ``native`` is this machine's GPUs; without them, the word is an error. The error quotes the
     first word that is not valid. The compiler requires that all targets of one processor set the
     same features: ``gfx90a;gfx90a:xnack+`` is an error.
     """
-    found: list[Arch] = []
+    found: list[HipArch] = []
     for word in lists.require_words(text, "HIP", _GRAMMAR, _EXAMPLE):
         if word.lower() == "native":
             found += lists.native(word, native, "AMD", _EXAMPLE)
         else:
             found.append(_single(word))
-    return merged(found)
+    return merge(found)
 
 
 show = lists.show
 
 
-def merged(archs: Iterable[Arch]) -> tuple[Arch, ...]:
+def merge(archs: Iterable[HipArch]) -> tuple[HipArch, ...]:
     """Sorted, without duplicates. Raises ArchError if two targets of one processor set different
     features."""
-    found = tuple(sorted(set(archs), key=_order))
-    first: dict[str, Arch] = {}
+    found = tuple(sorted(set(archs), key=lambda arch: (_version(arch.processor), *arch)))
+    first: dict[str, HipArch] = {}
     for arch in found:
         other = first.setdefault(arch.processor, arch)
         if _names(other) != _names(arch):
@@ -99,7 +99,7 @@ def is_hip(text: str) -> bool:
     return "".join(lists.split(text)[:1]).lower().startswith("gfx")
 
 
-def _single(word: str) -> Arch:
+def _single(word: str) -> HipArch:
     processor, *settings = word.lower().split(":")
     if not _version(processor):
         raise ArchError(
@@ -113,7 +113,7 @@ def _single(word: str) -> Arch:
             why=f"features are {' and '.join(_FEATURES)}, each once, with + or - after it",
             hint=f"PYTORCH_ROCM_ARCH={processor}",
         )
-    return Arch(processor, tuple(sorted(settings)))
+    return HipArch(processor, tuple(sorted(settings)))
 
 
 def _version(processor: str) -> tuple[int, ...]:
@@ -136,60 +136,56 @@ def _version(processor: str) -> tuple[int, ...]:
     return int(major), int(last[0], 16), -1 if generic else int(last[1], 16)
 
 
-def _order(arch: Arch) -> tuple[object, ...]:
-    return (_version(arch.processor), *arch)
-
-
-def _names(arch: Arch) -> tuple[str, ...]:
+def _names(arch: HipArch) -> tuple[str, ...]:
     return tuple(setting[:-1] for setting in arch.features)
 
 
-def images(archs: Iterable[Arch]) -> tuple[str, ...]:
+def images(archs: Iterable[HipArch]) -> tuple[str, ...]:
     """The images of a library for these: one for each."""
-    return tuple(map(str, merged(archs)))
+    return tuple(map(str, merge(archs)))
 
 
-def flags(archs: Iterable[Arch]) -> tuple[str, ...]:
+def flags(archs: Iterable[HipArch]) -> tuple[str, ...]:
     """hipcc's ``--offload-arch`` flags for these, without duplicates. Only this function makes
     them."""
-    return tuple(f"--offload-arch={arch}" for arch in merged(archs))
+    return tuple(f"--offload-arch={arch}" for arch in merge(archs))
 
 
-def filtered(archs: Iterable[Arch], rule: lists.Rule) -> lists.Filtered:
+def apply_filter(archs: Iterable[HipArch], rule: lists.Rule) -> lists.Filtered:
     """Apply an op's filter to these. Raises SpecError.
 
     The rule gets plain processors ("gfx90a"), each once, and returns those to keep, in any order.
     Its decision applies to a processor with any features. A rule can only remove.
     """
 
-    def named(item: str, have: Iterable[Arch]) -> list[Arch]:
+    def find_named(item: str, have: Iterable[HipArch]) -> list[HipArch]:
         return [arch for arch in have if arch.processor == item.lower()]
 
-    return lists.filtered(merged(archs), rule, lambda arch: arch.processor, named)
+    return lists.apply_filter(merge(archs), rule, lambda arch: arch.processor, find_named)
 
 
 def usable(
-    archs: Iterable[Arch],
-    listed: Iterable[Arch],
+    archs: Iterable[HipArch],
+    listed: Iterable[HipArch],
     accepts: frozenset[str] = frozenset(),  # noqa: ARG001 (it is about CUDA's variants)
 ) -> lists.Usable:
     """Which of these a compiler knows, and why it does not know the others. Ignores features.
 
     ``listed`` is what it has device libraries for. If it does not say, it may know all.
     """
-    known = tuple(arch.processor for arch in merged(listed))
+    known = tuple(arch.processor for arch in merge(listed))
 
-    def refusal(arch: Arch) -> str:
+    def refusal(arch: HipArch) -> str:
         if arch.processor in known or not known:
             return ""
         # Those of the same major version say more than a long list.
         near = [each for each in known if _version(each)[:1] == _version(arch.processor)[:1]]
         return f"the compiler has no {arch.processor}; it has {', '.join(near or known)}"
 
-    return lists.usable(merged(archs), refusal)
+    return lists.usable(merge(archs), refusal)
 
 
-def covers(archs: Iterable[Arch], device: Arch) -> str:
+def covers(archs: Iterable[HipArch], device: HipArch) -> str:
     """How code for these runs on a device: "exact", "generic", or "" if it does not.
 
     Code that sets a feature runs only on a device with the same setting. If a device does not
@@ -199,7 +195,7 @@ def covers(archs: Iterable[Arch], device: Arch) -> str:
     return next((way for way in ("exact", "generic") if way in ways), "")
 
 
-def _runs(code: Arch, device: Arch) -> str:
+def _runs(code: HipArch, device: HipArch) -> str:
     if not set(code.features) <= set(device.features):
         return ""
     if code.processor == device.processor:

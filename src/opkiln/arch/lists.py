@@ -67,7 +67,7 @@ def show(archs: Iterable[object]) -> str:
     return ";".join(map(str, archs))
 
 
-def filtered(
+def apply_filter(
     archs: Sequence[A],
     rule: Rule,
     name: Callable[[A], str],

@@ -14,7 +14,7 @@ import struct
 from collections.abc import Iterable, Iterator
 from struct import Struct
 
-from opkiln.binary.source import File, Source, opened
+from opkiln.binary.source import ByteSource, File, open_source
 from opkiln.errors import LoadError
 from opkiln.lazy import Record
 
@@ -59,7 +59,7 @@ class Elf(Record):
     symbols: tuple[tuple[str, str, str], ...]
 
 
-class Section(Record):
+class ElfSection(Record):
     """One section: its name, its type, and where its bytes are (NOBITS sections have none)."""
 
     name: str
@@ -71,7 +71,7 @@ class Section(Record):
 
 def read(file: File) -> Elf:
     """Read a library, object or executable. Raises LoadError if it is something else or damaged."""
-    with opened(file) as source:
+    with open_source(file) as source:
         kind, machine, table = _tables(source)
         versions = tuple(_versions(source, table))
         return Elf(
@@ -79,26 +79,26 @@ def read(file: File) -> Elf:
             _KINDS[kind],
             tuple(_dynamic(source, table, _DT_NEEDED)),
             tuple(sorted({each.name for each in versions if not each.weak})),
-            tuple(sorted(set(_undefined(source, table, versions)))),
+            tuple(sorted(set(_undefined_symbols(source, table, versions)))),
         )
 
 
-def defined(file: File) -> frozenset[str]:
+def defined_symbols(file: File) -> frozenset[str]:
     """The dynamic symbols that a library defines for others, including weak ones. Raises LoadError
     as ``read`` does."""
-    with opened(file) as source:
-        return frozenset(_defined(source, _tables(source)[2]))
+    with open_source(file) as source:
+        return frozenset(_defined_names(source, _tables(source)[2]))
 
 
 def search_path(file: File) -> tuple[str, ...]:
     """The directories where the dynamic linker looks for what a program or library needs, as they
     are written in it. Raises LoadError as ``read`` does."""
-    with opened(file) as source:
+    with open_source(file) as source:
         lists = _dynamic(source, _tables(source)[2], _DT_RPATH, _DT_RUNPATH)
         return tuple(each for listed in lists for each in listed.split(":") if each)
 
 
-def sections(source: Source, name: str) -> Iterator[tuple[int, Source]]:
+def sections(source: ByteSource, name: str) -> Iterator[tuple[int, ByteSource]]:
     """(offset, source up to the section's end) of each section of this name that has bytes.
 
     Raises LoadError if a section is not completely inside the file.
@@ -106,18 +106,18 @@ def sections(source: Source, name: str) -> Iterator[tuple[int, Source]]:
     found = [each for each in _tables(source)[2] if each.name == name and each.kind != _NOBITS]
     # If sections overlapped, the same bytes would be read many times.
     if sum(section.size for section in found) > source.size:
-        raise source.damaged(f"section {name}: larger than the file, or present many times")
+        raise source.damage(f"section {name}: larger than the file, or present many times")
     for section in found:
         end = section.offset + section.size
         if end > source.size:
-            raise source.damaged(
+            raise source.damage(
                 f"section {name}: {section.size} bytes at {section.offset:#x} reach past the end "
                 f"at {source.size:#x}"
             )
         yield section.offset, source.until(end)
 
 
-def _tables(source: Source) -> tuple[int, int, tuple[Section, ...]]:
+def _tables(source: ByteSource) -> tuple[int, int, tuple[ElfSection, ...]]:
     magic = source.read(0, min(6, source.size), "ELF header")
     if magic[:4] != b"\x7fELF":
         raise LoadError(f"{source.name} is not an ELF file", why=_beginning(magic))
@@ -128,35 +128,37 @@ def _tables(source: Source) -> tuple[int, int, tuple[Section, ...]]:
     header = source.unpack(_HEADER, 0, "ELF header")
     _, kind, machine, _, _, _, start, _, _, _, _, width, count, names = header
     if kind not in _KINDS:
-        raise source.damaged(f"ELF header: type {kind} is not a library, object or executable")
+        raise source.damage(f"ELF header: type {kind} is not a library, object or executable")
     if not start:
-        raise source.damaged("ELF header: there are no section headers")
+        raise source.damage("ELF header: there are no section headers")
     if width != _SECTION.size:
-        raise source.damaged(f"ELF header: section headers have {width} bytes, not {_SECTION.size}")
+        raise source.damage(f"ELF header: section headers have {width} bytes, not {_SECTION.size}")
     first = source.unpack(_SECTION, start, "first section header")
     # With 0xff00 sections or more, the numbers do not fit the header. Then they are in the first
     # section's header.
     count = count or first[5]
     names = first[6] if names == 0xFFFF else names
-    headers = _whole(source, start, count * width, "section headers")
+    headers = _read_whole(source, start, count * width, "section headers")
     raw = list(_SECTION.iter_unpack(headers))
     if names >= len(raw):
-        raise source.damaged(
+        raise source.damage(
             f"ELF header: the section names are in section {names}, but there are {len(raw)}"
         )
     strings = _Strings(source, raw[names][4], raw[names][5], "section names")
-    table = tuple(Section(strings.at(each[0]), each[1], each[6], each[4], each[5]) for each in raw)
+    table = tuple(
+        ElfSection(strings.name_at(each[0]), each[1], each[6], each[4], each[5]) for each in raw
+    )
     return kind, machine, table
 
 
-def _dynamic(source: Source, table: tuple[Section, ...], *tags: int) -> Iterator[str]:
-    for section in _of_kind(table, _DYNAMIC_TABLE):
-        strings = _linked(source, table, section)
+def _dynamic(source: ByteSource, table: tuple[ElfSection, ...], *tags: int) -> Iterator[str]:
+    for section in _sections_of(table, _DYNAMIC_TABLE):
+        strings = _names_of(source, table, section)
         for tag, value in _records(source, section, _DYNAMIC):
             if tag == _DT_NULL:
                 break
             if tag in tags:
-                yield strings.at(value)
+                yield strings.name_at(value)
 
 
 class _Version(Record):
@@ -168,47 +170,39 @@ class _Version(Record):
     weak: bool
 
 
-def _undefined(
-    source: Source, table: tuple[Section, ...], versions: tuple[_Version, ...]
+def _undefined_symbols(
+    source: ByteSource, table: tuple[ElfSection, ...], versions: tuple[_Version, ...]
 ) -> Iterator[tuple[str, str, str]]:
     needed = {each.number: (each.soname, each.name) for each in versions}
-    for section in _of_kind(table, _DYNSYM):
-        strings = _linked(source, table, section)
-        indices = _version_indices(source, table)
+    for section in _sections_of(table, _DYNSYM):
+        strings = _names_of(source, table, section)
+        numbered = _sections_of(table, _VERSYM)  # a library without versions has none
+        indices = [i for each in numbered for (i,) in _records(source, each, _VERSION_INDEX)]
         symbols = _records(source, section, SYMBOL)
         for position, (name, info, _, defined_in, _, _) in enumerate(symbols):
             if name and not defined_in and info >> 4 not in {_STB_LOCAL, _STB_WEAK}:
                 if indices and position >= len(indices):
-                    raise source.damaged(
+                    raise source.damage(
                         f"section {section.name}: symbol {position} has no version number"
                     )
                 index = indices[position] & ~_HIDDEN if indices else 0
                 soname, version = needed.get(index, ("", ""))
-                yield soname, strings.at(name), version
+                yield soname, strings.name_at(name), version
 
 
-def _defined(source: Source, table: tuple[Section, ...]) -> Iterator[str]:
-    for section in _of_kind(table, _DYNSYM):
-        strings = _linked(source, table, section)
+def _defined_names(source: ByteSource, table: tuple[ElfSection, ...]) -> Iterator[str]:
+    for section in _sections_of(table, _DYNSYM):
+        strings = _names_of(source, table, section)
         for name, info, _, defined_in, _, _ in _records(source, section, SYMBOL):
             if name and defined_in and info >> 4 != _STB_LOCAL:
-                yield strings.at(name)
+                yield strings.name_at(name)
 
 
-def _version_indices(source: Source, table: tuple[Section, ...]) -> tuple[int, ...]:
-    for section in _of_kind(table, _VERSYM):
-        return tuple(index for (index,) in _records(source, section, _VERSION_INDEX))
-    return ()  # a library without versions
-
-
-def _versions(source: Source, table: tuple[Section, ...]) -> Iterator[_Version]:
-    for section in _of_kind(table, _VERNEED):
-        strings = _linked(source, table, section)
-        inside = Source(
-            source.name,
-            section.size,
-            held=_whole(source, section.offset, section.size, section.name),
-        )
+def _versions(source: ByteSource, table: tuple[ElfSection, ...]) -> Iterator[_Version]:
+    for section in _sections_of(table, _VERNEED):
+        strings = _names_of(source, table, section)
+        data = _read_whole(source, section.offset, section.size, section.name)
+        inside = ByteSource(source.name, section.size, held=data)
         # A chain of libraries, each with a chain of versions. In a valid file no record is in two
         # chains, so there are no more records than fit into the section.
         left = section.size // _NEED.size
@@ -217,13 +211,15 @@ def _versions(source: Source, table: tuple[Section, ...]) -> Iterator[_Version]:
             _, count, soname, first, following = inside.unpack(_NEED, at, section.name)
             left -= 1 + count
             if left < 0:
-                raise source.damaged(f"section {section.name}: more records than it has room for")
+                raise source.damage(f"section {section.name}: more records than it has room for")
             position = at + first
             for _ in range(count):
                 record = inside.unpack(_NEED_VERSION, position, section.name)
                 _, flags, index, name, step = record
                 weak = bool(flags & _WEAK_VERSION)
-                yield _Version(strings.at(soname), strings.at(name), index & ~_HIDDEN, weak)
+                yield _Version(
+                    strings.name_at(soname), strings.name_at(name), index & ~_HIDDEN, weak
+                )
                 position += step
             if not following:
                 break
@@ -234,55 +230,55 @@ class _Strings:
     """A string table. Limits the total length of names, so that overlapping names cannot use up
     the memory."""
 
-    def __init__(self, source: Source, offset: int, size: int, what: str) -> None:
+    def __init__(self, source: ByteSource, offset: int, size: int, what: str) -> None:
         self._source = source
         self._what = what
-        self._table = _whole(source, offset, size, what)
+        self._table = _read_whole(source, offset, size, what)
         self._known: dict[int, str] = {}
         # Linkers let names share their tails. No linker reaches eight times the table's size.
         self._left = 8 * size
 
-    def at(self, offset: int) -> str:
+    def name_at(self, offset: int) -> str:
         """The name at an offset. Raises LoadError if the table ends before the name does."""
         known = self._known.get(offset)
         if known is not None:
             return known
         end = self._table.find(b"\0", offset)
         if end < 0:
-            raise self._source.damaged(f"{self._what}: the name at {offset:#x} has no end")
+            raise self._source.damage(f"{self._what}: the name at {offset:#x} has no end")
         self._left -= end - offset
         if self._left < 0:
-            raise self._source.damaged(f"{self._what}: the names overlap")
+            raise self._source.damage(f"{self._what}: the names overlap")
         name = self._table[offset:end].decode("utf-8", "backslashreplace")
         self._known[offset] = name
         return name
 
 
-def _of_kind(table: tuple[Section, ...], kind: int) -> list[Section]:
+def _sections_of(table: tuple[ElfSection, ...], kind: int) -> list[ElfSection]:
     # There is at most one table of each kind, and the dynamic linker also uses only one.
     return [section for section in table if section.kind == kind][:1]
 
 
-def _linked(source: Source, table: tuple[Section, ...], section: Section) -> _Strings:
+def _names_of(source: ByteSource, table: tuple[ElfSection, ...], section: ElfSection) -> _Strings:
     if section.link >= len(table) or table[section.link].kind != _STRTAB:
-        raise source.damaged(f"section {section.name}: its names are not in a string table")
+        raise source.damage(f"section {section.name}: its names are not in a string table")
     strings = table[section.link]
     return _Strings(source, strings.offset, strings.size, f"section {strings.name}")
 
 
-def _records(source: Source, section: Section, layout: Struct) -> Iterator[tuple[int, ...]]:
+def _records(source: ByteSource, section: ElfSection, layout: Struct) -> Iterator[tuple[int, ...]]:
     if section.size % layout.size:
-        raise source.damaged(
+        raise source.damage(
             f"section {section.name}: {section.size} bytes are not a multiple of {layout.size}"
         )
     return layout.iter_unpack(
-        _whole(source, section.offset, section.size, f"section {section.name}")
+        _read_whole(source, section.offset, section.size, f"section {section.name}")
     )
 
 
-def _whole(source: Source, offset: int, size: int, what: str) -> bytes:
+def _read_whole(source: ByteSource, offset: int, size: int, what: str) -> bytes:
     if size > _LARGEST_TABLE:
-        raise source.damaged(f"{what}: {size} bytes are more than the limit of {_LARGEST_TABLE}")
+        raise source.damage(f"{what}: {size} bytes are more than the limit of {_LARGEST_TABLE}")
     return source.read(offset, size, what)
 
 
@@ -294,20 +290,20 @@ _HEAD, _WORD, _LONG = Struct("<IIII"), Struct("<I"), Struct("<Q")
 _UNDEFINED = 0
 
 
-def missing(file: File, names: Iterable[str]) -> tuple[str, ...]:
+def missing_symbols(file: File, names: Iterable[str]) -> tuple[str, ...]:
     """The ``names`` that a library does not define, in the given order. Raises LoadError."""
-    with opened(file) as source:
-        table = _Table(source)
+    with open_source(file) as source:
+        table = _HashTable(source)
         if table.usable:
             return tuple(name for name in names if not table.has(name))
-    has = defined(file)  # the library has an older kind of hash table, or none
+    has = defined_symbols(file)  # the library has an older kind of hash table, or none
     return tuple(name for name in names if name not in has)
 
 
-class _Table:
+class _HashTable:
     """A ``.gnu.hash`` section, with its symbols and their names."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: ByteSource) -> None:
         self._source = source
         names = (".gnu.hash", ".dynsym", ".dynstr")
         hashes, symbols, strings = (list(sections(source, name)) for name in names)
@@ -368,7 +364,7 @@ def _hash(name: str) -> int:
 _STRING = "std::__cxx11::basic_string<char, std::char_traits<char>, std::allocator<char> >"
 
 
-def demangled(symbol: str) -> str:
+def demangle(symbol: str) -> str:
     """A symbol's C++ name, from the C++ runtime. Returns the symbol itself if it has none."""
     if not symbol.startswith("_Z"):
         return symbol
@@ -381,9 +377,9 @@ def demangled(symbol: str) -> str:
     return name.replace(_STRING, "std::string")
 
 
-def shown(symbol: str) -> str:
+def show_symbol(symbol: str) -> str:
     """A symbol for a message: its C++ name, and the symbol too if the two differ."""
-    name = demangled(symbol)
+    name = demangle(symbol)
     return symbol if name == symbol else f"{name} ({symbol})"
 
 
@@ -412,19 +408,17 @@ def search(directories: Iterable[str], libraries: Iterable[str]) -> tuple[list[s
         real = os.path.realpath(directory)
         if real not in entered:
             entered.add(real)
-            waiting += filter(os.path.isdir, (*preferred, *_contents(preferred[0])))
+            hwcaps = preferred[0]  # it has a directory for each kind of machine
+            names_in = os.listdir(hwcaps) if os.path.isdir(hwcaps) else ()
+            inside = (os.path.join(hwcaps, name) for name in names_in)
+            waiting += filter(os.path.isdir, (*preferred, *inside))
     return absent, there
-
-
-def _contents(directory: str) -> list[str]:
-    found = os.listdir(directory) if os.path.isdir(directory) else ()
-    return [os.path.join(directory, name) for name in found]
 
 
 _MAGIC, _CACHE_HEADER, _ENTRY = b"glibc-ld.so.cache1.1", 48, struct.Struct("<iIIIQ")
 
 
-def listed(file: str, names: Iterable[str]) -> list[str]:
+def read_list(file: str, names: Iterable[str]) -> list[str]:
     """What the linker's list says of libraries: each name, with the paths that it leads to after
     it. A list that is not glibc's counts as a whole. Raises OSError."""
     found = {name.encode(): [name] for name in sorted(names)}

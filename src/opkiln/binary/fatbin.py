@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from struct import Struct
 
 from opkiln.binary import elf
-from opkiln.binary.source import File, Source, opened
+from opkiln.binary.source import ByteSource, File, open_source
 from opkiln.errors import LoadError
 from opkiln.nvrtc import container
 
@@ -41,44 +41,44 @@ def images(file: File) -> tuple[str, ...]:
     link by the host compiler, adds none.
     """
     found: set[tuple[int, int, str]] = set()
-    with opened(file) as source:
+    with open_source(file) as source:
         for start, inside in elf.sections(source, ".nv_fatbin"):
             found.update(_containers(inside, start, "section .nv_fatbin"))
     ordered = sorted(found, key=lambda image: (_ORDER.index(image[0]), image[1:]))
     return tuple(f"{_PREFIXES[kind]}{number}{mark}" for kind, number, mark in ordered)
 
 
-def _containers(source: Source, at: int, what: str) -> Iterator[tuple[int, int, str]]:
+def _containers(source: ByteSource, at: int, what: str) -> Iterator[tuple[int, int, str]]:
     while (at := source.past_padding(at, what)) < source.size:
         magic, version, header, size = source.unpack(container.CONTAINER, at, f"{what}: fat binary")
         if magic != container.MAGIC:
-            raise source.damaged(
+            raise source.damage(
                 f"{what}: {magic:#010x} at {at:#x} is not the start of a fat binary"
             )
         if version != 1 or header < container.CONTAINER.size:
-            raise source.damaged(
+            raise source.damage(
                 f"{what}: fat binary at {at:#x} has version {version}, a header of {header} bytes"
             )
         end = at + header + size
         if end > source.size:
-            raise source.damaged(f"{what}: fat binary at {at:#x} reaches past the section's end")
+            raise source.damage(f"{what}: fat binary at {at:#x} reaches past the section's end")
         yield from _entries(source.until(end), at + header, what)
         at = end
 
 
-def _entries(source: Source, at: int, what: str) -> Iterator[tuple[int, int, str]]:
+def _entries(source: ByteSource, at: int, what: str) -> Iterator[tuple[int, int, str]]:
     while at < source.size:
         kind, version, header, size, number, flags = source.unpack(_ENTRY, at, f"{what}: image")
         if version >> 8 != 1 or header < _SMALLEST_ENTRY:
-            raise source.damaged(
+            raise source.damage(
                 f"{what}: image at {at:#x} has version {version:#x}, a header of {header} bytes"
             )
         if at + header + size > source.size:
-            raise source.damaged(f"{what}: image at {at:#x} reaches past its fat binary's end")
+            raise source.damage(f"{what}: image at {at:#x} reaches past its fat binary's end")
         if kind in _PREFIXES:
             mark = _MARKS.get(flags & _MARKED)
             if mark is None or not 10 <= number <= 999:
-                raise source.damaged(
+                raise source.damage(
                     f"{what}: image at {at:#x} is for architecture {number}, flags {flags:#x}"
                 )
             yield kind, number, mark
@@ -110,45 +110,45 @@ def hip_images(file: File) -> tuple[str, ...]:
     not an ELF file, is damaged, or has bundles that are packed with zstd.
     """
     found: set[str] = set()
-    with opened(file) as source:
+    with open_source(file) as source:
         for start, inside in elf.sections(source, ".hip_fatbin"):
             found |= _bundles(inside, start, "section .hip_fatbin")
     return tuple(sorted(found, key=lambda target: (len(target.partition(":")[0]), target)))
 
 
-def _bundles(source: Source, at: int, what: str) -> set[str]:
+def _bundles(source: ByteSource, at: int, what: str) -> set[str]:
     found: set[str] = set()
     while (at := source.past_padding(at, what)) < source.size:
         magic = source.read(at, min(len(_BUNDLE_MAGIC), source.size - at), what)
         if magic == _BUNDLE_MAGIC:
             targets, at = _table(source, at, source.size, what)
         elif magic.startswith(_PACKED_MAGIC):
-            targets, at = _packed(source, at, what)
+            targets, at = _packed_table(source, at, what)
         else:
-            raise source.damaged(
+            raise source.damage(
                 f"{what}: {magic[:8]!r} at {at:#x} is not the start of an offload bundle"
             )
         found |= targets
     return found
 
 
-def _table(source: Source, start: int, end: int, what: str) -> tuple[set[str], int]:
+def _table(source: ByteSource, start: int, end: int, what: str) -> tuple[set[str], int]:
     """(targets, end) of the bundle at ``start``, which must not reach past ``end``."""
     at = start + len(_BUNDLE_MAGIC)
     (count,) = source.unpack(_COUNT, at, what)
     at += _COUNT.size
     if at + count * _BUNDLE_ENTRY.size > end:
-        raise source.damaged(f"{what}: no room for the {count} images at {start:#x}")
+        raise source.damage(f"{what}: no room for the {count} images at {start:#x}")
     after = at
     targets = set()
     for _ in range(count):
         offset, size, length = source.unpack(_BUNDLE_ENTRY, at, what)
         if start + offset + size > end or length > _LONGEST_ID:
-            raise source.damaged(f"{what}: the image at {at:#x} is not inside the bundle")
+            raise source.damage(f"{what}: the image at {at:#x} is not inside the bundle")
         at += _BUNDLE_ENTRY.size
         target = _target(source.read(at, length, what))
         if target is None:
-            raise source.damaged(f"{what}: no target id at {at:#x}")
+            raise source.damage(f"{what}: no target id at {at:#x}")
         targets.add(target)
         at += length
         after = max(after, at, start + offset + size)
@@ -168,17 +168,17 @@ def _target(words: bytes) -> str | None:
     return parts[5] if len(parts) == 6 and parts[5] else None
 
 
-def _packed(source: Source, start: int, what: str) -> tuple[set[str], int]:
+def _packed_table(source: ByteSource, start: int, what: str) -> tuple[set[str], int]:
     """(targets, end) of the packed bundle at ``start``."""
     _, version, method = source.unpack(_PACKED, start, what)
     sizes = _PACKED_SIZES.get(version)
     if sizes is None:
-        raise source.damaged(f"{what}: packed bundle at {start:#x} has unknown version {version}")
+        raise source.damage(f"{what}: packed bundle at {start:#x} has unknown version {version}")
     packed, unpacked = source.unpack(sizes, start + _PACKED.size, what)
     body = start + _PACKED.size + sizes.size
     after = start + packed
     if not body <= after <= source.size:
-        raise source.damaged(f"{what}: packed bundle at {start:#x} cannot have {packed} bytes")
+        raise source.damage(f"{what}: packed bundle at {start:#x} cannot have {packed} bytes")
     if method == _ZSTD:
         raise LoadError(
             f"{source.name} has HIP images packed with zstd, which cannot be listed",
@@ -186,16 +186,16 @@ def _packed(source: Source, start: int, what: str) -> tuple[set[str], int]:
             hint="compile with --no-offload-compress",
         )
     if method != _ZLIB:
-        raise source.damaged(f"{what}: packed bundle at {start:#x} has unknown method {method}")
+        raise source.damage(f"{what}: packed bundle at {start:#x} has unknown method {method}")
     import zlib
 
     data = source.read(body, min(_LARGEST_TABLE, after - body), what)
     try:
         table = zlib.decompressobj().decompress(data, _LARGEST_TABLE)
     except zlib.error as error:
-        raise source.damaged(f"{what}: packed bundle: {error}") from error
-    inside = Source(source.name, len(table), held=table)
+        raise source.damage(f"{what}: packed bundle: {error}") from error
+    inside = ByteSource(source.name, len(table), held=table)
     if inside.read(0, len(_BUNDLE_MAGIC), f"{what}: packed bundle") != _BUNDLE_MAGIC:
-        raise source.damaged(f"{what}: packed bundle at {start:#x} unpacks to something else")
+        raise source.damage(f"{what}: packed bundle at {start:#x} unpacks to something else")
     targets, _ = _table(inside, 0, unpacked, f"{what}: packed bundle")
     return targets, after

@@ -22,7 +22,7 @@ _LONGEST_PADDING = 1 << 21
 _CHUNK = 1 << 16
 
 
-class Source:
+class ByteSource:
     """A readable range of bytes with a name for messages."""
 
     def __init__(self, name: str, size: int, *, fd: int = -1, held: bytes = b"") -> None:
@@ -31,15 +31,15 @@ class Source:
         self._fd = fd
         self._held = held
 
-    def until(self, end: int) -> Source:
+    def until(self, end: int) -> ByteSource:
         """The same bytes at the same offsets, up to ``end``: for one section or container."""
-        return Source(self.name, min(end, self.size), fd=self._fd, held=self._held)
+        return ByteSource(self.name, min(end, self.size), fd=self._fd, held=self._held)
 
     def read(self, offset: int, size: int, what: str) -> bytes:
         """Exactly ``size`` bytes. Raises LoadError, which names ``what``, if the file is too
         short."""
         if offset + size > self.size:
-            raise self.damaged(
+            raise self.damage(
                 f"{what}: {size} bytes at {offset:#x} reach past the end at {self.size:#x}"
             )
         if self._fd < 0:
@@ -49,9 +49,9 @@ class Source:
             try:
                 piece = os.pread(self._fd, size - len(data), offset + len(data))
             except OSError as error:
-                raise self.damaged(f"{what}: {error.strerror} at {offset:#x}") from error
+                raise self.damage(f"{what}: {error.strerror} at {offset:#x}") from error
             if not piece:
-                raise self.damaged(
+                raise self.damage(
                     f"{what}: the file was cut to {offset + len(data):#x} bytes while it was read"
                 )
             data += piece
@@ -69,12 +69,12 @@ class Source:
             rest = chunk.lstrip(b"\0")
             offset += len(chunk) - len(rest)
             if offset - start > _LONGEST_PADDING:
-                raise self.damaged(f"{what}: nothing but zeros from {start:#x} to {offset:#x}")
+                raise self.damage(f"{what}: nothing but zeros from {start:#x} to {offset:#x}")
             if rest:
                 break
         return offset
 
-    def damaged(self, why: str) -> LoadError:
+    def damage(self, why: str) -> LoadError:
         """The error for a file that does not match its own headers."""
         from shlex import quote
 
@@ -86,10 +86,10 @@ class Source:
 
 
 @contextmanager
-def opened(file: File) -> Iterator[Source]:
+def open_source(file: File) -> Iterator[ByteSource]:
     """Open a regular file, or wrap the given bytes. Raises LoadError if it cannot be opened."""
     if isinstance(file, bytes):
-        yield Source("<bytes>", len(file), held=file)
+        yield ByteSource("<bytes>", len(file), held=file)
         return
     name = os.fspath(file)
     try:
@@ -101,6 +101,6 @@ def opened(file: File) -> Iterator[Source]:
         state = os.fstat(fd)
         if not stat.S_ISREG(state.st_mode):
             raise LoadError(f"{name} is not a regular file")
-        yield Source(name, state.st_size, fd=fd)
+        yield ByteSource(name, state.st_size, fd=fd)
     finally:
         os.close(fd)

@@ -381,7 +381,7 @@ class OpBuilder:
         torch's ``BuildExtension``, which adds no architectures of its own to those in the flags.
         """
         from opkiln import plan as plans
-        from opkiln.building.asking import planned
+        from opkiln.building.asking import plan_here
         from opkiln.decision.archs import nothing_asked
         from opkiln.decision.search import plan_for
         from opkiln.decision.terms import BUILD, Request
@@ -395,7 +395,7 @@ class OpBuilder:
         op = self.op()
         if not op.asked and nothing_asked(op.spec.backend):
             op = op._replace(asked="all")
-        plan = planned(Request(op, BUILD))
+        plan = plan_here(Request(op, BUILD))
         if self._translated is not None:
             plan = plan_for(self._translated, plan.target, plan.toolchain)
         spec = plan.spec
@@ -444,7 +444,7 @@ class OpBuilder:
         from opkiln.toolchain import find
 
         names = [cmd] if isinstance(cmd, str) else list(cmd)
-        if any(find.first(name) for name in names):
+        if any(find.find_program(name) for name in names):
             return True
         self.error_log = f"{' or '.join(names)} is not on PATH"
         return False

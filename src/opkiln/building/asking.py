@@ -24,7 +24,7 @@ def ask(request: Request) -> None:
     """Ask the compilers. What they say, or why they cannot be asked, is noted in the request."""
     try:
         with usable_by_owner(), progress.shown(traced=False):
-            request.compilers = _in_turn(request)
+            request.compilers = _ask_in_turn(request)
     except ToolchainError as error:
         request.compilers = error
     except OpkilnError as error:
@@ -32,7 +32,7 @@ def ask(request: Request) -> None:
     request.since = time.monotonic()
 
 
-def _in_turn(request: Request) -> Toolchain:
+def _ask_in_turn(request: Request) -> Toolchain:
     """Of many processes that know none, one asks and the others wait.
 
     Raises ToolchainError, BuildTimeout, and StoreError for a store that has become somebody else's.
@@ -49,7 +49,7 @@ def _in_turn(request: Request) -> Toolchain:
         waited = True
         events.emit(events.WAITING, op=spec.name, **state.told(events.COMPILERS))
 
-    def arrived() -> Toolchain | None:
+    def recall() -> Toolchain | None:
         return choice.recall(store.memory, backend, machine, spec)
 
     name = f"compilers-{backend}-{machine}"
@@ -57,7 +57,7 @@ def _in_turn(request: Request) -> Toolchain:
     with (
         once_per_thread("asks the compilers"),
         lock.turn(
-            store.root, name, arrived, waiting, what=what, limit=limit, since=request.since
+            store.root, name, recall, waiting, what=what, limit=limit, since=request.since
         ) as got,
     ):
         if not isinstance(got, lock.Turn):
@@ -73,7 +73,7 @@ def _in_turn(request: Request) -> Toolchain:
     return choice.choose(store.memory, backend, machine, spec)
 
 
-def planned(request: Request) -> Plan:
+def plan_here(request: Request) -> Plan:
     """The plan that a build here would run, whether or not one is needed. Raises OpkilnError."""
     spec, target = request.op.spec, request.target
     tools = choice.choose(request.store.memory, spec.backend, target.machine, spec)

@@ -37,7 +37,6 @@ from opkiln.toolchain import choice
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from types import ModuleType
 
 _FEW = 2  # compiles of a build that ends soon
 _lock = forks.lock()
@@ -53,28 +52,20 @@ def build(plan: Plan, store: Store, *, since: float) -> Artifact:
     Raises BuildError if the build fails. Then nothing is published, and processes that wait for
     this build get the same error. Raises StoreError if something cannot be read or written.
     """
-    _tell_of_compilers(plan)
-    with once_per_thread("builds one"):
-        return _build(plan, store, since)
-
-
-def _tell_of_compilers(plan: Plan) -> None:
-    """Report once what a user should know about the chosen compilers."""
     note = choice.note(plan.target.backend, plan.toolchain)
     if note and note not in _told:
         _told.add(note)
         events.emit(events.NOTE, text=note)
-
-
-def _build(plan: Plan, store: Store, since: float) -> Artifact:
     spec = plan.spec
     try:
-        if not spec.inline:
-            return _take_turn(plan, store, since)
-        with publish.scratch(f"{spec.name}-src") as root:
-            _write_inline(spec, root)
-            there = plans.make(spec._replace(root=root), plan.target, plan.toolchain)
-            return _take_turn(there, store, since)
+        with once_per_thread("builds one"):
+            if not spec.inline:
+                return _take_turn(plan, store, since)
+            with publish.scratch(f"{spec.name}-src") as root:
+                with _report_full_disk(spec, root):
+                    wording.write_sources(spec, root)
+                plan = plans.make(spec._replace(root=root), plan.target, plan.toolchain)
+                return _take_turn(plan, store, since)
     except OSError as error:
         where = f" ({error.filename})" if error.filename else ""
         raise StoreError(
@@ -83,13 +74,17 @@ def _build(plan: Plan, store: Store, since: float) -> Artifact:
         ) from error
 
 
-def _write_inline(spec: OpSpec, root: str) -> None:
+@contextlib.contextmanager
+def _report_full_disk(spec: OpSpec, directory: str) -> Iterator[None]:
+    """Raise StoreError, with the sizes, if the block fails because the disk is full."""
     try:
-        wording.write_sources(spec, root)
+        yield
     except OSError as error:
-        if error.errno in FULL:
-            raise _failure().no_space(spec, root) from error
-        raise
+        if error.errno not in FULL:
+            raise
+        from opkiln.building import failure  # most builds do without
+
+        raise failure.no_space(spec, directory) from error
 
 
 def _take_turn(plan: Plan, store: Store, since: float) -> Artifact:
@@ -97,7 +92,7 @@ def _take_turn(plan: Plan, store: Store, since: float) -> Artifact:
     intent, build_name = key.intent_key(spec, plan.target), key.build_key(plan)
     places = plans.anchors_of(spec, plan.toolchain)
 
-    def arrived() -> Artifact | None:
+    def find_built() -> Artifact | None:
         leaf, _ = store.find_op(spec.distribution, spec.name, intent, build_name, places, Hasher())
         if leaf is None or not _is_for(leaf, plan.target):
             return None
@@ -107,14 +102,14 @@ def _take_turn(plan: Plan, store: Store, since: float) -> Artifact:
     if store.root is None:
         # Nothing can be written, so no probe of a compiler was remembered either. The build key is
         # known only now, so this is the first time that the store can be searched for it.
-        return arrived() or _Build(plan, store, intent, build_name, since).run()
+        return find_built() or _BuildRun(plan, store, intent, build_name, since).run()
 
     def waiting(state: lock.Waiting) -> None:
         events.emit(events.WAITING, op=spec.name, **state.told(events.BUILD))
 
     limit = settings.build_timeout
     with lock.turn(
-        store.root, f"{intent}-{build_name}", arrived, waiting, what=f"op {spec.title}",
+        store.root, f"{intent}-{build_name}", find_built, waiting, what=f"op {spec.title}",
         limit=limit, since=since,
     ) as got:  # fmt: skip
         if isinstance(got, Artifact):
@@ -126,29 +121,22 @@ def _take_turn(plan: Plan, store: Store, since: float) -> Artifact:
 
         try:
             with events.listening(advance):
-                return _Build(plan, store, intent, build_name, got.since).run()
+                return _BuildRun(plan, store, intent, build_name, got.since).run()
         except BuildError as error:
             if error.concerns_all:
                 got.fail(error, limit)
             raise
 
 
-class _Build:
+class _BuildRun:
     """One build of one plan."""
 
     def __init__(
-        self,
-        plan: Plan,
-        store: Store,
-        intent: str,
-        build_name: str,
-        since: float,
+        self, plan: Plan, store: Store, intent: str, build_name: str, since: float
     ) -> None:
-        self._plan = plan
+        self._plan, self._store = plan, store
+        self._intent, self._build = intent, build_name
         self._since = since  # when the time of the first step began to count
-        self._store = store
-        self._intent = intent
-        self._build = build_name
 
     def run(self) -> Artifact:
         spec = self._plan.spec
@@ -157,21 +145,16 @@ class _Build:
         events.emit("build-start", op=spec.name, steps=len(self._plan.steps))
         ok = False
         try:
-            with publish.scratch(spec.name) as stage:
-                try:
-                    artifact = self._stage(stage, began)
-                except UnusableFile as error:
-                    raise InputError(
-                        f"op {spec.title} cannot be built: {error.filename} cannot be read",
-                        why=error.strerror or "",
-                        hint=shlex.join(["ls", "-lL", str(error.filename)]),
-                    ) from error
-                except OSError as error:
-                    if error.errno in FULL:
-                        raise _failure().no_space(spec, stage) from error
-                    raise
+            with publish.scratch(spec.name) as stage, _report_full_disk(spec, stage):
+                artifact = self._stage(stage, began)
             ok = True
             return artifact
+        except UnusableFile as error:
+            raise InputError(
+                f"op {spec.title} cannot be built: {error.filename} cannot be read",
+                why=error.strerror or "",
+                hint=shlex.join(["ls", "-lL", str(error.filename)]),
+            ) from error
         finally:
             events.emit("build-end", op=spec.name, ok=ok, wall=time.monotonic() - began)
 
@@ -180,13 +163,13 @@ class _Build:
         wording.write_parts(spec, stage)
         library = os.path.join(stage, self._plan.output)
         with contextlib.ExitStack() as stack:
-            start = partial(loadtest.started, spec, toolchain.torch, library,
+            start = partial(loadtest.start, spec, toolchain.torch, library,
                             after=_runtimes(toolchain), tmpdir=stage)  # fmt: skip
             early = not toolchain.cross and self._is_short() and stack.enter_context(_one_of_few())
             test = stack.enter_context(start()) if early else None
             linked = test.begin if test is not None else lambda: None
             steps = Stage(self._plan, self._store, stage, self._since, linked)
-            found = self._made(steps)
+            found = self._run_steps(steps)
             if toolchain.cross:
                 loadtest.inspect(spec, self._plan.target, toolchain.torch, library)
             else:
@@ -202,29 +185,24 @@ class _Build:
         cpus = settings.max_jobs or len(os.sched_getaffinity(0))
         return compiles <= _FEW and compiles < cpus
 
-    def _made(self, steps: Stage) -> tuple[Fact, ...]:
+    def _run_steps(self, steps: Stage) -> tuple[Fact, ...]:
         spec = self._plan.spec
         killed = budget.out_of_memory_kills()
         try:
             return steps.run()
         except StepFailed as failed:
-            failure = _failure()
+            from opkiln.building import failure  # most builds do without
+
             if failure.ran_out_of_space(failed.completed.output):
                 raise failure.no_space(spec, steps.path) from None  # the sources are not the cause
-            log = failure.write_log(
-                self._store.root, f"{spec.name}-{self._build[:12]}", self._failed_log(failed)
-            )
+            inline = "".join(f"--- /opkiln/src/{name}\n{text}\n" for name, text in spec.inline)
+            command = shlex.join(failed.completed.argv)
+            text = f"{inline}$ {command}\n{failed.completed.output}"
+            log = failure.write_log(self._store.root, f"{spec.name}-{self._build[:12]}", text)
             replaced = {steps.path: "./build"}  # the name that `opkiln plan` uses
             if spec.inline:
                 replaced[spec.root + "/"] = ""
             raise failure.compile_error(failed, self._plan, log, replaced, killed) from None
-
-    def _failed_log(self, failed: StepFailed) -> str:
-        inline = "".join(
-            f"--- /opkiln/src/{source}\n{text}\n" for source, text in self._plan.spec.inline
-        )
-        command = shlex.join(failed.completed.argv)
-        return f"{inline}$ {command}\n{failed.completed.output}"
 
     def _publish(
         self, steps: Stage, library: str, found: tuple[Fact, ...], seconds: float
@@ -327,17 +305,8 @@ def _runtimes(toolchain: Toolchain) -> tuple[str, ...]:
 def inputs(plan: Plan) -> dict[str, Any]:
     """The inputs of the keys, as text. `explain` shows how they differ from the present ones."""
     spec = plan.spec
-    named = {
-        "src": "{src}",
-        "opkiln": "{opkiln}",
-        "stage": "{build}",
-        "torch": "{torch}",
-        "python": "{python}",
-        "toolkit": "{toolkit}",
-        "wheels": "{wheels}",
-        "threads": "{threads}",
-        "abs": "",
-    }
+    anchors = ("src", "opkiln", "torch", "python", "toolkit", "wheels", "threads")
+    named = {**{each: f"{{{each}}}" for each in anchors}, "stage": "{build}", "abs": ""}
     # Only the names of the compilers: the result does not depend on their paths, and the paths are
     # private to this machine.
     programs = [
@@ -364,9 +333,9 @@ def inputs(plan: Plan) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _one_of_few() -> Iterator[bool]:
-    """Whether this build is one of the few of this process whose load tests begin early. Each has a
-    child with torch in its memory, and `opkiln build --all` runs a hundred builds at once, most
-    of which wait for a CPU."""
+    """Whether the load test of this build may begin early. Each such test has a child with torch in
+    its memory, so only a few run at once: `opkiln build --all` has a hundred builds, most of which
+    wait for a CPU."""
     global _early
     most = max(1, (settings.max_jobs or len(os.sched_getaffinity(0))) // 2)
     with _lock:
@@ -377,10 +346,3 @@ def _one_of_few() -> Iterator[bool]:
     finally:
         with _lock:
             _early -= is_one
-
-
-def _failure() -> ModuleType:
-    """What puts a failure into words. Most builds do without."""
-    from opkiln.building import failure
-
-    return failure

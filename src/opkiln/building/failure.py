@@ -45,18 +45,18 @@ def first_error(output: str) -> str:
     found = _DIAGNOSTIC.search(output) or _LINKER.search(output)
     if found is None:
         lines = output.strip().splitlines()[-_CONTEXT_LINES:]
-        return "\n".join(map(_shortened, lines))
+        return "\n".join(map(_shorten, lines))
     lines = [found.group()]
     for line in output[found.end() :].splitlines()[1 : _CONTEXT_LINES + 1]:
         if not line.startswith((" ", "\t")) or line.strip() == "detected during:":
             break  # the next diagnostic, or nvcc's list of uses
         lines.append(line)
     used = _used_at(output, found)
-    return "\n".join(map(_shortened, [*lines, *([f"used at {used}"] if used else [])]))
+    return "\n".join(map(_shorten, [*lines, *([f"used at {used}"] if used else [])]))
 
 
 def _used_at(output: str, error: re.Match[str]) -> str:
-    """The line of a source whose use of a template is an error; empty if the error is none such."""
+    """The line of a source whose use of a template causes the error; empty if none does."""
     before = _USED_BEFORE.search(output, 0, error.start())
     if before:
         return before[1]
@@ -68,7 +68,7 @@ def _used_at(output: str, error: re.Match[str]) -> str:
     return after[-1]["clang"] or f"{after[-1]['file']}:{after[-1]['line']}"
 
 
-def _shortened(line: str) -> str:
+def _shorten(line: str) -> str:
     """A line that fits on a screen. Names of nested templates can be very long."""
     return line if len(line) <= _WIDTH else line[: _WIDTH - 2] + " …"
 
@@ -88,21 +88,15 @@ def compile_error(
     """
     spec = plan.spec
     output = _replace(failed.completed.output, replaced)
-    kept = (
-        f"log: {log}"
-        if log
-        else f"command: {_replace(shlex.join(failed.completed.argv), replaced)}"
-    )
-    ended = _killer(failed.completed.returncode, output)
+    command = _replace(shlex.join(failed.completed.argv), replaced)
+    kept = f"log: {log}" if log else f"command: {command}"
+    where = f"op {spec.title}: {failed.task.label}"
+    ended = _find_signal(failed.completed.returncode, output)
     if ended:
-        return _killed(f"op {spec.title}: {failed.task.label}", ended, kept, killed_before)
-    what = (
-        "does not compile"
-        if failed.task.label.endswith((".cpp", ".cc", ".cxx", ".cu"))
-        else "failed"
-    )
+        return _killed_error(where, ended, kept, killed_before)
+    is_source = failed.task.label.endswith((".cpp", ".cc", ".cxx", ".cu"))
     return CompileError(
-        f"op {spec.title}: {failed.task.label} {what}",
+        f"{where} {'does not compile' if is_source else 'failed'}",
         why=f"{first_error(output)}\n{kept}",
         hint=_hint(output, plan),
     )
@@ -114,7 +108,7 @@ _CHILD_KILLED = re.compile(
 )
 
 
-def _killer(status: int, output: str) -> str:
+def _find_signal(status: int, output: str) -> str:
     """The signal that ended a step's process, or the compiler that it had started."""
     if status < 0:
         return signal_name(status)
@@ -124,16 +118,14 @@ def _killer(status: int, output: str) -> str:
     return ""
 
 
-def _killed(where: str, ended: str, kept: str, before: budget.Kills) -> BuildError:
+def _killed_error(where: str, ended: str, kept: str, before: budget.Kills) -> BuildError:
     """The error for a compiler that was killed. The source may be correct."""
     if ended != signal.SIGKILL.name:
         return BuildError(f"{where}: the compiler was killed by {ended}", why=kept)
     now, limit = budget.out_of_memory_kills(), budget.memory_limit()
     if now == before:
-        return BuildError(
-            f"{where}: the compiler was killed by {ended}",
-            why=f"the kernel counted no out-of-memory kill during the build\n{kept}",
-        )
+        why = f"the kernel counted no out-of-memory kill during the build\n{kept}"
+        return BuildError(f"{where}: the compiler was killed by {ended}", why=why)
     if now.group > before.group and limit is not None:
         why = f"the control group's limit is {_mebibytes(limit)}"
         hint = "MAX_JOBS=1    # or give the container or job more memory"
@@ -182,7 +174,7 @@ _NOT_STABLE = "should not be included when either TORCH_STABLE_ONLY"
 
 def _hint(output: str, plan: Plan) -> str:
     spec, target = plan.spec, plan.target
-    names = wording.of(spec)
+    names = wording.names_for(spec)
     library = re.search(r"cannot find -l(\S+?)(?::|\s|$)", output)
     if library:
         name = library.group(1)
@@ -193,7 +185,7 @@ def _hint(output: str, plan: Plan) -> str:
         there = names.library_dir.format(f"<directory of lib{name}.so>")
         return f"{bring}    (or {there})"
     device = plan.toolchain.device
-    if device is not None and device.family == NVRTC and (said := _for_nvrtc(output)):
+    if device is not None and device.family == NVRTC and (said := _hint_for_nvrtc(output)):
         return said
     if "undefined reference" in output:
         return wording.undefined_symbol(spec)
@@ -216,7 +208,7 @@ def _hint(output: str, plan: Plan) -> str:
 _NEEDS_NVCC = ("is nvcc's own syntax", "lambda needs nvcc", "a type without a name")
 
 
-def _for_nvrtc(output: str) -> str:
+def _hint_for_nvrtc(output: str) -> str:
     """What to do about a source that NVRTC, or g++ beside it, does not take."""
     header = re.search(r'(?:cannot|could not) open source file "([^"]+)"', output)
     if header:
@@ -241,7 +233,7 @@ def _library_header(header: str, plan: Plan) -> str:
     else:
         bring = f"pip install 'cuda-toolkit[cudart,{library}]=={wanted}.*'"
     why = f"{header} is missing from the CUDA {wanted} toolkit in {device.home}"
-    wheels = wheel_headers.beside(torch, device.include_dirs, release)
+    wheels = wheel_headers.find_wheels(torch, device.include_dirs, release)
     if wheels.release not in ((0, 0), release):
         other = f"{wheels.release[0]}.{wheels.release[1]}"
         why += f"; the wheels next to torch are for CUDA {other}, another release"

@@ -49,11 +49,11 @@ _NO_FILES = ("/proc/", "/sys/")
 class Inputs(NamedTuple):
     """The inputs of one step, or of several."""
 
-    # (kind, path as it was spelled, what has to stay so), as ``opkiln.facts`` has them, where the
-    # kind alone does not say it: of an existing directory, the names that were looked for in vain
-    # (one with a slash is below a directory that does not exist either); of a name on PATH, its
-    # programs up to the one that a script or launcher chose; of the dynamic linker's list, the
-    # names of shared libraries that programs need.
+    # (kind of ``opkiln.facts``, path as it was spelled, what must not change). The last is empty
+    # where the kind says it. Of ABSENT, it is the names that were looked for in vain in a directory
+    # (one with a slash is below a directory that does not exist either). Of CHOICE, it is the
+    # programs of a name on PATH up to the one that a script or launcher chose. Of LIBRARIES, it is
+    # the names of the shared libraries that programs need.
     facts: tuple[tuple[str, str, str], ...] = ()
     # What the dynamic linker itself looked at: its list, and libraries that it did not load. No
     # record says what was there then.
@@ -97,7 +97,7 @@ def agree(one: Observation, other: Observation) -> bool:
     )
 
 
-def of(
+def list_inputs(
     observation: Observation,
     stage: str,
     called: Iterable[str] = (),
@@ -115,11 +115,11 @@ def of(
     def outside(paths: Iterable[str]) -> Iterator[str]:
         return (path for path in map(unlinked, paths) if _is_outside(path, observation, stage))
 
-    paths: dict[str, str] = {}  # the more that is known, the later it is added
+    paths: dict[str, str] = {}  # a later kind replaces an earlier one, which says less
     files = tuple(outside(observation.read))
     # That a directory is there follows from a file that was found in it.
-    above = {directory for path in files for directory in _above(path)}
-    for path in outside(map(_plain, observation.directories)):
+    above = {directory for path in files for directory in _list_parents(path)}
+    for path in outside(map(_strip_dot, observation.directories)):
         if path not in above:
             paths[path] = DIRECTORY
     paths.update(dict.fromkeys(files, FILE))
@@ -133,7 +133,7 @@ def of(
     if libraries and os.path.exists(elf.LIST):
         unseen.add(elf.LIST)
     found = [(kind, path, "") for path, kind in paths.items()]
-    found += [(LISTING, path, "") for path in outside(map(_plain, observation.listed))]
+    found += [(LISTING, path, "") for path in outside(map(_strip_dot, observation.listed))]
     found += [(LINK, path, "") for path in _links(outside(observation.led))]
     found += [(CHOICE, name, joined(programs)) for name, programs in chosen]
     absent = set(outside(each.rstrip("/") for each in observation.absent))
@@ -144,7 +144,10 @@ def of(
             found.append((FILE, elf.PRELOADS, ""))
         else:
             absent.add(elf.PRELOADS)
-    found += [(ABSENT, place, joined(sorted(names))) for place, names in _homes(absent).items()]
+    found += [
+        (ABSENT, place, joined(sorted(names)))
+        for place, names in _nearest_directories(absent).items()
+    ]
     return union([Inputs(tuple(found), tuple(unseen))])
 
 
@@ -175,17 +178,17 @@ def _links(paths: Iterable[str]) -> set[str]:
 _MOST_STEPS = 1000  # links that lead in a circle end
 
 
-def _plain(directory: str) -> str:
+def _strip_dot(directory: str) -> str:
     """Without the dot that gcc adds to see whether a path is a directory."""
     return directory.removesuffix("/.").rstrip("/") or "/"
 
 
-def _above(path: str) -> Iterator[str]:
+def _list_parents(path: str) -> Iterator[str]:
     while (path := os.path.dirname(path)) not in ("", "/"):
         yield path
 
 
-def without(found: Inputs, covered: tuple[str, ...]) -> Inputs:
+def remove_covered(found: Inputs, covered: tuple[str, ...]) -> Inputs:
     """The inputs less the paths that begin with one of these."""
 
     def counts(path: str) -> bool:
@@ -214,7 +217,7 @@ def union(parts: Iterable[Inputs]) -> Inputs:
     return Inputs(tuple(facts), tuple(sorted(unseen)))
 
 
-def _homes(paths: Iterable[str]) -> dict[str, set[str]]:
+def _nearest_directories(paths: Iterable[str]) -> dict[str, set[str]]:
     """Paths that do not exist, by the nearest directory above them that does."""
     homes: dict[str, str] = {}  # thousands of paths are in few directories: each is looked at once
 
@@ -251,7 +254,7 @@ def facts_of(plan: Plan, inputs: Inputs, hasher: Hasher) -> tuple[Fact, ...]:
                 raise Appeared(path)
             if now in (GONE, HIDDEN):
                 raise FileNotFoundError(path)
-            found.append(Fact(kind, *place.of(path), now, signature))
+            found.append(Fact(kind, *place.locate(path), now, signature))
     return tuple(found)
 
 
@@ -264,14 +267,14 @@ class _Places:
         known = [(each, place.rstrip("/") + "/") for each in named if (place := places.get(each))]
         # The nearest counts: an environment with torch may be in the package's directory.
         self._anchors = sorted(known, key=lambda each: -len(each[1]))
-        self._authors = tuple(path.rstrip("/") + "/" for path in _declared(plan))
+        self._authors = tuple(path.rstrip("/") + "/" for path in _declared_directories(plan))
         # The text of an inline source is in the intent key, and its file is removed.
         self._removed = plan.spec.root.rstrip("/") + "/" if plan.spec.inline else ""
 
     def is_kept(self, path: str) -> bool:
         return not (self._removed and (path + "/").startswith(self._removed))
 
-    def of(self, path: str) -> tuple[str, str]:
+    def locate(self, path: str) -> tuple[str, str]:
         """(anchor, path below it)."""
         for anchor, place in self._anchors:
             if (path + "/").startswith(place):
@@ -279,7 +282,7 @@ class _Places:
         return (OUTSIDE if path.startswith(self._authors) else "abs"), path
 
 
-def _declared(plan: Plan) -> Iterator[str]:
+def _declared_directories(plan: Plan) -> Iterator[str]:
     """The directories outside of its package that an op's declaration names."""
     flags = (*plan.spec.cxx_args, *plan.spec.device_args)
     yield from (os.path.join(plan.spec.root, path) for path in plan.spec.include_dirs)
@@ -309,7 +312,7 @@ def union_of_facts(parts: Iterable[Iterable[Fact]]) -> tuple[Fact, ...]:
             both = together(fact.kind, known.value, fact.value)
         except ValueError:
             raise Disagree(fact.path) from None
-        # What one step looked for, the other may have seen another directory without.
+        # The directory may have changed between the two looks. Then its signature proves nothing.
         earlier = min(known.signature, fact.signature, key=lambda each: each.read_at)
         signature = earlier if known.signature[:-1] == fact.signature[:-1] else UNSIGNED
         found[fact[:3]] = known._replace(value=both, signature=signature)

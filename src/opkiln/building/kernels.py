@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-from opkiln.binary.elf import demangled
+from opkiln.binary.elf import demangle
 
 _ENTRY = re.compile(r"Compiling entry function '([^']+)' for '(\w+)'")
 _SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
@@ -28,7 +28,7 @@ class Kernel(NamedTuple):
         if self.stores or self.loads:
             spilled = f"{self.stores} bytes spilled and {self.loads} read back"
         return (
-            f"{demangled(self.name)} for {self.arch}: {self.registers} registers, "
+            f"{demangle(self.name)} for {self.arch}: {self.registers} registers, "
             f"{self.shared} bytes of shared memory, {spilled}"
         )
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-from functools import partial
 from typing import TYPE_CHECKING
 
 from opkiln import process
 from opkiln.binary import elf
-from opkiln.binary.elf import shown
+from opkiln.binary.elf import show_symbol
 from opkiln.build_model import Target, TorchSDK
 from opkiln.building import wording
 from opkiln.building.probe_load import LISTED, LOADED, MISSING
@@ -43,12 +42,12 @@ def check(
 ) -> None:
     """Load ``path`` in a child process, after torch's libraries and those in ``after``. Raises as
     ``LoadTest.check``."""
-    with started(spec, torch, path, after=after, tmpdir=tmpdir) as test:
+    with start(spec, torch, path, after=after, tmpdir=tmpdir) as test:
         test.check()
 
 
 @contextlib.contextmanager
-def started(
+def start(
     spec: OpSpec, torch: TorchSDK | None, path: str, *, after: tuple[str, ...] = (), tmpdir: str
 ) -> Iterator[LoadTest]:
     """A load test whose library need not be there yet. Its child loads torch meanwhile, which takes
@@ -107,10 +106,10 @@ class LoadTest:
             # The child may have died later, while it asked torch. The library is not the cause.
             _require_kernels(spec, loaded[2])
         else:
-            raise _refused(spec, self._path, done)
+            raise _load_error(spec, self._path, done)
 
 
-def _refused(spec: OpSpec, path: str, done: Completed) -> LoadTestError | StoreError:
+def _load_error(spec: OpSpec, path: str, done: Completed) -> LoadTestError | StoreError:
     if done.returncode < 0:
         reason = f"the process died of {process.signal_name(done.returncode)}"
     elif done.returncode == 0:
@@ -129,7 +128,7 @@ def _refused(spec: OpSpec, path: str, done: Completed) -> LoadTestError | StoreE
     missing = reason.partition("undefined symbol: ")[2].split(",")[0].strip()
     return LoadTestError(
         f"{spec.title} was built but cannot be loaded",
-        why=reason.replace(missing, shown(missing)) if missing else reason,
+        why=reason.replace(missing, show_symbol(missing)) if missing else reason,
         hint=wording.undefined_symbol(spec) if missing else "",
     )
 
@@ -167,13 +166,13 @@ def inspect(spec: OpSpec, target: Target, torch: TorchSDK | None, path: str) -> 
     # A symbol that the linker found in a system library has a version. The others must be torch's.
     unresolved = {symbol for _, symbol, version in found.symbols if not version}
     if spec.abi != ABI_NONE and torch is not None:
-        unresolved -= elf.defined(os.path.join(torch.path, "lib", "libtorch_cpu.so"))
+        unresolved -= elf.defined_symbols(os.path.join(torch.path, "lib", "libtorch_cpu.so"))
     if unresolved:
         missing = sorted(unresolved)[0]
         more = f" and {len(unresolved) - 1} more" if len(unresolved) > 1 else ""
         raise LoadTestError(
             f"{spec.title} was built but could not be loaded on {target.machine}",
-            why=f"undefined symbol: {shown(missing)}{more}",
+            why=f"undefined symbol: {show_symbol(missing)}{more}",
             hint=wording.undefined_symbol(spec),
         )
 
@@ -188,10 +187,7 @@ def _require_no_schema(spec: OpSpec, found: elf.Elf) -> None:
 
 
 _DEVICE_LIBRARIES = ("libc10_cuda.so", "libtorch_cuda.so", "libc10_hip.so", "libtorch_hip.so")
-
-
-def _has(torch: TorchSDK, name: str) -> bool:
-    return os.path.exists(os.path.join(torch.path, "lib", name))
+_OPTIONAL = ("libtorch_global_deps.so", *_DEVICE_LIBRARIES)  # some torches do not have them
 
 
 def _torch_libraries(spec: OpSpec, torch: TorchSDK | None) -> list[str]:
@@ -199,11 +195,10 @@ def _torch_libraries(spec: OpSpec, torch: TorchSDK | None) -> list[str]:
         return []
     names = ["libc10.so", "libtorch_cpu.so"]
     if spec.abi != ABI_STABLE:
-        # What it brings differs between torches, so a library of the stable ABI goes without.
-        names[:0] = filter(partial(_has, torch), ("libtorch_global_deps.so",))
-        if spec.backend != CPU:
-            names += [name for name in _DEVICE_LIBRARIES if _has(torch, name)]
+        # What it loads differs between torches: a library of the stable ABI must not need it.
+        names.insert(0, "libtorch_global_deps.so")
+        names += [] if spec.backend == CPU else _DEVICE_LIBRARIES
         names.append("libtorch.so")
-    if spec.kind == PYTHON and spec.abi != ABI_STABLE:
-        names.append("libtorch_python.so")
-    return [os.path.join(torch.path, "lib", name) for name in names]
+        names += ["libtorch_python.so"] if spec.kind == PYTHON else []
+    paths = {name: os.path.join(torch.path, "lib", name) for name in names}
+    return [path for name, path in paths.items() if name not in _OPTIONAL or os.path.exists(path)]

@@ -24,7 +24,7 @@ UNSEEN = "nothing that it started could be observed"
 _WHOLE = "an op's flags may only make the toolchain work in the build's own directory"
 
 
-class Look(NamedTuple):
+class StepRecord(NamedTuple):
     """What one step did. The log may have gaps."""
 
     seen: log.Observation
@@ -33,25 +33,24 @@ class Look(NamedTuple):
     first: str  # the program that it started with
     gap: str  # why the log does not count; empty if it does
     searched: tuple[str, ...]  # the directories where shared libraries were looked for
-    # Beginnings of paths that the toolchain's identity represents: of a driver that is written in
-    # Python.
-    covered: tuple[str, ...] = ()
+    # Prefixes of paths that the toolchain's identity represents, for a driver written in Python.
+    covered: tuple[str, ...]
 
     @property
     def launched(self) -> bool:
         """Whether a launcher took part: it may have compiled nothing, or elsewhere."""
         return self.conduct.launched
 
-    def made(self, output: str) -> bool:
+    def wrote(self, output: str) -> bool:
         """Whether an observed compiler or linker wrote this file of the staging directory."""
         return self.conduct.made(os.path.join(self.stage, output))
 
     def tells_all_of(self, output: str) -> bool:
         """Whether the log says all that went into this file. (A launcher may have handed out a file
         that other programs made earlier.)"""
-        return not self.gap and self.made(output)
+        return not self.gap and self.wrote(output)
 
-    def unchanged(self) -> bool:
+    def is_unchanged(self) -> bool:
         """Whether each path that the step read still leads to the file that was open."""
         return gather.identical(self.seen, self.stage)
 
@@ -60,8 +59,8 @@ class Look(NamedTuple):
         staging directory."""
         called = (self.first, *self.seen.called)
         chosen = self.conduct.chosen()
-        found = gather.of(self.seen, self.stage, called, chosen, self.searched, unlinked)
-        return gather.without(found, self.covered) if self.covered else found
+        found = gather.list_inputs(self.seen, self.stage, called, chosen, self.searched, unlinked)
+        return gather.remove_covered(found, self.covered) if self.covered else found
 
 
 def environment(plan: Plan, library: str, stage: str, output: str) -> dict[str, str]:
@@ -78,9 +77,9 @@ def _log(stage: str, output: str) -> str:
     return os.path.join(stage, output + ".observed")
 
 
-def look(
+def read_step(
     plan: Plan, step: Step, stage: str, first: str, memory: tuple[str, ...], output: str = ""
-) -> Look | None:
+) -> StepRecord | None:
     """What the step did that started with the program ``first``; None if nothing was logged.
 
     ``memory`` is where the store keeps what it knows of programs. ``output`` is that of the
@@ -91,20 +90,25 @@ def look(
     if seen is None:
         return None
     conduct = limits.Conduct(seen, first, plan.toolchain, stage)
-    loaded = _loaded(seen, memory)
+    loaded = _read_loaded(seen, memory)
     gap = _gap(conduct, seen, stage, loaded)
     stray = None if gap else conduct.stray()
     if stray is not None:
         raise _refusal(plan.spec, step, stray)
+    covered: tuple[str, ...] = ()
     device = plan.toolchain.device
-    if device is None or device.family != NVRTC or first != device.path:
-        return Look(seen, conduct, stage, first, gap, _searched(seen, loaded))
-    from opkiln.toolchain import nvrtc
+    if device is not None and device.family == NVRTC and first == device.path:
+        from opkiln.toolchain import nvrtc
 
-    return Look(seen, conduct, stage, first, gap, _searched(seen, loaded), nvrtc.covered(device))
+        covered = nvrtc.covered_prefixes(device)
+    return StepRecord(
+        seen, conduct, stage, first, gap, _searched_directories(seen, loaded), covered
+    )
 
 
-def _loaded(seen: log.Observation, memory: tuple[str, ...]) -> dict[str, observer.Program | None]:
+def _read_loaded(
+    seen: log.Observation, memory: tuple[str, ...]
+) -> dict[str, observer.Program | None]:
     """The programs and shared libraries of a step. None: it cannot be read."""
     found: dict[str, observer.Program | None] = {}
     for path in seen.loaded:
@@ -117,7 +121,7 @@ def _loaded(seen: log.Observation, memory: tuple[str, ...]) -> dict[str, observe
     return found
 
 
-def _searched(
+def _searched_directories(
     seen: log.Observation, loaded: Mapping[str, observer.Program | None]
 ) -> tuple[str, ...]:
     named = {path for each in loaded.values() if each is not None for path in each.searches}
@@ -164,7 +168,7 @@ def _refusal(spec: OpSpec, step: Step, stray: limits.Stray) -> StepRefused:
 
 
 class _Pass(NamedTuple):
-    look: Look
+    look: StepRecord
     direct: bool  # it does not see all that the compile reads, so that runs without the launcher
     bond: dict[str, str]  # what the launcher gets to know, as environment variables
     argv: tuple[str, ...]  # the compile's command
@@ -215,7 +219,7 @@ class Passes:
         )
 
     def _finish(self, step: Step, command: Command, text: str, completed: Completed) -> None:
-        seen = look(self._plan, step, self._stage, completed.argv[0], self._memory, text)
+        seen = read_step(self._plan, step, self._stage, completed.argv[0], self._memory, text)
         if completed.returncode or seen is None or not seen.tells_all_of(text):
             return
         path = os.path.join(self._stage, text)
@@ -244,7 +248,7 @@ class Passes:
         before = self._done.get(step.output)
         return {} if before is None else before.bond
 
-    def is_missing(self, step: Step, look: Look | None) -> bool:
+    def is_missing(self, step: Step, look: StepRecord | None) -> bool:
         """Whether only the compile has shown that the compiler ran elsewhere, not at all, or
         unobserved."""
         if self._wanted or not self._library:
@@ -253,7 +257,7 @@ class Passes:
             return False
         return look is None or look.launched or not look.tells_all_of(step.output)
 
-    def evidence(self, step: Step, look: Look | None) -> tuple[Look | None, bool, str]:
+    def evidence(self, step: Step, look: StepRecord | None) -> tuple[StepRecord | None, bool, str]:
         """What tells what a step read, None if nothing does; whether all of it is unchanged; and
         why nothing does.
 
@@ -262,11 +266,11 @@ class Passes:
         before = self._done.get(step.output)
         if before is not None and not before.direct:
             agreed = look is None or gather.agree(before.look.seen, look.seen)
-            return before.look, agreed and before.look.unchanged(), ""
+            return before.look, agreed and before.look.is_unchanged(), ""
         if look is None:
             return None, True, UNSEEN
         if look.launched and before is None and step.file:
             return None, True, "a launcher may have had it compiled elsewhere"
         if not look.tells_all_of(step.output):
             return None, True, look.gap or f"no program was seen to write {step.output}"
-        return look, look.unchanged(), ""
+        return look, look.is_unchanged(), ""

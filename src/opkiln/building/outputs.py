@@ -53,7 +53,7 @@ _ROUNDS = 8
 _TICK_NS = 20_000_000
 
 
-class Made(NamedTuple):
+class StepOutput(NamedTuple):
     """The output of one step, in the staging directory."""
 
     step: Step
@@ -69,16 +69,16 @@ class Stage:
     """The staging directory of a build, and the outputs that are in it."""
 
     def __init__(
-        self, plan: Plan, store: Store, path: str, since: float, linked: Callable[[], None]
+        self, plan: Plan, store: Store, path: str, since: float, on_link: Callable[[], None]
     ) -> None:
-        """The time of the first steps counts from ``since``. ``linked`` is called as soon as there
-        is an artifact, of which it is not known yet whether it is right."""
+        """The time of the first steps counts from ``since``. ``on_link`` is called after each link,
+        before it is known whether the artifact was made from the present files."""
         self.plan, self.store, self.path = plan, store, path
         self.since: float | None = since
-        self.linked = linked
+        self.on_link = on_link
         self.observer = observer.library(store.memory, plan.toolchain, path)
         self.launched = limits.named(plan.toolchain)  # the host compiler, as far as is known
-        self.made: dict[str, Made] = {}  # by output
+        self.made: dict[str, StepOutput] = {}  # by the output's name
         self.links = 0  # how many artifacts there were
         self.snapshots: dict[str, dict[str, str]] = {}  # of what a step reads; by output
         self.places = plans.anchors_of(plan.spec, plan.toolchain)
@@ -96,8 +96,8 @@ class Stage:
                 continue
             if self.unobserved:
                 return ()
-            # A header that was edited between two compiles is in one object as it was, in the other
-            # as it is.
+            # If a header was edited between two compiles, their objects have different versions of
+            # it.
             with contextlib.suppress(gather.Disagree, FileNotFoundError):
                 found = gather.union_of_facts(each.facts for each in self.made.values())
                 if not key.broken(found, self.places, self.hasher()):
@@ -118,7 +118,7 @@ class Stage:
         return next(filter(None, found), "")
 
     @property
-    def compiled(self) -> list[Made]:
+    def compiled(self) -> list[StepOutput]:
         """The objects that did not come from the store."""
         compiles = (self.made[step.output] for step in self.plan.steps if step.kind == "compile")
         return [each for each in compiles if not each.cached]
@@ -138,13 +138,13 @@ class Stage:
         return Hasher(partial(digest, memory=self.store.memory))
 
     def _make(self, steps: Iterable[Step], turn: int) -> bool:
-        """Make what is missing of these steps. False if an output may be of other files than there
-        are now."""
+        """Make the missing outputs of these steps. False if one may be from files that have changed
+        since."""
         hasher = Hasher()
         missing = []
         for step in steps:
             if step.output not in self.made:
-                found = _from_store(self, step, hasher) if step.kind == "compile" else None
+                found = _take_from_store(self, step, hasher) if step.kind == "compile" else None
                 if found is None:
                     missing.append(step)
                     continue
@@ -152,11 +152,11 @@ class Stage:
                 events.emit("step-end", op=self.plan.spec.name, label=step.source,
                             step=step.output, wall=0.0, max_rss=0, cached=True)  # fmt: skip
         if missing:
-            _Round(self, missing, turn).run()
+            _StepRound(self, missing, turn).run()
         return all(step.output in self.made for step in missing)
 
 
-def _from_store(stage: Stage, step: Step, hasher: Hasher) -> Made | None:
+def _take_from_store(stage: Stage, step: Step, hasher: Hasher) -> StepOutput | None:
     store = stage.store
     leaf, refused = store.find_object(key.step_key(stage.plan, step), stage.places, hasher)
     for each in refused:
@@ -172,7 +172,7 @@ def _from_store(stage: Stage, step: Step, hasher: Hasher) -> Made | None:
         shutil.copyfile(leaf.payload, os.path.join(stage.path, step.output))
     except (OSError, ValueError, KeyError):
         return None  # garbage collection removed it meanwhile, so it is compiled again
-    return Made(step, known, "", cached=True)
+    return StepOutput(step, known, "", cached=True)
 
 
 def snapshot_of(paths: Iterable[str]) -> dict[str, str]:
@@ -186,37 +186,32 @@ def snapshot_of(paths: Iterable[str]) -> dict[str, str]:
     return taken
 
 
-def _translated(plan: Plan, directory: str) -> Staged | None:
+def _translate(plan: Plan, directory: str) -> Staged | None:
     """The translated copy of the sources that is compiled for ROCm, or by the emulator; None if the
     sources themselves are compiled."""
-    if plan.spec.emulated:
-        from opkiln.toolchain import emulate
-
-        _make_empty(directory)
-        return emulate.stage(plan.spec, directory)
-    if plan.target.backend != ROCM:
+    spec, torch = plan.spec, plan.toolchain.torch
+    if not spec.emulated and plan.target.backend != ROCM:
         return None
-    from opkiln.toolchain import hipify
-
-    torch = plan.toolchain.torch
-    if torch is None:
+    if not spec.emulated and torch is None:
         raise BuildError(
-            f"op {plan.spec.title} needs torch to be built for ROCm",
+            f"op {spec.title} needs torch to be built for ROCm",
             why="torch's hipify translates its sources, but torch is not installed",
             hint="pip install torch",
         )
-    _make_empty(directory)
-    return hipify.stage(plan.spec, torch, directory)
-
-
-def _make_empty(directory: str) -> None:
-    """Make a directory. If an edit makes the whole build run again, one of this name is there, with
-    what was translated before the edit."""
+    # If an edit makes the whole build run again, the copy from before the edit is there.
     publish.remove(directory)
     os.mkdir(directory, 0o700)
+    if spec.emulated:
+        from opkiln.toolchain import emulate
+
+        return emulate.stage(spec, directory)
+    from opkiln.toolchain import hipify
+
+    assert torch is not None
+    return hipify.stage(spec, torch, directory)
 
 
-class _Round:
+class _StepRound:
     """One run of the steps that are missing."""
 
     def __init__(self, stage: Stage, steps: list[Step], turn: int) -> None:
@@ -229,7 +224,7 @@ class _Round:
                 stage.snapshots[step.output] = snapshot_of(source)
         self._copy = None
         if any(step.file for step in steps):
-            self._copy = _translated(plan, os.path.join(stage.path, f"hip{turn}"))
+            self._copy = _translate(plan, os.path.join(stage.path, f"hip{turn}"))
         if self._copy is not None:
             self._places["src"] = self._copy.root
         self._began = kernel_time(stage.path)
@@ -253,9 +248,9 @@ class _Round:
     def _task(self, step: Step) -> schedule.Task:
         places, stage = self._places, self._stage.path
         if step.plain_paths:
-            places = _with_plain_paths(self._plan, step, stage, places)
+            places = _link_odd_paths(self._plan, step, stage, places)
 
-        def widened(threads: int) -> tuple[str, ...]:
+        def widen(threads: int) -> tuple[str, ...]:
             return self._command(step, {**places, "threads": str(threads)}).argv
 
         # ptxas prints several lines for each kernel, and two at once would mix them up.
@@ -273,7 +268,7 @@ class _Round:
             memory=step.memory,
             finish=lambda completed: self._finish(step, completed),
             threads=min(step.threads, most),
-            widened=widened if step.threads > 1 else None,
+            widened=widen if step.threads > 1 else None,
         )
 
     def _command(self, step: Step, places: dict[str, str]) -> plans.Command:
@@ -291,16 +286,16 @@ class _Round:
         stage = self._stage
         if step.output == self._plan.output:
             stage.links += 1
-            stage.linked()
+            stage.on_link()
         first, memory = completed.argv[0], stage.store.memory
-        look = observed.look(self._plan, step, stage.path, first, memory)
+        look = observed.read_step(self._plan, step, stage.path, first, memory)
         if self._passes.is_missing(step, look):
             stage.launched = True
             return
         seen, same, why = self._passes.evidence(step, look)
         told = (completed.output, completed.wall, completed.max_rss)
         if seen is None:
-            stage.made[step.output] = Made(step, (), *told, unobserved=why)
+            stage.made[step.output] = StepOutput(step, (), *told, unobserved=why)
             return
         looks = [seen] if look is None or look.launched else [seen, look]
         found = self._inputs(looks)
@@ -309,10 +304,10 @@ class _Round:
             with contextlib.suppress(gather.Appeared, FileNotFoundError):
                 known = gather.facts_of(self._plan, found, stage.hasher())
         # Once more, after the files were hashed: they must be those that the step had.
-        if known is None or not seen.unchanged():
+        if known is None or not seen.is_unchanged():
             stage.snapshots[step.output] = snapshot_of((*found.files, *found.unseen))
             return
-        made = stage.made[step.output] = Made(step, known, *told)
+        made = stage.made[step.output] = StepOutput(step, known, *told)
         if not step.file:
             return
         if self._verbose:
@@ -323,10 +318,10 @@ class _Round:
         if stage.store.root is not None:
             _keep(self._plan, made, stage.store.root, stage.path)
 
-    def _inputs(self, looks: list[observed.Look]) -> gather.Inputs:
+    def _inputs(self, looks: list[observed.StepRecord]) -> gather.Inputs:
         """What a step depends on, by the paths outside of the staging directory: of a pass of the
         preprocessor, and of the step itself as far as it was observed."""
-        real = _unlinked(self._stage.path, self._places)
+        real = _link_resolver(self._stage.path, self._places)
         # Of a translated copy, any file may have been read.
         origins = () if self._copy is None else self._copy.origin.values()
         copied = gather.Inputs(tuple((FILE, path, "") for path in origins))
@@ -342,7 +337,7 @@ class _Round:
             return False
         others = [path for path in found.files if path not in copied]
         snapshot = self._stage.snapshots[step.output]
-        return same and saw(others, found.unseen, self._began, snapshot)
+        return same and surely_read(others, found.unseen, self._began, snapshot)
 
 
 def kernel_time(directory: str) -> int:
@@ -351,7 +346,9 @@ def kernel_time(directory: str) -> int:
     return os.stat(directory).st_ctime_ns
 
 
-def saw(read: Iterable[str], unseen: Iterable[str], began: int, snapshot: dict[str, str]) -> bool:
+def surely_read(
+    read: Iterable[str], unseen: Iterable[str], began: int, snapshot: dict[str, str]
+) -> bool:
     """Whether a program that began at this time of the kernel's certainly had the files as they
     are now. ``snapshot`` has digests from before it began."""
     hasher = Hasher()
@@ -376,7 +373,7 @@ def saw(read: Iterable[str], unseen: Iterable[str], began: int, snapshot: dict[s
         return False
 
 
-def _unlinked(stage: str, places: dict[str, str]) -> Callable[[str], str]:
+def _link_resolver(stage: str, places: dict[str, str]) -> Callable[[str], str]:
     """Gives the real path of a file that a program saw through a symbolic link in the stage."""
     links = [(os.path.join(stage, anchor, ""), places.get(anchor, "")) for anchor in _LINKED]
 
@@ -393,7 +390,7 @@ def _unlinked(stage: str, places: dict[str, str]) -> Callable[[str], str]:
 _LINKED = ("src", "opkiln", "torch", "python", "wheels")
 
 
-def _with_plain_paths(plan: Plan, step: Step, stage: str, places: dict[str, str]) -> dict[str, str]:
+def _link_odd_paths(plan: Plan, step: Step, stage: str, places: dict[str, str]) -> dict[str, str]:
     """The places for a compiler that passes its arguments to a shell. A path with characters that
     a shell would interpret is replaced by a symbolic link. Raises BuildError if that is not enough.
     """
@@ -432,7 +429,7 @@ def _not_passed(plan: Plan, step: Step, argument: str) -> BuildError:
     )
 
 
-def _keep(plan: Plan, made: Made, root: str, stage: str) -> None:
+def _keep(plan: Plan, made: StepOutput, root: str, stage: str) -> None:
     """Publish an object. If the store cannot take it, it is compiled again later."""
     step = made.step
     payload = os.path.join(stage, step.output)

@@ -50,26 +50,26 @@ class _OperatorName(ctypes.Structure):
     _fields_ = (("name", _String), ("overload", _String))
 
 
-class _Op(ctypes.Structure):
+class _OpRecord(ctypes.Structure):
     """``struct opkiln_op`` of ``opkiln/op/record.h``."""
 
 
-_Op._fields_ = [
+_OpRecord._fields_ = [
     ("abi", ctypes.c_uint32),
     ("dtype", ctypes.c_int32),
     ("name", ctypes.c_char_p),
     ("device", ctypes.c_char_p),
     ("signature", ctypes.c_char_p),
-    ("next", ctypes.POINTER(_Op)),
+    ("next", ctypes.POINTER(_OpRecord)),
 ]
 
 
-def _listed(library: ctypes.CDLL) -> list[tuple[str, str, str]] | None:
+def _list_functions(library: ctypes.CDLL) -> list[tuple[str, str, str]] | None:
     """The name, device and signature of each function; None if the library has no such list."""
     first = getattr(library, "opkiln_ops", None)
     if first is None:
         return None
-    first.restype = ctypes.POINTER(_Op)
+    first.restype = ctypes.POINTER(_OpRecord)
     pointer, found = first(), []
     while pointer:
         each = pointer.contents
@@ -84,7 +84,7 @@ class _Vector(ctypes.Structure):
     _fields_ = (("begin", ctypes.c_void_p), ("end", ctypes.c_void_p), ("limit", ctypes.c_void_p))
 
 
-def _with_kernels(torch: ctypes.CDLL, keys: list[str]) -> set[str] | None:
+def _find_registered(torch: ctypes.CDLL, keys: list[str]) -> set[str] | None:
     """The functions that have a kernel for one of these keys; None if torch cannot be asked.
 
     This calls torch's dispatcher in C++. The mangled names contain the parameters' types and the
@@ -138,12 +138,12 @@ def main() -> int:
             print(error)
             return 1
     print(f"\n{LOADED} {nonce}", flush=True)
-    listed = _listed(library)
+    listed = _list_functions(library)
     for each in listed or ():
         print(LISTED + "\t".join(each), flush=True)
     found, torch = None, opened.get(_DISPATCHER)
     if functions and listed is None and torch is not None:
-        found = _with_kernels(torch, keys.split(","))
+        found = _find_registered(torch, keys.split(","))
     if found is not None:
         missing = [name for name in functions.split(",") if name not in found]
         bare = {name.partition("::")[2] for name in missing}

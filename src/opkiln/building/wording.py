@@ -1,4 +1,4 @@
-"""A declaration in the words of its author: names of its parts, and sources that are text.
+"""The names that an author uses for the parts of a declaration, and sources that are text.
 
 A hint that names ``include_paths()`` does not help a caller of ``load(extra_include_paths=…)``.
 
@@ -61,17 +61,10 @@ _CALL = Names(
     "abi='torch'    # in the call",
     "is_python_module=False    # in the call",
 )
-_EXTENSION = Names(
-    "sources",
-    "include_dirs",
-    "libraries=['…']",
-    "library_dirs=['{}']",
-    "",
-    "",
-)
+_EXTENSION = Names("sources", "include_dirs", "libraries=['…']", "library_dirs=['{}']", "", "")
 
 
-def of(spec: OpSpec) -> Names:
+def names_for(spec: OpSpec) -> Names:
     """The names for this spec, by how it was declared."""
     if spec.declared_by == CALL:
         return _CALL._replace(sources="cpp_sources") if spec.inline else _CALL
@@ -80,7 +73,7 @@ def of(spec: OpSpec) -> Names:
 
 def undefined_symbol(spec: OpSpec) -> str:
     """The hint for a symbol that nothing defines."""
-    names = of(spec)
+    names = names_for(spec)
     return (
         f"is a source missing from {names.sources}? If not, link the library that defines it: "
         f"{names.libraries}"
@@ -153,12 +146,12 @@ BINDINGS = "functions"  # the argument that the generated bindings come from
 _MARK = r'^#line 1 "((?:cpp|cuda|sycl)_sources\[\d+\]|functions)"\n'
 
 
-def marked(name: str, text: str) -> str:
+def add_mark(name: str, text: str) -> str:
     """A part of a file, with the mark that gives messages its name and line numbers."""
     return f'#line 1 "{name}"\n{text}'
 
 
-def unmarked(text: str) -> str:
+def remove_marks(text: str) -> str:
     """A file's text without the marks, as torch would have written it."""
     import re
 

@@ -60,7 +60,7 @@ def _answer(given: str | None, name: str | None) -> dict[str, Any]:
         where = f"{origin}: " if origin.isupper() and origin != "LIST" else ""
         raise ArchError(where + error.what, why=error.why, hint=error.hint) from None
     rule = op.rule if op else None
-    kept, removed = language.filtered(parsed, rule) if rule else (parsed, ())
+    kept, removed = language.apply_filter(parsed, rule) if rule else (parsed, ())
     refused: tuple[tuple[Any, str], ...] = ()
     notes: tuple[str, ...] = ()
     if toolkit and listed:

@@ -68,14 +68,14 @@ def plan_command(
     The plan is the same whether the op is cached or not, and running it by hand gives the same
     bytes. Nothing is built.
     """
-    from opkiln.building.asking import planned
+    from opkiln.building.asking import plan_here
     from opkiln.decision.terms import BUILD, Request
     from opkiln.plan import anchors, argv
 
     if as_json and compile_commands:
         raise click.UsageError("--json and --compile-commands exclude each other")
     with builder_for(op, target) as builder:
-        plan = planned(Request(builder.op(), BUILD))
+        plan = plan_here(Request(builder.op(), BUILD))
     places = anchors(plan, stage)
     commands = [(step, argv(step, places)) for step in plan.steps]
     if as_json:

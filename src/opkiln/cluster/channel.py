@@ -58,21 +58,21 @@ class Channel:
         return self.look(action.keys)
 
     def put(self, key: str, value: Any) -> None:
-        data = self._sealed(key, value)
+        data = self._seal(key, value)
         self._ask(partial(self._store.put, self._full(key), data), f"write {key}")
 
     def swap(self, key: str, expected: Any, value: Any) -> Any:
-        before = None if expected is None else self._sealed(key, expected)
-        data = self._sealed(key, value)
+        before = None if expected is None else self._seal(key, expected)
+        data = self._seal(key, value)
         swap = partial(self._store.swap, self._full(key), before, data)
         found = self._ask(swap, f"compare and set {key}")
-        return self._opened(key, found)
+        return self._open(key, found)
 
     def look(self, keys: Sequence[str]) -> list[Any]:
         full = [self._full(key) for key in keys]
         found = self._ask(partial(self._store.look, full), "read")
         return [
-            None if data is None else self._opened(key, data)
+            None if data is None else self._open(key, data)
             for key, data in zip(keys, found, strict=True)
         ]
 
@@ -105,11 +105,11 @@ class Channel:
     def _full(self, key: str) -> str:
         return f"opkiln/{self._name}/{key}"
 
-    def _sealed(self, key: str, value: Any) -> bytes:
+    def _seal(self, key: str, value: Any) -> bytes:
         text = encode(value)
         return f"{self._code(key, text)} {text}".encode()
 
-    def _opened(self, key: str, data: bytes) -> Any:
+    def _open(self, key: str, data: bytes) -> Any:
         try:
             code, _, text = data.decode().partition(" ")
             if not hmac.compare_digest(code, self._code(key, text)):

@@ -12,8 +12,8 @@ from contextlib import contextmanager, suppress
 
 from opkiln.cluster import protocol
 from opkiln.cluster.channel import Channel
-from opkiln.cluster.messages import Outcome, key_of
-from opkiln.cluster.protocol import Done, End, Fetch, Look, Make, Pause, State
+from opkiln.cluster.messages import JobOutcome, key_of
+from opkiln.cluster.protocol import Done, End, FetchOp, Look, MakeOp, Pause, State
 from opkiln.cluster.work import Worker
 from opkiln.errors import ClusterError
 
@@ -24,7 +24,7 @@ BEATS = 6  # in a lease
 _FIRST_PAUSE, _LAST_PAUSE, _PART, _FOR_EACH_RANK = 0.01, 0.2, 0.03, 0.00015
 
 
-def agree(state: State, channel: Channel, work: Worker) -> Outcome:
+def agree(state: State, channel: Channel, work: Worker) -> JobOutcome:
     """The outcome that all ranks have. Raises ClusterError if the store cannot be reached."""
     ended: queue.SimpleQueue[Done] = queue.SimpleQueue()
     waited_since = time.monotonic()
@@ -34,21 +34,21 @@ def agree(state: State, channel: Channel, work: Worker) -> Outcome:
             if isinstance(action, End):
                 return action.outcome
             if isinstance(action, Pause):
-                state = protocol.told(state, action, None, 0)
+                state = protocol.apply_answer(state, action, None, 0)
                 with suppress(queue.Empty):
                     pause = pause_of(state.world, time.monotonic() - waited_since)
-                    state = protocol.worked(state, ended.get(timeout=pause))
+                    state = protocol.apply_done(state, ended.get(timeout=pause))
                     waited_since = time.monotonic()
                 continue
-            if isinstance(action, (Make, Fetch)):
+            if isinstance(action, (MakeOp, FetchOp)):
                 started = state.started
-                state = protocol.told(state, action, None, 0)
+                state = protocol.apply_answer(state, action, None, 0)
                 if state.started != started:
                     _start(work, action, ended)
                 continue
             now = time.monotonic()
             answer = channel.do(action)
-            state = protocol.told(state, action, answer, now)
+            state = protocol.apply_answer(state, action, answer, now)
             if not isinstance(action, Look):
                 waited_since = time.monotonic()
 
@@ -60,9 +60,9 @@ def pause_of(world: int, waited: float) -> float:
     return pause * random.uniform(0.75, 1.25)  # noqa: S311 (spreads the load)
 
 
-def _start(work: Worker, action: Make | Fetch, ended: queue.SimpleQueue[Done]) -> None:
+def _start(work: Worker, action: MakeOp | FetchOp, ended: queue.SimpleQueue[Done]) -> None:
     def run() -> None:
-        if isinstance(action, Make):
+        if isinstance(action, MakeOp):
             ended.put(Done(action.op, work.make(action.op, action.ship)))
         else:
             ended.put(Done(action.op, work.fetch(action.op, action.made)))

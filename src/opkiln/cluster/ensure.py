@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
 from opkiln.builder.base import OpBuilder
 from opkiln.cluster import driver, facts, job, protocol, work
 from opkiln.cluster.channel import Channel
-from opkiln.cluster.messages import OUTCOME, Outcome
+from opkiln.cluster.messages import OUTCOME, JobOutcome
 from opkiln.decision import terms
 from opkiln.errors import ClusterError, FallbackWarning, UsageError, told_briefly, warn_caller
 from opkiln.loading import loader
@@ -121,7 +121,7 @@ def ensure(
     agreeing = _Agreeing(place, number, timeout, lease, signing_key)
     if wait:
         agreeing.run(ops)
-        return agreeing.pinned()
+        return agreeing.pin()
     try:
         listed = list(libraries_of(ops))
     except Exception as error:
@@ -140,7 +140,7 @@ class _Agreeing:
 
     def __init__(
         self,
-        place: job.Place,
+        place: job.JobPlace,
         number: int,
         timeout: float,
         lease: float,
@@ -151,7 +151,7 @@ class _Agreeing:
         self.began = time.monotonic()
         self.channel = self._channel(moved=False)
         self.worker = work.Worker(())
-        self.outcome: Outcome | None = None
+        self.outcome: JobOutcome | None = None
 
     def _channel(self, *, moved: bool) -> Channel:
         return job.channel(self.place, str(self.number), max(2 * self.lease, 10.0), moved=moved)
@@ -166,7 +166,7 @@ class _Agreeing:
             moved()
         self.outcome = outcome
 
-    def _agree(self, ops: Any) -> Outcome:
+    def _agree(self, ops: Any) -> JobOutcome:
         try:
             self.worker = work.Worker(list(libraries_of(ops)), self.channel, self.signing_key)
             hello = self.worker.hello()
@@ -187,15 +187,15 @@ class _Agreeing:
 
     def tell_all(self, error: Exception) -> None:
         """Others must not wait for a rank that cannot even say what it has."""
-        what, _, why = work.in_short(error).partition("\n")
-        failure = Outcome(error=f"rank {self.place.rank}: {what}", why=why)
+        what, _, why = work.shorten_error(error).partition("\n")
+        failure = JobOutcome(error=f"rank {self.place.rank}: {what}", why=why)
         try:
             while self.channel.swap(OUTCOME, None, failure) == job.MOVED:
                 self.channel = self._channel(moved=True)
         except ClusterError:
             return  # they cannot be told; they find that this rank is missing
 
-    def agreed(self) -> Outcome:
+    def require_outcome(self) -> JobOutcome:
         """The outcome. Raises ClusterError if it is a failure."""
         assert self.outcome is not None
         if not self.outcome.error:
@@ -211,10 +211,10 @@ class _Agreeing:
             "each rank lists its own",
         )
 
-    def pinned(self) -> Agreement:
+    def pin(self) -> Agreement:
         """Serve what was agreed on from now on. Raises ClusterError."""
         choices = []
-        agreed = self.agreed()
+        agreed = self.require_outcome()
         self.worker.keep_tuned(agreed.tuned)
         for number, (op, vote) in enumerate(zip(self.worker.ops, agreed.choices, strict=True)):
             found = vote.digest and self.worker.library(number, vote.digest)
@@ -288,7 +288,7 @@ class Handle:
             if channel.swap(f"switch/{step}", None, now) == "no":
                 return None
         self._done.result()
-        self._agreement = self._agreeing.pinned()
+        self._agreement = self._agreeing.pin()
         return self._agreement
 
     def wait(self, timeout: float | None = None) -> bool:
@@ -296,7 +296,7 @@ class Handle:
         return bool(wait([self._done], timeout).done)
 
 
-def told_by_first(what: str, value: Sequence[str]) -> tuple[str, ...]:
+def agree_on_first(what: str, value: Sequence[str]) -> tuple[str, ...]:
     """The value of the first rank that says one, on every rank of the default group. They have
     called ``ensure`` before: until then, one may be in a round that is over."""
     place = job.find(None, None, None, None, settings.build_timeout)

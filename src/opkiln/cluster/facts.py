@@ -12,7 +12,7 @@ import sys
 from typing import Any
 
 from opkiln import __version__
-from opkiln.cluster.program import Part, Programs
+from opkiln.cluster.program import ProgramPart, Programs
 from opkiln.decision.terms import Request
 from opkiln.digest import key, sha256_file
 from opkiln.errors import OpkilnError
@@ -20,7 +20,7 @@ from opkiln.loading import declaration
 from opkiln.model import REGISTERED, Op
 from opkiln.store.key import anchored
 
-Facts = dict[str, str | tuple[Part, ...]]
+Facts = dict[str, str | tuple[ProgramPart, ...]]
 Functions = dict[str, list[tuple[str, Any]]]
 
 # Of what an op declares, all is compared but for these fields.
@@ -40,7 +40,7 @@ _WORDS = {
 _LONGEST = 4000  # characters of a list of parts
 
 
-def of_library(request: Request) -> Facts:
+def library_facts(request: Request) -> Facts:
     """What an op is declared to be, and its sources; headers are compared when its library is
     fetched."""
     found: Facts = {"opkiln": __version__}
@@ -49,11 +49,11 @@ def of_library(request: Request) -> Facts:
             found["torch"] = request.sdk.version
     except OpkilnError:
         pass  # why it cannot run here is the offer's reason
-    declared = tuple(Part(name, key("field", value)) for name, value in _fields(request.op))
+    declared = tuple(ProgramPart(name, key("field", value)) for name, value in _fields(request.op))
     return {**found, "declaration": declared, "set of sources": _sources(request.op)}
 
 
-def of_functions(op: Op, functions: Functions, programs: Programs) -> Facts:
+def function_facts(op: Op, functions: Functions, programs: Programs) -> Facts:
     """What an op computes in Python."""
     found: Facts = {"Python": str(sys.implementation.cache_tag)} if functions else {}
     for part, listed in functions.items():
@@ -81,10 +81,11 @@ def list_parts(facts: Facts, name: str) -> str:
 
 
 def find_change(before: Facts, functions: Functions, op: Op) -> str:
-    """What an op computes otherwise than before, when it had these functions; empty if nothing."""
+    """The parts that compute something else than before, when it had these functions, in words.
+    Empty if there are none."""
     if (now := functions_of(op)) == functions:
         return ""  # what these functions read may have changed since: a cache, a counter
-    found = of_functions(op, now, Programs())
+    found = function_facts(op, now, Programs())
     names = (_WORDS.get(part, part) for part in REGISTERED)
     return " and ".join(name for name in names if before.get(name) != found.get(name))
 
@@ -96,7 +97,7 @@ def _fields(op: Op) -> list[tuple[str, Any]]:
     return [(name, value) for name, value in fields if name not in apart]
 
 
-def _sources(op: Op) -> tuple[Part, ...]:
+def _sources(op: Op) -> tuple[ProgramPart, ...]:
     digests = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in op.spec.inline}
     for source in op.spec.sources:
         try:
@@ -104,4 +105,4 @@ def _sources(op: Op) -> tuple[Part, ...]:
                 digests[source] = sha256_file(os.path.join(op.spec.root, source))
         except OSError as error:
             digests[source] = f"missing: {error.errno}"
-    return tuple(Part(os.path.basename(each), digests[each]) for each in op.spec.sources)
+    return tuple(ProgramPart(os.path.basename(each), digests[each]) for each in op.spec.sources)

@@ -26,8 +26,8 @@ from datetime import timedelta
 from typing import Any, NamedTuple
 
 from opkiln.cluster.channel import Channel
-from opkiln.cluster.messages import OUTCOME, Outcome
-from opkiln.cluster.stores import Directory, KeyValues, Memory, Torch, require_open
+from opkiln.cluster.messages import OUTCOME, JobOutcome
+from opkiln.cluster.stores import KeyValues, Memory, SharedDirectory, Torch, require_open
 from opkiln.errors import ClusterError, UsageError
 from opkiln.settings import place_in_job, settings
 
@@ -37,10 +37,10 @@ _FIRST_PAUSE, _LAST_PAUSE = 0.01, 0.2  # seconds between two looks whether the s
 _kept: list[Any] = []
 _stores: dict[tuple[int, int], Any] = {}
 _rounds: dict[tuple[str, str], int] = {}  # of each store and job: the one of this process
-MOVED = Outcome(error="the ranks of the job were started again")
+MOVED = JobOutcome(error="the ranks of the job were started again")
 
 
-class Place(NamedTuple):
+class JobPlace(NamedTuple):
     """A rank's place in a job."""
 
     rank: int
@@ -50,7 +50,9 @@ class Place(NamedTuple):
     serves: bool = False  # whether this process serves the store
 
 
-def find(group: Any, store: Any, rank: int | None, world_size: int | None, timeout: float) -> Place:
+def find(
+    group: Any, store: Any, rank: int | None, world_size: int | None, timeout: float
+) -> JobPlace:
     """The place of this process. Raises UsageError, ClusterError."""
     if group is not None and store is not None:
         raise UsageError("ensure() takes a group or a store, not both")
@@ -65,16 +67,16 @@ def find(group: Any, store: Any, rank: int | None, world_size: int | None, timeo
                 )
             rank, world_size = told
         is_path = isinstance(store, (str, os.PathLike))
-        values: KeyValues = Directory(os.fspath(store)) if is_path else Torch(store)
-        return Place(rank, world_size, values, _name("store"))
-    if group is not None or in_group():
-        return _of_group(group)
+        values: KeyValues = SharedDirectory(os.fspath(store)) if is_path else Torch(store)
+        return JobPlace(rank, world_size, values, _name("store"))
+    if group is not None or has_group():
+        return _place_in_group(group)
     if told is None or told[1] == 1:
-        return Place(0, 1, Memory(), _name("alone"))
-    return _of_launcher(*told, timeout)
+        return JobPlace(0, 1, Memory(), _name("alone"))
+    return _place_by_launcher(*told, timeout)
 
 
-def in_group() -> bool:
+def has_group() -> bool:
     """Whether this process has a default process group."""
     import sys
 
@@ -82,7 +84,7 @@ def in_group() -> bool:
     return distributed is not None and distributed.is_available() and distributed.is_initialized()
 
 
-def _of_group(group: Any) -> Place:
+def _place_in_group(group: Any) -> JobPlace:
     from torch import distributed
 
     group = distributed.group.WORLD if group is None else group
@@ -94,10 +96,10 @@ def _of_group(group: Any) -> Place:
     _kept.append(store)
     serves = rank == 0 and not settings.agent_store
     name = _name(str(getattr(group, "group_name", "")))
-    return Place(rank, world, Torch(store), name, serves)
+    return JobPlace(rank, world, Torch(store), name, serves)
 
 
-def _of_launcher(rank: int, world: int, timeout: float) -> Place:
+def _place_by_launcher(rank: int, world: int, timeout: float) -> JobPlace:
     """By what the launcher says, before the program has made a process group."""
     from torch import distributed
 
@@ -134,7 +136,7 @@ def _of_launcher(rank: int, world: int, timeout: float) -> Place:
                 why=str(error).splitlines()[0] if str(error) else type(error).__name__,
                 hint="rank 0 serves it: is it running, and does a firewall let the port through?",
             ) from error
-    return Place(rank, world, Torch(_stores[rank, world]), _name("launcher"), serves)
+    return JobPlace(rank, world, Torch(_stores[rank, world]), _name("launcher"), serves)
 
 
 def _await_server(address: str, port: int, timeout: float) -> None:
@@ -167,9 +169,9 @@ def first_host(nodes: str) -> str:
     return str(name) + (re.split("[-,]", numbers)[0] if numbers else "")
 
 
-def channel(place: Place, name: str, patience: float, *, moved: bool = False) -> Channel:
-    """A channel for what has this name in the round of this process. ``moved``: the round that it
-    was in is over. Raises ClusterError."""
+def channel(place: JobPlace, name: str, patience: float, *, moved: bool = False) -> Channel:
+    """A channel for messages under this name, in this process's round. ``moved``: its last round is
+    over. Raises ClusterError."""
 
     def open_channel(name: str) -> Channel:
         return Channel(place.store, name, settings.job_secret, patience)

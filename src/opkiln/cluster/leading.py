@@ -9,20 +9,20 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-from opkiln.cluster.messages import Ballot, Hello, Made, Outcome, Plan, Task, Vote
+from opkiln.cluster.messages import Ballot, Hello, JobOutcome, Made, OpTask, Vote, WorkPlan
 
 _LONGEST_REASON = 2000  # characters; the plan is compared as a whole by the store
 # All ranks read an outcome. So it names some of many ranks, and counts the others.
 _SHOWN, _NAMED = 4, 64
 
 
-def who(rank: int, hellos: Mapping[int, Hello]) -> str:
+def describe_rank(rank: int, hellos: Mapping[int, Hello]) -> str:
     """A rank in words: ``rank 3 (host b, pid 4711)``."""
     hello = hellos.get(rank)
     return f"rank {rank}" if hello is None else f"rank {rank} (host {hello.host}, pid {hello.pid})"
 
 
-def difference(hellos: Sequence[Hello]) -> Outcome | None:
+def difference(hellos: Sequence[Hello]) -> JobOutcome | None:
     """The failure of a job whose ranks were not given the same ops; None if they were.
 
     What most ranks have is taken for what was meant; of equals, what the lowest rank has.
@@ -33,14 +33,14 @@ def difference(hellos: Sequence[Hello]) -> Outcome | None:
     )
     if others:
         what = f"{_ranks(others, known)} asked for other ops than the other ranks"
-        return Outcome(error=what, why=why)
+        return JobOutcome(error=what, why=why)
     for op, offer in enumerate(hellos[0].offers):
         told = [dict(hello.offers[op].facts) for hello in hellos]
         for fact in dict.fromkeys(fact for each in told for fact in each):
             others, why = _compare([each.get(fact, "none") for each in told], known)
             if others:
                 what = f"op {offer.name}: {_ranks_have(others, known)} another {fact}"
-                return Outcome(error=what, why=why, differ_in=(op, fact))
+                return JobOutcome(error=what, why=why, differ_in=(op, fact))
     return None
 
 
@@ -48,12 +48,12 @@ def _compare(values: Sequence[str], known: Mapping[int, Hello]) -> tuple[list[in
     """(the ranks that do not have the value that most have, who has what)."""
     common = Counter(values).most_common(1)[0][0]
     others = [rank for rank, value in enumerate(values) if value != common]
-    named = [f"{who(each, known)}: {values[each]}" for each in others[:_SHOWN]]
+    named = [f"{describe_rank(each, known)}: {values[each]}" for each in others[:_SHOWN]]
     return others, "\n".join([*named, f"the other ranks: {common}"])
 
 
 def _ranks(ranks: Sequence[int], hellos: Mapping[int, Hello]) -> str:
-    shown = [who(each, hellos) for each in ranks[:_SHOWN]]
+    shown = [describe_rank(each, hellos) for each in ranks[:_SHOWN]]
     more = [f"{len(ranks) - _SHOWN} more"] if len(ranks) > _SHOWN else []
     return ", ".join([*shown, *more])
 
@@ -62,39 +62,39 @@ def _ranks_have(ranks: Sequence[int], hellos: Mapping[int, Hello]) -> str:
     return f"{_ranks(ranks, hellos)} {'has' if len(ranks) == 1 else 'have'}"
 
 
-def first_plan(hellos: Sequence[Hello]) -> Plan:
+def first_plan(hellos: Sequence[Hello]) -> WorkPlan:
     """Who is to make what."""
     ship = len({hello.node for hello in hellos}) > 1
-    empty = Plan(0, ship, tuple(Task() for _ in hellos[0].offers))
+    empty = WorkPlan(0, ship, tuple(OpTask() for _ in hellos[0].offers))
     return next_plan(empty, hellos, frozenset())
 
 
-def next_plan(plan: Plan, hellos: Sequence[Hello], silent: frozenset[int]) -> Plan:
+def next_plan(plan: WorkPlan, hellos: Sequence[Hello], silent: frozenset[int]) -> WorkPlan:
     """The plan after what the makers have said. ``silent`` ranks have stopped to beat.
 
     ``plan`` itself if nothing follows. A task that is made stays as it is.
     """
-    return _with_tasks(plan, (
+    return _change_tasks(plan, (
         task if task.made is not None else _next_task(op, task, hellos, silent)
         for op, task in enumerate(plan.tasks)
     ))  # fmt: skip
 
 
-def with_result(plan: Plan, op: int, rank: int, made: Made, hello: Hello) -> Plan:
+def add_result(plan: WorkPlan, op: int, rank: int, made: Made, hello: Hello) -> WorkPlan:
     """The plan after a rank has made an op, or could not; ``plan`` itself if it says so already."""
     if made.final:
-        reason = f"{who(rank, {rank: hello})}: {made.reason}"
+        reason = f"{describe_rank(rank, {rank: hello})}: {made.reason}"
         made = made._replace(reason=reason[:_LONGEST_REASON])
-    after = plan.tasks[op].ended(rank, made)
-    return _with_tasks(plan, (*plan.tasks[:op], after, *plan.tasks[op + 1 :]))
+    after = plan.tasks[op].end(rank, made)
+    return _change_tasks(plan, (*plan.tasks[:op], after, *plan.tasks[op + 1 :]))
 
 
-def _with_tasks(plan: Plan, changed: Iterable[Task]) -> Plan:
+def _change_tasks(plan: WorkPlan, changed: Iterable[OpTask]) -> WorkPlan:
     tasks = tuple(changed)
     return plan if tasks == plan.tasks else plan._replace(revision=plan.revision + 1, tasks=tasks)
 
 
-def _next_task(op: int, task: Task, hellos: Sequence[Hello], silent: frozenset[int]) -> Task:
+def _next_task(op: int, task: OpTask, hellos: Sequence[Hello], silent: frozenset[int]) -> OpTask:
     digests = {hello.offers[op].digest for hello in hellos}
     if len(digests) == 1 and (digest := digests.pop()):
         return task._replace(made=Made(digest))
@@ -102,7 +102,7 @@ def _next_task(op: int, task: Task, hellos: Sequence[Hello], silent: frozenset[i
         return task  # it is at work
     for rank in candidates(op, hellos):
         if rank not in task.tried and rank not in silent:
-            return task.begun(rank)
+            return task.begin(rank)
     return task._replace(made=Made(reason=_why_none(op, task, hellos)[:_LONGEST_REASON]))
 
 
@@ -131,7 +131,7 @@ def candidates(op: int, hellos: Sequence[Hello]) -> list[int]:
     return sorted(able, key=order)
 
 
-def _why_none(op: int, task: Task, hellos: Sequence[Hello]) -> str:
+def _why_none(op: int, task: OpTask, hellos: Sequence[Hello]) -> str:
     known, told = dict(enumerate(hellos)), dict(task.failed)
     for rank, hello in enumerate(hellos):
         if rank in told:
@@ -140,11 +140,11 @@ def _why_none(op: int, task: Task, hellos: Sequence[Hello]) -> str:
             told[rank] = "it stopped to answer while it made the op"
         elif not hello.offers[op].can_build:
             told[rank] = hello.offers[op].reason
-    lines = dict.fromkeys(f"{who(rank, known)}: {told[rank]}" for rank in sorted(told))
+    lines = dict.fromkeys(f"{describe_rank(rank, known)}: {told[rank]}" for rank in sorted(told))
     return "\n".join(["no rank could make it", *list(lines)[:_SHOWN]])
 
 
-def counted(plan: Plan, hellos: Sequence[Hello], ballots: Sequence[Ballot]) -> Outcome:
+def count_votes(plan: WorkPlan, hellos: Sequence[Hello], ballots: Sequence[Ballot]) -> JobOutcome:
     """The outcome of a vote of all ranks."""
     known = dict(enumerate(hellos))
     choices: list[Vote] = []
@@ -156,36 +156,38 @@ def counted(plan: Plan, hellos: Sequence[Hello], ballots: Sequence[Ballot]) -> O
         if made.digest and not lacking:
             choices.append(Vote(made.digest))
             continue
-        reasons = [f"{who(rank, known)}: {votes[rank].reason}" for rank in lacking[:_SHOWN]]
+        reasons = [
+            f"{describe_rank(rank, known)}: {votes[rank].reason}" for rank in lacking[:_SHOWN]
+        ]
         reason = "\n".join(reasons) if made.digest else made.reason
         for rank, hello in known.items():
             if why := hello.offers[op].native_only:
                 name = hello.offers[op].name
-                return Outcome(
+                return JobOutcome(
                     error=f"op {name} cannot be used by all ranks, and its reference must not "
-                    f"serve: {why} ({who(rank, known)})",
+                    f"serve: {why} ({describe_rank(rank, known)})",
                     why=reason,
                 )
         choices.append(Vote(reason=reason))
-    return Outcome(tuple(choices), tuned=hellos[0].tuned)
+    return JobOutcome(tuple(choices), tuned=hellos[0].tuned)
 
 
-def lost(ranks: Sequence[int], hellos: Mapping[int, Hello], lease: float) -> Outcome:
+def lost_outcome(ranks: Sequence[int], hellos: Mapping[int, Hello], lease: float) -> JobOutcome:
     """The failure of a job that has lost ranks."""
-    return Outcome(
+    return JobOutcome(
         error=f"{_ranks_have(ranks, hellos)} died, stopped or lost the network",
         why=f"nothing was heard of it for {lease:g} s, and all other ranks have voted",
         lost=tuple(ranks[:_NAMED]),
     )
 
 
-def late(
+def late_outcome(
     rank: int,
     timeout: float,
     hellos: Sequence[Hello | None],
-    plan: Plan | None,
+    plan: WorkPlan | None,
     ballots: Sequence[Ballot | None],
-) -> Outcome:
+) -> JobOutcome:
     """The failure of a job in which the time of one rank is up; it names those it waited for."""
     known = {each: hello for each, hello in enumerate(hellos) if hello is not None}
     absent = [each for each, hello in enumerate(hellos) if hello is None]
@@ -196,10 +198,10 @@ def late(
         if not missing:
             what = "did not vote"
             missing = [each for each, ballot in enumerate(ballots) if ballot is None]
-    return Outcome(
+    return JobOutcome(
         error=f"{_ranks(missing, known)} {what} within {timeout:g} s"
         if missing
         else f"the ranks did not agree within {timeout:g} s",
-        why=f"the time of {who(rank, known)} is up",
+        why=f"the time of {describe_rank(rank, known)} is up",
         lost=tuple(absent[:_NAMED]),
     )

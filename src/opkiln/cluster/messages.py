@@ -1,4 +1,4 @@
-"""What ranks tell each other through the job's store: the keys, and a record for each value.
+"""The messages that ranks exchange through the job's store: the keys, and a record for each value.
 
     hello/<rank>            Hello    once, by that rank: who it is, and what it has of each op
     beat/<rank>             a number that the rank counts up while it lives
@@ -29,8 +29,8 @@ def key_of(kind: str, *numbers: int) -> str:
     return "/".join((kind, *map(str, numbers)))
 
 
-def by_rank(seen: Mapping[str, Any], kind: str) -> Iterator[tuple[int, Any]]:
-    """What was read of the keys ``<kind>/<rank>``: each rank and its value, None if absent.
+def values_by_rank(seen: Mapping[str, Any], kind: str) -> Iterator[tuple[int, Any]]:
+    """Each rank whose key ``<kind>/<rank>`` was read, and its value; None if it is absent.
 
     It goes through the keys that were read, not through all ranks: most looks have four keys, and
     a job may have many thousand ranks.
@@ -75,7 +75,7 @@ class Made(NamedTuple):
     final: bool = False  # whether that follows from the input: no other rank need try
 
 
-class Task(NamedTuple):
+class OpTask(NamedTuple):
     """How far one op is. It changes by compare-and-set."""
 
     tried: tuple[int, ...] = ()  # the ranks that were to make it
@@ -88,13 +88,13 @@ class Task(NamedTuple):
         ended = not self.tried or self.made is not None or self.tried[-1] in dict(self.failed)
         return -1 if ended else self.tried[-1]
 
-    def begun(self, rank: int) -> Task:
-        """It after another rank has begun to make it, or the same one again."""
+    def begin(self, rank: int) -> OpTask:
+        """The task after another rank has begun to make it, or the same one again."""
         failed = tuple(each for each in self.failed if each[0] != rank)
         return self._replace(tried=(*self.tried, rank), failed=failed)
 
-    def ended(self, rank: int, made: Made) -> Task:
-        """It after a rank has made it, or could not. What was made first stays."""
+    def end(self, rank: int, made: Made) -> OpTask:
+        """The task after a rank has made it, or could not. What was made first stays."""
         if self.made is not None or rank in dict(self.failed):
             return self
         if made.digest or made.final:
@@ -102,12 +102,12 @@ class Task(NamedTuple):
         return self._replace(failed=(*self.failed, (rank, made.reason)))
 
 
-class Plan(NamedTuple):
+class WorkPlan(NamedTuple):
     """All that was decided so far. The next leader goes on from here."""
 
     revision: int  # no two plans are equal, so a compare-and-set never mistakes one for another
     ship: bool  # whether a library must travel: the ranks do not share one store
-    tasks: tuple[Task, ...]
+    tasks: tuple[OpTask, ...]
 
 
 class Vote(NamedTuple):
@@ -120,7 +120,7 @@ class Vote(NamedTuple):
 Ballot = tuple[Vote, ...]
 
 
-class Outcome(NamedTuple):
+class JobOutcome(NamedTuple):
     """What all ranks do: open these libraries and run these references; or fail."""
 
     choices: tuple[Vote, ...] = ()  # for each op; an empty digest is the reference
@@ -133,12 +133,17 @@ class Outcome(NamedTuple):
     tuned: tuple[str, ...] = ()  # what rank 0 has measured; all ranks take it into their stores
 
 
-_RECORDS = {each.__name__: each for each in (Offer, Hello, Made, Task, Plan, Vote, Outcome)}
+# By the names that they have in the texts.
+_RECORDS: dict[str, type[Any]] = {
+    "Offer": Offer, "Hello": Hello, "Made": Made, "Task": OpTask, "Plan": WorkPlan, "Vote": Vote,
+    "Outcome": JobOutcome,
+}  # fmt: skip
+_NAMES = {record: name for name, record in _RECORDS.items()}
 
 
 def encode(value: Any) -> str:
     """The text of a record, or of a plain value."""
-    return json.dumps(_named(value), separators=(",", ":"))
+    return json.dumps(_make_plain(value), separators=(",", ":"))
 
 
 def decode(text: str) -> Any:
@@ -147,12 +152,12 @@ def decode(text: str) -> Any:
     return _tuples(json.loads(text, object_hook=_record))
 
 
-def _named(value: Any) -> Any:
+def _make_plain(value: Any) -> Any:
     if not isinstance(value, tuple):
         return value
-    fields = [_named(each) for each in value]
-    name = type(value).__name__
-    return {name: fields} if name in _RECORDS else fields
+    fields = [_make_plain(each) for each in value]
+    name = _NAMES.get(type(value))
+    return fields if name is None else {name: fields}
 
 
 def _record(found: dict[str, Any]) -> Any:

@@ -44,7 +44,7 @@ _LOADS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
 _ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD")
 
 
-class Part(NamedTuple):
+class ProgramPart(NamedTuple):
     """Something that decides what is computed: a function, a class, a value of a module."""
 
     name: str
@@ -67,7 +67,9 @@ class Programs:
     def __init__(self) -> None:
         self._reader = cache(_Reader)  # of the packages whose code counts
 
-    def parts(self, distribution: str, functions: Sequence[tuple[str, Any]]) -> tuple[Part, ...]:
+    def parts(
+        self, distribution: str, functions: Sequence[tuple[str, Any]]
+    ) -> tuple[ProgramPart, ...]:
         """All that decides what these named functions of a package compute."""
         modules = [_text(function, "__module__") for _, function in functions]
         own = frozenset({"__main__", "", distribution.replace("-", "_"), *map(_top, modules)})
@@ -86,7 +88,7 @@ class _Reader:
         places = {os.path.dirname(os.path.abspath(file)) for file in files if file}
         self._places = sorted({*places, *map(os.path.realpath, places)} - {"/"}, key=len)[::-1]
 
-    def parts(self, functions: Sequence[tuple[str, Any]]) -> tuple[Part, ...]:
+    def parts(self, functions: Sequence[tuple[str, Any]]) -> tuple[ProgramPart, ...]:
         names = ", ".join(name for name, _ in functions)
         nodes = [_Node(None, names, key("names", names), tuple(("", f) for _, f in functions))]
         numbers: dict[tuple[str, int], int] = {}
@@ -98,7 +100,7 @@ class _Reader:
         parts = []
         for node in nodes:
             reached = [numbers[name, id(value)] for name, value in node.reached]
-            parts.append(Part(node.name, key("part", (node.digest, reached))))
+            parts.append(ProgramPart(node.name, key("part", (node.digest, reached))))
         return tuple(parts)
 
     def _node(self, name: str, value: Any) -> _Node:
@@ -139,7 +141,7 @@ class _Reader:
         """A plain value; None if it is not plain."""
         kind = type(value)
         if kind is str:
-            return self._without_places(value)
+            return self._hide_places(value)
         if kind is int:
             return ("int", hex(value))
         if kind in _PLAIN:
@@ -154,7 +156,7 @@ class _Reader:
             return ("torch", repr(value))
         return None
 
-    def _without_places(self, text: str) -> str:
+    def _hide_places(self, text: str) -> str:
         for place in self._places:
             text = text.replace(place, "{src}")
         return text

@@ -1,12 +1,12 @@
 """One rank's part in the agreement, as a pure state machine: no clock, no thread, no store in it.
 
-    action = next_action(state)                 what to do: ask the store, start work, wait, end
-    state  = told(state, action, answer, now)   after the store has answered
-    state  = worked(state, done)                after a piece of work has ended
+    action = next_action(state)                         ask the store, start work, wait, or end
+    state  = apply_answer(state, action, answer, now)   after the store has answered
+    state  = apply_done(state, done)                    after a piece of work has ended
 
-Whoever drives it (``driver.py``; in tests, an explorer of all interleavings) does the actions one
-after the other. ``now`` is from a clock of this rank that only goes forward, and was read before
-the store was asked: a rank that is stopped in between must not take the others for silent.
+The driver (``driver.py``; in tests, an explorer of all interleavings) does the actions one after
+the other. ``now`` is from a clock of this rank that only goes forward, and was read before the
+store was asked: a rank that is stopped in between must not take the others for silent.
 
 What makes it safe:
 - ``outcome`` is written once, by compare-and-set, and every rank takes what is there. Two ranks
@@ -38,12 +38,12 @@ from opkiln.cluster.messages import (
     PLAN,
     Ballot,
     Hello,
+    JobOutcome,
     Made,
-    Outcome,
-    Plan,
     Vote,
-    by_rank,
+    WorkPlan,
     key_of,
+    values_by_rank,
 )
 
 T = TypeVar("T")
@@ -74,14 +74,14 @@ class Look(NamedTuple):
     keys: tuple[str, ...]
 
 
-class Make(NamedTuple):
+class MakeOp(NamedTuple):
     """Start to build an op, or to send what this rank has of it. ``Done`` tells of its end."""
 
     op: int
     ship: bool
 
 
-class Fetch(NamedTuple):
+class FetchOp(NamedTuple):
     """Start to get a library from the store of this node or from the job's. ``Done`` follows."""
 
     op: int
@@ -95,10 +95,10 @@ class Pause(NamedTuple):
 class End(NamedTuple):
     """The agreement is reached."""
 
-    outcome: Outcome
+    outcome: JobOutcome
 
 
-Action = Put | Swap | Look | Make | Fetch | Pause | End
+Action = Put | Swap | Look | MakeOp | FetchOp | Pause | End
 
 
 class Done(NamedTuple):
@@ -133,8 +133,8 @@ class State(NamedTuple):
     looked: bool = False  # whether this rank has looked since it last paused
     leader: int | None = None
     reporter: int | None = None  # who says that the time is up; known to ranks whose own time is up
-    plan: Plan | None = None
-    outcome: Outcome | None = None
+    plan: WorkPlan | None = None
+    outcome: JobOutcome | None = None
     started: frozenset[tuple[str, int]] = frozenset()  # ("make" or "fetch", op)
     made: tuple[Made | None, ...] = ()  # what this rank has made, of each op
     votes: tuple[Vote | None, ...] = ()
@@ -183,12 +183,12 @@ def next_action(state: State) -> Action:
     if state.phase == LEAVE:
         return Put(key_of("left", state.rank), 1)
     if state.phase == REPORT and state.looked:
-        return Swap(OUTCOME, None, leading.late(
+        return Swap(OUTCOME, None, leading.late_outcome(
             state.rank, state.timeout, state.hellos, state.plan, state.ballots
         ))  # fmt: skip
     if state.phase == WORK and (action := _work(state)) is not None:
         return action
-    return Pause() if state.looked else Look(_looked_for(state))
+    return Pause() if state.looked else Look(_list_keys(state))
 
 
 def _work(state: State) -> Action | None:
@@ -197,13 +197,13 @@ def _work(state: State) -> Action | None:
     for op, task in enumerate(() if plan is None else plan.tasks):
         assert plan is not None
         if (result := state.made[op]) is not None:
-            told = leading.with_result(plan, op, state.rank, result, state.hello)
+            told = leading.add_result(plan, op, state.rank, result, state.hello)
             if told is not plan:
                 return Swap(PLAN, plan, told)
         if task.maker == state.rank and ("make", op) not in state.started:
-            return Make(op, plan.ship)
+            return MakeOp(op, plan.ship)
         if task.made and state.votes[op] is None and ("fetch", op) not in state.started:
-            return Fetch(op, task.made)
+            return FetchOp(op, task.made)
     if not state.voted and None not in state.votes:
         return Put(key_of("vote", state.rank), state.votes)
     return _lead(state) if state.leader == state.rank else None
@@ -225,16 +225,16 @@ def _lead(state: State) -> Swap | None:
         return None
     ballots = [each for each in state.ballots if each is not None]
     if len(ballots) == state.world:
-        return Swap(OUTCOME, None, leading.counted(plan, hellos, ballots))
+        return Swap(OUTCOME, None, leading.count_votes(plan, hellos, ballots))
     missing = _missing(state.ballots)
     # Ranks that live are waited for first: what they fetch serves the next start of the job.
     if set(missing) <= state.silent:
         known = dict(enumerate(hellos))
-        return Swap(OUTCOME, None, leading.lost(missing, known, state.lease))
+        return Swap(OUTCOME, None, leading.lost_outcome(missing, known, state.lease))
     return None
 
 
-def _looked_for(state: State) -> tuple[str, ...]:
+def _list_keys(state: State) -> tuple[str, ...]:
     """The keys that matter to this rank now."""
     if state.phase == LINGER:
         left = state.left | {state.rank}
@@ -247,7 +247,7 @@ def _looked_for(state: State) -> tuple[str, ...]:
             keys += _keys("vote", _missing(state.ballots))
     if state.phase == REPORT:
         return tuple(keys)
-    return (*keys, *_keys("beat", _watched(state)))
+    return (*keys, *_keys("beat", _list_watched(state)))
 
 
 def _keys(kind: str, ranks: Iterable[int]) -> list[str]:
@@ -264,7 +264,7 @@ def _all_made(state: State) -> bool:
     return state.plan is not None and all(task.made is not None for task in state.plan.tasks)
 
 
-def _watched(state: State) -> list[int]:
+def _list_watched(state: State) -> list[int]:
     """The ranks whose silence would matter to this one."""
     watched = {state.leader, state.reporter}
     if state.leader == state.rank and _all_made(state):
@@ -281,23 +281,23 @@ def _watched(state: State) -> list[int]:
 # What follows from an answer
 
 
-def told(state: State, action: Action, answer: Any, now: float) -> State:
+def apply_answer(state: State, action: Action, answer: Any, now: float) -> State:
     """The state after an action. ``answer`` is the store's."""
     if isinstance(action, Put):
-        return _after_put(state)
+        return _apply_put(state)
     if isinstance(action, Swap):
-        return _after_swap(state, action, answer)
-    if isinstance(action, Make):
+        return _apply_swap(state, action, answer)
+    if isinstance(action, MakeOp):
         return state._replace(started=state.started | {("make", action.op)})
-    if isinstance(action, Fetch):
-        return _after_fetch(state, action)
+    if isinstance(action, FetchOp):
+        return _apply_fetch(state, action)
     if isinstance(action, Pause):
         return state._replace(looked=False)
     assert isinstance(action, Look)
-    return _after_look(state, dict(zip(action.keys, answer, strict=True)), now)
+    return _apply_look(state, dict(zip(action.keys, answer, strict=True)), now)
 
 
-def _after_put(state: State) -> State:
+def _apply_put(state: State) -> State:
     if state.phase == HELLO:
         return state._replace(phase=CLAIM)
     if state.phase == LEAVE:
@@ -305,10 +305,10 @@ def _after_put(state: State) -> State:
     return state._replace(voted=True)
 
 
-def _after_swap(state: State, action: Swap, answer: Any) -> State:
+def _apply_swap(state: State, action: Swap, answer: Any) -> State:
     if action.key == LEAD:
         if answer != state.rank:
-            return _following(state, answer)._replace(phase=WORK)
+            return _follow(state, answer)._replace(phase=WORK)
         # What was heard of the leader before counts: it may also be a maker, or a voter.
         return state._replace(phase=WORK, leader=answer, looked=False)
     if action.key == LATE:
@@ -319,39 +319,39 @@ def _after_swap(state: State, action: Swap, answer: Any) -> State:
     return state._replace(outcome=answer, phase=LEAVE)
 
 
-def _following(state: State, leader: int | None) -> State:
-    """With another leader: others are watched, and nothing was heard of them yet."""
+def _follow(state: State, leader: int | None) -> State:
+    """The state with another leader: other ranks are watched, and none was heard yet."""
     return state._replace(leader=leader, heard=(), silent=frozenset(), looked=False)
 
 
-def _after_fetch(state: State, action: Fetch) -> State:
+def _apply_fetch(state: State, action: FetchOp) -> State:
     """Nothing is fetched where there is nothing, or where this rank has it already."""
     op, made = action.op, action.made
     own = state.made[op]
     here = {state.hello.offers[op].digest, "" if own is None else own.digest}
     if not made.digest:
-        return _with_vote(state, op, Vote(reason=made.reason))
+        return _add_vote(state, op, Vote(reason=made.reason))
     if made.digest in here:
-        return _with_vote(state, op, Vote(made.digest))
+        return _add_vote(state, op, Vote(made.digest))
     return state._replace(started=state.started | {("fetch", op)})
 
 
-def _with_vote(state: State, op: int, vote: Vote) -> State:
+def _add_vote(state: State, op: int, vote: Vote) -> State:
     return state._replace(votes=(*state.votes[:op], vote, *state.votes[op + 1 :]))
 
 
-def worked(state: State, done: Done) -> State:
+def apply_done(state: State, done: Done) -> State:
     """The state after a piece of work."""
     op, got = done
     if isinstance(got, Vote):
-        return _with_vote(state, op, got)
+        return _add_vote(state, op, got)
     return state._replace(made=(*state.made[:op], got, *state.made[op + 1 :]))
 
 
-def _after_look(state: State, seen: dict[str, Any], now: float) -> State:
-    state = _heard(state._replace(looked=True), seen, now)
+def _apply_look(state: State, seen: dict[str, Any], now: float) -> State:
+    state = _update_heard(state._replace(looked=True), seen, now)
     if state.phase == LINGER:
-        left = {rank for rank, value in by_rank(seen, "left") if value is not None}
+        left = {rank for rank, value in values_by_rank(seen, "left") if value is not None}
         state = state._replace(left=state.left | left)
         assert state.outcome is not None
         gone = state.left | state.silent | {state.rank, *state.outcome.lost}
@@ -370,17 +370,17 @@ def _after_look(state: State, seen: dict[str, Any], now: float) -> State:
         return state._replace(phase=EXPIRE, looked=False)
     leader = seen[LEAD]
     if leader != state.leader:
-        return _following(state, leader)
+        return _follow(state, leader)
     if leader != state.rank and leader in state.silent:
         return state._replace(phase=CLAIM)
     return state
 
 
-def _heard(state: State, seen: dict[str, Any], now: float) -> State:
-    """With what was heard of the watched ranks; a rank that was not watched before starts now."""
+def _update_heard(state: State, seen: dict[str, Any], now: float) -> State:
+    """The state with the beats of the watched ranks. A newly watched rank's lease starts now."""
     before = dict(state.heard)
     heard = []
-    for rank, value in by_rank(seen, "beat"):
+    for rank, value in values_by_rank(seen, "beat"):
         beat = -1 if value is None else value
         known = before.get(rank)
         if known is None or known.beat != beat:
@@ -391,16 +391,16 @@ def _heard(state: State, seen: dict[str, Any], now: float) -> State:
 
 
 def _read(state: State, seen: dict[str, Any]) -> State:
-    """With the plan, hellos and votes that were read."""
-    hellos = {rank: each for rank, each in by_rank(seen, "hello") if each is not None}
-    ballots = {rank: each for rank, each in by_rank(seen, "vote") if each is not None}
+    """The state with the plan, hellos and votes that were read."""
+    hellos = {rank: each for rank, each in values_by_rank(seen, "hello") if each is not None}
+    ballots = {rank: each for rank, each in values_by_rank(seen, "vote") if each is not None}
     return state._replace(
         plan=state.plan if seen[PLAN] is None else seen[PLAN],
-        hellos=_with(state.hellos, hellos),
-        ballots=_with(state.ballots, ballots),
+        hellos=_update(state.hellos, hellos),
+        ballots=_update(state.ballots, ballots),
     )
 
 
-def _with(before: tuple[T | None, ...], read: Mapping[int, T]) -> tuple[T | None, ...]:
-    """One value for each rank, with those that were read. Most looks read none of them."""
+def _update(before: tuple[T | None, ...], read: Mapping[int, T]) -> tuple[T | None, ...]:
+    """One value for each rank, updated by those that were read. Most looks read none of them."""
     return tuple(read.get(rank, each) for rank, each in enumerate(before)) if read else before

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from opkiln.cluster import driver, facts, job, work
 from opkiln.cluster.ensure import lease_of
-from opkiln.cluster.messages import Made, Task, key_of
+from opkiln.cluster.messages import Made, OpTask, key_of
 from opkiln.decision import terms
 from opkiln.decision.terms import Build, Request, Serve, Trace
 from opkiln.errors import ClusterError, OpkilnError
@@ -49,7 +49,7 @@ def share(op: Op) -> None:
     ClusterError if the rank that builds cannot, or if its library cannot be used here, and what a
     build raises.
     """
-    if not job.in_group():
+    if not job.has_group():
         if op.name in _ours and terms.pinned(op) is _ours[op.name]:
             terms.release(op)  # the job that it was pinned for has ended
         return
@@ -65,7 +65,7 @@ def share(op: Op) -> None:
         terms.release(op)  # nothing can be built for this machine: the load says why
         return
     known = _known.get(name)
-    if known is None or (known.made.digest and not known.worker.found(0, known.made, Trace())):
+    if known is None or (known.made.digest and not known.worker.find(0, known.made, Trace())):
         number = 0 if known is None else known.round + 1
         known = _known[name] = _Sharing(op, place, f"{name}/{number}").run(number)
     if known.made.digest:
@@ -81,7 +81,7 @@ _ours: dict[tuple[str, str, str], terms.Pin] = {}
 def _key(op: Op) -> str:
     """The same on ranks that can use the same library: sources, declaration, target, torch."""
     request = Request(op, agreed=False)
-    told = facts.digest(facts.of_library(request))
+    told = facts.digest(facts.library_facts(request))
     parts = (*op.name, key.intent_key(op.spec, request.target), *told)
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
 
@@ -89,7 +89,7 @@ def _key(op: Op) -> str:
 class _Sharing:
     """One op, until this rank has what the job uses."""
 
-    def __init__(self, op: Op, place: job.Place, name: str) -> None:
+    def __init__(self, op: Op, place: job.JobPlace, name: str) -> None:
         self.op, self.rank = op, place.rank
         self.lease = lease_of(place.world)
         self.channel = job.channel(place, f"load/{name}", max(2 * self.lease, 10.0))
@@ -98,7 +98,7 @@ class _Sharing:
 
     def run(self, number: int) -> _Known:
         name = self.op.spec.name
-        made = self.agreed()
+        made = self.agree()
         if made.digest and (reason := self._take(made)):
             what = f"op {name}: rank {self.rank} cannot use the library of rank {made.by}"
             raise ClusterError(f"{what}, which the others use", why=reason)
@@ -109,14 +109,14 @@ class _Sharing:
             raise ClusterError(what, why=made.reason)
         return _Known(number, made, self.worker)
 
-    def agreed(self) -> Made:
+    def agree(self) -> Made:
         """What the job uses; this rank makes it if it is its turn."""
         can_make = self._can_make()
         lease = self.lease
         if terms.prefers_reference(Request(self.op, agreed=False)):
             lease = 0.0  # it runs as its reference here, so nobody else need build it
         began = changed = time.monotonic()
-        turn: Task | None = None
+        turn: OpTask | None = None
         beat = None
         while True:
             now = time.monotonic()
@@ -154,10 +154,10 @@ class _Sharing:
         """Whether this rank has the library or can build it. What it has is sent."""
         return isinstance(self.worker.look(0, Request(self.op, agreed=False)), (Serve, Build))
 
-    def _begin(self, turn: Task | None) -> bool:
+    def _begin(self, turn: OpTask | None) -> bool:
         """Build the op in the place of ``turn``, and tell all what came of it. Returns whether it
         was this rank's turn."""
-        mine = (Task() if turn is None else turn).begun(self.rank)
+        mine = (OpTask() if turn is None else turn).begin(self.rank)
         if self.channel.swap(_TURN, turn, mine) != mine:
             return False
         with driver.beating(self.channel, self.rank, self.lease):
@@ -177,12 +177,12 @@ class _Sharing:
         )
         if not self.op.has_reference:
             raise error
-        made = Made(reason=f"rank {self.rank}: {work.in_short(error)}", final=True)
+        made = Made(reason=f"rank {self.rank}: {work.shorten_error(error)}", final=True)
         return self._tell(made) or made
 
     def _tell(self, made: Made) -> Made | None:
         """Write what this rank has made, or that it could not. Returns what was made by then."""
         (turn,) = self.channel.look([_TURN])
-        while (after := (turn or Task()).ended(self.rank, made)) != turn:
+        while (after := (turn or OpTask()).end(self.rank, made)) != turn:
             turn = self.channel.swap(_TURN, turn, after)
         return after.made

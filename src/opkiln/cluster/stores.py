@@ -113,7 +113,7 @@ class Torch(KeyValues):
         numbered = [key for key in unknown if _number_of(key)]
         # Apart: `outcome` is absent most of the time, and the others are then not worth a search.
         self._check([key for key in unknown if not _number_of(key)])
-        self._check(self._listed(numbered) if len(numbered) > _FEW else numbered)
+        self._check(self._keep_listed(numbered) if len(numbered) > _FEW else numbered)
         there = [key for key in keys if key in self._there]
         values = dict(zip(there, self._get(there), strict=True))
         return [bytes(values[key]) if key in values else None for key in keys]
@@ -133,7 +133,7 @@ class Torch(KeyValues):
                 for start in range(0, len(part), half):
                     self._check(part[start : start + half])
 
-    def _listed(self, keys: list[str]) -> list[str]:
+    def _keep_listed(self, keys: list[str]) -> list[str]:
         """Those of the keys that are in their lists; all if the store has no lists."""
         if not self._store.has_extended_api():
             return keys
@@ -177,7 +177,7 @@ def _number_of(key: str) -> str:
     return last if last.isdigit() else ""
 
 
-class Directory(KeyValues):
+class SharedDirectory(KeyValues):
     """A directory that all ranks share, for jobs without a network among them.
 
     A key is a directory of numbered values; the highest number counts. A value appears by ``link``,

@@ -81,12 +81,12 @@ class Worker:
         request = Request(op, agreed=False)
         self.functions[number] = facts.functions_of(op)
         self.facts[number] = {
-            **facts.of_library(request),
-            **facts.of_functions(op, self.functions[number], self._programs),
+            **facts.library_facts(request),
+            **facts.function_facts(op, self.functions[number], self._programs),
         }
         told = facts.digest(self.facts[number])
         offer = Offer(op.spec.name, told, native_only=terms.why_no_reference(request))
-        if (loaded := self._loaded(op)) is not None:
+        if (loaded := self._find_loaded(op)) is not None:
             self.keep(number, loaded, CACHED)
             return offer._replace(digest=loaded.sha256)
         outcome = self.look(number, request)
@@ -99,7 +99,7 @@ class Worker:
         if isinstance(outcome.error, UsageError):
             raise outcome.error
         here = tuple(sorted(cpu.features_of(machine.cpu_flags())))
-        return offer._replace(reason=in_short(outcome.error), cpu=here)
+        return offer._replace(reason=shorten_error(outcome.error), cpu=here)
 
     def look(self, number: int, request: Request) -> Outcome:
         """What would serve an op here. What is here already is kept."""
@@ -160,7 +160,7 @@ class Worker:
             return Made(known.sha256, bundle, size)
         except Exception as error:  # a full disk, no more memory: another rank may do better
             self.error = error
-            return Made(reason=in_short(error), final=isinstance(error, _FINAL))
+            return Made(reason=shorten_error(error), final=isinstance(error, _FINAL))
 
     def _send(self, artifact: Artifact) -> tuple[str, int]:
         assert self.channel is not None
@@ -176,18 +176,18 @@ class Worker:
         try:
             return self._fetch(op, made)
         except Exception as error:  # as above: the other ranks must not wait for this one
-            return Vote(reason=in_short(error))
+            return Vote(reason=shorten_error(error))
 
     def _fetch(self, op: int, made: Made) -> Vote:
         request = Request(self.ops[op], agreed=False)
         if terms.prefers_reference(request):
             return Vote(reason="OPKILN_MODE=reference")
-        if (loaded := self._loaded(self.ops[op])) is not None:
+        if (loaded := self._find_loaded(self.ops[op])) is not None:
             raise ReloadError(
                 f"op {self.ops[op].spec.name} was loaded before, from another library",
                 why=f"SHA-256 {loaded.sha256[:16]}, not {made.digest[:16]}",
             )
-        if self.found(op, made, trace := Trace()):
+        if self.find(op, made, trace := Trace()):
             return Vote(made.digest)
         root, lacking = request.store.root, "it is not in the store of this node"
         if made.bundle and root is not None and self.channel is not None:
@@ -195,14 +195,14 @@ class Worker:
             with lock.turn(
                 root,
                 f"fetch-{made.digest[:40]}",
-                lambda: self.found(op, made, Trace()) or None,
+                lambda: self.find(op, made, Trace()) or None,
                 lambda _: None,
                 what=f"op {self.ops[op].spec.name}",
                 limit=settings.build_timeout,
             ) as turn:
                 if fetches := isinstance(turn, lock.Turn):
                     self._import(made, root)
-            if self.found(op, made, trace := Trace()):
+            if self.find(op, made, trace := Trace()):
                 self.how[op] = FETCHED if fetches else BESIDE
                 return Vote(made.digest)
             lacking = "it was fetched, and is not in the store"
@@ -213,12 +213,12 @@ class Worker:
         data = self.channel.another(_PATIENCE).get_bundle(made.bundle, made.size)
         unpack_bytes(data, root, sha256=made.bundle)
 
-    def _loaded(self, op: Op) -> Artifact | None:
+    def _find_loaded(self, op: Op) -> Artifact | None:
         """The library that this process has opened for an op."""
         loaded = loader.loaded_here().get(op.name) if self.sees_loaded else None
         return None if loaded is None else loaded[0].artifact
 
-    def found(self, op: int, made: Made, trace: Trace) -> bool:
+    def find(self, op: int, made: Made, trace: Trace) -> bool:
         """Whether this node has the very library, and it fits; keeps it."""
         request = Request(self.ops[op], agreed=False)
         layers = request.store.location.layers
@@ -234,7 +234,7 @@ class Worker:
 _PATIENCE = 120.0  # seconds for one part of a bundle: a part takes a second at 8 Mbit/s
 
 
-def in_short(error: Exception) -> str:
+def shorten_error(error: Exception) -> str:
     """What other ranks are told of an error."""
     if not isinstance(error, OpkilnError):
         return f"{type(error).__name__}: {error}"[:_LONGEST]

@@ -48,13 +48,13 @@ def agree() -> None:
     named = settings.ensure
     if not named:
         return
-    from opkiln.cluster.ensure import ensure, told_by_first
+    from opkiln.cluster.ensure import agree_on_first, ensure
 
     if RECORDED in named:
         ensure(())  # from here on all ranks are in the same start of the job
         # The file grows while the job runs, so one rank reads it for all.
         listed = [each for each in named if each != RECORDED]
-        named = told_by_first("ops", [*listed, *_recorded_ops()])
+        named = agree_on_first("ops", [*listed, *_recorded_ops()])
     if named:
         ensure(named)
     process = os.getpid()

@@ -114,7 +114,7 @@ def wanted(op: Op) -> Wanted:
         raise ArchError(f"{origin}: {error.what}", why=error.why, hint=hint) from None
     kept, removed = named, ()
     if op.rule is not None:
-        kept, removed = language.filtered(named, op.rule)
+        kept, removed = language.apply_filter(named, op.rule)
     if not kept:
         raise LoadError(
             f"op {op.spec.title} has no {_name(backend)} architecture to be built for",
@@ -254,7 +254,7 @@ def _servable(
     if not left:
         assert last is not None  # the list is not empty
         raise ToolchainError(last.what, why=last.why, hint=last.hint)
-    return grammar(CUDA).merged(left), tuple(notes)
+    return grammar(CUDA).merge(left), tuple(notes)
 
 
 def _instead(op: Op, backend: str, left: list[Any], listed: tuple[Any, ...]) -> str:
@@ -277,9 +277,9 @@ def for_devices(
     listed = parsed(CUDA, device.archs)
     driver = nvidia.devices(memory()).cuda
     takes_ptx = release(driver) >= release(device.version)
-    chosen = [language.for_device(arch, listed, takes_ptx) for arch in archs]
+    chosen = [language.choose_for_device(arch, listed, takes_ptx) for arch in archs]
     notes = tuple(dict.fromkeys(note for _, note in chosen if note))
-    return language.merged(arch for arch, _ in chosen), notes
+    return language.merge(arch for arch, _ in chosen), notes
 
 
 def _newer_toolkit(device: DeviceCompiler) -> str:
@@ -367,7 +367,7 @@ def kept(op: Op, archs: tuple[str, ...]) -> bool:
     if op.rule is None or not archs:
         return bool(archs)
     backend = op.spec.backend
-    return not grammar(backend).filtered(parsed(backend, archs), op.rule).removed
+    return not grammar(backend).apply_filter(parsed(backend, archs), op.rule).removed
 
 
 def require_coverage(op: Op, needs: Wanted) -> None:
@@ -486,6 +486,6 @@ def require_sycl_device(spec: OpSpec) -> None:
     """Refuse to load a SYCL op where there is no device for it. Raises LoadError."""
     from opkiln.toolchain import libsycl
 
-    if missing := libsycl.no_device(settings.ocl_icd_filenames):
+    if missing := libsycl.why_no_device(settings.ocl_icd_filenames):
         why, hint = missing
         raise LoadError(f"op {spec.title} has no SYCL device to run on", why=why, hint=hint)

@@ -219,17 +219,17 @@ def _lacking(needs: Mapping[str, Any], abi: str) -> str:
 
 
 def _lacking_symbols(symbols: list[str], files: list[str], sonames: Iterable[str]) -> str:
-    from opkiln.binary.elf import missing
+    from opkiln.binary.elf import missing_symbols
 
     for path in files:
-        symbols = [*missing(path, symbols)]
+        symbols = [*missing_symbols(path, symbols)]
     return f"it needs {_shown(symbols[0])}, which {_torch_of(sonames)} lacks" if symbols else ""
 
 
 def _shown(symbol: str) -> str:
-    from opkiln.binary.elf import shown
+    from opkiln.binary.elf import show_symbol
 
-    return shown(symbol)
+    return show_symbol(symbol)
 
 
 def _brought(soname: str) -> str:

@@ -14,7 +14,7 @@ from opkiln.settings import settings
 _NODES = "sys/class/kfd/kfd/topology/nodes"
 
 
-class GPU(Record):
+class AmdGPU(Record):
     """One GPU, as the driver describes it."""
 
     index: int  # type: ignore[assignment]  # the driver's, by which ROCR_VISIBLE_DEVICES counts
@@ -25,14 +25,14 @@ class GPU(Record):
     uuid: str = ""  # "GPU-" and 16 digits; empty if the GPU has none
 
 
-class Devices(Record):
+class AmdDevices(Record):
     """The GPUs of this machine that the kernel shows to this process."""
 
-    gpus: tuple[GPU, ...] = ()
+    gpus: tuple[AmdGPU, ...] = ()
     why: str = ""  # why there are none
 
 
-def devices(root: str = "/") -> Devices:
+def devices(root: str = "/") -> AmdDevices:
     """Every GPU of the machine. If there are none, ``why`` says why.
 
     Raises SettingError if ``HSA_OVERRIDE_GFX_VERSION`` is not a version.
@@ -41,7 +41,7 @@ def devices(root: str = "/") -> Devices:
     try:
         nodes = sorted((name for name in os.listdir(here) if name.isdigit()), key=int)
     except OSError:
-        return Devices(why="there is no AMD GPU driver here")
+        return AmdDevices(why="there is no AMD GPU driver here")
     # CPUs are nodes too. The files of a GPU that a container withholds cannot be read.
     found = [_properties(os.path.join(here, name, "properties")) for name in nodes]
     named = [
@@ -53,7 +53,7 @@ def devices(root: str = "/") -> Devices:
         _gpu(index, os.path.join(here, name), properties, root)
         for index, (name, properties) in enumerate(named)
     )
-    return Devices(gpus, "" if gpus else "the AMD driver shows no GPU to this process")
+    return AmdDevices(gpus, "" if gpus else "the AMD driver shows no GPU to this process")
 
 
 def _properties(path: str) -> dict[str, int]:
@@ -61,13 +61,13 @@ def _properties(path: str) -> dict[str, int]:
     return {pair[0]: int(pair[1]) for pair in words if len(pair) == 2 and pair[1].isdigit()}
 
 
-def _gpu(index: int, node: str, properties: dict[str, int], root: str) -> GPU:
+def _gpu(index: int, node: str, properties: dict[str, int], root: str) -> AmdGPU:
     minor = properties.get("drm_render_minor", 0)
     card = os.path.join(root, f"sys/class/drm/renderD{minor}/device")
     name = read_text(f"{card}/product_name").strip() or read_text(f"{node}/name").strip()
     memory = read_text(f"{card}/mem_info_vram_total").strip()
     unique = properties.get("unique_id", 0)
-    return GPU(
+    return AmdGPU(
         index,
         _arch(properties["gfx_target_version"]),
         properties.get("wave_front_size", 64),
@@ -88,7 +88,7 @@ def _arch(version: int) -> str:
 # Which GPUs this process may use
 
 
-def visible(devices: Devices) -> tuple[GPU, ...]:
+def visible(devices: AmdDevices) -> tuple[AmdGPU, ...]:
     """The GPUs that the runtime leaves to this process.
 
     Two filters apply in turn. ``ROCR_VISIBLE_DEVICES`` selects among all GPUs, by index or UUID.
@@ -98,17 +98,19 @@ def visible(devices: Devices) -> tuple[GPU, ...]:
     gpus = devices.gpus
     first = settings.rocr_visible_devices
     if first is not None:
-        gpus = _chosen(gpus, first, stops_at_repetition=True)
+        gpus = _choose(gpus, first, stops_at_repetition=True)
     second = settings.hip_visible_devices or settings.cuda_visible_devices
     if second:
-        gpus = _chosen(gpus, second, stops_at_repetition=False)
+        gpus = _choose(gpus, second, stops_at_repetition=False)
     return gpus
 
 
-def _chosen(gpus: tuple[GPU, ...], text: str, *, stops_at_repetition: bool) -> tuple[GPU, ...]:
-    chosen: list[GPU] = []
+def _choose(
+    gpus: tuple[AmdGPU, ...], text: str, *, stops_at_repetition: bool
+) -> tuple[AmdGPU, ...]:
+    chosen: list[AmdGPU] = []
     for entry in text.split(","):
-        gpu = _named(gpus, entry.strip().lower())
+        gpu = _find_gpu(gpus, entry.strip().lower())
         if gpu is None or (stops_at_repetition and gpu in chosen):
             break
         if gpu not in chosen:
@@ -116,7 +118,7 @@ def _chosen(gpus: tuple[GPU, ...], text: str, *, stops_at_repetition: bool) -> t
     return tuple(chosen)
 
 
-def _named(gpus: tuple[GPU, ...], entry: str) -> GPU | None:
+def _find_gpu(gpus: tuple[AmdGPU, ...], entry: str) -> AmdGPU | None:
     if entry.isascii() and entry.isdigit():
         return gpus[int(entry)] if int(entry) < len(gpus) else None
     if not entry.startswith("gpu-"):

@@ -18,7 +18,7 @@ UNKNOWN = "there is no accelerator of this name"
 _given: Any = None  # the object that set_accelerator was given
 
 
-def given() -> Any:
+def given_accelerator() -> Any:
     """The object that ``set_accelerator`` was given; None if there is none."""
     return _given
 

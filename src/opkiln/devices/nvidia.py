@@ -18,7 +18,7 @@ from opkiln.settings import settings
 _TRACES = ("proc/driver/nvidia/version", "dev/nvidiactl", "dev/dxg")
 
 
-class GPU(Record):
+class NvidiaGPU(Record):
     """One GPU, as the driver describes it."""
 
     index: int  # type: ignore[assignment]  # NVML's, which is the order of PCI addresses
@@ -29,20 +29,20 @@ class GPU(Record):
     parts: tuple[str, ...] = ()  # UUIDs of its MIG instances
 
 
-class Devices(Record):
+class NvidiaDevices(Record):
     """The GPUs of this machine that the driver shows to this process."""
 
-    gpus: tuple[GPU, ...] = ()
+    gpus: tuple[NvidiaGPU, ...] = ()
     driver: str = ""  # "580.65.06"
     cuda: str = ""  # the highest CUDA that the driver supports: "13.0"; empty if it does not say
     how: str = ""  # who answered: nvml, nvidia-smi, memo; empty if nobody did
     why: str = ""  # why there are none, or which were left out
 
 
-_known: dict[str, Devices] = {}  # by root; plain data, which is still right in a forked child
+_known: dict[str, NvidiaDevices] = {}  # by root; plain data, which is still right in a forked child
 
 
-def devices(memory: tuple[str, ...] = (), root: str = "/") -> Devices:
+def devices(memory: tuple[str, ...] = (), root: str = "/") -> NvidiaDevices:
     """Every GPU of the machine. If there are none, ``why`` says why.
 
     Without a driver this only looks for three files. The answer is kept for this process, and in
@@ -52,14 +52,14 @@ def devices(memory: tuple[str, ...] = (), root: str = "/") -> Devices:
     if root in _known:
         return _known[root]
     if not any(os.path.exists(os.path.join(root, trace)) for trace in _TRACES):
-        return Devices(why="there is no NVIDIA driver here")
+        return NvidiaDevices(why="there is no NVIDIA driver here")
     subject = _subject(root) if memory else None
     found = _recall(memory, subject) if subject else None
     if found is None:
         from opkiln.devices import nvidia_driver
 
         facts = nvidia_driver.ask()
-        found = from_facts(facts)
+        found = make_devices(facts)
         if subject and found.gpus and not found.why:  # a GPU that was left out may come back
             from opkiln.toolchain import probing
 
@@ -68,20 +68,19 @@ def devices(memory: tuple[str, ...] = (), root: str = "/") -> Devices:
     return found
 
 
-def from_facts(facts: dict[str, Any]) -> Devices:
+def make_devices(facts: dict[str, Any]) -> NvidiaDevices:
     """The records of what ``nvidia_driver`` returned."""
-    gpus = tuple(GPU(*values)._replace(parts=tuple(parts)) for *values, parts in facts["gpus"])
+    gpus = tuple(
+        NvidiaGPU(*values)._replace(parts=tuple(parts)) for *values, parts in facts["gpus"]
+    )
     words = (str(facts[name]) for name in ("driver", "cuda", "how", "why"))
-    return Devices(gpus, *words)
+    return NvidiaDevices(gpus, *words)
 
 
-def capabilities(devices: Devices) -> tuple[str, ...]:
+def capabilities(devices: NvidiaDevices) -> tuple[str, ...]:
     """Their compute capabilities, each once, in numeric order."""
-    return tuple(sorted({gpu.capability for gpu in devices.gpus}, key=_numbers))
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(map(int, version.split(".")))
+    found = {gpu.capability for gpu in devices.gpus}
+    return tuple(sorted(found, key=lambda version: [*map(int, version.split("."))]))
 
 
 # Remembering
@@ -100,20 +99,17 @@ def _subject(root: str) -> str | None:
         for bus in sorted(os.listdir(f"{here}/gpus")):
             text = _read(f"{here}/gpus/{bus}/information")
             told += [bus, *(line for line in text.splitlines() if line.startswith(_LASTING))]
-        nodes = sorted(name for name in os.listdir(os.path.join(root, "dev")) if _is_node(name))
+        names = sorted(os.listdir(os.path.join(root, "dev")))
     except OSError:
         return None
+    nodes = [n for n in names if n.startswith("nvidia") and n.removeprefix("nvidia").isdigit()]
     usable = [n for n in nodes if os.access(os.path.join(root, "dev", n), os.R_OK | os.W_OK)]
     return "\n".join(["NVIDIA GPUs", *told, *usable])
 
 
-# Not the interrupt, which a reboot changes. Not the BIOS, which reads ??.?? while the GPU sleeps.
-# The UUID does that too, and then the model still says what the GPU can do.
+# Left out: the interrupt, which a reboot changes, and the BIOS, which reads ??.?? while the GPU
+# sleeps. The UUID does that too, and then the model still says what the GPU can do.
 _LASTING = ("Model:", "GPU UUID:", "GPU Excluded:")
-
-
-def _is_node(name: str) -> bool:
-    return name.startswith("nvidia") and name.removeprefix("nvidia").isdigit()
 
 
 def _read(path: str) -> str:
@@ -121,12 +117,12 @@ def _read(path: str) -> str:
         return file.read()
 
 
-def _recall(memory: tuple[str, ...], subject: str) -> Devices | None:
+def _recall(memory: tuple[str, ...], subject: str) -> NvidiaDevices | None:
     from opkiln.toolchain import probing
 
     record = probing.recall(memory, subject)
     try:
-        return None if record is None else from_facts({**record["answer"], "how": "memo"})
+        return None if record is None else make_devices({**record["answer"], "how": "memo"})
     except (KeyError, TypeError, ValueError):
         return None  # damaged, or written by another version: the driver is asked again
 
@@ -134,7 +130,7 @@ def _recall(memory: tuple[str, ...], subject: str) -> Devices | None:
 # Which GPUs this process may use
 
 
-def visible(devices: Devices) -> tuple[tuple[GPU, ...], bool]:
+def visible(devices: NvidiaDevices) -> tuple[tuple[NvidiaGPU, ...], bool]:
     """The GPUs that ``CUDA_VISIBLE_DEVICES`` leaves to this process, and whether that is certain.
 
     CUDA's rules: entries are indices or UUIDs, or the first characters of a UUID. The list ends at
@@ -152,11 +148,13 @@ def visible(devices: Devices) -> tuple[tuple[GPU, ...], bool]:
         return devices.gpus, True
     entries = [entry.strip() for entry in wanted.split(",")]
     if entries[0].upper().startswith(("GPU-", "MIG-")):
-        return _by_uuid(devices, entries)
-    return _by_index(devices, entries)
+        return _choose_by_uuid(devices, entries)
+    return _choose_by_index(devices, entries)
 
 
-def _by_index(devices: Devices, entries: list[str]) -> tuple[tuple[GPU, ...], bool]:
+def _choose_by_index(
+    devices: NvidiaDevices, entries: list[str]
+) -> tuple[tuple[NvidiaGPU, ...], bool]:
     gpus = devices.gpus
     chosen: list[int] = []
     for entry in entries:
@@ -179,9 +177,11 @@ def _leading_number(entry: str) -> int | None:
     return int(digits) if digits else None
 
 
-def _by_uuid(devices: Devices, entries: list[str]) -> tuple[tuple[GPU, ...], bool]:
+def _choose_by_uuid(
+    devices: NvidiaDevices, entries: list[str]
+) -> tuple[tuple[NvidiaGPU, ...], bool]:
     gpus = devices.gpus
-    chosen: dict[str, GPU] = {}  # by the UUID of the GPU or instance
+    chosen: dict[str, NvidiaGPU] = {}  # by the UUID of the GPU or instance
     for entry in entries:
         prefix = entry.lower()
         if prefix.startswith("mig-gpu-"):  # the older form: MIG-GPU-<uuid>/<instance>/<instance>

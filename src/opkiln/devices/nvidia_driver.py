@@ -28,7 +28,7 @@ _LIBRARIES = (
 _PROGRAMS = ("nvidia-smi", "/usr/lib/wsl/lib/nvidia-smi", "/usr/local/nvidia/bin/nvidia-smi")
 _NO_GPU = "the NVIDIA driver shows no GPU to this process"
 
-# The fields of ``nvidia.Devices``, each GPU as the values of the fields of ``nvidia.GPU``.
+# The fields of ``NvidiaDevices``, with each GPU as a list of the fields of ``NvidiaGPU``.
 Facts = dict[str, Any]
 
 
@@ -54,20 +54,20 @@ class NoLibrary(Exception):
     """NVML is not installed, or cannot be opened."""
 
 
-class _Refused(Exception):
+class _NVMLError(Exception):
     """NVML returned an error; the text is NVML's."""
 
 
 def ask_nvml() -> Facts:
     """Every GPU that NVML shows to this process. Raises NoLibrary."""
-    library = _Library(_open())
+    library = _NVML(_open())
     try:
         library.call("nvmlInit_v2")
         try:
-            return _from_nvml(library)
+            return _read_nvml(library)
         finally:
             library.call("nvmlShutdown")
-    except _Refused as error:
+    except _NVMLError as error:
         return _facts("nvml", f"the NVIDIA driver answers: {error}")
 
 
@@ -81,8 +81,8 @@ def _open() -> ctypes.CDLL:
     raise NoLibrary(f"libnvidia-ml cannot be opened ({reasons[0]})")
 
 
-class _Library:
-    """NVML's functions. An error code is raised as ``_Refused``."""
+class _NVML:
+    """NVML's functions. An error code is raised as ``_NVMLError``."""
 
     def __init__(self, native: ctypes.CDLL) -> None:
         self.native = native
@@ -91,10 +91,10 @@ class _Library:
         try:
             function = self.native[name]
         except AttributeError:
-            raise _Refused(f"this libnvidia-ml has no {name}") from None
+            raise _NVMLError(f"this libnvidia-ml has no {name}") from None
         code = function(*arguments)
         if code:
-            raise _Refused(f"{self._message(code)} ({name})")
+            raise _NVMLError(f"{self._message(code)} ({name})")
 
     def _message(self, code: int) -> str:
         try:
@@ -121,23 +121,23 @@ class _Library:
         return found
 
 
-def _from_nvml(library: _Library) -> Facts:
+def _read_nvml(library: _NVML) -> Facts:
     driver = library.text("nvmlSystemGetDriverVersion")
     try:
         version = library.number("nvmlSystemGetCudaDriverVersion_v2")
         cuda = f"{version // 1000}.{version % 1000 // 10}"
-    except _Refused:
+    except _NVMLError:
         cuda = ""  # the driver has no CUDA library, as on a machine used for display only
     gpus, lost = [], []
     for index in range(library.number("nvmlDeviceGetCount_v2")):
         try:
             gpus.append(_gpu(library, index))
-        except _Refused as error:  # one GPU has failed; CUDA also continues without it
+        except _NVMLError as error:  # one GPU has failed; CUDA also continues without it
             lost.append(f"GPU {index}: {error}")
     return _facts("nvml", "; ".join(lost) if gpus or lost else _NO_GPU, gpus, driver, cuda)
 
 
-def _gpu(library: _Library, index: int) -> list[Any]:
+def _gpu(library: _NVML, index: int) -> list[Any]:
     device = library.handle("nvmlDeviceGetHandleByIndex_v2", ctypes.c_uint(index))
     major, minor = ctypes.c_int(), ctypes.c_int()
     library.call(
@@ -149,20 +149,20 @@ def _gpu(library: _Library, index: int) -> list[Any]:
     return [index, uuid, name, f"{major.value}.{minor.value}", memory, parts]
 
 
-def _memory(library: _Library, device: ctypes.c_void_p) -> int:
+def _memory(library: _NVML, device: ctypes.c_void_p) -> int:
     memory = (ctypes.c_ulonglong * 3)()  # nvmlMemory_t: total, free, used
     try:
         library.call("nvmlDeviceGetMemoryInfo", device, ctypes.byref(memory))
-    except _Refused:
+    except _NVMLError:
         return 0  # a GPU without memory of its own uses the machine's
     return int(memory[0])
 
 
-def _mig_instances(library: _Library, device: ctypes.c_void_p) -> Iterator[str]:
+def _mig_instances(library: _NVML, device: ctypes.c_void_p) -> Iterator[str]:
     """The UUIDs of a GPU's MIG instances."""
     try:
         most = library.number("nvmlDeviceGetMaxMigDeviceCount", device)
-    except _Refused:
+    except _NVMLError:
         return  # the GPU, or this NVML, has no MIG
     for index in range(most):
         try:
@@ -170,7 +170,7 @@ def _mig_instances(library: _Library, device: ctypes.c_void_p) -> Iterator[str]:
                 "nvmlDeviceGetMigDeviceHandleByIndex", device, ctypes.c_uint(index)
             )
             yield library.text("nvmlDeviceGetUUID", instance)
-        except _Refused:
+        except _NVMLError:
             continue  # an unused slot: a GPU may have seven and use two
 
 
@@ -183,17 +183,17 @@ def ask_nvidia_smi() -> Facts:
     """Every GPU that nvidia-smi lists. Without GPUs, ``why`` says why: it is absent, or failed."""
     from opkiln.toolchain import find
 
-    program = next(filter(None, map(find.first, _PROGRAMS)), None)
+    program = next(filter(None, map(find.find_program, _PROGRAMS)), None)
     if program is None:
         return _facts("", "there is no nvidia-smi on PATH")
     try:
-        return _from_nvidia_smi(program)
+        return _read_nvidia_smi(program)
     except ToolchainError as error:
         words = " ".join(f"{error.what} {error.why}".split())
         return _facts("nvidia-smi", f"nvidia-smi: {words}")
 
 
-def _from_nvidia_smi(program: str) -> Facts:
+def _read_nvidia_smi(program: str) -> Facts:
     rows = [
         [cell.strip() for cell in line.split(",")]
         for line in _output(program, f"--query-gpu={_FIELDS}", "--format=csv,noheader,nounits")
@@ -201,7 +201,7 @@ def _from_nvidia_smi(program: str) -> Facts:
     ]
     if not rows:
         return _facts("nvidia-smi", _NO_GPU)
-    parts = _listed_instances(program) if any(row[-1] == "Enabled" for row in rows) else {}
+    parts = _list_instances(program) if any(row[-1] == "Enabled" for row in rows) else {}
     gpus, lost = [], []
     for index, uuid, name, capability, mebibytes, _, _ in rows:
         if not re.fullmatch(r"\d+\.\d+", capability):
@@ -219,7 +219,7 @@ def _highest_cuda(program: str) -> str:
     return match[1] if match else ""
 
 
-def _listed_instances(program: str) -> dict[str, list[str]]:
+def _list_instances(program: str) -> dict[str, list[str]]:
     """The UUIDs of the MIG instances, by the index of their GPU."""
     found: dict[str, list[str]] = {}
     index = ""

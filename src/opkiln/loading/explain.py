@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from opkiln import plan as plans
 from opkiln import settings as settings_module
 from opkiln.build_model import Plan
-from opkiln.building.asking import planned
+from opkiln.building.asking import plan_here
 from opkiln.building.build import inputs
 from opkiln.decision.prebuilt import fetched_from
 from opkiln.decision.terms import Build, Candidate, Refuse, Request, Serve, summary
@@ -77,7 +77,7 @@ def explain(op: Op) -> Explanation:
     would = f"{status}: {reason}" if reason else status
     keys, changes = {}, []
     try:
-        plan = outcome.plan if isinstance(outcome, Build) else planned(request)
+        plan = outcome.plan if isinstance(outcome, Build) else plan_here(request)
     except OpkilnError as error:
         outcome.trace.add("build", "refused", f"{error.what}: {error.why}")
     else:

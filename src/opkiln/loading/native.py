@@ -77,7 +77,7 @@ def open_artifact(spec: OpSpec, path: str, registration: Registration | None = N
         if spec.kind == PYTHON and "PyInit_" in str(error):
             from opkiln.building import wording
 
-            how = wording.of(spec).no_module
+            how = wording.names_for(spec).no_module
             hint = f"{how}; there is no PYBIND11_MODULE in it" if how else ""
         raise LoadError(
             f"{spec.title} cannot be loaded from {path}", why=str(error), hint=hint
@@ -282,7 +282,7 @@ def is_light(path: str) -> bool:
     """Whether a file is such a library."""
     from opkiln.binary import elf
 
-    return "opkiln_ops" in elf.defined(path)
+    return "opkiln_ops" in elf.defined_symbols(path)
 
 
 def adopt(spec: OpSpec, library: Any, registration: Registration | None) -> None:

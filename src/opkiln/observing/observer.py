@@ -189,7 +189,7 @@ def _remembered(
     signature holds."""
     if os.stat(path).st_size <= _LARGE:
         return look()
-    record = probing.known(memory, f"{what} {path}", lambda: (look(), [path]))
+    record = probing.recall_or_ask(memory, f"{what} {path}", lambda: (look(), [path]))
     assert record is not None
     return record
 

@@ -46,7 +46,7 @@ def interpreter() -> str:
     program = sys.executable or "python3"
     for name in ("python", "python3"):
         # Compares paths, not files: the Python of a virtual environment is a link to the system's.
-        if find.first(name) == program:
+        if find.find_program(name) == program:
             return name
     return shlex.quote(program)
 

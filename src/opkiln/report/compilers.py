@@ -17,7 +17,7 @@ from opkiln.model import CPU, CUDA, ROCM, XPU
 from opkiln.observing import observer
 from opkiln.settings import origin_of
 from opkiln.toolchain import choice, find, host, libsycl, rocm, toolkits, torch_sdk
-from opkiln.toolchain.find import Candidate
+from opkiln.toolchain.find import CompilerCandidate
 
 BACKENDS = {CPU: "C++", CUDA: "CUDA", ROCM: "ROCm", XPU: "SYCL"}
 _WITH_TOOLKIT = (CUDA, ROCM, XPU)
@@ -66,7 +66,7 @@ def supports(backend: str, torch: TorchSDK | None) -> bool:
     return bool(torch.cuda if backend == CUDA else torch.hip)
 
 
-def _rank(backend: str, candidates: Iterable[Candidate]) -> list[Tool]:
+def _rank(backend: str, candidates: Iterable[CompilerCandidate]) -> list[Tool]:
     """Candidates as tools: the first that is not refused is taken."""
     tools: list[Tool] = []
     best = ""
@@ -90,7 +90,7 @@ def _toolkits(
             name = BACKENDS[backend]
             lacks = "there is no torch" if torch is None else f"torch is not built for {name}"
             return _list_all(backend, f"not asked: {lacks}")
-        version, compiler = choice.wanted(backend, torch), host.choose(memory)
+        version, compiler = choice.runtime_version(backend, torch), host.choose(memory)
         found = find.candidates(families[backend], memory, version, compiler)
         return _rank(backend, found)
     # The named launcher or host compiler cannot be used, or torch cannot be read. That stops every
@@ -107,22 +107,33 @@ def _list_all(backend: str, why: str) -> list[Tool]:
     ]
 
 
-def _possible_toolkits(backend: str) -> list[Candidate]:
+def _possible_toolkits(backend: str) -> list[CompilerCandidate]:
     """Each possible toolkit of a backend. One that was named and does not exist is refused."""
     missing = "no such program"
     if backend == CUDA:
-        absent = [Candidate(place.nvcc, place.origin, missing) for place in toolkits.unfound()]
-        return absent + [Candidate(_home(each.nvcc), each.origin) for each in toolkits.present()]
+        absent = [
+            CompilerCandidate(place.nvcc, place.origin, missing)
+            for place in toolkits.list_unfound()
+        ]
+        return absent + [
+            CompilerCandidate(_home(each.nvcc), each.origin) for each in toolkits.find_nvcc()
+        ]
     if backend == ROCM:
         named = origin_of("rocm_home")[1]
         found = rocm.hipcc_candidates()
         return [each for each in found if not each.refused or each.origin == named]
     path, origin = origin_of("sycl_cxx")
     if path:
-        return [Candidate(find.first(path) or path, origin, "" if find.first(path) else missing)]
-    programs = [Candidate(*each) for each in libsycl.programs() if find.first(each[0])]
-    library = libsycl.installed()
-    return [*programs, *([Candidate(library, libsycl.PACKAGE)] if library else [])]
+        return [
+            CompilerCandidate(
+                find.find_program(path) or path, origin, "" if find.find_program(path) else missing
+            )
+        ]
+    programs = [
+        CompilerCandidate(*each) for each in libsycl.programs() if find.find_program(each[0])
+    ]
+    library = libsycl.find_installed()
+    return [*programs, *([CompilerCandidate(library, libsycl.PACKAGE)] if library else [])]
 
 
 def _home(program: str) -> str:

@@ -238,7 +238,7 @@ def _choose_accelerator(kinds: tuple[Answer, ...]) -> ChosenAccelerator:
     if choice.asked_name() is None:
         first = next(kind for kind in kinds if kind.present)  # the CPU always is
         return ChosenAccelerator(first.name, first.why, "")
-    origin = "" if choice.given() is not None else origin_of("accelerator")[1]
+    origin = "" if choice.given_accelerator() is not None else origin_of("accelerator")[1]
     try:
         taken = detect.trace()[-1]
     except AcceleratorError as error:

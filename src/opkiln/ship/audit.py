@@ -260,4 +260,4 @@ def _foreign(needed: Iterable[str]) -> list[str]:
 
 @lru_cache(maxsize=2)
 def _exports(path: str, stamp: int) -> frozenset[str]:  # noqa: ARG001 (keys the cache)
-    return elf.defined(path)
+    return elf.defined_symbols(path)

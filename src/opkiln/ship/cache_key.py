@@ -14,7 +14,6 @@ import os
 from collections.abc import Iterable, Iterator
 
 from opkiln import __version__
-from opkiln.building.asking import planned
 from opkiln.digest import UnusableFile, key, sha256_file
 from opkiln.errors import OpkilnError
 from opkiln.model import CARRIED, OpSpec
@@ -41,7 +40,7 @@ def cache_key(asked: Iterable[prebuild.BuildRequest]) -> str:
     for each in asked:
         try:
             with selection.use_cpu(each.wanted):
-                plan = planned(prebuild.decision_of(each))
+                plan = plan_here(prebuild.decision_of(each))
         except OpkilnError as error:
             if each.named or not prebuild.is_unsupported_here(error, each.builder):
                 raise

@@ -36,7 +36,7 @@ def compile_emulated(inputs: PlanInputs, source: str) -> Step:
         output = host.object_name("emulator/runtime.cpp")
         users = (flag for flag in inputs.users("cxxflags") if flag.startswith("-fsanitize"))
         runtime: list[Arg] = [*compiler, "-std=c++17", "-O1", "-fPIC", *users]
-        runtime += [host.OPKILN_MAP, host.STAGE_MAP, *host.reproducible(toolchain, output)]
+        runtime += [host.OPKILN_MAP, host.STAGE_MAP, *host.reproducible_flags(toolchain, output)]
         runtime += [ours, "-x", "c++"]
         # The runtime stays where it is: the sources of an op of opkiln's own may be a translated
         # copy.
@@ -46,18 +46,18 @@ def compile_emulated(inputs: PlanInputs, source: str) -> Step:
         )
     gcc = toolchain.family == "gcc"
     authors = (*spec.cxx_args, *inputs.users("cxxflags"))
-    words: list[Arg] = [*compiler, *host.standard(spec, authors)]
+    words: list[Arg] = [*compiler, *host.standard_flags(spec, authors)]
     words += ["-O1", "-DNDEBUG", "-fPIC", *_LINES, _DEFINE, *(_GCC if gcc else ())]
     if not _has_address_sanitizer(inputs.users("cxxflags")):
         words += [*_CHECKS, *(_GCC_CHECKS if gcc else ())]
     words += ["-Wno-unknown-pragmas", "-Wno-attributes", host.OPKILN_MAP]
     words += [each for each in host.prefix_maps(spec) if each != host.OPKILN_MAP]
-    words += host.reproducible(toolchain, host.object_name(source))
+    words += host.reproducible_flags(toolchain, host.object_name(source))
     words += torch_defines(spec, toolchain)
     words += inputs.users("cppflags")
     words += host.author_flags(spec, authors)
     words += [ours, Anchored("-I", "opkiln", "csrc/opkiln/emulator/cuda")]
-    words += [*host.searched(inputs, *torch_includes(spec)), "-x", "c++"]
+    words += [*host.include_flags(inputs, *torch_includes(spec)), "-x", "c++"]
     return host.compile_step(spec, source, words, _MEMORY)
 
 

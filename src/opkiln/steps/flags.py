@@ -41,7 +41,7 @@ class Option(Record):
     complete: bool = True  # False if the value is missing
 
 
-class _Refused(Exception):
+class _FlagRefused(Exception):
     """A flag that is refused, and why."""
 
     def __init__(self, flag: str, why: str) -> None:
@@ -111,19 +111,19 @@ def host_options(words: Iterable[str]) -> Iterator[Option]:
         elif comma and passed in _PASSED_LISTS:
             yield Option(passed, value, (word,))
         elif word in _ALONE:
-            yield _with_next(word, rest)
+            yield _take_value(word, rest)
         else:
-            yield _joined(word)
+            yield _split_value(word)
 
 
-def _with_next(word: str, rest: Iterator[str]) -> Option:
+def _take_value(word: str, rest: Iterator[str]) -> Option:
     value = next(rest, None)
     if value is None:
         return Option(word, "", (word,), complete=False)
     return Option(word, value, (word, value))
 
 
-def _joined(word: str) -> Option:
+def _split_value(word: str) -> Option:
     name, equals, value = word.partition("=")
     if equals and name in _ALONE and name.startswith("--"):
         return Option(name, value, (word,))
@@ -139,9 +139,9 @@ def _judge_host(words: Iterable[str]) -> None:
         values = option.value.split(",") if option.name in _PASSED_LISTS else [option.value]
         flag = " ".join(option.words)
         if any(word.startswith("@") for word in (*option.words, *values)):
-            raise _Refused(flag, _RESPONSE)
+            raise _FlagRefused(flag, _RESPONSE)
         if not option.complete:
-            raise _Refused(flag, _NO_VALUE)
+            raise _FlagRefused(flag, _NO_VALUE)
         if option.name in _TO_LINKER:
             to_linker += values
         elif option.name in _TO_ASSEMBLER:
@@ -161,19 +161,19 @@ def _judge_host_word(word: str, option: Option) -> None:
     passed = option.name in _PASSED_WORDS or word not in option.words
     flag = word if passed else " ".join(option.words)
     # The driver gives the compiler -I@file as two words, and that one replaces the second.
-    if _joined(word).value.startswith("@") or re.match(r"-(?:[eu]|(?![DU])[^=]*=)@", word):
-        raise _Refused(flag, _RESPONSE)
+    if _split_value(word).value.startswith("@") or re.match(r"-(?:[eu]|(?![DU])[^=]*=)@", word):
+        raise _FlagRefused(flag, _RESPONSE)
     if word in _REFUSED_WORDS:
-        raise _Refused(flag, _REFUSED_WORDS[word])
+        raise _FlagRefused(flag, _REFUSED_WORDS[word])
     names = (word, "-f" + word[2:]) if word.startswith("--") else (word,)
     for name in names:
         for why, refused in _REFUSED_BY_HOST.items():
             if name.startswith(refused) and name not in _LINKERS:
-                raise _Refused(flag, why)
+                raise _FlagRefused(flag, why)
         if name.startswith(_WRITES_BY_VALUE) and "=" in name:
-            raise _Refused(flag, _WRITES)
+            raise _FlagRefused(flag, _WRITES)
         if name.startswith("-flto=") and name not in _ONE_PROCESS:
-            raise _Refused(flag, _MAKE)
+            raise _FlagRefused(flag, _MAKE)
 
 
 # -- ld and as ---------------------------------------------------------------------------------
@@ -203,32 +203,32 @@ _LINKER_VALUES = ("rpath", "rpath-link", "soname", "version-script", "dynamic-li
 def _judge_linker(words: list[str]) -> None:
     for index, word in enumerate(words):
         if word.startswith("@") or re.match(r"-[LTRyzuleh]@|--?[\w-]+=@", word):
-            raise _Refused(word, _RESPONSE)
+            raise _FlagRefused(word, _RESPONSE)
         if not word.startswith("-"):
             continue
         name, equals, value = word.lstrip("-").partition("=")
         following = words[index + 1 : index + 2]
         flag = " ".join((word, *(each for each in following if not each.startswith("-"))))
         if name in _LINKER_VALUES and not equals and not following:
-            raise _Refused(word, _NO_VALUE)
+            raise _FlagRefused(word, _NO_VALUE)
         # "-omagic" is "-o magic", and "-sM" is "-s -M", but "--orphan-handling" is one name.
         letters = name[:1] if name.startswith("o") and not word.startswith("--") else name
         if letters in _REFUSED_NAMES or re.match(r"-[sSxXtvEdn]+M\Z", word):
-            raise _Refused(word, _PLANNED if letters != "M" else _WRITES)
+            raise _FlagRefused(word, _PLANNED if letters != "M" else _WRITES)
         for why, refused in _REFUSED_BY_LINKER.items():
             if len(name) > 1 and any(
                 each.startswith(name) or name.startswith(each) for each in refused
             ):
-                raise _Refused(word if equals else flag, why)
+                raise _FlagRefused(word if equals else flag, why)
         if value and name.startswith(_PRINTS_OR_WRITES):
-            raise _Refused(word, _WRITES)
+            raise _FlagRefused(word, _WRITES)
 
 
 def _judge_assembler(word: str) -> None:
     if word.startswith(("@", "-I@")):
-        raise _Refused(word, _RESPONSE)
+        raise _FlagRefused(word, _RESPONSE)
     if re.match(r"-a[a-z]*=|--M|--dump|-o", word):
-        raise _Refused(word, _WRITES)
+        raise _FlagRefused(word, _WRITES)
 
 
 # -- the parts behind nvcc, and LLVM -----------------------------------------------------------
@@ -244,11 +244,11 @@ def _judge_part(word: str, flag: str) -> None:
     """Judge an option of ptxas, nvlink, cudafe++, fatbinary or LLVM."""
     name, _, value = word.partition("=")
     if word.startswith("@") or value.startswith("@"):
-        raise _Refused(flag, _RESPONSE)
+        raise _FlagRefused(flag, _RESPONSE)
     if name in ("-arch", "--gpu-name"):
-        raise _Refused(flag, _CHOSEN_BY_PLAN)
+        raise _FlagRefused(flag, _CHOSEN_BY_PLAN)
     if "/" in word or (word.startswith("-") and re.match(_PART_REFUSED, name)):
-        raise _Refused(flag, _WRITES)
+        raise _FlagRefused(flag, _WRITES)
 
 
 # -- nvcc --------------------------------------------------------------------------------------
@@ -262,8 +262,7 @@ _NVCC_LISTS = (
     *_NVCC_TO_HOST, *_NVCC_TO_LINKER, *_NVCC_TO_PARTS, "-diag-suppress", "--diag-suppress",
     "-diag-warn", "--diag-warn", "-diag-error", "--diag-error",
 )  # fmt: skip
-# Options that the plan chooses or that write, run or stop early, without their dashes. Some take a
-# value.
+# Options, without their dashes, that the plan chooses or that write, run or stop early.
 _REFUSED_BY_NVCC = frozenset((
     "gencode", "generate-code", "arch", "gpu-architecture", "code", "gpu-code", "ccbin",
     "compiler-bindir", "optf", "options-file", "run", "run-args", "link", "lib", "ptx", "cubin",
@@ -277,21 +276,19 @@ _REFUSED_BY_NVCC = frozenset((
     "relocatable-link", "jobserver", "gen-opt-lto", "qpp-config", "h", "help", "V", "version",
 ))  # fmt: skip
 _REFUSED_NVCC_PREFIXES = ("-M", "--generate-dependenc", "--generate-nonsystem", "--dependency-")
-# Other options with a value, as the next word or after a "=".
+# Other options with a value, as the next word or after a "=". The first of them have two forms.
 _NVCC_VALUES = frozenset((
-    *_NVCC_LISTS, "-D", "-U", "-I", "-L", "-l", "-O", "-m", "-e", "-std",
-    "--std", "-isystem", "--system-include", "-include", "--pre-include", "--include-path",
-    "--define-macro", "--undefine-macro", "--library", "--library-path", "--machine", "--entries",
-    "--optimize", "-maxrregcount", "--maxrregcount", "-rdc", "--relocatable-device-code", "-ftz",
-    "--ftz", "-fmad", "--fmad", "-prec-div", "--prec-div", "-prec-sqrt", "--prec-sqrt", "-cudart",
-    "--cudart", "-cudadevrt", "--cudadevrt", "-default-stream", "--default-stream", "-Werror",
-    "--Werror", "-dopt", "--dopt", "-compress-mode", "--compress-mode", "-opt-info",
-    "--optimization-info", "-Ofc", "--Ofast-compile", "-sanitize", "--sanitize", "-jtd",
-    "--jump-table-density", "-frandom-seed", "--frandom-seed", "-ftemplate-depth",
-    "--ftemplate-depth", "-ftemplate-backtrace-limit", "--ftemplate-backtrace-limit", "-brief-diag",
-    "--brief-diagnostics", "-static-global-template-stub", "--static-global-template-stub",
-    "-device-entity-has-hidden-visibility", "--device-entity-has-hidden-visibility",
-    "-device-stack-protector", "--device-stack-protector",
+    *(dashes + name for dashes in ("-", "--") for name in (
+        "std", "maxrregcount", "ftz", "fmad", "prec-div", "prec-sqrt", "cudart", "cudadevrt",
+        "default-stream", "Werror", "dopt", "compress-mode", "sanitize", "frandom-seed",
+        "ftemplate-depth", "ftemplate-backtrace-limit", "static-global-template-stub",
+        "device-entity-has-hidden-visibility", "device-stack-protector",
+    )),
+    *_NVCC_LISTS, "-D", "-U", "-I", "-L", "-l", "-O", "-m", "-e", "-isystem", "--system-include",
+    "-include", "--pre-include", "--include-path", "--define-macro", "--undefine-macro",
+    "--library", "--library-path", "--machine", "--entries", "--optimize", "-rdc",
+    "--relocatable-device-code", "-opt-info", "--optimization-info", "-Ofc", "--Ofast-compile",
+    "-jtd", "--jump-table-density", "-brief-diag", "--brief-diagnostics",
 ))  # fmt: skip
 _NVCC_JOINED = ("-D", "-U", "-I", "-L", "-l", "-O")
 _NOT_JOINED = ("-lineinfo", "-lto", "-link")
@@ -315,7 +312,7 @@ def nvcc_options(words: Iterable[str]) -> Iterator[Option]:
         elif equals and (valued or not word.startswith(_NVCC_JOINED)):
             yield Option(name, value, (word,))
         elif valued:
-            yield _with_next(word, rest)
+            yield _take_value(word, rest)
         elif word.startswith(_NVCC_JOINED) and word not in _NOT_JOINED:
             yield Option(word[:2], word[2:].removeprefix("="), (word,))
         elif word.startswith("-t") and word[2:].isdigit():
@@ -333,15 +330,15 @@ def _judge_nvcc(words: tuple[str, ...]) -> None:
         if name in _NVCC_LISTS:
             values = option.value.split(",")
         if name.lstrip("-") in _REFUSED_BY_NVCC or name.startswith(_REFUSED_NVCC_PREFIXES):
-            raise _Refused(flag, _CHOSEN_BY_PLAN)
+            raise _FlagRefused(flag, _CHOSEN_BY_PLAN)
         if name in _WHOLE_PROGRAM:
-            raise _Refused(flag, _ONE_ARCHITECTURE)
+            raise _FlagRefused(flag, _ONE_ARCHITECTURE)
         if not all(PLAIN.match(each) for each in (name, *values)):
-            raise _Refused(flag, _SHELL)
+            raise _FlagRefused(flag, _SHELL)
         if any(each.startswith("@") for each in (*option.words, *values)):
-            raise _Refused(flag, _RESPONSE)
+            raise _FlagRefused(flag, _RESPONSE)
         if not option.complete:
-            raise _Refused(flag, _NO_VALUE)
+            raise _FlagRefused(flag, _NO_VALUE)
         if name in _NVCC_TO_HOST:
             to_host += values
         elif name in _NVCC_TO_LINKER:
@@ -367,7 +364,7 @@ def is_relocatable(flags: tuple[str, ...]) -> bool:
     return asked
 
 
-def without_relocatable(flags: tuple[str, ...]) -> tuple[str, ...]:
+def remove_relocatable(flags: tuple[str, ...]) -> tuple[str, ...]:
     """The flags without those for relocatable device code. The plan adds its own, once."""
     return tuple(
         word
@@ -389,9 +386,8 @@ _HINTS = {
 }
 
 
-def encodable(text: str) -> bool:
-    """Whether a text can be an argument or a path: a lone surrogate that stands for no byte
-    cannot."""
+def is_encodable(text: str) -> bool:
+    """Whether a text can be an argument or a path: one with a lone surrogate cannot."""
     try:
         text.encode("utf-8", "surrogateescape")
     except UnicodeEncodeError:
@@ -413,18 +409,14 @@ def check_nvcc(op: str, flags: tuple[str, ...], variable: str = "") -> None:
 
 
 def _check(
-    op: str,
-    flags: tuple[str, ...],
-    variable: str,
-    what: str,
-    judge: Callable[[tuple[str, ...]], None],
+    op: str, flags: tuple[str, ...], variable: str, what: str, judge: Callable[..., None]
 ) -> None:
     for flag in flags:
-        if not flag or "\0" in flag or not encodable(flag):
+        if not flag or "\0" in flag or not is_encodable(flag):
             raise SpecError(f"op {op}: the flag {flag!r} is empty or cannot be passed to a program")
     try:
         judge(flags)
-    except _Refused as refused:
+    except _FlagRefused as refused:
         raise SpecError(
             f"op {op}: the {what} {refused.flag!r} is not allowed",
             why=refused.why,

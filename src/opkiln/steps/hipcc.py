@@ -63,8 +63,8 @@ def compile_hip(inputs: PlanInputs, source: str) -> Step:
     spec, target, toolchain = inputs
     authors = inputs.device_flags
     # No launcher: hipcc cannot be run through ccache or sccache.
-    words: list[Arg] = [inputs.device.path, "-x", "hip", *host.standard(spec, authors)]
-    words += [*host.optimisation(target, authors), *host.position(spec)]
+    words: list[Arg] = [inputs.device.path, "-x", "hip", *host.standard_flags(spec, authors)]
+    words += [*host.optimisation_flags(target, authors), *host.position_flags(spec)]
     words += hip.flags(hip.parse(";".join(target.archs)))
     words += host.prefix_maps(spec)
     words += [host.REDEFINED, host.TIMESTAMP]
@@ -79,7 +79,7 @@ def compile_hip(inputs: PlanInputs, source: str) -> Step:
     words += ["-include", "hip/hip_runtime.h"]
     words += inputs.users("cppflags")
     words += host.author_flags(spec, authors)
-    words += host.searched(inputs, *torch_includes(spec))
+    words += host.include_flags(inputs, *torch_includes(spec))
     words += host.op_header(spec)
     memory = _MEMORY_WITH_TORCH if spec.abi == ABI_TORCH else _MEMORY
     return host.compile_step(spec, source, words, memory, plain_paths=True)
@@ -89,5 +89,5 @@ def runtime(inputs: PlanInputs) -> list[Arg]:
     """The link arguments for the HIP runtime, by soname. A ROCm torch has it loaded already."""
     device = inputs.device
     torch: list[Arg] = ["-lc10_hip", "-ltorch_hip"] if inputs.spec.abi == ABI_TORCH else []
-    search = [host.in_toolkit(device, path, "-L") for path in device.library_dirs]
+    search = [host.anchor_in_toolkit(device, path, "-L") for path in device.library_dirs]
     return [*torch, *search, "-lamdhip64"]

@@ -75,12 +75,12 @@ def compile_cxx(inputs: PlanInputs, source: str) -> Step:
     spec, target, toolchain = inputs
     words: list[Arg] = [toolchain.launcher] if toolchain.launcher else []
     words += [toolchain.cxx, f"-std={spec.std}"]
-    words += [*optimisation(target), *position(spec)]
+    words += [*optimisation_flags(target), *position_flags(spec)]
     if spec.vectorize:
         chosen = cpu.CPU(target.cpu, target.cpu_features)
         words += cpu.flags(chosen, target.machine, toolchain.accepts)
     words += prefix_maps(spec, toolchain.device)
-    words += reproducible(toolchain, object_name(source))
+    words += reproducible_flags(toolchain, object_name(source))
     if target.backend == ROCM:
         words += HIP_DEFINES
     words += torch_defines(spec, toolchain)
@@ -89,9 +89,9 @@ def compile_cxx(inputs: PlanInputs, source: str) -> Step:
     words += inputs.users("cxxflags")
     toolkit: list[Arg] = []
     if device := toolchain.device:
-        toolkit += [in_toolkit(device, path, "-isystem") for path in device.include_dirs]
+        toolkit += [anchor_in_toolkit(device, path, "-isystem") for path in device.include_dirs]
         toolkit += wheel_includes(spec, device, "-isystem")
-    words += searched(inputs, *toolkit, *torch_includes(spec))
+    words += include_flags(inputs, *toolkit, *torch_includes(spec))
     words += op_header(spec)
     return compile_step(spec, source, words, _MEMORY[spec.abi])
 
@@ -132,20 +132,20 @@ def compile_step(
         kind="compile",
         output=object_name(source),
         words=tuple(words),
-        file=anchored(spec, source),
+        file=anchor_path(spec, source),
         source=source,
         memory=memory,
         plain_paths=plain_paths,
     )
 
 
-def standard(spec: OpSpec, authors: tuple[str, ...]) -> list[str]:
+def standard_flags(spec: OpSpec, authors: tuple[str, ...]) -> list[str]:
     """The C++ standard, if the author's flags do not choose one."""
     chosen = any(flag.startswith(("-std", "--std")) for flag in authors)
     return [] if chosen else [f"-std={spec.std}"]
 
 
-def optimisation(
+def optimisation_flags(
     target: Target, authors: tuple[str, ...] = (), debug: tuple[str, ...] = ("-O0", "-g3")
 ) -> tuple[str, ...]:
     """The level of optimisation, if the author's flags do not choose one."""
@@ -155,21 +155,21 @@ def optimisation(
     return ("-DNDEBUG",) if chosen else ("-O3", "-DNDEBUG")
 
 
-def position(spec: OpSpec, flag: str = "-fPIC") -> list[str]:
+def position_flags(spec: OpSpec, flag: str = "-fPIC") -> list[str]:
     """Position-independent code, which all but a program needs."""
     return [] if spec.kind == EXECUTABLE else [flag]
 
 
-def reproducible(toolchain: Toolchain, output: str) -> list[str]:
+def reproducible_flags(toolchain: Toolchain, output: str) -> list[str]:
     """The flags that keep times and random numbers out of the host compiler's output."""
     seed = [f"-frandom-seed={output}"] if toolchain.family == "gcc" else []
     return [REDEFINED, TIMESTAMP, *seed]
 
 
-def searched(inputs: PlanInputs, *between: Arg, system: str = "-isystem") -> list[Arg]:
+def include_flags(inputs: PlanInputs, *between: Arg, system: str = "-isystem") -> list[Arg]:
     """The directories of headers: the author's, the user's, others, the user's system headers."""
     return [
-        *(anchored(inputs.spec, path, "-I") for path in inputs.spec.include_dirs),
+        *(anchor_path(inputs.spec, path, "-I") for path in inputs.spec.include_dirs),
         *(f"-I{path}" for path in inputs.users("cpath")),
         *between,
         *(f"{system}{path}" for path in inputs.users("cplus_include_path")),
@@ -181,7 +181,7 @@ def prefix_maps(spec: OpSpec, device: DeviceCompiler | None = None) -> tuple[Anc
     maps = _PREFIX_MAPS if spec.abi == ABI_NONE else (_TORCH_MAP, *_PREFIX_MAPS)
     if device is not None and wheel_includes(spec, device, ""):
         maps = (_WHEELS_MAP, *maps)
-    ours = any(anchored(spec, path).anchor == "opkiln" for path in spec.include_dirs)
+    ours = any(anchor_path(spec, path).anchor == "opkiln" for path in spec.include_dirs)
     return (OPKILN_MAP, *maps) if ours or op_header(spec) else maps
 
 
@@ -191,7 +191,7 @@ def op_header(spec: OpSpec, option: str = "-idirafter") -> list[Anchored]:
     return [] if spec.abi == ABI_NONE else [Anchored(option, "opkiln", "csrc")]
 
 
-def anchored(spec: OpSpec, path: str, prefix: str = "") -> Anchored:
+def anchor_path(spec: OpSpec, path: str, prefix: str = "") -> Anchored:
     """An author's path, relative to the source root or to opkiln's package if it is below one."""
     if not os.path.isabs(path):
         return Anchored(prefix, "src", posixpath.normpath(path))
@@ -202,7 +202,7 @@ def anchored(spec: OpSpec, path: str, prefix: str = "") -> Anchored:
     return Anchored(prefix, "abs", path)
 
 
-def in_toolkit(device: DeviceCompiler, path: str, prefix: str = "") -> Anchored:
+def anchor_in_toolkit(device: DeviceCompiler, path: str, prefix: str = "") -> Anchored:
     """A path of the device toolkit, relative to its root if it is below it."""
     home = device.home.rstrip("/") + "/"
     if path.startswith(home):
@@ -222,7 +222,7 @@ def author_flags(spec: OpSpec, flags: tuple[str, ...]) -> Iterator[Arg]:
     for flag in flags:
         prefix = next((p for p in _PATH_FLAGS if flag.startswith(p) and flag != p), None)
         path = flag[len(prefix) :] if prefix else ""
-        yield anchored(spec, path, prefix or "") if os.path.isabs(path) else flag
+        yield anchor_path(spec, path, prefix or "") if os.path.isabs(path) else flag
 
 
 def object_name(source: str) -> str:

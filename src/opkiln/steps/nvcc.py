@@ -14,7 +14,7 @@ from opkiln.build_model import Anchored, Arg, Step
 from opkiln.errors import SpecError
 from opkiln.model import ABI_TORCH
 from opkiln.steps import host
-from opkiln.steps.flags import check_nvcc, host_options, is_relocatable, without_relocatable
+from opkiln.steps.flags import check_nvcc, host_options, is_relocatable, remove_relocatable
 from opkiln.steps.host import PlanInputs, torch_defines, torch_includes
 
 SOURCES = (".cu",)
@@ -46,12 +46,12 @@ def compile_cuda(inputs: PlanInputs, source: str) -> Step:
     spec, target, toolchain = inputs
     device = inputs.device
     archs = cuda.parse(";".join(target.archs))
-    authors = without_relocatable(inputs.device_flags)
+    authors = remove_relocatable(inputs.device_flags)
     # No launcher: no pass of nvcc's preprocessor tells what all of its compiles read.
     words: list[Arg] = [device.path, "-ccbin", device.host or toolchain.cxx]
-    words += host.standard(spec, authors)
-    words += host.optimisation(target, authors, debug=("-O0", "-g", "-G"))
-    words += host.position(spec, "-Xcompiler=-fPIC")
+    words += host.standard_flags(spec, authors)
+    words += host.optimisation_flags(target, authors, debug=("-O0", "-g", "-G"))
+    words += host.position_flags(spec, "-Xcompiler=-fPIC")
     words += cuda.flags(archs)
     optional = ("--objdir-as-tempdir", "--compress-mode=size")
     words += [flag for flag in optional if flag in device.accepts]
@@ -72,11 +72,9 @@ def compile_cuda(inputs: PlanInputs, source: str) -> Step:
     words += host.author_flags(spec, authors)
     _check_paths(inputs, "cpath")
     _check_paths(inputs, "cplus_include_path")
-    others = [
-        *torch_includes(spec, "-isystem="),
-        *host.wheel_includes(spec, device, "-isystem="),
-    ]
-    words += host.searched(inputs, *others, system="-isystem=")
+    wheels = host.wheel_includes(spec, device, "-isystem=")
+    others = (*torch_includes(spec, "-isystem="), *wheels)
+    words += host.include_flags(inputs, *others, system="-isystem=")
     words += host.op_header(spec, "-isystem=")
     memory = _MEMORY_WITH_TORCH if spec.abi == ABI_TORCH else _MEMORY_PER_ARCH
     step = host.compile_step(spec, source, words, memory, plain_paths=True)
@@ -92,12 +90,12 @@ def device_link_step(inputs: PlanInputs, objects: tuple[str, ...]) -> Step:
     spec, target, toolchain = inputs
     device = inputs.device
     words: list[Arg] = [device.path, "-ccbin", device.host or toolchain.cxx, "-dlink"]
-    words += host.position(spec, "-Xcompiler=-fPIC")
+    words += host.position_flags(spec, "-Xcompiler=-fPIC")
     words += cuda.flags(cuda.parse(";".join(target.archs)))
     words += [Anchored("", "stage", name) for name in objects]
     searched = tuple(flag for flag in spec.ldflags if flag.startswith("-L") and flag != "-L")
     words += host.author_flags(spec, searched)
-    words += [host.in_toolkit(device, path, "-L") for path in device.library_dirs]
+    words += [host.anchor_in_toolkit(device, path, "-L") for path in device.library_dirs]
     words += [f"-l{name}" for name in (*spec.device_libraries, "cudadevrt")]
     words += ["-o", Anchored("", "stage", _LINKED)]
     return Step(

@@ -55,15 +55,15 @@ def compile_cuda(inputs: PlanInputs, source: str) -> Step:
     """
     device = inputs.device
     _check(inputs)
-    given = _Flags(inputs.spec, inputs.device_flags)
+    given = _DividedFlags(inputs.spec, inputs.device_flags)
     words: list[Arg] = [device.path, "-I", "-S", "-B", Anchored("", "opkiln", _PROGRAM)]
-    words += ["compile", *(host.in_toolkit(device, path) for path in device.libraries)]
+    words += ["compile", *(host.anchor_in_toolkit(device, path) for path in device.libraries)]
     for image in cuda.images(cuda.parse(";".join(inputs.target.archs))):
         words += ["--image", image]
     words.append("--device")
-    words += _for_device(inputs, given, source)
+    words += _device_words(inputs, given, source)
     words += ["--host", inputs.toolchain.cxx]
-    words += _for_host(inputs, given, source)
+    words += _host_words(inputs, given, source)
     return host.compile_step(inputs.spec, source, words, _MEMORY)
 
 
@@ -81,7 +81,7 @@ def _check(inputs: PlanInputs) -> None:
     raise SpecError(f"op {spec.title} needs nvcc", why=why, hint="OPKILN_CUDA=nvcc")
 
 
-class _Flags:
+class _DividedFlags:
     """An author's flags for nvcc, divided."""
 
     def __init__(self, spec: OpSpec, words: tuple[str, ...]) -> None:
@@ -113,7 +113,7 @@ class _Flags:
                 )
 
 
-def _for_device(inputs: PlanInputs, given: _Flags, source: str) -> Iterator[Arg]:
+def _device_words(inputs: PlanInputs, given: _DividedFlags, source: str) -> Iterator[Arg]:
     spec, device = inputs.spec, inputs.device
     yield f"-std={given.std or spec.std}"
     yield from ("-G",) if inputs.target.debug else ("-DNDEBUG",)
@@ -123,20 +123,20 @@ def _for_device(inputs: PlanInputs, given: _Flags, source: str) -> Iterator[Arg]
     yield from host.author_flags(spec, (*given.both, *given.device))
     # NVRTC gets the text, not the file: the file's directory is where quoted includes begin.
     directory = posixpath.dirname(source)
-    yield host.anchored(spec, directory, "-I") if directory else Anchored("-I", "src", "")
+    yield host.anchor_path(spec, directory, "-I") if directory else Anchored("-I", "src", "")
     ours = (Anchored("-I", "opkiln", path) for path in (_HEADERS, _FOR_DEVICE))
-    toolkit = (host.in_toolkit(device, path, "-I") for path in device.include_dirs)
-    yield from host.searched(inputs, *ours, *toolkit, system="-I")
+    toolkit = (host.anchor_in_toolkit(device, path, "-I") for path in device.include_dirs)
+    yield from host.include_flags(inputs, *ours, *toolkit, system="-I")
 
 
-def _for_host(inputs: PlanInputs, given: _Flags, source: str) -> Iterator[Arg]:
+def _host_words(inputs: PlanInputs, given: _DividedFlags, source: str) -> Iterator[Arg]:
     spec, target, toolchain = inputs
     device = inputs.device
     yield f"-std={given.std or spec.std}"
     yield from ("-O0", "-g3") if target.debug else (given.level, "-DNDEBUG")
-    yield from host.position(spec)
+    yield from host.position_flags(spec)
     yield from host.prefix_maps(spec)
-    yield from host.reproducible(toolchain, host.object_name(source))
+    yield from host.reproducible_flags(toolchain, host.object_name(source))
     yield "-DOPKILN_NVRTC_HOST"
     yield from torch_defines(spec, toolchain)
     yield from inputs.users("cppflags")
@@ -144,8 +144,8 @@ def _for_host(inputs: PlanInputs, given: _Flags, source: str) -> Iterator[Arg]:
     yield "-fno-lto"  # the kernels' symbols are read from assembly text
     prelude = ("-include", Anchored("", "opkiln", _PRELUDE))
     ours = Anchored("-isystem", "opkiln", _FOR_HOST)
-    toolkit = (host.in_toolkit(device, path, "-isystem") for path in device.include_dirs)
-    yield from host.searched(inputs, *prelude, ours, *toolkit)
+    toolkit = (host.anchor_in_toolkit(device, path, "-isystem") for path in device.include_dirs)
+    yield from host.include_flags(inputs, *prelude, ours, *toolkit)
     # As a header of the system, op.h is passed over when the text is divided.
     yield from host.op_header(spec)
 

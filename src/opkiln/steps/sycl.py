@@ -37,23 +37,23 @@ def compile_sycl(inputs: PlanInputs, source: str) -> Step:
     # No launcher: no pass of the preprocessor tells what all of its compiles read. No flags for the
     # target's CPU: the code that must be fast is in kernels, which run on the device.
     words: list[Arg] = [device.path, "-fsycl", *_targets(target), f"-std={spec.std}"]
-    words += host.optimisation(target)
+    words += host.optimisation_flags(target)
     words += [flag for flag in ("-ffp-model=precise",) if flag in device.accepts]
-    words += host.position(spec)
+    words += host.position_flags(spec)
     words += host.prefix_maps(spec)
     words += [host.REDEFINED, host.TIMESTAMP]
     words += host.torch_defines(spec, toolchain)
     words += inputs.users("cppflags")
     words += host.author_flags(spec, (*spec.cxx_args, *spec.device_args))
     words += inputs.users("cxxflags")
-    words += host.searched(inputs, *host.torch_includes(spec))
+    words += host.include_flags(inputs, *host.torch_includes(spec))
     words += host.op_header(spec)
     # A .sycl file is C++ by torch's convention. Without -x, icpx would take it for an object.
     words += ["-x", "c++"]
     return host.compile_step(spec, source, words, _MEMORY)
 
 
-def linker(inputs: PlanInputs) -> list[Arg]:
+def linker_words(inputs: PlanInputs) -> list[Arg]:
     """The linker and its first arguments."""
     device, target = inputs.device, inputs.target
     if device.family == SYCL_RUNTIME:
@@ -73,7 +73,7 @@ def libraries(inputs: PlanInputs) -> list[Arg]:
     device = inputs.device
     if device.family != SYCL_RUNTIME:
         return []
-    search: list[Arg] = [host.in_toolkit(device, path, "-L") for path in device.library_dirs]
+    search: list[Arg] = [host.anchor_in_toolkit(device, path, "-L") for path in device.library_dirs]
     return [*search, f"-l:{sycl.soname(device)}"]
 
 

@@ -82,14 +82,14 @@ def needs_nvcc(spec: OpSpec) -> str:
     return ""
 
 
-def _unfit(backend: str, spec: OpSpec | None) -> str:
+def _why_unfit(backend: str, spec: OpSpec | None) -> str:
     """Why the compiler that is asked for cannot compile an op; empty if it can."""
     if spec is None or backend != CUDA or cuda_compiler(spec)[0] != NVRTC:
         return ""
     return needs_nvcc(spec)
 
 
-def wanted(backend: str, torch: TorchSDK | None) -> str | None:
+def runtime_version(backend: str, torch: TorchSDK | None) -> str | None:
     """The version of the backend's runtime that torch was built with."""
     return None if torch is None else {CUDA: torch.cuda, ROCM: torch.hip}.get(backend)
 
@@ -105,10 +105,10 @@ def recall(
     toolchain = host.recall(memory, machine)
     if toolchain is None or backend == CPU:
         return toolchain
-    if _unfit(backend, spec):
+    if _why_unfit(backend, spec):
         return None
-    chosen, version = _family(backend, spec), wanted(backend, toolchain.torch)
-    device = find.recall(chosen, memory, version, toolchain)
+    version = runtime_version(backend, toolchain.torch)
+    device = find.recall(_family(backend, spec), memory, version, toolchain)
     return None if device is None else toolchain._replace(device=device)
 
 
@@ -122,14 +122,14 @@ def choose(
     toolchain = host.choose(memory, machine)
     if backend == CPU:
         return toolchain
-    if spec is not None and (why := _unfit(backend, spec)):
+    if spec is not None and (why := _why_unfit(backend, spec)):
         raise ToolchainError(
             f"op {spec.title} cannot be compiled by NVRTC, which {origin_of('cuda')[1]} asks for",
             why=f"{why}; NVRTC compiles CUDA sources that do",
             hint="OPKILN_CUDA=nvcc",
         )
-    chosen, version = _family(backend, spec), wanted(backend, toolchain.torch)
-    device = find.choose(chosen, memory, version, toolchain)
+    version = runtime_version(backend, toolchain.torch)
+    device = find.choose(_family(backend, spec), memory, version, toolchain)
     return toolchain._replace(device=device)
 
 
@@ -140,10 +140,10 @@ def note(backend: str, toolchain: Toolchain) -> str:
         return ""
     from opkiln.toolchain import nvcc, toolkits
 
-    notes = [f"{place.origin}: there is no {place.nvcc}" for place in toolkits.unfound()]
+    notes = [f"{place.origin}: there is no {place.nvcc}" for place in toolkits.list_unfound()]
     if notes:
         notes.append(f"{device.home} is used")
-    notes.append(nvcc.mismatch_note(device, wanted(CUDA, toolchain.torch)))
+    notes.append(nvcc.mismatch_note(device, runtime_version(CUDA, toolchain.torch)))
     return "; ".join(filter(None, notes))
 
 

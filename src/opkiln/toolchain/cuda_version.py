@@ -12,8 +12,6 @@ from opkiln.settings import origin_of, settings
 from opkiln.toolchain import find, toolkits, torch_sdk
 from opkiln.toolchain.torch_sdk import release
 
-_SKIP = "DS_SKIP_CUDA_CHECK=1"
-
 
 def misfit(version: str, torch_cuda: str | None) -> str:
     """Why a toolkit of this version cannot build for this torch; empty when it can."""
@@ -21,7 +19,7 @@ def misfit(version: str, torch_cuda: str | None) -> str:
     return "" if reason and settings.skip_cuda_check else reason
 
 
-def fitting(version: str) -> str:
+def install_command(version: str) -> str:
     """The command that installs a toolkit of this version; of any version if it is empty."""
     if not version:
         return "pip install 'opkiln[cuda]'"
@@ -33,7 +31,7 @@ def fitting(version: str) -> str:
     return f"pip install 'cuda-toolkit[nvcc,cccl,cudart]=={major}.{minor}.*'"
 
 
-def missing(torch_cuda: str | None) -> MissingCUDAException:
+def missing_error(torch_cuda: str | None) -> MissingCUDAException:
     """The error if no toolkit was found."""
     named, origin = origin_of("cuda_home")
     if named:
@@ -41,18 +39,20 @@ def missing(torch_cuda: str | None) -> MissingCUDAException:
     else:
         what, hint = "no CUDA toolkit is installed", "pip install 'opkiln[cuda]'"
         if torch_cuda is not None and release(torch_cuda)[0] < 13:
-            hint = fitting(torch_cuda)  # the extra would install another major, which is refused
-    return MissingCUDAException(what, why=toolkits.looked_in(), hint=hint)
+            hint = install_command(
+                torch_cuda
+            )  # the extra would install another major, which is refused
+    return MissingCUDAException(what, why=toolkits.list_searched(), hint=hint)
 
 
-def mismatch(torch_cuda: str, why: str) -> CUDAMismatchException:
+def mismatch_error(torch_cuda: str, why: str) -> CUDAMismatchException:
     """The error if all toolkits have another major version than torch."""
     named, origin = origin_of("cuda_home")
-    fix = f"unset {origin}" if named else fitting(torch_cuda)
+    fix = f"unset {origin}" if named else install_command(torch_cuda)
     return CUDAMismatchException(
         f"no CUDA toolkit here fits torch, which was built with CUDA {torch_cuda}",
         why=why,
-        hint=f"{fix}    (or {_SKIP}, at your own risk)",
+        hint=f"{fix}    (or DS_SKIP_CUDA_CHECK=1, at your own risk)",
     )
 
 
@@ -64,7 +64,7 @@ def installed_cuda_version(name: str = "", *, memory: tuple[str, ...] = ()) -> t
 
     ``name`` is the op, for the error. Raises MissingCUDAException.
     """
-    return _nearest(name, memory).release
+    return _nearest_toolkit(name, memory).release
 
 
 def assert_no_cuda_mismatch(name: str = "", *, memory: tuple[str, ...] = ()) -> bool:
@@ -72,11 +72,11 @@ def assert_no_cuda_mismatch(name: str = "", *, memory: tuple[str, ...] = ()) -> 
 
     ``name`` is the op, for the error. Raises CUDAMismatchException, MissingCUDAException.
     """
-    toolkit, torch_cuda = _nearest(name, memory), _torch_cuda()
+    toolkit, torch_cuda = _nearest_toolkit(name, memory), _torch_cuda()
     reason = misfit(toolkit.record["version"], torch_cuda)
     if reason and torch_cuda is not None:
         why = f"{toolkit.label} ({toolkit.place.origin}): {reason}"
-        raise _of_op(name, mismatch(torch_cuda, why))
+        raise _name_op(name, mismatch_error(torch_cuda, why))
     return True
 
 
@@ -85,7 +85,7 @@ def get_default_compute_capabilities(*, memory: tuple[str, ...] = ()) -> str:
 
     Raises MissingCUDAException.
     """
-    return ";".join(_nearest("", memory).record["archs"])
+    return ";".join(_nearest_toolkit("", memory).record["archs"])
 
 
 class _Minors:
@@ -123,20 +123,20 @@ def _torch_cuda() -> str | None:
     return None if sdk is None else sdk.cuda
 
 
-def _nearest(name: str, memory: tuple[str, ...]) -> toolkits.Toolkit:
+def _nearest_toolkit(name: str, memory: tuple[str, ...]) -> toolkits.Toolkit:
     torch_cuda = _torch_cuda()
     hosts = (each.path for each in find.cxx_candidates() if not each.refused)
-    found = toolkits.survey(memory, next(hosts, ""), ask=True) or []
+    found = toolkits.list_toolkits(memory, next(hosts, ""), ask=True) or []
     works = [each for each in found if not each.record["refused"]]
     if not works:
-        error = missing(torch_cuda)
-        refused = (f"{each.label} ({each.place.origin}): {each.record['refused']}"
-                   for each in found)  # fmt: skip
-        error.why = "\n".join(refused) or error.why
-        raise _of_op(name, error)
+        error = missing_error(torch_cuda)
+        refused = [find.CompilerCandidate(each.label, each.place.origin, each.record["refused"])
+                   for each in found]  # fmt: skip
+        error.why = find.list_refusals(refused) or error.why
+        raise _name_op(name, error)
     return min(works, key=lambda each: find.distance(each.record["version"], torch_cuda))
 
 
-def _of_op(name: str, error: ToolchainError) -> ToolchainError:
+def _name_op(name: str, error: ToolchainError) -> ToolchainError:
     error.what = f"op {name}: {error.what}" if name else error.what
     return error

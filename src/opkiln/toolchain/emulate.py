@@ -36,7 +36,7 @@ def stage(spec: OpSpec, directory: str) -> Staged | None:
     authors = tuple(source for source in spec.sources if source != EMULATOR_RUNTIME)
     copy = Copy(spec._replace(sources=authors), directory)
     texts = {
-        path: translated(text, spec.name, os.path.basename(path))
+        path: translate(text, spec.name, os.path.basename(path))
         for path, text in sorted(copy.contents.items())
     }
     if texts == copy.contents:
@@ -45,9 +45,9 @@ def stage(spec: OpSpec, directory: str) -> Staged | None:
     return copy.write()
 
 
-def translated(text: bytes, op: str, name: str) -> bytes:
+def translate(text: bytes, op: str, name: str) -> bytes:
     """A file as the emulator compiles it, with the same lines. Raises SpecError."""
-    if _CHEVRONS.search(_without_comments(text)):
+    if _CHEVRONS.search(_blank_comments(text)):
         raise SpecError(
             f"op {op}: {name} launches a kernel by <<< >>>",
             why="only nvcc reads this; the emulator compiles kernels with the C++ compiler",
@@ -55,8 +55,8 @@ def translated(text: bytes, op: str, name: str) -> bytes:
         )
     made = text
     for pattern in (_DYNAMIC, _ALIGNED_LATER):
-        made = pattern.sub(_declared, made)
-    if left := _EXTERN.search(_without_comments(made)):
+        made = pattern.sub(_declare, made)
+    if left := _EXTERN.search(_blank_comments(made)):
         shown = left[0].decode("utf-8", "replace").strip()
         raise SpecError(
             f"op {op}: the emulator does not understand {shown!r} in {name}",
@@ -66,11 +66,11 @@ def translated(text: bytes, op: str, name: str) -> bytes:
     return made
 
 
-def _declared(found: re.Match[bytes]) -> bytes:
+def _declare(found: re.Match[bytes]) -> bytes:
     kind, name = found[1].strip(), found[2]
     lines = found[0].count(b"\n")
     return b"OPKILN_DYNAMIC_SHARED(%s, %s);%s" % (name, b" ".join(kind.split()), b"\n" * lines)
 
 
-def _without_comments(text: bytes) -> bytes:
+def _blank_comments(text: bytes) -> bytes:
     return _COMMENT.sub(lambda comment: re.sub(rb"[^\n]", b" ", comment[0]), text)

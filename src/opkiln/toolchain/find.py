@@ -1,7 +1,7 @@
 """Which compilers are here: programs on PATH, and what the families of device compilers share.
 
-A candidate that is refused has the reason. Of those that are left, the one is chosen that fits the
-runtime that torch was built with.
+Each candidate is accepted, or refused with a reason. The accepted one that fits torch's runtime
+best is chosen.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from opkiln.toolchain.torch_sdk import release
 TYPE_CHECKING = False
 
 
-class Candidate(Record):
+class CompilerCandidate(Record):
     """A program that was looked at. ``refused`` is empty for one that may be used."""
 
     path: str
@@ -28,12 +28,12 @@ class Candidate(Record):
     version: str = ""
 
 
-def refusals(candidates: Iterable[Candidate]) -> str:
+def list_refusals(candidates: Iterable[CompilerCandidate]) -> str:
     """Each candidate and why it was refused, in a line."""
     return "\n".join(f"{each.path} ({each.origin}): {each.refused}" for each in candidates)
 
 
-def first(name: str) -> str | None:
+def find_program(name: str) -> str | None:
     """The program that this name runs, or None."""
     found = next(on_path(name), None)
     if "/" in name:
@@ -69,34 +69,34 @@ def launcher() -> str | None:
     return command[0] if command and len(command) > 1 else None
 
 
-def programs(places: Iterable[tuple[str, str]]) -> Iterator[Candidate]:
+def list_programs(places: Iterable[tuple[str, str]]) -> Iterator[CompilerCandidate]:
     """The programs at these places, each once; a place is (a path, or a name on PATH; origin)."""
     seen: set[str] = set()
     for place, origin in places:
-        path = first(place)
+        path = find_program(place)
         if path is None:
             by_name = "/" not in place and origin == "PATH"
-            yield Candidate(place, origin, "not on PATH" if by_name else "no such program")
+            yield CompilerCandidate(place, origin, "not on PATH" if by_name else "no such program")
         elif (real := os.path.realpath(path)) not in seen:
             seen.add(real)
-            yield Candidate(path, origin)
+            yield CompilerCandidate(path, origin)
 
 
-def matching(pattern: str) -> list[str]:
+def list_directories(pattern: str) -> list[str]:
     """The directories that match a pattern, the highest version first."""
     if not pattern.endswith("*"):
         return [pattern]
     parent, stem = os.path.split(pattern[:-1])
-    return [os.path.join(parent, name) for name in newest(facts.listed(parent), stem)]
+    return [os.path.join(parent, name) for name in sort_by_version(facts.listed(parent), stem)]
 
 
-def newest(names: Iterable[str], stem: str) -> list[str]:
+def sort_by_version(names: Iterable[str], stem: str) -> list[str]:
     """The names that are this stem and a version, the highest version first."""
     found = (name for name in names if name.startswith(stem))
     return sorted(found, key=lambda name: (release(name.removeprefix(stem)), name), reverse=True)
 
 
-def cxx_candidates(machine: str = "") -> Iterator[Candidate]:
+def cxx_candidates(machine: str = "") -> Iterator[CompilerCandidate]:
     """Host C++ compilers in order of preference: the one the user named, else those on PATH.
 
     An explicit choice is never replaced by another compiler. A compiler for another ``machine`` has
@@ -109,14 +109,14 @@ def cxx_candidates(machine: str = "") -> Iterator[Candidate]:
         places = [(command[-1], origin)]
     else:
         places = [(name, "PATH") for name in ("g++", "clang++", "c++")]
-    return map(_without_remote, programs(places))
+    return map(_refuse_remote, list_programs(places))
 
 
-def _without_remote(candidate: Candidate) -> Candidate:
+def _refuse_remote(candidate: CompilerCandidate) -> CompilerCandidate:
     """A compiler is refused if it, or the launcher, compiles on other hosts."""
     if candidate.refused:
         return candidate
-    started = first(name) if (name := launcher()) else None
+    started = find_program(name) if (name := launcher()) else None
     for each in filter(None, (started, candidate.path)):
         if (program := os.path.basename(os.path.realpath(each))) in REMOTE:
             why = f"{program} compiles on other hosts, where opkiln cannot see what is read"
@@ -151,7 +151,9 @@ class Search(Record):
     """The compilers of a family that are here."""
 
     taken: DeviceCompiler | None
-    candidates: list[Candidate]  # in order of preference; the one that is taken is not refused
+    candidates: list[
+        CompilerCandidate
+    ]  # in order of preference; the one that is taken is not refused
     failure: Callable[[], ToolchainError]  # why none is taken; may probe others, to name one
 
 
@@ -168,7 +170,7 @@ def choose(
     family: Family, memory: tuple[str, ...], wanted: str | None, host: Toolchain
 ) -> DeviceCompiler:
     """The compiler that fits torch best. Raises ToolchainError with each and why it is refused."""
-    search = _probed(family, memory, wanted, host)
+    search = _probe_all(family, memory, wanted, host)
     if search.taken is None:
         raise search.failure()
     return search.taken
@@ -176,17 +178,17 @@ def choose(
 
 def candidates(
     family: Family, memory: tuple[str, ...], wanted: str | None, host: Toolchain
-) -> list[Candidate]:
+) -> list[CompilerCandidate]:
     """Every compiler that was considered, for reports."""
-    return _probed(family, memory, wanted, host).candidates
+    return _probe_all(family, memory, wanted, host).candidates
 
 
 def rank(
-    candidates: list[Candidate],
+    candidates: list[CompilerCandidate],
     records: list[dict[str, Any]],
     wanted: str | None,
     misfit: Callable[[dict[str, Any]], str],
-) -> tuple[list[Candidate], list[int]]:
+) -> tuple[list[CompilerCandidate], list[int]]:
     """(the candidates, as their records judge them; the places of those that may be taken, the best
     first). ``misfit`` says why one that works does not fit. Equal ones keep their order."""
     judged = [
@@ -197,7 +199,7 @@ def rank(
     return judged, sorted(places, key=lambda place: distance(judged[place].version, wanted))
 
 
-def compiler(record: dict[str, Any], **others: Any) -> DeviceCompiler:
+def make_compiler(record: dict[str, Any], **others: Any) -> DeviceCompiler:
     """A compiler, from the record of its probe and what the record does not say."""
     values = {**record, **others}
     lists = ("archs", "include_dirs", "library_dirs")
@@ -230,9 +232,14 @@ def distance(version: str, wanted: str | None) -> tuple[int, int, int]:
     return 0, int(minor < torchs_minor), abs(minor - torchs_minor)
 
 
-def outranked(
-    candidate: Candidate, taken: dict[str, Any], runtime: str, wanted: str | None, *, after: str
-) -> Candidate:
+def refuse_outranked(
+    candidate: CompilerCandidate,
+    taken: dict[str, Any],
+    runtime: str,
+    wanted: str | None,
+    *,
+    after: str,
+) -> CompilerCandidate:
     """A candidate that fits, but another is taken. ``taken`` is its record, ``after`` its place."""
     reason = f"{runtime} {taken['version']} in {taken['home']} is nearer to torch's {wanted}"
     if wanted is None or candidate.version == taken["version"]:
@@ -240,7 +247,9 @@ def outranked(
     return candidate._replace(refused=reason)
 
 
-def _probed(family: Family, memory: tuple[str, ...], wanted: str | None, host: Toolchain) -> Search:
+def _probe_all(
+    family: Family, memory: tuple[str, ...], wanted: str | None, host: Toolchain
+) -> Search:
     search = family.search(memory, wanted, host, ask=True)
     assert search is not None
     return search

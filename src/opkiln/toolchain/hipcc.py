@@ -22,7 +22,7 @@ from opkiln.errors import ArchError, BuildTimeout, ToolchainError
 from opkiln.facts import digest_of
 from opkiln.settings import origin_of
 from opkiln.toolchain import find, probing, rocm, torch_sdk
-from opkiln.toolchain.find import Candidate, Search
+from opkiln.toolchain.find import CompilerCandidate, Search
 
 # Set for every run of hipcc, in addition to the allow-listed environment.
 ENVIRONMENT = (("HIP_PLATFORM", "amd"),)
@@ -39,11 +39,9 @@ def available() -> bool:
 def search(
     memory: tuple[str, ...], wanted: str | None, host: Toolchain, *, ask: bool
 ) -> Search | None:
-    """Every hipcc. The one that fits torch's HIP best is taken.
+    """Every hipcc. The one that fits torch's HIP best (``find.distance``) is taken.
 
-    The same version is best, then the nearest newer minor, then the nearest older one. If torch has
-    no HIP, it is the first one found. Another major version than torch's is refused: two HIP
-    runtimes do not work in one process.
+    Another major version than torch's is refused: two HIP runtimes do not work in one process.
     """
     found = list(rocm.hipcc_candidates())
     known = (_record(memory, candidate, ask=ask) for candidate in found)
@@ -54,17 +52,21 @@ def search(
     taken = _compiler(records[ranked[0]], host) if ranked else None
     for place in ranked[1:]:
         best = records[ranked[0]]
-        listed[place] = find.outranked(listed[place], best, "HIP", wanted, after=best["program"])
+        listed[place] = find.refuse_outranked(
+            listed[place], best, "HIP", wanted, after=best["program"]
+        )
     mismatched = not ranked and not all(record["refused"] for record in records)
     return Search(taken, listed, lambda: _failure(listed, wanted, mismatched=mismatched))
 
 
-def _record(memory: tuple[str, ...], candidate: Candidate, *, ask: bool) -> dict[str, Any] | None:
+def _record(
+    memory: tuple[str, ...], candidate: CompilerCandidate, *, ask: bool
+) -> dict[str, Any] | None:
     if candidate.refused:
         return probing.refusal(candidate.refused)
     path = candidate.path
-    subject = probing.asked(f"hipcc {path} {os.path.realpath(path)}")
-    return probing.known(memory, subject, partial(probe, path) if ask else None)
+    subject = probing.make_subject(f"hipcc {path} {os.path.realpath(path)}")
+    return probing.recall_or_ask(memory, subject, partial(probe, path) if ask else None)
 
 
 def _misfit(torch_hip: str | None, host: Toolchain, record: dict[str, Any]) -> str:
@@ -75,7 +77,9 @@ def _misfit(torch_hip: str | None, host: Toolchain, record: dict[str, Any]) -> s
     return find.misfit("HIP", record["version"], torch_hip)
 
 
-def _failure(listed: list[Candidate], torch_hip: str | None, *, mismatched: bool) -> ToolchainError:
+def _failure(
+    listed: list[CompilerCandidate], torch_hip: str | None, *, mismatched: bool
+) -> ToolchainError:
     named, origin = origin_of("rocm_home")
     if named:
         what, hint = f"{origin}={named} cannot be used", f"unset {origin}"
@@ -85,14 +89,14 @@ def _failure(listed: list[Candidate], torch_hip: str | None, *, mismatched: bool
         hint = f"ROCM_HOME=/opt/rocm-{major}.{minor}.0    (the path of a ROCm {major})"
     else:
         what, hint = "no hipcc can be used here", "apt-get install hipcc"
-    return ToolchainError(what, why=find.refusals(listed), hint=hint)
+    return ToolchainError(what, why=find.list_refusals(listed), hint=hint)
 
 
 def _compiler(record: dict[str, Any], host: Toolchain) -> DeviceCompiler:
     # Only those that the host compiler does not search anyway. Given one that it does, g++ no
     # longer finds the headers that libstdc++ includes after it.
     added = [path for path in record["include_dirs"] if path not in host.include_dirs]
-    return find.compiler(record, family=HIPCC, path=record["program"], include_dirs=added)
+    return find.make_compiler(record, family=HIPCC, path=record["program"], include_dirs=added)
 
 
 # The probe
@@ -114,17 +118,17 @@ hipError_t opkiln_launch(float* x) { opkiln_probe<<<1, 1>>>(x); return hipGetLas
 def probe(path: str) -> tuple[dict[str, Any], list[str]]:
     """Ask a hipcc everything at once. Returns (record, the files that the answers depend on)."""
     program = os.path.realpath(path)
-    files = [program, *_beside(program)]
+    files = [program, *_list_wrapper_files(program)]
     try:
-        record, files = _asked(program, files)
+        record, files = _ask(program, files)
     except (ToolchainError, BuildTimeout) as error:  # it cannot be started, or hangs
         record = probing.refusal(f"{error.what}: {error.why}")
     return {**record, "resolved": [[path, program], *record.get("resolved", ())]}, files
 
 
-def _asked(program: str, files: list[str]) -> tuple[dict[str, Any], list[str]]:
+def _ask(program: str, files: list[str]) -> tuple[dict[str, Any], list[str]]:
     with probing.scratch() as scratch:
-        ask = probing.asking(
+        ask = probing.make_ask(
             program, cwd=scratch, env=dict(ENVIRONMENT), tmpdir=scratch, timeout=120
         )
         status, banner = ask("--version")
@@ -228,24 +232,24 @@ def _bitcode(dry: str) -> list[tuple[str, str]]:
 
 def _archs(names: Iterable[str]) -> list[str]:
     """``gfx90a`` and so on, from the names of device libraries, in order."""
-    found: list[hip.Arch] = []
+    found: list[hip.HipArch] = []
     for name in names:
         if name.startswith(_ISA):
             try:
                 found += hip.parse("gfx" + name.removeprefix(_ISA).removesuffix(".bc"))
             except ArchError:
                 continue  # a library for a processor that no arch list can name
-    return [str(arch) for arch in hip.merged(found)]
+    return [str(arch) for arch in hip.merge(found)]
 
 
 def _header_directories(dry: str) -> list[str]:
     options = ("-internal-isystem", "-internal-externc-isystem", "-isystem", "-idirafter")
-    return probing.existing(_values(dry, options))
+    return probing.existing_directories(_values(dry, options))
 
 
 def _library_directories(dry: str) -> list[str]:
     link = (_commands(dry) or [[]])[-1]
-    return probing.existing([word[2:] for word in link if word.startswith("-L")])
+    return probing.existing_directories([word[2:] for word in link if word.startswith("-L")])
 
 
 def _values(dry: str, options: tuple[str, ...]) -> list[str]:
@@ -255,7 +259,7 @@ def _values(dry: str, options: tuple[str, ...]) -> list[str]:
     ]
 
 
-def _beside(program: str) -> list[str]:
+def _list_wrapper_files(program: str) -> list[str]:
     """The other files that hipcc consists of, if it is a script in front of another program."""
     names = ("hipcc.pl", "hipvars.pm", "hipcc.bin", ".hipVersion")
     paths = (os.path.join(os.path.dirname(program), name) for name in names)

@@ -15,7 +15,7 @@ from opkiln.errors import BuildTimeout, ToolchainError, UsageError
 from opkiln.facts import digest_of
 from opkiln.settings import compiler_variables, origin_of, settings
 from opkiln.toolchain import find, probing, torch_sdk
-from opkiln.toolchain.find import Candidate
+from opkiln.toolchain.find import CompilerCandidate
 
 REQUIRED = "-std=c++20"
 
@@ -39,7 +39,7 @@ def choose(memory: tuple[str, ...], machine: str = "") -> Toolchain:
     origin = origin_of("cxx")[1]
     what = "no C++ compiler can be used here"
     hint = "apt-get install g++    (or set CXX to a compiler)"
-    if probing.unwritable():
+    if probing.is_unwritable():
         what = "no C++ compiler can be probed"
         hint = "set OPKILN_TMPDIR to a writable node-local directory"
     elif _is_cross(machine):
@@ -47,15 +47,15 @@ def choose(memory: tuple[str, ...], machine: str = "") -> Toolchain:
         hint = f"apt-get install g++-{machine.replace('_', '-')}-linux-gnu"
     elif origin.isupper():
         hint = f"unset {origin}"
-    raise ToolchainError(what, why=find.refusals(refused), hint=hint)
+    raise ToolchainError(what, why=find.list_refusals(refused), hint=hint)
 
 
 def _first_usable(
     memory: tuple[str, ...], machine: str, *, ask: bool
-) -> tuple[Toolchain | None, list[Candidate]]:
+) -> tuple[Toolchain | None, list[CompilerCandidate]]:
     """(the first compiler that can be used, those before it). None if it is not remembered."""
-    refused: list[Candidate] = []
-    for candidate, record in _examined(memory, machine, ask=ask):
+    refused: list[CompilerCandidate] = []
+    for candidate, record in _probe_candidates(memory, machine, ask=ask):
         if record is not None and not record["refused"]:
             return _toolchain(candidate.path, record, cross=_is_cross(machine)), refused
         if not candidate.refused:
@@ -68,13 +68,13 @@ def _is_cross(machine: str) -> bool:
     return machine not in ("", this.architecture())
 
 
-def _candidates(machine: str) -> Iterator[Candidate]:
+def _candidates(machine: str) -> Iterator[CompilerCandidate]:
     return find.cxx_candidates(machine if _is_cross(machine) else "")
 
 
-def candidates(memory: tuple[str, ...]) -> list[Candidate]:
+def candidates(memory: tuple[str, ...]) -> list[CompilerCandidate]:
     """Every host compiler that was considered, for reports."""
-    return [candidate for candidate, _ in _examined(memory)]
+    return [candidate for candidate, _ in _probe_candidates(memory)]
 
 
 def available(machine: str = "") -> bool:
@@ -82,9 +82,9 @@ def available(machine: str = "") -> bool:
     return any(not candidate.refused for candidate in _candidates(machine))
 
 
-def _examined(
+def _probe_candidates(
     memory: tuple[str, ...], machine: str = "", *, ask: bool = True
-) -> Iterator[tuple[Candidate, dict[str, Any] | None]]:
+) -> Iterator[tuple[CompilerCandidate, dict[str, Any] | None]]:
     """Each candidate with its record; with none if it was not probed."""
     for candidate in _candidates(machine):
         if candidate.refused:
@@ -93,10 +93,10 @@ def _examined(
         path = candidate.path
         # A compiler that is refused for one machine may be usable for another.
         subject = f"host {path} for {machine}" if _is_cross(machine) else f"host {path}"
-        subject = probing.asked(subject, script=find.has_interpreter(path))
+        subject = probing.make_subject(subject, script=find.has_interpreter(path))
         question = partial(_probe, path, machine or this.architecture()) if ask else None
         try:
-            record = probing.known(memory, subject, question)
+            record = probing.recall_or_ask(memory, subject, question)
         except (ToolchainError, BuildTimeout, OSError) as error:
             # Not remembered: the cause (a full disk, a slow machine) may go away.
             record = probing.refusal(f"cannot be probed: {error}")
@@ -106,7 +106,7 @@ def _examined(
 
 def _toolchain(path: str, record: dict[str, Any], *, cross: bool) -> Toolchain:
     named = find.launcher()
-    launcher = None if named is None else find.first(named)
+    launcher = None if named is None else find.find_program(named)
     if named is not None and launcher is None:
         raise ToolchainError(
             f"the compiler launcher {named!r} is not on PATH",
@@ -168,14 +168,14 @@ def interview(
 def _probe(path: str, wanted: str) -> tuple[dict[str, Any], list[str]]:
     """Ask a compiler everything at once. Returns (record, the files that the answers depend on)."""
     script = find.has_interpreter(path) or find.is_launcher(path)
-    ask = probing.asking(path, env=dict(compiler_variables(script=script)), timeout=60)
+    ask = probing.make_ask(path, env=dict(compiler_variables(script=script)), timeout=60)
     record, banner = interview(ask, path, (REQUIRED,), "-E", wanted, ("cc1plus", "as", "ld"))
     files = list(dict.fromkeys(target for _, target in record["resolved"]))
     if record["refused"]:
         return record, files
     # The next three take a tenth of a second each. Two of them are programs, the third is hashing.
-    runtime = probing.meanwhile(lambda: "" if _is_cross(wanted) else _shared_runtime(path))
-    accepts = probing.meanwhile(lambda: _accepted(ask, wanted))
+    runtime = probing.begin_in_thread(lambda: "" if _is_cross(wanted) else _shared_runtime(path))
+    accepts = probing.begin_in_thread(lambda: _accepted_flags(ask, wanted))
     family = "clang" if "clang" in banner.lower() else "gcc"
     # Without the directories: the same binaries in another place are the same compiler.
     digests = [digest_of(file) for file in files]
@@ -212,7 +212,7 @@ def _shared_runtime(path: str) -> str:
     return mapped[0] if mapped else ""
 
 
-def _accepted(ask: Any, machine: str) -> list[str]:
+def _accepted_flags(ask: Any, machine: str) -> list[str]:
     flags = cpu.probes(machine)
 
     def works(*chosen: str) -> bool:

@@ -30,7 +30,7 @@ def is_library(path: str) -> bool:
     return _NAME.match(os.path.basename(path)) is not None
 
 
-def below(home: str) -> Iterator[str]:
+def list_libraries(home: str) -> Iterator[str]:
     """Every ``lib/libsycl.so.N`` of an installation, the highest N first."""
     directory = os.path.join(home, "lib")
     matches = [match for name in facts.listed(directory) if (match := _NAME.match(name))]
@@ -38,9 +38,9 @@ def below(home: str) -> Iterator[str]:
         yield os.path.join(directory, match[0])
 
 
-def installed() -> str | None:
+def find_installed() -> str | None:
     """The libsycl that pip or conda installed for this interpreter or in the user's site."""
-    beside = next(below(sys.prefix), None)
+    beside = next(list_libraries(sys.prefix), None)
     if beside is not None:
         return beside
     # Slow to import, and needed only if the package is not in the usual place of a virtual
@@ -56,7 +56,7 @@ def installed() -> str | None:
     return next(paths, None)
 
 
-def unfit(library: str) -> str:
+def why_unfit(library: str) -> str:
     """Why this runtime cannot compile kernels, judging by its files; empty if it can."""
     name = os.path.basename(library)
     if int(name.rpartition(".")[2]) < _OLDEST:
@@ -71,7 +71,7 @@ def unfit(library: str) -> str:
 def programs() -> Iterator[tuple[str, str]]:
     """(path, origin) of every possible compiler; the bare name of one that is not on PATH."""
     for name in PROGRAMS:
-        yield find.first(name) or name, "PATH"
+        yield find.find_program(name) or name, "PATH"
     if root := settings.cmplr_root:
         for name in PROGRAMS:
             yield os.path.join(os.path.abspath(root), "bin", name), "CMPLR_ROOT"
@@ -89,9 +89,9 @@ def locate(soname: str) -> str | None:
     """
     named = settings.sycl_cxx
     places = ([named] if named else []) + [path for path, _ in programs()]
-    compilers = filter(None, map(find.first, places))
+    compilers = filter(None, map(find.find_program, places))
     paths = [os.path.join(home_of(path), "lib", soname) for path in compilers]
-    beside = installed()
+    beside = find_installed()
     if beside is not None:
         paths.append(os.path.join(os.path.dirname(beside), soname))
     return next((path for path in paths if os.path.exists(path)), None)
@@ -102,7 +102,7 @@ def home_of(program: str) -> str:
     return os.path.dirname(os.path.dirname(os.path.realpath(program)))
 
 
-def no_device(icd_filenames: str | None) -> tuple[str, str] | None:
+def why_no_device(icd_filenames: str | None) -> tuple[str, str] | None:
     """(why SYCL will find no device, a command that may help); None if it may find one.
 
     ``icd_filenames`` is the value of ``OCL_ICD_FILENAMES``. SYCL reaches a CPU through OpenCL,
@@ -128,7 +128,7 @@ def no_device(icd_filenames: str | None) -> tuple[str, str] | None:
 
 
 def _driver_command() -> str:
-    library = installed()
+    library = find_installed()
     if library is None:
         return INSTALL
     driver = os.path.join(os.path.dirname(library), _DRIVER)

@@ -19,16 +19,16 @@ from opkiln.facts import digest_of
 from opkiln.settings import origin_of, override, settings
 from opkiln.toolchain import cuda_version, find, probing, toolkits, wheel_headers
 from opkiln.toolchain import host as hosts
-from opkiln.toolchain.find import Candidate, Search
+from opkiln.toolchain.find import CompilerCandidate, Search
 from opkiln.toolchain.toolkits import Toolkit
 from opkiln.toolchain.torch_sdk import release
 
-Refusal = dict[str, Any] | None
+Refusal = dict[str, Any] | None  # a record with the reason; None if nothing is wrong
 
 
 def available() -> bool:
     """Whether any nvcc is found. Starts no process."""
-    return bool(toolkits.present())
+    return bool(toolkits.find_nvcc())
 
 
 def mismatch_note(compiler: DeviceCompiler, torch_cuda: str | None) -> str:
@@ -50,19 +50,18 @@ def mismatch_note(compiler: DeviceCompiler, torch_cuda: str | None) -> str:
 def search(
     memory: tuple[str, ...], wanted: str | None, host: Toolchain, *, ask: bool
 ) -> Search | None:
-    """Every toolkit. The one that fits torch's CUDA best is taken.
+    """Every toolkit. The one that fits torch's CUDA best (``find.distance``) is taken.
 
-    The same version is best, then the nearest newer minor, then the nearest older one. If torch has
-    no CUDA, it is the first one found. The failure is MissingCUDAException if there is no toolkit,
-    CUDAMismatchException if all have another major version than torch (unless
-    ``DS_SKIP_CUDA_CHECK`` is set), ToolchainError if those that fit do not work.
+    The failure is MissingCUDAException if there is no toolkit, CUDAMismatchException if all have
+    another major version than torch (unless ``DS_SKIP_CUDA_CHECK`` is set), ToolchainError if those
+    that fit do not work.
     """
     partner = _partner(memory, host, ask=ask)
-    found = None if partner is None else toolkits.survey(memory, partner.cxx, ask=ask)
+    found = None if partner is None else toolkits.list_toolkits(memory, partner.cxx, ask=ask)
     if partner is None or found is None:
         return None
     listed, ranked = find.rank(
-        [Candidate(each.label, each.place.origin) for each in found],
+        [CompilerCandidate(each.label, each.place.origin) for each in found],
         [each.record for each in found], wanted,
         lambda record: cuda_version.misfit(record["version"], wanted),
     )  # fmt: skip
@@ -71,7 +70,7 @@ def search(
     for place in ranked:
         if best is not None:
             home = best["home"]
-            listed[place] = find.outranked(listed[place], best, "CUDA", wanted, after=home)
+            listed[place] = find.refuse_outranked(listed[place], best, "CUDA", wanted, after=home)
             continue
         probed = pair(memory, found[place], partner, ask=ask)
         if probed is None:
@@ -79,25 +78,31 @@ def search(
         listed[place] = listed[place]._replace(refused=probed["refused"])
         if not probed["refused"]:
             best, taken = found[place].record, _compiler(found[place], probed, partner, host)
-        elif probed["unsupported"]:
+        elif probed.get("unsupported"):
             unsupported = unsupported or probed["refused"]
-    absent = (Candidate(each.nvcc, each.origin, "no such program") for each in toolkits.unfound())
-    candidates = [*absent, *listed]
+    unfound = ((each.nvcc, each.origin) for each in toolkits.list_unfound())
+    candidates = [*(CompilerCandidate(*each, "no such program") for each in unfound), *listed]
 
     def failure() -> ToolchainError:
-        why = find.refusals(candidates)
+        why = find.list_refusals(candidates)
         if not found:
-            return cuda_version.missing(wanted)
+            return cuda_version.missing_error(wanted)
         if mismatched and wanted is not None:
-            return cuda_version.mismatch(wanted, why)
+            return cuda_version.mismatch_error(wanted, why)
         if unsupported:
-            return _unsupported(why, unsupported, _others(memory, wanted, host), host)
+            others = _list_supported(memory, wanted, host)
+            newest = f"NVCC_CCBIN={shlex.quote(others[0])}" if others else ""
+            return ToolchainError(
+                f"nvcc does not support the host compiler {settings.ccbin or host.cxx}",
+                why="\n".join([why, *(f"{path} is supported" for path in others)]),
+                hint=newest or _install_command(unsupported),
+            )
         named, origin = origin_of("cuda_home")
         said = next((each.version for each in candidates if each.version), "")
         return ToolchainError(
             "no CUDA toolkit can be used here",
             why=why,
-            hint=f"unset {origin}" if named else cuda_version.fitting(wanted or said),
+            hint=f"unset {origin}" if named else cuda_version.install_command(wanted or said),
         )
 
     return Search(taken, candidates, failure)
@@ -121,15 +126,7 @@ def _partner(memory: tuple[str, ...], host: Toolchain, *, ask: bool) -> Toolchai
             ) from None
 
 
-def _unsupported(why: str, objection: str, others: list[str], host: Toolchain) -> ToolchainError:
-    return ToolchainError(
-        f"nvcc does not support the host compiler {settings.ccbin or host.cxx}",
-        why="\n".join([why, *(f"{path} is supported" for path in others)]),
-        hint=f"NVCC_CCBIN={shlex.quote(others[0])}" if others else _installing(objection),
-    )
-
-
-def _installing(objection: str) -> str:
+def _install_command(objection: str) -> str:
     """The command for the newest compiler that nvcc's objection allows."""
     number = objection.partition("later than ")[2].partition(" ")[0]
     if number.isdigit():
@@ -137,10 +134,10 @@ def _installing(objection: str) -> str:
     return "export NVCC_CCBIN=g++-12    (or whichever is in that range)"
 
 
-def _others(memory: tuple[str, ...], torch_cuda: str | None, host: Toolchain) -> list[str]:
+def _list_supported(memory: tuple[str, ...], torch_cuda: str | None, host: Toolchain) -> list[str]:
     """Compilers on PATH that nvcc supports, the newest first."""
     works = []
-    for path in _on_path_by_version():
+    for path in _list_host_compilers():
         with override(ccbin=path):
             try:
                 found = search(memory, torch_cuda, host, ask=True)
@@ -151,7 +148,7 @@ def _others(memory: tuple[str, ...], torch_cuda: str | None, host: Toolchain) ->
     return works
 
 
-def _on_path_by_version() -> list[str]:
+def _list_host_compilers() -> list[str]:
     """``g++-14``, ``g++-13``, … and ``clang++-18``, … of PATH, in this order."""
     found: dict[str, tuple[bool, int, str]] = {}
     for directory in settings.path:
@@ -174,8 +171,8 @@ def _compiler(
     if partner.cxx != host.cxx:
         found["host"] = partner.cxx
         found["identity"] = key("toolchain", (probed["identity"], partner.identity))
-    wheels = wheel_headers.beside(host.torch, found["include_dirs"], toolkit.release)
-    return find.compiler(found, wheel_include_dirs=wheels.directories)
+    wheels = wheel_headers.find_wheels(host.torch, found["include_dirs"], toolkit.release)
+    return find.make_compiler(found, wheel_include_dirs=wheels.directories)
 
 
 # The probe of one toolkit with one host compiler
@@ -205,29 +202,29 @@ def pair(
     None if ``ask`` is false and the probe is not remembered.
 
     ``refused`` is empty for a pair that can be used. Such a pair has ``identity`` (of the toolkit
-    alone) and ``accepts``. ``unsupported`` says that nvcc rejects the host compiler.
+    alone) and ``accepts``. ``unsupported`` is true if nvcc rejects the host compiler.
     """
     record, cxx = toolkit.record, host.cxx
-    subject = probing.asked(f"nvcc {record['program']} by {cxx} {host.identity}")
+    subject = probing.make_subject(f"nvcc {record['program']} by {cxx} {host.identity}")
 
     def question() -> tuple[dict[str, Any], list[str]]:
         files = [path for _, path in record["parts"]] + record["directories"]
         return _probe(record, cxx, in_parts=toolkit.place.origin == "PyPI"), files
 
     try:
-        return probing.known(memory, subject, question if ask else None)
+        return probing.recall_or_ask(memory, subject, question if ask else None)
     except (ToolchainError, BuildTimeout) as error:
         # It answered a moment ago, so it was removed since, or the machine is overloaded.
-        return _refusal(f"{error.what}: {error.why}")
+        return probing.refusal(f"{error.what}: {error.why}")
     except OSError as error:
-        return _refusal(f"cannot be run: {error}")
+        return probing.refusal(f"cannot be run: {error}")
 
 
 def _probe(toolkit: dict[str, Any], cxx: str, *, in_parts: bool) -> dict[str, Any]:
     from concurrent.futures import ThreadPoolExecutor
 
     with probing.scratch() as scratch, ThreadPoolExecutor(_AT_ONCE) as pool:
-        ask = probing.asking(cwd=scratch, tmpdir=scratch, timeout=120)
+        ask = probing.make_ask(cwd=scratch, tmpdir=scratch, timeout=120)
 
         def accepts(flags: tuple[str, ...]) -> bool:
             # --dryrun reads and checks the options, and compiles nothing.
@@ -238,7 +235,7 @@ def _probe(toolkit: dict[str, Any], cxx: str, *, in_parts: bool) -> dict[str, An
         source = os.path.join(scratch, "probe.cu")
         with open(source, "w") as file:
             file.write(_SOURCE)
-        tries = _compiles if in_parts else _preprocesses
+        tries = _try_compiling if in_parts else _try_preprocessing
         refusal = pool.submit(tries, ask, toolkit, cxx, source)
         identity = pool.submit(_identity, toolkit)
         taken = list(pool.map(accepts, tried.values()))
@@ -246,43 +243,41 @@ def _probe(toolkit: dict[str, Any], cxx: str, *, in_parts: bool) -> dict[str, An
             return refused
         return {
             "refused": "",
-            "unsupported": False,
             "identity": identity.result(),
             "accepts": [name for name, took in zip(tried, taken, strict=True) if took],
         }
 
 
-def _preprocesses(ask: probing.Ask, toolkit: dict[str, Any], cxx: str, source: str) -> Refusal:
-    """nvcc's own headers refuse a host compiler that it does not support."""
-    if refused := _refused_by_nvcc(ask, toolkit, cxx, "-E", source, "-o", os.devnull):
+def _try_preprocessing(ask: probing.Ask, toolkit: dict[str, Any], cxx: str, source: str) -> Refusal:
+    """Checks nvcc with its headers, which refuse a host compiler that it does not support."""
+    if refused := _run_nvcc(ask, toolkit, cxx, "-E", source, "-o", os.devnull):
         return refused
     if not any(os.path.isfile(os.path.join(path, _RUNTIME)) for path in toolkit["library_dirs"]):
-        return _refusal(f"has no {_RUNTIME}")
+        return probing.refusal(f"has no {_RUNTIME}")
     return None
 
 
-def _compiles(ask: probing.Ask, toolkit: dict[str, Any], cxx: str, source: str) -> Refusal:
+def _try_compiling(ask: probing.Ask, toolkit: dict[str, Any], cxx: str, source: str) -> Refusal:
     """Checks that its parts work together: the compiler, the assembler, the runtime."""
-    arch, output = f"-arch=sm_{_number(toolkit['archs'][0])}", f"{source}.o"
+    arch, output = f"-arch=sm_{toolkit['archs'][0].replace('.', '')}", f"{source}.o"
     compiling = (arch, "-Xcompiler", "-fPIC", "-c", source, "-o", output)
-    if refused := _refused_by_nvcc(ask, toolkit, cxx, *compiling):
+    if refused := _run_nvcc(ask, toolkit, cxx, *compiling):
         return refused
     search = (f"-L{path}" for path in toolkit["library_dirs"])
     libraries = ("-lcudart_static", "-ldl", "-lrt", "-lpthread")
     status, said = ask(cxx, "-shared", output, "-o", f"{source}.so", *search, *libraries)
     if status != 0:
-        return _refusal(f"does not link with its static runtime: {_first_error(said)}")
+        return probing.refusal(f"does not link with its static runtime: {_first_error(said)}")
     return None
 
 
-def _refused_by_nvcc(
-    ask: probing.Ask, toolkit: dict[str, Any], cxx: str, *arguments: str
-) -> Refusal:
+def _run_nvcc(ask: probing.Ask, toolkit: dict[str, Any], cxx: str, *arguments: str) -> Refusal:
     status, said = ask(toolkit["program"], "-ccbin", cxx, *arguments)
     if status == 0:
         return None
     reason = _first_error(said)
-    return _refusal(f"does not compile with {cxx}: {reason}", "unsupported" in reason)
+    what = f"does not compile with {cxx}: {reason}"
+    return probing.refusal(what, unsupported="unsupported" in reason)
 
 
 def _identity(toolkit: dict[str, Any]) -> str:
@@ -293,16 +288,8 @@ def _identity(toolkit: dict[str, Any]) -> str:
 
 def _variants(archs: list[str]) -> dict[str, tuple[str, ...]]:
     """How to try ``90a``, ``100f`` and so on, which nvcc may accept but does not list."""
-    names = [_number(arch) + suffix for arch in archs for suffix in "af"]
+    names = [arch.replace(".", "") + suffix for arch in archs for suffix in "af"]
     return {name: ("-gencode", f"arch=compute_{name},code=sm_{name}") for name in names}
-
-
-def _number(arch: str) -> str:
-    return arch.replace(".", "")
-
-
-def _refusal(reason: str, unsupported: bool = False) -> dict[str, Any]:
-    return {"refused": reason, "unsupported": unsupported}
 
 
 def _first_error(text: str) -> str:

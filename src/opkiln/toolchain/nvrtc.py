@@ -22,7 +22,7 @@ from opkiln.lazy import Record
 from opkiln.model import PACKAGE
 from opkiln.settings import settings
 from opkiln.toolchain import cuda_version, find, probing, toolkits
-from opkiln.toolchain.find import Candidate, Search
+from opkiln.toolchain.find import CompilerCandidate, Search
 
 PROGRAM = "nvrtc/program.py"  # below opkiln's package
 _LIBRARY = re.compile(r"libnvrtc\.so\.(\d+)\Z")
@@ -31,7 +31,7 @@ _HEADER = "vector_types.h"
 _PIP = "pip install nvidia-cuda-nvrtc nvidia-cuda-runtime"
 
 
-class Place(Record):
+class NvrtcPlace(Record):
     """A directory that has libnvrtc."""
 
     library: str
@@ -43,12 +43,12 @@ class Place(Record):
 
 def available() -> bool:
     """Whether any NVRTC is found. Starts no process."""
-    return bool(present())
+    return bool(find_nvrtc())
 
 
-def covered(device: DeviceCompiler) -> tuple[str, ...]:
-    """Beginnings of the paths that its driver reads for itself: the driver, the libraries, and
-    Python. The compiler's identity represents the first two, and the last changes nothing."""
+def covered_prefixes(device: DeviceCompiler) -> tuple[str, ...]:
+    """Prefixes of the paths that its driver reads for itself: the driver, the libraries, Python.
+    The compiler's identity represents the first two. Python does not change the result."""
     standard = os.path.dirname(os.path.abspath(os.__file__))
     programs = (device.path, os.path.realpath(device.path))
     directories = {
@@ -68,17 +68,17 @@ def covered(device: DeviceCompiler) -> tuple[str, ...]:
 # Where it may be
 
 
-def present() -> list[Place]:
+def find_nvrtc() -> list[NvrtcPlace]:
     """Every libnvrtc, in order of preference: torch's first, each once."""
-    found: dict[str, Place] = {}
-    for directory, home, include, origin in _layouts():
-        place = _place(directory, home, include, origin)
+    found: dict[str, NvrtcPlace] = {}
+    for directory, home, include, origin in _list_layouts():
+        place = _find_place(directory, home, include, origin)
         if place is not None:
             found.setdefault(os.path.realpath(place.library), place)
     return list(found.values())
 
 
-def _layouts() -> Iterator[tuple[str, str, str, str]]:
+def _list_layouts() -> Iterator[tuple[str, str, str, str]]:
     """(directory of the libraries, home, directory of the headers, origin)."""
     if not settings.cuda_home:
         for wheels in toolkits.wheel_directories():
@@ -92,7 +92,7 @@ def _layouts() -> Iterator[tuple[str, str, str, str]]:
             yield os.path.join(home, part), home, os.path.join(home, "include"), place.origin
 
 
-def _place(directory: str, home: str, include: str, origin: str) -> Place | None:
+def _find_place(directory: str, home: str, include: str, origin: str) -> NvrtcPlace | None:
     names = facts.listed(directory)
     libraries = [(int(found[1]), name) for name in names if (found := _LIBRARY.match(name))]
     if not libraries:
@@ -107,7 +107,7 @@ def _place(directory: str, home: str, include: str, origin: str) -> Place | None
     headers: tuple[str, ...] = ()
     if os.path.isfile(os.path.join(include, _HEADER)):
         headers = (include, *filter(os.path.isdir, [os.path.join(include, "cccl")]))
-    return Place(os.path.join(directory, library), there, home, headers, origin)
+    return NvrtcPlace(os.path.join(directory, library), there, home, headers, origin)
 
 
 # The choice
@@ -117,13 +117,13 @@ def search(
     memory: tuple[str, ...], wanted: str | None, _host: Toolchain, *, ask: bool
 ) -> Search | None:
     """Every NVRTC. The one that fits torch's CUDA best is taken."""
-    places = present()
+    places = find_nvrtc()
     known = (_record(memory, place, ask=ask) for place in places)
     records = [record for record in known if record is not None]
     if len(records) < len(places):
         return None
     listed, ranked = find.rank(
-        [Candidate(place.library, place.origin) for place in places], records, wanted,
+        [CompilerCandidate(place.library, place.origin) for place in places], records, wanted,
         lambda record: cuda_version.misfit(record["version"], wanted),
     )  # fmt: skip
     for index in ranked[1:]:
@@ -133,17 +133,17 @@ def search(
     return Search(taken, listed, lambda: _failure(listed))
 
 
-def _failure(listed: list[Candidate]) -> ToolchainError:
+def _failure(listed: list[CompilerCandidate]) -> ToolchainError:
     if not listed:
         where = ", ".join(toolkits.site_directories())
         return ToolchainError("no NVRTC is installed", why=f"no libnvrtc in {where}", hint=_PIP)
-    return ToolchainError("no NVRTC can be used here", why=find.refusals(listed), hint=_PIP)
+    return ToolchainError("no NVRTC can be used here", why=find.list_refusals(listed), hint=_PIP)
 
 
-def _compiler(place: Place, record: dict[str, Any]) -> DeviceCompiler:
+def _compiler(place: NvrtcPlace, record: dict[str, Any]) -> DeviceCompiler:
     from opkiln.process import python
 
-    return find.compiler(
+    return find.make_compiler(
         record,
         family=NVRTC,
         path=python(isolated=True)[0],
@@ -154,26 +154,30 @@ def _compiler(place: Place, record: dict[str, Any]) -> DeviceCompiler:
     )
 
 
-def _record(memory: tuple[str, ...], place: Place, *, ask: bool) -> dict[str, Any] | None:
+def _record(memory: tuple[str, ...], place: NvrtcPlace, *, ask: bool) -> dict[str, Any] | None:
     """What one NVRTC says of itself, or why it is refused."""
     if not place.builtins:
         return probing.refusal("libnvrtc-builtins is not beside it")
     if not place.include_dirs:
         return probing.refusal(f"its headers are missing: there is no {_HEADER}")
-    subject = probing.asked(f"nvrtc {place.library} {place.builtins}")
+    subject = probing.make_subject(f"nvrtc {place.library} {place.builtins}")
 
     def question() -> tuple[dict[str, Any], list[str]]:
-        files = [os.path.realpath(place.library), os.path.realpath(place.builtins), *_driver()]
-        return _asked(place, files), files
+        files = [
+            os.path.realpath(place.library),
+            os.path.realpath(place.builtins),
+            *_driver_files(),
+        ]
+        return _ask(place, files), files
 
-    return probing.known(memory, subject, question if ask else None)
+    return probing.recall_or_ask(memory, subject, question if ask else None)
 
 
-def _asked(place: Place, files: list[str]) -> dict[str, Any]:
+def _ask(place: NvrtcPlace, files: list[str]) -> dict[str, Any]:
     from opkiln.process import run
 
     try:
-        done = run(driver("probe", place.library, place.builtins), timeout=120)
+        done = run(driver_argv("probe", place.library, place.builtins), timeout=120)
         said = json.loads(done.output) if done.returncode == 0 else None
         digests = [facts.digest_of(path) for path in files]
     except (ToolchainError, BuildTimeout) as error:
@@ -191,7 +195,7 @@ def _asked(place: Place, files: list[str]) -> dict[str, Any]:
     }
 
 
-def driver(*arguments: str) -> tuple[str, ...]:
+def driver_argv(*arguments: str) -> tuple[str, ...]:
     """The argv of opkiln's driver of NVRTC. It writes no bytecode beside itself."""
     from opkiln.process import python
 
@@ -200,7 +204,7 @@ def driver(*arguments: str) -> tuple[str, ...]:
     return (interpreter, *options, "-B", program, *arguments)
 
 
-def _driver() -> list[str]:
+def _driver_files() -> list[str]:
     """The driver's files: what they do decides the result, as the library does."""
     directory = os.path.join(PACKAGE, os.path.dirname(PROGRAM))
     names = sorted(name for name in os.listdir(directory) if name.endswith(".py"))

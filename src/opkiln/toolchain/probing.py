@@ -1,6 +1,6 @@
-"""What all probes of compilers share: a directory to compile in, and a memory of the answers.
+"""Shared by all probes of compilers: a directory to compile in, and a memory of the answers.
 
-An answer is kept as a JSON file, with the facts that it rests on. It is used while they hold. A
+An answer is kept as a JSON file, with the facts that it depends on, and is used while they hold. A
 lost record costs one probe; a damaged one is ignored.
 """
 
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
 SCHEMA = 9
 
 
-def asked(question: str, *, script: bool = False) -> str:
-    """The subject of a question to a compiler: what it answers may depend on what reaches it."""
+def make_subject(question: str, *, script: bool = False) -> str:
+    """The subject of a question to a compiler, with the variables that may change the answer."""
     variables = compiler_variables(script=script)
     return f"{question} with {key('variables', variables)}" if variables else question
 
 
-def known(
+def recall_or_ask(
     directories: tuple[str, ...],
     subject: str,
     question: Callable[[], tuple[dict[str, Any], list[str]]] | None,
@@ -55,19 +55,15 @@ def known(
 
 
 def recall(directories: tuple[str, ...], subject: str) -> dict[str, Any] | None:
-    """The first record on this subject that rests on what is still so."""
-    found = (_recall(directory, subject) for directory in directories)
-    return next((record for record in found if record is not None), None)
-
-
-def _recall(directory: str, subject: str) -> dict[str, Any] | None:
-    try:
-        record: dict[str, Any] = json.loads(read_file(_path(directory, subject)))
-        if record["schema"] != SCHEMA or record["subject"] != subject:
-            return None
-        return record if _holds(record) else None
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return None
+    """The first record on this subject whose facts still hold."""
+    for directory in directories:
+        try:
+            record: dict[str, Any] = json.loads(read_file(_path(directory, subject)))
+            if record["schema"] == SCHEMA and record["subject"] == subject and _holds(record):
+                return record
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            continue
+    return None
 
 
 def _holds(record: dict[str, Any]) -> bool:
@@ -87,7 +83,7 @@ def _holds(record: dict[str, Any]) -> bool:
     # The files are unchanged, but names may lead elsewhere now: a symbolic link was changed, or
     # another `as` comes first on PATH.
     for name, target in record.get("resolved", ()):
-        program = name if "/" in name else find.first(name)
+        program = name if "/" in name else find.find_program(name)
         if program is None or os.path.realpath(program) != target:
             return False
         facts.file(program, signed.get(target))  # a changed link leads to another inode
@@ -106,8 +102,8 @@ def remember(
 ) -> None:
     """Keep an answer on a subject, bound to these files, in the first of the directories.
 
-    These fields of it bind it, too: ``resolved``, [name, the program that it leads to];
-    ``absent``, paths where nothing is; ``until``, a time.
+    It is also bound to these fields of its own: ``resolved``, pairs of a name and the program that
+    it leads to; ``absent``, paths that do not exist; ``until``, the time when it expires.
 
     Nothing is kept if there is no directory, if it cannot be written, or if one of the files no
     longer exists.
@@ -136,9 +132,9 @@ def _row(path: str, asked_at: int | None) -> list[Any]:
     """The fact of a file, or of a directory's list of names. Raises OSError."""
     kind = LISTING if os.path.isdir(path) else FILE
     signature = signature_of(kind, path)
-    # Where a signature may say nothing later, the contents do. Else it counts alone.
-    telling = not (signature.in_image or signature.known_by_contents)
-    value = "" if telling else facts.value(kind, path, "", Hasher())
+    # The contents are hashed only if the signature alone may not show a later change.
+    suffices = not (signature.in_image or signature.known_by_contents)
+    value = "" if suffices else facts.value(kind, path, "", Hasher())
     asked_at = min(asked_at or signature.read_at, signature.read_at)
     return [kind, path, value, *signature._replace(read_at=asked_at)]
 
@@ -150,7 +146,7 @@ def _path(directory: str, subject: str) -> str:
 # Asking a compiler, and reading its answers
 
 
-def asking(*program: str, **options: Any) -> Ask:
+def make_ask(*program: str, **options: Any) -> Ask:
     """A function that runs a program with arguments: (its exit status, what it printed)."""
     from opkiln.process import run
 
@@ -193,13 +189,13 @@ def own_programs(ask: Ask, names: Iterable[str]) -> list[list[str]]:
     for part in names:
         status, answer = ask(f"-print-prog-name={part}")
         name = answer.strip()
-        program = find.first(name) if status == 0 and name else None
+        program = find.find_program(name) if status == 0 and name else None
         if program is not None:
             found.append([name, os.path.realpath(program)])
     return found
 
 
-def existing(paths: Iterable[str]) -> list[str]:
+def existing_directories(paths: Iterable[str]) -> list[str]:
     """Those of these that are directories, resolved, each once."""
     return list(dict.fromkeys(os.path.realpath(path) for path in paths if os.path.isdir(path)))
 
@@ -216,7 +212,7 @@ def _place() -> str:
     return chosen if chosen and os.path.isdir(chosen) else "/tmp"
 
 
-def unwritable() -> bool:
+def is_unwritable() -> bool:
     """Whether there is no directory for probes, so that no compiler can be probed."""
     return not os.access(_place(), os.W_OK | os.X_OK)
 
@@ -236,7 +232,7 @@ def scratch() -> Iterator[str]:
         process.remove_scratch(path)
 
 
-def meanwhile(work: Callable[[], T]) -> Callable[[], T]:
+def begin_in_thread(work: Callable[[], T]) -> Callable[[], T]:
     """Begin some work in a thread. The result waits for it, and returns or raises what it did."""
     import contextvars
     import threading

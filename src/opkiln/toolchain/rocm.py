@@ -9,7 +9,7 @@ from opkiln import facts
 from opkiln.machine import read_text
 from opkiln.settings import origin_of
 from opkiln.toolchain import find, torch_sdk
-from opkiln.toolchain.find import Candidate
+from opkiln.toolchain.find import CompilerCandidate
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -27,12 +27,12 @@ _HEADERS = (
 )
 
 
-def hipcc_candidates() -> Iterator[Candidate]:
+def hipcc_candidates() -> Iterator[CompilerCandidate]:
     """Every hipcc, in order of preference: the one the user named, else those on PATH and in /opt.
 
     If the user named a ROCm without a hipcc, no other one is used instead.
     """
-    return find.programs(_places())
+    return find.list_programs(_places())
 
 
 def _places() -> Iterator[tuple[str, str]]:
@@ -42,7 +42,7 @@ def _places() -> Iterator[tuple[str, str]]:
         return
     yield "hipcc", "PATH"
     found = facts.listed(PARENT)
-    names = [name for name in ("rocm", *find.newest(found, "rocm-")) if name in found]
+    names = [name for name in ("rocm", *find.sort_by_version(found, "rocm-")) if name in found]
     for name in names or ["rocm*"]:
         yield _hipcc_below(os.path.join(PARENT, name)), PARENT
 

@@ -54,33 +54,27 @@ class Copy:
     def __init__(self, spec: OpSpec, directory: str) -> None:
         self._spec = spec
         self._directory = directory
-        self._searched = [d for d in map(self._absolute, spec.include_dirs) if not _foreign(d)]
-        self.contents: dict[str, bytes] = {}  # where each file comes from -> its text
+        self._searched = [d for d in map(self._absolute, spec.include_dirs) if not _is_foreign(d)]
+        self.contents: dict[str, bytes] = {}  # path of the original -> its text
         self._own: dict[str, list[str]] = {}  # path -> the author's files that it includes, by name
         self._origin: dict[str, str] = {}
         self._digests: dict[str, str] = {}
-        inline = dict(self._spec.inline)
-        for source in self._spec.sources:
+        inline = dict(spec.inline)
+        for source in spec.sources:
             path = self._absolute(source)
             if source in inline:
                 # A build writes the text to a file, and depends on it as on any other source.
                 self._keep(path, inline[source].encode("utf-8", "surrogateescape"))
             elif not self._add(path):
                 raise SpecError(
-                    f"op {self._spec.title}: the source {source} does not exist",
-                    why=f"sources are looked for in {self._spec.root}",
+                    f"op {spec.title}: the source {source} does not exist",
+                    why=f"sources are looked for in {spec.root}",
                 )
         self._add_includes()
 
     def place(self, path: str) -> str:
         """The path of a file or directory in the copy."""
         return os.path.join(self._directory, os.path.normpath(path).lstrip("/"))
-
-    def _include_dirs(self) -> dict[str, str]:
-        named = ((each, self._absolute(each)) for each in self._spec.include_dirs)
-        # CUDA's own headers are left out: HIP's headers define the same things.
-        kept = ((n, d) for n, d in named if not os.path.exists(os.path.join(d, _CUDA)))
-        return {n: self.place(d) if d in self._searched else d for n, d in kept}
 
     def own_includes(self) -> dict[str, list[str]]:
         """For each file of the copy, by relative path: the author's files that it includes."""
@@ -117,10 +111,16 @@ class Copy:
                 file.write(content)
         root = self.place(self._spec.root)
         paths = {each: self.place(self._absolute(each)) for each in self._spec.sources}
+        named = {each: self._absolute(each) for each in self._spec.include_dirs}
         return Staged(
             root=root,
             sources={each: os.path.relpath(path, root) for each, path in paths.items()},
-            include_dirs=self._include_dirs(),
+            # CUDA's own headers are left out: HIP's headers define the same things.
+            include_dirs={
+                each: self.place(path) if path in self._searched else path
+                for each, path in named.items()
+                if not os.path.exists(os.path.join(path, _CUDA))
+            },
             origin={self.place(path): read_from for path, read_from in self._origin.items()},
             digests=self._digests,
         )
@@ -141,8 +141,7 @@ class Copy:
         return os.path.normpath(path) in self.contents or os.path.isfile(path)
 
     def _every_header(self, includer: str) -> Iterator[str]:
-        beside = os.path.dirname(includer)
-        for top in dict.fromkeys((beside, *self._searched)):
+        for top in dict.fromkeys((os.path.dirname(includer), *self._searched)):
             for directory, below, names in os.walk(top):
                 below.sort()
                 yield from (
@@ -167,5 +166,5 @@ class Copy:
         self._digests[path] = hashlib.sha256(content).hexdigest()
 
 
-def _foreign(directory: str) -> bool:
+def _is_foreign(directory: str) -> bool:
     return any(os.path.exists(os.path.join(directory, mark)) for mark in (*_FOREIGN, _CUDA))

@@ -24,7 +24,7 @@ from opkiln.facts import digest_of
 from opkiln.settings import origin_of
 from opkiln.toolchain import find, libsycl, probing
 from opkiln.toolchain import host as hosts
-from opkiln.toolchain.find import Candidate, Search
+from opkiln.toolchain.find import CompilerCandidate, Search
 
 # The programs that decide icpx's output, by the names that it uses.
 _PARTS = ("clang", "ld", "llvm-spirv", "sycl-post-link", "clang-linker-wrapper", "ocloc")
@@ -40,7 +40,7 @@ auto language = sycl::ext::oneapi::experimental::source_language::sycl;
 
 def available() -> bool:
     """Whether any compiler is found. Starts no process."""
-    return any(not candidate.refused for candidate in _found())
+    return any(not candidate.refused for candidate in _list_candidates())
 
 
 def search(
@@ -53,33 +53,33 @@ def search(
     """Every compiler and runtime. The first that can be used is taken."""
     taken = None
     listed = []
-    for candidate in _found():
+    for candidate in _list_candidates():
         if candidate.refused:
             listed.append(candidate)
             continue
         path = candidate.path
         is_library = libsycl.is_library(path)
         # A runtime's record is for one host compiler, which compiles its headers.
-        subject = probing.asked(f"sycl {path} {host.identity if is_library else ''}")
+        subject = probing.make_subject(f"sycl {path} {host.identity if is_library else ''}")
         probe = partial(_probe_runtime, path, host) if is_library else partial(_probe_program, path)
-        record = probing.known(memory, subject, probe if ask else None)
+        record = probing.recall_or_ask(memory, subject, probe if ask else None)
         if record is None:
             return None
         listed.append(candidate._replace(refused=record["refused"], version=record["version"]))
         if not record["refused"] and taken is None:
             libraries = os.path.join(record["home"], "lib")
             # Neither lists architectures: kernels are compiled for a device, or on it.
-            taken = find.compiler(record, path=path, archs=(), library_dirs=(libraries,))
+            taken = find.make_compiler(record, path=path, archs=(), library_dirs=(libraries,))
             if not ask:
                 break
     return Search(taken, listed, lambda: _failure(listed))
 
 
-def _failure(listed: list[Candidate]) -> ToolchainError:
+def _failure(listed: list[CompilerCandidate]) -> ToolchainError:
     origin = origin_of("sycl_cxx")[1]
     return ToolchainError(
         "no SYCL compiler can be used here",
-        why=find.refusals(listed),
+        why=find.list_refusals(listed),
         hint=f"unset {origin}"
         if origin.isupper()
         else f"{libsycl.INSTALL}    (or set OPKILN_SYCL_CXX to icpx)",
@@ -90,26 +90,26 @@ def soname(compiler: DeviceCompiler) -> str:
     """The libsycl that this compiler's output needs: ``libsycl.so.9``; empty if it has none."""
     if compiler.family == SYCL_RUNTIME:
         return os.path.basename(compiler.path)
-    return os.path.basename(next(libsycl.below(compiler.home), ""))
+    return os.path.basename(next(libsycl.list_libraries(compiler.home), ""))
 
 
-def _found() -> Iterator[Candidate]:
+def _list_candidates() -> Iterator[CompilerCandidate]:
     """Compilers in order of preference: the one the user named, else all that are found."""
     named, origin = origin_of("sycl_cxx")
     if named:
-        yield from find.programs([(named, origin)])
+        yield from find.list_programs([(named, origin)])
         return  # an explicit choice is never replaced by another compiler
-    yield from find.programs(libsycl.programs())
-    library = libsycl.installed()
+    yield from find.list_programs(libsycl.programs())
+    library = libsycl.find_installed()
     if library is None:
-        yield Candidate(libsycl.PACKAGE, "this interpreter", "not installed")
+        yield CompilerCandidate(libsycl.PACKAGE, "this interpreter", "not installed")
     else:
-        yield Candidate(library, libsycl.PACKAGE, libsycl.unfit(library))
+        yield CompilerCandidate(library, libsycl.PACKAGE, libsycl.why_unfit(library))
 
 
 def _probe_program(path: str) -> tuple[dict[str, Any], list[str]]:
     """Ask a compiler everything at once. Returns (record, the files that the answers depend on)."""
-    ask = probing.asking(path, timeout=60)
+    ask = probing.make_ask(path, timeout=60)
     language = ("-fsycl", hosts.REQUIRED)
     record, _ = hosts.interview(ask, path, language, "-fsyntax-only", this.architecture(), _PARTS)
     banner, machine = record["version"], record.pop("machine", "")
@@ -119,7 +119,7 @@ def _probe_program(path: str) -> tuple[dict[str, Any], list[str]]:
     if record["refused"]:
         return record, files
     home = libsycl.home_of(path)
-    files += map(os.path.realpath, libsycl.below(home))
+    files += map(os.path.realpath, libsycl.list_libraries(home))
     files = list(dict.fromkeys(files))
     empty = ("-fsyntax-only", "-x", "c++", os.devnull)
     record |= {
@@ -133,7 +133,6 @@ def _probe_program(path: str) -> tuple[dict[str, Any], list[str]]:
 
 def _probe_runtime(library: str, host: Toolchain) -> tuple[dict[str, Any], list[str]]:
     """Compile the headers with the host compiler. Returns (record, files that the result needs)."""
-
     from opkiln.process import run
 
     home = os.path.dirname(os.path.dirname(library))

@@ -34,7 +34,7 @@ _PATHFINDER = (
 )
 
 
-class Place(Record):
+class NvccPlace(Record):
     """A place where an nvcc may be."""
 
     nvcc: str
@@ -45,7 +45,7 @@ class Place(Record):
 class Toolkit(Record):
     """An nvcc that was found, and its record: what it says about itself, or why it is refused."""
 
-    place: Place
+    place: NvccPlace
     record: dict[str, Any]
 
     @property
@@ -55,11 +55,11 @@ class Toolkit(Record):
 
     @property
     def release(self) -> tuple[int, int]:
-        """(13, 0)."""
+        """The version of CUDA, as (13, 0)."""
         return torch_sdk.release(self.record["version"])
 
 
-def places() -> Iterator[Place]:
+def places() -> Iterator[NvccPlace]:
     """Every place where an nvcc may be, in order of preference, whether there is one or not.
 
     If ``OPKILN_CUDA_HOME`` names a toolkit, that is the only place.
@@ -67,60 +67,57 @@ def places() -> Iterator[Place]:
     for field in ("cuda_home", "system_cuda_home", "cuda_path"):
         home, origin = origin_of(field)
         if home:
-            yield Place(_nvcc_below(os.path.abspath(home)), origin, named=True)
+            yield NvccPlace(_nvcc_below(os.path.abspath(home)), origin, named=True)
             if field == "cuda_home":
                 return
     facts.programs("nvcc", list(on_path("nvcc")))
     for directory in settings.path:
         if os.path.isabs(directory):
-            yield Place(os.path.join(directory, "nvcc"), "PATH")
+            yield NvccPlace(os.path.join(directory, "nvcc"), "PATH")
     for pattern in DIRECTORIES:
-        for home in find.matching(pattern):
-            yield Place(_nvcc_below(home), pattern)
+        for home in find.list_directories(pattern):
+            yield NvccPlace(_nvcc_below(home), pattern)
     if os.path.isdir(os.path.join(sys.prefix, "conda-meta")):
-        yield Place(_nvcc_below(sys.prefix), "conda")
+        yield NvccPlace(_nvcc_below(sys.prefix), "conda")
     for wheels in wheel_directories():
         for home in (*shared_wheels(wheels), os.path.join(wheels, "cuda_nvcc")):
-            yield Place(_nvcc_below(home), "PyPI")
+            yield NvccPlace(_nvcc_below(home), "PyPI")
 
 
-def present() -> list[Place]:
+def find_nvcc() -> list[NvccPlace]:
     """The places that have an nvcc, each program once."""
-    found: dict[str, Place] = {}
+    found: dict[str, NvccPlace] = {}
     for place in places():
         if facts.runs(place.nvcc):
-            found.setdefault(_itself(place.nvcc), place)
+            found.setdefault(_real_program(place.nvcc), place)
     return list(found.values())
 
 
-def survey(memory: tuple[str, ...], host: str, *, ask: bool) -> list[Toolkit] | None:
+def list_toolkits(memory: tuple[str, ...], host: str, *, ask: bool) -> list[Toolkit] | None:
     """Every toolkit of this machine, each once, in order of preference.
 
     A toolkit that is not remembered is run, with ``host`` as its host compiler (without one, nvcc
     answers little). If ``ask`` is false, the result is None instead.
     """
-    found = present()
-    if not found:
-        last = _last_resort(memory, ask)
-        found = [] if last is None else [last]
     toolkits: dict[str, Toolkit] = {}
-    for place in found:
-        question = partial(_question, _itself(place.nvcc), host) if ask else None
-        record = probing.known(memory, _subject(place.nvcc, host), question)
+    for place in find_nvcc() or _last_resort(memory, ask):
+        program = _real_program(place.nvcc)
+        question = partial(_question, program, host) if ask else None
+        record = probing.recall_or_ask(memory, _subject(program, host), question)
         if record is None:
             return None
         toolkits.setdefault(record["program"], Toolkit(place, record))
     return list(toolkits.values())
 
 
-def unfound() -> list[Place]:
+def list_unfound() -> list[NvccPlace]:
     """The places that the user named and that have no nvcc."""
     return [place for place in places() if place.named and not executable(place.nvcc)]
 
 
-def looked_in() -> str:
+def list_searched() -> str:
     """Where toolkits were looked for, one place per line."""
-    lines = [f"{place.origin}: no {place.nvcc}" for place in unfound()]
+    lines = [f"{place.origin}: no {place.nvcc}" for place in list_unfound()]
     if settings.cuda_home:
         return "\n".join(lines)
     lines += ["PATH: no nvcc", *(f"{pattern}: no bin/nvcc" for pattern in DIRECTORIES)]
@@ -150,10 +147,12 @@ def wheel_directories() -> list[str]:
 
 def shared_wheels(wheels: str) -> list[str]:
     """The directories of wheels of one major version: ``cu13``; not ``curand``."""
-    return [home for home in find.matching(os.path.join(wheels, "cu*")) if home[-1].isdigit()]
+    return [
+        home for home in find.list_directories(os.path.join(wheels, "cu*")) if home[-1].isdigit()
+    ]
 
 
-def _itself(path: str) -> str:
+def _real_program(path: str) -> str:
     """The path by which nvcc must be called. A wrapper (a script, ccache) is unchanged.
 
     nvcc looks for its toolkit next to the name it is called by, so a symbolic link misleads it. A
@@ -161,31 +160,32 @@ def _itself(path: str) -> str:
     managers may fill a whole toolkit with links into their caches.
     """
     beside = os.path.join(os.path.realpath(os.path.dirname(path)), os.path.basename(path))
-    for each in (beside, os.path.realpath(path)):
-        if os.path.exists(os.path.join(os.path.dirname(each), "nvcc.profile")):
-            return each
-    return path
+    return next(filter(_has_toolkit, (beside, os.path.realpath(path))), path)
 
 
-def _last_resort(memory: tuple[str, ...], ask: bool) -> Place | None:
-    """A toolkit that only cuda-pathfinder finds, if that is installed: it may know new layouts.
+def _has_toolkit(nvcc: str) -> bool:
+    return os.path.exists(os.path.join(os.path.dirname(nvcc), "nvcc.profile"))
+
+
+def _last_resort(memory: tuple[str, ...], ask: bool) -> list[NvccPlace]:
+    """The toolkit that cuda-pathfinder finds, if that is installed: it may know new layouts.
 
     It runs in a child process: it keeps its answers for the life of the process, and loads
     libraries to find them.
     """
     if settings.cuda_home:
-        return None
+        return []
     facts.incomplete()  # what it looks at is not known
     subject = f"cuda-pathfinder {sys.prefix}"
     record = probing.recall(memory, subject)
     if record is None and ask:
         sites = [site for site in site_directories() if os.path.isdir(site)]
         if not any(os.path.isdir(os.path.join(site, "cuda", "pathfinder")) for site in sites):
-            return None
+            return []
         record = {"nvcc": _pathfinder()}
         # If pip installs something, one of these directories changes.
         probing.remember(memory, subject, record, [*sites, *filter(None, record.values())])
-    return Place(record["nvcc"], "cuda-pathfinder") if record and record["nvcc"] else None
+    return [NvccPlace(record["nvcc"], "cuda-pathfinder")] if record and record["nvcc"] else []
 
 
 def _pathfinder() -> str:
@@ -201,15 +201,13 @@ def _pathfinder() -> str:
 # What an nvcc says about itself
 
 
-def _subject(path: str, host: str) -> str:
-    program = _itself(path)
-    if os.path.exists(os.path.join(os.path.dirname(program), "nvcc.profile")):
-        return probing.asked(f"nvcc {program} beside {host}")
+def _subject(program: str, host: str) -> str:
+    if _has_toolkit(program):
+        return probing.make_subject(f"nvcc {program} beside {host}")
     # What a wrapper runs may depend on PATH: ccache runs the next nvcc there.
+    called = f"{program} {os.path.realpath(program)}"
     path = os.pathsep.join(settings.path)
-    return probing.asked(
-        f"nvcc wrapper {program} {os.path.realpath(program)} beside {host} on {path}"
-    )
+    return probing.make_subject(f"nvcc wrapper {called} beside {host} on {path}")
 
 
 def _question(path: str, host: str) -> tuple[dict[str, Any], list[str]]:
@@ -219,7 +217,7 @@ def _question(path: str, host: str) -> tuple[dict[str, Any], list[str]]:
     parents = [os.path.dirname(pattern) for pattern in DIRECTORIES if pattern.endswith("*")]
     files = [os.path.realpath(path), *filter(os.path.isdir, (*parents, *wheel_directories()))]
     try:
-        return _asked(path, host, files)
+        return _ask(path, host, files)
     except (ToolchainError, BuildTimeout) as error:
         record = probing.refusal(f"{error.what}: {error.why}", program=path)
         if isinstance(error, BuildTimeout):
@@ -241,8 +239,8 @@ def _missing_interpreter(path: str) -> list[str]:
     return words[:1] if words and not os.path.exists(words[0]) else []
 
 
-def _asked(path: str, host: str, files: list[str]) -> tuple[dict[str, Any], list[str]]:
-    ask = probing.asking(path, timeout=60)
+def _ask(path: str, host: str, files: list[str]) -> tuple[dict[str, Any], list[str]]:
+    ask = probing.make_ask(path, timeout=60)
     status, banner = ask("--version")
     version = banner.partition("release ")[2].partition(",")[0].strip()
     if status != 0 or torch_sdk.release(version) == (0, 0):
@@ -266,12 +264,12 @@ def _asked(path: str, host: str, files: list[str]) -> tuple[dict[str, Any], list
         return refusal, [*files, os.path.realpath(host)] if host else files
 
     home = os.path.realpath(said["TOP"])
-    include_dirs = probing.existing(
-        _quoted(said, "INCLUDES", "-I") + _quoted(said, "SYSTEM_INCLUDES", "")
+    include_dirs = probing.existing_directories(
+        _split_quoted(said, "INCLUDES", "-I") + _split_quoted(said, "SYSTEM_INCLUDES", "")
     )
     # The nvcc.profile of the wheels names lib64, but they have lib.
     usual = [os.path.join(home, "lib64"), os.path.join(home, "lib")]
-    library_dirs = probing.existing([*_quoted(said, "LIBRARIES", "-L"), *usual])
+    library_dirs = probing.existing_directories([*_split_quoted(said, "LIBRARIES", "-L"), *usual])
     library_dirs = [path for path in library_dirs if probing.holds(path, _LIBRARIES[0])]
     nvvm = os.path.join(home, "nvvm")
     parts = [
@@ -283,7 +281,7 @@ def _asked(path: str, host: str, files: list[str]) -> tuple[dict[str, Any], list
         *_parts("include", include_dirs, _HEADERS),
     ]  # fmt: skip
     # A refusal is also remembered, until a missing part appears.
-    directories = probing.existing([home, here, *usual, *include_dirs, *library_dirs])
+    directories = probing.existing_directories([home, here, *usual, *include_dirs, *library_dirs])
     record = {
         "refused": "",
         "program": program,
@@ -302,7 +300,7 @@ def _asked(path: str, host: str, files: list[str]) -> tuple[dict[str, Any], list
     return record, list(dict.fromkeys(files))
 
 
-def _quoted(said: dict[str, str], name: str, prefix: str) -> list[str]:
+def _split_quoted(said: dict[str, str], name: str, prefix: str) -> list[str]:
     """The directories of one variable: ``"-I/a" "-I/b"``, or ``"-isystem" "/a"``."""
     import shlex
 

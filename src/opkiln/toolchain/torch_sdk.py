@@ -48,12 +48,8 @@ def find() -> TorchSDK | None:
         return None
     for each in read_from(path):
         facts.file(each)
-    return _read(path, _stamp(os.path.join(path, "version.py")))
-
-
-def _stamp(path: str) -> tuple[int, int]:
-    found = os.stat(path)
-    return found.st_mtime_ns, found.st_ctime_ns
+    state = os.stat(os.path.join(path, "version.py"))
+    return _read(path, (state.st_mtime_ns, state.st_ctime_ns))
 
 
 def read_from(path: str) -> list[str]:
@@ -66,7 +62,7 @@ def read_from(path: str) -> list[str]:
 @lru_cache(maxsize=4)
 def _read(path: str, stamp: tuple[int, int]) -> TorchSDK:  # noqa: ARG001 (keys the cache)
     text = read_file(os.path.join(path, "version.py"))
-    facts = _assignments(text.decode("utf-8", "replace"))
+    assigned = _assignments(text.decode("utf-8", "replace"))
     # Wheels since 2.7 are all built with the C++11 ABI; a build from source may differ.
     cxx11 = True
     for config in read_from(path)[1:]:
@@ -74,25 +70,24 @@ def _read(path: str, stamp: tuple[int, int]) -> TorchSDK:  # noqa: ARG001 (keys 
             cxx11 = "_GLIBCXX_USE_CXX11_ABI=0" not in file.read()
     return TorchSDK(
         path=path,
-        version=facts.get("__version__") or "unknown",
+        version=assigned.get("__version__") or "unknown",
         identity=hashlib.sha256(text).hexdigest()[:16],
-        cuda=facts.get("cuda"),
-        hip=facts.get("hip"),
+        cuda=assigned.get("cuda"),
+        hip=assigned.get("hip"),
         cxx11_abi=cxx11,
     )
 
 
-def _assignments(text: str) -> dict[str, str | None]:
+def _assignments(module: str) -> dict[str, str | None]:
     """``name = 'value'`` and ``name: Optional[str] = None`` lines of torch's version.py."""
-    facts: dict[str, str | None] = {}
-    for line in text.splitlines():
+    assigned: dict[str, str | None] = {}
+    for line in module.splitlines():
         name, equals, value = line.partition(" = ")
         if equals and not line.startswith((" ", "#")):
-            quoted = value.strip()
-            facts[name.partition(":")[0].strip()] = (
-                quoted[1:-1] if quoted[:1] in ("'", '"') else None
-            )
-    return facts
+            value = value.strip()
+            text = value[1:-1] if value[:1] in ("'", '"') else None
+            assigned[name.partition(":")[0].strip()] = text
+    return assigned
 
 
 def release(version: str) -> tuple[int, int]:

@@ -44,21 +44,22 @@ class Wheels(Record):
 _NONE = Wheels((), (0, 0))
 
 
-def beside(torch: TorchSDK | None, include_dirs: Iterable[str], release: tuple[int, int]) -> Wheels:
+def find_wheels(
+    torch: TorchSDK | None, include_dirs: Iterable[str], release: tuple[int, int]
+) -> Wheels:
     """The headers that the wheels have for a toolkit of this release with these directories."""
     directories = list(include_dirs)
     if torch is None or not any(_lacks(directories, header) for header in LIBRARIES):
         return _NONE
-    base = torch.wheels
     shared = (f"cu{release[0]}/include",)
     split = ("cuda_runtime/include", *(f"{part}/include" for part in _PARTS))
     for layout in (shared, split):
-        marker = os.path.join(base, layout[0], _RUNTIME)
+        marker = os.path.join(torch.wheels, layout[0], _RUNTIME)
         if facts.exists(marker):
             break
     else:
         return _NONE
-    own = tuple(each for each in layout if facts.exists(os.path.join(base, each)))
+    own = tuple(each for each in layout if facts.exists(os.path.join(torch.wheels, each)))
     try:
         found = _release(marker)
     except OSError:

@@ -9,8 +9,8 @@ from opkiln.errors import LoadError
 def one(data: bytes) -> None:
     for read in (
         lambda: elf.read(data),
-        lambda: elf.defined(data),
-        lambda: elf.missing(data, ("f", "torch_call_dispatcher", "")),
+        lambda: elf.defined_symbols(data),
+        lambda: elf.missing_symbols(data, ("f", "torch_call_dispatcher", "")),
     ):
         try:
             read()

@@ -13,7 +13,7 @@ def one(data: bytes) -> None:
         return
     assert seen.started
     assert seen.complete or not data.endswith(b"\0") or b"\0" in data
-    found = gather.of(seen, "/stage")
+    found = gather.list_inputs(seen, "/stage")
     paths = {path for kind, path, _ in found.facts if kind != CHOICE}
     assert not any(path.startswith("/stage/") for path in paths)
     assert not paths & seen.made

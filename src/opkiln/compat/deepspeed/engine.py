@@ -80,7 +80,7 @@ def architectures(builder: Any, asked: str = "") -> tuple[bool, list[str]]:
 
     declared = _AdaptedBuilder(builder, asked=asked)
     flags = declared.compute_capability_args()
-    bf16 = declared.backend == ROCM or cuda.has_bf16(cuda.from_flags(flags)[1])
+    bf16 = declared.backend == ROCM or cuda.has_bf16(cuda.split_flags(flags)[1])
     return bool(flags) and bf16, flags
 
 

@@ -178,8 +178,8 @@ def _is_host_compiler(named: str) -> bool:
     own = settings.ccbin or (settings.cxx[-1] if settings.cxx else "g++")
     directory, name = os.path.split(named)
     of_cxx = re.sub(r"clang(?!\+)", "clang++", re.sub(r"(g|\bc)cc?\b", r"\1++", name))
-    drivers = (find.first(each) for each in (named, os.path.join(directory, of_cxx)))
-    chosen = find.first(own)
+    drivers = (find.find_program(each) for each in (named, os.path.join(directory, of_cxx)))
+    chosen = find.find_program(own)
     return chosen is not None and os.path.realpath(chosen) in {
         os.path.realpath(path) for path in drivers if path is not None
     }
@@ -221,7 +221,7 @@ def _split_architectures(words: Iterable[str]) -> tuple[tuple[str, ...], str]:
         return (), ";".join(asked)
     from opkiln.arch import cuda
 
-    others, found = cuda.from_flags(plain)
+    others, found = cuda.split_flags(plain)
     return others, ";".join([*asked, *filter(None, [cuda.show(found)])])
 
 

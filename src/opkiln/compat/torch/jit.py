@@ -140,7 +140,7 @@ def load_inline(
     if build_directory is not None:
         for source, text in texts:
             with open(os.path.join(build_directory, source), "w", encoding="utf-8") as file:
-                file.write(wording.unmarked(text))
+                file.write(wording.remove_marks(text))
     return found
 
 

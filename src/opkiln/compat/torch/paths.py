@@ -171,7 +171,7 @@ def _found_by_torch() -> str | None:
     named = settings.system_cuda_home or settings.cuda_path
     if named:
         return str(named)
-    nvcc = find.first("nvcc")
+    nvcc = find.find_program("nvcc")
     return os.path.dirname(os.path.dirname(nvcc)) if nvcc else "/usr/local/cuda"
 
 

@@ -53,7 +53,7 @@ def libraries() -> str:
     for wheels in toolkits.wheel_directories():
         found = (*toolkits.shared_wheels(wheels), os.path.join(wheels, "cufile"))
         homes += [os.path.join(each, "lib") for each in found]
-    for place in toolkits.present():
+    for place in toolkits.find_nvcc():
         homes.append(os.path.join(os.path.dirname(os.path.dirname(place.nvcc)), "lib64"))
     paths = [os.path.join(home, "libcufile.so.0") for home in homes]
     return ":".join(each for each in paths if ":" not in each and os.path.isfile(each))

@@ -55,7 +55,7 @@ def accelerator(_: Facts) -> Diagnosis:
 
 def cuda_toolkit(here: Facts) -> Diagnosis:
     """There is a CUDA toolkit that works and has torch's major version."""
-    absent = toolkits.unfound()
+    absent = toolkits.list_unfound()
     nothing = [f"{place.origin}: there is no {place.nvcc}" for place in absent]
     command = f"unset {' '.join(dict.fromkeys(place.origin for place in absent))}"
     try:
@@ -64,7 +64,7 @@ def cuda_toolkit(here: Facts) -> Diagnosis:
         if not absent:
             raise
         return warned(join(*nothing, str(reason)), command)
-    found, torch_cuda = here.cuda, choice.wanted(CUDA, here.torch)
+    found, torch_cuda = here.cuda, choice.runtime_version(CUDA, here.torch)
     if isinstance(found, ToolchainError):
         if _blames_host_compiler(found):
             return skipped("its host compiler is refused: see nvcc host compiler")
@@ -101,7 +101,7 @@ def nvcc_host_compiler(here: Facts) -> Diagnosis:
 
 def cuda_driver(here: Facts) -> Diagnosis:
     """The driver supports the CUDA versions of torch and of the toolkit."""
-    devices, torch_cuda = here.nvidia, choice.wanted(CUDA, here.torch)
+    devices, torch_cuda = here.nvidia, choice.runtime_version(CUDA, here.torch)
     if not devices.gpus:
         if "no NVIDIA driver" in devices.why:
             return skipped(devices.why)
@@ -115,7 +115,7 @@ def cuda_driver(here: Facts) -> Diagnosis:
     toolkit = here.cuda.version if isinstance(here.cuda, DeviceCompiler) else ""
     if toolkit and release(toolkit) > release(takes):
         facts = f"{facts}; the toolkit is CUDA {toolkit}"
-        command = use_this_python(cuda_version.fitting(takes))
+        command = use_this_python(cuda_version.install_command(takes))
         if release(toolkit)[0] > release(takes)[0]:
             return failed(facts, command)
         return warned(f"{facts}: its binaries run, but its PTX does not", command)
@@ -190,7 +190,7 @@ def _check_native(here: Facts, capabilities: tuple[str, ...], named: str) -> Dia
 def _need_cuda(here: Facts) -> Toolchain:
     """The host compiler for CUDA. Raises Missing if there is none, or nothing here wants CUDA."""
     host = here.need_compiler(_NO_HOST)
-    of_torch = choice.wanted(CUDA, here.torch)
+    of_torch = choice.runtime_version(CUDA, here.torch)
     if not (of_torch or here.nvidia.gpus or nvcc.available() or settings.cuda_home):
         raise Missing("torch has no CUDA, and there is no NVIDIA GPU and no nvcc")
     return host
@@ -208,9 +208,9 @@ def _no_toolkit(error: ToolchainError, *, wanted: bool) -> Diagnosis:
     return (failed if wanted else warned)(join(error), command)
 
 
-def _parse_list(here: Facts, asked: str) -> tuple[cuda.Arch, ...] | None:
+def _parse_list(here: Facts, asked: str) -> tuple[cuda.CudaArch, ...] | None:
     """The list as a build reads it; None if that needs a toolkit. Raises ArchError."""
-    listed: tuple[cuda.Arch, ...] = ()
+    listed: tuple[cuda.CudaArch, ...] = ()
     if "all" in asked.lower():
         if not isinstance(here.cuda, DeviceCompiler):
             return None
@@ -223,7 +223,7 @@ def _parse_list(here: Facts, asked: str) -> tuple[cuda.Arch, ...] | None:
 
 def rocm_toolkit(here: Facts) -> Diagnosis:
     """There is a hipcc that works and has torch's major version."""
-    wanted = choice.wanted(ROCM, here.torch)
+    wanted = choice.runtime_version(ROCM, here.torch)
     if not (wanted or amd.devices().gpus or hipcc.available() or settings.rocm_home):
         return skipped("torch has no HIP, and there is no AMD GPU and no hipcc")
     here.need_compiler(_NO_HOST)
@@ -274,7 +274,7 @@ def sycl_device(here: Facts) -> Diagnosis:
     """There is a device for SYCL."""
     if not compilers.supports(XPU, here.torch) and not sycl.available():
         return skipped("torch has no XPU, and there is no SYCL compiler")
-    missing = libsycl.no_device(settings.ocl_icd_filenames)
+    missing = libsycl.why_no_device(settings.ocl_icd_filenames)
     if missing is None:
         return passed("there is an Intel GPU, or OpenCL's driver for the CPU")
     why, command = missing

@@ -226,20 +226,20 @@ def launcher(_: Facts) -> Diagnosis:
         return failed(f"{name} asks for {missing}, which is not on PATH", f"unset {name}")
     wanted = find.launcher()
     if wanted is not None:
-        return passed(f"{find.first(wanted)} runs before each compile")
-    there = [path for name in ("ccache", "sccache") if (path := find.first(name))]
+        return passed(f"{find.find_program(wanted)} runs before each compile")
+    there = [path for name in ("ccache", "sccache") if (path := find.find_program(name))]
     found = f"{', '.join(there)} is installed" if there else "none is on PATH, and none is needed"
     return passed(f"none is set (CXX='ccache g++'); {found}")
 
 
 def _missing_launcher() -> str:
     wanted = find.launcher()
-    return wanted if wanted is not None and find.first(wanted) is None else ""
+    return wanted if wanted is not None and find.find_program(wanted) is None else ""
 
 
 def ninja(_: Facts) -> Diagnosis:
     """ninja is not needed: opkiln schedules builds itself."""
-    found = find.first("ninja")
+    found = find.find_program("ninja")
     return passed(f"not needed ({f'{found} is not used' if found else 'and not installed'})")
 
 

@@ -90,7 +90,7 @@ def xpu(here: Facts) -> Diagnosis:
         return skipped("there is no SYCL compiler")
     if isinstance(here.device_compiler(XPU), Exception):
         return skipped("there is no usable SYCL compiler: see sycl")
-    if libsycl.no_device(settings.ocl_icd_filenames):
+    if libsycl.why_no_device(settings.ocl_icd_filenames):
         return skipped("there is no device to load it for: see sycl device")
     return _try_backend(XPU, calls=True)
 

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from opkiln.build_model import DeviceCompiler, Toolchain, TorchSDK
-from opkiln.devices.nvidia import Devices
+from opkiln.devices.nvidia import NvidiaDevices
 from opkiln.errors import OpkilnError, SettingError, ToolchainError
 from opkiln.forks import cached_property
 from opkiln.model import CPU, CUDA
@@ -134,7 +134,7 @@ class Facts:
         return found.device
 
     @cached_property
-    def nvidia(self) -> Devices:
+    def nvidia(self) -> NvidiaDevices:
         """The NVIDIA GPUs of this machine."""
         from opkiln.devices import nvidia
 
