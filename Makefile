@@ -75,6 +75,7 @@ lint: $(STAMP)
 	$(RUN) -m mypy
 	$(VENV)/bin/lint-imports
 	$(RUN) tests/import_circles.py
+	$(RUN) tests/class_names.py
 
 check: lint
 	$(RUN) -m pytest tests/unit -m "not full" $(WORKERS) $(PYTEST)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from opkiln.io import AsyncIO, PinnedPool, Request
+from opkiln.io import AsyncIO, FileRequest, PinnedPool
 from opkiln.optim import CPUAdam
 
 BUFFERS = 3  # one is read to, one is stepped with, one is written
@@ -46,9 +46,9 @@ class SwappedAdam:
     def step(self) -> None:
         """One step of every parameter that has a gradient."""
         turns = [i for i, each in enumerate(self.params) if each.grad is not None]
-        written: dict[int, Request] = {}  # by buffer
+        written: dict[int, FileRequest] = {}  # by buffer
 
-        def read(i: int) -> Request:
+        def read(i: int) -> FileRequest:
             if (before := written.pop(i % BUFFERS, None)) is not None:
                 before.wait()  # the buffer is free when its last states are on the disk
             return self.files.read(self.states(i), self.paths[i])

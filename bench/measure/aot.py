@@ -65,9 +65,9 @@ def idle_percent(events: list[dict[str, Any]]) -> float:
 
 def _deepspeed(options: Options, workspace: Workspace, mine: Sample) -> Row:
     """Its own builders' extensions through torch's BuildExtension, as its setup.py has them."""
-    from opkiln.registry import bundled
+    from opkiln.registry import bundled_ops
 
-    names = ["cpu_adam"] if options.quick else list(bundled())
+    names = ["cpu_adam"] if options.quick else list(bundled_ops())
     try:
         with workspace.cold() as caches:
             answer = ask(["child_deepspeed_aot.py", str(caches.root / "out"), *names], caches)

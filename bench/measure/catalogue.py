@@ -70,14 +70,14 @@ def _seconds(events: list[dict[str, Any]]) -> Counter[str]:
 
 
 def _loads(options: Options, workspace: Workspace) -> list[Row]:
-    from opkiln.registry import ALL_OPS, bundled
+    from opkiln.registry import ALL_OPS, bundled_ops
 
     try:
         finish(_build("cpu"), workspace.warm)
     except Failure as failure:
         return [Row(NAME, "opkiln", "loads", None, str(failure))]
     rate = sha256_rate()
-    names = [name for name in bundled() if "cpu" in ALL_OPS[name].BACKENDS]
+    names = [name for name in bundled_ops() if "cpu" in ALL_OPS[name].BACKENDS]
     return [_load(name, options, workspace.warm, rate) for name in names]
 
 

@@ -53,9 +53,9 @@ def _of_many(options: Options, workspace: Workspace) -> Row:
 
 def _installed(workspace: Workspace) -> Caches:
     """The warm caches, with a distribution installed that brings the number of ops up to thirty."""
-    from opkiln.registry import bundled
+    from opkiln.registry import bundled_ops
 
-    count = OPS - len(bundled())
+    count = OPS - len(bundled_ops())
     site = workspace.root / "thirty"
     (site / "many_ops").mkdir(parents=True, exist_ok=True)
     (site / "many_ops" / "__init__.py").write_text(_OPS.format(count=count))

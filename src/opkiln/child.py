@@ -108,7 +108,7 @@ class Child:
         self._input: socket.socket | None = None
         self._popen: subprocess.Popen[bytes] = subprocess.Popen.__new__(subprocess.Popen)
         self._pipes: list[IO[bytes]] = []
-        self._outputs: dict[int, _Output] = {}
+        self._outputs: dict[int, _PipeText] = {}
         self._pidfd: int | None = None
 
     def __enter__(self) -> Child:
@@ -134,7 +134,7 @@ class Child:
             if theirs is not None:
                 theirs.close()
         self._pipes = [each for each in (self._popen.stdout, self._popen.stderr) if each]
-        self._outputs = {pipe.fileno(): _Output() for pipe in self._pipes}
+        self._outputs = {pipe.fileno(): _PipeText() for pipe in self._pipes}
         self._pidfd = open_pidfd(self._pid)  # without it, the exit is noticed at the next tick
 
     @property
@@ -255,7 +255,7 @@ class Child:
         return bool(chunk)
 
 
-class _Output:
+class _PipeText:
     """The start and the end of what a child writes to one pipe."""
 
     def __init__(self) -> None:
@@ -470,18 +470,18 @@ def _reads_endless(argv: Sequence[str], name: str, path: str) -> InputError:
             source = argv[list(argv).index("-c") + 1]
             hint = ["find", "-L", os.path.dirname(source) or ".", "-samefile", path]
     what = f"{argv[0]} was killed: {name} reads {path}, {what}"
-    return InputError(what, why=why + _shown(argv), hint=shlex.join(hint))
+    return InputError(what, why=why + _show_command(argv), hint=shlex.join(hint))
 
 
 def too_slow(argv: Sequence[str], timeout: float, how: str) -> BuildTimeout:
     hint = f"OPKILN_BUILD_TIMEOUT={max(60, int(timeout) * 2)}"
-    return BuildTimeout(f"{argv[0]} {how} {timeout:g} s", why=_shown(argv), hint=hint)
+    return BuildTimeout(f"{argv[0]} {how} {timeout:g} s", why=_show_command(argv), hint=hint)
 
 
 def cancellation(argv: Sequence[str]) -> BuildCancelled:
-    return BuildCancelled(f"{argv[0]} was killed: the build was cancelled", why=_shown(argv))
+    return BuildCancelled(f"{argv[0]} was killed: the build was cancelled", why=_show_command(argv))
 
 
-def _shown(argv: Sequence[str]) -> str:
+def _show_command(argv: Sequence[str]) -> str:
     line = shlex.join(argv)
     return line if len(line) <= 2000 else f"{line[:2000]} ..."

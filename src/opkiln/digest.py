@@ -381,7 +381,7 @@ _NEVER = -(1 << 63)  # a file that was read then would never have come to rest
 _SIGNED = attrgetter("st_size", "st_mtime_ns", "st_ctime_ns", "st_ino")
 
 
-def signed(paths: Iterable[str]) -> list[int]:
+def current_signatures(paths: Iterable[str]) -> list[int]:
     """The signatures of files as they are now, without ``read_at``, one after the other. Not for
     files of images. Raises OSError if one is gone."""
     return list(chain.from_iterable(map(_SIGNED, map(os.stat, paths))))

@@ -72,7 +72,7 @@ def load(
 
     Raises BuildError, LoadError and the other OpkilnErrors.
     """
-    spec = declared(
+    spec = declare(
         name,
         sources,
         include_dirs=_paths(extra_include_paths),
@@ -81,7 +81,7 @@ def load(
         cxx_args=_flags("extra_cflags", extra_cflags),
         ldflags=_flags("extra_ldflags", extra_ldflags),
     )
-    spec = with_device(spec, with_cuda, with_sycl, extra_cuda_cflags, extra_sycl_cflags)
+    spec = add_device(spec, with_cuda, with_sycl, extra_cuda_cflags, extra_sycl_cflags)
     return _load(spec, verbose, build_directory)
 
 
@@ -134,11 +134,11 @@ def load_inline(
         cxx_args=_flags("extra_cflags", extra_cflags),
         ldflags=_flags("extra_ldflags", extra_ldflags),
     )
-    spec = with_device(spec, with_cuda, with_sycl, extra_cuda_cflags, extra_sycl_cflags)
+    spec = add_device(spec, with_cuda, with_sycl, extra_cuda_cflags, extra_sycl_cflags)
     return _load(spec, verbose, build_directory)
 
 
-def declared(
+def declare(
     name: str, sources: str | Sequence[str], *, include_dirs: Sequence[str], **fields: Any
 ) -> OpSpec:
     """The declaration of an extension in files; ``fields`` are more of the spec. Raises SpecError
@@ -194,9 +194,9 @@ def inline_texts(
     """
     bound = [] if bindings is None else [wording.add_mark(wording.BINDINGS, bindings)]
     given = {
-        "main.cpp": [*_marked("cpp_sources", cpp_sources), *bound],
-        "cuda.cu": _marked("cuda_sources", cuda_sources),
-        "sycl.sycl": _marked("sycl_sources", sycl_sources),
+        "main.cpp": [*_mark_texts("cpp_sources", cpp_sources), *bound],
+        "cuda.cu": _mark_texts("cuda_sources", cuda_sources),
+        "sycl.sycl": _mark_texts("sycl_sources", sycl_sources),
     }
     made = []
     for name, parts in given.items():
@@ -238,13 +238,13 @@ def _load(spec: OpSpec, verbose: bool, build_directory: str | None) -> Any:
         # torch takes the architectures from here, too, and then from nowhere else.
         flags, archs = cuda.split_flags(spec.device_args)
         spec, asked = spec._replace(device_args=flags), cuda.show(archs)
-    value, artifact = served(spec, asked, verbose)
+    value, artifact = serve(spec, asked, verbose)
     if build_directory is not None:
         copy_out(artifact, build_directory)
     return artifact.path if spec.kind == LIBRARY else value
 
 
-def served(spec: OpSpec, asked: str, verbose: bool) -> tuple[Any, Artifact]:
+def serve(spec: OpSpec, asked: str, verbose: bool) -> tuple[Any, Artifact]:
     """What a declaration loads as, and its artifact. ``asked`` is an arch list."""
     # Several specs may go by one name here; each call finds its own, by key.
     loaded = loader.load(Op(spec, asked=asked), again=True, verbose=verbose)
@@ -300,7 +300,7 @@ def _paths(paths: Sequence[str] | None) -> Sequence[str]:
     return paths or ()
 
 
-def with_device(
+def add_device(
     spec: OpSpec,
     with_cuda: bool | None,
     with_sycl: bool | None,
@@ -324,7 +324,7 @@ def with_device(
     return spec
 
 
-def _marked(argument: str, sources: str | Sequence[str] | None) -> list[str]:
+def _mark_texts(argument: str, sources: str | Sequence[str] | None) -> list[str]:
     texts = [sources] if isinstance(sources, str) else list(sources or ())
     return [wording.add_mark(f"{argument}[{place}]", text) for place, text in enumerate(texts)]
 

@@ -75,12 +75,12 @@ class Hasher:
 # Values
 
 
-def joined(names: Iterable[str]) -> str:
+def join_names(names: Iterable[str]) -> str:
     """Names as one value; no name has a NUL."""
     return "\0".join(names)
 
 
-def parted(value: str) -> list[str]:
+def split_names(value: str) -> list[str]:
     return value.split("\0") if value else []
 
 
@@ -89,7 +89,7 @@ def together(kind: str, one: str, other: str) -> str:
     if one == other:
         return one
     if kind in (ABSENT, LIBRARIES):
-        return joined(sorted({*parted(one), *parted(other)}))
+        return join_names(sorted({*split_names(one), *split_names(other)}))
     if kind == CHOICE:  # of two lists of programs, the longer begins with the other
         return max(one, other, key=len)
     raise ValueError(f"{kind}: {one!r} and {other!r}")
@@ -120,13 +120,17 @@ def _ask(kind: str, path: str, then: str, hasher: Hasher) -> str:
         return os.readlink(path) if stat.S_ISLNK(os.lstat(path).st_mode) else ""
     if kind == ABSENT:
         # What a compiler can open counts: not a link that leads nowhere.
-        absent = (name for name in parted(then) if not os.path.exists(os.path.join(path, name)))
-        return joined(absent)
+        absent = (
+            name for name in split_names(then) if not os.path.exists(os.path.join(path, name))
+        )
+        return join_names(absent)
     if kind == LIBRARIES:
         from opkiln.binary import elf  # not for a hit
 
-        return joined(elf.read_list(path, [each.partition("/")[0] for each in parted(then)]))
-    return joined(islice(on_path(path), len(parted(then))))  # CHOICE
+        return join_names(
+            elf.read_list(path, [each.partition("/")[0] for each in split_names(then)])
+        )
+    return join_names(islice(on_path(path), len(split_names(then))))  # CHOICE
 
 
 def signature_of(kind: str, path: str, then: str = "") -> Signature:
@@ -136,7 +140,7 @@ def signature_of(kind: str, path: str, then: str = "") -> Signature:
         return UNSIGNED
     signature = Signature.of(path)
     if kind == ABSENT:
-        below = {name.partition("/")[0] for name in parted(then)}
+        below = {name.partition("/")[0] for name in split_names(then)}
         if any(os.path.lexists(os.path.join(path, name)) for name in below):
             return UNSIGNED
     return signature
@@ -211,15 +215,15 @@ def absent(path: str) -> None:
 
 def exists(path: str) -> bool:
     """Whether there is a file or directory: which one, and that it stays so, is a fact."""
-    return _noted(path, os.path.exists(path))
+    return _note(path, os.path.exists(path))
 
 
 def runs(path: str) -> bool:
     """As ``exists``, of a program."""
-    return _noted(path, executable(path))
+    return _note(path, executable(path))
 
 
-def _noted(path: str, found: bool) -> bool:
+def _note(path: str, found: bool) -> bool:
     if found:
         file(path)
     else:
@@ -227,7 +231,7 @@ def _noted(path: str, found: bool) -> bool:
     return found
 
 
-def listed(directory: str) -> list[str]:
+def list_directory(directory: str) -> list[str]:
     """The names in a directory, none if it cannot be listed. That these are all is a fact."""
     try:
         signature = Signature.of(directory)

@@ -6,7 +6,7 @@ from opkiln import lazy
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from opkiln.files.handle import AsyncIO, Request, Transfer
+    from opkiln.files.handle import AsyncIO, FileRequest, Transfer
     from opkiln.files.saving import (
         Entry,
         Header,
@@ -24,11 +24,11 @@ __all__ = [
     "AsyncIO",
     "EngineState",
     "Entry",
+    "FileRequest",
     "Header",
     "How",
     "PinnedPool",
     "PoolCounts",
-    "Request",
     "Saving",
     "Transfer",
     "device_engines",
@@ -41,7 +41,7 @@ __all__ = [
 
 _HOMES = {
     **dict.fromkeys(__all__, "opkiln.files.saving"),
-    **dict.fromkeys(("AsyncIO", "Request", "Transfer"), "opkiln.files.handle"),
+    **dict.fromkeys(("AsyncIO", "FileRequest", "Transfer"), "opkiln.files.handle"),
     **dict.fromkeys(("EngineState", "engines"), "opkiln.ops.async_io.engines"),
     **dict.fromkeys(("How", "device_engines"), "opkiln.ops.gds.device"),
     **dict.fromkeys(("PinnedPool", "PoolCounts"), "opkiln.ops.pin_memory.pool"),

@@ -48,7 +48,7 @@ def stub_steps(inputs: PlanInputs) -> tuple[Step, ...]:
     undefined, and the output needs the same libraries. A linker takes half a second to read torch's
     own. Whether torch has the symbols, the load test finds out.
     """
-    if not _stubbed(inputs):
+    if not _has_stub(inputs):
         return ()
     argv: tuple[Arg, ...] = (
         inputs.toolchain.cxx, "-shared", "-nostdlib", "-x", "c++", "/dev/null",
@@ -57,7 +57,7 @@ def stub_steps(inputs: PlanInputs) -> tuple[Step, ...]:
     return (Step(kind="stub", output=_STUB, words=argv, memory=100 << 20),)
 
 
-def _stubbed(inputs: PlanInputs) -> bool:
+def _has_stub(inputs: PlanInputs) -> bool:
     spec = inputs.spec
     if inputs.toolchain.cross:
         return spec.abi != ABI_NONE
@@ -92,7 +92,7 @@ def link_step(inputs: PlanInputs, objects: tuple[str, ...], *, stubbed: bool = T
     arguments += [Anchored("", "stage", name) for name in objects]
     arguments += host.author_flags(spec, spec.ldflags)
     arguments += [f"-l{name}" for name in spec.libraries]
-    if stubbed and _stubbed(inputs):
+    if stubbed and _has_stub(inputs):
         # The library is needed although the link uses nothing from it. Some linkers would drop it.
         kept = ("-Wl,--push-state,--no-as-needed", Anchored("", "stage", _STUB), "-Wl,--pop-state")
         arguments += kept
@@ -224,7 +224,7 @@ def make(spec: OpSpec, target: Target, toolchain: Toolchain) -> Plan:
     linked = tuple(step.output for step in before if step.kind == "device-link")
     last = link_step(inputs, (*objects, *linked))
     environment = (*_ENVIRONMENTS.get(target.backend, _ENVIRONMENT), *toolchain.environment)
-    if _by_nvrtc(toolchain):
+    if _uses_nvrtc(toolchain):
         from opkiln.steps import nvrtc
 
         environment = (*environment, *nvrtc.ENVIRONMENT)
@@ -258,7 +258,7 @@ def _compile(inputs: PlanInputs, source: str) -> Step:
     if backend == CUDA and of_device:
         from opkiln.steps import nvcc, nvrtc
 
-        step = nvrtc.compile_cuda if _by_nvrtc(inputs.toolchain) else nvcc.compile_cuda
+        step = nvrtc.compile_cuda if _uses_nvrtc(inputs.toolchain) else nvcc.compile_cuda
         return step(inputs, source)
     if backend == ROCM and of_device:
         from opkiln.steps import hipcc
@@ -271,12 +271,12 @@ def _compile(inputs: PlanInputs, source: str) -> Step:
     return host.compile_cxx(inputs, source)
 
 
-def _by_nvrtc(toolchain: Toolchain) -> bool:
+def _uses_nvrtc(toolchain: Toolchain) -> bool:
     return toolchain.device is not None and toolchain.device.family == NVRTC
 
 
 def _device_link(inputs: PlanInputs, compiles: tuple[Step, ...]) -> tuple[Step, ...]:
-    if inputs.target.backend != CUDA or _by_nvrtc(inputs.toolchain):
+    if inputs.target.backend != CUDA or _uses_nvrtc(inputs.toolchain):
         return ()
     if not flags.is_relocatable(inputs.device_flags):
         return ()
@@ -357,7 +357,7 @@ def author_flags(plan: Plan, module: str) -> Flags:
     if any(step.kind == "device-link" for step in plan.steps):
         why = "its relocatable device code is linked by a step of its own"
         hint = "opkiln.compat.torch.BuildExtension runs the whole plan"
-    elif _by_nvrtc(plan.toolchain):
+    elif _uses_nvrtc(plan.toolchain):
         why = "opkiln itself divides its sources for the host compiler and NVRTC"
         hint = "OPKILN_CUDA=nvcc"
     if why:

@@ -80,7 +80,7 @@ def run(
 
 
 @contextlib.contextmanager
-def started(argv: Sequence[str], *, tmpdir: str) -> Iterator[child.Child]:
+def start_waiting(argv: Sequence[str], *, tmpdir: str) -> Iterator[child.Child]:
     """Start a program that prepares itself and then waits (``Child.go_on``). It is dead at the end
     of the block.
 

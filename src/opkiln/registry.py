@@ -41,7 +41,7 @@ GROUP = "opkiln.ops"
 _OPS = os.path.join(os.path.dirname(os.path.abspath(__file__)), "ops")
 
 
-def bundled() -> list[str]:
+def bundled_ops() -> list[str]:
     """Names of the ops that opkiln ships."""
     return sorted(filter(_is_bundled, os.listdir(_OPS)))
 
@@ -66,7 +66,7 @@ class _AllOps(Mapping[str, type[OpBuilder]]):
 
     def __getitem__(self, name: str) -> type[OpBuilder]:
         owner, _, op = name.rpartition(":")
-        own = op.isidentifier() and (not owner or normalized(owner) == "opkiln")
+        own = op.isidentifier() and (not owner or normalize(owner) == "opkiln")
         if own and _is_bundled(op):
             return _only_builder(op)
         from opkiln.builder import deepspeed_names  # most names are of bundled ops
@@ -94,7 +94,7 @@ class _AllOps(Mapping[str, type[OpBuilder]]):
         )
 
     def __iter__(self) -> Iterator[str]:
-        return iter([*bundled(), *declared()])
+        return iter([*bundled_ops(), *declared_ops()])
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
@@ -210,9 +210,9 @@ def _only_builder(name: str) -> type[OpBuilder]:
     return found[0]
 
 
-def declared() -> dict[str, EntryPoint]:
+def declared_ops() -> dict[str, EntryPoint]:
     """The ops of other packages, by the names under which ``ALL_OPS`` lists them."""
-    taken = set(bundled())
+    taken = set(bundled_ops())
     found: dict[str, EntryPoint] = {}
     for entry in _entry_points(expanded=True):
         name = f"{distribution(entry)}:{entry.name}" if entry.name in taken else entry.name
@@ -224,10 +224,10 @@ def declared() -> dict[str, EntryPoint]:
 def ops_of(package: str) -> list[str]:
     """The names in ``ALL_OPS`` of a package's ops. ``package`` is what was installed, or what is
     imported. Raises UnknownOp if it has none."""
-    wanted = normalized(package)
+    wanted = normalize(package)
     if wanted == "opkiln":
-        return bundled()
-    entries = declared()
+        return bundled_ops()
+    entries = declared_ops()
     found = [name for name, entry in entries.items() if wanted in _owners(entry)]
     if not found:
         owners = sorted({distribution(entry) for entry in entries.values()} | {"opkiln"})
@@ -241,7 +241,7 @@ def ops_of(package: str) -> list[str]:
 
 def _owners(entry: EntryPoint) -> tuple[str, str]:
     """The names of the package of an entry point: as it is installed, and as it is imported."""
-    return normalized(distribution(entry)), normalized(entry.module.partition(".")[0])
+    return normalize(distribution(entry)), normalize(entry.module.partition(".")[0])
 
 
 def listed_as(op: str) -> list[str]:
@@ -249,7 +249,7 @@ def listed_as(op: str) -> list[str]:
     return [name for name in ALL_OPS if name.rpartition(":")[2] == op]
 
 
-def normalized(distribution: str) -> str:
+def normalize(distribution: str) -> str:
     """A distribution's name in the one spelling that all others stand for (PEP 503)."""
     parts = distribution.lower().replace("_", "-").replace(".", "-").split("-")
     return "-".join(part for part in parts if part)
@@ -261,7 +261,7 @@ def _find(owner: str, op: str) -> EntryPoint | None:
     named = named or [entry for entry in _entry_points(expanded=True) if entry.name == op]
     if owner:
         # As it is installed goes before as it is imported, which the store and records have.
-        wanted = normalized(owner)
+        wanted = normalize(owner)
         named = [entry for entry in named if wanted in _owners(entry)]
         named.sort(key=lambda entry: _owners(entry).index(wanted))
     return named[0] if named else None
@@ -277,10 +277,10 @@ def _entry_points(*, expanded: bool = False) -> list[EntryPoint]:
     from importlib.metadata import entry_points
 
     found = list(entry_points(group=GROUP))
-    return [each for entry in found for each in _of_module(entry)] if expanded else found
+    return [each for entry in found for each in _entries_of_module(entry)] if expanded else found
 
 
-def _of_module(entry: EntryPoint) -> list[EntryPoint]:
+def _entries_of_module(entry: EntryPoint) -> list[EntryPoint]:
     """An entry point for each decorated function and each ``opkiln.library`` of a module; the entry
     point itself for another, and for a module that cannot be imported: whoever asks is told."""
     from importlib.metadata import EntryPoint

@@ -18,7 +18,7 @@ from functools import cache
 
 from opkiln import setting_values as values
 from opkiln.errors import SettingError
-from opkiln.trust import followed
+from opkiln.trust import follow_link
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -520,7 +520,7 @@ def with_own_store(directory: str, progress: str) -> dict[str, str]:
     }
 
 
-def dropped() -> tuple[str, ...]:
+def dropped_variables() -> tuple[str, ...]:
     """Names of the variables that are set here and kept away from every compiler."""
     return tuple(name for name in DROPPED if os.environ.get(name))
 
@@ -599,13 +599,13 @@ def store_candidates() -> Iterator[tuple[str, bool]]:
     uid = os.getuid()
     asked = settings.cache_dir
     if asked is not None:
-        asked = followed(os.path.abspath(asked))
+        asked = follow_link(os.path.abspath(asked))
         yield asked, True
         yield os.path.join(asked, f"opkiln-{uid}"), False
     home = settings.home or os.path.expanduser("~")
     base = settings.xdg_cache_home or os.path.join(home, ".cache")
     if os.path.isabs(base):  # a user without a home directory is "~"
-        yield followed(os.path.join(base, "opkiln")), True
+        yield follow_link(os.path.join(base, "opkiln")), True
     yield os.path.join(settings.tmpdir or "/tmp", f"opkiln-{uid}"), False
 
 

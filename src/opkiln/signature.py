@@ -25,7 +25,7 @@ _CPP = {
 _BY_VALUE = ("int64_t", "double", "bool", "opk::DType", "opk::Device")
 
 
-class Function(Record):
+class NativeFunction(Record):
     """A function of a library, as the library describes it."""
 
     name: str
@@ -33,13 +33,13 @@ class Function(Record):
     signature: str
 
 
-def fits(spec: OpSpec, functions: Sequence[Function]) -> bool:
+def fits(spec: OpSpec, functions: Sequence[NativeFunction]) -> bool:
     """Whether a library has every function that it must have, and only such as are declared."""
     schemas = {function_name(each): each for each in spec.schemas}
     there = {each.name for each in functions if each.device in devices(spec)}
     wanted = {each.partition("::")[2] for each in spec.kernels}
     return bool(wanted) and wanted <= there and all(
-        each.name in schemas and of_schema(schemas[each.name]) == each.signature
+        each.name in schemas and canonical_signature(schemas[each.name]) == each.signature
         for each in functions
     )  # fmt: skip
 
@@ -49,7 +49,7 @@ def devices(spec: OpSpec) -> tuple[str, ...]:
     return tuple([key.lower() for key in DISPATCH_KEYS[spec.backend]])
 
 
-def of_schema(schema: str) -> str:
+def canonical_signature(schema: str) -> str:
     """The canonical signature of a ``torch.library`` schema."""
     given = ", ".join(canonical(each) for each, _ in arguments(schema))
     return f"({given}) -> {results_of(schema)}"
@@ -68,7 +68,7 @@ def differences(schema: str, signature: str) -> list[str]:
     found = []
     if len(given) != len(declared):
         found.append(
-            f"the schema has {_counted(len(declared))}, the C++ function has {_counted(len(given))}"
+            f"the schema has {_count(len(declared))}, the C++ function has {_count(len(given))}"
         )
     else:
         for (kind, name), other in zip(declared, given, strict=True):
@@ -82,7 +82,7 @@ def differences(schema: str, signature: str) -> list[str]:
 def cpp(schema: str) -> str:
     """The C++ declaration that fits a schema; empty if op.h has no type for a part of it."""
     given = [(_cpp_argument(canonical(kind)), name) for kind, name in arguments(schema)]
-    results = [_cpp(each) for each in _listed(results_of(schema))]
+    results = [_cpp(each) for each in _split_results(results_of(schema))]
     if not all(results) or not all(kind for kind, _ in given):
         return ""
     result = "void" if not results else results[0]
@@ -112,13 +112,13 @@ def canonical(kind: str) -> str:
     return text.replace("SymInt", "int")
 
 
-def _counted(count: int) -> str:
+def _count(count: int) -> str:
     return "1 argument" if count == 1 else f"{count} arguments"
 
 
 def arguments(schema: str) -> Iterator[tuple[str, str]]:
     """The type and the name of each argument."""
-    schema = _without_texts(schema)
+    schema = _remove_texts(schema)
     inside = schema[schema.find("(") + 1 : schema.rfind(")", 0, _arrow(schema))]
     for part in _split(inside):
         if part != "*":  # only says that the others are given by name
@@ -128,7 +128,7 @@ def arguments(schema: str) -> Iterator[tuple[str, str]]:
             yield declared[:space].strip(), declared[space + 1 :].strip()
 
 
-def _without_texts(schema: str) -> str:
+def _remove_texts(schema: str) -> str:
     """A schema without the texts that are defaults: they may contain parentheses and commas."""
     if "'" not in schema and '"' not in schema:
         return schema
@@ -154,7 +154,7 @@ def _arrow(schema: str) -> int:
 
 
 def results_of(schema: str) -> str:
-    schema = _without_texts(schema)
+    schema = _remove_texts(schema)
     text = schema[_arrow(schema) + 2 :].strip()
     inside = text[1:-1] if text.startswith("(") and text.endswith(")") else text
     kinds = []
@@ -165,7 +165,7 @@ def results_of(schema: str) -> str:
     return kinds[0] if len(kinds) == 1 else f"({', '.join(kinds)})"
 
 
-def _listed(results: str) -> list[str]:
+def _split_results(results: str) -> list[str]:
     return list(_split(results[1:-1])) if results.startswith("(") else [results]
 
 

@@ -31,7 +31,7 @@ def fault(path: str, found: os.stat_result, *, listed: bool = False) -> str:
     return ""
 
 
-def followed(path: str) -> str:
+def follow_link(path: str) -> str:
     """The target of a symbolic link that this user or root made. Any other path is returned
     unchanged."""
     try:

@@ -59,12 +59,12 @@ def test_choices_of_rank_0_are_taken_by_all_ranks(nodes: list[Node], shared: str
     (dist,) = {each["distribution"] for each in nodes[0].entries()}
     asked = tuned.Question(dist, "value", "a model", "float32[8]", "", ("A=1", "A=2"), "sources")
     roots = [str(node.cache / LAYOUT) for node in nodes]
-    tuned.keep(roots[0], ours := tuned.Choice(asked, "A=2", {"A=1": 2.0, "A=2": 1.0}))
-    tuned.keep(roots[0], tuned.Choice(asked._replace(op="other"), "A=2", {"A=2": 1.0}))
-    tuned.keep(roots[1], tuned.Choice(asked, "A=1", {"A=1": 1.0, "A=2": 2.0}))
+    tuned.keep(roots[0], ours := tuned.TunedChoice(asked, "A=2", {"A=1": 2.0, "A=2": 1.0}))
+    tuned.keep(roots[0], tuned.TunedChoice(asked._replace(op="other"), "A=2", {"A=2": 1.0}))
+    tuned.keep(roots[1], tuned.TunedChoice(asked, "A=1", {"A=1": 1.0, "A=2": 2.0}))
     ended = run(nodes, 1, store=f"{shared}/second")
     assert [each.code for each in ended] == [0, 0], ended
-    assert list(tuned.kept(roots[1])) == [ours]
+    assert list(tuned.read_choices(roots[1])) == [ours]
 
 
 def test_rank_with_other_sources_is_named_on_every_rank(nodes: list[Node], shared: str) -> None:

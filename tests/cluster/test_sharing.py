@@ -187,15 +187,15 @@ def test_what_all_ranks_have_voted_for_since_is_not_replaced(
     op = op_of('extern "C" int value() { return 1; }\n')
     try:
         sharing.share(op)
-        shared = terms.pinned(op)
+        shared = terms.find_pin(op)
         assert shared is not None
         assert shared.artifact is not None
         voted = terms.pin(op, shared.artifact)
         sharing.share(op)
-        assert terms.pinned(op) is voted
+        assert terms.find_pin(op) is voted
         monkeypatch.setattr(job, "has_group", lambda: False)
         sharing.share(op)
-        assert terms.pinned(op) is voted
+        assert terms.find_pin(op) is voted
     finally:
         terms.release(op)
 

@@ -53,7 +53,7 @@ def folders() -> Iterator[Path]:
 
 def check_it_builds_and_says_which_way_there_is() -> str:
     opkiln.get_builder("gds").jit_load()
-    state, words = device.probed()
+    state, words = device.probe()
     with tempfile.TemporaryDirectory() as name, AsyncIO() as files:
         files.write(noise(PAGE), Path(name) / "file").wait()
         chosen = files.how()

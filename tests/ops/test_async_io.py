@@ -439,14 +439,14 @@ def test_an_interrupted_close_closes(
 def test_a_request_that_another_thread_waited_for_is_forgotten_once(
     engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    done = handle.Request.done
+    done = handle.FileRequest.done
 
-    def done_and_waited_for(request: handle.Request) -> bool:
+    def done_and_waited_for(request: handle.FileRequest) -> bool:
         request.wait()
         return done(request)
 
     monkeypatch.setattr(handle, "_MANY", 0)
-    monkeypatch.setattr(handle.Request, "done", done_and_waited_for)
+    monkeypatch.setattr(handle.FileRequest, "done", done_and_waited_for)
     with AsyncIO(engine) as files:
         assert files.write(noise(100), tmp_path / "file").wait() == 100
 

@@ -145,7 +145,7 @@ def test_the_probe_says_what_there_is(stand_ins: StandIns) -> None:
 def test_a_machine_without_a_driver_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for each in (device.device_engines, device.probed):
+    for each in (device.device_engines, device.probe):
         each.cache_clear()
     cufile, copies = io.device_engines()
     assert (cufile.usable, copies.usable) == (False, True)

@@ -334,12 +334,12 @@ class Watched(io.AsyncIO):
         super().__init__(**keywords)
         self.first, self.requests = first, []
 
-    def read_all(self, *arguments: Any, **keywords: Any) -> io.Request:
+    def read_all(self, *arguments: Any, **keywords: Any) -> io.FileRequest:
         self.first()
         self.requests.append(super().read_all(*arguments, **keywords))
         return self.requests[-1]
 
-    def write_all(self, *arguments: Any, **keywords: Any) -> io.Request:
+    def write_all(self, *arguments: Any, **keywords: Any) -> io.FileRequest:
         self.first()
         self.requests.append(super().write_all(*arguments, **keywords))
         return self.requests[-1]
@@ -382,14 +382,14 @@ def test_an_interrupt_cancels_the_transfer(
 ) -> None:
     path, tensors = tmp_path / "a", {"x": torch.ones(4 << 20)}
     io.save(tensors, path)
-    poll = handle.Request._poll
+    poll = handle.FileRequest._poll
 
-    def interrupted(request: handle.Request, milliseconds: int) -> bool:
-        monkeypatch.setattr(handle.Request, "_poll", poll)
+    def interrupted(request: handle.FileRequest, milliseconds: int) -> bool:
+        monkeypatch.setattr(handle.FileRequest, "_poll", poll)
         raise KeyboardInterrupt
 
     with Watched(lambda: None, block_size=4096, depth=1) as files:
-        monkeypatch.setattr(handle.Request, "_poll", interrupted)
+        monkeypatch.setattr(handle.FileRequest, "_poll", interrupted)
         with pytest.raises(KeyboardInterrupt):
             io.save(tensors, path, files=files) if save else io.load(path, files=files)
         (request,) = files.requests

@@ -20,7 +20,7 @@ DUMMIES = {"int": 1, "SymInt": 1, "float": 1.0, "bool": False, "str": "x"}
 def writing() -> dict[str, str]:
     """The functions that write to an argument, and a library that has each."""
     found: dict[str, str] = {}
-    for op in registry.bundled():
+    for op in registry.bundled_ops():
         for each in registry.ALL_OPS[op].variants() or (registry.ALL_OPS[op],):
             names = (schema.partition("(")[0] for schema in each.SCHEMAS if "!" in schema)
             found |= dict.fromkeys(names, each.NAME)

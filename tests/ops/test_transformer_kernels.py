@@ -202,7 +202,7 @@ def test_what_is_dropped_depends_on_seed_site_and_place_alone(native: Any) -> No
     share = (out == 0).float().mean().item()
     assert abs(share - 0.25) < 0.02
     assert torch.equal(out[out != 0], torch.full_like(out[out != 0], 1 / 0.75))
-    assert torch.equal(out != 0, functions.kept(x.shape, seed(), 1, 0.25))
+    assert torch.equal(out != 0, functions.kept_elements(x.shape, seed(), 1, 0.25))
     for other in ((seed(5), 1), (seed(), 2)):
         assert not torch.equal(out, native.dropout_add(x, zero, torch.zeros_like(x), *other, 0.25))
     grad = native.dropout_add_backward(x, seed(), 1, 0.25)[0]

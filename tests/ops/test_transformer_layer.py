@@ -140,7 +140,7 @@ def test_dropout_is_that_of_the_seed_which_is_drawn() -> None:
     out = made(x)
     torch.manual_seed(2)
     seed = torch.randint(2**63 - 1, (1,))
-    drops = iter([functions.kept(x.shape, seed, site, 0.5) * 2.0 for site in (0, 2)])
+    drops = iter([functions.kept_elements(x.shape, seed, site, 0.5) * 2.0 for site in (0, 2)])
     rest = x + plain_attention(made, x) * next(drops)
     normal = layer_norm(rest, (HIDDEN,), made.mlp_norm_weight, made.mlp_norm_bias, made.eps)
     wide = gelu(linear(normal, made.up_weight, made.up_bias), approximate="tanh")

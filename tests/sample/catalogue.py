@@ -23,7 +23,7 @@ import opkiln
 from opkiln import machine, settings
 from opkiln.errors import ToolchainError
 from opkiln.model import CPU
-from opkiln.registry import ALL_OPS, bundled
+from opkiln.registry import ALL_OPS, bundled_ops
 from opkiln.ship import prebuild
 from opkiln.ship.prebuild import BUILT, BuildRequest
 from opkiln.ship.selection import NamedTarget
@@ -91,7 +91,7 @@ def _built_with() -> str:
 def _for_cpus() -> Iterator[BuildRequest]:
     from instruction_sets import others
 
-    for each in prebuild.requests(bundled(), [NamedTarget(CPU)], named=False).requests:
+    for each in prebuild.requests(bundled_ops(), [NamedTarget(CPU)], named=False).requests:
         if not each.builder.NAME.endswith(f"__{NOT_NATIVE}"):
             yield each
     levels = [NamedTarget(CPU, level) for level in others()]

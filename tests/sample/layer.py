@@ -11,7 +11,7 @@ from sample.levels import X86_V1
 if TYPE_CHECKING:
     from pathlib import Path
 
-DEPS: dict[str, Any] = key.to_manifest([])
+DEPS: dict[str, Any] = key.manifest_facts([])
 NAME = key.deps_key(DEPS)
 
 

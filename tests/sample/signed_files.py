@@ -6,7 +6,7 @@ import hashlib
 import time
 from typing import TYPE_CHECKING
 
-from opkiln.digest import signed
+from opkiln.digest import current_signatures
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 def at_rest(path: Path) -> list[int]:
     """The signature of a file that was last changed long before it was read."""
-    return [*signed((str(path),)), time.time_ns() + 60_000_000_000]
+    return [*current_signatures((str(path),)), time.time_ns() + 60_000_000_000]
 
 
 def just_saved(path: Path) -> list[int]:
     """The signature of a file that was read right after it was changed."""
-    return [*signed((str(path),)), path.stat().st_ctime_ns]
+    return [*current_signatures((str(path),)), path.stat().st_ctime_ns]
 
 
 def sha256(path: Path) -> str:

@@ -170,11 +170,13 @@ def test_a_path_that_a_bundle_may_hold_leads_to_where_it_says(text: str) -> None
 def test_any_index_is_one_that_is_refused_or_read(rows: list[Any], tmp_path: Path) -> None:
     from zlib import crc32
 
-    from opkiln.store.zip_format import local_header, stored
+    from opkiln.store.zip_format import local_header, stored_header
 
     index = entry.write_manifest({"schema": entry.SCHEMA, "kind": "bundle", "members": rows})
     file = tmp_path / "file"
-    file.write_bytes(local_header(stored(archive.INDEX, len(index), crc32(index), 0)) + index)
+    file.write_bytes(
+        local_header(stored_header(archive.INDEX, len(index), crc32(index), 0)) + index
+    )
     with pytest.raises(OpkilnError, match=re.escape(str(file))):
         bundle.read_bundle(str(file))
 
@@ -221,7 +223,7 @@ def test_any_file_of_keys_is_keys_or_nobody_is_trusted(data: bytes, tmp_path: Pa
     file.write_bytes(data)
     with override(trusted_keys=(str(file),)):
         try:
-            keys = signatures.trusted()
+            keys = signatures.keys_to_trust()
         except signatures.Untrusted:
             return
     assert keys

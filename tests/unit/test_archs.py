@@ -51,32 +51,36 @@ def without_8(ccs: list[Any]) -> list[Any]:
 
 def test_cpu_op_wants_no_architecture(world: World) -> None:
     world.spec = world.spec._replace(backend=CPU)
-    assert archs.wanted(world.op(asked="9.0")) == Wanted()
+    assert archs.find_wanted(world.op(asked="9.0")) == Wanted()
 
 
 def test_call_goes_before_the_setting_and_the_setting_before_the_devices(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world.gpus("9.0", "10.0", "9.0")
-    assert archs.wanted(world.op()) == Wanted(("9.0", "10.0"), (), "native", "devices", True)
+    assert archs.find_wanted(world.op()) == Wanted(("9.0", "10.0"), (), "native", "devices", True)
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "8.0 9.0")
-    assert archs.wanted(world.op()) == Wanted(
+    assert archs.find_wanted(world.op()) == Wanted(
         ("8.0", "9.0"), (), "8.0 9.0", "TORCH_CUDA_ARCH_LIST", False
     )
-    assert archs.wanted(world.op(asked="10.0a")) == Wanted(("10.0a",), (), "10.0a", "call", False)
+    assert archs.find_wanted(world.op(asked="10.0a")) == Wanted(
+        ("10.0a",), (), "10.0a", "call", False
+    )
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", " Native ")
-    assert archs.wanted(world.op()).native
+    assert archs.find_wanted(world.op()).native
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "native;8.0")
-    found = archs.wanted(world.op())
+    found = archs.find_wanted(world.op())
     assert (found.archs, found.native) == (("8.0", "9.0", "10.0"), False)
 
 
 def test_devices_of_amd_are_asked_for_rocm(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     world.spec = world.spec._replace(backend=ROCM)
     amd_gpus(monkeypatch, "gfx942", "gfx90a")
-    assert archs.wanted(world.op()) == Wanted(("gfx90a", "gfx942"), (), "native", "devices", True)
+    assert archs.find_wanted(world.op()) == Wanted(
+        ("gfx90a", "gfx942"), (), "native", "devices", True
+    )
     monkeypatch.setenv("PYTORCH_ROCM_ARCH", "gfx1100")
-    assert archs.wanted(world.op()).archs == ("gfx1100",)
+    assert archs.find_wanted(world.op()).archs == ("gfx1100",)
 
 
 @pytest.mark.parametrize(
@@ -93,18 +97,18 @@ def test_without_device_and_list_there_is_nothing_to_build_for(
     world.spec = world.spec._replace(backend=backend)
     what = f"op op has no {name} architecture to be built for"
     with pytest.raises(LoadError) as raised:
-        archs.wanted(world.op())
+        archs.find_wanted(world.op())
     assert raised.value.what == what
     assert raised.value.why == f"{why}, and no list of architectures is set"
     hint = f"opkiln build op --target {backend}:{example}    # for a machine with one"
     assert raised.value.hint == hint
     with pytest.raises(LoadError) as raised:
-        archs.wanted(world.op(asked=" NATIVE "))
+        archs.find_wanted(world.op(asked=" NATIVE "))
     assert (raised.value.what, raised.value.hint) == (what, hint)
     assert raised.value.why == f"the call asks for native, and {why}"
     world.spec = world.spec._replace(distribution=ONE_CALL)
     with pytest.raises(LoadError) as raised:
-        archs.wanted(world.op())
+        archs.find_wanted(world.op())
     variable = {CUDA: "OPKILN_CUDA_ARCH_LIST", ROCM: "PYTORCH_ROCM_ARCH"}[backend]
     assert raised.value.hint == f"export {variable}={example}"
 
@@ -114,7 +118,7 @@ def test_setting_that_asks_for_native_without_a_device_is_named(
 ) -> None:
     monkeypatch.setenv("OPKILN_CUDA_ARCH_LIST", "native")
     with pytest.raises(LoadError) as raised:
-        archs.wanted(world.op())
+        archs.find_wanted(world.op())
     assert raised.value.why == ("OPKILN_CUDA_ARCH_LIST asks for native, and the driver shows none")
 
 
@@ -122,11 +126,11 @@ def test_list_that_means_nothing_is_told_with_its_variable(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(ArchError) as raised:
-        archs.wanted(world.op(asked="9.x"))
+        archs.find_wanted(world.op(asked="9.x"))
     called = raised.value
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "9.x")
     with pytest.raises(ArchError) as raised:
-        archs.wanted(world.op())
+        archs.find_wanted(world.op())
     assert raised.value.what == f"TORCH_CUDA_ARCH_LIST: {called.what}"
     assert raised.value.why == called.why
     assert raised.value.hint == "export TORCH_CUDA_ARCH_LIST=9.0"
@@ -134,10 +138,10 @@ def test_list_that_means_nothing_is_told_with_its_variable(
 
 def test_filter_removes_and_an_empty_rest_is_told(world: World) -> None:
     op = world.op(asked="8.0;8.6;9.0", rule=without_8)
-    assert archs.wanted(op) == Wanted(("9.0",), ("8.0", "8.6"), "8.0;8.6;9.0", "call", False)
+    assert archs.find_wanted(op) == Wanted(("9.0",), ("8.0", "8.6"), "8.0;8.6;9.0", "call", False)
     world.gpus("8.0", "8.6")
     with pytest.raises(LoadError) as raised:
-        archs.wanted(world.op(rule=without_8))
+        archs.find_wanted(world.op(rule=without_8))
     assert raised.value.what == "op op has no CUDA architecture to be built for"
     assert raised.value.why == (
         "this machine asks for 8.0;8.6, and the op's filter removed 8.0;8.6"
@@ -154,10 +158,10 @@ def test_all_is_what_the_toolkit_lists(world: World, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(choice, "recall", lambda memory, backend: None)
     monkeypatch.setattr(choice, "choose", choose)
-    assert archs.wanted(world.op(asked="ALL")).archs == ("8.0", "9.0", "10.0+PTX")
+    assert archs.find_wanted(world.op(asked="ALL")).archs == ("8.0", "9.0", "10.0+PTX")
     assert asked == [(archs.memory(), CUDA)]
     monkeypatch.setattr(choice, "recall", lambda memory, backend: GCC)
-    assert archs.wanted(world.op(asked="all-major")).archs == ("8.0", "9.0", "10.0+PTX")
+    assert archs.find_wanted(world.op(asked="all-major")).archs == ("8.0", "9.0", "10.0+PTX")
     assert len(asked) == 1, "what is remembered is not asked again"
 
 
@@ -220,7 +224,7 @@ def fitted(world: World, *wanted: str, native: bool = False, backend: str = CUDA
     target = Target(backend, "linux", X86_64, X86_V1, (), "none", archs=wanted)
     world.spec = world.spec._replace(backend=backend)
     needs = Wanted(wanted, native=native)
-    found = archs.fitted(world.op(**op), needs, target, tools)
+    found = archs.fit_target(world.op(**op), needs, target, tools)
     assert found == target._replace(archs=found.archs)
     return tuple(found.archs)
 
@@ -289,13 +293,13 @@ def test_gpu_that_is_newer_than_the_toolkit_gets_what_it_can_run_and_one_warning
 
 def test_ptx_is_for_drivers_that_are_as_new_as_the_toolkit(world: World) -> None:
     world.gpus("10.3", driver="13.0")
-    one = archs.for_devices(archs.grammar(CUDA).parse("10.3"), NVCC)
+    one = archs.archs_for_devices(archs.grammar(CUDA).parse("10.3"), NVCC)
     assert [str(each) for each in one[0]] == ["10.0+PTX"]
     world.gpus("10.3", driver="12.8")
-    other = archs.for_devices(archs.grammar(CUDA).parse("10.3"), NVCC)
+    other = archs.archs_for_devices(archs.grammar(CUDA).parse("10.3"), NVCC)
     assert [str(each) for each in other[0]] == ["10.0"]
     assert len(other[1]) == 1
-    assert archs.for_devices(archs.grammar(CUDA).parse("9.0"), NVCC)[1] == ()
+    assert archs.archs_for_devices(archs.grammar(CUDA).parse("9.0"), NVCC)[1] == ()
 
 
 def told(error: OpkilnError) -> tuple[str, str, str]:
@@ -305,7 +309,7 @@ def told(error: OpkilnError) -> tuple[str, str, str]:
 def why_not_for(arch: str) -> tuple[str, str, str]:
     """What is told of a card that the toolkit does not serve."""
     with pytest.raises(ArchError) as cause:
-        archs.for_devices(archs.grammar(CUDA).parse(arch), NVCC)
+        archs.archs_for_devices(archs.grammar(CUDA).parse(arch), NVCC)
     return told(cause.value)
 
 
@@ -394,21 +398,21 @@ def test_way_of_a_library_for_what_was_asked_by_name(world: World) -> None:
 
 
 def test_known_is_what_this_grammar_can_read() -> None:
-    assert archs.known(CUDA, ("9.0",), ("sm_90",))
-    assert archs.known(CUDA, ("9.0",), ())
-    assert not archs.known(CUDA, ("9.0z",), ("sm_90",))
-    assert not archs.known(CUDA, ("9.0",), ("lto_90",))
-    assert archs.known(ROCM, ("gfx90a",), ("anything",))
-    assert not archs.known(ROCM, ("fancy",), ())
+    assert archs.knows_all(CUDA, ("9.0",), ("sm_90",))
+    assert archs.knows_all(CUDA, ("9.0",), ())
+    assert not archs.knows_all(CUDA, ("9.0z",), ("sm_90",))
+    assert not archs.knows_all(CUDA, ("9.0",), ("lto_90",))
+    assert archs.knows_all(ROCM, ("gfx90a",), ("anything",))
+    assert not archs.knows_all(ROCM, ("fancy",), ())
 
 
 def test_kept_is_what_the_filter_leaves_whole(world: World) -> None:
     plain, op = Op(world.spec), Op(world.spec, None, without_8)
-    assert archs.kept(plain, ("8.0",))
-    assert not archs.kept(plain, ())
-    assert archs.kept(op, ("9.0",))
-    assert not archs.kept(op, ("8.0", "9.0"))
-    assert not archs.kept(op, ())
+    assert archs.keeps_all(plain, ("8.0",))
+    assert not archs.keeps_all(plain, ())
+    assert archs.keeps_all(op, ("9.0",))
+    assert not archs.keeps_all(op, ("8.0", "9.0"))
+    assert not archs.keeps_all(op, ())
 
 
 def test_code_that_a_gpu_here_cannot_run_is_refused_for_a_load(world: World) -> None:

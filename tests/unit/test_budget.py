@@ -39,7 +39,7 @@ def _own_directory(tmp_path: Path) -> Iterator[None]:
 
 def a_budget(slots: int = 4) -> budget.Budget:
     """This test's lock file, with made-up CPUs (a slot is only a byte's offset)."""
-    table = budget.shared()._table
+    table = budget.shared_budget()._table
     return budget.Budget(
         budget.Limits(tuple(range(slots)), 4 * GIB, 4 * GIB // slots, "test", "test"), table
     )
@@ -262,11 +262,11 @@ def test_leaving_the_block_in_a_child_forked_inside_it_breaks_nothing(tmp_path: 
 
 def test_two_budgets_on_one_file_do_not_drop_each_others_locks(tmp_path: Path) -> None:
     with a_budget(2).hold() as taken:
-        budget.shared()
+        budget.shared_budget()
         before = os.listdir("/proc/self/fd")
         with override(memory=1 * GIB):  # other settings, so another Budget, on the same file
-            second = budget.shared()
-        assert second is not budget.shared()
+            second = budget.shared_budget()
+        assert second is not budget.shared_budget()
         assert os.listdir("/proc/self/fd") == before
         assert taken == (0,)
         with holder(tmp_path, 2) as other:
@@ -288,7 +288,7 @@ def test_a_directory_that_is_not_private_is_refused_and_the_next_one_serves(
         place.touch()
     notes: list[Event] = []
     with events.listening(notes.append), override(runtime_dir=str(place)):
-        described = budget.shared().describe()
+        described = budget.shared_budget().describe()
     assert described.where is not None
     assert str(place) not in described.where
     assert described.refused[0].startswith(f"{place}: ")
@@ -299,13 +299,13 @@ def test_a_directory_that_is_not_private_is_refused_and_the_next_one_serves(
 def test_with_no_directory_at_all_the_budget_holds_in_this_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(place: str, uid: int) -> slots.Table:
+    def refuse(place: str, uid: int) -> slots.SlotTable:
         raise OSError(errno.EROFS, "Read-only file system")
 
     monkeypatch.setattr(budget, "_open_table", refuse)
     notes: list[Event] = []
     with events.listening(notes.append), override(runtime_dir=str(tmp_path / "other")):
-        alone = budget.shared()
+        alone = budget.shared_budget()
     assert alone.describe().where is None
     assert len(alone.describe().refused) == 3
     assert "this process only" in notes[-1].data["text"]

@@ -96,21 +96,21 @@ def test_own_cpus_are_those_that_the_kernel_says(monkeypatch: pytest.MonkeyPatch
     assert asked == [0]
 
 
-def a_budget(limits: int, table: slots.Table, *refused: str) -> budget.Budget:
+def a_budget(limits: int, table: slots.SlotTable, *refused: str) -> budget.Budget:
     return budget.Budget(
         budget.Limits(tuple(range(limits)), 4 * GIB, GIB, "a", "b"), table, refused
     )
 
 
 def test_step_takes_a_slot_for_each_share_of_memory_that_it_begins() -> None:
-    one = a_budget(4, slots.Table(None, -1))
+    one = a_budget(4, slots.SlotTable(None, -1))
     assert [one.slots_for(memory) for memory in (0, 1, GIB, GIB + 1, 4 * GIB, 99 * GIB)] == [
         1, 1, 1, 2, 4, 4,
     ]  # fmt: skip
 
 
 def test_report_has_the_numbers_the_place_and_every_refusal() -> None:
-    table = slots.Table("/run/slots", -1)
+    table = slots.SlotTable("/run/slots", -1)
     one = a_budget(2, table, "/first: refused")
     with override(max_jobs=3):
         assert one.describe() == budget.Description(
@@ -141,7 +141,7 @@ def test_wait_that_is_given_up_names_the_holder_if_it_is_known() -> None:
 # The wait
 
 
-class Scripted(slots.Table):
+class Scripted(slots.SlotTable):
     """A table whose slots are all taken until a time, with a clock that only waits move."""
 
     def __init__(self, patch: pytest.MonkeyPatch, *, free_at: float, next_in_line: bool) -> None:
@@ -158,22 +158,22 @@ class Scripted(slots.Table):
         self.waits.append(seconds)
         self.now += seconds
 
-    def join(self, ask: slots.Ask) -> None:
+    def join(self, ask: slots.SlotRequest) -> None:
         self.joined += 1
 
-    def leave(self, ask: slots.Ask) -> None:
+    def leave(self, ask: slots.SlotRequest) -> None:
         self.joined -= 1
 
-    def take(self, ask: slots.Ask) -> tuple[int, ...]:
+    def take(self, ask: slots.SlotRequest) -> tuple[int, ...]:
         return (0,) if self.now >= self.free_at else ()
 
-    def is_next(self, ask: slots.Ask) -> bool:
+    def is_next(self, ask: slots.SlotRequest) -> bool:
         return self.next_in_line
 
-    def holder(self, ask: slots.Ask) -> int | None:
+    def holder(self, ask: slots.SlotRequest) -> int | None:
         return 77
 
-    def holders(self, ask: slots.Ask) -> tuple[object, ...]:
+    def holders(self, ask: slots.SlotRequest) -> tuple[object, ...]:
         return ("held", sum(self.now - 100 >= each for each in self.changes))
 
     def give(self, taken: tuple[int, ...]) -> None:
@@ -257,25 +257,25 @@ def test_wait_that_is_cancelled_says_so_and_leaves_the_line(
 
 def test_budget_is_one_object_for_each_combination_of_settings(tmp_path: Path) -> None:
     with override(runtime_dir=str(tmp_path / "a"), memory=GIB):
-        one = budget.shared()
-        assert budget.shared() is one
+        one = budget.shared_budget()
+        assert budget.shared_budget() is one
         assert one.limits.memory == GIB
         assert one.describe().where == str(tmp_path / "a" / "slots")
     with override(runtime_dir=str(tmp_path / "b"), memory=GIB):
-        assert budget.shared() is not one
+        assert budget.shared_budget() is not one
     with override(runtime_dir=str(tmp_path / "a"), memory=2 * GIB):
-        other = budget.shared()
+        other = budget.shared_budget()
         assert other is not one
         assert other._table is one._table
     with override(runtime_dir=str(tmp_path / "a"), memory=GIB, tmpdir=str(tmp_path)):
-        assert budget.shared() is not one
+        assert budget.shared_budget() is not one
 
 
 def places(monkeypatch: pytest.MonkeyPatch) -> tuple[list[str], tuple[str, ...], list[str]]:
     """(where the lock file is looked for, why each was refused, what was told), if none will do."""
     tried: list[str] = []
 
-    def refuse(place: str, uid: int) -> slots.Table:
+    def refuse(place: str, uid: int) -> slots.SlotTable:
         assert uid == os.geteuid()
         tried.append(place)
         raise OSError(30, f"no {len(tried)}")
@@ -346,7 +346,7 @@ def test_link_in_the_directorys_place_is_refused_and_the_report_says_so(tmp_path
     with pytest.raises(OSError, match=r"Not a directory|symbolic link"):
         budget._open_table(str(tmp_path / "run"), os.geteuid())
     with override(runtime_dir=str(tmp_path / "run")):
-        assert budget.shared().describe().refused[0].startswith(f"{tmp_path}/run: ")
+        assert budget.shared_budget().describe().refused[0].startswith(f"{tmp_path}/run: ")
     assert os.listdir(tmp_path / "real") == []
 
 
@@ -360,11 +360,11 @@ def test_forked_child_has_a_budget_although_a_thread_of_its_parent_was_asking_fo
     tmp_path: Path,
 ) -> None:
     with override(runtime_dir=str(tmp_path / "run")):
-        budget.shared()
+        budget.shared_budget()
         with budget._lock:  # as another thread would hold it
             child = os.fork()
             if child == 0:
-                os._exit(0 if budget.shared().describe().where else 1)
+                os._exit(0 if budget.shared_budget().describe().where else 1)
     assert os.waitpid(child, 0)[1] == 0
 
 

@@ -49,10 +49,10 @@ def crafted(path: Path, files: dict[str, bytes], listed: list[tuple[str, int, st
     from zlib import crc32
 
     index = archive.index_of(listed)
-    headers = [zip_format.stored(archive.INDEX, len(index), crc32(index), 0)]
+    headers = [zip_format.stored_header(archive.INDEX, len(index), crc32(index), 0)]
     data = zip_format.local_header(headers[0]) + index
     for name, content in files.items():
-        headers.append(zip_format.stored(name, len(content), crc32(content), len(data)))
+        headers.append(zip_format.stored_header(name, len(content), crc32(content), len(data)))
         data += zip_format.local_header(headers[-1]) + content
     path.write_bytes(data + zip_format.directory(headers))
     return path

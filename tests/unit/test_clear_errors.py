@@ -14,7 +14,7 @@ from sample import child
 
 import opkiln
 from opkiln import process, settings
-from opkiln.engine.chrome import Trace
+from opkiln.engine.chrome import ChromeTrace
 from opkiln.errors import OpkilnError, SettingError, SpecError, UsageError
 from opkiln.model import OpSpec
 from opkiln.plan import check
@@ -122,13 +122,13 @@ def test_a_trace_does_not_replace_what_is_not_a_file(path: str, tmp_path: Path) 
         os.mkfifo(path)
     kind = stat.S_IFMT(os.stat(path).st_mode)
     with pytest.raises(SettingError, match="cannot be written: that is not a regular file"):
-        Trace(path)
+        ChromeTrace(path)
     assert stat.S_IFMT(os.stat(path).st_mode) == kind
 
 
 def test_a_trace_behind_a_link_leaves_the_link(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "trace.json")
-    Trace(str(tmp_path / "link")).close()
+    ChromeTrace(str(tmp_path / "link")).close()
     assert (tmp_path / "link").is_symlink()
     assert (tmp_path / "trace.json").is_file()
 

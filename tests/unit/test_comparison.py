@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from opkiln.authoring.checking import copied
+from opkiln.authoring.checking import copy_tensors
 
 BASE = torch.arange(40.0)
 TENSORS = {
@@ -22,7 +22,7 @@ TENSORS = {
 
 @pytest.mark.parametrize("tensor", TENSORS.values(), ids=TENSORS)
 def test_copy_has_the_values_and_strides_of_the_original(tensor: torch.Tensor) -> None:
-    copy = copied(tensor)
+    copy = copy_tensors(tensor)
     assert torch.equal(copy, tensor)
     if tensor.numel():
         assert copy.stride() == tensor.stride()
@@ -30,7 +30,7 @@ def test_copy_has_the_values_and_strides_of_the_original(tensor: torch.Tensor) -
 
 
 def test_copy_of_a_list_holds_copies() -> None:
-    one, text = copied([BASE[::2], "text"])
+    one, text = copy_tensors([BASE[::2], "text"])
     assert one.stride() == (2,)
     assert one.data_ptr() != BASE.data_ptr()
     assert text == "text"

@@ -43,7 +43,7 @@ from opkiln.errors import (
     UsageError,
 )
 from opkiln.facts import Evidence
-from opkiln.loading.explain import looked
+from opkiln.loading.explain import look_at
 from opkiln.loading.loader import look
 from opkiln.model import CUDA, ONE_CALL, PROGRAM, XPU, Artifact
 
@@ -156,10 +156,10 @@ def test_library_that_ranks_agreed_on_is_trusted_as_others_of_its_origin(
 
 def test_nothing_is_agreed_on_until_it_is_and_after_it_was_released(world: World) -> None:
     terms.release(world.op())
-    assert terms.pinned(world.op()) is None
+    assert terms.find_pin(world.op()) is None
     assert terms.pin(world.op(), None) == terms.Pin(world.op().spec, None, "", False, None)
     terms.release(world.op())
-    assert terms.pinned(world.op()) is None
+    assert terms.find_pin(world.op()) is None
 
 
 def test_op_that_was_declared_anew_is_not_the_one_that_ranks_agreed_on(
@@ -399,12 +399,12 @@ def test_a_sycl_op_is_refused_where_there_is_no_device_for_it(
 
 def test_to_explain_is_to_look_but_for_mistakes_which_are_raised(world: World) -> None:
     carried = world.carry()
-    assert served(looked(world.request()))[0] == str(carried)
+    assert served(look_at(world.request()))[0] == str(carried)
     world.spec = world.spec._replace(name="op2")
-    assert isinstance(looked(world.request()), Refuse)
+    assert isinstance(look_at(world.request()), Refuse)
     world.spec = world.spec._replace(sources=())
     with pytest.raises(UsageError, match="op2"):
-        looked(world.request())
+        look_at(world.request())
 
 
 # The policy
@@ -417,7 +417,7 @@ def test_policy_follows_the_mode(world: World, mode: str, monkeypatch: pytest.Mo
     monkeypatch.setenv("OPKILN_MODE", mode)
     plain, known = world.request(), world.request(reference=True)
     nothing = f"OPKILN_MODE={mode}: nothing is compiled here"
-    assert terms.sealed() == (mode == "sealed")
+    assert terms.is_sealed() == (mode == "sealed")
     assert terms.uses_installed() == (mode != "source")
     assert terms.never_compiles() == (nothing if mode in ("cached", "sealed") else "")
     assert terms.why_not_compile(plain) == terms.never_compiles()
@@ -441,7 +441,7 @@ def test_policy_follows_the_seal(world: World, seal: str) -> None:
     known = world.request(reference=True)
     is_error = seal == "error"
     told = "opkiln is sealed: nothing may be compiled any more"
-    assert terms.sealed() is is_error
+    assert terms.is_sealed() is is_error
     assert terms.never_compiles() == (told if is_error else "")
     assert terms.why_no_reference(known) == ("opkiln is sealed" if is_error else "")
     with warnings.catch_warnings(record=True) as caught:
@@ -464,10 +464,10 @@ def test_policy_follows_the_seal(world: World, seal: str) -> None:
 def test_seal_is_an_error_unless_said_otherwise_and_takes_no_other_word() -> None:
     try:
         terms.seal()
-        assert terms.sealed()
+        assert terms.is_sealed()
         with pytest.raises(UsageError, match=r"seal\('on'\): expected 'warn', 'error' or 'off'"):
             terms.seal("on")
-        assert terms.sealed()
+        assert terms.is_sealed()
     finally:
         terms.seal("off")
 

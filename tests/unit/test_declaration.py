@@ -16,7 +16,7 @@ from torch import Tensor
 from opkiln.errors import SpecError
 from opkiln.loading import declaration
 from opkiln.loading.register import Registration
-from opkiln.registry import ALL_OPS, bundled, libraries
+from opkiln.registry import ALL_OPS, bundled_ops, libraries
 
 
 def check(schemas: str | tuple[str, ...], **declared: Any) -> None:
@@ -31,7 +31,7 @@ def reference(**functions: Any) -> Any:
     return SimpleNamespace(**functions)
 
 
-@pytest.mark.parametrize("name", bundled())
+@pytest.mark.parametrize("name", bundled_ops())
 def test_check_passes_every_op_of_the_catalogue(name: str) -> None:
     for _, builder in libraries(name, ALL_OPS[name]):
         declaration.check(builder().op())

@@ -24,7 +24,7 @@ def leaf(tmp_path: Path) -> Path:
     """A leaf without dependencies."""
     import hashlib
 
-    recorded = key.to_manifest([])
+    recorded = key.manifest_facts([])
     directory = tmp_path / key.deps_key(recorded)
     directory.mkdir(mode=0o700)
     manifest = {
@@ -135,7 +135,7 @@ def test_a_leaf_is_refused_for_each_fact_that_does_not_hold(leaf: Path, tmp_path
         key.Fact("absent", "src", "", "new.h", facts.UNSIGNED),
     ]
     manifest = entry.read_manifest(str(leaf))
-    manifest["deps"] = key.to_manifest(known)
+    manifest["deps"] = key.manifest_facts(known)
     (leaf / "manifest.json").write_bytes(entry.write_manifest(manifest))
     sidecar = {"schema": entry.SCHEMA, "facts": key.rows(known)}
     (leaf / "inputs.json").write_bytes(entry.write_manifest(sidecar))

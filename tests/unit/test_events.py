@@ -137,7 +137,7 @@ def test_threads_that_build_at_once_tell_each_event_once(
     both = threading.Barrier(2)
 
     def build(name: str, first_to_leave: bool) -> None:
-        with override(progress="lines"), progress.shown():
+        with override(progress="lines"), progress.show_builds():
             both.wait()
             events.emit("note", text=name)
             both.wait()
@@ -160,7 +160,7 @@ def test_threads_that_build_at_once_tell_each_event_once(
 
 
 def test_a_forked_child_opens_sinks_of_its_own(capfd: pytest.CaptureFixture[str]) -> None:
-    with override(progress="lines"), progress.shown():
+    with override(progress="lines"), progress.show_builds():
         child = os.fork()
         if child == 0:
             context = contextvars.Context()  # as that of a new thread
@@ -171,7 +171,7 @@ def test_a_forked_child_opens_sinks_of_its_own(capfd: pytest.CaptureFixture[str]
 
 
 def _tell_in_a_block(text: str) -> None:
-    with override(progress="lines"), progress.shown():
+    with override(progress="lines"), progress.show_builds():
         events.emit("note", text=text)
 
 
@@ -206,7 +206,7 @@ def test_a_wait_for_a_build_is_told_at_once() -> None:
 
 def test_quiet_tells_only_of_a_wait_of_five_seconds() -> None:
     stream = io.StringIO()
-    with override(progress="quiet"), events.listening(progress.for_people(stream)):
+    with override(progress="quiet"), events.listening(progress.people_sink(stream)):
         waits_for_build(0.3, 4.9)
         a_build()
         events.emit("note", text="by the way")
@@ -293,7 +293,7 @@ def test_a_stream_that_went_away_does_not_disturb_the_build(error: Exception, ch
     heard: list[str] = []
     with (
         override(progress=choice),
-        events.listening(progress.for_people(stream)),
+        events.listening(progress.people_sink(stream)),
         events.listening(lambda event: heard.append(event.kind)),
     ):
         a_build()
@@ -309,18 +309,18 @@ def test_who_is_told_and_how() -> None:
     reader, writer = pty.openpty()
     with open(writer, "w") as terminal:
         with override(progress="auto", rank=None):
-            assert kind_of(progress.for_people(terminal)) == "Bar"
-            assert kind_of(progress.for_people(io.StringIO())) == "Lines"
+            assert kind_of(progress.people_sink(terminal)) == "Bar"
+            assert kind_of(progress.people_sink(io.StringIO())) == "Lines"
         with override(progress="auto", rank=0):
-            assert kind_of(progress.for_people(terminal)) == "Bar"
+            assert kind_of(progress.people_sink(terminal)) == "Bar"
         with override(progress="auto", rank=3):
-            assert progress.for_people(terminal) is None
+            assert progress.people_sink(terminal) is None
         with override(progress="lines", rank=3):
-            assert kind_of(progress.for_people(terminal)) == "Lines"
+            assert kind_of(progress.people_sink(terminal)) == "Lines"
         with override(progress="bar", rank=3):
-            assert kind_of(progress.for_people(io.StringIO())) == "Bar"
+            assert kind_of(progress.people_sink(io.StringIO())) == "Bar"
         with override(progress="off", rank=None):
-            assert progress.for_people(terminal) is None
+            assert progress.people_sink(terminal) is None
     os.close(reader)
 
 
@@ -340,17 +340,17 @@ def test_a_logger_takes_the_place_of_lines_and_of_a_bar_only_on_its_own_terminal
     with open(writer, "w") as terminal, override(progress="auto", rank=None):
         logger.propagate = False  # of the handlers that pytest gives the root
         logger.setLevel(logging.INFO)
-        assert progress.for_logging() is None, "nobody would take the records"
-        assert kind_of(progress.for_people(io.StringIO())) == "Lines"
+        assert progress.logging_sink() is None, "nobody would take the records"
+        assert kind_of(progress.people_sink(io.StringIO())) == "Lines"
         logger.addHandler(logging.StreamHandler(io.StringIO()))
-        assert kind_of(progress.for_logging()) == "Log"
-        assert progress.for_people(io.StringIO()) is None
-        assert kind_of(progress.for_people(terminal)) == "Bar"
+        assert kind_of(progress.logging_sink()) == "Log"
+        assert progress.people_sink(io.StringIO()) is None
+        assert kind_of(progress.people_sink(terminal)) == "Bar"
         logger.addHandler(logging.StreamHandler(terminal))
-        assert progress.for_people(terminal) is None
+        assert progress.people_sink(terminal) is None
         logger.setLevel(logging.WARNING)
-        assert progress.for_logging() is None
-        assert kind_of(progress.for_people(terminal)) == "Bar"
+        assert progress.logging_sink() is None
+        assert kind_of(progress.people_sink(terminal)) == "Bar"
     os.close(reader)
 
 
@@ -358,7 +358,7 @@ def test_a_logger_takes_the_place_of_lines_and_of_a_bar_only_on_its_own_terminal
 def test_colour_is_for_terminals_whose_owner_wants_it(no_color: bool) -> None:
     reader, writer = pty.openpty()
     with open(writer, "w") as terminal, override(progress="lines", rank=None, no_color=no_color):
-        with events.listening(progress.for_people(terminal)):
+        with events.listening(progress.people_sink(terminal)):
             events.emit("build-end", op="x", ok=True, wall=1)
         os.set_blocking(reader, False)  # a bar that draws nothing fails here instead of hanging
         seen = os.read(reader, 4096)
@@ -368,7 +368,7 @@ def test_colour_is_for_terminals_whose_owner_wants_it(no_color: bool) -> None:
 
 def test_the_trace_has_one_lane_per_step_that_ran_at_once(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
-    with events.listening(chrome.Trace(str(path))):
+    with events.listening(chrome.ChromeTrace(str(path))):
         events.emit("build-start", op="x", steps=4)
         step_end("x", "old.cpp", cached=True, wall=0.0)
         for label in ("a.cpp", "b.cpp"):
@@ -393,7 +393,7 @@ def test_the_trace_has_one_lane_per_step_that_ran_at_once(tmp_path: Path) -> Non
 
 def test_a_trace_whose_directory_is_gone_at_the_end_is_a_warning(tmp_path: Path) -> None:
     (tmp_path / "gone").mkdir()
-    trace = chrome.Trace(str(tmp_path / "gone" / "trace.json"))
+    trace = chrome.ChromeTrace(str(tmp_path / "gone" / "trace.json"))
     (tmp_path / "gone").rmdir()
     with pytest.warns(SettingWarning, match=r"trace\.json' was not written: No such file"):
         trace.close()
@@ -401,4 +401,4 @@ def test_a_trace_whose_directory_is_gone_at_the_end_is_a_warning(tmp_path: Path)
 
 def test_a_trace_that_cannot_be_written_is_refused_before_the_build(tmp_path: Path) -> None:
     with pytest.raises(SettingError, match="cannot be written"):
-        chrome.Trace(str(tmp_path / "missing" / "trace.json"))
+        chrome.ChromeTrace(str(tmp_path / "missing" / "trace.json"))

@@ -16,7 +16,7 @@ from sample import at_rest
 from sample.signed_files import sha256
 
 from opkiln import digest, facts
-from opkiln.digest import Signature, UnusableFile, signed
+from opkiln.digest import Signature, UnusableFile, current_signatures
 from opkiln.facts import ABSENT, CHOICE, DIRECTORY, FILE, LINK, LISTING, PROGRAM, Hasher
 from opkiln.model import OUTSIDE
 from opkiln.store import key
@@ -68,7 +68,7 @@ class Place:
         subject = {FILE: self.link, LINK: self.link, PROGRAM: self.program}
         path = str(subject.get(kind, self.directory))
         signature = facts.signature_of(kind, path)
-        then = facts.joined(ABSENT_NAMES) if kind == ABSENT else ""
+        then = facts.join_names(ABSENT_NAMES) if kind == ABSENT else ""
         value = facts.value(kind, path, then, Hasher())
         return Fact(kind, self.anchor, path.removeprefix(self._above), value, signature)
 
@@ -266,7 +266,7 @@ def test_directory_shows_what_is_missing_unless_that_may_appear_behind_a_name_in
 ) -> None:
     (tmp_path / "sub").mkdir()
     (tmp_path / "link").symlink_to("nowhere")
-    found = facts.signature_of(ABSENT, str(tmp_path), facts.joined(["other", name]))
+    found = facts.signature_of(ABSENT, str(tmp_path), facts.join_names(["other", name]))
     expected = Signature.of(str(tmp_path)) if is_signed else facts.UNSIGNED
     assert found[:-1] == expected[:-1]
 
@@ -383,14 +383,14 @@ def test_what_holds_is_noted_with_the_signature_that_it_has_now(at: Place) -> No
     noted = {kind: (path, value, signature) for kind, path, value, signature in read.entry}
     assert set(noted) == {*KINDS} - {PROGRAM}
     assert noted[FILE][:2] == (str(at.link), sha256(at.real))
-    assert list(noted[FILE][2][:4]) == signed([str(at.link)])
+    assert list(noted[FILE][2][:4]) == current_signatures([str(at.link)])
     assert noted[LINK] == (str(at.link), "real.h", facts.UNSIGNED)
     assert noted[CHOICE] == ("cc", str(at.chosen), facts.UNSIGNED)
 
 
 def test_each_entry_is_noted_apart(at: Place) -> None:
     rows = key.rows(at.gather())
-    manifest = key.to_manifest(at.gather())
+    manifest = key.manifest_facts(at.gather())
     with facts.collecting() as read:
         key.changes(manifest, rows, at.places, Hasher())
         key.changes(manifest, rows[:1], at.places, Hasher())
@@ -404,7 +404,7 @@ def test_each_entry_is_noted_apart(at: Place) -> None:
 
 
 def test_without_facts_the_authors_files_count_alone(at: Place) -> None:
-    manifest = key.to_manifest(at.gather())
+    manifest = key.manifest_facts(at.gather())
     assert {path for _, path, _ in manifest["own"]} == {"link.h", "libexec/cc1"}
     shutil.rmtree(at.directory)
     os.environ["PATH"] = ""
@@ -436,7 +436,9 @@ def test_header_outside_of_a_package_counts_only_where_it_is_there(at: Place, na
 # The record
 
 
-VALUES = st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3).map(facts.joined)
+VALUES = st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3).map(
+    facts.join_names
+)
 SIGNATURES = st.builds(Signature, *[st.integers()] * 5)
 FACTS = st.builds(
     Fact, st.sampled_from(KINDS), st.sampled_from(ANCHORS), st.text(max_size=8), VALUES, SIGNATURES
@@ -444,7 +446,7 @@ FACTS = st.builds(
 
 
 def name_of(known: list[Fact]) -> str:
-    return key.deps_key(json.loads(json.dumps(key.to_manifest(known))))
+    return key.deps_key(json.loads(json.dumps(key.manifest_facts(known))))
 
 
 @given(st.lists(FACTS, max_size=5, unique_by=lambda fact: fact[1:3]))
@@ -473,7 +475,7 @@ def test_program_of_the_author_counts_by_its_mode_too(at: Place) -> None:
     known = [at.fact(PROGRAM)]
     at.program.chmod(0o644)
     other = [at.fact(PROGRAM)]
-    assert key.to_manifest(known)["own"] == key.to_manifest(other)["own"]
+    assert key.manifest_facts(known)["own"] == key.manifest_facts(other)["own"]
     assert name_of(known) != name_of(other)
 
 
@@ -482,7 +484,7 @@ def test_names_are_those_of_the_stores_that_exist() -> None:
     known = [
         Fact(FILE, "src", "a.cpp", "0" * 64, facts.UNSIGNED),
         Fact(FILE, "abs", "/usr/include/vector", "1" * 64, facts.UNSIGNED),
-        Fact(ABSENT, "src", "include", facts.joined(["a.h", "b.h"]), facts.UNSIGNED),
+        Fact(ABSENT, "src", "include", facts.join_names(["a.h", "b.h"]), facts.UNSIGNED),
     ]
     assert name_of(known) == "60eb4ac590876932e8709c3fa383c986780670b6"
     assert name_of([]) == "75df7e26477cf90d5c40af9e7640757ab530441e"
@@ -500,8 +502,8 @@ def test_what_a_decision_reads_is_collected_and_must_not_change_between_two_look
         assert not facts.exists(nowhere)
         assert not facts.runs(str(at.program))
         assert facts.runs(str(at.chosen))
-        assert facts.listed(str(at.directory)) == ["one.h"]
-        assert facts.listed(f"{nowhere}/below") == []
+        assert facts.list_directory(str(at.directory)) == ["one.h"]
+        assert facts.list_directory(f"{nowhere}/below") == []
         facts.program("cc", "/first/cc")
         facts.program("cc", "/second/cc")
         facts.programs("ld", ["/first/ld"])
@@ -537,7 +539,7 @@ def test_directory_that_changes_while_it_is_listed_is_known_as_it_was(
 
     monkeypatch.setattr(os, "listdir", list_and_change)
     with facts.collecting() as read:
-        facts.listed(directory)
+        facts.list_directory(directory)
     assert read.files[directory][:-1] == tuple(before)[:-1]
     assert read.files[directory][:-1] != tuple(Signature.of(directory))[:-1]
 

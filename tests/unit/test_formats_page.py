@@ -69,7 +69,9 @@ def test_the_order_of_the_declaration_and_the_target_is_that_of_the_key() -> Non
 def test_other_files_have_the_fields_on_the_page() -> None:
     assert tuple(fields("Lock file", "| Field")) == lockfile.LockRow._fields
     assert fields("Remote tier") == ["schema", *tier.Publication._fields]
-    choice = tuned.Choice(tuned.Question("d", "o", "m", "s", "v", ("c",), "x"), "c", {"c": 1.0})
+    choice = tuned.TunedChoice(
+        tuned.Question("d", "o", "m", "s", "v", ("c",), "x"), "c", {"c": 1.0}
+    )
     assert sorted(fields("Tuned choices")) == list(json.loads(tuned.to_text(choice)))
 
 

@@ -240,7 +240,7 @@ def test_libraries_of_a_step_count_where_they_were_looked_for(tmp_path: Path) ->
     assert {f"{base}/there/liba.so.1", f"{base}/there/libb.so"} <= {*found.unseen, *found.files}
     assert not any(path.endswith("cc") for path in found.files)
     ((_, _, absent),) = (each for each in found.facts if each[:2] == (ABSENT, f"{base}/there"))
-    assert "libgone.so" in facts.parted(absent)
+    assert "libgone.so" in facts.split_names(absent)
     assert elf.LIST in found.unseen or not os.path.exists(elf.LIST)
     preloads = (FILE, elf.PRELOADS, "")
     assert (preloads in found.facts) == os.path.exists(elf.PRELOADS)
@@ -285,7 +285,7 @@ def test_a_leaf_that_was_written_is_whole_and_its_facts_hold(
     places = plans.anchors_of(plan.spec, plan.toolchain)
     whole = entry.examine(str(leaf), places, Hasher(), listed=False, whole=True)
     assert isinstance(whole, entry.Leaf)
-    assert whole.manifest["deps"] == key.to_manifest(found)
+    assert whole.manifest["deps"] == key.manifest_facts(found)
     assert (whole.manifest["size"], whole.manifest["sha256"]) == (4, sha256(payload))
     lists = entry.read_sidecar(str(leaf))
     assert (lists["flags"], lists["facts"]) == (["-O2"], key.rows(found))
@@ -338,7 +338,7 @@ def fact(kind: str, path: str, value: str, size: int = 0) -> Fact:
 
 
 NAMES = st.sampled_from(["a", "b", "c"])
-LISTS = st.sets(NAMES, min_size=1).map(sorted).map(facts.joined)
+LISTS = st.sets(NAMES, min_size=1).map(sorted).map(facts.join_names)
 CHOICES = st.sampled_from(["/a", "/a\0/b", "/a\0/b\0/c"])
 STEP = st.lists(
     st.one_of(
@@ -357,9 +357,9 @@ def test_steps_that_agree_have_all_their_facts_once_in_any_order(steps: list[lis
     assert gather.union_of_facts(reversed(steps)) == found
     assert gather.union_of_facts([found, found]) == found
     assert [each[:3] for each in found] == sorted({each[:3] for step in steps for each in step})
-    values = {each[:3]: facts.parted(each.value) for each in found}
+    values = {each[:3]: facts.split_names(each.value) for each in found}
     for each in (each for step in steps for each in step):
-        assert {*facts.parted(each.value)} <= {*values[each[:3]]}
+        assert {*facts.split_names(each.value)} <= {*values[each[:3]]}
 
 
 @pytest.mark.parametrize("kind", [FILE, PROGRAM, DIRECTORY, LISTING, LINK])

@@ -23,7 +23,7 @@ from opkiln.store import entry, gc, inventory, key, publish
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from opkiln.store.inventory import Entry
+    from opkiln.store.inventory import StoreEntry
 
 DAY = 24 * 3600.0
 KEY = "0123456789abcdef0123456789abcdef01234567"
@@ -75,7 +75,7 @@ class Shelf:
     def names(self) -> list[str]:
         return [each.name for each in inventory.entries(self.root) if each.kind == inventory.OP]
 
-    def only(self) -> Entry:
+    def only(self) -> StoreEntry:
         (found,) = inventory.entries(self.root)
         return found
 

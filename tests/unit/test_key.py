@@ -46,8 +46,8 @@ def test_keys_are_those_of_the_stores_that_exist() -> None:
 def test_a_declaration_does_not_say_where_its_package_or_opkiln_lies_nor_who_declares_it() -> None:
     args = ("-I/pkg/more", f"-I{PACKAGE}/include", "-DX")
     here = SPEC._replace(cxx_args=args)
-    assert "-I{src}/more" in key.declared(here)[4]
-    assert "-I{opkiln}/include" in key.declared(here)[4]
+    assert "-I{src}/more" in key.declaration_fields(here)[4]
+    assert "-I{opkiln}/include" in key.declaration_fields(here)[4]
     there = here._replace(
         root="/elseX/", cxx_args=("-I/elseX/more", *args[1:]), declared_by=model.CALL
     )
@@ -57,7 +57,7 @@ def test_a_declaration_does_not_say_where_its_package_or_opkiln_lies_nor_who_dec
 
 def test_a_declaration_keeps_the_paths_that_lie_elsewhere() -> None:
     args = ("-I/pkg2/more", "-I/usr/pkg", "-Dpkg", "-I/pkg")
-    assert key.declared(SPEC._replace(cxx_args=args))[4] == args
+    assert key.declaration_fields(SPEC._replace(cxx_args=args))[4] == args
 
 
 def test_the_intent_has_the_target_and_the_declaration_alone_has_not() -> None:

@@ -126,5 +126,5 @@ def test_directories_that_a_program_names_are_beside_it(tmp_path: Path) -> None:
     subprocess.run(
         ["gcc", "-x", "c", "-", "-o", program, rpath], input=b"int main() {}", check=True
     )
-    found = observer.known(str(program), ()).searches
+    found = observer.identify(str(program), ()).searches
     assert found == (f"{tmp_path}/../lib", str(tmp_path), "/opt/lib")

@@ -108,7 +108,7 @@ def test_program_that_can_be_run_and_not_read_is_a_gap(
     def refuse(path: str, memory: tuple[str, ...]) -> observer.Program:
         raise PermissionError(path)
 
-    monkeypatch.setattr(observer, "known", refuse)
+    monkeypatch.setattr(observer, "identify", refuse)
     assert bench.look(bench.read(bench.cxx, "L")).gap == f"{bench.cxx} cannot be read"
 
 
@@ -123,7 +123,7 @@ def test_step_is_refused_for_what_was_seen_without_a_gap_alone(bench: Bench) -> 
 
 
 def test_stored_observer_is_known_by_its_digest(tmp_path: Path) -> None:
-    assert observer.damaged(str(tmp_path / "nowhere")) == []
+    assert observer.find_damaged(str(tmp_path / "nowhere")) == []
     data = tmp_path / "data"
     data.write_bytes(b"library")
     (tmp_path / "another.json").write_text("{}")
@@ -131,10 +131,10 @@ def test_stored_observer_is_known_by_its_digest(tmp_path: Path) -> None:
     good, bad = tmp_path / f"{name}{sha256_file(str(data))}", tmp_path / f"{name}{'0' * 64}"
     for path in (good, bad):
         path.write_bytes(b"library")
-    assert observer.damaged(str(tmp_path)) == [str(bad)]
+    assert observer.find_damaged(str(tmp_path)) == [str(bad)]
     # One that another process is writing, and has finished by the time it would be read.
     good.with_name(f"{good.name}.7-0123456789ab").symlink_to("gone")
-    assert {*observer._stored(str(tmp_path), name)} == {str(good), str(bad)}
+    assert {*observer._list_stored(str(tmp_path), name)} == {str(good), str(bad)}
 
 
 @pytest.mark.timed
@@ -145,9 +145,9 @@ def test_why_a_compiler_is_not_observed_is_known_until_it_is_or_changes(
     cxx, memory = tmp_path / "g++", (str(tmp_path / "memory"),)
     cxx.write_text("1")
     at_rest.wait(cxx)
-    assert observer.noted(memory, str(cxx)) == ""
+    assert observer.read_note(memory, str(cxx)) == ""
     for why in ("no /proc", "", "no /proc"):
         observer.note(memory, str(cxx), why)
-        assert observer.noted(memory, str(cxx)) == why
+        assert observer.read_note(memory, str(cxx)) == why
     cxx.write_text("2")
-    assert observer.noted(memory, str(cxx)) == ""
+    assert observer.read_note(memory, str(cxx)) == ""

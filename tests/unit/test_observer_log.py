@@ -11,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from opkiln.building import gather
-from opkiln.facts import ABSENT, CHOICE, DIRECTORY, FILE, LINK, LISTING, PROGRAM, parted
+from opkiln.facts import ABSENT, CHOICE, DIRECTORY, FILE, LINK, LISTING, PROGRAM, split_names
 from opkiln.observing import log
 
 if TYPE_CHECKING:
@@ -434,7 +434,7 @@ def test_inputs_that_something_else_stands_for_are_left_out() -> None:
 
 def absent(*names: str | Path, stage: str = "/stage") -> tuple[tuple[str, tuple[str, ...]], ...]:
     found = gather.list_inputs(observed(absent=names), stage).facts
-    return tuple((path, tuple(parted(what))) for kind, path, what in found if kind == ABSENT)
+    return tuple((path, tuple(split_names(what))) for kind, path, what in found if kind == ABSENT)
 
 
 def test_absent_names_are_summed_up_by_the_nearest_directory_that_exists(tmp_path: Path) -> None:

@@ -178,7 +178,7 @@ def test_large_program_is_hashed_once_and_again_when_it_has_changed(
         wanted = hashlib.sha256(large.read_bytes()).hexdigest()
         for _ in range(2):
             assert known_anew(large, memory) == wanted
-            assert observer.known(str(large), (str(memory),)) == (False, ())
+            assert observer.identify(str(large), (str(memory),)) == (False, ())
         assert hashed == [str(large)]
 
 

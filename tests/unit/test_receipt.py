@@ -22,7 +22,7 @@ from opkiln import digest, facts, machine, model
 from opkiln.decision import receipt
 from opkiln.decision.archs import Wanted
 from opkiln.decision.terms import Request
-from opkiln.digest import Signature, signed
+from opkiln.digest import Signature, current_signatures
 from opkiln.facts import ABSENT, FILE, LINK, LISTING, PROGRAM
 from opkiln.model import ABI_NONE, ABI_STABLE, CPU, CUDA, PACKAGE, PLAIN, Artifact, Op, OpSpec
 from opkiln.settings import LAYOUT, override
@@ -305,7 +305,7 @@ def test_path_is_known_by_its_directories_up_to_the_last_program(calm: Shop) -> 
     assert kept_path(calm) == {
         "programs": [["translator", [str(calm.program)]]],
         "path": [first, second], "path_homes": [first, second],
-        "path_signatures": signed((first, second)),
+        "path_signatures": current_signatures((first, second)),
     }  # fmt: skip
     assert receipt.recall(calm.request()) == calm.artifact
 
@@ -316,7 +316,7 @@ def test_path_is_known_to_its_end_where_a_name_was_looked_for_in_all_of_it(calm:
     assert kept["programs"] == [["translator", [str(calm.program), None]]]
     assert kept["path"] == [first, second, last]
     assert kept["path_homes"] == [first, second, str(calm.base)], "the nearest that exists"
-    assert kept["path_signatures"] == signed((first, second, str(calm.base)))
+    assert kept["path_signatures"] == current_signatures((first, second, str(calm.base)))
     assert receipt.recall(calm.request()) == calm.artifact
 
 
@@ -431,7 +431,9 @@ def test_program_that_is_new_or_gone_on_path_since_the_search_leaves_no_receipt(
 
 
 def test_programs_that_two_parts_of_a_search_saw_differently_leave_no_receipt(calm: Shop) -> None:
-    chosen = facts.joined([str(calm.program), "/nowhere/translator", "/nowhere/else/translator"])
+    chosen = facts.join_names(
+        [str(calm.program), "/nowhere/translator", "/nowhere/else/translator"]
+    )
     calm.read.entry.append((facts.CHOICE, "translator", chosen, facts.UNSIGNED))
     calm.keep()
     assert calm.receipts == []
@@ -451,7 +453,7 @@ def test_program_that_the_entrys_script_chose_is_looked_up_like_one_of_the_searc
 
 def test_file_that_has_come_to_rest_since_it_was_read_is_known_by_its_signature(calm: Shop) -> None:
     path = str(calm.source)
-    just = Signature(*signed((path,)), calm.source.stat().st_ctime_ns - 61_000_000_000)
+    just = Signature(*current_signatures((path,)), calm.source.stat().st_ctime_ns - 61_000_000_000)
     calm.read.entry = [(FILE, path, sha256(calm.source), just)]
     calm.keep()
     assert (contents(calm)["fresh"], contents(calm)["until"]) == ([], 0)

@@ -29,9 +29,9 @@ def install(where: Path, *entries: str, name: str = "sample-dist") -> None:
 
 
 def test_bundled_ops_are_the_folders_with_a_builder() -> None:
-    assert "cpu_adam" in registry.bundled()
-    assert set(registry.bundled()) <= set(opkiln.ALL_OPS)
-    for name in registry.bundled():
+    assert "cpu_adam" in registry.bundled_ops()
+    assert set(registry.bundled_ops()) <= set(opkiln.ALL_OPS)
+    for name in registry.bundled_ops():
         assert opkiln.get_builder(name).name == name
 
 

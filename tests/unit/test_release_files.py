@@ -15,7 +15,7 @@ import yaml
 
 import opkiln
 from opkiln.model import STABLE_VERSION
-from opkiln.registry import ALL_OPS, bundled, libraries
+from opkiln.registry import ALL_OPS, bundled_ops, libraries
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "tests" / "torches"))
@@ -74,7 +74,7 @@ def test_the_table_of_torches_is_that_of_the_kept_run_in_which_all_passed() -> N
 def test_every_op_with_a_kernel_for_cpus_is_called_on_each_torch() -> None:
     with_kernels = {
         name
-        for name in bundled()
+        for name in bundled_ops()
         if any("cpu" in builder.BACKENDS for _, builder in libraries(name, ALL_OPS[name]))
     }
     assert set(cpu_ops.WORK) == with_kernels

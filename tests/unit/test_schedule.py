@@ -37,7 +37,7 @@ def _own_directory(tmp_path: Path) -> Iterator[None]:
 
 def a_budget(slots: int) -> budget.Budget:
     limits = budget.Limits(tuple(range(slots)), 1 << 30, (1 << 30) // slots, "test", "test")
-    return budget.Budget(limits, budget.shared()._table)
+    return budget.Budget(limits, budget.shared_budget()._table)
 
 
 def task(

@@ -73,7 +73,7 @@ _LISTS = (
 def test_schema_follows_from_the_annotations_and_torch_reads_it(
     function: Any, mutates: Any, expected: str
 ) -> None:
-    made = schema.of_function(function.__name__, function, mutates)
+    made = schema.schema_of(function.__name__, function, mutates)
     assert made == expected
     torch._C.parse_schema(made)
 
@@ -124,7 +124,7 @@ def test_function_that_cannot_be_an_op_is_refused_with_the_reason(
     function: Any, mutates: Any, words: str
 ) -> None:
     with pytest.raises(SpecError) as refused:
-        schema.of_function(function.__name__, function, mutates)
+        schema.schema_of(function.__name__, function, mutates)
     assert words in str(refused.value)
 
 
@@ -188,7 +188,7 @@ def test_a_default_is_what_torch_reads_or_the_declaration_is_refused(
     declared.__defaults__ = (value,)
     refused = None
     try:
-        made = schema.of_function("declared", declared)
+        made = schema.schema_of("declared", declared)
     except SpecError as error:
         refused = error
     if refused is None:
@@ -207,7 +207,7 @@ def test_ordinary_defaults_are_taken(value: Any) -> None:
 
     declared.__annotations__["y"] = list[int] if isinstance(value, list) else type(value)
     declared.__defaults__ = (value,)
-    schema.of_function("declared", declared)
+    schema.schema_of("declared", declared)
 
 
 async def awaited(x: Tensor) -> Tensor:

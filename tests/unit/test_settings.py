@@ -21,7 +21,7 @@ from opkiln.settings import (
     build_switch,
     child_environment,
     compiler_variables,
-    dropped,
+    dropped_variables,
     fingerprint,
     override,
     settings,
@@ -165,7 +165,7 @@ def test_a_child_gets_the_allow_listed_variables_and_no_other(
     environment = child_environment()
     assert environment["PATH"] == os.environ["PATH"]
     assert not {"SECRET_TOKEN", "CPATH", "CXXFLAGS", *DROPPED} & environment.keys()
-    assert set(dropped()) == set(DROPPED)
+    assert set(dropped_variables()) == set(DROPPED)
 
 
 def test_all_that_reaches_a_compiler_but_path_is_in_its_key_and_in_a_receipts_name(

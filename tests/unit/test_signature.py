@@ -7,12 +7,12 @@ import torch
 
 from opkiln.model import CPU, CUDA, XPU, OpSpec
 from opkiln.signature import (
-    Function,
+    NativeFunction,
     argument_names,
+    canonical_signature,
     cpp,
     differences,
     fits,
-    of_schema,
 )
 
 CANONICAL = {
@@ -36,7 +36,7 @@ CANONICAL = {
 
 @pytest.mark.parametrize("schema", CANONICAL)
 def test_of_schema_gives_the_types_that_cpp_can_see(schema: str) -> None:
-    assert of_schema(schema) == CANONICAL[schema]
+    assert canonical_signature(schema) == CANONICAL[schema]
 
 
 @pytest.mark.parametrize("schema", CANONICAL)
@@ -72,7 +72,7 @@ def test_of_schema_agrees_with_torch_about_its_own_schemas() -> None:
         if not text.startswith("aten::") or any(word in text for word in odd):
             continue
         kinds = ", ".join(_as_in_schemas(str(each.real_type)) for each in arguments)
-        ours = of_schema(text).replace("(!)", "").rpartition(" -> ")[0]
+        ours = canonical_signature(text).replace("(!)", "").rpartition(" -> ")[0]
         assert ours == f"({kinds})", text
         assert argument_names(text) == tuple(each.name for each in arguments), text
         seen += 1
@@ -127,16 +127,16 @@ F = "(Tensor) -> Tensor"
 
 
 def test_fits_needs_every_kernel_for_the_backends_device() -> None:
-    assert fits(_spec(), [Function("f", "cpu", F)])
-    assert not fits(_spec(), [Function("f", "cuda", F)])
-    assert not fits(_spec(kernels=("ns::f", "ns::g")), [Function("f", "cpu", F)])
-    assert fits(_spec(CUDA), [Function("f", "cuda", F), Function("f", "cpu", F)])
-    assert fits(_spec(XPU), [Function("f", "cpu", F)])
+    assert fits(_spec(), [NativeFunction("f", "cpu", F)])
+    assert not fits(_spec(), [NativeFunction("f", "cuda", F)])
+    assert not fits(_spec(kernels=("ns::f", "ns::g")), [NativeFunction("f", "cpu", F)])
+    assert fits(_spec(CUDA), [NativeFunction("f", "cuda", F), NativeFunction("f", "cpu", F)])
+    assert fits(_spec(XPU), [NativeFunction("f", "cpu", F)])
 
 
 def test_fits_refuses_what_is_not_declared_and_other_signatures() -> None:
-    f = Function("f", "cpu", F)
-    assert fits(_spec(), [f, Function("g", "cpu", "(Tensor) -> int")])
-    assert not fits(_spec(), [f, Function("g", "cpu", "(Tensor) -> float")])
-    assert not fits(_spec(), [f, Function("h", "cpu", F)])
+    f = NativeFunction("f", "cpu", F)
+    assert fits(_spec(), [f, NativeFunction("g", "cpu", "(Tensor) -> int")])
+    assert not fits(_spec(), [f, NativeFunction("g", "cpu", "(Tensor) -> float")])
+    assert not fits(_spec(), [f, NativeFunction("h", "cpu", F)])
     assert not fits(_spec(kernels=()), [f])

@@ -316,7 +316,7 @@ def test_trusted_keys_may_be_in_files_with_comments(
     listed.write_text(f"# releases\n\n{theirs.key} until 2027\n  {ours.key}\n")
     signing.sign(str(file), ours.private)
     with override(trusted_keys=(str(listed),)):
-        assert signatures.trusted() == (theirs.key, ours.key)
+        assert signatures.keys_to_trust() == (theirs.key, ours.key)
         accepted(file, tmp_path)
 
 
@@ -350,7 +350,7 @@ def test_a_key_that_can_be_written_in_two_ways_is_refused(ours: signing.Pair) ->
         override(trusted_keys=("ed25519:" + "A" * 42 + "B=",)),
         pytest.raises(SettingError, match="not a public key"),
     ):
-        signatures.trusted()
+        signatures.keys_to_trust()
 
 
 @pytest.mark.parametrize(

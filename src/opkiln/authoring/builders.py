@@ -84,7 +84,7 @@ class Sources(NamedTuple):
         return (*((CUDA, ROCM) if self.cuda else ()), *((CPU,) if self.cpu else ()))
 
 
-class Functions:
+class DeclaredFunctions:
     """The functions of a library. ``module`` declares them, if it is another than the library's:
     as long as it is not imported, their schemas are read from its text."""
 
@@ -133,7 +133,7 @@ class DecoratedBuilder(CUDAOpBuilder):
     PARAMETERS = Parameters("")
     VALUES: tuple[Value, ...] = ()  # of the parameters, in the builder of one variant
     PARTS: tuple[type[DecoratedBuilder], ...] = ()  # of what is several libraries under one name
-    FUNCTIONS = Functions()
+    FUNCTIONS = DeclaredFunctions()
     WITHOUT: Mapping[str, tuple[str, ...]] = {}  # functions that a backend's library does not have
     _made: dict[tuple[Value, ...], type[DecoratedBuilder]]  # the builders of the variants
     # What is loaded, by the loader's era and the device; None: there is no library for it.
@@ -286,7 +286,7 @@ def builder_for(
         "NAME": name,
         "NAMESPACE": namespace,
         "BACKENDS": sources.backends,
-        "FUNCTIONS": Functions(functions),
+        "FUNCTIONS": DeclaredFunctions(functions),
         "FILE": file,
         "DIRECTORY": "" if directory == root else os.path.relpath(directory, root),
         "SOURCES": sources,

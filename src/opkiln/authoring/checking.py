@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from opkiln.errors import DifferenceError
-from opkiln.loading.gradient import tensors, without_autocast
+from opkiln.loading.gradient import autocast_off, tensors
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -39,9 +39,9 @@ class Comparison:
         schema = native._schema
         names = [argument.name for argument in schema.arguments]
         now = {**dict(zip(names, args, strict=False)), **kwargs}
-        before = {name: copied(value) for name, value in now.items()}
-        expected_args = {name: copied(value) for name, value in before.items()}
-        with without_autocast(tuple(tensors(args, kwargs))):
+        before = {name: copy_tensors(value) for name, value in now.items()}
+        expected_args = {name: copy_tensors(value) for name, value in before.items()}
+        with autocast_off(tuple(tensors(args, kwargs))):
             expected = self._reference(**expected_args)
         got = native(*args, **kwargs)
         self.results(got, expected, before)
@@ -74,7 +74,7 @@ class Comparison:
             self._compare(arguments, result, one, other, strides=True)
 
     def _error(self, arguments: dict[str, Any], what: str, why: str) -> DifferenceError:
-        given = "\n".join(f"  {name} = {_shown(each)}" for name, each in arguments.items())
+        given = "\n".join(f"  {name} = {_describe(each)}" for name, each in arguments.items())
         return DifferenceError(
             f"op {self._op}: native and reference differ: {what}",
             why=f"{why}\ncalled with\n{given}",
@@ -83,7 +83,7 @@ class Comparison:
     def _compare(
         self, arguments: dict[str, Any], what: str, got: Tensor, expected: Tensor, *, strides: bool
     ) -> None:
-        both = f"native gives {_shown(got)}, the reference {_shown(expected)}"
+        both = f"native gives {_describe(got)}, the reference {_describe(expected)}"
         for name in ("dtype", "device", "shape"):
             one, other = getattr(got, name), getattr(expected, name)
             if one != other:
@@ -143,12 +143,12 @@ def _share(one: Tensor, other: Tensor) -> bool:
     return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
-def copied(value: Any) -> Any:
+def copy_tensors(value: Any) -> Any:
     """A value whose tensors are copies with the same strides."""
     if isinstance(value, Tensor):
         return _copy(value.detach())
     if isinstance(value, (list, tuple)):
-        return [copied(each) for each in value]
+        return [copy_tensors(each) for each in value]
     return value
 
 
@@ -163,12 +163,12 @@ def _copy(tensor: Tensor) -> Tensor:
     return memory.as_strided(tensor.shape, tensor.stride(), 0)
 
 
-def _shown(value: Any) -> str:
+def _describe(value: Any) -> str:
     if isinstance(value, Tensor):
         strides = "" if value.is_contiguous() else f", strides {value.stride()}"
         return f"{_plain(value.dtype)}{list(value.shape)} on {value.device}{strides}"
     if isinstance(value, list):
-        return f"[{', '.join(map(_shown, value))}]"
+        return f"[{', '.join(map(_describe, value))}]"
     return repr(value)
 
 

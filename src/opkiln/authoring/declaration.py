@@ -176,7 +176,7 @@ class Declaration(DecoratedOp[_P, _R_co]):
     ) -> None:
         name = function.__name__
         written = texts(f"op {name}: mutates=", mutates)
-        schema = schemas.of_function(name, function, written)
+        schema = schemas.schema_of(name, function, written)
         builder.declare(schema, function)
         entrance = self._entrance = Entrance(builder, schema, function)
         builder()._claim_name()

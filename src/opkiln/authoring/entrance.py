@@ -42,7 +42,7 @@ from opkiln.authoring.parameters import DTYPE, NATIVE, NO_GRAD, UNSERVED
 from opkiln.authoring.variants import Variant, device_of, require_allowed
 from opkiln.decision import terms
 from opkiln.errors import FallbackWarning, LoadError, SpecError, warn_caller
-from opkiln.loading.gradient import Gradient, tensors, with_defaults, without_autocast
+from opkiln.loading.gradient import Gradient, add_defaults, autocast_off, tensors
 from opkiln.loading.here import here
 from opkiln.loading.register import (
     Function,
@@ -112,7 +112,7 @@ class Entrance(Function):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._is_plain:
             return self.variant(())(*args, **kwargs)
-        args, kwargs = self._filled(args, kwargs)
+        args, kwargs = self._add_defaults(args, kwargs)
         if self.calls:
             try:
                 found, call = self._values_for(args, kwargs), self.calls
@@ -131,7 +131,7 @@ class Entrance(Function):
             return self._fall_back(why, args, kwargs)
         return (variant.overload if self._has_overloads else variant)(*args, **kwargs)
 
-    def unserved(self, *args: Any, unserved_because: str, **kwargs: Any) -> Any:
+    def take_unserved(self, *args: Any, unserved_because: str, **kwargs: Any) -> Any:
         """Take a call that a kernel does not serve, or one with a dtype that is not loaded: then
         there is no reason."""
         if unserved_because:
@@ -143,7 +143,7 @@ class Entrance(Function):
 
     def reference(self, *args: Any, **kwargs: Any) -> Any:
         """The reference, in the dtypes that it is given."""
-        with without_autocast(tuple(tensors(args, kwargs))):
+        with autocast_off(tuple(tensors(args, kwargs))):
             return self._function(*args, **kwargs)
 
     def _fall_back(self, why: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -204,11 +204,11 @@ class Entrance(Function):
     def _choose(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Variant | None, str]:
         """The variant for a call; or None, and why none serves it. Raises SpecError, and LoadError
         where the reference must not serve."""
-        args, kwargs = self._filled(args, kwargs)
+        args, kwargs = self._add_defaults(args, kwargs)
         found = self._values_for(args, kwargs)
         if found is None:
             return None, f"the function of @{self.op}.variant chose none for these arguments"
-        values, why = self.parameters.listed(found)
+        values, why = self.parameters.find_values(found)
         if why:
             return None, why
         keys: tuple[Any, ...] = values
@@ -232,12 +232,12 @@ class Entrance(Function):
             # As in ``calls.py``: what calling torch's object does, without its Python method.
             calls[keys[-1]] = getattr(variant.overload, "_op", variant.overload)
 
-    def _filled(
+    def _add_defaults(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments with the defaults of those that torch leaves out."""
         if self._defaults is None:  # asking torch for a schema takes long
-            self._defaults = with_defaults(self.overload()._schema, (), {})
+            self._defaults = add_defaults(self.overload()._schema, (), {})
         plain, named = self._defaults
         if len(args) < len(plain):
             args = (*args, *plain[len(args) :])
@@ -302,7 +302,7 @@ class Entrance(Function):
         schema = self.overload()._schema
 
         def batched(info: Any, in_dims: Any, *args: Any, **kwargs: Any) -> Any:
-            all_args, named = with_defaults(schema, args, kwargs)
+            all_args, named = add_defaults(schema, args, kwargs)
             dims = (*in_dims, *(None for _ in all_args[len(args) :]))
             return rule(info, dims, *all_args, **named)
 
@@ -317,11 +317,11 @@ class Entrance(Function):
     def _batch(self, overload: str) -> None:
         """Register what runs under vmap: the author's rule, or the reference on batched tensors."""
         if self._rule is not None:
-            name = f"{self.namespace}::{self.named(overload)}"
+            name = f"{self.namespace}::{self.overload_name(overload)}"
             torch.library.register_vmap(name, self._rule, lib=self._library)
         elif not self.mutates:
             self._batching = self._batching or library_of(self.namespace)
-            self._batching.impl(self.named(overload), self._function, "FuncTorchBatched")
+            self._batching.impl(self.overload_name(overload), self._function, "FuncTorchBatched")
 
     def _tell_leftovers(self, before: Entrance) -> None:
         """Define the overloads that the op had and does not have any more."""
@@ -330,10 +330,10 @@ class Entrance(Function):
                 self._left.append(overload)
                 self.define(self._library, overload)
                 kernel = self._leftovers[overload] = library_of(self.namespace)
-                kernel.impl(self.named(overload), self, "CompositeExplicitAutograd")
+                kernel.impl(self.overload_name(overload), self, "CompositeExplicitAutograd")
 
     def _tell_overload(self, overload: str, kernel: Callable[..., Any] | None) -> None:
-        library, name = self._library if overload else self._first, self.named(overload)
+        library, name = self._library if overload else self._first, self.overload_name(overload)
         if overload in self._leftovers:
             self._leftovers.pop(overload)._destroy()
         else:
@@ -350,11 +350,11 @@ class Entrance(Function):
         arguments, _, results = self.schema[len(self.name) + 1 :].rpartition(") -> ")
         star = "" if "*, " in arguments else "*, "
         more = f"{arguments}{', ' if arguments else ''}{star}str {REASON}"
-        name = self.named(UNSERVED)
+        name = self.overload_name(UNSERVED)
         self._unserved = library_of(self.namespace)
         self._unserved.define(f"{name}({more}) -> {results}")
         self._keep(name)
-        self._unserved.impl(name, self.unserved, "CompositeExplicitAutograd")
+        self._unserved.impl(name, self.take_unserved, "CompositeExplicitAutograd")
 
     def _keep(self, name: str) -> None:
         """Have torch keep an operator for good."""

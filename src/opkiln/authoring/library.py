@@ -92,7 +92,7 @@ def op(
             EMULATE=emulate,
             __doc__=function.__doc__,
         )
-        return _declared(function, mutates, builder)
+        return _declare(function, mutates, builder)
 
     return decorate
 
@@ -119,7 +119,7 @@ class Library:
 
         def decorate(function: Callable[_P, _R]) -> DecoratedOp[_P, _R]:
             _require_function("@op", function)
-            return _declared(function, mutates, self.builder)
+            return _declare(function, mutates, self.builder)
 
         return decorate
 
@@ -200,7 +200,7 @@ def _require_function(decorator: str, function: object) -> None:
         raise SpecError(f"{decorator} decorates functions, not {type(function).__name__}")
 
 
-def _declared(
+def _declare(
     function: Callable[_P, _R], mutates: str | Iterable[str], builder: type[DecoratedBuilder]
 ) -> DecoratedOp[_P, _R]:
     """What takes the place of a function. Raises SpecError for one that cannot be an op."""

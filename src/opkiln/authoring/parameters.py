@@ -77,16 +77,16 @@ class Parameters(Record):
             return cls(op, ((DTYPE, _checked_dtypes(op, dtypes)),), by_dtype=True)
         made = cls(
             op,
-            _listed(op, "variants", variants),
-            _listed(op, "tune", tune),
-            ahead=_listed(op, "ahead", ahead or {}),
+            _check_values(op, "variants", variants),
+            _check_values(op, "tune", tune),
+            ahead=_check_values(op, "ahead", ahead or {}),
         )
         if both := sorted(set(variants) & set(tune)):
             raise SpecError(f"op {op}: variants= and tune= both have {', '.join(both)}")
         for name, values in made.ahead:
             if unknown := [each for each in values if each not in dict(made.all).get(name, ())]:
                 raise SpecError(
-                    f"op {op}: ahead= has {_shown({name: unknown[0]})}",
+                    f"op {op}: ahead= has {_join_values({name: unknown[0]})}",
                     why=f"it lists some of the values of variants= and tune=: {made.in_words()}",
                 )
         count = math.prod(len(values) for _, values in made.all)
@@ -140,11 +140,11 @@ class Parameters(Record):
         found = [each for each in every if wanted.items() <= self._by_name(each).items()]
         if not found:
             raise SpecError(
-                f"op {self.op} has no variant with {_shown(wanted)}", why=self.in_words()
+                f"op {self.op} has no variant with {_join_values(wanted)}", why=self.in_words()
             )
         return found
 
-    def listed(self, found: Any) -> tuple[tuple[Value, ...], str]:
+    def find_values(self, found: Any) -> tuple[tuple[Value, ...], str]:
         """The chosen values in the order of the names, and why no variant has them; empty where one
         does. ``found`` is what the author's function gave. Raises SpecError for other than a dict
         with exactly these names."""
@@ -214,7 +214,7 @@ def texts(where: str, given: Any) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _listed(
+def _check_values(
     op: str, argument: str, given: Mapping[str, Sequence[Value]]
 ) -> tuple[tuple[str, tuple[Value, ...]], ...]:
     if not hasattr(given, "items"):
@@ -259,5 +259,5 @@ def _text(value: Value) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _shown(values: Mapping[str, Value]) -> str:
+def _join_values(values: Mapping[str, Value]) -> str:
     return ", ".join(f"{name}={_text(value)}" for name, value in values.items())

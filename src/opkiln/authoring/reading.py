@@ -39,7 +39,7 @@ def schemas_in(module: str, functions: object) -> tuple[str, ...]:
     has these functions. Raises Unreadable."""
     try:
         specs = _specs(module)
-        found = [each for spec in specs for each in _declared(spec, functions)]
+        found = [each for spec in specs for each in _read_schemas(spec, functions)]
     except Exception as error:  # as many kinds as Python has: importing the module tells
         raise Unreadable(module) from error
     if not found:
@@ -65,7 +65,7 @@ def _specs(module: str) -> Iterator[Any]:
         yield _spec_of(f"{module}.{each.name}")
 
 
-def _declared(spec: Any, functions: object) -> Iterator[str]:
+def _read_schemas(spec: Any, functions: object) -> Iterator[str]:
     scope: dict[str, Any] = {"__name__": spec.name, "torch": sys.modules.get("torch", _TORCH)}
     text = _BODY.sub(r"\1 ...\n", f"{spec.loader.get_source(spec.name)}\n")
     for node in ast.parse(text).body:
@@ -84,30 +84,30 @@ def _declared(spec: Any, functions: object) -> Iterator[str]:
                 continue
         elif isinstance(node, ast.FunctionDef):
             for decorator in node.decorator_list:
-                written = _written(decorator, functions, scope)
+                written = _read_mutates(decorator, functions, scope)
                 if written is not None:
                     node.decorator_list, node.body = [], node.body[:1]
                     _run(node, scope)
-                    yield schema.of_function(node.name, scope[node.name], written)
+                    yield schema.schema_of(node.name, scope[node.name], written)
                     break
 
 
-def _written(
+def _read_mutates(
     decorator: ast.expr, functions: object, scope: dict[str, Any]
 ) -> tuple[str, ...] | None:
     """The arguments that a decorated function writes to; None for the decorator of another
     library, and for any other."""
     match decorator:
         case ast.Call(func=ast.Attribute(value=library, attr="op"), keywords=given):
-            builder = getattr(_evaluated(library, scope), "builder", None)
+            builder = getattr(_evaluate(library, scope), "builder", None)
             if getattr(builder, "FUNCTIONS", None) is not functions:
                 return None
-            values = [_evaluated(each.value, scope) for each in given if each.arg == "mutates"]
+            values = [_evaluate(each.value, scope) for each in given if each.arg == "mutates"]
             return texts("mutates=", values[0]) if values else ()
     return None
 
 
-def _evaluated(node: ast.expr, scope: dict[str, Any]) -> Any:
+def _evaluate(node: ast.expr, scope: dict[str, Any]) -> Any:
     return eval(compile(ast.Expression(node), scope["__name__"], "eval"), scope)  # noqa: S307
 
 

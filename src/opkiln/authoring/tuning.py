@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from opkiln import forks
-from opkiln.authoring.checking import copied, written_arguments
+from opkiln.authoring.checking import copy_tensors, written_arguments
 from opkiln.builder.base import backend_of
 from opkiln.decision import terms
 from opkiln.digest import key, read_file
@@ -76,7 +76,7 @@ class Tuning:
         if self.author_key is not None:
             return repr(self.author_key(*args, **kwargs))
         return " ".join(
-            f"{str(each.dtype).removeprefix('torch.')}{[_rounded(size) for size in each.shape]}"
+            f"{str(each.dtype).removeprefix('torch.')}{[_round_up(size) for size in each.shape]}"
             for each in tensors(args, kwargs)
         )
 
@@ -113,7 +113,7 @@ class Tuning:
                 if settings.mode == terms.NEEDED and not capturing:
                     why = _NOT_COMPILED
                 if not why:
-                    measured, why = self._measured(chosen, device, args, kwargs)
+                    measured, why = self._measure(chosen, device, args, kwargs)
                 if not measured:
                     first = self._candidates[0]
                     self._note(f"{self._in_words(first)} for {shape}, the first candidate: {why}")
@@ -121,7 +121,10 @@ class Tuning:
                         self._choices[asked] = first
                     return first, not capturing
                 best = min(measured, key=measured.__getitem__)
-                choice, how = tuned.Choice(question, best, measured), "measured in this process"
+                choice, how = (
+                    tuned.TunedChoice(question, best, measured),
+                    "measured in this process",
+                )
                 _keep(store, choice)
             for_ = f"{question.values}, {shape}" if question.values else shape
             times = "; ".join(
@@ -147,7 +150,7 @@ class Tuning:
                     texts.append(b"")
         return key("tuned sources", texts)
 
-    def _measured(
+    def _measure(
         self,
         chosen: tuple[Value, ...],
         device: torch.device,
@@ -158,9 +161,9 @@ class Tuning:
         variants = {
             self._in_words(each): self._variant((*chosen, *each)) for each in self._candidates
         }
-        failures = _loaded(variants, device.type)
+        failures = _load_candidates(variants, device.type)
         schema = self._variant((*chosen, *self._candidates[0])).overload._schema
-        args, kwargs = _with_copies(schema, args, kwargs)
+        args, kwargs = _copy_written(schema, args, kwargs)
         times = {}
         for name, variant in variants.items():
             if name in failures:
@@ -188,7 +191,7 @@ def _in_words(parameters: Iterable[tuple[str, Any]], values: Iterable[Value]) ->
     return ", ".join(f"{name}={value}" for (name, _), value in pairs)
 
 
-def _rounded(size: int) -> int:
+def _round_up(size: int) -> int:
     """Up to a power of two."""
     return 1 << (size - 1).bit_length() if size > 0 else 0
 
@@ -203,7 +206,7 @@ def _model(device: torch.device) -> str:
     return cpu_name() if device.type == "cpu" else device.type
 
 
-def _loaded(variants: dict[str, Variant], device: str) -> dict[str, str]:
+def _load_candidates(variants: dict[str, Variant], device: str) -> dict[str, str]:
     """Find or build all candidates, in parallel; why some cannot be had. Raises OpkilnError if none
     can, and SealedError."""
     from opkiln.engine import progress, schedule
@@ -220,30 +223,30 @@ def _loaded(variants: dict[str, Variant], device: str) -> dict[str, str]:
             errors[name] = error
             failures[name] = error.what
 
-    with progress.shown():
-        schedule.in_threads(work, variants.items())
+    with progress.show_builds():
+        schedule.call_in_threads(work, variants.items())
     for error in errors.values():
         if isinstance(error, SealedError) or len(errors) == len(variants):
             raise error
     return failures
 
 
-def _with_copies(
+def _copy_written(
     schema: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments, with copies of those that the op writes to."""
     written = written_arguments(schema)
     names = [each.name for each in schema.arguments]
     plain = tuple(
-        copied(value) if name in written else value
+        copy_tensors(value) if name in written else value
         for name, value in zip(names, args, strict=False)
     )
-    return plain, {n: copied(value) if n in written else value for n, value in kwargs.items()}
+    return plain, {n: copy_tensors(value) if n in written else value for n, value in kwargs.items()}
 
 
 def _time(call: Callable[[], Any], device: torch.device) -> float:
     """Seconds of one call: the median of several samples."""
-    elapsed = _on_gpu if device.type == "cuda" else _on_cpu
+    elapsed = _time_on_gpu if device.type == "cuda" else _time_on_cpu
     for _ in range(_WARM_UP):
         call()
     once = max(elapsed(call, 1, device), 1e-9)
@@ -252,7 +255,7 @@ def _time(call: Callable[[], Any], device: torch.device) -> float:
     return taken[_SAMPLES // 2]
 
 
-def _on_cpu(call: Callable[[], Any], count: int, device: torch.device) -> float:
+def _time_on_cpu(call: Callable[[], Any], count: int, device: torch.device) -> float:
     wait = torch.get_device_module(device).synchronize  # does nothing for a CPU
     wait(device)
     began = time.perf_counter()
@@ -262,7 +265,7 @@ def _on_cpu(call: Callable[[], Any], count: int, device: torch.device) -> float:
     return time.perf_counter() - began
 
 
-def _on_gpu(call: Callable[[], Any], count: int, device: torch.device) -> float:
+def _time_on_gpu(call: Callable[[], Any], count: int, device: torch.device) -> float:
     with torch.cuda.device(device):
         start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -274,7 +277,7 @@ def _on_gpu(call: Callable[[], Any], count: int, device: torch.device) -> float:
         return float(start.elapsed_time(end)) * 1e-3
 
 
-def _keep(store: Store, choice: tuned.Choice) -> None:
+def _keep(store: Store, choice: tuned.TunedChoice) -> None:
     if store.root is None:
         return
     try:

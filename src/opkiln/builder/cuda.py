@@ -84,7 +84,7 @@ class CUDAOpBuilder(OpBuilder):
         from opkiln.decision import archs
 
         try:
-            return cuda.has_bf16(cuda.parse(";".join(archs.wanted(self._bare()).archs)))
+            return cuda.has_bf16(cuda.parse(";".join(archs.find_wanted(self._bare()).archs)))
         except (LoadError, ToolchainError):
             return False  # there is nothing to build for; whoever loads is told
 
@@ -104,7 +104,7 @@ class CUDAOpBuilder(OpBuilder):
             op = op._replace(asked="all")
         language = archs.grammar(self.backend)
         try:
-            wanted = archs.wanted(op).archs
+            wanted = archs.find_wanted(op).archs
         except (LoadError, ToolchainError):
             if cross_compile_archs:
                 raise
@@ -116,7 +116,7 @@ class CUDAOpBuilder(OpBuilder):
         if self.backend == CPU:
             return spec
         if self.backend == EMULATED:
-            return self._emulated(spec)
+            return self._emulate(spec)
         # The host's part of a device library only launches kernels: it fits every CPU. The CUDA
         # runtime is linked statically; a second, shared one would have to be there when it loads.
         runtimes = ("cudart", "cudart_static") if self.backend == CUDA else ()
@@ -127,7 +127,7 @@ class CUDAOpBuilder(OpBuilder):
             libraries=tuple(name for name in spec.libraries if name not in runtimes),
         )
 
-    def _emulated(self, spec: OpSpec) -> OpSpec:
+    def _emulate(self, spec: OpSpec) -> OpSpec:
         """The CUDA sources as a library for the CPU, with the emulator's runtime."""
         shared = ("-D", "-U", "-I", "-std")  # flags that mean the same to nvcc and to g++
         flags = [flag for flag in self._device_args() if flag.startswith(shared)]

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def ask(request: Request) -> None:
     """Ask the compilers. What they say, or why they cannot be asked, is noted in the request."""
     try:
-        with usable_by_owner(), progress.shown(traced=False):
+        with usable_by_owner(), progress.show_builds(traced=False):
             request.compilers = _ask_in_turn(request)
     except ToolchainError as error:
         request.compilers = error
@@ -77,4 +77,4 @@ def plan_here(request: Request) -> Plan:
     """The plan that a build here would run, whether or not one is needed. Raises OpkilnError."""
     spec, target = request.op.spec, request.target
     tools = choice.choose(request.store.memory, spec.backend, target.machine, spec)
-    return plan_for(spec, archs.fitted(request.op, request.wanted, target, tools), tools)
+    return plan_for(spec, archs.fit_target(request.op, request.wanted, target, tools), tools)

@@ -314,7 +314,7 @@ def inputs(plan: Plan) -> dict[str, Any]:
     ]
     tools = {path: os.path.basename(path) for path in programs}
     fields = [field for field in spec._fields if field not in key.UNKEYED]
-    declared = dict(zip(fields, key.declared(spec), strict=True))
+    declared = dict(zip(fields, key.declaration_fields(spec), strict=True))
     del declared["inline"]
     return {
         "spec": declared,

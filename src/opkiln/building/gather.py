@@ -24,9 +24,9 @@ from opkiln.facts import (
     PROGRAM,
     UNSIGNED,
     Hasher,
-    joined,
-    parted,
+    join_names,
     signature_of,
+    split_names,
     together,
     value,
 )
@@ -135,17 +135,17 @@ def list_inputs(
     found = [(kind, path, "") for path, kind in paths.items()]
     found += [(LISTING, path, "") for path in outside(map(_strip_dot, observation.listed))]
     found += [(LINK, path, "") for path in _links(outside(observation.led))]
-    found += [(CHOICE, name, joined(programs)) for name, programs in chosen]
+    found += [(CHOICE, name, join_names(programs)) for name, programs in chosen]
     absent = set(outside(each.rstrip("/") for each in observation.absent))
     absent.update(outside(missing))
     if libraries:
-        found.append((LIBRARIES, elf.LIST, joined(sorted(libraries))))
+        found.append((LIBRARIES, elf.LIST, join_names(sorted(libraries))))
         if os.path.exists(elf.PRELOADS):
             found.append((FILE, elf.PRELOADS, ""))
         else:
             absent.add(elf.PRELOADS)
     found += [
-        (ABSENT, place, joined(sorted(names)))
+        (ABSENT, place, join_names(sorted(names)))
         for place, names in _nearest_directories(absent).items()
     ]
     return union([Inputs(tuple(found), tuple(unseen))])
@@ -197,7 +197,9 @@ def remove_covered(found: Inputs, covered: tuple[str, ...]) -> Inputs:
     kept = []
     for kind, path, what in found.facts:
         if kind == ABSENT:
-            left = joined(each for each in parted(what) if counts(os.path.join(path, each)))
+            left = join_names(
+                each for each in split_names(what) if counts(os.path.join(path, each))
+            )
             kept += [(kind, path, left)] if left else []
         elif counts(path + "/"):
             kept.append((kind, path, what))
@@ -340,7 +342,7 @@ def write(
         "payload": name,
         "size": os.stat(payload).st_size,
         "sha256": sha256_file(payload),
-        "deps": key.to_manifest(found),
+        "deps": key.manifest_facts(found),
     }
     long = {**lists, "facts": key.rows(found), "schema": entry.SCHEMA}
     files = {

@@ -27,7 +27,7 @@ from opkiln.model import (
     OpSpec,
 )
 from opkiln.settings import settings
-from opkiln.signature import Function, fits
+from opkiln.signature import NativeFunction, fits
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -61,7 +61,7 @@ def start(
     keys = ",".join(DISPATCH_KEYS[spec.backend])
     arguments = (str(os.getpid()), nonce, keys, ",".join(asked), *libraries)
     argv = process.python(_PROBE, *arguments, isolated=True)
-    with process.started(argv, tmpdir=tmpdir) as child:
+    with process.start_waiting(argv, tmpdir=tmpdir) as child:
         yield LoadTest(spec, path, child, nonce)
 
 
@@ -135,7 +135,7 @@ def _load_error(spec: OpSpec, path: str, done: Completed) -> LoadTestError | Sto
 
 def _require_kernels(spec: OpSpec, output: str) -> None:
     lines = [line for line in output.splitlines() if line.startswith(LISTED)]
-    functions = [Function(*line.removeprefix(LISTED).split("\t")) for line in lines]
+    functions = [NativeFunction(*line.removeprefix(LISTED).split("\t")) for line in lines]
     if functions and not fits(spec, functions):
         what, why, hint = misfit(spec, functions)
         raise LoadTestError(what, why=why, hint=hint)

@@ -113,7 +113,7 @@ def _read_loaded(
     found: dict[str, observer.Program | None] = {}
     for path in seen.loaded:
         try:
-            found[path] = observer.known(path, memory)
+            found[path] = observer.identify(path, memory)
         except FileNotFoundError:
             continue  # one that the step made for itself, or is gone, which is noticed elsewhere
         except PermissionError:

@@ -15,7 +15,7 @@ import os
 from opkiln.digest import read_file
 from opkiln.lazy import Record
 from opkiln.model import ABI_STABLE, CALL, DECORATOR, DISPATCH_KEYS, EXTENSION, function_name
-from opkiln.signature import cpp, devices, differences, of_schema
+from opkiln.signature import canonical_signature, cpp, devices, differences
 
 TYPE_CHECKING = False
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from opkiln.model import OpSpec
-    from opkiln.signature import Function
+    from opkiln.signature import NativeFunction
 
 
 class Names(Record):
@@ -114,7 +114,7 @@ def _uses_op_header(spec: OpSpec) -> bool:
     return any("<opkiln/op.h>" in text for text in texts)
 
 
-def misfit(spec: OpSpec, functions: Sequence[Function]) -> tuple[str, str, str]:
+def misfit(spec: OpSpec, functions: Sequence[NativeFunction]) -> tuple[str, str, str]:
     """The message, the reason and the hint for a library of op.h that does not fit its schemas."""
     schemas = {function_name(each): each for each in spec.schemas}
     device = devices(spec)[0]
@@ -128,7 +128,9 @@ def misfit(spec: OpSpec, functions: Sequence[Function]) -> tuple[str, str, str]:
         schema = schemas.get(each.name, "")
         if schema and (found := differences(schema, each.signature)):
             what = f"op {spec.title}: the C++ function {each.name} does not fit its schema"
-            why = "\n".join([*found, f"schema: {of_schema(schema)}", f"C++:    {each.signature}"])
+            why = "\n".join(
+                [*found, f"schema: {canonical_signature(schema)}", f"C++:    {each.signature}"]
+            )
             return what, why, cpp(schema) or "op.h has no C++ type for a part of the schema"
     there = {each.name for each in functions if each.device in devices(spec)}
     wanted = (each.partition("::")[2] for each in spec.kernels)

@@ -47,7 +47,7 @@ def _answer(given: str | None, name: str | None) -> dict[str, Any]:
     except ToolchainError as error:
         no_toolkit = error.what
     language = archs.grammar(backend)
-    listed = archs.parsed(backend, toolkit.archs) if toolkit else ()
+    listed = archs.parse_names(backend, toolkit.archs) if toolkit else ()
     natives = archs.devices(backend)
     asked, origin = origin_of(archs.SETTINGS[backend]) if given is None else (given, "LIST")
     if given is None and not asked:
@@ -65,7 +65,7 @@ def _answer(given: str | None, name: str | None) -> dict[str, Any]:
     notes: tuple[str, ...] = ()
     if toolkit and listed:
         if backend == CUDA and asked.strip().lower() == "native":
-            kept, notes = archs.for_devices(kept, toolkit)
+            kept, notes = archs.archs_for_devices(kept, toolkit)
         else:
             kept, refused = language.usable(kept, listed, toolkit.accepts)
     known_toolkit = None

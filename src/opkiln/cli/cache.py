@@ -178,7 +178,7 @@ def _check_store(remove: bool) -> Iterator[tuple[int, Fault | None]]:
             yield _check_file(layer.root, bundle=True)
             continue
         own = remove and layer.root == store.root
-        for path in observer.damaged(os.path.join(layer.root, "toolchains")):
+        for path in observer.find_damaged(os.path.join(layer.root, "toolchains")):
             if own:
                 os.unlink(path)
             yield 0, inventory.Fault(path, "the observer has another digest", True, own)

@@ -28,7 +28,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from opkiln.remote.fetch import PullResult
     from opkiln.remote.lockfile import LockRow
-    from opkiln.store.inventory import Entry
+    from opkiln.store.inventory import StoreEntry
 
 
 def _digest(_context: click.Context, _option: click.Parameter, text: str | None) -> str:
@@ -37,7 +37,7 @@ def _digest(_context: click.Context, _option: click.Parameter, text: str | None)
     return text or ""
 
 
-def newest_entries(ops: tuple[str, ...]) -> list[Entry]:
+def newest_entries(ops: tuple[str, ...]) -> list[StoreEntry]:
     """The newest entry of each op and target; of these ops, or of all. Raises StoreError."""
     from opkiln.store import inventory
     from opkiln.store.layers import Store

@@ -153,14 +153,14 @@ def check_command(ops: tuple[str, ...], package: str | None, as_json: bool) -> i
     comment. Nothing is built. Use it as the last step of an image build, or before a job.
     """
     from opkiln.decision.terms import CACHED, WOULD_COMPILE, Request, summary
-    from opkiln.loading.explain import looked
+    from opkiln.loading.explain import look_at
     from opkiln.registry import get_builder, ops_of
 
     if bool(ops) == (package is not None):
         raise click.UsageError("give names of ops or files that list them, or --package")
     if package is not None:
         ops = tuple(ops_of(package))
-    checked = {name: summary(looked(Request(get_builder(name).op()))) for name in _op_names(ops)}
+    checked = {name: summary(look_at(Request(get_builder(name).op()))) for name in _op_names(ops)}
     cold = [name for name, each in checked.items() if each.status == WOULD_COMPILE]
     document = [{"op": name, **each._asdict()} for name, each in checked.items()]
     rows = [(name, each.status, each.reason or each.path) for name, each in checked.items()]

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from opkiln.builder import OpBuilder
-    from opkiln.store.inventory import Entry
+    from opkiln.store.inventory import StoreEntry
 
 FILE = click.Path(dir_okay=False)
 
@@ -37,9 +37,9 @@ package_option = click.option(
 )
 
 
-def entries_of(name: str) -> Callable[[Entry], bool]:
+def entries_of(name: str) -> Callable[[StoreEntry], bool]:
     """A test for the entries of an op: ``OP`` of every package, or ``DISTRIBUTION:OP`` of one."""
-    from opkiln.registry import ALL_OPS, normalized
+    from opkiln.registry import ALL_OPS, normalize
 
     owner, _, op = name.rpartition(":")
     if owner:
@@ -47,10 +47,10 @@ def entries_of(name: str) -> Callable[[Entry], bool]:
             owner = ALL_OPS[name]().distribution  # the store knows it by its import name
         except UnknownOp:
             pass  # it is no longer installed: its entries have the name it had
-    owner = normalized(owner)
+    owner = normalize(owner)
 
-    def is_of_op(found: Entry) -> bool:
-        return found.name == op and (not owner or normalized(found.distribution) == owner)
+    def is_of_op(found: StoreEntry) -> bool:
+        return found.name == op and (not owner or normalize(found.distribution) == owner)
 
     return is_of_op
 

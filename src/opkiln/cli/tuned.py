@@ -13,7 +13,7 @@ from opkiln.report.layout import columns, count
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from opkiln.store.tuned import Choice
+    from opkiln.store.tuned import TunedChoice
 
 
 @click.group("tuned", short_help="Show and forget what ops measured for themselves.")
@@ -61,12 +61,12 @@ def clear(ops: tuple[str, ...]) -> None:
     output.say(f"forgot {count(len(found), 'choice')}")
 
 
-def _choices(ops: tuple[str, ...]) -> list[Choice]:
+def _choices(ops: tuple[str, ...]) -> list[TunedChoice]:
     """The choices of the ops, or all, sorted. An op is OP, or DISTRIBUTION:OP."""
     from opkiln.store import tuned
 
     root = writable_root()
-    found = list(tuned.kept(root)) if os.path.isdir(root) else []
+    found = list(tuned.read_choices(root)) if os.path.isdir(root) else []
     if ops:
         names = ((each, each.question.op, each.question.distribution) for each in found)
         found = [each for each, op, owner in names if op in ops or f"{owner}:{op}" in ops]

@@ -18,7 +18,7 @@ from opkiln.digest import key, sha256_file
 from opkiln.errors import OpkilnError
 from opkiln.loading import declaration
 from opkiln.model import REGISTERED, Op
-from opkiln.store.key import anchored
+from opkiln.store.key import anchored_fields
 
 Facts = dict[str, str | tuple[ProgramPart, ...]]
 Functions = dict[str, list[tuple[str, Any]]]
@@ -93,7 +93,7 @@ def find_change(before: Facts, functions: Functions, op: Op) -> str:
 def _fields(op: Op) -> list[tuple[str, Any]]:
     told = {} if op.registration is None else op.registration._asdict()
     apart = (*NOT_COMPARED, *REGISTERED, "spec", "registration")
-    fields = (*op._asdict().items(), *told.items(), *anchored(op.spec).items())
+    fields = (*op._asdict().items(), *told.items(), *anchored_fields(op.spec).items())
     return [(name, value) for name, value in fields if name not in apart]
 
 

@@ -50,10 +50,10 @@ def share(op: Op) -> None:
     build raises.
     """
     if not job.has_group():
-        if op.name in _ours and terms.pinned(op) is _ours[op.name]:
+        if op.name in _ours and terms.find_pin(op) is _ours[op.name]:
             terms.release(op)  # the job that it was pinned for has ended
         return
-    pin = terms.pinned(op)
+    pin = terms.find_pin(op)
     if pin is not None and pin is not _ours.get(op.name) and pin.spec == op.spec:
         return  # all ranks have voted
     place = job.find(None, None, None, None, settings.build_timeout)

@@ -103,7 +103,7 @@ class Worker:
 
     def look(self, number: int, request: Request) -> Outcome:
         """What would serve an op here. What is here already is kept."""
-        outcome = loader.decided(request)
+        outcome = loader.resolve(request)
         if isinstance(outcome, Serve):
             self.keep(number, outcome.artifact, CACHED)
         elif not isinstance(outcome, Build):
@@ -115,7 +115,7 @@ class Worker:
         ops = {(op.spec.distribution, op.spec.name.partition("__")[0]) for op in self.ops}
         found: dict[tuned.Question, str] = {}
         for place in Store().location.layers:
-            for each in tuned.kept(place.root) if not place.bundle else ():
+            for each in tuned.read_choices(place.root) if not place.bundle else ():
                 if (each.question.distribution, each.question.op) in ops:
                     found.setdefault(each.question, tuned.to_text(each))
         return tuple(sorted(found.values()))

@@ -60,7 +60,7 @@ def grammar(backend: str) -> Any:
     return import_module(_GRAMMARS[backend])
 
 
-def parsed(backend: str, names: Iterable[str]) -> tuple[Any, ...]:
+def parse_names(backend: str, names: Iterable[str]) -> tuple[Any, ...]:
     """Canonical names as the grammar's records; none for none."""
     text = ";".join(names)
     return tuple(grammar(backend).parse(text)) if text else ()
@@ -77,7 +77,7 @@ def memory() -> tuple[str, ...]:
     return (os.path.join(root, "toolchains"),)
 
 
-def wanted(op: Op) -> Wanted:
+def find_wanted(op: Op) -> Wanted:
     """What an op is to be built for here. Starts no compiler, unless the list is of all it has.
 
     Raises ArchError for a list that means nothing, LoadError where there is nothing to build for.
@@ -98,7 +98,7 @@ def wanted(op: Op) -> Wanted:
                 hint=_elsewhere(op),
             )
         asked, origin = "native", "devices"
-    listed = _listed() if "all" in asked.lower() and backend == CUDA else None
+    listed = _ask_toolkit() if "all" in asked.lower() and backend == CUDA else None
     if asked.strip().lower() == "native" and not native:
         raise LoadError(
             f"op {op.spec.title} has no {_name(backend)} architecture to be built for",
@@ -154,10 +154,10 @@ def devices(backend: str) -> tuple[Any, ...]:
     if backend == CUDA:
         from opkiln.devices import nvidia
 
-        return parsed(CUDA, nvidia.capabilities(nvidia.devices(memory())))
+        return parse_names(CUDA, nvidia.capabilities(nvidia.devices(memory())))
     from opkiln.devices import amd
 
-    return parsed(ROCM, (gpu.arch for gpu in amd.devices().gpus))
+    return parse_names(ROCM, (gpu.arch for gpu in amd.devices().gpus))
 
 
 def why_no_device(backend: str) -> str:
@@ -191,15 +191,15 @@ def may_use_device(backend: str) -> bool:
     return bool(nvidia.visible(nvidia.devices(memory()))[0])
 
 
-def _listed() -> tuple[Any, ...]:
+def _ask_toolkit() -> tuple[Any, ...]:
     from opkiln.toolchain import choice
 
     toolchain = choice.recall(memory(), CUDA) or choice.choose(memory(), CUDA)
     assert toolchain.device is not None
-    return parsed(CUDA, toolchain.device.archs)
+    return parse_names(CUDA, toolchain.device.archs)
 
 
-def fitted(op: Op, needs: Wanted, target: Target, toolchain: Toolchain) -> Target:
+def fit_target(op: Op, needs: Wanted, target: Target, toolchain: Toolchain) -> Target:
     """The target as this toolchain can serve it.
 
     A device that is newer than the toolkit gets what it can run, with a warning; an architecture
@@ -209,7 +209,10 @@ def fitted(op: Op, needs: Wanted, target: Target, toolchain: Toolchain) -> Targe
     if device is None or not target.archs:
         return target
     language = grammar(target.backend)
-    archs, listed = parsed(target.backend, target.archs), parsed(target.backend, device.archs)
+    archs, listed = (
+        parse_names(target.backend, target.archs),
+        parse_names(target.backend, device.archs),
+    )
     _, refused = language.usable(archs, listed, device.accepts)
     if not refused:
         return target
@@ -242,7 +245,7 @@ def _servable(
     last = None
     for arch in archs:
         try:
-            served, said = for_devices([arch], device)
+            served, said = archs_for_devices([arch], device)
         except ArchError as error:
             if str(arch) in seen or not seen:
                 raise ToolchainError(error.what, why=error.why, hint=error.hint) from None
@@ -265,7 +268,7 @@ def _instead(op: Op, backend: str, left: list[Any], listed: tuple[Any, ...]) -> 
     return f"export {_variable(backend)}='{archs}'"
 
 
-def for_devices(
+def archs_for_devices(
     archs: Iterable[Any], device: DeviceCompiler
 ) -> tuple[tuple[Any, ...], tuple[str, ...]]:
     """What this machine's GPUs get of a CUDA toolkit that may not know them, with a note for each
@@ -274,7 +277,7 @@ def for_devices(
     from opkiln.toolchain.torch_sdk import release  # not on the way to a hit
 
     language = grammar(CUDA)
-    listed = parsed(CUDA, device.archs)
+    listed = parse_names(CUDA, device.archs)
     driver = nvidia.devices(memory()).cuda
     takes_ptx = release(driver) >= release(device.version)
     chosen = [language.choose_for_device(arch, listed, takes_ptx) for arch in archs]
@@ -332,7 +335,7 @@ def way_of(
     return way, name
 
 
-def known(backend: str, archs: tuple[str, ...], images: tuple[str, ...]) -> bool:
+def knows_all(backend: str, archs: tuple[str, ...], images: tuple[str, ...]) -> bool:
     """Whether this version's grammar has all of these: a newer one's may have more."""
     language = grammar(backend)
     try:
@@ -362,12 +365,12 @@ def _visible(backend: str) -> list[str]:
     return sorted({gpu.arch for gpu in amd.visible(amd.devices())})
 
 
-def kept(op: Op, archs: tuple[str, ...]) -> bool:
+def keeps_all(op: Op, archs: tuple[str, ...]) -> bool:
     """Whether the op's filter keeps all of these."""
     if op.rule is None or not archs:
         return bool(archs)
     backend = op.spec.backend
-    return not grammar(backend).apply_filter(parsed(backend, archs), op.rule).removed
+    return not grammar(backend).apply_filter(parse_names(backend, archs), op.rule).removed
 
 
 def require_coverage(op: Op, needs: Wanted) -> None:
@@ -379,7 +382,7 @@ def require_coverage(op: Op, needs: Wanted) -> None:
     if not needs.archs:
         return
     language = grammar(backend)
-    code = parsed(backend, needs.archs)
+    code = parse_names(backend, needs.archs)
     for name in _visible(backend):
         if not language.covers(code, language.parse(name)[0]):
             origin = _asker(needs.origin)

@@ -42,15 +42,15 @@ _EXCUSES = (BuildError, LoadError, StoreError, ToolchainError)
 def decide(request: Request) -> Outcome | Ask | Fetch:
     """What serves a request, with every candidate and why it was taken or refused."""
     trace = Trace()
-    if request.use == LOAD and request.agreed and (pin := terms.pinned(request.op)) is not None:
-        return _agreed(request, pin, trace)
+    if request.use == LOAD and request.agreed and (pin := terms.find_pin(request.op)) is not None:
+        return _decide_agreed(request, pin, trace)
     try:
         return _native(request, trace)
     except OpkilnError as error:
         return _otherwise(request, error, trace)
 
 
-def _agreed(request: Request, pin: terms.Pin, trace: Trace) -> Serve | Reference | Refuse:
+def _decide_agreed(request: Request, pin: terms.Pin, trace: Trace) -> Serve | Reference | Refuse:
     """What all ranks of the job agreed on; where that cannot serve, nothing else does."""
     name, artifact = request.op.spec.name, pin.artifact
     hint = "opkiln.ensure(...)    # on all ranks, to agree again"
@@ -94,9 +94,9 @@ def _native(request: Request, trace: Trace) -> Serve | Build | Ask | Fetch:
 
             archs.require_sycl_device(spec)
     if request.use != SHIP:
-        if (found := _installed(request, trace)) is not None:
+        if (found := _find_installed(request, trace)) is not None:
             return Serve(found, trace)
-        if (found := _remembered(request, trace)) is not None:
+        if (found := _recall(request, trace)) is not None:
             return Serve(found, trace)
     from opkiln.lazy import imports
 
@@ -105,7 +105,7 @@ def _native(request: Request, trace: Trace) -> Serve | Build | Ask | Fetch:
     return search.search(request, trace)
 
 
-def _installed(request: Request, trace: Trace) -> Artifact | None:
+def _find_installed(request: Request, trace: Trace) -> Artifact | None:
     if not terms.uses_installed() or not (layers := _installed_layers(request.op.spec)):
         return None
     from opkiln.decision import prebuilt
@@ -133,7 +133,7 @@ def _names(directory: str) -> list[str]:
         return []  # not there, or not a directory
 
 
-def _remembered(request: Request, trace: Trace) -> Artifact | None:
+def _recall(request: Request, trace: Trace) -> Artifact | None:
     found = receipt.recall(request)
     if found is None:
         return None

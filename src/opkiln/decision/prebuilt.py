@@ -104,7 +104,7 @@ def judge(request: Request, manifest: Mapping[str, Any], asked: Measure) -> Fit:
         _other_flags(target, asked)
         or _other_abi(request, target["abi_tag"])
         or _lacking_cpu(request, manifest, asked)
-        or _on_device(request, manifest)
+        or _fit_device(request, manifest)
     )
 
 
@@ -210,7 +210,7 @@ def _lacking(needs: Mapping[str, Any], abi: str) -> str:
     for soname, symbol, version in needs["symbols"]:
         if version and soname in handles and dlvsym is not None:
             if not dlvsym(handles[soname], symbol.encode(), version.encode()):
-                return f"it needs {_shown(symbol)} of {version}, which this {soname} lacks"
+                return f"it needs {_show_symbol(symbol)} of {version}, which this {soname} lacks"
         elif not version and not _has(dlsym, anywhere, symbol):
             unknown.append(symbol)
     if not unknown or (files and abi != ABI_STABLE):  # of one torch alone, which its tag names
@@ -223,10 +223,12 @@ def _lacking_symbols(symbols: list[str], files: list[str], sonames: Iterable[str
 
     for path in files:
         symbols = [*missing_symbols(path, symbols)]
-    return f"it needs {_shown(symbols[0])}, which {_torch_of(sonames)} lacks" if symbols else ""
+    return (
+        f"it needs {_show_symbol(symbols[0])}, which {_torch_of(sonames)} lacks" if symbols else ""
+    )
 
 
-def _shown(symbol: str) -> str:
+def _show_symbol(symbol: str) -> str:
     from opkiln.binary.elf import show_symbol
 
     return show_symbol(symbol)
@@ -281,7 +283,7 @@ def _has(dlsym: Any, handles: Iterable[int], symbol: str) -> bool:
     return False
 
 
-def _on_device(request: Request, manifest: Mapping[str, Any]) -> Fit:
+def _fit_device(request: Request, manifest: Mapping[str, Any]) -> Fit:
     """How well its code runs on the GPUs here. A library without device code fits every machine."""
     spec = request.op.spec
     if spec.backend not in (CUDA, ROCM):
@@ -290,9 +292,9 @@ def _on_device(request: Request, manifest: Mapping[str, Any]) -> Fit:
 
     target, images = manifest["target"], tuple(manifest["needs"]["images"])
     built, shown = tuple(target["archs"]), ";".join(target["archs"])
-    if not archs.known(spec.backend, built, images):
+    if not archs.knows_all(spec.backend, built, images):
         return Fit(f"its code is for {shown}, which this opkiln does not know")
-    if not archs.kept(request.op, built):
+    if not archs.keeps_all(request.op, built):
         return Fit(f"it is for {shown}, of which the op's filter keeps less")
     way, device = archs.way_of(spec.backend, request.wanted, built, images)
     if not way:
@@ -332,7 +334,7 @@ _NO_MANIFEST = (
 )  # fmt: skip
 
 
-class Directory:
+class DirectoryLayer:
     """A layer of directories: ``<intent>/<build>/<deps>`` below an op's own."""
 
     def __init__(self, root: str, *, own: bool = False) -> None:
@@ -341,7 +343,9 @@ class Directory:
 
     def leaves(self, spec: OpSpec) -> Iterable[str]:
         """An op's entries."""
-        return _below(os.path.join(self.root, "ops", place_of(spec.distribution, spec.name)), 3)
+        return _list_below(
+            os.path.join(self.root, "ops", place_of(spec.distribution, spec.name)), 3
+        )
 
     def manifest(self, leaf: str) -> dict[str, Any]:
         """What an entry says of itself. Raises OSError, ValueError, and StoreError where everybody
@@ -361,7 +365,7 @@ class Directory:
         return found.payload
 
 
-class Bundle:
+class BundleLayer:
     """A layer in one file (``store.archive``), with the methods of ``Directory``."""
 
     own = False
@@ -401,7 +405,7 @@ class Fitting(Record):
     rank: tuple[int, ...]
     leaf: str
     needs: Mapping[str, Any]
-    place: Directory | Bundle
+    place: DirectoryLayer | BundleLayer
 
 
 def find(
@@ -420,8 +424,10 @@ def find(
     and cannot be understood.
     """
     spec = request.op.spec
-    places: list[Directory | Bundle] = [Directory(layer, own=True) for layer in own]
-    places += [Bundle(layer) if os.path.isfile(layer) else Directory(layer) for layer in layers]
+    places: list[DirectoryLayer | BundleLayer] = [DirectoryLayer(layer, own=True) for layer in own]
+    places += [
+        BundleLayer(layer) if os.path.isfile(layer) else DirectoryLayer(layer) for layer in layers
+    ]
     told = {place: STORE if place.own else resort for place in places}
     fitting = [
         each for place in places for each in _fitting(request, place, trace, told[place], only)
@@ -429,7 +435,7 @@ def find(
     for each in sorted(fitting, key=lambda each: each.rank):  # of equals, the first layer's
         try:
             reason = lacking(each.needs, spec.abi)
-            found = None if reason else _examined(spec, each)
+            found = None if reason else _examine(spec, each)
             fits = _fits(found.manifest) if isinstance(found, entry.Leaf) else ""
         except (*_NO_MANIFEST, LoadError) as error:
             trace.add(told[each.place], "refused", f"damaged: {entry.in_words(error)}", each.leaf)
@@ -448,7 +454,7 @@ def find(
 
 
 def _fitting(
-    request: Request, place: Directory | Bundle, trace: Trace, resort: str, only: str
+    request: Request, place: DirectoryLayer | BundleLayer, trace: Trace, resort: str, only: str
 ) -> Iterator[Fitting]:
     """A layer's entries that fit by what their manifests say."""
     try:
@@ -498,13 +504,13 @@ def fetched_from(manifest: Mapping[str, Any]) -> str:
     return f"fetched from {origin.get('url')}, trusted by {by}"
 
 
-def _below(directory: str, levels: int) -> Iterator[str]:
+def _list_below(directory: str, levels: int) -> Iterator[str]:
     """The directories so many levels down."""
     if not levels:
         yield directory
         return
     for name in _names(directory):
-        yield from _below(os.path.join(directory, name), levels - 1)
+        yield from _list_below(os.path.join(directory, name), levels - 1)
 
 
 def _names(directory: str) -> list[str]:
@@ -518,7 +524,7 @@ def _names(directory: str) -> list[str]:
         return []  # not there, no directory, or not ours to read
 
 
-def _examined(spec: OpSpec, each: Fitting) -> entry.Leaf | entry.Refused | None:
+def _examine(spec: OpSpec, each: Fitting) -> entry.Leaf | entry.Refused | None:
     """Check owner and mode, the sources and the digests. A package that ships no sources is not
     checked for them."""
     places = {"src": spec.root, "opkiln": PACKAGE, "abs": "", OUTSIDE: ""}

@@ -26,7 +26,14 @@ from itertools import islice
 from typing import Any
 
 from opkiln import __version__, machine, trust
-from opkiln.digest import KEY_LENGTH, Signature, open_regular, read_file, sha256_file, signed
+from opkiln.digest import (
+    KEY_LENGTH,
+    Signature,
+    current_signatures,
+    open_regular,
+    read_file,
+    sha256_file,
+)
 from opkiln.model import ABI_NONE, CPU, PACKAGE, PLAN_VERSION, Artifact, place_of
 from opkiln.settings import LAYOUT, fingerprint, on_path, settings, store_candidates
 
@@ -51,13 +58,13 @@ def recall(request: Request) -> Artifact | None:
             if trust.fault(each, os.lstat(each)):
                 return None
         receipt = json.loads(read_file(path))
-        return _verified(root, receipt) if _holds(receipt) else None
+        return _verify(root, receipt) if _holds(receipt) else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None  # gone, damaged or of another kind: the full search decides
 
 
 def _holds(receipt: dict[str, Any]) -> bool:
-    if signed(receipt["files"]) != receipt["signatures"]:
+    if current_signatures(receipt["files"]) != receipt["signatures"]:
         return False
     if list(map(os.readlink, receipt["links"])) != receipt["texts"]:
         return False
@@ -77,7 +84,7 @@ def _same_path(receipt: dict[str, Any]) -> bool:
     nothing was made or removed in them."""
     path = receipt["path"]
     if receipt["path_signatures"] and list(settings.path[: len(path)]) == path:
-        return bool(signed(receipt["path_homes"]) == receipt["path_signatures"])
+        return bool(current_signatures(receipt["path_homes"]) == receipt["path_signatures"])
     return _lead_to_the_same(receipt["programs"])
 
 
@@ -108,7 +115,7 @@ def _same_images(signatures: list[list[Any]]) -> bool:
     return all(Signature(*facts).holds(path) for path, *facts in signatures)
 
 
-def _verified(root: str, receipt: dict[str, Any]) -> Artifact | None:
+def _verify(root: str, receipt: dict[str, Any]) -> Artifact | None:
     """The library, if its owner, mode, size and digest are right."""
     path = os.path.join(root, receipt["payload"])
     directory = os.path.dirname(path)
@@ -194,7 +201,7 @@ def _facts(read: Evidence) -> dict[str, Any] | None:
     """The files, directories and programs that were read, in the form that is checked fastest: the
     signatures of many as one list of numbers. None if one had not come to rest, or changed, and
     nothing else is known of it. Raises OSError."""
-    from opkiln.facts import CHOICE, LINK, Hasher, ask_again, parted
+    from opkiln.facts import CHOICE, LINK, Hasher, ask_again, split_names
 
     signatures = {path: Signature.of(path) for path in _own_code()}
     signatures |= {path: Signature(*each) for path, each in read.files.items()}
@@ -210,7 +217,7 @@ def _facts(read: Evidence) -> dict[str, Any] | None:
             links[path] = value
             continue
         if kind == CHOICE:  # of two lists of programs, the longer begins with the shorter
-            programs[path] = max([*parted(value)], programs.get(path, []), key=len)
+            programs[path] = max([*split_names(value)], programs.get(path, []), key=len)
             continue
         # What had just changed when it was read may have come to rest.
         now, signature = (value, looked) if looked.settled else ask_again(kind, path, value, hasher)

@@ -81,7 +81,7 @@ class _Compilers:
         self.fitted = target
         if self.tools is not None:
             try:
-                self.fitted = archs.fitted(request.op, request.wanted, target, self.tools)
+                self.fitted = archs.fit_target(request.op, request.wanted, target, self.tools)
             except ToolchainError as error:
                 trace.add("build", "refused", f"{error.what}: {error.why}")
                 self.tools, self.refusal = None, self.refusal or error
@@ -95,9 +95,9 @@ class _Compilers:
                 facts.incomplete()  # where a compiler may be used, another build may be right
             elif not any_will_do and choice.available(target.backend, target.machine, spec):
                 return None  # which entries are its own is only known after it was asked
-        found = built(request, self.fitted, self.tools, self.trace)
+        found = find_built(request, self.fitted, self.tools, self.trace)
         if found is None and any_will_do and self.tools is not None:
-            found = built(request, target, None, self.trace)
+            found = find_built(request, target, None, self.trace)
         return found
 
 
@@ -113,7 +113,7 @@ def _refusal(request: Request) -> tuple[OpkilnError | None, str]:
     return None, ""
 
 
-def built(
+def find_built(
     request: Request, target: Target, toolchain: Toolchain | None, trace: Trace
 ) -> Artifact | None:
     """An entry of the user's own layers: the build that this toolchain would make.
@@ -195,10 +195,10 @@ def _covering(request: Request, target: Target, toolchain: Toolchain | None) -> 
     """
     yield target
     if request.op.spec.backend in (CUDA, ROCM) and request.wanted.native:
-        yield from _of_other_archs(request, target, request.store, toolchain)
+        yield from _other_archs(request, target, request.store, toolchain)
 
 
-def _of_other_archs(
+def _other_archs(
     request: Request, target: Target, store: Store, toolchain: Toolchain | None
 ) -> Iterator[Target]:
     """Targets of entries in the store that differ in their architectures alone and run here."""
@@ -209,7 +209,7 @@ def _of_other_archs(
         if other.archs == target.archs or key.intent_key(spec, other) != intent:
             continue
         # What the op's filter removes does not come back this way.
-        if archs.kept(op, other.archs) and (way := archs.coverage(spec.backend, other.archs)):
+        if archs.keeps_all(op, other.archs) and (way := archs.coverage(spec.backend, other.archs)):
             ways[way].append(other)
     # The driver recompiles PTX at every start, so PTX is only better than nothing.
     if toolchain is not None and not terms.why_not_compile(request):

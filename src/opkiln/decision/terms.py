@@ -58,7 +58,7 @@ def seal(mode: str = "error") -> None:
     _seal = mode
 
 
-def sealed() -> bool:
+def is_sealed() -> bool:
     """Whether a compile is an error, whatever could serve instead."""
     return _seal == "error" or settings.mode == SEALED
 
@@ -92,7 +92,7 @@ def why_no_reference(request: Request) -> str:
         return "a native version was asked for"
     if settings.mode == NATIVE:
         return "OPKILN_MODE=native: a native version is required"
-    return "opkiln is sealed" if sealed() else ""
+    return "opkiln is sealed" if is_sealed() else ""
 
 
 NOTHING_TRUSTED = (
@@ -114,7 +114,7 @@ def prefers_reference(request: Request) -> bool:
 
 def refusal(spec: OpSpec, reason: str) -> CompilingOff:
     """The error for an op that would have to be compiled."""
-    kind = SealedError if sealed() else CompilingOff
+    kind = SealedError if is_sealed() else CompilingOff
     if unasked := why_no_tier_is_asked():
         reason += f"\nno tier of OPKILN_REMOTES was asked: {unasked}"
     return kind(f"op {spec.title} would have to be compiled", why=reason, hint=_hint(spec))
@@ -122,7 +122,7 @@ def refusal(spec: OpSpec, reason: str) -> CompilingOff:
 
 def about_to_compile(spec: OpSpec) -> None:
     """Called before the first compile of an op. Raises SealedError."""
-    if sealed():
+    if is_sealed():
         raise refusal(spec, never_compiles())
     if _seal == "warn":
         warnings.warn(
@@ -170,7 +170,7 @@ def pin(
     return made
 
 
-def pinned(op: Op) -> Pin | None:
+def find_pin(op: Op) -> Pin | None:
     """What was agreed on for an op."""
     return _pins.get(op.name)
 
@@ -227,7 +227,7 @@ class Request:
         """The device architectures. Raises ArchError, LoadError."""
         from opkiln.decision import archs
 
-        return archs.wanted(self.op)
+        return archs.find_wanted(self.op)
 
     @cached_property
     def sdk(self) -> TorchSDK | None:

@@ -74,11 +74,11 @@ def out_of_memory_kills(root: str = "/") -> Kills:
     group = 0
     for name, controller in (("memory.events", ""), ("memory.oom_control", "memory")):
         innermost = next(_values(root, name, controller), "")
-        group += _counted(innermost, "oom_kill")
-    return Kills(group, _counted(_read(os.path.join(root, "proc/vmstat")), "oom_kill"))
+        group += _read_count(innermost, "oom_kill")
+    return Kills(group, _read_count(_read(os.path.join(root, "proc/vmstat")), "oom_kill"))
 
 
-def _counted(text: str, name: str) -> int:
+def _read_count(text: str, name: str) -> int:
     """The number after a name, in a file with a name and a number on each line."""
     for line in text.splitlines():
         words = line.split()
@@ -205,9 +205,11 @@ def measure(root: str = "/", affinity: Collection[int] | None = None) -> Limits:
 
 
 class Budget:
-    """Hands out slots. One object serves all threads; ``shared()`` returns it."""
+    """Hands out slots. One object serves all threads; ``shared_budget()`` returns it."""
 
-    def __init__(self, limits: Limits, table: slots.Table, refused: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, limits: Limits, table: slots.SlotTable, refused: tuple[str, ...] = ()
+    ) -> None:
         self.limits = limits
         self._table = table
         self._refused = refused
@@ -239,7 +241,7 @@ class Budget:
         """
         want, most = self.slots_for(memory), settings.max_jobs
         wider = min(len(self.limits.slots), want * threads, max(want, most or want * threads))
-        ask = slots.Ask(self.limits.slots, want, wider, most, memory, self.limits.memory)
+        ask = slots.SlotRequest(self.limits.slots, want, wider, most, memory, self.limits.memory)
         taken, pid = self._await(ask, cancelled, waiting, limit, since), os.getpid()
         try:
             yield taken
@@ -251,7 +253,7 @@ class Budget:
 
     def _await(
         self,
-        ask: slots.Ask,
+        ask: slots.SlotRequest,
         cancelled: threading.Event | None,
         waiting: Callable[[int, float], None] | None,
         limit: float | None,
@@ -314,11 +316,11 @@ def _no_free_cpu(limit: float, holder: int | None) -> BuildTimeout:
 # This process's budgets. There is only one, unless the settings change.
 _lock = forks.lock()  # a signal handler may build, too
 _budgets: dict[tuple[object, ...], Budget] = {}
-_tables: dict[tuple[int, int], slots.Table] = {}
-_alone = slots.Table(None, -1)
+_tables: dict[tuple[int, int], slots.SlotTable] = {}
+_alone = slots.SlotTable(None, -1)
 
 
-def shared() -> Budget:
+def shared_budget() -> Budget:
     """The budget of this user on this host, under the current settings."""
     key = (settings.runtime_dir, settings.tmpdir, settings.memory)
     with _lock:
@@ -336,7 +338,7 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
-def _find_table() -> tuple[slots.Table, tuple[str, ...]]:
+def _find_table() -> tuple[slots.SlotTable, tuple[str, ...]]:
     """The table in the first usable place, and why each earlier place was refused."""
     uid = os.geteuid()
     chosen = settings.runtime_dir
@@ -357,7 +359,7 @@ def _find_table() -> tuple[slots.Table, tuple[str, ...]]:
     return _alone, tuple(refused)
 
 
-def _open_table(place: str, uid: int) -> slots.Table:
+def _open_table(place: str, uid: int) -> slots.SlotTable:
     with contextlib.suppress(FileExistsError):
         os.mkdir(place, 0o700)
     # Check the opened directory, not its name: anybody may create a name in /dev/shm or /tmp, or
@@ -376,7 +378,7 @@ def _open_table(place: str, uid: int) -> slots.Table:
         fd = os.open("slots", flags, 0o600, dir_fd=directory)
     finally:
         os.close(directory)
-    table = slots.Table(os.path.join(place, "slots"), fd)
+    table = slots.SlotTable(os.path.join(place, "slots"), fd)
     return _tables.setdefault(_identity(os.fstat(fd)), table)
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _BUILD_LANES = 1000  # the first lane for builds; steps are drawn in the lanes below
 
 
-class Trace:
+class ChromeTrace:
     """Collects events. ``close`` writes the whole file, or nothing and a warning.
 
     Each step is drawn in the lowest free lane, so there are as many lanes as steps ran at once.
@@ -36,14 +36,14 @@ class Trace:
             what, hint = f"the trace {path!r} cannot be written", "/tmp/opkiln-trace.json"
             raise SettingError(f"{what}: {reason}", why=why, hint=f"OPKILN_TRACE={hint}")
         self._lock = forks.lock()  # a signal handler may emit an event, too
-        self._processes = {"": _Process(os.getpid())}
+        self._processes = {"": _TracedProcess(os.getpid())}
 
     def __call__(self, event: Event, worker: str = "") -> None:
         """Add an event of this process, or of a worker, which is drawn as a process of its own."""
         with self._lock:
             if worker not in self._processes:
                 number = os.getpid() + len(self._processes)  # hosts may have equal process ids
-                self._processes[worker] = _Process(number, worker)
+                self._processes[worker] = _TracedProcess(number, worker)
             self._processes[worker].add(event)
 
     def close(self) -> None:
@@ -64,7 +64,7 @@ class Trace:
             )
 
 
-class _Process:
+class _TracedProcess:
     """The builds and steps of one process, in lanes."""
 
     def __init__(self, number: int, name: str = "") -> None:

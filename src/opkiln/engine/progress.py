@@ -37,7 +37,7 @@ _CLEAR, _GREEN, _RED, _PLAIN = "\r\x1b[2K", "\x1b[32m", "\x1b[31m", "\x1b[0m"
 
 
 @contextmanager
-def shown(trace: str | None = None, *, traced: bool = True) -> Iterator[None]:
+def show_builds(trace: str | None = None, *, traced: bool = True) -> Iterator[None]:
     """Within the block, builds report as ``OPKILN_PROGRESS``, ``OPKILN_TRACE`` and the logger ask.
 
     Blocks inside another have no effect, so a command that builds ten ops shows one bar. Blocks of
@@ -52,7 +52,7 @@ def shown(trace: str | None = None, *, traced: bool = True) -> Iterator[None]:
     key = settings.progress, settings.rank, settings.debug_cuda, id(sys.stderr), file
     try:
         with _turn:
-            sinks, count = _shared.get(key) or (_opened(file), 0)
+            sinks, count = _shared.get(key) or (_open_sinks(file), 0)
             _shared[key] = sinks, count + 1
         try:
             yield
@@ -73,24 +73,24 @@ _turn = forks.lock()
 os.register_at_fork(after_in_child=_shared.clear)
 
 
-def _opened(file: str | None) -> ExitStack:
+def _open_sinks(file: str | None) -> ExitStack:
     """The sinks for what is set; closing it closes them."""
     with ExitStack() as stack:
-        stack.enter_context(events.listening(for_people()))
+        stack.enter_context(events.listening(people_sink()))
         if settings.progress == "verbose" and sys.stderr is not None and not child.listeners:
-            output = _Output(sys.stderr)
+            output = _Stream(sys.stderr)
             stack.enter_context(process.telling(output.write_command))
-        if (log := for_logging()) is not None:
+        if (log := logging_sink()) is not None:
             stack.enter_context(events.listening(log))
             stack.enter_context(process.telling(log.command))
         if file:
             from opkiln.engine import chrome
 
-            stack.enter_context(events.listening(chrome.Trace(file)))
+            stack.enter_context(events.listening(chrome.ChromeTrace(file)))
         return stack.pop_all()
 
 
-def for_people(stream: TextIO | None = None) -> Bar | Lines | None:
+def people_sink(stream: TextIO | None = None) -> Bar | Lines | None:
     """The sink that ``OPKILN_PROGRESS`` asks for, on ``stream`` or standard error.
 
     Returns None for silence. ``auto`` means a bar on a terminal and lines elsewhere. It means
@@ -114,7 +114,7 @@ def for_people(stream: TextIO | None = None) -> Bar | Lines | None:
     return Bar(target, colour=colour) if choice == "bar" else Lines(target, colour=colour)
 
 
-def for_logging() -> Log | None:
+def logging_sink() -> Log | None:
     """The sink for the logger ``opkiln``; None if no handler would take its records.
 
     It never imports ``logging``: a process that has not imported it has no handlers.
@@ -149,7 +149,7 @@ def _shown_by_logging(stream: TextIO, *, terminal: bool) -> bool:
     return False
 
 
-class _Op:
+class _OpProgress:
     """The state of one op's build."""
 
     def __init__(self, started: float, steps: int) -> None:
@@ -166,7 +166,7 @@ class _Tally:
     """The state of all builds, updated by the events, and the lines that describe it."""
 
     def __init__(self, *, colour: bool = False, quiet: bool = False) -> None:
-        self._ops: dict[str, _Op] = {}
+        self._ops: dict[str, _OpProgress] = {}
         self._waiting: dict[str, Event] = {}
         self._next: dict[str, float] = {}  # op -> seconds of waiting before the next line
         self._colour = colour
@@ -187,7 +187,7 @@ class _Tally:
         self._waiting.pop(op, None)
         self._next.pop(op, None)
         if event.kind == events.BUILD_START or op not in self._ops:
-            self._ops[op] = _Op(event.at, data.get("steps", 0))
+            self._ops[op] = _OpProgress(event.at, data.get("steps", 0))
         state = self._ops[op]
         if event.kind == events.BUILD_START:
             plural = "" if data["steps"] == 1 else "s"
@@ -210,7 +210,7 @@ class _Tally:
             return _FIRST_QUIET_LINE
         return _FIRST_LINE if what == events.CPU else _FIRST_BUILD_LINE
 
-    def _summary(self, event: Event, state: _Op) -> str:
+    def _summary(self, event: Event, state: _OpProgress) -> str:
         op, wall = _printable(in_words(event.data["op"])), _seconds(event.data["wall"])
         colour, word = (_GREEN, "built") if event.data["ok"] else (_RED, "failed")
         word = f"{colour}{word}{_PLAIN}" if self._colour else word
@@ -235,7 +235,7 @@ class _Tally:
         return ""
 
 
-class _Output:
+class _Stream:
     """A stream that may go away."""
 
     def __init__(self, stream: TextIO) -> None:
@@ -275,7 +275,7 @@ class Lines:
         colour: bool = False,
         quiet: bool = False,
     ) -> None:
-        self._output = _Output(stream)
+        self._output = _Stream(stream)
         self._tally = _Tally(colour=colour, quiet=quiet)
         self._kinds = kinds
         self._lock = forks.lock()  # a signal handler may emit an event, too

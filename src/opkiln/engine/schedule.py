@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
 
-def in_threads(work: Callable[..., None], calls: Iterable[tuple[Any, ...]]) -> None:
+def call_in_threads(work: Callable[..., None], calls: Iterable[tuple[Any, ...]]) -> None:
     """Call ``work``, which raises nothing, with each of these arguments, in a thread for each
     if there are several.
 
@@ -93,7 +93,7 @@ def execute(
     Several threads may call this at once; they share the budget.
     """
     known = {task.name: task for task in tasks}
-    return _Run(known, timeout, since, budget or budgets.shared()).complete()
+    return _Run(known, timeout, since, budget or budgets.shared_budget()).complete()
 
 
 class _Run:

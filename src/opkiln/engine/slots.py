@@ -64,7 +64,7 @@ _UNIT, _MOST_UNITS = 64 << 20, _HOLDER - 1  # bytes of memory; the most units al
 _FLOCK = struct.Struct("hhqqi4x")  # on 64-bit Linux: type, whence, start, length, pid
 
 
-class Ask(NamedTuple):
+class SlotRequest(NamedTuple):
     """What a step asks for."""
 
     slots: tuple[int, ...]  # any of these
@@ -75,7 +75,7 @@ class Ask(NamedTuple):
     budget: int  # bytes that all steps together may use
 
 
-class _Locked(NamedTuple):
+class _HeldLock(NamedTuple):
     """A lock of another process."""
 
     start: int
@@ -83,7 +83,7 @@ class _Locked(NamedTuple):
     pid: int  # 0 if it is in another pid namespace
 
 
-class Table:
+class SlotTable:
     """The slots of one file, for this process and its threads.
 
     Record locks belong to a process. They do not exclude its threads from one another, and closing
@@ -104,7 +104,9 @@ class Table:
         self._held: dict[int, tuple[int, int]] = {}  # slot -> start and length of its lock
         self._running = 0
         self._given = 0  # how many steps of this process have ended
-        self._queue: list[Ask] = []  # the threads' requests in order, told apart by identity
+        self._queue: list[
+            SlotRequest
+        ] = []  # the threads' requests in order, told apart by identity
         self._ticket = 0  # when the first of them began to wait; 0 if none has
         self._lines: list[tuple[int, int]] = []  # start and length of our locks as a waiter
         self._starving_since: float | None = None
@@ -116,21 +118,21 @@ class Table:
 
     # The caller of any method below must hold ``changed``.
 
-    def join(self, ask: Ask) -> None:
+    def join(self, ask: SlotRequest) -> None:
         """Join the queue. ``leave`` must follow, unless ``take`` succeeds."""
         recently = time.monotonic() - self._extra_given < _STILL_STARVING
         if not self._queue and not self._held and not recently:
             self._starving_since = None
         self._queue.append(ask)
 
-    def leave(self, ask: Ask) -> None:
+    def leave(self, ask: SlotRequest) -> None:
         """Leave the queue."""
         self._queue = [each for each in self._queue if each is not ask]
         if self._first() is None:
             self._leave_lines()
         self.changed.notify_all()
 
-    def take(self, ask: Ask) -> tuple[int, ...]:
+    def take(self, ask: SlotRequest) -> tuple[int, ...]:
         """Take the slots. If they are not free, return () and let this process wait for them."""
         if self._first() is not ask:
             return ()
@@ -159,11 +161,11 @@ class Table:
         self._running -= 1
         self.changed.notify_all()
 
-    def is_next(self, ask: Ask) -> bool:
+    def is_next(self, ask: SlotRequest) -> bool:
         """Whether this request was next, in this process and among all, when it last tried."""
         return self._first() is ask and _WAITING not in self._behind
 
-    def holder(self, ask: Ask) -> int | None:
+    def holder(self, ask: SlotRequest) -> int | None:
         """The pid of another process that holds one of the slots or is ahead in the queue."""
         for slot in (*ask.slots, EXTRA):
             if slot not in self._held:
@@ -172,7 +174,7 @@ class Table:
         before = self._before(ask, time.monotonic())
         return before.pid if before else None
 
-    def holders(self, ask: Ask) -> tuple[object, ...]:
+    def holders(self, ask: SlotRequest) -> tuple[object, ...]:
         """Who holds the slots. Whenever a step has ended, in this process or another, it differs,
         unless another process started its next step in the same slot."""
         others = (
@@ -184,7 +186,7 @@ class Table:
 
     # The order
 
-    def _first(self) -> Ask | None:
+    def _first(self) -> SlotRequest | None:
         """The first request in the queue. One that must wait for its own ``most`` is skipped."""
         for ask in self._queue:
             if ask.most is None or self._running < ask.most:
@@ -201,13 +203,13 @@ class Table:
     def _tier(self) -> int:
         return _WAITING + min(len(self._held), _LAST_TIER) * _TIER
 
-    def _before(self, ask: Ask, now: float) -> _Locked | None:
+    def _before(self, ask: SlotRequest, now: float) -> _HeldLock | None:
         """A process that waits for some of these slots and is ahead of us."""
         return self._front(_WAITING, self._tier() + self._ticket * _ROW, ask.slots, ask.want, now)
 
     def _front(
         self, area: int, mine: int, slots: tuple[int, ...], want: int, now: float
-    ) -> _Locked | None:
+    ) -> _HeldLock | None:
         """The waiter before ``mine`` in an area, unless it has left slots unused for too long."""
         for found in self._waiting(area, mine, slots):
             if found.start in self._passed or self._is_stopped(found.pid):
@@ -223,14 +225,14 @@ class Table:
         self._behind.pop(area, None)
         return None
 
-    def _waiting(self, start: int, end: int, slots: tuple[int, ...]) -> Iterator[_Locked]:
+    def _waiting(self, start: int, end: int, slots: tuple[int, ...]) -> Iterator[_HeldLock]:
         """Other processes that wait for some of these slots, in order."""
         for found in self._locks(start, end):
             first = found.start % _ROW
             if any(first <= slot < first + found.length for slot in slots):
                 yield found
 
-    def _stand_in_line(self, ask: Ask, for_extra: bool) -> None:
+    def _stand_in_line(self, ask: SlotRequest, for_extra: bool) -> None:
         while True:
             row = self._ticket * _ROW
             lines = [(self._tier() + row + first, length) for first, length in _runs(ask.slots)]
@@ -258,7 +260,7 @@ class Table:
 
     # The slots
 
-    def _take_slots(self, ask: Ask, now: float) -> tuple[tuple[int, ...], bool]:
+    def _take_slots(self, ask: SlotRequest, now: float) -> tuple[tuple[int, ...], bool]:
         """(CPU slots or none, whether the step in the extra slot must end first)."""
         if self._before(ask, now) is not None:
             return (), False
@@ -271,7 +273,7 @@ class Table:
         self._starving_since = None
         return taken, False
 
-    def _take_extra(self, ask: Ask, now: float) -> tuple[tuple[int, ...], bool]:
+    def _take_extra(self, ask: SlotRequest, now: float) -> tuple[tuple[int, ...], bool]:
         """(the extra slot or none, whether to wait for it)."""
         mine = _STARVING + self._ticket * _ROW
         if self._front(_STARVING, mine, (EXTRA,), 1, now) is not None:
@@ -283,7 +285,7 @@ class Table:
             return (), False
         return (EXTRA,), False
 
-    def _lock_some(self, ask: Ask) -> tuple[int, ...]:
+    def _lock_some(self, ask: SlotRequest) -> tuple[int, ...]:
         """Lock ``want`` of the slots, or up to ``wider`` if nobody else waits for them, or none."""
         free = [slot for slot in ask.slots if slot not in self._held]
         most = max(ask.want, ask.wider)
@@ -322,13 +324,13 @@ class Table:
         for slot in slots:
             self._clear(*self._held.pop(slot))
 
-    def _holders(self, slot: int) -> Iterator[_Locked]:
+    def _holders(self, slot: int) -> Iterator[_HeldLock]:
         """Other processes that hold a slot and are not stopped."""
         for found in self._locks(slot * _SLOT, (slot + 1) * _SLOT):
             if not self._is_stopped(found.pid):
                 yield found
 
-    def _fits(self, ask: Ask) -> bool:
+    def _fits(self, ask: SlotRequest) -> bool:
         """Whether the step in the extra slot, if any, and all others fit into the memory.
 
         Without a step in the extra slot they always fit: each slot comes with its share.
@@ -348,7 +350,7 @@ class Table:
 
     # The locks
 
-    def _locks(self, start: int, end: int) -> Iterator[_Locked]:
+    def _locks(self, start: int, end: int) -> Iterator[_HeldLock]:
         """Locks of other processes between ``start`` and ``end``, in order."""
         while self.path is not None and not self.broken and start < end:
             asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, start, end - start, 0)
@@ -360,7 +362,7 @@ class Table:
             kind, _, at, length, pid = _FLOCK.unpack(answer)
             if kind == fcntl.F_UNLCK:
                 return
-            yield _Locked(at, length, pid)
+            yield _HeldLock(at, length, pid)
             start = at + length if length else end  # length 0 means "to the end of the file"
 
     def _set(self, start: int, length: int) -> bool:

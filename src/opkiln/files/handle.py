@@ -55,7 +55,7 @@ class _RequestQueue:
     def __init__(self, handle: Tensor, gds: devices.DeviceQueue | None = None) -> None:
         self.handle, self.gds = handle, gds
         self.process = os.getpid()
-        self.pending: dict[int, Request] = {}
+        self.pending: dict[int, FileRequest] = {}
 
     def call(self, name: str, *arguments: Any) -> Any:
         """The op's function of this name. It takes the queue first."""
@@ -64,7 +64,7 @@ class _RequestQueue:
         return getattr(self.gds.functions, f"gds_{name}")(self.handle, *arguments)
 
 
-class Request:
+class FileRequest:
     """A read or a write that was begun. It ends whether or not anybody keeps this object, and the
     tensors stay in memory until then."""
 
@@ -197,7 +197,7 @@ class AsyncIO:
 
     def read(
         self, tensor: Tensor, path: Path, offset: int = 0, *, partial: bool = False
-    ) -> Request:
+    ) -> FileRequest:
         """Begin to fill a tensor from a file, from ``offset`` on. ``path`` may be a descriptor.
 
         If the file ends before the tensor, ``wait`` raises EOFError. With ``partial=True`` it gives
@@ -205,16 +205,16 @@ class AsyncIO:
         """
         return self.read_all([Transfer(tensor, path, offset)], partial=partial)
 
-    def write(self, tensor: Tensor, path: Path, offset: int = 0) -> Request:
+    def write(self, tensor: Tensor, path: Path, offset: int = 0) -> FileRequest:
         """Begin to write a tensor to a file, from ``offset`` on. The file is made if it is not
         there, and is never made shorter. Raises OSError, ArgumentError."""
         return self.write_all([Transfer(tensor, path, offset)])
 
-    def read_all(self, transfers: Sequence[Transfer], *, partial: bool = False) -> Request:
+    def read_all(self, transfers: Sequence[Transfer], *, partial: bool = False) -> FileRequest:
         """``read`` of several tensors, from one file or from several, as one request."""
         return self._begin(transfers, "read_", write=False, partial=partial)
 
-    def write_all(self, transfers: Sequence[Transfer]) -> Request:
+    def write_all(self, transfers: Sequence[Transfer]) -> FileRequest:
         """``write`` of several tensors as one request. Their ranges must not overlap."""
         return self._begin(transfers, "write", write=True, partial=False)
 
@@ -274,7 +274,7 @@ class AsyncIO:
 
     def _begin(
         self, transfers: Sequence[Transfer], function: str, *, write: bool, partial: bool
-    ) -> Request:
+    ) -> FileRequest:
         self._check_open()
         memory = [_bytes(each.tensor, write) for each in transfers]
         for each, room in zip(transfers, memory, strict=True):
@@ -300,7 +300,7 @@ class AsyncIO:
             _Range(each.path, each.offset, size.numel())
             for each, size in zip(transfers, memory, strict=True)
         ]
-        made = queue.pending[number] = Request(queue, number, parts, partial)
+        made = queue.pending[number] = FileRequest(queue, number, parts, partial)
         if len(queue.pending) > _MANY:
             for other, request in list(queue.pending.items()):
                 if request.done() and request.error() is None:

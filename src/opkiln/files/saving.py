@@ -24,7 +24,7 @@ from torch import Tensor
 
 from opkiln.digest import taking_the_place_of
 from opkiln.errors import ArgumentError, ArgumentTypeError, UsageError
-from opkiln.files.handle import AsyncIO, Request, Transfer
+from opkiln.files.handle import AsyncIO, FileRequest, Transfer
 from opkiln.store import publish
 
 TYPE_CHECKING = False
@@ -387,7 +387,7 @@ def _mode_of(path: str) -> int | None:
 
 
 def _run(
-    files: AsyncIO | None, begin: Callable[[AsyncIO], Request], path: str, engine: str = "auto"
+    files: AsyncIO | None, begin: Callable[[AsyncIO], FileRequest], path: str, engine: str = "auto"
 ) -> None:
     """Begin a request and wait for it. If the wait is interrupted, it is cancelled."""
     if files is None:

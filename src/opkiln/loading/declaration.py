@@ -54,7 +54,7 @@ def check_registration(op: str, distribution: str, registration: Registration) -
     with _one_at_a_time:
         for part in ("reference", "fake", "backward"):
             provide = getattr(registration, part)
-            found = provide and _provided(op, distribution, part, provide)
+            found = provide and _call_provider(op, distribution, part, provide)
             if found is not None:
                 _check_names(op, registration, part, found)
                 if part == "reference":
@@ -92,7 +92,7 @@ def missing(op: str, what: str, name: str, found: Any) -> SpecError:
     )
 
 
-def _provided(op: str, distribution: str, what: str, provide: Callable[[], Any]) -> Any:
+def _call_provider(op: str, distribution: str, what: str, provide: Callable[[], Any]) -> Any:
     try:
         return provide()
     except Exception as error:

@@ -72,7 +72,7 @@ def explain(op: Op) -> Explanation:
     """Look at an op without building or loading it. Raises UsageError."""
     known, since = loader.loaded_here().get(op.name, (None, 0.0))
     request = Request(op)
-    outcome = looked(request)
+    outcome = look_at(request)
     status, reason, _ = summary(outcome)
     would = f"{status}: {reason}" if reason else status
     keys, changes = {}, []
@@ -86,7 +86,7 @@ def explain(op: Op) -> Explanation:
             keys["device"] = how
         if limits.named(plan.toolchain):
             keys["launcher"] = plan.toolchain.launcher or os.path.realpath(plan.toolchain.cxx)
-        if why := observer.noted(request.store.memory, plan.toolchain.cxx):
+        if why := observer.read_note(request.store.memory, plan.toolchain.cxx):
             keys["inputs"] = f"not observed, so each process compiles for itself: {why}"
         if not isinstance(outcome, Serve):
             changes = _changes(plan, request.store)
@@ -98,14 +98,14 @@ def explain(op: Op) -> Explanation:
         candidates=tuple((outcome if known is None else known).trace.candidates),
         keys=keys,
         changes=tuple(changes),
-        dropped=settings_module.dropped(),
+        dropped=settings_module.dropped_variables(),
         loaded=known is not None,
         since=since,
         new_process="" if known is None else would,
     )
 
 
-def looked(request: Request) -> Outcome:
+def look_at(request: Request) -> Outcome:
     """``loader.look``. Raises UsageError for a mistake in the declaration, the call or a setting,
     which is not an outcome to report but something to mend."""
     outcome = loader.look(request)

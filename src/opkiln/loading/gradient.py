@@ -54,13 +54,13 @@ class Gradient:
         ):
             return self.reference(*args, **kwargs)
         if torch.is_grad_enabled() and any(each.requires_grad for each in given):
-            call = _Call(self, keyset, *with_defaults(self.overload._schema, args, kwargs))
-            flat = _Function.apply(call, *given)  # type: ignore[no-untyped-call]
+            call = _GradientCall(self, keyset, *add_defaults(self.overload._schema, args, kwargs))
+            flat = _AutogradFunction.apply(call, *given)  # type: ignore[no-untyped-call]
             return _rebuilt(call.form, iter(flat))
-        return _Call(self, keyset, args, kwargs).below_autograd(args, kwargs)
+        return _GradientCall(self, keyset, args, kwargs).below_autograd(args, kwargs)
 
 
-class _Call:
+class _GradientCall:
     """One call of an op, with its tensors taken out: autograd follows tensors alone."""
 
     def __init__(
@@ -79,8 +79,8 @@ class _Call:
     def with_tensors(self, given: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
         """The arguments, with these tensors in the places of those that were taken out."""
         left = iter(given)
-        args = [_filled(each, left) for each in self._args]
-        return args, {name: _filled(each, left) for name, each in self._kwargs.items()}
+        args = [_fill(each, left) for each in self._args]
+        return args, {name: _fill(each, left) for name, each in self._kwargs.items()}
 
     def by_author(self, given: Sequence[Any], output: Any, grads: tuple[Any, ...]) -> list[Any]:
         """The gradients of the tensors by the author's formula, which gives one for each argument.
@@ -97,12 +97,12 @@ class _Call:
                 f"{len(values)} arguments"
             )
         pairs = zip(values, found, strict=True)
-        return [each for value, grad in pairs for each in _matched(value, grad)]
+        return [each for value, grad in pairs for each in _match_gradients(value, grad)]
 
 
-class _Function(torch.autograd.Function):
+class _AutogradFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, call: _Call, *given: Tensor) -> tuple[Any, ...]:
+    def forward(ctx: Any, call: _GradientCall, *given: Tensor) -> tuple[Any, ...]:
         args, kwargs = call.with_tensors(given)
         result = call.below_autograd(args, kwargs)
         call.form, flat = _form_of(result), _leaves(result)
@@ -117,15 +117,15 @@ class _Function(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         call, saved = ctx.call, ctx.saved_tensors
         given, output = saved[: ctx.inputs], saved[ctx.inputs :]
-        with without_autocast(given):
+        with autocast_off(given):
             if call.backward is not None:
                 whole = _rebuilt(call.form, iter(output)) if output else None
                 return (None, *call.by_author(given, whole, grads))
-            return (None, *_of_reference(call, given, ctx.needs_input_grad[1:], grads))
+            return (None, *_reference_gradients(call, given, ctx.needs_input_grad[1:], grads))
 
 
-def _of_reference(
-    call: _Call, given: Sequence[Tensor], needed: Sequence[bool], grads: Sequence[Any]
+def _reference_gradients(
+    call: _GradientCall, given: Sequence[Tensor], needed: Sequence[bool], grads: Sequence[Any]
 ) -> list[Any]:
     """The gradients of the reference, which is computed once more."""
     again = torch.is_grad_enabled()  # whether these gradients are to be differentiated, too
@@ -159,7 +159,7 @@ def takes_output(backward: Callable[..., Any]) -> bool:
     return "output" in inspect.signature(backward).parameters
 
 
-def with_defaults(
+def add_defaults(
     schema: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments with those that torch leaves out because they have their default values."""
@@ -200,7 +200,7 @@ def _rebuilt(form: Any, left: Iterator[Any]) -> Any:
     return kind([_rebuilt(part, left) for part in parts])
 
 
-def _filled(value: Any, left: Iterator[Any]) -> Any:
+def _fill(value: Any, left: Iterator[Any]) -> Any:
     if isinstance(value, Tensor):
         return next(left)
     if isinstance(value, (list, tuple)):
@@ -208,7 +208,7 @@ def _filled(value: Any, left: Iterator[Any]) -> Any:
     return value
 
 
-def _matched(value: Any, grad: Any) -> Sequence[Any]:
+def _match_gradients(value: Any, grad: Any) -> Sequence[Any]:
     """The gradients of the tensors of one argument."""
     if isinstance(value, Tensor):
         return (grad,)
@@ -223,7 +223,7 @@ def _has_gradient(tensor: Tensor) -> bool:
 
 
 @contextlib.contextmanager
-def without_autocast(given: Sequence[Tensor]) -> Iterator[None]:
+def autocast_off(given: Sequence[Tensor]) -> Iterator[None]:
     """Autocast off, as it is in a kernel: a kernel computes in the dtypes that it is given."""
     device = next((each.device.type for each in given if each.device.type != "cpu"), "cpu")
     if device == "meta" or not torch.is_autocast_enabled(device):

@@ -29,7 +29,7 @@ class Loaded(Record):
     op: Op  # what was asked for
 
 
-class Turn:
+class LoadTurn:
     """The threads of this process that load one op."""
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class OpHere:
         self.libraries: list[Artifact] = []  # those that were opened, oldest first
         self.lasts = False  # one of them cannot be unregistered
         self.is_told = False  # that the reference serves
-        self.turn = Turn()  # one per op: two ops may build at once
+        self.turn = LoadTurn()  # one per op: two ops may build at once
 
 
 class Here:

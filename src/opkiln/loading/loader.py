@@ -30,7 +30,7 @@ from opkiln.errors import (
 )
 from opkiln.loading import native, register
 from opkiln.loading.here import Loaded, here
-from opkiln.loading.native import beside, of_its_own, open_artifact
+from opkiln.loading.native import ensure_own_file, open_artifact, prepare_beside
 from opkiln.model import EXECUTABLE, LIBRARY, Artifact, Op
 from opkiln.settings import origin_of, override, settings, unknown
 from opkiln.trust import usable_by_owner
@@ -59,14 +59,14 @@ def load(
     error of what would fall back. If not ``verbose``, no progress is shown, unless the user set
     otherwise. Raises OpkilnError where nothing can serve.
     """
-    known = None if again else _known(op, must_be_native)
+    known = None if again else _find_loaded(op, must_be_native)
     if known is not None:
         return known
     mine = here.op(op.name)
     turn = mine.turn
     failures = turn.failures
     with turn.lock:
-        known = None if again else _known(op, must_be_native)
+        known = None if again else _find_loaded(op, must_be_native)
         if known is None:
             turn.raise_failure(op, failures)
             if not loaded_here():
@@ -95,7 +95,7 @@ def _tell_strange_settings() -> None:
         warn_caller(text, SettingWarning)
 
 
-def _known(op: Op, must_be_native: bool) -> Loaded | None:
+def _find_loaded(op: Op, must_be_native: bool) -> Loaded | None:
     """What is loaded under this name, if it is what is asked for: a notebook may have redefined
     the builder with other flags, or another gradient."""
     known = here.op(op.name).loaded
@@ -117,7 +117,7 @@ def _serve(op: Op, must_be_native: bool, again: bool) -> Loaded:
     keeps = older and (again or mine.lasts)
     request = Request(op, must_be_native=must_be_native or keeps)
     for _ in range(_ATTEMPTS):
-        outcome = decided(request)
+        outcome = resolve(request)
         if not (isinstance(outcome, Serve) and outcome.read is None):
             from opkiln.loading import declaration
 
@@ -130,7 +130,7 @@ def _serve(op: Op, must_be_native: bool, again: bool) -> Loaded:
             _tell_fallback(op, outcome)
             return Loaded(functions, None, outcome.trace, op)
         try:
-            artifact = outcome.artifact if isinstance(outcome, Serve) else _built(request, outcome)
+            artifact = outcome.artifact if isinstance(outcome, Serve) else _build(request, outcome)
         except OpkilnError as error:
             request.build_error = error
             continue
@@ -189,7 +189,7 @@ def set_aside() -> Iterator[None]:
         del here.ops[name]
     loaded = [each.loaded for each in aside.values() if each.loaded is not None]
     try:
-        with register.covered([each.op for each in loaded if each.artifact is not None]):
+        with register.cover_kernels([each.op for each in loaded if each.artifact is not None]):
             yield
     finally:
         forget_references()
@@ -200,7 +200,7 @@ def set_aside() -> Iterator[None]:
         here.era = before
 
 
-def decided(request: Request) -> Outcome:
+def resolve(request: Request) -> Outcome:
     """What serves a request that will be acted on: the remote tiers are asked, and there is a
     warning if a store that cannot be used is why nothing is found."""
     request.fetches = True
@@ -254,7 +254,7 @@ def obtain(request: Request) -> tuple[Artifact, Trace]:
 
     torch is imported by what the author's Python imports, and by nothing here. Raises OpkilnError.
     """
-    outcome = decided(request)
+    outcome = resolve(request)
     if isinstance(outcome, Serve):
         if outcome.read is not None:
             receipt.write(request, outcome.artifact, outcome.read)
@@ -264,17 +264,17 @@ def obtain(request: Request) -> tuple[Artifact, Trace]:
     from opkiln.loading import declaration
 
     declaration.check(request.op)
-    return _built(request, outcome), outcome.trace
+    return _build(request, outcome), outcome.trace
 
 
-def _built(request: Request, outcome: Build) -> Artifact:
+def _build(request: Request, outcome: Build) -> Artifact:
     """Run the plan of a decision. Raises OpkilnError."""
     from opkiln.lazy import imports
 
     with imports():
         from opkiln.building import build as building
         from opkiln.engine import progress
-    with usable_by_owner(), progress.shown():
+    with usable_by_owner(), progress.show_builds():
         built = building.build(outcome.plan, request.store, since=request.since)
     how = f"compiled {built.compiled} file(s) in {built.seconds:.1f} s"
     if built.unobserved:
@@ -319,8 +319,8 @@ def _open(op: Op, artifact: Artifact) -> Any:
     if artifact.sha256 in opened and (newest or spec.kind != LIBRARY):
         return opened[artifact.sha256]
     if earlier:
-        artifact = beside(spec, artifact, earlier)
-    artifact = of_its_own(op.name, artifact)
+        artifact = prepare_beside(spec, artifact, earlier)
+    artifact = ensure_own_file(op.name, artifact)
     value = open_artifact(spec, artifact.path, op.registration)
     if spec.kernels and spec.kind == LIBRARY:
         register.require_kernels(op)
@@ -337,7 +337,7 @@ def _tell_fallback(op: Op, outcome: Reference) -> None:
     mine = here.op(op.name)
     if mine.is_told or settings.mode in (terms.REFERENCE, terms.NEEDED):
         return
-    if (pin := terms.pinned(op)) is not None and pin.passing:
+    if (pin := terms.find_pin(op)) is not None and pin.passing:
         return
     mine.is_told = True
     error = outcome.error

@@ -31,7 +31,7 @@ from opkiln.model import (
     OpSpec,
     function_name,
 )
-from opkiln.signature import Function
+from opkiln.signature import NativeFunction
 
 TYPE_CHECKING = False
 
@@ -148,7 +148,7 @@ def _claim_name(name: str) -> str:
     return shown
 
 
-def beside(spec: OpSpec, artifact: Artifact, earlier: list[Artifact]) -> Artifact:
+def prepare_beside(spec: OpSpec, artifact: Artifact, earlier: list[Artifact]) -> Artifact:
     """The artifact to open after ``earlier``: itself, or a copy of one that was open before.
 
     The dynamic linker runs a library's initialisers once per file, so a version that comes back
@@ -177,7 +177,7 @@ def beside(spec: OpSpec, artifact: Artifact, earlier: list[Artifact]) -> Artifac
     return artifact
 
 
-def of_its_own(op: object, artifact: Artifact) -> Artifact:
+def ensure_own_file(op: object, artifact: Artifact) -> Artifact:
     """The artifact to open for ``op``: itself, or a copy if another op has opened the same file.
 
     The dynamic linker knows a file by its device and inode. A bundle's libraries with equal bytes
@@ -194,7 +194,7 @@ def of_its_own(op: object, artifact: Artifact) -> Artifact:
         if theirs is ours:
             break
         if theirs[0] != op and _one_file(theirs[1], artifact.path):
-            return _copied(artifact)
+            return _copy(artifact)
     return artifact
 
 
@@ -205,7 +205,7 @@ def _one_file(one: str, other: str) -> bool:
         return False  # collected since: then the other one is a new file
 
 
-def _copied(artifact: Artifact) -> Artifact:
+def _copy(artifact: Artifact) -> Artifact:
     from opkiln.store import sealed
 
     try:
@@ -251,7 +251,7 @@ class Listed(Record):
 
     library: Any
     pointer: Any
-    function: Function
+    function: NativeFunction
     namespace: str
     overloads: tuple[str, ...]
 
@@ -299,7 +299,7 @@ def adopt(spec: OpSpec, library: Any, registration: Registration | None) -> None
         unregister(*_name(spec))
         return
     pointers = tuple(_walk(spec, listed))
-    functions = [_described(each) for each in pointers]
+    functions = [_describe(each) for each in pointers]
     if not signature.fits(spec, functions):
         from opkiln.building.wording import misfit
 
@@ -371,9 +371,9 @@ def _walk(spec: OpSpec, listed: Any) -> Iterator[Any]:
         pointer = pointer.contents.next
 
 
-def _described(pointer: Any) -> Function:
+def _describe(pointer: Any) -> NativeFunction:
     each = pointer.contents
-    return Function(each.name.decode(), each.device.decode(), each.signature.decode())
+    return NativeFunction(each.name.decode(), each.device.decode(), each.signature.decode())
 
 
 def unregister(distribution: str, op: str, backend: str = "") -> None:

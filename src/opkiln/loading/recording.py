@@ -78,7 +78,7 @@ def _archs(op: Op) -> str:
 
     try:
         if op.spec.backend != CPU:
-            return ";".join(archs.wanted(op).archs)
+            return ";".join(archs.find_wanted(op).archs)
         return str(target_cpu()) if op.spec.vectorize else ""
     except OpkilnError:
         return ""

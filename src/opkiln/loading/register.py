@@ -175,7 +175,7 @@ def require_kernels(op: Op) -> None:
 
 
 @contextmanager
-def covered(ops: Sequence[Op]) -> Iterator[None]:
+def cover_kernels(ops: Sequence[Op]) -> Iterator[None]:
     """Within the block torch runs the references of these ops in the place of their kernels: what
     is registered later comes first. That also holds for a library that is opened in the block."""
     made: list[Any] = []
@@ -195,7 +195,7 @@ def _cover(function: Function, spec: OpSpec, registration: Registration) -> Any:
 
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     library = torch.library.Library(function.namespace, "IMPL")  # type: ignore[no-untyped-call]
-    for name in map(function.named, registration.overloads):
+    for name in map(function.overload_name, registration.overloads):
         for key in DISPATCH_KEYS[spec.backend]:
             if has(f"{function.namespace}::{name}", key):
                 with warnings.catch_warnings():
@@ -240,7 +240,7 @@ class Function:
 
         return getattr(getattr(getattr(torch.ops, self.namespace), self.name), name)
 
-    def named(self, overload: str) -> str:
+    def overload_name(self, overload: str) -> str:
         """The name of an overload; "" is the default one."""
         return f"{self.name}.{overload}" if overload else self.name
 
@@ -274,7 +274,7 @@ class Function:
         """Tell torch of the schema of an overload. Raises SpecError."""
         import torch
 
-        name = self.named(overload)
+        name = self.overload_name(overload)
         try:
             library.define(
                 name + self.schema[len(self.name) :], tags=(torch.Tag.pt2_compliant_tag,)
@@ -323,12 +323,12 @@ class Function:
 
     def reference(self, *args: Any, **kwargs: Any) -> Any:
         """The reference."""
-        function = self._used.get("reference") or self._found("reference")
+        function = self._used.get("reference") or self._look_up("reference")
         return function(*args, **kwargs)
 
     def fake(self, *args: Any, **kwargs: Any) -> Any:
         """What gives the shapes: the author's fake, or else the reference."""
-        function = self._used.get("fake") or self._found("fake", "reference")
+        function = self._used.get("fake") or self._look_up("fake", "reference")
         return function(*args, **kwargs)
 
     def forget(self) -> bool:
@@ -336,7 +336,7 @@ class Function:
         used, self._used = self._used.get("fake"), {}
         return used is not None and self._find("fake", "reference") is not used
 
-    def _found(self, *parts: str) -> Callable[..., Any]:
+    def _look_up(self, *parts: str) -> Callable[..., Any]:
         function = self._find(*parts)
         if function is None:
             from opkiln.loading import declaration

@@ -36,7 +36,7 @@ _DEFAULTS = (
 )
 
 
-def of_function(name: str, function: Callable[..., Any], mutates: Iterable[str] = ()) -> str:
+def schema_of(name: str, function: Callable[..., Any], mutates: Iterable[str] = ()) -> str:
     """The schema of ``function`` as an op ``name`` that writes to the arguments ``mutates``.
 
     Raises SpecError.
@@ -82,7 +82,7 @@ def of_function(name: str, function: Callable[..., Any], mutates: Iterable[str] 
         )
     results = results_of(hints["return"])
     if results is None:
-        raise _refused(name, "the result", hints["return"])
+        raise _refusal(name, "the result", hints["return"])
     return f"{name}({', '.join(words)}) -> {results}"
 
 
@@ -113,7 +113,7 @@ def _argument(op: str, argument: str, hint: Any, marks: dict[str, str]) -> str:
     """An argument of the schema. Takes the mark of one that is written to out of ``marks``."""
     kind = type_of(hint)
     if kind is None:
-        raise _refused(op, f"argument {argument}", hint)
+        raise _refusal(op, f"argument {argument}", hint)
     if kind.startswith("Tensor") and not kind.startswith("Tensor?["):
         kind = f"Tensor{marks.pop(argument, '')}{kind.removeprefix('Tensor')}"
     return f"{kind} {argument}"
@@ -140,7 +140,7 @@ def results_of(hint: Any) -> str | None:
     return None if None in kinds else f"({', '.join(map(str, kinds))})"
 
 
-def _refused(op: str, what: str, hint: Any) -> SpecError:
+def _refusal(op: str, what: str, hint: Any) -> SpecError:
     return SpecError(
         f"op {op}: {what} is annotated with {inspect.formatannotation(hint)}",
         why=f"an op takes and returns {_WORDS}",
@@ -180,7 +180,11 @@ def _default(op: str, parameter: inspect.Parameter, word: str, hint: Any) -> str
     """The default as a schema has it; ``word`` is the argument's type there."""
     if (written := _constant(word, parameter.default)) is not None:
         return written
-    name, wanted, shown = parameter.name, inspect.formatannotation(hint), _shown(parameter.default)
+    name, wanted, shown = (
+        parameter.name,
+        inspect.formatannotation(hint),
+        _show_value(parameter.default),
+    )
     given = "None" if parameter.default is None else f"None    # and take None for {shown}"
     raise SpecError(
         f"op {op}: {name}={shown} cannot be the default of an argument annotated with {wanted}",
@@ -210,7 +214,7 @@ def _constant(word: str, value: Any) -> str | None:
     return f'"{value}"' if kind == "Device" and _word(type(value)) == kind else None
 
 
-def _shown(value: Any) -> str:
+def _show_value(value: Any) -> str:
     try:
         text = repr(value)
     except Exception:  # also a number of more digits than Python prints

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
         SlidingWindow,
         Variable,
     )
-    from opkiln.ops.sparse_attn.plans import Plan
+    from opkiln.ops.sparse_attn.plans import LayoutPlan
 
 __all__ = [
     "BigBird",
@@ -26,8 +26,8 @@ __all__ = [
     "Dense",
     "Fixed",
     "Layout",
+    "LayoutPlan",
     "Longformer",
-    "Plan",
     "SlidingWindow",
     "SparseSelfAttention",
     "Variable",
@@ -36,7 +36,7 @@ __all__ = [
 
 _HOMES = {
     **dict.fromkeys(__all__, "opkiln.ops.sparse_attn.layouts"),
-    "Plan": "opkiln.ops.sparse_attn.plans",
+    "LayoutPlan": "opkiln.ops.sparse_attn.plans",
     "SparseSelfAttention": "opkiln.ops.sparse_attn.attention",
     "attention": "opkiln.ops.sparse_attn.attention",
 }

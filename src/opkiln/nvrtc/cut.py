@@ -49,7 +49,7 @@ class CannotCut(Exception):
     """The text has something that only nvcc can compile; the message says where and what."""
 
 
-class Function(NamedTuple):
+class SourceFunction(NamedTuple):
     """A function's definition: where it is, by the indices of its tokens, and whose it is."""
 
     first: int  # of its declaration
@@ -72,7 +72,7 @@ class Source:
         plain = ("name", "mark")
         self.words = [token.text if token.kind in plain else "" for token in self.significant]
         self.words += ["", ""]
-        self.functions: list[Function] = []
+        self.functions: list[SourceFunction] = []
         self.variables: list[int] = []  # of device memory, at namespace scope: where each begins
         self.unnamed: list[int] = []  # the opening braces of unnamed namespaces
         self.partners = self._paired()
@@ -116,7 +116,7 @@ class Source:
                 self.read_scope(opening + 1, self.partners[opening], in_class=False)
                 at = self.partners[opening] + 1
             else:
-                at = _Declaration(self, at, end, in_class).read()
+                at = SourceDeclaration(self, at, end, in_class).read()
 
     def _inner_scope(self, at: int, end: int) -> int:
         """The opening brace of ``namespace a::b {`` or ``extern "C" {``; 0 for something else."""
@@ -130,7 +130,7 @@ class Source:
         return at + 2 if linkage and self.significant[at + 1].kind == "string" else 0
 
 
-class _Declaration:
+class SourceDeclaration:
     """Reads one declaration: of a class, a function, a variable or anything else."""
 
     def __init__(self, source: Source, at: int, end: int, in_class: bool) -> None:
@@ -282,7 +282,7 @@ class _Declaration:
         last = self._partners[self._at]
         while self._words[last + 1] == "catch":
             last = self._partners[self._words.index("{", last)]
-        function = Function(
+        function = SourceFunction(
             first=self._start,
             head=self._initializers if self._initializers >= 0 else self._at,
             last=last,

@@ -73,7 +73,7 @@ class Stray(NamedTuple):
     written: bool  # False: started
 
 
-class _Process(NamedTuple):
+class _StartedProgram(NamedTuple):
     """How a program that was started is to be judged."""
 
     program: str  # the script itself, not its interpreter
@@ -99,7 +99,7 @@ class Conduct:
         self._shell = os.path.realpath("/bin/sh")
         self._device = set(map(os.path.realpath, own))
         self._outside: list[Stray] = []
-        self._processes: list[_Process] = []
+        self._processes: list[_StartedProgram] = []
         for started in seen.started:
             self._processes.append(self._judge(started, first))
 
@@ -131,7 +131,7 @@ class Conduct:
                     yield name, tuple(found)
                     break
 
-    def _judge(self, started: Started, first: str) -> _Process:
+    def _judge(self, started: Started, first: str) -> _StartedProgram:
         program = started.program
         asked_for = first if started.parent < 0 else self._found(started)
         script = bool(program) and has_interpreter(asked_for)
@@ -143,7 +143,7 @@ class Conduct:
             program = os.path.realpath(asked_for) if asked_for == first else asked_for
         launcher = self._is_launcher(program)
         if started.parent < 0:
-            return _Process(program, script or launcher, script or launcher)
+            return _StartedProgram(program, script or launcher, script or launcher)
         parent = self._processes[started.parent]
         if os.path.basename(program) in REMOTE:
             self._outside.append(Stray(program, parent.program, written=False))
@@ -152,12 +152,12 @@ class Conduct:
             compiler = not script and not launcher and _matches(_COMPILER, program)
             if compiler:
                 self._installed += _private_directories([program])
-            return _Process(program, not compiler, parent.writes and not compiler)
+            return _StartedProgram(program, not compiler, parent.writes and not compiler)
         named = self._belongs(asked_for, parent)
         if not named and (hidden or not self._belongs(program, parent)):
             stray = asked_for if hidden else program
             self._outside.append(Stray(stray, parent.program, written=False))
-        return _Process(program, script or launcher, script or launcher)
+        return _StartedProgram(program, script or launcher, script or launcher)
 
     def _found(self, started: Started) -> str:
         """The file that a program was asked for by; empty if it is not known."""
@@ -169,7 +169,7 @@ class Conduct:
                 return path
         return ""
 
-    def _belongs(self, program: str, parent: _Process) -> bool:
+    def _belongs(self, program: str, parent: _StartedProgram) -> bool:
         """Whether a compiler may start this program."""
         if not program:
             return False

@@ -57,7 +57,7 @@ def library(memory: tuple[str, ...], toolchain: Toolchain, stage: str) -> str:
             _make(memory, toolchain, path + ".part")
             os.rename(path + ".part", path)
         # LD_PRELOAD is a list, separated by blanks and colons.
-        return _held(path) if any(mark in path for mark in " :\t\n") else path
+        return _hold(path) if any(mark in path for mark in " :\t\n") else path
     except (OSError, ValueError, ToolchainError, BuildTimeout):
         return ""  # no space, no compiler any more, a machine that hangs: the build reports it
 
@@ -66,7 +66,7 @@ def _make(memory: tuple[str, ...], toolchain: Toolchain, path: str) -> None:
     """Put the observer there: a copy of the one that is kept, or a new one, which is kept."""
     here = (machine.architecture(), os.confstr("CS_GNU_LIBC_VERSION"), sha256_file(_SOURCE))
     name = f"{_PREFIX}{key('observer', here)}-"
-    for kept in (each for directory in memory for each in _stored(directory, name)):
+    for kept in (each for directory in memory for each in _list_stored(directory, name)):
         with contextlib.suppress(FileNotFoundError):  # `opkiln cache gc` may run
             shutil.copyfile(kept, path)
             if is_intact(kept, path):
@@ -86,7 +86,7 @@ def _make(memory: tuple[str, ...], toolchain: Toolchain, path: str) -> None:
 _descriptors: dict[str, int] = {}  # by digest: an open copy, for as long as this process runs
 
 
-def _held(path: str) -> str:
+def _hold(path: str) -> str:
     """A plain path by which children can open the observer."""
     data = read_file(path)
     name = sha256_file(path)
@@ -105,7 +105,7 @@ def is_intact(kept: str, path: str = "") -> bool:
     return sha256_file(path or kept) == kept.rpartition("-")[2]
 
 
-def _stored(directory: str, name: str) -> Iterator[str]:
+def _list_stored(directory: str, name: str) -> Iterator[str]:
     """Those that are kept, and not what another process is just writing there."""
     try:
         found = [each for each in os.listdir(directory) if each.startswith(name)]
@@ -114,7 +114,7 @@ def _stored(directory: str, name: str) -> Iterator[str]:
     yield from (os.path.join(directory, each) for each in found if _NAME.fullmatch(each))
 
 
-def damaged(directory: str) -> list[str]:
+def find_damaged(directory: str) -> list[str]:
     """The observers in a memory of compilers that are not what their names say."""
     names = os.listdir(directory) if os.path.isdir(directory) else ()
     stored = (os.path.join(directory, name) for name in names if _NAME.fullmatch(name))
@@ -123,11 +123,11 @@ def damaged(directory: str) -> list[str]:
 
 def note(memory: tuple[str, ...], cxx: str, unobserved: str) -> None:
     """Keep in mind why what a compiler does could not be observed; empty if it could."""
-    if unobserved != noted(memory, cxx):
+    if unobserved != read_note(memory, cxx):
         probing.remember(memory, _subject(cxx), {"why": unobserved}, [cxx])
 
 
-def noted(memory: tuple[str, ...], cxx: str) -> str:
+def read_note(memory: tuple[str, ...], cxx: str) -> str:
     """Why what this compiler does could not be observed when it was last used; empty if it was."""
     known = probing.recall(memory, _subject(cxx))
     return "" if known is None else known["why"]
@@ -159,7 +159,7 @@ class Program(NamedTuple):
 _known: dict[str, tuple[Signature, Program]] = {}
 
 
-def known(path: str, memory: tuple[str, ...]) -> Program:
+def identify(path: str, memory: tuple[str, ...]) -> Program:
     """A program or library that ran. Every step of a build loads the same ones, of a hundred
     megabytes together: each is looked through once. Raises OSError."""
     found = _known.get(path)
@@ -170,7 +170,7 @@ def known(path: str, memory: tuple[str, ...]) -> Program:
     def look() -> dict[str, Any]:
         return {"opaque": is_opaque(path), "searches": _searches(path)}
 
-    record = _remembered("program", path, memory, look)
+    record = _recall("program", path, memory, look)
     program = Program(record["opaque"], tuple(record["searches"]))
     _known[path] = signature, program
     return program
@@ -178,11 +178,11 @@ def known(path: str, memory: tuple[str, ...]) -> Program:
 
 def digest(path: str, memory: tuple[str, ...]) -> str:
     """The digest of any file. Raises OSError."""
-    found: str = _remembered("file", path, memory, lambda: {"sha256": digest_of(path)})["sha256"]
+    found: str = _recall("file", path, memory, lambda: {"sha256": digest_of(path)})["sha256"]
     return found
 
 
-def _remembered(
+def _recall(
     what: str, path: str, memory: tuple[str, ...], look: Callable[[], dict[str, Any]]
 ) -> dict[str, Any]:
     """What a look at a file finds. That of a large one is remembered in ``memory`` as long as its

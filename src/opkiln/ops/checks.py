@@ -10,7 +10,7 @@ NATIVE = (torch.float32, torch.bfloat16, torch.float16)
 FLOATS = (*NATIVE, torch.float64)
 
 
-def widened(x: Tensor) -> Tensor:
+def widen(x: Tensor) -> Tensor:
     """``x`` as what arithmetic is done in: fp32 for 16-bit elements."""
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 

@@ -14,7 +14,7 @@ from opkiln.ops.checks import (
     check_same,
     check_shape,
     check_within,
-    widened,
+    widen,
 )
 
 
@@ -37,7 +37,7 @@ def cos_and_sin(
         check_shape("cos", cos, [cos.shape[0], pairs])
         check_same(cos, "cos", sin=sin)
         check_within("positions", positions, 0, cos.shape[0] - 1)
-        return widened(cos)[positions][..., None, :], widened(sin)[positions][..., None, :]
+        return widen(cos)[positions][..., None, :], widen(sin)[positions][..., None, :]
     if theta <= 0:
         raise RuntimeError(f"theta is {theta:g}, expected a positive number")
     steps = torch.arange(pairs, device=positions.device, dtype=torch.float64)
@@ -46,10 +46,10 @@ def cos_and_sin(
     return angle.cos().to(exact), angle.sin().to(exact)
 
 
-def rotated(x: Tensor, c: Tensor, s: Tensor, interleaved: bool = False) -> Tensor:
+def rotate(x: Tensor, c: Tensor, s: Tensor, interleaved: bool = False) -> Tensor:
     """The first elements of each head rotated, as many as the cosines and sines are for."""
     count = 2 * c.shape[-1]
-    wide, rest = widened(x[..., :count]), x[..., count:]
+    wide, rest = widen(x[..., :count]), x[..., count:]
     if interleaved:
         a, b = wide[..., 0::2], wide[..., 1::2]
         turned = torch.stack((a * c - b * s, b * c + a * s), -1).flatten(-2)

@@ -48,7 +48,7 @@ def fetch(request: Request, target: Target, trace: Trace) -> bool:
             raise StoreError(reason, hint=terms.TRUST_HINT)
         if root is None:
             raise StoreError("there is no writable store to keep it in", hint="opkiln doctor")
-        keys = signatures.trusted()
+        keys = signatures.keys_to_trust()
         locked = lockfile.read(settings.lock) if settings.lock else ()
     except StoreError as error:
         trace.add(REMOTE, "refused", error.what, " ".join(settings.remotes))

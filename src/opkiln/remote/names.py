@@ -20,7 +20,7 @@ from opkiln.model import OpSpec
 from opkiln.remote.lockfile import LockRow
 from opkiln.settings import LAYOUT, origin_of
 from opkiln.store.entry import read_manifest, read_sidecar
-from opkiln.store.key import UNKEYED, declared, intent_key
+from opkiln.store.key import UNKEYED, declaration_fields, intent_key
 
 _LONGEST = 80  # characters of the op's name; a tag of a registry has at most 128 in all
 
@@ -56,7 +56,7 @@ def candidate_names(spec: OpSpec, targets: Iterable[Target]) -> list[str]:
     For ``native`` these are for this CPU, and for each level that it supports.
     """
     fields = [field for field in spec._fields if field not in UNKEYED]
-    told = dict(zip(fields, declared(spec), strict=True))["sources"]
+    told = dict(zip(fields, declaration_fields(spec), strict=True))["sources"]
     files = () if spec.inline else zip(told, spec.sources, strict=True)
     sources = [(name, sha256_file(os.path.join(spec.root, source))) for name, source in files]
     intents = dict.fromkeys(

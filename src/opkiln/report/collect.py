@@ -21,7 +21,7 @@ from opkiln.report.commands import install, pip, unset
 from opkiln.report.compilers import BACKENDS, supports
 from opkiln.report.machine import FoundDevices, Machine, Space, known_space
 from opkiln.report.operators import OpStatus
-from opkiln.settings import dropped, settings, table, unknown
+from opkiln.settings import dropped_variables, settings, table, unknown
 from opkiln.store import entry, inventory
 from opkiln.store.layers import Store
 from opkiln.toolchain import torch_sdk
@@ -90,11 +90,11 @@ def collect(
             torch=torch,
             torch_error=torch_error,
             devices=machine.devices(store.memory, torch),
-            budget=budget.shared().describe(),
+            budget=budget.shared_budget().describe(),
             store=store_status(store),
             settings=tuple(_setting_value(each.variable, *each.resolve()) for each in table()),
             unknown_variables=tuple(unknown()),
-            dropped_variables=dropped(),
+            dropped_variables=dropped_variables(),
         )
     return Report(__version__, time.time(), found, seen, problems(found, seen))
 

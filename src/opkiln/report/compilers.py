@@ -41,7 +41,7 @@ class Tool(NamedTuple):
 def survey(memory: tuple[str, ...], torch: TorchSDK | None, *, probe: bool) -> tuple[Tool, ...]:
     """Every compiler, by backend, in order of preference."""
     tools = [
-        tool._replace(unobserved=observer.noted(memory, tool.path)) if tool.taken else tool
+        tool._replace(unobserved=observer.read_note(memory, tool.path)) if tool.taken else tool
         for tool in _rank(CPU, host.candidates(memory))
     ]
     usable = any(tool.taken for tool in tools)

@@ -13,7 +13,7 @@ from opkiln.decision.terms import Candidate
 from opkiln.errors import OpkilnError
 from opkiln.loading import loader
 from opkiln.model import CUDA, ROCM, in_words
-from opkiln.registry import ALL_OPS, builder_of, bundled, declared, libraries
+from opkiln.registry import ALL_OPS, builder_of, bundled_ops, declared_ops, libraries
 from opkiln.report import redact
 
 
@@ -63,8 +63,8 @@ def statuses(*, changes: bool = False) -> tuple[OpStatus, ...]:
     # Not through ALL_OPS: it reads all entry points again for each op, which with thirty ops would
     # take half of a report's time.
     find: dict[str, Callable[[], type[OpBuilder]]]
-    find = {name: partial(ALL_OPS.__getitem__, name) for name in bundled()}
-    find |= {name: partial(builder_of, name, entry) for name, entry in declared().items()}
+    find = {name: partial(ALL_OPS.__getitem__, name) for name in bundled_ops()}
+    find |= {name: partial(builder_of, name, entry) for name, entry in declared_ops().items()}
     return tuple(each for name in find for each in _statuses(name, find[name], changes=changes))
 
 

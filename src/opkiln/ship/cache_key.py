@@ -14,6 +14,7 @@ import os
 from collections.abc import Iterable, Iterator
 
 from opkiln import __version__
+from opkiln.building.asking import plan_here
 from opkiln.digest import UnusableFile, key, sha256_file
 from opkiln.errors import OpkilnError
 from opkiln.model import CARRIED, OpSpec

@@ -33,7 +33,7 @@ from opkiln import __version__
 from opkiln.bundles.bundle import temporary_bundle, unpack_bytes
 from opkiln.decision.archs import target_cpu
 from opkiln.engine import events, progress
-from opkiln.engine.chrome import Trace
+from opkiln.engine.chrome import ChromeTrace
 from opkiln.errors import BuildError, OpkilnError, SpecError, StoreError, ToolchainError, UsageError
 from opkiln.model import CPU, flag_settings
 from opkiln.report.layout import count
@@ -187,8 +187,8 @@ def run(
     if tasks:
         what, file = f"{count(len(tasks), 'task')} on {name}", trace or settings.trace
         with (
-            progress.shown(traced=False),
-            contextlib.closing(Trace(file)) if file else contextlib.nullcontext() as recorder,
+            progress.show_builds(traced=False),
+            contextlib.closing(ChromeTrace(file)) if file else contextlib.nullcontext() as recorder,
         ):
             outcomes |= _do_tasks(crew, tasks, asked, what, recorder)
     return [outcomes[number] for number in range(len(asked))]
@@ -199,7 +199,7 @@ def _do_tasks(
     tasks: Mapping[int, Job],
     asked: Sequence[BuildRequest],
     what: str,
-    recorder: Trace | None,
+    recorder: ChromeTrace | None,
 ) -> dict[int, BuildOutcome]:
     """Do all tasks, show their progress, and record one trace of all workers."""
     root = Store().root

@@ -141,7 +141,7 @@ def prebuild(
         if missing or trace is not None:
             from opkiln.engine import progress
 
-            with progress.shown(trace):
+            with progress.show_builds(trace):
                 outcomes |= _build_all(missing, names_targets or len(missing) > 1)
     return [outcomes[number] for number in range(len(asked))]
 
@@ -151,7 +151,7 @@ def look(request: BuildRequest) -> BuildOutcome | Plan:
     builder = request.builder
     try:
         asked = decision_of(request)
-        outcome = loader.decided(asked)
+        outcome = loader.resolve(asked)
     except OpkilnError as wrong:  # the declaration itself
         return _outcome(request, FAILED, error=wrong)
     if isinstance(outcome, Serve):
@@ -205,7 +205,7 @@ def _build_all(missing: Mapping[int, BuildRequest], names_targets: bool) -> dict
         except BaseException as error:
             raised.append(error)
 
-    schedule.in_threads(work, missing.items())
+    schedule.call_in_threads(work, missing.items())
     if raised:
         raise raised[0]
     return outcomes

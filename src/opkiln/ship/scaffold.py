@@ -27,7 +27,7 @@ from opkiln import settings
 from opkiln.authoring.parameters import CPP_KEYWORDS
 from opkiln.digest import replace
 from opkiln.errors import StoreError, UsageError
-from opkiln.registry import GROUP, bundled
+from opkiln.registry import GROUP, bundled_ops
 
 SETUPTOOLS, HATCHLING = "setuptools", "hatchling"
 BACKENDS = (SETUPTOOLS, HATCHLING)
@@ -164,7 +164,7 @@ def op_of(name: str) -> str:
         (not _OP_NAME.fullmatch(op), letters),
         *_name_checks(op),
         (op in CPP_KEYWORDS, f"{op} is a keyword of C++"),
-        (op in bundled(), "opkiln has an op of this name"),
+        (op in bundled_ops(), "opkiln has an op of this name"),
         (op in _OCCUPIED, "the files of an op use this name for something else"),
         (op.startswith("test"), "pytest takes functions of such a name for tests"),
         (bool(variables & own), f"the variable OPKILN_BUILD_{op.upper()} has another meaning"),

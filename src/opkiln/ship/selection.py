@@ -148,7 +148,7 @@ def bundled_ops() -> list[DeclaredOp]:
     from opkiln import registry
 
     found = []
-    for name in registry.bundled():
+    for name in registry.bundled_ops():
         own = registry.ALL_OPS[name].BUILD_VAR
         variables = ((own,) if own else ()) + tuple(deepspeed_names.variables(name))
         found.append(DeclaredOp(name, variables=variables))

@@ -30,7 +30,7 @@ from opkiln.model import EXECUTABLE, SHARED
 from opkiln.ship.audit import ANY_PYTHON, python_tag, tag_for
 from opkiln.ship.sbom import sbom
 from opkiln.store import publish
-from opkiln.store.zip_format import DEFLATED, LARGEST, MOST_MEMBERS, Added, Writer, chunks
+from opkiln.store.zip_format import DEFLATED, LARGEST, MOST_MEMBERS, AddedMember, Writer, chunks
 
 SBOM = "sboms/opkiln.cdx.json"
 
@@ -221,7 +221,7 @@ def _metadata(name: str, batch: _Batch, ops: list[str]) -> bytes:
     return ("\n".join(lines) + "\n").encode()
 
 
-def _record(added: list[Added], itself: str) -> bytes:
+def _record(added: list[AddedMember], itself: str) -> bytes:
     text = io.StringIO()
     rows = csv.writer(text, lineterminator="\n")
     for each in added:

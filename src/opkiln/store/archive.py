@@ -47,10 +47,10 @@ from opkiln.store.zip_format import (
     LARGEST,
     LOCAL,
     MOST_MEMBERS,
-    Header,
+    MemberHeader,
     directory,
     local_header,
-    stored,
+    stored_header,
 )
 from opkiln.trust import fault
 
@@ -150,7 +150,9 @@ def _read_index(path: str, fd: int, file_size: int) -> Index:
     end = members[-1].offset + members[-1].size
     signature = _read_signature(fd, end)
     names = [INDEX, *(member.name for member in members)]
-    expected = end + len(signed_tail([stored(name, 0, 0, 0) for name in names], end, signature))
+    expected = end + len(
+        signed_tail([stored_header(name, 0, 0, 0) for name in names], end, signature)
+    )
     if expected != file_size:
         raise Damaged(f"it has {file_size} bytes; its index (SHA-256 {digest}) says {expected}")
     entries: dict[str, dict[str, Member]] = {}
@@ -199,11 +201,11 @@ def _laid_out(listed: list[tuple[str, int, str]], at: int) -> tuple[Member, ...]
     return tuple(members)
 
 
-def signed_tail(headers: list[Header], end: int, signature: bytes) -> bytes:
+def signed_tail(headers: list[MemberHeader], end: int, signature: bytes) -> bytes:
     """The bytes after the entries, which end at ``end``: signatures, if any, and the directory."""
     if not signature:
         return directory(headers)
-    last = stored(signatures.MEMBER, len(signature), crc32(signature), end)
+    last = stored_header(signatures.MEMBER, len(signature), crc32(signature), end)
     return local_header(last) + signature + directory([*headers, last])
 
 
@@ -221,7 +223,7 @@ class Bundle:
 
     def __init__(self, path: str, *, listed: bool = False) -> None:
         self.path = path
-        self.headers: list[Header] = []  # of the index and all entries, after ``check``
+        self.headers: list[MemberHeader] = []  # of the index and all entries, after ``check``
         try:
             # Without O_NONBLOCK, opening a FIFO waits for a writer.
             self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -284,7 +286,7 @@ class Bundle:
     def check(self) -> None:
         """Compare every byte of the file with the index. Raises Damaged, OSError."""
         listing = index_of(member[:3] for member in self.index.members)
-        headers = [stored(INDEX, len(listing), crc32(listing), 0)]
+        headers = [stored_header(INDEX, len(listing), crc32(listing), 0)]
         head = local_header(headers[0]) + listing
         if os.pread(self._fd, len(head), 0) != head:
             raise Damaged(f"its index (SHA-256 {self.index.sha256}) has changed")
@@ -294,7 +296,7 @@ class Bundle:
                 crc = crc32(chunk, crc)
                 digest.update(chunk)
             _compare(member, digest.hexdigest())
-            headers.append(stored(member.name, member.size, crc, member.header))
+            headers.append(stored_header(member.name, member.size, crc, member.header))
             head = local_header(headers[-1])
             if os.pread(self._fd, len(head), member.header) != head:
                 raise Damaged(
@@ -354,7 +356,7 @@ def examine(
             payload = files[found["payload"]]
             if (payload.size, payload.sha256) != (found["size"], found["sha256"]):
                 raise ValueError("its index and its manifest disagree")
-            return Leaf(leaf, found, _in_memory(bundle, payload))
+            return Leaf(leaf, found, _open_in_memory(bundle, payload))
     except MALFORMED as error:
         return Refused(leaf, f"damaged: {in_words(error)}", damaged=True)
     except StoreError as error:
@@ -370,7 +372,7 @@ def _split(leaf: str) -> tuple[str, str]:
     return path, f"{LAYOUT}/{rest}"
 
 
-def _in_memory(bundle: Bundle, member: Member) -> str:
+def _open_in_memory(bundle: Bundle, member: Member) -> str:
     """A path by which this process and its children can open the member."""
     name = member.name.rpartition("/")[2]
     try:

@@ -150,12 +150,12 @@ def _wrong(value: Any, shape: Any, where: str) -> str:
             return f"{where} has {len(value)} parts, not {count}{' and more' if more else ''}"
         parts = [
             (value[place], row.parts[place] if place < count else row.rest, f"{where}[{place}]")
-            for place in _of_each_type(value, row)
+            for place in _pick_each_type(value, row)
         ]
     return next(filter(None, (_wrong(*part) for part in parts)), "")
 
 
-def _of_each_type(value: list[Any], row: Row) -> Sequence[int]:
+def _pick_each_type(value: list[Any], row: Row) -> Sequence[int]:
     """The places in a list to look at. A sidecar has thousands of rows: of those whose parts have
     equal types, one is enough."""
     if row.parts or not (row.rest is str or (isinstance(row.rest, Row) and row.rest.flat)):
@@ -283,7 +283,7 @@ def examine(
         if reason := fault(directory, os.lstat(directory), listed=listed):
             return Refused(directory, reason)
         path = os.path.join(directory, MANIFEST)
-        with _opened(path, listed, LARGEST_RECORD) as (fd, found):
+        with _open_checked(path, listed, LARGEST_RECORD) as (fd, found):
             manifest = parse_manifest(read_opened(fd, found, LARGEST_RECORD, path))
         if own:
             if key.deps_key(manifest["deps"]) != os.path.basename(directory):
@@ -292,7 +292,7 @@ def examine(
                 return Refused(directory, "; ".join(changed))
         _check_payload(directory, manifest, listed)
         return Leaf(directory, manifest)
-    except _Untrusted as error:
+    except _UntrustedFile as error:
         return Refused(directory, str(error))
     except (FileNotFoundError, NotADirectoryError):
         return None
@@ -302,16 +302,16 @@ def examine(
         return Refused(directory, f"unreadable: {error}")
 
 
-class _Untrusted(Exception):
+class _UntrustedFile(Exception):
     """Why a file of a leaf is not trusted."""
 
 
 @contextmanager
-def _opened(path: str, listed: bool, limit: int) -> Iterator[tuple[int, os.stat_result]]:
+def _open_checked(path: str, listed: bool, limit: int) -> Iterator[tuple[int, os.stat_result]]:
     try:
         with open_regular(path, limit, os.O_NOFOLLOW) as (fd, found):
             if reason := fault(path, found, listed=listed):
-                raise _Untrusted(reason)
+                raise _UntrustedFile(reason)
             yield fd, found
     except UnusableFile as error:
         raise ValueError(str(error)) from error
@@ -338,7 +338,7 @@ def _check_payload(directory: str, manifest: dict[str, Any], listed: bool) -> No
     if "/" in name:
         raise ValueError("the payload's name contains a slash")
     try:
-        with _opened(os.path.join(directory, name), listed, LARGEST) as (fd, found):
+        with _open_checked(os.path.join(directory, name), listed, LARGEST) as (fd, found):
             if found.st_size != manifest["size"] or sha256_file(fd) != manifest["sha256"]:
                 raise ValueError(f"{name} has the wrong digest")
     except FileNotFoundError:

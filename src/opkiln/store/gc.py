@@ -24,12 +24,12 @@ from opkiln.store.inventory import (
     LEVELS,
     OBJECT,
     OP,
-    Entry,
+    StoreEntry,
     details,
     directories,
     entries,
     names_in,
-    reported,
+    report_errors,
 )
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ _SCRATCH = re.compile(r"opkiln-.+-[0-9a-f]{16}\Z")
 class Collected(NamedTuple):
     """What `collect` did."""
 
-    removed: tuple[Entry, ...]
+    removed: tuple[StoreEntry, ...]
     swept: tuple[str, ...]  # leftovers of processes that died
     before: int
     after: int
@@ -67,9 +67,9 @@ class Collected(NamedTuple):
         return self.before - self.after
 
 
-def discard(root: str, found: Entry) -> None:
+def discard(root: str, found: StoreEntry) -> None:
     """Remove one whole entry. It may be gone already. Raises StoreError."""
-    with reported("removed", found.directory):
+    with report_errors("removed", found.directory):
         publish.discard(root, found.directory)
 
 
@@ -86,7 +86,7 @@ def collect(
     clock = time.time()
     swept = [*_sweep_store(root, clock), *_sweep_scratch(clock)]
     since = math.inf if now else clock - GRACE
-    removed: list[Entry] = []
+    removed: list[StoreEntry] = []
     spared: set[str] = set()
     before = left = 0
     while True:
@@ -110,14 +110,14 @@ def collect(
 
 def _survey(
     root: str, since: float, spared: set[str], tell: Callable[[str], None] | None
-) -> tuple[int, int, list[Entry]]:
+) -> tuple[int, int, list[StoreEntry]]:
     """(bytes of all entries, how many were used after ``since``, the longest unused of the others).
 
     The list is limited: a store may have more entries than fit into memory.
     """
     total = recent = 0
 
-    def eligible() -> Iterator[Entry]:
+    def eligible() -> Iterator[StoreEntry]:
         nonlocal total, recent
         for each in entries(root):
             total += each.size
@@ -132,7 +132,9 @@ def _survey(
     return total, recent, oldest
 
 
-def _take(root: str, oldest: list[Entry], excess: int, spared: set[str]) -> Iterator[Entry]:
+def _take(
+    root: str, oldest: list[StoreEntry], excess: int, spared: set[str]
+) -> Iterator[StoreEntry]:
     """Remove entries until ``excess`` bytes are gone. Yields each removed entry. Adds those that
     are in use to ``spared``.
 
@@ -141,12 +143,12 @@ def _take(root: str, oldest: list[Entry], excess: int, spared: set[str]) -> Iter
     use is put back.
     """
     running = processes()
-    aside: list[tuple[Entry, str]] = []
+    aside: list[tuple[StoreEntry, str]] = []
     for each in oldest:
         if running.uses(each):
             spared.add(each.directory)
             continue
-        with reported("removed", each.directory):
+        with report_errors("removed", each.directory):
             trash = publish.set_aside(root, each.directory)
         if trash is not None:
             aside.append((each, trash))
@@ -157,7 +159,7 @@ def _take(root: str, oldest: list[Entry], excess: int, spared: set[str]) -> Iter
     for each, trash in aside:
         moved = os.path.join(trash, os.path.basename(each.payload)) if each.payload else ""
         if running.uses(each._replace(payload=moved)):
-            with reported("put back", each.directory):
+            with report_errors("put back", each.directory):
                 publish.put_back(trash, each.directory)
             spared.add(each.directory)
         else:
@@ -165,7 +167,7 @@ def _take(root: str, oldest: list[Entry], excess: int, spared: set[str]) -> Iter
             yield each
 
 
-def clear(root: str, chosen: Callable[[Entry], bool] | None = None) -> list[Entry]:
+def clear(root: str, chosen: Callable[[StoreEntry], bool] | None = None) -> list[StoreEntry]:
     """Remove everything, or only the ops' entries that are ``chosen`` and their objects.
 
     Running processes keep what they have open. A running build still publishes its result. Raises
@@ -194,7 +196,7 @@ class Processes(NamedTuple):
     paths: frozenset[str]  # mapped and open files, working directories
     files: frozenset[tuple[int, str]]  # (inode, name) of mapped and open files
 
-    def uses(self, found: Entry) -> bool:
+    def uses(self, found: StoreEntry) -> bool:
         """Whether a process has the entry's payload mapped, or is about to map it.
 
         Compares the path, and also the inode and name. The path differs in another mount of the
@@ -262,7 +264,7 @@ def _sweep_store(root: str, clock: float) -> list[str]:
         for path in directories(os.path.join(root, top), depth):
             # If an old file still has its temporary name, its writer is dead.
             limit = _LEFTOVER if is_temporary(path) else age
-            if limit is not None and _modified(path, clock) < clock - limit:
+            if limit is not None and _modification_time(path, clock) < clock - limit:
                 _remove(path)
                 swept.append(path)
     return swept
@@ -289,7 +291,11 @@ def _sweep_scratch(clock: float) -> list[str]:
     old = []
     for name in names_in(base):
         path = os.path.join(base, name)
-        if _SCRATCH.match(name) and _is_ours(path) and _modified(path, clock) < clock - age:
+        if (
+            _SCRATCH.match(name)
+            and _is_ours(path)
+            and _modification_time(path, clock) < clock - age
+        ):
             old.append(path)
     if not old:
         return []
@@ -311,7 +317,7 @@ def _is_ours(path: str) -> bool:
     return stat.S_ISDIR(found.st_mode) and private and found.st_uid == os.getuid()
 
 
-def _modified(path: str, clock: float) -> float:
+def _modification_time(path: str, clock: float) -> float:
     """When a file, or a directory or something directly in it, was last changed. Returns ``clock``
     if it is gone."""
     try:
@@ -328,7 +334,7 @@ def _remove(path: str) -> None:
     if os.path.isdir(path) and not os.path.islink(path):
         publish.remove(path)
         return
-    with reported("removed", path), suppress(FileNotFoundError):
+    with report_errors("removed", path), suppress(FileNotFoundError):
         os.unlink(path)
 
 

@@ -23,7 +23,7 @@ OP, OBJECT = "op", "object"
 LEVELS = ((OP, "ops", 5), (OBJECT, "objects", 3))
 
 
-class Entry(NamedTuple):
+class StoreEntry(NamedTuple):
     """One leaf, described from its directory alone.
 
     A hit must not write, so ``used`` comes from the file system. It is the time when the entry was
@@ -74,7 +74,7 @@ class Fault(NamedTuple):
     removed: bool = False
 
 
-def entries(root: str) -> Iterator[Entry]:
+def entries(root: str) -> Iterator[StoreEntry]:
     """Every leaf of a layer, good or not, sorted by path. Raises StoreError."""
     for kind, top, depth in LEVELS:
         for directory in directories(os.path.join(root, top), depth):
@@ -83,9 +83,9 @@ def entries(root: str) -> Iterator[Entry]:
                 yield found
 
 
-def newest(root: str) -> Iterator[Entry]:
+def newest(root: str) -> Iterator[StoreEntry]:
     """The newest entry for each op and intent, unless it is damaged. Raises StoreError."""
-    found: dict[tuple[str, ...], Entry] = {}
+    found: dict[tuple[str, ...], StoreEntry] = {}
     for each in entries(root):
         if each.kind != OP or not each.payload:
             continue
@@ -101,7 +101,7 @@ def directories(directory: str, depth: int) -> Iterator[str]:
     """The paths exactly ``depth`` levels below a directory, sorted."""
     names = []
     # Otherwise it was never created, was just collected, or is a stray file.
-    with reported("read", directory), suppress(FileNotFoundError, NotADirectoryError):
+    with report_errors("read", directory), suppress(FileNotFoundError, NotADirectoryError):
         names = sorted(os.listdir(directory))
     for name in names:
         path = os.path.join(directory, name)
@@ -111,8 +111,8 @@ def directories(directory: str, depth: int) -> Iterator[str]:
             yield from directories(path, depth - 1)
 
 
-def _entry(directory: str, kind: str) -> Entry | None:
-    with reported("read", directory), suppress(FileNotFoundError):  # it was just collected
+def _entry(directory: str, kind: str) -> StoreEntry | None:
+    with report_errors("read", directory), suppress(FileNotFoundError):  # it was just collected
         found = os.lstat(directory)
         if not stat.S_ISDIR(found.st_mode):
             return None
@@ -125,11 +125,11 @@ def _entry(directory: str, kind: str) -> Entry | None:
                 used = max(used, status.st_atime)
         parts = directory.split("/")
         owner, name = (parts[-5], parts[-4]) if kind == OP else ("", parts[-2][:12])
-        return Entry(directory, kind, name, owner, size, found.st_mtime, used, payload)
+        return StoreEntry(directory, kind, name, owner, size, found.st_mtime, used, payload)
     return None
 
 
-def details(found: Entry) -> Details:
+def details(found: StoreEntry) -> Details:
     """Read an entry's manifest and sidecar. Does not raise for a damaged entry."""
     try:
         manifest = entry.read_manifest(found.directory)
@@ -164,7 +164,7 @@ def sizes(root: str) -> Sizes:
     return Sizes(count[OP], total[OP], count[OBJECT], total[OBJECT], other)
 
 
-def verify(root: str, *, listed: bool = False) -> Iterator[tuple[Entry, Fault | None]]:
+def verify(root: str, *, listed: bool = False) -> Iterator[tuple[StoreEntry, Fault | None]]:
     """Re-hash every entry of a layer. Yields each entry with its fault, if any."""
     for found in entries(root):
         fault = _fault(found, listed)
@@ -172,7 +172,7 @@ def verify(root: str, *, listed: bool = False) -> Iterator[tuple[Entry, Fault | 
         yield found, fault
 
 
-def _fault(found: Entry, listed: bool) -> Fault | None:
+def _fault(found: StoreEntry, listed: bool) -> Fault | None:
     directory = found.directory
     answer = entry.examine(directory, {}, Hasher(), listed=listed, whole=False, own=False)
     if not os.path.isdir(directory):
@@ -191,7 +191,7 @@ def _fault(found: Entry, listed: bool) -> Fault | None:
     return None
 
 
-def _restore_access_time(found: Entry) -> None:
+def _restore_access_time(found: StoreEntry) -> None:
     """Undo the effect of hashing on the access time: a full scan does not count as use. Without
     this, gc could not tell which entries are old."""
     if not found.payload:
@@ -219,7 +219,7 @@ def _tree_size(path: str) -> int:
 
 
 @contextmanager
-def reported(action: str, path: str) -> Iterator[None]:
+def report_errors(action: str, path: str) -> Iterator[None]:
     """An OSError within the block is a StoreError: the path cannot be "read", "removed" or "put
     back"."""
     try:

@@ -17,7 +17,7 @@ from typing import Any
 from opkiln import facts
 from opkiln.build_model import Plan, Step, Target
 from opkiln.digest import Signature, key
-from opkiln.facts import ABSENT, FILE, GONE, HIDDEN, PROGRAM, RUNS, Hasher, parted
+from opkiln.facts import ABSENT, FILE, GONE, HIDDEN, PROGRAM, RUNS, Hasher, split_names
 from opkiln.lazy import Record
 from opkiln.model import OUTSIDE, PACKAGE, PLAN_VERSION, ROCM, OpSpec
 
@@ -34,20 +34,20 @@ UNKEYED = ("root", "declared_by", "schemas", "emulated")
 
 def intent_key(spec: OpSpec, target: Target) -> str:
     """What to build: the author's declaration, and the target."""
-    return key("intent", (declared(spec), tuple(target)))
+    return key("intent", (declaration_fields(spec), tuple(target)))
 
 
 def spec_key(spec: OpSpec) -> str:
     """The author's declaration, for any target."""
-    return key("spec", declared(spec))
+    return key("spec", declaration_fields(spec))
 
 
-def declared(spec: OpSpec) -> tuple[Any, ...]:
+def declaration_fields(spec: OpSpec) -> tuple[Any, ...]:
     """A declaration as it enters the key."""
-    return tuple(value for field, value in anchored(spec).items() if field not in UNKEYED)
+    return tuple(value for field, value in anchored_fields(spec).items() if field not in UNKEYED)
 
 
-def anchored(spec: OpSpec) -> dict[str, Any]:
+def anchored_fields(spec: OpSpec) -> dict[str, Any]:
     """The fields of a declaration, without the paths where its package and opkiln are installed."""
     root, ours = spec.root.rstrip("/") + "/", PACKAGE + "/"
 
@@ -127,7 +127,7 @@ class Fact(Record):
 # Keeping them
 
 
-def to_manifest(found: Iterable[Fact]) -> dict[str, Any]:
+def manifest_facts(found: Iterable[Fact]) -> dict[str, Any]:
     """The facts as a manifest names them: the author's files, and a digest of all others."""
     listed = tuple(found)
     own = {fact[1:3]: fact.sha256 for fact in listed if fact.sha256}
@@ -190,7 +190,7 @@ def broken(listed: Iterable[Fact], places: Mapping[str, str], hasher: Hasher) ->
         if now == fact.value:
             facts.entry(fact.kind, path, fact.value, signature)
         elif fact.kind == ABSENT:
-            new = {*parted(fact.value)} - {*parted(now)}
+            new = {*split_names(fact.value)} - {*split_names(now)}
             found += [f"{os.path.join(path, name)} is new" for name in sorted(new)]
         else:
             found.append(f"{fact.path} {_CHANGES.get(now, 'changed')}")

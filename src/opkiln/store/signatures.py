@@ -106,7 +106,7 @@ def read(data: bytes) -> dict[str, bytes]:
     return found
 
 
-def trusted() -> tuple[str, ...] | None:
+def keys_to_trust() -> tuple[str, ...] | None:
     """The trusted keys, one of which must have signed each bundle; None if none are configured.
 
     Raises SettingError for a malformed key. Raises Untrusted if a file of keys cannot be read or is
@@ -168,25 +168,25 @@ def require(path: str, signed: bytes, data: bytes) -> str:
     ``data`` is what ``write`` gave, empty if there are no signatures. Raises Untrusted, which names
     what was signed (``path``), its signers and the trusted keys.
     """
-    keys = trusted()
+    keys = keys_to_trust()
     if keys is None:
         return ""
     if not data:
         hint = f"opkiln cache sign {shlex.quote(path)} --key FILE"
-        raise _untrusted(path, "it is not signed", keys, hint)
+        raise _refusal(path, "it is not signed", keys, hint)
     try:
         signatures = read(data)
     except ValueError as error:
-        raise _untrusted(path, str(error), keys) from error
+        raise _refusal(path, str(error), keys) from error
     ours = [key for key in keys if key in signatures]
     if not ours:
-        raise _untrusted(path, f"it is signed by {', '.join(signatures)}", keys)
+        raise _refusal(path, f"it is signed by {', '.join(signatures)}", keys)
     for key in ours:
         checked = (signed, signatures[key], key)
         if checked in _good or _verifies(path, key, signatures[key], signed):
             _good.add(checked)
             return key
-    raise _untrusted(path, f"its signature by {', '.join(ours)} is for something else", keys)
+    raise _refusal(path, f"its signature by {', '.join(ours)} is for something else", keys)
 
 
 def _verifies(path: str, key: str, signature: bytes, signed: bytes) -> bool:
@@ -215,7 +215,7 @@ def ed25519() -> ModuleType:
     return library
 
 
-def _untrusted(path: str, reason: str, keys: tuple[str, ...], hint: str = "") -> Untrusted:
+def _refusal(path: str, reason: str, keys: tuple[str, ...], hint: str = "") -> Untrusted:
     return Untrusted(
         f"{path} is refused: {reason}, and {VARIABLE} asks for a signature by {' or '.join(keys)}",
         hint=hint or f"echo ${VARIABLE}    # compare it with the key of the bundle's maker",

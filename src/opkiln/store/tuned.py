@@ -42,7 +42,7 @@ class Question(NamedTuple):
     sources: str  # their digest
 
 
-class Choice(NamedTuple):
+class TunedChoice(NamedTuple):
     """An answer, and what was measured."""
 
     question: Question
@@ -50,7 +50,7 @@ class Choice(NamedTuple):
     microseconds: dict[str, float]  # by candidate
 
 
-def find(store: Store, question: Question) -> Choice | None:
+def find(store: Store, question: Question) -> TunedChoice | None:
     """The choice that is kept for this question, in the first layer that has one."""
     name = _name(question)
     for layer in store.location.layers:
@@ -60,12 +60,12 @@ def find(store: Store, question: Question) -> Choice | None:
     return None
 
 
-def keep(root: str, choice: Choice) -> None:
+def keep(root: str, choice: TunedChoice) -> None:
     """Write a choice into a layer, in one step. Raises OSError."""
     write_private(os.path.join(root, _name(choice.question)), to_text(choice).encode())
 
 
-def kept(root: str) -> Iterator[Choice]:
+def read_choices(root: str) -> Iterator[TunedChoice]:
     """Every choice of a layer that can be read."""
     for path in directories(os.path.join(root, "tuned"), 3):
         found = None if is_temporary(path) else _read(path)
@@ -73,19 +73,19 @@ def kept(root: str) -> Iterator[Choice]:
             yield found
 
 
-def remove(root: str, choice: Choice) -> None:
+def remove(root: str, choice: TunedChoice) -> None:
     """Forget a choice. Raises OSError."""
     os.unlink(os.path.join(root, _name(choice.question)))
 
 
-def to_text(choice: Choice) -> str:
+def to_text(choice: TunedChoice) -> str:
     """A choice as it is kept and sent; the same choice gives the same text."""
     asked = choice.question._asdict()
     row = {**asked, "choice": choice.candidate, "microseconds": choice.microseconds}
     return json.dumps(row, indent=1, sort_keys=True)
 
 
-def from_text(text: str | bytes) -> Choice:
+def from_text(text: str | bytes) -> TunedChoice:
     """The choice that ``to_text`` wrote. Raises one of MALFORMED."""
     row = json.loads(text)
     words = {name: row[name] for name in Question._fields if name != "candidates"}
@@ -96,7 +96,7 @@ def from_text(text: str | bytes) -> Choice:
         raise ValueError(f"{candidate!r} is not one of the candidates")
     place_of(words["distribution"], words["op"])
     measured = {str(name): float(value) for name, value in times.items()}
-    return Choice(Question(**words, candidates=tuple(candidates)), candidate, measured)
+    return TunedChoice(Question(**words, candidates=tuple(candidates)), candidate, measured)
 
 
 def _name(question: Question) -> str:
@@ -104,7 +104,7 @@ def _name(question: Question) -> str:
     return os.path.join("tuned", place, key("tuned", list(question)) + ".json")
 
 
-def _read(path: str) -> Choice | None:
+def _read(path: str) -> TunedChoice | None:
     try:
         return from_text(read_file(path, _LARGEST))
     except (OSError, *MALFORMED):

@@ -35,7 +35,7 @@ _LEVEL, _RAW = 9, -15
 _CHUNK = 1 << 20
 
 
-class Header(Record):
+class MemberHeader(Record):
     """One member of an archive, as its headers describe it."""
 
     name: str
@@ -47,12 +47,12 @@ class Header(Record):
     mode: int = 0o644
 
 
-def stored(name: str, size: int, crc: int, offset: int) -> Header:
+def stored_header(name: str, size: int, crc: int, offset: int) -> MemberHeader:
     """The header of a member that is not compressed."""
-    return Header(name, size, crc, offset, size)
+    return MemberHeader(name, size, crc, offset, size)
 
 
-class Added(Record):
+class AddedMember(Record):
     """A member that was written."""
 
     name: str
@@ -65,15 +65,15 @@ class Writer:
 
     def __init__(self, out: BinaryIO) -> None:
         self._out = out
-        self._headers: list[Header] = []
+        self._headers: list[MemberHeader] = []
 
     def add(
         self, name: str, data: Iterable[bytes], *, method: int = STORED, executable: bool = False
-    ) -> Added:
+    ) -> AddedMember:
         """Write a member."""
         offset, mode = self._out.tell(), 0o755 if executable else 0o644
         # Sizes and checksum are known only after the data. Then the header is written again.
-        self._out.write(local_header(Header(name, 0, 0, offset, 0, method, mode)))
+        self._out.write(local_header(MemberHeader(name, 0, 0, offset, 0, method, mode)))
         begin = self._out.tell()
         packer = zlib.compressobj(_LEVEL, zlib.DEFLATED, _RAW) if method == DEFLATED else None
         digest, crc, size = hashlib.sha256(), 0, 0
@@ -85,12 +85,12 @@ class Writer:
         if packer is not None:
             self._out.write(packer.flush())
         end = self._out.tell()
-        header = Header(name, size, crc, offset, end - begin, method, mode)
+        header = MemberHeader(name, size, crc, offset, end - begin, method, mode)
         self._out.seek(offset)
         self._out.write(local_header(header))
         self._out.seek(end)
         self._headers.append(header)
-        return Added(name, digest.digest(), size)
+        return AddedMember(name, digest.digest(), size)
 
     def close(self) -> None:
         """Write the directory. The caller closes the file."""
@@ -104,14 +104,14 @@ def chunks(path: str) -> Iterator[bytes]:
             yield chunk
 
 
-def local_header(header: Header) -> bytes:
+def local_header(header: MemberHeader) -> bytes:
     """The bytes before a member's data."""
     name = header.name.encode()
     return LOCAL.pack(b"PK\3\4", _VERSION, _UTF8, header.method, 0, _DATE, header.crc,
                       header.packed, header.size, len(name), 0) + name  # fmt: skip
 
 
-def directory(headers: Iterable[Header]) -> bytes:
+def directory(headers: Iterable[MemberHeader]) -> bytes:
     """The bytes after the last member."""
     records = []
     end = 0

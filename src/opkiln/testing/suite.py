@@ -30,7 +30,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from opkiln.authoring.checking import Comparison, copied, written_arguments
+from opkiln.authoring.checking import Comparison, copy_tensors, written_arguments
 from opkiln.builder.base import backend_of
 from opkiln.decision import terms
 from opkiln.errors import DifferenceError, FallbackWarning
@@ -208,7 +208,7 @@ def op_tests(
         def test_compiled_it_gives_the_same(self, device: str) -> None:
             args = given(device, dtypes[0], some)
             compiled = torch.compile(op, fullgraph=True, backend="aot_eager")
-            ours, theirs = copied(args), copied(args)
+            ours, theirs = copy_tensors(args), copy_tensors(args)
             got: Any = compiled(*ours)  # type: ignore[no-untyped-call]
             expected = op(*theirs)
             compare = Comparison(f"{op.__name__}, compiled", op.reference)
@@ -220,13 +220,13 @@ def op_tests(
             if device != "cuda":
                 pytest.skip("graphs are CUDA's")
             args = given(device, dtypes[0], some)
-            expected = op(*copied(args))
+            expected = op(*copy_tensors(args))
             graph = torch.cuda.CUDAGraph()
             stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
             with torch.cuda.stream(stream):
-                op(*copied(args))
+                op(*copy_tensors(args))
             stream.synchronize()
-            replayed = copied(args)
+            replayed = copy_tensors(args)
             with torch.cuda.graph(graph):
                 got = op(*replayed)
             for one, other in zip(tensors(replayed, {}), tensors(args, {}), strict=True):
@@ -273,7 +273,7 @@ def _gradients(function: Callable[..., Any], args: Sequence[Any]) -> list[Tensor
 def _error_of(function: Callable[..., Any], args: Sequence[Any]) -> Exception | None:
     """What a call with copies of these arguments raises."""
     try:
-        function(*copied(args))
+        function(*copy_tensors(args))
     except Exception as error:
         return error
     return None

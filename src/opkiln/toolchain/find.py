@@ -87,7 +87,9 @@ def list_directories(pattern: str) -> list[str]:
     if not pattern.endswith("*"):
         return [pattern]
     parent, stem = os.path.split(pattern[:-1])
-    return [os.path.join(parent, name) for name in sort_by_version(facts.listed(parent), stem)]
+    return [
+        os.path.join(parent, name) for name in sort_by_version(facts.list_directory(parent), stem)
+    ]
 
 
 def sort_by_version(names: Iterable[str], stem: str) -> list[str]:

@@ -33,7 +33,7 @@ def is_library(path: str) -> bool:
 def list_libraries(home: str) -> Iterator[str]:
     """Every ``lib/libsycl.so.N`` of an installation, the highest N first."""
     directory = os.path.join(home, "lib")
-    matches = [match for name in facts.listed(directory) if (match := _NAME.match(name))]
+    matches = [match for name in facts.list_directory(directory) if (match := _NAME.match(name))]
     for match in sorted(matches, key=lambda match: int(match[1]), reverse=True):
         yield os.path.join(directory, match[0])
 
@@ -75,7 +75,7 @@ def programs() -> Iterator[tuple[str, str]]:
     if root := settings.cmplr_root:
         for name in PROGRAMS:
             yield os.path.join(os.path.abspath(root), "bin", name), "CMPLR_ROOT"
-    releases = [name for name in facts.listed(ONEAPI) if name[:1].isdigit()]
+    releases = [name for name in facts.list_directory(ONEAPI) if name[:1].isdigit()]
     releases.sort(key=lambda name: [int(part) for part in re.findall(r"\d+", name)], reverse=True)
     for release in releases:
         yield os.path.join(ONEAPI, release, "bin", "icpx"), ONEAPI

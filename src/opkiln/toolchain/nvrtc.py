@@ -93,7 +93,7 @@ def _list_layouts() -> Iterator[tuple[str, str, str, str]]:
 
 
 def _find_place(directory: str, home: str, include: str, origin: str) -> NvrtcPlace | None:
-    names = facts.listed(directory)
+    names = facts.list_directory(directory)
     libraries = [(int(found[1]), name) for name in names if (found := _LIBRARY.match(name))]
     if not libraries:
         return None

@@ -41,7 +41,7 @@ def _places() -> Iterator[tuple[str, str]]:
         yield _hipcc_below(os.path.abspath(named)), origin
         return
     yield "hipcc", "PATH"
-    found = facts.listed(PARENT)
+    found = facts.list_directory(PARENT)
     names = [name for name in ("rocm", *find.sort_by_version(found, "rocm-")) if name in found]
     for name in names or ["rocm*"]:
         yield _hipcc_below(os.path.join(PARENT, name)), PARENT

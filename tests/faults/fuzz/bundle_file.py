@@ -18,7 +18,9 @@ def one(data: bytes) -> None:
     body, _, rest = data.partition(b"\n--\n")
     index = with_digest(body)
     head = (
-        zip_format.local_header(zip_format.stored(archive.INDEX, len(index), crc32(index), 0))
+        zip_format.local_header(
+            zip_format.stored_header(archive.INDEX, len(index), crc32(index), 0)
+        )
         + index
     )
     _use(head + rest)

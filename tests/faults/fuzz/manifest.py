@@ -9,7 +9,7 @@ from fuzz.scratch import directory
 
 from opkiln.facts import Hasher
 from opkiln.store import entry
-from opkiln.store.inventory import OBJECT, OP, Entry, details
+from opkiln.store.inventory import OBJECT, OP, StoreEntry, details
 
 PAYLOAD = b"\x7fELF"
 
@@ -47,4 +47,4 @@ def _leaf(manifest: bytes, lists: bytes) -> None:
         found = entry.examine(str(leaf), places, Hasher(), listed=True, whole=own, own=own)
         assert found is None or isinstance(found, (entry.Leaf, entry.Refused))
     for kind in (OP, OBJECT):
-        details(Entry(str(leaf), kind, "op", "", 0, 0.0, 0.0, os.path.join(leaf, "op.so")))
+        details(StoreEntry(str(leaf), kind, "op", "", 0, 0.0, 0.0, os.path.join(leaf, "op.so")))

@@ -91,7 +91,7 @@ def load(
     flags = (extra_cflags, extra_cuda_cflags, extra_sycl_cflags, extra_ldflags)
     asked = (with_cuda, with_sycl)
     with _raise_torchs_errors(kind):
-        declare = partial(extension.declared, name, listed, kind=kind)
+        declare = partial(extension.declare, name, listed, kind=kind)
         return _load(declare, flags, extra_include_paths, asked, verbose, build_directory)
 
 
@@ -164,7 +164,7 @@ def _load(
     if cuda is None and any(source.endswith(".cuh") for source in spec.sources):
         cuda = True
     try:
-        spec = extension.with_device(spec, cuda, sycl, (), ())
+        spec = extension.add_device(spec, cuda, sycl, (), ())
     except UsageError:
         raise AssertionError("one extension cannot have both SYCL and CUDA sources") from None
     cxx, of_cuda, of_sycl, link = given
@@ -184,7 +184,7 @@ def _load(
         for remark in flags.remarks:
             events.emit(events.NOTE, text=f"{name}: {remark}")
     with toolkit:
-        value, artifact = extension.served(spec, flags.archs, verbose)
+        value, artifact = extension.serve(spec, flags.archs, verbose)
     path = artifact.path
     if build_directory is not None:
         path = extension.copy_out(artifact, os.fspath(build_directory))

@@ -33,7 +33,7 @@ from opkiln import forks
 RUNNING, DONE, CANCELLED = 0, 1, 2
 
 
-class _Queue:
+class _ReferenceQueue:
     """Requests on the threads of a pool, a block at a time."""
 
     def __init__(self, threads: int, block_size: int) -> None:
@@ -85,7 +85,7 @@ class _Queue:
         try:
             for part, tensor in enumerate(memory):
                 plain = descriptors[2 * files[part]]
-                blocks = _Blocks(tensor, self.block_size)
+                blocks = _TensorBlocks(tensor, self.block_size)
                 while ends[part] < tensor.numel():
                     if cancelled.is_set():
                         return [CANCELLED, 0, -1, *ends]
@@ -108,7 +108,7 @@ class _Queue:
         return [DONE, 0, -1, *ends]
 
 
-class _Blocks:
+class _TensorBlocks:
     """The bytes of a tensor, a block at a time. Those of a device go through memory of the host."""
 
     def __init__(self, tensor: Tensor, size: int) -> None:
@@ -136,7 +136,7 @@ class _Blocks:
             torch.accelerator.current_stream(self._tensor.device).synchronize()
 
 
-_queues: dict[int, _Queue] = {}
+_queues: dict[int, _ReferenceQueue] = {}
 _numbers = itertools.count(1)
 
 
@@ -150,7 +150,7 @@ def aio_open(like: Tensor, engine: str, depth: int, block_size: int, threads: in
     if engine != "threads":
         raise RuntimeError(f"{engine} cannot be used: {os.strerror(errno.ENOSYS)}")
     number = next(_numbers)
-    _queues[number] = _Queue(threads, block_size)
+    _queues[number] = _ReferenceQueue(threads, block_size)
     return torch.tensor([number], device="cpu")
 
 
@@ -197,7 +197,7 @@ def aio_close(queue: Tensor) -> None:
         found.pool.shutdown()
 
 
-def queue_of(queue: Tensor) -> _Queue:
+def queue_of(queue: Tensor) -> _ReferenceQueue:
     found = _queues.get(int(queue))
     if found is None:
         raise RuntimeError(f"there is no queue {int(queue)}: it was closed")

@@ -52,7 +52,7 @@ def deepspeed_quantize(
             f"groups is {groups}, expected a multiple of nodes * devices_per_node * pipeline = "
             f"{pieces}"
         )
-    levels, params = _quantized(x.reshape(groups, -1).float(), bits, symmetric, with_zero)
+    levels, params = _quantize(x.reshape(groups, -1).float(), bits, symmetric, with_zero)
     if pieces > 1:
         own = torch.arange(groups, device=x.device)
         order = own.view(nodes, devices_per_node, pipeline, -1).permute(2, 1, 0, 3).reshape(-1)
@@ -89,11 +89,11 @@ def deepspeed_reduce(
     total = torch.zeros_like(found[0])
     for part in found:
         total = total + part
-    levels, params = _quantized(total.view(out_groups, -1).float(), bits, symmetric, with_zero)
+    levels, params = _quantize(total.view(out_groups, -1).float(), bits, symmetric, with_zero)
     return levels.reshape(-1), params
 
 
-def _quantized(rows: Tensor, bits: int, symmetric: bool, with_zero: bool) -> tuple[Tensor, Tensor]:
+def _quantize(rows: Tensor, bits: int, symmetric: bool, with_zero: bool) -> tuple[Tensor, Tensor]:
     """A row of packed levels and one of parameters for each group."""
     count, nan = float(2**bits), rows.isnan()
     least = rows.masked_fill(nan, math.inf).amin(1)
@@ -132,10 +132,10 @@ def _numbers(levels: Tensor, params: Tensor, groups: int, bits: int, symmetric: 
     table = params.reshape(groups, -1)
     if symmetric:
         return rows.float() * table
-    return _fused(rows, table[:, :1], table[:, 1:])
+    return _multiply_add(rows, table[:, :1], table[:, 1:])
 
 
-def _fused(levels: Tensor, scales: Tensor, offsets: Tensor) -> Tensor:
+def _multiply_add(levels: Tensor, scales: Tensor, offsets: Tensor) -> Tensor:
     """``levels * scales + offsets``, rounded to fp32 once.
 
     In fp64 the products are exact and the sums are not always. Where one is not, the odd one of the

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opkiln.ops.checks import check_dim, check_like, check_same, check_shape, widened
+from opkiln.ops.checks import check_dim, check_like, check_same, check_shape, widen
 from opkiln.ops.evoformer_attn.op import backward, forward
 
 _Five = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -45,7 +45,7 @@ def evoformer_attention(
     greatest = scores.amax(-1)
     weights = (scores - greatest[..., None]).exp()
     share = weights.sum(-1).reciprocal()
-    out = torch.einsum("bnhqk,bnkhd->bnqhd", weights * share[..., None], widened(v))
+    out = torch.einsum("bnhqk,bnkhd->bnqhd", weights * share[..., None], widen(v))
     return out.to(q.dtype).contiguous(), torch.stack([greatest * math.log2(math.e), share])
 
 
@@ -89,10 +89,10 @@ def evoformer_attention_backward(
     scores = _scores(q, k, mask_bias, pair_bias, scale) * math.log2(math.e)
     greatest, share = moments.unbind()
     weights = torch.exp2(scores - greatest[..., None]) * share[..., None]
-    wide, queries, keys = widened(grad), widened(q), widened(k)
+    wide, queries, keys = widen(grad), widen(q), widen(k)
     v_grad = torch.einsum("bnhqk,bnqhd->bnkhd", weights, wide)
-    delta = (wide * widened(output)).sum(-1).transpose(2, 3)[..., None]
-    through = weights * (torch.einsum("bnqhd,bnkhd->bnhqk", wide, widened(v)) - delta)
+    delta = (wide * widen(output)).sum(-1).transpose(2, 3)[..., None]
+    through = weights * (torch.einsum("bnqhd,bnkhd->bnhqk", wide, widen(v)) - delta)
     q_grad = torch.einsum("bnhqk,bnkhd->bnqhd", through, keys) * scale
     k_grad = torch.einsum("bnhqk,bnqhd->bnkhd", through, queries) * scale
     of_mask = through.sum((2, 3), keepdim=True) if mask_grad else through.new_empty(0)
@@ -114,10 +114,10 @@ def _(_grad: Tensor, q: Tensor, *rest: Any) -> _Five:
 def _scores(
     q: Tensor, k: Tensor, mask_bias: Tensor | None, pair_bias: Tensor | None, scale: float
 ) -> Tensor:
-    scores = torch.einsum("bnqhd,bnkhd->bnhqk", widened(q), widened(k)) * scale
+    scores = torch.einsum("bnqhd,bnkhd->bnhqk", widen(q), widen(k)) * scale
     for bias in (mask_bias, pair_bias):
         if bias is not None:
-            scores = scores + widened(bias)
+            scores = scores + widen(bias)
     return scores
 
 

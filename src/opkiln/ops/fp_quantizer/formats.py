@@ -46,7 +46,7 @@ LEAST_GROUP, LARGEST_GROUP = 16, 65536
 LEAST_SCALE = 2.0**-126  # fp32's least normal number: its inverse is finite
 
 
-def known() -> str:
+def list_formats() -> str:
     """All formats in words, for messages."""
     return ", ".join(
         f"{each.name} ({each.bits} bits, {each.mantissa_bits} of mantissa)"

@@ -14,7 +14,7 @@ from opkiln.errors import ArgumentError
 from opkiln.ops.fp_quantizer import formats
 from opkiln.ops.fp_quantizer.op import FPQuantizerBuilder
 from opkiln.ops.front_ends import call_checked, check_dense, functions_for
-from opkiln.ops.quantizer.tensor_fields import each_tensor, moved
+from opkiln.ops.quantizer.tensor_fields import each_tensor, move_record
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -56,11 +56,11 @@ class FPQuantized(NamedTuple):
 
     def to(self, *args: Any, **kwargs: Any) -> FPQuantized:
         """As ``Tensor.to``, ``non_blocking`` included; a dtype is that which dequantize gives."""
-        return moved(self, *args, **kwargs)
+        return move_record(self, *args, **kwargs)
 
     def cpu(self) -> FPQuantized:
         """As ``Tensor.cpu``."""
-        return moved(self, "cpu")
+        return move_record(self, "cpu")
 
     def cuda(
         self, device: torch.device | int | str | None = None, non_blocking: bool = False
@@ -95,7 +95,7 @@ class FPQuantizer:
         if found is None:
             raise ArgumentError(
                 f"the format is {form!r}, expected one of {', '.join(formats.FORMATS)}",
-                why=formats.known(),
+                why=formats.list_formats(),
             )
         if not formats.group_size_fits(group_size):
             raise ArgumentError(
@@ -117,7 +117,7 @@ class FPQuantizer:
         raise ArgumentError(
             f"there is no format of {bits} bits"
             + ("" if mantissa_bits is None else f" with {mantissa_bits} of mantissa"),
-            why=formats.known(),
+            why=formats.list_formats(),
         )
 
     def __repr__(self) -> str:

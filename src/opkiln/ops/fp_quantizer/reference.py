@@ -92,7 +92,7 @@ def fp_dequantize(
     """
     form = _check_quantized(codes, scales, size, group_size, bits, mantissa_bits, dtype)
     indices = torch.arange(math.prod(size), device=codes.device)
-    return _at(indices, codes, scales, group_size, form).to(dtype).view(size)
+    return _numbers_at(indices, codes, scales, group_size, form).to(dtype).view(size)
 
 
 def fp_dequantize_rows(
@@ -127,7 +127,7 @@ def fp_dequantize_rows(
     if codes.numel() == 0:  # nothing to look up, and so no row that is there
         values = indices.new_full(indices.shape, math.nan, dtype=torch.float32)
     else:
-        values = _at(indices, codes, scales, group_size, form)
+        values = _numbers_at(indices, codes, scales, group_size, form)
     values = torch.where(there[:, None], values, math.nan)
     return values.to(dtype).view(rows.numel(), *size[1:])
 
@@ -190,7 +190,9 @@ def _pack(codes: Tensor, form: Format) -> Tensor:
     return packed.view(-1)[: formats.byte_count(count, form.bits)].to(torch.uint8)
 
 
-def _at(indices: Tensor, codes: Tensor, scales: Tensor, group_size: int, form: Format) -> Tensor:
+def _numbers_at(
+    indices: Tensor, codes: Tensor, scales: Tensor, group_size: int, form: Format
+) -> Tensor:
     """The numbers with these indices, in fp32."""
     if indices.numel() == 0:
         return indices.to(torch.float32)
@@ -225,7 +227,7 @@ def _format(bits: int, mantissa_bits: int) -> Format:
     if found is None:
         raise RuntimeError(
             f"bits is {bits} and mantissa_bits is {mantissa_bits}, expected one of "
-            f"{formats.known()}"
+            f"{formats.list_formats()}"
         )
     return found
 

@@ -60,7 +60,7 @@ def libraries() -> str:
 
 
 @cache
-def probed() -> tuple[int, str]:
+def probe() -> tuple[int, str]:
     """What CUDA's driver and cuFile say. cuFile is opened for that, and may write its log file."""
     state, words = ops().gds_probe(_like(), True, libraries())
     return int(state), str(words)
@@ -69,7 +69,7 @@ def probed() -> tuple[int, str]:
 @cache
 def device_engines() -> tuple[EngineState, ...]:
     """How memory of GPUs can be read and written here. cuFile is opened, to see."""
-    state, words = probed()
+    state, words = probe()
     usable = state in (_DIRECT, _COMPATIBLE)
     hint = _HINT if state == _NO_CUFILE and not libraries() else ""
     return (
@@ -86,7 +86,7 @@ def open_queue(
     Another word takes cuFile where nvidia-fs is loaded, and copies elsewhere: then cuFile would
     copy as well, and write a log file. Raises UsageError if cuFile is asked for and cannot be used.
     """
-    engine, why = _chosen(asked)
+    engine, why = _choose(asked)
     functions = ops()
     # The native version speaks to CUDA's driver. torch copies to all other devices.
     cudas = host_too or (like.device.type == "cuda" and torch.version.hip is None)
@@ -130,16 +130,16 @@ def _require_cufile() -> None:
         raise UsageError("cuFile cannot be used here", why=cufile.why, hint=cufile.hint)
 
 
-def _chosen(asked: str) -> tuple[str, str]:
+def _choose(asked: str) -> tuple[str, str]:
     """The engine, and why."""
     if asked == CUFILE:
         _require_cufile()
-        return CUFILE, probed()[1]
+        return CUFILE, probe()[1]
     if asked == COPIES:
         return COPIES, "asked for"
     if not os.path.isdir(_NVIDIA_FS):
         return COPIES, f"there is no GPUDirect Storage: nvidia-fs is not loaded (no {_NVIDIA_FS})"
-    state, words = probed()
+    state, words = probe()
     return (CUFILE if state == _DIRECT else COPIES), words
 
 

@@ -102,12 +102,12 @@ def attention(
     gradient. A length below 0, a token without room and a block that is not there are errors: on a
     GPU assertions, as with torch's own functions. Raises UsageError.
     """
-    batch, heads, tokens, head = _checked(q, k, v, cache, alibi_slopes)
+    batch, heads, tokens, head = _check(q, k, v, cache, alibi_slopes)
     scale = head**-0.5 if scale is None else scale
     if context is not None and context < tokens:
         raise ArgumentError(f"context is {context}, expected at least {tokens}, the tokens of q")
     most = cache.capacity if context is None else min(context, cache.capacity)
-    keys, values, table = _narrowed(cache, batch, most)
+    keys, values, table = _narrow(cache, batch, most)
     lengths = cache.lengths if cache.lengths.shape[0] == batch else cache.lengths[:batch]
     if k is not None and v is not None and tokens > 1 and most == tokens and alibi_slopes is None:
         check_places(tokens, keys, lengths, table)
@@ -156,7 +156,7 @@ def _splits(units: int, steps: int, processors: int, paged: bool) -> int:
     return min(sorted(shares), key=cost)
 
 
-def _narrowed(cache: KVCache, batch: int, most: int) -> tuple[Tensor, Tensor, Tensor | None]:
+def _narrow(cache: KVCache, batch: int, most: int) -> tuple[Tensor, Tensor, Tensor | None]:
     """The part of a cache that a call looks at. A slice of all costs as much as a small kernel."""
     table = cache.block_table
     if table is None:
@@ -169,7 +169,7 @@ def _narrowed(cache: KVCache, batch: int, most: int) -> tuple[Tensor, Tensor, Te
     return cache.k, cache.v, table
 
 
-def _checked(
+def _check(
     q: Tensor, k: Tensor | None, v: Tensor | None, cache: KVCache, slopes: Tensor | None
 ) -> tuple[int, int, int, int]:
     """The sizes of q. Raises UsageError."""

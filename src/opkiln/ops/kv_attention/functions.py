@@ -43,7 +43,7 @@ def kv_attention(
         append(k, v, k_cache, v_cache, lengths, block_table)
     tokens = q.shape[2]
     total = (lengths.long() + (tokens if k is not None else 0)).view(-1, 1, 1, 1)
-    keys, values = (cached(each, block_table)[: q.shape[0]] for each in (k_cache, v_cache))
+    keys, values = (read_cache(each, block_table)[: q.shape[0]] for each in (k_cache, v_cache))
     key = torch.arange(keys.shape[2], device=q.device)
     query = total - tokens + torch.arange(tokens, device=q.device).view(-1, 1)
     seen = key < total
@@ -130,7 +130,7 @@ def append(
     v_cache[block, place % size] = v.transpose(1, 2)
 
 
-def cached(cache: Tensor, block_table: Tensor | None) -> Tensor:
+def read_cache(cache: Tensor, block_table: Tensor | None) -> Tensor:
     """A cache as [batch, kv heads, tokens, head]. Blocks that are not given may be any."""
     if block_table is None:
         return cache

@@ -42,7 +42,7 @@ def packed_gemm(
     experts = 1 if offsets is None else offsets.numel()
     size = (experts, outputs, x.shape[1])
     weight = _weights(codes, scales, size, group_size, FORMATS[form].name, x.dtype)
-    return finished(x, weight if offsets is not None else weight[0], offsets, bias, activation)
+    return multiply(x, weight if offsets is not None else weight[0], offsets, bias, activation)
 
 
 @packed_gemm.fake
@@ -56,7 +56,7 @@ def _(x: Tensor, *rest: Any) -> dict[str, str]:
     return {"CODES": FORMATS[rest[6]].kind, "T": kind}
 
 
-def finished(
+def multiply(
     x: Tensor, weight: Tensor, offsets: Tensor | None, bias: Tensor | None, activation: int
 ) -> Tensor:
     """The product with weights in the dtype of ``x``, [outputs, inputs] or, with ``offsets``,
@@ -67,7 +67,7 @@ def finished(
         ends = torch.nn.functional.pad(offsets, (1, 0))
         rising = (ends[1:] >= ends[:-1]) & (offsets <= x.shape[0])
         check_all(rising, f"offsets do not rise from 0 to at most {x.shape[0]}, the rows of x")
-        out = grouped(x, weight, offsets)
+        out = multiply_groups(x, weight, offsets)
         if bias is not None:
             out = out + bias.view(len(weight), -1)[_experts(x, offsets)]
     match ACTIVATIONS[activation]:
@@ -80,7 +80,7 @@ def finished(
     return out
 
 
-def grouped(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
+def multiply_groups(x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
     """Each row of ``x`` times the transposed matrix of its expert. ``weight`` may be transposed.
 
     torch's ``grouped_mm`` has a kernel for bf16 on GPUs of compute capability 9.0 and later.

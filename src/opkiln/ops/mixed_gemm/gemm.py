@@ -13,7 +13,7 @@ from torch import Tensor
 from opkiln.errors import ArgumentError, ArgumentTypeError
 from opkiln.ops.checks import NATIVE
 from opkiln.ops.fp_quantizer.quantizer import FPQuantized, FPQuantizer
-from opkiln.ops.mixed_gemm.functions import finished, packed_gemm
+from opkiln.ops.mixed_gemm.functions import multiply, packed_gemm
 from opkiln.ops.mixed_gemm.op import ACTIVATIONS, FORMATS, NUMBERS
 from opkiln.ops.quantizer.quantize import Quantized, dequantize
 
@@ -37,7 +37,7 @@ def mixed_gemm(
     """
     _check(x, weight.shape, bias, 2)
     flat = x.reshape(-1, x.shape[-1])
-    out = _packed(flat, weight, None, bias, _number(activation))
+    out = _pack(flat, weight, None, bias, _number(activation))
     return out.view(*x.shape[:-1], weight.shape[0])
 
 
@@ -51,7 +51,7 @@ def mixed_moe_gemm(
 ) -> Tensor:
     """As ``moe_gemm``, with a quantized ``weight`` of the shape [experts, outputs, inputs]."""
     _check_grouped(x, weight.shape, offsets, bias)
-    return _packed(x, weight, offsets, bias, _number(activation))
+    return _pack(x, weight, offsets, bias, _number(activation))
 
 
 def moe_gemm(
@@ -75,14 +75,14 @@ def moe_gemm(
         raise ArgumentTypeError(f"weight has dtype {weight.dtype}, x has {x.dtype}")
     number = _number(activation)
     few = x.shape[0] <= MOST_PLAIN_ROWS * weight.shape[0]
-    if few and _served(x, (weight, bias), "plain", 0) and weight.is_contiguous():
+    if few and _is_served(x, (weight, bias), "plain", 0) and weight.is_contiguous():
         outputs, form = weight.shape[1], NUMBERS["plain"]
         x, bias = x.contiguous(), _contiguous(bias)
         return packed_gemm(x, weight, None, offsets, bias, outputs, 0, form, number)
-    return finished(x, weight, offsets, bias, number)
+    return multiply(x, weight, offsets, bias, number)
 
 
-def _packed(
+def _pack(
     x: Tensor,
     weight: Quantized | FPQuantized,
     offsets: Tensor | None,
@@ -97,7 +97,7 @@ def _packed(
         form, codes = f"int{weight.bits}", weight.values
         plain = weight.symmetric and weight.swizzle is None
     few = x.shape[0] <= MOST_ROWS * experts
-    if few and plain and _served(x, (codes, bias), form, weight.group_size):
+    if few and plain and _is_served(x, (codes, bias), form, weight.group_size):
         return packed_gemm(
             x.contiguous(), codes, weight.scales.detach(), offsets, _contiguous(bias),
             weight.shape[-2], weight.group_size, NUMBERS[form], activation,
@@ -107,10 +107,10 @@ def _packed(
         wide = quantizer.dequantize(weight, dtype=x.dtype)
     else:
         wide = dequantize(weight, dtype=x.dtype)
-    return finished(x, wide, offsets, bias, activation)
+    return multiply(x, wide, offsets, bias, activation)
 
 
-def _served(x: Tensor, others: tuple[Tensor | None, ...], form: str, group_size: int) -> bool:
+def _is_served(x: Tensor, others: tuple[Tensor | None, ...], form: str, group_size: int) -> bool:
     """Whether the kernel takes it: on a GPU, in 16 bits, without gradients, in whole chunks."""
     if not (x.is_cuda or packed_gemm.builder.emulates()) or x.dtype == torch.float32:
         return False

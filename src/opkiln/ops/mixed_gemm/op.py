@@ -7,7 +7,7 @@ from typing import NamedTuple
 from opkiln.authoring.library import library
 
 
-class Format(NamedTuple):
+class WeightFormat(NamedTuple):
     """A format of weights that the kernel takes. ``kind`` is the template of formats.h."""
 
     name: str
@@ -22,12 +22,12 @@ class Format(NamedTuple):
 
 
 FORMATS = (
-    Format("plain", "Plain", 16, 8),
-    Format("int8", "Int8", 8, 16),
-    Format("int4", "Int4", 4, 32),
-    Format("e3m2", "E3M2", 6, 64),
-    Format("e4m3", "E4M3", 8, 16),
-    Format("e5m2", "E5M2", 8, 16),
+    WeightFormat("plain", "Plain", 16, 8),
+    WeightFormat("int8", "Int8", 8, 16),
+    WeightFormat("int4", "Int4", 4, 32),
+    WeightFormat("e3m2", "E3M2", 6, 64),
+    WeightFormat("e4m3", "E4M3", 8, 16),
+    WeightFormat("e5m2", "E5M2", 8, 16),
 )
 NUMBERS = {each.name: number for number, each in enumerate(FORMATS)}
 ACTIVATIONS = ("identity", "gelu", "relu", "silu")  # in the order of few_rows.h

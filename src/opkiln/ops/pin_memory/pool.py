@@ -111,7 +111,7 @@ class PinnedPool:
         with self._guard:
             if self._closed:
                 raise UsageError("the pool is closed")
-            buffer = self._found(wanted) or self._new(wanted)
+            buffer = self._find(wanted) or self._new(wanted)
             self._taken[_address(buffer.memory)] = buffer
         return buffer.memory[:wanted].view(dtype).view(sizes)
 
@@ -189,7 +189,7 @@ class PinnedPool:
         if kind is None or not self._taken:  # what went wrong in the block is the better news
             self.close()
 
-    def _found(self, wanted: int) -> _Buffer | None:
+    def _find(self, wanted: int) -> _Buffer | None:
         """The smallest free buffer that is large enough and not far too large."""
         most = wanted + wanted // 4 + self.alignment
         fitting = [

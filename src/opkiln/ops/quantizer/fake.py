@@ -9,7 +9,7 @@ _Three = tuple[Tensor, Tensor, Tensor]
 
 
 def quantize(x: Tensor, *rest: Any) -> _Three:
-    return _quantized(x, x.numel(), *rest[:3])
+    return _quantize(x, x.numel(), *rest[:3])
 
 
 def quantize_with_feedback(x: Tensor, _error: Tensor, *rest: Any) -> _Three:
@@ -31,14 +31,14 @@ def fake_quantize_(*_: object) -> None:
 
 def quantized_reduce(_values: list[Tensor], scales: list[Tensor], *rest: Any) -> _Three:
     _offsets, numel, *formats = rest
-    return _quantized(scales[0], numel, *formats[4:7])
+    return _quantize(scales[0], numel, *formats[4:7])
 
 
 def quantized_reduce_with_feedback(_error: Tensor, *rest: Any) -> _Three:
     return quantized_reduce(*rest)
 
 
-def _quantized(like: Tensor, numel: int, bits: int, group_size: int, symmetric: bool) -> _Three:
+def _quantize(like: Tensor, numel: int, bits: int, group_size: int, symmetric: bool) -> _Three:
     groups = (numel + group_size - 1) // group_size
     signed = symmetric and bits == 8
     return (

@@ -13,7 +13,7 @@ import opkiln
 from opkiln.errors import ArgumentError, UsageError
 from opkiln.ops.front_ends import call_checked, check_dense, functions_for
 from opkiln.ops.quantizer.op import QuantizerBuilder
-from opkiln.ops.quantizer.tensor_fields import each_tensor, moved
+from opkiln.ops.quantizer.tensor_fields import each_tensor, move_record
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -78,11 +78,11 @@ class Quantized(NamedTuple):
 
     def to(self, *args: Any, **kwargs: Any) -> Quantized:
         """As ``Tensor.to``, ``non_blocking`` included; a dtype is that which dequantize gives."""
-        return moved(self, *args, **kwargs)
+        return move_record(self, *args, **kwargs)
 
     def cpu(self) -> Quantized:
         """As ``Tensor.cpu``."""
-        return moved(self, "cpu")
+        return move_record(self, "cpu")
 
     def cuda(
         self, device: torch.device | int | str | None = None, non_blocking: bool = False
@@ -133,7 +133,7 @@ def quantize(
     A group that holds NaN or infinity comes back as NaN, all of it.
     Raises UsageError, naming the argument.
     """
-    form = _Format(bits, group_size, symmetric, narrow_range)
+    form = _LevelFormat(bits, group_size, symmetric, narrow_range)
     return _quantize(x, form, stochastic, seed, offset, error, _IN_ORDER)
 
 
@@ -157,7 +157,7 @@ def swizzle_quantize(
     The number of elements must be a multiple of
     ``nodes * devices_per_node * pipeline * group_size``. Raises UsageError, naming the argument.
     """
-    form = _Format(bits, group_size, symmetric, narrow_range)
+    form = _LevelFormat(bits, group_size, symmetric, narrow_range)
     order = Swizzle(nodes, devices_per_node, pipeline)
     return _quantize(x, form, stochastic, seed, offset, error, order)
 
@@ -265,7 +265,7 @@ def quantized_reduce(
             raise ArgumentError(
                 f"parts[{i}] has (shape, bits, group_size, symmetric) {ours}, parts[0] {theirs}"
             )
-    wanted = _Format(
+    wanted = _LevelFormat(
         first.bits if bits is None else bits,
         first.group_size if group_size is None else group_size,
         first.symmetric if symmetric is None else symmetric,
@@ -286,10 +286,10 @@ def quantized_reduce(
     else:
         _check_error(error, first.shape)
         three = call_checked(ops.quantized_reduce_with_feedback, error, *listed)
-    return _quantized(three, first.shape, first.dtype, wanted, None)
+    return _quantize_groups(three, first.shape, first.dtype, wanted, None)
 
 
-class _Format(NamedTuple):
+class _LevelFormat(NamedTuple):
     bits: int
     group_size: int
     symmetric: bool
@@ -298,7 +298,7 @@ class _Format(NamedTuple):
 
 def _quantize(
     x: Tensor,
-    form: _Format,
+    form: _LevelFormat,
     stochastic: bool,
     seed: int,
     offset: int | Tensor,
@@ -315,14 +315,14 @@ def _quantize(
         _check_error(error, x.shape)
         three = call_checked(_ops(x).quantize_with_feedback, flat, error, *rest)
     kept = None if order == _IN_ORDER else order
-    return _quantized(three, tuple(x.shape), x.dtype, form, kept)
+    return _quantize_groups(three, tuple(x.shape), x.dtype, form, kept)
 
 
-def _quantized(
+def _quantize_groups(
     three: tuple[Tensor, Tensor, Tensor],
     shape: tuple[int, ...],
     dtype: torch.dtype,
-    form: _Format,
+    form: _LevelFormat,
     swizzle: Swizzle | None,
 ) -> Quantized:
     values, scales, offsets = three

@@ -70,8 +70,8 @@ def quantize_with_feedback(
     rounding = _Rounding(bits, group_size, symmetric, stochastic, seed, offset, offset_tensor,
                          narrow_range)  # fmt: skip
     rounding.check(error, x.numel(), x.device)
-    order = swizzled(x.numel(), group_size, nodes, devices_per_node, pipeline, x.device)
-    return _with_feedback(x.reshape(-1).float(), error, rounding).packed(order)
+    order = swizzle(x.numel(), group_size, nodes, devices_per_node, pipeline, x.device)
+    return _with_feedback(x.reshape(-1).float(), error, rounding).pack(order)
 
 
 def dequantize(
@@ -91,7 +91,7 @@ def dequantize(
     check_format(bits, group_size)
     check_native("dtype is", dtype)
     check_quantized("", values, scales, offsets, numel, bits, group_size, symmetric)
-    order = swizzled(numel, group_size, nodes, devices_per_node, pipeline, values.device)
+    order = swizzle(numel, group_size, nodes, devices_per_node, pipeline, values.device)
     found = _unpack(values, scales, offsets, numel, bits, group_size, symmetric, order)
     return found.back().to(dtype)
 
@@ -154,10 +154,10 @@ def quantized_reduce_with_feedback(
     rounding = _Rounding(bits, group_size, symmetric, stochastic, seed, offset, offset_tensor,
                          narrow_range)  # fmt: skip
     rounding.check(error, numel, total.device)
-    return _with_feedback(total, error, rounding).packed(None)
+    return _with_feedback(total, error, rounding).pack(None)
 
 
-def swizzled(
+def swizzle(
     numel: int,
     group_size: int,
     nodes: int,
@@ -248,7 +248,7 @@ class _Levels(NamedTuple):
             found = found + self.offsets[:, None]
         return found.view(-1)[: self.numel]
 
-    def packed(self, order: Tensor | None) -> _Three:
+    def pack(self, order: Tensor | None) -> _Three:
         rows, scales, offsets = self.rows, self.scales, self.offsets
         if order is not None:
             rows, scales = rows[order], scales[order]

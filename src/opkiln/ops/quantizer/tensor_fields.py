@@ -31,7 +31,7 @@ def each_tensor(record: _Record, function: Callable[[Tensor], Tensor]) -> _Recor
     return record._replace(**changed)  # type: ignore[no-any-return]
 
 
-def moved(record: _Record, *args: Any, **kwargs: Any) -> _Record:
+def move_record(record: _Record, *args: Any, **kwargs: Any) -> _Record:
     """As ``Tensor.to``: to a device, a dtype, both, or those of another tensor.
 
     The dtype is that of the values which the record stands for; its tensors keep theirs. Raises

@@ -77,7 +77,7 @@ class RaggedBatch:
             (2,), rows, rows, rows, (most_sequences, most_blocks), tokens, tokens, tokens,
         )  # fmt: skip
         gpu = self.device.type == "cuda"
-        size = sum(_padded(shape) for shape in self._shapes)
+        size = sum(_pad(shape) for shape in self._shapes)
         self._buffers = [torch.zeros(size, dtype=torch.int32, pin_memory=gpu) for _ in range(2)]
         self._copied: list[torch.cuda.Event | None] = [None, None]
         self._turn = 0
@@ -103,7 +103,7 @@ class RaggedBatch:
 
     def pack(self, batch: Sequence[Sequenced]) -> None:
         """Describe these sequences, in their order. Raises UsageError, and then changes nothing."""
-        ids = self._checked(batch)
+        ids = self._check(batch)
         self._turn = 1 - self._turn
         event = self._copied[self._turn]
         if event is not None:
@@ -151,10 +151,10 @@ class RaggedBatch:
         parts, at = [], 0
         for shape in self._shapes:
             parts.append(buffer[at : at + prod(shape)].view(shape))
-            at += _padded(shape)
+            at += _pad(shape)
         return RaggedViews(*parts)
 
-    def _checked(self, batch: Sequence[Sequenced]) -> Tensor:
+    def _check(self, batch: Sequence[Sequenced]) -> Tensor:
         """The ids of all tokens. Raises UsageError."""
         views = self._device_views
         most_sequences, most_blocks = views.block_table.shape
@@ -203,6 +203,6 @@ _MOST = 2**31
 _WHOLE = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
 
 
-def _padded(shape: tuple[int, ...]) -> int:
+def _pad(shape: tuple[int, ...]) -> int:
     """The elements of a part, up to the next multiple of 16 bytes."""
     return -(-prod(shape) // 4) * 4

@@ -28,7 +28,7 @@ def gpt_sample_tokens(
     result is the part of a causal ``attn_mask`` ([B, H, S, S]) for the kept tokens, the same for
     all layers; None without a mask. Raises ArgumentError.
     """
-    indices = _sampled(reserved_length, seq_length, batch_size, layers, device)
+    indices = _sample(reserved_length, seq_length, batch_size, layers, device)
     if attn_mask is None:
         return indices, None
     return indices, mask_gather_gpt(attn_mask, reserved_length)
@@ -49,11 +49,11 @@ def bert_sample_tokens(
     """
     if attn_mask is None:
         raise ArgumentError("bert_sample_tokens needs an attn_mask")
-    indices = _sampled(reserved_length, seq_length, batch_size, layers, device)
+    indices = _sample(reserved_length, seq_length, batch_size, layers, device)
     return indices, mask_gather_bert(attn_mask, indices)
 
 
-def _sampled(
+def _sample(
     reserved_length: int, seq_length: int, batch_size: int, layers: int, device: torch.device | str
 ) -> Tensor:
     if not 0 < reserved_length <= seq_length:

@@ -17,7 +17,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from opkiln.ops.checks import check_contiguous, check_like, check_numel, widened
+from opkiln.ops.checks import check_contiguous, check_like, check_numel, widen
 from opkiln.ops.shm_comm.op import kit
 
 OPS = ("sum", "mean", "product", "max", "min")
@@ -54,14 +54,14 @@ def shm_leave(host: Tensor, group: int) -> None:
 def shm_all_reduce(x: Tensor, group: int, op: str = "sum") -> Tensor:
     """The elements of all ranks, combined. Differentiable for "sum" and "mean"."""
     parts = _peers(group).gather_by_gloo(x.contiguous())
-    return _combined([part.view(x.shape) for part in parts], op)
+    return _combine([part.view(x.shape) for part in parts], op)
 
 
 @kit.op(mutates="x")
 def shm_all_reduce_(x: Tensor, group: int, op: str = "sum") -> None:
     """``shm_all_reduce`` in place."""
     parts = _peers(group).gather_by_gloo(x.contiguous())
-    x.copy_(_combined([part.view(x.shape) for part in parts], op))
+    x.copy_(_combine([part.view(x.shape) for part in parts], op))
 
 
 @kit.op()
@@ -73,7 +73,7 @@ def shm_reduce_scatter(x: Tensor, group: int, op: str = "sum") -> Tensor:
     rows = x.shape[0] // peers.size
     begin = peers.rank * rows
     parts = peers.gather_by_gloo(x.contiguous())
-    return _combined([part.view(x.shape)[begin : begin + rows] for part in parts], op)
+    return _combine([part.view(x.shape)[begin : begin + rows] for part in parts], op)
 
 
 @kit.op(mutates="out")
@@ -84,7 +84,7 @@ def shm_reduce_scatter_into(out: Tensor, x: Tensor, group: int, op: str = "sum")
     _check_pair(out, x)
     check_numel("x", x, out.numel() * peers.size)
     parts = [part.view(peers.size, out.numel())[peers.rank] for part in peers.gather_by_gloo(x)]
-    out.copy_(_combined(parts, op).view(out.shape))
+    out.copy_(_combine(parts, op).view(out.shape))
 
 
 @kit.op()
@@ -176,12 +176,12 @@ def _peers(group: int) -> Peers:
     return found
 
 
-def _combined(parts: list[Tensor], op: str) -> Tensor:
+def _combine(parts: list[Tensor], op: str) -> Tensor:
     if op not in OPS:
         raise RuntimeError(f"op is {op}, expected sum, mean, product, max or min")
-    result = widened(parts[0])
+    result = widen(parts[0])
     for part in parts[1:]:
-        other = widened(part)
+        other = widen(part)
         if op in ("sum", "mean"):
             result = result + other
         elif op == "product":

@@ -84,7 +84,7 @@ class ShmProcessGroup(dist.ProcessGroup):
     ) -> Any:
         op = _op_of(opts)
         if self.shm is None or op is None or not _is_served(tensors, floating=True):
-            return self._gloo.allreduce(tensors, *_given(opts), *rest, **named)
+            return self._gloo.allreduce(tensors, *_given_options(opts), *rest, **named)
         (x,), number = tensors, self.shm.number
         return self._run(lambda: functions.shm_all_reduce_(x.detach(), number, op), [x], opts)
 
@@ -97,7 +97,7 @@ class ShmProcessGroup(dist.ProcessGroup):
             or len(inputs) != 1
             or not _is_alike(inputs[0], outputs[0], self.size())
         ):
-            return self._gloo.reduce_scatter(outputs, inputs, *_given(opts), *rest)
+            return self._gloo.reduce_scatter(outputs, inputs, *_given_options(opts), *rest)
         (out,), (parts,), number = outputs, inputs, self.shm.number
 
         def work() -> None:
@@ -109,7 +109,7 @@ class ShmProcessGroup(dist.ProcessGroup):
     def reduce_scatter_single(self, out: Any, x: Any, opts: Any = None) -> Any:
         op = _op_of(opts)
         if self.shm is None or op is None or not _is_served([x, out], floating=True, count=2):
-            return self._gloo._reduce_scatter_base(out, x, *_given(opts))
+            return self._gloo._reduce_scatter_base(out, x, *_given_options(opts))
         number = self.shm.number
 
         def work() -> None:
@@ -125,7 +125,7 @@ class ShmProcessGroup(dist.ProcessGroup):
             or len(outputs) != 1
             or not _is_alike(outputs[0], inputs[0], self.size())
         ):
-            return self._gloo.allgather(outputs, inputs, *_given(opts), *rest)
+            return self._gloo.allgather(outputs, inputs, *_given_options(opts), *rest)
         (parts,), (x,), number = outputs, inputs, self.shm.number
 
         def work() -> None:
@@ -137,7 +137,7 @@ class ShmProcessGroup(dist.ProcessGroup):
 
     def all_gather_single(self, out: Any, x: Any, opts: Any = None) -> Any:
         if self.shm is None or not _is_served([x, out], floating=False, count=2):
-            return self._gloo._allgather_base(out, x, *_given(opts))
+            return self._gloo._allgather_base(out, x, *_given_options(opts))
         number = self.shm.number
 
         def work() -> None:
@@ -253,7 +253,7 @@ def _op_of(opts: Any) -> str | None:
     return next((name for op, name in _OPS if asked == op), None)
 
 
-def _given(opts: Any) -> tuple[Any, ...]:
+def _given_options(opts: Any) -> tuple[Any, ...]:
     return () if opts is None else (opts,)
 
 

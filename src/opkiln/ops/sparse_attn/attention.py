@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from opkiln.errors import ArgumentError
 from opkiln.ops.front_ends import call_checked
 from opkiln.ops.sparse_attn.functions import fitting, sparse_attn
-from opkiln.ops.sparse_attn.plans import Plan
+from opkiln.ops.sparse_attn.plans import LayoutPlan
 
 if TYPE_CHECKING:
     from opkiln.ops.sparse_attn.layouts import Layout
@@ -20,7 +20,7 @@ def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    layout: Layout | Plan,
+    layout: Layout | LayoutPlan,
     *,
     scale: float | None = None,
     key_padding_mask: Tensor | None = None,
@@ -46,7 +46,7 @@ def attention(
     if q.dim() != 4:
         raise ArgumentError(f"q has shape {list(q.shape)}, expected [batch, heads, tokens, head]")
     batch, _, tokens, head = q.shape
-    plan = layout if isinstance(layout, Plan) else layout.plan(tokens, q.device)
+    plan = layout if isinstance(layout, LayoutPlan) else layout.plan(tokens, q.device)
     if plan.tokens != tokens:
         raise ArgumentError(f"the plan is for {plan.tokens} tokens, q has {tokens}")
     for mode in (key_padding_mask_mode, attn_mask_mode):
@@ -54,7 +54,7 @@ def attention(
             raise ArgumentError(f"the mode is {mode!r}, expected 'add' or 'mul'")
     scale = head**-0.5 if scale is None else scale
     if key_padding_mask is not None:
-        key_padding_mask = _added(key_padding_mask, (batch, tokens), key_padding_mask_mode)
+        key_padding_mask = _additive_mask(key_padding_mask, (batch, tokens), key_padding_mask_mode)
     if attn_mask is not None:
         attn_mask_mode = "mul" if attn_mask.dtype == torch.bool else attn_mask_mode
         attn_mask = _mask(attn_mask, q)
@@ -108,7 +108,7 @@ class SparseSelfAttention(nn.Module):
         )  # fmt: skip
 
 
-def _added(mask: Tensor, shape: tuple[int, int], mode: str) -> Tensor:
+def _additive_mask(mask: Tensor, shape: tuple[int, int], mode: str) -> Tensor:
     """A key padding mask as numbers that are added."""
     if mask.shape != shape:
         raise ArgumentError(

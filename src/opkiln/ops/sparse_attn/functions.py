@@ -15,7 +15,7 @@ from opkiln.ops.checks import (
     check_like,
     check_same,
     check_shape,
-    widened,
+    widen,
 )
 from opkiln.ops.sparse_attn.op import backward, forward
 
@@ -58,7 +58,7 @@ def sparse_attn(
     scores = _scores(q, k, layout, key_bias, mask, block, scale, causal, window, multiply)
     total = torch.logsumexp(scores, -1, keepdim=True)
     total = total.masked_fill(total == -torch.inf, torch.inf)
-    out = torch.exp(scores - total) @ widened(v)
+    out = torch.exp(scores - total) @ widen(v)
     return _like(q, out), total.squeeze(-1)
 
 
@@ -100,14 +100,14 @@ def sparse_attn_backward(
     """The gradients of ``q``, ``k`` and ``v`` in ``sparse_attn``, whose results are ``out`` and
     ``lse``. They are the same to the bit each time."""
     del lists  # for kernels
-    wide = widened(grad)
+    wide = widen(grad)
     scores = _scores(q, k, layout, key_bias, mask, block, scale, causal, window, multiply)
     weights = torch.exp(scores - lse[..., None])
-    inner = (wide * widened(out)).sum(-1, keepdim=True)
-    of_scores = weights * (wide @ widened(v).mT - inner) * scale
+    inner = (wide * widen(out)).sum(-1, keepdim=True)
+    of_scores = weights * (wide @ widen(v).mT - inner) * scale
     return (
-        _like(q, of_scores @ widened(k)),
-        _like(k, of_scores.mT @ widened(q)),
+        _like(q, of_scores @ widen(k)),
+        _like(k, of_scores.mT @ widen(q)),
         _like(v, weights.mT @ wide),
     )
 
@@ -162,7 +162,7 @@ def _scores(
     check_device("layout", layout, q, "q")
     if scale <= 0:
         raise RuntimeError(f"scale is {scale:g}, expected more than 0")
-    scores = (widened(q) @ widened(k).mT) * scale
+    scores = (widen(q) @ widen(k).mT) * scale
     if key_bias is not None:
         check_shape("key_bias", key_bias, [batch, tokens])
         scores = scores + key_bias[:, None, None].to(scores.dtype)
@@ -173,7 +173,7 @@ def _scores(
         if multiply:
             seen = seen & (mask != 0)
         else:
-            scores = scores + widened(mask)
+            scores = scores + widen(mask)
     return scores.masked_fill(~seen, -math.inf)
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from opkiln.errors import ArgumentError
-from opkiln.ops.sparse_attn.plans import Plan, plan_of
+from opkiln.ops.sparse_attn.plans import LayoutPlan, plan_of
 
 BLOCKS = (16, 32, 64, 128)
 
@@ -33,7 +33,7 @@ class Layout:
             raise ArgumentError(f"heads is {heads}, expected at least 1")
         _check_counts(window=window)
         self.block, self.heads, self.causal, self.window = block, heads, causal, window
-        self._plans: dict[tuple[int, torch.device], Plan] = {}
+        self._plans: dict[tuple[int, torch.device], LayoutPlan] = {}
 
     def blocks(self, count: int, device: torch.device | str = "cpu") -> Tensor:
         """bool [heads, count, count]: whether a block of queries sees a block of keys."""
@@ -45,7 +45,7 @@ class Layout:
         """Set what ``blocks`` gives, but for ``causal``. All is False before."""
         raise NotImplementedError
 
-    def plan(self, tokens: int, device: torch.device | str = "cpu") -> Plan:
+    def plan(self, tokens: int, device: torch.device | str = "cpu") -> LayoutPlan:
         """The layout for sequences of so many tokens, as the kernels take it. It is kept: the
         second call gives the same tensors. On a GPU the first one waits for the device."""
         place = torch.empty(0, device=device).device
@@ -318,13 +318,13 @@ def _see_random(seen: Tensor, wanted: int, seed: int, causal: bool) -> None:
     if wanted > (count := seen.shape[1]):
         raise ArgumentError(f"num_random_blocks is {wanted}, and there are {count} blocks in a row")
     place = torch.arange(seen.numel(), device=seen.device).view(seen.shape)
-    numbers = _mixed(place + _mixed(torch.tensor(seed + 1, device=seen.device)))
+    numbers = _mix(place + _mix(torch.tensor(seed + 1, device=seen.device)))
     if causal:
         numbers = numbers.tril() - (1 - torch.ones_like(numbers).tril())
     seen.scatter_(-1, numbers.topk(wanted, -1).indices, True)
 
 
-def _mixed(x: Tensor) -> Tensor:
+def _mix(x: Tensor) -> Tensor:
     """A number from 0 to 2**62 for each, without order: multiplications wrap around, and the upper
     bits are brought down."""
     for factor in (-0x61C8864680B583EB, -0x4B47D0C5A1A6DD17):

@@ -31,7 +31,7 @@ LEAST = 32  # a line of at most so many tiles is not cut,
 MEANS = 4  # nor one that has at most so many times the mean: then all are long, and many
 
 
-class Plan(NamedTuple):
+class LayoutPlan(NamedTuple):
     """A layout for sequences of ``tokens`` tokens on one device."""
 
     seen: Tensor  # bool [heads or 1, blocks, blocks]
@@ -42,28 +42,28 @@ class Plan(NamedTuple):
     window: int  # a query sees keys less than so many tokens away; 0: no limit
 
 
-def plan_of(seen: Tensor, block: int, tokens: int, causal: bool, window: int) -> Plan:
+def plan_of(seen: Tensor, block: int, tokens: int, causal: bool, window: int) -> LayoutPlan:
     """The plan of a layout. On the CPU, whose kernels read the layout itself, it has no lists."""
     seen, lists = seen.contiguous(), []
     if seen.device.type != "cpu" or forward.builder.emulates():
         lists = lists_of(seen, block, tokens)
-    return Plan(seen, lists, block, tokens, causal, window)
+    return LayoutPlan(seen, lists, block, tokens, causal, window)
 
 
 def lists_of(seen: Tensor, block: int, tokens: int) -> list[Tensor]:
     """The nine tensors of a plan's lists."""
     return [
-        *_listed(seen, block, tokens, FORWARD_ROWS),
-        *_listed(seen, block, tokens, BACKWARD_ROWS),
-        *_listed(seen.mT, block, tokens, BACKWARD_ROWS),
+        *_list_tiles(seen, block, tokens, FORWARD_ROWS),
+        *_list_tiles(seen, block, tokens, BACKWARD_ROWS),
+        *_list_tiles(seen.mT, block, tokens, BACKWARD_ROWS),
     ]
 
 
-def _listed(seen: Tensor, block: int, tokens: int, rows: int) -> tuple[Tensor, Tensor, Tensor]:
+def _list_tiles(seen: Tensor, block: int, tokens: int, rows: int) -> tuple[Tensor, Tensor, Tensor]:
     bits = _bits(seen, block, tokens, rows)
     line, column = bits.nonzero(as_tuple=True)
     # int32 has 32 bits, the last of them its sign.
-    tiles = torch.stack([column, _signed(bits[line, column])], 1).int()
+    tiles = torch.stack([column, _to_signed(bits[line, column])], 1).int()
     lengths = (bits != 0).sum(1)
     shares, joined = _shares(lengths)
     return shares, tiles, joined
@@ -112,5 +112,5 @@ def _shares(lengths: Tensor) -> tuple[Tensor, Tensor]:
     return shares, joined
 
 
-def _signed(x: Tensor) -> Tensor:
+def _to_signed(x: Tensor) -> Tensor:
     return torch.where(x >= 1 << 31, x - (1 << 32), x)

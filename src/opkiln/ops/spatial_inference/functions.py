@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from opkiln.ops.checks import FLOATS, check_dtype, check_like, check_shape, widened
+from opkiln.ops.checks import FLOATS, check_dtype, check_like, check_shape, widen
 from opkiln.ops.spatial_inference.op import kit
 
 
@@ -26,13 +26,13 @@ def spatial_bias_add(
     where that is contiguous or has the channels last (``torch.channels_last``). Otherwise it is
     contiguous. It is fastest if the channels come last. Raises RuntimeError, naming the argument.
     """
-    dim = _checked(x, bias, other, other_bias, channel_dim)
+    dim = _check(x, bias, other, other_bias, channel_dim)
     shape = [1] * x.dim()
     shape[dim] = x.shape[dim]
-    out = widened(x) + widened(bias).view(shape)
+    out = widen(x) + widen(bias).view(shape)
     if other is not None:
-        rest = widened(other)
-        out = out + (rest if other_bias is None else rest + widened(other_bias).view(shape))
+        rest = widen(other)
+        out = out + (rest if other_bias is None else rest + widen(other_bias).view(shape))
     kept = x.is_contiguous() or x.movedim(dim, -1).is_contiguous()
     like = torch.empty_like(x) if kept else x.new_empty(x.shape)
     out = out.to(x.dtype)
@@ -70,7 +70,7 @@ def _channels(x: Tensor, channel_dim: int | None) -> int:
     return channel_dim % x.dim()
 
 
-def _checked(
+def _check(
     x: Tensor,
     bias: Tensor,
     other: Tensor | None,

@@ -9,8 +9,8 @@ do not fit, naming the argument.
 **Dropout.** An element is dropped with probability ``p``, rounded to a multiple of 2**-16, and what
 is kept is multiplied by ``1 / (1 - p)``. Which elements are dropped is a function of ``seed`` (one
 int64 on the device of the other tensors), of ``site`` (a number for each place in a layer) and of
-the element's place, see ``kept``. So nothing is stored, and the gradient finds the same elements.
-Without dropout, ``seed`` may be None.
+the element's place, see ``kept_elements``. So nothing is stored, and the gradient finds the same
+elements. Without dropout, ``seed`` may be None.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu
 
-from opkiln.ops.checks import check_dtype, check_numel, check_rows, check_same, widened
+from opkiln.ops.checks import check_dtype, check_numel, check_rows, check_same, widen
 from opkiln.ops.philox import philox
 from opkiln.ops.transformer.op import columns, norms
 
@@ -36,7 +36,7 @@ def norm_with_moments(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5
     """The layer norm of ``x``, and what its gradient needs: the mean of each row and one over its
     standard deviation, in fp32."""
     check_rows(x, weight=weight, bias=bias)
-    return _normalized(x.contiguous(), weight, bias, eps)
+    return _normalize(x.contiguous(), weight, bias, eps)
 
 
 @norms.op()
@@ -51,7 +51,7 @@ def dropout_add(
     """``dropout(x + bias) + residual``."""
     check_rows(x, bias=bias)
     check_same(x, residual=residual)
-    return _added(x, bias, residual, seed, site, p)
+    return _add(x, bias, residual, seed, site, p)
 
 
 @norms.op()
@@ -63,7 +63,7 @@ def dropout_add_backward(
     With a ``p`` of 0 the first is ``grad`` as well, and an empty tensor is returned for it.
     """
     check_rows(grad, "grad")
-    through = _dropped(widened(grad), seed, site, p)
+    through = _drop(widen(grad), seed, site, p)
     return _unless(p == 0, through, grad), _sum_of_rows(through).to(grad.dtype)
 
 
@@ -85,8 +85,8 @@ def dropout_add_norm(
     """
     check_rows(x, bias=bias, weight=weight, norm_bias=norm_bias)
     check_same(x, residual=residual)
-    total = _added(x, bias, residual, seed, site, p)
-    return total, *_normalized(total, weight, norm_bias, eps)
+    total = _add(x, bias, residual, seed, site, p)
+    return total, *_normalize(total, weight, norm_bias, eps)
 
 
 @norms.op()
@@ -113,15 +113,15 @@ def dropout_add_norm_backward(
     """
     check_rows(grad, "grad", weight=weight, norm_bias=norm_bias)
     check_same(grad, "grad", x=x, residual_grad=residual_grad)
-    wide, by = widened(grad), widened(weight)
-    normal = (widened(x) - mean[..., None]) * scale[..., None]
+    wide, by = widen(grad), widen(weight)
+    normal = (widen(x) - mean[..., None]) * scale[..., None]
     part = wide * by
     total = part - part.mean(-1, keepdim=True) - normal * (part * normal).mean(-1, keepdim=True)
     total = total * scale[..., None]
     if residual_grad is not None:
-        total = total + widened(residual_grad)
-    through = _dropped(total, seed, site, p)
-    again = normal if norm_bias is None else normal * by + widened(norm_bias)
+        total = total + widen(residual_grad)
+    through = _drop(total, seed, site, p)
+    again = normal if norm_bias is None else normal * by + widen(norm_bias)
     return (
         total.to(grad.dtype),
         _unless(p == 0, through, grad),
@@ -138,8 +138,8 @@ def gelu_dropout(
 ) -> Tensor:
     """``dropout(gelu(x + bias))``, with the gelu that is approximated by tanh."""
     check_rows(x, bias=bias)
-    out = gelu(widened(x.contiguous()) + widened(bias), approximate="tanh")
-    return _dropped(out, seed, site, p).to(x.dtype)
+    out = gelu(widen(x.contiguous()) + widen(bias), approximate="tanh")
+    return _drop(out, seed, site, p).to(x.dtype)
 
 
 @columns.op()
@@ -156,11 +156,11 @@ def gelu_dropout_backward(
     again, so that nobody has to keep it; otherwise an empty tensor."""
     check_rows(grad, "grad", bias=bias)
     check_same(grad, "grad", x=x)
-    wide = widened(x.contiguous()) + widened(bias)
+    wide = widen(x.contiguous()) + widen(bias)
     x_grad = torch.ops.aten.gelu_backward(
-        _dropped(widened(grad.contiguous()), seed, site, p), wide, approximate="tanh"
+        _drop(widen(grad.contiguous()), seed, site, p), wide, approximate="tanh"
     )
-    again = _dropped(gelu(wide, approximate="tanh"), seed, site, p) if recompute else wide
+    again = _drop(gelu(wide, approximate="tanh"), seed, site, p) if recompute else wide
     return (
         x_grad.to(x.dtype),
         _sum_of_rows(x_grad).to(x.dtype),
@@ -174,10 +174,10 @@ def join_columns(first: Tensor, second: Tensor, third: Tensor) -> _Two:
     check_rows(first, "first")
     check_same(first, "first", second=second, third=third)
     out = torch.cat([first, second, third], -1)
-    return out, _sum_of_rows(widened(out)).to(first.dtype)
+    return out, _sum_of_rows(widen(out)).to(first.dtype)
 
 
-def kept(shape: torch.Size, seed: Tensor, site: int, p: float) -> Tensor:
+def kept_elements(shape: torch.Size, seed: Tensor, site: int, p: float) -> Tensor:
     """Which elements of a tensor of this shape are kept.
 
     The counter of Philox4x32-7 is the index of eight neighbours in a row (the last of a row may be
@@ -194,7 +194,7 @@ def kept(shape: torch.Size, seed: Tensor, site: int, p: float) -> Tensor:
     return (bits[:, :columns] >= int(p * 65536 + 0.5)).view(shape)
 
 
-def _dropped(x: Tensor, seed: Tensor | None, site: int, p: float) -> Tensor:
+def _drop(x: Tensor, seed: Tensor | None, site: int, p: float) -> Tensor:
     if not 0 <= p <= 1:
         raise RuntimeError(f"p is {p}, expected 0 to 1")
     if p == 0:
@@ -204,22 +204,22 @@ def _dropped(x: Tensor, seed: Tensor | None, site: int, p: float) -> Tensor:
     check_numel("seed", seed, 1)
     check_dtype("seed", seed, torch.int64)
     factor = 0.0 if int(p * 65536 + 0.5) >= 65536 else 1 / (1 - p)
-    return torch.where(kept(x.shape, seed, site, p), x * factor, 0.0)
+    return torch.where(kept_elements(x.shape, seed, site, p), x * factor, 0.0)
 
 
-def _added(
+def _add(
     x: Tensor, bias: Tensor, residual: Tensor, seed: Tensor | None, site: int, p: float
 ) -> Tensor:
-    total = _dropped(widened(x.contiguous()) + widened(bias), seed, site, p)
-    return (total + widened(residual)).to(x.dtype)
+    total = _drop(widen(x.contiguous()) + widen(bias), seed, site, p)
+    return (total + widen(residual)).to(x.dtype)
 
 
-def _normalized(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> _Three:
-    wide = widened(x)
+def _normalize(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> _Three:
+    wide = widen(x)
     mean = wide.mean(-1)
     off = wide - mean[..., None]
     scale = torch.rsqrt(off.square().mean(-1) + eps)
-    out = off * scale[..., None] * widened(weight) + widened(bias)
+    out = off * scale[..., None] * widen(weight) + widen(bias)
     return out.to(x.dtype), mean, scale
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from opkiln.errors import ArgumentError
-from opkiln.ops.checks import widened
+from opkiln.ops.checks import widen
 from opkiln.ops.transformer_inference.functions import norms
 from opkiln.ops.transformer_inference.functions.activations import (
     bias_add,
@@ -41,7 +41,7 @@ def bias_activation(activation: Tensor, bias: Tensor | None, act_type: str | int
     function = {
         "gelu": bias_gelu, "relu": bias_relu, "silu": bias_silu, "identity": bias_add,
     }[kind]  # fmt: skip
-    activation.copy_(_computed(function, activation, bias))
+    activation.copy_(_compute(function, activation, bias))
 
 
 def gated_activation(
@@ -54,11 +54,11 @@ def gated_activation(
     for the odd ones. ``reglu`` is computed by torch."""
     kind = _activation(act_type, "geglu", "reglu", "siglu")
     if kind == "reglu":
-        total = widened(input) if bias is None else widened(input) + widened(bias)
+        total = widen(input) if bias is None else widen(input) + widen(bias)
         result = (torch.relu(total[..., 0::2]) * total[..., 1::2]).detach()
     else:
         function = gated_gelu if kind == "geglu" else gated_silu
-        result = _computed(function, input, bias, interleaved=True)
+        result = _compute(function, input, bias, interleaved=True)
     output.copy_(result)
 
 
@@ -70,7 +70,7 @@ def layer_norm(
     epsilon: float,
 ) -> None:
     """The layer norm of ``input``."""
-    output.copy_(_computed(norms.layer_norm, input, gamma, beta, epsilon))
+    output.copy_(_compute(norms.layer_norm, input, gamma, beta, epsilon))
 
 
 def pre_layer_norm(
@@ -83,7 +83,7 @@ def pre_layer_norm(
     epsilon: float,
 ) -> None:
     """The sum of ``input`` and ``residual``, and its layer norm."""
-    norm, total = _computed(norms.pre_layer_norm, input, residual, gamma, beta, None, epsilon)
+    norm, total = _compute(norms.pre_layer_norm, input, residual, gamma, beta, None, epsilon)
     norm_output.copy_(norm)
     res_output.copy_(total)
 
@@ -97,12 +97,12 @@ def post_layer_norm(
     epsilon: float,
 ) -> None:
     """The layer norm of the sum of ``input`` and ``residual``."""
-    output.copy_(_computed(norms.post_layer_norm, input, residual, gamma, beta, None, epsilon))
+    output.copy_(_compute(norms.post_layer_norm, input, residual, gamma, beta, None, epsilon))
 
 
 def rms_norm(norm_output: Tensor, norm_input: Tensor, gamma: Tensor, epsilon: float) -> None:
     """The rms norm of ``norm_input``."""
-    norm_output.copy_(_computed(norms.rms_norm, norm_input, gamma, epsilon))
+    norm_output.copy_(_compute(norms.rms_norm, norm_input, gamma, epsilon))
 
 
 def rms_pre_norm(
@@ -114,7 +114,7 @@ def rms_pre_norm(
     epsilon: float,
 ) -> None:
     """The sum of ``norm_input`` and ``residual_input``, and its rms norm."""
-    norm, total = _computed(norms.pre_rms_norm, norm_input, residual_input, gamma, None, epsilon)
+    norm, total = _compute(norms.pre_rms_norm, norm_input, residual_input, gamma, None, epsilon)
     norm_output.copy_(norm)
     residual_output.copy_(total)
 
@@ -124,7 +124,7 @@ def blas_linear(output: Tensor, hidden_states: Tensor, weights: Tensor) -> None:
     torch.matmul(hidden_states.detach(), weights.detach().t(), out=output)
 
 
-def _computed(function: Callable[..., Any], *args: object, **options: object) -> Any:
+def _compute(function: Callable[..., Any], *args: object, **options: object) -> Any:
     """What a function gives, without a graph."""
     with torch.no_grad():
         return function(*args, **options)

@@ -24,7 +24,7 @@ def flatten(tensors: Sequence[Tensor]) -> Tensor:
 
     They are of one dtype and on one device; at least one. Raises UsageError, naming the tensor.
     """
-    listed = _checked(tensors)
+    listed = _check(tensors)
     if torch.is_grad_enabled() and any(each.requires_grad for each in tensors):
         return torch.cat([each.reshape(-1) for each in tensors])  # with its gradient
     with torch.no_grad():
@@ -56,7 +56,7 @@ def unflatten_into(flat: Tensor, tensors: Sequence[Tensor]) -> None:
 
     Raises UsageError, before anything is written, where dtypes, devices or sizes differ.
     """
-    listed = _checked(tensors)
+    listed = _check(tensors)
     _check_alike("flat", flat, listed[0])
     _check_count(flat, listed)
     with torch.no_grad():
@@ -104,7 +104,7 @@ def from_bytes(memory: Tensor, dtype: torch.dtype, shape: Sequence[int]) -> Tens
     return memory.view(dtype).view(tuple(shape))
 
 
-def _checked(tensors: Sequence[Tensor]) -> list[Tensor]:
+def _check(tensors: Sequence[Tensor]) -> list[Tensor]:
     listed = [tensor.detach() for tensor in tensors]
     if not listed:
         raise ArgumentError("tensors is empty, expected at least one")

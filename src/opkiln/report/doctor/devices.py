@@ -139,7 +139,7 @@ def cuda_arch_list(here: Facts) -> Diagnosis:
     facts = f"{given} is {cuda.show(parsed)}"
     if not isinstance(here.cuda, DeviceCompiler):
         return passed(f"{facts}; there is no toolkit to check it with")
-    listed = archs.parsed(CUDA, here.cuda.archs)
+    listed = archs.parse_names(CUDA, here.cuda.archs)
     kept, refused = cuda.usable(parsed, listed, here.cuda.accepts)
     if refused:
         reasons = (f"{arch}: {reason}" for arch, reason in refused)
@@ -179,7 +179,7 @@ def _check_native(here: Facts, capabilities: tuple[str, ...], named: str) -> Dia
         return skipped(f"{named}; there is no usable toolkit: see cuda toolkit")
     upgrade = pip("install", "--upgrade", "opkiln[cuda]")
     try:
-        _, notes = archs.for_devices(cuda.parse(";".join(capabilities)), here.cuda)
+        _, notes = archs.archs_for_devices(cuda.parse(";".join(capabilities)), here.cuda)
     except ArchError as error:
         return failed(join(named, error), upgrade)
     if notes:
@@ -214,7 +214,7 @@ def _parse_list(here: Facts, asked: str) -> tuple[cuda.CudaArch, ...] | None:
     if "all" in asked.lower():
         if not isinstance(here.cuda, DeviceCompiler):
             return None
-        listed = archs.parsed(CUDA, here.cuda.archs)
+        listed = archs.parse_names(CUDA, here.cuda.archs)
     return cuda.parse(asked, native=archs.devices(CUDA), listed=listed)
 
 

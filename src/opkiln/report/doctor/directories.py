@@ -247,7 +247,7 @@ def remotes(_: Facts) -> Diagnosis:
         facts = f"{named}: not asked, {reason}"
         return passed(facts) if settings.push is not None else warned(facts, "unset OPKILN_REMOTES")
     try:
-        keys = signatures.trusted() or ()
+        keys = signatures.keys_to_trust() or ()
         locked = lockfile.read(settings.lock) if settings.lock else ()
     except StoreError as error:
         return warned(f"{named}: not asked, {error.what}", copyable(error.hint))

@@ -16,7 +16,7 @@ from opkiln.report.commands import install, unset
 from opkiln.report.doctor.terms import Diagnosis, Facts, failed, join, passed, skipped, warned
 from opkiln.report.layout import count, size
 from opkiln.settings import (
-    dropped,
+    dropped_variables,
     misspelt,
     on_path,
     origin_of,
@@ -136,7 +136,7 @@ def _rename(name: str, meant: str = "") -> str:
 
 def kept_away_variables(_: Facts) -> Diagnosis:
     """No variable is set that would change a compiler's result behind its command line."""
-    names = dropped()
+    names = dropped_variables()
     if not names:
         return passed("none is set that would change a compiler's result")
     instead = [f"{name}: set {_INSTEAD[name]}" for name in names if name in _INSTEAD]
@@ -278,7 +278,7 @@ def budget_memory(_: Facts) -> Diagnosis:
 
 def budget_sharing(_: Facts) -> Diagnosis:
     """All processes of this user share one budget."""
-    found = budget.shared().describe()
+    found = budget.shared_budget().describe()
     refused = join(*found.refused)
     command = "unset OPKILN_RUNTIME_DIR" if settings.runtime_dir else ""
     if found.where is None:

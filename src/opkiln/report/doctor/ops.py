@@ -12,7 +12,7 @@ from opkiln.decision import terms
 from opkiln.decision.prebuilt import PREBUILT
 from opkiln.errors import SpecError
 from opkiln.model import CARRIED, PACKAGE, SHARED
-from opkiln.registry import ALL_OPS, bundled, declared, distribution
+from opkiln.registry import ALL_OPS, bundled_ops, declared_ops, distribution
 from opkiln.report.commands import interpreter, pip
 from opkiln.report.doctor.terms import Diagnosis, Facts, child_answer, join, passed, skipped, warned
 from opkiln.settings import LAYOUT
@@ -40,14 +40,14 @@ except OpkilnError as error:
 
 def ops(_: Facts) -> Diagnosis:
     """Every op can be imported, fits its schema, and has a library or sources."""
-    own = bundled()
+    own = bundled_ops()
     broken: dict[str, str] = {}
     for name in own:
         try:
             ALL_OPS[name]
         except (ImportError, SpecError) as error:
             broken[name] = str(error)
-    others = declared()
+    others = declared_ops()
     for name in others:
         found, died = child_answer(_ASK_OP, name)
         if reason := died or found:
@@ -128,8 +128,8 @@ def _installed_ops() -> Iterator[tuple[str, str]]:
 
 def _declared_packages() -> Iterator[tuple[str, str, str]]:
     """(the op's name in ALL_OPS, its distribution, the directory of its package) of every op."""
-    yield from ((op, "opkiln", PACKAGE) for op in bundled())
-    for name, entry in declared().items():
+    yield from ((op, "opkiln", PACKAGE) for op in bundled_ops())
+    for name, entry in declared_ops().items():
         top = entry.module.partition(".")[0]
         found = PathFinder.find_spec(top)
         if found and found.submodule_search_locations:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from opkiln.ops.checks import check_dim, check_float, widened
+from opkiln.ops.checks import check_dim, check_float, widen
 from opkiln.ops.ragged_device_ops.op import gating as kit
 
 _MOST_EXPERTS = 1024
@@ -43,7 +43,7 @@ def top_k_gating(
     if not 1 <= k <= min(count, _MOST_CHOSEN):
         raise RuntimeError(f"k is {k}, expected 1 to {min(count, _MOST_CHOSEN)}")
     chosen = logits.detach().sort(dim=1, descending=True, stable=True).indices[:, :k]
-    weights = widened(logits).softmax(1).gather(1, chosen)
+    weights = widen(logits).softmax(1).gather(1, chosen)
     if normalize:
         weights = weights / weights.sum(1, keepdim=True)
     flat = chosen.flatten()

@@ -29,7 +29,7 @@ from opkiln.ops.checks import (
     check_within,
 )
 from opkiln.ops.ragged_device_ops.op import paged as kit
-from opkiln.ops.rotating import cos_and_sin, rotated
+from opkiln.ops.rotating import cos_and_sin, rotate
 
 _MOST = 512  # elements of a head that are rotated
 
@@ -135,8 +135,8 @@ def paged_kv_rotary(
     if not 0 < turned <= most or turned % 2:
         raise RuntimeError(f"dim is {turned}, expected an even number from 2 to {most}")
     c, s = cos_and_sin(positions.clamp(min=0), turned // 2, cos, sin, theta, q.dtype)
-    _write(rotated(k, c, s), v, k_cache, v_cache, block_table, sequences, positions)
-    return rotated(q, c, s).contiguous()
+    _write(rotate(k, c, s), v, k_cache, v_cache, block_table, sequences, positions)
+    return rotate(q, c, s).contiguous()
 
 
 @paged_kv_rotary.fake

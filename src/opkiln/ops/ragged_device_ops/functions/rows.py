@@ -17,7 +17,7 @@ from opkiln.ops.checks import (
     check_like,
     check_shape,
     check_within,
-    widened,
+    widen,
 )
 from opkiln.ops.ragged_device_ops.op import rows as kit
 
@@ -58,7 +58,7 @@ def ragged_embedding(
     least, most = -position_offset, position_weight.shape[0] - 1 - position_offset
     check_within("positions", positions, least, most)
     added = torch.nn.functional.embedding(positions + position_offset, position_weight)
-    return (widened(out) + widened(added)).to(weight.dtype)
+    return (widen(out) + widen(added)).to(weight.dtype)
 
 
 @kit.op()
@@ -120,7 +120,7 @@ def moe_gather(rows: Tensor, slots: Tensor, weights: Tensor | None = None) -> Te
     check_dim("rows", rows, 2)
     _check_slots(slots, rows, "rows")
     tokens, k = slots.shape
-    wide = widened(rows)
+    wide = widen(rows)
     check_within("slots", slots, 0, rows.shape[0] - 1)
     if weights is not None:
         check_dtype("weights", weights, wide.dtype)

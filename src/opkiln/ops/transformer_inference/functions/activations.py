@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from opkiln.ops.checks import check_rows, widened
+from opkiln.ops.checks import check_rows, widen
 from opkiln.ops.transformer_inference.op import activations as kit
 
 if TYPE_CHECKING:
@@ -20,25 +20,25 @@ if TYPE_CHECKING:
 def bias_add(x: Tensor, bias: Tensor | None = None) -> Tensor:
     """``x + bias``. ``x`` is fp32, bf16 or fp16 with at least one dimension; ``bias`` has its dtype
     and an element for each column. Raises RuntimeError, naming the argument."""
-    return _shifted(x, bias).to(x.dtype, copy=True)
+    return _shift(x, bias).to(x.dtype, copy=True)
 
 
 @kit.op()
 def bias_relu(x: Tensor, bias: Tensor | None = None) -> Tensor:
     """The relu of ``x + bias``, with the arguments of ``bias_add``."""
-    return functional.relu(_shifted(x, bias)).to(x.dtype)
+    return functional.relu(_shift(x, bias)).to(x.dtype)
 
 
 @kit.op()
 def bias_silu(x: Tensor, bias: Tensor | None = None) -> Tensor:
     """The silu of ``x + bias``, with the arguments of ``bias_add``."""
-    return functional.silu(_shifted(x, bias)).to(x.dtype)
+    return functional.silu(_shift(x, bias)).to(x.dtype)
 
 
 @kit.op()
 def bias_gelu(x: Tensor, bias: Tensor | None = None, tanh: bool = True) -> Tensor:
     """The gelu of ``x + bias``, by tanh or by erf, with the arguments of ``bias_add``."""
-    return _gelu(tanh)(_shifted(x, bias)).to(x.dtype)
+    return _gelu(tanh)(_shift(x, bias)).to(x.dtype)
 
 
 @kit.op()
@@ -51,7 +51,7 @@ def gated_silu(
     ``gate_first``: the first half, or the even elements, are the gate. The result has half as many
     columns as ``x``. Arguments are as for ``bias_add``, and the number of columns is even.
     """
-    return _gated(x, bias, functional.silu, interleaved, gate_first)
+    return _gate(x, bias, functional.silu, interleaved, gate_first)
 
 
 @kit.op()
@@ -63,7 +63,7 @@ def gated_gelu(
     gate_first: bool = True,
 ) -> Tensor:
     """``gelu(gate) * value``, by tanh or by erf, as in ``gated_silu``."""
-    return _gated(x, bias, _gelu(tanh), interleaved, gate_first)
+    return _gate(x, bias, _gelu(tanh), interleaved, gate_first)
 
 
 def _gelu(tanh: bool) -> Callable[[Tensor], Tensor]:
@@ -75,21 +75,21 @@ def _gelu(tanh: bool) -> Callable[[Tensor], Tensor]:
     return lambda x: 0.5 * x * (1.0 + torch.erf(x * math.sqrt(0.5)))
 
 
-def _shifted(x: Tensor, bias: Tensor | None) -> Tensor:
+def _shift(x: Tensor, bias: Tensor | None) -> Tensor:
     """``x + bias``, as what arithmetic is done in."""
     check_rows(x, bias=bias)
-    wide = widened(x.contiguous())
-    return wide if bias is None else wide + widened(bias)
+    wide = widen(x.contiguous())
+    return wide if bias is None else wide + widen(bias)
 
 
-def _gated(
+def _gate(
     x: Tensor,
     bias: Tensor | None,
     activation: Callable[[Tensor], Tensor],
     interleaved: bool,
     gate_first: bool,
 ) -> Tensor:
-    wide = _shifted(x, bias)
+    wide = _shift(x, bias)
     width = x.shape[-1]
     if width % 2 != 0:
         raise RuntimeError(f"x has {width} columns, expected an even number")

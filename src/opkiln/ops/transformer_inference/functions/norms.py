@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from opkiln.ops.checks import check_rows, check_same, widened
+from opkiln.ops.checks import check_rows, check_same, widen
 from opkiln.ops.transformer_inference.op import norms as kit
 
 
@@ -20,7 +20,7 @@ def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Tens
     for each column. Raises RuntimeError, naming the argument.
     """
     check_rows(x, weight=weight)
-    return _normalized(x.contiguous(), weight, None, eps, centred=False)
+    return _normalize(x.contiguous(), weight, None, eps, centred=False)
 
 
 @kit.op()
@@ -30,7 +30,7 @@ def layer_norm(
     """Each row less its mean, divided by its standard deviation, times ``weight``, plus ``bias``.
     Arguments are as for ``rms_norm``."""
     check_rows(x, weight=weight, bias=bias)
-    return _normalized(x.contiguous(), weight, bias, eps, centred=True)
+    return _normalize(x.contiguous(), weight, bias, eps, centred=True)
 
 
 @kit.op()
@@ -48,7 +48,7 @@ def pre_rms_norm(
     """
     check_rows(x, weight=weight)
     total = _total(x, residual, input_bias)
-    return _normalized(total, weight, None, eps, centred=False), total
+    return _normalize(total, weight, None, eps, centred=False), total
 
 
 @kit.op()
@@ -63,7 +63,7 @@ def pre_layer_norm(
     """The layer norm of ``x + input_bias + residual``, and that sum, as in ``pre_rms_norm``."""
     check_rows(x, weight=weight, bias=bias)
     total = _total(x, residual, input_bias)
-    return _normalized(total, weight, bias, eps, centred=True), total
+    return _normalize(total, weight, bias, eps, centred=True), total
 
 
 @kit.op()
@@ -76,7 +76,7 @@ def post_rms_norm(
 ) -> Tensor:
     """The first result of ``pre_rms_norm``, where nobody needs the sum."""
     check_rows(x, weight=weight)
-    return _normalized(_total(x, residual, input_bias), weight, None, eps, centred=False)
+    return _normalize(_total(x, residual, input_bias), weight, None, eps, centred=False)
 
 
 @kit.op()
@@ -90,28 +90,28 @@ def post_layer_norm(
 ) -> Tensor:
     """The first result of ``pre_layer_norm``, where nobody needs the sum."""
     check_rows(x, weight=weight, bias=bias)
-    return _normalized(_total(x, residual, input_bias), weight, bias, eps, centred=True)
+    return _normalize(_total(x, residual, input_bias), weight, bias, eps, centred=True)
 
 
 def _total(x: Tensor, residual: Tensor, input_bias: Tensor | None) -> Tensor:
     """What is normalized: the sum, rounded to the dtype of ``x``."""
     check_rows(x, input_bias=input_bias)
     check_same(x, residual=residual)
-    total = widened(x.contiguous())
+    total = widen(x.contiguous())
     if input_bias is not None:
-        total = total + widened(input_bias)
-    return (total + widened(residual.contiguous())).to(x.dtype)
+        total = total + widen(input_bias)
+    return (total + widen(residual.contiguous())).to(x.dtype)
 
 
-def _normalized(
+def _normalize(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, *, centred: bool
 ) -> Tensor:
-    wide = widened(x)
+    wide = widen(x)
     if centred:
         wide = wide - wide.mean(-1, keepdim=True)
     out = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     if weight is not None:
-        out = out * widened(weight)
+        out = out * widen(weight)
     if bias is not None:
-        out = out + widened(bias)
+        out = out + widen(bias)
     return out.to(x.dtype)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from opkiln.ops.checks import check_like, check_rows, check_same, check_shape, widened
+from opkiln.ops.checks import check_like, check_rows, check_same, check_shape, widen
 from opkiln.ops.transformer_inference.op import residuals as kit
 
 
@@ -28,13 +28,13 @@ def residual_add(
     """
     check_rows(hidden, "hidden", bias=bias, attention_bias=attention_bias)
     check_same(hidden, "hidden", residual=residual, attention=attention)
-    kept = widened(residual.contiguous())
+    kept = widen(residual.contiguous())
     for each in (bias, attention_bias):
         if each is not None:
-            kept = kept + widened(each)
-    total = widened(hidden.contiguous()) + scale * kept
+            kept = kept + widen(each)
+    total = widen(hidden.contiguous()) + scale * kept
     if attention is not None:
-        total = total + attention_scale * widened(attention)
+        total = total + attention_scale * widen(attention)
     return total.to(hidden.dtype)
 
 
@@ -52,7 +52,7 @@ def moe_res_matmul(residual: Tensor, coef: Tensor, mlp: Tensor) -> Tensor:
     by_row = tuple(coef.shape) == (*mlp.shape[:-1], 2)
     if not by_row:
         check_shape("coef", coef, [2, mlp.shape[-1]])
-    wide = widened(coef)
+    wide = widen(coef)
     first, second = (wide[..., :1], wide[..., 1:]) if by_row else (wide[0], wide[1])
-    mixed = widened(residual.contiguous()) * first + widened(mlp.contiguous()) * second
+    mixed = widen(residual.contiguous()) * first + widen(mlp.contiguous()) * second
     return mixed.to(mlp.dtype)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from opkiln.ops.checks import check_dtype, check_like
-from opkiln.ops.rotating import cos_and_sin, rotated
+from opkiln.ops.rotating import cos_and_sin, rotate
 from opkiln.ops.transformer_inference.op import rotary as kit
 
 _MOST = 512  # elements of a head that are rotated without tables
@@ -42,7 +42,7 @@ def rotary(
     """``x`` rotated: fp32, fp16 or bf16. The module says what the arguments are."""
     angles = _angles(x, positions, cos, sin, dim, theta, inverse)
     out = torch.empty_like(x)
-    return out.copy_(rotated(x, *angles, interleaved))
+    return out.copy_(rotate(x, *angles, interleaved))
 
 
 @kit.op(mutates="x")
@@ -57,7 +57,7 @@ def rotary_(
     inverse: bool = False,
 ) -> None:
     """``rotary``, written over ``x``."""
-    x.copy_(rotated(x, *_angles(x, positions, cos, sin, dim, theta, inverse), interleaved))
+    x.copy_(rotate(x, *_angles(x, positions, cos, sin, dim, theta, inverse), interleaved))
 
 
 @kit.op()
@@ -76,8 +76,8 @@ def rotary_qk(
     _check_keys(q, k)
     angles = _angles(q, positions, cos, sin, dim, theta, inverse)
     return (
-        torch.empty_like(q).copy_(rotated(q, *angles, interleaved)),
-        torch.empty_like(k).copy_(rotated(k, *angles, interleaved)),
+        torch.empty_like(q).copy_(rotate(q, *angles, interleaved)),
+        torch.empty_like(k).copy_(rotate(k, *angles, interleaved)),
     )
 
 
@@ -96,8 +96,8 @@ def rotary_qk_(
     """``rotary_qk``, written over ``q`` and ``k``."""
     _check_keys(q, k)
     angles = _angles(q, positions, cos, sin, dim, theta, inverse)
-    q.copy_(rotated(q, *angles, interleaved))
-    k.copy_(rotated(k, *angles, interleaved))
+    q.copy_(rotate(q, *angles, interleaved))
+    k.copy_(rotate(k, *angles, interleaved))
 
 
 @rotary.backward

@@ -17,7 +17,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from opkiln.ops.checks import check_like, check_shape, widened
+from opkiln.ops.checks import check_like, check_shape, widen
 from opkiln.ops.transformer_inference.op import softmax as kit
 
 
@@ -33,9 +33,9 @@ def softmax(
 ) -> Tensor:
     """The softmax over the keys: fp32, fp16 or bf16. The module says what the arguments are."""
     _check(x, mask, slopes, window)
-    scores = widened(x) * scale
+    scores = widen(x) * scale
     if mask is not None:
-        scores = scores + widened(mask)
+        scores = scores + widen(mask)
     if slopes is not None:
         scores = scores + slopes.view(-1, 1, 1) * _distance(x, offset)
     if causal or window:
@@ -82,7 +82,7 @@ def _softmax_backward(
     _window: int,
     output: Tensor,
 ) -> tuple[Tensor | None, ...]:
-    wide, out = widened(grad), widened(output)
+    wide, out = widen(grad), widen(output)
     scores = (wide - (wide * out).sum(-1, keepdim=True)) * out
     of_mask = of_slopes = None
     if mask is not None:
