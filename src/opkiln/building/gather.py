@@ -144,10 +144,8 @@ def list_inputs(
             found.append((FILE, elf.PRELOADS, ""))
         else:
             absent.add(elf.PRELOADS)
-    found += [
-        (ABSENT, place, joined(sorted(names)))
-        for place, names in _nearest_directories(absent).items()
-    ]
+    nearest = _nearest_directories(absent)
+    found += [(ABSENT, place, joined(sorted(names))) for place, names in nearest.items()]
     return union([Inputs(tuple(found), tuple(unseen))])
 
 
