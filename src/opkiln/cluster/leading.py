@@ -16,7 +16,7 @@ _LONGEST_REASON = 2000  # characters; the plan is compared as a whole by the sto
 _SHOWN, _NAMED = 4, 64
 
 
-def describe_rank(rank: int, hellos: Mapping[int, Hello]) -> str:
+def name_rank(rank: int, hellos: Mapping[int, Hello]) -> str:
     """A rank in words: ``rank 3 (host b, pid 4711)``."""
     hello = hellos.get(rank)
     return f"rank {rank}" if hello is None else f"rank {rank} (host {hello.host}, pid {hello.pid})"
@@ -48,12 +48,12 @@ def _compare(values: Sequence[str], known: Mapping[int, Hello]) -> tuple[list[in
     """(the ranks that do not have the value that most have, who has what)."""
     common = Counter(values).most_common(1)[0][0]
     others = [rank for rank, value in enumerate(values) if value != common]
-    named = [f"{describe_rank(each, known)}: {values[each]}" for each in others[:_SHOWN]]
+    named = [f"{name_rank(each, known)}: {values[each]}" for each in others[:_SHOWN]]
     return others, "\n".join([*named, f"the other ranks: {common}"])
 
 
 def _ranks(ranks: Sequence[int], hellos: Mapping[int, Hello]) -> str:
-    shown = [describe_rank(each, hellos) for each in ranks[:_SHOWN]]
+    shown = [name_rank(each, hellos) for each in ranks[:_SHOWN]]
     more = [f"{len(ranks) - _SHOWN} more"] if len(ranks) > _SHOWN else []
     return ", ".join([*shown, *more])
 
@@ -83,7 +83,7 @@ def next_plan(plan: WorkPlan, hellos: Sequence[Hello], silent: frozenset[int]) -
 def add_result(plan: WorkPlan, op: int, rank: int, made: Made, hello: Hello) -> WorkPlan:
     """The plan after a rank has made an op, or could not; ``plan`` itself if it says so already."""
     if made.final:
-        reason = f"{describe_rank(rank, {rank: hello})}: {made.reason}"
+        reason = f"{name_rank(rank, {rank: hello})}: {made.reason}"
         made = made._replace(reason=reason[:_LONGEST_REASON])
     after = plan.tasks[op].end(rank, made)
     return _change_tasks(plan, (*plan.tasks[:op], after, *plan.tasks[op + 1 :]))
@@ -140,7 +140,7 @@ def _why_none(op: int, task: OpTask, hellos: Sequence[Hello]) -> str:
             told[rank] = "it stopped to answer while it made the op"
         elif not hello.offers[op].can_build:
             told[rank] = hello.offers[op].reason
-    lines = dict.fromkeys(f"{describe_rank(rank, known)}: {told[rank]}" for rank in sorted(told))
+    lines = dict.fromkeys(f"{name_rank(rank, known)}: {told[rank]}" for rank in sorted(told))
     return "\n".join(["no rank could make it", *list(lines)[:_SHOWN]])
 
 
@@ -156,16 +156,14 @@ def count_votes(plan: WorkPlan, hellos: Sequence[Hello], ballots: Sequence[Ballo
         if made.digest and not lacking:
             choices.append(Vote(made.digest))
             continue
-        reasons = [
-            f"{describe_rank(rank, known)}: {votes[rank].reason}" for rank in lacking[:_SHOWN]
-        ]
+        reasons = [f"{name_rank(rank, known)}: {votes[rank].reason}" for rank in lacking[:_SHOWN]]
         reason = "\n".join(reasons) if made.digest else made.reason
         for rank, hello in known.items():
             if why := hello.offers[op].native_only:
                 name = hello.offers[op].name
                 return JobOutcome(
                     error=f"op {name} cannot be used by all ranks, and its reference must not "
-                    f"serve: {why} ({describe_rank(rank, known)})",
+                    f"serve: {why} ({name_rank(rank, known)})",
                     why=reason,
                 )
         choices.append(Vote(reason=reason))
@@ -202,6 +200,6 @@ def late_outcome(
         error=f"{_ranks(missing, known)} {what} within {timeout:g} s"
         if missing
         else f"the ranks did not agree within {timeout:g} s",
-        why=f"the time of {describe_rank(rank, known)} is up",
+        why=f"the time of {name_rank(rank, known)} is up",
         lost=tuple(absent[:_NAMED]),
     )

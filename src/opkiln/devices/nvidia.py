@@ -70,11 +70,9 @@ def devices(memory: tuple[str, ...] = (), root: str = "/") -> NvidiaDevices:
 
 def make_devices(facts: dict[str, Any]) -> NvidiaDevices:
     """The records of what ``nvidia_driver`` returned."""
-    gpus = tuple(
-        NvidiaGPU(*values)._replace(parts=tuple(parts)) for *values, parts in facts["gpus"]
-    )
+    gpus = (NvidiaGPU(*values)._replace(parts=tuple(parts)) for *values, parts in facts["gpus"])
     words = (str(facts[name]) for name in ("driver", "cuda", "how", "why"))
-    return NvidiaDevices(gpus, *words)
+    return NvidiaDevices(tuple(gpus), *words)
 
 
 def capabilities(devices: NvidiaDevices) -> tuple[str, ...]:

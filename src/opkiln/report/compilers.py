@@ -17,7 +17,7 @@ from opkiln.model import CPU, CUDA, ROCM, XPU
 from opkiln.observing import observer
 from opkiln.settings import origin_of
 from opkiln.toolchain import choice, find, host, libsycl, rocm, toolkits, torch_sdk
-from opkiln.toolchain.find import CompilerCandidate
+from opkiln.toolchain.find import Compiler
 
 BACKENDS = {CPU: "C++", CUDA: "CUDA", ROCM: "ROCm", XPU: "SYCL"}
 _WITH_TOOLKIT = (CUDA, ROCM, XPU)
@@ -66,7 +66,7 @@ def supports(backend: str, torch: TorchSDK | None) -> bool:
     return bool(torch.cuda if backend == CUDA else torch.hip)
 
 
-def _rank(backend: str, candidates: Iterable[CompilerCandidate]) -> list[Tool]:
+def _rank(backend: str, candidates: Iterable[Compiler]) -> list[Tool]:
     """Candidates as tools: the first that is not refused is taken."""
     tools: list[Tool] = []
     best = ""
@@ -107,17 +107,12 @@ def _list_all(backend: str, why: str) -> list[Tool]:
     ]
 
 
-def _possible_toolkits(backend: str) -> list[CompilerCandidate]:
+def _possible_toolkits(backend: str) -> list[Compiler]:
     """Each possible toolkit of a backend. One that was named and does not exist is refused."""
     missing = "no such program"
     if backend == CUDA:
-        absent = [
-            CompilerCandidate(place.nvcc, place.origin, missing)
-            for place in toolkits.list_unfound()
-        ]
-        return absent + [
-            CompilerCandidate(_home(each.nvcc), each.origin) for each in toolkits.find_nvcc()
-        ]
+        absent = [Compiler(place.nvcc, place.origin, missing) for place in toolkits.list_unfound()]
+        return absent + [Compiler(_home(each.nvcc), each.origin) for each in toolkits.find_nvcc()]
     if backend == ROCM:
         named = origin_of("rocm_home")[1]
         found = rocm.hipcc_candidates()
@@ -125,15 +120,13 @@ def _possible_toolkits(backend: str) -> list[CompilerCandidate]:
     path, origin = origin_of("sycl_cxx")
     if path:
         return [
-            CompilerCandidate(
+            Compiler(
                 find.find_program(path) or path, origin, "" if find.find_program(path) else missing
             )
         ]
-    programs = [
-        CompilerCandidate(*each) for each in libsycl.programs() if find.find_program(each[0])
-    ]
+    programs = [Compiler(*each) for each in libsycl.programs() if find.find_program(each[0])]
     library = libsycl.find_installed()
-    return [*programs, *([CompilerCandidate(library, libsycl.PACKAGE)] if library else [])]
+    return [*programs, *([Compiler(library, libsycl.PACKAGE)] if library else [])]
 
 
 def _home(program: str) -> str:

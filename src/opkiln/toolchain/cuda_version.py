@@ -39,9 +39,8 @@ def missing_error(torch_cuda: str | None) -> MissingCUDAException:
     else:
         what, hint = "no CUDA toolkit is installed", "pip install 'opkiln[cuda]'"
         if torch_cuda is not None and release(torch_cuda)[0] < 13:
-            hint = install_command(
-                torch_cuda
-            )  # the extra would install another major, which is refused
+            # The extra would install another major version, which is refused.
+            hint = install_command(torch_cuda)
     return MissingCUDAException(what, why=toolkits.list_searched(), hint=hint)
 
 
@@ -130,7 +129,7 @@ def _nearest_toolkit(name: str, memory: tuple[str, ...]) -> toolkits.Toolkit:
     works = [each for each in found if not each.record["refused"]]
     if not works:
         error = missing_error(torch_cuda)
-        refused = [find.CompilerCandidate(each.label, each.place.origin, each.record["refused"])
+        refused = [find.Compiler(each.label, each.place.origin, each.record["refused"])
                    for each in found]  # fmt: skip
         error.why = find.list_refusals(refused) or error.why
         raise _name_op(name, error)

@@ -19,8 +19,8 @@ from opkiln.toolchain.torch_sdk import release
 TYPE_CHECKING = False
 
 
-class CompilerCandidate(Record):
-    """A program that was looked at. ``refused`` is empty for one that may be used."""
+class Compiler(Record):
+    """A compiler that was considered. ``refused`` is empty for one that may be used."""
 
     path: str
     origin: str  # how it was found: CXX, PATH
@@ -28,7 +28,7 @@ class CompilerCandidate(Record):
     version: str = ""
 
 
-def list_refusals(candidates: Iterable[CompilerCandidate]) -> str:
+def list_refusals(candidates: Iterable[Compiler]) -> str:
     """Each candidate and why it was refused, in a line."""
     return "\n".join(f"{each.path} ({each.origin}): {each.refused}" for each in candidates)
 
@@ -69,17 +69,17 @@ def launcher() -> str | None:
     return command[0] if command and len(command) > 1 else None
 
 
-def list_programs(places: Iterable[tuple[str, str]]) -> Iterator[CompilerCandidate]:
+def list_programs(places: Iterable[tuple[str, str]]) -> Iterator[Compiler]:
     """The programs at these places, each once; a place is (a path, or a name on PATH; origin)."""
     seen: set[str] = set()
     for place, origin in places:
         path = find_program(place)
         if path is None:
             by_name = "/" not in place and origin == "PATH"
-            yield CompilerCandidate(place, origin, "not on PATH" if by_name else "no such program")
+            yield Compiler(place, origin, "not on PATH" if by_name else "no such program")
         elif (real := os.path.realpath(path)) not in seen:
             seen.add(real)
-            yield CompilerCandidate(path, origin)
+            yield Compiler(path, origin)
 
 
 def list_directories(pattern: str) -> list[str]:
@@ -98,7 +98,7 @@ def sort_by_version(names: Iterable[str], stem: str) -> list[str]:
     return sorted(found, key=lambda name: (release(name.removeprefix(stem)), name), reverse=True)
 
 
-def cxx_candidates(machine: str = "") -> Iterator[CompilerCandidate]:
+def cxx_candidates(machine: str = "") -> Iterator[Compiler]:
     """Host C++ compilers in order of preference: the one the user named, else those on PATH.
 
     An explicit choice is never replaced by another compiler. A compiler for another ``machine`` has
@@ -114,7 +114,7 @@ def cxx_candidates(machine: str = "") -> Iterator[CompilerCandidate]:
     return map(_refuse_remote, list_programs(places))
 
 
-def _refuse_remote(candidate: CompilerCandidate) -> CompilerCandidate:
+def _refuse_remote(candidate: Compiler) -> Compiler:
     """A compiler is refused if it, or the launcher, compiles on other hosts."""
     if candidate.refused:
         return candidate
@@ -153,9 +153,7 @@ class Search(Record):
     """The compilers of a family that are here."""
 
     taken: DeviceCompiler | None
-    candidates: list[
-        CompilerCandidate
-    ]  # in order of preference; the one that is taken is not refused
+    candidates: list[Compiler]  # in order of preference; the one that is taken is not refused
     failure: Callable[[], ToolchainError]  # why none is taken; may probe others, to name one
 
 
@@ -180,17 +178,17 @@ def choose(
 
 def candidates(
     family: Family, memory: tuple[str, ...], wanted: str | None, host: Toolchain
-) -> list[CompilerCandidate]:
+) -> list[Compiler]:
     """Every compiler that was considered, for reports."""
     return _probe_all(family, memory, wanted, host).candidates
 
 
 def rank(
-    candidates: list[CompilerCandidate],
+    candidates: list[Compiler],
     records: list[dict[str, Any]],
     wanted: str | None,
     misfit: Callable[[dict[str, Any]], str],
-) -> tuple[list[CompilerCandidate], list[int]]:
+) -> tuple[list[Compiler], list[int]]:
     """(the candidates, as their records judge them; the places of those that may be taken, the best
     first). ``misfit`` says why one that works does not fit. Equal ones keep their order."""
     judged = [
@@ -234,15 +232,11 @@ def distance(version: str, wanted: str | None) -> tuple[int, int, int]:
     return 0, int(minor < torchs_minor), abs(minor - torchs_minor)
 
 
-def refuse_outranked(
-    candidate: CompilerCandidate,
-    taken: dict[str, Any],
-    runtime: str,
-    wanted: str | None,
-    *,
-    after: str,
-) -> CompilerCandidate:
-    """A candidate that fits, but another is taken. ``taken`` is its record, ``after`` its place."""
+def demote(
+    candidate: Compiler, taken: dict[str, Any], runtime: str, wanted: str | None, *, after: str
+) -> Compiler:
+    """The candidate, refused because another is taken. ``taken`` is the other's record, ``after``
+    its place."""
     reason = f"{runtime} {taken['version']} in {taken['home']} is nearer to torch's {wanted}"
     if wanted is None or candidate.version == taken["version"]:
         reason = f"found after {after}"

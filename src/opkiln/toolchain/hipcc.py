@@ -22,7 +22,7 @@ from opkiln.errors import ArchError, BuildTimeout, ToolchainError
 from opkiln.facts import digest_of
 from opkiln.settings import origin_of
 from opkiln.toolchain import find, probing, rocm, torch_sdk
-from opkiln.toolchain.find import CompilerCandidate, Search
+from opkiln.toolchain.find import Compiler, Search
 
 # Set for every run of hipcc, in addition to the allow-listed environment.
 ENVIRONMENT = (("HIP_PLATFORM", "amd"),)
@@ -52,16 +52,12 @@ def search(
     taken = _compiler(records[ranked[0]], host) if ranked else None
     for place in ranked[1:]:
         best = records[ranked[0]]
-        listed[place] = find.refuse_outranked(
-            listed[place], best, "HIP", wanted, after=best["program"]
-        )
+        listed[place] = find.demote(listed[place], best, "HIP", wanted, after=best["program"])
     mismatched = not ranked and not all(record["refused"] for record in records)
     return Search(taken, listed, lambda: _failure(listed, wanted, mismatched=mismatched))
 
 
-def _record(
-    memory: tuple[str, ...], candidate: CompilerCandidate, *, ask: bool
-) -> dict[str, Any] | None:
+def _record(memory: tuple[str, ...], candidate: Compiler, *, ask: bool) -> dict[str, Any] | None:
     if candidate.refused:
         return probing.refusal(candidate.refused)
     path = candidate.path
@@ -77,9 +73,7 @@ def _misfit(torch_hip: str | None, host: Toolchain, record: dict[str, Any]) -> s
     return find.misfit("HIP", record["version"], torch_hip)
 
 
-def _failure(
-    listed: list[CompilerCandidate], torch_hip: str | None, *, mismatched: bool
-) -> ToolchainError:
+def _failure(listed: list[Compiler], torch_hip: str | None, *, mismatched: bool) -> ToolchainError:
     named, origin = origin_of("rocm_home")
     if named:
         what, hint = f"{origin}={named} cannot be used", f"unset {origin}"

@@ -15,7 +15,7 @@ from opkiln.errors import BuildTimeout, ToolchainError, UsageError
 from opkiln.facts import digest_of
 from opkiln.settings import compiler_variables, origin_of, settings
 from opkiln.toolchain import find, probing, torch_sdk
-from opkiln.toolchain.find import CompilerCandidate
+from opkiln.toolchain.find import Compiler
 
 REQUIRED = "-std=c++20"
 
@@ -52,9 +52,9 @@ def choose(memory: tuple[str, ...], machine: str = "") -> Toolchain:
 
 def _first_usable(
     memory: tuple[str, ...], machine: str, *, ask: bool
-) -> tuple[Toolchain | None, list[CompilerCandidate]]:
+) -> tuple[Toolchain | None, list[Compiler]]:
     """(the first compiler that can be used, those before it). None if it is not remembered."""
-    refused: list[CompilerCandidate] = []
+    refused: list[Compiler] = []
     for candidate, record in _probe_candidates(memory, machine, ask=ask):
         if record is not None and not record["refused"]:
             return _toolchain(candidate.path, record, cross=_is_cross(machine)), refused
@@ -68,11 +68,11 @@ def _is_cross(machine: str) -> bool:
     return machine not in ("", this.architecture())
 
 
-def _candidates(machine: str) -> Iterator[CompilerCandidate]:
+def _candidates(machine: str) -> Iterator[Compiler]:
     return find.cxx_candidates(machine if _is_cross(machine) else "")
 
 
-def candidates(memory: tuple[str, ...]) -> list[CompilerCandidate]:
+def candidates(memory: tuple[str, ...]) -> list[Compiler]:
     """Every host compiler that was considered, for reports."""
     return [candidate for candidate, _ in _probe_candidates(memory)]
 
@@ -84,7 +84,7 @@ def available(machine: str = "") -> bool:
 
 def _probe_candidates(
     memory: tuple[str, ...], machine: str = "", *, ask: bool = True
-) -> Iterator[tuple[CompilerCandidate, dict[str, Any] | None]]:
+) -> Iterator[tuple[Compiler, dict[str, Any] | None]]:
     """Each candidate with its record; with none if it was not probed."""
     for candidate in _candidates(machine):
         if candidate.refused:

@@ -19,7 +19,7 @@ from opkiln.facts import digest_of
 from opkiln.settings import origin_of, override, settings
 from opkiln.toolchain import cuda_version, find, probing, toolkits, wheel_headers
 from opkiln.toolchain import host as hosts
-from opkiln.toolchain.find import CompilerCandidate, Search
+from opkiln.toolchain.find import Compiler, Search
 from opkiln.toolchain.toolkits import Toolkit
 from opkiln.toolchain.torch_sdk import release
 
@@ -61,7 +61,7 @@ def search(
     if partner is None or found is None:
         return None
     listed, ranked = find.rank(
-        [CompilerCandidate(each.label, each.place.origin) for each in found],
+        [Compiler(each.label, each.place.origin) for each in found],
         [each.record for each in found], wanted,
         lambda record: cuda_version.misfit(record["version"], wanted),
     )  # fmt: skip
@@ -70,7 +70,7 @@ def search(
     for place in ranked:
         if best is not None:
             home = best["home"]
-            listed[place] = find.refuse_outranked(listed[place], best, "CUDA", wanted, after=home)
+            listed[place] = find.demote(listed[place], best, "CUDA", wanted, after=home)
             continue
         probed = pair(memory, found[place], partner, ask=ask)
         if probed is None:
@@ -81,7 +81,7 @@ def search(
         elif probed.get("unsupported"):
             unsupported = unsupported or probed["refused"]
     unfound = ((each.nvcc, each.origin) for each in toolkits.list_unfound())
-    candidates = [*(CompilerCandidate(*each, "no such program") for each in unfound), *listed]
+    candidates = [*(Compiler(*each, "no such program") for each in unfound), *listed]
 
     def failure() -> ToolchainError:
         why = find.list_refusals(candidates)

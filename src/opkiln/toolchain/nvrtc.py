@@ -22,7 +22,7 @@ from opkiln.lazy import Record
 from opkiln.model import PACKAGE
 from opkiln.settings import settings
 from opkiln.toolchain import cuda_version, find, probing, toolkits
-from opkiln.toolchain.find import CompilerCandidate, Search
+from opkiln.toolchain.find import Compiler, Search
 
 PROGRAM = "nvrtc/program.py"  # below opkiln's package
 _LIBRARY = re.compile(r"libnvrtc\.so\.(\d+)\Z")
@@ -123,7 +123,7 @@ def search(
     if len(records) < len(places):
         return None
     listed, ranked = find.rank(
-        [CompilerCandidate(place.library, place.origin) for place in places], records, wanted,
+        [Compiler(place.library, place.origin) for place in places], records, wanted,
         lambda record: cuda_version.misfit(record["version"], wanted),
     )  # fmt: skip
     for index in ranked[1:]:
@@ -133,7 +133,7 @@ def search(
     return Search(taken, listed, lambda: _failure(listed))
 
 
-def _failure(listed: list[CompilerCandidate]) -> ToolchainError:
+def _failure(listed: list[Compiler]) -> ToolchainError:
     if not listed:
         where = ", ".join(toolkits.site_directories())
         return ToolchainError("no NVRTC is installed", why=f"no libnvrtc in {where}", hint=_PIP)
@@ -163,11 +163,8 @@ def _record(memory: tuple[str, ...], place: NvrtcPlace, *, ask: bool) -> dict[st
     subject = probing.make_subject(f"nvrtc {place.library} {place.builtins}")
 
     def question() -> tuple[dict[str, Any], list[str]]:
-        files = [
-            os.path.realpath(place.library),
-            os.path.realpath(place.builtins),
-            *_driver_files(),
-        ]
+        libraries = (place.library, place.builtins)
+        files = [*map(os.path.realpath, libraries), *_driver_files()]
         return _ask(place, files), files
 
     return probing.recall_or_ask(memory, subject, question if ask else None)

@@ -9,7 +9,7 @@ from opkiln import facts
 from opkiln.machine import read_text
 from opkiln.settings import origin_of
 from opkiln.toolchain import find, torch_sdk
-from opkiln.toolchain.find import CompilerCandidate
+from opkiln.toolchain.find import Compiler
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ _HEADERS = (
 )
 
 
-def hipcc_candidates() -> Iterator[CompilerCandidate]:
+def hipcc_candidates() -> Iterator[Compiler]:
     """Every hipcc, in order of preference: the one the user named, else those on PATH and in /opt.
 
     If the user named a ROCm without a hipcc, no other one is used instead.

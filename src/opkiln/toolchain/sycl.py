@@ -24,7 +24,7 @@ from opkiln.facts import digest_of
 from opkiln.settings import origin_of
 from opkiln.toolchain import find, libsycl, probing
 from opkiln.toolchain import host as hosts
-from opkiln.toolchain.find import CompilerCandidate, Search
+from opkiln.toolchain.find import Compiler, Search
 
 # The programs that decide icpx's output, by the names that it uses.
 _PARTS = ("clang", "ld", "llvm-spirv", "sycl-post-link", "clang-linker-wrapper", "ocloc")
@@ -75,7 +75,7 @@ def search(
     return Search(taken, listed, lambda: _failure(listed))
 
 
-def _failure(listed: list[CompilerCandidate]) -> ToolchainError:
+def _failure(listed: list[Compiler]) -> ToolchainError:
     origin = origin_of("sycl_cxx")[1]
     return ToolchainError(
         "no SYCL compiler can be used here",
@@ -93,7 +93,7 @@ def soname(compiler: DeviceCompiler) -> str:
     return os.path.basename(next(libsycl.list_libraries(compiler.home), ""))
 
 
-def _list_candidates() -> Iterator[CompilerCandidate]:
+def _list_candidates() -> Iterator[Compiler]:
     """Compilers in order of preference: the one the user named, else all that are found."""
     named, origin = origin_of("sycl_cxx")
     if named:
@@ -102,9 +102,9 @@ def _list_candidates() -> Iterator[CompilerCandidate]:
     yield from find.list_programs(libsycl.programs())
     library = libsycl.find_installed()
     if library is None:
-        yield CompilerCandidate(libsycl.PACKAGE, "this interpreter", "not installed")
+        yield Compiler(libsycl.PACKAGE, "this interpreter", "not installed")
     else:
-        yield CompilerCandidate(library, libsycl.PACKAGE, libsycl.why_unfit(library))
+        yield Compiler(library, libsycl.PACKAGE, libsycl.why_unfit(library))
 
 
 def _probe_program(path: str) -> tuple[dict[str, Any], list[str]]:

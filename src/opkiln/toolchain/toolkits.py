@@ -147,9 +147,8 @@ def wheel_directories() -> list[str]:
 
 def shared_wheels(wheels: str) -> list[str]:
     """The directories of wheels of one major version: ``cu13``; not ``curand``."""
-    return [
-        home for home in find.list_directories(os.path.join(wheels, "cu*")) if home[-1].isdigit()
-    ]
+    found = find.list_directories(os.path.join(wheels, "cu*"))
+    return [home for home in found if home[-1].isdigit()]
 
 
 def _real_program(path: str) -> str:
