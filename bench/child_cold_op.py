@@ -8,8 +8,8 @@ import os
 import sys
 import time
 
+from opkiln.builder.registry import ALL_OPS
 from opkiln.cli.main import cli
-from opkiln.registry import ALL_OPS
 
 
 def clocks() -> tuple[float, float]:

@@ -9,9 +9,9 @@ import sys
 
 from peers import cuda_opkiln_builder
 
-from opkiln import plan as plans
 from opkiln.building.asking import plan_here
 from opkiln.decision.terms import BUILD, Request
+from opkiln.plan import plan as plans
 
 
 def main(stage: str) -> None:

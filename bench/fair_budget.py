@@ -27,7 +27,7 @@ SOURCE = Path(__file__).resolve().parent.parent / "src"
 
 LARGE = """
 import sys
-from opkiln.engine import events, schedule
+from opkiln.run import events, schedule
 kind, place = sys.argv[1:]
 
 def tell(event):

@@ -28,7 +28,7 @@ OPS = ("packbits:cpu", "cpu_adam:cpu", "fused_adam:cuda:9.0")
 
 _BUILD = """
 import resource, sys, time
-from opkiln.observing import observer
+from opkiln.building.observing import observer
 if sys.argv[1] == "without":
     observer.library = lambda *given: ""
 from opkiln.__main__ import main

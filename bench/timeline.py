@@ -29,7 +29,7 @@ TARGET = BENCH.parent / "docs" / "pictures" / "timeline.svg"
 COMMAND = (
     "opkiln build cpu_adam cpu_adagrad cpu_lion packbits quantizer --target cpu:x86-64-v2,x86-64-v3"
 )
-STEPS_BELOW = 1000  # engine/chrome.py: lanes of steps; those of whole builds are above
+STEPS_BELOW = 1000  # run/chrome.py: lanes of steps; those of whole builds are above
 WIDTH, LEFT, LANE, GAP, TOP = 760, 74, 30, 8, 44
 LIGHT = ("#bc4c00", "#0969da", "#1a7f37", "#8250df", "#9a6700", "#59636e")
 DARK = ("#f0883e", "#4493f8", "#3fb950", "#ab7df8", "#d29922", "#9198a1")

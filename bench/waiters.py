@@ -24,7 +24,7 @@ import sys, time, opkiln
 from opkiln.errors import OpkilnError
 how = {"is_python_module": False, "abi": "none"}
 opkiln.load("warm", [sys.argv[1]], **how)
-import opkiln.building.build, opkiln.building.reporting, opkiln.engine.progress  # in every build
+import opkiln.building.build, opkiln.building.reporting, opkiln.run.progress  # in every build
 print("ready", flush=True)
 sys.stdin.readline()
 began = time.monotonic()

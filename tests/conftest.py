@@ -15,7 +15,7 @@ from sample import child, forks, known, pool, sanitizers
 from sample.package import Package, Steps
 
 from opkiln.decision import terms as seal
-from opkiln.engine import events
+from opkiln.run import events
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator

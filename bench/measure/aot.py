@@ -65,7 +65,7 @@ def idle_percent(events: list[dict[str, Any]]) -> float:
 
 def _deepspeed(options: Options, workspace: Workspace, mine: Sample) -> Row:
     """Its own builders' extensions through torch's BuildExtension, as its setup.py has them."""
-    from opkiln.registry import bundled_ops
+    from opkiln.builder.registry import bundled_ops
 
     names = ["cpu_adam"] if options.quick else list(bundled_ops())
     try:

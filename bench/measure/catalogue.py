@@ -70,7 +70,7 @@ def _seconds(events: list[dict[str, Any]]) -> Counter[str]:
 
 
 def _loads(options: Options, workspace: Workspace) -> list[Row]:
-    from opkiln.registry import ALL_OPS, bundled_ops
+    from opkiln.builder.registry import ALL_OPS, bundled_ops
 
     try:
         finish(_build("cpu"), workspace.warm)

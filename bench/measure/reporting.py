@@ -17,7 +17,7 @@ LIMIT_MS = 300.0
 
 _OPS = """\
 from opkiln.builder import CUDAOpBuilder, OpBuilder
-from opkiln.model import ABI_NONE, PLAIN
+from opkiln.base.model import ABI_NONE, PLAIN
 
 for number in range({count}):
     # Every other one has versions for GPUs, too, as a library's ops do.
@@ -53,7 +53,7 @@ def _of_many(options: Options, workspace: Workspace) -> Row:
 
 def _installed(workspace: Workspace) -> Caches:
     """The warm caches, with a distribution installed that brings the number of ops up to thirty."""
-    from opkiln.registry import bundled_ops
+    from opkiln.builder.registry import bundled_ops
 
     count = OPS - len(bundled_ops())
     site = workspace.root / "thirty"

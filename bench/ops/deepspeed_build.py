@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from opkiln.base.model import ABI_TORCH, CUDA, PYTHON
 from opkiln.builder import CUDAOpBuilder
-from opkiln.bundles import layer
-from opkiln.bundles.bundle import write_bundle
 from opkiln.errors import OpkilnError
-from opkiln.model import ABI_TORCH, CUDA, PYTHON
+from opkiln.store import layer
+from opkiln.store.bundle import write_bundle
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

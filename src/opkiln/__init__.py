@@ -19,16 +19,16 @@ import sys
 __version__ = "0.1.0"
 
 _LAZY = {
-    "op": "opkiln.authoring.library",
-    "library": "opkiln.authoring.library",
+    "op": "opkiln.builder.library",
+    "library": "opkiln.builder.library",
     "load": "opkiln.extension",
     "load_inline": "opkiln.extension",
     "OpBuilder": "opkiln.builder",
     "CUDAOpBuilder": "opkiln.builder",
     "SYCLOpBuilder": "opkiln.builder",
-    "ALL_OPS": "opkiln.registry",
-    "get_builder": "opkiln.registry",
-    "explain": "opkiln.registry",
+    "ALL_OPS": "opkiln.builder.registry",
+    "get_builder": "opkiln.builder.registry",
+    "explain": "opkiln.builder.registry",
     "seal": "opkiln.decision.terms",
     "ensure": "opkiln.cluster.ensure",
     "get_accelerator": "opkiln.accelerator.detect",

@@ -8,18 +8,18 @@ from opkiln import settings as settings
 from opkiln import utils as utils
 from opkiln.accelerator.detect import get_accelerator as get_accelerator
 from opkiln.accelerator.detect import set_accelerator as set_accelerator
-from opkiln.authoring.library import library as library
-from opkiln.authoring.library import op as op
 from opkiln.builder import CUDAOpBuilder as CUDAOpBuilder
 from opkiln.builder import OpBuilder as OpBuilder
 from opkiln.builder import SYCLOpBuilder as SYCLOpBuilder
+from opkiln.builder.library import library as library
+from opkiln.builder.library import op as op
+from opkiln.builder.registry import ALL_OPS as ALL_OPS
+from opkiln.builder.registry import explain as explain
+from opkiln.builder.registry import get_builder as get_builder
 from opkiln.cluster.ensure import ensure as ensure
 from opkiln.decision.terms import seal as seal
 from opkiln.extension import load as load
 from opkiln.extension import load_inline as load_inline
-from opkiln.registry import ALL_OPS as ALL_OPS
-from opkiln.registry import explain as explain
-from opkiln.registry import get_builder as get_builder
 
 __version__: str
 

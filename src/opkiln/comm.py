@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from opkiln import lazy
+from opkiln.base import lazy
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

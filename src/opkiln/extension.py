@@ -5,12 +5,8 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from opkiln.building import wording
-from opkiln.digest import sha256_file
-from opkiln.errors import SpecError, StoreError, UsageError, told_briefly
-from opkiln.loading import loader
-from opkiln.loading.register import at_trace_time
-from opkiln.model import (
+from opkiln.base.digest import sha256_file
+from opkiln.base.model import (
     ABI_NONE,
     ABI_STABLE,
     ABI_TORCH,
@@ -28,6 +24,10 @@ from opkiln.model import (
     Op,
     OpSpec,
 )
+from opkiln.building import wording
+from opkiln.errors import SpecError, StoreError, UsageError, told_briefly
+from opkiln.loading import loader
+from opkiln.loading.register import at_trace_time
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -233,7 +233,7 @@ def declared_inline(
 def _load(spec: OpSpec, verbose: bool, build_directory: str | None) -> Any:
     asked = ""
     if spec.backend == CUDA and spec.device_args:
-        from opkiln.arch import cuda
+        from opkiln.machine.arch import cuda
 
         # torch takes the architectures from here, too, and then from nowhere else.
         flags, archs = cuda.split_flags(spec.device_args)
@@ -256,7 +256,7 @@ def copy_out(artifact: Artifact, directory: str) -> str:
     """Copy an artifact into a directory, which is made; gives its path there."""
     import shutil
 
-    from opkiln.digest import taking_the_place_of
+    from opkiln.base.digest import taking_the_place_of
 
     target = os.path.join(directory, os.path.basename(artifact.path))
     try:
@@ -313,7 +313,7 @@ def add_device(
     if cuda and sycl:
         raise UsageError(f"op {spec.title}: one library cannot hold both CUDA and SYCL code")
     if cuda:
-        from opkiln.toolchain.rocm import is_rocm_pytorch
+        from opkiln.machine.toolchain.rocm import is_rocm_pytorch
 
         flags = _flags("extra_cuda_cflags", cuda_flags)
         backend = ROCM if is_rocm_pytorch() else CUDA

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import opkiln
-from opkiln import lazy
+from opkiln.base import lazy
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

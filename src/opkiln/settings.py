@@ -16,9 +16,9 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
 
-from opkiln import setting_values as values
+from opkiln.base import setting_values as values
+from opkiln.base.trust import follow_link
 from opkiln.errors import SettingError
-from opkiln.trust import follow_link
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ The name is the one that DeepSpeed's users know; each function is imported when 
 
 from __future__ import annotations
 
-from opkiln import lazy
+from opkiln.base import lazy
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

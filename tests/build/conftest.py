@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from sample.workshop import Workshop
 
-from opkiln.toolchain import nvcc
+from opkiln.machine.toolchain import nvcc
 
 
 @pytest.fixture(autouse=True)

@@ -20,7 +20,8 @@ USES_N = '#include "n.h"\nextern "C" int answer() { return N; }\n'
 
 # Whether a receipt served, what was hashed, how many files were compiled.
 LOAD = """
-    from opkiln import digest, facts
+    from opkiln.base import digest
+    from opkiln.machine import facts
     from opkiln.decision import receipt
     from opkiln.decision.terms import BUILD, Request
     from opkiln.loading import loader

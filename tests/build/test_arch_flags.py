@@ -17,17 +17,17 @@ import pytest
 from sample.toolkit import arch_words, source_of
 from sample.workshop import ASKED, OPS, Built, Workshop
 
-from opkiln.arch import cuda
-from opkiln.binary import elf
-from opkiln.binary.fatbin import images
-from opkiln.build_model import Plan
+from opkiln.base.build_model import Plan
+from opkiln.base.model import ABI_NONE, CPU, CUDA, PLAIN
 from opkiln.builder import CUDAOpBuilder, get_default_compute_capabilities
 from opkiln.building import asking
 from opkiln.decision.terms import BUILD, Request
-from opkiln.devices import nvidia
 from opkiln.errors import LoadError, SpecError
-from opkiln.model import ABI_NONE, CPU, CUDA, PLAIN
-from opkiln.plan import anchors, argv
+from opkiln.machine.arch import cuda
+from opkiln.machine.binary import elf
+from opkiln.machine.binary.fatbin import images
+from opkiln.machine.devices import nvidia
+from opkiln.plan.plan import anchors, argv
 from opkiln.settings import override
 
 NEWEST = ("sm_90a", "sm_100f", "compute_100f")

@@ -12,8 +12,8 @@ from sample import at_rest, child, wanted
 
 import opkiln
 from opkiln.builder import CUDAOpBuilder, OpBuilder
+from opkiln.builder.registry import get_builder
 from opkiln.errors import LoadTestError, SpecError, UnknownBackend, UsageError
-from opkiln.registry import get_builder
 from opkiln.settings import override
 
 if TYPE_CHECKING:

@@ -13,12 +13,12 @@ from sample.installed import require
 from sample.levels import ARM_LEVELS, IS_X86, X86_V2, X86_V3, X86_V4
 from sample.package import settle
 
-from opkiln import plan as plans
+from opkiln.base.model import ABI_NONE, PLAIN
 from opkiln.builder import OpBuilder
 from opkiln.building.asking import plan_here
 from opkiln.decision.terms import BUILD, Request
 from opkiln.errors import LoadError, UsageError
-from opkiln.model import ABI_NONE, PLAIN
+from opkiln.plan import plan as plans
 from opkiln.settings import override
 
 if TYPE_CHECKING:
@@ -213,9 +213,9 @@ def test_builder_gives_a_setuptools_extension_that_builds_the_same_op(
 def test_a_system_that_is_not_linux_is_served_by_references_only(
     plain: Package, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from opkiln import machine
+    from opkiln.machine import uname
 
-    monkeypatch.setattr(machine, "system", lambda: "darwin")
+    monkeypatch.setattr(uname, "system", lambda: "darwin")
     with pytest.raises(LoadError, match="has no native version for darwin"):
         plain.builder().load()
     builder = plain.builder()

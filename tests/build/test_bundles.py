@@ -14,10 +14,9 @@ from sample.levels import LEVELS
 from sample.package import settle
 from sample.shipped import build
 
-from opkiln.bundles import layer, signing
-from opkiln.bundles.bundle import unpack, write_bundle
 from opkiln.settings import override
-from opkiln.store import inventory, sealed
+from opkiln.store import inventory, layer, sealed, signing
+from opkiln.store.bundle import unpack, write_bundle
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -14,11 +14,11 @@ from sample.levels import LEVELS
 from sample.package import Steps, put, rest, settle
 
 import opkiln
-from opkiln import registry
-from opkiln.engine import events
+from opkiln.builder import registry
 from opkiln.errors import FallbackWarning
 from opkiln.loading import loader
 from opkiln.loading.explain import explain
+from opkiln.run import events
 from opkiln.settings import override
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def test_a_cold_cache_compiles_every_source_and_links_once(plain: Package, steps
 
 def test_another_process_finds_it_and_runs_no_step(built: Package) -> None:
     out = child.run(f"""
-        from opkiln.engine import events
+        from opkiln.run import events
         from {built.name}.op import PlainBuilder
         seen = []
         with events.listening(seen.append):
@@ -224,7 +224,7 @@ def test_a_moved_package_is_a_hit_and_an_edit_in_it_is_its_own(
     moved = tmp_path / "elsewhere with a blank"
     shutil.copytree(built.path, moved / built.name)
     code = f"""
-        from opkiln.engine import events
+        from opkiln.run import events
         from {built.name}.op import PlainBuilder
         seen = []
         with events.listening(seen.append):

@@ -10,9 +10,9 @@ from sample.levels import LOW
 from sample.package import rest
 
 from opkiln.errors import ToolchainError
+from opkiln.machine.toolchain import host
 from opkiln.ship import prebuild, selection
 from opkiln.ship.cache_key import PREFIX, cache_key
-from opkiln.toolchain import host
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from opkiln.cli import main
-from opkiln.devices import nvidia
-from opkiln.devices.nvidia import NvidiaDevices, NvidiaGPU
 from opkiln.errors import ToolchainError
+from opkiln.machine.devices import nvidia
+from opkiln.machine.devices.nvidia import NvidiaDevices, NvidiaGPU
+from opkiln.machine.toolchain import choice
 from opkiln.store.layers import Store
-from opkiln.toolchain import choice
 
 if TYPE_CHECKING:
     from collections.abc import Callable

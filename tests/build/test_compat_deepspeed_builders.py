@@ -10,14 +10,14 @@ import pytest
 from sample import child
 from sample.levels import IS_X86
 
-from opkiln import plan as plans
+from opkiln.base.model import ABI_TORCH, CPU, CUDA, PYTHON
 from opkiln.building.asking import plan_here
 from opkiln.compat.deepspeed import CPUOpBuilder, CUDAOpBuilder, OpBuilder, TorchCPUOpBuilder
 from opkiln.compat.deepspeed.builders import probe_is_compatible
 from opkiln.decision.terms import BUILD, Request
-from opkiln.model import ABI_TORCH, CPU, CUDA, PYTHON
+from opkiln.machine.toolchain import nvcc
+from opkiln.plan import plan as plans
 from opkiln.settings import override
-from opkiln.toolchain import nvcc
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from opkiln import plan as plans
+from opkiln.base.model import CUDA, OpSpec
 from opkiln.compat.torch.flags import shell_words, translate
 from opkiln.errors import ArchError, SpecError
-from opkiln.model import CUDA, OpSpec
+from opkiln.plan import plan as plans
 
 # What a package gives nvcc; what a plan is given; the architectures; whether there is a remark.
 DEVICE = [

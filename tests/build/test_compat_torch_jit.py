@@ -13,9 +13,9 @@ from sample import child
 from sample.compat import both, described, module
 
 import opkiln.compat.torch as ours
-from opkiln.model import CUDA
+from opkiln.base.model import CUDA
+from opkiln.machine.toolchain import choice, host
 from opkiln.store.layers import Store
-from opkiln.toolchain import choice, host
 
 theirs = pytest.importorskip("torch.utils.cpp_extension")
 pytestmark = pytest.mark.skipif(
@@ -381,7 +381,7 @@ def test_a_clone_of_a_project_is_a_hit(apart: Path) -> None:
     code = """
         import os, sys
         os.chdir(sys.argv[1])
-        from opkiln.engine import events
+        from opkiln.run import events
         from opkiln.compat.torch import load
         seen = []
         with events.listening(seen.append):

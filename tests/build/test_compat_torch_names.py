@@ -11,7 +11,7 @@ from sample import child
 
 import opkiln.compat.torch as ours
 from opkiln.errors import OpkilnError
-from opkiln.toolchain import toolkits, torch_sdk
+from opkiln.machine.toolchain import toolkits, torch_sdk
 
 theirs = pytest.importorskip("torch.utils.cpp_extension")
 

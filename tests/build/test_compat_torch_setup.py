@@ -14,8 +14,8 @@ import pytest
 from sample import child, forks, known, pool
 from sample.compat import module
 
-from opkiln.binary import fatbin
-from opkiln.toolchain import host, toolkits
+from opkiln.machine.binary import fatbin
+from opkiln.machine.toolchain import host, toolkits
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

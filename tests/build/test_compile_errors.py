@@ -16,12 +16,12 @@ from sample.package import rest
 from sample.quiet import within
 
 import opkiln
+from opkiln.base.digest import sha256_file
+from opkiln.base.model import OpSpec
 from opkiln.building.failure import first_error
 from opkiln.building.wording import missing_kernels
-from opkiln.digest import sha256_file
 from opkiln.errors import BuildTimeout, CompileError, LoadTestError, OpkilnError, SpecError
-from opkiln.model import OpSpec
-from opkiln.toolchain import nvcc
+from opkiln.machine.toolchain import nvcc
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -133,7 +133,7 @@ def test_eight_processes_show_the_same_error_after_one_compile(
     compiler.write(before=f"case \"$*\" in *' -c '*scale.cpp*) {gate};; esac")
     children = [
         child.start(f"""
-            from opkiln.engine import events
+            from opkiln.run import events
             from {plain.name}.op import PlainBuilder
             told = []
             def tell(event):

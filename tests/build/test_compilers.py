@@ -13,8 +13,8 @@ from sample.package import rest
 
 from opkiln.errors import ToolchainError
 from opkiln.loading.explain import explain
+from opkiln.machine.toolchain import host
 from opkiln.store.layers import Store
-from opkiln.toolchain import host
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -134,7 +134,7 @@ def test_a_torch_upgraded_in_place_rebuilds_a_full_abi_op_once_and_a_stable_one_
         from opkiln.loading.explain import explain
         from opkiln.decision.terms import BUILD, Request
         from opkiln.loading import loader
-        from opkiln.model import Op, OpSpec
+        from opkiln.base.model import Op, OpSpec
         for abi in ("torch", "torch-stable"):
             spec = OpSpec(abi.replace("-", "_"), "test", sys.argv[1], ("op.cpp",), abi=abi)
             changes = explain(Op(spec)).changes

@@ -123,7 +123,7 @@ def test_who_waits_says_for_whom(plain: Package, compiler: Compiler, tmp_path: P
     builder = loader(plain)
     assert within(30, compiler.compiles)
     waiter = child.start(f"""
-        from opkiln.engine import events
+        from opkiln.run import events
         from {plain.name}.op import PlainBuilder
         def tell(event):
             if event.kind == "waiting" and event.data["what"] == "build":

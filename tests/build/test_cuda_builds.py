@@ -13,18 +13,18 @@ from sample.installed import require
 from sample.package import Package, rest
 
 import opkiln
-from opkiln.binary.fatbin import images
-from opkiln.build_model import Plan
+from opkiln.base.build_model import Plan
+from opkiln.base.model import ABI_NONE, CUDA, PLAIN, PYTHON
 from opkiln.builder import CUDAOpBuilder, OpBuilder
 from opkiln.building import asking, kernels
 from opkiln.decision.terms import BUILD, Request
 from opkiln.errors import BuildError, SpecError
-from opkiln.model import ABI_NONE, CUDA, PLAIN, PYTHON
-from opkiln.plan import anchors, argv
+from opkiln.machine.binary.fatbin import images
+from opkiln.machine.toolchain import choice, nvcc
+from opkiln.plan.plan import anchors, argv
 from opkiln.settings import override
 from opkiln.store import key
 from opkiln.store.layers import Store
-from opkiln.toolchain import choice, nvcc
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -12,7 +12,7 @@ import torch
 from sample import child
 from sample.package import rest
 
-from opkiln.toolchain import nvcc, torch_sdk
+from opkiln.machine.toolchain import nvcc, torch_sdk
 
 _DEVICE = """\
 #include <cublas_v2.h>
@@ -43,9 +43,9 @@ def toolkit_release() -> tuple[int, int]:
     """(major, minor) of the toolkit that serves here; skips where it has all headers."""
     if not nvcc.available():
         pytest.skip("no nvcc on this machine")
-    from opkiln.model import CUDA
+    from opkiln.base.model import CUDA
+    from opkiln.machine.toolchain import choice
     from opkiln.store.layers import Store
-    from opkiln.toolchain import choice
 
     device = choice.choose(Store().memory, CUDA).device
     assert device is not None

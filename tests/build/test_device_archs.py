@@ -14,10 +14,8 @@ from typing import TYPE_CHECKING
 import pytest
 from sample import pool, wanted
 
-from opkiln.binary import fatbin
 from opkiln.builder import CUDAOpBuilder
 from opkiln.decision.terms import Trace
-from opkiln.devices import nvidia
 from opkiln.errors import (
     ArchError,
     ArchWarning,
@@ -29,8 +27,10 @@ from opkiln.errors import (
 )
 from opkiln.loading import loader
 from opkiln.loading.explain import explain
+from opkiln.machine.binary import fatbin
+from opkiln.machine.devices import nvidia
+from opkiln.machine.toolchain import toolkits
 from opkiln.settings import override
-from opkiln.toolchain import toolkits
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -12,11 +12,11 @@ import pytest
 import reference_pages.settings
 from sample import child, command, forks, pool
 
-from opkiln.arch import cuda
-from opkiln.binary import fatbin
-from opkiln.model import CPU, CUDA, ROCM
+from opkiln.base.model import CPU, CUDA, ROCM
+from opkiln.machine.arch import cuda
+from opkiln.machine.binary import fatbin
+from opkiln.machine.toolchain import choice
 from opkiln.store.layers import Store
-from opkiln.toolchain import choice
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]

@@ -19,9 +19,9 @@ from sample.child import NOBODY
 from sample.compiler import torch_like
 from sample.doctor import Patient, can_mount
 
-from opkiln.bundles import bundle
+from opkiln.machine.toolchain import nvcc
 from opkiln.report.commands import install
-from opkiln.toolchain import nvcc
+from opkiln.store import bundle
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -547,7 +547,7 @@ def test_an_openmp_runtime_that_another_package_brought_is_found(tmp_path: Path)
 # GPUs: what the driver would answer is put in its place
 
 _GPU = """
-from opkiln.devices import nvidia
+from opkiln.machine.devices import nvidia
 gpu = nvidia.NvidiaGPU(0, 'GPU-0', 'NVIDIA stand-in', {capability!r}, 1 << 30)
 nvidia._known['/'] = nvidia.NvidiaDevices((gpu,), '580.65.06', {cuda!r}, 'nvml')
 """

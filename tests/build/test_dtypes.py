@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 import opkiln
+from opkiln.builder.registry import libraries
 from opkiln.errors import FallbackWarning, LoadError, SpecError, UsageError
 from opkiln.loading import loader
-from opkiln.registry import libraries
 
 # A kernel adds a half, so that its results are told from those of the reference.
 SOURCE = """

@@ -13,11 +13,11 @@ import pytest
 from sample import child
 
 import opkiln
-from opkiln import process
 from opkiln.building import loadtest
 from opkiln.errors import BuildTimeout, CompileError, LoadTestError
+from opkiln.machine.toolchain import torch_sdk
+from opkiln.run import process
 from opkiln.settings import override
-from opkiln.toolchain import torch_sdk
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

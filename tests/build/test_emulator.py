@@ -17,10 +17,10 @@ from sample import known, pool
 from sample.emulator.op import KernelsBuilder
 
 import opkiln
+from opkiln.base.model import CPU, CUDA, EMULATED, ROCM
 from opkiln.errors import SpecError
-from opkiln.model import CPU, CUDA, EMULATED, ROCM
+from opkiln.machine.toolchain import emulate
 from opkiln.settings import override
-from opkiln.toolchain import emulate
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -12,14 +12,14 @@ from sample import child, known
 from sample.package import settle
 
 import opkiln
-from opkiln.bundles import layer
-from opkiln.bundles.bundle import write_bundle
+from opkiln.base.digest import sha256_file
+from opkiln.base.model import Artifact
 from opkiln.decision.terms import Request
-from opkiln.digest import sha256_file
 from opkiln.loading import loader, native
-from opkiln.model import Artifact
+from opkiln.machine.toolchain import host
 from opkiln.settings import override
-from opkiln.toolchain import host
+from opkiln.store import layer
+from opkiln.store.bundle import write_bundle
 
 if TYPE_CHECKING:
     from collections.abc import Callable

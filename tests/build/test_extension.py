@@ -110,7 +110,7 @@ def test_inline_text_is_built_once_and_leaves_no_source(
 
 def test_inline_text_is_found_by_another_process(cache: Path) -> None:
     code = """
-        from opkiln.engine import events
+        from opkiln.run import events
         import opkiln
         seen = []
         with events.listening(seen.append):

@@ -303,9 +303,9 @@ def test_without_torch_at_all_a_torch_op_says_so(stable: Package) -> None:
 def test_a_cpu_that_cannot_run_what_was_asked_for_is_not_given_it(
     plain: Package, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from opkiln import machine
+    from opkiln.machine import uname
 
-    monkeypatch.setattr(machine, "cpu_flags", lambda: kernel_flags(LEVELS[1]))
+    monkeypatch.setattr(uname, "cpu_flags", lambda: kernel_flags(LEVELS[1]))
     monkeypatch.setenv("OPKILN_CPU", HIGH)
     for _ in range(2):
         with pytest.raises(LoadError) as caught:

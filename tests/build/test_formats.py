@@ -11,7 +11,7 @@ import pytest
 from sample import independent_reader as reader
 from sample.formats_page import fields, fields_where
 
-from opkiln.bundles import bundle, layer, signing
+from opkiln.store import bundle, layer, signing
 
 if TYPE_CHECKING:
     from sample.package import Package

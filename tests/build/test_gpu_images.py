@@ -13,9 +13,9 @@ import pytest
 from sample import pool
 from sample.toolkit import compile_once
 
-from opkiln.binary import elf
-from opkiln.binary.fatbin import hip_images, images
 from opkiln.errors import LoadError
+from opkiln.machine.binary import elf
+from opkiln.machine.binary.fatbin import hip_images, images
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -9,8 +9,8 @@ from sample import install
 from sample.install import CALL, NATIVE_ONLY, Environment
 from sample.levels import HIGH, LOW
 
+from opkiln.machine.toolchain import host
 from opkiln.ship import scaffold
-from opkiln.toolchain import host
 
 pytestmark = pytest.mark.skipif(not host.available(), reason="no C++ compiler is installed")
 BOTH = [f"cpu {LOW}", f"cpu {HIGH}"]

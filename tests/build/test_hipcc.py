@@ -10,14 +10,16 @@ import pytest
 from sample import known, pool, wanted
 from sample.levels import X86_64, X86_V1
 
-from opkiln import get_builder, ops, plan, process, settings
-from opkiln.binary import fatbin
-from opkiln.build_model import DeviceCompiler, Target, Toolchain
-from opkiln.child import Completed
-from opkiln.model import ABI_NONE, PLAIN, ROCM, OpSpec
-from opkiln.steps import hipcc as hip_steps
-from opkiln.steps.host import PlanInputs
-from opkiln.toolchain import find, hipcc, hipify, host, torch_sdk
+from opkiln import get_builder, ops, settings
+from opkiln.base.build_model import DeviceCompiler, Target, Toolchain
+from opkiln.base.model import ABI_NONE, PLAIN, ROCM, OpSpec
+from opkiln.machine.binary import fatbin
+from opkiln.machine.toolchain import find, hipcc, hipify, host, torch_sdk
+from opkiln.plan import hipcc as hip_steps
+from opkiln.plan import plan
+from opkiln.plan.host import PlanInputs
+from opkiln.run import process
+from opkiln.run.child import Completed
 
 if TYPE_CHECKING:
     from sample.package import Steps

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from opkiln.machine.toolchain import torch_sdk
 from opkiln.ship import scaffold
-from opkiln.toolchain import torch_sdk
 
 if TYPE_CHECKING:
     from collections.abc import Callable

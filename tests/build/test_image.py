@@ -24,8 +24,8 @@ from sample.shipped import build
 from sample.tracing import NETWORK, calls, strace
 
 import opkiln
-from opkiln.registry import ALL_OPS
-from opkiln.toolchain import torch_sdk
+from opkiln.builder.registry import ALL_OPS
+from opkiln.machine.toolchain import torch_sdk
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -136,11 +136,11 @@ def test_a_compiler_in_an_image_that_is_exchanged(tmp_path: Path) -> None:
 
 
 LOAD = """
-    from opkiln import digest
+    from opkiln.base import digest
     from opkiln.decision import receipt
     from opkiln.loading import loader
     from opkiln.decision.terms import BUILD, Request
-    from opkiln.process import run
+    from opkiln.run.process import run
     from pkg.op import Builder
     hashed = []
     real = digest.sha256_file
@@ -168,7 +168,7 @@ def test_an_image_is_known_by_its_contents_where_a_kernel_gives_mounts_no_number
     tmp_path: Path,
 ) -> None:
     images = Images(tmp_path, "squashfs")
-    old = "    from opkiln import digest\n    digest._mark = lambda *given: 0\n"
+    old = "    from opkiln.base import digest\n    digest._mark = lambda *given: 0\n"
     with held(images.at(1)) as prefix:
         assert images.run(old + LOAD, prefix).split() == ["False", "0", "built", "1"]
         # The header, and the library.

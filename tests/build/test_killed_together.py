@@ -12,7 +12,7 @@ from sample import child
 from sample.processes import ENDLESS, UNLIMITED, field, pids, watchdogs
 from sample.quiet import within
 
-from opkiln.toolchain import host
+from opkiln.machine.toolchain import host
 
 if TYPE_CHECKING:
     from pathlib import Path

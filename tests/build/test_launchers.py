@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 import pytest
 from sample.op_tree import Tree
 
-from opkiln.observing import limits
-from opkiln.plan import Command
+from opkiln.building.observing import limits
+from opkiln.plan.plan import Command
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -12,10 +12,10 @@ from sample.compiler import Compiler
 from sample.levels import LEVELS, kernel_flags, lacks
 from sample.package import put, settle
 
-from opkiln import machine
-from opkiln.arch import cpu
 from opkiln.decision.archs import features
 from opkiln.errors import StoreWarning
+from opkiln.machine import uname
+from opkiln.machine.arch import cpu
 from opkiln.settings import override
 
 if TYPE_CHECKING:
@@ -184,7 +184,7 @@ def test_an_entry_for_a_better_cpu_is_refused_naming_what_this_one_lacks(
     layered.build(cpu=LEVELS[2])
     # Moved under the name that an older CPU asks for, as a careless copy of a store would.
     (entry,) = layered.layer.glob("v1/ops/*/plain/*")
-    monkeypatch.setattr(machine, "cpu_flags", lambda: kernel_flags(LEVELS[1]))
+    monkeypatch.setattr(uname, "cpu_flags", lambda: kernel_flags(LEVELS[1]))
     from opkiln.store import key
 
     op = layered.package.builder().op()

@@ -13,18 +13,18 @@ import pytest
 from sample.package import rest, settle
 from sample.shipped import Shipped, described, rewrite
 
-from opkiln.bundles.bundle import unpack, write_bundle
+from opkiln.base.model import ABI_TORCH
 from opkiln.decision import archs
 from opkiln.decision.archs import target_machine
 from opkiln.decision.terms import SHIP, Build, Request
 from opkiln.loading import loader
 from opkiln.loading.explain import explain
 from opkiln.loading.loader import look
-from opkiln.model import ABI_TORCH
+from opkiln.machine.toolchain import choice, torch_sdk
 from opkiln.settings import override
 from opkiln.store import key
+from opkiln.store.bundle import unpack, write_bundle
 from opkiln.store.layers import Store
-from opkiln.toolchain import choice, torch_sdk
 
 if TYPE_CHECKING:
     from collections.abc import Callable

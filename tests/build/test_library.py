@@ -16,10 +16,10 @@ from sample import child, forks
 from torch import Tensor
 
 import opkiln
-from opkiln.authoring.builders import Functions
+from opkiln.builder.builders import Functions
+from opkiln.builder.registry import ALL_OPS, bundled
 from opkiln.errors import DifferenceError, FallbackWarning, SpecError
 from opkiln.loading import loader
-from opkiln.registry import ALL_OPS, bundled
 
 SOURCE = """
 #include <opkiln/op.h>
@@ -169,7 +169,7 @@ def test_mistakes_are_told() -> None:
 APART = {
     "__init__.py": "",
     "op.py": """import sys
-from opkiln.authoring.library import library
+from opkiln.builder.library import library
 
 kit = library(
     "both", "both.cpp", functions="kit_apart.functions", without={"cpu": ["halved"]},
@@ -254,7 +254,7 @@ def test_a_module_that_does_not_say_its_annotations_itself_is_imported(
 
 CATALOGUE = """
 import json, sys
-from opkiln.registry import ALL_OPS, bundled
+from opkiln.builder.registry import ALL_OPS, bundled
 print(json.dumps({name: ALL_OPS[name].SCHEMAS for name in bundled()}))
 assert "torch" not in sys.modules
 """

@@ -8,16 +8,17 @@ import pytest
 import torch
 from sample.levels import X86_64, X86_V1
 
-from opkiln import plan, process
-from opkiln.binary import elf
-from opkiln.build_model import Target
+from opkiln.base.build_model import Target
+from opkiln.base.model import ROCM, STABLE_TAG
 from opkiln.errors import LoadTestError
 from opkiln.loading import loader
-from opkiln.model import ROCM, STABLE_TAG
-from opkiln.steps import hipcc as hip_steps
-from opkiln.steps.host import PlanInputs
+from opkiln.machine.binary import elf
+from opkiln.machine.toolchain import find, hipcc, hipify, host, nvcc, torch_sdk
+from opkiln.plan import hipcc as hip_steps
+from opkiln.plan import plan
+from opkiln.plan.host import PlanInputs
+from opkiln.run import process
 from opkiln.store.layers import Store
-from opkiln.toolchain import find, hipcc, hipify, host, nvcc, torch_sdk
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -6,9 +6,9 @@ import re
 import subprocess
 from pathlib import Path
 
-from opkiln.binary import elf
-from opkiln.model import PACKAGE
-from opkiln.toolchain import torch_sdk
+from opkiln.base.model import PACKAGE
+from opkiln.machine.binary import elf
+from opkiln.machine.toolchain import torch_sdk
 
 CSRC = Path(PACKAGE, "csrc")
 SHIM = CSRC / "opkiln" / "op" / "shim.h"

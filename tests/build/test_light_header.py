@@ -11,9 +11,9 @@ import pytest
 import torch
 from sample import child
 
+from opkiln.base.model import PACKAGE
 from opkiln.errors import LoadError, LoadTestError
 from opkiln.loading import loader
-from opkiln.model import PACKAGE
 
 if TYPE_CHECKING:
     from collections.abc import Callable

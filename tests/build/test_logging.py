@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 from sample import child
 
-from opkiln.toolchain import host
+from opkiln.machine.toolchain import host
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -19,8 +19,8 @@ from sample import command, install, transcript
 from sample.install import NATIVE_ONLY, Environment
 
 from opkiln.errors import StoreError, UsageError
+from opkiln.machine.toolchain import host, torch_sdk
 from opkiln.ship import scaffold
-from opkiln.toolchain import host, torch_sdk
 
 if TYPE_CHECKING:
     from collections.abc import Callable

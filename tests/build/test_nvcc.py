@@ -14,11 +14,11 @@ from sample.evidence_of import broken, recalled
 from sample.toolkit import compile_once
 
 import opkiln
-from opkiln.build_model import DeviceCompiler, Toolchain
+from opkiln.base.build_model import DeviceCompiler, Toolchain
 from opkiln.errors import ToolchainError
+from opkiln.machine.toolchain import cuda_version, find, host, nvcc, torch_sdk
 from opkiln.settings import override
 from opkiln.store.layers import Store
-from opkiln.toolchain import cuda_version, find, host, nvcc, torch_sdk
 
 _KERNEL = """\
 #include <cuda_runtime.h>

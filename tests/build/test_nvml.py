@@ -16,7 +16,7 @@ DIVIDED = A100._replace(parts=("MIG-44444444-dddd", "MIG-55555555-eeee"))
 
 ASK = """
 import json, sys
-from opkiln.devices import nvidia
+from opkiln.machine.devices import nvidia
 print(json.dumps(nvidia.devices((), sys.argv[1])._asdict()))
 """
 
@@ -64,7 +64,7 @@ def test_a_forked_child_may_ask_whether_or_not_its_parent_did(
 ) -> None:
     code = """
     import json, os, sys
-    from opkiln.devices import nvidia
+    from opkiln.machine.devices import nvidia
 
     def in_child(ask_again):
         reader, writer = os.pipe()
@@ -91,7 +91,7 @@ def test_a_forked_child_may_ask_whether_or_not_its_parent_did(
 def test_many_threads_may_ask_at_once(library: Path, tmp_path: Path) -> None:
     code = """
     import json, sys, threading
-    from opkiln.devices import nvidia
+    from opkiln.machine.devices import nvidia
 
     found, ready = [], threading.Barrier(8)
 

@@ -18,14 +18,16 @@ import torch
 from sample import child, pool
 from sample.levels import ARCHITECTURES, HERE
 
-from opkiln import facts, settings
-from opkiln.binary import elf, fatbin
+from opkiln import settings
+from opkiln.base.model import CUDA, LIBRARY, Op, OpSpec
 from opkiln.building.asking import plan_here
 from opkiln.building.build import build
 from opkiln.decision.search import search
 from opkiln.decision.terms import SHIP, Request, Serve, Trace
 from opkiln.errors import BuildError, MissingCUDAException, SpecError, ToolchainError
-from opkiln.model import CUDA, LIBRARY, Op, OpSpec
+from opkiln.machine import facts
+from opkiln.machine.binary import elf, fatbin
+from opkiln.machine.toolchain import choice, toolkits
 from opkiln.ops.evoformer_attn.op import backward as evoformer_backward
 from opkiln.ops.evoformer_attn.op import forward as evoformer_forward
 from opkiln.ops.fused_lamb.op import FusedLambBuilder
@@ -38,11 +40,10 @@ from opkiln.ops.utils.op import UtilsBuilder
 from opkiln.settings import override
 from opkiln.store import entry, key
 from opkiln.store.layers import Store
-from opkiln.toolchain import choice, toolkits
 
 if TYPE_CHECKING:
+    from opkiln.base.model import Artifact
     from opkiln.builder import CUDAOpBuilder
-    from opkiln.model import Artifact
 
 pytestmark = pytest.mark.slow
 

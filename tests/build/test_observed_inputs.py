@@ -14,7 +14,7 @@ import pytest
 from sample import child
 from sample.op_tree import Tree
 
-from opkiln.observing import log, observer
+from opkiln.building.observing import log, observer
 
 if TYPE_CHECKING:
     from collections.abc import Callable

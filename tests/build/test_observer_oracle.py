@@ -14,10 +14,10 @@ import pytest
 from sample import levels, watching
 from sample.watching import LIST, Seen, Unavailable
 
-from opkiln.binary import elf
 from opkiln.building import gather, observed
-from opkiln.facts import ABSENT, LISTING, parted
-from opkiln.observing import log, observer
+from opkiln.building.observing import log, observer
+from opkiln.machine.binary import elf
+from opkiln.machine.facts import ABSENT, LISTING, parted
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

@@ -21,9 +21,7 @@ from hypothesis import strategies as st
 from sample import known
 from sample.levels import LEVELS
 
-from opkiln import machine
 from opkiln.builder import CUDAOpBuilder, OpBuilder
-from opkiln.bundles import layer
 from opkiln.decision import terms
 from opkiln.decision.terms import (
     BUILD,
@@ -36,14 +34,16 @@ from opkiln.decision.terms import (
     Serve,
     summary,
 )
-from opkiln.devices import nvidia
 from opkiln.errors import OpkilnError
 from opkiln.loading import loader
 from opkiln.loading.explain import explain
 from opkiln.loading.loader import look
+from opkiln.machine import uname
+from opkiln.machine.devices import nvidia
 from opkiln.report import operators
 from opkiln.settings import override
 from opkiln.ship import prebuild
+from opkiln.store import layer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -153,7 +153,7 @@ def enter(world: World, place: Place, here: Path, stack: ExitStack) -> type[OpBu
             if world.carried == "damaged":
                 library.write_bytes(b"no library")
     if world.masked or world.carried == "foreign":
-        flags = machine.cpu_flags()
+        flags = uname.cpu_flags()
         patch.setattr(
             machine, "cpu_flags", lambda: " ".join(flags.split()[: 4 if world.masked else None])
         )

@@ -31,14 +31,8 @@ from sample.levels import (
 )
 
 import opkiln
-from opkiln import plan as plans
-from opkiln.binary import elf
-from opkiln.build_model import Target, Toolchain
-from opkiln.building import loadtest
-from opkiln.building.asking import plan_here
-from opkiln.decision.terms import BUILD, Request
-from opkiln.errors import LoadError, LoadTestError, SpecError, ToolchainError
-from opkiln.model import (
+from opkiln.base.build_model import Target, Toolchain
+from opkiln.base.model import (
     ABI_NONE,
     ABI_STABLE,
     ABI_TORCH,
@@ -49,10 +43,16 @@ from opkiln.model import (
     Op,
     OpSpec,
 )
-from opkiln.registry import get_builder
+from opkiln.builder.registry import get_builder
+from opkiln.building import loadtest
+from opkiln.building.asking import plan_here
+from opkiln.decision.terms import BUILD, Request
+from opkiln.errors import LoadError, LoadTestError, SpecError, ToolchainError
+from opkiln.machine.binary import elf
+from opkiln.machine.toolchain import choice
+from opkiln.plan import plan as plans
 from opkiln.settings import override
 from opkiln.store.layers import Store
-from opkiln.toolchain import choice
 
 if TYPE_CHECKING:
     from collections.abc import Callable

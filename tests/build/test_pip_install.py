@@ -9,7 +9,7 @@ from sample import install
 from sample.install import NATIVE_ONLY, Environment
 from sample.levels import HIGH
 
-from opkiln.toolchain import host, torch_sdk
+from opkiln.machine.toolchain import host, torch_sdk
 
 pytestmark = [
     pytest.mark.skipif(not host.available(), reason="no C++ compiler is installed"),

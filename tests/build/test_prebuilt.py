@@ -14,9 +14,9 @@ from sample import child
 from sample.levels import HIGH, LEVELS, LOW, lacks
 from sample.shipped import Shipped, announce, described, mask, without_sources
 
-from opkiln import machine
-from opkiln.arch import cpu
 from opkiln.decision.archs import features
+from opkiln.machine import uname
+from opkiln.machine.arch import cpu
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -92,7 +92,7 @@ def test_explain_says_what_was_taken_and_report_that_it_is_ready(shipped: Shippe
 
 
 def native() -> str:
-    return str(cpu.native(machine.architecture(), features()))
+    return str(cpu.native(uname.architecture(), features()))
 
 
 def test_a_package_that_ships_no_sources_is_served(shipped: Shipped) -> None:
@@ -166,8 +166,8 @@ def test_code_for_this_very_cpu_is_better_than_for_its_level(shipped: Shipped) -
 
 _MASKED = """
 import sys
-from opkiln import machine
-machine._CPUINFO = sys.argv[1]
+from opkiln.machine import uname
+uname._CPUINFO = sys.argv[1]
 from {name}.op import PlainBuilder
 from opkiln.loading import loader
 builder = PlainBuilder()
@@ -273,7 +273,7 @@ def test_a_python_module_is_served_though_the_interpreter_has_the_symbols_that_i
         from module_ops import ModuleBuilder
         from opkiln.decision.terms import BUILD, Request
         from opkiln.loading import loader
-        from opkiln.bundles import layer
+        from opkiln.store import layer
         made, _ = loader.obtain(Request(ModuleBuilder().op(), BUILD))
         layer.export([made.path], sys.argv[1])
     """

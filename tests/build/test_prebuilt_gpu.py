@@ -13,9 +13,9 @@ import pytest
 from sample.package import Package
 from sample.shipped import Shipped, rewrite
 
-from opkiln.binary import fatbin
-from opkiln.devices import nvidia
 from opkiln.errors import CompilingOff
+from opkiln.machine.binary import fatbin
+from opkiln.machine.devices import nvidia
 from opkiln.settings import override
 
 if TYPE_CHECKING:

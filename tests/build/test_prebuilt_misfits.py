@@ -11,11 +11,11 @@ from sample import child, known
 from sample.levels import LEVELS, lacks
 from sample.shipped import Shipped, mask, rewrite
 
-from opkiln import machine
+from opkiln.base.model import ABI_TORCH
 from opkiln.building import loadtest
 from opkiln.errors import CompilingOff, FallbackWarning
-from opkiln.model import ABI_TORCH
-from opkiln.toolchain import torch_sdk
+from opkiln.machine import uname
+from opkiln.machine.toolchain import torch_sdk
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -157,13 +157,13 @@ def test_a_cpu_that_lacks_features_is_told_which(
 ) -> None:
     """The levels are in test_prebuilt.py, in processes of their own."""
     shipped.build(cpu=LEVELS[2])
-    monkeypatch.setattr(machine, "_CPUINFO", str(mask(tmp_path / "cpuinfo", 1)))
-    machine.cpuinfo.cache_clear()
+    monkeypatch.setattr(uname, "_CPUINFO", str(mask(tmp_path / "cpuinfo", 1)))
+    uname.cpuinfo.cache_clear()
     try:
         refused(shipped, f"it needs {lacks(LEVELS[1], than=LEVELS[2])}, which this CPU lacks")
     finally:
         monkeypatch.undo()
-        machine.cpuinfo.cache_clear()
+        uname.cpuinfo.cache_clear()
 
 
 def test_off_ignores_what_is_installed(shipped: Shipped, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -303,7 +303,7 @@ from linked_ops import Linked
 from opkiln.building import loadtest
 from opkiln.decision.terms import BUILD, Request
 from opkiln.loading import loader
-from opkiln.bundles import layer
+from opkiln.store import layer
 if sys.argv[2:]:
     loadtest.LoadTest.check = lambda self: None  # as where there is what it needs
 made, _ = loader.obtain(Request(Linked().op(), BUILD))

@@ -15,7 +15,7 @@ import torch
 from sample import child, forks
 from sample.levels import HIGH, LEVELS, LOW
 
-from opkiln.digest import sha256_file
+from opkiln.base.digest import sha256_file
 from opkiln.errors import CompilingOff, StoreError, StoreWarning, UnknownOp
 from opkiln.loading import loader, recording
 from opkiln.settings import override
@@ -96,7 +96,7 @@ def test_a_record_that_cannot_be_written_is_a_warning(plain: Package, tmp_path: 
 
 
 def _note_many(file: str, first: int) -> None:
-    from opkiln.model import Op, OpSpec
+    from opkiln.base.model import Op, OpSpec
 
     for number in range(first, first + 40):
         spec = OpSpec(f"op{number}", "somebody", "/", ("op.cpp",), vectorize=False)

@@ -17,7 +17,7 @@ from sample.levels import ARCHITECTURES, HERE
 from sample.toolkit import compile_once
 
 import opkiln
-from opkiln.toolchain import probing, toolkits
+from opkiln.machine.toolchain import probing, toolkits
 
 pytestmark = pytest.mark.slow
 
@@ -27,8 +27,8 @@ _EXTRA = ("cuda-toolkit[cccl,cudart,nvcc]==13.0.*", "cuda-pathfinder")
 _CHILD = """\
 import json, sys
 from opkiln.errors import ToolchainError
-from opkiln.toolchain import host, nvcc, toolkits
-from opkiln.toolchain import find
+from opkiln.machine.toolchain import host, nvcc, toolkits
+from opkiln.machine.toolchain import find
 
 toolkits.DIRECTORIES = ()
 memory = (sys.argv[1],)
@@ -47,9 +47,9 @@ else:
 _FUSED_ADAM = """\
 import json, sys
 import opkiln
-from opkiln.binary import elf, fatbin
+from opkiln.machine.binary import elf, fatbin
 from opkiln.loading import loader
-from opkiln.toolchain import toolkits
+from opkiln.machine.toolchain import toolkits
 
 toolkits.DIRECTORIES = ()
 sys.path.append(sys.argv[2])

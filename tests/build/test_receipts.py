@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 from sample import at_rest
 
-from opkiln import model
+from opkiln.base import model
 from opkiln.decision import receipt
 from opkiln.decision.terms import Request
 

@@ -14,7 +14,7 @@ from sample.op_tree import Tree
 SOURCE = 'extern "C" int answer() { return 1; }\n'
 REFUSED = """
     from opkiln import errors
-    from opkiln.steps import flags
+    from opkiln.plan import flags
     if {unchecked}:
         flags.check = flags.check_nvcc = lambda *given: None
     from pkg.op import Builder

@@ -17,10 +17,9 @@ import pytest
 from sample import child, known, servers, tiers, transcript
 from sample.remote import SITE, SOURCE, Machines, remote_lines
 
-from opkiln.bundles import signing
 from opkiln.decision import terms
 from opkiln.remote import lockfile
-from opkiln.store import signatures
+from opkiln.store import signatures, signing
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -22,8 +22,8 @@ from sample import child
 from sample.rocm import Rocm
 
 from opkiln import settings
+from opkiln.machine.toolchain import nvcc
 from opkiln.report import commands
-from opkiln.toolchain import nvcc
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -33,7 +33,7 @@ _RUN = """
 import sys
 started = []
 sys.addaudithook(lambda event, args: started.append(args[1]) if event == "subprocess.Popen" else 0)
-from opkiln.toolchain import libsycl, rocm, toolkits
+from opkiln.machine.toolchain import libsycl, rocm, toolkits
 if {hide}:
     toolkits.DIRECTORIES, rocm.PARENT, libsycl.ONEAPI = (), "/nonexistent", "/nonexistent"
 {before}

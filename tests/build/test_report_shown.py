@@ -32,7 +32,7 @@ def world(tmp_path: Path) -> World:
 
 _OP = """
 from opkiln.builder import CUDAOpBuilder, OpBuilder
-from opkiln.model import ABI_NONE, PLAIN
+from opkiln.base.model import ABI_NONE, PLAIN
 
 class Base(OpBuilder):
     KIND, ABI = PLAIN, ABI_NONE

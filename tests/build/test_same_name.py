@@ -13,7 +13,7 @@ import pytest
 from sample import child, forks, install, known
 from sample.package import Package
 
-from opkiln.toolchain import host
+from opkiln.machine.toolchain import host
 
 pytestmark = pytest.mark.skipif(not host.available(), reason="no C++ compiler is installed")
 

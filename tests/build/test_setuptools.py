@@ -12,9 +12,9 @@ from sample import install
 from sample.install import CALL, NATIVE_ONLY, Environment
 from sample.levels import HIGH, LOW
 
-from opkiln import registry
+from opkiln.builder import registry
+from opkiln.machine.toolchain import host, torch_sdk
 from opkiln.ship import hook
-from opkiln.toolchain import host, torch_sdk
 
 pytestmark = pytest.mark.skipif(not host.available(), reason="no C++ compiler is installed")
 

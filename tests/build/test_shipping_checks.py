@@ -17,11 +17,11 @@ from sample.package import rest, settle
 from sample.shipped import announce, described
 
 from opkiln import __version__
-from opkiln.bundles import layer
 from opkiln.errors import SettingError, StoreError
 from opkiln.settings import override
 from opkiln.ship.precompile import precompile
 from opkiln.ship.selection import DeclaredOp
+from opkiln.store import layer
 
 if TYPE_CHECKING:
     import subprocess
@@ -220,7 +220,7 @@ def test_a_second_layer_at_the_same_place_has_what_a_new_system_header_made(
     compiler = Compiler(tmp_path)
     compiler.write(before=f'set -- -isystem {shlex.quote(str(system))} "$@"')
     # The directory comes to rest at once: an edit in place leaves it as it is.
-    opkiln.before = "from opkiln import digest; digest._SETTLED_NS = 10_000_000\n"
+    opkiln.before = "from opkiln.base import digest; digest._SETTLED_NS = 10_000_000\n"
     rest()
     words = ("build", "plain", "--target", ANY, "--out", str(out))
     digests = []

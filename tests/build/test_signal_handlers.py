@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import opkiln
-from opkiln import process, trust
-from opkiln.engine import budget, events
+from opkiln.base import trust
 from opkiln.errors import BuildError
-from opkiln.process import once_per_thread
+from opkiln.machine.toolchain import host
+from opkiln.run import budget, events, process
+from opkiln.run.process import once_per_thread
 from opkiln.settings import override
 from opkiln.store import lock
-from opkiln.toolchain import host
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -87,7 +87,10 @@ def test_a_handler_gets_what_is_in_the_cache(source: Path) -> None:
 
 
 # The modules that hold locks while a thread builds, or asks the compilers.
-LOCKING = ("process.py", "store/lock.py", "progress.py", "budget.py", "trust.py", "chrome.py")
+LOCKING = (
+    "run/process.py", "store/lock.py", "run/progress.py", "run/budget.py", "base/trust.py",
+    "run/chrome.py",
+)  # fmt: skip
 
 
 @pytest.mark.timed

@@ -13,7 +13,7 @@ import pytest
 from sample.mounting import held
 from sample.op_tree import Tree, install_gcc
 
-from opkiln.toolchain import nvcc
+from opkiln.machine.toolchain import nvcc
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -153,7 +153,7 @@ def _precompiled(tree: Tree) -> None:
         from pkg.op import Builder
         from opkiln.decision.terms import Request
         from opkiln.loading.loader import look
-        from opkiln import plan as plans
+        from opkiln.plan import plan as plans
         plan = look(Request(Builder().op())).plan
         print(*plans.command(plan.steps[0], plans.anchors(plan, "/stage")).words, sep="\\n")
     """

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 import opkiln
-from opkiln.binary import elf
+from opkiln.machine.binary import elf
+from opkiln.machine.toolchain import host
 from opkiln.store.layers import Store
-from opkiln.toolchain import host
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -13,7 +13,7 @@ from sample import child, forks, known, pool
 from torch import Tensor
 
 import opkiln
-from opkiln.authoring import tuning
+from opkiln.builder import tuning
 from opkiln.errors import SpecError
 from opkiln.loading import loader
 from opkiln.settings import LAYOUT
@@ -49,7 +49,7 @@ def slow_block(x: Tensor) -> Tensor:
 # Prints whether anything was measured, and what was chosen.
 USE = """
 import torch, tuned_package
-from opkiln.authoring import tuning
+from opkiln.builder import tuning
 times = []
 plain = tuning._time
 tuning._time = lambda *args: times.append(1) or plain(*args)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from sample import install, known, transcript
 
-from opkiln.toolchain import host
+from opkiln.machine.toolchain import host
 
 ROOT = Path(__file__).resolve().parents[2]
 TUTORIALS = ROOT / "docs" / "tutorials"

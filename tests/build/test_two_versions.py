@@ -11,8 +11,8 @@ import pytest
 from sample import child
 
 from opkiln import settings
+from opkiln.machine.toolchain import host
 from opkiln.store import entry
-from opkiln.toolchain import host
 
 LOAD = """
 import sys
@@ -47,7 +47,7 @@ def test_the_layout_follows_from_the_schema_of_manifests() -> None:
 
 
 def test_the_parts_of_a_manifest_belong_to_a_schema() -> None:
-    from opkiln.digest import key
+    from opkiln.base.digest import key
 
     assert key("parts", shown(entry._MANIFEST)) == PARTS[settings.SCHEMA]
 

@@ -14,8 +14,8 @@ import click
 import pytest
 from sample import child
 
-from opkiln.toolchain import host
-from opkiln.trust import make_private, usable_by_owner
+from opkiln.base.trust import make_private, usable_by_owner
+from opkiln.machine.toolchain import host
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

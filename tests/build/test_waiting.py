@@ -28,7 +28,7 @@ COMPILE_HANGS = "case \"$*\" in *' -c '*op.cpp*) sleep 600;; esac"
 LOAD = """
     import sys, time, opkiln
     from opkiln import errors
-    from opkiln.engine import progress
+    from opkiln.run import progress
     from opkiln.store import lock
     progress._FIRST_QUIET_LINE, lock._PASSED_AFTER = 0.2, 0.5  # seconds, both 5
     try:

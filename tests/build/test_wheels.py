@@ -19,18 +19,18 @@ from sample.installed import require
 from sample.levels import ARCHITECTURES, LOW
 from sample.shipped import build
 
-from opkiln.binary import elf
-from opkiln.bundles import layer
-from opkiln.digest import sha256_file
+from opkiln.base.digest import sha256_file
+from opkiln.base.model import SHARED
 from opkiln.errors import BuildError
-from opkiln.model import SHARED
+from opkiln.machine.binary import elf
+from opkiln.machine.toolchain import choice, nvcc, torch_sdk
 from opkiln.settings import override
 from opkiln.ship import audit
 from opkiln.ship.audit import platform
 from opkiln.ship.wheel import write_wheel
 from opkiln.ship.wheel_check import verify_wheel
+from opkiln.store import layer
 from opkiln.store.layers import Store
-from opkiln.toolchain import choice, nvcc, torch_sdk
 
 
 def cpu_layer(base: Path, *, pooled: bool) -> Path:
@@ -102,7 +102,7 @@ def test_pip_installs_the_layer_as_it_is(installed: Path, shipped: Path, wheel: 
 def test_the_installed_layer_serves_without_compiling(installed: Path, tmp_path: Path) -> None:
     code = (
         "import opkiln, torch\n"
-        "from opkiln.registry import get_builder\n"
+        "from opkiln.builder.registry import get_builder\n"
         "builder = get_builder('cpu_adam')\n"
         "print(builder.load() is not None)\n"
         "print(opkiln.explain('cpu_adam'))\n"

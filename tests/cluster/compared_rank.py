@@ -17,7 +17,7 @@ import torch
 
 import opkiln
 from opkiln import settings
-from opkiln.model import REGISTERED
+from opkiln.base.model import REGISTERED
 
 options = json.loads(sys.argv[1])
 rank = int(os.environ["RANK"])

@@ -22,7 +22,7 @@ import time
 
 import opkiln
 from opkiln.cluster import channel, protocol, stores, work
-from opkiln.engine import events
+from opkiln.run import events
 
 options = json.loads(sys.argv[1])
 strikes = [options, *options.get("also", ())]

@@ -258,7 +258,7 @@ from torch import distributed
 distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
 assert "opkiln.cluster.ensure" in sys.modules
 from opkiln.decision import terms
-from opkiln.registry import get_builder
+from opkiln.builder.registry import get_builder
 pin = terms.pinned(get_builder("utils").op())
 import opkiln
 store = distributed.FileStore(sys.argv[1], 1)

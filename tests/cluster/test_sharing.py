@@ -11,13 +11,13 @@ import pytest
 from ranks import Node, free_port
 from sample import forks, known, pool, servers
 
+from opkiln.base.model import INLINE_ROOT, ONE_CALL, Op, OpSpec
 from opkiln.cluster import job, sharing, work
 from opkiln.cluster.messages import Made, OpTask
 from opkiln.cluster.stores import Memory
 from opkiln.decision import terms
 from opkiln.errors import ClusterError, CompileError, OpkilnError
 from opkiln.loading import loader
-from opkiln.model import INLINE_ROOT, ONE_CALL, Op, OpSpec
 from opkiln.remote import fetch, patience
 from opkiln.settings import LAYOUT, override
 

@@ -11,8 +11,8 @@ import pytest
 from ranks import HERE, Node
 from sample import forks
 
+from opkiln.base.model import REGISTERED, Op, OpSpec, Registration
 from opkiln.cluster.facts import NOT_COMPARED
-from opkiln.model import REGISTERED, Op, OpSpec, Registration
 
 pytestmark = [pytest.mark.slow, pytest.mark.timed]
 

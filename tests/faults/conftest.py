@@ -13,7 +13,8 @@ from loaders import SETTLED_NS, Compiler, Loader, learn, returning
 from sample import child, known
 
 import opkiln
-from opkiln import digest, settings
+from opkiln import settings
+from opkiln.base import digest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

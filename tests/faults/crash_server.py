@@ -18,13 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import opkiln
-from opkiln import digest
+from opkiln.base import digest
 from opkiln.building import build, failure
-from opkiln.bundles import bundle, layer
 from opkiln.decision import decide, receipt, search
 from opkiln.loading import loader
 from opkiln.settings import settings
-from opkiln.store import gc, inventory
+from opkiln.store import bundle, gc, inventory, layer
 from opkiln.store.layers import Store
 
 digest._SETTLED_NS = 20_000_000  # as SETTLED_NS of loaders.py
@@ -78,7 +77,7 @@ def write(layer_dir: str, file: str) -> dict[str, Any]:
 
 def sign(site: str, file: str, key: str) -> dict[str, Any]:
     sys.path.append(site)  # where the library for it is, and much else
-    from opkiln.bundles import signing
+    from opkiln.store import signing
 
     return {"sha256": signing.sign(file, key).sha256}
 

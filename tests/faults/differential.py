@@ -31,18 +31,18 @@ from typing import TYPE_CHECKING, Any
 from fuzzed_compiler import compile_parts
 from fuzzed_tree import PREFIX, SYSTEM, Tree
 
-from opkiln import digest
-from opkiln.binary import elf
+from opkiln.base import digest
 from opkiln.building import gather
 from opkiln.decision.terms import Request
 from opkiln.errors import OpkilnError, StoreWarning
 from opkiln.loading import loader
+from opkiln.machine.binary import elf
 from opkiln.store import key
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from opkiln.build_model import Plan
+    from opkiln.base.build_model import Plan
 
 ROUNDS_PER_TREE = 25
 

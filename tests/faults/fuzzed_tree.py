@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from fuzzed_compiler import KINDS, Compiler
 
-from opkiln.model import Op, OpSpec
+from opkiln.base.model import Op, OpSpec
 
 if TYPE_CHECKING:
     import random

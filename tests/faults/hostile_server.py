@@ -16,8 +16,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from opkiln.bundles import signing
-from opkiln.store import signatures
+from opkiln.store import signatures, signing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -36,15 +36,14 @@ from typing import TYPE_CHECKING
 
 from hostile_server import BASIC, IDENTITY, PASSWORD, USER, Conversation, Honest
 
-from opkiln.bundles import signing
+from opkiln.base.model import Op, OpSpec
 from opkiln.decision import search
 from opkiln.decision.terms import Request, Trace
 from opkiln.errors import StoreError
 from opkiln.loading import loader
-from opkiln.model import Op, OpSpec
 from opkiln.remote import fetch, lockfile, patience, push, registry, tier, web
 from opkiln.remote.plain import read_record
-from opkiln.store import signatures
+from opkiln.store import signatures, signing
 from opkiln.store.zip_format import LARGEST
 
 if TYPE_CHECKING:

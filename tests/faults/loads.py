@@ -15,7 +15,7 @@ import warnings
 from typing import Any
 
 import opkiln
-from opkiln import digest
+from opkiln.base import digest
 from opkiln.errors import OpkilnError
 from opkiln.loading import loader
 

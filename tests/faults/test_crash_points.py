@@ -28,9 +28,8 @@ from sample import layer
 from sample.child import SOURCE
 from sample.quiet import within
 
-from opkiln.bundles import bundle, signing
-from opkiln.facts import Hasher
-from opkiln.store import entry
+from opkiln.machine.facts import Hasher
+from opkiln.store import bundle, entry, signing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

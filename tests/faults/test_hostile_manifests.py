@@ -10,12 +10,11 @@ import pytest
 from sample import layer
 from sample.levels import X86_V1
 
-from opkiln import machine
-from opkiln.bundles import bundle
+from opkiln.base.model import ABI_NONE, Op, OpSpec
 from opkiln.decision import prebuilt
 from opkiln.decision.terms import Request, Trace
-from opkiln.model import ABI_NONE, Op, OpSpec
-from opkiln.store import key
+from opkiln.machine import uname
+from opkiln.store import bundle, key
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -42,7 +41,7 @@ def ran(tmp_path: Path) -> Path:
 def shipped(base: Path, soname: str) -> Path:
     """A layer with an op that fits this machine, and needs a library."""
     target = {
-        "backend": "cpu", "system": "linux", "machine": machine.architecture(), "cpu": X86_V1,
+        "backend": "cpu", "system": "linux", "machine": uname.architecture(), "cpu": X86_V1,
         "cpu_features": [], "abi_tag": "none", "debug": False, "flags": [], "archs": [],
     }  # fmt: skip
     needs = {"cpu": [], "sonames": [soname], "symbols": []}

@@ -36,9 +36,9 @@ A_DAY = 21_600
 # Publishes leaves that verify, each under a name of its own, and reads some that others published.
 WRITER = """
 import hashlib, json, os, random, sys
-from opkiln.digest import sha256_file
+from opkiln.base.digest import sha256_file
 from opkiln.store import entry, inventory, publish
-from opkiln.facts import Hasher
+from opkiln.machine.facts import Hasher
 from opkiln.store.key import deps_key
 root, stage, number, count = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
 chance = random.Random(number)

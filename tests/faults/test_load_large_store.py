@@ -33,7 +33,7 @@ MORE, EACH = 2 << 20, 900
 SEARCH = """
 import os, sys
 import opkiln
-from opkiln import digest
+from opkiln.base import digest
 digest._SETTLED_NS = 20_000_000
 def mark(name):
     try:

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.timed
 LOAD = """
 import sys
 import opkiln
-from opkiln import digest
+from opkiln.base import digest
 digest._SETTLED_NS = 20_000_000
 library = opkiln.load("op", [sys.argv[1]], is_python_module=False, abi="none")
 sys.exit(0 if library.value() == 5 else 3)
@@ -35,7 +35,7 @@ sys.exit(0 if library.value() == 5 else 3)
 TRACED = """
 import os, sys
 import opkiln
-from opkiln import digest
+from opkiln.base import digest
 digest._SETTLED_NS = 20_000_000
 def mark(name):
     try:

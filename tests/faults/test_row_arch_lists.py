@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from sample.levels import ARM_V8, UNKNOWN_LEVEL, X86_64, X86_V1, X86_V2, X86_V3, X86_V4
 
-from opkiln.arch import cpu, cuda, hip
 from opkiln.errors import ArchError
+from opkiln.machine.arch import cpu, cuda, hip
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

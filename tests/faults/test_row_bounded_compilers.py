@@ -1,6 +1,6 @@
 """Row 28: all processes of a user together run as many compilers as the host has room for.
 
-That is one for each CPU, and one more for a process that would starve (engine/slots.py).
+That is one for each CPU, and one more for a process that would starve (run/slots.py).
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ def removed(group: Path) -> bool:
 
 MEASURE = """
 import json
-from opkiln.engine import budget
+from opkiln.run import budget
 print(json.dumps(budget.measure()._asdict()))
 """
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 from loaders import Loader, leaves, let_rest, returning, write
 
-from opkiln.digest import sha256_file
+from opkiln.base.digest import sha256_file
 
 if TYPE_CHECKING:
     from fault_rows import Cases

@@ -16,7 +16,7 @@ import pytest
 from loaders import Answer, Loader, leaves, returning, write
 from sample import child, known
 
-from opkiln.digest import sha256_file
+from opkiln.base.digest import sha256_file
 from opkiln.store.entry import parse_manifest, write_manifest
 
 if TYPE_CHECKING:

@@ -21,12 +21,12 @@ import pytest
 from loaders import returning, write
 from sample.tracing import Call, calls, strace
 
-from opkiln import plan as plans
-from opkiln.build_model import DeviceCompiler, Plan, Target, Toolchain
+from opkiln.base.build_model import DeviceCompiler, Plan, Target, Toolchain
+from opkiln.base.model import ABI_NONE, CPU, CUDA, PLAIN, OpSpec
 from opkiln.building import observed
+from opkiln.building.observing import observer
 from opkiln.errors import SpecError, StepRefused
-from opkiln.model import ABI_NONE, CPU, CUDA, PLAIN, OpSpec
-from opkiln.observing import observer
+from opkiln.plan import plan as plans
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -26,7 +26,7 @@ for name in opkiln.__all__:
     getattr(opkiln, name)
 """
 DETECT = """
-from opkiln.devices import nvidia
+from opkiln.machine.devices import nvidia
 nvidia._known.clear()
 found = nvidia.devices((), sys.argv[1])
 assert found.how == "nvml" and len(found.gpus) == 2, found
@@ -128,7 +128,7 @@ def test_importing_everything_with_torch_initialises_no_device(machine: Machine)
     machine.run(
         f"{IMPORT}{DETECT}"
         "opkiln.get_accelerator().device_count()\n"
-        "from opkiln.registry import libraries\n"
+        "from opkiln.builder.registry import libraries\n"
         "for name, kind in opkiln.ALL_OPS.items():\n"
         "    for _, builder in libraries(name, kind):\n        builder().op()\n"
         "import torch\n"

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import pytest
 from loaders import Loader, let_rest, returning, write
 
+from opkiln.base.model import Op, OpSpec
 from opkiln.loading.explain import explain
-from opkiln.model import Op, OpSpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -9,9 +9,9 @@ import pytest
 from loaders import Loader, returning, write
 
 import opkiln
+from opkiln.base.model import Op, OpSpec
 from opkiln.errors import SpecError
 from opkiln.loading.explain import explain
-from opkiln.model import Op, OpSpec
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from sample.levels import X86_64, X86_V3
 
-from opkiln.build_model import Target
-from opkiln.digest import encode, key
-from opkiln.model import OpSpec
+from opkiln.base.build_model import Target
+from opkiln.base.digest import encode, key
+from opkiln.base.model import OpSpec
 from opkiln.store.key import intent_key
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ PATIENCE = 600.0
 RANK = """
 import sys
 import opkiln
-from opkiln import digest
+from opkiln.base import digest
 digest._SETTLED_NS = 20_000_000
 library = opkiln.load(
     "op", [sys.argv[1]], is_python_module=False, abi=sys.argv[2]

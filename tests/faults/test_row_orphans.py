@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.row(3), pytest.mark.timed]
 # it does besides is up to the test, which puts it in place of BEFORE and AROUND.
 BUILDER = """
 import os, sys, threading, time
-from opkiln import process
+from opkiln.run import process
 scratch, mark, *compiler = sys.argv[1:]
 
 def build():
@@ -265,7 +265,7 @@ time.sleep(600)
 
 
 def test_an_ordinary_exit_leaves_no_watchdog_and_no_warning(tmp_path: Path) -> None:
-    script = "from opkiln import process; import os; process.run(['true']); print(os.getpid())"
+    script = "from opkiln.run import process; import os; process.run(['true']); print(os.getpid())"
     done = subprocess.run(
         [sys.executable, "-X", "dev", "-W", "error", "-c", script],
         capture_output=True,
@@ -279,7 +279,7 @@ def test_an_ordinary_exit_leaves_no_watchdog_and_no_warning(tmp_path: Path) -> N
 def test_without_an_interpreter_to_run_the_watchdog_builds_go_on_with_a_warning() -> None:
     script = (
         "import sys; sys.executable, sys.base_exec_prefix = '', '/nowhere'\n"
-        "from opkiln import process; print(process.run(['echo', 'built']).output)"
+        "from opkiln.run import process; print(process.run(['echo', 'built']).output)"
     )
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=True

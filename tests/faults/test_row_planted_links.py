@@ -35,13 +35,13 @@ USER, OTHER = child.NOBODY, 12345
 BUILDER = """
 import os, shutil, sys, warnings
 import opkiln
-from opkiln.engine import budget
+from opkiln.run import budget
 from opkiln.errors import CompileError, OpkilnError
 from opkiln.building import failure
 from opkiln.store import lock, publish
 from opkiln.store import layers
 from opkiln.store.layers import Store
-from opkiln.toolchain import probing
+from opkiln.machine.toolchain import probing
 place, count = sys.argv[1], int(sys.argv[2])
 warnings.simplefilter("ignore")
 os.mkdir(leaf := os.path.join(os.environ["HOME"], "leaf"))

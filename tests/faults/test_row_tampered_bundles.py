@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING
 import pytest
 from sample import layer
 
-from opkiln.bundles import bundle
-from opkiln.digest import sha256_file
+from opkiln.base.digest import sha256_file
 from opkiln.errors import StoreError
-from opkiln.facts import Hasher
-from opkiln.store import archive, sealed
+from opkiln.machine.facts import Hasher
+from opkiln.store import archive, bundle, sealed
 from opkiln.store.entry import Refused
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 
-from opkiln.devices import nvidia, nvidia_driver
+from opkiln.machine.devices import nvidia, nvidia_driver
 
 
 def _timed(what: str) -> nvidia.NvidiaDevices:

@@ -25,8 +25,8 @@ from fused_oracle import HYPER, ROLES, assert_step
 from fused_oracle import tensors as host_tensors
 
 import opkiln
+from opkiln.ops.optimizing.op_calls import Status
 from opkiln.optim import FusedAdam
-from opkiln.optimizing.op_calls import Status
 
 SIZES = (0, 1, 7, 511, 512, 513, 4095, 4096, 4097, 1_000_003)
 
@@ -562,7 +562,7 @@ def check_a_planned_step_is_that_of_lists_and_a_fake_plan_is_as_large() -> None:
         op.fused_adam_planned_(plan, ledger, grads, **HYPER)
         op.fused_adam_(lists[0], grads, *lists[2:], **HYPER)
     assert_equal([planned[0], *planned[2:]], [lists[0], *lists[2:]])
-    from opkiln.optimizing.references import fake_plan
+    from opkiln.ops.optimizing.references import fake_plan
 
     for real, fake in zip((plan, ledger), fake_plan(*planned), strict=True):
         assert (real.shape, real.dtype, real.device) == (fake.shape, fake.dtype, fake.device)

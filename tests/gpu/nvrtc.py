@@ -22,11 +22,11 @@ import torch
 from checks import Skipped, main, refusal
 
 import opkiln
-from opkiln.binary import elf, fatbin
 from opkiln.loading import loader
+from opkiln.machine.binary import elf, fatbin
+from opkiln.machine.toolchain import nvrtc, toolkits
 from opkiln.settings import override
 from opkiln.store import entry
-from opkiln.toolchain import nvrtc, toolkits
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

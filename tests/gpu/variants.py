@@ -21,7 +21,7 @@ from checks import main
 from torch import Tensor
 
 import opkiln
-from opkiln.authoring import tuning  # noqa: F401 (a child of this script takes it from here)
+from opkiln.builder import tuning  # noqa: F401 (a child of this script takes it from here)
 from opkiln.loading import loader
 
 # Rows are scaled by WIDTH, their length: a wrong variant gives a wrong result. BLOCK 32 has each

@@ -22,7 +22,7 @@ import torch
 import torch._dynamo
 
 import opkiln
-from opkiln.registry import get_builder
+from opkiln.builder.registry import get_builder
 
 
 def quantizer(x: torch.Tensor) -> Any:

@@ -10,8 +10,8 @@ import pytest
 from sample import catalogue as listed
 from sample import sanitizers
 
-from opkiln.engine import events
 from opkiln.errors import ToolchainError
+from opkiln.run import events
 from opkiln.settings import settings
 
 if TYPE_CHECKING:

@@ -17,8 +17,7 @@ import opkiln
 from opkiln import io
 from opkiln.compat.deepspeed.modules import OpModule
 from opkiln.errors import UsageError
-from opkiln.files import handle
-from opkiln.io import AsyncIO, Transfer
+from opkiln.io import AsyncIO, Transfer, handle
 from opkiln.ops.gds import device, reference
 
 if TYPE_CHECKING:

@@ -25,8 +25,7 @@ from sample import child, sanitizers
 
 import opkiln
 from opkiln.errors import ArgumentError, ToolchainError, UsageError
-from opkiln.files import handle
-from opkiln.io import AsyncIO, Transfer
+from opkiln.io import AsyncIO, Transfer, handle
 from opkiln.ops.async_io import engines, reference
 
 if TYPE_CHECKING:

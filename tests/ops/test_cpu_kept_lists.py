@@ -15,7 +15,7 @@ from torch import Tensor
 
 from opkiln import get_builder, optim
 from opkiln.errors import UsageError
-from opkiln.optimizing.op_calls import Status
+from opkiln.ops.optimizing.op_calls import Status
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -35,11 +35,11 @@ from torch import Tensor
 
 import opkiln
 from opkiln import get_builder
-from opkiln.binary import fatbin
 from opkiln.errors import ToolchainError
+from opkiln.machine.binary import fatbin
+from opkiln.machine.toolchain import hipcc
 from opkiln.ops.fp_quantizer import formats, reference
 from opkiln.ops.fp_quantizer.op import FPQuantizerBuilder
-from opkiln.toolchain import hipcc
 
 SIZES = (0, 1, 7, 16, 17, 4095)
 # Sizes of groups, and of what is quantized: with teams of threads and without, whole tiles and

@@ -20,7 +20,7 @@ from mixes import MASTERS, with_gradients
 from torch import Tensor
 
 from opkiln.ops.fused_adam import reference
-from opkiln.optimizing.op_calls import Status
+from opkiln.ops.optimizing.op_calls import Status
 
 SIZES = (0, 1, 3, 4, 7, 1023, 1024, 4095, 4096, 4097, 30_003)
 

@@ -12,8 +12,8 @@ from sample import wanted
 from torch import Tensor
 
 import opkiln
-from opkiln.binary import elf, fatbin
 from opkiln.errors import ToolchainError
+from opkiln.machine.binary import elf, fatbin
 from opkiln.ops.fused_adam import reference
 from opkiln.ops.fused_adam.op import FusedAdamBuilder
 

@@ -25,10 +25,10 @@ from sample import wanted
 from torch import Tensor
 
 import opkiln
-from opkiln.binary import elf, fatbin
 from opkiln.errors import ToolchainError, UsageError
+from opkiln.machine.binary import elf, fatbin
+from opkiln.ops.optimizing.op_calls import Status
 from opkiln.optim import FusedAdam, FusedLamb, FusedLion
-from opkiln.optimizing.op_calls import Status
 
 ALL = [FusedAdam, FusedLion, FusedLamb]
 

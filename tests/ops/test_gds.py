@@ -22,8 +22,8 @@ from sample import child, sanitizers
 import opkiln
 from opkiln import io
 from opkiln.errors import ToolchainError, UsageError
+from opkiln.machine.toolchain import toolkits
 from opkiln.ops.gds import device
-from opkiln.toolchain import toolkits
 
 HERE = Path(__file__).parent
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a driver here")
@@ -152,7 +152,7 @@ def test_a_machine_without_a_driver_says_so(
     assert "CUDA's driver cannot be opened: libcuda.so.1: cannot open" in cufile.why
     files = io.AsyncIO("cufile")  # tensors of the host have their own engine
     files.write(torch.ones(3), tmp_path / "file").wait()
-    monkeypatch.setattr("opkiln.files.handle._is_on_host", lambda _: False)
+    monkeypatch.setattr("opkiln.io.handle._is_on_host", lambda _: False)
     with pytest.raises(UsageError, match="cuFile cannot be used here\n  CUDA's driver cannot be"):
         files.write(torch.ones(3), tmp_path / "file")
     files.close()

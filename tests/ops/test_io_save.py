@@ -25,8 +25,8 @@ from sample import child
 
 from opkiln import io
 from opkiln.errors import ArgumentError, ArgumentTypeError, UsageError
-from opkiln.files import handle
-from opkiln.files.saving import DTYPES
+from opkiln.io import handle
+from opkiln.io.saving import DTYPES
 
 
 def sample() -> dict[str, torch.Tensor]:

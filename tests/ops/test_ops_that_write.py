@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from opkiln import get_builder, registry
+from opkiln import get_builder
+from opkiln.builder import registry
 from opkiln.settings import override
 
 ZEROS = torch.zeros(4, 4)

@@ -13,11 +13,11 @@ from sample import child, wanted
 from torch import Tensor
 
 from opkiln import get_builder, ops, quant
-from opkiln.binary import fatbin
 from opkiln.errors import ToolchainError, UsageError
+from opkiln.machine.binary import fatbin
+from opkiln.machine.toolchain import hipcc, torch_sdk
 from opkiln.ops.quantizer import quantize as front
 from opkiln.ops.quantizer import reference
-from opkiln.toolchain import hipcc, torch_sdk
 
 LAID = (1, 1, 1)
 

@@ -17,7 +17,7 @@ from adam_models import give_gradients, parameters
 import opkiln
 from opkiln import optim
 from opkiln.compat.deepspeed.optimizers import make_step
-from opkiln.optimizing.op_calls import Status, call_in_place
+from opkiln.ops.optimizing.op_calls import Status, call_in_place
 
 if TYPE_CHECKING:
     from torch import Tensor

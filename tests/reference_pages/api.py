@@ -33,14 +33,15 @@ class Page(NamedTuple):
         return f"{inner.replace('.', '-') or 'opkiln'}.md"
 
 
-_BUILDERS = tuple(("opkiln.model", name) for name in ("OpSpec", "Op", "Registration", "Artifact"))
+_RECORDS = ("OpSpec", "Op", "Registration", "Artifact")
+_BUILDERS = tuple(("opkiln.base.model", name) for name in _RECORDS)
 
 PAGES = (
     Page(
         "opkiln", "declaring, loading and building ops", "authoring.md",
         (
-            ("opkiln.authoring.declaration", "DecoratedOp"),
-            ("opkiln.authoring.library", "Library"),
+            ("opkiln.builder.declaration", "DecoratedOp"),
+            ("opkiln.builder.library", "Library"),
             ("opkiln.loading.explain", "Explanation"),
             ("opkiln.loading.explain", "Explanations"),
             ("opkiln.decision.terms", "Candidate"),
@@ -58,10 +59,10 @@ PAGES = (
     Page(
         "opkiln.optim", "optimizers", "optimizers.md",
         (
-            ("opkiln.optimizing.base", "ListOptimizer"),
-            ("opkiln.optimizing.host_optimizer", "HostOptimizer"),
-            ("opkiln.optimizing.fused_optimizer", "FusedOptimizer"),
-            ("opkiln.optimizing.stepping", "StepHandle"),
+            ("opkiln.ops.optimizing.base", "ListOptimizer"),
+            ("opkiln.ops.optimizing.host_optimizer", "HostOptimizer"),
+            ("opkiln.ops.optimizing.fused_optimizer", "FusedOptimizer"),
+            ("opkiln.ops.optimizing.stepping", "StepHandle"),
         ),
     ),
     Page("opkiln.quant", "quantizers", "quantizers.md"),
@@ -211,7 +212,7 @@ def _function(page: Page, name: str, found: Definition) -> list[str]:
     told = _marked(node, _signature(name, found.module, node, bound=False))
     lines = [code(told), "", prose(found.doc)]
     if "op" in source.decorators(node):
-        place = homes()["opkiln.authoring.declaration", "DecoratedOp"]
+        place = homes()["opkiln.builder.declaration", "DecoratedOp"]
         lines += ["", f"An op: it has the members of {_link(page, place, 'DecoratedOp')}."]
     return lines + _types(page, [(found.module, node)])
 

@@ -7,7 +7,7 @@ import os
 import time
 from typing import TYPE_CHECKING
 
-from opkiln import digest
+from opkiln.base import digest
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     import pytest
 
 SETTLED_NS = 50_000_000
-IN_CHILD = f"from opkiln import digest; digest._SETTLED_NS = {SETTLED_NS}\n"  # code for its start
+IN_CHILD = (
+    f"from opkiln.base import digest; digest._SETTLED_NS = {SETTLED_NS}\n"  # code for its start
+)
 
 
 def shorten(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,14 +20,15 @@ if __name__ == "__main__":
 sys.path.append(str(Path(__file__).parents[1] / "ops"))
 
 import opkiln
-from opkiln import machine, settings
+from opkiln import settings
+from opkiln.base.model import CPU
+from opkiln.builder.registry import ALL_OPS, bundled_ops
 from opkiln.errors import ToolchainError
-from opkiln.model import CPU
-from opkiln.registry import ALL_OPS, bundled_ops
+from opkiln.machine import uname
+from opkiln.machine.toolchain import hipcc, nvcc
 from opkiln.ship import prebuild
 from opkiln.ship.prebuild import BUILT, BuildRequest
 from opkiln.ship.selection import NamedTarget
-from opkiln.toolchain import hipcc, nvcc
 from sample import pool
 
 if TYPE_CHECKING:
@@ -85,7 +86,7 @@ def is_current() -> bool:
 def _built_with() -> str:
     names = (*filter(None, map(shutil.which, ("g++", "clang++", "nvcc", "hipcc"))), sys.executable)
     seen = [(name, os.stat(name).st_mtime_ns) for name in names]
-    return json.dumps([version("torch"), machine.cpu_name(), seen])
+    return json.dumps([version("torch"), uname.cpu_name(), seen])
 
 
 def _for_cpus() -> Iterator[BuildRequest]:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 import opkiln
 from opkiln import settings
-from opkiln.child import _tree
+from opkiln.run.child import _tree
 from sample import forks
 
 if TYPE_CHECKING:

@@ -63,7 +63,7 @@ def torch_like(where: Path, version: str) -> Path:
 
     Put ``where`` first on the path and it is the torch that is found, and that can be imported.
     """
-    from opkiln.toolchain import torch_sdk
+    from opkiln.machine.toolchain import torch_sdk
 
     located = torch_sdk.locate()
     if located is None:
@@ -79,7 +79,7 @@ def torch_like(where: Path, version: str) -> Path:
 
 def rename(torch: Path, version: str) -> None:
     """Upgrade such a torch in place."""
-    from opkiln.toolchain import torch_sdk
+    from opkiln.machine.toolchain import torch_sdk
 
     located = torch_sdk.locate()
     assert located is not None

@@ -5,17 +5,17 @@ from __future__ import annotations
 import hashlib
 from typing import TYPE_CHECKING, Any
 
-from opkiln import facts, machine
-from opkiln import plan as plans
-from opkiln.build_model import Toolchain
+from opkiln.base.build_model import Toolchain
+from opkiln.base.model import ABI_NONE, PLAIN, Artifact, Op, OpSpec, Registration
 from opkiln.decision import receipt
 from opkiln.decision.terms import BUILD, LOAD, Request
-from opkiln.devices import nvidia
 from opkiln.errors import ToolchainError
-from opkiln.model import ABI_NONE, PLAIN, Artifact, Op, OpSpec, Registration
+from opkiln.machine import facts, uname
+from opkiln.machine.devices import nvidia
+from opkiln.machine.toolchain import choice
+from opkiln.plan import plan as plans
 from opkiln.settings import LAYOUT
 from opkiln.store import key
-from opkiln.toolchain import choice
 from sample import layer
 from sample.levels import X86_64
 
@@ -84,8 +84,8 @@ class World:
     def manifest(self, **changes: Any) -> dict[str, Any]:
         """What an entry for this machine says of itself; ``target`` and ``needs`` are merged."""
         target = {
-            "backend": self.spec.backend, "system": machine.system(),
-            "machine": machine.architecture(), "cpu": Request(Op(OpSpec(
+            "backend": self.spec.backend, "system": uname.system(),
+            "machine": uname.architecture(), "cpu": Request(Op(OpSpec(
                 "op", "dist", "/", (), kind=PLAIN, abi=ABI_NONE, vectorize=False))).target.cpu,
             "cpu_features": [], "abi_tag": "none", "debug": False, "flags": [], "archs": [],
         }  # fmt: skip

@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from opkiln import facts
-from opkiln.digest import Signature
-from opkiln.toolchain import find
+from opkiln.base.digest import Signature
+from opkiln.machine import facts
+from opkiln.machine.toolchain import find
 
 if TYPE_CHECKING:
-    from opkiln.build_model import DeviceCompiler, Toolchain
-    from opkiln.facts import Evidence
-    from opkiln.toolchain.find import Family
+    from opkiln.base.build_model import DeviceCompiler, Toolchain
+    from opkiln.machine.facts import Evidence
+    from opkiln.machine.toolchain.find import Family
 
 
 def recalled(

@@ -138,7 +138,7 @@ class Environment:
 
     def prebuilt(self, package: str) -> dict[str, list[str]]:
         """What a package was installed with: op -> what its libraries are for, sorted."""
-        from opkiln.bundles import layer
+        from opkiln.store import layer
 
         prebuilt = self.site / package / "prebuilt"
         found: dict[str, list[str]] = {}

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 from opkiln import settings
-from opkiln.toolchain import probing
+from opkiln.machine.toolchain import probing
 from sample import pool
 
 _ENVIRONMENT = dict(os.environ)  # before a test has changed anything
@@ -22,10 +22,10 @@ import glob
 import importlib.util
 import tempfile
 import opkiln
-from opkiln.model import CUDA, ROCM
-from opkiln.observing import observer
+from opkiln.base.model import CUDA, ROCM
+from opkiln.building.observing import observer
 from opkiln.store.layers import Store
-from opkiln.toolchain import choice, hipcc, host, nvcc
+from opkiln.machine.toolchain import choice, hipcc, host, nvcc
 for name in ('one', 'two'):  # the programs of a compiler are remembered by the second build
     opkiln.load_inline(name, 'int f() { return 1; }', is_python_module=False, abi='none')
 with tempfile.TemporaryDirectory() as stage:  # those two may be there, and the observer not

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import shutil
 
-from opkiln import machine
-from opkiln.arch import cpu
+from opkiln.machine import uname
+from opkiln.machine.arch import cpu
 
 X86_64, AARCH64 = ARCHITECTURES = ("x86_64", "aarch64")  # as uname, ELF readers and wheels say
 X86_V1, X86_V2, X86_V3, X86_V4 = X86_LEVELS = ("x86-64", "x86-64-v2", "x86-64-v3", "x86-64-v4")
@@ -19,7 +19,7 @@ WORDS = (X86_64, X86_V1, "amd64", AARCH64, "arm64", "armv8")  # every name begin
 LOADERS = {X86_64: "ld-linux-x86-64.so.2", AARCH64: "ld-linux-aarch64.so.1"}
 
 # This machine, and the other architecture.
-HERE = machine.architecture()
+HERE = uname.architecture()
 IS_X86 = HERE == X86_64
 OTHER = AARCH64 if IS_X86 else X86_64
 LEVELS = dict(enumerate(X86_LEVELS if IS_X86 else ARM_LEVELS, start=1))  # lowest first, from 1
@@ -48,7 +48,7 @@ def report() -> str:
     """For pytest's header: the architectures that a run covers."""
     missing = [name for name in (OTHER_CXX, OTHER_EMULATOR) if shutil.which(name) is None]
     how = f"not covered, for lack of {' and '.join(missing)}" if missing else "emulated"
-    here = cpu.native(HERE, cpu.features_of(machine.cpu_flags()))
+    here = cpu.native(HERE, cpu.features_of(uname.cpu_flags()))
     return f"architectures: {HERE} ({here}); {OTHER}: {how}"
 
 

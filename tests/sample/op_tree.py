@@ -55,7 +55,7 @@ class Tree:
         ``prefix`` comes before its command line.
         """
         code = f"""
-            from opkiln.observing import observer
+            from opkiln.building.observing import observer
             if not {observed}:
                 observer.library = lambda *given: ""
             from pkg.op import Builder

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from opkiln.building import outputs
-from opkiln.engine import events
 from opkiln.loading import loader
 from opkiln.loading.here import Loaded
+from opkiln.run import events
 
 if TYPE_CHECKING:
     from opkiln.builder import OpBuilder

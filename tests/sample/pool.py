@@ -23,7 +23,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from opkiln import settings, trust
+from opkiln import settings
+from opkiln.base import trust
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

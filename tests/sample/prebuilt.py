@@ -6,7 +6,7 @@ import hashlib
 import struct
 from typing import TYPE_CHECKING, Any
 
-from opkiln.digest import key
+from opkiln.base.digest import key
 from opkiln.store import entry
 from opkiln.store.key import deps_key
 from sample.binaries import DYNAMIC, DYNSYM, STRTAB, VERNEED, VERSYM, library

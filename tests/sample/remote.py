@@ -7,7 +7,7 @@ import sysconfig
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from opkiln.bundles import signing
+from opkiln.store import signing
 from sample import child, command, known
 from sample.op_tree import Tree
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from opkiln.build_model import Toolchain
-from opkiln.machine import architecture
+from opkiln.base.build_model import Toolchain
+from opkiln.machine.uname import architecture
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -9,12 +9,11 @@ import shutil
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
-from opkiln.bundles import layer
 from opkiln.loading import loader
 from opkiln.loading.explain import explain
 from opkiln.loading.here import Loaded
 from opkiln.settings import override
-from opkiln.store import entry
+from opkiln.store import entry, layer
 from sample import child, command, known, levels, pool, wanted
 from sample.package import settle
 

@@ -6,7 +6,7 @@ import hashlib
 import time
 from typing import TYPE_CHECKING
 
-from opkiln.digest import current_signatures
+from opkiln.base.digest import current_signatures
 
 if TYPE_CHECKING:
     from pathlib import Path

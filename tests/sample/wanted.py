@@ -9,9 +9,9 @@ from opkiln.decision.terms import BUILD, SHIP, Request
 from opkiln.loading import loader
 
 if TYPE_CHECKING:
-    from opkiln.build_model import Target, Toolchain
+    from opkiln.base.build_model import Target, Toolchain
+    from opkiln.base.model import Artifact, Op
     from opkiln.decision.terms import Trace
-    from opkiln.model import Artifact, Op
 
 
 def artifact(op: Op, *, elsewhere: bool = False) -> Artifact:

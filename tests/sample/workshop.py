@@ -15,11 +15,11 @@ from typing import NamedTuple
 
 import pytest
 
-from opkiln import digest
-from opkiln.model import CUDA
+from opkiln.base import digest
+from opkiln.base.model import CUDA
+from opkiln.machine.toolchain import choice
 from opkiln.settings import override
 from opkiln.store.layers import Store
-from opkiln.toolchain import choice
 from sample import child, pool
 from sample.installed import require
 from sample.package import Package

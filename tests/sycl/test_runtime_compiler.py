@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import pytest
 from sample import child
 
-from opkiln.binary import elf
-from opkiln.toolchain import find, host, libsycl, sycl
+from opkiln.machine.binary import elf
+from opkiln.machine.toolchain import find, host, libsycl, sycl
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -28,8 +28,8 @@ ARCHS = "9.0a"
 
 def build(wheels: str) -> None:
     """Compile the libraries with the torch of this interpreter, and print where they are."""
+    from opkiln.machine.toolchain import toolkits
     from opkiln.settings import override
-    from opkiln.toolchain import toolkits
 
     found = {CPU: _built(LightBuilder(), CPU)}
     with override(cuda_arch_list=ARCHS, cuda="nvcc"):

@@ -16,13 +16,13 @@ import opkiln
 from opkiln.accelerator import detect
 from opkiln.accelerator.cpu import CpuAccelerator
 from opkiln.accelerator.gpus import CudaAccelerator
-from opkiln.build_model import TorchSDK
+from opkiln.base.build_model import TorchSDK
 from opkiln.builder import SYCLOpBuilder
-from opkiln.devices import choice
 from opkiln.errors import AcceleratorError
+from opkiln.machine.devices import choice
+from opkiln.machine.toolchain import torch_sdk
 from opkiln.report import operators
 from opkiln.settings import override
-from opkiln.toolchain import torch_sdk
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from opkiln.devices.amd import (
+from opkiln.errors import SettingError
+from opkiln.machine.devices.amd import (
     AmdDevices,
     devices,
     get_rocm_gpu_arch,
     get_rocm_wavefront_size,
     visible,
 )
-from opkiln.errors import SettingError
 from opkiln.settings import override
 
 if TYPE_CHECKING:

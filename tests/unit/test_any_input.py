@@ -19,14 +19,13 @@ from hypothesis import settings as limits
 from hypothesis import strategies as st
 from sample.levels import X86_64, X86_V3
 
-from opkiln.arch import cpu
-from opkiln.bundles import bundle
+from opkiln.base.setting_values import parse_size
 from opkiln.errors import ArchError, LoadError, OpkilnError, SettingError, UsageError
-from opkiln.setting_values import parse_size
+from opkiln.machine.arch import cpu
 from opkiln.settings import Setting, override, table
 from opkiln.ship import selection
 from opkiln.ship.wheel_check import verify_wheel
-from opkiln.store import archive, entry, signatures
+from opkiln.store import archive, bundle, entry, signatures
 
 # What a variable or a path can hold: no NUL, and bytes that are no UTF-8 as lone surrogates.
 _BYTES = st.binary(max_size=60).map(lambda data: data.replace(b"\0", b""))

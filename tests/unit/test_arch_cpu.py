@@ -17,10 +17,10 @@ from sample.levels import (
     X86_V4,
 )
 
-from opkiln import machine
-from opkiln.arch import cpu
-from opkiln.arch.cpu import CPU
 from opkiln.errors import ArchError
+from opkiln.machine import uname
+from opkiln.machine.arch import cpu
+from opkiln.machine.arch.cpu import CPU
 
 V2 = cpu.requires(X86_V2, ())
 V3 = cpu.requires(X86_V3, ())
@@ -143,8 +143,8 @@ def test_the_widest_vector_unit_follows_from_the_level(text: str, unit: str) -> 
 
 
 def test_this_machine_covers_itself() -> None:
-    have = cpu.features_of(machine.cpu_flags())
-    found = cpu.native(machine.architecture(), have)
+    have = cpu.features_of(uname.cpu_flags())
+    found = cpu.native(uname.architecture(), have)
     assert have, "the kernel tells no CPU features"
     assert cpu.lacking(found.level, found.features, have) == ()
-    assert machine.cpu_name()
+    assert uname.cpu_name()

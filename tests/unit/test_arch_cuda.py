@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from opkiln.arch import cuda
-from opkiln.arch.cuda import CudaArch
 from opkiln.errors import ArchError, SpecError
+from opkiln.machine.arch import cuda
+from opkiln.machine.arch.cuda import CudaArch
 
 # What `nvcc --list-gpu-arch` of CUDA 13.0 prints, in its own order.
 NUMBERS = ("75", "80", "86", "87", "88", "89", "90", "100", "110", "103", "120", "121")

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from opkiln.arch import hip
-from opkiln.arch.hip import HipArch
 from opkiln.errors import ArchError, SpecError
+from opkiln.machine.arch import hip
+from opkiln.machine.arch.hip import HipArch
 
 MI250 = HipArch("gfx90a", ("sramecc+", "xnack-"))
 

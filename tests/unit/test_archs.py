@@ -9,14 +9,14 @@ import pytest
 from sample.decisions import World
 from sample.levels import X86_64, X86_V1
 
-from opkiln.build_model import DeviceCompiler, Target, Toolchain
+from opkiln.base.build_model import DeviceCompiler, Target, Toolchain
+from opkiln.base.model import CPU, CUDA, ONE_CALL, ROCM, Op
 from opkiln.decision import archs
 from opkiln.decision.archs import Wanted
-from opkiln.devices import amd, nvidia
 from opkiln.errors import ArchError, ArchWarning, LoadError, OpkilnError, ToolchainError
-from opkiln.model import CPU, CUDA, ONE_CALL, ROCM, Op
+from opkiln.machine.devices import amd, nvidia
+from opkiln.machine.toolchain import choice
 from opkiln.settings import LAYOUT, override
-from opkiln.toolchain import choice
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -10,22 +10,22 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from sample.decisions import GCC, Compilers, World
 
-from opkiln import machine
 from opkiln.building.asking import ask
-from opkiln.engine import events
 from opkiln.errors import BuildError, StoreError, ToolchainError
+from opkiln.machine import uname
+from opkiln.machine.toolchain import choice
+from opkiln.run import events
 from opkiln.settings import LAYOUT, settings
 from opkiln.store import lock
-from opkiln.toolchain import choice
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from opkiln.build_model import Toolchain
+    from opkiln.base.build_model import Toolchain
     from opkiln.decision.terms import Request
 
-HERE = machine.architecture()
+HERE = uname.architecture()
 
 
 @pytest.fixture

@@ -16,15 +16,15 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from opkiln.engine import budget, events, slots
 from opkiln.errors import BuildCancelled, BuildTimeout
+from opkiln.run import budget, events, slots
 from opkiln.settings import override
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from opkiln.engine.events import Event
+    from opkiln.run.events import Event
 
 pytestmark = pytest.mark.timed
 
@@ -48,7 +48,7 @@ def a_budget(slots: int = 4) -> budget.Budget:
 # A process that takes slots, says which, and gives them back when its input closes.
 HOLDER = """
 import sys
-from opkiln.engine import budget
+from opkiln.run import budget
 from opkiln.settings import override
 directory, slots, memory = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 with override(runtime_dir=directory):
@@ -164,7 +164,7 @@ def test_a_killed_holder_frees_its_slots(tmp_path: Path) -> None:
 
 COUNTER = """
 import fcntl, os, sys, time
-from opkiln.engine import budget
+from opkiln.run import budget
 from opkiln.settings import override
 directory, log = sys.argv[1:]
 with override(runtime_dir=directory):

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from opkiln.engine import budget, events, slots
 from opkiln.errors import BuildCancelled, BuildTimeout
+from opkiln.run import budget, events, slots
 from opkiln.settings import override
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from opkiln.engine.events import Event
+    from opkiln.run.events import Event
 
 pytestmark = pytest.mark.timed
 

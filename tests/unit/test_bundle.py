@@ -14,11 +14,10 @@ from pathlib import Path
 import pytest
 from sample import layer
 
-from opkiln.bundles import bundle
 from opkiln.errors import StoreError
-from opkiln.facts import Hasher
+from opkiln.machine.facts import Hasher
 from opkiln.settings import override
-from opkiln.store import archive, layers, sealed, zip_format
+from opkiln.store import archive, bundle, layers, sealed, zip_format
 from opkiln.store.entry import Leaf, Refused
 from opkiln.store.key import deps_key
 

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 FILES = {
     "src/opkiln/__init__.py": "",
     "src/opkiln/__main__.py": "from opkiln.cli import main",
-    "src/opkiln/extension.py": "from opkiln import digest",
-    "src/opkiln/digest.py": "",
+    "src/opkiln/extension.py": "from opkiln.base import digest",
+    "src/opkiln/base/digest.py": "",
     "src/opkiln/report.py": "",
     "src/opkiln/cli/__init__.py": "",
     "src/opkiln/cli/main.py": "import_module(f'opkiln.cli.{name}')",
@@ -23,11 +23,11 @@ FILES = {
     "tests/conftest.py": "",
     "tests/sample/__init__.py": "",
     "tests/sample/tree.py": "from opkiln import extension",
-    "tests/unit/test_digest.py": "from opkiln.digest import sha256_file",
+    "tests/unit/test_digest.py": "from opkiln.base.digest import sha256_file",
     "tests/unit/test_report.py": "from opkiln import report",
     "tests/build/test_load.py": "import opkiln\nopkiln.load('x')",
     "tests/build/test_tree.py": "from sample import tree",
-    "tests/build/test_child.py": "run('from opkiln.digest import it')",
+    "tests/build/test_child.py": "run('from opkiln.base.digest import it')",
     "tests/build/test_command.py": "start('-m', 'opkiln', 'report')",
     "tests/build/test_pages.py": "read('docs')",
 }
@@ -45,7 +45,7 @@ def root(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("path", "chosen"),
     [
-        ("src/opkiln/digest.py", "test_child test_load test_tree test_digest"),
+        ("src/opkiln/base/digest.py", "test_child test_load test_tree test_digest"),
         ("src/opkiln/extension.py", "test_load test_tree"),
         ("src/opkiln/report.py", "test_command test_report"),
         ("src/opkiln/cli/report.py", "test_command"),

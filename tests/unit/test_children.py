@@ -16,10 +16,10 @@ SOURCE = Path(__file__).parents[2] / "src" / "opkiln"
 
 # The functions that name this Python, and why. Everything else asks ``process.python``.
 NAMING = {
-    ("process.py", "python"): "gives every child of ours -P or -I",
+    ("run/process.py", "python"): "gives every child of ours -P or -I",
     ("cli/run.py", "find"): "the user's own program",
     ("ship/prebuild.py", "run_script"): "the user's own script",
-    ("toolchain/toolkits.py", "_pathfinder"): "asks whether there is one",
+    ("machine/toolchain/toolkits.py", "_pathfinder"): "asks whether there is one",
     ("report/commands.py", "interpreter"): "for a command to copy",
     ("report/machine.py", "machine"): "shows it",
     ("report/doctor/host.py", "python"): "shows it",
@@ -27,11 +27,11 @@ NAMING = {
 }
 # The functions that start a program, of whatever kind.
 STARTING = {
-    ("child.py", "start"),
-    ("process.py", "_start_watchdog"),
+    ("run/child.py", "start"),
+    ("run/process.py", "_start_watchdog"),
     ("cli/run.py", "start_now"),
     ("cli/main.py", "run_command"),
-    ("nvrtc/program.py", "_start"),  # a compiler driver, which is a program of its own
+    ("machine/nvrtc/program.py", "_start"),  # a compiler driver, which is a program of its own
 }
 STARTS = {"Popen", "check_call", "check_output", "getoutput"}
 STARTS_OF_OS = ("exec", "spawn", "posix_spawn", "fork", "system", "popen")
@@ -176,14 +176,14 @@ def test_a_command_runs_nothing_of_the_working_directory(command: list[str], pla
 
 
 def test_the_question_for_a_toolkit_runs_nothing_of_the_working_directory(planted: Path) -> None:
-    from opkiln.toolchain import toolkits
+    from opkiln.machine.toolchain import toolkits
 
     toolkits._pathfinder()
     assert not planted.exists(), planted.read_text()
 
 
 def test_a_python_child_that_imports_opkiln_gets_this_one(planted: Path) -> None:
-    from opkiln import process
+    from opkiln.run import process
 
     code = """
 import opkiln, json

@@ -13,11 +13,12 @@ import pytest
 from sample import child
 
 import opkiln
-from opkiln import process, settings
-from opkiln.engine.chrome import ChromeTrace
+from opkiln import settings
+from opkiln.base.model import OpSpec
 from opkiln.errors import OpkilnError, SettingError, SpecError, UsageError
-from opkiln.model import OpSpec
-from opkiln.plan import check
+from opkiln.plan.plan import check
+from opkiln.run import process
+from opkiln.run.chrome import ChromeTrace
 from opkiln.store import publish
 
 HIGH = "\ud800"  # stands for no byte

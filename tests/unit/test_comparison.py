@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from opkiln.authoring.checking import copy_tensors
+from opkiln.builder.checking import copy_tensors
 
 BASE = torch.arange(40.0)
 TENSORS = {

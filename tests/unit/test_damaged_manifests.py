@@ -13,15 +13,14 @@ import pytest
 from sample import layer
 from sample.levels import X86_V1
 
-from opkiln import machine
-from opkiln.bundles import bundle
+from opkiln.base.model import ABI_NONE, Op, OpSpec
 from opkiln.decision import prebuilt
 from opkiln.decision.terms import Request, Trace
 from opkiln.errors import StoreError
-from opkiln.facts import Hasher
-from opkiln.model import ABI_NONE, Op, OpSpec
+from opkiln.machine import uname
+from opkiln.machine.facts import Hasher
 from opkiln.report import collect as report_cache
-from opkiln.store import entry, inventory, key
+from opkiln.store import bundle, entry, inventory, key
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -31,7 +30,7 @@ SPEC = OpSpec(
     name="one", distribution="somebody", sources=("op.cpp",), root="/nowhere", abi=ABI_NONE
 )
 _TARGET = {
-    "backend": "cpu", "system": "linux", "machine": machine.architecture(), "cpu": X86_V1,
+    "backend": "cpu", "system": "linux", "machine": uname.architecture(), "cpu": X86_V1,
     "cpu_features": ["avx2"], "abi_tag": "none", "debug": False,
     "flags": [["cxxflags", ["-O2"]]], "archs": ["9.0"],
 }  # fmt: skip

@@ -78,9 +78,9 @@ def in_all_sources(look: Callable[[str], list[str]]) -> dict[str, list[str]]:
 def test_no_file_is_read_as_code() -> None:
     assert in_all_sources(found) == {
         # The function that calls an op is written from the names of its parameters.
-        "authoring/calls.py": ["compile", "exec"],
+        "builder/calls.py": ["compile", "exec"],
         # The signatures of a package's functions, from the module that a load of the op imports.
-        "authoring/reading.py": ["eval", "compile", "exec", "compile"],
+        "builder/reading.py": ["eval", "compile", "exec", "compile"],
     }
 
 
@@ -139,7 +139,7 @@ def test_only_remote_tiers_and_jobs_connect_to_another_host() -> None:
         "cluster/job.py": {"torch.distributed"},
         "cluster/stores.py": {"socket.create_connection"},
         # Whether an optimizer's parameters are sharded: it asks a group that the program has made.
-        "optimizing/sharded.py": {"torch.distributed"},
+        "ops/optimizing/sharded.py": {"torch.distributed"},
         # Ranks of one host: a group that the program makes, and the socket for its memory.
         "compat/deepspeed/shm_comm.py": {"torch.distributed"},
         "ops/shm_comm/group.py": {

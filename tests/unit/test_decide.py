@@ -12,6 +12,7 @@ import pytest
 from sample.decisions import World
 from sample.levels import OTHER_LEVELS
 
+from opkiln.base.model import CUDA, ONE_CALL, PROGRAM, XPU, Artifact
 from opkiln.decision import decide, receipt, terms
 from opkiln.decision.terms import (
     BUILD,
@@ -42,10 +43,9 @@ from opkiln.errors import (
     ToolchainError,
     UsageError,
 )
-from opkiln.facts import Evidence
 from opkiln.loading.explain import look_at
 from opkiln.loading.loader import look
-from opkiln.model import CUDA, ONE_CALL, PROGRAM, XPU, Artifact
+from opkiln.machine.facts import Evidence
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -381,7 +381,7 @@ def test_code_that_no_gpu_here_can_run_is_refused_for_a_load_and_not_for_a_build
 def test_a_sycl_op_is_refused_where_there_is_no_device_for_it(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from opkiln.toolchain import libsycl
+    from opkiln.machine.toolchain import libsycl
 
     world.spec = world.spec._replace(backend=XPU)
     monkeypatch.setattr(

@@ -13,10 +13,10 @@ import torch
 from sample import child
 from torch import Tensor
 
+from opkiln.builder.registry import ALL_OPS, bundled_ops, libraries
 from opkiln.errors import SpecError
 from opkiln.loading import declaration
 from opkiln.loading.register import Registration
-from opkiln.registry import ALL_OPS, bundled_ops, libraries
 
 
 def check(schemas: str | tuple[str, ...], **declared: Any) -> None:
@@ -47,7 +47,7 @@ def test_the_first_to_import_torch_may_be_any_of_many_threads() -> None:
     code = """
         import sys, threading
         from opkiln.loading import declaration
-        from opkiln.registry import ALL_OPS, bundled, libraries
+        from opkiln.builder.registry import ALL_OPS, bundled, libraries
 
         ops = [each().op() for name in bundled() for _, each in libraries(name, ALL_OPS[name])]
         assert len(ops) > 50 and "torch" not in sys.modules

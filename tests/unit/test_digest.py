@@ -13,8 +13,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from opkiln import digest
-from opkiln.digest import (
+from opkiln.base import digest
+from opkiln.base.digest import (
     KEY_LENGTH,
     LARGEST,
     Signature,

@@ -241,7 +241,7 @@ def test_what_installs_a_compiler_depends_on_the_system(
 
 def test_missing_python_headers_are_a_warning(tmp_path: Path) -> None:
     stand_in = (
-        "from opkiln.toolchain import torch_sdk\n"
+        "from opkiln.machine.toolchain import torch_sdk\n"
         f"torch_sdk.python_include = lambda: {str(tmp_path)!r}\n"
     )
     patient = Patient({}, stand_ins=stand_in)
@@ -252,7 +252,7 @@ def test_missing_python_headers_are_a_warning(tmp_path: Path) -> None:
 
 
 def test_another_kernel_is_a_failure() -> None:
-    stand_in = "from opkiln import machine; machine.system = lambda: 'darwin'"
+    stand_in = "from opkiln.machine import uname; uname.system = lambda: 'darwin'"
     found = Patient({}, stand_ins=stand_in).check("system")
     assert found.verdict == FAIL
     assert "darwin" in found.evidence
@@ -277,7 +277,7 @@ def test_a_torch_that_is_too_old_is_found(tmp_path: Path) -> None:
 
 
 def test_a_missing_torch_is_found_and_what_rests_on_it_is_skipped() -> None:
-    without = "from opkiln.toolchain import torch_sdk; torch_sdk.locate = lambda: None"
+    without = "from opkiln.machine.toolchain import torch_sdk; torch_sdk.locate = lambda: None"
     patient = Patient({}, stand_ins=without)
     assert patient.check("torch").verdict == FAIL
     assert patient.check("torch").command.endswith("-m pip install torch")
@@ -403,7 +403,7 @@ def _in_an_image(tmp_path: Path, **variables: str) -> tuple[int, dict[str, Diagn
     env = {**os.environ, "PATH": str(tmp_path), "PYTHONPATH": str(SOURCE), **variables}
     code = (
         "import sys\n"
-        "from opkiln.toolchain import torch_sdk\n"
+        "from opkiln.machine.toolchain import torch_sdk\n"
         f"torch_sdk.python_include = lambda: {str(tmp_path)!r}\n"
         "from opkiln.cli.main import _run\n"
         "sys.exit(_run(['doctor', '--json']))\n"
@@ -456,12 +456,12 @@ def test_a_missing_toolkit_is_no_failure_where_nothing_is_compiled(tmp_path: Pat
 # CUDA, of scripts
 
 _ALONE = """
-from opkiln.toolchain import toolkits
+from opkiln.machine.toolchain import toolkits
 toolkits.DIRECTORIES = ()
 toolkits.site_directories = list
 """
 _GPU = """
-from opkiln.devices import nvidia
+from opkiln.machine.devices import nvidia
 gpu = nvidia.NvidiaGPU(0, 'GPU-0', 'NVIDIA stand-in', '9.0', 1 << 30)
 nvidia._known['/'] = nvidia.NvidiaDevices((gpu,), '550.54.14', {cuda!r}, 'nvml')
 """
@@ -605,7 +605,7 @@ def test_a_driver_that_is_new_enough_passes(toolkits: Toolkits) -> None:
 # ROCm and SYCL
 
 _AMD = """
-from opkiln.devices import amd
+from opkiln.machine.devices import amd
 gpu = amd.AmdGPU(0, 'gfx1100', 32, 'stand-in', 1 << 30)
 amd.devices = lambda root='/': amd.AmdDevices((gpu,))
 """
@@ -636,7 +636,8 @@ def test_a_torch_for_rocm_without_hipcc_is_found(toolkits: Toolkits) -> None:
 
 def test_a_torch_for_xpu_without_a_sycl_compiler_is_found(toolkits: Toolkits) -> None:
     patient = toolkits.patient(None)
-    patient.stand_ins += "from opkiln.toolchain import libsycl\nlibsycl.installed = lambda: None\n"
+    imports = "from opkiln.machine.toolchain import libsycl\n"
+    patient.stand_ins += f"{imports}libsycl.installed = lambda: None\n"
     libraries = toolkits.root / "site-None" / "torch" / "lib"
     libraries.mkdir()
     (libraries / "libtorch_xpu.so").write_text("")

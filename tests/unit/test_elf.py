@@ -27,10 +27,10 @@ from sample.binaries import (
 )
 from sample.levels import AARCH64, X86_64
 
-from opkiln.binary import elf
-from opkiln.binary.fatbin import hip_images, images
-from opkiln.binary.source import open_source
 from opkiln.errors import LoadError
+from opkiln.machine.binary import elf
+from opkiln.machine.binary.fatbin import hip_images, images
+from opkiln.machine.binary.source import open_source
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from opkiln import facts
-from opkiln.digest import sha256_file
+from opkiln.base.digest import sha256_file
+from opkiln.base.trust import fault
+from opkiln.machine import facts
 from opkiln.store import entry, key
 from opkiln.store.entry import Leaf, Refused
-from opkiln.trust import fault
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -18,15 +18,15 @@ from typing import TYPE_CHECKING
 import pytest
 from sample.quiet import within
 
-from opkiln.engine import chrome, events, progress
 from opkiln.errors import SettingError, SettingWarning
+from opkiln.run import chrome, events, progress
 from opkiln.settings import override
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from opkiln.engine.events import Event, Sink
+    from opkiln.run.events import Event, Sink
 
 
 def step_end(op: str, label: str, *, cached: bool = False, wall: float = 0.5) -> None:

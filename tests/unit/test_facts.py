@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 from sample import at_rest
 from sample.signed_files import sha256
 
-from opkiln import digest, facts
-from opkiln.digest import Signature, UnusableFile, current_signatures
-from opkiln.facts import ABSENT, CHOICE, DIRECTORY, FILE, LINK, LISTING, PROGRAM, Hasher
-from opkiln.model import OUTSIDE
+from opkiln.base import digest
+from opkiln.base.digest import Signature, UnusableFile, current_signatures
+from opkiln.base.model import OUTSIDE
+from opkiln.machine import facts
+from opkiln.machine.facts import ABSENT, CHOICE, DIRECTORY, FILE, LINK, LISTING, PROGRAM, Hasher
 from opkiln.store import key
 from opkiln.store.key import Fact
 

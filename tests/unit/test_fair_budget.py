@@ -24,7 +24,7 @@ pytestmark = pytest.mark.timed
 # A process that runs steps in a budget of made-up CPUs. The log tells what each step does.
 BUILD = """
 import os, sys
-from opkiln.engine import budget, events, schedule, slots as table
+from opkiln.run import budget, events, schedule, slots as table
 from opkiln.settings import override
 
 budget._FIRST_CALL, budget._NEXT_CALL, table.STARVING_AFTER = 0.05, 0.05, 0.1
@@ -347,7 +347,7 @@ def test_a_step_on_a_cpu_waits_until_the_extra_slot_s_memory_is_free(host: Host)
 def test_two_threads_of_a_process_get_slots_in_the_order_they_asked(tmp_path: Path) -> None:
     code = """
     import sys, threading
-    from opkiln.engine import budget
+    from opkiln.run import budget
     from opkiln.settings import override
     with override(runtime_dir=sys.argv[1], max_jobs=None):
         limits = budget.Limits((0,), 1 << 30, 1 << 30, "test", "test")

@@ -21,8 +21,8 @@ from sample.binaries import (
     packed,
 )
 
-from opkiln.binary.fatbin import hip_images, images
 from opkiln.errors import LoadError
+from opkiln.machine.binary.fatbin import hip_images, images
 
 
 @pytest.mark.parametrize(

@@ -11,11 +11,8 @@ from sample.decisions import World
 from sample.levels import HERE, IS_X86, LEVELS, LOADERS
 from sample.prebuilt import linked
 
-from opkiln import machine
-from opkiln.arch import cpu
-from opkiln.build_model import TorchSDK
-from opkiln.decision import archs, prebuilt
-from opkiln.model import (
+from opkiln.base.build_model import TorchSDK
+from opkiln.base.model import (
     ABI_NONE,
     ABI_STABLE,
     ABI_TORCH,
@@ -26,8 +23,11 @@ from opkiln.model import (
     STABLE_TAG,
     Op,
 )
+from opkiln.decision import archs, prebuilt
+from opkiln.machine import uname
+from opkiln.machine.arch import cpu
+from opkiln.machine.toolchain import libsycl, torch_sdk
 from opkiln.settings import override
-from opkiln.toolchain import libsycl, torch_sdk
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -60,8 +60,8 @@ def test_library_for_this_machine_fits(world: World) -> None:
     ("changes", "told"),
     [
         ({"spec": "0" * 40}, "it was built from another declaration of this op"),
-        ({"target": {"system": "plan9"}}, f"it is for plan9 on {machine.architecture()}"),
-        ({"target": {"machine": "riscv64"}}, f"it is for {machine.system()} on riscv64"),
+        ({"target": {"system": "plan9"}}, f"it is for plan9 on {uname.architecture()}"),
+        ({"target": {"machine": "riscv64"}}, f"it is for {uname.system()} on riscv64"),
         ({"target": {"debug": True}}, "it was built for debugging"),
         ({"target": {"abi_tag": "cpython-311-3.11.7"}},
          "it is built for cpython-311-3.11.7, and here is none"),
@@ -111,7 +111,7 @@ def test_flags_of_what_a_package_ships_count_only_by_opkilns_own_variables(
 def test_measure_has_the_declaration_the_flags_and_the_cpu(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(machine, "cpu_flags", lambda: "one two")
+    monkeypatch.setattr(uname, "cpu_flags", lambda: "one two")
     monkeypatch.setenv("LDFLAGS", "-lx")
     found = prebuilt.measure(world.request(), listed=True)
     assert found.cpu == {"one", "two"}
@@ -185,9 +185,9 @@ def test_library_for_another_cpu_than_was_asked_for_does_not_fit(
 def test_features_are_compared_by_the_kernels_names_and_told_by_the_compilers(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(machine, "cpu_flags", lambda: "pni asimddp")
+    monkeypatch.setattr(uname, "cpu_flags", lambda: "pni asimddp")
     assert judged(world, needs={"cpu": ["pni", "asimddp"]}) == prebuilt.Fit("", (0, -2))
-    monkeypatch.setattr(machine, "cpu_flags", lambda: "")
+    monkeypatch.setattr(uname, "cpu_flags", lambda: "")
     assert cpu.features_of("pni") == {"sse3"}
     assert judged(world, needs={"cpu": ["pni"]}).misfit == "it needs sse3, which this CPU lacks"
 
@@ -195,7 +195,7 @@ def test_features_are_compared_by_the_kernels_names_and_told_by_the_compilers(
 def test_library_that_uses_more_of_the_cpu_goes_first(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(machine, "cpu_flags", lambda: "one two")
+    monkeypatch.setattr(uname, "cpu_flags", lambda: "one two")
     fits = [judged(world, needs={"cpu": names}) for names in ([], ["one"], ["one", "two"])]
     assert sorted(fits, key=lambda each: each.rank) == fits[::-1]
 
@@ -226,7 +226,7 @@ def test_gpu_library_fits_by_its_images_the_nearest_first(hopper: World) -> None
 
 
 def test_gpu_library_that_uses_more_of_the_cpu_goes_first_among_equals(hopper: World) -> None:
-    flags = machine.cpu_flags().split()
+    flags = uname.cpu_flags().split()
     plain, more = (
         judged(hopper, target={"archs": ["9.0"]}, needs={"images": ["sm_90"], "cpu": names})
         for names in ([], flags[:2])

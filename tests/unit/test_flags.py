@@ -6,7 +6,7 @@ import pytest
 from sample.levels import ARM_V8
 
 from opkiln.errors import SpecError
-from opkiln.steps import flags
+from opkiln.plan import flags
 
 TAKEN = (
     f"-O2 -g -Wall -Wextra -Werror=return-type -ffast-math -fopenmp -pthread -march={ARM_V8}+sve",

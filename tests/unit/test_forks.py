@@ -6,7 +6,7 @@ from sample import child
 
 FORKED = """
 import os, threading
-from opkiln import forks
+from opkiln.base import forks
 
 lock = forks.lock()
 inside, go_on = threading.Event(), threading.Event()
@@ -37,7 +37,7 @@ holder.join()
 
 HELD = """
 import os, threading
-from opkiln import forks
+from opkiln.base import forks
 
 lock = forks.lock()
 with lock:

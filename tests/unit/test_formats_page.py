@@ -10,9 +10,10 @@ import pytest
 from sample import independent_reader
 from sample.formats_page import PAGE, fields, section, table
 
-from opkiln import __version__, digest, settings
-from opkiln.build_model import Target
-from opkiln.model import OpSpec
+from opkiln import __version__, settings
+from opkiln.base import digest
+from opkiln.base.build_model import Target
+from opkiln.base.model import OpSpec
 from opkiln.remote import lockfile, names, tier
 from opkiln.store import archive, entry, key, signatures, tuned, zip_format
 

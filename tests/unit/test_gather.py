@@ -13,14 +13,15 @@ from sample import binaries
 from sample.levels import X86_64, X86_V1
 from sample.signed_files import sha256
 
-from opkiln import facts
-from opkiln import plan as plans
-from opkiln.arch import cpu
-from opkiln.binary import elf
-from opkiln.build_model import DeviceCompiler, Plan, Target, Toolchain, TorchSDK
+from opkiln.base.build_model import DeviceCompiler, Plan, Target, Toolchain, TorchSDK
+from opkiln.base.model import ABI_NONE, OUTSIDE, PACKAGE, PLAIN, OpSpec
 from opkiln.building import gather, outputs
 from opkiln.building.gather import Inputs
-from opkiln.facts import (
+from opkiln.building.observing import log
+from opkiln.machine import facts
+from opkiln.machine.arch import cpu
+from opkiln.machine.binary import elf
+from opkiln.machine.facts import (
     ABSENT,
     CHOICE,
     DIRECTORY,
@@ -31,8 +32,7 @@ from opkiln.facts import (
     PROGRAM,
     Hasher,
 )
-from opkiln.model import ABI_NONE, OUTSIDE, PACKAGE, PLAIN, OpSpec
-from opkiln.observing import log
+from opkiln.plan import plan as plans
 from opkiln.store import entry, key
 from opkiln.store.key import Fact
 

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 import pytest
 from sample.levels import X86_V3
 
-from opkiln import facts
 from opkiln.building import gather
 from opkiln.errors import StoreError
+from opkiln.machine import facts
 from opkiln.settings import override
 from opkiln.store import entry, gc, inventory, key, publish
 

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from opkiln.build_model import TorchSDK
+from opkiln.base.build_model import TorchSDK
+from opkiln.base.model import INLINE_ROOT, ROCM, OpSpec
 from opkiln.errors import SpecError, ToolchainError
-from opkiln.model import INLINE_ROOT, ROCM, OpSpec
-from opkiln.toolchain import hipify, torch_sdk, translate_hip
+from opkiln.machine.toolchain import hipify, torch_sdk, translate_hip
 
 _KERNEL = """\
 #include <cuda_runtime.h>

@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import opkiln
+from opkiln.base.model import OpSpec, place_of
 from opkiln.decision import prebuilt
 from opkiln.errors import SpecError
-from opkiln.facts import Hasher
-from opkiln.model import OpSpec, place_of
-from opkiln.plan import check
+from opkiln.machine.facts import Hasher
+from opkiln.plan.plan import check
 from opkiln.store import archive
 from opkiln.store.layers import Layer, Location, Store
 
@@ -134,7 +134,7 @@ def test_only_one_function_makes_a_path_of_a_distribution() -> None:
     assert len(sources) > 100, "the sources are not where this test looks for them"
     found = {str(path.relative_to(SOURCE)): joins(path.read_text()) for path in sources}
     assert {path: made for path, made in found.items() if made} == {
-        "model.py": ["f'{distribution}/{op}'"]
+        "base/model.py": ["f'{distribution}/{op}'"]
     }
 
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, cast
 
 import pytest
 
-from opkiln import digest
-from opkiln.digest import Signature
+from opkiln.base import digest
+from opkiln.base.digest import Signature
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -163,7 +163,7 @@ def test_what_is_mounted_is_asked_of_the_system() -> None:
 
 
 def test_a_mount_has_one_number_in_all_processes() -> None:
-    code = "import os, sys; from opkiln import digest; "
+    code = "import os, sys; from opkiln.base import digest; "
     code += "print(digest._mark('/proc', os.stat('/proc').st_dev))"
     command = [sys.executable, "-c", code]
     numbers = {subprocess.run(command, check=True, capture_output=True).stdout for _ in range(2)}

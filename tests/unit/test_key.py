@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 from sample.levels import X86_64, X86_V3, X86_V4
 
-from opkiln import model
-from opkiln.build_model import Anchored, DeviceCompiler, Plan, Step, Target, Toolchain
-from opkiln.model import ABI_NONE, CUDA, PACKAGE, PLAIN, ROCM, OpSpec
+from opkiln.base import model
+from opkiln.base.build_model import Anchored, DeviceCompiler, Plan, Step, Target, Toolchain
+from opkiln.base.model import ABI_NONE, CUDA, PACKAGE, PLAIN, ROCM, OpSpec
+from opkiln.machine.toolchain import hipify, torch_sdk
 from opkiln.store import key
-from opkiln.toolchain import hipify, torch_sdk
 
 SPEC = OpSpec(
     "op", "dist", "/pkg", ("a.cpp",), ("include",), ("-I/pkg/more", "-DX"), kind=PLAIN, abi=ABI_NONE

@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from sample.decisions import World
 
-from opkiln import facts, machine
-from opkiln.bundles import bundle
+from opkiln.base.digest import sha256_file
+from opkiln.base.model import CUDA, OUTSIDE, PACKAGE, Artifact
 from opkiln.decision import prebuilt
 from opkiln.decision.terms import Trace
-from opkiln.digest import sha256_file
 from opkiln.errors import LoadError
-from opkiln.model import CUDA, OUTSIDE, PACKAGE, Artifact
-from opkiln.store import entry, key
+from opkiln.machine import facts, uname
+from opkiln.store import bundle, entry, key
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -27,7 +26,7 @@ RUNS = "its sources are today's, and its code for {} runs here"
 
 @pytest.fixture
 def world(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> World:
-    monkeypatch.setattr(machine, "cpu_flags", lambda: "one two three")
+    monkeypatch.setattr(uname, "cpu_flags", lambda: "one two three")
     return World(tmp_path, cache, monkeypatch)
 
 
@@ -157,7 +156,7 @@ def test_entry_that_does_not_fit_is_told_and_the_next_serves(shelf: Shelf) -> No
     found, told = shelf.find()
     assert found == artifact(good, "layer")
     assert told == [
-        ("layer", "refused", f"it is for {machine.system()} on riscv64", str(misfit.parent)),
+        ("layer", "refused", f"it is for {uname.system()} on riscv64", str(misfit.parent)),
         ("layer", "refused", "it needs libno.so.1, which is not here", str(lacking.parent)),
         ("layer", "taken", RUNS.format("9.0;10.0"), str(good)),
     ]

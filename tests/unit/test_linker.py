@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 from sample.levels import X86_64, X86_V1
 
-from opkiln import facts
-from opkiln.binary import elf
-from opkiln.build_model import Plan, Target, Toolchain
+from opkiln.base.build_model import Plan, Target, Toolchain
+from opkiln.base.digest import Signature
+from opkiln.base.model import ABI_NONE, PLAIN, OpSpec
 from opkiln.building import gather
-from opkiln.digest import Signature
-from opkiln.facts import LIBRARIES, Hasher
-from opkiln.model import ABI_NONE, PLAIN, OpSpec
-from opkiln.observing import observer
+from opkiln.building.observing import observer
+from opkiln.machine import facts
+from opkiln.machine.binary import elf
+from opkiln.machine.facts import LIBRARIES, Hasher
 from opkiln.store import key
 
 

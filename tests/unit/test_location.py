@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from opkiln.base.trust import make_private
 from opkiln.store import layers
 from opkiln.store.layers import Store
-from opkiln.trust import make_private
 
 if TYPE_CHECKING:
     from collections.abc import Callable

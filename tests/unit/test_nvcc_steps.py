@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from sample.levels import X86_64, X86_V3
 
-from opkiln import plan as plans
-from opkiln.build_model import DeviceCompiler, Target, Toolchain
+from opkiln.base.build_model import DeviceCompiler, Target, Toolchain
+from opkiln.base.model import ABI_NONE, CUDA, PLAIN, OpSpec
 from opkiln.errors import SpecError
-from opkiln.model import ABI_NONE, CUDA, PLAIN, OpSpec
+from opkiln.plan import plan as plans
 from opkiln.store import key
 
 SPEC = OpSpec(

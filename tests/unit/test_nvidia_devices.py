@@ -9,8 +9,8 @@ import pytest
 from sample import child
 from sample.nvidia import A100, B200, H200, Card, script, smi, tree
 
-from opkiln.devices import nvidia, nvidia_driver
-from opkiln.devices.nvidia import NvidiaDevices, NvidiaGPU, capabilities, devices, visible
+from opkiln.machine.devices import nvidia, nvidia_driver
+from opkiln.machine.devices.nvidia import NvidiaDevices, NvidiaGPU, capabilities, devices, visible
 from opkiln.settings import override
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def found(*cards: Card, how: str = "nvml") -> NvidiaDevices:
 def test_without_a_driver_nothing_is_opened_imported_or_started(tmp_path: Path) -> None:
     code = """
     import json, sys
-    from opkiln.devices import nvidia
+    from opkiln.machine.devices import nvidia
     seen = []
     sys.addaudithook(lambda event, arguments: seen.append([event, str(arguments)]))
     found = nvidia.devices((sys.argv[1] + "/memory",), sys.argv[1])

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from opkiln.binary import fatbin
-from opkiln.binary.source import ByteSource as Bytes
-from opkiln.nvrtc import container, names
-from opkiln.nvrtc.cut import CannotCut, HostPart, Source, device_text
-from opkiln.nvrtc.tokens import divide
+from opkiln.machine.binary import fatbin
+from opkiln.machine.binary.source import ByteSource as Bytes
+from opkiln.machine.nvrtc import container, names
+from opkiln.machine.nvrtc.cut import CannotCut, HostPart, Source, device_text
+from opkiln.machine.nvrtc.tokens import divide
 
 _UNNAMED = "unnamed_of_this_source"
 

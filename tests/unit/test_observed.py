@@ -9,13 +9,13 @@ import pytest
 from sample import at_rest
 from sample.levels import X86_64, X86_V1
 
-from opkiln.build_model import Plan, Step, Target, Toolchain
+from opkiln.base.build_model import Plan, Step, Target, Toolchain
+from opkiln.base.digest import sha256_file
+from opkiln.base.model import ABI_NONE, PLAIN, OpSpec
 from opkiln.building import observed
-from opkiln.digest import sha256_file
+from opkiln.building.observing import log, observer
 from opkiln.errors import StepRefused
-from opkiln.facts import FILE, PROGRAM
-from opkiln.model import ABI_NONE, PLAIN, OpSpec
-from opkiln.observing import log, observer
+from opkiln.machine.facts import FILE, PROGRAM
 
 STEP = Step("compile", "a.o", ("g++",), "a.cpp", source="a.cpp")
 

@@ -11,8 +11,17 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from opkiln.building import gather
-from opkiln.facts import ABSENT, CHOICE, DIRECTORY, FILE, LINK, LISTING, PROGRAM, split_names
-from opkiln.observing import log
+from opkiln.building.observing import log
+from opkiln.machine.facts import (
+    ABSENT,
+    CHOICE,
+    DIRECTORY,
+    FILE,
+    LINK,
+    LISTING,
+    PROGRAM,
+    split_names,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path

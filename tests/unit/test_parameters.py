@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from opkiln.authoring.parameters import Parameters
+from opkiln.builder.parameters import Parameters
 from opkiln.errors import SpecError
 
 GOOD = Parameters.of(

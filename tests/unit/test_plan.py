@@ -9,10 +9,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sample.levels import X86_64, X86_V3
 
-from opkiln import plan as plans
-from opkiln.build_model import DeviceCompiler, Plan, Target, Toolchain, TorchSDK
+from opkiln.base.build_model import DeviceCompiler, Plan, Target, Toolchain, TorchSDK
+from opkiln.base.model import (
+    ABI_NONE,
+    ABI_STABLE,
+    ABI_TORCH,
+    EXECUTABLE,
+    LIBRARY,
+    PLAIN,
+    PYTHON,
+    OpSpec,
+)
 from opkiln.errors import SpecError
-from opkiln.model import ABI_NONE, ABI_STABLE, ABI_TORCH, EXECUTABLE, LIBRARY, PLAIN, PYTHON, OpSpec
+from opkiln.plan import plan as plans
 from opkiln.store import key
 
 TORCH = TorchSDK("/env/torch", "2.13.0", "abc", None, None, True)

@@ -7,8 +7,8 @@ from packaging.tags import Tag, parse_tag
 from sample.levels import AARCH64, X86_64
 from sample.prebuilt import ARM, linked
 
-from opkiln.binary import elf
 from opkiln.errors import UsageError
+from opkiln.machine.binary import elf
 from opkiln.ship.audit import Platform, platform
 
 OWNERS = {"GLIBC": "libc.so.6", "GLIBCXX": "libstdc++.so.6", "CXXABI": "libstdc++.so.6",

@@ -14,8 +14,8 @@ from sample import signals
 from sample.child import SOURCE
 from sample.quiet import needs_quiet, within
 
-from opkiln import child, process
 from opkiln.errors import BuildCancelled, BuildError, BuildTimeout, InputError, ToolchainError
+from opkiln.run import child, process
 from opkiln.settings import override
 
 if TYPE_CHECKING:
@@ -391,7 +391,7 @@ def test_output_of_one_line_loses_only_what_does_not_fit(
 def test_output_without_end_takes_little_memory() -> None:
     code = textwrap.dedent("""
         import resource
-        from opkiln import process
+        from opkiln.run import process
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         done = process.run(["head", "-c", str(1 << 28), "/dev/zero"])
         assert len(done.output) < 6 << 20

@@ -229,7 +229,7 @@ CATALOGUE = """
 import json
 from opkiln.cluster import facts
 from opkiln.cluster.program import Programs
-from opkiln.registry import ALL_OPS, bundled, libraries
+from opkiln.builder.registry import ALL_OPS, bundled, libraries
 
 programs, found = Programs(), {}
 for name in bundled():

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 from sample.levels import HERE, OTHER, OTHER_CXX
 
-from opkiln import digest, facts
-from opkiln.observing import observer
+from opkiln.base import digest
+from opkiln.building.observing import observer
+from opkiln.machine import facts
 
 # Each function makes a system call by itself, with arguments from another place.
 RAW = r"""

@@ -18,20 +18,21 @@ import pytest
 from sample import layer
 from sample.signed_files import at_rest, just_saved, sha256
 
-from opkiln import digest, facts, machine, model
+from opkiln.base import digest, model
+from opkiln.base.digest import Signature, current_signatures
+from opkiln.base.model import ABI_NONE, ABI_STABLE, CPU, CUDA, PACKAGE, PLAIN, Artifact, Op, OpSpec
 from opkiln.decision import receipt
 from opkiln.decision.archs import Wanted
 from opkiln.decision.terms import Request
-from opkiln.digest import Signature, current_signatures
-from opkiln.facts import ABSENT, FILE, LINK, LISTING, PROGRAM
-from opkiln.model import ABI_NONE, ABI_STABLE, CPU, CUDA, PACKAGE, PLAIN, Artifact, Op, OpSpec
+from opkiln.machine import facts, uname
+from opkiln.machine.facts import ABSENT, FILE, LINK, LISTING, PROGRAM
+from opkiln.machine.toolchain import torch_sdk
 from opkiln.settings import LAYOUT, override
-from opkiln.toolchain import torch_sdk
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from opkiln.facts import Evidence
+    from opkiln.machine.facts import Evidence
 
 pytestmark = pytest.mark.timed
 
@@ -559,9 +560,9 @@ def _name(request: Request, torch: str | None = "") -> str:
 
 OTHERS: dict[str, Callable[[pytest.MonkeyPatch], object]] = {
     "a flag": lambda patch: patch.setenv("CXXFLAGS", "-DX"),
-    "another CPU": lambda patch: patch.setattr(machine, "cpu_flags", lambda: "mmx"),
-    "another architecture": lambda patch: patch.setattr(machine, "architecture", lambda: "riscv"),
-    "another system": lambda patch: patch.setattr(machine, "system", lambda: "plan9"),
+    "another CPU": lambda patch: patch.setattr(uname, "cpu_flags", lambda: "mmx"),
+    "another architecture": lambda patch: patch.setattr(uname, "architecture", lambda: "riscv"),
+    "another system": lambda patch: patch.setattr(uname, "system", lambda: "plan9"),
     "another Python": lambda patch: patch.setattr(sys, "version", "4.0"),
     "another opkiln": lambda patch: patch.setattr(receipt, "__version__", "other"),
     "another form of receipts": lambda patch: patch.setattr(receipt, "SCHEMA", 0),
@@ -669,8 +670,8 @@ def test_receipt_rests_on_the_code_that_decides(
     files = json.loads(kept.read_text())["files"]
     ours = {os.path.relpath(file, PACKAGE) for file in files if file.startswith(f"{PACKAGE}/")}
     assert {
-        "decision/receipt.py", "facts.py", "toolchain/torch_sdk.py", "arch/cpu.py",
-        "digest.py", "model.py", "settings.py",
+        "decision/receipt.py", "machine/facts.py", "machine/toolchain/torch_sdk.py",
+        "machine/arch/cpu.py", "base/digest.py", "base/model.py", "settings.py",
     } <= ours  # fmt: skip
     assert not {"errors.py", "more.py", "__init__.py"} & ours
     assert "/elsewhere/planted.py" not in files

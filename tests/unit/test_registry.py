@@ -8,8 +8,7 @@ import pytest
 from sample import child
 
 import opkiln
-from opkiln import registry
-from opkiln.builder import OpBuilder, deepspeed_names
+from opkiln.builder import OpBuilder, deepspeed_names, registry
 from opkiln.errors import SpecError, UnknownOp
 from opkiln.ship import selection
 

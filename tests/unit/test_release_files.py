@@ -14,8 +14,8 @@ import pytest
 import yaml
 
 import opkiln
-from opkiln.model import STABLE_VERSION
-from opkiln.registry import ALL_OPS, bundled_ops, libraries
+from opkiln.base.model import STABLE_VERSION
+from opkiln.builder.registry import ALL_OPS, bundled_ops, libraries
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "tests" / "torches"))

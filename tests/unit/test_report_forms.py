@@ -12,13 +12,13 @@ from click import unstyle
 from sample.levels import X86_V4
 
 from opkiln.accelerator.device import Answer
-from opkiln.build_model import TorchSDK
+from opkiln.base.build_model import TorchSDK
 from opkiln.decision.terms import Candidate
-from opkiln.devices import amd, nvidia
-from opkiln.engine import budget
 from opkiln.errors import StoreError
+from opkiln.machine.devices import amd, nvidia
 from opkiln.report import collect, compilers, facts, forms, layout, machine, operators, page
 from opkiln.report.collect import PastBuild
+from opkiln.run import budget
 from opkiln.settings import override
 from opkiln.store import inventory
 

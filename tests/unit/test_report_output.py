@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from opkiln.builder.registry import ALL_OPS
 from opkiln.cli import main, output
 from opkiln.errors import SpecError
-from opkiln.registry import ALL_OPS
 
 if TYPE_CHECKING:
     from pathlib import Path

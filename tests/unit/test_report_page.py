@@ -12,8 +12,8 @@ from sample.browser import Browser
 from test_report_forms import backend, filled, op
 
 import opkiln
+from opkiln.builder.registry import libraries
 from opkiln.cli import main
-from opkiln.registry import libraries
 from opkiln.report import page
 
 if TYPE_CHECKING:

@@ -12,16 +12,16 @@ from sample.evidence_of import broken, recalled
 from sample.levels import X86_64, X86_V3
 from sample.rocm import Rocm, a_host
 
-from opkiln import plan
-from opkiln.build_model import DeviceCompiler, Target, TorchSDK
+from opkiln.base.build_model import DeviceCompiler, Target, TorchSDK
+from opkiln.base.model import ABI_TORCH, ROCM, OpSpec
 from opkiln.errors import SpecError, ToolchainError
-from opkiln.machine import architecture
-from opkiln.model import ABI_TORCH, ROCM, OpSpec
+from opkiln.machine.toolchain import find, hipcc, torch_sdk
+from opkiln.machine.toolchain import rocm as homes
+from opkiln.machine.uname import architecture
+from opkiln.plan import hipcc as steps
+from opkiln.plan import plan
+from opkiln.plan.host import PlanInputs
 from opkiln.settings import override
-from opkiln.steps import hipcc as steps
-from opkiln.steps.host import PlanInputs
-from opkiln.toolchain import find, hipcc, torch_sdk
-from opkiln.toolchain import rocm as homes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from sample.prebuilt import FULL, SYSTEM, add, linked, made_with
 
-from opkiln.bundles.layer import entries
 from opkiln.ship.sbom import sbom
+from opkiln.store.layer import entries
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -14,17 +14,17 @@ from typing import TYPE_CHECKING
 import pytest
 from sample import signals
 
-from opkiln.engine import budget, events, schedule
-from opkiln.engine.schedule import StepFailed, Task, execute
 from opkiln.errors import BuildTimeout, ToolchainError
+from opkiln.run import budget, events, schedule
+from opkiln.run.schedule import StepFailed, Task, execute
 from opkiln.settings import override, settings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from opkiln.child import Completed
-    from opkiln.engine.events import Event
+    from opkiln.run.child import Completed
+    from opkiln.run.events import Event
 
 pytestmark = pytest.mark.timed
 

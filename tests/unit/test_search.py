@@ -10,8 +10,8 @@ import pytest
 from sample.decisions import GCC, Compilers, World
 from sample.levels import OTHER_LEVELS
 
-from opkiln import plan as plans
-from opkiln.build_model import DeviceCompiler, Toolchain, TorchSDK
+from opkiln.base.build_model import DeviceCompiler, Toolchain, TorchSDK
+from opkiln.base.model import ABI_STABLE, ABI_TORCH, CUDA
 from opkiln.building.asking import ask, plan_here
 from opkiln.decision import search, terms
 from opkiln.decision.terms import BUILD, LOAD, SHIP, Ask, Build, Fetch, Serve, Trace
@@ -22,15 +22,15 @@ from opkiln.errors import (
     SpecError,
     ToolchainError,
 )
-from opkiln.model import ABI_STABLE, ABI_TORCH, CUDA
+from opkiln.machine.toolchain import choice
+from opkiln.plan import plan as plans
 from opkiln.settings import LAYOUT
-from opkiln.toolchain import choice
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from opkiln.decision.terms import Request
-    from opkiln.facts import Evidence
+    from opkiln.machine.facts import Evidence
 
 NVCC = DeviceCompiler(
     "nvcc", "/cuda/bin/nvcc", "/cuda", "13.0", "id", ("8.0", "9.0"), frozenset(), (), ()

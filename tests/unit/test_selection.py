@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 import pytest
 from sample.levels import AARCH64, ARCHITECTURES, ARM_LEVELS, X86_64, X86_LEVELS, X86_V2, X86_V3
 
-from opkiln import machine
-from opkiln.build_model import TorchSDK
+from opkiln.base.build_model import TorchSDK
+from opkiln.base.model import CPU, CUDA, ROCM
 from opkiln.errors import SettingError
-from opkiln.model import CPU, CUDA, ROCM
+from opkiln.machine import uname
+from opkiln.machine.toolchain import choice, torch_sdk
 from opkiln.settings import override
 from opkiln.ship import selection
 from opkiln.ship.selection import DeclaredOp, NamedTarget
-from opkiln.toolchain import choice, torch_sdk
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -176,7 +176,7 @@ def test_an_op_that_nothing_here_can_build_is_still_tried(monkeypatch: pytest.Mo
 def test_a_wheel_has_every_level_of_its_cpu_family(
     monkeypatch: pytest.MonkeyPatch, architecture: str, levels: tuple[str, ...]
 ) -> None:
-    monkeypatch.setattr(machine, "architecture", lambda: architecture)
+    monkeypatch.setattr(uname, "architecture", lambda: architecture)
     assert selection.targets((CPU,)) == tuple(NamedTarget(CPU, level) for level in levels)
     with override(cpu="native"):
         assert selection.targets((CPU,)) == (NamedTarget(CPU, "native"),), "as it is asked for"

@@ -11,8 +11,8 @@ import pytest
 import reference_pages.settings
 from sample.levels import X86_V1
 
+from opkiln.base.setting_values import parse_size
 from opkiln.errors import SettingError
-from opkiln.setting_values import parse_size
 from opkiln.settings import (
     DROPPED,
     PASSED,
@@ -219,7 +219,7 @@ def test_the_environment_is_touched_in_one_module_and_written_in_none() -> None:
         assert write not in own
 
 
-STARTING = ("process.py", "child.py")  # the front, and the life of one child
+STARTING = ("run/process.py", "run/child.py")  # the front, and the life of one child
 
 
 def test_subprocesses_are_started_in_two_modules() -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from opkiln.model import CPU, CUDA, XPU, OpSpec
-from opkiln.signature import (
+from opkiln.base.model import CPU, CUDA, XPU, OpSpec
+from opkiln.base.signature import (
     NativeFunction,
     argument_names,
     canonical_signature,

@@ -12,12 +12,11 @@ import pytest
 from fault_rows import whole
 from sample import command, layer
 
-from opkiln.bundles import bundle, signing
-from opkiln.digest import sha256_file
+from opkiln.base.digest import sha256_file
 from opkiln.errors import SettingError, StoreError, UsageError
-from opkiln.facts import Hasher
+from opkiln.machine.facts import Hasher
 from opkiln.settings import override, settings
-from opkiln.store import archive, sealed, signatures
+from opkiln.store import archive, bundle, sealed, signatures, signing
 from opkiln.store.entry import Leaf, Refused
 
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from opkiln.observing import limits, log
+from opkiln.building.observing import limits, log
+from opkiln.machine.toolchain import find
 from opkiln.settings import override
-from opkiln.toolchain import find
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 from sample.levels import X86_64, X86_V3
 
-from opkiln.build_model import DeviceCompiler, Step, Target, Toolchain, TorchSDK
+from opkiln.base.build_model import DeviceCompiler, Step, Target, Toolchain, TorchSDK
+from opkiln.base.model import ABI_STABLE, LIBRARY, XPU, OpSpec
 from opkiln.errors import ToolchainError
-from opkiln.model import ABI_STABLE, LIBRARY, XPU, OpSpec
-from opkiln.plan import anchors_of, argv, render
-from opkiln.steps import sycl
-from opkiln.steps.host import PlanInputs
+from opkiln.plan import sycl
+from opkiln.plan.host import PlanInputs
+from opkiln.plan.plan import anchors_of, argv, render
 
 SPEC = OpSpec(
     name="op",

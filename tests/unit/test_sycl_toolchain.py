@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING
 import pytest
 from sample.evidence_of import broken, recalled
 
-from opkiln import digest, machine
-from opkiln.build_model import Toolchain
+from opkiln.base import digest
+from opkiln.base.build_model import Toolchain
 from opkiln.errors import ToolchainError
+from opkiln.machine import uname
+from opkiln.machine.toolchain import find, libsycl, probing, sycl
 from opkiln.settings import override
-from opkiln.toolchain import find, libsycl, probing, sycl
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -66,7 +67,7 @@ def program(path: Path, body: str = "exit 0") -> Path:
     return path
 
 
-def icpx(home: Path, version: str = "2025.3.1", machine: str = machine.architecture(),
+def icpx(home: Path, version: str = "2025.3.1", machine: str = uname.architecture(),
          precise: int = 0, name: str = "icpx") -> Path:  # fmt: skip
     """An installation of the oneAPI compiler, as far as anybody asks."""
     program(home / "bin" / "compiler" / "clang")
@@ -94,7 +95,7 @@ def host(tmp_path: Path, body: str = "exit 0", identity: str = "h") -> Toolchain
         family="gcc",
         cxx=str(program(tmp_path / f"g++-{identity}", body)),
         version="g++ 99",
-        machine=machine.architecture(),
+        machine=uname.architecture(),
         identity=identity,
         accepts=frozenset(),
         include_dirs=(),
@@ -187,7 +188,7 @@ def test_the_same_compiler_elsewhere_is_the_same_compiler(tmp_path: Path) -> Non
     # The stand-in's text holds its home; what is compared must not.
     body = (
         f'case "$*" in *--version*) echo "DPC++ Compiler 2025.3.1";; '
-        f'*-print-prog-name*) ;; *) echo "Target: {machine.architecture()}-linux-gnu";; esac'
+        f'*-print-prog-name*) ;; *) echo "Target: {uname.architecture()}-linux-gnu";; esac'
     )
     one, two = (program(tmp_path / name / "bin" / "icpx", body) for name in "ab")
     identities = []

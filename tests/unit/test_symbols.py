@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from opkiln.binary import elf
-from opkiln.binary.elf import missing_symbols
 from opkiln.errors import LoadError
+from opkiln.machine.binary import elf
+from opkiln.machine.binary.elf import missing_symbols
 
 pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
 

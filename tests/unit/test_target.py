@@ -8,13 +8,13 @@ import pytest
 from sample.decisions import World
 from sample.levels import AARCH64, HERE, IS_X86, LEVELS, OTHER, OTHER_LEVELS, X86_V1, kernel_flags
 
-from opkiln import machine
-from opkiln.arch import cpu
-from opkiln.build_model import Target, TorchSDK
+from opkiln.base.build_model import Target, TorchSDK
+from opkiln.base.model import ABI_STABLE, ABI_TORCH, CPU, CUDA
 from opkiln.decision import archs
 from opkiln.errors import ArchError, LoadError
-from opkiln.model import ABI_STABLE, ABI_TORCH, CPU, CUDA
-from opkiln.toolchain import torch_sdk
+from opkiln.machine import uname
+from opkiln.machine.arch import cpu
+from opkiln.machine.toolchain import torch_sdk
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -26,13 +26,13 @@ SDK = TorchSDK("/torch", "2.13.0", "abc", "13.0", None, True)
 
 @pytest.fixture
 def world(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> World:
-    monkeypatch.setattr(machine, "cpu_flags", lambda: kernel_flags(HIGH))
+    monkeypatch.setattr(uname, "cpu_flags", lambda: kernel_flags(HIGH))
     return World(tmp_path, cache, monkeypatch)
 
 
 def test_op_is_built_for_this_machine(world: World) -> None:
     assert archs.target_of(world.spec, None, ("9.0",)) == Target(
-        CPU, machine.system(), HERE, LOW, (), "none", False, (), ("9.0",)
+        CPU, uname.system(), HERE, LOW, (), "none", False, (), ("9.0",)
     )
     vector = world.spec._replace(vectorize=True)
     assert archs.target_of(vector, None, ()).cpu == HIGH
@@ -110,7 +110,7 @@ def test_native_op_runs_on_linux_with_the_torch_it_needs(
     assert str(raised.value).splitlines() == [
         "op op needs torch", "  torch is not installed", "hint: pip install torch",
     ]  # fmt: skip
-    monkeypatch.setattr(machine, "system", lambda: "darwin")
+    monkeypatch.setattr(uname, "system", lambda: "darwin")
     with pytest.raises(LoadError) as raised:
         archs.runnable(world.spec)
     assert raised.value.what == "op op has no native version for darwin"

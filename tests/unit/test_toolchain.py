@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 import pytest
 from sample import at_rest
 
+from opkiln.base.model import OpSpec
 from opkiln.errors import ToolchainError
-from opkiln.model import OpSpec
+from opkiln.machine.toolchain import find, host, probing, torch_sdk
 from opkiln.settings import override
-from opkiln.toolchain import find, host, probing, torch_sdk
 
 if TYPE_CHECKING:
     from pathlib import Path

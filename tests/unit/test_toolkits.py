@@ -15,19 +15,19 @@ from sample import at_rest
 from sample.evidence_of import broken, recalled
 
 import opkiln.compat.torch as cpp_extension
-from opkiln import digest, extension, machine, process
-from opkiln.build_model import Toolchain, TorchSDK
+from opkiln import extension
+from opkiln.base import digest
+from opkiln.base.build_model import Toolchain, TorchSDK
+from opkiln.base.model import CUDA, Op, OpSpec
 from opkiln.building.asking import plan_here
-from opkiln.child import Completed
 from opkiln.decision.terms import BUILD, Request
 from opkiln.errors import (
     CUDAMismatchException,
     MissingCUDAException,
     ToolchainError,
 )
-from opkiln.model import CUDA, Op, OpSpec
-from opkiln.settings import override, settings
-from opkiln.toolchain import (
+from opkiln.machine import uname
+from opkiln.machine.toolchain import (
     choice,
     cuda_version,
     find,
@@ -37,6 +37,9 @@ from opkiln.toolchain import (
     torch_sdk,
     wheel_headers,
 )
+from opkiln.run import process
+from opkiln.run.child import Completed
+from opkiln.settings import override, settings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -113,7 +116,7 @@ def program(path: Path, body: str) -> Path:
 
 def a_compiler(path: Path) -> Path:
     """A script that answers as a host compiler does."""
-    target = f"{machine.architecture()}-linux-gnu"
+    target = f"{uname.architecture()}-linux-gnu"
     return program(
         path, f'case "$*" in *--version*) echo "g++ 12";; *) echo "Target: {target}";; esac'
     )

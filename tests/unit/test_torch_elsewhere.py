@@ -9,13 +9,13 @@ import pytest
 from sample import child
 
 from opkiln.errors import SettingError
+from opkiln.machine.toolchain import torch_sdk
 from opkiln.ship import precompile
-from opkiln.toolchain import torch_sdk
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-FIND = "from opkiln.toolchain import torch_sdk; print(torch_sdk.find())"
+FIND = "from opkiln.machine.toolchain import torch_sdk; print(torch_sdk.find())"
 
 
 @pytest.fixture

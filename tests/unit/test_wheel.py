@@ -21,8 +21,8 @@ from sample import command
 from sample.levels import AARCH64, ARM_V8, X86_64
 from sample.prebuilt import ARM, FULL, SYSTEM, TORCH, add, linked
 
+from opkiln.base.model import SHARED
 from opkiln.errors import StoreError, UsageError
-from opkiln.model import SHARED
 from opkiln.ship.precompile import tag_of
 from opkiln.ship.wheel import wheel_name, write_wheel
 from opkiln.ship.wheel_check import verify_wheel

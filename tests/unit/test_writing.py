@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from opkiln import digest
+from opkiln.base import digest
 
 if TYPE_CHECKING:
     from collections.abc import Callable

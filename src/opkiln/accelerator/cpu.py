@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
 
-from opkiln import machine
 from opkiln.accelerator.interface import Accelerator, Answer, itt
+from opkiln.machine import uname
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -159,7 +159,7 @@ class OneDevice(Accelerator):
 
 def _bytes(path: str, name: str) -> int:
     """A line of one of Linux's files about memory; 0 if the system has no such line."""
-    found = re.search(rf"^{name}:\s*(\d+) kB", machine.read_text(path), re.MULTILINE)
+    found = re.search(rf"^{name}:\s*(\d+) kB", uname.read_text(path), re.MULTILINE)
     return int(found[1]) << 10 if found else 0
 
 
@@ -192,7 +192,7 @@ class CpuAccelerator(OneDevice):
     @classmethod
     def look(cls, root: str = "/", *, asked: bool = False) -> Answer:  # noqa: ARG003
         """A CPU is always here."""
-        return Answer(cls.name, True, machine.cpu_name())
+        return Answer(cls.name, True, uname.cpu_name())
 
     def is_synchronized_device(self) -> bool:
         return True
@@ -204,7 +204,7 @@ class CpuAccelerator(OneDevice):
 
     def get_device_properties(self, device_index: int | None = None) -> SimpleNamespace:  # noqa: ARG002
         return SimpleNamespace(
-            name=machine.cpu_name(),
+            name=uname.cpu_name(),
             total_memory=_bytes("/proc/meminfo", "MemTotal"),
             multi_processor_count=os.cpu_count() or 1,
         )

@@ -8,12 +8,12 @@ use the device in its child.
 
 from __future__ import annotations
 
-from opkiln import forks
 from opkiln.accelerator import gpus, vendors
 from opkiln.accelerator.cpu import CpuAccelerator
 from opkiln.accelerator.device import Answer
-from opkiln.devices import choice, installed
+from opkiln.base import forks
 from opkiln.errors import AcceleratorError
+from opkiln.machine.devices import choice, installed
 from opkiln.settings import settings
 
 TYPE_CHECKING = False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from opkiln.lazy import Record
+from opkiln.base.lazy import Record
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

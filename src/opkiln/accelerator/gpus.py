@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from opkiln import machine
 from opkiln.accelerator.cpu import Chosen, HostStream, OneDevice
 from opkiln.accelerator.interface import Accelerator, Answer, itt
-from opkiln.devices import amd, nvidia
-from opkiln.devices.installed import why_torch_lacks
+from opkiln.machine import uname
+from opkiln.machine.devices import amd, nvidia
+from opkiln.machine.devices.installed import why_torch_lacks
+from opkiln.machine.toolchain.libsycl import intel_gpus
 from opkiln.settings import settings
-from opkiln.toolchain.libsycl import intel_gpus
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -168,8 +168,8 @@ class MpsAccelerator(OneDevice):
     @classmethod
     def look(cls, root: str = "/", *, asked: bool = False) -> Answer:  # noqa: ARG003
         """Asks torch, which is imported on macOS only."""
-        if machine.system() != "darwin":
-            return Answer(cls.name, False, f"Metal is macOS's, and this is {machine.system()}")
+        if uname.system() != "darwin":
+            return Answer(cls.name, False, f"Metal is macOS's, and this is {uname.system()}")
         try:
             import torch
         except ImportError as error:

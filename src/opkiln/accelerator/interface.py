@@ -12,8 +12,8 @@ Another package adds an accelerator with an entry point:
 from __future__ import annotations
 
 from opkiln.accelerator.device import Answer, Device
-from opkiln.devices import choice, installed
 from opkiln.errors import AcceleratorError
+from opkiln.machine.devices import choice, installed
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -222,7 +222,7 @@ class Accelerator(Device):
     def get_op_builder(self, class_name: str) -> type[OpBuilder] | None:
         """The builder class of an op, by the op's name (``fused_adam``) or by its own; None for an
         unknown name."""
-        from opkiln.registry import ALL_OPS  # only code that asks for ops needs it
+        from opkiln.builder.registry import ALL_OPS  # only code that asks for ops needs it
 
         if class_name in ALL_OPS:
             return ALL_OPS[class_name]

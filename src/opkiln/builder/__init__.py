@@ -5,7 +5,7 @@ The names are loaded when they are asked for: a C++ op never pays for the device
 
 from __future__ import annotations
 
-from opkiln import lazy
+from opkiln.base import lazy
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -14,12 +14,18 @@ if TYPE_CHECKING:
     from opkiln.builder.sycl import SYCLOpBuilder as SYCLOpBuilder
     from opkiln.errors import CUDAMismatchException as CUDAMismatchException
     from opkiln.errors import MissingCUDAException as MissingCUDAException
-    from opkiln.toolchain.cuda_version import assert_no_cuda_mismatch as assert_no_cuda_mismatch
-    from opkiln.toolchain.cuda_version import cuda_minor_mismatch_ok as cuda_minor_mismatch_ok
-    from opkiln.toolchain.cuda_version import (
+    from opkiln.machine.toolchain.cuda_version import (
+        assert_no_cuda_mismatch as assert_no_cuda_mismatch,
+    )
+    from opkiln.machine.toolchain.cuda_version import (
+        cuda_minor_mismatch_ok as cuda_minor_mismatch_ok,
+    )
+    from opkiln.machine.toolchain.cuda_version import (
         get_default_compute_capabilities as get_default_compute_capabilities,
     )
-    from opkiln.toolchain.cuda_version import installed_cuda_version as installed_cuda_version
+    from opkiln.machine.toolchain.cuda_version import (
+        installed_cuda_version as installed_cuda_version,
+    )
 
 _NAMES = {
     "OpBuilder": "opkiln.builder.base",
@@ -27,10 +33,10 @@ _NAMES = {
     "SYCLOpBuilder": "opkiln.builder.sycl",
     "CUDAMismatchException": "opkiln.errors",
     "MissingCUDAException": "opkiln.errors",
-    "assert_no_cuda_mismatch": "opkiln.toolchain.cuda_version",
-    "cuda_minor_mismatch_ok": "opkiln.toolchain.cuda_version",
-    "get_default_compute_capabilities": "opkiln.toolchain.cuda_version",
-    "installed_cuda_version": "opkiln.toolchain.cuda_version",
+    "assert_no_cuda_mismatch": "opkiln.machine.toolchain.cuda_version",
+    "cuda_minor_mismatch_ok": "opkiln.machine.toolchain.cuda_version",
+    "get_default_compute_capabilities": "opkiln.machine.toolchain.cuda_version",
+    "installed_cuda_version": "opkiln.machine.toolchain.cuda_version",
 }
 
 __all__ = [*_NAMES]  # noqa: PLE0604 (names that are resolved lazily)

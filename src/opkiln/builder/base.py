@@ -10,12 +10,8 @@ import os
 import sys
 from typing import Any
 
-from opkiln.errors import OpkilnError, SpecError, UnknownBackend, told_briefly
-from opkiln.forks import cached_property
-from opkiln.loading import loader
-from opkiln.loading.here import Loaded, here
-from opkiln.loading.register import is_tracing, load_in_trace
-from opkiln.model import (
+from opkiln.base.forks import cached_property
+from opkiln.base.model import (
     ABI_STABLE,
     BUILDER,
     CPU,
@@ -30,6 +26,10 @@ from opkiln.model import (
     Registration,
     function_name,
 )
+from opkiln.errors import OpkilnError, SpecError, UnknownBackend, told_briefly
+from opkiln.loading import loader
+from opkiln.loading.here import Loaded, here
+from opkiln.loading.register import is_tracing, load_in_trace
 from opkiln.settings import build_switch, settings
 
 TYPE_CHECKING = False
@@ -380,11 +380,11 @@ class OpBuilder:
         It has the plan's flags, so other commands compile and link it, too; with device code,
         torch's ``BuildExtension``, which adds no architectures of its own to those in the flags.
         """
-        from opkiln import plan as plans
         from opkiln.building.asking import plan_here
         from opkiln.decision.archs import nothing_asked
         from opkiln.decision.search import plan_for
         from opkiln.decision.terms import BUILD, Request
+        from opkiln.plan import plan as plans
 
         try:
             from setuptools import Extension
@@ -431,8 +431,8 @@ class OpBuilder:
         verbose: bool = False,
     ) -> bool:
         """Whether a C function can be linked from these libraries; asked of the compiler."""
+        from opkiln.machine.toolchain.host import can_link
         from opkiln.store.layers import Store
-        from opkiln.toolchain.host import can_link
 
         found = can_link(Store().memory, funcname, tuple(libraries), tuple(library_dirs))
         return found or self._log(
@@ -441,7 +441,7 @@ class OpBuilder:
 
     def command_exists(self, cmd: str | Sequence[str]) -> bool:
         """Whether a program (any of several) is on PATH."""
-        from opkiln.toolchain import find
+        from opkiln.machine.toolchain import find
 
         names = [cmd] if isinstance(cmd, str) else list(cmd)
         if any(find.find_program(name) for name in names):
@@ -450,8 +450,8 @@ class OpBuilder:
         return False
 
     def _cpu_flags(self) -> tuple[str, ...]:
-        from opkiln.arch import cpu
         from opkiln.decision.archs import target_cpu, target_machine
+        from opkiln.machine.arch import cpu
 
         family = target_machine()
         return cpu.flags(target_cpu(), family, frozenset(cpu.probes(family)))
@@ -462,8 +462,8 @@ class OpBuilder:
 
     def simd_width(self) -> str:
         """A macro for the target's vector unit: ``-D__AVX512__``, ``-D__AVX256__``, else scalar."""
-        from opkiln.arch import cpu
         from opkiln.decision.archs import target_cpu, target_machine
+        from opkiln.machine.arch import cpu
 
         widths = {"avx512": "-D__AVX512__", "avx2": "-D__AVX256__"}
         return widths.get(cpu.simd(target_machine(), target_cpu()), "-D__SCALAR__")
@@ -534,7 +534,7 @@ def torch_built_for() -> tuple[bool, bool]:
     version = getattr(sys.modules.get("torch"), "version", None)
     if version is not None:
         return version.cuda is not None, version.hip is not None
-    from opkiln.toolchain import torch_sdk
+    from opkiln.machine.toolchain import torch_sdk
 
     sdk = torch_sdk.find()
     return sdk is not None and sdk.cuda is not None, sdk is not None and sdk.hip is not None

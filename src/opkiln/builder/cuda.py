@@ -9,10 +9,10 @@ from __future__ import annotations
 import os
 import sys
 
+from opkiln.base.forks import cached_property
+from opkiln.base.model import CPU, CUDA, EMULATED, EMULATOR_RUNTIME, ROCM, OpSpec
 from opkiln.builder.base import OpBuilder, torch_built_for
 from opkiln.errors import LoadError, ToolchainError
-from opkiln.forks import cached_property
-from opkiln.model import CPU, CUDA, EMULATED, EMULATOR_RUNTIME, ROCM, OpSpec
 from opkiln.settings import settings
 
 TYPE_CHECKING = False
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from typing import Any
 
-    from opkiln.model import Op
+    from opkiln.base.model import Op
 
 
 class CUDAOpBuilder(OpBuilder):
@@ -80,8 +80,8 @@ class CUDAOpBuilder(OpBuilder):
         """Whether every architecture that the filter left has bfloat16 arithmetic."""
         if self.backend != CUDA:
             return self.backend in (ROCM, EMULATED)
-        from opkiln.arch import cuda
         from opkiln.decision import archs
+        from opkiln.machine.arch import cuda
 
         try:
             return cuda.has_bf16(cuda.parse(";".join(archs.find_wanted(self._bare()).archs)))
@@ -149,7 +149,7 @@ class CUDAOpBuilder(OpBuilder):
             return []
         import shutil
 
-        from opkiln.toolchain import hipify, torch_sdk
+        from opkiln.machine.toolchain import hipify, torch_sdk
 
         sdk, spec = torch_sdk.find(), self.spec()
         if sdk is None:
@@ -192,7 +192,7 @@ class CUDAOpBuilder(OpBuilder):
 
     def _bare(self) -> Op:
         """The op as far as its architectures go, without asking for its sources and flags."""
-        from opkiln.model import Op
+        from opkiln.base.model import Op
 
         spec = OpSpec(self.name, self.distribution, self.root, (), backend=self.backend)
         return Op(spec, rule=self._rule(), asked=self._asked_archs)
@@ -201,25 +201,25 @@ class CUDAOpBuilder(OpBuilder):
 
     def is_rocm_pytorch(self) -> bool:
         """Whether the torch that is installed is built for ROCm."""
-        from opkiln.toolchain.rocm import is_rocm_pytorch
+        from opkiln.machine.toolchain.rocm import is_rocm_pytorch
 
         return is_rocm_pytorch()
 
     def installed_rocm_version(self) -> tuple[int, int]:
         """(major, minor) of the ROCm installation that would be used. Raises ToolchainError."""
-        from opkiln.toolchain.rocm import installed_rocm_version
+        from opkiln.machine.toolchain.rocm import installed_rocm_version
 
         return installed_rocm_version()
 
     def get_rocm_gpu_arch(self) -> str:
         """The architectures of all AMD GPUs here, separated by ``;``."""
-        from opkiln.devices.amd import get_rocm_gpu_arch
+        from opkiln.machine.devices.amd import get_rocm_gpu_arch
 
         return get_rocm_gpu_arch()
 
     def get_rocm_wavefront_size(self) -> str:
         """The wavefront size of the AMD GPUs here, as text."""
-        from opkiln.devices.amd import get_rocm_wavefront_size
+        from opkiln.machine.devices.amd import get_rocm_wavefront_size
 
         return get_rocm_wavefront_size()
 
@@ -227,9 +227,9 @@ class CUDAOpBuilder(OpBuilder):
 def _asked_backend(usable: tuple[str, ...]) -> str | None:
     # set_accelerator imports this module. If it was not called and no setting names an accelerator,
     # a hit need not import it.
-    if settings.accelerator is None and "opkiln.devices.choice" not in sys.modules:
+    if settings.accelerator is None and "opkiln.machine.devices.choice" not in sys.modules:
         return None
-    from opkiln.devices import choice
+    from opkiln.machine.devices import choice
 
     return choice.asked_backend(usable)
 

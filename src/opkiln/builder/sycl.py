@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from opkiln.base.forks import cached_property
+from opkiln.base.model import CPU, XPU, OpSpec
 from opkiln.builder.base import OpBuilder
-from opkiln.devices import choice
-from opkiln.forks import cached_property
-from opkiln.model import CPU, XPU, OpSpec
+from opkiln.machine.devices import choice
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import time
 
+from opkiln.base.trust import usable_by_owner
 from opkiln.decision import archs
 from opkiln.decision.search import plan_for
-from opkiln.engine import events, progress
 from opkiln.errors import OpkilnError, ToolchainError
-from opkiln.process import once_per_thread
+from opkiln.machine.toolchain import choice
+from opkiln.run import events, progress
+from opkiln.run.process import once_per_thread
 from opkiln.settings import settings
 from opkiln.store import layers, lock
-from opkiln.toolchain import choice
-from opkiln.trust import usable_by_owner
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from opkiln.build_model import Plan, Toolchain
+    from opkiln.base.build_model import Plan, Toolchain
     from opkiln.decision.terms import Request
 
 

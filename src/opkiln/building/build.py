@@ -14,26 +14,26 @@ import warnings
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from opkiln import forks
-from opkiln import plan as plans
-from opkiln.build_model import ICPX, SYCL_RUNTIME, DeviceCompiler, Plan, Target, Toolchain
+from opkiln.base import forks
+from opkiln.base.build_model import ICPX, SYCL_RUNTIME, DeviceCompiler, Plan, Target, Toolchain
+from opkiln.base.digest import FULL, UnusableFile, sha256_file
+from opkiln.base.model import Artifact, OpSpec, place_of
 from opkiln.building import gather, loadtest, wording
+from opkiln.building.observing import observer
 from opkiln.building.outputs import Stage
 from opkiln.decision import terms
-from opkiln.digest import FULL, UnusableFile, sha256_file
-from opkiln.engine import budget, events
-from opkiln.engine.schedule import StepFailed
 from opkiln.errors import BuildError, InputError, StoreError, StoreWarning
-from opkiln.facts import Hasher
-from opkiln.model import Artifact, OpSpec, place_of
-from opkiln.observing import observer
-from opkiln.process import once_per_thread
+from opkiln.machine.facts import Hasher
+from opkiln.machine.toolchain import choice
+from opkiln.plan import plan as plans
+from opkiln.run import budget, events
+from opkiln.run.process import once_per_thread
+from opkiln.run.schedule import StepFailed
 from opkiln.settings import settings
 from opkiln.store import key, lock, publish
 from opkiln.store.entry import Leaf
 from opkiln.store.key import Fact
 from opkiln.store.layers import Store, claim
-from opkiln.toolchain import choice
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -296,7 +296,7 @@ def _runtimes(toolchain: Toolchain) -> tuple[str, ...]:
     device = toolchain.device
     if device is None or device.family not in (ICPX, SYCL_RUNTIME):
         return ()
-    from opkiln.toolchain import libsycl, sycl
+    from opkiln.machine.toolchain import libsycl, sycl
 
     library = libsycl.locate(sycl.soname(device))
     return () if library is None else (library,)

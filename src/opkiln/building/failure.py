@@ -7,16 +7,16 @@ import re
 import shlex
 import signal
 
-from opkiln.build_model import NVRTC, Plan
+from opkiln.base.build_model import NVRTC, Plan
+from opkiln.base.digest import FULL, write_private
+from opkiln.base.model import CUDA, OpSpec
 from opkiln.building import wording
-from opkiln.digest import FULL, write_private
-from opkiln.engine import budget
-from opkiln.engine.schedule import StepFailed
 from opkiln.errors import BuildError, CompileError, StoreError
-from opkiln.model import CUDA, OpSpec
-from opkiln.process import signal_name
+from opkiln.machine.toolchain import torch_sdk, wheel_headers
+from opkiln.run import budget
+from opkiln.run.process import signal_name
+from opkiln.run.schedule import StepFailed
 from opkiln.store import publish
-from opkiln.toolchain import torch_sdk, wheel_headers
 
 # g++ and clang write file:line:column:, nvcc and NVRTC write file(line):.
 _DIAGNOSTIC = re.compile(
@@ -204,7 +204,7 @@ def _hint(output: str, plan: Plan) -> str:
     return f"opkiln build {spec.name}{where}    # after fixing it"
 
 
-# What opkiln.nvrtc says of a source that only nvcc can compile.
+# What opkiln.machine.nvrtc says of a source that only nvcc can compile.
 _NEEDS_NVCC = ("is nvcc's own syntax", "lambda needs nvcc", "a type without a name")
 
 

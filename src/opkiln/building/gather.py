@@ -6,12 +6,14 @@ import os
 import shutil
 from typing import Any, NamedTuple
 
-from opkiln import digest
-from opkiln.arch import cpu
-from opkiln.binary import elf
-from opkiln.build_model import Plan
-from opkiln.digest import sha256_file
-from opkiln.facts import (
+from opkiln.base import digest
+from opkiln.base.build_model import Plan
+from opkiln.base.digest import sha256_file
+from opkiln.base.model import CUDA, OUTSIDE, ROCM
+from opkiln.building.observing.log import LISTED, NOT_A_LINK, Identity, Observation
+from opkiln.machine.arch import cpu
+from opkiln.machine.binary import elf
+from opkiln.machine.facts import (
     ABSENT,
     CHOICE,
     DIRECTORY,
@@ -30,9 +32,7 @@ from opkiln.facts import (
     together,
     value,
 )
-from opkiln.model import CUDA, OUTSIDE, ROCM
-from opkiln.observing.log import LISTED, NOT_A_LINK, Identity, Observation
-from opkiln.plan import anchors_of
+from opkiln.plan.plan import anchors_of
 from opkiln.store import entry, key
 from opkiln.store.key import Fact
 
@@ -49,7 +49,7 @@ _NO_FILES = ("/proc/", "/sys/")
 class Inputs(NamedTuple):
     """The inputs of one step, or of several."""
 
-    # (kind of ``opkiln.facts``, path as it was spelled, what must not change). The last is empty
+    # (kind of ``opkiln.machine.facts``, path as it was spelled, what must not change). The last is empty
     # where the kind says it. Of ABSENT, it is the names that were looked for in vain in a directory
     # (one with a slash is below a directory that does not exist either). Of CHOICE, it is the
     # programs of a name on PATH up to the one that a script or launcher chose. Of LIBRARIES, it is
@@ -381,6 +381,6 @@ def needs_of(path: str, plan: Plan) -> dict[str, Any]:
 def _images(path: str, backend: str) -> tuple[str, ...]:
     if backend not in (CUDA, ROCM):
         return ()
-    from opkiln.binary import fatbin
+    from opkiln.machine.binary import fatbin
 
     return fatbin.images(path) if backend == CUDA else fatbin.hip_images(path)

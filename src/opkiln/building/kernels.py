@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-from opkiln.binary.elf import demangle
+from opkiln.machine.binary.elf import demangle
 
 _ENTRY = re.compile(r"Compiling entry function '([^']+)' for '(\w+)'")
 _SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")

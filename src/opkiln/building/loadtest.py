@@ -7,16 +7,8 @@ import os
 import secrets
 from typing import TYPE_CHECKING
 
-from opkiln import process
-from opkiln.binary import elf
-from opkiln.binary.elf import show_symbol
-from opkiln.build_model import Target, TorchSDK
-from opkiln.building import wording
-from opkiln.building.probe_load import LISTED, LOADED, MISSING
-from opkiln.building.wording import misfit, missing_kernels
-from opkiln.child import Child, Completed
-from opkiln.errors import BuildTimeout, LoadTestError, StoreError
-from opkiln.model import (
+from opkiln.base.build_model import Target, TorchSDK
+from opkiln.base.model import (
     ABI_NONE,
     ABI_STABLE,
     CPU,
@@ -26,8 +18,16 @@ from opkiln.model import (
     PYTHON,
     OpSpec,
 )
+from opkiln.base.signature import NativeFunction, fits
+from opkiln.building import wording
+from opkiln.building.probe_load import LISTED, LOADED, MISSING
+from opkiln.building.wording import misfit, missing_kernels
+from opkiln.errors import BuildTimeout, LoadTestError, StoreError
+from opkiln.machine.binary import elf
+from opkiln.machine.binary.elf import show_symbol
+from opkiln.run import process
+from opkiln.run.child import Child, Completed
 from opkiln.settings import settings
-from opkiln.signature import NativeFunction, fits
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -5,20 +5,20 @@ from __future__ import annotations
 import os
 from typing import NamedTuple
 
-from opkiln.build_model import NVRTC, Plan, Step
+from opkiln.base.build_model import NVRTC, Plan, Step
+from opkiln.base.model import OpSpec
 from opkiln.building import gather
-from opkiln.engine import schedule
+from opkiln.building.observing import limits, log, observer
 from opkiln.errors import StepRefused
-from opkiln.model import OpSpec
-from opkiln.observing import limits, log, observer
+from opkiln.run import schedule
 from opkiln.store import key
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from opkiln.child import Completed
-    from opkiln.plan import Command
+    from opkiln.plan.plan import Command
+    from opkiln.run.child import Completed
 
 UNSEEN = "nothing that it started could be observed"
 _WHOLE = "an op's flags may only make the toolchain work in the build's own directory"
@@ -98,7 +98,7 @@ def read_step(
     covered: tuple[str, ...] = ()
     device = plan.toolchain.device
     if device is not None and device.family == NVRTC and first == device.path:
-        from opkiln.toolchain import nvrtc
+        from opkiln.machine.toolchain import nvrtc
 
         covered = nvrtc.covered_prefixes(device)
     return StepRecord(

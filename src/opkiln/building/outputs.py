@@ -25,18 +25,18 @@ import shutil
 from functools import partial
 from typing import NamedTuple
 
-from opkiln import plan as plans
-from opkiln.build_model import Plan, Step
+from opkiln.base.build_model import Plan, Step
+from opkiln.base.digest import Signature
+from opkiln.base.model import ROCM
 from opkiln.building import gather, observed
-from opkiln.digest import Signature
-from opkiln.engine import events, schedule
+from opkiln.building.observing import limits, observer
+from opkiln.building.observing.observer import digest
 from opkiln.errors import BuildError, SourcesChanging, StoreError
-from opkiln.facts import FILE, Hasher
-from opkiln.model import ROCM
-from opkiln.observing import limits, observer
-from opkiln.observing.observer import digest
+from opkiln.machine.facts import FILE, Hasher
+from opkiln.plan import plan as plans
+from opkiln.plan.flags import PLAIN
+from opkiln.run import events, schedule
 from opkiln.settings import settings
-from opkiln.steps.flags import PLAIN
 from opkiln.store import entry, key, publish
 from opkiln.store.key import Fact
 from opkiln.store.layers import Store
@@ -45,8 +45,8 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from opkiln.child import Completed
-    from opkiln.toolchain.staged_copy import Staged
+    from opkiln.machine.toolchain.staged_copy import Staged
+    from opkiln.run.child import Completed
 
 _ROUNDS = 8
 # Change times come from the kernel's coarse clock, which lags by up to one tick.
@@ -202,10 +202,10 @@ def _translate(plan: Plan, directory: str) -> Staged | None:
     publish.remove(directory)
     os.mkdir(directory, 0o700)
     if spec.emulated:
-        from opkiln.toolchain import emulate
+        from opkiln.machine.toolchain import emulate
 
         return emulate.stage(spec, directory)
-    from opkiln.toolchain import hipify
+    from opkiln.machine.toolchain import hipify
 
     assert torch is not None
     return hipify.stage(spec, torch, directory)

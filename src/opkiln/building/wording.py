@@ -12,18 +12,18 @@ from __future__ import annotations
 import contextlib
 import os
 
-from opkiln.digest import read_file
-from opkiln.lazy import Record
-from opkiln.model import ABI_STABLE, CALL, DECORATOR, DISPATCH_KEYS, EXTENSION, function_name
-from opkiln.signature import canonical_signature, cpp, devices, differences
+from opkiln.base.digest import read_file
+from opkiln.base.lazy import Record
+from opkiln.base.model import ABI_STABLE, CALL, DECORATOR, DISPATCH_KEYS, EXTENSION, function_name
+from opkiln.base.signature import canonical_signature, cpp, devices, differences
 
 TYPE_CHECKING = False
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from opkiln.model import OpSpec
-    from opkiln.signature import NativeFunction
+    from opkiln.base.model import OpSpec
+    from opkiln.base.signature import NativeFunction
 
 
 class Names(Record):

@@ -32,12 +32,12 @@ def command(archs: tuple[str, ...], op: str | None, as_json: bool) -> int:
 
 def _answer(given: str | None, name: str | None) -> dict[str, Any]:
     """What a build makes of a list, step by step."""
+    from opkiln.base.model import CUDA
+    from opkiln.builder.registry import get_builder
     from opkiln.decision import archs
-    from opkiln.model import CUDA
-    from opkiln.registry import get_builder
+    from opkiln.machine.toolchain import choice
     from opkiln.settings import origin_of
     from opkiln.store.layers import Store
-    from opkiln.toolchain import choice
 
     backend = _backend(given)
     op = get_builder(name, backend=backend).op() if name else None
@@ -92,9 +92,9 @@ def _answer(given: str | None, name: str | None) -> dict[str, Any]:
 
 def _backend(given: str | None) -> str:
     """ROCm if the list names a ``gfx…``; without a list, the backend of torch."""
-    from opkiln.arch import hip
-    from opkiln.model import CUDA, ROCM
-    from opkiln.toolchain import torch_sdk
+    from opkiln.base.model import CUDA, ROCM
+    from opkiln.machine.arch import hip
+    from opkiln.machine.toolchain import torch_sdk
 
     if given is not None and given.strip().lower() != "native":
         return ROCM if hip.is_hip(given) else CUDA

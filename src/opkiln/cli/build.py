@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from opkiln.base.digest import LARGEST_BUNDLE, sha256_file
 from opkiln.cli import output
 from opkiln.cli.options import (
     file_option,
@@ -16,7 +17,6 @@ from opkiln.cli.options import (
     parse_size_option,
     target_option,
 )
-from opkiln.digest import LARGEST_BUNDLE, sha256_file
 from opkiln.errors import UsageError
 from opkiln.report.layout import columns
 from opkiln.ship import prebuild, wrappings
@@ -159,7 +159,7 @@ def requests(
     recorded: str | None = None,
 ) -> Requests:
     """The ops that were named, all, or those of a package or a record, each for each target."""
-    from opkiln.registry import ALL_OPS, ops_of
+    from opkiln.builder.registry import ALL_OPS, ops_of
 
     if recorded is not None:
         return prebuild.recorded_requests(recorded, wanted)

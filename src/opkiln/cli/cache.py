@@ -168,7 +168,7 @@ def verify(files: tuple[str, ...], remove: bool, as_json: bool) -> int:
 
 def _check_store(remove: bool) -> Iterator[tuple[int, Fault | None]]:
     """(entries, what is wrong) of each thing in the store."""
-    from opkiln.observing import observer
+    from opkiln.building.observing import observer
     from opkiln.store import gc, inventory
     from opkiln.store.layers import Store
 
@@ -192,8 +192,8 @@ def _check_store(remove: bool) -> Iterator[tuple[int, Fault | None]]:
 
 def _check_file(path: str, *, bundle: bool = False) -> tuple[int, Fault | None]:
     """(entries, what is wrong) of a wheel or a bundle, which is never removed."""
-    from opkiln.bundles.bundle import read_bundle
     from opkiln.ship.wheel_check import verify_wheel
+    from opkiln.store.bundle import read_bundle
     from opkiln.store.inventory import Fault
     from opkiln.store.signatures import Untrusted
 

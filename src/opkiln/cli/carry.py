@@ -9,7 +9,7 @@ import time
 
 import click
 
-from opkiln import forks
+from opkiln.base import forks
 from opkiln.cli import output
 from opkiln.cli.options import (
     complete_op,
@@ -68,9 +68,8 @@ def export(file: str, ops: tuple[str, ...], as_json: bool) -> None:
     There, `opkiln cache import FILE` puts them into the store, or OPKILN_STORE_LAYERS=FILE reads
     them from the file. FILE contains no paths and no times of this machine.
     """
-    from opkiln.bundles import layer
-    from opkiln.bundles.bundle import write_bundle
-    from opkiln.store import publish
+    from opkiln.store import layer, publish
+    from opkiln.store.bundle import write_bundle
 
     payloads = [each.payload for each in newest_entries(ops)]
     with publish.scratch("export") as stage:
@@ -93,7 +92,7 @@ def import_(file: str, sha256: str, as_json: bool) -> None:
     if there is a compiler. A FILE that is damaged is refused, and nothing is imported. If
     OPKILN_TRUSTED_KEYS is set, so is a FILE that none of these keys has signed.
     """
-    from opkiln.bundles.bundle import unpack
+    from opkiln.store.bundle import unpack
 
     taken = unpack(file, writable_root(), sha256=sha256)
     rows = [("op", "package", "status", "path")]
@@ -112,7 +111,7 @@ def keygen(file: str, as_json: bool) -> None:
     Prints the public key, which others put into OPKILN_TRUSTED_KEYS. Nothing is overwritten. FILE
     is a PEM file that OpenSSL can read. Keep it only where bundles are made.
     """
-    from opkiln.bundles import signing
+    from opkiln.store import signing
 
     made = signing.generate(file)
     note = f"wrote {made.private} and {made.public}"
@@ -132,7 +131,7 @@ def sign(file: str, key_file: str, as_json: bool) -> None:
     The signature becomes part of FILE. A file can be signed with several keys, one after the other;
     it is accepted if one of them is trusted.
     """
-    from opkiln.bundles import signing
+    from opkiln.store import signing
 
     done = signing.sign(file, key_file)
     note = f"signed by {', '.join(done.keys)}"
@@ -174,7 +173,7 @@ _url_option = click.option(
 
 
 def _tiers(urls: tuple[str, ...]) -> tuple[str, ...]:
-    from opkiln.setting_values import urls as parse
+    from opkiln.base.setting_values import urls as parse
 
     try:
         found: tuple[str, ...] = parse(" ".join(urls)) if urls else settings.remotes
@@ -199,7 +198,7 @@ def lock_command(ops: tuple[str, ...], file: str, as_json: bool) -> None:
     `opkiln cache pull --lock FILE` fetches them. With OPKILN_LOCK=FILE a load takes them, and no
     others, without signatures.
     """
-    from opkiln.digest import replace
+    from opkiln.base.digest import replace
     from opkiln.remote import lockfile
     from opkiln.remote.push import publishable
 

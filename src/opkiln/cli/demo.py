@@ -54,9 +54,9 @@ def command(keep: bool) -> int:
 
 
 def _demo(work: str) -> int:
+    from opkiln.machine.toolchain import host, torch_sdk
     from opkiln.report.machine import machine
     from opkiln.store.layers import Store
-    from opkiln.toolchain import host, torch_sdk
 
     torch = torch_sdk.find()
     if torch is None:
@@ -88,7 +88,7 @@ def _show(title: str) -> None:
 
 def _run(work: str) -> dict[str, Any]:
     """Run one training process, and show what it did. Raises DemoError if it fails."""
-    from opkiln import process
+    from opkiln.run import process
     from opkiln.settings import with_own_store
 
     result = os.path.join(work, "result.json")

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from opkiln.build_model import Plan, Step
+from opkiln.base.build_model import Plan, Step
 from opkiln.cli import output
 from opkiln.cli.options import (
     builder_for,
@@ -37,8 +37,8 @@ def explain_command(op: str, target: str | None, as_json: bool) -> None:
     If the newest entry can no longer be used, also show what changed since it was built. An op with
     variants is explained variant by variant.
     """
+    from opkiln.builder.registry import ALL_OPS, libraries
     from opkiln.loading.explain import explain
-    from opkiln.registry import ALL_OPS, libraries
 
     found = []
     for name, _ in libraries(op, ALL_OPS[op]):
@@ -70,7 +70,7 @@ def plan_command(
     """
     from opkiln.building.asking import plan_here
     from opkiln.decision.terms import BUILD, Request
-    from opkiln.plan import anchors, argv
+    from opkiln.plan.plan import anchors, argv
 
     if as_json and compile_commands:
         raise click.UsageError("--json and --compile-commands exclude each other")
@@ -97,7 +97,7 @@ def plan_command(
 
 
 def _script(plan: Plan, stage: str, commands: Commands) -> str:
-    from opkiln.toolchain import choice
+    from opkiln.machine.toolchain import choice
 
     target, tools = plan.target, plan.toolchain
     cpu = "+".join((target.cpu, *target.cpu_features))
@@ -152,9 +152,9 @@ def check_command(ops: tuple[str, ...], package: str | None, as_json: bool) -> i
     reference, or fail. An argument that is not an op is a file with one op per line; # starts a
     comment. Nothing is built. Use it as the last step of an image build, or before a job.
     """
+    from opkiln.builder.registry import get_builder, ops_of
     from opkiln.decision.terms import CACHED, WOULD_COMPILE, Request, summary
     from opkiln.loading.explain import look_at
-    from opkiln.registry import get_builder, ops_of
 
     if bool(ops) == (package is not None):
         raise click.UsageError("give names of ops or files that list them, or --package")
@@ -171,7 +171,7 @@ def check_command(ops: tuple[str, ...], package: str | None, as_json: bool) -> i
 
 def _op_names(arguments: tuple[str, ...]) -> list[str]:
     """The ops that the arguments name, each once. Raises UsageError."""
-    from opkiln.registry import ALL_OPS, libraries
+    from opkiln.builder.registry import ALL_OPS, libraries
 
     names: list[str] = []
     for argument in arguments:

@@ -13,9 +13,9 @@ from importlib import import_module
 import click
 
 from opkiln import __version__, settings
+from opkiln.base.trust import usable_by_owner
 from opkiln.cli import output, run
 from opkiln.errors import OpkilnError, StoreError, in_words
-from opkiln.trust import usable_by_owner
 
 # Where each command is. Its module is imported when it runs, or when --help needs its first line.
 _COMMANDS = {

@@ -6,8 +6,8 @@ import contextlib
 
 import click
 
+from opkiln.base.setting_values import parse_size
 from opkiln.errors import StoreError, UnknownOp
-from opkiln.setting_values import parse_size
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ file_argument = click.argument("file", type=FILE)
 
 def complete_op(_context: click.Context, _argument: click.Parameter, incomplete: str) -> list[str]:
     """The ops whose names start with ``incomplete``, for the shell's completion."""
-    from opkiln.registry import ALL_OPS
+    from opkiln.builder.registry import ALL_OPS
 
     return [name for name in ALL_OPS if name.startswith(incomplete)]
 
@@ -39,7 +39,7 @@ package_option = click.option(
 
 def entries_of(name: str) -> Callable[[StoreEntry], bool]:
     """A test for the entries of an op: ``OP`` of every package, or ``DISTRIBUTION:OP`` of one."""
-    from opkiln.registry import ALL_OPS, normalize
+    from opkiln.builder.registry import ALL_OPS, normalize
 
     owner, _, op = name.rpartition(":")
     if owner:
@@ -76,7 +76,7 @@ def builder_for(op: str, target: str | None) -> Iterator[OpBuilder]:
 
     Raises UnknownOp, UsageError.
     """
-    from opkiln.registry import get_builder
+    from opkiln.builder.registry import get_builder
     from opkiln.ship import selection
 
     if target is None:

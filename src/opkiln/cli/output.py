@@ -23,8 +23,8 @@ from typing import Any, TextIO
 import click
 
 from opkiln import __version__
+from opkiln.base.model import PACKAGE
 from opkiln.errors import OpkilnError, visible
-from opkiln.model import PACKAGE
 from opkiln.report.layout import paint, plain
 from opkiln.settings import override, settings, unknown
 
@@ -206,7 +206,7 @@ def _add_verbosity(body: Callable[..., Any], *, warns: bool) -> Callable[..., An
             if level in _PROGRESS:
                 stack.enter_context(override(progress=_PROGRESS[level]))
             if level == VERBOSE:
-                from opkiln import process
+                from opkiln.run import process
 
                 python = f"Python {platform.python_version()} at {sys.executable}"
                 say(f"opkiln {__version__} in {PACKAGE}, {python}")

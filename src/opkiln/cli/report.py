@@ -6,9 +6,9 @@ import os
 
 import click
 
+from opkiln.base.digest import replace
 from opkiln.cli import output
 from opkiln.cli.options import json_option
-from opkiln.digest import replace
 from opkiln.errors import UsageError
 
 WARNED = 8  # the doctor's exit code if nothing failed, but there are warnings

@@ -11,8 +11,8 @@ import shlex
 import sys
 
 from opkiln import settings
+from opkiln.base.model import PACKAGE
 from opkiln.errors import SettingError, UsageError
-from opkiln.model import PACKAGE
 
 _STARTUP = os.path.join(PACKAGE, "compat", "startup")
 

@@ -10,15 +10,15 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
 from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
 
+from opkiln.base.model import Op
 from opkiln.builder.base import OpBuilder
+from opkiln.builder.registry import ALL_OPS, libraries
 from opkiln.cluster import driver, facts, job, protocol, work
 from opkiln.cluster.channel import Channel
 from opkiln.cluster.messages import OUTCOME, JobOutcome
 from opkiln.decision import terms
 from opkiln.errors import ClusterError, FallbackWarning, UsageError, told_briefly, warn_caller
 from opkiln.loading import loader
-from opkiln.model import Op
-from opkiln.registry import ALL_OPS, libraries
 from opkiln.settings import settings
 
 

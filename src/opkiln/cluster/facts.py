@@ -12,12 +12,12 @@ import sys
 from typing import Any
 
 from opkiln import __version__
+from opkiln.base.digest import key, sha256_file
+from opkiln.base.model import REGISTERED, Op
 from opkiln.cluster.program import ProgramPart, Programs
 from opkiln.decision.terms import Request
-from opkiln.digest import key, sha256_file
 from opkiln.errors import OpkilnError
 from opkiln.loading import declaration
-from opkiln.model import REGISTERED, Op
 from opkiln.store.key import anchored_fields
 
 Facts = dict[str, str | tuple[ProgramPart, ...]]

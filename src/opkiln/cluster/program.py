@@ -26,7 +26,7 @@ from functools import cache, partial
 from importlib import import_module
 from typing import Any, NamedTuple
 
-from opkiln.digest import key
+from opkiln.base.digest import key
 
 _BY_NAME = sys.stdlib_module_names | {"torch"}
 _PLAIN = (bool, float, complex, bytes, range, slice, types.NoneType, types.EllipsisType)

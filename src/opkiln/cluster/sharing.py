@@ -18,13 +18,13 @@ import hashlib
 import time
 from typing import NamedTuple
 
+from opkiln.base.model import Op
 from opkiln.cluster import driver, facts, job, work
 from opkiln.cluster.ensure import lease_of
 from opkiln.cluster.messages import Made, OpTask, key_of
 from opkiln.decision import terms
 from opkiln.decision.terms import Build, Request, Serve, Trace
 from opkiln.errors import ClusterError, OpkilnError
-from opkiln.model import Op
 from opkiln.settings import settings
 from opkiln.store import key
 

@@ -12,10 +12,10 @@ import threading
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from opkiln import forks
-from opkiln.digest import write_private
+from opkiln.base import forks
+from opkiln.base.digest import write_private
+from opkiln.base.trust import fault, make_private
 from opkiln.errors import StoreError
-from opkiln.trust import fault, make_private
 
 _LIST = "list"  # the last part of the key of a list of numbers
 _FEW = 8  # absent keys that are checked one by one: a list is not read for so few

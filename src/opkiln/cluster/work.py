@@ -10,10 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 
-from opkiln import machine
-from opkiln.arch import cpu
-from opkiln.bundles import signing
-from opkiln.bundles.bundle import temporary_bundle, unpack_bytes
+from opkiln.base.model import Artifact, Op
 from opkiln.cluster import facts
 from opkiln.cluster.channel import Channel
 from opkiln.cluster.messages import Hello, Made, Offer, Vote
@@ -30,9 +27,11 @@ from opkiln.errors import (
     UsageError,
 )
 from opkiln.loading import loader
-from opkiln.model import Artifact, Op
+from opkiln.machine import uname
+from opkiln.machine.arch import cpu
 from opkiln.settings import settings
-from opkiln.store import layers, lock, tuned
+from opkiln.store import layers, lock, signing, tuned
+from opkiln.store.bundle import temporary_bundle, unpack_bytes
 from opkiln.store.layers import Store
 
 # Errors of the input: they are the same wherever it is built. Any other may be one machine's.
@@ -98,7 +97,7 @@ class Worker:
             return offer._replace(can_build=True, cpu=tuple(sorted(needs)))
         if isinstance(outcome.error, UsageError):
             raise outcome.error
-        here = tuple(sorted(cpu.features_of(machine.cpu_flags())))
+        here = tuple(sorted(cpu.features_of(uname.cpu_flags())))
         return offer._replace(reason=shorten_error(outcome.error), cpu=here)
 
     def look(self, number: int, request: Request) -> Outcome:

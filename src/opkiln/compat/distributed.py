@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import ModuleType
 
-    from opkiln.model import Op
+    from opkiln.base.model import Op
 
 RECORDED = "1"
 
@@ -70,9 +70,9 @@ def agree() -> None:
 
 
 def _recorded_ops() -> list[str]:
+    from opkiln.base.model import ONE_CALL
     from opkiln.errors import StoreError
     from opkiln.loading import recording
-    from opkiln.model import ONE_CALL
 
     if settings.record is None:
         return []

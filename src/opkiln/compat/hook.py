@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import Any
 
 import opkiln
-from opkiln import forks
+from opkiln.base import forks
 from opkiln.settings import settings
 
 TYPE_CHECKING = False

@@ -11,12 +11,9 @@ import os
 from importlib import import_module
 from typing import Any
 
-from opkiln import machine
-from opkiln.arch import cpu
-from opkiln.build_model import Target, TorchSDK
-from opkiln.errors import ArchError, ArchWarning, LoadError, ToolchainError, warn_caller
-from opkiln.lazy import Record
-from opkiln.model import (
+from opkiln.base.build_model import Target, TorchSDK
+from opkiln.base.lazy import Record
+from opkiln.base.model import (
     ABI_NONE,
     ABI_STABLE,
     CPU,
@@ -27,21 +24,24 @@ from opkiln.model import (
     OpSpec,
     flag_settings,
 )
+from opkiln.base.trust import fault
+from opkiln.errors import ArchError, ArchWarning, LoadError, ToolchainError, warn_caller
+from opkiln.machine import uname
+from opkiln.machine.arch import cpu
+from opkiln.machine.toolchain import torch_sdk
 from opkiln.settings import LAYOUT, origin_of, settings, store_candidates
-from opkiln.toolchain import torch_sdk
-from opkiln.trust import fault
 
 TYPE_CHECKING = False
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from opkiln.build_model import DeviceCompiler, Target, Toolchain
-    from opkiln.model import Op
+    from opkiln.base.build_model import DeviceCompiler, Target, Toolchain
+    from opkiln.base.model import Op
 
 
 SETTINGS = {CUDA: "cuda_arch_list", ROCM: "rocm_arch_list"}
-_GRAMMARS = {CUDA: "opkiln.arch.cuda", ROCM: "opkiln.arch.hip"}
+_GRAMMARS = {CUDA: "opkiln.machine.arch.cuda", ROCM: "opkiln.machine.arch.hip"}
 _told: set[str] = set()
 
 
@@ -152,10 +152,10 @@ def _variable(backend: str) -> str:
 def devices(backend: str) -> tuple[Any, ...]:
     """This machine's devices as the grammar's records."""
     if backend == CUDA:
-        from opkiln.devices import nvidia
+        from opkiln.machine.devices import nvidia
 
         return parse_names(CUDA, nvidia.capabilities(nvidia.devices(memory())))
-    from opkiln.devices import amd
+    from opkiln.machine.devices import amd
 
     return parse_names(ROCM, (gpu.arch for gpu in amd.devices().gpus))
 
@@ -163,12 +163,12 @@ def devices(backend: str) -> tuple[Any, ...]:
 def why_no_device(backend: str) -> str:
     """Why there is no device of a backend here; empty where there is one."""
     if backend == CUDA:
-        from opkiln.devices import nvidia
+        from opkiln.machine.devices import nvidia
 
         found = nvidia.devices(memory())
         return "" if found.gpus else found.why
     if backend == ROCM:
-        from opkiln.devices import amd
+        from opkiln.machine.devices import amd
 
         return amd.devices().why
     return ""
@@ -186,13 +186,13 @@ def may_use_device(backend: str) -> bool:
         return False
     if backend != CUDA:
         return True
-    from opkiln.devices import nvidia
+    from opkiln.machine.devices import nvidia
 
     return bool(nvidia.visible(nvidia.devices(memory()))[0])
 
 
 def _ask_toolkit() -> tuple[Any, ...]:
-    from opkiln.toolchain import choice
+    from opkiln.machine.toolchain import choice
 
     toolchain = choice.recall(memory(), CUDA) or choice.choose(memory(), CUDA)
     assert toolchain.device is not None
@@ -273,8 +273,8 @@ def archs_for_devices(
 ) -> tuple[tuple[Any, ...], tuple[str, ...]]:
     """What this machine's GPUs get of a CUDA toolkit that may not know them, with a note for each
     that it does not know. Raises ArchError."""
-    from opkiln.devices import nvidia
-    from opkiln.toolchain.torch_sdk import release  # not on the way to a hit
+    from opkiln.machine.devices import nvidia
+    from opkiln.machine.toolchain.torch_sdk import release  # not on the way to a hit
 
     language = grammar(CUDA)
     listed = parse_names(CUDA, device.archs)
@@ -356,11 +356,11 @@ def _has(made: Iterable[Any], arch: Any) -> bool:
 
 def _visible(backend: str) -> list[str]:
     if backend == CUDA:
-        from opkiln.devices import nvidia
+        from opkiln.machine.devices import nvidia
 
         gpus, certain = nvidia.visible(nvidia.devices(memory()))
         return sorted({gpu.capability for gpu in gpus}) if certain else []
-    from opkiln.devices import amd
+    from opkiln.machine.devices import amd
 
     return sorted({gpu.arch for gpu in amd.visible(amd.devices())})
 
@@ -396,12 +396,12 @@ def require_coverage(op: Op, needs: Wanted) -> None:
 
 def features() -> frozenset[str]:
     """This CPU's features, by the compiler's names."""
-    return cpu.features_of(machine.cpu_flags())
+    return cpu.features_of(uname.cpu_flags())
 
 
 def target_machine() -> str:
     """The machine to build CPU ops for: this one, unless the settings name a CPU of another."""
-    return cpu.machine_of(settings.cpu, machine.architecture())
+    return cpu.machine_of(settings.cpu, uname.architecture())
 
 
 def target_cpu() -> cpu.CPU:
@@ -419,14 +419,14 @@ def target_of(spec: OpSpec, sdk: TorchSDK | None, archs: tuple[str, ...]) -> Tar
     """What an op is built for here, by the settings. Raises ArchError, BuildError."""
     # Code for a GPU is launched by this machine's CPU, whatever CPU other ops are for.
     ours = spec.backend != CPU and not spec.vectorize
-    architecture = machine.architecture() if ours else target_machine()
+    architecture = uname.architecture() if ours else target_machine()
     if spec.vectorize:
         chosen = target_cpu()
     else:
         chosen = cpu.CPU(cpu.native(architecture, frozenset()).level)
     return Target(
         backend=spec.backend,
-        system=machine.system(),
+        system=uname.system(),
         machine=architecture,
         cpu=chosen.level,
         cpu_features=chosen.features,
@@ -447,9 +447,9 @@ def _flags(backend: str) -> tuple[tuple[str, tuple[str, ...]], ...]:
 def runnable(spec: OpSpec) -> TorchSDK | None:
     """The torch that an op would run on; None where it needs none. Raises LoadError where no native
     op can run here at all."""
-    if machine.system() != "linux":
+    if uname.system() != "linux":
         raise LoadError(
-            f"op {spec.title} has no native version for {machine.system()}",
+            f"op {spec.title} has no native version for {uname.system()}",
             why="native ops are built and loaded on Linux, x86-64 and aarch64",
         )
     if spec.abi == ABI_NONE:
@@ -470,7 +470,7 @@ def runnable(spec: OpSpec) -> TorchSDK | None:
 
 def lacking(target: Target) -> tuple[str, ...]:
     """What this machine lacks to run what is built for a target."""
-    if target.machine != machine.architecture():
+    if target.machine != uname.architecture():
         return (target.machine,)
     return cpu.lacking(target.cpu, target.cpu_features, features())
 
@@ -487,7 +487,7 @@ def require_cpu(spec: OpSpec, target: Target) -> None:
 
 def require_sycl_device(spec: OpSpec) -> None:
     """Refuse to load a SYCL op where there is no device for it. Raises LoadError."""
-    from opkiln.toolchain import libsycl
+    from opkiln.machine.toolchain import libsycl
 
     if missing := libsycl.why_no_device(settings.ocl_icd_filenames):
         why, hint = missing

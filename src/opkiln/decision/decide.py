@@ -16,6 +16,7 @@ from __future__ import annotations
 import os
 import sys
 
+from opkiln.base.model import CARRIED, CPU, ONE_CALL, SHARED, XPU, place_of
 from opkiln.decision import receipt, terms
 from opkiln.decision.terms import LOAD, SHIP, Reference, Refuse, Serve, Trace
 from opkiln.errors import (
@@ -27,13 +28,12 @@ from opkiln.errors import (
     StoreError,
     ToolchainError,
 )
-from opkiln.model import CARRIED, CPU, ONE_CALL, SHARED, XPU, place_of
 from opkiln.settings import LAYOUT
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from opkiln.base.model import Artifact, OpSpec
     from opkiln.decision.terms import Ask, Build, Fetch, Outcome, Request
-    from opkiln.model import Artifact, OpSpec
 
 # What the reference may stand in for. Anything else is a mistake that somebody must mend.
 _EXCUSES = (BuildError, LoadError, StoreError, ToolchainError)
@@ -98,7 +98,7 @@ def _native(request: Request, trace: Trace) -> Serve | Build | Ask | Fetch:
             return Serve(found, trace)
         if (found := _recall(request, trace)) is not None:
             return Serve(found, trace)
-    from opkiln.lazy import imports
+    from opkiln.base.lazy import imports
 
     with imports():
         from opkiln.decision import search

@@ -20,11 +20,8 @@ from __future__ import annotations
 import os
 import sys
 
-from opkiln import machine
-from opkiln.errors import LoadError, StoreError
-from opkiln.facts import Hasher
-from opkiln.lazy import Record
-from opkiln.model import (
+from opkiln.base.lazy import Record
+from opkiln.base.model import (
     ABI_NONE,
     ABI_STABLE,
     CUDA,
@@ -37,9 +34,12 @@ from opkiln.model import (
     flag_settings,
     place_of,
 )
+from opkiln.base.trust import open_to_all
+from opkiln.errors import LoadError, StoreError
+from opkiln.machine import uname
+from opkiln.machine.facts import Hasher
 from opkiln.settings import origin_of, settings
 from opkiln.store import entry, key
-from opkiln.trust import open_to_all
 
 TYPE_CHECKING = False
 
@@ -47,8 +47,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
     from typing import Any
 
+    from opkiln.base.model import OpSpec
     from opkiln.decision.terms import Request, Trace
-    from opkiln.model import OpSpec
 
 
 _RTLD_NOLOAD = 4  # glibc's; the os module has it under no name before Python 3.13
@@ -82,7 +82,7 @@ def measure(request: Request, *, listed: bool) -> Measure:
         if listed or origin.startswith("OPKILN_"):
             variable = origin if origin.isupper() else name.upper()
             flags.append((name, tuple(value or ()), variable))
-    have = frozenset(machine.cpu_flags().split())
+    have = frozenset(uname.cpu_flags().split())
     return Measure(key.spec_key(request.op.spec), tuple(flags), have)
 
 
@@ -95,7 +95,7 @@ def judge(request: Request, manifest: Mapping[str, Any], asked: Measure) -> Fit:
     target = manifest["target"]
     if manifest["spec"] != asked.spec_key:
         return Fit("it was built from another declaration of this op")
-    if (target["system"], target["machine"]) != (machine.system(), machine.architecture()):
+    if (target["system"], target["machine"]) != (uname.system(), uname.architecture()):
         return Fit(f"it is for {target['system']} on {target['machine']}")
     if bool(target["debug"]) != settings.debug:
         return Fit("OPKILN_DEBUG is set, and it was built without" if settings.debug else
@@ -123,7 +123,7 @@ def _other_abi(request: Request, built: str) -> Fit | None:
     if spec.abi == ABI_STABLE and spec.kind == LIBRARY:
         here = STABLE_TAG
     else:
-        from opkiln.toolchain import torch_sdk
+        from opkiln.machine.toolchain import torch_sdk
 
         sdk = None if spec.abi == ABI_NONE else torch_sdk.find()
         if sdk is None and spec.abi != ABI_NONE:
@@ -150,14 +150,14 @@ def _lacking_cpu(request: Request, manifest: Mapping[str, Any], asked: Measure) 
     named, origin = origin_of("cpu")
     if not lacks and (named == "native" or not request.op.spec.vectorize):
         return None
-    from opkiln.arch import cpu
+    from opkiln.machine.arch import cpu
 
     if lacks:
         names = sorted(cpu.features_of(" ".join(lacks)))
         return Fit(f"it needs {', '.join(names)}, which this CPU lacks")
     target = manifest["target"]
     level, features = target["cpu"], tuple(target["cpu_features"])
-    other = cpu.parse(named, machine.architecture(), cpu.features_of(machine.cpu_flags()))
+    other = cpu.parse(named, uname.architecture(), cpu.features_of(uname.cpu_flags()))
     if (level, features) == tuple(other):
         return None
     return Fit(f"it is for {cpu.CPU(level, features)}, and {origin} asks for {other}")
@@ -219,7 +219,7 @@ def _lacking(needs: Mapping[str, Any], abi: str) -> str:
 
 
 def _lacking_symbols(symbols: list[str], files: list[str], sonames: Iterable[str]) -> str:
-    from opkiln.binary.elf import missing_symbols
+    from opkiln.machine.binary.elf import missing_symbols
 
     for path in files:
         symbols = [*missing_symbols(path, symbols)]
@@ -229,14 +229,14 @@ def _lacking_symbols(symbols: list[str], files: list[str], sonames: Iterable[str
 
 
 def _show_symbol(symbol: str) -> str:
-    from opkiln.binary.elf import show_symbol
+    from opkiln.machine.binary.elf import show_symbol
 
     return show_symbol(symbol)
 
 
 def _brought(soname: str) -> str:
     """The file of a library that importing torch brings: its own, or of the packages it needs."""
-    from opkiln.toolchain import torch_sdk
+    from opkiln.machine.toolchain import torch_sdk
 
     if (sdk := torch_sdk.find()) is None:
         return ""
@@ -251,7 +251,7 @@ def _brought(soname: str) -> str:
 
 def _torch_of(sonames: Iterable[str]) -> str:
     """Who should have had the symbols of a library that is linked to these."""
-    from opkiln.toolchain import torch_sdk
+    from opkiln.machine.toolchain import torch_sdk
 
     sdk = torch_sdk.find()
     if sdk is None or not any(each.startswith(("libtorch", "libc10")) for each in sonames):
@@ -261,7 +261,7 @@ def _torch_of(sonames: Iterable[str]) -> str:
 
 def _sycl(soname: str) -> str:
     """SYCL's runtime, which no linker finds where pip has put it; ``loading.native`` opens it."""
-    from opkiln.toolchain import libsycl
+    from opkiln.machine.toolchain import libsycl
 
     return (libsycl.locate(soname) or "") if libsycl.is_library(soname) else ""
 
@@ -308,8 +308,8 @@ def _old_driver(toolchain: Mapping[str, str], way: str) -> str:
     """The driver must know the runtime in the library, and its images. To recompile PTX it must be
     as new as the compiler."""
     from opkiln.decision import archs
-    from opkiln.devices import nvidia
-    from opkiln.toolchain import torch_sdk
+    from opkiln.machine.devices import nvidia
+    from opkiln.machine.toolchain import torch_sdk
 
     made = toolchain.get("nvcc") or toolchain.get("nvrtc", "")
     driver = nvidia.devices(archs.memory()).cuda

@@ -2,7 +2,7 @@
 
 Finding an op takes the target, the compilers' identity, a plan, three keys and the entry's list of
 dependencies. A receipt is a memo of that: the entry, and the facts that the search read
-(``opkiln.facts``). While all of them hold, the search would give the same answer. So a later
+(``machine/facts.py``). While all of them hold, the search would give the same answer. So a later
 process checks the facts, verifies the library's digest as ever, and is done in a fraction of the
 time.
 
@@ -25,8 +25,9 @@ import time
 from itertools import islice
 from typing import Any
 
-from opkiln import __version__, machine, trust
-from opkiln.digest import (
+from opkiln import __version__
+from opkiln.base import trust
+from opkiln.base.digest import (
     KEY_LENGTH,
     Signature,
     current_signatures,
@@ -34,7 +35,8 @@ from opkiln.digest import (
     read_file,
     sha256_file,
 )
-from opkiln.model import ABI_NONE, CPU, PACKAGE, PLAN_VERSION, Artifact, place_of
+from opkiln.base.model import ABI_NONE, CPU, PACKAGE, PLAN_VERSION, Artifact, place_of
+from opkiln.machine import uname
 from opkiln.settings import LAYOUT, fingerprint, on_path, settings, store_candidates
 
 TYPE_CHECKING = False
@@ -42,7 +44,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from opkiln.decision.terms import Request
-    from opkiln.facts import Evidence
+    from opkiln.machine.facts import Evidence
 
 SCHEMA = 8
 
@@ -99,7 +101,7 @@ def _lead_to_the_same(programs: Iterable[Iterable[Any]]) -> bool:
 def _same_values(receipt: dict[str, Any]) -> bool:
     """Whether the files whose signatures proved nothing are the same, which were saved just before
     they were read. Once they have come to rest, a full search gives them signatures that do."""
-    from opkiln.facts import Hasher, value
+    from opkiln.machine.facts import Hasher, value
 
     hasher = Hasher()
     return time.time_ns() < receipt["until"] and all(
@@ -109,7 +111,7 @@ def _same_values(receipt: dict[str, Any]) -> bool:
 
 def _same_images(signatures: list[list[Any]]) -> bool:
     """Whether the images that hold these files are those that were mounted then."""
-    from opkiln import digest
+    from opkiln.base import digest
 
     digest.forget_mounts()
     return all(Signature(*facts).holds(path) for path, *facts in signatures)
@@ -142,7 +144,7 @@ def _place(request: Request, torch: str | None) -> tuple[str, str] | None:
     if variables is None or torch is None:
         return None
     archs = () if spec.backend == CPU else request.wanted.archs
-    here = (machine.system(), machine.architecture(), machine.cpu_flags(), _compiler())
+    here = (uname.system(), uname.architecture(), uname.cpu_flags(), _compiler())
     ours = (SCHEMA, __version__, PLAN_VERSION)
     # The text of tuples of strings is injective, and made by the interpreter in one go.
     named = repr((ours, tuple(spec), archs, variables, here, sys.version, torch))
@@ -192,7 +194,7 @@ def write(request: Request, artifact: Artifact, read: Evidence) -> None:
 
 def _put(path: str, receipt: dict[str, Any]) -> None:
     """Write a receipt. Raises OSError."""
-    from opkiln.digest import write_private  # not for a hit, which writes nothing
+    from opkiln.base.digest import write_private  # not for a hit, which writes nothing
 
     write_private(path, json.dumps(receipt, separators=(",", ":")).encode())
 
@@ -201,7 +203,7 @@ def _facts(read: Evidence) -> dict[str, Any] | None:
     """The files, directories and programs that were read, in the form that is checked fastest: the
     signatures of many as one list of numbers. None if one had not come to rest, or changed, and
     nothing else is known of it. Raises OSError."""
-    from opkiln.facts import CHOICE, LINK, Hasher, ask_again, split_names
+    from opkiln.machine.facts import CHOICE, LINK, Hasher, ask_again, split_names
 
     signatures = {path: Signature.of(path) for path in _own_code()}
     signatures |= {path: Signature(*each) for path, each in read.files.items()}
@@ -305,8 +307,7 @@ def _torch(request: Request) -> str | None:
 
 
 # The rooms and modules whose code decides which entry is right.
-_ROOMS = ("arch", "binary", "build_model", "decision", "devices", "digest", "facts", "model",
-          "plan", "setting_values", "settings", "steps", "store", "toolchain")  # fmt: skip
+_ROOMS = ("base", "decision", "machine", "plan", "settings", "store")
 
 
 def _own_code() -> Iterator[str]:
@@ -314,8 +315,8 @@ def _own_code() -> Iterator[str]:
     module has none (a test holds that), and a hit looks at each of these files."""
     for name, module in list(sys.modules.items()):
         first, _, rest = name.partition(".")
-        room, _, inside = rest.partition(".")
-        if first == "opkiln" and room in _ROOMS and (inside or not hasattr(module, "__path__")):
+        room = rest.partition(".")[0]
+        if first == "opkiln" and room in _ROOMS and not hasattr(module, "__path__"):
             file: str | None = getattr(module, "__file__", None)
             if file and file.startswith(PACKAGE + "/"):
                 yield file

@@ -5,28 +5,29 @@ from __future__ import annotations
 
 import os
 
-from opkiln import digest, facts
-from opkiln import plan as plans
-from opkiln.arch import cpu
-from opkiln.build_model import Toolchain
+from opkiln.base import digest
+from opkiln.base.build_model import Toolchain
+from opkiln.base.model import ABI_NONE, ABI_STABLE, CPU, CUDA, ROCM, STABLE_VERSION, Artifact
 from opkiln.decision import archs, prebuilt, terms
 from opkiln.decision.archs import features, lacking, require_cpu
 from opkiln.decision.terms import LOAD, Ask, Build, Fetch, Serve
 from opkiln.errors import BuildError, SpecError, ToolchainError
-from opkiln.facts import Hasher
-from opkiln.model import ABI_NONE, ABI_STABLE, CPU, CUDA, ROCM, STABLE_VERSION, Artifact
+from opkiln.machine import facts
+from opkiln.machine.arch import cpu
+from opkiln.machine.facts import Hasher
+from opkiln.machine.toolchain import choice, torch_sdk
+from opkiln.plan import plan as plans
 from opkiln.settings import settings
 from opkiln.store import key
-from opkiln.toolchain import choice, torch_sdk
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from opkiln.build_model import Plan, Target
+    from opkiln.base.build_model import Plan, Target
+    from opkiln.base.model import OpSpec
     from opkiln.decision.terms import Request, Trace
     from opkiln.errors import OpkilnError
-    from opkiln.model import OpSpec
     from opkiln.store.layers import Store
 
 

@@ -13,11 +13,12 @@ import os
 import time
 import warnings
 
-from opkiln import machine, trust
-from opkiln.digest import open_regular, sha256_file
+from opkiln.base import trust
+from opkiln.base.digest import open_regular, sha256_file
+from opkiln.base.forks import cached_property
+from opkiln.base.lazy import Record
 from opkiln.errors import CompilingOff, FallbackWarning, SealedError, UsageError
-from opkiln.forks import cached_property
-from opkiln.lazy import Record
+from opkiln.machine import uname
 from opkiln.settings import settings
 
 TYPE_CHECKING = False
@@ -25,11 +26,11 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from opkiln.build_model import Plan, Target, Toolchain, TorchSDK
+    from opkiln.base.build_model import Plan, Target, Toolchain, TorchSDK
+    from opkiln.base.model import Artifact, Op, OpSpec
     from opkiln.decision.archs import Wanted
     from opkiln.errors import LoadError, OpkilnError, ToolchainError
-    from opkiln.facts import Evidence
-    from opkiln.model import Artifact, Op, OpSpec
+    from opkiln.machine.facts import Evidence
     from opkiln.store.layers import Store
 
 
@@ -259,7 +260,7 @@ class Request:
     @property
     def for_elsewhere(self) -> bool:
         """Whether it is for another machine, so that only the user's own store counts."""
-        return self.use == SHIP or self.target.machine != machine.architecture()
+        return self.use == SHIP or self.target.machine != uname.architecture()
 
 
 class Candidate(Record):

@@ -18,15 +18,15 @@ import typing
 from difflib import get_close_matches
 from typing import Any
 
-from opkiln import forks, signature
+from opkiln.base import forks, signature
+from opkiln.base.model import REGISTERED
 from opkiln.errors import SpecError
-from opkiln.model import REGISTERED
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from opkiln.model import Op, Registration
+    from opkiln.base.model import Op, Registration
 
 _CLOSE = 0.8  # how alike two names are that one of them is a slip of the other
 

@@ -6,22 +6,22 @@ import os
 import time
 from typing import Any, NamedTuple
 
-from opkiln import plan as plans
 from opkiln import settings as settings_module
-from opkiln.build_model import Plan
+from opkiln.base.build_model import Plan
+from opkiln.base.model import Artifact, Op, in_words, place_of
 from opkiln.building.asking import plan_here
 from opkiln.building.build import inputs
+from opkiln.building.observing import limits, observer
 from opkiln.decision.prebuilt import fetched_from
 from opkiln.decision.terms import Build, Candidate, Refuse, Request, Serve, summary
 from opkiln.errors import OpkilnError, UsageError
-from opkiln.facts import Hasher
 from opkiln.loading import loader
 from opkiln.loading.here import Loaded
-from opkiln.model import Artifact, Op, in_words, place_of
-from opkiln.observing import limits, observer
+from opkiln.machine.facts import Hasher
+from opkiln.machine.toolchain import choice
+from opkiln.plan import plan as plans
 from opkiln.store import entry, key
 from opkiln.store.key import changes
-from opkiln.toolchain import choice
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

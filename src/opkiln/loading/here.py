@@ -8,14 +8,14 @@ import sys
 import threading
 from typing import Any
 
-from opkiln import forks
-from opkiln.lazy import Record
+from opkiln.base import forks
+from opkiln.base.lazy import Record
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from opkiln.base.model import Artifact, Op
     from opkiln.decision.terms import Trace
     from opkiln.errors import OpkilnError
-    from opkiln.model import Artifact, Op
 
     Name = tuple[str, str, str]  # distribution, op, backend
 

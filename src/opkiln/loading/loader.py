@@ -16,6 +16,8 @@ import time
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+from opkiln.base.model import EXECUTABLE, LIBRARY, Artifact, Op
+from opkiln.base.trust import usable_by_owner
 from opkiln.decision import receipt, terms
 from opkiln.decision.decide import decide
 from opkiln.decision.terms import Ask, Build, Fetch, Reference, Refuse, Request, Serve, Trace
@@ -31,15 +33,13 @@ from opkiln.errors import (
 from opkiln.loading import native, register
 from opkiln.loading.here import Loaded, here
 from opkiln.loading.native import ensure_own_file, open_artifact, prepare_beside
-from opkiln.model import EXECUTABLE, LIBRARY, Artifact, Op
 from opkiln.settings import origin_of, override, settings, unknown
-from opkiln.trust import usable_by_owner
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from opkiln.build_model import Target
+    from opkiln.base.build_model import Target
     from opkiln.decision.terms import Outcome
     from opkiln.loading.here import Name
     from opkiln.store.layers import Store
@@ -230,7 +230,7 @@ def look(request: Request) -> Outcome:
             except OpkilnError as error:
                 return Refuse(error, request.tiers)
         elif isinstance(outcome, Ask):
-            from opkiln.lazy import imports
+            from opkiln.base.lazy import imports
 
             with imports():
                 from opkiln.building import asking
@@ -240,7 +240,7 @@ def look(request: Request) -> Outcome:
 
 
 def _fetch(request: Request, target: Target, trace: Trace) -> None:
-    from opkiln.lazy import imports
+    from opkiln.base.lazy import imports
 
     with imports():
         from opkiln.remote import fetch
@@ -269,11 +269,11 @@ def obtain(request: Request) -> tuple[Artifact, Trace]:
 
 def _build(request: Request, outcome: Build) -> Artifact:
     """Run the plan of a decision. Raises OpkilnError."""
-    from opkiln.lazy import imports
+    from opkiln.base.lazy import imports
 
     with imports():
         from opkiln.building import build as building
-        from opkiln.engine import progress
+        from opkiln.run import progress
     with usable_by_owner(), progress.show_builds():
         built = building.build(outcome.plan, request.store, since=request.since)
     how = f"compiled {built.compiled} file(s) in {built.seconds:.1f} s"
@@ -294,7 +294,8 @@ def _build(request: Request, outcome: Build) -> Artifact:
 def _leave_receipt(request: Request, outcome: Build, built: Artifact) -> None:
     """Look at what was just built as a search that finds it would, and remember the answer. By now
     the build's own directory is gone, which may have been in one that a compiler looked into."""
-    from opkiln import facts, plan
+    from opkiln.machine import facts
+    from opkiln.plan import plan
     from opkiln.store.entry import Leaf, examine
 
     places = plan.anchors_of(request.op.spec, outcome.plan.toolchain)

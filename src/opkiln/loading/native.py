@@ -16,11 +16,9 @@ import ctypes
 import os
 from typing import Any
 
-from opkiln import signature
-from opkiln.errors import LoadError, LoadTestError, ReloadError
-from opkiln.lazy import Record
-from opkiln.loading.here import here
-from opkiln.model import (
+from opkiln.base import signature
+from opkiln.base.lazy import Record
+from opkiln.base.model import (
     ABI_NONE,
     EXECUTABLE,
     LIBRARY,
@@ -31,14 +29,16 @@ from opkiln.model import (
     OpSpec,
     function_name,
 )
-from opkiln.signature import NativeFunction
+from opkiln.base.signature import NativeFunction
+from opkiln.errors import LoadError, LoadTestError, ReloadError
+from opkiln.loading.here import here
 
 TYPE_CHECKING = False
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from opkiln.model import Registration
+    from opkiln.base.model import Registration
 
 
 def open_artifact(spec: OpSpec, path: str, registration: Registration | None = None) -> Any:
@@ -94,8 +94,8 @@ def _load_libsycl(path: str) -> None:
     """Load the SYCL runtime that a library needs: it names it by its soname alone."""
     import ctypes
 
-    from opkiln.binary import elf
-    from opkiln.toolchain import libsycl
+    from opkiln.machine.binary import elf
+    from opkiln.machine.toolchain import libsycl
 
     for name in filter(libsycl.is_library, elf.read(path).needed):
         try:
@@ -156,8 +156,8 @@ def prepare_beside(spec: OpSpec, artifact: Artifact, earlier: list[Artifact]) ->
     same schema end the process. Raises ReloadError.
     """
     from opkiln.building import loadtest
+    from opkiln.machine.toolchain import torch_sdk
     from opkiln.store import publish
-    from opkiln.toolchain import torch_sdk
 
     if spec.kind == PLAIN or is_light(artifact.path):
         return artifact  # opening it registers nothing
@@ -219,7 +219,7 @@ def _copy(artifact: Artifact) -> Artifact:
 
 def _intact(artifact: Artifact) -> bool:
     """Whether the file is still what this process opened: it may be collected or damaged since."""
-    from opkiln.digest import sha256_file
+    from opkiln.base.digest import sha256_file
 
     try:
         return sha256_file(artifact.path) == artifact.sha256
@@ -280,7 +280,7 @@ class Listed(Record):
 
 def is_light(path: str) -> bool:
     """Whether a file is such a library."""
-    from opkiln.binary import elf
+    from opkiln.machine.binary import elf
 
     return "opkiln_ops" in elf.defined_symbols(path)
 

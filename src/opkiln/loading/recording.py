@@ -15,12 +15,12 @@ import time
 import warnings
 from typing import NamedTuple
 
+from opkiln.base.model import CPU
 from opkiln.errors import OpkilnError, StoreError, StoreWarning
-from opkiln.model import CPU
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from opkiln.model import Op
+    from opkiln.base.model import Op
 
 _PATIENCE = 5.0  # seconds to wait for the lock of the file
 

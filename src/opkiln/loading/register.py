@@ -20,9 +20,9 @@ import warnings
 from contextlib import contextmanager
 from typing import Any
 
+from opkiln.base.model import DISPATCH_KEYS, Op, OpSpec, Registration, function_name
 from opkiln.errors import LoadError, SpecError
 from opkiln.loading.here import here
-from opkiln.model import DISPATCH_KEYS, Op, OpSpec, Registration, function_name
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -3,7 +3,7 @@ Importing this is cheap: each name is imported when used."""
 
 from __future__ import annotations
 
-from opkiln import lazy
+from opkiln.base import lazy
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

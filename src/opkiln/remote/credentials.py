@@ -12,9 +12,9 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from opkiln import process
 from opkiln.errors import ToolchainError
 from opkiln.remote.tier import Unreachable, refuse_malformed
+from opkiln.run import process
 from opkiln.settings import settings, whole_environment
 
 _DOCKER_HUB = "https://index.docker.io/v1/"  # the name that docker's own registry has there

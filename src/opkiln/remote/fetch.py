@@ -14,21 +14,21 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from typing import NamedTuple
 
-from opkiln import machine
-from opkiln.arch import cpu
-from opkiln.build_model import Target
-from opkiln.bundles.bundle import Origin, unpack
+from opkiln.base.build_model import Target
+from opkiln.base.model import CUDA, ROCM, OpSpec, place_of
 from opkiln.decision import archs, search, terms
 from opkiln.decision.archs import features
 from opkiln.decision.terms import Request, Trace
 from opkiln.errors import BuildTimeout, OpkilnError, StoreError
-from opkiln.model import CUDA, ROCM, OpSpec, place_of
+from opkiln.machine import uname
+from opkiln.machine.arch import cpu
 from opkiln.remote import lockfile, names, tiers
 from opkiln.remote.lockfile import LockRow
 from opkiln.remote.patience import COMMAND, LOAD, SLOWEST, Patience, Told
 from opkiln.remote.tier import Absent, Failure, Forbidden, Publication, Unusable
 from opkiln.settings import settings
 from opkiln.store import lock, signatures
+from opkiln.store.bundle import Origin, unpack
 from opkiln.store.entry import FETCHED, read_manifest
 from opkiln.store.inventory import directories
 
@@ -105,7 +105,7 @@ def _matching_rows(spec: OpSpec, locked: tuple[LockRow, ...], wanted: list[str])
 
 def runs_here(each: LockRow) -> bool:
     """Whether this machine can run an artifact, as far as a lock file tells."""
-    if each.machine != machine.architecture():
+    if each.machine != uname.architecture():
         return False
     if cpu.lacking(each.cpu, each.cpu_features, features()):
         return False

@@ -11,9 +11,9 @@ import shlex
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from opkiln.digest import open_regular, read_opened
+from opkiln.base.digest import open_regular, read_opened
+from opkiln.base.trust import fault
 from opkiln.errors import StoreError
-from opkiln.trust import fault
 
 _VERSION = 1
 _LARGEST = 16 << 20

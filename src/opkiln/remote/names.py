@@ -12,11 +12,11 @@ import re
 from collections.abc import Iterable
 
 from opkiln import __version__
-from opkiln.arch import cpu
-from opkiln.build_model import Target
+from opkiln.base.build_model import Target
+from opkiln.base.digest import key, sha256_file
+from opkiln.base.model import OpSpec
 from opkiln.decision.archs import features
-from opkiln.digest import key, sha256_file
-from opkiln.model import OpSpec
+from opkiln.machine.arch import cpu
 from opkiln.remote.lockfile import LockRow
 from opkiln.settings import LAYOUT, origin_of
 from opkiln.store.entry import read_manifest, read_sidecar

@@ -21,7 +21,7 @@ from contextlib import suppress
 from math import inf
 from typing import NamedTuple, TypeVar
 
-from opkiln import forks
+from opkiln.base import forks
 
 T = TypeVar("T")
 Told = Callable[[int], None] | None

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
-from opkiln.digest import taking_the_place_of
+from opkiln.base.digest import taking_the_place_of
 from opkiln.remote import credentials, web
 from opkiln.remote.patience import Deadline
 from opkiln.remote.tier import (

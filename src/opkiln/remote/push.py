@@ -6,16 +6,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from opkiln import __version__
-from opkiln.bundles import layer
-from opkiln.bundles.bundle import temporary_bundle
-from opkiln.bundles.signing import sign_artifact
+from opkiln.base.model import Artifact
 from opkiln.errors import OpkilnError, RemoteWarning, StoreError, warn_caller
-from opkiln.model import Artifact
 from opkiln.remote import names, patience, tiers
 from opkiln.remote.lockfile import LockRow
 from opkiln.remote.tier import Failure, Forbidden, Publication
 from opkiln.settings import settings
+from opkiln.store import layer
+from opkiln.store.bundle import temporary_bundle
 from opkiln.store.layers import Store
+from opkiln.store.signing import sign_artifact
 
 _read_only: set[str] = set()  # tiers that do not let this process publish
 

@@ -16,13 +16,13 @@ from contextlib import suppress
 from typing import NoReturn, TypeVar
 from urllib.parse import unquote, urlsplit
 
-from opkiln.digest import key, read_file, sha256_file, write_private
+from opkiln.base.digest import key, read_file, sha256_file, write_private
+from opkiln.base.trust import make_private
 from opkiln.errors import RemoteWarning, StoreError, warn_caller
 from opkiln.remote import patience, plain, registry
 from opkiln.remote.patience import LOAD, Deadline, Patience
 from opkiln.remote.tier import Failure, Forbidden, Tier, Unreachable, Unusable, refuse_malformed
 from opkiln.store.zip_format import LARGEST
-from opkiln.trust import make_private
 
 T = TypeVar("T")
 

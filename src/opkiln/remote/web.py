@@ -18,7 +18,7 @@ from http.client import HTTPConnection, HTTPResponse
 from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import quote, urlencode, urljoin, urlsplit
 
-from opkiln.forks import cached_property
+from opkiln.base.forks import cached_property
 from opkiln.remote.credentials import Login
 from opkiln.remote.patience import Deadline
 from opkiln.remote.tier import CHUNK, LARGEST_RECORD, Absent, Failure, Forbidden, Unreachable

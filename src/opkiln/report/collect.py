@@ -11,20 +11,20 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from opkiln import __version__
-from opkiln.build_model import TorchSDK
+from opkiln.base.build_model import TorchSDK
+from opkiln.base.model import CPU
 from opkiln.decision.prebuilt import fetched_from
-from opkiln.engine import budget
 from opkiln.errors import StoreError
-from opkiln.model import CPU
+from opkiln.machine.toolchain import torch_sdk
 from opkiln.report import compilers, machine, operators, redact
 from opkiln.report.commands import install, pip, unset
 from opkiln.report.compilers import BACKENDS, supports
 from opkiln.report.machine import FoundDevices, Machine, Space, known_space
 from opkiln.report.operators import OpStatus
+from opkiln.run import budget
 from opkiln.settings import dropped_variables, settings, table, unknown
 from opkiln.store import entry, inventory
 from opkiln.store.layers import Store
-from opkiln.toolchain import torch_sdk
 
 # A store may have thousands of entries. A report shows the newest.
 _SHOWN = 40

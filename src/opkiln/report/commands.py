@@ -41,7 +41,7 @@ def as_root(command: str) -> str:
 
 def interpreter() -> str:
     """This Python, as a command: ``python`` if that is what PATH finds."""
-    from opkiln.toolchain import find
+    from opkiln.machine.toolchain import find
 
     program = sys.executable or "python3"
     for name in ("python", "python3"):

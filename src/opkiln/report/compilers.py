@@ -11,13 +11,13 @@ import os
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from opkiln.build_model import TorchSDK
+from opkiln.base.build_model import TorchSDK
+from opkiln.base.model import CPU, CUDA, ROCM, XPU
+from opkiln.building.observing import observer
 from opkiln.errors import ToolchainError
-from opkiln.model import CPU, CUDA, ROCM, XPU
-from opkiln.observing import observer
+from opkiln.machine.toolchain import choice, find, host, libsycl, rocm, toolkits, torch_sdk
+from opkiln.machine.toolchain.find import Compiler
 from opkiln.settings import origin_of
-from opkiln.toolchain import choice, find, host, libsycl, rocm, toolkits, torch_sdk
-from opkiln.toolchain.find import Compiler
 
 BACKENDS = {CPU: "C++", CUDA: "CUDA", ROCM: "ROCm", XPU: "SYCL"}
 _WITH_TOOLKIT = (CUDA, ROCM, XPU)
@@ -80,7 +80,7 @@ def _rank(backend: str, candidates: Iterable[Compiler]) -> list[Tool]:
 def _toolkits(
     memory: tuple[str, ...], backend: str, torch: TorchSDK | None, *, probe: bool, has_host: bool
 ) -> list[Tool]:
-    from opkiln.toolchain import find, hipcc, nvcc, sycl
+    from opkiln.machine.toolchain import find, hipcc, nvcc, sycl
 
     if not has_host:
         return _list_all(backend, NO_HOST)

@@ -6,13 +6,13 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from opkiln.engine.budget import Description
-from opkiln.model import in_words
+from opkiln.base.model import in_words
 from opkiln.report.collect import Environment, Report, SettingValue, StoreStatus
 from opkiln.report.compilers import BACKENDS, NO_HOST, PROBE, Tool, torch_built_with
 from opkiln.report.layout import age, count, duration, size
 from opkiln.report.machine import FoundDevices, Limit, Machine
 from opkiln.report.operators import BackendStatus, OpStatus
+from opkiln.run.budget import Description
 
 
 class Cell(NamedTuple):

@@ -10,17 +10,17 @@ from collections.abc import Iterator
 from glob import escape, glob
 from typing import NamedTuple
 
-from opkiln import machine as this
 from opkiln.accelerator.device import Answer
-from opkiln.arch import cpu
-from opkiln.build_model import TorchSDK
+from opkiln.base.build_model import TorchSDK
 from opkiln.decision.archs import features
-from opkiln.devices import amd, nvidia
-from opkiln.engine import budget
 from opkiln.errors import AcceleratorError
+from opkiln.machine import uname as this
+from opkiln.machine.arch import cpu
+from opkiln.machine.devices import amd, nvidia
+from opkiln.machine.toolchain import rocm
 from opkiln.report.layout import size
+from opkiln.run import budget
 from opkiln.settings import child_environment, origin_of
-from opkiln.toolchain import rocm
 
 SHARED_MEMORY = "/dev/shm"
 # Limits that jobs run into: pinned memory, open files (one per worker and socket), processes.
@@ -233,7 +233,7 @@ def devices(memory: tuple[str, ...], torch: TorchSDK | None) -> FoundDevices:
 def _choose_accelerator(kinds: tuple[Answer, ...]) -> ChosenAccelerator:
     """The accelerator that the user named, else the first of ``kinds`` that is present."""
     from opkiln.accelerator import detect
-    from opkiln.devices import choice
+    from opkiln.machine.devices import choice
 
     if choice.asked_name() is None:
         first = next(kind for kind in kinds if kind.present)  # the CPU always is

@@ -6,14 +6,14 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import NamedTuple
 
+from opkiln.base.model import CUDA, ROCM, in_words
 from opkiln.builder.base import OpBuilder
+from opkiln.builder.registry import ALL_OPS, builder_of, bundled_ops, declared_ops, libraries
 from opkiln.decision import archs, terms
 from opkiln.decision.prebuilt import PREBUILT
 from opkiln.decision.terms import Candidate
 from opkiln.errors import OpkilnError
 from opkiln.loading import loader
-from opkiln.model import CUDA, ROCM, in_words
-from opkiln.registry import ALL_OPS, builder_of, bundled_ops, declared_ops, libraries
 from opkiln.report import redact
 
 

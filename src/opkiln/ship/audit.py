@@ -20,11 +20,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from opkiln.binary import elf
-from opkiln.binary.elf import Elf
-from opkiln.bundles.layer import LayerEntry
+from opkiln.base.model import XPU
 from opkiln.errors import BuildError, UsageError
-from opkiln.model import XPU
+from opkiln.machine.binary import elf
+from opkiln.machine.binary.elf import Elf
+from opkiln.store.layer import LayerEntry
 
 ANY_PYTHON = "py3-none"
 _MACHINES = ("x86_64", "aarch64")
@@ -144,7 +144,7 @@ class Finding(NamedTuple):
 
 def torch_library() -> str | None:
     """The libtorch_cpu.so to audit with; None if no torch is found."""
-    from opkiln.toolchain import torch_sdk
+    from opkiln.machine.toolchain import torch_sdk
 
     sdk = torch_sdk.find()
     return None if sdk is None else os.path.join(sdk.path, "lib", "libtorch_cpu.so")

@@ -14,10 +14,10 @@ import os
 from collections.abc import Iterable, Iterator
 
 from opkiln import __version__
+from opkiln.base.digest import UnusableFile, key, sha256_file
+from opkiln.base.model import CARRIED, OpSpec
 from opkiln.building.asking import plan_here
-from opkiln.digest import UnusableFile, key, sha256_file
 from opkiln.errors import OpkilnError
-from opkiln.model import CARRIED, OpSpec
 from opkiln.settings import LAYOUT
 from opkiln.ship import prebuild, selection
 from opkiln.store.key import build_key, intent_key

@@ -30,18 +30,18 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 from opkiln import __version__
-from opkiln.bundles.bundle import temporary_bundle, unpack_bytes
+from opkiln.base.model import CPU, flag_settings
 from opkiln.decision.archs import target_cpu
-from opkiln.engine import events, progress
-from opkiln.engine.chrome import ChromeTrace
 from opkiln.errors import BuildError, OpkilnError, SpecError, StoreError, ToolchainError, UsageError
-from opkiln.model import CPU, flag_settings
 from opkiln.report.layout import count
+from opkiln.run import events, progress
+from opkiln.run.chrome import ChromeTrace
 from opkiln.settings import LAYOUT, override, settings
 from opkiln.ship import prebuild, selection
 from opkiln.ship.prebuild import BUILT, FAILED, BuildOutcome, BuildRequest
 from opkiln.ship.selection import NamedTarget
 from opkiln.store import publish
+from opkiln.store.bundle import temporary_bundle, unpack_bytes
 from opkiln.store.layers import Store
 
 Crew = str | Executor | Callable[[], Executor]

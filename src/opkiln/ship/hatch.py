@@ -25,9 +25,9 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 from hatchling.plugin import hookimpl
 from hatchling.version.source.regex import RegexSource
 
+from opkiln.base.model import CARRIED
+from opkiln.builder.registry import GROUP
 from opkiln.errors import OpkilnError, SpecError
-from opkiln.model import CARRIED
-from opkiln.registry import GROUP
 from opkiln.settings import settings
 from opkiln.ship import selection
 from opkiln.ship.precompile import PURE, precompile

@@ -13,8 +13,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
-from opkiln.build_model import Plan
+from opkiln.base.build_model import Plan
+from opkiln.base.model import CPU, ONE_CALL, Artifact
 from opkiln.builder import OpBuilder
+from opkiln.builder.registry import ALL_OPS, libraries, listed_as
 from opkiln.decision import receipt
 from opkiln.decision import terms as decision
 from opkiln.decision.archs import target_machine
@@ -31,12 +33,10 @@ from opkiln.errors import (
     UnknownOp,
 )
 from opkiln.loading import loader, recording
-from opkiln.model import CPU, ONE_CALL, Artifact
-from opkiln.registry import ALL_OPS, libraries, listed_as
+from opkiln.machine.toolchain.choice import available
 from opkiln.settings import override, whole_environment
 from opkiln.ship import selection
 from opkiln.ship.selection import NamedTarget
-from opkiln.toolchain.choice import available
 
 BUILT, CACHED, SKIPPED, FAILED = "built", "cached", "skipped", "failed"
 
@@ -139,7 +139,7 @@ def prebuild(
                 outcomes[number] = found
         missing = {n: request for n, request in enumerate(asked) if n not in outcomes}
         if missing or trace is not None:
-            from opkiln.engine import progress
+            from opkiln.run import progress
 
             with progress.show_builds(trace):
                 outcomes |= _build_all(missing, names_targets or len(missing) > 1)
@@ -186,7 +186,7 @@ def is_unsupported_here(error: OpkilnError, builder: OpBuilder) -> bool:
 
 def _build_all(missing: Mapping[int, BuildRequest], names_targets: bool) -> dict[int, BuildOutcome]:
     """Build each in a thread. The engine's budget decides how many steps run at once."""
-    from opkiln.engine import events, schedule
+    from opkiln.run import events, schedule
 
     outcomes: dict[int, BuildOutcome] = {}
     raised: list[BaseException] = []  # errors of the machine, such as too many open files
@@ -315,7 +315,7 @@ def run_recorded(argv: Sequence[str], file: str, **changes: str) -> int:
 
     Raises ToolchainError if it cannot be started.
     """
-    from opkiln import process  # here, because a build that finds everything does not need it
+    from opkiln.run import process  # here, because a build that finds everything does not need it
 
     environment = {**whole_environment(), "OPKILN_RECORD": os.path.abspath(file), **changes}
     return process.run_foreground(argv, env=environment)

@@ -16,9 +16,8 @@ from contextlib import contextmanager
 from importlib.metadata import EntryPoint
 from typing import NamedTuple
 
-from opkiln import registry
+from opkiln.builder import registry
 from opkiln.builder.base import OpBuilder
-from opkiln.bundles import layer
 from opkiln.errors import (
     ArchError,
     BuildError,
@@ -29,11 +28,12 @@ from opkiln.errors import (
     ToolchainError,
     UnknownBackend,
 )
+from opkiln.machine.toolchain import torch_sdk
 from opkiln.settings import LAYOUT, override, settings
 from opkiln.ship import audit, prebuild, selection
 from opkiln.ship.prebuild import BuildOutcome, BuildRequest
 from opkiln.ship.selection import DeclaredOp, NamedTarget, OpChoice
-from opkiln.toolchain import torch_sdk
+from opkiln.store import layer
 
 PURE = "py3-none-any"
 _NO_ISOLATION = "pip install --no-build-isolation ."

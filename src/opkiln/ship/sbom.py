@@ -15,8 +15,8 @@ from urllib.parse import quote
 from packaging.utils import canonicalize_name
 
 from opkiln import __version__
-from opkiln.bundles.layer import LayerEntry
 from opkiln.ship.audit import FULL_TAG, STABLE_TAG
+from opkiln.store.layer import LayerEntry
 
 # Static libraries, by the link argument: (name, the compiler that has the same version).
 _STATIC = {"-lcudart_static": ("cudart_static", "nvcc")}

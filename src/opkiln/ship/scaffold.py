@@ -24,10 +24,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from opkiln import settings
-from opkiln.authoring.parameters import CPP_KEYWORDS
-from opkiln.digest import replace
+from opkiln.base.digest import replace
+from opkiln.builder.parameters import CPP_KEYWORDS
+from opkiln.builder.registry import GROUP, bundled_ops
 from opkiln.errors import StoreError, UsageError
-from opkiln.registry import GROUP, bundled_ops
 
 SETUPTOOLS, HATCHLING = "setuptools", "hatchling"
 BACKENDS = (SETUPTOOLS, HATCHLING)

@@ -18,9 +18,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import NamedTuple
 
+from opkiln.base.model import CPU, CUDA, ROCM, XPU
 from opkiln.builder import OpBuilder, deepspeed_names
 from opkiln.errors import ArchError, SettingError, SpecError, UsageError
-from opkiln.model import CPU, CUDA, ROCM, XPU
 from opkiln.settings import build_switch, build_switches, origin_of, override, settings
 
 BACKENDS = (CPU, CUDA, ROCM, XPU)
@@ -79,13 +79,13 @@ def parse_all(texts: Iterable[str]) -> list[NamedTarget]:
 
 def _check(text: str, backend: str, names: list[str]) -> None:
     """Refuse unknown names now, before the known ones are built for hours. Raises UsageError."""
-    from opkiln import machine
-    from opkiln.arch import cpu
+    from opkiln.machine import uname
+    from opkiln.machine.arch import cpu
 
-    here = machine.architecture()
+    here = uname.architecture()
     try:
         for name in names if backend == CPU else ():
-            cpu.parse(name, cpu.machine_of(name, here), cpu.features_of(machine.cpu_flags()))
+            cpu.parse(name, cpu.machine_of(name, here), cpu.features_of(uname.cpu_flags()))
         named = [name for name in names if name.lower().partition("+")[0] not in _LISTS]
         if backend in (CUDA, ROCM) and named:
             from opkiln.decision.archs import grammar
@@ -145,7 +145,7 @@ class OpChoice(NamedTuple):
 
 def bundled_ops() -> list[DeclaredOp]:
     """The ops of opkiln itself."""
-    from opkiln import registry
+    from opkiln.builder import registry
 
     found = []
     for name in registry.bundled_ops():
@@ -320,20 +320,20 @@ def targets(backends: Sequence[str]) -> tuple[NamedTarget, ...]:
 
 def _default_targets(backend: str) -> str:
     """A backend's default targets, as ``--target`` takes them."""
-    from opkiln import machine
+    from opkiln.machine import uname
 
     if backend != CPU:
         return backend
     level, origin = origin_of("cpu")
     if origin != "default":
         return f"{CPU}:{level}"
-    levels = _LEVELS.get(machine.architecture(), ())
+    levels = _LEVELS.get(uname.architecture(), ())
     return f"{CPU}:{','.join(levels)}" if levels else CPU
 
 
 def _serves(backend: str) -> bool:
     """Whether a package that is installed here should have code for a backend."""
-    from opkiln.toolchain import choice, torch_sdk
+    from opkiln.machine.toolchain import choice, torch_sdk
 
     if backend == CPU:
         return True

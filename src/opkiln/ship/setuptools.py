@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from setuptools import Command
 from setuptools.errors import ModuleError, SetupError
 
+from opkiln.base.model import CARRIED
 from opkiln.builder import OpBuilder
+from opkiln.builder.registry import GROUP
 from opkiln.errors import OpkilnError, SpecError
-from opkiln.model import CARRIED
-from opkiln.registry import GROUP
 from opkiln.ship import selection
 from opkiln.ship.precompile import PURE, not_shipped, precompile, tag_of
 from opkiln.ship.selection import DeclaredOp

@@ -23,13 +23,12 @@ from packaging.utils import InvalidName, canonicalize_name
 from packaging.version import InvalidVersion, Version
 
 from opkiln import __version__
-from opkiln.bundles import layer
-from opkiln.bundles.layer import LayerEntry
+from opkiln.base.model import EXECUTABLE, SHARED
 from opkiln.errors import StoreError, UsageError
-from opkiln.model import EXECUTABLE, SHARED
 from opkiln.ship.audit import ANY_PYTHON, python_tag, tag_for
 from opkiln.ship.sbom import sbom
-from opkiln.store import publish
+from opkiln.store import layer, publish
+from opkiln.store.layer import LayerEntry
 from opkiln.store.zip_format import DEFLATED, LARGEST, MOST_MEMBERS, AddedMember, Writer, chunks
 
 SBOM = "sboms/opkiln.cdx.json"

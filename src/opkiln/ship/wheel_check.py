@@ -16,11 +16,11 @@ import struct
 import zipfile
 import zlib
 
-from opkiln.bundles.layer import identity
-from opkiln.digest import LARGEST_BUNDLE, sha256_file
+from opkiln.base.digest import LARGEST_BUNDLE, sha256_file
 from opkiln.errors import LoadError
 from opkiln.settings import LAYOUT
 from opkiln.store.entry import MANIFEST, SIDECAR, parse_manifest
+from opkiln.store.layer import identity
 
 _CHUNK = 1 << 20
 _LARGEST_READ = 64 << 20  # bytes, of files that are read whole: RECORD, manifests

@@ -8,10 +8,9 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from opkiln import __version__
-from opkiln.bundles import layer
 from opkiln.errors import BuildError, StoreError, UsageError
 from opkiln.ship import audit
-from opkiln.store import publish
+from opkiln.store import layer, publish
 
 
 class Wrapping(NamedTuple):
@@ -97,7 +96,7 @@ def write(payloads: Sequence[str], wrapping: Wrapping) -> list[str]:
         if wrapping.wheel is not None:
             written += _wheel(stage, wrapping)
         if wrapping.bundle is not None:
-            from opkiln.bundles.bundle import write_bundle
+            from opkiln.store.bundle import write_bundle
 
             os.makedirs(os.path.dirname(os.path.abspath(wrapping.bundle)), exist_ok=True)
             written.append(write_bundle(stage, wrapping.bundle).path)

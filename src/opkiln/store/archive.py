@@ -25,11 +25,12 @@ import shlex
 import stat
 from zlib import crc32
 
-from opkiln.digest import LARGEST_BUNDLE, sha256_file
+from opkiln.base.digest import LARGEST_BUNDLE, sha256_file
+from opkiln.base.lazy import Record
+from opkiln.base.model import place_of
+from opkiln.base.trust import fault
 from opkiln.errors import StoreError
-from opkiln.facts import Hasher
-from opkiln.lazy import Record
-from opkiln.model import place_of
+from opkiln.machine.facts import Hasher
 from opkiln.settings import LAYOUT
 from opkiln.store import sealed, signatures
 from opkiln.store.entry import (
@@ -52,7 +53,6 @@ from opkiln.store.zip_format import (
     local_header,
     stored_header,
 )
-from opkiln.trust import fault
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -216,7 +216,7 @@ class Bundle:
     """An open bundle.
 
     ``listed`` means that the user listed it as a layer. That makes it trusted (see
-    ``opkiln.trust``), unless ``OPKILN_TRUSTED_KEYS`` also asks for a signature.
+    ``opkiln.base.trust``), unless ``OPKILN_TRUSTED_KEYS`` also asks for a signature.
 
     Raises StoreError for a file that cannot be read or is not a bundle, Damaged for a bad index.
     """

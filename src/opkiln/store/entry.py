@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from opkiln import settings
-from opkiln.digest import (
+from opkiln.base.digest import (
     LARGEST,
     LARGEST_RECORD,
     UnusableFile,
@@ -30,16 +30,16 @@ from opkiln.digest import (
     read_opened,
     sha256_file,
 )
-from opkiln.lazy import Record
+from opkiln.base.lazy import Record
+from opkiln.base.trust import fault
 from opkiln.store import key
-from opkiln.trust import fault
 
 TYPE_CHECKING = False
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from opkiln.facts import Hasher
+    from opkiln.machine.facts import Hasher
 
 
 # A shape is a type, a list of one shape, a dict of parts (all optional), a Row, or Named.

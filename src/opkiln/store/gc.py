@@ -17,7 +17,7 @@ import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
-from opkiln.digest import is_temporary, read_file
+from opkiln.base.digest import is_temporary, read_file
 from opkiln.settings import settings
 from opkiln.store import publish
 from opkiln.store.inventory import (

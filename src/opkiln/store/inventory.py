@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
 from opkiln.errors import StoreError
-from opkiln.facts import Hasher
+from opkiln.machine.facts import Hasher
 from opkiln.store import entry
 from opkiln.store.key import deps_key
 

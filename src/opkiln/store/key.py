@@ -2,7 +2,7 @@
 
 - ``intent_key``: spec, target and ABI tag. Computing it needs no compiler.
 - ``build_key``: the plan's steps and environment, and the toolchain's identity.
-- ``deps_key``: the facts (``opkiln.facts``) of all that the steps read, looked up and listed.
+- ``deps_key``: the facts (``machine/facts.py``) of all that the steps read, looked up and listed.
 
 A machine without a compiler, and one that a library was shipped to, cannot have all of these files.
 There the *author's* count: those of the package, and those below directories that its declaration
@@ -14,12 +14,12 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from opkiln import facts
-from opkiln.build_model import Plan, Step, Target
-from opkiln.digest import Signature, key
-from opkiln.facts import ABSENT, FILE, GONE, HIDDEN, PROGRAM, RUNS, Hasher, split_names
-from opkiln.lazy import Record
-from opkiln.model import OUTSIDE, PACKAGE, PLAN_VERSION, ROCM, OpSpec
+from opkiln.base.build_model import Plan, Step, Target
+from opkiln.base.digest import Signature, key
+from opkiln.base.lazy import Record
+from opkiln.base.model import OUTSIDE, PACKAGE, PLAN_VERSION, ROCM, OpSpec
+from opkiln.machine import facts
+from opkiln.machine.facts import ABSENT, FILE, GONE, HIDDEN, PROGRAM, RUNS, Hasher, split_names
 
 TYPE_CHECKING = False
 
@@ -90,7 +90,7 @@ def _identity(plan: Plan) -> tuple[str, ...]:
     if tools.device is not None:
         parts.append(tools.device.identity)
     if plan.target.backend == ROCM and tools.torch is not None:
-        from opkiln.toolchain import hipify
+        from opkiln.machine.toolchain import hipify
 
         parts.append(hipify.identity(tools.torch))  # the translator of the sources
     return tuple(parts)

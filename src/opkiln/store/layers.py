@@ -19,13 +19,13 @@ from __future__ import annotations
 import os
 from contextlib import suppress
 
-from opkiln import trust
+from opkiln.base import trust
+from opkiln.base.lazy import Record
+from opkiln.base.model import place_of
+from opkiln.base.trust import fault, open_to_all
 from opkiln.errors import StoreError
-from opkiln.lazy import Record
-from opkiln.model import place_of
 from opkiln.settings import LAYOUT, settings, store_candidates
 from opkiln.store.entry import Leaf, Refused, examine, read_manifest
-from opkiln.trust import fault, open_to_all
 
 TYPE_CHECKING = False
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
     from typing import Any
 
-    from opkiln.facts import Hasher
+    from opkiln.machine.facts import Hasher
 
 
 class Layer(Record):

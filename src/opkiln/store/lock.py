@@ -31,9 +31,9 @@ from itertools import count
 from typing import Any, NamedTuple
 
 from opkiln import errors
-from opkiln.child import is_stopped
-from opkiln.digest import read_file, write_private
-from opkiln.trust import make_private
+from opkiln.base.digest import read_file, write_private
+from opkiln.base.trust import make_private
+from opkiln.run.child import is_stopped
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -15,10 +15,10 @@ import secrets
 import shutil
 from contextlib import contextmanager
 
-from opkiln.digest import FULL
+from opkiln.base.digest import FULL
+from opkiln.base.trust import make_private
 from opkiln.errors import StoreError
 from opkiln.settings import settings
-from opkiln.trust import make_private
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def scratch_root() -> str:
 @contextmanager
 def scratch(prefix: str) -> Iterator[str]:
     """A private node-local directory. It is removed afterwards, even if this process is killed."""
-    from opkiln import process
+    from opkiln.run import process
 
     path = make_scratch(prefix)
     try:
@@ -48,7 +48,7 @@ def scratch(prefix: str) -> Iterator[str]:
 def make_scratch(prefix: str) -> str:
     """A new private node-local directory. It is removed when this process ends. Raises
     StoreError."""
-    from opkiln import process
+    from opkiln.run import process
 
     try:
         return process.make_scratch(scratch_root(), prefix)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import fcntl
 import os
 
-from opkiln.digest import sha256_file
+from opkiln.base.digest import sha256_file
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

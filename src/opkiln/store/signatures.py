@@ -23,7 +23,7 @@ import binascii
 import os
 import shlex
 
-from opkiln import trust
+from opkiln.base import trust
 from opkiln.errors import SettingError, StoreError
 from opkiln.settings import settings
 from opkiln.store.entry import SCHEMA, parse_manifest, write_manifest

@@ -14,9 +14,9 @@ import json
 import os
 from typing import NamedTuple
 
-from opkiln.digest import is_temporary, key, read_file, write_private
+from opkiln.base.digest import is_temporary, key, read_file, write_private
+from opkiln.base.model import place_of
 from opkiln.errors import SpecError
-from opkiln.model import place_of
 from opkiln.store.inventory import directories
 
 TYPE_CHECKING = False

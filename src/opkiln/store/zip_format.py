@@ -12,7 +12,7 @@ import stat
 import zlib
 from struct import Struct
 
-from opkiln.lazy import Record
+from opkiln.base.lazy import Record
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -30,8 +30,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from opkiln.authoring.checking import Comparison, copy_tensors, written_arguments
 from opkiln.builder.base import backend_of
+from opkiln.builder.checking import Comparison, copy_tensors, written_arguments
 from opkiln.decision import terms
 from opkiln.errors import DifferenceError, FallbackWarning
 from opkiln.loading.gradient import tensors

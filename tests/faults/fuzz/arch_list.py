@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from sample.levels import X86_64
 
-from opkiln.arch import cpu, cuda, hip
 from opkiln.errors import ArchError
+from opkiln.machine.arch import cpu, cuda, hip
 
 
 def one(data: bytes) -> None:

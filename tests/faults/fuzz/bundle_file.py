@@ -7,10 +7,9 @@ from zlib import crc32
 from fuzz.manifest import with_digest
 from fuzz.scratch import file
 
-from opkiln.bundles import bundle
 from opkiln.errors import StoreError
-from opkiln.facts import Hasher
-from opkiln.store import archive, sealed, zip_format
+from opkiln.machine.facts import Hasher
+from opkiln.store import archive, bundle, sealed, zip_format
 
 
 def one(data: bytes) -> None:

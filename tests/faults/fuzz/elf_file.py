@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from opkiln.binary import elf
 from opkiln.errors import LoadError
+from opkiln.machine.binary import elf
 
 
 def one(data: bytes) -> None:

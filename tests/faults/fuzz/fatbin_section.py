@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from sample import binaries
 
-from opkiln.binary import fatbin
 from opkiln.errors import LoadError
+from opkiln.machine.binary import fatbin
 
 
 def one(data: bytes) -> None:

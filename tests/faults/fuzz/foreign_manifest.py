@@ -8,11 +8,11 @@ from fuzz.manifest import with_digest
 from fuzz.scratch import directory
 from sample import layer
 
-from opkiln import machine
+from opkiln.base.model import ABI_NONE, CUDA, Op, OpSpec
 from opkiln.decision import prebuilt
 from opkiln.decision.terms import Request, Trace
 from opkiln.errors import LoadError
-from opkiln.model import ABI_NONE, CUDA, Op, OpSpec
+from opkiln.machine import uname
 from opkiln.store import key
 
 SPECS = [
@@ -24,7 +24,7 @@ SPECS = [
 ]  # fmt: skip
 # What cannot be in a file that is the same everywhere.
 HERE = {
-    b"@MACHINE@": machine.architecture().encode(),
+    b"@MACHINE@": uname.architecture().encode(),
     b"@CPU@": key.spec_key(SPECS[0]).encode(),
     b"@CUDA@": key.spec_key(SPECS[1]).encode(),
 }

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from sample import binaries
 
-from opkiln.binary.fatbin import hip_images
 from opkiln.errors import LoadError
+from opkiln.machine.binary.fatbin import hip_images
 
 
 def one(data: bytes) -> None:

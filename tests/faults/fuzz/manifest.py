@@ -7,7 +7,7 @@ from pathlib import Path
 
 from fuzz.scratch import directory
 
-from opkiln.facts import Hasher
+from opkiln.machine.facts import Hasher
 from opkiln.store import entry
 from opkiln.store.inventory import OBJECT, OP, StoreEntry, details
 

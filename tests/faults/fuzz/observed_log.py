@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from opkiln.building import gather
-from opkiln.facts import CHOICE
-from opkiln.observing import log
+from opkiln.building.observing import log
+from opkiln.machine.facts import CHOICE
 
 
 def one(data: bytes) -> None:

@@ -7,11 +7,11 @@ from pathlib import Path
 
 from fuzz.scratch import directory
 
+from opkiln.base.model import Artifact, OpSpec
 from opkiln.decision import receipt
 from opkiln.errors import OpkilnError
-from opkiln.model import Artifact, OpSpec
+from opkiln.machine.toolchain import probing
 from opkiln.store import gc, lock
-from opkiln.toolchain import probing
 
 SPEC = OpSpec(name="op", distribution="somebody", sources=("op.cpp",), root="/nowhere")
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from fuzz.scratch import directory
 
-from opkiln.toolchain import rocm, torch_sdk
+from opkiln.machine.toolchain import rocm, torch_sdk
 
 FILES = (
     "version.py",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from opkiln.base.model import ABI_NONE, CUDA, PLAIN
 from opkiln.builder import CUDAOpBuilder
-from opkiln.model import ABI_NONE, CUDA, PLAIN
 
 
 class _Kernel(CUDAOpBuilder):

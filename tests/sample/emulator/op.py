@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from opkiln.base.model import ABI_NONE, CUDA, PLAIN
 from opkiln.builder import CUDAOpBuilder
-from opkiln.model import ABI_NONE, CUDA, PLAIN
 
 
 class KernelsBuilder(CUDAOpBuilder):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from opkiln.base.model import CUDA
 from opkiln.builder import CUDAOpBuilder
-from opkiln.model import CUDA
 
 
 class LightcudaBuilder(CUDAOpBuilder):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from opkiln.base.model import ABI_NONE, PLAIN
 from opkiln.builder import OpBuilder
-from opkiln.model import ABI_NONE, PLAIN
 
 
 class PlainBuilder(OpBuilder):

@@ -11,7 +11,7 @@ only their import changes. Importing this package does no work.
 
 from __future__ import annotations
 
-from opkiln import lazy
+from opkiln.base import lazy
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

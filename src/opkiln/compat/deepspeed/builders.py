@@ -17,16 +17,16 @@ import sys
 from typing import Any
 
 from opkiln import builder
-from opkiln.devices import amd
-from opkiln.forks import cached_property
-from opkiln.model import ABI_TORCH, CPU, CUDA, PYTHON, ROCM
-from opkiln.toolchain import rocm
+from opkiln.base.forks import cached_property
+from opkiln.base.model import ABI_TORCH, CPU, CUDA, PYTHON, ROCM
+from opkiln.machine.devices import amd
+from opkiln.machine.toolchain import rocm
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from opkiln.model import OpSpec
+    from opkiln.base.model import OpSpec
 
 # The prefixes of flags that a plan sets itself. `-fopenmp` stays in compiles: kernels use it for
 # their threads, and torch has already loaded an OpenMP runtime for them. In a link it would load
@@ -150,7 +150,7 @@ class CUDAOpBuilder(OpBuilder, builder.CUDAOpBuilder):
     def cuda_capability_major(self) -> int | None:
         """The lowest major capability of this machine's GPUs, or None. Creates no CUDA context."""
         from opkiln.decision import archs
-        from opkiln.devices import nvidia
+        from opkiln.machine.devices import nvidia
 
         found = nvidia.capabilities(nvidia.devices(archs.memory()))
         return int(found[0].partition(".")[0]) if found else None
@@ -191,7 +191,7 @@ def get_default_compute_capabilities() -> str:
 
 def _ask_toolkits(question: str, *names: str) -> Any:
     from opkiln.decision import archs
-    from opkiln.toolchain import cuda_version
+    from opkiln.machine.toolchain import cuda_version
 
     return getattr(cuda_version, question)(*names, memory=archs.memory())
 

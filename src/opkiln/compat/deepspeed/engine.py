@@ -12,13 +12,13 @@ from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
-from opkiln import machine
+from opkiln.base.model import CPU, CUDA, ROCM, Op, OpSpec
 from opkiln.compat.deepspeed.builders import CUDAOpBuilder, drop_prefixed
 from opkiln.compat.torch import paths
 from opkiln.compat.torch.extension import root_and_sources
 from opkiln.errors import LoadError
 from opkiln.loading import loader
-from opkiln.model import CPU, CUDA, ROCM, Op, OpSpec
+from opkiln.machine import uname
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def functions(builder: Any) -> tuple[str, ...]:
     ``softmax_*``. Builds nothing: the sources are read, and one that cannot be is left out."""
     found: set[str] = set()
     for path in _declare(builder).sources():
-        for name, pasted, other in _DEFINES.findall(_COMMENTS.sub("", machine.read_text(path))):
+        for name, pasted, other in _DEFINES.findall(_COMMENTS.sub("", uname.read_text(path))):
             found.add(f"{name}*" if pasted else name or other)
     return tuple(sorted(found))
 
@@ -76,7 +76,7 @@ def architectures(builder: Any, asked: str = "") -> tuple[bool, list[str]]:
     No flags if there is nothing to build for, or no compiler. Raises UsageError for a malformed
     list.
     """
-    from opkiln.arch import cuda
+    from opkiln.machine.arch import cuda
 
     declared = _AdaptedBuilder(builder, asked=asked)
     flags = declared.compute_capability_args()

@@ -9,9 +9,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from opkiln import forks
+from opkiln.base import forks
 from opkiln.errors import FallbackWarning, UsageError
-from opkiln.files.handle import AsyncIO as Files
+from opkiln.io.handle import AsyncIO as Files
 from opkiln.ops.gds import device as devices
 from opkiln.ops.pin_memory.pool import PinnedPool
 

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from opkiln.builder.registry import ALL_OPS, get_builder
 from opkiln.compat.deepspeed.modules import takes
 from opkiln.errors import UsageError
-from opkiln.optimizing.op_calls import call_in_place, lay_out_alike
-from opkiln.registry import ALL_OPS, get_builder
+from opkiln.ops.optimizing.op_calls import call_in_place, lay_out_alike
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -224,8 +224,8 @@ def _has_function(
     verbose: bool = False,  # noqa: ARG001 (taken for compatibility)
 ) -> bool:
     """Whether a C function can be linked by the compiler that would build the op."""
+    from opkiln.machine.toolchain.host import can_link
     from opkiln.store.layers import Store
-    from opkiln.toolchain.host import can_link
 
     if funcname == "io_submit" and _has_own_op(self):
         return True  # DeepSpeed asks for libaio, and opkiln's op does without
@@ -242,10 +242,10 @@ def _read_this_cpu(original: Callable[..., str]) -> Callable[..., str]:
 
     @wraps(original)
     def answer(self: Any) -> str:
-        from opkiln import machine
         from opkiln.builder import OpBuilder
+        from opkiln.machine import uname
 
-        if machine.architecture() != "x86_64":
+        if uname.architecture() != "x86_64":
             return original(self)  # DeepSpeed has its own macros for NEON and SVE
         found: str = getattr(OpBuilder(self.name), original.__name__)()
         return found

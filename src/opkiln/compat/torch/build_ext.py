@@ -110,7 +110,7 @@ class BuildExtension(build_ext):  # type: ignore[misc]
 
     def _build(self, extensions: Sequence[Extension]) -> None:
         """Find or build torch's extensions in the store, and remember each outcome."""
-        from opkiln.engine import events
+        from opkiln.run import events
         from opkiln.ship import prebuild
 
         torchs = [each for each in extensions if is_torchs(each)]

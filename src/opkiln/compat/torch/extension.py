@@ -12,15 +12,26 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
+from opkiln.base.model import (
+    ABI_TORCH,
+    CPU,
+    CUDA,
+    EXTENSION,
+    LIBRARY,
+    PYTHON,
+    ROCM,
+    XPU,
+    Op,
+    OpSpec,
+)
 from opkiln.builder.base import OpBuilder
 from opkiln.compat.torch.flags import translate
 from opkiln.compat.torch.paths import include_paths, library_paths
 from opkiln.decision.archs import nothing_asked
 from opkiln.errors import SpecError
-from opkiln.model import ABI_TORCH, CPU, CUDA, EXTENSION, LIBRARY, PYTHON, ROCM, XPU, Op, OpSpec
+from opkiln.machine.toolchain import torch_sdk
+from opkiln.machine.toolchain.rocm import is_rocm_pytorch
 from opkiln.settings import settings
-from opkiln.toolchain import torch_sdk
-from opkiln.toolchain.rocm import is_rocm_pytorch
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

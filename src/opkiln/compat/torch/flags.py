@@ -14,16 +14,16 @@ import re
 import shlex
 from typing import NamedTuple
 
+from opkiln.base.model import CPU, CUDA
 from opkiln.errors import SpecError
-from opkiln.model import CPU, CUDA
+from opkiln.machine.toolchain import find
 from opkiln.settings import settings
-from opkiln.toolchain import find
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from opkiln.model import OpSpec
+    from opkiln.base.model import OpSpec
 
 # Options that take a directory or a file, the longer ones first.
 _DIRECTORIES = ("-isystem", "-iquote", "-idirafter", "-I", "-L")
@@ -219,7 +219,7 @@ def _split_architectures(words: Iterable[str]) -> tuple[tuple[str, ...], str]:
             plain.append(f"{option}={text}")
     if not plain:
         return (), ";".join(asked)
-    from opkiln.arch import cuda
+    from opkiln.machine.arch import cuda
 
     others, found = cuda.split_flags(plain)
     return others, ";".join([*asked, *filter(None, [cuda.show(found)])])

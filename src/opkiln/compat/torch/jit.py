@@ -15,10 +15,10 @@ from functools import partial
 from typing import Any
 
 from opkiln import extension
+from opkiln.base.model import ABI_TORCH, CUDA, EXECUTABLE, LIBRARY, PYTHON, XPU, OpSpec
 from opkiln.building import wording
 from opkiln.compat.torch.flags import shell_words, translate
 from opkiln.errors import LoadError, LoadTestError, OpkilnError, UsageError, told_briefly
-from opkiln.model import ABI_TORCH, CUDA, EXECUTABLE, LIBRARY, PYTHON, XPU, OpSpec
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -179,7 +179,7 @@ def _load(
         toolkit = paths.assigned_toolkit()
         spec = spec._replace(device_args=("-UNDEBUG", *spec.device_args))
     if flags.remarks and verbose:
-        from opkiln.engine import events
+        from opkiln.run import events
 
         for remark in flags.remarks:
             events.emit(events.NOTE, text=f"{name}: {remark}")

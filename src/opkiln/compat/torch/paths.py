@@ -11,11 +11,11 @@ import os
 import sys
 from contextlib import contextmanager
 
+from opkiln.base.model import CUDA, XPU
 from opkiln.errors import OpkilnError, ToolchainError
-from opkiln.model import CUDA, XPU
+from opkiln.machine.toolchain import find, torch_sdk
+from opkiln.machine.toolchain.rocm import is_rocm_pytorch
 from opkiln.settings import override, settings, whole_environment
-from opkiln.toolchain import find, torch_sdk
-from opkiln.toolchain.rocm import is_rocm_pytorch
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -209,7 +209,7 @@ def sycl_home() -> str:
 
 def rocm_home() -> str:
     """The ROCm that a build here would use. Raises ToolkitMissing."""
-    from opkiln.toolchain import rocm
+    from opkiln.machine.toolchain import rocm
 
     for home in rocm.homes():
         return home
@@ -219,8 +219,8 @@ def rocm_home() -> str:
 
 
 def _home_of(backend: str, name: str, variable: str) -> str:
+    from opkiln.machine.toolchain import choice
     from opkiln.store.layers import Store
-    from opkiln.toolchain import choice
 
     memory = Store().memory
     try:

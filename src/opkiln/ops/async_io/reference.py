@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opkiln import forks
+from opkiln.base import forks
 
 RUNNING, DONE, CANCELLED = 0, 1, 2
 

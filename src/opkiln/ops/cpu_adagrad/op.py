@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from opkiln.optimizing.builders import HostBuilder, host_schemas
+from opkiln.ops.optimizing.builders import HostBuilder, host_schemas
 
 # Gradients of some rows: `indices` says which, in ascending order without duplicates.
 _ROWS = (

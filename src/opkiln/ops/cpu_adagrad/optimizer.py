@@ -8,9 +8,9 @@ import torch
 
 from opkiln.errors import UsageError
 from opkiln.ops.cpu_adagrad.op import CPUAdagradBuilder
-from opkiln.optimizing.checks import check_numbers
-from opkiln.optimizing.host_optimizer import HostOptimizer
-from opkiln.optimizing.op_calls import StepCall
+from opkiln.ops.optimizing.checks import check_numbers
+from opkiln.ops.optimizing.host_optimizer import HostOptimizer
+from opkiln.ops.optimizing.op_calls import StepCall
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -1,7 +1,7 @@
 """``cpu_adagrad`` in pure PyTorch: it runs if there is no native version, and tests compare
 with it.
 
-See optimizing/references.py for what it takes beyond the native version.
+See ops/optimizing/references.py for what it takes beyond the native version.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from opkiln.ops.cpu_adagrad.op import CPUAdagradBuilder
-from opkiln.optimizing.references import (
+from opkiln.ops.optimizing.references import (
     OpArguments,
     check_length,
     check_lists,

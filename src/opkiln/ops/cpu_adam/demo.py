@@ -35,7 +35,7 @@ def run() -> dict[str, Any]:
     import torch
 
     imported = time.perf_counter()
-    from opkiln.registry import get_builder
+    from opkiln.builder.registry import get_builder
 
     op = get_builder("cpu_adam")
     op.jit_load()

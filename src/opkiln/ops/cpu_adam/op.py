@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from opkiln.optimizing.builders import HostBuilder, host_schemas
+from opkiln.ops.optimizing.builders import HostBuilder, host_schemas
 
 
 class CPUAdamBuilder(HostBuilder):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from opkiln.ops.cpu_adam.op import CPUAdamBuilder
-from opkiln.optimizing.base import Adam
-from opkiln.optimizing.host_optimizer import HostOptimizer
+from opkiln.ops.optimizing.base import Adam
+from opkiln.ops.optimizing.host_optimizer import HostOptimizer
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

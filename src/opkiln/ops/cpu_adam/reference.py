@@ -1,6 +1,6 @@
 """``cpu_adam`` in pure PyTorch: it runs if there is no native version, and tests compare with it.
 
-See optimizing/references.py for what it takes beyond the native version.
+See ops/optimizing/references.py for what it takes beyond the native version.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from functools import partial
 from torch import Tensor
 
 from opkiln.ops.cpu_adam.op import CPUAdamBuilder
-from opkiln.optimizing.references import (
+from opkiln.ops.optimizing.references import (
     OpArguments,
     gradient_factor,
     multiply_,

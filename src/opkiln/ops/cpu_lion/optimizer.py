@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from opkiln.ops.cpu_lion.op import CPULionBuilder
-from opkiln.optimizing.base import Lion
-from opkiln.optimizing.host_optimizer import HostOptimizer
+from opkiln.ops.optimizing.base import Lion
+from opkiln.ops.optimizing.host_optimizer import HostOptimizer
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

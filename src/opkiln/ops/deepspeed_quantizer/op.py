@@ -5,8 +5,8 @@ Imports no torch: it is on the cache-hit path.
 
 from __future__ import annotations
 
+from opkiln.base.model import CPU, EMULATED, ROCM
 from opkiln.builder import CUDAOpBuilder
-from opkiln.model import CPU, EMULATED, ROCM
 from opkiln.ops import given_by
 
 _FORMAT = "int bits, bool symmetric"

@@ -3,7 +3,7 @@ for what it calls alone. Imports no torch: it is on the cache-hit path."""
 
 from __future__ import annotations
 
-from opkiln.authoring.library import Library, library
+from opkiln.builder.library import Library, library
 
 
 def _direction(name: str) -> Library:

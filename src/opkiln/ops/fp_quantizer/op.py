@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from opkiln.base.model import CUDA
 from opkiln.builder import CUDAOpBuilder
-from opkiln.model import CUDA
 from opkiln.ops import given_by
 
 # A format is its bits and those of its mantissa, see formats.py. `size` is the shape of what was

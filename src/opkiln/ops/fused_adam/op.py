@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from opkiln.optimizing.builders import FusedBuilder, fused_schemas
+from opkiln.ops.optimizing.builders import FusedBuilder, fused_schemas
 
 
 class FusedAdamBuilder(FusedBuilder):

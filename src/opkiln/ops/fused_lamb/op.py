@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from opkiln.optimizing.builders import FusedBuilder, fused_schemas
+from opkiln.ops.optimizing.builders import FusedBuilder, fused_schemas
 
 # The halves of a step of tensors that several ranks share. Between them `squares`, the sums of
 # squares of each parameter and its update, is added up over the ranks.

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from opkiln.errors import ArgumentError
 from opkiln.ops.fused_lamb.op import FusedLambBuilder
-from opkiln.optimizing.base import Adam
-from opkiln.optimizing.fused_optimizer import FusedOptimizer
-from opkiln.optimizing.op_calls import StepCall, arguments_of
-from opkiln.optimizing.sharded import has_shards, sum_over_shards
+from opkiln.ops.optimizing.base import Adam
+from opkiln.ops.optimizing.fused_optimizer import FusedOptimizer
+from opkiln.ops.optimizing.op_calls import StepCall, arguments_of
+from opkiln.ops.optimizing.sharded import has_shards, sum_over_shards
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

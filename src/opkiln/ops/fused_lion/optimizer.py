@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from opkiln.ops.fused_lion.op import FusedLionBuilder
-from opkiln.optimizing.base import Lion
-from opkiln.optimizing.fused_optimizer import FusedOptimizer
+from opkiln.ops.optimizing.base import Lion
+from opkiln.ops.optimizing.fused_optimizer import FusedOptimizer
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

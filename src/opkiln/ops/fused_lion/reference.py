@@ -1,6 +1,6 @@
 """``fused_lion`` in pure PyTorch: it runs if there is no native version, and tests compare with it.
 
-See optimizing/references.py for what it takes beyond the native versions.
+See ops/optimizing/references.py for what it takes beyond the native versions.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from opkiln.ops.fused_lion.op import FusedLionBuilder
-from opkiln.optimizing.references import (
+from opkiln.ops.optimizing.references import (
     FusedStep,
     Numbers,
     OpArguments,

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from opkiln.errors import UsageError
+from opkiln.machine.toolchain import toolkits
 from opkiln.ops.async_io.engines import EngineState
 from opkiln.ops.gds.op import GDSBuilder
-from opkiln.toolchain import toolkits
 
 CUFILE, COPIES = "cufile", "copies"
 ORDER = (CUFILE, COPIES)

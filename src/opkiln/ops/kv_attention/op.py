@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from opkiln.authoring.library import library
+from opkiln.builder.library import library
 
 kit = library(
     "kv_attention",

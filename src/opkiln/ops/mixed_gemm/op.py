@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from opkiln.authoring.library import library
+from opkiln.builder.library import library
 
 
 class WeightFormat(NamedTuple):

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from opkiln import forks
+from opkiln.base import forks
 from opkiln.errors import ArgumentError, FallbackWarning, UsageError
 from opkiln.ops.pin_memory.op import PinMemoryBuilder
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from opkiln.base.model import CPU, EMULATED, ROCM
 from opkiln.builder import CUDAOpBuilder
-from opkiln.model import CPU, EMULATED, ROCM
 from opkiln.ops import given_by
 
 # `offset_tensor` stands in for `offset` and is read when the kernel runs: each replay of a captured

@@ -3,7 +3,7 @@ calls alone. Imports no torch: commands know the op by it."""
 
 from __future__ import annotations
 
-from opkiln.authoring.library import Library, library
+from opkiln.builder.library import Library, library
 
 
 def _family(name: str) -> Library:

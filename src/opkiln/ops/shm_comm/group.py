@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from opkiln import forks
+from opkiln.base import forks
 from opkiln.errors import ArgumentError, ClusterError
 from opkiln.ops.shm_comm import functions
 from opkiln.ops.shm_comm.functions import GROUPS

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from opkiln import forks
+from opkiln.base import forks
 from opkiln.errors import ClusterError, FallbackWarning
 from opkiln.ops.checks import NATIVE
 from opkiln.ops.shm_comm import functions

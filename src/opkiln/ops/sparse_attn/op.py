@@ -3,7 +3,7 @@ that does not train waits for half of it. Imports no torch: it is on the cache-h
 
 from __future__ import annotations
 
-from opkiln.authoring.library import Library, library
+from opkiln.builder.library import Library, library
 
 
 def _direction(name: str) -> Library:

@@ -3,7 +3,7 @@ cache-hit path."""
 
 from __future__ import annotations
 
-from opkiln.authoring.library import library
+from opkiln.builder.library import library
 
 kit = library(
     "stochastic_transformer",

@@ -4,7 +4,7 @@ the cache-hit path."""
 
 from __future__ import annotations
 
-from opkiln.authoring.library import Library, library
+from opkiln.builder.library import Library, library
 
 
 def _family(name: str, *sources: str) -> Library:

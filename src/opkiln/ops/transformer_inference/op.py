@@ -3,7 +3,7 @@ that a process waits for what it calls alone. Imports no torch: it is on the cac
 
 from __future__ import annotations
 
-from opkiln.authoring.library import Library, library
+from opkiln.builder.library import Library, library
 
 
 def _family(name: str, functions: str = "") -> Library:

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
-from opkiln.arch import cuda, hip
-from opkiln.build_model import DeviceCompiler, Toolchain
+from opkiln.base.build_model import DeviceCompiler, Toolchain
+from opkiln.base.model import CUDA, ROCM, XPU
 from opkiln.decision import archs
-from opkiln.devices import amd
 from opkiln.errors import AcceleratorError, ArchError, ToolchainError
-from opkiln.model import CUDA, ROCM, XPU
+from opkiln.machine.arch import cuda, hip
+from opkiln.machine.devices import amd
+from opkiln.machine.toolchain import (
+    choice,
+    cuda_version,
+    find,
+    hipcc,
+    libsycl,
+    nvcc,
+    sycl,
+    toolkits,
+)
+from opkiln.machine.toolchain.torch_sdk import release
 from opkiln.report import compilers
 from opkiln.report.commands import as_root, install, pip, unset, use_this_python
 from opkiln.report.doctor.terms import (
@@ -23,8 +34,6 @@ from opkiln.report.doctor.terms import (
     warned,
 )
 from opkiln.settings import origin_of, settings
-from opkiln.toolchain import choice, cuda_version, find, hipcc, libsycl, nvcc, sycl, toolkits
-from opkiln.toolchain.torch_sdk import release
 
 # Runs in a child: accelerators of other packages are their code, and a vendor's imports torch.
 _ASK = """

@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Callable
 
+from opkiln.base.trust import fault
 from opkiln.decision import terms
 from opkiln.errors import StoreError
 from opkiln.remote import lockfile
@@ -32,7 +33,6 @@ from opkiln.settings import LAYOUT, origin_of, override, settings, store_candida
 from opkiln.store import archive, inventory, signatures
 from opkiln.store.archive import Damaged
 from opkiln.store.layers import Layer
-from opkiln.trust import fault
 
 # Bytes for builds and their objects: a CUDA op takes tens of MiB.
 _LITTLE, _TOO_LITTLE = 1 << 30, 64 << 20

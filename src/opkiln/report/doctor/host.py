@@ -8,13 +8,15 @@ import shlex
 import sys
 import tempfile
 
-from opkiln import machine
-from opkiln.engine import budget
 from opkiln.errors import SettingError, ToolchainError
-from opkiln.process import run
+from opkiln.machine import uname
+from opkiln.machine.toolchain import find, torch_sdk
+from opkiln.machine.toolchain import host as hosts
 from opkiln.report.commands import install, unset
 from opkiln.report.doctor.terms import Diagnosis, Facts, failed, join, passed, skipped, warned
 from opkiln.report.layout import count, size
+from opkiln.run import budget
+from opkiln.run.process import run
 from opkiln.settings import (
     dropped_variables,
     misspelt,
@@ -25,8 +27,6 @@ from opkiln.settings import (
     table,
     whole_environment,
 )
-from opkiln.toolchain import find, torch_sdk
-from opkiln.toolchain import host as hosts
 
 _PROCESSORS = ("x86_64", "aarch64")
 _CONTAINERS = ("/.dockerenv", "/run/.containerenv", "/run/systemd/container")
@@ -56,9 +56,9 @@ def python_headers(_: Facts) -> Diagnosis:
 def system(_: Facts) -> Diagnosis:
     """The kernel and the processor."""
     release = os.uname().release
-    family = machine.architecture()
-    facts = f"{machine.system()} {release}, {family}"
-    if machine.system() != "linux" or family not in _PROCESSORS:
+    family = uname.architecture()
+    facts = f"{uname.system()} {release}, {family}"
+    if uname.system() != "linux" or family not in _PROCESSORS:
         return failed(f"{facts}: native ops need Linux on x86-64 or aarch64")
     if not os.path.exists("/proc/self/environ"):
         return warned(
@@ -67,7 +67,7 @@ def system(_: Facts) -> Diagnosis:
         )
     contained = "in a container" if any(map(os.path.exists, _CONTAINERS)) else ""
     # A sandbox is fine: builds need no ptrace, no mount and no capability.
-    filtered = re.search(r"^Seccomp:\s*[1-9]", machine.read_text("/proc/self/status"), re.MULTILINE)
+    filtered = re.search(r"^Seccomp:\s*[1-9]", uname.read_text("/proc/self/status"), re.MULTILINE)
     seccomp = "seccomp on, which is fine" if filtered else ""
     return passed(join(facts, contained, seccomp))
 
@@ -103,7 +103,7 @@ def misspelt_variables(_: Facts) -> Diagnosis:
     """There are no variables that look like settings but are not."""
     from difflib import get_close_matches
 
-    from opkiln.registry import ALL_OPS
+    from opkiln.builder.registry import ALL_OPS
 
     environment = whole_environment()
     known = {name for setting in table() for name in setting.names}

@@ -8,11 +8,11 @@ import sys
 from collections.abc import Iterator
 from importlib.machinery import PathFinder
 
+from opkiln.base.model import CARRIED, PACKAGE, SHARED
+from opkiln.builder.registry import ALL_OPS, bundled_ops, declared_ops, distribution
 from opkiln.decision import terms
 from opkiln.decision.prebuilt import PREBUILT
 from opkiln.errors import SpecError
-from opkiln.model import CARRIED, PACKAGE, SHARED
-from opkiln.registry import ALL_OPS, bundled_ops, declared_ops, distribution
 from opkiln.report.commands import interpreter, pip
 from opkiln.report.doctor.terms import Diagnosis, Facts, child_answer, join, passed, skipped, warned
 from opkiln.settings import LAYOUT
@@ -23,7 +23,7 @@ _ASK_OP = """
 from opkiln.decision.terms import Refuse, Request
 from opkiln.errors import OpkilnError, SpecError
 from opkiln.loading import declaration, loader
-from opkiln.registry import ALL_OPS
+from opkiln.builder.registry import ALL_OPS
 answer = ''
 try:
     builder = ALL_OPS[sys.argv[1]]()
@@ -71,7 +71,7 @@ def ops(_: Facts) -> Diagnosis:
 
 # Runs in a child: a declaration is its author's code, and checking a library opens others.
 _ASK_DECISION = """
-from opkiln.registry import ALL_OPS
+from opkiln.builder.registry import ALL_OPS
 from opkiln.report import operators
 kind = ALL_OPS[sys.argv[1]]
 answer = operators.backend_status(kind, kind().backend)._asdict()

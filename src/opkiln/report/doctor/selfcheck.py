@@ -13,13 +13,15 @@ import time
 from importlib import import_module
 from typing import Any
 
-from opkiln import model, process
-from opkiln.build_model import DeviceCompiler
-from opkiln.devices import amd, nvidia
+from opkiln.base import model
+from opkiln.base.build_model import DeviceCompiler
+from opkiln.base.model import CPU, CUDA, ROCM, XPU, Op, OpSpec, Registration
 from opkiln.errors import CompileError, LoadError, LoadTestError, OpkilnError, StoreError
 from opkiln.loading import loader
-from opkiln.machine import read_text
-from opkiln.model import CPU, CUDA, ROCM, XPU, Op, OpSpec, Registration
+from opkiln.machine.devices import amd, nvidia
+from opkiln.machine.toolchain import hipcc, libsycl, nvcc, torch_sdk
+from opkiln.machine.toolchain import sycl as sycl_compilers
+from opkiln.machine.uname import read_text
 from opkiln.report.commands import use_this_python
 from opkiln.report.doctor.terms import (
     Diagnosis,
@@ -32,10 +34,9 @@ from opkiln.report.doctor.terms import (
     skipped,
 )
 from opkiln.report.layout import duration
+from opkiln.run import process
 from opkiln.settings import settings, table, whole_environment, with_own_store
 from opkiln.store import publish
-from opkiln.toolchain import hipcc, libsycl, nvcc, torch_sdk
-from opkiln.toolchain import sycl as sycl_compilers
 
 _CHILD = """
 from opkiln.report.doctor.selfcheck import child_main

@@ -11,15 +11,15 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NamedTuple
 
-from opkiln.build_model import DeviceCompiler, Toolchain, TorchSDK
-from opkiln.devices.nvidia import NvidiaDevices
+from opkiln.base.build_model import DeviceCompiler, Toolchain, TorchSDK
+from opkiln.base.forks import cached_property
+from opkiln.base.model import CPU, CUDA
 from opkiln.errors import OpkilnError, SettingError, ToolchainError
-from opkiln.forks import cached_property
-from opkiln.model import CPU, CUDA
-from opkiln.process import capture, python_code, signal_name
+from opkiln.machine.devices.nvidia import NvidiaDevices
+from opkiln.machine.toolchain import choice, torch_sdk
+from opkiln.run.process import capture, python_code, signal_name
 from opkiln.settings import override, settings, whole_environment
 from opkiln.store.layers import Store
-from opkiln.toolchain import choice, torch_sdk
 
 Check = Callable[["Facts"], "Diagnosis"]
 
@@ -136,7 +136,7 @@ class Facts:
     @cached_property
     def nvidia(self) -> NvidiaDevices:
         """The NVIDIA GPUs of this machine."""
-        from opkiln.devices import nvidia
+        from opkiln.machine.devices import nvidia
 
         return nvidia.devices(self.store.memory)
 

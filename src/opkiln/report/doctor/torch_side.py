@@ -5,15 +5,15 @@ from __future__ import annotations
 import os
 import sys
 
+from opkiln.base.model import ABI_STABLE, STABLE_VERSION, OpSpec
 from opkiln.building import loadtest
-from opkiln.devices import amd
 from opkiln.errors import LoadTestError
-from opkiln.model import ABI_STABLE, STABLE_VERSION, OpSpec
-from opkiln.process import capture, python
+from opkiln.machine.devices import amd
+from opkiln.machine.toolchain import torch_sdk
 from opkiln.report.commands import pip
 from opkiln.report.doctor.terms import Diagnosis, Facts, failed, join, passed, skipped, warned
+from opkiln.run.process import capture, python
 from opkiln.settings import child_environment, whole_environment
-from opkiln.toolchain import torch_sdk
 
 
 def version(here: Facts) -> Diagnosis:

@@ -1,5 +1,5 @@
 // op.h for device code that NVRTC compiles. The host's functions are taken out of the source before
-// (opkiln/nvrtc/cut.py), so names of the host's types need only exist.
+// (opkiln/machine/nvrtc/cut.py), so names of the host's types need only exist.
 #pragma once
 
 #define OPKILN_OP(function, device) static_assert(true, "the host's")

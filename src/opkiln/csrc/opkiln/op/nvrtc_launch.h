@@ -1,5 +1,5 @@
 // opk::launch through CUDA's driver, for device code that NVRTC compiled. A library of this kind holds a
-// fat binary and no CUDA runtime. The address of a kernel is that of a record, which opkiln/nvrtc/program.py
+// fat binary and no CUDA runtime. The address of a kernel is that of a record, which opkiln/machine/nvrtc/program.py
 // writes.
 #pragma once
 

@@ -1,5 +1,5 @@
 // The result of a step over kept lists. Nothing is written unless it is kMade. The numbers are those of
-// Status in opkiln/optimizing/op_calls.py. Any other problem is raised as an error.
+// Status in opkiln/ops/optimizing/op_calls.py. Any other problem is raised as an error.
 #pragma once
 
 #include <cstdint>

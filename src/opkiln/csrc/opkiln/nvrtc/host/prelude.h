@@ -1,5 +1,5 @@
 // Included before a .cu that g++ compiles beside NVRTC, as nvcc includes cuda_runtime.h: CUDA's words and
-// its vector types. __global__, __device__ and the like stay as they are: opkiln/nvrtc/cut.py reads them
+// its vector types. __global__, __device__ and the like stay as they are: opkiln/machine/nvrtc/cut.py reads them
 // in the preprocessed text and takes them out.
 #pragma once
 

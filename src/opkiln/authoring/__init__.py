@@ -1,1 +1,0 @@
-"""``@opkiln.op``: an op declared by one Python function."""

@@ -1,0 +1,433 @@
+"""Files and their digests: read without waiting, compared by signature, written in one step.
+
+Only regular files are read: opening a FIFO would wait for a writer, and ``/dev/zero`` has no end.
+
+Everything that enters a key goes through ``encode``. It writes types and lengths, so two different
+values never give the same bytes (``-DA -DB`` is not ``-DA-DB``). It also writes a version, so a
+change here changes every key.
+
+Of a file that is written, a reader sees the old one, or all of the new one. A full disk leaves the
+old file and nothing else. So does a kill, except that a hidden file may stay beside it,
+``.NAME.PID-…``. (In the store, gc removes those.)
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import re
+import stat
+import sys
+import time
+from contextlib import contextmanager, suppress
+from itertools import chain
+from operator import attrgetter
+from typing import Any
+
+from opkiln.base.lazy import Record
+from opkiln.base.trust import make_private
+
+TYPE_CHECKING = False
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+    from typing import BinaryIO
+
+
+# Files whose times say nothing: those of images, whose maker chose every time.
+#
+# Elsewhere a kernel writes a file's change time whenever the file changes, so equal times mean an
+# unchanged file. In squashfs, erofs and other images two files may agree in inode, size and all
+# times. And one image may be mounted in place of another, under the same device number and mount
+# id. Such a file is known by its contents. That it is still the same file is remembered for as long
+# as the image stays mounted: the kernel gives every mount a number that it never uses twice (since
+# 6.8), and every attached disk (since 5.15).
+#
+# - An *image* is a file system that cannot be written (``_IMAGES``), or a disk's or FUSE's that is
+#   mounted read-only. Of these, files with times as makers of images leave them count: no change
+#   time of its own, or one in whole seconds. Others were written by a kernel.
+# - Of an overlay, the files of lower layers on other file systems, and those with whole seconds.
+# - A file of FUSE, whose times a program makes up, and one of a file system that counts in whole
+#   seconds and can be written, is known by its contents alone: it may have changed within a second.
+#
+# Not noticed: a disk that is mounted writable, made by a tool that sets all times, and exchanged
+# for another; an image that a server exports; an image file that is overwritten while mounted.
+
+_IMAGES = frozenset(("cramfs", "erofs", "iso9660", "romfs", "squashfs", "udf"))
+
+_SECOND = 1_000_000_000
+# Before the earliest time of any file system, so that no change time is taken for a mount.
+_FIRST = -(1 << 62)
+
+_known: dict[tuple[str, int], Any] = {}  # by question and device
+
+
+def forget_mounts() -> None:
+    """A decision or a build begins. Since the last one, something may have been mounted."""
+    _known.clear()
+
+
+def change_mark(path: str, found: os.stat_result) -> int | None:
+    """What changes whenever a file does: its change time, or the mount of the image it is in.
+
+    ``found`` is what ``stat`` says of it. None if nothing does: then its contents decide.
+    """
+    changed = found.st_ctime_ns
+    whole = changed % _SECOND == 0
+    device = found.st_dev
+
+    def once(question: str, ask: Callable[..., Any], *about: object) -> Any:
+        answer = _known.get((question, device))  # another thread may forget
+        if answer is None:
+            answer = _known[question, device] = ask(path, *about)
+        return answer
+
+    kind, read_only, own = once("mount", _mount)
+    by_maker = whole or changed == found.st_mtime_ns
+    if kind == "overlay" and not read_only:
+        by_maker = by_maker and (whole or device != own)
+    elif kind not in _IMAGES and not read_only:
+        coarse = whole and not once("fractions", _has_fractions, device)
+        return None if coarse or kind.startswith("fuse") else changed
+    return (once("mark", _mark, device) or None) if by_maker else changed
+
+
+def _has_fractions(path: str, device: int) -> bool:
+    """Whether a file system counts less than seconds, as far as the directories above a file tell.
+    A file's own time may be by whoever made the disk's image."""
+    above = os.path.realpath(path)
+    while above != os.path.dirname(above):
+        above = os.path.dirname(above)
+        status = os.stat(above)
+        if status.st_dev != device:
+            return False
+        if status.st_ctime_ns % _SECOND:
+            return True
+    return False
+
+
+def is_mount(number: int) -> bool:
+    """Whether a number of ``change_mark`` stands for a mount."""
+    return number < _FIRST
+
+
+def _mount(path: str) -> tuple[str, bool, int]:
+    """(type, whether it is read-only, device) of the file system that a path leads to.
+
+    Read-only only counts for a disk, FUSE and an overlay: a network file system is written to
+    elsewhere.
+    """
+    try:
+        fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
+        try:
+            told = _read(f"/proc/self/fdinfo/{fd}")
+        finally:
+            os.close(fd)
+        number = told.partition("mnt_id:")[2].split(None, 1)[0]
+        for line in _read("/proc/self/mountinfo").splitlines():
+            first, _, last = line.partition(" - ")
+            words, more = first.split(" "), last.split(" ")
+            if words[0] == number:
+                major, minor = map(int, words[2].split(":"))
+                local = more[0].startswith(("overlay", "fuse")) or more[1].startswith("/dev/")
+                read_only = local and "ro" in more[-1].split(",")
+                return more[0], read_only, os.makedev(major, minor)
+    except (OSError, ValueError, IndexError):
+        pass  # no /proc: the times alone must tell
+    return "", False, 0
+
+
+def _mark(path: str, device: int) -> int:
+    """A number that no other mount has: no other image, and not this one mounted again. 0 if this
+    kernel has none."""
+    try:
+        boot = _read("/proc/sys/kernel/random/boot_id")
+        mount = _unique_id(path)
+        if mount is None:
+            if not os.major(device):
+                return 0
+            place = f"/sys/dev/block/{os.major(device)}:{os.minor(device)}/diskseq"
+            mount = f"disk {_read(place)}"
+    except OSError:
+        return 0
+    digest = hashlib.sha256(f"{boot} {mount}".encode()).digest()
+    return _FIRST - 1 - int.from_bytes(digest[:7], "big")
+
+
+_UNIQUE_ID = 0x4000  # STATX_MNT_ID_UNIQUE
+_AT_FDCWD = -100
+
+
+def _unique_id(path: str) -> str | None:
+    import ctypes
+
+    statx = getattr(ctypes.CDLL(None), "statx", None)
+    found = ctypes.create_string_buffer(256)
+    if statx is None or statx(_AT_FDCWD, os.fsencode(path), 0, _UNIQUE_ID, found) != 0:
+        return None
+    if not int.from_bytes(found.raw[:4], sys.byteorder) & _UNIQUE_ID:
+        return None
+    return found.raw[0x90:0x98].hex()  # stx_mnt_id
+
+
+def _read(path: str) -> str:
+    with open(path, encoding="utf-8", errors="surrogateescape") as file:
+        return file.read()
+
+
+ENCODING = 1
+
+# In hex digits: 160 bits of SHA-256. That is short enough for paths and long enough to be unique.
+KEY_LENGTH = 40
+
+LARGEST = 8 << 30  # bytes of a file that is hashed: a library, an archive, a compiler
+LARGEST_RECORD = 256 << 20  # bytes of a file that is read whole: a manifest, a source
+LARGEST_BUNDLE = 1 << 42
+
+_SETTLED_NS = 2_000_000_000  # FAT's clock, the coarsest in use, ticks every two seconds
+
+
+def encode(value: Any) -> bytes:
+    """An injective encoding of None, bool, int, str, bytes and tuples, sets and dicts of these."""
+    out: list[bytes] = []
+    _encode(value, out)
+    return b"".join(out)
+
+
+def _encode(value: Any, out: list[bytes]) -> None:
+    if isinstance(value, str):
+        # surrogatepass loses nothing: paths that are not Unicode contain lone surrogates.
+        data = value.encode("utf-8", "surrogatepass")
+        out.append(b"s%d:" % len(data))
+        out.append(data)
+    elif isinstance(value, (tuple, list)):
+        out.append(b"(%d:" % len(value))
+        for item in value:
+            _encode(item, out)
+    elif value is None:
+        out.append(b"n")
+    elif value is True or value is False:
+        out.append(b"t" if value else b"f")
+    elif isinstance(value, int):
+        out.append(b"i%d;" % value)
+    elif isinstance(value, bytes):
+        out.append(b"b%d:" % len(value))
+        out.append(value)
+    elif isinstance(value, (set, frozenset)):
+        out.append(b"{%d:" % len(value))
+        out.extend(sorted(encode(item) for item in value))
+    elif isinstance(value, dict):
+        out.append(b"<%d:" % len(value))
+        out.extend(sorted(encode(item) for item in value.items()))
+    else:
+        raise TypeError(f"{type(value).__name__} cannot be part of a key")
+
+
+def key(kind: str, value: Any) -> str:
+    """The key of a value: the first characters of its SHA-256, in hex."""
+    return hashlib.sha256(encode((ENCODING, kind, value))).hexdigest()[:KEY_LENGTH]
+
+
+class UnusableFile(OSError):
+    """A file that is not read: it is not a regular file, or it is too large."""
+
+
+@contextmanager
+def open_regular(
+    path: str, limit: int = LARGEST, flags: int = 0
+) -> Iterator[tuple[int, os.stat_result]]:
+    """(descriptor, its status) of a regular file of at most ``limit`` bytes. Never waits.
+
+    Raises UnusableFile for any other file, and OSError if it cannot be opened.
+    """
+    # Without O_NONBLOCK, opening a FIFO waits for a writer. It does not affect regular files.
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | flags)
+    except OSError as error:
+        if error.errno == errno.ENXIO:  # the answer for a socket, and for a device without a driver
+            raise UnusableFile(errno.EINVAL, "it is not a regular file", path) from None
+        raise
+    try:
+        found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode):
+            raise _unusable(found, path)
+        if found.st_size > limit:
+            raise _too_large(found.st_size, limit, path)
+        yield fd, found
+    finally:
+        os.close(fd)
+
+
+def _unusable(found: os.stat_result, path: str) -> OSError:
+    if stat.S_ISDIR(found.st_mode):
+        return IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
+    fifo, device = stat.S_ISFIFO(found.st_mode), stat.S_ISCHR(found.st_mode)
+    kind = "a FIFO" if fifo else "a device" if device else "a special file"
+    return UnusableFile(errno.EINVAL, f"it is {kind}, not a regular file", path)
+
+
+def _too_large(size: int, limit: int, path: str) -> UnusableFile:
+    text = f"it has {size} bytes, more than the limit of {limit}"
+    return UnusableFile(errno.EFBIG, text, path)
+
+
+def sha256_file(path: str | int, limit: int = LARGEST) -> str:
+    """SHA-256 of the contents of a regular file, or of what a descriptor is open on.
+
+    Never waits. Raises UnusableFile for another kind of file and for one that is larger than
+    ``limit`` bytes, and OSError if it cannot be read. The caller has checked a descriptor.
+    """
+    if isinstance(path, int):
+        return _sha256(path, -1, limit, path)
+    with open_regular(path, limit) as (fd, found):
+        return _sha256(fd, found.st_size, limit, path)
+
+
+def _sha256(fd: int, size: int, limit: int, path: str | int) -> str:
+    digest = hashlib.sha256()
+    total = 0
+    while chunk := os.read(fd, 1 << 17):
+        digest.update(chunk)
+        total += len(chunk)
+        # The size saves the read that would only find the end. /proc gives 0 for every file.
+        if total == size:
+            break
+        if total > limit:
+            raise _too_large(total, limit, str(path))
+    return digest.hexdigest()
+
+
+def read_file(path: str, limit: int = LARGEST_RECORD, flags: int = 0) -> bytes:
+    """The contents of a regular file. Never waits. Raises as ``sha256_file``."""
+    with open_regular(path, limit, flags) as (fd, found):
+        return read_opened(fd, found, limit, path)
+
+
+def read_opened(fd: int, found: os.stat_result, limit: int, path: str) -> bytes:
+    """The contents of a file that ``open_regular`` opened."""
+    data = os.read(fd, found.st_size + 1)
+    if len(data) == found.st_size:
+        return data
+    parts, total = [data], len(data)  # it is growing, or was cut, or gives its size as 0
+    while chunk := os.read(fd, 1 << 17):
+        parts.append(chunk)
+        total += len(chunk)
+        if total > limit:
+            raise _too_large(total, limit, path)
+    return b"".join(parts)
+
+
+class Signature(Record):
+    """A file's ``stat``, and when its contents were read.
+
+    Equal signatures mean equal contents only if the file was not being changed when it was read: a
+    write in the same clock tick leaves the times the same. So a signature is not trusted if its
+    times are within two seconds of ``read_at``, or after it (a skewed clock). Then the file is
+    hashed. A program cannot set back the change time, so an edit under an old mtime is noticed.
+
+    The times of an image's files say nothing. There the mount takes the place of the
+    change time, and the signature is not trusted if the mount cannot be told from another.
+    """
+
+    size: int
+    mtime_ns: int
+    ctime_ns: int
+    inode: int
+    read_at: int  # time_ns just before the contents were read
+
+    @classmethod
+    def of(cls, path: str) -> Signature:
+        """The signature of a file that is about to be read. Raises OSError."""
+        # not for a hit, which compares what ``signed`` gives
+
+        read_at = time.time_ns()
+        found = os.stat(path)
+        changed = change_mark(path, found)
+        if changed is None:
+            changed, read_at = found.st_ctime_ns, _NEVER
+        return cls(found.st_size, found.st_mtime_ns, changed, found.st_ino, read_at)
+
+    @property
+    def settled(self) -> bool:
+        """Whether the file had come to rest when it was read."""
+        return self.settles_at <= self.read_at
+
+    @property
+    def settles_at(self) -> int:
+        """When a file with these times comes to rest: a ``time_ns``. Some never do."""
+        if self.known_by_contents:
+            return -_NEVER
+        return max(self.mtime_ns, self.ctime_ns) + _SETTLED_NS
+
+    @property
+    def known_by_contents(self) -> bool:
+        """Whether nothing but its contents tells this file from another."""
+        return self.read_at == _NEVER
+
+    @property
+    def in_image(self) -> bool:
+        """Whether it holds for as long as an image is mounted."""
+
+        return is_mount(self.ctime_ns)
+
+    def holds(self, path: str) -> bool:
+        """Whether the file is certainly unchanged. Raises OSError if it is gone."""
+        return self.settled and Signature.of(path)[:-1] == self[:-1]
+
+
+_NEVER = -(1 << 63)  # a file that was read then would never have come to rest
+
+_SIGNED = attrgetter("st_size", "st_mtime_ns", "st_ctime_ns", "st_ino")
+
+
+def current_signatures(paths: Iterable[str]) -> list[int]:
+    """The signatures of files as they are now, without ``read_at``, one after the other. Not for
+    files of images. Raises OSError if one is gone."""
+    return list(chain.from_iterable(map(_SIGNED, map(os.stat, paths))))
+
+
+FULL = (errno.ENOSPC, errno.EDQUOT)  # what an OSError says of a full disk
+
+
+def write_private(path: str, data: bytes) -> None:
+    """Write a file for this user alone. Its directory is made. Raises OSError."""
+    make_private(os.path.dirname(path))
+    with taking_the_place_of(path, 0o600) as file:
+        file.write(data)
+
+
+def replace(path: str, data: bytes) -> None:
+    """Write a file of the user's. A file that is there keeps its mode, and a link that leads to it
+    stays a link. Raises OSError."""
+    path = os.path.realpath(path)
+    with taking_the_place_of(path) as file:
+        file.write(data)
+        with suppress(FileNotFoundError):
+            os.fchmod(file.fileno(), stat.S_IMODE(os.stat(path).st_mode))
+
+
+def is_temporary(path: str) -> bool:
+    """Whether a file has the name that one has here until all of it is written."""
+    return re.search(r"\.[0-9]+-[0-9a-f]{12}$", path) is not None
+
+
+@contextmanager
+def taking_the_place_of(path: str, mode: int = 0o666, *, sync: bool = False) -> Iterator[BinaryIO]:
+    """A new file, which is ``path`` when the block ends; with ``sync``, once it is on the disk.
+
+    After an error in the block, or a full disk, ``path`` is as before. Raises OSError.
+    """
+    directory, name = os.path.split(path)
+    temporary = os.path.join(directory, f".{name}.{os.getpid()}-{os.urandom(6).hex()}")
+    try:
+        with open(temporary, "x+b", opener=lambda name, how: os.open(name, how, mode)) as file:
+            yield file
+            if sync:
+                file.flush()
+                os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(temporary)
+        raise

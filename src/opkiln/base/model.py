@@ -1,0 +1,215 @@
+"""What an op is: the records OpSpec, Registration, Op and Artifact, and their words.
+
+A hit needs these. The records of a build are in ``build_model``.
+
+All of them are immutable and hold only immutable values.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from opkiln.base.lazy import Record
+from opkiln.errors import SpecError
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+# What a finished op is, and so how it is loaded.
+LIBRARY = "library"  # registers torch ops when loaded: torch.ops.load_library
+PYTHON = "python"  # a CPython extension module (pybind11 or by hand)
+EXECUTABLE = "executable"  # a program; load() gives its path
+PLAIN = "plain"  # a shared library with a C interface; load() gives a ctypes.CDLL
+
+# What the binary depends on.
+ABI_STABLE = "torch-stable"  # torch's stable ABI: one binary for torch >= 2.10
+ABI_TORCH = "torch"  # torch/extension.h: one torch version, one Python
+ABI_NONE = "none"  # no torch at all
+
+STABLE_VERSION = "2.10"  # of torch: the stable ABI's floor that opkiln builds for
+STABLE_TAG = f"{ABI_STABLE}-{STABLE_VERSION}"
+
+# What a library's kernels run on.
+CPU = "cpu"
+CUDA = "cuda"
+ROCM = "rocm"
+XPU = "xpu"
+# Asked of a builder like a backend: its CUDA sources, compiled for the CPU (``OpSpec.emulated``).
+EMULATED = "emulated"
+
+# The dispatch keys under which a backend's library may register: torch calls ROCm's devices CUDA,
+# and SYCL runs on CPUs, too.
+DISPATCH_KEYS = {CPU: ("CPU",), CUDA: ("CUDA",), ROCM: ("CUDA",), XPU: ("XPU", "CPU")}
+
+# The settings that add flags to every build. They are part of a target and so of a key.
+_FLAGS = ("cppflags", "cxxflags", "ldflags", "cpath", "cplus_include_path", "library_path")
+_DEVICE_FLAGS = ("cudaflags",)
+
+PROGRAM = "main"  # the distribution of what a program declares itself
+ONE_CALL = "jit"  # the distribution of what `opkiln.load` compiles: it belongs to no package
+
+# Where packages carry libraries that were built elsewhere.
+CARRIED = "prebuilt"  # below a package: for its own ops
+SHARED = "opkiln_prebuilt"  # below a directory of sys.path: a name for each wheel of ops
+
+# Who declares a spec, and so in which words a hint speaks of its parts.
+BUILDER = "builder"  # an OpBuilder's methods
+DECORATOR = "decorator"  # the arguments of @opkiln.op
+CALL = "call"  # the arguments of `load` or `load_inline`
+EXTENSION = "extension"  # the arguments of a setuptools Extension
+
+# Bump when the same inputs should give another binary for a reason that no argv shows.
+PLAN_VERSION = 2
+
+_LONGEST_NAME = 100  # of an op or a distribution: a file name with more around it must fit
+
+INLINE_ROOT = "/opkiln/src"  # where sources that are in no file are said to lie
+# The anchor of a shipped entry's headers that lie outside of its package, by their paths where it
+# was built: on another machine there may be none.
+OUTSIDE = "outside"
+# opkiln itself: the anchor of its headers.
+PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+# The part of the emulator that is compiled once, not with each kernel. Every emulated op has it.
+EMULATOR_RUNTIME = os.path.join(PACKAGE, "csrc", "opkiln", "emulator", "runtime.cpp")
+
+
+def flag_settings(backend: str) -> tuple[str, ...]:
+    """The settings whose flags a build for this backend gets."""
+    return _FLAGS if backend == CPU else (*_FLAGS, *_DEVICE_FLAGS)
+
+
+class OpSpec(Record):
+    """What an author declares. Paths are relative to ``root`` or absolute."""
+
+    name: str  # the op's name, a C identifier
+    distribution: str  # the package that owns the op; ops of two packages never collide
+    root: str  # absolute; the anchor that makes keys independent of where a package lies
+    sources: tuple[str, ...]  # C++, CUDA or SYCL files
+    include_dirs: tuple[str, ...] = ()  # searched by #include
+    cxx_args: tuple[str, ...] = ()  # flags for the C++ compiler
+    ldflags: tuple[str, ...] = ()  # flags for the linker
+    libraries: tuple[str, ...] = ()  # linked, by name, without -l
+    kind: str = LIBRARY  # library, python, plain or executable
+    abi: str = ABI_STABLE  # torch-stable, torch or none
+    std: str = "c++20"  # the C++ standard
+    vectorize: bool = True  # compile for the target CPU's features, not only its baseline
+    backend: str = CPU  # one library per op and backend
+    emulated: bool = False  # CUDA sources that the emulator runs on the CPU; the backend is the CPU
+    device_args: tuple[str, ...] = ()  # flags for nvcc, hipcc or the SYCL compiler
+    device_libraries: tuple[str, ...] = ()  # linked with relocatable device code, by name
+    # Functions whose schemas are defined in Python, as `namespace::name`. The library must register
+    # a kernel for each, and must not define them again.
+    kernels: tuple[str, ...] = ()
+    schemas: tuple[str, ...] = ()  # of all functions, to compare with the library's; in no key
+    inline: tuple[tuple[str, str], ...] = ()  # (source, text) of sources that are in no file
+    declared_by: str = BUILDER  # for messages; in no key
+
+    @property
+    def title(self) -> str:
+        """Its name for people, as ``transformer (norms, float32)``."""
+        return in_words(self.name)
+
+    @property
+    def is_known_by_name(self) -> bool:
+        """Whether a command such as `opkiln build NAME` finds it."""
+        return self.distribution not in (ONE_CALL, PROGRAM)
+
+
+def place_of(distribution: str, op: str) -> str:
+    """An op's place below ``ops`` or ``receipts`` of a layer: ``<distribution>/<op>``.
+
+    All such paths are made from this. Raises SpecError for a name that could lead elsewhere.
+    """
+    check_names(distribution, op)
+    return f"{distribution}/{op}"
+
+
+def check_names(distribution: str, op: str) -> None:
+    """Refuse names that cannot be directories of a layer. Raises SpecError."""
+    good = isinstance(op, str) and op.isascii() and op.isidentifier()
+    if not good or len(op) > _LONGEST_NAME:
+        raise SpecError(
+            f"{str(op)[:80]!a} cannot be the name of an op",
+            why=f"a name is a C identifier of at most {_LONGEST_NAME} characters: it becomes a "
+            "file, a module and a macro",
+        )
+    # The name of a package on PyPI may have a '-' or a '.', that of one to import may not.
+    words = distribution.replace("-", "_").replace(".", "_")
+    letters = f"_{words}".isidentifier() and len(words.encode()) <= _LONGEST_NAME
+    if not letters or distribution[:1] in ("", "-", "."):
+        raise SpecError(
+            f"{distribution[:80]!a} cannot be the name of a distribution (op {op})",
+            why=f"a name has at most {_LONGEST_NAME} bytes: letters, digits, '_', '-' and '.'. It "
+            "does not begin with '-' or '.'. It becomes a directory of the store.",
+            hint='DISTRIBUTION = "my_package"    # in the builder class',
+        )
+
+
+def in_words(name: str) -> str:
+    """The name of a library for people: ``transformer__norms__float32`` is the library of
+    ``transformer (norms, float32)``."""
+    op, *parts = name.split("__")
+    return f"{op} ({', '.join(parts)})" if op and parts else name
+
+
+# The parts of a registration that give functions in Python, each under the name of the op's.
+REGISTERED = ("reference", "fake", "backward", "vmap", "variant", "tune_key")
+
+
+class Registration(Record):
+    """What an author declares beside the sources. Each part is called when it is needed."""
+
+    namespace: str  # below torch.ops
+    schemas: tuple[str, ...]  # one for each function, without a namespace
+    reference: Callable[[], Any] | None  # gives an object with a function of each name
+    fake: Callable[[], Any] | None = None  # gives such an object for fake tensors
+    backward: Callable[[], Any] | None = None  # gives an object with the gradients
+    vmap: Callable[[], Any] | None = None  # gives the batching rules of decorated functions
+    variant: Callable[[], Any] | None = None  # gives what chooses their variants
+    tune_key: Callable[[], Any] | None = None  # gives what names their classes of shapes
+    # The overloads that a library's function is registered as; "" is the default one.
+    overloads: tuple[str, ...] = ("",)
+    defined: bool = False  # torch has been told of it by whoever declared it
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The op's functions."""
+        return tuple(map(function_name, self.schemas))
+
+
+def function_name(schema: str) -> str:
+    """The name of the function that a schema declares."""
+    return schema.partition("(")[0].strip()
+
+
+class Op(Record):
+    """An op to load: what it is built from, how it is registered, and for which devices."""
+
+    spec: OpSpec  # what it is built from
+    registration: Registration | None = None  # how torch is told of it; None: not at all
+    rule: Callable[[list[str]], Any] | None = None  # the author's filter_ccs
+    asked: str = ""  # an arch list given in the call; it goes before every setting
+
+    @property
+    def name(self) -> tuple[str, str, str]:
+        """Its identity in a process: one library per distribution, op and backend."""
+        spec = self.spec
+        return spec.distribution, spec.name, EMULATED if spec.emulated else spec.backend
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether PyTorch code can serve it where a native library cannot."""
+        return self.registration is not None and self.registration.reference is not None
+
+
+class Artifact(Record):
+    """A finished, verified file that may be loaded, and where it was found."""
+
+    path: str  # the file
+    sha256: str  # its digest
+    origin: str  # prebuilt, store, layer, built
+    compiled: int = 0  # steps that ran to make it now; 0 for one that was found
+    seconds: float = 0.0  # how long that took
+    unobserved: str = ""  # why it serves this process alone

@@ -1,0 +1,348 @@
+"""The OpBuilder underneath a decorated function, or several functions of one library."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from functools import partial
+from importlib import import_module
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+from opkiln.base.model import (
+    CPU,
+    CUDA,
+    DECORATOR,
+    INLINE_ROOT,
+    REGISTERED,
+    ROCM,
+    Op,
+    OpSpec,
+    Registration,
+    function_name,
+)
+from opkiln.builder.base import directory_of, root_of
+from opkiln.builder.cuda import CUDAOpBuilder
+from opkiln.builder.parameters import NATIVE, NO_GRAD, Parameters, texts
+from opkiln.decision.terms import CHECK
+from opkiln.errors import SpecError, UsageError
+from opkiln.loading import loader
+from opkiln.settings import settings
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from opkiln.builder.parameters import Value
+    from opkiln.loading.here import Loaded
+
+_NEEDS = ("archs", "libraries", "include_dirs", "cxx_args", "nvcc_args", "ldflags")
+
+
+class Sources(NamedTuple):
+    """What an op is compiled from: files, or text, for each kind of device."""
+
+    cpu: tuple[str, ...] = ()
+    cuda: tuple[str, ...] = ()
+    inline: tuple[tuple[str, str], ...] = ()  # (file name, text)
+
+    @classmethod
+    def of(
+        cls,
+        files: Sequence[str],
+        cuda: str | Iterable[str],
+        text: str | Mapping[str, str] | None,
+        caller: str = "@opkiln.op",
+    ) -> Sources:
+        """Raises SpecError."""
+        files, device = texts(f"{caller}: sources", files), texts(f"{caller}: cuda=", cuda)
+        if not files and not device and (text is None or text == {}):
+            example = '"my_op.cpp"    # or source="...", or cuda="my_op.cu"'
+            raise SpecError(f"{caller} names no source", hint=example)
+        if text is None:
+            return cls(files, device)
+        if files or device:
+            raise SpecError(f"{caller} has both files and source=", why="it is one or the other")
+        bodies = {CPU: text} if isinstance(text, str) else text
+        if not isinstance(bodies, Mapping) or not all(isinstance(v, str) for v in bodies.values()):
+            raise SpecError(
+                f"{caller}: source= is {repr(text)[:80]}",
+                why='it is text, or a dict of texts: {"cpu": ..., "cuda": ...}',
+            )
+        if unknown := sorted(map(str, set(bodies) - {CPU, CUDA})):
+            raise SpecError(f"{caller}: source= names {', '.join(unknown)}, not cpu and cuda")
+        names = {CPU: "source.cpp", CUDA: "source.cu"}
+        return cls(
+            tuple(names[each] for each in bodies if each == CPU),
+            tuple(names[each] for each in bodies if each == CUDA),
+            tuple((names[each], body) for each, body in bodies.items()),
+        )
+
+    @property
+    def backends(self) -> tuple[str, ...]:
+        return (*((CUDA, ROCM) if self.cuda else ()), *((CPU,) if self.cpu else ()))
+
+
+class DeclaredFunctions:
+    """The functions of a library. ``module`` declares them, if it is another than the library's:
+    as long as it is not imported, their schemas are read from its text."""
+
+    def __init__(self, module: str = "") -> None:
+        self.module = module
+        self.declared: dict[str, str] = {}  # the schemas, by name
+        self._read: tuple[str, ...] | None = None
+
+    @property
+    def schemas(self) -> tuple[str, ...]:
+        module = sys.modules.get(self.module)
+        if not self.module or (module and not getattr(module.__spec__, "_initializing", False)):
+            return tuple(self.declared.values())
+        if self._read is None:
+            from opkiln.builder import reading
+
+            try:
+                self._read = reading.schemas_in(self.module, self)
+            except reading.Unreadable:
+                self.import_module()
+                return tuple(self.declared.values())
+        return self._read
+
+    def import_module(self) -> None:
+        """Have the functions declared."""
+        if self.module:
+            import_module(self.module)
+
+
+class _Schemas:
+    def __get__(self, _: object, builder: type[DecoratedBuilder]) -> tuple[str, ...]:
+        if builder.PARTS:
+            return tuple(each for part in builder.PARTS for each in part.SCHEMAS)
+        return builder.FUNCTIONS.schemas
+
+
+class DecoratedBuilder(CUDAOpBuilder):
+    """What is the same for all decorated functions."""
+
+    _declared_by = DECORATOR
+    FILE = ""  # that declares it
+    REGISTRATION: Registration  # without the schemas, which may still have to be read
+    DIRECTORY = ""  # of the Python file, from the root
+    SOURCES = Sources()
+    NEEDS: Mapping[str, Any]
+    PARAMETERS = Parameters("")
+    VALUES: tuple[Value, ...] = ()  # of the parameters, in the builder of one variant
+    PARTS: tuple[type[DecoratedBuilder], ...] = ()  # of what is several libraries under one name
+    FUNCTIONS = DeclaredFunctions()
+    WITHOUT: Mapping[str, tuple[str, ...]] = {}  # functions that a backend's library does not have
+    _made: dict[tuple[Value, ...], type[DecoratedBuilder]]  # the builders of the variants
+    # What is loaded, by the loader's era and the device; None: there is no library for it.
+    SERVED: dict[tuple[int, str], Loaded | None]
+    SCHEMAS = _Schemas()
+    DECLARED: Mapping[str, SimpleNamespace]  # the functions, by the part of the registration
+    # By function: tells torch of the overload that a variant's library implements.
+    TELL_TORCH: dict[str, Callable[[tuple[Value, ...]], object]]
+
+    @property
+    def _declared_in(self) -> str:
+        return self.FILE
+
+    def sources(self) -> list[str]:
+        named = self.SOURCES.cpu if self.build_for_cpu else self.SOURCES.cuda
+        return list(named) if self.SOURCES.inline else [self._place(each) for each in named]
+
+    def include_paths(self) -> list[str]:
+        return [self._place(each) for each in self.NEEDS.get("include_dirs", ())]
+
+    def libraries_args(self) -> Sequence[str]:
+        return tuple(self.NEEDS.get("libraries", ()))
+
+    def cxx_args(self) -> Sequence[str]:
+        return (*self._macros(), *self.NEEDS.get("cxx_args", ()))
+
+    def nvcc_args(self) -> Sequence[str]:
+        # -O is of the host's code, which makes checks and launches; kernels are always optimized.
+        given = self.NEEDS.get("nvcc_args", ())
+        plain = self.backend != CUDA or any(each.startswith("-O") for each in given)
+        return (*(() if plain else ("-O1",)), *self._macros(), *given)
+
+    def extra_ldflags(self) -> Sequence[str]:
+        return tuple(self.NEEDS.get("ldflags", ()))
+
+    def filter_ccs(self, ccs: list[str]) -> list[str]:
+        least = self.NEEDS.get("archs")
+        if least is None:
+            return ccs
+        return [each for each in ccs if _number(each) >= _number(str(least))]
+
+    def spec(self) -> OpSpec:
+        spec = super().spec()
+        if not self.SOURCES.inline:
+            return spec
+        used = tuple(each for each in self.SOURCES.inline if each[0] in spec.sources)
+        return spec._replace(root=INLINE_ROOT, inline=used)
+
+    def registration(self) -> Registration:
+        return self.REGISTRATION._replace(schemas=self.SCHEMAS)
+
+    def op(self) -> Op:
+        if names := [each.NAME for each in self.variants()]:
+            kind = "parts" if self.PARTS else "variants"
+            raise UsageError(
+                f"op {self.name} has a library for each of its {kind}, and none of its own",
+                why=f"they are {', '.join(names)}",
+                hint=f"name one of them: {names[0]}",
+            )
+        return super().op()
+
+    def kernels(self) -> list[str]:
+        lacking = self.WITHOUT.get(CPU if self.build_for_cpu else CUDA, ())
+        return [each for each in super().kernels() if each not in lacking]
+
+    def loaded(
+        self, verbose: bool = True, *, reload: bool = False, must_be_native: bool = False
+    ) -> Loaded:
+        self.FUNCTIONS.import_module()
+        if self.VALUES:
+            for tell in self.TELL_TORCH.values():
+                tell(self.VALUES)
+        return super().loaded(verbose, reload=reload, must_be_native=must_be_native)
+
+    @classmethod
+    def declare(cls, schema: str, function: Callable[..., Any]) -> None:
+        """Add a function, or replace one."""
+        name = function_name(schema)
+        cls.forget()
+        if not cls.FUNCTIONS.module:
+            cls._made.clear()
+        cls.FUNCTIONS.declared.pop(name, None)
+        cls.FUNCTIONS.declared[name] = schema
+        for part in REGISTERED:  # of the function that is replaced
+            vars(cls.DECLARED[part]).pop(name, None)
+        setattr(cls.DECLARED["reference"], name, function)
+
+    @classmethod
+    def forget(cls) -> None:
+        """Have this process load the libraries anew: they have other functions, or sources."""
+        for library in (cls, *cls._made.values()):
+            library.SERVED.clear()
+            loader.forget(library().distribution, library.NAME)
+
+    @classmethod
+    def variants(cls) -> tuple[type[DecoratedBuilder], ...]:
+        if cls.PARTS:
+            return tuple(each for part in cls.PARTS for each in part.variants() or (part,))
+        if cls.VALUES or not cls.PARAMETERS:
+            return ()
+        return tuple(map(cls.variant, cls.PARAMETERS.combinations()))
+
+    @classmethod
+    def ahead(cls) -> tuple[type[DecoratedBuilder], ...]:
+        return tuple(each for each in cls.variants() if each.PARAMETERS.is_ahead(each.VALUES))
+
+    @classmethod
+    def variant(cls, values: tuple[Value, ...]) -> type[DecoratedBuilder]:
+        """The builder of the variant with these values; without any, this one."""
+        found = cls._made.get(values) if values else cls
+        if found is None:
+            ending = cls.PARAMETERS.suffix(values)
+            overloads = cls.REGISTRATION.overloads
+            if cls.PARAMETERS.are_overloads:
+                overloads = tuple(f"{ending}_{each}" if each else ending for each in overloads)
+            words = {
+                "__module__": cls.__module__,
+                "NAME": cls.PARAMETERS.library(values),
+                "VALUES": values,
+                "SERVED": {},
+                "REGISTRATION": cls.REGISTRATION._replace(overloads=overloads),
+            }
+            found = cls._made[values] = type(f"{cls.__name__}_{ending}", (cls,), words)
+        return found
+
+    def _macros(self) -> tuple[str, ...]:
+        return self.PARAMETERS.flags(self.VALUES) if self.VALUES else ()
+
+    def _place(self, path: str) -> str:
+        return path if os.path.isabs(path) else os.path.join(self.DIRECTORY, path)
+
+
+def builder_for(
+    name: str,
+    place: tuple[str, str],
+    sources: Sources,
+    needs: Mapping[str, Any],
+    namespace: str,
+    parameters: Parameters,
+    functions: str = "",
+    **words: Any,
+) -> type[DecoratedBuilder]:
+    """A builder class, without functions yet. ``place`` is the module and the file that declare it,
+    ``words`` are more of its attributes. Raises SpecError."""
+    module, file = place
+    directory = directory_of(file)
+    root = root_of(module, directory)
+    words |= {
+        "__module__": module,
+        "NAME": name,
+        "NAMESPACE": namespace,
+        "BACKENDS": sources.backends,
+        "FUNCTIONS": DeclaredFunctions(functions),
+        "FILE": file,
+        "DIRECTORY": "" if directory == root else os.path.relpath(directory, root),
+        "SOURCES": sources,
+        "NEEDS": _checked_needs(name, needs),
+        "PARAMETERS": parameters,
+        "SERVED": {},
+        "TELL_TORCH": {},
+        "_made": {},
+        "DECLARED": {part: SimpleNamespace() for part in REGISTERED},
+    }
+    title = "".join(part.capitalize() for part in name.split("_"))
+    made: type[DecoratedBuilder] = type(f"{title}Builder", (DecoratedBuilder,), words)
+    # What a library's function is registered as. If every call is to be compared, that is an
+    # overload of its own. An op with variants has no library: its variants have.
+    compared, varied = settings.mode == CHECK, parameters.are_overloads
+
+    def provide(part: str) -> SimpleNamespace | None:
+        made.FUNCTIONS.import_module()
+        found = made.DECLARED[part]
+        return found if part == "reference" or vars(found) else None
+
+    made.REGISTRATION = Registration(
+        namespace=made()._checked_namespace('@opkiln.op(..., namespace="my_package")'),
+        schemas=(),
+        **{part: partial(provide, part) for part in REGISTERED},
+        overloads=(NATIVE,) if compared else ("",) if varied else ("", NO_GRAD),
+        defined=True,
+    )
+    return made
+
+
+def _checked_needs(op: str, needs: Mapping[str, Any]) -> dict[str, Any]:
+    if not isinstance(needs, Mapping):
+        raise SpecError(f"op {op}: needs= is {repr(needs)[:80]}, not a dict")
+    if unknown := sorted(map(str, set(needs) - set(_NEEDS))):
+        raise SpecError(
+            f"op {op}: needs= has {', '.join(unknown)}", why=f"it may have {', '.join(_NEEDS)}"
+        )
+    checked: dict[str, Any] = {
+        name: texts(f"op {op}: needs={{{name!r}: ...}}", each)
+        for name, each in needs.items()
+        if name != "archs"
+    }
+    if "archs" in needs:
+        checked["archs"] = str(needs["archs"])
+        try:
+            _number(checked["archs"])
+        except ValueError as error:
+            raise SpecError(
+                f"op {op}: needs= has archs {checked['archs'][:80]!r}",
+                why="it is the least compute capability that the op runs on",
+                hint='needs={"archs": "8.0"}',
+            ) from error
+    return checked
+
+
+def _number(capability: str) -> tuple[int, int]:
+    major, _, minor = capability.partition(".")
+    return int(major), int("".join(filter(str.isdigit, minor)) or 0)

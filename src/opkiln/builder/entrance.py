@@ -1,0 +1,388 @@
+"""Where a call arrives that no native kernel takes, and which library it goes to.
+
+It is an op's implementation for all devices that have no other (CompositeExplicitAutograd). The
+first call with a tensor of a device loads the library for that device, whoever makes the call: the
+decorated function, ``torch.ops``, a compiled graph, an exported program. The library registers
+kernels for its device, so later calls do not come here. Where there is no library, the reference
+runs. It also runs for a call that a kernel does not serve: the kernel says why, and passes it here.
+
+Every op has variants, each with a library: a plain op has one. The arguments of a call choose.
+
+- With compile-time parameters, each variant is an overload of the op, ``attn.HEAD_64_T_half``, and
+  the op itself has no library. So a compiled graph, which holds the op and not a variant, chooses
+  anew whenever it runs, also with other shapes. The decorated function, outside of graphs, chooses
+  before torch is called.
+- With dtypes, all libraries implement the op itself. torch calls the first that is loaded, and the
+  libraries pass a call on among themselves (``loading/native.py``), so a dtype costs a call nothing
+  in Python, also in a compiled graph. A dtype that is not loaded yet arrives here.
+
+Decorating a function again (a notebook's cell is run once more, a module is reloaded) replaces
+everything: schema, reference, shapes, gradient and kernels. torch frees an operator with its last
+registration, and whoever still holds it would then call freed memory. So each operator keeps one
+registration for good, and old references to it reach the new definition.
+
+torch also has a list of each op's overloads, by which ``torch.ops.ns.f(x)`` finds the first that
+fits. When several overloads with one signature lose their schemas, the first one leaves the list,
+and the others stay in it (torch 2.13). So an overload that was defined once is always defined
+again, or looking up the op would fail; and the default one loses its schema last, to stay first.
+The overload ``unserved`` has another signature. To take it out of the list, torch reads the schemas
+of those before it, so it goes first, also at the end of the process, where the newest library does.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from opkiln.base import signature
+from opkiln.builder.checking import Comparison
+from opkiln.builder.parameters import DTYPE, NATIVE, NO_GRAD, UNSERVED
+from opkiln.builder.variants import Variant, device_of, require_allowed
+from opkiln.decision import terms
+from opkiln.errors import FallbackWarning, LoadError, SpecError, warn_caller
+from opkiln.loading.gradient import Gradient, add_defaults, autocast_off, tensors
+from opkiln.loading.here import here
+from opkiln.loading.register import (
+    Function,
+    drop_compiled_graphs,
+    lasting_library,
+    library_of,
+    register_fake,
+)
+from opkiln.settings import settings
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from opkiln.builder.builders import DecoratedBuilder
+    from opkiln.builder.parameters import Value
+    from opkiln.builder.tuning import Tuning
+
+REASON = "unserved_because"  # the argument that the overload ``unserved`` has besides the op's
+_KEPT_KEY = "FPGA"  # a device that no tensor is on
+_MOST_REASONS = 16  # that are told and kept: a program may call with a thousand sizes
+_MOST_CALLS = 4096  # that are remembered for one variant
+
+
+class Entrance(Function):
+    """A decorated function that torch knows. Chooses and loads its libraries, and runs its
+    reference for the calls that none serves."""
+
+    def __init__(
+        self, builder: type[DecoratedBuilder], schema: str, function: Callable[..., Any]
+    ) -> None:
+        owner = f"declared in {function.__module__} already", function.__qualname__
+        hint = '@opkiln.op(..., namespace="another")'
+        super().__init__(function.__name__, builder.REGISTRATION, schema, owner, hint)
+        self._builder, self._function, self.parameters = builder, function, builder.PARAMETERS
+        # Read in each call.
+        self._is_plain, self._has_overloads = not self.parameters, self.parameters.are_overloads
+        self.compare = Comparison(self.op, function)
+        self._variants: dict[tuple[Value, ...], Variant] = {}
+        builder.TELL_TORCH[self.op] = self.variant
+        # From the arguments of a call to the values of the parameters that are not tuned.
+        self.choose: Callable[..., Any] | None = None
+        if self.parameters.by_dtype:
+            self.choose = _choose_dtype(schema)
+        # The calls of the overloads: a dict for each parameter, one in the other, which is
+        # faster than one with tuples. With tuning, the innermost one is by what is tuned for.
+        self.calls: dict[Any, Any] = {}
+        self.tuning: Tuning | None = None
+        if self.parameters.tuned:
+            from opkiln.builder.tuning import Tuning
+
+            self.tuning = Tuning(builder, self.variant)
+        self.chosen_names = tuple(name for name, _ in self.parameters.chosen)
+        self._defaults: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+        self.reasons: dict[str, None] = {}  # why calls in this process ran as the reference
+        self.refused = 0  # such calls
+        self._first: Any = None  # the torch.library.Library of the default overload
+        self._library: Any = None  # that of the others
+        self._unserved: Any = None  # that of ``unserved``
+        self._batching: Any = None  # that of the rules for vmap
+        self._rule: Callable[..., Any] | None = None  # the author's
+        self._overloads: list[str] = []
+        # What an earlier declaration had and this one does not; and the kernels of those.
+        self._left: list[str] = []
+        self._leftovers: dict[str, Any] = {}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._is_plain:
+            return self.variant(())(*args, **kwargs)
+        args, kwargs = self._add_defaults(args, kwargs)
+        if self.calls:
+            try:
+                found, call = self._values_for(args, kwargs), self.calls
+                for name in self.chosen_names:
+                    call = call[found[name]]
+                if self.tuning is not None:
+                    call = call[self.tuning.exact(*args, **kwargs)]
+            except (KeyError, TypeError):  # not called before, none, or a mistake: see below
+                pass
+            else:
+                return call(*args, **kwargs)  # type: ignore[operator]
+        if device_of(args, kwargs) == "meta" or settings.mode == terms.REFERENCE:
+            return self.reference(*args, **kwargs)
+        variant, why = self._choose(args, kwargs)
+        if variant is None:
+            return self._fall_back(why, args, kwargs)
+        return (variant.overload if self._has_overloads else variant)(*args, **kwargs)
+
+    def take_unserved(self, *args: Any, unserved_because: str, **kwargs: Any) -> Any:
+        """Take a call that a kernel does not serve, or one with a dtype that is not loaded: then
+        there is no reason."""
+        if unserved_because:
+            return self._fall_back(unserved_because, args, kwargs)
+        variant, _ = self._choose(args, kwargs)
+        if variant is not None and variant.is_native(device_of(args, kwargs)):
+            return variant.overload(*args, **kwargs)  # another thread has just loaded it
+        return self(*args, **kwargs)
+
+    def reference(self, *args: Any, **kwargs: Any) -> Any:
+        """The reference, in the dtypes that it is given."""
+        with autocast_off(tuple(tensors(args, kwargs))):
+            return self._function(*args, **kwargs)
+
+    def _fall_back(self, why: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the reference, and say so once for each reason; not for a call that it refuses, too:
+        then its error says all. Raises LoadError where it must not run."""
+        require_allowed(self.op, "reference", why)
+        result = self.reference(*args, **kwargs)
+        self.refused += 1
+        if why not in self.reasons and len(self.reasons) < _MOST_REASONS:
+            self.reasons[why] = None
+            warn_caller(f"op {self.op} runs as its pure-PyTorch reference: {why}", FallbackWarning)
+        return result
+
+    def load_native(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Variant:
+        """The variant for a call, with its library loaded. Raises LoadError if there is none."""
+        variant, why = self._choose(args, kwargs)
+        if variant is None:
+            raise LoadError(f"op {self.op} has no variant for these arguments", why=why)
+        variant.require_native(device_of(args, kwargs))
+        return variant
+
+    def matching(self, wanted: Mapping[str, Value]) -> list[Variant]:
+        """The variants that have these values. Raises SpecError if there is none."""
+        return [self.variant(values) for values in self.parameters.matching(wanted)]
+
+    def reload(self) -> None:
+        """Look at the sources of what is loaded again. Raises OpkilnError."""
+        for each in list(self._variants.values()):
+            each.reload()
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What calls in this process came to, for explanations."""
+        tuned = () if self.tuning is None else self.tuning.notes
+        return (*(f"the reference ran: {each}" for each in self.reasons), *tuned)
+
+    def variant(self, values: tuple[Value, ...]) -> Variant:
+        """The variant with these values, known to torch."""
+        found = self._variants.get(values)
+        if found is not None:
+            return found
+        with here.lock:
+            if values in self._variants:
+                return self._variants[values]
+            made = Variant(self._builder.variant(values), self.compare, self.reference)
+            compared = NATIVE in self._builder.REGISTRATION.overloads
+            if self._has_overloads:
+                ending = self.parameters.suffix(values)
+                made.overload = self.add(ending, made)
+                if compared:
+                    made.native = self.add(f"{ending}_{NATIVE}", None)
+            else:
+                made.overload = self.overload()
+                made.native = self.overload(NATIVE) if compared else None
+            self._variants[values] = made
+            return made
+
+    def _choose(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Variant | None, str]:
+        """The variant for a call; or None, and why none serves it. Raises SpecError, and LoadError
+        where the reference must not serve."""
+        args, kwargs = self._add_defaults(args, kwargs)
+        found = self._values_for(args, kwargs)
+        if found is None:
+            return None, f"the function of @{self.op}.variant chose none for these arguments"
+        values, why = self.parameters.find_values(found)
+        if why:
+            return None, why
+        keys: tuple[Any, ...] = values
+        lasting = True
+        if self.tuning is not None:
+            tuned, lasting = self.tuning.best(values, args, kwargs)
+            keys, values = (*values, self.tuning.exact(*args, **kwargs)), (*values, *tuned)
+        variant = self.variant(values)
+        if lasting and self._has_overloads:
+            self._remember(keys, variant)
+        return variant, ""
+
+    def _remember(self, keys: tuple[Any, ...], variant: Variant) -> None:
+        """Have the decorated function call this variant at once."""
+        with here.lock:
+            calls = self.calls
+            for each in keys[:-1]:
+                calls = calls.setdefault(each, {})
+            if len(calls) >= _MOST_CALLS:
+                calls.clear()  # of a program whose shapes never repeat
+            # As in ``calls.py``: what calling torch's object does, without its Python method.
+            calls[keys[-1]] = getattr(variant.overload, "_op", variant.overload)
+
+    def _add_defaults(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments with the defaults of those that torch leaves out."""
+        if self._defaults is None:  # asking torch for a schema takes long
+            self._defaults = add_defaults(self.overload()._schema, (), {})
+        plain, named = self._defaults
+        if len(args) < len(plain):
+            args = (*args, *plain[len(args) :])
+        return args, {**named, **kwargs} if named else kwargs
+
+    def _values_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not self.parameters.chosen:
+            return {}
+        if self.choose is None:
+            raise SpecError(
+                f"op {self.op} has variants, and nothing chooses one",
+                why=f"variants= lists {self.parameters.in_words()}",
+                hint=f"@{self.op}.variant on a function that takes the arguments of {self.op} and "
+                "returns a value for each name",
+            )
+        return self.choose(*args, **kwargs)
+
+    # What torch is told
+
+    def tell_all(self, overload: str) -> None:
+        """Tell torch of the op, with one overload besides the default one. Raises SpecError."""
+        with here.lock:
+            before = self.claim()
+            if isinstance(before, Entrance):
+                before.retire()
+            here.functions[self.qualified] = self
+            self._library, self._first = library_of(self.namespace), library_of(self.namespace)
+            for each in ("", overload):
+                self._tell_overload(each, None if each == NATIVE else self)
+            self._tell_unserved()
+            if isinstance(before, Entrance):
+                self._tell_leftovers(before)
+            if not self.mutates:
+                below = self.overload(NO_GRAD) if overload == NO_GRAD else self.overload()
+                self.gradient = Gradient(self.overload(), below, self._function)
+                self._first.impl(self.name, self.gradient, "Autograd", with_keyset=True)
+            if before is not None:
+                drop_compiled_graphs()
+
+    def retire(self) -> None:
+        """Have torch forget it, but for the operator itself, and this process its libraries."""
+        others = [self._batching, *self._leftovers.values(), self._library, self._first]
+        for each in filter(None, (self._unserved, *others)):
+            each._destroy()
+        self._library = self._first = self._batching = self._unserved = None
+        self._leftovers.clear()
+        self.calls.clear()
+        self._builder.forget()
+        self._variants.clear()
+
+    def add(self, overload: str, kernel: Callable[..., Any] | None) -> Any:
+        """Tell torch of one more overload, that of a variant; torch's object for it. ``kernel`` is
+        for the devices that no library has kernels for."""
+        with here.lock:
+            if self._library is None:
+                raise LoadError(f"op {self.name} was declared anew: this function is the old one")
+            self._tell_overload(overload, kernel)
+        return self.overload(overload)
+
+    def batch_with(self, rule: Callable[..., Any]) -> None:
+        """Take an author's batching rule."""
+        schema = self.overload()._schema
+
+        def batched(info: Any, in_dims: Any, *args: Any, **kwargs: Any) -> Any:
+            all_args, named = add_defaults(schema, args, kwargs)
+            dims = (*in_dims, *(None for _ in all_args[len(args) :]))
+            return rule(info, dims, *all_args, **named)
+
+        with here.lock:
+            if self._batching is not None:
+                self._batching._destroy()
+                self._batching = None
+            self._rule = batched
+            for each in self._overloads:
+                self._batch(each)
+
+    def _batch(self, overload: str) -> None:
+        """Register what runs under vmap: the author's rule, or the reference on batched tensors."""
+        if self._rule is not None:
+            name = f"{self.namespace}::{self.overload_name(overload)}"
+            torch.library.register_vmap(name, self._rule, lib=self._library)
+        elif not self.mutates:
+            self._batching = self._batching or library_of(self.namespace)
+            self._batching.impl(self.overload_name(overload), self._function, "FuncTorchBatched")
+
+    def _tell_leftovers(self, before: Entrance) -> None:
+        """Define the overloads that the op had and does not have any more."""
+        for overload in (*before._overloads, *before._left):
+            if overload not in self._overloads and overload not in self._left:
+                self._left.append(overload)
+                self.define(self._library, overload)
+                kernel = self._leftovers[overload] = library_of(self.namespace)
+                kernel.impl(self.overload_name(overload), self, "CompositeExplicitAutograd")
+
+    def _tell_overload(self, overload: str, kernel: Callable[..., Any] | None) -> None:
+        library, name = self._library if overload else self._first, self.overload_name(overload)
+        if overload in self._leftovers:
+            self._leftovers.pop(overload)._destroy()
+        else:
+            self.define(library, overload)
+        self._overloads.append(overload)
+        self._keep(name)
+        register_fake(library, f"{self.namespace}::{name}", self.fake)
+        if kernel is not None:
+            library.impl(name, kernel, "CompositeExplicitAutograd")
+        self._batch(overload)
+
+    def _tell_unserved(self) -> None:
+        """Only kernels call it, with real tensors: no tracer sees it."""
+        arguments, _, results = self.schema[len(self.name) + 1 :].rpartition(") -> ")
+        star = "" if "*, " in arguments else "*, "
+        more = f"{arguments}{', ' if arguments else ''}{star}str {REASON}"
+        name = self.overload_name(UNSERVED)
+        self._unserved = library_of(self.namespace)
+        self._unserved.define(f"{name}({more}) -> {results}")
+        self._keep(name)
+        self._unserved.impl(name, self.take_unserved, "CompositeExplicitAutograd")
+
+    def _keep(self, name: str) -> None:
+        """Have torch keep an operator for good."""
+        qualified = f"{self.namespace}::{name}"
+        if qualified not in here.kept:
+            here.kept.add(qualified)
+            lasting_library(self.namespace).impl(name, _nowhere, _KEPT_KEY)
+
+
+def _nowhere(*args: Any, **kwargs: Any) -> Any:
+    raise NotImplementedError("there are no kernels for this device")
+
+
+def _choose_dtype(schema: str) -> Callable[..., dict[str, str]]:
+    """What gives the dtype of a call: its ScalarType argument; without one, the dtype of the first
+    argument that is a floating-point tensor. ``op/registering.h`` has the same rule."""
+    arguments = enumerate(signature.arguments(schema))
+    listed = [(place, name, signature.canonical(kind)) for place, (kind, name) in arguments]
+    deciding = [each for each in listed if each[2] == "ScalarType"]
+    deciding = deciding or [each for each in listed if each[2] in ("Tensor", "Tensor(!)")]
+
+    def choose(*args: Any, **kwargs: Any) -> dict[str, str]:
+        for place, name, _ in deciding:
+            value = args[place] if place < len(args) else kwargs.get(name)
+            if not isinstance(value, Tensor):
+                return {DTYPE: str(value).removeprefix("torch.")}
+            if value.dtype.is_floating_point:
+                return {DTYPE: str(value.dtype).removeprefix("torch.")}
+        return {DTYPE: ""}
+
+    return choose

@@ -1,1 +1,0 @@
-"""Entries as they travel: a layer of shipped entries, one file of them, and signatures."""

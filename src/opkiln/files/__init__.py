@@ -1,1 +1,0 @@
-"""Tensors and files, on the ops ``async_io`` and ``gds``; ``opkiln.io`` has the names."""

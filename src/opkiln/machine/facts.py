@@ -1,0 +1,278 @@
+"""Facts: what was known of a path, and whether that still holds.
+
+A fact is a path, what was known of it and its value: of a file, the digest of its contents. There
+are no classes of files: a header of the package, of torch and of the compiler, a program and the
+libraries that it loaded each count by themselves, wherever they are.
+
+With each fact goes the signature of the file as it was. Where the signature holds, so does the
+fact. Elsewhere the value is asked for again. So a checkout with other times is still a hit, and an
+edit under an old time is not.
+
+What a build read becomes facts in its entry (``store.key``). What compilers answered is remembered
+with facts (``toolchain.probing``). What a decision reads is collected here, at the place where it
+is read, and becomes a receipt (``decision.receipt``). While nobody collects, that costs a look at
+one variable.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from contextlib import contextmanager
+from contextvars import ContextVar
+from itertools import islice
+
+from opkiln.base.digest import Signature, key, sha256_file
+from opkiln.settings import executable, on_path
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+# What is known of a path, and so what must not change:
+FILE = "file"  # its contents
+PROGRAM = "program"  # its contents, and whether it may be run
+DIRECTORY = "directory"  # that it is one
+LISTING = "listing"  # the names in it
+LINK = "link"  # its text; empty if it is something else
+ABSENT = "absent"  # of a directory: which names are not below it
+LIBRARIES = "libraries"  # of the dynamic linker's list: where these lead
+CHOICE = "choice"  # of a name on PATH: the programs that it leads to, up to the one that ran
+
+GONE, HIDDEN = "\0gone", "\0hidden"  # in the place of a value: no link has such a text
+RUNS = "*"  # after the digest of a file that may be run
+
+
+_read: dict[str, tuple[str, Signature]] = {}
+
+
+def digest_of(path: str) -> str:
+    """SHA-256 of a file, which is read again only if it may have changed since this process read
+    it. Raises OSError."""
+    known = _read.get(path)
+    if known is None or not known[1].holds(path):
+        signature = Signature.of(path)
+        known = _read[path] = (sha256_file(path), signature)
+    return known[0]
+
+
+class Hasher:
+    """File digests for the length of one operation. Looks at each file once."""
+
+    def __init__(self, digest: Callable[[str], str] = digest_of) -> None:
+        self._digest = digest
+        self._known: dict[str, tuple[str, Signature]] = {}
+
+    def __call__(self, path: str) -> tuple[str, Signature]:
+        """(SHA-256, signature taken just before the look). Raises OSError."""
+        known = self._known.get(path)
+        if known is None:
+            signature = Signature.of(path)
+            known = self._known[path] = (self._digest(path), signature)
+        return known
+
+
+# Values
+
+
+def join_names(names: Iterable[str]) -> str:
+    """Names as one value; no name has a NUL."""
+    return "\0".join(names)
+
+
+def split_names(value: str) -> list[str]:
+    return value.split("\0") if value else []
+
+
+def together(kind: str, one: str, other: str) -> str:
+    """What two steps knew of a path. Raises ValueError if they disagree."""
+    if one == other:
+        return one
+    if kind in (ABSENT, LIBRARIES):
+        return join_names(sorted({*split_names(one), *split_names(other)}))
+    if kind == CHOICE:  # of two lists of programs, the longer begins with the other
+        return max(one, other, key=len)
+    raise ValueError(f"{kind}: {one!r} and {other!r}")
+
+
+def value(kind: str, path: str, then: str, hasher: Hasher) -> str:
+    """What is known of a path now, where ``then`` was known before. Raises OSError."""
+    try:
+        return _ask(kind, path, then, hasher)
+    except (FileNotFoundError, NotADirectoryError):
+        return GONE
+    except IsADirectoryError:
+        return DIRECTORY
+    except PermissionError:
+        return HIDDEN
+
+
+def _ask(kind: str, path: str, then: str, hasher: Hasher) -> str:
+    if kind == FILE:
+        return hasher(path)[0]
+    if kind == PROGRAM:
+        return hasher(path)[0] + (RUNS if executable(path) else "")
+    if kind == DIRECTORY:
+        return DIRECTORY if os.path.isdir(path) else GONE
+    if kind == LISTING:
+        return key("listing", tuple(sorted(os.listdir(path))))
+    if kind == LINK:
+        return os.readlink(path) if stat.S_ISLNK(os.lstat(path).st_mode) else ""
+    if kind == ABSENT:
+        # What a compiler can open counts: not a link that leads nowhere.
+        absent = (
+            name for name in split_names(then) if not os.path.exists(os.path.join(path, name))
+        )
+        return join_names(absent)
+    if kind == LIBRARIES:
+        from opkiln.machine.binary import elf  # not for a hit
+
+        return join_names(
+            elf.read_list(path, [each.partition("/")[0] for each in split_names(then)])
+        )
+    return join_names(islice(on_path(path), len(split_names(then))))  # CHOICE
+
+
+def signature_of(kind: str, path: str, then: str = "") -> Signature:
+    """What holds as long as the value does. No ``stat`` shows where a link or PATH leads, nor what
+    is missing behind a link or in a directory below. Raises OSError."""
+    if kind in (LINK, CHOICE) or (kind == LIBRARIES and not os.path.exists(path)):
+        return UNSIGNED
+    signature = Signature.of(path)
+    if kind == ABSENT:
+        below = {name.partition("/")[0] for name in split_names(then)}
+        if any(os.path.lexists(os.path.join(path, name)) for name in below):
+            return UNSIGNED
+    return signature
+
+
+UNSIGNED = Signature(0, 0, 0, 0, 0)  # holds for no file
+
+
+def ask_again(kind: str, path: str, then: str, hasher: Hasher) -> tuple[str, Signature]:
+    """(what is known of a path now, the signature under which that holds). Raises OSError."""
+    try:
+        signature = signature_of(kind, path, then)
+    except OSError:
+        signature = UNSIGNED
+    return value(kind, path, then, hasher), signature
+
+
+# What a decision read
+
+
+class Evidence:
+    """The facts of one decision. JSON can hold every one of them."""
+
+    def __init__(self) -> None:
+        self.files: dict[str, tuple[int, ...]] = {}  # path: signature
+        # name: the paths that PATH leads to, in order; None at the end says that these are all
+        self.programs: dict[str, list[str | None]] = {}
+        self.absent: dict[str, None] = {}
+        self.complete = True  # False: the decision also rests on something else
+        self.start_entry()
+
+    def start_entry(self) -> None:
+        """An entry is about to be compared with the files as they are: forget those of others."""
+        self.entry: list[tuple[str, str, str, Signature]] = []  # as ``entry`` has them
+
+
+_collected: ContextVar[Evidence | None] = ContextVar("opkiln_evidence", default=None)
+
+
+@contextmanager
+def collecting(found: Evidence | None = None) -> Iterator[Evidence]:
+    """Collect what is read in this block, with what was read before."""
+    if found is None:
+        found = Evidence()
+    token = _collected.set(found)
+    try:
+        yield found
+    finally:
+        _collected.reset(token)
+
+
+def file(path: str, signature: Iterable[int] | None = None) -> None:
+    """A file, or a directory's list of names, was read. ``signature`` is from before the read."""
+    found = _collected.get()
+    if found is None:
+        return
+    try:
+        signed = tuple(Signature.of(path) if signature is None else signature)
+    except OSError:
+        found.complete = False  # it is gone already
+        return
+    if found.files.setdefault(path, signed)[:-1] != signed[:-1]:
+        found.complete = False  # it changed between two looks
+
+
+def absent(path: str) -> None:
+    """There is nothing at this path, or nothing that can be used."""
+    found = _collected.get()
+    if found is not None:
+        found.absent[path] = None
+
+
+def exists(path: str) -> bool:
+    """Whether there is a file or directory: which one, and that it stays so, is a fact."""
+    return _note(path, os.path.exists(path))
+
+
+def runs(path: str) -> bool:
+    """As ``exists``, of a program."""
+    return _note(path, executable(path))
+
+
+def _note(path: str, found: bool) -> bool:
+    if found:
+        file(path)
+    else:
+        absent(path)
+    return found
+
+
+def list_directory(directory: str) -> list[str]:
+    """The names in a directory, none if it cannot be listed. That these are all is a fact."""
+    try:
+        signature = Signature.of(directory)
+        names = os.listdir(directory)
+    except OSError:
+        absent(directory)
+        return []
+    file(directory, signature)
+    return names
+
+
+def start_entry() -> None:
+    """``Evidence.start_entry``."""
+    found = _collected.get()
+    if found is not None:
+        found.start_entry()
+
+
+def entry(kind: str, path: str, value: str, signature: Signature) -> None:
+    """A fact of an entry holds (``store.key``). ``signature`` is from before the look."""
+    found = _collected.get()
+    if found is not None:
+        found.entry.append((kind, path, value, signature))
+
+
+def program(name: str, path: str | None) -> None:
+    """A name was looked up on PATH."""
+    found = _collected.get()
+    if found is not None:
+        found.programs.setdefault(name, [path])
+
+
+def programs(name: str, paths: list[str]) -> None:
+    """All programs of a name on PATH were looked at."""
+    found = _collected.get()
+    if found is not None:
+        found.programs[name] = [*paths, None]
+
+
+def incomplete() -> None:
+    """The decision rests on something that cannot be checked later."""
+    found = _collected.get()
+    if found is not None:
+        found.complete = False

@@ -1,0 +1,267 @@
+"""Calls of ops that write to long lists of tensors: those of a step, whose lists are passed or kept
+by the op; the layout that they need; their results.
+
+An op raises an error for a wrong argument before it writes anything. Nothing here catches that,
+because an error of a kernel looks the same. If nothing is wrong but another call is needed, that
+is checked before the call, or the op returns a status. Nothing here waits for a GPU.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from functools import cache, partial
+from itertools import chain
+from operator import is_, itemgetter
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from opkiln.base import signature
+from opkiln.base.model import function_name
+from opkiln.ops.optimizing.checks import MASTER
+from opkiln.ops.optimizing.sharded import has_shards, parts_of, wrap_part
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+
+class Status(IntEnum):
+    """The result of a step over kept lists. Nothing was written unless it is ``MADE``.
+
+    The numbers are those of ``csrc/opkiln/optimizing/status.h``.
+    """
+
+    MADE = 0
+    NOT_KEPT = 1  # the op keeps nothing for this call, perhaps because its library was replaced
+    LAYOUT = 2  # a tensor is not laid out as the kept lists need it
+
+
+@cache
+def arguments_of(schemas: tuple[str, ...], function: str) -> dict[str, str]:
+    """The arguments of an op's function: their names and types in its schema."""
+    schema = next(each for each in schemas if function_name(each) == function)
+    return {name: kind for kind, name in signature.arguments(schema)}
+
+
+def call_in_place(
+    op: Callable[..., Any],
+    lists: Sequence[list[Tensor]],
+    written: Iterable[list[Tensor]],
+    hyper: dict[str, Any],
+) -> Any:
+    """``op(*lists, **hyper)``, and its result. Then the versions of ``written`` are counted up,
+    unless the result is a status that says that no step was made.
+
+    Called directly, the op counts them up itself, in Python. That turns every list into Python
+    objects and back, which takes a sixth of a step over ten thousand tensors. Here it comes after
+    the call, when a GPU is already working.
+    """
+    with torch._C._AutoDispatchBelowADInplaceOrView():
+        result = op(*lists, **hyper)
+    if not result:
+        for tensors in written:
+            _count_up(tensors)
+    return result
+
+
+def _count_up(tensors: list[Tensor]) -> None:
+    try:
+        increment_version(tensors)
+    except RuntimeError:
+        # No kernel is called here. The only possible error says that a tensor was made in inference
+        # mode and has no version. Checking each tensor first would take a tenth of a step over ten
+        # thousand tensors, and such a tensor is very rare.
+        increment_version([tensor for tensor in tensors if not tensor.is_inference()])
+
+
+def same_tensors(some: list[Tensor], others: list[Tensor]) -> bool:
+    """Whether the lists hold the same objects."""
+    return len(some) == len(others) and all(map(is_, some, others))
+
+
+# The calls of a step
+
+
+class StepCall(NamedTuple):
+    """One call of the op, for parameters of one group on one device."""
+
+    group: int
+    function: str  # of the op
+    device: torch.device
+    params: list[Tensor]
+    # The op's lists between the parameters and the states. For DTensors, the parts on this rank.
+    gradients: list[list[Tensor]]
+    states: list[dict[str, Any]]
+    # The op's lists after the states: copies in host memory; or masters, which may be an empty
+    # list, and counts of steps.
+    rest: list[list[Tensor]]
+    hyper: dict[str, Any]
+    step: int = 0  # its number, if the op is not what counts
+    kept: KeptLists | None = None
+
+    def run(self, ops: Any, names: Sequence[str]) -> bool:
+        """Call the op with the states of these names. Raises before anything is written.
+
+        False if there were kept lists and they could not be used.
+        """
+        if self.kept is not None:
+            op = partial(getattr(ops, self.kept.function), *self.kept.handles)
+            status = call_in_place(op, self.gradients, [self.kept.written], self.hyper)
+            if status == Status.MADE:
+                return True
+        self._run_lists(getattr(ops, self.function), names)
+        return self.kept is None
+
+    def written_lists(self, names: Sequence[str]) -> list[list[Tensor]]:
+        """The lists that are written to: parameters, states, and the rest."""
+        states = [list(map(itemgetter(name), self.states)) for name in names]
+        return [self.params, *states, *self.rest]
+
+    def _run_lists(self, op: Callable[..., None], names: Sequence[str]) -> None:
+        """Tensors whose layouts differ are copied first."""
+        lists, dtensors = self.written_lists(names), []
+        if has_shards(self.params):
+            # The DTensors' own versions are also counted up, because autograd looks at them.
+            lists, dtensors = list(map(parts_of, lists)), lists
+        params, *others, last = lists
+        # A sparse gradient, which comes as rows and their numbers, is laid out as the op takes it.
+        in_rows = len(self.gradients) > 1
+        gradients = [] if in_rows else self.gradients
+        laid = lay_out_alike(params, *gradients, *filter(None, others), in_rows=in_rows)
+        if laid is not None:
+            rows = iter(laid.lists)
+            params, gradients = next(rows), [next(rows) for _ in gradients]
+            others = [next(rows) if row else row for row in others]
+        arguments = [params, *(gradients or self.gradients), *others, last]
+        call_in_place(op, arguments, [params, *others, last, *dtensors], self.hyper)
+        if laid is None:
+            return
+        for name, row in zip((*names, MASTER), others, strict=False):
+            for param, state, tensor in zip(self.params, self.states, row, strict=False):
+                if name in state:
+                    state[name] = wrap_part(param, tensor)
+        laid.write_back()
+
+
+class KeptLists(NamedTuple):
+    """The lists that the op keeps for parameters that are stepped together. Gradients are not kept.
+
+    It keeps the tensors alive. It is valid while ``fits`` is true and no entry of a state is
+    replaced; the owner must watch for that.
+    """
+
+    function: str  # of the op; makes a step
+    handles: Sequence[Tensor]  # its first arguments
+    call: StepCall  # that passes the lists
+    parts: list[Tensor]  # of the parameters, on this rank; usually the same list
+    written: list[Tensor]
+    where: tuple[Any, ...] | None
+
+    @classmethod
+    def keep(
+        cls,
+        call: StepCall,
+        names: Sequence[str],
+        keep: Callable[..., Sequence[Tensor]],
+        by_address: bool,
+    ) -> KeptLists | None:
+        """None if the op keeps nothing: it has no native version, or a tensor is not contiguous.
+
+        ``keep`` is called with the op's lists. ``by_address`` says that they are kept as addresses
+        in the memory of a GPU, and so for one stream. Otherwise the op notices by itself if a
+        tensor has changed. Raises the op's errors.
+        """
+        # The group's own list may change.
+        call = call._replace(params=call.params[:])
+        lists = whole = call.written_lists(names)
+        if has_shards(call.params):
+            lists = list(map(parts_of, whole))
+        params, *others = lists
+        if not all(map(Tensor.is_contiguous, chain(*call.gradients, *lists))):
+            return None
+        handles = keep(params, *call.gradients, *others)
+        if not handles[-1].numel():
+            return None
+        where = _addresses_and_stream(params, call.device) if by_address else None
+        function = call.function + ("planned_" if by_address else "kept_")
+        # A view shares the version of its base, which must be counted up once.
+        bases = (each if each._base is None else each._base for each in chain(*lists, *whole))
+        written = list({id(base): base for base in bases}.values())
+        return cls(function, handles, call._replace(gradients=[], hyper={}), params, written, where)
+
+    def fits(self, params: list[Tensor]) -> bool:
+        """Whether they were kept for these parameters, at these addresses and this stream."""
+        if not same_tensors(params, self.call.params):
+            return False
+        # A DTensor may have got another local tensor.
+        if self.sharded and not same_tensors(parts_of(params), self.parts):
+            return False
+        return self.where is None or self.where == _addresses_and_stream(
+            self.parts, self.call.device
+        )
+
+    @property
+    def sharded(self) -> bool:
+        """Whether there are DTensors among the parameters."""
+        return self.parts is not self.call.params
+
+
+def _addresses_and_stream(parts: list[Tensor], device: torch.device) -> tuple[Any, ...]:
+    """The tensors' addresses, which an assignment to ``param.data`` changes, and the stream."""
+    on_gpu = device.type == "cuda"
+    stream = torch.cuda.current_stream(device).cuda_stream if on_gpu else 0
+    return list(map(Tensor.data_ptr, parts)), stream
+
+
+# Layouts
+
+
+class Laid(NamedTuple):
+    """The lists in the layout that a kernel needs."""
+
+    lists: list[list[Tensor]]
+    # Parameters with gaps between their elements, and contiguous copies to be stepped instead.
+    staged: list[tuple[Tensor, Tensor]]
+
+    def write_back(self) -> None:
+        """Write the copies that were stepped to their parameters."""
+        for param, contiguous in self.staged:
+            param.copy_(contiguous)
+
+
+def lay_out_alike(
+    params: list[Tensor], *others: list[Tensor], in_rows: bool = False
+) -> Laid | None:
+    """The lists with a copy in place of each tensor that is not laid out like its parameter.
+
+    None if a kernel can walk the tensors as they are. A dense parameter (such as a channels-last
+    one) decides the layout of the others, unless all must be ``in_rows``. A parameter with gaps is
+    staged. Tensors of another shape than their parameter's are not changed: the op refuses them by
+    name.
+    """
+    if all(map(Tensor.is_contiguous, chain(params, *others))):
+        return None
+    is_dense = torch.ops.aten.is_non_overlapping_and_dense
+    dense = [param.is_contiguous() or (not in_rows and is_dense(param)) for param in params]
+    strides = list(map(Tensor.stride, params))
+    if all(dense) and all(list(map(Tensor.stride, row)) == strides for row in others):
+        return None
+    staged: list[tuple[Tensor, Tensor]] = []
+    rows = []
+    for is_model, param, *rest in zip(dense, params, *others, strict=True):
+        model = param if is_model else param.contiguous()
+        if not is_model:
+            staged.append((param, model))
+        rows.append([model, *(_match_layout(model, tensor) for tensor in rest)])
+    lists = [list(column) for column in zip(*rows, strict=True)]
+    return None if all(map(same_tensors, lists, (params, *others))) else Laid(lists, staged)
+
+
+def _match_layout(model: Tensor, tensor: Tensor) -> Tensor:
+    """The tensor, or a copy that is laid out like the model."""
+    if tensor.stride() == model.stride() or tensor.shape != model.shape or not tensor.numel():
+        return tensor
+    return torch.empty_like(model, dtype=tensor.dtype, requires_grad=False).copy_(tensor)

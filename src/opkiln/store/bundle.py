@@ -1,0 +1,242 @@
+"""Writes a layer as one file, a bundle, and imports bundles into a store.
+
+``store.archive`` defines the format and reads single entries in place. This module reads a bundle
+as a whole: if one byte has changed, the file is refused before anything is taken from it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+from collections.abc import Iterable, Iterator
+from typing import Any, BinaryIO, NamedTuple
+
+from opkiln.base.digest import LARGEST_BUNDLE, sha256_file, taking_the_place_of
+from opkiln.errors import StoreError
+from opkiln.machine.facts import Hasher
+from opkiln.store import layer, publish
+from opkiln.store.archive import INDEX, Bundle, Damaged, Member, NotABundle, index_of
+from opkiln.store.entry import (
+    FETCHED,
+    MALFORMED,
+    MANIFEST,
+    SIDECAR,
+    Leaf,
+    examine,
+    in_words,
+    parse_manifest,
+    write_manifest,
+)
+from opkiln.store.layers import claim
+from opkiln.store.zip_format import LARGEST, MOST_MEMBERS, Writer, chunks
+
+
+class BundleFile(NamedTuple):
+    """A bundle that was written."""
+
+    path: str
+    sha256: str  # of the file
+    entries: int
+    size: int
+
+
+class ImportedEntry(NamedTuple):
+    """An entry of a bundle that was imported."""
+
+    op: str
+    distribution: str
+    directory: str
+    new: bool  # False: the store had it already
+
+
+# Writing
+
+
+def write_bundle(layer_dir: str, file: str) -> BundleFile:
+    """Write the entries of a layer, as ``bundles.layer`` leaves them, to one file.
+
+    The same entries give the same bytes. ``file`` appears whole or not at all. Raises StoreError if
+    the layer is empty or damaged, or if the file cannot be written.
+    """
+    entries = layer.entries(layer_dir)
+    paths = {
+        f"{each.place}/{name}": os.path.join(each.directory, name)
+        for each in entries
+        for name in each.files
+    }
+    members = [
+        (name, os.stat(path).st_size, sha256_file(path)) for name, path in sorted(paths.items())
+    ]
+    total = sum(size for _, size, _ in members)
+    if total > LARGEST - (64 << 20) or len(members) > MOST_MEMBERS:
+        raise StoreError(
+            f"{len(members)} files of {total} bytes are too many for one bundle",
+            why=f"a bundle has at most {LARGEST >> 30} GiB in {MOST_MEMBERS} files",
+            hint="opkiln cache export FILE --op OP    # several bundles; each is a layer",
+        )
+    with replacing(file, total) as out:
+        archive = Writer(out)
+        archive.add(INDEX, [index_of(members)])
+        for name, _, sha256 in members:
+            if archive.add(name, chunks(paths[name])).sha256.hex() != sha256:
+                raise StoreError(
+                    f"{paths[name]} (SHA-256 {sha256}) was changed while it was bundled"
+                )
+        archive.close()
+    return BundleFile(file, sha256_file(file, LARGEST_BUNDLE), len(entries), os.stat(file).st_size)
+
+
+@contextlib.contextmanager
+def temporary_bundle(payloads: Iterable[str]) -> Iterator[BundleFile]:
+    """A bundle of these libraries of the store, for as long as the block lasts. Raises
+    StoreError."""
+    with publish.scratch("pack") as stage:
+        layer_dir = os.path.join(stage, "layer")
+        layer.export(payloads, layer_dir)
+        yield write_bundle(layer_dir, os.path.join(stage, "bundle"))
+
+
+@contextlib.contextmanager
+def replacing(file: str, total: int) -> Iterator[BinaryIO]:
+    """A new file that replaces ``file`` when all of it is on disk.
+
+    Raises StoreError if it cannot be written. After any error ``file`` is unchanged, and no
+    temporary file is left.
+    """
+    try:
+        with taking_the_place_of(file, sync=True) as out:
+            yield out
+    except OSError as error:
+        raise StoreError(
+            f"{file} cannot be written ({total} bytes): {error.strerror or error}",
+            hint=f"ls -ld {shlex.quote(os.path.dirname(os.path.abspath(file)))}",
+        ) from error
+
+
+# Reading
+
+
+def read_bundle(file: str) -> list[dict[str, Any]]:
+    """The manifests of a bundle's entries, after every byte of it was checked.
+
+    Raises StoreError, which names the file and the digests; Untrusted, a subclass, if
+    ``OPKILN_TRUSTED_KEYS`` requires a signature that is missing.
+    """
+    with open_bundle(file) as bundle:
+        return [manifest for _, manifest, _ in _entries(bundle)]
+
+
+class Origin(NamedTuple):
+    """Where a bundle came from, and what vouches for its digest: a lock file, or a trusted key
+    whose signature was verified. It becomes part of the manifests of its entries."""
+
+    url: str
+    sha256: str
+    by: tuple[str, str]  # ("lock", the file) or ("key", the key)
+
+
+def unpack(
+    file: str, root: str, *, sha256: str = "", signed: bool = True, origin: Origin | None = None
+) -> list[ImportedEntry]:
+    """Publish each entry of a bundle in the store at ``root`` (``Store.root``).
+
+    ``signed=False`` is for one that opkiln itself made just now: it needs no signature. Nor does
+    one that comes from a remote tier, its ``origin``. Everything is checked before the first one is
+    published, and each appears whole or not at all. ``sha256`` is the digest that the file must
+    have. Raises StoreError, as ``read_bundle`` does.
+    """
+    note = {}
+    if origin is not None:
+        sha256, signed = origin.sha256, False
+        note = {FETCHED: dict([("url", origin.url), ("sha256", sha256), origin.by])}
+    with open_bundle(file, sha256, signed=signed) as bundle:
+        entries = list(_entries(bundle))
+        claim(root)
+        return [_publish(bundle, *entry, root, note) for entry in entries]
+
+
+def unpack_bytes(data: bytes, root: str, *, sha256: str = "", signed: bool = True) -> None:
+    """As ``unpack``, of a bundle in memory."""
+    with publish.scratch("fetch") as stage:
+        file = os.path.join(stage, "bundle")
+        with open(file, "xb") as out:
+            out.write(data)
+        unpack(file, root, sha256=sha256, signed=signed)
+
+
+@contextlib.contextmanager
+def open_bundle(file: str, sha256: str = "", *, signed: bool = True) -> Iterator[Bundle]:
+    """A bundle of which every byte was checked. Damage that is found, now or later, is raised as a
+    StoreError. ``signed=False`` needs no signature."""
+    try:
+        with Bundle(file) as bundle:
+            if sha256 and (found := bundle.digest()) != sha256.lower():
+                raise Damaged(f"it has the SHA-256 {found}, not {sha256.lower()}")
+            bundle.check()
+            if signed:
+                bundle.authenticate()
+            yield bundle
+    except (Damaged, NotABundle) as error:
+        what, why, hint = f"{file} is refused: {error}", "", ""
+        if isinstance(error, NotABundle):
+            what, why, hint = error.what, f"{error.why}; ", error.hint
+        compare = (
+            f"sha256sum {shlex.quote(file)}    # compare it with the original, and copy that again"
+        )
+        raise StoreError(
+            what,
+            why=f"{why}the whole file has the SHA-256 {sha256_file(file, LARGEST_BUNDLE)}",
+            hint=hint or compare,
+        ) from error
+    except OSError as error:
+        raise StoreError(f"{file} cannot be read: {error.strerror or error}") from error
+
+
+def _entries(bundle: Bundle) -> Iterator[tuple[str, dict[str, Any], dict[str, Member]]]:
+    """(path, manifest, files) of each entry. Raises Damaged if its parts do not agree."""
+    for leaf, files in bundle.index.entries.items():
+        try:
+            manifest = parse_manifest(bundle.read(files[MANIFEST]))
+            parse_manifest(bundle.read(files[SIDECAR]), SIDECAR)
+            payload = files[manifest["payload"]]
+            place = leaf.split("/")
+            agree = (
+                layer.identity(manifest) == (*place[2:4], place[-1])
+                and (payload.size, payload.sha256) == (manifest["size"], manifest["sha256"])
+                and set(files) == {MANIFEST, SIDECAR, manifest["payload"]}
+            )
+        except MALFORMED as error:
+            raise Damaged(f"{leaf}: {in_words(error)}") from error
+        if not agree:
+            digest = files[MANIFEST].sha256
+            raise Damaged(f"{leaf} does not match its manifest (SHA-256 {digest})")
+        yield leaf, manifest, files
+
+
+def _publish(
+    bundle: Bundle,
+    leaf: str,
+    manifest: dict[str, Any],
+    files: dict[str, Member],
+    root: str,
+    note: dict[str, Any],
+) -> ImportedEntry:
+    relative = leaf.partition("/")[2]
+    final = os.path.join(root, relative)
+    found = examine(final, {}, Hasher(), listed=False, whole=False, own=False)
+    new = not isinstance(found, Leaf)  # a damaged one is replaced
+    if new:
+        with publish.scratch("import") as stage:
+            for name, member in files.items():
+                mode = 0o700 if name == manifest["payload"] else 0o600
+                with publish.create(os.path.join(stage, name), mode) as out:
+                    if note and name == MANIFEST:
+                        out.write(write_manifest({**manifest, **note}))
+                    else:
+                        bundle.copy(member, out)
+            # Readers refuse a damaged entry that cannot be moved away.
+            with contextlib.suppress(OSError):
+                publish.discard(root, final)
+            publish.publish(stage, root, relative)
+    return ImportedEntry(manifest["op"], manifest["distribution"], final, new)
