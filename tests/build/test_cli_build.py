@@ -108,7 +108,7 @@ def entry(opkiln: Opkiln, name: str = "plain") -> Path:
 
 
 def test_an_op_is_built_once_and_then_found(opkiln: Opkiln, op: Package) -> None:
-    first = opkiln.run.process("build", "plain")
+    first = opkiln.process("build", "plain")
     assert first.returncode == 0
     assert re.search(r"^plain +cpu +built +\d+\.\d\d +/.*/plain\.so$", first.stdout, re.MULTILINE)
     assert "built plain in" in first.stderr
@@ -182,14 +182,14 @@ def test_all_skips_what_its_author_says_cannot_run_and_names_the_reason(
     (tmp_path / "packages" / "torch").mkdir()
     (tmp_path / "packages" / "torch" / "__init__.py").touch()
     (tmp_path / "packages" / "torch" / "version.py").write_text("__version__ = '2.9.1'\n")
-    done = opkiln.run.process("build", "--all")
+    done = opkiln.process("build", "--all")
     assert done.returncode == 0
     assert done.stdout == ""
     assert "skipped plain: it needs a quantum computer" in done.stderr
     assert re.search(r"skipped cpu_adam: .*2\.9\.1 lacks the stable ABI", done.stderr)
     # By name it is an explicit request.
-    assert opkiln.run.process("build", "plain").returncode == 0
-    assert opkiln.run.process("build", "cpu_adam").returncode == 6
+    assert opkiln.process("build", "plain").returncode == 0
+    assert opkiln.process("build", "cpu_adam").returncode == 6
 
 
 @pytest.mark.first_use
@@ -199,7 +199,7 @@ def test_a_build_that_no_store_can_take_exits_with_5(
     (cache / "v1").mkdir(parents=True)
     cache.chmod(0o700)
     (cache / "v1" / "staging").touch()  # where a directory has to be
-    done = opkiln.run.process("build", "plain")
+    done = opkiln.process("build", "plain")
     assert done.returncode == 5
     assert "error: op plain was built, but could not be stored" in done.stderr
 
@@ -505,7 +505,7 @@ def test_the_demo_passes_where_numpy_is_not_installed(opkiln: Opkiln, tmp_path: 
     without.mkdir()
     (without / "numpy.py").write_text("raise ModuleNotFoundError('No module named numpy')\n")
     path = f"{without}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
-    done = opkiln.run.process("demo", PYTHONPATH=path)
+    done = opkiln.process("demo", PYTHONPATH=path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"result +PASS", done.stdout)
 

@@ -155,7 +155,7 @@ def enter(world: World, place: Place, here: Path, stack: ExitStack) -> type[OpBu
     if world.masked or world.carried == "foreign":
         flags = uname.cpu_flags()
         patch.setattr(
-            machine, "cpu_flags", lambda: " ".join(flags.split()[: 4 if world.masked else None])
+            uname, "cpu_flags", lambda: " ".join(flags.split()[: 4 if world.masked else None])
         )
     tools = here / "bin"
     tools.mkdir()

@@ -278,7 +278,7 @@ def test_the_plugin_imports_next_to_nothing() -> None:
         "print(*sorted(set(sys.modules) - before))\n"
     )
     done = child.run(code, bare=False, forked=False)
-    own = ["opkiln", "opkiln.base.lazy", "opkiln.testing"]
+    own = ["opkiln", "opkiln.base", "opkiln.base.lazy", "opkiln.testing"]
     assert done.split() == [*own, "opkiln.testing.plugin"]
 
 

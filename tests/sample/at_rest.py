@@ -15,9 +15,8 @@ if TYPE_CHECKING:
     import pytest
 
 SETTLED_NS = 50_000_000
-IN_CHILD = (
-    f"from opkiln.base import digest; digest._SETTLED_NS = {SETTLED_NS}\n"  # code for its start
-)
+# Code for the start of a child.
+IN_CHILD = f"from opkiln.base import digest; digest._SETTLED_NS = {SETTLED_NS}\n"
 
 
 def shorten(monkeypatch: pytest.MonkeyPatch) -> None:

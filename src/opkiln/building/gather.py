@@ -49,7 +49,7 @@ _NO_FILES = ("/proc/", "/sys/")
 class Inputs(NamedTuple):
     """The inputs of one step, or of several."""
 
-    # (kind of ``opkiln.machine.facts``, path as it was spelled, what must not change). The last is empty
+    # (kind of ``machine.facts``, path as it was spelled, what must not change). The last is empty
     # where the kind says it. Of ABSENT, it is the names that were looked for in vain in a directory
     # (one with a slash is below a directory that does not exist either). Of CHOICE, it is the
     # programs of a name on PATH up to the one that a script or launcher chose. Of LIBRARIES, it is
