@@ -20,7 +20,7 @@
 #                       the recipes on Slurm (apt-get install slurmctld slurmd slurm-client munge) and Kubernetes' schemas
 #   make test-other-cpu   kernels and ops for the other CPU architecture (apt-get install qemu-user, and
 #                         g++-aarch64-linux-gnu or, on aarch64, g++-x86-64-linux-gnu)
-#   make mutants   which changes to the code that decides no test notices; MODULE=store/facts for one
+#   make mutants   which changes to the code that decides no test notices; MODULE=machine/facts for one
 #   make mutants-drawn   which of 300 changes, drawn over all of src, no test at all notices (hours)
 #   make deepspeed-sources   DeepSpeed's native sources, for bench/ops/deepspeed_kernels.py
 #   make release-check   the archives of a release, reproducible, examined, installed and used

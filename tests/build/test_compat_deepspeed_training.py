@@ -15,7 +15,7 @@ from torch.nn.functional import gelu, layer_norm, linear
 from opkiln.compat.deepspeed.modules import OpModule
 from opkiln.compat.deepspeed.training import KEPT, WEIGHTS
 from opkiln.errors import UsageError
-from opkiln.ops.transformer.functions import kept as kept_elements
+from opkiln.ops.transformer.functions import kept_elements
 
 Weights = namedtuple("Weights", WEIGHTS.split())
 Kept = namedtuple("Kept", KEPT.split())

@@ -96,7 +96,7 @@ def test_threads_that_open_one_file_at_once_get_a_file_each(source: Path, tmp_pa
 
     def take(op: int) -> None:
         together.wait()
-        got.append(native.of_its_own(op, artifact).path)
+        got.append(native.ensure_own_file(op, artifact).path)
 
     threads = [threading.Thread(target=take, args=(op,)) for op in range(4)]
     for thread in threads:
@@ -135,4 +135,4 @@ def test_an_op_with_bytes_of_its_own_looks_at_no_other_file(
     monkeypatch.setattr(native, "_one_file", looked)
     for number in range(3):
         artifact = Artifact(f"/nowhere/{number}", f"{number}" * 64, "store")
-        assert native.of_its_own(number, artifact) is artifact
+        assert native.ensure_own_file(number, artifact) is artifact

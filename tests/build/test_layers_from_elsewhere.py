@@ -278,12 +278,12 @@ def test_code_without_ptx_is_no_answer_to_a_list_that_names_ptx(
 def test_named_ptx_is_had_where_a_library_has_any(device: Shipped) -> None:
     op = device.package.builder(**CUDA).op()
     with override(cuda_arch_list="9.0a+PTX"):
-        needs = archs.wanted(op)
+        needs = archs.find_wanted(op)
     assert archs.way_of("cuda", needs, ("9.0a",), ("sm_90a",)) == ("", "9.0a+PTX")
     has = archs.way_of("cuda", needs, ("9.0a+PTX",), ("sm_90a", "compute_90a"))
     assert has == ("exact", "9.0a+PTX")
     with override(cuda_arch_list="9.0a"):
-        needs = archs.wanted(op)
+        needs = archs.find_wanted(op)
     assert archs.way_of("cuda", needs, ("9.0a",), ("sm_90a",)) == ("exact", "9.0a")
 
 

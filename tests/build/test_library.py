@@ -16,8 +16,8 @@ from sample import child, forks
 from torch import Tensor
 
 import opkiln
-from opkiln.builder.builders import Functions
-from opkiln.builder.registry import ALL_OPS, bundled
+from opkiln.builder.builders import DeclaredFunctions
+from opkiln.builder.registry import ALL_OPS, bundled_ops
 from opkiln.errors import DifferenceError, FallbackWarning, SpecError
 from opkiln.loading import loader
 
@@ -254,18 +254,18 @@ def test_a_module_that_does_not_say_its_annotations_itself_is_imported(
 
 CATALOGUE = """
 import json, sys
-from opkiln.builder.registry import ALL_OPS, bundled
-print(json.dumps({name: ALL_OPS[name].SCHEMAS for name in bundled()}))
+from opkiln.builder.registry import ALL_OPS, bundled_ops
+print(json.dumps({name: ALL_OPS[name].SCHEMAS for name in bundled_ops()}))
 assert "torch" not in sys.modules
 """
 
 
 def test_the_schemas_of_the_catalogue_are_read_without_torch() -> None:
     read = json.loads(child.run(CATALOGUE))
-    for name in bundled():
+    for name in bundled_ops():
         builder = ALL_OPS[name]
         for part in getattr(builder, "PARTS", None) or (builder,):
-            getattr(part, "FUNCTIONS", Functions()).import_module()
+            getattr(part, "FUNCTIONS", DeclaredFunctions()).import_module()
         assert sorted(read[name]) == sorted(builder.SCHEMAS) != []
 
 

@@ -237,7 +237,7 @@ def test_what_nvrtc_reads_is_a_dependency_and_what_its_driver_reads_is_not(
     known = key.read(sidecar["facts"])
     paths = [each.path for each in known]
     paths += [f"{each.path}/{name}" for each in known if each.kind == "absent"
-              for name in facts.parted(each.value)]  # fmt: skip
+              for name in facts.split_names(each.value)]  # fmt: skip
     assert [path for path in paths if "python3" in os.path.basename(path)] == []
     assert [path for path in paths if path.startswith(os.path.dirname(os.__file__))] == []
     assert machine.build("bend.cu").path == first.path

@@ -17,7 +17,7 @@ from sample.watching import LIST, Seen, Unavailable
 from opkiln.building import gather, observed
 from opkiln.building.observing import log, observer
 from opkiln.machine.binary import elf
-from opkiln.machine.facts import ABSENT, LISTING, parted
+from opkiln.machine.facts import ABSENT, LISTING, split_names
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -88,7 +88,7 @@ class Known:
         self.paths = {os.path.normpath(each) for _, each, what in found.facts if not what}
         absent = {os.path.normpath(os.path.join(directory, name))
                   for kind, directory, what in found.facts if kind == ABSENT
-                  for name in parted(what)}  # fmt: skip
+                  for name in split_names(what)}  # fmt: skip
         # Links that lead nowhere are followed again.
         self.absent = absent | {*map(os.path.realpath, absent)}
         self.listed = {os.path.realpath(each) for kind, each, _ in found.facts if kind == LISTING}

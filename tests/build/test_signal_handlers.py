@@ -105,7 +105,7 @@ def test_a_handler_between_any_two_lines_never_waits_for_its_own_thread(
     def on_signal(*_: object) -> None:
         """Take every lock that a build takes."""
         events.emit(events.NOTE, text="from a handler")
-        budget.shared()
+        budget.shared_budget()
         with trust.usable_by_owner():
             pass
         try:

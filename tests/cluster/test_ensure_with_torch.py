@@ -259,7 +259,7 @@ distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, wo
 assert "opkiln.cluster.ensure" in sys.modules
 from opkiln.decision import terms
 from opkiln.builder.registry import get_builder
-pin = terms.pinned(get_builder("utils").op())
+pin = terms.find_pin(get_builder("utils").op())
 import opkiln
 store = distributed.FileStore(sys.argv[1], 1)
 (choice,) = opkiln.ensure("utils", store=store, rank=0, world_size=1)

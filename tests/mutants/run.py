@@ -24,12 +24,12 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 
 # A module, and the tests that are for it.
 MODULES = {
-    "facts": ("test_facts.py", "test_gather.py", "test_linker.py", "test_receipt.py"),
+    "machine/facts": ("test_facts.py", "test_gather.py", "test_linker.py", "test_receipt.py"),
     "store/key": ("test_key.py", "test_plan.py", "test_facts.py"),
     "decision/receipt": ("test_receipt.py",),
     "decision/decide": ("test_decide.py",),
-    "engine/budget": ("test_budget_limits.py",),
-    "observing/log": ("test_observer_log.py",),
+    "run/budget": ("test_budget_limits.py",),
+    "building/observing/log": ("test_observer_log.py",),
     "building/asking": ("test_asking.py", "test_search.py"),
     "building/gather": ("test_gather.py", "test_linker.py", "test_observer_log.py"),
     "decision/terms": ("test_trace.py", "test_decide.py", "test_search.py"),

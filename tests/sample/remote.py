@@ -34,7 +34,7 @@ with warnings.catch_warnings(record=True) as told:
     from opkiln.decision.terms import Request
     from opkiln.loading.explain import explain
     known = loader.loaded_here().get(builder.op().name)
-    asked = known[0] if known else loader.decided(Request(builder.op()))
+    asked = known[0] if known else loader.resolve(Request(builder.op()))
     trace = [list(each) for each in asked.trace.candidates]
     explained = str(explain(builder.op()))
     origin = known[0].artifact.origin if known and known[0].artifact else ""

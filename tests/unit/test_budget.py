@@ -53,7 +53,7 @@ from opkiln.settings import override
 directory, slots, memory = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 with override(runtime_dir=directory):
     limits = budget.Limits(tuple(range(slots)), 4 << 30, (4 << 30) // slots, "test", "test")
-    shared = budget.Budget(limits, budget.shared()._table)
+    shared = budget.Budget(limits, budget.shared_budget()._table)
     with shared.hold(memory=memory) as taken:
         print(*taken, flush=True)
         sys.stdin.read()
@@ -169,7 +169,7 @@ from opkiln.settings import override
 directory, log = sys.argv[1:]
 with override(runtime_dir=directory):
     limits = budget.Limits((0, 1, 2), 3 << 30, 1 << 30, "test", "test")
-    shared = budget.Budget(limits, budget.shared()._table)
+    shared = budget.Budget(limits, budget.shared_budget()._table)
     for turn in range(4):
         with shared.hold(memory=(1 + turn % 2) << 30) as taken:
             fd = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)

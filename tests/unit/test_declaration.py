@@ -47,9 +47,9 @@ def test_the_first_to_import_torch_may_be_any_of_many_threads() -> None:
     code = """
         import sys, threading
         from opkiln.loading import declaration
-        from opkiln.builder.registry import ALL_OPS, bundled, libraries
+        from opkiln.builder.registry import ALL_OPS, bundled_ops, libraries
 
-        ops = [each().op() for name in bundled() for _, each in libraries(name, ALL_OPS[name])]
+        ops = [each().op() for name in bundled_ops() for _, each in libraries(name, ALL_OPS[name])]
         assert len(ops) > 50 and "torch" not in sys.modules
         passed = []
         def check(op):

@@ -49,7 +49,7 @@ def heard(event):
 with override(runtime_dir=f"{place}/run", max_jobs=None):
     cpus = tuple(map(int, slots.split(",")))
     limits = budget.Limits(cpus, 4 << 30, (4 << 30) // len(cpus), "test", "test")
-    shares = budget.Budget(limits, budget.shared()._table)
+    shares = budget.Budget(limits, budget.shared_budget()._table)
     with events.listening(heard):
         schedule.execute([step(number) for number in range(int(steps))], timeout=600, budget=shares)
 """
@@ -351,7 +351,7 @@ def test_two_threads_of_a_process_get_slots_in_the_order_they_asked(tmp_path: Pa
     from opkiln.settings import override
     with override(runtime_dir=sys.argv[1], max_jobs=None):
         limits = budget.Limits((0,), 1 << 30, 1 << 30, "test", "test")
-        shares = budget.Budget(limits, budget.shared()._table)
+        shares = budget.Budget(limits, budget.shared_budget()._table)
         order, threads = [], []
         def ask(number):
             with shares.hold():

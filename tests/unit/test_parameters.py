@@ -22,12 +22,12 @@ def test_every_combination_is_a_variant_with_a_name_and_macros() -> None:
 
 
 def test_values_are_taken_by_name_and_those_not_listed_are_told() -> None:
-    assert GOOD.listed({"CAUSAL": True, "T": "half", "HEAD": 64}) == ((64, "half", True), "")
-    values, why = GOOD.listed({"HEAD": 96, "T": "half", "CAUSAL": True})
+    assert GOOD.find_values({"CAUSAL": True, "T": "half", "HEAD": 64}) == ((64, "half", True), "")
+    values, why = GOOD.find_values({"HEAD": 96, "T": "half", "CAUSAL": True})
     assert (values, why) == ((), "no variant has HEAD=96; variants= lists 64, -1")
     for wrong in ({"HEAD": 64}, 64, {"HEAD": 64, "T": "half", "CAUSAL": True, "MORE": 1}):
         with pytest.raises(SpecError, match=r"the function of @attn.variant returns"):
-            GOOD.listed(wrong)
+            GOOD.find_values(wrong)
 
 
 def test_part_of_the_values_selects_several_variants() -> None:

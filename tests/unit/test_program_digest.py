@@ -229,10 +229,10 @@ CATALOGUE = """
 import json
 from opkiln.cluster import facts
 from opkiln.cluster.program import Programs
-from opkiln.builder.registry import ALL_OPS, bundled, libraries
+from opkiln.builder.registry import ALL_OPS, bundled_ops, libraries
 
 programs, found = Programs(), {}
-for name in bundled():
+for name in bundled_ops():
     for _, builder in libraries(name, ALL_OPS[name]):
         op = builder().op()
         functions = facts.functions_of(op)

@@ -555,7 +555,7 @@ class DropIn:
         self.torchs: Any = ModuleType("torch.utils.cpp_extension")
         self.torchs.CUDA_HOME = str(self.old.home)
         monkeypatch.setitem(sys.modules, self.torchs.__name__, self.torchs)
-        monkeypatch.setattr(extension, "served", self._plan)
+        monkeypatch.setattr(extension, "serve", self._plan)
         self._source = here.root / "kernel.cu"
         self._source.write_text("")
 

@@ -294,7 +294,7 @@ def _nearest(directory: str) -> str:
 
 
 def _numbers(facts: Iterable[Iterable[Any]]) -> list[int]:
-    """As ``digest.signed`` gives them."""
+    """As ``digest.current_signatures`` gives them."""
     return [number for each in facts for number in islice(each, 4)]
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
         SlidingWindow,
         Variable,
     )
-    from opkiln.ops.sparse_attn.plans import LayoutPlan
+    from opkiln.ops.sparse_attn.plans import SparsePlan
 
 __all__ = [
     "BigBird",
@@ -26,9 +26,9 @@ __all__ = [
     "Dense",
     "Fixed",
     "Layout",
-    "LayoutPlan",
     "Longformer",
     "SlidingWindow",
+    "SparsePlan",
     "SparseSelfAttention",
     "Variable",
     "attention",
@@ -36,7 +36,7 @@ __all__ = [
 
 _HOMES = {
     **dict.fromkeys(__all__, "opkiln.ops.sparse_attn.layouts"),
-    "LayoutPlan": "opkiln.ops.sparse_attn.plans",
+    "SparsePlan": "opkiln.ops.sparse_attn.plans",
     "SparseSelfAttention": "opkiln.ops.sparse_attn.attention",
     "attention": "opkiln.ops.sparse_attn.attention",
 }

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-_WATCHDOG = os.path.join(_PACKAGE, "watchdog.py")
+_WATCHDOG = os.path.join(_PACKAGE, "run", "watchdog.py")
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from opkiln.errors import ArgumentError
 from opkiln.ops.front_ends import call_checked
 from opkiln.ops.sparse_attn.functions import fitting, sparse_attn
-from opkiln.ops.sparse_attn.plans import LayoutPlan
+from opkiln.ops.sparse_attn.plans import SparsePlan
 
 if TYPE_CHECKING:
     from opkiln.ops.sparse_attn.layouts import Layout
@@ -20,7 +20,7 @@ def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    layout: Layout | LayoutPlan,
+    layout: Layout | SparsePlan,
     *,
     scale: float | None = None,
     key_padding_mask: Tensor | None = None,
@@ -46,7 +46,7 @@ def attention(
     if q.dim() != 4:
         raise ArgumentError(f"q has shape {list(q.shape)}, expected [batch, heads, tokens, head]")
     batch, _, tokens, head = q.shape
-    plan = layout if isinstance(layout, LayoutPlan) else layout.plan(tokens, q.device)
+    plan = layout if isinstance(layout, SparsePlan) else layout.plan(tokens, q.device)
     if plan.tokens != tokens:
         raise ArgumentError(f"the plan is for {plan.tokens} tokens, q has {tokens}")
     for mode in (key_padding_mask_mode, attn_mask_mode):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from opkiln.errors import ArgumentError
-from opkiln.ops.sparse_attn.plans import LayoutPlan, plan_of
+from opkiln.ops.sparse_attn.plans import SparsePlan, plan_of
 
 BLOCKS = (16, 32, 64, 128)
 
@@ -33,7 +33,7 @@ class Layout:
             raise ArgumentError(f"heads is {heads}, expected at least 1")
         _check_counts(window=window)
         self.block, self.heads, self.causal, self.window = block, heads, causal, window
-        self._plans: dict[tuple[int, torch.device], LayoutPlan] = {}
+        self._plans: dict[tuple[int, torch.device], SparsePlan] = {}
 
     def blocks(self, count: int, device: torch.device | str = "cpu") -> Tensor:
         """bool [heads, count, count]: whether a block of queries sees a block of keys."""
@@ -45,7 +45,7 @@ class Layout:
         """Set what ``blocks`` gives, but for ``causal``. All is False before."""
         raise NotImplementedError
 
-    def plan(self, tokens: int, device: torch.device | str = "cpu") -> LayoutPlan:
+    def plan(self, tokens: int, device: torch.device | str = "cpu") -> SparsePlan:
         """The layout for sequences of so many tokens, as the kernels take it. It is kept: the
         second call gives the same tensors. On a GPU the first one waits for the device."""
         place = torch.empty(0, device=device).device

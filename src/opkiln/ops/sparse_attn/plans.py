@@ -31,7 +31,7 @@ LEAST = 32  # a line of at most so many tiles is not cut,
 MEANS = 4  # nor one that has at most so many times the mean: then all are long, and many
 
 
-class LayoutPlan(NamedTuple):
+class SparsePlan(NamedTuple):
     """A layout for sequences of ``tokens`` tokens on one device."""
 
     seen: Tensor  # bool [heads or 1, blocks, blocks]
@@ -42,12 +42,12 @@ class LayoutPlan(NamedTuple):
     window: int  # a query sees keys less than so many tokens away; 0: no limit
 
 
-def plan_of(seen: Tensor, block: int, tokens: int, causal: bool, window: int) -> LayoutPlan:
+def plan_of(seen: Tensor, block: int, tokens: int, causal: bool, window: int) -> SparsePlan:
     """The plan of a layout. On the CPU, whose kernels read the layout itself, it has no lists."""
     seen, lists = seen.contiguous(), []
     if seen.device.type != "cpu" or forward.builder.emulates():
         lists = lists_of(seen, block, tokens)
-    return LayoutPlan(seen, lists, block, tokens, causal, window)
+    return SparsePlan(seen, lists, block, tokens, causal, window)
 
 
 def lists_of(seen: Tensor, block: int, tokens: int) -> list[Tensor]:
