@@ -444,7 +444,7 @@ def _typed(
     # The registry of the examples is nobody's: a directory takes its place.
     line = line.replace("oci://registry.example.com/", f"file://{tmp_path}/registry/")
     words = [found for word in shlex.split(line)[1:] for found in glob.glob(word) or [word]]
-    call = opkiln.run.process if words[0] == "run" or "record" in words else opkiln
+    call = opkiln.process if words[0] == "run" or "record" in words else opkiln
     done = call(*words, PATH=path, PIP_TARGET=str(tmp_path / "site"), **variables)
     assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
     return done

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import select
 import signal
 import subprocess
@@ -248,7 +249,8 @@ def test_a_header_edited_between_two_compiles_has_both_made_anew(
     # first file was compiled and kept.
     editing = tmp_path / "g++"
     editing.write_text(
-        f'#!/bin/sh\ncase "$*" in *" -c "*b_second*) if mkdir {tmp_path}/edited 2>/dev/null; then\n'
+        f"#!/bin/sh\n# {secrets.token_hex(8)}: another compiler in each run, for the pool\n"
+        f'case "$*" in *" -c "*b_second*) if mkdir {tmp_path}/edited 2>/dev/null; then\n'
         f"sleep 0.1; echo '#define NUMBER 2' > {header}; sleep 0.1; fi;; esac\n"
         'exec /usr/bin/g++ "$@"\n'
     )

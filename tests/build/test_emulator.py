@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 import re
+import secrets
 import shutil
 import struct
 import subprocess
@@ -473,7 +474,8 @@ def test_an_emulated_op_whose_header_is_edited_between_two_compiles_is_built_fro
     )
     editing = tmp_path / "g++"
     editing.write_text(
-        f'#!/bin/sh\ncase "$*" in *" -c "*b_second*) if mkdir {tmp_path}/edited 2>/dev/null; then\n'
+        f"#!/bin/sh\n# {secrets.token_hex(8)}: another compiler in each run, for the pool\n"
+        f'case "$*" in *" -c "*b_second*) if mkdir {tmp_path}/edited 2>/dev/null; then\n'
         f"sleep 0.1; echo '#define NUMBER 2' > {header}; sleep 0.1; fi;; esac\n"
         f'exec {shutil.which("g++")} "$@"\n'
     )
