@@ -313,7 +313,7 @@ def add_device(
     if cuda and sycl:
         raise UsageError(f"op {spec.title}: one library cannot hold both CUDA and SYCL code")
     if cuda:
-        from opkiln.machine.toolchain.rocm import is_rocm_pytorch
+        from opkiln.machine.toolchain.torch_sdk import is_rocm_pytorch
 
         flags = _flags("extra_cuda_cflags", cuda_flags)
         backend = ROCM if is_rocm_pytorch() else CUDA

@@ -33,9 +33,9 @@ _RUN = """
 import sys
 started = []
 sys.addaudithook(lambda event, args: started.append(args[1]) if event == "subprocess.Popen" else 0)
-from opkiln.machine.toolchain import libsycl, rocm, toolkits
+from opkiln.machine.toolchain import hipcc, libsycl, toolkits
 if {hide}:
-    toolkits.DIRECTORIES, rocm.PARENT, libsycl.ONEAPI = (), "/nonexistent", "/nonexistent"
+    toolkits.DIRECTORIES, hipcc.PARENT, libsycl.ONEAPI = (), "/nonexistent", "/nonexistent"
 {before}
 from opkiln.cli.main import _run
 code = _run(sys.argv[1:])

@@ -149,7 +149,7 @@ class CUDAOpBuilder(OpBuilder):
             return []
         import shutil
 
-        from opkiln.machine.toolchain import hipify, torch_sdk
+        from opkiln.machine.toolchain import staged_copy, torch_sdk
 
         sdk, spec = torch_sdk.find(), self.spec()
         if sdk is None:
@@ -161,7 +161,7 @@ class CUDAOpBuilder(OpBuilder):
         place = os.path.abspath(os.path.join(directory, self.name))
         shutil.rmtree(place, ignore_errors=True)  # of a call before; the sources may be others
         os.makedirs(place)
-        staged = hipify.stage(spec, sdk, place)
+        staged = staged_copy.stage_hip(spec, sdk, place)
         self._translated = spec._replace(
             root=staged.root,
             sources=tuple(staged.sources.values()),
@@ -201,13 +201,13 @@ class CUDAOpBuilder(OpBuilder):
 
     def is_rocm_pytorch(self) -> bool:
         """Whether the torch that is installed is built for ROCm."""
-        from opkiln.machine.toolchain.rocm import is_rocm_pytorch
+        from opkiln.machine.toolchain.torch_sdk import is_rocm_pytorch
 
         return is_rocm_pytorch()
 
     def installed_rocm_version(self) -> tuple[int, int]:
         """(major, minor) of the ROCm installation that would be used. Raises ToolchainError."""
-        from opkiln.machine.toolchain.rocm import installed_rocm_version
+        from opkiln.machine.toolchain.hipcc import installed_rocm_version
 
         return installed_rocm_version()
 

@@ -15,7 +15,7 @@ from opkiln.base.build_model import TorchSDK
 from opkiln.base.model import CPU, CUDA, ROCM, XPU
 from opkiln.building.observing import observer
 from opkiln.errors import ToolchainError
-from opkiln.machine.toolchain import choice, find, host, libsycl, rocm, toolkits, torch_sdk
+from opkiln.machine.toolchain import choice, find, hipcc, host, libsycl, toolkits, torch_sdk
 from opkiln.machine.toolchain.find import Compiler
 from opkiln.settings import origin_of
 
@@ -115,7 +115,7 @@ def _possible_toolkits(backend: str) -> list[Compiler]:
         return absent + [Compiler(_home(each.nvcc), each.origin) for each in toolkits.find_nvcc()]
     if backend == ROCM:
         named = origin_of("rocm_home")[1]
-        found = rocm.hipcc_candidates()
+        found = hipcc.hipcc_candidates()
         return [each for each in found if not each.refused or each.origin == named]
     path, origin = origin_of("sycl_cxx")
     if path:

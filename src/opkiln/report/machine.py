@@ -17,7 +17,7 @@ from opkiln.errors import AcceleratorError
 from opkiln.machine import uname as this
 from opkiln.machine.arch import cpu
 from opkiln.machine.devices import amd, nvidia
-from opkiln.machine.toolchain import rocm
+from opkiln.machine.toolchain import hipcc
 from opkiln.report.layout import size
 from opkiln.run import budget
 from opkiln.settings import child_environment, origin_of
@@ -265,7 +265,7 @@ def _directories(torch: TorchSDK | None) -> Iterator[str]:
     if torch is not None:
         yield os.path.join(torch.path, "lib")
         yield os.path.join(os.path.dirname(torch.path), "nvidia", "nccl", "lib")
-    for home in rocm.homes():
+    for home in hipcc.rocm_homes():
         yield os.path.join(home, "lib")
     yield from _SYSTEM
 

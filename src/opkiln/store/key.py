@@ -90,9 +90,9 @@ def _identity(plan: Plan) -> tuple[str, ...]:
     if tools.device is not None:
         parts.append(tools.device.identity)
     if plan.target.backend == ROCM and tools.torch is not None:
-        from opkiln.machine.toolchain import hipify
+        from opkiln.machine.toolchain import staged_copy
 
-        parts.append(hipify.identity(tools.torch))  # the translator of the sources
+        parts.append(staged_copy.hipify_identity(tools.torch))  # the translator of the sources
     return tuple(parts)
 
 

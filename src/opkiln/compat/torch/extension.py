@@ -30,7 +30,7 @@ from opkiln.compat.torch.paths import include_paths, library_paths
 from opkiln.decision.archs import nothing_asked
 from opkiln.errors import SpecError
 from opkiln.machine.toolchain import torch_sdk
-from opkiln.machine.toolchain.rocm import is_rocm_pytorch
+from opkiln.machine.toolchain.torch_sdk import is_rocm_pytorch
 from opkiln.settings import settings
 
 if TYPE_CHECKING:

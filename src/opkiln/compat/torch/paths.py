@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from opkiln.base.model import CUDA, XPU
 from opkiln.errors import OpkilnError, ToolchainError
 from opkiln.machine.toolchain import find, torch_sdk
-from opkiln.machine.toolchain.rocm import is_rocm_pytorch
+from opkiln.machine.toolchain.torch_sdk import is_rocm_pytorch
 from opkiln.settings import override, settings, whole_environment
 
 TYPE_CHECKING = False
@@ -209,9 +209,9 @@ def sycl_home() -> str:
 
 def rocm_home() -> str:
     """The ROCm that a build here would use. Raises ToolkitMissing."""
-    from opkiln.machine.toolchain import rocm
+    from opkiln.machine.toolchain import hipcc
 
-    for home in rocm.homes():
+    for home in hipcc.rocm_homes():
         return home
     raise ToolkitMissing(
         "no ROCm was found", hint="export ROCM_HOME=/opt/rocm    # where it is installed"

@@ -52,6 +52,12 @@ def find() -> TorchSDK | None:
     return _read(path, (state.st_mtime_ns, state.st_ctime_ns))
 
 
+def is_rocm_pytorch() -> bool:
+    """Whether the torch that is installed was built for ROCm. Imports nothing."""
+    torch = find()
+    return torch is not None and torch.hip is not None
+
+
 def read_from(path: str) -> list[str]:
     """The files that describe the torch at ``path``."""
     config = os.path.join(path, "share", "cmake", "Torch", "TorchConfig.cmake")
