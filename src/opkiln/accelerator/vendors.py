@@ -7,13 +7,10 @@ from __future__ import annotations
 
 import os
 from importlib import import_module
+from typing import Any, ClassVar
 
 from opkiln.accelerator.interface import Accelerator, Answer
 from opkiln.machine.devices.installed import has_package
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any, ClassVar
 
 
 class VendorAccelerator(Accelerator):
