@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from opkiln.base.digest import sha256_file
@@ -28,10 +29,6 @@ from opkiln.building import wording
 from opkiln.errors import SpecError, StoreError, UsageError, told_briefly
 from opkiln.loading import loader
 from opkiln.loading.register import at_trace_time
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
 
 
 @at_trace_time

@@ -399,8 +399,8 @@ def test_a_vendors_package_that_counts_devices_is_an_accelerator(
     world.package("torch_npu")
     (tmp_path / "davinci0").touch()
     world.before = (
-        "from opkiln.accelerator import vendors\n"
-        f"vendors.KINDS['npu'].NODES = ({str(tmp_path / 'davinci')!r},)\n"
+        "from opkiln.accelerator import gpus\n"
+        f"gpus.VENDORS['npu'].NODES = ({str(tmp_path / 'davinci')!r},)\n"
     )
     text = world.text("--hide-ops")
     assert "npu yes: torch_npu counts 2" in section(text, "accelerators").splitlines()

@@ -8,7 +8,7 @@ use the device in its child.
 
 from __future__ import annotations
 
-from opkiln.accelerator import gpus, vendors
+from opkiln.accelerator import gpus
 from opkiln.accelerator.cpu import CpuAccelerator
 from opkiln.accelerator.device import Answer
 from opkiln.base import forks
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 # opkiln's own accelerators in the order of preference: the names of ``choice.OWN``.
 _KINDS: tuple[type[Accelerator], ...] = (
-    gpus.CudaAccelerator, gpus.RocmAccelerator, gpus.XpuAccelerator, *vendors.KINDS.values(),
+    gpus.CudaAccelerator, gpus.RocmAccelerator, gpus.XpuAccelerator, *gpus.VENDORS.values(),
     gpus.MpsAccelerator, CpuAccelerator,
 )  # fmt: skip
 KINDS = {kind.name: kind for kind in _KINDS}

@@ -9,18 +9,14 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
 from functools import wraps
+from types import ModuleType
 from typing import Any
 
+from opkiln.base.model import Op
 from opkiln.loading import loader
 from opkiln.settings import settings
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from types import ModuleType
-
-    from opkiln.base.model import Op
 
 RECORDED = "1"
 

@@ -13,18 +13,15 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterable, Sequence
 from importlib import import_module
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
 import opkiln
 from opkiln.base import forks
 from opkiln.settings import settings
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-    from importlib.machinery import ModuleSpec
 
 # The module of opkiln that serves each watched one. It has
 #   replacements(module): the owner, the attribute and the new value of each replacement;

@@ -13,7 +13,7 @@ import os
 import threading
 import warnings
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import CancelledError
 from contextlib import suppress
 from math import prod
@@ -26,10 +26,6 @@ from opkiln.base.digest import taking_the_place_of
 from opkiln.errors import ArgumentError, ArgumentTypeError, UsageError
 from opkiln.io.handle import AsyncIO, FileRequest, Transfer
 from opkiln.store import publish
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
 
 _PAGE = 4096
 _MOST_HEADER = 100_000_000  # safetensors' own limit

@@ -14,9 +14,9 @@ import os
 import shlex
 import sys
 from configparser import ConfigParser
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
-from setuptools import Command
+from setuptools import Command, Distribution, Extension
 from setuptools.errors import ModuleError, SetupError
 
 from opkiln.base.model import CARRIED
@@ -26,9 +26,6 @@ from opkiln.errors import OpkilnError, SpecError
 from opkiln.ship import selection
 from opkiln.ship.precompile import PURE, not_shipped, precompile, tag_of
 from opkiln.ship.selection import DeclaredOp
-
-if TYPE_CHECKING:
-    from setuptools import Distribution, Extension
 
 STEP = "build_opkiln"
 

@@ -12,13 +12,10 @@ nothing of opkiln, and without the option it adds a marker and a fixture and doe
 from __future__ import annotations
 
 import sys
+from collections.abc import Generator, Iterator
 from contextlib import ExitStack, contextmanager
 
 import pytest
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Generator, Iterator
 
 NATIVE, REFERENCE = MODES = ("native", "reference")
 # The values of the option.

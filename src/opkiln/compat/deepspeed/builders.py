@@ -14,19 +14,14 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from opkiln import builder
 from opkiln.base.forks import cached_property
-from opkiln.base.model import ABI_TORCH, CPU, CUDA, PYTHON, ROCM
+from opkiln.base.model import ABI_TORCH, CPU, CUDA, PYTHON, ROCM, OpSpec
 from opkiln.machine.devices import amd
 from opkiln.machine.toolchain import hipcc, torch_sdk
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from opkiln.base.model import OpSpec
 
 # The prefixes of flags that a plan sets itself. `-fopenmp` stays in compiles: kernels use it for
 # their threads, and torch has already loaded an OpenMP runtime for them. In a link it would load

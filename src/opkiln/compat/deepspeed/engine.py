@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
@@ -19,10 +20,6 @@ from opkiln.compat.torch.extension import root_and_sources
 from opkiln.errors import LoadError
 from opkiln.loading import loader
 from opkiln.machine import uname
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
 
 # The prefixes of flags for nvcc that a plan sets itself.
 _PLANS_NVCC = ("--threads", "-gencode", "--offload-arch")

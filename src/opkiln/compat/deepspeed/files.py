@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from functools import cache, partial, partialmethod
 from typing import Any, ClassVar
 
@@ -14,10 +15,6 @@ from opkiln.errors import FallbackWarning, UsageError
 from opkiln.io.handle import AsyncIO as Files
 from opkiln.ops.gds import device as devices
 from opkiln.ops.pin_memory.pool import PinnedPool
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 _ALIGNMENT = 512  # what DeepSpeed has its callers round sizes to, for each thread
 

@@ -13,6 +13,7 @@ their scales have rows.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial, reduce
 from typing import Any
 
@@ -23,10 +24,6 @@ from torch.nn import functional
 from opkiln.compat.deepspeed.modules import takes
 from opkiln.errors import ArgumentError
 from opkiln.nn import inference as ops
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 GELU, RELU, GATED_GELU, GATED_SILU = 1, 2, 3, 4  # DeepSpeed's ActivationFuncType
 

@@ -6,6 +6,7 @@ its own: front ends have autograd functions. docs/deepspeed.md says what differs
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,10 +15,6 @@ from torch import Tensor
 from opkiln.compat.deepspeed.modules import takes
 from opkiln.ops.evoformer_attn.functions import evoformer_attention, evoformer_attention_backward
 from opkiln.ops.utils.flatten import byte_view
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 # evoformer_attn: attention over alignments and pairs, and its gradients, written to given tensors
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from fnmatch import fnmatchcase
 from functools import wraps
 from importlib import import_module
@@ -13,10 +14,6 @@ import torch
 
 from opkiln.compat.deepspeed.table import MODULES
 from opkiln.errors import OpkilnError, UnservedFunction, UsageError
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 class OpModule(ModuleType):

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable, Iterator
 from fnmatch import fnmatchcase
 from functools import cache, partial, wraps
 from importlib import import_module
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import opkiln
@@ -25,11 +27,6 @@ from opkiln.errors import (
     UsageError,
 )
 from opkiln.settings import settings
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from types import ModuleType
 
 _MODULE = "deepspeed.ops.op_builder.builder"
 _REPORT = "deepspeed.env_report"

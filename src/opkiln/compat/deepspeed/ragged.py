@@ -9,6 +9,7 @@ docs/deepspeed.md says what differs from DeepSpeed.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,10 +20,6 @@ from opkiln.errors import UsageError
 from opkiln.ops.kv_attention.attention import KVCache, attention
 from opkiln.ops.ragged_device_ops.functions import gating, paged, rows
 from opkiln.ops.transformer_inference.functions.rotary import rotary
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 _UNASSIGNED = -1
 _START, _TOKENS, _SEEN = range(3)  # columns of seq_metadata

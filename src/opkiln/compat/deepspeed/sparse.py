@@ -13,10 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from opkiln.ops.sparse_attn import attention, layouts
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from opkiln.ops.sparse_attn.layouts import Layout
+from opkiln.ops.sparse_attn.layouts import Layout
 
 
 class SparseSelfAttention(nn.Module):

@@ -8,6 +8,7 @@ whatever the function's name.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import wraps
 from typing import Any, cast
 
@@ -16,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
-from opkiln.compat.deepspeed.modules import takes
+from opkiln.compat.deepspeed.modules import OpModule, takes
 from opkiln.errors import UsageError
 from opkiln.nn.halves import (
     OutputKept,
@@ -26,13 +27,6 @@ from opkiln.nn.halves import (
     project,
     project_backward,
 )
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from opkiln.compat.deepspeed.modules import OpModule
-
 
 _LAYER = (
     "layer_id batch_size hidden_dim num_heads intermediate_size attn_dropout_ratio "

@@ -12,18 +12,13 @@ from __future__ import annotations
 import os
 import re
 import shlex
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from opkiln.base.model import CPU, CUDA
+from opkiln.base.model import CPU, CUDA, OpSpec
 from opkiln.errors import SpecError
 from opkiln.machine.toolchain import find
 from opkiln.settings import settings
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
-    from opkiln.base.model import OpSpec
 
 # Options that take a directory or a file, the longer ones first.
 _DIRECTORIES = ("-isystem", "-iquote", "-idirafter", "-I", "-L")

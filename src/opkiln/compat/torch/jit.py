@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import errno
 import os
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -19,11 +20,6 @@ from opkiln.base.model import ABI_TORCH, CUDA, EXECUTABLE, LIBRARY, PYTHON, XPU,
 from opkiln.building import wording
 from opkiln.compat.torch.flags import shell_words, translate
 from opkiln.errors import LoadError, LoadTestError, OpkilnError, UsageError, told_briefly
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-    from contextlib import AbstractContextManager
 
 # A compiler's own defaults. The plan's flags come before these.
 _DEFAULTS = ("-O0", "-UNDEBUG")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from opkiln.base.model import CUDA, XPU
@@ -16,10 +17,6 @@ from opkiln.errors import OpkilnError, ToolchainError
 from opkiln.machine.toolchain import find, torch_sdk
 from opkiln.machine.toolchain.torch_sdk import is_rocm_pytorch
 from opkiln.settings import override, settings, whole_environment
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 _TORCHS = "torch.utils.cpp_extension"
 

@@ -8,7 +8,7 @@ averages, ``exp_avg`` alone is Lion's.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import Any
 
@@ -17,10 +17,6 @@ from torch import Tensor
 
 from opkiln.errors import ArgumentError, ArgumentTypeError
 from opkiln.ops.optimizing.sharded import is_sharded, placement_text, same_placement
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 MASTER = "master_param"  # an fp32 copy of a 16-bit parameter, which a fused optimizer may keep
 _SHARED = "torch.distributed.checkpoint.state_dict"

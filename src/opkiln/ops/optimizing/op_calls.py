@@ -8,6 +8,7 @@ is checked before the call, or the op returns a status. Nothing here waits for a
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
 from enum import IntEnum
 from functools import cache, partial
 from itertools import chain
@@ -22,10 +23,6 @@ from opkiln.base import signature
 from opkiln.base.model import function_name
 from opkiln.ops.optimizing.checks import MASTER
 from opkiln.ops.optimizing.sharded import has_shards, parts_of, wrap_part
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
 
 
 class Status(IntEnum):

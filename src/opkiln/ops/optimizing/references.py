@@ -11,21 +11,18 @@ References keep no lists and make no plans. Their functions for that return a re
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping, Sequence
 from functools import update_wrapper
 from importlib import import_module
 from inspect import Parameter, Signature
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from opkiln.builder import OpBuilder
 from opkiln.ops.optimizing.op_calls import Status, arguments_of
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from opkiln.builder import OpBuilder
 
 # Lists
 
