@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import mmap
-import re
 import sys
 import threading
 from pathlib import Path
@@ -307,10 +306,3 @@ def test_seeding_the_cpu_seeds_no_other_device(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch.cuda, "manual_seed_all", pytest.fail)
     CpuAccelerator().manual_seed(3)
     assert torch.initial_seed() == 3
-
-
-def test_the_pages_example_prints_what_it_is_shown_to_print() -> None:
-    text = (Path(__file__).parents[2] / "docs" / "accelerators.md").read_text()
-    example = r"<!-- run -->\n```python\n(.*?)```\n\n```text\n(.*?)```"
-    [(code, shown)] = re.findall(example, text, re.DOTALL)
-    assert child.run(code, bare=False) == shown
