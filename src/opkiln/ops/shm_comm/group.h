@@ -1,14 +1,15 @@
-// The shared memory of a group of ranks: what lies in it, how ranks wait for each other, and what happens
-// when one of them dies.
+// The shared memory of a group of ranks: its layout, how ranks wait
+// for each other, and how they notice that one died.
 //
-// The memory is a memfd. It has no name, so nothing is left behind however the ranks end. Each rank holds a
-// record lock on the byte of its number. The kernel drops it when the process ends, and a forked child does
-// not have it; so whoever waits in vain asks the kernel who still holds a lock.
+// The memory is a memfd. It has no name, so nothing is left behind however the ranks
+// end. Each rank holds a record lock on the byte at its number. The kernel releases the
+// lock when the process ends, and a forked child does not inherit it. So a rank that
+// waits in vain can ask the kernel which ranks still hold their locks.
 //
-// A collective is a sequence of turns. In a turn a rank writes into its own slot, says so, waits until all
-// have said so, and reads the slots of the others. Turns use two sets of slots, one after the other. A rank
-// writes into a set that was read two turns ago: everybody has said that the turn in between has begun, and
-// nobody says that before it has read all it needs of the turn before.
+// A collective is a sequence of turns. In a turn a rank writes its own slot, announces that, waits for the
+// announcements of all others, and reads their slots. Turns alternate between two sets of slots. A rank
+// writes to a set that was last read two turns ago. This is safe: every rank has announced the turn in
+// between, and no rank does so before it has finished reading the turn before.
 #pragma once
 
 #include <errno.h>
