@@ -1,5 +1,5 @@
-// Converts tensors in host memory to blocks of floats, and back. Includes neither torch's headers nor heavy
-// standard ones.
+// Converts tensors in host memory to blocks of floats, and back.
+// Includes neither torch's headers nor heavy standard ones.
 #pragma once
 
 #include "stream.h"

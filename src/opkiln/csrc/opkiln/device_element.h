@@ -45,8 +45,8 @@ struct alignas(sizeof(T) * kWidth) Pack {
   T at[kWidth];
 };
 
-// Cache hints for memory that is used only once, __ldcs and __stcs, made an optimizer step 2 to 3% slower on
-// an H200.
+// Cache hints for memory that is used only once, __ldcs and __stcs,
+// made an optimizer step 2 to 3% slower on an H200.
 template <int kWidth, class T>
 __device__ inline void load(Pack<T, kWidth>& pack, const T* from) {
   pack = *reinterpret_cast<const Pack<T, kWidth>*>(from);

@@ -1,8 +1,8 @@
 // Multiplies few rows of x by a packed matrix, or the rows of each expert by the expert's matrix.
 //
-// Memory bandwidth limits it, because each weight is used for a few tokens. So a thread loads codes from
-// global memory straight to registers, 16 bytes at a time, and decodes them there. Tensor cores multiply the
-// transposed problem:
+// Memory bandwidth limits it, because each weight is used for a few tokens. So a
+// thread loads codes from global memory straight to registers, 16 bytes at a time, and
+// decodes them there. Tensor cores multiply the transposed problem:
 //   sums, 16 outputs x 8 tokens += weights, 16 outputs x 16 columns * x, 16 columns x 8 tokens
 // The order of the columns does not change a sum, so we choose which columns form an instruction's 16: four
 // threads hold a row, each a run of neighbouring columns, and read the same columns of x, 16 bytes at a time.

@@ -11,8 +11,8 @@ struct RandomWords {
   uint32_t at[4];
 };
 
-// Internal linkage: libraries for several instruction sets in one process must not share a copy of these
-// functions.
+// Internal linkage: libraries for several instruction sets in one
+// process must not share a copy of these functions.
 
 constexpr int kRandomRounds = 10;  // the authors' tests pass from seven on
 

@@ -1,5 +1,5 @@
-// Sixteen bytes of a tensor in device code: one access moves them, and arithmetic is in float. For CUDA, HIP
-// and the emulator.
+// Sixteen bytes of a tensor in device code: one access moves them,
+// and arithmetic is in float. For CUDA, HIP and the emulator.
 #pragma once
 
 #include "op/types.h"
@@ -7,8 +7,8 @@
 namespace opkiln {
 namespace device {
 
-// Rounds two floats to 16-bit elements in one word, the first in the low half. To nearest, ties to even; NaN
-// stays NaN.
+// Rounds two floats to 16-bit elements in one word, the first in the
+// low half. To nearest, ties to even; NaN stays NaN.
 template <class T>
 __device__ inline uint32_t narrow_two(float first, float second);
 

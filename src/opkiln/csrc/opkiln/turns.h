@@ -31,8 +31,8 @@ OPK_HOST_DEVICE inline void cos_sin(uint64_t turns, float* cosine, float* sine) 
 }
 
 #if !defined(__CUDACC_RTC__)
-// theta ** (-i / pairs) for each pair. Each thread keeps the last result, because a model asks for the same
-// again.
+// theta ** (-i / pairs) for each pair. Each thread keeps the last
+// result, because a model asks for the same again.
 inline void set_frequencies(Frequencies& out, double theta, int pairs) {
   static thread_local struct {
     double theta;

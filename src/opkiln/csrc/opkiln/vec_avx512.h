@@ -133,8 +133,8 @@ struct Vec {
   friend Vec at_most(Vec bound, Vec a) {
     return {_mm512_min_ps(bound.value, a.value)};
   }
-  // Clamps to what the next two functions accept. Some instruction sets need -127 to 128; AVX-512 takes
-  // anything.
+  // Clamps to what the next two functions accept. Some instruction
+  // sets need -127 to 128; AVX-512 takes anything.
   friend Vec within_exponents(Vec a) {
     return a;
   }

@@ -1,5 +1,5 @@
-// Exponentials of vector registers of floats (Vec or Wide). The coefficients are minimax fits on these
-// intervals.
+// Exponentials of vector registers of floats (Vec or Wide). The
+// coefficients are minimax fits on these intervals.
 //
 // The template parameter is the number of binary digits that the caller keeps: 24 for float, 11 for float16,
 // 8 for bfloat16. Fewer digits need less work; the error stays below a sixteenth of the rounding error.

@@ -1,5 +1,5 @@
-// Vec in plain C++: 4 floats. Compilers put them into the target's registers (SSE2 on x86-64). Included by
-// vec.h only.
+// Vec in plain C++: 4 floats. Compilers put them into the target's
+// registers (SSE2 on x86-64). Included by vec.h only.
 #pragma once
 
 OPKILN_NAMESPACE_BEGIN

@@ -8,9 +8,9 @@
 
 OPKILN_NAMESPACE_BEGIN
 
-// The type of the elements decides their order among the lanes: bfloat16 is split into even and odd elements,
-// which needs no permutation. So all operands in a loop must have the same type, or the same value in all
-// lanes.
+// The type of the elements decides their order among the lanes: bfloat16 is
+// split into even and odd elements, which needs no permutation. So all operands
+// in a loop must have the same type, or the same value in all lanes.
 struct Wide {
   static constexpr int kLanes = 4 * Vec::kLanes;
   Vec a, b, c, d;

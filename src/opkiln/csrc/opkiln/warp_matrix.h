@@ -169,8 +169,8 @@ __device__ inline uint32_t transposed(uint32_t value) {
   return out;
 }
 
-// Starts an asynchronous copy of 16 bytes to shared memory. If `there` is false it writes zeros and reads
-// nothing.
+// Starts an asynchronous copy of 16 bytes to shared memory. If
+// `there` is false it writes zeros and reads nothing.
 __device__ inline void copy_later(uint4* to, const void* from, bool there) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;"
                :

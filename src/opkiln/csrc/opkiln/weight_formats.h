@@ -1,5 +1,5 @@
-// Decodes weights to pairs of 16-bit numbers for tensor cores. All numbers are exact: scales are applied to
-// the sums.
+// Decodes weights to pairs of 16-bit numbers for tensor cores. All
+// numbers are exact: scales are applied to the sums.
 //
 // A format is a template on the element type of x:
 //   kWords, kCount: words of a row that a thread loads at a time (whole 16 bytes), and the codes in them
@@ -59,9 +59,9 @@ struct Plain {
   __device__ static void ordered(uint32_t (&)[4]) {}
 };
 
-// In fp16, a byte below the exponent of 2^10 means 1024 + byte. bf16 has only seven bits below the exponent
-// of 2^7, and the eighth is the exponent's last bit. So byte and sign are split: 128 + (byte without sign),
-// minus 128 or 256.
+// In fp16, a byte below the exponent of 2^10 means 1024 + byte. bf16 has only seven
+// bits below the exponent of 2^7, and the eighth is the exponent's last bit. So byte
+// and sign are split: 128 + (byte without sign), minus 128 or 256.
 template <class Element>
 struct Int8 {
   static constexpr int kWords = 4, kCount = 16;
@@ -124,8 +124,8 @@ struct Moved {
   }
 };
 
-// 8 bits: sign, kExponent bits of exponent, then mantissa. NaN and infinity are not decoded: quantizers never
-// write them.
+// 8 bits: sign, kExponent bits of exponent, then mantissa. NaN and
+// infinity are not decoded: quantizers never write them.
 template <class Element, int kExponent>
 struct Fp8 : Moved<Element, kExponent> {
   static constexpr int kWords = 4, kCount = 16;

@@ -96,9 +96,9 @@ struct Error : std::exception {
   void begin_with(const char* op);  // called where the error leaves the op; has an effect once
 };
 
-// Raised for calls that a kernel does not serve, such as an unsupported dtype or alignment. If the op has a
-// reference, it runs instead, and Python tells the user why. Otherwise this is an error. Nothing may be written
-// before it is raised.
+// Raised for calls that a kernel does not serve, such as an unsupported dtype or
+// alignment. If the op has a reference, it runs instead, and Python tells the user why.
+// Otherwise this is an error. Nothing may be written before it is raised.
 struct Unserved : Error {};
 
 // Raises an error with a message formatted like printf's. op.h's own messages use this form because it
@@ -166,8 +166,8 @@ template <class E = Error>
   throw error;
 }
 
-// Raises an error. The message is the parts, joined: texts, numbers, dtypes, devices, Ints, and tensors (by
-// name).
+// Raises an error. The message is the parts, joined: texts, numbers,
+// dtypes, devices, Ints, and tensors (by name).
 template <class... Parts>
 [[noreturn, gnu::cold]] inline void raise(const Parts&... parts) {
   raise_parts({Part(parts)...});
@@ -199,8 +199,8 @@ template <class... Parts>
   raise_parts<Unserved>({Part(parts)...});
 }
 
-// Raises torch's error after a failed call. `function` is null if the tensor was undefined, so there was no
-// call.
+// Raises torch's error after a failed call. `function` is null if the
+// tensor was undefined, so there was no call.
 [[noreturn]] OPK_COLD inline void raise_of_torch(const char* function) {
   if (!function) raise_form("a tensor is not defined");
   const char* why = nullptr;

@@ -1,8 +1,8 @@
 // opk::launch: runs a kernel on torch's current stream.
 //
-// The same source runs in three ways. nvcc and hipcc compile host and device code and launch through their
-// runtimes. OPKILN_NVRTC_HOST marks the host side of device code that NVRTC compiled. OPKILN_EMULATED runs
-// the grid on the CPU.
+// The same source runs in three ways. nvcc and hipcc compile host and device code
+// and launch through their runtimes. OPKILN_NVRTC_HOST marks the host side of device
+// code that NVRTC compiled. OPKILN_EMULATED runs the grid on the CPU.
 #pragma once
 
 #include "running.h"

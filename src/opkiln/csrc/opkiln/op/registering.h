@@ -1,9 +1,9 @@
 // OPKILN_OP: shows an op to the loader.
 //
-// Opening a library registers nothing. The loader reads the library's list of ops, compares each signature
-// with the schema that Python declares, and only then registers the op in the namespace of the package. So an
-// int in place of a Tensor is an error before the first call, and a new version of an op can replace an old
-// one.
+// Opening a library registers nothing. The loader reads the library's list of ops,
+// compares each signature with the schema that Python declares, and only then registers
+// the op in the namespace of the package. So an int in place of a Tensor is an error
+// before the first call, and a new version of an op can replace an old one.
 #pragma once
 
 #include "boxing.h"
@@ -20,8 +20,8 @@ void opkiln_describe(const opkiln_op* op, const char* argument_names, const char
 // Returns null, or what went wrong.
 const char* opkiln_register(const opkiln_op* op, const char* ns, const char* name);
 void opkiln_unregister(const opkiln_op* op);
-// Sends calls with another dtype to this op of another library, which passes them on likewise; null ends the
-// chain.
+// Sends calls with another dtype to this op of another library, which
+// passes them on likewise; null ends the chain.
 void opkiln_link(const opkiln_op* op, const opkiln_op* other);
 }
 

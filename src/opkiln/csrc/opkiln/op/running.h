@@ -132,8 +132,8 @@ void dispatch(const Subject& subject, const F& f) {
 }
 
 // OPK_DISPATCH(x, T, (float, double, opk::bfloat16), { fill(out.data<T>()); });
-// The first argument is a tensor or a dtype; the message names a tensor. The block is a lambda: `return` leaves
-// the block, not the op.
+// The first argument is a tensor, which the message then names, or a dtype.
+// The block is a lambda: `return` leaves the block, not the op.
 #define OPK_DISPATCH(subject, T, types, ...)                           \
   ::opk::dispatch<OPK_UNPACK_ types>(subject, [&](auto opk_type_) {    \
     using T = typename decltype(opk_type_)::type;                      \
@@ -167,9 +167,9 @@ class DeviceGuard {
   DeviceGuardHandle guard_ = nullptr;
 };
 
-// torch's current stream of a GPU: a cudaStream_t, a hipStream_t, or a sycl::queue* on an XPU. The function
-// is looked up at run time instead of linked, because ops are also built on CPU builds of torch, which lack
-// it.
+// torch's current stream of a GPU: a cudaStream_t, a hipStream_t, or a
+// sycl::queue* on an XPU. The function is looked up at run time instead of linked,
+// because ops are also built on CPU builds of torch, which lack it.
 [[gnu::noinline]] inline void* current_stream(int32_t device) {
   using Getter = AOTITorchError(int32_t, void**);
   static Getter* const getter = [] {

@@ -88,9 +88,9 @@ enum class DType : int32_t {
 
 enum class DeviceType : int32_t { cpu = 0, cuda = 1, xpu = 12, mps = 13, meta = 14, privateuse1 = 20 };
 
-// The most bytes that all parameters of a kernel may take. The limit is 32764 since CUDA 12.1 on compute
-// capability 7.0 and later, which is all that CUDA 13 supports. (The host side of an NVRTC build does not
-// know CUDA's version.)
+// The most bytes that all parameters of a kernel may take. The limit is 32764 since
+// CUDA 12.1 on compute capability 7.0 and later, which is all that CUDA 13 supports.
+// (The host side of an NVRTC build does not know CUDA's version.)
 #if defined(__CUDACC_VER_MAJOR__) && __CUDACC_VER_MAJOR__ >= 13 && !defined(__CUDACC_RTC__)
 constexpr size_t kParameterBytes = 32764;
 #else
