@@ -20,20 +20,14 @@ import re
 import stat
 import sys
 import time
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import chain
 from operator import attrgetter
-from typing import Any
+from typing import Any, BinaryIO
 
 from opkiln.base.lazy import Record
 from opkiln.base.trust import make_private
-
-TYPE_CHECKING = False
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
-    from typing import BinaryIO
-
 
 # Files whose times say nothing: those of images, whose maker chose every time.
 #

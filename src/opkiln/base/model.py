@@ -8,14 +8,11 @@ All of them are immutable and hold only immutable values.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 from opkiln.base.lazy import Record
 from opkiln.errors import SpecError
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 # What a finished op is, and so how it is loaded.
 LIBRARY = "library"  # registers torch ops when loaded: torch.ops.load_library

@@ -8,10 +8,11 @@ ranks with one visible GPU each share a build.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from importlib import import_module
 from typing import Any
 
-from opkiln.base.build_model import Target, TorchSDK
+from opkiln.base.build_model import DeviceCompiler, Target, Toolchain, TorchSDK
 from opkiln.base.lazy import Record
 from opkiln.base.model import (
     ABI_NONE,
@@ -21,6 +22,7 @@ from opkiln.base.model import (
     ONE_CALL,
     ROCM,
     STABLE_VERSION,
+    Op,
     OpSpec,
     flag_settings,
 )
@@ -30,15 +32,6 @@ from opkiln.machine import uname
 from opkiln.machine.arch import cpu
 from opkiln.machine.toolchain import torch_sdk
 from opkiln.settings import LAYOUT, origin_of, settings, store_candidates
-
-TYPE_CHECKING = False
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from opkiln.base.build_model import DeviceCompiler, Target, Toolchain
-    from opkiln.base.model import Op
-
 
 SETTINGS = {CUDA: "cuda_arch_list", ROCM: "rocm_arch_list"}
 _GRAMMARS = {CUDA: "opkiln.machine.arch.cuda", ROCM: "opkiln.machine.arch.hip"}

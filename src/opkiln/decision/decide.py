@@ -16,9 +16,9 @@ from __future__ import annotations
 import os
 import sys
 
-from opkiln.base.model import CARRIED, CPU, ONE_CALL, SHARED, XPU, place_of
+from opkiln.base.model import CARRIED, CPU, ONE_CALL, SHARED, XPU, Artifact, OpSpec, place_of
 from opkiln.decision import receipt, terms
-from opkiln.decision.terms import LOAD, SHIP, Reference, Refuse, Serve, Trace
+from opkiln.decision.terms import LOAD, SHIP, Reference, Refuse, Request, Serve, Trace
 from opkiln.errors import (
     BuildError,
     LoadError,
@@ -30,16 +30,11 @@ from opkiln.errors import (
 )
 from opkiln.settings import LAYOUT
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from opkiln.base.model import Artifact, OpSpec
-    from opkiln.decision.terms import Ask, Build, Fetch, Outcome, Request
-
 # What the reference may stand in for. Anything else is a mistake that somebody must mend.
 _EXCUSES = (BuildError, LoadError, StoreError, ToolchainError)
 
 
-def decide(request: Request) -> Outcome | Ask | Fetch:
+def decide(request: Request) -> terms.Outcome | terms.Ask | terms.Fetch:
     """What serves a request, with every candidate and why it was taken or refused."""
     trace = Trace()
     if request.use == LOAD and request.agreed and (pin := terms.find_pin(request.op)) is not None:
@@ -79,7 +74,7 @@ def _decide_agreed(request: Request, pin: terms.Pin, trace: Trace) -> Serve | Re
     return Refuse(error, trace)
 
 
-def _native(request: Request, trace: Trace) -> Serve | Build | Ask | Fetch:
+def _native(request: Request, trace: Trace) -> Serve | terms.Build | terms.Ask | terms.Fetch:
     """How a native version can be had. Raises OpkilnError where it cannot."""
     op, spec = request.op, request.op.spec
     if request.use == LOAD:

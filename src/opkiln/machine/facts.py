@@ -18,16 +18,13 @@ from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from itertools import islice
 
 from opkiln.base.digest import Signature, key, sha256_file
 from opkiln.settings import executable, on_path
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
 
 # What is known of a path, and so what must not change:
 FILE = "file"  # its contents

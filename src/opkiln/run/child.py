@@ -14,16 +14,14 @@ import stat
 import subprocess
 import threading
 import time
-from typing import IO, TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import IO, Any, NamedTuple
 
 from opkiln.base import forks
 from opkiln.errors import BuildCancelled, BuildError, BuildTimeout, InputError, ToolchainError
 from opkiln.run.watchdog import open_pidfd
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-
-    Listener = Callable[[Sequence[str]], None]
+Listener = Callable[[Sequence[str]], None]
 
 # Popen waits for the end of a pipe that its child closes at exec. If another thread forks this
 # process at that moment, the forked process holds the pipe open for as long as it lives. If that

@@ -22,7 +22,7 @@ import sys
 import threading
 import time
 import warnings
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping, Sequence
 
 from opkiln.base import forks
 from opkiln.errors import BuildCancelled, BuildError, BuildTimeout, ToolchainError
@@ -30,9 +30,6 @@ from opkiln.run import child
 from opkiln.run.child import Completed
 from opkiln.run.watchdog import MARKER
 from opkiln.settings import child_environment, settings
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _WATCHDOG = os.path.join(_PACKAGE, "run", "watchdog.py")

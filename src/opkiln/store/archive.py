@@ -23,6 +23,8 @@ import os
 import re
 import shlex
 import stat
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, BinaryIO
 from zlib import crc32
 
 from opkiln.base.digest import LARGEST_BUNDLE, sha256_file
@@ -53,11 +55,6 @@ from opkiln.store.zip_format import (
     local_header,
     stored_header,
 )
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
-    from typing import Any, BinaryIO
 
 INDEX = "opkiln-bundle.json"
 KIND = "bundle"

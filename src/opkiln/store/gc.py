@@ -14,8 +14,9 @@ import os
 import re
 import stat
 import time
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from opkiln.base.digest import is_temporary, read_file
 from opkiln.settings import settings
@@ -31,9 +32,6 @@ from opkiln.store.inventory import (
     names_in,
     report_errors,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 GRACE = 24 * 3600.0  # seconds that an entry is kept, since another host may have it mapped
 _LEFTOVER = 3600.0  # seconds after which a staging directory counts as abandoned

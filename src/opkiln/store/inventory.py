@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import stat
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
@@ -12,10 +13,6 @@ from opkiln.errors import StoreError
 from opkiln.machine.facts import Hasher
 from opkiln.store import entry
 from opkiln.store.key import deps_key
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 OP, OBJECT = "op", "object"
 

@@ -12,6 +12,7 @@ names.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from opkiln.base.build_model import Plan, Step, Target
@@ -20,12 +21,6 @@ from opkiln.base.lazy import Record
 from opkiln.base.model import OUTSIDE, PACKAGE, PLAN_VERSION, ROCM, OpSpec
 from opkiln.machine import facts
 from opkiln.machine.facts import ABSENT, FILE, GONE, HIDDEN, PROGRAM, RUNS, Hasher, split_names
-
-TYPE_CHECKING = False
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-
 
 # Fields of a spec that do not affect the build, or that another field says, too: an emulated op has
 # the emulator's runtime among its sources.

@@ -26,21 +26,17 @@ import secrets
 import shlex
 import threading
 import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import count
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from opkiln import errors
 from opkiln.base.digest import read_file, write_private
 from opkiln.base.trust import make_private
 from opkiln.run.child import is_stopped
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from typing import TypeVar
-
-    T = TypeVar("T")
+T = TypeVar("T")
 
 _HELD = (errno.EAGAIN, errno.EACCES)
 # Seconds beyond the limit of a wait: a builder with the same limit, which started a moment later,

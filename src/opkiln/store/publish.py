@@ -13,17 +13,14 @@ import errno
 import os
 import secrets
 import shutil
+from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import BinaryIO
 
 from opkiln.base.digest import FULL
 from opkiln.base.trust import make_private
 from opkiln.errors import StoreError
 from opkiln.settings import settings
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from typing import BinaryIO
 
 _LOST = (errno.EEXIST, errno.ENOTEMPTY)
 

@@ -133,8 +133,7 @@ def search(
     listed, ranked = find.rank(found, records, wanted, partial(_misfit, wanted, host))
     taken = _compiler(records[ranked[0]], host) if ranked else None
     for place in ranked[1:]:
-        best = records[ranked[0]]
-        listed[place] = find.demote(listed[place], best, "HIP", wanted, after=best["program"])
+        listed[place] = find.demote(listed[place], listed[ranked[0]], "HIP", wanted)
     mismatched = not ranked and not all(record["refused"] for record in records)
     return Search(taken, listed, lambda: _failure(listed, wanted, mismatched=mismatched))
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from opkiln.base.digest import Signature, key, read_file
 from opkiln.base.trust import claim
@@ -19,13 +20,8 @@ from opkiln.machine.facts import FILE, LISTING, Hasher, signature_of
 from opkiln.machine.toolchain import find
 from opkiln.settings import compiler_variables, settings
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
-    from typing import TypeVar
-
-    T = TypeVar("T")
-    Ask = Callable[..., tuple[int, str]]
+T = TypeVar("T")
+Ask = Callable[..., tuple[int, str]]
 
 SCHEMA = 9
 
