@@ -106,7 +106,7 @@ class OpSpec(Record):
     @property
     def title(self) -> str:
         """Its name for people, as ``transformer (norms, float32)``."""
-        return in_words(self.name)
+        return display_name(self.name)
 
     @property
     def is_known_by_name(self) -> bool:
@@ -144,7 +144,7 @@ def check_names(distribution: str, op: str) -> None:
         )
 
 
-def in_words(name: str) -> str:
+def display_name(name: str) -> str:
     """The name of a library for people: ``transformer__norms__float32`` is the library of
     ``transformer (norms, float32)``."""
     op, *parts = name.split("__")

@@ -41,11 +41,11 @@ from opkiln.store.entry import (
     SCHEMA,
     Leaf,
     Refused,
-    in_words,
+    describe_error,
     parse_manifest,
     write_manifest,
 )
-from opkiln.store.key import changes, deps_key
+from opkiln.store.key import deps_key, find_changes
 from opkiln.store.zip_format import (
     LARGEST,
     LOCAL,
@@ -87,7 +87,7 @@ class Damaged(ValueError):
     """A bundle does not match its index. The message says where, with the digests."""
 
 
-def index_of(members: Iterable[tuple[str, int, str]]) -> bytes:
+def write_index(members: Iterable[tuple[str, int, str]]) -> bytes:
     """The index of these members (name, size, SHA-256), which must be sorted by name."""
     listed = [[name, size, sha256] for name, size, sha256 in members]
     return write_manifest({"schema": SCHEMA, "kind": KIND, "members": listed})
@@ -143,7 +143,7 @@ def _read_index(path: str, fd: int, file_size: int) -> Index:
         listed = [(str(name), int(size), str(sha256)) for name, size, sha256 in body["members"]]
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise Damaged(f"its index (SHA-256 {digest}): {error}") from error
-    members = _laid_out(listed, len(head) + len(data))
+    members = _lay_out(listed, len(head) + len(data))
     end = members[-1].offset + members[-1].size
     signature = _read_signature(fd, end)
     names = [INDEX, *(member.name for member in members)]
@@ -176,7 +176,7 @@ def _read_signature(fd: int, at: int) -> bytes:
     return data
 
 
-def _laid_out(listed: list[tuple[str, int, str]], at: int) -> tuple[Member, ...]:
+def _lay_out(listed: list[tuple[str, int, str]], at: int) -> tuple[Member, ...]:
     """The members with their offsets in the file. Raises Damaged for an invalid list."""
     if not 0 < len(listed) <= MOST_MEMBERS:
         raise Damaged(f"its index has {len(listed)} members")
@@ -282,7 +282,7 @@ class Bundle:
 
     def check(self) -> None:
         """Compare every byte of the file with the index. Raises Damaged, OSError."""
-        listing = index_of(member[:3] for member in self.index.members)
+        listing = write_index(member[:3] for member in self.index.members)
         headers = [stored_header(INDEX, len(listing), crc32(listing), 0)]
         head = local_header(headers[0]) + listing
         if os.pread(self._fd, len(head), 0) != head:
@@ -348,14 +348,14 @@ def examine(
             if own:
                 if deps_key(found["deps"]) != inner.rpartition("/")[2]:
                     raise ValueError("its name does not match its dependencies")
-                if changed := changes(found["deps"], None, places, hasher):
+                if changed := find_changes(found["deps"], None, places, hasher):
                     return Refused(leaf, "; ".join(changed))
             payload = files[found["payload"]]
             if (payload.size, payload.sha256) != (found["size"], found["sha256"]):
                 raise ValueError("its index and its manifest disagree")
             return Leaf(leaf, found, _open_in_memory(bundle, payload))
     except MALFORMED as error:
-        return Refused(leaf, f"damaged: {in_words(error)}", damaged=True)
+        return Refused(leaf, f"damaged: {describe_error(error)}", damaged=True)
     except StoreError as error:
         return Refused(leaf, error.what)
     except OSError as error:

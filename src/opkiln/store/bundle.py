@@ -12,19 +12,19 @@ import shlex
 from collections.abc import Iterable, Iterator
 from typing import Any, BinaryIO, NamedTuple
 
-from opkiln.base.digest import LARGEST_BUNDLE, sha256_file, taking_the_place_of
+from opkiln.base.digest import LARGEST_BUNDLE, open_replacement, sha256_file
 from opkiln.errors import StoreError
 from opkiln.machine.facts import Hasher
 from opkiln.store import layer, publish
-from opkiln.store.archive import INDEX, Bundle, Damaged, Member, NotABundle, index_of
+from opkiln.store.archive import INDEX, Bundle, Damaged, Member, NotABundle, write_index
 from opkiln.store.entry import (
     FETCHED,
     MALFORMED,
     MANIFEST,
     SIDECAR,
     Leaf,
+    describe_error,
     examine,
-    in_words,
     parse_manifest,
     write_manifest,
 )
@@ -75,9 +75,9 @@ def write_bundle(layer_dir: str, file: str) -> BundleFile:
             why=f"a bundle has at most {LARGEST >> 30} GiB in {MOST_MEMBERS} files",
             hint="opkiln cache export FILE --op OP    # several bundles; each is a layer",
         )
-    with replacing(file, total) as out:
+    with replace_bundle(file, total) as out:
         archive = Writer(out)
-        archive.add(INDEX, [index_of(members)])
+        archive.add(INDEX, [write_index(members)])
         for name, _, sha256 in members:
             if archive.add(name, chunks(paths[name])).sha256.hex() != sha256:
                 raise StoreError(
@@ -98,14 +98,14 @@ def temporary_bundle(payloads: Iterable[str]) -> Iterator[BundleFile]:
 
 
 @contextlib.contextmanager
-def replacing(file: str, total: int) -> Iterator[BinaryIO]:
+def replace_bundle(file: str, total: int) -> Iterator[BinaryIO]:
     """A new file that replaces ``file`` when all of it is on disk.
 
     Raises StoreError if it cannot be written. After any error ``file`` is unchanged, and no
     temporary file is left.
     """
     try:
-        with taking_the_place_of(file, sync=True) as out:
+        with open_replacement(file, sync=True) as out:
             yield out
     except OSError as error:
         raise StoreError(
@@ -207,7 +207,7 @@ def _entries(bundle: Bundle) -> Iterator[tuple[str, dict[str, Any], dict[str, Me
                 and set(files) == {MANIFEST, SIDECAR, manifest["payload"]}
             )
         except MALFORMED as error:
-            raise Damaged(f"{leaf}: {in_words(error)}") from error
+            raise Damaged(f"{leaf}: {describe_error(error)}") from error
         if not agree:
             digest = files[MANIFEST].sha256
             raise Damaged(f"{leaf} does not match its manifest (SHA-256 {digest})")

@@ -120,15 +120,15 @@ _WORDS = {
 }
 
 
-def wrong(body: dict[str, Any]) -> str:
+def find_wrong_type(body: dict[str, Any]) -> str:
     """A message about the first part that has the wrong type; empty if there is none."""
-    return _wrong(body, _MANIFEST, "")
+    return _find_wrong(body, _MANIFEST, "")
 
 
 # Comparing types is enough, because JSON has no subclasses.
 
 
-def _wrong(value: Any, shape: Any, where: str) -> str:
+def _find_wrong(value: Any, shape: Any, where: str) -> str:
     if isinstance(shape, (type, tuple)):
         fits = shape is object or type(value) in (shape if isinstance(shape, tuple) else (shape,))
         return "" if fits else _mismatch(value, where, _WORDS[shape])
@@ -152,7 +152,7 @@ def _wrong(value: Any, shape: Any, where: str) -> str:
             (value[place], row.parts[place] if place < count else row.rest, f"{where}[{place}]")
             for place in _pick_each_type(value, row)
         ]
-    return next(filter(None, (_wrong(*part) for part in parts)), "")
+    return next(filter(None, (_find_wrong(*part) for part in parts)), "")
 
 
 def _pick_each_type(value: list[Any], row: Row) -> Sequence[int]:
@@ -229,7 +229,7 @@ def parse_manifest(data: bytes, name: str = MANIFEST) -> dict[str, Any]:
             f"the manifest has an unknown schema{told}; this opkiln reads schema {SCHEMA}"
         )
     if digest not in _checked:
-        if problem := wrong(manifest):
+        if problem := find_wrong_type(manifest):
             raise ValueError(f"{name}: {problem}")
         if len(_checked) >= _MOST_CHECKED:
             _checked.clear()
@@ -246,13 +246,32 @@ _MOST_CHECKED = 1000  # a check of a large store must not need more memory than 
 MALFORMED = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
 
 
-def in_words(error: Exception) -> str:
+def describe_error(error: Exception) -> str:
     """The reason to show for an exception that was raised while a manifest was read."""
     if isinstance(error, KeyError):
         return f"{MANIFEST}: {error} is missing"
     if isinstance(error, (TypeError, AttributeError, RecursionError)):
         return f"{MANIFEST}: it is malformed ({type(error).__name__}: {error})"
     return str(error)
+
+
+def list_newest(directory: str) -> list[str]:
+    """The names in a directory, the newest first, without hidden ones; none if it is missing or
+    cannot be read."""
+    try:
+        names = sorted(name for name in os.listdir(directory) if not name.startswith("."))
+    except OSError:
+        return []
+    if len(names) > 1:
+        names.sort(key=lambda name: _modification_time(os.path.join(directory, name)), reverse=True)
+    return names
+
+
+def _modification_time(path: str) -> float:
+    try:
+        return os.stat(path).st_mtime
+    except OSError:
+        return 0.0
 
 
 def read_sidecar(directory: str) -> dict[str, Any]:
@@ -297,7 +316,7 @@ def examine(
     except (FileNotFoundError, NotADirectoryError):
         return None
     except MALFORMED as error:
-        return Refused(directory, f"damaged: {in_words(error)}", damaged=True)
+        return Refused(directory, f"damaged: {describe_error(error)}", damaged=True)
     except OSError as error:
         return Refused(directory, f"unreadable: {error}")
 
@@ -330,7 +349,7 @@ def _changes(
             if not os.path.isdir(directory):
                 raise  # it was just collected
             raise ValueError(f"{SIDECAR} is missing") from None
-    return key.changes(manifest["deps"], rows, places, hasher)
+    return key.find_changes(manifest["deps"], rows, places, hasher)
 
 
 def _check_payload(directory: str, manifest: dict[str, Any], listed: bool) -> None:

@@ -29,7 +29,7 @@ from opkiln.store.inventory import (
     details,
     directories,
     entries,
-    names_in,
+    list_names,
     report_errors,
 )
 
@@ -211,7 +211,7 @@ class Processes(NamedTuple):
             or (inode, os.path.basename(found.payload)) in self.files
         )
 
-    def below(self, directory: str) -> bool:
+    def runs_below(self, directory: str) -> bool:
         """Whether a process has its working directory or a mapped file at or below a directory."""
         real = os.path.realpath(directory)
         return any(path == real or path.startswith(real + "/") for path in self.paths)
@@ -221,7 +221,7 @@ def processes() -> Processes:
     """Read /proc for every process that we may inspect: this user's, or all of them as root."""
     paths: set[str] = set()
     files: set[tuple[int, str]] = set()
-    for name in names_in("/proc"):
+    for name in list_names("/proc"):
         if not name.isdigit():
             continue
         try:
@@ -287,7 +287,7 @@ def _sweep_scratch(clock: float) -> list[str]:
     age = max(_LEFTOVER, 2 * settings.build_timeout)
     base = publish.scratch_root()
     old = []
-    for name in names_in(base):
+    for name in list_names(base):
         path = os.path.join(base, name)
         if (
             _SCRATCH.match(name)
@@ -300,7 +300,7 @@ def _sweep_scratch(clock: float) -> list[str]:
     # If no store is writable, a library is loaded from such a directory and stays mapped for as
     # long as its process lives.
     running = processes()
-    swept = [path for path in old if not running.below(path)]
+    swept = [path for path in old if not running.runs_below(path)]
     for path in swept:
         _remove(path)
     return swept

@@ -146,7 +146,7 @@ def details(found: StoreEntry) -> Details:
             damaged="",
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        return Details("", "", "", (), entry.in_words(error) or type(error).__name__)
+        return Details("", "", "", (), entry.describe_error(error) or type(error).__name__)
 
 
 def sizes(root: str) -> Sizes:
@@ -156,7 +156,7 @@ def sizes(root: str) -> Sizes:
     for found in entries(root):
         count[found.kind] += 1
         total[found.kind] += found.size
-    others = (top for top in names_in(root) if top not in ("ops", "objects"))
+    others = (top for top in list_names(root) if top not in ("ops", "objects"))
     other = sum(_tree_size(os.path.join(root, top)) for top in others)
     return Sizes(count[OP], total[OP], count[OBJECT], total[OBJECT], other)
 
@@ -182,7 +182,7 @@ def _fault(found: StoreEntry, listed: bool) -> Fault | None:
         entry.read_sidecar(directory)
         name = deps_key(answer.manifest["deps"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        return Fault(directory, entry.in_words(error), True)
+        return Fault(directory, entry.describe_error(error), True)
     if name != os.path.basename(directory):
         return Fault(directory, "its name does not match its dependencies", True)
     return None
@@ -198,7 +198,7 @@ def _restore_access_time(found: StoreEntry) -> None:
         os.utime(found.payload, (found.used, now.st_mtime))
 
 
-def names_in(directory: str) -> list[str]:
+def list_names(directory: str) -> list[str]:
     """A directory's listing, sorted; empty if it does not exist or cannot be read."""
     try:
         return sorted(os.listdir(directory))

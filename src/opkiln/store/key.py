@@ -154,7 +154,7 @@ def rows(found: Iterable[Fact]) -> list[list[Any]]:
 # Asking again
 
 
-def changes(
+def find_changes(
     recorded: Mapping[str, Any],
     rows: Iterable[list[Any]] | None,
     places: Mapping[str, str],
@@ -168,10 +168,10 @@ def changes(
     facts.start_entry()
     if rows is None:
         return _changed_files(recorded["own"], places, hasher)
-    return broken(read(rows), places, hasher)
+    return find_broken(read(rows), places, hasher)
 
 
-def broken(listed: Iterable[Fact], places: Mapping[str, str], hasher: Hasher) -> list[str]:
+def find_broken(listed: Iterable[Fact], places: Mapping[str, str], hasher: Hasher) -> list[str]:
     """The facts that do not hold any more, in words. Raises OSError."""
     found = []
     for fact in listed:
@@ -183,7 +183,7 @@ def broken(listed: Iterable[Fact], places: Mapping[str, str], hasher: Hasher) ->
         else:
             now, signature = facts.ask_again(fact.kind, path, fact.value, hasher)
         if now == fact.value:
-            facts.entry(fact.kind, path, fact.value, signature)
+            facts.note_entry(fact.kind, path, fact.value, signature)
         elif fact.kind == ABSENT:
             new = {*split_names(fact.value)} - {*split_names(now)}
             found += [f"{os.path.join(path, name)} is new" for name in sorted(new)]
@@ -211,7 +211,7 @@ def _changed_files(
         full = os.path.join(places[anchor], path)
         try:
             now, signature = hasher(full)
-            facts.entry(FILE, full, sha256, signature)
+            facts.note_entry(FILE, full, sha256, signature)
         except (FileNotFoundError, NotADirectoryError, PermissionError) as error:
             if anchor == OUTSIDE:
                 continue

@@ -79,7 +79,7 @@ def _entry(layer_dir: str, directory: str) -> LayerEntry:
         except ValueError as error:
             raise ValueError(f"{SIDECAR}: {error}") from error
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        reason = entry.in_words(error)
+        reason = entry.describe_error(error)
         raise StoreError(f"{directory} cannot be shipped: {reason}") from error
     return LayerEntry(place, directory, leaf.manifest, lists)
 

@@ -79,7 +79,7 @@ class Waiting(NamedTuple):
     seconds: float
     stopped: bool = False  # whether the holder is stopped
 
-    def told(self, what: str) -> dict[str, Any]:
+    def event_data(self, what: str) -> dict[str, Any]:
         """The data of an event that says for whom and for ``what`` we wait."""
         pid, host = (self.holder.pid, self.holder.host) if self.holder is not None else (0, "")
         what = f"{what}, but it is stopped" if self.stopped else what
@@ -147,7 +147,7 @@ def turn(
     wait = _Wait(failures, waiting, what, limit, since)
     local = _threads.setdefault(path, _Local())  # atomic; a signal handler may do it, too
     while not local.lock.acquire(timeout=0.25):
-        wait.go_on(local.holder or Holder(os.getpid(), _host(), ""), pause=False)
+        wait.keep_waiting(local.holder or Holder(os.getpid(), _host(), ""), pause=False)
     try:
         for number in count(1):
             # Two locks of one process must not be of one file: closing one would release both.
@@ -196,7 +196,7 @@ class _Wait:
         self._awaited: set[str] = set()
         self._waited = False
 
-    def go_on(self, holder: Holder | None, *, pause: bool = True) -> bool:
+    def keep_waiting(self, holder: Holder | None, *, pause: bool = True) -> bool:
         """Say for whom we wait, and wait a moment. False if the holder is to be passed.
 
         Raises BuildTimeout at the limit, and the error of a builder that failed meanwhile.
@@ -256,7 +256,7 @@ def _await(
         holder = local.holder = _read_holder(fd)
         if (found := arrived()) is not None:
             return found, False
-        if not wait.go_on(holder) and not last:
+        if not wait.keep_waiting(holder) and not last:
             return None, True
     return arrived(), False
 

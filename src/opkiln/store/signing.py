@@ -16,7 +16,7 @@ from opkiln.base.digest import LARGEST_BUNDLE, sha256_file
 from opkiln.errors import StoreError, UsageError
 from opkiln.store import publish, signatures
 from opkiln.store.archive import Bundle, Damaged, signed_tail
-from opkiln.store.bundle import open_bundle, replacing
+from opkiln.store.bundle import open_bundle, replace_bundle
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -95,7 +95,7 @@ def sign(file: str, key_file: str) -> SignedBundle:
                 hint="opkiln cache export FILE    # export it again, unsigned, and sign that",
             )
         data = signatures.write(found)
-        with replacing(file, end + len(data)) as out, open(file, "rb") as source:
+        with replace_bundle(file, end + len(data)) as out, open(file, "rb") as source:
             shutil.copyfileobj(source, out)
             out.seek(end)
             out.truncate()

@@ -37,9 +37,9 @@ def find_program(name: str) -> str | None:
     """The program that this name runs, or None."""
     found = next(on_path(name), None)
     if "/" in name:
-        facts.runs(name)
+        facts.is_program(name)
     else:
-        facts.program(name, found)
+        facts.note_program(name, found)
     return found
 
 

@@ -86,7 +86,7 @@ def _hipcc_below(home: str) -> str:
     """The hipcc of an installation, or where it would be."""
     usual = os.path.join(home, "bin", "hipcc")
     older = os.path.join(home, "hip", "bin", "hipcc")
-    return next(filter(facts.runs, (usual, older)), usual)
+    return next(filter(facts.is_program, (usual, older)), usual)
 
 
 def installed_rocm_version() -> tuple[int, int]:

@@ -72,7 +72,7 @@ def _holds(record: dict[str, Any]) -> bool:
             now, signature = facts.ask_again(kind, path, then, hasher)
             if now != then:
                 return False
-        facts.file(path, signature)
+        facts.note_file(path, signature)
         signed[path] = signature
     if any(map(facts.exists, record.get("absent", ()))):
         return False
@@ -82,9 +82,9 @@ def _holds(record: dict[str, Any]) -> bool:
         program = name if "/" in name else find.find_program(name)
         if program is None or os.path.realpath(program) != target:
             return False
-        facts.file(program, signed.get(target))  # a changed link leads to another inode
+        facts.note_file(program, signed.get(target))  # a changed link leads to another inode
     if until := record.get("until"):
-        facts.incomplete()
+        facts.note_incomplete()
         return bool(time.time() < until)
     return True
 
