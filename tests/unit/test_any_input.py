@@ -159,7 +159,7 @@ def test_a_path_that_a_bundle_may_hold_leads_to_where_it_says(text: str) -> None
     leaf = f"v1/ops/d/o/{'a' * 40}/{'b' * 40}/{'c' * 40}"
     for name in (text, f"v1/ops/{text}", f"{leaf}/{text}"):
         try:
-            (member,) = archive._laid_out([(name, 1, "0" * 64)], 0)
+            (member,) = archive._lay_out([(name, 1, "0" * 64)], 0)
         except archive.Damaged:
             continue
         assert os.path.normpath(os.path.join("/store", member.name)) == f"/store/{name}"

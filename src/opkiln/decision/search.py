@@ -104,7 +104,7 @@ class _Compilers:
 
 
 def _refusal(request: Request) -> tuple[OpkilnError | None, str]:
-    """(the error if nothing can be built for a request, its short form); None if it may be built."""
+    """(the error if nothing can be built for a request, its short form); (None, "") if it may."""
     if request.build_error is not None:
         return request.build_error, request.build_error.what
     if forbidden := terms.why_not_compile(request):

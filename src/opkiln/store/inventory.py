@@ -97,7 +97,7 @@ def newest(root: str) -> Iterator[StoreEntry]:
 def directories(directory: str, depth: int) -> Iterator[str]:
     """The paths exactly ``depth`` levels below a directory, sorted."""
     names = []
-    # Otherwise it was never created, was just collected, or is a stray file.
+    # No names: it was never created, was just collected, or is a stray file.
     with report_errors("read", directory), suppress(FileNotFoundError, NotADirectoryError):
         names = sorted(os.listdir(directory))
     for name in names:
@@ -189,8 +189,7 @@ def _fault(found: StoreEntry, listed: bool) -> Fault | None:
 
 
 def _restore_access_time(found: StoreEntry) -> None:
-    """Undo the effect of hashing on the access time: a full scan does not count as use. Without
-    this, gc could not tell which entries are old."""
+    """Undo the effect of hashing on the access time: a full scan does not count as use."""
     if not found.payload:
         return
     with suppress(OSError):  # it was just collected, or we may not write to this layer
@@ -217,8 +216,8 @@ def _tree_size(path: str) -> int:
 
 @contextmanager
 def report_errors(action: str, path: str) -> Iterator[None]:
-    """An OSError within the block is a StoreError: the path cannot be "read", "removed" or "put
-    back"."""
+    """Turn an OSError within the block into a StoreError: the path cannot be ``action``, which is
+    "read", "removed" or "put back"."""
     try:
         yield
     except OSError as error:

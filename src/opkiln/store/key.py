@@ -1,12 +1,12 @@
-"""The keys of an entry, and what it rests on.
+"""Makes the keys of an entry, and compares the facts that it rests on.
 
 - ``intent_key``: spec, target and ABI tag. Computing it needs no compiler.
 - ``build_key``: the plan's steps and environment, and the toolchain's identity.
 - ``deps_key``: the facts (``machine/facts.py``) of all that the steps read, looked up and listed.
 
-A machine without a compiler, and one that a library was shipped to, cannot have all of these files.
-There the *author's* count: those of the package, and those below directories that its declaration
-names.
+A machine without a compiler, or one to which a library was shipped, does not have all of these
+files. There only the *author's* count: those of the package, and those below directories that its
+declaration names.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from opkiln.base.model import OUTSIDE, PACKAGE, PLAN_VERSION, ROCM, OpSpec
 from opkiln.machine import facts
 from opkiln.machine.facts import ABSENT, FILE, GONE, HIDDEN, PROGRAM, RUNS, Hasher, split_names
 
-# Fields of a spec that do not affect the build, or that another field says, too: an emulated op has
-# the emulator's runtime among its sources.
+# Fields of a spec that do not affect the build, or that follow from another field: an emulated op
+# has the emulator's runtime among its sources.
 UNKEYED = ("root", "declared_by", "schemas", "emulated")
 
 
@@ -103,18 +103,18 @@ _AUTHORS = ("src", "opkiln", OUTSIDE)
 
 
 class Fact(Record):
-    """What was known of a path. The path is below its anchor, so that it can be found again where
+    """What was known of a path. The path is relative to its anchor, so that it is found again if
     the package or torch is installed elsewhere."""
 
     kind: str
     anchor: str
     path: str
-    value: str  # of several names, as ``joined`` gives it
+    value: str  # of several names: ``facts.join_names``
     signature: Signature
 
     @property
     def sha256(self) -> str:
-        """Of an author's file; else empty."""
+        """The digest of an author's file; empty for other facts."""
         is_file = self.kind in (FILE, PROGRAM) and self.anchor in _AUTHORS
         return self.value.rstrip(RUNS) if is_file else ""
 
@@ -160,10 +160,10 @@ def find_changes(
     places: Mapping[str, str],
     hasher: Hasher,
 ) -> list[str]:
-    """What does not hold any more of an entry, in words. Raises OSError, KeyError.
+    """The facts of an entry that no longer hold, in words. Raises OSError, KeyError.
 
-    ``recorded`` is a manifest's ``deps``, ``rows`` are its sidecar's facts; without them, the
-    author's files count alone.
+    ``recorded`` is a manifest's ``deps``, ``rows`` are its sidecar's facts. Without them, only the
+    author's files count.
     """
     facts.start_entry()
     if rows is None:
@@ -172,7 +172,7 @@ def find_changes(
 
 
 def find_broken(listed: Iterable[Fact], places: Mapping[str, str], hasher: Hasher) -> list[str]:
-    """The facts that do not hold any more, in words. Raises OSError."""
+    """The facts that no longer hold, in words. Raises OSError."""
     found = []
     for fact in listed:
         place = places.get(fact.anchor, "")
@@ -205,7 +205,7 @@ def _holds(signature: Signature, path: str) -> bool:
 def _changed_files(
     own: Iterable[tuple[str, str, str]], places: Mapping[str, str], hasher: Hasher
 ) -> list[str]:
-    """One that is outside of the package is compared only where there is one."""
+    """The author's files that changed. One outside of the package counts only if it exists."""
     found = []
     for anchor, path, sha256 in own:
         full = os.path.join(places[anchor], path)

@@ -51,7 +51,7 @@ class Layer(Record):
 
 
 class Location(Record):
-    """Where to read, in order; where to write (or None); notes for the user."""
+    """The layers to read, in order; the directory to write to, if any; notes for the user."""
 
     layers: tuple[Layer, ...]
     writable: str | None
@@ -234,7 +234,7 @@ def _find(
 
 
 def _foreign(root: str) -> str:
-    """Why a layer that was created in the meantime is not trusted; empty if it is. Whoever else
+    """Why a layer that was created in the meantime is not trusted; empty if it is. Another user who
     created it could replace what was just checked."""
     for path in (os.path.dirname(root), root):
         try:

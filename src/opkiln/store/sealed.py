@@ -1,4 +1,4 @@
-"""Sealed files in memory, for ``dlopen``: verified bytes that nobody can change any more.
+"""Sealed files in memory, for ``dlopen``: verified bytes that can no longer be changed.
 
 A file on disk could be replaced between the check and the ``dlopen``. And there may be no place to
 write a file.

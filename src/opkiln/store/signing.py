@@ -1,4 +1,4 @@
-"""Making keys, and signing bundles with them. ``store.signatures`` checks the signatures.
+"""Makes keys, and signs bundles with them. ``store.signatures`` checks the signatures.
 
 A private key is a file in OpenSSL's form (PKCS #8, PEM, not encrypted) that only its owner can
 read. A public key is a word, ``ed25519:…``.
@@ -109,8 +109,8 @@ def sign(file: str, key_file: str) -> SignedBundle:
 
 
 def sign_artifact(name: str, sha256: str, size: int, key_file: str) -> bytes:
-    """The signature of an artifact of a remote tier, as ``store.signatures.write`` gives it. Raises
-    StoreError."""
+    """The signature of an artifact of a remote tier, in the form of ``store.signatures.write``.
+    Raises StoreError."""
     private = _private(key_file)
     signed = private.sign(signatures.artifact_message(name, sha256, size))
     return signatures.write({_public(private): signed})
