@@ -253,14 +253,14 @@ def copy_out(artifact: Artifact, directory: str) -> str:
     """Copy an artifact into a directory, which is made; gives its path there."""
     import shutil
 
-    from opkiln.base.digest import taking_the_place_of
+    from opkiln.base.digest import open_replacement
 
     target = os.path.join(directory, os.path.basename(artifact.path))
     try:
         os.makedirs(directory, exist_ok=True)
         if not os.path.isfile(target) or sha256_file(target) != artifact.sha256:
             # Never over the old one: another process may have it mapped.
-            with taking_the_place_of(target) as file:
+            with open_replacement(target) as file:
                 with open(artifact.path, "rb") as source:
                     shutil.copyfileobj(source, file)
                 os.fchmod(file.fileno(), os.stat(artifact.path).st_mode & 0o777)

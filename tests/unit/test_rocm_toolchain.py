@@ -232,7 +232,8 @@ def test_the_one_that_is_nearest_to_torch_is_taken(opt: Path, memory: tuple[str,
         for each in find.candidates(hipcc, memory, "6.2.41133", a_host())
     }
     assert reasons["rocm-6.3.1"] == ""
-    assert reasons["rocm-6.4.0"] == f"HIP 6.3.1 in {opt}/rocm-6.3.1 is nearer to torch's 6.2.41133"
+    nearer = f"HIP 6.3.1 in {opt}/rocm-6.3.1/bin/hipcc is nearer to torch's 6.2.41133"
+    assert reasons["rocm-6.4.0"] == nearer
     other = "torch was built with 6.2.41133, another major version"
     assert reasons["rocm-7.0.0"] == f"HIP 7.0.0; {other}"
 

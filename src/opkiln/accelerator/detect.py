@@ -65,14 +65,14 @@ def set_accelerator(accelerator: Accelerator | None) -> None:
     """
     if accelerator is not None:
         _check(accelerator)
-    choice.give(accelerator)
+    choice.set_given(accelerator)
 
 
 def trace() -> tuple[Answer, ...]:
     """The answers that led to the current accelerator, in order; its own is the last."""
     accelerator = get_accelerator()
     if choice.given_accelerator() is not None:
-        name = choice.asked_name() or ""
+        name = choice.requested_name() or ""
         return (Answer(name, True, f"set_accelerator() was given {accelerator!r}"),)
     return _found[settings.accelerator][1]
 

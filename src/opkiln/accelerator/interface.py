@@ -238,7 +238,7 @@ class Accelerator(Device):
         builder = self.get_op_builder(class_name)
         if builder is None:
             return None
-        backend = choice.serving(self.name, builder.BACKENDS)
+        backend = choice.find_backend(self.name, builder.BACKENDS)
         return builder() if backend is None else builder(backend=backend)
 
     def build_extension(self) -> Any:

@@ -100,7 +100,7 @@ class CUDAOpBuilder(OpBuilder):
         if self.backend in (CPU, EMULATED):
             return []
         op = self._bare()._replace(asked=cross_compile_archs or self._asked_archs)
-        if not op.asked and archs.nothing_asked(self.backend):
+        if not op.asked and archs.lacks_targets(self.backend):
             op = op._replace(asked="all")
         language = archs.grammar(self.backend)
         try:
@@ -231,7 +231,7 @@ def _asked_backend(usable: tuple[str, ...]) -> str | None:
         return None
     from opkiln.machine.devices import choice
 
-    return choice.asked_backend(usable)
+    return choice.requested_backend(usable)
 
 
 def _has_device(backend: str) -> bool:

@@ -100,7 +100,7 @@ class Stage:
             # it.
             with contextlib.suppress(gather.Disagree, FileNotFoundError):
                 found = gather.union_of_facts(each.facts for each in self.made.values())
-                if not key.broken(found, self.places, self.hasher()):
+                if not key.find_broken(found, self.places, self.hasher()):
                     return found
             self.made.clear()
         sources = [step.source for step in first if step.output not in self.made]

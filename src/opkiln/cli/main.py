@@ -15,7 +15,7 @@ import click
 from opkiln import __version__, settings
 from opkiln.base.trust import usable_by_owner
 from opkiln.cli import output, run
-from opkiln.errors import OpkilnError, StoreError, in_words
+from opkiln.errors import OpkilnError, StoreError, explain_error
 
 # Where each command is. Its module is imported when it runs, or when --help needs its first line.
 _COMMANDS = {
@@ -142,7 +142,7 @@ def _run(arguments: list[str]) -> int:
         if sys.stdout is not None:  # None: it was closed before we started
             sys.stdout.flush()
     except (OpkilnError, FileNotFoundError, UnicodeEncodeError) as error:
-        clear = error if isinstance(error, OpkilnError) else in_words(error)
+        clear = error if isinstance(error, OpkilnError) else explain_error(error)
         if clear is None:
             raise
         output.say_failure(clear)

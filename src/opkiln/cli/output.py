@@ -210,7 +210,7 @@ def _add_verbosity(body: Callable[..., Any], *, warns: bool) -> Callable[..., An
 
                 python = f"Python {platform.python_version()} at {sys.executable}"
                 say(f"opkiln {__version__} in {PACKAGE}, {python}")
-                stack.enter_context(process.telling(lambda argv: say(f"+ {shlex.join(argv)}")))
+                stack.enter_context(process.watch_starts(lambda argv: say(f"+ {shlex.join(argv)}")))
             if warns:
                 for text in unknown():
                     say(f"warning: {text}")

@@ -22,7 +22,7 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 from torch import Tensor
 
-from opkiln.base.digest import taking_the_place_of
+from opkiln.base.digest import open_replacement
 from opkiln.errors import ArgumentError, ArgumentTypeError, UsageError
 from opkiln.io.handle import AsyncIO, FileRequest, Transfer
 from opkiln.store import publish
@@ -107,7 +107,7 @@ def save(
     head, offsets = _header(ordered, metadata)
     # From its first byte on, the new file is readable only by those who may read the old one.
     mode = _mode_of(path)
-    with taking_the_place_of(path, 0o666 if mode is None else mode | 0o600, sync=sync) as file:
+    with open_replacement(path, 0o666 if mode is None else mode | 0o600, sync=sync) as file:
         fd = file.fileno()
         parts = [Transfer(head, fd, 0)]
         parts += [

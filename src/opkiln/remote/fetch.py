@@ -58,7 +58,7 @@ def fetch(request: Request, target: Target, trace: Trace) -> bool:
         return False
 
     def look_again() -> bool | None:
-        return search.elsewhere(request, Trace()) is not None or None
+        return search.find_fitting(request, Trace()) is not None or None
 
     # A process that can compile waits less for one that asks a slow tier.
     wait = LOAD.whole if terms.why_not_compile(request) else LOAD.first
@@ -107,7 +107,7 @@ def runs_here(each: LockRow) -> bool:
     """Whether this machine can run an artifact, as far as a lock file tells."""
     if each.machine != uname.architecture():
         return False
-    if cpu.lacking(each.cpu, each.cpu_features, features()):
+    if cpu.missing_features(each.cpu, each.cpu_features, features()):
         return False
     return each.backend not in (CUDA, ROCM) or bool(archs.coverage(each.backend, each.archs))
 

@@ -68,5 +68,5 @@ def candidate_names(spec: OpSpec, targets: Iterable[Target]) -> list[str]:
 def _covering(spec: OpSpec, target: Target) -> Iterable[Target]:
     yield target
     if spec.vectorize and origin_of("cpu")[0] == "native":
-        for each in cpu.covering(target.machine, features()):
+        for each in cpu.compatible_cpus(target.machine, features()):
             yield target._replace(cpu=each.level, cpu_features=each.features)

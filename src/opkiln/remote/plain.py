@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
-from opkiln.base.digest import taking_the_place_of
+from opkiln.base.digest import open_replacement
 from opkiln.remote import credentials, web
 from opkiln.remote.patience import Deadline
 from opkiln.remote.tier import (
@@ -128,7 +128,7 @@ class Folder:
         path = os.path.join(self._root, path)
         os.makedirs(os.path.dirname(path), exist_ok=True)
         with (
-            taking_the_place_of(path, sync=True) as out,
+            open_replacement(path, sync=True) as out,
             open(data, "rb") if isinstance(data, str) else io.BytesIO(data) as source,
         ):
             shutil.copyfileobj(source, out, CHUNK)

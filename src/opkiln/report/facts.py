@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from opkiln.base.model import in_words
+from opkiln.base.model import display_name
 from opkiln.report.collect import Environment, Report, SettingValue, StoreStatus
 from opkiln.report.compilers import BACKENDS, NO_HOST, PROBE, Tool, torch_built_with
 from opkiln.report.layout import age, count, duration, size
@@ -80,7 +80,7 @@ def ops(found: tuple[OpStatus, ...]) -> ReportSection:
         same.setdefault((each.variant_of or each.op, (serving, *others)), []).append(each.op)
     rows = []
     for (op, (first, *more)), names in same.items():
-        name = in_words(names[0]) if len(names) == 1 else f"{op} ({len(names)} variants)"
+        name = display_name(names[0]) if len(names) == 1 else f"{op} ({len(names)} variants)"
         rows += [(Cell(name), *first[1:]), *more]
     # Reasons that several rows share have a number there, and are shown once, below.
     counted = Counter(row[-1].text for row in rows if row[-1].text)

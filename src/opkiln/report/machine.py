@@ -235,7 +235,7 @@ def _choose_accelerator(kinds: tuple[Answer, ...]) -> ChosenAccelerator:
     from opkiln.accelerator import detect
     from opkiln.machine.devices import choice
 
-    if choice.asked_name() is None:
+    if choice.requested_name() is None:
         first = next(kind for kind in kinds if kind.present)  # the CPU always is
         return ChosenAccelerator(first.name, first.why, "")
     origin = "" if choice.given_accelerator() is not None else origin_of("accelerator")[1]

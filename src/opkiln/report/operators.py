@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import NamedTuple
 
-from opkiln.base.model import CUDA, ROCM, in_words
+from opkiln.base.model import CUDA, ROCM, display_name
 from opkiln.builder.base import OpBuilder
 from opkiln.builder.registry import ALL_OPS, builder_of, bundled_ops, declared_ops, libraries
 from opkiln.decision import archs, terms
@@ -115,7 +115,7 @@ def backend_status(kind: type[OpBuilder], backend: str) -> BackendStatus:
     except OpkilnError as error:
         return BackendStatus(backend, terms.WOULD_FAIL, reason=error.what)
     status, reason, path = terms.summary(outcome)
-    reason = " ".join(reason.split()).removeprefix(f"op {in_words(builder.name)} ")
+    reason = " ".join(reason.split()).removeprefix(f"op {display_name(builder.name)} ")
     if status == terms.WOULD_COMPILE:
         why = "; ".join(outcome.trace.refusals()) or "not built yet"
         reason = f"{why}: its first use builds it"

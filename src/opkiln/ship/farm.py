@@ -91,7 +91,7 @@ def work(job: Job) -> Result:
         with (
             override(progress="off", trace=None, push=None, record=None),
             override(cache_dir=_store(), **dict(job.settings)),
-            events.listening(note),
+            events.listen(note),
         ):
             outcome, bundle = _build_bundle(job)
     except Exception as error:  # also a full disk, no more memory

@@ -195,7 +195,7 @@ def _build_all(missing: Mapping[int, BuildRequest], names_targets: bool) -> dict
         began = time.monotonic()
         target = f" {request.wanted}" if request.wanted and names_targets else ""
         try:
-            with selection.use_cpu(request.wanted), events.reported_as(f"{request.op}{target}"):
+            with selection.use_cpu(request.wanted), events.report_as(f"{request.op}{target}"):
                 asked = decision_of(request)
                 artifact, _ = loader.obtain(asked)
                 _require_stored(request.op, artifact)

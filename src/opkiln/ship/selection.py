@@ -112,12 +112,12 @@ def ask(builder: OpBuilder, wanted: NamedTarget | None) -> OpBuilder:
     If no GPU architecture is named and this machine has no GPU, it is built for all that the
     toolkit knows.
     """
-    from opkiln.decision.archs import nothing_asked
+    from opkiln.decision.archs import lacks_targets
 
     if wanted is None:
         return builder
     archs = "" if wanted.backend == CPU else wanted.archs
-    if not archs and nothing_asked(wanted.backend):
+    if not archs and lacks_targets(wanted.backend):
         archs = "all"
     builder.ask_for(wanted.backend, archs)
     return builder

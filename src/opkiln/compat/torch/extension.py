@@ -27,7 +27,7 @@ from opkiln.base.model import (
 from opkiln.builder.base import OpBuilder
 from opkiln.compat.torch.flags import translate
 from opkiln.compat.torch.paths import include_paths, library_paths
-from opkiln.decision.archs import nothing_asked
+from opkiln.decision.archs import lacks_targets
 from opkiln.errors import SpecError
 from opkiln.machine.toolchain import torch_sdk
 from opkiln.machine.toolchain.torch_sdk import is_rocm_pytorch
@@ -134,7 +134,7 @@ class ExtensionBuilder(OpBuilder):
         return self._spec
 
     def op(self) -> Op:
-        asked = self._archs or ("all" if nothing_asked(self.backend) else "")
+        asked = self._archs or ("all" if lacks_targets(self.backend) else "")
         return Op(self._spec, asked=asked)
 
 

@@ -77,7 +77,7 @@ def read(file: File) -> Elf:
         return Elf(
             _MACHINES.get(machine, f"machine {machine}"),
             _KINDS[kind],
-            tuple(_dynamic(source, table, _DT_NEEDED)),
+            tuple(_dynamic_strings(source, table, _DT_NEEDED)),
             tuple(sorted({each.name for each in versions if not each.weak})),
             tuple(sorted(set(_undefined_symbols(source, table, versions)))),
         )
@@ -94,7 +94,7 @@ def search_path(file: File) -> tuple[str, ...]:
     """The directories where the dynamic linker looks for what a program or library needs, as they
     are written in it. Raises LoadError as ``read`` does."""
     with open_source(file) as source:
-        lists = _dynamic(source, _tables(source)[2], _DT_RPATH, _DT_RUNPATH)
+        lists = _dynamic_strings(source, _tables(source)[2], _DT_RPATH, _DT_RUNPATH)
         return tuple(each for listed in lists for each in listed.split(":") if each)
 
 
@@ -120,10 +120,10 @@ def sections(source: ByteSource, name: str) -> Iterator[tuple[int, ByteSource]]:
 def _tables(source: ByteSource) -> tuple[int, int, tuple[ElfSection, ...]]:
     magic = source.read(0, min(6, source.size), "ELF header")
     if magic[:4] != b"\x7fELF":
-        raise LoadError(f"{source.name} is not an ELF file", why=_beginning(magic))
+        raise LoadError(f"{source.name} is not an ELF file", why=_show_beginning(magic))
     if magic[4:] != b"\x02\x01":
         raise LoadError(
-            f"{source.name} is not a 64-bit little-endian ELF file", why=_beginning(magic)
+            f"{source.name} is not a 64-bit little-endian ELF file", why=_show_beginning(magic)
         )
     header = source.unpack(_HEADER, 0, "ELF header")
     _, kind, machine, _, _, _, start, _, _, _, _, width, count, names = header
@@ -151,7 +151,9 @@ def _tables(source: ByteSource) -> tuple[int, int, tuple[ElfSection, ...]]:
     return kind, machine, table
 
 
-def _dynamic(source: ByteSource, table: tuple[ElfSection, ...], *tags: int) -> Iterator[str]:
+def _dynamic_strings(
+    source: ByteSource, table: tuple[ElfSection, ...], *tags: int
+) -> Iterator[str]:
     for section in _sections_of(table, _DYNAMIC_TABLE):
         strings = _names_of(source, table, section)
         for tag, value in _records(source, section, _DYNAMIC):
@@ -282,7 +284,7 @@ def _read_whole(source: ByteSource, offset: int, size: int, what: str) -> bytes:
     return source.read(offset, size, what)
 
 
-def _beginning(magic: bytes) -> str:
+def _show_beginning(magic: bytes) -> str:
     return f"it begins with {magic.hex(' ')}" if magic else "it is empty"
 
 
@@ -333,7 +335,7 @@ class _HashTable:
             return False
         while True:  # a chain without an end gives an error at the end of the section
             found = self._word(self._chains_at + 4 * (index - self._first))
-            if found | 1 == wanted | 1 and self._is(index, name):
+            if found | 1 == wanted | 1 and self._is_named(index, name):
                 return True
             if found & 1:
                 return False
@@ -343,7 +345,7 @@ class _HashTable:
         (value,) = self._hashes.unpack(_WORD, at, ".gnu.hash")
         return int(value)
 
-    def _is(self, index: int, name: str) -> bool:
+    def _is_named(self, index: int, name: str) -> bool:
         at = self._symbols_at + SYMBOL.size * index
         string, _, _, section, _, _ = self._symbols.unpack(SYMBOL, at, ".dynsym")
         start, text = self._strings_at + string, name.encode() + b"\0"

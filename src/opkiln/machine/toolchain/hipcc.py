@@ -86,7 +86,7 @@ def _hipcc_below(home: str) -> str:
     """The hipcc of an installation, or where it would be."""
     usual = os.path.join(home, "bin", "hipcc")
     older = os.path.join(home, "hip", "bin", "hipcc")
-    return next(filter(facts.runs, (usual, older)), usual)
+    return next(filter(facts.is_program, (usual, older)), usual)
 
 
 def installed_rocm_version() -> tuple[int, int]:
@@ -133,8 +133,7 @@ def search(
     listed, ranked = find.rank(found, records, wanted, partial(_misfit, wanted, host))
     taken = _compiler(records[ranked[0]], host) if ranked else None
     for place in ranked[1:]:
-        best = records[ranked[0]]
-        listed[place] = find.demote(listed[place], best, "HIP", wanted, after=best["program"])
+        listed[place] = find.demote(listed[place], listed[ranked[0]], "HIP", wanted)
     mismatched = not ranked and not all(record["refused"] for record in records)
     return Search(taken, listed, lambda: _failure(listed, wanted, mismatched=mismatched))
 

@@ -104,7 +104,9 @@ class Copy:
             names = self._own[kept] = []
             headers: list[str] = []
             for bracket, name in _INCLUDE.findall(text):
-                found = [each for each in self._looked_up(path, bracket, name) if self._has(each)]
+                found = [
+                    each for each in self._list_candidates(path, bracket, name) if self._has(each)
+                ]
                 names += [name] if found else []
                 headers += found
             if _COMPUTED.search(text):
@@ -139,7 +141,7 @@ class Copy:
     def _absolute(self, path: str) -> str:
         return os.path.join(self._spec.root, path)
 
-    def _looked_up(self, includer: str, bracket: str, name: str) -> Iterator[str]:
+    def _list_candidates(self, includer: str, bracket: str, name: str) -> Iterator[str]:
         """Every file that a name may refer to. Which one depends on the file being compiled."""
         if os.path.isabs(name):
             return
@@ -207,7 +209,7 @@ def hipify_identity(torch: TorchSDK) -> str:
     """
     files = (_TRANSLATOR, *hipify_modules(torch))
     for path in files:
-        facts.file(path)
+        facts.note_file(path)
     return key("hipify", [facts.digest_of(path) for path in files])
 
 

@@ -47,7 +47,7 @@ def find() -> TorchSDK | None:
     if path is None:
         return None
     for each in read_from(path):
-        facts.file(each)
+        facts.note_file(each)
     state = os.stat(os.path.join(path, "version.py"))
     return _read(path, (state.st_mtime_ns, state.st_ctime_ns))
 

@@ -283,9 +283,9 @@ def leftovers(here: Facts) -> Diagnosis:
     """There are no staged files of killed processes. (The kernel releases their locks.)"""
     staging, now = os.path.join(here.root, "staging"), time.time()
     old = 0
-    for name in inventory.names_in(staging):
+    for name in inventory.list_names(staging):
         path = os.path.join(staging, name)
-        inside = (os.path.join(path, each) for each in inventory.names_in(path))
+        inside = (os.path.join(path, each) for each in inventory.list_names(path))
         try:
             newest = max(os.lstat(each).st_mtime for each in (path, *inside))
         except FileNotFoundError:

@@ -16,7 +16,7 @@ from opkiln.errors import SpecError
 from opkiln.report.commands import interpreter, pip
 from opkiln.report.doctor.terms import Diagnosis, Facts, child_answer, join, passed, skipped, warned
 from opkiln.settings import LAYOUT
-from opkiln.store.inventory import names_in
+from opkiln.store.inventory import list_names
 
 # Runs in a child: an op's module is its author's code. It may import torch, or end the process.
 _ASK_OP = """
@@ -113,13 +113,13 @@ def _installed_ops() -> Iterator[tuple[str, str]]:
     Looks where ``decision.decide`` looks. No package is imported.
     """
     shared = [os.path.join(each, SHARED) for each in sys.path if os.path.isabs(each)]
-    layers = [(name, os.path.join(each, name)) for each in shared for name in names_in(each)]
+    layers = [(name, os.path.join(each, name)) for each in shared for name in list_names(each)]
     for name, owner, package in _declared_packages():
         op = name.rpartition(":")[2]
         told: set[str] = set()
         for brought_by, layer in [(owner, os.path.join(package, CARRIED)), *layers]:
             ops = os.path.join(layer, LAYOUT, "ops")
-            libraries = {found for each in names_in(ops) for found in names_in(f"{ops}/{each}")}
+            libraries = {found for each in list_names(ops) for found in list_names(f"{ops}/{each}")}
             for found in sorted(libraries - told):
                 if found == op or found.startswith(f"{op}__"):  # one of its variants
                     told.add(found)
