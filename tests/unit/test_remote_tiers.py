@@ -17,7 +17,7 @@ from sample import servers
 from sample.levels import X86_64, X86_V3
 
 from opkiln.errors import RemoteWarning, SettingError, StoreError
-from opkiln.remote import credentials, lockfile, names, patience, plain, registry, tiers, web
+from opkiln.remote import credentials, lockfile, patience, plain, registry, tiers, web
 from opkiln.remote.credentials import Login
 from opkiln.remote.patience import Deadline, Patience
 from opkiln.remote.tier import Absent, Forbidden, Publication, Tier, Unreachable, Unusable
@@ -321,9 +321,9 @@ def test_publishers_of_a_layout_do_not_lose_each_others_tags(tmp_path: Path) -> 
 def test_a_name_is_a_tag_that_every_registry_takes(op: str) -> None:
     import re
 
-    made = names._name("package", op, "0" * 40, [("a.cpp", SHA)])
+    made = lockfile.artifact_name("package", op, "0" * 40, [("a.cpp", SHA)])
     assert re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}", made)
-    assert made != names._name("package", op, "0" * 40, [("a.cpp", "cd" * 32)])
+    assert made != lockfile.artifact_name("package", op, "0" * 40, [("a.cpp", "cd" * 32)])
 
 
 # Lock files

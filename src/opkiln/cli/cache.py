@@ -79,7 +79,7 @@ def key(ops: tuple[str, ...], package: str | None, target: tuple[str, ...], as_j
     the newest store where it has none for the key.
     """
     from opkiln.cli.build import requests, wanted_targets
-    from opkiln.ship.cache_key import PREFIX, cache_key
+    from opkiln.ship.prebuild import KEY_PREFIX, cache_key
 
     if bool(ops) == (package is not None):
         raise click.UsageError("give names of ops, or --package")
@@ -89,7 +89,7 @@ def key(ops: tuple[str, ...], package: str | None, target: tuple[str, ...], as_j
             raise each.error
     found = cache_key(asked.requests)
     where = os.path.dirname(writable_root()) if as_json else ""
-    output.answer(as_json, {"key": found, "prefix": PREFIX, "path": where}, found)
+    output.answer(as_json, {"key": found, "prefix": KEY_PREFIX, "path": where}, found)
 
 
 @command.command("list", short_help="List the entries.")

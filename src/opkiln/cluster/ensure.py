@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
 from opkiln.base.model import Op
 from opkiln.builder.base import OpBuilder
 from opkiln.builder.registry import ALL_OPS, libraries
-from opkiln.cluster import driver, facts, job, protocol, work
+from opkiln.cluster import facts, job, protocol, work
 from opkiln.cluster.channel import Channel
 from opkiln.cluster.messages import OUTCOME, JobOutcome
 from opkiln.decision import terms
@@ -180,7 +180,7 @@ class _Agreeing:
             deadline=self.began + self.timeout, timeout=self.timeout, serves=self.place.serves,
         )  # fmt: skip
         try:
-            return driver.agree(state, self.channel, self.worker)
+            return work.agree(state, self.channel, self.worker)
         except ClusterError as error:
             whom = f"rank {self.place.rank} of {self.place.world} (host {hello.host})"
             raise ClusterError(f"{whom}: {error.what}", why=error.why, hint=error.hint) from error

@@ -4,7 +4,7 @@
     state  = apply_answer(state, action, answer, now)   after the store has answered
     state  = apply_done(state, done)                    after a piece of work has ended
 
-The driver (``driver.py``; in tests, an explorer of all interleavings) does the actions one after
+The driver (``work.py``; in tests, an explorer of all interleavings) does the actions one after
 the other. ``now`` is from a clock of this rank that only goes forward, and was read before the
 store was asked: a rank that is stopped in between must not take the others for silent.
 

@@ -19,7 +19,7 @@ import time
 from typing import NamedTuple
 
 from opkiln.base.model import Op
-from opkiln.cluster import driver, facts, job, work
+from opkiln.cluster import facts, job, work
 from opkiln.cluster.ensure import lease_of
 from opkiln.cluster.messages import Made, OpTask, key_of
 from opkiln.decision import terms
@@ -136,7 +136,7 @@ class _Sharing:
             elif silent:
                 return self._give_up()
             else:
-                time.sleep(driver.pause_of(self.world, now - began))
+                time.sleep(work.pause_of(self.world, now - began))
 
     def _take(self, made: Made) -> str:
         """Get the library that was made, if it is not here yet. Returns why this rank cannot."""
@@ -160,7 +160,7 @@ class _Sharing:
         mine = (OpTask() if turn is None else turn).begin(self.rank)
         if self.channel.swap(_TURN, turn, mine) != mine:
             return False
-        with driver.beating(self.channel, self.rank, self.lease):
+        with work.beating(self.channel, self.rank, self.lease):
             made = self.worker.make(0, ship=True)
             if not made.digest and self.worker.artifacts[0]:
                 # It is here and cannot be sent: it has flags for this CPU, or is in a bundle. Each

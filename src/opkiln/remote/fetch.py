@@ -22,7 +22,7 @@ from opkiln.decision.terms import Request, Trace
 from opkiln.errors import BuildTimeout, OpkilnError, StoreError
 from opkiln.machine import uname
 from opkiln.machine.arch import cpu
-from opkiln.remote import lockfile, names, tiers
+from opkiln.remote import lockfile, tiers
 from opkiln.remote.lockfile import LockRow
 from opkiln.remote.patience import COMMAND, LOAD, SLOWEST, Patience, Told
 from opkiln.remote.tier import Absent, Failure, Forbidden, Publication, Unusable
@@ -63,7 +63,7 @@ def fetch(request: Request, target: Target, trace: Trace) -> bool:
     # A process that can compile waits less for one that asks a slow tier.
     wait = LOAD.whole if terms.why_not_compile(request) else LOAD.first
     try:
-        wanted = names.candidate_names(spec, (target, request.target))
+        wanted = lockfile.candidate_names(spec, (target, request.target))
         pinned = _matching_rows(spec, locked, wanted)
         if not pinned and keys is None:
             trace.add(REMOTE, "none", "the lock file has nothing for this op and this machine",

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from opkiln import __version__
 from opkiln.base.model import Artifact
 from opkiln.errors import OpkilnError, RemoteWarning, StoreError, warn_caller
-from opkiln.remote import names, patience, tiers
+from opkiln.remote import lockfile, patience, tiers
 from opkiln.remote.lockfile import LockRow
 from opkiln.remote.tier import Failure, Forbidden, Publication
 from opkiln.settings import settings
@@ -26,7 +26,7 @@ def publishable(payload: str) -> Iterator[tuple[str, LockRow]]:
     leaf = layer.leaf_of(payload)
     with temporary_bundle([payload]) as made:
         try:
-            row = names.row_of(leaf, made.sha256, made.size)
+            row = lockfile.row_of(leaf, made.sha256, made.size)
         except (OSError, ValueError, KeyError) as error:
             raise StoreError(f"{leaf} cannot be published: {error}") from error
         yield made.path, row

@@ -78,7 +78,7 @@ MODULES = {
             "token_scatter_": "token_scatter_(x!, part, indices, batch_first)",
         },
     ),
-    "sparse_attn": Module(".sparse", "SparseSelfAttention"),
+    "sparse_attn": Module(".layers", "SparseSelfAttention"),
     # ``(x + bias) + (other + other_bias)``, without those that are not given
     "spatial_inference": Module(
         "ops.spatial_inference.functions",
@@ -88,7 +88,7 @@ MODULES = {
             ("nhwc_bias_add", "nhwc_bias_add_add", "nhwc_bias_add_bias_add"), "spatial_bias_add"
         ),
     ),
-    "cutlass_ops": Module(".gemm", "moe_gemm mixed_gemm mixed_moe_gemm"),
+    "cutlass_ops": Module(".layers", "moe_gemm mixed_gemm mixed_moe_gemm"),
     "deepspeed_shm_comm": Module(".shm_comm", "initialize vector_kernel_level"),
     "inference_core_ops": Module(
         "ops.transformer_inference.core ops.mixed_gemm.core .inference",
