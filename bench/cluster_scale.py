@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 
 from opkiln.cluster import protocol, work
 from opkiln.cluster.channel import PART, Channel
-from opkiln.cluster.ensure import lease_of
+from opkiln.cluster.ensure import default_lease
 from opkiln.cluster.messages import Hello, JobOutcome, Made, Offer, Vote, key_of
 from opkiln.cluster.protocol import Done, End, FetchOp, Look, MakeOp, Pause
 from opkiln.cluster.stores import Torch
@@ -290,7 +290,7 @@ class Simulation:
             elif isinstance(action, Pause):
                 rank.paused += 1
                 rank.waiting = True
-                pause = work.pause_of(len(self.ranks), self.now - rank.waited_since)
+                pause = work.choose_pause(len(self.ranks), self.now - rank.waited_since)
                 self.at(self.now + pause, self.resume, rank, rank.paused)
                 return
             elif isinstance(action, (MakeOp, FetchOp)):
@@ -393,7 +393,7 @@ def simulated(ranks: int, case: Case, lease: float | None = None) -> dict[str, A
     """One row of the results."""
     random.seed(ranks)
     began = time.process_time()
-    job = Simulation(ranks, case, lease_of(ranks) if lease is None else lease)
+    job = Simulation(ranks, case, default_lease(ranks) if lease is None else lease)
     gc.freeze()  # the ranks stay: searching them for garbage again and again takes most of the time
     job.run()
     gc.unfreeze()

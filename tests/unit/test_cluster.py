@@ -110,7 +110,7 @@ def test_bundle_travels_in_parts_and_a_changed_one_is_refused(store: KeyValues) 
     digest = ours.put_bundle(data)
     assert ours.get_bundle(digest, len(data)) == data
     store.put(f"opkiln/job/bundle/{digest}/1", b"the REST")
-    with pytest.raises(ClusterError, match="is not what was put there"):
+    with pytest.raises(ClusterError, match="is not the one that was written"):
         ours.get_bundle(digest, len(data))
 
 

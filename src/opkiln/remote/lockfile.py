@@ -56,7 +56,7 @@ class LockRow(NamedTuple):
 
     @property
     def target(self) -> str:
-        """What it was made for, for people."""
+        """The target that it was made for, in words."""
         made = "+".join((self.cpu, *self.cpu_features))
         return f"{self.backend} {';'.join(self.archs)}, {made}" if self.archs else made
 
@@ -73,8 +73,8 @@ def write(found: Iterable[LockRow]) -> str:
 
 
 def read(path: str) -> tuple[LockRow, ...]:
-    """The artifacts of a lock file. Raises StoreError if it cannot be read, or if everybody could
-    have written it."""
+    """The artifacts of a lock file. Raises StoreError if it cannot be read, or if anybody can write
+    it."""
     import tomllib
 
     try:
@@ -146,12 +146,12 @@ def candidate_names(spec: OpSpec, targets: Iterable[Target]) -> list[str]:
     files = () if spec.inline else zip(told, spec.sources, strict=True)
     sources = [(name, sha256_file(os.path.join(spec.root, source))) for name, source in files]
     intents = dict.fromkeys(
-        intent_key(spec, each) for target in targets for each in _covering(spec, target)
+        intent_key(spec, each) for target in targets for each in _covering_targets(spec, target)
     )
     return [artifact_name(spec.distribution, spec.name, intent, sources) for intent in intents]
 
 
-def _covering(spec: OpSpec, target: Target) -> Iterable[Target]:
+def _covering_targets(spec: OpSpec, target: Target) -> Iterable[Target]:
     yield target
     if spec.vectorize and origin_of("cpu")[0] == "native":
         for each in cpu.covering(target.machine, features()):

@@ -256,13 +256,13 @@ def _add_hint(error: OpkilnError, request: BuildRequest) -> OpkilnError:
     return CompilingOff(error.what, why=error.why, hint=hint)
 
 
-# What a workload uses
+# The ops that a workload uses
 
 
 def recorded_requests(
     file: str, wanted: Sequence[NamedTarget] = (), *, ran_here: bool = False
 ) -> Requests:
-    """What to build for a record: each op for the target it was used for, or for ``wanted``.
+    """The requests for a record: each op for the target it was used for, or for ``wanted``.
 
     Code that `opkiln.load` compiles belongs to no package and cannot be built by name, so it is
     skipped. It is not listed if the program ``ran_here``, which has compiled it. Raises StoreError
@@ -327,10 +327,10 @@ def run_recorded(argv: Sequence[str], file: str, **changes: str) -> int:
 
 # `opkiln cache key`: the key under which CI keeps the store from one run to the next
 #
-# It is made of all that a build depends on and that is known before: the intent and build keys of
-# each op (flags, target, compilers), and the files beside its sources and in its include
-# directories. Only a build knows which of these a compiler reads, so all of them count. The key
-# never decides what is used: what a restored store has is compared as ever.
+# The key covers what a build depends on, as far as that is known before a build: the intent and
+# build keys of each op (flags, target, compilers), and the files beside its sources and in its
+# include directories. Only a build finds out which files a compiler reads, so all of them count.
+# The key never decides what is used: the entries of a restored store are checked as usual.
 
 # The beginning of all keys of stores that this opkiln can read: an older store is a good start.
 KEY_PREFIX = f"opkiln-{LAYOUT}-"

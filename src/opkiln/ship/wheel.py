@@ -36,7 +36,7 @@ SBOM = "sboms/opkiln.cdx.json"
 
 
 class _Batch(NamedTuple):
-    """What all wheels of one call share."""
+    """The options that all wheels of one call share."""
 
     stage: str  # where they are until all are written
     version: str
@@ -293,7 +293,7 @@ def _library(entry: LayerEntry, below: str) -> Component:
 
 
 def _parts(entry: LayerEntry) -> Iterator[Component]:
-    """What went into a library besides its author's sources."""
+    """The parts of a library besides its author's sources."""
     inputs = entry.lists.get("inputs", {})
     compilers: dict[str, dict[str, str]] = inputs.get("toolchain", {})
     for family, known in sorted(compilers.items()):

@@ -118,7 +118,7 @@ def _quantized_weight(given: Any) -> Quantized:
     if given.num_bits != 8:
         raise ArgumentError(
             f"num_bits is {given.num_bits}, expected 8",
-            why="DeepSpeed does not say how weights of 4 bits lie in a tensor",
+            why="DeepSpeed does not document the layout of 4-bit weights in a tensor",
             hint="opkiln.nn.inference.mixed_gemm(x, opkiln.quant.quantize(weight, bits=4))",
         )
     by_output = given.weight.view(torch.int8).transpose(-1, -2).contiguous()

@@ -22,9 +22,9 @@ class Module(NamedTuple):
     loads: str = ""  # functions of opkiln.ops whose libraries are loaded at once
     dtype: str = ""  # the library for this one is loaded, if there is one for each
     no_grad: bool = True  # its functions have no gradients
-    # By DeepSpeed's name, functions that have another name there, or other arguments: then they
-    # follow in DeepSpeed's order. The result is written over the one with a "!", if that is
-    # contiguous.
+    # By DeepSpeed's name, functions that have another name in their home, or other arguments. The
+    # arguments follow in DeepSpeed's order. The result is written over the one with a "!", if that
+    # is contiguous.
     renamed: Mapping[str, str] = {}
 
     @property

@@ -410,7 +410,7 @@ class ListOptimizer(torch.optim.Optimizer):
 
     @property
     def _plans(self) -> States:
-        """What the op keeps of each group."""
+        """The states, which also hold the lists that the op keeps of each group."""
         if not isinstance(self.state, States):  # new, or torch has loaded a state dict
             self.state = States(dict, self.state)
         return self.state

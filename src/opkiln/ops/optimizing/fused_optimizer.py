@@ -1,4 +1,4 @@
-"""What the fused optimizers share: calls, states, masters, plans."""
+"""Shared by the fused optimizers: calls, states, masters, plans."""
 
 from __future__ import annotations
 

@@ -220,7 +220,7 @@ def _addresses_and_stream(parts: list[Tensor], device: torch.device) -> tuple[An
 # Layouts
 
 
-class Laid(NamedTuple):
+class LaidOutLists(NamedTuple):
     """The lists in the layout that a kernel needs."""
 
     lists: list[list[Tensor]]
@@ -235,7 +235,7 @@ class Laid(NamedTuple):
 
 def lay_out_alike(
     params: list[Tensor], *others: list[Tensor], in_rows: bool = False
-) -> Laid | None:
+) -> LaidOutLists | None:
     """The lists with a copy in place of each tensor that is not laid out like its parameter.
 
     None if a kernel can walk the tensors as they are. A dense parameter (such as a channels-last
@@ -258,7 +258,7 @@ def lay_out_alike(
             staged.append((param, model))
         rows.append([model, *(_match_layout(model, tensor) for tensor in rest)])
     lists = [list(column) for column in zip(*rows, strict=True)]
-    return None if all(map(same_tensors, lists, (params, *others))) else Laid(lists, staged)
+    return None if all(map(same_tensors, lists, (params, *others))) else LaidOutLists(lists, staged)
 
 
 def _match_layout(model: Tensor, tensor: Tensor) -> Tensor:
@@ -268,7 +268,7 @@ def _match_layout(model: Tensor, tensor: Tensor) -> Tensor:
     return torch.empty_like(model, dtype=tensor.dtype, requires_grad=False).copy_(tensor)
 
 
-# The states of parameters. They hold what the op keeps, until they change
+# The states of parameters. They hold the op's kept lists until a state changes
 
 
 def _notify_after(method: Any) -> Any:
@@ -316,8 +316,9 @@ class ParamState(_Watched):
 
 
 class States(_Watched, defaultdict[Any, Any]):
-    """The states of all parameters, and what the op keeps of each group, by its index. What it
-    keeps has the states' tensors or their addresses, so it is forgotten when a state changes.
+    """The states of all parameters, and the lists that the op keeps of each group, by its index.
+    The lists hold the states' tensors or their addresses, so they are forgotten when a state
+    changes.
 
     torch's own are also a defaultdict. A copy keeps nothing.
     """
@@ -333,12 +334,12 @@ class States(_Watched, defaultdict[Any, Any]):
         return last is not None and same_tensors(last, params)
 
     def forget(self) -> None:
-        """Forget what the op keeps of all groups."""
+        """Forget the kept lists of all groups."""
         self.of_group.clear()
         self._stepped.clear()
 
     def drop(self, group: int) -> None:
-        """Forget what the op keeps of a group that has changed."""
+        """Forget the kept lists of a group that has changed."""
         self.of_group.pop(group, None)
         self._stepped.pop(group, None)
 
