@@ -179,7 +179,7 @@ def test_no_compiler(world: World) -> None:
     assert "cpu_adam cpu no no no no C++ compiler can be used here" in section(text, "ops")
     assert "C++ g++, refused: not on PATH (PATH)" in section(text, "compilers")
     assert "C++ compiler none can be used: g++: not on PATH" in section(text, "problems")
-    assert f"hint: {commands.install('g++')}" in section(text, "problems")
+    assert f"hint: {commands.install_command('g++')}" in section(text, "problems")
     found = world.json()
     assert not row(found, "cpu_adam")["compatible"]
     assert {each["taken"] for each in found["environment"]["compilers"]} == {False}

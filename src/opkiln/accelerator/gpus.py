@@ -11,7 +11,7 @@ from importlib import import_module
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
-from opkiln.accelerator.cpu import Chosen, HostStream, OneDevice
+from opkiln.accelerator.cpu import ChosenStreams, HostStream, OneDevice
 from opkiln.accelerator.interface import Accelerator, Answer, itt
 from opkiln.machine import uname
 from opkiln.machine.devices import amd, nvidia
@@ -119,7 +119,7 @@ class XpuAccelerator(Accelerator):
     VISIBLE = ("ZE_AFFINITY_MASK",)
     TRITON = True
     # torch.xpu has no default stream. Until another one is chosen, it is the current one.
-    _INSTEAD: ClassVar = {"default_stream": "current_stream"}
+    _SUBSTITUTES: ClassVar = {"default_stream": "current_stream"}
 
     @classmethod
     def look(cls, root: str = "/", *, asked: bool = False) -> Answer:  # noqa: ARG003
@@ -141,7 +141,7 @@ class XpuAccelerator(Accelerator):
 class MpsStream(HostStream):
     """The one stream of the device, which works while the host continues."""
 
-    chosen = Chosen()
+    chosen = ChosenStreams()
 
     def synchronize(self) -> None:
         import torch
@@ -160,8 +160,8 @@ class MpsAccelerator(OneDevice):
 
     name = "mps"
     device_type = "mps"
-    _INSTEAD: ClassVar = {
-        **OneDevice._INSTEAD,
+    _SUBSTITUTES: ClassVar = {
+        **OneDevice._SUBSTITUTES,
         "memory_allocated": "current_allocated_memory",
         "max_memory_allocated": "driver_allocated_memory",
         "memory_reserved": "driver_allocated_memory",
@@ -258,7 +258,7 @@ class _Gaudi(VendorAccelerator):
     """``habana_frameworks.torch.hpu``, which differs from torch's own modules."""
 
     COMPILE_BACKEND = "hpu_backend"
-    _INSTEAD: ClassVar = {"empty_cache": lambda: None}  # the graph compiler owns the memory
+    _SUBSTITUTES: ClassVar = {"empty_cache": lambda: None}  # the graph compiler owns the memory
 
     def _find_module(self) -> Any:
         return import_module("habana_frameworks.torch.hpu")

@@ -148,16 +148,16 @@ def _run(arguments: list[str]) -> int:
         output.say_failure(clear)
         return clear.exit_code
     except click.exceptions.NoArgsIsHelpError as error:
-        output.say_end(error.format_message())
+        output.say_always(error.format_message())
         return error.exit_code
     except click.ClickException as error:
-        hint = _what_to_type(error) if isinstance(error, click.UsageError) else ""
+        hint = _suggest_command(error) if isinstance(error, click.UsageError) else ""
         output.say_error(error.format_message(), hint)
         return error.exit_code
     except click.Abort as abort:
         if isinstance(abort.__context__, KeyboardInterrupt):
             _leave_interrupted()
-        output.say_end("\nnothing was done")
+        output.say_always("\nnothing was done")
         return output.FOUND
     except BrokenPipeError:
         output.discard()  # the reader has closed the pipe
@@ -171,8 +171,8 @@ def _run(arguments: list[str]) -> int:
     return code if isinstance(code, int) else 0
 
 
-def _what_to_type(error: click.UsageError) -> str:
-    """A command to copy: the one that was meant, or where to look."""
+def _suggest_command(error: click.UsageError) -> str:
+    """A command to copy: the one that was probably meant, else the one that shows the help."""
     from difflib import get_close_matches
 
     context = error.ctx
@@ -186,9 +186,10 @@ def _what_to_type(error: click.UsageError) -> str:
 
 
 def _leave_interrupted() -> None:
-    # At once, without the interpreter's cleanup: other threads may be building. The watchdog ends
-    # their compilers and removes their files; nobody may write there meanwhile.
-    output.say_end("interrupted")
+    # The process ends at once, without the interpreter's cleanup, because other threads may be
+    # building. The watchdog ends their compilers and removes their files. Nobody may write there
+    # meanwhile.
+    output.say_always("interrupted")
     if sys.stdout is not None:
         sys.stdout.flush()
     os._exit(output.INTERRUPTED)

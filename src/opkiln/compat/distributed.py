@@ -22,7 +22,7 @@ RECORDED = "1"
 
 
 def replacements(module: ModuleType) -> Iterator[tuple[Any, str, Any]]:
-    """The function, in its module and in the package that has it from there."""
+    """The replacement of the function, in its module and in the package that imports it."""
     right = module.init_process_group
 
     @wraps(right)

@@ -40,7 +40,7 @@ _ABSENT = object()
 _lock = forks.lock()  # a signal handler may import the modules, too
 _finder: _Finder | None = None
 _watched: set[str] = set()
-# What each module had before, in the order of the replacements: (owner, name, value).
+# The replaced values of each module, in order: (owner, name, value).
 _before: dict[str, list[tuple[Any, str, Any]]] = {}
 # Held while a deferred module is executed: other threads wait for its names.
 _execution = forks.lock()

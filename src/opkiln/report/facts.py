@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from opkiln.base.model import display_name
 from opkiln.report.collect import Environment, Report, SettingValue, StoreStatus
-from opkiln.report.compilers import BACKENDS, NO_HOST, PROBE, Tool, torch_built_with
+from opkiln.report.compilers import BACKENDS, NO_HOST, PROBE, Tool, describe_torch
 from opkiln.report.layout import age, count, duration, size
 from opkiln.report.machine import FoundDevices, Limit, Machine
 from opkiln.report.operators import BackendStatus, OpStatus
@@ -120,7 +120,7 @@ def environment(version: str, seen: Environment) -> ReportSection:
         _row("system", machine.system),
         _row("cpu", machine.cpu),
         _row("", f"{machine.level} ({machine.simd})"),
-        _row("torch", torch_built_with(torch, seen.torch_error), "bad" if torch is None else ""),
+        _row("torch", describe_torch(torch, seen.torch_error), "bad" if torch is None else ""),
     ]
     if torch is not None:
         rows.append(_row("", torch.path))

@@ -23,7 +23,7 @@ from opkiln.run import budget
 from opkiln.settings import child_environment, origin_of
 
 SHARED_MEMORY = "/dev/shm"
-# Limits that jobs run into: pinned memory, open files (one per worker and socket), processes.
+# Limits that jobs reach: pinned memory, open files (one per worker and socket), processes.
 _LIMITS = (
     ("memlock", resource.RLIMIT_MEMLOCK),
     ("nofile", resource.RLIMIT_NOFILE),
@@ -68,7 +68,7 @@ class Cgroup(NamedTuple):
 
 
 class Machine(NamedTuple):
-    """What opkiln runs on."""
+    """The interpreter, the system, the CPU and their limits."""
 
     python: str
     executable: str

@@ -94,7 +94,7 @@ def _status(name: str, kind: type[OpBuilder], *, changes: bool) -> OpStatus:
         backends = tuple(backend_status(kind, each) for each in ordered)
         changed: tuple[str, ...] = ()
         if changes and backends[0].status == terms.WOULD_COMPILE:  # changed flags may be secret
-            changed = tuple(map(redact.without_secrets, explain(builder.op()).changes))
+            changed = tuple(map(redact.hide_secrets, explain(builder.op()).changes))
     except OpkilnError as error:
         return OpStatus(name, distribution, "", (), error.what)
     except (Exception, SystemExit) as error:  # an author's methods may raise anything

@@ -1,4 +1,4 @@
-"""What to precompile: which ops, for which targets, and under which version.
+"""The choice of what to precompile: the ops, their targets, and the version.
 
 A target other than this machine has a name: ``cuda:8.0,9.0a``, ``cpu``.
 
@@ -273,7 +273,7 @@ def _build_var(name: str, classes: dict[str, ast.ClassDef]) -> tuple[str, ...]:
 
 
 def choose(ops: Iterable[DeclaredOp]) -> list[OpChoice]:
-    """What the variables say about each op. Raises SettingError for an invalid value."""
+    """The choice for each op, by the variables. Raises SettingError for an invalid value."""
     everything, origin = origin_of("build_ops")
     choices = []
     for op in ops:
@@ -344,7 +344,7 @@ def _serves(backend: str) -> bool:
     return backend != ROCM and choice.available(backend)
 
 
-def strictest(tags: Iterable[str]) -> str:
+def strictest_tag(tags: Iterable[str]) -> str:
     """The tag of a wheel with contents of these tags, all built by this interpreter."""
 
     def demand(platform: str) -> tuple[object, ...]:

@@ -24,7 +24,7 @@ from opkiln.builder import OpBuilder
 from opkiln.builder.registry import GROUP
 from opkiln.errors import OpkilnError, SpecError
 from opkiln.ship import selection
-from opkiln.ship.precompile import PURE, not_shipped, precompile, tag_of
+from opkiln.ship.precompile import PURE, list_unshipped_sources, precompile, tag_of
 from opkiln.ship.selection import DeclaredOp
 
 STEP = "build_opkiln"
@@ -89,7 +89,7 @@ def _tag(command: Any, usual: tuple[str, str, str]) -> tuple[str, str, str]:
         return ("py3", "none", "any") if extensions else usual
     command.root_is_pure = False
     # Each package in the wheel has a tag; the strictest fits all.
-    python, abi, platform = selection.strictest(tags).split("-")
+    python, abi, platform = selection.strictest_tag(tags).split("-")
     if command.plat_name_supplied:
         platform = command.plat_name.replace("-", "_").replace(".", "_")
     return python, abi, platform
@@ -175,7 +175,7 @@ class PrecompileOps(Command):  # type: ignore[misc]
 
     def _missing_sources(self, ops: list[DeclaredOp], where: str, out: str, tag: str) -> list[str]:
         if tag != PURE:
-            return not_shipped(out, os.path.dirname(out))
+            return list_unshipped_sources(out, os.path.dirname(out))
         # Its ops are compiled where they are used.
         assert self.build_lib is not None
         found = selection.sources(ops, where)

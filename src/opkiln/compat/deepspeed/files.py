@@ -16,7 +16,7 @@ from opkiln.io.handle import AsyncIO as Files
 from opkiln.ops.gds import device as devices
 from opkiln.ops.pin_memory.pool import PinnedPool
 
-_ALIGNMENT = 512  # what DeepSpeed has its callers round sizes to, for each thread
+_ALIGNMENT = 512  # DeepSpeed's callers round sizes to a multiple of this for each thread
 
 
 @cache
@@ -163,7 +163,7 @@ class aio_handle(_LockedTensors):  # noqa: N801 (DeepSpeed's name)
         for finish in pending:
             try:
                 finish()
-            except Exception as error:  # the others are finished all the same
+            except Exception as error:  # the others are finished, too
                 failed = failed or error
         if failed is not None:
             raise failed

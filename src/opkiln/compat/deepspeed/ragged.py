@@ -3,7 +3,7 @@ ragged batches. Results go to the tensors that are given, as in DeepSpeed's bind
 
 A batch is described by ``batch_metadata`` (its tokens and sequences), ``seq_metadata`` (first
 token, tokens and tokens seen of each sequence), ``tokens_to_seq`` and ``kv_ptrs`` (addresses of the
-lists of blocks). Tokens behind the batch's are padding, and what belongs to them is left alone.
+lists of blocks). Tokens after the batch's are padding, and their rows stay as they are.
 docs/deepspeed.md says what differs from DeepSpeed.
 """
 
@@ -129,7 +129,7 @@ _WIDTH = 8
 
 
 class Run(NamedTuple):
-    """Queries of one sequence that lie one after the other."""
+    """Consecutive queries of one sequence."""
 
     address: int
     start: int
@@ -168,7 +168,7 @@ def flash_attn_by_atoms(given: Any) -> None:
 
 
 def _attend(batch: list[Run], given: Any) -> None:
-    """All of a batch have as many queries."""
+    """Attend for runs that have equally many queries."""
     q, k, out = given.q, given.k, given.out
     size, head = k.shape[1], k.shape[3]
     extent = max(each.extent for each in batch)
@@ -270,7 +270,7 @@ def moe_scatter(given: Any) -> None:
     given.cumulative_counts.copy_(ends)
     real = given.assignments != _UNASSIGNED
     first = (ends - given.expert_counts)[given.assignments.clamp(min=0)]
-    # What has no expert comes last.
+    # Tokens without an expert come last.
     spare = ends[-1] + (~real).flatten().cumsum(0).view_as(real) - 1
     slots = torch.where(real, first + given.offsets, spare).to(torch.int32)
     found = rows.moe_scatter(given.activations, slots)

@@ -2,8 +2,8 @@
 
 They are plain setuptools extensions with torch's directories and libraries in them; torch's
 ``BuildExtension`` does the rest. Here opkiln does it, with a plan like that of any op: parallel and
-cached. The module is for one torch and one Python. It runs on every CPU of its family unless its
-flags ask for this CPU, because nothing checks the CPU before Python imports it.
+cached. The module is for one torch and one Python. It runs on every CPU of its family, unless its
+flags ask for this CPU, because no check of the CPU comes before Python's import.
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ def _holds_anything(path: str) -> bool:
 
 
 def _macro(name: str, *value: str | None) -> str:
-    """The flag for a macro as setuptools has it: without a value, it is undefined."""
+    """The flag for a macro as setuptools declares it. One without a value is undefined."""
     if not value:
         return f"-U{name}"
     return f"-D{name}" if value[0] is None else f"-D{name}={value[0]}"
@@ -243,7 +243,7 @@ def _spec(extension: Extension, compiler: Any, debug: bool | None) -> tuple[OpSp
         declared_by=EXTENSION,
     )
     remarks = [f"{extension.name}: {remark}" for remark in flags.remarks]
-    return flags.added_to(spec), flags.archs, remarks
+    return flags.add_to(spec), flags.archs, remarks
 
 
 def root_and_sources(files: Sequence[str], root: str) -> dict[str, Any]:

@@ -131,7 +131,7 @@ def load_inline(
         )
         flags = (extra_cflags, extra_cuda_cflags, extra_sycl_cflags, extra_ldflags)
         asked = (with_cuda, with_sycl)
-        declare = partial(extension.declared_inline, name, texts, kind=kind)
+        declare = partial(extension.declare_inline, name, texts, kind=kind)
         found = _load(declare, flags, extra_include_paths, asked, verbose, build_directory)
     if build_directory is not None:
         for source, text in texts:
@@ -167,7 +167,7 @@ def _load(
     words = map(shell_words, (cxx, of_sycl if spec.backend == XPU else of_cuda, link))
     flags = translate(name, *words, backend_is_cuda=spec.backend != XPU)
     # As in torch, it is built for the CPU of this machine only if a flag asks for it.
-    spec = flags.added_to(spec)
+    spec = flags.add_to(spec)
     toolkit: AbstractContextManager[None] = nullcontext()
     if spec.backend == CUDA:
         from opkiln.compat.torch import paths

@@ -157,11 +157,11 @@ def assigned_home() -> str | None:
     if theirs is None:
         return None
     there = object.__getattribute__(theirs, "__dict__").get("CUDA_HOME")
-    return str(there) if there and there != _found_by_torch() else None
+    return str(there) if there and there != _torchs_default() else None
 
 
-def _found_by_torch() -> str | None:
-    """The value that torch's module gives ``CUDA_HOME`` when it is imported."""
+def _torchs_default() -> str | None:
+    """The value that torch's module gives ``CUDA_HOME`` at its import."""
     torch = torch_sdk.find()
     if torch is None or torch.cuda is None:
         return None

@@ -28,9 +28,16 @@ from opkiln.ops.optimizing.checks import (
     own_entries,
     param_position,
 )
-from opkiln.ops.optimizing.op_calls import KeptLists, StepCall, arguments_of
+from opkiln.ops.optimizing.op_calls import (
+    KeptLists,
+    ParamState,
+    States,
+    StepCall,
+    arguments_of,
+    is_capturing,
+    refuse_capture,
+)
 from opkiln.ops.optimizing.sharded import gradient_parts, has_shards, refuse_partial
-from opkiln.ops.optimizing.states import ParamState, States, is_capturing, refuse_capture
 from opkiln.ops.optimizing.stepping import name_in_graphs, put_into_graph
 
 _KINDS = {"float": float, "bool": bool}
@@ -403,7 +410,7 @@ class ListOptimizer(torch.optim.Optimizer):
 
     @property
     def _plans(self) -> States:
-        """What the op keeps of each group."""
+        """The states, which also hold the lists that the op keeps of each group."""
         if not isinstance(self.state, States):  # new, or torch has loaded a state dict
             self.state = States(dict, self.state)
         return self.state

@@ -1,4 +1,4 @@
-"""What the builders of the optimizers' ops share. Imports no torch: it is on the hit path."""
+"""Shared by the builders of the optimizers' ops. Imports no torch: it is on the hit path."""
 
 from __future__ import annotations
 

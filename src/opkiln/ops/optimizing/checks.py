@@ -1,4 +1,4 @@
-"""What every optimizer checks: its parameter groups, and state dicts before they are loaded.
+"""Checks of every optimizer: its parameter groups, and state dicts before they are loaded.
 
 Errors name the argument, the parameter or the entry. A state dict does not say which optimizer
 wrote it or what its entries mean, but its keys show it: ``exp_avg`` and ``exp_avg_sq`` are Adam's

@@ -1,4 +1,4 @@
-"""What the host optimizers share: steps, rollback, copies."""
+"""Shared by the host optimizers: steps, rollback, copies."""
 
 from __future__ import annotations
 
