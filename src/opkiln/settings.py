@@ -1,7 +1,7 @@
 """Every environment variable opkiln reads: typed, documented, in one table.
 
 This is the only module that touches ``os.environ``, and it only ever reads it. The table is also
-the documentation: ``docs/settings.md`` is generated from it.
+the documentation: ``docs/reference/variables.md`` is generated from it.
 
 A value is read when it is asked for, so a program may set variables after ``import opkiln``.
 ``override(...)`` sets values for a scope, in this thread and what it starts, without touching the
@@ -232,7 +232,7 @@ class Settings:
     torch's CUDA wheels bring along, and the C++ compiler; for sources on `opkiln/op.h`. `auto`:
     `nvcc` where there is a toolkit, else `nvrtc`. `emulated`: as `auto`, and CUDA kernels of ops
     written with `op.h` also run on the CPU, on CPU tensors, where their races, bounds and barriers
-    are checked. For tests on machines without a GPU; see [emulator.md](emulator.md)."""
+    are checked. For tests on machines without a GPU; see [emulator.md](../emulator.md)."""
     cuda_home = Setting("OPKILN_CUDA_HOME")
     """The CUDA toolkit to use. It is used or refused, never replaced by another. Default: the
     toolkit that fits torch best."""
@@ -324,7 +324,7 @@ class Settings:
     """Ops that all ranks of a job agree on when the program calls
     `torch.distributed.init_process_group`, by name, separated by commas; `1`: those in the file of
     `OPKILN_RECORD`, if it is set. What the program loads later is built by one rank. For programs
-    under `opkiln run`; see [clusters.md](clusters.md)."""
+    under `opkiln run`; see [clusters.md](../clusters.md)."""
     job_secret = Setting("OPKILN_JOB_SECRET")
     """What the ranks of a job authenticate their messages with in `opkiln.ensure`, the same for
     all: `openssl rand -hex 32`. Without it, whoever reaches the job's store is trusted."""
