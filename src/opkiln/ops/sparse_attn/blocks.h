@@ -53,8 +53,7 @@ struct Head {
       if (i < rows(number)) {
         const T* const from = row(number, i);
         if (step == 1) {
-          opkiln::load_floats(from, out, columns);
-          j = columns;
+          for (; j + Vec::kLanes <= columns; j += Vec::kLanes) Vec::load(from + j).store(out + j);
         }
         for (; j < columns; ++j) out[j] = as_float(from[j * step]);
       }
@@ -77,11 +76,11 @@ struct Head {
       const float by = factors ? factors[i] : factor;
       T* const to = row(number, i);
       const float* const in = from + i * wide;
+      int64_t j = 0;
       if (step == 1) {
-        opkiln::store_floats(in, to, columns, by);
-      } else {
-        for (int64_t j = 0; j < columns; ++j) opkiln::set_from(in[j] * by, to + j * step);
+        for (; j + Vec::kLanes <= columns; j += Vec::kLanes) (Vec::load(in + j) * Vec::all(by)).store(to + j);
       }
+      for (; j < columns; ++j) opkiln::set_from(in[j] * by, to + j * step);
     }
   }
 };
