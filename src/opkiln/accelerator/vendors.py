@@ -9,7 +9,7 @@ import os
 from importlib import import_module
 
 from opkiln.accelerator.interface import Accelerator, Answer
-from opkiln.machine.devices.installed import has_package
+from opkiln.machine.devices.choice import has_package
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

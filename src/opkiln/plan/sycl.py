@@ -78,5 +78,5 @@ def libraries(inputs: PlanInputs) -> list[Arg]:
 
 
 def _targets(target: Target) -> list[str]:
-    """Machine code for the devices that were named, and SPIR-V for all others."""
+    """The flag for machine code for the named devices, and SPIR-V for all others."""
     return ["-fsycl-targets=spir64_gen,spir64"] if target.archs else []

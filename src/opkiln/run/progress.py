@@ -38,7 +38,7 @@ _CLEAR, _GREEN, _RED, _PLAIN = "\r\x1b[2K", "\x1b[32m", "\x1b[31m", "\x1b[0m"
 
 @contextmanager
 def show_builds(trace: str | None = None, *, traced: bool = True) -> Iterator[None]:
-    """Within the block, builds report as ``OPKILN_PROGRESS``, ``OPKILN_TRACE`` and the logger ask.
+    """Within the block, report builds as ``OPKILN_PROGRESS``, ``OPKILN_TRACE`` and the logger say.
 
     Blocks inside another have no effect, so a command that builds ten ops shows one bar. Blocks of
     several threads that ask for the same share it: events go to the sinks of the whole process.
@@ -268,8 +268,8 @@ class _Stream:
 
 
 class Lines:
-    """Plain lines, for people who read logs; of some ``kinds`` of events alone, if they are named.
-    If ``quiet``, a wait is told after several seconds."""
+    """Plain lines, for people who read logs. If ``kinds`` of events are named, only their lines are
+    written. If ``quiet``, a wait is reported only after several seconds."""
 
     def __init__(
         self,

@@ -55,7 +55,8 @@ def cuda_compiler(spec: OpSpec | None = None) -> tuple[str, str]:
 
 
 def stands_in(backend: str, spec: OpSpec) -> bool:
-    """Whether NVRTC compiles an op only because there is no toolkit. nvcc's build also serves."""
+    """Whether NVRTC compiles an op only because there is no toolkit. Then a build by nvcc also
+    serves."""
     return backend == CUDA and settings.cuda == "auto" and cuda_compiler(spec)[0] == NVRTC
 
 
@@ -97,10 +98,10 @@ def runtime_version(backend: str, torch: TorchSDK | None) -> str | None:
 def recall(
     memory: tuple[str, ...], backend: str, machine: str = "", spec: OpSpec | None = None
 ) -> Toolchain | None:
-    """The compilers that ``choose`` would take, if their probes are remembered.
+    """The compilers that ``choose`` would take; None if a probe is not remembered.
 
     Starts no process, writes nothing. ``machine`` is the machine to compile for, if not this one;
-    ``spec`` is the op that is compiled.
+    ``spec`` is the op to compile.
     """
     toolchain = host.recall(memory, machine)
     if toolchain is None or backend == CPU:
@@ -148,7 +149,8 @@ def note(backend: str, toolchain: Toolchain) -> str:
 
 
 def reason(toolchain: Toolchain, spec: OpSpec) -> str:
-    """Which compiler a plan's CUDA sources have and why, in a line; empty for another backend."""
+    """The compiler of a plan's CUDA sources and why it was chosen, in a line; empty for another
+    backend."""
     device = toolchain.device
     if spec.backend != CUDA or device is None:
         return ""

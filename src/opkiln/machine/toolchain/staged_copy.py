@@ -52,8 +52,8 @@ class Staged(NamedTuple):
 
 
 class Copy:
-    """The files of a copy, before they are written, by the paths that compilers look for: the
-    sources and all that they may include. Raises SpecError for a missing source.
+    """The files of a copy before they are written: the sources and all that they may include.
+    Raises SpecError for a missing source.
 
     ``directory`` exists and is empty. Files are copied into it by their absolute paths, as into
     another root directory, so that a path with ``..`` stays valid in the copy. Headers belong to
