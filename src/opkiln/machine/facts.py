@@ -10,8 +10,8 @@ time is not.
 
 The files that a build read become facts in its entry (``store.key``). Answers of compilers are
 remembered with facts (``toolchain.probing``). Code that decides calls ``note_…`` where it reads,
-and the facts become a receipt (``decision.receipt``). If nothing is collected, that costs a look at
-one variable.
+and the facts become a receipt (``decision.receipt``). If nothing is collected, that costs almost
+nothing.
 """
 
 from __future__ import annotations
@@ -168,10 +168,6 @@ class Evidence:
         self.programs: dict[str, list[str | None]] = {}
         self.absent: dict[str, None] = {}
         self.complete = True  # False: the decision also rests on something else
-        self.start_entry()
-
-    def start_entry(self) -> None:
-        """Forget the facts of other entries: another entry will be compared with the files."""
         self.entry: list[tuple[str, str, str, Signature]] = []  # the arguments of ``note_entry``
 
 
@@ -205,11 +201,14 @@ def note_file(path: str, signature: Iterable[int] | None = None) -> None:
         found.complete = False  # it changed between two looks
 
 
+def _evidence() -> Evidence:
+    """The facts that are being collected, or some that nobody reads."""
+    return _collected.get() or Evidence()
+
+
 def note_absent(path: str) -> None:
     """Note that there is nothing at this path, or nothing that can be used."""
-    found = _collected.get()
-    if found is not None:
-        found.absent[path] = None
+    _evidence().absent[path] = None
 
 
 def exists(path: str) -> bool:
@@ -243,35 +242,25 @@ def list_directory(directory: str) -> list[str]:
 
 
 def start_entry() -> None:
-    """``Evidence.start_entry``."""
-    found = _collected.get()
-    if found is not None:
-        found.start_entry()
+    """Forget the facts of other entries: another entry will be compared with the files."""
+    _evidence().entry = []
 
 
 def note_entry(kind: str, path: str, value: str, signature: Signature) -> None:
     """Note that a fact of an entry holds (``store.key``). ``signature`` is from before the look."""
-    found = _collected.get()
-    if found is not None:
-        found.entry.append((kind, path, value, signature))
+    _evidence().entry.append((kind, path, value, signature))
 
 
 def note_program(name: str, path: str | None) -> None:
     """Note where a name on PATH leads."""
-    found = _collected.get()
-    if found is not None:
-        found.programs.setdefault(name, [path])
+    _evidence().programs.setdefault(name, [path])
 
 
 def note_programs(name: str, paths: list[str]) -> None:
     """Note all programs of a name on PATH."""
-    found = _collected.get()
-    if found is not None:
-        found.programs[name] = [*paths, None]
+    _evidence().programs[name] = [*paths, None]
 
 
 def note_incomplete() -> None:
     """Note that the decision rests on something that cannot be checked later."""
-    found = _collected.get()
-    if found is not None:
-        found.complete = False
+    _evidence().complete = False

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 from collections.abc import Callable
 from typing import BinaryIO
 
@@ -45,8 +46,7 @@ def copy(path: str, sha256: str) -> str:
 
     def fill(out: BinaryIO) -> None:
         with open(path, "rb") as file:
-            while chunk := file.read(1 << 20):
-                out.write(chunk)
+            shutil.copyfileobj(file, out, 1 << 20)
 
     return _new(os.path.basename(path), sha256, fill)
 
