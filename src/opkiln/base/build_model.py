@@ -84,11 +84,9 @@ class Toolchain(Record):
 
 
 class Anchored(Record):
-    """An argument that holds a path below a named anchor: prefix + anchor's path + rest.
-
-    A plan is made of these, so that it (and the keys made of it) says ``src/cpu.cpp`` wherever the
-    package is installed and whatever staging directory a build gets.
-    """
+    """An argument that holds a path below a named anchor: prefix + anchor's path + rest. A plan is
+    made of these, so that it (and the keys made of it) says ``src/cpu.cpp`` wherever the package is
+    installed and whatever staging directory a build gets."""
 
     prefix: str
     anchor: str  # src, opkiln, stage, torch, python, toolkit, wheels, threads, abs

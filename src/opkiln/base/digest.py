@@ -65,9 +65,7 @@ def forget_mounts() -> None:
 
 def change_mark(path: str, found: os.stat_result) -> int | None:
     """A number that changes whenever a file does: its change time, or the mount of its image.
-
-    ``found`` is the file's ``stat``. None if there is no such number: then its contents decide.
-    """
+    ``found`` is the file's ``stat``. None if there is no such number: then its contents decide."""
     changed = found.st_ctime_ns
     whole = changed % _SECOND == 0
     device = found.st_dev
@@ -108,11 +106,8 @@ def is_mount(number: int) -> bool:
 
 
 def _mount(path: str) -> tuple[str, bool, int]:
-    """(type, whether it is read-only, device) of the file system that a path leads to.
-
-    Read-only only counts for a disk, FUSE and an overlay: other hosts write to a network file
-    system.
-    """
+    """(type, whether it is read-only, device) of the file system that a path leads to. Read-only
+    only counts for a disk, FUSE and an overlay: other hosts write to a network file system."""
     try:
         fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
         try:
@@ -232,10 +227,8 @@ class UnusableFile(OSError):
 def open_regular(
     path: str, limit: int = LARGEST, flags: int = 0
 ) -> Iterator[tuple[int, os.stat_result]]:
-    """(descriptor, its status) of a regular file of at most ``limit`` bytes. Never waits.
-
-    Raises UnusableFile for any other file, and OSError if it cannot be opened.
-    """
+    """(descriptor, its status) of a regular file of at most ``limit`` bytes. Never waits. Raises
+    UnusableFile for any other file, and OSError if it cannot be opened."""
     # Without O_NONBLOCK, opening a FIFO waits for a writer. It does not affect regular files.
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | flags)
@@ -268,11 +261,9 @@ def _too_large(size: int, limit: int, path: str) -> UnusableFile:
 
 
 def sha256_file(path: str | int, limit: int = LARGEST) -> str:
-    """SHA-256 of the contents of a regular file, or of what a descriptor is open on.
-
-    Never waits. Raises UnusableFile for another kind of file and for one that is larger than
-    ``limit`` bytes, and OSError if it cannot be read. The caller has checked a descriptor.
-    """
+    """SHA-256 of the contents of a regular file, or of what a descriptor is open on. Never waits.
+    Raises UnusableFile for another kind of file and for one that is larger than ``limit`` bytes,
+    and OSError if it cannot be read. The caller has checked a descriptor."""
     if isinstance(path, int):
         return _sha256(path, -1, limit, path)
     with open_regular(path, limit) as (fd, found):
@@ -407,9 +398,7 @@ def is_temporary(path: str) -> bool:
 @contextmanager
 def open_replacement(path: str, mode: int = 0o666, *, sync: bool = False) -> Iterator[BinaryIO]:
     """Open a new file that becomes ``path`` when the block ends; with ``sync``, once it is on disk.
-
-    After an error in the block, or on a full disk, ``path`` is unchanged. Raises OSError.
-    """
+    After an error in the block, or on a full disk, ``path`` is unchanged. Raises OSError."""
     directory, name = os.path.split(path)
     temporary = os.path.join(directory, f".{name}.{os.getpid()}-{os.urandom(6).hex()}")
     try:

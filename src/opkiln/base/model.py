@@ -115,9 +115,7 @@ class OpSpec(Record):
 
 def place_of(distribution: str, op: str) -> str:
     """The directory of an op below ``ops`` or ``receipts`` of a layer: ``<distribution>/<op>``.
-
-    Raises SpecError for a name that could lead elsewhere.
-    """
+    Raises SpecError for a name that could lead elsewhere."""
     check_names(distribution, op)
     return f"{distribution}/{op}"
 

@@ -277,10 +277,8 @@ class Candidate(Record):
 
 
 class Trace:
-    """The candidates of one decision, in the order they were looked at: ``candidates``.
-
-    ``str()`` of it has a line for each.
-    """
+    """The candidates of one decision, in the order they were looked at: ``candidates``. ``str()``
+    of it has a line for each."""
 
     def __init__(self) -> None:
         self.candidates: list[Candidate] = []

@@ -22,11 +22,9 @@ def architecture() -> str:
 
 @cache
 def cpuinfo() -> str:
-    """The kernel's description of the first CPU; empty if there is none.
-
-    The kernel writes a block for each CPU while the file is read. The first suffices: the whole
-    file of a 256-core machine would take longer than the rest of a cache hit.
-    """
+    """The kernel's description of the first CPU; empty if there is none. The kernel writes a block
+    for each CPU while the file is read. The first suffices: the whole file of a 256-core machine
+    would take longer than the rest of a cache hit."""
     try:
         fd = os.open(_CPUINFO, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:

@@ -396,10 +396,8 @@ def is_encodable(text: str) -> bool:
 
 
 def check(op: str, flags: tuple[str, ...], variable: str = "") -> None:
-    """Refuse flags that a host compiler or linker must not get. Raises SpecError.
-
-    ``variable`` is the variable that the flags come from; empty for the author's flags.
-    """
+    """Refuse flags that a host compiler or linker must not get. Raises SpecError. ``variable`` is
+    the variable that the flags come from; empty for the author's flags."""
     _check(op, flags, variable, "flag", _judge_host)
 
 

@@ -50,10 +50,8 @@ _MEMORY = 600 << 20
 
 
 def compile_cuda(inputs: PlanInputs, source: str) -> Step:
-    """The step that compiles one CUDA source for every architecture of the target.
-
-    Raises SpecError for a source, or a flag, that only nvcc can compile.
-    """
+    """The step that compiles one CUDA source for every architecture of the target. Raises SpecError
+    for a source, or a flag, that only nvcc can compile."""
     device = inputs.device
     _check(inputs)
     given = _DividedFlags(inputs.spec, inputs.device_flags)

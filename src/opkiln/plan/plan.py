@@ -122,11 +122,9 @@ def link_step(inputs: PlanInputs, objects: tuple[str, ...], *, stubbed: bool = T
 
 
 def _cuda_runtime(inputs: PlanInputs) -> list[Arg]:
-    """The CUDA runtime. It is static, so that the library also loads without one installed.
-
-    A full-ABI extension of a CUDA torch shares torch's runtime. If a device link used libraries,
-    their host code comes from the same libraries.
-    """
+    """The CUDA runtime. It is static, so that the library also loads without one installed. A
+    full-ABI extension of a CUDA torch shares torch's runtime. If a device link used libraries,
+    their host code comes from the same libraries."""
     spec, device, torch = inputs.spec, inputs.device, inputs.toolchain.torch
     if device.family == NVRTC:
         return ["-ldl"]  # kernels are launched through the driver, which is opened at the first

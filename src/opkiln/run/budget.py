@@ -98,10 +98,8 @@ def total_memory(root: str = "/") -> int:
 
 
 def _values(root: str, name: str, controller: str) -> Iterator[str]:
-    """The file's content in each folder that has it, innermost first.
-
-    An empty ``controller`` means cgroups v2.
-    """
+    """The file's content in each folder that has it, innermost first. An empty ``controller`` means
+    cgroups v2."""
     for folder in _folders(root, controller):
         text = _read(os.path.join(folder, name))
         if text:

@@ -312,9 +312,7 @@ def _has_exited(pid: int) -> bool:
 
 def _await_group_end(group: int) -> None:
     """Wait until killed processes are dead, so that none writes into a directory being removed.
-
-    Waits two seconds at most: a process stuck in the kernel must not block us.
-    """
+    Waits two seconds at most: a process stuck in the kernel must not block us."""
     deadline = time.monotonic() + 2
     while time.monotonic() < deadline:
         states = map(_status, filter(str.isdigit, os.listdir("/proc")))

@@ -59,11 +59,9 @@ _name: ContextVar[str] = ContextVar("opkiln_reported_name", default="")
 
 @contextlib.contextmanager
 def report_as(name: str) -> Iterator[None]:
-    """Within the block, and in the threads that it starts, report the op under this name.
-
-    Without it, builds of one op for several targets look like one build. So do builds of ops with
-    the same name from several packages.
-    """
+    """Within the block, and in the threads that it starts, report the op under this name. Without
+    it, builds of one op for several targets look like one build. So do builds of ops with the same
+    name from several packages."""
     token = _name.set(name)
     try:
         yield
@@ -72,10 +70,8 @@ def report_as(name: str) -> Iterator[None]:
 
 
 def emit(kind: str, **data: Any) -> None:
-    """Call every sink, in this thread. Without sinks this costs next to nothing.
-
-    An exception of a sink gets through, so sinks must not raise.
-    """
+    """Call every sink, in this thread. Without sinks this costs next to nothing. An exception of a
+    sink gets through, so sinks must not raise."""
     if not _sinks:
         return
     if (name := _name.get()) and "op" in data:

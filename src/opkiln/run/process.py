@@ -80,10 +80,7 @@ def run(
 @contextlib.contextmanager
 def start_waiting(argv: Sequence[str], *, tmpdir: str) -> Iterator[child.Child]:
     """Start a program that prepares itself and then waits (``Child.resume``). It is dead at the end
-    of the block.
-
-    Raises ToolchainError if it cannot be started.
-    """
+    of the block. Raises ToolchainError if it cannot be started."""
     environment = _environment(None, tmpdir)
     with _guard.watching() as environment[MARKER], contextlib.ExitStack() as stack:
         with once_per_thread("runs a program"):
@@ -130,11 +127,9 @@ def run_foreground(argv: Sequence[str], *, env: Mapping[str, str]) -> int:
 
 
 def python(*arguments: str, isolated: bool = False) -> tuple[str, ...]:
-    """The argv of a Python child that imports nothing from the working directory.
-
-    A file there may have any name: without ``-P``, ``-c`` and ``-m`` would run ``./torch.py`` for
-    ``import torch``. An ``isolated`` child has only the standard library.
-    """
+    """The argv of a Python child that imports nothing from the working directory. A file there may
+    have any name: without ``-P``, ``-c`` and ``-m`` would run ``./torch.py`` for ``import torch``.
+    An ``isolated`` child has only the standard library."""
     # An embedded interpreter has no executable, but often there is a Python next to its library.
     interpreter = sys.executable or os.path.join(sys.base_exec_prefix, "bin", "python3")
     return (interpreter, *(("-I", "-S") if isolated else ("-P",)), *arguments)
@@ -188,11 +183,9 @@ def remove_scratch(path: str) -> None:
 
 @contextlib.contextmanager
 def once_per_thread(what: str) -> Iterator[None]:
-    """Within the block, this thread cannot enter another block for the same thing.
-
-    Only a signal handler that loads an op would try that. It would wait forever for a lock that its
-    own thread holds, since the interrupted code cannot continue. Raises BuildError.
-    """
+    """Within the block, this thread cannot enter another block for the same thing. Only a signal
+    handler that loads an op would try that. It would wait forever for a lock that its own thread
+    holds, since the interrupted code cannot continue. Raises BuildError."""
     ours = (what, threading.get_ident())
     if ours in _guard.inside:
         raise BuildError(

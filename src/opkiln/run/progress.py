@@ -115,10 +115,8 @@ def people_sink(stream: TextIO | None = None) -> Bar | Lines | None:
 
 
 def logging_sink() -> Log | None:
-    """The sink for the logger ``opkiln``; None if no handler would take its records.
-
-    It never imports ``logging``: a process that has not imported it has no handlers.
-    """
+    """The sink for the logger ``opkiln``; None if no handler would take its records. It never
+    imports ``logging``: a process that has not imported it has no handlers."""
     logger = _logger()
     return None if logger is None else Log(logger)
 
@@ -134,10 +132,8 @@ def _logger() -> Logger | None:
 
 
 def _logging_shows(stream: TextIO, *, terminal: bool) -> bool:
-    """Whether the logger's records replace what would be written to ``stream``.
-
-    On a terminal they do so only if they appear on it: nobody watches records in a file.
-    """
+    """Whether the logger's records replace what would be written to ``stream``. On a terminal they
+    do so only if they appear on it: nobody watches records in a file."""
     logger = _logger()
     if logger is None or not terminal:
         return logger is not None
@@ -350,10 +346,8 @@ class Bar(Lines):
 
 
 class Log:
-    """Writes log records: a failed build is a warning, commands and steps are debug records.
-
-    Each record has the event and its data as the attribute ``opkiln``.
-    """
+    """Writes log records: a failed build is a warning, commands and steps are debug records. Each
+    record has the event and its data as the attribute ``opkiln``."""
 
     def __init__(self, logger: Logger) -> None:
         self._logger = logger

@@ -18,11 +18,8 @@ from opkiln.settings import settings
 
 def call_in_threads(work: Callable[..., None], calls: Iterable[tuple[Any, ...]]) -> None:
     """Call ``work``, which must not raise, with each tuple of arguments: in a thread for each, if
-    there are several.
-
-    The threads have this thread's settings and display. They are daemons, so that they do not delay
-    an interrupt.
-    """
+    there are several. The threads have this thread's settings and display. They are daemons, so
+    that they do not delay an interrupt."""
     each_call = list(calls)
     if len(each_call) == 1:
         work(*each_call[0])  # in this thread, so that an interrupt reaches it

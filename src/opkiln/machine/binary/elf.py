@@ -99,10 +99,8 @@ def search_path(file: File) -> tuple[str, ...]:
 
 
 def sections(source: ByteSource, name: str) -> Iterator[tuple[int, ByteSource]]:
-    """(offset, source up to the section's end) of each section of this name that has bytes.
-
-    Raises LoadError if a section is not completely inside the file.
-    """
+    """(offset, source up to the section's end) of each section of this name that has bytes. Raises
+    LoadError if a section is not completely inside the file."""
     found = [each for each in _tables(source)[2] if each.name == name and each.kind != _NOBITS]
     # If sections overlapped, the same bytes would be read many times.
     if sum(section.size for section in found) > source.size:

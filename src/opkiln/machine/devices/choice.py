@@ -81,10 +81,8 @@ def unusable(name: str, reason: str, why: str = "", usable: str = "cpu") -> Acce
 
 
 def find_backend(accelerator: str, backends: tuple[str, ...]) -> str | None:
-    """Which of an op's backends is for an accelerator: its own, else the CPU's, else None.
-
-    ``cuda`` also means the devices of a ROCm torch, because torch calls them that.
-    """
+    """Which of an op's backends is for an accelerator: its own, else the CPU's, else None. ``cuda``
+    also means the devices of a ROCm torch, because torch calls them that."""
     names = ("cuda", "rocm", "cpu") if accelerator == "cuda" else (accelerator, "cpu")
     return next((name for name in names if name in backends), None)
 
@@ -132,11 +130,9 @@ def accelerators() -> list[EntryPoint]:
 
 
 def _may_have_accelerators() -> bool:
-    """Whether an installed distribution may declare an accelerator.
-
-    Few do, and this check is about a hundred times faster than importing importlib.metadata. A path
-    that is not a directory, such as a zip file, may contain anything.
-    """
+    """Whether an installed distribution may declare an accelerator. Few do, and this check is about
+    a hundred times faster than importing importlib.metadata. A path that is not a directory, such
+    as a zip file, may contain anything."""
     mark = GROUP.encode()
     for place in sys.path:
         try:

@@ -391,10 +391,8 @@ def _changed_words(source: Source, bodies: set[int]) -> dict[int, str]:
 
 def device_text(written: str, on_device: frozenset[str]) -> str:
     """The text for NVRTC: the source as written, without functions that are only for the host.
-
     ``on_device`` has the names of functions that are for the device after preprocessing: a macro
-    may stand for ``__device__``. Raises CannotCut.
-    """
+    may stand for ``__device__``. Raises CannotCut."""
     source = Source(written)
     parts: list[str] = []
     at = 0

@@ -154,11 +154,9 @@ def _images(
 
 
 def _records(kernels: dict[str, str], binary: str) -> str:
-    """The assembly text that defines the kernels' symbols and contains the fat binary.
-
-    The symbols are weak: a template's kernel may be in several objects, each with its own images.
-    They are not local ones: of those, gas 2.40 for aarch64 makes the same entry of the GOT.
-    """
+    """The assembly text that defines the kernels' symbols and contains the fat binary. The symbols
+    are weak: a template's kernel may be in several objects, each with its own images. They are not
+    local ones: of those, gas 2.40 for aarch64 makes the same entry of the GOT."""
     lines = [
         '\t.section .nv_fatbin,"a",@progbits', "\t.balign 8", ".Lopkiln_binary:",
         f'\t.incbin "{binary}"',

@@ -48,11 +48,9 @@ class Token(NamedTuple):
 
 
 def divide(text: str) -> Iterator[Token]:
-    """All tokens of a text. Joined, they are the text again.
-
-    In preprocessed text, a header of the system is one token, unless it defines something for the
-    device alone: they are most of the text.
-    """
+    """All tokens of a text. Joined, they are the text again. In preprocessed text, a header of the
+    system is one token, unless it defines something for the device alone: they are most of the
+    text."""
     at, fresh = 0, True  # fresh: nothing but blanks so far on this line
     while at < len(text):
         if fresh and text[at] == "#":

@@ -84,11 +84,9 @@ def programs() -> Iterator[tuple[str, str]]:
 
 
 def locate(soname: str) -> str | None:
-    """The path of the libsycl with this name (``libsycl.so.9``): of a compiler or a pip package.
-
-    An op's library contains only the soname, so it does not depend on where the runtime is
-    installed. Therefore the runtime must be loaded before the op.
-    """
+    """The path of the libsycl with this name (``libsycl.so.9``): of a compiler or a pip package. An
+    op's library contains only the soname, so it does not depend on where the runtime is installed.
+    Therefore the runtime must be loaded before the op."""
     named = settings.sycl_cxx
     places = ([named] if named else []) + [path for path, _ in programs()]
     compilers = filter(None, map(find.find_program, places))

@@ -37,11 +37,8 @@ def recall_or_ask(
     subject: str,
     question: Callable[[], tuple[dict[str, Any], list[str]]] | None,
 ) -> dict[str, Any] | None:
-    """The record on a subject, remembered or from a question. None without either.
-
-    ``question`` returns the record, and the files that it depends on. If it raises, nothing is
-    remembered.
-    """
+    """The record on a subject, remembered or from a question. None without either. ``question``
+    returns the record, and the files that it depends on. If it raises, nothing is remembered."""
     record = recall(directories, subject)
     if record is None and question is not None:
         asked_at = time.time_ns()
@@ -215,10 +212,8 @@ def is_unwritable() -> bool:
 
 @contextmanager
 def scratch() -> Iterator[str]:
-    """A private node-local directory, removed afterwards, also if this process is killed.
-
-    If ``OPKILN_TMPDIR`` does not exist, /tmp is used; a build reports that. Raises OSError.
-    """
+    """A private node-local directory, removed afterwards, also if this process is killed. If
+    ``OPKILN_TMPDIR`` does not exist, /tmp is used; a build reports that. Raises OSError."""
     from opkiln.run import process  # here, because a cache hit does not need it
 
     path = process.make_scratch(_place(), "probe")

@@ -61,10 +61,8 @@ class Toolkit(Record):
 
 
 def places() -> Iterator[NvccPlace]:
-    """Every place where an nvcc may be, in order of preference, whether there is one or not.
-
-    If ``OPKILN_CUDA_HOME`` names a toolkit, that is the only place.
-    """
+    """Every place where an nvcc may be, in order of preference, whether there is one or not. If
+    ``OPKILN_CUDA_HOME`` names a toolkit, that is the only place."""
     for field in ("cuda_home", "system_cuda_home", "cuda_path"):
         home, origin = origin_of(field)
         if home:
@@ -95,11 +93,9 @@ def find_nvcc() -> list[NvccPlace]:
 
 
 def list_toolkits(memory: tuple[str, ...], host: str, *, ask: bool) -> list[Toolkit] | None:
-    """Every toolkit of this machine, each once, in order of preference.
-
-    The nvcc of a toolkit that is not remembered is run, with ``host`` as its host compiler.
-    (Without one, nvcc answers little.) If ``ask`` is false, the result is None instead.
-    """
+    """Every toolkit of this machine, each once, in order of preference. The nvcc of a toolkit that
+    is not remembered is run, with ``host`` as its host compiler. (Without one, nvcc answers
+    little.) If ``ask`` is false, the result is None instead."""
     toolkits: dict[str, Toolkit] = {}
     for place in find_nvcc() or _last_resort(memory, ask):
         program = _real_program(place.nvcc)
@@ -168,11 +164,9 @@ def _has_toolkit(nvcc: str) -> bool:
 
 
 def _last_resort(memory: tuple[str, ...], ask: bool) -> list[NvccPlace]:
-    """The toolkit that cuda-pathfinder finds, if that is installed: it may know new layouts.
-
-    It runs in a child process: it keeps its answers for the life of the process, and loads
-    libraries to find them.
-    """
+    """The toolkit that cuda-pathfinder finds, if that is installed: it may know new layouts. It
+    runs in a child process: it keeps its answers for the life of the process, and loads libraries
+    to find them."""
     if settings.cuda_home:
         return []
     facts.note_incomplete()  # what it looks at is not known
