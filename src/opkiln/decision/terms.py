@@ -277,8 +277,10 @@ class Candidate(Record):
 
 
 class Trace:
-    """The candidates of one decision, in the order they were looked at: ``candidates``. ``str()``
-    of it has a line for each."""
+    """The candidates of one decision, in the order they were looked at: ``candidates``.
+
+    ``str()`` of it has a line for each.
+    """
 
     def __init__(self) -> None:
         self.candidates: list[Candidate] = []

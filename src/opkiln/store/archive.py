@@ -76,8 +76,10 @@ def write_index(members: Iterable[tuple[str, int, str]]) -> bytes:
 
 
 class NotABundle(StoreError):
-    """A file that is not a bundle, or whose beginning is damaged. Copy it again, and compare its
-    digest with that of the original. Install a wheel with pip."""
+    """A file that is not a bundle, or whose beginning is damaged.
+
+    Copy it again, and compare its digest with that of the original. Install a wheel with pip.
+    """
 
 
 class Index(Record):

@@ -44,9 +44,11 @@ _LARGEST_KEYS = 1 << 20  # limit for a file of keys, in bytes
 
 
 class Untrusted(StoreError):
-    """A bundle without a signature by a trusted key. It may be intact, but it is not used. Compare
-    ``OPKILN_TRUSTED_KEYS`` with the key of the bundle's maker, or have the maker sign it: `opkiln
-    cache sign FILE --key KEY`."""
+    """A bundle without a signature by a trusted key. It may be intact, but it is not used.
+
+    Compare ``OPKILN_TRUSTED_KEYS`` with the key of the bundle's maker, or have the maker sign it:
+    `opkiln cache sign FILE --key KEY`.
+    """
 
 
 def message(index_sha256: str) -> bytes:

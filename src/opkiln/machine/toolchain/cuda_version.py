@@ -65,8 +65,10 @@ def installed_cuda_version(name: str = "", *, memory: tuple[str, ...] = ()) -> t
 
 
 def assert_no_cuda_mismatch(name: str = "", *, memory: tuple[str, ...] = ()) -> bool:
-    """True if a toolkit's CUDA fits torch's, or torch has no CUDA. ``name`` is the op, for the
-    error. Raises CUDAMismatchException, MissingCUDAException."""
+    """True if a toolkit's CUDA fits torch's, or torch has no CUDA.
+
+    ``name`` is the op, for the error. Raises CUDAMismatchException, MissingCUDAException.
+    """
     toolkit, torch_cuda = _nearest_toolkit(name, memory), _torch_cuda()
     reason = misfit(toolkit.record["version"], torch_cuda)
     if reason and torch_cuda is not None:
@@ -76,8 +78,10 @@ def assert_no_cuda_mismatch(name: str = "", *, memory: tuple[str, ...] = ()) -> 
 
 
 def get_default_compute_capabilities(*, memory: tuple[str, ...] = ()) -> str:
-    """Every architecture that the toolkit's nvcc lists, as ``7.5;8.0;8.6``. Raises
-    MissingCUDAException."""
+    """Every architecture that the toolkit's nvcc lists, as ``7.5;8.0;8.6``.
+
+    Raises MissingCUDAException.
+    """
     return ";".join(_nearest_toolkit("", memory).record["archs"])
 
 
