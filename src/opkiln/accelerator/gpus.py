@@ -15,7 +15,7 @@ from opkiln.accelerator.cpu import ChosenStreams, HostStream, OneDevice
 from opkiln.accelerator.interface import Accelerator, Answer, itt
 from opkiln.machine import uname
 from opkiln.machine.devices import amd, nvidia
-from opkiln.machine.devices.installed import has_package, why_torch_lacks
+from opkiln.machine.devices.choice import has_package, why_torch_lacks
 from opkiln.machine.toolchain.libsycl import intel_gpus
 from opkiln.settings import settings
 

@@ -75,11 +75,9 @@ def _why_full(error: OSError, directory: str) -> str:
 
 
 def publish(source: str, root: str, relative: str) -> str:
-    """Copy a finished directory to ``root/relative``. Returns that path.
-
-    The entry there may be another process's, if that one was faster. Raises StoreError, with the
-    path and the number of bytes, if the store cannot be written.
-    """
+    """Copy a finished directory to ``root/relative``. Returns that path. The entry there may be
+    another process's, if that one was faster. Raises StoreError, with the path and the number of
+    bytes, if the store cannot be written."""
     final = os.path.join(root, relative)
     staging = os.path.join(root, "staging", secrets.token_hex(12))
     try:
