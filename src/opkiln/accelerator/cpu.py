@@ -212,7 +212,7 @@ class CpuAccelerator(OneDevice):
     # Random numbers
 
     def _generators(self) -> Any:
-        # Not torch.random, whose manual_seed() also seeds every other device.
+        # torch.random.manual_seed() would also seed every other device.
         return self.default_generator(0)
 
     def default_generator(self, device_index: int) -> torch.Generator:  # noqa: ARG002

@@ -208,7 +208,7 @@ class Bucket:
         """fsspec's object, for a block. Its errors there become failures of the tier."""
         try:
             if self._made[0] != os.getpid():  # a forked child needs an object of its own
-                # Without its cache of listings: a look-up must see what others published since.
+                # The cache of listings is off: a look-up must see what others published since.
                 files = self._kind(use_listings_cache=False)
                 if self._scheme == "s3":
                     files.connect()  # to nobody yet: it makes botocore's client, in half a second

@@ -341,7 +341,7 @@ class ListOptimizer(torch.optim.Optimizer):
         return [self.state[param] for param in params]
 
     def _find_calls(self, keep: bool = True) -> list[StepCall]:
-        """The calls for all gradients. Those that are not over kept lists lack their states and
+        """The calls for all gradients. Calls that are not over kept lists lack their states and
         numbers. Raises UsageError for a gradient that the op does not take. Without ``keep`` no
         kept lists are used."""
         return [
