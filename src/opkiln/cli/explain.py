@@ -16,9 +16,6 @@ from opkiln.report.layout import columns, fields
 Commands = list[tuple[Step, tuple[str, ...]]]  # each step of a plan, and its argv
 
 
-# opkiln explain
-
-
 @click.command("explain", short_help="Show how an op would be loaded, and why.")
 @options.op_argument
 @options.target_option()
@@ -38,9 +35,6 @@ def explain_command(op: str, target: str | None, as_json: bool) -> None:
             found.append(explain(builder.op()))
     whole = found[0]._asdict() if found[0].op == op else {"op": op, "variants": found}
     output.answer(as_json, whole, "\n".join(map(str, found)))
-
-
-# opkiln plan
 
 
 @click.command("plan", short_help="Print the commands that build an op.")
@@ -128,9 +122,6 @@ def _plan_document(plan: Plan, stage: str, commands: Commands) -> dict[str, Any]
         "environment": environment,
         "output": os.path.join(stage, plan.output),
     }
-
-
-# opkiln check
 
 
 @click.command("check", short_help="Exit with 1 unless every op is cached.")
