@@ -226,7 +226,7 @@ _FETCHES = 3  # entries of remote tiers that are shown
 
 
 def store(found: StoreStatus, now: float) -> ReportSection:
-    """Where the entries are, their size, and the last build."""
+    """The store's places, its size, and the last build."""
     nowhere = found.root is None
     rows = [_row("path", found.root or "none: nothing can be written", "bad" if nowhere else "")]
     if found.sizes is not None:
