@@ -13,7 +13,7 @@ import pytest
 import torch
 from sample import child, conformance, recorder
 
-from opkiln.accelerator import detect, vendors
+from opkiln.accelerator import detect, gpus
 from opkiln.accelerator.cpu import CpuAccelerator, HostEvent
 from opkiln.accelerator.gpus import CudaAccelerator, MpsAccelerator, RocmAccelerator
 from opkiln.accelerator.interface import Accelerator
@@ -173,7 +173,7 @@ def test_an_amd_gpus_dtypes_follow_from_its_architecture(arch: str, fp8: bool) -
 def test_a_gaudis_dtypes_follow_from_its_model(model: str, has: bool) -> None:
     module = recorder.module("hpu")
     module._answers["get_device_name"] = lambda *_: model
-    hpu = vendors.KINDS["hpu"](module)
+    hpu = gpus.VENDORS["hpu"](module)
     assert (hpu.is_fp16_supported(), hpu.is_fp8_supported()) == (has, has)
 
 
