@@ -227,7 +227,7 @@ SAID = {
     "dispatch": "y has dtype float64, expected float32 or float16",
     "device": "a tensor is on meta, x is on cpu",
     "parts": "x 1 2.5 true float32 cpu [4]",
-    "none": "an optional is None, but its value was asked for",
+    "none": "an optional has no value: it is None",
     "item": "a list has 2 items, so it has no item 2",
     "undefined": "a tensor is not defined",
     "negative": "empty: the shape [2, -3] has a negative size",
