@@ -250,7 +250,7 @@ def test_messages_name_items_and_conditions_and_end(light: Any) -> None:
 def test_a_cpu_torch_has_no_stream(light: Any) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a stream")
-    assert "built for the CPU alone" in said_by(light.stream, T)
+    assert "built for the CPU only" in said_by(light.stream, T)
 
 
 def uses(tensor: torch.Tensor) -> int:
