@@ -4,7 +4,6 @@ the plan of a build."""
 from __future__ import annotations
 
 import os
-from pathlib import PurePath
 
 from opkiln.base import digest
 from opkiln.base.build_model import Toolchain
@@ -217,6 +216,8 @@ def plan_for(spec: OpSpec, target: Target, toolchain: Toolchain) -> Plan:
     plans.check(spec)
     for source in () if spec.inline else spec.sources:
         if not os.path.isfile(os.path.join(spec.root, source)):
+            from pathlib import PurePath
+
             above = (spec.root, *map(str, PurePath(spec.root).parents))
             if archive := next(filter(os.path.isfile, above), ""):
                 raise BuildError(

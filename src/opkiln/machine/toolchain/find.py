@@ -1,4 +1,4 @@
-"""Which compilers are here: programs on PATH, and what the families of device compilers share.
+"""Finds compilers: programs on PATH, and the common parts of all families of device compilers.
 
 Each candidate is accepted, or refused with a reason. The accepted one that fits torch's runtime
 best is chosen.

@@ -38,7 +38,8 @@ def available() -> bool:
 
 # Installations
 
-# Where AMD's packages install it: as `rocm`, or as `rocm-6.2.0` if there are several.
+# The directory in which AMD's packages install it: as `rocm`, or as `rocm-6.2.0` if there are
+# several.
 PARENT = "/opt"
 # The files with an installation's version, the best first: ROCm's own version, then HIP's, whose
 # major and minor are the same.
