@@ -506,7 +506,7 @@ def whole_environment() -> dict[str, str]:
     return dict(os.environ)
 
 
-def with_own_store(directory: str, progress: str) -> dict[str, str]:
+def environment_with_store(directory: str, progress: str) -> dict[str, str]:
     """The same, for a program of ours that must find an empty store and build what it loads."""
     return {
         **os.environ,

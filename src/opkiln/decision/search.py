@@ -40,7 +40,7 @@ def search(request: Request, trace: Trace) -> Serve | Build | Ask | Fetch:
     if request.tiers is not None:
         trace.candidates += request.tiers.candidates
     digest.forget_mounts()
-    with facts.collecting() as read:
+    with facts.collect() as read:
         compilers = _Compilers(request, trace)
         found = compilers.find()
     if missing_here(target):
@@ -48,7 +48,7 @@ def search(request: Request, trace: Trace) -> Serve | Build | Ask | Fetch:
     if found is not None:
         return Serve(found, trace, read)
     if not request.for_elsewhere:
-        with facts.collecting() as beyond:
+        with facts.collect() as beyond:
             found = find_fitting(request, trace)
         if found is not None:
             return Serve(found, trace, beyond)
