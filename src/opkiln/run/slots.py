@@ -63,7 +63,7 @@ _FLOCK = struct.Struct("hhqqi4x")  # on 64-bit Linux: type, whence, start, lengt
 
 
 class SlotRequest(NamedTuple):
-    """What a step asks for."""
+    """The request of a step for slots."""
 
     slots: tuple[int, ...]  # any of these
     want: int  # this many, or none
@@ -173,8 +173,8 @@ class SlotTable:
         return before.pid if before else None
 
     def holders(self, ask: SlotRequest) -> tuple[object, ...]:
-        """Who holds the slots. Whenever a step has ended, in this process or another, it differs,
-        unless another process started its next step in the same slot."""
+        """The holders of the slots. It changes whenever a step ends, in this process or another,
+        unless that process starts its next step in the same slot."""
         others = (
             each
             for slot in (*ask.slots, EXTRA)
