@@ -19,15 +19,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import deepspeed_quantizer
 import torch
 from harness import Row, copy_bandwidth, parser, report, timed
+from sample.references import references
 from torch import Tensor
 
 import opkiln
 from opkiln import quant
-from opkiln.ops.packbits import reference as signs
-from opkiln.ops.quantizer import reference
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+signs = references("packbits")
+reference = references("quantizer")
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 RANKS = 8
