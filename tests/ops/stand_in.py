@@ -21,7 +21,11 @@ def twin(builder: type[opkiln.OpBuilder]) -> opkiln.OpBuilder:
     """An op whose CUDA kernels the emulator runs on CPU tensors. It is an op of its own, because
     the version for the CPU may be loaded, too."""
     module = import_module(builder.FUNCTIONS.module)
-    its = [each for each in vars(module).values() if getattr(each, "builder", None) is builder]
+    its = [
+        each
+        for each in vars(module).values()
+        if hasattr(each, "overload") and each.builder is builder
+    ]
     return next(twin_libraries(*its))[0]
 
 

@@ -579,7 +579,9 @@ def backend_of(kind: type[OpBuilder], device: str) -> str | None:
     if device == "cuda":  # which is what torch calls ROCm's devices, too
         backend = ROCM if torch_built_for()[1] else CUDA
     else:
-        backend = XPU if device == "xpu" else CPU
+        # SYCL's kernels run on CPUs, too.
+        has_other = device == "xpu" or (CPU not in kind.BACKENDS and device == "cpu")
+        backend = XPU if has_other else CPU
     return backend if backend in kind.BACKENDS else None
 
 

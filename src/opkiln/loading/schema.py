@@ -153,9 +153,14 @@ def results_of(hint: Any) -> str | None:
         return "()"
     parts = typing.get_args(hint)
     if typing.get_origin(hint) is not tuple or Ellipsis in parts:
-        return None if _optional(hint)[1] else type_of(hint)
-    kinds = [None if _optional(part)[1] else type_of(part) for part in parts]
+        return _result(hint)
+    kinds = [_result(part) for part in parts]
     return None if None in kinds else f"({', '.join(map(str, kinds))})"
+
+
+def _result(hint: Any) -> str | None:
+    kind = type_of(hint)
+    return None if kind == "Tensor?" else kind  # graphs take no result that may be None for one
 
 
 def _refusal(op: str, what: str, hint: Any) -> SpecError:
