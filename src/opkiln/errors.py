@@ -100,14 +100,14 @@ def told_briefly(function: Callable[P, T]) -> Callable[P, T]:
         except OpkilnError as error:
             raise error.with_traceback(None) from error.__cause__
         except (FileNotFoundError, UnicodeEncodeError) as error:
-            if (clear := in_words(error)) is not None:
+            if (clear := explain_error(error)) is not None:
                 raise clear from error
             raise
 
     return call
 
 
-def in_words(error: Exception) -> UsageError | None:
+def explain_error(error: Exception) -> UsageError | None:
     """The clear error for one that Python raises anywhere a path is used: the working directory was
     removed, or a text is not text. None for any other."""
     if isinstance(error, UnicodeEncodeError) and error.reason == "surrogates not allowed":
@@ -153,8 +153,8 @@ class ArgumentTypeError(ArgumentError, TypeError):
 class SettingError(UsageError):
     """An environment variable or option holds a value that has no meaning.
 
-    Correct the variable that the message names, or unset it; docs/settings.md lists the values.
-    `opkiln report` shows which variables are set.
+    Correct the variable that the message names, or unset it; docs/reference/variables.md lists the
+    values. `opkiln report` shows which variables are set.
     """
 
 

@@ -1,30 +1,25 @@
-"""What an op is: the records OpSpec, Registration, Op and Artifact, and their words.
+"""The records of an op: OpSpec, Registration, Op and Artifact, and the values of their fields.
 
-A hit needs these. The records of a build are in ``build_model``.
-
-All of them are immutable and hold only immutable values.
+A hit needs these; the records of a build are in ``build_model``. All are immutable and hold only
+immutable values.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from opkiln.base.lazy import Record
 from opkiln.errors import SpecError
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-# What a finished op is, and so how it is loaded.
+# The kinds of finished ops. The kind says how it is loaded.
 LIBRARY = "library"  # registers torch ops when loaded: torch.ops.load_library
 PYTHON = "python"  # a CPython extension module (pybind11 or by hand)
 EXECUTABLE = "executable"  # a program; load() gives its path
 PLAIN = "plain"  # a shared library with a C interface; load() gives a ctypes.CDLL
 
-# What the binary depends on.
+# The ABIs. The ABI says what the binary depends on.
 ABI_STABLE = "torch-stable"  # torch's stable ABI: one binary for torch >= 2.10
 ABI_TORCH = "torch"  # torch/extension.h: one torch version, one Python
 ABI_NONE = "none"  # no torch at all
@@ -32,12 +27,12 @@ ABI_NONE = "none"  # no torch at all
 STABLE_VERSION = "2.10"  # of torch: the stable ABI's floor that opkiln builds for
 STABLE_TAG = f"{ABI_STABLE}-{STABLE_VERSION}"
 
-# What a library's kernels run on.
+# The backends. The backend says what a library's kernels run on.
 CPU = "cpu"
 CUDA = "cuda"
 ROCM = "rocm"
 XPU = "xpu"
-# Asked of a builder like a backend: its CUDA sources, compiled for the CPU (``OpSpec.emulated``).
+# Requested like a backend: CUDA sources that are compiled for the CPU (``OpSpec.emulated``).
 EMULATED = "emulated"
 
 # The dispatch keys under which a backend's library may register: torch calls ROCm's devices CUDA,
@@ -48,14 +43,14 @@ DISPATCH_KEYS = {CPU: ("CPU",), CUDA: ("CUDA",), ROCM: ("CUDA",), XPU: ("XPU", "
 _FLAGS = ("cppflags", "cxxflags", "ldflags", "cpath", "cplus_include_path", "library_path")
 _DEVICE_FLAGS = ("cudaflags",)
 
-PROGRAM = "main"  # the distribution of what a program declares itself
-ONE_CALL = "jit"  # the distribution of what `opkiln.load` compiles: it belongs to no package
+PROGRAM = "main"  # the distribution of ops that a program declares
+ONE_CALL = "jit"  # the distribution of ops that `opkiln.load` compiles
 
 # Where packages carry libraries that were built elsewhere.
 CARRIED = "prebuilt"  # below a package: for its own ops
 SHARED = "opkiln_prebuilt"  # below a directory of sys.path: a name for each wheel of ops
 
-# Who declares a spec, and so in which words a hint speaks of its parts.
+# The forms of a declaration. A hint names its parts accordingly.
 BUILDER = "builder"  # an OpBuilder's methods
 DECORATOR = "decorator"  # the arguments of @opkiln.op
 CALL = "call"  # the arguments of `load` or `load_inline`
@@ -66,11 +61,11 @@ PLAN_VERSION = 2
 
 _LONGEST_NAME = 100  # of an op or a distribution: a file name with more around it must fit
 
-INLINE_ROOT = "/opkiln/src"  # where sources that are in no file are said to lie
-# The anchor of a shipped entry's headers that lie outside of its package, by their paths where it
-# was built: on another machine there may be none.
+INLINE_ROOT = "/opkiln/src"  # the root of sources that are not files
+# The anchor of a shipped entry's headers outside of its package, with their paths on the machine
+# that built it. Another machine may not have them.
 OUTSIDE = "outside"
-# opkiln itself: the anchor of its headers.
+# opkiln's own directory, which is the anchor of its headers.
 PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 # The part of the emulator that is compiled once, not with each kernel. Every emulated op has it.
 EMULATOR_RUNTIME = os.path.join(PACKAGE, "csrc", "opkiln", "emulator", "runtime.cpp")
@@ -110,7 +105,7 @@ class OpSpec(Record):
     @property
     def title(self) -> str:
         """Its name for people, as ``transformer (norms, float32)``."""
-        return in_words(self.name)
+        return display_name(self.name)
 
     @property
     def is_known_by_name(self) -> bool:
@@ -119,10 +114,8 @@ class OpSpec(Record):
 
 
 def place_of(distribution: str, op: str) -> str:
-    """An op's place below ``ops`` or ``receipts`` of a layer: ``<distribution>/<op>``.
-
-    All such paths are made from this. Raises SpecError for a name that could lead elsewhere.
-    """
+    """The directory of an op below ``ops`` or ``receipts`` of a layer: ``<distribution>/<op>``.
+    Raises SpecError for a name that could lead elsewhere."""
     check_names(distribution, op)
     return f"{distribution}/{op}"
 
@@ -161,7 +154,7 @@ def texts(where: str, given: Any) -> tuple[str, ...]:
     return tuple(found)
 
 
-def in_words(name: str) -> str:
+def display_name(name: str) -> str:
     """The name of a library for people: ``transformer__norms__float32`` is the library of
     ``transformer (norms, float32)``."""
     op, *parts = name.split("__")
@@ -203,12 +196,12 @@ def function_name(schema: str) -> str:
 
 
 class Op(Record):
-    """An op to load: what it is built from, how it is registered, and for which devices."""
+    """An op to load: its sources, its registration, its devices."""
 
-    spec: OpSpec  # what it is built from
-    registration: Registration | None = None  # how torch is told of it; None: not at all
+    spec: OpSpec
+    registration: Registration | None = None  # with torch; None: it is not registered
     rule: Callable[[list[str]], Any] | None = None  # the author's filter_ccs
-    asked: str = ""  # an arch list given in the call; it goes before every setting
+    asked: str = ""  # an arch list given in the call; it overrides every setting
 
     @property
     def name(self) -> tuple[str, str, str]:
@@ -230,4 +223,4 @@ class Artifact(Record):
     origin: str  # prebuilt, store, layer, built
     compiled: int = 0  # steps that ran to make it now; 0 for one that was found
     seconds: float = 0.0  # how long that took
-    unobserved: str = ""  # why it serves this process alone
+    unobserved: str = ""  # why only this process may use it

@@ -21,7 +21,7 @@ from opkiln.cli.options import (
 from opkiln.errors import UnknownOp, UsageError
 from opkiln.report.layout import columns, fields
 
-Commands = list[tuple[Step, tuple[str, ...]]]  # the steps of a plan, and the argv of each
+Commands = list[tuple[Step, tuple[str, ...]]]  # each step of a plan, and its argv
 
 
 # opkiln explain

@@ -37,13 +37,11 @@ import os
 import struct
 import threading
 import time
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterator
+from typing import NamedTuple
 
 from opkiln.run import events
 from opkiln.run.child import is_stopped
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 STARVING_AFTER = 0.5  # seconds without a slot until a process may use the extra one
 _STILL_STARVING = 2.0  # a process that asks again within these seconds still counts as starving
@@ -331,10 +329,8 @@ class SlotTable:
                 yield found
 
     def _fits(self, ask: SlotRequest) -> bool:
-        """Whether the step in the extra slot, if any, and all others fit into the memory.
-
-        Without a step in the extra slot they always fit: each slot comes with its share.
-        """
+        """Whether the step in the extra slot, if any, and all others fit into the memory. Without a
+        step in the extra slot they always fit: each slot comes with its share."""
         extra = self._locks(EXTRA * _SLOT, (EXTRA + 1) * _SLOT)
         if EXTRA not in self._held and not any(extra):
             return True

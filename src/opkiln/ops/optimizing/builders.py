@@ -1,13 +1,11 @@
-"""What the builders of the optimizers' ops share. Imports no torch: it is on the hit path."""
+"""Shared by the builders of the optimizers' ops. Imports no torch: it is on the hit path."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from opkiln.base.model import CUDA
 from opkiln.builder import CUDAOpBuilder, OpBuilder
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 
 class FusedBuilder(CUDAOpBuilder):

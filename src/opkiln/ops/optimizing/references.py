@@ -1,26 +1,24 @@
-"""What the references of the optimizers' ops share: checks of the lists, types, exact factors.
+"""Shared by the references of the optimizers' ops: checks of the lists, types, exact factors.
 
 Tensors of 16-bit types are computed on in fp32 and rounded once, when stored; fp32 and fp64 are
 computed on as they are. Unlike the native versions, references take any device, any strides and
 states of any floating-point type. Those of the fused ops never wait for a GPU, so they can be
 captured in a graph as well.
 
-References keep no lists and make no plans. Their functions for that return a result that says so.
+References keep no lists and make no plans. Their functions for that return that they did not.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from opkiln.ops.optimizing.op_calls import Status
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
 
 # Lists
 
