@@ -72,17 +72,23 @@ def function_for(function: Callable[..., Any], entrance: Entrance) -> Callable[.
     made = types.FunctionType(_first_call.__code__, names, function.__name__)
     functools.update_wrapper(made, function)
 
-    def write() -> None:
-        written = types.FunctionType(_write(function, entrance, names), names)
-        made.__defaults__, made.__kwdefaults__ = function.__defaults__, function.__kwdefaults__
-        made.__code__ = written.__code__
+    def write(is_traced: bool) -> None:
+        if "self_" in names:
+            return  # by another thread, or by a trace
+        called = types.FunctionType(_write(function, entrance, names), names, function.__name__)
+        called.__defaults__, called.__kwdefaults__ = function.__defaults__, function.__kwdefaults__
+        names["self_"] = called
+        # torch.compile remembers the parameters of a function that it has traced.
+        if not is_traced:
+            made.__defaults__, made.__kwdefaults__ = called.__defaults__, called.__kwdefaults__
+            made.__code__ = called.__code__
 
-    names |= {"write_": at_trace_time(write), "self_": made}
+    names |= {"write_": at_trace_time(write), "is_traced_": torch.compiler.is_dynamo_compiling}
     return made
 
 
 def _first_call(*args: Any, **kwargs: Any) -> Any:
-    write_()  # type: ignore[name-defined] # noqa: F821 (in the globals of the function to call)
+    write_(is_traced_())  # type: ignore[name-defined] # noqa: F821 (globals of the function to call)
     return self_(*args, **kwargs)  # type: ignore[name-defined] # noqa: F821
 
 
@@ -108,7 +114,6 @@ def _write(
         "any_": _any_requires_grad,
         "refuse_": functools.partial(_refuse, function.__name__, written),
         "variants_": {} if variants is None else variants.calls,
-        "is_traced_": torch.compiler.is_dynamo_compiling,
         "count_modes_": torch._C._len_torch_dispatch_stack,
         "plain_": frozenset((torch.Tensor, torch.nn.Parameter)),
         "are_plain_": _are_plain,

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from opkiln.ops.checks import dtype_name
 from opkiln.ops.optimizing.op_calls import Status
 
 # Lists
@@ -62,7 +63,7 @@ def check_tensor(where: str, tensor: Tensor, device: torch.device | None = None)
         shown = "the CPU" if device.type == "cpu" else str(device)
         raise RuntimeError(f"{where} is not on {shown}")
     if not tensor.is_floating_point():
-        raise RuntimeError(f"{where} has dtype {tensor.dtype}, expected floating point")
+        raise RuntimeError(f"{where} has dtype {dtype_name(tensor.dtype)}, expected floating point")
     if tensor.layout != torch.strided:
         raise RuntimeError(f"{where} is not dense: its layout is {tensor.layout}")
     # torch itself would end the process. (A subclass may have its memory elsewhere.)
