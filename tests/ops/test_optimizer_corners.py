@@ -16,6 +16,7 @@ import pytest
 import torch
 from adam_oracle import F32
 from host_oracle import ADAGRAD, LION
+from sample.references import references
 from torch import Tensor
 
 if TYPE_CHECKING:
