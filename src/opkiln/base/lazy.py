@@ -82,7 +82,8 @@ def names(
         if home is None:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
         try:
-            value = getattr(import_module(home), name)
+            with imports():
+                value = getattr(import_module(home), name)
         except ModuleNotFoundError as error:
             if error.name != "torch":
                 raise

@@ -15,7 +15,7 @@ from typing import Any
 
 from opkiln.base import model
 from opkiln.base.build_model import DeviceCompiler
-from opkiln.base.model import CPU, CUDA, ROCM, XPU, Op, OpSpec, Registration
+from opkiln.base.model import CPU, CUDA, ROCM, XPU, Op, OpSpec
 from opkiln.errors import CompileError, LoadError, LoadTestError, OpkilnError, StoreError
 from opkiln.loading import loader
 from opkiln.machine.devices import amd, nvidia
@@ -189,6 +189,7 @@ static Tensor add(const Tensor& x, int64_t y) {
     sum.mutable_data_ptr<float>()[i] = x.const_data_ptr<float>()[i] + static_cast<float>(y);
   return sum;
 }
+STABLE_TORCH_LIBRARY(opkiln_doctor, m) { m.def("add(Tensor x, int y) -> Tensor"); }
 STABLE_TORCH_LIBRARY_IMPL(opkiln_doctor, CPU, m) { m.impl("add", TORCH_BOX(&add)); }
 """
 
@@ -222,12 +223,10 @@ def _call(library: Any) -> int:
 
 
 def _call_with_tensor() -> int:
-    schema = Registration("opkiln_doctor", ("add(Tensor x, int y) -> Tensor",), None)
-    spec = _spec("main.cpp", _STABLE, abi=model.ABI_STABLE)
-    functions = loader.load(Op(spec, schema), must_be_native=True).value
+    loader.load(Op(_spec("main.cpp", _STABLE, abi=model.ABI_STABLE)), must_be_native=True)
     # By name: no module of report/ imports torch, and a linter checks that.
     torch = import_module("torch")
-    return int(functions.add(torch.full((3,), 20.0), 22).sum().item() / 3)
+    return int(torch.ops.opkiln_doctor.add(torch.full((3,), 20.0), 22).sum().item() / 3)
 
 
 def child_main(backend: str, how: str, result: str) -> None:
