@@ -52,8 +52,8 @@ __global__ void __launch_bounds__(kThreads) copy_kernel(const OPK_GRID_CONSTANT 
   const int64_t from = work.from.index(place.row);
   Unit held = {};
   if (from != kNone) {
-    opkiln::device::check_index(from, work.from.count);
-    held = *(static_cast<const Unit*>(work.from.table) + from * a_row + place.unit);
+    held = *(static_cast<const Unit*>(work.from.table) +
+             opkiln::device::check_index(from, work.from.count) * a_row + place.unit);
   }
   store_once(static_cast<Unit*>(work.out) + place.row * a_row + place.unit, held);
 }
