@@ -75,12 +75,12 @@ PAGES = (
     Page("opkiln.nn.spatial", "images whose channels come last", "transformer.md"),
     Page("opkiln.io", "files, pinned memory, checkpoints", "io.md"),
     Page("opkiln.comm", "collectives of the ranks on one host", "communication.md"),
-    Page("opkiln.utils", "lists of tensors as one", "memory.md"),
+    Page("opkiln.utils", "lists of tensors as one", "io.md"),
     Page(
         "opkiln.accelerator.interface", "the device of this process", "accelerators.md",
         subclassed=True,
     ),
-    Page("opkiln.settings", "settings for a block of code", "settings.md"),
+    Page("opkiln.settings", "settings for a block of code", "reference/variables.md"),
 )  # fmt: skip
 
 
@@ -160,7 +160,7 @@ def _fields_of_settings() -> list[str]:
         "",
         "## Fields",
         "",
-        "What each is, [Settings](../settings.md) says by its variable.",
+        "[Settings](variables.md) explains each variable.",
         "",
     ]
     lines += ["| Field | Variable |", "|---|---|"]

@@ -1,4 +1,4 @@
-"""What keeps imports cheap: names that are imported when they are used, and immutable records.
+"""Keeps imports cheap: names that are imported when they are used, and immutable records.
 
 A cache hit imports about twenty record classes. A NamedTuple compiles a constructor for each class,
 which took 0.1 to 0.25 ms: for all of them, more than the hit itself. A Record is also a tuple with
@@ -10,16 +10,11 @@ from __future__ import annotations
 
 import gc
 import sys
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
 from operator import itemgetter
-from typing import Any, ClassVar, dataclass_transform
-
-TYPE_CHECKING = False
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
-    from typing import Any, Self
+from typing import Any, ClassVar, Self, dataclass_transform
 
 
 @dataclass_transform(frozen_default=True)
@@ -74,16 +69,21 @@ class Record(tuple[Any, ...]):
 
 def names(
     module: str, homes: Mapping[str, str]
-) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """``__getattr__`` and ``__dir__`` of a module that imports each name from its home module on
-    first use. If that needs torch and there is none, the ModuleNotFoundError has a hint."""
+) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:
+    """``__all__``, ``__getattr__`` and ``__dir__`` of a module that imports each name from its home
+    module on first use. ``homes`` has the names of each home module, with spaces between them.
+
+    If a name needs torch and there is none, the ModuleNotFoundError has a hint.
+    """
+    home_of = {name: home for home, listed in homes.items() for name in listed.split()}
 
     def getattribute(name: str) -> Any:
-        home = homes.get(name)
+        home = home_of.get(name)
         if home is None:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
         try:
-            value = getattr(import_module(home), name)
+            with imports():
+                value = getattr(import_module(home), name)
         except ModuleNotFoundError as error:
             if error.name != "torch":
                 raise
@@ -95,15 +95,15 @@ def names(
         return value
 
     def listing() -> list[str]:
-        return sorted({*vars(sys.modules[module]), *homes})
+        return sorted({*vars(sys.modules[module]), *home_of})
 
-    return getattribute, listing
+    return sorted(home_of), getattribute, listing
 
 
 @contextmanager
 def imports() -> Iterator[None]:
-    """Within the block, which imports many modules, no garbage is collected: in a process with
-    torch a full collection takes longer than the imports."""
+    """Collect no garbage within the block, which imports many modules: in a process with torch, a
+    full collection takes longer than the imports."""
     collects = gc.isenabled()
     gc.disable()
     try:

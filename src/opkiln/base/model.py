@@ -1,29 +1,25 @@
-"""What an op is: the records OpSpec, Registration, Op and Artifact, and their words.
+"""The records of an op: OpSpec, Registration, Op and Artifact, and the values of their fields.
 
-A hit needs these. The records of a build are in ``build_model``.
-
-All of them are immutable and hold only immutable values.
+A hit needs these; the records of a build are in ``build_model``. All are immutable and hold only
+immutable values.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from opkiln.base.lazy import Record
 from opkiln.errors import SpecError
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-# What a finished op is, and so how it is loaded.
+# The kinds of finished ops. The kind says how it is loaded.
 LIBRARY = "library"  # registers torch ops when loaded: torch.ops.load_library
 PYTHON = "python"  # a CPython extension module (pybind11 or by hand)
 EXECUTABLE = "executable"  # a program; load() gives its path
 PLAIN = "plain"  # a shared library with a C interface; load() gives a ctypes.CDLL
 
-# What the binary depends on.
+# The ABIs. The ABI says what the binary depends on.
 ABI_STABLE = "torch-stable"  # torch's stable ABI: one binary for torch >= 2.10
 ABI_TORCH = "torch"  # torch/extension.h: one torch version, one Python
 ABI_NONE = "none"  # no torch at all
@@ -31,12 +27,12 @@ ABI_NONE = "none"  # no torch at all
 STABLE_VERSION = "2.10"  # of torch: the stable ABI's floor that opkiln builds for
 STABLE_TAG = f"{ABI_STABLE}-{STABLE_VERSION}"
 
-# What a library's kernels run on.
+# The backends. The backend says what a library's kernels run on.
 CPU = "cpu"
 CUDA = "cuda"
 ROCM = "rocm"
 XPU = "xpu"
-# Asked of a builder like a backend: its CUDA sources, compiled for the CPU (``OpSpec.emulated``).
+# Requested like a backend: CUDA sources that are compiled for the CPU (``OpSpec.emulated``).
 EMULATED = "emulated"
 
 # The dispatch keys under which a backend's library may register: torch calls ROCm's devices CUDA,
@@ -47,14 +43,14 @@ DISPATCH_KEYS = {CPU: ("CPU",), CUDA: ("CUDA",), ROCM: ("CUDA",), XPU: ("XPU", "
 _FLAGS = ("cppflags", "cxxflags", "ldflags", "cpath", "cplus_include_path", "library_path")
 _DEVICE_FLAGS = ("cudaflags",)
 
-PROGRAM = "main"  # the distribution of what a program declares itself
-ONE_CALL = "jit"  # the distribution of what `opkiln.load` compiles: it belongs to no package
+PROGRAM = "main"  # the distribution of ops that a program declares
+ONE_CALL = "jit"  # the distribution of ops that `opkiln.load` compiles
 
 # Where packages carry libraries that were built elsewhere.
 CARRIED = "prebuilt"  # below a package: for its own ops
 SHARED = "opkiln_prebuilt"  # below a directory of sys.path: a name for each wheel of ops
 
-# Who declares a spec, and so in which words a hint speaks of its parts.
+# The forms of a declaration. A hint names its parts accordingly.
 BUILDER = "builder"  # an OpBuilder's methods
 DECORATOR = "decorator"  # the arguments of @opkiln.op
 CALL = "call"  # the arguments of `load` or `load_inline`
@@ -65,11 +61,11 @@ PLAN_VERSION = 2
 
 _LONGEST_NAME = 100  # of an op or a distribution: a file name with more around it must fit
 
-INLINE_ROOT = "/opkiln/src"  # where sources that are in no file are said to lie
-# The anchor of a shipped entry's headers that lie outside of its package, by their paths where it
-# was built: on another machine there may be none.
+INLINE_ROOT = "/opkiln/src"  # the root of sources that are not files
+# The anchor of a shipped entry's headers outside of its package, with their paths on the machine
+# that built it. Another machine may not have them.
 OUTSIDE = "outside"
-# opkiln itself: the anchor of its headers.
+# opkiln's own directory, which is the anchor of its headers.
 PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 # The part of the emulator that is compiled once, not with each kernel. Every emulated op has it.
 EMULATOR_RUNTIME = os.path.join(PACKAGE, "csrc", "opkiln", "emulator", "runtime.cpp")
@@ -109,7 +105,7 @@ class OpSpec(Record):
     @property
     def title(self) -> str:
         """Its name for people, as ``transformer (norms, float32)``."""
-        return in_words(self.name)
+        return display_name(self.name)
 
     @property
     def is_known_by_name(self) -> bool:
@@ -118,10 +114,8 @@ class OpSpec(Record):
 
 
 def place_of(distribution: str, op: str) -> str:
-    """An op's place below ``ops`` or ``receipts`` of a layer: ``<distribution>/<op>``.
-
-    All such paths are made from this. Raises SpecError for a name that could lead elsewhere.
-    """
+    """The directory of an op below ``ops`` or ``receipts`` of a layer: ``<distribution>/<op>``.
+    Raises SpecError for a name that could lead elsewhere."""
     check_names(distribution, op)
     return f"{distribution}/{op}"
 
@@ -147,36 +141,53 @@ def check_names(distribution: str, op: str) -> None:
         )
 
 
-def in_words(name: str) -> str:
+def texts(where: str, given: Any) -> tuple[str, ...]:
+    """A text, or several, as a tuple; a path is a text. Raises SpecError for anything else."""
+    one = isinstance(given, (str, os.PathLike)) or not isinstance(given, Iterable)
+    found: list[str] = []
+    for each in (given,) if one else given:
+        if not isinstance(each, (str, os.PathLike)) or not os.fspath(each):
+            raise SpecError(
+                f"{where} has {repr(each)[:80]}", why="it takes a text, or a list of texts"
+            )
+        found.append(os.fspath(each))
+    return tuple(found)
+
+
+def display_name(name: str) -> str:
     """The name of a library for people: ``transformer__norms__float32`` is the library of
     ``transformer (norms, float32)``."""
     op, *parts = name.split("__")
     return f"{op} ({', '.join(parts)})" if op and parts else name
 
 
-# The parts of a registration that give functions in Python, each under the name of the op's.
+# The overloads of a function besides the default one.
+NO_GRAD = "no_grad"  # without a gradient, of a function that has one
+UNSERVED = "unserved"  # takes the calls that a kernel does not serve
+NATIVE = "native"  # what libraries implement if every call is to be compared
+# What a declaration has of each function in Python.
 REGISTERED = ("reference", "fake", "backward", "vmap", "variant", "tune_key")
 
 
 class Registration(Record):
-    """What an author declares beside the sources. Each part is called when it is needed."""
+    """What torch is told of a library's functions, by the decorator that declares them."""
 
     namespace: str  # below torch.ops
     schemas: tuple[str, ...]  # one for each function, without a namespace
-    reference: Callable[[], Any] | None  # gives an object with a function of each name
-    fake: Callable[[], Any] | None = None  # gives such an object for fake tensors
-    backward: Callable[[], Any] | None = None  # gives an object with the gradients
-    vmap: Callable[[], Any] | None = None  # gives the batching rules of decorated functions
-    variant: Callable[[], Any] | None = None  # gives what chooses their variants
-    tune_key: Callable[[], Any] | None = None  # gives what names their classes of shapes
+    functions: Any  # those in Python: the DeclaredFunctions of their builder
     # The overloads that a library's function is registered as; "" is the default one.
-    overloads: tuple[str, ...] = ("",)
-    defined: bool = False  # torch has been told of it by whoever declared it
+    overloads: tuple[str, ...]
 
     @property
     def names(self) -> tuple[str, ...]:
         """The op's functions."""
         return tuple(map(function_name, self.schemas))
+
+    def overloads_of(self, name: str) -> tuple[str, ...]:
+        """Those of one function: without a gradient it has no overload that leaves one out."""
+        if name in self.functions.with_gradient:
+            return self.overloads
+        return tuple([each for each in self.overloads if each != NO_GRAD])
 
 
 def function_name(schema: str) -> str:
@@ -185,12 +196,12 @@ def function_name(schema: str) -> str:
 
 
 class Op(Record):
-    """An op to load: what it is built from, how it is registered, and for which devices."""
+    """An op to load: its sources, its registration, its devices."""
 
-    spec: OpSpec  # what it is built from
-    registration: Registration | None = None  # how torch is told of it; None: not at all
+    spec: OpSpec  # its sources and flags
+    registration: Registration | None = None  # with torch; None: it is not registered
     rule: Callable[[list[str]], Any] | None = None  # the author's filter_ccs
-    asked: str = ""  # an arch list given in the call; it goes before every setting
+    asked: str = ""  # an arch list given in the call; it overrides every setting
 
     @property
     def name(self) -> tuple[str, str, str]:
@@ -201,7 +212,7 @@ class Op(Record):
     @property
     def has_reference(self) -> bool:
         """Whether PyTorch code can serve it where a native library cannot."""
-        return self.registration is not None and self.registration.reference is not None
+        return self.registration is not None
 
 
 class Artifact(Record):
@@ -212,4 +223,4 @@ class Artifact(Record):
     origin: str  # prebuilt, store, layer, built
     compiled: int = 0  # steps that ran to make it now; 0 for one that was found
     seconds: float = 0.0  # how long that took
-    unobserved: str = ""  # why it serves this process alone
+    unobserved: str = ""  # why only this process may use it

@@ -10,16 +10,7 @@ import time
 import click
 
 from opkiln.base import forks
-from opkiln.cli import output
-from opkiln.cli.options import (
-    complete_op,
-    entries_of,
-    file_argument,
-    file_option,
-    json_option,
-    ops_argument,
-    writable_root,
-)
+from opkiln.cli import options, output
 from opkiln.errors import StoreError, UsageError
 from opkiln.report.layout import columns, count, fields, size
 from opkiln.settings import settings
@@ -31,7 +22,7 @@ if TYPE_CHECKING:
     from opkiln.store.inventory import StoreEntry
 
 
-def _digest(_context: click.Context, _option: click.Parameter, text: str | None) -> str:
+def _parse_digest(_context: click.Context, _option: click.Parameter, text: str | None) -> str:
     if text is not None and not re.fullmatch("[0-9a-fA-F]{64}", text):
         raise click.BadParameter(f"{text!r} is not a SHA-256 as sha256sum prints it")
     return text or ""
@@ -42,7 +33,7 @@ def newest_entries(ops: tuple[str, ...]) -> list[StoreEntry]:
     from opkiln.store import inventory
     from opkiln.store.layers import Store
 
-    wanted = {op: entries_of(op) for op in ops}
+    wanted = {op: options.match_entries(op) for op in ops}
     found = [each for layer in Store().own for each in inventory.newest(layer.root)]
     missing = {op for op, its in wanted.items() if not any(map(its, found))}
     entries = [each for each in found if not ops or any(its(each) for its in wanted.values())]
@@ -56,12 +47,12 @@ def newest_entries(ops: tuple[str, ...]) -> list[StoreEntry]:
 
 
 @click.command("export", short_help="Write entries to one file, a bundle.")
-@file_argument
+@options.file_argument
 @click.option(
-    "--op", "ops", multiple=True, metavar="OP", shell_complete=complete_op,
+    "--op", "ops", multiple=True, metavar="OP", shell_complete=options.complete_op,
     help="Only this op's entries. May be given several times.",
 )  # fmt: skip
-@json_option
+@options.json_option
 def export(file: str, ops: tuple[str, ...], as_json: bool) -> None:
     """Write the newest entry of each op and target to FILE, for other machines.
 
@@ -80,11 +71,14 @@ def export(file: str, ops: tuple[str, ...], as_json: bool) -> None:
 
 
 @click.command("import", short_help="Import entries from a bundle.")
-@file_argument
+@options.file_argument
 @click.option(
-    "--sha256", callback=_digest, metavar="DIGEST", help="Refuse FILE unless it has this digest."
+    "--sha256",
+    callback=_parse_digest,
+    metavar="DIGEST",
+    help="Refuse FILE unless it has this digest.",
 )
-@json_option
+@options.json_option
 def import_(file: str, sha256: str, as_json: bool) -> None:
     """Put the entries in FILE into the store, after every byte of it was checked.
 
@@ -94,7 +88,7 @@ def import_(file: str, sha256: str, as_json: bool) -> None:
     """
     from opkiln.store.bundle import unpack
 
-    taken = unpack(file, writable_root(), sha256=sha256)
+    taken = unpack(file, options.writable_root(), sha256=sha256)
     rows = [("op", "package", "status", "path")]
     for each in taken:
         status = "new" if each.new else "already there"
@@ -103,8 +97,8 @@ def import_(file: str, sha256: str, as_json: bool) -> None:
 
 
 @click.command("keygen", short_help="Make a pair of keys to sign bundles with.")
-@file_argument
-@json_option
+@options.file_argument
+@options.json_option
 def keygen(file: str, as_json: bool) -> None:
     """Write a new private key to FILE, and its public key to FILE.pub.
 
@@ -119,12 +113,12 @@ def keygen(file: str, as_json: bool) -> None:
 
 
 @click.command("sign", short_help="Sign a bundle.")
-@file_argument
-@file_option(
+@options.file_argument
+@options.file_option(
     "--key", "key_file", required=True, metavar="KEY",
     help="The private key, as `opkiln cache keygen` makes it.",
 )  # fmt: skip
-@json_option
+@options.json_option
 def sign(file: str, key_file: str, as_json: bool) -> None:
     """Sign FILE, a bundle, after every byte of it was checked, and print its new SHA-256.
 
@@ -142,7 +136,7 @@ def sign(file: str, key_file: str, as_json: bool) -> None:
     "record", short_help="Record which ops a command loads.",
     context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
 )  # fmt: skip
-@file_argument
+@options.file_argument
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 def record(file: str, command: tuple[str, ...]) -> int:
     """Run COMMAND and record in FILE which ops it loads, and for which devices.
@@ -172,7 +166,7 @@ _url_option = click.option(
 )  # fmt: skip
 
 
-def _tiers(urls: tuple[str, ...]) -> tuple[str, ...]:
+def _parse_tiers(urls: tuple[str, ...]) -> tuple[str, ...]:
     from opkiln.base.setting_values import urls as parse
 
     try:
@@ -185,11 +179,11 @@ def _tiers(urls: tuple[str, ...]) -> tuple[str, ...]:
 
 
 @click.command("lock", short_help="Write ops.lock: the digests of built ops.")
-@ops_argument
-@file_option(
+@options.ops_argument
+@options.file_option(
     "-o", "--output", "file", default="ops.lock", show_default=True, help="The file to write."
 )
-@json_option
+@options.json_option
 def lock_command(ops: tuple[str, ...], file: str, as_json: bool) -> None:
     """Write the digest of the newest entry of each op and target to a lock file; of OPS, or of all
     that are built here.
@@ -200,31 +194,31 @@ def lock_command(ops: tuple[str, ...], file: str, as_json: bool) -> None:
     """
     from opkiln.base.digest import replace
     from opkiln.remote import lockfile
-    from opkiln.remote.push import publishable
+    from opkiln.remote.push import open_publication
 
     rows = []
     for each in newest_entries(ops):
-        with publishable(each.payload) as (_, row):
+        with open_publication(each.payload) as (_, row):
             rows.append(row)
     replace(file, lockfile.write(rows).encode())
     note = f"wrote {file}: {count(len(rows), 'artifact')}"
-    output.answer(as_json, {"file": file, "artifacts": rows}, _table(rows), note)
+    output.answer(as_json, {"file": file, "artifacts": rows}, _format_rows(rows), note)
 
 
-def _table(rows: list[LockRow]) -> str:
+def _format_rows(rows: list[LockRow]) -> str:
     head = ("op", "package", "for", "size", "sha256")
     told = [(r.op, r.package, r.target, size(r.size), r.sha256) for r in sorted(rows)]
     return columns([head, *told])
 
 
 @click.command("push", short_help="Publish entries to a remote tier.")
-@ops_argument
+@options.ops_argument
 @_url_option
-@file_option(
+@options.file_option(
     "--key", "key_file", metavar="KEY",
     help="Sign with this private key, as `opkiln cache keygen` makes it.",
 )  # fmt: skip
-@json_option
+@options.json_option
 def push(ops: tuple[str, ...], urls: tuple[str, ...], key_file: str | None, as_json: bool) -> None:
     """Publish the newest entry of each op and target; of OPS, or of all that are built here.
 
@@ -234,24 +228,24 @@ def push(ops: tuple[str, ...], urls: tuple[str, ...], key_file: str | None, as_j
     from opkiln.remote import tiers
     from opkiln.remote.push import push as publish
 
-    url = _tiers(urls)[0]
-    tiers.forget(writable_root())
+    url = _parse_tiers(urls)[0]
+    tiers.forget(options.writable_root())
     rows = []
     for each in newest_entries(ops):
         rows.append(publish(each.payload, url, key_file))
         output.say(f"published {each.name} for {rows[-1].target} to {url}")
-    output.answer(as_json, {"url": url, "artifacts": rows}, _table(rows))
+    output.answer(as_json, {"url": url, "artifacts": rows}, _format_rows(rows))
 
 
 @click.command("pull", short_help="Fetch what a lock file names.")
-@file_option(
+@options.file_option(
     "--lock", "lock_file",
     help="The lock file, as `opkiln lock` writes it.  [default: OPKILN_LOCK, else ops.lock]",
 )  # fmt: skip
 @click.option("--op", "ops", multiple=True, metavar="OP", help="Only this op.")
 @click.option("--fitting", is_flag=True, help="Only what this machine can run.")
 @_url_option
-@json_option
+@options.json_option
 def pull(
     lock_file: str | None, ops: tuple[str, ...], fitting: bool, urls: tuple[str, ...], as_json: bool
 ) -> int:
@@ -271,12 +265,12 @@ def pull(
         for row in lockfile.read(file)
         if (not ops or row.op in ops) and (not fitting or runs_here(row))
     ]
-    root = writable_root()
+    root = options.writable_root()
     tiers.forget(root)
     done: list[PullResult] = []
     progress = _Progress(rows)
     try:
-        for each in fetch(rows, os.path.abspath(file), _tiers(urls), root, progress.add):
+        for each in fetch(rows, os.path.abspath(file), _parse_tiers(urls), root, progress.add):
             done.append(each)
             progress.count(each)
     finally:

@@ -19,8 +19,9 @@ from torch import Tensor
 
 from opkiln.base import forks
 from opkiln.errors import ArgumentError, UsageError
-from opkiln.ops.async_io.engines import choose, ops
-from opkiln.ops.async_io.reference import CANCELLED, RUNNING, close_descriptors
+from opkiln.ops.async_io import functions
+from opkiln.ops.async_io.engines import choose
+from opkiln.ops.async_io.functions import CANCELLED, RUNNING, close_descriptors
 from opkiln.ops.gds import device as devices
 
 TYPE_CHECKING = False
@@ -60,7 +61,7 @@ class _RequestQueue:
     def call(self, name: str, *arguments: Any) -> Any:
         """The op's function of this name. It takes the queue first."""
         if self.gds is None:
-            return getattr(ops(), f"aio_{name}")(self.handle, *arguments)
+            return getattr(functions, f"aio_{name}")(self.handle, *arguments)
         return getattr(self.gds.functions, f"gds_{name}")(self.handle, *arguments)
 
 
@@ -108,7 +109,7 @@ class FileRequest:
             self._queue.call("cancel", self._number)
 
     def error(self) -> Exception | None:
-        """What ``wait`` would raise, or None; also None before the end."""
+        """The error that ``wait`` would raise; None if there is none, and before the end."""
         if self._outcome is None:
             return None
         state, error, failed, *sizes = self._outcome
@@ -188,7 +189,7 @@ class AsyncIO:
         self.depth, self.block_size, self.threads = depth, block_size, threads
         self.direct = direct
         like = torch.empty(0, device="cpu")  # whatever the default device is
-        handle = ops().aio_open(like, self.engine, depth, block_size, min(threads, depth))
+        handle = functions.aio_open(like, self.engine, depth, block_size, min(threads, depth))
         self._queue = _RequestQueue(handle)
         self._queues = [self._queue]  # and the one for devices, when there is one
         self._guard = forks.lock()
@@ -219,7 +220,7 @@ class AsyncIO:
         return self._begin(transfers, "write", write=True, partial=False)
 
     def how(self) -> devices.How | None:
-        """Which way the bytes of tensors on GPUs went so far, and why that way was chosen. None
+        """The way that the bytes of tensors on GPUs took so far, and why it was chosen. None
         before the first request with such a tensor. Raises UsageError if this is closed."""
         self._check_open()
         gds = self._queues[-1].gds
@@ -232,7 +233,7 @@ class AsyncIO:
         self._check_open()
         if self._for_devices == devices.COPIES:
             raise UsageError("this AsyncIO copies, and does not use cuFile")
-        memory = _bytes(tensor, write=False)
+        memory = _as_bytes(tensor, write=False)
         devices.register(memory)
         self._registered[memory.data_ptr()] = memory
 
@@ -268,7 +269,7 @@ class AsyncIO:
         if kind is None:
             self.close()
         else:
-            with warnings.catch_warnings():  # what went wrong in the block is the better news
+            with warnings.catch_warnings():  # the error in the block matters more
                 warnings.simplefilter("ignore", RuntimeWarning)
                 self._closer()
 
@@ -276,7 +277,7 @@ class AsyncIO:
         self, transfers: Sequence[Transfer], function: str, *, write: bool, partial: bool
     ) -> FileRequest:
         self._check_open()
-        memory = [_bytes(each.tensor, write) for each in transfers]
+        memory = [_as_bytes(each.tensor, write) for each in transfers]
         for each, room in zip(transfers, memory, strict=True):
             most = _LAST - room.numel()
             if not 0 <= each.offset <= most:
@@ -332,7 +333,7 @@ def _close_queues(queues: list[_RequestQueue], registered: dict[int, Tensor]) ->
     """Wait for the requests that are left, warn of those that failed, and close the queues."""
     if queues[0].process != os.getpid():  # a fork: the requests are its parent's
         return
-    with ExitStack() as rest:  # each is done, whatever another raises; the last that is added first
+    with ExitStack() as rest:  # calls all, the last one first, also if one raises
         for each in registered.values():
             rest.callback(devices.unregister, each)
         for queue in queues:
@@ -360,7 +361,7 @@ def _is_on_host(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu"
 
 
-def _bytes(tensor: Tensor, write: bool) -> Tensor:
+def _as_bytes(tensor: Tensor, write: bool) -> Tensor:
     """The tensor's memory as bytes. If the tensor is only to be written to a file and is not
     contiguous, a contiguous copy."""
     if tensor.device.type == "meta":

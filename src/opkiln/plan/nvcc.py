@@ -39,10 +39,8 @@ _SHARED = {"-D": "-D", "-U": "-U", "-I": "-I", "-isystem": "-isystem=", "-includ
 
 
 def compile_cuda(inputs: PlanInputs, source: str) -> Step:
-    """The step that compiles one CUDA source for every architecture of the target.
-
-    Raises SpecError if a variable of the user contains something that cannot be passed to nvcc.
-    """
+    """The step that compiles one CUDA source for every architecture of the target. Raises SpecError
+    if a variable of the user contains something that cannot be passed to nvcc."""
     spec, target, toolchain = inputs
     device = inputs.device
     archs = cuda.parse(";".join(target.archs))
@@ -68,7 +66,7 @@ def compile_cuda(inputs: PlanInputs, source: str) -> Step:
     words += inputs.users("debug_cuda")
     if is_relocatable(inputs.device_flags):
         words.append("-rdc=true")
-    words += _preprocessing(spec.name, inputs.users("cppflags"))
+    words += _make_preprocessor_flags(spec.name, inputs.users("cppflags"))
     words += host.author_flags(spec, authors)
     _check_paths(inputs, "cpath")
     _check_paths(inputs, "cplus_include_path")
@@ -82,11 +80,8 @@ def compile_cuda(inputs: PlanInputs, source: str) -> Step:
 
 
 def device_link_step(inputs: PlanInputs, objects: tuple[str, ...]) -> Step:
-    """The step that links relocatable device code, for every architecture of the target.
-
-    Its output has the kernels in their final form. The library's link takes it in addition to the
-    objects.
-    """
+    """The step that links relocatable device code, for every architecture of the target. Its output
+    has the kernels in their final form. The library's link takes it in addition to the objects."""
     spec, target, toolchain = inputs
     device = inputs.device
     words: list[Arg] = [device.path, "-ccbin", device.host or toolchain.cxx, "-dlink"]
@@ -108,7 +103,7 @@ def device_link_step(inputs: PlanInputs, objects: tuple[str, ...]) -> Step:
     )
 
 
-def _preprocessing(op: str, words: tuple[str, ...]) -> list[str]:
+def _make_preprocessor_flags(op: str, words: tuple[str, ...]) -> list[str]:
     """``CPPFLAGS`` in the form that nvcc accepts."""
     given: list[str] = []
     for option in host_options(words):

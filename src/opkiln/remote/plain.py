@@ -17,40 +17,29 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
-from opkiln.base.digest import taking_the_place_of
-from opkiln.remote import credentials, web
+from opkiln.base.digest import open_replacement
+from opkiln.remote import credentials, tier, web
 from opkiln.remote.patience import Deadline
-from opkiln.remote.tier import (
-    CHUNK,
-    Absent,
-    Forbidden,
-    Publication,
-    Unreachable,
-    Unusable,
-    parse_publication,
-    read_small,
-    refuse_malformed,
-)
 
 _SCHEMA = 1
 
 
-def write_record(what: Publication) -> bytes:
-    """The file that a name stands for."""
+def write_record(what: tier.Publication) -> bytes:
+    """The contents of a name's file."""
     return (json.dumps({"schema": _SCHEMA, **what._asdict()}, sort_keys=True) + "\n").encode()
 
 
-def read_record(data: bytes) -> Publication:
-    """What such a file says. Raises Unusable."""
-    with refuse_malformed("its record", Unusable):
+def read_record(data: bytes) -> tier.Publication:
+    """The contents of a name's file, parsed. Raises Unusable."""
+    with tier.refuse_malformed("its record", tier.Unusable):
         body = json.loads(data)
         if body["schema"] != _SCHEMA:
             raise ValueError(f"it has the schema {body['schema']!r}")
-        return parse_publication(*(body[name] for name in Publication._fields))
+        return tier.parse_publication(*(body[name] for name in tier.Publication._fields))
 
 
 class Files(Protocol):
-    """Where the files are."""
+    """A place for files."""
 
     def read(self, path: str, start: int, deadline: Deadline) -> Iterator[tuple[int, bytes]]:
         """As ``Tier.read``."""
@@ -69,16 +58,16 @@ class Plain:
     def __init__(self, files: Files) -> None:
         self._files = files
 
-    def look_up(self, name: str, deadline: Deadline) -> Publication | None:
+    def look_up(self, name: str, deadline: Deadline) -> tier.Publication | None:
         try:
-            return read_record(read_small(self._files.read(f"ac/{name}", 0, deadline)))
-        except Absent:
+            return read_record(tier.read_small(self._files.read(f"ac/{name}", 0, deadline)))
+        except tier.Absent:
             return None
 
     def read(self, sha256: str, start: int, deadline: Deadline) -> Iterator[tuple[int, bytes]]:
         return self._files.read(f"cas/{sha256}", start, deadline)
 
-    def write(self, name: str, file: str, what: Publication, deadline: Deadline) -> None:
+    def write(self, name: str, file: str, what: tier.Publication, deadline: Deadline) -> None:
         if not self._files.has(f"cas/{what.sha256}", what.size, deadline):
             self._files.write(f"cas/{what.sha256}", file, deadline)
         self._files.write(f"ac/{name}", write_record(what), deadline)
@@ -99,7 +88,7 @@ class Web(web.Client):
             with self.request("HEAD", path, deadline) as response:
                 there = response.headers.get("Content-Length", str(size))
                 return response.status == 200 and there == str(size)
-        except Forbidden:
+        except tier.Forbidden:
             return False
 
 
@@ -115,10 +104,10 @@ class Folder:
             # Without O_NONBLOCK, opening a FIFO waits for a writer.
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except (FileNotFoundError, NotADirectoryError) as error:
-            raise Absent(path) from error
+            raise tier.Absent(path) from error
         try:
-            while piece := os.pread(fd, CHUNK, start):
-                deadline.heard(len(piece))
+            while piece := os.pread(fd, tier.CHUNK, start):
+                deadline.hear(len(piece))
                 yield start, piece
                 start += len(piece)
         finally:
@@ -128,15 +117,15 @@ class Folder:
         path = os.path.join(self._root, path)
         os.makedirs(os.path.dirname(path), exist_ok=True)
         with (
-            taking_the_place_of(path, sync=True) as out,
+            open_replacement(path, sync=True) as out,
             open(data, "rb") if isinstance(data, str) else io.BytesIO(data) as source,
         ):
-            shutil.copyfileobj(source, out, CHUNK)
+            shutil.copyfileobj(source, out, tier.CHUNK)
             os.fchmod(out.fileno(), 0o644)  # it is published
-        deadline.heard()
+        deadline.hear()
 
     def has(self, path: str, size: int, deadline: Deadline) -> bool:
-        deadline.heard()
+        deadline.hear()
         try:
             return os.stat(os.path.join(self._root, path)).st_size == size
         except FileNotFoundError:
@@ -164,7 +153,7 @@ class Bucket:
             self._kind: Any = fsspec.get_filesystem_class(self._scheme)
             self._made: tuple[int, Any] = (0, None)  # by this process
         except ImportError as error:
-            raise Unreachable(
+            raise tier.Unreachable(
                 f"{self._scheme}:// needs the package {package}: {error}",
                 hint=f"pip install {package}",
             ) from error
@@ -176,7 +165,7 @@ class Bucket:
         while size is None or start < size:
             with self._open(path) as files:
                 piece = files.cat_file(whole, start=start, end=start + _BUCKET_PIECE)
-            deadline.heard(len(piece))
+            deadline.hear(len(piece))
             yield start, piece
             start += len(piece)
             if len(piece) < _BUCKET_PIECE:
@@ -187,7 +176,7 @@ class Bucket:
 
     def write(self, path: str, data: bytes | str, deadline: Deadline) -> None:
         whole = f"{self._url}/{path}"
-        deadline.heard()  # the transfer says nothing until it is over
+        deadline.hear()  # the transfer says nothing until it is over
         with self._open(path) as files:
             if isinstance(data, str):
                 files.put_file(data, whole)
@@ -198,27 +187,27 @@ class Bucket:
         try:
             with self._open(path) as files:
                 return int(files.info(f"{self._url}/{path}")["size"]) == size
-        except (Absent, Forbidden):
+        except (tier.Absent, tier.Forbidden):
             return False
         finally:
-            deadline.heard()
+            deadline.hear()
 
     @contextmanager
     def _open(self, path: str) -> Iterator[Any]:
-        """fsspec's object, for a block. What it raises there becomes a failure of the tier."""
+        """fsspec's object, for a block. Its errors there become failures of the tier."""
         try:
             if self._made[0] != os.getpid():  # a forked child needs an object of its own
-                # Without its cache of listings: a look-up must see what others published since.
+                # The cache of listings is off: a look-up must see what others published since.
                 files = self._kind(use_listings_cache=False)
                 if self._scheme == "s3":
                     files.connect()  # to nobody yet: it makes botocore's client, in half a second
                 self._made = (os.getpid(), files)
             yield self._made[1]
         except FileNotFoundError as error:
-            raise Absent(path) from error
+            raise tier.Absent(path) from error
         except Exception as error:
             told = f"{type(error).__name__}: {error}"
-            # gcsfs has a kind of its own for what HTTP calls forbidden, with that number.
+            # For HTTP's "forbidden", gcsfs raises an error of its own, which has the number.
             if isinstance(error, PermissionError) or getattr(error, "code", 0) == 403:
-                raise Forbidden(f"{told}, with the login from {self._logins}") from error
-            raise Unreachable(told) from error
+                raise tier.Forbidden(f"{told}, with the login from {self._logins}") from error
+            raise tier.Unreachable(told) from error

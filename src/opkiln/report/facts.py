@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from opkiln.base.model import in_words
+from opkiln.base.model import display_name
 from opkiln.report.collect import Environment, Report, SettingValue, StoreStatus
-from opkiln.report.compilers import BACKENDS, NO_HOST, PROBE, Tool, torch_built_with
+from opkiln.report.compilers import BACKENDS, NO_HOST, PROBE, Tool, describe_torch
 from opkiln.report.layout import age, count, duration, size
 from opkiln.report.machine import FoundDevices, Limit, Machine
 from opkiln.report.operators import BackendStatus, OpStatus
@@ -80,7 +80,7 @@ def ops(found: tuple[OpStatus, ...]) -> ReportSection:
         same.setdefault((each.variant_of or each.op, (serving, *others)), []).append(each.op)
     rows = []
     for (op, (first, *more)), names in same.items():
-        name = in_words(names[0]) if len(names) == 1 else f"{op} ({len(names)} variants)"
+        name = display_name(names[0]) if len(names) == 1 else f"{op} ({len(names)} variants)"
         rows += [(Cell(name), *first[1:]), *more]
     # Reasons that several rows share have a number there, and are shown once, below.
     counted = Counter(row[-1].text for row in rows if row[-1].text)
@@ -120,7 +120,7 @@ def environment(version: str, seen: Environment) -> ReportSection:
         _row("system", machine.system),
         _row("cpu", machine.cpu),
         _row("", f"{machine.level} ({machine.simd})"),
-        _row("torch", torch_built_with(torch, seen.torch_error), "bad" if torch is None else ""),
+        _row("torch", describe_torch(torch, seen.torch_error), "bad" if torch is None else ""),
     ]
     if torch is not None:
         rows.append(_row("", torch.path))
@@ -226,7 +226,7 @@ _FETCHES = 3  # entries of remote tiers that are shown
 
 
 def store(found: StoreStatus, now: float) -> ReportSection:
-    """Where the entries are, their size, and the last build."""
+    """The store's places, its size, and the last build."""
     nowhere = found.root is None
     rows = [_row("path", found.root or "none: nothing can be written", "bad" if nowhere else "")]
     if found.sizes is not None:

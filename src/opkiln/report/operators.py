@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import NamedTuple
 
-from opkiln.base.model import CUDA, ROCM, in_words
+from opkiln.base.model import CUDA, ROCM, display_name
 from opkiln.builder.base import OpBuilder
 from opkiln.builder.registry import ALL_OPS, builder_of, bundled_ops, declared_ops, libraries
 from opkiln.decision import archs, terms
@@ -60,8 +60,8 @@ def statuses(*, changes: bool = False) -> tuple[OpStatus, ...]:
 
     ``changes`` also finds out what changed since each was last built, which takes longer.
     """
-    # Not through ALL_OPS: it reads all entry points again for each op, which with thirty ops would
-    # take half of a report's time.
+    # ALL_OPS reads all entry points again for each op. With thirty ops that would take half of a
+    # report's time, so other packages' ops are not looked up there.
     find: dict[str, Callable[[], type[OpBuilder]]]
     find = {name: partial(ALL_OPS.__getitem__, name) for name in bundled_ops()}
     find |= {name: partial(builder_of, name, entry) for name, entry in declared_ops().items()}
@@ -94,7 +94,7 @@ def _status(name: str, kind: type[OpBuilder], *, changes: bool) -> OpStatus:
         backends = tuple(backend_status(kind, each) for each in ordered)
         changed: tuple[str, ...] = ()
         if changes and backends[0].status == terms.WOULD_COMPILE:  # changed flags may be secret
-            changed = tuple(map(redact.without_secrets, explain(builder.op()).changes))
+            changed = tuple(map(redact.hide_secrets, explain(builder.op()).changes))
     except OpkilnError as error:
         return OpStatus(name, distribution, "", (), error.what)
     except (Exception, SystemExit) as error:  # an author's methods may raise anything
@@ -115,7 +115,7 @@ def backend_status(kind: type[OpBuilder], backend: str) -> BackendStatus:
     except OpkilnError as error:
         return BackendStatus(backend, terms.WOULD_FAIL, reason=error.what)
     status, reason, path = terms.summary(outcome)
-    reason = " ".join(reason.split()).removeprefix(f"op {in_words(builder.name)} ")
+    reason = " ".join(reason.split()).removeprefix(f"op {display_name(builder.name)} ")
     if status == terms.WOULD_COMPILE:
         why = "; ".join(outcome.trace.refusals()) or "not built yet"
         reason = f"{why}: its first use builds it"

@@ -14,16 +14,14 @@ import stat
 import subprocess
 import threading
 import time
-from typing import IO, TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import IO, Any, NamedTuple
 
 from opkiln.base import forks
 from opkiln.errors import BuildCancelled, BuildError, BuildTimeout, InputError, ToolchainError
 from opkiln.run.watchdog import open_pidfd
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-
-    Listener = Callable[[Sequence[str]], None]
+Listener = Callable[[Sequence[str]], None]
 
 # Popen waits for the end of a pipe that its child closes at exec. If another thread forks this
 # process at that moment, the forked process holds the pipe open for as long as it lives. If that
@@ -59,8 +57,8 @@ class Completed(NamedTuple):
 def start(
     argv: Sequence[str], program: subprocess.Popen[bytes] | None = None, **how: Any
 ) -> subprocess.Popen[bytes]:
-    """Start a program, and tell the listeners. Raises ToolchainError. Whoever gives a Popen that is
-    not initialized yet finds the pid in it also if an interrupt ends this call."""
+    """Start a program, and tell the listeners. Raises ToolchainError. A caller that passes a Popen
+    which is not initialized yet finds the pid in it even if an interrupt ends this call."""
     program = subprocess.Popen.__new__(subprocess.Popen) if program is None else program
     for listener in tuple(listeners):
         listener(argv)
@@ -68,12 +66,12 @@ def start(
         with starting:
             subprocess.Popen.__init__(program, list(argv), **how)
     except (OSError, ValueError) as error:
-        raise _not_started(argv, how.get("cwd"), error) from error
+        raise _start_error(argv, how.get("cwd"), error) from error
     return program
 
 
 class Child:
-    """A child in a session of its own, from the start of its ``with`` block to the end. Then it is
+    """A child in its own session. It starts with the ``with`` block. At the end of the block it is
     reaped, and its whole process group is dead."""
 
     def __init__(
@@ -87,7 +85,7 @@ class Child:
         waits: bool = False,
     ) -> None:
         """If it ``waits``, its standard input is a socket; otherwise it has none. With
-        ``watch_files``, the files that it reads are looked at."""
+        ``watch_files``, it is killed when it reads a file without an end."""
         # wait4 also counts the memory of the image that exec() replaced, and a child starts as a
         # copy of this process. So wait4 never reports less than our own peak (300 MB for /bin/true
         # in a process that uses 300 MB). If it reports no more than that, the sampled peak is used.
@@ -175,16 +173,16 @@ class Child:
             self._popen.returncode = 0  # so that Popen does not wait for it either
 
     def send(self, data: bytes, *, last: bool = False) -> None:
-        """Give data to a child that waits for it. One that has ended does not get it. After the
-        ``last`` data its standard input ends."""
+        """Send data to a child that waits for it; does nothing if it has ended. After the ``last``
+        data its standard input ends."""
         assert self._input is not None
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             self._input.send(data, socket.MSG_NOSIGNAL)
             if last:
                 self._input.shutdown(socket.SHUT_WR)
 
-    def go_on(self) -> None:
-        """Have a child go on that waits for one byte. Its time counts from here."""
+    def resume(self) -> None:
+        """Let a child continue that waits for one byte. Its time counts from here."""
         self._started = time.monotonic()
         self.send(b"\n")
 
@@ -198,13 +196,13 @@ class Child:
         """Wait until the child exits. Afterwards it is reaped, as at the end of the block.
 
         Raises BuildTimeout ``timeout`` seconds after ``since`` (default: its start), BuildCancelled
-        and InputError as ``process.run`` says. Raises BuildError if its exit status is lost:
-        another program's would be lost, too, so it must not read as a refusal of this one.
+        and InputError as ``process.run`` does. Raises BuildError if its exit status is lost: every
+        program's would be, so it must not look like a failure of this one.
         """
         with self:
             self._follow(timeout, self._started if since is None else since, cancelled)
         if self._usage is None:
-            raise _status_lost(self._argv)
+            raise _lost_status_error(self._argv)
         counted = self._usage.ru_maxrss * 1024
         max_rss = counted if counted > self._floor else min(counted, self._peak)
         output, stderr = (*(each.text() for each in self._outputs.values()), "")[:2]
@@ -226,10 +224,10 @@ class Child:
         while True:
             self._peak = max(self._peak, *map(_peak, _tree(self._pid)))
             if self._own_files is not None and time.monotonic() >= look_at:
-                # Twice the same, so that a child has the time to write to a FIFO of another.
+                # It must be the same twice, so that another child has the time to write to a FIFO.
                 before, seen = seen, _find_endless(self._pid, self._own_files)
                 if seen is not None and seen == before:
-                    raise _reads_endless(self._argv, *seen)
+                    raise _endless_error(self._argv, *seen)
                 look_at = time.monotonic() + _LOOK
             for fd, _ in poller.poll(tick * 1000):
                 if fd != self._pidfd and not self._read(fd):
@@ -239,9 +237,11 @@ class Child:
             if _has_exited(self._pid):
                 return
             if cancelled is not None and cancelled.is_set():
-                raise cancellation(self._argv)
+                raise cancel_error(self._argv)
             if timeout is not None and time.monotonic() - since > timeout:
-                raise too_slow(self._argv, timeout, "was killed, because it did not end within")
+                raise timeout_error(
+                    self._argv, timeout, "was killed, because it did not end within"
+                )
             tick = min(tick * 2, 0.05)
 
     def _read(self, fd: int) -> bool:
@@ -312,9 +312,7 @@ def _has_exited(pid: int) -> bool:
 
 def _await_group_end(group: int) -> None:
     """Wait until killed processes are dead, so that none writes into a directory being removed.
-
-    Waits two seconds at most: a process stuck in the kernel must not block us.
-    """
+    Waits two seconds at most: a process stuck in the kernel must not block us."""
     deadline = time.monotonic() + 2
     while time.monotonic() < deadline:
         states = map(_status, filter(str.isdigit, os.listdir("/proc")))
@@ -353,9 +351,9 @@ def _tree(pid: int) -> Iterator[int]:
 
 # Files without an end
 #
-# A compiler opens whatever an ``#include`` leads to. If that is a FIFO that nobody writes to, it
-# waits until its time limit ends it. If it is ``/dev/zero`` or ``/dev/urandom``, it takes memory
-# until there is none left. /proc shows both: which file a process is opening, and which it has open
+# A compiler opens whatever an ``#include`` leads to. If that is a FIFO that nobody writes to, the
+# compiler waits until its time limit. If it is ``/dev/zero`` or ``/dev/urandom``, it takes memory
+# until there is none left. /proc shows the file that a process is opening, and those that are open.
 
 # The numbers of open, openat and openat2, and which argument is the path.
 _OPENING = {
@@ -364,18 +362,18 @@ _OPENING = {
 }.get(os.uname().machine, {})
 _ENDLESS = (os.makedev(1, 5), os.makedev(1, 7))  # /dev/zero and /dev/full
 _RANDOM = (os.makedev(1, 8), os.makedev(1, 9))  # /dev/random and /dev/urandom
-# A program may keep such a device open, to take a few bytes from it now and then. One that has read
-# so many bytes, of whatever, does not.
+# A program may keep such a device open to take a few bytes from it now and then. One that has read
+# this many bytes in all does more than that.
 _MUCH = 64 << 20
 _LONGEST = 4096  # bytes of a path
 _HERE = 0xFFFFFF9C  # openat's descriptor for the working directory
 
 
 def _find_endless(pid: int, made_below: str) -> tuple[str, str] | None:
-    """(the name of a process, the file that it reads) if ``pid`` or one of its descendants reads a
-    file without an end. A step may make FIFOs of its own: those ``made_below`` do not count."""
+    """(the name of a process, the file) if ``pid`` or one of its descendants reads a file without
+    an end. FIFOs that a step made itself, ``made_below`` a directory, do not count."""
     for each in _tree(pid):
-        path = _fifo_being_opened(each) or _endless_opened(each)
+        path = _find_awaited_fifo(each) or _find_open_endless(each)
         if path is None or (made_below and path.startswith(made_below + "/")):
             continue
         try:
@@ -386,7 +384,7 @@ def _find_endless(pid: int, made_below: str) -> tuple[str, str] | None:
     return None
 
 
-def _fifo_being_opened(pid: int) -> str | None:
+def _find_awaited_fifo(pid: int) -> str | None:
     """The FIFO that a process waits for in ``open``."""
     try:
         with open(f"/proc/{pid}/syscall", "rb") as file:
@@ -406,7 +404,7 @@ def _fifo_being_opened(pid: int) -> str | None:
         return None  # it runs, has just ended, or may not be looked at
 
 
-def _endless_opened(pid: int) -> str | None:
+def _find_open_endless(pid: int) -> str | None:
     """A named FIFO, or a device without an end, that a process has open."""
     try:
         names = os.listdir(f"/proc/{pid}/fd")
@@ -417,7 +415,8 @@ def _endless_opened(pid: int) -> str | None:
         try:
             state = os.stat(link)
             if stat.S_ISCHR(state.st_mode) and (
-                state.st_rdev in _ENDLESS or (state.st_rdev in _RANDOM and _has_read(pid) > _MUCH)
+                state.st_rdev in _ENDLESS
+                or (state.st_rdev in _RANDOM and _count_bytes_read(pid) > _MUCH)
             ):
                 return os.readlink(link)
             if stat.S_ISFIFO(state.st_mode) and (path := os.readlink(link)).startswith("/"):
@@ -427,16 +426,16 @@ def _endless_opened(pid: int) -> str | None:
     return None
 
 
-def _has_read(pid: int) -> int:
-    """How many bytes a process has read so far."""
+def _count_bytes_read(pid: int) -> int:
+    """The number of bytes that a process has read so far."""
     with open(f"/proc/{pid}/io", "rb") as file:
         return int(file.read().partition(b"rchar: ")[2].split()[0])
 
 
-# What is raised
+# Errors
 
 
-def _not_started(argv: Sequence[str], cwd: str | None, error: Exception) -> ToolchainError:
+def _start_error(argv: Sequence[str], cwd: str | None, error: Exception) -> ToolchainError:
     program = argv[0]
     if cwd is not None and isinstance(error, OSError) and error.filename == cwd:
         why, hint = f"its working directory {cwd}: {error.strerror}", shlex.join(["ls", "-ld", cwd])
@@ -452,7 +451,7 @@ def _not_started(argv: Sequence[str], cwd: str | None, error: Exception) -> Tool
     return ToolchainError(f"{program} could not be started", why=why, hint=hint)
 
 
-def _status_lost(argv: Sequence[str]) -> BuildError:
+def _lost_status_error(argv: Sequence[str]) -> BuildError:
     why = "another part of this process waits for any child: os.wait() or os.waitpid(-1, ...)"
     hint = "os.waitpid(pid, 0)    # there: wait for children that it started"
     if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
@@ -461,7 +460,7 @@ def _status_lost(argv: Sequence[str]) -> BuildError:
     return BuildError(f"the exit status of {argv[0]} is lost", why=why, hint=hint)
 
 
-def _reads_endless(argv: Sequence[str], name: str, path: str) -> InputError:
+def _endless_error(argv: Sequence[str], name: str, path: str) -> InputError:
     what, why, hint = "a FIFO that nobody writes to", "", ["ls", "-lL", path]
     if path.startswith("/dev/"):
         what = "a device without an end"
@@ -473,12 +472,12 @@ def _reads_endless(argv: Sequence[str], name: str, path: str) -> InputError:
     return InputError(what, why=why + _show_command(argv), hint=shlex.join(hint))
 
 
-def too_slow(argv: Sequence[str], timeout: float, how: str) -> BuildTimeout:
+def timeout_error(argv: Sequence[str], timeout: float, how: str) -> BuildTimeout:
     hint = f"OPKILN_BUILD_TIMEOUT={max(60, int(timeout) * 2)}"
     return BuildTimeout(f"{argv[0]} {how} {timeout:g} s", why=_show_command(argv), hint=hint)
 
 
-def cancellation(argv: Sequence[str]) -> BuildCancelled:
+def cancel_error(argv: Sequence[str]) -> BuildCancelled:
     return BuildCancelled(f"{argv[0]} was killed: the build was cancelled", why=_show_command(argv))
 
 

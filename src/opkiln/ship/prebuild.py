@@ -9,34 +9,27 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
+from opkiln import __version__, errors
 from opkiln.base.build_model import Plan
-from opkiln.base.model import CPU, ONE_CALL, Artifact
+from opkiln.base.digest import UnusableFile, key, sha256_file
+from opkiln.base.model import CARRIED, CPU, ONE_CALL, Artifact, OpSpec
 from opkiln.builder import OpBuilder
 from opkiln.builder.registry import ALL_OPS, libraries, listed_as
+from opkiln.building.asking import plan_here
 from opkiln.decision import receipt
 from opkiln.decision import terms as decision
 from opkiln.decision.archs import target_machine
 from opkiln.decision.terms import Build, Serve
-from opkiln.errors import (
-    BuildError,
-    CompilingOff,
-    LoadError,
-    OpkilnError,
-    SpecError,
-    StoreError,
-    ToolchainError,
-    UnknownBackend,
-    UnknownOp,
-)
 from opkiln.loading import loader, recording
 from opkiln.machine.toolchain.choice import available
-from opkiln.settings import override, whole_environment
+from opkiln.settings import LAYOUT, override, whole_environment
 from opkiln.ship import selection
 from opkiln.ship.selection import NamedTarget
+from opkiln.store.key import build_key, intent_key
 
 BUILT, CACHED, SKIPPED, FAILED = "built", "cached", "skipped", "failed"
 
@@ -67,7 +60,7 @@ class BuildOutcome(NamedTuple):
     path: str = ""
     sha256: str = ""
     reason: str = ""
-    error: OpkilnError | None = None
+    error: errors.OpkilnError | None = None
 
 
 class Requests(NamedTuple):
@@ -91,7 +84,7 @@ def requests(names: Iterable[str], wanted: Sequence[NamedTarget], *, named: bool
                 found, missing = _request_targets(library, kind, wanted, named)
                 made += found
                 refused += missing
-        except SpecError as wrong:  # of an op that cannot be imported, too
+        except errors.SpecError as wrong:  # of an op that cannot be imported, too
             if named:
                 raise
             refused.append(BuildOutcome(name, FAILED, error=wrong))  # the other ops are still built
@@ -106,7 +99,7 @@ def _request_targets(
     for each in wanted or (None,):
         try:
             made.append(BuildRequest(selection.ask(kind(), each), each, named, name))
-        except UnknownBackend as none:
+        except errors.UnknownBackend as none:
             reason = f"{none.what}: {none.why}"
             missing.append(BuildOutcome(name, SKIPPED, target=str(each or ""), reason=reason))
             if named and len(missing) == len(wanted):
@@ -152,7 +145,7 @@ def look(request: BuildRequest) -> BuildOutcome | Plan:
     try:
         asked = decision_of(request)
         outcome = loader.resolve(asked)
-    except OpkilnError as wrong:  # the declaration itself
+    except errors.OpkilnError as wrong:  # the declaration itself
         return _outcome(request, FAILED, error=wrong)
     if isinstance(outcome, Serve):
         if outcome.read is not None:
@@ -175,13 +168,13 @@ def decision_of(request: BuildRequest) -> decision.Request:
     return decision.Request(request.builder.op(), use)
 
 
-def is_unsupported_here(error: OpkilnError, builder: OpBuilder) -> bool:
+def is_unsupported_here(error: errors.OpkilnError, builder: OpBuilder) -> bool:
     """Whether this machine does not support the op: its device is missing, or no installed compiler
     can build what it needs. If there is no compiler at all, that is an error."""
-    if isinstance(error, ToolchainError):
+    if isinstance(error, errors.ToolchainError):
         machine = target_machine() if builder.backend == CPU else ""
         return available(builder.backend, machine)
-    return isinstance(error, LoadError) and not isinstance(error, CompilingOff)
+    return isinstance(error, errors.LoadError) and not isinstance(error, errors.CompilingOff)
 
 
 def _build_all(missing: Mapping[int, BuildRequest], names_targets: bool) -> dict[int, BuildOutcome]:
@@ -195,12 +188,12 @@ def _build_all(missing: Mapping[int, BuildRequest], names_targets: bool) -> dict
         began = time.monotonic()
         target = f" {request.wanted}" if request.wanted and names_targets else ""
         try:
-            with selection.use_cpu(request.wanted), events.reported_as(f"{request.op}{target}"):
+            with selection.use_cpu(request.wanted), events.report_as(f"{request.op}{target}"):
                 asked = decision_of(request)
                 artifact, _ = loader.obtain(asked)
                 _require_stored(request.op, artifact)
                 outcomes[number] = _success(request, asked, artifact, time.monotonic() - began)
-        except OpkilnError as error:
+        except errors.OpkilnError as error:
             outcomes[number] = _outcome(request, FAILED, error=_add_hint(error, request))
         except BaseException as error:
             raised.append(error)
@@ -232,33 +225,33 @@ def _require_stored(op: str, artifact: Artifact) -> None:
         return
     layers = [layer.root for layer in Store().location.layers]
     if artifact.unobserved:
-        raise StoreError(
+        raise errors.StoreError(
             f"op {op} was built, but not stored",
             why=f"it is not known what it was made from: {artifact.unobserved}",
             hint="use a compiler that is linked dynamically",
         )
     if not any(artifact.path.startswith(os.path.join(root, "")) for root in layers):
-        raise StoreError(
+        raise errors.StoreError(
             f"op {op} was built, but could not be stored",
             hint="set OPKILN_CACHE_DIR to a writable directory",
         )
 
 
-def _add_hint(error: OpkilnError, request: BuildRequest) -> OpkilnError:
+def _add_hint(error: errors.OpkilnError, request: BuildRequest) -> errors.OpkilnError:
     """The error. If compiling is forbidden, its hint says how to allow it."""
-    if not isinstance(error, CompilingOff):
+    if not isinstance(error, errors.CompilingOff):
         return error
     hint = f"OPKILN_MODE=auto opkiln build {request.op}"
-    return CompilingOff(error.what, why=error.why, hint=hint)
+    return errors.CompilingOff(error.what, why=error.why, hint=hint)
 
 
-# What a workload uses
+# The ops that a workload uses
 
 
 def recorded_requests(
     file: str, wanted: Sequence[NamedTarget] = (), *, ran_here: bool = False
 ) -> Requests:
-    """What to build for a record: each op for the target it was used for, or for ``wanted``.
+    """The requests for a record: each op for the target it was used for, or for ``wanted``.
 
     Code that `opkiln.load` compiles belongs to no package and cannot be built by name, so it is
     skipped. It is not listed if the program ``ran_here``, which has compiled it. Raises StoreError
@@ -286,7 +279,7 @@ def _registered_name(use: recording.Use) -> str:
     for name, owner in owners.items():
         if owner == use.distribution:
             return name
-    raise UnknownOp(
+    raise errors.UnknownOp(
         f"op {use.op} of {use.distribution} is not installed here",
         why=f"the installed op of this name belongs to {', '.join(owners.values())}",
         hint=f"pip install {shlex.quote(use.distribution)}",
@@ -303,7 +296,7 @@ def run_script(script: str, arguments: Sequence[str], file: str, **changes: str)
     status = run_recorded(argv, file, OPKILN_MODE="needed", **changes)
     if status != 0:
         how = f"exit status {status}" if status > 0 else f"signal {-status}"
-        raise BuildError(
+        raise errors.BuildError(
             f"{script} ended with {how}, and nothing was built",
             why="the ops that it would have loaded after that are not known",
             hint=f"python {shlex.quote(script)}    # when it succeeds, build again",
@@ -319,3 +312,56 @@ def run_recorded(argv: Sequence[str], file: str, **changes: str) -> int:
 
     environment = {**whole_environment(), "OPKILN_RECORD": os.path.abspath(file), **changes}
     return process.run_foreground(argv, env=environment)
+
+
+# `opkiln cache key`: the key under which CI keeps the store from one run to the next
+#
+# The key covers what a build depends on, as far as that is known before a build: the intent and
+# build keys of each op (flags, target, compilers), and the files beside its sources and in its
+# include directories. Only a build finds out which files a compiler reads, so all of them count.
+# The key never decides what is used: the entries of a restored store are checked as usual.
+
+# The beginning of all keys of stores that this opkiln can read: an older store is a good start.
+KEY_PREFIX = f"opkiln-{LAYOUT}-"
+
+_KEY_LENGTH = 24  # in hex digits
+_LARGEST = 16 << 20  # bytes: no source or header is larger
+_OTHER_FILES = (".py", ".pyc", ".pyi", ".so")
+_OTHER_DIRECTORIES = ("__pycache__", CARRIED)
+
+
+def cache_key(asked: Iterable[BuildRequest]) -> str:
+    """The key for a store with these ops. Nothing is built, and no op is loaded.
+
+    The order of the ops makes no difference. One that this machine does not support and that was
+    not named adds nothing. Raises OpkilnError, as a build would before it starts.
+    """
+    parts = set()
+    for each in asked:
+        try:
+            with selection.use_cpu(each.wanted):
+                plan = plan_here(decision_of(each))
+        except errors.OpkilnError as error:
+            if each.named or not is_unsupported_here(error, each.builder):
+                raise
+            continue
+        intent, files = intent_key(plan.spec, plan.target), tuple(_list_files(plan.spec))
+        parts.add((intent, build_key(plan), files))
+    return KEY_PREFIX + key("ci", (__version__, parts))[:_KEY_LENGTH]
+
+
+def _list_files(spec: OpSpec) -> Iterator[tuple[str, str]]:
+    """(path, digest) of the files in the directories of the sources and of the op's own headers."""
+    places = [os.path.dirname(source) for source in spec.sources] + list(spec.include_dirs)
+    top = os.path.realpath(spec.root)
+    for place in sorted({os.path.realpath(os.path.join(top, each)) for each in places}):
+        if os.path.commonpath((top, place)) != top:
+            continue  # another package's, or the system's
+        for directory, inside, names in os.walk(place):
+            inside[:] = sorted(each for each in inside if each not in _OTHER_DIRECTORIES)
+            for name in sorted(each for each in names if not each.endswith(_OTHER_FILES)):
+                path = os.path.join(directory, name)
+                try:
+                    yield os.path.relpath(path, top), sha256_file(path, _LARGEST)
+                except (UnusableFile, FileNotFoundError):
+                    continue  # data, a FIFO, a link to nowhere: nothing that is compiled

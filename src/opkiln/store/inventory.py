@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import stat
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
@@ -12,10 +13,6 @@ from opkiln.errors import StoreError
 from opkiln.machine.facts import Hasher
 from opkiln.store import entry
 from opkiln.store.key import deps_key
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 OP, OBJECT = "op", "object"
 
@@ -42,7 +39,7 @@ class StoreEntry(NamedTuple):
 
 
 class Details(NamedTuple):
-    """What an entry's files say about it. Fields are empty if the files cannot be read."""
+    """The description of an entry by its files. Fields are empty if they cannot be read."""
 
     made_for: str  # "x86-64-v4", "cuda 9.0a, x86-64"
     compiler: str
@@ -52,7 +49,7 @@ class Details(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """How many entries a layer has, and their sizes in bytes."""
+    """The number of entries in a layer, and their sizes in bytes."""
 
     ops: int
     op_bytes: int
@@ -100,7 +97,7 @@ def newest(root: str) -> Iterator[StoreEntry]:
 def directories(directory: str, depth: int) -> Iterator[str]:
     """The paths exactly ``depth`` levels below a directory, sorted."""
     names = []
-    # Otherwise it was never created, was just collected, or is a stray file.
+    # No names: it was never created, was just collected, or is a stray file.
     with report_errors("read", directory), suppress(FileNotFoundError, NotADirectoryError):
         names = sorted(os.listdir(directory))
     for name in names:
@@ -149,7 +146,7 @@ def details(found: StoreEntry) -> Details:
             damaged="",
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        return Details("", "", "", (), entry.in_words(error) or type(error).__name__)
+        return Details("", "", "", (), entry.describe_error(error) or type(error).__name__)
 
 
 def sizes(root: str) -> Sizes:
@@ -159,7 +156,7 @@ def sizes(root: str) -> Sizes:
     for found in entries(root):
         count[found.kind] += 1
         total[found.kind] += found.size
-    others = (top for top in names_in(root) if top not in ("ops", "objects"))
+    others = (top for top in list_names(root) if top not in ("ops", "objects"))
     other = sum(_tree_size(os.path.join(root, top)) for top in others)
     return Sizes(count[OP], total[OP], count[OBJECT], total[OBJECT], other)
 
@@ -185,15 +182,14 @@ def _fault(found: StoreEntry, listed: bool) -> Fault | None:
         entry.read_sidecar(directory)
         name = deps_key(answer.manifest["deps"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        return Fault(directory, entry.in_words(error), True)
+        return Fault(directory, entry.describe_error(error), True)
     if name != os.path.basename(directory):
         return Fault(directory, "its name does not match its dependencies", True)
     return None
 
 
 def _restore_access_time(found: StoreEntry) -> None:
-    """Undo the effect of hashing on the access time: a full scan does not count as use. Without
-    this, gc could not tell which entries are old."""
+    """Undo the effect of hashing on the access time: a full scan does not count as use."""
     if not found.payload:
         return
     with suppress(OSError):  # it was just collected, or we may not write to this layer
@@ -201,7 +197,7 @@ def _restore_access_time(found: StoreEntry) -> None:
         os.utime(found.payload, (found.used, now.st_mtime))
 
 
-def names_in(directory: str) -> list[str]:
+def list_names(directory: str) -> list[str]:
     """A directory's listing, sorted; empty if it does not exist or cannot be read."""
     try:
         return sorted(os.listdir(directory))
@@ -220,8 +216,8 @@ def _tree_size(path: str) -> int:
 
 @contextmanager
 def report_errors(action: str, path: str) -> Iterator[None]:
-    """An OSError within the block is a StoreError: the path cannot be "read", "removed" or "put
-    back"."""
+    """Turn an OSError within the block into a StoreError: the path cannot be ``action``, which is
+    "read", "removed" or "put back"."""
     try:
         yield
     except OSError as error:

@@ -1,10 +1,10 @@
-"""A layer to ship: finished entries of the store, with nothing of the machine that built them.
+"""A layer to ship: entries of the store, without traces of the machine that built them.
 
 An entry of the user's own store says where and when it was made, from which files, and which
 directories to watch. A shipped entry keeps what is the same everywhere: the declaration, the
 target, the compilers, what it needs, and the digests of its sources. So the same inputs give the
-same bytes. Of the building machine only the user's own flags and the paths of headers outside the
-package remain.
+same bytes. From the building machine, only the user's own flags and the paths of headers outside
+the package remain.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def _entry(layer_dir: str, directory: str) -> LayerEntry:
         except ValueError as error:
             raise ValueError(f"{SIDECAR}: {error}") from error
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        reason = entry.in_words(error)
+        reason = entry.describe_error(error)
         raise StoreError(f"{directory} cannot be shipped: {reason}") from error
     return LayerEntry(place, directory, leaf.manifest, lists)
 
@@ -93,10 +93,8 @@ def identity(manifest: dict[str, Any]) -> tuple[str, str, str]:
 
 
 def export(payloads: Iterable[str], out: str) -> list[str]:
-    """Copy finished libraries of the store to ``out``, and return their directories there.
-
-    Each entry appears whole or not at all. One that is already there stays. Raises StoreError.
-    """
+    """Copy finished libraries of the store to ``out``, and return their directories there. Each
+    entry appears whole or not at all. One that is already there stays. Raises StoreError."""
     return [_export(payload, out) for payload in dict.fromkeys(payloads)]
 
 
@@ -128,11 +126,9 @@ def _export(payload: str, out: str) -> str:
 
 
 def _require_known_cpu(manifest: dict[str, Any], steps: list[list[str]]) -> None:
-    """Refuse a library that was compiled with CPU flags beyond its target. Raises StoreError.
-
-    A machine chooses a library by its target. With such a flag the library could crash there with
-    an illegal instruction.
-    """
+    """Refuse a library that was compiled with CPU flags beyond its target. Raises StoreError. A
+    machine chooses a library by its target. With such a flag the library could crash there with an
+    illegal instruction."""
     target = manifest["target"]
     made_for = cpu.CPU(target["cpu"], tuple(target["cpu_features"]))
     known = set(cpu.flags(made_for, target["machine"], frozenset(cpu.probes(target["machine"]))))

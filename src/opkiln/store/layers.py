@@ -1,4 +1,4 @@
-"""Where the store is, and look-up in its layers: the first good leaf wins, every refusal is kept.
+"""Finds the store, and looks up leaves in its layers: the first good one is used.
 
     OPKILN_CACHE_DIR             if it is set
       <dir>/opkiln-<uid>         instead, if the directory belongs to or is writable by others
@@ -25,7 +25,7 @@ from opkiln.base.model import place_of
 from opkiln.base.trust import fault, open_to_all
 from opkiln.errors import StoreError
 from opkiln.settings import LAYOUT, settings, store_candidates
-from opkiln.store.entry import Leaf, Refused, examine, read_manifest
+from opkiln.store.entry import Leaf, Refused, examine, list_newest, read_manifest
 
 TYPE_CHECKING = False
 
@@ -37,12 +37,9 @@ if TYPE_CHECKING:
 
 
 class Layer(Record):
-    """A directory of entries, or a bundle of them: one file (``store.archive``).
-
-    ``listed`` means that the user named it in ``OPKILN_STORE_LAYERS``, which makes it trusted.
-    ``unseen`` means that it did not exist when it was checked. If it exists later, its owner has to
-    be checked then.
-    """
+    """A directory of entries, or a bundle of them: one file (``store.archive``). ``listed`` means
+    that the user named it in ``OPKILN_STORE_LAYERS``, which makes it trusted. ``unseen`` means that
+    it did not exist when it was checked. If it exists later, its owner has to be checked then."""
 
     root: str
     listed: bool = False
@@ -51,7 +48,7 @@ class Layer(Record):
 
 
 class Location(Record):
-    """Where to read, in order; where to write (or None); notes for the user."""
+    """The layers to read, in order; the directory to write to, if any; notes for the user."""
 
     layers: tuple[Layer, ...]
     writable: str | None
@@ -87,10 +84,8 @@ def choose() -> Location:
 
 
 def claim(root: str | None) -> None:
-    """Create the writable root, and make sure that it is ours before the first write.
-
-    Another user may have created it since it was found missing. Raises StoreError.
-    """
+    """Create the writable root, and make sure that it is ours before the first write. Another user
+    may have created it since it was found missing. Raises StoreError."""
     if root is None:
         return
     try:
@@ -151,10 +146,8 @@ class Store:
 
     @property
     def memory(self) -> tuple[str, ...]:
-        """The directories of the probe cache. The first one is written to, all are read.
-
-        A warm store that is read-only must work without probing the compiler again.
-        """
+        """The directories of the probe cache. The first one is written to, all are read. A warm
+        store that is read-only must work without probing the compiler again."""
         roots = [self.root, *(layer.root for layer in self.own)]
         named = dict.fromkeys(root for root in roots if root is not None)
         return tuple(os.path.join(root, "toolchains") for root in named)
@@ -168,32 +161,26 @@ class Store:
         places: Mapping[str, str],
         hasher: Hasher,
     ) -> Lookup:
-        """An op's entry for this intent in the user's own layers.
-
-        Listed layers are not searched: their entries are not chosen by key. With a ``build`` key
-        (there is a compiler), only that build counts. Without a compiler, any build counts whose
-        sources are the ones on disk.
-        """
+        """An op's entry for this intent in the user's own layers. Listed layers are not searched:
+        their entries are not chosen by key. With a ``build`` key (there is a compiler), only that
+        build counts. Without a compiler, any build counts whose sources are the ones on disk."""
         place = place_of(distribution, op)
         bases = [(each, os.path.join(each.root, "ops", place, intent)) for each in self.own]
         builds = (
             (layer, os.path.join(base, each))
             for layer, base in bases
-            for each in ([build] if build is not None else _names(base))
+            for each in ([build] if build is not None else list_newest(base))
         )
         return _find(builds, places, hasher, whole=build is not None)
 
     def targets(self, distribution: str, op: str) -> Iterator[tuple[str, dict[str, Any]]]:
-        """(intent key, target) of an op's entries in the user's own layers.
-
-        Reads one manifest for each build key and verifies nothing. Use it only to choose what to
-        look up.
-        """
+        """(intent key, target) of an op's entries in the user's own layers. Reads one manifest for
+        each build key and verifies nothing. Use it only to choose what to look up."""
         for layer in self.own:
             base = os.path.join(layer.root, "ops", place_of(distribution, op))
-            for intent in _names(base):
-                for build in _names(os.path.join(base, intent)):
-                    for leaf in _names(os.path.join(base, intent, build)):
+            for intent in list_newest(base):
+                for build in list_newest(os.path.join(base, intent)):
+                    for leaf in list_newest(os.path.join(base, intent, build)):
                         try:
                             path = os.path.join(base, intent, build, leaf)
                             yield intent, read_manifest(path)["target"]
@@ -221,7 +208,7 @@ def _find(
         if layer.listed and (reason := open_to_all(layer.root, base)):
             refused.append(Refused(base, reason))
             continue
-        for name in _names(base):
+        for name in list_newest(base):
             path = os.path.join(base, name)
             leaf = examine(path, places, hasher, listed=layer.listed, whole=whole)
             if isinstance(leaf, Leaf) and layer.unseen and (reason := _foreign(layer.root)):
@@ -234,7 +221,7 @@ def _find(
 
 
 def _foreign(root: str) -> str:
-    """Why a layer that was created in the meantime is not trusted; empty if it is. Whoever else
+    """Why a layer that was created in the meantime is not trusted; empty if it is. Another user who
     created it could replace what was just checked."""
     for path in (os.path.dirname(root), root):
         try:
@@ -243,21 +230,3 @@ def _foreign(root: str) -> str:
         except OSError as error:
             return f"{path}: {error.strerror}"
     return ""
-
-
-def _names(directory: str) -> list[str]:
-    """The names in a directory, newest first."""
-    try:
-        names = [name for name in os.listdir(directory) if not name.startswith(".")]
-    except OSError:
-        return []  # missing, unreadable, or a stale handle of a network file system
-    if len(names) > 1:
-        names.sort(key=lambda name: _age(os.path.join(directory, name)), reverse=True)
-    return names
-
-
-def _age(path: str) -> float:
-    try:
-        return os.stat(path).st_mtime
-    except OSError:
-        return 0.0

@@ -4,7 +4,8 @@ Compilers write to a private node-local directory. The finished files are copied
 in the store, synced, and renamed into place. The rename fails if another process has published the
 entry in the meantime. The loser of that race then uses what it built itself.
 
-The worst that a crash can leave is a directory in ``staging/``. Nobody reads it, and gc removes it.
+The worst that a crash can leave is a directory in ``staging/``. It is never read, and gc removes
+it.
 """
 
 from __future__ import annotations
@@ -13,17 +14,14 @@ import errno
 import os
 import secrets
 import shutil
+from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import BinaryIO
 
 from opkiln.base.digest import FULL
 from opkiln.base.trust import make_private
 from opkiln.errors import StoreError
 from opkiln.settings import settings
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from typing import BinaryIO
 
 _LOST = (errno.EEXIST, errno.ENOTEMPTY)
 
@@ -60,7 +58,7 @@ def make_scratch(prefix: str) -> str:
 
 
 def room_in_words(room: os.statvfs_result) -> str:
-    """What is left on a file system: a disk is also full when it can have no more files."""
+    """The free space of a file system, in words. A disk without free inodes is full, too."""
     if room.f_files and not room.f_favail:
         return f"no inode is free there: it has {room.f_files} files, the most that it can have"
     return (
@@ -78,11 +76,9 @@ def _why_full(error: OSError, directory: str) -> str:
 
 
 def publish(source: str, root: str, relative: str) -> str:
-    """Copy a finished directory to ``root/relative``. Returns that path.
-
-    The entry there may be another process's, if that one was faster. Raises StoreError, with the
-    path and the number of bytes, if the store cannot be written.
-    """
+    """Copy a finished directory to ``root/relative``. Returns that path. The entry there may be
+    another process's, if that one was faster. Raises StoreError, with the path and the number of
+    bytes, if the store cannot be written."""
     final = os.path.join(root, relative)
     staging = os.path.join(root, "staging", secrets.token_hex(12))
     try:
@@ -181,7 +177,7 @@ def _copy(source: str, destination: str) -> None:
 
 
 def sync(directory: str) -> None:
-    """Have the names in a directory survive a power failure. Raises OSError."""
+    """Make the names in a directory survive a power failure. Raises OSError."""
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Callable
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -19,15 +20,9 @@ import torch
 from torch import Tensor
 
 from opkiln.builder.registry import ALL_OPS, get_builder
-from opkiln.compat.deepspeed.modules import takes
+from opkiln.compat.deepspeed.modules import OpModule, takes
 from opkiln.errors import UsageError
 from opkiln.ops.optimizing.op_calls import call_in_place, lay_out_alike
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from opkiln.compat.deepspeed.modules import OpModule
 
 _log = logging.getLogger("opkiln.deepspeed")
 
@@ -114,8 +109,7 @@ class FusedOptimizers:
 
     def __init__(self, module: OpModule) -> None:
         self._name = module.__name__
-        self._functions = ALL_OPS[self._name].functions
-        self._functions()
+        self._functions = ALL_OPS[self._name]().load()
 
     def multi_tensor(
         self, _chunk_size: int, _noop_flag: Tensor, lists: list[list[Tensor]], *given: Any
@@ -164,7 +158,7 @@ class FusedOptimizers:
         if not params:
             return
         device = params[0].device
-        op = getattr(self._functions(device.type), f"{self._name}_")
+        op = getattr(self._functions, f"{self._name}_")
         made = torch.full((), hyper.pop("step") - 1, dtype=torch.float32, device=device)
         wide = [[state.float() for state in row] for row in states]  # itself, if it is fp32
         hyper["maximize"] = False

@@ -1,35 +1,26 @@
-"""How DeepSpeed's builders are redirected, and what they load then.
+"""Redirects DeepSpeed's builders, and chooses what they load.
 
 Some functions of their base classes are replaced. No file of DeepSpeed changes, and ``remove`` puts
 the functions back. Builders with their own ``load`` (those for NPUs, for example) are unchanged. A
-builder loads from the first possible resort of those that ``OPKILN_DEEPSPEED`` names.
+builder loads from the first possible one of the resorts that ``OPKILN_DEEPSPEED`` names.
 """
 
 from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable, Iterator
 from fnmatch import fnmatchcase
 from functools import cache, partial, wraps
 from importlib import import_module
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import opkiln
+from opkiln import errors
 from opkiln.compat import hook
 from opkiln.compat.deepspeed.table import MODULES
-from opkiln.errors import (
-    CUDAMismatchException,
-    MissingCUDAException,
-    OpkilnError,
-    ToolchainError,
-    UsageError,
-)
 from opkiln.settings import settings
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from types import ModuleType
 
 _MODULE = "deepspeed.ops.op_builder.builder"
 _REPORT = "deepspeed.env_report"
@@ -55,7 +46,7 @@ def _import_deepspeeds(module: str) -> ModuleType:
     try:
         return import_module(module)
     except ModuleNotFoundError as error:
-        raise UsageError(
+        raise errors.UsageError(
             f"DeepSpeed's builders cannot be imported: {error}", hint="pip install deepspeed"
         ) from error
 
@@ -82,7 +73,7 @@ def replacements(module: ModuleType) -> Iterator[tuple[Any, str, Any]]:
         yield module, name, _toolkit_check(getattr(module, name), module)
 
 
-# What a builder loads
+# Loading
 
 
 class Served(NamedTuple):
@@ -93,7 +84,7 @@ class Served(NamedTuple):
     seconds: float  # how long it took to load
 
 
-# With the resorts that were allowed then.
+# Each with the resorts that were allowed when it was loaded.
 _served: dict[tuple[type, str], tuple[Served, tuple[str, ...]]] = {}
 
 
@@ -114,7 +105,7 @@ def load_module(builder: Any, original: Callable[[], Any]) -> Any:
     begin = time.perf_counter()
     try:
         module, origin = _choose(builder, original)
-    except OpkilnError as error:
+    except errors.OpkilnError as error:
         builder.error_log = str(error)
         raise
     _served[key] = Served(module, origin, time.perf_counter() - begin), resorts
@@ -122,15 +113,15 @@ def load_module(builder: Any, original: Callable[[], Any]) -> Any:
 
 
 class Functions(NamedTuple):
-    """Who serves the functions of one of DeepSpeed's ops. A name may end with ``*``: a macro of
-    DeepSpeed's makes several of it."""
+    """Who serves the functions of one of DeepSpeed's ops. A name that ends with ``*`` stands for
+    several, which a macro of DeepSpeed makes."""
 
     op: str
     ops: tuple[str, ...]  # by an op of opkiln
     engine: tuple[str, ...]  # by DeepSpeed's own source, built by opkiln on its first use
     deepspeed: tuple[str, ...]  # by DeepSpeed itself
     missing: tuple[str, ...]  # by nobody, because `OPKILN_DEEPSPEED` leaves the engine out
-    error: str  # why DeepSpeed's sources could not be asked
+    error: str  # why DeepSpeed's sources could not be read
 
 
 def functions() -> tuple[Functions, ...]:
@@ -162,7 +153,7 @@ def _resorts_of(op: str) -> tuple[str, ...]:
 
 
 def origin_of(builder: Any) -> str:
-    """What a builder would load: ops, engine or deepspeed."""
+    """The resort that a builder would load from: ops, engine or deepspeed."""
     if _has_own_op(builder):
         return OPS
     # An op that was built when DeepSpeed was installed is as good as one of the engine's.
@@ -231,7 +222,7 @@ def _has_function(
         return True  # DeepSpeed asks for libaio, and opkiln's op does without
     try:
         return can_link(Store().memory, funcname, tuple(libraries), tuple(library_dirs or ()))
-    except ToolchainError as error:
+    except errors.ToolchainError as error:
         self.error_log = str(error)
         return False
 
@@ -273,7 +264,7 @@ def _toolkit_check(original: Callable[..., Any], module: ModuleType) -> Callable
 
         try:
             return getattr(builders, original.__name__)(*name_of_op)
-        except (MissingCUDAException, CUDAMismatchException) as error:
+        except (errors.MissingCUDAException, errors.CUDAMismatchException) as error:
             raise getattr(module, type(error).__name__)(str(error)) from error
 
     return check

@@ -2,7 +2,7 @@
 
 DeepSpeed's ``dist.inference_all_reduce`` calls ``torch.ops.deepspeed.inference_all_reduce_``, which
 its library registers; this module registers it in its place. As in DeepSpeed, it sums over all
-ranks, whatever group was asked for. docs/deepspeed.md says what differs.
+ranks and ignores the group. docs/deepspeed.md says what differs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from opkiln.ops.shm_comm.group import ShmGroup
 _NAMESPACE = "deepspeed"
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
-# Of this process, as in DeepSpeed: operators cannot be given a group.
+# The group of this process. As in DeepSpeed there is one, because operators take no group.
 _group: ShmGroup | None = None
 _library: Any = None
 

@@ -1,7 +1,6 @@
-"""Which functions of DeepSpeed's modules an op of opkiln serves. Data: nothing is imported.
+"""The functions of DeepSpeed's modules that ops of opkiln serve. Data: nothing is imported.
 
-What is not listed here comes from DeepSpeed's own sources, function by function: see
-``engine.functions``.
+Other functions come from DeepSpeed's own sources, one by one: see ``engine.functions``.
 """
 
 from __future__ import annotations
@@ -13,8 +12,8 @@ from typing import NamedTuple
 class Module(NamedTuple):
     """The stand-in for one of DeepSpeed's modules. Texts are names with spaces between them."""
 
-    # Where its functions are looked up, in this order: modules of this package (with a dot before
-    # them) or below opkiln, or module:class, which is called with the stand-in.
+    # The places of its functions, in the order of the search: modules of this package (with a dot
+    # before them) or below opkiln, or module:class, which is called with the stand-in.
     homes: str
     names: str
     for_each: str = ""  # functions that there are once for each suffix
@@ -22,9 +21,9 @@ class Module(NamedTuple):
     loads: str = ""  # functions of opkiln.ops whose libraries are loaded at once
     dtype: str = ""  # the library for this one is loaded, if there is one for each
     no_grad: bool = True  # its functions have no gradients
-    # By DeepSpeed's name, functions that have another name there, or other arguments: then they
-    # follow in DeepSpeed's order. The result is written over the one with a "!", if that is
-    # contiguous.
+    # By DeepSpeed's name, functions that have another name in their home, or other arguments. The
+    # arguments follow in DeepSpeed's order. The result is written over the one with a "!", if that
+    # is contiguous.
     renamed: Mapping[str, str] = {}
 
     @property
@@ -78,7 +77,7 @@ MODULES = {
             "token_scatter_": "token_scatter_(x!, part, indices, batch_first)",
         },
     ),
-    "sparse_attn": Module(".sparse", "SparseSelfAttention"),
+    "sparse_attn": Module(".layers", "SparseSelfAttention"),
     # ``(x + bias) + (other + other_bias)``, without those that are not given
     "spatial_inference": Module(
         "ops.spatial_inference.functions",
@@ -88,7 +87,7 @@ MODULES = {
             ("nhwc_bias_add", "nhwc_bias_add_add", "nhwc_bias_add_bias_add"), "spatial_bias_add"
         ),
     ),
-    "cutlass_ops": Module(".gemm", "moe_gemm mixed_gemm mixed_moe_gemm"),
+    "cutlass_ops": Module(".layers", "moe_gemm mixed_gemm mixed_moe_gemm"),
     "deepspeed_shm_comm": Module(".shm_comm", "initialize vector_kernel_level"),
     "inference_core_ops": Module(
         "ops.transformer_inference.core ops.mixed_gemm.core .inference",

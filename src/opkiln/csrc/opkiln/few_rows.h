@@ -1,12 +1,12 @@
-// A product of few rows of x with a packed matrix, or of the rows of each expert with its own matrix.
+// Multiplies few rows of x by a packed matrix, or the rows of each expert by the expert's matrix.
 //
 // Memory limits it: each weight is used for a few tokens. So each warp has a ring of chunks on their way, in shared
 // memory, as they are packed, and waits for no other warp. Tensor cores multiply, on the transposed problem:
 //   sums, 16 outputs x 8 tokens += weights, 16 outputs x 16 columns * x, 16 columns x 8 tokens
-// A sum does not depend on the order of its columns. So which columns make an instruction's 16 is our choice: four
-// threads hold a row, each of them neighbours, and the same threads read the same columns of x, 16 bytes at a time.
+// The order of the columns does not change a sum, so we choose which columns form an instruction's 16: four
+// threads hold a row, each a run of neighbouring columns, and read the same columns of x, 16 bytes at a time.
 //
-// The warps of a block share a row's columns. Their sums meet in shared memory, in a fixed order.
+// The warps of a block share the columns of a row. Their sums meet in shared memory, in a fixed order.
 //
 // 14336 x 4096 int8 take 18.3 us for a row of bf16 x on an H200, 75% of a copy's speed; 4096 x 4096 take 8.2 us, of
 // which 3.9 us are the bytes at that speed, and 2.1 us what this kernel takes for a small matrix. It was 31.6 and
@@ -16,14 +16,14 @@
 #pragma once
 
 #include "op.h"
-#include "trap.h"
+#include "device_index.h"
 #include "weight_formats.h"
 
 namespace opkiln {
 namespace few_rows {
 
 template <class Codes>
-constexpr int kChunk = 4 * Codes::kCount;  // columns that a warp has at a time
+constexpr int kChunk = 4 * Codes::kCount;  // columns that a warp has in flight
 constexpr unsigned kAll = 0xffffffffu;
 
 enum class Activation : int32_t { kIdentity, kGelu, kRelu, kSilu };
@@ -32,9 +32,9 @@ template <class Element>
 struct Work {
   const Element* x;  // [rows, columns]
   const uint32_t* codes;  // [experts, outputs, columns]
-  const float* scales;  // null: 1
-  const int32_t* offsets;  // [experts], the ends of their rows; null: one matrix for all rows
-  const Element* bias;  // [experts, outputs], or null
+  const float* scales;  // null: all 1
+  const int32_t* offsets;  // [experts], where the rows of each end; null: one matrix for all rows
+  const Element* bias;  // [experts, outputs]; may be null
   Element* out;  // [rows, outputs]
   int32_t rows, outputs, columns;
   // The scale of a chunk in a row: scales[row / rows_of_scale * scales_of_row + place], where place is
@@ -45,13 +45,13 @@ struct Work {
   Activation activation;
 };
 
-// Rows [begin, end) of x and the matrix that they are multiplied with; -1: there is nothing left to do.
+// Rows [begin, end) of x and the matrix for them. An expert of -1 means that nothing is left to do.
 struct Part {
   int32_t begin, end, expert;
 };
 
-// The parts of an expert have kTokens rows, the last one fewer. All lanes of a warp find part `wanted`, 32 experts
-// at a time.
+// Finds part `wanted`. The parts of an expert have kTokens rows, the last one fewer. All lanes of a warp
+// search together, 32 experts at a time.
 template <int kTokens, class Element>
 __device__ inline Part part_of(const Work<Element>& work, int32_t wanted) {
   if (work.offsets == nullptr) {
@@ -67,7 +67,7 @@ __device__ inline Part part_of(const Work<Element>& work, int32_t wanted) {
     const int32_t end = there ? work.offsets[expert] : begin;
     if (there && (end < begin || end > work.rows)) opkiln::device::trap();
     const int32_t parts = (end - begin + kTokens - 1) / kTokens;
-    int32_t through = parts;  // parts of the experts up to this one
+    int32_t through = parts;  // parts of all experts up to this one
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) {
       const int32_t other = __shfl_up_sync(kAll, through, step);
@@ -86,7 +86,7 @@ __device__ inline Part part_of(const Work<Element>& work, int32_t wanted) {
   return {0, 0, -1};
 }
 
-__device__ inline float activated(float x, Activation activation) {
+__device__ inline float activate(float x, Activation activation) {
   switch (activation) {
     case Activation::kGelu: return 0.5f * x * (1.0f + tanhf(0.7978845608f * (x + 0.044715f * x * x * x)));
     case Activation::kRelu: return x < 0.0f ? 0.0f : x;  // NaN stays
@@ -103,7 +103,7 @@ constexpr int kStages = 3;  // chunks in a ring; more take longer to start
 template <class Codes, int kEights>
 constexpr int kMostWarps = kEights == 1 || !kHasRing<Codes> ? 8 : 16;  // of a block; fewer if there are many blocks
 
-// What a thread has loaded of a chunk: of rows group and group + 8 of each tile of 16 outputs.
+// A thread's loaded part of a chunk: rows group and group + 8 of each tile of 16 outputs.
 template <class Codes, int kTiles>
 struct Loaded {
   uint32_t words[kTiles][2][Codes::kWords];
@@ -128,7 +128,7 @@ struct Loaded {
   }
 };
 
-// The sums of a warp for kTiles * 16 outputs and kEights * 8 tokens.
+// A warp's sums for kTiles * 16 outputs and kEights * 8 tokens.
 template <class Codes, class Element, int kTiles, int kEights>
 struct Sums {
   float at[kTiles][kEights][4] = {};
@@ -300,7 +300,7 @@ __global__ void __launch_bounds__(kMostWarps<Codes, kEights> * 32, !kHasRing<Cod
 #pragma unroll 4
     for (int w = 0; w < warps; ++w) sum += parts[w][i / kOutputs][i % kOutputs];
     if (work.bias != nullptr) sum += float(work.bias[static_cast<int64_t>(expert) * work.outputs + column]);
-    work.out[static_cast<int64_t>(token) * work.outputs + column] = Element(activated(sum, work.activation));
+    work.out[static_cast<int64_t>(token) * work.outputs + column] = Element(activate(sum, work.activation));
   }
 #endif
 }
@@ -311,7 +311,7 @@ OPK_PLAIN_BEGIN
 template <class Codes, int kTiles, int kEights, class Element>
 void launch(const Work<Element>& work) {
   constexpr int kTokens = kEights * 8;
-  // Whole parts of rows, and for each expert that has rows one that may be shorter.
+  // Whole parts, plus one that may be shorter for each expert that has rows.
   const int shorter = work.experts < work.rows ? work.experts : work.rows;
   const int parts = work.offsets == nullptr ? (work.rows + kTokens - 1) / kTokens : work.rows / kTokens + shorter;
   opk::Launch how;
@@ -329,14 +329,14 @@ void launch(const Work<Element>& work) {
   opk::launch(kernel, how, work);
 }
 
-// Whether this GPU has the instructions, and the library code with them.
+// Whether this GPU has the instructions, and the library has code with them.
 template <class Codes, class Element>
 bool runs_here() {
   return opk::runs_as(few_rows_kernel<Codes, Element, 1, 1>, 80);
 }
 
-// Each `group` codes, in the order of memory, have a factor; null: 1. `columns` is set. False, and nothing is set:
-// groups are neither whole rows nor parts of a row that are whole chunks.
+// Sets the scales: one per `group` consecutive codes, or null for 1. `columns` must be set. Returns false and
+// sets nothing if a group is neither whole rows nor a part of a row made of whole chunks.
 template <class Codes, class Element>
 bool set_scales(Work<Element>& work, const float* scales, int64_t group) {
   constexpr int kChunk = few_rows::kChunk<Codes>;
@@ -351,8 +351,8 @@ bool set_scales(Work<Element>& work, const float* scales, int64_t group) {
   return true;
 }
 
-// All of `work` is set. Eight tokens at a time while most experts have no more. With sixteen, a block has more outputs,
-// which share x.
+// Runs the product; all of `work` must be set. Eight tokens at a time while most experts have no more. With
+// sixteen, a block has more outputs, which share x.
 template <class Codes, class Element>
 void multiply(const Work<Element>& work) {
   if (work.rows <= (work.offsets ? int64_t{4} * work.experts : 8)) {

@@ -77,7 +77,7 @@ def read(file: File) -> Elf:
         return Elf(
             _MACHINES.get(machine, f"machine {machine}"),
             _KINDS[kind],
-            tuple(_dynamic(source, table, _DT_NEEDED)),
+            tuple(_dynamic_strings(source, table, _DT_NEEDED)),
             tuple(sorted({each.name for each in versions if not each.weak})),
             tuple(sorted(set(_undefined_symbols(source, table, versions)))),
         )
@@ -94,15 +94,13 @@ def search_path(file: File) -> tuple[str, ...]:
     """The directories where the dynamic linker looks for what a program or library needs, as they
     are written in it. Raises LoadError as ``read`` does."""
     with open_source(file) as source:
-        lists = _dynamic(source, _tables(source)[2], _DT_RPATH, _DT_RUNPATH)
+        lists = _dynamic_strings(source, _tables(source)[2], _DT_RPATH, _DT_RUNPATH)
         return tuple(each for listed in lists for each in listed.split(":") if each)
 
 
 def sections(source: ByteSource, name: str) -> Iterator[tuple[int, ByteSource]]:
-    """(offset, source up to the section's end) of each section of this name that has bytes.
-
-    Raises LoadError if a section is not completely inside the file.
-    """
+    """(offset, source up to the section's end) of each section of this name that has bytes. Raises
+    LoadError if a section is not completely inside the file."""
     found = [each for each in _tables(source)[2] if each.name == name and each.kind != _NOBITS]
     # If sections overlapped, the same bytes would be read many times.
     if sum(section.size for section in found) > source.size:
@@ -120,10 +118,10 @@ def sections(source: ByteSource, name: str) -> Iterator[tuple[int, ByteSource]]:
 def _tables(source: ByteSource) -> tuple[int, int, tuple[ElfSection, ...]]:
     magic = source.read(0, min(6, source.size), "ELF header")
     if magic[:4] != b"\x7fELF":
-        raise LoadError(f"{source.name} is not an ELF file", why=_beginning(magic))
+        raise LoadError(f"{source.name} is not an ELF file", why=_show_beginning(magic))
     if magic[4:] != b"\x02\x01":
         raise LoadError(
-            f"{source.name} is not a 64-bit little-endian ELF file", why=_beginning(magic)
+            f"{source.name} is not a 64-bit little-endian ELF file", why=_show_beginning(magic)
         )
     header = source.unpack(_HEADER, 0, "ELF header")
     _, kind, machine, _, _, _, start, _, _, _, _, width, count, names = header
@@ -151,7 +149,9 @@ def _tables(source: ByteSource) -> tuple[int, int, tuple[ElfSection, ...]]:
     return kind, machine, table
 
 
-def _dynamic(source: ByteSource, table: tuple[ElfSection, ...], *tags: int) -> Iterator[str]:
+def _dynamic_strings(
+    source: ByteSource, table: tuple[ElfSection, ...], *tags: int
+) -> Iterator[str]:
     for section in _sections_of(table, _DYNAMIC_TABLE):
         strings = _names_of(source, table, section)
         for tag, value in _records(source, section, _DYNAMIC):
@@ -282,7 +282,7 @@ def _read_whole(source: ByteSource, offset: int, size: int, what: str) -> bytes:
     return source.read(offset, size, what)
 
 
-def _beginning(magic: bytes) -> str:
+def _show_beginning(magic: bytes) -> str:
     return f"it begins with {magic.hex(' ')}" if magic else "it is empty"
 
 
@@ -333,7 +333,7 @@ class _HashTable:
             return False
         while True:  # a chain without an end gives an error at the end of the section
             found = self._word(self._chains_at + 4 * (index - self._first))
-            if found | 1 == wanted | 1 and self._is(index, name):
+            if found | 1 == wanted | 1 and self._is_named(index, name):
                 return True
             if found & 1:
                 return False
@@ -343,7 +343,7 @@ class _HashTable:
         (value,) = self._hashes.unpack(_WORD, at, ".gnu.hash")
         return int(value)
 
-    def _is(self, index: int, name: str) -> bool:
+    def _is_named(self, index: int, name: str) -> bool:
         at = self._symbols_at + SYMBOL.size * index
         string, _, _, section, _, _ = self._symbols.unpack(SYMBOL, at, ".dynsym")
         start, text = self._strings_at + string, name.encode() + b"\0"
@@ -383,19 +383,19 @@ def show_symbol(symbol: str) -> str:
     return symbol if name == symbol else f"{name} ({symbol})"
 
 
-PRELOADS = "/etc/ld.so.preload"  # names what it loads into every program
+PRELOADS = "/etc/ld.so.preload"  # names libraries that are loaded into every program
 LIST = "/etc/ld.so.cache"
 
-# Directories below those of libraries that it prefers. Since 2.37 glibc knows the first alone; the
-# others are all that older ones look into on x86-64 and aarch64 (``ld.so --help`` lists them).
+# Subdirectories that the dynamic linker prefers. Since 2.37 glibc only knows the first. The others
+# are those of older versions on x86-64 and aarch64 (``ld.so --help`` lists them).
 _PREFERRED = ("glibc-hwcaps", "tls", "aarch64", "atomics", "x86_64", "haswell", "xeon_phi",
               "avx512_1")  # fmt: skip
 
 
 def search(directories: Iterable[str], libraries: Iterable[str]) -> tuple[list[str], list[str]]:
-    """Where a library of one of these names would be found: the paths where nothing is, and the
-    files that are there. A file that was not loaded either comes later, or does not suit this
-    machine; with other contents it may be taken."""
+    """(the paths that do not exist, the files that do) where the dynamic linker would look for
+    these libraries. A file that was not loaded comes later, or does not suit this machine; with
+    other contents it may be loaded."""
     names = (*_PREFERRED, *libraries)
     absent, there = [], []
     waiting = list(directories)
@@ -419,8 +419,8 @@ _MAGIC, _CACHE_HEADER, _ENTRY = b"glibc-ld.so.cache1.1", 48, struct.Struct("<iII
 
 
 def read_list(file: str, names: Iterable[str]) -> list[str]:
-    """What the linker's list says of libraries: each name, with the paths that it leads to after
-    it. A list that is not glibc's counts as a whole. Raises OSError."""
+    """The entries of libraries in the dynamic linker's list: each name, followed by its paths. For
+    a list that is not glibc's, the digest of the whole list replaces the paths. Raises OSError."""
     found = {name.encode(): [name] for name in sorted(names)}
     try:
         with open(file, "rb") as opened:
@@ -428,7 +428,7 @@ def read_list(file: str, names: Iterable[str]) -> list[str]:
     except FileNotFoundError:
         data = b""
     try:
-        begin = data.index(_MAGIC)  # the same in an older form may stand before it
+        begin = data.index(_MAGIC)  # the same list in an older form may come before it
         (count,) = struct.unpack_from("<I", data, begin + len(_MAGIC))
         for number in range(count):
             place = begin + _CACHE_HEADER + number * _ENTRY.size

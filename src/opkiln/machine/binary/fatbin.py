@@ -49,7 +49,7 @@ def images(file: File) -> tuple[str, ...]:
 
 
 def _containers(source: ByteSource, at: int, what: str) -> Iterator[tuple[int, int, str]]:
-    while (at := source.past_padding(at, what)) < source.size:
+    while (at := source.skip_padding(at, what)) < source.size:
         magic, version, header, size = source.unpack(container.CONTAINER, at, f"{what}: fat binary")
         if magic != container.MAGIC:
             raise source.damage(
@@ -104,11 +104,9 @@ _LARGEST_TABLE = 1 << 20
 
 
 def hip_images(file: File) -> tuple[str, ...]:
-    """The AMD targets that a file contains code for: ``("gfx90a:sramecc+", "gfx1030")``.
-
-    In numeric order, without duplicates; empty if there are none. Raises LoadError if the file is
-    not an ELF file, is damaged, or has bundles that are packed with zstd.
-    """
+    """The AMD targets that a file contains code for: ``("gfx90a:sramecc+", "gfx1030")``. In numeric
+    order, without duplicates; empty if there are none. Raises LoadError if the file is not an ELF
+    file, is damaged, or has bundles that are packed with zstd."""
     found: set[str] = set()
     with open_source(file) as source:
         for start, inside in elf.sections(source, ".hip_fatbin"):
@@ -118,7 +116,7 @@ def hip_images(file: File) -> tuple[str, ...]:
 
 def _bundles(source: ByteSource, at: int, what: str) -> set[str]:
     found: set[str] = set()
-    while (at := source.past_padding(at, what)) < source.size:
+    while (at := source.skip_padding(at, what)) < source.size:
         magic = source.read(at, min(len(_BUNDLE_MAGIC), source.size - at), what)
         if magic == _BUNDLE_MAGIC:
             targets, at = _table(source, at, source.size, what)

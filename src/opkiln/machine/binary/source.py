@@ -32,7 +32,7 @@ class ByteSource:
         self._held = held
 
     def until(self, end: int) -> ByteSource:
-        """The same bytes at the same offsets, up to ``end``: for one section or container."""
+        """The same bytes at the same offsets, up to ``end``: one section or container."""
         return ByteSource(self.name, min(end, self.size), fd=self._fd, held=self._held)
 
     def read(self, offset: int, size: int, what: str) -> bytes:
@@ -61,7 +61,7 @@ class ByteSource:
         """The fields of ``layout`` at ``offset``."""
         return layout.unpack(self.read(offset, layout.size, what))
 
-    def past_padding(self, offset: int, what: str) -> int:
+    def skip_padding(self, offset: int, what: str) -> int:
         """The offset of the next byte that is not zero, or the end."""
         start = offset
         while offset < self.size:

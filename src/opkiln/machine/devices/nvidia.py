@@ -1,4 +1,4 @@
-"""NVIDIA GPUs: which ones this machine has, what they are, and which of them this process may use.
+"""NVIDIA GPUs: those of this machine, and those that this process may use.
 
 The driver is asked through NVML or ``nvidia-smi``, never through CUDA. So no context is created,
 and the process may still fork. The answer is remembered for as long as the driver's files under
@@ -8,6 +8,7 @@ and the process may still fork. The answer is remembered for as long as the driv
 from __future__ import annotations
 
 import os
+import re
 from typing import Any
 
 from opkiln.base.lazy import Record
@@ -27,6 +28,11 @@ class NvidiaGPU(Record):
     capability: str  # "9.0"
     memory: int  # bytes; 0 if the driver does not say
     parts: tuple[str, ...] = ()  # UUIDs of its MIG instances
+
+    @property
+    def arch(self) -> str:
+        """What to compile for."""
+        return self.capability
 
 
 class NvidiaDevices(Record):
@@ -85,7 +91,7 @@ def capabilities(devices: NvidiaDevices) -> tuple[str, ...]:
 
 
 def _subject(root: str) -> str | None:
-    """What the kernel module says about itself and its GPUs; None if it says nothing.
+    """The kernel module's description of itself and its GPUs; None if there is none.
 
     Files under /proc have no useful times, so their contents count. So does whether a device node
     can be opened: NVML leaves out GPUs that a container or a batch system withholds, and access(2)
@@ -156,8 +162,8 @@ def _choose_by_index(
     gpus = devices.gpus
     chosen: list[int] = []
     for entry in entries:
-        index = _leading_number(entry)
-        if index is None or index >= len(gpus):
+        digits = re.match(r"\+?([0-9]+)", entry)  # as C's strtoul: ``1gpu`` is 1
+        if digits is None or (index := int(digits[1])) >= len(gpus):
             break
         if index in chosen:
             return (), True
@@ -166,13 +172,6 @@ def _choose_by_index(
     if not counted and 0 < len(chosen) < len(gpus):
         return gpus, False
     return tuple(gpus[index] for index in chosen), True
-
-
-def _leading_number(entry: str) -> int | None:
-    """As C's strtoul: ``1gpu`` is 1. None for a negative number, or without any digit."""
-    entry = entry.removeprefix("+")
-    digits = entry[: len(entry) - len(entry.lstrip("0123456789"))]
-    return int(digits) if digits else None
 
 
 def _choose_by_uuid(

@@ -1,4 +1,4 @@
-"""The kernels that a host's assembly text refers to, and what they are called in C++."""
+"""Finds the kernels that the host's assembly text refers to, and their names in C++."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 _NAME = re.compile(r"[A-Za-z_$][\w$.]*")
 _LABEL = re.compile(r"^([A-Za-z_$][\w$.]*):", re.MULTILINE)
-# Lines that name symbols without referring to them.
+# Lines that contain symbols without referring to them.
 _SAYS = re.compile(
     r"\s*\.(string|ascii|asciz|file|ident|section|type|size|globl|global|weak|hidden|loc|cfi_\w+)\b"
 )
@@ -19,7 +19,7 @@ class UnnamedKernel(Exception):
     """A kernel instance that cannot be named in C++; the message says which."""
 
 
-def referred_to(assembly: str, kernels: frozenset[str]) -> list[str]:
+def find_references(assembly: str, kernels: frozenset[str]) -> list[str]:
     """The symbols of these kernels that the text uses and does not define, in order."""
     if not kernels:
         return []
@@ -41,12 +41,12 @@ def expression(
     symbol: str, kernels: frozenset[str], unnamed: str, demangle: Callable[[str], str]
 ) -> str:
     """The name expression of a kernel for NVRTC: ``gelu<float, 4>``. Empty if the symbol is not one
-    of these kernels, whatever its name contains. ``unnamed`` is what the host's code calls unnamed
-    namespaces. Raises UnnamedKernel."""
+    of these kernels. ``unnamed`` is the name of unnamed namespaces in the host's code. Raises
+    UnnamedKernel."""
     if not symbol.startswith("_Z"):
         return symbol if symbol in kernels else ""
     written = demangle(symbol).replace(_ANONYMOUS, "").replace(f"{unnamed}::", "")
-    name = _without_parameters(written).removeprefix("void ")
+    name = _drop_parameters(written).removeprefix("void ")
     if not is_one_of(name, kernels):
         return ""
     if "{lambda" in name or "{unnamed" in name or "'lambda" in name:
@@ -58,19 +58,21 @@ def expression(
 
 def is_one_of(expression: str, kernels: frozenset[str]) -> bool:
     """Whether a name expression is of one of these kernels: ``a::k<float>`` is of ``k``."""
-    return _without_arguments(expression).rpartition("::")[2] in kernels
+    while (shorter := re.sub(r"<[^<>]*>", "", expression)) != expression:
+        expression = shorter  # without template arguments, from the innermost
+    return expression.rpartition("::")[2] in kernels
 
 
-def renamed(assembly: str, symbols: list[str], suffix: str) -> str:
-    """The text with a suffix at each of these symbols: what is static in one source must not meet
-    its namesake of another."""
+def rename_symbols(assembly: str, symbols: list[str], suffix: str) -> str:
+    """The text with a suffix at each of these symbols, so that a static function of one source does
+    not collide with one of the same name in another."""
     if not symbols:
         return assembly
     words = "|".join(re.escape(symbol) for symbol in symbols)
     return re.sub(rf"(?<![\w$.])(?:{words})(?![\w$.])", rf"\g<0>{suffix}", assembly)
 
 
-def _without_parameters(text: str) -> str:
+def _drop_parameters(text: str) -> str:
     """``void a::k<int (*)(int)>(float*)`` -> ``void a::k<int (*)(int)>``."""
     if not text.endswith(")"):
         return text
@@ -79,13 +81,6 @@ def _without_parameters(text: str) -> str:
         depth += {")": 1, "(": -1}.get(text[index], 0)
         if depth == 0:
             return text[:index]
-    return text
-
-
-def _without_arguments(text: str) -> str:
-    """``a<int>::k<float>`` -> ``a::k``."""
-    while (shorter := re.sub(r"<[^<>]*>", "", text)) != text:
-        text = shorter
     return text
 
 

@@ -1,4 +1,4 @@
-"""Which compilers are here: programs on PATH, and what the families of device compilers share.
+"""Finds compilers: programs on PATH, and the common parts of all families of device compilers.
 
 Each candidate is accepted, or refused with a reason. The accepted one that fits torch's runtime
 best is chosen.
@@ -37,9 +37,9 @@ def find_program(name: str) -> str | None:
     """The program that this name runs, or None."""
     found = next(on_path(name), None)
     if "/" in name:
-        facts.runs(name)
+        facts.is_program(name)
     else:
-        facts.program(name, found)
+        facts.note_program(name, found)
     return found
 
 
@@ -99,11 +99,9 @@ def sort_by_version(names: Iterable[str], stem: str) -> list[str]:
 
 
 def cxx_candidates(machine: str = "") -> Iterator[Compiler]:
-    """Host C++ compilers in order of preference: the one the user named, else those on PATH.
-
-    An explicit choice is never replaced by another compiler. A compiler for another ``machine`` has
-    its usual name.
-    """
+    """Host C++ compilers in order of preference: the one the user named, else those on PATH. An
+    explicit choice is never replaced by another compiler. A compiler for another ``machine`` has
+    its usual name."""
     command, origin = origin_of("cxx")
     if machine:
         places = [(f"{machine}-linux-gnu-g++", "PATH")]
@@ -143,10 +141,8 @@ if TYPE_CHECKING:
             self, memory: tuple[str, ...], wanted: str | None, host: Toolchain, *, ask: bool
         ) -> Search | None:
             """Look at every compiler of the family. Those that are not remembered are probed.
-
             ``wanted`` is the version of the runtime that torch was built with. If ``ask`` is false
-            and a probe is not remembered, the result is None: no process is started.
-            """
+            and a probe is not remembered, the result is None: no process is started."""
 
 
 class Search(Record):
@@ -170,7 +166,8 @@ def choose(
     family: Family, memory: tuple[str, ...], wanted: str | None, host: Toolchain
 ) -> DeviceCompiler:
     """The compiler that fits torch best. Raises ToolchainError with each and why it is refused."""
-    search = _probe_all(family, memory, wanted, host)
+    search = family.search(memory, wanted, host, ask=True)
+    assert search is not None
     if search.taken is None:
         raise search.failure()
     return search.taken
@@ -180,7 +177,9 @@ def candidates(
     family: Family, memory: tuple[str, ...], wanted: str | None, host: Toolchain
 ) -> list[Compiler]:
     """Every compiler that was considered, for reports."""
-    return _probe_all(family, memory, wanted, host).candidates
+    search = family.search(memory, wanted, host, ask=True)
+    assert search is not None
+    return search.candidates
 
 
 def rank(
@@ -219,11 +218,9 @@ def misfit(runtime: str, version: str, wanted: str | None) -> str:
 
 
 def distance(version: str, wanted: str | None) -> tuple[int, int, int]:
-    """A sort key: the smaller, the better a version fits torch's.
-
-    The same version is best. Then comes the nearest newer minor, which has all that torch uses,
-    then the nearest older one, then the nearest other major. If torch has none, all are equal.
-    """
+    """A sort key: the smaller, the better a version fits torch's. The same version is best. Then
+    comes the nearest newer minor, which has all that torch uses, then the nearest older one, then
+    the nearest other major. If torch has none, all are equal."""
     if wanted is None:
         return 0, 0, 0
     (major, minor), (torchs, torchs_minor) = release(version), release(wanted)
@@ -232,20 +229,9 @@ def distance(version: str, wanted: str | None) -> tuple[int, int, int]:
     return 0, int(minor < torchs_minor), abs(minor - torchs_minor)
 
 
-def demote(
-    candidate: Compiler, taken: dict[str, Any], runtime: str, wanted: str | None, *, after: str
-) -> Compiler:
-    """The candidate, refused because another is taken. ``taken`` is the other's record, ``after``
-    its place."""
-    reason = f"{runtime} {taken['version']} in {taken['home']} is nearer to torch's {wanted}"
-    if wanted is None or candidate.version == taken["version"]:
-        reason = f"found after {after}"
+def demote(candidate: Compiler, taken: Compiler, runtime: str, wanted: str | None) -> Compiler:
+    """The candidate, refused because another one is taken."""
+    reason = f"{runtime} {taken.version} in {taken.path} is nearer to torch's {wanted}"
+    if wanted is None or candidate.version == taken.version:
+        reason = f"found after {taken.path}"
     return candidate._replace(refused=reason)
-
-
-def _probe_all(
-    family: Family, memory: tuple[str, ...], wanted: str | None, host: Toolchain
-) -> Search:
-    search = family.search(memory, wanted, host, ask=True)
-    assert search is not None
-    return search

@@ -47,8 +47,8 @@ def available() -> bool:
 
 
 def covered_prefixes(device: DeviceCompiler) -> tuple[str, ...]:
-    """Prefixes of the paths that its driver reads for itself: the driver, the libraries, Python.
-    The compiler's identity represents the first two. Python does not change the result."""
+    """Prefixes of paths that the driver reads and that are not facts: those of the driver and the
+    libraries, which are in the compiler's identity, and of Python, which does not matter."""
     standard = os.path.dirname(os.path.abspath(os.__file__))
     programs = (device.path, os.path.realpath(device.path))
     directories = {
@@ -117,19 +117,18 @@ def search(
     memory: tuple[str, ...], wanted: str | None, _host: Toolchain, *, ask: bool
 ) -> Search | None:
     """Every NVRTC. The one that fits torch's CUDA best is taken."""
-    places = find_nvrtc()
-    known = (_record(memory, place, ask=ask) for place in places)
+    found = find_nvrtc()
+    known = (_record(memory, place, ask=ask) for place in found)
     records = [record for record in known if record is not None]
-    if len(records) < len(places):
+    if len(records) < len(found):
         return None
     listed, ranked = find.rank(
-        [Compiler(place.library, place.origin) for place in places], records, wanted,
+        [Compiler(place.library, place.origin) for place in found], records, wanted,
         lambda record: cuda_version.misfit(record["version"], wanted),
     )  # fmt: skip
-    for index in ranked[1:]:
-        first = listed[ranked[0]].path
-        listed[index] = listed[index]._replace(refused=f"{first} comes first")
-    taken = _compiler(places[ranked[0]], records[ranked[0]]) if ranked else None
+    for place in ranked[1:]:
+        listed[place] = find.demote(listed[place], listed[ranked[0]], "CUDA", wanted)
+    taken = _compiler(found[ranked[0]], records[ranked[0]]) if ranked else None
     return Search(taken, listed, lambda: _failure(listed))
 
 
@@ -163,8 +162,11 @@ def _record(memory: tuple[str, ...], place: NvrtcPlace, *, ask: bool) -> dict[st
     subject = probing.make_subject(f"nvrtc {place.library} {place.builtins}")
 
     def question() -> tuple[dict[str, Any], list[str]]:
-        libraries = (place.library, place.builtins)
-        files = [*map(os.path.realpath, libraries), *_driver_files()]
+        files = [os.path.realpath(path) for path in (place.library, place.builtins)]
+        # The driver's files decide the result as the libraries do.
+        driver = os.path.join(PACKAGE, os.path.dirname(PROGRAM))
+        names = sorted(name for name in os.listdir(driver) if name.endswith(".py"))
+        files += [os.path.join(driver, name) for name in names]
         return _ask(place, files), files
 
     return probing.recall_or_ask(memory, subject, question if ask else None)
@@ -199,10 +201,3 @@ def driver_argv(*arguments: str) -> tuple[str, ...]:
     program = os.path.join(PACKAGE, PROGRAM)
     interpreter, *options = python(isolated=True)
     return (interpreter, *options, "-B", program, *arguments)
-
-
-def _driver_files() -> list[str]:
-    """The driver's files: what they do decides the result, as the library does."""
-    directory = os.path.join(PACKAGE, os.path.dirname(PROGRAM))
-    names = sorted(name for name in os.listdir(directory) if name.endswith(".py"))
-    return [os.path.join(directory, name) for name in names]

@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from opkiln.base.digest import Signature, key, read_file
 from opkiln.base.trust import claim
@@ -19,13 +20,8 @@ from opkiln.machine.facts import FILE, LISTING, Hasher, signature_of
 from opkiln.machine.toolchain import find
 from opkiln.settings import compiler_variables, settings
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
-    from typing import TypeVar
-
-    T = TypeVar("T")
-    Ask = Callable[..., tuple[int, str]]
+T = TypeVar("T")
+Ask = Callable[..., tuple[int, str]]
 
 SCHEMA = 9
 
@@ -41,11 +37,8 @@ def recall_or_ask(
     subject: str,
     question: Callable[[], tuple[dict[str, Any], list[str]]] | None,
 ) -> dict[str, Any] | None:
-    """The record on a subject, remembered or from a question. None if there is no question.
-
-    The question gives the record, and the files that it depends on. What it raises is raised, and
-    nothing is remembered.
-    """
+    """The record on a subject, remembered or from a question. None without either. ``question``
+    returns the record, and the files that it depends on. If it raises, nothing is remembered."""
     record = recall(directories, subject)
     if record is None and question is not None:
         asked_at = time.time_ns()
@@ -76,7 +69,7 @@ def _holds(record: dict[str, Any]) -> bool:
             now, signature = facts.ask_again(kind, path, then, hasher)
             if now != then:
                 return False
-        facts.file(path, signature)
+        facts.note_file(path, signature)
         signed[path] = signature
     if any(map(facts.exists, record.get("absent", ()))):
         return False
@@ -86,9 +79,9 @@ def _holds(record: dict[str, Any]) -> bool:
         program = name if "/" in name else find.find_program(name)
         if program is None or os.path.realpath(program) != target:
             return False
-        facts.file(program, signed.get(target))  # a changed link leads to another inode
+        facts.note_file(program, signed.get(target))  # a changed link leads to another inode
     if until := record.get("until"):
-        facts.incomplete()
+        facts.note_incomplete()
         return bool(time.time() < until)
     return True
 
@@ -122,7 +115,7 @@ def remember(
 
     try:
         if claim(os.path.dirname(directories[0])):
-            return  # it belongs to somebody else; a build reports that
+            return  # it belongs to another user; a build reports that
         write_private(_path(directories[0], subject), json.dumps(record).encode())
     except OSError:
         pass  # full or read-only: the next process probes again, which is only slower
@@ -167,7 +160,7 @@ def last_line(text: str) -> str:
 
 
 def field(text: str, label: str) -> str:
-    """What follows a label at the start of a line; empty if there is none."""
+    """The text after a label at the start of a line; empty if there is none."""
     lines = (line for line in text.splitlines() if line.startswith(label))
     return next(lines, label)[len(label) :].strip()
 
@@ -213,16 +206,14 @@ def _place() -> str:
 
 
 def is_unwritable() -> bool:
-    """Whether there is no directory for probes, so that no compiler can be probed."""
+    """Whether no compiler can be probed, because there is no directory for it."""
     return not os.access(_place(), os.W_OK | os.X_OK)
 
 
 @contextmanager
 def scratch() -> Iterator[str]:
-    """A private node-local directory, removed afterwards, also if this process is killed.
-
-    If ``OPKILN_TMPDIR`` does not exist, /tmp is used; a build reports that. Raises OSError.
-    """
+    """A private node-local directory, removed afterwards, also if this process is killed. If
+    ``OPKILN_TMPDIR`` does not exist, /tmp is used; a build reports that. Raises OSError."""
     from opkiln.run import process  # here, because a cache hit does not need it
 
     path = process.make_scratch(_place(), "probe")
@@ -233,27 +224,19 @@ def scratch() -> Iterator[str]:
 
 
 def begin_in_thread(work: Callable[[], T]) -> Callable[[], T]:
-    """Begin some work in a thread. The result waits for it, and returns or raises what it did."""
+    """Begin some work in a thread. The returned function waits for its result, or raises."""
     import contextvars
     import threading
+    from concurrent.futures import Future
 
-    done: list[T] = []
-    failed: list[BaseException] = []
+    future: Future[T] = Future()
 
     def do() -> None:
         try:
-            done.append(work())
+            future.set_result(work())
         except BaseException as error:
-            failed.append(error)
+            future.set_exception(error)
 
     # With the settings that the caller overrode. If the interpreter exits, it does not wait.
-    thread = threading.Thread(target=contextvars.copy_context().run, args=(do,), daemon=True)
-    thread.start()
-
-    def result() -> T:
-        thread.join()
-        if failed:
-            raise failed[0]
-        return done[0]
-
-    return result
+    threading.Thread(target=contextvars.copy_context().run, args=(do,), daemon=True).start()
+    return future.result

@@ -18,11 +18,9 @@ STABLE_DEFINE = "-DTORCH_TARGET_VERSION=0x020a000000000000"
 
 
 def locate() -> str | None:
-    """The directory of the torch package that this interpreter would import, or None.
-
-    If it would import none, it is the directory in ``OPKILN_TORCH_DIR``: an isolated build can use
-    such a torch without importing it.
-    """
+    """The directory of the torch package that this interpreter would import, or None. If it would
+    import none, it is the directory in ``OPKILN_TORCH_DIR``: an isolated build can use such a torch
+    without importing it."""
     loaded = sys.modules.get("torch")
     if loaded is not None and getattr(loaded, "__file__", None):
         return os.path.dirname(str(loaded.__file__))
@@ -42,14 +40,20 @@ def locate() -> str | None:
 
 
 def find() -> TorchSDK | None:
-    """What is installed now, or None. Raises OSError if torch is there but unreadable."""
+    """The torch that is installed now, or None. Raises OSError if it cannot be read."""
     path = locate()
     if path is None:
         return None
     for each in read_from(path):
-        facts.file(each)
+        facts.note_file(each)
     state = os.stat(os.path.join(path, "version.py"))
     return _read(path, (state.st_mtime_ns, state.st_ctime_ns))
+
+
+def is_rocm_pytorch() -> bool:
+    """Whether the torch that is installed was built for ROCm. Imports nothing."""
+    torch = find()
+    return torch is not None and torch.hip is not None
 
 
 def read_from(path: str) -> list[str]:

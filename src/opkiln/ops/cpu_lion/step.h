@@ -1,5 +1,5 @@
-// The step of Lion on host memory, for cpu_lion and fused_lion. The arithmetic is that of reference.py, in
-// fp32 whatever the tensors' types; narrow types are rounded once, when stored.
+// The step of Lion on host memory, for cpu_lion and fused_lion. The arithmetic is reference.py's, in
+// fp32 for all dtypes; narrow types are rounded once, when stored.
 #pragma once
 
 #include <opkiln/factor.h>
@@ -17,7 +17,7 @@ struct Hyper {
   double grad_scale;
 };
 
-// What both directions need of the hyperparameters, worked out in double once per call.
+// The coefficients of both directions, computed in double once per call.
 struct Coefficients {
   explicit Coefficients(const Hyper& h)
       : grad_factor(all((h.maximize ? -1 : 1) / h.grad_scale)),
@@ -42,30 +42,25 @@ struct Coefficients {
   Vec one_minus_beta1, one_minus_beta2, minus_lr;
 };
 
-template <class Streams>
-[[gnu::noinline]] void step(const Coefficients& coefficients, const Streams& at, int64_t count) {
-  const Coefficients c = coefficients;  // a local: no store below can change it
-  const Factor kept(c.kept), beta2(c.beta2);
-  const auto [params, grads, exp_avgs] = at;
-  for (int64_t i = 0; i < count; i += Vec::kLanes) {
-    prefetch_all(params + i, grads + i, exp_avgs + i);
-    Vec p = Vec::load(params + i);
-    const Vec g = Vec::load(grads + i) * c.grad_factor;
-    Vec m = Vec::load(exp_avgs + i);
-    const Vec change = c.change(m, g);
-    p = c.decoupled ? kept.times_plus(p, change) : p + change;
-    m = beta2.times_plus(m, c.one_minus_beta2 * g);
-    p.store(params + i);
-    m.store(exp_avgs + i);
-  }
-}
-
 struct Step {
   const Coefficients& coefficients;
 
   template <class Streams>
-  void operator()(const Streams& at, int64_t count) const {
-    step(coefficients, at, count);
+  [[gnu::noinline]] void operator()(const Streams& at, int64_t count) const {
+    const Coefficients c = coefficients;  // a local, so that the stores below cannot alias it
+    const Factor kept(c.kept), beta2(c.beta2);
+    const auto [params, grads, exp_avgs] = at;
+    for (int64_t i = 0; i < count; i += Vec::kLanes) {
+      prefetch_all(params + i, grads + i, exp_avgs + i);
+      Vec p = Vec::load(params + i);
+      const Vec g = Vec::load(grads + i) * c.grad_factor;
+      Vec m = Vec::load(exp_avgs + i);
+      const Vec change = c.change(m, g);
+      p = c.decoupled ? kept.times_plus(p, change) : p + change;
+      m = beta2.times_plus(m, c.one_minus_beta2 * g);
+      p.store(params + i);
+      m.store(exp_avgs + i);
+    }
   }
 };
 

@@ -1,6 +1,5 @@
-// The arithmetic of groups and elements, as in reference.py: in fp32, each operation rounded on its
-// own but for the fused one. Compiled for devices by nvcc and hipcc, and for the host by any C++
-// compiler.
+// The arithmetic of groups and elements, as in reference.py: in fp32, with each operation rounded separately
+// except for the fused one. Compiled for devices by nvcc and hipcc, and for the host by any C++ compiler.
 #pragma once
 
 #include "work.h"
@@ -11,12 +10,12 @@ OPK_HOST_DEVICE inline float infinity() {
   return opk::bits::to_float(0x7f800000u);
 }
 
-// Near this number floats are the whole numbers: adding it rounds, to nearest and ties to even, and
-// leaves the result in the low bits.
+// Floats near this number are whole numbers: adding it rounds to
+// nearest, ties to even, and leaves the result in the low bits.
 constexpr float kRounder = 0x1.8p23f;
 
-// DeepSpeed is compiled with --use_fast_math, in which nvcc makes these of divisions. (hipcc is given
-// no such flag.)
+// DeepSpeed is compiled with --use_fast_math, which turns divisions
+// into these instructions. (hipcc gets no such flag.)
 OPK_HOST_DEVICE inline float quotient(float a, float b) {
 #if defined(__CUDA_ARCH__)
   float out;
@@ -38,7 +37,7 @@ OPK_HOST_DEVICE inline float inverse(float a) {
 }
 
 // a * b + c, rounded once.
-OPK_HOST_DEVICE inline float fused(float a, float b, float c) {
+OPK_HOST_DEVICE inline float multiply_add_once(float a, float b, float c) {
 #if defined(__CUDA_ARCH__)
   return fmaf(a, b, c);
 #else
@@ -46,10 +45,10 @@ OPK_HOST_DEVICE inline float fused(float a, float b, float c) {
 #endif
 }
 
-// What a group's elements have in common.
+// How the elements of a group are scaled.
 struct Scale {
   float factor, offset;
-  float lowest, highest;  // levels
+  float lowest, highest;  // the range of levels
 
   OPK_HOST_DEVICE static Scale symmetric(float greatest_magnitude, int bits) {
     const float count = static_cast<float>(1 << bits);
@@ -64,7 +63,7 @@ struct Scale {
     return {factor, (greatest + least) * 0.5f, -count / 2, count / 2 - 1};
   }
 
-  // The level of an element, in the low bits.
+  // The level of an element, in the low bits of the result.
   template <bool kSymmetric>
   OPK_HOST_DEVICE uint32_t level(float x) const {
     float y = (kSymmetric ? x : x - offset) * factor;
@@ -85,7 +84,7 @@ struct Scale {
   }
 };
 
-// What levels of a group stand for.
+// Converts levels of a group back to values.
 struct Back {
   float scale, offset;
   bool symmetric;
@@ -97,22 +96,8 @@ struct Back {
     return {groups.params[2 * group], groups.params[2 * group + 1], false};
   }
   OPK_HOST_DEVICE float operator()(float level) const {
-    return symmetric ? level * scale : fused(level, scale, offset);
+    return symmetric ? level * scale : multiply_add_once(level, scale, offset);
   }
 };
-
-// Where a group lies.
-OPK_HOST_DEVICE inline int64_t place_of(int64_t group, const Order& order) {
-  if (order.piece == 0) {
-    return group;
-  }
-  const uint32_t at = static_cast<uint32_t>(group);
-  const uint32_t cut = at / order.piece, part = cut / order.pipeline;
-  const uint32_t node = part / order.devices;
-  const uint32_t device = part - node * order.devices;
-  const uint32_t turn = cut - part * order.pipeline;
-  const uint32_t first = ((turn * order.devices + device) * order.nodes + node) * order.piece;
-  return static_cast<int64_t>(first) + (at - cut * order.piece);
-}
 
 }  // namespace

@@ -1,10 +1,12 @@
-// The backward pass on tensor cores, in three kernels that each compute the weights again:
-//   by queries: 64 queries to a block, through all keys: the gradient of q, and for each query the sum that is
-//     subtracted from the gradients of its weights;
-//   by keys: 64 keys to a block, through all queries: the gradients of k and v, and the mask's for each head;
-//   by pairs: 64 queries x 64 keys of a head to a block, through the rows: the gradient of the pair bias.
-// So each sum has one owner that adds in a fixed order, and there are no atomics. If pairs are too few to fill a GPU,
-// blocks share the rows, and a last kernel adds their parts, as it adds the heads' parts of the mask's gradient.
+// The backward pass on tensor cores, in three kernels that each recompute the weights:
+//   by queries: a block has 64 queries and goes through all keys. Computes the gradient of q, and for each query the
+//     sum that is subtracted from the gradients of its weights.
+//   by keys: a block has 64 keys and goes through all queries. Computes the gradients of k and v, and the mask's for
+//     each head.
+//   by pairs: a block has 64 queries x 64 keys of a head and goes through the rows. Computes the pair bias' gradient.
+// Each sum is computed by one thread in a fixed order, so there are no atomics. If there
+// are too few pairs to fill a GPU, several blocks share the rows. A last kernel adds
+// their partial sums, and the heads' parts of the mask's gradient.
 #include <opkiln/op.h>
 
 #include "tiles.h"
@@ -19,10 +21,11 @@ namespace {
 using namespace evoformer;
 
 template <int kHead>
-constexpr int kBlocks = kHead == 32 ? 3 : 2;  // on a multiprocessor at a time: more would have too few registers
-constexpr int kBlocksWanted = 1024;  // of the kernel by pairs: several rounds on the multiprocessors of an H100
+// blocks per multiprocessor; with more, a thread would have too few registers
+constexpr int kBlocks = kHead == 32 ? 3 : 2;
+constexpr int kBlocksWanted = 1024;  // blocks of the by-pairs kernel: enough for several rounds on an H100
 
-// What a thread knows of its two queries (rows of fragments). Queries behind the end have weights of 0.
+// The moments of a thread's two queries (rows of fragments). Queries past the end get weights of 0.
 struct Queries {
   float greatest[2], share[2], shift[2];
 
@@ -40,19 +43,20 @@ struct Queries {
   }
 };
 
-// Scores become gradients of scores. `through` has those of the weights, `masks` is the tile's mask in shared memory.
+// Turns scores into gradients of scores. `through` has the gradients
+// of the weights, `masks` the tile's mask in shared memory.
 template <class Element>
 __device__ inline void differentiate(float (&scores)[4][4], const float (&through)[4][4],
                                      const uint32_t (&biases)[2][4], const float* masks, int part,
                                      const Work<Element>& work, const Queries& queries) {
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
-    const float4 mask = of_columns(masks, part, j / 2);
+    const float4 mask = load_columns(masks, part, j / 2);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const float bias = number<Element>(biases[i / 2][j], i % 2);
+      const float bias = widen_one<Element>(biases[i / 2][j], i % 2);
       const float other = fmaf(bias, kLog2e, at(mask, j % 2 * 2 + i % 2));
-      const float power = power_of_two(fmaf(scores[j][i], work.scale, other) - queries.greatest[i / 2]);
+      const float power = fast_exp2(fmaf(scores[j][i], work.scale, other) - queries.greatest[i / 2]);
       scores[j][i] = power * fmaf(through[j][i], queries.share[i / 2], -queries.shift[i / 2]);
     }
   }
@@ -71,7 +75,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks<kHead>)
   k.start(keys[0], work.k_strides);
   v.start(values[0], work.v_strides);
   end_batch();
-  if (threadIdx.x < kTile) masks[0][threadIdx.x] = masked(work, unit.batch, unit.row, threadIdx.x);
+  if (threadIdx.x < kTile) masks[0][threadIdx.x] = load_mask(work, unit.batch, unit.row, threadIdx.x);
 
   uint32_t q[kHead / 16][4], grad[kHead / 16][4];
   load_left<kHead>(q, head_of(work.q, work.q_strides, unit.batch, unit.row, unit.head), work.q_strides.place, first,
@@ -88,8 +92,8 @@ __global__ void __launch_bounds__(kThreads, kBlocks<kHead>)
     for (int step = 0; step < kHead / 16; ++step) {
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
-        queries.shift[i / 2 % 2] = fmaf(number<Element>(output[step][i / 2], i % 2),
-                                        number<Element>(grad[step][i / 2], i % 2), queries.shift[i / 2 % 2]);
+        queries.shift[i / 2 % 2] = fmaf(widen_one<Element>(output[step][i / 2], i % 2),
+                                        widen_one<Element>(grad[step][i / 2], i % 2), queries.shift[i / 2 % 2]);
       }
     }
   }
@@ -111,8 +115,8 @@ __global__ void __launch_bounds__(kThreads, kBlocks<kHead>)
     }
     end_batch();
     float next_mask = 0;
-    if (threadIdx.x < kTile) next_mask = masked(work, unit.batch, unit.row, (tile + 1) * kTile + threadIdx.x);
-    uint32_t biases[2][2][4];  // part, upper and lower row
+    if (threadIdx.x < kTile) next_mask = load_mask(work, unit.batch, unit.row, (tile + 1) * kTile + threadIdx.x);
+    uint32_t biases[2][2][4];  // [part][upper or lower row]
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int query = first + group_of_lane() + i % 2 * 8;
@@ -135,7 +139,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks<kHead>)
   store_rows<Element, kHead>(work.q_grad, q_grad, work, unit, first, factors);
 }
 
-// What the kernel by keys has of a tile of queries.
+// The shared memory of the by-keys kernel for a tile of queries.
 template <int kHead>
 struct alignas(16) QueryTile {
   uint4 q[kTile * kHead / 8], grad[kTile * kHead / 8];
@@ -143,7 +147,7 @@ struct alignas(16) QueryTile {
   float moments[3][kTile];        // the greatest score, the share, the shift
 };
 
-// Starts the copies of a tile of the pair bias.
+// Starts copying a tile of the pair bias.
 template <class Element>
 __device__ inline void start_pair(uint4* tile, const Work<Element>& work, const Element* pair, int query, int key) {
   if (pair == nullptr) return;
@@ -192,8 +196,8 @@ __global__ void __launch_bounds__(kThreads, kBlocks<kHead>)
                    work.length, work.head);
   load_left<kHead>(v, head_of(work.v, work.v_strides, unit.batch, unit.row, unit.head), work.v_strides.place, first,
                    work.length, work.head);
-  const float mask[2] = {masked(work, unit.batch, unit.row, first + group_of_lane()),
-                         masked(work, unit.batch, unit.row, first + group_of_lane() + 8)};
+  const float mask[2] = {load_mask(work, unit.batch, unit.row, first + group_of_lane()),
+                         load_mask(work, unit.batch, unit.row, first + group_of_lane() + 8)};
 
   float k_grad[kHead / 8][4] = {}, v_grad[kHead / 8][4] = {}, mask_grad[2] = {0, 0};
   for (int tile = 0; tile < work.tiles; ++tile) {
@@ -209,23 +213,24 @@ __global__ void __launch_bounds__(kThreads, kBlocks<kHead>)
     __syncthreads();
 #pragma unroll
     for (int part = 0; part < 2; ++part) {
-      float scores[4][4], through[4][4];  // rows are keys here, and columns queries
+      float scores[4][4], through[4][4];  // rows are keys here, and columns are queries
       multiply_by_rows<Element, kHead>(scores, k, now.q, part);
       multiply_by_rows<Element, kHead>(through, v, now.grad, part);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        uint32_t biases[4] = {0, 0, 0, 0};  // of fragments 2 * half and 2 * half + 1, upper rows; then lower rows
+        // of fragments 2 * half and 2 * half + 1: the upper rows, then the lower rows
+        uint32_t biases[4] = {0, 0, 0, 0};
         if (pair != nullptr) {
           load_transposed(biases, now.pair + slot_of_columns<8>(lane, part, half, warp * 2));
         }
-        const float4 greatest = of_columns(now.moments[0], part, half), share = of_columns(now.moments[1], part, half);
-        const float4 shift = of_columns(now.moments[2], part, half);
+        const float4 greatest = load_columns(now.moments[0], part, half), share = load_columns(now.moments[1], part, half);
+        const float4 shift = load_columns(now.moments[2], part, half);
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
           const int j = i / 4, lower = i / 2 % 2, column = j * 2 + i % 2;
           float &score = scores[2 * half + j][i % 4], &of_weight = through[2 * half + j][i % 4];
-          const float other = fmaf(number<Element>(biases[j + 2 * lower], i % 2), kLog2e, mask[lower]);
-          const float power = power_of_two(fmaf(score, work.scale, other) - at(greatest, column));
+          const float other = fmaf(widen_one<Element>(biases[j + 2 * lower], i % 2), kLog2e, mask[lower]);
+          const float power = fast_exp2(fmaf(score, work.scale, other) - at(greatest, column));
           score = power * at(share, column);
           of_weight = power * fmaf(of_weight, at(share, column), -at(shift, column));
           mask_grad[lower] += of_weight;
@@ -252,7 +257,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks<kHead>)
   }
 }
 
-// What the kernel by pairs has of a row.
+// The shared memory of the by-pairs kernel for a row.
 template <int kHead>
 struct alignas(16) RowTile {
   uint4 q[kTile * kHead / 8], grad[kTile * kHead / 8], k[kTile * kHead / 8], v[kTile * kHead / 8];
@@ -270,24 +275,24 @@ __global__ void __launch_bounds__(kThreads, kBlocks<kHead>)
   const int split = blockIdx.z, first = query + threadIdx.x / 32 * 16, quarter = quarter_of_lane();
   const int begin = static_cast<int>(int64_t{work.rows} * split / work.splits);
   const int end = static_cast<int>(int64_t{work.rows} * (split + 1) / work.splits);
-  RowCopies<kHead, Element> of_q(work, work.q, work.q_strides, batch, begin, head, query);
-  RowCopies<kHead, Element> of_grad(work, work.grad, work.grad_strides, batch, begin, head, query);
-  RowCopies<kHead, Element> of_k(work, work.k, work.k_strides, batch, begin, head, key);
-  RowCopies<kHead, Element> of_v(work, work.v, work.v_strides, batch, begin, head, key);
+  RowCopies<kHead, Element> q_copies(work, work.q, work.q_strides, batch, begin, head, query);
+  RowCopies<kHead, Element> grad_copies(work, work.grad, work.grad_strides, batch, begin, head, query);
+  RowCopies<kHead, Element> k_copies(work, work.k, work.k_strides, batch, begin, head, key);
+  RowCopies<kHead, Element> v_copies(work, work.v, work.v_strides, batch, begin, head, key);
   const auto start = [&](int row) {
     RowTile<kHead>& to = tiles[(row - begin) % 2];
     const auto copy = [](RowCopies<kHead, Element>& from, uint4* tile, const Strides& strides) {
       from.start(tile, strides);
       from.next_row(strides);
     };
-    copy(of_q, to.q, work.q_strides);
-    copy(of_grad, to.grad, work.grad_strides);
-    copy(of_k, to.k, work.k_strides);
-    copy(of_v, to.v, work.v_strides);
+    copy(q_copies, to.q, work.q_strides);
+    copy(grad_copies, to.grad, work.grad_strides);
+    copy(k_copies, to.k, work.k_strides);
+    copy(v_copies, to.v, work.v_strides);
   };
   start(begin);
   end_batch();
-  if (threadIdx.x < kTile) tiles[0].masks[threadIdx.x] = masked(work, batch, begin, key + threadIdx.x);
+  if (threadIdx.x < kTile) tiles[0].masks[threadIdx.x] = load_mask(work, batch, begin, key + threadIdx.x);
   uint32_t biases[2][2][4];
   const Element* const pair = pair_of(work, batch, head);
 #pragma unroll
@@ -301,7 +306,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks<kHead>)
     if (row + 1 < end) start(row + 1);
     end_batch();
     float next_mask = 0;
-    if (threadIdx.x < kTile && row + 1 < end) next_mask = masked(work, batch, row + 1, key + threadIdx.x);
+    if (threadIdx.x < kTile && row + 1 < end) next_mask = load_mask(work, batch, row + 1, key + threadIdx.x);
     Queries queries;
     queries.load(work, (int64_t{batch} * work.rows + row) * work.heads + head, first, true);
     wait_for_batches<1>();
@@ -337,10 +342,10 @@ __global__ void __launch_bounds__(kThreads, kBlocks<kHead>)
       }
     } else if (work.length % 8 == 0) {
       uint4 eight;
-      eight.x = packed<Element>(part[0][upper], part[0][upper + 1]);
-      eight.y = packed<Element>(part[1][upper], part[1][upper + 1]);
-      eight.z = packed<Element>(part[2][upper], part[2][upper + 1]);
-      eight.w = packed<Element>(part[3][upper], part[3][upper + 1]);
+      eight.x = narrow_two<Element>(part[0][upper], part[0][upper + 1]);
+      eight.y = narrow_two<Element>(part[1][upper], part[1][upper + 1]);
+      eight.z = narrow_two<Element>(part[2][upper], part[2][upper + 1]);
+      eight.w = narrow_two<Element>(part[3][upper], part[3][upper + 1]);
       *reinterpret_cast<uint4*>(work.pair_grad + to) = eight;
     } else {
 #pragma unroll
@@ -351,7 +356,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks<kHead>)
   }
 }
 
-// out[i, k] = the sum of parts[i, j, k] over j, in order.
+// out[i, k] = the sum of parts[i, j, k] over j, added in order.
 template <class Element>
 __global__ void __launch_bounds__(256) sum_kernel(const float* parts, Element* out, int64_t total, int64_t inner,
                                                   int32_t count) {
@@ -388,15 +393,15 @@ void launch_all(const Sizes& s, const Work<Element>& work) {
 opk::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> evoformer_attention_backward(
     const Tensor& grad, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& output, const Tensor& moments,
     const MaybeTensor& mask_bias, const MaybeTensor& pair_bias, double scale, bool mask_grad, bool pair_grad) {
-  const Sizes s = checked(q, k, v, mask_bias, pair_bias);
+  const Sizes s = check_inputs(q, k, v, mask_bias, pair_bias);
   check_results(s, q, grad, output, moments);
   check_served(s, q);
   OPK_SERVED(!pair_grad || s.batch * s.heads < 65536, q, " has ", s.batch * s.heads, " batches and heads");
   Gradients out(s, q, mask_grad, pair_grad);
   if (q.numel() == 0) return {out.q, out.k, out.v, out.mask, out.pair};
-  const Tensor grads = with_aligned_heads(grad), outputs = with_aligned_heads(output);
-  const Tensor queries = with_aligned_heads(q), keys = with_aligned_heads(k), values = with_aligned_heads(v);
-  const Tensor mask = whole(mask_bias), pair = with_aligned_rows(pair_bias, s);
+  const Tensor grads = align_heads(grad), outputs = align_heads(output);
+  const Tensor queries = align_heads(q), keys = align_heads(k), values = align_heads(v);
+  const Tensor mask = make_contiguous(mask_bias), pair = align_rows(pair_bias, s);
   Tensor kept = opk::contiguous(moments);
   Tensor shifts = opk::empty({s.batch, s.rows, s.heads, s.length}, opk::DType::float32, q.device());
   Tensor mask_parts, pair_parts;

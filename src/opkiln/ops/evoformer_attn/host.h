@@ -1,10 +1,11 @@
-// Parts of the CPU kernels: small matrix products on vectors, and the scores of a few queries.
+// Parts of the CPU kernels: small matrix products on vectors, and the scores of a block of queries.
 //
-// A unit of work is a head of a row, as fp32 in buffers that stay in the cache. A block of queries has all of its
-// scores there, so memory grows with the length and not with its square.
+// A unit of work is a head of a row, widened to fp32 in buffers that stay in the cache. Only the scores of a
+// block of queries exist at a time, so memory grows with the length, not with its square.
 #pragma once
 
 #include <opkiln/arguments.h>
+#include <opkiln/floats.h>
 #include <opkiln/vec_exp.h>
 
 #include "call.h"
@@ -15,46 +16,17 @@ namespace evoformer {
 using ::evoformer::Sizes;
 using ::evoformer::Strides;
 
-constexpr int64_t kQueries = 16;  // whose scores are computed at a time
+constexpr int64_t kQueries = 16;  // queries whose scores are computed together
 constexpr int64_t kColumns = 16;  // rows in buffers are padded to a multiple of this
 constexpr float kMinusInfinity = -__builtin_inff();
 
-inline int64_t padded(int64_t count) { return (count + kColumns - 1) / kColumns * kColumns; }
-
-inline float as_float(float value) { return value; }
-inline float as_float(BFloat16 value) { return widen(value); }
-inline float as_float(Float16 value) { return widen(value); }
-inline void set_from(float value, float* to) { *to = value; }
-inline void set_from(float value, BFloat16* to) { *to = narrow_bfloat16(value); }
-inline void set_from(float value, Float16* to) { *to = narrow_float16(value); }
-
-template <class T>
-void load(const T* from, float* to, int64_t count) {
-  int64_t i = 0;
-  for (; i + Vec::kLanes <= count; i += Vec::kLanes) Vec::load(from + i).store(to + i);
-  for (; i < count; ++i) to[i] = as_float(from[i]);
-}
-
-template <class T>
-void store(const float* from, T* to, int64_t count, float factor) {
-  const Vec factors = Vec::all(factor);
-  int64_t i = 0;
-  for (; i + Vec::kLanes <= count; i += Vec::kLanes) (Vec::load(from + i) * factors).store(to + i);
-  for (; i < count; ++i) set_from(from[i] * factor, to + i);
-}
+inline int64_t pad_count(int64_t count) { return (count + kColumns - 1) / kColumns * kColumns; }
 
 inline void clear(float* values, int64_t count) {
   for (int64_t i = 0; i < count; ++i) values[i] = 0;
 }
 
-inline float sum_of(Vec v) {
-  float lanes[Vec::kLanes], sum = 0;
-  v.store(lanes);
-  for (float each : lanes) sum += each;
-  return sum;
-}
-
-// Floats that a thread works in.
+// A thread's scratch memory.
 class Buffer {
  public:
   explicit Buffer(int64_t count) : values_(new float[static_cast<size_t>(count)]), next_(values_) {}
@@ -76,7 +48,7 @@ class Buffer {
 struct Matrix {
   float* at;
   int64_t row, column = 1;
-  Matrix transposed() const { return {at, column, row}; }
+  Matrix transpose() const { return {at, column, row}; }
 };
 
 template <int kRows, bool kAdd>
@@ -103,10 +75,11 @@ inline void multiply_rows(const Matrix& a, const Matrix& b, const Matrix& c, int
   }
 }
 
-// c = a * b, or c += a * b. c has so many rows, and its columns are a multiple of kColumns.
+// c = a * b, or c += a * b. c has `rows` rows, and its columns are a multiple of kColumns.
 template <bool kAdd>
 void multiply(const Matrix& a, const Matrix& b, const Matrix& c, int64_t rows, int64_t columns, int64_t depth) {
-  constexpr int kRows = Vec::kLanes == 16 ? 8 : 4;  // sums that fit the registers, and enough of them at a time
+  // sums that fit into the registers, and enough of them to hide latency
+  constexpr int kRows = Vec::kLanes == 16 ? 8 : 4;
   int64_t r = 0;
   for (; r + kRows <= rows; r += kRows) {
     multiply_rows<kRows, kAdd>({a.at + r * a.row, a.row, a.column}, b, {c.at + r * c.row, c.row}, columns, depth);
@@ -126,7 +99,7 @@ struct Head {
         place(strides.place) {}
 
   void load_rows(const Matrix& to, int64_t first, int64_t count, int64_t elements) const {
-    for (int64_t i = 0; i < count; ++i) load(at + (first + i) * place, to.at + i * to.row, elements);
+    for (int64_t i = 0; i < count; ++i) load_floats(at + (first + i) * place, to.at + i * to.row, elements);
   }
   void load_columns(const Matrix& to, int64_t count, int64_t elements) const {
     for (int64_t i = 0; i < count; ++i) {
@@ -135,23 +108,24 @@ struct Head {
   }
 };
 
-// The mask of a row, times log2(e); minus infinity behind its end.
+// The mask of a row, times log2(e); minus infinity past its end.
 template <class T>
 void load_mask(const void* mask, int64_t row, int64_t length, float* to) {
   if (mask) {
-    load(static_cast<const T*>(mask) + row * length, to, length);
+    load_floats(static_cast<const T*>(mask) + row * length, to, length);
     for (int64_t i = 0; i < length; ++i) to[i] *= static_cast<float>(::evoformer::kLog2E);
   }
-  for (int64_t i = length; i < padded(length); ++i) to[i] = kMinusInfinity;
+  for (int64_t i = length; i < pad_count(length); ++i) to[i] = kMinusInfinity;
 }
 
-// Scores of a query, times log2(e): from products with keys, in place. `bias` is room for a row.
+// Turns a query's products with keys into scores, times log2(e), in
+// place. `bias` is scratch memory for a row.
 template <class T>
 void add_biases(float* scores, const T* pair, const float* mask, float scale, int64_t length, float* bias) {
-  if (pair) load(pair, bias, length);
+  if (pair) load_floats(pair, bias, length);
   const Vec factor = Vec::all(scale * static_cast<float>(::evoformer::kLog2E));
   const Vec log2e = Vec::all(static_cast<float>(::evoformer::kLog2E));
-  for (int64_t i = 0; i < padded(length); i += Vec::kLanes) {
+  for (int64_t i = 0; i < pad_count(length); i += Vec::kLanes) {
     Vec sum = Vec::load(mask + i);
     if (pair) sum = multiply_add(Vec::load(bias + i), log2e, sum);
     multiply_add(Vec::load(scores + i), factor, sum).store(scores + i);

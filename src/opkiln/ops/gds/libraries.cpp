@@ -40,16 +40,16 @@ bool fill(void* library, CuFile& to, std::string& why) {
       find(library, "cuFileRead", to.cuFileRead, why) && find(library, "cuFileWrite", to.cuFileWrite, why);
 }
 
-// CUfileDrvProps_t. Its later fields differ among releases: they are room here.
+// CUfileDrvProps_t. The later fields differ among releases, so they are only reserved space here.
 struct Properties {
-  unsigned major, minor;  // of nvidia-fs; 0 if it is not loaded
+  unsigned major, minor;  // version of nvidia-fs; 0 if it is not loaded
   size_t poll_size, direct_size;
   unsigned file_systems, control, features;
   char more[256];
 };
-constexpr unsigned kP2P = 1u << 4;  // a feature: disks reach the GPU without nvidia-fs
+constexpr unsigned kP2P = 1u << 4;  // a feature flag: disks reach the GPU without nvidia-fs
 
-const char* meaning(int code) {
+const char* error_meaning(int code) {
   switch (code) {
     case 5001: return "its driver cannot be opened";
     case 5004: return "nvidia-fs has another version than cuFile needs";
@@ -71,12 +71,12 @@ const char* meaning(int code) {
   }
 }
 
-std::string with_meaning(const char* call, int code) {
-  const char* const text = meaning(code);
+std::string describe_cufile(const char* call, int code) {
+  const char* const text = error_meaning(code);
   return std::string(call) + ": cuFile's error " + std::to_string(code) + (*text ? ", " : "") + text;
 }
 
-void* first_of(const char* paths, std::string& why) {
+void* open_first(const char* paths, std::string& why) {
   void* found = dlopen("libcufile.so.0", RTLD_NOW);
   if (found == nullptr) why = dlerror();
   std::string left = paths;
@@ -90,23 +90,23 @@ void* first_of(const char* paths, std::string& why) {
   return found;
 }
 
-// Null and why, or an open cuFile.
-CuFile* opened(const char* paths, const Driver& driver, std::string& why) {
-  void* const library = first_of(paths, why);
+// Opens cuFile. Returns null and sets `why` on failure.
+CuFile* open_cufile(const char* paths, const Driver& driver, std::string& why) {
+  void* const library = open_first(paths, why);
   if (library == nullptr) return nullptr;
   CuFile made{};
   Dl_info place{};
   if (!fill(library, made, why)) return nullptr;
   if (dladdr(reinterpret_cast<void*>(made.cuFileRead), &place) != 0) made.about = place.dli_fname;
   const Status status = made.cuFileDriverOpen();
-  if (status.code != 0 && status.code != 5026) {  // 5026: somebody else has opened it
-    why = words_of(driver, "cuFileDriverOpen", status);
+  if (status.code != 0 && status.code != 5026) {  // 5026: already opened by other code in the process
+    why = describe(driver, "cuFileDriverOpen", status);
     return nullptr;
   }
   Properties found{};
   const Status asked = made.cuFileDriverGetProperties(&found);
   if (asked.code != 0) {
-    why = words_of(driver, "cuFileDriverGetProperties", asked);
+    why = describe(driver, "cuFileDriverGetProperties", asked);
     return nullptr;
   }
   made.direct = found.major != 0 || (found.features & kP2P) != 0;
@@ -115,7 +115,7 @@ CuFile* opened(const char* paths, const Driver& driver, std::string& why) {
   } else {
     made.about += made.direct ? ", PCI peer-to-peer" : ", compatibility mode: nvidia-fs is not loaded";
   }
-  return new CuFile(made);  // never closed: others in the process may use it
+  return new CuFile(made);  // never closed: other code in the process may use it
 }
 
 }  // namespace
@@ -134,7 +134,7 @@ const Driver* Driver::open(std::string& why) {
       return nullptr;
     }
     if (const int error = made.cuInit(0); error != 0) {
-      reason = made.words("cuInit", error);
+      reason = made.describe("cuInit", error);
       return nullptr;
     }
     return new Driver(made);
@@ -143,7 +143,7 @@ const Driver* Driver::open(std::string& why) {
   return found;
 }
 
-std::string Driver::words(const char* call, int error) const {
+std::string Driver::describe(const char* call, int error) const {
   const char* text = nullptr;
   if (cuGetErrorString(error, &text) != 0 || text == nullptr) text = "unknown error";
   return std::string(call) + ": CUDA's error " + std::to_string(error) + ", " + text;
@@ -151,7 +151,7 @@ std::string Driver::words(const char* call, int error) const {
 
 bool Driver::enter(int device, std::string& why) const {
   static std::mutex& lock = *new std::mutex;
-  static auto& contexts = *new std::map<int, void*>;  // kept: torch does so, too
+  static auto& contexts = *new std::map<int, void*>;  // never released, as in torch
   const std::lock_guard<std::mutex> guard(lock);
   void*& context = contexts[device];
   int handle = 0;
@@ -160,12 +160,12 @@ bool Driver::enter(int device, std::string& why) const {
     if (error == 0) error = cuDevicePrimaryCtxRetain(&context, handle);
     if (error != 0) {
       context = nullptr;
-      why = words("cuDevicePrimaryCtxRetain", error);
+      why = describe("cuDevicePrimaryCtxRetain", error);
       return false;
     }
   }
   const int error = cuCtxSetCurrent(context);
-  if (error != 0) why = words("cuCtxSetCurrent", error);
+  if (error != 0) why = describe("cuCtxSetCurrent", error);
   return error == 0;
 }
 
@@ -175,17 +175,17 @@ const CuFile* CuFile::open(const char* paths, std::string& why) {
   const Driver* const driver = Driver::open(why);
   if (driver == nullptr) return nullptr;
   const std::lock_guard<std::mutex> guard(lock);
-  if (found == nullptr) found = opened(paths, *driver, why);
+  if (found == nullptr) found = open_cufile(paths, *driver, why);
   return found;
 }
 
-std::string words_of(const Driver& driver, const char* call, Status status) {
-  return status.code == kCudaError ? driver.words(call, status.cuda) : with_meaning(call, status.code);
+std::string describe(const Driver& driver, const char* call, Status status) {
+  return status.code == kCudaError ? driver.describe(call, status.cuda) : describe_cufile(call, status.code);
 }
 
-std::string words_of(const char* call, ssize_t result, int error) {
+std::string describe(const char* call, ssize_t result, int error) {
   if (result == -1) return std::string(call) + ": " + strerror(error);
-  return with_meaning(call, static_cast<int>(-result));
+  return describe_cufile(call, static_cast<int>(-result));
 }
 
 }  // namespace gds

@@ -1,4 +1,4 @@
-// The kernel of kv_attention, and its launch. decode.h has the parts.
+// The kernel of kv_attention and its launch. decode.h has the parts.
 #include <opkiln/op.h>
 
 #include "decode.h"
@@ -8,7 +8,7 @@ using namespace decode;
 
 namespace {
 
-// Adds the parts of one unit, `splits` of them, in their order.
+// Adds the partial results of one unit's splits, in order.
 template <int kRows>
 __device__ void add_parts(const Work& work, float* factors, int64_t unit, int splits, int rows, int batch,
                           int head, int first_row) {
@@ -21,7 +21,7 @@ __device__ void add_parts(const Work& work, float* factors, int64_t unit, int sp
   const auto part = [&](int split, int i) {
     return __ldcg(reinterpret_cast<const float4*>(parts) + int64_t{split} * kRows * kFours + i);
   };
-  // What a thread reads first is under way while the factors are computed.
+  // A thread's first loads are in flight while the factors are computed.
   float4 ahead[kAhead];
 #pragma unroll
   for (int split = 0; split < kAhead; ++split) {
@@ -34,17 +34,17 @@ __device__ void add_parts(const Work& work, float* factors, int64_t unit, int sp
       const float2 found = __ldcg(sums + split * kRows + row);
       const float greater = fmaxf(most, found.x);
       if (greater != -INFINITY) {
-        total = total * power_of_two(most - greater) + found.y * power_of_two(found.x - greater);
+        total = total * fast_exp2(most - greater) + found.y * fast_exp2(found.x - greater);
       }
       most = greater;
     }
     float all = most;
     for (int step = 16; step > 0; step /= 2) all = fmaxf(all, __shfl_xor_sync(kAll, all, step));
-    total = all == -INFINITY ? 0.f : total * power_of_two(most - all);
+    total = all == -INFINITY ? 0.f : total * fast_exp2(most - all);
     for (int step = 16; step > 0; step /= 2) total += __shfl_xor_sync(kAll, total, step);
     for (int split = lane; split < splits; split += 32) {
       const float own = __ldcg(sums + split * kRows + row).x;
-      factors[split * kRows + row] = all == -INFINITY ? 0.f : power_of_two(own - all) / total;
+      factors[split * kRows + row] = all == -INFINITY ? 0.f : fast_exp2(own - all) / total;
     }
   }
   __syncthreads();
@@ -150,7 +150,7 @@ __global__ void __launch_bounds__(2 * kThreads) decode_kernel(const OPK_GRID_CON
   int stage = 0, free_stage = kStages - 1;
   for (int tile = 0; tile < count; ++tile) {
     wait_for_batches<kStages - 2>();
-    __syncwarp();  // the tile is there for all lanes, and all have read the one before it
+    __syncwarp();  // the tile is visible to all lanes, and all have finished reading the one before it
     const int blocks = next;
     const int later = tile + kStages - 1;
     next = after_next;
@@ -164,7 +164,7 @@ __global__ void __launch_bounds__(2 * kThreads) decode_kernel(const OPK_GRID_CON
     stage = stage + 1 == kStages ? 0 : stage + 1;
   }
 
-  // The warps of the block, added up in shared memory.
+  // Adds up the warps of the block in shared memory.
   __syncthreads();
   float* outs = reinterpret_cast<float*>(shared);  // [warp, row, kOutRow]
   float2* sums = reinterpret_cast<float2*>(outs + warps * kRows * kOutRow);  // [warp, row]
@@ -202,7 +202,7 @@ __global__ void __launch_bounds__(2 * kThreads) decode_kernel(const OPK_GRID_CON
 #pragma unroll kWarps
     for (int w = 0; w < warps; ++w) {
       const float2 found = sums[w * kRows + row];
-      const float factor = power_of_two(found.x - base);
+      const float factor = fast_exp2(found.x - base);
       total += factor * found.y;
       add(sum, factor, *reinterpret_cast<const float4*>(outs + (w * kRows + row) * kOutRow + column * 4));
     }
@@ -228,7 +228,7 @@ __global__ void __launch_bounds__(2 * kThreads) decode_kernel(const OPK_GRID_CON
   __syncthreads();
   if (threadIdx.x == 0) {
     is_last = atomicAdd(work.counters + unit, 1) == splits - 1;
-    if (is_last) work.counters[unit] = 0;  // for the next launch
+    if (is_last) work.counters[unit] = 0;  // reset for the next launch
     __threadfence();
   }
   __syncthreads();
@@ -242,7 +242,7 @@ Strides strides_of(const Tensor& x, bool tokens_first = false) {
   return {all[0], all[tokens_first ? 2 : 1], all[tokens_first ? 1 : 2]};
 }
 
-// Rows are read in pieces of 16 bytes; queries in pieces of 4.
+// Rows are read 16 bytes at a time, queries 4 bytes at a time.
 void check_rows(const Tensor& x, int64_t heads) {
   const opk::Ints sizes = x.sizes(), strides = x.strides();
   OPK_CHECK(sizes.size() == 4 && sizes[3] == HEAD, x, " has shape ", sizes, ", expected rows of ", HEAD);
@@ -281,7 +281,7 @@ Tensor kv_attention(const Tensor& q, const opk::optional<Tensor>& k, const opk::
                     Tensor& k_cache, Tensor& v_cache, const Tensor& lengths,
                     const opk::optional<Tensor>& block_table, const opk::optional<Tensor>& slopes,
                     Tensor& counters, double scale, bool causal, int64_t splits) {
-  OPK_CHECK(block_table.has_value() == kPaged, "block_table goes with the other kernel");
+  OPK_CHECK(block_table.has_value() == kPaged, "block_table is needed by the paged kernel, and only by it");
   const int64_t batch = q.size(0), q_heads = q.size(1), tokens = q.size(2);
   const int64_t heads = k_cache.size(kPaged ? 2 : 1);
   check_rows(q, 0);

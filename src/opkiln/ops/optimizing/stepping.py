@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,10 +19,6 @@ from torch import Tensor
 
 from opkiln.errors import UsageError
 from opkiln.loading.register import at_trace_time
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 _SCHEMA = (
     "step_(Tensor(a!)[] params, Tensor[] grads, int[] places, float grad_scale, str optimizer) "
@@ -46,7 +43,7 @@ def put_into_graph(optimizer: Any, grad_scale: float) -> bool:
 
     False if a parameter or a gradient is not a plain dense tensor: an op takes no other kind.
     """
-    # Not read as an attribute: torch.compile would make every learning rate a constant of the
+    # Reading the attribute would make torch.compile take every learning rate as a constant of the
     # graph.
     groups = optimizer.__dict__["param_groups"]
     every: list[Any] = [param for group in groups for param in group["params"]]

@@ -1,4 +1,4 @@
-// The kernels that dequantize. hipify turns this into HIP as it is.
+// The kernels that dequantize. hipify turns this file into HIP unchanged.
 #pragma once
 
 #include "sources.h"
@@ -10,17 +10,17 @@ namespace {
 constexpr unsigned kBackThreads = 128;
 constexpr int kBackUnits = 2;
 
-// Where the levels of an element lie, and whose they are.
-struct Lies {
+// The position of an element's levels in memory, and their group.
+struct LevelPlace {
   int64_t group, at;
 
-  __device__ Lies(const Launch& l, int64_t element) {
+  __device__ LevelPlace(const Launch& l, int64_t element) {
     const Format& format = l.work.format;
     int64_t own;
     if (l.log2_group != 0) {
       own = element >> l.log2_group;
     } else {
-      // Chunks are counted in 32 bits where there are so few: dividing 64 takes long.
+      // Divides in 32 bits where possible: 64-bit division is slow.
       const int64_t chunk = element / kChunk;
       own = chunk <= 0xffffffff
           ? static_cast<uint32_t>(chunk) / static_cast<uint32_t>(format.group_size / kChunk)
@@ -46,8 +46,8 @@ __device__ void finish_unit(const Work& work, const Format& format, const Levels
   store_unit<Type, kWhole, kOnce>(words, work.out, {start, 0}, count);
 }
 
-// Whole units, two of each thread: with one, four or eight, and with levels that a warp reads together
-// and shares out, it was slower on an H200.
+// Full units, two per thread. One, four or eight units, and levels
+// that a warp reads together and distributes, were slower on an H200.
 template <class Type, int kBits, bool kSymmetric>
 __global__ void __launch_bounds__(kBackThreads)
 dequantize_kernel(const OPK_GRID_CONSTANT Launch l) {
@@ -58,10 +58,10 @@ dequantize_kernel(const OPK_GRID_CONSTANT Launch l) {
   float scales[kBackUnits], offsets[kBackUnits];
 #pragma unroll
   for (int j = 0; j < kBackUnits; ++j) {
-    const Lies lies(l, (first + j * kBackThreads + threadIdx.x) * kUnit);
-    levels[j] = load_levels<kUnit, true>(work.to.values, lies.at, kUnit, kBits);
-    scales[j] = work.to.scales[lies.group];
-    offsets[j] = kSymmetric ? 0.0f : work.to.offsets[lies.group];
+    const LevelPlace place(l, (first + j * kBackThreads + threadIdx.x) * kUnit);
+    levels[j] = load_levels<kUnit, true>(work.to.values, place.at, kUnit, kBits);
+    scales[j] = work.to.scales[place.group];
+    offsets[j] = kSymmetric ? 0.0f : work.to.offsets[place.group];
   }
   const Format format{kBits, 0, kSymmetric};
 #pragma unroll
@@ -72,7 +72,7 @@ dequantize_kernel(const OPK_GRID_CONSTANT Launch l) {
   }
 }
 
-// The units from l.first on, at any address.
+// The units from l.first on, at any alignment.
 template <class Type>
 __global__ void __launch_bounds__(kBackThreads)
 dequantize_any_kernel(const OPK_GRID_CONSTANT Launch l) {
@@ -81,12 +81,12 @@ dequantize_any_kernel(const OPK_GRID_CONSTANT Launch l) {
   const int64_t unit = l.first + static_cast<int64_t>(blockIdx.x) * kBackThreads + threadIdx.x;
   const int64_t start = unit * kUnit, left = work.numel - start;
   if (left > 0) {
-    const Lies lies(l, start);
+    const LevelPlace place(l, start);
     const int count = left < kUnit ? static_cast<int>(left) : kUnit;
     const Levels levels =
-        load_levels<kUnit, false>(work.to.values, lies.at, count, work.format.bits);
-    const float offset = work.format.symmetric ? 0.0f : work.to.offsets[lies.group];
-    finish_unit<Type, false, false>(work, work.format, levels, work.to.scales[lies.group], offset,
+        load_levels<kUnit, false>(work.to.values, place.at, count, work.format.bits);
+    const float offset = work.format.symmetric ? 0.0f : work.to.offsets[place.group];
+    finish_unit<Type, false, false>(work, work.format, levels, work.to.scales[place.group], offset,
                                     start, count);
   }
 }

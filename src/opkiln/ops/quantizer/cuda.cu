@@ -1,4 +1,5 @@
-// Quantizing tensors of 16-bit elements, and dequantizing; how a call is launched.
+// Launches of the op's kernels. Contains the kernels that quantize
+// 16-bit elements, and those that dequantize.
 
 #include <opkiln/op.h>
 
@@ -32,7 +33,7 @@ void run_quantize(const Work& work, const Parts* parts) {
       r.launch.aligned = r.launch.aligned &&
           is_aligned(r.parts.at[i].values, static_cast<size_t>(r.parts.format.bits));
     }
-    launch_worked_out(r);
+    launch_computed(r);
     return;
   }
   switch (work.type) {

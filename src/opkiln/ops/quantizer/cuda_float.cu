@@ -1,5 +1,5 @@
-// Quantizing fp32: tensors, and what is worked out in it (sums of parts, feedback of errors). Of
-// groups above 32768 elements a block's registers do not hold all.
+// The kernels that quantize fp32: tensors, sums of parts, and values with error
+// feedback. Groups above 32768 elements exceed a block's registers.
 
 #include <opkiln/op.h>
 
@@ -12,7 +12,7 @@ void launch_float(Launch& l) {
   launch_quantize<TensorSource<Float>>(l, l);
 }
 
-void launch_worked_out(Reduction& r) {
+void launch_computed(Reduction& r) {
   launch_quantize<FloatSource>(r.launch, r);
 }
 

@@ -1,4 +1,4 @@
-// The op's functions: every check, and what is returned. Messages are reference.py's.
+// The op's functions and argument checks. Messages equal reference.py's.
 #pragma once
 
 #include <opkiln/arguments.h>
@@ -19,11 +19,11 @@ using opk::TensorList;
 using OptionalTensor = opk::optional<Tensor>;
 using Three = opk::tuple<Tensor, Tensor, Tensor>;
 
-// A device's file defines these two. `parts` are what is quantized if there is no work.from.
+// Defined by each device's source. Without work.from, `parts` are quantized.
 void run_quantize(const Work& work, const Parts* parts);
 void run_dequantize(const Work& work);
 
-// On the device, of the dtype and the size, without gaps.
+// Checks device, dtype, size and contiguity.
 void check(const Tensor& tensor, Device device, DType dtype, int64_t numel) {
   opk::check_on(tensor, device);
   opk::check_dtype(tensor, dtype);
@@ -38,7 +38,7 @@ Format format_of(int64_t bits, int64_t group_size, bool symmetric, const char* p
   return {static_cast<int>(bits), static_cast<int>(group_size), symmetric, false};
 }
 
-// What is quantized to, which may use the lowest level, too.
+// The format of a quantized result. It may also use the lowest level, unless narrow_range is set.
 Format format_to(int64_t bits, int64_t group_size, bool symmetric, bool narrow_range) {
   Format format = format_of(bits, group_size, symmetric);
   format.full = symmetric && !narrow_range;
@@ -58,11 +58,11 @@ void check_count(const char* name, int64_t count) {
   OPK_CHECK(count >= 1 && count <= INT32_MAX, name, " is ", count, ", expected at least 1");
 }
 
-Order order_of(int64_t numel, const Format& format, int64_t nodes, int64_t devices, int64_t pipeline) {
+GroupOrder order_of(int64_t numel, const Format& format, int64_t nodes, int64_t devices, int64_t pipeline) {
   check_count("nodes", nodes);
   check_count("devices_per_node", devices);
   check_count("pipeline", pipeline);
-  // In double: three factors of 31 bits.
+  // In double, because the product of three 31-bit factors may overflow.
   const double wanted = static_cast<double>(nodes) * static_cast<double>(devices) *
       static_cast<double>(pipeline) * format.group_size;
   const int64_t pieces = wanted < 9e18 ? nodes * devices * pipeline : 0;
@@ -85,8 +85,8 @@ DType type_of_values(const Format& format) {
   return format.symmetric && format.bits == 8 ? DType::int8 : DType::uint8;
 }
 
-// Levels that were handed in.
-Quantized given(const Tensor& values, const Tensor& scales, const Tensor* offsets, int64_t numel,
+// Checks levels and parameters that the caller passed.
+Quantized check_quantized(const Tensor& values, const Tensor& scales, const Tensor* offsets, int64_t numel,
                 const Format& format, Device device) {
   OPK_CHECK(numel >= 0, "numel is ", numel, ", expected at least 0");
   const int64_t groups = groups_of(numel, format);
@@ -101,7 +101,7 @@ Quantized given(const Tensor& values, const Tensor& scales, const Tensor* offset
 }
 
 // Quantizes into new tensors.
-Three quantized(Work& work, const Parts* parts, Device device) {
+Three quantize_new(Work& work, const Parts* parts, Device device) {
   const Format& format = work.format;
   const int64_t groups = groups_of(work.numel, format);
   Tensor values = opk::empty({bytes_for(work.numel, format)}, type_of_values(format), device);
@@ -117,7 +117,7 @@ float* error_of(Tensor& error, int64_t numel, Device device) {
   return error.data<float>();
 }
 
-// What is quantized or faked: its place, dtype and layout.
+// Sets up the input of quantizing and fake quantizing.
 Work work_on(const Tensor& x, const Format& format, Device device) {
   Work work{};
   work.type = opk::element_of(x);
@@ -136,7 +136,7 @@ Three quantize_tensor(const Tensor& x, Tensor* error, int64_t bits, int64_t grou
   work.random = random_of(stochastic, seed, offset, offset_at, device);
   work.order = order_of(work.numel, work.format, nodes, devices, pipeline);
   work.error = error == nullptr ? nullptr : error_of(*error, work.numel, device);
-  return quantized(work, nullptr, device);
+  return quantize_new(work, nullptr, device);
 }
 
 Three quantize(const Tensor& x, int64_t bits, int64_t group_size, bool symmetric, bool stochastic,
@@ -161,7 +161,7 @@ Tensor dequantize(const Tensor& values, const Tensor& scales, const Tensor& offs
   work.format = format_of(bits, group_size, symmetric);
   work.type = opk::element_of(dtype);
   work.numel = numel;
-  work.to = given(values, scales, &offsets, numel, work.format, device);
+  work.to = check_quantized(values, scales, &offsets, numel, work.format, device);
   work.order = order_of(numel, work.format, nodes, devices, pipeline);
   Tensor out = opk::empty({numel}, dtype, device);
   work.out = out.data();
@@ -189,7 +189,7 @@ void fake_quantize_(Tensor& x, int64_t bits, int64_t group_size, bool symmetric,
                     int64_t offset, const OptionalTensor& offset_at, bool narrow_range) {
   const Device device = opk::device_of(x);
   Work work = work_on(x, format_to(bits, group_size, symmetric, narrow_range), device);
-  // This gives copy-on-write memory a copy of its own.
+  // The mutable accessor gives copy-on-write memory a copy of its own.
   work.from = x.data();
   fake_into(const_cast<void*>(work.from), work, stochastic, seed, offset, offset_at, device);
 }
@@ -214,7 +214,7 @@ Three reduce_parts(Tensor* error, const TensorList& values, const TensorList& sc
   OPK_CHECK(numel <= most, "numel is ", numel, ", expected at most ", most);
   const Device device = opk::device_of(values[0]);
   for (int64_t i = 0; i < values.size(); ++i) {
-    parts.at[i] = given(values[i], scales[i], from_symmetric ? nullptr : &offsets[i], numel, parts.format, device);
+    parts.at[i] = check_quantized(values[i], scales[i], from_symmetric ? nullptr : &offsets[i], numel, parts.format, device);
   }
   parts.count = static_cast<int>(values.size());
   parts.factor = static_cast<float>(factor);
@@ -223,7 +223,7 @@ Three reduce_parts(Tensor* error, const TensorList& values, const TensorList& sc
   work.format = format_to(bits, group_size, symmetric, narrow_range);
   work.random = random_of(stochastic, seed, offset, offset_at, device);
   work.error = error == nullptr ? nullptr : error_of(*error, numel, device);
-  return quantized(work, &parts, device);
+  return quantize_new(work, &parts, device);
 }
 
 Three quantized_reduce(const TensorList& values, const TensorList& scales, const TensorList& offsets,

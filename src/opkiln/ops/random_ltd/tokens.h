@@ -1,15 +1,15 @@
-// Tokens that are gathered and scattered: what both versions work on, and the op's functions, which make it
-// of tensors: with the checks. A token is a row of bytes, whatever its dtype.
+// Shared by the CPU and CUDA versions of gathering and scattering tokens: argument checks,
+// and the op's functions. A token is a row of bytes, for any dtype.
 #pragma once
 
 #include "indices.h"
 
 namespace {
 
-// Tokens in memory: where that of a sequence and a position is.
+// Tokens in memory, by sequence and position.
 struct Side {
   char* data;  // null: zeros
-  int64_t batch, token;  // steps, in bytes
+  int64_t batch, token;  // strides in bytes
 
 #if defined(__CUDACC__) || defined(__HIPCC__) || defined(OPKILN_EMULATED) || defined(__CUDACC_RTC__)
   __host__ __device__
@@ -22,10 +22,10 @@ struct Side {
 struct Tokens {
   Side all;   // [B, S]
   Side part;  // [B, K]
-  Side out;   // [B, K] of a gather, [B, S] of a merge
+  Side out;   // [B, K] when gathering, [B, S] when merging
   Indices indices;  // [B, K]
   int64_t batch, kept, count;
-  int64_t row;  // bytes of a token
+  int64_t row;  // bytes per token
   bool batch_first;
 };
 
@@ -34,13 +34,13 @@ OPK_PLAIN_BEGIN
 
 using opk::Tensor;
 
-// A device's file defines these. There is something to write.
+// Defined by each device's source. Called only if there is something to write.
 void gather(const Tokens& tokens);   // out[b, k] = all[b, indices[b, k]]
 void scatter(const Tokens& tokens);  // all[b, indices[b, k]] = part[b, k]
 void merge(const Tokens& tokens);    // out[b, s] = part[b, k] where indices[b, k] = s, else all[b, s]
 
-// The tensor itself if its channels are neighbours, or a contiguous copy.
-Tensor readable(const Tensor& x) {
+// The tensor itself if its channels are contiguous, or a contiguous copy.
+Tensor make_readable(const Tensor& x) {
   return x.size(2) <= 1 || x.stride(2) == 1 ? x : opk::contiguous(x);
 }
 
@@ -53,8 +53,8 @@ Side read_side(const Tensor& x, bool batch_first) {
   return side_of(x, const_cast<void*>(x.data()), batch_first);
 }
 
-// The sizes, from a tensor of tokens and the indices. `picked` is to live as long as they are used.
-Tokens sized(const Tensor& x, const Tensor& indices, const Tensor& picked, bool batch_first) {
+// Checks the tensors and returns the sizes. `picked` must outlive the result.
+Tokens make_tokens(const Tensor& x, const Tensor& indices, const Tensor& picked, bool batch_first) {
   opk::device_of(x);
   opk::check_dim(x, 3);
   check_indices(indices);
@@ -89,8 +89,8 @@ Tensor empty_tokens(const Tensor& like, int64_t batch, int64_t count, bool batch
 
 Tensor token_gather(const Tensor& x, const Tensor& indices, bool batch_first) {
   const Tensor picked = opk::contiguous(indices);
-  Tokens tokens = sized(x, indices, picked, batch_first);
-  const Tensor all = readable(x);
+  Tokens tokens = make_tokens(x, indices, picked, batch_first);
+  const Tensor all = make_readable(x);
   Tensor out = empty_tokens(x, tokens.batch, tokens.kept, batch_first);
   tokens.all = read_side(all, batch_first);
   tokens.out = side_of(out, out.data(), batch_first);
@@ -100,10 +100,10 @@ Tensor token_gather(const Tensor& x, const Tensor& indices, bool batch_first) {
 
 Tensor token_scatter(const Tensor& x, const Tensor& part, const Tensor& indices, bool batch_first) {
   const Tensor picked = opk::contiguous(indices);
-  Tokens tokens = sized(x, indices, picked, batch_first);
-  const Tensor all = readable(x);
+  Tokens tokens = make_tokens(x, indices, picked, batch_first);
+  const Tensor all = make_readable(x);
   check_part(x, part, tokens);
-  const Tensor given = readable(part);
+  const Tensor given = make_readable(part);
   Tensor out = empty_tokens(x, tokens.batch, tokens.count, batch_first);
   tokens.all = read_side(all, batch_first);
   tokens.part = read_side(given, batch_first);
@@ -114,11 +114,11 @@ Tensor token_scatter(const Tensor& x, const Tensor& part, const Tensor& indices,
 
 void token_scatter_(Tensor& x, const Tensor& part, const Tensor& indices, bool batch_first) {
   const Tensor picked = opk::contiguous(indices);
-  Tokens tokens = sized(x, indices, picked, batch_first);
+  Tokens tokens = make_tokens(x, indices, picked, batch_first);
   check_part(x, part, tokens);
   if (part.numel() == 0) return;
-  const Tensor given = readable(part);
-  Tensor all = readable(x);
+  const Tensor given = make_readable(part);
+  Tensor all = make_readable(x);
   const bool copied = all.get() != x.get() && all.data() != static_cast<const Tensor&>(x).data();
   tokens.all = side_of(all, all.data(), batch_first);
   tokens.part = read_side(given, batch_first);
@@ -128,8 +128,8 @@ void token_scatter_(Tensor& x, const Tensor& part, const Tensor& indices, bool b
 
 Tensor token_spread(const Tensor& part, const Tensor& indices, int64_t count, bool batch_first) {
   const Tensor picked = opk::contiguous(indices);
-  Tokens tokens = sized(part, indices, picked, batch_first);
-  const Tensor given = readable(part);
+  Tokens tokens = make_tokens(part, indices, picked, batch_first);
+  const Tensor given = make_readable(part);
   OPK_CHECK(count >= 0, "tokens is ", count, ", expected at least 0");
   check_part(part, part, tokens);
   Tensor out = empty_tokens(part, tokens.batch, count, batch_first);
@@ -142,8 +142,8 @@ Tensor token_spread(const Tensor& part, const Tensor& indices, int64_t count, bo
 
 Tensor token_clear(const Tensor& x, const Tensor& indices, bool batch_first) {
   const Tensor picked = opk::contiguous(indices);
-  Tokens tokens = sized(x, indices, picked, batch_first);
-  const Tensor all = readable(x);
+  Tokens tokens = make_tokens(x, indices, picked, batch_first);
+  const Tensor all = make_readable(x);
   Tensor out = empty_tokens(x, tokens.batch, tokens.count, batch_first);
   tokens.all = read_side(all, batch_first);
   tokens.out = side_of(out, out.data(), batch_first);

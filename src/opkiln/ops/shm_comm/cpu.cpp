@@ -1,5 +1,5 @@
-// Collectives of the ranks of one host. Each rank copies through slots of shared memory that stay in the
-// caches; group.h says how the ranks take turns.
+// Collectives of the ranks of one host. Each rank copies through slots of shared memory
+// that stay in the caches. group.h defines how the ranks take turns.
 
 #include "group.h"
 
@@ -18,52 +18,52 @@ struct Entry {
   bool closed = false;
 };
 
-// A number is never used twice, so a group that was closed is not taken for another one.
+// Numbers are never reused, so a closed group is not mistaken for another one.
 struct Table {
   static constexpr int64_t kMost = 1024;
   pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
   Entry entries[kMost];
   int64_t next = 0;
-  int pid = 0;  // of the process that opened the groups; a forked child has none of them
+  int pid = 0;  // the process that opened the groups; a forked child has none
 };
 Table table;
 
-struct Locked {
-  explicit Locked(pthread_mutex_t* mutex) : mutex_(mutex) { pthread_mutex_lock(mutex_); }
-  ~Locked() { pthread_mutex_unlock(mutex_); }
-  Locked(const Locked&) = delete;
+struct Lock {
+  explicit Lock(pthread_mutex_t* mutex) : mutex_(mutex) { pthread_mutex_lock(mutex_); }
+  ~Lock() { pthread_mutex_unlock(mutex_); }
+  Lock(const Lock&) = delete;
   pthread_mutex_t* mutex_;
 };
 
-// With the table locked: forgets a group that is closed and that nobody uses.
+// Deletes a group that is closed and unused. The table must be locked.
 void drop_unused(Entry& entry) {
   if (!entry.closed || entry.users != 0) return;
   delete entry.group;
   entry = Entry{};
 }
 
-// The group of a number, for one call at a time.
+// Borrows a group by number, for one call.
 class Use {
  public:
   explicit Use(int64_t number) {
     OPK_SERVED(number >= 0, "the ranks of this group share no memory");
-    // First, without the lock: another thread may have held it when this process was forked.
+    // Checked before locking: another thread may have held the lock when this process was forked.
     OPK_CHECK(table.pid == getpid(),
               "the group belongs to another process; a forked child cannot use its parent's group");
-    const Locked lock(&table.mutex);
+    const Lock lock(&table.mutex);
     entry_ = &table.entries[number % Table::kMost];
     OPK_CHECK(entry_->number == number && !entry_->closed, "the group is closed");
     ++entry_->users;
   }
   ~Use() {
     if (locked_) pthread_mutex_unlock(entry_->group->mutex());
-    const Locked lock(&table.mutex);
+    const Lock lock(&table.mutex);
     --entry_->users;
     drop_unused(*entry_);
   }
   Use(const Use&) = delete;
 
-  // Begins a call. Another thread's call on the same group comes before it or after it.
+  // Begins a call. Calls of other threads on the same group come before or after it.
   Group& begin(Kind kind, const Tensor& x, Reduce how, int64_t count) {
     pthread_mutex_lock(entry_->group->mutex());
     locked_ = true;
@@ -93,11 +93,11 @@ void copy(T* to, const T* from, int64_t count) {
 
 // ---- the collectives -------------------------------------------------------------------------------------
 
-// Up to so many bytes each rank combines everything by itself: it is read by every rank, but the ranks meet
-// once and not twice.
+// Up to this many bytes, each rank combines everything itself. Every rank then
+// reads all the data, but the ranks meet only once instead of twice.
 constexpr int64_t kWholeBytes = 64 << 10;
 
-// `in` may be `out`.
+// `in` may equal `out`.
 template <class T>
 void all_reduce(Group& group, Reduce how, const T* in, T* out, int64_t count) {
   const int64_t size = group.size(), rank = group.rank();
@@ -106,19 +106,19 @@ void all_reduce(Group& group, Reduce how, const T* in, T* out, int64_t count) {
   const int64_t bytes = count * static_cast<int64_t>(sizeof(T));
   if (bytes * (size - 1) <= kWholeBytes && bytes <= group.slot_bytes()) {
     copy(group.slot<T>(rank), in, count);
-    group.all_written();
+    group.announce_written();
     for (int64_t r = 0; r < size; ++r) sources[r] = group.slot<T>(r);
     combine(how, sources, size, count, out, static_cast<T*>(nullptr));
     group.next_turn();
     return;
   }
-  // Rank p combines part p of each stretch. A slot has the rank's own elements of the others' parts, and at
-  // its own part the result.
+  // Rank p combines part p of each stretch. Its slot holds its own
+  // elements of the other ranks' parts, and the result at its own part.
   constexpr int64_t kLine = 64 / sizeof(T);
   const int64_t most = group.slot_bytes() / static_cast<int64_t>(sizeof(T)) / size / kLine * kLine;
   for (int64_t begin = 0; begin < count; begin += most * size) {
     const int64_t length = least(count - begin, most * size);
-    const int64_t step = rounded_up((length + size - 1) / size, kLine);
+    const int64_t step = round_up((length + size - 1) / size, kLine);
     const auto first = [&](int64_t p) { return least(p * step, length); };
     const auto long_ = [&](int64_t p) { return first(p + 1) - first(p); };
     const T* const from = in + begin;
@@ -126,11 +126,11 @@ void all_reduce(Group& group, Reduce how, const T* in, T* out, int64_t count) {
     for (int64_t p = 0; p < size; ++p) {
       if (p != rank) copy(group.slot<T>(rank) + p * step, from + first(p), long_(p));
     }
-    group.all_written();
+    group.announce_written();
     for (int64_t r = 0; r < size; ++r) sources[r] = group.slot<T>(r) + rank * step;
     sources[rank] = from + first(rank);
     combine(how, sources, size, long_(rank), to + first(rank), group.slot<T>(rank) + rank * step);
-    group.all_reduced();
+    group.announce_reduced();
     for (int64_t i = 1; i < size; ++i) {
       const int64_t p = (rank + i) % size;
       copy(to + first(p), group.slot<T>(p) + p * step, long_(p));
@@ -139,7 +139,7 @@ void all_reduce(Group& group, Reduce how, const T* in, T* out, int64_t count) {
   }
 }
 
-// `in` has a part for each rank, `count` elements each; `out` is not in it.
+// `in` has `count` elements for each rank. `out` must not overlap it.
 template <class T>
 void reduce_scatter(Group& group, Reduce how, const T* in, T* out, int64_t count) {
   const int64_t size = group.size(), rank = group.rank();
@@ -147,12 +147,12 @@ void reduce_scatter(Group& group, Reduce how, const T* in, T* out, int64_t count
   constexpr int64_t kLine = 64 / sizeof(T);
   const int64_t most = group.slot_bytes() / static_cast<int64_t>(sizeof(T)) / size / kLine * kLine;
   int64_t begin = 0;
-  do {  // once for no elements, so that the ranks compare their calls
+  do {  // runs once even without elements, so that the ranks compare their calls
     const int64_t length = least(count - begin, most);
     for (int64_t p = 0; p < size; ++p) {
       if (p != rank) copy(group.slot<T>(rank) + p * most, in + p * count + begin, length);
     }
-    group.all_written();
+    group.announce_written();
     for (int64_t r = 0; r < size; ++r) sources[r] = group.slot<T>(r) + rank * most;
     sources[rank] = in + rank * count + begin;
     combine(how, sources, size, length, out + begin, static_cast<T*>(nullptr));
@@ -161,7 +161,7 @@ void reduce_scatter(Group& group, Reduce how, const T* in, T* out, int64_t count
   } while (begin < count);
 }
 
-// `bytes` of each rank.
+// Each rank contributes `bytes`.
 void all_gather(Group& group, const char* in, char* out, int64_t bytes) {
   const int64_t size = group.size(), rank = group.rank();
   int64_t begin = 0;
@@ -169,7 +169,7 @@ void all_gather(Group& group, const char* in, char* out, int64_t bytes) {
     const int64_t length = least(bytes - begin, group.slot_bytes());
     copy(group.slot<char>(rank), in + begin, length);
     if (in != out + rank * bytes) copy(out + rank * bytes + begin, in + begin, length);
-    group.all_written();
+    group.announce_written();
     for (int64_t i = 1; i < size; ++i) {
       const int64_t r = (rank + i) % size;
       copy(out + r * bytes + begin, group.slot<char>(r), length);
@@ -181,7 +181,7 @@ void all_gather(Group& group, const char* in, char* out, int64_t bytes) {
 
 // ---- the ops ---------------------------------------------------------------------------------------------
 
-// The sizes of x, but for the first.
+// The sizes of x, with another first one.
 opk::List<int64_t> sizes_with_first(const Tensor& x, int64_t first) {
   opk::List<int64_t> sizes(x.dim());
   for (int64_t i = 0; i < x.dim(); ++i) sizes[i] = i == 0 ? first : x.size(i);
@@ -219,12 +219,12 @@ int64_t shm_join(const Tensor& /*host*/, int64_t fd, int64_t rank, int64_t size,
   OPK_CHECK(size >= 1 && size <= kMostRanks, "size is ", size, ", expected 1 to ", kMostRanks);
   OPK_CHECK(rank >= 0 && rank < size, "rank is ", rank, ", expected 0 to ", size - 1);
   OPK_CHECK(slot >= 4096 * size && slot % 4096 == 0, "slot is ", slot, ", expected a page for each rank");
-  if (table.pid != getpid()) {  // the first group here, or the first in a forked child
+  if (table.pid != getpid()) {  // the first group in this process, or the first in a forked child
     pthread_mutex_init(&table.mutex, nullptr);
-    for (Entry& entry : table.entries) entry = Entry{};  // the parent's stay mapped
+    for (Entry& entry : table.entries) entry = Entry{};  // the parent's groups stay mapped
     table.pid = getpid();
   }
-  const Locked lock(&table.mutex);
+  const Lock lock(&table.mutex);
   for (int64_t tried = 0; tried < Table::kMost; ++tried, ++table.next) {
     Entry& entry = table.entries[table.next % Table::kMost];
     if (entry.group != nullptr) continue;
@@ -237,7 +237,7 @@ int64_t shm_join(const Tensor& /*host*/, int64_t fd, int64_t rank, int64_t size,
 
 void shm_leave(const Tensor& /*host*/, int64_t number) {
   if (number < 0 || table.pid != getpid()) return;
-  const Locked lock(&table.mutex);
+  const Lock lock(&table.mutex);
   Entry& entry = table.entries[number % Table::kMost];
   if (entry.number != number) return;
   entry.closed = true;
@@ -255,7 +255,7 @@ Tensor shm_all_reduce(const Tensor& x, int64_t group, const opk::String& op) {
 void shm_all_reduce_(Tensor& x, int64_t group, const opk::String& op) {
   Use use(group);
   if (x.is_contiguous()) return reduce_into(use, x, x, reduce_of(op));
-  // Not left to the reference: for another rank it may be contiguous.
+  // Handled here instead of by the reference, because on another rank the tensor may be contiguous.
   Tensor whole = opk::contiguous(x);
   reduce_into(use, whole, whole, reduce_of(op));
   opk::call("aten::copy_", "", x, whole, false);

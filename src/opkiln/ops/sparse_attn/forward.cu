@@ -1,5 +1,4 @@
-// The kernel of sparse_attn: softmax of the scores along the listed tiles, as they come, times the values.
-// tile.h has the parts.
+// The kernel of sparse_attn: an online softmax over the listed tiles, times the values. tile.h has the parts.
 #include <opkiln/op.h>
 
 #include "tile.h"
@@ -8,7 +7,7 @@ using namespace sparse;
 
 namespace {
 
-constexpr int kRows = 128;  // queries of a block
+constexpr int kRows = 128;  // queries per block
 
 constexpr int kWarps = kRows / 16, kThreads = 32 * kWarps;
 constexpr int kJoinThreads = 128;
@@ -27,16 +26,16 @@ struct Work {
   float* sums;  // [slots, times, kRows, 2]: the greatest exponent, and the sum
 };
 
-// What a warp has of 16 rows: the output, the greatest scores, and each lane's sums of the weights.
+// A warp's running results for 16 rows: the output, the greatest scores, and each lane's sums of weights.
 template <int kHead>
 struct Running {
   float out[kHead / 8][4] = {}, most[2] = {-INFINITY, -INFINITY}, sum[2] = {};
 };
 
-constexpr unsigned kEvery = (1u << kStreamed / 16) - 1;  // pieces of a tile
+constexpr unsigned kEvery = (1u << kStreamed / 16) - 1;  // all pieces of a tile
 
-// Adds one tile to a warp's rows. `pieces` are those that are seen, in bits. With kWhole all of the tile is, and
-// nothing is added to scores: most tiles are such, and without branches their products and powers overlap.
+// Adds one tile to a warp's rows. `pieces` is a bit mask of visible pieces. kWhole: the whole tile is visible
+// and has no biases. That is the case for most tiles, and without branches their products and powers overlap.
 template <bool kWhole, int kHead, class Element>
 __device__ inline void attend(Running<kHead>& running, const Kept<kHead>& queries, const uint4* keys,
                               const uint4* values, unsigned pieces, int query, int key, const Seen<Element>& seen) {
@@ -54,7 +53,7 @@ __device__ inline void attend(Running<kHead>& running, const Kept<kHead>& querie
   }
   if constexpr (!kWhole) {
     if (seen.rules.biased) seen.template add<false>(scores, query, key);
-    if (!seen.whole(query, 16, key, kStreamed)) seen.template hide<false>(scores, query, key);
+    if (!seen.sees_all(query, 16, key, kStreamed)) seen.template hide<false>(scores, query, key);
     if (pieces != kEvery) {
 #pragma unroll
       for (int n = 0; n < kStreamed / 8; ++n) {
@@ -65,21 +64,21 @@ __device__ inline void attend(Running<kHead>& running, const Kept<kHead>& querie
     }
   }
 #pragma unroll
-  for (int i = 0; i < 2; ++i) {  // rows lane / 4, and 8 further down
+  for (int i = 0; i < 2; ++i) {  // rows lane / 4 and lane / 4 + 8
     float most = running.most[i];
 #pragma unroll
     for (int n = 0; n < kStreamed / 8; ++n) most = fmaxf(most, fmaxf(scores[n][2 * i], scores[n][2 * i + 1]));
     most = fmaxf(most, __shfl_xor_sync(kAll, most, 1));
     most = fmaxf(most, __shfl_xor_sync(kAll, most, 2));
-    const float base = most == -INFINITY ? 0.f : most * seen.factor;  // nothing is seen yet
-    const float shrink = power_of_two(running.most[i] * seen.factor - base);
+    const float base = most == -INFINITY ? 0.f : most * seen.factor;  // no key is visible yet
+    const float shrink = fast_exp2(running.most[i] * seen.factor - base);
     running.most[i] = most;
     float sum = running.sum[i] * shrink;
 #pragma unroll
     for (int n = 0; n < kStreamed / 8; ++n) {
 #pragma unroll
       for (int j = 2 * i; j < 2 * i + 2; ++j) {
-        scores[n][j] = power_of_two(fmaf(scores[n][j], seen.factor, -base));
+        scores[n][j] = fast_exp2(fmaf(scores[n][j], seen.factor, -base));
         sum += scores[n][j];
       }
     }
@@ -129,7 +128,7 @@ __global__ void __launch_bounds__(kThreads, kHead == 64 ? 2 : 1)
     const uint4 *const keys = stream.tile(i), *const values = keys + kTile;
     const unsigned pieces = stream.pieces >> (warp * 4) & kEvery;
     const int query = first_row + row, key = stream.now * kStreamed;
-    if (pieces == kEvery && !seen.rules.biased && seen.whole(query, 16, key, kStreamed)) {
+    if (pieces == kEvery && !seen.rules.biased && seen.sees_all(query, 16, key, kStreamed)) {
       attend<true>(running, queries, keys, values, pieces, query, key, seen);
     } else if (pieces != 0) {
       attend<false>(running, queries, keys, values, pieces, query, key, seen);
@@ -163,7 +162,7 @@ __global__ void __launch_bounds__(kThreads, kHead == 64 ? 2 : 1)
   }
 }
 
-// Joins the parts of lines that were cut. A warp has a row at a time.
+// Joins the parts of lines that were cut. A warp handles one row at a time.
 template <class Element, int kHead>
 __global__ void __launch_bounds__(kJoinThreads) join_kernel(const OPK_GRID_CONSTANT Work<Element> work) {
   const Place place(work.list, work.sizes, work.list.joined, work.times, true);
@@ -180,7 +179,7 @@ __global__ void __launch_bounds__(kJoinThreads) join_kernel(const OPK_GRID_CONST
     float values[kHead / 32] = {};
     for (int slot = place.begin; slot < place.end; ++slot) {
       const float2 found = sums[at(slot)];
-      const float weight = power_of_two(found.x - base);
+      const float weight = fast_exp2(found.x - base);
       total += weight * found.y;
 #pragma unroll
       for (int i = 0; i < kHead / 32; ++i) values[i] += weight * work.parts[at(slot) * kHead + i * 32 + lane];

@@ -1,13 +1,13 @@
-// What both versions of the activations work on, and the op's functions, which make it of tensors.
+// Shared by the CPU and CUDA versions of the activations: argument checks, and the op's functions.
 #pragma once
 
 #include "arguments.h"
 
 namespace {
 
-// The functions that are applied. The first two cover two activations each, by their numbers.
+// The functions. The first two cover two activations each, which differ in their numbers.
 enum class Curve : uint8_t {
-  kClamp,    // at least `low`: relu, or nothing at all
+  kClamp,    // max(x, low): relu, or the identity
   kSigmoid,  // x times the sigmoid of x * (slope + cubic * x * x): silu, gelu by tanh
   kErf,      // gelu by erf
 };
@@ -15,26 +15,26 @@ enum class Curve : uint8_t {
 struct Activation {
   Curve curve;
   float low;
-  float slope, cubic;  // times log2(e)
+  float slope, cubic;  // include the factor log2(e)
 };
 
 constexpr float kLog2E = 1.44269504f;
 
-// The square is bounded, so that `0 * infinity` does not make a NaN of silu(infinity).
+// The bound on the square avoids NaN from `0 * infinity` in silu(infinity).
 constexpr float kMostSquare = 1e30f;
 
-// Where a gated activation finds its two halves.
+// The positions of the two halves of a gated activation.
 enum class Halves : uint8_t { kNone, kSplit, kInterleaved };
 
 struct Pointwise {
   const void* x;
-  const void* bias;  // null: absent; as many elements as a row of x has
+  const void* bias;  // null, or one element for each column of x
   void* out;
   int64_t rows;
-  int64_t columns;  // of the result
+  int64_t columns;  // columns of the result
   Activation activation;
   Halves halves;
-  bool gate_first;  // the activation is of the first half, or of the even elements
+  bool gate_first;  // the activation applies to the first half, or to the even elements
   opkiln::ElementType type;
 };
 
@@ -49,16 +49,16 @@ constexpr Activation kErfGelu{Curve::kErf, 0, 0, 0};
 
 OPK_PLAIN_BEGIN
 
-// A device's file defines it. There is at least one element.
+// Defined by each device's source. Called only if there is at least one element.
 void activate(const Pointwise& work);
 
-[[gnu::noinline]] Tensor activated(const Tensor& given, const MaybeTensor& bias,
+[[gnu::noinline]] Tensor run_activation(const Tensor& given, const MaybeTensor& bias,
                                    const Activation& activation, Halves halves, bool gate_first) {
   opk::device_of(given);
   OPK_CHECK(given.dim() > 0, "x has no dimensions, expected at least 1");
   const opkiln::ElementType type = opk::element_of(given);
   const Contiguous x(given);
-  const Beside shift(given, bias, Beside::kRow);
+  const OptionalInput shift(given, bias, OptionalInput::kRow);
   const int64_t width = given.size(-1), columns = halves == Halves::kNone ? width : width / 2;
   Tensor out;
   if (halves == Halves::kNone) {
@@ -79,27 +79,27 @@ void activate(const Pointwise& work);
 }
 
 Tensor bias_add(const Tensor& x, const MaybeTensor& bias) {
-  return activated(x, bias, kNothing, Halves::kNone, false);
+  return run_activation(x, bias, kNothing, Halves::kNone, false);
 }
 
 Tensor bias_relu(const Tensor& x, const MaybeTensor& bias) {
-  return activated(x, bias, kRelu, Halves::kNone, false);
+  return run_activation(x, bias, kRelu, Halves::kNone, false);
 }
 
 Tensor bias_silu(const Tensor& x, const MaybeTensor& bias) {
-  return activated(x, bias, kSilu, Halves::kNone, false);
+  return run_activation(x, bias, kSilu, Halves::kNone, false);
 }
 
 Tensor bias_gelu(const Tensor& x, const MaybeTensor& bias, bool tanh) {
-  return activated(x, bias, tanh ? kTanhGelu : kErfGelu, Halves::kNone, false);
+  return run_activation(x, bias, tanh ? kTanhGelu : kErfGelu, Halves::kNone, false);
 }
 
 Tensor gated_silu(const Tensor& x, const MaybeTensor& bias, bool interleaved, bool gate_first) {
-  return activated(x, bias, kSilu, interleaved ? Halves::kInterleaved : Halves::kSplit, gate_first);
+  return run_activation(x, bias, kSilu, interleaved ? Halves::kInterleaved : Halves::kSplit, gate_first);
 }
 
 Tensor gated_gelu(const Tensor& x, const MaybeTensor& bias, bool tanh, bool interleaved, bool gate_first) {
-  return activated(x, bias, tanh ? kTanhGelu : kErfGelu,
+  return run_activation(x, bias, tanh ? kTanhGelu : kErfGelu,
                    interleaved ? Halves::kInterleaved : Halves::kSplit, gate_first);
 }
 

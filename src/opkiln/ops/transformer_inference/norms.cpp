@@ -1,9 +1,9 @@
 // Norms of rows on host memory. Memory is read once: a row stays in the cache between its steps. The first
-// step of a row goes along with the last one of the row before, so that reads and writes are always under way.
+// step of a row runs together with the last step of the previous row, so that reads and writes overlap.
 
+#include <opkiln/floats.h>
 #include <opkiln/op.h>
 
-#include "floats.h"
 #include "norms.h"
 #include "rows.h"
 
@@ -11,14 +11,7 @@ namespace {
 
 using opkiln::Vec;
 
-inline float sum_of_lanes(Vec value) {
-  float lanes[Vec::kLanes], sum = 0;
-  value.store(lanes);
-  for (float each : lanes) sum += each;
-  return sum;
-}
-
-// The sum of the squares of a row's distances from its mean.
+// The sum of squared distances of a row from its mean.
 template <class T>
 float squares_of_row(const T* row, int64_t columns, float mean) {
   const auto take = [&]<class V>(V& sum, int64_t at) {
@@ -30,7 +23,7 @@ float squares_of_row(const T* row, int64_t columns, float mean) {
   for (; at < whole_registers(columns); at += Wide::kLanes) take(sums, at);
   Vec rest = sums.sum();
   for (; at + Vec::kLanes <= columns; at += Vec::kLanes) take(rest, at);
-  float sum = sum_of_lanes(rest);
+  float sum = opkiln::sum_of_lanes(rest);
   for (; at < columns; ++at) {
     const float x = opkiln::as_float(row[at]) - mean;
     sum += x * x;
@@ -46,15 +39,15 @@ inline void put(const Wide& value, T* to, int64_t count) {
   store_some(value, to, count);
 }
 
-// What the first step of a row takes, and leaves: the sum of x + residual + shift, rounded as it is stored, or of
-// its squares.
+// The inputs and outputs of a row's first step. It computes x + residual +
+// shift, rounded to the stored type, and sums up that or its squares.
 template <class T>
 struct First {
   const T* x;
-  const T* residual;  // null: absent, and so are the next three
+  const T* residual;  // null: absent, like the next three members
   const T* shift;
-  T* sum;   // null: not wanted
-  T* kept;  // the same for the steps that follow: it stays in the cache
+  T* sum;   // null: not requested
+  T* kept;  // a copy for the later steps, which stays in the cache
   float total;
 };
 
@@ -67,7 +60,7 @@ struct Last {
   float mean, scale;
 };
 
-// The first step of one row and the last one of another; null: there is none.
+// The first step of one row together with the last step of another. Either may be null.
 template <class T, bool kCentred, bool kAround>
 void step(First<T>* given, const Last<T>* last_given, int64_t columns) {
   const First<T> first = given ? *given : First<T>{};
@@ -100,7 +93,7 @@ void step(First<T>* given, const Last<T>* last_given, int64_t columns) {
   const int64_t whole = whole_registers(columns);
   for (int64_t at = 0; at < whole; at += Wide::kLanes) at_once(at, Wide::kLanes);
   if (whole < columns) at_once(whole, columns - whole);
-  if (given) given->total = sum_of_lanes(total.sum());
+  if (given) given->total = opkiln::sum_of_lanes(total.sum());
 }
 
 template <class T, bool kCentred, bool kAround>
@@ -108,7 +101,7 @@ void normalize_rows(const Norm& n, int64_t first, int64_t last, T* kept) {
   const auto row_of = [&](const void* tensor, int64_t row) {
     return tensor ? static_cast<T*>(const_cast<void*>(tensor)) + row * n.columns : nullptr;
   };
-  // The rows of sums take turns, because two steps go along with each other.
+  // Rows of sums alternate between two buffers, because two steps overlap.
   const int64_t stride = (n.columns + Wide::kLanes - 1) / Wide::kLanes * Wide::kLanes;
   const auto beginning = [&](int64_t row) {
     return First<T>{row_of(n.x, row),    row_of(n.residual, row),   row_of(n.input_bias, 0),

@@ -1,4 +1,4 @@
-// What both versions of the residual adds work on, and the op's functions, which make it of tensors.
+// Shared by the CPU and CUDA versions of the residual adds: argument checks, and the op's functions.
 #pragma once
 
 #include "arguments.h"
@@ -10,7 +10,7 @@ struct Sum {
   const void* hidden;
   const void* residual;
   const void* attention;
-  const void* bias;  // an element for each column, as attention_bias
+  const void* bias;  // one element per column, like attention_bias
   const void* attention_bias;
   void* out;
   int64_t rows;
@@ -20,7 +20,7 @@ struct Sum {
   opkiln::ElementType type;
 };
 
-// residual * coef[0] + mlp * coef[1], where coef[i] is a number for each row or for each column.
+// residual * coef[0] + mlp * coef[1], where coef[i] is one number per row or per column.
 struct Mix {
   const void* residual;
   const void* coef;
@@ -28,14 +28,14 @@ struct Mix {
   void* out;
   int64_t rows;
   int64_t columns;
-  bool by_row;  // coef has two numbers for each row; else it is two rows
+  bool by_row;  // coef has two numbers per row; otherwise it is two rows
   opkiln::ElementType type;
 };
 
 #if !defined(__CUDACC_RTC__)
 OPK_PLAIN_BEGIN
 
-// A device's file defines these. There is at least one element.
+// Defined by each device's source. Called only if there is at least one element.
 void add(const Sum& sum);
 void mix(const Mix& mix);
 
@@ -46,8 +46,8 @@ Tensor residual_add(const Tensor& hidden, const Tensor& residual, const MaybeTen
   OPK_CHECK(hidden.dim() > 0, "hidden has no dimensions, expected at least 1");
   const opkiln::ElementType type = opk::element_of(hidden);
   const Contiguous x(hidden);
-  const Beside kept(hidden, residual, Beside::kSame), attended(hidden, attention, Beside::kSame),
-      shift(hidden, bias, Beside::kRow), more(hidden, attention_bias, Beside::kRow);
+  const OptionalInput kept(hidden, residual, OptionalInput::kSame), attended(hidden, attention, OptionalInput::kSame),
+      shift(hidden, bias, OptionalInput::kRow), more(hidden, attention_bias, OptionalInput::kRow);
   Tensor out = opk::empty_like(*x);
   const int64_t numel = hidden.numel();
   if (numel > 0) {
@@ -65,7 +65,7 @@ Tensor moe_res_matmul(const Tensor& residual, const Tensor& coef, const Tensor& 
   opk::check_same_dtype(mlp, coef);
   opk::check_same_device(mlp, coef);
   const Contiguous x(mlp), factors(coef);
-  const Beside kept(mlp, residual, Beside::kSame);
+  const OptionalInput kept(mlp, residual, OptionalInput::kSame);
   const int64_t numel = mlp.numel(), columns = mlp.size(-1);
   bool by_row = coef.dim() == mlp.dim() && coef.size(-1) == 2;
   for (int64_t i = 0; by_row && i + 1 < mlp.dim(); ++i) by_row = coef.size(i) == mlp.size(i);

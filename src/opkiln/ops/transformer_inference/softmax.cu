@@ -1,11 +1,12 @@
-// Softmax on a GPU. A team of neighbouring threads has a row: a few threads for a short one, up to a block for
-// a long one. Each thread keeps 32 elements in registers, so memory is read once and written once. Of a row for
-// which a block needs all its threads it keeps 64 as they came, so that the SM has room for a second block, which
-// loads while this one computes. Rows that do not fit into a block's registers, or are not whole accesses of sixteen bytes, are read twice, element
-// by element; the second time they come from the cache.
+// Softmax on a GPU. A team of neighbouring threads has a row: a few threads for a short row, up to a block
+// for a long one. Each thread keeps 32 elements in registers, so memory is read once and written once. For
+// rows that need a whole block, a thread keeps 64 unconverted elements, so that the SM has room for a second
+// block, which loads while this one computes. Rows that exceed a block's registers or are not aligned to 16
+// bytes are read twice, element by element; the second read hits the cache.
 
 #include <opkiln/op.h>
 
+#include <opkiln/fast_math.h>
 #include <opkiln/group_reduce.h>
 #include <opkiln/sixteen_bytes.h>
 
@@ -19,11 +20,11 @@ using softmax::Row;
 using softmax::Work;
 
 constexpr int kHeld = 32;  // elements in a thread's registers
-constexpr int kLongPacks = 8;   // accesses of sixteen bytes that a thread keeps of a long row
+constexpr int kLongPacks = 8;   // 16-byte loads that a thread keeps of a long row
 constexpr int kLongThreads = 512;
-constexpr int kPassing = 8;  // the same of a row that is read twice
+constexpr int kPassing = 8;  // elements in flight of a row that is read twice
 constexpr int kMostThreads = 1024;
-constexpr int kBiasedThreads = 512;  // masks and the like take more registers
+constexpr int kBiasedThreads = 512;  // masks and other biases take more registers
 
 constexpr float kLog2e = 1.4426950408889634f;
 
@@ -45,31 +46,20 @@ struct Sum {
 
 __device__ inline float minus_infinity() { return __uint_as_float(0xff800000u); }
 
-// 2^x by the hardware, right within 2^-22: 16 bits do not show it.
-__device__ inline float fast_exp2(float x) {
-#if defined(__CUDA_ARCH__)
-  float out;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(x));
-  return out;
-#else
-  return exp2f(x);
-#endif
-}
-
-// e^(value - most). Rounding the product `most` * log2(e) changes all elements of a row by the same factor, which the
-// sum has, too.
+// e^(value - most). The approximate fast_exp2 serves 16-bit results. The rounding of `most` * log2(e) changes all
+// elements of a row by the same factor, which cancels with the sum's.
 template <class T>
 __device__ inline float power(float value, float most) {
-  return sizeof(T) == 4 ? expf(value - most) : fast_exp2(fmaf(value, kLog2e, -most * kLog2e));
+  return sizeof(T) == 4 ? expf(value - most) : opkiln::device::fast_exp2(fmaf(value, kLog2e, -most * kLog2e));
 }
 
-// What is added to a score.
+// The position bias of a score.
 __device__ inline float alibi(const Row& row, int column) {
   return row.slope * static_cast<float>(column - row.position);
 }
 
-// Adds the mask, alibi and what hides keys to the scores of neighbours. A mask is loaded here: it has too many
-// registers to be loaded before.
+// Adds the mask and ALiBi to neighbouring scores, and hides invisible keys. The mask is loaded only
+// here, because loading it earlier would take too many registers.
 template <class T>
 __device__ inline void add_bias(const Work& work, const Row& row, int column, float* values) {
   constexpr int kCount = Sixteen<T>::kCount;
@@ -98,7 +88,7 @@ __device__ inline void add_bias(const Work& work, const Row& row, int column, fl
   }
 }
 
-// A score in a row of any strides; minus infinity if it is hidden or behind the row.
+// A score in a row with any strides; minus infinity if it is hidden or past the end.
 template <class T>
 __device__ inline float score(const Work& work, const Row& row, int column) {
   if (column < row.first || column >= row.last) return minus_infinity();
@@ -111,9 +101,9 @@ __device__ inline float score(const Work& work, const Row& row, int column) {
   return value + alibi(row, column);
 }
 
-// Nothing is visible: zeros, and not NaN.
+// A row without visible keys gives zeros instead of NaN.
 __device__ inline float factor_of(float sum) { return sum == 0 ? 0.0f : 1.0f / sum; }
-__device__ inline float finite(float most) { return most == minus_infinity() ? 0.0f : most; }
+__device__ inline float finite_or_zero(float most) { return most == minus_infinity() ? 0.0f : most; }
 
 __device__ inline Row my_row(const Work& work, const Team& team, bool* mine) {
   const int64_t index = static_cast<int64_t>(blockIdx.x) * team.count + team.index;
@@ -137,8 +127,8 @@ __global__ void __launch_bounds__(kPlain ? kMostThreads : kBiasedThreads, kPlain
   const T* const from = static_cast<const T*>(l.work.x) + row.x;
   const int start = static_cast<int>(team.lane) * kCount, step = static_cast<int>(team.size) * kCount;
 
-  Pack packs[kPacks];  // all loads come first; what is hidden is not loaded
-  // A mask that each query has its own row of is in no cache yet.
+  Pack packs[kPacks];  // all loads come first; hidden keys are not loaded
+  // A mask with a separate row for each query is not in any cache yet.
   const bool prefetches = !kPlain && l.work.mask && l.work.mask_strides[2] != 0 && team.lane % 4 == 0;
   const int mask_size = l.work.wide_mask ? 4 : sizeof(T);
 #pragma unroll
@@ -164,7 +154,7 @@ __global__ void __launch_bounds__(kPlain ? kMostThreads : kBiasedThreads, kPlain
 #pragma unroll
     for (int i = 0; i < kCount; ++i) most.absorb({some[i]});
   }
-  const float top = finite(opkiln::reduce_team(most, team, maxima).value);
+  const float top = finite_or_zero(opkiln::reduce_team(most, team, maxima).value);
   Sum sum{0};
 #pragma unroll
   for (int i = 0; i < kHeld; ++i) {
@@ -186,8 +176,8 @@ __global__ void __launch_bounds__(kPlain ? kMostThreads : kBiasedThreads, kPlain
   }
 }
 
-// A long row of 16-bit elements, without a bias: a block has it. Powers are computed twice, because floats would
-// take twice the registers.
+// A long row of 16-bit elements without a bias, handled by a block. The powers are computed
+// twice, because keeping them as floats would take twice the registers.
 template <class T>
 __global__ void __launch_bounds__(kLongThreads, 2) long_kernel(const OPK_GRID_CONSTANT Launch l) {
   opk::wait_for_previous();
@@ -207,7 +197,7 @@ __global__ void __launch_bounds__(kLongThreads, 2) long_kernel(const OPK_GRID_CO
     if (at < packs) held[k] = from[at];
   }
   const float scale = l.work.scale * kLog2e;
-  const auto over_values = [&](const auto& body) {
+  const auto for_each_value = [&](const auto& body) {
 #pragma unroll
     for (int k = 0; k < kLongPacks; ++k) {
       opkiln::device::forget_floats(held[k]);
@@ -218,10 +208,10 @@ __global__ void __launch_bounds__(kLongThreads, 2) long_kernel(const OPK_GRID_CO
     }
   };
   Max most{minus_infinity()};
-  over_values([&](float value) { most.absorb({value * scale}); });
-  const float top = finite(opkiln::reduce_team(most, team, maxima).value);
+  for_each_value([&](float value) { most.absorb({value * scale}); });
+  const float top = finite_or_zero(opkiln::reduce_team(most, team, maxima).value);
   Sum sum{0};
-  over_values([&](float value) { sum.value += fast_exp2(fmaf(value, scale, -top)); });
+  for_each_value([&](float value) { sum.value += opkiln::device::fast_exp2(fmaf(value, scale, -top)); });
   const float factor = factor_of(opkiln::reduce_team(sum, team, sums).value);
 #pragma unroll
   for (int k = 0; k < kLongPacks; ++k) {
@@ -231,8 +221,8 @@ __global__ void __launch_bounds__(kLongThreads, 2) long_kernel(const OPK_GRID_CO
       Pack pack;
 #pragma unroll
       for (int i = 0; i < kCount; i += 2) {
-        pack.set_two(i, fast_exp2(fmaf(held[k][i], scale, -top)) * factor,
-                     fast_exp2(fmaf(held[k][i + 1], scale, -top)) * factor);
+        pack.set_two(i, opkiln::device::fast_exp2(fmaf(held[k][i], scale, -top)) * factor,
+                     opkiln::device::fast_exp2(fmaf(held[k][i + 1], scale, -top)) * factor);
       }
       opkiln::device::store_once(to + at, pack);
     }
@@ -248,7 +238,7 @@ __global__ void __launch_bounds__(kBiasedThreads) twice_kernel(const OPK_GRID_CO
   bool mine;
   const Row row = my_row(l.work, team, &mine);
   const int step = static_cast<int>(team.size), lane = static_cast<int>(team.lane);
-  const int begin = row.first / step * step;  // nothing is visible before it
+  const int begin = row.first / step * step;  // no key before it is visible
   Max most{minus_infinity()};
   Sum sum{0};
   for (int at = begin; at < row.last; at += kPassing * step) {
@@ -258,13 +248,13 @@ __global__ void __launch_bounds__(kBiasedThreads) twice_kernel(const OPK_GRID_CO
     for (int i = 0; i < kPassing; ++i) values[i] = score<T>(l.work, row, at + i * step + lane);
 #pragma unroll
     for (int i = 0; i < kPassing; ++i) now.absorb({values[i]});
-    const float top = finite(now.value);
-    sum.value *= power<float>(most.value, top);  // 0, if these are the first
+    const float top = finite_or_zero(now.value);
+    sum.value *= power<float>(most.value, top);  // 0 for the first elements
     most = now;
 #pragma unroll
     for (int i = 0; i < kPassing; ++i) sum.value += power<T>(values[i], top);
   }
-  const float top = finite(opkiln::reduce_team(most, team, maxima).value);
+  const float top = finite_or_zero(opkiln::reduce_team(most, team, maxima).value);
   if (most.value != minus_infinity()) sum.value *= power<float>(most.value, top);
   const float factor = factor_of(opkiln::reduce_team(sum, team, sums).value);
   T* const to = static_cast<T*>(l.work.out) + row.out;
@@ -293,7 +283,7 @@ void launch(const Work& work) {
   const bool plain = !work.mask && !work.slopes && !work.causal && !work.window;
   const int64_t most = plain ? kMostThreads : kBiasedThreads;
   const bool held = is_packed<T>(work) && work.columns <= most * kHeld;
-  // As few threads as hold the row; if rows are few, as many as have something to do.
+  // The fewest threads that hold the row, or with few rows as many as have something to do.
   const int64_t least = held ? kHeld : kPassing, width = held ? int64_t{Sixteen<T>::kCount} : 1;
   const int64_t fill = 128 << 10;  // threads that a large GPU runs at once
   const int64_t limit = held ? most : kBiasedThreads;

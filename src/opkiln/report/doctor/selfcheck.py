@@ -15,7 +15,7 @@ from typing import Any
 
 from opkiln.base import model
 from opkiln.base.build_model import DeviceCompiler
-from opkiln.base.model import CPU, CUDA, ROCM, XPU, Op, OpSpec, Registration
+from opkiln.base.model import CPU, CUDA, ROCM, XPU, Op, OpSpec
 from opkiln.errors import CompileError, LoadError, LoadTestError, OpkilnError, StoreError
 from opkiln.loading import loader
 from opkiln.machine.devices import amd, nvidia
@@ -26,16 +26,16 @@ from opkiln.report.commands import use_this_python
 from opkiln.report.doctor.terms import (
     Diagnosis,
     Facts,
-    copyable,
+    copyable_command,
+    describe_exit,
     failed,
-    how_it_ended,
     join,
     passed,
     skipped,
 )
 from opkiln.report.layout import duration
 from opkiln.run import process
-from opkiln.settings import settings, table, whole_environment, with_own_store
+from opkiln.settings import environment_with_store, settings, table, whole_environment
 from opkiln.store import publish
 
 _CHILD = """
@@ -101,7 +101,7 @@ def _try_backend(what: str, *, calls: bool, **variables: str) -> Diagnosis:
         with publish.scratch("doctor") as work:
             result = os.path.join(work, "result.json")
             argv = process.python_code(_CHILD, what, "call" if calls else "load", result)
-            environment = with_own_store(work, "off") | variables
+            environment = environment_with_store(work, "off") | variables
             done = process.run(argv, env=environment, timeout=_LONGEST)
             found: dict[str, Any] = json.loads(read_text(result) or "{}")
     except StoreError as error:
@@ -109,11 +109,11 @@ def _try_backend(what: str, *, calls: bool, **variables: str) -> Diagnosis:
     if "answer" in found:
         rest = "loaded and called" if calls else "loaded; there is no GPU to call it on"
         return passed(f"compiled, {rest}, in {duration(found['seconds'])}")
-    flags = _unset_flags()
+    flags = _unset_command()
     if "what" in found:
         # The log and the files of the command are gone with the temporary store.
         why = [line for line in found["why"].splitlines() if not line.startswith(_TEMPORARY)]
-        command = use_this_python(copyable(found["hint"]))
+        command = use_this_python(copyable_command(found["hint"]))
         if found["by_flags"] and flags:
             command = flags
         elif "opkiln_doctor" in command:
@@ -121,10 +121,10 @@ def _try_backend(what: str, *, calls: bool, **variables: str) -> Diagnosis:
         return failed(join(found["what"], *why[:4]), command)
     step = f" at the step: {found.get('step', 'start')}" if done.returncode < 0 else ""
     last = done.output.strip().splitlines()[-1:]
-    return failed(join(f"the child {how_it_ended(done.returncode)}{step}", *last), flags)
+    return failed(join(f"the child {describe_exit(done.returncode)}{step}", *last), flags)
 
 
-def _unset_flags() -> str:
+def _unset_command() -> str:
     """The command that unsets the user's flags; empty if there are none."""
     environment = whole_environment()
     names = (name for each in table() if each.field in _FLAGS for name in each.names)
@@ -189,6 +189,7 @@ static Tensor add(const Tensor& x, int64_t y) {
     sum.mutable_data_ptr<float>()[i] = x.const_data_ptr<float>()[i] + static_cast<float>(y);
   return sum;
 }
+STABLE_TORCH_LIBRARY(opkiln_doctor, m) { m.def("add(Tensor x, int y) -> Tensor"); }
 STABLE_TORCH_LIBRARY_IMPL(opkiln_doctor, CPU, m) { m.impl("add", TORCH_BOX(&add)); }
 """
 
@@ -222,12 +223,10 @@ def _call(library: Any) -> int:
 
 
 def _call_with_tensor() -> int:
-    schema = Registration("opkiln_doctor", ("add(Tensor x, int y) -> Tensor",), None)
-    spec = _spec("main.cpp", _STABLE, abi=model.ABI_STABLE)
-    functions = loader.load(Op(spec, schema), must_be_native=True).value
+    loader.load(Op(_spec("main.cpp", _STABLE, abi=model.ABI_STABLE)), must_be_native=True)
     # By name: no module of report/ imports torch, and a linter checks that.
     torch = import_module("torch")
-    return int(functions.add(torch.full((3,), 20.0), 22).sum().item() / 3)
+    return int(torch.ops.opkiln_doctor.add(torch.full((3,), 20.0), 22).sum().item() / 3)
 
 
 def child_main(backend: str, how: str, result: str) -> None:

@@ -1,12 +1,12 @@
-// opk::launch through CUDA's runtime, which nvcc's libraries have inside.
+// opk::launch through CUDA's runtime, which nvcc links into its libraries.
 #pragma once
 
 OPK_NAMESPACE_BEGIN
 
-// The compute capability that the kernel's code on this device was written for; 0 if there is none. The driver
-// may have compiled it from code for an earlier one than the device's.
+// The compute capability that the kernel's code on this device was written for; 0 if there is no code. It can
+// be lower than the device's: the driver also compiles PTX of earlier capabilities.
 [[gnu::noinline]] inline int capability_of(const void* kernel, int device) {
-  static Remembered known;
+  static NumberCache known;
   int answer = known.find(kernel, device);
   if (answer < 0) {
     cudaFuncAttributes found;
@@ -74,7 +74,7 @@ OPK_NAMESPACE_BEGIN
     error = cudaLaunchKernelExC(&config, kernel, arguments);
   }
   if (error != cudaSuccess) {
-    cudaGetLastError();  // so that the next call does not report it again
+    cudaGetLastError();  // otherwise the next call would report it again
     raise_launch(how, cudaGetErrorString(error));
   }
 }

@@ -1,6 +1,6 @@
-// opk::launch through CUDA's driver, for device code that NVRTC compiled. A library of this kind holds a
-// fat binary and no CUDA runtime. The address of a kernel is that of a record, which opkiln/machine/nvrtc/program.py
-// writes.
+// opk::launch through CUDA's driver, for device code that NVRTC compiled. Such a library holds a fat binary
+// and no CUDA runtime. The address of a kernel is the address of its record, which
+// opkiln/machine/nvrtc/program.py writes.
 #pragma once
 
 OPK_NAMESPACE_BEGIN
@@ -9,14 +9,14 @@ namespace driver {
 
 struct Binary {
   const void* image;
-  void* library;  // a CUlibrary, once it is loaded
+  void* library;  // a CUlibrary; null until it is loaded
 };
 
 struct Kernel {
   uint64_t mark;
   const char* name;
   Binary* binary;
-  void* handle;  // a CUkernel, once it is looked up: one for all devices
+  void* handle;  // a CUkernel for all devices; null until it is looked up
 };
 constexpr uint64_t kMark = 0x316c6e6b696b706f;
 
@@ -86,24 +86,25 @@ void look_up(void* library, const char* name, F*& function) {
   return found;
 }
 
-inline const char* words_of(int error) {
+inline const char* error_text(int error) {
   const char* words = nullptr;
   functions().cuGetErrorString(error, &words);
   return words ? words : "unknown error";
 }
 
-// The driver launches in the context of the thread. CUDA's runtime makes the device's own context current
-// in each thread that calls it; a thread of torch's may not have called it yet.
+// The driver launches in the thread's current context. CUDA's runtime sets the device's primary context in
+// each thread that calls it, but a thread of torch's may not have called it yet.
 inline int enter_context(int32_t device) {
   const Functions& cuda = functions();
   void* context = nullptr;
   int error = cuda.cuCtxGetCurrent(&context);
   if (error != 0 || context) return error;
-  error = cuda.cuDevicePrimaryCtxRetain(&context, device);  // torch holds it until the process ends, too
+  // never released: torch holds it until the process ends, too
+  error = cuda.cuDevicePrimaryCtxRetain(&context, device);
   return error != 0 ? error : cuda.cuCtxSetCurrent(context);
 }
 
-// The kernel's handle, on the current device. Threads may look it up at the same time: they find the same.
+// The kernel's handle on the current device. Threads may race here: all of them find the same handle.
 [[gnu::noinline]] inline int find_kernel(Kernel& kernel, int32_t* device, void** handle) {
   OPK_CHECK(kernel.mark == kMark, "launch: this is not the address of a kernel of the op's sources");
   OPK_TORCH(aoti_torch_get_current_device_index, device);
@@ -130,7 +131,7 @@ inline int enter_context(int32_t device) {
 
 // As in cuda_launch.h.
 [[gnu::noinline]] inline int capability_of(void* handle, int32_t device) {
-  static Remembered known;
+  static NumberCache known;
   int answer = known.find(handle, device);
   if (answer < 0) {
     const Functions& cuda = functions();
@@ -204,7 +205,7 @@ inline void add_extent(Attribute& attribute, const Extent& extent) {
     }
     error = cuda.cuLaunchKernelEx(&config, handle, arguments, nullptr);
   }
-  if (error != 0) raise_launch(how, words_of(error));
+  if (error != 0) raise_launch(how, error_text(error));
 }
 
 [[gnu::noinline]] inline bool record_runs_as(driver::Kernel& kernel, int capability) {

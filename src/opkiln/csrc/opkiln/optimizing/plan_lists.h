@@ -1,5 +1,5 @@
-// Turns an optimizer's lists of tensors on a GPU into a plan in the GPU's memory. torch also calls
-// ROCm's devices CUDA, so this works for both.
+// Turns an optimizer's lists of tensors on a GPU into a plan in the
+// GPU's memory. Works for ROCm, too: torch calls its devices CUDA.
 #pragma once
 
 #include "lists.h"
@@ -11,7 +11,7 @@
 OPK_PLAIN_BEGIN
 namespace opkiln __attribute__((visibility("hidden"))) {
 
-inline bool takes_fours(const Stream& stream) {  // also true for an absent one
+inline bool takes_fours(const Stream& stream) {  // true if the stream is absent
   return reinterpret_cast<size_t>(stream.data) % static_cast<size_t>(4 * size_of(stream.type)) == 0;
 }
 
@@ -43,15 +43,15 @@ inline opk::Device gpu_of(const Lists& lists) {
   return opk::device_of(lists.params.empty() ? lists.steps[0] : lists.params[0]);
 }
 
-// The lists in the form of a plan, still in host memory. Every check is made here.
-struct Unpacked {
+// The lists in the form of a plan, in host memory. The constructor makes every check.
+struct HostPlan {
   opk::List<multi_tensor::Item> items;
   opk::List<uint64_t> gradients;
   opk::List<float*> steps;
   multi_tensor::Sizes sizes{0, 0, 0};
   bool plain = true;
 
-  Unpacked(const Lists& lists, opk::Device device)
+  HostPlan(const Lists& lists, opk::Device device)
       : items(lists.params.size()),
         gradients(items.size()),
         steps(step_pointers(lists.steps, device)) {
@@ -82,31 +82,31 @@ struct Unpacked {
   }
 };
 
-// The plan of the lists. torch does not reuse its memory before this stream has finished with it.
-struct Planned {
+// A plan in device memory. torch does not reuse the memory before this stream has finished with it.
+struct DevicePlan {
   Tensor memory;
   multi_tensor::Plan plan;
 };
 
-inline Planned write_plan(const Unpacked& unpacked, opk::Device device) {
-  const auto words = static_cast<int64_t>(multi_tensor::plan_words(unpacked.sizes));
-  Planned out{opk::empty({words}, DType::int64, device), {}};
-  out.plan = multi_tensor::plan_at(out.memory.data<int64_t>(), unpacked.sizes, unpacked.plain);
-  multi_tensor::write_items(out.plan, unpacked.items.data(), unpacked.steps.data());
-  multi_tensor::write_gradients(out.plan, unpacked.gradients.data());
+inline DevicePlan write_plan(const HostPlan& host, opk::Device device) {
+  const auto words = static_cast<int64_t>(multi_tensor::plan_words(host.sizes));
+  DevicePlan out{opk::empty({words}, DType::int64, device), {}};
+  out.plan = multi_tensor::plan_at(out.memory.data<int64_t>(), host.sizes, host.plain);
+  multi_tensor::write_items(out.plan, host.items.data(), host.steps.data());
+  multi_tensor::write_gradients(out.plan, host.gradients.data());
   return out;
 }
 
-// The data, in int64, that the host needs about a plan that outlives the call. Each item has its number
-// of elements and the gradient that was written last.
+// What the host must know about a plan that outlives the call, as int64: for each
+// item its number of elements and the gradient that was written last.
 struct Ledger {
   enum : int64_t { kItems, kSteps, kChunks, kPlain, kHead };
 
   int64_t* at;
 
-  static Tensor of(const Unpacked& unpacked) {
-    const multi_tensor::Sizes& sizes = unpacked.sizes;
-    const int64_t count = unpacked.items.size();
+  static Tensor of(const HostPlan& host) {
+    const multi_tensor::Sizes& sizes = host.sizes;
+    const int64_t count = host.items.size();
     Tensor out = opk::empty({kHead + 2 * count}, DType::int64, opk::Device());
     int64_t* const at = out.data<int64_t>();
     at[kItems] = sizes.items;
@@ -114,10 +114,10 @@ struct Ledger {
     at[kChunks] = sizes.chunks;
     at[kPlain] = 1;
     for (int64_t i = 0; i < count; ++i) {
-      const multi_tensor::Item& item = unpacked.items[i];
+      const multi_tensor::Item& item = host.items[i];
       at[kPlain] &= item.param_type == ElementType::kFloat;
       at[kHead + i] = item.numel;
-      at[kHead + count + i] = static_cast<int64_t>(unpacked.gradients[i]);
+      at[kHead + count + i] = static_cast<int64_t>(host.gradients[i]);
     }
     return out;
   }
@@ -143,19 +143,19 @@ struct Ledger {
   }
 };
 
-// The plan and its ledger, for an op to return.
+// Returns the plan and its ledger.
 inline opk::tuple<Tensor, Tensor> make_plan(const Lists& lists) {
   lists.check();
   if (lists.steps.empty()) {
     raise_form("params is empty: there is nothing to plan");
   }
   const opk::Device device = gpu_of(lists);
-  const Unpacked unpacked(lists, device);
-  return {write_plan(unpacked, device).memory, Ledger::of(unpacked)};
+  const HostPlan host(lists, device);
+  return {write_plan(host, device).memory, Ledger::of(host)};
 }
 
-// The gradient in the form of a plan. It is 0 if the gradient is not contiguous, or has another size,
-// another device or an unknown type.
+// The gradient in the form of a plan, or 0 if it is not contiguous,
+// or its size, device or dtype does not fit.
 inline uint64_t planned_gradient(const Tensor& grad, int64_t numel, opk::Device device) {
   const DType dtype = grad.dtype();
   const bool known = dtype == DType::float32 || dtype == DType::bfloat16 || dtype == DType::float16;
@@ -165,8 +165,8 @@ inline uint64_t planned_gradient(const Tensor& grad, int64_t numel, opk::Device 
   return multi_tensor::gradient(grad.data(), opk::element_of(dtype));
 }
 
-// Raises an error that names the gradient that does not fit the plan. Returns if the only problem is
-// that some are not contiguous.
+// Raises an error that names the gradient that does not fit the plan.
+// Returns if some gradients are merely not contiguous.
 OPK_COLD inline void check_gradients(const TensorList& grads, const Ledger& ledger, opk::Device device) {
   bool contiguous = true;
   for (int64_t i = 0; i < grads.size(); ++i) {
@@ -186,7 +186,7 @@ OPK_COLD inline void check_gradients(const TensorList& grads, const Ledger& ledg
 }
 
 #if defined(OPKILN_EMULATED)
-// Tells the emulator of the memory that a kernel finds by addresses of an earlier call.
+// Registers memory with the emulator that the kernels reach by addresses from an earlier call.
 inline void add_tensors(const multi_tensor::Plan& plan) {
   const auto add = [](const void* at, int64_t numel, int64_t size) {
     if (at) opk::emulator::add_tensor(at, static_cast<size_t>(numel * size), static_cast<size_t>(size));
@@ -204,9 +204,8 @@ inline void add_tensors(const multi_tensor::Plan& plan) {
 }
 #endif
 
-// A kept plan with these gradients in it. Their addresses are written only if they changed. The checks
-// that were made for the plan are not repeated. If a gradient is not contiguous, returns nothing and
-// writes nothing.
+// Returns a kept plan with these gradients, or none, with nothing written, if one of them is not contiguous.
+// The addresses are written only if they changed. The checks that were made for the plan are not repeated.
 inline opk::optional<multi_tensor::Plan> replan(Tensor& memory, Tensor& ledger_tensor,
                                                 const TensorList& grads) {
   const opk::Device device = memory.device();

@@ -1,0 +1,291 @@
+"""The functions of the library; their bodies are the reference.
+
+A format is its bits and those of its mantissa, see formats.py. ``size`` is the shape of what was
+quantized, ``dtype`` that of the result. ``offset_tensor`` stands in for ``offset`` and is read when
+the kernel runs: each replay of a captured graph can have random bits of its own.
+
+Every native version gives the same bits. All arithmetic is fp32, each operation rounded on its own:
+
+- Elements are taken in the order of ``x.reshape(-1)``, in groups of ``group_size`` neighbours;
+  the last group may be shorter.
+- ``scale = max(absmax / largest, 2**-126)``, with the largest number that the format holds. What is
+  encoded is ``x * (1 / scale)``; what comes back is the number of the code times ``scale``.
+- To nearest: the code of the nearest number, ties to the even code, subnormals included.
+- Stochastic: of the two numbers that a value lies between, the upper one with the probability of
+  its distance from the lower one, in units of 2**-16. A number that the format holds stays itself.
+- A group that holds NaN or infinity has the scale NaN and codes of 0: all of it comes back as NaN,
+  so that nobody takes it for a number.
+- Codes follow each other without gaps, the first in the lowest bits: two of four bits in a byte,
+  four of six bits or two of twelve in three bytes. Bits after the last one are 0.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from opkiln.ops.checks import check_dtype, check_flat, check_native, check_on
+from opkiln.ops.fp_quantizer import formats
+from opkiln.ops.fp_quantizer.op import kit
+from opkiln.ops.quantizer.checks import check_offset
+from opkiln.ops.quantizer.functions import random_bits
+
+if TYPE_CHECKING:
+    from opkiln.ops.fp_quantizer.formats import Format
+
+_EXPONENT = 0x7F800000  # of fp32
+
+
+@kit.op(gradient=False)
+def fp_quantize(
+    x: Tensor,
+    group_size: int,
+    bits: int,
+    mantissa_bits: int,
+    stochastic: bool = False,
+    seed: int = 0,
+    offset: int = 0,
+    offset_tensor: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The codes of ``x``, packed into bytes, and the scales of its groups, in fp32.
+
+    Random bits are those of ``seed``, ``offset`` (``offset_tensor`` stands in for it) and the
+    element's index. Raises RuntimeError, naming the argument: a dtype other than fp32, bf16 and
+    fp16, bits that are no format, a group size that is not a multiple of 16 from 16 to 65536.
+    """
+    form = _format(bits, mantissa_bits)
+    check_native("x has dtype", x.dtype)
+    _check_group_size(group_size)
+    check_offset(offset_tensor, x.device)
+    count = x.numel()
+    groups = formats.group_count(count, group_size)
+    rows = x.new_zeros(groups * group_size, dtype=torch.float32)
+    rows[:count] = x.detach().reshape(-1)
+    rows = rows.view(groups, group_size)
+    absmax = rows.abs().amax(1) if groups else rows.new_empty(0)
+    finite = absmax.isfinite()  # NaN, too, travels through amax
+    # A tensor as divisor: by a number, GPUs multiply with its inverse instead.
+    scales = (absmax / absmax.new_tensor(form.largest)).clamp(min=formats.LEAST_SCALE)
+    scaled = rows * (1.0 / scales)[:, None]
+    magnitudes = scaled.abs().clamp(max=form.largest)
+    if stochastic:
+        start = offset if offset_tensor is None else offset_tensor
+        codes = _stochastic(magnitudes, form, seed, start)
+    else:
+        codes = _nearest(magnitudes, form)
+    codes = codes | scaled.signbit().to(torch.int32) << (bits - 1)
+    codes = torch.where(finite[:, None], codes, 0)
+    packed = _pack(codes.view(-1)[:count], form)
+    return packed, torch.where(finite, scales, math.nan)
+
+
+@fp_quantize.fake
+def _(x: Tensor, group_size: int, bits: int, *_: object) -> tuple[Tensor, Tensor]:
+    count = x.numel()
+    return (
+        x.new_empty(formats.byte_count(count, bits), dtype=torch.uint8),
+        x.new_empty(formats.group_count(count, group_size), dtype=torch.float32),
+    )
+
+
+@kit.op(gradient=False)
+def fp_dequantize(
+    codes: Tensor,
+    scales: Tensor,
+    size: list[int],
+    group_size: int,
+    bits: int,
+    mantissa_bits: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    """The numbers of the codes of a tensor of this size, in ``dtype``.
+
+    Raises RuntimeError, naming the argument: a dtype other than fp32, bf16 and fp16, bits that are
+    no format, a group size that cannot be, codes and scales that are not of this size.
+    """
+    form = _check_quantized(codes, scales, size, group_size, bits, mantissa_bits, dtype)
+    indices = torch.arange(math.prod(size), device=codes.device)
+    return _numbers_at(indices, codes, scales, group_size, form).to(dtype).view(size)
+
+
+@fp_dequantize.fake
+def _(codes: Tensor, scales: Tensor, size: list[int], *rest: Any) -> Tensor:
+    return codes.new_empty(size, dtype=rest[-1])
+
+
+@kit.op(gradient=False)
+def fp_dequantize_rows(
+    codes: Tensor,
+    scales: Tensor,
+    rows: Tensor,
+    size: list[int],
+    group_size: int,
+    bits: int,
+    mantissa_bits: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    """As ``fp_dequantize``, of these rows (indices of the first dimension) alone.
+
+    Raises RuntimeError also where a row is not there. On a GPU, which is not waited for, such a row
+    comes out as NaN.
+    """
+    form = _check_quantized(codes, scales, size, group_size, bits, mantissa_bits, dtype)
+    if not size:
+        raise RuntimeError("size has no dimension, expected rows to choose from")
+    check_dtype("rows", rows, torch.int64)
+    if rows.dim() != 1:
+        raise RuntimeError(f"rows has {rows.dim()} dimensions, expected 1")
+    check_on("rows", rows, codes.device)
+    there = (rows >= 0) & (rows < size[0])
+    if rows.device.type == "cpu" and not bool(there.all()):
+        i = int((~there).nonzero()[0])
+        raise RuntimeError(f"rows[{i}] is {int(rows[i])}, expected 0 to {size[0] - 1}")
+    width = math.prod(size[1:])
+    starts = torch.where(there, rows, 0)[:, None] * width
+    indices = starts + torch.arange(width, device=rows.device)
+    if codes.numel() == 0:  # nothing to look up, and so no row that is there
+        values = indices.new_full(indices.shape, math.nan, dtype=torch.float32)
+    else:
+        values = _numbers_at(indices, codes, scales, group_size, form)
+    values = torch.where(there[:, None], values, math.nan)
+    return values.to(dtype).view(rows.numel(), *size[1:])
+
+
+@fp_dequantize_rows.fake
+def _(codes: Tensor, scales: Tensor, rows: Tensor, size: list[int], *rest: Any) -> Tensor:
+    return codes.new_empty((rows.numel(), *size[1:]), dtype=rest[-1])
+
+
+def packed_codes(values: Tensor, form: Format) -> Tensor:
+    """The nearest codes of finite ``values`` themselves, without scales, packed into bytes."""
+    flat = values.detach().reshape(-1).float()
+    codes = _nearest(flat.abs().clamp(max=form.largest), form)
+    return _pack(codes | flat.signbit().to(torch.int32) << (form.bits - 1), form)
+
+
+def _nearest(magnitudes: Tensor, form: Format) -> Tensor:
+    """Codes without sign. Adding a power of two cuts a number off at the format's last bit, and
+    rounds as fp32 does."""
+    exponents, cut = _exponents(magnitudes, form)
+    magic = exponents + (cut << 23)
+    rounded = magnitudes + magic.view(torch.float32)
+    return rounded.view(torch.int32) - magic + (exponents - _least(form) >> cut)
+
+
+def _stochastic(magnitudes: Tensor, form: Format, seed: int, offset: int | Tensor) -> Tensor:
+    """Codes without sign: those of all numbers are equally far apart, and each number between two
+    of the format's lies as far between their codes. To that 16 random bits are added."""
+    _, cut = _exponents(magnitudes, form)
+    bits = magnitudes.view(torch.int32)
+    normal = bits >= _least(form)
+    significand = bits & 0x7FFFFF | torch.where(bits >= 1 << 23, 1 << 23, 0)
+    shift = (_least(form) - (bits & _EXPONENT) >> 23).clamp(0, 31)
+    exact = torch.where(normal, bits - _least(form) + (1 << 23), significand >> shift)
+    random = random_bits(exact.numel(), seed, offset, exact.device).view(exact.shape).int()
+    return (exact + (random << 7 - form.mantissa_bits) >> cut).clamp(max=_largest_code(form))
+
+
+def _least(form: Format) -> int:
+    """The least normal number of the format, as the bits of an fp32."""
+    return (128 - form.bias) << 23
+
+
+def _largest_code(form: Format) -> int:
+    largest = int(torch.tensor(form.largest).view(torch.int32))
+    return largest - _least(form) + (1 << 23) >> 23 - form.mantissa_bits
+
+
+def _exponents(magnitudes: Tensor, form: Format) -> tuple[Tensor, int]:
+    """The powers of two below them, not less than the least normal number, as the bits of fp32; and
+    how many bits of fp32's mantissa are cut off."""
+    exponents = (magnitudes.view(torch.int32) & _EXPONENT).clamp(min=_least(form))
+    return exponents, 23 - form.mantissa_bits
+
+
+def _pack(codes: Tensor, form: Format) -> Tensor:
+    count = codes.numel()
+    missing = -count % form.per_pack
+    rows = torch.cat([codes, codes.new_zeros(missing)]).view(-1, form.per_pack)
+    whole = rows.new_zeros(len(rows))
+    for i in range(form.per_pack):
+        whole |= rows[:, i] << (form.bits * i)
+    bytes_each = form.bits * form.per_pack // 8
+    packed = torch.stack([whole >> 8 * i & 0xFF for i in range(bytes_each)], dim=1)
+    return packed.view(-1)[: formats.byte_count(count, form.bits)].to(torch.uint8)
+
+
+def _numbers_at(
+    indices: Tensor, codes: Tensor, scales: Tensor, group_size: int, form: Format
+) -> Tensor:
+    """The numbers with these indices, in fp32."""
+    if indices.numel() == 0:
+        return indices.to(torch.float32)
+    flat = torch.cat([codes.reshape(-1), codes.new_zeros(1)]).to(torch.int32)
+    first = indices * form.bits >> 3
+    pair = flat[first] | flat[first + 1] << 8
+    found = (pair >> (indices * form.bits & 7)) & (1 << form.bits) - 1
+    return _table(form).to(codes.device)[found] * scales.reshape(-1)[indices // group_size]
+
+
+def _table(form: Format) -> Tensor:
+    """The numbers of all codes."""
+    codes = torch.arange(1 << form.bits)
+    mantissa = codes & (1 << form.mantissa_bits) - 1
+    exponent = codes >> form.mantissa_bits & (1 << form.bits - 1 - form.mantissa_bits) - 1
+    hidden = (exponent > 0) * (1 << form.mantissa_bits)
+    power = exponent.clamp(min=1) - form.bias - form.mantissa_bits
+    values = torch.ldexp((mantissa + hidden).double(), power)
+    if form.name == "e4m3":
+        values[values > form.largest] = math.nan
+    elif form.name == "e5m2":
+        values[values > form.largest] = math.nan
+        values[(exponent == 31) & (mantissa == 0)] = math.inf
+    return torch.where(codes >> form.bits - 1 == 1, -values, values).float()
+
+
+# Checks. The native versions say the same.
+
+
+def _format(bits: int, mantissa_bits: int) -> Format:
+    found = formats.find(bits, mantissa_bits)
+    if found is None:
+        raise RuntimeError(
+            f"bits is {bits} and mantissa_bits is {mantissa_bits}, expected one of "
+            f"{formats.list_formats()}"
+        )
+    return found
+
+
+def _check_group_size(group_size: int) -> None:
+    if not formats.group_size_fits(group_size):
+        raise RuntimeError(
+            f"group_size is {group_size}, expected a multiple of {formats.LEAST_GROUP} from "
+            f"{formats.LEAST_GROUP} to {formats.LARGEST_GROUP}"
+        )
+
+
+def _check_quantized(
+    codes: Tensor,
+    scales: Tensor,
+    size: list[int],
+    group_size: int,
+    bits: int,
+    mantissa_bits: int,
+    dtype: torch.dtype,
+) -> Format:
+    form = _format(bits, mantissa_bits)
+    _check_group_size(group_size)
+    check_native("dtype is", dtype)
+    for i, each in enumerate(size):
+        if each < 0:
+            raise RuntimeError(f"size[{i}] is {each}, expected at least 0")
+    count = math.prod(size)
+    for name, tensor, expected, numel in (
+        ("codes", codes, torch.uint8, formats.byte_count(count, bits)),
+        ("scales", scales, torch.float32, formats.group_count(count, group_size)),
+    ):
+        check_flat(name, tensor, codes.device, expected, numel)
+    return form
