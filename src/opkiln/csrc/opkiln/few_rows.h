@@ -147,7 +147,7 @@ struct Sums {
         right[eight][1] = four.y;
         right[eight][2] = four.z;
         right[eight][3] = four.w;
-        Codes::ordered(right[eight]);
+        Codes::reorder(right[eight]);
       }
 #pragma unroll
       for (int tile = 0; tile < kTiles; ++tile) {

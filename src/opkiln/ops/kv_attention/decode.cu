@@ -99,7 +99,7 @@ struct Received {
 #pragma unroll
       for (int block = 0; block < kMostBlocks; ++block) {
         if (block >= work.splits) break;
-        const float factor = power_of_two(found[block].x - (most == -INFINITY ? 0.f : most));
+        const float factor = fast_exp2(found[block].x - (most == -INFINITY ? 0.f : most));
         total += factor * found[block].y;
         add(sum, factor, parts[block * each + i]);
       }
@@ -131,12 +131,12 @@ __global__ void __launch_bounds__(2 * kThreads) decode_kernel(const OPK_GRID_CON
   const int first = begin + warp * kTile;
   const int count = first < end ? (end - first + step - 1) / step : 0;
   uint4* ring = shared + warp * kStages * 2 * kTileChunks;
-  int next = source.looked_up(first), after_next = source.looked_up(first + step);
+  int next = source.look_up_block(first), after_next = source.look_up_block(first + step);
 #pragma unroll
   for (int tile = 0; tile < kStages - 1; ++tile) {
     const int blocks = next;
     next = after_next;
-    after_next = source.looked_up(first + (tile + 2) * step);
+    after_next = source.look_up_block(first + (tile + 2) * step);
     if (tile < count) source.start(ring + tile * 2 * kTileChunks, first + tile * step, blocks);
     end_batch();
   }
@@ -154,7 +154,7 @@ __global__ void __launch_bounds__(2 * kThreads) decode_kernel(const OPK_GRID_CON
     const int blocks = next;
     const int later = tile + kStages - 1;
     next = after_next;
-    after_next = source.looked_up(first + (later + 2) * step);
+    after_next = source.look_up_block(first + (later + 2) * step);
     if (later < count) {
       source.start(ring + free_stage * 2 * kTileChunks, first + later * step, blocks);
     }

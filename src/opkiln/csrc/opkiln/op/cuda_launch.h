@@ -22,7 +22,7 @@ OPK_NAMESPACE_BEGIN
 // found out. The kernel may have all of them from then on: a limit of what one launch needs would hold for the launches
 // of other threads, too.
 [[gnu::noinline]] inline size_t most_shared_of(const void* kernel, int device) {
-  static Remembered known;
+  static NumberCache known;
   int kib = known.find(kernel, device);
   if (kib < 0) {
     cudaFuncAttributes found;
@@ -42,8 +42,9 @@ OPK_NAMESPACE_BEGIN
 [[gnu::noinline]] inline void launch_address(const void* kernel, const Launch& how, void** arguments) {
   int device = 0;
   cudaError_t error = cudaGetDevice(&device);
-  if (error == cudaSuccess && how.shared > 0) most_shared_of(kernel, device);  // the launch says what is wrong
-  if (error == cudaSuccess && how.cluster.count() > 8) {  // more than every device has
+  if (error == cudaSuccess && how.shared > 0) most_shared_of(kernel, device);  // if it fails, the launch says why
+  // above this limit a kernel has to opt in: not every device has such clusters
+  if (error == cudaSuccess && how.cluster.count() > 8) {
     error = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
   }
   if (error == cudaSuccess) {

@@ -146,7 +146,7 @@ inline int enter_context(int32_t device) {
 
 // As in cuda_launch.h.
 [[gnu::noinline]] inline size_t most_shared_of(void* handle, int32_t device) {
-  static Remembered known;
+  static NumberCache known;
   int kib = known.find(handle, device);
   if (kib < 0) {
     const Functions& cuda = functions();
@@ -176,8 +176,9 @@ inline void add_extent(Attribute& attribute, const Extent& extent) {
   int32_t device = 0;
   void* handle = nullptr;
   int error = find_kernel(kernel, &device, &handle);
-  if (error == 0 && how.shared > 0) most_shared_of(handle, device);  // the launch says what is wrong
-  if (error == 0 && how.cluster.count() > 8) {  // more than every device has
+  if (error == 0 && how.shared > 0) most_shared_of(handle, device);  // if it fails, the launch says why
+  // above this limit a kernel has to opt in: not every device has such clusters
+  if (error == 0 && how.cluster.count() > 8) {
     error = cuda.cuKernelSetAttribute(kNonPortableClusters, 1, handle, device);
   }
   if (error == 0) {
