@@ -101,7 +101,7 @@ def step_key(plan: Plan, step: Step) -> str:
     made = (PLAN_VERSION, step_inputs(plan, step), plan.environment, _identity(plan))
     # An inline source is not a file, so it is not in the dependencies. Its text is in the key.
     text = dict(plan.spec.inline).get(step.source)
-    return key("step", (made, plan.target.abi_tag, text))
+    return key("object", (made, plan.target.abi_tag, text))
 
 
 _AUTHORS = ("src", "opkiln", OUTSIDE)
