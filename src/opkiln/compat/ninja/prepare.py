@@ -23,8 +23,8 @@ _CALLS = {"posix_spawn", "posix_spawn_file_actions_adddup2", "waitpid"}
 
 
 def prepare(real: str, ready: str, parts: Sequence[tuple[str, str, bool]]) -> str:
-    """Have the ``parts`` (name, source, whether it is a program) in the directory ``ready``. Returns
-    why this ninja cannot be served; empty if it can."""
+    """Have the ``parts`` (name, source, whether it is a program) in the directory ``ready``.
+    Returns why this ninja cannot be served; empty if it can."""
     if uname.system() != "linux" or not ready:
         return "no store can be written"
     if re.search(r"[\s:]", ready):
