@@ -16,7 +16,7 @@ import re
 import shlex
 import stat
 import time
-from functools import partial
+from functools import cache, lru_cache, partial
 from typing import NamedTuple
 
 from opkiln.base.digest import key
@@ -38,6 +38,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from opkiln.building.shell_text import ShellText
     from opkiln.run.child import Completed
     from opkiln.store.entry import Leaf
 
@@ -61,11 +62,6 @@ class ObservedCommand(Record):
     roots: tuple[str, ...] = ()  # directories besides its own that may lie elsewhere next time
     environment: tuple[tuple[str, str], ...] | None = None  # the child's; None: this process's
 
-    @property
-    def words(self) -> tuple[str, ...]:
-        """Its words; of a text, as if it had no operators."""
-        return tuple(shlex.split(self.command)) if isinstance(self.command, str) else self.command
-
 
 class CommandResult(NamedTuple):
     """What came of a command."""
@@ -81,28 +77,30 @@ class CommandResult(NamedTuple):
 class Prepared:
     """A command on this machine: its key, and where its paths lead."""
 
-    def __init__(self, command: ObservedCommand, programs: Sequence[str] = ()) -> None:
-        """``programs`` are the compilers that a text starts."""
+    def __init__(self, command: ObservedCommand, read: ShellText | None = None) -> None:
+        """``read`` is what a text says."""
         self.command = command
-        self.words = command.words
-        self.programs = tuple(programs) or self.words[:1]
-        given = command.environment
-        self.environment = whole_environment() if given is None else dict(given)
+        whole = command.command
+        if isinstance(whole, str):
+            self.words = tuple(shlex.split(whole)) if read is None else read.words
+        else:
+            self.words = whole
+        programs = self.words[:1] if read is None else read.programs
+        given = tuple(whole_environment().items()) if command.environment is None else None
+        self.environment = given or command.environment or ()
         roots = {f"root{number}": path for number, path in enumerate(command.roots)}
         self.anchors = Anchors({"dir": command.directory, **roots})
         self.outputs = tuple(
             os.path.normpath(os.path.join(command.directory, each)) for each in command.outputs
         )
-        found = [next(on_path(each), each) for each in self.programs]
-        script = any(map(has_interpreter, found))
-        whole = command.command
+        script = any(map(_is_script, programs))
         hide = self.anchors.hide
         self.name = key(
             "command",
             (
                 _VERSION,
                 hide(whole) if isinstance(whole, str) else tuple(map(hide, whole)),
-                variables_of_others(self.environment, script=script),
+                _variables(self.environment, script),
                 uname.architecture(),
                 uname.cpu_flags() if shell_text.is_for_this_cpu(self.words) else "",
             ),
@@ -132,6 +130,16 @@ class Prepared:
         return path.startswith(below) or path in self.outputs
 
 
+@cache
+def _is_script(program: str) -> bool:
+    return has_interpreter(next(on_path(program), program))
+
+
+@lru_cache(maxsize=8)
+def _variables(given: tuple[tuple[str, str], ...], script: bool) -> tuple[tuple[str, str], ...]:
+    return variables_of_others(dict(given), script=script)
+
+
 # What this process put in place or kept, by path: what comes next in a build reads it within the
 # tick in which it was written, and knows by its digest that it was all there.
 _digests: dict[str, str] = {}
@@ -140,10 +148,16 @@ _digests: dict[str, str] = {}
 class Attempt:
     """One run of a command, observed."""
 
-    def __init__(self, prepared: Prepared, store: Store, stage: str) -> None:
-        """``stage`` is a directory of its own. Old outputs are removed: a linker that finds one may
-        read it first, and then nobody knows what the new one was made from."""
+    def __init__(
+        self, prepared: Prepared, store: Store, stage: str, covered: tuple[str, ...] = ()
+    ) -> None:
+        """``stage`` is a directory of its own, and what begins with ``covered`` is ours.
+
+        Old outputs are removed: a linker that finds one may read it first, and then nobody knows
+        what the new one was made from.
+        """
         self.prepared, self.store, self.stage = prepared, store, stage
+        self.covered = covered
         self.log = os.path.join(stage, "observed")
         for path in prepared.outputs:
             with contextlib.suppress(OSError):
@@ -159,7 +173,9 @@ class Attempt:
     def keep(self, messages: str, wall: float, max_rss: int, rebuilt: Sequence[str]) -> str:
         """Keep what the command made, which has succeeded. Returns why not; empty if it was."""
         prepared, command = self.prepared, self.prepared.command
-        record = observed.read_log(self.log, None, self.stage, prepared.first, self.store.memory)
+        record = observed.read_log(
+            self.log, None, self.stage, prepared.first, self.store.memory, self.covered
+        )
         if record is None:
             return observed.UNSEEN
         try:
@@ -266,7 +282,7 @@ class Attempt:
             yield Fact(CHOICE, "path", word, first, UNSIGNED)
 
     def _find_date(self, files: Sequence[str]) -> str:
-        if self.prepared.environment.get("SOURCE_DATE_EPOCH"):
+        if any(name == "SOURCE_DATE_EPOCH" for name, _ in self.prepared.environment):
             return ""
         below = tuple(place + "/" for place in self.prepared.anchors.places.values())
         named = {
@@ -365,7 +381,7 @@ def _run(prepared: Prepared, store: Store, rebuilt: Sequence[str]) -> CommandRes
 
 def _unset_locale(prepared: Prepared) -> dict[str, str]:
     """The child's environment. An empty LC_ALL is as none: the locale is the host program's."""
-    return {"LC_ALL": "", **prepared.environment}
+    return {"LC_ALL": "", **dict(prepared.environment)}
 
 
 def run_commands(

@@ -102,7 +102,12 @@ def read_step(
 
 
 def read_log(
-    path: str, toolchain: Toolchain | None, stage: str, first: str, memory: tuple[str, ...]
+    path: str,
+    toolchain: Toolchain | None,
+    stage: str,
+    first: str,
+    memory: tuple[str, ...],
+    covered: tuple[str, ...] = (),
 ) -> StepRecord | None:
     """What the programs did that wrote the log ``path``, judged by nobody; None if nothing was
     logged. What lies in the directory ``stage`` is their own."""
@@ -112,7 +117,8 @@ def read_log(
     conduct = limits.Conduct(seen, first, toolchain, stage)
     loaded = _read_loaded(seen, memory)
     gap = _gap(conduct, seen, stage, loaded)
-    return StepRecord(seen, conduct, stage, first, gap, _searched_directories(seen, loaded))
+    searched = _searched_directories(seen, loaded)
+    return StepRecord(seen, conduct, stage, first, gap, searched, covered)
 
 
 def _read_loaded(

@@ -206,6 +206,11 @@ def collecting(found: Evidence | None = None) -> Iterator[Evidence]:
         _collected.reset(token)
 
 
+def is_collected() -> bool:
+    """Whether somebody collects what is read."""
+    return _collected.get() is not None
+
+
 def file(path: str, signature: Iterable[int] | None = None) -> None:
     """A file, or a directory's list of names, was read. ``signature`` is from before the read."""
     found = _collected.get()

@@ -24,7 +24,7 @@ from opkiln.machine.facts import ABSENT, FILE, GONE, HIDDEN, PROGRAM, RUNS, Hash
 TYPE_CHECKING = False
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
 
 # Fields of a spec that do not affect the build, or that another field says, too: an emulated op has
@@ -173,7 +173,21 @@ def changes(
     facts.start_entry()
     if rows is None:
         return _changed_files(recorded["own"], places, hasher)
-    return broken(read(rows), places, hasher)
+    return broken(read(_list_doubtful(rows, places)), places, hasher)
+
+
+def _list_doubtful(rows: Iterable[list[Any]], places: Mapping[str, str]) -> Iterator[list[Any]]:
+    """The facts of a sidecar whose signatures do not certainly hold. Most do, and each costs one
+    look and no object."""
+    collected = facts.is_collected()
+    for row in rows:
+        path = f"{places.get(row[1], '')}/{row[2]}" if row[1] in places else row[2]
+        try:
+            if not collected and row[2] and Signature.recorded_holds(path, row[4:]):
+                continue
+        except OSError:
+            pass  # it is gone, which is told in words
+        yield row
 
 
 def broken(listed: Iterable[Fact], places: Mapping[str, str], hasher: Hasher) -> list[str]:

@@ -80,7 +80,8 @@ class _Server:
         self._store = Store()
         self._directory = os.getcwd()
         self._roots = find_roots(self._directory)
-        self._observer = os.path.join(front.ready_directory(), "observer")
+        self._ready = front.ready_directory()
+        self._environment = tuple(whole_environment().items())
         self._missed: _Missed | None = None
         self._later: dict[int, _Later] = {}
         self._threads: list[threading.Thread] = []
@@ -127,9 +128,9 @@ class _Server:
         prepared = Prepared(
             ObservedCommand(
                 "ninja", read.label, read.text, self._directory, read.outputs,
-                os.path.basename(self._directory), self._roots,
+                os.path.basename(self._directory), self._roots, self._environment,
             ),
-            read.programs,
+            read,
         )  # fmt: skip
         leaf, rebuilt = prepared.find(self._store, Hasher())
         if leaf is not None:
@@ -220,9 +221,9 @@ class _Server:
         stage = os.path.join(publish.scratch_root(), f"opkiln-ninja-{os.urandom(8).hex()}")
         os.mkdir(stage, 0o700)
         log.start(os.path.join(stage, "observed"))
-        attempt = Attempt(missed.prepared, self._store, stage)
+        attempt = Attempt(missed.prepared, self._store, stage, (self._ready + "/",))
         about = {"op": command.group, "label": command.label, "step": missed.prepared.name}
-        body = "\0".join((self._observer, stage, str(command.command)))
+        body = "\0".join((os.path.join(self._ready, "observer"), stage, str(command.command)))
         data = body.encode("utf-8", "surrogateescape")
         events.emit(events.STEP_START, **about)
         step.sendall(b"R" + struct.pack("=I", len(data)) + data)
