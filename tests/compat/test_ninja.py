@@ -9,13 +9,9 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 from sample.ninja_project import RULES, Project, needs_ninja
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 pytestmark = needs_ninja
 
@@ -163,7 +159,8 @@ def test_a_variable_that_compilers_read_is_in_the_key(project: Project, tmp_path
 
 
 def test_two_outputs(tmp_path: Path) -> None:
-    graph = "rule both\n  command = gcc -c main.c -save-temps=obj -o main.o\nbuild main.o main.i: both main.c\n"
+    command = "gcc -c main.c -save-temps=obj -o main.o"
+    graph = f"rule both\n  command = {command}\nbuild main.o main.i: both main.c\n"
     project = Project(tmp_path / "one", graph, main__c=MAIN, a__h="#define A 1\n")
     project.build()
     text = (project.path / "main.i").read_text()
@@ -190,7 +187,10 @@ def test_an_archive_with_a_member_less(tmp_path: Path) -> None:
 
 
 def test_response_files(tmp_path: Path) -> None:
-    graph = "rule rsp\n  command = gcc @$out.rsp -o $out\n  rspfile = $out.rsp\n  rspfile_content = $in_newline\n"
+    graph = (
+        "rule rsp\n  command = gcc @$out.rsp -o $out\n  rspfile = $out.rsp\n"
+        "  rspfile_content = $in_newline\n"
+    )
     project = Project(
         tmp_path / "one", f"{graph}build main.o: cc main.c\nbuild app: rsp main.o\n",
         main__c=MAIN, a__h="#define A 1\n",
@@ -287,7 +287,7 @@ def test_a_failing_edge_fails_each_time_as_with_plain_ninja(
 @pytest.mark.parametrize(
     ("graph", "said"),
     [
-        ("build a.o: cc b.o\nbuild b.o: cc a.o\n", "dependency cycle"),
+        ("build a.o: cc b.o\nbuild b.o: cc a.o\nbuild app: link a.o\n", "dependency cycle"),
         ("build a.o: cc missing.c\n", "missing and no known rule"),
         ("build a.o: cc a.c\nbuild a.o: cc b.c\n", "multiple rules generate a.o"),
     ],
@@ -325,7 +325,7 @@ def test_a_source_that_asks_for_the_time_is_compiled_each_time(tmp_path: Path, c
 def test_other_commands_run_as_they_are(tmp_path: Path, cache: Path) -> None:
     graph = (
         "rule sh\n  command = gcc -c a.c -o a.o; echo $$HOME > home\nbuild home: sh a.c\n"
-        'rule py\n  command = python3 -c \'open("p", "w")\' && gcc -c a.c -o b.o\nbuild b.o: py a.c\n'
+        "rule py\n  command = touch p && gcc -c a.c -o b.o\nbuild b.o: py a.c\n"
     )
     project = Project(tmp_path / "one", graph, a__c="int a;\n")
     done = project.build()
@@ -452,7 +452,10 @@ def stand_in(tmp_path: Path, source: str, *flags: str) -> Path:
 def test_another_ninja_runs_without_the_store_and_one_line_says_so(
     tmp_path: Path, project: Project, flags: tuple[str, ...], why: str
 ) -> None:
-    source = '#include <stdlib.h>\n#include <unistd.h>\nint main(void) { return unsetenv("A") || system("echo ran"); }\n'
+    source = (
+        "#include <stdlib.h>\n#include <unistd.h>\n"
+        'int main(void) { return unsetenv("A") || system("echo ran"); }\n'
+    )
     program = stand_in(tmp_path, source, *flags)
     done = project.build(PATH=f"{program.parent}:{os.environ['PATH']}")
     lines = done.output.splitlines()
@@ -469,9 +472,7 @@ def test_without_a_ninja_there_is_an_error_with_a_hint(project: Project, tmp_pat
     assert "hint: " in done.output
 
 
-def test_a_store_that_cannot_be_written_is_no_obstacle(
-    project: Project, make_readonly: Callable[[Path], None] | None = None
-) -> None:
+def test_a_store_that_cannot_be_written_is_no_obstacle(project: Project) -> None:
     done = project.build(
         OPKILN_CACHE_DIR="/proc/nowhere", XDG_CACHE_HOME="/proc/nowhere", OPKILN_TMPDIR="/proc"
     )
