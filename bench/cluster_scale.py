@@ -5,7 +5,7 @@
     python bench/cluster_scale.py --ranks 1024 --case missing
 
 It is a simulation. The ranks are the shipped state machine (``opkiln.cluster.protocol``, with what
-leads it and what it says), the shipped pauses and beats (``driver``), and the shipped requests
+leads it and what it says), the shipped pauses and beats (``work``), and the shipped requests
 (``channel``, ``stores.Torch``). The clock, the network, the store's server, the compiler and the
 disks are simulated: events in the order of their times. The server does one request after the
 other, as TCPStore does; its speeds were measured with a real one (``SPEEDS``).
@@ -28,9 +28,9 @@ from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from opkiln.cluster import driver, protocol
+from opkiln.cluster import protocol, work
 from opkiln.cluster.channel import PART, Channel
-from opkiln.cluster.ensure import lease_of
+from opkiln.cluster.ensure import default_lease
 from opkiln.cluster.messages import Hello, JobOutcome, Made, Offer, Vote, key_of
 from opkiln.cluster.protocol import Done, End, FetchOp, Look, MakeOp, Pause
 from opkiln.cluster.stores import Torch
@@ -276,10 +276,10 @@ class Simulation:
         if rank.ended is None:
             self.tell(key_of("beat", rank.number), rank.beats)
             rank.beats += 1
-            self.at(self.now + self.lease / driver.BEATS, self.beat, rank)
+            self.at(self.now + self.lease / work.BEATS, self.beat, rank)
 
     def step(self, rank: Rank) -> None:
-        """As ``driver.agree``, up to the next thing that takes time."""
+        """As ``work.agree``, up to the next thing that takes time."""
         while rank.ended is None:
             began = time.process_time()
             action = protocol.next_action(rank.state)
@@ -290,7 +290,7 @@ class Simulation:
             elif isinstance(action, Pause):
                 rank.paused += 1
                 rank.waiting = True
-                pause = driver.pause_of(len(self.ranks), self.now - rank.waited_since)
+                pause = work.choose_pause(len(self.ranks), self.now - rank.waited_since)
                 self.at(self.now + pause, self.resume, rank, rank.paused)
                 return
             elif isinstance(action, (MakeOp, FetchOp)):
@@ -393,7 +393,7 @@ def simulated(ranks: int, case: Case, lease: float | None = None) -> dict[str, A
     """One row of the results."""
     random.seed(ranks)
     began = time.process_time()
-    job = Simulation(ranks, case, lease_of(ranks) if lease is None else lease)
+    job = Simulation(ranks, case, default_lease(ranks) if lease is None else lease)
     gc.freeze()  # the ranks stay: searching them for garbage again and again takes most of the time
     job.run()
     gc.unfreeze()

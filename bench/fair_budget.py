@@ -34,7 +34,7 @@ def tell(event):
     if event.kind == events.STEP_START:
         print("started", flush=True)
 
-with events.listening(tell):
+with events.listen(tell):
     if kind == "g++":
         import opkiln
         sources = [f"{place}/large/{number}.cpp" for number in range(3000)]

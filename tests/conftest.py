@@ -169,7 +169,7 @@ def plain(package: Callable[..., Package]) -> Package:
 def steps() -> Iterator[Steps]:
     """The steps that this process's builds run during the test."""
     seen = Steps()
-    with events.listening(seen):
+    with events.listen(seen):
         yield seen
 
 

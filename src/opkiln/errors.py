@@ -100,14 +100,14 @@ def told_briefly(function: Callable[P, T]) -> Callable[P, T]:
         except OpkilnError as error:
             raise error.with_traceback(None) from error.__cause__
         except (FileNotFoundError, UnicodeEncodeError) as error:
-            if (clear := in_words(error)) is not None:
+            if (clear := explain_error(error)) is not None:
                 raise clear from error
             raise
 
     return call
 
 
-def in_words(error: Exception) -> UsageError | None:
+def explain_error(error: Exception) -> UsageError | None:
     """The clear error for one that Python raises anywhere a path is used: the working directory was
     removed, or a text is not text. None for any other."""
     if isinstance(error, UnicodeEncodeError) and error.reason == "surrogates not allowed":

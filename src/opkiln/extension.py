@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from opkiln.base.digest import sha256_file
@@ -29,10 +30,6 @@ from opkiln.errors import SpecError, StoreError, UsageError, told_briefly
 from opkiln.loading import loader
 from opkiln.loading.register import at_trace_time
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
 
 @at_trace_time
 @told_briefly
@@ -56,30 +53,30 @@ def load(
 ) -> Any:
     """Compile C++, CUDA or SYCL sources, or find them compiled, and load them.
 
-    Takes the arguments of ``torch.utils.cpp_extension.load``. Gives the extension module; with
+    Takes the arguments of ``torch.utils.cpp_extension.load``. Returns the extension module; with
     ``is_python_module=False`` the library's path (its ops are then in ``torch.ops``); with
     ``is_standalone=True`` the program's path. ``abi="torch-stable"`` builds against torch's stable
     ABI: the compile is many times faster and the binary serves every torch from 2.10.
     ``abi="none"`` is for code without torch; as a library it is loaded as a ``ctypes.CDLL``.
 
-    ``with_cuda`` is true where a source is a ``.cu``, unless it is given; so is ``with_sycl`` for a
-    ``.sycl``. What to build for is ``TORCH_CUDA_ARCH_LIST``, else this machine's GPUs. On a ROCm
-    torch the same sources are compiled for HIP.
+    If ``with_cuda`` is left out, it is true if a source is a ``.cu``; so is ``with_sycl`` for a
+    ``.sycl``. The GPU architectures are those of ``TORCH_CUDA_ARCH_LIST``, else of this machine's
+    GPUs. On a ROCm torch the same sources are compiled for HIP.
 
-    Calling it again looks at the sources again: an edit is picked up, and an unchanged extension is
-    the module that is already loaded. ``build_directory`` gets a copy of the result;
-    ``keep_intermediates`` has no meaning here: objects are always kept, in the store.
+    Calling it again reads the sources again: an edit is compiled, and an unchanged extension is the
+    module that is already loaded. ``build_directory`` gets a copy of the result.
+    ``keep_intermediates`` has no effect: objects are always kept in the store.
 
     Raises BuildError, LoadError and the other OpkilnErrors.
     """
     spec = declare(
         name,
         sources,
-        include_dirs=_paths(extra_include_paths),
-        kind=_kind(is_python_module, is_standalone, abi),
-        abi=_abi(abi),
-        cxx_args=_flags("extra_cflags", extra_cflags),
-        ldflags=_flags("extra_ldflags", extra_ldflags),
+        include_dirs=_check_paths(extra_include_paths),
+        kind=_choose_kind(is_python_module, is_standalone, abi),
+        abi=_check_abi(abi),
+        cxx_args=_check_flags("extra_cflags", extra_cflags),
+        ldflags=_check_flags("extra_ldflags", extra_ldflags),
     )
     spec = add_device(spec, with_cuda, with_sycl, extra_cuda_cflags, extra_sycl_cflags)
     return _load(spec, verbose, build_directory)
@@ -125,14 +122,14 @@ def load_inline(
         None if functions is None else bindings(functions, with_pytorch_error_handling),
         headers=abi == ABI_TORCH and not no_implicit_headers,
     )
-    spec = declared_inline(
+    spec = declare_inline(
         name,
         texts,
-        include_dirs=_paths(extra_include_paths),
-        kind=_kind(is_python_module, False, abi),
-        abi=_abi(abi),
-        cxx_args=_flags("extra_cflags", extra_cflags),
-        ldflags=_flags("extra_ldflags", extra_ldflags),
+        include_dirs=_check_paths(extra_include_paths),
+        kind=_choose_kind(is_python_module, False, abi),
+        abi=_check_abi(abi),
+        cxx_args=_check_flags("extra_cflags", extra_cflags),
+        ldflags=_check_flags("extra_ldflags", extra_ldflags),
     )
     spec = add_device(spec, with_cuda, with_sycl, extra_cuda_cflags, extra_sycl_cflags)
     return _load(spec, verbose, build_directory)
@@ -141,8 +138,8 @@ def load_inline(
 def declare(
     name: str, sources: str | Sequence[str], *, include_dirs: Sequence[str], **fields: Any
 ) -> OpSpec:
-    """The declaration of an extension in files; ``fields`` are more of the spec. Raises SpecError
-    where a file is not there."""
+    """The declaration of an extension in files; ``fields`` are other fields of the spec. Raises
+    SpecError if a file is missing."""
     listed = [sources] if isinstance(sources, str) else list(sources)
     if not listed:
         raise SpecError(f"op {name} declares no sources")
@@ -167,10 +164,10 @@ def declare(
 
 
 def _root(files: list[str], includes: list[str]) -> str:
-    """The directory that the sources are one thing below, wherever it lies.
+    """The deepest directory that contains all the sources.
 
-    With directories for headers beside them it is the one that holds both, so that another clone
-    of a project is the same project. Not further up: that would be somebody's home.
+    If directories for headers lie beside it, it is their parent, so that another clone of a project
+    has the same key. It is never a directory above that, such as a home directory.
     """
     root = os.path.dirname(files[0]) if len(files) == 1 else os.path.commonpath(files)
     above = os.path.dirname(root)
@@ -214,10 +211,10 @@ _HEADERS = {
 }
 
 
-def declared_inline(
+def declare_inline(
     name: str, texts: tuple[tuple[str, str], ...], *, include_dirs: Sequence[str], **fields: Any
 ) -> OpSpec:
-    """The declaration of an extension in text."""
+    """The declaration of an extension whose sources are texts."""
     return OpSpec(
         name=name,
         distribution=ONE_CALL,
@@ -235,7 +232,7 @@ def _load(spec: OpSpec, verbose: bool, build_directory: str | None) -> Any:
     if spec.backend == CUDA and spec.device_args:
         from opkiln.machine.arch import cuda
 
-        # torch takes the architectures from here, too, and then from nowhere else.
+        # As in torch, architectures among the flags replace those of the settings.
         flags, archs = cuda.split_flags(spec.device_args)
         spec, asked = spec._replace(device_args=flags), cuda.show(archs)
     value, artifact = serve(spec, asked, verbose)
@@ -245,25 +242,25 @@ def _load(spec: OpSpec, verbose: bool, build_directory: str | None) -> Any:
 
 
 def serve(spec: OpSpec, asked: str, verbose: bool) -> tuple[Any, Artifact]:
-    """What a declaration loads as, and its artifact. ``asked`` is an arch list."""
-    # Several specs may go by one name here; each call finds its own, by key.
+    """(the loaded value of a declaration, its artifact). ``asked`` is an arch list."""
+    # Several specs may have one name; each call finds its own by its key.
     loaded = loader.load(Op(spec, asked=asked), again=True, verbose=verbose)
     assert loaded.artifact is not None  # there is no reference to fall back to
     return loaded.value, loaded.artifact
 
 
 def copy_out(artifact: Artifact, directory: str) -> str:
-    """Copy an artifact into a directory, which is made; gives its path there."""
+    """Copy an artifact into a directory, which is made if necessary, and return its path there."""
     import shutil
 
-    from opkiln.base.digest import taking_the_place_of
+    from opkiln.base.digest import open_replacement
 
     target = os.path.join(directory, os.path.basename(artifact.path))
     try:
         os.makedirs(directory, exist_ok=True)
         if not os.path.isfile(target) or sha256_file(target) != artifact.sha256:
-            # Never over the old one: another process may have it mapped.
-            with taking_the_place_of(target) as file:
+            # The old file is not overwritten: another process may have it mapped.
+            with open_replacement(target) as file:
                 with open(artifact.path, "rb") as source:
                     shutil.copyfileobj(source, file)
                 os.fchmod(file.fileno(), os.stat(artifact.path).st_mode & 0o777)
@@ -274,13 +271,13 @@ def copy_out(artifact: Artifact, directory: str) -> str:
     return target
 
 
-def _abi(abi: str) -> str:
+def _check_abi(abi: str) -> str:
     if abi not in (ABI_TORCH, ABI_STABLE, ABI_NONE):
         raise UsageError(f"abi={abi!r}: expected 'torch', 'torch-stable' or 'none'")
     return abi
 
 
-def _kind(is_python_module: bool, is_standalone: bool, abi: str) -> str:
+def _choose_kind(is_python_module: bool, is_standalone: bool, abi: str) -> str:
     if is_standalone:
         return EXECUTABLE
     if is_python_module:
@@ -288,13 +285,13 @@ def _kind(is_python_module: bool, is_standalone: bool, abi: str) -> str:
     return PLAIN if abi == ABI_NONE else LIBRARY
 
 
-def _flags(argument: str, flags: Sequence[str] | None) -> tuple[str, ...]:
+def _check_flags(argument: str, flags: Sequence[str] | None) -> tuple[str, ...]:
     if isinstance(flags, str):
         raise UsageError(f"{argument} must be a list of flags, not the string {flags!r}")
     return tuple(flags or ())
 
 
-def _paths(paths: Sequence[str] | None) -> Sequence[str]:
+def _check_paths(paths: Sequence[str] | None) -> Sequence[str]:
     if isinstance(paths, str):
         raise UsageError(f"extra_include_paths must be a list, not the string {paths!r}")
     return paths or ()
@@ -307,19 +304,19 @@ def add_device(
     cuda_flags: Sequence[str] | None,
     sycl_flags: Sequence[str] | None,
 ) -> OpSpec:
-    """The spec for the backend that its sources, or the call, are for."""
+    """The spec for the backend of its sources, or for the one that the call asks for."""
     cuda = any(s.endswith(".cu") for s in spec.sources) if with_cuda is None else with_cuda
     sycl = any(s.endswith(".sycl") for s in spec.sources) if with_sycl is None else with_sycl
     if cuda and sycl:
         raise UsageError(f"op {spec.title}: one library cannot hold both CUDA and SYCL code")
     if cuda:
-        from opkiln.machine.toolchain.rocm import is_rocm_pytorch
+        from opkiln.machine.toolchain.torch_sdk import is_rocm_pytorch
 
-        flags = _flags("extra_cuda_cflags", cuda_flags)
+        flags = _check_flags("extra_cuda_cflags", cuda_flags)
         backend = ROCM if is_rocm_pytorch() else CUDA
         return spec._replace(backend=backend, device_args=flags, vectorize=False)
     if sycl:
-        flags = _flags("extra_sycl_cflags", sycl_flags)
+        flags = _check_flags("extra_sycl_cflags", sycl_flags)
         return spec._replace(backend=XPU, device_args=flags, vectorize=False)
     return spec
 
@@ -329,12 +326,12 @@ def _mark_texts(argument: str, sources: str | Sequence[str] | None) -> list[str]
     return [wording.add_mark(f"{argument}[{place}]", text) for place, text in enumerate(texts)]
 
 
-# A function, maybe in a namespace, maybe of a template.
+# The name of a function, perhaps in a namespace or of a template.
 _FUNCTION = r"[A-Za-z_]\w*(::\w+)*(<[\w:<>, *&]*>)?"
 
 
 def bindings(functions: str | Sequence[str] | Mapping[str, str], guarded: bool) -> str:
-    """The pybind11 module that torch would write for these. Raises UsageError."""
+    """The pybind11 module that torch would write for these functions. Raises UsageError."""
     import re
 
     if isinstance(functions, str):

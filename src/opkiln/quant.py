@@ -7,38 +7,23 @@ from opkiln.base import lazy
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from opkiln.ops.fp_quantizer.quantizer import FPQuantized, FPQuantizer
-    from opkiln.ops.packbits.signs import packbits, unpackbits
-    from opkiln.ops.quantizer.quantize import (
-        Quantized,
-        Swizzle,
-        dequantize,
-        fake_quantize,
-        quantize,
-        quantized_reduce,
-        swizzle_quantize,
-    )
-
-__all__ = [
-    "FPQuantized",
-    "FPQuantizer",
-    "Quantized",
-    "Swizzle",
-    "dequantize",
-    "fake_quantize",
-    "packbits",
-    "quantize",
-    "quantized_reduce",
-    "swizzle_quantize",
-    "unpackbits",
-]
-
-_HOMES = {
-    **dict.fromkeys(__all__, "opkiln.ops.quantizer.quantize"),
-    **dict.fromkeys(("FPQuantized", "FPQuantizer"), "opkiln.ops.fp_quantizer.quantizer"),
-    **dict.fromkeys(("packbits", "unpackbits"), "opkiln.ops.packbits.signs"),
-}
+    from opkiln.ops.fp_quantizer.quantizer import FPQuantized as FPQuantized
+    from opkiln.ops.fp_quantizer.quantizer import FPQuantizer as FPQuantizer
+    from opkiln.ops.packbits.signs import packbits as packbits
+    from opkiln.ops.packbits.signs import unpackbits as unpackbits
+    from opkiln.ops.quantizer.quantize import Quantized as Quantized
+    from opkiln.ops.quantizer.quantize import Swizzle as Swizzle
+    from opkiln.ops.quantizer.quantize import dequantize as dequantize
+    from opkiln.ops.quantizer.quantize import fake_quantize as fake_quantize
+    from opkiln.ops.quantizer.quantize import quantize as quantize
+    from opkiln.ops.quantizer.quantize import quantized_reduce as quantized_reduce
+    from opkiln.ops.quantizer.quantize import swizzle_quantize as swizzle_quantize
 
 opkiln._allow_torch_to_load()  # torch may have been imported after opkiln
 
-__getattr__, __dir__ = lazy.names(__name__, _HOMES)
+__all__, __getattr__, __dir__ = lazy.names(__name__, {
+    "opkiln.ops.fp_quantizer.quantizer": "FPQuantized FPQuantizer",
+    "opkiln.ops.packbits.signs": "packbits unpackbits",
+    "opkiln.ops.quantizer.quantize":
+        "Quantized Swizzle dequantize fake_quantize quantize quantized_reduce swizzle_quantize",
+})  # fmt: skip

@@ -12,18 +12,15 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
+from typing import Any
 
 from opkiln.base import setting_values as values
 from opkiln.base.trust import follow_link
 from opkiln.errors import SettingError
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
-    from typing import Any
 
 __all__ = ["origin_of", "override", "settings", "table"]
 

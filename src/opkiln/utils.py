@@ -9,14 +9,12 @@ from opkiln.base import lazy
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from opkiln.ops.utils.flatten import (
-        byte_view,
-        flatten,
-        from_bytes,
-        unflatten,
-        unflatten_into,
-    )
+    from opkiln.ops.utils.flatten import byte_view as byte_view
+    from opkiln.ops.utils.flatten import flatten as flatten
+    from opkiln.ops.utils.flatten import from_bytes as from_bytes
+    from opkiln.ops.utils.flatten import unflatten as unflatten
+    from opkiln.ops.utils.flatten import unflatten_into as unflatten_into
 
-__all__ = ["byte_view", "flatten", "from_bytes", "unflatten", "unflatten_into"]
-
-__getattr__, __dir__ = lazy.names(__name__, dict.fromkeys(__all__, "opkiln.ops.utils.flatten"))
+__all__, __getattr__, __dir__ = lazy.names(__name__, {
+    "opkiln.ops.utils.flatten": "byte_view flatten from_bytes unflatten unflatten_into",
+})  # fmt: skip

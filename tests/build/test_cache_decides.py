@@ -43,7 +43,7 @@ def built(plain: Package) -> Package:
 def looked(package: Package, **attributes: Any) -> tuple[Any, Steps]:
     """Load the op as it is now: (it, the steps that took)."""
     steps = Steps()
-    with events.listening(steps):
+    with events.listen(steps):
         return package.load(**attributes), steps
 
 
@@ -64,7 +64,7 @@ def test_another_process_finds_it_and_runs_no_step(built: Package) -> None:
         from opkiln.run import events
         from {built.name}.op import PlainBuilder
         seen = []
-        with events.listening(seen.append):
+        with events.listen(seen.append):
             print(PlainBuilder().load().add(1, 2), len(seen))
     """, path=[built.where])  # fmt: skip
     assert out.split() == ["103", "0"]
@@ -227,7 +227,7 @@ def test_a_moved_package_is_a_hit_and_an_edit_in_it_is_its_own(
         from opkiln.run import events
         from {built.name}.op import PlainBuilder
         seen = []
-        with events.listening(seen.append):
+        with events.listen(seen.append):
             builder = PlainBuilder()
             print(builder.load().add(0, 0), len(seen), builder.root)
     """

@@ -12,7 +12,7 @@ from sample.package import rest
 from opkiln.errors import ToolchainError
 from opkiln.machine.toolchain import host
 from opkiln.ship import prebuild, selection
-from opkiln.ship.cache_key import PREFIX, cache_key
+from opkiln.ship.prebuild import KEY_PREFIX, cache_key
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -32,7 +32,7 @@ def test_the_key_is_the_same_until_something_that_matters_changes(
     plain: Package, steps: Steps, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = key_of(plain)
-    assert first.startswith(PREFIX)
+    assert first.startswith(KEY_PREFIX)
     assert key_of(plain) == first
     (plain / "notes.py").write_text("x = 1")
     (plain / "csrc" / "big.bin").write_bytes(bytes(17 << 20))

@@ -7,8 +7,8 @@ import torch
 from deepspeed_given import warm  # noqa: F401 (a fixture)
 from torch import Tensor
 
+from opkiln.compat.deepspeed.layers import SparseSelfAttention
 from opkiln.compat.deepspeed.modules import OpModule
-from opkiln.compat.deepspeed.sparse import SparseSelfAttention
 
 
 class Configuration:

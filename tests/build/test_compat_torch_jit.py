@@ -384,7 +384,7 @@ def test_a_clone_of_a_project_is_a_hit(apart: Path) -> None:
         from opkiln.run import events
         from opkiln.compat.torch import load
         seen = []
-        with events.listening(seen.append):
+        with events.listen(seen.append):
             found = load("cloned", ["csrc/m.cpp"], extra_include_paths=["include"])
         print(found.answer(), sum(each.kind == "step-start" for each in seen))
     """

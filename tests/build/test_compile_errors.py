@@ -142,7 +142,7 @@ def test_eight_processes_show_the_same_error_after_one_compile(
                 ):
                     told.append(1)
                     open({str(tmp_path)!r} + "/waiting-" + str(__import__("os").getpid()), "w")
-            with events.listening(tell):
+            with events.listen(tell):
                 PlainBuilder().load(verbose=False)
         """, path=[plain.where])
         for _ in range(8)

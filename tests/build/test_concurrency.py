@@ -129,7 +129,7 @@ def test_who_waits_says_for_whom(plain: Package, compiler: Compiler, tmp_path: P
         def tell(event):
             if event.kind == "waiting" and event.data["what"] == "build":
                 print("waiting for", event.data["pid"], event.data["host"], flush=True)
-        with events.listening(tell):
+        with events.listen(tell):
             PlainBuilder().load(verbose=False)
     """, path=[plain.where])  # fmt: skip
     assert waiter.stdout is not None

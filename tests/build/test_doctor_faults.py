@@ -20,7 +20,7 @@ from sample.compiler import torch_like
 from sample.doctor import Patient, can_mount
 
 from opkiln.machine.toolchain import nvcc
-from opkiln.report.commands import install
+from opkiln.report.commands import install_command
 from opkiln.store import bundle
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ def test_no_compiler_at_all_is_found_and_what_to_install_is_said(tmp_path: Path)
     found = Patient({}).check("compiler", after=f"export PATH='{tmp_path}'")
     assert found.verdict == "FAIL"
     assert "g++ (PATH): not on PATH; clang++ (PATH): not on PATH" in found.evidence
-    assert found.command == install("g++")
+    assert found.command == install_command("g++")
     found = Patient({"CXX": str(tmp_path / "nothing")}).check("compiler")
     assert (found.verdict, found.command) == ("FAIL", "unset CXX")
     assert "nothing (CXX): no such program" in found.evidence

@@ -41,7 +41,7 @@ def started() -> Iterator[list[str]]:
         elif "-shared" in argv:
             words.append("link")
 
-    with process.telling(note):
+    with process.watch_starts(note):
         yield words
 
 

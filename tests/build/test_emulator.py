@@ -20,7 +20,7 @@ from sample.emulator.op import KernelsBuilder
 import opkiln
 from opkiln.base.model import CPU, CUDA, EMULATED, ROCM
 from opkiln.errors import SpecError
-from opkiln.machine.toolchain import emulate
+from opkiln.machine.toolchain import staged_copy
 from opkiln.settings import override
 
 if TYPE_CHECKING:
@@ -349,9 +349,10 @@ def test_what_cannot_be_emulated_is_refused_by_name(tmp_path: Path, text: str, t
 
 def test_chevrons_are_refused_with_what_to_write_instead() -> None:
     with pytest.raises(SpecError, match="launches a kernel by <<< >>>"):
-        emulate.translate(b"void f() { kernel<<<1, 2>>>(3); }", "op", "a.cu")
+        staged_copy.translate_emulated(b"void f() { kernel<<<1, 2>>>(3); }", "op", "a.cu")
     assert (
-        emulate.translate(b"// kernel<<<1, 2>>>(3)\n", "op", "a.cu") == b"// kernel<<<1, 2>>>(3)\n"
+        staged_copy.translate_emulated(b"// kernel<<<1, 2>>>(3)\n", "op", "a.cu")
+        == b"// kernel<<<1, 2>>>(3)\n"
     )
 
 
@@ -368,12 +369,12 @@ def test_chevrons_are_refused_with_what_to_write_instead() -> None:
     ],
 )
 def test_dynamic_shared_memory_is_translated_line_by_line(written: str, made: str) -> None:
-    assert emulate.translate(written.encode(), "op", "a.cu").decode() == made
+    assert staged_copy.translate_emulated(written.encode(), "op", "a.cu").decode() == made
 
 
 def test_other_external_shared_variables_are_refused() -> None:
     with pytest.raises(SpecError, match="does not understand 'extern __shared__ float x'"):
-        emulate.translate(b"extern __shared__ float x;", "op", "a.cu")
+        staged_copy.translate_emulated(b"extern __shared__ float x;", "op", "a.cu")
 
 
 # How it is asked for

@@ -113,7 +113,7 @@ def test_inline_text_is_found_by_another_process(cache: Path) -> None:
         from opkiln.run import events
         import opkiln
         seen = []
-        with events.listening(seen.append):
+        with events.listen(seen.append):
             library = opkiln.load_inline("inline_again", 'extern "C" int f() { return 5; }',
                                          abi="none", is_python_module=False)
         print(library.f(), len(seen) > 0)

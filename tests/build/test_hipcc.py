@@ -14,7 +14,7 @@ from opkiln import get_builder, ops, settings
 from opkiln.base.build_model import DeviceCompiler, Target, Toolchain
 from opkiln.base.model import ABI_NONE, PLAIN, ROCM, OpSpec
 from opkiln.machine.binary import fatbin
-from opkiln.machine.toolchain import find, hipcc, hipify, host, torch_sdk
+from opkiln.machine.toolchain import find, hipcc, host, staged_copy, torch_sdk
 from opkiln.plan import hipcc as hip_steps
 from opkiln.plan import plan
 from opkiln.plan.host import PlanInputs
@@ -93,7 +93,7 @@ class Built:
         assert toolchain.torch is not None
         (stage / "hip").mkdir(parents=True)
         self.stage = stage
-        self.staged = hipify.stage(spec, toolchain.torch, str(stage / "hip"))
+        self.staged = staged_copy.stage_hip(spec, toolchain.torch, str(stage / "hip"))
         copy = spec._replace(root=self.staged.root)
         places = plan.anchors_of(copy, toolchain) | {"stage": str(stage)}
         (source,) = spec.sources

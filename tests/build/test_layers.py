@@ -163,7 +163,7 @@ def test_several_layers_are_tried_in_order(layered: Layered, tmp_path: Path) -> 
 
 
 def test_a_lower_cpu_level_in_a_layer_serves_this_cpu(layered: Layered, steps: Steps) -> None:
-    if cpu.lacking(LEVELS[2], (), features()):
+    if cpu.missing_features(LEVELS[2], (), features()):
         pytest.skip(f"this CPU is older than {LEVELS[2]}")
     layered.build(cpu=LEVELS[2])
     done = len(steps.seen)

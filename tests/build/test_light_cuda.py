@@ -13,7 +13,7 @@ from opkiln.base.model import ROCM, STABLE_TAG
 from opkiln.errors import LoadTestError
 from opkiln.loading import loader
 from opkiln.machine.binary import elf
-from opkiln.machine.toolchain import find, hipcc, hipify, host, nvcc, torch_sdk
+from opkiln.machine.toolchain import find, hipcc, host, nvcc, staged_copy, torch_sdk
 from opkiln.plan import hipcc as hip_steps
 from opkiln.plan import plan
 from opkiln.plan.host import PlanInputs
@@ -74,7 +74,7 @@ def test_the_same_file_compiles_for_an_amd_gpu(op: Package, tmp_path: Path) -> N
     spec = op.builder().spec()._replace(backend=ROCM, device_args=())
     stage = tmp_path / "stage"
     (stage / "hip").mkdir(parents=True)
-    staged = hipify.stage(spec, torch_here, str(stage / "hip"))
+    staged = staged_copy.stage_hip(spec, torch_here, str(stage / "hip"))
     copy = spec._replace(root=staged.root)
     target = Target(
         backend=ROCM, system="linux", machine=X86_64, cpu=X86_V1, cpu_features=(),

@@ -31,7 +31,7 @@ def shipped(plain: Package, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 def best() -> int:
     """The highest level that this CPU has."""
-    return max(n for n, name in LEVELS.items() if not cpu.lacking(name, (), features()))
+    return max(n for n, name in LEVELS.items() if not cpu.missing_features(name, (), features()))
 
 
 @pytest.mark.first_use

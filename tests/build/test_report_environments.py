@@ -33,9 +33,9 @@ _RUN = """
 import sys
 started = []
 sys.addaudithook(lambda event, args: started.append(args[1]) if event == "subprocess.Popen" else 0)
-from opkiln.machine.toolchain import libsycl, rocm, toolkits
+from opkiln.machine.toolchain import hipcc, libsycl, toolkits
 if {hide}:
-    toolkits.DIRECTORIES, rocm.PARENT, libsycl.ONEAPI = (), "/nonexistent", "/nonexistent"
+    toolkits.DIRECTORIES, hipcc.PARENT, libsycl.ONEAPI = (), "/nonexistent", "/nonexistent"
 {before}
 from opkiln.cli.main import _run
 code = _run(sys.argv[1:])
@@ -179,7 +179,7 @@ def test_no_compiler(world: World) -> None:
     assert "cpu_adam cpu no no no no C++ compiler can be used here" in section(text, "ops")
     assert "C++ g++, refused: not on PATH (PATH)" in section(text, "compilers")
     assert "C++ compiler none can be used: g++: not on PATH" in section(text, "problems")
-    assert f"hint: {commands.install('g++')}" in section(text, "problems")
+    assert f"hint: {commands.install_command('g++')}" in section(text, "problems")
     found = world.json()
     assert not row(found, "cpu_adam")["compatible"]
     assert {each["taken"] for each in found["environment"]["compilers"]} == {False}
@@ -399,8 +399,8 @@ def test_a_vendors_package_that_counts_devices_is_an_accelerator(
     world.package("torch_npu")
     (tmp_path / "davinci0").touch()
     world.before = (
-        "from opkiln.accelerator import vendors\n"
-        f"vendors.KINDS['npu'].NODES = ({str(tmp_path / 'davinci')!r},)\n"
+        "from opkiln.accelerator import gpus\n"
+        f"gpus.VENDORS['npu'].NODES = ({str(tmp_path / 'davinci')!r},)\n"
     )
     text = world.text("--hide-ops")
     assert "npu yes: torch_npu counts 2" in section(text, "accelerators").splitlines()

@@ -132,7 +132,7 @@ def test_a_built_op_is_cached_with_its_build_and_the_reason_it_was_taken(
 
 
 def test_the_commands_of_the_docs_run(world: World) -> None:
-    page = Path(__file__).parents[2] / "docs" / "report.md"
+    page = Path(__file__).parents[2] / "docs" / "doctor.md"
     shown = re.findall(r"^\| `opkiln report ?([^`]*)` \|", page.read_text(), re.MULTILINE)
     assert len(shown) == 4
     for arguments in shown:

@@ -60,7 +60,7 @@ def interrupted(source: Path, handler: Callable[[], Any]) -> list[Any]:
     alarm = signal.signal(signal.SIGALRM, hangs)  # a wait for a lock ends with what this raises
     signal.alarm(100)
     try:
-        with process.telling(started):
+        with process.watch_starts(started):
             assert load(source, "outer").bump() > 0
     finally:
         signal.alarm(0)

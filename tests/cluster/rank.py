@@ -133,7 +133,7 @@ ops = [getattr(cluster_ops, each) for each in options.get("ops", ("OP",))]
 arguments = {name: options[name] for name in ("store", "timeout") if name in options}
 arguments["lease"] = options.get("lease", 1.5)
 said["called"] = time.monotonic()
-with events.listening(heard):
+with events.listen(heard):
     try:
         agreed = opkiln.ensure(ops, **arguments)
         said["choices"] = [list(each) for each in agreed]

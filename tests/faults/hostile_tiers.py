@@ -210,7 +210,7 @@ class Fuzzer:
             if os.path.exists(f"{request.store.root}/ops"):
                 raise Problem("nothing was fetched, and the store has an entry")
             return "not fetched"
-        artifact = search.elsewhere(request, Trace())
+        artifact = search.find_fitting(request, Trace())
         if artifact is None or artifact.sha256 != self._sha256:
             raise Problem(f"something else was fetched: {artifact}")
         return "fetched"

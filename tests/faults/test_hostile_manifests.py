@@ -70,7 +70,7 @@ def test_no_path_is_taken_for_a_librarys_name(
     soname: str, ran: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    told = prebuilt.lacking({"sonames": [soname.format(tmp_path)], "symbols": []}, ABI_NONE)
+    told = prebuilt.missing_needs({"sonames": [soname.format(tmp_path)], "symbols": []}, ABI_NONE)
     assert told.endswith("which is a path, not a library's name")
     assert not ran.exists()
 

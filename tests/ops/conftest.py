@@ -54,7 +54,7 @@ def compiled(catalogue: Path) -> Iterator[list[str]]:
         ):
             found.append(f"{event.data['label']} of {event.data['op']}")
 
-    with pytest.MonkeyPatch.context() as patch, events.listening(listen):
+    with pytest.MonkeyPatch.context() as patch, events.listen(listen):
         patch.setenv("OPKILN_CACHE_DIR", str(catalogue))
         yield found
 

@@ -75,7 +75,7 @@ PAGES = (
     Page("opkiln.nn.spatial", "images whose channels come last", "transformer.md"),
     Page("opkiln.io", "files, pinned memory, checkpoints", "io.md"),
     Page("opkiln.comm", "collectives of the ranks on one host", "communication.md"),
-    Page("opkiln.utils", "lists of tensors as one", "memory.md"),
+    Page("opkiln.utils", "lists of tensors as one", "io.md"),
     Page(
         "opkiln.accelerator.interface", "the device of this process", "accelerators.md",
         subclassed=True,

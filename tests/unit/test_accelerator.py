@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import mmap
-import re
 import sys
 import threading
 from pathlib import Path
@@ -14,7 +13,7 @@ import pytest
 import torch
 from sample import child, conformance, recorder
 
-from opkiln.accelerator import detect, vendors
+from opkiln.accelerator import detect, gpus
 from opkiln.accelerator.cpu import CpuAccelerator, HostEvent
 from opkiln.accelerator.gpus import CudaAccelerator, MpsAccelerator, RocmAccelerator
 from opkiln.accelerator.interface import Accelerator
@@ -174,7 +173,7 @@ def test_an_amd_gpus_dtypes_follow_from_its_architecture(arch: str, fp8: bool) -
 def test_a_gaudis_dtypes_follow_from_its_model(model: str, has: bool) -> None:
     module = recorder.module("hpu")
     module._answers["get_device_name"] = lambda *_: model
-    hpu = vendors.KINDS["hpu"](module)
+    hpu = gpus.VENDORS["hpu"](module)
     assert (hpu.is_fp16_supported(), hpu.is_fp8_supported()) == (has, has)
 
 
@@ -307,10 +306,3 @@ def test_seeding_the_cpu_seeds_no_other_device(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch.cuda, "manual_seed_all", pytest.fail)
     CpuAccelerator().manual_seed(3)
     assert torch.initial_seed() == 3
-
-
-def test_the_pages_example_prints_what_it_is_shown_to_print() -> None:
-    text = (Path(__file__).parents[2] / "docs" / "accelerators.md").read_text()
-    example = r"<!-- run -->\n```python\n(.*?)```\n\n```text\n(.*?)```"
-    [(code, shown)] = re.findall(example, text, re.DOTALL)
-    assert child.run(code, bare=False) == shown

@@ -36,7 +36,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     monkeypatch.setattr(detect, "_found", {})
     monkeypatch.setattr(detect, "ROOT", str(tmp_path / "system"))
     yield tmp_path / "system"
-    choice.give(None)
+    choice.set_given(None)
 
 
 @pytest.fixture

@@ -123,7 +123,9 @@ def test_any_target_is_understood_or_an_error(text: str) -> None:
 @given(st.dictionaries(st.text(max_size=8), JSON, max_size=6))
 def test_a_manifest_reads_back_as_it_was_written(body: dict[str, Any]) -> None:
     manifest = {**body, "schema": entry.SCHEMA}
-    assume(not entry.wrong(manifest))  # a name that manifests use, with a value of another type
+    assume(
+        not entry.find_wrong_type(manifest)
+    )  # a name that manifests use, with a value of another type
     data = entry.write_manifest(manifest)
     again = entry.parse_manifest(data)
     assert entry.write_manifest(again) == data
@@ -157,7 +159,7 @@ def test_a_path_that_a_bundle_may_hold_leads_to_where_it_says(text: str) -> None
     leaf = f"v1/ops/d/o/{'a' * 40}/{'b' * 40}/{'c' * 40}"
     for name in (text, f"v1/ops/{text}", f"{leaf}/{text}"):
         try:
-            (member,) = archive._laid_out([(name, 1, "0" * 64)], 0)
+            (member,) = archive._lay_out([(name, 1, "0" * 64)], 0)
         except archive.Damaged:
             continue
         assert os.path.normpath(os.path.join("/store", member.name)) == f"/store/{name}"

@@ -65,10 +65,10 @@ def test_native_is_the_highest_whole_level_and_what_is_beyond_it(
 @given(st.frozensets(st.sampled_from(sorted(V4 | {"avx512vnni", "amx-tile", "avxvnni"}))))
 def test_a_cpu_always_covers_what_native_resolves_to(features: frozenset[str]) -> None:
     found = cpu.native(X86_64, features)
-    assert cpu.lacking(found.level, found.features, features) == ()
-    assert cpu.covering(X86_64, features)[0] == found
-    for each in cpu.covering(X86_64, features):
-        assert cpu.lacking(each.level, each.features, features) == ()
+    assert cpu.missing_features(found.level, found.features, features) == ()
+    assert cpu.compatible_cpus(X86_64, features)[0] == found
+    for each in cpu.compatible_cpus(X86_64, features):
+        assert cpu.missing_features(each.level, each.features, features) == ()
 
 
 @given(st.frozensets(st.sampled_from(sorted(V4 | {"avx512vnni", "amx-tile", "avxvnni"}))))
@@ -78,12 +78,12 @@ def test_a_cpu_reads_back_as_it_is_written(features: frozenset[str]) -> None:
 
 
 def test_lower_levels_cover_too_best_first() -> None:
-    names = [str(each) for each in cpu.covering(X86_64, V3 | {"avxvnni"})]
+    names = [str(each) for each in cpu.compatible_cpus(X86_64, V3 | {"avxvnni"})]
     assert names == [f"{X86_V3}+avxvnni", X86_V3, X86_V2, X86_V1]
 
 
 def test_what_a_cpu_lacks_is_named() -> None:
-    assert cpu.lacking(X86_V3, ("avx512f",), V2 | {"avx", "avx2", "f16c"}) == (
+    assert cpu.missing_features(X86_V3, ("avx512f",), V2 | {"avx", "avx2", "f16c"}) == (
         "avx512f", "bmi", "bmi2", "fma", "lzcnt", "movbe", "xsave",
     )  # fmt: skip
 
@@ -146,5 +146,5 @@ def test_this_machine_covers_itself() -> None:
     have = cpu.features_of(uname.cpu_flags())
     found = cpu.native(uname.architecture(), have)
     assert have, "the kernel tells no CPU features"
-    assert cpu.lacking(found.level, found.features, have) == ()
+    assert cpu.missing_features(found.level, found.features, have) == ()
     assert uname.cpu_name()

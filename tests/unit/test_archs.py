@@ -194,12 +194,12 @@ def test_why_there_is_no_device(world: World, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_nothing_is_asked_where_neither_a_setting_nor_a_device_speaks(world: World) -> None:
-    assert archs.nothing_asked(CUDA)
-    assert not archs.nothing_asked(ROCM)
+    assert archs.lacks_targets(CUDA)
+    assert not archs.lacks_targets(ROCM)
     with override(cuda_arch_list="9.0"):
-        assert not archs.nothing_asked(CUDA)
+        assert not archs.lacks_targets(CUDA)
     world.gpus("9.0")
-    assert not archs.nothing_asked(CUDA)
+    assert not archs.lacks_targets(CUDA)
 
 
 def test_a_device_may_be_used_unless_it_is_hidden(

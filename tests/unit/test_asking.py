@@ -97,7 +97,7 @@ def test_who_waits_for_the_list_of_compilers_says_for_whom(
     heard: list[dict[str, Any]] = []
     request = world.request()
     since = request.since = request.since - 3
-    with events.listening(lambda event: heard.append(dict(event.data))):
+    with events.listen(lambda event: heard.append(dict(event.data))):
         assert answer(request) == GCC
     listed = "the list of compilers"
     assert heard == [

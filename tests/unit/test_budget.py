@@ -287,7 +287,7 @@ def test_a_directory_that_is_not_private_is_refused_and_the_next_one_serves(
     else:
         place.touch()
     notes: list[Event] = []
-    with events.listening(notes.append), override(runtime_dir=str(place)):
+    with events.listen(notes.append), override(runtime_dir=str(place)):
         described = budget.shared_budget().describe()
     assert described.where is not None
     assert str(place) not in described.where
@@ -304,7 +304,7 @@ def test_with_no_directory_at_all_the_budget_holds_in_this_process(
 
     monkeypatch.setattr(budget, "_open_table", refuse)
     notes: list[Event] = []
-    with events.listening(notes.append), override(runtime_dir=str(tmp_path / "other")):
+    with events.listen(notes.append), override(runtime_dir=str(tmp_path / "other")):
         alone = budget.shared_budget()
     assert alone.describe().where is None
     assert len(alone.describe().refused) == 3
@@ -323,7 +323,7 @@ def test_locks_that_fail_leave_a_budget_within_the_process(
 
     monkeypatch.setattr(fcntl, "lockf", no_locks)
     notes: list[Event] = []
-    with events.listening(notes.append), shares.hold() as one, shares.hold() as two:
+    with events.listen(notes.append), shares.hold() as one, shares.hold() as two:
         assert {*one, *two} == {0, 1}
         assert refused(shares)
     assert [event.kind for event in notes] == ["note"]

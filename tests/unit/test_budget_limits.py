@@ -282,7 +282,7 @@ def places(monkeypatch: pytest.MonkeyPatch) -> tuple[list[str], tuple[str, ...],
 
     monkeypatch.setattr(budget, "_open_table", refuse)
     notes: list[Event] = []
-    with events.listening(notes.append):
+    with events.listen(notes.append):
         table, refused = budget._find_table()
     assert table is budget._alone
     assert {note.kind for note in notes} == {events.NOTE}

@@ -47,7 +47,7 @@ def crafted(path: Path, files: dict[str, bytes], listed: list[tuple[str, int, st
     """A file as the writer would lay it out, with an index of somebody else's making."""
     from zlib import crc32
 
-    index = archive.index_of(listed)
+    index = archive.write_index(listed)
     headers = [zip_format.stored_header(archive.INDEX, len(index), crc32(index), 0)]
     data = zip_format.local_header(headers[0]) + index
     for name, content in files.items():

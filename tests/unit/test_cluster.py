@@ -11,7 +11,7 @@ import pytest
 from sample import child
 
 import opkiln
-from opkiln.cluster import driver, job, leading, protocol
+from opkiln.cluster import job, leading, protocol, work
 from opkiln.cluster.channel import PART, Channel
 from opkiln.cluster.ensure import Handle, _Agreeing
 from opkiln.cluster.messages import Hello, JobOutcome, Made, Offer, OpTask, Vote, WorkPlan
@@ -110,7 +110,7 @@ def test_bundle_travels_in_parts_and_a_changed_one_is_refused(store: KeyValues) 
     digest = ours.put_bundle(data)
     assert ours.get_bundle(digest, len(data)) == data
     store.put(f"opkiln/job/bundle/{digest}/1", b"the REST")
-    with pytest.raises(ClusterError, match="is not what was put there"):
+    with pytest.raises(ClusterError, match="is not the one that was written"):
         ours.get_bundle(digest, len(data))
 
 
@@ -242,7 +242,7 @@ def test_threads_agree_through_a_store(store: KeyValues) -> None:
     def run(rank: int) -> None:
         hello = Hello("h", rank, f"n{rank}", (Offer("op", can_build=True),))
         state = protocol.start(rank, 4, hello, lease=3, deadline=time.monotonic() + 30)
-        found[rank] = driver.agree(state, channel(store, "secret"), workers[rank])
+        found[rank] = work.agree(state, channel(store, "secret"), workers[rank])
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(4)]
     for each in threads:
@@ -261,7 +261,7 @@ def test_ranks_that_name_no_ops_wait_for_each_other(store: KeyValues) -> None:
         state = protocol.start(
             rank, 2, Hello("h", rank, "n", ()), lease=3, deadline=time.monotonic() + 30
         )
-        found[rank] = driver.agree(state, channel(store), Worker(rank))
+        found[rank] = work.agree(state, channel(store), Worker(rank))
 
     first = threading.Thread(target=run, args=(0,))
     first.start()

@@ -141,17 +141,17 @@ def test_library_that_ranks_agreed_on_is_trusted_as_others_of_its_origin(
     library.write_bytes(b"agreed")
     library.chmod(mode)
     artifact = Artifact(str(library), hashlib.sha256(b"agreed").hexdigest(), origin)
-    found = terms.fault_of_pinned(artifact)
+    found = terms.pin_fault(artifact)
     assert found.startswith(f"{library} is {reason}" if reason else "")
     assert bool(found) == bool(reason)
     memory = os.memfd_create("agreed")  # of a bundle; its name is a link
     try:
         os.write(memory, b"agreed")
-        assert terms.fault_of_pinned(artifact._replace(path=f"/proc/self/fd/{memory}")) == ""
+        assert terms.pin_fault(artifact._replace(path=f"/proc/self/fd/{memory}")) == ""
     finally:
         os.close(memory)
     library.unlink()
-    assert terms.fault_of_pinned(artifact) == f"{library}: No such file or directory"
+    assert terms.pin_fault(artifact) == f"{library}: No such file or directory"
 
 
 def test_nothing_is_agreed_on_until_it_is_and_after_it_was_released(world: World) -> None:
@@ -316,7 +316,7 @@ def test_the_reference_stands_in_for_a_build_that_failed(
 def test_an_error_without_a_candidate_is_told_as_the_target(world: World) -> None:
     def told(why: str) -> list[tuple[str, ...]]:
         trace = Trace()
-        decide._otherwise(world.request(), LoadError("what", why=why), trace)
+        decide._fall_back(world.request(), LoadError("what", why=why), trace)
         return [each[:3] for each in trace.candidates]
 
     assert told("why")[0] == ("target", "refused", "what: why")

@@ -27,7 +27,7 @@ from opkiln.report.doctor.terms import (
     WARN,
     Diagnosis,
     Facts,
-    copyable,
+    copyable_command,
     failed,
     passed,
     skipped,
@@ -215,7 +215,7 @@ def test_every_check_is_documented_and_no_other() -> None:
     ],
 )
 def test_a_hint_becomes_what_a_shell_takes(hint: str, command: str) -> None:
-    assert copyable(hint) == command
+    assert copyable_command(hint) == command
 
 
 @pytest.mark.parametrize(
@@ -234,9 +234,9 @@ def test_what_installs_a_compiler_depends_on_the_system(
 ) -> None:
     (tmp_path / "os-release").write_text(os_release)
     monkeypatch.setattr(os, "geteuid", lambda: 0)
-    assert commands.install("g++", str(tmp_path / "os-release")) == command
+    assert commands.install_command("g++", str(tmp_path / "os-release")) == command
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    assert commands.install("g++", str(tmp_path / "os-release")) == f"sudo {command}"
+    assert commands.install_command("g++", str(tmp_path / "os-release")) == f"sudo {command}"
 
 
 def test_missing_python_headers_are_a_warning(tmp_path: Path) -> None:
@@ -246,7 +246,7 @@ def test_missing_python_headers_are_a_warning(tmp_path: Path) -> None:
     )
     patient = Patient({}, stand_ins=stand_in)
     found = patient.check("python headers")
-    assert (found.verdict, found.command) == (WARN, commands.install("python3-dev"))
+    assert (found.verdict, found.command) == (WARN, commands.install_command("python3-dev"))
     (tmp_path / "Python.h").write_text("")
     assert patient.check("python headers").verdict == PASS
 
@@ -570,7 +570,7 @@ def test_a_driver_older_than_torch_is_found(toolkits: Toolkits) -> None:
     found = patient.check("cuda driver")
     assert found.verdict == FAIL
     assert found.evidence == "driver 550.54.14 supports CUDA up to 12.4; torch needs 13.0"
-    assert found.command == commands.install("cuda-drivers")
+    assert found.command == commands.install_command("cuda-drivers")
 
 
 def test_a_driver_of_an_older_major_than_the_toolkit_is_found(toolkits: Toolkits) -> None:

@@ -42,7 +42,7 @@ def waiting(seconds: float, pid: int = 4312) -> None:
 def test_a_sink_hears_every_thread_and_only_within_its_block() -> None:
     heard: list[Event] = []
     events.emit("note", text="before")
-    with events.listening(heard.append):
+    with events.listen(heard.append):
         threads = [
             threading.Thread(target=events.emit, args=("note",), kwargs={"text": str(number)})
             for number in range(8)
@@ -66,7 +66,7 @@ def test_sinks_are_closed_when_the_block_ends_badly() -> None:
             self.closed = True
 
     sink = Closing()
-    with pytest.raises(KeyboardInterrupt), events.listening(sink):
+    with pytest.raises(KeyboardInterrupt), events.listen(sink):
         raise KeyboardInterrupt
     assert sink.closed
 
@@ -79,7 +79,7 @@ def test_a_forked_child_does_not_close_its_parents_sink(tmp_path: Path) -> None:
             (tmp_path / str(os.getpid())).touch()
 
     def leave_in_child() -> None:
-        with events.listening(Writing()):
+        with events.listen(Writing()):
             if (child := os.fork()) == 0:
                 return
             os.waitpid(child, 0)
@@ -93,7 +93,7 @@ def test_a_forked_child_does_not_close_its_parents_sink(tmp_path: Path) -> None:
 
 def test_a_forked_child_has_no_sinks() -> None:
     heard: list[Event] = []
-    with events.listening(heard.append):
+    with events.listen(heard.append):
         child = os.fork()
         if child == 0:
             events.emit("note", text="from the child")
@@ -113,7 +113,7 @@ def a_build() -> None:
 
 def test_lines_say_when_a_build_starts_and_what_it_came_to() -> None:
     stream = io.StringIO()
-    with events.listening(progress.Lines(stream)):
+    with events.listen(progress.Lines(stream)):
         a_build()
     assert stream.getvalue() == (
         "building cpu_adam (3 steps)\nbuilt cpu_adam in 1.8 s (1 compiled, 1 cached)\n"
@@ -122,7 +122,7 @@ def test_lines_say_when_a_build_starts_and_what_it_came_to() -> None:
 
 def test_lines_name_ops_and_not_the_libraries_of_their_parts() -> None:
     stream = io.StringIO()
-    with events.listening(progress.Lines(stream)):
+    with events.listen(progress.Lines(stream)):
         events.emit("build-start", op="transformer__norms__float32", steps=1)
         events.emit("build-end", op="transformer__norms__float32", ok=False, wall=1.0)
     assert stream.getvalue() == (
@@ -177,7 +177,7 @@ def _tell_in_a_block(text: str) -> None:
 
 def test_lines_about_waiting_come_after_two_seconds_and_then_every_thirty() -> None:
     stream = io.StringIO()
-    with events.listening(progress.Lines(stream)):
+    with events.listen(progress.Lines(stream)):
         for seconds in (0.2, 1.2, 2.2, 3.2, 20.0, 32.0, 33.0, 63.0):
             waiting(seconds)
         waiting(95.0, pid=0)
@@ -199,14 +199,14 @@ def waits_for_build(*moments: float) -> None:
 
 def test_a_wait_for_a_build_is_told_at_once() -> None:
     stream = io.StringIO()
-    with events.listening(progress.Lines(stream)):
+    with events.listen(progress.Lines(stream)):
         waits_for_build(0.0, 0.3, 1.0, 29.0)
     assert stream.getvalue() == "cpu_adam  waiting for pid 4312 on host n7, 0.3 s (build)\n"
 
 
 def test_quiet_tells_only_of_a_wait_of_five_seconds() -> None:
     stream = io.StringIO()
-    with override(progress="quiet"), events.listening(progress.people_sink(stream)):
+    with override(progress="quiet"), events.listen(progress.people_sink(stream)):
         waits_for_build(0.3, 4.9)
         a_build()
         events.emit("note", text="by the way")
@@ -220,7 +220,7 @@ def test_quiet_tells_only_of_a_wait_of_five_seconds() -> None:
 
 def test_a_failed_build_is_said_to_have_failed() -> None:
     stream = io.StringIO()
-    with events.listening(progress.Lines(stream)):
+    with events.listen(progress.Lines(stream)):
         events.emit("build-end", op="x", ok=False, wall=12.3)
     assert stream.getvalue() == "failed x after 12 s\n"
 
@@ -229,7 +229,7 @@ def test_a_failed_build_is_said_to_have_failed() -> None:
 def test_the_bar_counts_over_all_ops_moves_by_itself_and_leaves_the_summaries() -> None:
     stream = io.StringIO()
     bar = progress.Bar(stream, colour=False)
-    with events.listening(bar):
+    with events.listen(bar):
         events.emit("build-start", op="one", steps=3)
         events.emit("build-start", op="two", steps=4)
         step_end("one", "a.cpp")
@@ -246,7 +246,7 @@ def test_the_bar_counts_over_all_ops_moves_by_itself_and_leaves_the_summaries() 
 
 def test_the_bar_says_whom_it_waits_for() -> None:
     stream = io.StringIO()
-    with events.listening(progress.Bar(stream, colour=False)):
+    with events.listen(progress.Bar(stream, colour=False)):
         events.emit("build-start", op="cpu_adam", steps=1)
         waiting(38.0)
         assert "waiting for pid 4312 on host n7, 38 s" in stream.getvalue()
@@ -256,7 +256,7 @@ def test_the_bar_keeps_to_the_width_of_its_terminal() -> None:
     reader, writer = pty.openpty()
     with open(writer, "w") as stream:
         fcntl.ioctl(stream, termios.TIOCSWINSZ, struct.pack("hhhh", 24, 20, 0, 0))
-        with events.listening(progress.Bar(stream)):
+        with events.listen(progress.Bar(stream)):
             events.emit("build-start", op="x" * 50, steps=1)
         os.set_blocking(reader, False)  # a bar that draws nothing fails here instead of hanging
         seen = os.read(reader, 4096)
@@ -266,7 +266,7 @@ def test_the_bar_keeps_to_the_width_of_its_terminal() -> None:
 
 def test_names_cannot_steer_the_terminal() -> None:
     stream = io.StringIO()
-    with events.listening(progress.Lines(stream)):
+    with events.listen(progress.Lines(stream)):
         events.emit("build-start", op="a\x1b]0;b\n\rc", steps=1)
     assert stream.getvalue() == "building a?]0;b??c (1 step)\n"
 
@@ -293,8 +293,8 @@ def test_a_stream_that_went_away_does_not_disturb_the_build(error: Exception, ch
     heard: list[str] = []
     with (
         override(progress=choice),
-        events.listening(progress.people_sink(stream)),
-        events.listening(lambda event: heard.append(event.kind)),
+        events.listen(progress.people_sink(stream)),
+        events.listen(lambda event: heard.append(event.kind)),
     ):
         a_build()
     assert stream.tried
@@ -358,7 +358,7 @@ def test_a_logger_takes_the_place_of_lines_and_of_a_bar_only_on_its_own_terminal
 def test_colour_is_for_terminals_whose_owner_wants_it(no_color: bool) -> None:
     reader, writer = pty.openpty()
     with open(writer, "w") as terminal, override(progress="lines", rank=None, no_color=no_color):
-        with events.listening(progress.people_sink(terminal)):
+        with events.listen(progress.people_sink(terminal)):
             events.emit("build-end", op="x", ok=True, wall=1)
         os.set_blocking(reader, False)  # a bar that draws nothing fails here instead of hanging
         seen = os.read(reader, 4096)
@@ -368,7 +368,7 @@ def test_colour_is_for_terminals_whose_owner_wants_it(no_color: bool) -> None:
 
 def test_the_trace_has_one_lane_per_step_that_ran_at_once(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
-    with events.listening(chrome.ChromeTrace(str(path))):
+    with events.listen(chrome.ChromeTrace(str(path))):
         events.emit("build-start", op="x", steps=4)
         step_end("x", "old.cpp", cached=True, wall=0.0)
         for label in ("a.cpp", "b.cpp"):

@@ -75,7 +75,7 @@ class Place:
 
     def broken(self, known: list[Fact]) -> set[str]:
         """The kinds of the facts that do not hold."""
-        return {fact.kind for fact in known if key.broken([fact], self.places, Hasher())}
+        return {fact.kind for fact in known if key.find_broken([fact], self.places, Hasher())}
 
 
 def edit(path: Path) -> None:
@@ -255,7 +255,7 @@ def test_what_is_missing_behind_a_link_or_in_a_new_directory_is_asked_for_each_t
     known = [each for each in at.gather() if each.kind == ABSENT]
     CHANGES[name][0](at)
     with facts.collecting() as read:
-        assert key.broken(known, at.places, Hasher()) == []
+        assert key.find_broken(known, at.places, Hasher()) == []
     assert {signature for *_, signature in read.entry} == {facts.UNSIGNED}
 
 
@@ -278,9 +278,11 @@ def test_what_is_no_link_has_no_text_of_one(tmp_path: Path) -> None:
 
 
 def test_two_steps_that_knew_a_file_otherwise_are_an_error_that_names_both() -> None:
-    assert facts.together(CHOICE, "a\0b", "a") == facts.together(CHOICE, "a", "a\0b") == "a\0b"
+    assert (
+        facts.merge_values(CHOICE, "a\0b", "a") == facts.merge_values(CHOICE, "a", "a\0b") == "a\0b"
+    )
     with pytest.raises(ValueError, match=f"{FILE}: 'one' and 'other'"):
-        facts.together(FILE, "one", "other")
+        facts.merge_values(FILE, "one", "other")
 
 
 def test_changes_are_told_in_words(at: Place) -> None:
@@ -289,7 +291,7 @@ def test_changes_are_told_in_words(at: Place) -> None:
     at.program.unlink()
     at.write("directory/new.h")
     at.write("directory/sub/new.h")
-    assert key.broken(known, at.places, Hasher()) == [
+    assert key.find_broken(known, at.places, Hasher()) == [
         "link.h changed", "libexec/cc1 is gone", "directory changed", "link.h changed",
         f"{at.directory}/new.h is new", f"{at.directory}/sub/new.h is new",
     ]  # fmt: skip
@@ -302,9 +304,9 @@ def test_link_may_have_any_text_and_be_the_package_itself(tmp_path: Path) -> Non
         link.symlink_to(text)
         fact = Fact(LINK, "src", "", os.readlink(link), facts.UNSIGNED)
         places = {"src": str(link)}
-        assert key.broken([fact], places, Hasher()) == []
+        assert key.find_broken([fact], places, Hasher()) == []
         link.unlink()
-        assert len(key.broken([fact], places, Hasher())) == 1
+        assert len(key.find_broken([fact], places, Hasher())) == 1
 
 
 def test_file_that_this_process_has_read_is_read_again_when_it_may_have_changed(
@@ -339,7 +341,7 @@ def test_pipe_in_place_of_a_file_is_an_error_and_not_waited_for(at: Place) -> No
     known = [at.fact(FILE)]
     replace(at.real, os.mkfifo)
     with pytest.raises(UnusableFile):
-        key.broken(known, at.places, Hasher())
+        key.find_broken(known, at.places, Hasher())
 
 
 def test_file_whose_signature_holds_is_not_read(at: Place, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -351,7 +353,7 @@ def test_file_whose_signature_holds_is_not_read(at: Place, monkeypatch: pytest.M
     known = [at.fact(FILE), at.fact(PROGRAM), at.fact(LISTING), at.fact(ABSENT)]
     monkeypatch.setattr(os, "listdir", refuse)
     monkeypatch.setattr(os.path, "exists", refuse)
-    assert key.broken(known, at.places, Hasher(refuse)) == []
+    assert key.find_broken(known, at.places, Hasher(refuse)) == []
 
 
 def test_file_is_read_once_for_all_entries_of_a_look_up(at: Place) -> None:
@@ -368,8 +370,8 @@ def test_package_that_was_moved_is_the_same(at: Place) -> None:
     at.base.rename(at.base.with_name("elsewhere"))
     os.environ["PATH"] = os.environ["PATH"].replace(str(at.base), f"{at.base.parent}/elsewhere")
     moved = {"src": f"{at.base.parent}/elsewhere"}
-    assert key.broken(known[:-1], moved, Hasher()) == []
-    assert len(key.broken(known[-1:], moved, Hasher())) == 1, "of a program, the path counts"
+    assert key.find_broken(known[:-1], moved, Hasher()) == []
+    assert len(key.find_broken(known[-1:], moved, Hasher())) == 1, "of a program, the path counts"
 
 
 # What is noted for a receipt
@@ -380,7 +382,7 @@ def test_what_holds_is_noted_with_the_signature_that_it_has_now(at: Place) -> No
     os.utime(at.real, (1, 1))
     at.program.unlink()
     with facts.collecting() as read:
-        key.broken(known, at.places, Hasher())
+        key.find_broken(known, at.places, Hasher())
     noted = {kind: (path, value, signature) for kind, path, value, signature in read.entry}
     assert set(noted) == {*KINDS} - {PROGRAM}
     assert noted[FILE][:2] == (str(at.link), sha256(at.real))
@@ -393,10 +395,10 @@ def test_each_entry_is_noted_apart(at: Place) -> None:
     rows = key.rows(at.gather())
     manifest = key.manifest_facts(at.gather())
     with facts.collecting() as read:
-        key.changes(manifest, rows, at.places, Hasher())
-        key.changes(manifest, rows[:1], at.places, Hasher())
+        key.find_changes(manifest, rows, at.places, Hasher())
+        key.find_changes(manifest, rows[:1], at.places, Hasher())
         assert [kind for kind, *_ in read.entry] == [FILE]
-        key.changes({**manifest, "own": [["src", "real.h", sha256(at.real)]]}, None, at.places,
+        key.find_changes({**manifest, "own": [["src", "real.h", sha256(at.real)]]}, None, at.places,
                       Hasher())  # fmt: skip
         assert [each[:3] for each in read.entry] == [(FILE, str(at.real), sha256(at.real))]
 
@@ -410,10 +412,10 @@ def test_without_facts_the_authors_files_count_alone(at: Place) -> None:
     shutil.rmtree(at.directory)
     os.environ["PATH"] = ""
     at.program.chmod(0o644)
-    assert key.changes(manifest, None, at.places, Hasher()) == []
+    assert key.find_changes(manifest, None, at.places, Hasher()) == []
     at.real.write_text("// edited")
     at.program.unlink()
-    assert key.changes(manifest, None, at.places, Hasher()) == [
+    assert key.find_changes(manifest, None, at.places, Hasher()) == [
         "link.h changed", "libexec/cc1 is gone",
     ]  # fmt: skip
 
@@ -422,7 +424,7 @@ def test_without_facts_the_authors_files_count_alone(at: Place) -> None:
 def test_header_outside_of_a_package_counts_only_where_it_is_there(at: Place, name: str) -> None:
     def changes(anchor: str, *names: str) -> list[str]:
         own = [[anchor, str(at.base / name), "0" * 64] for name in names]
-        return key.changes({"own": own}, None, {"src": "", OUTSIDE: ""}, Hasher())
+        return key.find_changes({"own": own}, None, {"src": "", OUTSIDE: ""}, Hasher())
 
     assert changes(OUTSIDE, "real.h") == [f"{at.real} changed"]
     assert changes(OUTSIDE, name) == []
@@ -497,17 +499,17 @@ def test_what_a_decision_reads_is_collected_and_must_not_change_between_two_look
     at.program.chmod(0o644)
     nowhere = str(tmp_path / "nowhere")
     with facts.collecting() as read:
-        facts.file(str(at.real))
-        facts.file(str(at.one), (1, 2, 3, 4, 5))
+        facts.note_file(str(at.real))
+        facts.note_file(str(at.one), (1, 2, 3, 4, 5))
         assert facts.exists(str(at.directory))
         assert not facts.exists(nowhere)
-        assert not facts.runs(str(at.program))
-        assert facts.runs(str(at.chosen))
+        assert not facts.is_program(str(at.program))
+        assert facts.is_program(str(at.chosen))
         assert facts.list_directory(str(at.directory)) == ["one.h"]
         assert facts.list_directory(f"{nowhere}/below") == []
-        facts.program("cc", "/first/cc")
-        facts.program("cc", "/second/cc")
-        facts.programs("ld", ["/first/ld"])
+        facts.note_program("cc", "/first/cc")
+        facts.note_program("cc", "/second/cc")
+        facts.note_programs("ld", ["/first/ld"])
     assert read.complete
     assert set(read.files) == {str(path) for path in (at.real, at.one, at.directory, at.chosen)}
     assert read.files[str(at.real)][:-1] == tuple(Signature.of(str(at.real)))[:-1]
@@ -516,11 +518,11 @@ def test_what_a_decision_reads_is_collected_and_must_not_change_between_two_look
     assert read.programs == {"cc": ["/first/cc"], "ld": ["/first/ld", None]}
     with facts.collecting(read) as again:
         assert again is read
-        facts.file(str(at.one), (1, 2, 3, 4, 6))
+        facts.note_file(str(at.one), (1, 2, 3, 4, 6))
         assert read.complete, "the time of the look does not count"
-        facts.file(str(at.one))
+        facts.note_file(str(at.one))
     assert not read.complete
-    for note in (facts.incomplete, lambda: facts.file(nowhere)):
+    for note in (facts.note_incomplete, lambda: facts.note_file(nowhere)):
         with facts.collecting() as read:
             note()
         assert not read.complete
@@ -548,7 +550,7 @@ def test_directory_that_changes_while_it_is_listed_is_known_as_it_was(
 def test_facts_of_an_entry_are_those_of_the_last_one_that_was_looked_at(at: Place) -> None:
     signature = Signature.of(str(at.real))
     with facts.collecting() as read:
-        facts.entry(FILE, str(at.one), "a digest", signature)
+        facts.note_entry(FILE, str(at.one), "a digest", signature)
         facts.start_entry()
-        facts.entry(FILE, str(at.real), "another", signature)
+        facts.note_entry(FILE, str(at.real), "another", signature)
     assert read.entry == [(FILE, str(at.real), "another", signature)]

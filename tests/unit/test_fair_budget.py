@@ -50,7 +50,7 @@ with override(runtime_dir=f"{place}/run", max_jobs=None):
     cpus = tuple(map(int, slots.split(",")))
     limits = budget.Limits(cpus, 4 << 30, (4 << 30) // len(cpus), "test", "test")
     shares = budget.Budget(limits, budget.shared_budget()._table)
-    with events.listening(heard):
+    with events.listen(heard):
         schedule.execute([step(number) for number in range(int(steps))], timeout=600, budget=shares)
 """
 

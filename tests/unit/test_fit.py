@@ -276,7 +276,7 @@ def test_driver_must_know_the_runtime_and_be_as_new_as_ptx(
 
 def test_rocm_library_needs_no_nvidia_driver(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     world.spec = world.spec._replace(backend=ROCM)
-    monkeypatch.setattr(archs, "_visible", lambda backend: ["gfx90a"])
+    monkeypatch.setattr(archs, "_list_visible", lambda backend: ["gfx90a"])
     monkeypatch.setenv("PYTORCH_ROCM_ARCH", "gfx90a")
     assert gpu(world, "gfx90a", nvcc="99.0") == prebuilt.Fit("", (0, 1, 0))
     assert gpu(world, "gfx942").misfit == "its code is for gfx942, which does not run on gfx90a"
@@ -287,7 +287,9 @@ def test_rocm_library_needs_no_nvidia_driver(world: World, monkeypatch: pytest.M
 
 def lacks(*sonames: str, symbols: tuple[tuple[str, str, str], ...] = (),
           abi: str = ABI_NONE) -> str:  # fmt: skip
-    return prebuilt.lacking({"sonames": list(sonames), "symbols": [list(s) for s in symbols]}, abi)
+    return prebuilt.missing_needs(
+        {"sonames": list(sonames), "symbols": [list(s) for s in symbols]}, abi
+    )
 
 
 def test_library_needs_what_the_system_has() -> None:

@@ -14,7 +14,7 @@ from opkiln import __version__, settings
 from opkiln.base import digest
 from opkiln.base.build_model import Target
 from opkiln.base.model import OpSpec
-from opkiln.remote import lockfile, names, tier
+from opkiln.remote import lockfile, tier
 from opkiln.store import archive, entry, key, signatures, tuned, zip_format
 
 TITLES = ("Manifest", "Target", "Needs", "Dependencies", "Sidecar", "Index", "Signatures")
@@ -82,7 +82,7 @@ def test_names_are_made_as_the_page_says() -> None:
     assert tuned._name(question) == f"tuned/d/o/{name}.json"
     sources = [("a.cpp", "1" * 64), ("b.cpp", "2" * 64)]
     told = ("v1", __version__, "d", "an_op", "3" * 40, sources)
-    published = names._name("d", "an_op", "3" * 40, reversed(sources))
+    published = lockfile.artifact_name("d", "an_op", "3" * 40, reversed(sources))
     assert published == f"an_op-{independent_reader.key('remote', told)}"
 
 

@@ -105,11 +105,11 @@ def test_file_counts_by_itself_wherever_it_is(where: str, shop: Shop) -> None:
     assert (found.sha256 != "") == (anchor in ("src", OUTSIDE))
     plan = shop.plan(**mine)
     places = plans.anchors_of(plan.spec, plan.toolchain)
-    assert key.broken([found], places, Hasher()) == []
+    assert key.find_broken([found], places, Hasher()) == []
     before = path.stat()
     path.write_text("// A file")
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
-    assert key.broken([found], places, Hasher()) == [f"{below} changed"]
+    assert key.find_broken([found], places, Hasher()) == [f"{below} changed"]
 
 
 def test_path_belongs_to_the_nearest_place_above_it(shop: Shop) -> None:
@@ -182,7 +182,7 @@ def test_every_kind_is_gathered_with_the_value_that_is_asked_for_again(
         (ABSENT, "src", "", "none.h\0sub/none.h"),
         (CHOICE, "path", "cc", str(program)),
     ]
-    assert key.broken(found, plans.anchors_of(plan.spec, plan.toolchain), Hasher()) == []
+    assert key.find_broken(found, plans.anchors_of(plan.spec, plan.toolchain), Hasher()) == []
 
 
 @pytest.mark.parametrize("kind", [FILE, PROGRAM, DIRECTORY, LISTING, LINK])

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from opkiln.errors import StoreError
-from opkiln.report.doctor.terms import PROGRAMS, copyable
+from opkiln.report.doctor.terms import PROGRAMS, copyable_command
 from opkiln.store import archive
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ SENTENCE = re.compile(r"\b(which|the|its|them|that|instead)\b")
 
 
 def test_no_sentence_is_taken_for_a_command() -> None:
-    taken = {copyable(hint) for text in sources().values() for hint in hints(text)}
+    taken = {copyable_command(hint) for text in sources().values() for hint in hints(text)}
     assert len(taken) > 20
     assert [command for command in sorted(taken) if SENTENCE.search(command)] == []
 
@@ -107,4 +107,4 @@ def test_a_path_with_spaces_can_be_copied(tmp_path: Path) -> None:
     path = str(tmp_path / "a b; $(c)")
     with pytest.raises(StoreError) as caught, archive.Bundle(path, listed=True):
         pass
-    assert shlex.split(copyable(caught.value.hint))[-1] == path
+    assert shlex.split(copyable_command(caught.value.hint))[-1] == path

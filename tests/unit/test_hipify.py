@@ -14,7 +14,7 @@ import pytest
 from opkiln.base.build_model import TorchSDK
 from opkiln.base.model import INLINE_ROOT, ROCM, OpSpec
 from opkiln.errors import SpecError, ToolchainError
-from opkiln.machine.toolchain import hipify, torch_sdk, translate_hip
+from opkiln.machine.toolchain import staged_copy, torch_sdk, translate_hip
 
 _KERNEL = """\
 #include <cuda_runtime.h>
@@ -48,9 +48,9 @@ def a_spec(root: Path, *sources: str, include_dirs: tuple[str, ...] = ()) -> OpS
     )  # fmt: skip
 
 
-def stage(spec: OpSpec, torch: TorchSDK, where: Path) -> hipify.Staged:
+def stage(spec: OpSpec, torch: TorchSDK, where: Path) -> staged_copy.Staged:
     where.mkdir()
-    return hipify.stage(spec, torch, str(where))
+    return staged_copy.stage_hip(spec, torch, str(where))
 
 
 def tree(top: Path) -> dict[str, tuple[object, ...]]:
@@ -244,15 +244,19 @@ def test_torch_itself_is_not_imported(tmp_path: Path, torch: TorchSDK) -> None:
 
 def test_another_vocabulary_is_another_identity(tmp_path: Path, torch: TorchSDK) -> None:
     same, other = a_torch(tmp_path / "a", torch), a_torch(tmp_path / "b", torch, "# edited\n")
-    assert hipify.identity(same) == hipify.identity(torch) == hipify.identity(torch)
-    assert hipify.identity(other) != hipify.identity(torch)
+    assert (
+        staged_copy.hipify_identity(same)
+        == staged_copy.hipify_identity(torch)
+        == staged_copy.hipify_identity(torch)
+    )
+    assert staged_copy.hipify_identity(other) != staged_copy.hipify_identity(torch)
 
 
 def test_a_torch_without_hipify_is_said_to_have_none(tmp_path: Path, torch: TorchSDK) -> None:
     bare = torch._replace(path=str(tmp_path))
     write(tmp_path / "op", {"a.cu": ""})
     for ask in (
-        lambda: hipify.identity(bare),
+        lambda: staged_copy.hipify_identity(bare),
         lambda: stage(a_spec(tmp_path / "op", "a.cu"), bare, tmp_path / "stage"),
     ):
         with pytest.raises(ToolchainError, match=f"torch {bare.version.split('+')[0]}.*no hipify"):

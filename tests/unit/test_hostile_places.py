@@ -70,7 +70,7 @@ def lookups() -> dict[str, Callable[[str], Any]]:
     return {
         "find": lambda name: store.find_op(name, "op", "0", None, {}, Hasher()),
         "targets": lambda name: list(store.targets(name, "op")),
-        "prebuilt": lambda name: list(prebuilt.DirectoryLayer("/nowhere").leaves(spec(name))),
+        "prebuilt": lambda name: list(prebuilt.SearchedLayer("/nowhere", "").leaves(spec(name))),
         "bundle": lambda name: archive.leaves("/nowhere", name, "op"),
         "plan": lambda name: check(spec(name)),
     }

@@ -10,7 +10,7 @@ from sample.levels import X86_64, X86_V3, X86_V4
 from opkiln.base import model
 from opkiln.base.build_model import Anchored, DeviceCompiler, Plan, Step, Target, Toolchain
 from opkiln.base.model import ABI_NONE, CUDA, PACKAGE, PLAIN, ROCM, OpSpec
-from opkiln.machine.toolchain import hipify, torch_sdk
+from opkiln.machine.toolchain import staged_copy, torch_sdk
 from opkiln.store import key
 
 SPEC = OpSpec(
@@ -123,7 +123,7 @@ def test_the_translator_of_sources_is_part_of_the_keys_for_rocm_alone() -> None:
     rocm = a_plan(toolchain=tools, target=TARGET._replace(backend=ROCM))
     cuda = a_plan(toolchain=tools, target=TARGET._replace(backend=CUDA))
     assert key._identity(cuda) == ("gcc's", "nvcc's")
-    assert key._identity(rocm) == ("gcc's", "nvcc's", hipify.identity(sdk))
+    assert key._identity(rocm) == ("gcc's", "nvcc's", staged_copy.hipify_identity(sdk))
     assert key._identity(a_plan(target=TARGET._replace(backend=ROCM))) == ("gcc's",)
 
 

@@ -210,14 +210,14 @@ def test_entry_whose_needs_cannot_be_asked_for_is_told_and_the_next_serves(
 ) -> None:
     bad = shelf.add("layer", number=1, needs={"cpu": ["one"]})
     good = shelf.add("layer", number=2)
-    lacking = prebuilt.lacking
+    lacking = prebuilt.missing_needs
 
     def asked(needs: Any, abi: str) -> str:
         if needs["cpu"]:
             raise LoadError("libtorch.so is cut off")
         return lacking(needs, abi)
 
-    monkeypatch.setattr(prebuilt, "lacking", asked)
+    monkeypatch.setattr(prebuilt, "missing_needs", asked)
     found, told = shelf.find()
     assert found == artifact(good, "layer")
     assert told[0] == ("layer", "refused", "damaged: libtorch.so is cut off", str(bad.parent))

@@ -107,15 +107,15 @@ def test_list_of_this_machine_holds_when_it_is_asked_again() -> None:
     found = facts.signature_of(known.kind, elf.LIST)
     assert found[:-1] == Signature.of(elf.LIST)[:-1]
     unsigned = known._replace(signature=facts.UNSIGNED)
-    assert not key.broken([unsigned], {}, Hasher())
+    assert not key.find_broken([unsigned], {}, Hasher())
 
 
 def test_what_the_list_says_is_a_fact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(elf, "LIST", str(tmp_path / "list"))
     known = gathered("liba.so")
-    assert not key.broken(known, {}, Hasher())
+    assert not key.find_broken(known, {}, Hasher())
     (tmp_path / "list").write_bytes(b"something else")
-    assert key.broken(known, {}, Hasher()) == [f"{tmp_path}/list changed"]
+    assert key.find_broken(known, {}, Hasher()) == [f"{tmp_path}/list changed"]
 
 
 def test_directories_that_a_program_names_are_beside_it(tmp_path: Path) -> None:

@@ -219,7 +219,7 @@ def test_kernels_are_found_where_assembly_text_uses_them() -> None:
     .quad _Z6kernelIiEvPT_
 _Z6kernelIiEvPT_:
     """
-    found = names.referred_to(text, frozenset(["kernel", "cname"]))
+    found = names.find_references(text, frozenset(["kernel", "cname"]))
     assert found == ["_Z6kernelIfEvPT_", "cname"]
 
 

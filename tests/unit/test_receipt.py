@@ -72,17 +72,17 @@ class Shop:
 
     def collect(self) -> Evidence:
         with facts.collecting() as read:
-            facts.file(str(self.tool), at_rest(self.tool))
+            facts.note_file(str(self.tool), at_rest(self.tool))
             self.note(FILE, self.source)
             self.note(PROGRAM, self.program)
             self.note(LISTING, self.include)
             self.note(ABSENT, self.base / "src", "none.h")
             self.note(FILE, self.saved, signature=just_saved(self.saved))
-            facts.entry(LINK, str(self.link), "cc1plus", facts.UNSIGNED)
-            facts.entry(LINK, str(self.plain), "", facts.UNSIGNED)
-            facts.programs("translator", [str(self.program)])
-            facts.program(str(self.tool), str(self.tool))
-            facts.absent(str(self.absent))
+            facts.note_entry(LINK, str(self.link), "cc1plus", facts.UNSIGNED)
+            facts.note_entry(LINK, str(self.plain), "", facts.UNSIGNED)
+            facts.note_programs("translator", [str(self.program)])
+            facts.note_program(str(self.tool), str(self.tool))
+            facts.note_absent(str(self.absent))
         return read
 
     def note(
@@ -90,7 +90,7 @@ class Shop:
     ) -> None:
         """A fact of the entry holds, of a file that is at rest unless its signature is given."""
         value = facts.value(kind, str(path), then, facts.Hasher())
-        facts.entry(kind, str(path), value, Signature(*(signature or at_rest(path))))
+        facts.note_entry(kind, str(path), value, Signature(*(signature or at_rest(path))))
 
     @property
     def artifact(self) -> Artifact:
@@ -275,7 +275,7 @@ def test_file_whose_times_do_not_count_is_compared_by_its_value_for_ever(
 def test_a_directory_that_is_not_there_is_looked_for_anew_for_ever(shop: Shop) -> None:
     nowhere = str(shop.base / "nowhere")
     with facts.collecting() as read:
-        facts.entry(ABSENT, nowhere, "a.h", facts.UNSIGNED)
+        facts.note_entry(ABSENT, nowhere, "a.h", facts.UNSIGNED)
     shop.keep(read)
     assert contents(shop)["until"] > time.time_ns()
     assert receipt.recall(shop.request()) == shop.artifact

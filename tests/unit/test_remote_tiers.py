@@ -17,7 +17,7 @@ from sample import servers
 from sample.levels import X86_64, X86_V3
 
 from opkiln.errors import RemoteWarning, SettingError, StoreError
-from opkiln.remote import credentials, lockfile, names, patience, plain, registry, tiers, web
+from opkiln.remote import credentials, lockfile, patience, plain, registry, tiers, web
 from opkiln.remote.credentials import Login
 from opkiln.remote.patience import Deadline, Patience
 from opkiln.remote.tier import Absent, Forbidden, Publication, Tier, Unreachable, Unusable
@@ -161,12 +161,12 @@ def test_a_task_that_says_nothing_is_left_alone_and_ends_at_its_next_word() -> N
     def task(deadline: Deadline) -> None:
         given_up.wait(10)
         try:
-            deadline.heard()
+            deadline.hear()
         finally:
             ended.set()
 
     with pytest.raises(TimeoutError):
-        patience.patiently(task, Patience(0.1, 0.1))
+        patience.run_with_deadline(task, Patience(0.1, 0.1))
     given_up.set()
     assert ended.wait(10)
 
@@ -191,24 +191,24 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def test_words_give_a_request_no_more_time_and_bytes_give_some_back(clock: Clock) -> None:
     deadline = Deadline(Patience(2.0, 10.0))
     assert deadline.left == 2  # for the first answer
-    deadline.heard()
+    deadline.hear()
     assert deadline.left == 10
     clock.now += 8
-    deadline.heard()
+    deadline.hear()
     assert deadline.left == 2
-    deadline.heard(patience.SLOWEST)
+    deadline.hear(patience.SLOWEST)
     assert deadline.left == 3
-    deadline.heard(1000 * patience.SLOWEST)  # what came fast does not pay for a stall
+    deadline.hear(1000 * patience.SLOWEST)  # what came fast does not pay for a stall
     assert deadline.left == 10
     clock.now += 10
     assert deadline.expire()
     with pytest.raises(TimeoutError):
-        deadline.heard()
+        deadline.hear()
 
 
 def test_no_request_lasts_longer_than_the_load_that_it_is_a_part_of(clock: Clock) -> None:
     deadline = Deadline(LONG._replace(until=clock.now + 5))
-    deadline.heard(1000 * patience.SLOWEST)
+    deadline.hear(1000 * patience.SLOWEST)
     assert deadline.left == 5
 
 
@@ -224,7 +224,7 @@ def test_at_the_deadline_the_socket_is_shut_down_and_its_reader_ends() -> None:
             ended.set()
 
     with pytest.raises(TimeoutError):
-        patience.patiently(task, Patience(0.1, 0.1))
+        patience.run_with_deadline(task, Patience(0.1, 0.1))
     assert ended.wait(10)
     ours.close()
     theirs.close()
@@ -264,7 +264,7 @@ def test_one_deadline_holds_for_a_whole_request_whatever_drips_in(
 
 def test_an_error_of_a_task_is_raised_where_it_is_waited_for() -> None:
     with pytest.raises(ZeroDivisionError):
-        patience.patiently(lambda _: 1 // 0)
+        patience.run_with_deadline(lambda _: 1 // 0)
 
 
 # Records of names
@@ -321,9 +321,9 @@ def test_publishers_of_a_layout_do_not_lose_each_others_tags(tmp_path: Path) -> 
 def test_a_name_is_a_tag_that_every_registry_takes(op: str) -> None:
     import re
 
-    made = names._name("package", op, "0" * 40, [("a.cpp", SHA)])
+    made = lockfile.artifact_name("package", op, "0" * 40, [("a.cpp", SHA)])
     assert re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}", made)
-    assert made != names._name("package", op, "0" * 40, [("a.cpp", "cd" * 32)])
+    assert made != lockfile.artifact_name("package", op, "0" * 40, [("a.cpp", "cd" * 32)])
 
 
 # Lock files

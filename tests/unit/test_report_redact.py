@@ -29,7 +29,7 @@ def test_home_and_name_are_taken_out_of_paths(
 ) -> None:
     monkeypatch.setattr(redact.os, "getuid", lambda: 4_000_000_000)  # nobody in the passwd file
     with override(home="/home/ann"):
-        assert redact.without_user(before) == after
+        assert redact.hide_user(before) == after
 
 
 @pytest.mark.parametrize(
@@ -66,13 +66,13 @@ def test_home_and_name_are_taken_out_of_paths(
     ],
 )
 def test_what_looks_like_a_secret_is_starred_out(before: str, after: str) -> None:
-    assert redact.without_secrets(before) == after
+    assert redact.hide_secrets(before) == after
 
 
 def test_the_word_behind_an_option_for_a_secret_is_one() -> None:
     words = ("g++", "--token", "-abc", "--auth=x y", "--verbose", "abc", 3)
     starred = ("g++", "--token", "***", "--auth=***", "--verbose", "abc", 3)
-    assert redact.words_without_secrets(words) == starred
+    assert redact.hide_secrets_in_words(words) == starred
 
 
 def test_the_home_of_root_is_not_every_directory_of_that_name(
@@ -80,5 +80,5 @@ def test_the_home_of_root_is_not_every_directory_of_that_name(
 ) -> None:
     monkeypatch.setattr(redact.os, "getuid", lambda: 4_000_000_000)
     with override(home="/root"):
-        said = redact.without_user("/data/root/x /root/x -I/root/x /data/v2/root")
+        said = redact.hide_user("/data/root/x /root/x -I/root/x /data/v2/root")
     assert said == "/data/root/x ~/x -I~/x /data/v2/root"

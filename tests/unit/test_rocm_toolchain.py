@@ -16,7 +16,6 @@ from opkiln.base.build_model import DeviceCompiler, Target, TorchSDK
 from opkiln.base.model import ABI_TORCH, ROCM, OpSpec
 from opkiln.errors import SpecError, ToolchainError
 from opkiln.machine.toolchain import find, hipcc, torch_sdk
-from opkiln.machine.toolchain import rocm as homes
 from opkiln.machine.uname import architecture
 from opkiln.plan import hipcc as steps
 from opkiln.plan import plan
@@ -35,7 +34,7 @@ def opt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An empty /opt, and no hipcc on PATH."""
     directory = tmp_path / "opt"
     directory.mkdir()
-    monkeypatch.setattr(homes, "PARENT", str(directory))
+    monkeypatch.setattr(hipcc, "PARENT", str(directory))
     with override(path=(str(tmp_path / "bin"),)):
         yield directory
 
@@ -57,7 +56,7 @@ def test_a_named_rocm_is_the_only_candidate(opt: Path, tmp_path: Path) -> None:
     Rocm(opt / "rocm")
     named = Rocm(tmp_path / "mine")
     with override(rocm_home=str(named.home)):
-        (only,) = homes.hipcc_candidates()
+        (only,) = hipcc.hipcc_candidates()
     assert (only.path, only.refused) == (str(named.hipcc), "")
 
 
@@ -83,7 +82,7 @@ def test_installations_are_tried_from_path_then_the_default_one_then_the_newest(
     (opt / "rocm-6.3.0").mkdir()  # what an uninstallation leaves
     Rocm(tmp_path / "usr")
     with override(path=(str(tmp_path / "usr" / "bin"),)):
-        found = [(each.path, each.refused) for each in homes.hipcc_candidates()]
+        found = [(each.path, each.refused) for each in hipcc.hipcc_candidates()]
     assert found == [
         (f"{tmp_path}/usr/bin/hipcc", ""),
         (f"{opt}/rocm/bin/hipcc", ""),
@@ -233,7 +232,8 @@ def test_the_one_that_is_nearest_to_torch_is_taken(opt: Path, memory: tuple[str,
         for each in find.candidates(hipcc, memory, "6.2.41133", a_host())
     }
     assert reasons["rocm-6.3.1"] == ""
-    assert reasons["rocm-6.4.0"] == f"HIP 6.3.1 in {opt}/rocm-6.3.1 is nearer to torch's 6.2.41133"
+    nearer = f"HIP 6.3.1 in {opt}/rocm-6.3.1/bin/hipcc is nearer to torch's 6.2.41133"
+    assert reasons["rocm-6.4.0"] == nearer
     other = "torch was built with 6.2.41133, another major version"
     assert reasons["rocm-7.0.0"] == f"HIP 7.0.0; {other}"
 
@@ -306,7 +306,7 @@ def test_a_rocm_torch_is_one_that_was_built_with_hip(
     monkeypatch: pytest.MonkeyPatch, torch: TorchSDK | None, rocm: bool
 ) -> None:
     monkeypatch.setattr(torch_sdk, "find", lambda: torch)
-    assert homes.is_rocm_pytorch() is rocm
+    assert torch_sdk.is_rocm_pytorch() is rocm
 
 
 @pytest.mark.parametrize(
@@ -327,7 +327,7 @@ def test_the_installed_version_is_read_from_what_the_installation_says(
     rocm = Rocm(opt / "rocm")
     (rocm.home / file).parent.mkdir(parents=True, exist_ok=True)
     (rocm.home / file).write_text(text)
-    assert homes.installed_rocm_version() == version
+    assert hipcc.installed_rocm_version() == version
     assert rocm.runs() == []
 
 
@@ -335,9 +335,9 @@ def test_without_an_installation_the_version_is_torchs_or_none(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch_sdk, "find", lambda: a_torch("6.2.41133-dd7f95766"))
-    assert homes.installed_rocm_version() == (6, 2)
+    assert hipcc.installed_rocm_version() == (6, 2)
     monkeypatch.setattr(torch_sdk, "find", lambda: a_torch(None))
-    assert homes.installed_rocm_version() == (0, 0)
+    assert hipcc.installed_rocm_version() == (0, 0)
 
 
 # Steps

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from sample.prebuilt import FULL, SYSTEM, add, linked, made_with
 
-from opkiln.ship.sbom import sbom
+from opkiln.ship.wheel import sbom
 from opkiln.store.layer import entries
 
 if TYPE_CHECKING:

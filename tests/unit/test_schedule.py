@@ -241,7 +241,7 @@ def test_an_interrupt_ends_every_process_before_it_reaches_the_caller(tmp_path: 
     thread = threading.Thread(target=interrupt)
     thread.start()
     sleep = python("import time; time.sleep(600)")
-    with signals.interruptible(), events.listening(sink), pytest.raises(KeyboardInterrupt):
+    with signals.interruptible(), events.listen(sink), pytest.raises(KeyboardInterrupt):
         execute([task(str(n), *sleep, marker) for n in range(5)], timeout=60, budget=a_budget(2))
     thread.join()
     assert descendants_alive(marker) == []
@@ -312,7 +312,7 @@ def test_a_failure_in_one_build_leaves_another_thread_s_build_alone() -> None:
     def build() -> None:
         results.update(execute([task("ok", "sleep", "0.2")], timeout=60, budget=shares))
 
-    with events.listening(lambda event: started.set()):
+    with events.listen(lambda event: started.set()):
         thread = threading.Thread(target=build)
         thread.start()
         started.wait()
@@ -324,7 +324,7 @@ def test_a_failure_in_one_build_leaves_another_thread_s_build_alone() -> None:
 
 def test_events_tell_each_step() -> None:
     heard: list[Event] = []
-    with events.listening(heard.append):
+    with events.listen(heard.append):
         execute([task("a"), task("b", after=("a",))], timeout=60, budget=a_budget(1))
     assert [(event.kind, event.data["step"]) for event in heard] == [
         ("step-start", "a"), ("step-end", "a"), ("step-start", "b"), ("step-end", "b"),
@@ -351,7 +351,7 @@ def test_an_event_tells_which_other_process_a_step_waits_for(tmp_path: Path) -> 
         if event.kind == events.WAITING:
             other.kill()  # and so the kernel gives the slot back
 
-    with other, events.listening(sink):
+    with other, events.listen(sink):
         assert other.stdout is not None
         other.stdout.readline()
         # All the memory, so that the extra slot will not do.

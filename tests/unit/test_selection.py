@@ -255,5 +255,5 @@ def test_a_wheel_with_several_packages_asks_for_what_the_strictest_needs(
     tags: list[str], expected: str, architecture: str
 ) -> None:
     whole = [f"{tag}_{architecture}" for tag in tags]
-    assert selection.strictest(whole) == f"{expected}_{architecture}"
-    assert selection.strictest(reversed(whole)) == f"{expected}_{architecture}"
+    assert selection.strictest_tag(whole) == f"{expected}_{architecture}"
+    assert selection.strictest_tag(reversed(whole)) == f"{expected}_{architecture}"

@@ -94,25 +94,25 @@ def test_native_op_runs_on_linux_with_the_torch_it_needs(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch_sdk, "find", lambda: SDK)
-    assert archs.runnable(world.spec) is None
-    assert archs.runnable(world.spec._replace(abi=ABI_STABLE)) == SDK
+    assert archs.require_torch(world.spec) is None
+    assert archs.require_torch(world.spec._replace(abi=ABI_STABLE)) == SDK
     old = SDK._replace(version="2.9.1")
     monkeypatch.setattr(torch_sdk, "find", lambda: old)
-    assert archs.runnable(world.spec._replace(abi=ABI_TORCH)) == old
+    assert archs.require_torch(world.spec._replace(abi=ABI_TORCH)) == old
     with pytest.raises(LoadError) as raised:
-        archs.runnable(world.spec._replace(abi=ABI_STABLE))
+        archs.require_torch(world.spec._replace(abi=ABI_STABLE))
     assert raised.value.what == "op op needs torch 2.10 or later"
     assert raised.value.why == "torch 2.9.1 lacks the stable ABI"
     assert raised.value.hint == "pip install 'torch>=2.10'"
     monkeypatch.setattr(torch_sdk, "find", lambda: None)
     with pytest.raises(LoadError) as raised:
-        archs.runnable(world.spec._replace(abi=ABI_STABLE))
+        archs.require_torch(world.spec._replace(abi=ABI_STABLE))
     assert str(raised.value).splitlines() == [
         "op op needs torch", "  torch is not installed", "hint: pip install torch",
     ]  # fmt: skip
     monkeypatch.setattr(uname, "system", lambda: "darwin")
     with pytest.raises(LoadError) as raised:
-        archs.runnable(world.spec)
+        archs.require_torch(world.spec)
     assert raised.value.what == "op op has no native version for darwin"
     assert raised.value.why == f"native ops are built and loaded on Linux, {X86_V1} and {AARCH64}"
 

@@ -59,7 +59,7 @@ def test_an_isolated_build_finds_the_torch_among_the_packages_of_its_environment
     monkeypatch.delitem(__import__("sys").modules, "torch", raising=False)
     monkeypatch.setattr(sysconfig, "get_path", lambda scheme: str(elsewhere.parent))
     assert torch_sdk.locate() is None, "only a build looks there"
-    with precompile._torch_of_the_environment():
+    with precompile._use_environments_torch():
         assert torch_sdk.locate() == str(elsewhere)
     assert torch_sdk.locate() is None
 
@@ -68,7 +68,7 @@ IMPORT = """
 import sys
 from opkiln.ship import precompile
 before = list(sys.path)
-with precompile._torch_of_the_environment():
+with precompile._use_environments_torch():
     assert sys.path[:-1] == before  # behind what the build requires
     import torch
     print(torch.__file__)

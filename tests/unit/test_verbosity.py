@@ -91,7 +91,7 @@ def opkiln(
 def one_check(monkeypatch: pytest.MonkeyPatch) -> None:
     """The doctor has one check, which starts a process."""
     monkeypatch.setattr(
-        checks, "CHECKS", {"one": lambda _: terms.warned(str(terms.child_answer("print(1)")))}
+        checks, "CHECKS", {"one": lambda _: terms.warned(str(terms.ask_child("print(1)")))}
     )
 
 

@@ -1,7 +1,7 @@
 """The CPU: the accelerator if no other device is here, or if it is requested.
 
-Also what it shares with other accelerators that have one device, which does all work in order; and
-the streams and events of a device whose work is finished when a call returns.
+``OneDevice`` is the base of accelerators with one device, which does all work in order.
+``HostStream`` and ``HostEvent`` are for devices whose work is finished when a call returns.
 """
 
 from __future__ import annotations
@@ -51,18 +51,18 @@ class HostEvent:
         return True
 
     def synchronize(self, stream: Any = None) -> None:
-        """Does nothing: all earlier work is finished."""
+        """Do nothing: all earlier work is finished."""
 
     wait = synchronize
 
     def elapsed_time(self, end_event: HostEvent) -> float:
         """Milliseconds from this event to another."""
         if self._recorded is None or end_event._recorded is None:
-            raise RuntimeError("both events must be recorded before their distance is known")
+            raise RuntimeError("both events must be recorded before the time between them is known")
         return (end_event._recorded - self._recorded) * 1e3
 
 
-class Chosen(threading.local):
+class ChosenStreams(threading.local):
     """The streams that this thread has made current, the latest last."""
 
     def __init__(self) -> None:
@@ -75,7 +75,7 @@ class HostStream:
     It has the methods of ``torch.cuda.Stream``, and takes its arguments.
     """
 
-    chosen: ClassVar[Chosen] = Chosen()  # a subclass for another device has its own
+    chosen: ClassVar[ChosenStreams] = ChosenStreams()  # a subclass for another device has its own
 
     def __init__(self, device: Any = None, priority: int = 0) -> None:
         self.device = device
@@ -96,7 +96,7 @@ class HostStream:
         return recorded
 
     def wait_event(self, event: Any) -> None:
-        """Does nothing: the device does all work in order."""
+        """Do nothing: the device does all work in order."""
 
     wait_stream = wait_event
 
@@ -113,11 +113,11 @@ class HostStream:
 
 
 class OneDevice(Accelerator):
-    """Its functions in torch take no index. Streams can be created and made current, also torch's
-    own for the CPU (``torch.cpu.Stream``)."""
+    """An accelerator with one device: its functions in torch take no index. Streams can be created
+    and made current, also torch's own for the CPU (``torch.cpu.Stream``)."""
 
     DEFAULT: ClassVar[HostStream] = HostStream()
-    _INSTEAD: ClassVar = {
+    _SUBSTITUTES: ClassVar = {
         "set_device": lambda: None,
         "current_device": lambda: 0,
         "manual_seed_all": "manual_seed",
@@ -157,7 +157,7 @@ class OneDevice(Accelerator):
         return self.default_generator(0).initial_seed()
 
 
-def _bytes(path: str, name: str) -> int:
+def _read_bytes(path: str, name: str) -> int:
     """A line of one of Linux's files about memory; 0 if the system has no such line."""
     found = re.search(rf"^{name}:\s*(\d+) kB", uname.read_text(path), re.MULTILINE)
     return int(found[1]) << 10 if found else 0
@@ -172,18 +172,18 @@ def _reset_peak() -> None:
 
 
 class CpuAccelerator(OneDevice):
-    """It uses the process's memory, and work is finished when a call returns."""
+    """The CPU. Its memory is the process's, and work is finished when a call returns."""
 
     name = "cpu"
     device_type = "cpu"
     # The memory is the process's, in bytes. torch does not cache host memory.
-    _INSTEAD: ClassVar = {
-        **OneDevice._INSTEAD,
+    _SUBSTITUTES: ClassVar = {
+        **OneDevice._SUBSTITUTES,
         "empty_cache": lambda: None,
-        "memory_allocated": partial(_bytes, "/proc/self/status", "VmRSS"),
-        "max_memory_allocated": partial(_bytes, "/proc/self/status", "VmHWM"),
-        "memory_reserved": partial(_bytes, "/proc/self/status", "VmRSS"),
-        "max_memory_reserved": partial(_bytes, "/proc/self/status", "VmHWM"),
+        "memory_allocated": partial(_read_bytes, "/proc/self/status", "VmRSS"),
+        "max_memory_allocated": partial(_read_bytes, "/proc/self/status", "VmHWM"),
+        "memory_reserved": partial(_read_bytes, "/proc/self/status", "VmRSS"),
+        "max_memory_reserved": partial(_read_bytes, "/proc/self/status", "VmHWM"),
         "get_rng_state": "get_state",
         "set_rng_state": "set_state",
         "reset_peak_memory_stats": _reset_peak,
@@ -205,7 +205,7 @@ class CpuAccelerator(OneDevice):
     def get_device_properties(self, device_index: int | None = None) -> SimpleNamespace:  # noqa: ARG002
         return SimpleNamespace(
             name=uname.cpu_name(),
-            total_memory=_bytes("/proc/meminfo", "MemTotal"),
+            total_memory=_read_bytes("/proc/meminfo", "MemTotal"),
             multi_processor_count=os.cpu_count() or 1,
         )
 
@@ -231,7 +231,7 @@ class CpuAccelerator(OneDevice):
         return {"allocated_bytes.all.current": now, "allocated_bytes.all.peak": most}
 
     def available_memory(self, device_index: int | None = None) -> int:  # noqa: ARG002
-        return _bytes("/proc/meminfo", "MemAvailable")
+        return _read_bytes("/proc/meminfo", "MemAvailable")
 
     # What torch says about this CPU
 

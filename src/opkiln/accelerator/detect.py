@@ -8,7 +8,7 @@ use the device in its child.
 
 from __future__ import annotations
 
-from opkiln.accelerator import gpus, vendors
+from opkiln.accelerator import gpus
 from opkiln.accelerator.cpu import CpuAccelerator
 from opkiln.accelerator.device import Answer
 from opkiln.base import forks
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 # opkiln's own accelerators in the order of preference: the names of ``choice.OWN``.
 _KINDS: tuple[type[Accelerator], ...] = (
-    gpus.CudaAccelerator, gpus.RocmAccelerator, gpus.XpuAccelerator, *vendors.KINDS.values(),
+    gpus.CudaAccelerator, gpus.RocmAccelerator, gpus.XpuAccelerator, *gpus.VENDORS.values(),
     gpus.MpsAccelerator, CpuAccelerator,
 )  # fmt: skip
 KINDS = {kind.name: kind for kind in _KINDS}
@@ -65,14 +65,14 @@ def set_accelerator(accelerator: Accelerator | None) -> None:
     """
     if accelerator is not None:
         _check(accelerator)
-    choice.give(accelerator)
+    choice.set_given(accelerator)
 
 
 def trace() -> tuple[Answer, ...]:
     """The answers that led to the current accelerator, in order; its own is the last."""
     accelerator = get_accelerator()
     if choice.given_accelerator() is not None:
-        name = choice.asked_name() or ""
+        name = choice.requested_name() or ""
         return (Answer(name, True, f"set_accelerator() was given {accelerator!r}"),)
     return _found[settings.accelerator][1]
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Answer(Record):
-    """Whether one accelerator can serve here."""
+    """Says whether one accelerator can serve here, and why."""
 
     name: str  # the accelerator's name, as OPKILN_ACCELERATOR takes it
     present: bool  # whether its device is here
@@ -36,13 +36,13 @@ class TensorConstructor:
 
 
 class Device:
-    """What the other parts of an accelerator rest on. ``torch.<device_type>`` does the work."""
+    """The base of an accelerator: its device, which ``torch.<device_type>`` drives."""
 
     name: ClassVar[str] = ""  # in OPKILN_ACCELERATOR and in an op's BACKENDS: "rocm"
     device_type: ClassVar[str] = ""  # torch's word for its devices: "cuda"
-    # What to call in place of a function of its module: one by another name, or any function. It
-    # gets the arguments that the function of the module would get.
-    _INSTEAD: ClassVar[Mapping[str, str | Callable[..., Any]]] = {}
+    # Replacements of functions of its module: the name of another one, or any function, which gets
+    # the same arguments.
+    _SUBSTITUTES: ClassVar[Mapping[str, str | Callable[..., Any]]] = {}
     _HAS_MEMORY: ClassVar[bool] = True  # of its own; without it, the device reads the host's
 
     def __init__(self, module: Any = None) -> None:
@@ -81,7 +81,7 @@ class Device:
         self, function: str, device_index: int | None = None, *given: Any, of: Any = None
     ) -> Any:
         """Call a function of the module, or of a part of it, for one device or for the current."""
-        call = self._INSTEAD.get(function, function)
+        call = self._SUBSTITUTES.get(function, function)
         if isinstance(call, str):
             call = getattr(of or self.module(), call)
         # Without an index there is no argument: not every vendor's functions take None.
@@ -254,7 +254,7 @@ class Device:
         return tensor.pin_memory() if self._HAS_MEMORY else tensor
 
     def unpin_memory(self, tensor: torch.Tensor) -> None:
-        """Does nothing: torch frees the pages with the last tensor on them."""
+        """Do nothing: torch frees the pages with the last tensor on them."""
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is in page-locked memory."""

@@ -28,10 +28,10 @@ __all__ = ["Accelerator", "Answer"]  # what another package's accelerator is mad
 
 
 class Accelerator(Device):
-    """What others subclass. A subclass has at least ``name``, ``device_type`` and ``look()``."""
+    """The class to subclass. A subclass has at least ``name``, ``device_type`` and ``look()``."""
 
     COMMUNICATION: ClassVar[str] = "gloo"  # the backend of torch.distributed
-    EXPORTED: ClassVar[tuple[str, ...]] = ()  # beginnings of variables' names
+    EXPORTED: ClassVar[tuple[str, ...]] = ()  # prefixes of variables that launchers pass on
     VISIBLE: ClassVar[tuple[str, ...]] = ()  # variables that select devices
     COMPILE_BACKEND: ClassVar[str] = "inductor"  # what torch.compile uses
     TRITON: ClassVar[bool] = False  # whether Triton has a backend for such devices
@@ -77,7 +77,7 @@ class Accelerator(Device):
         Raises AcceleratorError if the device has no graphs. Otherwise the block would run, its
         replay would do nothing, and the results would be wrong without an error.
         """
-        self._must_be_a_graph(graph)
+        self._require_graph(graph)
         named = {"pool": pool, "stream": stream}
         given = {name: value for name, value in named.items() if value is not None}
         context: AbstractContextManager[Any] = self.module().graph(graph, **given)
@@ -85,17 +85,17 @@ class Accelerator(Device):
 
     def replay_graph(self, graph: Any) -> None:
         """Execute the recorded work. Raises AcceleratorError if the device has no graphs."""
-        self._must_be_a_graph(graph)
+        self._require_graph(graph)
         graph.replay()
 
-    def _must_be_a_graph(self, graph: Any) -> None:
+    def _require_graph(self, graph: Any) -> None:
         if graph is None:
             raise AcceleratorError(
                 f"there are no graphs on {self.name}",
                 why="create_graph() returned None: in that case, run the work directly",
             )
 
-    # Profilers. Without a way to the vendor's profiler, ranges do nothing.
+    # Profilers. If torch cannot reach the vendor's profiler, ranges do nothing.
 
     supports_nvtx_domain = False  # whether ranges can be put under a name of their own
 
@@ -117,7 +117,7 @@ class Accelerator(Device):
             ranges.range_pop()
 
     def _ranges(self) -> Any:
-        """What has ``range_push`` and ``range_pop``, or None."""
+        """The module that has ``range_push`` and ``range_pop``; None if there is none."""
         return getattr(self.module(), self._RANGES, None) if self._RANGES else None
 
     # Sensors
@@ -160,7 +160,7 @@ class Accelerator(Device):
         return None
 
     def export_envs(self) -> list[str]:
-        """Beginnings of the variables' names that a launcher passes on to other machines."""
+        """Prefixes of the variables that a launcher passes on to other machines."""
         return list(self.EXPORTED)
 
     def visible_devices_envs(self) -> list[str]:
@@ -191,7 +191,7 @@ class Accelerator(Device):
         return self._compile_backend or self.COMPILE_BACKEND
 
     def set_compile_backend(self, backend: str) -> None:
-        """Use another one. Raises AcceleratorError if torch has none of this name."""
+        """Use another backend. Raises AcceleratorError if torch has none of this name."""
         import torch._dynamo
 
         known = torch._dynamo.list_backends(exclude_tags=())
@@ -238,7 +238,7 @@ class Accelerator(Device):
         builder = self.get_op_builder(class_name)
         if builder is None:
             return None
-        backend = choice.serving(self.name, builder.BACKENDS)
+        backend = choice.find_backend(self.name, builder.BACKENDS)
         return builder() if backend is None else builder(backend=backend)
 
     def build_extension(self) -> Any:

@@ -20,20 +20,14 @@ import re
 import stat
 import sys
 import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import chain
 from operator import attrgetter
-from typing import Any
+from typing import Any, BinaryIO
 
 from opkiln.base.lazy import Record
 from opkiln.base.trust import make_private
-
-TYPE_CHECKING = False
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
-    from typing import BinaryIO
-
 
 # Files whose times say nothing: those of images, whose maker chose every time.
 #
@@ -416,7 +410,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT)  # what an OSError says of a full disk
 def write_private(path: str, data: bytes) -> None:
     """Write a file for this user alone. Its directory is made. Raises OSError."""
     make_private(os.path.dirname(path))
-    with taking_the_place_of(path, 0o600) as file:
+    with open_replacement(path, 0o600) as file:
         file.write(data)
 
 
@@ -424,7 +418,7 @@ def replace(path: str, data: bytes) -> None:
     """Write a file of the user's. A file that is there keeps its mode, and a link that leads to it
     stays a link. Raises OSError."""
     path = os.path.realpath(path)
-    with taking_the_place_of(path) as file:
+    with open_replacement(path) as file:
         file.write(data)
         with suppress(FileNotFoundError):
             os.fchmod(file.fileno(), stat.S_IMODE(os.stat(path).st_mode))
@@ -436,7 +430,7 @@ def is_temporary(path: str) -> bool:
 
 
 @contextmanager
-def taking_the_place_of(path: str, mode: int = 0o666, *, sync: bool = False) -> Iterator[BinaryIO]:
+def open_replacement(path: str, mode: int = 0o666, *, sync: bool = False) -> Iterator[BinaryIO]:
     """A new file, which is ``path`` when the block ends; with ``sync``, once it is on the disk.
 
     After an error in the block, or a full disk, ``path`` is as before. Raises OSError.

@@ -10,16 +10,11 @@ from __future__ import annotations
 
 import gc
 import sys
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
 from operator import itemgetter
-from typing import Any, ClassVar, dataclass_transform
-
-TYPE_CHECKING = False
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
-    from typing import Any, Self
+from typing import Any, ClassVar, Self, dataclass_transform
 
 
 @dataclass_transform(frozen_default=True)
@@ -74,12 +69,16 @@ class Record(tuple[Any, ...]):
 
 def names(
     module: str, homes: Mapping[str, str]
-) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """``__getattr__`` and ``__dir__`` of a module that imports each name from its home module on
-    first use. If that needs torch and there is none, the ModuleNotFoundError has a hint."""
+) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:
+    """``__all__``, ``__getattr__`` and ``__dir__`` of a module that imports each name from its home
+    module on first use. ``homes`` has the names of each home module, with spaces between them.
+
+    If a name needs torch and there is none, the ModuleNotFoundError has a hint.
+    """
+    home_of = {name: home for home, listed in homes.items() for name in listed.split()}
 
     def getattribute(name: str) -> Any:
-        home = homes.get(name)
+        home = home_of.get(name)
         if home is None:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
         try:
@@ -95,9 +94,9 @@ def names(
         return value
 
     def listing() -> list[str]:
-        return sorted({*vars(sys.modules[module]), *homes})
+        return sorted({*vars(sys.modules[module]), *home_of})
 
-    return getattribute, listing
+    return sorted(home_of), getattribute, listing
 
 
 @contextmanager

@@ -8,14 +8,11 @@ All of them are immutable and hold only immutable values.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 from opkiln.base.lazy import Record
 from opkiln.errors import SpecError
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 # What a finished op is, and so how it is loaded.
 LIBRARY = "library"  # registers torch ops when loaded: torch.ops.load_library
@@ -109,7 +106,7 @@ class OpSpec(Record):
     @property
     def title(self) -> str:
         """Its name for people, as ``transformer (norms, float32)``."""
-        return in_words(self.name)
+        return display_name(self.name)
 
     @property
     def is_known_by_name(self) -> bool:
@@ -147,7 +144,7 @@ def check_names(distribution: str, op: str) -> None:
         )
 
 
-def in_words(name: str) -> str:
+def display_name(name: str) -> str:
     """The name of a library for people: ``transformer__norms__float32`` is the library of
     ``transformer (norms, float32)``."""
     op, *parts = name.split("__")

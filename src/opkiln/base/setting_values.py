@@ -4,10 +4,7 @@ expected. ``settings.py`` is the table that uses them."""
 from __future__ import annotations
 
 import os
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from collections.abc import Callable
 
 
 def choice(*values: str) -> Callable[[str], str]:

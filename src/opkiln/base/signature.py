@@ -7,14 +7,10 @@ differs. Pure functions over texts; a hit calls them, so they import nothing.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 from opkiln.base.lazy import Record
-from opkiln.base.model import DISPATCH_KEYS, function_name
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from opkiln.base.model import OpSpec
+from opkiln.base.model import DISPATCH_KEYS, OpSpec, function_name
 
 # The C++ types of op.h. A tensor's depends on whether it is written; lists and optionals are
 # templates of these.

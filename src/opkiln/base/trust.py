@@ -9,13 +9,10 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from opkiln.base import forks
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 
 def fault(path: str, found: os.stat_result, *, listed: bool = False) -> str:

@@ -27,18 +27,12 @@ if TYPE_CHECKING:
         installed_cuda_version as installed_cuda_version,
     )
 
-_NAMES = {
-    "OpBuilder": "opkiln.builder.base",
-    "CUDAOpBuilder": "opkiln.builder.cuda",
-    "SYCLOpBuilder": "opkiln.builder.sycl",
-    "CUDAMismatchException": "opkiln.errors",
-    "MissingCUDAException": "opkiln.errors",
-    "assert_no_cuda_mismatch": "opkiln.machine.toolchain.cuda_version",
-    "cuda_minor_mismatch_ok": "opkiln.machine.toolchain.cuda_version",
-    "get_default_compute_capabilities": "opkiln.machine.toolchain.cuda_version",
-    "installed_cuda_version": "opkiln.machine.toolchain.cuda_version",
-}
-
-__all__ = [*_NAMES]  # noqa: PLE0604 (names that are resolved lazily)
-
-__getattr__, __dir__ = lazy.names(__name__, _NAMES)
+__all__, __getattr__, __dir__ = lazy.names(__name__, {
+    "opkiln.builder.base": "OpBuilder",
+    "opkiln.builder.cuda": "CUDAOpBuilder",
+    "opkiln.builder.sycl": "SYCLOpBuilder",
+    "opkiln.errors": "CUDAMismatchException MissingCUDAException",
+    "opkiln.machine.toolchain.cuda_version":
+        "assert_no_cuda_mismatch cuda_minor_mismatch_ok get_default_compute_capabilities "
+        "installed_cuda_version",
+})  # fmt: skip

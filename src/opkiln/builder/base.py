@@ -381,7 +381,7 @@ class OpBuilder:
         torch's ``BuildExtension``, which adds no architectures of its own to those in the flags.
         """
         from opkiln.building.asking import plan_here
-        from opkiln.decision.archs import nothing_asked
+        from opkiln.decision.archs import lacks_targets
         from opkiln.decision.search import plan_for
         from opkiln.decision.terms import BUILD, Request
         from opkiln.plan import plan as plans
@@ -393,7 +393,7 @@ class OpBuilder:
                 "builder() needs setuptools", why=str(error), hint="pip install setuptools"
             ) from error
         op = self.op()
-        if not op.asked and nothing_asked(op.spec.backend):
+        if not op.asked and lacks_targets(op.spec.backend):
             op = op._replace(asked="all")
         plan = plan_here(Request(op, BUILD))
         if self._translated is not None:

@@ -100,7 +100,7 @@ class CUDAOpBuilder(OpBuilder):
         if self.backend in (CPU, EMULATED):
             return []
         op = self._bare()._replace(asked=cross_compile_archs or self._asked_archs)
-        if not op.asked and archs.nothing_asked(self.backend):
+        if not op.asked and archs.lacks_targets(self.backend):
             op = op._replace(asked="all")
         language = archs.grammar(self.backend)
         try:
@@ -149,7 +149,7 @@ class CUDAOpBuilder(OpBuilder):
             return []
         import shutil
 
-        from opkiln.machine.toolchain import hipify, torch_sdk
+        from opkiln.machine.toolchain import staged_copy, torch_sdk
 
         sdk, spec = torch_sdk.find(), self.spec()
         if sdk is None:
@@ -161,7 +161,7 @@ class CUDAOpBuilder(OpBuilder):
         place = os.path.abspath(os.path.join(directory, self.name))
         shutil.rmtree(place, ignore_errors=True)  # of a call before; the sources may be others
         os.makedirs(place)
-        staged = hipify.stage(spec, sdk, place)
+        staged = staged_copy.stage_hip(spec, sdk, place)
         self._translated = spec._replace(
             root=staged.root,
             sources=tuple(staged.sources.values()),
@@ -201,13 +201,13 @@ class CUDAOpBuilder(OpBuilder):
 
     def is_rocm_pytorch(self) -> bool:
         """Whether the torch that is installed is built for ROCm."""
-        from opkiln.machine.toolchain.rocm import is_rocm_pytorch
+        from opkiln.machine.toolchain.torch_sdk import is_rocm_pytorch
 
         return is_rocm_pytorch()
 
     def installed_rocm_version(self) -> tuple[int, int]:
         """(major, minor) of the ROCm installation that would be used. Raises ToolchainError."""
-        from opkiln.machine.toolchain.rocm import installed_rocm_version
+        from opkiln.machine.toolchain.hipcc import installed_rocm_version
 
         return installed_rocm_version()
 
@@ -231,7 +231,7 @@ def _asked_backend(usable: tuple[str, ...]) -> str | None:
         return None
     from opkiln.machine.devices import choice
 
-    return choice.asked_backend(usable)
+    return choice.requested_backend(usable)
 
 
 def _has_device(backend: str) -> bool:

@@ -31,7 +31,7 @@ class SYCLOpBuilder(OpBuilder):
     def backend(self) -> str:
         """The backend that is asked for; else that of the accelerator that is; else the first of
         ``BACKENDS``. Raises AcceleratorError where that accelerator does not exist."""
-        return self._asked_backend or choice.asked_backend(self.BACKENDS) or self.BACKENDS[0]
+        return self._asked_backend or choice.requested_backend(self.BACKENDS) or self.BACKENDS[0]
 
     @property
     def build_for_cpu(self) -> bool:

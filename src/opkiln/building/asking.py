@@ -47,7 +47,7 @@ def _ask_in_turn(request: Request) -> Toolchain:
     def waiting(state: lock.Waiting) -> None:
         nonlocal waited
         waited = True
-        events.emit(events.WAITING, op=spec.name, **state.told(events.COMPILERS))
+        events.emit(events.WAITING, op=spec.name, **state.event_data(events.COMPILERS))
 
     def recall() -> Toolchain | None:
         return choice.recall(store.memory, backend, machine, spec)

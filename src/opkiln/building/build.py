@@ -105,7 +105,7 @@ def _take_turn(plan: Plan, store: Store, since: float) -> Artifact:
         return find_built() or _BuildRun(plan, store, intent, build_name, since).run()
 
     def waiting(state: lock.Waiting) -> None:
-        events.emit(events.WAITING, op=spec.name, **state.told(events.BUILD))
+        events.emit(events.WAITING, op=spec.name, **state.event_data(events.BUILD))
 
     limit = settings.build_timeout
     with lock.turn(
@@ -120,7 +120,7 @@ def _take_turn(plan: Plan, store: Store, since: float) -> Artifact:
                 got.advance()
 
         try:
-            with events.listening(advance):
+            with events.listen(advance):
                 return _BuildRun(plan, store, intent, build_name, got.since).run()
         except BuildError as error:
             if error.concerns_all:

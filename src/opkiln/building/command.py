@@ -196,7 +196,7 @@ class Attempt:
             text = messages if bound else prepared.anchors.hide(messages)
             manifest = {
                 "source": command.label, "host": command.host, "group": command.group,
-                "directory": command.directory, "messages": text, "wall": round(wall, 3),
+                "places": prepared.anchors.places, "messages": text, "wall": round(wall, 3),
                 "max_rss": max_rss, "created": time.time(), "rebuilt": "; ".join(rebuilt[:1]),
             }  # fmt: skip
             every = (*known, *self._place_facts(bound), *self._choice_facts())
@@ -337,7 +337,7 @@ def run_command(command: ObservedCommand, store: Store | None = None) -> Command
         return CommandResult(0, messages, cached=True)
 
     def waiting(state: lock.Waiting) -> None:
-        events.emit(events.WAITING, op=command.label, **state.told(events.BUILD))
+        events.emit(events.WAITING, op=command.label, **state.event_data(events.BUILD))
 
     if (done := find()) is not None:
         return done

@@ -27,9 +27,9 @@ from opkiln.machine.facts import (
     UNSIGNED,
     Hasher,
     join_names,
+    merge_values,
     signature_of,
     split_names,
-    together,
     value,
 )
 from opkiln.plan.plan import anchors_of
@@ -214,7 +214,7 @@ def union(parts: Iterable[Inputs]) -> Inputs:
         unseen.update(part.unseen)
         for kind, path, what in part.facts:
             known = found.setdefault((kind, path), what)
-            found[kind, path] = together(kind, known, what)
+            found[kind, path] = merge_values(kind, known, what)
     facts = ((*place, what) for place, what in sorted(found.items()))
     return Inputs(tuple(facts), tuple(sorted(unseen)))
 
@@ -321,7 +321,7 @@ def union_of_facts(parts: Iterable[Iterable[Fact]]) -> tuple[Fact, ...]:
         if known.value == fact.value:
             continue
         try:
-            both = together(fact.kind, known.value, fact.value)
+            both = merge_values(fact.kind, known.value, fact.value)
         except ValueError:
             raise Disagree(fact.path) from None
         # The directory may have changed between the two looks. Then its signature proves nothing.

@@ -21,12 +21,12 @@ import shutil
 import stat
 from typing import NamedTuple
 
-from opkiln.base.digest import Signature, read_file, sha256_file, taking_the_place_of
+from opkiln.base.digest import Signature, open_replacement, read_file, sha256_file
 from opkiln.building import gather
 from opkiln.errors import StoreError
 from opkiln.machine.facts import Hasher
 from opkiln.run import events
-from opkiln.store import entry, publish
+from opkiln.store import entry, inventory, key, publish
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from opkiln.store.entry import Leaf
+    from opkiln.store.inventory import Details, StoreEntry
     from opkiln.store.key import Fact
     from opkiln.store.layers import Store
 
@@ -103,7 +104,7 @@ def put_in_place(leaf: Leaf, anchors: Anchors) -> dict[str, str]:
     for anchor, path, name, _, sha256, kind in leaf.manifest["files"]:
         full = os.path.join(anchors.places[anchor], path) if anchor != "abs" else path
         source = os.path.join(leaf.directory, name)
-        with taking_the_place_of(full, 0o777 if kind == _RUNS else 0o666) as out:
+        with open_replacement(full, 0o777 if kind == _RUNS else 0o666) as out:
             if kind == _TEXT:
                 text = read_file(source).decode("utf-8", "surrogateescape")
                 out.write(anchors.show(text).encode("utf-8", "surrogateescape"))
@@ -171,10 +172,25 @@ def keep(
         publish.remove(own)
 
 
+def compare(store: Store, name: str) -> list[tuple[StoreEntry, Details, list[str]]]:
+    """What is kept of another program's module, source or output of this name, the newest first,
+    each with what has changed where it was made. Raises StoreError."""
+    found = []
+    for each in inventory.entries(store.root) if store.root is not None else ():
+        more = inventory.details(each)
+        if not more.host or name not in (more.group, more.source):
+            continue
+        changes = ["it is damaged"]
+        with contextlib.suppress(OSError, *entry.MALFORMED):
+            recorded = entry.read_manifest(each.directory)["deps"]
+            rows = entry.read_sidecar(each.directory)["facts"]
+            changes = key.find_changes(recorded, rows, dict(more.places), Hasher())
+        found.append((each, more, changes))
+    return sorted(found, key=lambda one: -one[0].published)
+
+
 def read_facts(leaf: Leaf) -> tuple[Fact, ...]:
     """What went into the files of an entry. Raises OSError, ValueError, KeyError."""
-    from opkiln.store import key
-
     return key.read(entry.read_sidecar(leaf.directory)["facts"])
 
 

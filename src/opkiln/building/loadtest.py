@@ -76,7 +76,7 @@ class LoadTest:
         """Have the child load the library, which is there now."""
         if self._child is not None and not self._begun:
             self._begun = True
-            self._child.go_on()
+            self._child.resume()
 
     def check(self) -> None:
         """What loading the library gives.

@@ -98,7 +98,7 @@ class Stage:
             # it.
             with contextlib.suppress(gather.Disagree, FileNotFoundError):
                 found = gather.union_of_facts(each.facts for each in self.made.values())
-                if not key.broken(found, self.places, self.hasher()):
+                if not key.find_broken(found, self.places, self.hasher()):
                     return found
             self.made.clear()
         sources = [step.source for step in first if step.output not in self.made]
@@ -179,17 +179,15 @@ def _translate(plan: Plan, directory: str) -> Staged | None:
             why="torch's hipify translates its sources, but torch is not installed",
             hint="pip install torch",
         )
+    from opkiln.machine.toolchain import staged_copy
+
     # If an edit makes the whole build run again, the copy from before the edit is there.
     publish.remove(directory)
     os.mkdir(directory, 0o700)
     if spec.emulated:
-        from opkiln.machine.toolchain import emulate
-
-        return emulate.stage(spec, directory)
-    from opkiln.machine.toolchain import hipify
-
+        return staged_copy.stage_emulated(spec, directory)
     assert torch is not None
-    return hipify.stage(spec, torch, directory)
+    return staged_copy.stage_hip(spec, torch, directory)
 
 
 class _StepRound:

@@ -1,1 +1,1 @@
-"""The command line: one file per command. Data goes to standard output, words to error."""
+"""The command line, one file per command. Data goes to standard output, messages to error."""

@@ -25,13 +25,13 @@ def command(archs: tuple[str, ...], op: str | None, as_json: bool) -> int:
     LIST: that of the settings, else this machine's GPUs, else all that the toolkit has. Exits with
     1 if a build for the list would fail.
     """
-    answer = _answer(" ".join(archs) if archs else None, op)
+    answer = _read_arch_list(" ".join(archs) if archs else None, op)
     output.answer(as_json, answer, columns(_rows(answer)))
     return output.FOUND if answer["refused"] or not answer["archs"] else 0
 
 
-def _answer(given: str | None, name: str | None) -> dict[str, Any]:
-    """What a build makes of a list, step by step."""
+def _read_arch_list(given: str | None, name: str | None) -> dict[str, Any]:
+    """The steps by which a build reads a list, and the flags that come of it."""
     from opkiln.base.model import CUDA
     from opkiln.builder.registry import get_builder
     from opkiln.decision import archs
@@ -91,7 +91,7 @@ def _answer(given: str | None, name: str | None) -> dict[str, Any]:
 
 
 def _backend(given: str | None) -> str:
-    """ROCm if the list names a ``gfx…``; without a list, the backend of torch."""
+    """ROCm if the list names a ``gfx…``, else CUDA. Without a list, the backend of torch."""
     from opkiln.base.model import CUDA, ROCM
     from opkiln.machine.arch import hip
     from opkiln.machine.toolchain import torch_sdk

@@ -209,7 +209,7 @@ def _show(
             target = f" for {each.target}" if each.target else ""
             output.say(f"skipped {each.op}{target}: {' '.join(each.reason.split())}")
     for op, found in findings:
-        tell = output.say_end if found.level == "error" else output.say
+        tell = output.say_always if found.level == "error" else output.say
         tell(f"{found.level}: {op}: {found.what}" + (f" ({found.why})" if found.why else ""))
     for path, digest in written.items():
         output.data(f"wrote {path}" + (f" (SHA-256 {digest})" if digest else ""))

@@ -11,8 +11,8 @@ import click
 from opkiln.cli import carry, output
 from opkiln.cli.options import (
     complete_op,
-    entries_of,
     json_option,
+    match_entries,
     ops_argument,
     package_option,
     parse_size_option,
@@ -30,12 +30,12 @@ if TYPE_CHECKING:
     from opkiln.store.inventory import Fault
 
 
-def _entries(number: int) -> str:
+def _count_entries(number: int) -> str:
     return count(number, "entry", "entries")
 
 
 def _progress() -> Callable[[str], None]:
-    """Prints the progress of a command: a store may have a hundred thousand entries."""
+    """A function that prints the progress of a command, one line per 5,000 entries."""
     counts: Counter[str] = Counter()
 
     def tell(done: str) -> None:
@@ -79,7 +79,7 @@ def key(ops: tuple[str, ...], package: str | None, target: tuple[str, ...], as_j
     the newest store where it has none for the key.
     """
     from opkiln.cli.build import requests, wanted_targets
-    from opkiln.ship.cache_key import PREFIX, cache_key
+    from opkiln.ship.prebuild import KEY_PREFIX, cache_key
 
     if bool(ops) == (package is not None):
         raise click.UsageError("give names of ops, or --package")
@@ -89,14 +89,17 @@ def key(ops: tuple[str, ...], package: str | None, target: tuple[str, ...], as_j
             raise each.error
     found = cache_key(asked.requests)
     where = os.path.dirname(writable_root()) if as_json else ""
-    output.answer(as_json, {"key": found, "prefix": PREFIX, "path": where}, found)
+    output.answer(as_json, {"key": found, "prefix": KEY_PREFIX, "path": where}, found)
 
 
 @command.command("list", short_help="List the entries.")
 @click.option("--objects", is_flag=True, help="Also list the compiled objects.")
 @json_option
 def list_(objects: bool, as_json: bool) -> None:
-    """List the entries: op, package, target CPU, compiler, size, time since the last use, path."""
+    """List the entries: op, package, target CPU, compiler, size, time since the last use, path.
+
+    What other programs built is listed by program and module, with the directory of the newest.
+    """
     from opkiln.store import inventory
 
     document, now = [], time.time()
@@ -106,15 +109,25 @@ def list_(objects: bool, as_json: bool) -> None:
             continue
         more = inventory.details(each)
         document.append(
-            {**each._asdict(), "for": more.made_for, **fields(more, "compiler source damaged")}
-        )
+            {**each._asdict(), "for": more.made_for,
+             **fields(more, "compiler source damaged host group rebuilt")}
+        )  # fmt: skip
         name = each.name if each.kind == inventory.OP else f"object of {more.source or each.name}"
         table.append(
-            (name, each.distribution or "-", more.made_for or "-",
+            (name, each.distribution or " ".join((more.host, more.group)).strip() or "-",
+             more.made_for or "-",
              more.compiler or ("damaged" if more.damaged else "-"),
              size(each.size), age(now - each.used), each.directory)
         )  # fmt: skip
-    output.answer(as_json, {"entries": document}, columns(table))
+    modules = inventory.host_modules(writable_root())
+    for module in () if objects else modules:
+        name = f"{count(module.entries, 'object')} of {module.group or module.newest}"
+        where = module.directory or "-"
+        table.append(
+            (name, module.host, "-", "-", size(module.size), age(now - module.used), where)
+        )
+    hosts = [module._asdict() for module in modules]
+    output.answer(as_json, {"entries": document, "hosts": hosts}, columns(table))
 
 
 @command.command("size")
@@ -159,7 +172,7 @@ def verify(files: tuple[str, ...], remove: bool, as_json: bool) -> int:
             word = "removed" if fault.removed else "damaged" if fault.damaged else "refused"
             lines.append(f"{word}  {fault.directory}: {fault.reason}")
     damaged = [fault for fault in faults if fault.damaged]
-    lines.append(f"{_entries(total)} checked, {len(damaged)} damaged")
+    lines.append(f"{_count_entries(total)} checked, {len(damaged)} damaged")
     left = not files and not all(fault.removed for fault in damaged)
     hint = "hint: opkiln cache verify --remove" if left else ""
     output.answer(as_json, {"entries": total, "faults": faults}, "\n".join(lines), hint)
@@ -167,7 +180,7 @@ def verify(files: tuple[str, ...], remove: bool, as_json: bool) -> int:
 
 
 def _check_store(remove: bool) -> Iterator[tuple[int, Fault | None]]:
-    """(entries, what is wrong) of each thing in the store."""
+    """(the number of entries, the fault or None), for each entry, bundle and observer."""
     from opkiln.building.observing import observer
     from opkiln.store import gc, inventory
     from opkiln.store.layers import Store
@@ -191,7 +204,7 @@ def _check_store(remove: bool) -> Iterator[tuple[int, Fault | None]]:
 
 
 def _check_file(path: str, *, bundle: bool = False) -> tuple[int, Fault | None]:
-    """(entries, what is wrong) of a wheel or a bundle, which is never removed."""
+    """(the number of entries, the fault or None) of a wheel or a bundle. It is never removed."""
     from opkiln.ship.wheel_check import verify_wheel
     from opkiln.store.bundle import read_bundle
     from opkiln.store.inventory import Fault
@@ -234,7 +247,7 @@ def gc_(max_size: int | None, now: bool, as_json: bool) -> None:
         output.data(f"removed  {each.directory} ({each.kind} {each.name}, {size(each.size)})")
     for leftover in done.swept:
         output.data(f"swept  {leftover}")
-    gone = f"{_entries(len(done.removed))} removed, {size(done.freed)} freed"
+    gone = f"{_count_entries(len(done.removed))} removed, {size(done.freed)} freed"
     output.data(f"{gone}, {size(done.after)} of at most {size(limit)} left")
     if done.after > limit:
         output.say(f"kept: {done.in_use} loaded by processes here, {done.recent} used within a day")
@@ -254,7 +267,7 @@ def clear(op: str | None, yes: bool, as_json: bool) -> None:
     if not yes:
         what = "everything" if op is None else f"op {op}"
         click.confirm(f"Remove {what} from {os.path.dirname(root)}?", abort=True, err=True)
-    removed = gc.clear(root, entries_of(op) if op is not None else None)
+    removed = gc.clear(root, match_entries(op) if op is not None else None)
     freed = sum(each.size for each in removed)
-    text = f"{_entries(len(removed))} removed, {size(freed)} freed"
+    text = f"{_count_entries(len(removed))} removed, {size(freed)} freed"
     output.answer(as_json, {"removed": removed, "freed": freed}, text)

@@ -13,10 +13,10 @@ from opkiln.base import forks
 from opkiln.cli import output
 from opkiln.cli.options import (
     complete_op,
-    entries_of,
     file_argument,
     file_option,
     json_option,
+    match_entries,
     ops_argument,
     writable_root,
 )
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from opkiln.store.inventory import StoreEntry
 
 
-def _digest(_context: click.Context, _option: click.Parameter, text: str | None) -> str:
+def _parse_digest(_context: click.Context, _option: click.Parameter, text: str | None) -> str:
     if text is not None and not re.fullmatch("[0-9a-fA-F]{64}", text):
         raise click.BadParameter(f"{text!r} is not a SHA-256 as sha256sum prints it")
     return text or ""
@@ -42,7 +42,7 @@ def newest_entries(ops: tuple[str, ...]) -> list[StoreEntry]:
     from opkiln.store import inventory
     from opkiln.store.layers import Store
 
-    wanted = {op: entries_of(op) for op in ops}
+    wanted = {op: match_entries(op) for op in ops}
     found = [each for layer in Store().own for each in inventory.newest(layer.root)]
     missing = {op for op, its in wanted.items() if not any(map(its, found))}
     entries = [each for each in found if not ops or any(its(each) for its in wanted.values())]
@@ -82,7 +82,10 @@ def export(file: str, ops: tuple[str, ...], as_json: bool) -> None:
 @click.command("import", short_help="Import entries from a bundle.")
 @file_argument
 @click.option(
-    "--sha256", callback=_digest, metavar="DIGEST", help="Refuse FILE unless it has this digest."
+    "--sha256",
+    callback=_parse_digest,
+    metavar="DIGEST",
+    help="Refuse FILE unless it has this digest.",
 )
 @json_option
 def import_(file: str, sha256: str, as_json: bool) -> None:
@@ -172,7 +175,7 @@ _url_option = click.option(
 )  # fmt: skip
 
 
-def _tiers(urls: tuple[str, ...]) -> tuple[str, ...]:
+def _parse_tiers(urls: tuple[str, ...]) -> tuple[str, ...]:
     from opkiln.base.setting_values import urls as parse
 
     try:
@@ -200,18 +203,18 @@ def lock_command(ops: tuple[str, ...], file: str, as_json: bool) -> None:
     """
     from opkiln.base.digest import replace
     from opkiln.remote import lockfile
-    from opkiln.remote.push import publishable
+    from opkiln.remote.push import open_publication
 
     rows = []
     for each in newest_entries(ops):
-        with publishable(each.payload) as (_, row):
+        with open_publication(each.payload) as (_, row):
             rows.append(row)
     replace(file, lockfile.write(rows).encode())
     note = f"wrote {file}: {count(len(rows), 'artifact')}"
-    output.answer(as_json, {"file": file, "artifacts": rows}, _table(rows), note)
+    output.answer(as_json, {"file": file, "artifacts": rows}, _format_rows(rows), note)
 
 
-def _table(rows: list[LockRow]) -> str:
+def _format_rows(rows: list[LockRow]) -> str:
     head = ("op", "package", "for", "size", "sha256")
     told = [(r.op, r.package, r.target, size(r.size), r.sha256) for r in sorted(rows)]
     return columns([head, *told])
@@ -234,13 +237,13 @@ def push(ops: tuple[str, ...], urls: tuple[str, ...], key_file: str | None, as_j
     from opkiln.remote import tiers
     from opkiln.remote.push import push as publish
 
-    url = _tiers(urls)[0]
+    url = _parse_tiers(urls)[0]
     tiers.forget(writable_root())
     rows = []
     for each in newest_entries(ops):
         rows.append(publish(each.payload, url, key_file))
         output.say(f"published {each.name} for {rows[-1].target} to {url}")
-    output.answer(as_json, {"url": url, "artifacts": rows}, _table(rows))
+    output.answer(as_json, {"url": url, "artifacts": rows}, _format_rows(rows))
 
 
 @click.command("pull", short_help="Fetch what a lock file names.")
@@ -276,7 +279,7 @@ def pull(
     done: list[PullResult] = []
     progress = _Progress(rows)
     try:
-        for each in fetch(rows, os.path.abspath(file), _tiers(urls), root, progress.add):
+        for each in fetch(rows, os.path.abspath(file), _parse_tiers(urls), root, progress.add):
             done.append(each)
             progress.count(each)
     finally:

@@ -15,7 +15,7 @@ import click
 from opkiln import __version__, settings
 from opkiln.base.trust import usable_by_owner
 from opkiln.cli import output, run
-from opkiln.errors import OpkilnError, StoreError, in_words
+from opkiln.errors import OpkilnError, StoreError, explain_error
 
 # Where each command is. Its module is imported when it runs, or when --help needs its first line.
 _COMMANDS = {
@@ -166,22 +166,22 @@ def _run(arguments: list[str]) -> int:
         if sys.stdout is not None:  # None: it was closed before we started
             sys.stdout.flush()
     except (OpkilnError, FileNotFoundError, UnicodeEncodeError) as error:
-        clear = error if isinstance(error, OpkilnError) else in_words(error)
+        clear = error if isinstance(error, OpkilnError) else explain_error(error)
         if clear is None:
             raise
         output.say_failure(clear)
         return clear.exit_code
     except click.exceptions.NoArgsIsHelpError as error:
-        output.say_end(error.format_message())
+        output.say_always(error.format_message())
         return error.exit_code
     except click.ClickException as error:
-        hint = _what_to_type(error) if isinstance(error, click.UsageError) else ""
+        hint = _suggest_command(error) if isinstance(error, click.UsageError) else ""
         output.say_error(error.format_message(), hint)
         return error.exit_code
     except click.Abort as abort:
         if isinstance(abort.__context__, KeyboardInterrupt):
             _leave_interrupted()
-        output.say_end("\nnothing was done")
+        output.say_always("\nnothing was done")
         return output.FOUND
     except BrokenPipeError:
         output.discard()  # the reader has closed the pipe
@@ -195,8 +195,8 @@ def _run(arguments: list[str]) -> int:
     return code if isinstance(code, int) else 0
 
 
-def _what_to_type(error: click.UsageError) -> str:
-    """A command to copy: the one that was meant, or where to look."""
+def _suggest_command(error: click.UsageError) -> str:
+    """A command to copy: the one that was probably meant, else the one that shows the help."""
     from difflib import get_close_matches
 
     context = error.ctx
@@ -210,9 +210,10 @@ def _what_to_type(error: click.UsageError) -> str:
 
 
 def _leave_interrupted() -> None:
-    # At once, without the interpreter's cleanup: other threads may be building. The watchdog ends
-    # their compilers and removes their files; nobody may write there meanwhile.
-    output.say_end("interrupted")
+    # The process ends at once, without the interpreter's cleanup, because other threads may be
+    # building. The watchdog ends their compilers and removes their files. Nobody may write there
+    # meanwhile.
+    output.say_always("interrupted")
     if sys.stdout is not None:
         sys.stdout.flush()
     os._exit(output.INTERRUPTED)

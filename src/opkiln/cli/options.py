@@ -37,8 +37,9 @@ package_option = click.option(
 )
 
 
-def entries_of(name: str) -> Callable[[StoreEntry], bool]:
-    """A test for the entries of an op: ``OP`` of every package, or ``DISTRIBUTION:OP`` of one."""
+def match_entries(name: str) -> Callable[[StoreEntry], bool]:
+    """A function that tells whether an entry is of an op: ``OP`` of every package, or
+    ``DISTRIBUTION:OP`` of one."""
     from opkiln.builder.registry import ALL_OPS, normalize
 
     owner, _, op = name.rpartition(":")

@@ -1,4 +1,4 @@
-"""What every command shares: data on standard output, messages on standard error, verbosity.
+"""Output of all commands: data on standard output, messages on standard error, verbosity.
 
 All commands take ``-q`` and ``-v``, before or after the command's name. ``-q`` leaves data and
 errors. ``-v`` adds every program that is started, and what a build does, line by line.
@@ -38,12 +38,12 @@ _level: ContextVar[str] = ContextVar("opkiln_verbosity", default=NORMAL)
 _LEVEL_KEY = "opkiln.verbosity"
 _PROGRESS = {QUIET: "off", VERBOSE: "verbose"}
 
-# The control characters that reach a terminal: those that paint() makes.
+# Only these control characters reach a terminal. paint() makes them.
 _KEPT = re.compile(r"(\n|\t|\x1b\[(?:0|1|2|31|32)m)")
 
 
 def colour(stream: TextIO | None) -> bool:
-    """Whether ``stream`` gets colour: a terminal, no ``NO_COLOR``. click removes it elsewhere."""
+    """Whether ``stream`` gets colour: it is a terminal, and ``NO_COLOR`` is not set."""
     return is_terminal(stream) and not settings.no_color
 
 
@@ -81,7 +81,7 @@ def answer(as_json: bool, document: dict[str, Any], text: str, note: str = "") -
 
 
 def data_file(content: bytes) -> None:
-    """Print the answer of a command as it is. Raises OSError as ``data`` does."""
+    """Print bytes unchanged as the answer of a command. Raises OSError as ``data`` does."""
     _answer(content, end=False)
 
 
@@ -93,10 +93,10 @@ def level() -> str:
 def say(text: str) -> None:
     """Print a message for people; nothing with ``-q``."""
     if level() != QUIET:
-        say_end(text)
+        say_always(text)
 
 
-def say_end(text: str) -> None:
+def say_always(text: str) -> None:
     """Print why a command ended early; also with ``-q``."""
     try:
         click.echo(_fit(text, sys.stderr), err=True, color=colour(sys.stderr))
@@ -105,7 +105,7 @@ def say_end(text: str) -> None:
 
 
 def discard() -> None:
-    """Give up standard output, so that the interpreter does not flush again what failed."""
+    """Redirect standard output to nowhere, so that the interpreter does not flush it again."""
     if sys.stdout is None:
         return
     nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -119,9 +119,9 @@ def discard() -> None:
 
 def say_error(text: str, hint: str = "") -> None:
     """Print ``error: …`` and ``hint: …``; also with ``-q``."""
-    say_end(f"{paint('error:', 'bad')} {text}")
+    say_always(f"{paint('error:', 'bad')} {text}")
     if hint:
-        say_end(f"{paint('hint:', 'strong')} {hint}")
+        say_always(f"{paint('hint:', 'strong')} {hint}")
 
 
 def say_failure(error: OpkilnError) -> None:
@@ -179,7 +179,7 @@ def equip(command: click.Command) -> click.Command:
 
 
 def child_variables() -> dict[str, str]:
-    """The environment variables that make a child process as quiet or verbose."""
+    """The environment variables that give a child process the same verbosity."""
     progress = _PROGRESS.get(level())
     return {} if progress is None else {"OPKILN_PROGRESS": progress}
 
@@ -210,7 +210,7 @@ def _add_verbosity(body: Callable[..., Any], *, warns: bool) -> Callable[..., An
 
                 python = f"Python {platform.python_version()} at {sys.executable}"
                 say(f"opkiln {__version__} in {PACKAGE}, {python}")
-                stack.enter_context(process.telling(lambda argv: say(f"+ {shlex.join(argv)}")))
+                stack.enter_context(process.watch_starts(lambda argv: say(f"+ {shlex.join(argv)}")))
             if warns:
                 for text in unknown():
                     say(f"warning: {text}")

@@ -12,7 +12,7 @@ from opkiln.cli.options import json_option
 from opkiln.errors import UsageError
 
 WARNED = 8  # the doctor's exit code if nothing failed, but there are warnings
-_SERVING = ("ops", "engine", "deepspeed", "missing")  # who may serve a function of DeepSpeed
+_SERVING = ("ops", "engine", "deepspeed", "missing")  # fields of deepspeed.Functions
 
 
 @click.command("report", short_help="Show ops, environment, store and settings.")

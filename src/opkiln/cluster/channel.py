@@ -1,14 +1,14 @@
-"""A rank's way to the job's store: authenticated records, bundles in parts, and a limit on waiting.
+"""A rank's access to the job's store: authenticated records, bundles in parts, limited waiting.
 
-torch's stores are not authenticated: whoever reaches the port can write. If the job has a secret
-(``OPKILN_JOB_SECRET``), every record carries an HMAC-SHA256 over its key and its value, and one
-without is refused. The key has the job's name and the number of its start (``job``) in it, so no
-record of another job or start is taken for one of this. But that number is itself a record: whoever
-can write may put an earlier one back, and with it what the ranks said in that start. They cannot
+torch's stores are not authenticated: anybody who reaches the port can write. If the job has a
+secret (``OPKILN_JOB_SECRET``), every record carries an HMAC-SHA256 over its key and its value, and
+one without it is refused. The key contains the job's name and the number of its start (``job``), so
+records of other jobs and starts are not accepted. But that number is a record, too: an attacker who
+can write may restore an earlier number, and with it the records of that start. An attacker cannot
 make a record that no rank has written. A bundle needs no HMAC: its SHA-256 is in a record.
 
-A call on torch's store may not return under a partition, whatever its time-out. So each call has a
-thread, and the caller waits for that no longer than it wants to.
+During a network partition, a call on torch's store may hang in spite of its time-out. So each call
+runs in a thread, and the caller waits for that thread for a limited time.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from opkiln.cluster.messages import decode, encode
 from opkiln.cluster.protocol import Look, Put, Swap
 from opkiln.cluster.stores import KeyValues
 from opkiln.errors import ClusterError
-from opkiln.remote.patience import Patience, patiently
+from opkiln.remote.patience import Patience, run_with_deadline
 
 T = TypeVar("T")
 
@@ -34,7 +34,7 @@ PART = 1 << 20  # bytes; torch's TCPStore takes 8 MiB at most, and ends a client
 
 
 class Channel:
-    """What one thread of a rank uses."""
+    """The access of one thread of a rank to the job's store."""
 
     def __init__(self, store: KeyValues, name: str, secret: str | None, patience: float) -> None:
         """``name`` is the job's. A call that takes longer than ``patience`` seconds is an error."""
@@ -59,17 +59,17 @@ class Channel:
 
     def put(self, key: str, value: Any) -> None:
         data = self._seal(key, value)
-        self._ask(partial(self._store.put, self._full(key), data), f"write {key}")
+        self._ask(partial(self._store.put, self._full_key(key), data), f"write {key}")
 
     def swap(self, key: str, expected: Any, value: Any) -> Any:
         before = None if expected is None else self._seal(key, expected)
         data = self._seal(key, value)
-        swap = partial(self._store.swap, self._full(key), before, data)
+        swap = partial(self._store.swap, self._full_key(key), before, data)
         found = self._ask(swap, f"compare and set {key}")
         return self._open(key, found)
 
     def look(self, keys: Sequence[str]) -> list[Any]:
-        full = [self._full(key) for key in keys]
+        full = [self._full_key(key) for key in keys]
         found = self._ask(partial(self._store.look, full), "read")
         return [
             None if data is None else self._open(key, data)
@@ -77,32 +77,32 @@ class Channel:
         ]
 
     def put_bundle(self, data: bytes) -> str:
-        """Write a bundle in parts; its SHA-256. When this returns, every rank can read it: it is
-        told of by another channel, which may be faster."""
+        """Write a bundle in parts, and return its SHA-256. By then every rank can read it, because
+        another channel, which may be faster, announces it."""
         digest = hashlib.sha256(data).hexdigest()
         for number, start in enumerate(range(0, len(data), PART)):
-            key = self._full(f"bundle/{digest}/{number}")
+            key = self._full_key(f"bundle/{digest}/{number}")
             self._ask(partial(self._store.put, key, data[start : start + PART]), "write a bundle")
         self._ask(self._store.settle, "write a bundle")
         return digest
 
     def get_bundle(self, digest: str, size: int) -> bytes:
-        """A bundle that was written before its digest was told. Raises ClusterError if it is not
-        what the digest says."""
+        """A bundle by its digest, which is announced after the bundle was written. Raises
+        ClusterError if the digest differs."""
         parts = []
         for number in range(-(-size // PART)):
-            key = self._full(f"bundle/{digest}/{number}")
+            key = self._full_key(f"bundle/{digest}/{number}")
             (part,) = self._ask(partial(self._store.look, [key]), "read a bundle")
             parts.append(part or b"")
         data = b"".join(parts)
         if hashlib.sha256(data).hexdigest() != digest:
             raise ClusterError(
-                f"the bundle {digest[:16]} in the job's store is not what was put there",
+                f"the bundle {digest[:16]} in the job's store is not the one that was written",
                 why=f"it has {len(data)} of {size} bytes, and another SHA-256",
             )
         return data
 
-    def _full(self, key: str) -> str:
+    def _full_key(self, key: str) -> str:
         return f"opkiln/{self._name}/{key}"
 
     def _seal(self, key: str, value: Any) -> bytes:
@@ -125,14 +125,14 @@ class Channel:
     def _code(self, key: str, text: str) -> str:
         if self._secret is None:
             return "-"
-        named = json.dumps([self._full(key), text]).encode()
+        named = json.dumps([self._full_key(key), text]).encode()
         return hmac.new(self._secret, named, hashlib.sha256).hexdigest()
 
     def _ask(self, call: Callable[[], T], what: str) -> T:
-        """The result of a call on the store. One that hangs is left behind in its thread."""
+        """The result of a call on the store. A call that hangs is left behind in its thread."""
         began = time.monotonic()
         try:
-            return patiently(lambda _: call(), Patience(self._patience, self._patience))
+            return run_with_deadline(lambda _: call(), Patience(self._patience, self._patience))
         except TimeoutError:
             raise ClusterError(
                 f"the job's store ({self.where}) does not answer",

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
 from opkiln.base.model import Op
 from opkiln.builder.base import OpBuilder
 from opkiln.builder.registry import ALL_OPS, libraries
-from opkiln.cluster import driver, facts, job, protocol, work
+from opkiln.cluster import facts, job, protocol, work
 from opkiln.cluster.channel import Channel
 from opkiln.cluster.messages import OUTCOME, JobOutcome
 from opkiln.decision import terms
@@ -23,7 +23,7 @@ from opkiln.settings import settings
 
 
 class _Options(TypedDict, total=False):
-    """What both forms of ``ensure`` take."""
+    """The options of both forms of ``ensure``."""
 
     rank: int | None
     world_size: int | None
@@ -31,12 +31,12 @@ class _Options(TypedDict, total=False):
     signing_key: str | None
 
 
-# Of each store, job and number of ranks: its ranks call ensure equally often.
+# The calls so far, by store, job and number of ranks. All ranks of a job call ensure equally often.
 _calls: dict[tuple[str, str, int], itertools.count[int]] = {}
 
 
 class Choice(NamedTuple):
-    """What all ranks use for one op."""
+    """The library or reference that all ranks use for one op."""
 
     op: str  # the op's name, or that of the variant
     digest: str  # SHA-256 of the library; empty: the reference
@@ -95,16 +95,16 @@ def ensure(
 
     Every rank calls it with the same ops, before they are used. ``ops`` are names, builders or
     decorated functions. Afterwards this process serves each op by the agreed library, or by the
-    reference if one rank cannot use it. What rank 0 has measured for the ops (``tune=``) is taken
-    into the stores of all ranks.
+    reference if one rank cannot use it. The measurements of rank 0 for the ops (``tune=``) are
+    copied into the stores of all ranks.
 
     ``group`` is a process group, ``store`` a store of torch.distributed or a directory that all
-    ranks share. If both are left out, the default group is used if there is one, and otherwise what
-    the launcher says (torchrun, srun, mpirun, ``MASTER_ADDR``). ``rank`` and ``world_size`` are
-    only needed with a store where no launcher says them. If nothing is heard of a rank for
-    ``lease`` seconds (6, and more in jobs of more than 6,000 ranks), another one takes its work
-    over. ``signing_key`` is the file of a private key
-    (`opkiln cache keygen`): what this rank sends is signed with it.
+    ranks share. If both are left out, the default group is used if there is one, and otherwise the
+    launcher's variables (torchrun, srun, mpirun, ``MASTER_ADDR``). ``rank`` and ``world_size`` are
+    only needed with a store, and only if no launcher sets them. If a rank is silent for ``lease``
+    seconds (6, and more in jobs of more than 6,000 ranks), another one takes over its work.
+    ``signing_key`` is the file of a private key (`opkiln cache keygen`); this rank signs with it
+    what it sends.
 
     ``wait=False`` returns at once. The ops run as their references until ``Handle.switch``.
 
@@ -115,7 +115,7 @@ def ensure(
         if value is not None and not 0 < value < float("inf"):
             raise UsageError(f"{name}={value!r}: expected a positive number of seconds")
     place = job.find(group, store, rank, world_size, timeout)
-    lease = lease_of(place.world) if lease is None else lease
+    lease = default_lease(place.world) if lease is None else lease
     job_of = place.store.where, place.name, place.world
     number = next(_calls.setdefault(job_of, itertools.count()))
     agreeing = _Agreeing(place, number, timeout, lease, signing_key)
@@ -130,8 +130,8 @@ def ensure(
     return Handle(agreeing, listed)
 
 
-def lease_of(world: int) -> float:
-    """The lease of a job of so many ranks: their beats must leave the store time for others."""
+def default_lease(world: int) -> float:
+    """The lease of a job with this many ranks: their beats must leave the store time for others."""
     return max(6.0, world / 1000)
 
 
@@ -180,20 +180,20 @@ class _Agreeing:
             deadline=self.began + self.timeout, timeout=self.timeout, serves=self.place.serves,
         )  # fmt: skip
         try:
-            return driver.agree(state, self.channel, self.worker)
+            return work.agree(state, self.channel, self.worker)
         except ClusterError as error:
             whom = f"rank {self.place.rank} of {self.place.world} (host {hello.host})"
             raise ClusterError(f"{whom}: {error.what}", why=error.why, hint=error.hint) from error
 
     def tell_all(self, error: Exception) -> None:
-        """Others must not wait for a rank that cannot even say what it has."""
+        """Tell all ranks why this one cannot take part, so that they do not wait for it."""
         what, _, why = work.shorten_error(error).partition("\n")
         failure = JobOutcome(error=f"rank {self.place.rank}: {what}", why=why)
         try:
             while self.channel.swap(OUTCOME, None, failure) == job.MOVED:
                 self.channel = self._channel(moved=True)
         except ClusterError:
-            return  # they cannot be told; they find that this rank is missing
+            return  # the store cannot be reached: the others find that this rank is missing
 
     def require_outcome(self) -> JobOutcome:
         """The outcome. Raises ClusterError if it is a failure."""
@@ -250,14 +250,14 @@ class Handle:
 
     def _run(self, ops: list[Op]) -> None:
         try:
-            self._agreeing.run(ops, self._say_no_again)
+            self._agreeing.run(ops, self._repeat_refusals)
             self._done.set_result(None)
         except BaseException as error:  # raised by switch(), in the caller's thread
             self._done.set_exception(error)
 
-    def _say_no_again(self) -> None:
-        """In a new round, answer the steps at which this rank has not switched. Others there may
-        not have asked yet. There is no agreement before this rank has spoken."""
+    def _repeat_refusals(self) -> None:
+        """In a new round, answer "no" to the steps at which this rank has not switched. Others may
+        not have asked yet, and there is no agreement without this rank's answer."""
         for step in range(self._asked):
             self._agreeing.channel.swap(f"switch/{step}", None, "no")
 
@@ -268,11 +268,11 @@ class Handle:
 
     @told_briefly
     def switch(self) -> Agreement | None:
-        """Change over to the agreed libraries, if they are ready; None if they are not yet.
+        """Switch to the agreed libraries if they are ready. Returns None if they are not.
 
-        Every rank calls it equally often, at the same steps of the program. The answer to the n-th
-        call is the same on all ranks: the first one that asks decides it for all, in the job's
-        store. So no rank changes over alone. Raises ClusterError, on all ranks.
+        Every rank calls it equally often, at the same steps of the program. The n-th call returns
+        the same on all ranks: the first rank that asks decides it for all, in the job's store. So
+        no rank switches alone. Raises ClusterError, on all ranks.
         """
         if self._agreement is not None:
             return self._agreement
@@ -297,15 +297,15 @@ class Handle:
 
 
 def agree_on_first(what: str, value: Sequence[str]) -> tuple[str, ...]:
-    """The value of the first rank that says one, on every rank of the default group. They have
-    called ``ensure`` before: until then, one may be in a round that is over."""
+    """The value of the first rank that calls this, on every rank of the default group. All must
+    have called ``ensure`` before: until then, one may be in a round that is over."""
     place = job.find(None, None, None, None, settings.build_timeout)
     return tuple(job.channel(place, what, 60.0).swap(what, None, tuple(value)))
 
 
 def libraries_of(ops: Any) -> Iterable[Op]:
-    """The ops of names, builders and decorated functions; each variant is one of its own. Raises
-    UnknownOp, UsageError."""
+    """The ops of names, builders and decorated functions. Each variant is an op. Raises UnknownOp,
+    UsageError."""
     is_one = isinstance(ops, str) or callable(ops) or not isinstance(ops, Iterable)
     for each in [ops] if is_one else ops:
         if isinstance(each, str):

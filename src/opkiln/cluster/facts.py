@@ -1,7 +1,7 @@
-"""What must be the same on all ranks: even their references would differ otherwise.
+"""Facts that must be the same on all ranks. If they differ, even the references would differ.
 
-A fact is a version, or a list of named parts. Ranks tell each other the digest of such a list. If
-these differ, each of them lists its own parts in its error.
+A fact is a version, or a list of named parts. Ranks exchange the digests of such lists. If these
+differ, each rank lists its own parts in its error.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from opkiln.store.key import anchored_fields
 Facts = dict[str, str | tuple[ProgramPart, ...]]
 Functions = dict[str, list[tuple[str, Any]]]
 
-# Of what an op declares, all is compared but for these fields.
+# Every field of an op's declaration is compared, except these.
 NOT_COMPARED = (
     "root",  # the package is installed somewhere else
     "declared_by",  # for messages
@@ -41,7 +41,7 @@ _LONGEST = 4000  # characters of a list of parts
 
 
 def library_facts(request: Request) -> Facts:
-    """What an op is declared to be, and its sources; headers are compared when its library is
+    """The facts of an op's declaration and its sources. Headers are compared when its library is
     fetched."""
     found: Facts = {"opkiln": __version__}
     try:
@@ -54,7 +54,7 @@ def library_facts(request: Request) -> Facts:
 
 
 def function_facts(op: Op, functions: Functions, programs: Programs) -> Facts:
-    """What an op computes in Python."""
+    """The facts of an op's code in Python."""
     found: Facts = {"Python": str(sys.implementation.cache_tag)} if functions else {}
     for part, listed in functions.items():
         found[_WORDS.get(part, part)] = programs.parts(op.spec.distribution, listed)
@@ -66,7 +66,7 @@ def functions_of(op: Op) -> Functions:
 
 
 def digest(facts: Facts) -> tuple[tuple[str, str], ...]:
-    """As ranks tell it to each other."""
+    """Facts in the form in which ranks exchange them."""
     return tuple(
         (name, fact if isinstance(fact, str) else key("fact", fact)[:16])
         for name, fact in facts.items()
@@ -74,15 +74,15 @@ def digest(facts: Facts) -> tuple[tuple[str, str], ...]:
 
 
 def list_parts(facts: Facts, name: str) -> str:
-    """The parts of a fact, for people who compare them with those of another rank."""
+    """The parts of a fact as text, for people who compare them with those of another rank."""
     fact = facts.get(name, ())
     parts = () if isinstance(fact, str) else fact
     return ", ".join(f"{each.name} {each.digest[:8]}" for each in parts)[:_LONGEST]
 
 
 def find_change(before: Facts, functions: Functions, op: Op) -> str:
-    """The parts that compute something else than before, when it had these functions, in words.
-    Empty if there are none."""
+    """The parts that have changed since the op had these functions, in words. Empty if there are
+    none."""
     if (now := functions_of(op)) == functions:
         return ""  # what these functions read may have changed since: a cache, a counter
     found = function_facts(op, now, Programs())

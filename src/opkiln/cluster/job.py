@@ -1,18 +1,18 @@
-"""Which job this process is a rank of, through which store its ranks talk, and which start of the
-job this is: a number that all ranks have in the names of their keys.
+"""The place of this process in its job: its rank, the store through which the ranks talk, and the
+number of the job's start, which all ranks have in the names of their keys.
 
 torchrun's store outlives the ranks, and so does a directory. After a restart, the ranks find in it
-what those before them have said. torchrun's count of restarts does not help: a node counts only if
+the records of their predecessors. torchrun's count of restarts does not help: a node counts only if
 the rank that failed was on it, so the nodes have different counts, and the next failure may make
-them equal again. So the ranks find it out by themselves:
+them equal again. So the ranks find out the number themselves:
 
     round                   a number
     here/<round>/<rank>     the process that is this rank in this round; by compare-and-set
 
-A process that finds another one in its place begins the next round. A process whose predecessor
-never came so far finds its place free, in a round that is over. It is told by the outcome of that
-round (``MOVED``), which the others write as they go on. If the ranks before them had ended with an
-error, that error is what it finds, and the job needs one more restart.
+A process that finds another one in its place begins the next round. If its predecessor never came
+so far, it finds its place free, in a round that is over. The outcome of that round tells it so: the
+others write ``MOVED`` there as they go on. If the earlier ranks ended with an error, the process
+finds that error instead, and the job needs one more restart.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def _place_in_group(group: Any) -> JobPlace:
 
 
 def _place_by_launcher(rank: int, world: int, timeout: float) -> JobPlace:
-    """By what the launcher says, before the program has made a process group."""
+    """The place by the launcher's variables, before the program has made a process group."""
     from torch import distributed
 
     address, port = settings.master_addr, settings.master_port
@@ -155,7 +155,7 @@ def _await_server(address: str, port: int, timeout: float) -> None:
 
 
 def _name(kind: str) -> str:
-    """What tells this job from others that use the same store."""
+    """The name that distinguishes this job from others that use the same store."""
     parts = (settings.run_id or "job", kind)
     return "/".join(re.sub(r"[^\w.-]", "_", part) for part in parts)
 
@@ -170,8 +170,8 @@ def first_host(nodes: str) -> str:
 
 
 def channel(place: JobPlace, name: str, patience: float, *, moved: bool = False) -> Channel:
-    """A channel for messages under this name, in this process's round. ``moved``: its last round is
-    over. Raises ClusterError."""
+    """A channel for messages under this name, in this process's round. ``moved`` says that its last
+    round is over. Raises ClusterError."""
 
     def open_channel(name: str) -> Channel:
         return Channel(place.store, name, settings.job_secret, patience)

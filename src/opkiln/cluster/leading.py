@@ -1,7 +1,7 @@
-"""What a leader decides. Pure functions of what the ranks have said.
+"""The decisions of a leader, as pure functions of the ranks' records.
 
-A leader that is replaced may decide at the same time as the next one. So nothing here may depend on
-who leads, and what was decided once (a task that is made) stays.
+A leader that is replaced may decide at the same time as the next one. So nothing here depends on
+who leads, and a decision (a task that is made) stays.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from opkiln.cluster.messages import Ballot, Hello, JobOutcome, Made, OpTask, Vote, WorkPlan
 
 _LONGEST_REASON = 2000  # characters; the plan is compared as a whole by the store
-# All ranks read an outcome. So it names some of many ranks, and counts the others.
+# All ranks read an outcome, so it names only a few of many ranks and counts the others.
 _SHOWN, _NAMED = 4, 64
 
 
@@ -25,7 +25,7 @@ def name_rank(rank: int, hellos: Mapping[int, Hello]) -> str:
 def difference(hellos: Sequence[Hello]) -> JobOutcome | None:
     """The failure of a job whose ranks were not given the same ops; None if they were.
 
-    What most ranks have is taken for what was meant; of equals, what the lowest rank has.
+    The value of most ranks is taken as the right one; of equally frequent ones, the lowest rank's.
     """
     known = dict(enumerate(hellos))
     others, why = _compare(
@@ -45,7 +45,7 @@ def difference(hellos: Sequence[Hello]) -> JobOutcome | None:
 
 
 def _compare(values: Sequence[str], known: Mapping[int, Hello]) -> tuple[list[int], str]:
-    """(the ranks that do not have the value that most have, who has what)."""
+    """(the ranks whose value differs from that of most ranks, a line for each value)."""
     common = Counter(values).most_common(1)[0][0]
     others = [rank for rank, value in enumerate(values) if value != common]
     named = [f"{name_rank(each, known)}: {values[each]}" for each in others[:_SHOWN]]
@@ -63,16 +63,16 @@ def _ranks_have(ranks: Sequence[int], hellos: Mapping[int, Hello]) -> str:
 
 
 def first_plan(hellos: Sequence[Hello]) -> WorkPlan:
-    """Who is to make what."""
+    """The first plan: the rank that makes each op."""
     ship = len({hello.node for hello in hellos}) > 1
     empty = WorkPlan(0, ship, tuple(OpTask() for _ in hellos[0].offers))
     return next_plan(empty, hellos, frozenset())
 
 
 def next_plan(plan: WorkPlan, hellos: Sequence[Hello], silent: frozenset[int]) -> WorkPlan:
-    """The plan after what the makers have said. ``silent`` ranks have stopped to beat.
+    """The plan after the makers' results. ``silent`` ranks have stopped beating.
 
-    ``plan`` itself if nothing follows. A task that is made stays as it is.
+    Returns ``plan`` itself if nothing changes. A task that is made stays as it is.
     """
     return _change_tasks(plan, (
         task if task.made is not None else _next_task(op, task, hellos, silent)
@@ -81,7 +81,7 @@ def next_plan(plan: WorkPlan, hellos: Sequence[Hello], silent: frozenset[int]) -
 
 
 def add_result(plan: WorkPlan, op: int, rank: int, made: Made, hello: Hello) -> WorkPlan:
-    """The plan after a rank has made an op, or could not; ``plan`` itself if it says so already."""
+    """The plan after a rank has made an op, or failed; ``plan`` itself if that is known already."""
     if made.final:
         reason = f"{name_rank(rank, {rank: hello})}: {made.reason}"
         made = made._replace(reason=reason[:_LONGEST_REASON])
@@ -109,8 +109,9 @@ def _next_task(op: int, task: OpTask, hellos: Sequence[Hello], silent: frozenset
 def candidates(op: int, hellos: Sequence[Hello]) -> list[int]:
     """The ranks that can make an op, the best first.
 
-    A rank that has the library only sends it: that of most ranks, so that least is sent. Otherwise
-    one whose build runs on the CPUs of most ranks. Several ops go to several nodes.
+    Ranks that have a library come first, since they only send it. The most common library is
+    preferred, so that the least is sent. Then come ranks whose build runs on the CPUs of most
+    ranks. Several ops go to several nodes.
     """
     offers = [hello.offers[op] for hello in hellos]
     common = Counter(offer.digest for offer in offers if offer.digest)
@@ -137,7 +138,7 @@ def _why_none(op: int, task: OpTask, hellos: Sequence[Hello]) -> str:
         if rank in told:
             continue
         if rank in task.tried:
-            told[rank] = "it stopped to answer while it made the op"
+            told[rank] = "it stopped answering while it made the op"
         elif not hello.offers[op].can_build:
             told[rank] = hello.offers[op].reason
     lines = dict.fromkeys(f"{name_rank(rank, known)}: {told[rank]}" for rank in sorted(told))
@@ -186,7 +187,7 @@ def late_outcome(
     plan: WorkPlan | None,
     ballots: Sequence[Ballot | None],
 ) -> JobOutcome:
-    """The failure of a job in which the time of one rank is up; it names those it waited for."""
+    """The failure of a job when one rank's time is up. It names the ranks that were waited for."""
     known = {each: hello for each, hello in enumerate(hellos) if hello is not None}
     absent = [each for each, hello in enumerate(hellos) if hello is None]
     missing, what = absent, "did not call ensure()"

@@ -1,19 +1,19 @@
 """The messages that ranks exchange through the job's store: the keys, and a record for each value.
 
-    hello/<rank>            Hello    once, by that rank: who it is, and what it has of each op
+    hello/<rank>            Hello    once, by that rank: its identity, and its state of each op
     beat/<rank>             a number that the rank counts up while it lives
     lead                    the rank that leads; taken by compare-and-set
-    plan                    Plan     by compare-and-set: who makes what, by the leader; what came of
-                            it, by the ranks that make it
+    plan                    Plan     by compare-and-set: the leader says who makes what; the ranks
+                            that make it say what came of it
     vote/<rank>             Ballot   once, by that rank: the library of each op that it could open
     outcome                 Outcome  once, by compare-and-set: what all ranks do
-    late                    the rank that says who was waited for in vain; taken by compare-and-set
-                            by the first rank whose time is up
+    late                    the rank that names those who did not answer in time; taken by
+                            compare-and-set by the first rank whose time is up
     left/<rank>             once: the rank has read the outcome
     turn                    Task     of a load that ranks make one after the other (``sharing``)
 
-An op is known by its place in the list that all ranks were given. All records are tuples of tuples,
-texts and numbers, so the same value has the same bytes wherever it is written.
+An op is known by its position in the list that all ranks were given. All records are tuples of
+tuples, texts and numbers, so the same value has the same bytes wherever it is written.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ def values_by_rank(seen: Mapping[str, Any], kind: str) -> Iterator[tuple[int, An
 
 
 class Offer(NamedTuple):
-    """What a rank says of one op before anything is made."""
+    """A rank's state of one op, before anything is made."""
 
     name: str
-    # (what, value) of all that must be the same on every rank (``facts.py``).
+    # (name, value) of each fact that must be the same on all ranks (``facts.py``).
     facts: tuple[tuple[str, str], ...] = ()
     digest: str = ""  # SHA-256 of the library that it would load now; empty if it has none
     can_build: bool = False
@@ -65,7 +65,7 @@ class Hello(NamedTuple):
 
 
 class Made(NamedTuple):
-    """What came of making an op: a library, which the job uses if all ranks can; or why none."""
+    """The result of making an op: a library, which the job uses if all ranks can; or why none."""
 
     digest: str = ""  # of the library; empty if there is none
     bundle: str = ""  # SHA-256 of the bundle in the store; empty if none was asked for
@@ -76,7 +76,7 @@ class Made(NamedTuple):
 
 
 class OpTask(NamedTuple):
-    """How far one op is. It changes by compare-and-set."""
+    """The progress of one op. It changes by compare-and-set."""
 
     tried: tuple[int, ...] = ()  # the ranks that were to make it
     failed: tuple[tuple[int, str], ...] = ()  # those that could not, and why
@@ -103,7 +103,7 @@ class OpTask(NamedTuple):
 
 
 class WorkPlan(NamedTuple):
-    """All that was decided so far. The next leader goes on from here."""
+    """The decisions so far. The next leader continues from here."""
 
     revision: int  # no two plans are equal, so a compare-and-set never mistakes one for another
     ship: bool  # whether a library must travel: the ranks do not share one store
@@ -111,7 +111,7 @@ class WorkPlan(NamedTuple):
 
 
 class Vote(NamedTuple):
-    """What a rank can use for one op: a library by its digest, or none and why."""
+    """The library that a rank can use for one op, by its digest; or none, and why."""
 
     digest: str = ""
     reason: str = ""
@@ -121,19 +121,19 @@ Ballot = tuple[Vote, ...]
 
 
 class JobOutcome(NamedTuple):
-    """What all ranks do: open these libraries and run these references; or fail."""
+    """The agreement: all ranks open these libraries and run these references, or all fail."""
 
     choices: tuple[Vote, ...] = ()  # for each op; an empty digest is the reference
     error: str = ""  # what is wrong; empty if the ranks agree on the choices
     why: str = ""
-    # Ranks that are lost, or never came; the first of them if many. Nobody waits until they read
-    # this.
+    # Ranks that are lost or never came; only the first ones if there are many. Nobody waits for
+    # them to read this.
     lost: tuple[int, ...] = ()
     differ_in: tuple[int, str] = (-1, "")  # an op and the fact in which they differ
     tuned: tuple[str, ...] = ()  # what rank 0 has measured; all ranks take it into their stores
 
 
-# By the names that they have in the texts.
+# Records by their names in the texts.
 _RECORDS: dict[str, type[Any]] = {
     "Offer": Offer, "Hello": Hello, "Made": Made, "Task": OpTask, "Plan": WorkPlan, "Vote": Vote,
     "Outcome": JobOutcome,
@@ -147,8 +147,8 @@ def encode(value: Any) -> str:
 
 
 def decode(text: str) -> Any:
-    """What ``encode`` was given. Raises ValueError, TypeError, KeyError or RecursionError if it
-    was never given that."""
+    """The value that ``encode`` made a text of. Raises ValueError, TypeError, KeyError or
+    RecursionError for any other text."""
     return _tuples(json.loads(text, object_hook=_record))
 
 

@@ -1,16 +1,16 @@
-"""What functions in Python compute, as digests that are the same on two hosts.
+"""Digests of the computation of Python functions, which are equal on two hosts for equal code.
 
-A function counts with its bytecode and constants, its defaults, what it closes over, and what it
-reads of its module. What it reaches that way counts too, and so on: functions, classes, values,
-tensors in the CPU's memory, objects of the author's own classes with their attributes.
+The digest of a function covers its bytecode and constants, its defaults, its closure, and the names
+of its module that it reads; then everything that these reach, and so on: functions, classes,
+values, tensors in the CPU's memory, objects of the author's own classes with their attributes.
 
-Only the author's code is read: the packages of the functions, and modules that state no
-``__version__``, such as a file beside a script. Any other package counts by its version, Python and
-torch by their names alone: the ranks compare their versions. An object of a class from there counts
-by its class: a logger, a lock or a device may differ from rank to rank.
+Only the author's code is read: the packages of the functions, and modules without a
+``__version__``, such as a file beside a script. Any other package counts by its version. Python and
+torch count by their names alone, because the ranks compare their versions. An object of a class
+from there counts by its class: a logger, a lock or a device may differ from rank to rank.
 
-Paths and lines of files do not count, nor does the order of a set or a dict, which may be another
-one in each process. Bytecode is that of one minor version of Python: the ranks compare that, too.
+Paths and line numbers do not count, nor does the order of a set or a dict, which may differ from
+process to process. Bytecode depends on the minor version of Python, which the ranks compare, too.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class ProgramPart(NamedTuple):
 
 
 class _Node(NamedTuple):
-    """What was read of a value."""
+    """The digest of a value, and the values that it reaches."""
 
     of: Any  # keeps its id()
     name: str
@@ -113,7 +113,7 @@ class _Reader:
             self._nodes[name, id(value)] = known
         return known
 
-    # Each of these gives what enters a digest, and adds to `_reached` what is a node of its own.
+    # Each of these returns the contents of a digest, and adds values that are nodes to `_reached`.
 
     def _read(self, value: Any) -> Any:
         kind = type(value)
@@ -185,7 +185,7 @@ class _Reader:
 
     def _describe_function(self, function: types.FunctionType) -> Any:
         own = vars(function)
-        if "overload" in own and "reference" in own:  # an op: what calls it has a state
+        if "overload" in own and "reference" in own:  # an op: its wrapper has a state
             return ("op", self._describe((own["overload"], own["reference"])))
         code, scope = function.__code__, function.__globals__
         module = str(scope.get("__name__") or "")
@@ -213,8 +213,8 @@ class _Reader:
         return said
 
     def _follow(self, chain: tuple[str, ...], scope: dict[str, Any]) -> tuple[str, Any]:
-        """What code reads by a name and attributes of it: ``module.function``, ``object.value``.
-        Of a module only this attribute counts, of another object all of it."""
+        """The value that code reads by a name and its attributes (``module.function``,
+        ``object.value``). Of a module only this attribute counts, of another object everything."""
         module, name, value = str(scope.get("__name__") or ""), chain[0], scope[chain[0]]
         for attribute in chain[1:]:
             if not self._is_own_module(value):

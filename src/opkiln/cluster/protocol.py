@@ -4,25 +4,25 @@
     state  = apply_answer(state, action, answer, now)   after the store has answered
     state  = apply_done(state, done)                    after a piece of work has ended
 
-The driver (``driver.py``; in tests, an explorer of all interleavings) does the actions one after
-the other. ``now`` is from a clock of this rank that only goes forward, and was read before the
-store was asked: a rank that is stopped in between must not take the others for silent.
+The driver (``work.py``; in tests, an explorer of all interleavings) does one action after the
+other. ``now`` is the time of this rank's monotonic clock, read before the store is asked: a rank
+that is stopped in between must not take the others for silent.
 
 What makes it safe:
-- ``outcome`` is written once, by compare-and-set, and every rank takes what is there. Two ranks
-  that end with an outcome have the same one, whoever wrote it and whoever else was believed dead.
+- ``outcome`` is written once, by compare-and-set, and every rank takes the value in the store. So
+  all ranks that end with an outcome have the same one, also if some were wrongly believed dead.
 - An outcome with libraries needs the votes of all ranks, and a rank votes for a library only when
-  it has it. So whoever reads such an outcome can open what it says.
-- A plan replaces only the plan that it was made from. A leader that was asleep finds another one in
-  the store and follows it.
+  it has it. So each rank that reads such an outcome can open its libraries.
+- A plan replaces only the plan that it was made from. A leader that was stopped for a while finds
+  another leader in the store and follows it.
 
 Leases save time only. A rank is silent if its beat has not changed for a lease, measured from when
 *this* rank saw it change, by *this* rank's clock. A rank that is wrongly believed dead costs a
 second build; its result still counts if it comes first.
 
-A rank whose time is up does not ask what each other one has said: if all did, that would be the
-square of the ranks. The first of them takes ``late``, reads it, and writes the outcome for all. The
-others go on meanwhile, and take its place if it falls silent.
+A rank whose time is up does not read the records of all other ranks: if each did, the reads would
+grow with the square of the ranks. The first such rank takes ``late``, reads the records, and writes
+the outcome for all. The others go on meanwhile, and take its place if it falls silent.
 """
 
 from __future__ import annotations
@@ -68,14 +68,13 @@ class Swap(NamedTuple):
 
 
 class Look(NamedTuple):
-    """Read keys without waiting. The answer has the value of each, None for one that is not
-    there."""
+    """Read keys without waiting. The answer has the value of each key, or None."""
 
     keys: tuple[str, ...]
 
 
 class MakeOp(NamedTuple):
-    """Start to build an op, or to send what this rank has of it. ``Done`` tells of its end."""
+    """Start to build an op, or to send this rank's library of it. ``Done`` tells when it ends."""
 
     op: int
     ship: bool
@@ -89,7 +88,7 @@ class FetchOp(NamedTuple):
 
 
 class Pause(NamedTuple):
-    """Nothing to do: look again in a moment, or when a piece of work ends."""
+    """Nothing to do. Look again in a moment, or when a piece of work ends."""
 
 
 class End(NamedTuple):
@@ -108,8 +107,8 @@ class Done(NamedTuple):
     got: Made | Vote
 
 
-class Heard(NamedTuple):
-    """What was last heard of a rank: its beat, and when that was seen to change."""
+class LastBeat(NamedTuple):
+    """The last beat of a rank, and when this rank saw it change."""
 
     beat: int
     since: float
@@ -139,9 +138,9 @@ class State(NamedTuple):
     made: tuple[Made | None, ...] = ()  # what this rank has made, of each op
     votes: tuple[Vote | None, ...] = ()
     voted: bool = False
-    heard: tuple[tuple[int, Heard], ...] = ()  # of the ranks that are watched
+    heard: tuple[tuple[int, LastBeat], ...] = ()  # of the ranks that are watched
     silent: frozenset[int] = frozenset()  # those of them that have not beaten for a lease
-    # What a leader has read
+    # Read by a leader
     hellos: tuple[Hello | None, ...] = ()
     ballots: tuple[Ballot | None, ...] = ()
     left: frozenset[int] = frozenset()
@@ -166,7 +165,7 @@ def start(
     )  # fmt: skip
 
 
-# What to do next
+# The next action
 
 
 def next_action(state: State) -> Action:
@@ -192,7 +191,7 @@ def next_action(state: State) -> Action:
 
 
 def _work(state: State) -> Action | None:
-    """What follows from what is known; None if nothing does."""
+    """The action that follows from what is known; None if there is none."""
     plan = state.plan
     for op, task in enumerate(() if plan is None else plan.tasks):
         assert plan is not None
@@ -210,7 +209,7 @@ def _work(state: State) -> Action | None:
 
 
 def _lead(state: State) -> Swap | None:
-    """What a leader has to write."""
+    """The next record that a leader must write; None if there is none."""
     hellos = [each for each in state.hellos if each is not None]
     if len(hellos) < state.world:
         return None
@@ -260,7 +259,7 @@ def _missing(told: Sequence[object]) -> list[int]:
 
 
 def _all_made(state: State) -> bool:
-    """Whether votes alone are waited for."""
+    """Whether all ops are made, so that only votes are missing."""
     return state.plan is not None and all(task.made is not None for task in state.plan.tasks)
 
 
@@ -270,15 +269,15 @@ def _list_watched(state: State) -> list[int]:
     if state.leader == state.rank and _all_made(state):
         watched.update(_missing(state.ballots))
     elif state.leader == state.rank:
-        # Also whom it has watched before, such as makers that were replaced: if they are dead, that
-        # is known by the time of the vote.
+        # Also the ranks that it has watched before, such as makers that were replaced: if one is
+        # dead, that is known by the time of the vote.
         tasks = () if state.plan is None else state.plan.tasks
         watched |= {rank for task in tasks for rank in task.tried}
         watched |= {rank for rank, _ in state.heard}
     return sorted(rank for rank in watched if rank is not None and rank != state.rank)
 
 
-# What follows from an answer
+# Answers
 
 
 def apply_answer(state: State, action: Action, answer: Any, now: float) -> State:
@@ -309,7 +308,7 @@ def _apply_swap(state: State, action: Swap, answer: Any) -> State:
     if action.key == LEAD:
         if answer != state.rank:
             return _follow(state, answer)._replace(phase=WORK)
-        # What was heard of the leader before counts: it may also be a maker, or a voter.
+        # Earlier beats of the leader still count: it may also be a maker or a voter.
         return state._replace(phase=WORK, leader=answer, looked=False)
     if action.key == LATE:
         phase = REPORT if answer == state.rank else WORK
@@ -325,7 +324,8 @@ def _follow(state: State, leader: int | None) -> State:
 
 
 def _apply_fetch(state: State, action: FetchOp) -> State:
-    """Nothing is fetched where there is nothing, or where this rank has it already."""
+    """The state after a fetch was started. Without a library, or with one that this rank has, it
+    votes at once."""
     op, made = action.op, action.made
     own = state.made[op]
     here = {state.hello.offers[op].digest, "" if own is None else own.digest}
@@ -356,7 +356,7 @@ def _apply_look(state: State, seen: dict[str, Any], now: float) -> State:
         assert state.outcome is not None
         gone = state.left | state.silent | {state.rank, *state.outcome.lost}
         staying = set(range(state.world)) - gone
-        # Those that beat have a lease to read the outcome, also if it is that the time is up.
+        # Ranks that still beat have a lease to read the outcome, also after the deadline.
         is_late = now >= state.deadline + state.lease
         return state._replace(phase=ENDED) if not staying or is_late else state
     if seen[OUTCOME] is not None:
@@ -364,7 +364,7 @@ def _apply_look(state: State, seen: dict[str, Any], now: float) -> State:
     voting = _all_made(state)
     state = _read(state, seen)
     if state.phase == REPORT:
-        # If the last op was made meanwhile, the votes are what is waited for: they are read, too.
+        # If the last op was made meanwhile, votes are missing: they are read, too.
         return state._replace(looked=voting == _all_made(state))
     if now >= state.deadline and (state.reporter is None or state.reporter in state.silent):
         return state._replace(phase=EXPIRE, looked=False)
@@ -384,7 +384,7 @@ def _update_heard(state: State, seen: dict[str, Any], now: float) -> State:
         beat = -1 if value is None else value
         known = before.get(rank)
         if known is None or known.beat != beat:
-            known = Heard(beat, now)
+            known = LastBeat(beat, now)
         heard.append((rank, known))
     silent = frozenset(rank for rank, each in heard if now - each.since >= state.lease)
     return state._replace(heard=tuple(heard), silent=silent)

@@ -1,9 +1,9 @@
 """Loads that each rank makes when its program does: one rank builds, the others take its library.
 
 ``ensure`` needs all ranks at once. A program may load an extension on one rank first, while the
-others wait at a barrier. So here nobody is waited for but the rank that builds, which waits for
-nobody. The first rank that comes decides for the job: its library, or the reference if the op has
-one and it cannot be built there. A rank that cannot use what was decided raises an error.
+others wait at a barrier. So here ranks wait only for the rank that builds, and that one waits for
+no other. The first rank decides for the job: its library is used, or the reference if the op has
+one and cannot be built there. A rank that cannot use what was decided raises an error.
 
 There is one record for each op, its sources and its target, and it changes only by compare-and-set:
     None -> Task(tried=(0,))                        rank 0 builds
@@ -19,8 +19,8 @@ import time
 from typing import NamedTuple
 
 from opkiln.base.model import Op
-from opkiln.cluster import driver, facts, job, work
-from opkiln.cluster.ensure import lease_of
+from opkiln.cluster import facts, job, work
+from opkiln.cluster.ensure import default_lease
 from opkiln.cluster.messages import Made, OpTask, key_of
 from opkiln.decision import terms
 from opkiln.decision.terms import Build, Request, Serve, Trace
@@ -32,7 +32,7 @@ _TURN = "turn"
 
 
 class _Known(NamedTuple):
-    """What this process has agreed on for an op."""
+    """The library that this process has agreed on for an op."""
 
     round: int  # how often it was agreed on: a header may have been edited since
     made: Made
@@ -43,7 +43,7 @@ _known: dict[str, _Known] = {}
 
 
 def share(op: Op) -> None:
-    """Pin what the job uses for an op, before it is loaded. Build it if this rank is the first.
+    """Pin the job's library for an op before it is loaded. The first rank builds it.
 
     Does nothing if there is no group of several ranks, or if ``ensure`` has pinned the op. Raises
     ClusterError if the rank that builds cannot, or if its library cannot be used here, and what a
@@ -55,7 +55,7 @@ def share(op: Op) -> None:
         return
     pin = terms.find_pin(op)
     if pin is not None and pin is not _ours.get(op.name) and pin.spec == op.spec:
-        return  # all ranks have voted
+        return  # `ensure` has pinned it: all ranks have voted
     place = job.find(None, None, None, None, settings.build_timeout)
     if place.world == 1:
         return
@@ -74,12 +74,13 @@ def share(op: Op) -> None:
         _ours[op.name] = terms.pin(op, None, known.made.reason)
 
 
-# What was pinned here, by the op's name. `ensure` may have pinned something else since.
+# The pins that were set here, by the op's name. `ensure` may have set another one since.
 _ours: dict[tuple[str, str, str], terms.Pin] = {}
 
 
 def _key(op: Op) -> str:
-    """The same on ranks that can use the same library: sources, declaration, target, torch."""
+    """A key that is equal on ranks that can use the same library: it covers the sources, the
+    declaration, the target and torch."""
     request = Request(op, agreed=False)
     told = facts.digest(facts.library_facts(request))
     parts = (*op.name, key.intent_key(op.spec, request.target), *told)
@@ -91,7 +92,7 @@ class _Sharing:
 
     def __init__(self, op: Op, place: job.JobPlace, name: str) -> None:
         self.op, self.rank = op, place.rank
-        self.lease = lease_of(place.world)
+        self.lease = default_lease(place.world)
         self.channel = job.channel(place, f"load/{name}", max(2 * self.lease, 10.0))
         self.worker = work.Worker([op], self.channel, sees_loaded=False)
         self.world = place.world
@@ -110,7 +111,7 @@ class _Sharing:
         return _Known(number, made, self.worker)
 
     def agree(self) -> Made:
-        """What the job uses; this rank makes it if it is its turn."""
+        """The library that the job uses. This rank makes it if it is its turn."""
         can_make = self._can_make()
         lease = self.lease
         if terms.prefers_reference(Request(self.op, agreed=False)):
@@ -136,10 +137,10 @@ class _Sharing:
             elif silent:
                 return self._give_up()
             else:
-                time.sleep(driver.pause_of(self.world, now - began))
+                time.sleep(work.choose_pause(self.world, now - began))
 
     def _take(self, made: Made) -> str:
-        """Get the library that was made, if it is not here yet. Returns why this rank cannot."""
+        """Get the library that was made, unless it is here. Returns why this rank cannot, or ""."""
         if made.digest in self.worker.artifacts[0]:
             return ""
         vote = self.worker.fetch(0, made)
@@ -151,7 +152,7 @@ class _Sharing:
         return f"it cannot be sent, and this rank's own has the SHA-256 {own.digest}"
 
     def _can_make(self) -> bool:
-        """Whether this rank has the library or can build it. What it has is sent."""
+        """Whether this rank has the library, which it then sends, or can build it."""
         return isinstance(self.worker.look(0, Request(self.op, agreed=False)), (Serve, Build))
 
     def _begin(self, turn: OpTask | None) -> bool:
@@ -160,18 +161,18 @@ class _Sharing:
         mine = (OpTask() if turn is None else turn).begin(self.rank)
         if self.channel.swap(_TURN, turn, mine) != mine:
             return False
-        with driver.beating(self.channel, self.rank, self.lease):
+        with work.keep_beating(self.channel, self.rank, self.lease):
             made = self.worker.make(0, ship=True)
             if not made.digest and self.worker.artifacts[0]:
-                # It is here and cannot be sent: it has flags for this CPU, or is in a bundle. Each
-                # node makes its own, and all must be the same.
+                # It is here and cannot be sent: it has flags for this CPU, or is in a bundle.
+                # So each node makes its own, and all must be equal.
                 made = self.worker.make(0, ship=False)
             self._tell(made)
         return True
 
     def _give_up(self) -> Made:
-        """Nobody builds it. If it has a reference, that serves on all ranks. Raises why this rank
-        cannot build it if it has none."""
+        """Decide for the reference, because no rank builds the op. Raises this rank's own error if
+        there is no reference."""
         error = self.worker.error or ClusterError(
             f"op {self.op.spec.title} was not built", why="the rank that built it fell silent"
         )
@@ -181,7 +182,7 @@ class _Sharing:
         return self._tell(made) or made
 
     def _tell(self, made: Made) -> Made | None:
-        """Write what this rank has made, or that it could not. Returns what was made by then."""
+        """Write this rank's result. Returns the one that counts: the first library, if any."""
         (turn,) = self.channel.look([_TURN])
         while (after := (turn or OpTask()).end(self.rank, made)) != turn:
             turn = self.channel.swap(_TURN, turn, after)

@@ -27,11 +27,11 @@ _AT_ONCE = 64
 class KeyValues(Protocol):
     """A store of short values that all ranks of a job can reach."""
 
-    where: str  # for messages, and to tell stores of this process apart
+    where: str  # for messages, and to distinguish the stores of this process
 
     def put(self, key: str, value: bytes) -> None:
-        """Write a value. Others see what one clone writes in this order, but maybe later: torch's
-        client does not wait for the server."""
+        """Write a value. Others see the writes of a clone in order, but maybe later: torch's client
+        does not wait for the server."""
 
     def settle(self) -> None:
         """Return when everything that was put by this clone can be seen by all others."""
@@ -76,9 +76,9 @@ class Torch(KeyValues):
     """A store of torch.distributed. Its time-out stays as it is: the program uses it, too.
 
     Such a store says of several keys only whether all of them are there, so each absent one would
-    be a request. Ranks write keys that end with their number. So whoever writes such a key for the
-    first time also appends the number to a list, and one read of the list says who has written.
-    The list is only a hint: what it names is checked before it is read.
+    be a request. Ranks write keys that end with their number. So a rank that writes such a key for
+    the first time also appends its number to a list, and one read of the list says who has written.
+    The list is only a hint: the keys that it names are checked before they are read.
     """
 
     def __init__(self, store: Any) -> None:
@@ -100,7 +100,7 @@ class Torch(KeyValues):
             self._written.add(key)
 
     def settle(self) -> None:
-        self._store.check([_LIST])  # a question, and the server takes one client's calls in turn
+        self._store.check([_LIST])  # the server answers the calls of one client in their order
 
     def swap(self, key: str, expected: bytes | None, value: bytes) -> bytes:
         # An empty text stands for a key that is not there.
@@ -111,7 +111,7 @@ class Torch(KeyValues):
     def look(self, keys: Sequence[str]) -> list[bytes | None]:
         unknown = [key for key in keys if key not in self._there]
         numbered = [key for key in unknown if _number_of(key)]
-        # Apart: `outcome` is absent most of the time, and the others are then not worth a search.
+        # Keys without a number come apart: `outcome` is usually absent, and would cause a search.
         self._check([key for key in unknown if not _number_of(key)])
         self._check(self._keep_listed(numbered) if len(numbered) > _FEW else numbered)
         there = [key for key in keys if key in self._there]
@@ -155,8 +155,7 @@ class Torch(KeyValues):
 
 
 def require_open(host: str, port: int) -> None:
-    """Raises ConnectionRefusedError if nobody listens there. What else is wrong is for torch to
-    tell."""
+    """Raises ConnectionRefusedError if nobody listens there. torch reports all other errors."""
     import socket
 
     try:
@@ -182,7 +181,7 @@ class SharedDirectory(KeyValues):
 
     A key is a directory of numbered values; the highest number counts. A value appears by ``link``,
     which fails if another rank was first. That is atomic on network file systems, too, where locks
-    may not work. Only this user can write there, so nobody else has a say in what is loaded.
+    may not work. Only this user can write there, so nobody else can influence what is loaded.
     """
 
     def __init__(self, path: str) -> None:

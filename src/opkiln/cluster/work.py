@@ -1,20 +1,27 @@
-"""What a rank does for the ops of an agreement: say what it has, build, send, fetch, find.
+"""The work of a rank for an agreement (report, build, send, fetch, find), and the driver of its
+state machine.
 
 Every question goes to the one decision (``decision.decide``), as a load's does.
 """
 
 from __future__ import annotations
 
+import contextvars
 import os
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+import queue
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 
 from opkiln.base.model import Artifact, Op
-from opkiln.cluster import facts
+from opkiln.cluster import facts, protocol
 from opkiln.cluster.channel import Channel
-from opkiln.cluster.messages import Hello, Made, Offer, Vote
+from opkiln.cluster.messages import Hello, JobOutcome, Made, Offer, Vote, key_of
 from opkiln.cluster.program import Programs
+from opkiln.cluster.protocol import Done, End, FetchOp, Look, MakeOp, Pause, State
 from opkiln.decision import prebuilt, terms
 from opkiln.decision.terms import Build, Outcome, Request, Serve, Trace
 from opkiln.errors import (
@@ -52,7 +59,7 @@ class Worker:
         *,
         sees_loaded: bool = True,
     ) -> None:
-        """``sees_loaded=False``: whatever this process has loaded, such as an older version."""
+        """``sees_loaded=False`` ignores the libraries that this process has loaded."""
         self.signing_key = signing_key
         self.sees_loaded = sees_loaded
         self.error: Exception | None = None  # why the last build failed here, or is impossible
@@ -65,7 +72,8 @@ class Worker:
         self._programs = Programs()
 
     def hello(self) -> Hello:
-        """What this rank has and can build. Raises UsageError for a wrong declaration."""
+        """The libraries that this rank has, and the ops that it can build. Raises UsageError for a
+        wrong declaration."""
         root = Store().root
         layers.claim(root)
         host = os.uname().nodename
@@ -101,7 +109,7 @@ class Worker:
         return offer._replace(reason=shorten_error(outcome.error), cpu=here)
 
     def look(self, number: int, request: Request) -> Outcome:
-        """What would serve an op here. What is here already is kept."""
+        """The decision for an op here. A library that is already here is kept."""
         outcome = loader.resolve(request)
         if isinstance(outcome, Serve):
             self.keep(number, outcome.artifact, CACHED)
@@ -120,7 +128,7 @@ class Worker:
         return tuple(sorted(found.values()))
 
     def keep_tuned(self, texts: Sequence[str]) -> None:
-        """Take another rank's choices into the store. What cannot be kept is measured here."""
+        """Copy another rank's choices into the store. One that cannot be kept is measured here."""
         store = Store()
         if store.root is None:
             return
@@ -131,7 +139,7 @@ class Worker:
                     tuned.keep(store.root, choice)
 
     def change_finder(self, number: int) -> Callable[[Op], str]:
-        """A function that says what an op computes otherwise than this rank has told."""
+        """A function that names the parts of an op that differ from what this rank reported."""
         return partial(facts.find_change, self.facts[number], self.functions[number])
 
     def keep(self, op: int, artifact: Artifact, how: str) -> None:
@@ -144,7 +152,7 @@ class Worker:
             raise ClusterError(f"op {self.ops[op].spec.name}: the agreed library is not here")
         return self.artifacts[op][digest]
 
-    # What the state machine asks for. Nothing is raised: an error is told to all.
+    # Called by the driver. Nothing is raised here: all ranks are told of an error.
 
     def make(self, op: int, ship: bool) -> Made:
         """Build an op, or take what is here; put it into the job's store if it is to be sent."""
@@ -218,7 +226,7 @@ class Worker:
         return None if loaded is None else loaded[0].artifact
 
     def find(self, op: int, made: Made, trace: Trace) -> bool:
-        """Whether this node has the very library, and it fits; keeps it."""
+        """Whether this node has this library and can use it. If so, it is kept."""
         request = Request(self.ops[op], agreed=False)
         layers = request.store.location.layers
         listed = [each.root for each in layers if each.listed and os.path.lexists(each.root)]
@@ -234,7 +242,88 @@ _PATIENCE = 120.0  # seconds for one part of a bundle: a part takes a second at 
 
 
 def shorten_error(error: Exception) -> str:
-    """What other ranks are told of an error."""
+    """The text by which other ranks are told of an error."""
     if not isinstance(error, OpkilnError):
         return f"{type(error).__name__}: {error}"[:_LONGEST]
     return f"{error.what}\n{error.why}".rstrip()[:_LONGEST]
+
+
+# The driver of the state machine: a real store, a real clock, threads for the work
+
+BEATS = 6  # in a lease
+# Seconds between two looks: a part of the time that was waited, so that the end of a short wait is
+# seen at once and a long one costs little. The store answers about 40,000 questions a second, and a
+# look is two to four of them, so the ranks of a large job look less often (bench/cluster_scale.py).
+_FIRST_PAUSE, _LAST_PAUSE, _PART, _FOR_EACH_RANK = 0.01, 0.2, 0.03, 0.00015
+
+
+def agree(state: State, channel: Channel, work: Worker) -> JobOutcome:
+    """The outcome that all ranks have. Raises ClusterError if the store cannot be reached."""
+    ended: queue.SimpleQueue[Done] = queue.SimpleQueue()
+    waited_since = time.monotonic()
+    with keep_beating(channel, state.rank, state.lease):
+        while True:
+            action = protocol.next_action(state)
+            if isinstance(action, End):
+                return action.outcome
+            if isinstance(action, Pause):
+                state = protocol.apply_answer(state, action, None, 0)
+                with suppress(queue.Empty):
+                    pause = choose_pause(state.world, time.monotonic() - waited_since)
+                    state = protocol.apply_done(state, ended.get(timeout=pause))
+                    waited_since = time.monotonic()
+                continue
+            if isinstance(action, (MakeOp, FetchOp)):
+                started = state.started
+                state = protocol.apply_answer(state, action, None, 0)
+                if state.started != started:
+                    _start(work, action, ended)
+                continue
+            now = time.monotonic()
+            answer = channel.do(action)
+            state = protocol.apply_answer(state, action, answer, now)
+            if not isinstance(action, Look):
+                waited_since = time.monotonic()
+
+
+def choose_pause(world: int, waited: float) -> float:
+    """Seconds until a rank that has waited this long looks again. They are random, so that ranks
+    that started together do not look together."""
+    pause = max(min(max(_FIRST_PAUSE, _PART * waited), _LAST_PAUSE), _FOR_EACH_RANK * world)
+    return pause * random.uniform(0.75, 1.25)  # noqa: S311 (spreads the load)
+
+
+def _start(work: Worker, action: MakeOp | FetchOp, ended: queue.SimpleQueue[Done]) -> None:
+    def run() -> None:
+        if isinstance(action, MakeOp):
+            ended.put(Done(action.op, work.make(action.op, action.ship)))
+        else:
+            ended.put(Done(action.op, work.fetch(action.op, action.made)))
+
+    # The thread has this thread's settings. It is a daemon: after an error nobody waits for it.
+    call = contextvars.copy_context().run
+    threading.Thread(target=call, args=(run,), name="opkiln-ensure", daemon=True).start()
+
+
+@contextmanager
+def keep_beating(channel: Channel, rank: int, lease: float) -> Iterator[None]:
+    """Within the block, this rank counts up its beat from a thread and a connection of its own."""
+    beats = channel.another()
+    stop = threading.Event()
+
+    def beat() -> None:
+        number = 0
+        try:
+            while not stop.wait(lease / BEATS):
+                number += 1
+                beats.put(key_of("beat", rank), number)
+        except ClusterError:
+            return  # the main thread finds the same error and raises it
+
+    beats.put(key_of("beat", rank), 0)
+    thread = threading.Thread(target=beat, name="opkiln-beat", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()

@@ -9,24 +9,20 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
 from functools import wraps
+from types import ModuleType
 from typing import Any
 
+from opkiln.base.model import Op
 from opkiln.loading import loader
 from opkiln.settings import settings
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from types import ModuleType
-
-    from opkiln.base.model import Op
 
 RECORDED = "1"
 
 
 def replacements(module: ModuleType) -> Iterator[tuple[Any, str, Any]]:
-    """The function, in its module and in the package that has it from there."""
+    """The replacement of the function, in its module and in the package that imports it."""
     right = module.init_process_group
 
     @wraps(right)

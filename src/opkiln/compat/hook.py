@@ -13,18 +13,15 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterable, Sequence
 from importlib import import_module
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
 import opkiln
 from opkiln.base import forks
 from opkiln.settings import settings
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-    from importlib.machinery import ModuleSpec
 
 # The module of opkiln that serves each watched one. It has
 #   replacements(module): the owner, the attribute and the new value of each replacement;
@@ -43,7 +40,7 @@ _ABSENT = object()
 _lock = forks.lock()  # a signal handler may import the modules, too
 _finder: _Finder | None = None
 _watched: set[str] = set()
-# What each module had before, in the order of the replacements: (owner, name, value).
+# The replaced values of each module, in order: (owner, name, value).
 _before: dict[str, list[tuple[Any, str, Any]]] = {}
 # Held while a deferred module is executed: other threads wait for its names.
 _execution = forks.lock()

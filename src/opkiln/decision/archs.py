@@ -1,17 +1,18 @@
-"""What a build here is for: the machine, its CPU, the architectures of devices; and what fits.
+"""Chooses what a build is for: the machine, its CPU, the architectures of devices.
 
-An arch list is that of the call, of the setting (``OPKILN_CUDA_ARCH_LIST``,
-``TORCH_CUDA_ARCH_LIST``; ``PYTORCH_ROCM_ARCH``), or of this machine's devices: all of them, so that
-ranks with one visible GPU each share a build.
+The arch list comes from the call, from a setting (``OPKILN_CUDA_ARCH_LIST``,
+``TORCH_CUDA_ARCH_LIST``; ``PYTORCH_ROCM_ARCH``), or from this machine's devices. Those are all of
+them, so that ranks with one visible GPU each share a build.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from importlib import import_module
 from typing import Any
 
-from opkiln.base.build_model import Target, TorchSDK
+from opkiln.base.build_model import DeviceCompiler, Target, Toolchain, TorchSDK
 from opkiln.base.lazy import Record
 from opkiln.base.model import (
     ABI_NONE,
@@ -21,6 +22,7 @@ from opkiln.base.model import (
     ONE_CALL,
     ROCM,
     STABLE_VERSION,
+    Op,
     OpSpec,
     flag_settings,
 )
@@ -32,27 +34,26 @@ from opkiln.machine.toolchain import torch_sdk
 from opkiln.settings import LAYOUT, origin_of, settings, store_candidates
 
 TYPE_CHECKING = False
-
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from opkiln.base.build_model import DeviceCompiler, Target, Toolchain
-    from opkiln.base.model import Op
-
+    from opkiln.machine.devices.amd import AmdDevices
+    from opkiln.machine.devices.nvidia import NvidiaDevices
 
 SETTINGS = {CUDA: "cuda_arch_list", ROCM: "rocm_arch_list"}
+_VARIABLES = {CUDA: "OPKILN_CUDA_ARCH_LIST", ROCM: "PYTORCH_ROCM_ARCH"}
 _GRAMMARS = {CUDA: "opkiln.machine.arch.cuda", ROCM: "opkiln.machine.arch.hip"}
+_NAMES = {CUDA: "CUDA", ROCM: "ROCm"}
+_EXAMPLES = {CUDA: "9.0", ROCM: "gfx90a"}
 _told: set[str] = set()
 
 
 class Wanted(Record):
-    """What to build for, in the grammar's canonical words."""
+    """The architectures to build for, in the grammar's canonical words."""
 
     archs: tuple[str, ...] = ()
     removed: tuple[str, ...] = ()  # by the op's filter
     asked: str = ""  # the list as it was written
     origin: str = ""  # call, a variable, devices
-    native: bool = False  # this machine's devices, and nothing that was asked for by name
+    native: bool = False  # they are those of this machine's devices
 
 
 def grammar(backend: str) -> Any:
@@ -67,7 +68,8 @@ def parse_names(backend: str, names: Iterable[str]) -> tuple[Any, ...]:
 
 
 def memory() -> tuple[str, ...]:
-    """Where the store remembers what was asked, without looking for the store."""
+    """The directory in which the store remembers what compilers and drivers answered; none if the
+    store does not exist or is not trusted."""
     root = os.path.join(next(store_candidates())[0], LAYOUT)
     try:
         if any(fault(each, os.lstat(each)) for each in (os.path.dirname(root), root)):
@@ -78,9 +80,9 @@ def memory() -> tuple[str, ...]:
 
 
 def find_wanted(op: Op) -> Wanted:
-    """What an op is to be built for here. Starts no compiler, unless the list is of all it has.
+    """What an op is to be built for here. Starts a compiler only for the word ``all``.
 
-    Raises ArchError for a list that means nothing, LoadError where there is nothing to build for.
+    Raises ArchError for a list that is not valid, LoadError if there is nothing to build for.
     """
     backend = op.spec.backend
     if backend not in _GRAMMARS:
@@ -92,103 +94,96 @@ def find_wanted(op: Op) -> Wanted:
         native = devices(backend)
     if not asked:
         if not native:
-            raise LoadError(
-                f"op {op.spec.title} has no {_name(backend)} architecture to be built for",
-                why=f"{why_no_device(backend)}, and no list of architectures is set",
-                hint=_elsewhere(op),
-            )
+            why = f"{why_no_device(backend)}, and no list of architectures is set"
+            raise _no_arch(op, why, _hint_elsewhere(op))
         asked, origin = "native", "devices"
     listed = _ask_toolkit() if "all" in asked.lower() and backend == CUDA else None
-    if asked.strip().lower() == "native" and not native:
-        raise LoadError(
-            f"op {op.spec.title} has no {_name(backend)} architecture to be built for",
-            why=f"{_asker(origin)} asks for native, and {why_no_device(backend)}",
-            hint=_elsewhere(op),
-        )
+    by_device = asked.strip().lower() == "native"
+    if by_device and not native:
+        why = f"{_describe_origin(origin)} asks for native, and {why_no_device(backend)}"
+        raise _no_arch(op, why, _hint_elsewhere(op))
     try:
         named = language.parse(asked, native=native, listed=listed)
     except ArchError as error:
         if not origin.isupper():
             raise
-        hint = f"export {origin}={_EXAMPLE[backend]}"
+        hint = f"export {origin}={_EXAMPLES[backend]}"
         raise ArchError(f"{origin}: {error.what}", why=error.why, hint=hint) from None
     kept, removed = named, ()
     if op.rule is not None:
         kept, removed = language.apply_filter(named, op.rule)
     if not kept:
-        raise LoadError(
-            f"op {op.spec.title} has no {_name(backend)} architecture to be built for",
-            why=f"{_asker(origin)} asks for {language.show(named)}, and the op's filter removed "
-            f"{language.show(removed)}",
-            hint=f"opkiln arch --op {op.spec.name} all",
-        )
-    by_device = asked.strip().lower() == "native"
+        why = f"{_describe_origin(origin)} asks for {language.show(named)}, and the op's filter "
+        why += f"removed {language.show(removed)}"
+        raise _no_arch(op, why, f"opkiln arch --op {op.spec.name} all")
     return Wanted(tuple(map(str, kept)), tuple(map(str, removed)), asked, origin, by_device)
 
 
-_EXAMPLE = {CUDA: "9.0", ROCM: "gfx90a"}
+def _no_arch(op: Op, why: str, hint: str) -> LoadError:
+    what = f"op {op.spec.title} has no {_NAMES[op.spec.backend]} architecture to be built for"
+    return LoadError(what, why=why, hint=hint)
 
 
-def _elsewhere(op: Op) -> str:
+def _hint_elsewhere(op: Op) -> str:
     """How to build for a machine that has a device."""
-    backend, name = op.spec.backend, op.spec.name
+    backend, example = op.spec.backend, _EXAMPLES[op.spec.backend]
     if op.spec.distribution == ONE_CALL:
-        return f"export {_variable(backend)}={_EXAMPLE[backend]}"
-    return f"opkiln build {name} --target {backend}:{_EXAMPLE[backend]}    # for a machine with one"
+        return f"export {_VARIABLES[backend]}={example}"
+    return f"opkiln build {op.spec.name} --target {backend}:{example}    # for a machine with one"
 
 
-def _asker(origin: str) -> str:
+def _describe_origin(origin: str) -> str:
     return {"call": "the call", "devices": "this machine"}.get(origin, origin)
 
 
-def _name(backend: str) -> str:
-    return {CUDA: "CUDA", ROCM: "ROCm"}[backend]
+def _ask_driver(backend: str) -> NvidiaDevices | AmdDevices:
+    if backend == CUDA:
+        from opkiln.machine.devices import nvidia
+
+        return nvidia.devices(memory())
+    from opkiln.machine.devices import amd
+
+    return amd.devices()
 
 
-def _variable(backend: str) -> str:
-    return {CUDA: "OPKILN_CUDA_ARCH_LIST", ROCM: "PYTORCH_ROCM_ARCH"}[backend]
+def _visible_gpus(backend: str) -> tuple[tuple[Any, ...], bool]:
+    """The GPUs that this process may use, and whether that is certain."""
+    if backend == CUDA:
+        from opkiln.machine.devices import nvidia
+
+        return nvidia.visible(nvidia.devices(memory()))
+    from opkiln.machine.devices import amd
+
+    return amd.visible(amd.devices()), True
+
+
+def _list_visible(backend: str) -> list[str]:
+    gpus, certain = _visible_gpus(backend)
+    return sorted({gpu.arch for gpu in gpus}) if certain else []
 
 
 def devices(backend: str) -> tuple[Any, ...]:
     """This machine's devices as the grammar's records."""
-    if backend == CUDA:
-        from opkiln.machine.devices import nvidia
-
-        return parse_names(CUDA, nvidia.capabilities(nvidia.devices(memory())))
-    from opkiln.machine.devices import amd
-
-    return parse_names(ROCM, (gpu.arch for gpu in amd.devices().gpus))
+    return parse_names(backend, (gpu.arch for gpu in _ask_driver(backend).gpus))
 
 
 def why_no_device(backend: str) -> str:
-    """Why there is no device of a backend here; empty where there is one."""
-    if backend == CUDA:
-        from opkiln.machine.devices import nvidia
-
-        found = nvidia.devices(memory())
-        return "" if found.gpus else found.why
-    if backend == ROCM:
-        from opkiln.machine.devices import amd
-
-        return amd.devices().why
-    return ""
+    """Why there is no device of a backend here; empty if there is one, or if it needs none."""
+    if backend not in _GRAMMARS:
+        return ""
+    found = _ask_driver(backend)
+    return "" if found.gpus else found.why
 
 
-def nothing_asked(backend: str) -> bool:
-    """Whether neither a setting nor a device says what to build for, so that a build for other
+def lacks_targets(backend: str) -> bool:
+    """Whether neither a setting nor a device says what to build for. Then a build for other
     machines is for every architecture that the toolkit has."""
     return backend == CUDA and not settings.cuda_arch_list and bool(why_no_device(CUDA))
 
 
 def may_use_device(backend: str) -> bool:
-    """Whether there is a device of a backend that this process may use."""
-    if why_no_device(backend):
-        return False
-    if backend != CUDA:
-        return True
-    from opkiln.machine.devices import nvidia
-
-    return bool(nvidia.visible(nvidia.devices(memory()))[0])
+    """Whether this process may use a device of a backend."""
+    return backend not in _GRAMMARS or bool(_visible_gpus(backend)[0])
 
 
 def _ask_toolkit() -> tuple[Any, ...]:
@@ -205,41 +200,43 @@ def fit_target(op: Op, needs: Wanted, target: Target, toolchain: Toolchain) -> T
     A device that is newer than the toolkit gets what it can run, with a warning; an architecture
     that was asked for by name and cannot be compiled is a ToolchainError.
     """
-    device = toolchain.device
+    device, backend = toolchain.device, target.backend
     if device is None or not target.archs:
         return target
-    language = grammar(target.backend)
-    archs, listed = (
-        parse_names(target.backend, target.archs),
-        parse_names(target.backend, device.archs),
-    )
-    _, refused = language.usable(archs, listed, device.accepts)
+    language = grammar(backend)
+    archs, listed = parse_names(backend, target.archs), parse_names(backend, device.archs)
+    left, refused = language.usable(archs, listed, device.accepts)
     if not refused:
         return target
-    if target.backend != CUDA or not needs.native:
+    if backend != CUDA or not needs.native:
+        reasons = [f"{arch}: {reason}" for arch, reason in refused]
+        reasons.append(f"the toolkit is {_NAMES[backend]} {device.version}, {device.home}")
+        # What was asked for less the rest, or the newest.
+        possible = language.show(left or listed[-1:])
+        hint = f"export {_VARIABLES[backend]}='{possible}'"
+        if op.asked:
+            hint = f"opkiln build {op.spec.name} --target {backend}:{possible.replace(';', ',')}"
         raise ToolchainError(
             f"op {op.spec.title} cannot be compiled for {language.show(a for a, _ in refused)}",
-            why="\n".join(f"{arch}: {reason}" for arch, reason in refused)
-            + f"\nthe toolkit is {_name(target.backend)} {device.version}, {device.home}",
-            hint=_instead(op, target.backend, [a for a in archs if a not in dict(refused)], listed),
+            why="\n".join(reasons),
+            hint=hint,
         )
-    chosen, notes = _servable(archs, device)
+    chosen, notes = _choose_served(archs, device)
+    major = device.version.partition(".")[0]
+    newer = f"install a newer CUDA {major} toolkit: pip install -U 'opkiln[cuda]'"
     for note in notes:
         if note not in _told:
             _told.add(note)
-            newer = _newer_toolkit(device)
             warn_caller(f"op {op.spec.title}: {note}\nhint: {newer}", ArchWarning)
     return target._replace(archs=tuple(map(str, chosen)))
 
 
-def _servable(
+def _choose_served(
     archs: Iterable[Any], device: DeviceCompiler
 ) -> tuple[tuple[Any, ...], tuple[str, ...]]:
-    """``for_devices``, less the GPUs that this toolkit cannot serve and nobody here may use.
-
-    An old display card beside the GPUs of a job must not cost the job its op.
-    """
-    seen = set(_visible(CUDA))
+    """``archs_for_devices``, less the GPUs that this toolkit cannot serve and this process may not
+    use: an old display card beside the GPUs of a job must not cost the job its op."""
+    seen = set(_list_visible(CUDA))
     left: list[Any] = []
     notes: list[str] = []
     last = None
@@ -260,19 +257,11 @@ def _servable(
     return grammar(CUDA).merge(left), tuple(notes)
 
 
-def _instead(op: Op, backend: str, left: list[Any], listed: tuple[Any, ...]) -> str:
-    """How to ask for what can be compiled: what was asked for less the rest, or the newest."""
-    archs = grammar(backend).show(left or listed[-1:])
-    if op.asked:
-        return f"opkiln build {op.spec.name} --target {backend}:{archs.replace(';', ',')}"
-    return f"export {_variable(backend)}='{archs}'"
-
-
 def archs_for_devices(
     archs: Iterable[Any], device: DeviceCompiler
 ) -> tuple[tuple[Any, ...], tuple[str, ...]]:
-    """What this machine's GPUs get of a CUDA toolkit that may not know them, with a note for each
-    that it does not know. Raises ArchError."""
+    """The architectures that a CUDA toolkit compiles for these GPUs, and a note for each GPU that
+    it does not know. Raises ArchError."""
     from opkiln.machine.devices import nvidia
     from opkiln.machine.toolchain.torch_sdk import release  # not on the way to a hit
 
@@ -283,11 +272,6 @@ def archs_for_devices(
     chosen = [language.choose_for_device(arch, listed, takes_ptx) for arch in archs]
     notes = tuple(dict.fromkeys(note for _, note in chosen if note))
     return language.merge(arch for arch, _ in chosen), notes
-
-
-def _newer_toolkit(device: DeviceCompiler) -> str:
-    major = device.version.partition(".")[0]
-    return f"install a newer CUDA {major} toolkit: pip install -U 'opkiln[cuda]'"
 
 
 # How code runs on a device, the best way first.
@@ -301,32 +285,33 @@ def _rank(way: str) -> int:
 
 def coverage(backend: str, archs: tuple[str, ...]) -> str:
     """How code for these architectures runs on the devices that this process may use: ``exact``,
-    ``binary``, ``generic``, ``ptx``; empty where it does not, or where there is no device."""
+    ``binary``, ``generic``, ``ptx``; empty if it does not, or if there is no device."""
     language = grammar(backend)
     code = language.parse(";".join(archs))
-    ways = [language.covers(code, language.parse(name)[0]) for name in _visible(backend)]
+    ways = [language.covers(code, language.parse(name)[0]) for name in _list_visible(backend)]
     return max(ways, key=_rank) if ways else ""
 
 
 def way_of(
     backend: str, needs: Wanted, archs: tuple[str, ...], images: tuple[str, ...]
 ) -> tuple[str, str]:
-    """(how a library runs where it is wanted, the device or architecture it is worst for).
+    """(how a library runs, the device or architecture for which it is worst).
 
-    Wanted is what was asked for by name, else the GPUs that this process may use. The way is empty
-    where it does not run.
+    That is for what was asked for by name, else for the GPUs that this process may use. The way is
+    empty if it does not run.
     """
     language = grammar(backend)
     made = language.parse(";".join(archs))
     code = images if backend == CUDA and images else made
-    names = (_visible(backend) or needs.archs) if needs.native else needs.archs
+    names = (_list_visible(backend) or needs.archs) if needs.native else needs.archs
     ways = []
     for name in names:
         device = language.parse(name)[0]
         way = language.covers(code, device)
         # A variant that was asked for by name is wanted for its instructions, PTX for GPUs that
         # are not here. PTX is recompiled at every start, so it does not satisfy an explicit list.
-        lacks = _variant(device) and not _has(made, device)
+        variant = getattr(device, "suffix", "")
+        lacks = variant and not any(each[:3] == device[:3] for each in made)
         lacks = lacks or (getattr(device, "ptx", False) and not any(each.ptx for each in made))
         if not needs.native and (way == PTX or lacks):
             way = ""
@@ -336,7 +321,7 @@ def way_of(
 
 
 def knows_all(backend: str, archs: tuple[str, ...], images: tuple[str, ...]) -> bool:
-    """Whether this version's grammar has all of these: a newer one's may have more."""
+    """Whether this version of opkiln knows all of these: a newer one may know more."""
     language = grammar(backend)
     try:
         made = language.parse(";".join(archs))
@@ -344,25 +329,6 @@ def knows_all(backend: str, archs: tuple[str, ...], images: tuple[str, ...]) -> 
     except ArchError:
         return False
     return True
-
-
-def _variant(arch: Any) -> str:
-    return getattr(arch, "suffix", "")
-
-
-def _has(made: Iterable[Any], arch: Any) -> bool:
-    return any(each._replace(ptx=False) == arch._replace(ptx=False) for each in made)
-
-
-def _visible(backend: str) -> list[str]:
-    if backend == CUDA:
-        from opkiln.machine.devices import nvidia
-
-        gpus, certain = nvidia.visible(nvidia.devices(memory()))
-        return sorted({gpu.capability for gpu in gpus}) if certain else []
-    from opkiln.machine.devices import amd
-
-    return sorted({gpu.arch for gpu in amd.visible(amd.devices())})
 
 
 def keeps_all(op: Op, archs: tuple[str, ...]) -> bool:
@@ -374,7 +340,7 @@ def keeps_all(op: Op, archs: tuple[str, ...]) -> bool:
 
 
 def require_coverage(op: Op, needs: Wanted) -> None:
-    """Raise LoadError where code for these cannot run on a GPU that this process may use.
+    """Raise LoadError if code for these cannot run on a GPU that this process may use.
 
     A GPU that is newer than the toolkit is not refused here: it may get what it can run.
     """
@@ -383,14 +349,14 @@ def require_coverage(op: Op, needs: Wanted) -> None:
         return
     language = grammar(backend)
     code = parse_names(backend, needs.archs)
-    for name in _visible(backend):
+    for name in _list_visible(backend):
         if not language.covers(code, language.parse(name)[0]):
-            origin = _asker(needs.origin)
+            origin = _describe_origin(needs.origin)
             raise LoadError(
                 f"op {op.spec.title} for {language.show(code)} cannot run on this machine's {name}",
                 why=f"{origin} asks for {needs.asked}"
                 + (f", of which the op's filter left {language.show(code)}" if op.rule else ""),
-                hint=f"export {_variable(backend)}=native" if origin.isupper() else "",
+                hint=f"export {_VARIABLES[backend]}=native" if origin.isupper() else "",
             )
 
 
@@ -444,9 +410,9 @@ def _flags(backend: str) -> tuple[tuple[str, tuple[str, ...]], ...]:
     return tuple((name, value) for name, value in found if value)
 
 
-def runnable(spec: OpSpec) -> TorchSDK | None:
-    """The torch that an op would run on; None where it needs none. Raises LoadError where no native
-    op can run here at all."""
+def require_torch(spec: OpSpec) -> TorchSDK | None:
+    """The torch that an op would run on; None if it needs none. Raises LoadError if there is no
+    such torch, and on a system for which there are no native ops."""
     if uname.system() != "linux":
         raise LoadError(
             f"op {spec.title} has no native version for {uname.system()}",
@@ -468,16 +434,16 @@ def runnable(spec: OpSpec) -> TorchSDK | None:
     return sdk
 
 
-def lacking(target: Target) -> tuple[str, ...]:
-    """What this machine lacks to run what is built for a target."""
+def missing_here(target: Target) -> tuple[str, ...]:
+    """The features that this machine lacks to run a build for a target; empty if it can."""
     if target.machine != uname.architecture():
         return (target.machine,)
-    return cpu.lacking(target.cpu, target.cpu_features, features())
+    return cpu.missing_features(target.cpu, target.cpu_features, features())
 
 
 def require_cpu(spec: OpSpec, target: Target) -> None:
-    """Refuse to load what was asked for by name and cannot run on this CPU. Raises LoadError."""
-    if lacks := lacking(target):
+    """Raise LoadError if a build for a target cannot run on this CPU."""
+    if lacks := missing_here(target):
         raise LoadError(
             f"op {spec.title} for {cpu.CPU(target.cpu, target.cpu_features)} cannot run here",
             why=f"it needs {', '.join(lacks)}, which this CPU lacks",
@@ -486,7 +452,7 @@ def require_cpu(spec: OpSpec, target: Target) -> None:
 
 
 def require_sycl_device(spec: OpSpec) -> None:
-    """Refuse to load a SYCL op where there is no device for it. Raises LoadError."""
+    """Raise LoadError if there is no SYCL device."""
     from opkiln.machine.toolchain import libsycl
 
     if missing := libsycl.why_no_device(settings.ocl_icd_filenames):

@@ -6,9 +6,9 @@
 The order is: what all ranks of the job agreed on, what a package was installed with, what a receipt
 remembers, the user's own layers, listed layers, the remote tiers, a build, the reference.
 
-Deciding reads files. It starts no program, writes nothing and connects to nobody: that is for
-``loading.loader``, which everybody who wants an answer goes through. What came of it, such as that
-something could not be opened or built, is noted in the request, and then it is decided again.
+Deciding reads files. It starts no program, writes nothing and connects to no host: that is the
+work of ``loading.loader``. If something cannot be opened or built, the loader notes that in the
+request, and ``decide`` is called again.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from __future__ import annotations
 import os
 import sys
 
-from opkiln.base.model import CARRIED, CPU, ONE_CALL, SHARED, XPU, place_of
+from opkiln.base.model import CARRIED, CPU, ONE_CALL, SHARED, XPU, Artifact, OpSpec, place_of
 from opkiln.decision import receipt, terms
-from opkiln.decision.terms import LOAD, SHIP, Reference, Refuse, Serve, Trace
+from opkiln.decision.terms import LOAD, SHIP, Reference, Refuse, Request, Serve, Trace
 from opkiln.errors import (
     BuildError,
     LoadError,
@@ -30,28 +30,23 @@ from opkiln.errors import (
 )
 from opkiln.settings import LAYOUT
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from opkiln.base.model import Artifact, OpSpec
-    from opkiln.decision.terms import Ask, Build, Fetch, Outcome, Request
-
-# What the reference may stand in for. Anything else is a mistake that somebody must mend.
+# Errors for which the reference may serve instead. All others must be corrected by somebody.
 _EXCUSES = (BuildError, LoadError, StoreError, ToolchainError)
 
 
-def decide(request: Request) -> Outcome | Ask | Fetch:
-    """What serves a request, with every candidate and why it was taken or refused."""
+def decide(request: Request) -> terms.Outcome | terms.Ask | terms.Fetch:
+    """The outcome for a request, with every candidate and why it was taken or refused."""
     trace = Trace()
     if request.use == LOAD and request.agreed and (pin := terms.find_pin(request.op)) is not None:
         return _decide_agreed(request, pin, trace)
     try:
-        return _native(request, trace)
+        return _find_native(request, trace)
     except OpkilnError as error:
-        return _otherwise(request, error, trace)
+        return _fall_back(request, error, trace)
 
 
 def _decide_agreed(request: Request, pin: terms.Pin, trace: Trace) -> Serve | Reference | Refuse:
-    """What all ranks of the job agreed on; where that cannot serve, nothing else does."""
+    """Serve what all ranks of the job agreed on. If that is not possible, nothing else serves."""
     name, artifact = request.op.spec.name, pin.artifact
     hint = "opkiln.ensure(...)    # on all ranks, to agree again"
     other = "set of sources or flags" if pin.spec != request.op.spec else ""
@@ -68,7 +63,7 @@ def _decide_agreed(request: Request, pin: terms.Pin, trace: Trace) -> Serve | Re
         error = LoadError(error.what, why=f"{reason}\n{pin.reason}", hint=hint)
     else:
         failed = request.cannot_open.get(artifact.path)
-        reason = failed.why if failed is not None else terms.fault_of_pinned(artifact)
+        reason = failed.why if failed is not None else terms.pin_fault(artifact)
         if not reason:
             agreed = f"all ranks of the job agreed on it, SHA-256 {artifact.sha256[:16]}"
             trace.add("store", "taken", agreed, artifact.path)
@@ -79,8 +74,8 @@ def _decide_agreed(request: Request, pin: terms.Pin, trace: Trace) -> Serve | Re
     return Refuse(error, trace)
 
 
-def _native(request: Request, trace: Trace) -> Serve | Build | Ask | Fetch:
-    """How a native version can be had. Raises OpkilnError where it cannot."""
+def _find_native(request: Request, trace: Trace) -> Serve | terms.Build | terms.Ask | terms.Fetch:
+    """How a native version can be had. Raises OpkilnError if it cannot."""
     op, spec = request.op, request.op.spec
     if request.use == LOAD:
         if terms.prefers_reference(request):
@@ -114,19 +109,19 @@ def _find_installed(request: Request, trace: Trace) -> Artifact | None:
 
 
 def _installed_layers(spec: OpSpec) -> list[str]:
-    """The installed layers that have something for an op. A few look-ups where there are none."""
+    """The installed layers that have entries of an op. Costs a few look-ups if there are none."""
     if spec.distribution == ONE_CALL:
         return []
     found = [os.path.join(spec.root, CARRIED, LAYOUT)]
     for directory in sys.path:
         if os.path.isabs(directory):  # not the working directory, whatever that is
             shared = os.path.join(directory, SHARED)
-            found += [os.path.join(shared, name, LAYOUT) for name in _names(shared)]
+            found += [os.path.join(shared, name, LAYOUT) for name in _list_names(shared)]
     below = os.path.join("ops", place_of(spec.distribution, spec.name))
     return [layer for layer in found if os.path.isdir(os.path.join(layer, below))]
 
 
-def _names(directory: str) -> list[str]:
+def _list_names(directory: str) -> list[str]:
     try:
         return sorted(os.listdir(directory))
     except OSError:
@@ -144,11 +139,11 @@ def _recall(request: Request, trace: Trace) -> Artifact | None:
     return found
 
 
-def _otherwise(request: Request, error: OpkilnError, trace: Trace) -> Reference | Refuse:
-    """The reference, where it may serve."""
+def _fall_back(request: Request, error: OpkilnError, trace: Trace) -> Reference | Refuse:
+    """Serve the reference if it may serve, else refuse."""
     first = next(iter(request.cannot_open.values()), error)
     if first is not error and error is request.build_error:
-        # What is wrong is that an entry cannot be opened, not that it cannot be built again.
+        # The problem is that an entry cannot be opened, not that it cannot be built again.
         why = f"{first.why}\nand it cannot be built again: {error.what}"
         cause, error = error, LoadError(first.what, why=why, hint=first.hint or error.hint)
         error.__cause__ = cause

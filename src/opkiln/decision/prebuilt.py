@@ -1,6 +1,6 @@
-"""Libraries that were built elsewhere: where they lie, and whether one fits this machine.
+"""Finds libraries that were built elsewhere, and judges whether one fits this machine.
 
-What packages were installed with, and listed layers. Both are layers like the user's own
+They come with packages or are in listed layers. Both are layers like the user's own
 (``store.layers``). But their entries were not built for this very machine, so no key finds them:
 every entry of the op is judged, and the best of those that fit serves. Nothing is written, no
 process is started, and the search of the user's own store is not imported.
@@ -8,11 +8,10 @@ process is started, and the search of the user's own store is not imported.
 <package>/prebuilt/v1/ops/…                 what a package carries for its own ops
 <on sys.path>/opkiln_prebuilt/<name>/v1/…   what a wheel of prebuilt ops installs
 
-To find out by opening a library that it does not fit is too late. An instruction that this CPU
-lacks ends the process. A kernel that no GPU here can run fails at its first launch. A missing
-symbol is reported by the dynamic linker, under its mangled name. So a manifest lists everything
-that its library needs, and this module compares that with what is here. Libraries are asked for
-symbols, not for versions: what counts is what they have.
+Opening a library to see whether it fits would be too late. An instruction that this CPU lacks ends
+the process. A kernel that no GPU here can run fails at its first launch. The dynamic linker reports
+a missing symbol under its mangled name. So a manifest lists everything that its library needs, and
+this module compares that with what is here. Symbols are compared, not versions of libraries.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ class Fit(Record):
 
 
 class Measure(Record):
-    """What every library of an op is compared with."""
+    """What each library of an op is compared with."""
 
     spec_key: str
     flags: tuple[tuple[str, tuple[str, ...], str], ...]  # name, value, the variable that asks
@@ -72,9 +71,9 @@ class Measure(Record):
 def measure(request: Request, *, listed: bool) -> Measure:
     """The op as it is declared, the flags that were asked for, and this CPU.
 
-    ``listed``: for a layer that the user named. There, flags of the environment count as they do
-    for the user's own store. What a package ships has the flags of whoever shipped it, so there
-    only a setting of opkiln's own counts.
+    In a layer that the user named (``listed``), flags of the environment count as they do for the
+    user's own store. A package's libraries have the flags of whoever shipped it, so for these only
+    opkiln's own settings count.
     """
     flags = []
     for name in flag_settings(request.op.spec.backend):
@@ -89,8 +88,8 @@ def measure(request: Request, *, listed: bool) -> Measure:
 def judge(request: Request, manifest: Mapping[str, Any], asked: Measure) -> Fit:
     """Compare a manifest with the op as it is declared and the machine as it is.
 
-    ``lacking`` has the rest, which takes longer and is asked of the best alone. Raises KeyError,
-    TypeError and ValueError for a damaged manifest.
+    ``missing_needs`` compares the rest. It takes longer, so only the best are asked. Raises
+    KeyError, TypeError and ValueError for a damaged manifest.
     """
     target = manifest["target"]
     if manifest["spec"] != asked.spec_key:
@@ -101,14 +100,14 @@ def judge(request: Request, manifest: Mapping[str, Any], asked: Measure) -> Fit:
         return Fit("OPKILN_DEBUG is set, and it was built without" if settings.debug else
                    "it was built for debugging")  # fmt: skip
     return (
-        _other_flags(target, asked)
-        or _other_abi(request, target["abi_tag"])
-        or _lacking_cpu(request, manifest, asked)
+        _compare_flags(target, asked)
+        or _compare_abi(request, target["abi_tag"])
+        or _compare_cpu(request, manifest, asked)
         or _fit_device(request, manifest)
     )
 
 
-def _other_flags(target: Mapping[str, Any], asked: Measure) -> Fit | None:
+def _compare_flags(target: Mapping[str, Any], asked: Measure) -> Fit | None:
     built = {name: tuple(value) for name, value in target["flags"]}
     for name, value, variable in asked.flags:
         if value != built.get(name, ()):
@@ -116,10 +115,10 @@ def _other_flags(target: Mapping[str, Any], asked: Measure) -> Fit | None:
     return None
 
 
-def _other_abi(request: Request, built: str) -> Fit | None:
+def _compare_abi(request: Request, built: str) -> Fit | None:
     spec = request.op.spec
-    # Not the CUDA or ROCm release that torch was built with: what a library needs of that it says
-    # by the sonames it needs and the driver that its code takes.
+    # The CUDA or ROCm release that torch was built with does not count: what a library needs of it
+    # shows in its sonames and in the driver that its code needs.
     if spec.abi == ABI_STABLE and spec.kind == LIBRARY:
         here = STABLE_TAG
     else:
@@ -129,14 +128,14 @@ def _other_abi(request: Request, built: str) -> Fit | None:
         if sdk is None and spec.abi != ABI_NONE:
             return Fit("torch is not installed")
         here = torch_sdk.abi_tag(spec, sdk)
-    if _comparable(built) == _comparable(here):
+    if _comparable_tag(built) == _comparable_tag(here):
         return None
     return Fit(f"it is built for {built}, and here is {here}")
 
 
-def _comparable(tag: str) -> str:
-    """A tag without torch's runtime and without Python's patch release, whose ABI is its minor's;
-    the store's keys have both."""
+def _comparable_tag(tag: str) -> str:
+    """A tag without torch's runtime and without Python's patch release, which has the ABI of its
+    minor release. (The store's keys have both.)"""
     tag, python, release = tag.partition("cpython-")
     kept = (part for part in tag.split("-") if part.rstrip("0123456789") not in _RUNTIMES)
     return "-".join(kept) + python + release.partition("-")[0]
@@ -145,7 +144,7 @@ def _comparable(tag: str) -> str:
 _RUNTIMES = ("cuda", "rocm")
 
 
-def _lacking_cpu(request: Request, manifest: Mapping[str, Any], asked: Measure) -> Fit | None:
+def _compare_cpu(request: Request, manifest: Mapping[str, Any], asked: Measure) -> Fit | None:
     lacks = set(manifest["needs"]["cpu"]) - asked.cpu
     named, origin = origin_of("cpu")
     if not lacks and (named == "native" or not request.op.spec.vectorize):
@@ -163,19 +162,15 @@ def _lacking_cpu(request: Request, manifest: Mapping[str, Any], asked: Measure) 
     return Fit(f"it is for {cpu.CPU(level, features)}, and {origin} asks for {other}")
 
 
-def lacking(needs: Mapping[str, Any], abi: str) -> str:
-    """What a library needs and this machine's libraries lack. Empty where nothing is missing.
+def missing_needs(needs: Mapping[str, Any], abi: str) -> str:
+    """What a library needs and this machine's libraries lack; empty if nothing is missing.
 
-    Every soname and every symbol is asked of the dynamic linker. Where nobody has imported torch
-    yet, its libraries are not opened, which would take a second: they are asked as files.
+    The dynamic linker is asked for every soname and every symbol. If torch is not imported yet, its
+    libraries are read as files: opening them would take a second.
     """
     # Opening a path would run its code, and nothing has been verified yet.
     if paths := [soname for soname in needs["sonames"] if "/" in soname]:
         return f"it needs {paths[0]}, which is a path, not a library's name"
-    return _lacking(needs, abi)
-
-
-def _lacking(needs: Mapping[str, Any], abi: str) -> str:
     import ctypes
     from _ctypes import dlopen, dlsym
 
@@ -191,17 +186,17 @@ def _lacking(needs: Mapping[str, Any], abi: str) -> str:
             # The dynamic linker is here, and its symbols are found everywhere but by its handle.
             handles[soname] = program._handle
             continue
-        handle = _already(dlopen, soname)
+        handle = _open_loaded(dlopen, soname)
         # Once torch is imported, what it brings is found by its soname. Before that, opening the
         # system's library of that name would have torch take it, too.
         unasked = not handle and abi != ABI_NONE and "torch" not in sys.modules
-        if brought := (_brought(soname) if unasked else ""):
+        if brought := (_find_brought(soname) if unasked else ""):
             files.append(brought)
             continue
         try:
             handles[soname] = handle or dlopen(soname, os.RTLD_LAZY)
         except OSError:
-            if not (found := _sycl(soname)):
+            if not (found := _find_sycl(soname)):
                 return f"it needs {soname}, which is not here"
             files.append(found)
     unknown = []
@@ -210,21 +205,25 @@ def _lacking(needs: Mapping[str, Any], abi: str) -> str:
     for soname, symbol, version in needs["symbols"]:
         if version and soname in handles and dlvsym is not None:
             if not dlvsym(handles[soname], symbol.encode(), version.encode()):
-                return f"it needs {_show_symbol(symbol)} of {version}, which this {soname} lacks"
-        elif not version and not _has(dlsym, anywhere, symbol):
+                from opkiln.machine.binary.elf import show_symbol
+
+                return f"it needs {show_symbol(symbol)} of {version}, which this {soname} lacks"
+        elif not version and not _has_symbol(dlsym, anywhere, symbol):
             unknown.append(symbol)
     if not unknown or (files and abi != ABI_STABLE):  # of one torch alone, which its tag names
         return ""
-    return _lacking_symbols(unknown, files, needs["sonames"])
+    return _missing_symbols(unknown, files, needs["sonames"])
 
 
-def _lacking_symbols(symbols: list[str], files: list[str], sonames: Iterable[str]) -> str:
+def _missing_symbols(symbols: list[str], files: list[str], sonames: Iterable[str]) -> str:
     from opkiln.machine.binary.elf import missing_symbols
 
     for path in files:
         symbols = [*missing_symbols(path, symbols)]
     return (
-        f"it needs {_show_symbol(symbols[0])}, which {_torch_of(sonames)} lacks" if symbols else ""
+        f"it needs {_show_symbol(symbols[0])}, which {_name_owner(sonames)} lacks"
+        if symbols
+        else ""
     )
 
 
@@ -234,8 +233,8 @@ def _show_symbol(symbol: str) -> str:
     return show_symbol(symbol)
 
 
-def _brought(soname: str) -> str:
-    """The file of a library that importing torch brings: its own, or of the packages it needs."""
+def _find_brought(soname: str) -> str:
+    """The file of a library that ``import torch`` loads: torch's own, or one of NVIDIA's wheels."""
     from opkiln.machine.toolchain import torch_sdk
 
     if (sdk := torch_sdk.find()) is None:
@@ -249,8 +248,8 @@ def _brought(soname: str) -> str:
     return next(iter(glob(packages)), "")
 
 
-def _torch_of(sonames: Iterable[str]) -> str:
-    """Who should have had the symbols of a library that is linked to these."""
+def _name_owner(sonames: Iterable[str]) -> str:
+    """What should define the symbols of a library that is linked to these, in words."""
     from opkiln.machine.toolchain import torch_sdk
 
     sdk = torch_sdk.find()
@@ -259,21 +258,21 @@ def _torch_of(sonames: Iterable[str]) -> str:
     return f"torch {sdk.version}"
 
 
-def _sycl(soname: str) -> str:
+def _find_sycl(soname: str) -> str:
     """SYCL's runtime, which no linker finds where pip has put it; ``loading.native`` opens it."""
     from opkiln.machine.toolchain import libsycl
 
     return (libsycl.locate(soname) or "") if libsycl.is_library(soname) else ""
 
 
-def _already(dlopen: Any, soname: str) -> int:
+def _open_loaded(dlopen: Any, soname: str) -> int:
     try:
         return int(dlopen(soname, os.RTLD_LAZY | _RTLD_NOLOAD))
     except OSError:
         return 0
 
 
-def _has(dlsym: Any, handles: Iterable[int], symbol: str) -> bool:
+def _has_symbol(dlsym: Any, handles: Iterable[int], symbol: str) -> bool:
     for handle in handles:
         try:
             if dlsym(handle, symbol):
@@ -299,14 +298,14 @@ def _fit_device(request: Request, manifest: Mapping[str, Any]) -> Fit:
     way, device = archs.way_of(spec.backend, request.wanted, built, images)
     if not way:
         return Fit(f"its code is for {shown}, which does not run on {device}")
-    if spec.backend == CUDA and (reason := _old_driver(manifest["toolchain"], way)):
+    if spec.backend == CUDA and (reason := _compare_driver(manifest["toolchain"], way)):
         return Fit(reason)
     return Fit("", (archs.WAYS.index(way), len(built), -len(manifest["needs"]["cpu"])))
 
 
-def _old_driver(toolchain: Mapping[str, str], way: str) -> str:
-    """The driver must know the runtime in the library, and its images. To recompile PTX it must be
-    as new as the compiler."""
+def _compare_driver(toolchain: Mapping[str, str], way: str) -> str:
+    """Why the driver here is too old for a library; empty if it is not. The driver must know the
+    library's runtime and images. To recompile PTX it must be as new as the compiler."""
     from opkiln.decision import archs
     from opkiln.machine.devices import nvidia
     from opkiln.machine.toolchain import torch_sdk
@@ -326,7 +325,7 @@ def _old_driver(toolchain: Mapping[str, str], way: str) -> str:
     return ""
 
 
-# The resorts: installed with a package; a layer that is listed; imported into the user's own.
+# Where a library is from: installed with a package, in a listed layer, imported by the user.
 PREBUILT, LAYER, STORE = "prebuilt", "layer", "store"
 
 _NO_MANIFEST = (
@@ -334,22 +333,33 @@ _NO_MANIFEST = (
 )  # fmt: skip
 
 
-class DirectoryLayer:
-    """A layer of directories: ``<intent>/<build>/<deps>`` below an op's own."""
+class SearchedLayer(Record):
+    """A layer of directories, or a bundle: one file."""
 
-    def __init__(self, root: str, *, own: bool = False) -> None:
-        self.root = root
-        self.own = own  # the user's, where what was built has been looked up by its key
+    root: str
+    resort: str  # what the trace calls it
+    own: bool = False  # the user's, where builds were looked up by their keys
+    bundle: bool = False
 
-    def leaves(self, spec: OpSpec) -> Iterable[str]:
-        """An op's entries."""
-        return _list_below(
-            os.path.join(self.root, "ops", place_of(spec.distribution, spec.name)), 3
-        )
+    def leaves(self, spec: OpSpec) -> list[str]:
+        """An op's entries, the newest first. Raises StoreError, OSError, ValueError for a file that
+        is not a bundle."""
+        if self.bundle:
+            from opkiln.store import archive
+
+            return archive.leaves(self.root, spec.distribution, spec.name)
+        base = os.path.join(self.root, "ops", place_of(spec.distribution, spec.name))
+        intents = [os.path.join(base, name) for name in entry.list_newest(base)]
+        builds = [os.path.join(each, name) for each in intents for name in entry.list_newest(each)]
+        return [os.path.join(each, name) for each in builds for name in entry.list_newest(each)]
 
     def manifest(self, leaf: str) -> dict[str, Any]:
-        """What an entry says of itself. Raises OSError, ValueError, and StoreError where everybody
+        """An entry's manifest. Raises OSError, KeyError, ValueError, and StoreError if everybody
         may put entries there."""
+        if self.bundle:
+            from opkiln.store import archive
+
+            return archive.manifest(leaf)
         if reason := open_to_all(self.root, os.path.dirname(leaf)):
             raise StoreError(reason)
         return entry.read_manifest(leaf)
@@ -357,55 +367,21 @@ class DirectoryLayer:
     def examine(
         self, leaf: str, places: Mapping[str, str], *, own: bool
     ) -> entry.Leaf | entry.Refused | None:
-        """``store.entry.examine``."""
+        """``entry.examine``, or ``archive.examine``, which copies a good library into memory."""
+        if self.bundle:
+            from opkiln.store import archive
+
+            return archive.examine(leaf, places, Hasher(), own=own)
         return entry.examine(leaf, places, Hasher(), listed=not self.own, whole=False, own=own)
-
-    def subject(self, found: entry.Leaf) -> str:
-        """What the trace calls an entry."""
-        return found.payload
-
-
-class BundleLayer:
-    """A layer in one file (``store.archive``), with the methods of ``Directory``."""
-
-    own = False
-
-    def __init__(self, file: str) -> None:
-        self.root = file
-
-    def leaves(self, spec: OpSpec) -> Iterable[str]:
-        """An op's entries. Raises StoreError, OSError, ValueError for a file that is not a
-        bundle."""
-        from opkiln.store import archive
-
-        return archive.leaves(self.root, spec.distribution, spec.name)
-
-    def manifest(self, leaf: str) -> dict[str, Any]:
-        """What an entry says of itself. Raises StoreError, KeyError, ValueError, OSError."""
-        from opkiln.store import archive
-
-        return archive.manifest(leaf)
-
-    def examine(
-        self, leaf: str, places: Mapping[str, str], *, own: bool
-    ) -> entry.Leaf | entry.Refused:
-        """``store.archive.examine``: a good one's library is in memory."""
-        from opkiln.store import archive
-
-        return archive.examine(leaf, places, Hasher(), own=own)
-
-    def subject(self, found: entry.Leaf) -> str:
-        """What the trace calls an entry: the path of its file in memory means nothing."""
-        return found.directory
 
 
 class Fitting(Record):
-    """An entry that fits by its manifest, with the place it is in."""
+    """An entry that fits by its manifest."""
 
     rank: tuple[int, ...]
     leaf: str
     needs: Mapping[str, Any]
-    place: DirectoryLayer | BundleLayer
+    layer: SearchedLayer
 
 
 def find(
@@ -418,58 +394,56 @@ def find(
 ) -> Artifact | None:
     """The best library for this machine in some layers, with what was refused in the trace.
 
-    In the user's ``own`` layers only what `opkiln cache import` put there is looked at: what was
-    built there has a key. ``only`` is the SHA-256 of the one library that is wanted, however it
-    came there. Raises ArchError for an architecture list, or a CPU, that was asked for
-    and cannot be understood.
+    In the user's ``own`` layers, only imported entries are judged: those that were built there are
+    found by their keys. ``only`` is the SHA-256 of the one library that is wanted, wherever it is
+    from. Raises ArchError for an architecture list or a CPU that is not valid.
     """
     spec = request.op.spec
-    places: list[DirectoryLayer | BundleLayer] = [DirectoryLayer(layer, own=True) for layer in own]
-    places += [
-        BundleLayer(layer) if os.path.isfile(layer) else DirectoryLayer(layer) for layer in layers
-    ]
-    told = {place: STORE if place.own else resort for place in places}
-    fitting = [
-        each for place in places for each in _fitting(request, place, trace, told[place], only)
-    ]
+    searched = [SearchedLayer(each, STORE, own=True) for each in own]
+    searched += [SearchedLayer(each, resort, bundle=os.path.isfile(each)) for each in layers]
+    fitting = [found for each in searched for found in _find_fitting(request, each, trace, only)]
     for each in sorted(fitting, key=lambda each: each.rank):  # of equals, the first layer's
+        told = each.layer.resort
         try:
-            reason = lacking(each.needs, spec.abi)
+            reason = missing_needs(each.needs, spec.abi)
             found = None if reason else _examine(spec, each)
-            fits = _fits(found.manifest) if isinstance(found, entry.Leaf) else ""
+            fits = _explain_fit(found.manifest) if isinstance(found, entry.Leaf) else ""
         except (*_NO_MANIFEST, LoadError) as error:
-            trace.add(told[each.place], "refused", f"damaged: {entry.in_words(error)}", each.leaf)
+            trace.add(told, "refused", f"damaged: {entry.describe_error(error)}", each.leaf)
             continue
         if reason:
-            trace.add(told[each.place], "refused", reason, each.leaf)
+            trace.add(told, "refused", reason, each.leaf)
         if isinstance(found, entry.Leaf):
+            # The path of a bundle's file in memory would mean nothing to a reader.
+            subject = found.directory if each.layer.bundle else found.payload
             if failed := request.cannot_open.get(found.payload):
-                trace.add(told[each.place], "refused", failed.why, each.place.subject(found))
+                trace.add(told, "refused", failed.why, subject)
                 continue
-            trace.add(told[each.place], "taken", fits, each.place.subject(found))
-            return Artifact(found.payload, found.manifest["sha256"], told[each.place])
+            trace.add(told, "taken", fits, subject)
+            return Artifact(found.payload, found.manifest["sha256"], told)
         if found is not None:
-            trace.add(told[each.place], "refused", found.reason, found.directory)
+            trace.add(told, "refused", found.reason, found.directory)
     return None
 
 
-def _fitting(
-    request: Request, place: DirectoryLayer | BundleLayer, trace: Trace, resort: str, only: str
+def _find_fitting(
+    request: Request, layer: SearchedLayer, trace: Trace, only: str
 ) -> Iterator[Fitting]:
     """A layer's entries that fit by what their manifests say."""
+    resort = layer.resort
     try:
-        leaves = place.leaves(request.op.spec)
+        leaves = layer.leaves(request.op.spec)
     except _NO_MANIFEST as error:
-        reason = error.what if isinstance(error, StoreError) else entry.in_words(error)
-        trace.add(resort, "refused", reason, place.root)
+        reason = error.what if isinstance(error, StoreError) else entry.describe_error(error)
+        trace.add(resort, "refused", reason, layer.root)
         return
     asked = measure(request, listed=resort != PREBUILT)
     for leaf in leaves:
         try:
-            manifest = place.manifest(leaf)
+            manifest = layer.manifest(leaf)
             if manifest["target"]["backend"] != request.op.spec.backend:
                 continue
-            if manifest["sha256"] != only if only else place.own and "created" in manifest:
+            if manifest["sha256"] != only if only else layer.own and "created" in manifest:
                 continue
             verdict = judge(request, manifest, asked)
             needs = manifest["needs"]
@@ -479,16 +453,16 @@ def _fitting(
             trace.add(resort, "refused", error.what, leaf)
             continue
         except _NO_MANIFEST as error:
-            if not place.own:  # where the look-up by key has said so
-                trace.add(resort, "refused", f"damaged: {entry.in_words(error)}", leaf)
+            if not layer.own:  # there, the look-up by key has said so
+                trace.add(resort, "refused", f"damaged: {entry.describe_error(error)}", leaf)
             continue
         if verdict.misfit:
             trace.add(resort, "refused", verdict.misfit, leaf)
         else:
-            yield Fitting(verdict.rank, leaf, needs, place)
+            yield Fitting(verdict.rank, leaf, needs, layer)
 
 
-def _fits(manifest: dict[str, Any]) -> str:
+def _explain_fit(manifest: dict[str, Any]) -> str:
     target = manifest["target"]
     made = ";".join(target["archs"]) or "+".join((target["cpu"], *target["cpu_features"]))
     fits = f"its sources are today's, and its code for {made} runs here"
@@ -497,40 +471,19 @@ def _fits(manifest: dict[str, Any]) -> str:
 
 
 def fetched_from(manifest: Mapping[str, Any]) -> str:
-    """Which remote tier an entry came from, and why it is trusted; empty for any other."""
+    """The remote tier that an entry came from, and why it is trusted; empty for other entries."""
     if (origin := manifest.get(entry.FETCHED)) is None:
         return ""
     by = origin.get("key") or origin.get("lock", "")
     return f"fetched from {origin.get('url')}, trusted by {by}"
 
 
-def _list_below(directory: str, levels: int) -> Iterator[str]:
-    """The directories so many levels down."""
-    if not levels:
-        yield directory
-        return
-    for name in _names(directory):
-        yield from _list_below(os.path.join(directory, name), levels - 1)
-
-
-def _names(directory: str) -> list[str]:
-    """The newest first, where there is more than one: of equals, it is the one that serves."""
-    try:
-        names = sorted(name for name in os.listdir(directory) if not name.startswith("."))
-        if len(names) > 1:
-            names.sort(key=lambda name: -os.stat(os.path.join(directory, name)).st_mtime)
-        return names
-    except OSError:
-        return []  # not there, no directory, or not ours to read
-
-
 def _examine(spec: OpSpec, each: Fitting) -> entry.Leaf | entry.Refused | None:
-    """Check owner and mode, the sources and the digests. A package that ships no sources is not
-    checked for them."""
+    """Check owner and mode, the digests, and the sources if the package ships them."""
     places = {"src": spec.root, "opkiln": PACKAGE, "abs": "", OUTSIDE: ""}
-    found = each.place.examine(each.leaf, places, own=True)
+    found = each.layer.examine(each.leaf, places, own=True)
     if isinstance(found, entry.Refused) and not found.damaged:
         files = (os.path.join(spec.root, source) for source in spec.sources)
         if not spec.inline and not any(map(os.path.lexists, files)):
-            return each.place.examine(each.leaf, places, own=False)
+            return each.layer.examine(each.leaf, places, own=False)
     return found

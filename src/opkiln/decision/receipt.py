@@ -1,18 +1,16 @@
-"""A receipt: the answer of one full search, and everything that answer rests on.
+"""A receipt: the answer of one full search, and everything that the answer rests on.
 
 Finding an op takes the target, the compilers' identity, a plan, three keys and the entry's list of
 dependencies. A receipt is a memo of that: the entry, and the facts that the search read
 (``machine/facts.py``). While all of them hold, the search would give the same answer. So a later
-process checks the facts, verifies the library's digest as ever, and is done in a fraction of the
-time.
+process checks the facts, verifies the library's digest, and needs a fraction of the time.
 
-A receipt never says what a full search would not: if a signature is another one, or something is
-odd about the receipt itself, the full search decides, and leaves a fresh receipt. A hit by receipt
-writes nothing.
+If a signature differs, or if the receipt itself is damaged, the full search decides and leaves a
+new receipt. A hit by receipt writes nothing.
 
-What is not a file is in the receipt's name: opkiln's version, the spec, the settings, the CPU's
-features, the device architectures, the compiler that PATH leads to, the Python and the torch in
-use.
+The receipt's name stands for everything that is not a file: opkiln's version, the spec, the
+settings, the CPU's features, the device architectures, the compiler that PATH leads to, the Python
+and the torch in use.
 """
 
 from __future__ import annotations
@@ -34,6 +32,7 @@ from opkiln.base.digest import (
     open_regular,
     read_file,
     sha256_file,
+    write_private,
 )
 from opkiln.base.model import ABI_NONE, CPU, PACKAGE, PLAN_VERSION, Artifact, place_of
 from opkiln.machine import uname
@@ -50,7 +49,7 @@ SCHEMA = 8
 
 
 def recall(request: Request) -> Artifact | None:
-    """The artifact, if a receipt says so and all it rests on holds."""
+    """The artifact of a receipt, if all facts of that receipt hold."""
     try:
         place = _place(request, getattr(sys.modules.get("torch"), "__file__", None))
         if place is None:
@@ -82,15 +81,15 @@ def _holds(receipt: dict[str, Any]) -> bool:
 
 
 def _same_path(receipt: dict[str, Any]) -> bool:
-    """Whether PATH leads to the same programs. It does if it has the same directories in front, and
-    nothing was made or removed in them."""
+    """Whether PATH leads to the same programs. It does if it begins with the same directories, and
+    nothing was created or removed in them."""
     path = receipt["path"]
     if receipt["path_signatures"] and list(settings.path[: len(path)]) == path:
         return bool(current_signatures(receipt["path_homes"]) == receipt["path_signatures"])
-    return _lead_to_the_same(receipt["programs"])
+    return _same_programs(receipt["programs"])
 
 
-def _lead_to_the_same(programs: Iterable[Iterable[Any]]) -> bool:
+def _same_programs(programs: Iterable[Iterable[Any]]) -> bool:
     for name, paths in programs:
         found = on_path(name)
         if [next(found, None) for _ in paths] != paths:
@@ -99,8 +98,8 @@ def _lead_to_the_same(programs: Iterable[Iterable[Any]]) -> bool:
 
 
 def _same_values(receipt: dict[str, Any]) -> bool:
-    """Whether the files whose signatures proved nothing are the same, which were saved just before
-    they were read. Once they have come to rest, a full search gives them signatures that do."""
+    """Whether the contents are the same of files that were saved just before they were read, so
+    that their signatures prove nothing. Once they have come to rest, a full search signs them."""
     from opkiln.machine.facts import Hasher, value
 
     hasher = Hasher()
@@ -110,7 +109,7 @@ def _same_values(receipt: dict[str, Any]) -> bool:
 
 
 def _same_images(signatures: list[list[Any]]) -> bool:
-    """Whether the images that hold these files are those that were mounted then."""
+    """Whether the images that contain these files are still the same mounts."""
     from opkiln.base import digest
 
     digest.forget_mounts()
@@ -132,10 +131,10 @@ def _verify(root: str, receipt: dict[str, Any]) -> Artifact | None:
 
 
 def _place(request: Request, torch: str | None) -> tuple[str, str] | None:
-    """(the store's root, the receipt's path), or None where there can be no receipt.
+    """(the store's root, the receipt's path), or None if there can be no receipt.
 
-    ``torch`` is the file of the package in use, None where it is not imported: looking for it takes
-    as long as the full search.
+    ``torch`` is the file of the package in use, None if it is not imported: looking for it takes as
+    long as the full search.
     """
     spec = request.op.spec
     if spec.abi == ABI_NONE:
@@ -155,16 +154,16 @@ def _place(request: Request, torch: str | None) -> tuple[str, str] | None:
 
 
 def _compiler() -> str | None:
-    """The compiler that PATH leads to: two environments with compilers of their own each have a
-    receipt. Which other programs PATH leads to is among the facts."""
+    """The compiler that PATH leads to, so that two environments with their own compilers have a
+    receipt each. The other programs on PATH are facts."""
     name = settings.cxx[-1] if settings.cxx else "g++"
     return next(on_path(name), None)
 
 
 def write(request: Request, artifact: Artifact, read: Evidence) -> None:
-    """Leave a receipt for what a full search found, and what it read.
+    """Write a receipt for what a full search found, and what it read.
 
-    Only for an entry in the store that is written to. A store that cannot take it is fine.
+    Does nothing for an entry that is not in the writable store, or if the store cannot be written.
     """
     torch = _torch(request)
     place = _place(request, torch)
@@ -184,25 +183,18 @@ def write(request: Request, artifact: Artifact, read: Evidence) -> None:
             **facts,
             "absent": list(read.absent),
         }
-        # PATH's directories were signed just now, and not when the search looked into them.
-        if not (_lead_to_the_same(receipt["programs"]) and _holds(receipt)):
-            return  # something was edited meanwhile, or cannot be told from what was
-        _put(path, receipt)
+        # PATH's directories were signed just now, not when the search looked into them.
+        if not (_same_programs(receipt["programs"]) and _holds(receipt)):
+            return  # something was edited meanwhile, or an edit would not show
+        write_private(path, json.dumps(receipt, separators=(",", ":")).encode())
     except OSError:
         return  # gone, full or read-only: later loads take the full search
 
 
-def _put(path: str, receipt: dict[str, Any]) -> None:
-    """Write a receipt. Raises OSError."""
-    from opkiln.base.digest import write_private  # not for a hit, which writes nothing
-
-    write_private(path, json.dumps(receipt, separators=(",", ":")).encode())
-
-
 def _facts(read: Evidence) -> dict[str, Any] | None:
-    """The files, directories and programs that were read, in the form that is checked fastest: the
-    signatures of many as one list of numbers. None if one had not come to rest, or changed, and
-    nothing else is known of it. Raises OSError."""
+    """The files, directories and programs that were read, in the form that is checked fastest: many
+    signatures as one list of numbers. None if one of opkiln's own files had not come to rest, or if
+    one changed between two looks. Raises OSError."""
     from opkiln.machine.facts import CHOICE, LINK, Hasher, ask_again, split_names
 
     signatures = {path: Signature.of(path) for path in _own_code()}
@@ -243,24 +235,27 @@ def _facts(read: Evidence) -> dict[str, Any] | None:
         "until": until,
         "images": [[path, *each] for path, each in mounted.items()],
         # A program that is named by its path is one of the files.
-        **_looked_up({name: paths for name, paths in programs.items() if paths != [name]}),
+        **_path_facts({name: paths for name, paths in programs.items() if paths != [name]}),
     }
 
 
 _FOR_EVER = 1 << 62  # a directory that is gone has no signature
 
 
-def _looked_up(programs: dict[str, list[str | None]]) -> dict[str, Any]:
+def _path_facts(programs: dict[str, list[str | None]]) -> dict[str, Any]:
     """Where PATH leads to. Raises OSError.
 
-    Looking at its directories is less work than looking for each program in each of them. They are
-    enough if each holds, of these names, only the programs that were found: another file may become
-    a program, which does not change its directory.
+    Comparing its directories is less work than looking for each program in each of them. That
+    suffices if they contain, of these names, only the programs that were found: another file may
+    become a program, which does not change its directory.
     """
     path = list(settings.path)
-    searched = [path[: _place_on(path, found[-1])] for found in programs.values()]
+    searched = []  # for each program, the directories until it was found
+    for found in programs.values():
+        directory = None if found[-1] is None else os.path.dirname(found[-1])
+        searched.append(path[: path.index(directory) + 1] if directory in path else path)
     longest = max(searched, key=len, default=[])
-    homes = list(dict.fromkeys(map(_nearest, longest)))
+    homes = list(dict.fromkeys(map(_nearest_directory, longest)))
     signatures = [Signature.of(home) for home in homes]
     enough = (
         all(map(os.path.isabs, longest))
@@ -280,13 +275,7 @@ def _looked_up(programs: dict[str, list[str | None]]) -> dict[str, Any]:
     }
 
 
-def _place_on(path: list[str], program: str | None) -> int:
-    """How many directories of PATH were searched until this program was found."""
-    directory = None if program is None else os.path.dirname(program)
-    return path.index(directory) + 1 if directory in path else len(path)
-
-
-def _nearest(directory: str) -> str:
+def _nearest_directory(directory: str) -> str:
     """A directory, or the nearest one above it that exists."""
     while not os.path.isdir(directory) and directory not in ("", "/"):
         directory = os.path.dirname(directory)
@@ -294,12 +283,12 @@ def _nearest(directory: str) -> str:
 
 
 def _numbers(facts: Iterable[Iterable[Any]]) -> list[int]:
-    """As ``digest.current_signatures`` gives them."""
+    """The signatures in the form of ``digest.current_signatures``."""
     return [number for each in facts for number in islice(each, 4)]
 
 
 def _torch(request: Request) -> str | None:
-    """The file that ``import torch`` gives, where it is imported or can be found."""
+    """The file of the torch that is imported, or else of the one that was found."""
     imported = getattr(sys.modules.get("torch"), "__file__", None)
     if imported is not None or request.sdk is None:
         return imported
@@ -311,8 +300,8 @@ _ROOMS = ("base", "decision", "machine", "plan", "settings", "store")
 
 
 def _own_code() -> Iterator[str]:
-    """The files of opkiln's own code that took part: an edit there ends receipts. A room's own
-    module has none (a test holds that), and a hit looks at each of these files."""
+    """The files of opkiln's code that took part: after an edit, receipts no longer hold. A hit
+    looks at each of them. The rooms' ``__init__.py`` have no code (a test holds that)."""
     for name, module in list(sys.modules.items()):
         first, _, rest = name.partition(".")
         room = rest.partition(".")[0]

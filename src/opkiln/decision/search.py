@@ -1,15 +1,16 @@
-"""The full search: an entry of the store's layers, built for this request or fit for it; else a
-plan for a build of its own."""
+"""The full search: an entry of the store's layers that was built for this request or fits it, else
+the plan of a build."""
 
 from __future__ import annotations
 
 import os
+from pathlib import PurePath
 
 from opkiln.base import digest
 from opkiln.base.build_model import Toolchain
 from opkiln.base.model import ABI_NONE, ABI_STABLE, CPU, CUDA, ROCM, STABLE_VERSION, Artifact
 from opkiln.decision import archs, prebuilt, terms
-from opkiln.decision.archs import features, lacking, require_cpu
+from opkiln.decision.archs import features, missing_here, require_cpu
 from opkiln.decision.terms import LOAD, Ask, Build, Fetch, Serve
 from opkiln.errors import BuildError, SpecError, ToolchainError
 from opkiln.machine import facts
@@ -17,7 +18,7 @@ from opkiln.machine.arch import cpu
 from opkiln.machine.facts import Hasher
 from opkiln.machine.toolchain import choice, torch_sdk
 from opkiln.plan import plan as plans
-from opkiln.settings import settings
+from opkiln.settings import LAYOUT, settings
 from opkiln.store import key
 
 TYPE_CHECKING = False
@@ -28,11 +29,11 @@ if TYPE_CHECKING:
     from opkiln.base.model import OpSpec
     from opkiln.decision.terms import Request, Trace
     from opkiln.errors import OpkilnError
-    from opkiln.store.layers import Store
 
 
 def search(request: Request, trace: Trace) -> Serve | Build | Ask | Fetch:
-    """The store's layers by key and by fit, then a plan for a build. Raises OpkilnError."""
+    """An entry, found by key or by fit; else a plan, or what must be asked first. Raises
+    OpkilnError."""
     spec, target = request.op.spec, request.target
     plans.check(spec)  # before its name becomes part of a path
     if request.use == LOAD:
@@ -43,13 +44,13 @@ def search(request: Request, trace: Trace) -> Serve | Build | Ask | Fetch:
     with facts.collecting() as read:
         compilers = _Compilers(request, trace)
         found = compilers.find()
-    if lacking(target):
+    if missing_here(target):
         read.complete = False  # a load would refuse it
     if found is not None:
         return Serve(found, trace, read)
     if not request.for_elsewhere:
         with facts.collecting() as beyond:
-            found = elsewhere(request, trace)
+            found = find_fitting(request, trace)
         if found is not None:
             return Serve(found, trace, beyond)
     trace.add("store", "none", "no entry for these sources, flags and compiler",
@@ -69,7 +70,7 @@ def search(request: Request, trace: Trace) -> Serve | Build | Ask | Fetch:
 
 
 class _Compilers:
-    """What is known of the compilers here, and what follows for one request."""
+    """What is known of the compilers here, and what it means for one request."""
 
     def __init__(self, request: Request, trace: Trace) -> None:
         self.request, self.trace = request, trace
@@ -78,7 +79,7 @@ class _Compilers:
         self.tools = choice.recall(memory, target.backend, target.machine, request.op.spec)
         if self.tools is None and isinstance(request.compilers, Toolchain):
             self.tools = request.compilers
-            facts.incomplete()  # what they said is not remembered
+            facts.note_incomplete()  # what they said is not remembered
         self.fitted = target
         if self.tools is not None:
             try:
@@ -93,7 +94,7 @@ class _Compilers:
         any_will_do = choice.stands_in(target.backend, spec)
         if self.tools is None:
             if self.refusal is not None:
-                facts.incomplete()  # where a compiler may be used, another build may be right
+                facts.note_incomplete()  # where a compiler may be used, another build may be right
             elif not any_will_do and choice.available(target.backend, target.machine, spec):
                 return None  # which entries are its own is only known after it was asked
         found = find_built(request, self.fitted, self.tools, self.trace)
@@ -103,8 +104,7 @@ class _Compilers:
 
 
 def _refusal(request: Request) -> tuple[OpkilnError | None, str]:
-    """Why nothing can be built for a request, and that in short; None if it can, as far as is
-    known."""
+    """(the error if nothing can be built for a request, its short form); (None, "") if it may."""
     if request.build_error is not None:
         return request.build_error, request.build_error.what
     if forbidden := terms.why_not_compile(request):
@@ -125,8 +125,8 @@ def find_built(
     places = plans.anchors_of(spec, toolchain)
     hasher = Hasher()
     if toolchain is None and spec.backend != CPU:
-        facts.incomplete()  # that there is no device compiler cannot be checked by a few facts
-    for candidate in _covering(request, target, toolchain):
+        facts.note_incomplete()  # that there is no device compiler cannot be checked by a few facts
+    for candidate in _list_targets(request, target, toolchain):
         build = None
         if toolchain is not None:
             build = key.build_key(plans.make(spec, candidate, toolchain))
@@ -140,13 +140,14 @@ def find_built(
             trace.add("store", "refused", error.why, leaf.payload)
             continue
         needs = leaf.manifest["target"]
-        lacks = cpu.lacking(needs["cpu"], tuple(needs["cpu_features"]), features())
+        lacks = cpu.missing_features(needs["cpu"], tuple(needs["cpu_features"]), features())
         if lacks and request.runs_here:
             trace.add("store", "refused", f"needs {', '.join(lacks)}, which this CPU lacks",
                       leaf.directory)  # fmt: skip
             continue
         if lacks or candidate is not target:
-            facts.incomplete()  # a load would refuse it, or a build for the very target is better
+            # A load would refuse it, or a build for the very target is better.
+            facts.note_incomplete()
         reason = "its sources, flags and compiler are today's"
         if candidate.archs != target.archs:
             reason += f"; its code for {';'.join(candidate.archs)} runs here"
@@ -154,21 +155,23 @@ def find_built(
             reason += f"; {origin}"
         trace.add("store", "taken", reason, leaf.directory)
         if toolchain is None:
-            facts.file(os.path.dirname(os.path.dirname(leaf.directory)))
+            facts.note_file(os.path.dirname(os.path.dirname(leaf.directory)))
         return Artifact(leaf.payload, leaf.manifest["sha256"], "store")
     return None
 
 
-def elsewhere(request: Request, trace: Trace) -> Artifact | None:
-    """The best of listed layers, and of what was imported into the user's own."""
-    facts.incomplete()
+def find_fitting(request: Request, trace: Trace) -> Artifact | None:
+    """The entry that fits best, of the listed layers and of those imported into the user's own."""
+    facts.note_incomplete()
     layers = request.store.location.layers
     listed = []
     for layer in layers:
         if layer.listed and os.path.lexists(layer.root):
             listed.append(layer.root)
         elif layer.listed:
-            trace.add(prebuilt.LAYER, "none", _no_layer(layer.root), os.path.dirname(layer.root))
+            trace.add(
+                prebuilt.LAYER, "none", _why_no_layer(layer.root), os.path.dirname(layer.root)
+            )
     own = [layer.root for layer in layers if not layer.listed]
     return prebuilt.find(request, listed, trace, prebuilt.LAYER, own)
 
@@ -180,32 +183,23 @@ def _note_unasked(trace: Trace) -> None:
         trace.add("remote", "none", f"not asked: {reason}", url)
 
 
-def _no_layer(root: str) -> str:
-    place = os.path.dirname(root)
-    if not os.path.lexists(place):
-        return "OPKILN_STORE_LAYERS names it, and it does not exist"
-    return (
-        f"OPKILN_STORE_LAYERS names it, and it is not a layer: it has no {os.path.basename(root)}"
-    )
+def _why_no_layer(root: str) -> str:
+    exists = os.path.lexists(os.path.dirname(root))
+    why = f"it is not a layer: it has no {LAYOUT}" if exists else "it does not exist"
+    return f"OPKILN_STORE_LAYERS names it, and {why}"
 
 
-def _covering(request: Request, target: Target, toolchain: Toolchain | None) -> Iterator[Target]:
-    """The target, then those of other architectures whose binaries this machine also covers.
-
-    Only for ``native``: a list of architectures that was named is the one that is wanted.
-    """
-    yield target
-    if request.op.spec.backend in (CUDA, ROCM) and request.wanted.native:
-        yield from _other_archs(request, target, request.store, toolchain)
-
-
-def _other_archs(
-    request: Request, target: Target, store: Store, toolchain: Toolchain | None
+def _list_targets(
+    request: Request, target: Target, toolchain: Toolchain | None
 ) -> Iterator[Target]:
-    """Targets of entries in the store that differ in their architectures alone and run here."""
+    """The target, then those of entries that differ from it only in their architectures, and run
+    on this machine's devices. If a list of architectures was asked for, no others count."""
+    yield target
     op, spec = request.op, request.op.spec
+    if spec.backend not in (CUDA, ROCM) or not request.wanted.native:
+        return
     ways: dict[str, list[Target]] = {way: [] for way in archs.WAYS}
-    for intent, needs in store.targets(spec.distribution, spec.name):
+    for intent, needs in request.store.targets(spec.distribution, spec.name):
         other = target._replace(archs=tuple(needs.get("archs", ())))
         if other.archs == target.archs or key.intent_key(spec, other) != intent:
             continue
@@ -220,10 +214,8 @@ def _other_archs(
 
 
 def plan_for(spec: OpSpec, target: Target, toolchain: Toolchain) -> Plan:
-    """The plan, if its sources and its torch are there. Raises BuildError, SpecError.
-
-    Sources in a zip (``python app.pyz``) are a BuildError: a reference can serve.
-    """
+    """The plan. Raises SpecError if a source is missing, BuildError if there is no fitting torch or
+    if the sources are in a zip file (``python app.pyz``)."""
     plans.check(spec)
     for source in () if spec.inline else spec.sources:
         if not os.path.isfile(os.path.join(spec.root, source)):
@@ -257,9 +249,6 @@ def plan_for(spec: OpSpec, target: Target, toolchain: Toolchain) -> Plan:
 
 
 def _archive_of(directory: str) -> str:
-    """The file that a directory is inside of, where it is one of a zip that is imported from."""
-    while directory != os.path.dirname(directory):
-        if os.path.isfile(directory):
-            return directory
-        directory = os.path.dirname(directory)
-    return ""
+    """The zip file that a directory is in; empty if it is in none."""
+    above = (directory, *map(str, PurePath(directory).parents))
+    return next(filter(os.path.isfile, above), "")

@@ -1,10 +1,10 @@
-"""The terms of a decision: what is asked, what may be done here, and what it can come to.
+"""The terms of a decision: the request, what is allowed here, and the possible outcomes.
 
-A request is made at the beginning of a load, a build or a look. Everything that it needs is worked
-out once. What came of acting on an outcome is noted in it, and then it is decided on again.
+A request is made at the beginning of a load, a build or a look. It computes each thing that it
+needs once. If acting on an outcome fails, that is noted in the request, and it is decided again.
 
-Whether an op may be compiled here, and whether its reference may serve instead, ``OPKILN_MODE``
-says for a process; ``opkiln.seal()`` forbids compiling from some point on.
+``OPKILN_MODE`` says for a process whether an op may be compiled, and whether its reference may
+serve instead. ``opkiln.seal()`` forbids compiling from then on.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ _seal = "off"
 
 
 def seal(mode: str = "error") -> None:
-    """A compile from now on is an error, or a warning with ``"warn"``; ``"off"`` lifts it.
+    """Make every later compile an error, or with ``"warn"`` a warning; ``"off"`` undoes that.
 
-    An error also for an op that has a reference: a server that was warmed up should not find out
-    by its latency that an op fell back.
+    It is an error also for an op that has a reference: a server that was warmed up should not learn
+    from its latency that an op fell back.
     """
     global _seal
     if mode not in ("warn", "error", "off"):
@@ -60,7 +60,7 @@ def seal(mode: str = "error") -> None:
 
 
 def is_sealed() -> bool:
-    """Whether a compile is an error, whatever could serve instead."""
+    """Whether a compile is an error even if something else could serve."""
     return _seal == "error" or settings.mode == SEALED
 
 
@@ -70,7 +70,7 @@ def uses_installed() -> bool:
 
 
 def never_compiles() -> str:
-    """Why nothing at all may be compiled here; empty where something may be."""
+    """Why no op may be compiled here; empty if some may."""
     if _seal == "error":
         return "opkiln is sealed: nothing may be compiled any more"
     if settings.mode in (SEALED, CACHED):
@@ -79,14 +79,14 @@ def never_compiles() -> str:
 
 
 def why_not_compile(request: Request) -> str:
-    """Why this op may not be compiled here; empty where it may be."""
+    """Why this op may not be compiled here; empty if it may."""
     if settings.mode == NEEDED and not why_no_reference(request):
         return "OPKILN_MODE=needed: an op that has a reference is not compiled here"
     return never_compiles()
 
 
 def why_no_reference(request: Request) -> str:
-    """Why the reference must not serve this request; empty where it may."""
+    """Why the reference must not serve this request; empty if it may."""
     if not request.op.has_reference:
         return "the op has no reference"
     if request.must_be_native:
@@ -103,13 +103,13 @@ TRUST_HINT = "export OPKILN_TRUSTED_KEYS=FILE.pub, or OPKILN_LOCK=ops.lock; see 
 
 
 def why_no_tier_is_asked() -> str:
-    """Why no remote tier is ever asked, although there are some; empty where they are."""
+    """Why the remote tiers that are set are never asked; empty if they are, or if none is set."""
     trusts = settings.trusted_keys is not None or settings.lock
     return NOTHING_TRUSTED if settings.remotes and not trusts else ""
 
 
 def prefers_reference(request: Request) -> bool:
-    """Whether the reference is to serve although a native version may be there."""
+    """Whether the reference is to serve even if there is a native version."""
     return bool(settings.mode == REFERENCE) and not why_no_reference(request)
 
 
@@ -122,7 +122,7 @@ def refusal(spec: OpSpec, reason: str) -> CompilingOff:
 
 
 def about_to_compile(spec: OpSpec) -> None:
-    """Called before the first compile of an op. Raises SealedError."""
+    """Raise SealedError or warn, if opkiln is sealed. Called before the first compile of an op."""
     if is_sealed():
         raise refusal(spec, never_compiles())
     if _seal == "warn":
@@ -134,7 +134,7 @@ def about_to_compile(spec: OpSpec) -> None:
 
 
 def _hint(spec: OpSpec) -> str:
-    """How to have it compiled, where no variable that is set here forbids that, too."""
+    """The command that compiles an op, without the mode that forbids it here."""
     allowed = "" if settings.mode in (AUTO, NATIVE, SOURCE, CHECK) else "OPKILN_MODE=auto"
     if not spec.is_known_by_name:
         how = f" with {allowed}" if allowed else ""
@@ -150,8 +150,8 @@ class Pin(Record):
     artifact: Artifact | None
     reason: str = ""
     passing: bool = False  # the job still prepares a library, as the program asked it to
-    # Says what an op computes in Python otherwise than was agreed on, in a word or two; None if
-    # that was not compared.
+    # Names the part of an op's Python code that differs from what was agreed on; None if that was
+    # not compared.
     find_change: Callable[[Op], str] | None = None
 
 
@@ -166,7 +166,7 @@ def pin(
     passing: bool = False,
     find_change: Callable[[Op], str] | None = None,
 ) -> Pin:
-    """From now on serve this library; None is the reference."""
+    """Serve this library from now on; None means the reference."""
     made = _pins[op.name] = Pin(op.spec, artifact, reason, passing, find_change)
     return made
 
@@ -181,8 +181,8 @@ def release(op: Op) -> None:
     _pins.pop(op.name, None)
 
 
-def fault_of_pinned(artifact: Artifact) -> str:
-    """Why a pinned library must not be opened; empty if it is what was agreed on."""
+def pin_fault(artifact: Artifact) -> str:
+    """Why a pinned library must not be opened; empty if it is the one that was agreed on."""
     path = artifact.path
     in_memory = path.startswith("/proc/")  # of a bundle: nobody can change it any more
     try:
@@ -209,7 +209,7 @@ class Request:
     def __init__(
         self, op: Op, use: str = LOAD, *, must_be_native: bool = False, agreed: bool = True
     ) -> None:
-        """``agreed=False``: whatever the ranks of the job have agreed on."""
+        """With ``agreed=False``, what the ranks of the job agreed on does not count."""
         self.op = op
         self.use = use
         self.agreed = agreed
@@ -232,11 +232,11 @@ class Request:
 
     @cached_property
     def sdk(self) -> TorchSDK | None:
-        """The torch that it would run on; None where it needs none. Raises LoadError where no
-        native op can run here at all."""
-        from opkiln.decision.archs import runnable
+        """The torch that it would run on; None if it needs none. Raises LoadError if no native op
+        can run here."""
+        from opkiln.decision.archs import require_torch
 
-        return runnable(self.op.spec)
+        return require_torch(self.op.spec)
 
     @cached_property
     def target(self) -> Target:
@@ -264,7 +264,7 @@ class Request:
 
 
 class Candidate(Record):
-    """One thing that could have served, and why it does or does not."""
+    """One thing that could have served, and why it was taken or refused."""
 
     resort: str  # prebuilt, store, layer, remote, build, fallback
     verdict: str  # taken, refused, fetched, none
@@ -350,7 +350,7 @@ WOULD_FAIL = "would fail"
 
 
 class Summary(Record):
-    """``reason`` says why it is not cached; ``path`` is the entry if it is."""
+    """An outcome in short. ``reason`` says why it is not cached; ``path`` is the entry if it is."""
 
     status: str
     reason: str = ""
@@ -358,7 +358,7 @@ class Summary(Record):
 
 
 def summary(outcome: Outcome) -> Summary:
-    """What a load comes to that is decided like this."""
+    """What a load with this outcome does."""
     candidates = outcome.trace.candidates
     if isinstance(outcome, Serve):
         taken = (each.subject for each in candidates if each.verdict == "taken")

@@ -108,7 +108,7 @@ class FileRequest:
             self._queue.call("cancel", self._number)
 
     def error(self) -> Exception | None:
-        """What ``wait`` would raise, or None; also None before the end."""
+        """The error that ``wait`` would raise; None if there is none, and before the end."""
         if self._outcome is None:
             return None
         state, error, failed, *sizes = self._outcome
@@ -232,7 +232,7 @@ class AsyncIO:
         self._check_open()
         if self._for_devices == devices.COPIES:
             raise UsageError("this AsyncIO copies, and does not use cuFile")
-        memory = _bytes(tensor, write=False)
+        memory = _as_bytes(tensor, write=False)
         devices.register(memory)
         self._registered[memory.data_ptr()] = memory
 
@@ -268,7 +268,7 @@ class AsyncIO:
         if kind is None:
             self.close()
         else:
-            with warnings.catch_warnings():  # what went wrong in the block is the better news
+            with warnings.catch_warnings():  # the error in the block matters more
                 warnings.simplefilter("ignore", RuntimeWarning)
                 self._closer()
 
@@ -276,7 +276,7 @@ class AsyncIO:
         self, transfers: Sequence[Transfer], function: str, *, write: bool, partial: bool
     ) -> FileRequest:
         self._check_open()
-        memory = [_bytes(each.tensor, write) for each in transfers]
+        memory = [_as_bytes(each.tensor, write) for each in transfers]
         for each, room in zip(transfers, memory, strict=True):
             most = _LAST - room.numel()
             if not 0 <= each.offset <= most:
@@ -332,7 +332,7 @@ def _close_queues(queues: list[_RequestQueue], registered: dict[int, Tensor]) ->
     """Wait for the requests that are left, warn of those that failed, and close the queues."""
     if queues[0].process != os.getpid():  # a fork: the requests are its parent's
         return
-    with ExitStack() as rest:  # each is done, whatever another raises; the last that is added first
+    with ExitStack() as rest:  # calls all, the last one first, also if one raises
         for each in registered.values():
             rest.callback(devices.unregister, each)
         for queue in queues:
@@ -360,7 +360,7 @@ def _is_on_host(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu"
 
 
-def _bytes(tensor: Tensor, write: bool) -> Tensor:
+def _as_bytes(tensor: Tensor, write: bool) -> Tensor:
     """The tensor's memory as bytes. If the tensor is only to be written to a file and is not
     contiguous, a contiguous copy."""
     if tensor.device.type == "meta":

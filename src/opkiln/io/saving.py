@@ -13,7 +13,7 @@ import os
 import threading
 import warnings
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import CancelledError
 from contextlib import suppress
 from math import prod
@@ -22,18 +22,14 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 from torch import Tensor
 
-from opkiln.base.digest import taking_the_place_of
+from opkiln.base.digest import open_replacement
 from opkiln.errors import ArgumentError, ArgumentTypeError, UsageError
 from opkiln.io.handle import AsyncIO, FileRequest, Transfer
 from opkiln.store import publish
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
 _PAGE = 4096
 _MOST_HEADER = 100_000_000  # safetensors' own limit
-_TOGETHER = 16 << 20  # tensors that lie together are read together, up to so many bytes
+_TOGETHER = 16 << 20  # bytes of adjacent tensors that are read together
 _HUGE = 2 << 20  # pages of this size save most page faults
 _MOST_NUMBER = (1 << 63) - 1  # torch's sizes are so large at most
 
@@ -99,11 +95,11 @@ def save(
 ) -> None:
     """Write tensors to a file in safetensors' layout.
 
-    The file gets its name when all is written and on the disk: whenever the process or the machine
-    ends, the old file is there or the new one. ``sync=False`` does not wait for the disk. Then only
-    the end of the process is survived. Tensors may be on GPUs, and then must not change before this
-    returns. Tensors that share memory are written each. ``metadata`` is text by names, and is read
-    by ``read_header``. ``files`` is an ``AsyncIO`` to use. Raises OSError, ArgumentError.
+    The file gets its name when all of it is on the disk. If the process or the machine ends before,
+    the old file is still there. ``sync=False`` does not wait for the disk, and is only safe if the
+    process ends, not the machine. Tensors may be on GPUs, and then must not change before this
+    returns. Each of several tensors that share memory is written. ``metadata`` is text by names,
+    which ``read_header`` reads. ``files`` is an ``AsyncIO`` to use. Raises OSError, ArgumentError.
     """
     path = os.path.realpath(path)  # a link stays a link
     # The largest elements first: then each tensor begins at a multiple of its elements' size.
@@ -111,7 +107,7 @@ def save(
     head, offsets = _header(ordered, metadata)
     # From its first byte on, the new file is readable only by those who may read the old one.
     mode = _mode_of(path)
-    with taking_the_place_of(path, 0o666 if mode is None else mode | 0o600, sync=sync) as file:
+    with open_replacement(path, 0o666 if mode is None else mode | 0o600, sync=sync) as file:
         fd = file.fileno()
         parts = [Transfer(head, fd, 0)]
         parts += [
@@ -134,7 +130,7 @@ def save_in_background(
 ) -> Saving:
     """``save`` of the tensors as they are now, while the program goes on.
 
-    They are copied first, so they may change at once. The copy is let go with the last write.
+    They are copied first, so they may change at once. The copy is freed with the last write.
     Raises ArgumentError.
     """
     copies = {
@@ -218,7 +214,7 @@ class Entry(NamedTuple):
 
 
 class Header(NamedTuple):
-    """What a file says of itself."""
+    """The header of a file."""
 
     entries: dict[str, Entry]  # by name
     metadata: dict[str, str]  # what was given to `save`
@@ -268,7 +264,7 @@ def _require_unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _entry(name: str, described: object, start: int) -> Entry:
-    """Raises ValueError for whatever is not the description of a tensor."""
+    """The entry of a tensor's description. Raises ValueError for anything else."""
     match described:
         case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [begin, end]} if all(
             type(each) is int and 0 <= each <= _MOST_NUMBER for each in (*shape, begin, end)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from opkiln import settings as settings_module
 from opkiln.base.build_model import Plan
-from opkiln.base.model import Artifact, Op, in_words, place_of
+from opkiln.base.model import Artifact, Op, display_name, place_of
 from opkiln.building.asking import plan_here
 from opkiln.building.build import inputs
 from opkiln.building.observing import limits, observer
@@ -21,7 +21,7 @@ from opkiln.machine.facts import Hasher
 from opkiln.machine.toolchain import choice
 from opkiln.plan import plan as plans
 from opkiln.store import entry, key
-from opkiln.store.key import changes
+from opkiln.store.key import find_changes
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class Explanation(NamedTuple):
     notes: tuple[str, ...] = ()  # what calls in this process came to
 
     def __str__(self) -> str:
-        op = in_words(self.op)
+        op = display_name(self.op)
         lines = [*(f"{op}: {each}" for each in self.notes), f"{op}: {self.verdict}"]
         lines += [f"  {each}".replace("\n", "\n    ") for each in self.candidates]
         if self.new_process:
@@ -149,9 +149,9 @@ def _changes(plan: Plan, store: Store) -> list[str]:
         manifest = entry.read_manifest(newest)
         places = plans.anchors_of(plan.spec, plan.toolchain)
         lists = entry.read_sidecar(newest)
-        edited = changes(manifest["deps"], lists.get("facts"), places, Hasher())
+        edited = find_changes(manifest["deps"], lists.get("facts"), places, Hasher())
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        return [f"the newest entry, {newest}, cannot be read: {entry.in_words(error)}"]
+        return [f"the newest entry, {newest}, cannot be read: {entry.describe_error(error)}"]
     return [*difference(lists["inputs"], inputs(plan)), *edited]
 
 

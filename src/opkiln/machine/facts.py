@@ -18,16 +18,13 @@ from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from itertools import islice
 
 from opkiln.base.digest import Signature, key, sha256_file
 from opkiln.settings import executable, on_path
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
 
 # What is known of a path, and so what must not change:
 FILE = "file"  # its contents
@@ -85,7 +82,7 @@ def split_names(value: str) -> list[str]:
     return value.split("\0") if value else []
 
 
-def together(kind: str, one: str, other: str) -> str:
+def merge_values(kind: str, one: str, other: str) -> str:
     """What two steps knew of a path. Raises ValueError if they disagree."""
     if one == other:
         return one
@@ -188,7 +185,7 @@ class Evidence:
 
     def start_entry(self) -> None:
         """An entry is about to be compared with the files as they are: forget those of others."""
-        self.entry: list[tuple[str, str, str, Signature]] = []  # as ``entry`` has them
+        self.entry: list[tuple[str, str, str, Signature]] = []  # as ``note_entry`` has them
 
 
 _collected: ContextVar[Evidence | None] = ContextVar("opkiln_evidence", default=None)
@@ -211,7 +208,7 @@ def is_collected() -> bool:
     return _collected.get() is not None
 
 
-def file(path: str, signature: Iterable[int] | None = None) -> None:
+def note_file(path: str, signature: Iterable[int] | None = None) -> None:
     """A file, or a directory's list of names, was read. ``signature`` is from before the read."""
     found = _collected.get()
     if found is None:
@@ -225,7 +222,7 @@ def file(path: str, signature: Iterable[int] | None = None) -> None:
         found.complete = False  # it changed between two looks
 
 
-def absent(path: str) -> None:
+def note_absent(path: str) -> None:
     """There is nothing at this path, or nothing that can be used."""
     found = _collected.get()
     if found is not None:
@@ -237,16 +234,16 @@ def exists(path: str) -> bool:
     return _note(path, os.path.exists(path))
 
 
-def runs(path: str) -> bool:
+def is_program(path: str) -> bool:
     """As ``exists``, of a program."""
     return _note(path, executable(path))
 
 
 def _note(path: str, found: bool) -> bool:
     if found:
-        file(path)
+        note_file(path)
     else:
-        absent(path)
+        note_absent(path)
     return found
 
 
@@ -256,9 +253,9 @@ def list_directory(directory: str) -> list[str]:
         signature = Signature.of(directory)
         names = os.listdir(directory)
     except OSError:
-        absent(directory)
+        note_absent(directory)
         return []
-    file(directory, signature)
+    note_file(directory, signature)
     return names
 
 
@@ -269,28 +266,28 @@ def start_entry() -> None:
         found.start_entry()
 
 
-def entry(kind: str, path: str, value: str, signature: Signature) -> None:
+def note_entry(kind: str, path: str, value: str, signature: Signature) -> None:
     """A fact of an entry holds (``store.key``). ``signature`` is from before the look."""
     found = _collected.get()
     if found is not None:
         found.entry.append((kind, path, value, signature))
 
 
-def program(name: str, path: str | None) -> None:
+def note_program(name: str, path: str | None) -> None:
     """A name was looked up on PATH."""
     found = _collected.get()
     if found is not None:
         found.programs.setdefault(name, [path])
 
 
-def programs(name: str, paths: list[str]) -> None:
+def note_programs(name: str, paths: list[str]) -> None:
     """All programs of a name on PATH were looked at."""
     found = _collected.get()
     if found is not None:
         found.programs[name] = [*paths, None]
 
 
-def incomplete() -> None:
+def note_incomplete() -> None:
     """The decision rests on something that cannot be checked later."""
     found = _collected.get()
     if found is not None:

@@ -1,9 +1,9 @@
 """The two halves of a training layer around its attention, each with a gradient of its own: as
 functions that say what they keep, and as autograd functions over these.
 
-Matrix products are torch's. What is between them is one kernel each. A half keeps what its matrix
-products need, and of the rest only what cannot be computed from that. Norms and the gelu may be
-computed again in the backward pass, by the kernels that read their inputs there anyway.
+Matrix products are torch's; one kernel computes everything between two of them. A half keeps the
+inputs of its matrix products, and only those other values that cannot be computed from them. Norms
+and the gelu may be computed again in the backward pass, by kernels that read their inputs anyway.
 
 A residual passes through the half that adds to it. Then its gradients are added by a kernel, or by
 a matrix product, that writes the sum anyway.
@@ -40,7 +40,7 @@ def _flat(x: Tensor) -> Tensor:
 
 
 class ProjectionKept(NamedTuple):
-    """What the gradient of ``project`` needs."""
+    """The values that the gradient of ``project`` needs."""
 
     x: Tensor
     mean: Tensor | None
@@ -106,7 +106,7 @@ class ProjectionFunction(Function):
 
 
 class OutputKept(NamedTuple):
-    """What the gradient of ``output`` needs."""
+    """The values that the gradient of ``output`` needs."""
 
     attention: Tensor
     total: Tensor
@@ -149,7 +149,7 @@ def output(
     recompute_gelu: bool,
     relaxed: bool,
 ) -> tuple[Tensor, OutputKept]:
-    """What follows the attention: its output matrix, and the multilayer perceptron.
+    """The half after the attention: its output matrix, and the multilayer perceptron.
 
     ``x`` is the residual. With ``last_weight`` and ``last_bias``, each of the two is normalized
     after its residual was added, the second one with these. Without them, the first norm is the

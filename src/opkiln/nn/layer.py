@@ -22,8 +22,8 @@ class TransformerLayer(nn.Module):
     Dropout happens in training only: ``attention_dropout`` of the attention's weights,
     ``hidden_dropout`` of what is added to the residuals, ``activation_dropout`` after the gelu. It
     is drawn from torch's generator of the device, so ``torch.manual_seed`` and
-    ``torch.utils.checkpoint`` repeat it. No mask is kept. A captured CUDA graph draws anew at each
-    replay.
+    ``torch.utils.checkpoint`` repeat it. No mask is kept. A captured CUDA graph draws new masks at
+    each replay.
 
     Little is kept for the backward pass: norms (``normalize_invertible``) and the gelu
     (``gelu_checkpoint``) are computed again, as by-products of kernels that read their inputs there

@@ -7,38 +7,21 @@ from opkiln.base import lazy
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from opkiln.ops.sparse_attn.attention import SparseSelfAttention, attention
-    from opkiln.ops.sparse_attn.layouts import (
-        BigBird,
-        Blocks,
-        Dense,
-        Fixed,
-        Layout,
-        Longformer,
-        SlidingWindow,
-        Variable,
-    )
-    from opkiln.ops.sparse_attn.plans import SparsePlan
+    from opkiln.ops.sparse_attn.attention import SparseSelfAttention as SparseSelfAttention
+    from opkiln.ops.sparse_attn.attention import attention as attention
+    from opkiln.ops.sparse_attn.layouts import BigBird as BigBird
+    from opkiln.ops.sparse_attn.layouts import Blocks as Blocks
+    from opkiln.ops.sparse_attn.layouts import Dense as Dense
+    from opkiln.ops.sparse_attn.layouts import Fixed as Fixed
+    from opkiln.ops.sparse_attn.layouts import Layout as Layout
+    from opkiln.ops.sparse_attn.layouts import Longformer as Longformer
+    from opkiln.ops.sparse_attn.layouts import SlidingWindow as SlidingWindow
+    from opkiln.ops.sparse_attn.layouts import Variable as Variable
+    from opkiln.ops.sparse_attn.plans import SparsePlan as SparsePlan
 
-__all__ = [
-    "BigBird",
-    "Blocks",
-    "Dense",
-    "Fixed",
-    "Layout",
-    "Longformer",
-    "SlidingWindow",
-    "SparsePlan",
-    "SparseSelfAttention",
-    "Variable",
-    "attention",
-]
-
-_HOMES = {
-    **dict.fromkeys(__all__, "opkiln.ops.sparse_attn.layouts"),
-    "SparsePlan": "opkiln.ops.sparse_attn.plans",
-    "SparseSelfAttention": "opkiln.ops.sparse_attn.attention",
-    "attention": "opkiln.ops.sparse_attn.attention",
-}
-
-__getattr__, __dir__ = lazy.names(__name__, _HOMES)
+__all__, __getattr__, __dir__ = lazy.names(__name__, {
+    "opkiln.ops.sparse_attn.attention": "SparseSelfAttention attention",
+    "opkiln.ops.sparse_attn.layouts":
+        "BigBird Blocks Dense Fixed Layout Longformer SlidingWindow Variable",
+    "opkiln.ops.sparse_attn.plans": "SparsePlan",
+})  # fmt: skip

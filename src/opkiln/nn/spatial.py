@@ -7,10 +7,8 @@ from opkiln.base import lazy
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from opkiln.ops.spatial_inference.functions import spatial_bias_add
+    from opkiln.ops.spatial_inference.functions import spatial_bias_add as spatial_bias_add
 
-__all__ = ["spatial_bias_add"]
-
-__getattr__, __dir__ = lazy.names(
-    __name__, {"spatial_bias_add": "opkiln.ops.spatial_inference.functions"}
-)
+__all__, __getattr__, __dir__ = lazy.names(__name__, {
+    "opkiln.ops.spatial_inference.functions": "spatial_bias_add",
+})  # fmt: skip

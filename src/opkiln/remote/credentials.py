@@ -1,4 +1,4 @@
-"""Logins, from where other tools keep them: docker's config.json and its helpers, netrc.
+"""Logins that other tools keep: docker's config.json and its helpers, netrc.
 
 opkiln has no logins of its own, and writes none.
 """
@@ -22,7 +22,7 @@ _HELPER_TIME = 2.0  # seconds that a credential helper may take
 
 
 class Login(NamedTuple):
-    """A name and a password, or a token that stands for both."""
+    """A name and a password, or a token in their place."""
 
     user: str
     password: str
@@ -52,7 +52,7 @@ def registry_login(host: str) -> Login | None:
 
 
 def registry_files() -> list[str]:
-    """Where logins for registries are looked for."""
+    """The files that may have logins for registries."""
     files = [settings.registry_auth_file] if settings.registry_auth_file else []
     directory = settings.docker_config or (settings.home and os.path.join(settings.home, ".docker"))
     return [*files, os.path.join(directory, "config.json")] if directory else files
@@ -82,7 +82,7 @@ def _find_in_config(config: dict[str, Any], host: str) -> Login | None:
 
 
 def _ask(helper: str, host: str) -> Login | None:
-    """What a credential helper says; None if it has no login for the host."""
+    """The login from a credential helper; None if it has none for the host."""
     if "/" in helper:
         raise Unreachable(f"docker's config.json names {helper!r}, which is not a helper's name")
     program = f"docker-credential-{helper}"
@@ -123,6 +123,6 @@ def web_login(host: str) -> Login | None:
 
 
 def web_files() -> list[str]:
-    """Where logins for web servers are looked for."""
+    """The files that may have logins for web servers."""
     path = settings.netrc or (settings.home and os.path.join(settings.home, ".netrc"))
     return [path] if path else []

@@ -1,8 +1,8 @@
-"""Fetches artifacts from the remote tiers: what a load misses in the store, or a whole lock file.
+"""Fetches artifacts from the remote tiers: for a load that misses the store, or for a lock file.
 
-An artifact is checked, put into the store, and judged there like any that was imported. One process
-of a host asks the tiers. The others wait while it makes progress, and otherwise go on without it. A
-tier that is down, and an artifact that is refused, do not end the search.
+An artifact is checked, put into the store, and judged there like an imported one. One process of a
+host asks the tiers. The others wait while it makes progress, and otherwise go on without it. A tier
+that is down, or an artifact that is refused, does not end the search.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from opkiln.decision.terms import Request, Trace
 from opkiln.errors import BuildTimeout, OpkilnError, StoreError
 from opkiln.machine import uname
 from opkiln.machine.arch import cpu
-from opkiln.remote import lockfile, names, tiers
+from opkiln.remote import lockfile, tiers
 from opkiln.remote.lockfile import LockRow
 from opkiln.remote.patience import COMMAND, LOAD, SLOWEST, Patience, Told
 from opkiln.remote.tier import Absent, Failure, Forbidden, Publication, Unusable
@@ -37,10 +37,10 @@ _MOST = 3  # artifacts of a lock file that are tried: the best one nearly always
 
 
 def fetch(request: Request, target: Target, trace: Trace) -> bool:
-    """Ask the tiers for a request. Returns whether the store has something new; ``target`` is what
-    would be built.
+    """Ask the tiers for a request. Returns whether the store has something new. ``target`` is the
+    target of the build that this saves.
 
-    Connects to nobody if nothing could be trusted. Raises SettingError.
+    Connects to no tier if no artifact could be trusted. Raises SettingError.
     """
     spec, root = request.op.spec, request.store.root
     try:
@@ -52,18 +52,18 @@ def fetch(request: Request, target: Target, trace: Trace) -> bool:
         locked = lockfile.read(settings.lock) if settings.lock else ()
     except StoreError as error:
         trace.add(REMOTE, "refused", error.what, " ".join(settings.remotes))
-        if settings.push is None:  # otherwise it may be there to be published to
+        if settings.push is None:  # with it, the tier may be for publishing only
             hint = f"(hint: {error.hint})"
             tiers.tell_once(f"no tier of OPKILN_REMOTES is asked: {error.what} {hint}")
         return False
 
     def look_again() -> bool | None:
-        return search.elsewhere(request, Trace()) is not None or None
+        return search.find_fitting(request, Trace()) is not None or None
 
     # A process that can compile waits less for one that asks a slow tier.
     wait = LOAD.whole if terms.why_not_compile(request) else LOAD.first
     try:
-        wanted = names.candidate_names(spec, (target, request.target))
+        wanted = lockfile.candidate_names(spec, (target, request.target))
         pinned = _matching_rows(spec, locked, wanted)
         if not pinned and keys is None:
             trace.add(REMOTE, "none", "the lock file has nothing for this op and this machine",
@@ -104,10 +104,10 @@ def _matching_rows(spec: OpSpec, locked: tuple[LockRow, ...], wanted: list[str])
 
 
 def runs_here(each: LockRow) -> bool:
-    """Whether this machine can run an artifact, as far as a lock file tells."""
+    """Whether this machine can run an artifact, by what the lock file says of it."""
     if each.machine != uname.architecture():
         return False
-    if cpu.lacking(each.cpu, each.cpu_features, features()):
+    if cpu.missing_features(each.cpu, each.cpu_features, features()):
         return False
     return each.backend not in (CUDA, ROCM) or bool(archs.coverage(each.backend, each.archs))
 
@@ -125,7 +125,7 @@ class _TierSearch:
         self._bytes = 0  # since the waiting processes last heard of progress
 
     def take_by_name(self, url: str, wanted: list[str]) -> bool:
-        """Fetch what a tier has under one of these names. Returns whether it did."""
+        """Fetch the first artifact that a tier has under these names. Returns whether it did."""
         before = len(self._trace.candidates)
         if any(self.take(url, name) for name in wanted):
             return True
@@ -135,8 +135,9 @@ class _TierSearch:
         return False
 
     def take(self, url: str, name: str, row: LockRow | None = None) -> bool:
-        """Fetch an artifact of the lock file, or what is published under a name, from a tier.
-        Returns whether it did. A failure is noted in the trace; a refusal is also a warning."""
+        """Fetch an artifact of the lock file, or the one published under a name, from a tier.
+        Returns whether it succeeded. A failure is noted in the trace; a refusal is also a
+        warning."""
         self._turn.advance()
         try:
             found = row or tiers.reach(
@@ -145,8 +146,8 @@ class _TierSearch:
             if found is None:
                 return False
             what = f"SHA-256 {found.sha256}"
-            if fetched_already(self._root, self._spec.distribution, self._spec.name, found.sha256):
-                # It is there, and it was not used.
+            if find_fetched(self._root, self._spec.distribution, self._spec.name, found.sha256):
+                # The search has refused it.
                 self._trace.add(REMOTE, "none", f"{what} is in the store already", url)
                 return False
             # Verified before any of it is downloaded.
@@ -177,7 +178,7 @@ class _TierSearch:
             self._turn.advance()
 
     def _note_once(self, url: str, reason: str) -> None:
-        """Note what is true of the whole tier once, not for each name."""
+        """Note a fact about the whole tier once, not for each name."""
         known = self._trace.candidates
         if not any(each.subject == url and each.reason == reason for each in known):
             self._trace.add(REMOTE, "none", reason, url)
@@ -193,7 +194,7 @@ def _signer(name: str, found: Publication) -> str:
         raise Unusable(": ".join(filter(None, (error.what, error.why)))) from error
 
 
-def fetched_already(root: str, package: str, op: str, sha256: str) -> str:
+def find_fetched(root: str, package: str, op: str, sha256: str) -> str:
     """The tier that an entry of the store with this digest was fetched from; empty if there is
     none."""
     for leaf in directories(os.path.join(root, "ops", place_of(package, op)), 3):
@@ -236,7 +237,7 @@ def pull(
     rows: Sequence[LockRow], lock: str, urls: Sequence[str], root: str, told: Told = None
 ) -> Iterator[PullResult]:
     """Fetch artifacts, several at once, and give each as it is done. ``told`` is called with the
-    number of bytes of each piece, by several threads. What was interrupted is resumed."""
+    number of bytes of each piece, by several threads. Interrupted downloads are resumed."""
     unique = {row.sha256: row for row in rows}
     given = COMMAND._replace(told=told)
     with ThreadPoolExecutor(_AT_ONCE) as pool:
@@ -246,7 +247,7 @@ def pull(
 
 
 def _pull(row: LockRow, lock: str, urls: Sequence[str], root: str, given: Patience) -> PullResult:
-    if url := fetched_already(root, row.package, row.op, row.sha256):
+    if url := find_fetched(root, row.package, row.op, row.sha256):
         return PullResult(row, THERE, url)
     reasons = []
     for url in urls:

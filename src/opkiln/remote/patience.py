@@ -1,9 +1,9 @@
-"""How long a tier may take.
+"""Time limits for remote tiers.
 
 A tier that is down, slow or hostile must not hold up a load. So a request runs in a thread of its
-own and has one deadline for all of it: the look-up of a name, connections, TLS, logins, redirects,
-headers and body. The time-outs of sockets are not enough: they begin anew with every byte, they do
-not cover the look-up, and the libraries for buckets repeat what failed.
+own and has one deadline for everything: the look-up of a name, connections, TLS, logins, redirects,
+headers and body. The time-outs of sockets are not enough: each byte restarts them, they do not
+cover the look-up, and the libraries for buckets repeat failed requests.
 
 The waiting thread gives up at the deadline. The request's socket is shut down then, so that the
 request's thread ends, too.
@@ -26,20 +26,20 @@ from opkiln.base import forks
 T = TypeVar("T")
 Told = Callable[[int], None] | None
 
-SLOWEST = 64 << 10  # bytes of a body that give back a second
+SLOWEST = 64 << 10  # bytes of a body that extend the deadline by a second
 
 
 class Patience(NamedTuple):
     """How long to wait, in seconds."""
 
     first: float  # for the first answer
-    whole: float  # for the whole request; the bytes of a body give some of it back
+    whole: float  # for the whole request; the bytes of a body extend it
     until: float = inf  # when it must be over in any case (``time.monotonic()``)
     told: Told = None  # called with the size of each piece of a body, never after the deadline
 
 
-# To import a bucket's library and have it look for a login. It is mostly this machine's own work,
-# seconds where others compile at the same time, and the libraries limit what they ask for.
+# For importing a bucket's library and finding its login. That is mostly work of this machine, which
+# takes seconds while others compile. The libraries limit the requests that they make.
 OPEN = Patience(60.0, 60.0)
 LOAD = Patience(2.5, 10.0)  # a load can do without the tier
 COMMAND = Patience(30.0, 120.0)  # a person has asked for just this
@@ -63,8 +63,8 @@ class Deadline:
         end = min(self._first, self._end, self._given.until)
         return 0.0 if self._expired else max(0.0, end - time.monotonic())
 
-    def heard(self, size: int = 0) -> None:
-        """Note an answer, or ``size`` bytes of a body that have come or are to be sent. Raises
+    def hear(self, size: int = 0) -> None:
+        """Note an answer, or ``size`` bytes of a body that were received or will be sent. Raises
         TimeoutError if nobody waits any more."""
         with self._lock:
             self._require()
@@ -95,9 +95,9 @@ class Deadline:
             return self._expired
 
 
-def patiently(task: Callable[[Deadline], T], given: Patience = LOAD) -> T:
-    """The result of ``task(deadline)``. Raises what it raises, and TimeoutError at the deadline.
-    Then it goes on in its thread until it next hears something, which raises."""
+def run_with_deadline(task: Callable[[Deadline], T], given: Patience = LOAD) -> T:
+    """The result of ``task(deadline)``. Raises its errors, and TimeoutError at the deadline. Then
+    the task goes on in its thread until it next calls the deadline, which raises."""
     deadline, began = Deadline(given), time.monotonic()
     outcome: Future[T] = Future()
 

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
-from opkiln.base.digest import taking_the_place_of
+from opkiln.base.digest import open_replacement
 from opkiln.remote import credentials, web
 from opkiln.remote.patience import Deadline
 from opkiln.remote.tier import (
@@ -36,12 +36,12 @@ _SCHEMA = 1
 
 
 def write_record(what: Publication) -> bytes:
-    """The file that a name stands for."""
+    """The contents of a name's file."""
     return (json.dumps({"schema": _SCHEMA, **what._asdict()}, sort_keys=True) + "\n").encode()
 
 
 def read_record(data: bytes) -> Publication:
-    """What such a file says. Raises Unusable."""
+    """The contents of a name's file, parsed. Raises Unusable."""
     with refuse_malformed("its record", Unusable):
         body = json.loads(data)
         if body["schema"] != _SCHEMA:
@@ -50,7 +50,7 @@ def read_record(data: bytes) -> Publication:
 
 
 class Files(Protocol):
-    """Where the files are."""
+    """A place for files."""
 
     def read(self, path: str, start: int, deadline: Deadline) -> Iterator[tuple[int, bytes]]:
         """As ``Tier.read``."""
@@ -118,7 +118,7 @@ class Folder:
             raise Absent(path) from error
         try:
             while piece := os.pread(fd, CHUNK, start):
-                deadline.heard(len(piece))
+                deadline.hear(len(piece))
                 yield start, piece
                 start += len(piece)
         finally:
@@ -128,15 +128,15 @@ class Folder:
         path = os.path.join(self._root, path)
         os.makedirs(os.path.dirname(path), exist_ok=True)
         with (
-            taking_the_place_of(path, sync=True) as out,
+            open_replacement(path, sync=True) as out,
             open(data, "rb") if isinstance(data, str) else io.BytesIO(data) as source,
         ):
             shutil.copyfileobj(source, out, CHUNK)
             os.fchmod(out.fileno(), 0o644)  # it is published
-        deadline.heard()
+        deadline.hear()
 
     def has(self, path: str, size: int, deadline: Deadline) -> bool:
-        deadline.heard()
+        deadline.hear()
         try:
             return os.stat(os.path.join(self._root, path)).st_size == size
         except FileNotFoundError:
@@ -176,7 +176,7 @@ class Bucket:
         while size is None or start < size:
             with self._open(path) as files:
                 piece = files.cat_file(whole, start=start, end=start + _BUCKET_PIECE)
-            deadline.heard(len(piece))
+            deadline.hear(len(piece))
             yield start, piece
             start += len(piece)
             if len(piece) < _BUCKET_PIECE:
@@ -187,7 +187,7 @@ class Bucket:
 
     def write(self, path: str, data: bytes | str, deadline: Deadline) -> None:
         whole = f"{self._url}/{path}"
-        deadline.heard()  # the transfer says nothing until it is over
+        deadline.hear()  # the transfer says nothing until it is over
         with self._open(path) as files:
             if isinstance(data, str):
                 files.put_file(data, whole)
@@ -201,11 +201,11 @@ class Bucket:
         except (Absent, Forbidden):
             return False
         finally:
-            deadline.heard()
+            deadline.hear()
 
     @contextmanager
     def _open(self, path: str) -> Iterator[Any]:
-        """fsspec's object, for a block. What it raises there becomes a failure of the tier."""
+        """fsspec's object, for a block. Its errors there become failures of the tier."""
         try:
             if self._made[0] != os.getpid():  # a forked child needs an object of its own
                 # Without its cache of listings: a look-up must see what others published since.
@@ -218,7 +218,7 @@ class Bucket:
             raise Absent(path) from error
         except Exception as error:
             told = f"{type(error).__name__}: {error}"
-            # gcsfs has a kind of its own for what HTTP calls forbidden, with that number.
+            # For HTTP's "forbidden", gcsfs raises an error of its own, which has the number.
             if isinstance(error, PermissionError) or getattr(error, "code", 0) == 403:
                 raise Forbidden(f"{told}, with the login from {self._logins}") from error
             raise Unreachable(told) from error

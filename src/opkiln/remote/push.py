@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from opkiln import __version__
 from opkiln.base.model import Artifact
 from opkiln.errors import OpkilnError, RemoteWarning, StoreError, warn_caller
-from opkiln.remote import names, patience, tiers
+from opkiln.remote import lockfile, patience, tiers
 from opkiln.remote.lockfile import LockRow
 from opkiln.remote.tier import Failure, Forbidden, Publication
 from opkiln.settings import settings
@@ -21,12 +21,12 @@ _read_only: set[str] = set()  # tiers that do not let this process publish
 
 
 @contextmanager
-def publishable(payload: str) -> Iterator[tuple[str, LockRow]]:
-    """(the bundle of one entry, its row), for as long as the block lasts. Raises StoreError."""
+def open_publication(payload: str) -> Iterator[tuple[str, LockRow]]:
+    """(the bundle of one entry, its row), within the block. Raises StoreError."""
     leaf = layer.leaf_of(payload)
     with temporary_bundle([payload]) as made:
         try:
-            row = names.row_of(leaf, made.sha256, made.size)
+            row = lockfile.row_of(leaf, made.sha256, made.size)
         except (OSError, ValueError, KeyError) as error:
             raise StoreError(f"{leaf} cannot be published: {error}") from error
         yield made.path, row
@@ -34,7 +34,7 @@ def publishable(payload: str) -> Iterator[tuple[str, LockRow]]:
 
 def push(payload: str, url: str, key_file: str | None) -> LockRow:
     """Publish an entry to a tier, signed if there is a key. Raises StoreError."""
-    with publishable(payload) as (file, row):
+    with open_publication(payload) as (file, row):
         signed = sign_artifact(row.name, row.sha256, row.size, key_file) if key_file else b""
         labels = {
             "op": row.op, "package": row.package, "target": row.target, "abi": row.abi,

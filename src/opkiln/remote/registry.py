@@ -1,9 +1,9 @@
 """OCI registries, and OCI layouts, which are the same in a directory.
 
 A blob is the only layer of an artifact, whose manifest has the tag <op>-<key>. `oras pull`,
-`skopeo copy` and every other tool of registries handle it. The registry takes a manifest only if
-its blobs are there, so the PUT of the manifest publishes. A tag may be overwritten, so several may
-publish the same.
+`skopeo copy` and every other tool of registries can handle it. The registry takes a manifest only
+if its blobs are there, so the PUT of the manifest publishes. A tag may be overwritten, so several
+machines may publish the same.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def write_manifest(what: Publication) -> bytes:
 
 
 def read_manifest(data: bytes) -> Publication:
-    """What a manifest says. Raises Unusable for another kind of artifact."""
+    """The publication that a manifest describes. Raises Unusable for another kind of artifact."""
     with refuse_malformed("its manifest", Unusable):
         manifest: dict[str, Any] = json.loads(data)
         (layer,) = manifest["layers"]

@@ -1,8 +1,8 @@
-"""What every kind of remote tier can do, and how it fails.
+"""The interface of every kind of remote tier, and the ways in which one fails.
 
 A tier has blobs, which are found by their SHA-256, and names. A blob is a bundle of one entry
 (``store.archive``). A name leads to the blob that was published under it last. Nothing that a tier
-says is believed: a blob is hashed, and only a signature or a lock file makes it trusted.
+says is believed. A blob is hashed, and only a signature or a lock file makes it trusted.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _LONGEST = 500  # characters of what is said of a failure
 
 
 class Failure(Exception):
-    """A tier did not give what was asked for. ``what`` is one line without control characters,
-    whatever the tier sent. ``hint`` may say what helps."""
+    """A tier did not answer a request. ``what`` is one line without control characters, whatever
+    the tier sent. ``hint`` may say what helps."""
 
     def __init__(self, reason: str, hint: str = "") -> None:
         text = " ".join(reason[: 2 * _LONGEST].split())
@@ -48,7 +48,7 @@ class Unreachable(Failure):
     """The tier gave no usable answer."""
 
 
-# What the standard library raises, and what our parsing raises, if data are malformed.
+# The errors of the standard library, and of our parsing, for malformed data.
 _MALFORMED = (
     ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError,
     HTTPException,
@@ -68,12 +68,12 @@ def refuse_malformed(what: str, kind: type[Failure] = Unreachable) -> Iterator[N
 
 
 class Publication(NamedTuple):
-    """What a name leads to."""
+    """The blob that a name leads to."""
 
     sha256: str
     size: int
     signatures: str  # as ``store.signatures.write`` gives them; "" if there are none
-    labels: Mapping[str, str]  # what people see of it: op, package, target
+    labels: Mapping[str, str]  # for people: op, package, target
 
 
 def read_small(pieces: Iterator[tuple[int, bytes]]) -> bytes:
@@ -87,7 +87,7 @@ def read_small(pieces: Iterator[tuple[int, bytes]]) -> bytes:
 
 
 def parse_publication(sha256: Any, size: Any, signatures: Any, labels: Any) -> Publication:
-    """What a record says, if each part is of its type. Raises ValueError."""
+    """The parts of a record, each checked for its type. Raises ValueError."""
     if type(size) is not int or not (sha256 + signatures).isascii():
         raise ValueError("its digest, its size or its signatures are of another type")
     return Publication(
@@ -96,11 +96,12 @@ def parse_publication(sha256: Any, size: Any, signatures: Any, labels: Any) -> P
 
 
 class Tier(Protocol):
-    """One place. Every method may raise Forbidden, Unreachable and OSError, and what
+    """One remote tier. Every method may raise Forbidden, Unreachable and OSError, and what
     ``refuse_malformed`` refuses."""
 
     def look_up(self, name: str, deadline: Deadline) -> Publication | None:
-        """What a name leads to; None if nothing was published under it. Raises Unusable."""
+        """The blob that a name leads to; None if nothing was published under it. Raises
+        Unusable."""
 
     def read(self, sha256: str, start: int, deadline: Deadline) -> Iterator[tuple[int, bytes]]:
         """A blob in pieces, each with its offset. They may begin before ``start``, at 0. Raises

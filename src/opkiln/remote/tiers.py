@@ -68,8 +68,8 @@ def reach(
     try:
         if url not in _tiers:
             opening = patience.OPEN._replace(until=given.until)
-            _tiers.setdefault(url, patience.patiently(lambda _: open_tier(url), opening))
-        return patience.patiently(ask, given)
+            _tiers.setdefault(url, patience.run_with_deadline(lambda _: open_tier(url), opening))
+        return patience.run_with_deadline(ask, given)
     except (Unreachable, OSError) as error:
         if isinstance(error, OSError):
             error = Unreachable(str(error) or type(error).__name__)
@@ -117,7 +117,7 @@ def forget(root: str | None = None) -> None:
                     os.unlink(os.path.join(root, "failures", name))
 
 
-def _note(url: str, root: str) -> str:
+def _note_path(url: str, root: str) -> str:
     return os.path.join(root, "failures", f"tier-{key('tier', url)}.json")
 
 
@@ -125,14 +125,14 @@ def _remember(url: str, root: str | None, reason: str) -> None:
     if root is not None:
         with suppress(OSError):  # then every process finds out for itself
             record = {"url": url, "reason": reason, "at": time.time()}
-            write_private(_note(url, root), json.dumps(record).encode())
+            write_private(_note_path(url, root), json.dumps(record).encode())
 
 
 def _recall(url: str, root: str | None) -> str:
     if root is None:
         return ""
     try:
-        record = json.loads(read_file(_note(url, root)))
+        record = json.loads(read_file(_note_path(url, root)))
         age = time.time() - float(record["at"])
         if record["url"] == url and 0 <= age < _DOWN_FOR:
             return f"{record['reason']} ({age:.0f} s ago)"
@@ -152,11 +152,11 @@ def download(url: str, sha256: str, size: int, root: str, given: Patience = LOAD
     """
     if len(sha256) != 64 or not set(sha256) <= set("0123456789abcdef") or not 0 < size <= LARGEST:
         raise Unusable(f"{sha256[:80]!r} and {size} are not a digest and a size")
-    path, fd = _part(root, sha256)
+    path, fd = _open_part(root, sha256)
 
     def task(tier: Tier, deadline: Deadline) -> None:
         end = os.fstat(fd).st_size
-        # A descriptor of its own: if nobody waits any more, the caller's may be another file's.
+        # The caller closes its descriptor when it gives up; the number may then be another file's.
         with os.fdopen(os.dup(fd), "r+b", buffering=0) as out:
             for at, piece in tier.read(sha256, end, deadline):
                 if (end := at + len(piece)) > size:
@@ -164,7 +164,7 @@ def download(url: str, sha256: str, size: int, root: str, given: Patience = LOAD
                 try:
                     os.pwrite(out.fileno(), piece, at)
                 except OSError as error:
-                    raise _not_written(os.path.dirname(path), error) from error
+                    raise _write_error(os.path.dirname(path), error) from error
         if end < size:
             raise Unreachable(f"the transfer ended after {end} of {size} bytes")
 
@@ -185,7 +185,7 @@ def download(url: str, sha256: str, size: int, root: str, given: Patience = LOAD
         os.close(fd)
 
 
-def _part(root: str, sha256: str) -> tuple[str, int]:
+def _open_part(root: str, sha256: str) -> tuple[str, int]:
     """(path, descriptor) of a file that no other process writes to."""
     directory = os.path.join(root, "staging")
     path = os.path.join(directory, f"{sha256}.part")
@@ -200,11 +200,11 @@ def _part(root: str, sha256: str) -> tuple[str, int]:
             path += f".{secrets.token_hex(6)}"
             fd = os.open(path, flags | os.O_EXCL, 0o600)
     except OSError as error:
-        raise _not_written(path, error) from error
+        raise _write_error(path, error) from error
     return path, fd
 
 
-def _not_written(path: str, error: OSError) -> StoreError:
+def _write_error(path: str, error: OSError) -> StoreError:
     return StoreError(
         f"{path} cannot be written: {error.strerror or error}",
         hint="free space with `opkiln cache gc`, or set OPKILN_CACHE_DIR",

@@ -265,7 +265,7 @@ class Client:
             body = sent.body if sent.method in ("POST", "PUT") else None
             connection.request(sent.method, target, body, given)
         response = connection.getresponse()
-        deadline.heard()
+        deadline.hear()
         return response
 
     def _new_connection(self, url: str, deadline: Deadline) -> HTTPConnection:
@@ -312,7 +312,7 @@ def _host(url: str) -> str:
 
 def _pieces(read: Callable[[int], bytes], deadline: Deadline) -> Iterator[bytes]:
     while piece := read(CHUNK):
-        deadline.heard(len(piece))
+        deadline.hear(len(piece))
         yield piece
 
 

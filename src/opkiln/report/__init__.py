@@ -1,1 +1,1 @@
-"""What works on this machine, what does not, and why: collected as records, shown as text."""
+"""Reports on this machine: what works, what does not, and why. Records first, then their forms."""

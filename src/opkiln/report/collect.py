@@ -1,6 +1,6 @@
-"""Collects what a report shows, as records. The forms of a report (``forms``, ``page``) read these.
+"""Collects the records of a report. Its forms (``forms``, ``page``) show them.
 
-Imports no torch; builds, loads and opens nothing. A part that is not shown is not looked at.
+Imports no torch; builds, loads and opens nothing. A part that is not shown is not collected.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from opkiln.decision.prebuilt import fetched_from
 from opkiln.errors import StoreError
 from opkiln.machine.toolchain import torch_sdk
 from opkiln.report import compilers, machine, operators, redact
-from opkiln.report.commands import install, pip, unset
+from opkiln.report.commands import install_command, pip_command, unset_command
 from opkiln.report.compilers import BACKENDS, supports
 from opkiln.report.machine import FoundDevices, Machine, Space, known_space
 from opkiln.report.operators import OpStatus
@@ -43,7 +43,7 @@ class Environment(NamedTuple):
 
     machine: Machine
     tools: tuple[compilers.Tool, ...]
-    unfound: tuple[compilers.Tool, ...]  # named by variables, but not there
+    unfound: tuple[compilers.Tool, ...]  # named by variables, but missing
     torch: TorchSDK | None
     torch_error: str  # why the installed torch cannot be read
     devices: FoundDevices
@@ -86,7 +86,7 @@ def collect(
         seen = Environment(
             machine=machine.machine(),
             tools=tools,
-            unfound=compilers.unfound(),
+            unfound=compilers.list_missing_toolkits(),
             torch=torch,
             torch_error=torch_error,
             devices=machine.devices(store.memory, torch),
@@ -103,9 +103,9 @@ def _setting_value(variable: str, value: Any, origin: str) -> SettingValue:
     if value and redact.is_secret(variable):
         value = "***"
     elif isinstance(value, str):
-        value = redact.without_secrets(value)
+        value = redact.hide_secrets(value)
     elif isinstance(value, tuple):
-        value = redact.words_without_secrets(value)
+        value = redact.hide_secrets_in_words(value)
     return SettingValue(variable, value, origin)
 
 
@@ -137,6 +137,7 @@ class StoreStatus(NamedTuple):
     builds: tuple[PastBuild, ...]  # the newest first, without those that were fetched
     fetches: tuple[PastBuild, ...] = ()
     remotes: tuple[str, ...] = ()
+    hosts: tuple[inventory.HostModule, ...] = ()  # what other programs built, the newest first
 
 
 def store_status(store: Store) -> StoreStatus:
@@ -144,12 +145,14 @@ def store_status(store: Store) -> StoreStatus:
     root, notes = store.root, store.location.notes
     sizes: inventory.Sizes | None = None
     found: list[PastBuild] = []
+    hosts: list[inventory.HostModule] = []
     if root is not None:
         try:
             sizes = inventory.sizes(root)
             ops = (each for each in inventory.entries(root) if each.kind == inventory.OP)
             newest = heapq.nlargest(_SHOWN, ops, key=lambda each: each.published)
             found = [*filter(None, (_build(each.directory) for each in newest))]
+            hosts = sorted(inventory.host_modules(root), key=lambda each: -each.published)
         except StoreError as error:
             notes = (*notes, error.what)  # the report must still work if this happens
     built = (each for each in found if not each.origin)
@@ -162,7 +165,8 @@ def store_status(store: Store) -> StoreStatus:
         space=None if root is None else known_space(root),
         builds=tuple(sorted(built, key=lambda each: -each.ended)),
         fetches=tuple(each for each in found if each.origin),
-        remotes=tuple(map(redact.without_secrets, settings.remotes)),
+        hosts=tuple(hosts[:_SHOWN]),
+        remotes=tuple(map(redact.hide_secrets, settings.remotes)),
     )
 
 
@@ -215,10 +219,10 @@ def problems(
 def _environment_problems(environment: Environment) -> Iterator[Problem]:
     torch = environment.torch
     if environment.torch_error:
-        reinstall = pip("install", "--force-reinstall", "torch")
+        reinstall = pip_command("install", "--force-reinstall", "torch")
         yield Problem("torch", f"it cannot be read: {environment.torch_error}", reinstall)
     elif torch is None:
-        yield Problem("torch", "it is not installed", pip("install", "torch"))
+        yield Problem("torch", "it is not installed", pip_command("install", "torch"))
     for backend, name in BACKENDS.items():
         own = [tool for tool in environment.tools if tool.backend == backend]
         for tool in own:
@@ -231,12 +235,12 @@ def _environment_problems(environment: Environment) -> Iterator[Problem]:
             continue
         what, hint = "toolkit", "opkiln doctor"
         if backend == CPU:
-            named = filter(None, (unset(tool.origin) for tool in own))
-            what, hint = "compiler", next(named, install("g++"))
+            named = filter(None, (unset_command(tool.origin) for tool in own))
+            what, hint = "compiler", next(named, install_command("g++"))
         reasons = "; ".join(f"{tool.path}: {tool.refused}" for tool in own) or "none was found"
         yield Problem(f"{name} {what}", f"none can be used: {reasons}", hint)
     for each in environment.unfound:
-        yield Problem(each.origin, f"there is no {each.path}", unset(each.origin))
+        yield Problem(each.origin, f"there is no {each.path}", unset_command(each.origin))
     accelerator = environment.devices.accelerator
     if accelerator.error:
         yield Problem("accelerator", accelerator.error, accelerator.hint)

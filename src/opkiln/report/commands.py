@@ -25,16 +25,16 @@ _OTHER_NAMES = {
 }  # fmt: skip
 
 
-def install(package: str, os_release: str = "/etc/os-release") -> str:
+def install_command(package: str, os_release: str = "/etc/os-release") -> str:
     """The command that installs what Debian calls ``package``; with sudo if this is not root."""
     system = read_release(os_release)
     families = (system.get("ID", ""), *system.get("ID_LIKE", "").split())
     family = next((word for word in families if word in _INSTALLERS), "debian")
     name = _OTHER_NAMES.get(package, {}).get(family, package)
-    return as_root(f"{_INSTALLERS[family]} {shlex.quote(name)}")
+    return root_command(f"{_INSTALLERS[family]} {shlex.quote(name)}")
 
 
-def as_root(command: str) -> str:
+def root_command(command: str) -> str:
     """The command, with sudo if this user is not root."""
     return command if os.geteuid() == 0 else f"sudo {command}"
 
@@ -51,7 +51,7 @@ def interpreter() -> str:
     return shlex.quote(program)
 
 
-def pip(*words: str) -> str:
+def pip_command(*words: str) -> str:
     """A pip command for the environment of this interpreter."""
     return f"{interpreter()} -m pip {shlex.join(words)}"
 
@@ -61,6 +61,6 @@ def use_this_python(command: str) -> str:
     return f"{interpreter()} -m {command}" if command.startswith("pip ") else command
 
 
-def unset(origin: str) -> str:
+def unset_command(origin: str) -> str:
     """``unset CXX`` for what a variable set; empty if no variable but PATH led there."""
     return f"unset {origin}" if origin.isupper() and origin != "PATH" else ""

@@ -15,7 +15,7 @@ from opkiln.base.build_model import TorchSDK
 from opkiln.base.model import CPU, CUDA, ROCM, XPU
 from opkiln.building.observing import observer
 from opkiln.errors import ToolchainError
-from opkiln.machine.toolchain import choice, find, host, libsycl, rocm, toolkits, torch_sdk
+from opkiln.machine.toolchain import choice, find, hipcc, host, libsycl, toolkits, torch_sdk
 from opkiln.machine.toolchain.find import Compiler
 from opkiln.settings import origin_of
 
@@ -50,7 +50,7 @@ def survey(memory: tuple[str, ...], torch: TorchSDK | None, *, probe: bool) -> t
     return tuple(tools)
 
 
-def unfound() -> tuple[Tool, ...]:
+def list_missing_toolkits() -> tuple[Tool, ...]:
     """The toolkits that variables name (``origin``) but that do not exist."""
     return tuple(
         tool for backend in _WITH_TOOLKIT for tool in _list_all(backend, "") if tool.refused
@@ -93,8 +93,8 @@ def _toolkits(
         version, compiler = choice.runtime_version(backend, torch), host.choose(memory)
         found = find.candidates(families[backend], memory, version, compiler)
         return _rank(backend, found)
-    # The named launcher or host compiler cannot be used, or torch cannot be read. That stops every
-    # toolkit.
+    # The named launcher or host compiler cannot be used, or torch cannot be read. Then no toolkit
+    # can be used.
     except (ToolchainError, OSError) as error:
         return _list_all(backend, error.what if isinstance(error, ToolchainError) else str(error))
 
@@ -115,7 +115,7 @@ def _possible_toolkits(backend: str) -> list[Compiler]:
         return absent + [Compiler(_home(each.nvcc), each.origin) for each in toolkits.find_nvcc()]
     if backend == ROCM:
         named = origin_of("rocm_home")[1]
-        found = rocm.hipcc_candidates()
+        found = hipcc.hipcc_candidates()
         return [each for each in found if not each.refused or each.origin == named]
     path, origin = origin_of("sycl_cxx")
     if path:
@@ -136,7 +136,7 @@ def _home(program: str) -> str:
     return os.path.dirname(directory) if is_toolkit else program
 
 
-def torch_built_with(torch: TorchSDK | None, error: str = "") -> str:
+def describe_torch(torch: TorchSDK | None, error: str = "") -> str:
     """torch's version and what it was built with, in one line."""
     if torch is None:
         return f"cannot be read: {error}" if error else "not installed"

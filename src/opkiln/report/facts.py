@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from opkiln.base.model import in_words
+from opkiln.base.model import display_name
 from opkiln.report.collect import Environment, Report, SettingValue, StoreStatus
-from opkiln.report.compilers import BACKENDS, NO_HOST, PROBE, Tool, torch_built_with
+from opkiln.report.compilers import BACKENDS, NO_HOST, PROBE, Tool, describe_torch
 from opkiln.report.layout import age, count, duration, size
 from opkiln.report.machine import FoundDevices, Limit, Machine
 from opkiln.report.operators import BackendStatus, OpStatus
@@ -80,7 +80,7 @@ def ops(found: tuple[OpStatus, ...]) -> ReportSection:
         same.setdefault((each.variant_of or each.op, (serving, *others)), []).append(each.op)
     rows = []
     for (op, (first, *more)), names in same.items():
-        name = in_words(names[0]) if len(names) == 1 else f"{op} ({len(names)} variants)"
+        name = display_name(names[0]) if len(names) == 1 else f"{op} ({len(names)} variants)"
         rows += [(Cell(name), *first[1:]), *more]
     # Reasons that several rows share have a number there, and are shown once, below.
     counted = Counter(row[-1].text for row in rows if row[-1].text)
@@ -120,7 +120,7 @@ def environment(version: str, seen: Environment) -> ReportSection:
         _row("system", machine.system),
         _row("cpu", machine.cpu),
         _row("", f"{machine.level} ({machine.simd})"),
-        _row("torch", torch_built_with(torch, seen.torch_error), "bad" if torch is None else ""),
+        _row("torch", describe_torch(torch, seen.torch_error), "bad" if torch is None else ""),
     ]
     if torch is not None:
         rows.append(_row("", torch.path))
@@ -223,6 +223,7 @@ def accelerators(found: FoundDevices) -> ReportSection:
 
 
 _FETCHES = 3  # entries of remote tiers that are shown
+_HOSTS = 8  # modules of other programs
 
 
 def store(found: StoreStatus, now: float) -> ReportSection:
@@ -237,6 +238,13 @@ def store(found: StoreStatus, now: float) -> ReportSection:
     for build in found.builds[:1]:
         when = f"{age(now - build.ended)} ago, in {duration(build.seconds)}"
         rows.append(_row("last build", f"{build.op} for {build.made_for}, {when}"))
+    for module in found.hosts[:_HOSTS]:
+        made = f"{count(module.entries, 'object')} of {module.group}, {size(module.size)}"
+        last = f"{module.newest} {age(now - module.published)} ago"
+        why = f", because {module.rebuilt}" if module.rebuilt else ""
+        rows.append(_row(module.host, f"{made}; last {last}{why}"))
+    if len(found.hosts) > _HOSTS:
+        rows.append(_row("others", f"and {len(found.hosts) - _HOSTS} more (`opkiln cache list`)"))
     rows += [_row("layer", layer) for layer in found.layers if layer != found.root]
     rows += [_row("remote", url) for url in found.remotes]
     for each in found.fetches[:_FETCHES]:

@@ -10,7 +10,7 @@ from opkiln.report.collect import Environment, Report, StoreStatus
 from opkiln.report.facts import ReportSection
 from opkiln.report.layout import columns, fields, paint, plain
 from opkiln.report.machine import Space
-from opkiln.report.redact import without_user
+from opkiln.report.redact import hide_user
 
 # Text: aligned, useful without colour, readable on a narrow terminal
 
@@ -69,7 +69,7 @@ def _table(section: ReportSection) -> str:
 
 def _cell(text: str) -> str:
     """``text`` without the user's name, and with Markdown's own characters escaped."""
-    text = without_user(text)
+    text = hide_user(text)
     for mark in "\\|<*_`":
         text = text.replace(mark, f"\\{mark}")
     return text.replace("\n", " ")
@@ -133,6 +133,7 @@ def _store(found: StoreStatus) -> dict[str, Any]:
         "builds": [fields(each, f"op distribution made_for {built}") for each in found.builds],
         "remotes": list(found.remotes),
         "fetches": [fields(each, f"op distribution made_for {fetched}") for each in found.fetches],
+        "hosts": [each._asdict() for each in found.hosts],
     }
 
 

@@ -17,13 +17,13 @@ from opkiln.errors import AcceleratorError
 from opkiln.machine import uname as this
 from opkiln.machine.arch import cpu
 from opkiln.machine.devices import amd, nvidia
-from opkiln.machine.toolchain import rocm
+from opkiln.machine.toolchain import hipcc
 from opkiln.report.layout import size
 from opkiln.run import budget
 from opkiln.settings import child_environment, origin_of
 
 SHARED_MEMORY = "/dev/shm"
-# Limits that jobs run into: pinned memory, open files (one per worker and socket), processes.
+# Limits that jobs reach: pinned memory, open files (one per worker and socket), processes.
 _LIMITS = (
     ("memlock", resource.RLIMIT_MEMLOCK),
     ("nofile", resource.RLIMIT_NOFILE),
@@ -68,7 +68,7 @@ class Cgroup(NamedTuple):
 
 
 class Machine(NamedTuple):
-    """What opkiln runs on."""
+    """The interpreter, the system, the CPU and their limits."""
 
     python: str
     executable: str
@@ -235,7 +235,7 @@ def _choose_accelerator(kinds: tuple[Answer, ...]) -> ChosenAccelerator:
     from opkiln.accelerator import detect
     from opkiln.machine.devices import choice
 
-    if choice.asked_name() is None:
+    if choice.requested_name() is None:
         first = next(kind for kind in kinds if kind.present)  # the CPU always is
         return ChosenAccelerator(first.name, first.why, "")
     origin = "" if choice.given_accelerator() is not None else origin_of("accelerator")[1]
@@ -265,7 +265,7 @@ def _directories(torch: TorchSDK | None) -> Iterator[str]:
     if torch is not None:
         yield os.path.join(torch.path, "lib")
         yield os.path.join(os.path.dirname(torch.path), "nvidia", "nccl", "lib")
-    for home in rocm.homes():
+    for home in hipcc.rocm_homes():
         yield os.path.join(home, "lib")
     yield from _SYSTEM
 

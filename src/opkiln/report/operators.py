@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import NamedTuple
 
-from opkiln.base.model import CUDA, ROCM, in_words
+from opkiln.base.model import CUDA, ROCM, display_name
 from opkiln.builder.base import OpBuilder
 from opkiln.builder.registry import ALL_OPS, builder_of, bundled_ops, declared_ops, libraries
 from opkiln.decision import archs, terms
@@ -94,7 +94,7 @@ def _status(name: str, kind: type[OpBuilder], *, changes: bool) -> OpStatus:
         backends = tuple(backend_status(kind, each) for each in ordered)
         changed: tuple[str, ...] = ()
         if changes and backends[0].status == terms.WOULD_COMPILE:  # changed flags may be secret
-            changed = tuple(map(redact.without_secrets, explain(builder.op()).changes))
+            changed = tuple(map(redact.hide_secrets, explain(builder.op()).changes))
     except OpkilnError as error:
         return OpStatus(name, distribution, "", (), error.what)
     except (Exception, SystemExit) as error:  # an author's methods may raise anything
@@ -115,7 +115,7 @@ def backend_status(kind: type[OpBuilder], backend: str) -> BackendStatus:
     except OpkilnError as error:
         return BackendStatus(backend, terms.WOULD_FAIL, reason=error.what)
     status, reason, path = terms.summary(outcome)
-    reason = " ".join(reason.split()).removeprefix(f"op {in_words(builder.name)} ")
+    reason = " ".join(reason.split()).removeprefix(f"op {display_name(builder.name)} ")
     if status == terms.WOULD_COMPILE:
         why = "; ".join(outcome.trace.refusals()) or "not built yet"
         reason = f"{why}: its first use builds it"

@@ -1,6 +1,6 @@
 """A report as a page: one HTML file that loads and runs nothing, for light and dark screens.
 
-Folding uses the browser's own ``<details>``, so there is no script. The policy in the page's head
+Folding uses the browser's own ``<details>``, so the page needs no script. The policy in its head
 forbids everything else that a browser could fetch or run.
 """
 
@@ -13,7 +13,7 @@ from html import escape
 from opkiln.decision.terms import WOULD_FALL_BACK, Candidate
 from opkiln.report import facts
 from opkiln.report.collect import PastBuild, Problem, Report, SettingValue
-from opkiln.report.compilers import BACKENDS, Tool, torch_built_with
+from opkiln.report.compilers import BACKENDS, Tool, describe_torch
 from opkiln.report.facts import Cell, Row
 from opkiln.report.layout import duration, size
 from opkiln.report.operators import BackendStatus, OpStatus
@@ -141,7 +141,7 @@ def _summary(report: Report) -> list[str]:
             f"<b>{native}</b> native here",
         ]
     if seen := report.environment:
-        torch = "no torch" if seen.torch is None else f"torch {torch_built_with(seen.torch)}"
+        torch = "no torch" if seen.torch is None else f"torch {describe_torch(seen.torch)}"
         gpus = ", ".join(gpu.name for gpu in seen.devices.gpus) or "no GPU"
         items += [f"Python {seen.machine.python}", escape(torch), escape(gpus)]
     number = len(report.problems)

@@ -1,4 +1,4 @@
-"""What is removed from a report: secrets always; the user's name and home if others read it."""
+"""Removes secrets from reports, and from those for others also the user's name and home."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _WITH_SLASH = re.compile(r"[^\s`|()\"'<>]*/[^\s`|()\"'<>]*")
 _BETWEEN = r"\s:;,=|()\[\]{}<>\"'`"  # paths
 
 
-def without_secrets(text: str) -> str:
+def hide_secrets(text: str) -> str:
     """``-DAPI_TOKEN=***``, ``https://***@host``: replaces what looks like a secret by stars.
 
     After the name of a secret, all the rest is replaced: a value may contain spaces.
@@ -39,13 +39,13 @@ def without_secrets(text: str) -> str:
     return text
 
 
-def words_without_secrets(words: tuple[Any, ...]) -> tuple[Any, ...]:
+def hide_secrets_in_words(words: tuple[Any, ...]) -> tuple[Any, ...]:
     """The words of a command line without secrets, such as the word after ``--token``."""
     found, before = [], ""
     for each in words:
         if isinstance(each, str):
             secret = before.startswith("--") and "=" not in before and is_secret(before)
-            found.append("***" if secret else without_secrets(each))
+            found.append("***" if secret else hide_secrets(each))
         else:
             found.append(each)
         before = each if isinstance(each, str) else ""
@@ -59,7 +59,7 @@ def is_secret(name: str) -> bool:
     return any(map(_WORD.fullmatch, words)) or words[-1:] == ["key"]
 
 
-def without_user(text: str) -> str:
+def hide_user(text: str) -> str:
     """Paths without the home directory (``~``) and the user's name (``<user>``)."""
     home, names = _user()
     for each in sorted(home, key=len, reverse=True):

@@ -26,16 +26,13 @@ import random
 import stat
 import threading
 import time
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Collection, Iterator
+from typing import NamedTuple
 
 from opkiln.base import forks
 from opkiln.errors import BuildCancelled, BuildTimeout
 from opkiln.run import events, slots
 from opkiln.settings import settings
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator
-
 
 # cgroups v1 writes "no limit" as the largest page-aligned number.
 _UNLIMITED = 1 << 60

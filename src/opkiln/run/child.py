@@ -14,16 +14,14 @@ import stat
 import subprocess
 import threading
 import time
-from typing import IO, TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import IO, Any, NamedTuple
 
 from opkiln.base import forks
 from opkiln.errors import BuildCancelled, BuildError, BuildTimeout, InputError, ToolchainError
 from opkiln.run.watchdog import open_pidfd
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-
-    Listener = Callable[[Sequence[str]], None]
+Listener = Callable[[Sequence[str]], None]
 
 # Popen waits for the end of a pipe that its child closes at exec. If another thread forks this
 # process at that moment, the forked process holds the pipe open for as long as it lives. If that
@@ -68,7 +66,7 @@ def start(
         with starting:
             subprocess.Popen.__init__(program, list(argv), **how)
     except (OSError, ValueError) as error:
-        raise _not_started(argv, how.get("cwd"), error) from error
+        raise _start_error(argv, how.get("cwd"), error) from error
     return program
 
 
@@ -183,7 +181,7 @@ class Child:
             if last:
                 self._input.shutdown(socket.SHUT_WR)
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         """Have a child go on that waits for one byte. Its time counts from here."""
         self._started = time.monotonic()
         self.send(b"\n")
@@ -204,7 +202,7 @@ class Child:
         with self:
             self._follow(timeout, self._started if since is None else since, cancelled)
         if self._usage is None:
-            raise _status_lost(self._argv)
+            raise _lost_status_error(self._argv)
         counted = self._usage.ru_maxrss * 1024
         max_rss = counted if counted > self._floor else min(counted, self._peak)
         output, stderr = (*(each.text() for each in self._outputs.values()), "")[:2]
@@ -229,7 +227,7 @@ class Child:
                 # Twice the same, so that a child has the time to write to a FIFO of another.
                 before, seen = seen, _find_endless(self._pid, self._own_files)
                 if seen is not None and seen == before:
-                    raise _reads_endless(self._argv, *seen)
+                    raise _endless_error(self._argv, *seen)
                 look_at = time.monotonic() + _LOOK
             for fd, _ in poller.poll(tick * 1000):
                 if fd != self._pidfd and not self._read(fd):
@@ -239,9 +237,11 @@ class Child:
             if _has_exited(self._pid):
                 return
             if cancelled is not None and cancelled.is_set():
-                raise cancellation(self._argv)
+                raise cancel_error(self._argv)
             if timeout is not None and time.monotonic() - since > timeout:
-                raise too_slow(self._argv, timeout, "was killed, because it did not end within")
+                raise timeout_error(
+                    self._argv, timeout, "was killed, because it did not end within"
+                )
             tick = min(tick * 2, 0.05)
 
     def _read(self, fd: int) -> bool:
@@ -375,7 +375,7 @@ def _find_endless(pid: int, made_below: str) -> tuple[str, str] | None:
     """(the name of a process, the file that it reads) if ``pid`` or one of its descendants reads a
     file without an end. A step may make FIFOs of its own: those ``made_below`` do not count."""
     for each in _tree(pid):
-        path = _fifo_being_opened(each) or _endless_opened(each)
+        path = _find_awaited_fifo(each) or _find_open_endless(each)
         if path is None or (made_below and path.startswith(made_below + "/")):
             continue
         try:
@@ -386,7 +386,7 @@ def _find_endless(pid: int, made_below: str) -> tuple[str, str] | None:
     return None
 
 
-def _fifo_being_opened(pid: int) -> str | None:
+def _find_awaited_fifo(pid: int) -> str | None:
     """The FIFO that a process waits for in ``open``."""
     try:
         with open(f"/proc/{pid}/syscall", "rb") as file:
@@ -406,7 +406,7 @@ def _fifo_being_opened(pid: int) -> str | None:
         return None  # it runs, has just ended, or may not be looked at
 
 
-def _endless_opened(pid: int) -> str | None:
+def _find_open_endless(pid: int) -> str | None:
     """A named FIFO, or a device without an end, that a process has open."""
     try:
         names = os.listdir(f"/proc/{pid}/fd")
@@ -417,7 +417,8 @@ def _endless_opened(pid: int) -> str | None:
         try:
             state = os.stat(link)
             if stat.S_ISCHR(state.st_mode) and (
-                state.st_rdev in _ENDLESS or (state.st_rdev in _RANDOM and _has_read(pid) > _MUCH)
+                state.st_rdev in _ENDLESS
+                or (state.st_rdev in _RANDOM and _count_bytes_read(pid) > _MUCH)
             ):
                 return os.readlink(link)
             if stat.S_ISFIFO(state.st_mode) and (path := os.readlink(link)).startswith("/"):
@@ -427,7 +428,7 @@ def _endless_opened(pid: int) -> str | None:
     return None
 
 
-def _has_read(pid: int) -> int:
+def _count_bytes_read(pid: int) -> int:
     """How many bytes a process has read so far."""
     with open(f"/proc/{pid}/io", "rb") as file:
         return int(file.read().partition(b"rchar: ")[2].split()[0])
@@ -436,7 +437,7 @@ def _has_read(pid: int) -> int:
 # What is raised
 
 
-def _not_started(argv: Sequence[str], cwd: str | None, error: Exception) -> ToolchainError:
+def _start_error(argv: Sequence[str], cwd: str | None, error: Exception) -> ToolchainError:
     program = argv[0]
     if cwd is not None and isinstance(error, OSError) and error.filename == cwd:
         why, hint = f"its working directory {cwd}: {error.strerror}", shlex.join(["ls", "-ld", cwd])
@@ -452,7 +453,7 @@ def _not_started(argv: Sequence[str], cwd: str | None, error: Exception) -> Tool
     return ToolchainError(f"{program} could not be started", why=why, hint=hint)
 
 
-def _status_lost(argv: Sequence[str]) -> BuildError:
+def _lost_status_error(argv: Sequence[str]) -> BuildError:
     why = "another part of this process waits for any child: os.wait() or os.waitpid(-1, ...)"
     hint = "os.waitpid(pid, 0)    # there: wait for children that it started"
     if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
@@ -461,7 +462,7 @@ def _status_lost(argv: Sequence[str]) -> BuildError:
     return BuildError(f"the exit status of {argv[0]} is lost", why=why, hint=hint)
 
 
-def _reads_endless(argv: Sequence[str], name: str, path: str) -> InputError:
+def _endless_error(argv: Sequence[str], name: str, path: str) -> InputError:
     what, why, hint = "a FIFO that nobody writes to", "", ["ls", "-lL", path]
     if path.startswith("/dev/"):
         what = "a device without an end"
@@ -473,12 +474,12 @@ def _reads_endless(argv: Sequence[str], name: str, path: str) -> InputError:
     return InputError(what, why=why + _show_command(argv), hint=shlex.join(hint))
 
 
-def too_slow(argv: Sequence[str], timeout: float, how: str) -> BuildTimeout:
+def timeout_error(argv: Sequence[str], timeout: float, how: str) -> BuildTimeout:
     hint = f"OPKILN_BUILD_TIMEOUT={max(60, int(timeout) * 2)}"
     return BuildTimeout(f"{argv[0]} {how} {timeout:g} s", why=_show_command(argv), hint=hint)
 
 
-def cancellation(argv: Sequence[str]) -> BuildCancelled:
+def cancel_error(argv: Sequence[str]) -> BuildCancelled:
     return BuildCancelled(f"{argv[0]} was killed: the build was cancelled", why=_show_command(argv))
 
 

@@ -18,11 +18,9 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, NamedTuple
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
 
 BUILD_START = "build-start"
 STEP_START = "step-start"
@@ -60,7 +58,7 @@ _name: ContextVar[str] = ContextVar("opkiln_reported_name", default="")
 
 
 @contextlib.contextmanager
-def reported_as(name: str) -> Iterator[None]:
+def report_as(name: str) -> Iterator[None]:
     """Report the op under this name, in this block and in the threads that it starts.
 
     Without it, builds of one op for several targets look like one build. So do builds of ops with
@@ -88,7 +86,7 @@ def emit(kind: str, **data: Any) -> None:
 
 
 @contextlib.contextmanager
-def listening(sink: Sink | None) -> Iterator[None]:
+def listen(sink: Sink | None) -> Iterator[None]:
     """Send the events of all threads to ``sink`` within the block, then call its ``close``, if any.
 
     ``sink`` may be None: then nothing happens, and callers need no special case.

@@ -22,7 +22,7 @@ import sys
 import threading
 import time
 import warnings
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping, Sequence
 
 from opkiln.base import forks
 from opkiln.errors import BuildCancelled, BuildError, BuildTimeout, ToolchainError
@@ -31,15 +31,12 @@ from opkiln.run.child import Completed
 from opkiln.run.watchdog import MARKER
 from opkiln.settings import child_environment, settings
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _WATCHDOG = os.path.join(_PACKAGE, "run", "watchdog.py")
 
 
 @contextlib.contextmanager
-def telling(listener: child.Listener) -> Iterator[None]:
+def watch_starts(listener: child.Listener) -> Iterator[None]:
     """Within the block, call ``listener`` with the argv of every program that any thread starts."""
     child.listeners.append(listener)
     try:
@@ -73,16 +70,16 @@ def run(
         if timeout is not None:
             timeout = min(timeout, settings.build_timeout)
             if since is not None and time.monotonic() - since > timeout:
-                raise child.too_slow(argv, timeout, "was not started within")
+                raise child.timeout_error(argv, timeout, "was not started within")
         if cancelled is not None and cancelled.is_set():
-            raise child.cancellation(argv)
+            raise child.cancel_error(argv)
         running = child.Child(argv, environment, cwd=cwd, watch_files=watch_files)
         return running.finish(timeout, since=since, cancelled=cancelled)
 
 
 @contextlib.contextmanager
 def start_waiting(argv: Sequence[str], *, tmpdir: str) -> Iterator[child.Child]:
-    """Start a program that prepares itself and then waits (``Child.go_on``). It is dead at the end
+    """Start a program that prepares itself and then waits (``Child.resume``). It is dead at the end
     of the block.
 
     Raises ToolchainError if it cannot be started.

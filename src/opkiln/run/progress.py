@@ -16,7 +16,7 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
 from opkiln.base import forks
-from opkiln.base.model import in_words
+from opkiln.base.model import display_name
 from opkiln.run import child, events, process
 from opkiln.settings import settings
 
@@ -76,17 +76,17 @@ os.register_at_fork(after_in_child=_shared.clear)
 def _open_sinks(file: str | None) -> ExitStack:
     """The sinks for what is set; closing it closes them."""
     with ExitStack() as stack:
-        stack.enter_context(events.listening(people_sink()))
+        stack.enter_context(events.listen(people_sink()))
         if settings.progress == "verbose" and sys.stderr is not None and not child.listeners:
             output = _Stream(sys.stderr)
-            stack.enter_context(process.telling(output.write_command))
+            stack.enter_context(process.watch_starts(output.write_command))
         if (log := logging_sink()) is not None:
-            stack.enter_context(events.listening(log))
-            stack.enter_context(process.telling(log.command))
+            stack.enter_context(events.listen(log))
+            stack.enter_context(process.watch_starts(log.command))
         if file:
             from opkiln.run import chrome
 
-            stack.enter_context(events.listening(chrome.ChromeTrace(file)))
+            stack.enter_context(events.listen(chrome.ChromeTrace(file)))
         return stack.pop_all()
 
 
@@ -103,7 +103,7 @@ def people_sink(stream: TextIO | None = None) -> Bar | Lines | None:
         return None
     terminal = _is_terminal(target)
     if choice == "auto":
-        silent = settings.rank not in (None, 0) or _shown_by_logging(target, terminal=terminal)
+        silent = settings.rank not in (None, 0) or _logging_shows(target, terminal=terminal)
         choice = "off" if silent else "bar" if terminal else "lines"
     notes = (events.NOTE,) if settings.debug_cuda else ()
     if choice == "quiet":
@@ -133,7 +133,7 @@ def _logger() -> Logger | None:
     return logger if logger.isEnabledFor(logging.INFO) and logger.hasHandlers() else None
 
 
-def _shown_by_logging(stream: TextIO, *, terminal: bool) -> bool:
+def _logging_shows(stream: TextIO, *, terminal: bool) -> bool:
     """Whether the logger's records replace what would be written to ``stream``.
 
     On a terminal they do so only if they appear on it: nobody watches records in a file.
@@ -191,7 +191,7 @@ class _Tally:
         state = self._ops[op]
         if event.kind == events.BUILD_START:
             plural = "" if data["steps"] == 1 else "s"
-            return f"building {_printable(in_words(op))} ({data['steps']} step{plural})"
+            return f"building {_printable(display_name(op))} ({data['steps']} step{plural})"
         if event.kind == events.STEP_START:
             state.running[data["step"]] = data["label"]
         elif event.kind == events.STEP_END:
@@ -211,7 +211,7 @@ class _Tally:
         return _FIRST_LINE if what == events.CPU else _FIRST_BUILD_LINE
 
     def _summary(self, event: Event, state: _OpProgress) -> str:
-        op, wall = _printable(in_words(event.data["op"])), _seconds(event.data["wall"])
+        op, wall = _printable(display_name(event.data["op"])), _seconds(event.data["wall"])
         colour, word = (_GREEN, "built") if event.data["ok"] else (_RED, "failed")
         word = f"{colour}{word}{_PLAIN}" if self._colour else word
         if not event.data["ok"]:
@@ -228,7 +228,11 @@ class _Tally:
         for op, state in reversed(self._ops.items()):
             if not state.over and (state.running or op not in self._waiting):
                 label = next(reversed(state.running.values()), "")
-                words = [f"[{ended}/{steps}] {in_words(op)}", label, _seconds(now - state.started)]
+                words = [
+                    f"[{ended}/{steps}] {display_name(op)}",
+                    label,
+                    _seconds(now - state.started),
+                ]
                 return "  ".join(_printable(word) for word in words if word)
         for event in reversed(self._waiting.values()):
             return _describe_wait(event, event.data["seconds"] + now - event.at)
@@ -253,7 +257,7 @@ class _Stream:
             self._stream = None
 
     def write_command(self, argv: Sequence[str]) -> None:
-        """Print a command that is run, quoted for a shell. ``process.telling`` calls it."""
+        """Print a command that is run, quoted for a shell. ``process.watch_starts`` calls it."""
         self.write(f"+ {_printable(shlex.join(argv))}\n")
 
     def width(self) -> int:
@@ -371,7 +375,7 @@ class Log:
             self._log(level, text, {"event": event.kind, **event.data})
 
     def command(self, argv: Sequence[str]) -> None:
-        """Log a command that is run. ``process.telling`` calls it."""
+        """Log a command that is run. ``process.watch_starts`` calls it."""
         import logging
 
         self._log(logging.DEBUG, shlex.join(argv), {"event": "command", "argv": tuple(argv)})
@@ -384,7 +388,7 @@ def _describe_wait(event: Event, seconds: float) -> str:
     data = event.data
     whom = f"pid {data['pid']}" if data["pid"] else "another process"
     text = f"waiting for {whom} on host {data['host']}, {_seconds(seconds)} ({data['what']})"
-    return _printable(f"{in_words(data['op'])}  {text}")
+    return _printable(f"{display_name(data['op'])}  {text}")
 
 
 def _is_terminal(stream: TextIO) -> bool:

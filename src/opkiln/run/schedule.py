@@ -7,15 +7,13 @@ import functools
 import os
 import threading
 import time
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
 
 from opkiln.run import budget as budgets
 from opkiln.run import events, process
 from opkiln.run.child import Completed
 from opkiln.settings import settings
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
 
 
 def call_in_threads(work: Callable[..., None], calls: Iterable[tuple[Any, ...]]) -> None:

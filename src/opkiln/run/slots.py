@@ -37,13 +37,11 @@ import os
 import struct
 import threading
 import time
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterator
+from typing import NamedTuple
 
 from opkiln.run import events
 from opkiln.run.child import is_stopped
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 STARVING_AFTER = 0.5  # seconds without a slot until a process may use the extra one
 _STILL_STARVING = 2.0  # a process that asks again within these seconds still counts as starving

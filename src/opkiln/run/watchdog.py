@@ -36,7 +36,7 @@ def main(token: str, parent: int) -> None:
     scratch = wait_for_end(parent)
     if scratch is None:
         return
-    end_marked(token)
+    kill_marked(token)
     if scratch:
         import shutil  # takes 10 ms, and only this needs it
 
@@ -74,7 +74,7 @@ def wait_for_end(parent: int) -> set[bytes] | None:
         gone = gone or os.getppid() != parent or any(fd == pidfd for fd, _ in ready)
 
 
-def end_marked(token: str) -> None:
+def kill_marked(token: str) -> None:
     """SIGKILL every process that has the token, until two scans in a row find none."""
     entry = f"{MARKER}={token}".encode()
     deadline = time.monotonic() + _PATIENCE

@@ -48,7 +48,8 @@ _FAMILIES = ("GLIBC", "GLIBCXX", "CXXABI", "GCC")
 
 
 class Platform(NamedTuple):
-    """A tag, and what decided it: ``GLIBC_2.34``; for ``linux_…`` why it is not a manylinux tag."""
+    """A tag, and the symbol version that decided it (``GLIBC_2.34``). For ``linux_…``, the reason
+    why it is not a manylinux tag."""
 
     tag: str
     why: str
@@ -81,8 +82,8 @@ def platform(elfs: Iterable[Elf]) -> Platform:
 
 
 def tag_for(entries: Sequence[LayerEntry]) -> str:
-    """The tag of a wheel with these ops, which are for any Python or for one and the same. Raises
-    UsageError for ops of two machines."""
+    """The tag of a wheel with these ops. They must be for any Python, or all for the same one.
+    Raises UsageError for ops of two machines."""
     pythons = {python_tag(each.manifest["target"]["abi_tag"]) for each in entries} - {""}
     chosen = platform(elf.read(each.payload) for each in entries)
     return f"{next(iter(pythons), ANY_PYTHON)}-{chosen.tag}"
@@ -166,9 +167,9 @@ def audit(path: str, manifest: Mapping[str, Any], torch_lib: str | None) -> list
             Finding(ERROR, f"it is built for {found.machine}", f"its target is {target['machine']}")
         )
     if not tag.startswith(FULL_TAG) or tag.startswith(STABLE_TAG):  # not one torch's own
-        findings += _symbols(found, target, torch_lib)
-        findings += _parts_of_torch(found, tag)
-    for name in _foreign(found.needed):
+        findings += _check_symbols(found, target, torch_lib)
+        findings += _check_torch_libraries(found, tag)
+    for name in _list_foreign(found.needed):
         findings.append(Finding(WARNING, f"it needs {name}", "it loads only if that is found"))
     try:
         chosen = platform([found])
@@ -192,48 +193,50 @@ def require(path: str, manifest: Mapping[str, Any], torch_lib: str | None) -> li
     return findings
 
 
-def _symbols(found: elf.Elf, target: Mapping[str, Any], torch_lib: str | None) -> Iterator[Finding]:
+def _check_symbols(
+    found: elf.Elf, target: Mapping[str, Any], torch_lib: str | None
+) -> Iterator[Finding]:
     tag = target["abi_tag"]
     # The system's symbols have versions; those of torch and Python have none.
     unversioned = [name for soname, name, _ in found.symbols if not soname]
     python = [name for name in unversioned if _PYTHON.match(name)]
     if not python_tag(tag):
         why = "its wheel is for every Python, and for processes without Python"
-        yield from _misuse("it uses Python's symbols:", python, why)
+        yield from _report_misuse("it uses Python's symbols:", python, why)
     has = frozenset() if torch_lib is None else _exports(torch_lib, os.stat(torch_lib).st_mtime_ns)
     others = [name for name in unversioned if not _PYTHON.match(name)]
     mangled = [name for name in others if name.startswith("_Z")]
     of_torch = [name for name in mangled if _OF_TORCH.match(name) or name in has]
     why = "they change with every release; the stable ABI has C symbols only"
-    yield from _misuse("it uses torch's C++ symbols:", of_torch, why)
+    yield from _report_misuse("it uses torch's C++ symbols:", of_torch, why)
     if not tag.startswith(STABLE_TAG):
         return
     plain = [name for name in others if not name.startswith("_Z")]
     stable = [name for name in plain if name.startswith(_STABLE)]
     if torch_lib is not None:
         missing = [name for name in stable if name not in has]
-        yield from _misuse("torch does not have", missing, f"looked in {torch_lib}")
+        yield from _report_misuse("torch does not have", missing, f"looked in {torch_lib}")
     elif stable:
         yield Finding(NOTE, "torch's symbols were not checked", "no libtorch_cpu.so was found")
     unstable = [name for name in plain if name in has and name not in stable]
     what = "it uses C symbols of torch that are not part of its stable ABI:"
     why = "they belong to libraries that are linked into torch, and may disappear"
-    yield from _misuse(what, unstable, why)
-    if target["backend"] != XPU and not _foreign(found.needed):
+    yield from _report_misuse(what, unstable, why)
+    if target["backend"] != XPU and not _list_foreign(found.needed):
         unknown = [name for name in plain if name not in has and name not in stable]
         unknown += [name for name in mangled if name not in of_torch]
         why = f"it needs {', '.join(found.needed) or 'no library'}"
-        yield from _misuse("none of the libraries that it needs defines", unknown, why)
+        yield from _report_misuse("none of the libraries that it needs defines", unknown, why)
 
 
-def _misuse(what: str, names: list[str], why: str) -> Iterator[Finding]:
+def _report_misuse(what: str, names: list[str], why: str) -> Iterator[Finding]:
     """The error that a library uses these symbols, if there are any."""
     if names:
         more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
         yield Finding(ERROR, f"{what} {', '.join(names[:_SHOWN])}{more}", why)
 
 
-def _parts_of_torch(found: elf.Elf, tag: str) -> Iterator[Finding]:
+def _check_torch_libraries(found: elf.Elf, tag: str) -> Iterator[Finding]:
     stable = tag.startswith(STABLE_TAG)
     for name in found.needed:
         if not name.startswith(_TORCH_PARTS) or (stable and name in _TORCH):
@@ -254,7 +257,7 @@ def python_tag(abi_tag: str) -> str:
     return f"cp{number}-cp{number}{threads}{debug}"
 
 
-def _foreign(needed: Iterable[str]) -> list[str]:
+def _list_foreign(needed: Iterable[str]) -> list[str]:
     return [name for name in needed if name not in _SYSTEM and not name.startswith(_TORCH_PARTS)]
 
 

@@ -1,12 +1,12 @@
 """The build farm: ops for targets, as tasks for any ``concurrent.futures.Executor``.
 
-A worker gets a job and returns a bundle or an error. It raises nothing, because some executors run
-again what raised, and keeps its compiled files in a store of its own.
+A worker gets a job and returns a bundle or an error. It raises nothing, because some executors
+repeat a task that raised. It keeps its compiled files in its own store.
 
-The coordinator decides as a plain build does (``prebuild.look``): what the store has is not built
-again. A result is imported when it comes, and then looked up like any other entry. So a library
-that was built from other sources, with other flags or by another compiler is refused here, and
-what is made later (a wheel, a bundle) reads a store that one machine could have filled alone.
+The coordinator decides as a plain build does (``prebuild.look``): it does not build what the store
+has. A result is imported when it comes, and then looked up like any other entry. So a library that
+was built from other sources, with other flags or by another compiler is refused here. A wheel or a
+bundle is then made from a store that one machine could have filled alone.
 
 A lost task runs again. If the whole executor breaks, as a pool of processes does when one of them
 is killed, a new executor gets the tasks that are left. If that breaks, too, tasks run one at a
@@ -53,7 +53,7 @@ _BREAKS = 2  # of the executor, before tasks go on one at a time
 _WAKE = 0.2  # seconds, so that an interrupt is seen
 
 
-# What a worker does
+# The worker
 
 
 class Job(NamedTuple):
@@ -70,7 +70,7 @@ class Job(NamedTuple):
 
 
 class Result(NamedTuple):
-    """What became of a job. ``bundle`` has the library, if there is one."""
+    """The result of a job. ``bundle`` has the library, if there is one."""
 
     outcome: BuildOutcome
     bundle: bytes = b""
@@ -91,7 +91,7 @@ def work(job: Job) -> Result:
         with (
             override(progress="off", trace=None, push=None, record=None),
             override(cache_dir=_store(), **dict(job.settings)),
-            events.listening(note),
+            events.listen(note),
         ):
             outcome, bundle = _build_bundle(job)
     except Exception as error:  # also a full disk, no more memory
@@ -145,7 +145,7 @@ def _name_worker(error: OpkilnError, job: Job, worker: str) -> OpkilnError:
     return type(error)(what, why="\n".join([*lines, f"for {job.target}, on {worker}"]), hint=hint)
 
 
-# What the coordinator does
+# The coordinator
 
 
 def build(
@@ -327,7 +327,7 @@ def _import_result(request: BuildRequest, ended: Ended, root: str) -> BuildOutco
     return told._replace(status=FAILED, target=target, error=differs)
 
 
-# Every job gets a result, whatever happens to the workers
+# Every job gets a result, also if workers are lost
 
 
 class Ended(NamedTuple):

@@ -87,11 +87,11 @@ class PrecompileHook(BuildHookInterface):  # type: ignore[misc]
                 self._sources[package] = selection.sources(ops, where)
         if tags:
             build_data["pure_python"] = False
-            build_data["tag"] = selection.strictest(tags)
+            build_data["tag"] = selection.strictest_tag(tags)
 
     def _packages(self, entry_points: dict[str, str]) -> dict[tuple[str, str], dict[str, str]]:
-        """The ops by (package, the directory that it is imported from). A package is the outermost
-        one that has a directory of its own."""
+        """The ops by (package, the directory that it is imported from). The package of an op is the
+        outermost one that is a directory."""
         found: dict[tuple[str, str], dict[str, str]] = {}
         given = self.config.get("where")
         places = [given] if given else ["src", "."]

@@ -9,14 +9,17 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
+from opkiln import __version__
 from opkiln.base.build_model import Plan
-from opkiln.base.model import CPU, ONE_CALL, Artifact
+from opkiln.base.digest import UnusableFile, key, sha256_file
+from opkiln.base.model import CARRIED, CPU, ONE_CALL, Artifact, OpSpec
 from opkiln.builder import OpBuilder
 from opkiln.builder.registry import ALL_OPS, libraries, listed_as
+from opkiln.building.asking import plan_here
 from opkiln.decision import receipt
 from opkiln.decision import terms as decision
 from opkiln.decision.archs import target_machine
@@ -34,9 +37,10 @@ from opkiln.errors import (
 )
 from opkiln.loading import loader, recording
 from opkiln.machine.toolchain.choice import available
-from opkiln.settings import override, whole_environment
+from opkiln.settings import LAYOUT, override, whole_environment
 from opkiln.ship import selection
 from opkiln.ship.selection import NamedTarget
+from opkiln.store.key import build_key, intent_key
 
 BUILT, CACHED, SKIPPED, FAILED = "built", "cached", "skipped", "failed"
 
@@ -195,7 +199,7 @@ def _build_all(missing: Mapping[int, BuildRequest], names_targets: bool) -> dict
         began = time.monotonic()
         target = f" {request.wanted}" if request.wanted and names_targets else ""
         try:
-            with selection.use_cpu(request.wanted), events.reported_as(f"{request.op}{target}"):
+            with selection.use_cpu(request.wanted), events.report_as(f"{request.op}{target}"):
                 asked = decision_of(request)
                 artifact, _ = loader.obtain(asked)
                 _require_stored(request.op, artifact)
@@ -252,13 +256,13 @@ def _add_hint(error: OpkilnError, request: BuildRequest) -> OpkilnError:
     return CompilingOff(error.what, why=error.why, hint=hint)
 
 
-# What a workload uses
+# The ops that a workload uses
 
 
 def recorded_requests(
     file: str, wanted: Sequence[NamedTarget] = (), *, ran_here: bool = False
 ) -> Requests:
-    """What to build for a record: each op for the target it was used for, or for ``wanted``.
+    """The requests for a record: each op for the target it was used for, or for ``wanted``.
 
     Code that `opkiln.load` compiles belongs to no package and cannot be built by name, so it is
     skipped. It is not listed if the program ``ran_here``, which has compiled it. Raises StoreError
@@ -319,3 +323,56 @@ def run_recorded(argv: Sequence[str], file: str, **changes: str) -> int:
 
     environment = {**whole_environment(), "OPKILN_RECORD": os.path.abspath(file), **changes}
     return process.run_foreground(argv, env=environment)
+
+
+# `opkiln cache key`: the key under which CI keeps the store from one run to the next
+#
+# The key covers what a build depends on, as far as that is known before a build: the intent and
+# build keys of each op (flags, target, compilers), and the files beside its sources and in its
+# include directories. Only a build finds out which files a compiler reads, so all of them count.
+# The key never decides what is used: the entries of a restored store are checked as usual.
+
+# The beginning of all keys of stores that this opkiln can read: an older store is a good start.
+KEY_PREFIX = f"opkiln-{LAYOUT}-"
+
+_KEY_LENGTH = 24  # in hex digits
+_LARGEST = 16 << 20  # bytes: no source or header is larger
+_OTHER_FILES = (".py", ".pyc", ".pyi", ".so")
+_OTHER_DIRECTORIES = ("__pycache__", CARRIED)
+
+
+def cache_key(asked: Iterable[BuildRequest]) -> str:
+    """The key for a store with these ops. Nothing is built, and no op is loaded.
+
+    The order of the ops makes no difference. One that this machine does not support and that was
+    not named adds nothing. Raises OpkilnError, as a build would before it starts.
+    """
+    parts = set()
+    for each in asked:
+        try:
+            with selection.use_cpu(each.wanted):
+                plan = plan_here(decision_of(each))
+        except OpkilnError as error:
+            if each.named or not is_unsupported_here(error, each.builder):
+                raise
+            continue
+        intent, files = intent_key(plan.spec, plan.target), tuple(_list_files(plan.spec))
+        parts.add((intent, build_key(plan), files))
+    return KEY_PREFIX + key("ci", (__version__, parts))[:_KEY_LENGTH]
+
+
+def _list_files(spec: OpSpec) -> Iterator[tuple[str, str]]:
+    """(path, digest) of the files in the directories of the sources and of the op's own headers."""
+    places = [os.path.dirname(source) for source in spec.sources] + list(spec.include_dirs)
+    top = os.path.realpath(spec.root)
+    for place in sorted({os.path.realpath(os.path.join(top, each)) for each in places}):
+        if os.path.commonpath((top, place)) != top:
+            continue  # another package's, or the system's
+        for directory, inside, names in os.walk(place):
+            inside[:] = sorted(each for each in inside if each not in _OTHER_DIRECTORIES)
+            for name in sorted(each for each in names if not each.endswith(_OTHER_FILES)):
+                path = os.path.join(directory, name)
+                try:
+                    yield os.path.relpath(path, top), sha256_file(path, _LARGEST)
+                except (UnusableFile, FileNotFoundError):
+                    continue  # data, a FIFO, a link to nowhere: nothing that is compiled

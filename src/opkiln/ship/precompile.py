@@ -71,7 +71,7 @@ def precompile(
     if not chosen and not extensions:
         return Shipment((), PURE, _report(package, (), "", notes))
     tag = PURE
-    with _torch_of_the_environment(), _importable(where, package):
+    with _use_environments_torch(), _import_from_sources(where, package):
         asked, origins = _collect_requests(chosen, extensions, here=out is None)
         unnamed = {name for name, each in origins.items() if not each.named}
         outcomes = [
@@ -114,7 +114,7 @@ def tag_of(directory: str) -> str:
     return audit.tag_for(layer.entries(directory)) if has_layer else PURE
 
 
-def not_shipped(directory: str, package: str) -> list[str]:
+def list_unshipped_sources(directory: str, package: str) -> list[str]:
     """The sources of a layer's ops that are not in ``package``, the directory to be shipped.
 
     The loader refuses an op if only some of its sources are there: it looks changed. A package
@@ -133,7 +133,7 @@ def not_shipped(directory: str, package: str) -> list[str]:
 
 
 @contextmanager
-def _torch_of_the_environment() -> Iterator[None]:
+def _use_environments_torch() -> Iterator[None]:
     """Lets an isolated build use the torch of the environment that its interpreter belongs to.
 
     Such a build can import only what it requires. But it can read torch's headers and libraries,
@@ -142,7 +142,7 @@ def _torch_of_the_environment() -> Iterator[None]:
     """
     from importlib.util import find_spec
 
-    path = None if find_spec("torch") else torch_sdk.locate() or _torch_in_sight()
+    path = None if find_spec("torch") else torch_sdk.locate() or _find_environments_torch()
     if path is None:
         yield
         return
@@ -155,7 +155,7 @@ def _torch_of_the_environment() -> Iterator[None]:
         sys.path.remove(where)
 
 
-def _torch_in_sight() -> str | None:
+def _find_environments_torch() -> str | None:
     """The torch among the packages of this interpreter's environment."""
     for scheme in ("purelib", "platlib"):
         path = os.path.join(sysconfig.get_path(scheme), "torch")
@@ -165,7 +165,7 @@ def _torch_in_sight() -> str | None:
 
 
 @contextmanager
-def _importable(where: str, package: str) -> Iterator[None]:
+def _import_from_sources(where: str, package: str) -> Iterator[None]:
     """Import the package from its source tree, not an older one that is installed."""
     top = package.partition(".")[0]
     loaded = getattr(sys.modules.get(top), "__file__", None) or ""
@@ -182,8 +182,8 @@ def _importable(where: str, package: str) -> Iterator[None]:
 def _collect_requests(
     chosen: Sequence[OpChoice], extensions: Sequence[OpBuilder], *, here: bool
 ) -> tuple[prebuild.Requests, dict[str, OpChoice]]:
-    """What to build, for this machine or for others, and the ops that cannot be requested; and by
-    name, the choice for each library. A variant has the choice of its op."""
+    """(the requests, for this machine or for others, and the ops that cannot be requested; the
+    choice for each library by its name). A variant has the choice of its op."""
     requests: list[BuildRequest] = []
     refused: list[BuildOutcome] = []
     origins = {each.op.name: each for each in chosen}
@@ -278,7 +278,9 @@ def _report(package: str, outcomes: Sequence[BuildOutcome], to: str, notes: Sequ
     lines = []
     if outcomes:
         lines.append(f"{package}: {count(len({each.op for each in done}), 'op')} {to}")
-        rows = [(each.op, _made_for(each), each.status, f"{each.seconds:.1f} s") for each in done]
+        rows = [
+            (each.op, _describe_target(each), each.status, f"{each.seconds:.1f} s") for each in done
+        ]
         lines += [columns(rows, indent=2)] if rows else []
         lines += [
             f"  skipped {each.op}{f' ({each.target})' if each.target else ''}: {each.reason}"
@@ -289,7 +291,7 @@ def _report(package: str, outcomes: Sequence[BuildOutcome], to: str, notes: Sequ
     return "\n".join(lines)
 
 
-def _made_for(outcome: BuildOutcome) -> str:
+def _describe_target(outcome: BuildOutcome) -> str:
     if ":" in outcome.target or not outcome.archs:
         return outcome.target or outcome.backend
     return f"{outcome.backend}:{','.join(outcome.archs)}"

@@ -1,8 +1,8 @@
-"""What ``opkiln new`` writes: a package with an op, its reference, its tests and its CI; or an op.
+"""The work of ``opkiln new``: writes a package with an op, its reference, tests and CI; or an op.
 
 The templates are the files in ``ship/new``, each with the suffix ``.in``.
 
-To a package, files are added and lines inserted; nothing is changed or removed. Every edit is
+An existing package gets new files and new lines; nothing is changed or removed. Every edit is
 checked before anything is written: the edited ``pyproject.toml`` must differ from the old one by
 the new op only, and the edited ``__init__.py`` must parse.
 """
@@ -182,7 +182,7 @@ def op_texts(package: str, op: str, folder: str) -> dict[str, str]:
 
 
 def _entry_point(package: str, op: str) -> str:
-    """What ``pyproject.toml`` says of an op: where its decorated function is.
+    """The entry point of an op in ``pyproject.toml``: the place of its decorated function.
 
     Each op has a line. A line for a whole module would find the functions that are decorated in
     that module, and not those that it imports from the folders of the ops.
@@ -278,7 +278,7 @@ def add(where: str, name: str) -> AddedOp:
     init, ops = (os.path.join(project.folder, each) for each in ("__init__.py", "ops"))
     for path in (os.path.join(ops, op), os.path.join("tests", f"test_{op}.py")):
         if os.path.lexists(os.path.join(where, path)):
-            raise _name_taken(op, f"{path} exists already")
+            raise _taken_error(op, f"{path} exists already")
     new = op_texts(project.package, op, project.folder)
     if not os.path.lexists(os.path.join(where, ops, "__init__.py")):
         new[os.path.join(ops, "__init__.py")] = _fill_template("ops_init.py", {})
@@ -318,7 +318,7 @@ def _add_entry_point(project: _Project, op: str) -> str:
     value = _entry_point(project.package, op)
     entries = project.settings["project"].get("entry-points", {}).get(GROUP, {})
     if op in entries:
-        raise _name_taken(op, f"pyproject.toml has an entry point {op} = {entries[op]!r}")
+        raise _taken_error(op, f"pyproject.toml has an entry point {op} = {entries[op]!r}")
     lines = _insert_entry(project.text.splitlines(), f'{op} = "{value}"', fresh=not entries)
     variables = (f"OPKILN_BUILD_{op.upper()}", f"DS_BUILD_{op.upper()}")
     keys = project.settings.get("tool", {}).get("uv", {}).get("cache-keys")
@@ -376,7 +376,7 @@ def _add_import(text: str, package: str, op: str, path: str) -> str:
             f"{path} does not parse", why=f"line {error.lineno}: {error.msg}"
         ) from None
     if op in {each.get_name() for each in names if each.is_assigned() or each.is_imported()}:
-        raise _name_taken(op, f"{path} has a name {op} already")
+        raise _taken_error(op, f"{path} has a name {op} already")
     imports = [each for each in tree.body if isinstance(each, ast.Import | ast.ImportFrom)]
     docstring = tree.body[:1] if ast.get_docstring(tree) is not None else []
     lines = text.splitlines()
@@ -426,7 +426,7 @@ def _read(path: str) -> str:
         raise UsageError(f"{path} cannot be read", why=str(error)) from None
 
 
-def _name_taken(op: str, why: str) -> UsageError:
+def _taken_error(op: str, why: str) -> UsageError:
     return UsageError(
         f"op {op} cannot be added", why=why, hint=f"opkiln new --op {op}2    # another name"
     )

@@ -1,4 +1,4 @@
-"""What to precompile: which ops, for which targets, and under which version.
+"""The choice of what to precompile: the ops, their targets, and the version.
 
 A target other than this machine has a name: ``cuda:8.0,9.0a``, ``cpu``.
 
@@ -112,12 +112,12 @@ def ask(builder: OpBuilder, wanted: NamedTarget | None) -> OpBuilder:
     If no GPU architecture is named and this machine has no GPU, it is built for all that the
     toolkit knows.
     """
-    from opkiln.decision.archs import nothing_asked
+    from opkiln.decision.archs import lacks_targets
 
     if wanted is None:
         return builder
     archs = "" if wanted.backend == CPU else wanted.archs
-    if not archs and nothing_asked(wanted.backend):
+    if not archs and lacks_targets(wanted.backend):
         archs = "all"
     builder.ask_for(wanted.backend, archs)
     return builder
@@ -273,7 +273,7 @@ def _build_var(name: str, classes: dict[str, ast.ClassDef]) -> tuple[str, ...]:
 
 
 def choose(ops: Iterable[DeclaredOp]) -> list[OpChoice]:
-    """What the variables say about each op. Raises SettingError for an invalid value."""
+    """The choice for each op, by the variables. Raises SettingError for an invalid value."""
     everything, origin = origin_of("build_ops")
     choices = []
     for op in ops:
@@ -344,7 +344,7 @@ def _serves(backend: str) -> bool:
     return backend != ROCM and choice.available(backend)
 
 
-def strictest(tags: Iterable[str]) -> str:
+def strictest_tag(tags: Iterable[str]) -> str:
     """The tag of a wheel with contents of these tags, all built by this interpreter."""
 
     def demand(platform: str) -> tuple[object, ...]:

@@ -14,9 +14,9 @@ import os
 import shlex
 import sys
 from configparser import ConfigParser
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
-from setuptools import Command
+from setuptools import Command, Distribution, Extension
 from setuptools.errors import ModuleError, SetupError
 
 from opkiln.base.model import CARRIED
@@ -24,11 +24,8 @@ from opkiln.builder import OpBuilder
 from opkiln.builder.registry import GROUP
 from opkiln.errors import OpkilnError, SpecError
 from opkiln.ship import selection
-from opkiln.ship.precompile import PURE, not_shipped, precompile, tag_of
+from opkiln.ship.precompile import PURE, list_unshipped_sources, precompile, tag_of
 from opkiln.ship.selection import DeclaredOp
-
-if TYPE_CHECKING:
-    from setuptools import Distribution, Extension
 
 STEP = "build_opkiln"
 
@@ -92,7 +89,7 @@ def _tag(command: Any, usual: tuple[str, str, str]) -> tuple[str, str, str]:
         return ("py3", "none", "any") if extensions else usual
     command.root_is_pure = False
     # Each package in the wheel has a tag; the strictest fits all.
-    python, abi, platform = selection.strictest(tags).split("-")
+    python, abi, platform = selection.strictest_tag(tags).split("-")
     if command.plat_name_supplied:
         platform = command.plat_name.replace("-", "_").replace(".", "_")
     return python, abi, platform
@@ -178,7 +175,7 @@ class PrecompileOps(Command):  # type: ignore[misc]
 
     def _missing_sources(self, ops: list[DeclaredOp], where: str, out: str, tag: str) -> list[str]:
         if tag != PURE:
-            return not_shipped(out, os.path.dirname(out))
+            return list_unshipped_sources(out, os.path.dirname(out))
         # Its ops are compiled where they are used.
         assert self.build_lib is not None
         found = selection.sources(ops, where)

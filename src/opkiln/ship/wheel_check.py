@@ -25,7 +25,7 @@ from opkiln.store.layer import identity
 _CHUNK = 1 << 20
 _LARGEST_READ = 64 << 20  # bytes, of files that are read whole: RECORD, manifests
 
-# What reading a damaged archive may raise.
+# The errors that reading a damaged archive may raise.
 _UNREADABLE = (
     zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError, ValueError,
     struct.error, OverflowError, MemoryError, IndexError, csv.Error,
@@ -33,7 +33,7 @@ _UNREADABLE = (
 
 
 class _BadWheel(Exception):
-    """Why a wheel is not what was written."""
+    """Says how a wheel differs from what was written."""
 
 
 def verify_wheel(path: str) -> int:
@@ -66,7 +66,7 @@ class _WheelFile:
         self._archive, self._base = archive, base
         self._info = "-".join(base.split("-")[:2]) + ".dist-info"
         self._members: dict[str, zipfile.ZipInfo] = {}
-        # What RECORD says of each file: (SHA-256, size).
+        # Each file in RECORD: (SHA-256, size).
         self._recorded: dict[str, tuple[str, int]] = {}
 
     def verify(self) -> int:

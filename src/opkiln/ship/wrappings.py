@@ -14,7 +14,7 @@ from opkiln.store import layer, publish
 
 
 class Wrapping(NamedTuple):
-    """What to write: a layer, a wheel, a bundle. Those that are None are not written."""
+    """The forms to write: a layer, a wheel, a bundle. None stands for one that is not written."""
 
     out: str | None = None
     wheel: str | None = None
@@ -25,12 +25,12 @@ class Wrapping(NamedTuple):
 
     @property
     def places(self) -> tuple[str, ...]:
-        """What is written."""
+        """The places of the forms that are written."""
         return tuple(place for place in (self.out, self.wheel, self.bundle) if place is not None)
 
 
 def check(wrapping: Wrapping, owners: Iterable[str]) -> None:
-    """Refuse what cannot be written, before anything is compiled. Raises UsageError.
+    """Check that everything can be written, before anything is compiled. Raises UsageError.
 
     ``owners`` are the distributions that the ops belong to.
     """

@@ -23,6 +23,8 @@ import os
 import re
 import shlex
 import stat
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, BinaryIO
 from zlib import crc32
 
 from opkiln.base.digest import LARGEST_BUNDLE, sha256_file
@@ -32,32 +34,9 @@ from opkiln.base.trust import fault
 from opkiln.errors import StoreError
 from opkiln.machine.facts import Hasher
 from opkiln.settings import LAYOUT
-from opkiln.store import sealed, signatures
-from opkiln.store.entry import (
-    MALFORMED,
-    MANIFEST,
-    SCHEMA,
-    Leaf,
-    Refused,
-    in_words,
-    parse_manifest,
-    write_manifest,
-)
-from opkiln.store.key import changes, deps_key
-from opkiln.store.zip_format import (
-    LARGEST,
-    LOCAL,
-    MOST_MEMBERS,
-    MemberHeader,
-    directory,
-    local_header,
-    stored_header,
-)
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
-    from typing import Any, BinaryIO
+from opkiln.store import entry, sealed, signatures, zip_format
+from opkiln.store.key import deps_key, find_changes
+from opkiln.store.zip_format import LOCAL, MemberHeader
 
 INDEX = "opkiln-bundle.json"
 KIND = "bundle"
@@ -90,10 +69,10 @@ class Damaged(ValueError):
     """A bundle does not match its index. The message says where, with the digests."""
 
 
-def index_of(members: Iterable[tuple[str, int, str]]) -> bytes:
+def write_index(members: Iterable[tuple[str, int, str]]) -> bytes:
     """The index of these members (name, size, SHA-256), which must be sorted by name."""
     listed = [[name, size, sha256] for name, size, sha256 in members]
-    return write_manifest({"schema": SCHEMA, "kind": KIND, "members": listed})
+    return entry.write_manifest({"schema": entry.SCHEMA, "kind": KIND, "members": listed})
 
 
 class NotABundle(StoreError):
@@ -139,19 +118,19 @@ def _read_index(path: str, fd: int, file_size: int) -> Index:
     data = os.pread(fd, size, len(head))
     digest = hashlib.sha256(data).hexdigest()
     try:
-        body = parse_manifest(data, INDEX)
+        body = entry.parse_manifest(data, INDEX)
         # Accept only the form that opkiln writes, so that no byte can vary.
-        if write_manifest(body) != data or body["kind"] != KIND:
+        if entry.write_manifest(body) != data or body["kind"] != KIND:
             raise ValueError("it is not in the form that opkiln writes")
         listed = [(str(name), int(size), str(sha256)) for name, size, sha256 in body["members"]]
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise Damaged(f"its index (SHA-256 {digest}): {error}") from error
-    members = _laid_out(listed, len(head) + len(data))
+    members = _lay_out(listed, len(head) + len(data))
     end = members[-1].offset + members[-1].size
     signature = _read_signature(fd, end)
     names = [INDEX, *(member.name for member in members)]
     expected = end + len(
-        signed_tail([stored_header(name, 0, 0, 0) for name in names], end, signature)
+        signed_tail([zip_format.stored_header(name, 0, 0, 0) for name in names], end, signature)
     )
     if expected != file_size:
         raise Damaged(f"it has {file_size} bytes; its index (SHA-256 {digest}) says {expected}")
@@ -179,9 +158,9 @@ def _read_signature(fd: int, at: int) -> bytes:
     return data
 
 
-def _laid_out(listed: list[tuple[str, int, str]], at: int) -> tuple[Member, ...]:
+def _lay_out(listed: list[tuple[str, int, str]], at: int) -> tuple[Member, ...]:
     """The members with their offsets in the file. Raises Damaged for an invalid list."""
-    if not 0 < len(listed) <= MOST_MEMBERS:
+    if not 0 < len(listed) <= zip_format.MOST_MEMBERS:
         raise Damaged(f"its index has {len(listed)} members")
     members: list[Member] = []
     for name, size, sha256 in listed:
@@ -196,17 +175,18 @@ def _laid_out(listed: list[tuple[str, int, str]], at: int) -> tuple[Member, ...]
         at += LOCAL.size + len(name.encode())
         members.append(Member(name, size, sha256, at))
         at += size
-        if at > LARGEST:
+        if at > zip_format.LARGEST:
             raise Damaged(f"its index puts {name} beyond the maximum size of a bundle")
     return tuple(members)
 
 
 def signed_tail(headers: list[MemberHeader], end: int, signature: bytes) -> bytes:
-    """The bytes after the entries, which end at ``end``: signatures, if any, and the directory."""
+    """The bytes after the entries, which end at ``end``: the signatures, if any, and the ZIP
+    directory."""
     if not signature:
-        return directory(headers)
-    last = stored_header(signatures.MEMBER, len(signature), crc32(signature), end)
-    return local_header(last) + signature + directory([*headers, last])
+        return zip_format.directory(headers)
+    last = zip_format.stored_header(signatures.MEMBER, len(signature), crc32(signature), end)
+    return zip_format.local_header(last) + signature + zip_format.directory([*headers, last])
 
 
 # Reading entries
@@ -215,10 +195,9 @@ def signed_tail(headers: list[MemberHeader], end: int, signature: bytes) -> byte
 class Bundle:
     """An open bundle.
 
-    ``listed`` means that the user listed it as a layer. That makes it trusted (see
-    ``opkiln.base.trust``), unless ``OPKILN_TRUSTED_KEYS`` also asks for a signature.
-
-    Raises StoreError for a file that cannot be read or is not a bundle, Damaged for a bad index.
+    ``listed`` means that the user listed it as a layer. That makes it trusted (``base.trust``),
+    unless ``OPKILN_TRUSTED_KEYS`` also asks for a signature. Raises StoreError for a file that
+    cannot be read or is not a bundle, Damaged for a bad index.
     """
 
     def __init__(self, path: str, *, listed: bool = False) -> None:
@@ -285,9 +264,9 @@ class Bundle:
 
     def check(self) -> None:
         """Compare every byte of the file with the index. Raises Damaged, OSError."""
-        listing = index_of(member[:3] for member in self.index.members)
-        headers = [stored_header(INDEX, len(listing), crc32(listing), 0)]
-        head = local_header(headers[0]) + listing
+        listing = write_index(member[:3] for member in self.index.members)
+        headers = [zip_format.stored_header(INDEX, len(listing), crc32(listing), 0)]
+        head = zip_format.local_header(headers[0]) + listing
         if os.pread(self._fd, len(head), 0) != head:
             raise Damaged(f"its index (SHA-256 {self.index.sha256}) has changed")
         for member in self.index.members:
@@ -296,8 +275,8 @@ class Bundle:
                 crc = crc32(chunk, crc)
                 digest.update(chunk)
             _compare(member, digest.hexdigest())
-            headers.append(stored_header(member.name, member.size, crc, member.header))
-            head = local_header(headers[-1])
+            headers.append(zip_format.stored_header(member.name, member.size, crc, member.header))
+            head = zip_format.local_header(headers[-1])
             if os.pread(self._fd, len(head), member.header) != head:
                 raise Damaged(
                     f"the zip header of {member.name} (SHA-256 {member.sha256}) has changed"
@@ -333,12 +312,14 @@ def manifest(leaf: str) -> dict[str, Any]:
     """An entry's manifest. Raises StoreError, KeyError, ValueError, OSError."""
     path, inner = _split(leaf)
     with Bundle(path, listed=True) as bundle:
-        return parse_manifest(bundle.read(bundle.index.entries.get(inner, {})[MANIFEST]))
+        return entry.parse_manifest(
+            bundle.read(bundle.index.entries.get(inner, {})[entry.MANIFEST])
+        )
 
 
 def examine(
     leaf: str, places: Mapping[str, str], hasher: Hasher, *, own: bool = True
-) -> Leaf | Refused:
+) -> entry.Leaf | entry.Refused:
     """Check an entry as ``store.entry.examine`` does, and copy a good payload to sealed memory.
 
     A damaged file gives a Refused, never an exception.
@@ -347,22 +328,22 @@ def examine(
         path, inner = _split(leaf)
         with Bundle(path, listed=True) as bundle:
             files = bundle.index.entries.get(inner, {})
-            found = parse_manifest(bundle.read(files[MANIFEST]))
+            found = entry.parse_manifest(bundle.read(files[entry.MANIFEST]))
             if own:
                 if deps_key(found["deps"]) != inner.rpartition("/")[2]:
                     raise ValueError("its name does not match its dependencies")
-                if changed := changes(found["deps"], None, places, hasher):
-                    return Refused(leaf, "; ".join(changed))
+                if changed := find_changes(found["deps"], None, places, hasher):
+                    return entry.Refused(leaf, "; ".join(changed))
             payload = files[found["payload"]]
             if (payload.size, payload.sha256) != (found["size"], found["sha256"]):
                 raise ValueError("its index and its manifest disagree")
-            return Leaf(leaf, found, _open_in_memory(bundle, payload))
-    except MALFORMED as error:
-        return Refused(leaf, f"damaged: {in_words(error)}", damaged=True)
+            return entry.Leaf(leaf, found, _open_in_memory(bundle, payload))
+    except entry.MALFORMED as error:
+        return entry.Refused(leaf, f"damaged: {entry.describe_error(error)}", damaged=True)
     except StoreError as error:
-        return Refused(leaf, error.what)
+        return entry.Refused(leaf, error.what)
     except OSError as error:
-        return Refused(leaf, f"unreadable: {error}")
+        return entry.Refused(leaf, f"unreadable: {error}")
 
 
 def _split(leaf: str) -> tuple[str, str]:

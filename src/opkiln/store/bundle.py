@@ -12,22 +12,11 @@ import shlex
 from collections.abc import Iterable, Iterator
 from typing import Any, BinaryIO, NamedTuple
 
-from opkiln.base.digest import LARGEST_BUNDLE, sha256_file, taking_the_place_of
+from opkiln.base.digest import LARGEST_BUNDLE, open_replacement, sha256_file
 from opkiln.errors import StoreError
 from opkiln.machine.facts import Hasher
-from opkiln.store import layer, publish
-from opkiln.store.archive import INDEX, Bundle, Damaged, Member, NotABundle, index_of
-from opkiln.store.entry import (
-    FETCHED,
-    MALFORMED,
-    MANIFEST,
-    SIDECAR,
-    Leaf,
-    examine,
-    in_words,
-    parse_manifest,
-    write_manifest,
-)
+from opkiln.store import entry, layer, publish
+from opkiln.store.archive import INDEX, Bundle, Damaged, Member, NotABundle, write_index
 from opkiln.store.layers import claim
 from opkiln.store.zip_format import LARGEST, MOST_MEMBERS, Writer, chunks
 
@@ -54,7 +43,7 @@ class ImportedEntry(NamedTuple):
 
 
 def write_bundle(layer_dir: str, file: str) -> BundleFile:
-    """Write the entries of a layer, as ``bundles.layer`` leaves them, to one file.
+    """Write the entries of a layer, as ``store.layer`` writes them, to one file.
 
     The same entries give the same bytes. ``file`` appears whole or not at all. Raises StoreError if
     the layer is empty or damaged, or if the file cannot be written.
@@ -75,9 +64,9 @@ def write_bundle(layer_dir: str, file: str) -> BundleFile:
             why=f"a bundle has at most {LARGEST >> 30} GiB in {MOST_MEMBERS} files",
             hint="opkiln cache export FILE --op OP    # several bundles; each is a layer",
         )
-    with replacing(file, total) as out:
+    with replace_bundle(file, total) as out:
         archive = Writer(out)
-        archive.add(INDEX, [index_of(members)])
+        archive.add(INDEX, [write_index(members)])
         for name, _, sha256 in members:
             if archive.add(name, chunks(paths[name])).sha256.hex() != sha256:
                 raise StoreError(
@@ -98,14 +87,14 @@ def temporary_bundle(payloads: Iterable[str]) -> Iterator[BundleFile]:
 
 
 @contextlib.contextmanager
-def replacing(file: str, total: int) -> Iterator[BinaryIO]:
+def replace_bundle(file: str, total: int) -> Iterator[BinaryIO]:
     """A new file that replaces ``file`` when all of it is on disk.
 
     Raises StoreError if it cannot be written. After any error ``file`` is unchanged, and no
     temporary file is left.
     """
     try:
-        with taking_the_place_of(file, sync=True) as out:
+        with open_replacement(file, sync=True) as out:
             yield out
     except OSError as error:
         raise StoreError(
@@ -141,23 +130,23 @@ def unpack(
 ) -> list[ImportedEntry]:
     """Publish each entry of a bundle in the store at ``root`` (``Store.root``).
 
-    ``signed=False`` is for one that opkiln itself made just now: it needs no signature. Nor does
-    one that comes from a remote tier, its ``origin``. Everything is checked before the first one is
-    published, and each appears whole or not at all. ``sha256`` is the digest that the file must
-    have. Raises StoreError, as ``read_bundle`` does.
+    With ``signed=False`` no signature is required: opkiln itself has just written the file. Nor is
+    one for a bundle of a remote tier, which has an ``origin``. Everything is checked before the
+    first entry is published, and each appears whole or not at all. ``sha256`` is the digest that
+    the file must have. Raises StoreError, as ``read_bundle`` does.
     """
     note = {}
     if origin is not None:
         sha256, signed = origin.sha256, False
-        note = {FETCHED: dict([("url", origin.url), ("sha256", sha256), origin.by])}
+        note = {entry.FETCHED: dict([("url", origin.url), ("sha256", sha256), origin.by])}
     with open_bundle(file, sha256, signed=signed) as bundle:
         entries = list(_entries(bundle))
         claim(root)
-        return [_publish(bundle, *entry, root, note) for entry in entries]
+        return [_publish(bundle, *each, root, note) for each in entries]
 
 
 def unpack_bytes(data: bytes, root: str, *, sha256: str = "", signed: bool = True) -> None:
-    """As ``unpack``, of a bundle in memory."""
+    """``unpack`` for a bundle in memory."""
     with publish.scratch("fetch") as stage:
         file = os.path.join(stage, "bundle")
         with open(file, "xb") as out:
@@ -167,8 +156,8 @@ def unpack_bytes(data: bytes, root: str, *, sha256: str = "", signed: bool = Tru
 
 @contextlib.contextmanager
 def open_bundle(file: str, sha256: str = "", *, signed: bool = True) -> Iterator[Bundle]:
-    """A bundle of which every byte was checked. Damage that is found, now or later, is raised as a
-    StoreError. ``signed=False`` needs no signature."""
+    """A bundle of which every byte was checked. Damage that is found, now or within the block, is a
+    StoreError. With ``signed=False`` no signature is required."""
     try:
         with Bundle(file) as bundle:
             if sha256 and (found := bundle.digest()) != sha256.lower():
@@ -178,17 +167,12 @@ def open_bundle(file: str, sha256: str = "", *, signed: bool = True) -> Iterator
                 bundle.authenticate()
             yield bundle
     except (Damaged, NotABundle) as error:
-        what, why, hint = f"{file} is refused: {error}", "", ""
+        why = f"the whole file has the SHA-256 {sha256_file(file, LARGEST_BUNDLE)}"
+        hint = f"sha256sum {shlex.quote(file)}    # compare it with the original; copy that again"
         if isinstance(error, NotABundle):
-            what, why, hint = error.what, f"{error.why}; ", error.hint
-        compare = (
-            f"sha256sum {shlex.quote(file)}    # compare it with the original, and copy that again"
-        )
-        raise StoreError(
-            what,
-            why=f"{why}the whole file has the SHA-256 {sha256_file(file, LARGEST_BUNDLE)}",
-            hint=hint or compare,
-        ) from error
+            why = f"{error.why}; {why}"
+            raise StoreError(error.what, why=why, hint=error.hint or hint) from error
+        raise StoreError(f"{file} is refused: {error}", why=why, hint=hint) from error
     except OSError as error:
         raise StoreError(f"{file} cannot be read: {error.strerror or error}") from error
 
@@ -197,19 +181,19 @@ def _entries(bundle: Bundle) -> Iterator[tuple[str, dict[str, Any], dict[str, Me
     """(path, manifest, files) of each entry. Raises Damaged if its parts do not agree."""
     for leaf, files in bundle.index.entries.items():
         try:
-            manifest = parse_manifest(bundle.read(files[MANIFEST]))
-            parse_manifest(bundle.read(files[SIDECAR]), SIDECAR)
+            manifest = entry.parse_manifest(bundle.read(files[entry.MANIFEST]))
+            entry.parse_manifest(bundle.read(files[entry.SIDECAR]), entry.SIDECAR)
             payload = files[manifest["payload"]]
             place = leaf.split("/")
             agree = (
                 layer.identity(manifest) == (*place[2:4], place[-1])
                 and (payload.size, payload.sha256) == (manifest["size"], manifest["sha256"])
-                and set(files) == {MANIFEST, SIDECAR, manifest["payload"]}
+                and set(files) == {entry.MANIFEST, entry.SIDECAR, manifest["payload"]}
             )
-        except MALFORMED as error:
-            raise Damaged(f"{leaf}: {in_words(error)}") from error
+        except entry.MALFORMED as error:
+            raise Damaged(f"{leaf}: {entry.describe_error(error)}") from error
         if not agree:
-            digest = files[MANIFEST].sha256
+            digest = files[entry.MANIFEST].sha256
             raise Damaged(f"{leaf} does not match its manifest (SHA-256 {digest})")
         yield leaf, manifest, files
 
@@ -224,15 +208,15 @@ def _publish(
 ) -> ImportedEntry:
     relative = leaf.partition("/")[2]
     final = os.path.join(root, relative)
-    found = examine(final, {}, Hasher(), listed=False, whole=False, own=False)
-    new = not isinstance(found, Leaf)  # a damaged one is replaced
+    found = entry.examine(final, {}, Hasher(), listed=False, whole=False, own=False)
+    new = not isinstance(found, entry.Leaf)  # a damaged one is replaced
     if new:
         with publish.scratch("import") as stage:
             for name, member in files.items():
                 mode = 0o700 if name == manifest["payload"] else 0o600
                 with publish.create(os.path.join(stage, name), mode) as out:
-                    if note and name == MANIFEST:
-                        out.write(write_manifest({**manifest, **note}))
+                    if note and name == entry.MANIFEST:
+                        out.write(entry.write_manifest({**manifest, **note}))
                     else:
                         bundle.copy(member, out)
             # Readers refuse a damaged entry that cannot be moved away.

@@ -8,8 +8,8 @@
 A leaf is named by its deps_key. It never changes, and it is used only if it passes every check.
 
 A matching digest shows that a file is intact, not that opkiln wrote it. So types are checked once,
-when a manifest is read, and all other code can rely on them. Missing parts are not an error here:
-the code that needs a part reports it. Unknown parts are ignored.
+when a manifest is read, and other code can rely on them. A missing part is reported by the code
+that needs it. Unknown parts are ignored.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ _NUMBER = (int, float)
 
 
 class Row:
-    """A list that begins with fixed parts. With ``rest``, any number of items of that shape follow;
-    in a manifest these are numbers."""
+    """A list that begins with fixed parts. With ``rest``, any number of items of that shape
+    follow."""
 
     def __init__(self, *parts: Any, rest: Any = None) -> None:
         self.parts = parts
@@ -104,7 +104,7 @@ _MANIFEST = {
     "files": [Row(str, str, str, int, str, str)],
     "host": str,
     "group": str,
-    "directory": str,
+    "places": Named(str),
     "messages": str,
     "rebuilt": str,
     # Parts of a sidecar, of a bundle's index and of its signatures.
@@ -127,15 +127,15 @@ _WORDS = {
 }
 
 
-def wrong(body: dict[str, Any]) -> str:
+def find_wrong_type(body: dict[str, Any]) -> str:
     """A message about the first part that has the wrong type; empty if there is none."""
-    return _wrong(body, _MANIFEST, "")
+    return _find_wrong(body, _MANIFEST, "")
 
 
 # Comparing types is enough, because JSON has no subclasses.
 
 
-def _wrong(value: Any, shape: Any, where: str) -> str:
+def _find_wrong(value: Any, shape: Any, where: str) -> str:
     if isinstance(shape, (type, tuple)):
         fits = shape is object or type(value) in (shape if isinstance(shape, tuple) else (shape,))
         return "" if fits else _mismatch(value, where, _WORDS[shape])
@@ -159,12 +159,12 @@ def _wrong(value: Any, shape: Any, where: str) -> str:
             (value[place], row.parts[place] if place < count else row.rest, f"{where}[{place}]")
             for place in _pick_each_type(value, row)
         ]
-    return next(filter(None, (_wrong(*part) for part in parts)), "")
+    return next(filter(None, (_find_wrong(*part) for part in parts)), "")
 
 
 def _pick_each_type(value: list[Any], row: Row) -> Sequence[int]:
-    """The places in a list to look at. A sidecar has thousands of rows: of those whose parts have
-    equal types, one is enough."""
+    """The places in a list to check. A sidecar has thousands of rows, so of rows whose parts have
+    equal types only one is checked."""
     if row.parts or not (row.rest is str or (isinstance(row.rest, Row) and row.rest.flat)):
         return range(len(value))
     types = [tuple(map(type, each)) if type(each) is list else type(each) for each in value]
@@ -236,7 +236,7 @@ def parse_manifest(data: bytes, name: str = MANIFEST) -> dict[str, Any]:
             f"the manifest has an unknown schema{told}; this opkiln reads schema {SCHEMA}"
         )
     if digest not in _checked:
-        if problem := wrong(manifest):
+        if problem := find_wrong_type(manifest):
             raise ValueError(f"{name}: {problem}")
         if len(_checked) >= _MOST_CHECKED:
             _checked.clear()
@@ -244,22 +244,41 @@ def parse_manifest(data: bytes, name: str = MANIFEST) -> dict[str, Any]:
     return manifest
 
 
-# Digests of manifests whose types are right: each manifest is read more than once.
+# Digests of manifests whose types were checked: each manifest is read more than once.
 _checked: set[str] = set()
-_MOST_CHECKED = 1000  # a check of a large store must not need more memory than that of a small one
+_MOST_CHECKED = 1000  # limits the memory that a check of a large store needs
 
 
-# What is raised where a manifest is not what it should be.
+# Exceptions for a manifest that is not as it should be.
 MALFORMED = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
 
 
-def in_words(error: Exception) -> str:
-    """The reason to show for an exception that was raised while a manifest was read."""
+def describe_error(error: Exception) -> str:
+    """The message for an exception that was raised while a manifest was read."""
     if isinstance(error, KeyError):
         return f"{MANIFEST}: {error} is missing"
     if isinstance(error, (TypeError, AttributeError, RecursionError)):
         return f"{MANIFEST}: it is malformed ({type(error).__name__}: {error})"
     return str(error)
+
+
+def list_newest(directory: str) -> list[str]:
+    """The names in a directory, the newest first, without hidden ones; none if it is missing or
+    cannot be read."""
+    try:
+        names = sorted(name for name in os.listdir(directory) if not name.startswith("."))
+    except OSError:
+        return []
+    if len(names) > 1:
+        names.sort(key=lambda name: _modification_time(os.path.join(directory, name)), reverse=True)
+    return names
+
+
+def _modification_time(path: str) -> float:
+    try:
+        return os.stat(path).st_mtime
+    except OSError:
+        return 0.0
 
 
 def read_sidecar(directory: str) -> dict[str, Any]:
@@ -283,8 +302,8 @@ def examine(
 ) -> Leaf | Refused | None:
     """Check a leaf: trust, manifest, dependencies, digest. None if it does not exist (any more).
 
-    ``whole`` checks all facts, not the author's files alone. ``own=False`` checks none: `cache
-    verify` does not have the sources.
+    With ``whole``, all facts are checked, not only the author's files. With ``own=False``, none
+    are: `cache verify` does not have the sources.
     """
     try:
         if reason := fault(directory, os.lstat(directory), listed=listed):
@@ -304,7 +323,7 @@ def examine(
     except (FileNotFoundError, NotADirectoryError):
         return None
     except MALFORMED as error:
-        return Refused(directory, f"damaged: {in_words(error)}", damaged=True)
+        return Refused(directory, f"damaged: {describe_error(error)}", damaged=True)
     except OSError as error:
         return Refused(directory, f"unreadable: {error}")
 
@@ -327,8 +346,8 @@ def _open_checked(path: str, listed: bool, limit: int) -> Iterator[tuple[int, os
 def _changes(
     directory: str, manifest: dict[str, Any], places: Mapping[str, str], hasher: Hasher, whole: bool
 ) -> list[str]:
-    """Why an entry is not of the files as they are, in words. One that was shipped here has no
-    facts but the author's files."""
+    """The facts of an entry that no longer hold, in words. A shipped entry only has the author's
+    files as facts."""
     rows = None
     if whole:
         try:
@@ -337,7 +356,7 @@ def _changes(
             if not os.path.isdir(directory):
                 raise  # it was just collected
             raise ValueError(f"{SIDECAR} is missing") from None
-    return key.changes(manifest["deps"], rows, places, hasher)
+    return key.find_changes(manifest["deps"], rows, places, hasher)
 
 
 def _check_payload(directory: str, manifest: dict[str, Any], listed: bool) -> None:

@@ -14,26 +14,14 @@ import os
 import re
 import stat
 import time
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from opkiln.base.digest import is_temporary, read_file
 from opkiln.settings import settings
-from opkiln.store import publish
-from opkiln.store.inventory import (
-    LEVELS,
-    OBJECT,
-    OP,
-    StoreEntry,
-    details,
-    directories,
-    entries,
-    names_in,
-    report_errors,
-)
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+from opkiln.store import inventory, publish
+from opkiln.store.inventory import StoreEntry
 
 GRACE = 24 * 3600.0  # seconds that an entry is kept, since another host may have it mapped
 _LEFTOVER = 3600.0  # seconds after which a staging directory counts as abandoned
@@ -69,19 +57,20 @@ class Collected(NamedTuple):
 
 def discard(root: str, found: StoreEntry) -> None:
     """Remove one whole entry. It may be gone already. Raises StoreError."""
-    with report_errors("removed", found.directory):
+    with inventory.report_errors("removed", found.directory):
         publish.discard(root, found.directory)
 
 
 def collect(
     root: str, limit: int, *, now: bool = False, tell: Callable[[str], None] | None = None
 ) -> Collected:
-    """Shrink a store to ``limit`` bytes of entries. Removes those first that were unused longest.
+    """Shrink a store to ``limit`` bytes of entries, and remove leftovers of dead processes. The
+    entries that were unused longest go first.
 
-    Never removes an entry that a process on this host has mapped. Unless ``now`` is set, also keeps
-    entries that were published or read within the grace period: another host may have them mapped.
-    Removes leftovers of dead processes too. Calls ``tell`` for each entry with what was done:
-    "looked at" or "removed". Raises StoreError if something cannot be removed.
+    An entry that a process on this host has mapped stays. Unless ``now`` is set, so does one that
+    was published or read within the grace period: another host may have it mapped. ``tell`` is
+    called for each entry with "looked at" or "removed". Raises StoreError if something cannot be
+    removed.
     """
     clock = time.time()
     swept = [*_sweep_store(root, clock), *_sweep_scratch(clock)]
@@ -119,7 +108,7 @@ def _survey(
 
     def eligible() -> Iterator[StoreEntry]:
         nonlocal total, recent
-        for each in entries(root):
+        for each in inventory.entries(root):
             total += each.size
             if tell is not None:
                 tell("looked at")
@@ -138,9 +127,8 @@ def _take(
     """Remove entries until ``excess`` bytes are gone. Yields each removed entry. Adds those that
     are in use to ``spared``.
 
-    A process may open an entry after the check who uses it and before it is set aside. Once it is
-    set aside, nobody can open it any more. So a second check then is final, and an entry that is in
-    use is put back.
+    Between the check and setting it aside, a process may open an entry. Once it is set aside,
+    nobody can open it. So a second check is final, and an entry that is in use is put back.
     """
     running = processes()
     aside: list[tuple[StoreEntry, str]] = []
@@ -148,7 +136,7 @@ def _take(
         if running.uses(each):
             spared.add(each.directory)
             continue
-        with report_errors("removed", each.directory):
+        with inventory.report_errors("removed", each.directory):
             trash = publish.set_aside(root, each.directory)
         if trash is not None:
             aside.append((each, trash))
@@ -159,7 +147,7 @@ def _take(
     for each, trash in aside:
         moved = os.path.join(trash, os.path.basename(each.payload)) if each.payload else ""
         if running.uses(each._replace(payload=moved)):
-            with report_errors("put back", each.directory):
+            with inventory.report_errors("put back", each.directory):
                 publish.put_back(trash, each.directory)
             spared.add(each.directory)
         else:
@@ -173,12 +161,12 @@ def clear(root: str, chosen: Callable[[StoreEntry], bool] | None = None) -> list
     Running processes keep what they have open. A running build still publishes its result. Raises
     StoreError.
     """
-    found = list(entries(root))
+    found = list(inventory.entries(root))
     if chosen is not None:
-        ours = [each for each in found if each.kind == OP and chosen(each)]
-        sources = {source for each in ours for source in details(each).sources}
-        objects = [each for each in found if each.kind == OBJECT]
-        found = [*ours, *(each for each in objects if details(each).source in sources)]
+        ours = [each for each in found if each.kind == inventory.OP and chosen(each)]
+        sources = {source for each in ours for source in inventory.details(each).sources}
+        objects = [each for each in found if each.kind == inventory.OBJECT]
+        found = [*ours, *(each for each in objects if inventory.details(each).source in sources)]
     for each in found:
         discard(root, each)
     if chosen is None:
@@ -213,7 +201,7 @@ class Processes(NamedTuple):
             or (inode, os.path.basename(found.payload)) in self.files
         )
 
-    def below(self, directory: str) -> bool:
+    def runs_below(self, directory: str) -> bool:
         """Whether a process has its working directory or a mapped file at or below a directory."""
         real = os.path.realpath(directory)
         return any(path == real or path.startswith(real + "/") for path in self.paths)
@@ -223,7 +211,7 @@ def processes() -> Processes:
     """Read /proc for every process that we may inspect: this user's, or all of them as root."""
     paths: set[str] = set()
     files: set[tuple[int, str]] = set()
-    for name in names_in("/proc"):
+    for name in inventory.list_names("/proc"):
         if not name.isdigit():
             continue
         try:
@@ -261,7 +249,7 @@ def _sweep_store(root: str, clock: float) -> list[str]:
     never finished."""
     swept = []
     for top, depth, age in _SWEPT:
-        for path in directories(os.path.join(root, top), depth):
+        for path in inventory.directories(os.path.join(root, top), depth):
             # If an old file still has its temporary name, its writer is dead.
             limit = _LEFTOVER if is_temporary(path) else age
             if limit is not None and _modification_time(path, clock) < clock - limit:
@@ -271,14 +259,14 @@ def _sweep_store(root: str, clock: float) -> list[str]:
 
 
 def _sweep_receipts(root: str) -> None:
-    """Remove receipts of entries that are gone. Nobody uses them, and nobody else removes them."""
-    for path in directories(os.path.join(root, "receipts"), 3):
+    """Remove the receipts of entries that are gone: nothing else would remove them."""
+    for path in inventory.directories(os.path.join(root, "receipts"), 3):
         try:
             payload = json.loads(read_file(path))["payload"]
             if os.path.exists(os.path.join(root, payload)):
                 continue
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
-            pass  # damaged, or being written now: its writer can do without it
+            pass  # damaged, or just being written: its writer does not need it
         _remove(path)
 
 
@@ -289,7 +277,7 @@ def _sweep_scratch(clock: float) -> list[str]:
     age = max(_LEFTOVER, 2 * settings.build_timeout)
     base = publish.scratch_root()
     old = []
-    for name in names_in(base):
+    for name in inventory.list_names(base):
         path = os.path.join(base, name)
         if (
             _SCRATCH.match(name)
@@ -302,7 +290,7 @@ def _sweep_scratch(clock: float) -> list[str]:
     # If no store is writable, a library is loaded from such a directory and stays mapped for as
     # long as its process lives.
     running = processes()
-    swept = [path for path in old if not running.below(path)]
+    swept = [path for path in old if not running.runs_below(path)]
     for path in swept:
         _remove(path)
     return swept
@@ -334,15 +322,15 @@ def _remove(path: str) -> None:
     if os.path.isdir(path) and not os.path.islink(path):
         publish.remove(path)
         return
-    with report_errors("removed", path), suppress(FileNotFoundError):
+    with inventory.report_errors("removed", path), suppress(FileNotFoundError):
         os.unlink(path)
 
 
 def _prune(root: str) -> None:
     """Remove the directories that removed entries left empty."""
-    for _, top, depth in LEVELS:
+    for _, top, depth in inventory.LEVELS:
         for level in range(depth - 1, 0, -1):
-            for directory in directories(os.path.join(root, top), level):
+            for directory in inventory.directories(os.path.join(root, top), level):
                 with suppress(OSError):  # something has just been published there
                     if not os.listdir(directory):
                         os.rmdir(directory)

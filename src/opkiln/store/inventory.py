@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import stat
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
@@ -12,10 +13,6 @@ from opkiln.errors import StoreError
 from opkiln.machine.facts import Hasher
 from opkiln.store import entry
 from opkiln.store.key import deps_key
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 OP, OBJECT = "op", "object"
 
@@ -46,9 +43,27 @@ class Details(NamedTuple):
 
     made_for: str  # "x86-64-v4", "cuda 9.0a, x86-64"
     compiler: str
-    source: str  # of an object
+    source: str  # of an object; of another program's command, what that is called
     sources: tuple[str, ...]  # of an op
     damaged: str
+    host: str = ""  # the other program whose command made the object: "ninja", "flashinfer"
+    group: str = ""  # what it is a part of there
+    rebuilt: str = ""  # why it was made again, as far as an older entry told
+    places: tuple[tuple[str, str], ...] = ()  # where: the command's directory, and its roots
+
+
+class HostModule(NamedTuple):
+    """The entries of what another program built as one thing."""
+
+    host: str
+    group: str
+    entries: int
+    size: int
+    published: float  # the newest
+    used: float
+    newest: str  # what it is called
+    rebuilt: str  # why it was made again
+    directory: str  # where it was made
 
 
 class Sizes(NamedTuple):
@@ -100,7 +115,7 @@ def newest(root: str) -> Iterator[StoreEntry]:
 def directories(directory: str, depth: int) -> Iterator[str]:
     """The paths exactly ``depth`` levels below a directory, sorted."""
     names = []
-    # Otherwise it was never created, was just collected, or is a stray file.
+    # No names: it was never created, was just collected, or is a stray file.
     with report_errors("read", directory), suppress(FileNotFoundError, NotADirectoryError):
         names = sorted(os.listdir(directory))
     for name in names:
@@ -134,7 +149,10 @@ def details(found: StoreEntry) -> Details:
     try:
         manifest = entry.read_manifest(found.directory)
         if found.kind == OBJECT:
-            return Details("", "", str(manifest["source"]), (), "")
+            host, group, rebuilt = (manifest.get(each, "") for each in ("host", "group", "rebuilt"))
+            places = tuple(manifest.get("places", {}).items())
+            label = str(manifest["source"])
+            return Details("", "", label, (), "", host, group, rebuilt, places)
         inputs = entry.read_sidecar(found.directory)["inputs"]
         target = manifest["target"]
         device = f"{target['backend']} {';'.join(target['archs'])}, " if target["archs"] else ""
@@ -149,7 +167,26 @@ def details(found: StoreEntry) -> Details:
             damaged="",
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        return Details("", "", "", (), entry.in_words(error) or type(error).__name__)
+        return Details("", "", "", (), entry.describe_error(error) or type(error).__name__)
+
+
+def host_modules(root: str) -> list[HostModule]:
+    """What other programs built with this store, by program and name. Raises StoreError."""
+    found: dict[tuple[str, str], HostModule] = {}
+    for each in entries(root):
+        if each.kind != OBJECT or not (more := details(each)).host:
+            continue
+        where = more.host, more.group
+        known = found.get(where, HostModule(*where, 0, 0, 0.0, 0.0, "", "", ""))
+        if each.published >= known.published:
+            known = known._replace(
+                published=each.published, newest=more.source, rebuilt=more.rebuilt,
+                directory=dict(more.places).get("dir", ""),
+            )  # fmt: skip
+        found[where] = known._replace(
+            entries=known.entries + 1, size=known.size + each.size, used=max(known.used, each.used)
+        )
+    return [found[where] for where in sorted(found)]
 
 
 def sizes(root: str) -> Sizes:
@@ -159,7 +196,7 @@ def sizes(root: str) -> Sizes:
     for found in entries(root):
         count[found.kind] += 1
         total[found.kind] += found.size
-    others = (top for top in names_in(root) if top not in ("ops", "objects"))
+    others = (top for top in list_names(root) if top not in ("ops", "objects"))
     other = sum(_tree_size(os.path.join(root, top)) for top in others)
     return Sizes(count[OP], total[OP], count[OBJECT], total[OBJECT], other)
 
@@ -185,15 +222,14 @@ def _fault(found: StoreEntry, listed: bool) -> Fault | None:
         entry.read_sidecar(directory)
         name = deps_key(answer.manifest["deps"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        return Fault(directory, entry.in_words(error), True)
+        return Fault(directory, entry.describe_error(error), True)
     if name != os.path.basename(directory):
         return Fault(directory, "its name does not match its dependencies", True)
     return None
 
 
 def _restore_access_time(found: StoreEntry) -> None:
-    """Undo the effect of hashing on the access time: a full scan does not count as use. Without
-    this, gc could not tell which entries are old."""
+    """Undo the effect of hashing on the access time: a full scan does not count as use."""
     if not found.payload:
         return
     with suppress(OSError):  # it was just collected, or we may not write to this layer
@@ -201,7 +237,7 @@ def _restore_access_time(found: StoreEntry) -> None:
         os.utime(found.payload, (found.used, now.st_mtime))
 
 
-def names_in(directory: str) -> list[str]:
+def list_names(directory: str) -> list[str]:
     """A directory's listing, sorted; empty if it does not exist or cannot be read."""
     try:
         return sorted(os.listdir(directory))
@@ -220,8 +256,8 @@ def _tree_size(path: str) -> int:
 
 @contextmanager
 def report_errors(action: str, path: str) -> Iterator[None]:
-    """An OSError within the block is a StoreError: the path cannot be "read", "removed" or "put
-    back"."""
+    """Turn an OSError within the block into a StoreError: the path cannot be ``action``, which is
+    "read", "removed" or "put back"."""
     try:
         yield
     except OSError as error:

@@ -1,17 +1,18 @@
-"""The keys of an entry, and what it rests on.
+"""Makes the keys of an entry, and compares the facts that it rests on.
 
 - ``intent_key``: spec, target and ABI tag. Computing it needs no compiler.
 - ``build_key``: the plan's steps and environment, and the toolchain's identity.
 - ``deps_key``: the facts (``machine/facts.py``) of all that the steps read, looked up and listed.
 
-A machine without a compiler, and one that a library was shipped to, cannot have all of these files.
-There the *author's* count: those of the package, and those below directories that its declaration
-names.
+A machine without a compiler, or one to which a library was shipped, does not have all of these
+files. There only the *author's* count: those of the package, and those below directories that its
+declaration names.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from opkiln.base.build_model import Plan, Step, Target
@@ -21,14 +22,8 @@ from opkiln.base.model import OUTSIDE, PACKAGE, PLAN_VERSION, ROCM, OpSpec
 from opkiln.machine import facts
 from opkiln.machine.facts import ABSENT, FILE, GONE, HIDDEN, PROGRAM, RUNS, Hasher, split_names
 
-TYPE_CHECKING = False
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
-
-
-# Fields of a spec that do not affect the build, or that another field says, too: an emulated op has
-# the emulator's runtime among its sources.
+# Fields of a spec that do not affect the build, or that follow from another field: an emulated op
+# has the emulator's runtime among its sources.
 UNKEYED = ("root", "declared_by", "schemas", "emulated")
 
 
@@ -90,9 +85,9 @@ def _identity(plan: Plan) -> tuple[str, ...]:
     if tools.device is not None:
         parts.append(tools.device.identity)
     if plan.target.backend == ROCM and tools.torch is not None:
-        from opkiln.machine.toolchain import hipify
+        from opkiln.machine.toolchain import staged_copy
 
-        parts.append(hipify.identity(tools.torch))  # the translator of the sources
+        parts.append(staged_copy.hipify_identity(tools.torch))  # the translator of the sources
     return tuple(parts)
 
 
@@ -108,18 +103,18 @@ _AUTHORS = ("src", "opkiln", OUTSIDE)
 
 
 class Fact(Record):
-    """What was known of a path. The path is below its anchor, so that it can be found again where
+    """What was known of a path. The path is relative to its anchor, so that it is found again if
     the package or torch is installed elsewhere."""
 
     kind: str
     anchor: str
     path: str
-    value: str  # of several names, as ``joined`` gives it
+    value: str  # of several names: ``facts.join_names``
     signature: Signature
 
     @property
     def sha256(self) -> str:
-        """Of an author's file; else empty."""
+        """The digest of an author's file; empty for other facts."""
         is_file = self.kind in (FILE, PROGRAM) and self.anchor in _AUTHORS
         return self.value.rstrip(RUNS) if is_file else ""
 
@@ -159,21 +154,21 @@ def rows(found: Iterable[Fact]) -> list[list[Any]]:
 # Asking again
 
 
-def changes(
+def find_changes(
     recorded: Mapping[str, Any],
     rows: Iterable[list[Any]] | None,
     places: Mapping[str, str],
     hasher: Hasher,
 ) -> list[str]:
-    """What does not hold any more of an entry, in words. Raises OSError, KeyError.
+    """The facts of an entry that no longer hold, in words. Raises OSError, KeyError.
 
-    ``recorded`` is a manifest's ``deps``, ``rows`` are its sidecar's facts; without them, the
-    author's files count alone.
+    ``recorded`` is a manifest's ``deps``, ``rows`` are its sidecar's facts. Without them, only the
+    author's files count.
     """
     facts.start_entry()
     if rows is None:
         return _changed_files(recorded["own"], places, hasher)
-    return broken(read(_list_doubtful(rows, places)), places, hasher)
+    return find_broken(read(_list_doubtful(rows, places)), places, hasher)
 
 
 def _list_doubtful(rows: Iterable[list[Any]], places: Mapping[str, str]) -> Iterator[list[Any]]:
@@ -190,8 +185,8 @@ def _list_doubtful(rows: Iterable[list[Any]], places: Mapping[str, str]) -> Iter
         yield row
 
 
-def broken(listed: Iterable[Fact], places: Mapping[str, str], hasher: Hasher) -> list[str]:
-    """The facts that do not hold any more, in words. Raises OSError."""
+def find_broken(listed: Iterable[Fact], places: Mapping[str, str], hasher: Hasher) -> list[str]:
+    """The facts that no longer hold, in words. Raises OSError."""
     found = []
     for fact in listed:
         place = places.get(fact.anchor, "")
@@ -202,7 +197,7 @@ def broken(listed: Iterable[Fact], places: Mapping[str, str], hasher: Hasher) ->
         else:
             now, signature = facts.ask_again(fact.kind, path, fact.value, hasher)
         if now == fact.value:
-            facts.entry(fact.kind, path, fact.value, signature)
+            facts.note_entry(fact.kind, path, fact.value, signature)
         elif fact.kind == ABSENT:
             new = {*split_names(fact.value)} - {*split_names(now)}
             found += [f"{os.path.join(path, name)} is new" for name in sorted(new)]
@@ -224,13 +219,13 @@ def _holds(signature: Signature, path: str) -> bool:
 def _changed_files(
     own: Iterable[tuple[str, str, str]], places: Mapping[str, str], hasher: Hasher
 ) -> list[str]:
-    """One that is outside of the package is compared only where there is one."""
+    """The author's files that changed. One outside of the package counts only if it exists."""
     found = []
     for anchor, path, sha256 in own:
         full = os.path.join(places[anchor], path)
         try:
             now, signature = hasher(full)
-            facts.entry(FILE, full, sha256, signature)
+            facts.note_entry(FILE, full, sha256, signature)
         except (FileNotFoundError, NotADirectoryError, PermissionError) as error:
             if anchor == OUTSIDE:
                 continue

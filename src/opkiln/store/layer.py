@@ -1,10 +1,10 @@
-"""A layer to ship: finished entries of the store, with nothing of the machine that built them.
+"""A layer to ship: entries of the store, without traces of the machine that built them.
 
 An entry of the user's own store says where and when it was made, from which files, and which
 directories to watch. A shipped entry keeps what is the same everywhere: the declaration, the
 target, the compilers, what it needs, and the digests of its sources. So the same inputs give the
-same bytes. Of the building machine only the user's own flags and the paths of headers outside the
-package remain.
+same bytes. From the building machine, only the user's own flags and the paths of headers outside
+the package remain.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def _entry(layer_dir: str, directory: str) -> LayerEntry:
         except ValueError as error:
             raise ValueError(f"{SIDECAR}: {error}") from error
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        reason = entry.in_words(error)
+        reason = entry.describe_error(error)
         raise StoreError(f"{directory} cannot be shipped: {reason}") from error
     return LayerEntry(place, directory, leaf.manifest, lists)
 

@@ -25,7 +25,7 @@ from opkiln.base.model import place_of
 from opkiln.base.trust import fault, open_to_all
 from opkiln.errors import StoreError
 from opkiln.settings import LAYOUT, settings, store_candidates
-from opkiln.store.entry import Leaf, Refused, examine, read_manifest
+from opkiln.store.entry import Leaf, Refused, examine, list_newest, read_manifest
 
 TYPE_CHECKING = False
 
@@ -51,7 +51,7 @@ class Layer(Record):
 
 
 class Location(Record):
-    """Where to read, in order; where to write (or None); notes for the user."""
+    """The layers to read, in order; the directory to write to, if any; notes for the user."""
 
     layers: tuple[Layer, ...]
     writable: str | None
@@ -179,7 +179,7 @@ class Store:
         builds = (
             (layer, os.path.join(base, each))
             for layer, base in bases
-            for each in ([build] if build is not None else _names(base))
+            for each in ([build] if build is not None else list_newest(base))
         )
         return _find(builds, places, hasher, whole=build is not None)
 
@@ -191,9 +191,9 @@ class Store:
         """
         for layer in self.own:
             base = os.path.join(layer.root, "ops", place_of(distribution, op))
-            for intent in _names(base):
-                for build in _names(os.path.join(base, intent)):
-                    for leaf in _names(os.path.join(base, intent, build)):
+            for intent in list_newest(base):
+                for build in list_newest(os.path.join(base, intent)):
+                    for leaf in list_newest(os.path.join(base, intent, build)):
                         try:
                             path = os.path.join(base, intent, build, leaf)
                             yield intent, read_manifest(path)["target"]
@@ -221,7 +221,7 @@ def _find(
         if layer.listed and (reason := open_to_all(layer.root, base)):
             refused.append(Refused(base, reason))
             continue
-        for name in _names(base):
+        for name in list_newest(base):
             path = os.path.join(base, name)
             leaf = examine(path, places, hasher, listed=layer.listed, whole=whole)
             if isinstance(leaf, Leaf) and layer.unseen and (reason := _foreign(layer.root)):
@@ -234,7 +234,7 @@ def _find(
 
 
 def _foreign(root: str) -> str:
-    """Why a layer that was created in the meantime is not trusted; empty if it is. Whoever else
+    """Why a layer that was created in the meantime is not trusted; empty if it is. Another user who
     created it could replace what was just checked."""
     for path in (os.path.dirname(root), root):
         try:
@@ -243,21 +243,3 @@ def _foreign(root: str) -> str:
         except OSError as error:
             return f"{path}: {error.strerror}"
     return ""
-
-
-def _names(directory: str) -> list[str]:
-    """The names in a directory, newest first."""
-    try:
-        names = [name for name in os.listdir(directory) if not name.startswith(".")]
-    except OSError:
-        return []  # missing, unreadable, or a stale handle of a network file system
-    if len(names) > 1:
-        names.sort(key=lambda name: _age(os.path.join(directory, name)), reverse=True)
-    return names
-
-
-def _age(path: str) -> float:
-    try:
-        return os.stat(path).st_mtime
-    except OSError:
-        return 0.0

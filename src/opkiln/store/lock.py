@@ -1,4 +1,4 @@
-"""The build lock: one process builds an entry, the others wait and report whom they wait for.
+"""The build lock: one process builds an entry, the others wait and say for which process.
 
 It only saves work. Correctness does not depend on it: on a file system with broken locks, an entry
 may be compiled twice, but never loaded wrongly. It is a POSIX record lock. The kernel releases it
@@ -26,28 +26,24 @@ import secrets
 import shlex
 import threading
 import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import count
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from opkiln import errors
 from opkiln.base.digest import read_file, write_private
 from opkiln.base.trust import make_private
 from opkiln.run.child import is_stopped
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from typing import TypeVar
-
-    T = TypeVar("T")
+T = TypeVar("T")
 
 _HELD = (errno.EAGAIN, errno.EACCES)
-# Seconds beyond the limit of a wait: a builder with the same limit, which started a moment later,
-# has the time to say what was too slow.
+# Seconds beyond the limit of a wait, so that a builder with the same limit that started a moment
+# later can say what was too slow.
 _GRACE = 1.0
-# Seconds between two looks: the first, and the longest. In between it is a part of the time that
-# was waited, so that nobody learns of the end much later than it came.
+# Seconds between two looks: the first pause and the longest. In between, a pause is a fraction of
+# the time that was waited, so that nobody learns of the end much too late.
 _FIRST_PAUSE, _LAST_PAUSE, _PART = 0.01, 0.25, 0.02
 _PASSED_AFTER = 5.0  # seconds that a builder may be stopped
 _LAST_LOCK = 9  # so many builders of one entry may be stopped at once
@@ -77,14 +73,14 @@ class Holder(NamedTuple):
 
 
 class Waiting(NamedTuple):
-    """The argument of the ``waiting`` callback."""
+    """What a waiting process knows: the argument of the ``waiting`` callback."""
 
     holder: Holder | None
     seconds: float
     stopped: bool = False  # whether the holder is stopped
 
-    def told(self, what: str) -> dict[str, Any]:
-        """The data of an event that says for whom and for ``what`` we wait."""
+    def event_data(self, what: str) -> dict[str, Any]:
+        """The data of an event that says for which process and for ``what`` we wait."""
         pid, host = (self.holder.pid, self.holder.host) if self.holder is not None else (0, "")
         what = f"{what}, but it is stopped" if self.stopped else what
         return {"pid": pid, "host": host, "seconds": self.seconds, "what": what}
@@ -151,7 +147,7 @@ def turn(
     wait = _Wait(failures, waiting, what, limit, since)
     local = _threads.setdefault(path, _Local())  # atomic; a signal handler may do it, too
     while not local.lock.acquire(timeout=0.25):
-        wait.go_on(local.holder or Holder(os.getpid(), _host(), ""), pause=False)
+        wait.keep_waiting(local.holder or Holder(os.getpid(), _host(), ""), pause=False)
     try:
         for number in count(1):
             # Two locks of one process must not be of one file: closing one would release both.
@@ -179,7 +175,7 @@ def turn(
 
 
 class _Wait:
-    """One wait: for whom, since when, until when."""
+    """One wait for other processes, and its limit."""
 
     def __init__(
         self,
@@ -200,8 +196,8 @@ class _Wait:
         self._awaited: set[str] = set()
         self._waited = False
 
-    def go_on(self, holder: Holder | None, *, pause: bool = True) -> bool:
-        """Say for whom we wait, and wait a moment. False if the holder is to be passed.
+    def keep_waiting(self, holder: Holder | None, *, pause: bool = True) -> bool:
+        """Report the wait, and wait a moment. Returns False if the holder is to be passed.
 
         Raises BuildTimeout at the limit, and the error of a builder that failed meanwhile.
         """
@@ -255,12 +251,12 @@ class _Wait:
 def _await(
     fd: int, local: _Local, arrived: Callable[[], T | None], wait: _Wait, *, last: bool
 ) -> tuple[T | None, bool]:
-    """Wait for the lock: (what has arrived meanwhile, whether to go on to the next lock)."""
+    """Wait for the lock: (what has arrived meanwhile, whether to try the next lock)."""
     while not _try_lock(fd):
         holder = local.holder = _read_holder(fd)
         if (found := arrived()) is not None:
             return found, False
-        if not wait.go_on(holder) and not last:
+        if not wait.keep_waiting(holder) and not last:
             return None, True
     return arrived(), False
 
@@ -296,7 +292,7 @@ def _read_holder(fd: int) -> Holder | None:
 
 
 def _write_holder(fd: int, holder: Holder | None) -> None:
-    """Write whose turn it is; None: nobody's."""
+    """Write the holder of the turn; with None, that nobody has it."""
     # It fails if there is no lock file, on a full disk (waiters see no name, and the build will
     # report the problem), and with a stale handle (nobody else can read this file any more).
     with suppress(OSError):

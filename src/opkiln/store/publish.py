@@ -13,17 +13,14 @@ import errno
 import os
 import secrets
 import shutil
+from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import BinaryIO
 
 from opkiln.base.digest import FULL
 from opkiln.base.trust import make_private
 from opkiln.errors import StoreError
 from opkiln.settings import settings
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from typing import BinaryIO
 
 _LOST = (errno.EEXIST, errno.ENOTEMPTY)
 
@@ -60,7 +57,7 @@ def make_scratch(prefix: str) -> str:
 
 
 def room_in_words(room: os.statvfs_result) -> str:
-    """What is left on a file system: a disk is also full when it can have no more files."""
+    """The free space of a file system, in words. A disk without free inodes is full, too."""
     if room.f_files and not room.f_favail:
         return f"no inode is free there: it has {room.f_files} files, the most that it can have"
     return (
@@ -186,7 +183,7 @@ def _copy(source: str, destination: str, sync_it: bool) -> None:
 
 
 def sync(directory: str) -> None:
-    """Have the names in a directory survive a power failure. Raises OSError."""
+    """Make the names in a directory survive a power failure. Raises OSError."""
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)

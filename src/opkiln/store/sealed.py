@@ -1,4 +1,4 @@
-"""Sealed files in memory, for ``dlopen``: verified bytes that nobody can change any more.
+"""Sealed files in memory, for ``dlopen``: verified bytes that can no longer be changed.
 
 A file on disk could be replaced between the check and the ``dlopen``. And there may be no place to
 write a file.
@@ -8,13 +8,10 @@ from __future__ import annotations
 
 import fcntl
 import os
+from collections.abc import Callable
+from typing import BinaryIO
 
 from opkiln.base.digest import sha256_file
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from typing import BinaryIO
 
 _SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
 

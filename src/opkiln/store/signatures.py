@@ -163,10 +163,10 @@ _good: set[tuple[bytes, bytes, str]] = set()  # messages, signatures, keys: veri
 
 
 def require(path: str, signed: bytes, data: bytes) -> str:
-    """Return the trusted key that has signed a message; "" if no keys are configured.
+    """The trusted key that has signed a message; empty if no keys are configured.
 
-    ``data`` is what ``write`` gave, empty if there are no signatures. Raises Untrusted, which names
-    what was signed (``path``), its signers and the trusted keys.
+    ``data`` is the result of ``write``, empty if there are no signatures. Raises Untrusted, which
+    names what was signed (``path``), its signers and the trusted keys.
     """
     keys = keys_to_trust()
     if keys is None:

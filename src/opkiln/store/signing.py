@@ -1,4 +1,4 @@
-"""Making keys, and signing bundles with them. ``store.signatures`` checks the signatures.
+"""Makes keys, and signs bundles with them. ``store.signatures`` checks the signatures.
 
 A private key is a file in OpenSSL's form (PKCS #8, PEM, not encrypted) that only its owner can
 read. A public key is a word, ``ed25519:…``.
@@ -16,7 +16,7 @@ from opkiln.base.digest import LARGEST_BUNDLE, sha256_file
 from opkiln.errors import StoreError, UsageError
 from opkiln.store import publish, signatures
 from opkiln.store.archive import Bundle, Damaged, signed_tail
-from opkiln.store.bundle import open_bundle, replacing
+from opkiln.store.bundle import open_bundle, replace_bundle
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -95,7 +95,7 @@ def sign(file: str, key_file: str) -> SignedBundle:
                 hint="opkiln cache export FILE    # export it again, unsigned, and sign that",
             )
         data = signatures.write(found)
-        with replacing(file, end + len(data)) as out, open(file, "rb") as source:
+        with replace_bundle(file, end + len(data)) as out, open(file, "rb") as source:
             shutil.copyfileobj(source, out)
             out.seek(end)
             out.truncate()
@@ -109,8 +109,8 @@ def sign(file: str, key_file: str) -> SignedBundle:
 
 
 def sign_artifact(name: str, sha256: str, size: int, key_file: str) -> bytes:
-    """The signature of an artifact of a remote tier, as ``store.signatures.write`` gives it. Raises
-    StoreError."""
+    """The signature of an artifact of a remote tier, in the form of ``store.signatures.write``.
+    Raises StoreError."""
     private = _private(key_file)
     signed = private.sign(signatures.artifact_message(name, sha256, size))
     return signatures.write({_public(private): signed})

@@ -26,12 +26,12 @@ if TYPE_CHECKING:
     from opkiln.store.layers import Store
 
 _LARGEST = 1 << 16  # bytes of one choice
-# What reading a text may raise that is not a choice.
+# Exceptions that ``from_text`` raises for a text that is not a choice.
 MALFORMED = (ValueError, KeyError, TypeError, AttributeError, RecursionError, SpecError)
 
 
 class Question(NamedTuple):
-    """What a choice is for."""
+    """What a choice is about."""
 
     distribution: str
     op: str

@@ -10,14 +10,11 @@ from __future__ import annotations
 import hashlib
 import stat
 import zlib
+from collections.abc import Iterable, Iterator
 from struct import Struct
+from typing import BinaryIO
 
 from opkiln.base.lazy import Record
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-    from typing import BinaryIO
 
 STORED, DEFLATED = 0, 8
 

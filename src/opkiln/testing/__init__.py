@@ -10,8 +10,10 @@ from opkiln.base import lazy
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from opkiln.testing.suite import SIZES, Make, op_tests
+    from opkiln.testing.suite import SIZES as SIZES
+    from opkiln.testing.suite import Make as Make
+    from opkiln.testing.suite import op_tests as op_tests
 
-__all__ = ["SIZES", "Make", "op_tests"]
-
-__getattr__, __dir__ = lazy.names(__name__, dict.fromkeys(__all__, "opkiln.testing.suite"))
+__all__, __getattr__, __dir__ = lazy.names(__name__, {
+    "opkiln.testing.suite": "SIZES Make op_tests",
+})  # fmt: skip

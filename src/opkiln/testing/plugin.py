@@ -1,9 +1,10 @@
 """pytest's option ``--opkiln=native|reference|both``: the modes that tests run in.
 
 A mode is a value of ``OPKILN_MODE``, set while a test runs. Threads and processes that the test
-starts see it, too. A process keeps what it has loaded, so the variable alone would not do: a kernel
-that is registered with torch serves every later call. ``running`` also has this process forget the
-references that serve ops, and sets the kernels aside for a test that runs references.
+starts see it, too. The variable alone is not enough, because a process keeps what it has loaded: a
+kernel that is registered with torch serves every later call. ``run_in_mode`` also makes this
+process forget the references that serve ops, and sets the kernels aside for a test that runs
+references.
 
 pytest imports this module in every environment that has opkiln, for all projects. So it imports
 nothing of opkiln, and without the option it adds a marker and a fixture and does no more.
@@ -12,13 +13,10 @@ nothing of opkiln, and without the option it adds a marker and a fixture and doe
 from __future__ import annotations
 
 import sys
+from collections.abc import Generator, Iterator
 from contextlib import ExitStack, contextmanager
 
 import pytest
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Generator, Iterator
 
 NATIVE, REFERENCE = MODES = ("native", "reference")
 # The values of the option.
@@ -48,8 +46,8 @@ class Modes:
 
     @pytest.hookimpl(trylast=True)
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        """Make two tests of each. As a parameter of the session, the mode sorts the tests: those of
-        one mode run together, and fixtures of any scope can depend on it."""
+        """Make two tests of each test. The mode is a parameter of the session, so the tests of one
+        mode run together, and fixtures of any scope can depend on it."""
         if len(self._asked) == 1:
             return
         modes = self._modes(metafunc.definition)
@@ -60,29 +58,29 @@ class Modes:
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
         if not self._modes(item):
-            pytest.skip(f"it is marked {MARKER}({_only(item)!r}), and this run is not")
+            pytest.skip(f"it is marked {MARKER}({_marked_mode(item)!r}), and this run is not")
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
         mode = self._mode(item)
         if mode is None:
             return (yield)
-        with running(mode):
+        with run_in_mode(mode):
             return (yield)
 
     def _modes(self, item: pytest.Item) -> tuple[str, ...]:
         """The modes that a test is to run in."""
-        only = _only(item)
+        only = _marked_mode(item)
         return self._asked if only is None else tuple(each for each in self._asked if each == only)
 
     def _mode(self, item: pytest.Item) -> str | None:
         """The mode of one run of a test; None for a test that is not for this run."""
         parameters = getattr(getattr(item, "callspec", None), "params", {})
-        # What pytest cannot give parameters, such as a unittest.TestCase, runs once.
+        # pytest cannot give parameters to some tests, such as a unittest.TestCase: these run once.
         return parameters.get(_FIXTURE) or next(iter(self._modes(item)), None)
 
 
-def _only(item: pytest.Item) -> str | None:
+def _marked_mode(item: pytest.Item) -> str | None:
     """The mode that a test is marked with. Raises pytest.UsageError for an unknown one."""
     marker = item.get_closest_marker(MARKER)
     if marker is None:
@@ -96,8 +94,8 @@ def _only(item: pytest.Item) -> str | None:
 
 
 @contextmanager
-def running(mode: str) -> Iterator[None]:
-    """Within the block this process, and those that it starts, run ops in this mode.
+def run_in_mode(mode: str) -> Iterator[None]:
+    """Within the block, this process and those that it starts run ops in this mode.
 
     What was loaded before makes no difference, and nothing that is loaded in the block with
     ``reference`` serves after it.

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 # Nothing, one, primes, powers of two and their neighbours, more than one block of threads.
 SIZES = (0, 1, 2, 3, 7, 17, 64, 127, 128, 129, 1000, 4099)
 _SOME = 17  # where one size is enough
-# What users may call an op with, whatever it is written for.
+# Users may call an op with any of these dtypes, whatever it is written for.
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64)
 
 
@@ -64,7 +64,7 @@ class Make:
         """Random numbers of both signs, none of them zero."""
         numbers = torch.randn(shape, generator=self._generator, dtype=torch.float64)
         numbers = numbers + 0.1 * numbers.sign()
-        return self._placed(numbers.to(dtype or self.dtype))
+        return self._place(numbers.to(dtype or self.dtype))
 
     def integers(
         self, shape: int | Sequence[int], low: int, high: int, *, dtype: torch.dtype = torch.int64
@@ -72,9 +72,9 @@ class Make:
         """Random whole numbers from ``low`` to below ``high``."""
         sizes = (shape,) if isinstance(shape, int) else tuple(shape)
         drawn = torch.randint(low, high, sizes, generator=self._generator)
-        return self._placed(drawn.to(dtype))
+        return self._place(drawn.to(dtype))
 
-    def _placed(self, tensor: Tensor) -> Tensor:
+    def _place(self, tensor: Tensor) -> Tensor:
         tensor = tensor.to(self.device)
         if not self.strided or tensor.dim() == 0:
             return tensor
@@ -125,7 +125,7 @@ def op_tests(
             op.check(*args)
 
     def check_accepted(args: list[Any]) -> None:
-        """Compare a call as users make it: the kernel may leave it to the reference."""
+        """Compare a call as users make it. The kernel may leave it to the reference."""
         refused = _error_of(op.reference, args)
         # With OPKILN_MODE=native, a call that is left to the reference would be an error.
         native = settings.mode == terms.NATIVE
@@ -152,7 +152,7 @@ def op_tests(
         def test_a_native_version_is_built_and_loaded(self, device: str) -> None:
             if settings.mode == terms.REFERENCE:
                 pytest.skip("OPKILN_MODE=reference: the reference runs")
-            # Raises what the compiler or the loader says. The suite's other tests use it then.
+            # Raises the error of the compiler or the loader. The other tests use what it builds.
             for builder in op.builder.variants() or (op.builder,):
                 builder(backend=backend_of(builder, device)).jit_load()
             assert op.load(device), str(op.explain(device))
@@ -202,7 +202,7 @@ def op_tests(
             args = given(device, dtypes[0], some)
             torch.library.opcheck(op.overload, tuple(args))
             if not written:
-                torch.library.opcheck(op.overload, tuple(_requiring_grad(args)))
+                torch.library.opcheck(op.overload, tuple(_require_grad(args)))
 
         @on_device
         def test_compiled_it_gives_the_same(self, device: str) -> None:
@@ -248,7 +248,7 @@ def _devices(op: Any) -> list[str]:
     return found
 
 
-def _requiring_grad(args: Sequence[Any]) -> list[Any]:
+def _require_grad(args: Sequence[Any]) -> list[Any]:
     def wanted(value: Any) -> Any:
         if isinstance(value, Tensor):
             fits = value.dtype.is_floating_point or value.dtype.is_complex
@@ -260,7 +260,7 @@ def _requiring_grad(args: Sequence[Any]) -> list[Any]:
 
 def _gradients(function: Callable[..., Any], args: Sequence[Any]) -> list[Tensor] | None:
     """The gradients of all inputs, for a fixed gradient of the results."""
-    given = _requiring_grad(args)
+    given = _require_grad(args)
     inputs = [each for each in tensors(given, {}) if each.requires_grad]
     results = [each for each in tensors([function(*given)], {}) if each.requires_grad]
     if not inputs or not results:
@@ -271,7 +271,7 @@ def _gradients(function: Callable[..., Any], args: Sequence[Any]) -> list[Tensor
 
 
 def _error_of(function: Callable[..., Any], args: Sequence[Any]) -> Exception | None:
-    """What a call with copies of these arguments raises."""
+    """The error of a call with copies of these arguments; None if it succeeds."""
     try:
         function(*copy_tensors(args))
     except Exception as error:

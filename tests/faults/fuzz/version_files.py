@@ -6,13 +6,13 @@ from pathlib import Path
 
 from fuzz.scratch import directory
 
-from opkiln.machine.toolchain import rocm, torch_sdk
+from opkiln.machine.toolchain import hipcc, torch_sdk
 
 FILES = (
     "version.py",
     "share/cmake/Torch/TorchConfig.cmake",
-    *rocm._TEXTS[:1],
-    rocm._HEADERS[0][0],
+    *hipcc._TEXTS[:1],
+    hipcc._HEADERS[0][0],
 )
 
 
@@ -26,4 +26,4 @@ def one(data: bytes) -> None:
     found = torch_sdk._read(str(home), (0, 0))
     for version in (found.version, found.cuda or "", found.hip or ""):
         torch_sdk.release(version)
-    rocm._release_of(str(home))
+    hipcc._release_of(str(home))

@@ -1,29 +1,30 @@
-// Preloaded into the compilers and linkers that opkiln starts. Logs what they read, look up, write,
-// load and start. building/observing/log.py reads the log.
+// Preloaded into the compilers and linkers that opkiln starts. Logs what they read, look up,
+// write, load and start. building/observing/log.py reads the log.
 //
 // A record is "KIND PID A B SIZE CTIME PATH\0". KIND is one of:
 //   B  a program began. PATH is its file; A is its parent's process.
-//   L  PATH is loaded into the process: its program, or a shared library.
-//   S  process A is about to run another program; F: it could not, and goes on as it was.
+//   L  PATH was loaded into the process: its program, or a shared library.
+//   S  process A is about to run another program. F: it could not, and continues as before.
 //   C  the C library is about to start a shell, which will announce itself.
 //   R  PATH was opened for reading.
 //   E  PATH was looked up, and is a file.
 //   I  PATH was looked up or opened, and is a directory.
-//   D  the names in the directory PATH were listed.
-//   P  a program asked whether PATH is a link, or where it leads.
-//   W  PATH was made, emptied, renamed to or removed.
-//   A  PATH was opened for writing, and keeps what is in it.
-//   N  PATH was looked for and does not exist.
-//   Q  shared libraries are looked for in PATH, a list of directories (LD_LIBRARY_PATH).
-//   O  a shared library was asked for by the name PATH.
-//   X  a record was lost: the log is not complete.
-// Of L, R, E, D and P (the link itself; zeros if it is something else), A:B is the file's device and inode, then come its size and change time: those of the
-// descriptor itself, because the name may lead elsewhere by the time the log is read. Of the others,
-// B is the parent of process PID.
+//   D  the directory PATH was listed.
+//   P  a program asked whether PATH is a link, or where it points.
+//   W  PATH was created, truncated or removed, or is either name of a rename.
+//   A  PATH was opened for writing and keeps its contents.
+//   N  PATH was looked up and does not exist.
+//   Q  shared libraries are searched in PATH, a list of directories (LD_LIBRARY_PATH).
+//   O  a shared library was requested by the name PATH.
+//   X  a record was lost: the log is incomplete.
+// In L, R, E, D and P records, A:B is the file's device and inode, followed by its size and
+// change time (for P: of the link itself, or zeros if it is not a link). They are read from
+// the open descriptor where there is one, because the name may point elsewhere by the time the
+// log is read. In all other records, B is the parent of process PID.
 //
-// Each record is one write to a file opened for appending, so those of parallel processes do not mix.
-// If one cannot be written, the file beside the log ("LOG.whole") is removed: that needs no space.
-// Nothing is allocated: some of this runs between vfork and exec.
+// Each record is one write to a file opened for appending, so records of parallel processes do not
+// interleave. If a record cannot be written, the file next to the log ("LOG.whole") is removed, which works
+// even on a full disk. Nothing is allocated: some of this runs between vfork and exec.
 
 #define _GNU_SOURCE
 #include <dirent.h>
@@ -55,7 +56,7 @@
 
 enum { RECORD = 3 * PATH_MAX };
 
-// The C library's own: the one below is for the programs.
+// The C library's function: syscall() below is a wrapper for the programs.
 typedef long (*Syscall)(long, ...);
 static Syscall real_syscall(void) {
   static Syscall known;
@@ -70,8 +71,8 @@ static int log_fd = -1;
 static dev_t log_device;
 static ino_t log_inode;
 
-// The program may have closed our descriptor and got its number for a file of its own.
-static int still_ours(void) {
+// A program may have closed our descriptor and reused its number for a file of its own.
+static int owns_log_fd(void) {
   struct stat found;
   return log_fd >= 0 && fstat(log_fd, &found) == 0 && found.st_dev == log_device &&
          found.st_ino == log_inode;
@@ -80,7 +81,7 @@ static int still_ours(void) {
 static void open_log(void) {
   const int fd = kernel(SYS_openat, AT_FDCWD, log_path, O_WRONLY | O_APPEND | O_CLOEXEC);
   if (fd < 0) return;
-  // A high number: shells and build tools use the low ones by number.
+  // A high number: shells and build tools use low descriptors by number.
   const int high = fcntl(fd, F_DUPFD_CLOEXEC, 200);
   log_fd = high >= 0 ? high : fd;
   if (high >= 0) close(fd);
@@ -93,7 +94,7 @@ static void open_log(void) {
 
 static void put(const char* text, int length) {
   const int kept = errno;
-  if (!still_ours()) {
+  if (!owns_log_fd()) {
     log_fd = -1;
     open_log();
   }
@@ -103,14 +104,14 @@ static void put(const char* text, int length) {
 
 static int ready(void);
 
-static void gap(const char* why) {
+static void record_gap(const char* why) {
   char text[64];
   if (ready()) put(text, snprintf(text, sizeof text, "X 0 0 0 0 0.0 %s", why) + 1);
 }
 
 static void note_loaded(void);
 
-// FOUND is given for L, R, E, D and P alone.
+// FOUND is given for L, R, E, D and P records only.
 static void record(char kind, long a, const struct stat* found, const char* directory, const char* path) {
   if (!ready() || !path) return;
   const int kept = errno;
@@ -122,13 +123,13 @@ static void record(char kind, long a, const struct stat* found, const char* dire
                               found ? (long long)found->st_size : 0, found ? (long long)found->st_ctim.tv_sec : 0,
                               found ? found->st_ctim.tv_nsec : 0, directory ? directory : "", directory ? "/" : "", path);
   if (length < 0 || length >= (int)sizeof text)
-    gap("too long");
+    record_gap("too long");
   else
     put(text, length + 1);
   errno = kept;
 }
 
-// Record a path that is relative to a directory: as an absolute one. An empty one is the directory.
+// Records a path relative to a directory as an absolute path. An empty path is the directory itself.
 static void record_at(char kind, const struct stat* found, int directory, const char* path) {
   if (!ready() || !path) return;
   const int kept = errno;
@@ -141,7 +142,7 @@ static void record_at(char kind, const struct stat* found, int directory, const 
     const ssize_t length = kernel(SYS_readlinkat, AT_FDCWD, link, place, sizeof place - 1);
     place[length > 0 ? length : 0] = 0;
     if (length <= 0)
-      gap("no /proc");
+      record_gap("no /proc");
     else if (path[0])
       record(kind, getpid(), found, place, path);
     else
@@ -150,7 +151,7 @@ static void record_at(char kind, const struct stat* found, int directory, const 
   errno = kept;
 }
 
-// Only files and directories count. Devices, pipes and sockets keep nothing.
+// Only files and directories are recorded. Devices, pipes and sockets have no contents to track.
 static void record_found(char kind, const struct stat* found, int directory, const char* path) {
   if (S_ISREG(found->st_mode)) record_at(kind, found, directory, path);
   if (S_ISDIR(found->st_mode)) record_at('I', NULL, directory, path);
@@ -164,9 +165,9 @@ static int status_at(int at, const char* path, struct stat* found, int flags) {
 #endif
 }
 
-// Programs ask with no path, too: of a descriptor, or to see what the kernel can do. (Volatile: the C
-// library declares that they do not, and the compiler would believe it.)
-static int is_named(const char* volatile path) { return path && path[0]; }
+// Programs also pass no path: to query a descriptor, or to probe the kernel. (Volatile: the C library
+// declares these arguments nonnull, and the compiler would drop the check.)
+static int has_name(const char* volatile path) { return path && path[0]; }
 
 static int exists(int directory, const char* path) {
   const int kept = errno;
@@ -176,14 +177,14 @@ static int exists(int directory, const char* path) {
   return got;
 }
 
-static void listed(int directory, const char* path) {
+static void record_listing(int directory, const char* path) {
   struct stat found;
   const int kept = errno;
   if (status_at(directory, path, &found, path[0] ? 0 : AT_EMPTY_PATH) == 0) record_at('D', &found, directory, path);
   errno = kept;
 }
 
-static void led(int directory, const char* path) {
+static void record_link(int directory, const char* path) {
   struct stat found;
   const int kept = errno;
   if (status_at(directory, path, &found, AT_SYMLINK_NOFOLLOW) == 0) {
@@ -193,8 +194,8 @@ static void led(int directory, const char* path) {
   errno = kept;
 }
 
-// A path was looked up. What was refused counts, too: a file that may not be run today may be tomorrow.
-static void looked_up(int result, int directory, const char* path) {
+// Records the lookup of a path. A refused path counts, too: permissions may change before the next run.
+static void record_lookup(int result, int directory, const char* path) {
   struct stat found;
   const int kept = errno;
   if (result < 0 && errno == ENOENT)
@@ -202,17 +203,17 @@ static void looked_up(int result, int directory, const char* path) {
   else if (status_at(directory, path, &found, 0) == 0)
     record_found('E', &found, directory, path);
   else if (result >= 0)
-    gap("gone");
+    record_gap("gone");
   else if (errno == ENOENT || errno == ENOTDIR)
     record_at('N', NULL, directory, path);
   errno = kept;
 }
 
-// KEEPS: it was there before, and opening it has not emptied it.
-static void opened(int fd, int flags, int keeps, int directory, const char* path) {
+// KEEPS: the file existed, and opening it did not truncate it.
+static void record_open(int fd, int flags, int keeps, int directory, const char* path) {
   struct stat found;
   if (fd < 0) {
-    looked_up(-1, directory, path);
+    record_lookup(-1, directory, path);
     return;
   }
   const int writes = (flags & O_ACCMODE) != O_RDONLY || flags & (O_CREAT | O_TRUNC);
@@ -221,22 +222,22 @@ static void opened(int fd, int flags, int keeps, int directory, const char* path
     record_found('R', &found, directory, path);
 }
 
-// Ends with the program that started it, so that no compiler outlives a killed build. opkiln kills
-// them itself; this is for when opkiln and its watchdog are killed together. The signal is sent when
-// the thread that started this process ends; threads that start compilers wait for them.
+// Makes this program end with the one that started it, so that no compiler outlives a killed build. opkiln
+// kills compilers itself; this covers the case that opkiln and its watchdog are killed together. The signal
+// is sent when the parent's thread ends, so threads that start compilers wait for them.
 static void end_with_parent(void) {
   const char* builder = getenv("OPKILN_OBSERVER_PARENT");
   const pid_t parent = getppid();
-  // It has left the build's session: a server that is meant to stay.
+  // A process that has left the build's session is a server that should stay.
   if (!builder || (getsid(0) == getpid() && parent != atoi(builder))) return;
   if (prctl(PR_SET_PDEATHSIG, SIGKILL) != 0) return;
-  // Was it too late? Then it has another parent now, or nobody reads what it would say.
+  // The parent may have ended before prctl(). Then getppid() differs, or nobody reads our stderr any more.
   struct pollfd out = {.fd = 2};
   if (getppid() != parent || (poll(&out, 1, 0) == 1 && out.revents & POLLERR)) raise(SIGKILL);
 }
 
-static unsigned long long loads;  // how many objects had been loaded when they were last noted
-static int noted;                 // how many of them stand in the log
+static unsigned long long loads;  // the number of loads at the last check
+static int noted;                 // how many objects the log has
 
 static int add_loaded(struct dl_phdr_info* info, size_t size, void* place) {
   (void)size;
@@ -266,11 +267,11 @@ static void begin(void) {
   const ssize_t length = kernel(SYS_readlinkat, AT_FDCWD, "/proc/self/exe", program, sizeof program - 1);
   struct stat found;
   if (length <= 0 || status_at(AT_FDCWD, "/proc/self/exe", &found, 0) != 0) {
-    gap("no /proc");
+    record_gap("no /proc");
     return;
   }
   program[length] = 0;
-  // The kernel says so of a program that was removed or replaced since it began.
+  // The kernel appends " (deleted)" if the program was removed or replaced after it began.
   char* gone = strstr(program, " (deleted)");
   if (gone && !gone[sizeof " (deleted)" - 1]) *gone = 0;
   record('B', getppid(), NULL, NULL, program);
@@ -279,7 +280,7 @@ static void begin(void) {
   if (search && search[0]) record('Q', getpid(), NULL, NULL, search);
 }
 
-// The constructors of other libraries may run before that of this one, and read files.
+// Initializes on first use: constructors of other libraries may run before ours, and read files.
 static int ready(void) {
   static int begun;
   if (!begun) {
@@ -300,7 +301,7 @@ static int open_as(int directory, const char* path, int flags, mode_t mode) {
   const int writes = (flags & O_ACCMODE) != O_RDONLY || flags & O_CREAT;
   const int keeps = writes && !(flags & O_TRUNC) && exists(directory, path);
   const int fd = kernel(SYS_openat, directory, path, flags, mode);
-  opened(fd, flags, keeps, directory, path);
+  record_open(fd, flags, keeps, directory, path);
   return fd;
 }
 
@@ -329,7 +330,7 @@ int creat64(const char* path, mode_t mode) { return open_as(AT_FDCWD, path, O_CR
   const int keeps = !reads && mode[0] != 'w' && exists(AT_FDCWD, path);                    \
   const int flags = reads ? O_RDONLY : both ? O_RDWR : O_WRONLY;                           \
   FILE* file = call;                                                                       \
-  opened(file ? fileno(file) : -1, flags, keeps, AT_FDCWD, path);                          \
+  record_open(file ? fileno(file) : -1, flags, keeps, AT_FDCWD, path);                          \
   return file;
 
 FILE* fopen(const char* path, const char* mode) { STREAM(REAL(fopen)(path, mode)) }
@@ -343,25 +344,25 @@ FILE* freopen64(const char* path, const char* mode, FILE* old) {
   STREAM(REAL(freopen64)(path, mode, old))
 }
 
-static int temporary(int fd, const char* path) {
+static int record_temporary(int fd, const char* path) {
   if (fd >= 0) record_at('W', NULL, AT_FDCWD, path);
   return fd;
 }
 
-int mkstemp(char* path) { return temporary(REAL(mkstemp)(path), path); }
-int mkstemp64(char* path) { return temporary(REAL(mkstemp64)(path), path); }
-int mkstemps(char* path, int suffix) { return temporary(REAL(mkstemps)(path, suffix), path); }
-int mkstemps64(char* path, int suffix) { return temporary(REAL(mkstemps64)(path, suffix), path); }
-int mkostemp(char* path, int flags) { return temporary(REAL(mkostemp)(path, flags), path); }
-int mkostemp64(char* path, int flags) { return temporary(REAL(mkostemp64)(path, flags), path); }
-int mkostemps(char* path, int suffix, int flags) { return temporary(REAL(mkostemps)(path, suffix, flags), path); }
-int mkostemps64(char* path, int suffix, int flags) { return temporary(REAL(mkostemps64)(path, suffix, flags), path); }
+int mkstemp(char* path) { return record_temporary(REAL(mkstemp)(path), path); }
+int mkstemp64(char* path) { return record_temporary(REAL(mkstemp64)(path), path); }
+int mkstemps(char* path, int suffix) { return record_temporary(REAL(mkstemps)(path, suffix), path); }
+int mkstemps64(char* path, int suffix) { return record_temporary(REAL(mkstemps64)(path, suffix), path); }
+int mkostemp(char* path, int flags) { return record_temporary(REAL(mkostemp)(path, flags), path); }
+int mkostemp64(char* path, int flags) { return record_temporary(REAL(mkostemp64)(path, flags), path); }
+int mkostemps(char* path, int suffix, int flags) { return record_temporary(REAL(mkostemps)(path, suffix, flags), path); }
+int mkostemps64(char* path, int suffix, int flags) { return record_temporary(REAL(mkostemps64)(path, suffix, flags), path); }
 
 // Looking
 
 #define LOOK(call, at, path)   \
   const long got = call;       \
-  looked_up(got, at, path);    \
+  record_lookup(got, at, path);    \
   return got;
 
 int access(const char* path, int mode) { LOOK(kernel(SYS_faccessat, AT_FDCWD, path, mode), AT_FDCWD, path) }
@@ -369,7 +370,7 @@ int faccessat(int at, const char* path, int mode, int flags) { LOOK(REAL(faccess
 int euidaccess(const char* path, int mode) { LOOK(REAL(euidaccess)(path, mode), AT_FDCWD, path) }
 int eaccess(const char* path, int mode) { LOOK(REAL(eaccess)(path, mode), AT_FDCWD, path) }
 int statx(int at, const char* path, int flags, unsigned mask, struct statx* found) {
-  if (!is_named(path)) return kernel(SYS_statx, at, path, flags, mask, found);
+  if (!has_name(path)) return kernel(SYS_statx, at, path, flags, mask, found);
   LOOK(kernel(SYS_statx, at, path, flags, mask, found), at, path)
 }
 
@@ -384,13 +385,13 @@ int statvfs(const char* path, struct statvfs* found) { LOOK(REAL(statvfs)(path, 
 int statvfs64(const char* path, struct statvfs64* found) { LOOK(REAL(statvfs64)(path, found), AT_FDCWD, path) }
 long pathconf(const char* path, int name) { LOOK(REAL(pathconf)(path, name), AT_FDCWD, path) }
 
-// Programs built with a glibc before 2.33 call __xstat and its relatives; newer ones call stat.
+// Programs built with glibc before 2.33 call __xstat and its relatives instead of stat.
 static int status_of(int at, const char* path, struct stat* found, int flags) {
   const int got = status_at(at, path, found, flags);
-  if (is_named(path)) {
-    if (got == 0 && flags & AT_SYMLINK_NOFOLLOW) led(at, path);
+  if (has_name(path)) {
+    if (got == 0 && flags & AT_SYMLINK_NOFOLLOW) record_link(at, path);
     if (got == 0) record_found('E', found, at, path);
-    if (got != 0) looked_up(got, at, path);
+    if (got != 0) record_lookup(got, at, path);
   }
   return got;
 }
@@ -406,30 +407,30 @@ int __xstat64(int version, const char* path, struct stat64* found) { (void)versi
 int __lxstat(int version, const char* path, struct stat* found) { (void)version; return status_of(AT_FDCWD, path, found, AT_SYMLINK_NOFOLLOW); }
 int __lxstat64(int version, const char* path, struct stat64* found) { (void)version; return status_of(AT_FDCWD, path, (struct stat*)found, AT_SYMLINK_NOFOLLOW); }
 
-// A program that asks where a path leads may then open the file by another name: this one counts, too.
-static void followed(int result, int at, const char* path, int is_link) {
+// A program that resolves a path may then open the file under its other name, so the target counts as read.
+static void record_resolution(int result, int at, const char* path, int is_link) {
   struct stat found;
   const int kept = errno;
-  if ((result >= 0 || errno == EINVAL) && is_link) led(at, path);
+  if ((result >= 0 || errno == EINVAL) && is_link) record_link(at, path);
   if (result >= 0 && status_at(at, path, &found, 0) == 0) {
     record_found('R', &found, at, path);
   } else {
     errno = result < 0 ? kept : ENOENT;
-    looked_up(-1, at, path);
+    record_lookup(-1, at, path);
   }
   errno = kept;
 }
 
 ssize_t readlinkat(int at, const char* path, char* text, size_t size) {
   const ssize_t got = kernel(SYS_readlinkat, at, path, text, size);
-  if (is_named(path)) followed(got, at, path, 1);
+  if (has_name(path)) record_resolution(got, at, path, 1);
   return got;
 }
 ssize_t readlink(const char* path, char* text, size_t size) { return readlinkat(AT_FDCWD, path, text, size); }
 ssize_t __readlink_chk(const char* path, char* text, size_t size, size_t room) { (void)room; return readlink(path, text, size); }
 char* realpath(const char* path, char* text) {
   char* found = REAL(realpath)(path, text);
-  followed(found ? 0 : -1, AT_FDCWD, path, found && strcmp(found, path) != 0);
+  record_resolution(found ? 0 : -1, AT_FDCWD, path, found && strcmp(found, path) != 0);
   return found;
 }
 char* __realpath_chk(const char* path, char* text, size_t room) { (void)room; return realpath(path, text); }
@@ -439,32 +440,33 @@ char* canonicalize_file_name(const char* path) { return realpath(path, NULL); }
 
 DIR* opendir(const char* path) {
   DIR* found = REAL(opendir)(path);
-  if (found) listed(AT_FDCWD, path);
-  looked_up(found ? 0 : -1, AT_FDCWD, path);
+  if (found) record_listing(AT_FDCWD, path);
+  record_lookup(found ? 0 : -1, AT_FDCWD, path);
   return found;
 }
 DIR* fdopendir(int fd) {
-  listed(fd, "");
+  record_listing(fd, "");
   return REAL(fdopendir)(fd);
 }
 
 ssize_t getdents64(int fd, void* names, size_t size) {
-  listed(fd, "");
+  record_listing(fd, "");
   return REAL(getdents64)(fd, names, size);
 }
 
 #define SCAN(name, entry)                                                                             \
   int name(const char* path, struct entry*** found, int (*wanted)(const struct entry*),               \
            int (*order)(const struct entry**, const struct entry**)) {                                \
-    listed(AT_FDCWD, path);                                                                           \
+    record_listing(AT_FDCWD, path);                                                                           \
     const int got = REAL(name)(path, found, wanted, order);                                           \
-    looked_up(got, AT_FDCWD, path);                                                                   \
+    record_lookup(got, AT_FDCWD, path);                                                                   \
     return got;                                                                                       \
   }
 SCAN(scandir, dirent)
 SCAN(scandir64, dirent64)
 
-// They list directories by functions of the C library that nobody sees; here, by those above.
+// glob lists directories by internal functions of the C library,
+// which cannot be intercepted. So it is given those above instead.
 #define GLOB(name, type, entry, status)                                                               \
   int name(const char* pattern, int flags, int (*failed)(const char*, int), type* found) {            \
     if (!(flags & GLOB_ALTDIRFUNC)) {                                                                 \
@@ -483,68 +485,69 @@ GLOB(glob64, glob64_t, dirent64, stat64)
 
 // System calls
 
-// A program that passes by the functions above: malloc libraries open a file so. What is not told here and
-// has a path, or starts something, is a gap.
+// Programs that bypass the functions above: malloc libraries open files this way. Calls that take a path or
+// start a program, and are not handled here, are recorded as gaps.
 long syscall(long number, ...) {
   va_list rest;
   va_start(rest, number);
-  long given[6];
-  for (int each = 0; each < 6; each++) given[each] = va_arg(rest, long);
+  long arguments[6];
+  for (int each = 0; each < 6; each++) arguments[each] = va_arg(rest, long);
   va_end(rest);
-  const int at = given[0];
-  const char *const first = (const char*)given[0], *const second = (const char*)given[1];
+  const int at = arguments[0];
+  const char *const first = (const char*)arguments[0], *const second = (const char*)arguments[1];
   switch (number) {
 #ifdef SYS_open
-    case SYS_open: return open_as(AT_FDCWD, first, given[1], given[2]);
-    case SYS_creat: return creat(first, given[1]);
-    case SYS_access: return access(first, given[1]);
-    case SYS_stat: return status_of(AT_FDCWD, first, (struct stat*)given[1], 0);
-    case SYS_lstat: return status_of(AT_FDCWD, first, (struct stat*)given[1], AT_SYMLINK_NOFOLLOW);
-    case SYS_readlink: return readlink(first, (char*)given[1], given[2]);
+    case SYS_open: return open_as(AT_FDCWD, first, arguments[1], arguments[2]);
+    case SYS_creat: return creat(first, arguments[1]);
+    case SYS_access: return access(first, arguments[1]);
+    case SYS_stat: return status_of(AT_FDCWD, first, (struct stat*)arguments[1], 0);
+    case SYS_lstat: return status_of(AT_FDCWD, first, (struct stat*)arguments[1], AT_SYMLINK_NOFOLLOW);
+    case SYS_readlink: return readlink(first, (char*)arguments[1], arguments[2]);
     case SYS_rename: case SYS_fork: case SYS_vfork: case SYS_getdents:
 #endif
     case SYS_openat2: case SYS_execve: case SYS_execveat: case SYS_renameat2: case SYS_clone: case SYS_clone3:
     case SYS_io_uring_setup: case SYS_open_by_handle_at: case SYS_name_to_handle_at: case SYS_inotify_add_watch:
-      gap("system call by its number");
+      record_gap("system call by its number");
       break;
-    case SYS_openat: return open_as(at, second, given[2], given[3]);
+    case SYS_openat: return open_as(at, second, arguments[2], arguments[3]);
 #ifdef SYS_newfstatat
-    case SYS_newfstatat: return status_of(at, second, (struct stat*)given[2], given[3]);
+    case SYS_newfstatat: return status_of(at, second, (struct stat*)arguments[2], arguments[3]);
 #endif
-    case SYS_statx: return statx(at, second, given[2], given[3], (struct statx*)given[4]);
-    case SYS_readlinkat: return readlinkat(at, second, (char*)given[2], given[3]);
-    case SYS_getdents64: return getdents64(at, (void*)given[1], given[2]);
+    case SYS_statx: return statx(at, second, arguments[2], arguments[3], (struct statx*)arguments[4]);
+    case SYS_readlinkat: return readlinkat(at, second, (char*)arguments[2], arguments[3]);
+    case SYS_getdents64: return getdents64(at, (void*)arguments[1], arguments[2]);
     case SYS_faccessat: case SYS_faccessat2: {
-      LOOK(kernel(number, at, second, given[2], given[3]), at, second)
+      LOOK(kernel(number, at, second, arguments[2], arguments[3]), at, second)
     }
     case SYS_chdir: case SYS_statfs: case SYS_getxattr: case SYS_lgetxattr: {
-      LOOK(kernel(number, first, given[1], given[2], given[3]), AT_FDCWD, first)
+      LOOK(kernel(number, first, arguments[1], arguments[2], arguments[3]), AT_FDCWD, first)
     }
   }
-  return kernel(number, given[0], given[1], given[2], given[3], given[4], given[5]);
+  return kernel(number, arguments[0], arguments[1], arguments[2], arguments[3], arguments[4], arguments[5]);
 }
 
-// Walks through trees, which no compiler does: what they see is not known.
-FTS* fts_open(char* const* paths, int flags, int (*order)(const FTSENT**, const FTSENT**)) { gap("fts"); return REAL(fts_open)(paths, flags, order); }
-int ftw(const char* path, __ftw_func_t each, int most) { gap("ftw"); return REAL(ftw)(path, each, most); }
-int ftw64(const char* path, __ftw64_func_t each, int most) { gap("ftw"); return REAL(ftw64)(path, each, most); }
-int nftw(const char* path, __nftw_func_t each, int most, int flags) { gap("ftw"); return REAL(nftw)(path, each, most, flags); }
-int nftw64(const char* path, __nftw64_func_t each, int most, int flags) { gap("ftw"); return REAL(nftw64)(path, each, most, flags); }
+// Tree walks are not tracked. No compiler uses them.
+FTS* fts_open(char* const* paths, int flags, int (*order)(const FTSENT**, const FTSENT**)) { record_gap("fts"); return REAL(fts_open)(paths, flags, order); }
+int ftw(const char* path, __ftw_func_t each, int most) { record_gap("ftw"); return REAL(ftw)(path, each, most); }
+int ftw64(const char* path, __ftw64_func_t each, int most) { record_gap("ftw"); return REAL(ftw64)(path, each, most); }
+int nftw(const char* path, __nftw_func_t each, int most, int flags) { record_gap("ftw"); return REAL(nftw)(path, each, most, flags); }
+int nftw64(const char* path, __nftw64_func_t each, int most, int flags) { record_gap("ftw"); return REAL(nftw64)(path, each, most, flags); }
 
-// Loading: what was loaded is noted by itself, what was not found is not. The call must be the last thing
-// in the function, and so a jump: the C library asks who calls it, and looks where that library says.
+// Loading. What was loaded is recorded by note_loaded(); a missing library is not. The call of
+// the real dlopen must come last in the function, so that it compiles to a jump: the C library
+// looks at its caller, and searches where the caller's library says.
 
-static void asked_for(const char* path) {
+static void record_request(const char* path) {
   const int kept = errno;
   errno = 0;
   if (strchr(path, '/'))
-    looked_up(-1, AT_FDCWD, path);
+    record_lookup(-1, AT_FDCWD, path);
   else
     record('O', getpid(), NULL, NULL, path);
   errno = kept;
 }
 void* dlopen(const char* path, int mode) {
-  if (is_named(path)) asked_for(path);
+  if (has_name(path)) record_request(path);
   return REAL(dlopen)(path, mode);
 }
 
@@ -555,15 +558,15 @@ void* dlopen(const char* path, int mode) {
   if (got == 0) record_at('W', NULL, at, path); \
   return got;
 
-static int moved(int got, int at, const char* from, int to_at, const char* to) {
+static int record_rename(int got, int at, const char* from, int to_at, const char* to) {
   if (got == 0) record_at('W', NULL, at, from);
   if (got == 0) record_at('W', NULL, to_at, to);
   return got;
 }
 
-int rename(const char* from, const char* to) { return moved(REAL(rename)(from, to), AT_FDCWD, from, AT_FDCWD, to); }
-int renameat(int at, const char* from, int to_at, const char* to) { return moved(REAL(renameat)(at, from, to_at, to), at, from, to_at, to); }
-int renameat2(int at, const char* from, int to_at, const char* to, unsigned flags) { return moved(REAL(renameat2)(at, from, to_at, to, flags), at, from, to_at, to); }
+int rename(const char* from, const char* to) { return record_rename(REAL(rename)(from, to), AT_FDCWD, from, AT_FDCWD, to); }
+int renameat(int at, const char* from, int to_at, const char* to) { return record_rename(REAL(renameat)(at, from, to_at, to), at, from, to_at, to); }
+int renameat2(int at, const char* from, int to_at, const char* to, unsigned flags) { return record_rename(REAL(renameat2)(at, from, to_at, to, flags), at, from, to_at, to); }
 int link(const char* from, const char* to) { CHANGE(REAL(link)(from, to), AT_FDCWD, to) }
 int linkat(int at, const char* from, int to_at, const char* to, int flags) { CHANGE(REAL(linkat)(at, from, to_at, to, flags), to_at, to) }
 int symlink(const char* from, const char* to) { CHANGE(REAL(symlink)(from, to), AT_FDCWD, to) }
@@ -576,15 +579,15 @@ int remove(const char* path) { CHANGE(REAL(remove)(path), AT_FDCWD, path) }
 int mkdir(const char* path, mode_t mode) { CHANGE(REAL(mkdir)(path, mode), AT_FDCWD, path) }
 int truncate(const char* path, off_t size) { CHANGE(REAL(truncate)(path, size), AT_FDCWD, path) }
 
-// Starting programs. The program that starts announces itself, by begin() above; a static one cannot.
+// Starting programs. A program announces itself through begin() above; a statically linked one cannot.
 
-// A program that could not be started. A name without a slash was looked for on PATH.
-static void missed(const char* path) {
-  if (path && strchr(path, '/')) looked_up(-1, AT_FDCWD, path);
+// Records a program that could not be started. A name without a slash was searched on PATH.
+static void record_failed_start(const char* path) {
+  if (path && strchr(path, '/')) record_lookup(-1, AT_FDCWD, path);
 }
 
-// A name without a slash is looked up on PATH.
-static void starts(const char* path) {
+// Records a start. A name without a slash is searched on PATH.
+static void record_start(const char* path) {
   if (path && path[0] != '/' && strchr(path, '/'))
     record_at('S', NULL, AT_FDCWD, path);
   else
@@ -592,10 +595,10 @@ static void starts(const char* path) {
 }
 
 #define EXECUTE(call)                          \
-  starts(path);                                \
+  record_start(path);                                \
   const int got = call;                        \
   record('F', getpid(), NULL, NULL, path);     \
-  missed(path);                                \
+  record_failed_start(path);                                \
   return got;
 
 int execve(const char* path, char* const argv[], char* const envp[]) { EXECUTE(kernel(SYS_execve, path, argv, envp)) }
@@ -616,8 +619,8 @@ int execveat(int at, const char* path, char* const argv[], char* const envp[], i
   return got;
 }
 
-// Those with a list of words.
-#define LISTED(call)                                                         \
+// The variants that take a list of words.
+#define WITH_WORDS(call)                                                         \
   va_list rest;                                                              \
   int count = 1;                                                             \
   va_start(rest, word);                                                      \
@@ -631,9 +634,9 @@ int execveat(int at, const char* path, char* const argv[], char* const envp[], i
   va_end(rest);                                                              \
   return call;
 
-int execl(const char* path, const char* word, ...) { LISTED(execv(path, argv)) }
-int execlp(const char* path, const char* word, ...) { LISTED(execvp(path, argv)) }
-int execle(const char* path, const char* word, ...) { LISTED(execve(path, argv, envp)) }
+int execl(const char* path, const char* word, ...) { WITH_WORDS(execv(path, argv)) }
+int execlp(const char* path, const char* word, ...) { WITH_WORDS(execvp(path, argv)) }
+int execle(const char* path, const char* word, ...) { WITH_WORDS(execve(path, argv, envp)) }
 
 #define SPAWN(name)                                                                                   \
   int name(pid_t* pid, const char* path, const posix_spawn_file_actions_t* actions,                   \
@@ -641,14 +644,14 @@ int execle(const char* path, const char* word, ...) { LISTED(execve(path, argv, 
     pid_t child = 0;                                                                                  \
     const int got = REAL(name)(&child, path, actions, attributes, argv, envp);                        \
     if (got == 0) record('S', child, NULL, NULL, path);                                               \
-    if (got != 0) { errno = got; missed(path); }                                                      \
+    if (got != 0) { errno = got; record_failed_start(path); }                                                      \
     if (got == 0 && pid) *pid = child;                                                                \
     return got;                                                                                       \
   }
 SPAWN(posix_spawn)
 SPAWN(posix_spawnp)
 
-// The C library starts a shell by itself.
+// The C library starts the shell itself.
 int system(const char* command) {
   if (command) record('C', getpid(), NULL, NULL, "/bin/sh");
   return REAL(system)(command);
@@ -658,7 +661,7 @@ FILE* popen(const char* command, const char* mode) {
   return REAL(popen)(command, mode);
 }
 
-// A process that ends without its destructors.
+// The process ends without running destructors.
 void _exit(int status) {
   if (ready()) note_loaded();
   kernel(SYS_exit_group, status);

@@ -14,19 +14,14 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from opkiln import builder
 from opkiln.base.forks import cached_property
-from opkiln.base.model import ABI_TORCH, CPU, CUDA, PYTHON, ROCM
+from opkiln.base.model import ABI_TORCH, CPU, CUDA, PYTHON, ROCM, OpSpec
 from opkiln.machine.devices import amd
-from opkiln.machine.toolchain import rocm
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from opkiln.base.model import OpSpec
+from opkiln.machine.toolchain import hipcc, torch_sdk
 
 # The prefixes of flags that a plan sets itself. `-fopenmp` stays in compiles: kernels use it for
 # their threads, and torch has already loaded an OpenMP runtime for them. In a link it would load
@@ -87,14 +82,14 @@ class OpBuilder(builder.OpBuilder):
         """Whether the program that translates CUDA to SYCL for DeepSpeed, ``c2s``, is on PATH."""
         return shutil.which("c2s") is not None
 
-    is_rocm_pytorch = staticmethod(rocm.is_rocm_pytorch)
+    is_rocm_pytorch = staticmethod(torch_sdk.is_rocm_pytorch)
     get_rocm_gpu_arch = staticmethod(amd.get_rocm_gpu_arch)
     get_rocm_wavefront_size = staticmethod(amd.get_rocm_wavefront_size)
 
     @staticmethod
     def installed_rocm_version() -> tuple[int, int]:
         """ROCm's release; (0, 0) if torch is not built for it."""
-        return rocm.installed_rocm_version() if rocm.is_rocm_pytorch() else (0, 0)
+        return hipcc.installed_rocm_version() if torch_sdk.is_rocm_pytorch() else (0, 0)
 
 
 class CUDAOpBuilder(OpBuilder, builder.CUDAOpBuilder):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
@@ -20,16 +21,12 @@ from opkiln.errors import LoadError
 from opkiln.loading import loader
 from opkiln.machine import uname
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
-
 # The prefixes of flags for nvcc that a plan sets itself.
 _PLANS_NVCC = ("--threads", "-gencode", "--offload-arch")
 _NO_GLOG = "-UC10_USE_GLOG"
 
-# What pybind11 puts into a module: `m.def("name"`, `py::class_<…>(m, "name"`, and values of enums,
-# which may be exported. A line of a macro ends with a backslash.
+# The names that pybind11 puts into a module: `m.def("name"`, `py::class_<…>(m, "name"`, and values
+# of enums, which may be exported. A line of a macro ends with a backslash.
 _DEFINES = re.compile(
     r'\w\.def\(\s*\\?\s*"(\w+)"\s*(#?)'
     r'|(?:\b(?:class_|enum_)<[^;]*?>\s*\(\s*\w+\s*,|\.value\()\s*"(\w+)"'
@@ -148,7 +145,7 @@ class _AdaptedBuilder(CUDAOpBuilder):
 
 
 def _declare(builder: Any) -> _AdaptedBuilder:
-    """For a device that torch can use, as in DeepSpeed, else for the CPU."""
+    """The builder, for a device that torch can use, as in DeepSpeed, else for the CPU."""
     import torch
 
     for_device = any(source.endswith(".cu") for source in builder.sources()) or (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from functools import cache, partial, partialmethod
 from typing import Any, ClassVar
 
@@ -15,11 +16,7 @@ from opkiln.io.handle import AsyncIO as Files
 from opkiln.ops.gds import device as devices
 from opkiln.ops.pin_memory.pool import PinnedPool
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-_ALIGNMENT = 512  # what DeepSpeed has its callers round sizes to, for each thread
+_ALIGNMENT = 512  # DeepSpeed's callers round sizes to a multiple of this for each thread
 
 
 @cache
@@ -166,7 +163,7 @@ class aio_handle(_LockedTensors):  # noqa: N801 (DeepSpeed's name)
         for finish in pending:
             try:
                 finish()
-            except Exception as error:  # the others are finished all the same
+            except Exception as error:  # the others are finished, too
                 failed = failed or error
         if failed is not None:
             raise failed

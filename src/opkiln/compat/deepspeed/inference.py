@@ -6,13 +6,14 @@ Functions and their side effects are those of DeepSpeed's binding; docs/deepspee
 differs. Most exist once for each dtype, with its name at the end (``softmax_fp16``). Here a
 tensor's own dtype decides. Those that write into their first argument do so if it is contiguous.
 Otherwise, as in DeepSpeed, it stays as it is and the result is a new tensor. Shapes are [batch,
-sequence, hidden], but any number of dimensions will do. Weights are [inputs, outputs], or [outputs,
-inputs] if ``transposed``. int8 weights are always [outputs, inputs], with as many groups of rows as
-their scales have rows.
+sequence, hidden], but may have any number of dimensions. Weights are [inputs, outputs], or
+[outputs, inputs] if ``transposed``. int8 weights are always [outputs, inputs], with as many groups
+of rows as their scales have rows.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial, reduce
 from typing import Any
 
@@ -23,10 +24,6 @@ from torch.nn import functional
 from opkiln.compat.deepspeed.modules import takes
 from opkiln.errors import ArgumentError
 from opkiln.nn import inference as ops
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 GELU, RELU, GATED_GELU, GATED_SILU = 1, 2, 3, 4  # DeepSpeed's ActivationFuncType
 
@@ -89,8 +86,8 @@ def moe_res_matmul(moe_res: Tensor, coef: Tensor, output: Tensor) -> Tensor:
 def apply_rotary_pos_emb(given: Any) -> list[Tensor]:
     """Rotate queries and keys, written over both. DeepSpeed's kernel does not read ``rotate_half``.
 
-    They have the shape [batch, sequence, hidden], and their memory is [batch, heads, sequence,
-    head]: so DeepSpeed's kernel takes it.
+    Their shape is [batch, sequence, hidden], but as in DeepSpeed's kernel their memory is read as
+    [batch, heads, sequence, head].
     """
     batch, seq, hidden = given.query.shape
     q, k = given.query.contiguous(), given.key.contiguous()
@@ -107,7 +104,7 @@ def apply_rotary_pos_emb(given: Any) -> list[Tensor]:
 )
 def softmax(given: Any) -> Tensor:
     """The softmax of ``scores`` [batch, heads, queries, keys] times ``layer_scale``, plus mask and
-    alibi, written over the scores. A mask or alibi of one dimension stands for none.
+    alibi, written over the scores. A mask or alibi of one dimension is ignored.
 
     With ``triangular``, query ``i`` sees the keys up to ``i``. A query that sees no key gets zeros.
     """
@@ -148,9 +145,9 @@ def softmax_context_int8(given: Any) -> list[Tensor]:
 def full_mask(
     given: Any, mask: Tensor, shape: Sequence[int], like: Tensor, ranks: int = 1, first: int = 0
 ) -> Tensor | None:
-    """What is added to scores [batch, heads, queries, keys]: the mask, alibi (whose heads are those
-    of all ranks, and ``first`` is the first one here) and minus infinity outside of the window. In
-    fp32 if it is a sum, None if there is nothing to add."""
+    """The tensor to add to scores [batch, heads, queries, keys]: the sum of the mask, alibi (which
+    has the heads of all ranks; ``first`` is the first one here) and minus infinity outside of the
+    window. A sum of several is fp32. None if there is nothing to add."""
     batch, heads, queries, keys = shape
     parts = [_mask_to_add(mask, batch, keys, like.dtype)]
     if given.alibi.dim() > 1:
@@ -165,7 +162,7 @@ def full_mask(
 
 
 def _mask_to_add(mask: Tensor, batch: int, keys: int, dtype: torch.dtype) -> Tensor | None:
-    """DeepSpeed's mask, to be broadcast to [batch, heads, queries, keys]; None if it is no mask."""
+    """DeepSpeed's mask, to be broadcast to [batch, heads, queries, keys]; None without a mask."""
     if mask.dim() < 2:
         return None
     if mask.dim() == 2:
@@ -267,7 +264,7 @@ def blas_4d_matmul(output: Tensor, right: Tensor, left: Tensor) -> None:
 
 
 def create_handle() -> None:
-    """Nothing: torch has a handle for its BLAS."""
+    """Do nothing: torch has a handle for its BLAS."""
 
 
 def einsum_sec_sm_ecm(tokens: Tensor, weight: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from fnmatch import fnmatchcase
 from functools import wraps
 from importlib import import_module
@@ -14,19 +15,15 @@ import torch
 from opkiln.compat.deepspeed.table import MODULES
 from opkiln.errors import OpkilnError, UnservedFunction, UsageError
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
 
 class OpModule(ModuleType):
     """The functions that the table has for one of DeepSpeed's modules: they call an op of opkiln.
 
-    Any other function that DeepSpeed's own sources define is that of its own module. opkiln's
-    engine builds it when one of them is first used.
+    Any other function that DeepSpeed's own sources define comes from its own module, which
+    opkiln's engine builds when one of them is first used.
     """
 
-    _refusal: OpkilnError | None = None  # why their module cannot be had
+    _refusal: OpkilnError | None = None  # why DeepSpeed's module cannot be loaded
     _built: Any = None
 
     def __init__(
@@ -51,8 +48,8 @@ class OpModule(ModuleType):
         places = [_find(each) for each in row.homes.split()]
         homes = [each(self) if isinstance(each, type) else each for each in places]
         for function in row.functions:
-            # It may be there without its ending: that of an optimizer (``create_adam``), or of a
-            # dtype (``softmax_fp16``), for a tensor's own dtype decides.
+            # The home may have it without its ending: that of an optimizer (``create_adam``), or of
+            # a dtype (``softmax_fp16``), because a tensor's own dtype decides.
             names = (function, function.rpartition("_")[0])
             signatures = [row.renamed.get(name, name).partition("(") for name in names]
             found, arguments = next(
@@ -75,8 +72,7 @@ class OpModule(ModuleType):
             except OpkilnError as error:
                 self._refusal = error  # a failed build takes minutes, and would fail again
         raise UnservedFunction(
-            f"{self.__name__}.{name} is a function of DeepSpeed's own module, which is not to be "
-            "had",
+            f"{self.__name__}.{name}: DeepSpeed's own module, which has it, cannot be loaded",
             why=f"{self._refusal.what}\n{self._refusal.why}".strip(),
             hint=self._refusal.hint,
         ) from self._refusal
@@ -86,7 +82,7 @@ class OpModule(ModuleType):
         return sorted({*super().__dir__(), *theirs})
 
     def deepspeed_module(self) -> Any:
-        """DeepSpeed's own module. Raises OpkilnError if it cannot be had."""
+        """DeepSpeed's own module. Raises OpkilnError if it cannot be loaded."""
         if self._built is None:
             if self._build_rest is None:
                 raise UsageError(

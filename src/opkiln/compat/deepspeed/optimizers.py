@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Callable
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -19,15 +20,9 @@ import torch
 from torch import Tensor
 
 from opkiln.builder.registry import ALL_OPS, get_builder
-from opkiln.compat.deepspeed.modules import takes
+from opkiln.compat.deepspeed.modules import OpModule, takes
 from opkiln.errors import UsageError
 from opkiln.ops.optimizing.op_calls import call_in_place, lay_out_alike
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from opkiln.compat.deepspeed.modules import OpModule
 
 _log = logging.getLogger("opkiln.deepspeed")
 

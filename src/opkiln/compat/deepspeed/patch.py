@@ -1,17 +1,19 @@
-"""How DeepSpeed's builders are redirected, and what they load then.
+"""Redirects DeepSpeed's builders, and chooses what they load.
 
 Some functions of their base classes are replaced. No file of DeepSpeed changes, and ``remove`` puts
 the functions back. Builders with their own ``load`` (those for NPUs, for example) are unchanged. A
-builder loads from the first possible resort of those that ``OPKILN_DEEPSPEED`` names.
+builder loads from the first possible one of the resorts that ``OPKILN_DEEPSPEED`` names.
 """
 
 from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable, Iterator
 from fnmatch import fnmatchcase
 from functools import cache, partial, wraps
 from importlib import import_module
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import opkiln
@@ -25,11 +27,6 @@ from opkiln.errors import (
     UsageError,
 )
 from opkiln.settings import settings
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from types import ModuleType
 
 _MODULE = "deepspeed.ops.op_builder.builder"
 _REPORT = "deepspeed.env_report"
@@ -82,7 +79,7 @@ def replacements(module: ModuleType) -> Iterator[tuple[Any, str, Any]]:
         yield module, name, _toolkit_check(getattr(module, name), module)
 
 
-# What a builder loads
+# Loading
 
 
 class Served(NamedTuple):
@@ -93,7 +90,7 @@ class Served(NamedTuple):
     seconds: float  # how long it took to load
 
 
-# With the resorts that were allowed then.
+# Each with the resorts that were allowed when it was loaded.
 _served: dict[tuple[type, str], tuple[Served, tuple[str, ...]]] = {}
 
 
@@ -122,15 +119,15 @@ def load_module(builder: Any, original: Callable[[], Any]) -> Any:
 
 
 class Functions(NamedTuple):
-    """Who serves the functions of one of DeepSpeed's ops. A name may end with ``*``: a macro of
-    DeepSpeed's makes several of it."""
+    """Who serves the functions of one of DeepSpeed's ops. A name that ends with ``*`` stands for
+    several, which a macro of DeepSpeed makes."""
 
     op: str
     ops: tuple[str, ...]  # by an op of opkiln
     engine: tuple[str, ...]  # by DeepSpeed's own source, built by opkiln on its first use
     deepspeed: tuple[str, ...]  # by DeepSpeed itself
     missing: tuple[str, ...]  # by nobody, because `OPKILN_DEEPSPEED` leaves the engine out
-    error: str  # why DeepSpeed's sources could not be asked
+    error: str  # why DeepSpeed's sources could not be read
 
 
 def functions() -> tuple[Functions, ...]:
@@ -162,7 +159,7 @@ def _resorts_of(op: str) -> tuple[str, ...]:
 
 
 def origin_of(builder: Any) -> str:
-    """What a builder would load: ops, engine or deepspeed."""
+    """The resort that a builder would load from: ops, engine or deepspeed."""
     if _has_own_op(builder):
         return OPS
     # An op that was built when DeepSpeed was installed is as good as one of the engine's.

@@ -3,12 +3,13 @@ ragged batches. Results go to the tensors that are given, as in DeepSpeed's bind
 
 A batch is described by ``batch_metadata`` (its tokens and sequences), ``seq_metadata`` (first
 token, tokens and tokens seen of each sequence), ``tokens_to_seq`` and ``kv_ptrs`` (addresses of the
-lists of blocks). Tokens behind the batch's are padding, and what belongs to them is left alone.
+lists of blocks). Tokens after the batch's are padding, and their rows stay as they are.
 docs/deepspeed.md says what differs from DeepSpeed.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,10 +20,6 @@ from opkiln.errors import UsageError
 from opkiln.ops.kv_attention.attention import KVCache, attention
 from opkiln.ops.ragged_device_ops.functions import gating, paged, rows
 from opkiln.ops.transformer_inference.functions.rotary import rotary
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 _UNASSIGNED = -1
 _START, _TOKENS, _SEEN = range(3)  # columns of seq_metadata
@@ -132,7 +129,7 @@ _WIDTH = 8
 
 
 class Run(NamedTuple):
-    """Queries of one sequence that lie one after the other."""
+    """Consecutive queries of one sequence."""
 
     address: int
     start: int
@@ -171,7 +168,7 @@ def flash_attn_by_atoms(given: Any) -> None:
 
 
 def _attend(batch: list[Run], given: Any) -> None:
-    """All of a batch have as many queries."""
+    """Attend for runs that have equally many queries."""
     q, k, out = given.q, given.k, given.out
     size, head = k.shape[1], k.shape[3]
     extent = max(each.extent for each in batch)
@@ -273,7 +270,7 @@ def moe_scatter(given: Any) -> None:
     given.cumulative_counts.copy_(ends)
     real = given.assignments != _UNASSIGNED
     first = (ends - given.expert_counts)[given.assignments.clamp(min=0)]
-    # What has no expert comes last.
+    # Tokens without an expert come last.
     spare = ends[-1] + (~real).flatten().cumsum(0).view_as(real) - 1
     slots = torch.where(real, first + given.offsets, spare).to(torch.int32)
     found = rows.moe_scatter(given.activations, slots)

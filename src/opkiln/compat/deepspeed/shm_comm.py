@@ -2,7 +2,7 @@
 
 DeepSpeed's ``dist.inference_all_reduce`` calls ``torch.ops.deepspeed.inference_all_reduce_``, which
 its library registers; this module registers it in its place. As in DeepSpeed, it sums over all
-ranks, whatever group was asked for. docs/deepspeed.md says what differs.
+ranks and ignores the group. docs/deepspeed.md says what differs.
 """
 
 from __future__ import annotations

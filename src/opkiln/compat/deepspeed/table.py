@@ -22,9 +22,9 @@ class Module(NamedTuple):
     loads: str = ""  # functions of opkiln.ops whose libraries are loaded at once
     dtype: str = ""  # the library for this one is loaded, if there is one for each
     no_grad: bool = True  # its functions have no gradients
-    # By DeepSpeed's name, functions that have another name there, or other arguments: then they
-    # follow in DeepSpeed's order. The result is written over the one with a "!", if that is
-    # contiguous.
+    # By DeepSpeed's name, functions that have another name in their home, or other arguments. The
+    # arguments follow in DeepSpeed's order. The result is written over the one with a "!", if that
+    # is contiguous.
     renamed: Mapping[str, str] = {}
 
     @property
@@ -78,7 +78,7 @@ MODULES = {
             "token_scatter_": "token_scatter_(x!, part, indices, batch_first)",
         },
     ),
-    "sparse_attn": Module(".sparse", "SparseSelfAttention"),
+    "sparse_attn": Module(".layers", "SparseSelfAttention"),
     # ``(x + bias) + (other + other_bias)``, without those that are not given
     "spatial_inference": Module(
         "ops.spatial_inference.functions",
@@ -88,7 +88,7 @@ MODULES = {
             ("nhwc_bias_add", "nhwc_bias_add_add", "nhwc_bias_add_bias_add"), "spatial_bias_add"
         ),
     ),
-    "cutlass_ops": Module(".gemm", "moe_gemm mixed_gemm mixed_moe_gemm"),
+    "cutlass_ops": Module(".layers", "moe_gemm mixed_gemm mixed_moe_gemm"),
     "deepspeed_shm_comm": Module(".shm_comm", "initialize vector_kernel_level"),
     "inference_core_ops": Module(
         "ops.transformer_inference.core ops.mixed_gemm.core .inference",

@@ -8,6 +8,7 @@ whatever the function's name.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import wraps
 from typing import Any, cast
 
@@ -16,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
-from opkiln.compat.deepspeed.modules import takes
+from opkiln.compat.deepspeed.modules import OpModule, takes
 from opkiln.errors import UsageError
 from opkiln.nn.halves import (
     OutputKept,
@@ -26,13 +27,6 @@ from opkiln.nn.halves import (
     project,
     project_backward,
 )
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from opkiln.compat.deepspeed.modules import OpModule
-
 
 _LAYER = (
     "layer_id batch_size hidden_dim num_heads intermediate_size attn_dropout_ratio "
@@ -46,7 +40,7 @@ WEIGHTS = (
 )
 
 
-# What ``forward_*`` returns and ``backward_*`` takes, in DeepSpeed's order and names.
+# The results of ``forward_*``, which ``backward_*`` takes, in DeepSpeed's order and names.
 KEPT = (
     "output inp_norm qkv_tf soft_out ctx_bufB attn_o_inp add_res ff1_inp gelu_inp ff2_inp "
     "attn_prob_dropout_mask attn_output_dropout_mask layer_output_dropout_mask "
@@ -55,7 +49,7 @@ KEPT = (
 
 
 def _disable_autocast(function: Callable[..., list[Tensor]]) -> Callable[..., list[Tensor]]:
-    """Kernels know no autocast: the front end calls them with its own dtypes."""
+    """Disable autocast for the kernels: the front end calls them with its own dtypes."""
 
     @wraps(function)
     def call(self: Transformer, given: Any) -> list[Tensor]:
@@ -93,7 +87,7 @@ class Transformer:
     )
     @_disable_autocast
     def forward(self, given: Any) -> list[Tensor]:
-        """The last flags say what is computed again in the backward pass."""
+        """The last three flags choose what the backward pass computes again."""
         layer, x, training = self._layer(given.layer_id), given.input, given.training
         pre, norm_again = given.pre_norm, given.norms_again
         first, between, last = _norms(given, pre)
@@ -203,5 +197,5 @@ def _attend(qkv: Tensor, given: Any, layer: Any) -> Tensor:
 
 
 def _require(tensor: Tensor | None) -> Tensor:
-    """A tensor that the kind of layer at hand always has."""
+    """The tensor, which a layer of this kind always has."""
     return cast("Tensor", tensor)

@@ -15,11 +15,12 @@ from opkiln.nn import inference as ops
 
 
 class Workspace:
-    """What DeepSpeed keeps once for a process: the caches of all layers, and the number of tokens
-    so far.
+    """The state that DeepSpeed keeps once for a process: the caches of all layers, and the number
+    of tokens so far.
 
-    A call with several tokens is a prompt and begins anew. A call with one token appends it. The
-    last layer's call counts the token. A layer's memory is taken when the layer is first called.
+    A call with several tokens is a prompt and starts again from the first token. A call with one
+    token appends it. The last layer's call counts the token. A layer's memory is taken at its first
+    call.
     """
 
     def __init__(self, _module: object) -> None:
@@ -33,7 +34,7 @@ class Workspace:
         optional=1,
     )
     def allocate_workspace(self, given: Any) -> None:
-        """Set the sizes of the caches: so many sequences with at most ``max_out_tokens`` each."""
+        """Set the size of the caches: ``batch_size`` sequences of ``max_out_tokens`` at most."""
         if (given.batch_size, given.max_out_tokens) != (self.batch, self.most):
             self.caches.clear()
         self.batch, self.most, self.layers = given.batch_size, given.max_out_tokens, given.layers
@@ -47,7 +48,7 @@ class Workspace:
         return True
 
     def reset_cache(self) -> None:
-        """Begin anew, with no token so far."""
+        """Start again, with no token so far."""
         self.tokens = 1
 
     def repeat_kv_cache(self, source_batch_size: int, repeats: int) -> list[Tensor]:

@@ -9,17 +9,14 @@ import shutil
 
 from opkiln.base.trust import make_private
 from opkiln.building.observing import observer
-from opkiln.errors import BuildTimeout, LoadError, OpkilnError, ToolchainError
+from opkiln.errors import BuildTimeout, OpkilnError, ToolchainError
 from opkiln.machine import uname
 from opkiln.machine.binary import elf
-from opkiln.machine.toolchain.find import has_interpreter
 from opkiln.store.layers import Store, claim
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-_CALLS = {"posix_spawn", "posix_spawn_file_actions_adddup2", "waitpid"}
 
 
 def prepare(real: str, ready: str, parts: Sequence[tuple[str, str, bool]]) -> str:
@@ -29,7 +26,7 @@ def prepare(real: str, ready: str, parts: Sequence[tuple[str, str, bool]]) -> st
         return "no store can be written"
     if re.search(r"[\s:]", ready):
         return f"LD_PRELOAD cannot name {ready}"
-    if reason := _find_fault(real):
+    if reason := elf.find_ninja_fault(real):
         return reason
     try:
         claim(Store().root)
@@ -60,20 +57,3 @@ def _make(ready: str, parts: Sequence[tuple[str, str, bool]]) -> None:
         shutil.rmtree(part, ignore_errors=True)
         raise
     shutil.rmtree(part, ignore_errors=True)
-
-
-def _find_fault(real: str) -> str:
-    """Why the calls of a ninja cannot be replaced; empty if they can, or a script starts it."""
-    if has_interpreter(real):
-        return ""
-    try:
-        found = elf.read(real)
-    except (OSError, LoadError):
-        return "it cannot be read"
-    if not found.needed:
-        return "it is linked statically"
-    if not any(each.startswith("libc.so.") for each in found.needed):
-        return f"it is linked to {', '.join(found.needed)}, not to this machine's C library"
-    if not {symbol for _, symbol, _ in found.symbols} >= _CALLS:
-        return "it starts commands in a way that is not known"
-    return ""

@@ -195,7 +195,7 @@ class _Server:
 
         def waiting(state: lock.Waiting) -> None:
             look_up()
-            about = state.told(events.BUILD)
+            about = state.event_data(events.BUILD)
             events.emit(events.WAITING, op=prepared.command.label, **about)
 
         limit = settings.build_timeout

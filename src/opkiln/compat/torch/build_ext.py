@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
+from setuptools import Extension
 from setuptools.command.build_ext import build_ext
 from setuptools.errors import SetupError
 
 from opkiln.compat.torch import paths
 from opkiln.compat.torch.extension import ExtensionBuilder, is_torchs
 from opkiln.errors import OpkilnError
+from opkiln.ship.prebuild import BuildOutcome
 from opkiln.ship.setuptools import STEP, PrecompileOps, builder_of
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from setuptools import Extension
-
-    from opkiln.ship.prebuild import BuildOutcome
 
 
 class ExtensionFailed(SetupError, RuntimeError):  # type: ignore[misc]

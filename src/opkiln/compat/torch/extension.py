@@ -2,8 +2,8 @@
 
 They are plain setuptools extensions with torch's directories and libraries in them; torch's
 ``BuildExtension`` does the rest. Here opkiln does it, with a plan like that of any op: parallel and
-cached. The module is for one torch and one Python. It runs on every CPU of its family unless its
-flags ask for this CPU, because nothing checks the CPU before Python imports it.
+cached. The module is for one torch and one Python. It runs on every CPU of its family, unless its
+flags ask for this CPU, because no check of the CPU comes before Python's import.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from opkiln.base.model import (
 from opkiln.builder.base import OpBuilder
 from opkiln.compat.torch.flags import translate
 from opkiln.compat.torch.paths import include_paths, library_paths
-from opkiln.decision.archs import nothing_asked
+from opkiln.decision.archs import lacks_targets
 from opkiln.errors import SpecError
 from opkiln.machine.toolchain import torch_sdk
-from opkiln.machine.toolchain.rocm import is_rocm_pytorch
+from opkiln.machine.toolchain.torch_sdk import is_rocm_pytorch
 from opkiln.settings import settings
 
 if TYPE_CHECKING:
@@ -134,7 +134,7 @@ class ExtensionBuilder(OpBuilder):
         return self._spec
 
     def op(self) -> Op:
-        asked = self._archs or ("all" if nothing_asked(self.backend) else "")
+        asked = self._archs or ("all" if lacks_targets(self.backend) else "")
         return Op(self._spec, asked=asked)
 
 
@@ -185,7 +185,7 @@ def _holds_anything(path: str) -> bool:
 
 
 def _macro(name: str, *value: str | None) -> str:
-    """The flag for a macro as setuptools has it: without a value, it is undefined."""
+    """The flag for a macro as setuptools declares it. One without a value is undefined."""
     if not value:
         return f"-U{name}"
     return f"-D{name}" if value[0] is None else f"-D{name}={value[0]}"
@@ -243,7 +243,7 @@ def _spec(extension: Extension, compiler: Any, debug: bool | None) -> tuple[OpSp
         declared_by=EXTENSION,
     )
     remarks = [f"{extension.name}: {remark}" for remark in flags.remarks]
-    return flags.added_to(spec), flags.archs, remarks
+    return flags.add_to(spec), flags.archs, remarks
 
 
 def root_and_sources(files: Sequence[str], root: str) -> dict[str, Any]:

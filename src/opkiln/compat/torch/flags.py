@@ -4,7 +4,7 @@ Packages write flags for the compilers: they ask nvcc for threads and architectu
 CPU it runs on, and give paths relative to where ``setup.py`` runs. A plan chooses threads and
 architectures itself, is the same on every machine, and runs its compilers in another directory. So
 such flags are translated here, and only here, or left out with a remark. A flag that would start
-another program or write elsewhere is passed on: ``steps.flags`` refuses it.
+another program or write elsewhere is passed on: ``plan.flags`` refuses it.
 """
 
 from __future__ import annotations
@@ -12,18 +12,13 @@ from __future__ import annotations
 import os
 import re
 import shlex
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from opkiln.base.model import CPU, CUDA
+from opkiln.base.model import CPU, CUDA, OpSpec
 from opkiln.errors import SpecError
 from opkiln.machine.toolchain import find
 from opkiln.settings import settings
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
-    from opkiln.base.model import OpSpec
 
 # Options that take a directory or a file, the longer ones first.
 _DIRECTORIES = ("-isystem", "-iquote", "-idirafter", "-I", "-L")
@@ -71,7 +66,7 @@ class Flags(NamedTuple):
     native: bool = False  # build for the CPU of this machine, or the one that OPKILN_CPU names
     remarks: tuple[str, ...] = ()
 
-    def added_to(self, spec: OpSpec) -> OpSpec:
+    def add_to(self, spec: OpSpec) -> OpSpec:
         """The declaration with these flags. A plan for CUDA links the CUDA runtime itself."""
         link = tuple(flag for flag in self.link if spec.backend != CUDA or flag != "-lcudart")
         return spec._replace(
@@ -118,7 +113,7 @@ def shell_words(flags: Iterable[str] | None) -> list[str]:
 
 
 def _drop_empty(flags: Iterable[str]) -> list[str]:
-    """Without empty flags, which come from splitting a variable that is not set."""
+    """The flags without empty ones, which come from splitting a variable that is not set."""
     return [word for flag in flags if (word := os.fspath(flag).strip())]
 
 
@@ -165,7 +160,7 @@ def _translate_nvcc(op: str, words: Iterable[str], remarks: list[str]) -> Iterat
                 hint=f"NVCC_CCBIN={shlex.quote(value)}    # without the flag",
             )
         elif option in _FOR_HOST:
-            yield from _host_flags(value, remarks)
+            yield from _translate_host_flags(value, remarks)
         elif option in _FOR_OTHERS:
             # nvcc takes a list separated by commas. It removes quotes with its own shell.
             yield f"{option}={','.join(shlex.split(value.replace(',', ' ')))}"
@@ -185,7 +180,7 @@ def _is_host_compiler(named: str) -> bool:
     }
 
 
-def _host_flags(text: str, remarks: list[str]) -> Iterator[str]:
+def _translate_host_flags(text: str, remarks: list[str]) -> Iterator[str]:
     for part in shlex.split(text.replace(",", " ")):
         if part in _NATIVE or part == "-mtune=native":
             remarks.append(f"-Xcompiler={part} is left out: {_PORTABLE}")

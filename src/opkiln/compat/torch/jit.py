@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import errno
 import os
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -19,11 +20,6 @@ from opkiln.base.model import ABI_TORCH, CUDA, EXECUTABLE, LIBRARY, PYTHON, XPU,
 from opkiln.building import wording
 from opkiln.compat.torch.flags import shell_words, translate
 from opkiln.errors import LoadError, LoadTestError, OpkilnError, UsageError, told_briefly
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-    from contextlib import AbstractContextManager
 
 # A compiler's own defaults. The plan's flags come before these.
 _DEFAULTS = ("-O0", "-UNDEBUG")
@@ -135,7 +131,7 @@ def load_inline(
         )
         flags = (extra_cflags, extra_cuda_cflags, extra_sycl_cflags, extra_ldflags)
         asked = (with_cuda, with_sycl)
-        declare = partial(extension.declared_inline, name, texts, kind=kind)
+        declare = partial(extension.declare_inline, name, texts, kind=kind)
         found = _load(declare, flags, extra_include_paths, asked, verbose, build_directory)
     if build_directory is not None:
         for source, text in texts:
@@ -171,7 +167,7 @@ def _load(
     words = map(shell_words, (cxx, of_sycl if spec.backend == XPU else of_cuda, link))
     flags = translate(name, *words, backend_is_cuda=spec.backend != XPU)
     # As in torch, it is built for the CPU of this machine only if a flag asks for it.
-    spec = flags.added_to(spec)
+    spec = flags.add_to(spec)
     toolkit: AbstractContextManager[None] = nullcontext()
     if spec.backend == CUDA:
         from opkiln.compat.torch import paths

@@ -9,17 +9,14 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from opkiln.base.model import CUDA, XPU
 from opkiln.errors import OpkilnError, ToolchainError
 from opkiln.machine.toolchain import find, torch_sdk
-from opkiln.machine.toolchain.rocm import is_rocm_pytorch
+from opkiln.machine.toolchain.torch_sdk import is_rocm_pytorch
 from opkiln.settings import override, settings, whole_environment
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 _TORCHS = "torch.utils.cpp_extension"
 
@@ -160,11 +157,11 @@ def assigned_home() -> str | None:
     if theirs is None:
         return None
     there = object.__getattribute__(theirs, "__dict__").get("CUDA_HOME")
-    return str(there) if there and there != _found_by_torch() else None
+    return str(there) if there and there != _torchs_default() else None
 
 
-def _found_by_torch() -> str | None:
-    """The value that torch's module gives ``CUDA_HOME`` when it is imported."""
+def _torchs_default() -> str | None:
+    """The value that torch's module gives ``CUDA_HOME`` at its import."""
     torch = torch_sdk.find()
     if torch is None or torch.cuda is None:
         return None
@@ -209,9 +206,9 @@ def sycl_home() -> str:
 
 def rocm_home() -> str:
     """The ROCm that a build here would use. Raises ToolkitMissing."""
-    from opkiln.machine.toolchain import rocm
+    from opkiln.machine.toolchain import hipcc
 
-    for home in rocm.homes():
+    for home in hipcc.rocm_homes():
         return home
     raise ToolkitMissing(
         "no ROCm was found", hint="export ROCM_HOME=/opt/rocm    # where it is installed"

@@ -1,4 +1,4 @@
-// Checks of arguments that several ops make, in the words of their references.
+// Argument checks that several ops share. Their messages equal those of the Python references.
 #pragma once
 
 #include "element_type.h"
@@ -9,7 +9,7 @@
 OPK_PLAIN_BEGIN
 OPK_NAMESPACE_BEGIN
 
-// A device as messages name it.
+// A device's name in messages.
 struct PlaceOf {
   char text[40];
   OPK_COLD explicit PlaceOf(Device device) {
@@ -18,8 +18,8 @@ struct PlaceOf {
   }
 };
 
-// The device on which the op runs, which is that of this argument. An op for a GPU also gets a tensor on
-// the CPU, if another argument is on the GPU.
+// The device on which the op runs: that of this argument. An op for a GPU can also get a CPU tensor here,
+// when another argument is on the GPU.
 [[gnu::noinline]] inline Device device_of(const Tensor& tensor) {
   const Device device = tensor.device();
 #if defined(__CUDACC__) || defined(__HIPCC__) || defined(OPKILN_NVRTC_HOST)
@@ -43,7 +43,7 @@ struct PlaceOf {
   }
 }
 
-// The type of elements that have this dtype, which is that of a tensor or, without one, an argument.
+// The element type for a dtype. Messages name the tensor, or else the argument `dtype`.
 [[gnu::noinline]] inline opkiln::ElementType element_of(DType dtype, const Tensor* of = nullptr) {
   switch (dtype) {
     case DType::float32: return opkiln::ElementType::kFloat;
@@ -56,8 +56,8 @@ struct PlaceOf {
 }
 inline opkiln::ElementType element_of(const Tensor& tensor) { return element_of(tensor.dtype(), &tensor); }
 
-// Calls body(Type<T>{}) with the type for these elements: the first, second or third. A library for one
-// dtype (`dtypes=`) has code for that one alone.
+// Calls body(Type<T>{}) with the C++ type of these elements: the first, second or third. A library that is
+// built for one dtype (`dtypes=`) contains code only for that one.
 template <class Float, class BFloat16, class Float16, class Body>
 void with_element(opkiln::ElementType type, const Body& body) {
   if constexpr (compiles(DType::float32)) {
@@ -72,14 +72,14 @@ void with_element(opkiln::ElementType type, const Body& body) {
   raise_unserved("this library is for another dtype");
 }
 
-// OPK_ELEMENT(work.type, T, (float, opk::bfloat16, opk::half), launch<T>(work)); as OPK_DISPATCH.
+// Like OPK_DISPATCH: OPK_ELEMENT(work.type, T, (float, opk::bfloat16, opk::half), launch<T>(work));
 #define OPK_ELEMENT(element, T, types, ...)                                     \
   ::opk::with_element<OPK_UNPACK_ types>(element, [&](auto opk_type_) {         \
     using T = typename decltype(opk_type_)::type;                               \
     __VA_ARGS__;                                                                \
   })
 
-// Below this much traffic, waking another thread gains nothing.
+// Below this much memory traffic, waking another thread does not pay.
 constexpr int64_t kGrainBytes = 512 * 1024;
 
 OPK_NAMESPACE_END

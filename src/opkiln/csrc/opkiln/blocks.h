@@ -1,5 +1,5 @@
-// The elements of a tensor in host memory as floats, a block at a time, and back. Needs no torch header and
-// no heavy header of the standard library.
+// Converts tensors in host memory to blocks of floats, and back.
+// Includes neither torch's headers nor heavy standard ones.
 #pragma once
 
 #include "stream.h"
@@ -7,7 +7,7 @@
 
 OPKILN_NAMESPACE_BEGIN
 
-constexpr int64_t kBlock = 512;  // four streams of scratch are 8 KiB of a cache of at least 32
+constexpr int64_t kBlock = 512;  // four scratch streams take 8 KiB of an L1 cache of at least 32
 static_assert(kBlock % Vec::kLanes == 0);
 
 constexpr int64_t whole_registers(int64_t count) {
@@ -21,7 +21,7 @@ inline void widen(const T* from, float* to, int64_t count) {
     prefetch_ahead(from + i);
     Vec::load(from + i).store(to + i);
   }
-  if (whole < count) {  // the rest goes through a padded register: no byte beyond the tensor is read
+  if (whole < count) {  // the rest goes through a padded register, so that no byte beyond the tensor is read
     T rest[Vec::kLanes] = {};
     __builtin_memcpy(rest, from + whole, (count - whole) * sizeof(T));
     Vec::load(rest).store(to + whole);
@@ -41,13 +41,12 @@ inline void narrow(const float* from, T* to, int64_t count) {
   }
 }
 
-// A copy of at least this many bytes is written around the caches. That saves reading each line in
-// order to overwrite it: a step that writes bf16 copies took 1.01 to 1.05 times as long as one without
-// copies, and 1.07 to 1.13 times with plain stores. A smaller copy may still be in the cache when it is
-// used.
+// A copy of at least this many bytes is written with non-temporal stores, which save reading each cache line
+// before overwriting it. A step that writes bf16 copies took 1.01 to 1.05 times as long as one without
+// copies, and 1.07 to 1.13 times with plain stores. A smaller copy may still be in the cache when it is used.
 constexpr int64_t kAroundBytes = 1 << 20;
 
-// Like narrow, but around the caches if the alignment allows it. The caller must call settle_stores().
+// Like narrow, but with non-temporal stores if the alignment allows it. The caller must call settle_stores().
 template <class T>
 inline void narrow_around(const float* from, T* to, int64_t count) {
   int64_t whole = whole_registers(count);
@@ -60,7 +59,7 @@ inline void narrow_around(const float* from, T* to, int64_t count) {
   narrow(from + whole, to + whole, count - whole);
 }
 
-// The elements [begin, begin + count) of a stream as floats. The last register is padded with zeros.
+// The elements [begin, begin + count) of a stream, as floats. The last register is padded with zeros.
 [[gnu::noinline]] inline void widen(const Stream& from, int64_t begin, int64_t count, float* to) {
   switch (from.type) {
     case Type::kBFloat16:

@@ -1,5 +1,5 @@
-// Elements of tensors in device code: the storage types, their conversions, and packs of elements
-// that one access moves. hipify translates it to HIP, and the emulator compiles it for the host.
+// Tensor elements in device code: storage types, conversions, and packs that one access moves. hipify
+// translates this file to HIP, and the emulator compiles it for the host.
 #pragma once
 
 #include "element_type.h"
@@ -8,8 +8,8 @@
 namespace opkiln {
 namespace device {
 
-// Kernels are compiled for each size of elements. Which of the two 16-bit types it is, is checked when
-// an element is converted. Separate kernels for each type would need thirty copies of a loop.
+// Kernels are compiled once per element size, and the 16-bit type is looked up when an element is
+// converted: a kernel per type would need thirty copies of a loop.
 struct Bits16 {
   uint16_t bits;
 };
@@ -45,15 +45,15 @@ struct alignas(sizeof(T) * kWidth) Pack {
   T at[kWidth];
 };
 
-// (Hints that memory is used only once, __ldcs and __stcs, made an optimizer's step 2 to 3% slower on
-// an H200.)
+// Cache hints for memory that is used only once, __ldcs and __stcs,
+// made an optimizer step 2 to 3% slower on an H200.
 template <int kWidth, class T>
 __device__ inline void load(Pack<T, kWidth>& pack, const T* from) {
   pack = *reinterpret_cast<const Pack<T, kWidth>*>(from);
 }
 
-// Stores 16 bytes that will not be read soon. On an H200, such stores are half a percent faster if a
-// kernel writes more than twice as much as it reads, and slower if it writes less.
+// Stores 16 bytes that are not read again soon. On an H200 this is half a percent faster in kernels that
+// write more than twice as much as they read, and slower in the others.
 template <class Sixteen>
 __device__ inline void store_once(const Sixteen& value, void* to) {
   static_assert(sizeof(Sixteen) == 16 && alignof(Sixteen) == 16);

@@ -1,5 +1,4 @@
-// How device code uses a factor that was computed in double. (factor.h has the same for the CPU's vector
-// registers.)
+// Device code's form of a factor that was computed in double. factor.h is the form for CPU vector registers.
 #pragma once
 
 #include "op.h"
@@ -7,9 +6,9 @@
 namespace opkiln {
 namespace device {
 
-// A multiplier near 1 as the sum of two floats. Rounded to one float it would be off by up to 3e-8,
-// always to the same side. A hundred steps add that up to more than 1e-6. The first part has few bits,
-// so errors fall to both sides. Both are positive, so infinity times the factor is infinity.
+// A multiplier near 1, as the sum of two floats. One float would be off by up to 3e-8, always in the same
+// direction, and a hundred steps would add that up to more than 1e-6. The high part has few bits, so errors
+// fall on both sides. Both parts are positive, so infinity times the factor is infinity.
 struct Factor {
   float high, low;
 
@@ -18,7 +17,7 @@ struct Factor {
     return {static_cast<float>(high), static_cast<float>(value - high)};
   }
 
-  // this * x + y. Of its roundings, only the last matters.
+  // this * x + y. Only the last rounding matters.
   __device__ float times_plus(float x, float y) const {
     return fmaf(x, high, fmaf(x, low, y));
   }

@@ -1,4 +1,4 @@
-// How kernels use numbers that were computed in double. Needs no torch header.
+// The CPU kernels' form of factors that were computed in double. Includes no torch header.
 #pragma once
 
 #include "vec.h"
@@ -9,16 +9,16 @@ inline Vec all(double value) {
   return Vec::all(static_cast<float>(value));
 }
 
-// A multiplier near 1 as the sum of two floats. Rounded to one float it would be off by up to 3e-8,
-// always to the same side. A hundred steps add that up to more than 1e-6. The first part has few bits
-// and the second is not small, so errors fall to both sides, also without fused multiply-add. Both are
-// positive, so infinity times the factor is infinity, not infinity minus infinity.
+// A multiplier near 1, as the sum of two floats. One float would be off by up to 3e-8, always in the same
+// direction, and a hundred steps would add that up to more than 1e-6. The high part has few bits and the low
+// part is not small, so errors fall on both sides, even without fused multiply-add. Both parts are positive,
+// so infinity times the factor is infinity, not infinity minus infinity.
 class Factor {
  public:
   explicit Factor(double value)
       : Factor(value, __builtin_fmax(__builtin_ceil(value * 256) - 2, 0) / 256) {}
 
-  // this * x + y. Of its roundings, only the last matters.
+  // this * x + y. Only the last rounding matters.
   Vec times_plus(Vec x, Vec y) const {
     return multiply_add(x, high_, multiply_add(x, low_, y));
   }

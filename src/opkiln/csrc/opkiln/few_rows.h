@@ -1,14 +1,15 @@
-// A product of few rows of x with a packed matrix, or of the rows of each expert with its own matrix.
+// Multiplies few rows of x by a packed matrix, or the rows of each expert by the expert's matrix.
 //
-// Memory limits it: each weight is used for a few tokens. So a thread loads codes from global memory to registers,
-// as they are, 16 bytes at a time, decodes them there, and tensor cores multiply, on the transposed problem:
+// Memory bandwidth limits it, because each weight is used for a few tokens. So a
+// thread loads codes from global memory straight to registers, 16 bytes at a time, and
+// decodes them there. Tensor cores multiply the transposed problem:
 //   sums, 16 outputs x 8 tokens += weights, 16 outputs x 16 columns * x, 16 columns x 8 tokens
-// A sum does not depend on the order of its columns. So which columns make an instruction's 16 is our choice: four
-// threads hold a row, each of them neighbours, and the same threads read the same columns of x, 16 bytes at a time.
+// The order of the columns does not change a sum, so we choose which columns form an instruction's 16: four
+// threads hold a row, each a run of neighbouring columns, and read the same columns of x, 16 bytes at a time.
 //
-// The warps of a block share a row's columns. Their sums meet in shared memory, in a fixed order.
+// The warps of a block share the columns of a row. Their sums meet in shared memory, in a fixed order.
 //
-// Codes is a format of weight_formats.h, Element the type of x: opk::half or opk::bfloat16.
+// Codes is a format of weight_formats.h. Element is the type of x: opk::half or opk::bfloat16.
 #pragma once
 
 #include "op.h"
@@ -21,7 +22,7 @@ namespace few_rows {
 constexpr int kWarps = 8;
 constexpr int kThreads = kWarps * 32;
 template <class Codes>
-constexpr int kChunk = 4 * Codes::kCount;  // columns that a warp has at a time
+constexpr int kChunk = 4 * Codes::kCount;  // columns that a warp has in flight
 constexpr unsigned kAll = 0xffffffffu;
 
 enum class Activation : int32_t { kIdentity, kGelu, kRelu, kSilu };
@@ -30,9 +31,9 @@ template <class Element>
 struct Work {
   const Element* x;  // [rows, columns]
   const uint32_t* codes;  // [experts, outputs, columns]
-  const float* scales;  // null: 1
-  const int32_t* offsets;  // [experts], the ends of their rows; null: one matrix for all rows
-  const Element* bias;  // [experts, outputs], or null
+  const float* scales;  // null: all 1
+  const int32_t* offsets;  // [experts], where the rows of each end; null: one matrix for all rows
+  const Element* bias;  // [experts, outputs]; may be null
   Element* out;  // [rows, outputs]
   int32_t rows, outputs, columns;
   // The scale of a chunk in a row: scales[row / rows_of_scale * scales_of_row + chunk / chunks_of_scale].
@@ -41,13 +42,13 @@ struct Work {
   Activation activation;
 };
 
-// Rows [begin, end) of x and the matrix that they are multiplied with; -1: there is nothing left to do.
+// Rows [begin, end) of x and the matrix for them. An expert of -1 means that nothing is left to do.
 struct Part {
   int32_t begin, end, expert;
 };
 
-// The parts of an expert have kTokens rows, the last one fewer. All lanes of a warp find part `wanted`, 32 experts
-// at a time.
+// Finds part `wanted`. The parts of an expert have kTokens rows, the last one fewer. All lanes of a warp
+// search together, 32 experts at a time.
 template <int kTokens, class Element>
 __device__ inline Part part_of(const Work<Element>& work, int32_t wanted) {
   if (work.offsets == nullptr) {
@@ -63,7 +64,7 @@ __device__ inline Part part_of(const Work<Element>& work, int32_t wanted) {
     const int32_t end = there ? work.offsets[expert] : begin;
     if (there && (end < begin || end > work.rows)) opkiln::device::trap();
     const int32_t parts = (end - begin + kTokens - 1) / kTokens;
-    int32_t through = parts;  // parts of the experts up to this one
+    int32_t through = parts;  // parts of all experts up to this one
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) {
       const int32_t other = __shfl_up_sync(kAll, through, step);
@@ -91,14 +92,14 @@ __device__ inline float activated(float x, Activation activation) {
   }
 }
 
-// The rows of a matrix that a thread reads, every eighth: `first`, and others while there are any.
+// The rows of a matrix that a thread reads: `first` and every eighth row after it.
 template <class Word>
 struct Rows {
   const Word* first;
   int32_t eight;  // words from a row to the eighth after it
-  int32_t left;   // rows from `first` on
+  int32_t left;   // rows left, from `first` on
 
-  // Sixteen bytes of row 8 * i; zeros if it is not there.
+  // Sixteen bytes of row 8 * i, or zeros if there is no such row.
   template <bool kOnce>
   __device__ uint4 load(int i, int32_t at, bool there) const {
     if (!there || 8 * i >= left) return {0, 0, 0, 0};
@@ -107,7 +108,7 @@ struct Rows {
   }
 };
 
-// What a thread has loaded of a chunk: of rows group and group + 8 of each tile of 16 outputs.
+// A thread's loaded part of a chunk: rows group and group + 8 of each tile of 16 outputs.
 template <class Codes, int kTiles>
 struct Loaded {
   uint32_t words[kTiles][2][Codes::kWords];
@@ -128,12 +129,12 @@ struct Loaded {
   }
 };
 
-// The sums of a warp for kTiles * 16 outputs and kEights * 8 tokens.
+// A warp's sums for kTiles * 16 outputs and kEights * 8 tokens.
 template <class Codes, class Element, int kTiles, int kEights>
 struct Sums {
   float at[kTiles][kEights][4] = {};
 
-  // `column`: the thread's first one in the chunk.
+  // `column`: the thread's first column in the chunk.
   __device__ void add(const Loaded<Codes, kTiles>& loaded, const Rows<Element>& tokens, int32_t column, bool there) {
 #pragma unroll
     for (int i = 0; i < Codes::kCount / 8; ++i) {
@@ -165,7 +166,7 @@ struct Sums {
     }
   }
 
-  // Adds them, scaled by output, to what this thread has in shared memory, and clears them.
+  // Adds the sums, scaled by output, to this thread's sums in shared memory, and clears them.
   template <int kRow>
   __device__ void move(float (&to)[kEights * 8][kRow], const float (&scales)[kTiles][2]) {
     const int group = threadIdx.x % 32 / 4, quarter = threadIdx.x % 4;
@@ -184,7 +185,7 @@ struct Sums {
   }
 };
 
-// Chunks under way at a time: 16-byte loads of a thread, 8 to 12 of them.
+// Chunks in flight: 8 to 12 loads of 16 bytes per thread.
 template <class Codes, int kTiles>
 constexpr int kBatch = kTiles * Codes::kWords >= 12 ? (kTiles == 1 ? 2 : 1) : 4 / kTiles;
 
@@ -193,14 +194,14 @@ __global__ void __launch_bounds__(kThreads, 2) few_rows_kernel(const OPK_GRID_CO
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
   constexpr int kOutputs = kTiles * 16, kTokens = kEights * 8;
   constexpr int kChunk = few_rows::kChunk<Codes>, kBatch = few_rows::kBatch<Codes, kTiles>;
-  constexpr int kRow = kOutputs + 4;  // so that the lanes of a warp store to different banks
+  constexpr int kRow = kOutputs + 4;  // padding, so that the lanes of a warp store to different banks
   __shared__ float shared[kWarps][kTokens][kRow];
   __shared__ Part kept;
   opk::wait_for_previous();
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, group = lane / 4, quarter = lane % 4;
   const Part part = part_of<kTokens>(work, blockIdx.y);
   if (part.expert < 0) return;
-  if (threadIdx.x == 0) kept = part;  // for the end: registers are short
+  if (threadIdx.x == 0) kept = part;  // in shared memory until the end, to save registers
   const int first_output = blockIdx.x * kOutputs, output = first_output + group;
   const int row_words = work.columns / Codes::kCount * Codes::kWords;
   const unsigned row = part.expert * work.outputs + output;
@@ -227,7 +228,7 @@ __global__ void __launch_bounds__(kThreads, 2) few_rows_kernel(const OPK_GRID_CO
     Loaded<Codes, kTiles> loaded[kBatch];
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
-      const int count = (first + i * kWarps) * 4 + quarter;  // of Codes::kCount columns
+      const int count = (first + i * kWarps) * 4 + quarter;  // in units of Codes::kCount columns
       loaded[i].load(weights, count * Codes::kWords, count * Codes::kCount < work.columns);
     }
 #pragma unroll
@@ -235,7 +236,7 @@ __global__ void __launch_bounds__(kThreads, 2) few_rows_kernel(const OPK_GRID_CO
       const int chunk = first + i * kWarps;
       if (chunk >= chunks) break;
       const int next = chunk / work.chunks_of_scale;
-      if (next != group_of_scale) {  // for all lanes: groups begin at the same columns in all rows
+      if (next != group_of_scale) {  // in all lanes at once: groups begin at the same columns in all rows
         sums.move(shared[warp], scales);
         group_of_scale = next;
         scales_at(next, scales);
@@ -265,7 +266,7 @@ OPK_PLAIN_BEGIN
 template <class Codes, int kTiles, int kEights, class Element>
 void launch(const Work<Element>& work) {
   constexpr int kTokens = kEights * 8;
-  // Whole parts of rows, and for each expert that has rows one that may be shorter.
+  // Whole parts, plus one that may be shorter for each expert that has rows.
   const int shorter = work.experts < work.rows ? work.experts : work.rows;
   const int parts = work.offsets == nullptr ? (work.rows + kTokens - 1) / kTokens : work.rows / kTokens + shorter;
   opk::Launch how;
@@ -275,14 +276,14 @@ void launch(const Work<Element>& work) {
   opk::launch(few_rows_kernel<Codes, Element, kTiles, kEights>, how, work);
 }
 
-// Whether this GPU has the instructions, and the library code with them.
+// Whether this GPU has the instructions, and the library has code with them.
 template <class Codes, class Element>
 bool runs_here() {
   return opk::runs_as(few_rows_kernel<Codes, Element, 1, 1>, 80);
 }
 
-// Each `group` codes, in the order of memory, have a factor; null: 1. `columns` is set. False, and nothing is set:
-// groups are neither whole rows nor parts of a row that are whole chunks.
+// Sets the scales: one per `group` consecutive codes, or null for 1. `columns` must be set. Returns false and
+// sets nothing if a group is neither whole rows nor a part of a row made of whole chunks.
 template <class Codes, class Element>
 bool set_scales(Work<Element>& work, const float* scales, int64_t group) {
   constexpr int kChunk = few_rows::kChunk<Codes>;
@@ -295,8 +296,8 @@ bool set_scales(Work<Element>& work, const float* scales, int64_t group) {
   return true;
 }
 
-// All of `work` is set. Eight tokens at a time while most experts have no more. With sixteen, a block has more outputs,
-// which share x.
+// Runs the product; all of `work` must be set. Eight tokens at a time while most experts have no more. With
+// sixteen, a block has more outputs, which share x.
 template <class Codes, class Element>
 void multiply(const Work<Element>& work) {
   if (work.rows <= (work.offsets ? int64_t{4} * work.experts : 8)) {

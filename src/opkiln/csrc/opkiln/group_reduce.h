@@ -1,5 +1,5 @@
-// Reductions over teams of threads. A team is a power of two of neighbouring threads in a block, so a
-// group of any size has as many threads as it needs. For CUDA and HIP.
+// Reductions over teams of threads, for CUDA and HIP. A team is a power of two of neighbouring threads in a
+// block, so a group of any size gets as many threads as it needs.
 #pragma once
 
 #include "op/types.h"
@@ -21,11 +21,10 @@ struct Team {
         count(blockDim.x >> log2_size) {}
 };
 
-// The value of the thread whose index in the warp differs in these bits. All threads of the warp
-// must call this.
+// Returns the value of the lane whose index differs in these bits. All threads of the warp must call this.
 __device__ inline uint32_t exchange(uint32_t value, unsigned bits) {
 #if defined(OPKILN_EMULATED)
-  // Memory that a value came from was read before it is sent. To the emulator a shuffle orders nothing.
+  // A shuffle does not order memory in the emulator: the values must be read before they are sent.
   __syncwarp();
 #endif
 #if defined(__HIP_PLATFORM_AMD__) || defined(__HIP_PLATFORM_HCC__)
@@ -39,10 +38,9 @@ __device__ inline float exchange(float value, unsigned bits) {
   return __uint_as_float(exchange(__float_as_uint(value), bits));
 }
 
-// Combines the values of a team. Each of its threads gets the result. A value has the methods
-// exchanged(bits), made of `exchange`, and absorb(other), which must not depend on the order. All
-// threads of the block must call this. If teams are larger than warps they may call it only once:
-// `shared`, which has one value for each warp of a block, is not cleared.
+// Combines the values of a team; each of its threads gets the result. `Value` has exchanged(bits), made of
+// `exchange`, and absorb(other), which must be commutative. All threads of the block must call this. Teams
+// larger than a warp may call it only once: `shared`, with one value per warp of the block, is not cleared.
 template <class Value>
 __device__ Value reduce_team(Value value, const Team& team, Value* shared) {
   const unsigned within = team.size < kWarp ? team.size : kWarp;
@@ -55,7 +53,7 @@ __device__ Value reduce_team(Value value, const Team& team, Value* shared) {
       shared[warp] = value;
     }
     __syncthreads();
-    // Every warp of the team combines the values of all warps, one in each thread.
+    // Every warp of the team combines all the warps' values, one per lane.
     value = shared[team.index * warps + threadIdx.x % warps];
     for (unsigned bits = 1; bits < warps; bits *= 2) {
       value.absorb(value.exchanged(bits));

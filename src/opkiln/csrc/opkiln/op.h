@@ -17,12 +17,12 @@
 //   }
 //   OPKILN_OP(scaled_add, cpu);
 //
-// It stands on the C functions of torch's stable ABI, as torch 2.10 has them, so one binary serves
-// every later torch. It includes no heavy header of the standard library: a file like this one
-// compiles in a tenth of the time that torch's own headers take. docs/op-header.md describes each part.
+// op.h uses only the C functions of torch's stable ABI as of torch 2.10, so one binary runs on every later
+// torch. It includes no heavy standard header: a file like this one compiles in a tenth of the time that
+// torch's own headers take. docs/op-header.md describes each part.
 #pragma once
 
-#if defined(OPKILN_EMULATED)  // what nvcc knows without an #include
+#if defined(OPKILN_EMULATED)  // stands in for what nvcc predefines
 #include "emulator/language.h"
 #endif
 

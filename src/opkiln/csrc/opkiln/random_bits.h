@@ -1,6 +1,6 @@
-// Random bits that are a function of an element's position: Philox4x32 (Salmon et al., 2011). They are
-// the same on the host, on devices and in pure PyTorch (ops/quantizer/reference.py). Each thread
-// computes the bits of its own elements: nothing is stored, and the order does not matter.
+// Random bits as a function of an element's position: Philox4x32 (Salmon et al., 2011). The bits are the same
+// on the host, on devices and in pure PyTorch (ops/quantizer/reference.py). Each thread computes the bits of
+// its own elements, so nothing is stored and the order does not matter.
 #pragma once
 
 #include "op/types.h"
@@ -11,10 +11,10 @@ struct RandomWords {
   uint32_t at[4];
 };
 
-// The functions below have internal linkage, so that libraries for several instruction sets in one
-// process do not share a copy.
+// Internal linkage: libraries for several instruction sets in one
+// process must not share a copy of these functions.
 
-constexpr int kRandomRounds = 10;  // the authors' tests need at least seven
+constexpr int kRandomRounds = 10;  // the authors' tests pass from seven on
 
 OPK_HOST_DEVICE static inline void random_round(uint32_t& c0, uint32_t& c1, uint32_t& c2,
                                                    uint32_t& c3, uint32_t k0, uint32_t k1) {
@@ -49,8 +49,8 @@ OPK_HOST_DEVICE static inline RandomKeys<kRounds> random_keys(uint64_t key) {
   return keys;
 }
 
-// The words for a counter of 128 bits, given as two halves. In device code the keys should be in the
-// parameters of the launch, where instructions read them without a register.
+// The words for a 128-bit counter, given as two halves. Device code should take the keys from the parameters
+// of the launch, where instructions read them without a register.
 template <int kRounds>
 OPK_HOST_DEVICE static inline RandomWords random_words(uint64_t low, uint64_t high,
                                                           const RandomKeys<kRounds>& keys) {
@@ -62,18 +62,18 @@ OPK_HOST_DEVICE static inline RandomWords random_words(uint64_t low, uint64_t hi
   return {{c0, c1, c2, c3}};
 }
 
-// The same, for the key itself.
+// The same, from the key itself.
 OPK_HOST_DEVICE static inline RandomWords random_words(uint64_t low, uint64_t high,
                                                           uint64_t key) {
   return random_words(low, high, random_keys<>(key));
 }
 
-// The number of elements that one call has random bits for: four per word.
+// Elements per call: four per word.
 constexpr int kRandomElements = 16;
 
-// 16 bits for the element with this `index`, 0 to 15: its word, rotated by 0 to 3 bytes. The upper
-// eight bits belong to this element only. The lower eight, which decide one time in 256, are the upper
-// eight of a neighbour. This is half the work of separate bits for each element.
+// 16 bits for the element with this `index`, 0 to 15: its word, rotated by 0 to 3 bytes. The upper eight bits
+// are this element's alone. The lower eight are a neighbour's upper eight, and they decide one time in 256.
+// This is half the work of separate bits per element.
 OPK_HOST_DEVICE static inline uint32_t sixteen_bits(const RandomWords& words, int index) {
   const uint32_t word = words.at[index >> 2];
   const int shift = 8 * (index & 3);

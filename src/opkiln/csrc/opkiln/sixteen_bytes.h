@@ -1,5 +1,5 @@
-// Sixteen bytes of a tensor in device code: one access moves them, and arithmetic is done on floats. For
-// CUDA, HIP and the emulator.
+// Sixteen bytes of a tensor in device code: one access moves them,
+// and arithmetic is in float. For CUDA, HIP and the emulator.
 #pragma once
 
 #include "op/types.h"
@@ -7,8 +7,8 @@
 namespace opkiln {
 namespace device {
 
-// Two floats to 16-bit elements in one word, the first in the low half. Rounds to nearest, ties to
-// even; NaN stays NaN.
+// Rounds two floats to 16-bit elements in one word, the first in the
+// low half. To nearest, ties to even; NaN stays NaN.
 template <class T>
 __device__ inline uint32_t narrow_two(float first, float second);
 
@@ -36,7 +36,7 @@ __device__ inline uint32_t narrow_two<opk::half>(float first, float second) {
 #endif
 }
 
-// One of the two 16-bit elements in a word.
+// One of a word's two 16-bit elements, as a float.
 template <class T>
 __device__ inline float widen_one(uint32_t word, int which);
 
@@ -73,8 +73,8 @@ struct alignas(16) Sixteen<float> {
   }
 };
 
-// From here on the elements are widened anew. Without it a compiler keeps the floats from one use to the
-// next, in twice as many registers as the elements take.
+// Makes the compiler convert the elements again on their next use. Otherwise it keeps the floats from one use
+// to the next, in twice as many registers.
 template <class T>
 __device__ inline void forget_floats(Sixteen<T>& value) {
 #if defined(__CUDA_ARCH__)
@@ -84,8 +84,8 @@ __device__ inline void forget_floats(Sixteen<T>& value) {
 #endif
 }
 
-// What is written leaves the second cache first, so that it keeps what is used again. Units of another size
-// than 16 bytes are written as ever.
+// Stores with an evict-first hint, so that the L2 cache keeps what is used again. Units of other sizes than
+// 16 bytes get a plain store.
 template <class Unit>
 __device__ inline void store_once(Unit* to, const Unit& value) {
 #if defined(__CUDA_ARCH__)
@@ -100,7 +100,7 @@ __device__ inline void store_once(Unit* to, const Unit& value) {
   *to = value;
 }
 
-// Has memory that is read later brought into the L2 cache. It takes no register until then.
+// Prefetches into the L2 cache. Unlike an early load, this holds no register.
 __device__ inline void prefetch(const void* memory) {
 #if defined(__CUDA_ARCH__)
   asm volatile("prefetch.global.L2 [%0];" ::"l"(memory));

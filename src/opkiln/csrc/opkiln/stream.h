@@ -8,9 +8,9 @@
 namespace opkiln {
 
 struct Stream {
-  std::byte* data = nullptr;  // null: absent
+  std::byte* data = nullptr;  // null if absent
   ElementType type = ElementType::kFloat;
-  bool output = false;  // written as well as read
+  bool output = false;  // the kernel also writes it
 
   template <class T>
   T* at(int64_t i) const {

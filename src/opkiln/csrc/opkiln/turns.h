@@ -1,25 +1,25 @@
-// Angles of rotary position embedding, counted in turns as a fraction of 64 bits. A frequency has this form,
-// too, so position times frequency is one integer multiplication, and whole turns overflow. That is exact
-// for every position: a float's angle has lost all digits behind the point at position 2^23.
+// Angles of rotary position embeddings, in turns, as 64-bit fractions. A frequency has the same form, so
+// position times frequency is one integer multiplication, and overflow drops the whole turns. The result is
+// exact at every position. A float angle has no fractional digits left at position 2^23.
 #pragma once
 
 #include "op/types.h"
 
 namespace opkiln {
 
-constexpr int kMostPairs = 256;  // whose frequencies fit into a kernel's parameters
+constexpr int kMostPairs = 256;  // the most pairs whose frequencies fit into a kernel's parameters
 
 struct Frequencies {
-  uint64_t turns[kMostPairs];  // of each pair, per position
+  uint64_t turns[kMostPairs];  // per position, for each pair
 };
 
 // Cosine and sine of an angle. The error is at most 2e-7, measured over all angles in steps of 2^-24 turns.
 OPK_HOST_DEVICE inline void cos_sin(uint64_t turns, float* cosine, float* sine) {
   const uint32_t rounded = static_cast<uint32_t>((turns + 0x80000000u) >> 32);
-  const uint32_t quarter = (rounded + 0x20000000u) >> 30;                // the nearest, 0 to 3
+  const uint32_t quarter = (rounded + 0x20000000u) >> 30;                // the nearest quarter turn, 0 to 3
   const int32_t left = static_cast<int32_t>(rounded - (quarter << 30));  // at most an eighth of a turn
   const float angle = static_cast<float>(left) * (6.283185307179586f / 4294967296.0f), y = angle * angle;
-  // Taylor's series. What is left out is below 2e-9.
+  // Taylor series. The truncation error is below 2e-9.
   const float s = angle +
       angle * y * (-1.6666667e-1f + y * (8.3333333e-3f + y * (-1.9841270e-4f + y * 2.7557319e-6f)));
   const float c = 1 +
@@ -31,7 +31,8 @@ OPK_HOST_DEVICE inline void cos_sin(uint64_t turns, float* cosine, float* sine) 
 }
 
 #if !defined(__CUDACC_RTC__)
-// theta ** (-i / pairs) for each pair, computed again only if the last call of this thread asked for others.
+// theta ** (-i / pairs) for each pair. Each thread keeps the last
+// result, because a model asks for the same again.
 inline void set_frequencies(Frequencies& out, double theta, int pairs) {
   static thread_local struct {
     double theta;

@@ -1,8 +1,8 @@
 // One vector register of floats, and the three storage types that a kernel reads and writes.
 //
-// Kernels are written once, with `Vec`; the target's macros choose its implementation. Needs no
-// torch header. Every conversion to a narrower type rounds to nearest, ties to even, keeps
-// subnormals and turns NaN into a quiet NaN. So all instruction sets give the same bits.
+// Kernels are written once, with `Vec`; the target's macros choose its implementation. Every conversion to a
+// narrower type rounds to nearest, ties to even, keeps subnormals and turns NaN into a quiet NaN. So all
+// instruction sets give the same bits. Includes no torch header.
 #pragma once
 
 #include <cstdint>
@@ -23,8 +23,8 @@
 #define OPKILN_ISA portable
 #endif
 
-// The instruction set is part of every symbol, and all symbols are hidden. Two variants of an op may
-// be loaded in one process, and they must not share inline functions.
+// The instruction set is part of every symbol, and all symbols are hidden: two variants of an op may be
+// loaded in one process, and they must not share inline functions.
 #define OPKILN_NAMESPACE_BEGIN \
   namespace opkiln {           \
   inline namespace [[gnu::visibility("hidden")]] OPKILN_ISA {
@@ -43,14 +43,14 @@ struct Float16 {
 
 using Type = ElementType;
 
-// Prefetches the memory that a loop will read some iterations later. The hardware's own prefetchers
-// stop at page boundaries. Prefetching a kilobyte ahead made four streams of fp32 5 to 8% faster on a
-// Xeon. (Stores around the cache made them 60% slower, because the lines were just read.)
+// Prefetches what a loop reads some iterations later. The hardware's prefetchers stop at page boundaries.
+// Prefetching a kilobyte ahead made four streams of fp32 5 to 8% faster on a Xeon. (Non-temporal stores made
+// them 60% slower, because the lines had just been read.)
 inline void prefetch_ahead(const void* at) {
   __builtin_prefetch(static_cast<const char*>(at) + 1024);
 }
 
-// Call this after stores around the caches. Otherwise other threads may see them late, in any order.
+// Must follow non-temporal stores. Otherwise other threads may see them late and in any order.
 inline void settle_stores() {
 #if defined(__x86_64__)
   __builtin_ia32_sfence();

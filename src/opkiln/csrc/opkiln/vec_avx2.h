@@ -1,4 +1,4 @@
-// Vec for AVX2 with FMA and F16C: 8 floats. Only vec.h includes this.
+// Vec for AVX2 with FMA and F16C: 8 floats. Included by vec.h only.
 #pragma once
 
 #include <immintrin.h>
@@ -58,7 +58,7 @@ struct Vec {
     return _mm256_blend_epi16(_mm256_srli_epi32(even.rounded(), 16), odd.rounded(), 0xaa);
   }
 
-  // A bfloat16 in the higher half of each lane.
+  // Rounds to bfloat16, in the upper half of each lane.
   __m256i rounded() const {
     const __m256i bits = _mm256_castps_si256(value);
     const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));

@@ -1,4 +1,4 @@
-// Vec for AVX-512 (F, BW, VL, DQ): 16 floats. Only vec.h includes this.
+// Vec for AVX-512 (F, BW, VL, DQ): 16 floats. Included by vec.h only. The comments here hold for every Vec.
 #pragma once
 
 #include <immintrin.h>
@@ -33,7 +33,7 @@ struct Vec {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), float16());
   }
 
-  // Stores around the caches. The memory must be aligned to a whole register of its type.
+  // Non-temporal stores. The memory must be aligned to the bytes that are stored.
   void store_around(float* to) const {
     _mm512_stream_ps(to, value);
   }
@@ -44,7 +44,7 @@ struct Vec {
     _mm256_stream_si256(reinterpret_cast<__m256i*>(to), float16());
   }
 
-  // The elements with even and with odd places among 2 * kLanes.
+  // Splits 2 * kLanes elements into those with even and those with odd indices.
   static void load_pair(const BFloat16* from, Vec& even, Vec& odd) {
     const __m512i bits = _mm512_loadu_si512(from);
     even = {_mm512_castsi512_ps(_mm512_slli_epi32(bits, 16))};
@@ -65,14 +65,14 @@ struct Vec {
   __mmask16 is_number() const {
     return _mm512_cmp_ps_mask(value, value, _CMP_ORD_Q);
   }
-  // A bfloat16 in the higher half of each lane. Not VCVTNEPS2BF16: it flushes subnormals to zero.
+  // Rounds to bfloat16, in the upper half of each lane. VCVTNEPS2BF16 would flush subnormals to zero.
   __m512i rounded() const {
     const __m512i bits = _mm512_castps_si512(value);
     const __mmask16 odd = _mm512_test_epi32_mask(bits, _mm512_set1_epi32(0x10000));
     const __m512i biased = _mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff));
     return _mm512_mask_sub_epi32(biased, odd, biased, _mm512_set1_epi32(-1));
   }
-  // A bfloat16 in the lower half of each lane.
+  // The same, in the lower half of each lane.
   __m512i bfloat16_bits() const {
     return _mm512_mask_srli_epi32(_mm512_set1_epi32(0x7fc0), is_number(), rounded(), 16);
   }
@@ -95,13 +95,13 @@ struct Vec {
   friend Vec operator/(Vec a, Vec b) {
     return {_mm512_div_ps(a.value, b.value)};
   }
-  // 1 / a with a relative error below 2^-11 and 2^-22, for a >= 1: faster than a division. 0 for infinity.
+  // 1 / a for a >= 1, faster than a division; 0 for infinity. The relative errors are below 2^-11 and 2^-22.
   friend Vec rough_reciprocal(Vec a) {
     return {_mm512_rcp14_ps(a.value)};
   }
   friend Vec reciprocal(Vec a) {
     const __m512 guess = _mm512_rcp14_ps(a.value), one = _mm512_set1_ps(1);
-    // Where `a` is infinity the rest is NaN, and MAXPS takes its second operand.
+    // For an infinite `a` the rest is NaN, and MAXPS returns its second operand.
     const __m512 rest = _mm512_max_ps(_mm512_fnmadd_ps(a.value, guess, one), _mm512_set1_ps(-1));
     return {_mm512_fmadd_ps(guess, rest, guess)};
   }
@@ -125,7 +125,7 @@ struct Vec {
     const __m512 bit = _mm512_and_ps(a.value, _mm512_set1_ps(-0.0f));
     return {_mm512_mask_or_ps(a.value, nonzero, bit, _mm512_set1_ps(1))};
   }
-  // a, or the bound if a is less; NaN stays NaN (MAXPS then returns its second operand).
+  // a, or the bound if a is less. NaN stays NaN: MAXPS then returns its second operand.
   friend Vec at_least(Vec bound, Vec a) {
     return {_mm512_max_ps(bound.value, a.value)};
   }
@@ -133,7 +133,8 @@ struct Vec {
   friend Vec at_most(Vec bound, Vec a) {
     return {_mm512_min_ps(bound.value, a.value)};
   }
-  // What the next two take: some instruction sets need a number from -127 to 128 here.
+  // Clamps to what the next two functions accept. Some instruction
+  // sets need -127 to 128; AVX-512 takes anything.
   friend Vec within_exponents(Vec a) {
     return a;
   }

@@ -1,7 +1,8 @@
-// Exponentials of registers of floats, Vec or Wide. The coefficients are minimax fits, made for these intervals.
+// Exponentials of vector registers of floats (Vec or Wide). The
+// coefficients are minimax fits on these intervals.
 //
-// Each takes the number of binary digits that its caller keeps: 24 for float, 11 for float16, 8 for bfloat16.
-// With few digits there is less to compute. The error is then below a sixteenth of what rounding adds.
+// The template parameter is the number of binary digits that the caller keeps: 24 for float, 11 for float16,
+// 8 for bfloat16. Fewer digits need less work; the error stays below a sixteenth of the rounding error.
 #pragma once
 
 #include "vec.h"
@@ -15,7 +16,7 @@ inline constexpr int kDigitsOf<Float16> = 11;
 template <>
 inline constexpr int kDigitsOf<BFloat16> = 8;
 
-// The polynomial with these coefficients, the constant first.
+// Evaluates a polynomial; the constant coefficient comes first.
 template <class V, int kCount>
 inline V polynomial(const V& x, const float (&coefficients)[kCount]) {
   V sum = V::all(coefficients[kCount - 1]);
@@ -35,8 +36,8 @@ inline V inverse(const V& x) {
   }
 }
 
-// 2 to the power of x, with a relative error below 3e-7 for 24 digits, 3e-6 for 11 and 8e-5 for 8. Below 2^-126
-// it is 0 or a subnormal number, from 2^128 on infinity.
+// 2 to the power of x. The relative error is below 3e-7 for 24 digits, 3e-6 for 11 and 8e-5 for 8. The result
+// is 0 or subnormal below 2^-126, and infinity from 2^128 on.
 template <int kDigits, class V>
 inline V exp2(const V& x) {
   constexpr float kFine[] = {1.0f,           0.693147206f,   0.240226469f,  0.0555032878f,
@@ -55,8 +56,8 @@ inline V exp2(const V& x) {
   }
 }
 
-// erfc(x) for x >= 0 as t * 2^(P(t) - x^2 * log2(e)), where t is 1 / (1 + k * x). The relative error is below 1e-5
-// down to 2^-126 for 24 digits, and below 1e-6 for small x; 3e-5 for 11 digits and 2e-4 for 8.
+// erfc(x) for x >= 0, as t * 2^(P(t) - x^2 * log2(e)) with t = 1 / (1 + k * x). For 24 digits the relative
+// error is below 1e-5 down to 2^-126, and below 1e-6 for small x. It is 3e-5 for 11 digits and 2e-4 for 8.
 template <int kDigits, class V>
 inline V erfc_of_positive(const V& x) {
   constexpr float kFine[] = {-2.56661376f, 1.50475821f, 0.240888405f, 1.87085795f,

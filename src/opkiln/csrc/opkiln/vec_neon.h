@@ -1,4 +1,4 @@
-// Vec for 64-bit Arm (which always has NEON): 4 floats. Only vec.h includes this.
+// Vec for 64-bit Arm, which always has NEON: 4 floats. Included by vec.h only.
 #pragma once
 
 #include <arm_neon.h>
@@ -52,12 +52,12 @@ struct Vec {
     store_pair(even, odd, to);
   }
 
-  // A bfloat16 in the higher half of each lane.
+  // Rounds to bfloat16, in the upper half of each lane.
   uint32x4_t rounded() const {
     const uint32x4_t bits = vreinterpretq_u32_f32(value);
     const uint32x4_t odd = vandq_u32(vshrq_n_u32(bits, 16), vdupq_n_u32(1));
     const uint32x4_t bias = vaddq_u32(odd, vdupq_n_u32(0x7fff));
-    return vbslq_u32(  // if it equals itself, that is, it is not NaN
+    return vbslq_u32(  // if it equals itself, so it is not NaN
         vceqq_f32(value, value), vaddq_u32(bits, bias), vdupq_n_u32(0x7fc00000));
   }
 

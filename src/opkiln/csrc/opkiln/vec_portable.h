@@ -1,5 +1,5 @@
-// Vec in plain C++: 4 floats, which compilers put into the registers of the target (SSE2 on x86-64).
-// Only vec.h includes this.
+// Vec in plain C++: 4 floats. Compilers put them into the target's
+// registers (SSE2 on x86-64). Included by vec.h only.
 #pragma once
 
 OPKILN_NAMESPACE_BEGIN
@@ -86,7 +86,7 @@ struct Vec {
   friend Vec sqrt(const Vec& a) {
     return each([&](int i) { return __builtin_sqrtf(a.value[i]); });
   }
-  // Rounded twice if the CPU has no fused multiply-add: std::fma would be a slow library call.
+  // Rounds twice on CPUs without fused multiply-add: std::fma would be a slow library call.
   friend Vec multiply_add(const Vec& a, const Vec& b, const Vec& c) {
     return each([&](int i) { return a.value[i] * b.value[i] + c.value[i]; });
   }
@@ -111,12 +111,12 @@ struct Vec {
     return at_least(all(-127), at_most(all(128), a));
   }
   friend Vec rest_of_whole(const Vec& a) {
-    const Vec shift = all(12582912);  // 1.5 * 2^23: what is added to it is rounded to a whole number
+    const Vec shift = all(12582912);  // 1.5 * 2^23: adding it rounds to a whole number
     return a - ((a + shift) - shift);
   }
   friend Vec times_power_of_two(const Vec& a, const Vec& power) {
     return each([&](int i) {
-      // The conversion of NaN to an integer is undefined in C++.
+      // Converting NaN to an integer is undefined in C++.
       const int32_t whole = power.value[i] == power.value[i] ? static_cast<int32_t>(power.value[i]) : 0;
       return a.value[i] * __builtin_bit_cast(float, static_cast<uint32_t>(whole + 127) << 23);
     });

@@ -1,15 +1,16 @@
-// Four registers of floats as one value, for loops over elements that do not need each other.
+// Four registers of floats as one value, for loops over independent elements.
 //
-// A step of one register waits for the step before it, and a CPU looks only some hundred instructions
-// ahead. With four registers side by side there is always one that can go on: gelu took 0.55 of the time.
+// Each operation on one register waits for the one before it, and a CPU looks only some hundred instructions
+// ahead. With four independent registers one of them can always proceed: gelu took 0.55 of the time.
 #pragma once
 
 #include "vec.h"
 
 OPKILN_NAMESPACE_BEGIN
 
-// The order of the elements among the lanes is that of their type: bfloat16 are split into even and odd
-// places, which needs no permutation. So all operands of a loop have one type, or are the same in all lanes.
+// The type of the elements decides their order among the lanes: bfloat16 is
+// split into even and odd elements, which needs no permutation. So all operands
+// in a loop must have the same type, or the same value in all lanes.
 struct Wide {
   static constexpr int kLanes = 4 * Vec::kLanes;
   Vec a, b, c, d;
@@ -45,7 +46,7 @@ struct Wide {
     Vec::store_pair(c, d, to + 2 * Vec::kLanes);
   }
 
-  // Stores around the caches. The memory must be aligned to kAroundAlignment bytes.
+  // Non-temporal stores. The memory must be aligned to kAroundAlignment bytes.
   template <class T>
   void store_around(T* to) const {
     constexpr int kStep = Vec::kLanes;

@@ -1,9 +1,9 @@
-// What the 32 threads of a warp do together on tensor cores, and copies that run beside arithmetic: thin
-// names for the instructions of compute capability 8.0. The emulator has a form of each that computes the
-// same from the same registers, so a wrong fragment is a wrong number there, too.
+// Warp-wide operations on tensor cores, and asynchronous copies: thin wrappers of instructions of compute
+// capability 8.0. The emulator's form of each computes the same from the same registers, so a wrong fragment
+// gives wrong numbers there, too.
 //
-// A fragment is a small matrix that lies in the registers of a warp. With group = lane / 4 and
-// pair = 2 * (lane % 4), a thread holds two neighbours of a row in each register:
+// A fragment is a small matrix that is spread over the registers of a warp. With group = lane / 4 and pair =
+// 2 * (lane % 4), a thread holds two neighbours of a row in each register:
 //   left, 16 x 16:      row group (+ 8 in registers 1, 3), columns pair, pair + 1 (+ 8 in registers 2, 3)
 //   right, 16 x 8:      rows pair, pair + 1 (+ 8 in register 1), column group
 //   sum, 16 x 8, float: row group (+ 8 in numbers 2, 3), columns pair and pair + 1
@@ -14,7 +14,7 @@
 namespace opkiln {
 namespace device {
 
-// Two numbers in one register, the first in the lower half.
+// Rounds two numbers into one register, the first in the lower half.
 template <class Element>
 __device__ inline uint32_t packed(float first, float second) {
   constexpr bool kHalf = opk::dtype_of<Element> == opk::DType::float16;
@@ -145,8 +145,8 @@ __device__ inline uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-// Four matrices of 8 x 8 from shared memory, a register for each. Lanes 0 to 7 give the addresses of the
-// rows of the first, lanes 8 to 15 those of the second, and so on. A row has 16 bytes.
+// Loads four 8 x 8 matrices from shared memory, one register each. Lanes 0 to 7 give the row addresses of the
+// first, lanes 8 to 15 those of the second, and so on. A row has 16 bytes.
 __device__ inline void load_matrices(uint32_t (&out)[4], const void* row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3])
@@ -154,7 +154,7 @@ __device__ inline void load_matrices(uint32_t (&out)[4], const void* row) {
                : "memory");
 }
 
-// The same, each matrix transposed.
+// The same, with each matrix transposed.
 __device__ inline void load_transposed(uint32_t (&out)[4], const void* row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
                : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3])
@@ -162,14 +162,15 @@ __device__ inline void load_transposed(uint32_t (&out)[4], const void* row) {
                : "memory");
 }
 
-// An 8 x 8 matrix in the registers of the warp, transposed.
+// Transposes an 8 x 8 matrix in the registers of the warp.
 __device__ inline uint32_t transposed(uint32_t value) {
   uint32_t out;
   asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(out) : "r"(value));
   return out;
 }
 
-// Starts a copy of 16 bytes to shared memory; if they are not there, zeros are written and nothing is read.
+// Starts an asynchronous copy of 16 bytes to shared memory. If
+// `there` is false it writes zeros and reads nothing.
 __device__ inline void copy_later(uint4* to, const void* from, bool there) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;"
                :
@@ -177,19 +178,19 @@ __device__ inline void copy_later(uint4* to, const void* from, bool there) {
                : "memory");
 }
 
-// The copies that this thread started since the last call are one batch, which may be empty.
+// Groups the copies that this thread started since the last call into one batch, which may be empty.
 __device__ inline void end_batch() {
   asm volatile("cp.async.commit_group;" ::: "memory");
 }
 
-// Waits until at most so many batches of this thread are under way, the latest ones. What other threads
-// copied can be read after a barrier that follows.
+// Waits until at most kLeft batches of this thread, the latest, are in flight. Copies by other threads are
+// visible after a barrier that follows.
 template <int kLeft>
 __device__ inline void wait_for_batches() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kLeft) : "memory");
 }
 
-#else  // the pass of a compiler for the host: the names must exist
+#else  // the host compiler's pass: only the declarations are needed
 
 template <class Element>
 __device__ void multiply_add(float (&sum)[4], const uint32_t (&left)[4], const uint32_t (&right)[2]);

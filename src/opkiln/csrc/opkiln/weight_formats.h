@@ -1,10 +1,11 @@
-// Codes of weights as pairs of 16-bit numbers for tensor cores. Every number is exact: scales come later, on sums.
+// Decodes weights to pairs of 16-bit numbers for tensor cores. All
+// numbers are exact: scales are applied to the sums.
 //
 // A format is a template on the element type of x:
-//   kWords, kCount: words that a thread loads of a row at a time (whole 16 bytes), and the codes in them
-//   kFactor:        what the numbers must be multiplied by
-//   eight():        the codes 8 i to 8 i + 7 of these words as four pairs
-//   ordered():      eight columns of x, in the order of the pairs
+//   kWords, kCount: words of a row that a thread loads at a time (whole 16 bytes), and the codes in them
+//   kFactor:        the factor that the numbers still need
+//   eight():        decodes the codes 8 i to 8 i + 7 of these words to four pairs
+//   ordered():      puts eight columns of x into the order of the pairs
 #pragma once
 
 #include "warp_matrix.h"
@@ -21,7 +22,7 @@ OPK_HOST_DEVICE constexpr uint32_t twice(uint32_t bits) {
   return bits | bits << 16;
 }
 
-// a * b + c, of two pairs.
+// a * b + c, on two numbers at once.
 template <class Element>
 __device__ inline uint32_t fused(uint32_t a, uint32_t b, uint32_t c) {
 #if defined(__CUDA_ARCH__)
@@ -45,7 +46,7 @@ __device__ inline uint32_t fused(uint32_t a, uint32_t b, uint32_t c) {
 template <class Element>
 constexpr uint32_t kMinusOne = twice(kHalf<Element> ? 0xbc00 : 0xbf80);
 
-// Numbers of the type of x: there is nothing to decode.
+// Numbers of x's own type: nothing to decode.
 template <class Element>
 struct Plain {
   static constexpr int kWords = 4, kCount = 8;
@@ -58,8 +59,9 @@ struct Plain {
   __device__ static void ordered(uint32_t (&)[4]) {}
 };
 
-// A byte below the exponent of 2^10 in fp16 is 1024 + byte. bf16 has only seven bits there, below that of 2^7:
-// the eighth is the last of the exponent. So byte and sign are separated: 128 + (byte without sign) less 128 or 256.
+// In fp16, a byte below the exponent of 2^10 means 1024 + byte. bf16 has only seven
+// bits below the exponent of 2^7, and the eighth is the exponent's last bit. So byte
+// and sign are split: 128 + (byte without sign), minus 128 or 256.
 template <class Element>
 struct Int8 {
   static constexpr int kWords = 4, kCount = 16;
@@ -68,7 +70,8 @@ struct Int8 {
   __device__ static uint32_t pair(uint32_t bytes, uint32_t which) {
     if constexpr (kHalf<Element>) {
       const uint32_t shifted = __byte_perm(bytes, 0x64646464u, which);
-      return fused<Element>(shifted, twice(0x3c00), twice(0xe480));  // less 1152: bytes are 0 to 255 here
+      // minus 1152: the bytes are 0 to 255 here
+      return fused<Element>(shifted, twice(0x3c00), twice(0xe480));
     } else {
       const uint32_t spread = __byte_perm(bytes, 0x43434343u, which);
       return fused<Element>(spread & twice(0xff80), kMinusOne<Element>, spread & twice(0xff7f));
@@ -85,7 +88,7 @@ struct Int8 {
   __device__ static void ordered(uint32_t (&)[4]) {}
 };
 
-// As above: half a byte, with its sign bit turned over, is 0 to 15.
+// Like Int8: four bits with the sign bit flipped are 0 to 15.
 template <class Element>
 struct Int4 {
   static constexpr int kWords = 4, kCount = 32;
@@ -104,9 +107,9 @@ struct Int4 {
   __device__ static void ordered(uint32_t (&)[4]) {}
 };
 
-// The bits of a narrow number, as those of a wide one whose exponent has another bias: the same number, times a
-// power of two. fp16 keeps it until the sum is scaled. In bf16 it would be near the least number of fp32, where
-// sums lose digits, so it is multiplied.
+// Reads the bits of a narrow float as those of a wide one with another exponent bias: the number times a
+// power of two. fp16 applies the power to the sum, as part of the scale. In bf16 the number would be close to
+// fp32's smallest, where sums lose digits, so it is multiplied at once.
 template <class Element, int kExponent>
 struct Moved {
   static constexpr int kPower = (kHalf<Element> ? 15 : 127) - ((1 << (kExponent - 1)) - 1);
@@ -121,19 +124,20 @@ struct Moved {
   }
 };
 
-// 8 bits: sign, kExponent bits of exponent, the rest of mantissa. Codes of NaN and infinity are not known here;
-// quantizers give none.
+// 8 bits: sign, kExponent bits of exponent, then mantissa. NaN and
+// infinity are not decoded: quantizers never write them.
 template <class Element, int kExponent>
 struct Fp8 : Moved<Element, kExponent> {
   static constexpr int kWords = 4, kCount = 16;
-  // How far the highest bit of the exponent must move down from bit 14.
+  // How far the exponent's highest bit moves down from bit 14.
   static constexpr int kDown = (kHalf<Element> ? 5 : 8) - kExponent;
   static constexpr uint32_t kBits = twice((0x7f00u >> kDown) & 0x7fffu);
 
   __device__ static void eight(const uint32_t (&words)[kWords], int i, uint32_t (&pairs)[4]) {
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
-      const uint32_t spread = __byte_perm(words[2 * i + k / 2], 0, k % 2 == 0 ? 0x1404 : 0x3424);  // high bytes
+      // into the upper bytes
+      const uint32_t spread = __byte_perm(words[2 * i + k / 2], 0, k % 2 == 0 ? 0x1404 : 0x3424);
       if constexpr (kDown == 0) {
         pairs[k] = spread;
       } else {
@@ -149,14 +153,14 @@ using E4M3 = Fp8<Element, 4>;
 template <class Element>
 using E5M2 = Fp8<Element, 5>;
 
-// 6 bits: sign, 3 bits of exponent, 2 of mantissa. Codes 0 to 3 fill three bytes, codes 4 to 7 the next three.
-// Code k and code k + 4 are at the same place of their bytes, so they make a pair.
+// 6 bits: sign, 3 bits of exponent, 2 of mantissa. Codes 0 to 3 fill three bytes, codes 4 to 7 the next
+// three. Codes k and k + 4 are at the same place in their bytes, so they form a pair.
 template <class Element>
 struct E3M2 : Moved<Element, 3> {
   static constexpr int kWords = 12, kCount = 64;
-  static constexpr int kTop = kHalf<Element> ? 12 : 9;  // where the highest bit of the exponent belongs
+  static constexpr int kTop = kHalf<Element> ? 12 : 9;  // where the exponent's highest bit belongs
 
-  // `kFrom`: where the sign is in each half of `bits`.
+  // `kFrom`: the sign's position in each half of `bits`.
   template <int kFrom>
   __device__ static uint32_t placed(uint32_t bits) {
     constexpr int kShift = kTop - (kFrom - 1);
@@ -164,7 +168,7 @@ struct E3M2 : Moved<Element, 3> {
     return Moved<Element, 3>::pair((sign & twice(0x8000)) | (rest & twice(0x1fu << (kTop - 4))));
   }
   __device__ static void eight(const uint32_t (&words)[kWords], int i, uint32_t (&pairs)[4]) {
-    const int first = 3 * i / 2;  // six bytes, from its first byte or its third on
+    const int first = 3 * i / 2;  // six bytes: from its first byte, or from its third
     const uint32_t low = __byte_perm(words[first], words[first + 1], i % 2 == 0 ? 0x4310 : 0x6532);
     const uint32_t high = __byte_perm(words[first], words[first + 1], i % 2 == 0 ? 0x5421 : 0x7643);
     pairs[0] = placed<5>(low);

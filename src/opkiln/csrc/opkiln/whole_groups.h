@@ -1,17 +1,16 @@
-// Groups of 16, 32, 64 ... elements, distributed over threads so that every thread has elements and
-// needs no bounds check. Compilers then put all loads first, with nothing between them. For CUDA and
-// HIP.
+// Groups of 16, 32, 64 ... elements, spread over threads so that each thread has elements and needs no bounds
+// check. Compilers then put all loads first, with nothing in between. For CUDA and HIP.
 //
-// A chunk is 16 elements. A warp takes 64 consecutive chunks. Thread i takes chunk i and chunk 32 + i.
-// A group of up to 32 chunks is within one half, so a thread has chunks of two groups. Of a larger
-// group a thread has two chunks, and the warp, its block or a cluster of blocks share the group. With
-// two chunks a thread has enough accesses in flight, and few enough registers for other warps to work
-// while it waits. With one or four, stochastic rounding to four bits was 4 to 9% slower on an H200.
+// A chunk is 16 elements. A warp takes 64 consecutive chunks: thread i takes chunks i and 32 + i. A group of
+// up to 32 chunks lies in one half, so a thread's two chunks belong to two groups. A thread has two chunks of
+// a larger group, which a warp, a block or a cluster of blocks shares. Two chunks put enough loads in flight,
+// and leave enough registers for other warps to run while the thread waits. With one or four chunks,
+// stochastic rounding to four bits was 4 to 9% slower on an H200.
 #pragma once
 
 #include "group_reduce.h"
 
-// Since CUDA 12.1, compilers support sending values between the blocks of a cluster.
+// Compilers support sending values between the blocks of a cluster since CUDA 12.1.
 #if defined(OPKILN_NVRTC_HOST) || \
     (defined(__CUDACC_VER_MAJOR__) && __CUDACC_VER_MAJOR__ * 100 + __CUDACC_VER_MINOR__ >= 1201)
 #define OPKILN_KNOWS_CLUSTERS
@@ -25,21 +24,21 @@ namespace opkiln {
 constexpr int kChunkElements = 16;
 constexpr int kChunksPerThread = 2;
 constexpr unsigned kChunksPerWarp = kWarp * kChunksPerThread;
-constexpr unsigned kGroupThreads = 256;  // at most in a block; exactly in each block of a cluster
-constexpr unsigned kLargestCluster = 8;  // every GPU with clusters supports this size
+constexpr unsigned kGroupThreads = 256;  // the most in a block; exactly this many in each block of a cluster
+constexpr unsigned kLargestCluster = 8;  // supported by every GPU that has clusters
 
-// The first chunk of a thread. Its second is kWarp after it.
+// A thread's first chunk. Its second is kWarp chunks later.
 __device__ inline int64_t first_chunk() {
   const unsigned warp = threadIdx.x / kWarp;
   return static_cast<int64_t>(blockIdx.x) * (blockDim.x * kChunksPerThread) +
       (warp * kChunksPerWarp + threadIdx.x % kWarp);
 }
 
-// The shared memory in which the threads of a block combine values.
+// Shared memory in which the threads of a block combine values.
 template <class Value>
 struct Shared {
-  Value at[kGroupThreads / kWarp * kLargestCluster];  // one for each warp
-  uint64_t arrived;                                   // a barrier for values of a cluster's blocks
+  Value at[kGroupThreads / kWarp * kLargestCluster];  // one per warp
+  uint64_t arrived;                                   // the barrier for values from the cluster's blocks
 };
 
 __device__ inline bool in_cluster(unsigned log2_chunks) {
@@ -50,8 +49,8 @@ __device__ inline bool in_cluster(unsigned log2_chunks) {
 #endif
 }
 
-// A kernel that calls reduce_groups must call this first. The blocks of a cluster must know each
-// other's barriers before they send anything. This takes no extra time while elements are loaded.
+// A kernel that calls reduce_groups must call this first: a block may send only after the others have set up
+// their barriers. The setup overlaps with loading elements, so it costs no time.
 template <class Value>
 __device__ void begin_groups(unsigned log2_chunks, Shared<Value>& shared) {
 #if defined(OPKILN_HAS_CLUSTERS)
@@ -70,9 +69,9 @@ __device__ void begin_groups(unsigned log2_chunks, Shared<Value>& shared) {
 #endif
 }
 
-// Combines the values of all warps in a cluster. Each warp sends its value to every block, and a block
-// waits until it has them all. (Barriers of the cluster around shared memory flush and clear caches,
-// which costs up to a fifth of the bandwidth.)
+// Combines the values of all warps in a cluster. Each warp sends its value to every block, and each block
+// waits for all of them. (Cluster barriers around shared memory flush and clear caches, which costs up to a
+// fifth of the bandwidth.)
 template <class Value>
 __device__ Value reduce_cluster(Value value, unsigned warps, Shared<Value>& shared) {
 #if defined(OPKILN_HAS_CLUSTERS)
@@ -124,8 +123,8 @@ __device__ Value reduce_cluster(Value value, unsigned warps, Shared<Value>& shar
   return value;
 }
 
-// Combines the values of this many neighbouring warps, a power of two. Within a warp the values are
-// already the same. All threads of the block must call this, and only once.
+// Combines the values of `warps` neighbouring warps, a power of two. Within a warp the values must already be
+// equal. All threads of the block must call this, and only once.
 template <class Value>
 __device__ Value reduce_warps(Value value, unsigned warps, Shared<Value>& shared) {
   const unsigned warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
@@ -140,8 +139,8 @@ __device__ Value reduce_warps(Value value, unsigned warps, Shared<Value>& shared
   return value;
 }
 
-// For each of a thread's chunks, combines the values of its group of 2^log2_chunks chunks. A value is
-// as in reduce_team.
+// Combines, for each of a thread's chunks, the values of its group of 2^log2_chunks chunks. See reduce_team
+// for the requirements on Value.
 template <class Value>
 __device__ void reduce_groups(Value (&values)[kChunksPerThread], unsigned log2_chunks,
                               Shared<Value>& shared) {
@@ -168,7 +167,7 @@ __device__ void reduce_groups(Value (&values)[kChunksPerThread], unsigned log2_c
   values[0] = values[1] = all;
 }
 
-// Call this between a warp's writes to shared memory and its reads of them.
+// Must be called between a warp's writes to shared memory and its reads of them.
 __device__ inline void sync_warp() {
 #if defined(__HIPCC__)
   __syncthreads();  // all threads of the block call this

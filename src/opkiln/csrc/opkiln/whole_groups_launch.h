@@ -1,5 +1,5 @@
-// Launches kernels over whole groups: in blocks with as many threads as a group needs, or in clusters
-// of blocks if the GPU has them.
+// Launches kernels over whole groups: in blocks with as many threads as a group needs, or in clusters of
+// blocks on GPUs that have them.
 #pragma once
 
 #include "op.h"
@@ -9,14 +9,14 @@ namespace opkiln {
 namespace device {
 
 struct WholeGroups {
-  unsigned log2_chunks;  // in a group
-  unsigned threads;      // of a block; 0: groups of this size are not supported
-  unsigned cluster;      // blocks that share a group, or 1
+  unsigned log2_chunks;  // chunks in a group
+  unsigned threads;      // threads per block; 0: groups of this size are not supported
+  unsigned cluster;      // blocks per group: more than one is a cluster
   int64_t blocks;
-  int64_t groups;        // that these blocks process: the first ones
+  int64_t groups;        // groups that these blocks process: the first ones
 
-  // The layout of `whole` groups, in blocks of at least `least_threads` threads. `clusters()` says
-  // whether the kernel may be launched in clusters.
+  // The layout for `whole` groups, in blocks of at least `least_threads` threads. `clusters()` returns
+  // whether the kernel may run in clusters; it is called only if a group needs more than one block.
   template <class Clusters>
   WholeGroups(int64_t group_size, int64_t whole, unsigned least_threads, const Clusters& clusters)
       : log2_chunks(0), threads(0), cluster(1), blocks(0), groups(0) {

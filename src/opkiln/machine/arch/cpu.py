@@ -122,12 +122,14 @@ def requires(level: str, features: tuple[str, ...]) -> frozenset[str]:
     return frozenset(features).union(*of_level)
 
 
-def lacking(level: str, features: tuple[str, ...], have: frozenset[str]) -> tuple[str, ...]:
+def missing_features(
+    level: str, features: tuple[str, ...], have: frozenset[str]
+) -> tuple[str, ...]:
     """The features that a CPU with ``have`` lacks to run such a binary; empty if it can run it."""
     return tuple(sorted(requires(level, features) - have))
 
 
-def covering(machine: str, have: frozenset[str]) -> tuple[CPU, ...]:
+def compatible_cpus(machine: str, have: frozenset[str]) -> tuple[CPU, ...]:
     """The CPUs whose binaries run on one with ``have``, best first: itself, then each complete
     level that it has."""
     exact = native(machine, have)

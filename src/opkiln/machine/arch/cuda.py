@@ -93,7 +93,7 @@ def parse(
     cannot express. The second is ambiguous.
     """
     words = lists.require_words(text, "CUDA", _GRAMMAR, _EXAMPLE)
-    return merge(arch for word in words for arch in _word(word, native, listed))
+    return merge(arch for word in words for arch in _parse_word(word, native, listed))
 
 
 show = lists.show
@@ -108,7 +108,7 @@ def merge(archs: Iterable[CudaArch]) -> tuple[CudaArch, ...]:
     return tuple(CudaArch(*key, found[key]) for key in sorted(found))
 
 
-def _word(
+def _parse_word(
     word: str, native: Sequence[CudaArch] | None, listed: Sequence[CudaArch] | None
 ) -> tuple[CudaArch, ...]:
     lower = word.lower()
@@ -117,15 +117,17 @@ def _word(
     if base == "native":
         found = merge(lists.native(word, native, "NVIDIA", _EXAMPLE))
     elif base in {"all", "all-major"}:
-        found = _all(word, listed, major_only=base == "all-major")
+        found = _list_all(word, listed, major_only=base == "all-major")
     elif base in _NAMES:
         found = parse(_NAMES[base])
     else:
-        found = (_single(word, base),)
+        found = (_parse_single(word, base),)
     return (*found[:-1], found[-1]._replace(ptx=True)) if ptx else found
 
 
-def _all(word: str, listed: Sequence[CudaArch] | None, *, major_only: bool) -> tuple[CudaArch, ...]:
+def _list_all(
+    word: str, listed: Sequence[CudaArch] | None, *, major_only: bool
+) -> tuple[CudaArch, ...]:
     # The same as `nvcc -arch=all` and `-arch=all-major`. The PTX is that of the newest x.0, so that
     # every later minor version can use it.
     if not listed:
@@ -140,7 +142,7 @@ def _all(word: str, listed: Sequence[CudaArch] | None, *, major_only: bool) -> t
     return tuple(arch._replace(ptx=arch == newest) for arch in wanted)
 
 
-def _single(word: str, base: str) -> CudaArch:
+def _parse_single(word: str, base: str) -> CudaArch:
     if base.startswith("sm_"):
         digits, suffix = _split_suffix(base[3:])
         major, minor = digits[:-1], digits[-1:]
@@ -225,7 +227,7 @@ def split_flags(given: Sequence[str]) -> tuple[tuple[str, ...], tuple[CudaArch, 
         for code in text.rpartition("code=")[2].strip("[]").split(","):
             if code.partition("_")[0] not in {"sm", "compute"}:
                 raise ArchError(f"{lists.quote(word)} names no CUDA architecture", hint=_EXAMPLE)
-            found.append(_image(code))
+            found.append(_parse_image(code))
     return tuple(rest), merge(found)
 
 
@@ -244,7 +246,7 @@ def _variants(item: str, have: Iterable[CudaArch]) -> list[CudaArch]:
     """Those of ``have`` that a filter's answer names; none if it does not name an architecture."""
     base = item.lower().removesuffix("+ptx")
     try:
-        named = _single(item, base)
+        named = _parse_single(item, base)
     except ArchError:
         return []
     ptx = base != item.lower()
@@ -331,19 +333,19 @@ def covers(images_or_archs: Iterable[CudaArch | str], capability: CudaArch) -> s
     ``compute_90``); any other name raises ArchError.
     """
     ways = {
-        _runs(_image(name), capability)
+        _runs(_parse_image(name), capability)
         for each in images_or_archs
         for name in ([each] if isinstance(each, str) else images([each]))
     }
     return next((way for way in ("exact", "binary", "ptx") if way in ways), "")
 
 
-def _image(name: str) -> CudaArch:
+def _parse_image(name: str) -> CudaArch:
     """The architecture of an image, with PTX if it is PTX alone."""
     kind, _, number = name.partition("_")
     if kind not in {"sm", "compute"}:
         raise ArchError(f"{lists.quote(name)} is not an image of a CUDA binary")
-    return _single(name, f"sm_{number}")._replace(ptx=kind == "compute")
+    return _parse_single(name, f"sm_{number}")._replace(ptx=kind == "compute")
 
 
 def _runs(code: CudaArch, device: CudaArch) -> str:

@@ -71,7 +71,7 @@ def parse(
         if word.lower() == "native":
             found += lists.native(word, native, "AMD", _EXAMPLE)
         else:
-            found.append(_single(word))
+            found.append(_parse_single(word))
     return merge(found)
 
 
@@ -99,7 +99,7 @@ def is_hip(text: str) -> bool:
     return "".join(lists.split(text)[:1]).lower().startswith("gfx")
 
 
-def _single(word: str) -> HipArch:
+def _parse_single(word: str) -> HipArch:
     processor, *settings = word.lower().split(":")
     if not _version(processor):
         raise ArchError(

@@ -77,10 +77,32 @@ def read(file: File) -> Elf:
         return Elf(
             _MACHINES.get(machine, f"machine {machine}"),
             _KINDS[kind],
-            tuple(_dynamic(source, table, _DT_NEEDED)),
+            tuple(_dynamic_strings(source, table, _DT_NEEDED)),
             tuple(sorted({each.name for each in versions if not each.weak})),
             tuple(sorted(set(_undefined_symbols(source, table, versions)))),
         )
+
+
+_STARTS = {"posix_spawn", "posix_spawn_file_actions_adddup2", "waitpid"}
+
+
+def find_ninja_fault(path: str) -> str:
+    """Why a library cannot take the place of a ninja's calls; empty if it can, or if the file is a
+    script, which starts another."""
+    try:
+        with open(path, "rb") as file:
+            if file.read(2) == b"#!":
+                return ""
+        found = read(path)
+    except (OSError, LoadError):
+        return "it cannot be read"
+    if not found.needed:
+        return "it is linked statically"
+    if not any(each.startswith("libc.so.") for each in found.needed):
+        return f"it is linked to {', '.join(found.needed)}, not to this machine's C library"
+    if not {symbol for _, symbol, _ in found.symbols} >= _STARTS:
+        return "it starts commands in a way that is not known"
+    return ""
 
 
 def defined_symbols(file: File) -> frozenset[str]:
@@ -94,7 +116,7 @@ def search_path(file: File) -> tuple[str, ...]:
     """The directories where the dynamic linker looks for what a program or library needs, as they
     are written in it. Raises LoadError as ``read`` does."""
     with open_source(file) as source:
-        lists = _dynamic(source, _tables(source)[2], _DT_RPATH, _DT_RUNPATH)
+        lists = _dynamic_strings(source, _tables(source)[2], _DT_RPATH, _DT_RUNPATH)
         return tuple(each for listed in lists for each in listed.split(":") if each)
 
 
@@ -120,10 +142,10 @@ def sections(source: ByteSource, name: str) -> Iterator[tuple[int, ByteSource]]:
 def _tables(source: ByteSource) -> tuple[int, int, tuple[ElfSection, ...]]:
     magic = source.read(0, min(6, source.size), "ELF header")
     if magic[:4] != b"\x7fELF":
-        raise LoadError(f"{source.name} is not an ELF file", why=_beginning(magic))
+        raise LoadError(f"{source.name} is not an ELF file", why=_show_beginning(magic))
     if magic[4:] != b"\x02\x01":
         raise LoadError(
-            f"{source.name} is not a 64-bit little-endian ELF file", why=_beginning(magic)
+            f"{source.name} is not a 64-bit little-endian ELF file", why=_show_beginning(magic)
         )
     header = source.unpack(_HEADER, 0, "ELF header")
     _, kind, machine, _, _, _, start, _, _, _, _, width, count, names = header
@@ -151,7 +173,9 @@ def _tables(source: ByteSource) -> tuple[int, int, tuple[ElfSection, ...]]:
     return kind, machine, table
 
 
-def _dynamic(source: ByteSource, table: tuple[ElfSection, ...], *tags: int) -> Iterator[str]:
+def _dynamic_strings(
+    source: ByteSource, table: tuple[ElfSection, ...], *tags: int
+) -> Iterator[str]:
     for section in _sections_of(table, _DYNAMIC_TABLE):
         strings = _names_of(source, table, section)
         for tag, value in _records(source, section, _DYNAMIC):
@@ -282,7 +306,7 @@ def _read_whole(source: ByteSource, offset: int, size: int, what: str) -> bytes:
     return source.read(offset, size, what)
 
 
-def _beginning(magic: bytes) -> str:
+def _show_beginning(magic: bytes) -> str:
     return f"it begins with {magic.hex(' ')}" if magic else "it is empty"
 
 
@@ -333,7 +357,7 @@ class _HashTable:
             return False
         while True:  # a chain without an end gives an error at the end of the section
             found = self._word(self._chains_at + 4 * (index - self._first))
-            if found | 1 == wanted | 1 and self._is(index, name):
+            if found | 1 == wanted | 1 and self._is_named(index, name):
                 return True
             if found & 1:
                 return False
@@ -343,7 +367,7 @@ class _HashTable:
         (value,) = self._hashes.unpack(_WORD, at, ".gnu.hash")
         return int(value)
 
-    def _is(self, index: int, name: str) -> bool:
+    def _is_named(self, index: int, name: str) -> bool:
         at = self._symbols_at + SYMBOL.size * index
         string, _, _, section, _, _ = self._symbols.unpack(SYMBOL, at, ".dynsym")
         start, text = self._strings_at + string, name.encode() + b"\0"

@@ -49,7 +49,7 @@ def images(file: File) -> tuple[str, ...]:
 
 
 def _containers(source: ByteSource, at: int, what: str) -> Iterator[tuple[int, int, str]]:
-    while (at := source.past_padding(at, what)) < source.size:
+    while (at := source.skip_padding(at, what)) < source.size:
         magic, version, header, size = source.unpack(container.CONTAINER, at, f"{what}: fat binary")
         if magic != container.MAGIC:
             raise source.damage(
@@ -118,7 +118,7 @@ def hip_images(file: File) -> tuple[str, ...]:
 
 def _bundles(source: ByteSource, at: int, what: str) -> set[str]:
     found: set[str] = set()
-    while (at := source.past_padding(at, what)) < source.size:
+    while (at := source.skip_padding(at, what)) < source.size:
         magic = source.read(at, min(len(_BUNDLE_MAGIC), source.size - at), what)
         if magic == _BUNDLE_MAGIC:
             targets, at = _table(source, at, source.size, what)

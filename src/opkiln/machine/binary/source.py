@@ -61,7 +61,7 @@ class ByteSource:
         """The fields of ``layout`` at ``offset``."""
         return layout.unpack(self.read(offset, layout.size, what))
 
-    def past_padding(self, offset: int, what: str) -> int:
+    def skip_padding(self, offset: int, what: str) -> int:
         """The offset of the next byte that is not zero, or the end."""
         start = offset
         while offset < self.size:

@@ -23,13 +23,13 @@ def given_accelerator() -> Any:
     return _given
 
 
-def give(accelerator: Any) -> None:
+def set_given(accelerator: Any) -> None:
     """Make this object the accelerator from now on; None undoes that."""
     global _given
     _given = accelerator
 
 
-def asked_name() -> str | None:
+def requested_name() -> str | None:
     """The name of the accelerator that was requested; None without a request. Not checked."""
     if _given is not None:
         # DeepSpeed's own accelerators have no name, only torch's word for their devices.
@@ -38,19 +38,19 @@ def asked_name() -> str | None:
     return name
 
 
-def asked_backend(backends: tuple[str, ...]) -> str | None:
+def requested_backend(backends: tuple[str, ...]) -> str | None:
     """Which of an op's backends serves the requested accelerator; None if no accelerator was
     requested, or if the op has no backend for it.
 
     Its device need not be here: an op can be built for another machine. Raises AcceleratorError for
     an unknown name, and for ``rocm`` if torch is built without it.
     """
-    name = asked_name()
+    name = requested_name()
     if name is None:
         return None
     if _given is None and (name not in OWN or name == "rocm"):
         _check(name)
-    return serving(name, backends)
+    return find_backend(name, backends)
 
 
 def _check(name: str) -> None:
@@ -74,7 +74,7 @@ def unusable(name: str, reason: str, why: str = "", usable: str = "cpu") -> Acce
     return AcceleratorError(f"{what} cannot be used: {reason}", why=why, hint=hint)
 
 
-def serving(accelerator: str, backends: tuple[str, ...]) -> str | None:
+def find_backend(accelerator: str, backends: tuple[str, ...]) -> str | None:
     """Which of an op's backends is for an accelerator: its own, else the CPU's, else None.
 
     ``cuda`` also means the devices of a ROCm torch, because torch calls them that.

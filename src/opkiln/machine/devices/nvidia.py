@@ -28,6 +28,11 @@ class NvidiaGPU(Record):
     memory: int  # bytes; 0 if the driver does not say
     parts: tuple[str, ...] = ()  # UUIDs of its MIG instances
 
+    @property
+    def arch(self) -> str:
+        """What to compile for."""
+        return self.capability
+
 
 class NvidiaDevices(Record):
     """The GPUs of this machine that the driver shows to this process."""

@@ -75,7 +75,7 @@ class Source:
         self.functions: list[SourceFunction] = []
         self.variables: list[int] = []  # of device memory, at namespace scope: where each begins
         self.unnamed: list[int] = []  # the opening braces of unnamed namespaces
-        self.partners = self._paired()
+        self.partners = self._pair_brackets()
         self.read_scope(0, len(self.significant), in_class=False)
 
     def place(self, index: int) -> str:
@@ -90,7 +90,7 @@ class Source:
             line += self.text.count("\n", token.start, min(token.end, at))
         return f"{name}:{line}" if name else f"line {line}"
 
-    def _paired(self) -> dict[int, int]:
+    def _pair_brackets(self) -> dict[int, int]:
         """The closing partner of each opening bracket, by index."""
         partners: dict[int, int] = {}
         open_: list[int] = []

@@ -52,7 +52,7 @@ class Nvrtc:
             if not compiled:
                 raise CompileFailed(said)
             image = self._bytes("nvrtcGetPTX" if ptx else "nvrtcGetCUBIN", program)
-            return image, [self._lowered(program, each) for each in expressions], said
+            return image, [self._lowered_name(program, each) for each in expressions], said
 
     @contextmanager
     def _program(self, text: str, name: str) -> Iterator[ctypes.c_void_p]:
@@ -82,7 +82,7 @@ class Nvrtc:
         self._call(getter, program, buffer)
         return buffer.raw
 
-    def _lowered(self, program: ctypes.c_void_p, expression: str) -> str:
+    def _lowered_name(self, program: ctypes.c_void_p, expression: str) -> str:
         name = ctypes.c_char_p()
         self._call("nvrtcGetLoweredName", program, expression.encode(), ctypes.byref(name))
         assert name.value is not None

@@ -19,7 +19,7 @@ class UnnamedKernel(Exception):
     """A kernel instance that cannot be named in C++; the message says which."""
 
 
-def referred_to(assembly: str, kernels: frozenset[str]) -> list[str]:
+def find_references(assembly: str, kernels: frozenset[str]) -> list[str]:
     """The symbols of these kernels that the text uses and does not define, in order."""
     if not kernels:
         return []
@@ -46,7 +46,7 @@ def expression(
     if not symbol.startswith("_Z"):
         return symbol if symbol in kernels else ""
     written = demangle(symbol).replace(_ANONYMOUS, "").replace(f"{unnamed}::", "")
-    name = _without_parameters(written).removeprefix("void ")
+    name = _drop_parameters(written).removeprefix("void ")
     if not is_one_of(name, kernels):
         return ""
     if "{lambda" in name or "{unnamed" in name or "'lambda" in name:
@@ -58,10 +58,10 @@ def expression(
 
 def is_one_of(expression: str, kernels: frozenset[str]) -> bool:
     """Whether a name expression is of one of these kernels: ``a::k<float>`` is of ``k``."""
-    return _without_arguments(expression).rpartition("::")[2] in kernels
+    return _drop_arguments(expression).rpartition("::")[2] in kernels
 
 
-def renamed(assembly: str, symbols: list[str], suffix: str) -> str:
+def rename_symbols(assembly: str, symbols: list[str], suffix: str) -> str:
     """The text with a suffix at each of these symbols: what is static in one source must not meet
     its namesake of another."""
     if not symbols:
@@ -70,7 +70,7 @@ def renamed(assembly: str, symbols: list[str], suffix: str) -> str:
     return re.sub(rf"(?<![\w$.])(?:{words})(?![\w$.])", rf"\g<0>{suffix}", assembly)
 
 
-def _without_parameters(text: str) -> str:
+def _drop_parameters(text: str) -> str:
     """``void a::k<int (*)(int)>(float*)`` -> ``void a::k<int (*)(int)>``."""
     if not text.endswith(")"):
         return text
@@ -82,7 +82,7 @@ def _without_parameters(text: str) -> str:
     return text
 
 
-def _without_arguments(text: str) -> str:
+def _drop_arguments(text: str) -> str:
     """``a<int>::k<float>`` -> ``a::k``."""
     while (shorter := re.sub(r"<[^<>]*>", "", text)) != text:
         text = shorter

@@ -61,22 +61,22 @@ class _Arguments:
     @property
     def unnamed(self) -> str:
         """What unnamed namespaces are called in the host's code: no other source has this name."""
-        name = os.path.basename(self.beside(""))
+        name = os.path.basename(self.sibling(""))
         return "opkiln_unnamed_" + "".join(char if char.isalnum() else "_" for char in name)
 
-    def beside(self, suffix: str) -> str:
+    def sibling(self, suffix: str) -> str:
         return self.object.removesuffix(".o") + suffix
 
 
 def compile_source(words: list[str]) -> None:
     given = _Arguments(words)
-    whole = given.beside(".ii")
+    whole = given.sibling(".ii")
     _await(_start(given.cxx, *given.host, "-x", "c++", "-E", given.source, "-o", whole))
     host = cut.HostPart(_read(whole), given.unnamed)
-    assembly = given.beside(".s")
-    preprocessed = given.beside(".host.ii")
+    assembly = given.sibling(".s")
+    preprocessed = given.sibling(".host.ii")
     _write(preprocessed, host.text)
-    options = _without_preprocessing(given.host)
+    options = _drop_preprocessing(given.host)
     compiling = _start(
         given.cxx, *options, "-x", "c++-cpp-output", "-S", preprocessed, "-o", assembly
     )
@@ -86,7 +86,7 @@ def compile_source(words: list[str]) -> None:
     text = _read(assembly)
     kernels = _kernels(text, host.kernels, given.unnamed)
     made, lowered = _images(given, nvrtc, device, list(kernels.values()))
-    binary = given.beside(".fatbin")
+    binary = given.sibling(".fatbin")
     with open(binary, "wb") as file:
         file.write(container.pack(made))
     # Only the host's symbols are renamed: in the images the kernels keep their names.
@@ -94,7 +94,9 @@ def compile_source(words: list[str]) -> None:
     suffix = f".{given.unnamed}"
     symbols = [each + suffix if each in internal else each for each in kernels]
     records = dict(zip(symbols, lowered, strict=True))
-    text = names.renamed(text, internal, suffix) + _records(records, os.path.basename(binary))
+    text = names.rename_symbols(text, internal, suffix) + _records(
+        records, os.path.basename(binary)
+    )
     _write(assembly, text)
     # The assembler finds the images by a name without a directory, so that none is in the object.
     os.chdir(os.path.dirname(os.path.abspath(binary)))
@@ -104,7 +106,7 @@ def compile_source(words: list[str]) -> None:
 _OF_PREPROCESSOR = ("-I", "-D", "-U", "-isystem", "-iquote", "-idirafter", "-include")
 
 
-def _without_preprocessing(options: list[str]) -> list[str]:
+def _drop_preprocessing(options: list[str]) -> list[str]:
     """The options for a text that is preprocessed: clang warns of those that have no effect."""
     kept: list[str] = []
     words = iter(options)
@@ -118,7 +120,7 @@ def _without_preprocessing(options: list[str]) -> list[str]:
 
 def _kernels(assembly: str, kernels: frozenset[str], unnamed: str) -> dict[str, str]:
     """The kernels that the host's code refers to: symbol -> name expression."""
-    symbols = names.referred_to(assembly, kernels)
+    symbols = names.find_references(assembly, kernels)
     if not symbols:
         return {}
     demangle = names.demangler()

@@ -71,7 +71,7 @@ def needs_nvcc(spec: OpSpec) -> str:
             text = inline[source].encode("utf-8", "surrogateescape")
         else:
             path = os.path.join(spec.root, source)
-            facts.file(path)
+            facts.note_file(path)
             try:
                 with open(path, "rb") as file:
                     text = file.read()

@@ -37,9 +37,9 @@ def find_program(name: str) -> str | None:
     """The program that this name runs, or None."""
     found = next(on_path(name), None)
     if "/" in name:
-        facts.runs(name)
+        facts.is_program(name)
     else:
-        facts.program(name, found)
+        facts.note_program(name, found)
     return found
 
 
@@ -232,14 +232,11 @@ def distance(version: str, wanted: str | None) -> tuple[int, int, int]:
     return 0, int(minor < torchs_minor), abs(minor - torchs_minor)
 
 
-def demote(
-    candidate: Compiler, taken: dict[str, Any], runtime: str, wanted: str | None, *, after: str
-) -> Compiler:
-    """The candidate, refused because another is taken. ``taken`` is the other's record, ``after``
-    its place."""
-    reason = f"{runtime} {taken['version']} in {taken['home']} is nearer to torch's {wanted}"
-    if wanted is None or candidate.version == taken["version"]:
-        reason = f"found after {after}"
+def demote(candidate: Compiler, taken: Compiler, runtime: str, wanted: str | None) -> Compiler:
+    """The candidate, refused because another one is taken."""
+    reason = f"{runtime} {taken.version} in {taken.path} is nearer to torch's {wanted}"
+    if wanted is None or candidate.version == taken.version:
+        reason = f"found after {taken.path}"
     return candidate._replace(refused=reason)
 
 

@@ -1,4 +1,4 @@
-"""hipcc: which one is used, why, and what a probe finds out about it.
+"""hipcc: where a ROCm may be installed, which hipcc is used and why, and what a probe says of it.
 
 hipcc is a script in front of clang. It passes its arguments to a shell, and if it finds an nvcc it
 may compile for NVIDIA. So it always runs with ``ENVIRONMENT``, and its arguments may only contain
@@ -9,8 +9,9 @@ it: children get an allow-listed environment.
 from __future__ import annotations
 
 import os
+import re
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -18,10 +19,12 @@ from typing import Any
 from opkiln.base.build_model import HIPCC, DeviceCompiler, Toolchain
 from opkiln.base.digest import key
 from opkiln.errors import ArchError, BuildTimeout, ToolchainError
+from opkiln.machine import facts
 from opkiln.machine.arch import hip
 from opkiln.machine.facts import digest_of
-from opkiln.machine.toolchain import find, probing, rocm, torch_sdk
+from opkiln.machine.toolchain import find, probing, torch_sdk
 from opkiln.machine.toolchain.find import Compiler, Search
+from opkiln.machine.uname import read_text
 from opkiln.settings import origin_of
 
 # Set for every run of hipcc, in addition to the allow-listed environment.
@@ -30,7 +33,86 @@ ENVIRONMENT = (("HIP_PLATFORM", "amd"),)
 
 def available() -> bool:
     """Whether any hipcc is found. Starts no process."""
-    return any(not candidate.refused for candidate in rocm.hipcc_candidates())
+    return any(not candidate.refused for candidate in hipcc_candidates())
+
+
+# Installations
+
+# Where AMD's packages install it: as `rocm`, or as `rocm-6.2.0` if there are several.
+PARENT = "/opt"
+# The files with an installation's version, the best first: ROCm's own version, then HIP's, whose
+# major and minor are the same.
+_TEXTS = (".info/version", ".info/version-dev")
+_HEADERS = (
+    ("include/rocm-core/rocm_version.h", "ROCM_VERSION_"),
+    ("include/rocm_version.h", "ROCM_VERSION_"),
+    ("include/hip/hip_version.h", "HIP_VERSION_"),
+)
+
+
+def hipcc_candidates() -> Iterator[Compiler]:
+    """Every hipcc, in order of preference: the one the user named, else those on PATH and in /opt.
+
+    If the user named a ROCm without a hipcc, no other one is used instead.
+    """
+    return find.list_programs(_places())
+
+
+def _places() -> Iterator[tuple[str, str]]:
+    named, origin = origin_of("rocm_home")
+    if named:
+        yield _hipcc_below(os.path.abspath(named)), origin
+        return
+    yield "hipcc", "PATH"
+    found = facts.list_directory(PARENT)
+    names = [name for name in ("rocm", *find.sort_by_version(found, "rocm-")) if name in found]
+    for name in names or ["rocm*"]:
+        yield _hipcc_below(os.path.join(PARENT, name)), PARENT
+
+
+def rocm_homes() -> list[str]:
+    """The roots of those installations, in the same order."""
+    found = (each.path for each in hipcc_candidates() if not each.refused)
+    return list(dict.fromkeys(home_of(os.path.realpath(path)) for path in found))
+
+
+def home_of(hipcc: str) -> str:
+    """The root of the ROCm that a hipcc belongs to: two levels up, or three in older ones."""
+    home = os.path.dirname(os.path.dirname(hipcc))
+    return os.path.dirname(home) if os.path.basename(home) == "hip" else home
+
+
+def _hipcc_below(home: str) -> str:
+    """The hipcc of an installation, or where it would be."""
+    usual = os.path.join(home, "bin", "hipcc")
+    older = os.path.join(home, "hip", "bin", "hipcc")
+    return next(filter(facts.is_program, (usual, older)), usual)
+
+
+def installed_rocm_version() -> tuple[int, int]:
+    """(major, minor) of the ROCm installation that builds use. Its compiler is not run.
+
+    If there is none, it is the ROCm that torch was built with and ships. (0, 0) without either.
+    """
+    for home in rocm_homes():
+        found = _release_of(home)
+        if found != (0, 0):
+            return found
+    torch = torch_sdk.find()
+    return (0, 0) if torch is None or torch.hip is None else torch_sdk.release(torch.hip)
+
+
+def _release_of(home: str) -> tuple[int, int]:
+    for name in _TEXTS:
+        found = torch_sdk.release(read_text(os.path.join(home, name)).strip())
+        if found != (0, 0):
+            return found
+    for name, prefix in _HEADERS:
+        defined = rf"#define\s+{prefix}(MAJOR|MINOR)\s+(\d{{1,9}})\b"
+        numbers = dict(re.findall(defined, read_text(os.path.join(home, name))))
+        if len(numbers) == 2:
+            return int(numbers["MAJOR"]), int(numbers["MINOR"])
+    return 0, 0
 
 
 # The choice
@@ -43,7 +125,7 @@ def search(
 
     Another major version than torch's is refused: two HIP runtimes do not work in one process.
     """
-    found = list(rocm.hipcc_candidates())
+    found = list(hipcc_candidates())
     known = (_record(memory, candidate, ask=ask) for candidate in found)
     records = [record for record in known if record is not None]
     if len(records) < len(found):
@@ -51,8 +133,7 @@ def search(
     listed, ranked = find.rank(found, records, wanted, partial(_misfit, wanted, host))
     taken = _compiler(records[ranked[0]], host) if ranked else None
     for place in ranked[1:]:
-        best = records[ranked[0]]
-        listed[place] = find.demote(listed[place], best, "HIP", wanted, after=best["program"])
+        listed[place] = find.demote(listed[place], listed[ranked[0]], "HIP", wanted)
     mismatched = not ranked and not all(record["refused"] for record in records)
     return Search(taken, listed, lambda: _failure(listed, wanted, mismatched=mismatched))
 
@@ -164,7 +245,7 @@ def _ask(program: str, files: list[str]) -> tuple[dict[str, Any], list[str]]:
         "refused": "",
         "version": version,
         "program": program,
-        "home": rocm.home_of(program),
+        "home": home_of(program),
         "machine": probing.field(banner, "Target:"),
         "identity": key("toolchain", (HIPCC, version, digests)),
         "archs": _archs(name for _, name in bitcode),

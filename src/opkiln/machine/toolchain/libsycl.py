@@ -51,7 +51,7 @@ def find_installed() -> str | None:
         listed = files(PACKAGE) or []
     except PackageNotFoundError:
         return None
-    facts.incomplete()  # a newer one would come with other files
+    facts.note_incomplete()  # a newer one would come with other files
     paths = (os.path.realpath(each.locate()) for each in listed if is_library(each.name))
     return next(paths, None)
 

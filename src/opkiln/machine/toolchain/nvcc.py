@@ -69,15 +69,14 @@ def search(
     taken, best, unsupported = None, None, ""
     for place in ranked:
         if best is not None:
-            home = best["home"]
-            listed[place] = find.demote(listed[place], best, "CUDA", wanted, after=home)
+            listed[place] = find.demote(listed[place], best, "CUDA", wanted)
             continue
         probed = pair(memory, found[place], partner, ask=ask)
         if probed is None:
             return None
         listed[place] = listed[place]._replace(refused=probed["refused"])
         if not probed["refused"]:
-            best, taken = found[place].record, _compiler(found[place], probed, partner, host)
+            best, taken = listed[place], _compiler(found[place], probed, partner, host)
         elif probed.get("unsupported"):
             unsupported = unsupported or probed["refused"]
     unfound = ((each.nvcc, each.origin) for each in toolkits.list_unfound())

@@ -117,19 +117,18 @@ def search(
     memory: tuple[str, ...], wanted: str | None, _host: Toolchain, *, ask: bool
 ) -> Search | None:
     """Every NVRTC. The one that fits torch's CUDA best is taken."""
-    places = find_nvrtc()
-    known = (_record(memory, place, ask=ask) for place in places)
+    found = find_nvrtc()
+    known = (_record(memory, place, ask=ask) for place in found)
     records = [record for record in known if record is not None]
-    if len(records) < len(places):
+    if len(records) < len(found):
         return None
     listed, ranked = find.rank(
-        [Compiler(place.library, place.origin) for place in places], records, wanted,
+        [Compiler(place.library, place.origin) for place in found], records, wanted,
         lambda record: cuda_version.misfit(record["version"], wanted),
     )  # fmt: skip
-    for index in ranked[1:]:
-        first = listed[ranked[0]].path
-        listed[index] = listed[index]._replace(refused=f"{first} comes first")
-    taken = _compiler(places[ranked[0]], records[ranked[0]]) if ranked else None
+    for place in ranked[1:]:
+        listed[place] = find.demote(listed[place], listed[ranked[0]], "CUDA", wanted)
+    taken = _compiler(found[ranked[0]], records[ranked[0]]) if ranked else None
     return Search(taken, listed, lambda: _failure(listed))
 
 

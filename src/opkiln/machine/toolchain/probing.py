@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from opkiln.base.digest import Signature, key, read_file
 from opkiln.base.trust import claim
@@ -19,13 +20,8 @@ from opkiln.machine.facts import FILE, LISTING, Hasher, signature_of
 from opkiln.machine.toolchain import find
 from opkiln.settings import compiler_variables, settings
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
-    from typing import TypeVar
-
-    T = TypeVar("T")
-    Ask = Callable[..., tuple[int, str]]
+T = TypeVar("T")
+Ask = Callable[..., tuple[int, str]]
 
 SCHEMA = 9
 
@@ -76,7 +72,7 @@ def _holds(record: dict[str, Any]) -> bool:
             now, signature = facts.ask_again(kind, path, then, hasher)
             if now != then:
                 return False
-        facts.file(path, signature)
+        facts.note_file(path, signature)
         signed[path] = signature
     if any(map(facts.exists, record.get("absent", ()))):
         return False
@@ -86,9 +82,9 @@ def _holds(record: dict[str, Any]) -> bool:
         program = name if "/" in name else find.find_program(name)
         if program is None or os.path.realpath(program) != target:
             return False
-        facts.file(program, signed.get(target))  # a changed link leads to another inode
+        facts.note_file(program, signed.get(target))  # a changed link leads to another inode
     if until := record.get("until"):
-        facts.incomplete()
+        facts.note_incomplete()
         return bool(time.time() < until)
     return True
 

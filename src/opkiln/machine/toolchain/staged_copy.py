@@ -1,20 +1,31 @@
-"""A copy of an op's sources, and of the headers that they may include, to be translated in place.
+"""CUDA sources as HIP, or for the emulator: a translated copy of an op's sources.
 
 The author's files stay unchanged. The copy keeps the names and the lines of the original. So no
 ``#include`` has to change, and the compiler's line 40 is the author's line 40.
+
+The translation to HIP is that of torch's own hipify, so code that works there works here. torch
+itself renames the files that it translates, next to the source, and rewrites each ``#include``.
+
+For the emulator, one declaration is translated, because no C++ compiler can be made to read it:
+``extern __shared__ T name[];`` declares the dynamic shared memory of a block. C++ would look for a
+variable of that name. In the copy it is the emulator's macro instead, in the same line. All else of
+CUDA's language is macros and functions (csrc/opkiln/emulator).
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from opkiln.base.digest import read_file
-from opkiln.base.model import OpSpec
-from opkiln.errors import SpecError
+from opkiln.base.build_model import TorchSDK
+from opkiln.base.digest import key, read_file
+from opkiln.base.model import EMULATOR_RUNTIME, OpSpec
+from opkiln.errors import SpecError, ToolchainError
+from opkiln.machine import facts
 
 # `#include "x"`, `# include <x>`, `__has_include(<x>)`; and one that only the preprocessor can
 # resolve.
@@ -93,7 +104,9 @@ class Copy:
             names = self._own[kept] = []
             headers: list[str] = []
             for bracket, name in _INCLUDE.findall(text):
-                found = [each for each in self._looked_up(path, bracket, name) if self._has(each)]
+                found = [
+                    each for each in self._list_candidates(path, bracket, name) if self._has(each)
+                ]
                 names += [name] if found else []
                 headers += found
             if _COMPUTED.search(text):
@@ -128,7 +141,7 @@ class Copy:
     def _absolute(self, path: str) -> str:
         return os.path.join(self._spec.root, path)
 
-    def _looked_up(self, includer: str, bracket: str, name: str) -> Iterator[str]:
+    def _list_candidates(self, includer: str, bracket: str, name: str) -> Iterator[str]:
         """Every file that a name may refer to. Which one depends on the file being compiled."""
         if os.path.isabs(name):
             return
@@ -168,3 +181,130 @@ class Copy:
 
 def _is_foreign(directory: str) -> bool:
     return any(os.path.exists(os.path.join(directory, mark)) for mark in (*_FOREIGN, _CUDA))
+
+
+# HIP
+
+_TRANSLATOR = os.path.join(os.path.dirname(os.path.abspath(__file__)), "translate_hip.py")
+
+
+def stage_hip(spec: OpSpec, torch: TorchSDK, directory: str) -> Staged:
+    """Copy an op's sources, and the headers that they may include, and translate the copy.
+
+    ``directory`` exists and is empty; see ``Copy``. Files without CUDA are copied
+    unchanged.
+
+    Raises SpecError for a missing source, ToolchainError if torch's hipify cannot be used, OSError.
+    """
+    copy = Copy(spec, directory)
+    staged = copy.write()
+    _translate(torch, directory, copy.own_includes())
+    return staged
+
+
+def hipify_identity(torch: TorchSDK) -> str:
+    """The identity of the translator, for a key.
+
+    Raises ToolchainError if torch has no hipify.
+    """
+    files = (_TRANSLATOR, *hipify_modules(torch))
+    for path in files:
+        facts.note_file(path)
+    return key("hipify", [facts.digest_of(path) for path in files])
+
+
+def _translate(torch: TorchSDK, directory: str, files: dict[str, list[str]]) -> None:
+    """Translate files in place, in a process that loads torch's hipify and no other part of it."""
+    from opkiln.run.process import python, run
+
+    own = hipify_modules(torch)
+    listing = os.path.join(directory, "hipify.json")  # no file of the author is in `/`
+    with open(listing, "w", encoding="ascii") as file:
+        json.dump(files, file)
+    argv = python(_TRANSLATOR, os.path.dirname(own[0]), listing, isolated=True)
+    done = run(argv, cwd=directory, timeout=600)
+    os.unlink(listing)
+    if done.returncode != 0:
+        raise ToolchainError(
+            f"the hipify of torch {torch.version} cannot translate CUDA sources",
+            why=done.output.strip(),
+            hint="pip install --upgrade torch",
+        )
+
+
+def hipify_modules(torch: TorchSDK) -> list[str]:
+    """torch's hipify, file by file, in the order of their names."""
+    directory = os.path.join(torch.path, "utils", "hipify")
+    try:
+        names = sorted(name for name in os.listdir(directory) if name.endswith(".py"))
+    except OSError as error:
+        raise ToolchainError(
+            f"torch {torch.version} has no hipify, which translates CUDA sources to HIP",
+            why=f"{directory}: {error.strerror}",
+            hint="pip install --force-reinstall torch",
+        ) from None
+    return [os.path.join(directory, name) for name in names]
+
+
+# The emulator
+
+_DYNAMIC = re.compile(
+    rb"\bextern\s+__shared__\s+(?:(?:__align__|alignas)\s*\([^()]*\)\s*)?"
+    rb"((?:[A-Za-z_][\w:]*(?:\s*<[^;<>]*>)?\s+)+)(\w+)\s*\[\s*\]\s*;"
+)
+_ALIGNED_LATER = re.compile(
+    rb"\bextern\s+__shared__\s+([\w:]+(?:\s+[\w:]+)*)\s+"
+    rb"(?:__align__|alignas)\s*\([^()]*\)\s*(\w+)\s*\[\s*\]\s*;"
+)
+_EXTERN = re.compile(rb"\bextern\s+__shared__\b[^;\n]*")
+_CHEVRONS = re.compile(rb"<<<[^;]*>>>")
+_COMMENT = re.compile(rb"//[^\n]*|/\*.*?\*/", re.DOTALL)
+
+
+def stage_emulated(spec: OpSpec, directory: str) -> Staged | None:
+    """A translated copy of the sources; None if nothing in them needs a translation.
+
+    ``directory`` exists and is empty. Raises SpecError for a source that is missing or that the
+    emulator cannot run, OSError.
+    """
+    authors = tuple(source for source in spec.sources if source != EMULATOR_RUNTIME)
+    copy = Copy(spec._replace(sources=authors), directory)
+    texts = {
+        path: translate_emulated(text, spec.name, os.path.basename(path))
+        for path, text in sorted(copy.contents.items())
+    }
+    if texts == copy.contents:
+        return None
+    copy.contents = texts
+    return copy.write()
+
+
+def translate_emulated(text: bytes, op: str, name: str) -> bytes:
+    """A file as the emulator compiles it, with the same lines. Raises SpecError."""
+    if _CHEVRONS.search(_blank_comments(text)):
+        raise SpecError(
+            f"op {op}: {name} launches a kernel by <<< >>>",
+            why="only nvcc reads this; the emulator compiles kernels with the C++ compiler",
+            hint="opk::launch(kernel, grid, block, shared_bytes, arguments...)    // of op.h",
+        )
+    made = text
+    for pattern in (_DYNAMIC, _ALIGNED_LATER):
+        made = pattern.sub(_declare, made)
+    if left := _EXTERN.search(_blank_comments(made)):
+        shown = left[0].decode("utf-8", "replace").strip()
+        raise SpecError(
+            f"op {op}: the emulator does not understand {shown!r} in {name}",
+            why="dynamic shared memory is declared as an array without a length",
+            hint="extern __shared__ float values[];",
+        )
+    return made
+
+
+def _declare(found: re.Match[bytes]) -> bytes:
+    kind, name = found[1].strip(), found[2]
+    lines = found[0].count(b"\n")
+    return b"OPKILN_DYNAMIC_SHARED(%s, %s);%s" % (name, b" ".join(kind.split()), b"\n" * lines)
+
+
+def _blank_comments(text: bytes) -> bytes:
+    return _COMMENT.sub(lambda comment: re.sub(rb"[^\n]", b" ", comment[0]), text)

@@ -70,7 +70,7 @@ def places() -> Iterator[NvccPlace]:
             yield NvccPlace(_nvcc_below(os.path.abspath(home)), origin, named=True)
             if field == "cuda_home":
                 return
-    facts.programs("nvcc", list(on_path("nvcc")))
+    facts.note_programs("nvcc", list(on_path("nvcc")))
     for directory in settings.path:
         if os.path.isabs(directory):
             yield NvccPlace(os.path.join(directory, "nvcc"), "PATH")
@@ -88,7 +88,7 @@ def find_nvcc() -> list[NvccPlace]:
     """The places that have an nvcc, each program once."""
     found: dict[str, NvccPlace] = {}
     for place in places():
-        if facts.runs(place.nvcc):
+        if facts.is_program(place.nvcc):
             found.setdefault(_real_program(place.nvcc), place)
     return list(found.values())
 
@@ -174,7 +174,7 @@ def _last_resort(memory: tuple[str, ...], ask: bool) -> list[NvccPlace]:
     """
     if settings.cuda_home:
         return []
-    facts.incomplete()  # what it looks at is not known
+    facts.note_incomplete()  # what it looks at is not known
     subject = f"cuda-pathfinder {sys.prefix}"
     record = probing.recall(memory, subject)
     if record is None and ask:

@@ -47,9 +47,15 @@ def find() -> TorchSDK | None:
     if path is None:
         return None
     for each in read_from(path):
-        facts.file(each)
+        facts.note_file(each)
     state = os.stat(os.path.join(path, "version.py"))
     return _read(path, (state.st_mtime_ns, state.st_ctime_ns))
+
+
+def is_rocm_pytorch() -> bool:
+    """Whether the torch that is installed was built for ROCm. Imports nothing."""
+    torch = find()
+    return torch is not None and torch.hip is not None
 
 
 def read_from(path: str) -> list[str]:

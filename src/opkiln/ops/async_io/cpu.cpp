@@ -51,7 +51,7 @@ Tensor aio_wait(Tensor& queue, int64_t request, int64_t milliseconds) {
   return aio::wait(queue, request, milliseconds);
 }
 
-// Apart from aio_wait, so that a caller who is interrupted between the two can wait again.
+// Separate from aio_wait, so that a caller who is interrupted between the two can wait again.
 void aio_forget(Tensor& queue, int64_t request) { aio::queue_of(queue)->forget(request); }
 
 void aio_cancel(Tensor& queue, int64_t request) { aio::queue_of(queue)->cancel(request); }

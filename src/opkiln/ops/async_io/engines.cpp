@@ -1,4 +1,4 @@
-// The three engines. Both of the kernel's are reached by their system calls, so no library is needed.
+// The three engines. io_uring and libaio are reached by system calls, so no library is needed.
 
 #include "engines.h"
 
@@ -19,7 +19,7 @@
 #define AIO_HAS_URING 1
 #endif
 
-// The numbers are the same on all architectures. Headers may be older than the kernel.
+// Defined here because headers may be older than the kernel. The numbers are the same on all architectures.
 #if !defined(SYS_io_uring_setup)
 #define SYS_io_uring_setup 425
 #define SYS_io_uring_enter 426
@@ -29,7 +29,7 @@
 namespace aio {
 namespace {
 
-void nap() {  // while the kernel is short of something
+void nap() {  // waits until the kernel has resources again
   const timespec a_millisecond{0, 1000 * 1000};
   nanosleep(&a_millisecond, nullptr);
 }
@@ -86,18 +86,18 @@ class Uring : public Engine {
   }
 
   void start(Piece* piece) override {
-    // Only this thread writes the tail, and never more than `depth` are under way: there is room.
+    // Only this thread writes the tail, and at most `depth` pieces are in flight, so there is always room.
     const unsigned tail = *tail_, place = tail & mask_;
     io_uring_sqe& entry = entries_.at<io_uring_sqe>(0)[place];
     memset(&entry, 0, sizeof entry);
     piece->vector = {piece->memory, static_cast<size_t>(piece->size)};
-    entry.opcode = piece->write ? IORING_OP_WRITEV : IORING_OP_READV;  // since the first io_uring
+    entry.opcode = piece->write ? IORING_OP_WRITEV : IORING_OP_READV;  // supported since the first io_uring
     entry.fd = piece->descriptor();
     entry.off = static_cast<uint64_t>(piece->offset);
     entry.addr = reinterpret_cast<uint64_t>(&piece->vector);
     entry.len = 1;
-    // The kernel's threads get the pages of large pieces: of fresh memory that takes as long as the
-    // transfer, and here it would be done by the one thread that submits.
+    // Large pieces go to the kernel's threads. Faulting in fresh pages takes as long as the
+    // transfer, and would otherwise block the one thread that submits.
     if (piece->size >= kLarge) entry.flags = IOSQE_ASYNC;
     entry.user_data = reinterpret_cast<uint64_t>(piece);
     order_[place] = place;
@@ -111,7 +111,7 @@ class Uring : public Engine {
       if (taken >= 0) {
         waiting_ -= static_cast<unsigned>(taken);
       } else if (errno != EINTR) {
-        nap();  // EAGAIN, EBUSY, ENOMEM: what runs has to end first
+        nap();  // EAGAIN, EBUSY or ENOMEM: requests in flight must end first
       }
     }
   }
@@ -169,7 +169,7 @@ class Libaio : public Engine {
       } else if (taken == 0 || errno == EAGAIN) {
         nap();
       } else if (errno != EINTR) {
-        // It is about the first of them, and no event will tell of that one.
+        // The error is about the first block, which will never produce an event.
         refused_.push_back({reinterpret_cast<Piece*>(waiting_[sent]->aio_data), -errno});
         ++sent;
       }

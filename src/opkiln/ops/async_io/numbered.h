@@ -1,4 +1,4 @@
-// Queues by their numbers, and the checks of what is asked of them: what the functions of an op call.
+// The registry of queues by number, and the argument checks of the ops' functions.
 #pragma once
 
 #include <errno.h>
@@ -15,10 +15,11 @@ namespace aio {
 using opk::Tensor;
 using Ints = opk::List<int64_t>;
 
-// Each op has its own. Without this namespace, the dynamic linker would give all of a process the same map.
+// Each op has its own registry: in a named namespace, the dynamic
+// linker would merge the maps of all libraries.
 namespace {
 
-// A queue belongs to the process that opened it: a fork has its memory, but not its thread.
+// A queue belongs to the process that opened it. A fork has the queue's memory, but not its thread.
 struct Opened {
   std::shared_ptr<Queue> queue;
   pid_t process;
@@ -29,13 +30,14 @@ std::mutex& guard_of_queues() {
   return lock;
 }
 
-// Never destroyed: a thread may use it while the process ends.
+// Never destroyed: a thread may use it while the process exits.
 std::map<int64_t, Opened>& queues() {
   static auto& all = *new std::map<int64_t, Opened>;
   return all;
 }
 
-// Signals are for the threads of the program. A new thread takes over the mask of its maker.
+// Blocks all signals, which are meant for the program's threads. A
+// new thread inherits the mask of its creator.
 struct SignalsBlocked {
   sigset_t before;
   SignalsBlocked() {
@@ -71,7 +73,7 @@ std::shared_ptr<Queue> queue_of(const Tensor& queue) {
   return found->second.queue;
 }
 
-// The eventfd that an engine counts up, until a queue takes it.
+// Owns the eventfd of an engine until a queue takes it.
 struct Event {
   int descriptor;
   Event() : descriptor(eventfd(0, EFD_CLOEXEC)) {
@@ -91,7 +93,7 @@ void check_sizes(int64_t depth, int64_t block_size, int64_t threads) {
             ", expected 512 to 1073741824");
 }
 
-// A new queue's number. Signals must be blocked.
+// Registers a new queue and returns its number. Signals must be blocked.
 Tensor enter(std::unique_ptr<Engine> engine, Event& event, int64_t depth, int64_t block_size) {
   auto queue = std::make_shared<Queue>(std::move(engine), event.descriptor, depth, block_size);
   event.descriptor = -1;
@@ -101,18 +103,18 @@ Tensor enter(std::unique_ptr<Engine> engine, Event& event, int64_t depth, int64_
   return numbers({last});
 }
 
-// Where the system reads and writes: a tensor that is read from a file is written to.
+// The memory to transfer. A tensor that is read from a file is written, so it needs mutable memory.
 char* start_of(const Tensor& memory, bool) {
   return const_cast<char*>(static_cast<const char*>(memory.data()));
 }
 char* start_of(Tensor& memory, int) { return static_cast<char*>(memory.data()); }
 
-// Begins a read or a write. `device_of` gives the number of the GPU that a tensor's memory is on, or -1, and
-// raises for memory that the engine does not take.
+// Starts a read or a write. `device_of` returns the number of the GPU that holds a
+// tensor, or -1, and raises for memory that the engine cannot handle.
 template <class List, class Kind, class DeviceOf>
 Tensor add(const Tensor& queue, List& memory, Kind kind, const Ints& offsets, const Ints& files,
            const Ints& descriptors, bool write, const DeviceOf& device_of) {
-  // The files are the request's before anything is checked: they are closed also if this raises.
+  // The request owns the files before any check, so that they are closed even if a check raises.
   auto request = std::make_shared<Request>();
   request->write = write;
   request->files.reserve(static_cast<size_t>(descriptors.size() + 1) / 2);
@@ -139,7 +141,7 @@ Tensor add(const Tensor& queue, List& memory, Kind kind, const Ints& offsets, co
   return numbers({to->add(std::move(request))});
 }
 
-// The state, the error, the part that failed, and the bytes of each part.
+// Returns the state, the error, the part that failed, and the bytes of each part.
 Tensor wait(const Tensor& queue, int64_t request, int64_t milliseconds) {
   Outcome out;
   OPK_CHECK(queue_of(queue)->wait(request, milliseconds, out), "there is no request ", request,
@@ -149,7 +151,7 @@ Tensor wait(const Tensor& queue, int64_t request, int64_t milliseconds) {
   return numbers(all);
 }
 
-// Waits for all requests, and ends the queue.
+// Waits for all requests and closes the queue.
 void leave(const Tensor& queue) {
   std::shared_ptr<Queue> last;
   const int64_t number = number_of(queue);

@@ -1,4 +1,4 @@
-// How requests become pieces, and what becomes of a piece that the system did in part or not at all.
+// Splits requests into pieces, and handles pieces that the system completed only partly or not at all.
 
 #include "queue.h"
 
@@ -17,7 +17,7 @@ namespace aio {
 namespace {
 
 constexpr int64_t kPage = 4096;
-constexpr int kMostTries = 1000;  // of a piece that the system puts off
+constexpr int kMostTries = 1000;  // for a piece that the system refuses for now
 
 int64_t below(int64_t value, int64_t step) { return value / step * step; }
 int64_t above(int64_t value, int64_t step) { return below(value + step - 1, step); }
@@ -39,13 +39,13 @@ File::File(int plain_, int direct_) : plain(plain_), direct(direct_) {
   struct statx found{};
   if (direct >= 0 && statx(direct, "", AT_EMPTY_PATH, STATX_DIOALIGN, &found) == 0 &&
       (found.stx_mask & STATX_DIOALIGN)) {
-    if (found.stx_dio_offset_align == 0) {  // not for this file
+    if (found.stx_dio_offset_align == 0) {  // the file does not support direct I/O
       close(direct);
       direct = -1;
     }
     memory_step = std::max<int64_t>(1, found.stx_dio_mem_align);
-    // Whole pages at least. The ends of a range are written through the page cache, and a page that is
-    // written both ways at once would lose one of the two.
+    // At least whole pages: the ends of a range go through the page cache, and a
+    // page written both ways at once would lose one of the writes.
     offset_step = std::max<int64_t>(kPage, found.stx_dio_offset_align);
   }
 #endif
@@ -103,7 +103,7 @@ bool Queue::wait(int64_t id, int64_t milliseconds, Outcome& out) {
   std::unique_lock<std::mutex> guard(lock_);
   const auto found = requests_.find(id);
   if (found == requests_.end()) return false;
-  const std::shared_ptr<Request> request = found->second;  // others may forget it meanwhile
+  const std::shared_ptr<Request> request = found->second;  // keeps it alive if another thread forgets it
   const auto done = [&request] { return request->done; };
   if (milliseconds < 0) {
     ended_.wait(guard, done);
@@ -155,21 +155,21 @@ void Queue::run() {
     if (!finished_.empty()) continue;
     if (active_.empty()) {
       if (closing) return;
-      for (Piece* each : free_) {  // nothing is kept while there is nothing to do
+      for (Piece* each : free_) {  // an idle queue keeps no buffers
         free(each->buffer);
         each->buffer = nullptr;
         each->capacity = 0;
       }
     }
-    // Whatever comes (a request, a cancellation, the end of a piece) counts the eventfd up, also if it
-    // came since it was looked for above: then this returns at once.
+    // Every event (a request, a cancellation, a finished piece) increments the eventfd.
+    // If one came since the checks above, the read returns at once.
     eventfd_t count;
     while (eventfd_read(event_, &count) != 0 && errno == EINTR) {
     }
   }
 }
 
-// Starts pieces until the engine is full or nothing is left, the oldest request first.
+// Starts pieces until the engine is full or no work is left, oldest request first.
 void Queue::fill() {
   for (Request* each : active_) {
     if (!each->begun) begin(*each);
@@ -179,8 +179,8 @@ void Queue::fill() {
   }
 }
 
-// Room for what makes a file longer is reserved at once. So a full disk is known before anything is
-// written, and writes at the end of the file need not wait for each other.
+// Reserves space for writes that extend a file. So a full disk is detected before anything is written,
+// and writes at the end of the file need not wait for each other.
 void Queue::begin(Request& request) {
   request.begun = true;
   engine_->begin(request);
@@ -195,7 +195,7 @@ void Queue::begin(Request& request) {
     do {
       code = fallocate(file, 0, part.offset, part.size) == 0 ? 0 : errno;
     } while (code == EINTR);
-    // A file system that cannot reserve room says so, and writes go on without.
+    // Other errors mean that the file system cannot reserve space. Writes work without.
     if (code == ENOSPC || code == EDQUOT || code == EFBIG) request.fail(code, i);
   }
 }
@@ -221,7 +221,7 @@ void Queue::give_buffer(Piece& piece, int64_t size) {
   piece.memory = piece.buffer;
 }
 
-// Starts the next piece of a request; false if there is none.
+// Starts the next piece of a request. Returns false if there is none.
 bool Queue::next_piece(Request& request) {
   while (!request.exhausted() && request.position == request.parts[request.part].size) {
     ++request.part;
@@ -241,7 +241,7 @@ bool Queue::next_piece(Request& request) {
   piece.target = memory;
   piece.memory = memory;
   piece.offset = from;
-  // Direct I/O overwrites memory up to the end of the step in which a file ends.
+  // A direct read overwrites memory up to the end of the step in which the file ends.
   const int64_t direct = request.write ? left : std::min(left, file.size - from);
   const bool whole_steps = file.direct >= 0 && from % step == 0 && direct >= step;
   const bool in_place = engine_->stages() || fits(memory, file.memory_step);
@@ -255,13 +255,14 @@ bool Queue::next_piece(Request& request) {
       if (piece.memory != nullptr) memcpy(piece.memory, memory, static_cast<size_t>(piece.size));
     }
   } else if (request.write) {
-    // Less than a step, through the page cache: what is around it in the file is others'.
+    // Less than a step goes through the page cache: other data of the file surrounds it.
     piece.size = piece.wanted = std::min(left, above(from + 1, step) - from);
   } else if (engine_->stages()) {
     piece.direct = true;
     piece.size = piece.wanted = std::min(left, above(from + 1, block) - from);
   } else {
-    // Whole steps around it, into a buffer. If only the begin is odd, the rest needs none.
+    // Reads the surrounding whole steps into a buffer. If only the
+    // beginning is unaligned, the rest needs no buffer.
     const int64_t first = below(from, step), next = first + step;
     const bool only_begin = from != first && fits(memory + (next - from), file.memory_step);
     piece.direct = true;
@@ -290,7 +291,7 @@ void Queue::take(const Finished& finished) {
   if (finished.result < 0) {
     const int code = static_cast<int>(-finished.result);
     if ((code == EINTR || code == EAGAIN) && ++piece.tries < kMostTries) return again();
-    if (code == EINVAL && piece.direct) {  // the file system wants steps that it did not tell of
+    if (code == EINVAL && piece.direct) {  // the file system needs larger steps than it reports
       piece.direct = false;
       return again();
     }
@@ -304,10 +305,10 @@ void Queue::take(const Finished& finished) {
   const bool enough = piece.done >= piece.skip + piece.wanted;
   if (enough || request.error != 0) return finish_piece(&piece);
   if (finished.result == 0) {
-    if (piece.write) request.fail(EIO, piece.part);  // it would be tried for ever
+    if (piece.write) request.fail(EIO, piece.part);  // it would be retried forever
     return finish_piece(&piece);
   }
-  // Less than was asked for. A file that ends here needs no further read to say so.
+  // A short transfer. If the file ends here, no further read is needed to find out.
   if (!piece.write && size_of(file.plain) == piece.offset) return finish_piece(&piece);
   if (piece.direct && (piece.write || !engine_->stages())) {
     piece.direct = piece.offset % file.offset_step == 0 && piece.size % file.offset_step == 0 &&
@@ -324,25 +325,25 @@ void Queue::finish_piece(Piece* piece) {
   if (!piece->write && buffered && got > 0) {
     memcpy(piece->target, piece->buffer + piece->skip, static_cast<size_t>(got));
   }
-  // Pieces end in any order: what counts is where the first gap begins.
+  // Pieces end in any order. The result is where the first gap begins.
   if (got < piece->wanted) part.end = std::min<int64_t>(part.end, piece->target + got - part.memory);
   --request.running;
   free_.push_back(piece);
 }
 
-// Tells who waits of the requests that have ended.
+// Completes requests whose pieces have all ended, and wakes their waiters.
 void Queue::finish_requests() {
-  std::vector<opk::Tensor> owners;  // let go at the end: Python may have to be waited for
+  std::vector<opk::Tensor> owners;  // released last, because that may wait for Python
   size_t kept = 0;
   for (Request* each : active_) {
-    // All is started when nothing is left of the last part, or nothing more will be.
+    // Everything is started if nothing is left of the last part, or if the request failed or was cancelled.
     const bool all_started = each->exhausted() ||
         (each->part + 1 == each->parts.size() && each->position == each->parts[each->part].size);
     if (each->running > 0 || !each->begun || !all_started) {
       active_[kept++] = each;
       continue;
     }
-    for (size_t i = each->part; i < each->parts.size(); ++i) {  // what was never started
+    for (size_t i = each->part; i < each->parts.size(); ++i) {  // parts that never started
       const int64_t reached = i == each->part ? each->position : 0;
       each->parts[i].end = std::min(each->parts[i].end, reached);
     }
@@ -350,7 +351,7 @@ void Queue::finish_requests() {
     engine_->end(*each);
     each->files.clear();
     const std::lock_guard<std::mutex> guard(lock_);
-    each->done = true;  // from here on it may be forgotten, and deleted
+    each->done = true;  // from here on the request may be forgotten and deleted
     ended_.notify_all();
   }
   active_.resize(kept);

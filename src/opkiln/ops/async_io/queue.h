@@ -1,4 +1,4 @@
-// A queue of requests, and the thread that makes pieces of them and keeps an engine busy.
+// A queue of requests, and the thread that splits them into pieces and keeps an engine busy.
 #pragma once
 
 #include <condition_variable>
@@ -11,7 +11,7 @@
 
 namespace aio {
 
-// What a request came to.
+// The result of a request.
 struct Outcome {
   enum State : int64_t { kRunning, kDone, kCancelled } state = kRunning;
   int error = 0;
@@ -21,14 +21,14 @@ struct Outcome {
 
 class Queue {
  public:
-  // Takes the engine and the eventfd that it counts up.
+  // Takes ownership of the engine and of the eventfd that it increments.
   Queue(std::unique_ptr<Engine> engine, int event, int64_t depth, int64_t block);
   ~Queue();  // waits for all requests
 
   int64_t add(std::shared_ptr<Request> request);
-  // Waits at most so long, for ever if below 0. False if there is no such request.
+  // Waits for at most this long, or forever if negative. Returns false if there is no such request.
   bool wait(int64_t id, int64_t milliseconds, Outcome& out);
-  void forget(int64_t id);  // a request that has ended; no other
+  void forget(int64_t id);  // only if the request has ended
   void cancel(int64_t id);
   Engine& engine() { return *engine_; }
 
@@ -55,8 +55,8 @@ class Queue {
   int64_t last_ = 0;
   bool closing_ = false;
 
-  // The thread's own.
-  std::vector<Request*> active_;  // in the order in which they came
+  // Used only by the queue's thread.
+  std::vector<Request*> active_;  // in order of arrival
   std::vector<std::unique_ptr<Piece>> pieces_;  // all of them
   std::vector<Piece*> free_;
   std::vector<Finished> finished_;

@@ -1,4 +1,4 @@
-// What is transferred: requests, their parts, and the single reads and writes that they are made of.
+// The units of a transfer: requests, their parts, and the single reads and writes of which they consist.
 #pragma once
 
 #include <linux/aio_abi.h>
@@ -12,21 +12,22 @@
 
 namespace aio {
 
-// A file, open twice: as usual, and for direct I/O where the file system has that. Owns both.
+// A file that is open twice: normally, and for direct I/O if the file
+// system supports it. Owns both descriptors.
 struct File {
   int plain = -1;
   int direct = -1;
-  int64_t offset_step = 4096;  // direct I/O is at multiples of this in the file,
+  int64_t offset_step = 4096;  // direct I/O needs file offsets that are multiples of this,
   int64_t memory_step = 4096;  // and at multiples of this in memory
-  int64_t size;                // of a regular file when it was opened
-  void* registered = nullptr;  // by an engine, which takes it back
+  int64_t size;                // size when it was opened, for a regular file
+  void* registered = nullptr;  // by an engine, which also removes it
 
   File(int plain, int direct);
   File(File&& other) noexcept;
   File(const File&) = delete;
   File& operator=(const File&) = delete;
   ~File();
-  void release();  // the descriptors are the caller's again
+  void release();  // gives the descriptors back to the caller
 };
 
 // One tensor and the range of a file that it is read from or written to.
@@ -36,8 +37,8 @@ struct Part {
   int64_t size;
   int64_t offset;
   int64_t file;
-  int64_t end;  // of what was transferred without a gap, from the part's begin
-  int device;   // the number of the GPU whose memory it is, or -1: the host's
+  int64_t end;  // end of the transferred bytes without a gap, from the start of the part
+  int device;   // the number of the GPU that holds the memory; -1: host memory
 };
 
 struct Request {
@@ -47,15 +48,15 @@ struct Request {
   std::vector<Part> parts;
   std::atomic<bool> cancelled{false};
 
-  // Known to the queue's thread alone, until `done`.
+  // Used only by the queue's thread, until `done` is set.
   bool begun = false;
   size_t part = 0;  // where the next piece begins
   int64_t position = 0;
-  int64_t running = 0;  // pieces
+  int64_t running = 0;  // pieces in flight
   int error = 0;
-  int64_t failed = -1;  // the part that did
+  int64_t failed = -1;  // the part that failed
 
-  bool done = false;  // under the queue's lock
+  bool done = false;  // guarded by the queue's lock
 
   bool exhausted() const { return part == parts.size() || error != 0 || cancelled.load(); }
   void fail(int code, size_t at) {
@@ -66,20 +67,20 @@ struct Request {
   }
 };
 
-// One read or write of at most a block. What a call of the system leaves over is tried again.
+// One read or write of at most a block. The rest of a short transfer is retried.
 struct Piece {
   Request* request = nullptr;
   size_t part = 0;
   bool write = false;
   bool direct = false;
-  int64_t offset = 0;  // in the file, of what is left
+  int64_t offset = 0;  // file offset of the remaining bytes
   char* memory = nullptr;
-  int64_t size = 0;  // of what is left
+  int64_t size = 0;  // remaining bytes
   int64_t done = 0;
   int tries = 0;
 
-  // If the system reads and writes a buffer of ours in the tensor's place: `wanted` bytes of it, from
-  // `skip` on, are the tensor's, from `target` on.
+  // Set if the transfer goes through a buffer of the queue: `wanted`
+  // bytes of it, from `skip` on, belong to the tensor at `target`.
   char* buffer = nullptr;
   int64_t capacity = 0;
   int64_t skip = 0, wanted = 0;
@@ -96,7 +97,7 @@ struct Piece {
 
 struct Finished {
   Piece* piece;
-  int64_t result;  // bytes, or an error's number below 0
+  int64_t result;  // bytes, or a negative errno
 };
 
 }  // namespace aio

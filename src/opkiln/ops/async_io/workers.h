@@ -15,19 +15,19 @@
 
 namespace aio {
 
-// Threads that run one piece at a time each. Each piece that ends counts the eventfd up.
+// Threads that each run one piece at a time. Each finished piece increments the eventfd.
 class Workers {
  public:
-  // Runs a piece. The result is that of Finished.
+  // Runs a piece and returns its result, as in Finished.
   using Work = std::function<int64_t(Piece&)>;
 
   Workers(int event, Work work) : event_(event), work_(std::move(work)) {}
 
-  // 0, or why no thread could be started, as an error's number.
+  // Starts the threads. Returns 0, or an errno if not even one could be started.
   int open(size_t count) {
     try {
       for (size_t i = 0; i < count; ++i) threads_.emplace_back([this] { run(); });
-    } catch (const std::exception&) {  // one thread is enough to go on
+    } catch (const std::exception&) {  // one thread is enough to continue
       if (threads_.empty()) return EAGAIN;
     }
     return 0;

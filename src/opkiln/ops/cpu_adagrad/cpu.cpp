@@ -1,5 +1,5 @@
-// Adagrad in place on host memory, and the inverse of a step. The arithmetic is that of
-// reference.py, in fp32 whatever the tensors' types; narrow types are rounded once, when stored.
+// Adagrad in place on host memory, and the inverse of a step. The arithmetic is reference.py's, in
+// fp32 for all dtypes; narrow types are rounded once, when stored.
 
 #include <opkiln/factor.h>
 #include <opkiln/optimizing/host_step.h>
@@ -19,7 +19,7 @@ struct Hyper {
   double grad_scale;
 };
 
-// What both directions need of the hyperparameters, worked out in double once per call.
+// The coefficients of both directions, computed in double once per call.
 struct Coefficients {
   explicit Coefficients(const Hyper& h)
       : grad_factor(all((h.maximize ? -1 : 1) / h.grad_scale)),
@@ -28,7 +28,7 @@ struct Coefficients {
         step_size(all(h.lr / (1 + static_cast<double>(h.step - 1) * h.lr_decay))),
         eps(all(h.eps)) {}
 
-  // The gradient that the sum sees. With L2 it depends on the parameter before the step.
+  // The gradient that is squared and summed. With L2 it depends on the parameter before the step.
   Vec gradient(Vec grad, Vec param) const {
     return l2 ? multiply_add(weight_decay, param, grad) : grad;
   }
@@ -40,7 +40,7 @@ struct Coefficients {
 
 template <class Streams>
 [[gnu::noinline]] void step(const Coefficients& coefficients, const Streams& at, int64_t count) {
-  const Coefficients c = coefficients;  // a local: no store below can change it
+  const Coefficients c = coefficients;  // a local, so that the stores below cannot alias it
   const auto [params, grads, sums] = at;
   for (int64_t i = 0; i < count; i += Vec::kLanes) {
     prefetch_all(params + i, grads + i, sums + i);
@@ -66,7 +66,7 @@ template <class Streams>
       p = p / (one - c.step_size * c.weight_decay / root);
     }
     g = c.gradient(g, p);
-    // Rounding may leave less than nothing of a small sum.
+    // Rounding can make a small sum negative.
     const Vec s = at_least(zero, subtract_product(Vec::load(sums + i), g, g));
     p.store(params + i);
     s.store(sums + i);
@@ -148,11 +148,11 @@ void cpu_adagrad_forget(const Tensor& ticket) {
   KeptLists::forget(ticket);
 }
 
-// Gradients of some rows
+// Sparse gradients
 
-// A tensor of which the gradient has some rows only: `indices[r]` says which one its row r is.
+// A tensor whose gradient has only some of its rows: row r of the gradient belongs to row `indices[r]`.
 struct Rows {
-  Item<kStreams> item;  // numel is that of the gradient's values
+  Item<kStreams> item;  // numel counts the gradient's values
   const int64_t* indices;
   int64_t count, width;
 };
@@ -184,7 +184,7 @@ void check_rows(const Tensor& tensor) {
   OPK_CHECK(tensor.is_contiguous(), tensor, " is not contiguous");
 }
 
-// Indices of `rows` rows, none of them named twice or beyond the last.
+// Checks the indices: each must be below `rows`, in ascending order and without duplicates.
 const int64_t* checked_indices(const Tensor& indices, int64_t rows) {
   opk::check_on(indices, kHost);
   opk::check_dtype(indices, DType::int64);

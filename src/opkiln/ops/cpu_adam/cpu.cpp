@@ -19,7 +19,7 @@ namespace {
     const Vec p = (Vec::load(params + i) - c.change(m, v)) / kept;
     const Vec g = c.gradient(Vec::load(grads + i), p);
     m = subtract_product(m, c.one_minus_beta1, g) / beta1;
-    // Rounding may leave less than nothing of a small average.
+    // Rounding can make a small average negative.
     v = at_least(zero, subtract_product(v, c.one_minus_beta2 * g, g) / beta2);
     p.store(params + i);
     m.store(exp_avgs + i);

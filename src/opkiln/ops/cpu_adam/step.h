@@ -1,5 +1,5 @@
-// The step of Adam and AdamW on host memory, for cpu_adam and fused_adam. The arithmetic is that of
-// reference.py, in fp32 whatever the tensors' types; narrow types are rounded once, when stored.
+// The step of Adam and AdamW on host memory, for cpu_adam and fused_adam. The arithmetic is reference.py's,
+// in fp32 for all dtypes; narrow types are rounded once, when stored.
 #pragma once
 
 #include <opkiln/factor.h>
@@ -22,7 +22,7 @@ double correction(const Hyper& h, double beta) {
   return h.bias_correction ? 1 - __builtin_pow(beta, static_cast<double>(h.step)) : 1;
 }
 
-// What both directions need of the hyperparameters, worked out in double once per call.
+// The coefficients of both directions, computed in double once per call.
 struct Coefficients {
   Coefficients() = default;
   explicit Coefficients(const Hyper& h)
@@ -39,7 +39,7 @@ struct Coefficients {
         root_factor(all(1 / __builtin_sqrt(correction(h, h.beta2)))),
         eps(all(h.eps)) {}
 
-  // The gradient that the averages see. With L2 it depends on the parameter before the step.
+  // The gradient that the averages use. With L2 it depends on the parameter before the step.
   Vec gradient(Vec grad, Vec param) const {
     grad = grad * grad_factor;
     return l2 ? multiply_add(weight_decay, param, grad) : grad;
@@ -60,7 +60,7 @@ struct Coefficients {
 
 template <class Streams>
 [[gnu::noinline]] void step(const Coefficients& coefficients, const Streams& at, int64_t count) {
-  const Coefficients c = coefficients;  // a local: no store below can change it
+  const Coefficients c = coefficients;  // a local, so that the stores below cannot alias it
   const Factor kept(c.kept), beta1(c.beta1), beta2(c.beta2);
   const auto [params, grads, exp_avgs, exp_avg_sqs] = at;
   for (int64_t i = 0; i < count; i += Vec::kLanes) {

@@ -1,5 +1,5 @@
-// The step of Lion on host memory, for cpu_lion and fused_lion. The arithmetic is that of reference.py, in
-// fp32 whatever the tensors' types; narrow types are rounded once, when stored.
+// The step of Lion on host memory, for cpu_lion and fused_lion. The arithmetic is reference.py's, in
+// fp32 for all dtypes; narrow types are rounded once, when stored.
 #pragma once
 
 #include <opkiln/factor.h>
@@ -17,7 +17,7 @@ struct Hyper {
   double grad_scale;
 };
 
-// What both directions need of the hyperparameters, worked out in double once per call.
+// The coefficients of both directions, computed in double once per call.
 struct Coefficients {
   explicit Coefficients(const Hyper& h)
       : grad_factor(all((h.maximize ? -1 : 1) / h.grad_scale)),
@@ -44,7 +44,7 @@ struct Coefficients {
 
 template <class Streams>
 [[gnu::noinline]] void step(const Coefficients& coefficients, const Streams& at, int64_t count) {
-  const Coefficients c = coefficients;  // a local: no store below can change it
+  const Coefficients c = coefficients;  // a local, so that the stores below cannot alias it
   const Factor kept(c.kept), beta2(c.beta2);
   const auto [params, grads, exp_avgs] = at;
   for (int64_t i = 0; i < count; i += Vec::kLanes) {

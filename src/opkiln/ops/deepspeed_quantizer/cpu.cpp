@@ -1,5 +1,5 @@
-// Quantizing and dequantizing on host memory, a group at a time: it is widened into scratch, looked
-// through for its range, and rounded. Loops are plain, for the compiler to vectorize.
+// Quantizes and dequantizes on host memory, one group at a time: widens it into scratch memory, finds its
+// range, and rounds. The loops are plain, so that the compiler vectorizes them.
 
 #include <opkiln/blocks.h>
 
@@ -19,7 +19,7 @@ opkiln::Stream stream_of(const void* data, ElementType type) {
   return {static_cast<std::byte*>(const_cast<void*>(data)), type, true};
 }
 
-// The levels of [at, at + count), whole bytes of them, as floats.
+// Loads `count` levels from `at` on, in whole bytes, as floats.
 void load_levels(const Groups& from, int64_t at, int64_t count, float* to) {
   if (from.bits == 8) {
     const auto* const levels = reinterpret_cast<const int8_t*>(from.levels) + at;
@@ -54,14 +54,14 @@ void scale_levels(float* values, int64_t count, const Back& back) {
   }
 }
 
-// Through fp16, and back.
+// Rounds the values to fp16 precision.
 void round_to_half(float* values, int64_t count) {
   opkiln::Float16 halves[kBlock];
   narrow(values, halves, count);
   widen(halves, values, count);
 }
 
-// The sum of the parts' elements [begin, begin + count): in fp16, as is each that is added.
+// The sum of the parts' elements [begin, begin + count). Parts and sums are rounded to fp16.
 void load_parts(const Work& work, int64_t begin, int64_t count, float* to) {
   const Groups& parts = work.parts;
   const int64_t elements = parts.count * parts.size / work.number_of_parts;
@@ -89,7 +89,7 @@ void load_parts(const Work& work, int64_t begin, int64_t count, float* to) {
   }
 }
 
-// NaN is passed over: no comparison with it is true.
+// NaN is ignored, because every comparison with it is false.
 Scale symmetric_scale(const float* values, int64_t count, const Work& work) {
   float most = work.with_zero ? 0.0f : -infinity();
   for (int64_t i = 0; i < count; ++i) {
@@ -110,7 +110,7 @@ Scale asymmetric_scale(const float* values, int64_t count, const Work& work) {
 
 template <bool kSymmetric>
 void round_group(const Work& work, const float* values, int64_t group, const Scale& given) {
-  const Scale scale = given;  // a local: no store below can change it
+  const Scale scale = given;  // a local, so that the stores below cannot alias it
   const int64_t size = work.to.size, place = place_of(group, work.order);
   alignas(64) uint32_t levels[kBlock];
   for (int64_t at = 0; at < size; at += kBlock) {
@@ -125,7 +125,8 @@ void round_group(const Work& work, const float* values, int64_t group, const Sca
 
 void quantize_groups(const Work& work, int64_t first, int64_t last) {
   const int64_t size = work.to.size;
-  opk::List<float> scratch(opkiln::whole_registers(size + opkiln::Vec::kLanes));  // which is written whole
+  // padded: narrow types write whole registers
+  opk::List<float> scratch(opkiln::whole_registers(size + opkiln::Vec::kLanes));
   for (int64_t group = first; group < last; ++group) {
     if (work.from != nullptr) {
       widen(stream_of(work.from, work.type), group * size, size, scratch.begin());
@@ -154,7 +155,7 @@ void dequantize_groups(const Work& work, int64_t first, int64_t last) {
   }
 }
 
-// In torch's own threads; few bytes stay on the calling one.
+// Runs the body in torch's thread pool. Small tensors stay on the calling thread.
 void over_groups(const Work& work, void (*body)(const Work&, int64_t, int64_t)) {
   const int64_t grain = opk::kGrainBytes / (int64_t{4} * work.to.size);
   opk::parallel_for(0, work.to.count, grain < 1 ? 1 : grain,

@@ -1,5 +1,5 @@
-// A team of threads takes a group, eight elements at a time. One that fits into its registers is read
-// once; a larger one is read again for its levels. hipify turns this file into HIP as it is.
+// A team of threads takes a group, eight elements at a time. A group that fits into the team's registers is
+// read once; a larger one is read again for its levels. hipify turns this file into HIP unchanged.
 
 #include <opkiln/op.h>
 
@@ -20,12 +20,12 @@ using opkiln::Team;
 constexpr unsigned kMostThreads = 1024;
 constexpr unsigned kBackThreads = 256;
 constexpr int kUnit = 8;   // elements: 16 bytes of fp16
-constexpr int kHeld = 4;   // units that a thread holds of a group
+constexpr int kHeld = 4;   // units of a group that a thread keeps in registers
 
 struct Launch {
   Work work;
   unsigned log2_team;
-  bool aligned;  // units are whole and may be accessed as such
+  bool aligned;  // all units are full and aligned for vector access
 };
 
 struct Range {
@@ -34,7 +34,7 @@ struct Range {
   __device__ Range exchanged(unsigned bits) const {
     return {exchange(most, bits), exchange(least, bits)};
   }
-  __device__ void absorb(const Range& other) {  // fmaxf and fminf pass over NaN
+  __device__ void absorb(const Range& other) {  // fmaxf and fminf ignore NaN
     most = fmaxf(most, other.most);
     least = fminf(least, other.least);
   }
@@ -53,7 +53,7 @@ struct Range {
 
 // The levels of a unit, the first in the lowest byte.
 struct alignas(8) Words {
-  uint32_t low, high;  // the high one of eight bits
+  uint32_t low, high;  // `high` is used only with eight bits
 };
 
 __device__ Words load_levels(const Groups& from, int64_t element, int count, bool whole) {
@@ -83,13 +83,13 @@ __device__ void store_levels(const Words& words, const Groups& to, int64_t eleme
   }
 }
 
-// The level k of a unit.
+// Level k of a unit.
 __device__ float level_of(const Words& words, int k, int bits) {
   if (bits == 8) {
     const uint32_t word = k < 4 ? words.low : words.high;
     return static_cast<float>(static_cast<int8_t>(word >> (k % 4 * 8)));
   }
-  // Of a byte's halves the high one is first.
+  // The high half of a byte comes first.
   const uint32_t half = words.low >> (k / 2 * 8 + (k % 2 == 0 ? 4 : 0)) & 15u;
   return static_cast<float>(static_cast<int>(half ^ 8u) - 8);
 }
@@ -109,7 +109,7 @@ __device__ Words levels_of(const float* values, const Scale& scale, int bits) {
   return out;
 }
 
-// Units of a tensor. What is missing at the end is filled up with the first: that changes no range.
+// Loads units of a tensor. A short unit repeats its first element, which changes no range.
 template <class T>
 struct TensorSource {
   __device__ static void load(const Launch& l, int64_t element, int count, float* to) {
@@ -138,7 +138,8 @@ __device__ inline float as_half(float value) {
   return device::widen(device::narrow<Bits16>(value, ElementType::kFloat16), ElementType::kFloat16);
 }
 
-// Units of the sum of parts, in fp16. (A sum of two fp16 in fp32, rounded to fp16, is the fp16 sum.)
+// Loads units of the sum of the parts, in fp16. (Adding two fp16
+// numbers in fp32 and rounding gives the fp16 sum.)
 struct PartsSource {
   __device__ static void load(const Launch& l, int64_t element, int count, float* to) {
     const Groups& parts = l.work.parts;
@@ -174,7 +175,7 @@ quantize_kernel(const OPK_GRID_CONSTANT Launch l) {
   const int64_t size = work.to.size;
   const Team team(l.log2_team);
   const int64_t index = static_cast<int64_t>(blockIdx.x) * team.count + team.index;
-  // A team that has no group takes the last again, and writes nothing.
+  // A team without a group repeats the last one, and writes nothing.
   const int64_t group = index < work.to.count ? index : work.to.count - 1;
   const int64_t start = group * size;
   const int64_t mine = team.lane * kUnit, stride = static_cast<int64_t>(team.size) * kUnit;
@@ -246,7 +247,7 @@ dequantize_kernel(const OPK_GRID_CONSTANT Launch l) {
   T* const to = static_cast<T*>(l.work.out) + element;
   if (l.aligned) {
     constexpr int kWidth = 16 / sizeof(T);
-    // In 32 bits where there are so few: dividing 64 takes long.
+    // Divides in 32 bits where possible: 64-bit division is slow.
     const int64_t units = from.size / kUnit;
     const int64_t group = unit <= 0xffffffff && units <= 0xffffffff
         ? static_cast<uint32_t>(unit) / static_cast<uint32_t>(units)

@@ -1,6 +1,5 @@
-// The arithmetic of groups and elements, as in reference.py: in fp32, each operation rounded on its
-// own but for the fused one. Compiled for devices by nvcc and hipcc, and for the host by any C++
-// compiler.
+// The arithmetic of groups and elements, as in reference.py: in fp32, with each operation rounded separately
+// except for the fused one. Compiled for devices by nvcc and hipcc, and for the host by any C++ compiler.
 #pragma once
 
 #include "work.h"
@@ -11,12 +10,12 @@ OPK_HOST_DEVICE inline float infinity() {
   return opk::bits::to_float(0x7f800000u);
 }
 
-// Near this number floats are the whole numbers: adding it rounds, to nearest and ties to even, and
-// leaves the result in the low bits.
+// Floats near this number are whole numbers: adding it rounds to
+// nearest, ties to even, and leaves the result in the low bits.
 constexpr float kRounder = 0x1.8p23f;
 
-// DeepSpeed is compiled with --use_fast_math, in which nvcc makes these of divisions. (hipcc is given
-// no such flag.)
+// DeepSpeed is compiled with --use_fast_math, which turns divisions
+// into these instructions. (hipcc gets no such flag.)
 OPK_HOST_DEVICE inline float quotient(float a, float b) {
 #if defined(__CUDA_ARCH__)
   float out;
@@ -46,10 +45,10 @@ OPK_HOST_DEVICE inline float fused(float a, float b, float c) {
 #endif
 }
 
-// What a group's elements have in common.
+// How the elements of a group are scaled.
 struct Scale {
   float factor, offset;
-  float lowest, highest;  // levels
+  float lowest, highest;  // the range of levels
 
   OPK_HOST_DEVICE static Scale symmetric(float greatest_magnitude, int bits) {
     const float count = static_cast<float>(1 << bits);
@@ -64,7 +63,7 @@ struct Scale {
     return {factor, (greatest + least) * 0.5f, -count / 2, count / 2 - 1};
   }
 
-  // The level of an element, in the low bits.
+  // The level of an element, in the low bits of the result.
   template <bool kSymmetric>
   OPK_HOST_DEVICE uint32_t level(float x) const {
     float y = (kSymmetric ? x : x - offset) * factor;
@@ -85,7 +84,7 @@ struct Scale {
   }
 };
 
-// What levels of a group stand for.
+// Converts levels of a group back to values.
 struct Back {
   float scale, offset;
   bool symmetric;
@@ -101,7 +100,7 @@ struct Back {
   }
 };
 
-// Where a group lies.
+// The position of a group in memory.
 OPK_HOST_DEVICE inline int64_t place_of(int64_t group, const Order& order) {
   if (order.piece == 0) {
     return group;

@@ -1,5 +1,5 @@
-// What both versions of the op work on, and the op's functions, which make it of tensors: with the checks.
-// Messages are reference.py's.
+// Shared by the CPU and CUDA versions: argument checks, and the op's
+// functions. Messages equal reference.py's.
 #pragma once
 
 #include <opkiln/arguments.h>
@@ -8,30 +8,30 @@ namespace {
 
 using opkiln::ElementType;
 
-// Equal groups of elements: levels of four or eight bits, and a scale (and an offset) for each.
+// Groups of equal size: levels of four or eight bits, and per group a scale, plus an offset if asymmetric.
 struct Groups {
   uint8_t* levels;
-  float* params;  // one or two floats a group
+  float* params;  // one or two floats per group
   int64_t count, size;
   int bits;
   bool symmetric;
 };
 
-// The order of groups in memory, see reference.py.
+// The order of groups in memory; see reference.py.
 struct Order {
   uint32_t nodes, devices, pipeline;
-  uint32_t piece;  // groups in one of nodes * devices * pipeline; 0: the groups' own order
+  uint32_t piece;  // groups per piece, of nodes * devices * pipeline pieces; 0: no reordering
 };
 
-// A call. Quantizing reads `from` or the parts and writes `to`; dequantizing reads `to`.
+// The parameters of a call. Quantizing reads `from` or the parts and writes `to`; dequantizing reads `to`.
 struct Work {
   Groups to;
-  const void* from;  // null: the sum of parts is what is quantized
-  void* out;         // of dequantizing
-  ElementType type;  // of `from` and `out`
-  bool with_zero;    // 0 is in the range of every group
+  const void* from;  // null: the sum of the parts is quantized
+  void* out;         // the output of dequantizing
+  ElementType type;  // the type of `from` and `out`
+  bool with_zero;    // every group's range includes 0
   Order order;
-  Groups parts;      // of all parts together, one after the other
+  Groups parts;      // all parts, one after the other
   int number_of_parts;
 };
 
@@ -43,7 +43,7 @@ using opk::DType;
 using opk::Tensor;
 using Two = opk::tuple<Tensor, Tensor>;
 
-// A device's file defines these two. There is at least one element.
+// Defined by each device's source. Called only if there is at least one element.
 void quantize(const Work& work);
 void dequantize(const Work& work);
 
@@ -51,7 +51,7 @@ void check_bits(int64_t bits) {
   OPK_CHECK(bits == 4 || bits == 8, "bits is ", bits, ", expected 4 or 8");
 }
 
-// So many elements in so many equal groups.
+// Divides the elements into groups of equal size.
 Groups cut(const char* name, int64_t elements, int64_t groups, int64_t bits, bool symmetric) {
   check_bits(bits);
   OPK_CHECK(groups >= 1 && elements % groups == 0 && elements / groups * bits % 8 == 0, name, " has ", elements,
@@ -60,7 +60,7 @@ Groups cut(const char* name, int64_t elements, int64_t groups, int64_t bits, boo
 }
 
 Order order_of(int64_t groups, int64_t nodes, int64_t devices, int64_t pipeline) {
-  // In double: three factors of 63 bits.
+  // In double, because the product of three 63-bit factors may overflow.
   const double wanted = static_cast<double>(nodes) * static_cast<double>(devices) * static_cast<double>(pipeline);
   const int64_t pieces = wanted < 9e18 ? nodes * devices * pipeline : 0;
   OPK_CHECK(nodes >= 1 && devices >= 1 && pipeline >= 1 && pieces > 0 && groups % pieces == 0 &&
@@ -73,7 +73,7 @@ Order order_of(int64_t groups, int64_t nodes, int64_t devices, int64_t pipeline)
           static_cast<uint32_t>(groups / pieces)};
 }
 
-// Levels and parameters that were handed in.
+// Checks levels and parameters that the caller passed.
 Groups given(const Tensor& levels, const Tensor& params, int64_t groups, int64_t bits, bool symmetric,
              Device device) {
   const DType type = levels.dtype();

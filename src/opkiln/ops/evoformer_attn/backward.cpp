@@ -1,6 +1,6 @@
-// The backward pass on host memory, without a sum that two threads share: one pass has a row for each thread and
-// gives the gradients of q, k, v and the mask; another has some queries of a head for each, goes through all rows
-// and gives the gradient of the pair bias. Both compute the weights again.
+// The backward pass on host memory. No two threads share a sum. The first pass gives each thread rows, and
+// computes the gradients of q, k, v and the mask. The second gives each thread some queries of a head, goes
+// through all rows, and computes the gradient of the pair bias. Both passes recompute the weights.
 #include "host.h"
 
 using opk::Tensor;
@@ -13,7 +13,8 @@ namespace {
 using namespace opkiln::evoformer;
 using opkiln::Vec;
 
-constexpr int64_t kPairQueries = 64;  // of the second pass: they share keys and values that are transposed for them
+// queries per unit of the second pass, which share the transposed keys and values
+constexpr int64_t kPairQueries = 64;
 
 struct Work {
   const void *grad, *q, *k, *v, *output, *mask, *pair;
@@ -24,7 +25,7 @@ struct Work {
   float scale;
 };
 
-// The weights of a block of queries and the gradients of their scores, for one head of a row.
+// Computes the weights of a block of queries and the gradients of their scores, for one head of a row.
 template <class T>
 class Block {
  public:

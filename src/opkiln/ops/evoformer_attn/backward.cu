@@ -1,10 +1,12 @@
-// The backward pass on tensor cores, in three kernels that each compute the weights again:
-//   by queries: 64 queries to a block, through all keys: the gradient of q, and for each query the sum that is
-//     subtracted from the gradients of its weights;
-//   by keys: 64 keys to a block, through all queries: the gradients of k and v, and the mask's for each head;
-//   by pairs: 64 queries x 64 keys of a head to a block, through the rows: the gradient of the pair bias.
-// So each sum has one owner that adds in a fixed order, and there are no atomics. If pairs are too few to fill a GPU,
-// blocks share the rows, and a last kernel adds their parts, as it adds the heads' parts of the mask's gradient.
+// The backward pass on tensor cores, in three kernels that each recompute the weights:
+//   by queries: a block has 64 queries and goes through all keys. Computes the gradient of q, and for each query the
+//     sum that is subtracted from the gradients of its weights.
+//   by keys: a block has 64 keys and goes through all queries. Computes the gradients of k and v, and the mask's for
+//     each head.
+//   by pairs: a block has 64 queries x 64 keys of a head and goes through the rows. Computes the pair bias' gradient.
+// Each sum is computed by one thread in a fixed order, so there are no atomics. If there
+// are too few pairs to fill a GPU, several blocks share the rows. A last kernel adds
+// their partial sums, and the heads' parts of the mask's gradient.
 #include <opkiln/op.h>
 
 #include "tiles.h"
@@ -19,10 +21,11 @@ namespace {
 using namespace evoformer;
 
 template <int kHead>
-constexpr int kBlocks = kHead == 32 ? 3 : 2;  // on a multiprocessor at a time: more would have too few registers
-constexpr int kBlocksWanted = 1024;  // of the kernel by pairs: several rounds on the multiprocessors of an H100
+// blocks per multiprocessor; with more, a thread would have too few registers
+constexpr int kBlocks = kHead == 32 ? 3 : 2;
+constexpr int kBlocksWanted = 1024;  // blocks of the by-pairs kernel: enough for several rounds on an H100
 
-// What a thread knows of its two queries (rows of fragments). Queries behind the end have weights of 0.
+// The moments of a thread's two queries (rows of fragments). Queries past the end get weights of 0.
 struct Queries {
   float greatest[2], share[2], shift[2];
 
@@ -40,7 +43,8 @@ struct Queries {
   }
 };
 
-// Scores become gradients of scores. `through` has those of the weights, `masks` is the tile's mask in shared memory.
+// Turns scores into gradients of scores. `through` has the gradients
+// of the weights, `masks` the tile's mask in shared memory.
 template <class Element>
 __device__ inline void differentiate(float (&scores)[4][4], const float (&through)[4][4],
                                      const uint32_t (&biases)[2][4], const float* masks, int part,
@@ -112,7 +116,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks<kHead>)
     end_batch();
     float next_mask = 0;
     if (threadIdx.x < kTile) next_mask = masked(work, unit.batch, unit.row, (tile + 1) * kTile + threadIdx.x);
-    uint32_t biases[2][2][4];  // part, upper and lower row
+    uint32_t biases[2][2][4];  // [part][upper or lower row]
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int query = first + group_of_lane() + i % 2 * 8;
@@ -135,7 +139,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks<kHead>)
   store_rows<Element, kHead>(work.q_grad, q_grad, work, unit, first, factors);
 }
 
-// What the kernel by keys has of a tile of queries.
+// The shared memory of the by-keys kernel for a tile of queries.
 template <int kHead>
 struct alignas(16) QueryTile {
   uint4 q[kTile * kHead / 8], grad[kTile * kHead / 8];
@@ -143,7 +147,7 @@ struct alignas(16) QueryTile {
   float moments[3][kTile];        // the greatest score, the share, the shift
 };
 
-// Starts the copies of a tile of the pair bias.
+// Starts copying a tile of the pair bias.
 template <class Element>
 __device__ inline void start_pair(uint4* tile, const Work<Element>& work, const Element* pair, int query, int key) {
   if (pair == nullptr) return;
@@ -209,12 +213,13 @@ __global__ void __launch_bounds__(kThreads, kBlocks<kHead>)
     __syncthreads();
 #pragma unroll
     for (int part = 0; part < 2; ++part) {
-      float scores[4][4], through[4][4];  // rows are keys here, and columns queries
+      float scores[4][4], through[4][4];  // rows are keys here, and columns are queries
       multiply_by_rows<Element, kHead>(scores, k, now.q, part);
       multiply_by_rows<Element, kHead>(through, v, now.grad, part);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        uint32_t biases[4] = {0, 0, 0, 0};  // of fragments 2 * half and 2 * half + 1, upper rows; then lower rows
+        // of fragments 2 * half and 2 * half + 1: the upper rows, then the lower rows
+        uint32_t biases[4] = {0, 0, 0, 0};
         if (pair != nullptr) {
           load_transposed(biases, now.pair + slot_of_columns<8>(lane, part, half, warp * 2));
         }
@@ -252,7 +257,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks<kHead>)
   }
 }
 
-// What the kernel by pairs has of a row.
+// The shared memory of the by-pairs kernel for a row.
 template <int kHead>
 struct alignas(16) RowTile {
   uint4 q[kTile * kHead / 8], grad[kTile * kHead / 8], k[kTile * kHead / 8], v[kTile * kHead / 8];
@@ -351,7 +356,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks<kHead>)
   }
 }
 
-// out[i, k] = the sum of parts[i, j, k] over j, in order.
+// out[i, k] = the sum of parts[i, j, k] over j, added in order.
 template <class Element>
 __global__ void __launch_bounds__(256) sum_kernel(const float* parts, Element* out, int64_t total, int64_t inner,
                                                   int32_t count) {

@@ -1,11 +1,11 @@
-// The arguments of a call, for the CPU and for GPUs.
+// Argument checks and types that the CPU and GPU versions share.
 #pragma once
 
 #include <opkiln/op.h>
 
 namespace evoformer {
 
-// Elements from one batch, row, place in a row, or head to the next.
+// Distances, in elements, from one batch, row, place or head to the next.
 struct Strides {
   int64_t batch, row, place, head;
 };
@@ -38,21 +38,21 @@ inline Sizes checked(const Tensor& q, const Tensor& k, const Tensor& v, const Ma
   return s;
 }
 
-// A tensor whose heads' elements lie beside each other: itself, or a copy.
+// A tensor whose head elements are contiguous: x itself, or a copy.
 inline Tensor with_whole_heads(const Tensor& x) {
   return x.stride(-1) == 1 || x.size(-1) == 1 ? x : opk::contiguous(x);
 }
 
 inline Strides strides_of(const Tensor& x) { return {x.stride(0), x.stride(1), x.stride(2), x.stride(3)}; }
 
-// A bias as it lies in memory, without gaps; no tensor if there is none.
+// A contiguous bias, or an undefined tensor if there is none.
 inline Tensor whole(const MaybeTensor& bias) { return bias.has_value() ? opk::contiguous(*bias) : Tensor(); }
 
 inline Tensor empty_moments(const Sizes& s, const Tensor& like) {
   return opk::empty({2, s.batch, s.rows, s.heads, s.length}, opk::DType::float32, like.device());
 }
 
-// What the backward pass is given of the forward pass.
+// Checks the results of the forward pass that the backward pass receives.
 inline void check_results(const Sizes& s, const Tensor& q, const Tensor& grad, const Tensor& output,
                           const Tensor& moments) {
   opk::check_same_shape(q, grad, output);
@@ -69,7 +69,7 @@ struct Gradients {
     for (Tensor* each : {&q, &k, &v}) *each = opk::empty({s.batch, s.rows, s.length, s.heads, s.head}, like);
     mask = of_mask ? opk::empty({s.batch, s.rows, 1, 1, s.length}, like) : opk::empty({0}, like);
     const int64_t of_pairs[] = {s.batch, 1, s.heads, s.length, s.length};
-    // Without rows it is the sum of nothing.
+    // Without rows, the pair bias' gradient is an empty sum.
     if (of_pair) pair = like.numel() == 0 ? opk::zeros({of_pairs, 5}, like) : opk::empty({of_pairs, 5}, like);
     if (!of_pair) pair = opk::empty({0}, like);
   }

@@ -1,4 +1,4 @@
-// The forward pass on host memory. Threads share rows and heads.
+// The forward pass on host memory. Threads share the rows and heads.
 #include "host.h"
 
 using opk::Tensor;
@@ -20,7 +20,8 @@ struct Work {
   float scale;
 };
 
-// Turns scores into weights relative to the greatest. Gives that and one over the sum of the weights.
+// Turns scores into weights relative to the greatest score. Sets
+// `greatest`, and `share`: 1 / the sum of the weights.
 void take_weights(float* scores, int64_t count, float* greatest, float* share) {
   Vec most = Vec::all(kMinusInfinity), sum = Vec::all(0);
   for (int64_t i = 0; i < count; i += Vec::kLanes) most = at_least(most, Vec::load(scores + i));

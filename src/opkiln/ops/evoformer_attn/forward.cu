@@ -1,4 +1,5 @@
-// The forward pass on tensor cores: 64 queries to a block, an online softmax over tiles of 64 keys, 32 at a time.
+// The forward pass on tensor cores: a block has 64 queries and runs
+// an online softmax over tiles of 64 keys, 32 at a time.
 #include <opkiln/op.h>
 
 #include "tiles.h"
@@ -12,7 +13,7 @@ namespace {
 
 using namespace evoformer;
 
-// Copies of the pair bias to tiles in shared memory, [query, key]. A warp copies the rows that it reads.
+// Copies the pair bias to tiles in shared memory, [query, key]. Each warp copies the rows that it reads.
 template <class Element>
 class PairCopies {
  public:
@@ -22,7 +23,7 @@ class PairCopies {
     keys_ = work.length - chunk() * 8;
   }
 
-  // Starts the copies of a tile. What is behind the ends is zero; its address is not read.
+  // Starts copying a tile. Past the ends it writes zeros without reading.
   __device__ void start(uint4* tile, const Work<Element>& work) const {
     const Element* from = from_;
 #pragma unroll
@@ -36,30 +37,31 @@ class PairCopies {
     keys_ -= kTile;
   }
 
-  // A thread's eight numbers for its upper or lower row, and the keys of its columns in a part.
+  // A thread's eight numbers of its upper or lower row, for the keys of its columns in a part.
   __device__ static uint4 at(const uint4* tile, int lower, int part) {
     return tile[slot_of_pair(group_of_lane() + lower * 8, part * 4 + quarter_of_lane())];
   }
 
  private:
-  // Two rows of 4 chunks, which lanes read at once, are in different banks.
+  // The swizzle puts two rows of 4 chunks, which lanes read at once, into different banks.
   __device__ static int slot_of_pair(int row, int chunk) {
     return static_cast<int>(threadIdx.x / 32) * 128 + row * 8 + (chunk ^ (row & 1) << 2);
   }
   __device__ static int mine() { return static_cast<int>(threadIdx.x % 32 / 8); }
   __device__ static int chunk() { return static_cast<int>(threadIdx.x % 8); }
   const Element* from_;
-  int rows_, keys_;  // from the thread's first on
+  int rows_, keys_;  // from the thread's first row and key on
 };
 
-// A tile of keys, and what belongs to it.
+// The shared memory for a tile of keys.
 template <int kHead>
 struct alignas(16) KeyTile {
   uint4 keys[kTile * kHead / 8], values[kTile * kHead / 8], pair[kTile * kTile / 8];
   float masks[kTile];
 };
 
-// The blocks of a multiprocessor, for registers: five with heads of 32. So the scores of 32 keys exist at a time.
+// Five blocks per multiprocessor for heads of 32, which limits the
+// registers. So only the scores of 32 keys exist at a time.
 template <class Element, int kHead>
 __global__ void __launch_bounds__(kThreads, kHead == 32 ? 5 : 3)
     attention_kernel(const OPK_GRID_CONSTANT Work<Element> work) {
@@ -151,7 +153,7 @@ __global__ void __launch_bounds__(kThreads, kHead == 32 ? 5 : 3)
   float share[2];
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    share[i] = 1.f / sum_of_row(sum[i]);  // infinite if all scores are minus infinity: such a result is NaN
+    share[i] = 1.f / sum_of_row(sum[i]);  // infinite if all scores are minus infinity: the result is NaN
     const int query = first + group_of_lane() + i * 8;
     if (quarter == 0 && query < work.length) {
       float* const moments = work.moments + int64_t{unit.line} * work.length + query;

@@ -1,7 +1,7 @@
-// Parts of the CPU kernels: small matrix products on vectors, and the scores of a few queries.
+// Parts of the CPU kernels: small matrix products on vectors, and the scores of a block of queries.
 //
-// A unit of work is a head of a row, as fp32 in buffers that stay in the cache. A block of queries has all of its
-// scores there, so memory grows with the length and not with its square.
+// A unit of work is a head of a row, widened to fp32 in buffers that stay in the cache. Only the scores of a
+// block of queries exist at a time, so memory grows with the length, not with its square.
 #pragma once
 
 #include <opkiln/arguments.h>
@@ -15,7 +15,7 @@ namespace evoformer {
 using ::evoformer::Sizes;
 using ::evoformer::Strides;
 
-constexpr int64_t kQueries = 16;  // whose scores are computed at a time
+constexpr int64_t kQueries = 16;  // queries whose scores are computed together
 constexpr int64_t kColumns = 16;  // rows in buffers are padded to a multiple of this
 constexpr float kMinusInfinity = -__builtin_inff();
 
@@ -54,7 +54,7 @@ inline float sum_of(Vec v) {
   return sum;
 }
 
-// Floats that a thread works in.
+// A thread's scratch memory.
 class Buffer {
  public:
   explicit Buffer(int64_t count) : values_(new float[static_cast<size_t>(count)]), next_(values_) {}
@@ -103,10 +103,11 @@ inline void multiply_rows(const Matrix& a, const Matrix& b, const Matrix& c, int
   }
 }
 
-// c = a * b, or c += a * b. c has so many rows, and its columns are a multiple of kColumns.
+// c = a * b, or c += a * b. c has `rows` rows, and its columns are a multiple of kColumns.
 template <bool kAdd>
 void multiply(const Matrix& a, const Matrix& b, const Matrix& c, int64_t rows, int64_t columns, int64_t depth) {
-  constexpr int kRows = Vec::kLanes == 16 ? 8 : 4;  // sums that fit the registers, and enough of them at a time
+  // sums that fit into the registers, and enough of them to hide latency
+  constexpr int kRows = Vec::kLanes == 16 ? 8 : 4;
   int64_t r = 0;
   for (; r + kRows <= rows; r += kRows) {
     multiply_rows<kRows, kAdd>({a.at + r * a.row, a.row, a.column}, b, {c.at + r * c.row, c.row}, columns, depth);
@@ -135,7 +136,7 @@ struct Head {
   }
 };
 
-// The mask of a row, times log2(e); minus infinity behind its end.
+// The mask of a row, times log2(e); minus infinity past its end.
 template <class T>
 void load_mask(const void* mask, int64_t row, int64_t length, float* to) {
   if (mask) {
@@ -145,7 +146,8 @@ void load_mask(const void* mask, int64_t row, int64_t length, float* to) {
   for (int64_t i = length; i < padded(length); ++i) to[i] = kMinusInfinity;
 }
 
-// Scores of a query, times log2(e): from products with keys, in place. `bias` is room for a row.
+// Turns a query's products with keys into scores, times log2(e), in
+// place. `bias` is scratch memory for a row.
 template <class T>
 void add_biases(float* scores, const T* pair, const float* mask, float scale, int64_t length, float* bias) {
   if (pair) load(pair, bias, length);

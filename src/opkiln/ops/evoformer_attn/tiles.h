@@ -1,11 +1,12 @@
-// What the CUDA kernels share: tiles of 64 keys or queries in shared memory, and products of a warp with them.
+// Shared by the CUDA kernels: tiles of 64 keys or queries in shared memory, and a warp's products with them.
 //
-// A block has 64 queries (or keys), a warp 16 of them, as left fragments in registers. It goes through the keys (or
-// queries) of the row in tiles. Scores and weights exist as fragments alone.
+// A block has 64 queries (or keys). A warp holds 16 of them as left fragments in registers, and goes through
+// the row's keys (or queries) in tiles. Scores and weights exist only as fragments.
 //
-// Which keys make the 8 columns of an instruction is our choice: a sum does not depend on their order. Here a thread's
-// columns in 4 fragments, which have 32 keys together, are 8 neighbours. So it loads their biases at once, 16 bytes
-// of each query. `place_of` says which key a column is; matrices are loaded row by row, so any order costs the same.
+// The order of keys does not change a sum, so we choose which keys form the 8 columns of an
+// instruction. Here a thread's columns in 4 fragments, which cover 32 keys, are 8
+// neighbours: it loads their biases at once, 16 bytes per query. `place_of` maps columns to
+// keys. Matrices are loaded row by row, so any order costs the same.
 #pragma once
 
 #include <math.h>
@@ -26,31 +27,31 @@ constexpr float kLog2e = 1.44269504f;
 template <class Element>
 struct Work {
   const Element *q, *k, *v;
-  const Element* mask;  // [batch, rows, length], or null
-  const Element* pair;  // [batch, heads, length, length], rows of pair_stride, a multiple of 8; or null
+  const Element* mask;  // [batch, rows, length]; may be null
+  const Element* pair;  // [batch, heads, length, length], rows of pair_stride, a multiple of 8; may be null
   float* moments;       // [2, batch, rows, heads, length]: see functions.py
   Strides q_strides, k_strides, v_strides;
   int32_t rows, length, heads, head, tiles, pair_stride;
   int64_t queries;  // batch * rows * heads * length
-  float scale;      // times log2(e)
+  float scale;      // includes the factor log2(e)
 
-  Element* out;  // of the forward pass, [batch, rows, length, heads, head]
+  Element* out;  // for the forward pass, [batch, rows, length, heads, head]
 
-  // Of the backward pass
+  // Only for the backward pass
   const Element *grad, *output;
   Strides grad_strides, output_strides;
-  float* shifts;  // [batch, rows, heads, length]: the share of a query times its sum of grad * output
+  float* shifts;  // [batch, rows, heads, length]: a query's share times its sum of grad * output
   Element *q_grad, *k_grad, *v_grad, *pair_grad;
-  float* mask_parts;  // [batch, rows, heads, length], or null
-  float* pair_parts;  // [splits, batch, heads, length, length], or null
+  float* mask_parts;  // [batch, rows, heads, length]; may be null
+  float* pair_parts;  // [splits, batch, heads, length, length]; may be null
   int32_t splits;
   float plain_scale;
 };
 
-// Which tile of which head and row a block has.
+// A block's tile, head and row.
 struct Unit {
   int tile, head, row, batch;
-  int line;  // of [batch, rows, heads]
+  int line;  // index into [batch, rows, heads]
 
   template <class Element>
   __device__ Unit(const Work<Element>& work, unsigned index) {
@@ -68,7 +69,7 @@ __device__ inline const Element* head_of(const Element* x, const Strides& stride
   return x + batch * strides.batch + row * strides.row + head * strides.head;
 }
 
-// The two numbers in a register.
+// One of the two numbers in a register.
 template <class Element>
 __device__ inline float number(uint32_t word, int which) {
   if constexpr (opk::dtype_of<Element> == opk::DType::float16) {
@@ -83,34 +84,34 @@ __device__ inline int quarter_of_lane() { return threadIdx.x % 4; }
 
 // ---- tiles -----------------------------------------------------------------------------------------
 
-// Where 16 bytes of a row are in a tile of rows with kChunks of them. The eight rows that a matrix is loaded from,
-// in either order, are in different banks.
+// The swizzled position of 16 bytes of a row, in a tile whose rows have kChunks of them. The eight rows from
+// which a matrix is loaded, in either order, are in different banks.
 template <int kChunks>
 __device__ inline int slot(int row, int chunk) {
   const int mixed = (row >> 3 ^ row >> 1) & 3;
   return row * kChunks + (chunk ^ (kChunks == 4 ? mixed : mixed << 1 | (row & 1)));
 }
 
-// The place in a tile of column n in fragment j (of 4) of the 32 places from 32 * part on.
+// The place in a tile of column n in fragment j (of 4), within the 32 places from 32 * part on.
 __device__ inline int place_of(int part, int j, int n) { return part * 32 + n / 2 * 8 + 2 * j + n % 2; }
 
-// slot(place_of(part, j, n), half * 4 + lane / 8), where n is lane % 8. Only `lane` is not known to the compiler: it
-// keeps the slot of the first matrix in a register, and few others.
+// Equals slot(place_of(part, j, n), half * 4 + lane / 8) with n = lane % 8. Only `lane` is unknown at compile
+// time, so the compiler keeps little more than the first matrix' slot in registers.
 template <int kChunks>
 __device__ inline int slot_of_rows(int lane, int part, int j, int half) {
   const int first = slot<kChunks>(place_of(0, 0, lane % 8), lane / 8);
   return (first ^ (kChunks / 4 * j) ^ (half * 4)) + (2 * j + 32 * part) * kChunks;
 }
 
-// slot(place_of(part, 2 * step + matrix % 2, n), chunk + matrix / 2), where n is lane % 8, and matrix is lane / 8.
-// `chunk` is even.
+// Equals slot(place_of(part, 2 * step + matrix % 2, n), chunk + matrix
+// / 2) with n = lane % 8 and matrix = lane / 8. `chunk` is even.
 template <int kChunks>
 __device__ inline int slot_of_columns(int lane, int part, int step, int chunk) {
   const int first = slot<kChunks>(place_of(0, lane / 8 % 2, lane % 8), lane / 16);
   return (first ^ chunk ^ (kChunks / 2 * step)) + (4 * step + 32 * part) * kChunks;
 }
 
-// Copies of a head's rows to tiles of 64. It knows where the thread reads; strides stay in constant memory.
+// Copies a head's rows to tiles of 64. Keeps the thread's read position; strides stay in constant memory.
 template <int kHead, class Element>
 class RowCopies {
  public:
@@ -120,13 +121,13 @@ class RowCopies {
     left_ = chunk() * 8 < work.head ? work.length - first - mine() : 0;
   }
 
-  // Starts the copies of a tile. What is behind the end of the sequence, or of the head, is zero.
+  // Starts copying a tile. Past the end of the sequence or of the head it writes zeros.
   __device__ void start(uint4* tile, const Strides& strides) const {
     const Element* from = from_;
 #pragma unroll
     for (int i = 0; i < kTile / kRows; ++i) {
       copy_later(tile + slot<kChunks>(mine() + i * kRows, chunk()), from, i * kRows < left_);
-      from += kRows * strides.place;  // what is not there is not read
+      from += kRows * strides.place;  // may point past the end, where nothing is read
     }
   }
   __device__ void next_tile(const Strides& strides) {
@@ -136,14 +137,15 @@ class RowCopies {
   __device__ void next_row(const Strides& strides) { from_ += strides.row; }
 
  private:
-  static constexpr int kChunks = kHead / 8, kRows = kThreads / kChunks;  // rows that the block copies at a time
+  // rows that the block copies at a time
+  static constexpr int kChunks = kHead / 8, kRows = kThreads / kChunks;
   __device__ static int mine() { return static_cast<int>(threadIdx.x / kChunks); }
   __device__ static int chunk() { return static_cast<int>(threadIdx.x % kChunks); }
   const Element* from_;
-  int left_;  // rows from the thread's first on
+  int left_;  // from the thread's first row on
 };
 
-// Left fragments of 16 rows from global memory.
+// Loads left fragments of 16 rows from global memory.
 template <int kHead, class Element>
 __device__ inline void load_left(uint32_t (&left)[kHead / 16][4], const Element* from, int64_t stride, int first,
                                  int length, int head) {
@@ -159,7 +161,7 @@ __device__ inline void load_left(uint32_t (&left)[kHead / 16][4], const Element*
   }
 }
 
-// Left fragments of a warp's 16 rows of a tile.
+// Loads left fragments of a warp's 16 rows of a tile.
 template <int kHead>
 __device__ inline void load_left(uint32_t (&left)[kHead / 16][4], const uint4* tile) {
   const int lane = threadIdx.x % 32, row = threadIdx.x / 32 * 16 + lane % 16;
@@ -169,7 +171,7 @@ __device__ inline void load_left(uint32_t (&left)[kHead / 16][4], const uint4* t
   }
 }
 
-// sums = left * rows' for 32 rows of a tile.
+// sums = left * rows', for 32 rows of a tile.
 template <class Element, int kHead>
 __device__ inline void multiply_by_rows(float (&sums)[4][4], const uint32_t (&left)[kHead / 16][4], const uint4* tile,
                                         int part) {
@@ -191,7 +193,8 @@ __device__ inline void multiply_by_rows(float (&sums)[4][4], const uint32_t (&le
   }
 }
 
-// sums += numbers * rows for 32 rows of a tile; the numbers are what multiply_by_rows gives, and are rounded.
+// sums += numbers * rows, for 32 rows of a tile. The numbers are
+// results of multiply_by_rows, rounded to Element.
 template <class Element, int kHead>
 __device__ inline void add_product(float (&sums)[kHead / 8][4], const float (&numbers)[4][4], const uint4* tile,
                                    int part) {
@@ -235,7 +238,7 @@ __device__ inline void store_rows(Element* to, const float (&sums)[kHead / 8][4]
 
 // ---- biases ----------------------------------------------------------------------------------------
 
-// The mask's number for a key, times log2(e); minus infinity behind the end, so such keys have no weight.
+// A key's mask, times log2(e). Keys past the end get minus infinity, and so no weight.
 template <class Element>
 __device__ inline float masked(const Work<Element>& work, int batch, int row, int key) {
   if (key >= work.length) return -INFINITY;
@@ -243,7 +246,7 @@ __device__ inline float masked(const Work<Element>& work, int batch, int row, in
   return float(work.mask[(int64_t{batch} * work.rows + row) * work.length + key]) * kLog2e;
 }
 
-// Eight numbers of the pair bias, for a query and neighbouring keys; zeros behind the ends.
+// Loads eight numbers of the pair bias, for a query and neighbouring keys; zeros past the ends.
 template <class Element>
 __device__ inline void load_pair(uint32_t (&words)[4], const Work<Element>& work, const Element* pair, int query,
                                  int key) {
@@ -264,7 +267,7 @@ __device__ inline const Element* pair_of(const Work<Element>& work, int batch, i
   return work.pair == nullptr ? nullptr : work.pair + at;
 }
 
-// Rows of `length` numbers, each padded with zeros to `stride`.
+// Copies rows of `length` numbers, each padded with zeros to `stride`.
 template <class Element>
 __global__ void __launch_bounds__(256) pad_kernel(const Element* from, Element* to, int64_t total, int32_t length,
                                                   int32_t stride) {
@@ -275,12 +278,13 @@ __global__ void __launch_bounds__(256) pad_kernel(const Element* from, Element* 
   }
 }
 
-// A thread's numbers of an array in shared memory that belong to its columns in fragments 2 * half and 2 * half + 1.
+// Loads a thread's numbers from an array in shared memory, for its
+// columns in fragments 2 * half and 2 * half + 1.
 __device__ inline float4 of_columns(const float* values, int part, int half) {
   return *reinterpret_cast<const float4*>(values + part * 32 + quarter_of_lane() * 8 + half * 4);
 }
 
-// One of a float4's or uint4's members.
+// A member of a float4 or uint4, by index.
 template <class Four>
 __device__ inline auto at(const Four& four, int i) {
   return i == 0 ? four.x : i == 1 ? four.y : i == 2 ? four.z : four.w;
@@ -296,7 +300,8 @@ __device__ inline float sum_of_row(float value) {
 
 #if !defined(__CUDACC_RTC__)
 
-// A tensor whose heads are read in pieces of 16 bytes: itself, or a copy. If that would not help, the reference runs.
+// A tensor whose heads can be read 16 bytes at a time: x itself, or a
+// copy. If even a copy is not aligned, the reference runs.
 inline Tensor with_aligned_heads(const Tensor& x) {
   const auto aligned = [](const Tensor& t) {
     bool found = t.stride(-1) == 1 && reinterpret_cast<uintptr_t>(t.data()) % 16 == 0;
@@ -311,7 +316,7 @@ inline Tensor with_aligned_heads(const Tensor& x) {
 
 inline int32_t tiles_of(const Sizes& s) { return static_cast<int32_t>((s.length + kTile - 1) / kTile); }
 
-// The pair bias with rows that begin at multiples of 16 bytes: itself, or a padded copy; no tensor if there is none.
+// The pair bias with rows aligned to 16 bytes: itself, or a padded copy. Undefined if there is none.
 inline Tensor with_aligned_rows(const MaybeTensor& pair_bias, const Sizes& s) {
   Tensor pair = whole(pair_bias);
   if (!pair.defined() || pair.numel() == 0) return pair;
@@ -333,7 +338,7 @@ inline void check_served(const Sizes& s, const Tensor& q) {
   OPK_SERVED(s.batch * s.rows * s.heads * tiles_of(s) < (int64_t{1} << 31), q, " has too many rows and heads");
 }
 
-// The members that both passes have. The tensors that they point to must stay.
+// Sets the members that both passes use. The tensors must outlive the result.
 template <class Element>
 Work<Element> work_of(const Sizes& s, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& mask,
                       const Tensor& pair, double scale) {

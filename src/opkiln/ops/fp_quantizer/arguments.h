@@ -1,4 +1,4 @@
-// Checks that several of the op's functions make. Messages are reference.py's.
+// Argument checks that the op's functions share. Messages equal reference.py's.
 #pragma once
 
 #include <opkiln/arguments.h>

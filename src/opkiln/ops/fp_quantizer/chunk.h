@@ -1,4 +1,4 @@
-// Chunks of 16 elements as a thread holds them, and their codes. In device code.
+// Chunks of 16 elements in a thread's registers, and their codes. Device code.
 #pragma once
 
 #include <opkiln/group_reduce.h>
@@ -13,8 +13,8 @@ struct alignas(16) Vector {
   uint32_t at[4];
 };
 
-// The types of elements: how a chunk's words become floats. Magnitudes are in the order of floats as
-// the integers that their bits are, those of infinity and NaN above all numbers.
+// Element types, which convert a chunk's words to floats. As integers, the bits of magnitudes have
+// the order of the floats, with infinity and NaN above all numbers.
 struct Float {
   using Storage = uint32_t;
   static constexpr int kWords = 16;
@@ -33,7 +33,7 @@ struct Float {
   __device__ static float element(const uint32_t (&words)[kWords], int i) {
     return float_of(words[i]);
   }
-  // The highest bytes of the elements, four in each word: where their signs are.
+  // The highest bytes of the elements, which contain the signs, four per word.
   __device__ static void sign_bytes(const uint32_t (&words)[kWords], uint32_t (&out)[4]) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -42,7 +42,7 @@ struct Float {
   }
 };
 
-// Two to a word, the first in its low half.
+// Two elements per word, the first in the low half.
 template <class Type>
 struct Sixteenths {
   using Storage = uint16_t;
@@ -89,7 +89,7 @@ struct Half : Sixteenths<Half> {
   }
 };
 
-// The largest magnitude of a group, or of as much of it as a thread has seen.
+// The largest magnitude of a group, or of the part that a thread has seen.
 struct Magnitude {
   uint32_t bits;
 
@@ -105,7 +105,7 @@ template <class Type>
 struct Chunk {
   uint32_t words[Type::kWords];
 
-  // All 16 elements, at an address that is a multiple of 16 bytes.
+  // Loads all 16 elements from an address that is aligned to 16 bytes.
   __device__ void load(const void* input, int64_t start) {
     const auto* const from = reinterpret_cast<const Vector*>(
         static_cast<const typename Type::Storage*>(input) + start);
@@ -119,7 +119,7 @@ struct Chunk {
     }
   }
 
-  // The first `count` of them, at any address, and zeros.
+  // Loads the first `count` elements from any address, and fills up with zeros.
   __device__ void load_part(const void* input, int64_t start, int count) {
     const auto* const from = static_cast<const typename Type::Storage*>(input) + start;
 #pragma unroll
@@ -138,7 +138,7 @@ struct Chunk {
   }
 };
 
-// What a group's elements have in common.
+// How the elements of a group are scaled.
 template <class F>
 struct Scale {
   float scale, inverse;
@@ -155,7 +155,7 @@ struct Codes {
   uint32_t words[kWords];
 };
 
-// `index` is the chunk's: that of its random bits.
+// `index` is the chunk's index, which selects its random bits.
 template <class F, class Type>
 __device__ Codes<F> encode(const Chunk<Type>& chunk, const Scale<F>& scale, bool stochastic,
                            int64_t index, uint64_t offset, const Keys& keys) {

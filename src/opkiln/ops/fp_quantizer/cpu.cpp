@@ -1,5 +1,5 @@
-// Groups to codes and back on the host: blocks that stay in the first level cache, in loops that the
-// compiler turns into vectors. The arithmetic is that of number.h.
+// Quantizes and dequantizes on the host, in blocks that stay in the L1 cache and
+// loops that the compiler vectorizes. The arithmetic is number.h's.
 
 #include <opkiln/blocks.h>
 
@@ -10,13 +10,13 @@ namespace opkiln {
 namespace fp_quantizer {
 namespace {
 
-constexpr int64_t kGrainElements = 32 * 1024;  // below it, one thread is as fast as waking another
+constexpr int64_t kGrainElements = 32 * 1024;  // below this, waking another thread does not pay
 
 constexpr int64_t least(int64_t a, int64_t b) {
   return a < b ? a : b;
 }
 
-// The elements [begin, begin + count) as floats; in `scratch` where they are not floats already.
+// The elements [begin, begin + count) as floats. Elements of other types are widened into `scratch`.
 const float* floats(const Quantize& work, int64_t begin, int64_t count, float* scratch) {
   if (work.type == ElementType::kFloat) {
     return static_cast<const float*>(work.input) + begin;
@@ -25,7 +25,7 @@ const float* floats(const Quantize& work, int64_t begin, int64_t count, float* s
   return scratch;
 }
 
-// The bits of the largest magnitude; those of NaN and infinity are larger than any other.
+// The bits of the largest magnitude. NaN and infinity are larger than any number.
 [[gnu::noinline]] uint32_t absmax(const float* values, int64_t count) {
   uint32_t most = 0;
   for (int64_t i = 0; i < count; ++i) {
@@ -61,8 +61,8 @@ template <class F>
   }
 }
 
-// Codes side by side, from a whole byte on; those after the last one up to a whole byte are read,
-// and must be 0.
+// Packs codes, starting at a whole byte. It also reads the codes
+// after the last one, up to a whole byte, which must be 0.
 template <class F>
 [[gnu::noinline]] void pack(const uint32_t* codes, int64_t count, uint8_t* to) {
   const auto byte = [](uint32_t bits) { return static_cast<uint8_t>(bits); };
@@ -75,7 +75,7 @@ template <class F>
       to[i] = byte(codes[2 * i] | codes[2 * i + 1] << 4);
     }
   } else {
-    constexpr int kEach = 24 / F::kBits;  // of three bytes
+    constexpr int kEach = 24 / F::kBits;  // codes in three bytes
     const int64_t bytes = (count * F::kBits + 7) / 8;
     for (int64_t i = 0; i < bytes / 3; ++i) {
       uint32_t all = 0;
@@ -135,7 +135,7 @@ void quantize_group(const Quantize& work, uint64_t offset, int64_t group) {
   }
 }
 
-// The codes from an element on; `index` may be in the middle of a byte.
+// Unpacks the codes from an element on. `index` may be in the middle of a byte.
 template <class F>
 [[gnu::noinline]] void unpack(const uint8_t* from, int64_t index, int64_t count, uint32_t* codes) {
   if constexpr (F::kBits == 8) {
@@ -223,7 +223,7 @@ void check_rows(const int64_t* rows, int64_t count, int64_t height) {
   }
 }
 
-// `count` elements from `source` on, to the output from `target` on.
+// Dequantizes `count` elements, from `source` on, into the output from `target` on.
 void dequantize_range(const Dequantize& work, int64_t source, int64_t target, int64_t count) {
   with_format(work.bits, work.mantissa_bits, [&](auto format) {
     dequantize<decltype(format)>(work, source, target, count);

@@ -1,6 +1,5 @@
-// Numbers from codes in one pass over memory: a thread writes 16 bytes at a time, and reads the codes
-// of these elements; neighbours share what the cache fetches. hipify turns this file into HIP
-// as it is.
+// Dequantizes in one pass over memory. A thread writes 16 bytes at a time and reads the codes of these
+// elements; neighbouring threads share cache lines. hipify turns this file into HIP unchanged.
 
 #include <opkiln/op.h>
 
@@ -13,12 +12,12 @@ namespace fp_quantizer {
 namespace {
 
 constexpr int kThreads = 128;
-constexpr int kUnits = 2;  // accesses that a thread has in flight; with 1, 4 or 8 it was slower
+constexpr int kUnits = 2;  // accesses that a thread has in flight; 1, 4 and 8 were slower
 
 struct Layout {
-  int64_t whole;     // units of 16 bytes in the output, without one in part
-  int group_log2;    // -1: the size of a group is no power of two
-  bool vectors;      // codes of a whole unit may be read at once
+  int64_t whole;     // full 16-byte units in the output
+  int group_log2;    // -1: the group size is not a power of two
+  bool vectors;      // the codes of a full unit can be read at once
   bool small;        // indices of units fit into 32 bits
 };
 
@@ -36,7 +35,7 @@ struct Unit {
     if (shift + F::kBits > 32) {
       out |= words[word + 1] << (32 - shift);
     }
-    return out;  // with more above it
+    return out;  // the bits above the code are undefined
   }
 };
 
@@ -81,7 +80,7 @@ __device__ void load(Unit<T, F>& unit, const uint8_t* from) {
   }
 }
 
-// The code of one element, of codes at any address; none is read beyond its last byte.
+// The code of one element, at any address. Reads no byte after the code's last one.
 template <class F>
 __device__ uint32_t code_at(const uint8_t* codes, int64_t index) {
   const int64_t bit = index * F::kBits;
@@ -95,13 +94,13 @@ __device__ uint32_t code_at(const uint8_t* codes, int64_t index) {
 
 template <class F>
 __device__ float decode(uint32_t code) {
-  if (F::kBits == 8 && F::kMantissa == 2) {  // the upper byte of a half
+  if (F::kBits == 8 && F::kMantissa == 2) {  // it is the upper byte of a half
     return opk::bits::half_to_float(static_cast<uint16_t>(code << 8));
   }
   return number_of<F>(code);
 }
 
-// The numbers of a whole unit.
+// Decodes a full unit.
 template <class T, class F>
 __device__ void decode(const Unit<T, F>& unit, float (&out)[Unit<T, F>::kElements]) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
@@ -177,7 +176,7 @@ __device__ void store(float value, uint16_t* to, ElementType type) {
   *to = device::narrow<device::Bits16>(value, type).bits;
 }
 
-// Where the output's element `index` comes from; -1: from a row that is not there.
+// The index from which the output's element `index` is read; -1 if the row does not exist.
 __device__ int64_t source_of(const Dequantize& work, bool small, int64_t index) {
   if (work.rows == nullptr) {
     return index;
@@ -201,7 +200,7 @@ __device__ float scale_at(const Dequantize& work, const Layout& layout, int64_t 
   return work.scales[group];
 }
 
-// The elements of a unit one by one: at the end, of codes at odd addresses, of rows of odd widths.
+// Handles the elements of a unit one by one: at the end, and for unaligned codes or rows.
 template <class T, class F>
 __device__ __noinline__ void by_element(const Dequantize& work, const Layout& layout,
                                         int64_t start) {
@@ -281,7 +280,7 @@ void launch_for(const Dequantize& work) {
               layout);
 }
 
-// The host does not wait for them. A row that is not there comes out as NaN.
+// The host does not wait for the indices. A row that does not exist becomes NaN.
 void check_rows(const int64_t*, int64_t, int64_t) {}
 
 void run(const Dequantize& work) {

@@ -1,4 +1,4 @@
-// What is dequantized, and the functions of the op that make it of tensors: with the checks.
+// Shared by the CPU and CUDA versions of dequantizing: argument checks, and the op's functions.
 #pragma once
 
 #include "arguments.h"
@@ -7,17 +7,17 @@ namespace opkiln {
 namespace fp_quantizer {
 namespace {
 
-// `output` is as an allocator gives it: aligned.
+// The parameters of a call. `output` is aligned, as it comes from the allocator.
 struct Dequantize {
   const uint8_t* codes;
   const float* scales;
   void* output;
-  int64_t numel;  // of the output
+  int64_t numel;  // elements of the output
   int64_t group_size;
   int bits, mantissa_bits;
   ElementType type;
-  const int64_t* rows;    // null: all of them, in order
-  int64_t width, height;  // of what was quantized, in rows; for those that are asked for
+  const int64_t* rows;    // null: all rows, in order
+  int64_t width, height;  // of the quantized tensor, as rows; used if `rows` is given
 };
 
 #if !defined(__CUDACC_RTC__)
@@ -25,7 +25,7 @@ OPK_PLAIN_BEGIN
 
 using Sizes = opk::List<int64_t>;
 
-// A device's file defines these two. There is at least one element.
+// Defined by each device's source. Called only if there is at least one element.
 void run(const Dequantize& work);
 void check_rows(const int64_t* rows, int64_t count, int64_t height);
 

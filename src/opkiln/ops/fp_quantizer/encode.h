@@ -1,5 +1,5 @@
-// Codes of 16 values at a time, in device code. Where the GPU has an instruction for a format, it is
-// used; all give the same bits as number.h.
+// Encodes 16 values at a time in device code. Uses the GPU's conversion
+// instructions where they exist; all variants give the same bits as number.h.
 #pragma once
 
 #include "number.h"
@@ -9,7 +9,7 @@ namespace fp_quantizer {
 
 constexpr int kChunk = 16;
 
-// Not contracted with an addition that follows.
+// A product that the compiler does not contract with a following addition.
 __device__ inline float product(float a, float b) {
 #if defined(__CUDA_ARCH__)
   return __fmul_rn(a, b);
@@ -18,7 +18,8 @@ __device__ inline float product(float a, float b) {
 #endif
 }
 
-// The larger magnitudes of two pairs of halves, NaN above all; their signs mean nothing.
+// The larger magnitudes of two pairs of halves, with NaN above all.
+// The sign bits of the result are undefined.
 template <bool kBFloat16>
 __device__ inline uint32_t larger_halves(uint32_t a, uint32_t b) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
@@ -36,33 +37,33 @@ __device__ inline uint32_t larger_halves(uint32_t a, uint32_t b) {
 #endif
 }
 
-// Four parts of 24 bits, one after the other.
+// Joins four 24-bit parts.
 __device__ inline void join(const uint32_t (&parts)[4], uint32_t* words) {
   words[0] = parts[0] | parts[1] << 24;
   words[1] = parts[1] >> 8 | parts[2] << 16;
   words[2] = parts[2] >> 16 | parts[3] << 8;
 }
 
-// 16 codes of twelve bits, from the low bits of half a word each to where they belong.
+// Packs 16 twelve-bit codes, from the low bits of half a word each.
 __device__ inline void pack_twelves(const uint32_t (&twos)[8], uint32_t (&words)[6]) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     uint32_t closed[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const uint32_t two = twos[4 * half + i];
+      const uint32_t two = twos[4 * half + i];  // the second code moves down by four bits
       closed[i] = two - (two >> 16) * 0xf000u;  // the second moves down by four bits
     }
     join(closed, words + 3 * half);
   }
 }
 
-// The low halves of two words.
+// Joins the low halves of two words.
 __device__ inline uint32_t low_halves(uint32_t low, uint32_t high) {
   return __byte_perm(low, high, 0x5410);
 }
 
-// 16 codes of up to eight bits, from the low bits of a byte each to where they belong.
+// Packs 16 codes of up to eight bits, from the low bits of a byte each.
 template <class F>
 __device__ inline void pack_bytes(const uint32_t (&fours)[4], uint32_t (&words)[F::kBits / 2]) {
   if constexpr (F::kBits == 8) {
@@ -87,8 +88,8 @@ __device__ inline void pack_bytes(const uint32_t (&fours)[4], uint32_t (&words)[
   }
 }
 
-// As scale_of, without a division: the quotient is corrected by what its product leaves over, and so
-// is rounded as the division's. (It is where the inverse of the divisor is.)
+// Equals scale_of, without a division. The quotient is corrected by the remainder of its product, which
+// rounds it as the division would. (This holds for these divisors, whose inverses are known.)
 template <class F>
 __device__ inline float scale_for(uint32_t absmax) {
 #if defined(__CUDA_ARCH__)
@@ -133,9 +134,10 @@ struct Nearest {
 
 #if defined(__CUDA_ARCH__)
 
-// Normal numbers are rounded as to bfloat16, which has the same mantissa; subnormals where the last bit
-// of a float is worth as much as theirs. With magnitudes cut off at the least normal number from below
-// and from above, whose code is 128, the sum of both codes is 128 too large, and is made two at a time.
+// Normal numbers are rounded as to bfloat16, which has the same mantissa. Subnormals are rounded
+// where a float's last bit is worth as much as theirs. Magnitudes are clamped at the least
+// normal number, whose code is 128, once from below and once from above. So the sum of both
+// codes is 128 too large, which is corrected for two codes at a time.
 template <>
 struct Nearest<E4M7> {
   __device__ static void encode(const float (&v)[kChunk], uint32_t (&words)[6]) {
@@ -192,9 +194,9 @@ struct Nearest<E5M2> {
   }
 };
 
-// e5m2 has the same mantissa: after a shift of the exponent by 12 the least normal numbers are the
-// same, and so are all codes, but for the place of the sign. (What the product rounds, because fp32
-// has no bits for it, is far below the least number that is not rounded to 0.)
+// e5m2 has the same mantissa. After the exponent is shifted by 12, the least normal
+// numbers agree, and so do all codes except for the position of the sign. (The
+// product rounds only values far below those that become 0 anyway.)
 template <>
 struct Nearest<E3M2> {
   __device__ static void encode(const float (&v)[kChunk], uint32_t (&words)[3]) {
@@ -215,16 +217,16 @@ struct Nearest<E3M2> {
 
 #endif
 
-// The codes of e2m1 as a function of the magnitude are three straight lines, so that three clamped
-// parts of it, added up behind the point of a number whose last bit is worth 1, give the code,
-// rounded ties to even: 4 steps up to 2, 2 steps up to 4, 1 step up to 6. Each part is exact. This
-// takes the GPU's plentiful instructions, not the scarcer ones for integers.
+// The codes of e2m1 as a function of the magnitude form three straight lines: 4 steps up to 2, 2
+// steps up to 4, 1 step up to 6. Three clamped, exact parts of the magnitude are added to a number
+// whose last bit is worth 1, which gives the code, rounded ties to even. This uses the GPU's
+// plentiful float instructions instead of the scarcer integer ones.
 template <>
 struct Nearest<E2M1> {
   __device__ static void encode(const float (&v)[kChunk], uint32_t (&words)[2]) {
 #pragma unroll
     for (int w = 0; w < 2; ++w) {
-      uint32_t magnitudes = 0, signs = 0;  // four bits of each value, the first one's lowest
+      uint32_t magnitudes = 0, signs = 0;  // four bits per value, the first value lowest
 #pragma unroll
       for (int i = 7; i >= 0; --i) {
         const float value = v[8 * w + i], magnitude = fabsf(value);
@@ -234,7 +236,7 @@ struct Nearest<E2M1> {
         magnitudes = magnitudes * 16 + bits_of(sum);
         signs = __funnelshift_l(bits_of(value), signs, 4);
       }
-      // The sums' exponents, 0x4b000000, were added along with them, the last two times in sight.
+      // Removes the sums' exponents, 0x4b000000, of which the last two still affect the word.
       words[w] = (magnitudes - 0xfb000000u) | (signs & 0x88888888u);
     }
   }
@@ -246,25 +248,25 @@ __device__ inline void encode_nearest(const float (&values)[kChunk],
   Nearest<F>::encode(values, words);
 }
 
-// As exact_code, of a value without its sign.
+// Equals exact_code, for the magnitude of a value.
 template <class F>
 __device__ inline uint32_t exact_code_of(float value) {
 #if defined(__CUDA_ARCH__)
-  // Where the format's numbers are subnormal, so are fp32's after this product; nothing is rounded.
+  // After this product, fp32 is subnormal exactly where the format is. Nothing is rounded.
   return bits_of(__fmul_rz(fabsf(value), F::kUnbias));
 #else
   return exact_code<F>(bits_of(value) & 0x7fffffffu);
 #endif
 }
 
-// The highest bytes of four words, the first one's lowest.
+// The highest bytes of four words, the first word's lowest.
 __device__ inline uint32_t highest_bytes(uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
   return __byte_perm(__byte_perm(a, b, 0x0073), __byte_perm(c, d, 0x0073), 0x5410);
 }
 
-// `signs` are the highest bytes of the values, four in each. `index` is that of the 16 values, and so
-// of their random bits. The 16 bits of each are added below the last bit of its code, which for
-// formats of up to eight bits is then in the highest byte.
+// `signs` are the highest bytes of the values, four per word. `index` counts 16 values and selects
+// their random bits. A value's 16 random bits are added below the last bit of its code. For
+// formats of up to eight bits, the code is then in the highest byte.
 template <class F>
 __device__ inline void encode_stochastic(const float (&values)[kChunk], const uint32_t (&signs)[4],
                                          uint64_t index, uint64_t offset, const Keys& keys,
@@ -278,7 +280,7 @@ __device__ inline void encode_stochastic(const float (&values)[kChunk], const ui
       const uint32_t bits = __byte_perm(word, 0, 0x4004 | next << 8 | byte << 4);
       chosen[i] = exact_code_of<F>(values[i]) * (2u << F::kMantissa) + bits;
     } else {
-      // Of the largest number no bits are left to add to, but fp32 may have rounded above it.
+      // The largest number has no room to add random bits, but fp32 may have rounded a value above it.
       const float value = fminf(fabsf(values[i]), F::kLargest);
       const uint32_t bits = __byte_perm(word, 0, 0x4400 | next << 4 | byte);
       chosen[i] = (exact_code_of<F>(value) + bits) >> F::kCut;

@@ -1,5 +1,4 @@
-// The number formats, and one number at a time from and to them. The same on the host, on devices
-// and in reference.py, bit for bit.
+// The number formats, and conversions of single numbers. Host, devices and reference.py give the same bits.
 #pragma once
 
 #include <opkiln/random_bits.h>
@@ -14,11 +13,12 @@ OPK_HOST_DEVICE static inline float float_of(uint32_t bits) {
   return opk::bits::to_float(bits);
 }
 
-constexpr int kRounds = 7;  // of Philox; enough for its authors' tests, and 0.7 times the work of ten
+constexpr int kRounds = 7;  // of Philox: passes its authors' tests, with 0.7 times the work of ten
 using Keys = RandomKeys<kRounds>;
 
-constexpr uint32_t kInfinity = 0x7f800000u, kNan = 0x7fc00000u;  // and kInfinity is fp32's exponent
-constexpr float kLeastScale = 0x1p-126f;  // fp32's least normal number: its inverse is finite
+// kInfinity is also the mask of fp32's exponent
+constexpr uint32_t kInfinity = 0x7f800000u, kNan = 0x7fc00000u;
+constexpr float kLeastScale = 0x1p-126f;  // fp32's least normal number, whose inverse is finite
 
 OPK_HOST_DEVICE constexpr float power_of_two(int exponent) {
   float value = 1;
@@ -31,18 +31,18 @@ OPK_HOST_DEVICE constexpr float power_of_two(int exponent) {
   return value;
 }
 
-// So many bits, so many of them in the mantissa, and the largest number with its code.
+// A format: its bits, its mantissa bits, and its largest number with the code of that number.
 template <int kAllBits, int kMantissaBits, int kLargestNumber, uint32_t kCodeOfLargest>
 struct Format {
   static constexpr int kBits = kAllBits, kMantissa = kMantissaBits;
   static constexpr int kBias = (1 << (kBits - 2 - kMantissa)) - 1;
-  static constexpr int kCut = 23 - kMantissa;  // bits of fp32's mantissa that are cut off
-  static constexpr uint32_t kLeast = (128u - kBias) << 23;  // the least normal number, as fp32
+  static constexpr int kCut = 23 - kMantissa;  // bits of fp32's mantissa that the format lacks
+  static constexpr uint32_t kLeast = (128u - kBias) << 23;  // the least normal number, as fp32 bits
   static constexpr float kLargest = kLargestNumber;
   static constexpr uint32_t kLargestCode = kCodeOfLargest;
-  static constexpr uint32_t kMagnitude = (1u << (kBits - 1)) - 1;  // all but the sign
-  // A float whose bits are those of a number's magnitude, shifted up to fp32's place, is this much
-  // too small: by the difference of the biases. Subnormals are subnormals in both.
+  static constexpr uint32_t kMagnitude = (1u << (kBits - 1)) - 1;  // mask of all bits except the sign
+  // Shifting a code's magnitude to fp32's position gives a float that is too small by this factor,
+  // the difference of the biases. Subnormals are subnormal in both.
   static constexpr float kRebias = power_of_two(127 - kBias);
   static constexpr float kUnbias = power_of_two(kBias - 127);
 };
@@ -53,7 +53,7 @@ using E3M2 = Format<6, 2, 28, 0x1f>;
 using E4M7 = Format<12, 7, 510, 0x7ff>;
 using E2M1 = Format<4, 1, 6, 0x7>;
 
-// Calls body with the format of these bits, or gives false: there is none.
+// Calls body with the format of these bits. Returns false if there is none.
 template <class Body>
 static inline bool with_format(int64_t bits, int64_t mantissa_bits, const Body& body) {
   const int64_t both = bits * 16 + mantissa_bits;
@@ -81,7 +81,7 @@ static inline bool with_format(int64_t bits, int64_t mantissa_bits, const Body& 
   }
 }
 
-// What a group's scale is, from the bits of its largest magnitude.
+// A group's scale, from the bits of its largest magnitude.
 template <class F>
 OPK_HOST_DEVICE static inline float scale_of(uint32_t absmax) {
   if (absmax >= kInfinity) {
@@ -91,15 +91,14 @@ OPK_HOST_DEVICE static inline float scale_of(uint32_t absmax) {
   return scale < kLeastScale ? kLeastScale : scale;
 }
 
-// The sign of a value where the format has it.
+// The sign of a value, at the format's sign bit.
 template <class F>
 OPK_HOST_DEVICE static inline uint32_t sign_of(float value) {
   return bits_of(value) >> 31 << (F::kBits - 1);
 }
 
-// The code of the nearest number, ties to even, of a value whose magnitude is not above the largest
-// one by more than fp32's rounding. Adding a power of two cuts a number off at the format's last
-// bit, and rounds as fp32 does.
+// The code of the nearest number, ties to even. The value may exceed the largest number by at most fp32's
+// rounding error. Adding a power of two drops the bits below the format's last bit, with fp32's rounding.
 template <class F>
 OPK_HOST_DEVICE static inline uint32_t nearest(float value) {
   const uint32_t magnitude = bits_of(value) & 0x7fffffffu;
@@ -110,8 +109,8 @@ OPK_HOST_DEVICE static inline uint32_t nearest(float value) {
   return (rounded - magic + ((exponent - F::kLeast) >> F::kCut)) | sign_of<F>(value);
 }
 
-// A magnitude as a code with kCut bits after the point: numbers between two of the format's lie as
-// far between their codes. What is beyond fp32's own bits is dropped.
+// A magnitude as a code with kCut fractional bits: a number between two of the format's has a code at the
+// same relative position. Bits below fp32's precision are dropped.
 template <class F>
 OPK_HOST_DEVICE static inline uint32_t exact_code(uint32_t magnitude) {
   if (magnitude >= F::kLeast) {
@@ -122,7 +121,7 @@ OPK_HOST_DEVICE static inline uint32_t exact_code(uint32_t magnitude) {
   return shift > 31 ? 0 : significand >> shift;
 }
 
-// The code of one of the two numbers that the value lies between, chosen by 16 random bits.
+// The code of one of the two numbers around the value, chosen by 16 random bits.
 template <class F>
 OPK_HOST_DEVICE static inline uint32_t stochastic(float value, uint32_t random) {
   const uint32_t exact = exact_code<F>(bits_of(value) & 0x7fffffffu);
@@ -130,7 +129,7 @@ OPK_HOST_DEVICE static inline uint32_t stochastic(float value, uint32_t random) 
   return (chosen > F::kLargestCode ? F::kLargestCode : chosen) | sign_of<F>(value);
 }
 
-// The number of a code; of the bits above it there may be any.
+// Decodes a number. Bits above the code are ignored.
 template <class F>
 OPK_HOST_DEVICE static inline float number_of(uint32_t code) {
   const uint32_t magnitude = code & F::kMagnitude;
@@ -138,8 +137,8 @@ OPK_HOST_DEVICE static inline float number_of(uint32_t code) {
 #if defined(__CUDA_ARCH__) || defined(__HIP_DEVICE_COMPILE__)
   float value = float_of(magnitude << F::kCut) * F::kRebias;
 #else
-  // Not by way of fp32's subnormals: a host may be set to take them for 0. Those of the format are
-  // the difference of two normal numbers.
+  // Avoids fp32's subnormals, which the host may flush to zero. The
+  // format's subnormals are the difference of two normal numbers.
   const bool subnormal = magnitude < (1u << F::kMantissa);
   float value = float_of((magnitude << F::kCut) + F::kLeast - (subnormal ? 0 : 1u << 23)) -
       (subnormal ? float_of(F::kLeast) : 0.0f);

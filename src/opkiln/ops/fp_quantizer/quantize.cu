@@ -1,7 +1,6 @@
-// Quantization. A group is read once: threads hold it in registers between finding its largest
-// magnitude and writing the codes. Only those that no block or cluster of blocks can hold, tails and
-// tensors at odd addresses are read a second time, out of the cache. hipify turns this file into HIP
-// as it is.
+// Quantizes. A group is read once: threads hold it in registers between finding its largest magnitude and
+// writing the codes. A second read, from the cache, is needed only for groups too large for a block or
+// cluster, for tails, and for unaligned tensors. hipify turns this file into HIP unchanged.
 
 #include <opkiln/op.h>
 
@@ -17,19 +16,19 @@ namespace {
 constexpr int kThreads = 256;
 
 struct Layout {
-  unsigned log2_chunks;  // places for chunks in a group, see whole_groups.h
-  unsigned log2_team;    // threads that share another group
-  int64_t first;         // of the other groups
-  bool aligned;          // the input, to 16 bytes
+  unsigned log2_chunks;  // for whole_groups.h
+  unsigned log2_team;    // threads per group, for the other groups
+  int64_t first;         // the first of the other groups
+  bool aligned;          // the input is aligned to 16 bytes
   Keys keys;
 };
 
-// The bytes of the codes of 16 elements fill one access for fp8 and fp4. For the others a warp
-// collects them first, so that here, too, neighbours write what lies side by side.
+// For fp8 and fp4, the codes of 16 elements fill one access. For the other formats a warp first collects
+// codes in shared memory, so that neighbouring threads write neighbouring bytes here, too.
 template <class F>
 constexpr bool kCollects = F::kBits == 6 || F::kBits == 12;
 
-// As many codes as fill three accesses of every thread in a warp.
+// The codes of a warp, which fill three accesses of each thread.
 template <class F>
 struct alignas(16) Collected {
   uint32_t words[kCollects<F> ? kChunksPerWarp * Codes<F>::kWords : 1];
@@ -64,7 +63,7 @@ __device__ void store(const Codes<F>& codes, uint8_t* to) {
   *reinterpret_cast<Access*>(to) = {codes};
 }
 
-// With how many blocks on a multiprocessor registers are counted.
+// Blocks per multiprocessor, which limits the registers of a thread.
 template <class Type>
 constexpr int kBlocksPerProcessor = sizeof(typename Type::Storage) == 4 ? 4 : 6;
 
@@ -113,7 +112,7 @@ quantize_groups_kernel(const OPK_GRID_CONSTANT Quantize work,
   }
 }
 
-// A chunk of a group that may be at any address and end before it.
+// Loads a chunk that may be unaligned and may be cut off by the tensor's end.
 template <class Type>
 __device__ Chunk<Type> load_any(const Quantize& work, bool aligned, int64_t start) {
   Chunk<Type> chunk;
@@ -126,7 +125,7 @@ __device__ Chunk<Type> load_any(const Quantize& work, bool aligned, int64_t star
   return chunk;
 }
 
-// Codes of the chunk at element `at`, of which there may be fewer than 16 elements.
+// Stores the codes of the chunk at element `at`, which may have fewer than 16 elements.
 template <class F>
 __device__ void store_any(const Quantize& work, const Codes<F>& codes, int64_t at) {
   uint8_t* const to = work.codes + at / kChunk * Codes<F>::kBytes;
@@ -144,8 +143,8 @@ __device__ void store_any(const Quantize& work, const Codes<F>& codes, int64_t a
   }
 }
 
-// Other groups. Where the team's registers hold it, a whole group is read once: with loads that no
-// thread does without, since one that has no chunk takes the last again.
+// The other groups. If the team's registers can hold a group, it is read once, and
+// every thread loads: one without a chunk of its own repeats the last.
 template <class Type, class F>
 __global__ void __launch_bounds__(kThreads)
 quantize_any_kernel(const OPK_GRID_CONSTANT Quantize work,
@@ -204,7 +203,7 @@ void launch_for(const Quantize& work) {
   Layout layout{};
   layout.aligned = reinterpret_cast<size_t>(work.input) % 16 == 0;
   layout.keys = random_keys<kRounds>(work.seed);
-  // What warps collect takes room for the most that a block can have: so it should have them.
+  // Shared memory for collected codes is sized for the largest block, so use the largest block.
   const device::WholeGroups whole(
       work.group_size, layout.aligned ? work.numel / work.group_size : 0,
       kCollects<F> ? kGroupThreads : 128, [&] { return device::has_clusters(kernel); });

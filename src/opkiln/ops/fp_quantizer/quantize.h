@@ -1,4 +1,4 @@
-// What is quantized, and the function of the op that makes it of tensors: with the checks.
+// Shared by the CPU and CUDA versions of quantizing: argument checks, and the op's function.
 #pragma once
 
 #include "arguments.h"
@@ -7,7 +7,7 @@ namespace opkiln {
 namespace fp_quantizer {
 namespace {
 
-// `codes` and `scales` are as an allocator gives them: aligned.
+// The parameters of a call. `codes` and `scales` are aligned, as they come from the allocator.
 struct Quantize {
   const void* input;
   uint8_t* codes;
@@ -18,7 +18,7 @@ struct Quantize {
   ElementType type;
   bool stochastic;
   uint64_t seed, offset;
-  const int64_t* offset_at;  // null, or: read when the kernel runs, and stands in for offset
+  const int64_t* offset_at;  // null, or read when the kernel runs, in place of `offset`
 };
 
 OPK_HOST_DEVICE inline uint64_t offset_of(const Quantize& work) {
@@ -28,7 +28,7 @@ OPK_HOST_DEVICE inline uint64_t offset_of(const Quantize& work) {
 #if !defined(__CUDACC_RTC__)
 OPK_PLAIN_BEGIN
 
-// A device's file defines this. There is at least one element.
+// Defined by each device's source. Called only if there is at least one element.
 void run(const Quantize& work);
 
 opk::tuple<Tensor, Tensor> fp_quantize(const Tensor& x, int64_t group_size, int64_t bits, int64_t mantissa_bits,

@@ -1,4 +1,4 @@
-// Adam and AdamW on host memory, by the kernel of cpu_adam.
+// Adam and AdamW on host memory, with the kernel of cpu_adam.
 
 #include "../cpu_adam/step.h"
 
@@ -23,7 +23,7 @@ void fused_adam_(TensorList& params, const TensorList& grads, TensorList& exp_av
   if (skip) {
     return;
   }
-  // One for all items, or one for each. Most counts are the same as their neighbour's.
+  // One per step count. Neighbouring counts are mostly equal, so the last result is reused.
   opk::List<Coefficients> each(counts.size());
   for (int64_t i = 0; i < each.size(); ++i) {
     const int64_t step = next_step(counts, i);

@@ -1,5 +1,4 @@
-// Adam and AdamW over the tensors of a plan: sweep.h has the loop. The arithmetic is that of reference.py, in
-// fp32.
+// Adam and AdamW over the tensors of a plan. sweep.h has the loop. The arithmetic is reference.py's, in fp32.
 
 #include <opkiln/device_factor.h>
 #include <opkiln/op.h>
@@ -18,15 +17,15 @@ struct Hyper {
   Numbers numbers;
 };
 
-// What an element needs of the hyperparameters, worked out in double once per count of steps.
+// The coefficients of a step, computed in double once per step count.
 struct Coefficients {
   static constexpr int kStates = 2;
 
   bool skip;
   bool decoupled;
   float grad_factor;
-  float l2;  // added to the gradient, times the parameter
-  Factor kept;  // of the parameter, by decoupled decay
+  float l2;  // times the parameter, is added to the gradient
+  Factor kept;  // decoupled weight decay multiplies the parameter by it
   Factor beta1, beta2;
   float one_minus_beta1, one_minus_beta2;
   float minus_step_size, root_factor, eps;
@@ -34,7 +33,7 @@ struct Coefficients {
   // For the step that follows `steps_made` steps.
   __device__ static Coefficients of(const Hyper& h, double steps_made, double lr, double grad_scale) {
     const double step = steps_made + 1;
-    // 1 - beta^step, without the cancellation; log_beta of 0 is minus infinity, which gives 1.
+    // 1 - beta^step without cancellation. For beta = 0, log_beta is minus infinity, which gives 1.
     const double correction1 = h.bias_correction ? -expm1(step * h.log_beta1) : 1;
     const double correction2 = h.bias_correction ? -expm1(step * h.log_beta2) : 1;
     Coefficients c;

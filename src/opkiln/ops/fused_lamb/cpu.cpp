@@ -1,5 +1,5 @@
-// LAMB in place on host memory, in two passes. The arithmetic is that of reference.py, in fp32
-// whatever the tensors' types; narrow types are rounded once, when stored.
+// LAMB in place on host memory, in two passes. The arithmetic is reference.py's, in
+// fp32 for all dtypes; narrow types are rounded once, when stored.
 
 #include <opkiln/factor.h>
 #include <opkiln/optimizing/host_lists.h>
@@ -26,7 +26,7 @@ double correction(const Hyper& h, double beta) {
   return h.bias_correction ? 1 - __builtin_pow(beta, static_cast<double>(h.step)) : 1;
 }
 
-// What both passes need of the hyperparameters, worked out in double.
+// The coefficients of both passes, computed in double.
 struct Coefficients {
   explicit Coefficients(const Hyper& h)
       : inside(h.eps_inside_sqrt),
@@ -53,7 +53,7 @@ struct Coefficients {
   Vec one_minus_beta1, one_minus_beta2, average_factor, root_factor, eps, weight_decay;
 };
 
-// A block of an item as floats, each stream's last register padded with zeros.
+// A block of an item as floats. The last register of each stream is padded with zeros.
 struct Block {
   alignas(64) float at[kStreams][kBlock];
 
@@ -65,7 +65,7 @@ struct Block {
   }
 };
 
-// Padding may be anything here: 0 / 0 where eps is 0.
+// Sums only `count` values: the padding may be NaN, from 0 / 0 if eps is 0.
 double squares(const float* values, int64_t count) {
   double sum = 0;
   for (int64_t i = 0; i < count; ++i) {
@@ -74,7 +74,8 @@ double squares(const float* values, int64_t count) {
   return sum;
 }
 
-// The new averages of the elements [begin, end) of an item; its first stream is only read.
+// Computes the new averages of the elements [begin, end) of an item,
+// and the sums of squares. Only reads the parameter.
 Squares average(const Hyper& hyper, const Item<kStreams>& item, int64_t begin, int64_t end) {
   const Coefficients c(hyper);
   Squares sums;
@@ -104,7 +105,7 @@ Squares average(const Hyper& hyper, const Item<kStreams>& item, int64_t begin, i
   return sums;
 }
 
-// By which the update of a tensor with these sums is multiplied.
+// The factor for the update of a tensor with these sums.
 double trust(const Hyper& hyper, const Squares& sums) {
   if (sums.params == 0 || sums.updates == 0) {
     return 1;
@@ -114,7 +115,7 @@ double trust(const Hyper& hyper, const Squares& sums) {
                                  : ratio > hyper.max_coeff ? hyper.max_coeff : ratio;
 }
 
-// Moves the elements [begin, end): the first stream, from the averages after the step.
+// Updates the elements [begin, end) of the parameter, from the averages after the step.
 void apply(const Hyper& hyper, double trust, const Item<kStreams>& item, int64_t begin, int64_t end) {
   const Coefficients c(hyper);
   const Vec rate = all(-hyper.lr * trust);
@@ -139,19 +140,19 @@ void apply(const Hyper& hyper, double trust, const Item<kStreams>& item, int64_t
 
 OPK_PLAIN_BEGIN
 
-// A part of a tensor that one thread sums up: the parts do not depend on the number of threads, so
-// neither do the sums.
+// A part of a tensor that one thread sums up. The parts do not depend
+// on the number of threads, so the sums do not either.
 struct Part {
   int64_t item, begin, end;
   Squares sums;
 };
 constexpr int64_t kPart = 64 * kBlock;
 
-// What is to be done, after every check of the lists.
+// The items and parts of a step, after every check of the lists.
 struct Work {
   opk::List<float*> counts;
   opk::List<Item<kStreams>> items;
-  opk::List<Hyper> hypers;  // one per item; their steps are others where the counts are
+  opk::List<Hyper> hypers;  // one per item: their step counts may differ
   opk::List<Part> parts;
 
   Work(const Lists& lists, const Hyper& hyper)

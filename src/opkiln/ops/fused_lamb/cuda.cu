@@ -1,6 +1,6 @@
-// LAMB over the tensors of a plan. One pass makes the new averages and sums up squares; a second,
-// when the sums are known, reads parameters and averages again and moves the parameters: 40 bytes of
-// traffic per element of fp32, where Adam has 28. Sums do not depend on the order of blocks.
+// LAMB over the tensors of a plan. The first pass computes the new averages and sums up squares. When the
+// sums are known, the second pass reads parameters and averages again and updates the parameters. That is 40
+// bytes of traffic per fp32 element; Adam has 28. The sums do not depend on the order of the blocks.
 
 
 #include <opkiln/device_factor.h>
@@ -20,22 +20,22 @@ struct Hyper {
   Numbers numbers;
 };
 
-// What an element needs of the hyperparameters, worked out in double once per count of steps.
+// The coefficients of a step, computed in double once per step count.
 struct Coefficients {
   bool skip;
   bool eps_inside_sqrt;
   float grad_factor;
   Factor beta1, beta2;
   float one_minus_beta1, one_minus_beta2;
-  float average_factor;  // of the average, for its start at 0
-  float root_factor;     // of the average of squares, or of its root
+  float average_factor;  // corrects the average's bias towards 0
+  float root_factor;     // corrects the average of squares, or its root
   float eps, weight_decay;
   float minus_lr;
 
   // For the step that follows `steps_made` steps.
   __device__ static Coefficients of(const Hyper& h, double steps_made, double lr, double grad_scale) {
     const double step = steps_made + 1;
-    // 1 - beta^step, without the cancellation; log_beta of 0 is minus infinity, which gives 1.
+    // 1 - beta^step without cancellation. For beta = 0, log_beta is minus infinity, which gives 1.
     const double correction1 = h.bias_correction ? -expm1(step * h.log_beta1) : 1;
     const double correction2 = h.bias_correction ? -expm1(step * h.log_beta2) : 1;
     Coefficients c;
@@ -60,7 +60,7 @@ struct Coefficients {
     exp_avg_sq = beta2.times_plus(exp_avg_sq, one_minus_beta2 * g * g);
   }
 
-  // From the averages after the step.
+  // Uses the averages after the step.
   __device__ float update(float param, float exp_avg, float exp_avg_sq) const {
     const float root = eps_inside_sqrt ? sqrtf(fmaf(exp_avg_sq, root_factor, eps))
                                        : fmaf(sqrtf(exp_avg_sq), root_factor, eps);
@@ -68,8 +68,7 @@ struct Coefficients {
   }
 };
 
-// By which a tensor's update is multiplied, from the sums of squares of it and its update. NaN in
-// either is to be seen.
+// The factor for a tensor's update, from the sums of squares of the tensor and its update. Propagates NaN.
 __device__ inline float trust(const Hyper& h, double params, double updates) {
   if (params == 0 || updates == 0) {
     return 1;
@@ -79,17 +78,17 @@ __device__ inline float trust(const Hyper& h, double params, double updates) {
                                                 : ratio > h.max_coeff ? h.max_coeff : ratio);
 }
 
-// Squares of a parameter and its update, summed per chunk, and again over so many chunks where these
-// are all of one tensor: so that the sum of a large tensor's takes no longer than that of a small.
+// Squares are summed per chunk, and then over kFold chunks where these all belong to one
+// tensor. So summing up a large tensor takes no longer than a small one.
 constexpr uint32_t kFold = 512;
 
-// Words of 8 bytes that `sums` of a step has.
+// The 8-byte words that the sums of a step need.
 constexpr size_t sum_words(const Sizes& sizes) {
   return sizes.chunks + 2 * (sizes.chunks / kFold + 1);
 }
 
 struct Sums {
-  float* chunks;   // two per chunk: of the parameter, of its update
+  float* chunks;   // two per chunk: of the parameter, and of its update
   double* folded;  // two per kFold chunks
 };
 
@@ -174,8 +173,8 @@ struct Apply {
   }
 };
 
-// The sums of two numbers over a block's threads, for thread 0. A tree in shared memory: no warp
-// intrinsics, which HIP's are not alike.
+// Sums two numbers over a block's threads, for thread 0. Uses a tree
+// in shared memory, because HIP's warp intrinsics differ.
 template <class T, int kCount>
 __device__ void add_up(T& first, T& second) {
   __shared__ T sums[2][kCount];
@@ -189,7 +188,7 @@ __device__ void add_up(T& first, T& second) {
       sums[1][thread] += sums[1][thread + half];
     }
   }
-  if (thread == 0) {  // which wrote them last; for others there would have to be a barrier before
+  if (thread == 0) {  // it wrote them itself; other threads would need a barrier
     first = sums[0][0];
     second = sums[1][0];
   }
@@ -211,7 +210,7 @@ average_kernel(const Plan plan, const Sums sums) {
   }
 }
 
-// Of kFold chunks that are all of one tensor; of others nothing is read.
+// Sums kFold chunks if all belong to one tensor. Other sums are never read.
 __global__ void __launch_bounds__(kThreads) fold_kernel(const Plan plan, const Sums sums) {
   const uint32_t begin = blockIdx.x * kFold;
   if (plan.table[begin] != plan.table[begin + kFold - 1]) {
@@ -229,14 +228,14 @@ __global__ void __launch_bounds__(kThreads) fold_kernel(const Plan plan, const S
   }
 }
 
-// The sums of squares of an item and of its update, in thread 0.
+// Sums up the squares of an item and of its update, for thread 0.
 __device__ inline void sum_up(const Plan& plan, const Sums& sums, uint32_t index, double& params,
                               double& updates) {
   const Item& item = plan.items[index];
   const uint32_t begin = item.first;
   const auto count = static_cast<uint32_t>((item.numel + kChunk - 1) / kChunk);
   const uint32_t end = begin + count;
-  // The folds that lie inside, and the chunks before and after them.
+  // The folds inside the item, and the chunks before and after them.
   const uint32_t first_fold = (begin + kFold - 1) / kFold;
   const uint32_t last_fold = end / kFold > first_fold ? end / kFold : first_fold;
   const bool has_folds = last_fold > first_fold;
@@ -306,12 +305,12 @@ Sums sums_at(Tensor& memory, const Plan& plan) {
   return {reinterpret_cast<float*>(folded + 2 * (plan.sizes.chunks / kFold + 1)), folded};
 }
 
-// Memory for a step's sums, which torch keeps from others until this stream is done with it.
+// Memory for a step's sums. torch does not reuse it before this stream has finished with it.
 Tensor room_for_sums(const Plan& plan, opk::Device device) {
   return opk::empty({static_cast<int64_t>(sum_words(plan.sizes))}, DType::int64, device);
 }
 
-// The averages, and sums of squares of the chunks and folds.
+// Computes the averages, and the sums of squares of chunks and folds.
 template <bool kCounted>
 void enqueue_averages(const Hyper& hyper, const Plan& plan, const Sums& sums) {
   enqueue_prepare<Coefficients, kCounted>(hyper, plan);
@@ -361,8 +360,8 @@ void fused_lamb_(TensorList& params, const TensorList& grads, TensorList& exp_av
   enqueue(hyper, planned.plan, coefficients, device);
 }
 
-// The halves of a step, with sums of squares between them that the caller may add to: two numbers per
-// item, of it and of its update. The first does not count the step.
+// The two halves of a step. Between them the caller may add to the sums of squares: two numbers per item, of
+// the item and of its update. The first half does not count the step.
 void fused_lamb_average_(const TensorList& params, const TensorList& grads, TensorList& exp_avgs,
                          TensorList& exp_avg_sqs, const TensorList& masters, const TensorList& steps,
                          Tensor& squares, double beta1, double beta2, double eps, double weight_decay,

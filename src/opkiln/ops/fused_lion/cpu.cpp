@@ -1,4 +1,4 @@
-// Lion on host memory, by the kernel of cpu_lion.
+// Lion on host memory, with the kernel of cpu_lion.
 
 #include "../cpu_lion/step.h"
 

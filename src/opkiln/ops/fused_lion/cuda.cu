@@ -1,4 +1,4 @@
-// Lion over the tensors of a plan: sweep.h has the loop. The arithmetic is that of reference.py, in fp32.
+// Lion over the tensors of a plan. sweep.h has the loop. The arithmetic is reference.py's, in fp32.
 
 #include <opkiln/device_factor.h>
 #include <opkiln/op.h>
@@ -17,14 +17,14 @@ struct Hyper {
   Numbers numbers;
 };
 
-// What an element needs of the hyperparameters, worked out in double once per count of steps.
+// The coefficients of a step, computed in double once per step count.
 struct Coefficients {
   static constexpr int kStates = 1;
 
   bool skip;
   bool decays;
   float grad_factor;
-  Factor kept;  // of the parameter, by decoupled decay
+  Factor kept;  // decoupled weight decay multiplies the parameter by it
   Factor beta1, beta2;
   float one_minus_beta1, one_minus_beta2;
   float lr;
@@ -48,7 +48,7 @@ struct Coefficients {
     float& exp_avg = states[0];
     const float g = grad * grad_factor;
     const float blend = beta1.times_plus(exp_avg, one_minus_beta1 * g);
-    // The sign of the blend; 0 and NaN stay what they are.
+    // The sign of the blend, times -lr. 0 and NaN stay as they are.
     const float change = blend > 0 ? -lr : blend < 0 ? lr : blend;
     param = decays ? kept.times_plus(param, change) : param + change;
     exp_avg = beta2.times_plus(exp_avg, one_minus_beta2 * g);

@@ -18,15 +18,15 @@ constexpr unsigned kNonBlocking = 1;  // CU_STREAM_NON_BLOCKING: not ordered wit
 int64_t below(int64_t value, int64_t step) { return value / step * step; }
 int64_t above(int64_t value, int64_t step) { return below(value + step - 1, step); }
 
-// What a thread has of its own, until it ends.
+// A thread's streams and buffer, which live until the thread ends.
 struct Own {
   const Driver* driver = nullptr;
-  int device = -1;  // whose context is current
+  int device = -1;  // the device whose context is current
   std::map<int, void*> streams;
   char* buffer = nullptr;
   size_t capacity = 0;
   bool locked = false;
-  bool refused = false;  // the driver locks no memory
+  bool refused = false;  // the driver refused to lock memory
 
   bool enter(const Driver& with, int to, std::string& why) {
     driver = &with;
@@ -45,10 +45,10 @@ struct Own {
     return true;
   }
 
-  // Room for so many bytes, or null. Memory that cannot be locked is copied more slowly.
+  // A buffer of at least `bytes`, or null. Copies from memory that cannot be locked are slower.
   char* room(int64_t bytes) {
     const size_t size = static_cast<size_t>(above(bytes, kPage));
-    const bool asks = device >= 0 && !locked && !refused;  // it may have been made for the host
+    const bool asks = device >= 0 && !locked && !refused;  // a buffer made for the host is not locked
     if (size <= capacity && !asks) return buffer;
     drop_buffer();
     void* made = nullptr;
@@ -83,7 +83,7 @@ Own& own() {
   return mine;
 }
 
-// Memory that cuFile knows: where it begins, and its size.
+// The memory registered with cuFile, as start and size.
 struct Registered {
   std::mutex lock;
   std::map<const char*, size_t> memory;
@@ -94,7 +94,7 @@ Registered& registered() {
   return all;
 }
 
-// Where the registered memory begins that all of these bytes are in; they themselves if there is none.
+// The start of the registered memory that contains all of these bytes, or `memory` if there is none.
 char* base_of(char* memory, int64_t size) {
   Registered& all = registered();
   const std::lock_guard<std::mutex> guard(all.lock);
@@ -127,7 +127,7 @@ void DeviceEngine::note(std::string Ways::*what, std::string words) {
   ways_.*what = std::move(words);
 }
 
-// In the queue's thread.
+// Called in the queue's thread.
 void DeviceEngine::begin(aio::Request& request) {
   if (cufile_ == nullptr) return;
   for (aio::File& each : request.files) {
@@ -152,7 +152,7 @@ void DeviceEngine::end(aio::Request& request) {
   }
 }
 
-// From here on in one of the threads.
+// Called in a worker thread, like everything below.
 int64_t DeviceEngine::run(aio::Piece& piece) {
   const aio::Part& part = piece.request->parts[piece.part];
   const aio::File& file = piece.request->files[static_cast<size_t>(part.file)];
@@ -173,7 +173,7 @@ int64_t DeviceEngine::run(aio::Piece& piece) {
         ways_.by_cufile += count;
         return count;
       }
-      // The host tries the same range. If that fails, too, the system's reason is the error.
+      // The host retries the same range. If that fails, too, the system's reason is the error.
       note(&Ways::refused, words_of(piece.write ? "cuFileWrite" : "cuFileRead", count, errno));
     }
   }
@@ -195,7 +195,7 @@ int64_t DeviceEngine::read(aio::Piece& piece, const aio::File& file, int device)
   int64_t count = pread(piece.descriptor(), buffer, static_cast<size_t>(size), first);
   if (count < 0) return -errno;
   char* from = buffer + skip;
-  if (count > 0 && count <= skip) {  // a part of the first step, which may not be all that there is
+  if (count > 0 && count <= skip) {  // a part of the first step: more may follow in the file
     from = buffer;
     count = pread(file.plain, buffer, static_cast<size_t>(piece.size), piece.offset);
     if (count < 0) return -errno;

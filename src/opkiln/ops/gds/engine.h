@@ -1,4 +1,4 @@
-// The engine for memory of GPUs: cuFile, or reads and writes of the host and a copy.
+// The engine for GPU memory: cuFile, or host reads and writes plus a copy.
 #pragma once
 
 #include "../async_io/engines.h"
@@ -11,16 +11,16 @@ namespace gds {
 struct Ways {
   int64_t by_cufile = 0;  // bytes
   int64_t by_host = 0;
-  std::string refused;  // why cuFile did not take what it was asked to, the last time
-  std::string failed;   // why a copy could not be made, the last time
+  std::string refused;  // the last reason why cuFile refused a request
+  std::string failed;   // the last reason why a copy failed
 };
 
-// Threads that run a piece at a time. cuFile takes what is direct and in a file that it has accepted. All else is read
-// to a page-locked buffer of the thread and copied from there, or the other way round, while other threads do the
-// same: reads and copies overlap. What cuFile cannot do, the host tries again.
+// Threads that each run one piece at a time. cuFile handles direct pieces of files that it has
+// accepted. All others go through a page-locked buffer of the thread. Threads work in parallel, so file
+// access and copies overlap. The host retries what cuFile cannot do.
 class DeviceEngine : public aio::Engine {
  public:
-  // `cufile` may be null. `host_too`: memory of the host counts as that of device 0, for tests without a GPU.
+  // `cufile` may be null. `host_too`: host memory counts as memory of device 0, for tests without a GPU.
   DeviceEngine(int event, const Driver& driver, const CuFile* cufile, bool host_too);
 
   int open(size_t threads) { return workers_.open(threads); }
@@ -45,11 +45,11 @@ class DeviceEngine : public aio::Engine {
   const bool host_too_;
   std::mutex lock_;
   Ways ways_;
-  aio::Workers workers_;  // the last member: its threads end first
+  aio::Workers workers_;  // the last member, so that its threads end first
 };
 
-// Memory that cuFile knows: it reads and writes there without a copy in the GPU. The device must be current. Empty, or
-// why it could not be done.
+// Registers memory with cuFile, which then transfers without a copy inside the GPU. The
+// device must be current. Returns an empty string, or why it failed.
 std::string register_memory(const Driver& driver, const CuFile& cufile, const void* memory, size_t size);
 std::string unregister_memory(const Driver& driver, const CuFile& cufile, const void* memory);
 

@@ -36,8 +36,8 @@ int device_of(const Tensor& memory, aio::Queue& queue) { return engine_of(queue)
 
 }  // namespace
 
-// What the driver and cuFile say. 0: there is GPUDirect Storage; 1: cuFile copies through the host; 2: there is no
-// cuFile, or it was not asked; 3: there is no driver.
+// Reports what the driver and cuFile support. 0: GPUDirect Storage works; 1: cuFile copies through the host;
+// 2: there is no cuFile, or it was not to be used; 3: there is no driver.
 opk::tuple<int64_t, String> gds_probe(const Tensor&, bool use_cufile, const String& libraries) {
   const aio::SignalsBlocked blocked;  // cuFile starts threads
   std::string why;
@@ -80,7 +80,7 @@ void gds_cancel(Tensor& queue, int64_t request) { aio::queue_of(queue)->cancel(r
 
 void gds_close(Tensor& queue) { aio::leave(queue); }
 
-// Bytes by cuFile, bytes by the host, why cuFile refused something, why a copy failed.
+// Bytes moved by cuFile, bytes moved by the host, why cuFile refused a request, why a copy failed.
 opk::tuple<int64_t, int64_t, String, String> gds_ways(Tensor& queue) {
   const gds::Ways ways = engine_of(*aio::queue_of(queue)).ways();
   return {ways.by_cufile, ways.by_host, text(ways.refused), text(ways.failed)};
@@ -111,7 +111,7 @@ OPKILN_OP(gds_close, cpu);
 OPKILN_OP(gds_ways, cpu);
 OPKILN_OP(gds_register, cpu);
 OPKILN_OP(gds_unregister, cpu);
-// This is code of the host, for memory of the device.
+// These run on the host, on the device's memory.
 OPKILN_OP(gds_read_, cuda);
 OPKILN_OP(gds_write, cuda);
 OPKILN_OP(gds_register, cuda);

@@ -40,14 +40,14 @@ bool fill(void* library, CuFile& to, std::string& why) {
       find(library, "cuFileRead", to.cuFileRead, why) && find(library, "cuFileWrite", to.cuFileWrite, why);
 }
 
-// CUfileDrvProps_t. Its later fields differ among releases: they are room here.
+// CUfileDrvProps_t. The later fields differ among releases, so they are only reserved space here.
 struct Properties {
-  unsigned major, minor;  // of nvidia-fs; 0 if it is not loaded
+  unsigned major, minor;  // version of nvidia-fs; 0 if it is not loaded
   size_t poll_size, direct_size;
   unsigned file_systems, control, features;
   char more[256];
 };
-constexpr unsigned kP2P = 1u << 4;  // a feature: disks reach the GPU without nvidia-fs
+constexpr unsigned kP2P = 1u << 4;  // a feature flag: disks reach the GPU without nvidia-fs
 
 const char* meaning(int code) {
   switch (code) {
@@ -90,7 +90,7 @@ void* first_of(const char* paths, std::string& why) {
   return found;
 }
 
-// Null and why, or an open cuFile.
+// Opens cuFile. Returns null and sets `why` on failure.
 CuFile* opened(const char* paths, const Driver& driver, std::string& why) {
   void* const library = first_of(paths, why);
   if (library == nullptr) return nullptr;
@@ -99,7 +99,7 @@ CuFile* opened(const char* paths, const Driver& driver, std::string& why) {
   if (!fill(library, made, why)) return nullptr;
   if (dladdr(reinterpret_cast<void*>(made.cuFileRead), &place) != 0) made.about = place.dli_fname;
   const Status status = made.cuFileDriverOpen();
-  if (status.code != 0 && status.code != 5026) {  // 5026: somebody else has opened it
+  if (status.code != 0 && status.code != 5026) {  // 5026: already opened by other code in the process
     why = words_of(driver, "cuFileDriverOpen", status);
     return nullptr;
   }
@@ -115,7 +115,7 @@ CuFile* opened(const char* paths, const Driver& driver, std::string& why) {
   } else {
     made.about += made.direct ? ", PCI peer-to-peer" : ", compatibility mode: nvidia-fs is not loaded";
   }
-  return new CuFile(made);  // never closed: others in the process may use it
+  return new CuFile(made);  // never closed: other code in the process may use it
 }
 
 }  // namespace
@@ -151,7 +151,7 @@ std::string Driver::words(const char* call, int error) const {
 
 bool Driver::enter(int device, std::string& why) const {
   static std::mutex& lock = *new std::mutex;
-  static auto& contexts = *new std::map<int, void*>;  // kept: torch does so, too
+  static auto& contexts = *new std::map<int, void*>;  // never released, as in torch
   const std::lock_guard<std::mutex> guard(lock);
   void*& context = contexts[device];
   int handle = 0;

@@ -1,5 +1,5 @@
-// CUDA's driver and cuFile. Both are opened while the program runs, so neither has to be installed to compile
-// this, and a machine without them says what is missing.
+// CUDA's driver and cuFile. Both are opened at run time, so neither is needed to
+// compile this, and a machine without them reports what is missing.
 #pragma once
 
 #include <stddef.h>
@@ -10,7 +10,7 @@
 
 namespace gds {
 
-// The driver's functions, as cuda.h declares them. Each gives 0, or an error's number.
+// The driver's functions, as in cuda.h. Each returns 0 or an error number.
 struct Driver {
   int (*cuInit)(unsigned flags);
   int (*cuDeviceGet)(int* device, int ordinal);
@@ -25,9 +25,9 @@ struct Driver {
   int (*cuMemcpyDtoHAsync)(void* to, uint64_t from, size_t size, void* stream);
   int (*cuGetErrorString)(int error, const char** text);
 
-  // The same for all callers. Null if it cannot be used, and then why.
+  // One instance per process. Returns null and sets `why` if the driver cannot be used.
   static const Driver* open(std::string& why);
-  // The context that torch uses on a device, made current in this thread. False, and why, if it cannot be.
+  // Makes torch's context of a device current in this thread. Returns false and sets `why` on failure.
   bool enter(int device, std::string& why) const;
   std::string words(const char* call, int error) const;
 };
@@ -41,7 +41,7 @@ constexpr int kCudaError = 5011;
 
 // CUfileDescr_t
 struct Descriptor {
-  int type;  // 1: a descriptor of Linux
+  int type;  // 1: a Linux file descriptor
   union {
     int descriptor;
     void* handle;
@@ -49,8 +49,8 @@ struct Descriptor {
   const void* operations;
 };
 
-// cuFile's functions, as cufile.h declares them. Reads and writes give bytes; -1, and then errno is set; or an
-// error of cuFile below that.
+// cuFile's functions, as in cufile.h. Reads and writes return the number of
+// bytes; -1 with errno set; or a lower number for cuFile's own errors.
 struct CuFile {
   Status (*cuFileDriverOpen)();
   Status (*cuFileDriverGetProperties)(void* properties);
@@ -61,15 +61,15 @@ struct CuFile {
   ssize_t (*cuFileRead)(void* handle, void* base, size_t size, off_t offset, off_t offset_in_memory);
   ssize_t (*cuFileWrite)(void* handle, const void* base, size_t size, off_t offset, off_t offset_in_memory);
 
-  bool direct;        // whether it has GPUDirect Storage here; else it copies through the host itself
-  std::string about;  // which library it is, and which driver serves it
+  bool direct;        // whether GPUDirect Storage works here; otherwise cuFile copies through the host
+  std::string about;  // the library's path, and the driver that it uses
 
-  // The first library that there is: the one that is loaded, or that the dynamic linker finds; then `paths`, which
-  // are separated by colons. The same for all callers. Null if it cannot be used, and then why.
+  // Opens the library that is loaded, or that the dynamic linker finds, or else the first of `paths`,
+  // separated by colons. One instance per process. Returns null and sets `why` if none can be used.
   static const CuFile* open(const char* paths, std::string& why);
 };
 
 std::string words_of(const Driver& driver, const char* call, Status status);
-std::string words_of(const char* call, ssize_t result, int error);  // of a read or a write
+std::string words_of(const char* call, ssize_t result, int error);  // for a read or a write
 
 }  // namespace gds

@@ -1,4 +1,4 @@
-// The kernel of kv_attention, and its launch. decode.h has the parts.
+// The kernel of kv_attention and its launch. decode.h has the parts.
 #include <opkiln/op.h>
 
 #include "decode.h"
@@ -8,7 +8,7 @@ using namespace decode;
 
 namespace {
 
-// Adds the parts of one unit, `splits` of them, in their order.
+// Adds the partial results of one unit's splits, in order.
 template <int kRows>
 __device__ void add_parts(const Work& work, float* factors, int64_t unit, int splits, int rows, int batch,
                           int head, int first_row) {
@@ -21,14 +21,14 @@ __device__ void add_parts(const Work& work, float* factors, int64_t unit, int sp
   const auto part = [&](int split, int i) {
     return __ldcg(reinterpret_cast<const float4*>(parts) + int64_t{split} * kRows * kFours + i);
   };
-  // What a thread reads first is under way while the factors are computed.
+  // A thread's first loads are in flight while the factors are computed.
   float4 ahead[kAhead];
 #pragma unroll
   for (int split = 0; split < kAhead; ++split) {
     const bool needed = split < splits && int(threadIdx.x) < rows * kFours;
     ahead[split] = needed ? part(split, threadIdx.x) : float4{0, 0, 0, 0};
   }
-  for (int row = threadIdx.x / 32; row < rows; row += kWarps) {  // a warp for each row
+  for (int row = threadIdx.x / 32; row < rows; row += kWarps) {  // one warp per row
     float most = -INFINITY, total = 0;
     for (int split = lane; split < splits; split += 32) {
       const float2 found = __ldcg(sums + split * kRows + row);
@@ -66,7 +66,8 @@ __device__ void add_parts(const Work& work, float* factors, int64_t unit, int sp
 
 template <int kEights>
 __global__ void __launch_bounds__(kThreads, 2) decode_kernel(const OPK_GRID_CONSTANT Work work) {
-  extern __shared__ __align__(128) uint4 shared[];  // copies of whole lines: half of a line takes as long
+  // so that copies are whole cache lines: half a line takes as long
+  extern __shared__ __align__(128) uint4 shared[];
   __shared__ bool is_last;
   constexpr int kRows = kEights * 8, kFours = HEAD / 4;
   opk::wait_for_previous();
@@ -77,12 +78,12 @@ __global__ void __launch_bounds__(kThreads, 2) decode_kernel(const OPK_GRID_CONS
   const Rows source(work, batch, head);
   const int all_keys = (source.total + kBlockKeys - 1) / kBlockKeys * kBlockKeys;
   const int share = max((all_keys / kBlockKeys + work.splits - 1) / work.splits, 1) * kBlockKeys;
-  const int splits = max((all_keys + share - 1) / share, 1);  // that have any key
+  const int splits = max((all_keys + share - 1) / share, 1);  // splits that have at least one key
   const int split = blockIdx.x;
   if (split >= splits) return;
   const int begin = split * share, end = min(begin + share, source.total);
 
-  // This warp's tiles are every kWarps-th, so that a block reads neighbours at one time.
+  // This warp's tiles are every kWarps-th, so that the block reads neighbouring tiles at the same time.
   const int first = begin + warp * kTile;
   const int count = first < end ? (end - first + kBlockKeys - 1) / kBlockKeys : 0;
   uint4* ring = shared + warp * kStages * 2 * kTileChunks;
@@ -105,7 +106,7 @@ __global__ void __launch_bounds__(kThreads, 2) decode_kernel(const OPK_GRID_CONS
   int stage = 0, free_stage = kStages - 1;
   for (int tile = 0; tile < count; ++tile) {
     wait_for_batches<kStages - 2>();
-    __syncwarp();  // the tile is there for all lanes, and all have read the one before it
+    __syncwarp();  // the tile is visible to all lanes, and all have finished reading the one before it
     const int blocks = next;
     const int later = tile + kStages - 1;
     next = after_next;
@@ -119,7 +120,7 @@ __global__ void __launch_bounds__(kThreads, 2) decode_kernel(const OPK_GRID_CONS
     stage = stage + 1 == kStages ? 0 : stage + 1;
   }
 
-  // The warps of the block, added up in shared memory.
+  // Adds up the warps of the block in shared memory.
   __syncthreads();
   float* outs = reinterpret_cast<float*>(shared);  // [warp, row, kOutRow]
   float2* sums = reinterpret_cast<float2*>(outs + kWarps * kRows * kOutRow);  // [warp, row]
@@ -160,7 +161,7 @@ __global__ void __launch_bounds__(kThreads, 2) decode_kernel(const OPK_GRID_CONS
       add(sum, factor, *reinterpret_cast<const float4*>(outs + (w * kRows + row) * kOutRow + column * 4));
     }
     if (splits == 1) {
-      // A query that sees nothing gives zeros.
+      // A query that sees no key gives zeros.
       store_out(work, batch, head, first_row + row, column, sum, most == -INFINITY ? 0.f : 1.f / total);
     } else {
       parts[row * kFours + column] = sum;
@@ -173,7 +174,7 @@ __global__ void __launch_bounds__(kThreads, 2) decode_kernel(const OPK_GRID_CONS
   __syncthreads();
   if (threadIdx.x == 0) {
     is_last = atomicAdd(work.counters + unit, 1) == splits - 1;
-    if (is_last) work.counters[unit] = 0;  // for the next launch
+    if (is_last) work.counters[unit] = 0;  // reset for the next launch
     __threadfence();
   }
   __syncthreads();
@@ -187,7 +188,7 @@ Strides strides_of(const Tensor& x, bool tokens_first = false) {
   return {all[0], all[tokens_first ? 2 : 1], all[tokens_first ? 1 : 2]};
 }
 
-// Rows are read in pieces of 16 bytes; queries in pieces of 4.
+// Rows are read 16 bytes at a time, queries 4 bytes at a time.
 void check_rows(const Tensor& x, int64_t heads) {
   const opk::Ints sizes = x.sizes(), strides = x.strides();
   OPK_CHECK(sizes.size() == 4 && sizes[3] == HEAD, x, " has shape ", sizes, ", expected rows of ", HEAD);

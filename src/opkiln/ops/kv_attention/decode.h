@@ -1,15 +1,17 @@
 // Decode attention: a few new tokens of each sequence attend to its cache of keys and values.
 //
-// Memory limits it: each key and value is used once for a group of query heads. So every warp streams tiles
-// of 16 keys and 16 values through its own ring in shared memory, with all stages of the ring but one under
-// way, and waits for no other warp. The arithmetic is done by tensor cores, on the transposed problem:
+// Memory bandwidth limits it: each key and value is used once per group of query heads. So each warp streams
+// tiles of 16 keys and 16 values through its own ring in shared memory, with all stages but one in flight,
+// and waits for no other warp. Tensor cores compute the transposed problem:
 //   scores, 16 keys x 8 queries  = keys, 16 x head  *  queries, head x 8
 //   output, head x 8 queries    += values, head x 16  *  weights, 16 keys x 8 queries
-// Keys and values fill the 16 rows of the instruction, and a group of query heads, times new tokens, its 8
-// columns. A thread's sums then belong to the same two queries in both products, so the running maximum and
-// the sum of weights stay in registers.
+// Keys and values fill the 16 rows of the instruction. A group of query heads, times new
+// tokens, fills its 8 columns. In both products a thread's sums belong to the same two queries,
+// so the running maximum and the sum of weights stay in registers.
 //
-// Blocks share a long context (blockIdx.x). Each leaves its part in scratch memory; the one that a counter
+// Several blocks share a long context (blockIdx.x). Each writes its partial
+// result to scratch memory. An atomic counter finds the last block, which adds
+// the parts in order, so the result does not depend on which block it is.
 // says is the last adds the parts in their order, so a result does not depend on which came last.
 #pragma once
 
@@ -17,7 +19,7 @@
 #include <opkiln/trap.h>
 #include <opkiln/warp_matrix.h>
 
-#ifndef WARPS  // two blocks of 96 KiB fit a multiprocessor of an H100, and one fits those of other GPUs
+#ifndef WARPS  // two blocks of 96 KiB fit on an H100's multiprocessor, one on other GPUs'
 #define WARPS (HEAD > 128 ? 2 : 4)
 #endif
 #ifndef STAGES
@@ -29,15 +31,15 @@ namespace decode {
 using namespace opkiln::device;
 using Element = opk::T;
 
-constexpr bool kPaged = PAGED;  // the cache is blocks of tokens, in any order
-constexpr int kTile = 16;  // keys
-constexpr int kChunks = HEAD / 8;  // of 16 bytes in a row
-// Eight rows at one column are read at once. They must be in different banks: rows whose length is a
-// multiple of 128 bytes have their chunks permuted, others get a chunk more.
+constexpr bool kPaged = PAGED;  // the cache consists of blocks of tokens in any order
+constexpr int kTile = 16;  // keys per tile
+constexpr int kChunks = HEAD / 8;  // 16-byte chunks per row
+// Eight rows are read at one column at once, so they must be in different banks. Rows whose length is a
+// multiple of 128 bytes have their chunks permuted; other rows are padded by one chunk.
 constexpr bool kPermuted = kChunks % 8 == 0;
 constexpr int kRowChunks = kPermuted ? kChunks : kChunks + 1;
 constexpr int kTileChunks = kTile * kRowChunks;
-constexpr int kCopies = kTile * kChunks / 32;  // of 16 bytes for each lane, keys or values
+constexpr int kCopies = kTile * kChunks / 32;  // 16-byte copies per lane, for keys or values
 constexpr int kTileBytes = 2 * kTileChunks * 16;  // keys and values
 constexpr int kWarps = WARPS;
 constexpr int kThreads = kWarps * 32;
@@ -45,7 +47,7 @@ constexpr int kStages = STAGES;
 constexpr int kSteps = HEAD / 16;  // of 16 dimensions
 constexpr int kRingBytes = kStages * kWarps * kTileBytes;
 constexpr int kBlockKeys = kWarps * kTile;
-constexpr int kOutRow = HEAD + 4;  // floats; the 4 keep the rows of one column in different banks
+constexpr int kOutRow = HEAD + 4;  // in floats; the padding puts the rows of one column into different banks
 constexpr unsigned kAll = 0xffffffffu;
 static_assert(kStages >= 2 && kTile * kChunks % 32 == 0);
 
@@ -55,27 +57,27 @@ struct Strides {
 
 struct Work {
   const Element* q;
-  const Element *k, *v;  // of the new tokens; null if the cache has them
+  const Element *k, *v;  // the new tokens; null if the cache already has them
   Element *k_cache, *v_cache;
   const int32_t* lengths;  // tokens in the cache before this call
   const int32_t* table;  // the block of each block_size tokens; null unless PAGED
   const float* slopes;  // null without ALiBi
-  int32_t* counters;  // zero before and after
+  int32_t* counters;  // zero before and after a launch
   float* parts;  // [unit, split, row, HEAD], then (maximum, sum of weights) of [unit, split, row]
   Element* out;  // [batch, token, query head, HEAD]
   Strides q_strides, new_strides, cache_strides;
   int64_t table_stride;
   int32_t capacity, block_size, blocks, tokens, group, heads, row_blocks, splits;
-  float scale;  // for powers of two
+  float scale;  // includes log2(e), because weights are powers of two
   bool causal;
 };
 
-// Where a chunk of a row is in its tile.
+// The position of a row's chunk in its tile.
 __device__ inline int slot(int row, int chunk) {
   return row * kRowChunks + (kPermuted ? chunk ^ (row & 7) : chunk);
 }
 
-// The keys and values of one sequence and one head: where each row is read from.
+// The addresses of the keys and values of one sequence and one head.
 struct Rows {
   const Element *k, *v, *k_new, *v_new;
   const int32_t* table;
@@ -108,14 +110,14 @@ struct Rows {
     return kPaged ? checked(table[position / block_size]) * block_size + position % block_size : position;
   }
 
-  // Lanes 0 to 15, and 16 to 31: the blocks that hold the tile which starts at this position. They are
-  // looked up two tiles ahead, and nothing is computed from them before: a thread would wait for them there.
+  // The blocks that hold the tile at this position, one for each of lanes 0 to 15 and again 16 to 31. Looked
+  // up two tiles ahead, and not used before, because a use would wait for the load.
   __device__ int looked_up(int first) const {
     const int position = first + lane % kTile;
     return kPaged && position < old ? table[position / block_size] : 0;
   }
 
-  // Starts the copies of a tile.
+  // Starts copying a tile.
   __device__ void start(uint4* tile, int first, int looked_up) const {
     const int rows = kPaged ? checked(looked_up) * block_size + (first + lane % kTile) % block_size : 0;
     if (first + kTile <= old) {
@@ -129,7 +131,7 @@ struct Rows {
       }
       return;
     }
-    // The end of the sequence: new tokens are taken from where the caller has them, and zeros follow.
+    // The end of the sequence: new tokens are read from the caller's tensors, followed by zeros.
 #pragma unroll 1
     for (int i = 0; i < kCopies; ++i) {
       const int row = (i * 32 + lane) / kChunks, chunk = (i * 32 + lane) % kChunks;
@@ -148,7 +150,7 @@ struct Rows {
   }
 };
 
-// The columns of a thread: two queries of each eight, their running maximum and sum of weights.
+// A thread's columns: two queries of each eight, with their running maximum and sum of weights.
 template <int kEights>
 struct Columns {
   float greatest[kEights][2], sum[kEights][2], slope[kEights][2];
@@ -163,14 +165,14 @@ struct Columns {
       greatest[i / 2][i % 2] = -INFINITY;
       sum[i / 2][i % 2] = 0;
       limit[i / 2][i % 2] = work.causal ? total - work.tokens + token + 1 : total;
-      // log2(e): weights are powers of two
+      // Includes log2(e), because weights are powers of two.
       slope[i / 2][i % 2] =
           work.slopes ? work.slopes[head * work.group + row % work.group] * 1.44269504f : 0.f;
     }
   }
 };
 
-// Queries as right fragments, one register pair for each 16 dimensions. Rows that do not exist are zero.
+// Loads queries as right fragments, one register pair per 16 dimensions. Rows that do not exist are zero.
 template <int kEights>
 __device__ inline void load_queries(uint32_t (&queries)[kEights][kSteps][2], const Work& work, int batch,
                                     int head, int first_row) {
@@ -237,7 +239,7 @@ __device__ inline void attend(const uint4* tile, int first, int all_visible, con
 #pragma unroll
       for (int step = 4; step < 32; step *= 2) most = fmaxf(most, __shfl_xor_sync(kAll, most, step));
       most = fmaxf(most, columns.greatest[eight][i]);
-      const float base = most == -INFINITY ? 0.f : most;  // nothing is visible yet
+      const float base = most == -INFINITY ? 0.f : most;  // no key is visible yet
       shrink[eight][i] = power_of_two(columns.greatest[eight][i] - base);
       columns.greatest[eight][i] = most;
       score[i] = power_of_two(score[i] - base);
@@ -281,7 +283,7 @@ __device__ inline void add(float4& sum, float factor, const float4& value) {
   sum.w += factor * value.w;
 }
 
-// Writes the new tokens that are in this block's part of the context to the cache.
+// Writes the new tokens of this block's part of the context to the cache.
 __device__ inline void append(const Work& work, const Rows& rows, int begin, int end) {
   const int first = max(begin, rows.old);
   for (int i = threadIdx.x; i < (min(end, work.capacity) - first) * kChunks; i += kThreads) {

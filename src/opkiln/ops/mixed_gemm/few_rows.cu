@@ -1,4 +1,4 @@
-// packed_gemm: the arguments of opkiln/few_rows.h's product. CODES and T are those of the variant.
+// packed_gemm: argument checks for the product in opkiln/few_rows.h. The variant defines CODES and T.
 #include <opkiln/op.h>
 
 #include <opkiln/few_rows.h>

@@ -1,4 +1,4 @@
-"""What the optimizers of the catalogue share: groups, states, calls of their ops, references.
+"""Shared by the optimizers of the catalogue: groups, states, calls of their ops, references.
 
 The optimizers themselves are in ``ops/<op>/optimizer.py``; ``opkiln.optim`` has their names.
 """

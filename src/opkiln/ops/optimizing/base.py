@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from itertools import repeat
 from operator import attrgetter, is_
@@ -10,7 +11,9 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo  # torch.compiler.disable imports torch._dynamo at once
+from torch.optim.optimizer import ParamsT
 
+from opkiln.builder import OpBuilder
 from opkiln.errors import ArgumentError, ArgumentTypeError, UsageError
 from opkiln.loading.register import is_tracing
 from opkiln.ops.optimizing.checks import (
@@ -25,18 +28,17 @@ from opkiln.ops.optimizing.checks import (
     own_entries,
     param_position,
 )
-from opkiln.ops.optimizing.op_calls import KeptLists, StepCall, arguments_of
+from opkiln.ops.optimizing.op_calls import (
+    KeptLists,
+    ParamState,
+    States,
+    StepCall,
+    arguments_of,
+    is_capturing,
+    refuse_capture,
+)
 from opkiln.ops.optimizing.sharded import gradient_parts, has_shards, refuse_partial
-from opkiln.ops.optimizing.states import ParamState, States, is_capturing, refuse_capture
 from opkiln.ops.optimizing.stepping import name_in_graphs, put_into_graph
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-
-    from torch.optim.optimizer import ParamsT
-
-    from opkiln.builder import OpBuilder
 
 _KINDS = {"float": float, "bool": bool}
 _IN_GROUPS = {"adamw_mode": "decoupled_weight_decay"}  # torch's name, so state dicts have it
@@ -408,7 +410,7 @@ class ListOptimizer(torch.optim.Optimizer):
 
     @property
     def _plans(self) -> States:
-        """What the op keeps of each group."""
+        """The states, which also hold the lists that the op keeps of each group."""
         if not isinstance(self.state, States):  # new, or torch has loaded a state dict
             self.state = States(dict, self.state)
         return self.state

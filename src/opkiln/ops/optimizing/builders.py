@@ -1,14 +1,12 @@
-"""What the builders of the optimizers' ops share. Imports no torch: it is on the hit path."""
+"""Shared by the builders of the optimizers' ops. Imports no torch: it is on the hit path."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from types import SimpleNamespace
+
 from opkiln.base.model import CUDA
 from opkiln.builder import CUDAOpBuilder, OpBuilder
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from types import SimpleNamespace
 
 # Whatever may change between two replays of a captured graph is a tensor on the parameters' device.
 # - `masters` is empty, or has an fp32 tensor per parameter, without elements if that parameter has

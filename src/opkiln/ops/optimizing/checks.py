@@ -1,4 +1,4 @@
-"""What every optimizer checks: its parameter groups, and state dicts before they are loaded.
+"""Checks of every optimizer: its parameter groups, and state dicts before they are loaded.
 
 Errors name the argument, the parameter or the entry. A state dict does not say which optimizer
 wrote it or what its entries mean, but its keys show it: ``exp_avg`` and ``exp_avg_sq`` are Adam's
@@ -8,7 +8,7 @@ averages, ``exp_avg`` alone is Lion's.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import Any
 
@@ -17,10 +17,6 @@ from torch import Tensor
 
 from opkiln.errors import ArgumentError, ArgumentTypeError
 from opkiln.ops.optimizing.sharded import is_sharded, placement_text, same_placement
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 MASTER = "master_param"  # an fp32 copy of a 16-bit parameter, which a fused optimizer may keep
 _SHARED = "torch.distributed.checkpoint.state_dict"

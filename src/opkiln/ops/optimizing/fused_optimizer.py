@@ -1,28 +1,23 @@
-"""What the fused optimizers share: calls, states, masters, plans."""
+"""Shared by the fused optimizers: calls, states, masters, plans."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, repeat
 from operator import is_, itemgetter
 from typing import Any, ClassVar, overload
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import ParamsT
 
 from opkiln.errors import ArgumentError
 from opkiln.ops.optimizing.base import ListOptimizer
 from opkiln.ops.optimizing.checks import MASTER, as_number, check_numbers
-from opkiln.ops.optimizing.op_calls import StepCall
+from opkiln.ops.optimizing.op_calls import StepCall, refuse_capture
 from opkiln.ops.optimizing.sharded import has_shards, refuse_fsdp1, sum_over_shards
-from opkiln.ops.optimizing.states import refuse_capture
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from torch.optim.optimizer import ParamsT
 
 MASTERS = "master_weights"
 GRAD_NONE = "set_grad_none"

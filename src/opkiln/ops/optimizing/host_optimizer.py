@@ -1,10 +1,11 @@
-"""What the host optimizers share: steps, rollback, copies."""
+"""Shared by the host optimizers: steps, rollback, copies."""
 
 from __future__ import annotations
 
 import math
 import weakref
 from collections import deque
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from itertools import repeat
 from operator import itemgetter
 from typing import Any, TypeVar, overload
@@ -18,10 +19,6 @@ from opkiln.ops.optimizing.checks import DTYPES, as_number, param_position
 from opkiln.ops.optimizing.op_calls import StepCall
 from opkiln.ops.optimizing.sharded import gradient_parts, has_shards, placement_text, same_placement
 from opkiln.ops.optimizing.stepping import StepHandle
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Mapping, Sequence
 
 FP32_STATES = "fp32_optimizer_states"
 _STEP = itemgetter("step")

@@ -1,31 +1,28 @@
-"""What the references of the optimizers' ops share: checks of the lists, types, exact factors.
+"""Shared by the references of the optimizers' ops: checks of the lists, types, exact factors.
 
 Tensors of 16-bit types are computed on in fp32 and rounded once, when stored; fp32 and fp64 are
 computed on as they are. Unlike the native versions, references take any device, any strides and
 states of any floating-point type. Those of the fused ops never wait for a GPU, so they can be
 captured in a graph as well.
 
-References keep no lists and make no plans. Their functions for that return a result that says so.
+References keep no lists and make no plans. Their functions for that return that they did not.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping, Sequence
 from functools import update_wrapper
 from importlib import import_module
 from inspect import Parameter, Signature
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from opkiln.builder import OpBuilder
 from opkiln.ops.optimizing.op_calls import Status, arguments_of
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from opkiln.builder import OpBuilder
 
 # Lists
 
@@ -120,8 +117,8 @@ def reference_of(op: str) -> SimpleNamespace:
     """The functions of an op's reference.py, and those for kept lists and plans."""
     module = import_module(f"opkiln.ops.{op}.reference")
     keeping: dict[str, Callable[..., Any]] = {
-        "keep": _nothing_kept,
-        "plan": lambda *lists: (_nothing_kept(*lists), torch.empty(0).long()),
+        "keep": _make_empty_ticket,
+        "plan": lambda *lists: (_make_empty_ticket(*lists), torch.empty(0).long()),
         "kept_": lambda *_, **__: int(Status.NOT_KEPT),
         "planned_": lambda *_, **__: int(Status.NOT_KEPT),
         "forget": lambda _ticket: None,
@@ -130,7 +127,7 @@ def reference_of(op: str) -> SimpleNamespace:
     return SimpleNamespace(**vars(module), **named)
 
 
-def _nothing_kept(params: list[Tensor], *_: list[Tensor]) -> Tensor:
+def _make_empty_ticket(params: list[Tensor], *_: list[Tensor]) -> Tensor:
     """A ticket or a plan without elements: there is none."""
     # Made from a parameter, so that it is a fake tensor if the parameter is one.
     return params[0].new_empty(0, dtype=torch.int64) if params else torch.empty(0).long()

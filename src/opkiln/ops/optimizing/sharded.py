@@ -7,15 +7,12 @@ placements, as torch's own optimizers make them.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
 from opkiln.errors import ArgumentError
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 def has_shards(tensors: list[Tensor]) -> bool:

@@ -1,13 +1,14 @@
-// Signs to bits and back on host memory. Loops are plain, for the compiler to vectorize.
+// Packs signs into bits, and unpacks them, on host memory. The loops
+// are plain, so that the compiler vectorizes them.
 
 #include "signs.h"
 
 namespace {
 
-constexpr int64_t kBytes = 64;  // at a time: 512 elements, whose signs stay in the cache
+constexpr int64_t kBytes = 64;  // bytes at a time: the signs of 512 elements stay in the cache
 
-// Eight bytes of 0 or 1, the first in the lowest, to the bits of one, the first in the highest: bit i
-// of the factor's byte i moves each to its place in the product's top byte, and nothing carries.
+// Packs eight bytes of 0 or 1 into one byte, the first into the highest bit. Bit i of the factor's byte i
+// moves each bit to its place in the product's top byte, without carries.
 uint8_t gathered(const uint8_t* signs) {
   uint64_t word = 0;
   for (int k = 0; k < 8; ++k) {
@@ -53,7 +54,7 @@ void unpack_bytes(const Signs& signs, int64_t first, int64_t last) {
   }
 }
 
-// In torch's own threads; few bytes stay on the calling one.
+// Runs the body in torch's thread pool. Small tensors stay on the calling thread.
 void over_bytes(const Signs& signs, void (*body)(const Signs&, int64_t, int64_t)) {
   opk::parallel_for(0, (signs.numel + 7) / 8, opk::kGrainBytes / 32,
                     [&](int64_t first, int64_t last) { body(signs, first, last); });

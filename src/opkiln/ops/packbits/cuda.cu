@@ -1,6 +1,6 @@
-// Signs to bits and back: a thread makes whole bytes, of which each is one or two accesses of 16 bytes
-// to the elements; it takes apart as many bits as one access writes. No warp intrinsics: hipify turns
-// this file into HIP as it is.
+// Packs signs into bits, and unpacks them. To pack, a thread makes whole bytes, each from
+// one or two 16-byte loads. To unpack, it expands as many bits as one 16-byte store takes.
+// No warp intrinsics, so hipify turns this file into HIP unchanged.
 
 #include <opkiln/op.h>
 
@@ -9,7 +9,7 @@
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kTurns = 4;  // bytes of a thread: as many independent accesses are in flight
+constexpr int kTurns = 4;  // bytes per thread, which is the number of independent loads in flight
 
 struct alignas(16) Sixteen {
   uint32_t at[4];
@@ -17,10 +17,10 @@ struct alignas(16) Sixteen {
 
 struct Work {
   Signs signs;
-  bool aligned;  // accesses of 16 bytes to the elements are allowed
+  bool aligned;  // the elements are aligned to 16 bytes
 };
 
-// The words of eight elements; of two-byte elements the first is in the low half.
+// Loads eight elements into words. Of two 16-bit elements, the first is in the low half.
 template <bool kWide>
 __device__ void load_eight(const Work& l, int64_t byte, int count, uint32_t* words) {
   constexpr int kBytes = kWide ? 32 : 16;
@@ -79,7 +79,7 @@ __global__ void __launch_bounds__(kThreads) pack_kernel(const OPK_GRID_CONSTANT 
   }
 }
 
-// Units of 16 bytes: the elements of a byte, or those of half of one.
+// A unit is 16 bytes: the elements of one byte, or of half a byte.
 template <bool kWide>
 __global__ void __launch_bounds__(kThreads) unpack_kernel(const OPK_GRID_CONSTANT Work l) {
   constexpr int kUnit = kWide ? 4 : 8;

@@ -1,17 +1,17 @@
-// What both versions of the op work on, and the op's functions, which make it of tensors: with the checks.
+// Shared by the CPU and CUDA versions: argument checks, and the op's functions.
 #pragma once
 
 #include <opkiln/arguments.h>
 
 namespace {
 
-// The elements and their signs; which of the two is read, the function says.
+// The elements and their packed signs. pack() reads the elements, unpack() the bytes.
 struct Signs {
   void* elements;
   uint8_t* bytes;
   int64_t numel;
-  bool wide;     // elements of 4 bytes, not 2
-  uint32_t one;  // the bits of 1 in an element
+  bool wide;     // elements have 4 bytes instead of 2
+  uint32_t one;  // the bit pattern of 1 in the element type
 };
 
 #if !defined(__CUDACC_RTC__)
@@ -19,7 +19,7 @@ OPK_PLAIN_BEGIN
 
 using opk::Tensor;
 
-// A device's file defines these two. There is at least one element.
+// Defined by each device's source. Called only if there is at least one element.
 void pack(const Signs& signs);
 void unpack(const Signs& signs);
 

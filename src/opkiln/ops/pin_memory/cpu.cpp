@@ -1,4 +1,4 @@
-// Pages that are never swapped out, for a machine without a GPU.
+// Locks pages with mlock, for machines without a GPU.
 
 #include <errno.h>
 #include <string.h>

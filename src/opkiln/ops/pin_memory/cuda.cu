@@ -1,6 +1,6 @@
-// Host memory made known to the driver: it locks the pages, and devices reach them without a copy.
-// Only nvcc's and HIP's libraries have the runtime that is called here. (NVRTC is tried for a file that
-// includes op.h itself.)
+// Registers host memory with the driver, which locks the pages and lets devices access them
+// without a copy. Only libraries built with nvcc or hipcc contain the runtime functions called
+// here. (NVRTC is tried only for files that include op.h themselves.)
 
 #include "memory.h"
 
@@ -10,7 +10,7 @@ const char* text_of(cudaError_t error) {
   if (error == cudaSuccess) {
     return nullptr;
   }
-  (void)cudaGetLastError();  // or the next launch would report it as its own
+  (void)cudaGetLastError();  // otherwise the next launch would report it
   return cudaGetErrorString(error);
 }
 
@@ -24,7 +24,7 @@ const char* unlock(void* memory, size_t) {
 
 }  // namespace
 
-// The first tensor is the host's, so the device is not current yet.
+// The first tensor is on the host, so the device is not current yet.
 void lock_pages_(Tensor& memory, const Tensor& device) {
   const opk::DeviceGuard guard(device);
   call_on(memory, "lock", lock);

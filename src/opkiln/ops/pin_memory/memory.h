@@ -1,4 +1,4 @@
-// What both versions of the op have in common.
+// Shared by the CPU and CUDA versions: argument checks.
 #pragma once
 
 #include <opkiln/arguments.h>
@@ -8,7 +8,7 @@ namespace {
 
 using opk::Tensor;
 
-// Calls function(address, bytes), which gives null or why it failed, on the tensor's memory.
+// Calls function(address, bytes) on the tensor's memory. The function returns null, or why it failed.
 void call_on(Tensor& memory, const char* what, const char* (*function)(void*, size_t)) {
   OPK_CHECK(memory.is_cpu(), memory, " is not on the CPU");
   opk::check_dtype(memory, opk::DType::uint8);

@@ -1,4 +1,4 @@
-// The kernels that dequantize. hipify turns this into HIP as it is.
+// The kernels that dequantize. hipify turns this file into HIP unchanged.
 #pragma once
 
 #include "sources.h"
@@ -10,7 +10,7 @@ namespace {
 constexpr unsigned kBackThreads = 128;
 constexpr int kBackUnits = 2;
 
-// Where the levels of an element lie, and whose they are.
+// The position of an element's levels in memory, and their group.
 struct Lies {
   int64_t group, at;
 
@@ -20,7 +20,7 @@ struct Lies {
     if (l.log2_group != 0) {
       own = element >> l.log2_group;
     } else {
-      // Chunks are counted in 32 bits where there are so few: dividing 64 takes long.
+      // Divides in 32 bits where possible: 64-bit division is slow.
       const int64_t chunk = element / kChunk;
       own = chunk <= 0xffffffff
           ? static_cast<uint32_t>(chunk) / static_cast<uint32_t>(format.group_size / kChunk)
@@ -46,8 +46,8 @@ __device__ void finish_unit(const Work& work, const Format& format, const Levels
   store_unit<Type, kWhole, kOnce>(words, work.out, {start, 0}, count);
 }
 
-// Whole units, two of each thread: with one, four or eight, and with levels that a warp reads together
-// and shares out, it was slower on an H200.
+// Full units, two per thread. One, four or eight units, and levels
+// that a warp reads together and distributes, were slower on an H200.
 template <class Type, int kBits, bool kSymmetric>
 __global__ void __launch_bounds__(kBackThreads)
 dequantize_kernel(const OPK_GRID_CONSTANT Launch l) {
@@ -72,7 +72,7 @@ dequantize_kernel(const OPK_GRID_CONSTANT Launch l) {
   }
 }
 
-// The units from l.first on, at any address.
+// The units from l.first on, at any alignment.
 template <class Type>
 __global__ void __launch_bounds__(kBackThreads)
 dequantize_any_kernel(const OPK_GRID_CONSTANT Launch l) {

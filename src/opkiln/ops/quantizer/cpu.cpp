@@ -1,6 +1,6 @@
-// Quantizing and dequantizing on host memory, a group at a time: it is widened into scratch that
-// stays in the cache, looked through for its extent, and rounded. Loops are plain, for the compiler
-// to vectorize: comparisons are between integers, whose order needs no care of NaN.
+// Quantizes and dequantizes on host memory, one group at a time: widens it into scratch memory that stays in
+// the cache, finds its extent, and rounds. The loops are plain, so that the compiler vectorizes them.
+// Comparisons are between integers, whose order needs no special case for NaN.
 
 #include <opkiln/blocks.h>
 
@@ -19,7 +19,7 @@ Stream stream_of(const void* data, ElementType type) {
   return {static_cast<std::byte*>(const_cast<void*>(data)), type, true};
 }
 
-// Levels [at, at + count) of a part or a tensor, as floats. `at` is even.
+// Loads levels [at, at + count) of a part or a tensor as floats. `at` is even.
 void load_levels(const Quantized& from, const Format& format, int64_t at, int64_t count,
                  float* to) {
   if (format.bits == 8) {
@@ -72,7 +72,7 @@ void scale_levels(float* values, int64_t count, float scale, float offset, bool 
   }
 }
 
-// The sum of the parts' elements [begin, begin + count), whatever their groups.
+// The sum of the parts' elements [begin, begin + count), which may span groups.
 void load_parts(const Parts& parts, int64_t begin, int64_t count, float* to) {
   float part[kBlock];
   for (int64_t done = 0; done < count;) {
@@ -105,7 +105,8 @@ float greatest_magnitude(const float* values, int64_t count) {
   return as_float(most);
 }
 
-// Floats as integers in the same order; NaN is beyond the infinity of its sign. Its own inverse.
+// Maps a float's bits to an integer of the same order; NaN is beyond
+// the infinity of its sign. It is its own inverse.
 int32_t ordered(uint32_t bits) {
   const int32_t value = static_cast<int32_t>(bits);
   return value ^ (value >> 31 & 0x7fffffff);
@@ -124,9 +125,9 @@ Level asymmetric_level(const float* values, int64_t count, int bits, bool stocha
   return Level::asymmetric(back(lowest), back(highest), bits, stochastic);
 }
 
-// Those of the elements [begin, begin + count), at most kBlock of them; where they are in `to`, which
-// has room for one row more. It is random_words() over rows of counters, round by round, which
-// compilers vectorize.
+// The random numbers of the elements [begin, begin + count), at most kBlock of them.
+// Returns where they begin in `to`, which has room for one more row. Computes
+// random_words() over rows of counters, round by round, which compilers vectorize.
 const float* random_numbers(const Random& random, uint64_t offset, int64_t begin, int64_t count,
                             float* to) {
   constexpr int kRows = kBlock / kRandomElements + 1;
@@ -149,19 +150,19 @@ const float* random_numbers(const Random& random, uint64_t offset, int64_t begin
   }
   for (int i = 0; i < rows; ++i) {
     const RandomWords words{{c0[i], c1[i], c2[i], c3[i]}};
-    for (int k = 0; k < kRandomElements; ++k) {  // 128 and the bits below
+    for (int k = 0; k < kRandomElements; ++k) {  // 128, with the random bits below its point
       to[i * kRandomElements + k] = as_float(0x43000000u | sixteen_bits(words, k));
     }
   }
   return to + skipped;
 }
 
-// Rounds a group, of which `values` is scratch where it is not the tensor itself.
+// Rounds a group. `values` is scratch memory, or the tensor itself if it is fp32.
 template <Scheme kScheme>
 void round_group(const Work& work, int64_t begin, int64_t count, int64_t place, uint64_t offset,
                  const float* values, const Level& given) {
   constexpr bool kSymmetric = kScheme != Scheme::kAsymmetric;
-  const Level level = given;  // a local: no store below can change it
+  const Level level = given;  // a local, so that the stores below cannot alias it
   alignas(64) float rounded[kBlock];
   for (int64_t at = 0; at < count; at += kBlock) {
     const int64_t here = least(count - at, kBlock);
@@ -208,7 +209,7 @@ void quantize_groups(const Work& work, const Parts* parts, int64_t first, int64_
   const int bits = work.format.bits;
   const bool in_place = work.from != nullptr && work.type == ElementType::kFloat &&
       work.error == nullptr;
-  // Whole registers are written to it.
+  // Padded, because whole registers are written.
   opk::List<float> scratch(in_place ? 0 : whole_registers(size + Vec::kLanes));
   const uint64_t offset = work.random.stochastic ? offset_of(work.random) : 0;
   for (int64_t group = first; group < last; ++group) {
@@ -259,7 +260,7 @@ void dequantize_groups(const Work& work, int64_t first, int64_t last) {
   }
 }
 
-// In torch's own threads; few bytes stay on the calling one.
+// Runs the body in torch's thread pool. Small tensors stay on the calling thread.
 template <class Body>
 void over_groups(const Work& work, const Body& body) {
   const int64_t grain = opk::kGrainBytes / (int64_t{4} * work.format.group_size);

@@ -1,4 +1,5 @@
-// Quantizing tensors of 16-bit elements, and dequantizing; how a call is launched.
+// Launches of the op's kernels. Contains the kernels that quantize
+// 16-bit elements, and those that dequantize.
 
 #include <opkiln/op.h>
 

@@ -1,5 +1,5 @@
-// Quantizing fp32: tensors, and what is worked out in it (sums of parts, feedback of errors). Of
-// groups above 32768 elements a block's registers do not hold all.
+// The kernels that quantize fp32: tensors, sums of parts, and values with error
+// feedback. Groups above 32768 elements exceed a block's registers.
 
 #include <opkiln/op.h>
 

@@ -1,7 +1,6 @@
-// The kernels that quantize. A group at an address that allows accesses of 16 bytes is read once:
-// threads hold it in registers between finding its extent and rounding. Others, and those that no
-// block or cluster of blocks can hold, are read a second time, from the cache. hipify turns this
-// into HIP as it is.
+// The kernels that quantize. A group that is aligned to 16 bytes is read once: threads hold it in registers
+// between finding its extent and rounding. Other groups, and those too large for a block or cluster of
+// blocks, are read a second time, from the cache. hipify turns this file into HIP unchanged.
 #pragma once
 
 #include <opkiln/whole_groups.h>
@@ -13,13 +12,14 @@ namespace quantizer {
 namespace {
 
 constexpr unsigned kMostThreads = 1024;
-constexpr uint32_t kAnyUnits = 4;  // that a thread holds of a group that is none of whole_groups.h
+// units of a group that a thread holds, for groups that are not in whole_groups.h
+constexpr uint32_t kAnyUnits = 4;
 
 template <Scheme kScheme>
 constexpr bool is_symmetric = kScheme != Scheme::kAsymmetric;
 
-// What is made of a group's elements. Asked of the call as the kernel runs, or fixed when it is
-// compiled: then no unit asks again.
+// What to compute from a group's elements. AnyMode reads it from the call at run time;
+// LevelsMode fixes it at compile time, so that no unit has to check again.
 struct AnyMode {
   static constexpr bool kFixed = false, kAtRandom = false;
   bool levels, stochastic;
@@ -40,8 +40,8 @@ struct LevelsMode {
   __device__ explicit LevelsMode(const Work&) {}
 };
 
-// A group: where it starts, and how many elements it has. A team without a group has one of no elements:
-// what it would read, another team may be writing in place.
+// A group's position and size. A team without a group gets an empty
+// one: another team may be writing in place where it would read.
 struct Span {
   bool is_there;
   int64_t group, start;
@@ -61,11 +61,11 @@ struct Span {
   }
 };
 
-// What a thread needs to write units: they are counted from `start`, an element.
+// Where a thread writes units, which are counted from element `start`.
 struct Target {
   int64_t start;
-  uint64_t offset;     // of random words
-  uint8_t* levels;     // where those from `start` on lie
+  uint64_t offset;     // of the random words
+  uint8_t* levels;     // the position of the levels from `start` on
   uint32_t bits_of_u;  // see random_number
 
   __device__ Target(const Work& work, int64_t first, int64_t lies_at, uint64_t random_offset)
@@ -74,23 +74,23 @@ struct Target {
         levels(work.to.values + bytes_of(lies_at, work.format.bits)),
         bits_of_u(0x43000000u) {
 #if defined(__CUDA_ARCH__)
-    asm("" : "+r"(bits_of_u));  // kept in a register: as a constant it is moved there each time
+    asm("" : "+r"(bits_of_u));  // kept in a register; a constant would be loaded each time
 #endif
   }
 
-  // The words of the element at `at`.
+  // The random words of the element at `at`.
   __device__ RandomWords random_at(uint32_t at, const RandomKeys<kRounds>& keys) const {
     return random_words(static_cast<uint64_t>(start + at) / kRandomElements, offset, keys);
   }
-  // 128 and sixteen_bits() below its point, of the element k of the four that share a word.
+  // 128 plus sixteen_bits() below its point, for element k of the four that share a word.
   __device__ float random_number(uint32_t word, unsigned k) const {
     const unsigned bytes = k % 4 | (k + 1) % 4 << 4;
     return __uint_as_float(__byte_perm(word, bits_of_u, 0x7600 | bytes));
   }
 };
 
-// Rounds a unit, writes its levels where they are wanted, and gives, where that is wanted instead or
-// as well, what is to be written of the elements: in place of their words.
+// Rounds a unit and writes its levels if requested. Replaces the words by the dequantized elements or the
+// errors if those are requested. Returns whether they are to be stored.
 template <class Source, Scheme kScheme, bool kWhole>
 __device__ bool emit(const Launch& l, const AnyMode& mode, const Target& target, uint32_t at,
                      int count, uint32_t* words, const Level& level) {
@@ -193,9 +193,9 @@ __device__ void emit_chunk(const Launch& l, const Target& target, uint32_t at, c
   }
 }
 
-// Writes two units that follow each other, a thread's own, as neighbours: pairs of threads swap them,
-// so that each access of the pair is to 32 bytes that follow each other. (Memory is written in such
-// pieces, and in halves of them at 60 to 80% of its speed.)
+// Stores two consecutive units of a thread. Pairs of threads swap units, so
+// that each access of a pair covers 32 consecutive bytes. (Memory is written in
+// such pieces; writes of half a piece reach 60 to 80% of the speed.)
 template <class Type>
 __device__ void store_pair(void* to, Place at, uint32_t (&first)[4], uint32_t (&second)[4]) {
   const bool odd = threadIdx.x % 2 != 0;
@@ -204,7 +204,7 @@ __device__ void store_pair(void* to, Place at, uint32_t (&first)[4], uint32_t (&
     const uint32_t other = exchange(odd ? first[i] : second[i], 1);
     (odd ? first[i] : second[i]) = other;
   }
-  // Now the pair has the first thread's two in `first`, and the second's in `second`.
+  // Now the pair has the first thread's two units in `first`, and the second thread's in `second`.
   const int64_t mine = at.start + at.at;
   char* const start = static_cast<char*>(to) + (odd ? mine - 16 + Type::kUnit : mine) * Type::kBytes;
   *reinterpret_cast<Sixteen*>(start) = {first[0], first[1], first[2], first[3]};
@@ -212,7 +212,7 @@ __device__ void store_pair(void* to, Place at, uint32_t (&first)[4], uint32_t (&
                                                             second[3]};
 }
 
-// The 16 elements that start at `at`, whatever is wanted of them.
+// Rounds the 16 elements that start at `at`, in any mode.
 template <class Source, Scheme kScheme, class Held>
 __device__ void emit_parts(const Launch& l, const AnyMode& mode, const Target& target, uint32_t at,
                            Held* held, const Level& level) {
@@ -231,18 +231,19 @@ __device__ void emit_parts(const Launch& l, const AnyMode& mode, const Target& t
   }
 }
 
-// Whether the scheme is the full one. What is worked out has no kernels of its own for the symmetric one.
+// Whether the scheme is the full one. Sources with feedback have no
+// separate kernels for the symmetric scheme.
 template <class Source, Scheme kScheme>
 __device__ bool is_full(const Launch& l) {
   return kScheme == Scheme::kFull && (!Source::kFeedback || l.work.format.full);
 }
 
-// With how many blocks on a multiprocessor registers are counted. With more, elements of 16 bits were
-// quantized 1% slower on an H200.
+// Blocks per multiprocessor, which limits the registers. With more,
+// quantizing 16-bit elements was 1% slower on an H200.
 template <class Source, class Mode>
 constexpr int kBlocksPerProcessor = Mode::kFixed && Source::Type::kBytes == 2 ? 6 : 4;
 
-// Groups as in whole_groups.h.
+// Groups in the layout of whole_groups.h.
 template <class Source, Scheme kScheme, class Mode>
 __global__ void __launch_bounds__(kGroupThreads, (kBlocksPerProcessor<Source, Mode>))
 quantize_groups_kernel(const OPK_GRID_CONSTANT typename Source::Parameters parameters) {
@@ -309,8 +310,8 @@ __device__ void load_any(const typename Source::Parameters& parameters, Place at
   }
 }
 
-// Other groups. Where units may be accessed as such and the team's registers hold the group, it is
-// read once: with loads that no thread does without, since one that has no unit takes the last again.
+// The other groups. If units are aligned and the team's registers can hold the group, it is read once, and
+// every thread loads: one without a unit of its own repeats the last.
 template <class Source, Scheme kScheme>
 __global__ void __launch_bounds__(kMostThreads)
 quantize_any_kernel(const OPK_GRID_CONSTANT typename Source::Parameters parameters) {

@@ -1,6 +1,6 @@
-// The arithmetic of groups and elements, as in reference.py: in fp32, each operation rounded on its
-// own (the builder tells compilers not to fuse them). Compiled for devices by nvcc and hipcc, and for
-// the host by any C++ compiler.
+// The arithmetic of groups and elements, as in reference.py: in fp32, with each
+// operation rounded separately (the build disables contraction). Compiled for
+// devices by nvcc and hipcc, and for the host by any C++ compiler.
 #pragma once
 
 #include <opkiln/random_bits.h>
@@ -26,30 +26,30 @@ OPK_HOST_DEVICE inline float infinity() {
 constexpr float kLeastScale = 0x1p-126f;
 constexpr float kGreatest = 0x1.fffffep127f;
 
-// Near this number floats are the whole numbers: adding it rounds, to nearest and ties to even, and
-// leaves the result in the low bits.
+// Floats near this number are whole numbers: adding it rounds to
+// nearest, ties to even, and leaves the result in the low bits.
 constexpr float kRounder = 0x1.8p23f;
 
-// How a group is scaled: see reference.py. Full is symmetric, too; code for it serves the symmetric scheme,
-// whose ceiling is then infinity.
+// How a group is scaled; see reference.py. kFull is also symmetric,
+// and its code serves the symmetric scheme with an infinite ceiling.
 enum class Scheme { kAsymmetric, kSymmetric, kFull };
 
-// What a group's elements have in common.
+// How the elements of a group are scaled.
 struct Level {
   float scale, inverse, offset;
-  float ceiling;  // of the full scheme, which cuts off: the greatest level plus kRounder
-  float shift;    // of levels while they are rounded stochastically
-  uint32_t keep;  // a mask for levels: 0 where the group is not finite, and has none
+  float ceiling;  // for the full scheme, which clamps: the greatest level plus kRounder
+  float shift;    // added to levels while they are rounded stochastically
+  uint32_t keep;  // a mask for levels: 0 if the group is not finite, and so has none
 
   OPK_HOST_DEVICE static Level of(float spread, float offset, float top, bool stochastic) {
-    const bool finite = spread <= kGreatest;  // false of NaN
+    const bool finite = spread <= kGreatest;  // false for NaN
     const float scale = spread * (1.0f / top);
     const float nan = as_float(0x7fc00000u);
     Level out;
     out.scale = !finite ? nan : scale > kLeastScale ? scale : kLeastScale;
     out.inverse = 1.0f / out.scale;
     if (stochastic && spread * out.inverse > top) {
-      out.inverse *= 1.0f - 0x1p-21f;  // or the greatest element could be rounded beyond the top
+      out.inverse *= 1.0f - 0x1p-21f;  // otherwise the greatest element could round beyond the top
     }
     out.offset = finite ? offset : nan;
     out.shift = top > 128.0f ? 128.0f : 0.0f;
@@ -67,7 +67,7 @@ struct Level {
 
   OPK_HOST_DEVICE static Level asymmetric(float least, float greatest, int bits,
                                              bool stochastic) {
-    const float low = least + 0.0f;  // no negative zero
+    const float low = least + 0.0f;  // turns negative zero into zero
     Level out = of(greatest - low, low, bits == 8 ? 255.0f : 15.0f, stochastic);
     out.ceiling = infinity();
     return out;
@@ -79,16 +79,16 @@ struct Level {
     return (kSymmetric ? x : x - offset) * inverse;
   }
 
-  // The level of a scaled element, plus kRounder. But in the full scheme no level is out of range: the
-  // greatest quotient is off by a few units in its last place.
+  // The level of a scaled element, plus kRounder. Only the full scheme can exceed its range: in the others
+  // the greatest quotient is off by just a few units in its last place.
   template <Scheme kScheme>
   OPK_HOST_DEVICE float nearest(float y) const {
     return in_range<kScheme>(y + kRounder);
   }
 
-  // The same with a probability of going up of what is above the level below. `u` is random, from 128
-  // to 129 - 2^-16: up to 256 floats are multiples of 2^-16, and random bits are their low bits. Levels
-  // that would be beyond it are shifted.
+  // Rounds up with a probability equal to the distance from the level below. `u` is random,
+  // from 128 to 129 - 2^-16: floats up to 256 are multiples of 2^-16, and the random bits
+  // are their low bits. Levels that would exceed 256 are shifted.
   template <Scheme kScheme>
   OPK_HOST_DEVICE float stochastic(float y, float u) const {
     const float t = y - shift + u;
@@ -105,7 +105,7 @@ struct Level {
     return kScheme == Scheme::kFull && !(rounded < ceiling) ? ceiling : rounded;
   }
 
-  // What a level stands for.
+  // Converts a level back to a value.
   template <bool kSymmetric>
   OPK_HOST_DEVICE float back(float level) const {
     const float product = level * scale;
@@ -113,7 +113,7 @@ struct Level {
   }
 };
 
-// Where a group lies.
+// The position of a group in memory.
 OPK_HOST_DEVICE inline int64_t place_of(int64_t group, const Order& order) {
   if (order.piece == 0) {
     return group;

@@ -1,4 +1,4 @@
-// The op's functions: every check, and what is returned. Messages are reference.py's.
+// The op's functions and argument checks. Messages equal reference.py's.
 #pragma once
 
 #include <opkiln/arguments.h>
@@ -19,11 +19,11 @@ using opk::TensorList;
 using OptionalTensor = opk::optional<Tensor>;
 using Three = opk::tuple<Tensor, Tensor, Tensor>;
 
-// A device's file defines these two. `parts` are what is quantized if there is no work.from.
+// Defined by each device's source. Without work.from, `parts` are quantized.
 void run_quantize(const Work& work, const Parts* parts);
 void run_dequantize(const Work& work);
 
-// On the device, of the dtype and the size, without gaps.
+// Checks device, dtype, size and contiguity.
 void check(const Tensor& tensor, Device device, DType dtype, int64_t numel) {
   opk::check_on(tensor, device);
   opk::check_dtype(tensor, dtype);
@@ -38,7 +38,7 @@ Format format_of(int64_t bits, int64_t group_size, bool symmetric, const char* p
   return {static_cast<int>(bits), static_cast<int>(group_size), symmetric, false};
 }
 
-// What is quantized to, which may use the lowest level, too.
+// The format of a quantized result. It may also use the lowest level, unless narrow_range is set.
 Format format_to(int64_t bits, int64_t group_size, bool symmetric, bool narrow_range) {
   Format format = format_of(bits, group_size, symmetric);
   format.full = symmetric && !narrow_range;
@@ -62,7 +62,7 @@ Order order_of(int64_t numel, const Format& format, int64_t nodes, int64_t devic
   check_count("nodes", nodes);
   check_count("devices_per_node", devices);
   check_count("pipeline", pipeline);
-  // In double: three factors of 31 bits.
+  // In double, because the product of three 31-bit factors may overflow.
   const double wanted = static_cast<double>(nodes) * static_cast<double>(devices) *
       static_cast<double>(pipeline) * format.group_size;
   const int64_t pieces = wanted < 9e18 ? nodes * devices * pipeline : 0;
@@ -85,7 +85,7 @@ DType type_of_values(const Format& format) {
   return format.symmetric && format.bits == 8 ? DType::int8 : DType::uint8;
 }
 
-// Levels that were handed in.
+// Checks levels and parameters that the caller passed.
 Quantized given(const Tensor& values, const Tensor& scales, const Tensor* offsets, int64_t numel,
                 const Format& format, Device device) {
   OPK_CHECK(numel >= 0, "numel is ", numel, ", expected at least 0");
@@ -117,7 +117,7 @@ float* error_of(Tensor& error, int64_t numel, Device device) {
   return error.data<float>();
 }
 
-// What is quantized or faked: its place, dtype and layout.
+// Sets up the input of quantizing and fake quantizing.
 Work work_on(const Tensor& x, const Format& format, Device device) {
   Work work{};
   work.type = opk::element_of(x);
@@ -189,7 +189,7 @@ void fake_quantize_(Tensor& x, int64_t bits, int64_t group_size, bool symmetric,
                     int64_t offset, const OptionalTensor& offset_at, bool narrow_range) {
   const Device device = opk::device_of(x);
   Work work = work_on(x, format_to(bits, group_size, symmetric, narrow_range), device);
-  // This gives copy-on-write memory a copy of its own.
+  // The mutable accessor gives copy-on-write memory a copy of its own.
   work.from = x.data();
   fake_into(const_cast<void*>(work.from), work, stochastic, seed, offset, offset_at, device);
 }

@@ -1,4 +1,4 @@
-// How a call's groups are laid over threads, for the two files that compile the kernels.
+// Distributes a call's groups over threads, for the two files that compile the kernels.
 #pragma once
 
 #include <opkiln/whole_groups_launch.h>
@@ -12,7 +12,7 @@ namespace quantizer {
 namespace {
 
 inline bool is_aligned(const void* pointer, size_t bytes) {
-  return reinterpret_cast<size_t>(pointer) % bytes == 0;  // null is
+  return reinterpret_cast<size_t>(pointer) % bytes == 0;  // null counts as aligned
 }
 
 inline unsigned log2_at_least(int64_t count) {
@@ -32,7 +32,7 @@ inline Scheme scheme_of(const Format& format) {
                            : Scheme::kSymmetric;
 }
 
-// Rounding at random in the full scheme is rare: it has no kernel of its own.
+// Stochastic rounding in the full scheme is rare, so it has no kernel of its own.
 template <class Mode>
 struct OrAny {
   using type = Mode;
@@ -47,7 +47,7 @@ Kernel<Source> kernel_of(Scheme scheme) {
   if (scheme == Scheme::kAsymmetric) {
     return quantize_groups_kernel<Source, Scheme::kAsymmetric, Mode>;
   }
-  // What is worked out waits for memory: the symmetric scheme needs no kernel of its own.
+  // Sources with feedback are bound by memory, so the symmetric scheme needs no kernel of its own.
   if constexpr (!Source::kFeedback) {
     if (scheme == Scheme::kSymmetric) {
       return quantize_groups_kernel<Source, Scheme::kSymmetric, Mode>;
@@ -86,21 +86,21 @@ Kernel<Source> any_kernel_of(Scheme scheme) {
   return quantize_any_kernel<Source, Scheme::kFull>;
 }
 
-// The groups from l.first to l.last.
+// Launches the groups from l.first to l.last.
 template <class Source>
 void launch_any(Launch& l, const typename Source::Parameters& p) {
   const int64_t most = l.work.format.group_size;
   const int64_t held = int64_t{Source::Type::kUnit} * kAnyUnits;
   l.log2_team = log2_at_least(((l.work.numel < most ? l.work.numel : most) + held - 1) / held);
-  l.log2_team = l.log2_team > 10 ? 10 : l.log2_team;  // the kernel goes over the group in turns
+  l.log2_team = l.log2_team > 10 ? 10 : l.log2_team;  // the kernel then loops over the group
   const unsigned threads = l.log2_team > 7 ? 1u << l.log2_team : 128;
   const int64_t a_block = threads >> l.log2_team;
   opk::launch(any_kernel_of<Source>(scheme_of(l.work.format)),
               (l.last - l.first + a_block - 1) / a_block, threads, 0, p);
 }
 
-// All groups of a call, of which `l` is a part of `p`: those that are laid out as in whole_groups.h,
-// and then the rest.
+// Launches all groups of a call: first those in the layout of
+// whole_groups.h, then the rest. `l` is a part of `p`.
 template <class Source>
 void launch_quantize(Launch& l, const typename Source::Parameters& p) {
   const Format& format = l.work.format;
@@ -120,7 +120,7 @@ void launch_quantize(Launch& l, const typename Source::Parameters& p) {
 
 }  // namespace
 
-// Defined in the one file and called from the other.
+// Defined in cuda_float.cu, called from cuda.cu.
 void launch_float(Launch& l);
 void launch_worked_out(Reduction& r);
 

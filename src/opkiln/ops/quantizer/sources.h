@@ -1,4 +1,4 @@
-// What is quantized: a tensor, or what has to be worked out. In device code.
+// The sources of quantizing: a tensor, or values that must be computed first. Device code.
 #pragma once
 
 #include "units.h"
@@ -6,15 +6,15 @@
 namespace opkiln {
 namespace quantizer {
 
-// A launch: the call, and how its groups are laid over threads.
+// A launch: the call, and how its groups are distributed over threads.
 struct Launch {
   Work work;
   int64_t first, last;  // groups
-  unsigned log2_team;    // threads that share a group
-  unsigned log2_chunks;  // places for chunks in a group, see whole_groups.h
-  unsigned log2_group;   // elements in a group, or 0: dequantizing
-  bool aligned;  // accesses of 16 bytes to elements, and of a unit to levels, are allowed
-  RandomKeys<kRounds> keys;  // of the seed
+  unsigned log2_team;    // threads per group
+  unsigned log2_chunks;  // chunks per group, for whole_groups.h
+  unsigned log2_group;   // elements per group, for dequantizing; 0: not a power of two
+  bool aligned;  // elements are aligned to 16 bytes, and levels to a unit
+  RandomKeys<kRounds> keys;  // derived from the seed
 };
 
 struct Reduction {
@@ -25,9 +25,9 @@ static_assert(sizeof(Reduction) <= 4096, "launches with parts need more than old
 
 namespace {
 
-// Sources: what is quantized, a unit at a time, as a thread holds it.
+// Sources. Each loads a unit at a time, in the form in which a thread holds it.
 
-// A tensor as it is.
+// A tensor.
 template <class T>
 struct TensorSource {
   using Type = T;
@@ -47,7 +47,7 @@ struct TensorSource {
   }
 };
 
-// What has to be worked out: a tensor or a sum of parts, with what earlier rounding left out.
+// Values that are computed in fp32: a tensor or a sum of parts, plus the error of earlier rounding.
 struct FloatSource {
   using Type = Float;
   using Parameters = Reduction;
@@ -79,7 +79,7 @@ struct FloatSource {
   template <bool kWhole>
   __device__ static void load_parts(const Reduction& r, int64_t at, int count, float* values) {
     const Parts& parts = r.parts;
-    // Chunks are counted in 32 bits, which the binding makes sure of: dividing 64 takes long.
+    // 32-bit division, because 64-bit division is slow. reduce_parts() checks that chunk indices fit.
     const uint32_t group = static_cast<uint32_t>(at / kChunk) /
         static_cast<uint32_t>(parts.format.group_size / kChunk);
 #pragma unroll 2
@@ -126,7 +126,7 @@ struct FloatSource {
         values[k] += __uint_as_float(words[k]);
       }
     }
-    // Of parts the missing elements are levels of 0: fill them up here as in load_unit.
+    // The missing elements of parts are levels of 0. Repeats the first element here, as load_unit does.
 #pragma unroll
     for (int k = 1; k < kUnit; ++k) {
       values[k] = kWhole || k < count ? values[k] : values[0];

@@ -1,5 +1,5 @@
-// The types of elements, in device code: how many fill an access of 16 bytes, a unit, and how the four
-// words of a unit become floats and come from them. hipify turns this into HIP as it is.
+// The element types in device code: how many elements form a unit, which is one 16-byte access, and how a
+// unit's four words convert to floats and back. hipify turns this file into HIP unchanged.
 #pragma once
 
 #include <opkiln/group_reduce.h>
@@ -25,8 +25,8 @@ struct Float {
       words[k] = __float_as_uint(from[k]);
     }
   }
-  // The greatest magnitude as an integer: these are in the floats' order, with infinity and then
-  // NaN above all numbers.
+  // The greatest magnitude, as an integer. Integers order like the
+  // floats, with infinity and then NaN above all numbers.
   __device__ static uint32_t magnitude(const uint32_t* words) {
     uint32_t most = 0;
 #pragma unroll
@@ -43,7 +43,7 @@ struct Float {
     return __uint_as_float(bits);
   }
 
-  // The least and the greatest of a group, or of what a thread has seen of it.
+  // The least and greatest element of a group, or of the part that a thread has seen.
   struct Range {
     float least, greatest;
 
@@ -57,9 +57,9 @@ struct Float {
         const float value = __uint_as_float(words[k]);
         least = fminf(least, value);
         greatest = fmaxf(greatest, value);
-        odd = fmaf(value, 0.0f, odd);  // NaN as soon as an element is not finite
+        odd = fmaf(value, 0.0f, odd);  // becomes NaN if an element is not finite
       }
-      greatest = odd == 0 ? greatest : infinity();  // fminf and fmaxf pass over NaN
+      greatest = odd == 0 ? greatest : infinity();  // fminf and fmaxf ignore NaN
     }
     __device__ Range exchanged(unsigned bits) const {
       return {exchange(least, bits), exchange(greatest, bits)};
@@ -77,7 +77,7 @@ struct Float {
   };
 };
 
-// Two to a word, the first in its low half.
+// Two elements per word, the first in the low half.
 template <class Type>
 struct Sixteenths {
   static constexpr int kBytes = 2, kUnit = 8;
@@ -95,7 +95,7 @@ struct Sixteenths {
       words[i] = Type::pair(from[2 * i], from[2 * i + 1]);
     }
   }
-  // Of the low and of the high halves.
+  // The greatest magnitudes of the low and of the high halves.
   __device__ static uint32_t magnitude(const uint32_t* words) {
     constexpr uint32_t kBoth = 0x7fff7fffu;
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
@@ -112,7 +112,8 @@ struct Sixteenths {
     return out;
 #else
     const uint32_t low = (a & 0xffffu) > (b & 0xffffu) ? a : b;
-    const uint32_t high = a > b ? a : b;  // the low halves decide nothing that matters
+    // a tie of the high halves may compare the low halves, which changes nothing
+    const uint32_t high = a > b ? a : b;
     return (low & 0xffffu) | (high & 0xffff0000u);
 #endif
   }
@@ -121,8 +122,8 @@ struct Sixteenths {
     return Type::low(low > high ? low : high);
   }
 
-  // The least and the greatest of a group, or of what a thread has seen of it, in the low and in the
-  // high halves, NaN before all numbers.
+  // The least and greatest element of a group, or of the part that a thread has seen,
+  // separately for low and high halves. NaN wins over all numbers.
   struct Range {
     uint32_t least, greatest;
 
@@ -148,7 +149,7 @@ struct Sixteenths {
       greatest = outer<true>(greatest, other.greatest);
 #endif
     }
-    // As floats: infinity and NaN are beyond each other, and so are seen by whoever subtracts them.
+    // As floats. Infinity and NaN survive the caller's subtraction.
     __device__ float lowest() const {
       return Type::low(outer<false>(least, least >> 16));
     }
@@ -186,7 +187,7 @@ struct Half : Sixteenths<Half> {
   }
 #endif
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  // The larger magnitudes, NaN above all; their signs mean nothing.
+  // The larger magnitudes, with NaN above all. The sign bits are undefined.
   __device__ static uint32_t larger(uint32_t a, uint32_t b) {
     uint32_t out;
     asm("max.NaN.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));
@@ -257,7 +258,7 @@ struct BFloat : Sixteenths<BFloat> {
   }
 };
 
-// The extent of a group, or of as much of it as a thread has seen.
+// The extent of a group, or of the part that a thread has seen.
 template <class Type, bool kSymmetric>
 struct Extent;
 

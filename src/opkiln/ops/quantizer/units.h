@@ -1,5 +1,5 @@
-// Units: as many elements as an access of 16 bytes moves, and their levels, in device code.
-// hipify turns this into HIP as it is.
+// Units, the elements of one 16-byte access, and their levels, in
+// device code. hipify turns this file into HIP unchanged.
 #pragma once
 
 #include <opkiln/device_element.h>
@@ -16,8 +16,8 @@ struct alignas(16) Sixteen {
   uint32_t at[4];
 };
 
-// An element: that many after the start of its group. What depends on the group alone is worked out
-// once, and an address then takes one instruction.
+// An element, as its offset from the start of its group. Everything that depends only on the
+// group is computed once, so that an address takes one instruction.
 struct Place {
   int64_t start;
   uint32_t at;
@@ -31,8 +31,8 @@ struct Place {
   }
 };
 
-// A unit as it lies in memory. One of fewer elements is filled up with its first: that changes neither
-// the least nor the greatest of its group.
+// Loads a unit. A short unit repeats its first element, which changes
+// neither the least nor the greatest of its group.
 template <class Type, bool kWhole>
 __device__ void load_unit(const void* from, Place at, int count, uint32_t* words) {
   const char* const start = at.in<Type::kBytes>(static_cast<const char*>(from));
@@ -59,7 +59,7 @@ __device__ void load_unit(const void* from, Place at, int count, uint32_t* words
   }
 }
 
-// With kOnce as device::store_once.
+// Stores a unit. kOnce selects device::store_once.
 template <class Type, bool kWhole, bool kOnce = false>
 __device__ void store_unit(const uint32_t (&words)[4], void* to, Place at, int count) {
   char* const start = at.in<Type::kBytes>(static_cast<char*>(to));
@@ -87,11 +87,11 @@ __device__ void store_unit(const uint32_t (&words)[4], void* to, Place at, int c
 
 // Levels
 
-struct alignas(8) Levels {  // of a unit, the first in the lowest bits
-  uint32_t low, high;       // the high word only of eight levels of eight bits
+struct alignas(8) Levels {  // levels of a unit, the first in the lowest bits
+  uint32_t low, high;       // the high word is used only for eight levels of eight bits
 };
 
-// The bytes that so many levels take.
+// The bytes of this many levels.
 template <class Index>
 __device__ Index bytes_of(Index levels, int bits) {
   return bits == 8 ? levels : levels >> 1;
@@ -140,11 +140,11 @@ __device__ inline uint32_t four_bytes(uint32_t a, uint32_t b, uint32_t c, uint32
   return __byte_perm(__byte_perm(a, b, 0x0040), __byte_perm(c, d, 0x0040), 0x5410);
 }
 
-// Levels of four bits, the first in the lowest, from floats whose low bits they are. Those from -8 are
-// eight more until the end, so that none takes from the next one's bits.
+// Packs four-bit levels, the first in the lowest bits, from floats whose low bits they are. Symmetric levels
+// get an offset of 8 until the end, so that none borrows from the next one's bits.
 template <int kUnit, bool kSymmetric>
 __device__ uint32_t pack_halves(const float* rounded) {
-  uint32_t all = 0, others = 0;  // what is not of levels
+  uint32_t all = 0, others = 0;  // `others`: the bits that are not levels
 #pragma unroll
   for (int k = kUnit - 1; k >= 0; --k) {
     all = all * 16 + __float_as_uint(rounded[k]);
@@ -153,7 +153,7 @@ __device__ uint32_t pack_halves(const float* rounded) {
   return (all - others) ^ (kSymmetric ? 0x88888888u >> (32 - 4 * kUnit) : 0u);
 }
 
-// From floats whose low bits they are (see kRounder).
+// Packs levels from floats whose low bits they are (see kRounder).
 template <int kUnit, bool kSymmetric>
 __device__ Levels pack(const float* rounded, int bits, int count, uint32_t keep) {
   Levels out{0, 0};
@@ -169,7 +169,7 @@ __device__ Levels pack(const float* rounded, int bits, int count, uint32_t keep)
     }
   } else {
     out.low = pack_halves<kUnit, kSymmetric>(rounded);
-    if (count < kUnit) {  // the half of a byte that no element has
+    if (count < kUnit) {  // clears the half byte that no element uses
       out.low &= (1u << (4 * count)) - 1;
     }
   }
@@ -178,12 +178,12 @@ __device__ Levels pack(const float* rounded, int bits, int count, uint32_t keep)
   return out;
 }
 
-// As floats: each becomes the low bits of one near 2^23, less that. Halves of bytes stay where they
-// are in their word, and are multiples of a power of 16 until the multiplication, which is exact.
+// Unpacks levels to floats: each becomes the low bits of a float near 2^23, which is then subtracted. Half
+// bytes stay in place in their word, as multiples of a power of 16, until the multiplication, which is exact.
 template <int kUnit>
 __device__ void unpack(Levels levels, const Format& format, float* to) {
   constexpr float kBase = 0x1p23f;
-  constexpr uint32_t kBits = 0x4b000000u;  // of kBase
+  constexpr uint32_t kBits = 0x4b000000u;  // the bits of kBase
   if (format.bits == 8) {
     const uint32_t flip = format.symmetric ? 0x80808080u : 0u;
     const float base = format.symmetric ? kBase + 128.0f : kBase;

@@ -1,4 +1,4 @@
-// What the op works on, on a device and on the CPU alike.
+// The parameters of a call, shared by devices and the CPU.
 #pragma once
 
 #include <opkiln/element_type.h>
@@ -6,44 +6,44 @@
 namespace opkiln {
 namespace quantizer {
 
-constexpr int kRounds = 7;  // of Philox: three fewer than usual, which a GPU has no time for
-constexpr int kChunk = 8;   // group sizes are multiples of it
+constexpr int kRounds = 7;  // of Philox: three fewer than usual, which would make a GPU's kernels slower
+constexpr int kChunk = 8;   // group sizes are multiples of this
 constexpr int64_t kSmallestGroup = 16, kLargestGroup = 65536;
-constexpr int kMostParts = 128;  // in one reduction: what fits into a launch's parameters
+constexpr int kMostParts = 128;  // the most in one reduction: this many fit into a launch's parameters
 
 struct Format {
   int bits;  // 4 or 8
   int group_size;
   bool symmetric;
-  bool full;  // symmetric levels down to -2^(bits - 1), which quantizing alone has to know
+  bool full;  // symmetric levels go down to -2^(bits - 1); only quantizing uses this
 };
 
-// Levels with their scales, and offsets unless the format is symmetric.
+// Levels with their scales, and with offsets unless the format is symmetric.
 struct Quantized {
   uint8_t* values;
   float* scales;
   float* offsets;
 };
 
-// The order of groups in memory: see reference.py. Of one node and one piece it is their own.
+// The order of groups in memory; see reference.py.
 struct Order {
   uint32_t nodes, devices, pipeline;
-  uint32_t piece;  // groups in one of nodes * devices * pipeline; 0: the groups' own order
+  uint32_t piece;  // groups per piece, of nodes * devices * pipeline pieces; 0: no reordering
 };
 
 struct Random {
   bool stochastic;
   uint64_t seed, offset;
-  const int64_t* offset_at;  // where it is not null, stands in for offset: read by the kernel
+  const int64_t* offset_at;  // null, or read by the kernel in place of `offset`
 };
 
-// A call. Quantizing reads `from`, dequantizing `to`.
+// The parameters of a call. Quantizing reads `from`; dequantizing reads `to`.
 struct Work {
   int64_t numel;
-  ElementType type;  // of `from` and `out`
-  const void* from;  // null: the sum of parts is what is quantized
-  float* error;      // added to what is quantized, and receives what is left out; null: none
-  void* out;         // of fake quantizing, and of dequantizing
+  ElementType type;  // the type of `from` and `out`
+  const void* from;  // null: the sum of the parts is quantized
+  float* error;      // null, or added to the input, and receives the rounding error
+  void* out;         // the output of fake quantizing and of dequantizing
   Quantized to;      // null values: fake quantizing
   Format format;
   Order order;
@@ -53,7 +53,7 @@ struct Work {
 struct Parts {
   int count;
   Format format;
-  float factor;  // of the sum
+  float factor;  // multiplies the sum
   Quantized at[kMostParts];
 };
 

@@ -1,7 +1,7 @@
-// Top-k gating. A warp has a token: its lanes hold the logits as numbers that compare like them, and find
-// the greatest k times. A block has 64 tokens, and for each expert one bit for each of them; so the place
-// of a token among the block's tokens with the same expert is a count of bits, and no order of threads can
-// change it. What the blocks before have is added by two small kernels, unless one block has all tokens.
+// Top-k gating. A warp handles a token: its lanes hold the logits as integers in the same order, and find the
+// greatest k times. A block handles 64 tokens, with one bit per token for each expert. The place of a token
+// among the block's tokens with the same expert is a count of bits, which does not depend on the order of
+// threads. Two small kernels add the counts of earlier blocks, unless one block has all tokens.
 
 #include <opkiln/op.h>
 
@@ -11,7 +11,7 @@
 namespace {
 
 constexpr int kThreads = 512;
-constexpr int kTokens = 64;  // of a block
+constexpr int kTokens = 64;  // tokens per block
 constexpr int kMostExperts = 1024;
 constexpr int kMostChosen = 32;
 constexpr int kScanThreads = 256;
@@ -21,7 +21,7 @@ struct Gating {
   opkiln::ElementType type;
   float* weights;
   int32_t *experts, *slots, *counts, *offsets;
-  int32_t* before;  // [blocks, experts]: those of a block, then those of the blocks before it
+  int32_t* before;  // [blocks, experts]: the counts of a block, later those of all earlier blocks
   int64_t tokens;
   int count, chosen;
   bool normalize;
@@ -34,7 +34,8 @@ __device__ inline float logit_at(const Gating& g, int64_t at) {
                                                  : opk::bits::to_float(uint32_t{bits} << 16);
 }
 
-// Numbers that compare as floats do: NaN is the greatest, both zeros are equal, and 0 is below all.
+// Maps a float to an integer in the same order. NaN is the greatest,
+// both zeros are equal, and 0 is below all.
 __device__ inline uint32_t key_of(float value) {
   const uint32_t bits = opk::bits::of_float(value);
   if ((bits & 0x7fffffffu) > 0x7f800000u) return 0xffffffffu;
@@ -53,7 +54,7 @@ __device__ inline float sum_of_warp(float value) {
   return value;
 }
 
-// Adds to each value all that are before it. All of the block's threads must call this, after a barrier.
+// Inclusive prefix sum. All threads of the block must call this, after a barrier.
 template <int kBlock>
 __device__ inline void scan(int32_t* values, int count) {
   constexpr int kShare = kMostExperts / kBlock;
@@ -74,7 +75,7 @@ __device__ inline void scan(int32_t* values, int count) {
   }
 }
 
-// The experts of one token. Each lane has kPer logits. Lane j gets the j-th expert and its weight.
+// Finds the experts of one token. Each lane has kPer logits. Lane j gets the j-th expert and its weight.
 template <int kPer>
 __device__ inline void choose(const Gating& g, int64_t token, int lane, int32_t* expert, float* weight) {
   uint32_t keys[kPer];
@@ -152,7 +153,7 @@ __global__ void __launch_bounds__(kThreads) gate_kernel(const OPK_GRID_CONSTANT 
   }
 }
 
-// For one expert: what the blocks before each have, and all.
+// For one expert: the counts of all earlier blocks for each block, and the total.
 __global__ void __launch_bounds__(kScanThreads) before_kernel(const OPK_GRID_CONSTANT Gating g, int blocks) {
   opk::wait_for_previous();
   __shared__ int32_t sums[kScanThreads];

@@ -1,9 +1,9 @@
-// Keys and values into a paged cache, with rotary position embedding on the way.
+// Copies keys and values into a paged cache, with rotary position embedding on the way.
 //
-// The heads of all tokens, queries first, are one row of units: a unit is both halves of some pairs, or as
-// many elements to copy. A block has as many units as its threads hold at once, of one token or of many.
-// It loads them, finds places and angles of its tokens meanwhile, and stores. If nothing is rotated, each thread
-// has a unit of k and the same of v, and finds their place by itself.
+// The heads of all tokens, queries first, form one row of units. A unit is both halves of some pairs, or the
+// same number of elements to copy. A block has one unit per thread, from one token or many. It loads the
+// units, meanwhile finds the places and angles of its tokens, and stores. If nothing is rotated, each thread
+// has a unit of k and the same unit of v, and finds their place itself.
 
 #include <opkiln/op.h>
 #include <opkiln/sixteen_bytes.h>
@@ -22,17 +22,17 @@ using paged::Heads;
 using paged::Work;
 
 constexpr int kThreads = 128;
-// A token has at least three heads (of q, k and v), so at most a third as many tokens and two broken ones are in a
-// block.
+// A token has at least three heads (q, k and v), so a block has at
+// most a third as many tokens, plus two partial ones.
 constexpr int kMostTokens = kThreads / 3 + 2;
-// Rotated tokens have at least three heads of units with 8 pairs; and two tokens may be broken.
+// Rotated tokens have at least three heads with units of 8 pairs, and two tokens may be partial.
 constexpr int kMostAngles = (kThreads * 8 / 3 + 2 * opkiln::kMostPairs + 3) / 4 * 4;
 
 struct alignas(16) Angles {
   float cosines[kMostAngles], sines[kMostAngles];
 };
 
-// Whole accesses of 16 bytes.
+// Units of aligned 16-byte accesses.
 template <class T>
 struct Packed {
   using Pack = Sixteen<T>;
@@ -40,7 +40,7 @@ struct Packed {
   static constexpr int kPairs = Pack::kCount, kRest = 2 * Pack::kCount;
   Pack low, high;
 
-  // The elements of a unit are at `at` and `apart` behind it.
+  // Loads the unit's elements, which are at `at` and at `at + apart`.
   __device__ void load(const T* at, int apart) {
     low = *reinterpret_cast<const Pack*>(at);
     high = *reinterpret_cast<const Pack*>(at + apart);
@@ -64,7 +64,7 @@ struct Packed {
   }
 };
 
-// Any strides and addresses: a pair, or one element to copy.
+// Units for any strides and addresses: one pair, or one element to copy.
 template <class T>
 struct Single {
   using Item = T;
@@ -98,7 +98,7 @@ __device__ inline void find_angle(const Work& work, int given, int pair, float* 
   }
 }
 
-// A token's block of the cache, and its place there. The block is -1 for padding.
+// A token's block in the cache, and its place there. The block is -1 for padding.
 __device__ inline int2 find_place(const Copy& work, int sequence, int position) {
   if (sequence < 0 || position < 0) return make_int2(-1, 0);
   const int of_sequence = position / work.block_size;
@@ -108,12 +108,12 @@ __device__ inline int2 find_place(const Copy& work, int sequence, int position) 
   return make_int2(block, position - of_sequence * work.block_size);
 }
 
-// A division of 64 bits takes four times as long as one of 32.
+// A 64-bit division takes four times as long as a 32-bit one.
 __device__ inline int64_t divided(int64_t value, int by) {
   return (value >> 32) == 0 ? static_cast<uint32_t>(value) / static_cast<uint32_t>(by) : value / by;
 }
 
-// The units of a head and of a token, and where this block begins.
+// The number of units per head and per token, and where this block begins.
 template <class Unit>
 struct Units {
   int rotated, a_head, a_token;
@@ -129,11 +129,11 @@ struct Units {
   }
 };
 
-// Which elements a unit is: `first`, and those `apart` behind them.
+// The elements of a unit: from `first`, and from `first + apart`.
 template <class Unit>
 struct Spot {
   int token, head, first, apart;
-  bool is_rotated;  // unless the head is of v
+  bool is_rotated;  // applies unless the head belongs to v
 
   __device__ Spot(const Work& work, const Units<Unit>& units) {
     const uint32_t at = units.in_token + threadIdx.x;
@@ -159,7 +159,7 @@ __global__ void __launch_bounds__(kThreads) paged_kernel(const OPK_GRID_CONSTANT
   const int behind = units.first_token + (units.in_token + kThreads + units.a_token - 1) / units.a_token;
   const int tokens = (behind < work.tokens ? behind : work.tokens) - units.first_token;
   const int32_t *const sequences = work.sequences + units.first_token, *const positions = work.positions + units.first_token;
-  // These are asked for before the heads, so that they are there first: a table's element waits for them.
+  // Loaded before the heads, because the angles' table lookups depend on them.
   const int rank = threadIdx.x;
   int sequence = 0, place = 0, position = 0;
   if (rank < tokens) sequence = sequences[rank], place = positions[rank];
@@ -198,7 +198,7 @@ __global__ void __launch_bounds__(kThreads) paged_kernel(const OPK_GRID_CONSTANT
   }
 }
 
-// A unit is an element T, or several of them.
+// A unit is one element T, or several.
 template <class T, class Unit>
 __global__ void __launch_bounds__(kThreads) paged_copy_kernel(const OPK_GRID_CONSTANT Copy work) {
   opk::wait_for_previous();

@@ -1,4 +1,4 @@
-// Keys and values for a paged cache: what the kernel works on, and the functions that make it of tensors.
+// Shared by the paged cache's kernels: their parameters, argument checks, and the op's functions.
 #pragma once
 
 #include <opkiln/arguments.h>
@@ -8,7 +8,7 @@ namespace paged {
 
 using Element = opkiln::ElementType;
 
-// Heads of all tokens; strides are in elements.
+// The heads of all tokens. Strides are in elements.
 struct Heads {
   const void* x;
   int64_t token, head;
@@ -21,7 +21,7 @@ struct Cache {
   int64_t block, place, head;
 };
 
-// Keys and values, and their places.
+// The parameters of copying keys and values.
 struct Copy {
   Heads k, v;
   Cache k_cache, v_cache;
@@ -34,19 +34,19 @@ struct Copy {
 struct Work : Copy {
   Heads q;      // has no heads if nothing is rotated
   void* q_out;  // contiguous
-  int pairs;                  // that are rotated, of each head
-  const void *cos, *sin;      // null: of the frequencies
+  int pairs;                  // rotated pairs per head
+  const void *cos, *sin;      // null: the frequencies are used
   int64_t table_positions, cos_row, sin_row;
   Element element, angles;
   opkiln::Frequencies frequencies;
 };
 
-// A block table to be made of lists that are known by their addresses.
+// The parameters of building a block table from lists that are given by address.
 struct Lists {
   const int64_t* lists;
   const int32_t* lengths;  // in tokens
   int32_t* table;
-  int64_t entries;  // of the table
+  int64_t entries;  // entries of the table
   int width, block_size;
 };
 
@@ -56,8 +56,8 @@ OPK_PLAIN_BEGIN
 using opk::Tensor;
 using MaybeTensor = opk::optional<Tensor>;
 
-void run(const Work& work);    // there is at least one token
-void run(const Lists& lists);  // there is at least one entry
+void run(const Work& work);    // called only if there is at least one token
+void run(const Lists& lists);  // called only if there is at least one entry
 
 inline int small(const Tensor& of, int64_t size) {
   OPK_SERVED(size < 0x7fffffff, of, " has shape ", of.sizes(), ": too large");
@@ -68,7 +68,7 @@ inline void check_last(const Tensor& x) {
   OPK_SERVED(x.size(-1) <= 1 || x.stride(-1) == 1, x, " has strides ", x.strides(), ", expected 1 as the last");
 }
 
-// Only tokens, or blocks, may be none.
+// Only the number of tokens or blocks may be 0.
 inline void check_some(const Tensor& x, int64_t from) {
   for (int64_t i = from; i < x.dim(); ++i) {
     OPK_CHECK(x.size(i) > 0, x, " has shape ", x.sizes(), ", expected at least 1 in dimension ", i);
@@ -93,7 +93,7 @@ inline void check_indices(const Tensor& indices, const Tensor& k) {
   opk::check_same_device(k, indices);
 }
 
-// Those of each token. They, or their copies, live as long as this.
+// One index per token. Keeps the tensor or its copy alive.
 class TokenIndices {
  public:
   TokenIndices(const Tensor& indices, const Tensor& k) {
@@ -107,7 +107,7 @@ class TokenIndices {
   Tensor used_;
 };
 
-// What copying needs.
+// Sets what copying needs.
 inline void set_copy(Work& work, const Tensor& k, const Tensor& v, Tensor& k_cache, Tensor& v_cache,
                      const Tensor& block_table, const TokenIndices& sequences,
                      const TokenIndices& positions) {
@@ -186,7 +186,7 @@ inline Tensor listed_blocks(const Tensor& lists, const Tensor& lengths, int64_t 
   const Lists work = {addresses.data<const int64_t>(), tokens.data<const int32_t>(), table.data<int32_t>(),
                       table.numel(), static_cast<int>(width), static_cast<int>(block_size)};
 #if defined(OPKILN_EMULATED)
-  for (int64_t row = 0; row < lists.size(0); ++row) {  // memory that is in no tensor of the call
+  for (int64_t row = 0; row < lists.size(0); ++row) {  // memory outside of the call's tensors
     const int64_t blocks = (work.lengths[row] + block_size - 1) / block_size;
     const auto* const list = reinterpret_cast<const int32_t*>(work.lists[row]);
     if (blocks > 0) opk::emulator::add_tensor(list, static_cast<size_t>(blocks * 4), 4);

@@ -1,8 +1,8 @@
-// Rows by their index: embedding, last tokens, tokens to experts and back.
+// Moves rows by index: embedding, last tokens, tokens to experts and back.
 //
-// The rows of the result, or of the tokens, are one row of units of 16 bytes, or of two if their addresses or
-// sizes are odd. So threads have equal work whatever the length of a row. What is only moved is moved as
-// bytes. No warp intrinsics: hipify turns this file into HIP as it is.
+// The rows of the result, or of the tokens, form one row of units of 16 bytes, or of two if addresses or
+// sizes are not aligned. So threads get equal work for any row length. Rows that are only moved are treated
+// as bytes. No warp intrinsics, so hipify turns this file into HIP unchanged.
 
 #include <opkiln/op.h>
 #include <opkiln/sixteen_bytes.h>
@@ -18,22 +18,22 @@ using rows::Place;
 
 constexpr int64_t kNone = INT64_MIN;  // no row: the result is zero
 
-// Which row of a table each row of a result is.
+// Maps the rows of a result to rows of a table.
 struct Picked {
   const void* table;
   int64_t count;            // rows of the table
-  const void* indices;      // of 32 bits, or 64 if `wide`
-  const int32_t* lengths;   // if given, `indices` are starts, and the last of so many rows is picked
+  const void* indices;      // 32-bit, or 64-bit if `wide`
+  const int32_t* lengths;   // if set, `indices` are starts, and the last of `lengths` rows is picked
   int64_t offset;
   bool wide;
 
-  // Not checked, so that several can be loaded at once.
+  // Does not check the index, so that several can be loaded at once.
   __device__ int64_t index(int64_t row) const {
     const int64_t index = wide ? static_cast<const int64_t*>(indices)[row]
                                : static_cast<const int32_t*>(indices)[row];
     if (!lengths) return index + offset;
     if (lengths[row] <= 0) return kNone;
-    return index < 0 ? count : index + lengths[row] - 1;  // `count` is one row too far
+    return index < 0 ? count : index + lengths[row] - 1;  // `count` is out of range
   }
 };
 
@@ -66,9 +66,9 @@ struct Spread {
   int chosen;
 };
 
-constexpr int kSlots = 4;  // that are loaded at once, with the row or before its last copy is written
+constexpr int kSlots = 4;  // slots that are loaded at once, before the copies are written
 
-// A row is read once, and written for each of its experts.
+// Reads a row once, and writes it for each of its experts.
 template <class Unit>
 __global__ void __launch_bounds__(kThreads) spread_kernel(const OPK_GRID_CONSTANT Spread work) {
   opk::wait_for_previous();
@@ -91,7 +91,7 @@ __global__ void __launch_bounds__(kThreads) spread_kernel(const OPK_GRID_CONSTAN
   }
 }
 
-// One element, like Sixteen.
+// One element, with the interface of Sixteen.
 template <class T>
 struct One {
   static constexpr int kCount = 1;
@@ -108,7 +108,7 @@ __device__ inline void narrow(opkiln::device::Sixteen<T>& out, const float* sums
   for (int i = 0; i < opkiln::device::Sixteen<T>::kCount; i += 2) out.set_two(i, sums[i], sums[i + 1]);
 }
 
-// The sum of two rows, of two tables.
+// The sum of two rows of two tables.
 struct Sum {
   Picked first, second;
   void* out;
@@ -139,14 +139,14 @@ struct Weighted {
   const void* table;
   int64_t count;
   const int32_t* slots;
-  const float* weights;  // null: 1
+  const float* weights;  // null: all 1
   int terms;
   void* out;
   int64_t rows;
   int columns;
 };
 
-// The slots and weights of kTerms terms are loaded together, then up to four rows.
+// Loads the slots and weights of kTerms terms together, then up to four rows at a time.
 template <class Pack, int kTerms>
 __global__ void __launch_bounds__(kThreads, kTerms == 2 ? 16 : 8) weighted_kernel(const OPK_GRID_CONSTANT Weighted work) {
   opk::wait_for_previous();
@@ -159,7 +159,7 @@ __global__ void __launch_bounds__(kThreads, kTerms == 2 ? 16 : 8) weighted_kerne
 #pragma unroll 1
   for (int first = 0; first < work.terms; first += kTerms) {
     const int64_t start = place.row * work.terms + first;
-    int from[kTerms];  // the same row again, if there is no such term: it is in a cache
+    int from[kTerms];  // missing terms repeat the first row, which is in a cache
     float weights[kTerms];
 #pragma unroll
     for (int i = 0; i < kTerms; ++i) from[i] = work.slots[first + i < work.terms ? start + i : start];

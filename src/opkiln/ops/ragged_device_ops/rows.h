@@ -1,4 +1,4 @@
-// Rows of tensors by their index: checks that the functions on rows share, and the parts of kernels.
+// Shared by the functions on rows: argument checks and parts of kernels.
 #pragma once
 
 #include <opkiln/arguments.h>
@@ -6,20 +6,20 @@
 
 namespace rows {
 
-constexpr int kThreads = 128;  // each has one unit: loads are in flight in many threads
+constexpr int kThreads = 128;  // one unit per thread, so that loads of many threads are in flight
 
 struct alignas(16) Sixteen {
   uint32_t words[4];
 };
 
-// The unit of this thread in rows that lie one behind the other: its row, and its place in the row.
+// This thread's unit in consecutive rows: its row, and its place in the row.
 struct Place {
   int64_t row;
   uint32_t unit;
 
   __device__ explicit Place(uint32_t a_row) {
     const int64_t whole = int64_t{blockIdx.x} * kThreads + threadIdx.x;
-    // A division of 64 bits takes four times as long as one of 32.
+    // A 64-bit division takes four times as long as a 32-bit one.
     row = (whole >> 32) == 0 ? static_cast<uint32_t>(whole) / a_row : whole / a_row;
     unit = static_cast<uint32_t>(whole - row * a_row);
   }
@@ -47,7 +47,7 @@ inline void check_indices(const Tensor& indices, const Tensor& of) {
   opk::check_same_device(of, indices);
 }
 
-// Whether rows of these many bytes are made of whole units of 16, and begin at multiples of 16.
+// Whether rows of this many bytes consist of whole 16-byte units and are aligned to 16 bytes.
 inline bool is_packed(int64_t row, std::initializer_list<const void*> tensors) {
   uint64_t all = static_cast<uint64_t>(row);
   for (const void* each : tensors) all |= reinterpret_cast<uintptr_t>(each);

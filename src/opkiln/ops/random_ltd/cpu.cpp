@@ -1,4 +1,4 @@
-// Random layer-token drop on host memory, in torch's own threads.
+// Random layer-token drop on host memory, in torch's thread pool.
 
 #include <algorithm>
 
@@ -8,17 +8,17 @@
 
 namespace {
 
-// So many rows of this many bytes that another thread is worth it.
+// The number of rows of this many bytes for which another thread pays.
 int64_t grain_of(int64_t row) { return opk::kGrainBytes / (row > 0 ? row : 1) + 1; }
 
-// Before anything is written.
+// Runs before anything is written.
 void check_places(const Indices& indices, int64_t count, int64_t tokens) {
   for (int64_t i = 0; i < count; ++i) {
     OPK_CHECK(indices[i] >= 0 && indices[i] < tokens, "indices has ", indices[i], ", expected 0 to ", tokens - 1);
   }
 }
 
-// Calls f(sequence, position) for all of them, in the order of memory.
+// Calls f(sequence, position) for all tokens, in the order of memory.
 template <class F>
 void over_tokens(const Tokens& tokens, int64_t count, const F& f) {
   opk::parallel_for(0, tokens.batch * count, grain_of(tokens.row), [&](int64_t first, int64_t end) {
@@ -54,7 +54,7 @@ void merge(const Tokens& tokens) {
   check_places(tokens.indices, tokens.batch * tokens.kept, tokens.count);
   const opk::Device host{opk::DeviceType::cpu, 0};
   Tensor places = opk::empty({tokens.batch * tokens.count}, opk::DType::int64, host);
-  int64_t* const place = places.data<int64_t>();  // in `part`, or -1
+  int64_t* const place = places.data<int64_t>();  // index in `part`, or -1
   for (int64_t i = 0; i < tokens.batch * tokens.count; ++i) place[i] = -1;
   for (int64_t b = 0; b < tokens.batch; ++b) {
     for (int64_t k = 0; k < tokens.kept; ++k) {
@@ -82,8 +82,8 @@ void gather_elements(const Masks& masks) {
   opk::parallel_for(0, rows, grain_of(kept * masks.size), [&](int64_t first, int64_t end) {
     for (int64_t row = first; row < end; ++row) {
       const int64_t i = row % kept, image = row / kept, head = image % masks.heads;
-      const int64_t sequence = image / masks.heads;  // of all layers
-      const int64_t start = sequence * kept;         // of its indices
+      const int64_t sequence = image / masks.heads;  // counts the sequences of all layers
+      const int64_t start = sequence * kept;         // the start of its indices
       const T* const mask = reinterpret_cast<const T*>(masks.mask) +
           sequence % masks.batch * masks.batch_step + head * masks.head_step;
       T* const out = reinterpret_cast<T*>(masks.out) + row * kept;
@@ -110,8 +110,8 @@ void gather_masks(const Masks& masks) {
   }
 }
 
-// A bit for each token: reading the bits in order sorts. If two indices are the same, or `tokens` is 0, there
-// are too few bits, and std::sort serves.
+// Sets a bit per token: reading the bits in order sorts. With duplicate indices, or
+// if `tokens` is 0, there are too few bits, and std::sort is used.
 template <class T>
 void sort_row(const T* in, T* out, int64_t kept, int64_t tokens, uint64_t* bits, int64_t words) {
   __builtin_memset(bits, 0, words * sizeof(bits[0]));
@@ -134,7 +134,7 @@ void sort_row(const T* in, T* out, int64_t kept, int64_t tokens, uint64_t* bits,
 
 template <class T>
 void sort_rows(const Rows& rows) {
-  // Far more tokens than are kept: reading their bits would take longer than sorting.
+  // With far more tokens than indices, scanning the bits would take longer than sorting.
   const int64_t tokens = rows.tokens <= rows.kept * 1024 ? rows.tokens : 0;
   const int64_t words = (tokens + 63) / 64;
   const opk::Device host{opk::DeviceType::cpu, 0};

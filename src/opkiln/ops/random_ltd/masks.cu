@@ -1,5 +1,5 @@
-// Rows and columns of masks. A thread has one column and eight rows, so that eight loads are in flight;
-// neighbouring threads read columns that are near each other, if the indices are sorted.
+// Gathers rows and columns of masks. A thread has one column and eight rows, so that eight loads are in
+// flight. Neighbouring threads read columns close to each other if the indices are sorted.
 
 #include <opkiln/op.h>
 
@@ -30,7 +30,7 @@ __global__ void __launch_bounds__(kThreads) mask_kernel(const OPK_GRID_CONSTANT 
   const int64_t top = tile / wide * kRows, j = tile % wide * kThreads + threadIdx.x;
   const int64_t head = image % l.heads, sequence = image / l.heads, start = sequence * l.kept;
   if (j >= l.kept) return;
-  // Indices first: all are on their way when they are checked.
+  // Loads all indices before checking any, so that the loads overlap.
   const int64_t column = picked(l, start, j);
   int64_t row[kRows];
   bool right = is_in(l, column);

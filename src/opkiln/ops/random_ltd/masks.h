@@ -1,4 +1,4 @@
-// Rows and columns of attention masks: what both versions work on, and the op's functions.
+// Shared by the CPU and CUDA versions for attention masks: argument checks, and the op's functions.
 #pragma once
 
 #include "indices.h"
@@ -6,12 +6,12 @@
 namespace {
 
 struct Masks {
-  const char* mask;  // [B, H, S, S], neighbours in the last dimension
+  const char* mask;  // [B, H, S, S], with stride 1 in the last dimension
   char* out;         // [L, B, H, K, K], contiguous
-  Indices indices;   // [L, B, K]; null data: the first K
+  Indices indices;   // [L, B, K]; null data: the first K tokens
   int64_t layers, batch, heads, kept, tokens;
-  int64_t batch_step, head_step, row_step;  // of the mask, in elements
-  int64_t size;                             // bytes of an element
+  int64_t batch_step, head_step, row_step;  // strides of the mask, in elements
+  int64_t size;                             // bytes per element
 };
 
 #if !defined(__CUDACC_RTC__)
@@ -19,7 +19,7 @@ OPK_PLAIN_BEGIN
 
 using opk::Tensor;
 
-// A device's file defines this. There is something to write.
+// Defined by each device's source. Called only if the result has elements.
 void gather_masks(const Masks& masks);
 
 Masks masks_of(const Tensor& mask) {

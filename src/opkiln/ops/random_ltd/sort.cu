@@ -1,5 +1,5 @@
-// Indices of tokens, sorted: a block has a row. It sets a bit for each index, counts the bits before each
-// word, and reads them in order. Two equal indices leave too few bits: then the block sorts by comparing.
+// Sorts indices of tokens; a block has a row. It sets a bit for each index, counts the bits before each word,
+// and reads them in order. Duplicate indices leave too few bits; then the block sorts by comparing.
 
 #include <opkiln/op.h>
 
@@ -8,10 +8,10 @@
 namespace {
 
 constexpr int kMostThreads = 1024;
-constexpr int64_t kMostTokens = 1 << 16;  // 8 KiB of bits; rows of more are sorted by comparing
+constexpr int64_t kMostTokens = 1 << 16;  // 8 KiB of bits; longer rows are sorted by comparing
 
-// A bitonic sort in which all comparisons go one way, so that a row of any length can be thought to
-// continue with numbers that never move.
+// A bitonic sort in which all comparisons have the same direction. So a row of
+// any length can be padded in thought with numbers that never move.
 template <class T>
 __device__ void sort_by_comparing(T* row, int64_t kept) {
   int64_t whole = 1;

@@ -1,4 +1,4 @@
-// Rows of indices that are sorted: what both versions work on, and the op's functions.
+// Shared by the CPU and CUDA versions of sorting: argument checks, and the op's functions.
 #pragma once
 
 #include "indices.h"
@@ -9,7 +9,7 @@ struct Rows {
   const void* in;
   void* out;  // may be `in`
   int64_t rows, kept;
-  int64_t tokens;  // all indices are below this, and usually different
+  int64_t tokens;  // all indices are below this, and usually distinct
   bool wide;       // int64
 };
 
@@ -18,7 +18,7 @@ OPK_PLAIN_BEGIN
 
 using opk::Tensor;
 
-// A device's file defines this. There is something to write.
+// Defined by each device's source. Called only if there is at least one row.
 void sort(const Rows& rows);
 
 Rows rows_of(const Tensor& indices, int64_t tokens) {

@@ -1,5 +1,5 @@
-// Tokens as rows of bytes: a thread moves a unit of up to 16 bytes, whatever the length of a row. Many threads
-// run at once, so many loads are in flight. No warp intrinsics: hipify turns this file into HIP as it is.
+// Moves tokens as rows of bytes: a thread moves a unit of up to 16 bytes, for any row length. Many threads
+// keep many loads in flight. No warp intrinsics, so hipify turns this file into HIP unchanged.
 
 #include <opkiln/op.h>
 #include <opkiln/sixteen_bytes.h>
@@ -11,16 +11,16 @@ namespace {
 using opkiln::device::store_once;
 
 constexpr int kThreads = 128;
-constexpr int kTurns = 2;  // units of a thread that merges
+constexpr int kTurns = 2;  // units per thread when merging
 constexpr int kUnits = kThreads * kTurns;
-constexpr int kMostRows = 1024;  // of a block that merges
-constexpr int64_t kFewBlocks = 512;  // do not fill a large GPU
+constexpr int kMostRows = 1024;  // per block when merging
+constexpr int64_t kFewBlocks = 512;  // too few to fill a large GPU
 
 struct alignas(16) Sixteen {
   uint32_t words[4];
 };
 
-// A division of 64 bits takes four times as long as one of 32.
+// A 64-bit division takes four times as long as a 32-bit one.
 __device__ inline int64_t divided(int64_t value, uint32_t by) {
   return (value >> 32) == 0 ? static_cast<int64_t>(static_cast<uint32_t>(value) / by) : value / by;
 }
@@ -30,7 +30,7 @@ __device__ inline int64_t checked(int64_t index, int64_t tokens) {
   return index;
 }
 
-// Gathers, or scatters, whole rows. Threads go along the rows of the kept tokens, in the order of memory.
+// Gathers or scatters whole rows. Threads follow the rows of the kept tokens, in the order of memory.
 template <class Unit, bool kScatter>
 __global__ void __launch_bounds__(kThreads) move_kernel(const OPK_GRID_CONSTANT Tokens l) {
   opk::wait_for_previous();
@@ -43,20 +43,20 @@ __global__ void __launch_bounds__(kThreads) move_kernel(const OPK_GRID_CONSTANT 
   const uint32_t sequence = l.batch_first ? outer : rest, kept = l.batch_first ? rest : outer;
   char* const near = (kScatter ? l.part : l.out).at(sequence, kept);
   Unit unit;
-  if (kScatter) unit = *(reinterpret_cast<const Unit*>(near) + place);  // while the index is on its way
+  if (kScatter) unit = *(reinterpret_cast<const Unit*>(near) + place);  // overlaps with loading the index
   const int64_t index = checked(l.indices[int64_t{sequence} * l.kept + kept], l.count);
   char* const far = l.all.at(sequence, index);
   if (!kScatter) unit = *(reinterpret_cast<const Unit*>(far) + place);
   store_once(reinterpret_cast<Unit*>(kScatter ? far : near) + place, unit);
 }
 
-// Each row of the result is read from where it comes from, and written once. A block has some
-// neighbouring tokens of one sequence; it looks through all indices of the sequence for those.
+// Reads each row of the result from its source, and writes it once. A block has neighbouring tokens of
+// one sequence, and searches all indices of the sequence for them.
 template <class Unit>
 __global__ void __launch_bounds__(kThreads, 16) merge_kernel(const OPK_GRID_CONSTANT Tokens l,
                                                                         int32_t a_block) {
   opk::wait_for_previous();
-  __shared__ int32_t places[kMostRows];  // in `part`, or -1
+  __shared__ int32_t places[kMostRows];  // index in `part`, or -1
   const int64_t blocks = (l.count + a_block - 1) / a_block;
   const int64_t b = divided(blockIdx.x, static_cast<uint32_t>(blocks));
   const int64_t first = (blockIdx.x - b * blocks) * a_block;
@@ -108,7 +108,7 @@ __global__ void __launch_bounds__(kThreads, 16) merge_kernel(const OPK_GRID_CONS
   }
 }
 
-// The widest unit that every row is made of and begins at.
+// The largest unit that divides every row and its address.
 int unit_of(const Tokens& tokens) {
   uint64_t all = 16 | static_cast<uint64_t>(tokens.row);
   for (const Side& side : {tokens.all, tokens.part, tokens.out}) {
@@ -143,8 +143,8 @@ void scatter(const Tokens& tokens) { move<true>(tokens); }
 void launch_merge(void (*kernel)(Tokens, int32_t), const Tokens& tokens, int unit) {
   OPK_SERVED(tokens.kept < 1LL << 31 && tokens.row / unit < 1LL << 31, "indices has rows of ", tokens.kept,
              " tokens of ", tokens.row, " bytes, which is too many");
-  // At least four turns of all threads, and four times as many bytes as the indices have, which every
-  // block reads (from the second cache). Less, if blocks would be few.
+  // At least four turns of all threads, and at least four times as many bytes as the indices have, because
+  // every block reads those (from the L2 cache). Fewer if there would be too few blocks.
   const int64_t turn = (4 * int64_t{kUnits} * unit + tokens.row - 1) / tokens.row;
   const int64_t worth = tokens.kept * 16 / tokens.row;
   const int64_t share = tokens.batch * tokens.count / kFewBlocks;

@@ -1,15 +1,15 @@
-// Tokens that are gathered and scattered: what both versions work on, and the op's functions, which make it
-// of tensors: with the checks. A token is a row of bytes, whatever its dtype.
+// Shared by the CPU and CUDA versions of gathering and scattering tokens: argument checks,
+// and the op's functions. A token is a row of bytes, for any dtype.
 #pragma once
 
 #include "indices.h"
 
 namespace {
 
-// Tokens in memory: where that of a sequence and a position is.
+// Tokens in memory, by sequence and position.
 struct Side {
   char* data;  // null: zeros
-  int64_t batch, token;  // steps, in bytes
+  int64_t batch, token;  // strides in bytes
 
 #if defined(__CUDACC__) || defined(__HIPCC__) || defined(OPKILN_EMULATED) || defined(__CUDACC_RTC__)
   __host__ __device__
@@ -22,10 +22,10 @@ struct Side {
 struct Tokens {
   Side all;   // [B, S]
   Side part;  // [B, K]
-  Side out;   // [B, K] of a gather, [B, S] of a merge
+  Side out;   // [B, K] when gathering, [B, S] when merging
   Indices indices;  // [B, K]
   int64_t batch, kept, count;
-  int64_t row;  // bytes of a token
+  int64_t row;  // bytes per token
   bool batch_first;
 };
 
@@ -34,12 +34,12 @@ OPK_PLAIN_BEGIN
 
 using opk::Tensor;
 
-// A device's file defines these. There is something to write.
+// Defined by each device's source. Called only if there is something to write.
 void gather(const Tokens& tokens);   // out[b, k] = all[b, indices[b, k]]
 void scatter(const Tokens& tokens);  // all[b, indices[b, k]] = part[b, k]
 void merge(const Tokens& tokens);    // out[b, s] = part[b, k] where indices[b, k] = s, else all[b, s]
 
-// The tensor itself if its channels are neighbours, or a contiguous copy.
+// The tensor itself if its channels are contiguous, or a contiguous copy.
 Tensor readable(const Tensor& x) {
   return x.size(2) <= 1 || x.stride(2) == 1 ? x : opk::contiguous(x);
 }
@@ -53,7 +53,7 @@ Side read_side(const Tensor& x, bool batch_first) {
   return side_of(x, const_cast<void*>(x.data()), batch_first);
 }
 
-// The sizes, from a tensor of tokens and the indices. `picked` is to live as long as they are used.
+// Checks the tensors and returns the sizes. `picked` must outlive the result.
 Tokens sized(const Tensor& x, const Tensor& indices, const Tensor& picked, bool batch_first) {
   opk::device_of(x);
   opk::check_dim(x, 3);

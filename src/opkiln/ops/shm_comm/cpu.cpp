@@ -1,5 +1,5 @@
-// Collectives of the ranks of one host. Each rank copies through slots of shared memory that stay in the
-// caches; group.h says how the ranks take turns.
+// Collectives of the ranks of one host. Each rank copies through slots of shared memory
+// that stay in the caches. group.h defines how the ranks take turns.
 
 #include "group.h"
 
@@ -18,13 +18,13 @@ struct Entry {
   bool closed = false;
 };
 
-// A number is never used twice, so a group that was closed is not taken for another one.
+// Numbers are never reused, so a closed group is not mistaken for another one.
 struct Table {
   static constexpr int64_t kMost = 1024;
   pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
   Entry entries[kMost];
   int64_t next = 0;
-  int pid = 0;  // of the process that opened the groups; a forked child has none of them
+  int pid = 0;  // the process that opened the groups; a forked child has none
 };
 Table table;
 
@@ -35,19 +35,19 @@ struct Locked {
   pthread_mutex_t* mutex_;
 };
 
-// With the table locked: forgets a group that is closed and that nobody uses.
+// Deletes a group that is closed and unused. The table must be locked.
 void drop_unused(Entry& entry) {
   if (!entry.closed || entry.users != 0) return;
   delete entry.group;
   entry = Entry{};
 }
 
-// The group of a number, for one call at a time.
+// Borrows a group by number, for one call.
 class Use {
  public:
   explicit Use(int64_t number) {
     OPK_SERVED(number >= 0, "the ranks of this group share no memory");
-    // First, without the lock: another thread may have held it when this process was forked.
+    // Checked before locking: another thread may have held the lock when this process was forked.
     OPK_CHECK(table.pid == getpid(),
               "the group belongs to another process; a forked child cannot use its parent's group");
     const Locked lock(&table.mutex);
@@ -63,7 +63,7 @@ class Use {
   }
   Use(const Use&) = delete;
 
-  // Begins a call. Another thread's call on the same group comes before it or after it.
+  // Begins a call. Calls of other threads on the same group come before or after it.
   Group& begin(Kind kind, const Tensor& x, Reduce how, int64_t count) {
     pthread_mutex_lock(entry_->group->mutex());
     locked_ = true;
@@ -93,11 +93,11 @@ void copy(T* to, const T* from, int64_t count) {
 
 // ---- the collectives -------------------------------------------------------------------------------------
 
-// Up to so many bytes each rank combines everything by itself: it is read by every rank, but the ranks meet
-// once and not twice.
+// Up to this many bytes, each rank combines everything itself. Every rank then
+// reads all the data, but the ranks meet only once instead of twice.
 constexpr int64_t kWholeBytes = 64 << 10;
 
-// `in` may be `out`.
+// `in` may equal `out`.
 template <class T>
 void all_reduce(Group& group, Reduce how, const T* in, T* out, int64_t count) {
   const int64_t size = group.size(), rank = group.rank();
@@ -112,8 +112,8 @@ void all_reduce(Group& group, Reduce how, const T* in, T* out, int64_t count) {
     group.next_turn();
     return;
   }
-  // Rank p combines part p of each stretch. A slot has the rank's own elements of the others' parts, and at
-  // its own part the result.
+  // Rank p combines part p of each stretch. Its slot holds its own
+  // elements of the other ranks' parts, and the result at its own part.
   constexpr int64_t kLine = 64 / sizeof(T);
   const int64_t most = group.slot_bytes() / static_cast<int64_t>(sizeof(T)) / size / kLine * kLine;
   for (int64_t begin = 0; begin < count; begin += most * size) {
@@ -139,7 +139,7 @@ void all_reduce(Group& group, Reduce how, const T* in, T* out, int64_t count) {
   }
 }
 
-// `in` has a part for each rank, `count` elements each; `out` is not in it.
+// `in` has `count` elements for each rank. `out` must not overlap it.
 template <class T>
 void reduce_scatter(Group& group, Reduce how, const T* in, T* out, int64_t count) {
   const int64_t size = group.size(), rank = group.rank();
@@ -147,7 +147,7 @@ void reduce_scatter(Group& group, Reduce how, const T* in, T* out, int64_t count
   constexpr int64_t kLine = 64 / sizeof(T);
   const int64_t most = group.slot_bytes() / static_cast<int64_t>(sizeof(T)) / size / kLine * kLine;
   int64_t begin = 0;
-  do {  // once for no elements, so that the ranks compare their calls
+  do {  // runs once even without elements, so that the ranks compare their calls
     const int64_t length = least(count - begin, most);
     for (int64_t p = 0; p < size; ++p) {
       if (p != rank) copy(group.slot<T>(rank) + p * most, in + p * count + begin, length);
@@ -161,7 +161,7 @@ void reduce_scatter(Group& group, Reduce how, const T* in, T* out, int64_t count
   } while (begin < count);
 }
 
-// `bytes` of each rank.
+// Each rank contributes `bytes`.
 void all_gather(Group& group, const char* in, char* out, int64_t bytes) {
   const int64_t size = group.size(), rank = group.rank();
   int64_t begin = 0;
@@ -181,7 +181,7 @@ void all_gather(Group& group, const char* in, char* out, int64_t bytes) {
 
 // ---- the ops ---------------------------------------------------------------------------------------------
 
-// The sizes of x, but for the first.
+// The sizes of x, with another first one.
 opk::List<int64_t> sizes_with_first(const Tensor& x, int64_t first) {
   opk::List<int64_t> sizes(x.dim());
   for (int64_t i = 0; i < x.dim(); ++i) sizes[i] = i == 0 ? first : x.size(i);
@@ -219,9 +219,9 @@ int64_t shm_join(const Tensor& /*host*/, int64_t fd, int64_t rank, int64_t size,
   OPK_CHECK(size >= 1 && size <= kMostRanks, "size is ", size, ", expected 1 to ", kMostRanks);
   OPK_CHECK(rank >= 0 && rank < size, "rank is ", rank, ", expected 0 to ", size - 1);
   OPK_CHECK(slot >= 4096 * size && slot % 4096 == 0, "slot is ", slot, ", expected a page for each rank");
-  if (table.pid != getpid()) {  // the first group here, or the first in a forked child
+  if (table.pid != getpid()) {  // the first group in this process, or the first in a forked child
     pthread_mutex_init(&table.mutex, nullptr);
-    for (Entry& entry : table.entries) entry = Entry{};  // the parent's stay mapped
+    for (Entry& entry : table.entries) entry = Entry{};  // the parent's groups stay mapped
     table.pid = getpid();
   }
   const Locked lock(&table.mutex);
@@ -255,7 +255,7 @@ Tensor shm_all_reduce(const Tensor& x, int64_t group, const opk::String& op) {
 void shm_all_reduce_(Tensor& x, int64_t group, const opk::String& op) {
   Use use(group);
   if (x.is_contiguous()) return reduce_into(use, x, x, reduce_of(op));
-  // Not left to the reference: for another rank it may be contiguous.
+  // Handled here instead of by the reference, because on another rank the tensor may be contiguous.
   Tensor whole = opk::contiguous(x);
   reduce_into(use, whole, whole, reduce_of(op));
   opk::call("aten::copy_", "", x, whole, false);

@@ -1,14 +1,15 @@
-// The shared memory of a group of ranks: what lies in it, how ranks wait for each other, and what happens
-// when one of them dies.
+// The shared memory of a group of ranks: its layout, how ranks wait
+// for each other, and how they notice that one died.
 //
-// The memory is a memfd. It has no name, so nothing is left behind however the ranks end. Each rank holds a
-// record lock on the byte of its number. The kernel drops it when the process ends, and a forked child does
-// not have it; so whoever waits in vain asks the kernel who still holds a lock.
+// The memory is a memfd. It has no name, so nothing is left behind however the ranks
+// end. Each rank holds a record lock on the byte at its number. The kernel releases the
+// lock when the process ends, and a forked child does not inherit it. So a rank that
+// waits in vain can ask the kernel which ranks still hold their locks.
 //
-// A collective is a sequence of turns. In a turn a rank writes into its own slot, says so, waits until all
-// have said so, and reads the slots of the others. Turns use two sets of slots, one after the other. A rank
-// writes into a set that was read two turns ago: everybody has said that the turn in between has begun, and
-// nobody says that before it has read all it needs of the turn before.
+// A collective is a sequence of turns. In a turn a rank writes its own slot, announces that, waits for the
+// announcements of all others, and reads their slots. Turns alternate between two sets of slots. A rank
+// writes to a set that was last read two turns ago. This is safe: every rank has announced the turn in
+// between, and no rank does so before it has finished reading the turn before.
 #pragma once
 
 #include <errno.h>
@@ -31,30 +32,30 @@ namespace {
 
 constexpr int64_t kMostRanks = 256;
 constexpr int64_t kSets = 2;
-constexpr int64_t kSlice = 50;  // milliseconds of sleep between two looks at who is alive
+constexpr int64_t kSlice = 50;  // milliseconds of sleep between two checks of who is alive
 
 enum Kind : uint32_t { kAllReduce = 1, kReduceScatter, kAllGather };
 enum Presence : uint32_t { kAbsent, kPresent, kLeft };
 enum Fault : uint32_t { kNone, kDied, kGone, kLate };  // why a group is broken
 
-// What a rank calls. All ranks must call the same.
+// The call of a rank. All ranks must make the same call.
 struct Call {
   uint32_t kind, dtype, op, unused;
   int64_t count;
 };
 
-// What a rank tells the others, on cache lines that nobody else writes to (but for `waiters`).
+// A rank's state, on cache lines that only this rank writes (except for `waiters`).
 struct alignas(128) Member {
-  uint32_t progress;  // how often it has said something; a futex
-  uint32_t waiters;   // how many sleep until it says more
+  uint32_t progress;  // number of announcements; a futex
+  uint32_t waiters;   // ranks that sleep until the next announcement
   uint32_t presence;
   int32_t pid;
   Call calls[kSets];
 };
 
 struct Shared {
-  alignas(128) uint32_t broken;  // the fault and the rank, of whoever noticed first
-  Member members[1];             // as many as there are ranks
+  alignas(128) uint32_t broken;  // the fault and the rank, set by the first rank that notices
+  Member members[1];             // one per rank
 };
 
 constexpr int64_t rounded_up(int64_t value, int64_t to) { return (value + to - 1) / to * to; }
@@ -80,7 +81,7 @@ inline const char* name_of(uint32_t kind) {
   return kind == kAllReduce ? "all_reduce" : kind == kReduceScatter ? "reduce_scatter" : "all_gather";
 }
 
-// A call in words: "all_reduce (sum) of 12 elements of float32".
+// Describes a call: "all_reduce (sum) of 12 elements of float32".
 struct CallText {
   char text[160];
   explicit CallText(const Call& call) {
@@ -92,7 +93,7 @@ struct CallText {
 
 class Group {
  public:
-  // The descriptor is this object's from now on, unless it raises.
+  // Takes ownership of the descriptor, unless it raises.
   Group(int fd, int64_t rank, int64_t size, int64_t slot, int64_t timeout)
       : rank_(rank), size_(size), slot_(slot), timeout_(timeout), fd_(fd), pid_(getpid()) {
     bytes_ = static_cast<size_t>(slots_begin(size) + kSets * size * slot);
@@ -114,7 +115,8 @@ class Group {
     __atomic_store_n(&member(rank).presence, kPresent, __ATOMIC_RELEASE);
     cpu_set_t usable;
     CPU_ZERO(&usable);
-    // With a CPU for each rank the others are about to answer. With fewer, they need the one that spins.
+    // With a CPU for each rank, the others answer soon. With fewer,
+    // spinning would take the CPU that they need.
     spins_ = sched_getaffinity(0, sizeof usable, &usable) == 0 && CPU_COUNT(&usable) >= size ? 4000 : 0;
     pthread_mutex_init(&mutex_, nullptr);
   }
@@ -122,7 +124,7 @@ class Group {
   ~Group() {
     if (getpid() == pid_) __atomic_store_n(&member(rank_).presence, kLeft, __ATOMIC_RELEASE);
     munmap(shared_, bytes_);
-    close(fd_);  // the lock goes with it
+    close(fd_);  // this releases the lock
     pthread_mutex_destroy(&mutex_);
   }
 
@@ -131,28 +133,28 @@ class Group {
   int64_t slot_bytes() const { return slot_; }
   pthread_mutex_t* mutex() { return &mutex_; }
 
-  // Begins a collective; the first turn compares what the ranks call.
+  // Begins a collective. Its first turn compares the ranks' calls.
   void begin(const Call& call) {
     call_ = call;
     compared_ = false;
     raise_if_broken();
   }
 
-  // The slot of a rank in this turn.
+  // A rank's slot in this turn.
   template <class T>
   T* slot(int64_t rank) const {
     char* const first = reinterpret_cast<char*>(shared_) + slots_begin(size_);
     return reinterpret_cast<T*>(first + ((turn_ % kSets) * size_ + rank) * slot_);
   }
 
-  // Says that the own slot of this turn is written, and waits until those of all others are.
+  // Announces that this rank's slot is written, and waits for all others.
   void all_written() {
     if (!compared_) member(rank_).calls[turn_ % kSets] = call_;
     meet();
     if (!compared_) compare();
   }
 
-  // Says that results are in the own slot, and waits until those of all others are.
+  // Announces that this rank's result is in its slot, and waits for all others.
   void all_reduced() { meet(); }
 
   void next_turn() { ++turn_; }
@@ -183,7 +185,8 @@ class Group {
   void meet() {
     ++step_;
     Member& mine = member(rank_);
-    // Sequentially consistent, as in wait(): either this sees the waiter, or the waiter sees the progress.
+    // Sequentially consistent, as in wait(): either this rank sees
+    // the waiter, or the waiter sees the progress.
     __atomic_store_n(&mine.progress, step_, __ATOMIC_SEQ_CST);
     if (__atomic_load_n(&mine.waiters, __ATOMIC_SEQ_CST) != 0) wake(mine);
     for (int64_t i = 1; i < size_; ++i) wait((rank_ + i) % size_);
@@ -209,7 +212,7 @@ class Group {
     Member& other = member(rank);
     int64_t time = now();
     const int64_t deadline = time + timeout_;
-    int64_t look = time + kSlice;  // when to ask who is alive; signals may end every sleep before
+    int64_t look = time + kSlice;  // the next check of who is alive; signals may end sleeps earlier
     __atomic_add_fetch(&other.waiters, 1, __ATOMIC_SEQ_CST);
     uint32_t fault = kNone;
     while (fault == kNone) {
@@ -221,7 +224,7 @@ class Group {
       time = now();
       if (time < look) continue;
       look = time + kSlice < deadline ? time + kSlice : deadline;
-      // What a rank said before it ended counts, so the progress is read after the lock.
+      // Reads the progress after the lock: an announcement that a rank made before it ended counts.
       if (!is_alive(rank) && !arrived(rank)) {
         fault = __atomic_load_n(&other.presence, __ATOMIC_ACQUIRE) == kLeft ? kGone : kDied;
       } else if (time >= deadline && !arrived(rank)) {
@@ -237,7 +240,7 @@ class Group {
     uint32_t expected = 0;
     const uint32_t code = fault << 16 | static_cast<uint32_t>(rank);
     __atomic_compare_exchange_n(&shared_->broken, &expected, code, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
-    for (int64_t i = 0; i < size_; ++i) wake(member(i));  // so that all hear of it now
+    for (int64_t i = 0; i < size_; ++i) wake(member(i));  // so that all ranks notice at once
   }
 
   void raise_if_broken() const {
@@ -256,7 +259,7 @@ class Group {
                ", so the group cannot be used any more");
   }
 
-  // All ranks compare all calls, so all of them raise at the same point, and the group goes on.
+  // All ranks compare all calls, so all of them raise at the same point, and the group stays usable.
   void compare() {
     compared_ = true;
     const Call first = member(0).calls[turn_ % kSets];

@@ -1,5 +1,5 @@
-// One range of several ranks' elements, combined in the order of the ranks and rounded once. The order
-// does not depend on who computes or when, so every rank that combines the same range gets the same bits.
+// Combines a range of several ranks' elements, in the order of the ranks, with one rounding. The order does
+// not depend on who computes or when, so all ranks get the same bits.
 #pragma once
 
 #include <opkiln/vec.h>
@@ -15,16 +15,16 @@ struct Add {
 struct Multiply {
   static float of(float a, float b) { return a * b; }
 };
-struct Larger {  // NaN, if one of them is
+struct Larger {  // NaN if either is NaN
   static float of(float a, float b) { return (b > a) | (b != b) ? b : a; }
 };
 struct Smaller {
   static float of(float a, float b) { return (b < a) | (b != b) ? b : a; }
 };
 
-constexpr int64_t kBlock = 512;  // floats: what is combined stays in the first cache
+constexpr int64_t kBlock = 512;  // in floats; a block stays in the L1 cache
 
-// Elements of a block as floats: where they are, or in `wide`.
+// The elements of a block as floats: the original memory, or widened into `wide`.
 inline const float* widened(const float* from, int64_t, float*) { return from; }
 template <class T>
 const float* widened(const T* from, int64_t count, float* wide) {
@@ -52,8 +52,8 @@ void narrow(const float* from, int64_t count, T* to) {
   }
 }
 
-// out[i] = sources[0][i] with sources[1][i] with ...; `also` gets the same, unless it is null. `out` may be
-// one of the sources.
+// Combines sources[0][i], sources[1][i], ... into out[i], and also
+// into `also` unless it is null. `out` may be one of the sources.
 template <class Pair, class T>
 void combine(const T* const* sources, int64_t size, int64_t count, bool mean, T* out, T* also) {
   alignas(64) float sum[kBlock], wide[kBlock];

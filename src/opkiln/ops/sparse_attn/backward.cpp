@@ -1,5 +1,6 @@
-// The gradients of sparse_attn on the CPU. One pass has a block of queries at a time, for their gradient, and one has a
-// block of keys, for those of keys and values. So no two threads add to the same sum, and the order is always the same.
+// The gradients of sparse_attn on the CPU. One pass handles a block of queries at a
+// time, for their gradient; the other a block of keys, for the gradients of keys and
+// values. So no two threads add to the same sum, and the order is fixed.
 #include <opkiln/op.h>
 
 #include "blocks.h"
@@ -41,7 +42,7 @@ class Pair {
     out_of_ = read<T>(call.out, batch, head, block_);
   }
 
-  // Loads a block of queries, their gradients, and the sums of these times the output.
+  // Loads a block of queries and their gradients, and computes the inner products of these with the output.
   void take_queries(int64_t number) {
     q.load(number, queries, wide_);
     grad_.load(number, grads, wide_);

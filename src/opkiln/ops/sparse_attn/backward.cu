@@ -1,7 +1,7 @@
-// The gradients of sparse_attn. Weights are computed again from the scores and their logarithms, so nothing of
-// tokens x tokens is kept. One kernel has 64 queries in a block and streams keys, for the gradient of the queries; one
-// has 64 keys and streams queries, for those of keys and values. So no two blocks add to one sum, and the order of
-// all additions is fixed. tile.h has the parts.
+// The gradients of sparse_attn. The weights are recomputed from the scores and their logarithms, so nothing
+// of the size tokens x tokens is stored. One kernel has 64 queries per block and streams keys, for the
+// gradient of the queries. The other has 64 keys per block and streams queries, for the gradients of keys and
+// values. So no two blocks add to one sum, and the order of all additions is fixed. tile.h has the parts.
 #include <opkiln/op.h>
 
 #include "tile.h"
@@ -10,24 +10,25 @@ using namespace sparse;
 
 namespace {
 
-constexpr int kRows = 64, kThreads = 128;  // of a block; a warp has 16 rows
-constexpr int kHalf = 32;  // streamed rows that are computed at once: scores of all 64 would need too many registers
+constexpr int kRows = 64, kThreads = 128;  // per block; a warp has 16 rows
+// streamed rows that are computed at once; the scores of all 64 would need too many registers
+constexpr int kHalf = 32;
 
 template <class Element>
 struct Work {
   const Element *grad, *q, *k, *v, *out;
   Element *q_grad, *k_grad, *v_grad;
   const float* lse;
-  float* inner;  // for each query, the sum of its gradient times its output
+  float* inner;  // for each query, the inner product of its gradient and its output
   Strides grad_strides, q_strides, k_strides, v_strides, out_strides, q_grad_strides, k_grad_strides, v_grad_strides;
   Sizes sizes;
   Rules rules;
   List by_query, by_key;
   int32_t times;
-  float *parts, *v_parts;  // [slots, times, kRows, head]: of queries or keys, and of values
+  float *parts, *v_parts;  // [slots, times, kRows, head]: for queries or keys, and for values
 };
 
-// Eight lanes have a row.
+// Eight lanes share a row.
 template <class Element>
 __global__ void __launch_bounds__(kThreads) inner_kernel(const OPK_GRID_CONSTANT Work<Element> work) {
   const int64_t number = int64_t{blockIdx.x} * (kThreads / 8) + threadIdx.x / 8;
@@ -52,7 +53,7 @@ __global__ void __launch_bounds__(kThreads) inner_kernel(const OPK_GRID_CONSTANT
   if (threadIdx.x % 8 == 0 && number < all) work.inner[row] = sum;
 }
 
-// Two products of a warp's 16 rows with 32 streamed rows: first * others^T and second * more^T.
+// Computes two products of a warp's 16 rows with 32 streamed rows: first * others^T and second * more^T.
 template <class Element, int kHead, bool kFirst, bool kSecond>
 __device__ inline void products(float (&one)[kHalf / 8][4], float (&two)[kHalf / 8][4],
                                 const Kept<kHead, kFirst>& first, const Kept<kHead, kSecond>& second,
@@ -73,7 +74,7 @@ __device__ inline void products(float (&one)[kHalf / 8][4], float (&two)[kHalf /
   }
 }
 
-// sums += values, 16 x 32 in the registers, * 32 streamed rows.
+// sums += values, 16 x 32 in registers, * 32 streamed rows.
 template <int kHead, class Element>
 __device__ inline void add_product(float (&sums)[kHead / 8][4], const float (&values)[kHalf / 8][4], const uint4* tile,
                                    int row) {
@@ -90,7 +91,7 @@ __device__ inline void add_product(float (&sums)[kHead / 8][4], const float (&va
   }
 }
 
-// Adds the biases to scores of 16 x 32, and hides what is not seen. `pieces` has a bit for each 16 columns.
+// Adds the biases to scores of 16 x 32, and hides invisible ones. `pieces` has a bit per 16 columns.
 template <bool kKeysDown, class Element>
 __device__ inline void finish(float (&scores)[kHalf / 8][4], const Seen<Element>& seen, unsigned pieces, int down,
                               int across) {
@@ -170,7 +171,8 @@ __global__ void __launch_bounds__(kThreads, kHead <= 64 ? 3 : 2) queries_kernel(
 template <class Element, int kHead>
 __global__ void __launch_bounds__(kThreads, 2) keys_kernel(const OPK_GRID_CONSTANT Work<Element> work) {
   constexpr int kTile = kStreamed * kHead / 8;
-  extern __shared__ uint4 shared[];  // keys, values, the stream, and of its queries the logarithms and inner sums
+  // keys, values, the stream, and the logarithms and inner products of its queries
+  extern __shared__ uint4 shared[];
   float* const stats = reinterpret_cast<float*>(shared + 6 * kTile);  // [2][2][kStreamed]
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = warp * 16;
   const Place place(work.by_key, work.sizes, work.by_key.shares, work.times);
@@ -181,7 +183,7 @@ __global__ void __launch_bounds__(kThreads, 2) keys_kernel(const OPK_GRID_CONSTA
   Stream<kHead, kThreads, Element> stream(shared + 2 * kTile, Read(work.q, work.q_strides, place, work.sizes),
                                           Read(work.grad, work.grad_strides, place, work.sizes), work.by_key, place);
   end_batch();
-  // A thread has one number of a tile's: the first 64 logarithms, the others inner sums.
+  // Each thread loads one number of a tile: the first 64 threads a logarithm, the others an inner product.
   const auto stat = [&](int tile) {
     const int token = tile * kStreamed + threadIdx.x % kStreamed;
     const bool logarithm = threadIdx.x < kStreamed;
@@ -224,7 +226,7 @@ __global__ void __launch_bounds__(kThreads, 2) keys_kernel(const OPK_GRID_CONSTA
       add_product<kHead, Element>(v_sums, weights, grads, half * kHalf);
       add_product<kHead, Element>(k_sums, of_scores, queries, half * kHalf);
     }
-    // The other stage's numbers were read before the last barrier.
+    // Safe to overwrite: the other stage's numbers were read before the last barrier.
     stats[(i - stream.begin + 1) % 2 * 2 * kStreamed + threadIdx.x] = next_stat;
     wait_for_batches<0>();
     __syncthreads();
@@ -241,7 +243,7 @@ __global__ void __launch_bounds__(kThreads, 2) keys_kernel(const OPK_GRID_CONSTA
   }
 }
 
-// Adds the parts of lines that were cut. A warp has a row at a time.
+// Adds the parts of lines that were cut. A warp handles one row at a time.
 template <class Element, int kHead>
 __global__ void __launch_bounds__(kThreads)
     join_kernel(const OPK_GRID_CONSTANT Work<Element> work, const OPK_GRID_CONSTANT List list, const float* parts,

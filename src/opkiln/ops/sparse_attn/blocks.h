@@ -1,7 +1,7 @@
-// What the CPU kernels of both directions share: blocks of rows as floats, products of blocks, and scores.
+// Shared by the CPU kernels of both directions: blocks of rows as floats, products of blocks, and scores.
 //
-// All buffers have rows of a multiple of 16 floats, and what is behind a tensor's last row or column is zero: so loops
-// over vectors have no rest.
+// Rows of buffers are padded to multiples of 16 floats, and everything past a
+// tensor's last row or column is zero. So vector loops have no remainder.
 #pragma once
 
 #include <opkiln/arguments.h>
@@ -25,7 +25,7 @@ inline void set_from(float value, opkiln::Float16* to) { *to = opkiln::narrow_fl
 
 inline int64_t of_sixteens(int64_t count) { return (count + 15) / 16 * 16; }
 
-// Memory for floats.
+// A zeroed array of floats.
 class Buffer {
  public:
   explicit Buffer(int64_t count) : data_(new float[static_cast<size_t>(count)]()) {}
@@ -41,7 +41,7 @@ class Buffer {
 template <class T>
 struct Head {
   T* data;
-  int64_t stride, step;  // of a token, and of a column
+  int64_t stride, step;  // strides of a token and of a column
   int64_t tokens, columns, block;
 
   int64_t rows(int64_t number) const {
@@ -50,7 +50,7 @@ struct Head {
   }
   T* row(int64_t number, int64_t i) const { return data + (number * block + i) * stride; }
 
-  // A block, with rows of `wide` floats.
+  // Loads a block as rows of `wide` floats.
   void load(int64_t number, float* to, int64_t wide) const {
     for (int64_t i = 0; i < block; ++i) {
       float* const out = to + i * wide;
@@ -75,7 +75,7 @@ struct Head {
     }
   }
 
-  // Rounds a block and writes it. Row i is multiplied by factors[i], or by `factor`.
+  // Rounds and stores a block. Row i is multiplied by factors[i], or by `factor`.
   void store(int64_t number, const float* from, int64_t wide, float factor, const float* factors = nullptr) const {
     for (int64_t i = 0; i < rows(number); ++i) {
       const float by = factors ? factors[i] : factor;
@@ -95,8 +95,9 @@ Head<T> head_of(T* data, const Tensor& x, int64_t batch, int64_t head, int64_t b
   return {data + batch * x.stride(0) + head * x.stride(1), x.stride(2), x.stride(3), x.size(2), x.size(3), block};
 }
 
-// sums[rows, columns] += left * right[inner, columns]. left(i, k) is at left[i * down + k * across], so it may be
-// transposed. 4 rows and 2 vectors at a time stay in registers; columns are a multiple of 16, rows of 4.
+// sums[rows, columns] += left * right[inner, columns]. left(i, k) is at left[i *
+// down + k * across], so `left` may be transposed. 4 rows and some vectors at a time
+// stay in registers. columns must be a multiple of 16, rows of 4.
 inline void add_product(float* sums, const float* left, int64_t down, int64_t across, const float* right, int64_t rows,
                         int64_t columns, int64_t inner) {
   constexpr int kRows = 4, kVectors = Vec::kLanes == 4 ? 4 : Vec::kLanes == 8 ? 2 : 1;
@@ -122,7 +123,7 @@ inline void add_product(float* sums, const float* left, int64_t down, int64_t ac
   }
 }
 
-// What a query of one head sees. Scores are exponents of 2.
+// The visibility rules and biases of one head. Scores are exponents of 2.
 template <class T>
 struct Seen {
   const float* key_bias;
@@ -136,7 +137,7 @@ struct Seen {
     if (mask) mask += batch * rules.mask_strides.batch + head * rules.mask_strides.head;
   }
 
-  // Finishes the products of a block of queries and a block of keys, [block, block].
+  // Turns the products of a block of queries and a block of keys, [block, block], into scores.
   void finish(float* scores, int64_t queries, int64_t keys) const {
     const float scale = rules.scale * kLog2E;
     for (int64_t i = 0; i < block; ++i) {

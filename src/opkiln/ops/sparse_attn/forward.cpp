@@ -1,4 +1,5 @@
-// sparse_attn on the CPU: a thread has a block of queries at a time, and goes along its listed blocks of keys.
+// sparse_attn on the CPU: a thread handles a block of queries at a
+// time, and loops over its listed blocks of keys.
 #include <opkiln/op.h>
 
 #include "blocks.h"
@@ -26,7 +27,7 @@ float greatest(const float* from, int64_t count) {
   return out;
 }
 
-// The powers of a row, in place, and their sum.
+// Replaces a row by its powers of 2, and returns their sum.
 float take_powers(float* row, int64_t count, float base) {
   Vec sum = Vec::all(0);
   for (int64_t j = 0; j < count; j += Vec::kLanes) {
@@ -67,7 +68,7 @@ void attend(const Call& call, int64_t first, int64_t last) {
       for (int64_t i = 0; i < q.rows(number); ++i) {
         float* const row = scores + i * block;
         const float found = greatest(row, block), greater = found > most[i] ? found : most[i];
-        const float base = greater == kMinusInfinity ? 0 : greater;  // nothing is seen yet
+        const float base = greater == kMinusInfinity ? 0 : greater;  // no key is visible yet
         const float shrink = most[i] == kMinusInfinity ? 0 : __builtin_exp2f(most[i] - base);
         sum[i] = sum[i] * shrink + take_powers(row, block, base);
         most[i] = greater;

@@ -1,5 +1,4 @@
-// The kernel of sparse_attn: softmax of the scores along the listed tiles, as they come, times the values.
-// tile.h has the parts.
+// The kernel of sparse_attn: an online softmax over the listed tiles, times the values. tile.h has the parts.
 #include <opkiln/op.h>
 
 #include "tile.h"
@@ -8,7 +7,7 @@ using namespace sparse;
 
 namespace {
 
-constexpr int kRows = 128;  // queries of a block
+constexpr int kRows = 128;  // queries per block
 
 constexpr int kWarps = kRows / 16, kThreads = 32 * kWarps;
 constexpr int kJoinThreads = 128;
@@ -27,16 +26,16 @@ struct Work {
   float* sums;  // [slots, times, kRows, 2]: the greatest exponent, and the sum
 };
 
-// What a warp has of 16 rows: the output, the greatest scores, and each lane's sums of the weights.
+// A warp's running results for 16 rows: the output, the greatest scores, and each lane's sums of weights.
 template <int kHead>
 struct Running {
   float out[kHead / 8][4] = {}, most[2] = {-INFINITY, -INFINITY}, sum[2] = {};
 };
 
-constexpr unsigned kEvery = (1u << kStreamed / 16) - 1;  // pieces of a tile
+constexpr unsigned kEvery = (1u << kStreamed / 16) - 1;  // all pieces of a tile
 
-// Adds one tile to a warp's rows. `pieces` are those that are seen, in bits. With kWhole all of the tile is, and
-// nothing is added to scores: most tiles are such, and without branches their products and powers overlap.
+// Adds one tile to a warp's rows. `pieces` is a bit mask of visible pieces. kWhole: the whole tile is visible
+// and has no biases. That is the case for most tiles, and without branches their products and powers overlap.
 template <bool kWhole, int kHead, class Element>
 __device__ inline void attend(Running<kHead>& running, const Kept<kHead>& queries, const uint4* keys,
                               const uint4* values, unsigned pieces, int query, int key, const Seen<Element>& seen) {
@@ -65,13 +64,13 @@ __device__ inline void attend(Running<kHead>& running, const Kept<kHead>& querie
     }
   }
 #pragma unroll
-  for (int i = 0; i < 2; ++i) {  // rows lane / 4, and 8 further down
+  for (int i = 0; i < 2; ++i) {  // rows lane / 4 and lane / 4 + 8
     float most = running.most[i];
 #pragma unroll
     for (int n = 0; n < kStreamed / 8; ++n) most = fmaxf(most, fmaxf(scores[n][2 * i], scores[n][2 * i + 1]));
     most = fmaxf(most, __shfl_xor_sync(kAll, most, 1));
     most = fmaxf(most, __shfl_xor_sync(kAll, most, 2));
-    const float base = most == -INFINITY ? 0.f : most * seen.factor;  // nothing is seen yet
+    const float base = most == -INFINITY ? 0.f : most * seen.factor;  // no key is visible yet
     const float shrink = power_of_two(running.most[i] * seen.factor - base);
     running.most[i] = most;
     float sum = running.sum[i] * shrink;
@@ -163,7 +162,7 @@ __global__ void __launch_bounds__(kThreads, kHead == 64 ? 2 : 1)
   }
 }
 
-// Joins the parts of lines that were cut. A warp has a row at a time.
+// Joins the parts of lines that were cut. A warp handles one row at a time.
 template <class Element, int kHead>
 __global__ void __launch_bounds__(kJoinThreads) join_kernel(const OPK_GRID_CONSTANT Work<Element> work) {
   const Place place(work.list, work.sizes, work.list.joined, work.times, true);

@@ -1,8 +1,8 @@
-// Tiles of attention: how rows come to shared memory, fragments of them, and what a query sees.
+// Tiles of attention: loading rows into shared memory, fragments of them, and the visibility rules.
 //
-// A block of the GPU keeps a tile of rows, and streams tiles of 64 rows past it, one in work and one under way.
-// Each warp has 16 of the rows that are kept. A tile's bits say which of its pieces, 16 by 16 tokens, are seen:
-// a warp leaves out the others, so no lane of it idles in a branch.
+// A thread block keeps a tile of rows, and streams tiles of 64 rows past it, one in use and one in flight.
+// Each warp has 16 of the kept rows. A tile's bits tell which of its pieces, 16 by 16 tokens, are visible. A
+// warp skips the others as a whole, so no lane idles in a branch.
 #pragma once
 
 #include <math.h>
@@ -15,13 +15,13 @@ namespace sparse __attribute__((visibility("hidden"))) {
 using namespace opkiln::device;
 
 constexpr unsigned kAll = 0xffffffffu;
-constexpr int kStreamed = 64;  // rows of a tile that is streamed
+constexpr int kStreamed = 64;  // rows of a streamed tile
 constexpr float kLog2E = 1.44269504f, kLn2 = 0.693147181f;
 
-// The share of work of a block, and whose it is.
+// A block's share of the work, and its position.
 struct Place {
   int batch, head, tile, begin, end, slot;
-  int which;  // of the blocks with this share
+  int which;  // among the blocks with this share
 
   __device__ Place(const List& list, const Sizes& sizes, const int32_t* from, int times, bool joined = false) {
     const int4 found = reinterpret_cast<const int4*>(from)[blockIdx.x / times];
@@ -40,12 +40,12 @@ struct Place {
   }
 };
 
-// Where a head's numbers begin in [batch, heads, tokens].
+// The index at which a head's numbers begin in [batch, heads, tokens].
 __device__ inline int64_t line_of(const Place& place, const Sizes& sizes) {
   return (int64_t{place.batch} * sizes.heads + place.head) * sizes.tokens;
 }
 
-// The rows of one head. What a kernel's parameters hold is read there: registers are short.
+// The rows of one head. Keeps references to kernel parameters, because registers are scarce.
 template <class Element>
 struct Rows {
   Element* data;
@@ -56,19 +56,21 @@ struct Rows {
       : data(base + place.batch * strides.batch + place.head * strides.head), stride(strides.token), sizes(given) {}
 };
 
-// Where 16 bytes of a row are in a tile. Eight rows at one column are read at once: they are in different banks.
+// The position of 16 bytes of a row in a tile. The swizzle puts the
+// eight rows that are read at once into different banks.
 template <int kHead>
 __device__ inline int slot(int row, int chunk) {
   return row * (kHead / 8) + (chunk ^ (row & 7));
 }
 
-// Starts the copies of a tile's rows. What is behind the last row or column is zero; its address is not read.
+// Starts copying a tile's rows. Past the last row or column it writes zeros without reading.
 template <int kHead, int kCount, int kThreads, class Element>
 __device__ inline void start(uint4* tile, const Rows<const Element>& rows, int first) {
   constexpr int kChunks = kHead / 8, kStep = kThreads / kChunks;  // rows that the block copies at a time
   static_assert(kStep % 8 == 0, "a thread's rows are at the same place of their eights");
   const int row = static_cast<int>(threadIdx.x / kChunks), chunk = threadIdx.x % kChunks;
-  const int stride = static_cast<int>(rows.stride);  // check_rows has seen that it fits: one instruction multiplies
+  // check_rows has checked that it fits; a 32-bit stride takes one multiplication
+  const int stride = static_cast<int>(rows.stride);
   const Element* from = rows.data + int64_t{first + row} * stride + chunk * 8;
   const int left = chunk * 8 < rows.sizes.columns ? rows.sizes.tokens - first - row : 0;
   uint4* const to = tile + slot<kHead>(row, chunk);
@@ -79,18 +81,18 @@ __device__ inline void start(uint4* tile, const Rows<const Element>& rows, int f
   }
 }
 
-// The stream of tiles past a block, one in work and one under way. Each lane has an entry of the list, so the next is
-// known without a wait for memory.
+// The stream of tiles past a block, one in use and one in flight. Each lane holds an entry of
+// the list, so the next tile is known without waiting for memory.
 template <int kHead, int kThreads, class Element>
 struct Stream {
   static constexpr int kTile = kStreamed * kHead / 8;
-  uint4* stages;  // two, each of a tile of the one and a tile of the other
+  uint4* stages;  // two stages, each with a tile of `one` and a tile of `other`
   Rows<const Element> one, other;
   const int2* tiles;
   int begin, last;
-  int2 listed;  // this lane's, of 32
+  int2 listed;  // this lane's entry, of 32
   int now = 0, next = 0;
-  unsigned pieces = 0;  // of `now`
+  unsigned pieces = 0;  // visible pieces of `now`
 
   __device__ Stream(uint4* memory, Rows<const Element> first, Rows<const Element> second, const List& list,
                     const Place& place)
@@ -101,7 +103,7 @@ struct Stream {
     now = __shfl_sync(kAll, listed.x, 0);
     start_tile(0, now);
   }
-  // Entry i is in work, and the copies of the one after it are started.
+  // Makes entry i current, and starts copying the one after it.
   __device__ void go_to(int i) {
     const int at = i - begin;
     now = __shfl_sync(kAll, listed.x, at % 32);
@@ -122,28 +124,28 @@ struct Stream {
   }
 };
 
-// 16 rows and 16 columns as a left fragment.
+// Loads 16 rows and 16 columns as a left fragment.
 template <int kHead>
 __device__ inline void load_left(uint32_t (&out)[4], const uint4* tile, int row, int step) {
   const int lane = threadIdx.x % 32;
   load_matrices(out, tile + slot<kHead>(row + lane % 16, step * 2 + lane / 16));
 }
 
-// The same transposed, as two right fragments: a row of the tile is a column of these.
+// The same transposed, as two right fragments: a row of the tile becomes a column.
 template <int kHead>
 __device__ inline void load_columns(uint32_t (&out)[4], const uint4* tile, int row, int step) {
   const int lane = threadIdx.x % 32;
   load_matrices(out, tile + slot<kHead>(row + lane / 16 * 8 + lane % 8, step * 2 + lane / 8 % 2));
 }
 
-// The same as it is, as two right fragments of 8 columns each.
+// The same, not transposed, as two right fragments of 8 columns each.
 template <int kHead>
 __device__ inline void load_rows(uint32_t (&out)[4], const uint4* tile, int row, int step) {
   const int lane = threadIdx.x % 32;
   load_transposed(out, tile + slot<kHead>(row + lane / 8 % 2 * 8 + lane % 8, step * 2 + lane / 16));
 }
 
-// Two sums += left * the two right fragments.
+// Adds left * each of the two right fragments to two sums.
 template <class Element>
 __device__ inline void multiply_both(float (&first)[4], float (&second)[4], const uint32_t (&left)[4],
                                      const uint32_t (&right)[4]) {
@@ -152,7 +154,7 @@ __device__ inline void multiply_both(float (&first)[4], float (&second)[4], cons
   multiply_add<Element>(second, left, high);
 }
 
-// Two sums, 16 x 16 together, as a left fragment.
+// Packs two sums, 16 x 16 together, into a left fragment.
 template <class Element>
 __device__ inline void pack(uint32_t (&out)[4], const float (&first)[4], const float (&second)[4]) {
   out[0] = packed<Element>(first[0], first[1]);
@@ -161,7 +163,7 @@ __device__ inline void pack(uint32_t (&out)[4], const float (&first)[4], const f
   out[3] = packed<Element>(second[2], second[3]);
 }
 
-// The left fragments of 16 rows that a warp keeps: in registers, or where these are short in shared memory.
+// The left fragments of a warp's 16 rows: in registers, or in shared memory if registers are scarce.
 template <int kHead, bool kInRegisters = true>
 struct Kept {
   uint32_t held[kInRegisters ? kHead / 16 : 1][4];
@@ -176,7 +178,7 @@ struct Kept {
       for (int step = 0; step < kHead / 16; ++step) load_left<kHead>(held[step], tile, row, step);
     }
   }
-  // The columns from 16 * step on.
+  // Returns the columns from 16 * step on.
   __device__ void get(uint32_t (&out)[4], int step) const {
     if constexpr (kInRegisters) {
 #pragma unroll
@@ -187,13 +189,13 @@ struct Kept {
   }
 };
 
-// What a query of one head sees, and what is added. Exponents are those of 2.
+// The visibility rules and biases of one head. Exponents are of 2.
 template <class Element>
 struct Seen {
   const Rules& rules;
   const Place& place;
   const int& tokens;
-  float factor;  // of a score after `add`
+  float factor;  // applies to scores after `add`
 
   __device__ Seen(const Rules& given, const Place& where, const Sizes& sizes)
       : rules(given), place(where), tokens(sizes.tokens),
@@ -205,7 +207,7 @@ struct Seen {
         query + queries - 1 - key <= rules.most;
   }
 
-  // Adds the biases to sums of 16 x 8 kEights, whose rows are queries, or keys with kKeysDown.
+  // Adds the biases to sums of 16 x 8 kEights. The rows are queries, or keys with kKeysDown.
   template <bool kKeysDown, int kEights>
   __device__ void add(float (&scores)[kEights][4], int down, int across) const {
     const int lane = threadIdx.x % 32;
@@ -226,14 +228,15 @@ struct Seen {
     }
   }
 
-  // Hides what is not seen.
+  // Hides keys that the rules exclude.
   template <bool kKeysDown, int kEights>
   __device__ void hide(float (&scores)[kEights][4], int down, int across) const {
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int row = down + lane / 4 + i * 8;
-      const int low = kKeysDown ? row + rules.least : row - rules.most;  // the first and the last column that is seen
+      // the first and the last visible column
+      const int low = kKeysDown ? row + rules.least : row - rules.most;
       const int high = !kKeysDown ? min(row - rules.least, tokens - 1) : row < tokens ? row + rules.most : low - 1;
 #pragma unroll
       for (int j = 0; j < 2 * kEights; ++j) {
@@ -244,7 +247,7 @@ struct Seen {
   }
 };
 
-// Rounds a warp's 16 rows in the registers, and writes them. `tile` is memory of the warp's own rows.
+// Rounds and stores a warp's 16 rows. `tile` is shared memory of the warp's own rows.
 template <int kHead, class Element>
 __device__ inline void store(const Rows<Element>& rows, uint4* tile, int row, int first,
                              const float (&sums)[kHead / 8][4], float upper, float lower) {
@@ -266,7 +269,7 @@ __device__ inline void store(const Rows<Element>& rows, uint4* tile, int row, in
   }
 }
 
-// Leaves 16 rows of a share that is to be joined, as they are: `part` is the slot's [rows, kHead].
+// Stores 16 unrounded rows of a share that will be joined. `part` is the slot's [rows, kHead].
 template <int kHead>
 __device__ inline void store_part(float* part, int row, const float (&sums)[kHead / 8][4]) {
   const int lane = threadIdx.x % 32;

@@ -1,16 +1,17 @@
-// What the kernels of both directions are told about a call: its sizes, its rules and its list of tiles.
+// Shared by the kernels of both directions: a call's sizes, rules and
+// list of tiles, with the argument checks.
 #pragma once
 
 #include <opkiln/op.h>
 
-// Hidden: two libraries in one process share nothing.
+// Hidden: libraries in one process share nothing.
 namespace sparse __attribute__((visibility("hidden"))) {
 
 struct Strides {
   int64_t batch, head, token;
 };
 
-// All of them are [batch, heads, tokens, columns].
+// All tensors are [batch, heads, tokens, columns].
 struct Sizes {
   int32_t batch, heads, tokens, columns;
   int32_t layout_heads;  // 1: all heads share a layout
@@ -20,19 +21,19 @@ struct Sizes {
 struct Rules {
   const float* key_bias;  // [batch, tokens]; may be null
   const void* mask;
-  Strides mask_strides;  // its rows lie together
-  bool multiply;  // keys where the mask is 0 are not seen; otherwise it is added
-  int32_t least, most;  // a key is seen if least <= query - key <= most
+  Strides mask_strides;  // rows have stride 1
+  bool multiply;  // keys are hidden where the mask is 0; otherwise the mask is added
+  int32_t least, most;  // a key is visible if least <= query - key <= most
   float scale;
   bool biased;  // there is a mask or a key_bias
 };
 
-// One list of plans.py.
+// One of the lists that plans.py builds.
 struct List {
   const int32_t *shares, *tiles, *joined;
   int32_t share_count, joined_count;
-  int32_t slots;  // of shares that are joined
-  int32_t lines;  // of a head
+  int32_t slots;  // slots of shares that are joined
+  int32_t lines;  // lines per head
 };
 
 #if !defined(__CUDACC_RTC__)
@@ -47,7 +48,7 @@ inline Strides strides_of(const Tensor& x) {
   return {x.stride(0), x.stride(1), x.stride(2)};
 }
 
-// Checks the tensors of a call against the first, which has four dimensions.
+// Checks the layout against q, which has four dimensions.
 inline Sizes sizes_of(const Tensor& q, const Tensor& layout, int64_t block) {
   opk::check_dim(q, 4);
   opk::check_dim(layout, 3);
@@ -99,7 +100,7 @@ inline Rules rules_of(const Tensor& q, const MaybeTensor& key_bias, const MaybeT
   return out;
 }
 
-// The list that begins at `first` of the nine tensors. Its rows have so many tokens.
+// The list that begins at `first` of the nine tensors. Its lines have `rows` tokens.
 inline List list_of(const opk::TensorList& lists, int first, const Sizes& sizes, int rows) {
   OPK_CHECK(lists.size() == 9, "lists has ", static_cast<int64_t>(lists.size()), " tensors, expected 9");
   const Tensor &shares = lists[first], &tiles = lists[first + 1], &joined = lists[first + 2];
@@ -117,18 +118,18 @@ inline List list_of(const opk::TensorList& lists, int first, const Sizes& sizes,
   out.share_count = static_cast<int32_t>(shares.size(0));
   out.joined_count = static_cast<int32_t>(joined.size(0));
   out.lines = (sizes.tokens + rows - 1) / rows;
-  // Each line is one share, or is joined of its slots.
+  // Each line is either one share, or joined from slots.
   out.slots = out.share_count - out.lines * sizes.layout_heads + out.joined_count;
   OPK_CHECK(out.slots >= 0, "lists is of another layout");
   return out;
 }
 
-// The blocks of a grid for each share.
+// The number of thread blocks per share.
 inline int64_t times(const Sizes& sizes) {
   return int64_t{sizes.batch} * (sizes.layout_heads == 1 ? sizes.heads : 1);
 }
 
-// Rows are read in pieces of 16 bytes.
+// Rows are read 16 bytes at a time.
 inline void check_rows(const Tensor& x, const Tensor& q) {
   opk::check_same_shape(x, q);
   opk::check_same_dtype(x, q);

@@ -1,5 +1,5 @@
-// Biases and residuals on host memory. Rows are handled a stretch at a time, so that the loop that adds is
-// long for any number of channels: the biases are widened once, and repeated until they fill a stretch.
+// Adds biases and residuals on host memory, in stretches of rows, so that the inner loop is long for any
+// number of channels. The biases are widened once, and repeated until they fill a stretch.
 
 #include <opkiln/vec.h>
 
@@ -11,9 +11,9 @@ using opkiln::BFloat16;
 using opkiln::Float16;
 using opkiln::Vec;
 
-constexpr int64_t kStretch = 2048;  // floats of biases: two tables stay in the first cache
+constexpr int64_t kStretch = 2048;  // floats of biases; two tables stay in the L1 cache
 
-// Doubles as Vec has floats, for the compiler to vectorize.
+// Like Vec, for doubles. The compiler vectorizes it.
 struct Doubles {
   static constexpr int kLanes = 4;
   double value[kLanes];
@@ -64,8 +64,8 @@ struct Streams {
   }
 };
 
-// Adds `count` elements. What is left of a register goes through a padded one. (Stores around the caches
-// were not faster: the memory of a new result was just cleared, so it is in a cache.)
+// Adds `count` elements. The remainder goes through a padded register. (Non-temporal stores were not faster:
+// the memory of a new result was just cleared, so it is in a cache.)
 template <class T>
 void add_stretch(const Streams<T>& given, int64_t count) {
   using Register = typename Kind<T>::Register;
@@ -96,7 +96,7 @@ void add_stretch(const Streams<T>& given, int64_t count) {
   std::memcpy(streams.out + whole, out, rest * sizeof(T));
 }
 
-// The biases as wide numbers, `times` times.
+// Widens the biases, and repeats them `times` times.
 template <class T>
 void repeat(const void* biases, int64_t channels, int64_t times, typename Kind<T>::Wide* to) {
   using Register = typename Kind<T>::Register;
@@ -132,7 +132,7 @@ template <class T>
 void add_all(const Work& work) {
   using Wide = typename Kind<T>::Wide;
   const int64_t size = static_cast<int64_t>(sizeof(T));
-  // With the channels last, a stretch is whole rows. Otherwise it is (part of) one channel of an image.
+  // With channels last, a stretch is whole rows. Otherwise it is (a part of) one channel of an image.
   const bool last = work.inner == 1;
   const int64_t times = !last || work.channels >= kStretch ? 1 : kStretch / work.channels;
   const int64_t table = last ? work.channels * times : kStretch;

@@ -1,6 +1,5 @@
-// Biases and residuals: a thread adds one vector of 16 bytes. Many threads run at once, so many loads are in
-// flight, and a small tensor has as many threads as it can.
-// No warp intrinsics: hipify turns this file into HIP as it is.
+// Adds biases and residuals: a thread adds one vector of 16 bytes. Many threads keep many loads in flight,
+// also for small tensors. No warp intrinsics, so hipify turns this file into HIP unchanged.
 
 #include <opkiln/op.h>
 #include <opkiln/sixteen_bytes.h>
@@ -11,7 +10,7 @@ namespace {
 
 constexpr int kThreads = 128;
 
-// In fp32, except for fp64.
+// The type of sums: fp32, except for fp64 tensors.
 template <class T>
 struct Wide {
   using type = float;
@@ -24,7 +23,7 @@ struct Wide<double> {
 template <class T>
 constexpr int kWidth = 16 / sizeof(T);
 
-// Elements of 16 bytes, as numbers of the type that sums have.
+// 16 bytes of elements, accessed in the type of the sums.
 template <class T>
 using Vector = opkiln::device::Sixteen<T>;
 
@@ -61,7 +60,7 @@ __device__ inline W sum(W x, W bias, W other, W other_bias, bool residual, bool 
   return x + bias + (residual_bias ? other + other_bias : other);
 }
 
-// For channels that come last in whole vectors, and pointers that are multiples of 16.
+// For whole vectors of channels that come last, and aligned pointers.
 template <class T>
 __global__ void __launch_bounds__(kThreads) whole_kernel(const OPK_GRID_CONSTANT Work l) {
   opk::wait_for_previous();
@@ -71,7 +70,7 @@ __global__ void __launch_bounds__(kThreads) whole_kernel(const OPK_GRID_CONSTANT
     return static_cast<const Vector<T>*>(tensor) + index;
   };
   const Vector<T> one = *vector_of(l.x, at), two = l.other ? *vector_of(l.other, at) : one;
-  // A remainder of 64 bits takes four times as long.
+  // A 64-bit remainder takes four times as long as a 32-bit one.
   const uint32_t columns = static_cast<uint32_t>(l.channels / kWidth<T>);
   const uint32_t column = vectors <= 0xffffffff ? static_cast<uint32_t>(at) % columns
                                                 : static_cast<uint32_t>(at % columns);
@@ -85,7 +84,7 @@ __global__ void __launch_bounds__(kThreads) whole_kernel(const OPK_GRID_CONSTANT
   opkiln::device::store_once(static_cast<Vector<T>*>(l.out) + at, out);
 }
 
-// For anything else: a thread has as many neighbouring elements as a vector, and keeps count of channels.
+// For everything else: a thread has as many neighbouring elements as a vector, and tracks the channel.
 template <class T>
 __global__ void __launch_bounds__(kThreads) any_kernel(const OPK_GRID_CONSTANT Work l) {
   opk::wait_for_previous();

@@ -1,12 +1,12 @@
-// What both versions of the op work on, and the op's function, which makes it of tensors: with the checks.
+// Shared by the CPU and CUDA versions: argument checks, and the op's function.
 #pragma once
 
 #include <opkiln/arguments.h>
 
 namespace {
 
-// Elements in the order of memory. Element i has channel i / inner % channels: inner is 1 if the channels
-// come last. `other` and `other_bias` may be null.
+// The elements in the order of memory. Element i has channel i / inner % channels; inner is 1
+// if the channels come last. `other` and `other_bias` may be null.
 struct Work {
   const void* x;
   const void* bias;
@@ -23,10 +23,10 @@ OPK_PLAIN_BEGIN
 
 using opk::Tensor;
 
-// A device's file defines this. There is at least one element.
+// Defined by each device's source. Called only if there is at least one element.
 void add(const Work& work, opk::DType dtype);
 
-// Whether the elements are dense, with all dimensions in order except that the channels come last.
+// Whether the elements are dense, with the channels last and the other dimensions in order.
 bool channels_last(const Tensor& x, int64_t dim) {
   const opk::Ints sizes = x.sizes(), strides = x.strides();
   int64_t step = 1;
@@ -42,7 +42,7 @@ bool channels_last(const Tensor& x, int64_t dim) {
   return true;
 }
 
-// The tensor itself, or a copy of it with these strides.
+// The tensor itself, or a copy with these strides.
 Tensor laid_out(const Tensor& tensor, opk::Ints strides) {
   const opk::Ints sizes = tensor.sizes(), mine = tensor.strides();
   bool same = true;

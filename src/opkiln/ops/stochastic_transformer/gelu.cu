@@ -1,4 +1,4 @@
-// The gelu of a training layer with the GPU's approximate tanh, whose error is up to 2^-11.
+// The gelu of a training layer with the GPU's approximate tanh, whose error is at most 2^-11.
 
 #include <opkiln/op.h>
 

@@ -1,4 +1,4 @@
-// Bias and gelu, their gradient, and three gradients beside each other: see columns.h.
+// Bias and gelu, their gradient, and joining three gradients. columns.h has the kernels.
 
 #include <opkiln/op.h>
 

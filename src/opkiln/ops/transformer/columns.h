@@ -1,6 +1,6 @@
-// Work on columns: bias and gelu, their gradient, and three gradients beside each other; with sums over rows.
-// A block has 256 columns of a strip of rows: a warp reads 32 eights of a row at once, and each thread sums up
-// its eight columns in registers.
+// Kernels on columns: bias and gelu, their gradient, and joining three gradients, with
+// sums over rows. A block has 256 columns of a strip of rows. A warp reads 32 eights of a
+// row at once, and each thread sums its eight columns in registers.
 
 #pragma once
 
@@ -11,22 +11,22 @@
 namespace {
 
 constexpr int kLanes = 32, kWarps = 8;
-constexpr int kRowsAtOnce = 2;  // that a thread has in flight, if they are aligned
-constexpr int kBlocks = 2112;   // about; four times what an H200 runs at once
+constexpr int kRowsAtOnce = 2;  // rows that a thread has in flight, if they are aligned
+constexpr int kBlocks = 2112;   // approximate; four times what an H200 runs at once
 
 enum Kind { kGelu, kGeluBackward, kJoin };
 
 struct Columns {
-  const void* x;      // the first of three, in kJoin
-  const void* grad;   // the second
+  const void* x;      // kJoin: the first of three
+  const void* grad;   // kJoin: the second
   const void* third;
   const void* bias;
-  void* out;          // the gelu; of kGeluBackward only if it is wanted; in kJoin, the three
+  void* out;          // the gelu; kGeluBackward: may be null; kJoin: the three joined
   void* x_grad;
   float* partial;     // [strips, columns]
   Dropout dropout;
   int64_t rows;
-  int64_t columns;    // of each of the three, in kJoin
+  int64_t columns;    // kJoin: of each of the three
 };
 
 // gelu(v) = v * sigmoid(2 z), z = sqrt(2 / pi) * (v + 0.044715 v^3): the tanh form.
@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(kLanes * kWarps, kKind == kGeluBackward ? 3 : 
   const int64_t eights = eights_of(c.columns), all = kKind == kJoin ? 3 * c.columns : c.columns;
   int64_t eight = int64_t{blockIdx.x} * kLanes + lane;
   const bool here = eight < (kKind == kJoin ? 3 * eights : eights);
-  const int64_t which = kKind == kJoin ? eight / eights : 0;  // of the three
+  const int64_t which = kKind == kJoin ? eight / eights : 0;  // kJoin: which of the three
   eight -= which * eights;
   const int64_t column = eight * kEight, left = here ? c.columns - column : 0;
   const void* const source = which == 0 ? c.x : which == 1 ? c.grad : c.third;
@@ -123,7 +123,7 @@ __global__ void __launch_bounds__(kLanes * kWarps, kKind == kGeluBackward ? 3 : 
       shared[warp][i][lane] = sums[i];
     }
     __syncthreads();
-    // A warp for each of the eight columns of a thread.
+    // Each warp sums one of a thread's eight columns.
     if (here && warp < left) {
       float sum = 0;
 #pragma unroll

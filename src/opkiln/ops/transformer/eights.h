@@ -1,5 +1,5 @@
-// What the kernels of a training layer share: the eight neighbouring elements of a row that a thread has,
-// and the random bits that drop some of them.
+// Shared by the kernels of a training layer: the eight neighbouring
+// elements that a thread has of a row, and dropout's random bits.
 #pragma once
 
 #include <opkiln/arguments.h>
@@ -12,7 +12,7 @@ using opkiln::device::Sixteen;
 
 constexpr int kEight = 8;
 
-// The columns of a row in eights; the last may have fewer.
+// The eights in a row; the last may be shorter.
 OPK_HOST_DEVICE constexpr int64_t eights_of(int64_t columns) { return (columns + kEight - 1) / kEight; }
 
 template <class T>
@@ -26,7 +26,7 @@ struct Eight {
   }
 };
 
-// From here on the elements are widened anew, see forget_floats.
+// Makes the compiler convert the elements again; see forget_floats.
 template <class T>
 __device__ inline void forget(Eight<T>& value) {
 #pragma unroll
@@ -35,8 +35,8 @@ __device__ inline void forget(Eight<T>& value) {
   }
 }
 
-// Eight elements from `at` on, of which `left` are in the row: the others are zero. kAligned: they are
-// all there, and their address is a multiple of 16.
+// Loads eight elements from `at` on. Those past the `left` elements of the row
+// are zero. kAligned: all eight exist and are aligned to 16 bytes.
 template <class T, bool kAligned>
 __device__ inline Eight<T> load_eight(const void* tensor, int64_t at, int64_t left) {
   if constexpr (kAligned) {
@@ -68,19 +68,19 @@ __device__ inline void store_eight(const Eight<T>& value, void* tensor, int64_t 
   }
 }
 
-constexpr int kDropoutRounds = 7;  // of Philox: the least that passes its authors' tests
+constexpr int kDropoutRounds = 7;  // of Philox: the fewest that pass its authors' tests
 
-// Which elements are dropped: those whose 16 random bits are below `limit`. The bits are a function of the
-// seed, of the site in the layer, and of the element's place. The seed is in the device's memory, so that the
-// host does not wait for it, and a captured graph may change it.
+// Dropout drops the elements whose 16 random bits are below `limit`. The bits are a function of the
+// seed, the site in the layer, and the element's position. The seed is in device memory, so that
+// the host does not wait for it and a captured graph can change it.
 struct Dropout {
-  const int64_t* seed;  // null: nothing is dropped
+  const int64_t* seed;  // null: no dropout
   uint64_t site;
   uint32_t limit;  // of 65536
-  float factor;    // of what is kept
+  float factor;    // scales the kept elements
 };
 
-// One bit for each of eight elements, set where it is kept.
+// One bit for each of eight elements, set if it is kept.
 __device__ inline uint32_t kept_of(const Dropout& dropout, int64_t key, int64_t eight) {
   const opkiln::RandomWords words =
       opkiln::random_words(static_cast<uint64_t>(eight), dropout.site,
@@ -104,7 +104,8 @@ OPK_PLAIN_BEGIN
 using opk::Tensor;
 using MaybeTensor = opk::optional<Tensor>;
 
-// The kernels' grids depend on the sizes alone, not on the GPU: so do the sums over rows, to the last bit.
+// The kernels' grids depend only on the sizes, not on the GPU, so the
+// sums over rows are equal to the last bit.
 [[gnu::noinline]] Dropout dropout_of(const Tensor& x, const MaybeTensor& seed, int64_t site, double p) {
   OPK_CHECK(p >= 0 && p <= 1, "p is ", p, ", expected 0 to 1");
   if (p == 0) return {nullptr, 0, 0, 1};
@@ -116,7 +117,8 @@ using MaybeTensor = opk::optional<Tensor>;
           limit >= 65536 ? 0.0f : static_cast<float>(1 / (1 - p))};
 }
 
-// `row` has an element for each column of `x`, `other` has the shape of `x`; both are like it otherwise.
+// Checks that `row` has one element per column of `x`, or that
+// `other` has x's shape, and in both cases x's dtype and device.
 [[gnu::noinline]] void check_row(const Tensor& x, const Tensor& row) {
   opk::check_same_dtype(x, row);
   opk::check_same_device(x, row);
@@ -128,7 +130,7 @@ using MaybeTensor = opk::optional<Tensor>;
   opk::check_same_shape(x, other);
 }
 
-// The rows of `x`. It must have a dimension at least, and is on this op's device.
+// The number of rows of `x`, which must be on this op's device and have at least one dimension.
 [[gnu::noinline]] int64_t rows_of(const Tensor& x) {
   opk::device_of(x);
   OPK_CHECK(x.dim() > 0, x, " has no dimensions, expected at least 1");

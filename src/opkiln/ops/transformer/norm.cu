@@ -1,5 +1,5 @@
-// Forward: bias, dropout and residual are added, and the sum is normalized. A row is read once; a team of
-// threads has it in registers.
+// The forward pass: adds bias, dropout and residual, and normalizes the
+// sum. A row is read once, into the registers of a team of threads.
 
 #include <opkiln/op.h>
 
@@ -7,7 +7,7 @@
 
 namespace {
 
-// Null pointers are absent. Without x, it is the residual that is normalized.
+// Null pointers are absent. Without x, the residual is normalized.
 struct Forward {
   const void* x;
   const void* bias;
@@ -15,7 +15,7 @@ struct Forward {
   const void* weight;
   const void* norm_bias;
   void* sum;
-  void* out;  // without it there is no norm
+  void* out;  // null: no norm
   float* mean;
   float* scale;
   Dropout dropout;
@@ -31,7 +31,7 @@ __global__ void __launch_bounds__(kTeamThreads, kEights == 1 ? 3 : 2) forward_ke
   __shared__ float2 shared[2][kTeamThreads / 32];
   const int lane = static_cast<int>(threadIdx.x) % f.team;
   const int64_t row = int64_t{blockIdx.x} * (blockDim.x / f.team) + threadIdx.x / f.team;
-  const int64_t columns = row < f.rows ? f.columns : 0;  // nothing of a row that is not there
+  const int64_t columns = row < f.rows ? f.columns : 0;  // 0 for teams past the last row
   const int64_t start = row * f.columns;
   Eight<T> value[kEights], x[kEights];
 #pragma unroll
@@ -72,7 +72,7 @@ __global__ void __launch_bounds__(kTeamThreads, kEights == 1 ? 3 : 2) forward_ke
   for (int e = 0; e < kEights; ++e) {
 #pragma unroll
     for (int i = 0; i < kEight; ++i) {
-      sums.x += value[e][i];  // zero where there is no element
+      sums.x += value[e][i];  // missing elements are zero
     }
   }
   const float mean = sums_of_team(sums, f.team, shared[0]).x * share;
@@ -125,7 +125,7 @@ void launch_forward(Forward& f, opkiln::ElementType type) {
   OPK_ELEMENT(type, T, (float, opk::bfloat16, opk::half), launch_for<T>(f));
 }
 
-// What is of each row, in fp32: the shape of `x` without its last dimension.
+// An fp32 number per row: the shape of `x` without its last dimension.
 [[gnu::noinline]] Tensor moment_of(const Tensor& x) {
   return floats_like(x, {x.sizes().data(), x.dim() - 1});
 }

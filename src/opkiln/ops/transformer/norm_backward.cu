@@ -1,6 +1,6 @@
-// Backward of norm.cu: the gradient of the norm, plus the residual's, through the dropout; and the sums over
-// rows for weights and biases. Blocks keep those sums in registers while they go through their rows, so each
-// tensor is read once.
+// The backward pass of norm.cu: the gradient of the norm, plus the residual's, through the
+// dropout; and the sums over rows for weights and biases. A block keeps its sums in
+// registers while it loops over rows, so each tensor is read once.
 
 #include <opkiln/op.h>
 
@@ -9,31 +9,32 @@
 
 namespace {
 
-constexpr int kBackwardBlocks = 264;  // two for each SM of an H200
+constexpr int kBackwardBlocks = 264;  // two per SM of an H200
 
 // Null pointers are absent.
 struct Backward {
-  const void* grad;           // of the norm's result
-  const void* residual_grad;  // of the sum, from elsewhere
-  const void* x;              // what was normalized: the sum
+  const void* grad;           // gradient of the norm's result
+  const void* residual_grad;  // gradient of the sum from its other uses
+  const void* x;              // the normalized sum
   const float* mean;
   const float* scale;
   const void* weight;
-  const void* norm_bias;  // of a norm that is computed again
+  const void* norm_bias;  // set if the norm's result is recomputed
   void* total;            // gradient of the sum
-  void* dropped;          // that of what was dropped, and then added
-  void* out;              // the norm, again
-  float* partial;         // [sums, blocks, columns]: of bias, weight and norm_bias; or of bias alone
+  void* dropped;          // gradient of the input of dropout
+  void* out;              // the norm's result, recomputed
+  float* partial;         // [sums, blocks, columns]: for bias, weight and norm_bias, or for bias alone
   Dropout dropout;
   int64_t rows;
   int columns;
   int eights;
   int team;
-  float share;  // of a column in a mean. (What is here takes no register.)
+  float share;  // 1 / columns; as a kernel parameter it needs no register
   bool norm;
 };
 
-// The sums of a block's teams, for one kind of sum. Called once for each kind: the loops are not unrolled.
+// Adds up the sums of a block's teams, for one kind of sum. The loops
+// are not unrolled, because each kind calls this once.
 template <int kEights>
 __device__ inline void leave_sums(const float (&sums)[kEights][kEight], float* partial, const Backward& b,
                                   float* shared) {
@@ -62,7 +63,7 @@ __device__ inline void leave_sums(const float (&sums)[kEights][kEight], float* p
   }
 }
 
-// Read anew for each row: it is in the L1 cache, and registers are short.
+// Loaded again for each row: the L1 cache has it, and registers are scarce.
 template <class T, bool kAligned>
 __device__ inline Eight<T> weight_of(const Backward& b, int column) {
   return b.norm && column < b.columns ? load_eight<T, kAligned>(b.weight, column, b.columns - column) : Eight<T>{};
@@ -80,7 +81,7 @@ __global__ void __launch_bounds__(kTeamThreads, kEights == 1 && sizeof(T) == 2 ?
   int turn = 0;
   for (int64_t first = blockIdx.x * teams; first < b.rows; first += gridDim.x * teams, turn ^= 1) {
     const int64_t row = first + threadIdx.x / b.team;
-    const int columns = row < b.rows ? b.columns : 0;  // nothing of a row that is not there
+    const int columns = row < b.rows ? b.columns : 0;  // 0 for teams past the last row
     const int64_t start = row * b.columns;
     Eight<T> grad[kEights], x[kEights], total[kEights];
 #pragma unroll
@@ -110,7 +111,7 @@ __global__ void __launch_bounds__(kTeamThreads, kEights == 1 && sizeof(T) == 2 ?
 #pragma unroll
         for (int i = 0; i < kEight; ++i) {
           const float normal = (x[e][i] - mean) * scale, part = grad[e][i] * weight[i];
-          dots.x += part;  // zero where there is no element
+          dots.x += part;  // missing elements are zero
           dots.y += part * normal;
           weight_sums[e][i] += grad[e][i] * normal;
           norm_bias_sums[e][i] += grad[e][i];
@@ -182,14 +183,14 @@ void launch_for(const Backward& b, int64_t blocks, int threads, void* bias, void
   finish<T>(b.partial, blocks, b.columns, bias, weight, norm_bias);
 }
 
-// `of`: what tensors are like. Without a norm, weight and norm_bias are null.
+// `of` gives the dtype and device of tensors. Without a norm, weight and norm_bias are null.
 [[gnu::noinline]] void launch_backward(Backward& b, const Tensor& of, void* bias, void* weight, void* norm_bias) {
   b.eights = static_cast<int>(eights_of(b.columns));
   b.team = team_of(b.eights);
   b.share = 1.0f / static_cast<float>(b.columns);
   const int threads = kTeamThreads / b.team * b.team;
   const int64_t teams = threads / b.team, wanted = (b.rows + teams - 1) / teams;
-  // One block at least: sums over no rows are zero.
+  // At least one block, which makes sums over no rows zero.
   const int64_t blocks = wanted < 1 ? 1 : wanted < kBackwardBlocks ? wanted : kBackwardBlocks;
   Tensor partial = floats_like(of, {b.norm ? 3 : 1, blocks, b.columns});
   b.partial = partial.data<float>();

@@ -1,5 +1,5 @@
-// The second stage of sums over rows. The first stage's blocks leave a sum of their own rows for each column;
-// here they are added in a fixed order, without atomics: the same input gives the same bits.
+// The second stage of sums over rows. Each block of the first stage wrote one sum per column. They are added
+// here in a fixed order, without atomics: the same input gives the same bits.
 #pragma once
 
 #include "eights.h"
@@ -8,7 +8,7 @@ namespace {
 
 constexpr int kFinishColumns = 32, kFinishGroups = 32;
 
-// What becomes of [sums, blocks, columns] in fp32: `sums` rows of T.
+// Reduces [sums, blocks, columns] in fp32 to `sums` rows of T.
 template <class T>
 struct Finish {
   const float* partial;
@@ -17,7 +17,7 @@ struct Finish {
   int64_t columns;
 };
 
-// A warp reads 32 columns of a block at once.
+// Each warp reads 32 columns of a block at once.
 template <class T>
 __global__ void __launch_bounds__(kFinishColumns * kFinishGroups) finish_kernel(const OPK_GRID_CONSTANT Finish<T> f) {
   opk::wait_for_previous();

@@ -7,11 +7,11 @@
 
 namespace {
 
-constexpr int kTeamThreads = 512;                             // the most of a block
+constexpr int kTeamThreads = 512;                             // the largest block
 constexpr int64_t kMostColumns = kTeamThreads * 2 * kEight;   // a thread has up to two eights
 
-// The sums of two values over a team: a power of two of threads below a warp, or whole warps. All threads of
-// the block must call it, with other shared memory than in the call before.
+// Sums two values over a team: a power of two of threads below a warp, or whole warps. All threads of the
+// block must call this, with other shared memory than in the call before.
 __device__ inline float2 sums_of_team(float2 value, int team, float2* shared) {
   const unsigned within = team < 32 ? team : 32;
   for (unsigned bits = 1; bits < within; bits *= 2) {
@@ -35,7 +35,7 @@ __device__ inline float2 sums_of_team(float2 value, int team, float2* shared) {
 
 #if !defined(__CUDACC_RTC__)
 
-// The threads of a row, with an eight each, or two where a block would not do.
+// The threads per row: each has one eight, or two if a block is too small.
 inline int team_of(int64_t eights) {
   const int64_t wanted = eights > kTeamThreads ? (eights + 1) / 2 : eights;
   if (wanted > 32) return static_cast<int>((wanted + 31) / 32 * 32);

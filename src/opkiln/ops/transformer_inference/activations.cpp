@@ -8,7 +8,7 @@
 
 namespace {
 
-// The curves as they are computed here: silu needs no square.
+// The curves as they are computed here: silu is kTanh without the square.
 enum class Form : uint8_t { kClamp, kSilu, kTanh, kErf };
 
 template <class T, Form kForm>
@@ -21,8 +21,8 @@ inline Wide curve(const Wide& x, const Activation& a) {
     if constexpr (kForm == Form::kTanh) slope = multiply_add(x * x, Wide::all(-a.cubic), slope);
     return x * opkiln::inverse<kDigits>(Wide::all(1) + opkiln::exp2<kDigits>(x * slope));
   } else {
-    // x - x/2 * erfc(x / sqrt(2)), or x/2 * erfc(-x / sqrt(2)): exact where the result is close to 0. The
-    // bound makes infinity of gelu(infinity), as the reference has it, and not NaN.
+    // x - x/2 * erfc(x / sqrt(2)), or x/2 * erfc(-x / sqrt(2)): precise where the result is close to 0. The
+    // bound gives gelu(infinity) = infinity, as in the reference, instead of NaN.
     const Wide positive = magnitude(at_most(Wide::all(1e18f), x));
     const Wide tail = opkiln::erfc_of_positive<kDigits>(positive * Wide::all(0.707106781f));
     return subtract_product(at_least(Wide::all(0), x), positive * Wide::all(0.5f), tail);
@@ -31,7 +31,7 @@ inline Wide curve(const Wide& x, const Activation& a) {
 
 template <class T, Form kForm>
 void activate_plain(const Pointwise& p, int64_t first, int64_t last, bool around) {
-  const Activation activation = p.activation;  // not read again after each store
+  const Activation activation = p.activation;  // a local, so that stores cannot alias it
   over_rows(first, last, p.columns, [&](int64_t row, int64_t column, int64_t count) {
     const T* const x = static_cast<const T*>(p.x) + row * p.columns + column;
     T* const out = static_cast<T*>(p.out) + row * p.columns + column;
@@ -49,7 +49,7 @@ void activate_plain(const Pointwise& p, int64_t first, int64_t last, bool around
   });
 }
 
-// The gate and the value of a part of the result, from the two halves of a row.
+// Computes a part of the result from the two halves of a row, the gate and the value.
 template <class T, Form kForm>
 void activate_halves(const Pointwise& p, const T* first, const T* second, const T* bias, const T* more,
                      T* out, int64_t count, bool around) {

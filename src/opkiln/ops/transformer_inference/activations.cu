@@ -1,5 +1,5 @@
-// Activations with a bias, plain and gated. A thread has 16 bytes of the result. Rows that cannot be accessed so
-// are processed by elements.
+// Activations with a bias, plain and gated. A thread has 16 bytes of the result. Rows
+// that are not aligned for that are processed element by element.
 
 #include <opkiln/op.h>
 
@@ -11,8 +11,8 @@ namespace {
 
 using opkiln::device::Sixteen;
 
-// The hardware's own functions, right within 2^-22. What is too small for a normal number is 0; both are
-// used only where that makes no difference.
+// The hardware's approximations, with errors below 2^-22. They flush
+// subnormals to 0, and are used only where that does not matter.
 __device__ inline float fast_exp2(float x) {
 #if defined(__CUDA_ARCH__)
   float out;
@@ -33,7 +33,7 @@ __device__ inline float fast_reciprocal(float x) {
 #endif
 }
 
-// At least 0; NaN stays NaN.
+// max(x, 0); NaN stays NaN.
 __device__ inline float at_least_zero(float x) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
   float out;
@@ -44,10 +44,10 @@ __device__ inline float at_least_zero(float x) {
 #endif
 }
 
-// gelu by erf for 16-bit elements. It is max(x, 0) - |x| * q, where q is the normal distribution at -|x|:
-// t * 2^(power - x * x * log2(e) / 2), with t = 1 / (1 + 0.34 * |x|) and a polynomial of t as power. It was fitted for
-// the least relative error, which is below 5e-6 where fp16 has normal numbers, and below 3e-5 down to the smallest
-// normal number of bf16. erff takes twice as many instructions, and the kernel would wait for them.
+// gelu by erf for 16-bit elements: max(x, 0) - |x| * q, where q is the normal distribution at -|x|, computed
+// as t * 2^(power - x * x * log2(e) / 2) with t = 1 / (1 + 0.34 * |x|) and a polynomial of t as power. The
+// fit minimizes the relative error, which is below 5e-6 where fp16 has normal numbers, and below 3e-5 down to
+// bf16's smallest normal number. erff takes twice as many instructions, which would limit the kernel.
 __device__ inline float fast_erf_gelu(float x) {
   const float bounded = fminf(x, 1e18f);  // gelu(infinity) is infinity, not NaN
   const float t = fast_reciprocal(1.0f + 0.34f * fabsf(bounded));
@@ -61,7 +61,7 @@ __device__ inline float fast_erf_gelu(float x) {
   return at_least_zero(x) - fabsf(bounded) * t * q;
 }
 
-// tanh.approx would be faster for gelu by tanh, but its error of 5e-4 is seen even in bf16.
+// tanh.approx would be faster for gelu by tanh, but its error of 5e-4 is visible even in bf16.
 template <class T, Curve kCurve>
 __device__ inline float curve(float x, const Activation& a) {
   if constexpr (kCurve == Curve::kClamp) {
@@ -77,7 +77,7 @@ __device__ inline float curve(float x, const Activation& a) {
 
 struct Work {
   Pointwise pointwise;
-  Matrix matrix;  // of the result
+  Matrix matrix;  // the result's
 };
 
 template <class T>
@@ -105,7 +105,7 @@ __global__ void __launch_bounds__(kThreads) activation_kernel(const OPK_GRID_CON
   opkiln::device::store_once(static_cast<Sixteen<T>*>(p.out) + vector, x);
 }
 
-// The vectors of x that a vector of the result is made of. `row` is one of x, or 0 for the bias.
+// The vectors of x from which a vector of the result is computed. `row` is x's row, or 0 for the bias.
 struct Pair {
   int64_t first, second;
   __device__ Pair(bool interleaved, uint32_t row, uint32_t column, uint32_t columns)
@@ -135,7 +135,7 @@ __global__ void __launch_bounds__(kThreads) gated_kernel(const OPK_GRID_CONSTANT
   float out[kCount];
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
-    // Interleaved: the elements 2i and 2i + 1 of two vectors.
+    // Interleaved: elements 2i and 2i + 1 of the two vectors together.
     const int which = kInterleaved ? 2 * i / kCount : 0, of_first = kInterleaved ? 2 * i % kCount : i;
     const int other = kInterleaved ? which : 1, of_second = kInterleaved ? of_first + 1 : i;
     const float first = x[which][of_first] + shift[which][of_first];

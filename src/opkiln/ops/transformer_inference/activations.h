@@ -1,13 +1,13 @@
-// What both versions of the activations work on, and the op's functions, which make it of tensors.
+// Shared by the CPU and CUDA versions of the activations: argument checks, and the op's functions.
 #pragma once
 
 #include "arguments.h"
 
 namespace {
 
-// The functions that are applied. The first two cover two activations each, by their numbers.
+// The functions. The first two cover two activations each, which differ in their numbers.
 enum class Curve : uint8_t {
-  kClamp,    // at least `low`: relu, or nothing at all
+  kClamp,    // max(x, low): relu, or the identity
   kSigmoid,  // x times the sigmoid of x * (slope + cubic * x * x): silu, gelu by tanh
   kErf,      // gelu by erf
 };
@@ -15,26 +15,26 @@ enum class Curve : uint8_t {
 struct Activation {
   Curve curve;
   float low;
-  float slope, cubic;  // times log2(e)
+  float slope, cubic;  // include the factor log2(e)
 };
 
 constexpr float kLog2E = 1.44269504f;
 
-// The square is bounded, so that `0 * infinity` does not make a NaN of silu(infinity).
+// The bound on the square avoids NaN from `0 * infinity` in silu(infinity).
 constexpr float kMostSquare = 1e30f;
 
-// Where a gated activation finds its two halves.
+// The positions of the two halves of a gated activation.
 enum class Halves : uint8_t { kNone, kSplit, kInterleaved };
 
 struct Pointwise {
   const void* x;
-  const void* bias;  // null: absent; as many elements as a row of x has
+  const void* bias;  // null, or one element for each column of x
   void* out;
   int64_t rows;
-  int64_t columns;  // of the result
+  int64_t columns;  // columns of the result
   Activation activation;
   Halves halves;
-  bool gate_first;  // the activation is of the first half, or of the even elements
+  bool gate_first;  // the activation applies to the first half, or to the even elements
   opkiln::ElementType type;
 };
 
@@ -49,7 +49,7 @@ constexpr Activation kErfGelu{Curve::kErf, 0, 0, 0};
 
 OPK_PLAIN_BEGIN
 
-// A device's file defines it. There is at least one element.
+// Defined by each device's source. Called only if there is at least one element.
 void activate(const Pointwise& work);
 
 [[gnu::noinline]] Tensor activated(const Tensor& given, const MaybeTensor& bias,

@@ -1,4 +1,4 @@
-// Checks of arguments that the families of this op share.
+// Argument checks that the families of this op share.
 #pragma once
 
 #include <opkiln/arguments.h>
@@ -11,7 +11,7 @@ namespace {
 using opk::Tensor;
 using MaybeTensor = opk::optional<Tensor>;
 
-// A tensor, or a contiguous copy of it, which lives as long as this.
+// A tensor, or a contiguous copy that lives as long as this object.
 class Contiguous {
  public:
   explicit Contiguous(const Tensor& tensor) : used_(&tensor) {
@@ -30,8 +30,8 @@ class Contiguous {
   const Tensor* used_;
 };
 
-// The same of an argument that may be None: then `data` is null. It has the dtype of `x`, is on its
-// device, and has its shape, or an element for each of its columns.
+// The same for an optional argument; `data` is null if it is None. It must
+// have x's dtype and device, and x's shape or one element per column.
 class Beside {
  public:
   enum Form { kSame, kRow };

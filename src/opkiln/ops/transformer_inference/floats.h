@@ -1,4 +1,4 @@
-// Runs of elements as floats and back, for loops on the CPU that compute in fp32.
+// Converts elements to floats and back, for CPU loops that compute in fp32.
 #pragma once
 
 #include <opkiln/vec.h>

@@ -1,4 +1,4 @@
-// Linear layers with int8 weights on host memory. Loops are plain, for the compiler to vectorize.
+// Linear layers with int8 weights on host memory. The loops are plain, so that the compiler vectorizes them.
 
 #include "floats.h"
 #include "int8_linear.h"
@@ -9,9 +9,9 @@ using int8_linear::Few;
 using int8_linear::Weights;
 
 constexpr int kPart = 256;  // weights that are widened at a time
-constexpr int kFewRows = 8;  // more of them are faster with dequantized weights
+constexpr int kFewRows = 8;  // with more rows, dequantized weights are faster
 
-// `count` weights from `element` on as floats.
+// Widens `count` weights from `element` on to floats.
 void widen_weights(const Weights& weights, int64_t element, int64_t count, float* values) {
   for (int64_t i = 0; i < count;) {
     const int64_t group = int8_linear::group_of(weights, element + i);

@@ -1,7 +1,7 @@
-// Linear layers with int8 weights on a GPU. A few rows of x are multiplied with the weights as they are: memory is
-// read once, a byte for each weight. If x has 16 bits, tensor cores do it (opkiln/few_rows.h); multiply_kernel is for
-// fp32, for groups that those do not take, and for GPUs without them. More rows go to torch's matrix product, after
-// the weights were dequantized.
+// Linear layers with int8 weights on a GPU. Few rows of x are multiplied with the int8 weights directly,
+// which reads memory once, one byte per weight. If x has 16 bits, tensor cores do it
+// (opkiln/few_rows.h). multiply_kernel is for fp32, for group sizes that these do not support, and for
+// GPUs without them. For more rows, the weights are dequantized and torch multiplies.
 
 #include <opkiln/op.h>
 
@@ -26,7 +26,8 @@ struct alignas(16) Bytes {
   uint32_t words[4];
 };
 
-// Four signed bytes as floats. A byte becomes the last digits of 2^23; a conversion instruction would be slower.
+// Converts four signed bytes to floats. Each byte becomes the low digits of a
+// float near 2^23, which is faster than a conversion instruction.
 __device__ inline void widen_four(uint32_t bytes, float* values) {
   const uint32_t shifted = bytes ^ 0x80808080u;  // 0 to 255
 #pragma unroll
@@ -35,9 +36,9 @@ __device__ inline void widen_four(uint32_t bytes, float* values) {
   }
 }
 
-// How a block divides a product with kRows rows of x. A warp has kOutputs rows of weights; each of its threads
-// loads kLoads times sixteen weights of each before it uses the first. x is in shared memory, kChunk columns
-// at a time.
+// The division of a product with kRows rows of x. A warp has kOutputs rows of
+// weights. Each thread loads kLoads times sixteen weights of each row before it
+// uses the first. x is in shared memory, kChunk columns at a time.
 template <int kRows>
 struct Shape {
   static constexpr int kOutputs = kRows <= 2 ? 2 : kRows == 4 ? 4 : 3;  // more would not fit into registers
@@ -56,8 +57,8 @@ __device__ inline float4 four_of(const void* x, int64_t at) {
   return {float(found.at[0]), float(found.at[1]), float(found.at[2]), float(found.at[3])};
 }
 
-// x as floats, so that the arithmetic is compiled once for all types. A thread of a warp needs sixteen
-// neighbours; they are stored in four places, so that the accesses of the warp hit different banks.
+// Loads x as floats into shared memory, so that the arithmetic is compiled once for all dtypes. A thread
+// needs sixteen neighbours, which are stored in four places, so that a warp's accesses hit different banks.
 template <int kRows>
 __device__ inline void stage(const Few& few, int64_t column, float4* shared) {
   constexpr int kFours = Shape<kRows>::kChunk / 4;
@@ -101,7 +102,7 @@ __global__ void __launch_bounds__(kThreads, 2) multiply_kernel(const OPK_GRID_CO
   const Weights& weights = few.weights;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int64_t first = (static_cast<int64_t>(blockIdx.x) * kWarps + warp) * Form::kOutputs;
-  // Groups are whole rows, or powers of two: no division in the loop.
+  // Groups are whole rows or powers of two, so the loop needs no division.
   const bool of_rows = weights.group % weights.columns == 0;
   float scales_of_rows[Form::kOutputs], sums[Form::kOutputs][kRows] = {};
 #pragma unroll
@@ -124,7 +125,7 @@ __global__ void __launch_bounds__(kThreads, 2) multiply_kernel(const OPK_GRID_CO
         if (there && !of_rows) scales[o][k] = weights.scales[element >> weights.shift];
       }
     }
-    __syncthreads();  // nobody uses the last chunk any more
+    __syncthreads();  // the last chunk is no longer used
     stage<kRows>(few, column, shared);
     __syncthreads();
 #pragma unroll
@@ -204,7 +205,7 @@ void launch_multiply(const Few& few) {
   opk::launch_overlapping(multiply_kernel<kRows>, (few.weights.rows + kBlock - 1) / kBlock, kThreads, 0, few);
 }
 
-// False: this product is not for multiply_kernel.
+// Returns false if multiply_kernel does not support this product.
 bool launch_plain(const Few& few) {
   const int64_t group = few.weights.group;
   const bool divides = few.weights.shift >= 0 || group % few.weights.columns == 0;
@@ -227,7 +228,7 @@ bool launch_on_tensor_cores(const Few&) {
   return false;
 }
 #else
-// False: this product is not for them.
+// Returns false if the tensor cores do not support this product.
 template <class T>
 bool launch_on_tensor_cores(const Few& few) {
   if constexpr (sizeof(T) == 2) {

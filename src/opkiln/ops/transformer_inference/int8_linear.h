@@ -1,4 +1,4 @@
-// Linear layers with int8 weights: what both versions work on, and the functions, which make it of tensors.
+// Shared by the CPU and CUDA versions of int8 linear layers: argument checks, and the op's functions.
 #pragma once
 
 #include "arguments.h"
@@ -6,12 +6,12 @@
 namespace {
 namespace int8_linear {
 
-// A matrix of rows [outputs, inputs]. Each `group` elements, in the order of memory, have a factor.
+// A matrix of rows [outputs, inputs], with a scale per `group` consecutive elements in memory.
 struct Weights {
   const int8_t* data;
   const float* scales;
   int64_t rows, columns, group;
-  int shift;  // group is 2^shift; -1: it is not a power of two
+  int shift;  // group is 2^shift; -1: not a power of two
 };
 
 OPK_HOST_DEVICE inline int64_t group_of(const Weights& weights, int64_t element) {
@@ -21,20 +21,20 @@ OPK_HOST_DEVICE inline int64_t group_of(const Weights& weights, int64_t element)
 // A product with few rows.
 struct Few {
   Weights weights;
-  const void *x, *bias;  // x is contiguous; no bias is null
+  const void *x, *bias;  // x is contiguous; bias may be null
   void* out;
-  int rows;  // of x
+  int rows;  // rows of x
   opkiln::ElementType type;
 };
 
-constexpr int kMostRows = 32;  // of Few
+constexpr int kMostRows = 32;  // rows of x in Few
 
 #if !defined(__CUDACC_RTC__)
 OPK_PLAIN_BEGIN
 
-// A device's file defines these. There is at least one element.
+// Defined by each device's source. Called only if there is at least one element.
 void dequantize(const Weights& weights, void* out, opkiln::ElementType type);
-// False: this product needs dequantized weights, and nothing was done.
+// Returns false, and does nothing, if this product needs dequantized weights.
 bool multiply(const Few& few);
 
 inline Weights weights_of(const Tensor& weight, const Tensor& scales) {

@@ -1,5 +1,5 @@
 // Norms of rows on host memory. Memory is read once: a row stays in the cache between its steps. The first
-// step of a row goes along with the last one of the row before, so that reads and writes are always under way.
+// step of a row runs together with the last step of the previous row, so that reads and writes overlap.
 
 #include <opkiln/op.h>
 
@@ -18,7 +18,7 @@ inline float sum_of_lanes(Vec value) {
   return sum;
 }
 
-// The sum of the squares of a row's distances from its mean.
+// The sum of squared distances of a row from its mean.
 template <class T>
 float squares_of_row(const T* row, int64_t columns, float mean) {
   const auto take = [&]<class V>(V& sum, int64_t at) {
@@ -46,15 +46,15 @@ inline void put(const Wide& value, T* to, int64_t count) {
   store_some(value, to, count);
 }
 
-// What the first step of a row takes, and leaves: the sum of x + residual + shift, rounded as it is stored, or of
-// its squares.
+// The inputs and outputs of a row's first step. It computes x + residual +
+// shift, rounded to the stored type, and sums up that or its squares.
 template <class T>
 struct First {
   const T* x;
-  const T* residual;  // null: absent, and so are the next three
+  const T* residual;  // null: absent, like the next three members
   const T* shift;
-  T* sum;   // null: not wanted
-  T* kept;  // the same for the steps that follow: it stays in the cache
+  T* sum;   // null: not requested
+  T* kept;  // a copy for the later steps, which stays in the cache
   float total;
 };
 
@@ -67,7 +67,7 @@ struct Last {
   float mean, scale;
 };
 
-// The first step of one row and the last one of another; null: there is none.
+// The first step of one row together with the last step of another. Either may be null.
 template <class T, bool kCentred, bool kAround>
 void step(First<T>* given, const Last<T>* last_given, int64_t columns) {
   const First<T> first = given ? *given : First<T>{};
@@ -108,7 +108,7 @@ void normalize_rows(const Norm& n, int64_t first, int64_t last, T* kept) {
   const auto row_of = [&](const void* tensor, int64_t row) {
     return tensor ? static_cast<T*>(const_cast<void*>(tensor)) + row * n.columns : nullptr;
   };
-  // The rows of sums take turns, because two steps go along with each other.
+  // Rows of sums alternate between two buffers, because two steps overlap.
   const int64_t stride = (n.columns + Wide::kLanes - 1) / Wide::kLanes * Wide::kLanes;
   const auto beginning = [&](int64_t row) {
     return First<T>{row_of(n.x, row),    row_of(n.residual, row),   row_of(n.input_bias, 0),

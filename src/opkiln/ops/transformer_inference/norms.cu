@@ -1,6 +1,6 @@
-// Norms of rows, in one of three ways. Rows of up to 32 KiB are read once, into registers, by a part of a
-// warp, a warp, or a block. Longer ones are kept in shared memory, as far as it goes. Rows that cannot be
-// accessed by 16 bytes are read by elements, again for each step.
+// Norms of rows, in three ways. Aligned rows of up to 32 KiB are read once, into the registers of a
+// part of a warp, a warp, or a block. Longer rows are kept in shared memory as far as they fit.
+// Unaligned rows are read element by element, again in each step.
 
 #include <opkiln/op.h>
 
@@ -13,27 +13,27 @@ namespace {
 
 using opkiln::device::Sixteen;
 
-constexpr int kVectors = 4;         // accesses of 16 bytes that a thread of a long row has in flight
-constexpr int kFewVectors = 2;      // the same of a short row, or if rows are few
-constexpr int kShortVectors = 128;  // in a row that is short
-constexpr int kShortThreads = 64;   // of a block that has several rows: blocks of more threads are slower
-constexpr int kMostThreads = 512;   // of a block that has one
+constexpr int kVectors = 4;         // 16-byte loads that a thread has in flight for a long row
+constexpr int kFewVectors = 2;      // the same for short rows, or few rows
+constexpr int kShortVectors = 128;  // the most in a short row
+constexpr int kShortThreads = 64;   // per block with several rows; larger blocks are slower
+constexpr int kMostThreads = 512;   // per block with one row
 constexpr int kFewRows = 256;
 constexpr int kLongThreads = 1024;
-constexpr int kFirstBlocks = 512;   // for them the weights may be in no cache yet
-constexpr int kHeldBytes = 224 << 10;  // of shared memory, for one long row
+constexpr int kFirstBlocks = 512;   // in these, the weights may not be in any cache yet
+constexpr int kHeldBytes = 224 << 10;  // shared memory for one long row
 
 struct Work {
   Norm norm;
-  int vectors;  // of 16 bytes, in a row
-  int team;     // threads of a row: a power of two up to a warp, or the block
-  int log2_team;      // 31 if it is the block, so that all of its threads are of one row
+  int vectors;  // 16-byte vectors per row
+  int team;     // threads per row: a power of two up to a warp, or the block
+  int log2_team;      // 31 if the team is the block, which makes all its threads part of one row
   int rows_of_block;
   float share;        // 1 / columns
-  int held;     // vectors of a long row that shared memory has room for
+  int held;     // vectors of a long row that fit into shared memory
 };
 
-// The sum over a team. All threads of the block must call it, each time with other shared memory.
+// Sums a value over a team. All threads of the block must call this, each time with other shared memory.
 __device__ inline float sum_of_team(float value, int team, float* shared) {
 #pragma unroll
   for (int bits = 1; bits < 32; bits *= 2) {
@@ -61,7 +61,7 @@ __device__ inline Sixteen<T> vector_of(const void* tensor, int64_t index) {
   return static_cast<const Sixteen<T>*>(tensor)[index];
 }
 
-// x + input_bias + residual, rounded as it is stored: the norm is of what the caller gets.
+// x + input_bias + residual, rounded to the stored type: the norm is of what the caller gets.
 template <class T>
 __device__ inline void add(const Norm& n, Sixteen<T>& x, const Sixteen<T>& residual, int column) {
   Sixteen<T> shift = {};
@@ -96,7 +96,7 @@ __device__ inline float squares_of(const Sixteen<T>& x, float mean) {
 
 template <class T>
 struct Affine {
-  Sixteen<T> weight, bias;  // what is absent is not used
+  Sixteen<T> weight, bias;  // unused if absent
 };
 
 template <class T>
@@ -127,8 +127,9 @@ __device__ inline Sixteen<T> result_of(const Norm& n, Sixteen<T> x, const Affine
   return x;
 }
 
-// A thread has up to kCount vectors of a row. If they are few, it loads the weights with them, but not those of a layer
-// norm, which also has biases: with too many registers, fewer blocks run. Then they are loaded when they are used.
+// A thread has up to kCount vectors of a row. If they are few, it also loads the
+// weights early. For a layer norm, which also has biases, that would take too many
+// registers, so that fewer blocks run; it loads them when they are used.
 template <class T, bool kCentred, bool kAdds, int kCount>
 __global__ void __launch_bounds__(kMostThreads, kAdds || kCentred ? 2 : 3)
     norm_kernel(const OPK_GRID_CONSTANT Work w) {
@@ -137,7 +138,7 @@ __global__ void __launch_bounds__(kMostThreads, kAdds || kCentred ? 2 : 3)
   const Norm& n = w.norm;
   const int lane = threadIdx.x & ((1u << w.log2_team) - 1);
   const int64_t row = int64_t{blockIdx.x} * w.rows_of_block + (threadIdx.x >> w.log2_team);
-  const int vectors = row < n.rows ? w.vectors : 0;  // nothing of a row that is not there
+  const int vectors = row < n.rows ? w.vectors : 0;  // 0 for teams past the last row
   const int64_t start = row * w.vectors;
   Sixteen<T> x[kCount], residual[kCount];
 #pragma unroll
@@ -161,7 +162,7 @@ __global__ void __launch_bounds__(kMostThreads, kAdds || kCentred ? 2 : 3)
         early[v] = affine_of<T>(n, at);
       }
     }
-  } else if (blockIdx.x < kFirstBlocks && lane % 8 == 0) {  // a line is 8 vectors
+  } else if (blockIdx.x < kFirstBlocks && lane % 8 == 0) {  // a cache line is 8 vectors
 #pragma unroll
     for (int v = 0; v < kCount; ++v) {
       const int at = lane + v * w.team;
@@ -212,7 +213,7 @@ __global__ void __launch_bounds__(kMostThreads, kAdds || kCentred ? 2 : 3)
   }
 }
 
-// A vector of a long row, from memory.
+// Loads a vector of a long row.
 template <class T>
 __device__ inline Sixteen<T> long_vector(const Norm& n, int64_t start, int at) {
   Sixteen<T> x = vector_of<T>(n.x, start + at);
@@ -226,7 +227,7 @@ template <class T>
 __global__ void __launch_bounds__(kLongThreads) long_norm_kernel(const OPK_GRID_CONSTANT Work w) {
   opk::wait_for_previous();
   __shared__ float shared[2][kLongThreads / 32];
-  extern __shared__ uint4 memory[];  // a thread reads only what it wrote there
+  extern __shared__ uint4 memory[];  // a thread reads only what it wrote
   Sixteen<T>* const held = reinterpret_cast<Sixteen<T>*>(memory);
   const Norm& n = w.norm;
   const int64_t start = int64_t{blockIdx.x} * w.vectors;
@@ -259,7 +260,7 @@ __global__ void __launch_bounds__(kLongThreads) long_norm_kernel(const OPK_GRID_
   }
 }
 
-// An element, from memory.
+// Loads an element.
 template <class T>
 __device__ inline float element(const Norm& n, int64_t start, int64_t at) {
   const float x = static_cast<float>(static_cast<const T*>(n.x)[start + at]);
@@ -322,8 +323,8 @@ void launch_for(const Norm& norm) {
                            static_cast<const void*>(norm.out), static_cast<const void*>(norm.sum)}) {
     aligned = aligned && reinterpret_cast<uintptr_t>(each) % 16 == 0;
   }
-  // Units are what a thread reads of a row at once: little, if the row is short or rows are too few to fill a
-  // large GPU.
+  // A unit is what a thread reads of a row at once. It is small if the
+  // row is short, or if there are too few rows to fill a large GPU.
   const int64_t vectors = norm.columns / kCount;
   const bool few = vectors <= kShortVectors || (norm.rows <= kFewRows && vectors <= kFewVectors * kMostThreads);
   const int64_t unit = kCount * (few ? kFewVectors : kVectors);

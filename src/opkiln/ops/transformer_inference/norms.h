@@ -1,19 +1,19 @@
-// What both versions of the norms work on, and the op's functions, which make it of tensors.
+// Shared by the CPU and CUDA versions of the norms: argument checks, and the op's functions.
 #pragma once
 
 #include "arguments.h"
 
 namespace {
 
-// Rows to normalize. Null pointers are absent.
+// The rows to normalize. Null pointers are absent.
 struct Norm {
   const void* x;
-  const void* residual;    // added to x before the norm; without it there is no input_bias
-  const void* input_bias;  // added to x as well, an element for each column
+  const void* residual;    // added to x before the norm; input_bias requires it
+  const void* input_bias;  // also added to x, one element per column
   const void* weight;
   const void* bias;
   void* out;
-  void* sum;  // x + residual + input_bias, if it is wanted
+  void* sum;  // null, or receives x + residual + input_bias
   int64_t rows;
   int64_t columns;
   float eps;
@@ -24,7 +24,7 @@ struct Norm {
 #if !defined(__CUDACC_RTC__)
 OPK_PLAIN_BEGIN
 
-// A device's file defines it. There is at least one element.
+// Defined by each device's source. Called only if there is at least one element.
 void normalize(const Norm& norm);
 
 struct Options {

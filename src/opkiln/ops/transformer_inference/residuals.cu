@@ -1,4 +1,5 @@
-// Residual adds. A thread has 16 bytes of each tensor. Rows that cannot be accessed so are processed by elements.
+// Residual adds. A thread has 16 bytes of each tensor. Rows that are
+// not aligned for that are processed element by element.
 
 #include <opkiln/op.h>
 
@@ -10,7 +11,7 @@ namespace {
 
 using opkiln::device::Sixteen;
 
-// A vector of 16 bytes; zeros if the tensor is absent.
+// Loads a 16-byte vector, or zeros if the tensor is absent.
 template <class T>
 __device__ inline Sixteen<T> vector_of(const void* tensor, int64_t index) {
   return tensor ? static_cast<const Sixteen<T>*>(tensor)[index] : Sixteen<T>{};
@@ -26,7 +27,7 @@ __device__ inline float element_of(const void* tensor, int64_t index) {
   return tensor ? static_cast<float>(static_cast<const T*>(tensor)[index]) : 0.0f;
 }
 
-// Without an attention nothing is multiplied with its scale: that may be infinite.
+// Without attention, its scale is ignored, because it may be infinite.
 __device__ inline float sum_of(const Sum& s, float hidden, float residual, float bias, float attention_bias,
                                float attention) {
   const float sum = hidden + s.scale * (residual + bias + attention_bias);
@@ -120,7 +121,7 @@ __global__ void __launch_bounds__(kThreads) mix_element_kernel(const OPK_GRID_CO
   }
 }
 
-// Launches the kernel over vectors if each row of these tensors can be accessed so, else that over elements.
+// Launches the vector kernel if the rows of all tensors are aligned for it, otherwise the element kernel.
 template <class T, class Job, class Work>
 void launch_either(void (*vectors)(Work), void (*elements)(Job), const Job& job,
                    std::initializer_list<const void*> tensors) {

@@ -1,4 +1,4 @@
-// What both versions of the residual adds work on, and the op's functions, which make it of tensors.
+// Shared by the CPU and CUDA versions of the residual adds: argument checks, and the op's functions.
 #pragma once
 
 #include "arguments.h"
@@ -10,7 +10,7 @@ struct Sum {
   const void* hidden;
   const void* residual;
   const void* attention;
-  const void* bias;  // an element for each column, as attention_bias
+  const void* bias;  // one element per column, like attention_bias
   const void* attention_bias;
   void* out;
   int64_t rows;
@@ -20,7 +20,7 @@ struct Sum {
   opkiln::ElementType type;
 };
 
-// residual * coef[0] + mlp * coef[1], where coef[i] is a number for each row or for each column.
+// residual * coef[0] + mlp * coef[1], where coef[i] is one number per row or per column.
 struct Mix {
   const void* residual;
   const void* coef;
@@ -28,14 +28,14 @@ struct Mix {
   void* out;
   int64_t rows;
   int64_t columns;
-  bool by_row;  // coef has two numbers for each row; else it is two rows
+  bool by_row;  // coef has two numbers per row; otherwise it is two rows
   opkiln::ElementType type;
 };
 
 #if !defined(__CUDACC_RTC__)
 OPK_PLAIN_BEGIN
 
-// A device's file defines these. There is at least one element.
+// Defined by each device's source. Called only if there is at least one element.
 void add(const Sum& sum);
 void mix(const Mix& mix);
 

@@ -1,5 +1,5 @@
-// Rotary position embedding on host memory. A token's cosines and sines are computed once, for all heads. Loops
-// over pairs are plain, for the compiler to vectorize.
+// Rotary position embedding on host memory. A token's cosines and sines are computed once for all heads. The
+// loops over pairs are plain, so that the compiler vectorizes them.
 
 #include "floats.h"
 #include "rotary.h"
@@ -9,7 +9,7 @@ namespace {
 using rotary::Side;
 using rotary::Work;
 
-// Memory of one thread.
+// A thread's scratch memory.
 struct Buffer {
   explicit Buffer(const Work& work)
       : cos(new float[static_cast<size_t>(6 * work.pairs)]),

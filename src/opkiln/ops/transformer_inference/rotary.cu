@@ -1,9 +1,9 @@
 // Rotary position embedding on a GPU.
 //
-// A block has a few tokens. Its threads are units of a head (x), heads (y) and tokens (z). Each thread has
-// the same unit of several heads and loads them all before it waits for the cosines and sines, which the
-// block computes once for each token and pair, in shared memory. Both partners of a pair are in one
-// thread, so the result may be written over the input.
+// A block has a few tokens. Its threads are units of a head (x), heads (y) and tokens (z). Each
+// thread has the same unit of several heads, and loads them all before it waits for the cosines
+// and sines, which the block computes once per token and pair, in shared memory. One thread has
+// both elements of a pair, so the result may overwrite the input.
 
 #include <opkiln/op.h>
 #include <opkiln/sixteen_bytes.h>
@@ -18,15 +18,15 @@ using rotary::Side;
 using rotary::Work;
 
 constexpr int kThreads = 128;
-constexpr int kHeads = 4;  // of a thread: with two halves of sixteen bytes each, 128 bytes are in flight
+constexpr int kHeads = 4;  // per thread: with two halves of sixteen bytes each, 128 bytes are in flight
 
-// What a thread rotates, or copies, at once: pairs in whole accesses of sixteen bytes.
+// A unit that a thread rotates or copies at once: pairs in 16-byte accesses.
 template <class T, bool kInterleaved>
 struct Packed {
   using Pack = Sixteen<T>;
-  static constexpr int kRest = Pack::kCount;  // elements that it copies
+  static constexpr int kRest = Pack::kCount;  // elements per copied unit
   static constexpr int kPairs = kInterleaved ? kRest / 2 : kRest;
-  Pack low, high;  // of halves; neighbours are in `low` alone
+  Pack low, high;  // the two halves; interleaved pairs are in `low` alone
 
   __device__ void load(const Work& work, const T* head, int64_t, int unit, int rotated) {
     if (unit >= rotated) {
@@ -62,7 +62,7 @@ struct Packed {
   }
 };
 
-// Any strides and addresses: a unit is one pair, or one element to copy.
+// Units for any strides and addresses: one pair, or one element to copy.
 template <class T>
 struct Single {
   static constexpr int kPairs = 1, kRest = 1;
@@ -91,7 +91,7 @@ struct Single {
   }
 };
 
-// An element of a table, before and after it is used. It is loaded long before.
+// Loads an element of a table as bits. table_float() converts it later, so that the load does not block.
 __device__ inline uint32_t table_bits(const void* table, int64_t at, rotary::Element element) {
   return element == rotary::Element::kFloat ? static_cast<const uint32_t*>(table)[at]
                                             : static_cast<const uint16_t*>(table)[at];
@@ -109,7 +109,7 @@ __device__ inline void find_angle(const Work& work, int64_t position, int pair, 
 
 template <class T, class Unit>
 __device__ inline void rotate(const Work& work) {
-  extern __shared__ float angles[];  // of each token: the cosines of its pairs, then the sines
+  extern __shared__ float angles[];  // per token: the cosines of its pairs, then the sines
   const int rotated = work.pairs / Unit::kPairs;
   const int units = rotated + work.rest / Unit::kRest;
   const int heads = work.q.heads + work.k.heads;
@@ -120,8 +120,8 @@ __device__ inline void rotate(const Work& work) {
   const int step = static_cast<int>(blockDim.y) * kHeads;
   const int turns = (units + blockDim.x - 1) / blockDim.x * ((heads + step - 1) / step);
 
-  // The position of each thread's first angle is asked for before the heads, so that it is there first. If it needs no
-  // memory, the angle of a table is asked for itself.
+  // Loads the position of each thread's first angle before the heads, so that it arrives first. Without a
+  // tensor of positions, the angle is loaded from its table at once.
   const int threads = blockDim.x * blockDim.y * blockDim.z;
   const int rank = (threadIdx.z * blockDim.y + threadIdx.y) * blockDim.x + threadIdx.x;
   const int angle_token = static_cast<int>(first) + rank / work.pairs;
@@ -211,7 +211,7 @@ __global__ void __launch_bounds__(kThreads) single_kernel(const OPK_GRID_CONSTAN
   rotate<T, Single<T>>(work);
 }
 
-// Whether every unit of sixteen bytes is whole and begins at a multiple of sixteen.
+// Whether all units are whole 16-byte accesses and aligned.
 bool is_packed(const Side& side, int64_t width) {
   if (side.heads == 0) return true;
   const int64_t strides = side.batch | side.seq | side.head | side.out_batch | side.out_seq | side.out_head;
@@ -227,7 +227,7 @@ void launch(const Work& work) {
                       work.rest % kWidth == 0;
   const int64_t units = packed ? work.pairs / pairs + work.rest / kWidth : work.pairs + work.rest;
   const int64_t heads = work.q.heads + work.k.heads;
-  // Few tokens: more threads for each, so that none waits for several loads in turn.
+  // With few tokens, use more threads per token, so that none waits for several loads in sequence.
   const int64_t tokens = work.tokens;
   const int64_t wanted = tokens < 512 ? heads : (heads + kHeads - 1) / kHeads;
   const int64_t x = units < kThreads ? units : kThreads;

@@ -1,5 +1,5 @@
-// Rotary position embedding: what both versions of it work on, and its four functions, which make the work of
-// tensors.
+// Shared by the CPU and CUDA versions of rotary position embedding:
+// argument checks, and the op's four functions.
 #pragma once
 
 #include <opkiln/arguments.h>
@@ -19,17 +19,17 @@ struct Side {  // one tensor [batch, seq, heads, dim] and its result; strides ar
 };
 
 struct Work {
-  Side q, k;  // k has no heads if there is one tensor
+  Side q, k;  // k has no heads if there is only one tensor
   const void* positions;  // null: 0, 1, 2 … in each sequence
   int64_t position_batch, position_seq;
-  bool wide_positions;  // of 64 bits
-  const void *cos, *sin;  // null: of the frequencies
+  bool wide_positions;  // int64 instead of int32
+  const void *cos, *sin;  // null: the frequencies are used
   int64_t table_rows, cos_row, sin_row;
   Element table;
   Element element;
   int tokens, seq;
   int pairs;
-  int rest;  // elements behind the rotated ones that are copied: none in place
+  int rest;  // elements after the rotated ones, to copy; 0 if in place
   bool interleaved, inverse;
   opkiln::Frequencies frequencies;
 };
@@ -48,7 +48,7 @@ OPK_HOST_DEVICE inline float table_value(const void* table, int64_t at, Element 
                                    : opk::bits::to_float(uint32_t{bits} << 16);
 }
 
-// Of one pair at one position, which is in the tables.
+// The cosine and sine of a pair at a position. The position must be in the tables.
 OPK_HOST_DEVICE inline void cos_sin_of(const Work& work, int64_t position, int pair, float* c, float* s) {
   if (!work.cos) {
     opkiln::cos_sin(static_cast<uint64_t>(position) * work.frequencies.turns[pair], c, s);
@@ -64,7 +64,7 @@ OPK_PLAIN_BEGIN
 
 using opk::Tensor;
 
-void run(const Work& work);  // a device's file defines it; there is at least one element
+void run(const Work& work);  // defined by each device's source; called only if there is at least one element
 
 inline Side side_of(const Tensor& x, void* out, opk::Ints out_strides) {
   const opk::Ints in = x.strides();
@@ -86,7 +86,7 @@ inline void set_table(Work& work, const Tensor& table, const Tensor& x, const vo
   *row = table.stride(0);
 }
 
-// All but the results' pointers.
+// Sets everything except the results' pointers.
 inline Work work_of(const Tensor& x, const Tensor* k, const opk::optional<Tensor>& positions,
                     const opk::optional<Tensor>& cos, const opk::optional<Tensor>& sin, int64_t dim,
                     double theta, bool interleaved, bool inverse) {

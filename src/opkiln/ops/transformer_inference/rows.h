@@ -1,4 +1,4 @@
-// Parts of rows in host memory as wide registers of floats.
+// Parts of rows in host memory, in Wide registers.
 #pragma once
 
 #include <opkiln/blocks.h>
@@ -10,7 +10,7 @@ using opkiln::Wide;
 
 constexpr int64_t whole_registers(int64_t count) { return count / Wide::kLanes * Wide::kLanes; }
 
-// The first `count` elements, of at most a register; zeros after them.
+// Loads `count` elements, or a whole register if there are more; the rest is zero.
 template <class T>
 inline Wide load_some(const T* from, int64_t count) {
   if (count >= Wide::kLanes) return Wide::load(from);
@@ -27,21 +27,21 @@ inline void store_some(Wide value, T* to, int64_t count) {
   __builtin_memcpy(to, some, static_cast<size_t>(count) * sizeof(T));
 }
 
-// Prefetches what loops over Wides will read some iterations later, whole lines of it.
+// Prefetches the cache lines that loops over Wides read some iterations later.
 template <class T>
 inline void prefetch_wide(const T* from) {
   constexpr int64_t kLine = 64 / sizeof(T);
   for (int64_t at = 0; at < Wide::kLanes; at += kLine) opkiln::prefetch_ahead(from + at);
 }
 
-// Whether whole registers of T can be stored around the caches here.
+// Whether `to` is aligned for non-temporal stores of whole registers.
 template <class T>
 inline bool may_go_around(const T* to) {
   return reinterpret_cast<uintptr_t>(to) % Wide::kAroundAlignment == 0;
 }
 
-// Stores value(at, count) for each register of `count` elements from `to` on. value(at, count) is that of
-// the elements from `at` on; `count` is a whole register but at the end.
+// Stores value(at, count) for each register of the `count` elements at `to`. value(at, count) computes the
+// elements from `at` on; its `count` is a whole register except at the end.
 template <class T, class Value>
 inline void fill(T* to, int64_t count, bool around, Value value) {
   const int64_t whole = whole_registers(count);
@@ -53,7 +53,7 @@ inline void fill(T* to, int64_t count, bool around, Value value) {
   if (whole < count) store_some(value(whole, count - whole), to + whole, count - whole);
 }
 
-// Calls body(row, column, count) for the parts of rows that the elements [first, last) of a matrix are.
+// Calls body(row, column, count) for the parts of rows within the elements [first, last) of a matrix.
 template <class Body>
 inline void over_rows(int64_t first, int64_t last, int64_t columns, const Body& body) {
   for (int64_t at = first; at < last;) {
@@ -64,11 +64,11 @@ inline void over_rows(int64_t first, int64_t last, int64_t columns, const Body& 
   }
 }
 
-// Runs body(first, last) for parts of a matrix of elements, in torch's threads. Parts begin with whole
-// cache lines.
+// Runs body(first, last) on parts of a matrix' elements, in torch's
+// thread pool. Parts begin at whole cache lines.
 template <class Body>
 inline void over_elements(int64_t count, int64_t bytes_of_element, const Body& body) {
-  constexpr int64_t kLine = 32;  // elements: of 16 bits, a line
+  constexpr int64_t kLine = 32;  // elements: a cache line of 16-bit ones
   opk::parallel_for(0, (count + kLine - 1) / kLine, opk::kGrainBytes / (kLine * bytes_of_element),
                     [&](int64_t first, int64_t last) {
                       body(first * kLine, last * kLine < count ? last * kLine : count);

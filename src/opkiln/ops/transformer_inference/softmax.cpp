@@ -1,5 +1,5 @@
-// Softmax on host memory. A row is widened into a buffer of floats, which stays in the cache. Loops are plain,
-// for the compiler to vectorize.
+// Softmax on host memory. A row is widened into a buffer of floats, which stays in the
+// cache. The loops are plain, so that the compiler vectorizes them.
 
 #include "floats.h"
 #include "softmax.h"
@@ -11,11 +11,11 @@ using softmax::Work;
 
 constexpr float kMinusInfinity = -__builtin_inff();
 
-// e^x for x <= 0, to two units in the last place; below 2^-126 it is 0. NaN stays NaN.
+// e^x for x <= 0, to two units in the last place. The result is 0 below 2^-126. NaN stays NaN.
 inline float power(float x) {
   const float wanted = (x * 1.44269504f + 12582912.0f) - 12582912.0f;  // rounded to a whole number
   const float n = wanted > -127.0f ? wanted : -127.0f;
-  const float r = (x - n * 0.693145752f) - n * 1.42860677e-6f;  // the two have log(2) to 40 bits
+  const float r = (x - n * 0.693145752f) - n * 1.42860677e-6f;  // the two constants have log(2) to 40 bits
   const float p = 1 + r * (1 + r * (0.5f + r * (1.6666667e-1f + r * (4.1666667e-2f + r * (8.3333333e-3f +
                       r * (1.3888889e-3f + r * 1.9841270e-4f))))));
   const float scaled = p * opk::bits::to_float(static_cast<uint32_t>(static_cast<int32_t>(n) + 127) << 23);
@@ -60,8 +60,8 @@ float greatest(const S* values, int64_t count) {
   return out;
 }
 
-// The powers, and their sum. There are 32 sums: no addition waits for the one before, and the compiler may
-// vectorize them. `to` may be `from`.
+// Computes the powers and returns their sum. It keeps 32 partial sums, so that additions do not wait for
+// each other and the compiler can vectorize. `to` may equal `from`.
 template <class S>
 float take_powers(const S* from, float* to, int64_t count, float most) {
   constexpr int kMany = 32;

@@ -1,8 +1,8 @@
-// Softmax on a GPU. A team of neighbouring threads has a row: a few threads for a short one, up to a block for
-// a long one. Each thread keeps 32 elements in registers, so memory is read once and written once. Of a row for
-// which a block needs all its threads it keeps 64 as they came, so that the SM has room for a second block, which
-// loads while this one computes. Rows that do not fit into a block's registers, or are not whole accesses of sixteen bytes, are read twice, element
-// by element; the second time they come from the cache.
+// Softmax on a GPU. A team of neighbouring threads has a row: a few threads for a short row, up to a block
+// for a long one. Each thread keeps 32 elements in registers, so memory is read once and written once. For
+// rows that need a whole block, a thread keeps 64 unconverted elements, so that the SM has room for a second
+// block, which loads while this one computes. Rows that exceed a block's registers or are not aligned to 16
+// bytes are read twice, element by element; the second read hits the cache.
 
 #include <opkiln/op.h>
 
@@ -19,11 +19,11 @@ using softmax::Row;
 using softmax::Work;
 
 constexpr int kHeld = 32;  // elements in a thread's registers
-constexpr int kLongPacks = 8;   // accesses of sixteen bytes that a thread keeps of a long row
+constexpr int kLongPacks = 8;   // 16-byte loads that a thread keeps of a long row
 constexpr int kLongThreads = 512;
-constexpr int kPassing = 8;  // the same of a row that is read twice
+constexpr int kPassing = 8;  // elements in flight of a row that is read twice
 constexpr int kMostThreads = 1024;
-constexpr int kBiasedThreads = 512;  // masks and the like take more registers
+constexpr int kBiasedThreads = 512;  // masks and other biases take more registers
 
 constexpr float kLog2e = 1.4426950408889634f;
 
@@ -45,7 +45,7 @@ struct Sum {
 
 __device__ inline float minus_infinity() { return __uint_as_float(0xff800000u); }
 
-// 2^x by the hardware, right within 2^-22: 16 bits do not show it.
+// 2^x by the hardware, with an error below 2^-22, which 16-bit results do not show.
 __device__ inline float fast_exp2(float x) {
 #if defined(__CUDA_ARCH__)
   float out;
@@ -56,20 +56,20 @@ __device__ inline float fast_exp2(float x) {
 #endif
 }
 
-// e^(value - most). Rounding the product `most` * log2(e) changes all elements of a row by the same factor, which the
-// sum has, too.
+// e^(value - most). The rounding of `most` * log2(e) changes all
+// elements of a row by the same factor, which cancels with the sum's.
 template <class T>
 __device__ inline float power(float value, float most) {
   return sizeof(T) == 4 ? expf(value - most) : fast_exp2(fmaf(value, kLog2e, -most * kLog2e));
 }
 
-// What is added to a score.
+// The position bias of a score.
 __device__ inline float alibi(const Row& row, int column) {
   return row.slope * static_cast<float>(column - row.position);
 }
 
-// Adds the mask, alibi and what hides keys to the scores of neighbours. A mask is loaded here: it has too many
-// registers to be loaded before.
+// Adds the mask and ALiBi to neighbouring scores, and hides invisible keys. The mask is loaded only
+// here, because loading it earlier would take too many registers.
 template <class T>
 __device__ inline void add_bias(const Work& work, const Row& row, int column, float* values) {
   constexpr int kCount = Sixteen<T>::kCount;
@@ -98,7 +98,7 @@ __device__ inline void add_bias(const Work& work, const Row& row, int column, fl
   }
 }
 
-// A score in a row of any strides; minus infinity if it is hidden or behind the row.
+// A score in a row with any strides; minus infinity if it is hidden or past the end.
 template <class T>
 __device__ inline float score(const Work& work, const Row& row, int column) {
   if (column < row.first || column >= row.last) return minus_infinity();
@@ -111,7 +111,7 @@ __device__ inline float score(const Work& work, const Row& row, int column) {
   return value + alibi(row, column);
 }
 
-// Nothing is visible: zeros, and not NaN.
+// A row without visible keys gives zeros instead of NaN.
 __device__ inline float factor_of(float sum) { return sum == 0 ? 0.0f : 1.0f / sum; }
 __device__ inline float finite(float most) { return most == minus_infinity() ? 0.0f : most; }
 
@@ -137,8 +137,8 @@ __global__ void __launch_bounds__(kPlain ? kMostThreads : kBiasedThreads, kPlain
   const T* const from = static_cast<const T*>(l.work.x) + row.x;
   const int start = static_cast<int>(team.lane) * kCount, step = static_cast<int>(team.size) * kCount;
 
-  Pack packs[kPacks];  // all loads come first; what is hidden is not loaded
-  // A mask that each query has its own row of is in no cache yet.
+  Pack packs[kPacks];  // all loads come first; hidden keys are not loaded
+  // A mask with a separate row for each query is not in any cache yet.
   const bool prefetches = !kPlain && l.work.mask && l.work.mask_strides[2] != 0 && team.lane % 4 == 0;
   const int mask_size = l.work.wide_mask ? 4 : sizeof(T);
 #pragma unroll
@@ -186,8 +186,8 @@ __global__ void __launch_bounds__(kPlain ? kMostThreads : kBiasedThreads, kPlain
   }
 }
 
-// A long row of 16-bit elements, without a bias: a block has it. Powers are computed twice, because floats would
-// take twice the registers.
+// A long row of 16-bit elements without a bias, handled by a block. The powers are computed
+// twice, because keeping them as floats would take twice the registers.
 template <class T>
 __global__ void __launch_bounds__(kLongThreads, 2) long_kernel(const OPK_GRID_CONSTANT Launch l) {
   opk::wait_for_previous();
@@ -248,7 +248,7 @@ __global__ void __launch_bounds__(kBiasedThreads) twice_kernel(const OPK_GRID_CO
   bool mine;
   const Row row = my_row(l.work, team, &mine);
   const int step = static_cast<int>(team.size), lane = static_cast<int>(team.lane);
-  const int begin = row.first / step * step;  // nothing is visible before it
+  const int begin = row.first / step * step;  // no key before it is visible
   Max most{minus_infinity()};
   Sum sum{0};
   for (int at = begin; at < row.last; at += kPassing * step) {
@@ -259,7 +259,7 @@ __global__ void __launch_bounds__(kBiasedThreads) twice_kernel(const OPK_GRID_CO
 #pragma unroll
     for (int i = 0; i < kPassing; ++i) now.absorb({values[i]});
     const float top = finite(now.value);
-    sum.value *= power<float>(most.value, top);  // 0, if these are the first
+    sum.value *= power<float>(most.value, top);  // 0 for the first elements
     most = now;
 #pragma unroll
     for (int i = 0; i < kPassing; ++i) sum.value += power<T>(values[i], top);
@@ -293,7 +293,7 @@ void launch(const Work& work) {
   const bool plain = !work.mask && !work.slopes && !work.causal && !work.window;
   const int64_t most = plain ? kMostThreads : kBiasedThreads;
   const bool held = is_packed<T>(work) && work.columns <= most * kHeld;
-  // As few threads as hold the row; if rows are few, as many as have something to do.
+  // The fewest threads that hold the row, or with few rows as many as have something to do.
   const int64_t least = held ? kHeld : kPassing, width = held ? int64_t{Sixteen<T>::kCount} : 1;
   const int64_t fill = 128 << 10;  // threads that a large GPU runs at once
   const int64_t limit = held ? most : kBiasedThreads;

@@ -1,4 +1,4 @@
-// Softmax of attention scores: what both versions of it work on, and its functions, which make it of tensors.
+// Shared by the CPU and CUDA versions of softmax: argument checks, and the op's functions.
 #pragma once
 
 #include "arguments.h"
@@ -6,29 +6,29 @@
 namespace {
 namespace softmax {
 
-// Strides are in elements, of batches, heads, queries (and keys).
+// Strides are in elements, for batches, heads, queries (and keys).
 struct Work {
   const void* x;
   void* out;
   int64_t x_strides[3], out_strides[3];
-  const void* mask;  // null: none
+  const void* mask;  // null if absent
   int64_t mask_strides[4];  // 0 where it is broadcast
-  bool wide_mask;  // of fp32, whatever x is
-  const float* slopes;  // of heads; null: none
+  bool wide_mask;  // the mask is fp32, for any dtype of x
+  const float* slopes;  // one per head; null if absent
   int rows, heads, queries;
   int columns;
   float scale;
   bool causal;
-  int64_t offset, window;  // a window of 0: none
+  int64_t offset, window;  // a window of 0 is no window
   opkiln::ElementType type;
 };
 
-// One row: where it is, and which keys it sees.
+// A row: its position in memory, and the keys that it sees.
 struct Row {
-  int64_t x, out, mask;  // elements from the start
-  int first, last;       // keys that are visible, `last` behind the last of them
+  int64_t x, out, mask;  // offsets in elements
+  int first, last;       // the visible keys, `last` exclusive
   float slope;
-  int64_t position;  // of its query among the keys
+  int64_t position;  // position of its query among the keys
 };
 
 OPK_HOST_DEVICE inline int clamped(int64_t value, int most) {
@@ -57,9 +57,9 @@ OPK_HOST_DEVICE inline Row row_of(const Work& work, int row) {
 #if !defined(__CUDACC_RTC__)
 OPK_PLAIN_BEGIN
 
-void run(const Work& work);  // a device's file defines it; there is at least one element
+void run(const Work& work);  // defined by each device's source; called only if there is at least one element
 
-// Sizes or strides of a tensor as those of four dimensions. Missing ones are at the front.
+// Extends sizes or strides to four dimensions. Missing ones are added at the front.
 inline void set_four(const opk::Ints& values, int64_t missing, int64_t* four) {
   for (int i = 0; i < 4; ++i) {
     const int64_t from = i - 4 + values.size();
@@ -83,7 +83,7 @@ inline void set_mask(Work& work, const Tensor& x, const Tensor& mask) {
   work.mask = mask.data();
 }
 
-// The rows of `x`, whose last stride is 1, into `out`. Both have the same shape.
+// Computes the rows of `x`, whose last stride must be 1, into `out`. Both have the same shape.
 inline void apply(const Tensor& x, void* out, opk::Ints out_strides, const MaybeTensor& mask,
                   const MaybeTensor& slopes, double scale, bool causal, int64_t offset, int64_t window) {
   Work work;

@@ -1,4 +1,4 @@
-// Copies in torch's own threads.
+// Copies in torch's thread pool.
 
 #include "parts.h"
 
@@ -6,7 +6,7 @@ namespace {
 
 // The last part that starts at or before this byte.
 int64_t part_at(const opk::List<int64_t>& starts, int64_t byte) {
-  int64_t low = 0, high = starts.size();  // it is in [low, high)
+  int64_t low = 0, high = starts.size();  // the part is in [low, high)
   while (high - low > 1) {
     const int64_t middle = (low + high) / 2;
     (starts[middle] <= byte ? low : high) = middle;
@@ -14,7 +14,7 @@ int64_t part_at(const opk::List<int64_t>& starts, int64_t byte) {
   return low;
 }
 
-// The parts end to end in one index space of bytes, so that threads get equal shares.
+// Lays the parts end to end in one index space of bytes, so that threads get equal shares.
 void copy(const Parts& parts) {
   opk::List<int64_t> starts(parts.size() + 1);
   for (int64_t i = 0; i < parts.size(); ++i) {

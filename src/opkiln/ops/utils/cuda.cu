@@ -1,5 +1,5 @@
-// Many copies within a device's memory in one launch, or few: what is to be copied travels in the
-// kernel's parameters. hipify turns this file into HIP as it is.
+// Copies within a device's memory, many per launch: addresses and sizes
+// are kernel parameters. hipify turns this file into HIP unchanged.
 
 #include <opkiln/op.h>
 
@@ -9,7 +9,7 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kVectors = 4;                             // accesses that a thread has in flight
-constexpr int64_t kChunk = kThreads * kVectors * 16;  // bytes that a block copies at a time
+constexpr int64_t kChunk = kThreads * kVectors * 16;  // bytes that a block copies
 
 struct alignas(16) Vector {
   uint32_t at[4];
@@ -19,14 +19,14 @@ struct Work {
   static constexpr size_t kParts = (opk::kParameterBytes - 16) / (sizeof(Part) + sizeof(uint32_t));
 
   uint32_t count;
-  uint32_t first[kParts + 1];  // chunk of each part
+  uint32_t first[kParts + 1];  // the first chunk of each part
   Part parts[kParts];
 };
 static_assert(sizeof(Work) <= opk::kParameterBytes);
 
-// The part that a chunk belongs to.
+// The part to which a chunk belongs.
 __device__ uint32_t part_of(const Work& work, uint32_t chunk) {
-  uint32_t low = 0, high = work.count;  // it is in [low, high)
+  uint32_t low = 0, high = work.count;  // the part is in [low, high)
   while (high - low > 1) {
     const uint32_t middle = (low + high) / 2;
     if (work.first[middle] <= chunk) {
@@ -42,7 +42,7 @@ __device__ bool aligned(const void* a, const void* b, size_t bytes) {
   return (reinterpret_cast<size_t>(a) | reinterpret_cast<size_t>(b)) % bytes == 0;
 }
 
-// Whole elements of T; gives how many bytes that were.
+// Copies whole elements of T. Returns the number of bytes copied.
 template <class T>
 __device__ int64_t copy_elements(const char* from, char* to, int64_t bytes) {
   const auto count = static_cast<int>(bytes / static_cast<int64_t>(sizeof(T)));

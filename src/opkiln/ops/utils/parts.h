@@ -1,11 +1,11 @@
-// What both versions of the op copy, and the op's functions, which make it of tensors: with the checks.
+// Shared by the CPU and CUDA versions: argument checks, and the op's functions.
 #pragma once
 
 #include <opkiln/arguments.h>
 
 namespace {
 
-// Bytes that are copied.
+// A range of bytes to copy.
 struct Part {
   const char* from;
   char* to;
@@ -19,7 +19,7 @@ using opk::Tensor;
 using opk::TensorList;
 using Parts = opk::List<Part>;
 
-// A device's file defines this.
+// Defined by each device's source.
 void copy(const Parts& parts);
 
 void check_alike(const Tensor& tensor, const Tensor& first, opk::Device device, opk::DType dtype) {
@@ -29,7 +29,7 @@ void check_alike(const Tensor& tensor, const Tensor& first, opk::Device device, 
   }
 }
 
-// How many elements the list has, if all are of one dtype and on the op's device.
+// The number of elements in the list. Checks that all tensors have one dtype and are on the op's device.
 int64_t count_checked(const TensorList& tensors) {
   OPK_CHECK(!tensors.empty(), "tensors is empty, expected at least one");
   const opk::Device device = opk::device_of(tensors[0]);
@@ -42,7 +42,7 @@ int64_t count_checked(const TensorList& tensors) {
   return count;
 }
 
-// From the list to a new flat tensor.
+// Copies the list into a new flat tensor.
 Tensor flatten_list(const TensorList& tensors) {
   Tensor flat = opk::empty({count_checked(tensors)}, tensors[0]);
   const int64_t size = flat.element_size();
@@ -62,7 +62,7 @@ Tensor flatten_list(const TensorList& tensors) {
   return flat;
 }
 
-// From a flat tensor to the list.
+// Copies a flat tensor into the list.
 void unflatten_list_(TensorList& tensors, const Tensor& flat) {
   const int64_t count = count_checked(tensors);
   check_alike(flat, tensors[0], tensors[0].device(), tensors[0].dtype());

@@ -20,13 +20,19 @@ from opkiln.machine.toolchain import (
 )
 from opkiln.machine.toolchain.torch_sdk import release
 from opkiln.report import compilers
-from opkiln.report.commands import as_root, install, pip, unset, use_this_python
+from opkiln.report.commands import (
+    install_command,
+    pip_command,
+    root_command,
+    unset_command,
+    use_this_python,
+)
 from opkiln.report.doctor.terms import (
     Diagnosis,
     Facts,
     Missing,
-    child_answer,
-    copyable,
+    ask_child,
+    copyable_command,
     failed,
     join,
     passed,
@@ -50,9 +56,9 @@ _NO_HOST = "there is no host compiler: see compiler"
 def accelerator(_: Facts) -> Diagnosis:
     """There is an accelerator: the named one, or the first that has a device."""
     asked, origin = origin_of("accelerator")
-    found, reason = child_answer(_ASK)
+    found, reason = ask_child(_ASK)
     if reason:
-        return failed(join(f"{origin}={asked}" if asked else "", reason), unset(origin))
+        return failed(join(f"{origin}={asked}" if asked else "", reason), unset_command(origin))
     if "what" in found:
         raise AcceleratorError(**found)
     by = f"set by {origin}" if asked else "the first with a device"
@@ -101,10 +107,10 @@ def nvcc_host_compiler(here: Facts) -> Diagnosis:
         return passed(f"nvcc {found.version} accepts {found.host or host.cxx}")
     if not _blames_host_compiler(found):
         return skipped("there is no usable nvcc: see cuda toolkit")
-    command = copyable(found.hint)
+    command = copyable_command(found.hint)
     if command.startswith("apt-get "):
         package, _, then = command.removeprefix("apt-get install ").partition(" && ")
-        command = f"{install(package)} && {then}"
+        command = f"{install_command(package)} && {then}"
     return failed(join(found), command)
 
 
@@ -120,7 +126,7 @@ def cuda_driver(here: Facts) -> Diagnosis:
     if not takes:
         return passed(facts)
     if torch_cuda and release(torch_cuda)[0] > release(takes)[0]:
-        return failed(f"{facts}; torch needs {torch_cuda}", install("cuda-drivers"))
+        return failed(f"{facts}; torch needs {torch_cuda}", install_command("cuda-drivers"))
     toolkit = here.cuda.version if isinstance(here.cuda, DeviceCompiler) else ""
     if toolkit and release(toolkit) > release(takes):
         facts = f"{facts}; the toolkit is CUDA {toolkit}"
@@ -186,7 +192,7 @@ def cuda_gpus(here: Facts) -> Diagnosis:
 def _check_native(here: Facts, capabilities: tuple[str, ...], named: str) -> Diagnosis:
     if not isinstance(here.cuda, DeviceCompiler):
         return skipped(f"{named}; there is no usable toolkit: see cuda toolkit")
-    upgrade = pip("install", "--upgrade", "opkiln[cuda]")
+    upgrade = pip_command("install", "--upgrade", "opkiln[cuda]")
     try:
         _, notes = archs.archs_for_devices(cuda.parse(";".join(capabilities)), here.cuda)
     except ArchError as error:
@@ -212,8 +218,8 @@ def _blames_host_compiler(error: ToolchainError) -> bool:
 
 def _no_toolkit(error: ToolchainError, *, wanted: bool) -> Diagnosis:
     """A failure if torch is built for the backend; else a warning, because no kernel is called."""
-    command = use_this_python(copyable(error.hint))
-    command = as_root(command) if command.startswith("apt-get ") else command
+    command = use_this_python(copyable_command(error.hint))
+    command = root_command(command) if command.startswith("apt-get ") else command
     return (failed if wanted else warned)(join(error), command)
 
 

@@ -14,12 +14,12 @@ from opkiln.base.trust import fault
 from opkiln.decision import terms
 from opkiln.errors import StoreError
 from opkiln.remote import lockfile
-from opkiln.report.commands import as_root
+from opkiln.report.commands import root_command
 from opkiln.report.doctor.terms import (
     Diagnosis,
     Facts,
     Missing,
-    copyable,
+    copyable_command,
     failed,
     join,
     passed,
@@ -67,8 +67,8 @@ def owner(here: Facts) -> Diagnosis:
     if not foreign:
         return passed(_show_state(lambda found: f"uid {found.st_uid}"))
     facts = "; ".join(f"{path} belongs to uid {os.lstat(path).st_uid}" for path in foreign)
-    take_over = as_root(f"chown -R {os.getuid()}:{os.getgid()} {shlex.quote(foreign[0])}")
-    command = take_over if _can_take_over(foreign[0]) else _store_fix(here)
+    take_over = root_command(f"chown -R {os.getuid()}:{os.getgid()} {shlex.quote(foreign[0])}")
+    command = take_over if _can_take_over(foreign[0]) else _store_command(here)
     return warned(f"{facts}, not to uid {os.getuid()} or root: it is not used", command)
 
 
@@ -79,7 +79,7 @@ def mode(here: Facts) -> Diagnosis:
         return passed(_show_state(_mode))
     facts = "; ".join(f"{path} has {_mode(os.lstat(path))}" for path in opened)
     close = f"chmod go-w {' '.join(map(shlex.quote, opened))}"
-    command = close if all(map(_can_close, opened)) else _store_fix(here)
+    command = close if all(map(_can_close, opened)) else _store_command(here)
     return warned(f"{facts}: others can write to it, so it is not used", command)
 
 
@@ -87,8 +87,8 @@ def _mode(found: os.stat_result) -> str:
     return f"mode {stat.S_IMODE(found.st_mode):04o}"
 
 
-# A variable may name a directory that others use (/tmp, /home/bob). A command that changes the mode
-# or owner is only suggested for a directory that contains a store and nothing else.
+# A variable may name a directory that others use (/tmp, /home/bob). So a command that changes the
+# mode or owner is only suggested for a directory that contains nothing but a store.
 
 _LAYOUT = re.compile(r"v[1-9]\d*")
 _CONTENTS = {
@@ -97,7 +97,7 @@ _CONTENTS = {
 
 
 def _can_close(path: str) -> bool:
-    """Whether the right of others to write there may be removed: nobody else uses it."""
+    """Whether it is safe to remove the others' right to write there: nobody else uses it."""
     found = os.lstat(path)
     return found.st_uid == os.getuid() and not found.st_mode & stat.S_ISVTX and _has_only_a_store()
 
@@ -125,7 +125,7 @@ def _has_only_a_store() -> bool:
     return True
 
 
-def _store_fix(here: Facts) -> str:
+def _store_command(here: Facts) -> str:
     """The command that makes and uses a private directory."""
     root = here.store.root
     return _move_command() or ("" if root is None else _make_command(os.path.dirname(root)))
@@ -188,7 +188,7 @@ def inodes(here: Facts) -> Diagnosis:
 
 
 def noexec(here: Facts) -> Diagnosis:
-    """Libraries can be loaded from every layer, and from where the user asked for the store.
+    """Libraries can be loaded from every layer, and from the directory that the user asked for.
 
     A store that is mounted noexec is not used, so it is not one of the layers.
     """
@@ -225,7 +225,7 @@ def _refusal(path: str, layer: Layer) -> Diagnosis | None:
         except Damaged as error:
             return warned(f"{path} is damaged: {error}", look)
         except StoreError as error:
-            return warned(join(error.what, error.why), copyable(error.hint) or look)
+            return warned(join(error.what, error.why), copyable_command(error.hint) or look)
     if not os.path.exists(path):
         return warned(f"{path} does not exist", look)
     if not os.path.isdir(layer.root):
@@ -238,7 +238,7 @@ def _refusal(path: str, layer: Layer) -> Diagnosis | None:
 
 
 def remotes(_: Facts) -> Diagnosis:
-    """It is configured which artifacts of remote tiers are trusted. Connects to nobody."""
+    """The settings say which artifacts of remote tiers are trusted. Connects to no tier."""
     urls = settings.remotes
     if not urls:
         return passed("none is named (OPKILN_REMOTES)")
@@ -250,7 +250,7 @@ def remotes(_: Facts) -> Diagnosis:
         keys = signatures.keys_to_trust() or ()
         locked = lockfile.read(settings.lock) if settings.lock else ()
     except StoreError as error:
-        return warned(f"{named}: not asked, {error.what}", copyable(error.hint))
+        return warned(f"{named}: not asked, {error.what}", copyable_command(error.hint))
     trusted = f"{count(len(keys), 'trusted key')}, {count(len(locked), 'artifact')} in a lock file"
     return passed(f"{named}; {trusted}")
 
@@ -283,9 +283,9 @@ def leftovers(here: Facts) -> Diagnosis:
     """There are no staged files of killed processes. (The kernel releases their locks.)"""
     staging, now = os.path.join(here.root, "staging"), time.time()
     old = 0
-    for name in inventory.names_in(staging):
+    for name in inventory.list_names(staging):
         path = os.path.join(staging, name)
-        inside = (os.path.join(path, each) for each in inventory.names_in(path))
+        inside = (os.path.join(path, each) for each in inventory.list_names(path))
         try:
             newest = max(os.lstat(each).st_mtime for each in (path, *inside))
         except FileNotFoundError:
@@ -335,11 +335,11 @@ def tmpdir(_: Facts) -> Diagnosis:
     if not os.path.lexists(path):
         return failed(f"{_label(path)} does not exist", f"mkdir -p -m 700 {shlex.quote(path)}")
     if not os.path.isdir(path):
-        return failed(f"{_label(path)} is not a directory", _tmpdir_fix())
+        return failed(f"{_label(path)} is not a directory", _tmpdir_command())
     try:
         _time_of_a_new_file(path)
     except OSError as error:
-        return failed(f"{_label(path)} cannot be written to: {error.strerror}", _tmpdir_fix())
+        return failed(f"{_label(path)} cannot be written to: {error.strerror}", _tmpdir_command())
     return passed(_label(path))
 
 
@@ -348,7 +348,7 @@ def tmpdir_noexec(_: Facts) -> Diagnosis:
     found = _tmpdir_space()
     if found.noexec:
         why = "is mounted noexec: libraries that are built there cannot be loaded"
-        return failed(f"{_label(found.path)} {why}", _tmpdir_fix())
+        return failed(f"{_label(found.path)} {why}", _tmpdir_command())
     return passed(f"{found.path} is not mounted noexec")
 
 
@@ -357,10 +357,10 @@ def tmpdir_space(_: Facts) -> Diagnosis:
     found = _tmpdir_space()
     facts = f"{found} at {found.path}"
     if found.inodes is not None and found.inodes < _TOO_FEW:
-        return failed(f"{facts}, and only {found.inodes} inodes", _tmpdir_fix())
+        return failed(f"{facts}, and only {found.inodes} inodes", _tmpdir_command())
     if found.free >= _LITTLE:
         return passed(facts)
-    return (failed if found.free < _TOO_LITTLE else warned)(facts, _tmpdir_fix())
+    return (failed if found.free < _TOO_LITTLE else warned)(facts, _tmpdir_command())
 
 
 def _tmpdir() -> str:
@@ -378,7 +378,7 @@ def _label(path: str) -> str:
     return f"{origin}={path}" if origin.isupper() else path
 
 
-def _tmpdir_fix() -> str:
+def _tmpdir_command() -> str:
     """The command that moves builds to a usable directory; empty if there is none."""
     other = _usable_directory()
     return f"export OPKILN_TMPDIR={shlex.quote(other)}" if other else ""
@@ -394,10 +394,10 @@ def shared_memory(_: Facts) -> Diagnosis:
         return warned(
             f"{SHARED_MEMORY} cannot be written to ({error.strerror}): builds share their budget "
             "through the temporary directory instead, and torch's data loaders may fail",
-            as_root(f"mount -t tmpfs -o size=8G,mode=1777 tmpfs {SHARED_MEMORY}"),
+            root_command(f"mount -t tmpfs -o size=8G,mode=1777 tmpfs {SHARED_MEMORY}"),
         )
     facts = str(found)
-    larger = as_root(f"mount -o remount,size=8G {SHARED_MEMORY}")
+    larger = root_command(f"mount -o remount,size=8G {SHARED_MEMORY}")
     if found.total <= _SHARED_LEAST:
         return warned(
             f"{facts}: enough for builds, but data loaders and NCCL share memory through it "

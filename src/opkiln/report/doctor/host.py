@@ -10,9 +10,10 @@ import tempfile
 
 from opkiln.errors import SettingError, ToolchainError
 from opkiln.machine import uname
+from opkiln.machine.binary import elf
 from opkiln.machine.toolchain import find, torch_sdk
 from opkiln.machine.toolchain import host as hosts
-from opkiln.report.commands import install, unset
+from opkiln.report.commands import install_command, unset_command
 from opkiln.report.doctor.terms import Diagnosis, Facts, failed, join, passed, skipped, warned
 from opkiln.report.layout import count, size
 from opkiln.run import budget
@@ -33,7 +34,7 @@ _CONTAINERS = ("/.dockerenv", "/run/.containerenv", "/run/systemd/container")
 
 
 def python(_: Facts) -> Diagnosis:
-    """This interpreter, and whether it can start another one, for load tests."""
+    """This interpreter can start another one, which load tests need."""
     version = ".".join(map(str, sys.version_info[:3]))
     # On Linux, abiflags has a t in a build without the GIL.
     kind = "free-threaded" if "t" in getattr(sys, "abiflags", "") else "with the GIL"
@@ -43,18 +44,18 @@ def python(_: Facts) -> Diagnosis:
 
 
 def python_headers(_: Facts) -> Diagnosis:
-    """Python.h, which extension modules need. The bundled ops do not."""
+    """Python.h is there. Extension modules need it; the bundled ops do not."""
     directory = torch_sdk.python_include()
     if os.path.exists(os.path.join(directory, "Python.h")):
         return passed(directory)
     return warned(
         f"there is no {directory}/Python.h: ops that are Python modules (pybind11) do not compile",
-        install("python3-dev"),
+        install_command("python3-dev"),
     )
 
 
 def system(_: Facts) -> Diagnosis:
-    """The kernel and the processor."""
+    """opkiln supports the kernel and the processor."""
     release = os.uname().release
     family = uname.architecture()
     facts = f"{uname.system()} {release}, {family}"
@@ -109,27 +110,29 @@ def misspelt_variables(_: Facts) -> Diagnosis:
     known = {name for setting in table() for name in setting.names}
     found: dict[str, str] = {}  # what is wrong -> the command
     for name, meant, words in misspelt():
-        found[words] = _rename(name, "" if meant in environment else meant)
+        found[words] = _rename_command(name, "" if meant in environment else meant)
     ops = {name.rpartition(":")[2].upper() for name in ALL_OPS}
     strange = sorted(environment.keys() - known)
     for prefix in ("OPKILN_BUILD_", "DS_BUILD_"):
         for name in strange:
             op = name.removeprefix(prefix)
             if name.startswith(prefix) and op not in (*ops, "TOKEN"):
-                found[f"{name}: there is no op {op.lower()}"] = _rename(name)
+                found[f"{name}: there is no op {op.lower()}"] = _rename_command(name)
     # Only what is close to one of ours: DeepSpeed has many others.
     aliases = [name for name in known if name.startswith("DS_")]
     for name in strange:
         if name.startswith("DS_") and not name.startswith("DS_BUILD_"):
             for meant in get_close_matches(name, aliases, 1, 0.85):
                 if meant not in environment:
-                    found[f"{name} is not read; did you mean {meant}?"] = _rename(name, meant)
+                    found[f"{name} is not read; did you mean {meant}?"] = _rename_command(
+                        name, meant
+                    )
     if found:
         return warned(join(*found), "; ".join(found.values()))
     return passed("every OPKILN_ variable is a known setting")
 
 
-def _rename(name: str, meant: str = "") -> str:
+def _rename_command(name: str, meant: str = "") -> str:
     """The command that unsets a variable; its value goes to the one that was meant."""
     return f'export {meant}="${name}"; unset {name}' if meant else f"unset {name}"
 
@@ -166,7 +169,7 @@ def compiler(here: Facts) -> Diagnosis:
     if isinstance(here.host, ToolchainError):
         if missing := _missing_launcher():
             return skipped(f"the launcher {missing} does not exist: see launcher")
-        return failed(join(here.host), _repair())
+        return failed(join(here.host), _repair_command())
     with tempfile.TemporaryDirectory(prefix="opkiln-doctor-", dir=here.scratch) as scratch:
         source, output = os.path.join(scratch, "doctor.cpp"), os.path.join(scratch, "doctor.so")
         with open(source, "w") as file:
@@ -175,18 +178,20 @@ def compiler(here: Facts) -> Diagnosis:
         done = run(argv, cwd=scratch, tmpdir=scratch, timeout=60)
     if done.returncode != 0:
         said = next((line for line in done.output.splitlines() if "error" in line), done.output)
-        return failed(f"{here.host.cxx} does not compile C++20: {said.strip()[:300]}", _repair())
+        return failed(
+            f"{here.host.cxx} does not compile C++20: {said.strip()[:300]}", _repair_command()
+        )
     others = [each for each in hosts.candidates(here.store.memory) if each.refused]
     refused = [f"{each.path} refused: {each.refused}" for each in others if "/" in each.path]
     return passed(join(f"{here.host.cxx}, {here.host.version}", *refused))
 
 
-def _repair() -> str:
+def _repair_command() -> str:
     """The command that lets opkiln choose a compiler, or installs one."""
     path, set_by = origin_of("path")
     # Without PATH, compilers are looked for in the usual places alone.
     places = f"export PATH={shlex.quote(os.pathsep.join(path))}" if set_by == "default" else ""
-    return unset(origin_of("cxx")[1]) or places or install("g++")
+    return unset_command(origin_of("cxx")[1]) or places or install_command("g++")
 
 
 def runtime(here: Facts) -> Diagnosis:
@@ -196,7 +201,7 @@ def runtime(here: Facts) -> Diagnosis:
         return passed(f"{host.cxx} links the shared C++ runtime")
     command = ""
     if sharing := _sharing_compiler(here, host.cxx):
-        command = unset(origin_of("cxx")[1]) or f"export CXX={shlex.quote(sharing)}"
+        command = unset_command(origin_of("cxx")[1]) or f"export CXX={shlex.quote(sharing)}"
     return warned(
         f"{host.cxx} would link a static libstdc++ into every op; they are linked to "
         f"{host.shared_runtime} instead",
@@ -238,9 +243,13 @@ def _missing_launcher() -> str:
 
 
 def ninja(_: Facts) -> Diagnosis:
-    """ninja is not needed: opkiln schedules builds itself."""
+    """opkiln needs no ninja; `opkiln ninja` puts one in front of the store if it can."""
     found = find.find_program("ninja")
-    return passed(f"not needed ({f'{found} is not used' if found else 'and not installed'})")
+    if found is None:
+        return passed("not needed (and not installed)")
+    fault = elf.find_ninja_fault(found)
+    can = f"cannot use the store: {fault}" if fault else "can use the store (`opkiln ninja`)"
+    return passed(f"not needed; {found} {can}")
 
 
 # The budget of all builds of this user

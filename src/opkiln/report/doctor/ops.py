@@ -1,4 +1,4 @@
-"""The ops: whether each can be imported, and whether the installed libraries can be used here."""
+"""The ops: each can be imported, and the installed libraries can be used here."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from opkiln.builder.registry import ALL_OPS, bundled_ops, declared_ops, distribu
 from opkiln.decision import terms
 from opkiln.decision.prebuilt import PREBUILT
 from opkiln.errors import SpecError
-from opkiln.report.commands import interpreter, pip
-from opkiln.report.doctor.terms import Diagnosis, Facts, child_answer, join, passed, skipped, warned
+from opkiln.report.commands import interpreter, pip_command
+from opkiln.report.doctor.terms import Diagnosis, Facts, ask_child, join, passed, skipped, warned
 from opkiln.settings import LAYOUT
-from opkiln.store.inventory import names_in
+from opkiln.store.inventory import list_names
 
 # Runs in a child: an op's module is its author's code. It may import torch, or end the process.
 _ASK_OP = """
@@ -49,7 +49,7 @@ def ops(_: Facts) -> Diagnosis:
             broken[name] = str(error)
     others = declared_ops()
     for name in others:
-        found, died = child_answer(_ASK_OP, name)
+        found, died = ask_child(_ASK_OP, name)
         if reason := died or found:
             broken[name] = reason if f"op {name}" in reason else f"op {name}: {reason}"
     if broken:
@@ -87,7 +87,7 @@ def prebuilt(_: Facts) -> Diagnosis:
         return skipped(f"OPKILN_MODE=source: {', '.join(found)} is installed but not used")
     serving, instead, refused, commands = [], [], [], []
     for op, brought_by in found.items():
-        answer, died = child_answer(_ASK_DECISION, op)
+        answer, died = ask_child(_ASK_DECISION, op)
         if died:
             continue  # the check `ops` reports that
         mine = [each[1:3] for each in answer["candidates"] if each[0] == PREBUILT]
@@ -99,7 +99,7 @@ def prebuilt(_: Facts) -> Diagnosis:
         elif reasons:
             refused.append(f"{op} is refused: {reasons}")
             damaged = "damaged: " in reasons
-            again = pip("install", "--force-reinstall", "--no-deps", brought_by)
+            again = pip_command("install", "--force-reinstall", "--no-deps", brought_by)
             commands.append(again if damaged else f"opkiln build {op}")
     facts = join(f"used: {', '.join(serving)}" if serving else "", *instead)
     if refused:
@@ -113,13 +113,13 @@ def _installed_ops() -> Iterator[tuple[str, str]]:
     Looks where ``decision.decide`` looks. No package is imported.
     """
     shared = [os.path.join(each, SHARED) for each in sys.path if os.path.isabs(each)]
-    layers = [(name, os.path.join(each, name)) for each in shared for name in names_in(each)]
+    layers = [(name, os.path.join(each, name)) for each in shared for name in list_names(each)]
     for name, owner, package in _declared_packages():
         op = name.rpartition(":")[2]
         told: set[str] = set()
         for brought_by, layer in [(owner, os.path.join(package, CARRIED)), *layers]:
             ops = os.path.join(layer, LAYOUT, "ops")
-            libraries = {found for each in names_in(ops) for found in names_in(f"{ops}/{each}")}
+            libraries = {found for each in list_names(ops) for found in list_names(f"{ops}/{each}")}
             for found in sorted(libraries - told):
                 if found == op or found.startswith(f"{op}__"):  # one of its variants
                     told.add(found)

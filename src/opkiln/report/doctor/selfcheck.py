@@ -26,9 +26,9 @@ from opkiln.report.commands import use_this_python
 from opkiln.report.doctor.terms import (
     Diagnosis,
     Facts,
-    copyable,
+    copyable_command,
+    describe_exit,
     failed,
-    how_it_ended,
     join,
     passed,
     skipped,
@@ -109,11 +109,11 @@ def _try_backend(what: str, *, calls: bool, **variables: str) -> Diagnosis:
     if "answer" in found:
         rest = "loaded and called" if calls else "loaded; there is no GPU to call it on"
         return passed(f"compiled, {rest}, in {duration(found['seconds'])}")
-    flags = _unset_flags()
+    flags = _unset_command()
     if "what" in found:
         # The log and the files of the command are gone with the temporary store.
         why = [line for line in found["why"].splitlines() if not line.startswith(_TEMPORARY)]
-        command = use_this_python(copyable(found["hint"]))
+        command = use_this_python(copyable_command(found["hint"]))
         if found["by_flags"] and flags:
             command = flags
         elif "opkiln_doctor" in command:
@@ -121,10 +121,10 @@ def _try_backend(what: str, *, calls: bool, **variables: str) -> Diagnosis:
         return failed(join(found["what"], *why[:4]), command)
     step = f" at the step: {found.get('step', 'start')}" if done.returncode < 0 else ""
     last = done.output.strip().splitlines()[-1:]
-    return failed(join(f"the child {how_it_ended(done.returncode)}{step}", *last), flags)
+    return failed(join(f"the child {describe_exit(done.returncode)}{step}", *last), flags)
 
 
-def _unset_flags() -> str:
+def _unset_command() -> str:
     """The command that unsets the user's flags; empty if there are none."""
     environment = whole_environment()
     names = (name for each in table() if each.field in _FLAGS for name in each.names)

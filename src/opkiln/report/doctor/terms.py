@@ -1,4 +1,4 @@
-"""What a check gets and returns: the facts that several checks need, and a diagnosis."""
+"""The arguments and results of checks: facts that several checks need, and a diagnosis."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Check = Callable[["Facts"], "Diagnosis"]
 
 PASS, SKIP, WARN, FAIL = "PASS", "SKIP", "WARN", "FAIL"  # from good to bad
 
-# What a hint begins with if it is a command. Any other hint is prose.
+# The first words of hints that are commands. Any other hint is prose.
 PROGRAMS = {
     "apt-get", "c++filt", "chmod", "command", "conda", "df", "ds_report", "echo", "export", "head",
     "ls", "mkdir", "mv", "nm", "opkiln", "pip", "python", "python3", "readelf", "sha256sum",
@@ -40,7 +40,7 @@ class Diagnosis(NamedTuple):
 
     verdict: str
     evidence: str
-    command: str = ""  # empty if nothing is to be done, or no command does it
+    command: str = ""  # empty if nothing needs to be done, or no command helps
 
 
 # All is well.
@@ -53,7 +53,7 @@ warned = partial(Diagnosis, WARN)
 failed = partial(Diagnosis, FAIL)
 
 
-def copyable(hint: str) -> str:
+def copyable_command(hint: str) -> str:
     """The command in an error's hint, in a form that a shell takes.
 
     A remark after the command is removed, and a variable alone gets its ``export``. The result is
@@ -79,7 +79,7 @@ def join(*parts: str | OpkilnError) -> str:
 
 
 class Missing(Exception):
-    """A check needs something that is missing. It is skipped, and another check reports that."""
+    """A check needs something that is missing. The check is skipped, and another one reports it."""
 
 
 class Facts:
@@ -115,7 +115,7 @@ class Facts:
         return self._choose(CPU)
 
     def need_compiler(self, otherwise: str) -> Toolchain:
-        """The host compiler. Raises Missing with these words if there is none."""
+        """The host compiler. Raises Missing with the text ``otherwise`` if there is none."""
         if isinstance(self.host, ToolchainError):
             raise Missing(otherwise)
         return self.host
@@ -150,7 +150,7 @@ class Facts:
         return wanted
 
     def probing(self) -> AbstractContextManager[object]:
-        """Lets probes use a writable directory, so that a bad TMPDIR is one finding, not ten."""
+        """Gives probes a writable directory, so that a bad TMPDIR is one finding, not ten."""
         return override(tmpdir=self.scratch)
 
     def _choose(self, backend: str) -> Toolchain | ToolchainError:
@@ -170,12 +170,12 @@ def run_check(check: Check, here: Facts) -> Diagnosis:
     except SettingError as error:
         return skipped(f"not possible while {error.what}")  # `settings` reports that
     except OpkilnError as error:
-        return failed(join(error), copyable(error.hint))
+        return failed(join(error), copyable_command(error.hint))
     except Exception as error:
         return failed(f"{type(error).__name__}: {error}")
 
 
-def child_answer(code: str, *arguments: str) -> tuple[Any, str]:
+def ask_child(code: str, *arguments: str) -> tuple[Any, str]:
     """(the value of ``answer`` after ``code`` ran, why there is none). One of them is empty.
 
     Code of other packages, and code that imports torch, runs in such a child process, so that a
@@ -190,10 +190,10 @@ def child_answer(code: str, *arguments: str) -> tuple[Any, str]:
         except json.JSONDecodeError:
             pass  # it ended early, and printed something else
     said = done.stderr.strip().splitlines()[-1:]
-    return None, "; ".join([f"the child {how_it_ended(done.returncode)}", *said])
+    return None, "; ".join([f"the child {describe_exit(done.returncode)}", *said])
 
 
-def how_it_ended(returncode: int) -> str:
+def describe_exit(returncode: int) -> str:
     """How a process ended, in words."""
     if returncode < 0:
         return f"died of {signal_name(returncode)}"

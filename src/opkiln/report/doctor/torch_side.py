@@ -1,4 +1,4 @@
-"""torch: whether it is installed, new enough, can be loaded, and has one OpenMP runtime."""
+"""torch: it is installed, new enough, can be loaded, and has one OpenMP runtime."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from opkiln.building import loadtest
 from opkiln.errors import LoadTestError
 from opkiln.machine.devices import amd
 from opkiln.machine.toolchain import torch_sdk
-from opkiln.report.commands import pip
+from opkiln.report.commands import pip_command
 from opkiln.report.doctor.terms import Diagnosis, Facts, failed, join, passed, skipped, warned
 from opkiln.run.process import capture, python
 from opkiln.settings import child_environment, whole_environment
@@ -20,14 +20,16 @@ def version(here: Facts) -> Diagnosis:
     """torch is installed, and has the stable ABI that the bundled ops use."""
     torch = here.torch
     if torch is None:
-        return failed("torch is not installed: no op can be called", pip("install", "torch"))
+        return failed(
+            "torch is not installed: no op can be called", pip_command("install", "torch")
+        )
     parts = [f"CUDA {torch.cuda}" if torch.cuda else "", f"HIP {torch.hip}" if torch.hip else ""]
     facts = ", ".join([torch.version, *filter(None, parts), torch.path])
     if not torch_sdk.has_stable_abi(torch):
         least = STABLE_VERSION
         return failed(
             f"{facts}: it lacks the stable ABI of torch {least}, so the references are used",
-            pip("install", "--upgrade", f"torch>={least}"),
+            pip_command("install", "--upgrade", f"torch>={least}"),
         )
     return passed(facts)
 
@@ -42,7 +44,7 @@ def devices(here: Facts) -> Diagnosis:
     if (nvidia and torch.cuda) or (radeon and torch.hip):
         return passed(f"torch {torch.version} is built for {names}")
     # PyPI has torch for CUDA; torch for ROCm is in another index.
-    command = pip("install", "--force-reinstall", "torch") if nvidia else ""
+    command = pip_command("install", "--force-reinstall", "torch") if nvidia else ""
     return warned(f"torch {torch.version} has neither CUDA nor HIP: it cannot use {names}", command)
 
 
@@ -58,7 +60,9 @@ def libraries(here: Facts) -> Diagnosis:
     except LoadTestError as error:
         # Without a local part, the version may install another build, such as one for CPUs.
         exact = f"torch=={torch.version}"
-        again = pip("install", "--force-reinstall", "--no-deps", exact) if "+" in exact else ""
+        again = (
+            pip_command("install", "--force-reinstall", "--no-deps", exact) if "+" in exact else ""
+        )
         return failed(f"{directory}: {join(*error.why.splitlines())}", again)
     return passed(f"{directory}: libc10, libtorch_cpu and libtorch load")
 
@@ -71,7 +75,7 @@ def cxx_abi(here: Facts) -> Diagnosis:
     return warned(
         f"torch {torch.version} is built with _GLIBCXX_USE_CXX11_ABI=0: ops are compiled for that, "
         "and do not fit the other C++ libraries of this system",
-        pip("install", "--upgrade", "torch"),
+        pip_command("install", "--upgrade", "torch"),
     )
 
 
@@ -143,4 +147,4 @@ def _removal_command(beside: dict[str, str]) -> str:
     except metadata.PackageNotFoundError:
         conda = os.path.isdir(os.path.join(sys.prefix, "conda-meta"))
         return "conda install -y nomkl" if conda else ""
-    return pip("uninstall", "-y", "intel-openmp")
+    return pip_command("uninstall", "-y", "intel-openmp")

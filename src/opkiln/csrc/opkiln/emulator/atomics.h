@@ -1,5 +1,5 @@
-// Atomic operations. One thread runs at a time, so a plain change is atomic; the runtime is told of it
-// first, and the change itself is not instrumented.
+// Atomic operations. One thread runs at a time, so a plain change is atomic.
+// The runtime is told first; the change itself is not instrumented.
 #pragma once
 
 #include "runtime.h"
@@ -12,7 +12,7 @@ struct Plain {
   using type = T;
 };
 
-// `change(old)` gives the new value. Returns the old one.
+// `change(old)` returns the new value. Returns the old one.
 template <class T, class Change>
 __attribute__((no_sanitize("thread"), noinline)) T change_memory(T* address, const Change& change) {
   const T old = *address;
@@ -20,7 +20,7 @@ __attribute__((no_sanitize("thread"), noinline)) T change_memory(T* address, con
   return old;
 }
 
-// Inlined, so that the runtime sees the line of the kernel.
+// Inlined, so that reports name the kernel's line.
 template <class T, class Change>
 OPKILN_INLINE T atomically(T* address, const Change& change) {
   before_atomic(address, sizeof(T));

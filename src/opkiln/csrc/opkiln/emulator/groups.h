@@ -70,7 +70,7 @@ class grid_group {
   }
 };
 
-// Some lanes of a warp, in their order.
+// Some lanes of a warp, in order.
 class coalesced_group {
  public:
   explicit coalesced_group(unsigned mask) : mask_(mask) {}
@@ -121,7 +121,7 @@ class coalesced_group {
   }
 
  protected:
-  // The lane of a thread of the group.
+  // The lane of the group's thread with this rank.
   int lane_of(unsigned rank) const {
     unsigned left = mask_;
     for (unsigned i = 0; i < rank; ++i) {
@@ -129,7 +129,7 @@ class coalesced_group {
     }
     return __ffs(static_cast<int>(left)) - 1;
   }
-  // Bits of lanes as bits of ranks.
+  // Converts a mask of lanes to a mask of ranks.
   unsigned packed(unsigned lanes) const {
     unsigned out = 0, next = 0;
     for (unsigned lane = 0; lane < 32; ++lane) {
@@ -226,7 +226,7 @@ struct greater {
   }
 };
 
-// Every thread gets the result. The values are combined in the order of a butterfly, as on a GPU.
+// Every thread gets the result. Values are combined in a butterfly, as on a GPU.
 template <unsigned kSize, class Parent, class T, class Op>
 OPKILN_INLINE T reduce(const thread_block_tile<kSize, Parent>& tile, T value, Op op) {
   for (unsigned bits = kSize / 2; bits > 0; bits /= 2) {

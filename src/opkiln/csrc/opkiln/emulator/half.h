@@ -1,5 +1,5 @@
-// CUDA's 16-bit floats, __half and __nv_bfloat16: storage, conversions and arithmetic. An operation is
-// done in float and rounded, which gives what a GPU gives: a float has more than twice the digits.
+// CUDA's 16-bit floats, __half and __nv_bfloat16: storage, conversions and arithmetic. Operations compute in
+// float and round, which equals a GPU's result: a float has more than twice the digits.
 #pragma once
 
 #include <cmath>
@@ -16,7 +16,7 @@ inline float half_to_float(uint16_t bits) {
   if (rest >= 0x7c00u) {
     return bits_as<float>(sign | 0x7f800000u | (rest & 0x3ffu) << 13);
   }
-  // The exponent's bias differs by 112; a subnormal half is a normal float after this product.
+  // The exponent biases differ by 112; this product turns a subnormal half into a normal float.
   const float scaled = bits_as<float>(rest << 13) * 0x1p112f;
   return bits_as<float>(sign | bits_as<uint32_t>(scaled));
 }
@@ -30,7 +30,7 @@ inline uint16_t half_of_float(float value) {
   if (rest >= 0x477ff000u) {  // rounds to more than 65504
     return static_cast<uint16_t>(sign | 0x7c00u);
   }
-  if (rest < 0x38800000u) {  // subnormal: the sum has the last digit where a half has it
+  if (rest < 0x38800000u) {  // subnormal: the sum aligns a float's last digit with a half's
     const float sum = bits_as<float>(rest) + 0.5f;
     return static_cast<uint16_t>(sign | (bits_as<uint32_t>(sum) - 0x3f000000u));
   }
@@ -50,7 +50,8 @@ inline uint16_t bfloat16_of_float(float value) {
   return static_cast<uint16_t>((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
 }
 
-// From a double: rounding to float first must not decide a tie, so its last bit remembers the rest.
+// Converts from double. Rounding to float first must not decide a
+// tie, so its last bit keeps the rest (round to odd).
 inline float float_to_round(double value) {
   const float near = static_cast<float>(value);
   if (near == value || near != near || std::isinf(near)) {

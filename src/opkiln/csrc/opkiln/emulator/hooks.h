@@ -1,6 +1,6 @@
-// What the compiler's instrumentation calls: before each load and store (-fsanitize=thread), and where
-// an index or an address is wrong (-fsanitize=bounds,alignment). Defined here, so that no sanitizer's
-// own library is linked. They do nothing unless this thread runs a kernel.
+// The functions that the compiler's instrumentation calls: before each load and store (-fsanitize=thread),
+// and for wrong indices and addresses (-fsanitize=bounds,alignment). Defined here, so that no sanitizer
+// library is linked. They do nothing unless this thread runs a kernel.
 #pragma once
 
 #include <cstdio>
@@ -61,7 +61,7 @@ void __tsan_write_range(void* address, unsigned long bytes) {
   }
 }
 
-// The compiler's own atomics: also those of host code in the same file, such as a static's guard.
+// The compiler's own atomics. Host code in the same file calls them, too, for example for a static's guard.
 #define OPKILN_BEFORE(address)                                                                  \
   if (opk::emulator::Launch* const launch = opkiln_emulator_launch) {                            \
     launch->atomic(OPKILN_AT(address), sizeof *address, __builtin_return_address(0));           \
@@ -123,13 +123,13 @@ void __tsan_atomic_thread_fence(int) {
 }
 void __tsan_atomic_signal_fence(int) {}
 
-// The records that the compiler passes with -fsanitize=bounds and -fsanitize=alignment.
+// The records that the compiler passes for -fsanitize=bounds and -fsanitize=alignment.
 struct OpkilnSourceLocation {
   const char* file;
   uint32_t line, column;
 };
 struct OpkilnType {
-  uint16_t kind, info;  // info: twice the logarithm of an integer's bits, plus 1 if it is signed
+  uint16_t kind, info;  // info: log2 of an integer's bits, times 2, plus 1 if it is signed
   char name[1];
 };
 struct OpkilnOutOfBounds {

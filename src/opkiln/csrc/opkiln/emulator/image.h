@@ -1,5 +1,5 @@
-// What this library's own file says of it: the names of kernels and of shared variables, and the
-// source line of an instruction. Reports are made of these. Included by runtime.cpp alone.
+// Reads this library's own file for reports: the names of kernels and shared variables, and
+// the source line of an instruction. Included by runtime.cpp only.
 #pragma once
 
 #include <cxxabi.h>
@@ -20,12 +20,12 @@
 namespace opk {
 namespace emulator {
 
-// A __shared__ variable: compiled as thread_local, so it has a place in the library's TLS block.
+// A __shared__ variable. It is compiled as thread_local, so it has a place in the library's TLS block.
 struct SharedVariable {
   uintptr_t offset;  // in the TLS block
   std::size_t size;
   const char* symbol;
-  const char* function;  // the symbol of the function that it is in; null if all calls are inlined
+  const char* function;  // the symbol of its function; null if all calls of it are inlined
 };
 
 inline std::string demangled(const char* symbol) {
@@ -43,7 +43,7 @@ inline std::string demangled(const char* symbol) {
 
 class Image {
  public:
-  // A thread_local variable whose address tells where the library's others are.
+  // The thread_local variable from whose address the others are computed.
   static constexpr const char* kMark = "opkiln_emulator_launch";
 
   Image() {
@@ -51,13 +51,13 @@ class Image {
     read_file();
   }
 
-  // Whether the address is in what was loaded from the file: code, constants, __device__ variables.
+  // Whether the address is in a segment loaded from the file: code, constants, __device__ variables.
   bool holds(uintptr_t address) const {
     return address - begin_ < end_ - begin_;
   }
 
-  // The library's TLS block in this thread, from the address of the variable that `kMark` names. (The
-  // loader's own answer, dl_iterate_phdr's, is null for blocks that it keeps beside its tables.)
+  // The library's TLS block in this thread, computed from the address of the variable that `kMark` names.
+  // (dl_iterate_phdr returns null for blocks that the loader keeps outside of its tables.)
   uintptr_t tls_block(const void* mark) const {
     return has_mark_ ? reinterpret_cast<uintptr_t>(mark) - mark_ : 0;
   }
@@ -70,7 +70,7 @@ class Image {
     return reinterpret_cast<uintptr_t>(code) - base_;
   }
 
-  // The symbol of the function that begins at, or contains, an address; null if there is none.
+  // The symbol of the function that contains an address, or null.
   const char* symbol(const void* code) const {
     const uintptr_t at = offset_of(code);
     for (const Symbol& symbol : functions_) {
@@ -86,18 +86,18 @@ class Image {
     return found != nullptr ? demangled(found) : "a kernel";
   }
 
-  // Whether a symbol is a function, or a copy of it that the compiler made ("name.isra.0").
+  // Whether a symbol is this function, or the compiler's copy of it ("name.isra.0").
   static bool is_of(const char* symbol, const char* function) {
     const std::size_t length = std::strcspn(function, ".");
     return std::strcspn(symbol, ".") == length && std::strncmp(symbol, function, length) == 0;
   }
 
-  // "file.cu:12" of an instruction; the name of its function if the file has no line table.
+  // The source line of an instruction, "file.cu:12", or the function's name if the file has no line table.
   std::string line(uintptr_t offset) const {
     Row best{};
     walk_lines([&](const Row& row, const Row& author, const Row& next) {
       if (row.address <= offset && offset < next.address) {
-        // Code that was inlined from the emulator's own headers is told by the author's line before it.
+        // For code inlined from the emulator's headers, the report names the author's line before it.
         const bool inlined = row.own && author.file != nullptr &&
             symbol(at_offset(author.address)) == symbol(at_offset(offset));
         best = inlined ? author : row;
@@ -205,14 +205,14 @@ class Image {
       if (type == STT_FUNC) {
         functions_.push_back({symbol.st_value, symbol.st_size, name});
       } else if (type == STT_TLS && std::strncmp(name, "_ZZ", 3) == 0) {
-        // A variable of a function: the emulator's own and those of op.h are of namespaces.
+        // Shared variables are local to functions. The emulator's and op.h's own are in namespaces.
         shared_.push_back({symbol.st_value, symbol.st_size, name, nullptr});
       } else if (type == STT_TLS && std::strcmp(name, kMark) == 0) {
         mark_ = symbol.st_value;
         has_mark_ = true;
       }
     }
-    // _Z4tilePf is the function of _ZZ4tilePfE6buffer.
+    // For example, _ZZ4tilePfE6buffer belongs to the function _Z4tilePf.
     for (SharedVariable& variable : shared_) {
       for (const Symbol& each : functions_) {
         const std::size_t length = std::strcspn(each.name, ".");
@@ -225,7 +225,7 @@ class Image {
     }
   }
 
-  // DWARF 4: the emulator's compile says -gdwarf-4. Other versions are passed over.
+  // Reads DWARF 4, which the emulator's builds request with -gdwarf-4. Other versions are skipped.
   template <class Visit>
   void walk_lines(const Visit& visit) const {
     const char* at = lines_;
@@ -278,7 +278,7 @@ class Image {
     const auto line_base = static_cast<signed char>(at[3]);
     const auto line_range = static_cast<unsigned char>(at[4]);
     const auto opcode_base = static_cast<unsigned char>(at[5]);
-    const char* const lengths = at + 6;  // operands of the standard opcodes, from opcode 1 on
+    const char* const lengths = at + 6;  // operand counts of the standard opcodes, from opcode 1 on
     at = lengths + opcode_base - 1;
     std::vector<bool> own_directory{false};
     while (*at != 0) {
@@ -291,13 +291,13 @@ class Image {
       at += std::strlen(at) + 1;
       const uint64_t directory = unsigned_number(at);
       files.push_back({name, directory < own_directory.size() && own_directory[directory]});
-      unsigned_number(at);  // when it was changed
-      unsigned_number(at);  // its length
+      unsigned_number(at);  // modification time
+      unsigned_number(at);  // file length
     }
     uintptr_t address = 0;
     uint64_t file = 1;
     int64_t line = 1;
-    Row last{}, author{};  // the last row, and the last one that is not of the emulator
+    Row last{}, author{};  // the last row, and the last row outside of the emulator
     const auto emit = [&](bool ends) {
       const File in = file < files.size() ? files[file] : File{};
       const Row row{address, in.name, static_cast<unsigned>(line), in.own};

@@ -1,5 +1,5 @@
-// CUDA's device language for a C++ compiler: what nvcc knows without any #include. op.h includes this
-// if OPKILN_EMULATED is defined, and so do the headers in cuda/, which stand for those of the toolkit.
+// CUDA's device language for a C++ compiler: what nvcc knows without any #include. Included by op.h if
+// OPKILN_EMULATED is defined, and by the headers in cuda/, which stand in for the toolkit's.
 #pragma once
 
 #include <cassert>
@@ -23,16 +23,16 @@
   __attribute__((aligned(OPKILN_the_emulator_has_no_thread_block_clusters)))
 #define __grid_constant__
 #define __align__(bytes) alignas(bytes)
-// A variable of a function that is thread_local is static, too: one for all fibers of a thread. It has
-// a place of its own in the library, by which the runtime knows it.
+// A thread_local variable in a function is also static: one for all fibers of a thread.
+// The runtime recognizes it by its place in the library's TLS block.
 #define __shared__ thread_local
 
-// `extern __shared__ T name[];` is the one declaration that C++ cannot be made to understand. A build
-// translates it to this; it may also be written by hand.
+// C++ has no way to accept `extern __shared__ T name[];`. Builds
+// translate it to this macro, which may also be written by hand.
 #define OPKILN_DYNAMIC_SHARED(name, ...) \
   __VA_ARGS__* const name = static_cast<__VA_ARGS__*>(::opk::emulator::dynamic_shared())
 
-// Code for tensor cores, clusters and the like is inline PTX, which nothing but a GPU runs.
+// Tensor cores, clusters and the like are programmed in inline PTX, which runs only on a GPU.
 #define asm OPKILN_the_emulator_does_not_run_inline_PTX
 
 static constexpr int warpSize = 32;
@@ -67,7 +67,7 @@ OPKILN_INLINE void __nanosleep(unsigned) {}
 OPKILN_INLINE void __brkpt() {}
 OPKILN_INLINE void __prof_trigger(int) {}
 
-// A clock that only says which came first.
+// A clock that only orders events.
 OPKILN_INLINE long long clock64() {
   static long long ticks = 0;
   return ++ticks;

@@ -1,4 +1,4 @@
-// A launch on the emulator, for a kernel whose type is known.
+// Launches a kernel of known type on the emulator.
 #pragma once
 
 #include <cstddef>
@@ -24,7 +24,7 @@ struct Call {
   }
 };
 
-// arguments[i] is the address of the i-th argument. Each thread gets a copy.
+// arguments[i] is the address of the i-th argument. Each thread gets its own copy.
 template <class... P>
 void run_kernel(void (*kernel)(P...), Grid grid, void** arguments) {
   const Call<P...> call{kernel, arguments};

@@ -1,5 +1,5 @@
-// The memory that a kernel may touch: what is shared by a block, the tensors, and each thread's own.
-// Included by runtime.cpp alone.
+// The memory that a kernel may touch: a block's shared memory, the
+// tensors, and each thread's own stack. Included by runtime.cpp only.
 #pragma once
 
 #include <algorithm>
@@ -15,11 +15,11 @@
 namespace opk {
 namespace emulator {
 
-// Between the dynamic shared memory and what comes after it in the library.
+// Separates the dynamic shared memory from what follows it in the library.
 constexpr std::size_t kGuard = 64 * 1024;
 alignas(1024) char dynamic_arena[kMostShared + kGuard];
 
-// Cells of tensors in a launch: 48 bytes each. What exceeds this is not watched for races.
+// The limit of tensor cells per launch, at 48 bytes each. Memory beyond it is not watched for races.
 constexpr std::size_t kMostCells = std::size_t{4} << 20;
 
 enum class Place { kShared, kTensor, kOther };
@@ -29,7 +29,8 @@ struct Piece {
   uintptr_t begin, end;
   std::string name;
   Shadow shadow;
-  const char* function = nullptr;  // a shared variable's; it exists once the function is entered
+  // the function of a shared variable, which exists once the function is entered
+  const char* function = nullptr;
   bool exists = true;
 
   bool holds(uintptr_t address, std::size_t size) const {
@@ -42,14 +43,13 @@ struct Tensor {
   std::size_t element;
 };
 
-// Of the op that this thread runs.
+// The tensors of the op that this thread runs.
 thread_local std::vector<Tensor> tensors_here;
 thread_local unsigned op_depth = 0;
 
 class Memory {
  public:
-  // Collects the pieces for one launch. They are found by address, so that two tensors that overlap
-  // are one piece.
+  // Collects the pieces for one launch. Pieces are found by address, so overlapping tensors become one piece.
   void prepare(const Image& image, const void* tls_mark, std::size_t dynamic_bytes) {
     pieces_.clear();
     last_ = nullptr;
@@ -87,7 +87,7 @@ class Memory {
     return knows_tensors_;
   }
 
-  // The shared variables of this function exist from now on.
+  // Makes the shared variables of this function exist.
   void enter(const char* function) {
     for (Piece& piece : pieces_) {
       if (piece.function != nullptr && Image::is_of(piece.function, function)) {
@@ -96,7 +96,7 @@ class Memory {
     }
   }
 
-  // Where an access falls; null if no piece holds all of it.
+  // The piece that holds an access, or null if none holds all of it.
   Piece* find(uintptr_t address, std::size_t size) {
     if (last_ != nullptr && last_->holds(address, size)) {
       return last_;
@@ -108,7 +108,7 @@ class Memory {
     return last_ = piece;
   }
 
-  // The last piece that begins at or before an address, whether or not it holds it.
+  // The last piece that begins at or before an address, even if it ends before it.
   Piece* before(uintptr_t address) {
     auto next = std::upper_bound(
         pieces_.begin(), pieces_.end(), address,
@@ -121,7 +121,7 @@ class Memory {
     return nullptr;
   }
 
-  // The nearest piece after an address.
+  // The first piece that begins after an address.
   Piece* after(uintptr_t address) {
     auto found = std::upper_bound(
         pieces_.begin(), pieces_.end(), address,
@@ -129,7 +129,7 @@ class Memory {
     return found == pieces_.end() ? nullptr : &*found;
   }
 
-  // Whether an address is where shared variables are kept, within one of them or not.
+  // Whether an address is in or near the memory of shared variables.
   bool is_shared(uintptr_t address) const {
     uintptr_t low = UINTPTR_MAX, high = 0;
     const auto arena = reinterpret_cast<uintptr_t>(dynamic_arena);
@@ -142,7 +142,7 @@ class Memory {
     return address - arena < sizeof dynamic_arena || (low < high && low <= address + 64 && address < high + 64);
   }
 
-  // What a block finds in its shared memory: nothing of use. As a float it is NaN.
+  // Fills shared memory with NaN before a block runs: its contents are undefined.
   void poison_shared() {
     each_shared([](char* at, std::size_t bytes) { std::memset(at, 0xff, bytes); });
   }

@@ -1,6 +1,5 @@
-// CUDA's functions on numbers that C++ does not have: bits, conversions, roundings and fast
-// approximations. An approximation gives the exact result here, rounded: a kernel that depends on
-// the error of a GPU's is wrong anyway.
+// CUDA's functions on numbers that C++ lacks: bits, conversions, roundings and fast approximations.
+// Approximations return the exact result, rounded: a kernel that depends on the GPU's error is wrong anyway.
 #pragma once
 
 #include <cfenv>
@@ -19,7 +18,7 @@ To bits_as(From from) {
   return to;
 }
 
-// `compute()` with another rounding than to nearest. Not inlined, so that nothing moves past it.
+// Runs `compute()` in another rounding mode. Not inlined, so that the compiler moves nothing across it.
 template <class Compute>
 __attribute__((noinline, no_sanitize("thread"))) auto rounded(int mode, const Compute& compute) {
   const int before = std::fegetround();
@@ -29,7 +28,7 @@ __attribute__((noinline, no_sanitize("thread"))) auto rounded(int mode, const Co
   return static_cast<decltype(compute())>(out);
 }
 
-// A float as an integer, saturated; NaN is 0, as on a GPU.
+// Converts a float to an integer, saturating; NaN becomes 0, as on a GPU.
 template <class I, class F>
 I integer_of(F value) {
   constexpr I kSmallest = static_cast<I>(I(-1) < I(0) ? I(1) << (sizeof(I) * 8 - 1) : I(0));
@@ -106,8 +105,8 @@ inline unsigned long long __brevll(unsigned long long v) {
   return static_cast<unsigned long long>(__brev(static_cast<unsigned>(v))) << 32 |
       __brev(static_cast<unsigned>(v >> 32));
 }
-// Four of the eight bytes of two words, by their numbers in the selector's digits. The highest bit of
-// a digit asks for the byte's sign in all eight bits.
+// Picks four of the eight bytes of two words by the digits of the selector. A digit's
+// highest bit replicates the byte's sign bit into all eight bits.
 inline unsigned __byte_perm(unsigned low, unsigned high, unsigned selector) {
   const uint64_t bytes = static_cast<uint64_t>(high) << 32 | low;
   unsigned out = 0;
@@ -225,7 +224,7 @@ inline double max(double a, float b) {
   return fmax(a, static_cast<double>(b));
 }
 
-// Arithmetic with a rounding of its own
+// Arithmetic with explicit rounding
 
 #define OPKILN_ROUNDINGS(prefix, T)                                                             \
   OPKILN_ROUNDED(prefix, T, rn, FE_TONEAREST)                                                   \
@@ -323,7 +322,7 @@ inline float __double2float_rz(double v) {
   });
 }
 
-// Approximations, and functions that CUDA has beyond C++'s
+// Approximations, and other functions that C++ lacks
 
 inline float __expf(float v) {
   return std::exp(v);
@@ -363,7 +362,7 @@ inline float __fdividef(float a, float b) {
   return a / b;
 }
 inline float __saturatef(float v) {
-  return v >= 1 ? 1.0f : v > 0 ? v : 0.0f;  // NaN is 0
+  return v >= 1 ? 1.0f : v > 0 ? v : 0.0f;  // NaN becomes 0
 }
 inline float rsqrtf(float v) {
   return static_cast<float>(1 / std::sqrt(static_cast<double>(v)));
@@ -393,7 +392,7 @@ inline float cospif(float v) {
   return static_cast<float>(std::cos(std::acos(-1.0) * std::remainder(static_cast<double>(v), 2.0)));
 }
 
-// Loads and stores with a hint to the caches, which mean the same without it
+// Loads and stores with cache hints, which the emulator ignores
 
 #define OPKILN_LOAD(name)                                            \
   template <class T>                                                 \

@@ -1,5 +1,5 @@
-// What the emulator does not do, by name: a file that uses it does not compile, and the message says
-// why.
+// CUDA functions that the emulator does not support. A file that uses
+// one does not compile, and the compiler's message says why.
 #pragma once
 
 #define OPKILN_REFUSED(name, what)                                                              \

@@ -1,7 +1,7 @@
-// The emulator's runtime: a block's threads are fibers of the thread that launches. They take turns
-// at barriers and where a warp exchanges values, and blocks run one after the other (all at once in a
-// cooperative launch, so that they can wait for each other). Compiled without instrumentation: kernels
-// are compiled with g++'s -fsanitize=thread, whose calls come in at hooks.h and not at libtsan.
+// The emulator's runtime. A block's threads are fibers of the launching thread. They switch at barriers and
+// at exchanges within a warp. Blocks run one after the other, or interleaved in a cooperative launch, so that
+// they can wait for each other. This file is compiled without instrumentation; kernels are compiled with
+// g++'s -fsanitize=thread, whose calls go to hooks.h instead of libtsan.
 
 #include "runtime.h"
 
@@ -24,12 +24,12 @@ class Launch;
 }
 }  // namespace opk
 
-// The launch that this thread runs. Image::kMark is its name.
+// The launch that this thread runs. Image::kMark names this variable.
 extern "C" __attribute__((visibility("hidden"))) __thread opk::emulator::Launch*
     opkiln_emulator_launch;
 __thread opk::emulator::Launch* opkiln_emulator_launch = nullptr;
 
-// How many there were, for tests that count them.
+// The number of launches, for tests.
 extern "C" {
 __attribute__((visibility("default"))) uint64_t opkiln_emulator_launches = 0;
 }
@@ -41,7 +41,7 @@ namespace {
 
 constexpr std::size_t kStack = 256 * 1024;
 constexpr std::size_t kPage = 64 * 1024;  // the largest page size of a supported machine
-constexpr unsigned kMostCooperating = 16384;  // threads that exist at once
+constexpr unsigned kMostCooperating = 16384;  // threads that may exist at once
 constexpr unsigned kSpinsBeforeOthersRun = 1000;
 constexpr unsigned kSpinsInVain = 2000;
 
@@ -52,7 +52,7 @@ struct Fiber {
   char* stack;
 };
 
-// Threads of a warp that wait for each other.
+// A rendezvous of threads of a warp.
 struct Meeting {
   unsigned mask;
   int kind;  // an Exchange, or -1 for __syncwarp
@@ -65,14 +65,14 @@ struct Meeting {
 struct Thread {
   Fiber* fiber = nullptr;
   State state = State::kNew;
-  const void* where = nullptr;  // the instruction at which it waits
+  const void* where = nullptr;  // the instruction where it waits
   Meeting* meeting = nullptr;
   unsigned active = 0;
-  bool waited = false;  // for the kernel before this one
+  bool waited = false;  // it has called opk::wait_for_previous()
 };
 
 struct Warp {
-  unsigned live = 0;  // lanes that exist and have not ended
+  unsigned live = 0;  // lanes that have not ended
   std::vector<std::unique_ptr<Meeting>> meetings;
 };
 
@@ -83,11 +83,11 @@ struct Block {
   std::vector<Warp> warps;
   Clocks clocks;
   unsigned started = 0, ended = 0, at_barrier = 0, at_grid = 0;
-  int count = 0, result = 0;  // true predicates at the barrier
+  int count = 0, result = 0;  // predicates that were true at the barrier
   const void *barrier = nullptr, *other_barrier = nullptr;
   uint32_t phase = 0;
-  bool synchronised = false;     // it used atomics, fences or volatile reads of tensors
-  std::vector<char> shared;  // its shared memory, while another block has the place
+  bool synchronised = false;     // it used atomics, fences or volatile accesses to tensors
+  std::vector<char> shared;  // a copy of its shared memory while another block runs
 };
 
 std::string triple(const uint3& v) {
@@ -103,7 +103,7 @@ const Image& image() {
 }
 
 std::string line_of(const void* code) {
-  // A return address: the call is just before it.
+  // A return address points behind the call.
   return image().line(image().offset_of(code) - 1);
 }
 
@@ -152,7 +152,7 @@ class __attribute__((visibility("hidden"))) Launch {
     return report_;
   }
 
-  // Ends the launch from a thread of it. The fibers that wait are not resumed.
+  // Ends the launch from within a thread. Waiting fibers are not resumed.
   [[noreturn]] void fail(const std::string& what, const std::string& more) {
     const uint3 thread = index_of(current_);
     report_ = "emulator: " + what + "\n  kernel: " + image().function(grid_.kernel) +
@@ -257,8 +257,8 @@ class __attribute__((visibility("hidden"))) Launch {
     }
   }
 
-  // Who is active with this thread is known when nobody can move any more: those who ask at the same
-  // place.
+  // Waits until no thread can run any more. Then the active threads
+  // are those that wait here at the same place.
   unsigned active_mask(const void* where) {
     wait(State::kAsksWhoIsActive, where);
     return block_->threads[current_].active;
@@ -285,8 +285,8 @@ class __attribute__((visibility("hidden"))) Launch {
     spin(where);
   }
 
-  // Blocks tell each other of their progress by volatile accesses to tensors. In shared memory, volatile
-  // orders nothing.
+  // Volatile accesses to tensors count as synchronization, because blocks report progress to
+  // each other that way. In shared memory, volatile orders nothing.
   void volatile_access(uintptr_t address, std::size_t size, bool writes, const void* where) {
     const Piece* const piece = memory.find(address, size);
     const bool shared = piece != nullptr && piece->place == Place::kShared;
@@ -299,7 +299,7 @@ class __attribute__((visibility("hidden"))) Launch {
     }
   }
 
-  // Called before each load and store of a kernel.
+  // Called before each load and store in a kernel.
   void access(uintptr_t address, std::size_t size, bool writes, bool atomic, const void* where) {
     if (is_private(address)) {
       return;
@@ -328,7 +328,7 @@ class __attribute__((visibility("hidden"))) Launch {
     const auto ordered = [&](const Access& earlier) { return is_ordered(earlier, shared); };
     Cell* cell = piece->shadow.cells(address);
     for (std::size_t i = 0; i < size; i += piece->shadow.granule(), ++cell) {
-      // A volatile read is as good as an atomic one, but it does not write.
+      // Recorded like an atomic access, but a volatile read does not write.
       if (const Access* const other = note(*cell, now, writes, ordered)) {
         const bool wrote = other == &cell->write;
         fail_race(*piece, address + i, size, *other, wrote, writes, where);
@@ -336,7 +336,7 @@ class __attribute__((visibility("hidden"))) Launch {
     }
   }
 
-  // A function of the kernel is entered for the first time: its shared variables exist.
+  // Called when a function is entered. The first time, its shared variables begin to exist.
   void enter_function(const void* inside) {
     if (entered_.insert(inside).second) {
       if (const char* const function = image().symbol(inside)) {
@@ -377,7 +377,7 @@ class __attribute__((visibility("hidden"))) Launch {
     return {thread % shape.x, thread / shape.x % shape.y, thread / shape.x / shape.y};
   }
 
-  // Stacks lie one after the other, each above a page that nobody may touch.
+  // Allocates the stacks in a row, with an inaccessible page below each.
   void reserve_stacks(std::size_t count) {
     stack_count_ = count;
     void* const all = mmap(nullptr, count * (kStack + kPage), PROT_NONE,
@@ -426,7 +426,7 @@ class __attribute__((visibility("hidden"))) Launch {
     spins_in_vain_ = 0;
   }
 
-  // Lets threads run until none of the block can. In a cooperative launch, each gets one turn.
+  // Runs the block's threads until none can run. In a cooperative launch, each thread gets one turn.
   bool advance(Block& block) {
     bool ever = false;
     for (;;) {
@@ -494,7 +494,7 @@ class __attribute__((visibility("hidden"))) Launch {
 
   // Fibers
 
-  // A fiber runs one thread after the other, as long as none has to wait: most kernels need one.
+  // A fiber runs one thread after the other until one has to wait. Most kernels need one fiber.
   void start(Block& block) {
     Fiber* const fiber = take_fiber();
     getcontext(&fiber->context);
@@ -566,7 +566,7 @@ class __attribute__((visibility("hidden"))) Launch {
     __builtin_unreachable();
   }
 
-  // A thread that reads the same flag again and again lets the others run.
+  // Called in loops that poll. After many turns, the other threads run.
   void spin(const void* where) {
     if (++spins_ < kSpinsBeforeOthersRun) {
       return;
@@ -588,7 +588,7 @@ class __attribute__((visibility("hidden"))) Launch {
     }
   }
 
-  // Completes the meetings of a warp whose threads have all come. Those that have ended do not count.
+  // Completes the meetings of a warp whose threads have all arrived. Ended threads do not count.
   void settle(Block& block, unsigned warp) {
     for (const auto& meeting : block.warps[warp].meetings) {
       if (meeting->complete || (meeting->mask & block.warps[warp].live & ~meeting->arrived) != 0) {
@@ -671,7 +671,7 @@ class __attribute__((visibility("hidden"))) Launch {
     return piece.name + ", " + offset_in(piece, address);
   }
 
-  // An access that no tensor and no shared variable holds.
+  // Handles an access outside of every tensor and shared variable.
   void check_outside(uintptr_t address, std::size_t size, bool writes, const void* where) {
     const std::string what =
         std::string(writes ? "writes " : "reads ") + std::to_string(size) + " bytes";
@@ -691,7 +691,7 @@ class __attribute__((visibility("hidden"))) Launch {
                         : ""));
     }
     if (image().holds(address)) {
-      return;  // constants, and variables of the library
+      return;  // constants, and other variables of the library
     }
     if (address < 65536) {
       fail(what + " through a null pointer", at(where));
@@ -753,7 +753,7 @@ class __attribute__((visibility("hidden"))) Launch {
     }
   }
 
-  // No thread of the block can move.
+  // Reports that no thread of the block can run.
   void fail_stalled(const Block& block) {
     struct Group {
       std::string what;
@@ -820,11 +820,11 @@ class __attribute__((visibility("hidden"))) Launch {
   ucontext_t scheduler_;
 
   Block* block_ = nullptr;
-  unsigned current_ = 0;  // the thread that runs
-  std::vector<Block> blocks_;  // of a cooperative launch
+  unsigned current_ = 0;  // the thread that is running
+  std::vector<Block> blocks_;  // the blocks of a cooperative launch
   std::size_t at_grid_ = 0;
-  std::vector<unsigned> phase_block_{0};  // the block of each phase; phase 0 is none's
-  uint32_t grid_floor_ = 0;               // phases before it are over in all blocks
+  std::vector<unsigned> phase_block_{0};  // the block of each phase; phase 0 belongs to none
+  uint32_t grid_floor_ = 0;               // earlier phases are over in all blocks
   unsigned spins_ = 0, spins_in_vain_ = 0;
   std::unordered_set<const void*> entered_;
   std::string report_;
@@ -855,7 +855,7 @@ void check(const Grid& grid) {
   }
 }
 
-// The launch that runs on this thread; what asks for one outside of a kernel is a mistake.
+// The launch that this thread runs. Throws if there is none.
 Launch& here(const char* name) {
   if (opkiln_emulator_launch == nullptr) {
     throw std::runtime_error(std::string("emulator: ") + name + " outside of a kernel");

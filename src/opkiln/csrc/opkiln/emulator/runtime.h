@@ -1,5 +1,5 @@
-// What kernels and launches ask of the emulator's runtime (runtime.cpp). Everything is hidden: each
-// library has an emulator of its own, whatever else the process has loaded.
+// The emulator's runtime (runtime.cpp), as kernels and launches call it. Everything is hidden: each library
+// has an emulator of its own, whatever else the process has loaded.
 #pragma once
 
 #include <cstddef>
@@ -7,12 +7,12 @@
 
 #include "vectors.h"
 
-// What a kernel calls is inlined into it, so that a report names the kernel's line.
+// Functions that kernels call are inlined, so that reports name the kernel's own line.
 #define OPKILN_INLINE __attribute__((always_inline)) inline
 
 #pragma GCC visibility push(hidden)
 
-// What a kernel reads of itself. The scheduler sets them whenever it changes threads.
+// A kernel's built-in variables. The scheduler sets them when it switches threads.
 extern uint3 threadIdx, blockIdx;
 extern dim3 blockDim, gridDim;
 
@@ -20,28 +20,27 @@ namespace opk {
 namespace emulator {
 
 constexpr unsigned kWarp = 32;
-constexpr std::size_t kMostShared = 227 * 1024;  // of a block, static and dynamic: an H100's
+constexpr std::size_t kMostShared = 227 * 1024;  // per block, static and dynamic: an H100's limit
 
 struct Grid {
   dim3 blocks, threads;
   std::size_t shared;  // bytes of dynamic shared memory
   bool cooperative;
-  bool overlap;  // every thread must wait for the kernel before this one
+  bool overlap;  // every thread must call opk::wait_for_previous()
   dim3 cluster;
   const void* kernel;
 };
 
-// Calls `body(call)` as every thread of every block. Throws a std::runtime_error that says what is
-// wrong with the kernel, or with the launch.
-// `call` and the bytes after it are the arguments, which threads may read.
+// Calls `body(call)` as every thread of every block. Throws a std::runtime_error that describes a fault of
+// the kernel or of the launch. `call` is `call_bytes` long and holds the arguments; threads may read it.
 void run(const Grid& grid, void (*body)(const void*), const void* call, std::size_t call_bytes);
 
-// Tells of memory that the kernels of this thread may touch: a tensor's. Accesses to other memory are
-// reported as soon as one tensor is known. `element` is the size of what threads share without a race.
+// Registers a tensor's memory, which kernels launched from this thread may touch. Once one tensor is known,
+// accesses to other memory are reported. Two threads may access neighbouring units of `element` bytes.
 void add_tensor(const void* begin, std::size_t bytes, std::size_t element);
 
-// A call of an op: the tensors of the calls before it are forgotten. An op that the call makes, in the
-// same library, adds to the tensors of its caller.
+// The scope of a call of an op. The outermost call forgets the tensors of earlier
+// calls. An op that it calls in the same library adds to its tensors.
 struct OpCall {
   OpCall();
   ~OpCall();
@@ -50,18 +49,18 @@ struct OpCall {
 // The dynamic shared memory of the block.
 void* dynamic_shared();
 
-// Barriers. Each returns what its CUDA name returns.
+// Barriers. Each returns what CUDA's function of that name returns.
 enum class Vote { kNone, kCount, kAnd, kOr };
 int sync_block(bool predicate, Vote vote);
 void sync_grid();
 void sync_warp(unsigned mask);
 void wait_for_previous();
 
-// What the threads of a warp exchange: the value of each lane in `present`.
+// The values that the threads of a warp exchange: one for each lane in `present`.
 constexpr std::size_t kLargestValue = 16;
 struct Gathered {
-  unsigned lane;     // of the thread that asks
-  unsigned present;  // lanes that are in the mask and have not ended
+  unsigned lane;     // of the calling thread
+  unsigned present;  // lanes of the mask that have not ended
   alignas(16) unsigned char value[kWarp][kLargestValue];
 };
 enum class Exchange { kShuffle, kVote, kMatch, kReduce };
@@ -69,7 +68,7 @@ const char* name_of(Exchange kind);
 void gather(Exchange kind, unsigned mask, const void* value, std::size_t size, Gathered& out);
 unsigned active_mask();
 
-// An atomic operation on this memory comes next.
+// Announces an atomic operation on this memory.
 void before_atomic(const void* address, std::size_t size);
 void fence();
 

@@ -1,11 +1,11 @@
-// Who touched which memory since the last barrier. Two accesses to the same bytes by two threads, at
-// least one of them a write and not both atomic, are a race unless something orders them: a barrier
-// of the block, __syncwarp, or atomics on one address. Included by runtime.cpp alone.
+// Records who accessed which memory since the last barrier. Two accesses to the same bytes by two threads are
+// a race if at least one is a write, not both are atomic, and nothing orders them: no barrier of the block,
+// no __syncwarp, no atomics on one address. Included by runtime.cpp only.
 //
-// Time is cut into phases. A barrier of a block begins a new one, and every phase has a number of its
-// own in a launch. Accesses of one block in different phases are ordered. Within a phase each thread
-// has a clock, and a vector of what it knows of the others' clocks (Lamport's and Mattern's vector
-// clocks). __syncwarp and atomics make a thread know more.
+// Time is divided into phases. A barrier of a block begins a new phase, and each phase has
+// its own number in a launch. Accesses of one block in different phases are ordered. Within
+// a phase each thread has a vector clock (Lamport, Mattern): its own time, and what it
+// knows of the other threads' times. __syncwarp and atomics update it.
 #pragma once
 
 #include <cstddef>
@@ -17,19 +17,19 @@ namespace opk {
 namespace emulator {
 
 struct Access {
-  uint32_t phase = 0;  // 0: none yet
+  uint32_t phase = 0;  // 0: no access yet
   uint32_t clock = 0;
   uint32_t where = 0;  // the instruction, as an offset in the library
   uint16_t thread = 0;
   bool atomic = false;
 };
 
-// Two readers are enough: whoever writes is another thread than one of them.
+// Two readers are enough: a writer differs from at least one of them.
 struct Cell {
   Access write, read[2];
 };
 
-// What the threads of a block know of each other in the current phase.
+// The vector clocks of a block's threads in the current phase.
 class Clocks {
  public:
   void begin(unsigned threads) {
@@ -51,12 +51,12 @@ class Clocks {
     return own_[thread];
   }
 
-  // Whether what `other` did at this time comes before what `thread` does now.
+  // Whether what `other` did at this time happened before the current action of `thread`.
   bool knows(unsigned thread, unsigned other, uint32_t clock) const {
     return thread == other || (!known_[thread].empty() && known_[thread][other] >= clock);
   }
 
-  // __syncwarp: each of these threads knows what all of them know.
+  // __syncwarp: merges the clocks of these threads.
   void meet(const std::vector<unsigned>& threads) {
     std::vector<uint32_t> all(threads_, 0);
     for (const unsigned thread : threads) {
@@ -69,7 +69,7 @@ class Clocks {
     }
   }
 
-  // An atomic orders the threads that use it on this address, as a lock does.
+  // An atomic orders the threads that use this address, as a lock does.
   void acquire_and_release(unsigned thread, uintptr_t address) {
     std::vector<uint32_t>& released = released_[address];
     if (known_[thread].empty()) {
@@ -95,7 +95,7 @@ class Clocks {
   std::unordered_map<uintptr_t, std::vector<uint32_t>> released_;
 };
 
-// The cells of one piece of memory, made when it is first touched.
+// The cells of one piece of memory, allocated on first use.
 class Shadow {
  public:
   Shadow(uintptr_t begin, std::size_t bytes, std::size_t granule)
@@ -127,12 +127,12 @@ class Shadow {
   std::vector<Cell> cells_;
 };
 
-// Notes an access in a cell. Returns the access that it races with; null if there is none.
-// `ordered(access)` says whether an earlier access comes before this one.
+// Records an access in a cell. Returns an access that it races with, or null.
+// `ordered(access)` says whether an earlier access happened before this one.
 template <class Ordered>
 const Access* note(Cell& cell, const Access& now, bool writes, const Ordered& ordered) {
   const Access& wrote = cell.write;
-  // Atomics on one address are ordered among themselves, so the last one stands for all.
+  // Atomics on one address are ordered among themselves, so the last one stands for all of them.
   if (wrote.phase != 0 && !(wrote.atomic && now.atomic) && !ordered(wrote)) {
     return &wrote;
   }
@@ -144,7 +144,7 @@ const Access* note(Cell& cell, const Access& now, bool writes, const Ordered& or
         return nullptr;
       }
     }
-    // Two threads read it already. One of another warp than theirs makes more writes visible.
+    // Two threads have read it already. A reader from another warp than theirs makes more writes visible.
     if (cell.read[0].thread / 32 == cell.read[1].thread / 32) {
       cell.read[1] = now;
     }

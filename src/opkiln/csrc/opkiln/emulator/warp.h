@@ -1,4 +1,4 @@
-// What the threads of a warp exchange: shuffles, votes, matches and reductions.
+// Exchanges between the threads of a warp: shuffles, votes, matches and reductions.
 #pragma once
 
 #include "runtime.h"
@@ -14,8 +14,8 @@ OPKILN_INLINE unsigned __activemask() {
 namespace opk {
 namespace emulator {
 
-// The value of a lane. Of one that is not there, a GPU gives anything; here every bit is set, which is
-// NaN for a float.
+// A lane's value. For an absent lane a GPU returns anything; the
+// emulator sets all bits, which is NaN as a float.
 template <class T>
 OPKILN_INLINE T value_of(const Gathered& all, unsigned lane) {
   T out;
@@ -35,7 +35,7 @@ OPKILN_INLINE Gathered gathered(Exchange kind, unsigned mask, const T& value) {
   return all;
 }
 
-// From the lane that `from(lane, first, last)` gives, if it is within the section of `width` lanes.
+// Reads from the lane that `from(lane, first, last)` returns, if it is within the section of `width` lanes.
 template <class T, class From>
 OPKILN_INLINE T shuffle(unsigned mask, const T& value, int width, const From& from) {
   if (width <= 0 || width > 32 || (width & (width - 1)) != 0) {
@@ -92,7 +92,7 @@ OPKILN_INLINE T __shfl_down_sync(unsigned mask, T value, unsigned delta, int wid
   return ::opk::emulator::shuffle(
       mask, value, width, [&](int own, int, int) { return own + static_cast<int>(delta); });
 }
-// As PTX has it: a lane of an earlier section can be read, one of a later section cannot.
+// As in PTX, a lane of an earlier section can be read, but not one of a later section.
 template <class T>
 OPKILN_INLINE T __shfl_xor_sync(unsigned mask, T value, int bits, int width = 32) {
   const ::opk::emulator::Gathered all =

@@ -1,4 +1,4 @@
-// How each C++ type crosses torch's boxed call as 64 bits, and what schemas call it.
+// How each C++ type crosses torch's boxed calls as 64 bits, and its name in schemas.
 #pragma once
 
 #include "values.h"
@@ -23,7 +23,7 @@ struct Box {
                 "opk::String, opk::DType, opk::Device, or opk::optional or opk::List of these");
 };
 
-// take() owns what it is given, and give() gives it away.
+// take() takes ownership of the value, and give() gives it away.
 template <>
 struct Box<Tensor> {
   static constexpr bool has_tensor = true;
@@ -98,7 +98,7 @@ struct Box<optional<T>> {
     auto* const inner = reinterpret_cast<StableIValue*>(value);
     if (!inner) return {};
     const StableIValue taken = *inner;
-    delete inner;  // made by torch with new, for an extension of 2.10
+    delete inner;  // torch made it with new, because the extension declares torch 2.10
     return optional<T>(Box<T>::take(taken, origin));
   }
   static StableIValue give(optional<T>&& value) {
@@ -222,9 +222,9 @@ StableIValue boxed(const List<T>& value) {
   return Box<List<T>>::give(List<T>(value));
 }
 
-// The result of torch's op: opk::call("aten::relu", "", x), opk::call<int64_t>(…), opk::call<void>(…).
-// Every argument of the schema must be given, with its type there: opk::none for None, and
-// opk::optional<int64_t>(3) for 3 where the schema says `int?`. torch cannot check the types.
+// Calls a torch op by name: opk::call("aten::relu", "", x), opk::call<int64_t>(…), opk::call<void>(…). Pass
+// every argument of the schema with exactly the schema's type: opk::none for None, and
+// opk::optional<int64_t>(3) for 3 if the schema says `int?`. torch cannot check the types.
 template <class R = Tensor, class... Arguments>
 R call(const char* name, const char* overload, const Arguments&... arguments) {
   constexpr size_t kSize = sizeof...(Arguments) > Results<R>::count ? sizeof...(Arguments) : Results<R>::count;

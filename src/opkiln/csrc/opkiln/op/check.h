@@ -1,5 +1,4 @@
-// Checks of arguments. The message names the op and the arguments: "scaled_add: y has shape [3], x has
-// [4]".
+// Argument checks. Messages name the op and the arguments: "scaled_add: y has shape [3], x has [4]".
 #pragma once
 
 #include "tensor.h"
@@ -42,7 +41,7 @@ using Tensors = std::initializer_list<const Tensor*>;
   }
 }
 
-// Each takes any number of tensors and compares them with the first.
+// Each compares any number of tensors with the first.
 template <class... More>
 void check_same_shape(const Tensor& first, const More&... others) {
   check_shapes(first, {&others...});

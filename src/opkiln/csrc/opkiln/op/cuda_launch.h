@@ -1,10 +1,10 @@
-// opk::launch through CUDA's runtime, which nvcc's libraries have inside.
+// opk::launch through CUDA's runtime, which nvcc links into its libraries.
 #pragma once
 
 OPK_NAMESPACE_BEGIN
 
-// The compute capability that the kernel's code on this device was written for; 0 if there is none. The driver
-// may have compiled it from code for an earlier one than the device's.
+// The compute capability that the kernel's code on this device was written for; 0 if there is no code. It can
+// be lower than the device's: the driver also compiles PTX of earlier capabilities.
 [[gnu::noinline]] inline int capability_of(const void* kernel, int device) {
   static Remembered known;
   int answer = known.find(kernel, device);
@@ -21,11 +21,12 @@ OPK_NAMESPACE_BEGIN
 [[gnu::noinline]] inline void launch_address(const void* kernel, const Launch& how, void** arguments) {
   int device = 0;
   cudaError_t error = cudaGetDevice(&device);
-  if (error == cudaSuccess && how.shared > (48 << 10)) {  // more than every kernel may have
+  if (error == cudaSuccess && how.shared > (48 << 10)) {  // above this limit a kernel has to opt in
     error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                  static_cast<int>(how.shared));
   }
-  if (error == cudaSuccess && how.cluster.count() > 8) {  // more than every device has
+  // above this limit a kernel has to opt in: not every device has such clusters
+  if (error == cudaSuccess && how.cluster.count() > 8) {
     error = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
   }
   if (error == cudaSuccess) {
@@ -56,7 +57,7 @@ OPK_NAMESPACE_BEGIN
     error = cudaLaunchKernelExC(&config, kernel, arguments);
   }
   if (error != cudaSuccess) {
-    cudaGetLastError();  // so that the next call does not report it again
+    cudaGetLastError();  // otherwise the next call would report it again
     raise_launch(how, cudaGetErrorString(error));
   }
 }

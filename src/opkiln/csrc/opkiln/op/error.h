@@ -2,7 +2,7 @@
 #pragma once
 
 #include <initializer_list>
-#include <new>  // also defines all of std::exception, in a tenth of <stdexcept>'s time
+#include <new>  // also defines std::exception, and compiles ten times as fast as <stdexcept>
 
 #include "shim.h"
 #include "types.h"
@@ -17,7 +17,7 @@ class Tensor;
 template <class T>
 class List;
 
-constexpr uint64_t kTorch = (2ull << 56) | (10ull << 48);  // the ABI that is declared here: torch 2.10's
+constexpr uint64_t kTorch = (2ull << 56) | (10ull << 48);  // the ABI version declared here: torch 2.10
 
 struct Device {
   DeviceType type = DeviceType::cpu;
@@ -47,7 +47,7 @@ constexpr const char* name_of(DeviceType type) {
                                  : "another device";
 }
 
-// Integers that somebody else keeps: the sizes of a tensor, a list argument, `{2, 3}` in a call.
+// A view of integers that the caller keeps alive: a tensor's sizes, a list argument, `{2, 3}` in a call.
 struct Ints {
 #pragma GCC diagnostic push
 #if defined(__GNUC__) && !defined(__clang__)
@@ -78,7 +78,7 @@ struct Ints {
   int64_t size_;
 };
 
-// Where a tensor came from, for messages: an argument of the op, or an item of one.
+// The source of a tensor, for messages: an argument of the op, or an item of a list argument.
 struct Origin {
   const opkiln_op* op = nullptr;
   int32_t argument = -1;
@@ -92,19 +92,20 @@ struct Error : std::exception {
   bool begun = false;
   Error() { text[0] = 0; }
   const char* what() const noexcept override { return text; }
-  void add(const char* form, ...);  // as printf
-  void begin_with(const char* op);  // once: where the error leaves the op
+  void add(const char* form, ...);  // like printf
+  void begin_with(const char* op);  // called where the error leaves the op; has an effect once
 };
 
-// What a kernel does not serve, as a dtype or an alignment. If the op has a reference, that runs in its
-// place, and Python tells the user why; otherwise it is an error. Nothing may have been written before.
+// Raised for calls that a kernel does not serve, such as an unsupported dtype or
+// alignment. If the op has a reference, it runs instead, and Python tells the user why.
+// Otherwise this is an error. Nothing may be written before it is raised.
 struct Unserved : Error {};
 
-// Raises an error; the message is written as by printf. op.h writes its own messages so: what an op would
-// say if its checks failed is most of what has to be compiled, and this takes the least code.
+// Raises an error with a message formatted like printf's. op.h's own messages use this form because it
+// compiles to the least code, and error paths are most of what a small op compiles.
 [[noreturn]] void raise_form(const char* form, ...);
 
-// Texts for messages, where they are used.
+// Texts for messages.
 struct NameOf {
   char text[120];
   explicit NameOf(const Origin& origin);  // `x` or `xs[3]`
@@ -119,9 +120,9 @@ struct DeviceOf {
   explicit DeviceOf(Device device);  // cuda:1
 };
 
-struct End {};  // the last argument of a macro, so that the others may be absent
+struct End {};  // the last argument of a macro, so that the others may be omitted
 
-// A part of an author's message.
+// A part of a message in an op's source.
 struct Part {
   enum { kText, kWhole, kReal, kInts, kDevice, kOrigin } kind;
   union {
@@ -165,8 +166,8 @@ template <class E = Error>
   throw error;
 }
 
-// Raises an error whose message is the parts, one after the other: texts, numbers, dtypes, devices,
-// Ints, and tensors (by their names).
+// Raises an error. The message is the parts, joined: texts, numbers,
+// dtypes, devices, Ints, and tensors (by name).
 template <class... Parts>
 [[noreturn, gnu::cold]] inline void raise(const Parts&... parts) {
   raise_parts({Part(parts)...});
@@ -187,8 +188,8 @@ template <class... Parts>
     if (__builtin_expect(!(condition), 0)) ::opk::raise_unmet(#condition, __VA_ARGS__);         \
   } while (0)
 
-// OPK_SERVED(rows <= 1024, "x has ", rows, " rows, and the kernel takes 1024"): if the condition does not
-// hold, the reference runs.
+// OPK_SERVED(rows <= 1024, "x has ", rows, " rows, and the kernel takes 1024"): if the condition is false,
+// the reference runs instead.
 #define OPK_SERVED(condition, ...)                                                                        \
   do {                                                                                                    \
     if (__builtin_expect(!(condition), 0)) ::opk::raise_unserved(__VA_ARGS__);                            \
@@ -198,7 +199,8 @@ template <class... Parts>
   raise_parts<Unserved>({Part(parts)...});
 }
 
-// After a call into torch has failed; NULL if there was no tensor to call it for.
+// Raises torch's error after a failed call. `function` is null if the
+// tensor was undefined, so there was no call.
 [[noreturn]] OPK_COLD inline void raise_of_torch(const char* function) {
   if (!function) raise_form("a tensor is not defined");
   const char* why = nullptr;
@@ -206,7 +208,7 @@ template <class... Parts>
   raise_form("%s failed: %s", function, why && *why ? why : "torch has printed the reason to stderr");
 }
 
-// Every call into torch goes through this: torch's functions return an error code.
+// Wraps every call into torch, because torch's functions return an error code.
 #define OPK_TORCH(function, ...)                                                               \
   do {                                                                                         \
     if (__builtin_expect(function(__VA_ARGS__) != 0, 0)) ::opk::raise_of_torch(#function);     \

@@ -1,4 +1,4 @@
-// opk::launch through HIP's runtime. It is written for HIP, so it needs no translation.
+// opk::launch through HIP's runtime. Written for HIP directly, so hipify does not translate it.
 #pragma once
 
 OPK_NAMESPACE_BEGIN
@@ -17,7 +17,7 @@ OPK_NAMESPACE_BEGIN
     }
   }
   if (error != hipSuccess) {
-    (void)hipGetLastError();  // so that the next call does not report it again
+    (void)hipGetLastError();  // otherwise the next call would report it again
     raise_launch(how, hipGetErrorString(error));
   }
 }

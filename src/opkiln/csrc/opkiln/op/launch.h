@@ -1,15 +1,15 @@
-// opk::launch: a kernel on torch's current stream.
+// opk::launch: runs a kernel on torch's current stream.
 //
-// One source text runs three ways: nvcc and hipcc compile host and device code and launch through their
-// runtimes; OPKILN_NVRTC_HOST is the host side beside device code that NVRTC compiled; OPKILN_EMULATED
-// runs the grid on the CPU.
+// The same source runs in three ways. nvcc and hipcc compile host and device code
+// and launch through their runtimes. OPKILN_NVRTC_HOST marks the host side of device
+// code that NVRTC compiled. OPKILN_EMULATED runs the grid on the CPU.
 #pragma once
 
 #include "running.h"
 
 OPK_NAMESPACE_BEGIN
 
-// How many blocks, or threads of a block, in each direction.
+// Blocks of a grid, or threads of a block, in each dimension.
 struct Extent {
   uint32_t x, y, z;
   Extent(int64_t x_ = 1, int64_t y_ = 1, int64_t z_ = 1) : x(of(x_)), y(of(y_)), z(of(z_)) {}
@@ -33,9 +33,10 @@ struct Launch {
   Extent grid = 1;
   Extent block = 1;
   size_t shared = 0;  // bytes of dynamic shared memory for each block
-  Extent cluster = 1;  // blocks of a cluster: compute capability 9.0 and later
-  bool cooperative = false;  // all blocks run at once, so that they can wait for each other
-  bool overlap = false;  // may begin while the kernel before it ends: it calls opk::wait_for_previous()
+  Extent cluster = 1;  // blocks per cluster: compute capability 9.0 and later
+  bool cooperative = false;  // all blocks run at once, so they can wait for each other
+  // may begin before the previous kernel ends: the kernel must call opk::wait_for_previous()
+  bool overlap = false;
 };
 
 template <class T>
@@ -54,11 +55,11 @@ OPK_NAMESPACE_END
 
 OPK_NAMESPACE_BEGIN
 
-// A number below 256 for each kernel and device: a few words that threads read and write as they come.
-// A kernel that another one has displaced is looked at again.
+// A cache of one number below 256 per kernel and device. Threads read and write its words without a lock; a
+// kernel whose slot another one took is looked up again.
 class Remembered {
  public:
-  // -1: it is not known.
+  // Returns -1 if the number is not known.
   int find(const void* kernel, int device) const {
     const uint64_t held = __atomic_load_n(&held_[slot(kernel)], __ATOMIC_RELAXED);
     return held >> 8 == name(kernel, device) ? static_cast<int>(held & 0xff) : -1;
@@ -78,13 +79,13 @@ class Remembered {
 
 OPK_NAMESPACE_END
 
-// Each way defines:
+// Each way of launching defines:
 //   template <class... P> void launch_kernel(void (*kernel)(P...), const Launch&, void** arguments)
 // where arguments[i] is the address of the i-th argument, a P; and
 //   template <class... P> bool runs_as(void (*kernel)(P...), int capability)
-// Whether the current device runs code of the kernel for this compute capability (90 is 9.0) or a later one.
-// Device and code must both be for it: the driver also compiles code for an earlier one, which lacks what
-// the later one can do.
+// which returns whether the current device runs the kernel's code for this compute capability (90 is 9.0) or
+// a later one. The device alone does not decide: the driver also compiles code that was written for an
+// earlier capability, which lacks the features of the later one.
 #if defined(OPKILN_EMULATED)
 #include "emulated_launch.h"
 #define OPK_HAS_LAUNCH 1
@@ -108,9 +109,9 @@ bool has_clusters(void (*kernel)(P...)) {
   return runs_as(kernel, 90);
 }
 
-// Launches on torch's current stream of the current device, which is the one of the op's first tensor.
-// The arguments are converted to the kernel's parameters. An empty grid launches nothing. Raises what the
-// driver says if the launch fails; what happens in the kernel later is seen by the next call that waits.
+// Launches on torch's current stream of the current device, which is the device of the op's first tensor. The
+// arguments are converted to the kernel's parameters. An empty grid launches nothing. Raises the driver's
+// message if the launch fails. Errors inside the kernel are reported by the next call that waits.
 template <class... P>
 void launch(void (*kernel)(P...), const Launch& how, const typename Same<P>::type&... arguments) {
   if (how.grid.count() == 0) return;
@@ -124,7 +125,7 @@ void launch(void (*kernel)(P...), Extent grid, Extent block, size_t shared,
   launch(kernel, Launch{grid, block, shared}, arguments...);
 }
 
-// The same for a kernel that calls opk::wait_for_previous() before it touches memory.
+// The same, for a kernel that calls opk::wait_for_previous() before it touches memory.
 template <class... P>
 void launch_overlapping(void (*kernel)(P...), Extent grid, Extent block, size_t shared,
                         const typename Same<P>::type&... arguments) {

@@ -1,4 +1,4 @@
-// How the texts of errors are written.
+// Formats error messages.
 #pragma once
 
 #include <stdarg.h>
@@ -42,7 +42,8 @@ OPK_COLD inline NameOf::NameOf(const Origin& origin) {
   }
   const int length = name ? static_cast<int>(__builtin_strcspn(name, ",")) : 0;
   int size = name ? __builtin_snprintf(text, sizeof text, "%.*s", length, name)
-                  : __builtin_snprintf(text, sizeof text, "argument %d", origin.argument);  // unregistered
+                  // not registered yet
+                  : __builtin_snprintf(text, sizeof text, "argument %d", origin.argument);
   if (size >= static_cast<int>(sizeof text)) size = sizeof text - 1;
   if (origin.item >= 0) __builtin_snprintf(text + size, sizeof text - size, "[%d]", origin.item);
 }

@@ -1,5 +1,5 @@
-// op.h for device code that NVRTC compiles. The host's functions are taken out of the source before
-// (opkiln/machine/nvrtc/cut.py), so names of the host's types need only exist.
+// op.h for device code that NVRTC compiles. Host functions are cut out of the source before
+// (opkiln/machine/nvrtc/cut.py), so the host's types need only be declared.
 #pragma once
 
 #define OPKILN_OP(function, device) static_assert(true, "the host's")

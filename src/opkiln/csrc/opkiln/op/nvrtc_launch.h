@@ -1,6 +1,6 @@
-// opk::launch through CUDA's driver, for device code that NVRTC compiled. A library of this kind holds a
-// fat binary and no CUDA runtime. The address of a kernel is that of a record, which opkiln/machine/nvrtc/program.py
-// writes.
+// opk::launch through CUDA's driver, for device code that NVRTC compiled. Such a library holds a fat binary
+// and no CUDA runtime. The address of a kernel is the address of its record, which
+// opkiln/machine/nvrtc/program.py writes.
 #pragma once
 
 OPK_NAMESPACE_BEGIN
@@ -9,14 +9,14 @@ namespace driver {
 
 struct Binary {
   const void* image;
-  void* library;  // a CUlibrary, once it is loaded
+  void* library;  // a CUlibrary; null until it is loaded
 };
 
 struct Kernel {
   uint64_t mark;
   const char* name;
   Binary* binary;
-  void* handle;  // a CUkernel, once it is looked up: one for all devices
+  void* handle;  // a CUkernel for all devices; null until it is looked up
 };
 constexpr uint64_t kMark = 0x316c6e6b696b706f;
 
@@ -38,7 +38,7 @@ struct Config {
 };
 static_assert(sizeof(Attribute) == 72 && sizeof(Config) == 56, "as in cuda.h");
 
-// Of CUfunction_attribute.
+// Values of CUfunction_attribute.
 enum : int { kPtxVersion = 5, kBinaryVersion = 6, kMaxDynamicShared = 8, kNonPortableClusters = 14 };
 
 struct Functions {
@@ -89,18 +89,19 @@ inline const char* words_of(int error) {
   return words ? words : "unknown error";
 }
 
-// The driver launches in the context of the thread. CUDA's runtime makes the device's own context current
-// in each thread that calls it; a thread of torch's may not have called it yet.
+// The driver launches in the thread's current context. CUDA's runtime sets the device's primary context in
+// each thread that calls it, but a thread of torch's may not have called it yet.
 inline int enter_context(int32_t device) {
   const Functions& cuda = functions();
   void* context = nullptr;
   int error = cuda.cuCtxGetCurrent(&context);
   if (error != 0 || context) return error;
-  error = cuda.cuDevicePrimaryCtxRetain(&context, device);  // torch holds it until the process ends, too
+  // never released: torch holds it until the process ends, too
+  error = cuda.cuDevicePrimaryCtxRetain(&context, device);
   return error != 0 ? error : cuda.cuCtxSetCurrent(context);
 }
 
-// The kernel's handle, on the current device. Threads may look it up at the same time: they find the same.
+// The kernel's handle on the current device. Threads may race here: all of them find the same handle.
 [[gnu::noinline]] inline int find_kernel(Kernel& kernel, int32_t* device, void** handle) {
   OPK_CHECK(kernel.mark == kMark, "launch: this is not the address of a kernel of the op's sources");
   OPK_TORCH(aoti_torch_get_current_device_index, device);
@@ -154,10 +155,11 @@ inline void add_extent(Attribute& attribute, const Extent& extent) {
   int32_t device = 0;
   void* handle = nullptr;
   int error = find_kernel(kernel, &device, &handle);
-  if (error == 0 && how.shared > (48 << 10)) {  // more than every kernel may have
+  if (error == 0 && how.shared > (48 << 10)) {  // above this limit a kernel has to opt in
     error = cuda.cuKernelSetAttribute(kMaxDynamicShared, static_cast<int>(how.shared), handle, device);
   }
-  if (error == 0 && how.cluster.count() > 8) {  // more than every device has
+  // above this limit a kernel has to opt in: not every device has such clusters
+  if (error == 0 && how.cluster.count() > 8) {
     error = cuda.cuKernelSetAttribute(kNonPortableClusters, 1, handle, device);
   }
   if (error == 0) {

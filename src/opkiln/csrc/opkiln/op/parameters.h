@@ -1,7 +1,7 @@
 // Compile-time parameters of an op (`variants=`, `tune=`) whose names are one letter.
 //
-// opkiln passes HEAD as -DHEAD=64, but T as -DOPKILN_PARAMETER_T=half: a macro T would replace the
-// template parameters of every header that comes after it. op.h includes this file last.
+// opkiln passes HEAD as -DHEAD=64, but T as -DOPKILN_PARAMETER_T=half: a macro T would replace the template
+// parameters of every header that is included after it. op.h includes this file last.
 #pragma once
 
 #ifdef OPKILN_PARAMETER_A

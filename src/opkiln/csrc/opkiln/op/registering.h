@@ -1,9 +1,9 @@
-// OPKILN_OP: an op as a library shows it to the loader.
+// OPKILN_OP: shows an op to the loader.
 //
-// Opening a library registers nothing. The loader reads the list of its ops, compares each signature
-// with the schema that is declared in Python, and only then registers the op under the namespace of
-// the package. So an int in place of a Tensor is an error before the first call, and a new version of
-// an op can take the place of an old one.
+// Opening a library registers nothing. The loader reads the library's list of ops,
+// compares each signature with the schema that Python declares, and only then registers
+// the op in the namespace of the package. So an int in place of a Tensor is an error
+// before the first call, and a new version of an op can replace an old one.
 #pragma once
 
 #include "boxing.h"
@@ -13,14 +13,15 @@
 #pragma GCC visibility push(default)
 
 extern "C" {
-const opkiln_op* opkiln_ops();  // the first of the library's ops
-// NULL, or what is wrong. The texts are copied.
-// The names are joined by commas. Calls that the kernel does not serve go to the overload `unserved` of
-// the reference, "ns::name", if there is one.
+const opkiln_op* opkiln_ops();  // the first of the library's ops; `next` leads to the others
+// Stores copies of the argument names, joined by commas, and of the reference, "ns::name", or null: its
+// overload `unserved` takes the calls that the kernel does not serve.
 void opkiln_describe(const opkiln_op* op, const char* argument_names, const char* reference);
+// Returns null, or what went wrong.
 const char* opkiln_register(const opkiln_op* op, const char* ns, const char* name);
 void opkiln_unregister(const opkiln_op* op);
-// Calls with another dtype go to this op of another library, and from there on; NULL ends the chain.
+// Sends calls with another dtype to this op of another library, which
+// passes them on likewise; null ends the chain.
 void opkiln_link(const opkiln_op* op, const opkiln_op* other);
 }
 
@@ -42,7 +43,7 @@ struct Text {
   }
 };
 
-// How an argument is declared, and so whether the op writes to it.
+// The declaration of an argument decides whether the op writes to it.
 template <class A>
 struct Argument {
   using type = A;
@@ -63,8 +64,8 @@ struct Argument<T&> {
   static_assert(Box<T>::has_tensor, "only tensors can be written: take the value, or a const reference");
 };
 
-// How an argument is passed on. A value is copied: if the kernel does not serve the call, the reference
-// gets the arguments as they were.
+// How an argument is passed. Values are passed by const reference and kept: if the kernel does not serve the
+// call, the reference gets the arguments unchanged.
 template <class A>
 struct Passed {
   using type = const A&;
@@ -83,14 +84,14 @@ constexpr bool is_dtype = false;
 template <>
 inline constexpr bool is_dtype<DType> = true;
 
-// The dtype of a tensor on the stack if it is a floating-point one, or -1.
+// The dtype of a tensor on the stack, or -1 if it is not a floating-point dtype.
 inline int32_t floating_dtype(StableIValue tensor) {
   int32_t dtype = 0;
   OPK_TORCH(aoti_torch_get_dtype, reinterpret_cast<AtenTensorHandle>(tensor), &dtype);
   return is_floating(static_cast<DType>(dtype)) ? dtype : -1;
 }
 
-// Has the reference take a call whose arguments are on the stack: it leaves the results there.
+// Runs the reference with the arguments on the stack, and leaves its results there.
 OPK_COLD inline void call_reference(const opkiln_op* op, StableIValue* stack, uint64_t arguments,
                                     uint64_t results, const char* why) {
   const uint64_t size = (arguments > results ? arguments : results) + 1;
@@ -101,7 +102,7 @@ OPK_COLD inline void call_reference(const opkiln_op* op, StableIValue* stack, ui
     const char* said = nullptr;
     if (torch_exception_get_what_without_backtrace) said = torch_exception_get_what_without_backtrace();
     if (!said || !*said) raise_form("the reference failed, and torch has printed why to stderr");
-    // The text of Python's errors is "Type: message", and after an empty line the places it came from.
+    // The text of a Python error is "Type: message", followed by an empty line and the traceback.
     const char* const end = __builtin_strstr(said, "\n\nAt:");
     const char* const type = end ? __builtin_strstr(said, ": ") : nullptr;
     const char* const begin = type && type < end ? type + 2 : said;
@@ -110,7 +111,7 @@ OPK_COLD inline void call_reference(const opkiln_op* op, StableIValue* stack, ui
   __builtin_memcpy(stack, given, results * sizeof *given);
 }
 
-// Has the library for another dtype, or else Python, take a call.
+// Passes a call on to the library for another dtype, or else to Python.
 OPK_COLD inline void call_other(const opkiln_op* op, int32_t dtype, StableIValue* stack, uint64_t arguments,
                                 uint64_t results) {
   for (const opkiln_op* each = __atomic_load_n(&op->other, __ATOMIC_ACQUIRE); each;
@@ -126,7 +127,7 @@ template <auto F, class R, class... A, opkiln_op* Record, DeviceType On>
 struct Boxed<F, R (*)(A...) noexcept, Record, On> : Boxed<F, R (*)(A...), Record, On> {};
 template <auto F, class R, class... A, opkiln_op* Record, DeviceType On>
 struct Boxed<F, R (*)(A...), Record, On> {
-  // What torch calls. It owns the arguments on the stack, and leaves the results there.
+  // The function that torch calls. It owns the arguments on the stack, and leaves the results there.
   static void run(StableIValue* stack, uint64_t arguments, uint64_t results) {
 #if defined(OPKILN_EMULATED)
     const emulator::OpCall its_tensors;
@@ -163,7 +164,7 @@ struct Boxed<F, R (*)(A...), Record, On> {
   static constexpr auto signature = describe();
 
  private:
-  // A ScalarType argument says what a call is for; without one, the first floating-point tensor does.
+  // The dtype of a call is its ScalarType argument, or else the dtype of the first floating-point tensor.
   template <size_t... I>
   static int32_t dtype_of_call(const StableIValue* stack, Indices<I...>) {
     int32_t dtype = -1;
@@ -182,7 +183,7 @@ struct Boxed<F, R (*)(A...), Record, On> {
     if constexpr (On == DeviceType::cpu) {
       finish(stack, values...);
     } else {
-      // As torch's own ops do: the device of the first tensor is current while the op runs.
+      // As in torch's own ops, the device of the first tensor is current while the op runs.
       const Tensor* device = nullptr;
       (void)((device = Box<typename Argument<A>::type>::first(values)) || ...);
       const DeviceGuard guard(device);
@@ -205,7 +206,7 @@ struct Boxed<F, R (*)(A...), Record, On> {
   }
 };
 
-// `a` of `x::y::a`.
+// Returns `a` of `x::y::a`.
 constexpr const char* last_part(const char* name) {
   const char* last = name;
   for (; *name; ++name) {
@@ -218,7 +219,7 @@ constexpr const char* key_of(DeviceType type) {
   return type == DeviceType::cpu ? "CPU" : type == DeviceType::cuda ? "CUDA" : type == DeviceType::xpu ? "XPU" : "";
 }
 
-// Its constructor is all that happens when a library is opened.
+// Adds the op to the library's list. This constructor is all that runs when a library is opened.
 struct Listed {
   explicit Listed(opkiln_op& op) {
     op.next = first_op;
@@ -226,13 +227,13 @@ struct Listed {
   }
 };
 
-#if defined(OPKILN_EMULATED)  // kernels run on the CPU, on tensors that are there
+#if defined(OPKILN_EMULATED)  // emulated kernels run on the CPU, on CPU tensors
 constexpr DeviceType emulated(DeviceType) { return DeviceType::cpu; }
 #else
 constexpr DeviceType emulated(DeviceType type) { return type; }
 #endif
 
-// Makes an op of a function; the word is the device whose tensors it is for: cpu, cuda (also ROCm), xpu.
+// Makes an op of a function. `device` is the device of its tensors: cpu, cuda (also for ROCm), or xpu.
 #define OPKILN_OP(function, device) OPKILN_OP_(function, device, __COUNTER__)
 #define OPKILN_OP_(function, device, number) OPKILN_OP__(function, device, number)
 #define OPKILN_OP__(function, device, number)                                                          \
@@ -269,10 +270,10 @@ extern "C" inline const opkiln_op* opkiln_ops() { return opk::first_op; }
 
 extern "C" inline void opkiln_describe(const opkiln_op* op, const char* argument_names,
                                                               const char* reference) {
-  opkiln_op* const mine = const_cast<opkiln_op*>(op);  // one of this library's records
+  opkiln_op* const mine = const_cast<opkiln_op*>(op);  // the record belongs to this library
   const auto keep = [](const char*& kept, const char* text) {
     if (!text || (kept && __builtin_strcmp(kept, text) == 0)) return;
-    // Never freed: a call in another thread may be about to read it.
+    // The old copy is never freed: a call in another thread may be reading it.
     if (char* const copy = static_cast<char*>(__builtin_malloc(__builtin_strlen(text) + 1))) {
       kept = __builtin_strcpy(copy, text);
     }
@@ -295,7 +296,7 @@ extern "C" inline const char* opkiln_register(const opkiln_op* op, const char* n
     return "this torch numbers dtypes or devices differently than op.h";
   }
   opkiln_op* const mine = const_cast<opkiln_op*>(op);
-  // An op may have several names: overloads of one function.
+  // An op may be registered under several names: overloads share one function.
   TorchLibraryHandle library = mine->library;
   if (library || aoti_torch_library_init_impl(ns, op->key, op->file, op->line, &library) == 0) {
     if (torch_library_impl(library, name, op->run, opk::kTorch) == 0) {

@@ -1,4 +1,4 @@
-// What an op runs on: torch's threads, the current device and its stream; code for each dtype.
+// What an op runs on: torch's threads, the current device and its stream, and code for each dtype.
 #pragma once
 
 #include <dlfcn.h>
@@ -12,7 +12,7 @@ OPK_NAMESPACE_BEGIN
 struct ParallelCall {
   void (*body)(const void* function, int64_t begin, int64_t end);
   const void* function;
-  Error* error;  // of the part that failed first
+  Error* error;  // from the first part that failed
   OPK_COLD void fail(const char* what) {
     Error* const mine = new Error;
     mine->add("%s", what);
@@ -24,7 +24,7 @@ struct ParallelCall {
 };
 
 [[gnu::noinline]] inline void run_parallel(int64_t begin, int64_t end, int64_t grain, ParallelCall& call) {
-  // torch turns an exception of a part into a code without its message. So none reaches torch.
+  // torch would replace an exception of a part by an error code without its message, so none may reach torch.
   constexpr ParallelFunc kPart = [](int64_t low, int64_t high, void* context) {
     auto* const shared = static_cast<ParallelCall*>(context);
     try {
@@ -43,8 +43,8 @@ struct ParallelCall {
   }
 }
 
-// Calls f(begin, end) for parts of the range, at least `grain` long, in torch's own threads. Returns when
-// all are done. If one raises, parallel_for raises an opk::Error with its message.
+// Calls f(begin, end) for parts of the range, each at least `grain` long, in torch's thread pool, and waits
+// for all. If a part raises, parallel_for raises an opk::Error with its message.
 template <class F>
 void parallel_for(int64_t begin, int64_t end, int64_t grain, const F& f) {
   if (begin >= end) return;
@@ -55,14 +55,14 @@ void parallel_for(int64_t begin, int64_t end, int64_t grain, const F& f) {
   run_parallel(begin, end, grain, call);
 }
 
-// How many threads parallel_for uses at most.
+// The most threads that parallel_for uses.
 inline int64_t num_threads() {
   uint32_t out = 0;
   OPK_TORCH(torch_get_num_threads, &out);
   return out;
 }
 
-// Which of them runs this; 0 outside of parallel_for.
+// The index of the calling thread among them; 0 outside of parallel_for.
 inline int64_t thread_index() {
   uint32_t out = 0;
   OPK_TORCH(torch_get_thread_idx, &out);
@@ -76,7 +76,7 @@ struct Type {
   using type = T;
 };
 
-struct Subject {  // what has the dtype: a tensor, or only its dtype
+struct Subject {  // what has the dtype: a tensor, or a dtype alone
   DType dtype;
   Origin origin;
   bool named;
@@ -101,19 +101,19 @@ struct Subject {  // what has the dtype: a tensor, or only its dtype
   throw error;
 }
 
-// The dtype that a library is for, if it is for one (`dtypes=`).
+// The only dtype that the library is built for (`dtypes=`), or -1.
 #if defined(OPKILN_DTYPE)
 constexpr int32_t kOnlyDType = static_cast<int32_t>(DType::OPKILN_DTYPE);
 #else
 constexpr int32_t kOnlyDType = -1;
 #endif
 
-// Whether a library is compiled for this dtype. Integers, as indices, are in all.
+// Whether the library is compiled for this dtype. Integers, such as indices, are always included.
 constexpr bool compiles(DType dtype) {
   return kOnlyDType < 0 || !is_floating(dtype) || static_cast<int32_t>(dtype) == kOnlyDType;
 }
 
-// Calls f if the dtype is T's; whether it did.
+// Calls f if the dtype is T's. Returns whether it did.
 template <class T, class F>
 bool dispatch_one(DType dtype, const F& f) {
   if constexpr (compiles(dtype_of<T>)) {
@@ -125,15 +125,15 @@ bool dispatch_one(DType dtype, const F& f) {
   return false;
 }
 
-// Calls f with Type<T>{} for the T among Ts that has the dtype. If there is none, the reference serves.
+// Calls f with Type<T>{} for the T among Ts that has this dtype. If there is none, the op's reference runs.
 template <class... Ts, class F>
 void dispatch(const Subject& subject, const F& f) {
   if (!(dispatch_one<Ts>(subject.dtype, f) || ...)) raise_undispatched(subject, {dtype_of<Ts>...});
 }
 
 // OPK_DISPATCH(x, T, (float, double, opk::bfloat16), { fill(out.data<T>()); });
-// The first argument is a tensor or a dtype; with a tensor the message names it. The block is a lambda:
-// `return` leaves the block, not the op.
+// The first argument is a tensor, which the message then names, or a dtype.
+// The block is a lambda: `return` leaves the block, not the op.
 #define OPK_DISPATCH(subject, T, types, ...)                           \
   ::opk::dispatch<OPK_UNPACK_ types>(subject, [&](auto opk_type_) {    \
     using T = typename decltype(opk_type_)::type;                      \
@@ -143,7 +143,7 @@ void dispatch(const Subject& subject, const F& f) {
 
 // ---- devices ---------------------------------------------------------------------------------------
 
-// Makes a tensor's device current while it lives. It does nothing for the CPU.
+// Makes a tensor's device current during its lifetime. Does nothing for the CPU.
 class DeviceGuard {
  public:
   explicit DeviceGuard(Device device) { enter(device); }
@@ -167,8 +167,9 @@ class DeviceGuard {
   DeviceGuardHandle guard_ = nullptr;
 };
 
-// torch's current stream of a GPU: a cudaStream_t, a hipStream_t, or a sycl::queue* on an XPU. The
-// library that has it is looked up and not linked: a CPU torch does not have it, and ops are built there.
+// torch's current stream of a GPU: a cudaStream_t, a hipStream_t, or a
+// sycl::queue* on an XPU. The function is looked up at run time instead of linked,
+// because ops are also built on CPU builds of torch, which lack it.
 [[gnu::noinline]] inline void* current_stream(int32_t device) {
   using Getter = AOTITorchError(int32_t, void**);
   static Getter* const getter = [] {

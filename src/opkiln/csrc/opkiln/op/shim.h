@@ -1,12 +1,12 @@
-// The C functions of torch's stable ABI that op.h uses, declared by hand: torch's own headers take a
-// second to read. All of them are in libtorch_cpu.so since torch 2.10; younger ones are weak.
-// A test compiles these declarations together with torch's, so that they cannot differ.
+// The C functions of torch's stable ABI that op.h uses. They are declared by hand because torch's own headers
+// take a second to compile. libtorch_cpu.so has all of them since torch 2.10; later ones are weak. A test
+// compiles these declarations together with torch's, so the two cannot drift apart.
 #pragma once
 
 #include <stddef.h>
 #include <stdint.h>
 
-#pragma GCC visibility push(default)  // they are torch's, also under -fvisibility=hidden
+#pragma GCC visibility push(default)  // they are torch's symbols, even with -fvisibility=hidden
 
 extern "C" {
 
@@ -80,7 +80,7 @@ AOTITorchError aoti_torch_create_device_guard(int32_t device_index, DeviceGuardH
 AOTITorchError aoti_torch_delete_device_guard(DeviceGuardHandle guard);
 AOTITorchError aoti_torch_get_current_device_index(int32_t* out);
 
-// Since 2.13. Without it, torch prints its own errors to stderr and gives a code.
+// Since torch 2.13. Without it, torch prints its errors to stderr and returns only a code.
 __attribute__((weak)) const char* torch_exception_get_what_without_backtrace();
 
 }  // extern "C"

@@ -13,8 +13,8 @@ inline constexpr bool is_const<const T> = true;
 
 // A reference to a torch tensor. A copy refers to the same memory.
 //
-// Much is not inlined, here and elsewhere: a call costs a nanosecond, but what is inlined in every place
-// is optimized in every place, and that is most of the time that an op takes to compile.
+// Many functions here are marked noinline: a call costs a nanosecond, but code that is inlined everywhere is
+// optimized everywhere, which is most of an op's compile time.
 class Tensor {
  public:
   Tensor() = default;
@@ -58,8 +58,8 @@ class Tensor {
   bool is_cpu() const { return device().type == DeviceType::cpu; }
   bool is_cuda() const { return device().type == DeviceType::cuda; }
 
-  // The elements, of this dtype or it raises: x.data<const float>(), out.data<float>(). A const Tensor
-  // gives const elements only. Only the other kind makes a private copy of copy-on-write memory.
+  // The elements. Raises if the tensor has another dtype: x.data<const float>(), out.data<float>(). A const
+  // Tensor gives only const elements. Only the non-const form makes a private copy of copy-on-write memory.
   template <class T>
   T* data() const {
     static_assert(is_const<T>, "this tensor is only read: take data<const T>(), or a Tensor& argument "
@@ -98,8 +98,8 @@ class Tensor {
       return static_cast<T*>(known(written(dtype_of<T>), sizeof(T)));
     }
   }
-  // A tensor whose storage was freed has elements and no memory. The emulator gets to know the memory
-  // that kernels may touch.
+  // Checks that there is memory: a tensor whose storage was freed has elements but no memory. Also tells the
+  // emulator which memory the kernels may touch.
   template <class P>
   P* known(P* pointer, [[maybe_unused]] size_t element) const {
     if (__builtin_expect(!pointer && numel() > 0, 0)) {
@@ -138,13 +138,13 @@ class Tensor {
     return values[i];
   }
 
-  AtenTensorHandle handle_ = nullptr;  // an allocation of torch's that holds one reference
+  AtenTensorHandle handle_ = nullptr;  // torch's handle; it holds one reference
   Origin origin_;
 };
 
 inline Part::Part(const Tensor& value) : kind(kOrigin), origin(value.origin()) {}
 
-// Uninitialized memory.
+// Returns uninitialized memory.
 [[gnu::noinline]] inline Tensor empty_strided(Ints sizes, Ints strides, DType dtype, Device device) {
   if (__builtin_expect(sizes.size() != strides.size(), 0)) {
     raise_form("empty_strided: the sizes %s and the strides %s differ in length", ListOf(sizes).text,
@@ -172,16 +172,16 @@ inline Part::Part(const Tensor& value) : kind(kOrigin), origin(value.origin()) {
   return empty_strided(sizes, {strides, sizes.size()}, dtype, device);
 }
 
-// With the dtype and on the device of another tensor.
+// Takes dtype and device from another tensor.
 inline Tensor empty(Ints sizes, const Tensor& like) { return empty(sizes, like.dtype(), like.device()); }
 
-// With the shape, strides, dtype and device of another tensor. If that has gaps or overlaps, torch
-// chooses the strides as torch.empty_like does.
+// Takes shape, strides, dtype and device from another tensor. If that tensor has gaps or overlaps, torch
+// chooses the strides, as in torch.empty_like.
 [[gnu::noinline]] inline Tensor empty_like(const Tensor& like) {
   if (like.is_contiguous()) {
     return empty_strided(like.sizes(), like.strides(), like.dtype(), like.device());
   }
-  // dtype, layout, device, pin_memory and memory_format are None
+  // The other arguments (dtype, layout, device, pin_memory and memory_format) are None.
   StableIValue stack[6] = {reinterpret_cast<StableIValue>(Tensor(like).release())};
   OPK_TORCH(torch_call_dispatcher, "aten::empty_like", "", stack, kTorch);
   return Tensor(reinterpret_cast<AtenTensorHandle>(stack[0]));

@@ -1,8 +1,8 @@
-// The dtypes: their numbers and names, and the C++ type of each. For host and device code.
+// The dtypes: numbers, names, and a C++ type for each. For host and device code.
 #pragma once
 
 #include <stddef.h>
-#include <stdint.h>  // NVRTC has neither: opkiln/nvrtc/device stands in
+#include <stdint.h>  // NVRTC lacks both headers: csrc/opkiln/nvrtc/device stands in
 
 #if defined(__CUDACC__) || defined(__HIPCC__) || defined(__CUDACC_RTC__)
 #define OPK_HOST_DEVICE __host__ __device__
@@ -10,7 +10,7 @@
 #define OPK_HOST_DEVICE
 #endif
 
-// A kernel's parameter with this mark is read in place, and not copied to each thread's stack:
+// Marks a kernel parameter that is read in place instead of being copied to each thread's stack:
 // `__global__ void k(const OPK_GRID_CONSTANT Work work)`.
 #if defined(__NVCC__) || defined(__CUDACC_RTC__) || defined(OPKILN_NVRTC_HOST)
 #define OPK_GRID_CONSTANT __grid_constant__
@@ -18,25 +18,24 @@
 #define OPK_GRID_CONSTANT
 #endif
 
-// Whether this compiler has _Float16 in C++. g++ has it since version 13, for x86 since 12; cudafe++ does
-// not.
+// Whether this compiler has _Float16 in C++: g++ since 13 (on x86 since 12). cudafe++ does not have it.
 #if defined(__HIP_DEVICE_COMPILE__) ||                      \
     (defined(__FLT16_MAX__) && !defined(__CUDACC__) &&      \
      (defined(__clang__) || __GNUC__ >= 13 || (__GNUC__ == 12 && defined(__x86_64__))))
 #define OPK_FLOAT16
 #endif
 
-// Hidden: two libraries in one process share nothing, whatever they were built from.
-#if defined(__CUDACC_RTC__)  // it makes no library
+// Hidden: libraries in one process share nothing, whatever they were built from.
+#if defined(__CUDACC_RTC__)  // it builds no library
 #define OPK_NAMESPACE_BEGIN namespace opk {
 #else
 #define OPK_NAMESPACE_BEGIN namespace opk __attribute__((visibility("hidden"))) {
 #endif
 #define OPK_NAMESPACE_END }
 
-// What is in between is compiled without optimization, or with little, where the compiler can be told so:
-// messages, and what happens once in a process; then what happens a few times in each call. It is the code
-// around an op's arithmetic. Optimizing all of it takes longer than the rest of a small op's compile.
+// These compile the code in between with no optimization (RARE: messages, and what runs once per process) or
+// with little (PLAIN: what runs a few times per call), where the compiler supports it. Fully optimizing this
+// code around an op's arithmetic takes longer than compiling the rest of a small op.
 #if defined(__GNUC__) && !defined(__clang__) && !defined(__CUDACC__)
 #define OPK_RARE_BEGIN _Pragma("GCC push_options") _Pragma("GCC optimize(\"O0\")")
 #define OPK_RARE_END _Pragma("GCC pop_options")
@@ -61,7 +60,7 @@ struct __nv_fp8_e5m2;
 
 OPK_NAMESPACE_BEGIN
 
-// torch's numbers. A library is not registered with a torch that has others.
+// torch's numbers. opkiln_register refuses a torch that numbers them differently.
 enum class DType : int32_t {
   uint8 = 0,
   int8 = 1,
@@ -89,16 +88,17 @@ enum class DType : int32_t {
 
 enum class DeviceType : int32_t { cpu = 0, cuda = 1, xpu = 12, mps = 13, meta = 14, privateuse1 = 20 };
 
-// The bytes that the parameters of a kernel may have together. It is 32764 since CUDA 12.1, on compute
-// capability 7.0 and later, which is all that CUDA 13 supports. (Beside NVRTC, g++ cannot know the version.)
+// The most bytes that all parameters of a kernel may take. The limit is 32764 since
+// CUDA 12.1 on compute capability 7.0 and later, which is all that CUDA 13 supports.
+// (The host side of an NVRTC build does not know CUDA's version.)
 #if defined(__CUDACC_VER_MAJOR__) && __CUDACC_VER_MAJOR__ >= 13 && !defined(__CUDACC_RTC__)
 constexpr size_t kParameterBytes = 32764;
 #else
 constexpr size_t kParameterBytes = 4096;
 #endif
 
-// 16-bit floats, without CUDA's or HIP's headers. Arithmetic is done in float: both convert to float
-// and back, rounding to the nearest, ties to even.
+// 16-bit floats without CUDA's or HIP's headers. Arithmetic is in float: both types convert to float and
+// back, rounding to nearest, ties to even.
 namespace bits {
 
 OPK_HOST_DEVICE inline uint32_t of_float(float value) {
@@ -128,9 +128,9 @@ OPK_HOST_DEVICE inline float half_to_float(uint16_t half) {
   return static_cast<float>(out);
 #else
   const uint32_t sign = (half & 0x8000u) << 16, rest = (half & 0x7fffu) << 13;
-  if (rest >= 0x0f800000u) return to_float(sign | 0x70000000u | rest);  // infinite, or not a number
+  if (rest >= 0x0f800000u) return to_float(sign | 0x70000000u | rest);  // infinity or NaN
   if (rest >= 0x00800000u) return to_float(sign | (rest + 0x38000000u));
-  // Subnormal. A normal float's mantissa does it, so that flushed denormals do not matter.
+  // Subnormal. The subtraction uses normal floats only, so it also works where denormals are flushed to zero.
   return to_float(sign | of_float(to_float(0x38800000u + rest) - to_float(0x38800000u)));
 #endif
 }
@@ -154,14 +154,14 @@ OPK_HOST_DEVICE inline uint16_t float_to_half(float value) {
     rest += 0xfffu + ((rest >> 13) & 1u);
     return static_cast<uint16_t>(sign | ((rest - 0x38000000u) >> 13));
   }
-  // Subnormal: beside 0.5, a float's last digit is worth as much as a half's.
+  // Subnormal. In a float near 0.5, the last bit is worth as much as the last bit of a half subnormal.
   return static_cast<uint16_t>(sign | (of_float(to_float(rest) + 0.5f) - 0x3f000000u));
 #endif
 }
 
 OPK_HOST_DEVICE inline uint16_t float_to_bfloat16(float value) {
   const uint32_t all = of_float(value);
-  if ((all & 0x7fffffffu) > 0x7f800000u) return static_cast<uint16_t>((all >> 16) | 0x40u);  // a NaN
+  if ((all & 0x7fffffffu) > 0x7f800000u) return static_cast<uint16_t>((all >> 16) | 0x40u);  // NaN
   return static_cast<uint16_t>((all + 0x7fffu + ((all >> 16) & 1u)) >> 16);
 }
 

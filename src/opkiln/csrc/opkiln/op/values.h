@@ -1,4 +1,4 @@
-// The other values that an op may take or return: optional, List, String, tuple.
+// The other types that an op may take or return: optional, List, String, tuple.
 #pragma once
 
 #include "tensor.h"
@@ -85,7 +85,7 @@ using TensorList = List<Tensor>;
 
 inline Ints::Ints(const List<int64_t>& list) : data_(list.data()), size_(list.size()) {}
 
-// A text. It may hold any bytes; c_str() ends at the first zero byte, size() does not.
+// Text. It may contain any bytes: c_str() ends at the first zero byte, size() counts all of them.
 class String {
  public:
   String() : String("") {}

@@ -1,4 +1,4 @@
-// A fused optimizer's lists in host memory, as items of a sweep, and its numbers in tensors.
+// Turns a fused optimizer's lists in host memory into the items of a sweep, and reads numbers from tensors.
 #pragma once
 
 #include "host_sweep.h"
@@ -15,8 +15,8 @@ inline double read(const OptionalTensor& tensor, double otherwise, bool or_doubl
   return tensor->dtype() == DType::float32 ? *tensor->data<const float>() : *tensor->data<const double>();
 }
 
-// The streams are in the order of the kernels: the stepped tensor, its gradient, its states. If there
-// is a master, it is stepped, and the parameter receives a copy. Every check is made here.
+// Makes every check. The streams are in the order that the kernels expect: the tensor to step, its gradient,
+// its states. A master is stepped in place of its parameter, which receives a copy.
 template <size_t N>
 opk::List<Item<N>> host_items(const Lists& lists) {
   opk::List<Item<N>> out(lists.params.size());
@@ -39,7 +39,7 @@ opk::List<Item<N>> host_items(const Lists& lists) {
   return out;
 }
 
-// The number of the step that follows the count at i, of one count for all items or one for each.
+// The number of the next step. There is one count for all items, or one per item.
 inline int64_t next_step(const opk::List<float*>& counts, int64_t i) {
   return static_cast<int64_t>(*counts[counts.size() == 1 ? 0 : i]) + 1;
 }

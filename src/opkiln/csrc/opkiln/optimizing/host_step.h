@@ -1,4 +1,4 @@
-// Turns an optimizer's lists of tensors in host memory into the items of a sweep, with every check.
+// Turns an optimizer's lists of tensors in host memory into the items of a sweep, and makes every check.
 #pragma once
 
 #include "host_sweep.h"
@@ -7,7 +7,7 @@
 OPK_PLAIN_BEGIN
 OPKILN_NAMESPACE_BEGIN
 
-// Lists that are walked together: parameters, gradients, then the states. `copies` may be empty.
+// The lists of a step: parameters, gradients, then the states. `copies` may be empty.
 template <size_t N>
 struct StepLists {
   struct Named {
@@ -21,7 +21,7 @@ struct StepLists {
     return streams[0].tensors;
   }
 
-  // Every check is made here, before anything is written. Raises an error for a wrong argument.
+  // Makes every check before anything is written. Raises an error for a wrong argument.
   [[gnu::noinline]] opk::List<Item<N>> items() const {
     opk::List<Item<N>> out(params().size());
     if (!fill_in_parallel(out)) {
@@ -30,7 +30,7 @@ struct StepLists {
     return out;
   }
 
-  // Like items(), but returns nothing if a tensor is not laid out like its parameter.
+  // Like items(), but returns none if a tensor's layout differs from its parameter's.
   opk::optional<opk::List<Item<N>>> items_if_laid_out_alike() const {
     opk::List<Item<N>> out(params().size());
     if (!fill_in_parallel(out)) {
@@ -43,7 +43,7 @@ struct StepLists {
   }
 
  private:
-  // Raises an error if a tensor at index i is wrong.
+  // Raises an error if one of the tensors is wrong.
   void fill(opk::List<Item<N>>& items, int64_t low, int64_t high) const {
     for (int64_t i = low; i < high; ++i) {
       Item<N>& out = items.begin()[i];
@@ -61,9 +61,8 @@ struct StepLists {
     }
   }
 
-  // False if a tensor was refused. Most of the time is spent waiting for memory, because each of ten
-  // thousand tensors is in another place. So threads share the work. For a few hundred tensors it is
-  // not worth waking a thread.
+  // Returns false if a tensor is wrong. Filling mostly waits for memory, because ten thousand tensors are in
+  // ten thousand places, so threads share it. For a few hundred tensors, waking a thread does not pay.
   bool fill_in_parallel(opk::List<Item<N>>& out) const {
     for (const Named& list : streams) {
       check_length(list.name, list.tensors, params());
@@ -76,7 +75,7 @@ struct StepLists {
     opk::parallel_for(0, out.size(), kGrainTensors, [&](int64_t low, int64_t high) {
       try {
         fill(out, low, high);
-      } catch (const opk::Error&) {  // of whichever tensor came first; the caller finds the first in the list
+      } catch (const opk::Error&) {  // any tensor's error: the caller finds the first in the list
         __atomic_store_n(&refused, true, __ATOMIC_RELAXED);
       }
     });

@@ -1,10 +1,9 @@
 // Elementwise kernels over a list of tensors of mixed sizes and types.
 //
-// A kernel's body is one plain loop over arrays of floats. It gets fp32 memory directly. Narrower types
-// are widened, a block at a time, into scratch memory that stays in the first level cache, and narrowed
-// again after the body. So one body serves every mix of types (templates over the types would need
-// sixty copies of it), and the arithmetic is always fp32. A body that is a template gets the most
-// common mixes directly from memory.
+// A kernel's body is one plain loop over arrays of floats. It gets fp32 memory directly. Narrower types are
+// widened in blocks into scratch memory that stays in the L1 cache, and narrowed again after the body. So one
+// body serves every mix of types (templates over the types would need sixty copies), and the arithmetic is
+// always fp32. A body that is a template gets the most common mixes directly from memory.
 #pragma once
 
 #include <opkiln/arguments.h>
@@ -14,13 +13,13 @@ OPKILN_NAMESPACE_BEGIN
 
 constexpr opk::Device kHost{};
 
-// Streams that are walked together, such as a parameter, its gradient and its states.
+// Streams that are processed together, such as a parameter, its gradient and its states.
 template <size_t N>
 struct Item {
   Stream streams[N];
-  Stream copy;  // if present, it receives streams[0] as it was stored, in its own type
+  Stream copy;  // if present, receives the stored values of streams[0], converted to its own type
   int64_t numel = 0;
-  int64_t traffic = 0;  // bytes read and written per element: the unit of a thread's share
+  int64_t traffic = 0;  // bytes read and written per element, by which threads share the work
 };
 
 template <size_t N>
@@ -32,7 +31,7 @@ int64_t traffic(const Item<N>& item) {
   return bytes;
 }
 
-// prefetch_ahead of vec.h, for each of a body's pointers.
+// Applies prefetch_ahead of vec.h to each pointer.
 template <class... T>
 inline void prefetch_all(const T*... streams) {
   (prefetch_ahead(streams), ...);
@@ -52,8 +51,8 @@ inline bool all_are(const Stream* first, const Stream* last, Type type) {
   return first == last;
 }
 
-// Calls the body for whole registers of [begin, end), if all streams are of type T and the body accepts
-// such pointers. Returns where the rest begins. Blocks through scratch were up to a fifth slower.
+// Calls the body on whole registers of [begin, end), if all streams have type T and the body accepts such
+// pointers. Returns where the rest begins. Going through scratch blocks was up to a fifth slower.
 template <class T, size_t N, class Body>
 int64_t sweep_alike(const Item<N>& item, int64_t begin, int64_t end, const Body& body) {
   T* at[N];
@@ -84,7 +83,7 @@ struct MixedPointers<T, 4> {
   float *first, *second;
 };
 
-// The same for these types, the usual form of mixed precision.
+// Like sweep_alike, for MixedPointers, the usual mixed-precision layout.
 template <class T, size_t N, class Body>
 int64_t sweep_mixed(const Item<N>& item, int64_t begin, int64_t end, const Body& body) {
   using Pointers = MixedPointers<T, N>;
@@ -104,12 +103,11 @@ int64_t sweep_mixed(const Item<N>& item, int64_t begin, int64_t end, const Body&
   return begin;
 }
 
-// Calls body(pointers, count) for the elements [begin, end) of an item, with one pointer per stream and
-// a count that is a whole number of registers. An element's result does not depend on how the elements
-// are split into ranges.
+// Calls body(pointers, count) for the elements [begin, end) of an item, with one pointer per stream and a
+// count of whole registers. An element's result does not depend on how the elements are split into ranges.
 template <size_t N, class Body>
 void sweep(const Item<N>& item, int64_t begin, int64_t end, const Body& body) {
-  // With a copy, all goes in blocks: then the body's results are still in the cache when copied.
+  // With a copy, everything goes in blocks: the body's results are still in the cache when they are copied.
   if (item.copy.data == nullptr) {
     begin = sweep_alike<float>(item, begin, end, body);
     begin = sweep_mixed<BFloat16>(item, begin, end, body);
@@ -140,7 +138,7 @@ void sweep(const Item<N>& item, int64_t begin, int64_t end, const Body& body) {
     }
     if (item.copy.data != nullptr) {
       if (item.streams[0].type != Type::kFloat) {
-        widen(item.streams[0], begin, count, at[0]);  // as it was stored, after rounding
+        widen(item.streams[0], begin, count, at[0]);  // copies the stored, rounded values
       }
       if (around) {
         narrow_around(at[0], item.copy, begin, count);
@@ -155,9 +153,8 @@ void sweep(const Item<N>& item, int64_t begin, int64_t end, const Body& body) {
   }
 }
 
-// The items of a list, one after the other, in one index space. Its unit is a byte of traffic. So
-// threads get equal shares for all sizes and types, and small tensors do not each need their own
-// parallel region. The list must outlive it.
+// All items of a list in one index space, in units of bytes of traffic. So threads get equal shares for all
+// sizes and types, and small tensors do not need a parallel region each. The list must outlive this object.
 template <size_t N>
 class Flat {
  public:
@@ -173,8 +170,8 @@ class Flat {
     return starts_.end()[-1];
   }
 
-  // Calls body_of(i)(pointers, count) for all elements of item i that belong to [low, high) of the index
-  // space. Two adjacent ranges share no element and leave none out.
+  // Calls body_of(i)(pointers, count) for the elements of each item i in [low, high) of
+  // the index space. Adjacent ranges neither overlap nor leave gaps.
   template <class BodyOf>
   void sweep(int64_t low, int64_t high, const BodyOf& body_of) const {
     for (int64_t i = item_at(low); i < items_.size() && starts_.data()[i] < high; ++i) {
@@ -183,12 +180,12 @@ class Flat {
   }
 
  private:
-  // Ranges end at multiples of this many elements: whole cache lines of every type, whole blocks.
+  // Ranges end at multiples of this many elements: whole blocks, and whole cache lines of every type.
   static constexpr int64_t kCut = 2 * kBlock;
 
-  // The last item that begins at the position or before it.
+  // The last item that begins at or before the position.
   int64_t item_at(int64_t position) const {
-    int64_t low = 0, high = items_.size() + 1;  // it is in [low, high)
+    int64_t low = 0, high = items_.size() + 1;  // the item is in [low, high)
     while (high - low > 1) {
       const int64_t middle = (low + high) / 2;
       (starts_.data()[middle] <= position ? low : high) = middle;
@@ -213,8 +210,8 @@ class Flat {
   opk::List<int64_t> starts_;
 };
 
-// Calls body_of(i)(pointers, count) for all elements of each item i, in torch's own thread pool. Small
-// lists stay on the calling thread.
+// Calls body_of(i)(pointers, count) for all elements of each item i,
+// in torch's thread pool. Small lists stay on the calling thread.
 template <size_t N, class BodyOf>
 void parallel_sweep(const opk::List<Item<N>>& items, const BodyOf& body_of) {
   const Flat<N> list(items);

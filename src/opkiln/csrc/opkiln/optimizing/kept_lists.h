@@ -1,8 +1,8 @@
-// Lists of tensors that an op keeps from call to call. Passing ten thousand tensors to an op takes
-// longer than stepping them, and all except the gradients are usually the same as last time.
+// Lists of tensors that an op keeps between calls. Passing ten thousand tensors to an op takes longer than
+// stepping them, and all except the gradients are usually the same as in the last call.
 //
-// The op keeps the tensors, not their addresses. So every call sees each tensor's current memory, size
-// and type, and repeats every check.
+// The op keeps the tensors, not their addresses, so every call sees each
+// tensor's current memory, size and type, and repeats every check.
 #pragma once
 
 #include <pthread.h>
@@ -15,14 +15,14 @@ namespace opkiln __attribute__((visibility("hidden"))) {
 class KeptLists {
   struct Record {
     int64_t number;
-    int64_t users;  // the shelf, and each Kept
+    int64_t users;  // the registry itself, and each Kept
     opk::List<TensorList> lists;
     Record* next;
   };
 
  public:
-  // The lists that are kept for a ticket, or none. They last as long as this, even if another thread
-  // forgets them.
+  // The lists for a ticket, or none. They stay valid while this
+  // object lives, even if another thread forgets them.
   class Kept {
    public:
     explicit Kept(const Tensor& ticket) {
@@ -47,7 +47,7 @@ class KeptLists {
     Record* record_;
   };
 
-  // Keeps the lists, and returns a ticket for them: a number in a tensor.
+  // Keeps the lists and returns a ticket for them: a number in a tensor.
   static Tensor keep(opk::List<TensorList> lists) {
     Tensor ticket = opk::empty({1}, DType::int64, opk::Device());
     auto* const record = new Record{0, 1, static_cast<opk::List<TensorList>&&>(lists), nullptr};
@@ -80,7 +80,7 @@ class KeptLists {
     }
   };
 
-  // Tensors are freed without the lock. At exit none are: torch may be unloaded first.
+  // Frees tensors outside of the lock. At exit nothing is freed: torch may be unloaded first.
   static void leave(Record* record) {
     if (!record) return;
     int64_t left;
@@ -91,7 +91,7 @@ class KeptLists {
     if (left == 0) delete record;
   }
 
-  // Where the record of this number hangs; if there is none, the end.
+  // The link to the record with this number, or the null link at the end.
   static Record** place_of(int64_t number) {
     Record** place = &first;
     while (*place && (*place)->number != number) place = &(*place)->next;
@@ -107,9 +107,8 @@ class KeptLists {
 
   inline static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
   inline static Record* first = nullptr;
-  // Starts at an address. So if this library has replaced another one of the same op, the numbers of
-  // the two differ. The shift keeps it positive: an address may have 48 bits, and the highest would
-  // be the sign.
+  // Counts from an address, so that a library and the one that replaced it use different numbers.
+  // Addresses have up to 48 bits; the shift keeps the number positive.
   inline static int64_t last = static_cast<int64_t>(reinterpret_cast<uintptr_t>(&lock) << 16 >> 1);
 };
 

@@ -1,4 +1,4 @@
-// The lists of tensors of a fused optimizer, and the checks that its versions for CPUs and GPUs make.
+// A fused optimizer's lists of tensors, and the checks that its CPU and GPU versions share.
 #pragma once
 
 #include "tensors.h"
@@ -56,7 +56,7 @@ struct Lists {
   }
 }
 
-// Raises unless the tensor has `count` numbers of this dtype on the device, one after the other.
+// Raises unless the tensor is contiguous and has `count` numbers of this dtype on the device.
 [[gnu::noinline]] inline void check_numbers(const Tensor& tensor, DType dtype, int64_t count,
                                             opk::Device device) {
   opk::check_on(tensor, device);
@@ -67,13 +67,13 @@ struct Lists {
   }
 }
 
-// Whether an address is there twice.
+// Whether an address appears twice.
 inline bool repeats(const opk::List<float*>& addresses) {
   int64_t room = 1;
   while (room < 2 * addresses.size()) {
     room *= 2;
   }
-  opk::List<float*> seen(room);  // each at its hash, or in the next free place
+  opk::List<float*> seen(room);  // a hash table with linear probing
   for (float* const address : addresses) {
     auto at = static_cast<int64_t>(reinterpret_cast<uint64_t>(address) * 0x9e3779b97f4a7c15 >> 20);
     for (at &= room - 1; seen.data()[at]; at = (at + 1) & (room - 1)) {
@@ -86,7 +86,7 @@ inline bool repeats(const opk::List<float*>& addresses) {
   return false;
 }
 
-// The addresses of the counts of steps. All must differ, or a count would be counted up twice.
+// The addresses of the step counts. All must differ: a shared count would be incremented twice.
 inline opk::List<float*> step_pointers(const TensorList& steps, opk::Device device) {
   opk::List<float*> out(steps.size());
   for (int64_t i = 0; i < out.size(); ++i) {

@@ -1,8 +1,8 @@
-// The work on a list of tensors, in device memory: a record per tensor, the addresses of the gradients,
-// and a table from chunk to tensor, in which each thread block finds its work.
+// The plan of a step over a list of tensors, in device memory: a record per tensor, the addresses of the
+// gradients, and a table from chunk to tensor, where each thread block finds its work.
 //
-// Kernels write it from the parameters of their launches. So no host memory has to stay unchanged until it
-// is copied, and a captured graph keeps the values of the capture.
+// Kernels write the plan from their launch parameters. So no host memory has to stay unchanged until a
+// copy is done, and a captured graph keeps the values of the capture.
 #pragma once
 
 #include <opkiln/element_type.h>
@@ -11,27 +11,26 @@
 namespace opkiln {
 namespace multi_tensor {
 
-// A thread block steps one chunk: an access of four elements per thread and tensor. Blocks that loop
-// over more were 2 to 13% slower on an H200, because a block that ends makes room for the loads of
-// another.
+// A thread block steps one chunk: one access of four elements per thread and tensor. Blocks that loop over
+// more were 2 to 13% slower on an H200, because a block that ends makes room for another block's loads.
 constexpr int kThreads = 128;
 constexpr int kChunk = 4 * kThreads;
 
-// A parameter and the tensors that are walked together with it, all in device memory.
+// A parameter and the tensors that are stepped with it, all in device memory.
 struct Item {
   void* param;
   float* states[2];  // the second is null if the optimizer has only one
   float* master;     // null: the parameter itself is stepped
   int64_t numel;
-  uint32_t first;    // its first chunk; no memory holds 2^32 chunks
-  uint32_t step;     // index of its count of steps
+  uint32_t first;    // index of its first chunk; no memory holds 2^32 chunks
+  uint32_t step;     // index of its step count
   ElementType param_type;
-  bool fours;        // one access can move four elements of each tensor, the gradient aside
+  bool fours;        // one access can move four elements of each tensor (the gradient is checked separately)
 };
 
-// A gradient's address, with its type in the two highest bits. No address uses these.
+// A gradient's address, with its type in the two highest bits, which addresses do not use.
 constexpr int kTypeShift = 62;
-constexpr uint64_t kAddress = (uint64_t{1} << kTypeShift) - 1;  // also of a gradient without elements
+constexpr uint64_t kAddress = (uint64_t{1} << kTypeShift) - 1;  // also stands for a gradient without elements
 
 inline uint64_t gradient(const void* at, ElementType type) {
   return at ? reinterpret_cast<uint64_t>(at) | static_cast<uint64_t>(type) << kTypeShift : kAddress;
@@ -39,13 +38,13 @@ inline uint64_t gradient(const void* at, ElementType type) {
 
 struct Sizes {
   uint32_t items;
-  uint32_t steps;   // counts of steps: one, or one for each item
+  uint32_t steps;   // step counts: one, or one per item
   uint32_t chunks;
 };
 
-constexpr size_t kCoefficientBytes = 64;  // an optimizer computes these once per count
+constexpr size_t kCoefficientBytes = 64;  // per step count, of an optimizer's precomputed coefficients
 
-// Pointers into one piece of memory of plan_words() words of 8 bytes, aligned to 16.
+// Pointers into one allocation of plan_words() 8-byte words, aligned to 16 bytes.
 struct Plan {
   Sizes sizes;
   bool plain;  // all parameters and gradients are fp32
@@ -73,14 +72,14 @@ inline Plan plan_at(void* memory, const Sizes& sizes, bool plain) {
   return plan;
 }
 
-// Numbers that only the device may know. They are read when a kernel runs, so each replay of a captured
-// graph sees their current values.
+// Numbers that may be known only on the device. Kernels read them when they
+// run, so each replay of a captured graph sees the current values.
 struct Numbers {
   double lr;                // used if both of the next two are null
   const float* lr_float;
   const double* lr_double;
   const float* grad_scale;  // null: 1
-  const float* found_inf;   // null; otherwise nothing is written if it is not 0
+  const float* found_inf;   // null, or a flag: if it is not 0, nothing is written
 };
 
 struct Words {
@@ -89,8 +88,8 @@ struct Words {
   uint64_t at[kCount];
 };
 
-// Threads of a warp read different words, and the memory of parameters serves these one after the
-// other. So a launch has many blocks of one warp.
+// The lanes of a warp read different words, and constant memory serves
+// these one at a time. So a launch has many blocks of one warp.
 constexpr unsigned kWriters = 32;
 
 __global__ void write_kernel(uint64_t* to, uint32_t count, const OPK_GRID_CONSTANT Words words) {
@@ -119,7 +118,7 @@ __global__ void table_kernel(const Plan plan) {
 
 #if !defined(__CUDACC_RTC__)
 
-// Enqueues a copy of host memory, which the caller may free at once, also while a graph is captured.
+// Enqueues a copy of host memory, also during graph capture. The caller may free the memory at once.
 inline void write(void* to, const void* from, size_t words) {
   Words part;
   for (size_t done = 0; done < words; done += Words::kCount) {

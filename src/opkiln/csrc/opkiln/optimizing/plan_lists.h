@@ -1,5 +1,5 @@
-// Turns an optimizer's lists of tensors on a GPU into a plan in the GPU's memory. torch also calls
-// ROCm's devices CUDA, so this works for both.
+// Turns an optimizer's lists of tensors on a GPU into a plan in the
+// GPU's memory. Works for ROCm, too: torch calls its devices CUDA.
 #pragma once
 
 #include "lists.h"
@@ -11,7 +11,7 @@
 OPK_PLAIN_BEGIN
 namespace opkiln __attribute__((visibility("hidden"))) {
 
-inline bool takes_fours(const Stream& stream) {  // also true for an absent one
+inline bool takes_fours(const Stream& stream) {  // true if the stream is absent
   return reinterpret_cast<size_t>(stream.data) % static_cast<size_t>(4 * size_of(stream.type)) == 0;
 }
 
@@ -43,7 +43,7 @@ inline opk::Device gpu_of(const Lists& lists) {
   return opk::device_of(lists.params.empty() ? lists.steps[0] : lists.params[0]);
 }
 
-// The lists in the form of a plan, still in host memory. Every check is made here.
+// The lists in the form of a plan, in host memory. The constructor makes every check.
 struct Unpacked {
   opk::List<multi_tensor::Item> items;
   opk::List<uint64_t> gradients;
@@ -82,7 +82,7 @@ struct Unpacked {
   }
 };
 
-// The plan of the lists. torch does not reuse its memory before this stream has finished with it.
+// A plan in device memory. torch does not reuse the memory before this stream has finished with it.
 struct Planned {
   Tensor memory;
   multi_tensor::Plan plan;
@@ -97,8 +97,8 @@ inline Planned write_plan(const Unpacked& unpacked, opk::Device device) {
   return out;
 }
 
-// The data, in int64, that the host needs about a plan that outlives the call. Each item has its number
-// of elements and the gradient that was written last.
+// What the host must know about a plan that outlives the call, as int64: for each
+// item its number of elements and the gradient that was written last.
 struct Ledger {
   enum : int64_t { kItems, kSteps, kChunks, kPlain, kHead };
 
@@ -143,7 +143,7 @@ struct Ledger {
   }
 };
 
-// The plan and its ledger, for an op to return.
+// Returns the plan and its ledger.
 inline opk::tuple<Tensor, Tensor> make_plan(const Lists& lists) {
   lists.check();
   if (lists.steps.empty()) {
@@ -154,8 +154,8 @@ inline opk::tuple<Tensor, Tensor> make_plan(const Lists& lists) {
   return {write_plan(unpacked, device).memory, Ledger::of(unpacked)};
 }
 
-// The gradient in the form of a plan. It is 0 if the gradient is not contiguous, or has another size,
-// another device or an unknown type.
+// The gradient in the form of a plan, or 0 if it is not contiguous,
+// or its size, device or dtype does not fit.
 inline uint64_t planned_gradient(const Tensor& grad, int64_t numel, opk::Device device) {
   const DType dtype = grad.dtype();
   const bool known = dtype == DType::float32 || dtype == DType::bfloat16 || dtype == DType::float16;
@@ -165,8 +165,8 @@ inline uint64_t planned_gradient(const Tensor& grad, int64_t numel, opk::Device 
   return multi_tensor::gradient(grad.data(), opk::element_of(dtype));
 }
 
-// Raises an error that names the gradient that does not fit the plan. Returns if the only problem is
-// that some are not contiguous.
+// Raises an error that names the gradient that does not fit the plan.
+// Returns if some gradients are merely not contiguous.
 OPK_COLD inline void check_gradients(const TensorList& grads, const Ledger& ledger, opk::Device device) {
   bool contiguous = true;
   for (int64_t i = 0; i < grads.size(); ++i) {
@@ -186,7 +186,7 @@ OPK_COLD inline void check_gradients(const TensorList& grads, const Ledger& ledg
 }
 
 #if defined(OPKILN_EMULATED)
-// Tells the emulator of the memory that a kernel finds by addresses of an earlier call.
+// Registers memory with the emulator that the kernels reach by addresses from an earlier call.
 inline void add_tensors(const multi_tensor::Plan& plan) {
   const auto add = [](const void* at, int64_t numel, int64_t size) {
     if (at) opk::emulator::add_tensor(at, static_cast<size_t>(numel * size), static_cast<size_t>(size));
@@ -204,9 +204,8 @@ inline void add_tensors(const multi_tensor::Plan& plan) {
 }
 #endif
 
-// A kept plan with these gradients in it. Their addresses are written only if they changed. The checks
-// that were made for the plan are not repeated. If a gradient is not contiguous, returns nothing and
-// writes nothing.
+// Returns a kept plan with these gradients, or none, with nothing written, if one of them is not contiguous.
+// The addresses are written only if they changed. The checks that were made for the plan are not repeated.
 inline opk::optional<multi_tensor::Plan> replan(Tensor& memory, Tensor& ledger_tensor,
                                                 const TensorList& grads) {
   const opk::Device device = memory.device();

@@ -1,5 +1,5 @@
-// The result of a step over kept lists. Nothing is written unless it is kMade. The numbers are those of
-// Status in opkiln/ops/optimizing/op_calls.py. Any other problem is raised as an error.
+// The status of a step over kept lists. Unless it is kMade, nothing was written. The numbers equal those of
+// Status in opkiln/ops/optimizing/op_calls.py. Other problems are raised as errors.
 #pragma once
 
 #include <cstdint>
@@ -8,8 +8,8 @@ namespace opkiln {
 namespace status {
 
 constexpr int64_t kMade = 0;
-constexpr int64_t kNotKept = 1;  // the op keeps nothing for this call
-constexpr int64_t kLayout = 2;   // a tensor is not laid out as the kept lists need it
+constexpr int64_t kNotKept = 1;  // the op keeps no lists for this ticket
+constexpr int64_t kLayout = 2;   // a tensor's layout differs from what the kept lists need
 
 }  // namespace status
 }  // namespace opkiln

@@ -1,7 +1,7 @@
-// The kernels of an optimizer over the tensors of a plan, for device code. An optimizer is a type of
-// coefficients: `of(hyper, steps_made, lr, grad_scale)` computes them in double, `skip` says that
-// nothing may be written, `kStates` is 1 or 2, and `step(grad, value, states)` is the arithmetic of
-// one element. It uses no warp intrinsics, so hipify can translate it to HIP.
+// Device kernels that step the tensors of a plan. `Coefficients` describes an optimizer:
+// `of(hyper, steps_made, lr, grad_scale)` computes them in double, `skip` means that nothing may
+// be written, `kStates` is 1 or 2, and `step(grad, value, states)` is the arithmetic of one
+// element. No warp intrinsics, so that hipify can translate this file.
 #pragma once
 
 #include <opkiln/device_element.h>
@@ -18,14 +18,14 @@ using device::Pack;
 using device::store;
 using device::widen;
 
-// How many blocks run on a multiprocessor: 12 with up to 40 registers per thread, or 10 with 48, which
-// the code for all types needs. More blocks have more loads in flight. If one register is missing, the
-// spills cost 5 to 20%. That is why division and root lack their last bit (op.py).
+// Blocks per multiprocessor: 12 with up to 40 registers per thread, 10 with 48, which the code for mixed
+// types needs. More blocks keep more loads in flight. One register too many spills, which costs 5 to 20%. To
+// save registers, division and square root omit their last bit (op.py).
 constexpr int blocks_per_processor(bool plain) {
   return plain ? 12 : 10;
 }
 
-// One thread block's share of an item: the elements [begin, begin + count).
+// One thread block's part of an item: the elements [begin, begin + count).
 struct Share {
   const Item& item;
   const void* grads;
@@ -52,8 +52,8 @@ __device__ inline Share share_of(const Plan& plan, const Item& item, uint32_t in
   };
 }
 
-// Steps the elements [at, at + kWidth) of an item: those of the parameter itself, or those of its
-// master. In the latter case the parameter (Copy) receives a copy.
+// Steps the elements [at, at + kWidth) of an item: of the parameter, or of its
+// master. With a master, the parameter receives a copy of type Copy.
 template <class Value, class Copy, class Grad, int kWidth, class Coefficients>
 __device__ inline void step_pack(const Share& share, const Coefficients& c, int64_t at) {
   constexpr bool kMaster = sizeof(Value) != sizeof(Copy);
@@ -68,7 +68,7 @@ __device__ inline void step_pack(const Share& share, const Coefficients& c, int6
   for (int s = 0; s < Coefficients::kStates; ++s) {
     load(states[s], item.states[s] + at);
   }
-  if (c.skip) {  // checked after the loads, so that they need not wait for it
+  if (c.skip) {  // after the loads, so that they do not wait for it
     return;
   }
   Pack<Copy, kWidth> copy;
@@ -107,7 +107,7 @@ __device__ inline void each_pack(const Share& share, const Body& body) {
     if (i + 4 <= share.count) {
       body.template at<4>(share.begin + i);
     } else {
-      for (int k = i; k < share.count; ++k) {  // the last one to three elements, in one thread
+      for (int k = i; k < share.count; ++k) {  // the last one to three elements
         body.template at<1>(share.begin + k);
       }
     }
@@ -129,8 +129,8 @@ struct Step {
   }
 };
 
-// Runs Body<Value, Copy, Grad, Context>{share, context} over this thread's elements. The types of the
-// tensors decide which.
+// Runs Body<Value, Copy, Grad, Context>{share, context} over this
+// thread's elements, with the types of the tensors.
 template <bool kPlain, template <class, class, class, class> class Body, class Context>
 __device__ inline void by_type(const Share& share, const Context& context) {
   const bool wide = share.grad_type == ElementType::kFloat;
@@ -163,7 +163,7 @@ __device__ inline const Coefficients& coefficients_of(const Plan& plan, const It
   return *reinterpret_cast<const Coefficients*>(plan.coefficients + item.step * kCoefficientBytes);
 }
 
-// kPlain: all tensors are fp32, as is usual.
+// kPlain: all tensors are fp32, the usual case.
 template <class Coefficients, bool kPlain>
 __global__ void __launch_bounds__(kThreads, blocks_per_processor(kPlain))
 step_kernel(const Plan plan) {
@@ -180,8 +180,8 @@ __device__ inline double learning_rate(const Numbers& numbers) {
   return numbers.lr_double != nullptr ? *numbers.lr_double : numbers.lr;
 }
 
-// Runs before the step. It computes the coefficients for each count of steps, and adds 1 to the count.
-// kCounted is false for the first half of a step, which is not counted.
+// Runs before the step: computes the coefficients for each step count, and increments the counts. kCounted is
+// false for the first half of a two-part step, which does not count.
 template <class Coefficients, class Hyper, bool kCounted>
 __global__ void prepare_kernel(const Plan plan, const Hyper hyper) {
   const uint32_t i = blockIdx.x * kThreads + threadIdx.x;
@@ -208,8 +208,7 @@ void enqueue_prepare(const Hyper& hyper, const Plan& plan) {
               (plan.sizes.steps + kThreads - 1) / kThreads, kThreads, 0, plan, hyper);
 }
 
-// Enqueues a step of all items, and adds 1 to each count of steps. It takes two launches, for any number
-// of items.
+// Enqueues a step of all items and increments each step count, in two launches for any number of items.
 template <class Coefficients, class Hyper>
 void enqueue_step(const Hyper& hyper, const Plan& plan) {
   enqueue_prepare<Coefficients>(hyper, plan);

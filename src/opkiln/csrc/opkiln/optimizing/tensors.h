@@ -1,5 +1,5 @@
-// From tensors to their memory, with every check that keeps a kernel inside it. Messages name the
-// argument: "grads[3] has 5 elements, params[3] has 6".
+// Gets the memory of tensors, with every check that keeps a kernel inside it.
+// Messages name the argument: "grads[3] has 5 elements, params[3] has 6".
 #pragma once
 
 #if !defined(__CUDACC_RTC__)
@@ -26,11 +26,11 @@ using OptionalTensor = opk::optional<Tensor>;
   }
 }
 
-// Whether the elements fill a range of memory without gaps or overlap, in any order of the dimensions:
-// contiguous, transposed, channels-last.
+// Whether the elements fill a range of memory without gaps or overlap, in any
+// order of the dimensions: contiguous, transposed or channels-last.
 OPK_COLD inline bool is_dense(const Tensor& tensor) {
   const opk::Ints sizes = tensor.sizes(), strides = tensor.strides();
-  int64_t filled = 1;  // elements in the range that the dimensions found so far fill
+  int64_t filled = 1;  // elements that the dimensions found so far fill without gaps
   for (bool grown = true; grown;) {
     grown = false;
     for (int64_t d = 0; d < sizes.size(); ++d) {
@@ -52,12 +52,12 @@ OPK_COLD inline bool laid_out_alike(const Tensor& a, const Tensor& b) {
   return (a.is_contiguous() && b.is_contiguous()) || (is_dense(a) && same_layout(a, b));
 }
 
-// A step writes also where its schema cannot say so: to what is kept from call to call.
+// Drops the const: a step also writes tensors that are kept between calls, which its schema cannot express.
 inline void* written(const Tensor& tensor) {
   return const_cast<Tensor&>(tensor).data();
 }
 
-// A tensor that others are walked together with. It keeps the properties that are compared with each.
+// The tensor that others are compared with: the parameter. It caches the properties that are compared.
 class Model {
  public:
   Model(const Tensor& tensor, opk::Device device)
@@ -74,8 +74,8 @@ class Model {
     return type_;
   }
 
-  // The tensor's memory. It must be on the device, have a known dtype and as many elements as the model,
-  // and have the same layout (both contiguous, or both dense with the same strides).
+  // The memory of a tensor with the model's device, number of elements and layout (both contiguous, or both
+  // dense with the same strides), and a dtype that kernels support.
   [[gnu::noinline]] Stream stream(const Tensor& tensor, bool output) const {
     opk::check_on(tensor, device_);
     const ElementType type = opk::element_of(tensor);
@@ -92,7 +92,7 @@ class Model {
     return {static_cast<std::byte*>(data), type, output};
   }
 
-  // Like stream(), for an optimizer's state: fp32 or the parameter's own type.
+  // Like stream(), for an optimizer's state: float32 or the parameter's dtype.
   Stream state(const Tensor& tensor) const {
     const Stream out = stream(tensor, true);
     if (__builtin_expect(out.type != ElementType::kFloat && out.type != type_, 0)) {
@@ -102,7 +102,7 @@ class Model {
     return out;
   }
 
-  // Like stream(), for what must be fp32.
+  // Like stream(), for tensors that must be float32.
   Stream floats(const Tensor& tensor) const {
     const Stream out = stream(tensor, true);
     if (__builtin_expect(out.type != ElementType::kFloat, 0)) {

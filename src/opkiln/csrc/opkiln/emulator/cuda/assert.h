@@ -1,5 +1,5 @@
-// <cassert> in emulated code: an assertion stops the kernel with its text. Like C's header it may be included
-// again and again.
+// <cassert> in emulated code: a failed assertion stops the kernel and
+// reports its text. Like C's header it may be included repeatedly.
 #include "../runtime.h"
 
 #undef assert

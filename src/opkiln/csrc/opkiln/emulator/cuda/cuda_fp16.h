@@ -1,4 +1,4 @@
-// In place of CUDA's header of this name.
+// Replaces CUDA's header of this name.
 #pragma once
 
 #define __CUDA_FP16_H__

@@ -1,6 +1,5 @@
-// In place of CUDA's header of this name, for kernels that the emulator runs. Of the runtime's functions
-// it has those that launch and report: everything is done when a launch returns, so there is nothing to
-// wait for.
+// Replaces CUDA's header for emulated kernels. Of the runtime's functions it has those that launch and
+// report. All work is done when a launch returns, so the others have nothing to wait for.
 #pragma once
 
 #include "../language.h"
@@ -40,13 +39,13 @@ inline cudaError_t cudaGetDevice(int* device) {
 }
 
 enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount = 16 };
-// A small GPU, so that loops over the blocks of a grid take more than one turn.
+// Few multiprocessors, so that loops over the blocks of a grid take more than one turn.
 inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
   *value = 2;
   return cudaSuccess;
 }
 
-// CUDA takes the kernel's address alone; here its type says what the arguments are.
+// CUDA gets only the kernel's address; here the kernel's type describes the arguments.
 template <class... P>
 cudaError_t cudaLaunchKernel(void (*kernel)(P...), dim3 blocks, dim3 threads, void** arguments,
                              std::size_t shared, cudaStream_t) {

@@ -1,2 +1,2 @@
-// In place of CUDA's header of this name.
+// Replaces CUDA's header of this name.
 #error "the emulator does not run tensor cores (mma.h)"

@@ -1,4 +1,4 @@
-// NVRTC has CUDA's mathematical functions without a header. These are the constants.
+// Constants only: CUDA's mathematical functions are built into NVRTC.
 #pragma once
 
 #define M_E 2.7182818284590452354

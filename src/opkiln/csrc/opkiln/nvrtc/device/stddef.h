@@ -1,4 +1,4 @@
-// NVRTC has no C library; it knows size_t itself.
+// NVRTC has no C library. size_t is built in.
 #pragma once
 
 using ptrdiff_t = long;

@@ -1,4 +1,4 @@
-// NVRTC has no C library. These are g++'s types, so that both halves of a source mean the same.
+// NVRTC has no C library. These types equal g++'s, so that both halves of a source agree.
 #pragma once
 
 using int8_t = signed char;

@@ -1,2 +1,2 @@
-// For host code alone: NVRTC compiles none.
+// Empty: host code needs this header, and NVRTC compiles none.
 #pragma once

@@ -1,2 +1,2 @@
-// In place of CUDA's runtime, which a library has only if nvcc compiled it. prelude.h has the vector types.
+// Replaces the header of CUDA's runtime, which only nvcc's libraries contain. prelude.h has the vector types.
 #pragma once

@@ -1,9 +1,9 @@
-// Included before a .cu that g++ compiles beside NVRTC, as nvcc includes cuda_runtime.h: CUDA's words and
-// its vector types. __global__, __device__ and the like stay as they are: opkiln/machine/nvrtc/cut.py reads them
-// in the preprocessed text and takes them out.
+// Precedes the .cu in the host half of an NVRTC build, which g++ compiles, as cuda_runtime.h precedes it in nvcc:
+// CUDA's keywords and vector types. __global__, __device__ and the like stay in the preprocessed text, where
+// opkiln/machine/nvrtc/cut.py reads and removes them.
 #pragma once
 
-#define __HOST_DEFINES_H__  // CUDA's own header would make nothing of these words
+#define __HOST_DEFINES_H__  // skips CUDA's own header, which would define these words as nothing
 #define CUDARTAPI
 #define CUDARTAPI_CDECL
 #define __align__(n) __attribute__((aligned(n)))

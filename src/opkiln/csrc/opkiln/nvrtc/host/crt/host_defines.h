@@ -1,1 +1,1 @@
-// In place of CUDA's header, which torch's wheels lack: prelude.h has what it defines.
+// Replaces CUDA's header, which torch's wheels lack. prelude.h has the definitions.
