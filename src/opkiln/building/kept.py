@@ -22,11 +22,10 @@ import stat
 from typing import NamedTuple
 
 from opkiln.base.digest import Signature, open_replacement, read_file, sha256_file
-from opkiln.building import gather
 from opkiln.errors import StoreError
 from opkiln.machine.facts import Hasher
 from opkiln.run import events
-from opkiln.store import entry, inventory, key, publish
+from opkiln.store import entry, key
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -91,6 +90,8 @@ def find(
         if each.damaged and store.root is not None and each.directory.startswith(store.root + "/"):
             # It makes room for what will be made. No lock is held: at worst this removes an intact
             # entry that another process has just published.
+            from opkiln.store import publish
+
             with contextlib.suppress(OSError):  # it stays, and every reader refuses it
                 publish.discard(store.root, each.directory)
     return leaf, [each.reason for each in refused]
@@ -135,6 +136,9 @@ def keep(
 ) -> dict[str, str]:
     """Publish what a command made. Returns the files' digests, by path. If the store cannot take
     it, a note says so. Raises OSError if a file is gone."""
+    from opkiln.building import gather  # a hit does without
+    from opkiln.store import publish
+
     own = os.path.join(stage, f"kept-{os.urandom(6).hex()}")
     os.mkdir(own, 0o700)
     try:
@@ -175,6 +179,8 @@ def keep(
 def compare(store: Store, name: str) -> list[tuple[StoreEntry, Details, list[str]]]:
     """What is kept of another program's module, source or output of this name, the newest first,
     each with what has changed where it was made. Raises StoreError."""
+    from opkiln.store import inventory
+
     found = []
     for each in inventory.entries(store.root) if store.root is not None else ():
         more = inventory.details(each)

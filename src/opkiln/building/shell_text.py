@@ -151,10 +151,14 @@ def is_for_this_cpu(words: tuple[str, ...]) -> bool:
 
 def hides_paths(words: tuple[str, ...]) -> bool:
     """Whether paths may be in an output in a form that is not seen: compressed."""
-    return any(
-        re.match(
-            r"-gz|-flto|--?compress|-Wl,.*--compress|-G\Z|-?-device-debug|-?-(generate-)?line-?info",
-            word,
-        )
-        for word in words
-    )
+    return any(map(_COMPRESSED.match, words))
+
+
+_COMPRESSED = re.compile(
+    r"-gz|-flto|--compress-debug|-W[al],.*compress|-G\Z|--?(device-debug|generate-line-info|lineinfo)"
+)
+
+
+def has_device_code(words: tuple[str, ...]) -> bool:
+    """Whether an output has device code, which nvcc compresses."""
+    return any(word.endswith((".cu", ".ptx", ".cubin")) for word in words)

@@ -26,6 +26,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/socket.h>
+#include <sys/time.h>
 #include <sys/types.h>
 #include <sys/uio.h>
 #include <sys/wait.h>
@@ -57,6 +58,16 @@ __attribute__((constructor)) static void begin(void) {
   unsetenv("_OPKILN_NINJA_PRELOAD");
   active = !getenv("OPKILN_OBSERVER_LOG") &&
            snprintf(step_path, sizeof step_path, "%s/step", ready) < (int)sizeof step_path;
+}
+
+// What the server has to write (a trace) is there when ninja ends.
+__attribute__((destructor)) static void end(void) {
+  const struct timeval longest = {.tv_sec = 1};
+  char byte;
+  if (server < 0) return;
+  shutdown(server, SHUT_WR);
+  setsockopt(server, SOL_SOCKET, SO_RCVTIMEO, &longest, sizeof longest);
+  recv(server, &byte, 1, 0);
 }
 
 static uint64_t milliseconds(void) {

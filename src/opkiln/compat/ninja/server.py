@@ -19,8 +19,9 @@ import time
 from typing import TYPE_CHECKING, NamedTuple
 
 from opkiln.building import kept, shell_text
-from opkiln.building.command import MEMORY, Attempt, ObservedCommand, Prepared
+from opkiln.building.attempt import Attempt
 from opkiln.building.observing import log
+from opkiln.building.prepared import MEMORY, ObservedCommand, Prepared
 from opkiln.compat.ninja import front
 from opkiln.errors import OpkilnError
 from opkiln.machine import uname
