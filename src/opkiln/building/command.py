@@ -44,7 +44,7 @@ def run_command(command: ObservedCommand, store: Store | None = None) -> Command
         if leaf is None:
             return None
         try:
-            messages = prepared.put_in_place(leaf)
+            messages = prepared.put_in_place(leaf, again=False)
         except (OSError, ValueError, KeyError):
             return None  # it was collected just now, or the disk is full
         events.emit(events.STEP_END, op=command.group or command.host, label=command.label,

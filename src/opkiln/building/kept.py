@@ -97,14 +97,18 @@ def find(
     return leaf, [each.reason for each in refused]
 
 
-def put_in_place(leaf: Leaf, anchors: Anchors) -> dict[str, str]:
-    """Put each file of an entry where it belongs, in one step, as a new file. Returns the digests
+def put_in_place(leaf: Leaf, anchors: Anchors, *, again: bool = True) -> dict[str, str]:
+    """Put each file of an entry where it belongs, in one step, as a new file. If not ``again``, a
+    file that is there already stays, which another process may have opened. Returns the digests
     of the files, by path. Raises OSError, ValueError, KeyError: the entry was collected meanwhile,
     or a file cannot be written."""
     digests = {}
-    for anchor, path, name, _, sha256, kind in leaf.manifest["files"]:
+    for anchor, path, name, size, sha256, kind in leaf.manifest["files"]:
         full = os.path.join(anchors.places[anchor], path) if anchor != "abs" else path
         source = os.path.join(leaf.directory, name)
+        if not again and kind != _TEXT and _is_there(full, size, sha256):
+            digests[full] = sha256
+            continue
         with open_replacement(full, 0o777 if kind == _RUNS else 0o666) as out:
             if kind == _TEXT:
                 text = read_file(source).decode("utf-8", "surrogateescape")
@@ -113,6 +117,13 @@ def put_in_place(leaf: Leaf, anchors: Anchors) -> dict[str, str]:
                 _copy(source, out.fileno())
                 digests[full] = sha256
     return digests
+
+
+def _is_there(path: str, size: int, sha256: str) -> bool:
+    try:
+        return os.stat(path).st_size == size and sha256_file(path) == sha256
+    except OSError:
+        return False
 
 
 def _copy(source: str, out: int) -> None:

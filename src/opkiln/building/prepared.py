@@ -90,10 +90,10 @@ class Prepared:
         """``kept.find``."""
         return kept.find(store, self.name, self.anchors.places, hasher)
 
-    def put_in_place(self, leaf: Leaf) -> str:
-        """Put the files of an entry in place. Returns the messages. Raises as
-        ``kept.put_in_place``."""
-        placed = kept.put_in_place(leaf, self.anchors)
+    def put_in_place(self, leaf: Leaf, *, again: bool = True) -> str:
+        """Put the files of an entry in place; if not ``again``, those that are not there. Returns
+        the messages. Raises as ``kept.put_in_place``."""
+        placed = kept.put_in_place(leaf, self.anchors, again=again)
         digests.update(placed)
         return self.anchors.show(leaf.manifest["messages"])
 
