@@ -504,7 +504,7 @@ def compiler_variables(*, script: bool) -> tuple[tuple[str, str], ...]:
 # What changes the results or the messages of compilers that other programs start.
 _OF_OTHERS = {
     *PASSED[1:], *DROPPED, "CPATH", "CPLUS_INCLUDE_PATH", "LIBRARY_PATH", "LANG", "LANGUAGE",
-    "LD_PRELOAD", "NVCC_CCBIN", "OMPI_CXX", "OMPI_CC",
+    "LD_PRELOAD", "NVCC_CCBIN", "CLICOLOR_FORCE", "OMPI_CXX", "OMPI_CC",
 } - {"MAKEFLAGS", "CFLAGS"}  # fmt: skip
 _FAMILIES_OF_OTHERS = ("LC_", "GCC_", "CLANG_", "NVCC_", "CICC_", "CUDAFE_", "NVVM_", "HIP")
 # What differs from one shell, terminal, rank or build to the next.

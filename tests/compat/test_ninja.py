@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 from sample.ninja_project import RULES, Project, needs_ninja
 
+from opkiln.store import entry
+
 pytestmark = needs_ninja
 
 MAIN = '#include <stdio.h>\n#include "a.h"\nint main(void) { printf("%d\\n", A); return 0; }\n'
@@ -479,3 +481,17 @@ def test_a_store_that_cannot_be_written_is_no_obstacle(project: Project) -> None
     assert done.status == 0
     assert project.run("app") == "1\n"
     assert project.is_done()
+
+
+def test_an_entry_that_would_write_elsewhere_is_not_taken(project: Project, cache: Path) -> None:
+    """A manifest may come from a layer of somebody else's."""
+    project.build()
+    target = project.path.parent / "target"
+    for path in cache.glob("v1/objects/*/*/*/manifest.json"):
+        manifest = entry.read_manifest(str(path.parent))
+        manifest["files"][0][:2] = ["dir", "../target"]
+        path.write_bytes(entry.write_manifest(manifest))
+    project.clean()
+    assert project.build().hits == []
+    assert not target.exists()
+    assert project.run("app") == "1\n"
