@@ -356,16 +356,10 @@ def test_eight_at_once_compile_once(tmp_path: Path, cache: Path) -> None:
         project.start("-j2", trace=trace) for project, trace in zip(projects, traces, strict=True)
     ]
     assert [each.wait(120) for each in running] == [0] * 8
-    served = [Project.served(trace) for trace in traces]
+    served = [project.served(trace) for project, trace in zip(projects, traces, strict=True)]
     assert sorted(label for _, misses in served for label in misses) == ["a.c", "b.c"]
     assert len(objects(cache)) == 2
     assert all(project.is_done() for project in projects)
-
-
-def descendants_named(name: str) -> list[int]:
-    """The processes below this one with this word on their command lines."""
-    found = subprocess.run(["pgrep", "-f", name], capture_output=True, text=True, check=False)
-    return [int(line) for line in found.stdout.split()]
 
 
 def many(tmp_path: Path, name: str) -> Project:
@@ -388,9 +382,8 @@ def test_a_build_that_was_killed_is_continued_by_plain_ninja(
     if whom == "ninja":
         running.kill()
     else:
-        for pid in descendants_named("program.py serve"):
-            if Path(f"/proc/{pid}/cwd").resolve() == project.path:
-                os.kill(pid, signal.SIGKILL)
+        for pid in project.servers():
+            os.kill(pid, signal.SIGKILL)
     output, _ = running.communicate(timeout=60)
     assert running.returncode == (-9 if whom == "ninja" else 0), output
     time.sleep(0.3)  # what a killed ninja had started goes on
@@ -432,7 +425,7 @@ def test_what_opkiln_run_starts_gets_this_ninja(project: Project, tmp_path: Path
             [sys.executable, "-m", "opkiln", "run", "sh", "-c", "ninja"], cwd=project.path,
             env=project.environment(trace), check=True, capture_output=True, timeout=120,
         )  # fmt: skip
-        return Project.served(trace)[0]
+        return project.served(trace)[0]
 
     assert run() == []
     project.clean()

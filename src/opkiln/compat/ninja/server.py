@@ -213,7 +213,8 @@ class _Server:
             # Not within the budget: the next command can use the CPU meanwhile.
             if done is not None:
                 attempt, messages, seconds = done
-                attempt.keep(messages, seconds, 0, missed.rebuilt)
+                if why := attempt.keep(messages, seconds, 0, missed.rebuilt):
+                    events.emit(events.NOTE, text=f"{what} is not kept: {why}")
                 step.send(b"k", socket.MSG_NOSIGNAL)
 
     def _run(self, missed: _Missed, step: socket.socket) -> tuple[Attempt, str, float] | None:
