@@ -7,7 +7,7 @@ import itertools
 import os
 import sys
 import zlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import hypothesis
 import pytest
@@ -25,10 +25,16 @@ pytest_plugins = ["fault_rows", "timing"]
 
 # A property test draws the same few examples in every run of `make test`, so that a change is
 # judged by itself. `make test-full` draws as many as hypothesis does; `make test-random` new ones,
-# with their seed.
-hypothesis.settings.register_profile("fixed", derandomize=True, database=None, max_examples=30)
-hypothesis.settings.register_profile("full", derandomize=True, database=None)
-hypothesis.settings.register_profile("random", derandomize=False, database=None, print_blob=True)
+# with their seed. How long drawing takes says how busy the machine is, and nothing of the test.
+_PROFILES: dict[str, dict[str, Any]] = {
+    "fixed": {"derandomize": True, "max_examples": 30},
+    "full": {"derandomize": True},
+    "random": {"derandomize": False, "print_blob": True},
+}
+for _name, _given in _PROFILES.items():
+    hypothesis.settings.register_profile(
+        _name, database=None, suppress_health_check=[hypothesis.HealthCheck.too_slow], **_given
+    )
 hypothesis.settings.load_profile("fixed")
 
 # Read by OpenMP when torch is imported. By default its threads spin while they wait for work, which

@@ -153,8 +153,8 @@ class ArgumentTypeError(ArgumentError, TypeError):
 class SettingError(UsageError):
     """An environment variable or option holds a value that has no meaning.
 
-    Correct the variable that the message names, or unset it; docs/settings.md lists the values.
-    `opkiln report` shows which variables are set.
+    Correct the variable that the message names, or unset it; docs/reference/variables.md lists the
+    values. `opkiln report` shows which variables are set.
     """
 
 

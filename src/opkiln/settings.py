@@ -1,7 +1,7 @@
-"""Every environment variable opkiln reads: typed, documented, in one table.
+"""Every environment variable that opkiln reads: typed, documented, in one table.
 
-This is the only module that touches ``os.environ``, and it only ever reads it. The table is also
-the documentation: ``docs/settings.md`` is generated from it.
+Only this module uses ``os.environ``, and it never writes to it. ``docs/reference/variables.md`` is
+generated from the table.
 
 A value is read when it is asked for, so a program may set variables after ``import opkiln``.
 ``override(...)`` sets values for a scope, in this thread and what it starts, without touching the
@@ -27,17 +27,17 @@ __all__ = ["origin_of", "override", "settings", "table"]
 # The form of manifests. Bump it when one version of opkiln cannot read the entries of the other.
 # Schema 1 did not record what a library needs from the machine that loads it.
 SCHEMA = 2
-# The directory of this schema's entries, in stores, layers, wheels and bundles. It follows from the
-# schema, so that two versions live side by side: in one directory, each would take the other's
-# entries for damaged, and build them again for ever.
+# The directory of this schema's entries, in stores, layers, wheels and bundles. Each schema has its
+# own, so that two versions can share a store: in one directory, each would find the other's entries
+# damaged, and build them again and again.
 LAYOUT = f"v{SCHEMA - 1}"
 
 _OVERRIDES: ContextVar[dict[str, Any] | None] = ContextVar("opkiln_settings", default=None)
 
 
 class Setting:
-    """One variable, with its other names, separated by spaces. As a class attribute it reads as its
-    parsed value. The string below it says what it is for and, last, how its default reads."""
+    """One variable, with its other names, separated by spaces. Read as a class attribute, it gives
+    the parsed value. The string below it is its documentation, which may end with the default."""
 
     field = ""
 
@@ -82,8 +82,8 @@ class Setting:
             return overrides[self.field], "call"
         for name in self.names:
             text = os.environ.get(name)
-            # An empty variable means "not set", as shells' `VAR= cmd` is used. Of GPUs it means
-            # "none": that is how a job hides them all.
+            # An empty variable means "not set", as in `VAR= cmd`. For lists of GPUs it means
+            # "none": jobs hide all GPUs in this way.
             if text or (text is not None and self.empty_counts):
                 try:
                     return self.parse(text), name
@@ -101,7 +101,7 @@ _DEFAULT = " Default: "
 
 @cache
 def _documentation() -> dict[str, str]:
-    """The string below each setting, read from the source: no process needs it to load an op."""
+    """The string below each setting. It is read from the source, because no load needs it."""
     import ast
     from inspect import getsource
     from itertools import pairwise
@@ -232,7 +232,7 @@ class Settings:
     torch's CUDA wheels bring along, and the C++ compiler; for sources on `opkiln/op.h`. `auto`:
     `nvcc` where there is a toolkit, else `nvrtc`. `emulated`: as `auto`, and CUDA kernels of ops
     written with `op.h` also run on the CPU, on CPU tensors, where their races, bounds and barriers
-    are checked. For tests on machines without a GPU; see [emulator.md](emulator.md)."""
+    are checked. For tests on machines without a GPU; see [emulator.md](../emulator.md)."""
     cuda_home = Setting("OPKILN_CUDA_HOME")
     """The CUDA toolkit to use. It is used or refused, never replaced by another. Default: the
     toolkit that fits torch best."""
@@ -324,7 +324,7 @@ class Settings:
     """Ops that all ranks of a job agree on when the program calls
     `torch.distributed.init_process_group`, by name, separated by commas; `1`: those in the file of
     `OPKILN_RECORD`, if it is set. What the program loads later is built by one rank. For programs
-    under `opkiln run`; see [clusters.md](clusters.md)."""
+    under `opkiln run`; see [clusters.md](../clusters.md)."""
     job_secret = Setting("OPKILN_JOB_SECRET")
     """What the ranks of a job authenticate their messages with in `opkiln.ensure`, the same for
     all: `openssl rand -hex 32`. Without it, whoever reaches the job's store is trusted."""
@@ -373,7 +373,7 @@ class Settings:
 # The settings that are in force: ``settings.cache_dir``. Every access reads the environment anew.
 settings = Settings()
 
-# What bears on how, where and whether a build runs, but not on which binary is the right one.
+# Settings for how, where and whether a build runs. They do not change which binary is right.
 _INDIFFERENT = frozenset((
     "progress", "trace", "no_color", "rank", "max_jobs", "memory", "build_timeout", "tmpdir",
     "runtime_dir", "cache_max_size", "record", "mode", "build_ops",
@@ -388,8 +388,8 @@ _INDIFFERENT = frozenset((
 ))  # fmt: skip
 _TABLE = tuple(value for value in vars(Settings).values() if isinstance(value, Setting))
 _NAMES = frozenset(name for setting in _TABLE for name in setting.names)
-# Variables that change what a compiler does behind its argv, and that nobody sets to mean opkiln.
-# They never reach a compiler; `explain` names those that were set.
+# Variables that change a compiler's output without being in its argv, and that are not meant for
+# opkiln. They never reach a compiler; `explain` names those that are set.
 DROPPED = (
     "C_INCLUDE_PATH", "OBJC_INCLUDE_PATH", "GCC_EXEC_PREFIX", "COMPILER_PATH", "GCC_COMPARE_DEBUG",
     "DEPENDENCIES_OUTPUT", "SUNPRO_DEPENDENCIES", "LD_RUN_PATH", "LDEMULATION", "GNUTARGET",
@@ -401,11 +401,11 @@ DROPPED = (
     "CCACHE_COMPILER", "CCACHE_COMPILERTYPE", "CCACHE_PATH", "CCACHE_PREFIX", "CCACHE_PREFIX_CPP",
 )  # fmt: skip
 
-# What a child process keeps of this one's environment. All of it is in the key of what a compiler
-# makes, but for PATH: there the programs count that it leads to.
+# The variables that child processes get. All are in the key of a compiler's output, except PATH: of
+# that, the programs that it leads to count.
 PASSED = ("PATH", "LD_LIBRARY_PATH", "ASAN_OPTIONS")
-# What a compiler gets besides if it is a script, and then they are in the key, too; and a launcher,
-# which does not change what is compiled. Those of the families by how their names begin.
+# Further variables for a compiler that is a script, where they are also in the key, and for a
+# launcher, which does not change the output. The families are prefixes of names.
 PASSED_TO_SCRIPTS = ("HOME", "USER", "LOGNAME", "XDG_RUNTIME_DIR", "CONDA_PREFIX")
 PASSED_FAMILIES = ("CCACHE_", "SCCACHE_")
 
@@ -430,8 +430,8 @@ _SWITCH = "OPKILN_BUILD_"  # an op's name may follow, so only a near miss of a s
 
 
 def misspelt() -> list[tuple[str, str, str]]:
-    """(a variable that looks like a setting and is not, the one that may be meant, both in words)
-    of each."""
+    """For each variable that looks like a setting and is not: (its name, the name that may be
+    meant, a message)."""
     strange = [name for name in os.environ if name.startswith("OPKILN_") and name not in _NAMES]
     if not strange:
         return []  # before the import: every process asks when it loads an op
@@ -448,7 +448,7 @@ def misspelt() -> list[tuple[str, str, str]]:
 
 
 def unknown() -> list[str]:
-    """``misspelt()`` in words."""
+    """The messages of ``misspelt``."""
     return [words for _, _, words in misspelt()]
 
 
@@ -492,8 +492,8 @@ def child_environment() -> dict[str, str]:
 
 
 def compiler_variables(*, script: bool) -> tuple[tuple[str, str], ...]:
-    """The variables that reach a compiler, and so are in the key of what it makes; more of them if
-    it is a script."""
+    """The variables that a compiler gets, which are in the key of its output; more if it is a
+    script."""
     names = {name for name in PASSED[1:] if name in os.environ}
     if script:
         names |= {name for name in os.environ if name.startswith(PASSED_FAMILIES)} - set(DROPPED)
@@ -531,12 +531,12 @@ def variables_of_others(
 
 
 def whole_environment() -> dict[str, str]:
-    """A copy of everything, for a program of the user's, never for a compiler."""
+    """A copy of the environment, for a program of the user's, never for a compiler."""
     return dict(os.environ)
 
 
 def with_own_store(directory: str, progress: str) -> dict[str, str]:
-    """The same, for a program of ours that shall find an empty store and build what it loads."""
+    """The same, for a program of ours that must find an empty store and build what it loads."""
     return {
         **os.environ,
         "OPKILN_CACHE_DIR": os.path.join(directory, "store"),
@@ -573,13 +573,13 @@ def build_switches() -> list[str]:
 
 
 def fingerprint() -> tuple[object, ...] | None:
-    """Every variable that could bear on which binary is right, raw.
+    """The texts of all variables that may change which binary is right.
 
-    None where ``override`` has a say in it: what was overridden is in no variable.
+    None if such a setting is overridden: the override is not in a variable.
     """
     if not set(_OVERRIDES.get() or ()) <= _INDIFFERENT:
         return None
-    # Most are not set, and asking for each of them takes longer than going through all that are.
+    # Most are not set. Looking up each of them takes longer than going through those that are.
     found = {
         name: os.environ[name]
         for name in os.environ
@@ -594,7 +594,7 @@ _HOMES = ("OPKILN_CUDA_HOME", "CUDA_HOME", "CUDA_PATH", "ROCM_HOME", "ROCM_PATH"
 
 
 def _relative(variables: Mapping[str, str]) -> bool:
-    """Whether a variable names a place as seen from the current directory."""
+    """Whether a variable contains a relative path."""
     get = variables.get
     named = [part for name in _DIRECTORIES for part in get(name, "").split(os.pathsep)]
     named += [word for name in _PROGRAMS for word in get(name, "").split() if "/" in word]
@@ -616,7 +616,7 @@ def on_path(name: str) -> Iterator[str]:
 
 
 def executable(path: str) -> bool:
-    """Whether a path is a program: a directory may have the executable bit, too."""
+    """Whether a path is a program. (A directory may have the executable bit, too.)"""
     return os.access(path, os.X_OK) and not os.path.isdir(path)
 
 
@@ -637,10 +637,10 @@ def store_candidates() -> Iterator[tuple[str, bool]]:
 
 @contextmanager
 def override(**values: Any) -> Iterator[Settings]:
-    """Settings for the length of a ``with`` block, by field name; nothing else sees them.
+    """Set settings, by field name, for the length of a ``with`` block.
 
-    They hold in this thread and in what it starts, and the environment stays as it is. Raises
-    SettingError for a name that is no field.
+    They hold in this thread and in threads that it starts. The environment is unchanged. Raises
+    SettingError for a name that is not a field.
     """
     for name in values:
         if not isinstance(vars(Settings).get(name), Setting):

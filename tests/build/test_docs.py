@@ -9,7 +9,6 @@ import subprocess
 from pathlib import Path
 
 import pytest
-import reference_pages.settings
 from sample import child, command, forks, pool
 
 from opkiln.base.model import CPU, CUDA, ROCM
@@ -56,12 +55,6 @@ def _run(
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
     return child.finish(started, timeout=300)
-
-
-def test_the_settings_page_is_what_the_table_says() -> None:
-    assert (ROOT / "docs" / "settings.md").read_text() == reference_pages.settings.page(), (
-        "run `make docs`"
-    )
 
 
 def test_the_pages_have_what_is_looked_for_on_them() -> None:

@@ -488,7 +488,7 @@ def test_a_budget_directory_that_cannot_be_used_is_found(tmp_path: Path) -> None
     patient = Patient({"OPKILN_RUNTIME_DIR": str(tmp_path / "open")})
     found = patient.check("budget")
     assert found.verdict == "WARN"
-    assert "others may write to it (mode 777)" in found.evidence
+    assert "it is writable by others (mode 0777)" in found.evidence
     assert patient.check("budget", after=found.command).verdict == "PASS"
 
 

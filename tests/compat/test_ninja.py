@@ -354,7 +354,7 @@ def test_eight_at_once_compile_once(tmp_path: Path, cache: Path) -> None:
         project.start("-j2", trace=trace) for project, trace in zip(projects, traces, strict=True)
     ]
     assert [each.wait(120) for each in running] == [0] * 8
-    served = [Project.served(trace, idle=False) for trace in traces]
+    served = [Project.served(trace) for trace in traces]
     assert sorted(label for _, misses in served for label in misses) == ["a.c", "b.c"]
     assert len(objects(cache)) == 2
     assert all(project.is_done() for project in projects)
@@ -430,7 +430,7 @@ def test_what_opkiln_run_starts_gets_this_ninja(project: Project, tmp_path: Path
             [sys.executable, "-m", "opkiln", "run", "sh", "-c", "ninja"], cwd=project.path,
             env=project.environment(trace), check=True, capture_output=True, timeout=120,
         )  # fmt: skip
-        return Project.served(trace, idle=False)[0]
+        return Project.served(trace)[0]
 
     assert run() == []
     project.clean()

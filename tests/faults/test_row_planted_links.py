@@ -62,7 +62,7 @@ for number in range(count):
             failure.write_log(root, "precious", "log")
             got.fail(CompileError("failed"))
         publish.discard(root, os.path.join(root, f"ops/{number}/precious"))
-        budget._open_table(place, os.geteuid())
+        budget._open_table(place)
         if number % 50 == 0:
             text = f'extern "C" int value() {{ return {number}; }}'
             library = opkiln.load_inline("op", text, is_python_module=False, abi="none")

@@ -80,7 +80,7 @@ PAGES = (
         "opkiln.accelerator.interface", "the device of this process", "accelerators.md",
         subclassed=True,
     ),
-    Page("opkiln.settings", "settings for a block of code", "settings.md"),
+    Page("opkiln.settings", "settings for a block of code", "reference/variables.md"),
 )  # fmt: skip
 
 
@@ -160,7 +160,7 @@ def _fields_of_settings() -> list[str]:
         "",
         "## Fields",
         "",
-        "What each is, [Settings](../settings.md) says by its variable.",
+        "[Settings](variables.md) explains each variable.",
         "",
     ]
     lines += ["| Field | Variable |", "|---|---|"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from reference_pages import api, commands, compat, failures
+from reference_pages import api, commands, compat, failures, settings
 from reference_pages.source import ROOT
 
 HERE = ROOT / "docs" / "reference"
@@ -33,7 +33,7 @@ imports none of these modules: each is imported when it is used.
 
 - [Commands](commands.md): every command and option
 - [The command line](../cli.md): the same with examples, and the exit codes
-- [Settings](../settings.md): every variable that opkiln reads
+- [Settings](variables.md): every variable that opkiln reads
 - [Errors](errors.md): every error and warning, its exit code, and what to do
 - [Checks](checks.md): what `opkiln doctor` looks at
 
@@ -53,4 +53,5 @@ def all_pages() -> dict[str, str]:
         "compat.md": compat.page(),
         "commands.md": commands.page(),
         "errors.md": failures.page(),
+        "variables.md": settings.page(),
     }

@@ -1,4 +1,4 @@
-"""docs/settings.md, from the table in ``opkiln.settings``."""
+"""docs/reference/variables.md, from the table in ``opkiln.settings``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _GROUPS = {
 
 
 def page() -> str:
-    """``docs/settings.md``, whole."""
+    """``docs/reference/variables.md``, whole."""
     lines = [
         "# Settings",
         "",

@@ -78,17 +78,16 @@ class Project:
         trace.unlink(missing_ok=True)
         done = self.start(*arguments, trace=trace, **more)
         output, _ = done.communicate(timeout=120)
-        return Built(done.returncode, output, *self.served(trace, "no work to do" in output))
+        return Built(done.returncode, output, *self.served(trace))
 
     @staticmethod
-    def served(trace: Path, idle: bool) -> tuple[list[str], list[str]]:
-        """The labels of (the hits, the misses) in a trace, which its server writes last."""
-        limit = time.monotonic() + (0.2 if idle else 20)
+    def served(trace: Path) -> tuple[list[str], list[str]]:
+        """The labels of (the hits, the misses) in a trace. ninja waits a second for it."""
+        limit = time.monotonic() + 1
         while not trace.exists() and time.monotonic() < limit:
             time.sleep(0.02)
         if not trace.exists():
             return [], []
-        time.sleep(0.02)
         ended = [
             each for each in json.loads(trace.read_text())["traceEvents"]
             if "cached" in each.get("args", {})

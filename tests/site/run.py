@@ -37,7 +37,10 @@ WIDTHS = {"desktop": 1280, "phone": 390}
 SCHEMES = ("light", "dark")
 PICTURED = ("index.html", "tutorials/write-an-op/index.html")
 # What somebody may look for, and the page that must be among the first results.
-SEARCHES = {"arch list": "devices/", "kill -9": "reliability/", "OPKILN_MODE": "settings/"}
+SEARCHES = {
+    "arch list": "devices/", "kill -9": "reliability/", "OPKILN_MODE": "using/",
+    "OPKILN_BUILD_TIMEOUT": "variables/",
+}  # fmt: skip
 
 
 class Page(HTMLParser):

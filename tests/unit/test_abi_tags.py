@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from opkiln.decision.prebuilt import _comparable
+from opkiln.decision.prebuilt import _comparable_tag
 
 FULL = "torch-2.13.0+cpu-0123456789abcdef-cxx11-cpython-311-3.11.7"
 
@@ -22,7 +22,7 @@ FULL = "torch-2.13.0+cpu-0123456789abcdef-cxx11-cpython-311-3.11.7"
     ],
 )
 def test_pythons_patch_release_and_torchs_runtime_may_differ(built: str, here: str) -> None:
-    assert _comparable(built) == _comparable(here)
+    assert _comparable_tag(built) == _comparable_tag(here)
 
 
 @pytest.mark.parametrize(
@@ -44,4 +44,4 @@ def test_pythons_patch_release_and_torchs_runtime_may_differ(built: str, here: s
 def test_another_minor_release_another_torch_or_another_kind_is_another_abi(
     built: str, here: str
 ) -> None:
-    assert _comparable(built) != _comparable(here)
+    assert _comparable_tag(built) != _comparable_tag(here)

@@ -299,7 +299,7 @@ def test_a_directory_that_is_not_private_is_refused_and_the_next_one_serves(
 def test_with_no_directory_at_all_the_budget_holds_in_this_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(place: str, uid: int) -> slots.SlotTable:
+    def refuse(place: str) -> slots.SlotTable:
         raise OSError(errno.EROFS, "Read-only file system")
 
     monkeypatch.setattr(budget, "_open_table", refuse)

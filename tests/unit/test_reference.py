@@ -96,7 +96,7 @@ def test_every_class_that_a_signature_names_is_on_a_page(page: api.Page) -> None
     in_settings = {
         ("opkiln.settings", "Setting"),
         ("opkiln.settings", "Settings"),
-    }  # docs/settings.md
+    }  # docs/reference/variables.md
     assert not classes - set(api.homes()) - in_settings
 
 

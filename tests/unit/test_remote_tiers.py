@@ -144,7 +144,7 @@ def test_two_processes_that_download_the_same_do_not_share_a_file(
     data = b"x" * 1000
     _, url, sha256 = serving(start, data)
     root = root_of(cache)
-    first, fd = tiers._part(root, sha256)
+    first, fd = tiers._open_part(root, sha256)
     if os.fork() == 0:  # record locks are a process's
         other = tiers.download(url, sha256, 1000, root)
         os._exit(0 if other != first and Path(other).read_bytes() == data else 1)

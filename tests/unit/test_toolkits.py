@@ -35,7 +35,6 @@ from opkiln.machine.toolchain import (
     nvcc,
     toolkits,
     torch_sdk,
-    wheel_headers,
 )
 from opkiln.run import process
 from opkiln.run.child import Completed
@@ -852,7 +851,7 @@ def test_extra_cuda_brings_every_library_that_a_hint_says_it_brings() -> None:
     project = Path(__file__).parents[2] / "pyproject.toml"
     (extra, *_) = tomllib.loads(project.read_text())["project"]["optional-dependencies"]["cuda"]
     parts = extra.partition("[")[2].partition("]")[0].split(",")
-    assert {*wheel_headers.IN_EXTRA, "nvcc", "cccl", "cudart"} == set(parts)
+    assert {*toolkits.IN_EXTRA, "nvcc", "cccl", "cudart"} == set(parts)
 
 
 def test_wheel_headers_of_cuda_12_are_in_one_directory_for_each_library(tmp_path: Path) -> None:
@@ -862,14 +861,14 @@ def test_wheel_headers_of_cuda_12_are_in_one_directory_for_each_library(tmp_path
         (tmp_path / "site/nvidia" / part / "include").mkdir(parents=True)
     marker = tmp_path / "site/nvidia/cuda_runtime/include/cuda_runtime_api.h"
     marker.write_text("#define CUDART_VERSION  12080\n")
-    found = wheel_headers.find_wheels(sdk, [str(tmp_path / "toolkit")], (12, 8))
+    found = toolkits.find_wheels(sdk, [str(tmp_path / "toolkit")], (12, 8))
     assert found.directories == (
         "cuda_runtime/include", "cublas/include", "cusparse/include"
     )  # fmt: skip
-    assert wheel_headers.find_wheels(sdk, [str(tmp_path / "toolkit")], (12, 9)).directories == ()
-    for header in wheel_headers.LIBRARIES:
+    assert toolkits.find_wheels(sdk, [str(tmp_path / "toolkit")], (12, 9)).directories == ()
+    for header in toolkits.WHEEL_HEADERS:
         (tmp_path / "toolkit" / header).touch()
-    assert wheel_headers.find_wheels(sdk, [str(tmp_path / "toolkit")], (12, 8)).directories == ()
+    assert toolkits.find_wheels(sdk, [str(tmp_path / "toolkit")], (12, 8)).directories == ()
 
 
 def torch_sdk_at(path: Path) -> TorchSDK:

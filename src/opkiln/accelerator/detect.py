@@ -1,4 +1,4 @@
-"""Which accelerator this process runs on: chosen once, on first use.
+"""Chooses the accelerator of this process, once, on first use.
 
 In this order: the object that ``set_accelerator`` was given, ``OPKILN_ACCELERATOR``, accelerators
 of other packages, opkiln's own. An accelerator is chosen because a device answers, not because a
@@ -13,7 +13,7 @@ from opkiln.accelerator.cpu import CpuAccelerator
 from opkiln.accelerator.device import Answer
 from opkiln.base import forks
 from opkiln.errors import AcceleratorError
-from opkiln.machine.devices import choice, installed
+from opkiln.machine.devices import choice
 from opkiln.settings import settings
 
 TYPE_CHECKING = False
@@ -97,7 +97,7 @@ def _find_first() -> tuple[Any, tuple[Answer, ...]]:
 
 def _ask_all(root: str) -> Iterator[tuple[Answer, Any]]:
     """Each accelerator's answer, and the accelerator if it can be used."""
-    for entry in installed.accelerators():
+    for entry in choice.accelerators():
         yield _ask_entry(entry, root, asked=False)
     for kind in KINDS.values():
         answer = kind.look(root)
@@ -136,7 +136,7 @@ def _find_by_name(name: str) -> tuple[Any, tuple[Answer, ...]]:
             kind, answer = (gpus.RocmAccelerator, told) if told.present else (kind, answer)
         accelerator = kind() if answer.present else None
     else:
-        entries = [entry for entry in installed.accelerators() if entry.name.lower() == name]
+        entries = [entry for entry in choice.accelerators() if entry.name.lower() == name]
         if not entries:
             raise _unusable(name, choice.UNKNOWN)
         answer, accelerator = _ask_entry(entries[0], ROOT, asked=True)

@@ -15,7 +15,7 @@ from opkiln.accelerator.cpu import ChosenStreams, HostStream, OneDevice
 from opkiln.accelerator.interface import Accelerator, Answer, itt
 from opkiln.machine import uname
 from opkiln.machine.devices import amd, nvidia
-from opkiln.machine.devices.installed import has_package, why_torch_lacks
+from opkiln.machine.devices.choice import has_package, why_torch_lacks
 from opkiln.machine.toolchain.libsycl import intel_gpus
 from opkiln.settings import settings
 
@@ -183,19 +183,13 @@ class MpsAccelerator(OneDevice):
             return Answer(cls.name, False, f"torch {torch.__version__} finds no Metal device")
         return Answer(cls.name, True, "torch finds a Metal device")
 
-    # The device
-
     def get_device_properties(self, device_index: int | None = None) -> SimpleNamespace:  # noqa: ARG002
         memory = int(self.module().recommended_max_memory())  # shared with the host
         return SimpleNamespace(name="Apple GPU", total_memory=memory)
 
-    # Random numbers
-
     def default_generator(self, device_index: int) -> torch.Generator:  # noqa: ARG002
         generator: torch.Generator = self.module()._get_default_mps_generator()
         return generator
-
-    # Memory
 
     def memory_stats(self, device_index: int | None = None) -> dict[str, Any]:
         return {

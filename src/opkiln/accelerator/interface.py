@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from opkiln.accelerator.device import Answer, Device
 from opkiln.errors import AcceleratorError
-from opkiln.machine.devices import choice, installed
+from opkiln.machine.devices import choice
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -203,7 +203,7 @@ class Accelerator(Device):
 
     def is_triton_supported(self) -> bool:
         """Whether Triton is installed and compiles for the current device."""
-        return self.TRITON and installed.has_package("triton")
+        return self.TRITON and choice.has_package("triton")
 
     def prefer_triton_grouped_mm(self) -> bool:
         """Whether a grouped matrix product is faster in Triton than in torch."""

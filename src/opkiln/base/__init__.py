@@ -1,1 +1,1 @@
-"""What everything stands on: records, digests, locks, who may have written a file."""
+"""The ground for all other rooms: records, digests, locks, and which files are trusted."""

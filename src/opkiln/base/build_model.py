@@ -1,6 +1,6 @@
-"""What a build is made of: the records Target, TorchSDK, Toolchain, Step and Plan.
+"""The records of a build: Target, TorchSDK, Toolchain, Step and Plan.
 
-All of them are immutable and hold only immutable values.
+All are immutable and hold only immutable values.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from opkiln.base.model import OpSpec
 
 
 class Target(Record):
-    """What to build for. Holds no trace of the machine that happens to run the build."""
+    """What to build for. It does not depend on the machine that runs the build."""
 
     backend: str  # cpu, cuda, rocm, xpu
     system: str  # linux
@@ -30,7 +30,7 @@ class TorchSDK(Record):
 
     path: str  # the package directory
     version: str
-    identity: str  # digest of what makes two torches different
+    identity: str  # digest of its version.py
     cuda: str | None
     hip: str | None
     cxx11_abi: bool
@@ -48,7 +48,7 @@ class DeviceCompiler(Record):
     """A compiler of device code, and what is known of it."""
 
     family: str  # one of these
-    path: str  # absolute, of the program itself and not of a script that runs it
+    path: str  # absolute, of the program itself, not of a script that runs it
     home: str  # the toolkit's root: the anchor "toolkit"
     version: str  # 13.0, 5.2.3
     identity: str  # digest over the programs and files that decide its output
@@ -56,8 +56,8 @@ class DeviceCompiler(Record):
     accepts: frozenset[str]  # flags that a probe has shown to work
     include_dirs: tuple[str, ...]  # of its runtime's headers
     library_dirs: tuple[str, ...]  # of its runtime's libraries
-    host: str = ""  # the host compiler it is to use, where that is not the toolchain's own
-    # Below the anchor "wheels": where headers are that the toolkit lacks.
+    host: str = ""  # the host compiler it must use, if that is not the toolchain's own
+    # Directories below the anchor "wheels", with headers that the toolkit lacks.
     wheel_include_dirs: tuple[str, ...] = ()
     # NVRTC: libnvrtc and its builtins. ``path`` is the Python that runs opkiln's driver of them.
     libraries: tuple[str, ...] = ()
@@ -84,11 +84,9 @@ class Toolchain(Record):
 
 
 class Anchored(Record):
-    """An argument that holds a path below a named anchor: prefix + anchor's path + rest.
-
-    A plan is made of these, so that it (and the keys made of it) says ``src/cpu.cpp`` wherever the
-    package is installed and whatever staging directory a build gets.
-    """
+    """An argument that holds a path below a named anchor: prefix + anchor's path + rest. A plan is
+    made of these, so that it (and the keys made of it) says ``src/cpu.cpp`` wherever the package is
+    installed and whatever staging directory a build gets."""
 
     prefix: str
     anchor: str  # src, opkiln, stage, torch, python, toolkit, wheels, threads, abs
@@ -106,11 +104,11 @@ class Step(Record):
     kind: str
     output: str  # relative to the staging directory
     words: tuple[Arg, ...]  # compile: the compiler and its flags; else the whole command
-    file: Arg = ""  # compile: what is compiled
-    source: str = ""  # compile: the same, for people
+    file: Arg = ""  # compile: the file to compile
+    source: str = ""  # compile: its name, for people
     inputs: tuple[str, ...] = ()  # link, device-link: outputs of other steps
-    memory: int = 512 << 20  # what it is expected to take at most, for each thread
-    threads: int = 1  # the most it can use; what it gets replaces the anchor "threads"
+    memory: int = 512 << 20  # bytes that each thread is expected to need
+    threads: int = 1  # the most it can use; the number it gets replaces the anchor "threads"
     plain_paths: bool = False  # the compiler hands its arguments to a shell
 
     @property

@@ -1,4 +1,4 @@
-"""Files and their digests: read without waiting, compared by signature, written in one step.
+"""Reads files without waiting, compares them by digest or signature, writes them in one step.
 
 Only regular files are read: opening a FIFO would wait for a writer, and ``/dev/zero`` has no end.
 
@@ -6,9 +6,9 @@ Everything that enters a key goes through ``encode``. It writes types and length
 values never give the same bytes (``-DA -DB`` is not ``-DA-DB``). It also writes a version, so a
 change here changes every key.
 
-Of a file that is written, a reader sees the old one, or all of the new one. A full disk leaves the
-old file and nothing else. So does a kill, except that a hidden file may stay beside it,
-``.NAME.PID-…``. (In the store, gc removes those.)
+A reader sees the old file or all of the new one, never a part. A full disk leaves the old file and
+nothing else. A kill may also leave a hidden file beside it, ``.NAME.PID-…``. (In the store, gc
+removes those.)
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from typing import Any, BinaryIO
 from opkiln.base.lazy import Record
 from opkiln.base.trust import make_private
 
-# Files whose times say nothing: those of images, whose maker chose every time.
+# Files in images: their times prove nothing, because the maker of the image chose all of them.
 #
-# Elsewhere a kernel writes a file's change time whenever the file changes, so equal times mean an
-# unchanged file. In squashfs, erofs and other images two files may agree in inode, size and all
+# On other file systems a kernel writes the change time whenever a file changes, so equal times mean
+# an unchanged file. In squashfs, erofs and other images two files may agree in inode, size and all
 # times. And one image may be mounted in place of another, under the same device number and mount
-# id. Such a file is known by its contents. That it is still the same file is remembered for as long
-# as the image stays mounted: the kernel gives every mount a number that it never uses twice (since
-# 6.8), and every attached disk (since 5.15).
+# id. Such a file is known by its contents, for as long as the image stays mounted: the kernel gives
+# every mount (since 6.8) and every attached disk (since 5.15) a number that it never uses twice.
 #
 # - An *image* is a file system that cannot be written (``_IMAGES``), or a disk's or FUSE's that is
-#   mounted read-only. Of these, files with times as makers of images leave them count: no change
-#   time of its own, or one in whole seconds. Others were written by a kernel.
-# - Of an overlay, the files of lower layers on other file systems, and those with whole seconds.
-# - A file of FUSE, whose times a program makes up, and one of a file system that counts in whole
-#   seconds and can be written, is known by its contents alone: it may have changed within a second.
+#   mounted read-only. In it, this is about files with times as makers of images leave them: a
+#   change time equal to the modification time, or in whole seconds. A kernel wrote the others.
+# - In an overlay, it is about files of lower layers on other file systems, and those with whole
+#   seconds.
+# - A file of FUSE, whose times a program makes up, and one of a writable file system that counts in
+#   whole seconds, are known by their contents alone: they may have changed within a second.
 #
 # Not noticed: a disk that is mounted writable, made by a tool that sets all times, and exchanged
 # for another; an image that a server exports; an image file that is overwritten while mounted.
@@ -58,15 +58,14 @@ _known: dict[tuple[str, int], Any] = {}  # by question and device
 
 
 def forget_mounts() -> None:
-    """A decision or a build begins. Since the last one, something may have been mounted."""
+    """Forget what is known of mounts. Called when a decision or a build begins: something may have
+    been mounted since the last one."""
     _known.clear()
 
 
 def change_mark(path: str, found: os.stat_result) -> int | None:
-    """What changes whenever a file does: its change time, or the mount of the image it is in.
-
-    ``found`` is what ``stat`` says of it. None if nothing does: then its contents decide.
-    """
+    """A number that changes whenever a file does: its change time, or the mount of its image.
+    ``found`` is the file's ``stat``. None if there is no such number: then its contents decide."""
     changed = found.st_ctime_ns
     whole = changed % _SECOND == 0
     device = found.st_dev
@@ -99,8 +98,8 @@ def has_own_times(path: str, found: os.stat_result) -> bool:
 
 
 def _has_fractions(path: str, device: int) -> bool:
-    """Whether a file system counts less than seconds, as far as the directories above a file tell.
-    A file's own time may be by whoever made the disk's image."""
+    """Whether a file system counts fractions of seconds, judged by the directories above a file.
+    The file's own time may have been chosen by the maker of the disk's image."""
     above = os.path.realpath(path)
     while above != os.path.dirname(above):
         above = os.path.dirname(above)
@@ -113,16 +112,13 @@ def _has_fractions(path: str, device: int) -> bool:
 
 
 def is_mount(number: int) -> bool:
-    """Whether a number of ``change_mark`` stands for a mount."""
+    """Whether a result of ``change_mark`` is the number of a mount."""
     return number < _FIRST
 
 
 def _mount(path: str) -> tuple[str, bool, int]:
-    """(type, whether it is read-only, device) of the file system that a path leads to.
-
-    Read-only only counts for a disk, FUSE and an overlay: a network file system is written to
-    elsewhere.
-    """
+    """(type, whether it is read-only, device) of the file system that a path leads to. Read-only
+    only counts for a disk, FUSE and an overlay: other hosts write to a network file system."""
     try:
         fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
         try:
@@ -144,8 +140,8 @@ def _mount(path: str) -> tuple[str, bool, int]:
 
 
 def _mark(path: str, device: int) -> int:
-    """A number that no other mount has: no other image, and not this one mounted again. 0 if this
-    kernel has none."""
+    """The number of a mount, which no other mount has, not even of the same image. 0 if this kernel
+    has no such number."""
     try:
         boot = _read("/proc/sys/kernel/random/boot_id")
         mount = _unique_id(path)
@@ -235,17 +231,15 @@ def key(kind: str, value: Any) -> str:
 
 
 class UnusableFile(OSError):
-    """A file that is not read: it is not a regular file, or it is too large."""
+    """A file that is not regular, or too large to be read."""
 
 
 @contextmanager
 def open_regular(
     path: str, limit: int = LARGEST, flags: int = 0
 ) -> Iterator[tuple[int, os.stat_result]]:
-    """(descriptor, its status) of a regular file of at most ``limit`` bytes. Never waits.
-
-    Raises UnusableFile for any other file, and OSError if it cannot be opened.
-    """
+    """(descriptor, its status) of a regular file of at most ``limit`` bytes. Never waits. Raises
+    UnusableFile for any other file, and OSError if it cannot be opened."""
     # Without O_NONBLOCK, opening a FIFO waits for a writer. It does not affect regular files.
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | flags)
@@ -278,11 +272,9 @@ def _too_large(size: int, limit: int, path: str) -> UnusableFile:
 
 
 def sha256_file(path: str | int, limit: int = LARGEST) -> str:
-    """SHA-256 of the contents of a regular file, or of what a descriptor is open on.
-
-    Never waits. Raises UnusableFile for another kind of file and for one that is larger than
-    ``limit`` bytes, and OSError if it cannot be read. The caller has checked a descriptor.
-    """
+    """SHA-256 of the contents of a regular file, or of what a descriptor is open on. Never waits.
+    Raises UnusableFile for another kind of file and for one that is larger than ``limit`` bytes,
+    and OSError if it cannot be read. The caller has checked a descriptor."""
     if isinstance(path, int):
         return _sha256(path, -1, limit, path)
     with open_regular(path, limit) as (fd, found):
@@ -303,9 +295,9 @@ def _sha256(fd: int, size: int, limit: int, path: str | int) -> str:
     return digest.hexdigest()
 
 
-def read_file(path: str, limit: int = LARGEST_RECORD, flags: int = 0) -> bytes:
+def read_file(path: str, limit: int = LARGEST_RECORD) -> bytes:
     """The contents of a regular file. Never waits. Raises as ``sha256_file``."""
-    with open_regular(path, limit, flags) as (fd, found):
+    with open_regular(path, limit) as (fd, found):
         return read_opened(fd, found, limit, path)
 
 
@@ -331,8 +323,8 @@ class Signature(Record):
     times are within two seconds of ``read_at``, or after it (a skewed clock). Then the file is
     hashed. A program cannot set back the change time, so an edit under an old mtime is noticed.
 
-    The times of an image's files say nothing. There the mount takes the place of the
-    change time, and the signature is not trusted if the mount cannot be told from another.
+    For files in images, the number of the mount replaces the change time. If the kernel has no such
+    number, the signature is not trusted.
     """
 
     size: int
@@ -344,8 +336,6 @@ class Signature(Record):
     @classmethod
     def of(cls, path: str) -> Signature:
         """The signature of a file that is about to be read. Raises OSError."""
-        # not for a hit, which compares what ``signed`` gives
-
         read_at = time.time_ns()
         found = os.stat(path)
         changed = change_mark(path, found)
@@ -360,20 +350,19 @@ class Signature(Record):
 
     @property
     def settles_at(self) -> int:
-        """When a file with these times comes to rest: a ``time_ns``. Some never do."""
+        """The ``time_ns`` at which a file with these times comes to rest; some never do."""
         if self.known_by_contents:
             return -_NEVER
         return max(self.mtime_ns, self.ctime_ns) + _SETTLED_NS
 
     @property
     def known_by_contents(self) -> bool:
-        """Whether nothing but its contents tells this file from another."""
+        """Whether only its contents show that a file has changed."""
         return self.read_at == _NEVER
 
     @property
     def in_image(self) -> bool:
-        """Whether it holds for as long as an image is mounted."""
-
+        """Whether the file is in an image."""
         return is_mount(self.ctime_ns)
 
     @staticmethod
@@ -399,24 +388,24 @@ _SIGNED = attrgetter("st_size", "st_mtime_ns", "st_ctime_ns", "st_ino")
 
 
 def current_signatures(paths: Iterable[str]) -> list[int]:
-    """The signatures of files as they are now, without ``read_at``, one after the other. Not for
-    files of images. Raises OSError if one is gone."""
+    """The signatures of files as they are now, without ``read_at``, as one list. Not for files in
+    images. Raises OSError if one is gone."""
     return list(chain.from_iterable(map(_SIGNED, map(os.stat, paths))))
 
 
-FULL = (errno.ENOSPC, errno.EDQUOT)  # what an OSError says of a full disk
+FULL = (errno.ENOSPC, errno.EDQUOT)  # errors of a full disk
 
 
 def write_private(path: str, data: bytes) -> None:
-    """Write a file for this user alone. Its directory is made. Raises OSError."""
+    """Write a file for this user alone. Creates its directory. Raises OSError."""
     make_private(os.path.dirname(path))
     with open_replacement(path, 0o600) as file:
         file.write(data)
 
 
 def replace(path: str, data: bytes) -> None:
-    """Write a file of the user's. A file that is there keeps its mode, and a link that leads to it
-    stays a link. Raises OSError."""
+    """Write a file of the user's. An existing file keeps its mode, and a symbolic link to it stays.
+    Raises OSError."""
     path = os.path.realpath(path)
     with open_replacement(path) as file:
         file.write(data)
@@ -425,16 +414,14 @@ def replace(path: str, data: bytes) -> None:
 
 
 def is_temporary(path: str) -> bool:
-    """Whether a file has the name that one has here until all of it is written."""
+    """Whether a file has the name of a replacement that was not finished."""
     return re.search(r"\.[0-9]+-[0-9a-f]{12}$", path) is not None
 
 
 @contextmanager
 def open_replacement(path: str, mode: int = 0o666, *, sync: bool = False) -> Iterator[BinaryIO]:
-    """A new file, which is ``path`` when the block ends; with ``sync``, once it is on the disk.
-
-    After an error in the block, or a full disk, ``path`` is as before. Raises OSError.
-    """
+    """Open a new file that becomes ``path`` when the block ends; with ``sync``, once it is on disk.
+    After an error in the block, or on a full disk, ``path`` is unchanged. Raises OSError."""
     directory, name = os.path.split(path)
     temporary = os.path.join(directory, f".{name}.{os.getpid()}-{os.urandom(6).hex()}")
     try:

@@ -101,8 +101,8 @@ def names(
 
 @contextmanager
 def imports() -> Iterator[None]:
-    """Within the block, which imports many modules, no garbage is collected: in a process with
-    torch a full collection takes longer than the imports."""
+    """Collect no garbage within the block, which imports many modules: in a process with torch, a
+    full collection takes longer than the imports."""
     collects = gc.isenabled()
     gc.disable()
     try:

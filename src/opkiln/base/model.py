@@ -1,8 +1,7 @@
-"""What an op is: the records OpSpec, Registration, Op and Artifact, and their words.
+"""The records of an op: OpSpec, Registration, Op and Artifact, and the values of their fields.
 
-A hit needs these. The records of a build are in ``build_model``.
-
-All of them are immutable and hold only immutable values.
+A hit needs these; the records of a build are in ``build_model``. All are immutable and hold only
+immutable values.
 """
 
 from __future__ import annotations
@@ -14,13 +13,13 @@ from typing import Any
 from opkiln.base.lazy import Record
 from opkiln.errors import SpecError
 
-# What a finished op is, and so how it is loaded.
+# The kinds of finished ops. The kind says how it is loaded.
 LIBRARY = "library"  # registers torch ops when loaded: torch.ops.load_library
 PYTHON = "python"  # a CPython extension module (pybind11 or by hand)
 EXECUTABLE = "executable"  # a program; load() gives its path
 PLAIN = "plain"  # a shared library with a C interface; load() gives a ctypes.CDLL
 
-# What the binary depends on.
+# The ABIs. The ABI says what the binary depends on.
 ABI_STABLE = "torch-stable"  # torch's stable ABI: one binary for torch >= 2.10
 ABI_TORCH = "torch"  # torch/extension.h: one torch version, one Python
 ABI_NONE = "none"  # no torch at all
@@ -28,12 +27,12 @@ ABI_NONE = "none"  # no torch at all
 STABLE_VERSION = "2.10"  # of torch: the stable ABI's floor that opkiln builds for
 STABLE_TAG = f"{ABI_STABLE}-{STABLE_VERSION}"
 
-# What a library's kernels run on.
+# The backends. The backend says what a library's kernels run on.
 CPU = "cpu"
 CUDA = "cuda"
 ROCM = "rocm"
 XPU = "xpu"
-# Asked of a builder like a backend: its CUDA sources, compiled for the CPU (``OpSpec.emulated``).
+# Requested like a backend: CUDA sources that are compiled for the CPU (``OpSpec.emulated``).
 EMULATED = "emulated"
 
 # The dispatch keys under which a backend's library may register: torch calls ROCm's devices CUDA,
@@ -44,14 +43,14 @@ DISPATCH_KEYS = {CPU: ("CPU",), CUDA: ("CUDA",), ROCM: ("CUDA",), XPU: ("XPU", "
 _FLAGS = ("cppflags", "cxxflags", "ldflags", "cpath", "cplus_include_path", "library_path")
 _DEVICE_FLAGS = ("cudaflags",)
 
-PROGRAM = "main"  # the distribution of what a program declares itself
-ONE_CALL = "jit"  # the distribution of what `opkiln.load` compiles: it belongs to no package
+PROGRAM = "main"  # the distribution of ops that a program declares
+ONE_CALL = "jit"  # the distribution of ops that `opkiln.load` compiles
 
 # Where packages carry libraries that were built elsewhere.
 CARRIED = "prebuilt"  # below a package: for its own ops
 SHARED = "opkiln_prebuilt"  # below a directory of sys.path: a name for each wheel of ops
 
-# Who declares a spec, and so in which words a hint speaks of its parts.
+# The forms of a declaration. A hint names its parts accordingly.
 BUILDER = "builder"  # an OpBuilder's methods
 DECORATOR = "decorator"  # the arguments of @opkiln.op
 CALL = "call"  # the arguments of `load` or `load_inline`
@@ -62,11 +61,11 @@ PLAN_VERSION = 2
 
 _LONGEST_NAME = 100  # of an op or a distribution: a file name with more around it must fit
 
-INLINE_ROOT = "/opkiln/src"  # where sources that are in no file are said to lie
-# The anchor of a shipped entry's headers that lie outside of its package, by their paths where it
-# was built: on another machine there may be none.
+INLINE_ROOT = "/opkiln/src"  # the root of sources that are not files
+# The anchor of a shipped entry's headers outside of its package, with their paths on the machine
+# that built it. Another machine may not have them.
 OUTSIDE = "outside"
-# opkiln itself: the anchor of its headers.
+# opkiln's own directory, which is the anchor of its headers.
 PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 # The part of the emulator that is compiled once, not with each kernel. Every emulated op has it.
 EMULATOR_RUNTIME = os.path.join(PACKAGE, "csrc", "opkiln", "emulator", "runtime.cpp")
@@ -115,10 +114,8 @@ class OpSpec(Record):
 
 
 def place_of(distribution: str, op: str) -> str:
-    """An op's place below ``ops`` or ``receipts`` of a layer: ``<distribution>/<op>``.
-
-    All such paths are made from this. Raises SpecError for a name that could lead elsewhere.
-    """
+    """The directory of an op below ``ops`` or ``receipts`` of a layer: ``<distribution>/<op>``.
+    Raises SpecError for a name that could lead elsewhere."""
     check_names(distribution, op)
     return f"{distribution}/{op}"
 
@@ -156,7 +153,7 @@ REGISTERED = ("reference", "fake", "backward", "vmap", "variant", "tune_key")
 
 
 class Registration(Record):
-    """What an author declares beside the sources. Each part is called when it is needed."""
+    """What an author declares in addition to the sources. Parts are called when they are needed."""
 
     namespace: str  # below torch.ops
     schemas: tuple[str, ...]  # one for each function, without a namespace
@@ -168,7 +165,7 @@ class Registration(Record):
     tune_key: Callable[[], Any] | None = None  # gives what names their classes of shapes
     # The overloads that a library's function is registered as; "" is the default one.
     overloads: tuple[str, ...] = ("",)
-    defined: bool = False  # torch has been told of it by whoever declared it
+    defined: bool = False  # the declaration itself has registered it with torch
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -182,12 +179,12 @@ def function_name(schema: str) -> str:
 
 
 class Op(Record):
-    """An op to load: what it is built from, how it is registered, and for which devices."""
+    """An op to load: its sources, its registration, its devices."""
 
-    spec: OpSpec  # what it is built from
-    registration: Registration | None = None  # how torch is told of it; None: not at all
+    spec: OpSpec
+    registration: Registration | None = None  # with torch; None: it is not registered
     rule: Callable[[list[str]], Any] | None = None  # the author's filter_ccs
-    asked: str = ""  # an arch list given in the call; it goes before every setting
+    asked: str = ""  # an arch list given in the call; it overrides every setting
 
     @property
     def name(self) -> tuple[str, str, str]:
@@ -209,4 +206,4 @@ class Artifact(Record):
     origin: str  # prebuilt, store, layer, built
     compiled: int = 0  # steps that ran to make it now; 0 for one that was found
     seconds: float = 0.0  # how long that took
-    unobserved: str = ""  # why it serves this process alone
+    unobserved: str = ""  # why only this process may use it

@@ -1,5 +1,5 @@
-"""How the text of a variable becomes a value. Each parser raises ValueError, which says what was
-expected. ``settings.py`` is the table that uses them."""
+"""Parsers for the texts of variables. Each raises a ValueError that says what was expected.
+``settings.py`` has the table that uses them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def positive(text: str) -> int:
 
 
 def _number(text: str) -> float:
-    """A number, or one that is in no range."""
+    """A number; -1, which is in no range, for a text that is not one."""
     try:
         return float(text)
     except ValueError:
@@ -83,7 +83,7 @@ def paths(text: str) -> tuple[str, ...]:
 
 
 def directories(text: str) -> tuple[str, ...]:
-    # A compiler runs in a directory of its own; these are meant as seen from the user's.
+    # A compiler runs in a directory of its own; these paths are relative to the user's.
     return tuple(os.path.abspath(part) for part in paths(text))
 
 
@@ -95,7 +95,7 @@ def keys(text: str) -> tuple[str, ...]:
 
     for word in found:
         if word.startswith("ed25519:") and not re.fullmatch("ed25519:[A-Za-z0-9+/]{43}=", word):
-            raise ValueError(f"{word} is no public key, which has 43 characters and =")
+            raise ValueError(f"{word} is not a public key: 43 characters and =")
     return found
 
 
@@ -120,7 +120,7 @@ def urls(text: str) -> tuple[str, ...]:
 
 
 def deepspeed(text: str) -> tuple[tuple[str, tuple[str, ...]], ...]:
-    """Which resorts serve each of DeepSpeed's ops; those that are not named, under ""."""
+    """The resorts of each of DeepSpeed's ops. The key "" has those of ops that are not named."""
     general: list[str] = []
     named: dict[str, tuple[str, ...]] = {}
     for word in filter(None, (part.strip() for part in text.split(","))):
@@ -132,13 +132,13 @@ def deepspeed(text: str) -> tuple[tuple[str, tuple[str, ...]], ...]:
         else:
             general.append(resort)
     if "off" in general and len(general) > 1:
-        raise ValueError("off goes with no other")
+        raise ValueError("off cannot be combined with another")
     chosen = tuple(each for each in ("ops", "engine") if each in general)
     return (("", chosen if general else ("ops", "engine")), *named.items())
 
 
 def ops(text: str) -> tuple[str, ...]:
-    """Names of ops; those that a file records, under "1"."""
+    """Names of ops; "1" stands for those in a recorded file."""
     try:
         return ("1",) if switch(text) else ()
     except ValueError:

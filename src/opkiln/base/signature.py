@@ -1,8 +1,8 @@
-"""What a schema says of an op's arguments and results, beside what its C++ function says.
+"""Compares the schema of a function with the signature of its C++ function.
 
 A library that is written with ``opkiln/op.h`` describes each function in the words of schemas:
-``(Tensor, Tensor(!), int[], float) -> Tensor``. Here is the same text for a schema, and what
-differs. Pure functions over texts; a hit calls them, so they import nothing.
+``(Tensor, Tensor(!), int[], float) -> Tensor``. This module makes the same text from a schema, and
+lists the differences. Pure functions over texts; a hit calls them, so they import nothing.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class NativeFunction(Record):
 
 
 def fits(spec: OpSpec, functions: Sequence[NativeFunction]) -> bool:
-    """Whether a library has every function that it must have, and only such as are declared."""
+    """Whether a library has every function that it must have, and no undeclared one."""
     schemas = {function_name(each): each for each in spec.schemas}
     there = {each.name for each in functions if each.device in devices(spec)}
     wanted = {each.partition("::")[2] for each in spec.kernels}
@@ -41,7 +41,7 @@ def fits(spec: OpSpec, functions: Sequence[NativeFunction]) -> bool:
 
 
 def devices(spec: OpSpec) -> tuple[str, ...]:
-    """The devices that a library of this op may have its functions for, in the words of op.h."""
+    """The devices for which a library of this op may have functions, in the words of op.h."""
     return tuple([key.lower() for key in DISPATCH_KEYS[spec.backend]])
 
 
@@ -57,7 +57,7 @@ def argument_names(schema: str) -> tuple[str, ...]:
 
 
 def differences(schema: str, signature: str) -> list[str]:
-    """How the signature of a C++ function differs from a schema, a line for each difference."""
+    """The differences between a schema and the signature of a C++ function, a line for each."""
     declared = [(canonical(kind), name) for kind, name in arguments(schema)]
     inside, _, results = signature.rpartition(" -> ")
     given = list(_split(inside[1:-1]))
@@ -78,7 +78,8 @@ def differences(schema: str, signature: str) -> list[str]:
 def cpp(schema: str) -> str:
     """The C++ declaration that fits a schema; empty if op.h has no type for a part of it."""
     given = [(_cpp_argument(canonical(kind)), name) for kind, name in arguments(schema)]
-    results = [_cpp(each) for each in _split_results(results_of(schema))]
+    text = results_of(schema)
+    results = [_cpp(each) for each in (_split(text[1:-1]) if text.startswith("(") else [text])]
     if not all(results) or not all(kind for kind, _ in given):
         return ""
     result = "void" if not results else results[0]
@@ -159,10 +160,6 @@ def results_of(schema: str) -> str:
         space = kind.find(" ", kind.find(")") + 1)  # `Tensor(a!) out`: results may have names
         kinds.append(canonical(kind if space < 0 else kind[:space]).replace("(!)", ""))
     return kinds[0] if len(kinds) == 1 else f"({', '.join(kinds)})"
-
-
-def _split_results(results: str) -> list[str]:
-    return list(_split(results[1:-1])) if results.startswith("(") else [results]
 
 
 def _split(text: str) -> Iterator[str]:

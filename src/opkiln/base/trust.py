@@ -91,8 +91,8 @@ def _make(name: str, within: int | None = None) -> None:
     try:
         os.mkdir(name, 0o700, dir_fd=within)
     except FileExistsError:
-        return  # whatever it is, the caller looks at it
-    # A umask may have taken something from its owner.
+        return  # the caller checks what it is
+    # A umask may have removed permissions of the owner.
     found = os.stat(name, dir_fd=within, follow_symlinks=False)
     if stat.S_ISDIR(found.st_mode) and found.st_mode & 0o700 != 0o700:
         os.chmod(name, 0o700, dir_fd=within)
@@ -116,11 +116,11 @@ _umask_before = 0
 
 @contextmanager
 def usable_by_owner() -> Iterator[None]:
-    """Within the block, what this process and its children make can be used by its owner.
+    """Within the block, the owner can use the files that this process and its children create.
 
-    With a umask such as 0777 it could not: a compiler could not even read its own temporary files.
-    Only then is the umask changed, for the owner alone, and for the length of the block. It belongs
-    to the whole process, so other threads have it, too.
+    With a umask such as 0777, a compiler could not even read its own temporary files. Only with
+    such a umask, its bits for the owner are cleared until the block ends. The umask belongs to the
+    whole process, so that is so for other threads, too.
     """
     global _umask_changes, _umask_before
     with _umask_lock:

@@ -12,7 +12,7 @@ from opkiln.base.digest import FULL, write_private
 from opkiln.base.model import CUDA, OpSpec
 from opkiln.building import wording
 from opkiln.errors import BuildError, CompileError, StoreError
-from opkiln.machine.toolchain import torch_sdk, wheel_headers
+from opkiln.machine.toolchain import toolkits, torch_sdk
 from opkiln.run import budget
 from opkiln.run.process import signal_name
 from opkiln.run.schedule import StepFailed
@@ -192,7 +192,7 @@ def _hint(output: str, plan: Plan) -> str:
     if _NOT_STABLE in output:
         return f"{names.full_abi}; or include torch/csrc/stable/… instead"
     header = re.search(r"fatal error: (\S+): No such file", output)
-    if header and target.backend == CUDA and header.group(1) in wheel_headers.LIBRARIES:
+    if header and target.backend == CUDA and header.group(1) in toolkits.WHEEL_HEADERS:
         return _library_header(header.group(1), plan)
     if header:
         return f"add the directory of {header.group(1)} to {names.include_dirs}, or set CPATH"
@@ -227,13 +227,13 @@ def _library_header(header: str, plan: Plan) -> str:
     assert device is not None  # every plan for this backend has a device compiler
     release = torch_sdk.release(device.version)
     wanted = f"{release[0]}.{release[1]}"
-    library = wheel_headers.LIBRARIES[header]
-    if library in wheel_headers.IN_EXTRA and release[0] >= 13:
+    library = toolkits.WHEEL_HEADERS[header]
+    if library in toolkits.IN_EXTRA and release[0] >= 13:
         bring = f"pip install 'opkiln[cuda]' 'cuda-toolkit=={wanted}.*'"
     else:
         bring = f"pip install 'cuda-toolkit[cudart,{library}]=={wanted}.*'"
     why = f"{header} is missing from the CUDA {wanted} toolkit in {device.home}"
-    wheels = wheel_headers.find_wheels(torch, device.include_dirs, release)
+    wheels = toolkits.find_wheels(torch, device.include_dirs, release)
     if wheels.release not in ((0, 0), release):
         other = f"{wheels.release[0]}.{wheels.release[1]}"
         why += f"; the wheels next to torch are for CUDA {other}, another release"

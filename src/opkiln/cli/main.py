@@ -17,7 +17,7 @@ from opkiln.base.trust import usable_by_owner
 from opkiln.cli import output, run
 from opkiln.errors import OpkilnError, StoreError, explain_error
 
-# Where each command is. Its module is imported when it runs, or when --help needs its first line.
+# The place of each command. Its module is imported when it runs, or when --help needs its help.
 _COMMANDS = {
     "run": "main:run_command",
     "ninja": "main:ninja_command",
@@ -30,7 +30,7 @@ _COMMANDS = {
     "doctor": "report:doctor_command",
     "cache": "cache:command",
     "lock": "carry:lock_command",
-    "tuned": "tuned:command",
+    "tuned": "cache:tuned_command",
     "new": "new:command",
     "demo": "demo:command",
     "completion": "main:completion_command",

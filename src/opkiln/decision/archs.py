@@ -80,10 +80,8 @@ def memory() -> tuple[str, ...]:
 
 
 def find_wanted(op: Op) -> Wanted:
-    """What an op is to be built for here. Starts a compiler only for the word ``all``.
-
-    Raises ArchError for a list that is not valid, LoadError if there is nothing to build for.
-    """
+    """What an op is to be built for here. Starts a compiler only for the word ``all``. Raises
+    ArchError for a list that is not valid, LoadError if there is nothing to build for."""
     backend = op.spec.backend
     if backend not in _GRAMMARS:
         return Wanted()
@@ -195,11 +193,9 @@ def _ask_toolkit() -> tuple[Any, ...]:
 
 
 def fit_target(op: Op, needs: Wanted, target: Target, toolchain: Toolchain) -> Target:
-    """The target as this toolchain can serve it.
-
-    A device that is newer than the toolkit gets what it can run, with a warning; an architecture
-    that was asked for by name and cannot be compiled is a ToolchainError.
-    """
+    """The target as this toolchain can serve it. A device that is newer than the toolkit gets what
+    it can run, with a warning; an architecture that was asked for by name and cannot be compiled is
+    a ToolchainError."""
     device, backend = toolchain.device, target.backend
     if device is None or not target.archs:
         return target
@@ -295,11 +291,9 @@ def coverage(backend: str, archs: tuple[str, ...]) -> str:
 def way_of(
     backend: str, needs: Wanted, archs: tuple[str, ...], images: tuple[str, ...]
 ) -> tuple[str, str]:
-    """(how a library runs, the device or architecture for which it is worst).
-
-    That is for what was asked for by name, else for the GPUs that this process may use. The way is
-    empty if it does not run.
-    """
+    """(how a library runs, the device or architecture for which it is worst). That is for what was
+    asked for by name, else for the GPUs that this process may use. The way is empty if it does not
+    run."""
     language = grammar(backend)
     made = language.parse(";".join(archs))
     code = images if backend == CUDA and images else made
@@ -340,10 +334,8 @@ def keeps_all(op: Op, archs: tuple[str, ...]) -> bool:
 
 
 def require_coverage(op: Op, needs: Wanted) -> None:
-    """Raise LoadError if code for these cannot run on a GPU that this process may use.
-
-    A GPU that is newer than the toolkit is not refused here: it may get what it can run.
-    """
+    """Raise LoadError if code for these cannot run on a GPU that this process may use. A GPU that
+    is newer than the toolkit is not refused here: it may get what it can run."""
     backend = op.spec.backend
     if not needs.archs:
         return

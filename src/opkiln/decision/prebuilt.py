@@ -86,11 +86,9 @@ def measure(request: Request, *, listed: bool) -> Measure:
 
 
 def judge(request: Request, manifest: Mapping[str, Any], asked: Measure) -> Fit:
-    """Compare a manifest with the op as it is declared and the machine as it is.
-
-    ``missing_needs`` compares the rest. It takes longer, so only the best are asked. Raises
-    KeyError, TypeError and ValueError for a damaged manifest.
-    """
+    """Compare a manifest with the op as it is declared and the machine as it is. ``missing_needs``
+    compares the rest. It takes longer, so only the best are asked. Raises KeyError, TypeError and
+    ValueError for a damaged manifest."""
     target = manifest["target"]
     if manifest["spec"] != asked.spec_key:
         return Fit("it was built from another declaration of this op")
@@ -163,11 +161,9 @@ def _compare_cpu(request: Request, manifest: Mapping[str, Any], asked: Measure) 
 
 
 def missing_needs(needs: Mapping[str, Any], abi: str) -> str:
-    """What a library needs and this machine's libraries lack; empty if nothing is missing.
-
-    The dynamic linker is asked for every soname and every symbol. If torch is not imported yet, its
-    libraries are read as files: opening them would take a second.
-    """
+    """What a library needs and this machine's libraries lack; empty if nothing is missing. The
+    dynamic linker is asked for every soname and every symbol. If torch is not imported yet, its
+    libraries are read as files: opening them would take a second."""
     # Opening a path would run its code, and nothing has been verified yet.
     if paths := [soname for soname in needs["sonames"] if "/" in soname]:
         return f"it needs {paths[0]}, which is a path, not a library's name"

@@ -131,11 +131,9 @@ def _verify(root: str, receipt: dict[str, Any]) -> Artifact | None:
 
 
 def _place(request: Request, torch: str | None) -> tuple[str, str] | None:
-    """(the store's root, the receipt's path), or None if there can be no receipt.
-
-    ``torch`` is the file of the package in use, None if it is not imported: looking for it takes as
-    long as the full search.
-    """
+    """(the store's root, the receipt's path), or None if there can be no receipt. ``torch`` is the
+    file of the package in use, None if it is not imported: looking for it takes as long as the full
+    search."""
     spec = request.op.spec
     if spec.abi == ABI_NONE:
         torch = ""
@@ -161,10 +159,8 @@ def _compiler() -> str | None:
 
 
 def write(request: Request, artifact: Artifact, read: Evidence) -> None:
-    """Write a receipt for what a full search found, and what it read.
-
-    Does nothing for an entry that is not in the writable store, or if the store cannot be written.
-    """
+    """Write a receipt for what a full search found, and what it read. Does nothing for an entry
+    that is not in the writable store, or if the store cannot be written."""
     torch = _torch(request)
     place = _place(request, torch)
     if not read.complete or place is None:
@@ -243,12 +239,9 @@ _FOR_EVER = 1 << 62  # a directory that is gone has no signature
 
 
 def _path_facts(programs: dict[str, list[str | None]]) -> dict[str, Any]:
-    """Where PATH leads to. Raises OSError.
-
-    Comparing its directories is less work than looking for each program in each of them. That
-    suffices if they contain, of these names, only the programs that were found: another file may
-    become a program, which does not change its directory.
-    """
+    """Where PATH leads to. Raises OSError. Comparing its directories is less work than looking for
+    each program in each of them. That suffices if they contain, of these names, only the programs
+    that were found: another file may become a program, which does not change its directory."""
     path = list(settings.path)
     searched = []  # for each program, the directories until it was found
     for found in programs.values():

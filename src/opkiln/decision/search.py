@@ -117,10 +117,8 @@ def _refusal(request: Request) -> tuple[OpkilnError | None, str]:
 def find_built(
     request: Request, target: Target, toolchain: Toolchain | None, trace: Trace
 ) -> Artifact | None:
-    """An entry of the user's own layers: the build that this toolchain would make.
-
-    Without a toolchain, any build of the sources as they are now. Writes nothing.
-    """
+    """An entry of the user's own layers: the build that this toolchain would make. Without a
+    toolchain, any build of the sources as they are now. Writes nothing."""
     spec, store = request.op.spec, request.store
     places = plans.anchors_of(spec, toolchain)
     hasher = Hasher()

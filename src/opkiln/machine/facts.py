@@ -4,14 +4,14 @@ A fact is a path, what was known of it and its value: of a file, the digest of i
 are no classes of files: a header of the package, of torch and of the compiler, a program and the
 libraries that it loaded each count by themselves, wherever they are.
 
-With each fact goes the signature of the file as it was. Where the signature holds, so does the
-fact. Elsewhere the value is asked for again. So a checkout with other times is still a hit, and an
-edit under an old time is not.
+Each fact has the signature of the file as it was. If the signature holds, so does the fact. If not,
+the value is computed again. So a checkout with other times is still a hit, and an edit under an old
+time is not.
 
-What a build read becomes facts in its entry (``store.key``). What compilers answered is remembered
-with facts (``toolchain.probing``). What a decision reads is collected here, at the place where it
-is read, and becomes a receipt (``decision.receipt``). While nobody collects, that costs a look at
-one variable.
+The files that a build read become facts in its entry (``store.key``). Answers of compilers are
+remembered with facts (``toolchain.probing``). Code that decides calls ``note_…`` where it reads,
+and the facts become a receipt (``decision.receipt``). If nothing is collected, that costs almost
+nothing.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from itertools import islice
 from opkiln.base.digest import Signature, key, sha256_file
 from opkiln.settings import executable, on_path
 
-# What is known of a path, and so what must not change:
+# The kinds of facts: what is known of a path, and must not change.
 FILE = "file"  # its contents
 PROGRAM = "program"  # its contents, and whether it may be run
 DIRECTORY = "directory"  # that it is one
@@ -83,7 +83,7 @@ def split_names(value: str) -> list[str]:
 
 
 def merge_values(kind: str, one: str, other: str) -> str:
-    """What two steps knew of a path. Raises ValueError if they disagree."""
+    """The value of a path that two steps knew. Raises ValueError if they disagree."""
     if one == other:
         return one
     if kind in (ABSENT, LIBRARIES):
@@ -94,7 +94,7 @@ def merge_values(kind: str, one: str, other: str) -> str:
 
 
 def value(kind: str, path: str, then: str, hasher: Hasher) -> str:
-    """What is known of a path now, where ``then`` was known before. Raises OSError."""
+    """The value of a path now; ``then`` is the value before. Raises OSError."""
     try:
         return _ask(kind, path, then, hasher)
     except (FileNotFoundError, NotADirectoryError):
@@ -145,8 +145,9 @@ def choices(name: str) -> Iterator[str]:
 
 
 def signature_of(kind: str, path: str, then: str = "") -> Signature:
-    """What holds as long as the value does. No ``stat`` shows where a link or PATH leads, nor what
-    is missing behind a link or in a directory below. Raises OSError."""
+    """A signature that holds as long as the value does. UNSIGNED for a link or a name on PATH, and
+    for names that are missing behind a link or further below: no ``stat`` shows a change there.
+    Raises OSError."""
     if kind in (LINK, CHOICE, PLACE) or (kind == LIBRARIES and not os.path.exists(path)):
         return UNSIGNED
     signature = Signature.of(path)
@@ -161,7 +162,7 @@ UNSIGNED = Signature(0, 0, 0, 0, 0)  # holds for no file
 
 
 def ask_again(kind: str, path: str, then: str, hasher: Hasher) -> tuple[str, Signature]:
-    """(what is known of a path now, the signature under which that holds). Raises OSError."""
+    """(the value of a path now, the signature under which it holds). Raises OSError."""
     try:
         signature = signature_of(kind, path, then)
     except OSError:
@@ -181,11 +182,7 @@ class Evidence:
         self.programs: dict[str, list[str | None]] = {}
         self.absent: dict[str, None] = {}
         self.complete = True  # False: the decision also rests on something else
-        self.start_entry()
-
-    def start_entry(self) -> None:
-        """An entry is about to be compared with the files as they are: forget those of others."""
-        self.entry: list[tuple[str, str, str, Signature]] = []  # as ``note_entry`` has them
+        self.entry: list[tuple[str, str, str, Signature]] = []  # the arguments of ``note_entry``
 
 
 _collected: ContextVar[Evidence | None] = ContextVar("opkiln_evidence", default=None)
@@ -193,7 +190,7 @@ _collected: ContextVar[Evidence | None] = ContextVar("opkiln_evidence", default=
 
 @contextmanager
 def collecting(found: Evidence | None = None) -> Iterator[Evidence]:
-    """Collect what is read in this block, with what was read before."""
+    """Collect the facts that are read in this block, in addition to those in ``found``."""
     if found is None:
         found = Evidence()
     token = _collected.set(found)
@@ -209,7 +206,8 @@ def is_collected() -> bool:
 
 
 def note_file(path: str, signature: Iterable[int] | None = None) -> None:
-    """A file, or a directory's list of names, was read. ``signature`` is from before the read."""
+    """Note that a file, or a directory's list of names, was read. ``signature`` is from before the
+    read."""
     found = _collected.get()
     if found is None:
         return
@@ -222,20 +220,23 @@ def note_file(path: str, signature: Iterable[int] | None = None) -> None:
         found.complete = False  # it changed between two looks
 
 
+def _evidence() -> Evidence:
+    """The facts that are being collected, or some that nobody reads."""
+    return _collected.get() or Evidence()
+
+
 def note_absent(path: str) -> None:
-    """There is nothing at this path, or nothing that can be used."""
-    found = _collected.get()
-    if found is not None:
-        found.absent[path] = None
+    """Note that there is nothing at this path, or nothing that can be used."""
+    _evidence().absent[path] = None
 
 
 def exists(path: str) -> bool:
-    """Whether there is a file or directory: which one, and that it stays so, is a fact."""
+    """Whether a path exists. Notes the answer."""
     return _note(path, os.path.exists(path))
 
 
 def is_program(path: str) -> bool:
-    """As ``exists``, of a program."""
+    """Whether a path is a program. Notes the answer."""
     return _note(path, executable(path))
 
 
@@ -248,7 +249,7 @@ def _note(path: str, found: bool) -> bool:
 
 
 def list_directory(directory: str) -> list[str]:
-    """The names in a directory, none if it cannot be listed. That these are all is a fact."""
+    """The names in a directory, none if it cannot be listed. Notes the answer."""
     try:
         signature = Signature.of(directory)
         names = os.listdir(directory)
@@ -260,35 +261,25 @@ def list_directory(directory: str) -> list[str]:
 
 
 def start_entry() -> None:
-    """``Evidence.start_entry``."""
-    found = _collected.get()
-    if found is not None:
-        found.start_entry()
+    """Forget the facts of other entries: another entry will be compared with the files."""
+    _evidence().entry = []
 
 
 def note_entry(kind: str, path: str, value: str, signature: Signature) -> None:
-    """A fact of an entry holds (``store.key``). ``signature`` is from before the look."""
-    found = _collected.get()
-    if found is not None:
-        found.entry.append((kind, path, value, signature))
+    """Note that a fact of an entry holds (``store.key``). ``signature`` is from before the look."""
+    _evidence().entry.append((kind, path, value, signature))
 
 
 def note_program(name: str, path: str | None) -> None:
-    """A name was looked up on PATH."""
-    found = _collected.get()
-    if found is not None:
-        found.programs.setdefault(name, [path])
+    """Note where a name on PATH leads."""
+    _evidence().programs.setdefault(name, [path])
 
 
 def note_programs(name: str, paths: list[str]) -> None:
-    """All programs of a name on PATH were looked at."""
-    found = _collected.get()
-    if found is not None:
-        found.programs[name] = [*paths, None]
+    """Note all programs of a name on PATH."""
+    _evidence().programs[name] = [*paths, None]
 
 
 def note_incomplete() -> None:
-    """The decision rests on something that cannot be checked later."""
-    found = _collected.get()
-    if found is not None:
-        found.complete = False
+    """Note that the decision rests on something that cannot be checked later."""
+    _evidence().complete = False

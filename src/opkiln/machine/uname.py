@@ -1,5 +1,4 @@
-"""What this machine is: the one reader of ``uname`` and ``/proc/cpuinfo``; and of files about it
-that may be missing."""
+"""Reads ``uname``, ``/proc/cpuinfo`` and other files about this machine, which may be missing."""
 
 from __future__ import annotations
 
@@ -23,11 +22,9 @@ def architecture() -> str:
 
 @cache
 def cpuinfo() -> str:
-    """The kernel's description of the first CPU. Empty where it gives none.
-
-    It writes a block per CPU as it is read: the first suffices, and the whole file of a 256-core
-    machine would take longer than the rest of a cache hit.
-    """
+    """The kernel's description of the first CPU; empty if there is none. The kernel writes a block
+    for each CPU while the file is read. The first suffices: the whole file of a 256-core machine
+    would take longer than the rest of a cache hit."""
     try:
         fd = os.open(_CPUINFO, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:

@@ -2,7 +2,7 @@
 
 Kernels are compiled with g++'s instrumentation for data races, but without the sanitizer's library:
 the emulator's runtime has the functions that the instrumentation calls, and so sees every load and
-store of a kernel. docs/emulator.md says what it makes of them.
+store of a kernel (docs/emulator.md).
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from opkiln.base.model import EMULATOR_RUNTIME, PACKAGE
 from opkiln.plan import host
 from opkiln.plan.host import PlanInputs, torch_defines, torch_includes
 
-# The number changes with what `toolchain.emulate` translates: it is in the key that way.
+# Change the number if ``staged_copy`` translates differently, so that keys change, too.
 _DEFINE = "-DOPKILN_EMULATED=1"
 
 # Line tables name the line of a race. DWARF 4, because the runtime reads that version.
 _LINES = ("-g1", "-gdwarf-4", "-gz=none")
 _CHECKS = ("-fsanitize=thread,bounds,alignment",)
-# In g++ alone: volatile accesses have functions of their own, and no variable of an inline function
-# is one for the whole process.
+# Only g++ has these: functions of their own for volatile accesses; and static variables of inline
+# functions that are not unique in the process.
 _GCC_CHECKS = ("--param=tsan-distinguish-volatile=1",)
 _GCC = ("-fno-gnu-unique",)
 
@@ -38,8 +38,7 @@ def compile_emulated(inputs: PlanInputs, source: str) -> Step:
         runtime: list[Arg] = [*compiler, "-std=c++17", "-O1", "-fPIC", *users]
         runtime += [host.OPKILN_MAP, host.STAGE_MAP, *host.reproducible_flags(toolchain, output)]
         runtime += [ours, "-x", "c++"]
-        # The runtime stays where it is: the sources of an op of opkiln's own may be a translated
-        # copy.
+        # This is not anchored at the sources: those of opkiln's own ops may be a translated copy.
         file = Anchored("", "opkiln", EMULATOR_RUNTIME.removeprefix(PACKAGE + "/"))
         return Step(
             "compile", output, tuple(runtime), file, "the emulator's runtime", memory=_MEMORY
@@ -62,6 +61,6 @@ def compile_emulated(inputs: PlanInputs, source: str) -> Step:
 
 
 def _has_address_sanitizer(flags: tuple[str, ...]) -> bool:
-    """Whether the user asks for AddressSanitizer, which a compiler does not combine with the other
-    instrumentation: it then checks bounds, and nothing checks races."""
+    """Whether the user asks for AddressSanitizer. A compiler does not combine it with the other
+    instrumentation. So it checks bounds, and nothing checks races."""
     return any(flag.startswith("-fsanitize=") and "address" in flag for flag in flags)

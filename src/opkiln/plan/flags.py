@@ -1,12 +1,12 @@
-"""Refuses flags from authors and variables that would act before anybody looks.
+"""Refuses flags from authors and variables that would take effect before the observer can see it.
 
-Refused, by name, are options that belong to the plan, and options that name an output file, a
-program, a plugin or a response file. Any other flag is taken. What it has a step read becomes a
-fact, and a step that starts a program outside the toolchain, or writes outside its directory, is
-refused by what the observer saw (``observing.limits``).
+Options that belong to the plan are refused by name, and options that name an output file, a
+program, a plugin or a response file. Any other flag is accepted. The files that it makes a step
+read become facts. A step that starts a program outside the toolchain, or writes outside its
+directory, is refused by what the observer saw (``observing.limits``).
 
-Each word of a list is judged, also one that is the value of an option. What is passed on (``-Wl,``,
-``-Xlinker``, ``-Wa,``, ``-Xptxas``) is judged by the names of the program that gets it.
+Each word of a list is judged, even if it is the value of an option. Words that are passed on
+(``-Wl,``, ``-Xlinker``, ``-Wa,``, ``-Xptxas``) are judged as options of the program that gets them.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ _REFUSED_BY_HOST = {
         "--migrate", "-rewrite-", "-extract-api", "-print-", "--print-", "--help", "--version",
     ),
 }  # fmt: skip
-_REFUSED_WORDS = {"-E": _PLANNED, "-S": _PLANNED, "-r": _PLANNED, "-": _PLANNED}
+_REFUSED_WORDS = ("-E", "-S", "-r", "-")  # the plan's
 _LINKERS = frozenset(f"-fuse-ld={name}" for name in ("bfd", "gold", "lld", "mold"))
 # With a value, they write a file.
 _WRITES_BY_VALUE = ("-fopt-info", "-fdiagnostics-format=sarif-file", "-fdiagnostics-format=json-f")
@@ -164,7 +164,7 @@ def _judge_host_word(word: str, option: Option) -> None:
     if _split_value(word).value.startswith("@") or re.match(r"-(?:[eu]|(?![DU])[^=]*=)@", word):
         raise _FlagRefused(flag, _RESPONSE)
     if word in _REFUSED_WORDS:
-        raise _FlagRefused(flag, _REFUSED_WORDS[word])
+        raise _FlagRefused(flag, _PLANNED)
     names = (word, "-f" + word[2:]) if word.startswith("--") else (word,)
     for name in names:
         for why, refused in _REFUSED_BY_HOST.items():
@@ -347,7 +347,7 @@ def _judge_nvcc(words: tuple[str, ...]) -> None:
             for value in values:
                 _judge_part(value, flag)
         elif name not in (*_NVCC_VALUES, *_COMPILE_RELOCATABLE, "-dw"):
-            # The host compiler's, if nvcc was told to pass on what it does not know.
+            # It is for the host compiler, if nvcc was told to pass on unknown options.
             _judge_host_word(option.words[0], option)
     _judge_host(to_host)
     _judge_linker(to_linker)
@@ -387,7 +387,7 @@ _HINTS = {
 
 
 def is_encodable(text: str) -> bool:
-    """Whether a text can be an argument or a path: one with a lone surrogate cannot."""
+    """Whether a text can be an argument or a path: not if it has a lone surrogate."""
     try:
         text.encode("utf-8", "surrogateescape")
     except UnicodeEncodeError:
@@ -396,10 +396,8 @@ def is_encodable(text: str) -> bool:
 
 
 def check(op: str, flags: tuple[str, ...], variable: str = "") -> None:
-    """Refuse flags that a host compiler or linker must not get. Raises SpecError.
-
-    ``variable`` is the variable that the flags come from; empty for the author's flags.
-    """
+    """Refuse flags that a host compiler or linker must not get. Raises SpecError. ``variable`` is
+    the variable that the flags come from; empty for the author's flags."""
     _check(op, flags, variable, "flag", _judge_host)
 
 

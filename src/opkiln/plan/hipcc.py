@@ -38,10 +38,8 @@ _RELOCATABLE = "-fgpu-rdc"
 
 
 def check(op: str, flags: tuple[str, ...], variable: str = "") -> None:
-    """Refuse flags that hipcc must not get. Raises SpecError.
-
-    ``variable`` is the variable that the flags come from; empty for the author's flags.
-    """
+    """Refuse flags that hipcc must not get. Raises SpecError. ``variable`` is the variable that the
+    flags come from; empty for the author's flags."""
     for flag in flags:
         if flag.startswith(_REFUSED):
             why = "the plan chooses architectures, passes and the ROCm"

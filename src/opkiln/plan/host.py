@@ -1,5 +1,5 @@
-"""Steps for g++ and clang++, and what the command lines of all compilers share: anchored paths,
-common flags, names of objects."""
+"""Steps for g++ and clang++, and the common parts of all compilers' command lines: anchored paths,
+flags, names of objects."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ REDEFINED = "-Wno-builtin-macro-redefined"
 
 
 class PlanInputs(Record):
-    """What all steps of a plan are made from."""
+    """The inputs of all steps of a plan."""
 
     spec: OpSpec
     target: Target
@@ -156,7 +156,7 @@ def optimisation_flags(
 
 
 def position_flags(spec: OpSpec, flag: str = "-fPIC") -> list[str]:
-    """Position-independent code, which all but a program needs."""
+    """The flag for position-independent code. Programs do not need it."""
     return [] if spec.kind == EXECUTABLE else [flag]
 
 
@@ -186,7 +186,7 @@ def prefix_maps(spec: OpSpec, device: DeviceCompiler | None = None) -> tuple[Anc
 
 
 def op_header(spec: OpSpec, option: str = "-idirafter") -> list[Anchored]:
-    """Where ``<opkiln/op.h>`` is found. It is the last place to look, so that compiles which do not
+    """The directory of ``<opkiln/op.h>``. It is searched last, so that compiles which do not
     include it do not look for anything there."""
     return [] if spec.abi == ABI_NONE else [Anchored(option, "opkiln", "csrc")]
 

@@ -39,10 +39,8 @@ _SHARED = {"-D": "-D", "-U": "-U", "-I": "-I", "-isystem": "-isystem=", "-includ
 
 
 def compile_cuda(inputs: PlanInputs, source: str) -> Step:
-    """The step that compiles one CUDA source for every architecture of the target.
-
-    Raises SpecError if a variable of the user contains something that cannot be passed to nvcc.
-    """
+    """The step that compiles one CUDA source for every architecture of the target. Raises SpecError
+    if a variable of the user contains something that cannot be passed to nvcc."""
     spec, target, toolchain = inputs
     device = inputs.device
     archs = cuda.parse(";".join(target.archs))
@@ -82,11 +80,8 @@ def compile_cuda(inputs: PlanInputs, source: str) -> Step:
 
 
 def device_link_step(inputs: PlanInputs, objects: tuple[str, ...]) -> Step:
-    """The step that links relocatable device code, for every architecture of the target.
-
-    Its output has the kernels in their final form. The library's link takes it in addition to the
-    objects.
-    """
+    """The step that links relocatable device code, for every architecture of the target. Its output
+    has the kernels in their final form. The library's link takes it in addition to the objects."""
     spec, target, toolchain = inputs
     device = inputs.device
     words: list[Arg] = [device.path, "-ccbin", device.host or toolchain.cxx, "-dlink"]

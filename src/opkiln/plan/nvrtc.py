@@ -1,8 +1,8 @@
 """Steps for NVRTC: CUDA sources on ``opkiln/op.h``, without nvcc.
 
-One step makes one object. opkiln's own driver (``nvrtc/program.py``) starts the host compiler
-and calls NVRTC. An author writes flags for nvcc: the few that NVRTC has it gets, the host compiler
-gets its own, and another flag is an error.
+One step makes one object. opkiln's own driver (``nvrtc/program.py``) starts the host compiler and
+calls NVRTC. Authors write flags for nvcc. NVRTC gets the few that it knows, the host compiler gets
+its own, and any other flag is an error.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from opkiln.plan import host
 from opkiln.plan.flags import host_options, is_relocatable, nvcc_options
 from opkiln.plan.host import PlanInputs, torch_defines
 
-# NVRTC's cache on disk would be one more place that a step writes to.
+# Without this, a step would also write to NVRTC's cache on disk.
 ENVIRONMENT = (("CUDA_CACHE_DISABLE", "1"),)
 
 _PROGRAM = "machine/nvrtc/program.py"
@@ -27,11 +27,11 @@ _FOR_HOST = "csrc/opkiln/nvrtc/host"
 _FOR_DEVICE = "csrc/opkiln/nvrtc/device"
 _PRELUDE = "csrc/opkiln/nvrtc/host/prelude.h"
 
-# Unannotated functions are the device's: the host's are cut out, what is left are members and what
-# constexpr makes of a function. A variable that only the host used is then used by nobody (177).
+# Functions without annotation are for the device: those of the host are cut out, and only members
+# and constexpr functions are left. A variable that only the host used is then unused (177).
 _DEVICE_OPTIONS = ("-default-device", "-diag-suppress=177")
 
-# Options of nvcc that NVRTC has too, with and without a value. All are without their dashes.
+# Options of nvcc that NVRTC also has, without and with a value. All are without their dashes.
 _SAME = frozenset((
     "use_fast_math", "lineinfo", "generate-line-info", "G", "device-debug",
     "extra-device-vectorization", "restrict", "w", "disable-warnings",
@@ -40,7 +40,8 @@ _SAME_WITH_VALUE = frozenset((
     "maxrregcount", "ftz", "prec-div", "prec-sqrt", "fmad", "diag-suppress", "diag-warn",
     "diag-error", "Xptxas", "ptxas-options",
 ))  # fmt: skip
-# Options of nvcc that change nothing here: NVRTC's constexpr functions are the device's anyway.
+# Options of nvcc that have no effect here: NVRTC compiles constexpr functions for the device
+# anyway.
 _NEEDLESS = frozenset((
     "expt-relaxed-constexpr", "Xfatbin", "fatbin-options", "rdc", "relocatable-device-code",
 ))  # fmt: skip
@@ -49,10 +50,8 @@ _MEMORY = 600 << 20
 
 
 def compile_cuda(inputs: PlanInputs, source: str) -> Step:
-    """The step that compiles one CUDA source for every architecture of the target.
-
-    Raises SpecError for a source, or a flag, that only nvcc can compile.
-    """
+    """The step that compiles one CUDA source for every architecture of the target. Raises SpecError
+    for a source, or a flag, that only nvcc can compile."""
     device = inputs.device
     _check(inputs)
     given = _DividedFlags(inputs.spec, inputs.device_flags)
@@ -68,7 +67,7 @@ def compile_cuda(inputs: PlanInputs, source: str) -> Step:
 
 
 def _check(inputs: PlanInputs) -> None:
-    """Refuse what needs nvcc whatever the sources say. Raises SpecError."""
+    """Raise SpecError for an op that needs nvcc whatever its sources are."""
     spec = inputs.spec
     if spec.abi == ABI_TORCH:
         why = "it uses torch's own headers, which NVRTC cannot compile"
@@ -146,13 +145,12 @@ def _host_words(inputs: PlanInputs, given: _DividedFlags, source: str) -> Iterat
     ours = Anchored("-isystem", "opkiln", _FOR_HOST)
     toolkit = (host.anchor_in_toolkit(device, path, "-isystem") for path in device.include_dirs)
     yield from host.include_flags(inputs, *prelude, ours, *toolkit)
-    # As a header of the system, op.h is passed over when the text is divided.
+    # op.h is a header of the system, so it is skipped when the text is divided.
     yield from host.op_header(spec)
 
 
 def _preprocessing(words: tuple[str, ...]) -> Iterator[str]:
-    """``CPPFLAGS`` in the form that NVRTC accepts. The host compiler's other options are not for
-    it."""
+    """The macros and include directories of ``CPPFLAGS``, in the form that NVRTC accepts."""
     for option in host_options(words):
         if option.name in ("-D", "-U", "-I"):
             yield option.name + option.value

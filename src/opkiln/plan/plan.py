@@ -2,8 +2,7 @@
 
 A pure function: it reads no environment, no file system and no clock. Paths below the source root,
 torch, Python's headers and the staging directory are ``Anchored``, so the same op gives the same
-plan wherever its package is installed and wherever a build is staged. The
-host compiler links.
+plan wherever its package is installed and wherever a build is staged. The host compiler links.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from opkiln.plan.host import PlanInputs, anchor_in_toolkit
 
 # No op has an output of this name, because an op's name is a C identifier.
 _STUB = "stub-libtorch_cpu.so"
-# What has a linker refuse symbols that no library defines.
+# Flags with which a linker refuses symbols that no library defines.
 _COMPLETE = {"defs", "--no-undefined", "-no-undefined", "-zdefs"}
 
 
@@ -46,7 +45,7 @@ def stub_steps(inputs: PlanInputs) -> tuple[Step, ...]:
 
     The stub only has the soname. A link needs no more: symbols of a shared library may stay
     undefined, and the output needs the same libraries. A linker takes half a second to read torch's
-    own. Whether torch has the symbols, the load test finds out.
+    own. The load test checks whether torch has the symbols.
     """
     if not _has_stub(inputs):
         return ()
@@ -75,8 +74,8 @@ def _torch_libraries(spec: OpSpec) -> list[str]:
 
 
 def link_step(inputs: PlanInputs, objects: tuple[str, ...], *, stubbed: bool = True) -> Step:
-    """The step that links a plan's objects: with the stub of torch's library where there is a step
-    that makes one, and with the library itself if not ``stubbed``."""
+    """The step that links a plan's objects: with the stub of torch's library, if there is one and
+    ``stubbed`` is set, else with the library itself."""
     spec, target, toolchain = inputs
     output = spec.name if spec.kind == EXECUTABLE else f"{spec.name}.so"
     arguments: list[Arg] = [toolchain.cxx]
@@ -87,7 +86,7 @@ def link_step(inputs: PlanInputs, objects: tuple[str, ...], *, stubbed: bool = T
     if spec.kind != EXECUTABLE:
         arguments.append("-shared")
     if spec.emulated:
-        # Its shared variables and its functions are its own, whatever else is loaded.
+        # It must use its own variables and functions, whatever else is loaded.
         arguments.append("-Wl,-Bsymbolic")
     arguments += [Anchored("", "stage", name) for name in objects]
     arguments += host.author_flags(spec, spec.ldflags)
@@ -123,11 +122,9 @@ def link_step(inputs: PlanInputs, objects: tuple[str, ...], *, stubbed: bool = T
 
 
 def _cuda_runtime(inputs: PlanInputs) -> list[Arg]:
-    """The CUDA runtime. It is static, so that the library also loads without one installed.
-
-    A full-ABI extension of a CUDA torch shares torch's runtime. If a device link used libraries,
-    their host code comes from the same libraries.
-    """
+    """The CUDA runtime. It is static, so that the library also loads without one installed. A
+    full-ABI extension of a CUDA torch shares torch's runtime. If a device link used libraries,
+    their host code comes from the same libraries."""
     spec, device, torch = inputs.spec, inputs.device, inputs.toolchain.torch
     if device.family == NVRTC:
         return ["-ldl"]  # kernels are launched through the driver, which is opened at the first
@@ -146,15 +143,15 @@ def _cuda_runtime(inputs: PlanInputs) -> list[Arg]:
 
 _ENVIRONMENT = (("LC_ALL", "C"), ("SOURCE_DATE_EPOCH", "0"))
 
-# hipcc compiles for AMD's GPUs and, where it finds nvcc, would rather compile for NVIDIA's.
+# Without this, hipcc compiles for NVIDIA's GPUs if it finds nvcc.
 _ENVIRONMENTS = {ROCM: (*_ENVIRONMENT, ("HIP_PLATFORM", "amd"))}
 
-# The names by which a backend's compiler knows its sources.
+# The suffixes of sources for a backend's compiler.
 _DEVICE_SOURCES = {CUDA: (".cu",), ROCM: (".cu", ".hip"), XPU: (".sycl",)}
 
 
 def check(spec: OpSpec) -> None:
-    """Refuse a declaration that cannot be built or must not be. Raises SpecError."""
+    """Raise SpecError for a declaration that cannot or must not be built."""
     check_names(spec.distribution, spec.name)
     if not spec.sources:
         raise SpecError(f"op {spec.title} declares no sources")
@@ -232,7 +229,7 @@ def make(spec: OpSpec, target: Target, toolchain: Toolchain) -> Plan:
 
 
 def _check_cross(spec: OpSpec, target: Target) -> None:
-    """Refuse what needs more of the other machine than a compiler for it. Raises SpecError."""
+    """Raise SpecError for an op that needs more than a compiler for the other machine."""
     if target.backend != CPU:
         needs = f"a {target.backend} toolkit"
     elif spec.abi == ABI_TORCH or spec.kind == PYTHON:
@@ -347,11 +344,11 @@ class Flags(NamedTuple):
 
 
 def author_flags(plan: Plan, module: str) -> Flags:
-    """The flags that a plan's steps have in common; those of one source alone are left out.
+    """The flags that are common to a plan's steps, without those for one source.
 
-    ``module`` is what the build system calls the artifact. Raises SpecError where the sources lie
-    below a path that nvcc's shell would interpret: there is no link to show them through; and for
-    relocatable device code, which takes a step that flags cannot say.
+    ``module`` is the build system's name of the artifact. Raises SpecError if nvcc's shell would
+    interpret the path of the sources, since there is no link to replace it, and for relocatable
+    device code, which needs a step of its own.
     """
     why = hint = ""
     if any(step.kind == "device-link" for step in plan.steps):
@@ -390,7 +387,7 @@ def author_flags(plan: Plan, module: str) -> Flags:
 
 
 _OF_ONE_SOURCE = ("-frandom-seed=", "-Xcudafe=--orig_src_path_name=")
-_OF_OUR_DIRECTORY = "--objdir-as-tempdir"  # that of one build alone; sccache cannot do it
+_OF_OUR_DIRECTORY = "--objdir-as-tempdir"  # for the directory of one build; sccache lacks it
 _MODULE = "-DTORCH_EXTENSION_NAME="
 _HOST_MAP = "-Xcompiler=-ffile-prefix-map="
 
@@ -404,7 +401,7 @@ def _common(steps: list[Step], program: str, places: Mapping[str, str], module: 
         for part in parts[parts.index(program) + 1 :]
         if "=/opkiln/build" not in part and not part.startswith(_OF_ONE_SOURCE)
         if part != _OF_OUR_DIRECTORY
-        # Quoted for no shell; nvcc itself takes care of the other paths.
+        # The host compiler's maps are not quoted for a shell; nvcc quotes other paths itself.
         if not part.startswith(_HOST_MAP) or flags.PLAIN.match(part)
     ]
     return [_MODULE + module if part.startswith(_MODULE) else part for part in kept]

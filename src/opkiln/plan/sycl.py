@@ -19,10 +19,8 @@ _MEMORY = 2000 << 20
 
 
 def compile_sycl(inputs: PlanInputs, source: str) -> Step:
-    """The step that compiles one source, C++ or SYCL.
-
-    Raises ToolchainError for a ``.sycl`` source if there is only the runtime compiler.
-    """
+    """The step that compiles one source, C++ or SYCL. Raises ToolchainError for a ``.sycl`` source
+    if there is only the runtime compiler."""
     spec, target, toolchain = inputs
     device = inputs.device
     if device.family == SYCL_RUNTIME:
@@ -65,11 +63,9 @@ def linker_words(inputs: PlanInputs) -> list[Arg]:
 
 
 def libraries(inputs: PlanInputs) -> list[Arg]:
-    """The SYCL runtime, if the linker does not add it by itself.
-
-    It is linked by soname and without an rpath, like torch's libraries. So the output does not
-    depend on where the runtime is installed. Whoever loads the library loads the runtime first.
-    """
+    """The SYCL runtime, if the linker does not add it by itself. It is linked by soname and without
+    an rpath, like torch's libraries. So the output does not depend on where the runtime is
+    installed. Whoever loads the library loads the runtime first."""
     device = inputs.device
     if device.family != SYCL_RUNTIME:
         return []
@@ -78,5 +74,5 @@ def libraries(inputs: PlanInputs) -> list[Arg]:
 
 
 def _targets(target: Target) -> list[str]:
-    """Machine code for the devices that were named, and SPIR-V for all others."""
+    """The flag for machine code for the named devices, and SPIR-V for all others."""
     return ["-fsycl-targets=spir64_gen,spir64"] if target.archs else []

@@ -126,7 +126,7 @@ class PastBuild(NamedTuple):
 
 
 class StoreStatus(NamedTuple):
-    """Where entries are read and written."""
+    """The places where entries are read and written, and the latest entries."""
 
     root: str | None  # None: nothing can be written
     layers: tuple[str, ...]
@@ -202,7 +202,7 @@ class Problem(NamedTuple):
 def problems(
     ops: tuple[OpStatus, ...] | None, environment: Environment | None
 ) -> tuple[Problem, ...]:
-    """Every problem. Those of the environment come first: they explain those of the ops."""
+    """Every problem. Problems of the environment come first, because they explain those of ops."""
     found = [] if environment is None else list(_environment_problems(environment))
     affected: dict[str, dict[str, None]] = {}  # reason -> ops
     for each in ops or ():

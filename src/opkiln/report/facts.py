@@ -227,7 +227,7 @@ _HOSTS = 8  # modules of other programs
 
 
 def store(found: StoreStatus, now: float) -> ReportSection:
-    """Where the entries are, their size, and the last build."""
+    """The store's places, its size, and the last build."""
     nowhere = found.root is None
     rows = [_row("path", found.root or "none: nothing can be written", "bad" if nowhere else "")]
     if found.sizes is not None:

@@ -9,11 +9,10 @@ The locks only protect the machine from too many compilers. If they are not avai
 directory, a file system without locks), the budget applies to this process only, and a note says
 so.
 
-What the kernel grants (CPUs, a CPU quota, memory; cgroups v1 and v2) is read below the root of a
-file system that is passed, so that a test can make one up. It is read from this process's group and
-all of its ancestors, because the tightest one applies. In a container, the group's path may be the
-host's, which does not exist below the mounted tree. Its ancestors are read anyway, up to the mount
-itself.
+What the kernel grants (CPUs, a CPU quota, memory; cgroups v1 and v2) is read below a ``root``.
+Tests pass one of their own. The limits of this process's group and of all its ancestors count: the
+tightest one applies. In a container, the group's path may be the host's, which does not exist below
+the mounted tree. Its ancestors are read anyway, up to the mount itself.
 """
 
 from __future__ import annotations
@@ -23,13 +22,14 @@ import errno
 import math
 import os
 import random
-import stat
+import re
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
 from typing import NamedTuple
 
 from opkiln.base import forks
+from opkiln.base.trust import fault
 from opkiln.errors import BuildCancelled, BuildTimeout
 from opkiln.run import events, slots
 from opkiln.settings import settings
@@ -51,10 +51,7 @@ def cpu_quota(root: str = "/") -> float | None:
 
 def memory_limit(root: str = "/") -> int | None:
     """The memory limit in bytes; None if there is no limit."""
-    texts = [
-        *_values(root, "memory.max", ""),
-        *_values(root, "memory.limit_in_bytes", "memory"),
-    ]
+    texts = (*_values(root, "memory.max", ""), *_values(root, "memory.limit_in_bytes", "memory"))
     sizes = [int(text) for text in texts if text.isdigit()]
     return min((size for size in sizes if 0 < size < _UNLIMITED), default=None)
 
@@ -70,48 +67,39 @@ def out_of_memory_kills(root: str = "/") -> Kills:
     """The kernel's counts so far; 0 if it does not report one."""
     group = 0
     for name, controller in (("memory.events", ""), ("memory.oom_control", "memory")):
-        innermost = next(_values(root, name, controller), "")
-        group += _read_count(innermost, "oom_kill")
-    return Kills(group, _read_count(_read(os.path.join(root, "proc/vmstat")), "oom_kill"))
+        group += _read_kills(next(_values(root, name, controller), ""))  # the innermost group's
+    return Kills(group, _read_kills(_read(os.path.join(root, "proc/vmstat"))))
 
 
-def _read_count(text: str, name: str) -> int:
-    """The number after a name, in a file with a name and a number on each line."""
-    for line in text.splitlines():
-        words = line.split()
-        if words[:1] == [name] and words[1:] and words[1].isdigit():
-            return int(words[1])
-    return 0
+def _read_kills(text: str) -> int:
+    """The number after ``oom_kill``, in a file with a name and a number on each line."""
+    match = re.search(r"^oom_kill[ \t]+(\d+)\b", text, re.MULTILINE)
+    return int(match[1]) if match else 0
 
 
 def cpus(root: str = "/") -> frozenset[int] | None:
     """The CPUs that the whole group may run on; None if that is unknown."""
-    for name, controller in (
-        ("cpuset.cpus.effective", ""),
-        ("cpuset.effective_cpus", "cpuset"),
-        ("cpuset.cpus", "cpuset"),
-    ):
-        for text in _values(root, name, controller):
-            found = _cpu_list(text)
-            if found:
-                return found  # the innermost group's: its set is part of its parent's
-    return None
+    texts = (
+        *_values(root, "cpuset.cpus.effective", ""),
+        *_values(root, "cpuset.effective_cpus", "cpuset"),
+        *_values(root, "cpuset.cpus", "cpuset"),
+    )
+    # The innermost group's: its set is part of its parent's.
+    return next(filter(None, map(_cpu_list, texts)), None)
 
 
 def total_memory(root: str = "/") -> int:
     """Bytes of memory in the machine."""
-    for line in _read(os.path.join(root, "proc/meminfo")).splitlines():
-        name, _, rest = line.partition(":")
-        if name == "MemTotal":
-            return int(rest.split()[0]) * 1024
+    if match := re.search(
+        r"^MemTotal:\s*(\d+)", _read(os.path.join(root, "proc/meminfo")), re.MULTILINE
+    ):
+        return int(match[1]) * 1024
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _values(root: str, name: str, controller: str) -> Iterator[str]:
-    """The file's content in each folder that has it, innermost first.
-
-    An empty ``controller`` means cgroups v2.
-    """
+    """The file's content in each folder that has it, innermost first. An empty ``controller`` means
+    cgroups v2."""
     for folder in _folders(root, controller):
         text = _read(os.path.join(folder, name))
         if text:
@@ -344,7 +332,7 @@ def _find_table() -> tuple[slots.SlotTable, tuple[str, ...]]:
     refused: list[str] = []
     for place in places:
         try:
-            table = _open_table(place, uid)
+            table = _open_table(place)
         except OSError as error:
             refused.append(f"{place}: {error.strerror}")
             if place == chosen:
@@ -356,14 +344,15 @@ def _find_table() -> tuple[slots.SlotTable, tuple[str, ...]]:
     return _alone, tuple(refused)
 
 
-def _open_table(place: str, uid: int) -> slots.SlotTable:
+def _open_table(place: str) -> slots.SlotTable:
     with contextlib.suppress(FileExistsError):
         os.mkdir(place, 0o700)
     # Check the opened directory, not its name: anybody may create a name in /dev/shm or /tmp, or
     # replace it between a check and a use.
     directory = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        _require_private(os.fstat(directory), uid)
+        if reason := fault("it", os.fstat(directory)):
+            raise PermissionError(errno.EPERM, reason)
         with contextlib.suppress(FileNotFoundError):
             # Look before opening the file. If this process already has it open, closing a second
             # descriptor would drop all of its locks.
@@ -377,14 +366,6 @@ def _open_table(place: str, uid: int) -> slots.SlotTable:
         os.close(directory)
     table = slots.SlotTable(os.path.join(place, "slots"), fd)
     return _tables.setdefault(_identity(os.fstat(fd)), table)
-
-
-def _require_private(status: os.stat_result, uid: int) -> None:
-    if status.st_uid != uid:
-        raise PermissionError(errno.EPERM, f"it belongs to uid {status.st_uid}, not to {uid}")
-    if stat.S_IMODE(status.st_mode) & 0o022:
-        mode = f"{stat.S_IMODE(status.st_mode):o}"
-        raise PermissionError(errno.EPERM, f"others may write to it (mode {mode})")
 
 
 def _identity(status: os.stat_result) -> tuple[int, int]:

@@ -57,8 +57,8 @@ class Completed(NamedTuple):
 def start(
     argv: Sequence[str], program: subprocess.Popen[bytes] | None = None, **how: Any
 ) -> subprocess.Popen[bytes]:
-    """Start a program, and tell the listeners. Raises ToolchainError. Whoever gives a Popen that is
-    not initialized yet finds the pid in it also if an interrupt ends this call."""
+    """Start a program, and tell the listeners. Raises ToolchainError. A caller that passes a Popen
+    which is not initialized yet finds the pid in it even if an interrupt ends this call."""
     program = subprocess.Popen.__new__(subprocess.Popen) if program is None else program
     for listener in tuple(listeners):
         listener(argv)
@@ -71,7 +71,7 @@ def start(
 
 
 class Child:
-    """A child in a session of its own, from the start of its ``with`` block to the end. Then it is
+    """A child in its own session. It starts with the ``with`` block. At the end of the block it is
     reaped, and its whole process group is dead."""
 
     def __init__(
@@ -85,7 +85,7 @@ class Child:
         waits: bool = False,
     ) -> None:
         """If it ``waits``, its standard input is a socket; otherwise it has none. With
-        ``watch_files``, the files that it reads are looked at."""
+        ``watch_files``, it is killed when it reads a file without an end."""
         # wait4 also counts the memory of the image that exec() replaced, and a child starts as a
         # copy of this process. So wait4 never reports less than our own peak (300 MB for /bin/true
         # in a process that uses 300 MB). If it reports no more than that, the sampled peak is used.
@@ -173,8 +173,8 @@ class Child:
             self._popen.returncode = 0  # so that Popen does not wait for it either
 
     def send(self, data: bytes, *, last: bool = False) -> None:
-        """Give data to a child that waits for it. One that has ended does not get it. After the
-        ``last`` data its standard input ends."""
+        """Send data to a child that waits for it; does nothing if it has ended. After the ``last``
+        data its standard input ends."""
         assert self._input is not None
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             self._input.send(data, socket.MSG_NOSIGNAL)
@@ -182,7 +182,7 @@ class Child:
                 self._input.shutdown(socket.SHUT_WR)
 
     def resume(self) -> None:
-        """Have a child go on that waits for one byte. Its time counts from here."""
+        """Let a child continue that waits for one byte. Its time counts from here."""
         self._started = time.monotonic()
         self.send(b"\n")
 
@@ -196,8 +196,8 @@ class Child:
         """Wait until the child exits. Afterwards it is reaped, as at the end of the block.
 
         Raises BuildTimeout ``timeout`` seconds after ``since`` (default: its start), BuildCancelled
-        and InputError as ``process.run`` says. Raises BuildError if its exit status is lost:
-        another program's would be lost, too, so it must not read as a refusal of this one.
+        and InputError as ``process.run`` does. Raises BuildError if its exit status is lost: every
+        program's would be, so it must not look like a failure of this one.
         """
         with self:
             self._follow(timeout, self._started if since is None else since, cancelled)
@@ -224,7 +224,7 @@ class Child:
         while True:
             self._peak = max(self._peak, *map(_peak, _tree(self._pid)))
             if self._own_files is not None and time.monotonic() >= look_at:
-                # Twice the same, so that a child has the time to write to a FIFO of another.
+                # It must be the same twice, so that another child has the time to write to a FIFO.
                 before, seen = seen, _find_endless(self._pid, self._own_files)
                 if seen is not None and seen == before:
                     raise _endless_error(self._argv, *seen)
@@ -312,9 +312,7 @@ def _has_exited(pid: int) -> bool:
 
 def _await_group_end(group: int) -> None:
     """Wait until killed processes are dead, so that none writes into a directory being removed.
-
-    Waits two seconds at most: a process stuck in the kernel must not block us.
-    """
+    Waits two seconds at most: a process stuck in the kernel must not block us."""
     deadline = time.monotonic() + 2
     while time.monotonic() < deadline:
         states = map(_status, filter(str.isdigit, os.listdir("/proc")))
@@ -353,9 +351,9 @@ def _tree(pid: int) -> Iterator[int]:
 
 # Files without an end
 #
-# A compiler opens whatever an ``#include`` leads to. If that is a FIFO that nobody writes to, it
-# waits until its time limit ends it. If it is ``/dev/zero`` or ``/dev/urandom``, it takes memory
-# until there is none left. /proc shows both: which file a process is opening, and which it has open
+# A compiler opens whatever an ``#include`` leads to. If that is a FIFO that nobody writes to, the
+# compiler waits until its time limit. If it is ``/dev/zero`` or ``/dev/urandom``, it takes memory
+# until there is none left. /proc shows the file that a process is opening, and those that are open.
 
 # The numbers of open, openat and openat2, and which argument is the path.
 _OPENING = {
@@ -364,16 +362,16 @@ _OPENING = {
 }.get(os.uname().machine, {})
 _ENDLESS = (os.makedev(1, 5), os.makedev(1, 7))  # /dev/zero and /dev/full
 _RANDOM = (os.makedev(1, 8), os.makedev(1, 9))  # /dev/random and /dev/urandom
-# A program may keep such a device open, to take a few bytes from it now and then. One that has read
-# so many bytes, of whatever, does not.
+# A program may keep such a device open to take a few bytes from it now and then. One that has read
+# this many bytes in all does more than that.
 _MUCH = 64 << 20
 _LONGEST = 4096  # bytes of a path
 _HERE = 0xFFFFFF9C  # openat's descriptor for the working directory
 
 
 def _find_endless(pid: int, made_below: str) -> tuple[str, str] | None:
-    """(the name of a process, the file that it reads) if ``pid`` or one of its descendants reads a
-    file without an end. A step may make FIFOs of its own: those ``made_below`` do not count."""
+    """(the name of a process, the file) if ``pid`` or one of its descendants reads a file without
+    an end. FIFOs that a step made itself, ``made_below`` a directory, do not count."""
     for each in _tree(pid):
         path = _find_awaited_fifo(each) or _find_open_endless(each)
         if path is None or (made_below and path.startswith(made_below + "/")):

@@ -19,11 +19,9 @@ _BUILD_LANES = 1000  # the first lane for builds; steps are drawn in the lanes b
 
 
 class ChromeTrace:
-    """Collects events. ``close`` writes the whole file, or nothing and a warning.
-
-    Each step is drawn in the lowest free lane, so there are as many lanes as steps ran at once.
-    Raises SettingError if the file's directory is not writable.
-    """
+    """Collects events. ``close`` writes the whole file, or nothing and a warning. Each step is
+    drawn in the lowest free lane, so there are as many lanes as steps ran at once. Raises
+    SettingError if the file's directory is not writable."""
 
     def __init__(self, path: str) -> None:
         self._path = os.path.realpath(path)  # the file is replaced; a link to it stays
@@ -47,10 +45,8 @@ class ChromeTrace:
             self._processes[worker].add(event)
 
     def close(self) -> None:
-        """Write the file. Steps that have not ended are drawn up to the last event.
-
-        A file that cannot be written (the disk is full) is a SettingWarning: the build is done.
-        """
+        """Write the file. Steps that have not ended are drawn up to the last event. A file that
+        cannot be written (the disk is full) is a SettingWarning: the build is done."""
         with self._lock:
             records = [each for process in self._processes.values() for each in process.records()]
             document = {"traceEvents": records, "displayTimeUnit": "ms"}

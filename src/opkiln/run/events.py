@@ -29,7 +29,7 @@ WAITING = "waiting"
 BUILD_END = "build-end"
 NOTE = "note"
 
-# What is waited for.
+# The values of ``what`` in a ``waiting`` event.
 BUILD = "build"  # another process's
 CPU = "a free CPU"
 COMPILERS = "the list of compilers"
@@ -47,8 +47,8 @@ class Event(NamedTuple):
 if TYPE_CHECKING:
     Sink = Callable[[Event], None]
 
-# There is no lock, because a fork could copy it while it is held. None is needed: appending to a
-# list and removing from it are atomic, with and without the GIL.
+# Appending to a list and removing from it are atomic, with and without the GIL, so this needs no
+# lock. A fork could copy a lock while it is held.
 _sinks: list[Sink] = []
 # A forked child does not have the thread that redraws the bar, and must not write the parent's
 # trace file.
@@ -59,11 +59,9 @@ _name: ContextVar[str] = ContextVar("opkiln_reported_name", default="")
 
 @contextlib.contextmanager
 def report_as(name: str) -> Iterator[None]:
-    """Report the op under this name, in this block and in the threads that it starts.
-
-    Without it, builds of one op for several targets look like one build. So do builds of ops with
-    the same name from several packages.
-    """
+    """Within the block, and in the threads that it starts, report the op under this name. Without
+    it, builds of one op for several targets look like one build. So do builds of ops with the same
+    name from several packages."""
     token = _name.set(name)
     try:
         yield
@@ -72,10 +70,8 @@ def report_as(name: str) -> Iterator[None]:
 
 
 def emit(kind: str, **data: Any) -> None:
-    """Call every sink, in this thread. Without sinks this costs next to nothing.
-
-    An exception of a sink gets through, so sinks must not raise.
-    """
+    """Call every sink, in this thread. Without sinks this costs next to nothing. An exception of a
+    sink gets through, so sinks must not raise."""
     if not _sinks:
         return
     if (name := _name.get()) and "op" in data:
@@ -87,10 +83,8 @@ def emit(kind: str, **data: Any) -> None:
 
 @contextlib.contextmanager
 def listen(sink: Sink | None) -> Iterator[None]:
-    """Send the events of all threads to ``sink`` within the block, then call its ``close``, if any.
-
-    ``sink`` may be None: then nothing happens, and callers need no special case.
-    """
+    """Within the block, send the events of all threads to ``sink``; then call its ``close``, if it
+    has one. Does nothing if ``sink`` is None."""
     if sink is None:
         yield
         return

@@ -1,4 +1,4 @@
-"""Runs subprocesses. The rest of opkiln does it by this module; ``child.py`` is one child's life.
+"""Runs subprocesses, for all of opkiln. ``child.py`` handles one child.
 
 Every child gets an argv (never a shell), the allow-listed environment of ``settings``, no standard
 input, and its own session, so that it and its children can be killed as a group. A child of ``run``
@@ -80,10 +80,7 @@ def run(
 @contextlib.contextmanager
 def start_waiting(argv: Sequence[str], *, tmpdir: str) -> Iterator[child.Child]:
     """Start a program that prepares itself and then waits (``Child.resume``). It is dead at the end
-    of the block.
-
-    Raises ToolchainError if it cannot be started.
-    """
+    of the block. Raises ToolchainError if it cannot be started."""
     environment = _environment(None, tmpdir)
     with _guard.watching() as environment[MARKER], contextlib.ExitStack() as stack:
         with once_per_thread("runs a program"):
@@ -98,7 +95,7 @@ def capture(
     timeout: float = 30.0,
     given: bytes | None = None,
 ) -> Completed:
-    """Run a short probe, unsupervised, and keep its stderr apart. A non-zero exit status is
+    """Run a short probe without the watchdog, and keep its stderr apart. A non-zero exit status is
     returned, not raised. ``given`` is its standard input.
 
     Raises ToolchainError if the program cannot be started or does not end in time: within
@@ -130,19 +127,17 @@ def run_foreground(argv: Sequence[str], *, env: Mapping[str, str]) -> int:
 
 
 def python(*arguments: str, isolated: bool = False) -> tuple[str, ...]:
-    """The argv of a Python child of ours, which imports nothing from the working directory.
-
-    A file there may have any name: without ``-P``, ``-c`` and ``-m`` would run ``./torch.py`` for
-    ``import torch``. An ``isolated`` child has only the standard library.
-    """
+    """The argv of a Python child that imports nothing from the working directory. A file there may
+    have any name: without ``-P``, ``-c`` and ``-m`` would run ``./torch.py`` for ``import torch``.
+    An ``isolated`` child has only the standard library."""
     # An embedded interpreter has no executable, but often there is a Python next to its library.
     interpreter = sys.executable or os.path.join(sys.base_exec_prefix, "bin", "python3")
     return (interpreter, *(("-I", "-S") if isolated else ("-P",)), *arguments)
 
 
 def python_code(code: str, *arguments: str) -> tuple[str, ...]:
-    """The argv that runs ``code``, which may import opkiln, in a Python child of ours. ``sys`` is
-    imported, and the arguments are in ``sys.argv[1:]``."""
+    """The argv of a Python child that runs ``code``, which may import opkiln. ``sys`` is imported,
+    and the arguments are in ``sys.argv[1:]``."""
     # opkiln's own directory comes last: it may be the working directory.
     start = f"import sys; sys.path.append({os.path.dirname(_PACKAGE)!r})\n{code}"
     return python("-c", start, *arguments)
@@ -188,11 +183,9 @@ def remove_scratch(path: str) -> None:
 
 @contextlib.contextmanager
 def once_per_thread(what: str) -> Iterator[None]:
-    """Within the block, this thread cannot enter another block for the same thing.
-
-    Only a signal handler that loads an op would try that. It would wait for ever for a lock that
-    its own thread holds, since the code that it interrupted cannot go on. Raises BuildError.
-    """
+    """Within the block, this thread cannot enter another block for the same thing. Only a signal
+    handler that loads an op would try that. It would wait forever for a lock that its own thread
+    holds, since the interrupted code cannot continue. Raises BuildError."""
     ours = (what, threading.get_ident())
     if ours in _guard.inside:
         raise BuildError(
@@ -225,8 +218,8 @@ class _Guard:
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
-        # A signal handler that came in between would start a second watchdog, and lose one of them.
-        # A watchdog whose socket is closed kills what the other one watches.
+        # A signal handler in between would start a second watchdog, and one of the two would be
+        # lost. A watchdog whose socket is closed kills what the other one watches.
         with once_per_thread("talks to its watchdog"), self.lock:
             yield
 

@@ -38,7 +38,7 @@ _CLEAR, _GREEN, _RED, _PLAIN = "\r\x1b[2K", "\x1b[32m", "\x1b[31m", "\x1b[0m"
 
 @contextmanager
 def show_builds(trace: str | None = None, *, traced: bool = True) -> Iterator[None]:
-    """Within the block, builds report as ``OPKILN_PROGRESS``, ``OPKILN_TRACE`` and the logger ask.
+    """Within the block, report builds as ``OPKILN_PROGRESS``, ``OPKILN_TRACE`` and the logger say.
 
     Blocks inside another have no effect, so a command that builds ten ops shows one bar. Blocks of
     several threads that ask for the same share it: events go to the sinks of the whole process.
@@ -115,10 +115,8 @@ def people_sink(stream: TextIO | None = None) -> Bar | Lines | None:
 
 
 def logging_sink() -> Log | None:
-    """The sink for the logger ``opkiln``; None if no handler would take its records.
-
-    It never imports ``logging``: a process that has not imported it has no handlers.
-    """
+    """The sink for the logger ``opkiln``; None if no handler would take its records. It never
+    imports ``logging``: a process that has not imported it has no handlers."""
     logger = _logger()
     return None if logger is None else Log(logger)
 
@@ -134,10 +132,8 @@ def _logger() -> Logger | None:
 
 
 def _logging_shows(stream: TextIO, *, terminal: bool) -> bool:
-    """Whether the logger's records replace what would be written to ``stream``.
-
-    On a terminal they do so only if they appear on it: nobody watches records in a file.
-    """
+    """Whether the logger's records replace what would be written to ``stream``. On a terminal they
+    do so only if they appear on it: nobody watches records in a file."""
     logger = _logger()
     if logger is None or not terminal:
         return logger is not None
@@ -268,8 +264,8 @@ class _Stream:
 
 
 class Lines:
-    """Plain lines, for people who read logs; of some ``kinds`` of events alone, if they are named.
-    If ``quiet``, a wait is told after several seconds."""
+    """Plain lines, for people who read logs. If ``kinds`` of events are named, only their lines are
+    written. If ``quiet``, a wait is reported only after several seconds."""
 
     def __init__(
         self,
@@ -350,10 +346,8 @@ class Bar(Lines):
 
 
 class Log:
-    """Writes log records: a failed build is a warning, commands and steps are debug records.
-
-    Each record has the event and its data as the attribute ``opkiln``.
-    """
+    """Writes log records: a failed build is a warning, commands and steps are debug records. Each
+    record has the event and its data as the attribute ``opkiln``."""
 
     def __init__(self, logger: Logger) -> None:
         self._logger = logger

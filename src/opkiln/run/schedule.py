@@ -17,12 +17,9 @@ from opkiln.settings import settings
 
 
 def call_in_threads(work: Callable[..., None], calls: Iterable[tuple[Any, ...]]) -> None:
-    """Call ``work``, which raises nothing, with each of these arguments, in a thread for each
-    if there are several.
-
-    The threads see this thread's settings and display. They are daemons, which do not delay an
-    interrupt.
-    """
+    """Call ``work``, which must not raise, with each tuple of arguments: in a thread for each, if
+    there are several. The threads have this thread's settings and display. They are daemons, so
+    that they do not delay an interrupt."""
     each_call = list(calls)
     if len(each_call) == 1:
         work(*each_call[0])  # in this thread, so that an interrupt reaches it
@@ -76,9 +73,9 @@ def execute(
 ) -> dict[str, Completed]:
     """Run every task. Returns the results by task name.
 
-    ``timeout`` applies to each step, from its start. For the steps that are started before any has
-    ended, it counts from ``since`` (``time.monotonic()``), if that is given: what was done before
-    them is a part of their time. A wait for a free CPU is not: it has the same limit for itself.
+    ``timeout`` applies to each step, from its start. For the steps that start before any has ended,
+    it counts from ``since`` (``time.monotonic()``), if that is given. A wait for a free CPU does
+    not count: it has the same limit for itself.
 
     A task's ``finish`` is called in the thread that ran the task. By then the slot has been
     released, and no task that depends on this one has started.

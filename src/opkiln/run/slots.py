@@ -329,10 +329,8 @@ class SlotTable:
                 yield found
 
     def _fits(self, ask: SlotRequest) -> bool:
-        """Whether the step in the extra slot, if any, and all others fit into the memory.
-
-        Without a step in the extra slot they always fit: each slot comes with its share.
-        """
+        """Whether the step in the extra slot, if any, and all others fit into the memory. Without a
+        step in the extra slot they always fit: each slot comes with its share."""
         extra = self._locks(EXTRA * _SLOT, (EXTRA + 1) * _SLOT)
         if EXTRA not in self._held and not any(extra):
             return True

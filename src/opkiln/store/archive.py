@@ -193,12 +193,9 @@ def signed_tail(headers: list[MemberHeader], end: int, signature: bytes) -> byte
 
 
 class Bundle:
-    """An open bundle.
-
-    ``listed`` means that the user listed it as a layer. That makes it trusted (``base.trust``),
-    unless ``OPKILN_TRUSTED_KEYS`` also asks for a signature. Raises StoreError for a file that
-    cannot be read or is not a bundle, Damaged for a bad index.
-    """
+    """An open bundle. ``listed`` means that the user listed it as a layer. That makes it trusted
+    (``base.trust``), unless ``OPKILN_TRUSTED_KEYS`` also asks for a signature. Raises StoreError
+    for a file that cannot be read or is not a bundle, Damaged for a bad index."""
 
     def __init__(self, path: str, *, listed: bool = False) -> None:
         self.path = path
@@ -320,10 +317,8 @@ def manifest(leaf: str) -> dict[str, Any]:
 def examine(
     leaf: str, places: Mapping[str, str], hasher: Hasher, *, own: bool = True
 ) -> entry.Leaf | entry.Refused:
-    """Check an entry as ``store.entry.examine`` does, and copy a good payload to sealed memory.
-
-    A damaged file gives a Refused, never an exception.
-    """
+    """Check an entry as ``store.entry.examine`` does, and copy a good payload to sealed memory. A
+    damaged file gives a Refused, never an exception."""
     try:
         path, inner = _split(leaf)
         with Bundle(path, listed=True) as bundle:

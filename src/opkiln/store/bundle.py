@@ -43,11 +43,9 @@ class ImportedEntry(NamedTuple):
 
 
 def write_bundle(layer_dir: str, file: str) -> BundleFile:
-    """Write the entries of a layer, as ``store.layer`` writes them, to one file.
-
-    The same entries give the same bytes. ``file`` appears whole or not at all. Raises StoreError if
-    the layer is empty or damaged, or if the file cannot be written.
-    """
+    """Write the entries of a layer, as ``store.layer`` writes them, to one file. The same entries
+    give the same bytes. ``file`` appears whole or not at all. Raises StoreError if the layer is
+    empty or damaged, or if the file cannot be written."""
     entries = layer.entries(layer_dir)
     paths = {
         f"{each.place}/{name}": os.path.join(each.directory, name)
@@ -88,11 +86,8 @@ def temporary_bundle(payloads: Iterable[str]) -> Iterator[BundleFile]:
 
 @contextlib.contextmanager
 def replace_bundle(file: str, total: int) -> Iterator[BinaryIO]:
-    """A new file that replaces ``file`` when all of it is on disk.
-
-    Raises StoreError if it cannot be written. After any error ``file`` is unchanged, and no
-    temporary file is left.
-    """
+    """A new file that replaces ``file`` when all of it is on disk. Raises StoreError if it cannot
+    be written. After any error ``file`` is unchanged, and no temporary file is left."""
     try:
         with open_replacement(file, sync=True) as out:
             yield out
@@ -107,11 +102,9 @@ def replace_bundle(file: str, total: int) -> Iterator[BinaryIO]:
 
 
 def read_bundle(file: str) -> list[dict[str, Any]]:
-    """The manifests of a bundle's entries, after every byte of it was checked.
-
-    Raises StoreError, which names the file and the digests; Untrusted, a subclass, if
-    ``OPKILN_TRUSTED_KEYS`` requires a signature that is missing.
-    """
+    """The manifests of a bundle's entries, after every byte of it was checked. Raises StoreError,
+    which names the file and the digests; Untrusted, a subclass, if ``OPKILN_TRUSTED_KEYS`` requires
+    a signature that is missing."""
     with open_bundle(file) as bundle:
         return [manifest for _, manifest, _ in _entries(bundle)]
 

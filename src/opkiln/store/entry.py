@@ -216,11 +216,8 @@ def write_manifest(manifest: Mapping[str, Any]) -> bytes:
 
 
 def parse_manifest(data: bytes, name: str = MANIFEST) -> dict[str, Any]:
-    """The body of a manifest, or of another file of the same form.
-
-    Raises ValueError if the digest does not match, or if a part has the wrong type. The message
-    about a type includes ``name``.
-    """
+    """The body of a manifest, or of another file of the same form. Raises ValueError if the digest
+    does not match, or if a part has the wrong type. The message about a type includes ``name``."""
     body = data[_BODY_AT : -len(_TAIL)]
     digest = hashlib.sha256(body).hexdigest()
     if data != f"{_HEAD}{digest}{_MIDDLE}".encode() + body + _TAIL.encode():
@@ -301,10 +298,8 @@ def examine(
     own: bool = True,
 ) -> Leaf | Refused | None:
     """Check a leaf: trust, manifest, dependencies, digest. None if it does not exist (any more).
-
     With ``whole``, all facts are checked, not only the author's files. With ``own=False``, none
-    are: `cache verify` does not have the sources.
-    """
+    are: `cache verify` does not have the sources."""
     try:
         if reason := fault(directory, os.lstat(directory), listed=listed):
             return Refused(directory, reason)

@@ -101,9 +101,7 @@ def _survey(
     root: str, since: float, spared: set[str], tell: Callable[[str], None] | None
 ) -> tuple[int, int, list[StoreEntry]]:
     """(bytes of all entries, how many were used after ``since``, the longest unused of the others).
-
-    The list is limited: a store may have more entries than fit into memory.
-    """
+    The list is limited: a store may have more entries than fit into memory."""
     total = recent = 0
 
     def eligible() -> Iterator[StoreEntry]:
@@ -156,11 +154,9 @@ def _take(
 
 
 def clear(root: str, chosen: Callable[[StoreEntry], bool] | None = None) -> list[StoreEntry]:
-    """Remove everything, or only the ops' entries that are ``chosen`` and their objects.
-
-    Running processes keep what they have open. A running build still publishes its result. Raises
-    StoreError.
-    """
+    """Remove everything, or only the ops' entries that are ``chosen`` and their objects. Running
+    processes keep what they have open. A running build still publishes its result. Raises
+    StoreError."""
     found = list(inventory.entries(root))
     if chosen is not None:
         ours = [each for each in found if each.kind == inventory.OP and chosen(each)]
@@ -185,11 +181,9 @@ class Processes(NamedTuple):
     files: frozenset[tuple[int, str]]  # (inode, name) of mapped and open files
 
     def uses(self, found: StoreEntry) -> bool:
-        """Whether a process has the entry's payload mapped, or is about to map it.
-
-        Compares the path, and also the inode and name. The path differs in another mount of the
-        same directory (a container's). The inode differs on an overlay file system.
-        """
+        """Whether a process has the entry's payload mapped, or is about to map it. Compares the
+        path, and also the inode and name. The path differs in another mount of the same directory
+        (a container's). The inode differs on an overlay file system."""
         if not found.payload:
             return False
         try:

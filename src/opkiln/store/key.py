@@ -60,11 +60,9 @@ def anchored_fields(spec: OpSpec) -> dict[str, Any]:
 
 
 def step_inputs(plan: Plan, step: Step) -> tuple[Any, ...]:
-    """A step as it enters the key: without the paths of the compilers and their launcher.
-
-    The toolchain's identity represents the compilers, wherever they are installed. A launcher only
-    changes how fast the result comes.
-    """
+    """A step as it enters the key: without the paths of the compilers and their launcher. The
+    toolchain's identity represents the compilers, wherever they are installed. A launcher only
+    changes how fast the result comes."""
     device = plan.toolchain.device
     tools = {plan.toolchain.cxx, plan.toolchain.launcher}
     if device is not None:
@@ -160,11 +158,9 @@ def find_changes(
     places: Mapping[str, str],
     hasher: Hasher,
 ) -> list[str]:
-    """The facts of an entry that no longer hold, in words. Raises OSError, KeyError.
-
-    ``recorded`` is a manifest's ``deps``, ``rows`` are its sidecar's facts. Without them, only the
-    author's files count.
-    """
+    """The facts of an entry that no longer hold, in words. Raises OSError, KeyError. ``recorded``
+    is a manifest's ``deps``, ``rows`` are its sidecar's facts. Without them, only the author's
+    files count."""
     facts.start_entry()
     if rows is None:
         return _changed_files(recorded["own"], places, hasher)

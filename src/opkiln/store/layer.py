@@ -93,10 +93,8 @@ def identity(manifest: dict[str, Any]) -> tuple[str, str, str]:
 
 
 def export(payloads: Iterable[str], out: str) -> list[str]:
-    """Copy finished libraries of the store to ``out``, and return their directories there.
-
-    Each entry appears whole or not at all. One that is already there stays. Raises StoreError.
-    """
+    """Copy finished libraries of the store to ``out``, and return their directories there. Each
+    entry appears whole or not at all. One that is already there stays. Raises StoreError."""
     return [_export(payload, out) for payload in dict.fromkeys(payloads)]
 
 
@@ -128,11 +126,9 @@ def _export(payload: str, out: str) -> str:
 
 
 def _require_known_cpu(manifest: dict[str, Any], steps: list[list[str]]) -> None:
-    """Refuse a library that was compiled with CPU flags beyond its target. Raises StoreError.
-
-    A machine chooses a library by its target. With such a flag the library could crash there with
-    an illegal instruction.
-    """
+    """Refuse a library that was compiled with CPU flags beyond its target. Raises StoreError. A
+    machine chooses a library by its target. With such a flag the library could crash there with an
+    illegal instruction."""
     target = manifest["target"]
     made_for = cpu.CPU(target["cpu"], tuple(target["cpu_features"]))
     known = set(cpu.flags(made_for, target["machine"], frozenset(cpu.probes(target["machine"]))))

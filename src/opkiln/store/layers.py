@@ -37,12 +37,9 @@ if TYPE_CHECKING:
 
 
 class Layer(Record):
-    """A directory of entries, or a bundle of them: one file (``store.archive``).
-
-    ``listed`` means that the user named it in ``OPKILN_STORE_LAYERS``, which makes it trusted.
-    ``unseen`` means that it did not exist when it was checked. If it exists later, its owner has to
-    be checked then.
-    """
+    """A directory of entries, or a bundle of them: one file (``store.archive``). ``listed`` means
+    that the user named it in ``OPKILN_STORE_LAYERS``, which makes it trusted. ``unseen`` means that
+    it did not exist when it was checked. If it exists later, its owner has to be checked then."""
 
     root: str
     listed: bool = False
@@ -87,10 +84,8 @@ def choose() -> Location:
 
 
 def claim(root: str | None) -> None:
-    """Create the writable root, and make sure that it is ours before the first write.
-
-    Another user may have created it since it was found missing. Raises StoreError.
-    """
+    """Create the writable root, and make sure that it is ours before the first write. Another user
+    may have created it since it was found missing. Raises StoreError."""
     if root is None:
         return
     try:
@@ -151,10 +146,8 @@ class Store:
 
     @property
     def memory(self) -> tuple[str, ...]:
-        """The directories of the probe cache. The first one is written to, all are read.
-
-        A warm store that is read-only must work without probing the compiler again.
-        """
+        """The directories of the probe cache. The first one is written to, all are read. A warm
+        store that is read-only must work without probing the compiler again."""
         roots = [self.root, *(layer.root for layer in self.own)]
         named = dict.fromkeys(root for root in roots if root is not None)
         return tuple(os.path.join(root, "toolchains") for root in named)
@@ -168,12 +161,9 @@ class Store:
         places: Mapping[str, str],
         hasher: Hasher,
     ) -> Lookup:
-        """An op's entry for this intent in the user's own layers.
-
-        Listed layers are not searched: their entries are not chosen by key. With a ``build`` key
-        (there is a compiler), only that build counts. Without a compiler, any build counts whose
-        sources are the ones on disk.
-        """
+        """An op's entry for this intent in the user's own layers. Listed layers are not searched:
+        their entries are not chosen by key. With a ``build`` key (there is a compiler), only that
+        build counts. Without a compiler, any build counts whose sources are the ones on disk."""
         place = place_of(distribution, op)
         bases = [(each, os.path.join(each.root, "ops", place, intent)) for each in self.own]
         builds = (
@@ -184,11 +174,8 @@ class Store:
         return _find(builds, places, hasher, whole=build is not None)
 
     def targets(self, distribution: str, op: str) -> Iterator[tuple[str, dict[str, Any]]]:
-        """(intent key, target) of an op's entries in the user's own layers.
-
-        Reads one manifest for each build key and verifies nothing. Use it only to choose what to
-        look up.
-        """
+        """(intent key, target) of an op's entries in the user's own layers. Reads one manifest for
+        each build key and verifies nothing. Use it only to choose what to look up."""
         for layer in self.own:
             base = os.path.join(layer.root, "ops", place_of(distribution, op))
             for intent in list_newest(base):

@@ -197,10 +197,8 @@ class _Wait:
         self._waited = False
 
     def keep_waiting(self, holder: Holder | None, *, pause: bool = True) -> bool:
-        """Report the wait, and wait a moment. Returns False if the holder is to be passed.
-
-        Raises BuildTimeout at the limit, and the error of a builder that failed meanwhile.
-        """
+        """Report the wait, and wait a moment. Returns False if the holder is to be passed. Raises
+        BuildTimeout at the limit, and the error of a builder that failed meanwhile."""
         now = time.monotonic()
         stopped = False
         self._waited = True

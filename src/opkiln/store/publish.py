@@ -75,13 +75,11 @@ def _why_full(error: OSError, directory: str) -> str:
 
 
 def publish(source: str, root: str, relative: str, *, sync_files: bool = True) -> str:
-    """Copy a finished directory to ``root/relative``. Returns that path.
+    """Copy a finished directory to ``root/relative``. Returns that path. The entry there may be
+    another process's, if that one was faster. Raises StoreError, with the path and the number of
+    bytes, if the store cannot be written.
 
-    Without ``sync_files``, a power failure may leave it damaged, which its digests show.
-
-    The entry there may be another process's, if that one was faster. Raises StoreError, with the
-    path and the number of bytes, if the store cannot be written.
-    """
+    Without ``sync_files``, a power failure may damage the entry, which its digests show."""
     final = os.path.join(root, relative)
     staging = os.path.join(root, "staging", secrets.token_hex(12))
     try:

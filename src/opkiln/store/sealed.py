@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 from collections.abc import Callable
 from typing import BinaryIO
 
@@ -28,11 +29,9 @@ os.register_at_fork(after_in_child=_kept.clear)
 
 
 def keep(name: str, sha256: str, fill: Callable[[BinaryIO], None]) -> str:
-    """Let ``fill`` write to a sealed file in memory, and return a path to open it by.
-
-    This process and its children can open the path as long as this process lives. A file that has
-    this digest already is reused. Raises Changed, OSError, and what ``fill`` raises.
-    """
+    """Let ``fill`` write to a sealed file in memory, and return a path to open it by. This process
+    and its children can open the path as long as this process lives. A file that has this digest
+    already is reused. Raises Changed, OSError, and what ``fill`` raises."""
     known = _kept.get(sha256)
     if known is None or not _is_intact(known, sha256):
         known = _kept[sha256] = _new(name, sha256, fill)
@@ -45,8 +44,7 @@ def copy(path: str, sha256: str) -> str:
 
     def fill(out: BinaryIO) -> None:
         with open(path, "rb") as file:
-            while chunk := file.read(1 << 20):
-                out.write(chunk)
+            shutil.copyfileobj(file, out, 1 << 20)
 
     return _new(os.path.basename(path), sha256, fill)
 

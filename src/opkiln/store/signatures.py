@@ -87,10 +87,8 @@ def write(signatures: Mapping[str, bytes]) -> bytes:
 
 
 def read(data: bytes) -> dict[str, bytes]:
-    """The signatures in a member, by key. Does not verify them.
-
-    Raises ValueError if ``write`` would not write this data.
-    """
+    """The signatures in a member, by key. Does not verify them. Raises ValueError if ``write``
+    would not write this data."""
     body = parse_manifest(data, MEMBER)
     try:
         listed = body["signatures"]
@@ -108,10 +106,8 @@ def read(data: bytes) -> dict[str, bytes]:
 
 def keys_to_trust() -> tuple[str, ...] | None:
     """The trusted keys, one of which must have signed each bundle; None if none are configured.
-
     Raises SettingError for a malformed key. Raises Untrusted if a file of keys cannot be read or is
-    writable by others: then it is not known who is trusted, so nobody is.
-    """
+    writable by others: then it is not known who is trusted, so nobody is."""
     listed = settings.trusted_keys
     if listed is None:
         return None
@@ -163,11 +159,9 @@ _good: set[tuple[bytes, bytes, str]] = set()  # messages, signatures, keys: veri
 
 
 def require(path: str, signed: bytes, data: bytes) -> str:
-    """The trusted key that has signed a message; empty if no keys are configured.
-
-    ``data`` is the result of ``write``, empty if there are no signatures. Raises Untrusted, which
-    names what was signed (``path``), its signers and the trusted keys.
-    """
+    """The trusted key that has signed a message; empty if no keys are configured. ``data`` is the
+    result of ``write``, empty if there are no signatures. Raises Untrusted, which names what was
+    signed (``path``), its signers and the trusted keys."""
     keys = keys_to_trust()
     if keys is None:
         return ""

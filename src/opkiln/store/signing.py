@@ -42,10 +42,8 @@ class SignedBundle(NamedTuple):
 
 
 def generate(private: str) -> Pair:
-    """Make a pair of keys. The public one is written next to the private one, with ``.pub``.
-
-    Only the owner can read the private one. Never overwrites a file. Raises StoreError, UsageError.
-    """
+    """Make a pair of keys. The public one is written next to the private one, with ``.pub``. Only
+    the owner can read the private one. Never overwrites a file. Raises StoreError, UsageError."""
     made = signatures.ed25519().Ed25519PrivateKey.generate()
     from cryptography.hazmat.primitives import serialization
 
@@ -78,11 +76,9 @@ def _new_file(path: str, data: bytes, mode: int) -> None:
 
 
 def sign(file: str, key_file: str) -> SignedBundle:
-    """Sign a bundle. The signed file replaces it, whole or not at all.
-
-    Every byte is checked first. Signatures by other keys stay. Signing again with the same key
-    gives the same bytes. Raises StoreError, UsageError.
-    """
+    """Sign a bundle. The signed file replaces it, whole or not at all. Every byte is checked first.
+    Signatures by other keys stay. Signing again with the same key gives the same bytes. Raises
+    StoreError, UsageError."""
     private = _private(key_file)
     key = _public(private)
     with open_bundle(file, signed=False) as bundle:

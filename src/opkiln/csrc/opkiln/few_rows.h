@@ -13,7 +13,7 @@
 #pragma once
 
 #include "op.h"
-#include "trap.h"
+#include "device_index.h"
 #include "weight_formats.h"
 
 namespace opkiln {
@@ -83,7 +83,7 @@ __device__ inline Part part_of(const Work<Element>& work, int32_t wanted) {
   return {0, 0, -1};
 }
 
-__device__ inline float activated(float x, Activation activation) {
+__device__ inline float activate(float x, Activation activation) {
   switch (activation) {
     case Activation::kGelu: return 0.5f * x * (1.0f + tanhf(0.7978845608f * (x + 0.044715f * x * x * x)));
     case Activation::kRelu: return x < 0.0f ? 0.0f : x;  // NaN stays
@@ -146,7 +146,7 @@ struct Sums {
         right[eight][1] = x.y;
         right[eight][2] = x.z;
         right[eight][3] = x.w;
-        Codes::ordered(right[eight]);
+        Codes::reorder(right[eight]);
       }
 #pragma unroll
       for (int tile = 0; tile < kTiles; ++tile) {
@@ -255,7 +255,7 @@ __global__ void __launch_bounds__(kThreads, 2) few_rows_kernel(const OPK_GRID_CO
 #pragma unroll
     for (int w = 0; w < kWarps; ++w) sum += shared[w][i / kOutputs][i % kOutputs];
     if (work.bias != nullptr) sum += float(work.bias[static_cast<int64_t>(expert) * work.outputs + column]);
-    work.out[static_cast<int64_t>(token) * work.outputs + column] = Element(activated(sum, work.activation));
+    work.out[static_cast<int64_t>(token) * work.outputs + column] = Element(activate(sum, work.activation));
   }
 #endif
 }

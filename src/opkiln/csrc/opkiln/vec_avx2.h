@@ -49,17 +49,17 @@ struct Vec {
     odd = {_mm256_castsi256_ps(_mm256_and_si256(bits, _mm256_set1_epi32(static_cast<int>(0xffff0000))))};
   }
   static void store_pair(Vec even, Vec odd, BFloat16* to) {
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), joined(even, odd));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), join(even, odd));
   }
   static void store_pair_around(Vec even, Vec odd, BFloat16* to) {
-    _mm256_stream_si256(reinterpret_cast<__m256i*>(to), joined(even, odd));
+    _mm256_stream_si256(reinterpret_cast<__m256i*>(to), join(even, odd));
   }
-  static __m256i joined(Vec even, Vec odd) {
-    return _mm256_blend_epi16(_mm256_srli_epi32(even.rounded(), 16), odd.rounded(), 0xaa);
+  static __m256i join(Vec even, Vec odd) {
+    return _mm256_blend_epi16(_mm256_srli_epi32(even.round_bfloat16(), 16), odd.round_bfloat16(), 0xaa);
   }
 
   // Rounds to bfloat16, in the upper half of each lane.
-  __m256i rounded() const {
+  __m256i round_bfloat16() const {
     const __m256i bits = _mm256_castps_si256(value);
     const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
     const __m256i bias = _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff));
@@ -67,7 +67,7 @@ struct Vec {
     return _mm256_blendv_epi8(_mm256_add_epi32(bits, bias), _mm256_set1_epi32(0x7fc00000), nan);
   }
   __m128i bfloat16() const {
-    const __m256i high = _mm256_srli_epi32(rounded(), 16);
+    const __m256i high = _mm256_srli_epi32(round_bfloat16(), 16);
     // The pack works within 128-bit halves; the permutation joins the two results.
     const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(high, high), 0x08);
     return _mm256_castsi256_si128(packed);

@@ -51,14 +51,14 @@ struct Vec {
     odd = {_mm512_castsi512_ps(_mm512_and_si512(bits, _mm512_set1_epi32(static_cast<int>(0xffff0000))))};
   }
   static void store_pair(Vec even, Vec odd, BFloat16* to) {
-    _mm512_storeu_si512(to, joined(even, odd));
+    _mm512_storeu_si512(to, join(even, odd));
   }
   static void store_pair_around(Vec even, Vec odd, BFloat16* to) {
-    _mm512_stream_si512(reinterpret_cast<__m512i*>(to), joined(even, odd));
+    _mm512_stream_si512(reinterpret_cast<__m512i*>(to), join(even, odd));
   }
-  static __m512i joined(Vec even, Vec odd) {
+  static __m512i join(Vec even, Vec odd) {
     const __m512i high =
-        _mm512_mask_mov_epi32(_mm512_set1_epi32(0x7fc00000), odd.is_number(), odd.rounded());
+        _mm512_mask_mov_epi32(_mm512_set1_epi32(0x7fc00000), odd.is_number(), odd.round_bfloat16());
     return _mm512_mask_blend_epi16(0x55555555, high, even.bfloat16_bits());
   }
 
@@ -66,7 +66,7 @@ struct Vec {
     return _mm512_cmp_ps_mask(value, value, _CMP_ORD_Q);
   }
   // Rounds to bfloat16, in the upper half of each lane. VCVTNEPS2BF16 would flush subnormals to zero.
-  __m512i rounded() const {
+  __m512i round_bfloat16() const {
     const __m512i bits = _mm512_castps_si512(value);
     const __mmask16 odd = _mm512_test_epi32_mask(bits, _mm512_set1_epi32(0x10000));
     const __m512i biased = _mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff));
@@ -74,7 +74,7 @@ struct Vec {
   }
   // The same, in the lower half of each lane.
   __m512i bfloat16_bits() const {
-    return _mm512_mask_srli_epi32(_mm512_set1_epi32(0x7fc0), is_number(), rounded(), 16);
+    return _mm512_mask_srli_epi32(_mm512_set1_epi32(0x7fc0), is_number(), round_bfloat16(), 16);
   }
   __m256i bfloat16() const {
     return _mm512_cvtepi32_epi16(bfloat16_bits());

@@ -28,7 +28,7 @@ struct Vec {
     vst1q_f32(to, value);
   }
   void store(BFloat16* to) const {
-    vst1_u16(reinterpret_cast<uint16_t*>(to), vshrn_n_u32(rounded(), 16));
+    vst1_u16(reinterpret_cast<uint16_t*>(to), vshrn_n_u32(round_bfloat16(), 16));
   }
   void store(Float16* to) const {
     vst1_u16(reinterpret_cast<uint16_t*>(to), vreinterpret_u16_f16(vcvt_f16_f32(value)));
@@ -45,7 +45,7 @@ struct Vec {
     odd = {vreinterpretq_f32_u32(vandq_u32(bits, vdupq_n_u32(0xffff0000u)))};
   }
   static void store_pair(Vec even, Vec odd, BFloat16* to) {
-    const uint32x4_t joined = vsriq_n_u32(odd.rounded(), even.rounded(), 16);
+    const uint32x4_t joined = vsriq_n_u32(odd.round_bfloat16(), even.round_bfloat16(), 16);
     vst1q_u16(reinterpret_cast<uint16_t*>(to), vreinterpretq_u16_u32(joined));
   }
   static void store_pair_around(Vec even, Vec odd, BFloat16* to) {
@@ -53,7 +53,7 @@ struct Vec {
   }
 
   // Rounds to bfloat16, in the upper half of each lane.
-  uint32x4_t rounded() const {
+  uint32x4_t round_bfloat16() const {
     const uint32x4_t bits = vreinterpretq_u32_f32(value);
     const uint32x4_t odd = vandq_u32(vshrq_n_u32(bits, 16), vdupq_n_u32(1));
     const uint32x4_t bias = vaddq_u32(odd, vdupq_n_u32(0x7fff));

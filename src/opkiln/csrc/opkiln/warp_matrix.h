@@ -9,40 +9,11 @@
 //   sum, 16 x 8, float: row group (+ 8 in numbers 2, 3), columns pair and pair + 1
 #pragma once
 
-#include "op/types.h"
+#include "fast_math.h"
+#include "sixteen_bytes.h"
 
 namespace opkiln {
 namespace device {
-
-// Rounds two numbers into one register, the first in the lower half.
-template <class Element>
-__device__ inline uint32_t packed(float first, float second) {
-  constexpr bool kHalf = opk::dtype_of<Element> == opk::DType::float16;
-#if defined(__CUDA_ARCH__)
-  uint32_t out;
-  if constexpr (kHalf) {
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(second), "f"(first));
-  } else {
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(second), "f"(first));
-  }
-  return out;
-#else
-  const uint32_t low = kHalf ? opk::bits::float_to_half(first) : opk::bits::float_to_bfloat16(first);
-  const uint32_t high = kHalf ? opk::bits::float_to_half(second) : opk::bits::float_to_bfloat16(second);
-  return low | high << 16;
-#endif
-}
-
-// 2 to the power of x; 0 for minus infinity. Results below 2^-126 are 0.
-__device__ inline float power_of_two(float x) {
-#if defined(__CUDA_ARCH__)
-  float out;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(x));
-  return out;
-#else
-  return exp2f(x);
-#endif
-}
 
 #if defined(OPKILN_EMULATED)
 
@@ -52,20 +23,13 @@ struct Registers {
   uint32_t at[4];
 };
 
-template <class Element>
-inline float number(uint32_t both, int which) {
-  const uint16_t bits = static_cast<uint16_t>(both >> (16 * which));
-  return opk::dtype_of<Element> == opk::DType::float16 ? opk::bits::half_to_float(bits)
-                                                       : opk::bits::to_float(uint32_t{bits} << 16);
+template <class Value>
+inline opk::emulator::LaneValues gather_warp(const Value& value) {
+  return opk::emulator::gather_values(opk::emulator::Exchange::kShuffle, 0xffffffffu, value);
 }
 
 template <class Value>
-inline opk::emulator::Gathered of_warp(const Value& value) {
-  return opk::emulator::gathered(opk::emulator::Exchange::kShuffle, 0xffffffffu, value);
-}
-
-template <class Value>
-inline Value of_lane(const opk::emulator::Gathered& all, int lane) {
+inline Value lane_value(const opk::emulator::LaneValues& all, int lane) {
   return opk::emulator::value_of<Value>(all, static_cast<unsigned>(lane));
 }
 
@@ -74,46 +38,46 @@ inline Value of_lane(const opk::emulator::Gathered& all, int lane) {
 template <class Element>
 inline void multiply_add(float (&sum)[4], const uint32_t (&left)[4], const uint32_t (&right)[2]) {
   using namespace emulated;
-  const auto lefts = of_warp(Registers{{left[0], left[1], left[2], left[3]}});
-  const auto rights = of_warp(Registers{{right[0], right[1], 0, 0}});
+  const auto lefts = gather_warp(Registers{{left[0], left[1], left[2], left[3]}});
+  const auto rights = gather_warp(Registers{{right[0], right[1], 0, 0}});
   const int group = static_cast<int>(lefts.lane) / 4, pair = static_cast<int>(lefts.lane) % 4 * 2;
   for (int i = 0; i < 4; ++i) {
     for (int k = 0; k < 16; ++k) {
       const int holder = k % 8 / 2;
-      const auto a = of_lane<Registers>(lefts, group * 4 + holder);
-      const auto b = of_lane<Registers>(rights, (pair + i % 2) * 4 + holder);
-      sum[i] += number<Element>(a.at[i / 2 + k / 8 * 2], k % 2) * number<Element>(b.at[k / 8], k % 2);
+      const auto a = lane_value<Registers>(lefts, group * 4 + holder);
+      const auto b = lane_value<Registers>(rights, (pair + i % 2) * 4 + holder);
+      sum[i] += widen_one<Element>(a.at[i / 2 + k / 8 * 2], k % 2) * widen_one<Element>(b.at[k / 8], k % 2);
     }
   }
 }
 
 inline void load_matrices(uint32_t (&out)[4], const void* row) {
   using namespace emulated;
-  const auto rows = of_warp(row);
+  const auto rows = gather_warp(row);
   const int lane = static_cast<int>(rows.lane);
   for (int i = 0; i < 4; ++i) {
-    out[i] = static_cast<const uint32_t*>(of_lane<const void*>(rows, i * 8 + lane / 4))[lane % 4];
+    out[i] = static_cast<const uint32_t*>(lane_value<const void*>(rows, i * 8 + lane / 4))[lane % 4];
   }
 }
 
 inline void load_transposed(uint32_t (&out)[4], const void* row) {
   using namespace emulated;
-  const auto rows = of_warp(row);
+  const auto rows = gather_warp(row);
   const int lane = static_cast<int>(rows.lane), first = lane % 4 * 2;
   for (int i = 0; i < 4; ++i) {
     const auto at = [&](int which) -> uint32_t {
-      return static_cast<const uint16_t*>(of_lane<const void*>(rows, i * 8 + first + which))[lane / 4];
+      return static_cast<const uint16_t*>(lane_value<const void*>(rows, i * 8 + first + which))[lane / 4];
     };
     out[i] = at(0) | at(1) << 16;
   }
 }
 
-inline uint32_t transposed(uint32_t value) {
+inline uint32_t transpose(uint32_t value) {
   using namespace emulated;
-  const auto all = of_warp(value);
+  const auto all = gather_warp(value);
   const int row = static_cast<int>(all.lane) % 4 * 2, column = static_cast<int>(all.lane) / 4;
   const auto at = [&](int which) {
-    return of_lane<uint32_t>(all, (row + which) * 4 + column / 2) >> (16 * (column % 2)) & 0xffffu;
+    return lane_value<uint32_t>(all, (row + which) * 4 + column / 2) >> (16 * (column % 2)) & 0xffffu;
   };
   return at(0) | at(1) << 16;
 }
@@ -163,7 +127,7 @@ __device__ inline void load_transposed(uint32_t (&out)[4], const void* row) {
 }
 
 // Transposes an 8 x 8 matrix in the registers of the warp.
-__device__ inline uint32_t transposed(uint32_t value) {
+__device__ inline uint32_t transpose(uint32_t value) {
   uint32_t out;
   asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(out) : "r"(value));
   return out;
@@ -196,7 +160,7 @@ template <class Element>
 __device__ void multiply_add(float (&sum)[4], const uint32_t (&left)[4], const uint32_t (&right)[2]);
 __device__ void load_matrices(uint32_t (&out)[4], const void* row);
 __device__ void load_transposed(uint32_t (&out)[4], const void* row);
-__device__ uint32_t transposed(uint32_t value);
+__device__ uint32_t transpose(uint32_t value);
 __device__ void copy_later(uint4* to, const void* from, bool there);
 __device__ void end_batch();
 template <int kLeft>

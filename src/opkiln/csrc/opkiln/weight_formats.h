@@ -13,18 +13,18 @@
 namespace opkiln {
 namespace formats {
 
-using device::packed;
+using device::narrow_two;
 
 template <class Element>
 constexpr bool kHalf = opk::dtype_of<Element> == opk::DType::float16;
 
-OPK_HOST_DEVICE constexpr uint32_t twice(uint32_t bits) {
+OPK_HOST_DEVICE constexpr uint32_t both_halves(uint32_t bits) {
   return bits | bits << 16;
 }
 
 // a * b + c, on two numbers at once.
 template <class Element>
-__device__ inline uint32_t fused(uint32_t a, uint32_t b, uint32_t c) {
+__device__ inline uint32_t multiply_add_two(uint32_t a, uint32_t b, uint32_t c) {
 #if defined(__CUDA_ARCH__)
   uint32_t out;
   if constexpr (kHalf<Element>) {
@@ -38,13 +38,13 @@ __device__ inline uint32_t fused(uint32_t a, uint32_t b, uint32_t c) {
     const uint16_t low = static_cast<uint16_t>(bits);
     return kHalf<Element> ? opk::bits::half_to_float(low) : opk::bits::to_float(uint32_t{low} << 16);
   };
-  return packed<Element>(number(a) * number(b) + number(c),
+  return narrow_two<Element>(number(a) * number(b) + number(c),
                          number(a >> 16) * number(b >> 16) + number(c >> 16));
 #endif
 }
 
 template <class Element>
-constexpr uint32_t kMinusOne = twice(kHalf<Element> ? 0xbc00 : 0xbf80);
+constexpr uint32_t kMinusOne = both_halves(kHalf<Element> ? 0xbc00 : 0xbf80);
 
 // Numbers of x's own type: nothing to decode.
 template <class Element>
@@ -56,7 +56,7 @@ struct Plain {
 #pragma unroll
     for (int i = 0; i < 4; ++i) pairs[i] = words[i];
   }
-  __device__ static void ordered(uint32_t (&)[4]) {}
+  __device__ static void reorder(uint32_t (&)[4]) {}
 };
 
 // In fp16, a byte below the exponent of 2^10 means 1024 + byte. bf16 has only seven
@@ -71,10 +71,10 @@ struct Int8 {
     if constexpr (kHalf<Element>) {
       const uint32_t shifted = __byte_perm(bytes, 0x64646464u, which);
       // minus 1152: the bytes are 0 to 255 here
-      return fused<Element>(shifted, twice(0x3c00), twice(0xe480));
+      return multiply_add_two<Element>(shifted, both_halves(0x3c00), both_halves(0xe480));
     } else {
       const uint32_t spread = __byte_perm(bytes, 0x43434343u, which);
-      return fused<Element>(spread & twice(0xff80), kMinusOne<Element>, spread & twice(0xff7f));
+      return multiply_add_two<Element>(spread & both_halves(0xff80), kMinusOne<Element>, spread & both_halves(0xff7f));
     }
   }
   __device__ static void eight(const uint32_t (&words)[kWords], int i, uint32_t (&pairs)[4]) {
@@ -85,7 +85,7 @@ struct Int8 {
       pairs[2 * k + 1] = pair(bytes, 0x4342);
     }
   }
-  __device__ static void ordered(uint32_t (&)[4]) {}
+  __device__ static void reorder(uint32_t (&)[4]) {}
 };
 
 // Like Int8: four bits with the sign bit flipped are 0 to 15.
@@ -95,16 +95,16 @@ struct Int4 {
   static constexpr float kFactor = 1;
 
   __device__ static void eight(const uint32_t (&words)[kWords], int i, uint32_t (&pairs)[4]) {
-    constexpr uint32_t kBase = twice(kHalf<Element> ? 0x6400 : 0x4300);   // 1024, 128
-    constexpr uint32_t kShift = twice(kHalf<Element> ? 0x6408 : 0x4308);  // 1032, 136
+    constexpr uint32_t kBase = both_halves(kHalf<Element> ? 0x6400 : 0x4300);   // 1024, 128
+    constexpr uint32_t kShift = both_halves(kHalf<Element> ? 0x6408 : 0x4308);  // 1032, 136
     const uint32_t even = words[i] ^ 0x88888888u, odd = even >> 4;
 #pragma unroll
     for (uint32_t k = 0; k < 4; ++k) {
       const uint32_t spread = __byte_perm(even, odd, k | (k + 4) << 8);  // bytes 1 and 3 are cleared below
-      pairs[k] = fused<Element>(kShift, kMinusOne<Element>, (spread & twice(0xf)) | kBase);
+      pairs[k] = multiply_add_two<Element>(kShift, kMinusOne<Element>, (spread & both_halves(0xf)) | kBase);
     }
   }
-  __device__ static void ordered(uint32_t (&)[4]) {}
+  __device__ static void reorder(uint32_t (&)[4]) {}
 };
 
 // Reads the bits of a narrow float as those of a wide one with another exponent bias: the number times a
@@ -119,7 +119,7 @@ struct Moved {
     if constexpr (kHalf<Element>) {
       return bits;
     } else {
-      return fused<Element>(bits, twice(uint32_t{kPower + 127} << 7), twice(0x8000));
+      return multiply_add_two<Element>(bits, both_halves(uint32_t{kPower + 127} << 7), both_halves(0x8000));
     }
   }
 };
@@ -131,7 +131,7 @@ struct Fp8 : Moved<Element, kExponent> {
   static constexpr int kWords = 4, kCount = 16;
   // How far the exponent's highest bit moves down from bit 14.
   static constexpr int kDown = (kHalf<Element> ? 5 : 8) - kExponent;
-  static constexpr uint32_t kBits = twice((0x7f00u >> kDown) & 0x7fffu);
+  static constexpr uint32_t kBits = both_halves((0x7f00u >> kDown) & 0x7fffu);
 
   __device__ static void eight(const uint32_t (&words)[kWords], int i, uint32_t (&pairs)[4]) {
 #pragma unroll
@@ -141,11 +141,11 @@ struct Fp8 : Moved<Element, kExponent> {
       if constexpr (kDown == 0) {
         pairs[k] = spread;
       } else {
-        pairs[k] = Moved<Element, kExponent>::pair((spread & twice(0x8000)) | ((spread >> kDown) & kBits));
+        pairs[k] = Moved<Element, kExponent>::pair((spread & both_halves(0x8000)) | ((spread >> kDown) & kBits));
       }
     }
   }
-  __device__ static void ordered(uint32_t (&)[4]) {}
+  __device__ static void reorder(uint32_t (&)[4]) {}
 };
 
 template <class Element>
@@ -162,21 +162,21 @@ struct E3M2 : Moved<Element, 3> {
 
   // `kFrom`: the sign's position in each half of `bits`.
   template <int kFrom>
-  __device__ static uint32_t placed(uint32_t bits) {
+  __device__ static uint32_t place(uint32_t bits) {
     constexpr int kShift = kTop - (kFrom - 1);
     const uint32_t sign = bits << (15 - kFrom), rest = kShift >= 0 ? bits << (kShift & 31) : bits >> (-kShift & 31);
-    return Moved<Element, 3>::pair((sign & twice(0x8000)) | (rest & twice(0x1fu << (kTop - 4))));
+    return Moved<Element, 3>::pair((sign & both_halves(0x8000)) | (rest & both_halves(0x1fu << (kTop - 4))));
   }
   __device__ static void eight(const uint32_t (&words)[kWords], int i, uint32_t (&pairs)[4]) {
     const int first = 3 * i / 2;  // six bytes: from its first byte, or from its third
     const uint32_t low = __byte_perm(words[first], words[first + 1], i % 2 == 0 ? 0x4310 : 0x6532);
     const uint32_t high = __byte_perm(words[first], words[first + 1], i % 2 == 0 ? 0x5421 : 0x7643);
-    pairs[0] = placed<5>(low);
-    pairs[1] = placed<11>(low);
-    pairs[2] = placed<9>(high);
-    pairs[3] = placed<15>(high);
+    pairs[0] = place<5>(low);
+    pairs[1] = place<11>(low);
+    pairs[2] = place<9>(high);
+    pairs[3] = place<15>(high);
   }
-  __device__ static void ordered(uint32_t (&x)[4]) {
+  __device__ static void reorder(uint32_t (&x)[4]) {
     const uint32_t from[4] = {x[0], x[1], x[2], x[3]};
 #pragma unroll
     for (int k = 0; k < 2; ++k) {

@@ -22,11 +22,9 @@ from opkiln.machine.arch import lists
 
 
 class CudaArch(Record):
-    """An architecture. ``suffix`` is ``""``, ``"a"`` (this chip only) or ``"f"`` (its family).
-
-    It means a binary image; with ``ptx`` ("+PTX"), the image and its PTX. The tuples sort in
-    numeric order.
-    """
+    """An architecture. ``suffix`` is ``""``, ``"a"`` (this chip only) or ``"f"`` (its family). It
+    means a binary image; with ``ptx`` ("+PTX"), the image and its PTX. The tuples sort in numeric
+    order."""
 
     major: int
     minor: int
@@ -189,9 +187,7 @@ def _suggest(base: str) -> str:
 
 def images(archs: Iterable[CudaArch]) -> tuple[str, ...]:
     """The images of a fat binary for these architectures: ``sm_80``, ``sm_90a``, ``compute_90a``.
-
-    Without duplicates.
-    """
+    Without duplicates."""
     return tuple(
         f"{kind}_{arch.number}"
         for arch in merge(archs)
@@ -210,11 +206,9 @@ _ARCH_FLAGS = ("-gencode", "--generate-code", "-arch", "--gpu-architecture", "-c
 
 
 def split_flags(given: Sequence[str]) -> tuple[tuple[str, ...], tuple[CudaArch, ...]]:
-    """Split nvcc flags into (other flags, architectures).
-
-    A binary image gives its architecture, and a PTX image gives its architecture with PTX. Raises
-    ArchError for an architecture flag that does not name one.
-    """
+    """Split nvcc flags into (other flags, architectures). A binary image gives its architecture,
+    and a PTX image gives its architecture with PTX. Raises ArchError for an architecture flag that
+    does not name one."""
     rest: list[str] = []
     found: list[CudaArch] = []
     words = iter(given)

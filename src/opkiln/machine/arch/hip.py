@@ -117,11 +117,9 @@ def _parse_single(word: str) -> HipArch:
 
 
 def _version(processor: str) -> tuple[int, ...]:
-    """(major, minor, stepping), for sorting; empty if it is not a processor.
-
-    The last two digits are minor and stepping, in hexadecimal. The rest is decimal. A generic
-    processor comes before those that it covers.
-    """
+    """(major, minor, stepping), for sorting; empty if it is not a processor. The last two digits
+    are minor and stepping, in hexadecimal. The rest is decimal. A generic processor comes before
+    those that it covers."""
     digits = processor.removeprefix("gfx")
     if digits == processor or not digits.isascii():
         return ()
@@ -152,11 +150,9 @@ def flags(archs: Iterable[HipArch]) -> tuple[str, ...]:
 
 
 def apply_filter(archs: Iterable[HipArch], rule: lists.Rule) -> lists.Filtered:
-    """Apply an op's filter to these. Raises SpecError.
-
-    The rule gets plain processors ("gfx90a"), each once, and returns those to keep, in any order.
-    Its decision applies to a processor with any features. A rule can only remove.
-    """
+    """Apply an op's filter to these. Raises SpecError. The rule gets plain processors ("gfx90a"),
+    each once, and returns those to keep, in any order. Its decision applies to a processor with any
+    features. A rule can only remove."""
 
     def find_named(item: str, have: Iterable[HipArch]) -> list[HipArch]:
         return [arch for arch in have if arch.processor == item.lower()]
@@ -170,9 +166,7 @@ def usable(
     accepts: frozenset[str] = frozenset(),  # noqa: ARG001 (it is about CUDA's variants)
 ) -> lists.Usable:
     """Which of these a compiler knows, and why it does not know the others. Ignores features.
-
-    ``listed`` is what it has device libraries for. If it does not say, it may know all.
-    """
+    ``listed`` is what it has device libraries for. If it does not say, it may know all."""
     known = tuple(arch.processor for arch in merge(listed))
 
     def refusal(arch: HipArch) -> str:
@@ -186,11 +180,9 @@ def usable(
 
 
 def covers(archs: Iterable[HipArch], device: HipArch) -> str:
-    """How code for these runs on a device: "exact", "generic", or "" if it does not.
-
-    Code that sets a feature runs only on a device with the same setting. If a device does not
-    report a feature, it runs only code that does not set it.
-    """
+    """How code for these runs on a device: "exact", "generic", or "" if it does not. Code that sets
+    a feature runs only on a device with the same setting. If a device does not report a feature, it
+    runs only code that does not set it."""
     ways = {_runs(arch, device) for arch in archs}
     return next((way for way in ("exact", "generic") if way in ways), "")
 

@@ -121,10 +121,8 @@ def search_path(file: File) -> tuple[str, ...]:
 
 
 def sections(source: ByteSource, name: str) -> Iterator[tuple[int, ByteSource]]:
-    """(offset, source up to the section's end) of each section of this name that has bytes.
-
-    Raises LoadError if a section is not completely inside the file.
-    """
+    """(offset, source up to the section's end) of each section of this name that has bytes. Raises
+    LoadError if a section is not completely inside the file."""
     found = [each for each in _tables(source)[2] if each.name == name and each.kind != _NOBITS]
     # If sections overlapped, the same bytes would be read many times.
     if sum(section.size for section in found) > source.size:
@@ -407,19 +405,19 @@ def show_symbol(symbol: str) -> str:
     return symbol if name == symbol else f"{name} ({symbol})"
 
 
-PRELOADS = "/etc/ld.so.preload"  # names what it loads into every program
+PRELOADS = "/etc/ld.so.preload"  # names libraries that are loaded into every program
 LIST = "/etc/ld.so.cache"
 
-# Directories below those of libraries that it prefers. Since 2.37 glibc knows the first alone; the
-# others are all that older ones look into on x86-64 and aarch64 (``ld.so --help`` lists them).
+# Subdirectories that the dynamic linker prefers. Since 2.37 glibc only knows the first. The others
+# are those of older versions on x86-64 and aarch64 (``ld.so --help`` lists them).
 _PREFERRED = ("glibc-hwcaps", "tls", "aarch64", "atomics", "x86_64", "haswell", "xeon_phi",
               "avx512_1")  # fmt: skip
 
 
 def search(directories: Iterable[str], libraries: Iterable[str]) -> tuple[list[str], list[str]]:
-    """Where a library of one of these names would be found: the paths where nothing is, and the
-    files that are there. A file that was not loaded either comes later, or does not suit this
-    machine; with other contents it may be taken."""
+    """(the paths that do not exist, the files that do) where the dynamic linker would look for
+    these libraries. A file that was not loaded comes later, or does not suit this machine; with
+    other contents it may be loaded."""
     names = (*_PREFERRED, *libraries)
     absent, there = [], []
     waiting = list(directories)
@@ -443,8 +441,8 @@ _MAGIC, _CACHE_HEADER, _ENTRY = b"glibc-ld.so.cache1.1", 48, struct.Struct("<iII
 
 
 def read_list(file: str, names: Iterable[str]) -> list[str]:
-    """What the linker's list says of libraries: each name, with the paths that it leads to after
-    it. A list that is not glibc's counts as a whole. Raises OSError."""
+    """The entries of libraries in the dynamic linker's list: each name, followed by its paths. For
+    a list that is not glibc's, the digest of the whole list replaces the paths. Raises OSError."""
     found = {name.encode(): [name] for name in sorted(names)}
     try:
         with open(file, "rb") as opened:
@@ -452,7 +450,7 @@ def read_list(file: str, names: Iterable[str]) -> list[str]:
     except FileNotFoundError:
         data = b""
     try:
-        begin = data.index(_MAGIC)  # the same in an older form may stand before it
+        begin = data.index(_MAGIC)  # the same list in an older form may come before it
         (count,) = struct.unpack_from("<I", data, begin + len(_MAGIC))
         for number in range(count):
             place = begin + _CACHE_HEADER + number * _ENTRY.size

@@ -104,11 +104,9 @@ _LARGEST_TABLE = 1 << 20
 
 
 def hip_images(file: File) -> tuple[str, ...]:
-    """The AMD targets that a file contains code for: ``("gfx90a:sramecc+", "gfx1030")``.
-
-    In numeric order, without duplicates; empty if there are none. Raises LoadError if the file is
-    not an ELF file, is damaged, or has bundles that are packed with zstd.
-    """
+    """The AMD targets that a file contains code for: ``("gfx90a:sramecc+", "gfx1030")``. In numeric
+    order, without duplicates; empty if there are none. Raises LoadError if the file is not an ELF
+    file, is damaged, or has bundles that are packed with zstd."""
     found: set[str] = set()
     with open_source(file) as source:
         for start, inside in elf.sections(source, ".hip_fatbin"):

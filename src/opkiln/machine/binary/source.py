@@ -32,7 +32,7 @@ class ByteSource:
         self._held = held
 
     def until(self, end: int) -> ByteSource:
-        """The same bytes at the same offsets, up to ``end``: for one section or container."""
+        """The same bytes at the same offsets, up to ``end``: one section or container."""
         return ByteSource(self.name, min(end, self.size), fd=self._fd, held=self._held)
 
     def read(self, offset: int, size: int, what: str) -> bytes:

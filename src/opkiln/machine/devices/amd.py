@@ -33,10 +33,8 @@ class AmdDevices(Record):
 
 
 def devices(root: str = "/") -> AmdDevices:
-    """Every GPU of the machine. If there are none, ``why`` says why.
-
-    Raises SettingError if ``HSA_OVERRIDE_GFX_VERSION`` is not a version.
-    """
+    """Every GPU of the machine. If there are none, ``why`` says why. Raises SettingError if
+    ``HSA_OVERRIDE_GFX_VERSION`` is not a version."""
     here = os.path.join(root, _NODES)
     try:
         nodes = sorted((name for name in os.listdir(here) if name.isdigit()), key=int)
@@ -137,8 +135,6 @@ def get_rocm_gpu_arch(root: str = "/") -> str:
 
 def get_rocm_wavefront_size(root: str = "/") -> str:
     """Threads in a wavefront, ``64`` or ``32``: the smallest of all GPUs; ``32`` without a GPU.
-
     Code for 32 threads also runs on a wavefront of 64. Code for 64 would read lanes that a
-    wavefront of 32 does not have.
-    """
+    wavefront of 32 does not have."""
     return str(min((gpu.wavefront for gpu in devices(root).gpus), default=32))

@@ -1,14 +1,22 @@
-"""The accelerator that the user requested, by ``set_accelerator`` or by ``OPKILN_ACCELERATOR``.
+"""The accelerator that the user requested, by ``set_accelerator`` or by ``OPKILN_ACCELERATOR``, and
+the installed packages that drive devices.
 
-Asks no device and imports almost nothing: op builders call this on their way to a cache hit.
+Asks no device, imports none of these packages, and itself imports almost nothing: op builders call
+this on their way to a cache hit.
 """
 
 from __future__ import annotations
 
+import os
+import sys
 from typing import Any
 
 from opkiln.errors import AcceleratorError
 from opkiln.settings import origin_of, settings
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 # opkiln's own accelerators, in the order of preference.
 OWN = ("cuda", "rocm", "xpu", "hpu", "npu", "mlu", "sdaa", "supa", "mps", "cpu")
@@ -54,13 +62,11 @@ def requested_backend(backends: tuple[str, ...]) -> str | None:
 
 
 def _check(name: str) -> None:
-    from opkiln.machine.devices import installed  # a hit for CUDA or the CPU does not need it
-
     if name == "rocm":
-        if why := installed.why_torch_lacks("ROCm"):
+        if why := why_torch_lacks("ROCm"):
             raise unusable(name, why)
         return
-    theirs = [entry.name.lower() for entry in installed.accelerators()]
+    theirs = [entry.name.lower() for entry in accelerators()]
     if name not in theirs:
         raise unusable(name, UNKNOWN, "known: " + ", ".join([*theirs, *OWN]))
 
@@ -75,9 +81,72 @@ def unusable(name: str, reason: str, why: str = "", usable: str = "cpu") -> Acce
 
 
 def find_backend(accelerator: str, backends: tuple[str, ...]) -> str | None:
-    """Which of an op's backends is for an accelerator: its own, else the CPU's, else None.
-
-    ``cuda`` also means the devices of a ROCm torch, because torch calls them that.
-    """
+    """Which of an op's backends is for an accelerator: its own, else the CPU's, else None. ``cuda``
+    also means the devices of a ROCm torch, because torch calls them that."""
     names = ("cuda", "rocm", "cpu") if accelerator == "cuda" else (accelerator, "cpu")
     return next((name for name in names if name in backends), None)
+
+
+# Installed packages
+
+GROUP = "opkiln.accelerators"
+
+
+def has_package(name: str) -> bool:
+    """Whether a package of this name can be imported, or has been."""
+    from importlib.util import find_spec
+
+    try:
+        return find_spec(name) is not None
+    except ValueError:
+        return True  # a module without a spec, which somebody put into sys.modules
+
+
+def why_torch_lacks(kind: str) -> str:
+    """Why torch cannot drive devices of a kind (CUDA, ROCm, XPU); empty if it can."""
+    from opkiln.machine.toolchain import torch_sdk  # only needed once a device is found
+
+    try:
+        sdk = torch_sdk.find()
+    except OSError as error:
+        return f"torch cannot be read: {error}"
+    if sdk is None:
+        return "torch is not installed"
+    has = {
+        "CUDA": sdk.cuda is not None,
+        "ROCm": sdk.hip is not None,
+        "XPU": os.path.exists(os.path.join(sdk.path, "lib", "libtorch_xpu.so")),
+    }
+    return "" if has[kind] else f"torch {sdk.version} is built without {kind}"
+
+
+def accelerators() -> list[EntryPoint]:
+    """The accelerators of other packages, by their entry points."""
+    if not _may_have_accelerators():
+        return []
+    from importlib.metadata import entry_points
+
+    return list(entry_points(group=GROUP))
+
+
+def _may_have_accelerators() -> bool:
+    """Whether an installed distribution may declare an accelerator. Few do, and this check is about
+    a hundred times faster than importing importlib.metadata. A path that is not a directory, such
+    as a zip file, may contain anything."""
+    mark = GROUP.encode()
+    for place in sys.path:
+        try:
+            names = os.listdir(place or ".")
+        except NotADirectoryError:
+            return True
+        except OSError:
+            continue
+        for name in names:
+            if name.endswith((".dist-info", ".egg-info")):
+                try:
+                    with open(os.path.join(place, name, "entry_points.txt"), "rb") as file:
+                        if mark in file.read():
+                            return True
+                except OSError:
+                    continue  # there is no such file, or an .egg-info that is a file itself
+    return False

@@ -1,4 +1,4 @@
-"""NVIDIA GPUs: which ones this machine has, what they are, and which of them this process may use.
+"""NVIDIA GPUs: those of this machine, and those that this process may use.
 
 The driver is asked through NVML or ``nvidia-smi``, never through CUDA. So no context is created,
 and the process may still fork. The answer is remembered for as long as the driver's files under
@@ -90,7 +90,7 @@ def capabilities(devices: NvidiaDevices) -> tuple[str, ...]:
 
 
 def _subject(root: str) -> str | None:
-    """What the kernel module says about itself and its GPUs; None if it says nothing.
+    """The kernel module's description of itself and its GPUs; None if there is none.
 
     Files under /proc have no useful times, so their contents count. So does whether a device node
     can be opened: NVML leaves out GPUs that a container or a batch system withholds, and access(2)

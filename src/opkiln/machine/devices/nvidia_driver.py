@@ -1,4 +1,4 @@
-"""What NVIDIA's driver says about its GPUs: through its library NVML, or its program nvidia-smi.
+"""Asks NVIDIA's driver about its GPUs, through its library NVML or its program nvidia-smi.
 
 NVML (``libnvidia-ml.so.1``) talks to the kernel module and creates no CUDA context. It is started
 and shut down for each question. So a forked child inherits no state of it, and other users of NVML
@@ -33,7 +33,7 @@ Facts = dict[str, Any]
 
 
 def ask() -> Facts:
-    """What NVML says; what nvidia-smi says if NVML cannot be opened."""
+    """The GPUs by NVML; by nvidia-smi if NVML cannot be opened."""
     try:
         return ask_nvml()
     except NoLibrary as error:

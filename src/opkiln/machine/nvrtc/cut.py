@@ -1,9 +1,9 @@
 """Divides a CUDA source into the part that g++ compiles and the part that NVRTC compiles.
 
 g++ gets the *preprocessed* text without the bodies of ``__global__`` and ``__device__`` functions.
-So what a macro or a header of the author makes of a function counts, not how it is spelled. A
-kernel is only declared there, and its symbol stays undefined. NVRTC gets the source as it is
-written, without the functions that are the host's alone. Lines keep their numbers in both.
+So macros and headers of the author have taken effect before a function is judged. A kernel is only
+declared there, and its symbol stays undefined. NVRTC gets the source as it is written, without the
+functions that are only for the host. Lines keep their numbers in both.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class CannotCut(Exception):
 
 
 class SourceFunction(NamedTuple):
-    """A function's definition: where it is, by the indices of its tokens, and whose it is."""
+    """A function's definition: the indices of its tokens, and the side that it is for."""
 
     first: int  # of its declaration
     head: int  # after its declaration: its body, or a constructor's initializers
@@ -173,7 +173,7 @@ class SourceDeclaration:
         return self._end
 
     def _skip_macros(self) -> None:
-        """A macro call on its own lines, without a semicolon, does not belong to what follows."""
+        """Skip macro calls on their own lines, without a semicolon."""
         tokens = self._source.significant
         while self._at + 2 < self._end:
             name = tokens[self._at]
@@ -193,7 +193,7 @@ class SourceDeclaration:
                 self._skip_requirement()
 
     def _skip_requirement(self) -> None:
-        """``requires (a && b)``, ``requires Small<T> && Plain<T>``: operands and their joins."""
+        """Skip ``requires (a && b)`` or ``requires Small<T> && Plain<T>``."""
         joins = ("&", "|", "::", "!", "requires")
         while self._at < self._end:
             text = self._words[self._at]
@@ -267,7 +267,7 @@ class SourceDeclaration:
         return not is_class
 
     def _block(self) -> None:
-        """Braces at the top level that are no function's body."""
+        """Read braces at the top level that are not a function's body."""
         closing = self._partners[self._at]
         is_class = _CLASSES.intersection(self._top) and "enum" not in self._top
         if is_class and not self._assigned and self._initializers < 0:
@@ -311,7 +311,7 @@ class SourceDeclaration:
 
 
 class HostPart:
-    """What g++ compiles, and which functions of it are kernels or may run on the device."""
+    """The text for g++, and its functions that are kernels or may run on the device."""
 
     def __init__(self, preprocessed: str, unnamed: str) -> None:
         """``unnamed`` is the name that unnamed namespaces get if one of them has a kernel: g++
@@ -363,7 +363,7 @@ def _host_text(source: Source, unnamed: str) -> str:
 
 
 def _changed_words(source: Source, bodies: set[int]) -> dict[int, str]:
-    """What g++ gets instead of CUDA's words, by their indices. Raises CannotCut."""
+    """The replacements of CUDA's words for g++, by their indices. Raises CannotCut."""
     changed: dict[int, str] = {}
     for index, word in enumerate(source.words):
         previous = source.words[index - 1]
@@ -390,11 +390,9 @@ def _changed_words(source: Source, bodies: set[int]) -> dict[int, str]:
 
 
 def device_text(written: str, on_device: frozenset[str]) -> str:
-    """What NVRTC compiles: the source as written, without the host's own functions.
-
-    ``on_device`` has the names of functions that are the device's after preprocessing: a macro may
-    stand for ``__device__``. Raises CannotCut.
-    """
+    """The text for NVRTC: the source as written, without functions that are only for the host.
+    ``on_device`` has the names of functions that are for the device after preprocessing: a macro
+    may stand for ``__device__``. Raises CannotCut."""
     source = Source(written)
     parts: list[str] = []
     at = 0

@@ -1,4 +1,4 @@
-"""The kernels that a host's assembly text refers to, and what they are called in C++."""
+"""Finds the kernels that the host's assembly text refers to, and their names in C++."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 _NAME = re.compile(r"[A-Za-z_$][\w$.]*")
 _LABEL = re.compile(r"^([A-Za-z_$][\w$.]*):", re.MULTILINE)
-# Lines that name symbols without referring to them.
+# Lines that contain symbols without referring to them.
 _SAYS = re.compile(
     r"\s*\.(string|ascii|asciz|file|ident|section|type|size|globl|global|weak|hidden|loc|cfi_\w+)\b"
 )
@@ -41,8 +41,8 @@ def expression(
     symbol: str, kernels: frozenset[str], unnamed: str, demangle: Callable[[str], str]
 ) -> str:
     """The name expression of a kernel for NVRTC: ``gelu<float, 4>``. Empty if the symbol is not one
-    of these kernels, whatever its name contains. ``unnamed`` is what the host's code calls unnamed
-    namespaces. Raises UnnamedKernel."""
+    of these kernels. ``unnamed`` is the name of unnamed namespaces in the host's code. Raises
+    UnnamedKernel."""
     if not symbol.startswith("_Z"):
         return symbol if symbol in kernels else ""
     written = demangle(symbol).replace(_ANONYMOUS, "").replace(f"{unnamed}::", "")
@@ -62,8 +62,8 @@ def is_one_of(expression: str, kernels: frozenset[str]) -> bool:
 
 
 def rename_symbols(assembly: str, symbols: list[str], suffix: str) -> str:
-    """The text with a suffix at each of these symbols: what is static in one source must not meet
-    its namesake of another."""
+    """The text with a suffix at each of these symbols, so that a static function of one source does
+    not collide with one of the same name in another."""
     if not symbols:
         return assembly
     words = "|".join(re.escape(symbol) for symbol in symbols)

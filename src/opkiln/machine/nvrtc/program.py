@@ -1,5 +1,5 @@
-"""The program that compiles a CUDA source without nvcc. It is to g++ and NVRTC what nvcc is to its
-parts: it starts g++, and compiles device code itself.
+"""The program that compiles a CUDA source without nvcc: it starts g++ for the host code, and calls
+NVRTC for the device code.
 
     python -I -S -B program.py probe LIBNVRTC BUILTINS
     python -I -S -B program.py compile LIBNVRTC BUILTINS --image sm_90a ... --device OPTION ... \
@@ -60,7 +60,7 @@ class _Arguments:
 
     @property
     def unnamed(self) -> str:
-        """What unnamed namespaces are called in the host's code: no other source has this name."""
+        """The name of unnamed namespaces in the host's code, which no other source has."""
         name = os.path.basename(self.sibling(""))
         return "opkiln_unnamed_" + "".join(char if char.isalnum() else "_" for char in name)
 
@@ -154,11 +154,9 @@ def _images(
 
 
 def _records(kernels: dict[str, str], binary: str) -> str:
-    """The assembly text that defines the kernels' symbols, and holds the fat binary.
-
-    The symbols are weak: a template's kernel may be in several objects, each with its own images.
-    They are not local ones: of those, gas 2.40 for aarch64 makes the same entry of the GOT.
-    """
+    """The assembly text that defines the kernels' symbols and contains the fat binary. The symbols
+    are weak: a template's kernel may be in several objects, each with its own images. They are not
+    local ones: of those, gas 2.40 for aarch64 makes the same entry of the GOT."""
     lines = [
         '\t.section .nv_fatbin,"a",@progbits', "\t.balign 8", ".Lopkiln_binary:",
         f'\t.incbin "{binary}"',

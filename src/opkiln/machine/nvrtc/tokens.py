@@ -42,17 +42,15 @@ class Token(NamedTuple):
 
     @property
     def blank(self) -> bool:
-        """Whether the parser passes it by: spaces, comments, lines of the preprocessor, headers of
+        """Whether the parser skips it: a space, a comment, a line of the preprocessor, a header of
         the system."""
         return self.kind in _BLANK
 
 
 def divide(text: str) -> Iterator[Token]:
-    """All tokens of a text. Joined, they are the text again.
-
-    In preprocessed text, headers of the system that define nothing for the device alone are one
-    token each: most of the text are theirs.
-    """
+    """All tokens of a text. Joined, they are the text again. In preprocessed text, a header of the
+    system is one token, unless it defines something for the device alone: they are most of the
+    text."""
     at, fresh = 0, True  # fresh: nothing but blanks so far on this line
     while at < len(text):
         if fresh and text[at] == "#":
@@ -70,7 +68,7 @@ def divide(text: str) -> Iterator[Token]:
 
 
 def _after_system_header(text: str, at: int) -> int:
-    """Where the system's header ends that a line marker opens; 0 if its text must be read."""
+    """The end of the system's header that begins with a line marker; 0 if it must be divided."""
     if not (opened := _ENTERS.match(text, at)):
         return 0
     left = _LEAVES.search(text, opened.end())

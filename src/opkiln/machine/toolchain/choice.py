@@ -33,10 +33,8 @@ def _family(backend: str, spec: OpSpec | None) -> find.Family:
 
 
 def cuda_compiler(spec: OpSpec | None = None) -> tuple[str, str]:
-    """(nvcc or nvrtc, why that one) for an op's CUDA sources; without a spec, for any.
-
-    ``choose`` raises where what was asked for cannot be had. Starts no process.
-    """
+    """(nvcc or nvrtc, why that one) for an op's CUDA sources; without a spec, for any. ``choose``
+    raises where what was asked for cannot be had. Starts no process."""
     asked, origin = origin_of("cuda")
     if asked in (NVCC, NVRTC):
         return asked, f"{'the call' if origin == 'call' else origin} asks for it"
@@ -55,7 +53,8 @@ def cuda_compiler(spec: OpSpec | None = None) -> tuple[str, str]:
 
 
 def stands_in(backend: str, spec: OpSpec) -> bool:
-    """Whether NVRTC compiles an op only because there is no toolkit. nvcc's build also serves."""
+    """Whether NVRTC compiles an op only because there is no toolkit. Then a build by nvcc also
+    serves."""
     return backend == CUDA and settings.cuda == "auto" and cuda_compiler(spec)[0] == NVRTC
 
 
@@ -97,11 +96,9 @@ def runtime_version(backend: str, torch: TorchSDK | None) -> str | None:
 def recall(
     memory: tuple[str, ...], backend: str, machine: str = "", spec: OpSpec | None = None
 ) -> Toolchain | None:
-    """The compilers that ``choose`` would take, if their probes are remembered.
-
-    Starts no process, writes nothing. ``machine`` is the machine to compile for, if not this one;
-    ``spec`` is the op that is compiled.
-    """
+    """The compilers that ``choose`` would take; None if a probe is not remembered. Starts no
+    process, writes nothing. ``machine`` is the machine to compile for, if not this one; ``spec`` is
+    the op to compile."""
     toolchain = host.recall(memory, machine)
     if toolchain is None or backend == CPU:
         return toolchain
@@ -115,10 +112,8 @@ def recall(
 def choose(
     memory: tuple[str, ...], backend: str, machine: str = "", spec: OpSpec | None = None
 ) -> Toolchain:
-    """The compilers for a backend. Those that are not remembered are probed.
-
-    Raises ToolchainError with each candidate and why it was refused.
-    """
+    """The compilers for a backend. Those that are not remembered are probed. Raises ToolchainError
+    with each candidate and why it was refused."""
     toolchain = host.choose(memory, machine)
     if backend == CPU:
         return toolchain
@@ -148,7 +143,8 @@ def note(backend: str, toolchain: Toolchain) -> str:
 
 
 def reason(toolchain: Toolchain, spec: OpSpec) -> str:
-    """Which compiler a plan's CUDA sources have and why, in a line; empty for another backend."""
+    """The compiler of a plan's CUDA sources and why it was chosen, in a line; empty for another
+    backend."""
     device = toolchain.device
     if spec.backend != CUDA or device is None:
         return ""

@@ -60,9 +60,7 @@ def mismatch_error(torch_cuda: str, why: str) -> CUDAMismatchException:
 
 def installed_cuda_version(name: str = "", *, memory: tuple[str, ...] = ()) -> tuple[int, int]:
     """(major, minor) of the toolkit that is nearest to torch's CUDA, even if it does not fit.
-
-    ``name`` is the op, for the error. Raises MissingCUDAException.
-    """
+    ``name`` is the op, for the error. Raises MissingCUDAException."""
     return _nearest_toolkit(name, memory).release
 
 
@@ -87,34 +85,11 @@ def get_default_compute_capabilities(*, memory: tuple[str, ...] = ()) -> str:
     return ";".join(_nearest_toolkit("", memory).record["archs"])
 
 
-class _Minors:
-    """All versions of one major: they are compatible with each other."""
-
-    def __init__(self, major: int) -> None:
-        self.major = major
-
-    def __contains__(self, version: object) -> bool:
-        return isinstance(version, str) and release(version)[0] == self.major
-
-    def __repr__(self) -> str:
-        return f"[every {self.major}.x]"
-
-
-class _Majors:
-    """For each CUDA major, the versions that are compatible: all of that major."""
-
-    def __contains__(self, major: object) -> bool:
-        return isinstance(major, int) and major > 0
-
-    def __getitem__(self, major: int) -> _Minors:
-        if major not in self:
-            raise KeyError(major)
-        return _Minors(major)
-
-
 # By major version of CUDA: the releases that fit each other, as DeepSpeed's table of this name.
 # Every minor release fits the others of its major version.
-cuda_minor_mismatch_ok = _Majors()
+cuda_minor_mismatch_ok = {
+    major: [f"{major}.{minor}" for minor in range(20)] for major in range(1, 40)
+}
 
 
 def _torch_cuda() -> str | None:

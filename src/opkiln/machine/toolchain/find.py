@@ -99,11 +99,9 @@ def sort_by_version(names: Iterable[str], stem: str) -> list[str]:
 
 
 def cxx_candidates(machine: str = "") -> Iterator[Compiler]:
-    """Host C++ compilers in order of preference: the one the user named, else those on PATH.
-
-    An explicit choice is never replaced by another compiler. A compiler for another ``machine`` has
-    its usual name.
-    """
+    """Host C++ compilers in order of preference: the one the user named, else those on PATH. An
+    explicit choice is never replaced by another compiler. A compiler for another ``machine`` has
+    its usual name."""
     command, origin = origin_of("cxx")
     if machine:
         places = [(f"{machine}-linux-gnu-g++", "PATH")]
@@ -143,10 +141,8 @@ if TYPE_CHECKING:
             self, memory: tuple[str, ...], wanted: str | None, host: Toolchain, *, ask: bool
         ) -> Search | None:
             """Look at every compiler of the family. Those that are not remembered are probed.
-
             ``wanted`` is the version of the runtime that torch was built with. If ``ask`` is false
-            and a probe is not remembered, the result is None: no process is started.
-            """
+            and a probe is not remembered, the result is None: no process is started."""
 
 
 class Search(Record):
@@ -219,11 +215,9 @@ def misfit(runtime: str, version: str, wanted: str | None) -> str:
 
 
 def distance(version: str, wanted: str | None) -> tuple[int, int, int]:
-    """A sort key: the smaller, the better a version fits torch's.
-
-    The same version is best. Then comes the nearest newer minor, which has all that torch uses,
-    then the nearest older one, then the nearest other major. If torch has none, all are equal.
-    """
+    """A sort key: the smaller, the better a version fits torch's. The same version is best. Then
+    comes the nearest newer minor, which has all that torch uses, then the nearest older one, then
+    the nearest other major. If torch has none, all are equal."""
     if wanted is None:
         return 0, 0, 0
     (major, minor), (torchs, torchs_minor) = release(version), release(wanted)

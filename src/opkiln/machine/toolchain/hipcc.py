@@ -52,9 +52,7 @@ _HEADERS = (
 
 def hipcc_candidates() -> Iterator[Compiler]:
     """Every hipcc, in order of preference: the one the user named, else those on PATH and in /opt.
-
-    If the user named a ROCm without a hipcc, no other one is used instead.
-    """
+    If the user named a ROCm without a hipcc, no other one is used instead."""
     return find.list_programs(_places())
 
 
@@ -90,10 +88,8 @@ def _hipcc_below(home: str) -> str:
 
 
 def installed_rocm_version() -> tuple[int, int]:
-    """(major, minor) of the ROCm installation that builds use. Its compiler is not run.
-
-    If there is none, it is the ROCm that torch was built with and ships. (0, 0) without either.
-    """
+    """(major, minor) of the ROCm installation that builds use. Its compiler is not run. If there is
+    none, it is the ROCm that torch was built with and ships. (0, 0) without either."""
     for home in rocm_homes():
         found = _release_of(home)
         if found != (0, 0):
@@ -121,10 +117,8 @@ def _release_of(home: str) -> tuple[int, int]:
 def search(
     memory: tuple[str, ...], wanted: str | None, host: Toolchain, *, ask: bool
 ) -> Search | None:
-    """Every hipcc. The one that fits torch's HIP best (``find.distance``) is taken.
-
-    Another major version than torch's is refused: two HIP runtimes do not work in one process.
-    """
+    """Every hipcc. The one that fits torch's HIP best (``find.distance``) is taken. Another major
+    version than torch's is refused: two HIP runtimes do not work in one process."""
     found = list(hipcc_candidates())
     known = (_record(memory, candidate, ask=ask) for candidate in found)
     records = [record for record in known if record is not None]
@@ -258,10 +252,8 @@ def _ask(program: str, files: list[str]) -> tuple[dict[str, Any], list[str]]:
 
 
 def _dry_run(ask: probing.Ask) -> tuple[str, str]:
-    """(an architecture, the commands that hipcc would run to compile and link for it).
-
-    clang exits with 0 here even if it reports errors.
-    """
+    """(an architecture, the commands that hipcc would run to compile and link for it). clang exits
+    with 0 here even if it reports errors."""
     answers = []
     for arch in _ASKED:
         _, said = ask("-###", f"--offload-arch={arch}", "-shared", "probe.hip", "-o", "probe.so")

@@ -21,18 +21,14 @@ REQUIRED = "-std=c++20"
 
 
 def recall(memory: tuple[str, ...], machine: str = "") -> Toolchain | None:
-    """The compiler that ``choose`` would take, if its probe is remembered.
-
-    Starts no process, writes nothing. ``machine`` is the machine to compile for, if not this one.
-    """
+    """The compiler that ``choose`` would take, if its probe is remembered. Starts no process,
+    writes nothing. ``machine`` is the machine to compile for, if not this one."""
     return _first_usable(memory, machine, ask=False)[0]
 
 
 def choose(memory: tuple[str, ...], machine: str = "") -> Toolchain:
-    """The first compiler that can be used. Those that are not remembered are probed.
-
-    Raises ToolchainError with each candidate and why it was refused.
-    """
+    """The first compiler that can be used. Those that are not remembered are probed. Raises
+    ToolchainError with each candidate and why it was refused."""
     taken, refused = _first_usable(memory, machine, ask=True)
     if taken is not None:
         return taken
@@ -136,10 +132,8 @@ def interview(
     parts: tuple[str, ...],
 ) -> tuple[dict[str, Any], str]:
     """Ask a compiler that is called as gcc is what it is: (a record of it or of a refusal, banner).
-
     It must take the options ``language`` for an empty file, and compile for the machine ``wanted``.
-    ``parts`` are the programs that decide its output.
-    """
+    ``parts`` are the programs that decide its output."""
     resolved = [[path, os.path.realpath(path)]]
     status, banner = ask("--version")
     version = banner.partition("\n")[0].strip()

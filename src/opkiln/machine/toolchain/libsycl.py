@@ -1,4 +1,4 @@
-"""libsycl: where it is, and whether it will find a device. Starts no process."""
+"""Finds libsycl, and tells whether it will find a device. Starts no process."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import os
 import re
 import sys
 from collections.abc import Iterator
+from glob import glob
 
 from opkiln.machine import facts
 from opkiln.machine.toolchain import find
+from opkiln.machine.uname import read_text
 from opkiln.settings import settings
 
 PACKAGE = "intel-sycl-rt"
@@ -82,11 +84,9 @@ def programs() -> Iterator[tuple[str, str]]:
 
 
 def locate(soname: str) -> str | None:
-    """The path of the libsycl with this name (``libsycl.so.9``): of a compiler or a pip package.
-
-    An op's library contains only the soname, so it does not depend on where the runtime is
-    installed. Therefore the runtime must be loaded before the op.
-    """
+    """The path of the libsycl with this name (``libsycl.so.9``): of a compiler or a pip package. An
+    op's library contains only the soname, so it does not depend on where the runtime is installed.
+    Therefore the runtime must be loaded before the op."""
     named = settings.sycl_cxx
     places = ([named] if named else []) + [path for path, _ in programs()]
     compilers = filter(None, map(find.find_program, places))
@@ -139,35 +139,20 @@ def _driver_command() -> str:
 
 def _registered_drivers() -> Iterator[str]:
     """The CPU drivers that OpenCL's loader would find by itself."""
-    try:
-        for name in sorted(os.listdir(_VENDORS)):
-            if name.endswith(".icd"):
-                with open(os.path.join(_VENDORS, name), encoding="utf-8", errors="replace") as file:
-                    driver = file.readline().strip()
-                if os.path.basename(driver).startswith(_DRIVER):
-                    yield driver
-    except OSError:
-        return  # the loader in this process cannot read it either
+    for path in sorted(glob(os.path.join(_VENDORS, "*.icd"))):
+        driver = read_text(path).partition("\n")[0].strip()
+        if os.path.basename(driver).startswith(_DRIVER):
+            yield driver
 
 
 def intel_gpus(root: str = "/") -> tuple[list[str], list[str]]:
-    """(the Intel GPUs that this process can use, those that the kernel has but it cannot open), by
-    their nodes in ``/dev/dri``. Its user may not be in their group, or its container may have no
-    node for them."""
-    here = os.path.join(root, _GPUS)
+    """(the Intel GPUs that this process can open, those that it cannot), by their nodes in
+    ``/dev/dri``. Its user may not be in their group, or its container may lack the node."""
     usable: list[str] = []
     closed: list[str] = []
-    try:
-        names = sorted(name for name in os.listdir(here) if name.startswith("renderD"))
-    except OSError:
-        names = []
-    for name in names:
-        try:
-            with open(os.path.join(here, name, "device", "vendor"), encoding="ascii") as file:
-                is_intel = file.read().strip() == "0x8086"
-        except OSError:
-            continue  # the device is not on a PCI bus
-        if is_intel:
-            may_open = os.access(os.path.join(root, _NODES, name), os.R_OK | os.W_OK)
-            (usable if may_open else closed).append(name)
+    for path in sorted(glob(os.path.join(root, _GPUS, "renderD*"))):
+        if read_text(os.path.join(path, "device", "vendor")).strip() == "0x8086":
+            node = os.path.join(root, _NODES, os.path.basename(path))
+            may_open = os.access(node, os.R_OK | os.W_OK)
+            (usable if may_open else closed).append(os.path.basename(path))
     return usable, closed

@@ -16,7 +16,7 @@ from opkiln.base.build_model import NVCC, DeviceCompiler, Toolchain
 from opkiln.base.digest import key
 from opkiln.errors import BuildTimeout, ToolchainError
 from opkiln.machine.facts import digest_of
-from opkiln.machine.toolchain import cuda_version, find, probing, toolkits, wheel_headers
+from opkiln.machine.toolchain import cuda_version, find, probing, toolkits
 from opkiln.machine.toolchain import host as hosts
 from opkiln.machine.toolchain.find import Compiler, Search
 from opkiln.machine.toolchain.toolkits import Toolkit
@@ -170,7 +170,7 @@ def _compiler(
     if partner.cxx != host.cxx:
         found["host"] = partner.cxx
         found["identity"] = key("toolchain", (probed["identity"], partner.identity))
-    wheels = wheel_headers.find_wheels(host.torch, found["include_dirs"], toolkit.release)
+    wheels = toolkits.find_wheels(host.torch, found["include_dirs"], toolkit.release)
     return find.make_compiler(found, wheel_include_dirs=wheels.directories)
 
 

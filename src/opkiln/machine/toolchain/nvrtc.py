@@ -47,8 +47,8 @@ def available() -> bool:
 
 
 def covered_prefixes(device: DeviceCompiler) -> tuple[str, ...]:
-    """Prefixes of the paths that its driver reads for itself: the driver, the libraries, Python.
-    The compiler's identity represents the first two. Python does not change the result."""
+    """Prefixes of paths that the driver reads and that are not facts: those of the driver and the
+    libraries, which are in the compiler's identity, and of Python, which does not matter."""
     standard = os.path.dirname(os.path.abspath(os.__file__))
     programs = (device.path, os.path.realpath(device.path))
     directories = {
@@ -201,7 +201,7 @@ def driver_argv(*arguments: str) -> tuple[str, ...]:
 
 
 def _driver_files() -> list[str]:
-    """The driver's files: what they do decides the result, as the library does."""
+    """The driver's files, which decide the result as the library does."""
     directory = os.path.join(PACKAGE, os.path.dirname(PROGRAM))
     names = sorted(name for name in os.listdir(directory) if name.endswith(".py"))
     return [os.path.join(directory, name) for name in names]

@@ -37,11 +37,8 @@ def recall_or_ask(
     subject: str,
     question: Callable[[], tuple[dict[str, Any], list[str]]] | None,
 ) -> dict[str, Any] | None:
-    """The record on a subject, remembered or from a question. None if there is no question.
-
-    The question gives the record, and the files that it depends on. What it raises is raised, and
-    nothing is remembered.
-    """
+    """The record on a subject, remembered or from a question. None without either. ``question``
+    returns the record, and the files that it depends on. If it raises, nothing is remembered."""
     record = recall(directories, subject)
     if record is None and question is not None:
         asked_at = time.time_ns()
@@ -209,16 +206,14 @@ def _place() -> str:
 
 
 def is_unwritable() -> bool:
-    """Whether there is no directory for probes, so that no compiler can be probed."""
+    """Whether no compiler can be probed, because there is no directory for it."""
     return not os.access(_place(), os.W_OK | os.X_OK)
 
 
 @contextmanager
 def scratch() -> Iterator[str]:
-    """A private node-local directory, removed afterwards, also if this process is killed.
-
-    If ``OPKILN_TMPDIR`` does not exist, /tmp is used; a build reports that. Raises OSError.
-    """
+    """A private node-local directory, removed afterwards, also if this process is killed. If
+    ``OPKILN_TMPDIR`` does not exist, /tmp is used; a build reports that. Raises OSError."""
     from opkiln.run import process  # here, because a cache hit does not need it
 
     path = process.make_scratch(_place(), "probe")
@@ -229,27 +224,19 @@ def scratch() -> Iterator[str]:
 
 
 def begin_in_thread(work: Callable[[], T]) -> Callable[[], T]:
-    """Begin some work in a thread. The result waits for it, and returns or raises what it did."""
+    """Begin some work in a thread. The returned function waits for its result, or raises."""
     import contextvars
     import threading
+    from concurrent.futures import Future
 
-    done: list[T] = []
-    failed: list[BaseException] = []
+    future: Future[T] = Future()
 
     def do() -> None:
         try:
-            done.append(work())
+            future.set_result(work())
         except BaseException as error:
-            failed.append(error)
+            future.set_exception(error)
 
     # With the settings that the caller overrode. If the interpreter exits, it does not wait.
-    thread = threading.Thread(target=contextvars.copy_context().run, args=(do,), daemon=True)
-    thread.start()
-
-    def result() -> T:
-        thread.join()
-        if failed:
-            raise failed[0]
-        return done[0]
-
-    return result
+    threading.Thread(target=contextvars.copy_context().run, args=(do,), daemon=True).start()
+    return future.result

@@ -52,8 +52,8 @@ class Staged(NamedTuple):
 
 
 class Copy:
-    """The files of a copy, before they are written, by the paths that compilers look for: the
-    sources and all that they may include. Raises SpecError for a missing source.
+    """The files of a copy before they are written: the sources and all that they may include.
+    Raises SpecError for a missing source.
 
     ``directory`` exists and is empty. Files are copied into it by their absolute paths, as into
     another root directory, so that a path with ``..`` stays valid in the copy. Headers belong to
@@ -190,12 +190,8 @@ _TRANSLATOR = os.path.join(os.path.dirname(os.path.abspath(__file__)), "translat
 
 def stage_hip(spec: OpSpec, torch: TorchSDK, directory: str) -> Staged:
     """Copy an op's sources, and the headers that they may include, and translate the copy.
-
-    ``directory`` exists and is empty; see ``Copy``. Files without CUDA are copied
-    unchanged.
-
-    Raises SpecError for a missing source, ToolchainError if torch's hipify cannot be used, OSError.
-    """
+    ``directory`` exists and is empty; see ``Copy``. Files without CUDA are copied unchanged. Raises
+    SpecError for a missing source, ToolchainError if torch's hipify cannot be used, OSError."""
     copy = Copy(spec, directory)
     staged = copy.write()
     _translate(torch, directory, copy.own_includes())
@@ -203,10 +199,7 @@ def stage_hip(spec: OpSpec, torch: TorchSDK, directory: str) -> Staged:
 
 
 def hipify_identity(torch: TorchSDK) -> str:
-    """The identity of the translator, for a key.
-
-    Raises ToolchainError if torch has no hipify.
-    """
+    """The identity of the translator, for a key. Raises ToolchainError if torch has no hipify."""
     files = (_TRANSLATOR, *hipify_modules(torch))
     for path in files:
         facts.note_file(path)
@@ -262,11 +255,9 @@ _COMMENT = re.compile(rb"//[^\n]*|/\*.*?\*/", re.DOTALL)
 
 
 def stage_emulated(spec: OpSpec, directory: str) -> Staged | None:
-    """A translated copy of the sources; None if nothing in them needs a translation.
-
-    ``directory`` exists and is empty. Raises SpecError for a source that is missing or that the
-    emulator cannot run, OSError.
-    """
+    """A translated copy of the sources; None if nothing in them needs a translation. ``directory``
+    exists and is empty. Raises SpecError for a source that is missing or that the emulator cannot
+    run, OSError."""
     authors = tuple(source for source in spec.sources if source != EMULATOR_RUNTIME)
     copy = Copy(spec._replace(sources=authors), directory)
     texts = {

@@ -1,4 +1,4 @@
-"""CUDA toolkits: the places where one may be, and what each nvcc says about itself."""
+"""CUDA toolkits: where they may be, what each nvcc says about itself, and headers in wheels."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
 
+from opkiln.base.build_model import TorchSDK
 from opkiln.base.lazy import Record
 from opkiln.errors import BuildTimeout, ToolchainError
 from opkiln.machine import facts
@@ -60,10 +61,8 @@ class Toolkit(Record):
 
 
 def places() -> Iterator[NvccPlace]:
-    """Every place where an nvcc may be, in order of preference, whether there is one or not.
-
-    If ``OPKILN_CUDA_HOME`` names a toolkit, that is the only place.
-    """
+    """Every place where an nvcc may be, in order of preference, whether there is one or not. If
+    ``OPKILN_CUDA_HOME`` names a toolkit, that is the only place."""
     for field in ("cuda_home", "system_cuda_home", "cuda_path"):
         home, origin = origin_of(field)
         if home:
@@ -94,11 +93,9 @@ def find_nvcc() -> list[NvccPlace]:
 
 
 def list_toolkits(memory: tuple[str, ...], host: str, *, ask: bool) -> list[Toolkit] | None:
-    """Every toolkit of this machine, each once, in order of preference.
-
-    A toolkit that is not remembered is run, with ``host`` as its host compiler (without one, nvcc
-    answers little). If ``ask`` is false, the result is None instead.
-    """
+    """Every toolkit of this machine, each once, in order of preference. The nvcc of a toolkit that
+    is not remembered is run, with ``host`` as its host compiler. (Without one, nvcc answers
+    little.) If ``ask`` is false, the result is None instead."""
     toolkits: dict[str, Toolkit] = {}
     for place in find_nvcc() or _last_resort(memory, ask):
         program = _real_program(place.nvcc)
@@ -167,11 +164,9 @@ def _has_toolkit(nvcc: str) -> bool:
 
 
 def _last_resort(memory: tuple[str, ...], ask: bool) -> list[NvccPlace]:
-    """The toolkit that cuda-pathfinder finds, if that is installed: it may know new layouts.
-
-    It runs in a child process: it keeps its answers for the life of the process, and loads
-    libraries to find them.
-    """
+    """The toolkit that cuda-pathfinder finds, if that is installed: it may know new layouts. It
+    runs in a child process: it keeps its answers for the life of the process, and loads libraries
+    to find them."""
     if settings.cuda_home:
         return []
     facts.note_incomplete()  # what it looks at is not known
@@ -322,3 +317,72 @@ def _archs(listing: str) -> list[str]:
     numbers = [line.strip().removeprefix("compute_") for line in listing.splitlines()]
     ordered = sorted({int(number) for number in numbers if number.isdigit()})
     return [f"{number // 10}.{number % 10}" for number in ordered]
+
+
+# Headers of CUDA's libraries that a toolkit lacks but the wheels next to torch have
+#
+# ATen's CUDA headers include ``cublas_v2.h``, ``cusparse.h`` and others. A toolkit of a few
+# packages does not have them, but torch from PyPI depends on wheels that do:
+# ``nvidia/cu13/include`` beside torch, and for CUDA 12 one directory for each library. They are
+# used if the wheels have the toolkit's release, and are searched after it, so that they only add
+# what it lacks.
+
+# The headers that torch's headers include, and the part of `cuda-toolkit` that has each.
+WHEEL_HEADERS = {
+    "cublas_v2.h": "cublas",
+    "cublasLt.h": "cublas",
+    "cufft.h": "cufft",
+    "cufftXt.h": "cufft",
+    "curand.h": "curand",
+    "curand_kernel.h": "curand",
+    "curand_philox4x32_x.h": "curand",
+    "cusolverDn.h": "cusolver",
+    "cusolver_common.h": "cusolver",
+    "cusparse.h": "cusparse",
+    "nvrtc.h": "nvrtc",
+}
+IN_EXTRA = ("cublas", "curand", "cusolver", "cusparse")  # those that `opkiln[cuda]` installs
+_RUNTIME = "cuda_runtime_api.h"
+_WHEELS = ("cublas", "cuda_nvrtc", "cufft", "curand", "cusolver", "cusparse")
+
+
+class Wheels(Record):
+    """The headers that wheels have for a toolkit."""
+
+    directories: tuple[str, ...]  # in "nvidia", next to torch; empty if none is used
+    release: tuple[int, int]  # of the wheels; (0, 0) if there are none
+
+
+def find_wheels(
+    torch: TorchSDK | None, include_dirs: Iterable[str], release: tuple[int, int]
+) -> Wheels:
+    """The headers that the wheels have for a toolkit of this release with these directories."""
+    none, directories = Wheels((), (0, 0)), list(include_dirs)
+    lacks = (not any(probing.holds(d, header) for d in directories) for header in WHEEL_HEADERS)
+    if torch is None or not any(lacks):
+        return none
+    shared = (f"cu{release[0]}/include",)
+    split = ("cuda_runtime/include", *(f"{part}/include" for part in _WHEELS))
+    for layout in (shared, split):
+        marker = os.path.join(torch.wheels, layout[0], _RUNTIME)
+        if facts.exists(marker):
+            break
+    else:
+        return none
+    own = tuple(each for each in layout if facts.exists(os.path.join(torch.wheels, each)))
+    try:
+        found = _wheel_release(marker)
+    except OSError:
+        return none  # the files were just removed
+    return Wheels(own if found == release else (), found)
+
+
+def _wheel_release(header: str) -> tuple[int, int]:
+    """(13, 0) from a runtime's header with ``#define CUDART_VERSION 13000``."""
+    with open(header, encoding="utf-8", errors="replace") as file:
+        for line in file:
+            words = line.split()
+            if words[:2] == ["#define", "CUDART_VERSION"] and words[2:3] and words[2].isdigit():
+                number = int(words[2])
+                return number // 1000, number % 1000 // 10
+    return 0, 0

@@ -18,11 +18,9 @@ STABLE_DEFINE = "-DTORCH_TARGET_VERSION=0x020a000000000000"
 
 
 def locate() -> str | None:
-    """The directory of the torch package that this interpreter would import, or None.
-
-    If it would import none, it is the directory in ``OPKILN_TORCH_DIR``: an isolated build can use
-    such a torch without importing it.
-    """
+    """The directory of the torch package that this interpreter would import, or None. If it would
+    import none, it is the directory in ``OPKILN_TORCH_DIR``: an isolated build can use such a torch
+    without importing it."""
     loaded = sys.modules.get("torch")
     if loaded is not None and getattr(loaded, "__file__", None):
         return os.path.dirname(str(loaded.__file__))

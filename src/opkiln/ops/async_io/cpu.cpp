@@ -15,7 +15,7 @@ int host_only(const Tensor& memory, aio::Queue&) {
 }  // namespace
 
 Tensor aio_probe(const Tensor&, const opk::String& engine) {
-  const aio::SignalsBlocked blocked;
+  const aio::BlockSignals blocked;
   const aio::Event event;
   int error = 0;
   delete aio::open_engine(engine.c_str(), 4, 1, event.descriptor, error);
@@ -25,7 +25,7 @@ Tensor aio_probe(const Tensor&, const opk::String& engine) {
 Tensor aio_open(const Tensor&, const opk::String& engine, int64_t depth, int64_t block_size,
                 int64_t threads) {
   aio::check_sizes(depth, block_size, threads);
-  const aio::SignalsBlocked blocked;
+  const aio::BlockSignals blocked;
   aio::Event event;
   int error = 0;
   std::unique_ptr<aio::Engine> opened(aio::open_engine(engine.c_str(), static_cast<unsigned>(depth),

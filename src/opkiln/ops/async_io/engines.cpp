@@ -218,7 +218,7 @@ class Threads : public Engine {
 };
 
 template <class E>
-Engine* opened(std::unique_ptr<E> engine, int error_of_open, int& error) {
+Engine* release_engine(std::unique_ptr<E> engine, int error_of_open, int& error) {
   error = error_of_open;
   return error == 0 ? engine.release() : nullptr;
 }
@@ -230,7 +230,7 @@ Engine* open_engine(const char* name, unsigned depth, unsigned threads, int even
 #if defined(AIO_HAS_URING)
     auto engine = std::make_unique<Uring>();
     const int code = engine->open(depth, event);
-    return opened(std::move(engine), code, error);
+    return release_engine(std::move(engine), code, error);
 #else
     error = kNotCompiled;
     return nullptr;
@@ -239,12 +239,12 @@ Engine* open_engine(const char* name, unsigned depth, unsigned threads, int even
   if (strcmp(name, "libaio") == 0) {
     auto engine = std::make_unique<Libaio>();
     const int code = engine->open(depth, event);
-    return opened(std::move(engine), code, error);
+    return release_engine(std::move(engine), code, error);
   }
   if (strcmp(name, "threads") == 0) {
     auto engine = std::make_unique<Threads>(event);
     const int code = engine->open(threads);
-    return opened(std::move(engine), code, error);
+    return release_engine(std::move(engine), code, error);
   }
   opk::raise("engine is ", name, ", expected io_uring, libaio or threads");
 }

@@ -20,7 +20,7 @@ using Ints = opk::List<int64_t>;
 namespace {
 
 // A queue belongs to the process that opened it. A fork has the queue's memory, but not its thread.
-struct Opened {
+struct OpenQueue {
   std::shared_ptr<Queue> queue;
   pid_t process;
 };
@@ -31,21 +31,21 @@ std::mutex& guard_of_queues() {
 }
 
 // Never destroyed: a thread may use it while the process exits.
-std::map<int64_t, Opened>& queues() {
-  static auto& all = *new std::map<int64_t, Opened>;
+std::map<int64_t, OpenQueue>& queues() {
+  static auto& all = *new std::map<int64_t, OpenQueue>;
   return all;
 }
 
 // Blocks all signals, which are meant for the program's threads. A
 // new thread inherits the mask of its creator.
-struct SignalsBlocked {
+struct BlockSignals {
   sigset_t before;
-  SignalsBlocked() {
+  BlockSignals() {
     sigset_t all;
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
   }
-  ~SignalsBlocked() { pthread_sigmask(SIG_SETMASK, &before, nullptr); }
+  ~BlockSignals() { pthread_sigmask(SIG_SETMASK, &before, nullptr); }
 };
 
 Tensor numbers(const std::vector<int64_t>& values) {
@@ -99,7 +99,7 @@ Tensor enter(std::unique_ptr<Engine> engine, Event& event, int64_t depth, int64_
   event.descriptor = -1;
   const std::lock_guard<std::mutex> guard(guard_of_queues());
   static int64_t last = 0;
-  queues().emplace(++last, Opened{std::move(queue), getpid()});
+  queues().emplace(++last, OpenQueue{std::move(queue), getpid()});
   return numbers({last});
 }
 

@@ -19,8 +19,8 @@ namespace {
 constexpr int64_t kPage = 4096;
 constexpr int kMostTries = 1000;  // for a piece that the system refuses for now
 
-int64_t below(int64_t value, int64_t step) { return value / step * step; }
-int64_t above(int64_t value, int64_t step) { return below(value + step - 1, step); }
+int64_t round_down(int64_t value, int64_t step) { return value / step * step; }
+int64_t round_up(int64_t value, int64_t step) { return round_down(value + step - 1, step); }
 
 int64_t size_of(int descriptor) {
   struct stat found;
@@ -68,7 +68,7 @@ File::~File() {
 void File::release() { plain = direct = -1; }
 
 Queue::Queue(std::unique_ptr<Engine> engine, int event, int64_t depth, int64_t block)
-    : engine_(std::move(engine)), event_(event), block_(above(block, kPage)) {
+    : engine_(std::move(engine)), event_(event), block_(round_up(block, kPage)) {
   for (int64_t i = 0; i < depth; ++i) {
     pieces_.push_back(std::make_unique<Piece>());
     free_.push_back(pieces_.back().get());
@@ -215,7 +215,7 @@ void Queue::give_buffer(Piece& piece, int64_t size) {
   if (piece.capacity < size) {
     free(piece.buffer);
     piece.capacity = std::max(size, block_);
-    piece.buffer = static_cast<char*>(aligned_alloc(kPage, static_cast<size_t>(above(piece.capacity, kPage))));
+    piece.buffer = static_cast<char*>(aligned_alloc(kPage, static_cast<size_t>(round_up(piece.capacity, kPage))));
     if (piece.buffer == nullptr) piece.capacity = 0;
   }
   piece.memory = piece.buffer;
@@ -230,7 +230,7 @@ bool Queue::next_piece(Request& request) {
   if (request.exhausted()) return false;
   const Part& part = request.parts[request.part];
   const File& file = request.files[static_cast<size_t>(part.file)];
-  const int64_t step = file.offset_step, block = above(block_, step);
+  const int64_t step = file.offset_step, block = round_up(block_, step);
   const int64_t left = part.size - request.position, from = part.offset + request.position;
   char* const memory = part.memory + request.position;
 
@@ -249,27 +249,27 @@ bool Queue::next_piece(Request& request) {
     piece.size = piece.wanted = std::min(left, block);
   } else if (whole_steps && (request.write || in_place)) {
     piece.direct = true;
-    piece.size = piece.wanted = std::min(below(direct, step), block);
+    piece.size = piece.wanted = std::min(round_down(direct, step), block);
     if (!in_place) {
       give_buffer(piece, piece.size);
       if (piece.memory != nullptr) memcpy(piece.memory, memory, static_cast<size_t>(piece.size));
     }
   } else if (request.write) {
     // Less than a step goes through the page cache: other data of the file surrounds it.
-    piece.size = piece.wanted = std::min(left, above(from + 1, step) - from);
+    piece.size = piece.wanted = std::min(left, round_up(from + 1, step) - from);
   } else if (engine_->stages()) {
     piece.direct = true;
-    piece.size = piece.wanted = std::min(left, above(from + 1, block) - from);
+    piece.size = piece.wanted = std::min(left, round_up(from + 1, block) - from);
   } else {
     // Reads the surrounding whole steps into a buffer. If only the
     // beginning is unaligned, the rest needs no buffer.
-    const int64_t first = below(from, step), next = first + step;
+    const int64_t first = round_down(from, step), next = first + step;
     const bool only_begin = from != first && fits(memory + (next - from), file.memory_step);
     piece.direct = true;
     piece.offset = first;
     piece.skip = from - first;
     piece.wanted = std::min(left, (only_begin ? next : first + block) - from);
-    piece.size = above(piece.skip + piece.wanted, step);
+    piece.size = round_up(piece.skip + piece.wanted, step);
     give_buffer(piece, piece.size);
   }
   request.position += piece.wanted;

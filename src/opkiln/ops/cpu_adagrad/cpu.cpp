@@ -38,63 +38,47 @@ struct Coefficients {
   Vec weight_decay, step_size, eps;
 };
 
-template <class Streams>
-[[gnu::noinline]] void step(const Coefficients& coefficients, const Streams& at, int64_t count) {
-  const Coefficients c = coefficients;  // a local, so that the stores below cannot alias it
-  const auto [params, grads, sums] = at;
-  for (int64_t i = 0; i < count; i += Vec::kLanes) {
-    prefetch_all(params + i, grads + i, sums + i);
-    Vec p = Vec::load(params + i);
-    const Vec g = c.gradient(Vec::load(grads + i) * c.grad_factor, p);
-    const Vec s = multiply_add(g, g, Vec::load(sums + i));
-    p = p - c.step_size * g / (sqrt(s) + c.eps);
-    p.store(params + i);
-    s.store(sums + i);
-  }
-}
-
-[[gnu::noinline]] void undo(const Coefficients& coefficients, float* const (&at)[kStreams],
-                            int64_t count) {
-  const Coefficients c = coefficients;
-  const Vec zero = all(0), one = all(1);
-  const auto [params, grads, sums] = at;
-  for (int64_t i = 0; i < count; i += Vec::kLanes) {
-    const Vec root = sqrt(Vec::load(sums + i)) + c.eps;
-    Vec g = Vec::load(grads + i) * c.grad_factor;
-    Vec p = Vec::load(params + i) + c.step_size * g / root;
-    if (c.l2) {
-      p = p / (one - c.step_size * c.weight_decay / root);
-    }
-    g = c.gradient(g, p);
-    // Rounding can make a small sum negative.
-    const Vec s = at_least(zero, subtract_product(Vec::load(sums + i), g, g));
-    p.store(params + i);
-    s.store(sums + i);
-  }
-}
-
 struct Step {
   const Coefficients& coefficients;
 
   template <class Streams>
-  void operator()(const Streams& at, int64_t count) const {
-    step(coefficients, at, count);
+  [[gnu::noinline]] void operator()(const Streams& at, int64_t count) const {
+    const Coefficients c = coefficients;  // a local, so that the stores below cannot alias it
+    const auto [params, grads, sums] = at;
+    for (int64_t i = 0; i < count; i += Vec::kLanes) {
+      prefetch_all(params + i, grads + i, sums + i);
+      Vec p = Vec::load(params + i);
+      const Vec g = c.gradient(Vec::load(grads + i) * c.grad_factor, p);
+      const Vec s = multiply_add(g, g, Vec::load(sums + i));
+      p = p - c.step_size * g / (sqrt(s) + c.eps);
+      p.store(params + i);
+      s.store(sums + i);
+    }
   }
 };
 
 struct Undo {
   const Coefficients& coefficients;
 
-  void operator()(float* const (&at)[kStreams], int64_t count) const {
-    undo(coefficients, at, count);
+  [[gnu::noinline]] void operator()(float* const (&at)[kStreams], int64_t count) const {
+    const Coefficients c = coefficients;
+    const Vec zero = all(0), one = all(1);
+    const auto [params, grads, sums] = at;
+    for (int64_t i = 0; i < count; i += Vec::kLanes) {
+      const Vec root = sqrt(Vec::load(sums + i)) + c.eps;
+      Vec g = Vec::load(grads + i) * c.grad_factor;
+      Vec p = Vec::load(params + i) + c.step_size * g / root;
+      if (c.l2) {
+        p = p / (one - c.step_size * c.weight_decay / root);
+      }
+      g = c.gradient(g, p);
+      // Rounding can make a small sum negative.
+      const Vec s = at_least(zero, subtract_product(Vec::load(sums + i), g, g));
+      p.store(params + i);
+      s.store(sums + i);
+    }
   }
 };
-
-template <class Body>
-void sweep(const Hyper& hyper, const opk::List<Item<kStreams>>& items) {
-  const Coefficients coefficients(hyper);
-  parallel_sweep(items, [&](int64_t) { return Body{coefficients}; });
-}
 
 OPK_PLAIN_BEGIN
 
@@ -114,14 +98,14 @@ void cpu_adagrad_(TensorList& params, const TensorList& grads, TensorList& sums,
                   int64_t step, double lr, double lr_decay, double eps, double weight_decay,
                   bool maximize, double grad_scale) {
   const Hyper hyper = hyper_of(step, lr, lr_decay, eps, weight_decay, maximize, grad_scale);
-  sweep<Step>(hyper, lists_of(params, grads, sums, copies).items());
+  parallel_sweep<Step>(lists_of(params, grads, sums, copies).items(), Coefficients(hyper));
 }
 
 void cpu_adagrad_rollback_(TensorList& params, const TensorList& grads, TensorList& sums,
                            TensorList& copies, int64_t step, double lr, double lr_decay, double eps,
                            double weight_decay, bool maximize, double grad_scale) {
   const Hyper hyper = hyper_of(step, lr, lr_decay, eps, weight_decay, maximize, grad_scale);
-  sweep<Undo>(hyper, lists_of(params, grads, sums, copies).items());
+  parallel_sweep<Undo>(lists_of(params, grads, sums, copies).items(), Coefficients(hyper));
 }
 
 Tensor cpu_adagrad_keep(const TensorList& params, const TensorList& sums, const TensorList& copies) {
@@ -140,7 +124,7 @@ int64_t cpu_adagrad_kept_(const Tensor& ticket, const TensorList& grads, int64_t
   if (!items) {
     return status::kLayout;
   }
-  sweep<Step>(hyper, *items);
+  parallel_sweep<Step>(*items, Coefficients(hyper));
   return status::kMade;
 }
 
@@ -161,7 +145,7 @@ OPK_PLAIN_END
 
 template <class Body>
 void sweep_rows(const Rows& rows, int64_t low, int64_t high, const Body& body) {
-  const auto moved = [](Stream stream, int64_t elements) {
+  const auto advance = [](Stream stream, int64_t elements) {
     if (stream.data != nullptr) {
       stream.data += elements * size_of(stream.type);
     }
@@ -170,10 +154,10 @@ void sweep_rows(const Rows& rows, int64_t low, int64_t high, const Body& body) {
   for (int64_t r = low; r < high; ++r) {
     const int64_t there = rows.indices[r] * rows.width;
     Item<kStreams> row = rows.item;
-    row.streams[kParam] = moved(row.streams[kParam], there);
-    row.streams[kGrad] = moved(row.streams[kGrad], r * rows.width);
-    row.streams[kSum] = moved(row.streams[kSum], there);
-    row.copy = moved(row.copy, there);
+    row.streams[kParam] = advance(row.streams[kParam], there);
+    row.streams[kGrad] = advance(row.streams[kGrad], r * rows.width);
+    row.streams[kSum] = advance(row.streams[kSum], there);
+    row.copy = advance(row.copy, there);
     opkiln::sweep(row, 0, rows.width, body);
   }
 }
@@ -185,7 +169,7 @@ void check_rows(const Tensor& tensor) {
 }
 
 // Checks the indices: each must be below `rows`, in ascending order and without duplicates.
-const int64_t* checked_indices(const Tensor& indices, int64_t rows) {
+const int64_t* check_indices(const Tensor& indices, int64_t rows) {
   opk::check_on(indices, kHost);
   opk::check_dtype(indices, DType::int64);
   check_rows(indices);
@@ -217,12 +201,12 @@ Rows rows_of(const Tensor& param, const Tensor& indices, const Tensor& values, c
   out.width = out.count == 0 ? 0 : value.numel() / out.count;
   OPK_CHECK(out.width * out.count == value.numel() && (out.width == 0 || model.numel() % out.width == 0),
             values, " has ", value.numel(), " elements, which are not ", out.count, " rows of ", param);
-  out.indices = checked_indices(indices, out.width == 0 ? 0 : model.numel() / out.width);
+  out.indices = check_indices(indices, out.width == 0 ? 0 : model.numel() / out.width);
   return out;
 }
 
 template <class Body>
-void over_rows(const TensorList& params, const TensorList& indices, const TensorList& values,
+void step_rows(const TensorList& params, const TensorList& indices, const TensorList& values,
                const TensorList& sums, const TensorList& copies, const Hyper& hyper) {
   check_length("indices", indices, params);
   check_length("values", values, params);
@@ -249,14 +233,14 @@ void over_rows(const TensorList& params, const TensorList& indices, const Tensor
 void cpu_adagrad_rows_(TensorList& params, const TensorList& indices, const TensorList& values,
                        TensorList& sums, TensorList& copies, int64_t step, double lr, double lr_decay,
                        double eps, bool maximize, double grad_scale) {
-  over_rows<Step>(params, indices, values, sums, copies,
+  step_rows<Step>(params, indices, values, sums, copies,
                   hyper_of(step, lr, lr_decay, eps, 0, maximize, grad_scale));
 }
 
 void cpu_adagrad_rows_rollback_(TensorList& params, const TensorList& indices, const TensorList& values,
                                 TensorList& sums, TensorList& copies, int64_t step, double lr,
                                 double lr_decay, double eps, bool maximize, double grad_scale) {
-  over_rows<Undo>(params, indices, values, sums, copies,
+  step_rows<Undo>(params, indices, values, sums, copies,
                   hyper_of(step, lr, lr_decay, eps, 0, maximize, grad_scale));
 }
 

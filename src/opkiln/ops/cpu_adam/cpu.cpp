@@ -8,38 +8,27 @@
 
 namespace {
 
-[[gnu::noinline]] void undo(const Coefficients& coefficients, float* const (&at)[kStreams],
-                            int64_t count) {
-  const Coefficients c = coefficients;
-  const Vec kept = all(c.kept), beta1 = all(c.beta1), beta2 = all(c.beta2), zero = all(0);
-  const auto [params, grads, exp_avgs, exp_avg_sqs] = at;
-  for (int64_t i = 0; i < count; i += Vec::kLanes) {
-    Vec m = Vec::load(exp_avgs + i);
-    Vec v = Vec::load(exp_avg_sqs + i);
-    const Vec p = (Vec::load(params + i) - c.change(m, v)) / kept;
-    const Vec g = c.gradient(Vec::load(grads + i), p);
-    m = subtract_product(m, c.one_minus_beta1, g) / beta1;
-    // Rounding can make a small average negative.
-    v = at_least(zero, subtract_product(v, c.one_minus_beta2 * g, g) / beta2);
-    p.store(params + i);
-    m.store(exp_avgs + i);
-    v.store(exp_avg_sqs + i);
-  }
-}
-
 struct Undo {
   const Coefficients& coefficients;
 
-  void operator()(float* const (&at)[kStreams], int64_t count) const {
-    undo(coefficients, at, count);
+  [[gnu::noinline]] void operator()(float* const (&at)[kStreams], int64_t count) const {
+    const Coefficients c = coefficients;
+    const Vec kept = all(c.kept), beta1 = all(c.beta1), beta2 = all(c.beta2), zero = all(0);
+    const auto [params, grads, exp_avgs, exp_avg_sqs] = at;
+    for (int64_t i = 0; i < count; i += Vec::kLanes) {
+      Vec m = Vec::load(exp_avgs + i);
+      Vec v = Vec::load(exp_avg_sqs + i);
+      const Vec p = (Vec::load(params + i) - c.change(m, v)) / kept;
+      const Vec g = c.gradient(Vec::load(grads + i), p);
+      m = subtract_product(m, c.one_minus_beta1, g) / beta1;
+      // Rounding can make a small average negative.
+      v = at_least(zero, subtract_product(v, c.one_minus_beta2 * g, g) / beta2);
+      p.store(params + i);
+      m.store(exp_avgs + i);
+      v.store(exp_avg_sqs + i);
+    }
   }
 };
-
-template <class Body>
-void sweep(const Hyper& hyper, const opk::List<Item<kStreams>>& items) {
-  const Coefficients coefficients(hyper);
-  parallel_sweep(items, [&](int64_t) { return Body{coefficients}; });
-}
 
 OPK_PLAIN_BEGIN
 
@@ -63,7 +52,7 @@ void cpu_adam_(TensorList& params, const TensorList& grads, TensorList& exp_avgs
                bool maximize, double grad_scale) {
   const Hyper hyper = hyper_of(step, lr, beta1, beta2, eps, weight_decay, adamw_mode, bias_correction,
                                maximize, grad_scale);
-  sweep<Step>(hyper, lists_of(params, grads, exp_avgs, exp_avg_sqs, copies).items());
+  parallel_sweep<Step>(lists_of(params, grads, exp_avgs, exp_avg_sqs, copies).items(), Coefficients(hyper));
 }
 
 void cpu_adam_rollback_(TensorList& params, const TensorList& grads, TensorList& exp_avgs,
@@ -75,7 +64,7 @@ void cpu_adam_rollback_(TensorList& params, const TensorList& grads, TensorList&
             " cannot be rolled back");
   const Hyper hyper = hyper_of(step, lr, beta1, beta2, eps, weight_decay, adamw_mode, bias_correction,
                                maximize, grad_scale);
-  sweep<Undo>(hyper, lists_of(params, grads, exp_avgs, exp_avg_sqs, copies).items());
+  parallel_sweep<Undo>(lists_of(params, grads, exp_avgs, exp_avg_sqs, copies).items(), Coefficients(hyper));
 }
 
 Tensor cpu_adam_keep(const TensorList& params, const TensorList& exp_avgs,
@@ -96,7 +85,7 @@ int64_t cpu_adam_kept_(const Tensor& ticket, const TensorList& grads, int64_t st
   if (!items) {
     return status::kLayout;
   }
-  sweep<Step>(hyper, *items);
+  parallel_sweep<Step>(*items, Coefficients(hyper));
   return status::kMade;
 }
 

@@ -58,33 +58,28 @@ struct Coefficients {
   Vec minus_step_size, root_factor, eps;
 };
 
-template <class Streams>
-[[gnu::noinline]] void step(const Coefficients& coefficients, const Streams& at, int64_t count) {
-  const Coefficients c = coefficients;  // a local, so that the stores below cannot alias it
-  const Factor kept(c.kept), beta1(c.beta1), beta2(c.beta2);
-  const auto [params, grads, exp_avgs, exp_avg_sqs] = at;
-  for (int64_t i = 0; i < count; i += Vec::kLanes) {
-    prefetch_all(params + i, grads + i, exp_avgs + i, exp_avg_sqs + i);
-    Vec p = Vec::load(params + i);
-    const Vec g = c.gradient(Vec::load(grads + i), p);
-    Vec m = Vec::load(exp_avgs + i);
-    Vec v = Vec::load(exp_avg_sqs + i);
-    m = beta1.times_plus(m, c.one_minus_beta1 * g);
-    v = beta2.times_plus(v, c.one_minus_beta2 * g * g);
-    const Vec change = c.change(m, v);
-    p = c.decoupled ? kept.times_plus(p, change) : p + change;
-    p.store(params + i);
-    m.store(exp_avgs + i);
-    v.store(exp_avg_sqs + i);
-  }
-}
-
 struct Step {
   const Coefficients& coefficients;
 
   template <class Streams>
-  void operator()(const Streams& at, int64_t count) const {
-    step(coefficients, at, count);
+  [[gnu::noinline]] void operator()(const Streams& at, int64_t count) const {
+    const Coefficients c = coefficients;  // a local, so that the stores below cannot alias it
+    const Factor kept(c.kept), beta1(c.beta1), beta2(c.beta2);
+    const auto [params, grads, exp_avgs, exp_avg_sqs] = at;
+    for (int64_t i = 0; i < count; i += Vec::kLanes) {
+      prefetch_all(params + i, grads + i, exp_avgs + i, exp_avg_sqs + i);
+      Vec p = Vec::load(params + i);
+      const Vec g = c.gradient(Vec::load(grads + i), p);
+      Vec m = Vec::load(exp_avgs + i);
+      Vec v = Vec::load(exp_avg_sqs + i);
+      m = beta1.times_plus(m, c.one_minus_beta1 * g);
+      v = beta2.times_plus(v, c.one_minus_beta2 * g * g);
+      const Vec change = c.change(m, v);
+      p = c.decoupled ? kept.times_plus(p, change) : p + change;
+      p.store(params + i);
+      m.store(exp_avgs + i);
+      v.store(exp_avg_sqs + i);
+    }
   }
 };
 

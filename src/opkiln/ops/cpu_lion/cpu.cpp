@@ -8,33 +8,22 @@
 
 namespace {
 
-[[gnu::noinline]] void undo(const Coefficients& coefficients, float* const (&at)[kStreams],
-                            int64_t count) {
-  const Coefficients c = coefficients;
-  const Vec kept = all(c.kept), beta2 = all(c.beta2);
-  const auto [params, grads, exp_avgs] = at;
-  for (int64_t i = 0; i < count; i += Vec::kLanes) {
-    const Vec g = Vec::load(grads + i) * c.grad_factor;
-    const Vec m = subtract_product(Vec::load(exp_avgs + i), c.one_minus_beta2, g) / beta2;
-    const Vec p = (Vec::load(params + i) - c.change(m, g)) / kept;
-    p.store(params + i);
-    m.store(exp_avgs + i);
-  }
-}
-
 struct Undo {
   const Coefficients& coefficients;
 
-  void operator()(float* const (&at)[kStreams], int64_t count) const {
-    undo(coefficients, at, count);
+  [[gnu::noinline]] void operator()(float* const (&at)[kStreams], int64_t count) const {
+    const Coefficients c = coefficients;
+    const Vec kept = all(c.kept), beta2 = all(c.beta2);
+    const auto [params, grads, exp_avgs] = at;
+    for (int64_t i = 0; i < count; i += Vec::kLanes) {
+      const Vec g = Vec::load(grads + i) * c.grad_factor;
+      const Vec m = subtract_product(Vec::load(exp_avgs + i), c.one_minus_beta2, g) / beta2;
+      const Vec p = (Vec::load(params + i) - c.change(m, g)) / kept;
+      p.store(params + i);
+      m.store(exp_avgs + i);
+    }
   }
 };
-
-template <class Body>
-void sweep(const Hyper& hyper, const opk::List<Item<kStreams>>& items) {
-  const Coefficients coefficients(hyper);
-  parallel_sweep(items, [&](int64_t) { return Body{coefficients}; });
-}
 
 OPK_PLAIN_BEGIN
 
@@ -47,8 +36,8 @@ void cpu_lion_(TensorList& params, const TensorList& grads, TensorList& exp_avgs
                double lr, double beta1, double beta2, double weight_decay, bool maximize,
                double grad_scale) {
   check_scale(grad_scale);
-  sweep<Step>({lr, beta1, beta2, weight_decay, maximize, grad_scale},
-              lists_of(params, grads, exp_avgs, copies).items());
+  parallel_sweep<Step>(lists_of(params, grads, exp_avgs, copies).items(),
+                       Coefficients({lr, beta1, beta2, weight_decay, maximize, grad_scale}));
 }
 
 void cpu_lion_rollback_(TensorList& params, const TensorList& grads, TensorList& exp_avgs,
@@ -57,8 +46,8 @@ void cpu_lion_rollback_(TensorList& params, const TensorList& grads, TensorList&
   OPK_CHECK(beta2 != 0 && lr * weight_decay != 1, "a step with beta2 ", beta2,
             " and lr * weight_decay ", lr * weight_decay, " cannot be rolled back");
   check_scale(grad_scale);
-  sweep<Undo>({lr, beta1, beta2, weight_decay, maximize, grad_scale},
-              lists_of(params, grads, exp_avgs, copies).items());
+  parallel_sweep<Undo>(lists_of(params, grads, exp_avgs, copies).items(),
+                       Coefficients({lr, beta1, beta2, weight_decay, maximize, grad_scale}));
 }
 
 Tensor cpu_lion_keep(const TensorList& params, const TensorList& exp_avgs, const TensorList& copies) {
@@ -76,7 +65,7 @@ int64_t cpu_lion_kept_(const Tensor& ticket, const TensorList& grads, double lr,
   if (!items) {
     return status::kLayout;
   }
-  sweep<Step>({lr, beta1, beta2, weight_decay, maximize, grad_scale}, *items);
+  parallel_sweep<Step>(*items, Coefficients({lr, beta1, beta2, weight_decay, maximize, grad_scale}));
   return status::kMade;
 }
 

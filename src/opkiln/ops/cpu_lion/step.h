@@ -42,30 +42,25 @@ struct Coefficients {
   Vec one_minus_beta1, one_minus_beta2, minus_lr;
 };
 
-template <class Streams>
-[[gnu::noinline]] void step(const Coefficients& coefficients, const Streams& at, int64_t count) {
-  const Coefficients c = coefficients;  // a local, so that the stores below cannot alias it
-  const Factor kept(c.kept), beta2(c.beta2);
-  const auto [params, grads, exp_avgs] = at;
-  for (int64_t i = 0; i < count; i += Vec::kLanes) {
-    prefetch_all(params + i, grads + i, exp_avgs + i);
-    Vec p = Vec::load(params + i);
-    const Vec g = Vec::load(grads + i) * c.grad_factor;
-    Vec m = Vec::load(exp_avgs + i);
-    const Vec change = c.change(m, g);
-    p = c.decoupled ? kept.times_plus(p, change) : p + change;
-    m = beta2.times_plus(m, c.one_minus_beta2 * g);
-    p.store(params + i);
-    m.store(exp_avgs + i);
-  }
-}
-
 struct Step {
   const Coefficients& coefficients;
 
   template <class Streams>
-  void operator()(const Streams& at, int64_t count) const {
-    step(coefficients, at, count);
+  [[gnu::noinline]] void operator()(const Streams& at, int64_t count) const {
+    const Coefficients c = coefficients;  // a local, so that the stores below cannot alias it
+    const Factor kept(c.kept), beta2(c.beta2);
+    const auto [params, grads, exp_avgs] = at;
+    for (int64_t i = 0; i < count; i += Vec::kLanes) {
+      prefetch_all(params + i, grads + i, exp_avgs + i);
+      Vec p = Vec::load(params + i);
+      const Vec g = Vec::load(grads + i) * c.grad_factor;
+      Vec m = Vec::load(exp_avgs + i);
+      const Vec change = c.change(m, g);
+      p = c.decoupled ? kept.times_plus(p, change) : p + change;
+      m = beta2.times_plus(m, c.one_minus_beta2 * g);
+      p.store(params + i);
+      m.store(exp_avgs + i);
+    }
   }
 };
 

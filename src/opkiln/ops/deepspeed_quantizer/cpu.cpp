@@ -156,18 +156,18 @@ void dequantize_groups(const Work& work, int64_t first, int64_t last) {
 }
 
 // Runs the body in torch's thread pool. Small tensors stay on the calling thread.
-void over_groups(const Work& work, void (*body)(const Work&, int64_t, int64_t)) {
+void parallel_groups(const Work& work, void (*body)(const Work&, int64_t, int64_t)) {
   const int64_t grain = opk::kGrainBytes / (int64_t{4} * work.to.size);
   opk::parallel_for(0, work.to.count, grain < 1 ? 1 : grain,
                     [&](int64_t first, int64_t last) { body(work, first, last); });
 }
 
 void quantize(const Work& work) {
-  over_groups(work, quantize_groups);
+  parallel_groups(work, quantize_groups);
 }
 
 void dequantize(const Work& work) {
-  over_groups(work, dequantize_groups);
+  parallel_groups(work, dequantize_groups);
 }
 
 }  // namespace

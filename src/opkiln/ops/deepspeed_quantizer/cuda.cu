@@ -134,7 +134,7 @@ struct TensorSource {
   }
 };
 
-__device__ inline float as_half(float value) {
+__device__ inline float round_to_half(float value) {
   return device::widen(device::narrow<Bits16>(value, ElementType::kFloat16), ElementType::kFloat16);
 }
 
@@ -157,7 +157,7 @@ struct PartsSource {
         if (!l.aligned && k < count) {
           back = Back::of(parts, first + (element + k) / parts.size);
         }
-        to[k] = as_half(to[k] + as_half(back(level_of(words, k, parts.bits))));
+        to[k] = round_to_half(to[k] + round_to_half(back(level_of(words, k, parts.bits))));
       }
     }
 #pragma unroll

@@ -37,7 +37,7 @@ OPK_HOST_DEVICE inline float inverse(float a) {
 }
 
 // a * b + c, rounded once.
-OPK_HOST_DEVICE inline float fused(float a, float b, float c) {
+OPK_HOST_DEVICE inline float multiply_add_once(float a, float b, float c) {
 #if defined(__CUDA_ARCH__)
   return fmaf(a, b, c);
 #else
@@ -96,22 +96,8 @@ struct Back {
     return {groups.params[2 * group], groups.params[2 * group + 1], false};
   }
   OPK_HOST_DEVICE float operator()(float level) const {
-    return symmetric ? level * scale : fused(level, scale, offset);
+    return symmetric ? level * scale : multiply_add_once(level, scale, offset);
   }
 };
-
-// The position of a group in memory.
-OPK_HOST_DEVICE inline int64_t place_of(int64_t group, const Order& order) {
-  if (order.piece == 0) {
-    return group;
-  }
-  const uint32_t at = static_cast<uint32_t>(group);
-  const uint32_t cut = at / order.piece, part = cut / order.pipeline;
-  const uint32_t node = part / order.devices;
-  const uint32_t device = part - node * order.devices;
-  const uint32_t turn = cut - part * order.pipeline;
-  const uint32_t first = ((turn * order.devices + device) * order.nodes + node) * order.piece;
-  return static_cast<int64_t>(first) + (at - cut * order.piece);
-}
 
 }  // namespace

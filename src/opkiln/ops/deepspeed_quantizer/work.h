@@ -3,10 +3,13 @@
 #pragma once
 
 #include <opkiln/arguments.h>
+#include <opkiln/group_order.h>
 
 namespace {
 
 using opkiln::ElementType;
+using opkiln::GroupOrder;
+using opkiln::place_of;
 
 // Groups of equal size: levels of four or eight bits, and per group a scale, plus an offset if asymmetric.
 struct Groups {
@@ -17,12 +20,6 @@ struct Groups {
   bool symmetric;
 };
 
-// The order of groups in memory; see reference.py.
-struct Order {
-  uint32_t nodes, devices, pipeline;
-  uint32_t piece;  // groups per piece, of nodes * devices * pipeline pieces; 0: no reordering
-};
-
 // The parameters of a call. Quantizing reads `from` or the parts and writes `to`; dequantizing reads `to`.
 struct Work {
   Groups to;
@@ -30,7 +27,7 @@ struct Work {
   void* out;         // the output of dequantizing
   ElementType type;  // the type of `from` and `out`
   bool with_zero;    // every group's range includes 0
-  Order order;
+  GroupOrder order;
   Groups parts;      // all parts, one after the other
   int number_of_parts;
 };
@@ -52,14 +49,14 @@ void check_bits(int64_t bits) {
 }
 
 // Divides the elements into groups of equal size.
-Groups cut(const char* name, int64_t elements, int64_t groups, int64_t bits, bool symmetric) {
+Groups make_groups(const char* name, int64_t elements, int64_t groups, int64_t bits, bool symmetric) {
   check_bits(bits);
   OPK_CHECK(groups >= 1 && elements % groups == 0 && elements / groups * bits % 8 == 0, name, " has ", elements,
             " elements, expected a multiple of groups = ", groups, ", of whole bytes at ", bits, " bits");
   return {nullptr, nullptr, groups, elements / groups, static_cast<int>(bits), symmetric};
 }
 
-Order order_of(int64_t groups, int64_t nodes, int64_t devices, int64_t pipeline) {
+GroupOrder order_of(int64_t groups, int64_t nodes, int64_t devices, int64_t pipeline) {
   // In double, because the product of three 63-bit factors may overflow.
   const double wanted = static_cast<double>(nodes) * static_cast<double>(devices) * static_cast<double>(pipeline);
   const int64_t pieces = wanted < 9e18 ? nodes * devices * pipeline : 0;
@@ -74,13 +71,13 @@ Order order_of(int64_t groups, int64_t nodes, int64_t devices, int64_t pipeline)
 }
 
 // Checks levels and parameters that the caller passed.
-Groups given(const Tensor& levels, const Tensor& params, int64_t groups, int64_t bits, bool symmetric,
+Groups check_groups(const Tensor& levels, const Tensor& params, int64_t groups, int64_t bits, bool symmetric,
              Device device) {
   const DType type = levels.dtype();
   OPK_CHECK(type == DType::int8 || type == DType::uint8, levels, " has dtype ", type, ", expected int8 or uint8");
   opk::check_dtype(params, DType::float32);
   check_bits(bits);
-  Groups out = cut("levels", levels.numel() * 8 / bits, groups, bits, symmetric);
+  Groups out = make_groups("levels", levels.numel() * 8 / bits, groups, bits, symmetric);
   opk::check_numel(params, symmetric ? groups : 2 * groups);
   opk::check_on(params, device);
   opk::check_contiguous(levels, params);
@@ -90,7 +87,7 @@ Groups given(const Tensor& levels, const Tensor& params, int64_t groups, int64_t
 }
 
 // Quantizes into new tensors.
-Two quantized(Work& work, Device device) {
+Two quantize_new(Work& work, Device device) {
   Groups& to = work.to;
   Tensor levels = opk::empty({to.count * to.size * to.bits / 8}, DType::int8, device);
   Tensor params = opk::empty({to.count, to.symmetric ? 1 : 2}, DType::float32, device);
@@ -105,12 +102,12 @@ Two deepspeed_quantize(const Tensor& x, int64_t groups, int64_t bits, bool symme
   const Device device = opk::device_of(x);
   Work work{};
   work.type = opk::element_of(x);
-  work.to = cut("x", x.numel(), groups, bits, symmetric);
+  work.to = make_groups("x", x.numel(), groups, bits, symmetric);
   work.order = order_of(groups, nodes, devices, pipeline);
   opk::check_contiguous(x);
   work.from = x.data();
   work.with_zero = with_zero;
-  return quantized(work, device);
+  return quantize_new(work, device);
 }
 
 Two deepspeed_reduce(const Tensor& levels, const Tensor& params, int64_t parts, int64_t in_groups,
@@ -119,12 +116,12 @@ Two deepspeed_reduce(const Tensor& levels, const Tensor& params, int64_t parts, 
   OPK_CHECK(parts >= 1 && parts <= INT32_MAX && in_groups % parts == 0, "in_groups is ", in_groups,
             ", expected a multiple of parts = ", parts);
   Work work{};
-  work.parts = given(levels, params, in_groups, bits, symmetric, device);
+  work.parts = check_groups(levels, params, in_groups, bits, symmetric, device);
   work.number_of_parts = static_cast<int>(parts);
-  work.to = cut("the sum", in_groups / parts * work.parts.size, out_groups, bits, symmetric);
+  work.to = make_groups("the sum", in_groups / parts * work.parts.size, out_groups, bits, symmetric);
   work.order = order_of(out_groups, 1, 1, 1);
   work.with_zero = with_zero;
-  return quantized(work, device);
+  return quantize_new(work, device);
 }
 
 Tensor deepspeed_dequantize(const Tensor& levels, const Tensor& params, int64_t groups, int64_t bits,
@@ -132,7 +129,7 @@ Tensor deepspeed_dequantize(const Tensor& levels, const Tensor& params, int64_t 
   const Device device = opk::device_of(levels);
   Work work{};
   work.type = opk::element_of(dtype);
-  work.to = given(levels, params, groups, bits, symmetric, device);
+  work.to = check_groups(levels, params, groups, bits, symmetric, device);
   Tensor out = opk::empty({groups * work.to.size}, dtype, device);
   work.out = out.data();
   if (work.to.size > 0) dequantize(work);

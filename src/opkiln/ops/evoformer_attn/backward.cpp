@@ -30,7 +30,7 @@ template <class T>
 class Block {
  public:
   explicit Block(const Work& w)
-      : work(w), s(w.sizes), keys(padded(s.length)), elements(padded(s.head)),
+      : work(w), s(w.sizes), keys(pad_count(s.length)), elements(pad_count(s.head)),
         buffer_(2 * s.head * keys + 2 * kQueries * elements + (2 * kQueries + 2) * keys + elements),
         k{buffer_.take(s.head * keys), keys}, v{buffer_.take(s.head * keys), keys},
         q{buffer_.take(kQueries * elements), elements}, grad{buffer_.take(kQueries * elements), elements},
@@ -59,12 +59,12 @@ class Block {
       const float* const moments =
           work.moments + ((batch_ * s.rows + row_) * s.heads + head_) * s.length + query + i;
       const Vec greatest = Vec::all(moments[0]), share = Vec::all(moments[per_moment]);
-      load(output.at + (query + i) * output.place, output_, s.head);
+      opkiln::load_floats(output.at + (query + i) * output.place, output_, s.head);
       Vec delta = Vec::all(0);
       for (int64_t d = 0; d < elements; d += Vec::kLanes) {
         delta = multiply_add(Vec::load(output_ + d), Vec::load(grad.at + i * elements + d), delta);
       }
-      const Vec sum = Vec::all(sum_of(delta));
+      const Vec sum = Vec::all(opkiln::sum_of_lanes(delta));
       for (int64_t key = 0; key < keys; key += Vec::kLanes) {
         const Vec weight = opkiln::exp2<24>(Vec::load(w + key) - greatest) * share;
         weight.store(w + key);
@@ -114,19 +114,19 @@ void rows(const Work& work, int64_t first, int64_t last) {
         const int64_t count = s.length - query < kQueries ? s.length - query : kQueries;
         block.compute(query, count);
         multiply<false>(block.through, k, q_grad, count, elements, s.length);
-        multiply<true>(block.through.transposed(), block.q, k_grad, s.length, elements, count);
-        multiply<true>(block.weights.transposed(), block.grad, v_grad, s.length, elements, count);
+        multiply<true>(block.through.transpose(), block.q, k_grad, s.length, elements, count);
+        multiply<true>(block.weights.transpose(), block.grad, v_grad, s.length, elements, count);
         for (int64_t i = 0; i < count; ++i) {
-          store(q_grad.at + i * elements, place(work.q_grad, query + i), s.head, work.scale);
+          opkiln::store_floats(q_grad.at + i * elements, place(work.q_grad, query + i), s.head, work.scale);
           for (int64_t key = 0; key < keys; ++key) mask_grad[key] += block.through.at[i * keys + key];
         }
       }
       for (int64_t key = 0; key < s.length; ++key) {
-        store(k_grad.at + key * elements, place(work.k_grad, key), s.head, work.scale);
-        store(v_grad.at + key * elements, place(work.v_grad, key), s.head, 1);
+        opkiln::store_floats(k_grad.at + key * elements, place(work.k_grad, key), s.head, work.scale);
+        opkiln::store_floats(v_grad.at + key * elements, place(work.v_grad, key), s.head, 1);
       }
     }
-    if (work.mask_grad) store(mask_grad, static_cast<T*>(work.mask_grad) + line * s.length, s.length, 1);
+    if (work.mask_grad) opkiln::store_floats(mask_grad, static_cast<T*>(work.mask_grad) + line * s.length, s.length, 1);
   }
 }
 
@@ -150,7 +150,7 @@ void pairs(const Work& work, int64_t first, int64_t last) {
       }
     }
     T* const out = static_cast<T*>(work.pair_grad) + ((batch * s.heads + head) * s.length + begin) * s.length;
-    for (int64_t i = 0; i < count; ++i) store(sums + i * keys, out + i * s.length, s.length, 1);
+    for (int64_t i = 0; i < count; ++i) opkiln::store_floats(sums + i * keys, out + i * s.length, s.length, 1);
   }
 }
 
@@ -159,15 +159,15 @@ using Five = opk::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 Five evoformer_attention_backward(const Tensor& grad, const Tensor& q, const Tensor& k, const Tensor& v,
                                   const Tensor& output, const Tensor& moments, const MaybeTensor& mask_bias,
                                   const MaybeTensor& pair_bias, double scale, bool mask_grad, bool pair_grad) {
-  const Sizes s = evoformer::checked(q, k, v, mask_bias, pair_bias);
+  const Sizes s = evoformer::check_inputs(q, k, v, mask_bias, pair_bias);
   evoformer::check_results(s, q, grad, output, moments);
   const opkiln::ElementType type = opk::element_of(q);
   evoformer::Gradients out(s, q, mask_grad, pair_grad);
   if (q.numel() != 0) {
-    const Tensor given[] = {evoformer::with_whole_heads(grad), evoformer::with_whole_heads(q),
-                            evoformer::with_whole_heads(k), evoformer::with_whole_heads(v),
-                            evoformer::with_whole_heads(output), opk::contiguous(moments)};
-    const Tensor mask = evoformer::whole(mask_bias), pair = evoformer::whole(pair_bias);
+    const Tensor given[] = {evoformer::make_heads_contiguous(grad), evoformer::make_heads_contiguous(q),
+                            evoformer::make_heads_contiguous(k), evoformer::make_heads_contiguous(v),
+                            evoformer::make_heads_contiguous(output), opk::contiguous(moments)};
+    const Tensor mask = evoformer::make_contiguous(mask_bias), pair = evoformer::make_contiguous(pair_bias);
     const Work work = {given[0].data(), given[1].data(), given[2].data(), given[3].data(), given[4].data(),
                        mask.defined() ? mask.data() : nullptr, pair.defined() ? pair.data() : nullptr,
                        evoformer::strides_of(given[0]), evoformer::strides_of(given[1]),

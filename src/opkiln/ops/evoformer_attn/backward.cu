@@ -51,12 +51,12 @@ __device__ inline void differentiate(float (&scores)[4][4], const float (&throug
                                      const Work<Element>& work, const Queries& queries) {
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
-    const float4 mask = of_columns(masks, part, j / 2);
+    const float4 mask = load_columns(masks, part, j / 2);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const float bias = number<Element>(biases[i / 2][j], i % 2);
+      const float bias = widen_one<Element>(biases[i / 2][j], i % 2);
       const float other = fmaf(bias, kLog2e, at(mask, j % 2 * 2 + i % 2));
-      const float power = power_of_two(fmaf(scores[j][i], work.scale, other) - queries.greatest[i / 2]);
+      const float power = fast_exp2(fmaf(scores[j][i], work.scale, other) - queries.greatest[i / 2]);
       scores[j][i] = power * fmaf(through[j][i], queries.share[i / 2], -queries.shift[i / 2]);
     }
   }
@@ -75,7 +75,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks<kHead>)
   k.start(keys[0], work.k_strides);
   v.start(values[0], work.v_strides);
   end_batch();
-  if (threadIdx.x < kTile) masks[0][threadIdx.x] = masked(work, unit.batch, unit.row, threadIdx.x);
+  if (threadIdx.x < kTile) masks[0][threadIdx.x] = load_mask(work, unit.batch, unit.row, threadIdx.x);
 
   uint32_t q[kHead / 16][4], grad[kHead / 16][4];
   load_left<kHead>(q, head_of(work.q, work.q_strides, unit.batch, unit.row, unit.head), work.q_strides.place, first,
@@ -92,8 +92,8 @@ __global__ void __launch_bounds__(kThreads, kBlocks<kHead>)
     for (int step = 0; step < kHead / 16; ++step) {
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
-        queries.shift[i / 2 % 2] = fmaf(number<Element>(output[step][i / 2], i % 2),
-                                        number<Element>(grad[step][i / 2], i % 2), queries.shift[i / 2 % 2]);
+        queries.shift[i / 2 % 2] = fmaf(widen_one<Element>(output[step][i / 2], i % 2),
+                                        widen_one<Element>(grad[step][i / 2], i % 2), queries.shift[i / 2 % 2]);
       }
     }
   }
@@ -115,7 +115,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks<kHead>)
     }
     end_batch();
     float next_mask = 0;
-    if (threadIdx.x < kTile) next_mask = masked(work, unit.batch, unit.row, (tile + 1) * kTile + threadIdx.x);
+    if (threadIdx.x < kTile) next_mask = load_mask(work, unit.batch, unit.row, (tile + 1) * kTile + threadIdx.x);
     uint32_t biases[2][2][4];  // [part][upper or lower row]
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -196,8 +196,8 @@ __global__ void __launch_bounds__(kThreads, kBlocks<kHead>)
                    work.length, work.head);
   load_left<kHead>(v, head_of(work.v, work.v_strides, unit.batch, unit.row, unit.head), work.v_strides.place, first,
                    work.length, work.head);
-  const float mask[2] = {masked(work, unit.batch, unit.row, first + group_of_lane()),
-                         masked(work, unit.batch, unit.row, first + group_of_lane() + 8)};
+  const float mask[2] = {load_mask(work, unit.batch, unit.row, first + group_of_lane()),
+                         load_mask(work, unit.batch, unit.row, first + group_of_lane() + 8)};
 
   float k_grad[kHead / 8][4] = {}, v_grad[kHead / 8][4] = {}, mask_grad[2] = {0, 0};
   for (int tile = 0; tile < work.tiles; ++tile) {
@@ -223,14 +223,14 @@ __global__ void __launch_bounds__(kThreads, kBlocks<kHead>)
         if (pair != nullptr) {
           load_transposed(biases, now.pair + slot_of_columns<8>(lane, part, half, warp * 2));
         }
-        const float4 greatest = of_columns(now.moments[0], part, half), share = of_columns(now.moments[1], part, half);
-        const float4 shift = of_columns(now.moments[2], part, half);
+        const float4 greatest = load_columns(now.moments[0], part, half), share = load_columns(now.moments[1], part, half);
+        const float4 shift = load_columns(now.moments[2], part, half);
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
           const int j = i / 4, lower = i / 2 % 2, column = j * 2 + i % 2;
           float &score = scores[2 * half + j][i % 4], &of_weight = through[2 * half + j][i % 4];
-          const float other = fmaf(number<Element>(biases[j + 2 * lower], i % 2), kLog2e, mask[lower]);
-          const float power = power_of_two(fmaf(score, work.scale, other) - at(greatest, column));
+          const float other = fmaf(widen_one<Element>(biases[j + 2 * lower], i % 2), kLog2e, mask[lower]);
+          const float power = fast_exp2(fmaf(score, work.scale, other) - at(greatest, column));
           score = power * at(share, column);
           of_weight = power * fmaf(of_weight, at(share, column), -at(shift, column));
           mask_grad[lower] += of_weight;
@@ -275,24 +275,24 @@ __global__ void __launch_bounds__(kThreads, kBlocks<kHead>)
   const int split = blockIdx.z, first = query + threadIdx.x / 32 * 16, quarter = quarter_of_lane();
   const int begin = static_cast<int>(int64_t{work.rows} * split / work.splits);
   const int end = static_cast<int>(int64_t{work.rows} * (split + 1) / work.splits);
-  RowCopies<kHead, Element> of_q(work, work.q, work.q_strides, batch, begin, head, query);
-  RowCopies<kHead, Element> of_grad(work, work.grad, work.grad_strides, batch, begin, head, query);
-  RowCopies<kHead, Element> of_k(work, work.k, work.k_strides, batch, begin, head, key);
-  RowCopies<kHead, Element> of_v(work, work.v, work.v_strides, batch, begin, head, key);
+  RowCopies<kHead, Element> q_copies(work, work.q, work.q_strides, batch, begin, head, query);
+  RowCopies<kHead, Element> grad_copies(work, work.grad, work.grad_strides, batch, begin, head, query);
+  RowCopies<kHead, Element> k_copies(work, work.k, work.k_strides, batch, begin, head, key);
+  RowCopies<kHead, Element> v_copies(work, work.v, work.v_strides, batch, begin, head, key);
   const auto start = [&](int row) {
     RowTile<kHead>& to = tiles[(row - begin) % 2];
     const auto copy = [](RowCopies<kHead, Element>& from, uint4* tile, const Strides& strides) {
       from.start(tile, strides);
       from.next_row(strides);
     };
-    copy(of_q, to.q, work.q_strides);
-    copy(of_grad, to.grad, work.grad_strides);
-    copy(of_k, to.k, work.k_strides);
-    copy(of_v, to.v, work.v_strides);
+    copy(q_copies, to.q, work.q_strides);
+    copy(grad_copies, to.grad, work.grad_strides);
+    copy(k_copies, to.k, work.k_strides);
+    copy(v_copies, to.v, work.v_strides);
   };
   start(begin);
   end_batch();
-  if (threadIdx.x < kTile) tiles[0].masks[threadIdx.x] = masked(work, batch, begin, key + threadIdx.x);
+  if (threadIdx.x < kTile) tiles[0].masks[threadIdx.x] = load_mask(work, batch, begin, key + threadIdx.x);
   uint32_t biases[2][2][4];
   const Element* const pair = pair_of(work, batch, head);
 #pragma unroll
@@ -306,7 +306,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks<kHead>)
     if (row + 1 < end) start(row + 1);
     end_batch();
     float next_mask = 0;
-    if (threadIdx.x < kTile && row + 1 < end) next_mask = masked(work, batch, row + 1, key + threadIdx.x);
+    if (threadIdx.x < kTile && row + 1 < end) next_mask = load_mask(work, batch, row + 1, key + threadIdx.x);
     Queries queries;
     queries.load(work, (int64_t{batch} * work.rows + row) * work.heads + head, first, true);
     wait_for_batches<1>();
@@ -342,10 +342,10 @@ __global__ void __launch_bounds__(kThreads, kBlocks<kHead>)
       }
     } else if (work.length % 8 == 0) {
       uint4 eight;
-      eight.x = packed<Element>(part[0][upper], part[0][upper + 1]);
-      eight.y = packed<Element>(part[1][upper], part[1][upper + 1]);
-      eight.z = packed<Element>(part[2][upper], part[2][upper + 1]);
-      eight.w = packed<Element>(part[3][upper], part[3][upper + 1]);
+      eight.x = narrow_two<Element>(part[0][upper], part[0][upper + 1]);
+      eight.y = narrow_two<Element>(part[1][upper], part[1][upper + 1]);
+      eight.z = narrow_two<Element>(part[2][upper], part[2][upper + 1]);
+      eight.w = narrow_two<Element>(part[3][upper], part[3][upper + 1]);
       *reinterpret_cast<uint4*>(work.pair_grad + to) = eight;
     } else {
 #pragma unroll
@@ -393,15 +393,15 @@ void launch_all(const Sizes& s, const Work<Element>& work) {
 opk::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> evoformer_attention_backward(
     const Tensor& grad, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& output, const Tensor& moments,
     const MaybeTensor& mask_bias, const MaybeTensor& pair_bias, double scale, bool mask_grad, bool pair_grad) {
-  const Sizes s = checked(q, k, v, mask_bias, pair_bias);
+  const Sizes s = check_inputs(q, k, v, mask_bias, pair_bias);
   check_results(s, q, grad, output, moments);
   check_served(s, q);
   OPK_SERVED(!pair_grad || s.batch * s.heads < 65536, q, " has ", s.batch * s.heads, " batches and heads");
   Gradients out(s, q, mask_grad, pair_grad);
   if (q.numel() == 0) return {out.q, out.k, out.v, out.mask, out.pair};
-  const Tensor grads = with_aligned_heads(grad), outputs = with_aligned_heads(output);
-  const Tensor queries = with_aligned_heads(q), keys = with_aligned_heads(k), values = with_aligned_heads(v);
-  const Tensor mask = whole(mask_bias), pair = with_aligned_rows(pair_bias, s);
+  const Tensor grads = align_heads(grad), outputs = align_heads(output);
+  const Tensor queries = align_heads(q), keys = align_heads(k), values = align_heads(v);
+  const Tensor mask = make_contiguous(mask_bias), pair = align_rows(pair_bias, s);
   Tensor kept = opk::contiguous(moments);
   Tensor shifts = opk::empty({s.batch, s.rows, s.heads, s.length}, opk::DType::float32, q.device());
   Tensor mask_parts, pair_parts;

@@ -21,7 +21,7 @@ using MaybeTensor = opk::optional<Tensor>;
 
 constexpr double kLog2E = 1.4426950408889634;
 
-inline Sizes checked(const Tensor& q, const Tensor& k, const Tensor& v, const MaybeTensor& mask_bias,
+inline Sizes check_inputs(const Tensor& q, const Tensor& k, const Tensor& v, const MaybeTensor& mask_bias,
                      const MaybeTensor& pair_bias) {
   opk::check_dim(q, 5);
   opk::check_same_shape(q, k, v);
@@ -39,14 +39,14 @@ inline Sizes checked(const Tensor& q, const Tensor& k, const Tensor& v, const Ma
 }
 
 // A tensor whose head elements are contiguous: x itself, or a copy.
-inline Tensor with_whole_heads(const Tensor& x) {
+inline Tensor make_heads_contiguous(const Tensor& x) {
   return x.stride(-1) == 1 || x.size(-1) == 1 ? x : opk::contiguous(x);
 }
 
 inline Strides strides_of(const Tensor& x) { return {x.stride(0), x.stride(1), x.stride(2), x.stride(3)}; }
 
 // A contiguous bias, or an undefined tensor if there is none.
-inline Tensor whole(const MaybeTensor& bias) { return bias.has_value() ? opk::contiguous(*bias) : Tensor(); }
+inline Tensor make_contiguous(const MaybeTensor& bias) { return bias.has_value() ? opk::contiguous(*bias) : Tensor(); }
 
 inline Tensor empty_moments(const Sizes& s, const Tensor& like) {
   return opk::empty({2, s.batch, s.rows, s.heads, s.length}, opk::DType::float32, like.device());

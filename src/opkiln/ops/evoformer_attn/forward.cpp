@@ -36,13 +36,13 @@ void take_weights(float* scores, int64_t count, float* greatest, float* share) {
     sum = sum + weight;
   }
   *greatest = found;
-  *share = found == kMinusInfinity ? __builtin_nanf("") : 1 / sum_of(sum);
+  *share = found == kMinusInfinity ? __builtin_nanf("") : 1 / opkiln::sum_of_lanes(sum);
 }
 
 template <class T>
 void attend(const Work& work, int64_t first, int64_t last) {
   const Sizes& s = work.sizes;
-  const int64_t keys = padded(s.length), elements = padded(s.head), per_moment = s.batch * s.rows * s.heads * s.length;
+  const int64_t keys = pad_count(s.length), elements = pad_count(s.head), per_moment = s.batch * s.rows * s.heads * s.length;
   Buffer buffer(s.head * keys + (s.length + 2 * kQueries) * elements + (kQueries + 2) * keys);
   const Matrix k{buffer.take(s.head * keys), keys}, v{buffer.take(s.length * elements), elements};
   const Matrix q{buffer.take(kQueries * elements), elements}, out{buffer.take(kQueries * elements), elements};
@@ -69,7 +69,7 @@ void attend(const Work& work, int64_t first, int64_t last) {
       for (int64_t i = 0; i < count; ++i) {
         const int64_t place = ((batch * s.rows + row) * s.length + query + i) * s.heads + head;
         const float share = work.moments[per_moment + unit * s.length + query + i];
-        store(out.at + i * elements, static_cast<T*>(work.out) + place * s.head, s.head, share);
+        opkiln::store_floats(out.at + i * elements, static_cast<T*>(work.out) + place * s.head, s.head, share);
       }
     }
   }
@@ -78,14 +78,14 @@ void attend(const Work& work, int64_t first, int64_t last) {
 opk::tuple<Tensor, Tensor> evoformer_attention(const Tensor& q, const Tensor& k, const Tensor& v,
                                                const MaybeTensor& mask_bias, const MaybeTensor& pair_bias,
                                                double scale) {
-  const Sizes s = evoformer::checked(q, k, v, mask_bias, pair_bias);
+  const Sizes s = evoformer::check_inputs(q, k, v, mask_bias, pair_bias);
   const opkiln::ElementType type = opk::element_of(q);
   Tensor out = opk::empty({s.batch, s.rows, s.length, s.heads, s.head}, q);
   Tensor moments = evoformer::empty_moments(s, q);
   if (moments.numel() == 0) return {out, moments};
-  const Tensor queries = evoformer::with_whole_heads(q), keys = evoformer::with_whole_heads(k);
-  const Tensor values = evoformer::with_whole_heads(v);
-  const Tensor mask = evoformer::whole(mask_bias), pair = evoformer::whole(pair_bias);
+  const Tensor queries = evoformer::make_heads_contiguous(q), keys = evoformer::make_heads_contiguous(k);
+  const Tensor values = evoformer::make_heads_contiguous(v);
+  const Tensor mask = evoformer::make_contiguous(mask_bias), pair = evoformer::make_contiguous(pair_bias);
   const Work work = {queries.data(), keys.data(), values.data(),
                      mask.defined() ? mask.data() : nullptr, pair.defined() ? pair.data() : nullptr,
                      evoformer::strides_of(queries), evoformer::strides_of(keys), evoformer::strides_of(values),

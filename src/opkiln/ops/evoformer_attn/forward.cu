@@ -80,7 +80,7 @@ __global__ void __launch_bounds__(kThreads, kHead == 32 ? 5 : 3)
   };
   start(tiles[0]);
   end_batch();
-  if (threadIdx.x < kTile) tiles[0].masks[threadIdx.x] = masked(work, unit.batch, unit.row, threadIdx.x);
+  if (threadIdx.x < kTile) tiles[0].masks[threadIdx.x] = load_mask(work, unit.batch, unit.row, threadIdx.x);
   uint32_t queries[kHead / 16][4];
   const Element* const q = head_of(work.q, work.q_strides, unit.batch, unit.row, unit.head);
   load_left<kHead>(queries, q, work.q_strides.place, first, work.length, work.head);
@@ -97,7 +97,7 @@ __global__ void __launch_bounds__(kThreads, kHead == 32 ? 5 : 3)
     }
     end_batch();
     float next_mask = 0;
-    if (threadIdx.x < kTile) next_mask = masked(work, unit.batch, unit.row, (tile + 1) * kTile + threadIdx.x);
+    if (threadIdx.x < kTile) next_mask = load_mask(work, unit.batch, unit.row, (tile + 1) * kTile + threadIdx.x);
     wait_for_batches<1>();
     __syncthreads();
 
@@ -112,10 +112,10 @@ __global__ void __launch_bounds__(kThreads, kHead == 32 ? 5 : 3)
       }
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        const float4 mask = of_columns(now.masks, part, j / 2);
+        const float4 mask = load_columns(now.masks, part, j / 2);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          const float added = number<Element>(at(bias[i / 2], j), i % 2);
+          const float added = widen_one<Element>(at(bias[i / 2], j), i % 2);
           const float other = fmaf(added, kLog2e, at(mask, j % 2 * 2 + i % 2));
           scores[j][i] = fmaf(scores[j][i], work.scale, other);
           most[i / 2] = fmaxf(most[i / 2], scores[j][i]);
@@ -127,7 +127,7 @@ __global__ void __launch_bounds__(kThreads, kHead == 32 ? 5 : 3)
         most[i] = fmaxf(most[i], __shfl_xor_sync(kAll, most[i], 1));
         most[i] = fmaxf(most[i], __shfl_xor_sync(kAll, most[i], 2));
         shift[i] = most[i] == -INFINITY ? 0.f : most[i];
-        const float shrink = power_of_two(greatest[i] - shift[i]);
+        const float shrink = fast_exp2(greatest[i] - shift[i]);
         greatest[i] = most[i];
         sum[i] *= shrink;
 #pragma unroll
@@ -140,7 +140,7 @@ __global__ void __launch_bounds__(kThreads, kHead == 32 ? 5 : 3)
       for (int j = 0; j < 4; ++j) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          scores[j][i] = power_of_two(scores[j][i] - shift[i / 2]);
+          scores[j][i] = fast_exp2(scores[j][i] - shift[i / 2]);
           sum[i / 2] += scores[j][i];
         }
       }
@@ -169,13 +169,13 @@ __global__ void __launch_bounds__(kThreads, kHead == 32 ? 5 : 3)
 opk::tuple<Tensor, Tensor> evoformer_attention(const Tensor& q, const Tensor& k, const Tensor& v,
                                                const MaybeTensor& mask_bias, const MaybeTensor& pair_bias,
                                                double scale) {
-  const Sizes s = checked(q, k, v, mask_bias, pair_bias);
+  const Sizes s = check_inputs(q, k, v, mask_bias, pair_bias);
   check_served(s, q);
   Tensor out = opk::empty({s.batch, s.rows, s.length, s.heads, s.head}, q);
   Tensor moments = empty_moments(s, q);
   if (out.numel() == 0) return {out, moments};
-  const Tensor queries = with_aligned_heads(q), keys = with_aligned_heads(k), values = with_aligned_heads(v);
-  const Tensor mask = whole(mask_bias), pair = with_aligned_rows(pair_bias, s);
+  const Tensor queries = align_heads(q), keys = align_heads(k), values = align_heads(v);
+  const Tensor mask = make_contiguous(mask_bias), pair = align_rows(pair_bias, s);
   OPK_DISPATCH(q, Element, (opk::half, opk::bfloat16), {
     Work<Element> work = work_of<Element>(s, queries, keys, values, mask, pair, scale);
     work.moments = moments.data<float>();

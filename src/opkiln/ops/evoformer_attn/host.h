@@ -5,6 +5,7 @@
 #pragma once
 
 #include <opkiln/arguments.h>
+#include <opkiln/floats.h>
 #include <opkiln/vec_exp.h>
 
 #include "call.h"
@@ -19,39 +20,10 @@ constexpr int64_t kQueries = 16;  // queries whose scores are computed together
 constexpr int64_t kColumns = 16;  // rows in buffers are padded to a multiple of this
 constexpr float kMinusInfinity = -__builtin_inff();
 
-inline int64_t padded(int64_t count) { return (count + kColumns - 1) / kColumns * kColumns; }
-
-inline float as_float(float value) { return value; }
-inline float as_float(BFloat16 value) { return widen(value); }
-inline float as_float(Float16 value) { return widen(value); }
-inline void set_from(float value, float* to) { *to = value; }
-inline void set_from(float value, BFloat16* to) { *to = narrow_bfloat16(value); }
-inline void set_from(float value, Float16* to) { *to = narrow_float16(value); }
-
-template <class T>
-void load(const T* from, float* to, int64_t count) {
-  int64_t i = 0;
-  for (; i + Vec::kLanes <= count; i += Vec::kLanes) Vec::load(from + i).store(to + i);
-  for (; i < count; ++i) to[i] = as_float(from[i]);
-}
-
-template <class T>
-void store(const float* from, T* to, int64_t count, float factor) {
-  const Vec factors = Vec::all(factor);
-  int64_t i = 0;
-  for (; i + Vec::kLanes <= count; i += Vec::kLanes) (Vec::load(from + i) * factors).store(to + i);
-  for (; i < count; ++i) set_from(from[i] * factor, to + i);
-}
+inline int64_t pad_count(int64_t count) { return (count + kColumns - 1) / kColumns * kColumns; }
 
 inline void clear(float* values, int64_t count) {
   for (int64_t i = 0; i < count; ++i) values[i] = 0;
-}
-
-inline float sum_of(Vec v) {
-  float lanes[Vec::kLanes], sum = 0;
-  v.store(lanes);
-  for (float each : lanes) sum += each;
-  return sum;
 }
 
 // A thread's scratch memory.
@@ -76,7 +48,7 @@ class Buffer {
 struct Matrix {
   float* at;
   int64_t row, column = 1;
-  Matrix transposed() const { return {at, column, row}; }
+  Matrix transpose() const { return {at, column, row}; }
 };
 
 template <int kRows, bool kAdd>
@@ -127,7 +99,7 @@ struct Head {
         place(strides.place) {}
 
   void load_rows(const Matrix& to, int64_t first, int64_t count, int64_t elements) const {
-    for (int64_t i = 0; i < count; ++i) load(at + (first + i) * place, to.at + i * to.row, elements);
+    for (int64_t i = 0; i < count; ++i) load_floats(at + (first + i) * place, to.at + i * to.row, elements);
   }
   void load_columns(const Matrix& to, int64_t count, int64_t elements) const {
     for (int64_t i = 0; i < count; ++i) {
@@ -140,20 +112,20 @@ struct Head {
 template <class T>
 void load_mask(const void* mask, int64_t row, int64_t length, float* to) {
   if (mask) {
-    load(static_cast<const T*>(mask) + row * length, to, length);
+    load_floats(static_cast<const T*>(mask) + row * length, to, length);
     for (int64_t i = 0; i < length; ++i) to[i] *= static_cast<float>(::evoformer::kLog2E);
   }
-  for (int64_t i = length; i < padded(length); ++i) to[i] = kMinusInfinity;
+  for (int64_t i = length; i < pad_count(length); ++i) to[i] = kMinusInfinity;
 }
 
 // Turns a query's products with keys into scores, times log2(e), in
 // place. `bias` is scratch memory for a row.
 template <class T>
 void add_biases(float* scores, const T* pair, const float* mask, float scale, int64_t length, float* bias) {
-  if (pair) load(pair, bias, length);
+  if (pair) load_floats(pair, bias, length);
   const Vec factor = Vec::all(scale * static_cast<float>(::evoformer::kLog2E));
   const Vec log2e = Vec::all(static_cast<float>(::evoformer::kLog2E));
-  for (int64_t i = 0; i < padded(length); i += Vec::kLanes) {
+  for (int64_t i = 0; i < pad_count(length); i += Vec::kLanes) {
     Vec sum = Vec::load(mask + i);
     if (pair) sum = multiply_add(Vec::load(bias + i), log2e, sum);
     multiply_add(Vec::load(scores + i), factor, sum).store(scores + i);

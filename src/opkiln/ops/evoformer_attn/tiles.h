@@ -69,16 +69,6 @@ __device__ inline const Element* head_of(const Element* x, const Strides& stride
   return x + batch * strides.batch + row * strides.row + head * strides.head;
 }
 
-// One of the two numbers in a register.
-template <class Element>
-__device__ inline float number(uint32_t word, int which) {
-  if constexpr (opk::dtype_of<Element> == opk::DType::float16) {
-    return opk::bits::half_to_float(static_cast<uint16_t>(which == 0 ? word : word >> 16));
-  } else {
-    return opk::bits::to_float(which == 0 ? word << 16 : word & 0xffff0000u);
-  }
-}
-
 __device__ inline int group_of_lane() { return threadIdx.x % 32 / 4; }
 __device__ inline int quarter_of_lane() { return threadIdx.x % 4; }
 
@@ -202,8 +192,8 @@ __device__ inline void add_product(float (&sums)[kHead / 8][4], const float (&nu
 #pragma unroll
   for (int step = 0; step < 2; ++step) {
     const float(&low)[4] = numbers[2 * step], (&high)[4] = numbers[2 * step + 1];
-    const uint32_t left[4] = {packed<Element>(low[0], low[1]), packed<Element>(low[2], low[3]),
-                              packed<Element>(high[0], high[1]), packed<Element>(high[2], high[3])};
+    const uint32_t left[4] = {narrow_two<Element>(low[0], low[1]), narrow_two<Element>(low[2], low[3]),
+                              narrow_two<Element>(high[0], high[1]), narrow_two<Element>(high[2], high[3])};
 #pragma unroll
     for (int chunk = 0; chunk < kHead / 8; chunk += 2) {
       uint32_t right[4];
@@ -231,7 +221,7 @@ __device__ inline void store_rows(Element* to, const float (&sums)[kHead / 8][4]
     for (int chunk = 0; chunk < kHead / 8; ++chunk) {
       if (chunk * 8 >= work.head) break;
       *reinterpret_cast<uint32_t*>(at + chunk * 8) =
-          packed<Element>(sums[chunk][2 * i] * factors[i], sums[chunk][2 * i + 1] * factors[i]);
+          narrow_two<Element>(sums[chunk][2 * i] * factors[i], sums[chunk][2 * i + 1] * factors[i]);
     }
   }
 }
@@ -240,7 +230,7 @@ __device__ inline void store_rows(Element* to, const float (&sums)[kHead / 8][4]
 
 // A key's mask, times log2(e). Keys past the end get minus infinity, and so no weight.
 template <class Element>
-__device__ inline float masked(const Work<Element>& work, int batch, int row, int key) {
+__device__ inline float load_mask(const Work<Element>& work, int batch, int row, int key) {
   if (key >= work.length) return -INFINITY;
   if (work.mask == nullptr) return 0.f;
   return float(work.mask[(int64_t{batch} * work.rows + row) * work.length + key]) * kLog2e;
@@ -280,7 +270,7 @@ __global__ void __launch_bounds__(256) pad_kernel(const Element* from, Element* 
 
 // Loads a thread's numbers from an array in shared memory, for its
 // columns in fragments 2 * half and 2 * half + 1.
-__device__ inline float4 of_columns(const float* values, int part, int half) {
+__device__ inline float4 load_columns(const float* values, int part, int half) {
   return *reinterpret_cast<const float4*>(values + part * 32 + quarter_of_lane() * 8 + half * 4);
 }
 
@@ -302,7 +292,7 @@ __device__ inline float sum_of_row(float value) {
 
 // A tensor whose heads can be read 16 bytes at a time: x itself, or a
 // copy. If even a copy is not aligned, the reference runs.
-inline Tensor with_aligned_heads(const Tensor& x) {
+inline Tensor align_heads(const Tensor& x) {
   const auto aligned = [](const Tensor& t) {
     bool found = t.stride(-1) == 1 && reinterpret_cast<uintptr_t>(t.data()) % 16 == 0;
     for (int i = 0; i < 4; ++i) found = found && (t.stride(i) % 8 == 0 || t.size(i) == 1);
@@ -317,8 +307,8 @@ inline Tensor with_aligned_heads(const Tensor& x) {
 inline int32_t tiles_of(const Sizes& s) { return static_cast<int32_t>((s.length + kTile - 1) / kTile); }
 
 // The pair bias with rows aligned to 16 bytes: itself, or a padded copy. Undefined if there is none.
-inline Tensor with_aligned_rows(const MaybeTensor& pair_bias, const Sizes& s) {
-  Tensor pair = whole(pair_bias);
+inline Tensor align_rows(const MaybeTensor& pair_bias, const Sizes& s) {
+  Tensor pair = make_contiguous(pair_bias);
   if (!pair.defined() || pair.numel() == 0) return pair;
   if (s.length % 8 == 0 && reinterpret_cast<uintptr_t>(pair.data()) % 16 == 0) return pair;
   const int64_t stride = (s.length + 7) / 8 * 8, total = pair.numel() / s.length * stride;

@@ -202,7 +202,7 @@ __device__ float scale_at(const Dequantize& work, const Layout& layout, int64_t 
 
 // Handles the elements of a unit one by one: at the end, and for unaligned codes or rows.
 template <class T, class F>
-__device__ __noinline__ void by_element(const Dequantize& work, const Layout& layout,
+__device__ __noinline__ void dequantize_elements(const Dequantize& work, const Layout& layout,
                                         int64_t start) {
   for (int i = 0; i < Unit<T, F>::kElements && start + i < work.numel; ++i) {
     const int64_t source = source_of(work, layout.small, start + i);
@@ -256,7 +256,7 @@ dequantize_kernel(const OPK_GRID_CONSTANT Dequantize work,
       load(codes, work.codes + source / U::kElements * U::kBytes);
       finish(codes, scale_at(work, layout, source), work, start);
     } else {
-      by_element<T, F>(work, layout, start);
+      dequantize_elements<T, F>(work, layout, start);
     }
   }
 }

@@ -15,9 +15,9 @@ void fused_adam_(TensorList& params, const TensorList& grads, TensorList& exp_av
                  const OptionalTensor& found_inf) {
   const Lists lists{params, grads, exp_avgs, &exp_avg_sqs, masters, steps};
   lists.check();
-  Hyper hyper{0, read(lr_tensor, lr, /*or_double=*/true), beta1, beta2, eps, weight_decay, adamw_mode,
-              bias_correction, maximize, read(grad_scale, 1)};
-  const bool skip = read(found_inf, 0) != 0;
+  Hyper hyper{0, read_number(lr_tensor, lr, /*or_double=*/true), beta1, beta2, eps, weight_decay, adamw_mode,
+              bias_correction, maximize, read_number(grad_scale, 1)};
+  const bool skip = read_number(found_inf, 0) != 0;
   const opk::List<float*> counts = step_pointers(steps, kHost);
   const auto items = host_items<kStreams>(lists);
   if (skip) {

@@ -84,7 +84,7 @@ void fused_adam_(TensorList& params, const TensorList& grads, TensorList& exp_av
   const opk::Device device = gpu_of(lists);
   const Hyper hyper = hyper_of(beta1, beta2, eps, weight_decay, adamw_mode, bias_correction, maximize,
                                numbers_of(device, lr, lr_tensor, grad_scale, found_inf));
-  const Planned planned = write_plan(Unpacked(lists, device), device);
+  const DevicePlan planned = write_plan(HostPlan(lists, device), device);
   enqueue_step<Coefficients>(hyper, planned.plan);
 }
 

@@ -176,7 +176,7 @@ struct Work {
   }
 
   template <class Body>
-  void over_parts(const Body& body) {
+  void parallel_parts(const Body& body) {
     opk::parallel_for(0, parts.size(), 1, [&](int64_t low, int64_t high) {
       for (Part* part = parts.begin() + low; part < parts.begin() + high; ++part) {
         body(*part);
@@ -184,8 +184,8 @@ struct Work {
     });
   }
 
-  opk::List<Squares> averaged() {
-    over_parts([&](Part& part) {
+  opk::List<Squares> compute_averages() {
+    parallel_parts([&](Part& part) {
       part.sums = average(hypers[part.item], items[part.item], part.begin, part.end);
     });
     opk::List<Squares> sums(items.size());
@@ -203,7 +203,7 @@ struct Work {
       trusts[i] = trust(hypers[i], sums[i]);
       out[i] = static_cast<float>(trusts[i]);
     }
-    over_parts([&](Part& part) {
+    parallel_parts([&](Part& part) {
       apply(hypers[part.item], trusts[part.item], items[part.item], part.begin, part.end);
     });
     count_up(counts);
@@ -219,13 +219,13 @@ void fused_lamb_(TensorList& params, const TensorList& grads, TensorList& exp_av
   const Lists lists{params, grads, exp_avgs, &exp_avg_sqs, masters, steps};
   lists.check();
   check_numbers(coefficients, DType::float32, params.size(), kHost);
-  const Hyper hyper{0, read(lr_tensor, lr, /*or_double=*/true), beta1, beta2, eps, weight_decay,
+  const Hyper hyper{0, read_number(lr_tensor, lr, /*or_double=*/true), beta1, beta2, eps, weight_decay,
                     eps_inside_sqrt, bias_correction, maximize, min_coeff, max_coeff,
-                    read(grad_scale, 1)};
-  const bool skip = read(found_inf, 0) != 0;
+                    read_number(grad_scale, 1)};
+  const bool skip = read_number(found_inf, 0) != 0;
   Work work(lists, hyper);
   if (!skip) {
-    work.move(work.averaged(), coefficients);
+    work.move(work.compute_averages(), coefficients);
   }
 }
 
@@ -238,14 +238,14 @@ void fused_lamb_average_(const TensorList& params, const TensorList& grads, Tens
   lists.check();
   check_numbers(squares, DType::float64, 2 * params.size(), kHost);
   const Hyper hyper{0, 0, beta1, beta2, eps, weight_decay, eps_inside_sqrt, bias_correction,
-                    maximize, 0, 0, read(grad_scale, 1)};
-  const bool skip = read(found_inf, 0) != 0;
+                    maximize, 0, 0, read_number(grad_scale, 1)};
+  const bool skip = read_number(found_inf, 0) != 0;
   Work work(lists, hyper);
   if (skip) {
     return;
   }
   double* out = squares.data<double>();
-  for (const Squares& sums : work.averaged()) {
+  for (const Squares& sums : work.compute_averages()) {
     *out++ = sums.params;
     *out++ = sums.updates;
   }
@@ -261,10 +261,10 @@ void fused_lamb_move_(TensorList& params, const TensorList& grads, const TensorL
   lists.check();
   check_numbers(coefficients, DType::float32, params.size(), kHost);
   check_numbers(squares, DType::float64, 2 * params.size(), kHost);
-  const Hyper hyper{0, read(lr_tensor, lr, /*or_double=*/true), beta1, beta2, eps, weight_decay,
+  const Hyper hyper{0, read_number(lr_tensor, lr, /*or_double=*/true), beta1, beta2, eps, weight_decay,
                     eps_inside_sqrt, bias_correction, /*maximize=*/false, min_coeff, max_coeff,
                     /*grad_scale=*/1};
-  const bool skip = read(found_inf, 0) != 0;
+  const bool skip = read_number(found_inf, 0) != 0;
   Work work(lists, hyper);
   if (skip) {
     return;

@@ -201,7 +201,7 @@ average_kernel(const Plan plan, const Sums sums) {
   const uint32_t index = plan.table[chunk];
   const Item item = plan.items[index];
   float params = 0, updates = 0;
-  by_type<kPlain, Average>(share_of(plan, item, index, chunk),
+  dispatch_types<kPlain, Average>(share_of(plan, item, index, chunk),
                            Norms{coefficients_of<Coefficients>(plan, item), params, updates});
   add_up<float, kThreads>(params, updates);
   if (threadIdx.x == 0) {
@@ -257,7 +257,7 @@ __device__ inline void sum_up(const Plan& plan, const Sums& sums, uint32_t index
   add_up<double, kThreads>(params, updates);
 }
 
-__device__ inline bool skipped(const Plan& plan, uint32_t index) {
+__device__ inline bool is_skipped(const Plan& plan, uint32_t index) {
   return coefficients_of<Coefficients>(plan, plan.items[index]).skip;
 }
 
@@ -265,7 +265,7 @@ __global__ void __launch_bounds__(kThreads)
 trust_kernel(const Plan plan, const Sums sums, const Hyper hyper, float* coefficients) {
   double params, updates;
   sum_up(plan, sums, blockIdx.x, params, updates);
-  if (threadIdx.x == 0 && !skipped(plan, blockIdx.x)) {
+  if (threadIdx.x == 0 && !is_skipped(plan, blockIdx.x)) {
     coefficients[blockIdx.x] = trust(hyper, params, updates);
   }
 }
@@ -274,7 +274,7 @@ __global__ void __launch_bounds__(kThreads)
 squares_kernel(const Plan plan, const Sums sums, double* squares) {
   double params, updates;
   sum_up(plan, sums, blockIdx.x, params, updates);
-  if (threadIdx.x == 0 && !skipped(plan, blockIdx.x)) {
+  if (threadIdx.x == 0 && !is_skipped(plan, blockIdx.x)) {
     squares[2 * blockIdx.x] = params;
     squares[2 * blockIdx.x + 1] = updates;
   }
@@ -283,7 +283,7 @@ squares_kernel(const Plan plan, const Sums sums, double* squares) {
 __global__ void __launch_bounds__(kThreads)
 given_kernel(const Plan plan, const double* squares, const Hyper hyper, float* coefficients) {
   const uint32_t i = blockIdx.x * kThreads + threadIdx.x;
-  if (i < plan.sizes.items && !skipped(plan, i)) {
+  if (i < plan.sizes.items && !is_skipped(plan, i)) {
     coefficients[i] = trust(hyper, squares[2 * i], squares[2 * i + 1]);
   }
 }
@@ -296,7 +296,7 @@ apply_kernel(const Plan plan, const float* coefficients) {
   const Item item = plan.items[index];
   Share share = share_of(plan, item, index, chunk);
   share.grad_type = ElementType::kFloat;  // gradients are not read again
-  by_type<kPlain, Apply>(
+  dispatch_types<kPlain, Apply>(
       share, Move{coefficients_of<Coefficients>(plan, item), coefficients[index]});
 }
 
@@ -306,7 +306,7 @@ Sums sums_at(Tensor& memory, const Plan& plan) {
 }
 
 // Memory for a step's sums. torch does not reuse it before this stream has finished with it.
-Tensor room_for_sums(const Plan& plan, opk::Device device) {
+Tensor allocate_sums(const Plan& plan, opk::Device device) {
   return opk::empty({static_cast<int64_t>(sum_words(plan.sizes))}, DType::int64, device);
 }
 
@@ -325,7 +325,7 @@ void enqueue_apply(const Plan& plan, const float* coefficients) {
 }
 
 void enqueue(const Hyper& hyper, const Plan& plan, Tensor& coefficients, opk::Device device) {
-  Tensor memory = room_for_sums(plan, device);
+  Tensor memory = allocate_sums(plan, device);
   const Sums sums = sums_at(memory, plan);
   float* const out = coefficients.data<float>();
   enqueue_averages<true>(hyper, plan, sums);
@@ -356,7 +356,7 @@ void fused_lamb_(TensorList& params, const TensorList& grads, TensorList& exp_av
   const Hyper hyper =
       hyper_of(beta1, beta2, eps, weight_decay, eps_inside_sqrt, bias_correction, maximize, min_coeff,
                max_coeff, numbers_of(device, lr, lr_tensor, grad_scale, found_inf));
-  const Planned planned = write_plan(Unpacked(lists, device), device);
+  const DevicePlan planned = write_plan(HostPlan(lists, device), device);
   enqueue(hyper, planned.plan, coefficients, device);
 }
 
@@ -376,9 +376,9 @@ void fused_lamb_average_(const TensorList& params, const TensorList& grads, Tens
   check_numbers(squares, DType::float64, 2 * params.size(), device);
   const Hyper hyper = hyper_of(beta1, beta2, eps, weight_decay, eps_inside_sqrt, bias_correction,
                                maximize, 0, 0, numbers_of(device, 0, {}, grad_scale, found_inf));
-  const Planned planned = write_plan(Unpacked(lists, device), device);
+  const DevicePlan planned = write_plan(HostPlan(lists, device), device);
   const Plan& plan = planned.plan;
-  Tensor memory = room_for_sums(plan, device);
+  Tensor memory = allocate_sums(plan, device);
   const Sums sums = sums_at(memory, plan);
   enqueue_averages<false>(hyper, plan, sums);
   opk::launch(squares_kernel, plan.sizes.items, kThreads, 0, plan, sums, squares.data<double>());
@@ -401,7 +401,7 @@ void fused_lamb_move_(TensorList& params, const TensorList& grads, const TensorL
   const Hyper hyper = hyper_of(beta1, beta2, eps, weight_decay, eps_inside_sqrt, bias_correction,
                                /*maximize=*/false, min_coeff, max_coeff,
                                numbers_of(device, lr, lr_tensor, {}, found_inf));
-  const Planned planned = write_plan(Unpacked(lists, device), device);
+  const DevicePlan planned = write_plan(HostPlan(lists, device), device);
   float* const out = coefficients.data<float>();
   enqueue_prepare<Coefficients>(hyper, planned.plan);
   opk::launch(given_kernel, (planned.plan.sizes.items + kThreads - 1) / kThreads, kThreads, 0,

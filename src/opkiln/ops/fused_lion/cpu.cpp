@@ -14,16 +14,15 @@ void fused_lion_(TensorList& params, const TensorList& grads, TensorList& exp_av
                  const OptionalTensor& found_inf) {
   const Lists lists{params, grads, exp_avgs, nullptr, masters, steps};
   lists.check();
-  const Hyper hyper{read(lr_tensor, lr, /*or_double=*/true), beta1, beta2, weight_decay, maximize,
-                    read(grad_scale, 1)};
-  const bool skip = read(found_inf, 0) != 0;
+  const Hyper hyper{read_number(lr_tensor, lr, /*or_double=*/true), beta1, beta2, weight_decay, maximize,
+                    read_number(grad_scale, 1)};
+  const bool skip = read_number(found_inf, 0) != 0;
   const opk::List<float*> counts = step_pointers(steps, kHost);
   const auto items = host_items<kStreams>(lists);
   if (skip) {
     return;
   }
-  const Coefficients coefficients(hyper);
-  parallel_sweep(items, [&](int64_t) { return Step{coefficients}; });
+  parallel_sweep<Step>(items, Coefficients(hyper));
   count_up(counts);
 }
 

@@ -67,7 +67,7 @@ void fused_lion_(TensorList& params, const TensorList& grads, TensorList& exp_av
   const opk::Device device = gpu_of(lists);
   const Hyper hyper{beta1, beta2, weight_decay, maximize,
                     numbers_of(device, lr, lr_tensor, grad_scale, found_inf)};
-  const Planned planned = write_plan(Unpacked(lists, device), device);
+  const DevicePlan planned = write_plan(HostPlan(lists, device), device);
   enqueue_step<Coefficients>(hyper, planned.plan);
 }
 

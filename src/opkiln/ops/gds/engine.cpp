@@ -15,11 +15,11 @@ constexpr size_t kPage = 4096;
 constexpr unsigned kPortable = 1;     // CU_MEMHOSTALLOC_PORTABLE: locked for all devices
 constexpr unsigned kNonBlocking = 1;  // CU_STREAM_NON_BLOCKING: not ordered with torch's default stream
 
-int64_t below(int64_t value, int64_t step) { return value / step * step; }
-int64_t above(int64_t value, int64_t step) { return below(value + step - 1, step); }
+int64_t round_down(int64_t value, int64_t step) { return value / step * step; }
+int64_t round_up(int64_t value, int64_t step) { return round_down(value + step - 1, step); }
 
 // A thread's streams and buffer, which live until the thread ends.
-struct Own {
+struct ThreadState {
   const Driver* driver = nullptr;
   int device = -1;  // the device whose context is current
   std::map<int, void*> streams;
@@ -37,7 +37,7 @@ struct Own {
     if (stream == nullptr) {
       if (const int error = with.cuStreamCreate(&stream, kNonBlocking); error != 0) {
         stream = nullptr;
-        why = with.words("cuStreamCreate", error);
+        why = with.describe("cuStreamCreate", error);
         return false;
       }
     }
@@ -46,8 +46,8 @@ struct Own {
   }
 
   // A buffer of at least `bytes`, or null. Copies from memory that cannot be locked are slower.
-  char* room(int64_t bytes) {
-    const size_t size = static_cast<size_t>(above(bytes, kPage));
+  char* reserve(int64_t bytes) {
+    const size_t size = static_cast<size_t>(round_up(bytes, kPage));
     const bool asks = device >= 0 && !locked && !refused;  // a buffer made for the host is not locked
     if (size <= capacity && !asks) return buffer;
     drop_buffer();
@@ -70,7 +70,7 @@ struct Own {
     capacity = 0;
   }
 
-  ~Own() {
+  ~ThreadState() {
     drop_buffer();
     for (const auto& each : streams) {
       if (each.second != nullptr) driver->cuStreamDestroy(each.second);
@@ -78,25 +78,25 @@ struct Own {
   }
 };
 
-Own& own() {
-  static thread_local Own mine;
+ThreadState& thread_state() {
+  static thread_local ThreadState mine;
   return mine;
 }
 
 // The memory registered with cuFile, as start and size.
-struct Registered {
+struct MemoryTable {
   std::mutex lock;
   std::map<const char*, size_t> memory;
 };
 
-Registered& registered() {
-  static Registered& all = *new Registered;
+MemoryTable& memory_table() {
+  static MemoryTable& all = *new MemoryTable;
   return all;
 }
 
 // The start of the registered memory that contains all of these bytes, or `memory` if there is none.
 char* base_of(char* memory, int64_t size) {
-  Registered& all = registered();
+  MemoryTable& all = memory_table();
   const std::lock_guard<std::mutex> guard(all.lock);
   auto next = all.memory.upper_bound(memory);
   if (next == all.memory.begin()) return memory;
@@ -141,7 +141,7 @@ void DeviceEngine::begin(aio::Request& request) {
     const Status status = cufile_->cuFileHandleRegister(&each.registered, &given);
     if (status.code == 0) continue;
     each.registered = nullptr;
-    note(&Ways::refused, words_of(driver_, "cuFileHandleRegister", status));
+    note(&Ways::refused, describe(driver_, "cuFileHandleRegister", status));
   }
 }
 
@@ -158,7 +158,7 @@ int64_t DeviceEngine::run(aio::Piece& piece) {
   const aio::File& file = piece.request->files[static_cast<size_t>(part.file)];
   if (part.device >= 0) {
     std::string why;
-    if (!own().enter(driver_, part.device, why)) {
+    if (!thread_state().enter(driver_, part.device, why)) {
       note(&Ways::failed, std::move(why));
       return -EIO;
     }
@@ -174,7 +174,7 @@ int64_t DeviceEngine::run(aio::Piece& piece) {
         return count;
       }
       // The host retries the same range. If that fails, too, the system's reason is the error.
-      note(&Ways::refused, words_of(piece.write ? "cuFileWrite" : "cuFileRead", count, errno));
+      note(&Ways::refused, describe(piece.write ? "cuFileWrite" : "cuFileRead", count, errno));
     }
   }
   const int64_t count = piece.write ? write(piece, file, part.device) : read(piece, file, part.device);
@@ -188,9 +188,9 @@ int64_t DeviceEngine::run(aio::Piece& piece) {
 int64_t DeviceEngine::read(aio::Piece& piece, const aio::File& file, int device) {
   // Direct I/O reads whole steps.
   const int64_t step = piece.direct ? file.offset_step : 1;
-  const int64_t first = below(piece.offset, step), skip = piece.offset - first;
-  const int64_t size = above(skip + piece.size, step);
-  char* const buffer = own().room(size);
+  const int64_t first = round_down(piece.offset, step), skip = piece.offset - first;
+  const int64_t size = round_up(skip + piece.size, step);
+  char* const buffer = thread_state().reserve(size);
   if (buffer == nullptr) return -ENOMEM;
   int64_t count = pread(piece.descriptor(), buffer, static_cast<size_t>(size), first);
   if (count < 0) return -errno;
@@ -206,7 +206,7 @@ int64_t DeviceEngine::read(aio::Piece& piece, const aio::File& file, int device)
 }
 
 int64_t DeviceEngine::write(aio::Piece& piece, const aio::File&, int device) {
-  char* const buffer = own().room(piece.size);
+  char* const buffer = thread_state().reserve(piece.size);
   if (buffer == nullptr) return -ENOMEM;
   if (!copy(piece.memory, buffer, piece.size, device, false)) return -EIO;
   const ssize_t count = pwrite(piece.descriptor(), buffer, static_cast<size_t>(piece.size), piece.offset);
@@ -221,32 +221,32 @@ bool DeviceEngine::copy(char* memory, char* buffer, int64_t bytes, int device, b
     return true;
   }
   const uint64_t there = reinterpret_cast<uint64_t>(memory);
-  void* const stream = own().streams[device];
+  void* const stream = thread_state().streams[device];
   int error = to_memory ? driver_.cuMemcpyHtoDAsync(there, buffer, size, stream)
                         : driver_.cuMemcpyDtoHAsync(buffer, there, size, stream);
   if (error == 0) error = driver_.cuStreamSynchronize(stream);
-  if (error != 0) note(&Ways::failed, driver_.words(to_memory ? "cuMemcpyHtoDAsync" : "cuMemcpyDtoHAsync", error));
+  if (error != 0) note(&Ways::failed, driver_.describe(to_memory ? "cuMemcpyHtoDAsync" : "cuMemcpyDtoHAsync", error));
   return error == 0;
 }
 
 std::string register_memory(const Driver& driver, const CuFile& cufile, const void* memory, size_t size) {
-  Registered& all = registered();
+  MemoryTable& all = memory_table();
   const std::lock_guard<std::mutex> guard(all.lock);
   const auto* const begin = static_cast<const char*>(memory);
   if (size == 0) return "";
   if (all.memory.count(begin) != 0) return "this memory is registered already";
   const Status status = cufile.cuFileBufRegister(memory, size, 0);
-  if (status.code != 0) return words_of(driver, "cuFileBufRegister", status);
+  if (status.code != 0) return describe(driver, "cuFileBufRegister", status);
   all.memory.emplace(begin, size);
   return "";
 }
 
 std::string unregister_memory(const Driver& driver, const CuFile& cufile, const void* memory) {
-  Registered& all = registered();
+  MemoryTable& all = memory_table();
   const std::lock_guard<std::mutex> guard(all.lock);
   if (all.memory.erase(static_cast<const char*>(memory)) == 0) return "";
   const Status status = cufile.cuFileBufDeregister(memory);
-  return status.code == 0 ? "" : words_of(driver, "cuFileBufDeregister", status);
+  return status.code == 0 ? "" : describe(driver, "cuFileBufDeregister", status);
 }
 
 }  // namespace gds

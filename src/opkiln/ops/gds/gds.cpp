@@ -26,7 +26,7 @@ const gds::CuFile& cufile(const String& libraries) {
 }
 
 // Makes the context of the memory's device current in this thread, which may never have used CUDA.
-bool current(const Tensor& memory, std::string& why) {
+bool make_current(const Tensor& memory, std::string& why) {
   return !memory.is_cuda() || driver().enter(memory.device().index, why);
 }
 
@@ -39,7 +39,7 @@ int device_of(const Tensor& memory, aio::Queue& queue) { return engine_of(queue)
 // Reports what the driver and cuFile support. 0: GPUDirect Storage works; 1: cuFile copies through the host;
 // 2: there is no cuFile, or it was not to be used; 3: there is no driver.
 opk::tuple<int64_t, String> gds_probe(const Tensor&, bool use_cufile, const String& libraries) {
-  const aio::SignalsBlocked blocked;  // cuFile starts threads
+  const aio::BlockSignals blocked;  // cuFile starts threads
   std::string why;
   if (gds::Driver::open(why) == nullptr) return {3, text(why)};
   if (!use_cufile) return {2, text(why)};
@@ -51,7 +51,7 @@ opk::tuple<int64_t, String> gds_probe(const Tensor&, bool use_cufile, const Stri
 Tensor gds_open(const Tensor&, bool use_cufile, const String& libraries, int64_t depth, int64_t block_size,
                 int64_t threads, bool host_too) {
   aio::check_sizes(depth, block_size, threads);
-  const aio::SignalsBlocked blocked;
+  const aio::BlockSignals blocked;
   const gds::CuFile* const file = use_cufile ? &cufile(libraries) : nullptr;
   aio::Event event;
   auto engine = std::make_unique<gds::DeviceEngine>(event.descriptor, driver(), file, host_too);
@@ -87,16 +87,16 @@ opk::tuple<int64_t, int64_t, String, String> gds_ways(Tensor& queue) {
 }
 
 String gds_register(const Tensor& memory, const String& libraries) {
-  const aio::SignalsBlocked blocked;
+  const aio::BlockSignals blocked;
   std::string why;
-  if (!current(memory, why)) return text(why);
+  if (!make_current(memory, why)) return text(why);
   return text(gds::register_memory(driver(), cufile(libraries), memory.data(),
                                    static_cast<size_t>(memory.numel() * memory.element_size())));
 }
 
 String gds_unregister(const Tensor& memory, const String& libraries) {
   std::string why;
-  if (!current(memory, why)) return text(why);
+  if (!make_current(memory, why)) return text(why);
   return text(gds::unregister_memory(driver(), cufile(libraries), memory.data()));
 }
 

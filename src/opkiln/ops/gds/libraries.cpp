@@ -49,7 +49,7 @@ struct Properties {
 };
 constexpr unsigned kP2P = 1u << 4;  // a feature flag: disks reach the GPU without nvidia-fs
 
-const char* meaning(int code) {
+const char* error_meaning(int code) {
   switch (code) {
     case 5001: return "its driver cannot be opened";
     case 5004: return "nvidia-fs has another version than cuFile needs";
@@ -71,12 +71,12 @@ const char* meaning(int code) {
   }
 }
 
-std::string with_meaning(const char* call, int code) {
-  const char* const text = meaning(code);
+std::string describe_cufile(const char* call, int code) {
+  const char* const text = error_meaning(code);
   return std::string(call) + ": cuFile's error " + std::to_string(code) + (*text ? ", " : "") + text;
 }
 
-void* first_of(const char* paths, std::string& why) {
+void* open_first(const char* paths, std::string& why) {
   void* found = dlopen("libcufile.so.0", RTLD_NOW);
   if (found == nullptr) why = dlerror();
   std::string left = paths;
@@ -91,8 +91,8 @@ void* first_of(const char* paths, std::string& why) {
 }
 
 // Opens cuFile. Returns null and sets `why` on failure.
-CuFile* opened(const char* paths, const Driver& driver, std::string& why) {
-  void* const library = first_of(paths, why);
+CuFile* open_cufile(const char* paths, const Driver& driver, std::string& why) {
+  void* const library = open_first(paths, why);
   if (library == nullptr) return nullptr;
   CuFile made{};
   Dl_info place{};
@@ -100,13 +100,13 @@ CuFile* opened(const char* paths, const Driver& driver, std::string& why) {
   if (dladdr(reinterpret_cast<void*>(made.cuFileRead), &place) != 0) made.about = place.dli_fname;
   const Status status = made.cuFileDriverOpen();
   if (status.code != 0 && status.code != 5026) {  // 5026: already opened by other code in the process
-    why = words_of(driver, "cuFileDriverOpen", status);
+    why = describe(driver, "cuFileDriverOpen", status);
     return nullptr;
   }
   Properties found{};
   const Status asked = made.cuFileDriverGetProperties(&found);
   if (asked.code != 0) {
-    why = words_of(driver, "cuFileDriverGetProperties", asked);
+    why = describe(driver, "cuFileDriverGetProperties", asked);
     return nullptr;
   }
   made.direct = found.major != 0 || (found.features & kP2P) != 0;
@@ -134,7 +134,7 @@ const Driver* Driver::open(std::string& why) {
       return nullptr;
     }
     if (const int error = made.cuInit(0); error != 0) {
-      reason = made.words("cuInit", error);
+      reason = made.describe("cuInit", error);
       return nullptr;
     }
     return new Driver(made);
@@ -143,7 +143,7 @@ const Driver* Driver::open(std::string& why) {
   return found;
 }
 
-std::string Driver::words(const char* call, int error) const {
+std::string Driver::describe(const char* call, int error) const {
   const char* text = nullptr;
   if (cuGetErrorString(error, &text) != 0 || text == nullptr) text = "unknown error";
   return std::string(call) + ": CUDA's error " + std::to_string(error) + ", " + text;
@@ -160,12 +160,12 @@ bool Driver::enter(int device, std::string& why) const {
     if (error == 0) error = cuDevicePrimaryCtxRetain(&context, handle);
     if (error != 0) {
       context = nullptr;
-      why = words("cuDevicePrimaryCtxRetain", error);
+      why = describe("cuDevicePrimaryCtxRetain", error);
       return false;
     }
   }
   const int error = cuCtxSetCurrent(context);
-  if (error != 0) why = words("cuCtxSetCurrent", error);
+  if (error != 0) why = describe("cuCtxSetCurrent", error);
   return error == 0;
 }
 
@@ -175,17 +175,17 @@ const CuFile* CuFile::open(const char* paths, std::string& why) {
   const Driver* const driver = Driver::open(why);
   if (driver == nullptr) return nullptr;
   const std::lock_guard<std::mutex> guard(lock);
-  if (found == nullptr) found = opened(paths, *driver, why);
+  if (found == nullptr) found = open_cufile(paths, *driver, why);
   return found;
 }
 
-std::string words_of(const Driver& driver, const char* call, Status status) {
-  return status.code == kCudaError ? driver.words(call, status.cuda) : with_meaning(call, status.code);
+std::string describe(const Driver& driver, const char* call, Status status) {
+  return status.code == kCudaError ? driver.describe(call, status.cuda) : describe_cufile(call, status.code);
 }
 
-std::string words_of(const char* call, ssize_t result, int error) {
+std::string describe(const char* call, ssize_t result, int error) {
   if (result == -1) return std::string(call) + ": " + strerror(error);
-  return with_meaning(call, static_cast<int>(-result));
+  return describe_cufile(call, static_cast<int>(-result));
 }
 
 }  // namespace gds

@@ -29,7 +29,7 @@ struct Driver {
   static const Driver* open(std::string& why);
   // Makes torch's context of a device current in this thread. Returns false and sets `why` on failure.
   bool enter(int device, std::string& why) const;
-  std::string words(const char* call, int error) const;
+  std::string describe(const char* call, int error) const;
 };
 
 // CUfileError_t. `cuda` is the driver's error if `code` is kCudaError.
@@ -69,7 +69,7 @@ struct CuFile {
   static const CuFile* open(const char* paths, std::string& why);
 };
 
-std::string words_of(const Driver& driver, const char* call, Status status);
-std::string words_of(const char* call, ssize_t result, int error);  // for a read or a write
+std::string describe(const Driver& driver, const char* call, Status status);
+std::string describe(const char* call, ssize_t result, int error);  // for a read or a write
 
 }  // namespace gds

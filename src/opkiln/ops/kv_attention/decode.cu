@@ -34,17 +34,17 @@ __device__ void add_parts(const Work& work, float* factors, int64_t unit, int sp
       const float2 found = __ldcg(sums + split * kRows + row);
       const float greater = fmaxf(most, found.x);
       if (greater != -INFINITY) {
-        total = total * power_of_two(most - greater) + found.y * power_of_two(found.x - greater);
+        total = total * fast_exp2(most - greater) + found.y * fast_exp2(found.x - greater);
       }
       most = greater;
     }
     float all = most;
     for (int step = 16; step > 0; step /= 2) all = fmaxf(all, __shfl_xor_sync(kAll, all, step));
-    total = all == -INFINITY ? 0.f : total * power_of_two(most - all);
+    total = all == -INFINITY ? 0.f : total * fast_exp2(most - all);
     for (int step = 16; step > 0; step /= 2) total += __shfl_xor_sync(kAll, total, step);
     for (int split = lane; split < splits; split += 32) {
       const float own = __ldcg(sums + split * kRows + row).x;
-      factors[split * kRows + row] = all == -INFINITY ? 0.f : power_of_two(own - all) / total;
+      factors[split * kRows + row] = all == -INFINITY ? 0.f : fast_exp2(own - all) / total;
     }
   }
   __syncthreads();
@@ -87,12 +87,12 @@ __global__ void __launch_bounds__(kThreads, 2) decode_kernel(const OPK_GRID_CONS
   const int first = begin + warp * kTile;
   const int count = first < end ? (end - first + kBlockKeys - 1) / kBlockKeys : 0;
   uint4* ring = shared + warp * kStages * 2 * kTileChunks;
-  int next = source.looked_up(first), after_next = source.looked_up(first + kBlockKeys);
+  int next = source.look_up_block(first), after_next = source.look_up_block(first + kBlockKeys);
 #pragma unroll
   for (int tile = 0; tile < kStages - 1; ++tile) {
     const int blocks = next;
     next = after_next;
-    after_next = source.looked_up(first + (tile + 2) * kBlockKeys);
+    after_next = source.look_up_block(first + (tile + 2) * kBlockKeys);
     if (tile < count) source.start(ring + tile * 2 * kTileChunks, first + tile * kBlockKeys, blocks);
     end_batch();
   }
@@ -110,7 +110,7 @@ __global__ void __launch_bounds__(kThreads, 2) decode_kernel(const OPK_GRID_CONS
     const int blocks = next;
     const int later = tile + kStages - 1;
     next = after_next;
-    after_next = source.looked_up(first + (later + 2) * kBlockKeys);
+    after_next = source.look_up_block(first + (later + 2) * kBlockKeys);
     if (later < count) {
       source.start(ring + free_stage * 2 * kTileChunks, first + later * kBlockKeys, blocks);
     }
@@ -156,7 +156,7 @@ __global__ void __launch_bounds__(kThreads, 2) decode_kernel(const OPK_GRID_CONS
 #pragma unroll
     for (int w = 0; w < kWarps; ++w) {
       const float2 found = sums[w * kRows + row];
-      const float factor = power_of_two(found.x - base);
+      const float factor = fast_exp2(found.x - base);
       total += factor * found.y;
       add(sum, factor, *reinterpret_cast<const float4*>(outs + (w * kRows + row) * kOutRow + column * 4));
     }

@@ -16,7 +16,7 @@
 #pragma once
 
 #include <math.h>
-#include <opkiln/trap.h>
+#include <opkiln/device_index.h>
 #include <opkiln/warp_matrix.h>
 
 #ifndef WARPS  // two blocks of 96 KiB fit on an H100's multiprocessor, one on other GPUs'
@@ -100,26 +100,26 @@ struct Rows {
     total = old + added;
   }
 
-  __device__ int checked(int block) const {
+  __device__ int check_block(int block) const {
     if (block < 0 || block >= blocks) opkiln::device::trap();
     return block;
   }
 
   // The row of the cache that holds a position.
-  __device__ int cached(int position) const {
-    return kPaged ? checked(table[position / block_size]) * block_size + position % block_size : position;
+  __device__ int cache_row(int position) const {
+    return kPaged ? check_block(table[position / block_size]) * block_size + position % block_size : position;
   }
 
   // The blocks that hold the tile at this position, one for each of lanes 0 to 15 and again 16 to 31. Looked
   // up two tiles ahead, and not used before, because a use would wait for the load.
-  __device__ int looked_up(int first) const {
+  __device__ int look_up_block(int first) const {
     const int position = first + lane % kTile;
     return kPaged && position < old ? table[position / block_size] : 0;
   }
 
   // Starts copying a tile.
-  __device__ void start(uint4* tile, int first, int looked_up) const {
-    const int rows = kPaged ? checked(looked_up) * block_size + (first + lane % kTile) % block_size : 0;
+  __device__ void start(uint4* tile, int first, int block) const {
+    const int rows = kPaged ? check_block(block) * block_size + (first + lane % kTile) % block_size : 0;
     if (first + kTile <= old) {
 #pragma unroll
       for (int i = 0; i < kCopies; ++i) {
@@ -240,14 +240,14 @@ __device__ inline void attend(const uint4* tile, int first, int all_visible, con
       for (int step = 4; step < 32; step *= 2) most = fmaxf(most, __shfl_xor_sync(kAll, most, step));
       most = fmaxf(most, columns.greatest[eight][i]);
       const float base = most == -INFINITY ? 0.f : most;  // no key is visible yet
-      shrink[eight][i] = power_of_two(columns.greatest[eight][i] - base);
+      shrink[eight][i] = fast_exp2(columns.greatest[eight][i] - base);
       columns.greatest[eight][i] = most;
-      score[i] = power_of_two(score[i] - base);
-      score[i + 2] = power_of_two(score[i + 2] - base);
+      score[i] = fast_exp2(score[i] - base);
+      score[i + 2] = fast_exp2(score[i + 2] - base);
       columns.sum[eight][i] = columns.sum[eight][i] * shrink[eight][i] + (score[i] + score[i + 2]);
     }
-    weights[eight][0] = transposed(packed<Element>(score[0], score[1]));
-    weights[eight][1] = transposed(packed<Element>(score[2], score[3]));
+    weights[eight][0] = transpose(narrow_two<Element>(score[0], score[1]));
+    weights[eight][1] = transpose(narrow_two<Element>(score[2], score[3]));
   }
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
@@ -289,7 +289,7 @@ __device__ inline void append(const Work& work, const Rows& rows, int begin, int
   for (int i = threadIdx.x; i < (min(end, work.capacity) - first) * kChunks; i += kThreads) {
     const int position = first + i / kChunks, chunk = i % kChunks * 8;
     const int64_t from = (position - rows.old) * rows.new_stride + chunk;
-    const int64_t to = rows.cached(position) * rows.stride + chunk;
+    const int64_t to = rows.cache_row(position) * rows.stride + chunk;
     const uint4 key = *reinterpret_cast<const uint4*>(rows.k_new + from);
     const uint4 value = *reinterpret_cast<const uint4*>(rows.v_new + from);
     *reinterpret_cast<uint4*>(const_cast<Element*>(rows.k) + to) = key;

@@ -9,7 +9,7 @@ constexpr int64_t kBytes = 64;  // bytes at a time: the signs of 512 elements st
 
 // Packs eight bytes of 0 or 1 into one byte, the first into the highest bit. Bit i of the factor's byte i
 // moves each bit to its place in the product's top byte, without carries.
-uint8_t gathered(const uint8_t* signs) {
+uint8_t pack_signs(const uint8_t* signs) {
   uint64_t word = 0;
   for (int k = 0; k < 8; ++k) {
     word |= static_cast<uint64_t>(signs[k]) << (8 * k);
@@ -33,7 +33,7 @@ void pack_bytes(const Signs& signs, int64_t first, int64_t last) {
       positive[i] = 0;
     }
     for (int64_t i = 0; i < bytes; ++i) {
-      signs.bytes[at + i] = gathered(positive + 8 * i);
+      signs.bytes[at + i] = pack_signs(positive + 8 * i);
     }
   }
 }
@@ -55,17 +55,17 @@ void unpack_bytes(const Signs& signs, int64_t first, int64_t last) {
 }
 
 // Runs the body in torch's thread pool. Small tensors stay on the calling thread.
-void over_bytes(const Signs& signs, void (*body)(const Signs&, int64_t, int64_t)) {
+void parallel_bytes(const Signs& signs, void (*body)(const Signs&, int64_t, int64_t)) {
   opk::parallel_for(0, (signs.numel + 7) / 8, opk::kGrainBytes / 32,
                     [&](int64_t first, int64_t last) { body(signs, first, last); });
 }
 
 void pack(const Signs& signs) {
-  over_bytes(signs, signs.wide ? pack_bytes<uint32_t> : pack_bytes<uint16_t>);
+  parallel_bytes(signs, signs.wide ? pack_bytes<uint32_t> : pack_bytes<uint16_t>);
 }
 
 void unpack(const Signs& signs) {
-  over_bytes(signs, signs.wide ? unpack_bytes<uint32_t> : unpack_bytes<uint16_t>);
+  parallel_bytes(signs, signs.wide ? unpack_bytes<uint32_t> : unpack_bytes<uint16_t>);
 }
 
 }  // namespace

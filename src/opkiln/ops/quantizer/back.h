@@ -11,10 +11,10 @@ constexpr unsigned kBackThreads = 128;
 constexpr int kBackUnits = 2;
 
 // The position of an element's levels in memory, and their group.
-struct Lies {
+struct LevelPlace {
   int64_t group, at;
 
-  __device__ Lies(const Launch& l, int64_t element) {
+  __device__ LevelPlace(const Launch& l, int64_t element) {
     const Format& format = l.work.format;
     int64_t own;
     if (l.log2_group != 0) {
@@ -58,10 +58,10 @@ dequantize_kernel(const OPK_GRID_CONSTANT Launch l) {
   float scales[kBackUnits], offsets[kBackUnits];
 #pragma unroll
   for (int j = 0; j < kBackUnits; ++j) {
-    const Lies lies(l, (first + j * kBackThreads + threadIdx.x) * kUnit);
-    levels[j] = load_levels<kUnit, true>(work.to.values, lies.at, kUnit, kBits);
-    scales[j] = work.to.scales[lies.group];
-    offsets[j] = kSymmetric ? 0.0f : work.to.offsets[lies.group];
+    const LevelPlace place(l, (first + j * kBackThreads + threadIdx.x) * kUnit);
+    levels[j] = load_levels<kUnit, true>(work.to.values, place.at, kUnit, kBits);
+    scales[j] = work.to.scales[place.group];
+    offsets[j] = kSymmetric ? 0.0f : work.to.offsets[place.group];
   }
   const Format format{kBits, 0, kSymmetric};
 #pragma unroll
@@ -81,12 +81,12 @@ dequantize_any_kernel(const OPK_GRID_CONSTANT Launch l) {
   const int64_t unit = l.first + static_cast<int64_t>(blockIdx.x) * kBackThreads + threadIdx.x;
   const int64_t start = unit * kUnit, left = work.numel - start;
   if (left > 0) {
-    const Lies lies(l, start);
+    const LevelPlace place(l, start);
     const int count = left < kUnit ? static_cast<int>(left) : kUnit;
     const Levels levels =
-        load_levels<kUnit, false>(work.to.values, lies.at, count, work.format.bits);
-    const float offset = work.format.symmetric ? 0.0f : work.to.offsets[lies.group];
-    finish_unit<Type, false, false>(work, work.format, levels, work.to.scales[lies.group], offset,
+        load_levels<kUnit, false>(work.to.values, place.at, count, work.format.bits);
+    const float offset = work.format.symmetric ? 0.0f : work.to.offsets[place.group];
+    finish_unit<Type, false, false>(work, work.format, levels, work.to.scales[place.group], offset,
                                     start, count);
   }
 }

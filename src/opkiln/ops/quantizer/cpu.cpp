@@ -107,7 +107,7 @@ float greatest_magnitude(const float* values, int64_t count) {
 
 // Maps a float's bits to an integer of the same order; NaN is beyond
 // the infinity of its sign. It is its own inverse.
-int32_t ordered(uint32_t bits) {
+int32_t order_bits(uint32_t bits) {
   const int32_t value = static_cast<int32_t>(bits);
   return value ^ (value >> 31 & 0x7fffffff);
 }
@@ -115,12 +115,12 @@ int32_t ordered(uint32_t bits) {
 Level asymmetric_level(const float* values, int64_t count, int bits, bool stochastic) {
   int32_t lowest = INT32_MAX, highest = INT32_MIN;
   for (int64_t i = 0; i < count; ++i) {
-    const int32_t value = ordered(as_bits(values[i]));
+    const int32_t value = order_bits(as_bits(values[i]));
     lowest = value < lowest ? value : lowest;
     highest = value > highest ? value : highest;
   }
   const auto back = [](int32_t value) {
-    return as_float(static_cast<uint32_t>(ordered(static_cast<uint32_t>(value))));
+    return as_float(static_cast<uint32_t>(order_bits(static_cast<uint32_t>(value))));
   };
   return Level::asymmetric(back(lowest), back(highest), bits, stochastic);
 }
@@ -171,11 +171,11 @@ void round_group(const Work& work, int64_t begin, int64_t count, int64_t place, 
       float numbers[kBlock + kRandomElements];
       const float* const random = random_numbers(work.random, offset, begin + at, here, numbers);
       for (int64_t i = 0; i < here; ++i) {
-        rounded[i] = level.stochastic<kScheme>(level.scaled<kSymmetric>(from[i]), random[i]);
+        rounded[i] = level.stochastic<kScheme>(level.divide_by_scale<kSymmetric>(from[i]), random[i]);
       }
     } else {
       for (int64_t i = 0; i < here; ++i) {
-        rounded[i] = level.nearest<kScheme>(level.scaled<kSymmetric>(from[i]));
+        rounded[i] = level.nearest<kScheme>(level.divide_by_scale<kSymmetric>(from[i]));
       }
     }
     if (work.to.values != nullptr) {
@@ -262,17 +262,17 @@ void dequantize_groups(const Work& work, int64_t first, int64_t last) {
 
 // Runs the body in torch's thread pool. Small tensors stay on the calling thread.
 template <class Body>
-void over_groups(const Work& work, const Body& body) {
+void parallel_groups(const Work& work, const Body& body) {
   const int64_t grain = opk::kGrainBytes / (int64_t{4} * work.format.group_size);
   opk::parallel_for(0, groups_of(work.numel, work.format), grain < 1 ? 1 : grain, body);
 }
 
 void run_quantize(const Work& work, const Parts* parts) {
-  over_groups(work, [&](int64_t first, int64_t last) { quantize_groups(work, parts, first, last); });
+  parallel_groups(work, [&](int64_t first, int64_t last) { quantize_groups(work, parts, first, last); });
 }
 
 void run_dequantize(const Work& work) {
-  over_groups(work, [&](int64_t first, int64_t last) { dequantize_groups(work, first, last); });
+  parallel_groups(work, [&](int64_t first, int64_t last) { dequantize_groups(work, first, last); });
 }
 
 OPKILN_OP(quantize, cpu);

@@ -33,7 +33,7 @@ void run_quantize(const Work& work, const Parts* parts) {
       r.launch.aligned = r.launch.aligned &&
           is_aligned(r.parts.at[i].values, static_cast<size_t>(r.parts.format.bits));
     }
-    launch_worked_out(r);
+    launch_computed(r);
     return;
   }
   switch (work.type) {

@@ -12,7 +12,7 @@ void launch_float(Launch& l) {
   launch_quantize<TensorSource<Float>>(l, l);
 }
 
-void launch_worked_out(Reduction& r) {
+void launch_computed(Reduction& r) {
   launch_quantize<FloatSource>(r.launch, r);
 }
 

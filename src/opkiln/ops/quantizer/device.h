@@ -114,13 +114,13 @@ __device__ bool emit(const Launch& l, const AnyMode& mode, const Target& target,
     }
 #pragma unroll
     for (int k = 0; k < kUnit; ++k) {
-      rounded[k] = level.stochastic<kScheme>(level.scaled<kSymmetric>(values[k]),
+      rounded[k] = level.stochastic<kScheme>(level.divide_by_scale<kSymmetric>(values[k]),
                                              target.random_number(mine[k / 4], k));
     }
   } else {
 #pragma unroll
     for (int k = 0; k < kUnit; ++k) {
-      rounded[k] = level.nearest<kScheme>(level.scaled<kSymmetric>(values[k]));
+      rounded[k] = level.nearest<kScheme>(level.divide_by_scale<kSymmetric>(values[k]));
     }
   }
   if (mode.levels) {
@@ -140,7 +140,7 @@ __device__ bool emit(const Launch& l, const AnyMode& mode, const Target& target,
 }
 
 template <class Source>
-__device__ void* written(const Work& work) {
+__device__ void* output_of(const Work& work) {
   return Source::kFeedback ? static_cast<void*>(work.error) : work.out;
 }
 
@@ -174,7 +174,7 @@ __device__ void emit_chunk(const Launch& l, const Target& target, uint32_t at, c
     }
 #pragma unroll
     for (int k = 0; k < 8; ++k) {
-      const float scaled = level.scaled<kSymmetric>(values[k]);
+      const float scaled = level.divide_by_scale<kSymmetric>(values[k]);
       const float u = target.random_number(random.at[2 * half + k / 4], k);
       values[k] = Mode::stochastic ? level.stochastic<kScheme>(scaled, u)
                                    : level.nearest<kScheme>(scaled);
@@ -226,7 +226,7 @@ __device__ void emit_parts(const Launch& l, const AnyMode& mode, const Target& t
     const bool wanted = emit<Source, kScheme, true>(l, mode, target, here, kUnit, one, level);
     emit<Source, kScheme, true>(l, mode, target, next, kUnit, two, level);
     if (wanted) {
-      store_pair<Type>(written<Source>(l.work), {target.start, here}, one, two);
+      store_pair<Type>(output_of<Source>(l.work), {target.start, here}, one, two);
     }
   }
 }
@@ -352,7 +352,7 @@ quantize_any_kernel(const OPK_GRID_CONSTANT typename Source::Parameters paramete
   const int64_t place = place_of(span.group, l.work.order);
   const uint64_t offset = mode.stochastic ? offset_of(l.work.random) : 0;
   const Target target(l.work, span.start, place * l.work.format.group_size, offset);
-  void* const to = written<Source>(l.work);
+  void* const to = output_of<Source>(l.work);
   if (is_held) {
 #pragma unroll
     for (uint32_t j = 0; j < kAnyUnits; ++j) {

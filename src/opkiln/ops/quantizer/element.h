@@ -75,7 +75,7 @@ struct Level {
 
   // The element in units of the scale.
   template <bool kSymmetric>
-  OPK_HOST_DEVICE float scaled(float x) const {
+  OPK_HOST_DEVICE float divide_by_scale(float x) const {
     return (kSymmetric ? x : x - offset) * inverse;
   }
 
@@ -83,7 +83,7 @@ struct Level {
   // the greatest quotient is off by just a few units in its last place.
   template <Scheme kScheme>
   OPK_HOST_DEVICE float nearest(float y) const {
-    return in_range<kScheme>(y + kRounder);
+    return clamp<kScheme>(y + kRounder);
   }
 
   // Rounds up with a probability equal to the distance from the level below. `u` is random,
@@ -94,14 +94,14 @@ struct Level {
     const float t = y - shift + u;
     const float back = kRounder - 128.0f + shift;
 #if defined(__CUDA_ARCH__)
-    return in_range<kScheme>(__fadd_rd(t, back));
+    return clamp<kScheme>(__fadd_rd(t, back));
 #else
-    return in_range<kScheme>(__builtin_floorf(t) + back);
+    return clamp<kScheme>(__builtin_floorf(t) + back);
 #endif
   }
 
   template <Scheme kScheme>
-  OPK_HOST_DEVICE float in_range(float rounded) const {
+  OPK_HOST_DEVICE float clamp(float rounded) const {
     return kScheme == Scheme::kFull && !(rounded < ceiling) ? ceiling : rounded;
   }
 
@@ -112,20 +112,6 @@ struct Level {
     return kSymmetric ? product : product + offset;
   }
 };
-
-// The position of a group in memory.
-OPK_HOST_DEVICE inline int64_t place_of(int64_t group, const Order& order) {
-  if (order.piece == 0) {
-    return group;
-  }
-  const uint32_t at = static_cast<uint32_t>(group);
-  const uint32_t cut = at / order.piece, part = cut / order.pipeline;
-  const uint32_t node = part / order.devices;
-  const uint32_t device = part - node * order.devices;
-  const uint32_t turn = cut - part * order.pipeline;
-  const uint32_t first = ((turn * order.devices + device) * order.nodes + node) * order.piece;
-  return static_cast<int64_t>(first) + (at - cut * order.piece);
-}
 
 OPK_HOST_DEVICE inline uint64_t offset_of(const Random& random) {
   return random.offset_at == nullptr ? random.offset : static_cast<uint64_t>(*random.offset_at);

@@ -58,7 +58,7 @@ void check_count(const char* name, int64_t count) {
   OPK_CHECK(count >= 1 && count <= INT32_MAX, name, " is ", count, ", expected at least 1");
 }
 
-Order order_of(int64_t numel, const Format& format, int64_t nodes, int64_t devices, int64_t pipeline) {
+GroupOrder order_of(int64_t numel, const Format& format, int64_t nodes, int64_t devices, int64_t pipeline) {
   check_count("nodes", nodes);
   check_count("devices_per_node", devices);
   check_count("pipeline", pipeline);
@@ -86,7 +86,7 @@ DType type_of_values(const Format& format) {
 }
 
 // Checks levels and parameters that the caller passed.
-Quantized given(const Tensor& values, const Tensor& scales, const Tensor* offsets, int64_t numel,
+Quantized check_quantized(const Tensor& values, const Tensor& scales, const Tensor* offsets, int64_t numel,
                 const Format& format, Device device) {
   OPK_CHECK(numel >= 0, "numel is ", numel, ", expected at least 0");
   const int64_t groups = groups_of(numel, format);
@@ -101,7 +101,7 @@ Quantized given(const Tensor& values, const Tensor& scales, const Tensor* offset
 }
 
 // Quantizes into new tensors.
-Three quantized(Work& work, const Parts* parts, Device device) {
+Three quantize_new(Work& work, const Parts* parts, Device device) {
   const Format& format = work.format;
   const int64_t groups = groups_of(work.numel, format);
   Tensor values = opk::empty({bytes_for(work.numel, format)}, type_of_values(format), device);
@@ -136,7 +136,7 @@ Three quantize_tensor(const Tensor& x, Tensor* error, int64_t bits, int64_t grou
   work.random = random_of(stochastic, seed, offset, offset_at, device);
   work.order = order_of(work.numel, work.format, nodes, devices, pipeline);
   work.error = error == nullptr ? nullptr : error_of(*error, work.numel, device);
-  return quantized(work, nullptr, device);
+  return quantize_new(work, nullptr, device);
 }
 
 Three quantize(const Tensor& x, int64_t bits, int64_t group_size, bool symmetric, bool stochastic,
@@ -161,7 +161,7 @@ Tensor dequantize(const Tensor& values, const Tensor& scales, const Tensor& offs
   work.format = format_of(bits, group_size, symmetric);
   work.type = opk::element_of(dtype);
   work.numel = numel;
-  work.to = given(values, scales, &offsets, numel, work.format, device);
+  work.to = check_quantized(values, scales, &offsets, numel, work.format, device);
   work.order = order_of(numel, work.format, nodes, devices, pipeline);
   Tensor out = opk::empty({numel}, dtype, device);
   work.out = out.data();
@@ -214,7 +214,7 @@ Three reduce_parts(Tensor* error, const TensorList& values, const TensorList& sc
   OPK_CHECK(numel <= most, "numel is ", numel, ", expected at most ", most);
   const Device device = opk::device_of(values[0]);
   for (int64_t i = 0; i < values.size(); ++i) {
-    parts.at[i] = given(values[i], scales[i], from_symmetric ? nullptr : &offsets[i], numel, parts.format, device);
+    parts.at[i] = check_quantized(values[i], scales[i], from_symmetric ? nullptr : &offsets[i], numel, parts.format, device);
   }
   parts.count = static_cast<int>(values.size());
   parts.factor = static_cast<float>(factor);
@@ -223,7 +223,7 @@ Three reduce_parts(Tensor* error, const TensorList& values, const TensorList& sc
   work.format = format_to(bits, group_size, symmetric, narrow_range);
   work.random = random_of(stochastic, seed, offset, offset_at, device);
   work.error = error == nullptr ? nullptr : error_of(*error, numel, device);
-  return quantized(work, &parts, device);
+  return quantize_new(work, &parts, device);
 }
 
 Three quantized_reduce(const TensorList& values, const TensorList& scales, const TensorList& offsets,

@@ -122,7 +122,7 @@ void launch_quantize(Launch& l, const typename Source::Parameters& p) {
 
 // Defined in cuda_float.cu, called from cuda.cu.
 void launch_float(Launch& l);
-void launch_worked_out(Reduction& r);
+void launch_computed(Reduction& r);
 
 }  // namespace quantizer
 }  // namespace opkiln

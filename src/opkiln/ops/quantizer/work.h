@@ -2,6 +2,7 @@
 #pragma once
 
 #include <opkiln/element_type.h>
+#include <opkiln/group_order.h>
 
 namespace opkiln {
 namespace quantizer {
@@ -25,12 +26,6 @@ struct Quantized {
   float* offsets;
 };
 
-// The order of groups in memory; see reference.py.
-struct Order {
-  uint32_t nodes, devices, pipeline;
-  uint32_t piece;  // groups per piece, of nodes * devices * pipeline pieces; 0: no reordering
-};
-
 struct Random {
   bool stochastic;
   uint64_t seed, offset;
@@ -46,7 +41,7 @@ struct Work {
   void* out;         // the output of fake quantizing and of dequantizing
   Quantized to;      // null values: fake quantizing
   Format format;
-  Order order;
+  GroupOrder order;
   Random random;
 };
 

@@ -7,12 +7,13 @@
 
 #include <opkiln/op.h>
 #include <opkiln/sixteen_bytes.h>
-#include <opkiln/trap.h>
+#include <opkiln/device_index.h>
 
 #include "paged.h"
 
 namespace {
 
+using opkiln::device::divide;
 using opkiln::device::Sixteen;
 using opkiln::device::store_once;
 using paged::Cache;
@@ -108,11 +109,6 @@ __device__ inline int2 find_place(const Copy& work, int sequence, int position) 
   return make_int2(block, position - of_sequence * work.block_size);
 }
 
-// A 64-bit division takes four times as long as a 32-bit one.
-__device__ inline int64_t divided(int64_t value, int by) {
-  return (value >> 32) == 0 ? static_cast<uint32_t>(value) / static_cast<uint32_t>(by) : value / by;
-}
-
 // The number of units per head and per token, and where this block begins.
 template <class Unit>
 struct Units {
@@ -124,7 +120,7 @@ struct Units {
         a_head(rotated + (work.head - 2 * work.pairs) / Unit::kRest),
         a_token((work.q.heads + 2 * work.k.heads) * a_head) {
     const int64_t start = int64_t{blockIdx.x} * kThreads;
-    first_token = static_cast<int>(divided(start, a_token));
+    first_token = static_cast<int>(divide(start, a_token));
     in_token = static_cast<int>(start - int64_t{first_token} * a_token);
   }
 };
@@ -204,7 +200,7 @@ __global__ void __launch_bounds__(kThreads) paged_copy_kernel(const OPK_GRID_CON
   opk::wait_for_previous();
   constexpr int kWidth = sizeof(Unit) / sizeof(T);
   const int a_head = work.head / kWidth, a_token = work.k.heads * a_head;
-  const int64_t unit = int64_t{blockIdx.x} * kThreads + threadIdx.x, token = divided(unit, a_token);
+  const int64_t unit = int64_t{blockIdx.x} * kThreads + threadIdx.x, token = divide(unit, a_token);
   if (token >= work.tokens) return;
   const int in_token = static_cast<int>(unit - token * a_token), head = in_token / a_head;
   const int column = (in_token - head * a_head) * kWidth;

@@ -11,8 +11,8 @@
 
 namespace {
 
+using opkiln::device::check_index;
 using opkiln::device::store_once;
-using rows::checked;
 using rows::kThreads;
 using rows::Place;
 
@@ -53,7 +53,7 @@ __global__ void __launch_bounds__(kThreads) copy_kernel(const OPK_GRID_CONSTANT 
   const int64_t from = work.from.index(place.row);
   Unit held = {};
   if (from != kNone) {
-    held = *(static_cast<const Unit*>(work.from.table) + checked(from, work.from.count) * a_row + place.unit);
+    held = *(static_cast<const Unit*>(work.from.table) + check_index(from, work.from.count) * a_row + place.unit);
   }
   store_once(static_cast<Unit*>(work.out) + place.row * a_row + place.unit, held);
 }
@@ -83,7 +83,7 @@ __global__ void __launch_bounds__(kThreads) spread_kernel(const OPK_GRID_CONSTAN
       to[j] = first + j < work.chosen ? work.slots[place.row * work.chosen + first + j] : 0;
     }
 #pragma unroll
-    for (int j = 0; j < kSlots; ++j) checked(to[j], work.tokens * work.chosen);
+    for (int j = 0; j < kSlots; ++j) check_index(to[j], work.tokens * work.chosen);
 #pragma unroll
     for (int j = 0; j < kSlots; ++j) {
       if (first + j < work.chosen) store_once(static_cast<Unit*>(work.out) + int64_t{to[j]} * a_row + place.unit, held);
@@ -123,7 +123,7 @@ __global__ void __launch_bounds__(kThreads) sum_kernel(const OPK_GRID_CONSTANT S
   const Place place(a_row);
   if (place.row >= work.rows) return;
   const int64_t one = work.first.index(place.row), two = work.second.index(place.row);
-  checked(one, work.first.count), checked(two, work.second.count);
+  check_index(one, work.first.count), check_index(two, work.second.count);
   const Pack a = *(static_cast<const Pack*>(work.first.table) + one * a_row + place.unit);
   const Pack b = static_cast<const Pack*>(work.second.table)[two * a_row + place.unit];
   float sums[Pack::kCount];
@@ -168,7 +168,7 @@ __global__ void __launch_bounds__(kThreads, kTerms == 2 ? 16 : 8) weighted_kerne
       weights[i] = work.weights && first + i < work.terms ? work.weights[start + i] : 1.0f;
     }
 #pragma unroll
-    for (int i = 0; i < kTerms; ++i) checked(from[i], work.count);
+    for (int i = 0; i < kTerms; ++i) check_index(from[i], work.count);
 #pragma unroll
     for (int some = 0; some < kTerms; some += kAtOnce) {
       Pack held[kAtOnce];
@@ -198,7 +198,7 @@ int64_t bytes_of(const Tensor& x) { return x.size(1) * opkiln::size_of(opk::elem
 void launch_copy(const Copy& work) {
   const bool packed = rows::is_packed(work.row, {work.from.table, work.out});
   const int64_t blocks = rows::blocks_of(work.rows, work.row / (packed ? 16 : 2));
-  opk::launch_overlapping(packed ? copy_kernel<rows::Sixteen> : copy_kernel<uint16_t>, blocks, kThreads, 0, work);
+  opk::launch_overlapping(packed ? copy_kernel<uint4> : copy_kernel<uint16_t>, blocks, kThreads, 0, work);
 }
 
 template <class T>
@@ -290,7 +290,7 @@ Tensor moe_scatter(const Tensor& x, const Tensor& slots) {
                     static_cast<int>(slots.size(1))};
   const bool packed = rows::is_packed(work.row, {work.x, work.out});
   const int64_t blocks = rows::blocks_of(work.tokens, work.row / (packed ? 16 : 2));
-  opk::launch_overlapping(packed ? spread_kernel<rows::Sixteen> : spread_kernel<uint16_t>, blocks, kThreads, 0, work);
+  opk::launch_overlapping(packed ? spread_kernel<uint4> : spread_kernel<uint16_t>, blocks, kThreads, 0, work);
   return out;
 }
 

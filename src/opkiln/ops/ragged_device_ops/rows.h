@@ -2,15 +2,11 @@
 #pragma once
 
 #include <opkiln/arguments.h>
-#include <opkiln/trap.h>
+#include <opkiln/device_index.h>
 
 namespace rows {
 
 constexpr int kThreads = 128;  // one unit per thread, so that loads of many threads are in flight
-
-struct alignas(16) Sixteen {
-  uint32_t words[4];
-};
 
 // This thread's unit in consecutive rows: its row, and its place in the row.
 struct Place {
@@ -19,16 +15,10 @@ struct Place {
 
   __device__ explicit Place(uint32_t a_row) {
     const int64_t whole = int64_t{blockIdx.x} * kThreads + threadIdx.x;
-    // A 64-bit division takes four times as long as a 32-bit one.
-    row = (whole >> 32) == 0 ? static_cast<uint32_t>(whole) / a_row : whole / a_row;
+    row = opkiln::device::divide(whole, a_row);
     unit = static_cast<uint32_t>(whole - row * a_row);
   }
 };
-
-__device__ inline int64_t checked(int64_t index, int64_t count) {
-  if (index < 0 || index >= count) opkiln::device::trap();
-  return index;
-}
 
 #if !defined(__CUDACC_RTC__)
 OPK_PLAIN_BEGIN

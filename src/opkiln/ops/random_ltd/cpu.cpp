@@ -20,7 +20,7 @@ void check_places(const Indices& indices, int64_t count, int64_t tokens) {
 
 // Calls f(sequence, position) for all tokens, in the order of memory.
 template <class F>
-void over_tokens(const Tokens& tokens, int64_t count, const F& f) {
+void parallel_tokens(const Tokens& tokens, int64_t count, const F& f) {
   opk::parallel_for(0, tokens.batch * count, grain_of(tokens.row), [&](int64_t first, int64_t end) {
     const int64_t inner = tokens.batch_first ? count : tokens.batch;
     int64_t outer = first / inner, place = first % inner;
@@ -36,7 +36,7 @@ void over_tokens(const Tokens& tokens, int64_t count, const F& f) {
 
 void gather(const Tokens& tokens) {
   check_places(tokens.indices, tokens.batch * tokens.kept, tokens.count);
-  over_tokens(tokens, tokens.kept, [&](int64_t b, int64_t k) {
+  parallel_tokens(tokens, tokens.kept, [&](int64_t b, int64_t k) {
     const int64_t index = tokens.indices[b * tokens.kept + k];
     __builtin_memcpy(tokens.out.at(b, k), tokens.all.at(b, index), tokens.row);
   });
@@ -44,7 +44,7 @@ void gather(const Tokens& tokens) {
 
 void scatter(const Tokens& tokens) {
   check_places(tokens.indices, tokens.batch * tokens.kept, tokens.count);
-  over_tokens(tokens, tokens.kept, [&](int64_t b, int64_t k) {
+  parallel_tokens(tokens, tokens.kept, [&](int64_t b, int64_t k) {
     const int64_t index = tokens.indices[b * tokens.kept + k];
     __builtin_memcpy(tokens.all.at(b, index), tokens.part.at(b, k), tokens.row);
   });
@@ -61,7 +61,7 @@ void merge(const Tokens& tokens) {
       place[b * tokens.count + tokens.indices[b * tokens.kept + k]] = k;
     }
   }
-  over_tokens(tokens, tokens.count, [&](int64_t b, int64_t s) {
+  parallel_tokens(tokens, tokens.count, [&](int64_t b, int64_t s) {
     const int64_t k = place[b * tokens.count + s];
     const Side& side = k < 0 ? tokens.all : tokens.part;
     if (side.data == nullptr) {

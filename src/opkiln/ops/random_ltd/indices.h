@@ -3,7 +3,7 @@
 
 #include <opkiln/arguments.h>
 #if defined(__CUDACC__) || defined(__HIPCC__) || defined(OPKILN_EMULATED) || defined(__CUDACC_RTC__)
-#include <opkiln/trap.h>
+#include <opkiln/device_index.h>
 #endif
 
 namespace {

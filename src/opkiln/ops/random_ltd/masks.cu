@@ -10,11 +10,7 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kRows = 8;
 
-struct alignas(16) Sixteen {
-  uint32_t words[4];
-};
-
-__device__ inline int64_t picked(const Masks& l, int64_t start, int64_t i) {
+__device__ inline int64_t index_at(const Masks& l, int64_t start, int64_t i) {
   return l.indices.data == nullptr ? i : l.indices[start + i];
 }
 
@@ -31,12 +27,12 @@ __global__ void __launch_bounds__(kThreads) mask_kernel(const OPK_GRID_CONSTANT 
   const int64_t head = image % l.heads, sequence = image / l.heads, start = sequence * l.kept;
   if (j >= l.kept) return;
   // Loads all indices before checking any, so that the loads overlap.
-  const int64_t column = picked(l, start, j);
+  const int64_t column = index_at(l, start, j);
   int64_t row[kRows];
   bool right = is_in(l, column);
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
-    row[r] = top + r < l.kept ? picked(l, start, top + r) : 0;
+    row[r] = top + r < l.kept ? index_at(l, start, top + r) : 0;
   }
 #pragma unroll
   for (int r = 0; r < kRows; ++r) right = right && is_in(l, row[r]);
@@ -69,7 +65,7 @@ void gather_masks(const Masks& masks) {
     case 2: return launch_masks<uint16_t>(masks);
     case 4: return launch_masks<uint32_t>(masks);
     case 8: return launch_masks<uint64_t>(masks);
-    default: return launch_masks<Sixteen>(masks);
+    default: return launch_masks<uint4>(masks);
   }
 }
 

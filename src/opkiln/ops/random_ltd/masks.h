@@ -35,14 +35,14 @@ Masks masks_of(const Tensor& mask) {
   return masks;
 }
 
-void read(Masks& masks, const Tensor& mask) {
+void set_mask(Masks& masks, const Tensor& mask) {
   masks.mask = static_cast<const char*>(mask.data());
   masks.batch_step = mask.stride(0);
   masks.head_step = mask.stride(1);
   masks.row_step = mask.stride(2);
 }
 
-Tensor readable_mask(const Tensor& mask) {
+Tensor make_mask_readable(const Tensor& mask) {
   return mask.size(3) <= 1 || mask.stride(3) == 1 ? mask : opk::contiguous(mask);
 }
 
@@ -52,11 +52,11 @@ Tensor mask_gather_bert(const Tensor& mask, const Tensor& indices) {
   OPK_CHECK(indices.dim() == 3 && indices.size(1) == masks.batch, indices, " has shape ",
             indices.sizes(), ", expected [layers, ", masks.batch, ", kept]");
   opk::check_same_device(mask, indices);
-  const Tensor picked = opk::contiguous(indices), given = readable_mask(mask);
+  const Tensor picked = opk::contiguous(indices), given = make_mask_readable(mask);
   masks.layers = indices.size(0);
   masks.kept = indices.size(2);
   masks.indices = indices_of(picked);
-  read(masks, given);
+  set_mask(masks, given);
   Tensor out = opk::empty({masks.layers, masks.batch, masks.heads, masks.kept, masks.kept}, mask);
   masks.out = static_cast<char*>(out.data());
   if (out.numel() > 0) gather_masks(masks);
@@ -67,9 +67,9 @@ Tensor mask_gather_gpt(const Tensor& mask, int64_t kept) {
   Masks masks = masks_of(mask);
   OPK_CHECK(kept >= 0, "kept is ", kept, ", expected at least 0");
   OPK_CHECK(kept <= masks.tokens, "kept is ", kept, ", but mask is for ", masks.tokens, " tokens");
-  const Tensor given = readable_mask(mask);
+  const Tensor given = make_mask_readable(mask);
   masks.kept = kept;
-  read(masks, given);
+  set_mask(masks, given);
   Tensor out = opk::empty({masks.batch, masks.heads, kept, kept}, mask);
   masks.out = static_cast<char*>(out.data());
   if (out.numel() > 0) gather_masks(masks);

@@ -8,6 +8,8 @@
 
 namespace {
 
+using opkiln::device::check_index;
+using opkiln::device::divide;
 using opkiln::device::store_once;
 
 constexpr int kThreads = 128;
@@ -16,27 +18,13 @@ constexpr int kUnits = kThreads * kTurns;
 constexpr int kMostRows = 1024;  // per block when merging
 constexpr int64_t kFewBlocks = 512;  // too few to fill a large GPU
 
-struct alignas(16) Sixteen {
-  uint32_t words[4];
-};
-
-// A 64-bit division takes four times as long as a 32-bit one.
-__device__ inline int64_t divided(int64_t value, uint32_t by) {
-  return (value >> 32) == 0 ? static_cast<int64_t>(static_cast<uint32_t>(value) / by) : value / by;
-}
-
-__device__ inline int64_t checked(int64_t index, int64_t tokens) {
-  if (index < 0 || index >= tokens) opkiln::device::trap();
-  return index;
-}
-
 // Gathers or scatters whole rows. Threads follow the rows of the kept tokens, in the order of memory.
 template <class Unit, bool kScatter>
 __global__ void __launch_bounds__(kThreads) move_kernel(const OPK_GRID_CONSTANT Tokens l) {
   opk::wait_for_previous();
   const uint32_t a_row = static_cast<uint32_t>(l.row / static_cast<int64_t>(sizeof(Unit)));
   const uint32_t inner = static_cast<uint32_t>(l.batch_first ? l.kept : l.batch);
-  const int64_t at = int64_t{blockIdx.x} * kThreads + threadIdx.x, row = divided(at, a_row);
+  const int64_t at = int64_t{blockIdx.x} * kThreads + threadIdx.x, row = divide(at, a_row);
   if (row >= l.batch * l.kept) return;
   const uint32_t place = static_cast<uint32_t>(at - row * a_row);
   const uint32_t outer = static_cast<uint32_t>(row) / inner, rest = static_cast<uint32_t>(row) - outer * inner;
@@ -44,7 +32,7 @@ __global__ void __launch_bounds__(kThreads) move_kernel(const OPK_GRID_CONSTANT 
   char* const near = (kScatter ? l.part : l.out).at(sequence, kept);
   Unit unit;
   if (kScatter) unit = *(reinterpret_cast<const Unit*>(near) + place);  // overlaps with loading the index
-  const int64_t index = checked(l.indices[int64_t{sequence} * l.kept + kept], l.count);
+  const int64_t index = check_index(l.indices[int64_t{sequence} * l.kept + kept], l.count);
   char* const far = l.all.at(sequence, index);
   if (!kScatter) unit = *(reinterpret_cast<const Unit*>(far) + place);
   store_once(reinterpret_cast<Unit*>(kScatter ? far : near) + place, unit);
@@ -58,7 +46,7 @@ __global__ void __launch_bounds__(kThreads, 16) merge_kernel(const OPK_GRID_CONS
   opk::wait_for_previous();
   __shared__ int32_t places[kMostRows];  // index in `part`, or -1
   const int64_t blocks = (l.count + a_block - 1) / a_block;
-  const int64_t b = divided(blockIdx.x, static_cast<uint32_t>(blocks));
+  const int64_t b = divide(blockIdx.x, static_cast<uint32_t>(blocks));
   const int64_t first = (blockIdx.x - b * blocks) * a_block;
   const int32_t rows = static_cast<int32_t>(l.count - first < a_block ? l.count - first : a_block);
   for (int32_t i = threadIdx.x; i < rows; i += kThreads) places[i] = -1;
@@ -74,7 +62,7 @@ __global__ void __launch_bounds__(kThreads, 16) merge_kernel(const OPK_GRID_CONS
     for (int t = 0; t < kTurns; ++t) {
       const int64_t k = begin + t * kThreads;
       if (k >= l.kept) continue;
-      const int64_t at = checked(index[t], l.count) - first;
+      const int64_t at = check_index(index[t], l.count) - first;
       if (at >= 0 && at < rows) places[at] = static_cast<int32_t>(k);
     }
   }
@@ -88,7 +76,7 @@ __global__ void __launch_bounds__(kThreads, 16) merge_kernel(const OPK_GRID_CONS
       const int64_t at = begin + t * kThreads;
       units[t] = Unit{};
       if (at < all) {
-        const int64_t row = divided(at, a_row);
+        const int64_t row = divide(at, a_row);
         const int32_t place = places[row];
         const Side& side = place < 0 ? l.all : l.part;
         if (side.data != nullptr) {
@@ -101,7 +89,7 @@ __global__ void __launch_bounds__(kThreads, 16) merge_kernel(const OPK_GRID_CONS
     for (int t = 0; t < kTurns; ++t) {
       const int64_t at = begin + t * kThreads;
       if (at < all) {
-        const int64_t row = divided(at, a_row);
+        const int64_t row = divide(at, a_row);
         store_once(reinterpret_cast<Unit*>(l.out.at(b, first + row)) + (at - row * a_row), units[t]);
       }
     }
@@ -129,7 +117,7 @@ void launch_move(void (*kernel)(Tokens), const Tokens& tokens, int unit) {
 template <bool kScatter>
 void move(const Tokens& tokens) {
   switch (const int unit = unit_of(tokens)) {
-    case 16: return launch_move(move_kernel<Sixteen, kScatter>, tokens, unit);
+    case 16: return launch_move(move_kernel<uint4, kScatter>, tokens, unit);
     case 4: return launch_move(move_kernel<uint32_t, kScatter>, tokens, unit);
     case 2: return launch_move(move_kernel<uint16_t, kScatter>, tokens, unit);
     default: return launch_move(move_kernel<uint8_t, kScatter>, tokens, unit);
@@ -156,7 +144,7 @@ void launch_merge(void (*kernel)(Tokens, int32_t), const Tokens& tokens, int uni
 
 void merge(const Tokens& tokens) {
   switch (const int unit = unit_of(tokens)) {
-    case 16: return launch_merge(merge_kernel<Sixteen>, tokens, unit);
+    case 16: return launch_merge(merge_kernel<uint4>, tokens, unit);
     case 4: return launch_merge(merge_kernel<uint32_t>, tokens, unit);
     case 2: return launch_merge(merge_kernel<uint16_t>, tokens, unit);
     default: return launch_merge(merge_kernel<uint8_t>, tokens, unit);

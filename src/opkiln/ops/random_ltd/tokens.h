@@ -40,7 +40,7 @@ void scatter(const Tokens& tokens);  // all[b, indices[b, k]] = part[b, k]
 void merge(const Tokens& tokens);    // out[b, s] = part[b, k] where indices[b, k] = s, else all[b, s]
 
 // The tensor itself if its channels are contiguous, or a contiguous copy.
-Tensor readable(const Tensor& x) {
+Tensor make_readable(const Tensor& x) {
   return x.size(2) <= 1 || x.stride(2) == 1 ? x : opk::contiguous(x);
 }
 
@@ -54,7 +54,7 @@ Side read_side(const Tensor& x, bool batch_first) {
 }
 
 // Checks the tensors and returns the sizes. `picked` must outlive the result.
-Tokens sized(const Tensor& x, const Tensor& indices, const Tensor& picked, bool batch_first) {
+Tokens make_tokens(const Tensor& x, const Tensor& indices, const Tensor& picked, bool batch_first) {
   opk::device_of(x);
   opk::check_dim(x, 3);
   check_indices(indices);
@@ -89,8 +89,8 @@ Tensor empty_tokens(const Tensor& like, int64_t batch, int64_t count, bool batch
 
 Tensor token_gather(const Tensor& x, const Tensor& indices, bool batch_first) {
   const Tensor picked = opk::contiguous(indices);
-  Tokens tokens = sized(x, indices, picked, batch_first);
-  const Tensor all = readable(x);
+  Tokens tokens = make_tokens(x, indices, picked, batch_first);
+  const Tensor all = make_readable(x);
   Tensor out = empty_tokens(x, tokens.batch, tokens.kept, batch_first);
   tokens.all = read_side(all, batch_first);
   tokens.out = side_of(out, out.data(), batch_first);
@@ -100,10 +100,10 @@ Tensor token_gather(const Tensor& x, const Tensor& indices, bool batch_first) {
 
 Tensor token_scatter(const Tensor& x, const Tensor& part, const Tensor& indices, bool batch_first) {
   const Tensor picked = opk::contiguous(indices);
-  Tokens tokens = sized(x, indices, picked, batch_first);
-  const Tensor all = readable(x);
+  Tokens tokens = make_tokens(x, indices, picked, batch_first);
+  const Tensor all = make_readable(x);
   check_part(x, part, tokens);
-  const Tensor given = readable(part);
+  const Tensor given = make_readable(part);
   Tensor out = empty_tokens(x, tokens.batch, tokens.count, batch_first);
   tokens.all = read_side(all, batch_first);
   tokens.part = read_side(given, batch_first);
@@ -114,11 +114,11 @@ Tensor token_scatter(const Tensor& x, const Tensor& part, const Tensor& indices,
 
 void token_scatter_(Tensor& x, const Tensor& part, const Tensor& indices, bool batch_first) {
   const Tensor picked = opk::contiguous(indices);
-  Tokens tokens = sized(x, indices, picked, batch_first);
+  Tokens tokens = make_tokens(x, indices, picked, batch_first);
   check_part(x, part, tokens);
   if (part.numel() == 0) return;
-  const Tensor given = readable(part);
-  Tensor all = readable(x);
+  const Tensor given = make_readable(part);
+  Tensor all = make_readable(x);
   const bool copied = all.get() != x.get() && all.data() != static_cast<const Tensor&>(x).data();
   tokens.all = side_of(all, all.data(), batch_first);
   tokens.part = read_side(given, batch_first);
@@ -128,8 +128,8 @@ void token_scatter_(Tensor& x, const Tensor& part, const Tensor& indices, bool b
 
 Tensor token_spread(const Tensor& part, const Tensor& indices, int64_t count, bool batch_first) {
   const Tensor picked = opk::contiguous(indices);
-  Tokens tokens = sized(part, indices, picked, batch_first);
-  const Tensor given = readable(part);
+  Tokens tokens = make_tokens(part, indices, picked, batch_first);
+  const Tensor given = make_readable(part);
   OPK_CHECK(count >= 0, "tokens is ", count, ", expected at least 0");
   check_part(part, part, tokens);
   Tensor out = empty_tokens(part, tokens.batch, count, batch_first);
@@ -142,8 +142,8 @@ Tensor token_spread(const Tensor& part, const Tensor& indices, int64_t count, bo
 
 Tensor token_clear(const Tensor& x, const Tensor& indices, bool batch_first) {
   const Tensor picked = opk::contiguous(indices);
-  Tokens tokens = sized(x, indices, picked, batch_first);
-  const Tensor all = readable(x);
+  Tokens tokens = make_tokens(x, indices, picked, batch_first);
+  const Tensor all = make_readable(x);
   Tensor out = empty_tokens(x, tokens.batch, tokens.count, batch_first);
   tokens.all = read_side(all, batch_first);
   tokens.out = side_of(out, out.data(), batch_first);

@@ -28,10 +28,10 @@ struct Table {
 };
 Table table;
 
-struct Locked {
-  explicit Locked(pthread_mutex_t* mutex) : mutex_(mutex) { pthread_mutex_lock(mutex_); }
-  ~Locked() { pthread_mutex_unlock(mutex_); }
-  Locked(const Locked&) = delete;
+struct Lock {
+  explicit Lock(pthread_mutex_t* mutex) : mutex_(mutex) { pthread_mutex_lock(mutex_); }
+  ~Lock() { pthread_mutex_unlock(mutex_); }
+  Lock(const Lock&) = delete;
   pthread_mutex_t* mutex_;
 };
 
@@ -50,14 +50,14 @@ class Use {
     // Checked before locking: another thread may have held the lock when this process was forked.
     OPK_CHECK(table.pid == getpid(),
               "the group belongs to another process; a forked child cannot use its parent's group");
-    const Locked lock(&table.mutex);
+    const Lock lock(&table.mutex);
     entry_ = &table.entries[number % Table::kMost];
     OPK_CHECK(entry_->number == number && !entry_->closed, "the group is closed");
     ++entry_->users;
   }
   ~Use() {
     if (locked_) pthread_mutex_unlock(entry_->group->mutex());
-    const Locked lock(&table.mutex);
+    const Lock lock(&table.mutex);
     --entry_->users;
     drop_unused(*entry_);
   }
@@ -106,7 +106,7 @@ void all_reduce(Group& group, Reduce how, const T* in, T* out, int64_t count) {
   const int64_t bytes = count * static_cast<int64_t>(sizeof(T));
   if (bytes * (size - 1) <= kWholeBytes && bytes <= group.slot_bytes()) {
     copy(group.slot<T>(rank), in, count);
-    group.all_written();
+    group.announce_written();
     for (int64_t r = 0; r < size; ++r) sources[r] = group.slot<T>(r);
     combine(how, sources, size, count, out, static_cast<T*>(nullptr));
     group.next_turn();
@@ -118,7 +118,7 @@ void all_reduce(Group& group, Reduce how, const T* in, T* out, int64_t count) {
   const int64_t most = group.slot_bytes() / static_cast<int64_t>(sizeof(T)) / size / kLine * kLine;
   for (int64_t begin = 0; begin < count; begin += most * size) {
     const int64_t length = least(count - begin, most * size);
-    const int64_t step = rounded_up((length + size - 1) / size, kLine);
+    const int64_t step = round_up((length + size - 1) / size, kLine);
     const auto first = [&](int64_t p) { return least(p * step, length); };
     const auto long_ = [&](int64_t p) { return first(p + 1) - first(p); };
     const T* const from = in + begin;
@@ -126,11 +126,11 @@ void all_reduce(Group& group, Reduce how, const T* in, T* out, int64_t count) {
     for (int64_t p = 0; p < size; ++p) {
       if (p != rank) copy(group.slot<T>(rank) + p * step, from + first(p), long_(p));
     }
-    group.all_written();
+    group.announce_written();
     for (int64_t r = 0; r < size; ++r) sources[r] = group.slot<T>(r) + rank * step;
     sources[rank] = from + first(rank);
     combine(how, sources, size, long_(rank), to + first(rank), group.slot<T>(rank) + rank * step);
-    group.all_reduced();
+    group.announce_reduced();
     for (int64_t i = 1; i < size; ++i) {
       const int64_t p = (rank + i) % size;
       copy(to + first(p), group.slot<T>(p) + p * step, long_(p));
@@ -152,7 +152,7 @@ void reduce_scatter(Group& group, Reduce how, const T* in, T* out, int64_t count
     for (int64_t p = 0; p < size; ++p) {
       if (p != rank) copy(group.slot<T>(rank) + p * most, in + p * count + begin, length);
     }
-    group.all_written();
+    group.announce_written();
     for (int64_t r = 0; r < size; ++r) sources[r] = group.slot<T>(r) + rank * most;
     sources[rank] = in + rank * count + begin;
     combine(how, sources, size, length, out + begin, static_cast<T*>(nullptr));
@@ -169,7 +169,7 @@ void all_gather(Group& group, const char* in, char* out, int64_t bytes) {
     const int64_t length = least(bytes - begin, group.slot_bytes());
     copy(group.slot<char>(rank), in + begin, length);
     if (in != out + rank * bytes) copy(out + rank * bytes + begin, in + begin, length);
-    group.all_written();
+    group.announce_written();
     for (int64_t i = 1; i < size; ++i) {
       const int64_t r = (rank + i) % size;
       copy(out + r * bytes + begin, group.slot<char>(r), length);
@@ -224,7 +224,7 @@ int64_t shm_join(const Tensor& /*host*/, int64_t fd, int64_t rank, int64_t size,
     for (Entry& entry : table.entries) entry = Entry{};  // the parent's groups stay mapped
     table.pid = getpid();
   }
-  const Locked lock(&table.mutex);
+  const Lock lock(&table.mutex);
   for (int64_t tried = 0; tried < Table::kMost; ++tried, ++table.next) {
     Entry& entry = table.entries[table.next % Table::kMost];
     if (entry.group != nullptr) continue;
@@ -237,7 +237,7 @@ int64_t shm_join(const Tensor& /*host*/, int64_t fd, int64_t rank, int64_t size,
 
 void shm_leave(const Tensor& /*host*/, int64_t number) {
   if (number < 0 || table.pid != getpid()) return;
-  const Locked lock(&table.mutex);
+  const Lock lock(&table.mutex);
   Entry& entry = table.entries[number % Table::kMost];
   if (entry.number != number) return;
   entry.closed = true;

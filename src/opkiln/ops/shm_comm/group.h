@@ -58,9 +58,9 @@ struct Shared {
   Member members[1];             // one per rank
 };
 
-constexpr int64_t rounded_up(int64_t value, int64_t to) { return (value + to - 1) / to * to; }
+constexpr int64_t round_up(int64_t value, int64_t to) { return (value + to - 1) / to * to; }
 constexpr int64_t slots_begin(int64_t size) {
-  return rounded_up(static_cast<int64_t>(sizeof(Shared) + sizeof(Member) * static_cast<size_t>(size)), 4096);
+  return round_up(static_cast<int64_t>(sizeof(Shared) + sizeof(Member) * static_cast<size_t>(size)), 4096);
 }
 
 inline int64_t now() {  // milliseconds
@@ -148,14 +148,14 @@ class Group {
   }
 
   // Announces that this rank's slot is written, and waits for all others.
-  void all_written() {
+  void announce_written() {
     if (!compared_) member(rank_).calls[turn_ % kSets] = call_;
     meet();
     if (!compared_) compare();
   }
 
   // Announces that this rank's result is in its slot, and waits for all others.
-  void all_reduced() { meet(); }
+  void announce_reduced() { meet(); }
 
   void next_turn() { ++turn_; }
 
@@ -177,7 +177,7 @@ class Group {
     return fcntl(fd_, F_GETLK, &found) != 0 || found.l_type != F_UNLCK;
   }
 
-  bool arrived(int64_t rank) const {
+  bool has_arrived(int64_t rank) const {
     const uint32_t progress = __atomic_load_n(&member(rank).progress, __ATOMIC_ACQUIRE);
     return static_cast<int32_t>(progress - step_) >= 0;  // the numbers wrap around
   }
@@ -198,14 +198,14 @@ class Group {
 
   void wait(int64_t rank) {
     for (int64_t i = 0; i < spins_; ++i) {
-      if (arrived(rank)) return;
+      if (has_arrived(rank)) return;
       relax();
     }
     for (int64_t i = 0; i < 4; ++i) {
-      if (arrived(rank)) return;
+      if (has_arrived(rank)) return;
       sched_yield();
     }
-    if (!arrived(rank)) sleep_until(rank);
+    if (!has_arrived(rank)) sleep_until(rank);
   }
 
   [[gnu::noinline]] void sleep_until(int64_t rank) {
@@ -225,9 +225,9 @@ class Group {
       if (time < look) continue;
       look = time + kSlice < deadline ? time + kSlice : deadline;
       // Reads the progress after the lock: an announcement that a rank made before it ended counts.
-      if (!is_alive(rank) && !arrived(rank)) {
+      if (!is_alive(rank) && !has_arrived(rank)) {
         fault = __atomic_load_n(&other.presence, __ATOMIC_ACQUIRE) == kLeft ? kGone : kDied;
-      } else if (time >= deadline && !arrived(rank)) {
+      } else if (time >= deadline && !has_arrived(rank)) {
         fault = kLate;
       }
     }

@@ -25,9 +25,9 @@ struct Smaller {
 constexpr int64_t kBlock = 512;  // in floats; a block stays in the L1 cache
 
 // The elements of a block as floats: the original memory, or widened into `wide`.
-inline const float* widened(const float* from, int64_t, float*) { return from; }
+inline const float* widen_block(const float* from, int64_t, float*) { return from; }
 template <class T>
-const float* widened(const T* from, int64_t count, float* wide) {
+const float* widen_block(const T* from, int64_t count, float* wide) {
   using opkiln::Vec;
   int64_t i = 0;
   for (; i + Vec::kLanes <= count; i += Vec::kLanes) Vec::load(from + i).store(wide + i);
@@ -59,9 +59,9 @@ void combine(const T* const* sources, int64_t size, int64_t count, bool mean, T*
   alignas(64) float sum[kBlock], wide[kBlock];
   for (int64_t begin = 0; begin < count; begin += kBlock) {
     const int64_t length = count - begin < kBlock ? count - begin : kBlock;
-    const float* left = widened(sources[0] + begin, length, sum);
+    const float* left = widen_block(sources[0] + begin, length, sum);
     for (int64_t r = 1; r < size; ++r) {
-      const float* const right = widened(sources[r] + begin, length, wide);
+      const float* const right = widen_block(sources[r] + begin, length, wide);
       for (int64_t i = 0; i < length; ++i) sum[i] = Pair::of(left[i], right[i]);
       left = sum;
     }

@@ -89,7 +89,7 @@ class Pair {
 
 template <class T>
 void queries_part(const Call& call, int64_t first, int64_t last) {
-  const int64_t block = call.block, blocks = call.blocks, wide = of_sixteens(call.sizes.columns);
+  const int64_t block = call.block, blocks = call.blocks, wide = round_up_to_16(call.sizes.columns);
   const Buffer keys(block * wide), sums(block * wide);
   Pair<T> pair(block, wide);
   for (int64_t unit = first; unit < last; ++unit) {
@@ -112,7 +112,7 @@ void queries_part(const Call& call, int64_t first, int64_t last) {
 
 template <class T>
 void keys_part(const Call& call, int64_t first, int64_t last) {
-  const int64_t block = call.block, blocks = call.blocks, wide = of_sixteens(call.sizes.columns);
+  const int64_t block = call.block, blocks = call.blocks, wide = round_up_to_16(call.sizes.columns);
   const Buffer k_sums(block * wide), v_sums(block * wide);
   Pair<T> pair(block, wide);
   for (int64_t unit = first; unit < last; ++unit) {

@@ -96,7 +96,7 @@ template <bool kKeysDown, class Element>
 __device__ inline void finish(float (&scores)[kHalf / 8][4], const Seen<Element>& seen, unsigned pieces, int down,
                               int across) {
   if (seen.rules.biased) seen.template add<kKeysDown>(scores, down, across);
-  const bool whole = kKeysDown ? seen.whole(across, kHalf, down, 16) : seen.whole(down, 16, across, kHalf);
+  const bool whole = kKeysDown ? seen.sees_all(across, kHalf, down, 16) : seen.sees_all(down, 16, across, kHalf);
   if (!whole) seen.template hide<kKeysDown>(scores, down, across);
   if (pieces == 3u) return;
 #pragma unroll
@@ -150,7 +150,7 @@ __global__ void __launch_bounds__(kThreads, kHead <= 64 ? 3 : 2) queries_kernel(
       for (int n = 0; n < kHalf / 8; ++n) {
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
-          const float weight = power_of_two(fmaf(weights[n][j], seen.factor, -lse[j / 2]));
+          const float weight = fast_exp2(fmaf(weights[n][j], seen.factor, -lse[j / 2]));
           of_scores[n][j] = weight * (of_scores[n][j] - inner[j / 2]);
         }
       }
@@ -219,7 +219,7 @@ __global__ void __launch_bounds__(kThreads, 2) keys_kernel(const OPK_GRID_CONSTA
         const float2 inner = *reinterpret_cast<const float2*>(at + kStreamed);
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
-          weights[n][j] = power_of_two(fmaf(weights[n][j], seen.factor, -(j % 2 == 0 ? lse.x : lse.y)));
+          weights[n][j] = fast_exp2(fmaf(weights[n][j], seen.factor, -(j % 2 == 0 ? lse.x : lse.y)));
           of_scores[n][j] = weights[n][j] * (of_scores[n][j] - (j % 2 == 0 ? inner.x : inner.y));
         }
       }

@@ -5,25 +5,20 @@
 #pragma once
 
 #include <opkiln/arguments.h>
+#include <opkiln/floats.h>
 #include <opkiln/vec_exp.h>
 
 #include "work.h"
 
 namespace sparse __attribute__((visibility("hidden"))) {
 
+using opkiln::as_float;
 using opkiln::Vec;
 
 constexpr float kLog2E = 1.44269504f, kLn2 = 0.693147181f;
 constexpr float kMinusInfinity = -__builtin_inff();
 
-inline float as_float(float value) { return value; }
-inline float as_float(opkiln::BFloat16 value) { return opkiln::widen(value); }
-inline float as_float(opkiln::Float16 value) { return opkiln::widen(value); }
-inline void set_from(float value, float* to) { *to = value; }
-inline void set_from(float value, opkiln::BFloat16* to) { *to = opkiln::narrow_bfloat16(value); }
-inline void set_from(float value, opkiln::Float16* to) { *to = opkiln::narrow_float16(value); }
-
-inline int64_t of_sixteens(int64_t count) { return (count + 15) / 16 * 16; }
+inline int64_t round_up_to_16(int64_t count) { return (count + 15) / 16 * 16; }
 
 // A zeroed array of floats.
 class Buffer {
@@ -85,7 +80,7 @@ struct Head {
       if (step == 1) {
         for (; j + Vec::kLanes <= columns; j += Vec::kLanes) (Vec::load(in + j) * Vec::all(by)).store(to + j);
       }
-      for (; j < columns; ++j) set_from(in[j] * by, to + j * step);
+      for (; j < columns; ++j) opkiln::set_from(in[j] * by, to + j * step);
     }
   }
 };

@@ -43,7 +43,7 @@ float take_powers(float* row, int64_t count, float base) {
 
 template <class T>
 void attend(const Call& call, int64_t first, int64_t last) {
-  const int64_t block = call.block, wide = of_sixteens(call.sizes.columns);
+  const int64_t block = call.block, wide = round_up_to_16(call.sizes.columns);
   const Buffer queries(block * wide), keys(block * wide), values(block * wide), out(block * wide);
   const Buffer scores(block * block), most(block), sum(block);
   for (int64_t unit = first; unit < last; ++unit) {

@@ -53,7 +53,7 @@ __device__ inline void attend(Running<kHead>& running, const Kept<kHead>& querie
   }
   if constexpr (!kWhole) {
     if (seen.rules.biased) seen.template add<false>(scores, query, key);
-    if (!seen.whole(query, 16, key, kStreamed)) seen.template hide<false>(scores, query, key);
+    if (!seen.sees_all(query, 16, key, kStreamed)) seen.template hide<false>(scores, query, key);
     if (pieces != kEvery) {
 #pragma unroll
       for (int n = 0; n < kStreamed / 8; ++n) {
@@ -71,14 +71,14 @@ __device__ inline void attend(Running<kHead>& running, const Kept<kHead>& querie
     most = fmaxf(most, __shfl_xor_sync(kAll, most, 1));
     most = fmaxf(most, __shfl_xor_sync(kAll, most, 2));
     const float base = most == -INFINITY ? 0.f : most * seen.factor;  // no key is visible yet
-    const float shrink = power_of_two(running.most[i] * seen.factor - base);
+    const float shrink = fast_exp2(running.most[i] * seen.factor - base);
     running.most[i] = most;
     float sum = running.sum[i] * shrink;
 #pragma unroll
     for (int n = 0; n < kStreamed / 8; ++n) {
 #pragma unroll
       for (int j = 2 * i; j < 2 * i + 2; ++j) {
-        scores[n][j] = power_of_two(fmaf(scores[n][j], seen.factor, -base));
+        scores[n][j] = fast_exp2(fmaf(scores[n][j], seen.factor, -base));
         sum += scores[n][j];
       }
     }
@@ -128,7 +128,7 @@ __global__ void __launch_bounds__(kThreads, kHead == 64 ? 2 : 1)
     const uint4 *const keys = stream.tile(i), *const values = keys + kTile;
     const unsigned pieces = stream.pieces >> (warp * 4) & kEvery;
     const int query = first_row + row, key = stream.now * kStreamed;
-    if (pieces == kEvery && !seen.rules.biased && seen.whole(query, 16, key, kStreamed)) {
+    if (pieces == kEvery && !seen.rules.biased && seen.sees_all(query, 16, key, kStreamed)) {
       attend<true>(running, queries, keys, values, pieces, query, key, seen);
     } else if (pieces != 0) {
       attend<false>(running, queries, keys, values, pieces, query, key, seen);
@@ -179,7 +179,7 @@ __global__ void __launch_bounds__(kJoinThreads) join_kernel(const OPK_GRID_CONST
     float values[kHead / 32] = {};
     for (int slot = place.begin; slot < place.end; ++slot) {
       const float2 found = sums[at(slot)];
-      const float weight = power_of_two(found.x - base);
+      const float weight = fast_exp2(found.x - base);
       total += weight * found.y;
 #pragma unroll
       for (int i = 0; i < kHead / 32; ++i) values[i] += weight * work.parts[at(slot) * kHead + i * 32 + lane];

@@ -157,10 +157,10 @@ __device__ inline void multiply_both(float (&first)[4], float (&second)[4], cons
 // Packs two sums, 16 x 16 together, into a left fragment.
 template <class Element>
 __device__ inline void pack(uint32_t (&out)[4], const float (&first)[4], const float (&second)[4]) {
-  out[0] = packed<Element>(first[0], first[1]);
-  out[1] = packed<Element>(first[2], first[3]);
-  out[2] = packed<Element>(second[0], second[1]);
-  out[3] = packed<Element>(second[2], second[3]);
+  out[0] = narrow_two<Element>(first[0], first[1]);
+  out[1] = narrow_two<Element>(first[2], first[3]);
+  out[2] = narrow_two<Element>(second[0], second[1]);
+  out[3] = narrow_two<Element>(second[2], second[3]);
 }
 
 // The left fragments of a warp's 16 rows: in registers, or in shared memory if registers are scarce.
@@ -202,7 +202,7 @@ struct Seen {
         factor(given.biased ? 1.f : given.scale * kLog2E) {}
 
   // Whether all of these queries see all of these keys.
-  __device__ bool whole(int query, int queries, int key, int keys) const {
+  __device__ bool sees_all(int query, int queries, int key, int keys) const {
     return key + keys <= tokens && query - (key + keys - 1) >= rules.least &&
         query + queries - 1 - key <= rules.most;
   }
@@ -256,8 +256,8 @@ __device__ inline void store(const Rows<Element>& rows, uint4* tile, int row, in
   for (int n = 0; n < kHead / 8; ++n) {
     uint32_t* const high = reinterpret_cast<uint32_t*>(tile + slot<kHead>(row + lane / 4, n));
     uint32_t* const low = reinterpret_cast<uint32_t*>(tile + slot<kHead>(row + lane / 4 + 8, n));
-    high[lane % 4] = packed<Element>(sums[n][0] * upper, sums[n][1] * upper);
-    low[lane % 4] = packed<Element>(sums[n][2] * lower, sums[n][3] * lower);
+    high[lane % 4] = narrow_two<Element>(sums[n][0] * upper, sums[n][1] * upper);
+    low[lane % 4] = narrow_two<Element>(sums[n][2] * lower, sums[n][3] * lower);
   }
   __syncwarp();
 #pragma unroll

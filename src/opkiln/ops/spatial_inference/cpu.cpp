@@ -121,7 +121,7 @@ void repeat(const void* biases, int64_t channels, int64_t times, typename Kind<T
 }
 
 template <class T>
-Streams<T> moved(const Work& work, int64_t at, const typename Kind<T>::Wide* biases,
+Streams<T> streams_at(const Work& work, int64_t at, const typename Kind<T>::Wide* biases,
                  const typename Kind<T>::Wide* other_biases) {
   return {static_cast<const T*>(work.x) + at, biases,
           work.other ? static_cast<const T*>(work.other) + at : nullptr, other_biases,
@@ -150,7 +150,7 @@ void add_all(const Work& work) {
     opk::parallel_for(0, stretches, grain, [&](int64_t first, int64_t end) {
       for (int64_t at = first * table; at < work.numel && at < end * table; at += table) {
         const int64_t count = work.numel - at < table ? work.numel - at : table;
-        add_stretch(moved<T>(work, at, memory, work.other_bias ? memory + table : nullptr), count);
+        add_stretch(streams_at<T>(work, at, memory, work.other_bias ? memory + table : nullptr), count);
       }
     });
     return;
@@ -167,7 +167,7 @@ void add_all(const Work& work) {
       }
       for (int64_t at = 0; at < work.inner; at += table) {
         const int64_t count = work.inner - at < table ? work.inner - at : table;
-        add_stretch(moved<T>(work, row * work.inner + at, biases,
+        add_stretch(streams_at<T>(work, row * work.inner + at, biases,
                              work.other_bias ? biases + table : nullptr), count);
       }
     }

@@ -43,7 +43,7 @@ bool channels_last(const Tensor& x, int64_t dim) {
 }
 
 // The tensor itself, or a copy with these strides.
-Tensor laid_out(const Tensor& tensor, opk::Ints strides) {
+Tensor copy_with_strides(const Tensor& tensor, opk::Ints strides) {
   const opk::Ints sizes = tensor.sizes(), mine = tensor.strides();
   bool same = true;
   for (int64_t d = 0; d < sizes.size(); ++d) same = same && (sizes[d] == 1 || mine[d] == strides[d]);
@@ -80,7 +80,7 @@ Tensor spatial_bias_add(const Tensor& x, const Tensor& bias, const opk::optional
   for (int64_t d = dim + 1; !last && d < dims; ++d) inner *= x.size(d);
   Tensor out = opk::empty_strided(images.sizes(), images.strides(), dtype, x.device());
   const Tensor biases = opk::contiguous(bias);
-  const Tensor residual = other ? laid_out(*other, images.strides()) : Tensor();
+  const Tensor residual = other ? copy_with_strides(*other, images.strides()) : Tensor();
   const Tensor residual_biases = other_bias ? opk::contiguous(*other_bias) : Tensor();
   const Work work{images.data(),
                   biases.data(),

@@ -97,11 +97,11 @@ __global__ void __launch_bounds__(kLanes * kWarps, kKind == kGeluBackward ? 3 : 
 #pragma unroll
           for (int i = 0; i < kEight; i += 2) {
             const Gelu first_gelu(x[r][i] + bias[i]), second_gelu(x[r][i + 1] + bias[i + 1]);
-            out.set_two(i, dropped(first_gelu.value, kept, i, c.dropout.factor),
-                        dropped(second_gelu.value, kept, i + 1, c.dropout.factor));
+            out.set_two(i, apply_dropout(first_gelu.value, kept, i, c.dropout.factor),
+                        apply_dropout(second_gelu.value, kept, i + 1, c.dropout.factor));
             if constexpr (kKind == kGeluBackward) {
-              const float one = dropped(grad[r][i], kept, i, c.dropout.factor) * first_gelu.slope;
-              const float two = dropped(grad[r][i + 1], kept, i + 1, c.dropout.factor) * second_gelu.slope;
+              const float one = apply_dropout(grad[r][i], kept, i, c.dropout.factor) * first_gelu.slope;
+              const float two = apply_dropout(grad[r][i + 1], kept, i + 1, c.dropout.factor) * second_gelu.slope;
               sums[i] += one;
               sums[i + 1] += two;
               x_grad.set_two(i, one, two);
@@ -151,7 +151,7 @@ struct Grid {
 template <class T, Kind kKind>
 void launch_for(const Columns& c, const Grid& grid, void* sums) {
   const bool aligned =
-      c.columns % kEight == 0 && all_aligned(c.x, c.grad, c.third, c.bias, c.out, c.x_grad);
+      c.columns % kEight == 0 && are_aligned(c.x, c.grad, c.third, c.bias, c.out, c.x_grad);
   opk::launch_overlapping(aligned ? columns_kernel<T, true, kKind> : columns_kernel<T, false, kKind>,
               opk::Extent(grid.tiles, grid.strips), kLanes * kWarps, 0, c);
   if (kKind != kGelu) finish<T>(c.partial, grid.strips, kKind == kJoin ? 3 * c.columns : c.columns, sums);

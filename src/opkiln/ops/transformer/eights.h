@@ -94,7 +94,7 @@ __device__ inline uint32_t kept_of(const Dropout& dropout, int64_t key, int64_t 
   return kept;
 }
 
-__device__ inline float dropped(float value, uint32_t kept, int i, float factor) {
+__device__ inline float apply_dropout(float value, uint32_t kept, int i, float factor) {
   return kept >> i & 1u ? value * factor : 0.0f;
 }
 
@@ -143,7 +143,7 @@ inline Tensor floats_like(const Tensor& x, opk::Ints sizes) {
 }
 
 template <class... Pointer>
-bool all_aligned(const Pointer*... each) {
+bool are_aligned(const Pointer*... each) {
   return ((reinterpret_cast<uintptr_t>(each) % 16 == 0) && ...);
 }
 

@@ -56,8 +56,8 @@ __global__ void __launch_bounds__(kTeamThreads, kEights == 1 ? 3 : 2) forward_ke
             f.dropout.seed ? kept_of(f.dropout, key, row * eights_of(columns) + column / kEight) : 0xffu;
 #pragma unroll
         for (int i = 0; i < kEight; i += 2) {
-          value[e].set_two(i, dropped(x[e][i] + bias[i], kept, i, f.dropout.factor) + value[e][i],
-                           dropped(x[e][i + 1] + bias[i + 1], kept, i + 1, f.dropout.factor) + value[e][i + 1]);
+          value[e].set_two(i, apply_dropout(x[e][i] + bias[i], kept, i, f.dropout.factor) + value[e][i],
+                           apply_dropout(x[e][i + 1] + bias[i + 1], kept, i + 1, f.dropout.factor) + value[e][i + 1]);
         }
         store_eight<T, kAligned>(value[e], f.sum, start + column, columns - column);
       }
@@ -110,7 +110,7 @@ __global__ void __launch_bounds__(kTeamThreads, kEights == 1 ? 3 : 2) forward_ke
 template <class T>
 void launch_for(const Forward& f) {
   const bool aligned = f.columns % kEight == 0 &&
-      all_aligned(f.x, f.bias, f.residual, f.weight, f.norm_bias, f.sum, f.out);
+      are_aligned(f.x, f.bias, f.residual, f.weight, f.norm_bias, f.sum, f.out);
   const bool long_rows = eights_of(f.columns) > kTeamThreads;
   const int threads = f.team > 128 ? f.team : 128 / f.team * f.team;
   const int64_t teams = threads / f.team;

@@ -138,7 +138,7 @@ __global__ void __launch_bounds__(kTeamThreads, kEights == 1 && sizeof(T) == 2 ?
           for (int k = 0; k < 2; ++k) {
             const float normal = (x[e][i + k] - mean) * scale;
             sum[k] = scale * (grad[e][i + k] * weight[i + k] - dots.x - normal * dots.y) + total[e][i + k];
-            part[k] = dropped(sum[k], kept, i + k, b.dropout.factor);
+            part[k] = apply_dropout(sum[k], kept, i + k, b.dropout.factor);
             bias_sums[e][i + k] += column + i + k < columns ? part[k] : 0.0f;
           }
           total[e].set_two(i, sum[0], sum[1]);
@@ -174,7 +174,7 @@ __global__ void __launch_bounds__(kTeamThreads, kEights == 1 && sizeof(T) == 2 ?
 template <class T>
 void launch_for(const Backward& b, int64_t blocks, int threads, void* bias, void* weight, void* norm_bias) {
   const bool aligned = b.columns % kEight == 0 &&
-      all_aligned(b.grad, b.residual_grad, b.x, b.weight, b.norm_bias, b.total, b.dropped, b.out);
+      are_aligned(b.grad, b.residual_grad, b.x, b.weight, b.norm_bias, b.total, b.dropped, b.out);
   const bool long_rows = eights_of(b.columns) > kTeamThreads;
   opk::launch_overlapping(!aligned    ? backward_kernel<T, 2, false>
               : long_rows ? backward_kernel<T, 2, true>

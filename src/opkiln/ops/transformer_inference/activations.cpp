@@ -32,7 +32,7 @@ inline Wide curve(const Wide& x, const Activation& a) {
 template <class T, Form kForm>
 void activate_plain(const Pointwise& p, int64_t first, int64_t last, bool around) {
   const Activation activation = p.activation;  // a local, so that stores cannot alias it
-  over_rows(first, last, p.columns, [&](int64_t row, int64_t column, int64_t count) {
+  for_each_row(first, last, p.columns, [&](int64_t row, int64_t column, int64_t count) {
     const T* const x = static_cast<const T*>(p.x) + row * p.columns + column;
     T* const out = static_cast<T*>(p.out) + row * p.columns + column;
     if (!p.bias) {
@@ -79,7 +79,7 @@ void divide(const T* pairs, T* first, T* second, int64_t count) {
 template <class T, Form kForm>
 void activate_gated(const Pointwise& p, int64_t first, int64_t last, bool around) {
   constexpr int64_t kBlock = opkiln::kBlock;
-  over_rows(first, last, p.columns, [&](int64_t row, int64_t column, int64_t count) {
+  for_each_row(first, last, p.columns, [&](int64_t row, int64_t column, int64_t count) {
     const T* const x = static_cast<const T*>(p.x) + row * 2 * p.columns;
     const T* const bias = static_cast<const T*>(p.bias);
     T* const out = static_cast<T*>(p.out) + row * p.columns + column;
@@ -121,7 +121,7 @@ void activate_part(const Pointwise& p, int64_t first, int64_t last) {
 }
 
 void activate(const Pointwise& p) {
-  over_elements(p.rows * p.columns, 2 * opkiln::size_of(p.type), [&](int64_t first, int64_t last) {
+  parallel_elements(p.rows * p.columns, 2 * opkiln::size_of(p.type), [&](int64_t first, int64_t last) {
     OPK_ELEMENT(p.type, T, (float, opkiln::BFloat16, opkiln::Float16), activate_part<T>(p, first, last));
   });
 }

@@ -1,6 +1,7 @@
 // Activations with a bias, plain and gated. A thread has 16 bytes of the result. Rows
 // that are not aligned for that are processed element by element.
 
+#include <opkiln/fast_math.h>
 #include <opkiln/op.h>
 
 #include "columns.h"
@@ -9,29 +10,9 @@
 
 namespace {
 
+using opkiln::device::fast_exp2;
+using opkiln::device::fast_reciprocal;
 using opkiln::device::Sixteen;
-
-// The hardware's approximations, with errors below 2^-22. They flush
-// subnormals to 0, and are used only where that does not matter.
-__device__ inline float fast_exp2(float x) {
-#if defined(__CUDA_ARCH__)
-  float out;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(x));
-  return out;
-#else
-  return exp2f(x);
-#endif
-}
-
-__device__ inline float fast_reciprocal(float x) {
-#if defined(__CUDA_ARCH__)
-  float out;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(x));
-  return out;
-#else
-  return 1.0f / x;
-#endif
-}
 
 // max(x, 0); NaN stays NaN.
 __device__ inline float at_least_zero(float x) {

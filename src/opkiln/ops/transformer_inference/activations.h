@@ -52,13 +52,13 @@ OPK_PLAIN_BEGIN
 // Defined by each device's source. Called only if there is at least one element.
 void activate(const Pointwise& work);
 
-[[gnu::noinline]] Tensor activated(const Tensor& given, const MaybeTensor& bias,
+[[gnu::noinline]] Tensor run_activation(const Tensor& given, const MaybeTensor& bias,
                                    const Activation& activation, Halves halves, bool gate_first) {
   opk::device_of(given);
   OPK_CHECK(given.dim() > 0, "x has no dimensions, expected at least 1");
   const opkiln::ElementType type = opk::element_of(given);
   const Contiguous x(given);
-  const Beside shift(given, bias, Beside::kRow);
+  const OptionalInput shift(given, bias, OptionalInput::kRow);
   const int64_t width = given.size(-1), columns = halves == Halves::kNone ? width : width / 2;
   Tensor out;
   if (halves == Halves::kNone) {
@@ -79,27 +79,27 @@ void activate(const Pointwise& work);
 }
 
 Tensor bias_add(const Tensor& x, const MaybeTensor& bias) {
-  return activated(x, bias, kNothing, Halves::kNone, false);
+  return run_activation(x, bias, kNothing, Halves::kNone, false);
 }
 
 Tensor bias_relu(const Tensor& x, const MaybeTensor& bias) {
-  return activated(x, bias, kRelu, Halves::kNone, false);
+  return run_activation(x, bias, kRelu, Halves::kNone, false);
 }
 
 Tensor bias_silu(const Tensor& x, const MaybeTensor& bias) {
-  return activated(x, bias, kSilu, Halves::kNone, false);
+  return run_activation(x, bias, kSilu, Halves::kNone, false);
 }
 
 Tensor bias_gelu(const Tensor& x, const MaybeTensor& bias, bool tanh) {
-  return activated(x, bias, tanh ? kTanhGelu : kErfGelu, Halves::kNone, false);
+  return run_activation(x, bias, tanh ? kTanhGelu : kErfGelu, Halves::kNone, false);
 }
 
 Tensor gated_silu(const Tensor& x, const MaybeTensor& bias, bool interleaved, bool gate_first) {
-  return activated(x, bias, kSilu, interleaved ? Halves::kInterleaved : Halves::kSplit, gate_first);
+  return run_activation(x, bias, kSilu, interleaved ? Halves::kInterleaved : Halves::kSplit, gate_first);
 }
 
 Tensor gated_gelu(const Tensor& x, const MaybeTensor& bias, bool tanh, bool interleaved, bool gate_first) {
-  return activated(x, bias, tanh ? kTanhGelu : kErfGelu,
+  return run_activation(x, bias, tanh ? kTanhGelu : kErfGelu,
                    interleaved ? Halves::kInterleaved : Halves::kSplit, gate_first);
 }
 

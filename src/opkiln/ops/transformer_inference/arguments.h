@@ -32,15 +32,15 @@ class Contiguous {
 
 // The same for an optional argument; `data` is null if it is None. It must
 // have x's dtype and device, and x's shape or one element per column.
-class Beside {
+class OptionalInput {
  public:
   enum Form { kSame, kRow };
 
-  Beside(const Tensor& x, const MaybeTensor& other, Form form) {
+  OptionalInput(const Tensor& x, const MaybeTensor& other, Form form) {
     if (other.has_value()) take(x, *other, form);
   }
-  Beside(const Tensor& x, const Tensor& other, Form form) { take(x, other, form); }
-  Beside(const Beside&) = delete;
+  OptionalInput(const Tensor& x, const Tensor& other, Form form) { take(x, other, form); }
+  OptionalInput(const OptionalInput&) = delete;
 
   const void* data() const { return data_; }
 

@@ -1,6 +1,7 @@
 // Linear layers with int8 weights on host memory. The loops are plain, so that the compiler vectorizes them.
 
-#include "floats.h"
+#include <opkiln/floats.h>
+
 #include "int8_linear.h"
 
 namespace {

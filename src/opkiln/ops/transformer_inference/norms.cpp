@@ -1,22 +1,15 @@
 // Norms of rows on host memory. Memory is read once: a row stays in the cache between its steps. The first
 // step of a row runs together with the last step of the previous row, so that reads and writes overlap.
 
+#include <opkiln/floats.h>
 #include <opkiln/op.h>
 
-#include "floats.h"
 #include "norms.h"
 #include "rows.h"
 
 namespace {
 
 using opkiln::Vec;
-
-inline float sum_of_lanes(Vec value) {
-  float lanes[Vec::kLanes], sum = 0;
-  value.store(lanes);
-  for (float each : lanes) sum += each;
-  return sum;
-}
 
 // The sum of squared distances of a row from its mean.
 template <class T>
@@ -30,7 +23,7 @@ float squares_of_row(const T* row, int64_t columns, float mean) {
   for (; at < whole_registers(columns); at += Wide::kLanes) take(sums, at);
   Vec rest = sums.sum();
   for (; at + Vec::kLanes <= columns; at += Vec::kLanes) take(rest, at);
-  float sum = sum_of_lanes(rest);
+  float sum = opkiln::sum_of_lanes(rest);
   for (; at < columns; ++at) {
     const float x = opkiln::as_float(row[at]) - mean;
     sum += x * x;
@@ -100,7 +93,7 @@ void step(First<T>* given, const Last<T>* last_given, int64_t columns) {
   const int64_t whole = whole_registers(columns);
   for (int64_t at = 0; at < whole; at += Wide::kLanes) at_once(at, Wide::kLanes);
   if (whole < columns) at_once(whole, columns - whole);
-  if (given) given->total = sum_of_lanes(total.sum());
+  if (given) given->total = opkiln::sum_of_lanes(total.sum());
 }
 
 template <class T, bool kCentred, bool kAround>

@@ -33,15 +33,15 @@ struct Options {
   bool keeps_sum;
 };
 
-[[gnu::noinline]] opk::tuple<Tensor, Tensor> normalized(
+[[gnu::noinline]] opk::tuple<Tensor, Tensor> run_norm(
     const Tensor& given, const MaybeTensor& residual, const MaybeTensor& input_bias,
     const MaybeTensor& weight, const MaybeTensor& bias, const Options& options) {
   opk::device_of(given);
   OPK_CHECK(given.dim() > 0, "x has no dimensions, expected at least 1");
   const opkiln::ElementType type = opk::element_of(given);
   const Contiguous x(given);
-  const Beside added(given, residual, Beside::kSame), shift(given, input_bias, Beside::kRow),
-      scale(given, weight, Beside::kRow), offset(given, bias, Beside::kRow);
+  const OptionalInput added(given, residual, OptionalInput::kSame), shift(given, input_bias, OptionalInput::kRow),
+      scale(given, weight, OptionalInput::kRow), offset(given, bias, OptionalInput::kRow);
   Tensor out = opk::empty_like(*x), sum;
   if (options.keeps_sum) sum = opk::empty_like(*x);
   const int64_t numel = given.numel();
@@ -55,32 +55,32 @@ struct Options {
 }
 
 Tensor rms_norm(const Tensor& x, const MaybeTensor& weight, double eps) {
-  return normalized(x, opk::none, opk::none, weight, opk::none, {false, eps, false}).first;
+  return run_norm(x, opk::none, opk::none, weight, opk::none, {false, eps, false}).first;
 }
 
 Tensor layer_norm(const Tensor& x, const MaybeTensor& weight, const MaybeTensor& bias, double eps) {
-  return normalized(x, opk::none, opk::none, weight, bias, {true, eps, false}).first;
+  return run_norm(x, opk::none, opk::none, weight, bias, {true, eps, false}).first;
 }
 
 opk::tuple<Tensor, Tensor> pre_rms_norm(const Tensor& x, const Tensor& residual, const MaybeTensor& weight,
                                         const MaybeTensor& input_bias, double eps) {
-  return normalized(x, residual, input_bias, weight, opk::none, {false, eps, true});
+  return run_norm(x, residual, input_bias, weight, opk::none, {false, eps, true});
 }
 
 opk::tuple<Tensor, Tensor> pre_layer_norm(const Tensor& x, const Tensor& residual,
                                           const MaybeTensor& weight, const MaybeTensor& bias,
                                           const MaybeTensor& input_bias, double eps) {
-  return normalized(x, residual, input_bias, weight, bias, {true, eps, true});
+  return run_norm(x, residual, input_bias, weight, bias, {true, eps, true});
 }
 
 Tensor post_rms_norm(const Tensor& x, const Tensor& residual, const MaybeTensor& weight,
                      const MaybeTensor& input_bias, double eps) {
-  return normalized(x, residual, input_bias, weight, opk::none, {false, eps, false}).first;
+  return run_norm(x, residual, input_bias, weight, opk::none, {false, eps, false}).first;
 }
 
 Tensor post_layer_norm(const Tensor& x, const Tensor& residual, const MaybeTensor& weight,
                        const MaybeTensor& bias, const MaybeTensor& input_bias, double eps) {
-  return normalized(x, residual, input_bias, weight, bias, {true, eps, false}).first;
+  return run_norm(x, residual, input_bias, weight, bias, {true, eps, false}).first;
 }
 
 OPK_PLAIN_END

@@ -1,8 +1,8 @@
 // Residual adds on host memory.
 
+#include <opkiln/floats.h>
 #include <opkiln/op.h>
 
-#include "floats.h"
 #include "residuals.h"
 #include "rows.h"
 
@@ -12,7 +12,7 @@ template <class T>
 void add_part(const Sum& s, int64_t first, int64_t last) {
   const bool around = s.rows * s.columns * static_cast<int64_t>(sizeof(T)) >= opkiln::kAroundBytes;
   const Wide scale = Wide::all(s.scale), attention_scale = Wide::all(s.attention_scale);
-  over_rows(first, last, s.columns, [&](int64_t row, int64_t column, int64_t count) {
+  for_each_row(first, last, s.columns, [&](int64_t row, int64_t column, int64_t count) {
     const int64_t start = row * s.columns + column;
     const auto part = [](const void* tensor, int64_t at) {
       return tensor ? static_cast<const T*>(tensor) + at : nullptr;
@@ -36,7 +36,7 @@ template <class T>
 void mix_part(const Mix& m, int64_t first, int64_t last) {
   const bool around = m.rows * m.columns * static_cast<int64_t>(sizeof(T)) >= opkiln::kAroundBytes;
   const T* const coef = static_cast<const T*>(m.coef);
-  over_rows(first, last, m.columns, [&](int64_t row, int64_t column, int64_t count) {
+  for_each_row(first, last, m.columns, [&](int64_t row, int64_t column, int64_t count) {
     const int64_t start = row * m.columns + column;
     const T* const residual = static_cast<const T*>(m.residual) + start;
     const T* const mlp = static_cast<const T*>(m.mlp) + start;
@@ -57,13 +57,13 @@ void mix_part(const Mix& m, int64_t first, int64_t last) {
 }
 
 void add(const Sum& sum) {
-  over_elements(sum.rows * sum.columns, 3 * opkiln::size_of(sum.type), [&](int64_t first, int64_t last) {
+  parallel_elements(sum.rows * sum.columns, 3 * opkiln::size_of(sum.type), [&](int64_t first, int64_t last) {
     OPK_ELEMENT(sum.type, T, (float, opkiln::BFloat16, opkiln::Float16), add_part<T>(sum, first, last));
   });
 }
 
 void mix(const Mix& mix) {
-  over_elements(mix.rows * mix.columns, 3 * opkiln::size_of(mix.type), [&](int64_t first, int64_t last) {
+  parallel_elements(mix.rows * mix.columns, 3 * opkiln::size_of(mix.type), [&](int64_t first, int64_t last) {
     OPK_ELEMENT(mix.type, T, (float, opkiln::BFloat16, opkiln::Float16), mix_part<T>(mix, first, last));
   });
 }

@@ -46,8 +46,8 @@ Tensor residual_add(const Tensor& hidden, const Tensor& residual, const MaybeTen
   OPK_CHECK(hidden.dim() > 0, "hidden has no dimensions, expected at least 1");
   const opkiln::ElementType type = opk::element_of(hidden);
   const Contiguous x(hidden);
-  const Beside kept(hidden, residual, Beside::kSame), attended(hidden, attention, Beside::kSame),
-      shift(hidden, bias, Beside::kRow), more(hidden, attention_bias, Beside::kRow);
+  const OptionalInput kept(hidden, residual, OptionalInput::kSame), attended(hidden, attention, OptionalInput::kSame),
+      shift(hidden, bias, OptionalInput::kRow), more(hidden, attention_bias, OptionalInput::kRow);
   Tensor out = opk::empty_like(*x);
   const int64_t numel = hidden.numel();
   if (numel > 0) {
@@ -65,7 +65,7 @@ Tensor moe_res_matmul(const Tensor& residual, const Tensor& coef, const Tensor& 
   opk::check_same_dtype(mlp, coef);
   opk::check_same_device(mlp, coef);
   const Contiguous x(mlp), factors(coef);
-  const Beside kept(mlp, residual, Beside::kSame);
+  const OptionalInput kept(mlp, residual, OptionalInput::kSame);
   const int64_t numel = mlp.numel(), columns = mlp.size(-1);
   bool by_row = coef.dim() == mlp.dim() && coef.size(-1) == 2;
   for (int64_t i = 0; by_row && i + 1 < mlp.dim(); ++i) by_row = coef.size(i) == mlp.size(i);

@@ -1,7 +1,8 @@
 // Rotary position embedding on host memory. A token's cosines and sines are computed once for all heads. The
 // loops over pairs are plain, so that the compiler vectorizes them.
 
-#include "floats.h"
+#include <opkiln/floats.h>
+
 #include "rotary.h"
 
 namespace {

@@ -7,7 +7,7 @@
 
 #include <opkiln/op.h>
 #include <opkiln/sixteen_bytes.h>
-#include <opkiln/trap.h>
+#include <opkiln/device_index.h>
 
 #include "rotary.h"
 

@@ -55,7 +55,7 @@ inline void fill(T* to, int64_t count, bool around, Value value) {
 
 // Calls body(row, column, count) for the parts of rows within the elements [first, last) of a matrix.
 template <class Body>
-inline void over_rows(int64_t first, int64_t last, int64_t columns, const Body& body) {
+inline void for_each_row(int64_t first, int64_t last, int64_t columns, const Body& body) {
   for (int64_t at = first; at < last;) {
     const int64_t row = at / columns, column = at % columns;
     const int64_t count = columns - column < last - at ? columns - column : last - at;
@@ -67,7 +67,7 @@ inline void over_rows(int64_t first, int64_t last, int64_t columns, const Body& 
 // Runs body(first, last) on parts of a matrix' elements, in torch's
 // thread pool. Parts begin at whole cache lines.
 template <class Body>
-inline void over_elements(int64_t count, int64_t bytes_of_element, const Body& body) {
+inline void parallel_elements(int64_t count, int64_t bytes_of_element, const Body& body) {
   constexpr int64_t kLine = 32;  // elements: a cache line of 16-bit ones
   opk::parallel_for(0, (count + kLine - 1) / kLine, opk::kGrainBytes / (kLine * bytes_of_element),
                     [&](int64_t first, int64_t last) {

@@ -1,7 +1,8 @@
 // Softmax on host memory. A row is widened into a buffer of floats, which stays in the
 // cache. The loops are plain, so that the compiler vectorizes them.
 
-#include "floats.h"
+#include <opkiln/floats.h>
+
 #include "softmax.h"
 
 namespace {

@@ -6,6 +6,7 @@
 
 #include <opkiln/op.h>
 
+#include <opkiln/fast_math.h>
 #include <opkiln/group_reduce.h>
 #include <opkiln/sixteen_bytes.h>
 
@@ -14,6 +15,7 @@
 namespace {
 
 using opkiln::Team;
+using opkiln::device::fast_exp2;
 using opkiln::device::Sixteen;
 using softmax::Row;
 using softmax::Work;
@@ -45,18 +47,7 @@ struct Sum {
 
 __device__ inline float minus_infinity() { return __uint_as_float(0xff800000u); }
 
-// 2^x by the hardware, with an error below 2^-22, which 16-bit results do not show.
-__device__ inline float fast_exp2(float x) {
-#if defined(__CUDA_ARCH__)
-  float out;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(x));
-  return out;
-#else
-  return exp2f(x);
-#endif
-}
-
-// e^(value - most). The rounding of `most` * log2(e) changes all
+// e^(value - most). The approximate fast_exp2 serves 16-bit results. The rounding of `most` * log2(e) changes all
 // elements of a row by the same factor, which cancels with the sum's.
 template <class T>
 __device__ inline float power(float value, float most) {
@@ -113,7 +104,7 @@ __device__ inline float score(const Work& work, const Row& row, int column) {
 
 // A row without visible keys gives zeros instead of NaN.
 __device__ inline float factor_of(float sum) { return sum == 0 ? 0.0f : 1.0f / sum; }
-__device__ inline float finite(float most) { return most == minus_infinity() ? 0.0f : most; }
+__device__ inline float finite_or_zero(float most) { return most == minus_infinity() ? 0.0f : most; }
 
 __device__ inline Row my_row(const Work& work, const Team& team, bool* mine) {
   const int64_t index = static_cast<int64_t>(blockIdx.x) * team.count + team.index;
@@ -164,7 +155,7 @@ __global__ void __launch_bounds__(kPlain ? kMostThreads : kBiasedThreads, kPlain
 #pragma unroll
     for (int i = 0; i < kCount; ++i) most.absorb({some[i]});
   }
-  const float top = finite(opkiln::reduce_team(most, team, maxima).value);
+  const float top = finite_or_zero(opkiln::reduce_team(most, team, maxima).value);
   Sum sum{0};
 #pragma unroll
   for (int i = 0; i < kHeld; ++i) {
@@ -207,7 +198,7 @@ __global__ void __launch_bounds__(kLongThreads, 2) long_kernel(const OPK_GRID_CO
     if (at < packs) held[k] = from[at];
   }
   const float scale = l.work.scale * kLog2e;
-  const auto over_values = [&](const auto& body) {
+  const auto for_each_value = [&](const auto& body) {
 #pragma unroll
     for (int k = 0; k < kLongPacks; ++k) {
       opkiln::device::forget_floats(held[k]);
@@ -218,10 +209,10 @@ __global__ void __launch_bounds__(kLongThreads, 2) long_kernel(const OPK_GRID_CO
     }
   };
   Max most{minus_infinity()};
-  over_values([&](float value) { most.absorb({value * scale}); });
-  const float top = finite(opkiln::reduce_team(most, team, maxima).value);
+  for_each_value([&](float value) { most.absorb({value * scale}); });
+  const float top = finite_or_zero(opkiln::reduce_team(most, team, maxima).value);
   Sum sum{0};
-  over_values([&](float value) { sum.value += fast_exp2(fmaf(value, scale, -top)); });
+  for_each_value([&](float value) { sum.value += fast_exp2(fmaf(value, scale, -top)); });
   const float factor = factor_of(opkiln::reduce_team(sum, team, sums).value);
 #pragma unroll
   for (int k = 0; k < kLongPacks; ++k) {
@@ -258,13 +249,13 @@ __global__ void __launch_bounds__(kBiasedThreads) twice_kernel(const OPK_GRID_CO
     for (int i = 0; i < kPassing; ++i) values[i] = score<T>(l.work, row, at + i * step + lane);
 #pragma unroll
     for (int i = 0; i < kPassing; ++i) now.absorb({values[i]});
-    const float top = finite(now.value);
+    const float top = finite_or_zero(now.value);
     sum.value *= power<float>(most.value, top);  // 0 for the first elements
     most = now;
 #pragma unroll
     for (int i = 0; i < kPassing; ++i) sum.value += power<T>(values[i], top);
   }
-  const float top = finite(opkiln::reduce_team(most, team, maxima).value);
+  const float top = finite_or_zero(opkiln::reduce_team(most, team, maxima).value);
   if (most.value != minus_infinity()) sum.value *= power<float>(most.value, top);
   const float factor = factor_of(opkiln::reduce_team(sum, team, sums).value);
   T* const to = static_cast<T*>(l.work.out) + row.out;

@@ -31,7 +31,7 @@ struct Row {
   int64_t position;  // position of its query among the keys
 };
 
-OPK_HOST_DEVICE inline int clamped(int64_t value, int most) {
+OPK_HOST_DEVICE inline int clamp(int64_t value, int most) {
   return value < 0 ? 0 : value > most ? most : static_cast<int>(value);
 }
 
@@ -44,12 +44,12 @@ OPK_HOST_DEVICE inline Row row_of(const Work& work, int row) {
   out.mask = b * work.mask_strides[0] + h * work.mask_strides[1] + q * work.mask_strides[2];
   out.position = q + work.offset;
   out.slope = work.slopes ? work.slopes[h] : 0.0f;
-  out.first = work.window ? clamped(out.position - work.window + 1, work.columns) : 0;
+  out.first = work.window ? clamp(out.position - work.window + 1, work.columns) : 0;
   out.last = work.columns;
   if (work.causal) {
-    out.last = clamped(out.position + 1, work.columns);
+    out.last = clamp(out.position + 1, work.columns);
   } else if (work.window) {
-    out.last = clamped(out.position + work.window, work.columns);
+    out.last = clamp(out.position + work.window, work.columns);
   }
   return out;
 }

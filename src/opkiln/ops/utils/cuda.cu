@@ -38,7 +38,7 @@ __device__ uint32_t part_of(const Work& work, uint32_t chunk) {
   return low;
 }
 
-__device__ bool aligned(const void* a, const void* b, size_t bytes) {
+__device__ bool are_aligned(const void* a, const void* b, size_t bytes) {
   return (reinterpret_cast<size_t>(a) | reinterpret_cast<size_t>(b)) % bytes == 0;
 }
 
@@ -74,11 +74,11 @@ __global__ void __launch_bounds__(kThreads) copy_kernel(const OPK_GRID_CONSTANT 
   const char* const from = part.from + begin;
   char* const to = part.to + begin;
   int64_t done = 0;
-  if (aligned(from, to, 16)) {
+  if (are_aligned(from, to, 16)) {
     done = copy_elements<Vector>(from, to, bytes);
-  } else if (aligned(from, to, 4)) {
+  } else if (are_aligned(from, to, 4)) {
     done = copy_elements<uint32_t>(from, to, bytes);
-  } else if (aligned(from, to, 2)) {
+  } else if (are_aligned(from, to, 2)) {
     done = copy_elements<uint16_t>(from, to, bytes);
   }
   copy_elements<uint8_t>(from + done, to + done, bytes - done);

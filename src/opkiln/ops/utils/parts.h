@@ -30,7 +30,7 @@ void check_alike(const Tensor& tensor, const Tensor& first, opk::Device device, 
 }
 
 // The number of elements in the list. Checks that all tensors have one dtype and are on the op's device.
-int64_t count_checked(const TensorList& tensors) {
+int64_t check_and_count(const TensorList& tensors) {
   OPK_CHECK(!tensors.empty(), "tensors is empty, expected at least one");
   const opk::Device device = opk::device_of(tensors[0]);
   const opk::DType dtype = tensors[0].dtype();
@@ -44,7 +44,7 @@ int64_t count_checked(const TensorList& tensors) {
 
 // Copies the list into a new flat tensor.
 Tensor flatten_list(const TensorList& tensors) {
-  Tensor flat = opk::empty({count_checked(tensors)}, tensors[0]);
+  Tensor flat = opk::empty({check_and_count(tensors)}, tensors[0]);
   const int64_t size = flat.element_size();
   TensorList without_gaps(tensors.size());
   Parts parts(tensors.size());
@@ -64,7 +64,7 @@ Tensor flatten_list(const TensorList& tensors) {
 
 // Copies a flat tensor into the list.
 void unflatten_list_(TensorList& tensors, const Tensor& flat) {
-  const int64_t count = count_checked(tensors);
+  const int64_t count = check_and_count(tensors);
   check_alike(flat, tensors[0], tensors[0].device(), tensors[0].dtype());
   OPK_CHECK(flat.numel() == count, "flat has ", flat.numel(), " elements, tensors have ", count);
   for (const Tensor& tensor : tensors) {

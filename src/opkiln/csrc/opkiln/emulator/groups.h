@@ -113,11 +113,11 @@ class coalesced_group {
     return __all_sync(mask_, predicate) != 0;
   }
   OPKILN_INLINE unsigned ballot(int predicate) const {
-    return packed(__ballot_sync(mask_, predicate));
+    return pack_ranks(__ballot_sync(mask_, predicate));
   }
   template <class T>
   OPKILN_INLINE unsigned match_any(T value) const {
-    return packed(__match_any_sync(mask_, value));
+    return pack_ranks(__match_any_sync(mask_, value));
   }
 
  protected:
@@ -130,7 +130,7 @@ class coalesced_group {
     return __ffs(static_cast<int>(left)) - 1;
   }
   // Converts a mask of lanes to a mask of ranks.
-  unsigned packed(unsigned lanes) const {
+  unsigned pack_ranks(unsigned lanes) const {
     unsigned out = 0, next = 0;
     for (unsigned lane = 0; lane < 32; ++lane) {
       if ((mask_ >> lane & 1) != 0) {

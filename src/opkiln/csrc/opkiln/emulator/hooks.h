@@ -158,14 +158,14 @@ void __ubsan_handle_out_of_bounds(OpkilnOutOfBounds* data, uintptr_t index) {
     } else {
       std::snprintf(text, sizeof text, "%llu", static_cast<unsigned long long>(index));
     }
-    launch->out_of_array(text, data->array->name, opkiln_file(data->location.file),
+    launch->fail_out_of_array(text, data->array->name, opkiln_file(data->location.file),
                          data->location.line);
   }
 }
 
 void __ubsan_handle_type_mismatch_v1(OpkilnTypeMismatch* data, uintptr_t address) {
   if (opk::emulator::Launch* const launch = opkiln_emulator_launch) {
-    launch->misaligned(address, std::size_t{1} << data->log_alignment, data->type->name,
+    launch->fail_misaligned(address, std::size_t{1} << data->log_alignment, data->type->name,
                        opkiln_file(data->location.file), data->location.line);
   }
 }

@@ -28,7 +28,7 @@ struct SharedVariable {
   const char* function;  // the symbol of its function; null if all calls of it are inlined
 };
 
-inline std::string demangled(const char* symbol) {
+inline std::string demangle(const char* symbol) {
   int status = 0;
   char* const text = abi::__cxa_demangle(symbol, nullptr, nullptr, &status);
   std::string name = text != nullptr ? text : symbol;
@@ -83,7 +83,7 @@ class Image {
 
   std::string function(const void* code) const {
     const char* const found = symbol(code);
-    return found != nullptr ? demangled(found) : "a kernel";
+    return found != nullptr ? demangle(found) : "a kernel";
   }
 
   // Whether a symbol is this function, or the compiler's copy of it ("name.isra.0").
@@ -245,7 +245,7 @@ class Image {
     }
   }
 
-  static uint64_t unsigned_number(const char*& at) {
+  static uint64_t read_unsigned(const char*& at) {
     uint64_t value = 0;
     for (unsigned shift = 0;; shift += 7) {
       const auto byte = static_cast<unsigned char>(*at++);
@@ -256,7 +256,7 @@ class Image {
     }
   }
 
-  static int64_t signed_number(const char*& at) {
+  static int64_t read_signed(const char*& at) {
     int64_t value = 0;
     for (unsigned shift = 0;;) {
       const auto byte = static_cast<unsigned char>(*at++);
@@ -289,10 +289,10 @@ class Image {
     for (++at; *at != 0;) {
       const char* const name = at;
       at += std::strlen(at) + 1;
-      const uint64_t directory = unsigned_number(at);
+      const uint64_t directory = read_unsigned(at);
       files.push_back({name, directory < own_directory.size() && own_directory[directory]});
-      unsigned_number(at);  // modification time
-      unsigned_number(at);  // file length
+      read_unsigned(at);  // modification time
+      read_unsigned(at);  // file length
     }
     uintptr_t address = 0;
     uint64_t file = 1;
@@ -317,7 +317,7 @@ class Image {
         line += line_base + static_cast<int>(step % line_range);
         emit(false);
       } else if (opcode == 0) {
-        const uint64_t length = unsigned_number(program);
+        const uint64_t length = read_unsigned(program);
         const char* const next = program + length;
         if (*program == DW_LNE_end_sequence) {
           emit(true);
@@ -331,11 +331,11 @@ class Image {
       } else if (opcode == DW_LNS_copy) {
         emit(false);
       } else if (opcode == DW_LNS_advance_pc) {
-        address += unsigned_number(program) * smallest;
+        address += read_unsigned(program) * smallest;
       } else if (opcode == DW_LNS_advance_line) {
-        line += signed_number(program);
+        line += read_signed(program);
       } else if (opcode == DW_LNS_set_file) {
-        file = unsigned_number(program);
+        file = read_unsigned(program);
       } else if (opcode == DW_LNS_const_add_pc) {
         address += (255u - opcode_base) / line_range * smallest;
       } else if (opcode == DW_LNS_fixed_advance_pc) {
@@ -345,7 +345,7 @@ class Image {
         program += 2;
       } else {
         for (char i = 0; i < lengths[opcode - 1]; ++i) {
-          unsigned_number(program);
+          read_unsigned(program);
         }
       }
     }

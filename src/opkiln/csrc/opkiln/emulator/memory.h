@@ -56,7 +56,7 @@ class Memory {
     if (const uintptr_t block = image.tls_block(tls_mark)) {
       for (const SharedVariable& variable : image.shared_variables()) {
         const uintptr_t begin = block + variable.offset;
-        add(Place::kShared, begin, begin + variable.size, demangled(variable.symbol), 1);
+        add(Place::kShared, begin, begin + variable.size, demangle(variable.symbol), 1);
         pieces_.back().function = variable.function;
         pieces_.back().exists = variable.function == nullptr;
       }
@@ -101,7 +101,7 @@ class Memory {
     if (last_ != nullptr && last_->holds(address, size)) {
       return last_;
     }
-    Piece* const piece = before(address);
+    Piece* const piece = find_before(address);
     if (piece == nullptr || !piece->exists || !piece->holds(address, size)) {
       return nullptr;
     }
@@ -109,7 +109,7 @@ class Memory {
   }
 
   // The last piece that begins at or before an address, even if it ends before it.
-  Piece* before(uintptr_t address) {
+  Piece* find_before(uintptr_t address) {
     auto next = std::upper_bound(
         pieces_.begin(), pieces_.end(), address,
         [](uintptr_t value, const Piece& piece) { return value < piece.begin; });
@@ -122,7 +122,7 @@ class Memory {
   }
 
   // The first piece that begins after an address.
-  Piece* after(uintptr_t address) {
+  Piece* find_after(uintptr_t address) {
     auto found = std::upper_bound(
         pieces_.begin(), pieces_.end(), address,
         [](uintptr_t value, const Piece& piece) { return value < piece.begin; });

@@ -209,7 +209,7 @@ class __attribute__((visibility("hidden"))) Launch {
   }
 
   // Waits for the other threads in the mask. `kind` is -1 for __syncwarp.
-  void meet(int kind, unsigned mask, const void* value, std::size_t size, Gathered* out,
+  void meet(int kind, unsigned mask, const void* value, std::size_t size, LaneValues* out,
             const void* where) {
     const unsigned lane = current_ % kWarp;
     Warp& warp = block_->warps[current_ / kWarp];
@@ -345,14 +345,14 @@ class __attribute__((visibility("hidden"))) Launch {
     }
   }
 
-  void out_of_array(const char* index, const char* type, const char* file, unsigned line) {
+  void fail_out_of_array(const char* index, const char* type, const char* file, unsigned line) {
     fail(std::string("index ") + index + " is outside of an array of type " + type,
          std::string("\n  line: ") + file + ":" + std::to_string(line));
   }
 
-  void misaligned(uintptr_t address, std::size_t alignment, const char* type, const char* file,
+  void fail_misaligned(uintptr_t address, std::size_t alignment, const char* type, const char* file,
                   unsigned line) {
-    const Piece* const piece = memory.before(address);
+    const Piece* const piece = memory.find_before(address);
     const bool inside = piece != nullptr && address < piece->end;
     fail(std::string("an access to ") + type + " at an address that is not aligned to " +
              std::to_string(alignment) + " bytes",
@@ -677,7 +677,7 @@ class __attribute__((visibility("hidden"))) Launch {
         std::string(writes ? "writes " : "reads ") + std::to_string(size) + " bytes";
     const auto arena = reinterpret_cast<uintptr_t>(dynamic_arena);
     if (memory.is_shared(address)) {
-      const Piece* const near = memory.before(address);
+      const Piece* const near = memory.find_before(address);
       std::string memory_line = "\n  memory: outside of every shared variable";
       if (near != nullptr && near->place == Place::kShared) {
         const std::size_t bytes = near->end - near->begin;
@@ -699,8 +699,8 @@ class __attribute__((visibility("hidden"))) Launch {
     if (!memory.knows_tensors()) {
       return;
     }
-    const Piece* const below = memory.before(address);
-    const Piece* const above = memory.after(address);
+    const Piece* const below = memory.find_before(address);
+    const Piece* const above = memory.find_after(address);
     std::string told = "\n  memory: none that a kernel may use: no tensor of this call is there";
     constexpr uintptr_t kNear = 1 << 20;
     const bool past = below != nullptr && below->place == Place::kTensor && address - below->begin < below->end - below->begin + kNear;
@@ -723,15 +723,15 @@ class __attribute__((visibility("hidden"))) Launch {
     const dim3& grid = grid_.blocks;
     const uint3 other_index{other_block % grid.x, other_block / grid.x % grid.y,
                             other_block / grid.x / grid.y};
-    const auto deed = [](bool wrote, bool atomic) {
+    const auto describe_access = [](bool wrote, bool atomic) {
       return std::string(atomic ? "uses it atomically" : wrote ? "writes" : "reads");
     };
     std::string more = "\n  memory: " + place_of(piece, address);
     more += "\n  first: thread " + triple(index_of(other.thread)) +
         (same_block ? "" : " of block " + triple(other_index)) + " " +
-        deed(other_wrote, other.atomic) + ", " + image().line(other.where - 1);
+        describe_access(other_wrote, other.atomic) + ", " + image().line(other.where - 1);
     more += "\n  then: thread " + triple(index_of(current_)) +
-        (same_block ? "" : " of block " + triple(block_->index)) + " " + deed(writes, false) + " " +
+        (same_block ? "" : " of block " + triple(block_->index)) + " " + describe_access(writes, false) + " " +
         std::to_string(size) + " bytes, " + line_of(where);
     more += same_block ? "\n  why: no barrier is between the two, so either may come first"
                        : "\n  why: blocks run in any order";
@@ -856,7 +856,7 @@ void check(const Grid& grid) {
 }
 
 // The launch that this thread runs. Throws if there is none.
-Launch& here(const char* name) {
+Launch& current_launch(const char* name) {
   if (opkiln_emulator_launch == nullptr) {
     throw std::runtime_error(std::string("emulator: ") + name + " outside of a kernel");
   }
@@ -910,28 +910,28 @@ const char* name_of(Exchange kind) {
 }
 
 int sync_block(bool predicate, Vote vote) {
-  return here("__syncthreads()").sync_block(predicate, vote, __builtin_return_address(0));
+  return current_launch("__syncthreads()").sync_block(predicate, vote, __builtin_return_address(0));
 }
 
 void sync_grid() {
-  here("a grid barrier").sync_grid(__builtin_return_address(0));
+  current_launch("a grid barrier").sync_grid(__builtin_return_address(0));
 }
 
 void sync_warp(unsigned mask) {
-  here("__syncwarp()").meet(-1, mask, "", 0, nullptr, __builtin_return_address(0));
+  current_launch("__syncwarp()").meet(-1, mask, "", 0, nullptr, __builtin_return_address(0));
 }
 
 void wait_for_previous() {
-  here("opk::wait_for_previous()").wait_for_previous();
+  current_launch("opk::wait_for_previous()").wait_for_previous();
 }
 
-void gather(Exchange kind, unsigned mask, const void* value, std::size_t size, Gathered& out) {
-  here(name_of(kind))
+void gather(Exchange kind, unsigned mask, const void* value, std::size_t size, LaneValues& out) {
+  current_launch(name_of(kind))
       .meet(static_cast<int>(kind), mask, value, size, &out, __builtin_return_address(0));
 }
 
 unsigned active_mask() {
-  return here("__activemask()").active_mask(__builtin_return_address(0));
+  return current_launch("__activemask()").active_mask(__builtin_return_address(0));
 }
 
 void before_atomic(const void* address, std::size_t size) {
@@ -947,7 +947,7 @@ void fence() {
 }
 
 void stop(const char* what, const char* why) {
-  here(what).fail(what, Launch::at(__builtin_return_address(0)) +
+  current_launch(what).fail(what, Launch::at(__builtin_return_address(0)) +
                       (why != nullptr ? std::string("\n  why: ") + why : std::string()));
 }
 

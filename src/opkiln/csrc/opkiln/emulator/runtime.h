@@ -58,14 +58,14 @@ void wait_for_previous();
 
 // The values that the threads of a warp exchange: one for each lane in `present`.
 constexpr std::size_t kLargestValue = 16;
-struct Gathered {
+struct LaneValues {
   unsigned lane;     // of the calling thread
   unsigned present;  // lanes of the mask that have not ended
   alignas(16) unsigned char value[kWarp][kLargestValue];
 };
 enum class Exchange { kShuffle, kVote, kMatch, kReduce };
 const char* name_of(Exchange kind);
-void gather(Exchange kind, unsigned mask, const void* value, std::size_t size, Gathered& out);
+void gather(Exchange kind, unsigned mask, const void* value, std::size_t size, LaneValues& out);
 unsigned active_mask();
 
 // Announces an atomic operation on this memory.

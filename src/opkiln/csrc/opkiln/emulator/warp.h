@@ -17,7 +17,7 @@ namespace emulator {
 // A lane's value. For an absent lane a GPU returns anything; the
 // emulator sets all bits, which is NaN as a float.
 template <class T>
-OPKILN_INLINE T value_of(const Gathered& all, unsigned lane) {
+OPKILN_INLINE T value_of(const LaneValues& all, unsigned lane) {
   T out;
   if ((all.present >> lane & 1) != 0) {
     std::memcpy(&out, all.value[lane], sizeof(T));
@@ -28,9 +28,9 @@ OPKILN_INLINE T value_of(const Gathered& all, unsigned lane) {
 }
 
 template <class T>
-OPKILN_INLINE Gathered gathered(Exchange kind, unsigned mask, const T& value) {
+OPKILN_INLINE LaneValues gather_values(Exchange kind, unsigned mask, const T& value) {
   static_assert(sizeof(T) <= kLargestValue, "a warp exchanges values of at most 16 bytes");
-  Gathered all;
+  LaneValues all;
   gather(kind, mask, &value, sizeof(T), all);
   return all;
 }
@@ -41,7 +41,7 @@ OPKILN_INLINE T shuffle(unsigned mask, const T& value, int width, const From& fr
   if (width <= 0 || width > 32 || (width & (width - 1)) != 0) {
     stop("a shuffle whose width is not 1, 2, 4, 8, 16 or 32");
   }
-  const Gathered all = gathered(Exchange::kShuffle, mask, value);
+  const LaneValues all = gather_values(Exchange::kShuffle, mask, value);
   const int lane = static_cast<int>(all.lane), first = lane & ~(width - 1);
   const int source = from(lane, first, first + width - 1);
   return source < first || source >= first + width ? value
@@ -49,8 +49,8 @@ OPKILN_INLINE T shuffle(unsigned mask, const T& value, int width, const From& fr
 }
 
 template <class T, class Combine>
-OPKILN_INLINE T reduced(unsigned mask, T value, const Combine& combine) {
-  const Gathered all = gathered(Exchange::kReduce, mask, value);
+OPKILN_INLINE T reduce_lanes(unsigned mask, T value, const Combine& combine) {
+  const LaneValues all = gather_values(Exchange::kReduce, mask, value);
   bool first = true;
   for (unsigned lane = 0; lane < kWarp; ++lane) {
     if ((all.present >> lane & 1) != 0) {
@@ -63,7 +63,7 @@ OPKILN_INLINE T reduced(unsigned mask, T value, const Combine& combine) {
 }
 
 OPKILN_INLINE unsigned ballot(unsigned mask, bool predicate, unsigned& present) {
-  const Gathered all = gathered(Exchange::kVote, mask, predicate);
+  const LaneValues all = gather_values(Exchange::kVote, mask, predicate);
   unsigned out = 0;
   for (unsigned lane = 0; lane < kWarp; ++lane) {
     if ((all.present >> lane & 1) != 0 && all.value[lane][0] != 0) {
@@ -95,8 +95,8 @@ OPKILN_INLINE T __shfl_down_sync(unsigned mask, T value, unsigned delta, int wid
 // As in PTX, a lane of an earlier section can be read, but not one of a later section.
 template <class T>
 OPKILN_INLINE T __shfl_xor_sync(unsigned mask, T value, int bits, int width = 32) {
-  const ::opk::emulator::Gathered all =
-      ::opk::emulator::gathered(::opk::emulator::Exchange::kShuffle, mask, value);
+  const ::opk::emulator::LaneValues all =
+      ::opk::emulator::gather_values(::opk::emulator::Exchange::kShuffle, mask, value);
   const int own = static_cast<int>(all.lane), last = (own & ~(width - 1)) + width - 1;
   const int source = own ^ bits;
   return source < 0 || source > last ? value
@@ -122,7 +122,7 @@ OPKILN_INLINE int __uni_sync(unsigned mask, int predicate) {
 
 template <class T>
 OPKILN_INLINE unsigned __match_any_sync(unsigned mask, T value) {
-  const auto all = ::opk::emulator::gathered(::opk::emulator::Exchange::kMatch, mask, value);
+  const auto all = ::opk::emulator::gather_values(::opk::emulator::Exchange::kMatch, mask, value);
   unsigned out = 0;
   for (unsigned lane = 0; lane < 32; ++lane) {
     if ((all.present >> lane & 1) != 0 && std::memcmp(all.value[lane], &value, sizeof(T)) == 0) {
@@ -133,7 +133,7 @@ OPKILN_INLINE unsigned __match_any_sync(unsigned mask, T value) {
 }
 template <class T>
 OPKILN_INLINE unsigned __match_all_sync(unsigned mask, T value, int* all_equal) {
-  const auto all = ::opk::emulator::gathered(::opk::emulator::Exchange::kMatch, mask, value);
+  const auto all = ::opk::emulator::gather_values(::opk::emulator::Exchange::kMatch, mask, value);
   for (unsigned lane = 0; lane < 32; ++lane) {
     if ((all.present >> lane & 1) != 0 && std::memcmp(all.value[lane], &value, sizeof(T)) != 0) {
       *all_equal = 0;
@@ -146,25 +146,25 @@ OPKILN_INLINE unsigned __match_all_sync(unsigned mask, T value, int* all_equal) 
 
 #define OPKILN_REDUCE(T)                                                                        \
   OPKILN_INLINE T __reduce_add_sync(unsigned mask, T value) {                                          \
-    return ::opk::emulator::reduced(mask, value, [](T a, T b) {                                 \
+    return ::opk::emulator::reduce_lanes(mask, value, [](T a, T b) {                                 \
       return static_cast<T>(static_cast<unsigned>(a) + static_cast<unsigned>(b));               \
     });                                                                                         \
   }                                                                                             \
   OPKILN_INLINE T __reduce_min_sync(unsigned mask, T value) {                                          \
-    return ::opk::emulator::reduced(mask, value, [](T a, T b) { return a < b ? a : b; });       \
+    return ::opk::emulator::reduce_lanes(mask, value, [](T a, T b) { return a < b ? a : b; });       \
   }                                                                                             \
   OPKILN_INLINE T __reduce_max_sync(unsigned mask, T value) {                                          \
-    return ::opk::emulator::reduced(mask, value, [](T a, T b) { return a < b ? b : a; });       \
+    return ::opk::emulator::reduce_lanes(mask, value, [](T a, T b) { return a < b ? b : a; });       \
   }
 OPKILN_REDUCE(int)
 OPKILN_REDUCE(unsigned)
 #undef OPKILN_REDUCE
 OPKILN_INLINE unsigned __reduce_and_sync(unsigned mask, unsigned value) {
-  return ::opk::emulator::reduced(mask, value, [](unsigned a, unsigned b) { return a & b; });
+  return ::opk::emulator::reduce_lanes(mask, value, [](unsigned a, unsigned b) { return a & b; });
 }
 OPKILN_INLINE unsigned __reduce_or_sync(unsigned mask, unsigned value) {
-  return ::opk::emulator::reduced(mask, value, [](unsigned a, unsigned b) { return a | b; });
+  return ::opk::emulator::reduce_lanes(mask, value, [](unsigned a, unsigned b) { return a | b; });
 }
 OPKILN_INLINE unsigned __reduce_xor_sync(unsigned mask, unsigned value) {
-  return ::opk::emulator::reduced(mask, value, [](unsigned a, unsigned b) { return a ^ b; });
+  return ::opk::emulator::reduce_lanes(mask, value, [](unsigned a, unsigned b) { return a ^ b; });
 }

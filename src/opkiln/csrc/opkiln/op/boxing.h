@@ -203,22 +203,22 @@ struct Results<tuple<First, Rest...>> {
 
 // ---- calls of torch's ops by name ------------------------------------------------------------------
 
-inline StableIValue boxed(const Tensor& value) { return Box<Tensor>::give(Tensor(value)); }
-inline StableIValue boxed(bool value) { return Box<bool>::give(value); }
-inline StableIValue boxed(int value) { return Box<int64_t>::give(value); }
-inline StableIValue boxed(int64_t value) { return Box<int64_t>::give(value); }
-inline StableIValue boxed(double value) { return Box<double>::give(value); }
-inline StableIValue boxed(DType value) { return Box<DType>::give(value); }
-inline StableIValue boxed(Device value) { return Box<Device>::give(value); }
-inline StableIValue boxed(const char* value) { return Box<String>::give(String(value)); }
-inline StableIValue boxed(const String& value) { return Box<String>::give(value); }
-inline StableIValue boxed(None) { return 0; }
+inline StableIValue box(const Tensor& value) { return Box<Tensor>::give(Tensor(value)); }
+inline StableIValue box(bool value) { return Box<bool>::give(value); }
+inline StableIValue box(int value) { return Box<int64_t>::give(value); }
+inline StableIValue box(int64_t value) { return Box<int64_t>::give(value); }
+inline StableIValue box(double value) { return Box<double>::give(value); }
+inline StableIValue box(DType value) { return Box<DType>::give(value); }
+inline StableIValue box(Device value) { return Box<Device>::give(value); }
+inline StableIValue box(const char* value) { return Box<String>::give(String(value)); }
+inline StableIValue box(const String& value) { return Box<String>::give(value); }
+inline StableIValue box(None) { return 0; }
 template <class T>
-StableIValue boxed(const optional<T>& value) {
+StableIValue box(const optional<T>& value) {
   return Box<optional<T>>::give(optional<T>(value));
 }
 template <class T>
-StableIValue boxed(const List<T>& value) {
+StableIValue box(const List<T>& value) {
   return Box<List<T>>::give(List<T>(value));
 }
 
@@ -228,8 +228,8 @@ StableIValue boxed(const List<T>& value) {
 template <class R = Tensor, class... Arguments>
 R call(const char* name, const char* overload, const Arguments&... arguments) {
   constexpr size_t kSize = sizeof...(Arguments) > Results<R>::count ? sizeof...(Arguments) : Results<R>::count;
-  StableIValue stack[kSize + 1] = {boxed(arguments)...};
-  if (__builtin_expect(torch_call_dispatcher(name, overload, stack, kTorch) != 0, 0)) raise_of_torch(name);
+  StableIValue stack[kSize + 1] = {box(arguments)...};
+  if (__builtin_expect(torch_call_dispatcher(name, overload, stack, kTorch) != 0, 0)) raise_torch_error(name);
   return Results<R>::take(stack);
 }
 

@@ -6,7 +6,7 @@ OPK_NAMESPACE_BEGIN
 // The compute capability that the kernel's code on this device was written for; 0 if there is no code. It can
 // be lower than the device's: the driver also compiles PTX of earlier capabilities.
 [[gnu::noinline]] inline int capability_of(const void* kernel, int device) {
-  static Remembered known;
+  static NumberCache known;
   int answer = known.find(kernel, device);
   if (answer < 0) {
     cudaFuncAttributes found;

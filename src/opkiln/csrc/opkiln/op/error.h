@@ -201,7 +201,7 @@ template <class... Parts>
 
 // Raises torch's error after a failed call. `function` is null if the
 // tensor was undefined, so there was no call.
-[[noreturn]] OPK_COLD inline void raise_of_torch(const char* function) {
+[[noreturn]] OPK_COLD inline void raise_torch_error(const char* function) {
   if (!function) raise_form("a tensor is not defined");
   const char* why = nullptr;
   if (torch_exception_get_what_without_backtrace) why = torch_exception_get_what_without_backtrace();
@@ -211,7 +211,7 @@ template <class... Parts>
 // Wraps every call into torch, because torch's functions return an error code.
 #define OPK_TORCH(function, ...)                                                               \
   do {                                                                                         \
-    if (__builtin_expect(function(__VA_ARGS__) != 0, 0)) ::opk::raise_of_torch(#function);     \
+    if (__builtin_expect(function(__VA_ARGS__) != 0, 0)) ::opk::raise_torch_error(#function);     \
   } while (0)
 
 OPK_RARE_END

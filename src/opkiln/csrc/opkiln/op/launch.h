@@ -57,7 +57,7 @@ OPK_NAMESPACE_BEGIN
 
 // A cache of one number below 256 per kernel and device. Threads read and write its words without a lock; a
 // kernel whose slot another one took is looked up again.
-class Remembered {
+class NumberCache {
  public:
   // Returns -1 if the number is not known.
   int find(const void* kernel, int device) const {

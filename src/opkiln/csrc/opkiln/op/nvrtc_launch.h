@@ -83,7 +83,7 @@ void look_up(void* library, const char* name, F*& function) {
   return found;
 }
 
-inline const char* words_of(int error) {
+inline const char* error_text(int error) {
   const char* words = nullptr;
   functions().cuGetErrorString(error, &words);
   return words ? words : "unknown error";
@@ -128,7 +128,7 @@ inline int enter_context(int32_t device) {
 
 // As in cuda_launch.h.
 [[gnu::noinline]] inline int capability_of(void* handle, int32_t device) {
-  static Remembered known;
+  static NumberCache known;
   int answer = known.find(handle, device);
   if (answer < 0) {
     const Functions& cuda = functions();
@@ -187,7 +187,7 @@ inline void add_extent(Attribute& attribute, const Extent& extent) {
     }
     error = cuda.cuLaunchKernelEx(&config, handle, arguments, nullptr);
   }
-  if (error != 0) raise_launch(how, words_of(error));
+  if (error != 0) raise_launch(how, error_text(error));
 }
 
 [[gnu::noinline]] inline bool record_runs_as(driver::Kernel& kernel, int capability) {

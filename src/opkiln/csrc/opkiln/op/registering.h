@@ -97,7 +97,7 @@ OPK_COLD inline void call_reference(const opkiln_op* op, StableIValue* stack, ui
   const uint64_t size = (arguments > results ? arguments : results) + 1;
   auto* const given = static_cast<StableIValue*>(__builtin_alloca(size * sizeof(StableIValue)));
   __builtin_memcpy(given, stack, arguments * sizeof *given);
-  given[arguments] = boxed(why);
+  given[arguments] = box(why);
   if (torch_call_dispatcher(op->reference, "unserved", given, kTorch) != 0) {
     const char* said = nullptr;
     if (torch_exception_get_what_without_backtrace) said = torch_exception_get_what_without_backtrace();
@@ -177,9 +177,9 @@ struct Boxed<F, R (*)(A...), Record, On> {
   }
   template <size_t... I>
   static void call([[maybe_unused]] StableIValue* stack, Indices<I...>) {
-    with(stack, Box<typename Argument<A>::type>::take(stack[I], Origin{Record, static_cast<int32_t>(I)})...);
+    run_on_device(stack, Box<typename Argument<A>::type>::take(stack[I], Origin{Record, static_cast<int32_t>(I)})...);
   }
-  static void with(StableIValue* stack, typename Argument<A>::type&&... values) {
+  static void run_on_device(StableIValue* stack, typename Argument<A>::type&&... values) {
     if constexpr (On == DeviceType::cpu) {
       finish(stack, values...);
     } else {
@@ -220,17 +220,17 @@ constexpr const char* key_of(DeviceType type) {
 }
 
 // Adds the op to the library's list. This constructor is all that runs when a library is opened.
-struct Listed {
-  explicit Listed(opkiln_op& op) {
+struct ListEntry {
+  explicit ListEntry(opkiln_op& op) {
     op.next = first_op;
     first_op = &op;
   }
 };
 
 #if defined(OPKILN_EMULATED)  // emulated kernels run on the CPU, on CPU tensors
-constexpr DeviceType emulated(DeviceType) { return DeviceType::cpu; }
+constexpr DeviceType device_to_run(DeviceType) { return DeviceType::cpu; }
 #else
-constexpr DeviceType emulated(DeviceType type) { return type; }
+constexpr DeviceType device_to_run(DeviceType type) { return type; }
 #endif
 
 // Makes an op of a function. `device` is the device of its tensors: cpu, cuda (also for ROCm), or xpu.
@@ -242,13 +242,13 @@ constexpr DeviceType emulated(DeviceType type) { return type; }
       ::opk::kRecordABI,                                                                               \
       ::opk::kOnlyDType,                                                                               \
       ::opk::last_part(#function),                                                                     \
-      ::opk::name_of(::opk::emulated(::opk::DeviceType::device)),                                      \
+      ::opk::name_of(::opk::device_to_run(::opk::DeviceType::device)),                                      \
       ::opk::Boxed<&function, decltype(&function), &opkiln_op_##number,                                \
-                   ::opk::emulated(::opk::DeviceType::device)>::signature.text,                        \
+                   ::opk::device_to_run(::opk::DeviceType::device)>::signature.text,                        \
       nullptr,                                                                                         \
       &::opk::Boxed<&function, decltype(&function), &opkiln_op_##number,                               \
-                    ::opk::emulated(::opk::DeviceType::device)>::run,                                  \
-      ::opk::key_of(::opk::emulated(::opk::DeviceType::device)),                                       \
+                    ::opk::device_to_run(::opk::DeviceType::device)>::run,                                  \
+      ::opk::key_of(::opk::device_to_run(::opk::DeviceType::device)),                                       \
       __FILE__,                                                                                        \
       __LINE__,                                                                                        \
       nullptr,                                                                                         \
@@ -260,7 +260,7 @@ constexpr DeviceType emulated(DeviceType type) { return type; }
       &opkiln_register,                                                                                \
       &opkiln_unregister,                                                                              \
       &opkiln_link};                                                                                   \
-  static const ::opk::Listed opkiln_listed_##number(opkiln_op_##number)
+  static const ::opk::ListEntry opkiln_listed_##number(opkiln_op_##number)
 
 OPK_NAMESPACE_END
 OPK_PLAIN_END

@@ -187,7 +187,7 @@ class DeviceGuard {
   }();
   if (!getter) raise_form("there is no current stream: this torch was built for the CPU alone");
   void* stream = nullptr;
-  if (getter(device, &stream) != 0) raise_of_torch("asking for the current stream");
+  if (getter(device, &stream) != 0) raise_torch_error("asking for the current stream");
   return stream;
 }
 

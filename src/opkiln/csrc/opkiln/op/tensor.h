@@ -70,8 +70,8 @@ class Tensor {
   T* data() {
     return elements<T>();
   }
-  const void* data() const { return known(get<const void*>(torch_get_const_data_ptr), 1); }
-  void* data() { return known(get<void*>(torch_get_mutable_data_ptr), 1); }
+  const void* data() const { return check_memory(get<const void*>(torch_get_const_data_ptr), 1); }
+  void* data() { return check_memory(get<void*>(torch_get_mutable_data_ptr), 1); }
 
   AtenTensorHandle get() const { return handle_; }
   AtenTensorHandle release() {
@@ -86,22 +86,22 @@ class Tensor {
   T get(AOTITorchError (*getter)(AtenTensorHandle, T*)) const {
     T out;
     if (__builtin_expect(!handle_ || getter(handle_, &out) != 0, 0)) {
-      raise_of_torch(handle_ ? "reading a tensor's properties" : nullptr);
+      raise_torch_error(handle_ ? "reading a tensor's properties" : nullptr);
     }
     return out;
   }
   template <class T>
   T* elements() const {
     if constexpr (is_const<T>) {
-      return static_cast<T*>(known(read(dtype_of<T>), sizeof(T)));
+      return static_cast<T*>(check_memory(get_const(dtype_of<T>), sizeof(T)));
     } else {
-      return static_cast<T*>(known(written(dtype_of<T>), sizeof(T)));
+      return static_cast<T*>(check_memory(get_mutable(dtype_of<T>), sizeof(T)));
     }
   }
   // Checks that there is memory: a tensor whose storage was freed has elements but no memory. Also tells the
   // emulator which memory the kernels may touch.
   template <class P>
-  P* known(P* pointer, [[maybe_unused]] size_t element) const {
+  P* check_memory(P* pointer, [[maybe_unused]] size_t element) const {
     if (__builtin_expect(!pointer && numel() > 0, 0)) {
       raise_form("%s has shape %s and no memory: its storage was freed", NameOf(*this).text,
                  ListOf(sizes()).text);
@@ -116,11 +116,11 @@ class Tensor {
 #endif
     return pointer;
   }
-  [[gnu::noinline]] const void* read(DType expected) const {
+  [[gnu::noinline]] const void* get_const(DType expected) const {
     check(expected);
     return get<const void*>(torch_get_const_data_ptr);
   }
-  [[gnu::noinline]] void* written(DType expected) const {
+  [[gnu::noinline]] void* get_mutable(DType expected) const {
     check(expected);
     return get<void*>(torch_get_mutable_data_ptr);
   }

@@ -7,7 +7,7 @@
 OPK_PLAIN_BEGIN
 OPKILN_NAMESPACE_BEGIN
 
-inline double read(const OptionalTensor& tensor, double otherwise, bool or_double = false) {
+inline double read_number(const OptionalTensor& tensor, double otherwise, bool or_double = false) {
   if (!tensor) {
     return otherwise;
   }

@@ -220,4 +220,10 @@ void parallel_sweep(const opk::List<Item<N>>& items, const BodyOf& body_of) {
   });
 }
 
+// The same with one body for all items: Body{coefficients}.
+template <class Body, class Coefficients, size_t N>
+void parallel_sweep(const opk::List<Item<N>>& items, const Coefficients& coefficients) {
+  parallel_sweep(items, [&](int64_t) { return Body{coefficients}; });
+}
+
 OPKILN_NAMESPACE_END

@@ -27,7 +27,7 @@ class KeptLists {
    public:
     explicit Kept(const Tensor& ticket) {
       const int64_t number = number_in(ticket);
-      const Locked locked;
+      const Lock locked;
       record_ = *place_of(number);
       if (record_) ++record_->users;
     }
@@ -51,7 +51,7 @@ class KeptLists {
   static Tensor keep(opk::List<TensorList> lists) {
     Tensor ticket = opk::empty({1}, DType::int64, opk::Device());
     auto* const record = new Record{0, 1, static_cast<opk::List<TensorList>&&>(lists), nullptr};
-    const Locked locked;
+    const Lock locked;
     *ticket.data<int64_t>() = record->number = ++last;
     record->next = first;
     first = record;
@@ -62,7 +62,7 @@ class KeptLists {
     const int64_t number = number_in(ticket);
     Record* found;
     {
-      const Locked locked;
+      const Lock locked;
       Record** const place = place_of(number);
       found = *place;
       if (found) *place = found->next;
@@ -71,11 +71,11 @@ class KeptLists {
   }
 
  private:
-  struct Locked {
-    Locked() {
+  struct Lock {
+    Lock() {
       pthread_mutex_lock(&lock);
     }
-    ~Locked() {
+    ~Lock() {
       pthread_mutex_unlock(&lock);
     }
   };
@@ -85,7 +85,7 @@ class KeptLists {
     if (!record) return;
     int64_t left;
     {
-      const Locked locked;
+      const Lock locked;
       left = --record->users;
     }
     if (left == 0) delete record;

@@ -91,7 +91,7 @@ inline opk::List<float*> step_pointers(const TensorList& steps, opk::Device devi
   opk::List<float*> out(steps.size());
   for (int64_t i = 0; i < out.size(); ++i) {
     check_number(steps[i], device);
-    out[i] = static_cast<float*>(written(steps[i]));
+    out[i] = static_cast<float*>(mutable_data(steps[i]));
   }
   if (out.size() > 1 && repeats(out)) {
     raise_form("steps has a tensor twice, expected one for all parameters or one for each");

@@ -44,14 +44,14 @@ inline opk::Device gpu_of(const Lists& lists) {
 }
 
 // The lists in the form of a plan, in host memory. The constructor makes every check.
-struct Unpacked {
+struct HostPlan {
   opk::List<multi_tensor::Item> items;
   opk::List<uint64_t> gradients;
   opk::List<float*> steps;
   multi_tensor::Sizes sizes{0, 0, 0};
   bool plain = true;
 
-  Unpacked(const Lists& lists, opk::Device device)
+  HostPlan(const Lists& lists, opk::Device device)
       : items(lists.params.size()),
         gradients(items.size()),
         steps(step_pointers(lists.steps, device)) {
@@ -83,17 +83,17 @@ struct Unpacked {
 };
 
 // A plan in device memory. torch does not reuse the memory before this stream has finished with it.
-struct Planned {
+struct DevicePlan {
   Tensor memory;
   multi_tensor::Plan plan;
 };
 
-inline Planned write_plan(const Unpacked& unpacked, opk::Device device) {
-  const auto words = static_cast<int64_t>(multi_tensor::plan_words(unpacked.sizes));
-  Planned out{opk::empty({words}, DType::int64, device), {}};
-  out.plan = multi_tensor::plan_at(out.memory.data<int64_t>(), unpacked.sizes, unpacked.plain);
-  multi_tensor::write_items(out.plan, unpacked.items.data(), unpacked.steps.data());
-  multi_tensor::write_gradients(out.plan, unpacked.gradients.data());
+inline DevicePlan write_plan(const HostPlan& host, opk::Device device) {
+  const auto words = static_cast<int64_t>(multi_tensor::plan_words(host.sizes));
+  DevicePlan out{opk::empty({words}, DType::int64, device), {}};
+  out.plan = multi_tensor::plan_at(out.memory.data<int64_t>(), host.sizes, host.plain);
+  multi_tensor::write_items(out.plan, host.items.data(), host.steps.data());
+  multi_tensor::write_gradients(out.plan, host.gradients.data());
   return out;
 }
 
@@ -104,9 +104,9 @@ struct Ledger {
 
   int64_t* at;
 
-  static Tensor of(const Unpacked& unpacked) {
-    const multi_tensor::Sizes& sizes = unpacked.sizes;
-    const int64_t count = unpacked.items.size();
+  static Tensor of(const HostPlan& host) {
+    const multi_tensor::Sizes& sizes = host.sizes;
+    const int64_t count = host.items.size();
     Tensor out = opk::empty({kHead + 2 * count}, DType::int64, opk::Device());
     int64_t* const at = out.data<int64_t>();
     at[kItems] = sizes.items;
@@ -114,10 +114,10 @@ struct Ledger {
     at[kChunks] = sizes.chunks;
     at[kPlain] = 1;
     for (int64_t i = 0; i < count; ++i) {
-      const multi_tensor::Item& item = unpacked.items[i];
+      const multi_tensor::Item& item = host.items[i];
       at[kPlain] &= item.param_type == ElementType::kFloat;
       at[kHead + i] = item.numel;
-      at[kHead + count + i] = static_cast<int64_t>(unpacked.gradients[i]);
+      at[kHead + count + i] = static_cast<int64_t>(host.gradients[i]);
     }
     return out;
   }
@@ -150,8 +150,8 @@ inline opk::tuple<Tensor, Tensor> make_plan(const Lists& lists) {
     raise_form("params is empty: there is nothing to plan");
   }
   const opk::Device device = gpu_of(lists);
-  const Unpacked unpacked(lists, device);
-  return {write_plan(unpacked, device).memory, Ledger::of(unpacked)};
+  const HostPlan host(lists, device);
+  return {write_plan(host, device).memory, Ledger::of(host)};
 }
 
 // The gradient in the form of a plan, or 0 if it is not contiguous,

@@ -132,7 +132,7 @@ struct Step {
 // Runs Body<Value, Copy, Grad, Context>{share, context} over this
 // thread's elements, with the types of the tensors.
 template <bool kPlain, template <class, class, class, class> class Body, class Context>
-__device__ inline void by_type(const Share& share, const Context& context) {
+__device__ inline void dispatch_types(const Share& share, const Context& context) {
   const bool wide = share.grad_type == ElementType::kFloat;
   if (kPlain) {
     each_pack(share, Body<float, float, float, Context>{share, context});
@@ -170,7 +170,7 @@ step_kernel(const Plan plan) {
   const uint32_t chunk = blockIdx.x;
   const uint32_t index = plan.table[chunk];
   const Item item = plan.items[index];
-  by_type<kPlain, Step>(share_of(plan, item, index, chunk), coefficients_of<Coefficients>(plan, item));
+  dispatch_types<kPlain, Step>(share_of(plan, item, index, chunk), coefficients_of<Coefficients>(plan, item));
 }
 
 __device__ inline double learning_rate(const Numbers& numbers) {

@@ -53,7 +53,7 @@ OPK_COLD inline bool laid_out_alike(const Tensor& a, const Tensor& b) {
 }
 
 // Drops the const: a step also writes tensors that are kept between calls, which its schema cannot express.
-inline void* written(const Tensor& tensor) {
+inline void* mutable_data(const Tensor& tensor) {
   return const_cast<Tensor&>(tensor).data();
 }
 
@@ -88,7 +88,7 @@ class Model {
       check_layout(tensor);
     }
     // Only the mutable accessor makes a private copy of copy-on-write memory.
-    void* const data = output ? written(tensor) : const_cast<void*>(tensor.data());
+    void* const data = output ? mutable_data(tensor) : const_cast<void*>(tensor.data());
     return {static_cast<std::byte*>(data), type, output};
   }
 

@@ -1,7 +1,7 @@
-// Converts elements to floats and back, for CPU loops that compute in fp32.
+// Converts runs of elements to floats and back, for CPU loops that compute in fp32.
 #pragma once
 
-#include <opkiln/vec.h>
+#include "vec.h"
 
 OPKILN_NAMESPACE_BEGIN
 
@@ -25,6 +25,13 @@ void store_floats(const float* from, T* to, int64_t count, float factor = 1) {
   int64_t i = 0;
   for (; i + Vec::kLanes <= count; i += Vec::kLanes) (Vec::load(from + i) * factors).store(to + i);
   for (; i < count; ++i) set_from(from[i] * factor, to + i);
+}
+
+inline float sum_of_lanes(Vec value) {
+  float lanes[Vec::kLanes], sum = 0;
+  value.store(lanes);
+  for (float each : lanes) sum += each;
+  return sum;
 }
 
 OPKILN_NAMESPACE_END
