@@ -64,7 +64,7 @@ def environment(trace: Path, **more: str) -> dict[str, str]:
 
 
 def served(trace: Path) -> tuple[list[str], list[str]]:
-    return Project.served(trace, idle=False)
+    return Project.served(trace)
 
 
 def write_six(path: Path) -> Path:
