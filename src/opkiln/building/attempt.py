@@ -183,6 +183,8 @@ class Attempt:
                 continue
             with open(path, "rb") as file:
                 text = file.read(_SCANNED)
+            if text.startswith(b"\x7fELF"):
+                continue  # the compiler, if it is named by its path
             if not dated and _DATES.search(text):
                 raise _Unkept(f"{path} asks for the time of the build")
             if hidden and _OWN_NAME.search(text):
