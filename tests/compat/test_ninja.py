@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from sample.ninja_project import RULES, Project, needs_ninja
+from sample.ninja_project import RULES, Project, needs_ninja, servers
 
 from opkiln.store import entry
 
@@ -356,7 +356,7 @@ def test_eight_at_once_compile_once(tmp_path: Path, cache: Path) -> None:
         project.start("-j2", trace=trace) for project, trace in zip(projects, traces, strict=True)
     ]
     assert [each.wait(120) for each in running] == [0] * 8
-    served = [project.served(trace) for project, trace in zip(projects, traces, strict=True)]
+    served = [Project.served(trace) for trace in traces]
     assert sorted(label for _, misses in served for label in misses) == ["a.c", "b.c"]
     assert len(objects(cache)) == 2
     assert all(project.is_done() for project in projects)
@@ -377,12 +377,13 @@ def test_a_build_that_was_killed_is_continued_by_plain_ninja(
     tmp_path: Path, whom: str, after: float
 ) -> None:
     project = many(tmp_path, "one")
-    running = project.start("-j2")
+    trace = tmp_path / "one.trace"
+    running = project.start("-j2", trace=trace)
     time.sleep(0.15 + after)
     if whom == "ninja":
         running.kill()
     else:
-        for pid in project.servers():
+        for pid in servers(trace):
             os.kill(pid, signal.SIGKILL)
     output, _ = running.communicate(timeout=60)
     assert running.returncode == (-9 if whom == "ninja" else 0), output
@@ -425,7 +426,7 @@ def test_what_opkiln_run_starts_gets_this_ninja(project: Project, tmp_path: Path
             [sys.executable, "-m", "opkiln", "run", "sh", "-c", "ninja"], cwd=project.path,
             env=project.environment(trace), check=True, capture_output=True, timeout=120,
         )  # fmt: skip
-        return project.served(trace)[0]
+        return Project.served(trace)[0]
 
     assert run() == []
     project.clean()

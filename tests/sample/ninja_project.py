@@ -81,9 +81,10 @@ class Project:
         output, _ = done.communicate(timeout=120)
         return Built(done.returncode, output, *self.served(trace))
 
-    def served(self, trace: Path) -> tuple[list[str], list[str]]:
+    @staticmethod
+    def served(trace: Path) -> tuple[list[str], list[str]]:
         """The labels of (the hits, the misses) in a trace, which the server writes at its end."""
-        while not trace.exists() and self.servers():
+        while not trace.exists() and servers(trace):
             time.sleep(0.02)
         if not trace.exists():
             return [], []
@@ -95,16 +96,6 @@ class Project:
             sorted(each["name"] for each in ended if each["args"]["cached"] is cached)
             for cached in (True, False)
         )  # type: ignore[return-value]
-
-    def servers(self) -> list[int]:
-        """The servers that run here."""
-        found = []
-        for process in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):
-                serves = b"program.py\0serve" in (process / "cmdline").read_bytes()
-                if serves and (process / "cwd").resolve() == self.path.resolve():
-                    found.append(int(process.name))
-        return found
 
     def plain(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
@@ -126,3 +117,14 @@ class Project:
         return subprocess.run(
             [self.path / program], capture_output=True, text=True, check=True, timeout=60
         ).stdout
+
+
+def servers(trace: Path) -> list[int]:
+    """The servers that will write this trace."""
+    found, wanted = [], f"OPKILN_TRACE={trace}\0".encode()
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            serves = b"program.py\0serve" in (process / "cmdline").read_bytes()
+            if serves and wanted in (process / "environ").read_bytes():
+                found.append(int(process.name))
+    return found
