@@ -87,7 +87,10 @@ def key(ops: tuple[str, ...], package: str | None, target: tuple[str, ...], as_j
 @click.option("--objects", is_flag=True, help="Also list the compiled objects.")
 @options.json_option
 def list_(objects: bool, as_json: bool) -> None:
-    """List the entries: op, package, target CPU, compiler, size, time since the last use, path."""
+    """List the entries: op, package, target CPU, compiler, size, time since the last use, path.
+
+    What other programs built is listed by program and module, with the directory of the newest.
+    """
     from opkiln.store import inventory
 
     document, now = [], time.time()
@@ -97,15 +100,25 @@ def list_(objects: bool, as_json: bool) -> None:
             continue
         more = inventory.details(each)
         document.append(
-            {**each._asdict(), "for": more.made_for, **fields(more, "compiler source damaged")}
-        )
+            {**each._asdict(), "for": more.made_for,
+             **fields(more, "compiler source damaged host group rebuilt")}
+        )  # fmt: skip
         name = each.name if each.kind == inventory.OP else f"object of {more.source or each.name}"
         table.append(
-            (name, each.distribution or "-", more.made_for or "-",
+            (name, each.distribution or " ".join((more.host, more.group)).strip() or "-",
+             more.made_for or "-",
              more.compiler or ("damaged" if more.damaged else "-"),
              size(each.size), age(now - each.used), each.directory)
         )  # fmt: skip
-    output.answer(as_json, {"entries": document}, columns(table))
+    modules = inventory.host_modules(options.writable_root())
+    for module in () if objects else modules:
+        name = f"{count(module.entries, 'object')} of {module.group or module.newest}"
+        where = module.directory or "-"
+        table.append(
+            (name, module.host, "-", "-", size(module.size), age(now - module.used), where)
+        )
+    hosts = [module._asdict() for module in modules]
+    output.answer(as_json, {"entries": document, "hosts": hosts}, columns(table))
 
 
 @command.command("size")

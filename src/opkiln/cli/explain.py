@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import time
 from typing import Any
 
 import click
@@ -11,7 +12,7 @@ import click
 from opkiln.base.build_model import Plan, Step
 from opkiln.cli import options, output
 from opkiln.errors import UnknownOp, UsageError
-from opkiln.report.layout import columns, fields
+from opkiln.report.layout import age, columns, fields
 
 Commands = list[tuple[Step, tuple[str, ...]]]  # each step of a plan, and its argv
 
@@ -25,16 +26,36 @@ def explain_command(op: str, target: str | None, as_json: bool) -> None:
 
     If the newest entry can no longer be used, also show what changed since it was built. An op with
     variants is explained variant by variant.
+
+    OP may also be a module, a source or an output that another program built with the store.
     """
     from opkiln.builder.registry import ALL_OPS, libraries
     from opkiln.loading.explain import explain
 
     found = []
+    if op not in ALL_OPS and (lines := _explain_others(op)):
+        output.answer(as_json, {"name": op, "entries": lines}, "\n".join(lines))
+        return
     for name, _ in libraries(op, ALL_OPS[op]):
         with options.builder_for(name, target) as builder:
             found.append(explain(builder.op()))
     whole = found[0]._asdict() if found[0].op == op else {"op": op, "variants": found}
     output.answer(as_json, whole, "\n".join(map(str, found)))
+
+
+def _explain_others(name: str) -> list[str]:
+    from opkiln.building import kept
+    from opkiln.store.layers import Store
+
+    lines = []
+    for each, more, changes in kept.compare(Store(), name):
+        when = age(time.time() - each.published)
+        lines.append(f"{more.source} of {more.host} {more.group}, kept {when} ago")
+        lines.append(f"  made in {dict(more.places).get('dir', 'an unknown directory')}")
+        lines += [f"  made again because {more.rebuilt}"] if more.rebuilt else []
+        now = f"would be made again: {'; '.join(changes)}" if changes else "serves as it is"
+        lines.append(f"  {now}")
+    return lines
 
 
 @click.command("plan", short_help="Print the commands that build an op.")

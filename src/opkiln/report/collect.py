@@ -137,6 +137,7 @@ class StoreStatus(NamedTuple):
     builds: tuple[PastBuild, ...]  # the newest first, without those that were fetched
     fetches: tuple[PastBuild, ...] = ()
     remotes: tuple[str, ...] = ()
+    hosts: tuple[inventory.HostModule, ...] = ()  # what other programs built, the newest first
 
 
 def store_status(store: Store) -> StoreStatus:
@@ -144,12 +145,14 @@ def store_status(store: Store) -> StoreStatus:
     root, notes = store.root, store.location.notes
     sizes: inventory.Sizes | None = None
     found: list[PastBuild] = []
+    hosts: list[inventory.HostModule] = []
     if root is not None:
         try:
             sizes = inventory.sizes(root)
             ops = (each for each in inventory.entries(root) if each.kind == inventory.OP)
             newest = heapq.nlargest(_SHOWN, ops, key=lambda each: each.published)
             found = [*filter(None, (_build(each.directory) for each in newest))]
+            hosts = sorted(inventory.host_modules(root), key=lambda each: -each.published)
         except StoreError as error:
             notes = (*notes, error.what)  # the report must still work if this happens
     built = (each for each in found if not each.origin)
@@ -162,6 +165,7 @@ def store_status(store: Store) -> StoreStatus:
         space=None if root is None else known_space(root),
         builds=tuple(sorted(built, key=lambda each: -each.ended)),
         fetches=tuple(each for each in found if each.origin),
+        hosts=tuple(hosts[:_SHOWN]),
         remotes=tuple(map(redact.hide_secrets, settings.remotes)),
     )
 
