@@ -29,11 +29,13 @@ class AddBuilder(opkiln.OpBuilder):
 
     NAME = "add_without_gradient"
     NAMESPACE = "opkiln_bench_plain"
-    SCHEMAS = ("add(Tensor x, Tensor y) -> Tensor",)
     root = str(SOURCES)
 
     def sources(self) -> list[str]:
         return ["add_light.cpp"]
+
+
+opkiln.library(AddBuilder).op(gradient=False)(add.reference)
 
 
 def custom(name: str, plain: Callable[..., Tensor]) -> Any:

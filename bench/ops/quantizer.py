@@ -23,8 +23,8 @@ from torch import Tensor
 
 import opkiln
 from opkiln import quant
-from opkiln.ops.packbits import reference as signs
-from opkiln.ops.quantizer import reference
+from opkiln.ops.packbits import functions as signs
+from opkiln.ops.quantizer import functions
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -81,7 +81,7 @@ def per_call(
 
 def eager(x: Tensor, case: Case) -> Callable[[], Any]:
     rest = (case.bits, case.group_size, case.symmetric, case.stochastic, 1, 2, 1, 1, 1)
-    return lambda: reference.quantize(x, *rest)
+    return lambda: functions.quantize.reference(x, *rest)
 
 
 def rows_of(case: Case, x: Tensor, repeats: int, beside: bool, rival: Any) -> list[Row]:
@@ -172,7 +172,7 @@ def packing(x: Tensor, repeats: int) -> list[Row]:
     moved = x.nbytes + packed.nbytes
     rows = [Row(name, "opkiln", moved, ms) for name, ms in per_call(fns, x.device, repeats).items()]
     part = x[: x.numel() // 8]
-    ms = timed({"eager": lambda: signs.packbits(part)}, x.device, 3)["eager"]
+    ms = timed({"eager": lambda: signs.packbits.reference(part)}, x.device, 3)["eager"]
     return [*rows, Row(f"packbits {dtype}", "torch eager", moved // 8, ms)]
 
 

@@ -1,4 +1,4 @@
-"""opkiln: the CUDA op as a package declares it, a builder class with a schema."""
+"""opkiln: the CUDA op as a package declares it, a builder class and a function."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from peers import axpb
+from peers import axpb as shared
 
 
 def bring() -> None:
@@ -16,17 +16,22 @@ def bring() -> None:
 
 def builder() -> Any:
     """The op's builder."""
-    from opkiln import CUDAOpBuilder
+    from torch import Tensor
 
-    class AxpbBuilder(CUDAOpBuilder):
+    import opkiln
+
+    class AxpbBuilder(opkiln.CUDAOpBuilder):
         NAME = "axpb"
-        NAMESPACE = axpb.NAMESPACE
+        NAMESPACE = shared.NAMESPACE
         BACKENDS = ("cuda",)
-        SCHEMAS = (axpb.SCHEMA,)
-        root = str(axpb.SOURCES)
+        root = str(shared.SOURCES)
 
         def sources(self) -> list[str]:
             return ["axpb.cu", "axpb_stable.cpp"]
+
+    @opkiln.library(AxpbBuilder).op(gradient=False)
+    def axpb(x: Tensor, a: float, b: float) -> Tensor:
+        return a * x + b
 
     return AxpbBuilder()
 
@@ -39,7 +44,7 @@ def load() -> Any:
 def check(module: Any) -> None:
     """It is the op; the library's path is left for the floor to load."""
     assert module.axpb
-    axpb.check_op()
+    shared.check_op()
     maps = Path("/proc/self/maps").read_text().splitlines()
     (path,) = {line.split(maxsplit=5)[5] for line in maps if line.endswith("/axpb.so")}
     note_of_library().write_text(path)

@@ -8,6 +8,7 @@ from typing import Any
 
 from opkiln.base import model
 from opkiln.base.digest import sha256_file
+from opkiln.base.model import ABI_TORCH
 from opkiln.building import wording
 from opkiln.errors import SpecError, StoreError, UsageError, told_briefly
 from opkiln.loading import loader
@@ -32,7 +33,7 @@ def load(
     is_standalone: bool = False,
     keep_intermediates: bool = True,  # noqa: ARG001 (taken for compatibility)
     *,
-    abi: str = model.ABI_TORCH,
+    abi: str = ABI_TORCH,
 ) -> Any:
     """Compile C++, CUDA or SYCL sources, or find them compiled, and load them.
 
@@ -88,7 +89,7 @@ def load_inline(
     use_pch: bool = False,  # noqa: ARG001 (taken for compatibility)
     no_implicit_headers: bool = False,
     *,
-    abi: str = model.ABI_TORCH,
+    abi: str = ABI_TORCH,
 ) -> Any:
     """As ``load``, with the sources as text.
 
@@ -96,14 +97,14 @@ def load_inline(
     text is part of the key, so nothing is written when the result is cached. ``use_pch`` is
     accepted and has no effect.
     """
-    if functions is not None and (abi != model.ABI_TORCH or not is_python_module):
+    if functions is not None and (abi != ABI_TORCH or not is_python_module):
         raise UsageError("functions= needs a Python module on the full ABI (abi='torch')")
     texts = inline_texts(
         cpp_sources,
         cuda_sources,
         sycl_sources,
         None if functions is None else bindings(functions, with_pytorch_error_handling),
-        headers=abi == model.ABI_TORCH and not no_implicit_headers,
+        headers=abi == ABI_TORCH and not no_implicit_headers,
     )
     spec = declare_inline(
         name,
@@ -255,7 +256,7 @@ def copy_out(artifact: model.Artifact, directory: str) -> str:
 
 
 def _check_abi(abi: str) -> str:
-    if abi not in (model.ABI_TORCH, model.ABI_STABLE, model.ABI_NONE):
+    if abi not in (ABI_TORCH, model.ABI_STABLE, model.ABI_NONE):
         raise UsageError(f"abi={abi!r}: expected 'torch', 'torch-stable' or 'none'")
     return abi
 

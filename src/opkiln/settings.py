@@ -59,12 +59,12 @@ class Setting:
 
     @property
     def doc(self) -> str:
-        """What it is for."""
+        """Its documentation, without the default."""
         return _documentation().get(self.field, "").partition(_DEFAULT)[0]
 
     @property
     def shown(self) -> str:
-        """How the default reads in the docs."""
+        """The default as the docs show it."""
         if text := _documentation().get(self.field, "").partition(_DEFAULT)[2]:
             return text.removesuffix(".")
         return "off" if self.default is False else f"`{self.default}`" if self.default else "none"
@@ -504,7 +504,7 @@ def compiler_variables(*, script: bool) -> tuple[tuple[str, str], ...]:
 # What changes the results or the messages of compilers that other programs start.
 _OF_OTHERS = {
     *PASSED[1:], *DROPPED, "CPATH", "CPLUS_INCLUDE_PATH", "LIBRARY_PATH", "LANG", "LANGUAGE",
-    "LD_PRELOAD", "NVCC_CCBIN", "OMPI_CXX", "OMPI_CC",
+    "LD_PRELOAD", "NVCC_CCBIN", "CLICOLOR_FORCE", "OMPI_CXX", "OMPI_CC",
 } - {"MAKEFLAGS", "CFLAGS"}  # fmt: skip
 _FAMILIES_OF_OTHERS = ("LC_", "GCC_", "CLANG_", "NVCC_", "CICC_", "CUDAFE_", "NVVM_", "HIP")
 # What differs from one shell, terminal, rank or build to the next.
@@ -535,7 +535,7 @@ def whole_environment() -> dict[str, str]:
     return dict(os.environ)
 
 
-def with_own_store(directory: str, progress: str) -> dict[str, str]:
+def environment_with_store(directory: str, progress: str) -> dict[str, str]:
     """The same, for a program of ours that must find an empty store and build what it loads."""
     return {
         **os.environ,
@@ -552,8 +552,8 @@ def dropped_variables() -> tuple[str, ...]:
 
 
 def build_switch(op: str, variables: tuple[str, ...] = ()) -> tuple[bool | None, str]:
-    """What ``OPKILN_BUILD_<OP>`` (``DS_BUILD_<OP>``) says of one op, and the variable that says so.
-    None if neither is set. Raises SettingError."""
+    """(the value of ``OPKILN_BUILD_<OP>`` or ``DS_BUILD_<OP>``, the variable's name); None if
+    neither is set. Raises SettingError."""
     stem = op.upper()
     for name in (f"OPKILN_BUILD_{stem}", *variables, f"DS_BUILD_{stem}"):
         text = os.environ.get(name)

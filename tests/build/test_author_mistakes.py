@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import shutil
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from sample import at_rest, child, wanted
 
 import opkiln
 from opkiln.builder import CUDAOpBuilder, OpBuilder
@@ -20,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from sample.package import Package, Steps
+    from sample.package import Package
 
 _BINDING = """
 #include <torch/csrc/stable/library.h>
@@ -32,31 +30,32 @@ STABLE_TORCH_LIBRARY_IMPL(%s, CPU, m) { m.impl("same", TORCH_BOX(&same)); }
 """
 
 
-class _Reference:
-    @staticmethod
-    def same(x: torch.Tensor) -> torch.Tensor:
-        return x
-
-
-def builder(
-    tmp_path: Path, name: str, source: str, schema: str = "same(Tensor x) -> Tensor"
-) -> Any:
+def builder(tmp_path: Path, name: str, source: str) -> Any:
     (tmp_path / "binding.cpp").write_text(source)
 
     class Builder(OpBuilder):
         NAME = name
         NAMESPACE = name
         DISTRIBUTION = name
-        SCHEMAS = (schema,)
         root = str(tmp_path)
 
         def sources(self) -> list[str]:
             return ["binding.cpp"]
 
-        def reference(self) -> type[_Reference]:
-            return _Reference
+    @opkiln.library(Builder).op()
+    def same(x: torch.Tensor) -> torch.Tensor:
+        return x
 
     return Builder()
+
+
+def test_a_builder_of_a_module_has_no_functions_for_torch() -> None:
+    class Builder(OpBuilder):
+        NAME, KIND = "mistaken_kind", "python"
+
+    with pytest.raises(SpecError, match="op mistaken_kind is of kind python") as caught:
+        opkiln.library(Builder)
+    assert caught.value.hint == "Builder().load()"
 
 
 def test_a_library_that_registers_under_another_namespace_is_named(tmp_path: Path) -> None:
@@ -77,72 +76,6 @@ def test_a_schema_that_is_defined_twice_is_refused_before_it_can_end_a_process(
     made = builder(tmp_path, "mistaken_def", twice)
     with pytest.raises(LoadTestError, match="defines a schema in C"):
         made.jit_load()
-
-
-def test_a_reference_without_schemas_is_told_what_is_missing(tmp_path: Path) -> None:
-    made = builder(tmp_path, "mistaken_none", _BINDING % "x")
-    type(made).SCHEMAS = ()
-    with pytest.raises(SpecError, match=r"has a reference\(\) but no SCHEMAS"):
-        made.load()
-
-
-def test_a_reference_that_misspells_a_function_is_refused_before_anything_is_compiled(
-    tmp_path: Path, steps: Steps
-) -> None:
-    made = builder(tmp_path, "mistaken_ref", _BINDING % "mistaken_ref", "sam(Tensor x) -> Tensor")
-    for load in (made.load, made.jit_load):
-        with pytest.raises(SpecError, match="the reference has no function 'sam'; did you mean"):
-            load()
-    assert steps.compiled == []
-
-
-def test_a_schema_that_contradicts_the_reference_is_refused_before_it_can_end_a_process(
-    tmp_path: Path, steps: Steps
-) -> None:
-    # Called with an int, the C++ function, which takes a Tensor, would end the process.
-    made = builder(tmp_path, "mistaken_int", _BINDING % "mistaken_int", "same(int x) -> Tensor")
-    with pytest.raises(
-        SpecError, match="the schema and the reference of same contradict"
-    ) as caught:
-        made.load()
-    assert "x is int in the schema, Tensor in the reference" in caught.value.why
-    assert steps.compiled == []
-
-
-def test_a_misspelled_gradient_is_refused_before_anything_is_compiled(
-    tmp_path: Path, steps: Steps
-) -> None:
-    made = builder(tmp_path, "mistaken_grad", _BINDING % "mistaken_grad")
-    type(made).backward = lambda _: SimpleNamespace(sane=lambda grad, x: grad)
-    with pytest.raises(SpecError, match="the backward has no function 'same'; did you mean 'sane'"):
-        made.load()
-    assert steps.compiled == []
-
-
-def test_opkiln_build_refuses_a_misspelled_reference(tmp_path: Path, steps: Steps) -> None:
-    made = builder(tmp_path, "mistaken_aot", _BINDING % "mistaken_aot", "sam(Tensor x) -> Tensor")
-    with pytest.raises(SpecError, match="the reference has no function 'sam'"):
-        wanted.artifact(made.op())
-    assert steps.compiled == []
-
-
-def test_a_hit_imports_neither_reference_nor_fakes(
-    package: Callable[..., Package], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made = package("stable")
-    at_rest.shorten(monkeypatch)
-    at_rest.wait(made.path)
-    made.builder().jit_load()
-    code = """
-        import importlib, sys
-        name = sys.argv[1]
-        functions = importlib.import_module(f"{name}.op").StableBuilder().load()
-        import torch
-        assert functions.who(torch.ones(1)) == 1
-        assert f"{name}.reference" not in sys.modules
-        assert "opkiln.loading.declaration" not in sys.modules
-    """
-    child.run(code, made.name, path=[made.where], bare=False)
 
 
 def test_a_string_where_a_list_is_wanted_is_told_so(device: Package) -> None:
@@ -194,24 +127,18 @@ def device(package: Callable[..., Package]) -> Package:
     return package("device")
 
 
-@pytest.mark.parametrize(
-    ("attribute", "value"), [("SCHEMAS", "same(Tensor x) -> Tensor"), ("BACKENDS", "cpu")]
-)
-def test_tuple_without_its_comma_is_refused_with_the_line_to_write(
-    attribute: str, value: str
-) -> None:
+def test_tuple_without_its_comma_is_refused_with_the_line_to_write() -> None:
     with pytest.raises(SpecError) as caught:
-        type("Wrong", (OpBuilder,), {"NAME": "wrong", attribute: value})().spec()
-    assert caught.value.what == f"op wrong: {attribute} is a string, not a tuple"
+        type("Wrong", (OpBuilder,), {"NAME": "wrong", "BACKENDS": "cpu"})()
+    assert caught.value.what == "op wrong: BACKENDS is a string, not a tuple"
     assert "comma" in caught.value.why
-    assert caught.value.hint == f"{attribute} = ({value!r},)"
+    assert caught.value.hint == "BACKENDS = ('cpu',)"
 
 
-@pytest.mark.parametrize("attribute", ["SCHEMAS", "BACKENDS"])
-def test_tuple_of_other_things_than_strings_is_refused(attribute: str) -> None:
+def test_tuple_of_other_things_than_strings_is_refused() -> None:
     for value in (7, (7,), None):
-        with pytest.raises(SpecError, match=rf"op wrong: {attribute} is not a tuple of strings"):
-            type("Wrong", (OpBuilder,), {"NAME": "wrong", attribute: value})().spec()
+        with pytest.raises(SpecError, match="op wrong: BACKENDS is not a tuple of strings"):
+            type("Wrong", (OpBuilder,), {"NAME": "wrong", "BACKENDS": value})()
 
 
 @pytest.mark.parametrize("value", [None, 7, [7]])

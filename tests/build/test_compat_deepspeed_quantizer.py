@@ -12,12 +12,14 @@ import pytest
 import torch
 from deepspeed_given import warm  # noqa: F401 (a fixture)
 from sample import deepspeed_quantizer as oracle
+from sample.references import references
 from torch import Tensor
 
 from opkiln import get_builder
 from opkiln.compat.deepspeed.modules import OpModule
 from opkiln.errors import ToolchainError
-from opkiln.ops.deepspeed_quantizer import reference
+
+reference = references("deepspeed_quantizer")
 
 # Groups of which some fill the threads of DeepSpeed's kernels and some do not, in each of its
 # launches; both are known to its asymmetric scales.

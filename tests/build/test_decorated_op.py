@@ -59,7 +59,8 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], list[str]]:
         plain = entrance._function
 
         def noted(*args: Any, **kwargs: Any) -> Any:
-            calls.append("reference")
+            if type(args[0]) is Tensor:  # not one of a trace
+                calls.append("reference")
             return plain(*args, **kwargs)
 
         monkeypatch.setattr(entrance, "_function", noted)

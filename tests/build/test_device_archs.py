@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
 from sample import pool, wanted
 
+import opkiln
 from opkiln.builder import CUDAOpBuilder
 from opkiln.decision.terms import Trace
 from opkiln.errors import (
@@ -216,30 +218,19 @@ def test_without_a_toolkit_the_cpu_part_builds_and_cuda_says_what_to_install(
     assert not device.builder(_asked_backend="cuda").is_compatible()
 
 
-_SCHEMA = "twice(Tensor x) -> Tensor"
-
-
-class _Reference:
-    @staticmethod
-    def twice(x: object) -> object:
-        return x + x  # type: ignore[operator]
-
-
 @pytest.mark.usefixtures("no_toolkit")
 def test_a_missing_toolkit_falls_back_with_one_warning_that_names_cause_and_fix(
     device: Package, machine: Callable[..., None]
 ) -> None:
-    import torch
-
     machine("9.0")
 
     class Builder(type(device.builder())):  # type: ignore[misc]
         ABI, KIND, BACKENDS = "torch-stable", "library", ("cuda",)
-        SCHEMAS = (_SCHEMA,)
         DISTRIBUTION = device.name
 
-        def reference(self) -> type[_Reference]:
-            return _Reference
+    @opkiln.library(Builder).op()
+    def twice(x: torch.Tensor) -> torch.Tensor:
+        return x + x
 
     with pytest.warns(FallbackWarning) as told:
         functions = Builder().load()

@@ -59,7 +59,7 @@ def test_a_zipapp_is_served_by_the_reference_and_says_that_its_sources_are_packe
         packed.writestr(
             "__main__.py",
             f"import torch\nfrom {stable.name}.op import StableBuilder\n"
-            "print(StableBuilder.functions().axpy(torch.ones(2), torch.ones(2), 2.0).tolist())\n",
+            "print(StableBuilder().load().axpy(torch.ones(2), torch.ones(2), 2.0).tolist())\n",
         )
     env = {**os.environ, "PYTHONPATH": ""}
     done = child.finish(forks.Fork([str(archive)], stdout=PIPE, stderr=PIPE, text=True, env=env))

@@ -16,7 +16,6 @@ from sample import child, forks
 from torch import Tensor
 
 import opkiln
-from opkiln.builder.builders import DeclaredFunctions
 from opkiln.builder.registry import ALL_OPS, bundled_ops
 from opkiln.errors import DifferenceError, FallbackWarning, SpecError
 from opkiln.loading import loader
@@ -248,14 +247,14 @@ def test_a_module_that_does_not_say_its_annotations_itself_is_imported(
     monkeypatch.syspath_prepend(tmp_path)
     kit = import_module("kit_aliases.op").kit
     assert "kit_aliases.functions" not in sys.modules
-    assert kit.builder.SCHEMAS == ("turned(Tensor x, SymInt times=1) -> Tensor",)
+    assert kit.builder.FUNCTIONS.schemas == ("turned(Tensor x, SymInt times=1) -> Tensor",)
     assert "kit_aliases.functions" in sys.modules
 
 
 CATALOGUE = """
 import json, sys
 from opkiln.builder.registry import ALL_OPS, bundled_ops
-print(json.dumps({name: ALL_OPS[name].SCHEMAS for name in bundled_ops()}))
+print(json.dumps({name: ALL_OPS[name].FUNCTIONS.schemas for name in bundled_ops()}))
 assert "torch" not in sys.modules
 """
 
@@ -264,9 +263,9 @@ def test_the_schemas_of_the_catalogue_are_read_without_torch() -> None:
     read = json.loads(child.run(CATALOGUE))
     for name in bundled_ops():
         builder = ALL_OPS[name]
-        for part in getattr(builder, "PARTS", None) or (builder,):
-            getattr(part, "FUNCTIONS", DeclaredFunctions()).import_module()
-        assert sorted(read[name]) == sorted(builder.SCHEMAS) != []
+        for part in builder.PARTS or (builder,):
+            part.FUNCTIONS.import_module()
+        assert sorted(read[name]) == sorted(builder.FUNCTIONS.schemas) != []
 
 
 PACKAGE = {

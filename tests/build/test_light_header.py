@@ -12,6 +12,7 @@ import torch
 from sample import child
 
 from opkiln.base.model import PACKAGE
+from opkiln.builder.base import DeclaredFunctions
 from opkiln.errors import LoadError, LoadTestError
 from opkiln.loading import loader
 
@@ -227,7 +228,7 @@ SAID = {
     "dispatch": "y has dtype float64, expected float32 or float16",
     "device": "a tensor is on meta, x is on cpu",
     "parts": "x 1 2.5 true float32 cpu [4]",
-    "none": "an optional is None, but its value was asked for",
+    "none": "an optional has no value: it is None",
     "item": "a list has 2 items, so it has no item 2",
     "undefined": "a tensor is not defined",
     "negative": "empty: the shape [2, -3] has a negative size",
@@ -250,7 +251,7 @@ def test_messages_name_items_and_conditions_and_end(light: Any) -> None:
 def test_a_cpu_torch_has_no_stream(light: Any) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a stream")
-    assert "built for the CPU alone" in said_by(light.stream, T)
+    assert "built for the CPU only" in said_by(light.stream, T)
 
 
 def uses(tensor: torch.Tensor) -> int:
@@ -302,11 +303,12 @@ WRONG = {
 
 def small(made: Package, *names: str) -> None:
     """Leave only these functions in a copy of the sample: it compiles in a second."""
+    functions = made / "functions.py"
+    head, *each = functions.read_text().split("\n\n\n")
+    kept = [text for text in each if any(f"def {name}(" in text for name in names)]
+    functions.write_text("\n\n\n".join([head, *kept]))
     module = made / "op.py"
-    lines = module.read_text().splitlines()
-    schemas = lines[lines.index("    SCHEMAS = (") + 1 : lines.index("    )")]
-    kept = [line for line in schemas if line.strip().startswith(tuple(f'"{n}(' for n in names))]
-    text = "\n".join(lines).replace("\n".join(schemas), "\n".join(kept))
+    text = module.read_text()
     sources = [ADD if names == ("scaled_add",) else SOURCE]
     everything = f'["{SOURCE}", "csrc/more.cpp", "{ADD}"]'
     assert everything in text
@@ -352,8 +354,10 @@ def test_a_schema_that_changes_later_is_compared_when_the_library_is_opened(
         import sys
         from importlib import import_module
         from opkiln.errors import OpkilnError
+        from pathlib import Path
         builder = import_module(sys.argv[1] + ".op").LightBuilder
-        builder.SCHEMAS = ("who(Tensor t, int k) -> int",)
+        functions = Path(sys.modules[builder.__module__].__file__).with_name("functions.py")
+        functions.write_text(functions.read_text().replace("(t: Tensor)", "(t: Tensor, k: int)"))
         try:
             builder().load()
         except OpkilnError as error:
@@ -391,8 +395,8 @@ def test_functions_without_schemas_are_refused(package: Callable[..., Package]) 
     made = package("light")
     small(made, "who")
     with pytest.raises(LoadTestError, match="declares no schemas") as caught:
-        made.builder(SCHEMAS=()).jit_load()
-    assert "SCHEMAS = (" in caught.value.hint
+        made.builder(FUNCTIONS=DeclaredFunctions()).jit_load()
+    assert "@kit.op()" in caught.value.hint
 
 
 @pytest.mark.filterwarnings("error")

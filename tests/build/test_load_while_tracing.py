@@ -55,14 +55,13 @@ def is_native(package: Package) -> bool:
     return package.loaded().artifact is not None
 
 
-@pytest.mark.parametrize("form", ["functions", "new builder", "jit_load", "builder from outside"])
+@pytest.mark.parametrize("form", ["new builder", "jit_load", "builder from outside"])
 def test_first_load_in_a_compiled_function_serves_natively_and_compiles_once(
     stable: Package, form: str
 ) -> None:
     kind = kind_of(stable)
     outside = kind()
     forms: dict[str, Callable[[], Any]] = {
-        "functions": kind.functions,
         "new builder": lambda: kind().load(),
         "jit_load": lambda: kind().jit_load(),
         "builder from outside": outside.load,
@@ -83,9 +82,9 @@ def test_first_load_in_a_compiled_function_serves_natively_and_compiles_once(
 
 def test_functions_that_were_called_before_are_compiled_as_well(stable: Package) -> None:
     kind = kind_of(stable)
-    held = kind.functions()
+    held = kind().load()
     assert torch.equal(held.axpy(X, Y, 2.0), 2 * X + Y)
-    for get in (lambda: held, kind.functions):
+    for get in (lambda: held, lambda: kind().load()):
 
         def model(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
             return get().axpy(a, b, 2.0)  # type: ignore[no-any-return]  # noqa: B023
@@ -116,7 +115,7 @@ def test_first_call_of_a_mutating_function_in_a_compiled_function_counts_its_ver
     kind = kind_of(stable)
 
     def model(a: torch.Tensor) -> None:
-        kind.functions().scale_(a, 3.0)
+        kind().load().scale_(a, 3.0)
 
     x = torch.ones(4)
     torch.compile(model, fullgraph=True, backend="aot_eager")(x)
@@ -130,7 +129,7 @@ def test_first_load_in_an_exported_module_is_in_its_graph(stable: Package, stric
 
     class Model(torch.nn.Module):
         def forward(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-            return kind.functions().axpy(a, b, 2.0)  # type: ignore[no-any-return]
+            return kind().load().axpy(a, b, 2.0)  # type: ignore[no-any-return]
 
     exported = torch.export.export(Model(), (X, Y), strict=strict)
     targets = [str(node.target) for node in exported.graph.nodes if node.op == "call_function"]
@@ -143,7 +142,7 @@ def test_first_load_in_a_compiled_function_falls_back_with_a_warning(stable: Pac
     kind = kind_of(stable)
 
     def model(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        return kind.functions().axpy(a, b, 2.0)  # type: ignore[no-any-return]
+        return kind().load().axpy(a, b, 2.0)  # type: ignore[no-any-return]
 
     with override(mode="cached"), pytest.warns(FallbackWarning, match="op stable runs as its"):
         found = torch.compile(model, fullgraph=True, backend="aot_eager")(X, Y)
@@ -161,14 +160,6 @@ def test_first_load_that_fails_in_a_compiled_function_says_why(stable: Package) 
     with pytest.raises(Exception, match=r"light.cpp does not compile") as caught:
         torch.compile(model, fullgraph=True, backend="aot_eager")(X)
     assert "oops" in str(caught.value)
-
-
-def test_functions_are_loaded_once_and_kept(stable: Package, monkeypatch: Any) -> None:
-    kind = kind_of(stable)
-    first = kind.functions()
-    monkeypatch.setattr(loader, "load", None)  # a second load would call it
-    assert kind.functions() is first
-    assert first.who(X) == 1
 
 
 def test_one_call_form_in_a_compiled_function_loads_while_it_is_traced() -> None:

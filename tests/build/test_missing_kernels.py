@@ -95,9 +95,9 @@ def test_one_missing_kernel_among_several_is_named_unless_it_is_left_to_the_refe
 
 
 @pytest.mark.parametrize(("names", "said"), [
-    (("who", "axpi"), "names axpi, and SCHEMAS does not"), ((), "names no function"),
+    (("who", "axpi"), "names axpi, which is not declared"), ((), "names no function"),
 ])  # fmt: skip
-def test_kernels_must_be_functions_of_the_schemas(
+def test_kernels_must_be_functions_that_are_declared(
     names: Sequence[str], said: str, stable: Package
 ) -> None:
     with pytest.raises(SpecError, match=said):

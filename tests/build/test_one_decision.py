@@ -22,6 +22,7 @@ from sample import known
 from sample.levels import LEVELS
 
 from opkiln.builder import CUDAOpBuilder, OpBuilder
+from opkiln.builder.base import DeclaredFunctions
 from opkiln.decision import terms
 from opkiln.decision.terms import (
     BUILD,
@@ -108,22 +109,16 @@ class Place:
             NAME = "decided"
             DISTRIBUTION = "decided_ops"
             KIND, ABI = "plain", "none"
-            SCHEMAS = ("decided() -> int",) if world.reference else ()
             BACKENDS = ("cuda",) if world.gpus is not None else ("cpu",)
 
             def sources(self) -> list[str]:
                 return ["decided.cpp"]
 
         if world.reference:
-            Decided.reference = lambda self: _Reference  # type: ignore[method-assign]
+            Decided.FUNCTIONS = DeclaredFunctions()
+            Decided.FUNCTIONS.declare("decided", "decided() -> int", lambda: 0)
         Decided.root = root  # type: ignore[assignment]
         return Decided
-
-
-class _Reference:
-    @staticmethod
-    def decided() -> int:
-        return 0
 
 
 @pytest.fixture(scope="module")

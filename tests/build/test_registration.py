@@ -10,7 +10,7 @@ import torch
 from sample import known, pool
 from sample.package import Package
 
-from opkiln.errors import CompileError, FallbackWarning, SpecError
+from opkiln.errors import CompileError, FallbackWarning
 from opkiln.settings import override
 
 if TYPE_CHECKING:
@@ -183,28 +183,3 @@ def test_a_builder_that_is_declared_anew_is_not_mistaken_for_the_old_one(light: 
     assert light.load().who(x) == 1
     light.edit("csrc/light.cpp", "kWho = 1", "kWho = WHO")
     assert light.builder(FLAGS=("-DWHO=7",)).load().who(x) == 7
-
-
-def test_a_schema_that_makes_no_sense_is_refused_by_its_text(stable: Package) -> None:
-    builder = stable.builder(SCHEMAS=("who(Tensor x -> int",))
-    with pytest.raises(SpecError, match=r"the schema 'who\(Tensor x -> int' is malformed"):
-        builder.load()
-
-
-def test_a_schema_cannot_change_in_a_running_process(
-    stable: Package, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    falling_back(stable, monkeypatch)
-    with pytest.raises(SpecError, match="the schema of who has changed") as caught:
-        stable.load(SCHEMAS=("who(Tensor x, int y) -> int",))
-    assert caught.value.hint == "restart the process"
-
-
-def test_a_reference_that_lacks_a_function_says_which(
-    stable: Package, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (stable / "reference.py").write_text("class Fake: pass\n")
-    monkeypatch.setenv("OPKILN_MODE", "cached")
-    with pytest.raises(SpecError, match="the reference has no function 'who'") as caught:
-        stable.load()
-    assert str(stable / "reference.py") in caught.value.why

@@ -52,19 +52,13 @@ def _(x, factor):
 
 class Built(opkiln.OpBuilder):
     NAME = "built"
-    SCHEMAS = ("built(Tensor x) -> Tensor",)
 
     def sources(self):
         return ["value.cpp"]
 
-    def reference(self):
-        return types.SimpleNamespace(built=lambda x: x * <reference of a builder>)
-
-    def fake(self):
-        return types.SimpleNamespace(built=lambda x: x.new_empty(<fake of a builder>))
-
-    def backward(self):
-        return types.SimpleNamespace(built=lambda grad, x: grad * <backward of a builder>)
+@opkiln.library(Built).op()
+def built(x: Tensor) -> Tensor:
+    return x * <reference of a builder>
 
 OPS = [scaled, Built]
 """

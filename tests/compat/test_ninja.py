@@ -11,7 +11,9 @@ import time
 from pathlib import Path
 
 import pytest
-from sample.ninja_project import RULES, Project, needs_ninja
+from sample.ninja_project import RULES, Project, needs_ninja, servers
+
+from opkiln.store import entry
 
 pytestmark = needs_ninja
 
@@ -360,12 +362,6 @@ def test_eight_at_once_compile_once(tmp_path: Path, cache: Path) -> None:
     assert all(project.is_done() for project in projects)
 
 
-def descendants_named(name: str) -> list[int]:
-    """The processes below this one with this word on their command lines."""
-    found = subprocess.run(["pgrep", "-f", name], capture_output=True, text=True, check=False)
-    return [int(line) for line in found.stdout.split()]
-
-
 def many(tmp_path: Path, name: str) -> Project:
     sources = {f"f{number}__c": f'#include "a.h"\nint f{number} = A;\n' for number in range(12)}
     graph = "".join(f"build f{number}.o: cc f{number}.c\n" for number in range(12))
@@ -381,14 +377,14 @@ def test_a_build_that_was_killed_is_continued_by_plain_ninja(
     tmp_path: Path, whom: str, after: float
 ) -> None:
     project = many(tmp_path, "one")
-    running = project.start("-j2")
+    trace = tmp_path / "one.trace"
+    running = project.start("-j2", trace=trace)
     time.sleep(0.15 + after)
     if whom == "ninja":
         running.kill()
     else:
-        for pid in descendants_named("program.py serve"):
-            if Path(f"/proc/{pid}/cwd").resolve() == project.path:
-                os.kill(pid, signal.SIGKILL)
+        for pid in servers(trace):
+            os.kill(pid, signal.SIGKILL)
     output, _ = running.communicate(timeout=60)
     assert running.returncode == (-9 if whom == "ninja" else 0), output
     time.sleep(0.3)  # what a killed ninja had started goes on
@@ -479,3 +475,17 @@ def test_a_store_that_cannot_be_written_is_no_obstacle(project: Project) -> None
     assert done.status == 0
     assert project.run("app") == "1\n"
     assert project.is_done()
+
+
+def test_an_entry_that_would_write_elsewhere_is_not_taken(project: Project, cache: Path) -> None:
+    """A manifest may come from a layer of somebody else's."""
+    project.build()
+    target = project.path.parent / "target"
+    for path in cache.glob("v1/objects/*/*/*/manifest.json"):
+        manifest = entry.read_manifest(str(path.parent))
+        manifest["files"][0][:2] = ["dir", "../target"]
+        path.write_bytes(entry.write_manifest(manifest))
+    project.clean()
+    assert project.build().hits == []
+    assert not target.exists()
+    assert project.run("app") == "1\n"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import sys
 import traceback
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,6 +15,9 @@ from opkiln.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+
+sys.path.append(str(Path(__file__).parents[1]))  # whose `sample` the scripts use
 
 
 class Skipped(Exception):

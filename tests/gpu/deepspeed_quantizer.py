@@ -18,10 +18,12 @@ from typing import Any
 
 import torch
 from checks import Skipped, main  # noqa: F401 (what runs these checks looks for Skipped)
+from sample.references import references
 from torch import Tensor
 
 import opkiln
-from opkiln.ops.deepspeed_quantizer import reference
+
+reference = references("deepspeed_quantizer")
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 DTYPES = (F32, BF16, F16)

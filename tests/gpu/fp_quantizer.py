@@ -14,11 +14,14 @@ from typing import Any
 
 import torch
 from checks import Skipped, main, refusal
+from sample.references import references
 from torch import Tensor
 
 import opkiln
-from opkiln.ops.fp_quantizer import formats, reference
+from opkiln.ops.fp_quantizer import formats
 from opkiln.quant import FPQuantizer
+
+reference = references("fp_quantizer")
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FORMATS = [(each.bits, each.mantissa_bits) for each in formats.FORMATS.values()]

@@ -18,12 +18,15 @@ from typing import TYPE_CHECKING
 
 import torch
 from checks import Skipped, main
+from sample.references import references
 
 import opkiln
 from opkiln import io
 from opkiln.compat.deepspeed.modules import OpModule
 from opkiln.io import AsyncIO, Transfer
-from opkiln.ops.gds import device, reference
+from opkiln.ops.gds import device
+
+reference = references("gds")
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -13,10 +13,12 @@ from typing import Any
 
 import torch
 from checks import Skipped, main
+from sample.references import references
 
 import opkiln
 from opkiln import quant
-from opkiln.ops.packbits import reference
+
+reference = references("packbits")
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

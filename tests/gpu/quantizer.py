@@ -16,14 +16,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from checks import Skipped, main, refusal
+from sample.references import references
 from torch import Tensor
 
 import opkiln
 from opkiln import quant
-from opkiln.ops.quantizer import reference
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+reference = references("quantizer")
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 DTYPES = (F32, BF16, F16)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import ctypes
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from sample.references import references
 from stand_in import emulated
 
 import opkiln
@@ -51,7 +51,7 @@ def fixtures(op: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
     @pytest.fixture(params=["kernel", "native", "reference"], name="op")
     def each(request: pytest.FixtureRequest) -> Any:
         if request.param == "reference":
-            return import_module(f"opkiln.ops.{op}.reference")
+            return references(op)
         return native(op) if request.param == "native" else request.getfixturevalue("kernel")
 
     return kernel, each

@@ -18,7 +18,8 @@ from opkiln import io
 from opkiln.compat.deepspeed.modules import OpModule
 from opkiln.errors import UsageError
 from opkiln.io import AsyncIO, Transfer, handle
-from opkiln.ops.gds import device, reference
+from opkiln.ops.gds import device
+from opkiln.ops.gds.functions import REFERENCES as reference
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

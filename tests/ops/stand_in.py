@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
+from importlib import import_module
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -19,28 +20,23 @@ if TYPE_CHECKING:
 def twin(builder: type[opkiln.OpBuilder]) -> opkiln.OpBuilder:
     """An op whose CUDA kernels the emulator runs on CPU tensors. It is an op of its own, because
     the version for the CPU may be loaded, too."""
-    words = {"DISTRIBUTION": "emulated", "__module__": builder.__module__}
-    made = type(f"Emulated{builder.__name__}", (builder,), words)
-    return made(backend="emulated")
+    module = import_module(builder.FUNCTIONS.module)
+    its = [
+        each
+        for each in vars(module).values()
+        if hasattr(each, "overload") and each.builder is builder
+    ]
+    return next(twin_libraries(*its))[0]
 
 
 def twin_libraries(*functions: Any) -> Iterator[tuple[opkiln.OpBuilder, dict[str, Any]]]:
-    """The same for the functions of an ``opkiln.library``, or of several: for each library, its
-    builder and functions. Each is built once, for all dtypes."""
+    """The same for functions of libraries: for each library, its builder and functions. Each is
+    built once, for all dtypes."""
     by_library: dict[Any, list[Any]] = {}
     for each in functions:
         by_library.setdefault(each.builder, []).append(each)
     for builder, its in by_library.items():
-        library = opkiln.library(
-            f"emulated_{builder.NAME}",
-            cuda=builder.SOURCES.cuda,
-            namespace="emulated",
-            emulate=True,
-        )
-        # Where the sources are: the emulator translates a copy of those below the root.
-        for name in ("__module__", "FILE", "DIRECTORY"):
-            setattr(library.builder, name, getattr(builder, name))
-        library.builder.DISTRIBUTION = "emulated"
+        library = _twin_library(builder)
         made = {}
         for each in its:
             written = [
@@ -50,6 +46,23 @@ def twin_libraries(*functions: Any) -> Iterator[tuple[opkiln.OpBuilder, dict[str
             ]
             made[each.__name__] = library.op(mutates=written)(each.reference)
         yield library.builder(backend="emulated"), made
+
+
+def _twin_library(builder: Any) -> Any:
+    if not hasattr(builder, "SOURCES"):  # a class with methods
+        words = {"DISTRIBUTION": "emulated", "__module__": builder.__module__}
+        return opkiln.library(type(f"Emulated{builder.__name__}", (builder,), words))
+    library = opkiln.library(
+        f"emulated_{builder.NAME}",
+        cuda=builder.SOURCES.cuda,
+        namespace="emulated",
+        emulate=True,
+    )
+    # Where the sources are: the emulator translates a copy of those below the root.
+    for name in ("__module__", "FILE", "DIRECTORY"):
+        setattr(library.builder, name, getattr(builder, name))
+    library.builder.DISTRIBUTION = "emulated"
+    return library
 
 
 def emulated(builder: type[opkiln.OpBuilder]) -> Any:

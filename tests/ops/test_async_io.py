@@ -22,14 +22,17 @@ import pytest
 import torch
 from fault_rows import whole
 from sample import child, sanitizers
+from sample.references import references
 
 import opkiln
 from opkiln.errors import ArgumentError, ToolchainError, UsageError
 from opkiln.io import AsyncIO, Transfer, handle
-from opkiln.ops.async_io import engines, reference
+from opkiln.ops.async_io import engines
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+reference = references("async_io")
 
 HERE = Path(__file__).parent
 NATIVE = ("io_uring", "libaio", "threads")
@@ -65,7 +68,7 @@ def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     else:
         found = request.getfixturevalue("native")
     for module in (engines, handle):
-        monkeypatch.setattr(module, "ops", lambda: found)
+        monkeypatch.setattr(module, "functions", found)
     engines.engines.cache_clear()
     name = "threads" if request.param == "reference" else request.param
     state = next(each for each in engines.engines() if each.name == name)
@@ -151,7 +154,7 @@ def test_several_files_and_dtypes_in_one_request(engine: str, tmp_path: Path) ->
         request.wait()
         assert request.sizes == [each.nbytes for each in back.values()]
     assert all(torch.equal(back[name], each) for name, each in tensors.items())
-    if engines.ops() is not reference:  # torch counts for an op, not for its bare reference
+    if engines.functions is not reference:  # torch counts for an op, not for its bare reference
         assert all(each._version > was for each, was in zip(back.values(), versions, strict=True))
 
 
@@ -530,7 +533,7 @@ def test_a_fork_is_refused_and_ends_without_waiting(engine: str, tmp_path: Path)
 def test_an_engine_that_cannot_be_had_is_refused_with_the_reason(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(engines, "ops", lambda: reference)
+    monkeypatch.setattr(engines, "functions", reference)
     engines.engines.cache_clear()
     try:
         assert [each.usable for each in engines.engines()] == [False, False, True]

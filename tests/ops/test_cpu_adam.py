@@ -23,9 +23,10 @@ from adam_oracle import (
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from mixes import STATES, with_gradients
+from sample.references import references
 from torch import Tensor
 
-from opkiln.ops.cpu_adam import reference
+reference = references("cpu_adam")
 
 
 @pytest.mark.parametrize(("param", "state", "grad"), with_gradients(STATES))

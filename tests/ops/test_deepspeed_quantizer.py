@@ -12,16 +12,18 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from sample.references import references
 from stand_in import emulated, poisoned
 from torch import Tensor
 
 import opkiln
 from opkiln.errors import ToolchainError
-from opkiln.ops.deepspeed_quantizer import reference
 from opkiln.ops.deepspeed_quantizer.op import DeepSpeedQuantizerBuilder
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+reference = references("deepspeed_quantizer")
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 FORMATS = list(itertools.product((8, 4), (True, False)))

@@ -30,6 +30,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from instruction_sets import LEVELS, skip_unless_runnable
 from sample import child, wanted
+from sample.references import references
 from stand_in import emulated, poisoned
 from torch import Tensor
 
@@ -38,8 +39,10 @@ from opkiln import get_builder
 from opkiln.errors import ToolchainError
 from opkiln.machine.binary import fatbin
 from opkiln.machine.toolchain import hipcc
-from opkiln.ops.fp_quantizer import formats, reference
+from opkiln.ops.fp_quantizer import formats
 from opkiln.ops.fp_quantizer.op import FPQuantizerBuilder
+
+reference = references("fp_quantizer")
 
 SIZES = (0, 1, 7, 16, 17, 4095)
 # Sizes of groups, and of what is quantized: with teams of threads and without, whole tiles and

@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 import torch
 from fp_quantizer_oracle import DTYPES, F32, FORMS, same, sample
+from sample.references import references
 
 import opkiln
 from opkiln.errors import ToolchainError, UsageError
 from opkiln.ops.fp_quantizer import quantizer as front_end
-from opkiln.ops.fp_quantizer import reference
 from opkiln.quant import FPQuantized, FPQuantizer
+
+reference = references("fp_quantizer")
 
 
 @pytest.fixture(params=["native", "reference"])
@@ -25,7 +27,7 @@ def op(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
             found = opkiln.get_builder("fp_quantizer", backend="cpu").jit_load(verbose=False)
         except ToolchainError as error:
             pytest.skip(f"no native fp_quantizer here: {error.what}")
-    monkeypatch.setattr(front_end, "_ops", lambda _: found)
+    monkeypatch.setattr(front_end, "functions", found)
     return found
 
 

@@ -9,13 +9,15 @@ import torch
 from adam_oracle import BF16, clone
 from fused_oracle import HYPER, ROLES, tensors
 from sample import wanted
+from sample.references import references
 from torch import Tensor
 
 import opkiln
 from opkiln.errors import ToolchainError
 from opkiln.machine.binary import elf, fatbin
-from opkiln.ops.fused_adam import reference
 from opkiln.ops.fused_adam.op import FusedAdamBuilder
+
+reference = references("fused_adam")
 
 
 def _native() -> Any:

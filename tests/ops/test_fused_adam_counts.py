@@ -9,15 +9,17 @@ from typing import Any
 import pytest
 import torch
 from adam_models import assert_same, give_gradients, parameters, stepped, twins
+from sample.references import references
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from opkiln.ops.fused_adam import reference
 from opkiln.optim import FusedAdam
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+reference = references("fused_adam")
 
 
 @pytest.fixture(autouse=True)

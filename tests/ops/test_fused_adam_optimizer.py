@@ -19,6 +19,7 @@ from adam_models import (
     stepped,
     twins,
 )  # fmt: skip
+from sample.references import references
 from torch import Tensor
 
 import opkiln
@@ -35,7 +36,7 @@ def served_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
         except ToolchainError as error:
             pytest.skip(f"no native fused_adam here: {error.what}")
     else:
-        from opkiln.ops.fused_adam import reference as ops
+        ops = references("fused_adam")
     monkeypatch.setattr(FusedAdam, "_ops", {"cpu": ops})
     return str(request.param)
 

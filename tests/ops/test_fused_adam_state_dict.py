@@ -18,11 +18,13 @@ from adam_models import (
     through_a_file,
     twins,
 )  # fmt: skip
+from sample.references import references
 
 from opkiln import get_builder
 from opkiln.errors import UsageError
-from opkiln.ops.fused_adam import reference
 from opkiln.optim import CPUAdam, FusedAdam
+
+reference = references("fused_adam")
 
 
 @pytest.fixture(autouse=True)

@@ -17,9 +17,11 @@ from fused_lamb_oracle import HYPER, ROLES, assert_step, coefficients, oracle, t
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from mixes import MASTERS, with_gradients
+from sample.references import references
 from torch import Tensor
 
-from opkiln.ops.fused_lamb import reference
+reference = references("fused_lamb")
+
 
 kernel_fixture, op_fixture = fixtures("fused_lamb")
 FIRST_HALF = {name: HYPER[name] for name in HYPER if name not in ("lr", "min_coeff", "max_coeff")}

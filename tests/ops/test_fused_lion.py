@@ -17,8 +17,10 @@ from fused_lion_oracle import HYPER, ROLES, assert_step, oracle, tensors
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from mixes import MASTERS, with_gradients
+from sample.references import references
 
-from opkiln.ops.fused_lion import reference
+reference = references("fused_lion")
+
 
 kernel_fixture, op_fixture = fixtures("fused_lion")
 SIZES = (0, 1, 3, 4, 7, 511, 512, 513, 4095, 4097)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from importlib import import_module
 from typing import Any
 
 import fused_lamb_oracle as lamb
@@ -22,6 +21,7 @@ from adam_models import (
 )  # fmt: skip
 from fused_fixtures import native
 from sample import wanted
+from sample.references import references
 from torch import Tensor
 
 import opkiln
@@ -36,7 +36,7 @@ ALL = [FusedAdam, FusedLion, FusedLamb]
 @pytest.fixture(params=["native", "reference"])
 def _served_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     for kind in ALL:
-        reference = import_module(f"opkiln.ops.{kind.BUILDER.NAME}.reference")
+        reference = references(kind.BUILDER.NAME)
         ops = native(kind.BUILDER.NAME) if request.param == "native" else reference
         monkeypatch.setattr(kind, "_ops", {"cpu": ops})
 
@@ -44,7 +44,7 @@ def _served_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 @pytest.fixture
 def _served_by_references(monkeypatch: pytest.MonkeyPatch) -> None:
     for kind in ALL:
-        reference = import_module(f"opkiln.ops.{kind.BUILDER.NAME}.reference")
+        reference = references(kind.BUILDER.NAME)
         monkeypatch.setattr(kind, "_ops", {"cpu": reference})
 
 
@@ -269,7 +269,7 @@ def test_a_deep_copy_steps_on_its_own(kind: Any) -> None:
 class Refusing:
     """Lamb's reference, and plans that no gradients fit."""
 
-    fused_lamb_ = staticmethod(import_module("opkiln.ops.fused_lamb.reference").fused_lamb_)
+    fused_lamb_ = staticmethod(references("fused_lamb").fused_lamb_)
 
     @staticmethod
     def fused_lamb_plan(*_: Any) -> tuple[Tensor, Tensor]:

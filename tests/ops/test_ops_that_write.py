@@ -23,7 +23,7 @@ def writing() -> dict[str, str]:
     found: dict[str, str] = {}
     for op in registry.bundled_ops():
         for each in registry.ALL_OPS[op].variants() or (registry.ALL_OPS[op],):
-            names = (schema.partition("(")[0] for schema in each.SCHEMAS if "!" in schema)
+            names = (schema.partition("(")[0] for schema in each.FUNCTIONS.schemas if "!" in schema)
             found |= dict.fromkeys(names, each.NAME)
     return found
 

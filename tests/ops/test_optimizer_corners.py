@@ -5,7 +5,6 @@ by the terms that a result is the sum of: nothing that a formula keeps may be lo
 from __future__ import annotations
 
 import itertools
-from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import adam_oracle
@@ -17,6 +16,7 @@ import pytest
 import torch
 from adam_oracle import F32
 from host_oracle import ADAGRAD, LION
+from sample.references import references
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ VERSIONS = [(op, version) for op in KINDS for version in ("native", "reference",
 
 def version_of(op: str, version: str) -> Any:
     if version == "reference":
-        return import_module(f"opkiln.ops.{op}.reference")
+        return references(op)
     return fused_fixtures.native(op) if version == "native" else fused_fixtures.emulated_op(op)
 
 

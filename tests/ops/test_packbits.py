@@ -10,12 +10,15 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from sample.references import references
 from stand_in import emulated
 
 from opkiln import get_builder, quant
 from opkiln.errors import ToolchainError, UsageError
-from opkiln.ops.packbits import reference, signs
+from opkiln.ops.packbits import signs
 from opkiln.ops.packbits.op import PackbitsBuilder
+
+reference = references("packbits")
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ODD = [0.0, -0.0, math.nan, -math.nan, math.inf, -math.inf, 1e-8, -1e-8]
@@ -32,7 +35,7 @@ def native() -> Any:
 @pytest.fixture(params=["native", "reference"])
 def op(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     found = reference if request.param == "reference" else request.getfixturevalue("native")
-    monkeypatch.setattr(signs, "_ops", lambda _: found)
+    monkeypatch.setattr(signs, "functions", found)
     return found
 
 
@@ -129,7 +132,7 @@ def test_the_op_refuses_by_name(op: Any) -> None:
 
 
 def test_it_passes_opcheck_and_compiles(native: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(signs, "_ops", lambda _: native)
+    monkeypatch.setattr(signs, "functions", native)
     x = torch.randn(100)
     torch.library.opcheck(native.packbits, (x,))
     torch.library.opcheck(native.unpackbits, (native.packbits(x), 100, torch.bfloat16))

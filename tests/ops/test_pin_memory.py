@@ -14,12 +14,14 @@ from typing import Any
 import pytest
 import torch
 from sample import sanitizers
+from sample.references import references
 
 import opkiln
 from opkiln.errors import FallbackWarning, ToolchainError, UsageError
 from opkiln.io import PinnedPool
 from opkiln.ops.pin_memory import pool as front_end
-from opkiln.ops.pin_memory import reference
+
+reference = references("pin_memory")
 
 PAGE = 4096
 
@@ -44,7 +46,7 @@ def op(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
             found = opkiln.get_builder("pin_memory", backend="cpu").jit_load(verbose=False)
         except ToolchainError as error:
             pytest.skip(f"no native pin_memory here: {error.what}")
-    monkeypatch.setattr(front_end, "_ops", lambda _: found)
+    monkeypatch.setattr(front_end, "functions", found)
     return found
 
 
@@ -217,7 +219,7 @@ def test_what_the_system_does_not_lock_is_used_as_it_is_unless_it_must_be_locked
             del device
             raise RuntimeError(f"the system did not lock {memory.numel()} bytes of memory: no")
 
-    monkeypatch.setattr(front_end, "_ops", lambda _: Refusing)
+    monkeypatch.setattr(front_end, "functions", Refusing)
     with PinnedPool("cpu") as pool:
         with pool.borrow(100):
             assert pool.counts()[:5] == (1, PAGE, 1, PAGE, 0)

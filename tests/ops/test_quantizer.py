@@ -14,16 +14,18 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from sample.references import references
 from stand_in import emulated, poisoned
 from torch import Tensor
 
 import opkiln
 from opkiln.errors import ToolchainError
-from opkiln.ops.quantizer import reference
 from opkiln.ops.quantizer.op import QuantizerBuilder
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+reference = references("quantizer")
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 DTYPES = (F32, BF16, F16)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from sample import child, wanted
+from sample.references import references
 from torch import Tensor
 
 from opkiln import get_builder, ops, quant
@@ -17,7 +18,8 @@ from opkiln.errors import ToolchainError, UsageError
 from opkiln.machine.binary import fatbin
 from opkiln.machine.toolchain import hipcc, torch_sdk
 from opkiln.ops.quantizer import quantize as front
-from opkiln.ops.quantizer import reference
+
+reference = references("quantizer")
 
 LAID = (1, 1, 1)
 
@@ -31,7 +33,7 @@ def served_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
             found = get_builder("quantizer", backend="cpu").jit_load(verbose=False)
         except ToolchainError as error:
             pytest.skip(f"no native quantizer here: {error.what}")
-    monkeypatch.setattr(front, "_ops", lambda _: found)
+    monkeypatch.setattr(front, "functions", found)
     return str(request.param)
 
 
@@ -41,7 +43,7 @@ def native(monkeypatch: pytest.MonkeyPatch) -> Any:
         found = get_builder("quantizer", backend="cpu").jit_load(verbose=False)
     except ToolchainError as error:
         pytest.skip(f"no native quantizer here: {error.what}")
-    monkeypatch.setattr(front, "_ops", lambda _: found)
+    monkeypatch.setattr(front, "functions", found)
     return found
 
 

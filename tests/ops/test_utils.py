@@ -8,13 +8,15 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from sample.references import references
 from torch import Tensor
 
 import opkiln
 from opkiln import utils
 from opkiln.errors import ToolchainError, UsageError
 from opkiln.ops.utils import flatten as front_end
-from opkiln.ops.utils import reference
+
+reference = references("utils")
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.bool)
 
@@ -29,7 +31,7 @@ def native() -> Any:
 @pytest.fixture(params=["native", "reference"])
 def op(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     found = native() if request.param == "native" else reference
-    monkeypatch.setattr(front_end, "_ops", lambda _: found)
+    monkeypatch.setattr(front_end, "functions", found)
     return found
 
 

@@ -63,11 +63,11 @@ def _opened(builder: OpBuilder, path: str) -> Any:
     from opkiln.loading import register
     from opkiln.loading.native import open_artifact
 
+    builder.FUNCTIONS.import_module()
     op = builder.op()
     assert op.registration is not None
-    functions = register.register(op.spec.name, op.registration)
-    open_artifact(op.spec, path)
-    return functions
+    open_artifact(op.spec, path, op.registration)
+    return register.Functions(op.spec.name, op.registration.namespace, op.registration.names)
 
 
 def run_on_cpu(functions: Any) -> str:

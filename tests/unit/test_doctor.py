@@ -210,7 +210,6 @@ def test_every_check_is_documented_and_no_other() -> None:
         ("x.to_dense()", ""),
         ("rename f to g in a.py", ""),
         ("it doesn't matter", ""),
-        ("SCHEMAS = ('f(Tensor x) -> Tensor',)", ""),
         ("", ""),
     ],
 )
@@ -356,24 +355,22 @@ def test_each_op_that_cannot_be_imported_is_found(tmp_path: Path) -> None:
 
 
 _MISSPELLED = """
-from types import SimpleNamespace
-from opkiln import OpBuilder
-class Builder(OpBuilder):
+import opkiln
+class Builder(opkiln.OpBuilder):
     NAME = 'bad'
-    SCHEMAS = ('scaled_add(Tensor x) -> Tensor',)
     def sources(self):
         return ['op.cpp']
-    def reference(self):
-        return SimpleNamespace(scaled_ad=lambda x: x)
+@opkiln.library(Builder).op(mutates='y')
+def scaled_add(x: 'int') -> None:
+    pass
 """
 
 
-def test_an_op_with_a_misspelt_function_or_without_its_sources_is_found(tmp_path: Path) -> None:
-    """test_declaration.py has what else is wrong with a reference, and what is not."""
+def test_an_op_with_a_wrong_declaration_or_without_its_sources_is_found(tmp_path: Path) -> None:
     lost = _GOOD.replace("op.cpp", "lost.cpp").replace("'good'", "'lost'")
     found = _with_ops(tmp_path, good=_GOOD, bad=_MISSPELLED, lost=lost).check("ops")
     assert found.verdict == WARN
-    assert "op bad: the reference has no function 'scaled_add'; did you mean" in found.evidence
+    assert "op scaled_add: mutates= names y" in found.evidence
     assert "op lost: the source lost.cpp does not exist" in found.evidence
     assert "good" not in found.evidence
 

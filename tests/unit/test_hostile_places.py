@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 import opkiln
 from opkiln.base.model import OpSpec, place_of
+from opkiln.builder.base import DeclaredFunctions
 from opkiln.decision import prebuilt
 from opkiln.errors import SpecError
 from opkiln.machine.facts import Hasher
@@ -111,7 +112,8 @@ def test_a_builder_with_a_hostile_distribution_writes_nothing(
 @pytest.mark.parametrize("name", ["a b", "../x", "a::b", "my-package", "ä", "1a"])
 def test_a_namespace_that_torch_cannot_have_is_a_clear_error(name: str) -> None:
     class Builder(opkiln.OpBuilder):
-        NAME, NAMESPACE, SCHEMAS = "op", name, ("f(Tensor x) -> Tensor",)
+        NAME, NAMESPACE = "op", name
+        FUNCTIONS = DeclaredFunctions("of.another.module")
 
     with pytest.raises(SpecError, match="cannot be the namespace of op op"):
         Builder().registration()

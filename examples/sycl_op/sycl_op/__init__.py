@@ -6,27 +6,10 @@
 The second line tells OpenCL, through which SYCL reaches a CPU, where its driver is.
 """
 
-from opkiln import SYCLOpBuilder
 
+def __getattr__(name):
+    if name == "silu_mul":  # imports torch
+        from sycl_op.functions import silu_mul
 
-class SiluMulBuilder(SYCLOpBuilder):
-    NAME = "silu_mul"
-    SCHEMAS = ("silu_mul(Tensor x, Tensor y) -> Tensor",)
-
-    def sources(self):
-        return ["silu_mul.cpp"]
-
-    def reference(self):
-        from sycl_op import reference
-
-        return reference
-
-    def fake(self):
-        from sycl_op import fake
-
-        return fake
-
-
-def silu_mul(x, y):
-    """x * sigmoid(x) * y"""
-    return SiluMulBuilder.functions().silu_mul(x, y)
+        return silu_mul
+    raise AttributeError(name)

@@ -1,4 +1,4 @@
-"""What keeps imports cheap: names that are imported when they are used, and immutable records.
+"""Keeps imports cheap: names that are imported when they are used, and immutable records.
 
 A cache hit imports about twenty record classes. A NamedTuple compiles a constructor for each class,
 which took 0.1 to 0.25 ms: for all of them, more than the hit itself. A Record is also a tuple with
@@ -82,7 +82,8 @@ def names(
         if home is None:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
         try:
-            value = getattr(import_module(home), name)
+            with imports():
+                value = getattr(import_module(home), name)
         except ModuleNotFoundError as error:
             if error.name != "torch":
                 raise

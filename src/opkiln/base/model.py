@@ -7,7 +7,7 @@ immutable values.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from opkiln.base.lazy import Record
@@ -141,6 +141,19 @@ def check_names(distribution: str, op: str) -> None:
         )
 
 
+def texts(where: str, given: Any) -> tuple[str, ...]:
+    """A text, or several, as a tuple; a path is a text. Raises SpecError for anything else."""
+    one = isinstance(given, (str, os.PathLike)) or not isinstance(given, Iterable)
+    found: list[str] = []
+    for each in (given,) if one else given:
+        if not isinstance(each, (str, os.PathLike)) or not os.fspath(each):
+            raise SpecError(
+                f"{where} has {repr(each)[:80]}", why="it takes a text, or a list of texts"
+            )
+        found.append(os.fspath(each))
+    return tuple(found)
+
+
 def display_name(name: str) -> str:
     """The name of a library for people: ``transformer__norms__float32`` is the library of
     ``transformer (norms, float32)``."""
@@ -148,29 +161,33 @@ def display_name(name: str) -> str:
     return f"{op} ({', '.join(parts)})" if op and parts else name
 
 
-# The parts of a registration that give functions in Python, each under the name of the op's.
+# The overloads of a function besides the default one.
+NO_GRAD = "no_grad"  # without a gradient, of a function that has one
+UNSERVED = "unserved"  # takes the calls that a kernel does not serve
+NATIVE = "native"  # what libraries implement if every call is to be compared
+# What a declaration has of each function in Python.
 REGISTERED = ("reference", "fake", "backward", "vmap", "variant", "tune_key")
 
 
 class Registration(Record):
-    """What an author declares in addition to the sources. Parts are called when they are needed."""
+    """What torch is told of a library's functions, by the decorator that declares them."""
 
     namespace: str  # below torch.ops
     schemas: tuple[str, ...]  # one for each function, without a namespace
-    reference: Callable[[], Any] | None  # gives an object with a function of each name
-    fake: Callable[[], Any] | None = None  # gives such an object for fake tensors
-    backward: Callable[[], Any] | None = None  # gives an object with the gradients
-    vmap: Callable[[], Any] | None = None  # gives the batching rules of decorated functions
-    variant: Callable[[], Any] | None = None  # gives what chooses their variants
-    tune_key: Callable[[], Any] | None = None  # gives what names their classes of shapes
+    functions: Any  # those in Python: the DeclaredFunctions of their builder
     # The overloads that a library's function is registered as; "" is the default one.
-    overloads: tuple[str, ...] = ("",)
-    defined: bool = False  # the declaration itself has registered it with torch
+    overloads: tuple[str, ...]
 
     @property
     def names(self) -> tuple[str, ...]:
         """The op's functions."""
         return tuple(map(function_name, self.schemas))
+
+    def overloads_of(self, name: str) -> tuple[str, ...]:
+        """Those of one function: without a gradient it has no overload that leaves one out."""
+        if name in self.functions.with_gradient:
+            return self.overloads
+        return tuple([each for each in self.overloads if each != NO_GRAD])
 
 
 def function_name(schema: str) -> str:
@@ -181,7 +198,7 @@ def function_name(schema: str) -> str:
 class Op(Record):
     """An op to load: its sources, its registration, its devices."""
 
-    spec: OpSpec
+    spec: OpSpec  # its sources and flags
     registration: Registration | None = None  # with torch; None: it is not registered
     rule: Callable[[list[str]], Any] | None = None  # the author's filter_ccs
     asked: str = ""  # an arch list given in the call; it overrides every setting
@@ -195,7 +212,7 @@ class Op(Record):
     @property
     def has_reference(self) -> bool:
         """Whether PyTorch code can serve it where a native library cannot."""
-        return self.registration is not None and self.registration.reference is not None
+        return self.registration is not None
 
 
 class Artifact(Record):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+from importlib import import_module
 from typing import Any
 
 from opkiln.base.forks import cached_property
@@ -18,7 +19,9 @@ from opkiln.base.model import (
     CUDA,
     EMULATED,
     LIBRARY,
+    NO_GRAD,
     PROGRAM,
+    REGISTERED,
     ROCM,
     XPU,
     Op,
@@ -28,31 +31,89 @@ from opkiln.base.model import (
 )
 from opkiln.errors import OpkilnError, SpecError, UnknownBackend, told_briefly
 from opkiln.loading import loader
-from opkiln.loading.here import Loaded, here
+from opkiln.loading.here import Loaded
 from opkiln.loading.register import is_tracing, load_in_trace
 from opkiln.settings import build_switch, settings
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
+    from collections.abc import Callable, Sequence
+    from typing import Self
 
 # (package, op) -> (the file that declares it, its namespace)
 _claimed: dict[tuple[str, str], tuple[str, str]] = {}
+
+
+class DeclaredFunctions:
+    """The functions of a library. ``module`` declares them, if it is another than the library's:
+    as long as it is not imported, their schemas are read from its text."""
+
+    def __init__(self, module: str = "", libraries: Sequence[DeclaredFunctions] = ()) -> None:
+        """``libraries`` are those of several libraries, if it is a name for them."""
+        self.module, self._libraries = module, libraries
+        self.declared: dict[str, str] = {}  # the schemas, by name
+        # The functions in Python, by the part of a declaration that they are and their names.
+        self.parts: dict[str, dict[str, Callable[..., Any]]] = {each: {} for each in REGISTERED}
+        self.with_gradient: set[str] = set()  # the names of those that have one
+        # By name: tells torch of the overload that a variant's library implements.
+        self.tell_torch: dict[str, Callable[[tuple[Any, ...]], object]] = {}
+        self._read: tuple[str, ...] | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self.module or self.declared or self._libraries)
+
+    @property
+    def schemas(self) -> tuple[str, ...]:
+        """The schema of each, without a namespace."""
+        if self._libraries:
+            return tuple(schema for each in self._libraries for schema in each.schemas)
+        module = sys.modules.get(self.module)
+        if not self.module or (module and not getattr(module.__spec__, "_initializing", False)):
+            return tuple(self.declared.values())
+        if self._read is None:
+            from opkiln.builder import reading
+
+            try:
+                self._read = reading.schemas_in(self.module, self)
+            except reading.Unreadable:
+                self.import_module()
+                return tuple(self.declared.values())
+        return self._read
+
+    def import_module(self) -> None:
+        """Have the functions declared."""
+        if self.module:
+            import_module(self.module)
+
+    def by_part(self) -> dict[str, list[tuple[str, Any]]]:
+        """Every function in Python that may be called, with its name, by the part that it is. If
+        the module fails, the class of its exception stands for the references."""
+        try:
+            self.import_module()
+        except Exception as error:  # whoever needs the functions is told
+            return {"reference": [(self.module, type(error))]}
+        return {part: [*named.items()] for part, named in self.parts.items() if named}
+
+    def declare(self, name: str, schema: str, function: Callable[..., Any]) -> None:
+        """Add a function, or replace one."""
+        self.declared.pop(name, None)
+        for named in self.parts.values():  # of the function that is replaced
+            named.pop(name, None)
+        self.with_gradient.discard(name)
+        self.declared[name], self.parts["reference"][name] = schema, function
 
 
 class OpBuilder:
     """What authors subclass. Override ``sources()`` at least.
 
     ``NAME`` is the op's name, a C identifier. ``BUILD_VAR`` is a variable that selects the op for
-    precompilation, besides ``OPKILN_BUILD_<NAME>``. ``SCHEMAS`` are the op's functions as
-    ``torch.library`` schemas without a namespace; each has a reference of the same name in what
-    ``reference()`` returns. Paths are relative to the top-level package of the class.
+    precompilation, besides ``OPKILN_BUILD_<NAME>``. Paths are relative to the top-level package of
+    the class. ``opkiln.library`` gives it functions that torch knows; an op without is an extension
+    module, a program or a plain library, see ``KIND``.
     """
 
     NAME = ""  # the op's name, a C identifier
     BUILD_VAR = ""  # a variable that selects the op for precompilation
-    SCHEMAS: tuple[str, ...] = ()  # the op's functions, without a namespace
     KIND = LIBRARY  # what the file is: library, python, plain or executable
     ABI = ABI_STABLE  # what it is compiled against: torch-stable, torch or none
     NAMESPACE = ""  # of the op's functions; the distribution's name when empty
@@ -60,6 +121,13 @@ class OpBuilder:
     BACKENDS: tuple[str, ...] = (CPU,)  # what the op has sources for, the preferred one first
     # Run the CUDA sources on the CPU, by the emulator: for tests on machines without a GPU.
     EMULATE = False
+    FUNCTIONS = DeclaredFunctions()  # those that @kit.op() declares
+    PARTS: tuple[type[OpBuilder], ...] = ()  # of what is several libraries under one name
+    PARAMETERS: Any = ()  # the compile-time parameters of decorated functions
+    VALUES: tuple[Any, ...] = ()  # of the parameters, in the builder of one variant
+    OVERLOADS: tuple[str, ...] = ("", NO_GRAD)  # what a library's function is registered as
+    # What is loaded, by the loader's era and the device; None: there is no library for it.
+    SERVED: dict[tuple[int, str], Loaded | None]
     _translated: OpSpec | None = None  # what hipify_extension() made, for builder()
 
     def __init__(
@@ -126,31 +194,40 @@ class OpBuilder:
         """Libraries to link, by name, without ``-l``."""
         return ()
 
-    def reference(self) -> Any:
-        """The pure-PyTorch version: an object with one function per schema. None: there is none."""
-        return None
-
-    def fake(self) -> Any:
-        """Fake kernels for functions that return tensors: an object with functions by name."""
-        return None
-
-    def backward(self) -> Any:
-        """Gradients for functions: an object with functions by name. Each takes ``(*grads,
-        *inputs)`` and returns one gradient for each input, None for those that have none. With a
-        parameter ``output`` it is also given the result."""
-        return None
-
     def kernels(self) -> Sequence[str]:
-        """The functions that the library for ``backend`` implements; all of ``SCHEMAS`` unless an
-        author says otherwise. The reference serves the others. A library that lacks one of these
-        is refused."""
-        return [function_name(schema) for schema in self.SCHEMAS]
+        """The functions that the library for ``backend`` implements; all unless an author says
+        otherwise. The reference serves the others. A library that lacks one of these is refused."""
+        return [function_name(schema) for schema in self.FUNCTIONS.schemas]
 
     def absolute_name(self) -> str:
         """The dotted name under which the op would be installed."""
         return f"{self.distribution}.ops.{self.name}.{self.name}_op"
 
     # What follows from it
+
+    @classmethod
+    def declare(cls, name: str, schema: str, function: Callable[..., Any]) -> None:
+        """Add a function, or replace one."""
+        cls.forget()
+        cls.FUNCTIONS.declare(name, schema, function)
+
+    @classmethod
+    def forget(cls) -> None:
+        """Have this process load the library anew: it has other functions, or sources."""
+        cls.SERVED.clear()
+        loader.forget(cls().distribution, cls.NAME)
+
+    @classmethod
+    def for_device(cls, device: str) -> Self:
+        """A builder of the library for tensors on such a device."""
+        builder = cls()
+        builder.ask_for(backend_of(cls, device), None)  # an author's may take no arguments
+        return builder
+
+    @classmethod
+    def variant(cls, values: tuple[Any, ...]) -> type[OpBuilder]:  # noqa: ARG003
+        """The builder of the variant with these values: this one, which has none."""
+        return cls
 
     @classmethod
     def variants(cls) -> tuple[type[OpBuilder], ...]:
@@ -195,7 +272,6 @@ class OpBuilder:
 
     def spec(self) -> OpSpec:
         """The declaration as one immutable record."""
-        self._check_tuple("SCHEMAS")
         flags = self.strip_empty_entries(self.cxx_args())
         if any(flag.startswith("-m") for flag in flags):
             # cpu_arch() gives authors a flag that the plan sets itself; each flag has one owner.
@@ -213,7 +289,7 @@ class OpBuilder:
             kind=self.KIND,
             abi=self.ABI,
             kernels=self._kernels(),
-            schemas=tuple(self.SCHEMAS),
+            schemas=self.FUNCTIONS.schemas,
             declared_by=self._declared_by,
         )
 
@@ -224,31 +300,19 @@ class OpBuilder:
         if unknown or (functions and not listed):
             raise SpecError(
                 f"op {self.name}: kernels() names "
-                + (f"{unknown}, and SCHEMAS does not" if unknown else "no function"),
-                why=f"the functions of SCHEMAS are {', '.join(functions)}",
+                + (f"{unknown}, which is not declared" if unknown else "no function"),
+                why=f"the functions that are declared are {', '.join(functions)}",
             )
         prefix = f"{self.NAMESPACE or self.distribution}::"
         return tuple([prefix + name for name in named])
 
     def registration(self) -> Registration | None:
-        """How the op is registered with torch; None for one without ``SCHEMAS``. Raises SpecError
-        for one that has a reference nevertheless."""
-        has_reference = type(self).reference is not OpBuilder.reference
-        if not self.SCHEMAS:
-            if has_reference:
-                raise SpecError(
-                    f"op {self.name} has a reference() but no SCHEMAS",
-                    why="the reference serves the functions that SCHEMAS names",
-                    hint=f'SCHEMAS = ("{self.name}(Tensor x) -> Tensor",)',
-                )
+        """How the op is registered with torch; None for one without functions. Raises SpecError."""
+        if not self.FUNCTIONS:
             return None
-        return Registration(
-            namespace=self._checked_namespace('NAMESPACE = "my_package"    # in the builder class'),
-            schemas=self.SCHEMAS,
-            reference=self.reference if has_reference else None,
-            fake=self.fake if type(self).fake is not OpBuilder.fake else None,
-            backward=self.backward if type(self).backward is not OpBuilder.backward else None,
-        )
+        namespace = self._checked_namespace('NAMESPACE = "my_package"    # in the builder class')
+        functions = self.FUNCTIONS
+        return Registration(namespace, functions.schemas, functions, self.OVERLOADS)
 
     def _checked_namespace(self, hint: str) -> str:
         """Where the op's functions are in ``torch.ops``. Raises SpecError."""
@@ -289,23 +353,6 @@ class OpBuilder:
             return load_in_trace(_load, type(self), self.__dict__, how)
         return self.loaded(**how).value
 
-    @classmethod
-    def functions(cls, device: str | None = None) -> Any:
-        """The op's functions, loaded at the first call and kept: what a front end calls each time.
-
-        ``device`` is the type of the tensors' device (``x.device.type``), for an op with a library
-        for each backend; left out, ``load()`` chooses. The first call may be in a function that
-        torch.compile traces: the op is then loaded while it is traced. Raises OpkilnError where
-        nothing serves, and SpecError for an op without ``SCHEMAS``.
-        """
-        if is_tracing():
-            return load_in_trace(_functions, cls, device)
-        place = (cls, device, here.era)
-        found = _kept.get(place)
-        if found is None:
-            found = _kept[place] = _builder_for(cls, device).loaded().value
-        return found
-
     def _claim_name(self) -> None:
         """Take the name of the op for the file that declares it. Raises SpecError if another file
         of the same package has it, or if this one has it for another namespace: then the kernels of
@@ -334,7 +381,8 @@ class OpBuilder:
         self, verbose: bool = True, *, reload: bool = False, must_be_native: bool = False
     ) -> Loaded:
         """As ``load`` or ``jit_load``, with the artifact and the trace. Raises OpkilnError."""
-        if self.SCHEMAS:
+        if self.FUNCTIONS:
+            self.FUNCTIONS.import_module()
             self._claim_name()
         try:
             loaded = loader.load(
@@ -491,22 +539,6 @@ class OpBuilder:
         )
 
 
-_kept: dict[tuple[type[OpBuilder], str | None, int], Any] = {}  # what functions() gives
-
-
-def _builder_for(kind: type[OpBuilder], device: str | None) -> OpBuilder:
-    if not kind.SCHEMAS:
-        raise SpecError(
-            f"{kind.__name__} has no SCHEMAS, so it has no functions()",
-            why="functions() gives the functions that SCHEMAS names",
-            hint=f"{kind.__name__}().load()",
-        )
-    builder = kind()
-    if device is not None:
-        builder.ask_for(backend_of(kind, device), None)
-    return builder
-
-
 def directory_of(file: str) -> str:
     """Where a file lies, also in an archive; the working directory for what is in no file."""
     path = found = os.path.abspath(file)
@@ -547,12 +579,10 @@ def backend_of(kind: type[OpBuilder], device: str) -> str | None:
     if device == "cuda":  # which is what torch calls ROCm's devices, too
         backend = ROCM if torch_built_for()[1] else CUDA
     else:
-        backend = XPU if device == "xpu" else CPU
+        # SYCL's kernels run on CPUs, too.
+        has_other = device == "xpu" or (CPU not in kind.BACKENDS and device == "cpu")
+        backend = XPU if has_other else CPU
     return backend if backend in kind.BACKENDS else None
-
-
-def _functions(kind: type[OpBuilder], device: str | None) -> Any:
-    return kind.functions(device)
 
 
 def _load(kind: type[OpBuilder], fields: dict[str, Any], how: dict[str, Any]) -> Any:

@@ -1,13 +1,9 @@
-"""The OpBuilder underneath a decorated function, or several functions of one library."""
+"""The OpBuilder that is made of a decorator's arguments."""
 
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Mapping
-from functools import partial
-from importlib import import_module
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from opkiln.base.model import (
@@ -15,16 +11,16 @@ from opkiln.base.model import (
     CUDA,
     DECORATOR,
     INLINE_ROOT,
-    REGISTERED,
+    NATIVE,
+    NO_GRAD,
     ROCM,
     Op,
     OpSpec,
-    Registration,
-    function_name,
+    texts,
 )
-from opkiln.builder.base import directory_of, root_of
+from opkiln.builder.base import DeclaredFunctions, OpBuilder, directory_of, root_of
 from opkiln.builder.cuda import CUDAOpBuilder
-from opkiln.builder.parameters import NATIVE, NO_GRAD, Parameters, texts
+from opkiln.builder.parameters import Parameters
 from opkiln.decision.terms import CHECK
 from opkiln.errors import SpecError, UsageError
 from opkiln.loading import loader
@@ -84,64 +80,17 @@ class Sources(NamedTuple):
         return (*((CUDA, ROCM) if self.cuda else ()), *((CPU,) if self.cpu else ()))
 
 
-class DeclaredFunctions:
-    """The functions of a library. ``module`` declares them, if it is another than the library's:
-    as long as it is not imported, their schemas are read from its text."""
-
-    def __init__(self, module: str = "") -> None:
-        self.module = module
-        self.declared: dict[str, str] = {}  # the schemas, by name
-        self._read: tuple[str, ...] | None = None
-
-    @property
-    def schemas(self) -> tuple[str, ...]:
-        module = sys.modules.get(self.module)
-        if not self.module or (module and not getattr(module.__spec__, "_initializing", False)):
-            return tuple(self.declared.values())
-        if self._read is None:
-            from opkiln.builder import reading
-
-            try:
-                self._read = reading.schemas_in(self.module, self)
-            except reading.Unreadable:
-                self.import_module()
-                return tuple(self.declared.values())
-        return self._read
-
-    def import_module(self) -> None:
-        """Have the functions declared."""
-        if self.module:
-            import_module(self.module)
-
-
-class _Schemas:
-    def __get__(self, _: object, builder: type[DecoratedBuilder]) -> tuple[str, ...]:
-        if builder.PARTS:
-            return tuple(each for part in builder.PARTS for each in part.SCHEMAS)
-        return builder.FUNCTIONS.schemas
-
-
 class DecoratedBuilder(CUDAOpBuilder):
     """What is the same for all decorated functions."""
 
     _declared_by = DECORATOR
     FILE = ""  # that declares it
-    REGISTRATION: Registration  # without the schemas, which may still have to be read
     DIRECTORY = ""  # of the Python file, from the root
     SOURCES = Sources()
     NEEDS: Mapping[str, Any]
     PARAMETERS = Parameters("")
-    VALUES: tuple[Value, ...] = ()  # of the parameters, in the builder of one variant
-    PARTS: tuple[type[DecoratedBuilder], ...] = ()  # of what is several libraries under one name
-    FUNCTIONS = DeclaredFunctions()
     WITHOUT: Mapping[str, tuple[str, ...]] = {}  # functions that a backend's library does not have
     _made: dict[tuple[Value, ...], type[DecoratedBuilder]]  # the builders of the variants
-    # What is loaded, by the loader's era and the device; None: there is no library for it.
-    SERVED: dict[tuple[int, str], Loaded | None]
-    SCHEMAS = _Schemas()
-    DECLARED: Mapping[str, SimpleNamespace]  # the functions, by the part of the registration
-    # By function: tells torch of the overload that a variant's library implements.
-    TELL_TORCH: dict[str, Callable[[tuple[Value, ...]], object]]
 
     @property
     def _declared_in(self) -> str:
@@ -182,9 +131,6 @@ class DecoratedBuilder(CUDAOpBuilder):
         used = tuple(each for each in self.SOURCES.inline if each[0] in spec.sources)
         return spec._replace(root=INLINE_ROOT, inline=used)
 
-    def registration(self) -> Registration:
-        return self.REGISTRATION._replace(schemas=self.SCHEMAS)
-
     def op(self) -> Op:
         if names := [each.NAME for each in self.variants()]:
             kind = "parts" if self.PARTS else "variants"
@@ -202,34 +148,26 @@ class DecoratedBuilder(CUDAOpBuilder):
     def loaded(
         self, verbose: bool = True, *, reload: bool = False, must_be_native: bool = False
     ) -> Loaded:
-        self.FUNCTIONS.import_module()
         if self.VALUES:
-            for tell in self.TELL_TORCH.values():
+            self.FUNCTIONS.import_module()
+            for tell in self.FUNCTIONS.tell_torch.values():
                 tell(self.VALUES)
         return super().loaded(verbose, reload=reload, must_be_native=must_be_native)
 
     @classmethod
-    def declare(cls, schema: str, function: Callable[..., Any]) -> None:
-        """Add a function, or replace one."""
-        name = function_name(schema)
-        cls.forget()
+    def declare(cls, name: str, schema: str, function: Callable[..., Any]) -> None:
+        super().declare(name, schema, function)
         if not cls.FUNCTIONS.module:
             cls._made.clear()
-        cls.FUNCTIONS.declared.pop(name, None)
-        cls.FUNCTIONS.declared[name] = schema
-        for part in REGISTERED:  # of the function that is replaced
-            vars(cls.DECLARED[part]).pop(name, None)
-        setattr(cls.DECLARED["reference"], name, function)
 
     @classmethod
     def forget(cls) -> None:
-        """Have this process load the libraries anew: they have other functions, or sources."""
         for library in (cls, *cls._made.values()):
             library.SERVED.clear()
             loader.forget(library().distribution, library.NAME)
 
     @classmethod
-    def variants(cls) -> tuple[type[DecoratedBuilder], ...]:
+    def variants(cls) -> tuple[type[OpBuilder], ...]:
         if cls.PARTS:
             return tuple(each for part in cls.PARTS for each in part.variants() or (part,))
         if cls.VALUES or not cls.PARAMETERS:
@@ -237,16 +175,15 @@ class DecoratedBuilder(CUDAOpBuilder):
         return tuple(map(cls.variant, cls.PARAMETERS.combinations()))
 
     @classmethod
-    def ahead(cls) -> tuple[type[DecoratedBuilder], ...]:
+    def ahead(cls) -> tuple[type[OpBuilder], ...]:
         return tuple(each for each in cls.variants() if each.PARAMETERS.is_ahead(each.VALUES))
 
     @classmethod
     def variant(cls, values: tuple[Value, ...]) -> type[DecoratedBuilder]:
-        """The builder of the variant with these values; without any, this one."""
         found = cls._made.get(values) if values else cls
         if found is None:
             ending = cls.PARAMETERS.suffix(values)
-            overloads = cls.REGISTRATION.overloads
+            overloads = cls.OVERLOADS
             if cls.PARAMETERS.are_overloads:
                 overloads = tuple(f"{ending}_{each}" if each else ending for each in overloads)
             words = {
@@ -254,7 +191,7 @@ class DecoratedBuilder(CUDAOpBuilder):
                 "NAME": cls.PARAMETERS.library(values),
                 "VALUES": values,
                 "SERVED": {},
-                "REGISTRATION": cls.REGISTRATION._replace(overloads=overloads),
+                "OVERLOADS": overloads,
             }
             found = cls._made[values] = type(f"{cls.__name__}_{ending}", (cls,), words)
         return found
@@ -274,6 +211,7 @@ def builder_for(
     namespace: str,
     parameters: Parameters,
     functions: str = "",
+    libraries: Sequence[DeclaredFunctions] = (),
     **words: Any,
 ) -> type[DecoratedBuilder]:
     """A builder class, without functions yet. ``place`` is the module and the file that declare it,
@@ -286,35 +224,25 @@ def builder_for(
         "NAME": name,
         "NAMESPACE": namespace,
         "BACKENDS": sources.backends,
-        "FUNCTIONS": DeclaredFunctions(functions),
+        "FUNCTIONS": DeclaredFunctions(functions, libraries),
         "FILE": file,
         "DIRECTORY": "" if directory == root else os.path.relpath(directory, root),
         "SOURCES": sources,
         "NEEDS": _checked_needs(name, needs),
         "PARAMETERS": parameters,
+        # What a library's function is registered as. If every call is to be compared, that is an
+        # overload of its own. An op with variants has no library: its variants have.
+        "OVERLOADS": (NATIVE,)
+        if settings.mode == CHECK
+        else ("",)
+        if parameters.are_overloads
+        else ("", NO_GRAD),
         "SERVED": {},
-        "TELL_TORCH": {},
         "_made": {},
-        "DECLARED": {part: SimpleNamespace() for part in REGISTERED},
     }
     title = "".join(part.capitalize() for part in name.split("_"))
     made: type[DecoratedBuilder] = type(f"{title}Builder", (DecoratedBuilder,), words)
-    # What a library's function is registered as. If every call is to be compared, that is an
-    # overload of its own. An op with variants has no library: its variants have.
-    compared, varied = settings.mode == CHECK, parameters.are_overloads
-
-    def provide(part: str) -> SimpleNamespace | None:
-        made.FUNCTIONS.import_module()
-        found = made.DECLARED[part]
-        return found if part == "reference" or vars(found) else None
-
-    made.REGISTRATION = Registration(
-        namespace=made()._checked_namespace('@opkiln.op(..., namespace="my_package")'),
-        schemas=(),
-        **{part: partial(provide, part) for part in REGISTERED},
-        overloads=(NATIVE,) if compared else ("",) if varied else ("", NO_GRAD),
-        defined=True,
-    )
+    made()._checked_namespace('@opkiln.op(..., namespace="my_package")')
     return made
 
 

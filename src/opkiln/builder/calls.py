@@ -7,16 +7,20 @@ calls an overload without one: autograd in Python takes longer than a small kern
 
 from __future__ import annotations
 
+import builtins
 import functools
 import inspect
+import types
 from typing import Any
 
 import torch
 from torch.autograd import forward_ad
 
+from opkiln.loading.register import at_trace_time
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from opkiln.builder.entrance import Entrance
 
@@ -32,6 +36,12 @@ def {name}({parameters}):
         return overload_({arguments})
 {choice}    if is_traced_():
         return no_grad_({arguments})
+    return call_({arguments})
+"""
+_WITHOUT_GRADIENT = """\
+def {name}({parameters}):
+{choice}    if is_traced_():
+        return overload_({arguments})
     return call_({arguments})
 """
 _IN_PLACE = """\
@@ -54,16 +64,44 @@ _CHOICE = """\
 """
 
 
-def function_for(
-    function: Callable[..., Any],
-    overload: Any,
-    no_grad: Any,
-    written: tuple[str, ...],
-    variants: Entrance | None = None,
-) -> Callable[..., Any]:
-    """The function to call in the place of ``function``. ``no_grad`` is None for an op that writes
-    to its arguments. The author's function that chooses variants is its global ``choose_``."""
-    names: dict[str, Any] = {
+def function_for(function: Callable[..., Any], entrance: Entrance) -> Callable[..., Any]:
+    """The function to call in the place of ``function``. Its code is written with the first call,
+    also with one that is traced. The author's function that chooses variants is its global
+    ``choose_``."""
+    names: dict[str, Any] = {"__builtins__": builtins, "choose_": _chooses_nothing}
+    made = types.FunctionType(_first_call.__code__, names, function.__name__)
+    functools.update_wrapper(made, function)
+
+    def write(is_traced: bool) -> None:
+        if "self_" in names:
+            return  # by another thread, or by a trace
+        called = types.FunctionType(_write(function, entrance, names), names, function.__name__)
+        called.__defaults__, called.__kwdefaults__ = function.__defaults__, function.__kwdefaults__
+        names["self_"] = called
+        # torch.compile remembers the parameters of a function that it has traced.
+        if not is_traced:
+            made.__defaults__, made.__kwdefaults__ = called.__defaults__, called.__kwdefaults__
+            made.__code__ = called.__code__
+
+    names |= {"write_": at_trace_time(write), "is_traced_": torch.compiler.is_dynamo_compiling}
+    return made
+
+
+def _first_call(*args: Any, **kwargs: Any) -> Any:
+    write_(is_traced_())  # type: ignore[name-defined] # noqa: F821 (globals of the function to call)
+    return self_(*args, **kwargs)  # type: ignore[name-defined] # noqa: F821
+
+
+def _write(
+    function: Callable[..., Any], entrance: Entrance, names: dict[str, Any]
+) -> types.CodeType:
+    """The code of the function to call. Puts what it uses into ``names``."""
+    variants = entrance if entrance.has_overloads else None
+    overload, no_grad = entrance.overload(), entrance.overload(entrance.without_gradient)
+    parsed = overload._schema.arguments
+    kinds = {each.name: str(each.type) for each in parsed}
+    written = [each.name for each in parsed if each.is_write]
+    names |= {
         "overload_": overload,
         "no_grad_": no_grad,
         # What calling torch's object does, without its Python method: half a microsecond less.
@@ -75,15 +113,12 @@ def function_for(
         "is_exporting_": torch.compiler.is_exporting,
         "any_": _any_requires_grad,
         "refuse_": functools.partial(_refuse, function.__name__, written),
-        "choose_": _chooses_nothing,
         "variants_": {} if variants is None else variants.calls,
-        "is_traced_": torch.compiler.is_dynamo_compiling,
         "count_modes_": torch._C._len_torch_dispatch_stack,
         "plain_": frozenset((torch.Tensor, torch.nn.Parameter)),
         "are_plain_": _are_plain,
     }
-    parameters, arguments = _signature(function, names)
-    kinds = {each.name: str(each.type) for each in overload._schema.arguments}
+    parameters, arguments = _signature(function)
     tensors = [name for name, kind in kinds.items() if "Tensor" in kind]
     # Whether each is no subclass of Tensor, and whether it requires a gradient.
     are_plain, tests = [], []
@@ -98,7 +133,8 @@ def function_for(
             names["tuned_for_"] = variants.tuning.exact
             values += f"[tuned_for_({arguments})]"
         choice = _CHOICE.format(plain="".join(are_plain), arguments=arguments, values=values)
-    text = (_IN_PLACE if no_grad is None else _WITH_GRADIENT).format(
+    with_gradient = _WITH_GRADIENT if entrance.has_gradient else _WITHOUT_GRADIENT
+    text = (_IN_PLACE if written else with_gradient).format(
         choice=choice,
         name=function.__name__,
         parameters=parameters,
@@ -107,28 +143,22 @@ def function_for(
         requires_grad=" or ".join(tests) or "False",
     )
     code = compile(text, f"<opkiln: the call of {function.__name__}>", "exec")
-    exec(code, names)  # noqa: S102 (the text is made of the names of a function's parameters)
-    made: Callable[..., Any] = names[function.__name__]
-    functools.update_wrapper(made, function)
-    return made
+    return next(each for each in code.co_consts if isinstance(each, types.CodeType))
 
 
 def _chooses_nothing(*args: Any, **kwargs: Any) -> None:
     """Stands for the author's function as long as there is none."""
 
 
-def _signature(function: Callable[..., Any], names: dict[str, Any]) -> tuple[str, str]:
-    """(parameters, the arguments of a call with them) in Python. Puts defaults into ``names``."""
+def _signature(function: Callable[..., Any]) -> tuple[str, str]:
+    """(parameters, the arguments of a call with them) in Python."""
     parameters, arguments = [], []
     named = False
     for each in inspect.signature(function).parameters.values():
         if each.kind == each.KEYWORD_ONLY and not named:
             named = True
             parameters.append("*")
-        default = ""
-        if each.default is not each.empty:
-            default = f"=default_{each.name}_"
-            names[f"default_{each.name}_"] = each.default
+        default = "" if each.default is each.empty else "=None"  # which one, the function says
         parameters.append(each.name + default)
         arguments.append(f"{each.name}={each.name}" if named else each.name)
     return ", ".join(parameters), ", ".join(arguments)
@@ -150,7 +180,7 @@ def _any_requires_grad(*values: Any) -> bool:
     return False
 
 
-def _refuse(name: str, written: tuple[str, ...]) -> None:
+def _refuse(name: str, written: Sequence[str]) -> None:
     raise RuntimeError(
         f"{name} writes to {', '.join(written)}, so it has no gradient. An argument requires one.\n"
         "hint: with torch.no_grad():"

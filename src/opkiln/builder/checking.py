@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from opkiln.builder.variants import autocast_off, tensors
 from opkiln.errors import DifferenceError
-from opkiln.loading.gradient import autocast_off, tensors
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

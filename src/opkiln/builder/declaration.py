@@ -4,14 +4,13 @@ the name ``opkiln.op`` can be looked up where there is none."""
 from __future__ import annotations
 
 import inspect
-from typing import Any, Generic, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
+from opkiln.base.model import texts
 from opkiln.builder.calls import function_for
 from opkiln.builder.entrance import Entrance
-from opkiln.builder.parameters import NATIVE, NO_GRAD, texts
 from opkiln.errors import LoadError, SpecError, told_briefly
 from opkiln.loading import schema as schemas
-from opkiln.loading.gradient import takes_output
 from opkiln.loading.schema import require_returns_at_once
 
 TYPE_CHECKING = False
@@ -19,13 +18,19 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
     from typing import Protocol
 
-    from opkiln.builder.builders import DecoratedBuilder
+    from opkiln.builder.base import OpBuilder
     from opkiln.builder.parameters import Value
     from opkiln.loading.explain import Explanation, Explanations
 
     _F = TypeVar("_F", bound=Callable[..., Any])
 else:
-    Protocol = Generic  # making a Protocol takes 2 ms, which a hit need not wait for
+
+    class Protocol:
+        """Stands for typing's: making a class of that takes 2 ms, which a hit need not wait for."""
+
+        def __class_getitem__(cls, _: Any) -> type:
+            return cls
+
 
 _P = ParamSpec("_P")
 _R_co = TypeVar("_R_co", covariant=True)
@@ -35,7 +40,7 @@ class DecoratedOp(Protocol[_P, _R_co]):
     """What the decorator gives: the function to call, with these attributes."""
 
     __name__: str
-    builder: type[DecoratedBuilder]  # the class underneath: sources, flags, load(), is_compatible()
+    builder: type[OpBuilder]  # the class underneath: sources, flags, load(), is_compatible()
     reference: Callable[..., Any]  # the function that was decorated
     overload: Any  # torch's object for the op: torch.ops.<namespace>.<name>.default
     _entrance: Entrance
@@ -49,26 +54,28 @@ class DecoratedOp(Protocol[_P, _R_co]):
         """Give a gradient instead of that of the reference: ``function(*grads, *inputs)`` returns
         one gradient for each argument, None for those that have none. With a parameter ``output``
         it is also given the result."""
-        gradient = self._entrance.gradient
-        if gradient is None:
+        entrance = self._entrance
+        if not entrance.has_gradient:
+            why = "it writes to its arguments" if entrance.mutates else "gradient=False says so"
             raise SpecError(
-                f"op {self.builder.NAME} has no gradient: it writes to its arguments",
+                f"op {self.builder.NAME} has no gradient: {why}",
                 hint="torch.autograd.Function around it",
             )
+        from opkiln.builder.gradient import takes_output
+
         require_returns_at_once(self.builder.NAME, function)
         results = self.overload._schema.returns
         if all(str(each.type) == "Tensor" for each in results):
             grads = [f"grad{number or ''}" for number in range(len(results))]
             self._require_fits(function, grads, ["output"] if takes_output(function) else [])
-        gradient.replace(function)
+        entrance.find_gradient().replace(function)
         return self._declare("backward", function)
 
     def fake(self, function: _F) -> _F:
         """Give the shapes of the results instead of running the reference on fake tensors."""
         self._require_fits(function)
-        self._declare("fake", function)
-        self._entrance.forget()
-        return function
+        self._entrance.author_fake = function
+        return self._declare("fake", function)
 
     def vmap(self, function: _F) -> _F:
         """Give a batching rule, ``function(info, in_dims, *args)`` -> (result, out_dims)."""
@@ -80,7 +87,7 @@ class DecoratedOp(Protocol[_P, _R_co]):
         """Give the function that chooses a variant: it takes the op's arguments and returns a value
         for each name of ``variants=``, as a dict; None if the reference is to run."""
         parameters = self.builder.PARAMETERS
-        if not parameters.chosen or parameters.by_dtype:
+        if not parameters or not parameters.chosen or parameters.by_dtype:
             raise SpecError(
                 f"op {self.builder.NAME} has no variants to choose from",
                 hint='@opkiln.op(..., variants={"HEAD": (64, 128)})',
@@ -140,7 +147,7 @@ class DecoratedOp(Protocol[_P, _R_co]):
 
     def _declare(self, part: str, function: _F) -> _F:
         """Keep a function where whoever asks for the op's functions finds it."""
-        setattr(self.builder.DECLARED[part], self._entrance.name, function)
+        self.builder.FUNCTIONS.parts[part][self._entrance.name] = function
         return function
 
     def _require_fits(
@@ -172,27 +179,18 @@ class Declaration(DecoratedOp[_P, _R_co]):
         self,
         function: Callable[_P, _R_co],
         mutates: str | Iterable[str],
-        builder: type[DecoratedBuilder],
+        gradient: bool,
+        builder: type[OpBuilder],
     ) -> None:
         name = function.__name__
         written = texts(f"op {name}: mutates=", mutates)
         schema = schemas.schema_of(name, function, written)
-        builder.declare(schema, function)
-        entrance = self._entrance = Entrance(builder, schema, function)
+        builder.declare(name, schema, function)
+        entrance = self._entrance = Entrance(builder, schema, function, has_gradient=gradient)
         builder()._claim_name()
-        has_overloads = builder.PARAMETERS.are_overloads
-        compared = NATIVE in builder.REGISTRATION.overloads and not has_overloads
-        entrance.tell_all(NATIVE if compared else NO_GRAD)
-        self.builder, self.reference = builder, function
-        self.overload = self._entrance.overload()
-        no_grad = self.overload if compared else self._entrance.overload(NO_GRAD)
-        made: Any = function_for(
-            function,
-            self.overload,
-            None if written else no_grad,
-            written,
-            entrance if has_overloads else None,
-        )
+        entrance.tell_all()
+        self.builder, self.reference, self.overload = builder, function, entrance.overload()
+        made: Any = function_for(function, entrance)
         made.builder, made.reference, made.overload = builder, function, self.overload
         for each in (self.backward, self.fake, self.vmap, self.variant, self.tune_key,
                      self.check, self.load, self.reload, self.explain):  # fmt: skip

@@ -37,19 +37,25 @@ import torch
 from torch import Tensor
 
 from opkiln.base import signature
-from opkiln.builder.checking import Comparison
-from opkiln.builder.parameters import DTYPE, NATIVE, NO_GRAD, UNSERVED
-from opkiln.builder.variants import Variant, device_of, require_allowed
+from opkiln.base.model import NATIVE, NO_GRAD, UNSERVED
+from opkiln.builder.variants import (
+    Variant,
+    add_defaults,
+    autocast_off,
+    device_of,
+    require_allowed,
+    tensors,
+)
 from opkiln.decision import terms
 from opkiln.errors import FallbackWarning, LoadError, SpecError, warn_caller
-from opkiln.loading.gradient import Gradient, add_defaults, autocast_off, tensors
 from opkiln.loading.here import here
 from opkiln.loading.register import (
-    Function,
+    WithBump,
     drop_compiled_graphs,
     lasting_library,
     library_of,
     register_fake,
+    returns_nothing,
 )
 from opkiln.settings import settings
 
@@ -57,7 +63,8 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from opkiln.builder.builders import DecoratedBuilder
+    from opkiln.builder.base import OpBuilder
+    from opkiln.builder.gradient import Gradient
     from opkiln.builder.parameters import Value
     from opkiln.builder.tuning import Tuning
 
@@ -67,35 +74,48 @@ _MOST_REASONS = 16  # that are told and kept: a program may call with a thousand
 _MOST_CALLS = 4096  # that are remembered for one variant
 
 
-class Entrance(Function):
-    """A decorated function that torch knows. Chooses and loads its libraries, and runs its
-    reference for the calls that none serves."""
+class Entrance:
+    """A function that torch knows. Chooses and loads its libraries, and runs its reference for the
+    calls that none serves."""
 
     def __init__(
-        self, builder: type[DecoratedBuilder], schema: str, function: Callable[..., Any]
+        self,
+        builder: type[OpBuilder],
+        schema: str,
+        function: Callable[..., Any],
+        *,
+        has_gradient: bool,
     ) -> None:
-        owner = f"declared in {function.__module__} already", function.__qualname__
-        hint = '@opkiln.op(..., namespace="another")'
-        super().__init__(function.__name__, builder.REGISTRATION, schema, owner, hint)
-        self._builder, self._function, self.parameters = builder, function, builder.PARAMETERS
+        self._builder, self._function, self.schema = builder, function, schema
+        self.namespace = builder.NAMESPACE or builder().distribution
+        self.name = function.__name__
+        self.qualified = f"{self.namespace}::{self.name}"
+        self.mutates = "!" in schema.rpartition("->")[0]  # `Tensor(a!)`: it writes to its argument
+        self.has_gradient = has_gradient and not self.mutates
+        self.gradient: Gradient | None = None
+        self.author_fake: Callable[..., Any] | None = None
+        self.parameters = parameters = builder.PARAMETERS
         # Read in each call.
-        self._is_plain, self._has_overloads = not self.parameters, self.parameters.are_overloads
-        self.compare = Comparison(self.op, function)
+        self._is_plain = not parameters
+        self.has_overloads = bool(parameters) and parameters.are_overloads
         self._variants: dict[tuple[Value, ...], Variant] = {}
-        builder.TELL_TORCH[self.op] = self.variant
+        functions = builder.FUNCTIONS
+        functions.tell_torch[self.name] = self.variant
+        if self.has_gradient:
+            functions.with_gradient.add(self.name)
         # From the arguments of a call to the values of the parameters that are not tuned.
         self.choose: Callable[..., Any] | None = None
-        if self.parameters.by_dtype:
+        if parameters and parameters.by_dtype:
             self.choose = _choose_dtype(schema)
         # The calls of the overloads: a dict for each parameter, one in the other, which is
         # faster than one with tuples. With tuning, the innermost one is by what is tuned for.
         self.calls: dict[Any, Any] = {}
         self.tuning: Tuning | None = None
-        if self.parameters.tuned:
+        if parameters and parameters.tuned:
             from opkiln.builder.tuning import Tuning
 
             self.tuning = Tuning(builder, self.variant)
-        self.chosen_names = tuple(name for name, _ in self.parameters.chosen)
+        self.chosen_names = tuple(name for name, _ in parameters.chosen) if parameters else ()
         self._defaults: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         self.reasons: dict[str, None] = {}  # why calls in this process ran as the reference
         self.refused = 0  # such calls
@@ -129,7 +149,7 @@ class Entrance(Function):
         variant, why = self._choose(args, kwargs)
         if variant is None:
             return self._fall_back(why, args, kwargs)
-        return (variant.overload if self._has_overloads else variant)(*args, **kwargs)
+        return (variant.overload if self.has_overloads else variant)(*args, **kwargs)
 
     def take_unserved(self, *args: Any, unserved_because: str, **kwargs: Any) -> Any:
         """Take a call that a kernel does not serve, or one with a dtype that is not loaded: then
@@ -146,28 +166,53 @@ class Entrance(Function):
         with autocast_off(tuple(tensors(args, kwargs))):
             return self._function(*args, **kwargs)
 
+    def fake(self, *args: Any, **kwargs: Any) -> Any:
+        """What gives the shapes: the author's fake, or else the reference."""
+        return (self.author_fake or self.reference)(*args, **kwargs)
+
+    def compare(self, native: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the native version gives. Raises DifferenceError."""
+        from opkiln.builder.checking import Comparison
+
+        return Comparison(self.name, self._function)(native, args, kwargs)
+
+    def overload(self, name: str = "default") -> Any:
+        """torch's object for an overload."""
+        return getattr(getattr(getattr(torch.ops, self.namespace), self.name), name)
+
+    def overload_name(self, overload: str) -> str:
+        """The name of an overload; "" is the default one."""
+        return f"{self.name}.{overload}" if overload else self.name
+
     def _fall_back(self, why: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the reference, and say so once for each reason; not for a call that it refuses, too:
         then its error says all. Raises LoadError where it must not run."""
-        require_allowed(self.op, "reference", why)
+        require_allowed(self.name, "reference", why)
         result = self.reference(*args, **kwargs)
         self.refused += 1
         if why not in self.reasons and len(self.reasons) < _MOST_REASONS:
             self.reasons[why] = None
-            warn_caller(f"op {self.op} runs as its pure-PyTorch reference: {why}", FallbackWarning)
+            warn_caller(
+                f"op {self.name} runs as its pure-PyTorch reference: {why}", FallbackWarning
+            )
         return result
 
     def load_native(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Variant:
         """The variant for a call, with its library loaded. Raises LoadError if there is none."""
         variant, why = self._choose(args, kwargs)
         if variant is None:
-            raise LoadError(f"op {self.op} has no variant for these arguments", why=why)
+            raise LoadError(f"op {self.name} has no variant for these arguments", why=why)
         variant.require_native(device_of(args, kwargs))
         return variant
 
     def matching(self, wanted: Mapping[str, Value]) -> list[Variant]:
         """The variants that have these values. Raises SpecError if there is none."""
-        return [self.variant(values) for values in self.parameters.matching(wanted)]
+        if self._is_plain and not wanted:
+            return [self.variant(())]
+        from opkiln.builder.parameters import Parameters
+
+        parameters = self.parameters or Parameters(self._builder.NAME)
+        return [self.variant(values) for values in parameters.matching(wanted)]
 
     def reload(self) -> None:
         """Look at the sources of what is loaded again. Raises OpkilnError."""
@@ -189,8 +234,8 @@ class Entrance(Function):
             if values in self._variants:
                 return self._variants[values]
             made = Variant(self._builder.variant(values), self.compare, self.reference)
-            compared = NATIVE in self._builder.REGISTRATION.overloads
-            if self._has_overloads:
+            compared = NATIVE in self._builder.OVERLOADS
+            if self.has_overloads:
                 ending = self.parameters.suffix(values)
                 made.overload = self.add(ending, made)
                 if compared:
@@ -204,10 +249,12 @@ class Entrance(Function):
     def _choose(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Variant | None, str]:
         """The variant for a call; or None, and why none serves it. Raises SpecError, and LoadError
         where the reference must not serve."""
+        if self._is_plain:
+            return self.variant(()), ""
         args, kwargs = self._add_defaults(args, kwargs)
         found = self._values_for(args, kwargs)
         if found is None:
-            return None, f"the function of @{self.op}.variant chose none for these arguments"
+            return None, f"the function of @{self.name}.variant chose none for these arguments"
         values, why = self.parameters.find_values(found)
         if why:
             return None, why
@@ -217,7 +264,7 @@ class Entrance(Function):
             tuned, lasting = self.tuning.best(values, args, kwargs)
             keys, values = (*values, self.tuning.exact(*args, **kwargs)), (*values, *tuned)
         variant = self.variant(values)
-        if lasting and self._has_overloads:
+        if lasting and self.has_overloads:
             self._remember(keys, variant)
         return variant, ""
 
@@ -248,37 +295,71 @@ class Entrance(Function):
             return {}
         if self.choose is None:
             raise SpecError(
-                f"op {self.op} has variants, and nothing chooses one",
+                f"op {self.name} has variants, and nothing chooses one",
                 why=f"variants= lists {self.parameters.in_words()}",
-                hint=f"@{self.op}.variant on a function that takes the arguments of {self.op} and "
-                "returns a value for each name",
+                hint=f"@{self.name}.variant on a function that takes the arguments of {self.name} "
+                "and returns a value for each name",
             )
         return self.choose(*args, **kwargs)
 
     # What torch is told
 
-    def tell_all(self, overload: str) -> None:
-        """Tell torch of the op, with one overload besides the default one. Raises SpecError."""
+    @property
+    def without_gradient(self) -> str:
+        """The overload to call if no gradient is needed."""
+        return NO_GRAD if NO_GRAD in self._overloads else "default"
+
+    def tell_all(self) -> None:
+        """Tell torch of the op, with the overload for comparing or the one without a gradient.
+        Raises SpecError."""
+        compared = NATIVE in self._builder.OVERLOADS and not self.has_overloads
+        overload = NATIVE if compared else NO_GRAD if self.has_gradient else ""
         with here.lock:
-            before = self.claim()
-            if isinstance(before, Entrance):
+            before: Entrance | None = here.functions.get(self.qualified)
+            if before is not None:
+                self._require_same_owner(before)
                 before.retire()
             here.functions[self.qualified] = self
             self._library, self._first = library_of(self.namespace), library_of(self.namespace)
-            for each in ("", overload):
+            for each in dict.fromkeys(("", overload)):
                 self._tell_overload(each, None if each == NATIVE else self)
             self._tell_unserved()
-            if isinstance(before, Entrance):
+            if before is not None:
                 self._tell_leftovers(before)
-            if not self.mutates:
-                below = self.overload(NO_GRAD) if overload == NO_GRAD else self.overload()
-                self.gradient = Gradient(self.overload(), below, self._function)
-                self._first.impl(self.name, self.gradient, "Autograd", with_keyset=True)
+            if self.has_gradient:
+                self._first.impl(self.name, self.differentiate, "Autograd", with_keyset=True)
             if before is not None:
                 drop_compiled_graphs()
 
+    def _require_same_owner(self, before: Entrance) -> None:
+        """Raise SpecError if the name is that of another function."""
+        ours, theirs = (
+            (each._function.__module__, each._function.__qualname__) for each in (self, before)
+        )
+        if ours != theirs:
+            raise SpecError(
+                f"op {self.name}: {self.qualified} is declared in {theirs[0]} already",
+                why="a function belongs to one op",
+                hint='@opkiln.op(..., namespace="another")',
+            )
+
+    def differentiate(self, keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        """The kernel at torch's dispatch key Autograd."""
+        return self.find_gradient()(keyset, *args, **kwargs)
+
+    def find_gradient(self) -> Gradient:
+        """Its gradient, made when it is first needed."""
+        if self.gradient is None:
+            from opkiln.builder.gradient import Gradient
+
+            below = self.overload(self.without_gradient)
+            self.gradient = Gradient(self.overload(), below, self._function)
+        return self.gradient
+
     def retire(self) -> None:
         """Have torch forget it, but for the operator itself, and this process its libraries."""
+        for each in (*self._overloads, *self._left, UNSERVED):
+            self._keep(self.overload_name(each))
         others = [self._batching, *self._leftovers.values(), self._library, self._first]
         for each in filter(None, (self._unserved, *others)):
             each._destroy()
@@ -339,11 +420,29 @@ class Entrance(Function):
         else:
             self.define(library, overload)
         self._overloads.append(overload)
-        self._keep(name)
-        register_fake(library, f"{self.namespace}::{name}", self.fake)
+        if self.schema.endswith("-> ()"):
+            # The same as a fake here, and registered in less time.
+            library.impl(name, returns_nothing, "Meta")
+        else:
+            register_fake(library, f"{self.namespace}::{name}", self.fake)
         if kernel is not None:
             library.impl(name, kernel, "CompositeExplicitAutograd")
         self._batch(overload)
+
+    def define(self, library: Any, overload: str = "") -> None:
+        """Tell torch of the schema of an overload. Raises SpecError."""
+        name = self.overload_name(overload)
+        try:
+            library.define(
+                name + self.schema[len(self.name) :], tags=(torch.Tag.pt2_compliant_tag,)
+            )
+        except (RuntimeError, IndexError) as error:  # IndexError: a number that is too large
+            raise SpecError(
+                f"op {self.name}: the schema {self.schema!r} is malformed", why=str(error)
+            ) from error
+        if self.mutates:
+            bump = WithBump(self.namespace, self.name, overload or "default")
+            library.impl(name, bump, "ADInplaceOrView", with_keyset=True)
 
     def _tell_unserved(self) -> None:
         """Only kernels call it, with real tensors: no tracer sees it."""
@@ -353,7 +452,6 @@ class Entrance(Function):
         name = self.overload_name(UNSERVED)
         self._unserved = library_of(self.namespace)
         self._unserved.define(f"{name}({more}) -> {results}")
-        self._keep(name)
         self._unserved.impl(name, self.take_unserved, "CompositeExplicitAutograd")
 
     def _keep(self, name: str) -> None:
@@ -380,9 +478,9 @@ def _choose_dtype(schema: str) -> Callable[..., dict[str, str]]:
         for place, name, _ in deciding:
             value = args[place] if place < len(args) else kwargs.get(name)
             if not isinstance(value, Tensor):
-                return {DTYPE: str(value).removeprefix("torch.")}
+                return {"dtype": str(value).removeprefix("torch.")}
             if value.dtype.is_floating_point:
-                return {DTYPE: str(value.dtype).removeprefix("torch.")}
-        return {DTYPE: ""}
+                return {"dtype": str(value.dtype).removeprefix("torch.")}
+        return {"dtype": ""}
 
     return choose

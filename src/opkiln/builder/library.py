@@ -31,9 +31,8 @@ import sys
 from collections.abc import Mapping
 from typing import Any, ParamSpec, TypeVar, cast
 
-from opkiln.base.model import check_names
-from opkiln.builder.builders import Sources, builder_for
-from opkiln.builder.parameters import Parameters, texts
+from opkiln.base.model import LIBRARY, check_names, function_name, texts
+from opkiln.builder.base import DeclaredFunctions, OpBuilder
 from opkiln.errors import SpecError
 
 TYPE_CHECKING = False
@@ -53,6 +52,7 @@ def op(
     cuda: str | Iterable[str] = (),
     source: str | Mapping[str, str] | None = None,
     mutates: str | Iterable[str] = (),
+    gradient: bool = True,
     needs: Mapping[str, Any] | None = None,
     namespace: str = "",
     emulate: bool = False,
@@ -64,10 +64,12 @@ def op(
 
     ``sources`` are C++ files for the CPU, ``cuda`` files for CUDA and ROCm, relative to the Python
     file. ``source`` is text instead: C++ for the CPU, or ``{"cpu": ..., "cuda": ...}``.
-    ``mutates`` names the arguments that the op writes to. ``needs`` may have ``archs`` (the least
-    compute capability, "8.0"), ``libraries``, ``include_dirs``, ``cxx_args``, ``nvcc_args`` and
-    ``ldflags``. ``namespace`` is that of ``torch.ops``; by default, the package's name. ``emulate``
-    runs the CUDA kernels on the CPU, for CPU tensors, and checks what they do (docs/emulator.md).
+    ``mutates`` names the arguments that the op writes to. ``gradient=False`` says that its result
+    is not differentiable: calls by ``torch.ops`` then cost less. ``needs`` may have ``archs`` (the
+    least compute capability, "8.0"), ``libraries``, ``include_dirs``, ``cxx_args``, ``nvcc_args``
+    and ``ldflags``. ``namespace`` is that of ``torch.ops``; by default, the package's name.
+    ``emulate`` runs the CUDA kernels on the CPU, for CPU tensors, and checks what they do
+    (docs/emulator.md).
     ``variants`` lists compile-time parameters and their values, ``{"HEAD": (64, 128)}``: the
     sources see them as macros, and ``@f.variant`` chooses among them. ``tune`` lists such
     parameters that are chosen by measuring, once for each device model and class of shapes.
@@ -76,6 +78,9 @@ def op(
 
     Raises SpecError for a function that cannot be an op.
     """
+    from opkiln.builder.builders import Sources, builder_for
+    from opkiln.builder.parameters import Parameters
+
     given = Sources.of(sources, cuda, source)
 
     def decorate(function: Callable[_P, _R]) -> DecoratedOp[_P, _R]:
@@ -92,7 +97,7 @@ def op(
             EMULATE=emulate,
             __doc__=function.__doc__,
         )
-        return _declare(function, mutates, builder)
+        return _declare(function, mutates, gradient, builder)
 
     return decorate
 
@@ -100,17 +105,18 @@ def op(
 class Library:
     """Functions that share sources. ``builder`` is the class underneath, for all of them."""
 
-    def __init__(self, builder: type[DecoratedBuilder]) -> None:
+    def __init__(self, builder: type[OpBuilder]) -> None:
         self.builder = builder
 
     def op(
-        self, *, mutates: str | Iterable[str] = ()
+        self, *, mutates: str | Iterable[str] = (), gradient: bool = True
     ) -> Callable[[Callable[_P, _R]], DecoratedOp[_P, _R]]:
         """Make an op of a function of this library; its body is the reference.
 
-        ``mutates`` names the arguments that it writes to. Declare all functions of the library
-        before the first call: a library with a function that nobody declares is refused. Raises
-        SpecError for a function that cannot be an op.
+        ``mutates`` names the arguments that it writes to. ``gradient=False`` says that its result
+        is not differentiable: calls by ``torch.ops`` then cost less. Declare all functions of the
+        library before the first call: a library with a function that nobody declares is refused.
+        Raises SpecError for a function that cannot be an op.
         """
 
         if self.builder.PARTS:
@@ -119,16 +125,17 @@ class Library:
 
         def decorate(function: Callable[_P, _R]) -> DecoratedOp[_P, _R]:
             _require_function("@op", function)
-            return _declare(function, mutates, self.builder)
+            return _declare(function, mutates, gradient, self.builder)
 
         return decorate
 
     def __repr__(self) -> str:
-        return f"<library {self.builder.NAME}: {', '.join(self.builder().registration().names)}>"
+        names = map(function_name, self.builder.FUNCTIONS.schemas)
+        return f"<library {self.builder.NAME}: {', '.join(names)}>"
 
 
 def library(
-    name: str,
+    name: str | type[OpBuilder],
     *sources: str,
     cuda: str | Iterable[str] = (),
     source: str | Mapping[str, str] | None = None,
@@ -152,8 +159,16 @@ def library(
     functions that the library for "cpu" or "cuda" does not have: there the reference serves.
 
     With ``parts``, it is the name for several libraries, and has nothing of its own. Name each part
-    ``<name>__<part>``, so that commands find it. Raises SpecError.
+    ``<name>__<part>``, so that commands find it.
+
+    In place of a name it takes an OpBuilder, which says what the library is compiled from, and
+    where it can be used; then ``functions`` is the only other argument. Raises SpecError.
     """
+    if isinstance(name, type) and issubclass(name, OpBuilder):
+        return _library_of_builder(name, functions)
+    from opkiln.builder.builders import Sources, builder_for
+    from opkiln.builder.parameters import Parameters
+
     check_names("any", name)
     caller = sys._getframe(1)
     place = caller.f_globals.get("__name__", ""), caller.f_code.co_filename
@@ -183,15 +198,32 @@ def library(
     return Library(builder)
 
 
+def _library_of_builder(builder: type[OpBuilder], functions: str) -> Library:
+    if builder.KIND != LIBRARY:
+        raise SpecError(
+            f"op {builder.NAME} is of kind {builder.KIND}",
+            why="torch knows the functions of a library, those of a module are its attributes",
+            hint=f"{builder.__name__}().load()",
+        )
+    builder.FUNCTIONS, builder.SERVED = DeclaredFunctions(functions), {}
+    return Library(builder)
+
+
 def _builder_of_parts(
     name: str, place: tuple[str, str], parts: Sequence[type[DecoratedBuilder]]
 ) -> type[DecoratedBuilder]:
+    from opkiln.builder.builders import Sources, builder_for
+    from opkiln.builder.parameters import Parameters
+
     sources = Sources(
         tuple(each for part in parts for each in part.SOURCES.cpu),
         tuple(each for part in parts for each in part.SOURCES.cuda),
     )
     namespace, parameters = parts[0].NAMESPACE, Parameters(name)
-    return builder_for(name, place, sources, {}, namespace, parameters, PARTS=tuple(parts))
+    functions = [each.FUNCTIONS for each in parts]
+    return builder_for(
+        name, place, sources, {}, namespace, parameters, libraries=functions, PARTS=tuple(parts)
+    )
 
 
 def _require_function(decorator: str, function: object) -> None:
@@ -201,9 +233,12 @@ def _require_function(decorator: str, function: object) -> None:
 
 
 def _declare(
-    function: Callable[_P, _R], mutates: str | Iterable[str], builder: type[DecoratedBuilder]
+    function: Callable[_P, _R],
+    mutates: str | Iterable[str],
+    gradient: bool,
+    builder: type[OpBuilder],
 ) -> DecoratedOp[_P, _R]:
     """What takes the place of a function. Raises SpecError for one that cannot be an op."""
     from opkiln.builder.declaration import Declaration
 
-    return cast("DecoratedOp[_P, _R]", Declaration(function, mutates, builder)._function)
+    return cast("DecoratedOp[_P, _R]", Declaration(function, mutates, gradient, builder)._function)

@@ -11,12 +11,10 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
-from collections.abc import Iterable
 from typing import Any
 
 from opkiln.base.lazy import Record
-from opkiln.base.model import check_names
+from opkiln.base.model import NATIVE, NO_GRAD, UNSERVED, check_names, texts
 from opkiln.errors import SpecError
 
 TYPE_CHECKING = False
@@ -39,9 +37,6 @@ CPP_KEYWORDS = frozenset((
     "typeid", "typename", "typeof", "union", "unsigned", "using", "virtual", "void", "volatile",
     "wchar_t", "while", "xor", "xor_eq",
 ))  # fmt: skip
-NO_GRAD = "no_grad"  # the overload without a gradient
-UNSERVED = "unserved"  # the overload that takes the calls a kernel does not serve
-NATIVE = "native"  # the overload that libraries implement if every call is to be compared
 # op.h itself defines the macros whose names are one letter, after all of its headers: such letters
 # are the names of template parameters there.
 _LETTER = "OPKILN_PARAMETER_"
@@ -199,19 +194,6 @@ def _checked_dtypes(op: str, dtypes: Sequence[str]) -> tuple[str, ...]:
             why=f"it lists some of {', '.join(_DTYPES)}, each once",
         )
     return dtypes
-
-
-def texts(where: str, given: Any) -> tuple[str, ...]:
-    """A text, or several, as a tuple; a path is a text. Raises SpecError for anything else."""
-    one = isinstance(given, (str, os.PathLike)) or not isinstance(given, Iterable)
-    found: list[str] = []
-    for each in (given,) if one else given:
-        if not isinstance(each, (str, os.PathLike)) or not os.fspath(each):
-            raise SpecError(
-                f"{where} has {repr(each)[:80]}", why="it takes a text, or a list of texts"
-            )
-        found.append(os.fspath(each))
-    return tuple(found)
 
 
 def _check_values(

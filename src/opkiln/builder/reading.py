@@ -15,7 +15,7 @@ from importlib.util import resolve_name
 from types import SimpleNamespace
 from typing import Any
 
-from opkiln.builder.parameters import texts
+from opkiln.base.model import texts
 from opkiln.loading import schema
 
 TYPE_CHECKING = False
@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 # What is below the head of a function or class, as formatters lay it out: parsing it would take
 # most of the time.
-_BODY = re.compile(r"^((?:def|class) [^\n]*:|\)[^\n]*:)\n(?:(?:[ \t][^\n]*)?\n)+", re.MULTILINE)
+_HEAD = r"(?:def|class) [^\n]*:|\)[^\n]*:(?:  #[^\n]*)?"
+_BODY = re.compile(rf"^({_HEAD})\n(?:(?:[ \t][^\n]*)?\n)+", re.MULTILINE)
 _TORCH = SimpleNamespace(
     **{name: type(name, (), {"__module__": "torch"}) for name in ("Tensor", "dtype", "device")}
 )
@@ -67,7 +68,7 @@ def _specs(module: str) -> Iterator[Any]:
 
 def _read_schemas(spec: Any, functions: object) -> Iterator[str]:
     scope: dict[str, Any] = {"__name__": spec.name, "torch": sys.modules.get("torch", _TORCH)}
-    text = _BODY.sub(r"\1 ...\n", f"{spec.loader.get_source(spec.name)}\n")
+    text = _BODY.sub(r"\1\n    ...\n", f"{spec.loader.get_source(spec.name)}\n")
     for node in ast.parse(text).body:
         if isinstance(node, ast.ImportFrom):
             name = resolve_name("." * node.level + (node.module or ""), spec.parent)

@@ -201,9 +201,10 @@ def _meant(name: str, known: list[str]) -> str:
 
 def _only_builder(name: str) -> type[OpBuilder]:
     module = import_module(f"opkiln.ops.{name}.op")
-    builders = filter(None, map(as_builder, vars(module).values()))
+    # A class may be there twice: by itself, and as the builder of its library.
+    builders = dict.fromkeys(filter(None, map(as_builder, vars(module).values())))
     found = [builder for builder in builders if builder.__module__ == module.__name__]
-    parts = [part for builder in found for part in getattr(builder, "PARTS", ())]
+    parts = [part for builder in found for part in builder.PARTS]
     found = [builder for builder in found if builder not in parts]
     if len(found) != 1:
         raise SpecError(f"opkiln/ops/{name}/op.py must hold one OpBuilder, not {len(found)}")

@@ -17,11 +17,10 @@ import torch
 from opkiln.base import forks
 from opkiln.base.digest import key, read_file
 from opkiln.base.model import EMULATOR_RUNTIME
-from opkiln.builder.base import backend_of
 from opkiln.builder.checking import copy_tensors, written_arguments
+from opkiln.builder.variants import tensors
 from opkiln.decision import terms
 from opkiln.errors import OpkilnError, SealedError, StoreWarning
-from opkiln.loading.gradient import tensors
 from opkiln.machine.uname import cpu_name
 from opkiln.settings import settings
 from opkiln.store import tuned
@@ -31,7 +30,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from opkiln.builder.builders import DecoratedBuilder
+    from opkiln.builder.base import OpBuilder
     from opkiln.builder.parameters import Value
     from opkiln.builder.variants import Variant
 
@@ -48,7 +47,7 @@ class Tuning:
     """Chooses the tuned values of one op."""
 
     def __init__(
-        self, builder: type[DecoratedBuilder], variant: Callable[[tuple[Value, ...]], Variant]
+        self, builder: type[OpBuilder], variant: Callable[[tuple[Value, ...]], Variant]
     ) -> None:
         self._builder, self._variant = builder, variant
         self._parameters = builder.PARAMETERS
@@ -137,7 +136,7 @@ class Tuning:
 
     def _digest(self, device: str) -> str:
         """Of the sources for a device: a kernel that was rewritten is measured anew."""
-        spec = self._builder(backend=backend_of(self._builder, device)).spec()
+        spec = self._builder.for_device(device).spec()
         inline = dict(spec.inline)
         texts = []
         for name in spec.sources:

@@ -1,24 +1,26 @@
-"""The libraries of a variant of an op, one for each device."""
+"""The libraries of a variant of an op, one for each device; and what is asked of a call's
+arguments."""
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from opkiln.base import forks
 from opkiln.builder.base import backend_of
 from opkiln.decision import terms
 from opkiln.errors import FallbackWarning, LoadError, warn_caller
-from opkiln.loading.gradient import tensors
 from opkiln.loading.here import here
 from opkiln.settings import settings
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator, Sequence
 
     from opkiln.builder.base import OpBuilder
-    from opkiln.builder.builders import DecoratedBuilder
-    from opkiln.builder.checking import Comparison
     from opkiln.loading.here import Loaded
 
 
@@ -28,8 +30,8 @@ class Variant:
 
     def __init__(
         self,
-        builder: type[DecoratedBuilder],
-        compare: Comparison,
+        builder: type[OpBuilder],
+        compare: Callable[..., Any],
         reference: Callable[..., Any],
     ) -> None:
         self._builder, self._compare, self._reference = builder, compare, reference
@@ -43,11 +45,13 @@ class Variant:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         device = device_of(args, kwargs)
         if (here.era, device) not in self._served and device != "meta":
-            loaded = self.load(device)
-            if loaded is not None and loaded.artifact is not None and self.native is None:
+            self.load(device)
+        if self.is_native(device):
+            if self.native is not None:
+                return self._compare(self.native, args, kwargs)
+            # Just loaded. Or this is an overload that a library which registers itself left out.
+            if _has_kernel(self.overload, device):
                 return self.overload(*args, **kwargs)
-        if self.native is not None and self.is_native(device):
-            return self._compare(self.native, args, kwargs)
         return self._reference(*args, **kwargs)
 
     def is_native(self, device: str) -> bool:
@@ -93,10 +97,15 @@ class Variant:
 
     def builder_of(self, device: str) -> OpBuilder:
         """The builder of the library for a device."""
-        return self._builder(backend=backend_of(self._builder, device))
+        return self._builder.for_device(device)
 
     def _sources_in_words(self) -> str:
         return f"it has sources for {', '.join(self._builder.BACKENDS)} alone"
+
+
+def _has_kernel(overload: Any, device: str) -> bool:
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    return has(overload.name(), device.upper())
 
 
 def require_allowed(op: str, what: str, why: str) -> None:
@@ -112,3 +121,34 @@ def device_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     """The device that torch runs an op on: one of its tensors', the CPU only if all are there."""
     kinds = (each.device.type for each in tensors(args, kwargs))
     return next((kind for kind in kinds if kind != "cpu"), "cpu")
+
+
+def add_defaults(
+    schema: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments with those that torch leaves out because they have their default values."""
+    plain = [each for each in schema.arguments if not each.kwarg_only]
+    rest = tuple(each.default_value for each in plain[len(args) :])
+    named = {each.name: kwargs.get(each.name, each.default_value)
+             for each in schema.arguments if each.kwarg_only}  # fmt: skip
+    return (*args, *rest), named
+
+
+def tensors(args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Tensor]:
+    """The tensors among the arguments, in order, also those in lists."""
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from tensors(value, {})
+
+
+@contextlib.contextmanager
+def autocast_off(given: Sequence[Tensor]) -> Iterator[None]:
+    """Autocast off, as it is in a kernel: a kernel computes in the dtypes that it is given."""
+    device = next((each.device.type for each in given if each.device.type != "cpu"), "cpu")
+    if device == "meta" or not torch.is_autocast_enabled(device):
+        yield
+        return
+    with torch.autocast(device, enabled=False):
+        yield

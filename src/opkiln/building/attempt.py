@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
 import re
 import stat
@@ -140,10 +141,13 @@ class Attempt:
         places, written = gather.Places(anchors.places), []
         for path in paths:
             with open(path, "rb") as file:
-                data = file.read()
+                large = os.fstat(file.fileno()).st_size > _SCANNED
+                data = (
+                    mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if large else file.read()
+                )
             text = None
             named = anchors.named_in(data)
-            if named and not bound and _is_depfile(path, data):
+            if named and not bound and isinstance(data, bytes) and _is_depfile(path, data):
                 text = anchors.hide(data.decode("utf-8", "surrogateescape")).encode(
                     "utf-8", "surrogateescape"
                 )

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import mmap
 import os
 import re
 import shutil
@@ -75,9 +76,9 @@ class Anchors:
         """The text with the anchors' present paths in the place of the marks."""
         return re.sub("\0([^\0]*)\0", lambda found: self.places[found[1]], text)
 
-    def named_in(self, data: bytes) -> set[str]:
+    def named_in(self, data: bytes | mmap.mmap) -> set[str]:
         """The anchors whose paths are in these bytes."""
-        return {name for name, path in self.places.items() if os.fsencode(path) in data}
+        return {name for name, path in self.places.items() if data.find(os.fsencode(path)) >= 0}
 
 
 def find(

@@ -180,7 +180,7 @@ def inspect(spec: OpSpec, target: Target, torch: TorchSDK | None, path: str) -> 
 def _require_no_schema(spec: OpSpec, found: elf.Elf) -> None:
     if any(name == _DEFINES for _, name, _ in found.symbols):
         raise LoadTestError(
-            f"{spec.title} defines a schema in C++, but SCHEMAS already defines it in Python",
+            f"{spec.title} defines a schema in C++, but its declaration in Python has it already",
             why="the second definition would abort the process that loads it",
             hint="STABLE_TORCH_LIBRARY_IMPL    # in place of STABLE_TORCH_LIBRARY and _FRAGMENT",
         )

@@ -127,7 +127,7 @@ class Stage:
         places = plans.anchors(self.plan, self.path)
         found = ((step, self.made[step.output]) for step in self.plan.steps)
         return "\n".join(
-            f"$ {shlex.join(plans.argv(step, places))}\n"
+            f"$ {shlex.join(plans.command(step, places).argv)}\n"
             f"{'(from the store)' if each.cached else each.log}"
             for step, each in found
         )

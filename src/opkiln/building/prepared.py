@@ -87,8 +87,13 @@ class Prepared:
         return next(on_path(self.words[0]), self.words[0])
 
     def find(self, store: Store, hasher: Hasher) -> tuple[Leaf | None, list[str]]:
-        """``kept.find``."""
-        return kept.find(store, self.name, self.anchors.places, hasher)
+        """``kept.find``. An entry may only write where the command itself may."""
+        leaf, reasons = kept.find(store, self.name, self.anchors.places, hasher)
+        for anchor, path, *_ in () if leaf is None else leaf.manifest.get("files", []):
+            full = os.path.join(self.anchors.places.get(anchor, ""), path)
+            if os.path.normpath(full) != full or not self.owns(full):
+                return None, [f"it would write {full}"]
+        return leaf, reasons
 
     def put_in_place(self, leaf: Leaf, *, again: bool = True) -> str:
         """Put the files of an entry in place; if not ``again``, those that are not there. Returns

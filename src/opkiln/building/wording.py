@@ -122,7 +122,7 @@ def misfit(spec: OpSpec, functions: Sequence[NativeFunction]) -> tuple[str, str,
     has = f"it has {listed}" if listed else "OPKILN_OP is missing"
     if not schemas:
         what = f"op {spec.title} declares no schemas for the functions of its library"
-        example = f'SCHEMAS = ("{functions[0].name}(Tensor x) -> Tensor",)    # in the builder'
+        example = f"@kit.op()    # def {functions[0].name}(x: Tensor) -> Tensor: ..."
         return what, f"{has}\nthey are registered with the schemas of their declaration", example
     for each in functions:
         schema = schemas.get(each.name, "")

@@ -77,14 +77,14 @@ def plan_command(
     """
     from opkiln.building.asking import plan_here
     from opkiln.decision.terms import BUILD, Request
-    from opkiln.plan.plan import anchors, argv
+    from opkiln.plan.plan import anchors, command
 
     if as_json and compile_commands:
         raise click.UsageError("--json and --compile-commands exclude each other")
     with options.builder_for(op, target) as builder:
         plan = plan_here(Request(builder.op(), BUILD))
     places = anchors(plan, stage)
-    commands = [(step, argv(step, places)) for step in plan.steps]
+    commands = [(step, command(step, places).argv) for step in plan.steps]
     if as_json:
         output.data_json(_plan_document(plan, stage, commands))
     elif compile_commands:

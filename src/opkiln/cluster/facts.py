@@ -17,7 +17,6 @@ from opkiln.base.model import REGISTERED, Op
 from opkiln.cluster.program import ProgramPart, Programs
 from opkiln.decision.terms import Request
 from opkiln.errors import OpkilnError
-from opkiln.loading import declaration
 from opkiln.store.key import anchored_fields
 
 Facts = dict[str, str | tuple[ProgramPart, ...]]
@@ -62,7 +61,8 @@ def function_facts(op: Op, functions: Functions, programs: Programs) -> Facts:
 
 
 def functions_of(op: Op) -> Functions:
-    return {} if op.registration is None else declaration.functions(op.registration)
+    found: Functions = {} if op.registration is None else op.registration.functions.by_part()
+    return found
 
 
 def digest(facts: Facts) -> tuple[tuple[str, str], ...]:
@@ -92,7 +92,7 @@ def find_change(before: Facts, functions: Functions, op: Op) -> str:
 
 def _fields(op: Op) -> list[tuple[str, Any]]:
     told = {} if op.registration is None else op.registration._asdict()
-    apart = (*NOT_COMPARED, *REGISTERED, "spec", "registration")
+    apart = (*NOT_COMPARED, "functions", "spec", "registration")
     fields = (*op._asdict().items(), *told.items(), *anchored_fields(op.spec).items())
     return [(name, value) for name, value in fields if name not in apart]
 

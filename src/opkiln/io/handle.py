@@ -19,8 +19,9 @@ from torch import Tensor
 
 from opkiln.base import forks
 from opkiln.errors import ArgumentError, UsageError
-from opkiln.ops.async_io.engines import choose, ops
-from opkiln.ops.async_io.reference import CANCELLED, RUNNING, close_descriptors
+from opkiln.ops.async_io import functions
+from opkiln.ops.async_io.engines import choose
+from opkiln.ops.async_io.functions import CANCELLED, RUNNING, close_descriptors
 from opkiln.ops.gds import device as devices
 
 TYPE_CHECKING = False
@@ -60,7 +61,7 @@ class _RequestQueue:
     def call(self, name: str, *arguments: Any) -> Any:
         """The op's function of this name. It takes the queue first."""
         if self.gds is None:
-            return getattr(ops(), f"aio_{name}")(self.handle, *arguments)
+            return getattr(functions, f"aio_{name}")(self.handle, *arguments)
         return getattr(self.gds.functions, f"gds_{name}")(self.handle, *arguments)
 
 
@@ -188,7 +189,7 @@ class AsyncIO:
         self.depth, self.block_size, self.threads = depth, block_size, threads
         self.direct = direct
         like = torch.empty(0, device="cpu")  # whatever the default device is
-        handle = ops().aio_open(like, self.engine, depth, block_size, min(threads, depth))
+        handle = functions.aio_open(like, self.engine, depth, block_size, min(threads, depth))
         self._queue = _RequestQueue(handle)
         self._queues = [self._queue]  # and the one for devices, when there is one
         self._guard = forks.lock()

@@ -103,13 +103,14 @@ def _find_loaded(op: Op, must_be_native: bool) -> Loaded | None:
         return None
     # Not the filter, which is another object for each builder.
     same = known.op.spec == op.spec and known.op.asked == op.asked
-    return known if same and register.same(known.op.registration, op.registration) else None
+    return known if same and known.op.registration == op.registration else None
 
 
 def _serve(op: Op, must_be_native: bool, again: bool) -> Loaded:
     functions = None
     if op.registration is not None:
-        functions = register.register(op.spec.name, op.registration, anew=again)
+        told = op.registration
+        functions = register.Functions(op.spec.name, told.namespace, told.names)
     # No reference replaces a library that registered itself. And whoever asks for edited sources
     # wants those, or the error.
     mine = here.op(op.name)
@@ -118,10 +119,6 @@ def _serve(op: Op, must_be_native: bool, again: bool) -> Loaded:
     request = Request(op, must_be_native=must_be_native or keeps)
     for _ in range(_ATTEMPTS):
         outcome = resolve(request)
-        if not (isinstance(outcome, Serve) and outcome.read is None):
-            from opkiln.loading import declaration
-
-            declaration.check(op)
         if isinstance(outcome, Refuse):
             raise outcome.error
         if isinstance(outcome, Reference):
@@ -252,7 +249,7 @@ def _fetch(request: Request, target: Target, trace: Trace) -> None:
 def obtain(request: Request) -> tuple[Artifact, Trace]:
     """The artifact, found or built and not opened, for a later load or another machine.
 
-    torch is imported by what the author's Python imports, and by nothing here. Raises OpkilnError.
+    torch is not imported for it. Raises OpkilnError.
     """
     outcome = resolve(request)
     if isinstance(outcome, Serve):
@@ -261,9 +258,6 @@ def obtain(request: Request) -> tuple[Artifact, Trace]:
         return outcome.artifact, outcome.trace
     if not isinstance(outcome, Build):
         raise outcome.error
-    from opkiln.loading import declaration
-
-    declaration.check(request.op)
     return _build(request, outcome), outcome.trace
 
 
@@ -299,7 +293,7 @@ def _leave_receipt(request: Request, outcome: Build, built: Artifact) -> None:
     from opkiln.store.entry import Leaf, examine
 
     places = plan.anchors_of(request.op.spec, outcome.plan.toolchain)
-    with facts.collecting(outcome.read):
+    with facts.collect(outcome.read):
         directory = os.path.dirname(built.path)
         found = examine(directory, places, facts.Hasher(), listed=False, whole=True)
     if isinstance(found, Leaf):

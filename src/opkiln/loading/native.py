@@ -288,8 +288,8 @@ def is_light(path: str) -> bool:
 def adopt(spec: OpSpec, library: Any, registration: Registration | None) -> None:
     """Register the functions of a library that was just opened, in place of an older version's.
 
-    Each is registered as all overloads that the registration names. One that torch was told of by
-    a decorator also has the overload ``unserved``, for the calls that a kernel does not serve.
+    Each is registered as all overloads that the registration names. The overload ``unserved`` of
+    each takes the calls that a kernel does not serve.
 
     A library that registers itself when it is opened is left alone. Raises LoadError if a function
     is missing or does not fit its schema; the older version then stays.
@@ -307,15 +307,14 @@ def adopt(spec: OpSpec, library: Any, registration: Registration | None) -> None
         raise LoadError(what, why=why, hint=hint)
     schemas = {function_name(each): each for each in spec.schemas}
     namespace = spec.kernels[0].partition("::")[0]
-    overloads = ("",) if registration is None else registration.overloads
     with here.listing:
         unregister(*_name(spec))
         mine = here.listed[_name(spec)] = []
         for pointer, function in zip(pointers, functions, strict=True):
-            each = Listed(library, pointer, function, namespace, overloads)
+            overloads = registration and registration.overloads_of(function.name)
+            each = Listed(library, pointer, function, namespace, overloads or ("",))
             names = ",".join(signature.argument_names(schemas[function.name]))
-            defined = registration is not None and registration.defined
-            reference = each.place[1].encode() if defined else None
+            reference = None if registration is None else each.place[1].encode()
             library.opkiln_describe(pointer, names.encode(), reference)
             mine.append(each)
             try:

@@ -20,8 +20,8 @@ import warnings
 from contextlib import contextmanager
 from typing import Any
 
-from opkiln.base.model import DISPATCH_KEYS, Op, OpSpec, Registration, function_name
-from opkiln.errors import LoadError, SpecError
+from opkiln.base.model import DISPATCH_KEYS, Op, OpSpec
+from opkiln.errors import LoadError
 from opkiln.loading.here import here
 
 TYPE_CHECKING = False
@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from typing import TypeVar
 
     import torch
-
-    from opkiln.loading.gradient import Gradient
 
     _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -82,18 +80,6 @@ class Functions:
         return f"<op {self._op}: {', '.join(self._names)}>"
 
 
-def same(one: Registration | None, other: Registration | None) -> bool:
-    """Whether two declarations say the same. Every builder has methods of its own, so it is their
-    functions that are compared."""
-    if one is None or other is None:
-        return one is other
-    return one[:2] == other[:2] and all(map(_is_same_function, one[2:], other[2:]))
-
-
-def _is_same_function(one: object, other: object) -> bool:
-    return getattr(one, "__func__", one) is getattr(other, "__func__", other)
-
-
 def load_in_trace(load: Callable[..., Any], *args: Any) -> Any:
     """What ``load(*args)`` returns, in a function that is traced: it is called at trace time."""
     # The trace makes the Functions itself: it refuses torch's ops that another object holds.
@@ -106,43 +92,6 @@ def _load_at_trace_time(load: Callable[..., Any], *args: Any) -> tuple[tuple[Any
     """(the arguments that make the Functions, None), or (None, anything else that is loaded)."""
     value = load(*args)
     return (value.made_of, None) if isinstance(value, Functions) else (None, value)
-
-
-def register(op: str, registration: Registration, *, anew: bool = False) -> Functions:
-    """Tell torch of an op's functions, and give them.
-
-    Where the op was declared before, its new reference, fakes and gradients replace the old ones;
-    ``anew`` asks for them again, although the declaration is the same. Raises SpecError, also for
-    a function whose schema is another one than before.
-    """
-    if not registration.defined:
-        functions = [Function(op, registration, schema) for schema in registration.schemas]
-        if anew or not _are_told(functions, registration):
-            _tell(functions, registration, anew)
-    return Functions(op, registration.namespace, registration.names)
-
-
-def _are_told(functions: list[Function], registration: Registration) -> bool:
-    with here.lock:
-        known = [here.functions.get(each.qualified) for each in functions]
-    return all(each and each.is_told_of(registration) for each in known)
-
-
-def _tell(functions: list[Function], registration: Registration, anew: bool) -> None:
-    # Without the lock: an author's module may declare ops when it is imported.
-    formulas = None if registration.backward is None else registration.backward()
-    with here.lock:
-        if not anew and _are_told(functions, registration):
-            return  # by another thread, for another backend
-        known = [each.claim() or each for each in functions]
-        for each, new in zip(known, functions, strict=True):
-            each.require_same_schema(new)
-        for each in known:
-            each.tell(registration)
-        replaced = [each.differentiate(formulas) for each in known]
-    replaced += [each.forget() for each in known]
-    if any(replaced):
-        drop_compiled_graphs()
 
 
 def drop_compiled_graphs() -> None:
@@ -183,177 +132,27 @@ def cover_kernels(ops: Sequence[Op]) -> Iterator[None]:
         for op in ops:
             assert op.registration is not None
             for kernel in op.spec.kernels:
-                made.append(_cover(here.functions[kernel], op.spec, op.registration))
+                function = here.functions[kernel]
+                overloads = op.registration.overloads_of(function.name)
+                made.append(_cover(function, op.spec, overloads))
         yield
     finally:
         for library in made:
             library._destroy()
 
 
-def _cover(function: Function, spec: OpSpec, registration: Registration) -> Any:
+def _cover(function: Any, spec: OpSpec, overloads: Sequence[str]) -> Any:
     import torch
 
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     library = torch.library.Library(function.namespace, "IMPL")  # type: ignore[no-untyped-call]
-    for name in map(function.overload_name, registration.overloads):
+    for name in map(function.overload_name, overloads):
         for key in DISPATCH_KEYS[spec.backend]:
             if has(f"{function.namespace}::{name}", key):
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")  # torch tells of the replaced kernel
                     library.impl(name, function.reference, key)  # type: ignore[no-untyped-call]
     return library
-
-
-_OTHER_NAME = (
-    "give it another name, or another NAMESPACE; after renaming an op, restart the process"
-)
-
-
-class Function:
-    """What torch was told of one function of an op. What is declared later is told then.
-
-    The reference and the fake are found when they are first called: a hit never needs them.
-    """
-
-    def __init__(
-        self,
-        op: str,
-        registration: Registration,
-        schema: str,
-        owner: tuple[str, str] | None = None,
-        hint: str = _OTHER_NAME,
-    ) -> None:
-        """``owner`` is who declares it: in words, and what tells two with the same words apart.
-        ``hint`` is for one whose name another owner has."""
-        self.op, self.registration, self.schema = op, registration, schema
-        self.owner, self._hint = owner or (f"a function of op {op}", ""), hint
-        self.namespace, self.name = registration.namespace, function_name(schema)
-        self.qualified = f"{self.namespace}::{self.name}"
-        self.mutates = "!" in schema.rpartition("->")[0]  # `Tensor(a!)`: it writes to its argument
-        self._told: set[str] = set()  # the parts of a registration that torch has a kernel for
-        self._used: dict[str, Callable[..., Any]] = {}  # the functions that were called, by part
-        self.gradient: Gradient | None = None
-
-    def overload(self, name: str = "default") -> Any:
-        """torch's object for an overload."""
-        import torch
-
-        return getattr(getattr(getattr(torch.ops, self.namespace), self.name), name)
-
-    def overload_name(self, overload: str) -> str:
-        """The name of an overload; "" is the default one."""
-        return f"{self.name}.{overload}" if overload else self.name
-
-    def claim(self) -> Function | None:
-        """Take the name. Returns what torch was told of the function before, and raises SpecError
-        if another op has it."""
-        before: Function | None = here.functions.get(self.qualified)
-        if before is not None and before.owner != self.owner:
-            raise SpecError(
-                f"op {self.op}: {self.qualified} is {before.owner[0]}",
-                why="a function belongs to one op",
-                hint=self._hint,
-            )
-        return before
-
-    def require_same_schema(self, new: Function) -> None:
-        """Raise SpecError if a later declaration has another schema."""
-        if self.schema != new.schema:
-            raise SpecError(
-                f"op {self.op}: the schema of {self.name} has changed",
-                why=f"in this process it is {self.schema!r}\n"
-                "kernels and compiled graphs rely on it, so it stays as long as the process",
-                hint="restart the process",
-            )
-
-    def is_told_of(self, registration: Registration) -> bool:
-        """Whether torch was told of the function as it is declared here."""
-        return bool(self._told) and same(self.registration, registration)
-
-    def define(self, library: Any, overload: str = "") -> None:
-        """Tell torch of the schema of an overload. Raises SpecError."""
-        import torch
-
-        name = self.overload_name(overload)
-        try:
-            library.define(
-                name + self.schema[len(self.name) :], tags=(torch.Tag.pt2_compliant_tag,)
-            )
-        except (RuntimeError, IndexError) as error:  # IndexError: a number that is too large
-            raise SpecError(
-                f"op {self.op}: the schema {self.schema!r} is malformed", why=str(error)
-            ) from error
-        if self.mutates:
-            bump = WithBump(self, overload or "default")
-            library.impl(name, bump, "ADInplaceOrView", with_keyset=True)
-
-    def tell(self, registration: Registration) -> None:
-        """Tell torch of the default overload, and of what serves where there is no kernel. Raises
-        SpecError."""
-        library = lasting_library(self.namespace)
-        returns_nothing = self.schema.rpartition("->")[2].strip() == "()"
-        if not self._told:
-            self.define(library)
-            here.functions[self.qualified] = self
-            if returns_nothing:
-                # The same as a fake kernel here, and registered in less time.
-                library.impl(self.name, _nothing, "Meta")
-        if registration.reference is not None and "reference" not in self._told:
-            library.impl(self.name, self.reference, "CompositeExplicitAutograd")
-            self._told.add("reference")
-        if registration.fake is not None and not returns_nothing and "fake" not in self._told:
-            register_fake(library, self.qualified, self.fake)
-            self._told.add("fake")
-        self._told.add("schema")
-        self.registration = registration
-
-    def differentiate(self, formulas: Any) -> bool:
-        """Give it the gradient that is declared now; whether one replaced another."""
-        backward = getattr(formulas, self.name, None)
-        if self.gradient is not None:
-            return self.gradient.replace(backward)
-        if backward is not None and not self.mutates:
-            from opkiln.loading.gradient import Gradient
-
-            self.gradient = Gradient(self.overload(), self.overload(), self.reference)
-            self.gradient.replace(backward)
-            library = lasting_library(self.namespace)
-            library.impl(self.name, self.gradient, "Autograd", with_keyset=True)
-        return False
-
-    def reference(self, *args: Any, **kwargs: Any) -> Any:
-        """The reference."""
-        function = self._used.get("reference") or self._look_up("reference")
-        return function(*args, **kwargs)
-
-    def fake(self, *args: Any, **kwargs: Any) -> Any:
-        """What gives the shapes: the author's fake, or else the reference."""
-        function = self._used.get("fake") or self._look_up("fake", "reference")
-        return function(*args, **kwargs)
-
-    def forget(self) -> bool:
-        """Have the reference and the fake looked up anew; whether the fake is another one."""
-        used, self._used = self._used.get("fake"), {}
-        return used is not None and self._find("fake", "reference") is not used
-
-    def _look_up(self, *parts: str) -> Callable[..., Any]:
-        function = self._find(*parts)
-        if function is None:
-            from opkiln.loading import declaration
-
-            provide = getattr(self.registration, parts[-1])
-            raise declaration.missing(self.op, parts[-1], self.name, provide and provide())
-        self._used[parts[0]] = function
-        return function
-
-    def _find(self, *parts: str) -> Callable[..., Any] | None:
-        """The function of the first of these parts that has it."""
-        for part in parts:
-            provide = getattr(self.registration, part)
-            found: Callable[..., Any] | None = getattr(provide and provide(), self.name, None)
-            if found is not None:
-                return found
-        return None
 
 
 def library_of(namespace: str) -> Any:
@@ -384,7 +183,7 @@ def register_fake(library: Any, qualified: str, fake: Callable[..., Any]) -> Non
     library._registration_handles.append(holder.register(fake, f"the fake of {qualified}", library))
 
 
-def _nothing(*args: Any, **kwargs: Any) -> None:
+def returns_nothing(*args: Any, **kwargs: Any) -> None:
     """The fake kernel of an op that only writes in place: shapes do not change."""
 
 
@@ -395,8 +194,8 @@ class WithBump:
     one whose elements share memory.
     """
 
-    def __init__(self, function: Function, overload: str) -> None:
-        self._function, self._name = function, overload
+    def __init__(self, namespace: str, function: str, overload: str) -> None:
+        self._place, self._name = (namespace, function, overload), function
         self._overload: Any = None
         self._mutated: list[tuple[int, str]] = []
 
@@ -405,7 +204,9 @@ class WithBump:
         from torch.autograd.graph import increment_version
 
         if self._overload is None:
-            overload = self._function.overload(self._name)
+            overload: Any = torch.ops
+            for each in self._place:
+                overload = getattr(overload, each)
             self._mutated = [
                 (index, argument.name)
                 for index, argument in enumerate(overload._schema.arguments)
@@ -425,7 +226,7 @@ class WithBump:
     def _require_writable(self, name: str, value: torch.Tensor | list[torch.Tensor]) -> None:
         import torch
 
-        op, differentiates = self._function.name, torch.is_grad_enabled()
+        op, differentiates = self._name, torch.is_grad_enabled()
         for tensor in (value,) if isinstance(value, torch.Tensor) else value:
             if differentiates and tensor.requires_grad:
                 raise RuntimeError(

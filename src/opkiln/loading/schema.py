@@ -98,9 +98,27 @@ def require_returns_at_once(op: str, function: Callable[..., Any]) -> None:
         )
 
 
+_compiled: dict[str, types.CodeType] = {}  # annotations, by their text: a module repeats them
+
+
+def _evaluate(text: str, scope: dict[str, Any]) -> Any:
+    if (code := _compiled.get(text)) is None:
+        code = _compiled[text] = compile(text, "<annotation>", "eval")
+    return eval(code, scope)  # noqa: S307 (as Python would, without the import that postpones it)
+
+
 def _hints(name: str, function: Callable[..., Any]) -> dict[str, Any]:
+    """The annotations, evaluated: as ``typing.get_type_hints``, in a fraction of its time."""
+    given = function.__annotations__
     try:
-        return typing.get_type_hints(function)
+        scope = function.__globals__
+        hints = {
+            each: _evaluate(hint, scope) if isinstance(hint, str) else hint
+            for each, hint in given.items()
+        }
+        if any(isinstance(part, str) for each in hints.values() for part in typing.get_args(each)):
+            hints = typing.get_type_hints(function)  # a text in a type: list["Tensor"]
+        return {each: type(None) if hint is None else hint for each, hint in hints.items()}
     except Exception as error:
         raise SpecError(
             f"op {name}: its annotations cannot be evaluated",
@@ -135,9 +153,14 @@ def results_of(hint: Any) -> str | None:
         return "()"
     parts = typing.get_args(hint)
     if typing.get_origin(hint) is not tuple or Ellipsis in parts:
-        return None if _optional(hint)[1] else type_of(hint)
-    kinds = [None if _optional(part)[1] else type_of(part) for part in parts]
+        return _result(hint)
+    kinds = [_result(part) for part in parts]
     return None if None in kinds else f"({', '.join(map(str, kinds))})"
+
+
+def _result(hint: Any) -> str | None:
+    kind = type_of(hint)
+    return None if kind == "Tensor?" else kind  # graphs take no result that may be None for one
 
 
 def _refusal(op: str, what: str, hint: Any) -> SpecError:

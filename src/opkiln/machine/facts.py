@@ -189,7 +189,7 @@ _collected: ContextVar[Evidence | None] = ContextVar("opkiln_evidence", default=
 
 
 @contextmanager
-def collecting(found: Evidence | None = None) -> Iterator[Evidence]:
+def collect(found: Evidence | None = None) -> Iterator[Evidence]:
     """Collect the facts that are read in this block, in addition to those in ``found``."""
     if found is None:
         found = Evidence()

@@ -14,20 +14,13 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from opkiln.builder import OpBuilder
-
-_REFUSED = re.compile(r", expected | is (?:not )?on | is not contiguous|, \w+ has ")
+_REFUSED = r", expected | is (?:not )?on | is not contiguous|, \w+ has "
 
 
 def check_dense(x: Tensor) -> None:
     """Raises UsageError for another layout."""
     if x.layout != torch.strided:
         raise ArgumentError(f"x is not dense: its layout is {x.layout}", hint="x.to_dense()")
-
-
-def functions_for(builder: type[OpBuilder], tensor: Tensor) -> Any:
-    """The op's functions: native where there is a native version for the tensor's device."""
-    return builder.functions("cuda" if tensor.is_cuda else "cpu")
 
 
 def call_checked(function: Callable[..., Any], *args: Any) -> Any:
@@ -39,7 +32,7 @@ def call_checked(function: Callable[..., Any], *args: Any) -> Any:
         return function(*args)
     except RuntimeError as error:
         said = str(error).splitlines()[0]
-        if type(error) is RuntimeError and _REFUSED.search(said):
+        if type(error) is RuntimeError and re.search(_REFUSED, said):
             kind = ArgumentTypeError if "dtype" in said else ArgumentError
             raise kind(said) from error
         raise

@@ -39,7 +39,7 @@ class StoreEntry(NamedTuple):
 
 
 class Details(NamedTuple):
-    """What an entry's files say about it. Fields are empty if the files cannot be read."""
+    """The description of an entry by its files. Fields are empty if they cannot be read."""
 
     made_for: str  # "x86-64-v4", "cuda 9.0a, x86-64"
     compiler: str
@@ -67,7 +67,7 @@ class HostModule(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """How many entries a layer has, and their sizes in bytes."""
+    """The number of entries in a layer, and their sizes in bytes."""
 
     ops: int
     op_bytes: int

@@ -46,13 +46,13 @@ def anchored_fields(spec: OpSpec) -> dict[str, Any]:
     """The fields of a declaration, without the paths where its package and opkiln are installed."""
     root, ours = spec.root.rstrip("/") + "/", PACKAGE + "/"
 
-    def below(text: str) -> str:
+    def anchor_text(text: str) -> str:
         # Authors write absolute paths. Below the root they mean "in my package", wherever that is
         # installed.
         return text.replace(root, "{src}/").replace(ours, "{opkiln}/") if "/" in text else text
 
     return {
-        field: tuple(below(item) if isinstance(item, str) else item for item in value)
+        field: tuple(anchor_text(item) if isinstance(item, str) else item for item in value)
         if isinstance(value, tuple)
         else value
         for field, value in zip(spec._fields, spec, strict=True)

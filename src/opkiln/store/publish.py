@@ -4,7 +4,8 @@ Compilers write to a private node-local directory. The finished files are copied
 in the store, synced, and renamed into place. The rename fails if another process has published the
 entry in the meantime. The loser of that race then uses what it built itself.
 
-The worst that a crash can leave is a directory in ``staging/``. Nobody reads it, and gc removes it.
+The worst that a crash can leave is a directory in ``staging/``. It is never read, and gc removes
+it.
 """
 
 from __future__ import annotations

@@ -32,9 +32,9 @@ from torch import Tensor
 
 from opkiln.builder.base import backend_of
 from opkiln.builder.checking import Comparison, copy_tensors, written_arguments
+from opkiln.builder.variants import tensors
 from opkiln.decision import terms
 from opkiln.errors import DifferenceError, FallbackWarning
-from opkiln.loading.gradient import tensors
 from opkiln.settings import override, settings
 
 TYPE_CHECKING = False

@@ -1,20 +1,19 @@
-"""The declaration of ``lightcuda``."""
+"""The library of ``lightcuda``."""
 
 from __future__ import annotations
 
+import opkiln
 from opkiln.base.model import CUDA
-from opkiln.builder import CUDAOpBuilder
 
 
-class LightcudaBuilder(CUDAOpBuilder):
+class LightcudaBuilder(opkiln.CUDAOpBuilder):
     """Kernel, launch and binding are in one ``.cu``."""
 
     NAME = "lightcuda"
     BACKENDS = (CUDA,)
-    SCHEMAS = (
-        "bias_gelu(Tensor x, Tensor bias) -> Tensor",
-        "clustered(Tensor(a!) x) -> ()",
-    )
 
     def sources(self) -> list[str]:
         return ["csrc/bias_gelu.cu"]
+
+
+kit = opkiln.library(LightcudaBuilder, functions=f"{__name__.partition('.')[0]}.functions")

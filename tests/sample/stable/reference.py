@@ -1,33 +1,33 @@
-"""The functions of ``stable`` in PyTorch."""
+"""The functions of ``stable``."""
 
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
-calls: list[str] = []  # of the functions here, so that a test sees who was called
+from .op import kit
+
+calls: list[str] = []  # of the references here, so that a test sees who was called
 
 
-def who(x: torch.Tensor) -> int:
+@kit.op(gradient=False)
+def who(x: Tensor) -> int:
+    """0, and 1 of the native kernel."""
     return 0
 
 
-def axpy(x: torch.Tensor, y: torch.Tensor, alpha: float) -> torch.Tensor:
+@kit.op(gradient=False)
+def axpy(x: Tensor, y: Tensor, alpha: float) -> Tensor:
     calls.append("axpy")
     return alpha * x + y
 
 
-def scale_(x: torch.Tensor, by: float) -> None:
+@axpy.fake
+def _(x: Tensor, y: Tensor, alpha: float) -> Tensor:
+    return torch.empty_like(x)
+
+
+@kit.op(mutates="x")
+def scale_(x: Tensor, by: float) -> None:
     calls.append("scale_")
     x.mul_(by)
-
-
-class Fake:
-    """Shapes without values."""
-
-    @staticmethod
-    def who(x: torch.Tensor) -> int:
-        return 0
-
-    @staticmethod
-    def axpy(x: torch.Tensor, y: torch.Tensor, alpha: float) -> torch.Tensor:
-        return torch.empty_like(x)

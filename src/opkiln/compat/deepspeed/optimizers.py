@@ -109,8 +109,7 @@ class FusedOptimizers:
 
     def __init__(self, module: OpModule) -> None:
         self._name = module.__name__
-        self._functions = ALL_OPS[self._name].functions
-        self._functions()
+        self._functions = ALL_OPS[self._name]().load()
 
     def multi_tensor(
         self, _chunk_size: int, _noop_flag: Tensor, lists: list[list[Tensor]], *given: Any
@@ -159,7 +158,7 @@ class FusedOptimizers:
         if not params:
             return
         device = params[0].device
-        op = getattr(self._functions(device.type), f"{self._name}_")
+        op = getattr(self._functions, f"{self._name}_")
         made = torch.full((), hyper.pop("step") - 1, dtype=torch.float32, device=device)
         wide = [[state.float() for state in row] for row in states]  # itself, if it is fp32
         hyper["maximize"] = False

@@ -15,10 +15,9 @@ from torch import Tensor
 
 from opkiln.compat.deepspeed.modules import takes
 from opkiln.errors import UsageError
-from opkiln.ops.deepspeed_quantizer.op import DeepSpeedQuantizerBuilder
+from opkiln.ops.deepspeed_quantizer import functions
+from opkiln.ops.deepspeed_quantizer.op import kit
 from opkiln.ops.front_ends import call_checked
-
-_functions = DeepSpeedQuantizerBuilder.functions
 
 
 class QuantizationType(IntEnum):
@@ -37,7 +36,7 @@ class Quantizer:
     Asymmetric = QuantizationType.Asymmetric
 
     def __init__(self, _module: object) -> None:
-        _functions()
+        kit.builder().load()
 
     def quantize(self, x: Tensor, groups: int, bits: int, kind: int) -> list[Tensor]:
         """Levels, in the tensor's shape (the last dimension halved for four bits), and the
@@ -54,7 +53,7 @@ class Quantizer:
         groups, bits, kind = given
         _check_bits(bits)
         _size(levels.numel() * 8 // bits, groups, bits)
-        function = _functions(levels.device.type).deepspeed_dequantize
+        function = functions.deepspeed_dequantize
         tensors = (levels.contiguous(), params.contiguous())
         flat: Tensor = call_checked(function, *tensors, groups, bits, kind == self.Symmetric, dtype)
         return flat.view(_scale_last_dim(levels, 8, bits))
@@ -98,7 +97,7 @@ class Quantizer:
         _check_bits(bits)
         size = _size(levels.numel() * 8 // bits // parts, groups, bits)
         sums, params = call_checked(
-            _functions(levels.device.type).deepspeed_reduce, levels.contiguous(),
+            functions.deepspeed_reduce, levels.contiguous(),
             given.params.contiguous(), parts, given.in_groups, groups, bits,
             given.kind == self.Symmetric, _reduction_slots(size) > size,
         )  # fmt: skip
@@ -108,7 +107,7 @@ class Quantizer:
 def _quantize(
     x: Tensor, groups: int, bits: int, kind: int, with_zero: bool, order: tuple[int, ...]
 ) -> list[Tensor]:
-    function = _functions(x.device.type).deepspeed_quantize
+    function = functions.deepspeed_quantize
     symmetric = kind == QuantizationType.Symmetric
     return list(call_checked(function, x.contiguous(), groups, bits, symmetric, with_zero, *order))
 

@@ -43,8 +43,10 @@ _FAILED = (OSError, ValueError, KeyError)
 def serve(fd: int) -> None:
     """Serve one ninja, until it and its steps have ended."""
     # What is inherited from ninja would keep its pipes open.
-    os.closerange(3, fd)
-    os.closerange(fd + 1, os.sysconf("SC_OPEN_MAX"))
+    for each in map(int, os.listdir("/proc/self/fd")):
+        if each > 2 and each != fd:
+            with contextlib.suppress(OSError):  # that of the list itself
+                os.close(each)
     os.setsid()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with socket.socket(fileno=fd) as ninja, progress.show_builds():
@@ -211,7 +213,8 @@ class _Server:
             # Not within the budget: the next command can use the CPU meanwhile.
             if done is not None:
                 attempt, messages, seconds = done
-                attempt.keep(messages, seconds, 0, missed.rebuilt)
+                if why := attempt.keep(messages, seconds, 0, missed.rebuilt):
+                    events.emit(events.NOTE, text=f"{what} is not kept: {why}")
                 step.send(b"k", socket.MSG_NOSIGNAL)
 
     def _run(self, missed: _Missed, step: socket.socket) -> tuple[Attempt, str, float] | None:

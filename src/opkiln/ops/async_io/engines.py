@@ -6,12 +6,12 @@ import errno
 import os
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from opkiln.errors import ArgumentError, UsageError
-from opkiln.ops.async_io.op import AsyncIOBuilder
+from opkiln.ops.async_io import functions
 
 ORDER = ("io_uring", "libaio", "threads")  # the first that can be used is chosen
 _NOT_COMPILED = -1
@@ -26,16 +26,11 @@ class EngineState(NamedTuple):
     hint: str  # what would help
 
 
-def ops() -> Any:
-    """The op's functions."""
-    return AsyncIOBuilder.functions()
-
-
 @cache
 def engines() -> tuple[EngineState, ...]:
     """All engines for host memory, in the order in which they are tried. Each is started once."""
     like = torch.empty(0, device="cpu")  # whatever the default device is
-    return tuple(_state(name, int(ops().aio_probe(like, name))) for name in ORDER)
+    return tuple(_state(name, int(functions.aio_probe(like, name))) for name in ORDER)
 
 
 def choose(name: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from math import prod
 from typing import Any, NamedTuple
 
@@ -11,16 +10,13 @@ from torch import Tensor
 
 import opkiln
 from opkiln.errors import ArgumentError
-from opkiln.ops.fp_quantizer import formats
-from opkiln.ops.fp_quantizer.op import FPQuantizerBuilder
-from opkiln.ops.front_ends import call_checked, check_dense, functions_for
+from opkiln.ops.fp_quantizer import formats, functions
+from opkiln.ops.front_ends import call_checked, check_dense
 from opkiln.ops.quantizer.tensor_fields import each_tensor, move_record
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-_ops = partial(functions_for, FPQuantizerBuilder)
 
 
 class FPQuantized(NamedTuple):
@@ -138,7 +134,7 @@ class FPQuantizer:
         check_dense(x)
         later = offset if isinstance(offset, Tensor) else None
         codes, scales = call_checked(
-            _ops(x).fp_quantize, x.detach(), self.group_size, self.format.bits,
+            functions.fp_quantize, x.detach(), self.group_size, self.format.bits,
             self.format.mantissa_bits, stochastic, seed, 0 if later is not None else offset, later,
         )  # fmt: skip
         return FPQuantized(
@@ -186,7 +182,7 @@ class FPQuantizer:
             )
         wanted = packed.dtype if dtype is None else dtype
         out: Tensor = call_checked(
-            getattr(_ops(packed.codes), name), packed.codes, packed.scales.detach(), *rows,
+            getattr(functions, name), packed.codes, packed.scales.detach(), *rows,
             packed.shape, self.group_size, self.format.bits, self.format.mantissa_bits, wanted,
         )  # fmt: skip
         return out

@@ -12,7 +12,7 @@ from torch import Tensor
 from opkiln.errors import UsageError
 from opkiln.machine.toolchain import toolkits
 from opkiln.ops.async_io.engines import EngineState
-from opkiln.ops.gds.op import GDSBuilder
+from opkiln.ops.gds import functions as gds
 
 CUFILE, COPIES = "cufile", "copies"
 ORDER = (CUFILE, COPIES)
@@ -41,11 +41,6 @@ class DeviceQueue(NamedTuple):
     why: str
 
 
-def ops() -> Any:
-    """The op's functions."""
-    return GDSBuilder.functions()
-
-
 @cache
 def libraries() -> str:
     """Where libcufile is: in the wheels that torch depends on, and in toolkits."""
@@ -62,7 +57,7 @@ def libraries() -> str:
 @cache
 def probe() -> tuple[int, str]:
     """What CUDA's driver and cuFile say. cuFile is opened for that, and may write its log file."""
-    state, words = ops().gds_probe(_like(), True, libraries())
+    state, words = gds.gds_probe(_like(), True, libraries())
     return int(state), str(words)
 
 
@@ -87,13 +82,11 @@ def open_queue(
     copy as well, and write a log file. Raises UsageError if cuFile is asked for and cannot be used.
     """
     engine, why = _choose(asked)
-    functions = ops()
+    functions: Any = gds
     # The native version speaks to CUDA's driver. torch copies to all other devices.
     cudas = host_too or (like.device.type == "cuda" and torch.version.hip is None)
-    if engine == COPIES and (not cudas or _no_driver(functions)):
-        from opkiln.ops.gds import reference
-
-        functions = reference
+    if engine == COPIES and (not cudas or _no_driver()):
+        functions = gds.REFERENCES
     handle = functions.gds_open(
         _like(), engine == CUFILE, libraries(), depth, block_size, threads, host_too
     )
@@ -114,13 +107,13 @@ def failure(queue: DeviceQueue) -> str:
 def register(memory: Tensor) -> None:
     """Make memory known to cuFile. Raises UsageError."""
     _require_cufile()
-    if words := ops().gds_register(memory, libraries()):
+    if words := gds.gds_register(memory, libraries()):
         raise UsageError("cuFile cannot register this memory", why=words)
 
 
 def unregister(memory: Tensor) -> None:
     """Undo ``register``. Raises UsageError."""
-    if words := ops().gds_unregister(memory, libraries()):
+    if words := gds.gds_unregister(memory, libraries()):
         raise UsageError("cuFile cannot unregister this memory", why=words)
 
 
@@ -148,5 +141,5 @@ def _like() -> Tensor:
     return torch.empty(0, device="cpu")
 
 
-def _no_driver(functions: Any) -> bool:
-    return bool(functions.gds_probe(_like(), False, "")[0] == _NO_DRIVER)
+def _no_driver() -> bool:
+    return bool(gds.gds_probe(_like(), False, "")[0] == _NO_DRIVER)

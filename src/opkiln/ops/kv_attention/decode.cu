@@ -214,7 +214,7 @@ Tensor kv_attention(const Tensor& q, const opk::optional<Tensor>& k, const opk::
                     Tensor& k_cache, Tensor& v_cache, const Tensor& lengths,
                     const opk::optional<Tensor>& block_table, const opk::optional<Tensor>& slopes,
                     Tensor& counters, double scale, bool causal, int64_t splits) {
-  OPK_CHECK(block_table.has_value() == kPaged, "block_table goes with the other kernel");
+  OPK_CHECK(block_table.has_value() == kPaged, "block_table is needed by the paged kernel, and only by it");
   const int64_t batch = q.size(0), q_heads = q.size(1), tokens = q.size(2);
   const int64_t heads = k_cache.size(kPaged ? 2 : 1);
   check_rows(q, 0);

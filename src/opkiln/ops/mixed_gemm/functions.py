@@ -11,9 +11,9 @@ from torch.nn import functional
 
 from opkiln.ops.checks import NATIVE, check_all
 from opkiln.ops.fp_quantizer import formats
-from opkiln.ops.fp_quantizer.reference import fp_dequantize
+from opkiln.ops.fp_quantizer.functions import fp_dequantize
 from opkiln.ops.mixed_gemm.op import ACTIVATIONS, FORMATS, kit
-from opkiln.ops.quantizer.reference import dequantize
+from opkiln.ops.quantizer.functions import dequantize
 
 _TYPES = {torch.float16: "half", torch.bfloat16: "bfloat16"}
 

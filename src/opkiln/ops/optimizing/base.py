@@ -118,7 +118,7 @@ class ListOptimizer(torch.optim.Optimizer):
 
     def _check(self, group: dict[str, Any], where: str = "") -> None:
         """Raises UsageError for a hyperparameter out of range."""
-        entries = _entries(self.BUILDER.SCHEMAS, self._function)
+        entries = _entries(self.BUILDER.FUNCTIONS.schemas, self._function)
         numbers = [name for name, kind in entries.items() if kind is float]
         checks.check_numbers(group, "lr", *numbers, where=where)
         if "betas" in group:
@@ -131,7 +131,7 @@ class ListOptimizer(torch.optim.Optimizer):
         # Numbers may be tensors, as torch's schedulers allow.
         hyper = {
             name: kind(group[_IN_GROUPS.get(name, name)])
-            for name, kind in _entries(self.BUILDER.SCHEMAS, call.function).items()
+            for name, kind in _entries(self.BUILDER.FUNCTIONS.schemas, call.function).items()
         }
         if "betas" in self.defaults:
             hyper["beta1"], hyper["beta2"] = map(float, group["betas"])

@@ -12,17 +12,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import update_wrapper
-from importlib import import_module
-from inspect import Parameter, Signature
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from opkiln.builder import OpBuilder
-from opkiln.ops.optimizing.op_calls import Status, arguments_of
+from opkiln.ops.checks import dtype_name
+from opkiln.ops.optimizing.op_calls import Status
 
 # Lists
 
@@ -66,7 +63,7 @@ def check_tensor(where: str, tensor: Tensor, device: torch.device | None = None)
         shown = "the CPU" if device.type == "cpu" else str(device)
         raise RuntimeError(f"{where} is not on {shown}")
     if not tensor.is_floating_point():
-        raise RuntimeError(f"{where} has dtype {tensor.dtype}, expected floating point")
+        raise RuntimeError(f"{where} has dtype {dtype_name(tensor.dtype)}, expected floating point")
     if tensor.layout != torch.strided:
         raise RuntimeError(f"{where} is not dense: its layout is {tensor.layout}")
     # torch itself would end the process. (A subclass may have its memory elsewhere.)
@@ -81,53 +78,21 @@ def check_tensor(where: str, tensor: Tensor, device: torch.device | None = None)
 
 
 class OpArguments(SimpleNamespace):
-    """The arguments of a call, by their names in the schema; those of lists also in ``lists``."""
+    """The arguments of a call, by their names; those of lists also in ``lists``."""
 
     lists: dict[str, list[Tensor]]
 
-
-def op_function(
-    builder: type[OpBuilder],
-) -> Callable[[Callable[[OpArguments], None]], Callable[..., None]]:
-    """A decorator that makes a function of ``OpArguments`` the op's function of the same name: it
-    takes the arguments of its schema."""
-
-    def decorate(function: Callable[[OpArguments], None]) -> Callable[..., None]:
-        kinds = arguments_of(builder.SCHEMAS, function.__name__)
-        listed = [name for name, kind in kinds.items() if kind.endswith("[]")]
-        defaults = {name: None for name, kind in kinds.items() if kind.endswith("?")}
-        either = Parameter.POSITIONAL_OR_KEYWORD
-        signature = Signature(
-            [Parameter(each, either, default=defaults.get(each, Parameter.empty)) for each in kinds]
-        )
-
-        def call(*args: Any, **named: Any) -> None:
-            bound = signature.bind(*args, **named)
-            bound.apply_defaults()
-            given = bound.arguments
-            function(OpArguments(**given, lists={name: given[name] for name in listed}))
-
-        update_wrapper(call, function, updated=()).__dict__["__signature__"] = signature
-        return call
-
-    return decorate
+    def __init__(self, given: dict[str, Any]) -> None:
+        lists = {name: each for name, each in given.items() if isinstance(each, list)}
+        super().__init__(**given, lists=lists)
 
 
-def reference_of(op: str) -> SimpleNamespace:
-    """The functions of an op's reference.py, and those for kept lists and plans."""
-    module = import_module(f"opkiln.ops.{op}.reference")
-    keeping: dict[str, Callable[..., Any]] = {
-        "keep": _make_empty_ticket,
-        "plan": lambda *lists: (_make_empty_ticket(*lists), torch.empty(0).long()),
-        "kept_": lambda *_, **__: int(Status.NOT_KEPT),
-        "planned_": lambda *_, **__: int(Status.NOT_KEPT),
-        "forget": lambda _ticket: None,
-    }
-    named = {f"{op}_{name}": function for name, function in keeping.items()}
-    return SimpleNamespace(**vars(module), **named)
+def no_plan(params: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """A plan and its ledger without elements: there is none."""
+    return nothing_kept(params), torch.empty(0).long()
 
 
-def _make_empty_ticket(params: list[Tensor], *_: list[Tensor]) -> Tensor:
+def nothing_kept(params: list[Tensor]) -> Tensor:
     """A ticket or a plan without elements: there is none."""
     # Made from a parameter, so that it is a fake tensor if the parameter is one.
     return params[0].new_empty(0, dtype=torch.int64) if params else torch.empty(0).long()
@@ -320,9 +285,6 @@ def fake_plan(params: list[Tensor], *others: list[Tensor]) -> tuple[Tensor, Tens
     )
 
 
-def fakes(op: str) -> SimpleNamespace:
-    """The fakes of the functions of a fused op that return something. (Its reference makes no plan,
-    so it cannot stand in.)"""
-    return SimpleNamespace(
-        **{f"{op}_plan": fake_plan, f"{op}_planned_": lambda *_, **__: int(Status.MADE)}
-    )
+def fake_step(*_: object) -> int:
+    """The fake of an op's step with a plan. Its reference makes no plan, so it cannot stand in."""
+    return int(Status.MADE)

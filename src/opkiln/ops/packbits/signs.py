@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from functools import partial
 from math import prod
 
 import torch
 from torch import Tensor
 
 from opkiln.errors import ArgumentError
-from opkiln.ops.front_ends import call_checked, check_dense, functions_for
-from opkiln.ops.packbits.op import PackbitsBuilder
+from opkiln.ops.front_ends import call_checked, check_dense
+from opkiln.ops.packbits import functions
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-_ops = partial(functions_for, PackbitsBuilder)
 
 
 def packbits(x: Tensor) -> Tensor:
@@ -26,7 +23,7 @@ def packbits(x: Tensor) -> Tensor:
     ``x.reshape(-1)``; missing bits of a last byte are 0. Raises UsageError.
     """
     check_dense(x)
-    packed: Tensor = call_checked(_ops(x).packbits, x.detach().contiguous())
+    packed: Tensor = call_checked(functions.packbits, x.detach().contiguous())
     return packed
 
 
@@ -40,5 +37,5 @@ def unpackbits(
         raise ArgumentError(
             f"shape {sizes} takes {(numel + 7) // 8} bytes, packed has {packed.numel()}"
         )
-    signs: Tensor = call_checked(_ops(packed).unpackbits, packed.contiguous(), numel, dtype)
+    signs: Tensor = call_checked(functions.unpackbits, packed.contiguous(), numel, dtype)
     return signs.view(sizes)

@@ -7,14 +7,14 @@ import warnings
 import weakref
 from contextlib import contextmanager, suppress
 from math import prod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from opkiln.base import forks
 from opkiln.errors import ArgumentError, FallbackWarning, UsageError
-from opkiln.ops.pin_memory.op import PinMemoryBuilder
+from opkiln.ops.pin_memory import functions
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -212,7 +212,7 @@ class PinnedPool:
         buffer = _Buffer(size, self.alignment)
         if self._lock_pages is not False:
             try:
-                _ops(self.device).lock_pages_(buffer.memory, _like(self.device))
+                functions.lock_pages_(buffer.memory, _like(self.device))
                 buffer.locked = True
             except RuntimeError as error:
                 if self._lock_pages or self.device.type == "cuda":
@@ -271,7 +271,7 @@ def _unlock(buffer: _Buffer, device: torch.device) -> None:
         buffer.after.synchronize()
         buffer.after = None
     if buffer.locked:
-        _ops(device).unlock_pages_(buffer.memory, _like(device))
+        functions.unlock_pages_(buffer.memory, _like(device))
         buffer.locked = False
 
 
@@ -286,8 +286,3 @@ def _drop(free: list[_Buffer], taken: dict[int, _Buffer], device: torch.device) 
 def _like(device: torch.device) -> Tensor:
     """A tensor by which the dispatcher knows the device."""
     return torch.empty(0, device=device)
-
-
-def _ops(device: torch.device) -> Any:
-    """The op's functions: native where there is a native version for the device."""
-    return PinMemoryBuilder.functions(device.type)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from math import prod
 from typing import Any, NamedTuple
 
@@ -11,15 +10,13 @@ from torch import Tensor
 
 import opkiln
 from opkiln.errors import ArgumentError, UsageError
-from opkiln.ops.front_ends import call_checked, check_dense, functions_for
-from opkiln.ops.quantizer.op import QuantizerBuilder
+from opkiln.ops.front_ends import call_checked, check_dense
+from opkiln.ops.quantizer import functions
 from opkiln.ops.quantizer.tensor_fields import each_tensor, move_record
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-_ops = partial(functions_for, QuantizerBuilder)
 
 
 class Swizzle(NamedTuple):
@@ -168,7 +165,7 @@ def dequantize(q: Quantized, *, dtype: torch.dtype | None = None) -> Tensor:
     offsets = q.scales.new_empty(0) if q.offsets is None else q.offsets
     order = _IN_ORDER if q.swizzle is None else q.swizzle
     flat = call_checked(
-        _ops(q.values).dequantize, q.values.contiguous(), q.scales.detach().contiguous(),
+        functions.dequantize, q.values.contiguous(), q.scales.detach().contiguous(),
         offsets.detach().contiguous(), q.numel, wanted, q.bits, q.group_size, q.symmetric, *order,
     )  # fmt: skip
     return flat.view(q.shape)  # type: ignore[no-any-return]
@@ -197,7 +194,7 @@ def fake_quantize(
     if not inplace:
         # In transforms of torch.func the op is its reference, whose gradient is zero.
         transformed = torch._C._are_functorch_transforms_active()
-        call = _StraightThrough.apply if transformed else _ops(x).fake_quantize
+        call = _StraightThrough.apply if transformed else functions.fake_quantize
         return call_checked(call, x.contiguous(), *rest)  # type: ignore[no-any-return]
     leaf = x if x._base is None else x._base
     if x.requires_grad and leaf.is_leaf and torch.is_grad_enabled():
@@ -209,9 +206,9 @@ def fake_quantize(
     # Straight through is the gradient that x has anyway: no node is needed for this.
     with torch.no_grad():
         if x.is_contiguous():
-            call_checked(_ops(x).fake_quantize_, x, *rest)
+            call_checked(functions.fake_quantize_, x, *rest)
         else:
-            x.copy_(call_checked(_ops(x).fake_quantize, x.contiguous(), *rest))
+            x.copy_(call_checked(functions.fake_quantize, x.contiguous(), *rest))
     return x
 
 
@@ -220,7 +217,7 @@ class _StraightThrough(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, *rest: Any) -> Tensor:
-        return _ops(x).fake_quantize(x, *rest)  # type: ignore[no-any-return]
+        return functions.fake_quantize(x, *rest)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -272,7 +269,6 @@ def quantized_reduce(
         first.narrow_range if narrow_range is None else narrow_range,
     )
     number, later = _offset(offset)
-    ops = _ops(first.values)
     listed = (
         [part.values.contiguous() for part in parts],
         [part.scales.detach().contiguous() for part in parts],
@@ -282,10 +278,10 @@ def quantized_reduce(
         wanted.narrow_range,
     )  # fmt: skip
     if error is None:
-        three = call_checked(ops.quantized_reduce, *listed)
+        three = call_checked(functions.quantized_reduce, *listed)
     else:
         _check_error(error, first.shape)
-        three = call_checked(ops.quantized_reduce_with_feedback, error, *listed)
+        three = call_checked(functions.quantized_reduce_with_feedback, error, *listed)
     return _quantize_groups(three, first.shape, first.dtype, wanted, None)
 
 
@@ -310,10 +306,10 @@ def _quantize(
     flat = x.detach().contiguous()
     rest = (*form[:3], stochastic, seed, number, *order, later, form.narrow_range)
     if error is None:
-        three = call_checked(_ops(x).quantize, flat, *rest)
+        three = call_checked(functions.quantize, flat, *rest)
     else:
         _check_error(error, x.shape)
-        three = call_checked(_ops(x).quantize_with_feedback, flat, error, *rest)
+        three = call_checked(functions.quantize_with_feedback, flat, error, *rest)
     kept = None if order == _IN_ORDER else order
     return _quantize_groups(three, tuple(x.shape), x.dtype, form, kept)
 

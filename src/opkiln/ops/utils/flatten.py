@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from functools import partial
 from math import prod
 
 import torch
 from torch import Tensor
 
 from opkiln.errors import ArgumentError, ArgumentTypeError
-from opkiln.ops.front_ends import functions_for
-from opkiln.ops.utils.op import UtilsBuilder
+from opkiln.ops.utils import functions
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-_ops = partial(functions_for, UtilsBuilder)
 
 
 def flatten(tensors: Sequence[Tensor]) -> Tensor:
@@ -28,8 +24,7 @@ def flatten(tensors: Sequence[Tensor]) -> Tensor:
     if torch.is_grad_enabled() and any(each.requires_grad for each in tensors):
         return torch.cat([each.reshape(-1) for each in tensors])  # with its gradient
     with torch.no_grad():
-        flat: Tensor = _ops(listed[0]).flatten_list(listed)
-    return flat
+        return functions.flatten_list(listed)
 
 
 def unflatten(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
@@ -61,7 +56,7 @@ def unflatten_into(flat: Tensor, tensors: Sequence[Tensor]) -> None:
     _check_count(flat, listed)
     with torch.no_grad():
         if all(tensor.is_contiguous() for tensor in listed):
-            _ops(flat).unflatten_list_(listed, flat.detach())
+            functions.unflatten_list_(listed, flat.detach())
             return
         # The op writes to whole stretches of memory; others are given theirs one by one.
         for tensor, part in zip(listed, unflatten(flat.detach().reshape(-1), listed), strict=True):

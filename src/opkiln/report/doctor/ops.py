@@ -22,13 +22,16 @@ from opkiln.store.inventory import list_names
 _ASK_OP = """
 from opkiln.decision.terms import Refuse, Request
 from opkiln.errors import OpkilnError, SpecError
-from opkiln.loading import declaration, loader
+from opkiln.loading import loader
 from opkiln.builder.registry import ALL_OPS
 answer = ''
 try:
     builder = ALL_OPS[sys.argv[1]]()
-    if registration := builder.registration():
-        declaration.check_registration(builder.name, builder.distribution, registration)
+    try:
+        builder.FUNCTIONS.import_module()
+    except ModuleNotFoundError as error:
+        if (error.name or '').partition('.')[0] == builder.distribution:
+            raise  # not torch or another package, which may well be missing here
     for each in builder.variants() or (type(builder),):
         outcome = loader.look(Request(each().op()))
         if isinstance(outcome, Refuse) and isinstance(outcome.error, SpecError):

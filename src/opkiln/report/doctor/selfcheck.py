@@ -15,7 +15,7 @@ from typing import Any
 
 from opkiln.base import model
 from opkiln.base.build_model import DeviceCompiler
-from opkiln.base.model import CPU, CUDA, ROCM, XPU, Op, OpSpec, Registration
+from opkiln.base.model import CPU, CUDA, ROCM, XPU, Op, OpSpec
 from opkiln.errors import CompileError, LoadError, LoadTestError, OpkilnError, StoreError
 from opkiln.loading import loader
 from opkiln.machine.devices import amd, nvidia
@@ -35,7 +35,7 @@ from opkiln.report.doctor.terms import (
 )
 from opkiln.report.layout import duration
 from opkiln.run import process
-from opkiln.settings import settings, table, whole_environment, with_own_store
+from opkiln.settings import environment_with_store, settings, table, whole_environment
 from opkiln.store import publish
 
 _CHILD = """
@@ -101,7 +101,7 @@ def _try_backend(what: str, *, calls: bool, **variables: str) -> Diagnosis:
         with publish.scratch("doctor") as work:
             result = os.path.join(work, "result.json")
             argv = process.python_code(_CHILD, what, "call" if calls else "load", result)
-            environment = with_own_store(work, "off") | variables
+            environment = environment_with_store(work, "off") | variables
             done = process.run(argv, env=environment, timeout=_LONGEST)
             found: dict[str, Any] = json.loads(read_text(result) or "{}")
     except StoreError as error:
@@ -189,6 +189,7 @@ static Tensor add(const Tensor& x, int64_t y) {
     sum.mutable_data_ptr<float>()[i] = x.const_data_ptr<float>()[i] + static_cast<float>(y);
   return sum;
 }
+STABLE_TORCH_LIBRARY(opkiln_doctor, m) { m.def("add(Tensor x, int y) -> Tensor"); }
 STABLE_TORCH_LIBRARY_IMPL(opkiln_doctor, CPU, m) { m.impl("add", TORCH_BOX(&add)); }
 """
 
@@ -222,12 +223,10 @@ def _call(library: Any) -> int:
 
 
 def _call_with_tensor() -> int:
-    schema = Registration("opkiln_doctor", ("add(Tensor x, int y) -> Tensor",), None)
-    spec = _spec("main.cpp", _STABLE, abi=model.ABI_STABLE)
-    functions = loader.load(Op(spec, schema), must_be_native=True).value
+    loader.load(Op(_spec("main.cpp", _STABLE, abi=model.ABI_STABLE)), must_be_native=True)
     # By name: no module of report/ imports torch, and a linter checks that.
     torch = import_module("torch")
-    return int(functions.add(torch.full((3,), 20.0), 22).sum().item() / 3)
+    return int(torch.ops.opkiln_doctor.add(torch.full((3,), 20.0), 22).sum().item() / 3)
 
 
 def child_main(backend: str, how: str, result: str) -> None:

@@ -1,4 +1,4 @@
-"""``cpu_adam`` in pure PyTorch: it runs if there is no native version, and tests compare with it.
+"""The functions of the library; their bodies are the reference.
 
 See ops/optimizing/references.py for what it takes beyond the native version.
 """
@@ -10,30 +10,40 @@ from functools import partial
 
 from torch import Tensor
 
-from opkiln.ops.cpu_adam.op import CPUAdamBuilder
+from opkiln.ops.cpu_adam.op import kit
+from opkiln.ops.optimizing.op_calls import Status
 from opkiln.ops.optimizing.references import (
     OpArguments,
     gradient_factor,
     multiply_,
-    op_function,
+    nothing_kept,
     update_each,
 )
 
 
-@op_function(CPUAdamBuilder)
-def cpu_adam_(given: OpArguments) -> None:
+@kit.op(mutates=("params", "exp_avgs", "exp_avg_sqs", "copies"))
+def cpu_adam_(
+    params: list[Tensor], grads: list[Tensor], exp_avgs: list[Tensor], exp_avg_sqs: list[Tensor],
+    copies: list[Tensor], step: int, lr: float, beta1: float, beta2: float, eps: float,
+    weight_decay: float, adamw_mode: bool, bias_correction: bool, maximize: bool, grad_scale: float,
+) -> None:  # fmt: skip
     """Make the ``step``-th step (the first is 1), in place.
 
     Gradients are divided by ``grad_scale``. ``copies`` is empty, or has a tensor per parameter that
     receives its new value in its own dtype. Raises RuntimeError, before anything is written, if
     lists differ in length or tensors in size.
     """
+    given = OpArguments(locals())
     factor = gradient_factor(given)
     update_each(partial(_step, _Coefficients(given)), factor, given)
 
 
-@op_function(CPUAdamBuilder)
-def cpu_adam_rollback_(given: OpArguments) -> None:
+@kit.op(mutates=("params", "exp_avgs", "exp_avg_sqs", "copies"))
+def cpu_adam_rollback_(
+    params: list[Tensor], grads: list[Tensor], exp_avgs: list[Tensor], exp_avg_sqs: list[Tensor],
+    copies: list[Tensor], step: int, lr: float, beta1: float, beta2: float, eps: float,
+    weight_decay: float, adamw_mode: bool, bias_correction: bool, maximize: bool, grad_scale: float,
+) -> None:  # fmt: skip
     """Undo the ``step``-th step, given what it was given, in place.
 
     What comes back differs from what was there by rounding only. With ``u`` the unit roundoff of
@@ -45,6 +55,7 @@ def cpu_adam_rollback_(given: OpArguments) -> None:
     Raises RuntimeError as the step does, and for hyperparameters with which a step cannot be
     undone: a beta of 0, or a decoupled decay that multiplies parameters by 0.
     """
+    given = OpArguments(locals())
     factor, c = gradient_factor(given), _Coefficients(given)
     if c.beta1 == 0 or c.beta2 == 0 or c.kept == 0:
         raise RuntimeError(
@@ -52,6 +63,30 @@ def cpu_adam_rollback_(given: OpArguments) -> None:
             f"{given.lr * given.weight_decay:g} cannot be rolled back"
         )
     update_each(partial(_rollback, c), factor, given)
+
+
+@kit.op(gradient=False)
+def cpu_adam_keep(
+    params: list[Tensor], exp_avgs: list[Tensor], exp_avg_sqs: list[Tensor], copies: list[Tensor]
+) -> Tensor:
+    """Keep all lists except the gradients until ``cpu_adam_forget``; a ticket for them. It has no
+    elements if nothing is kept, as here."""
+    return nothing_kept(params)
+
+
+@kit.op(gradient=False)
+def cpu_adam_kept_(
+    ticket: Tensor, grads: list[Tensor], step: int, lr: float, beta1: float, beta2: float,
+    eps: float, weight_decay: float, adamw_mode: bool, bias_correction: bool, maximize: bool,
+    grad_scale: float,
+) -> int:  # fmt: skip
+    """Make a step with lists that are kept; a ``Status``. The callers count up the versions."""
+    return int(Status.NOT_KEPT)
+
+
+@kit.op(gradient=False)
+def cpu_adam_forget(ticket: Tensor) -> None:
+    """Let go of lists that are kept."""
 
 
 class _Coefficients:

@@ -1,4 +1,4 @@
-"""``utils`` in pure PyTorch: what serves where there is no native version, and what tests see."""
+"""The functions of the library; their bodies are the reference."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import torch
 from torch import Tensor
 
 from opkiln.ops.checks import check_on, dtype_name
+from opkiln.ops.utils.op import kit
 
 
+@kit.op(gradient=False)
 def flatten_list(tensors: list[Tensor]) -> Tensor:
     """A new tensor of one dimension with the elements of all, one tensor after the other.
 
@@ -17,6 +19,7 @@ def flatten_list(tensors: list[Tensor]) -> Tensor:
     return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
 
 
+@kit.op(mutates="tensors")
 def unflatten_list_(tensors: list[Tensor], flat: Tensor) -> None:
     """Write the parts of ``flat`` to the tensors: the inverse of ``flatten_list``.
 

@@ -1,4 +1,8 @@
-"""``fp_quantizer`` in pure PyTorch: what serves where there is no native version, and the oracle.
+"""The functions of the library; their bodies are the reference.
+
+A format is its bits and those of its mantissa, see formats.py. ``size`` is the shape of what was
+quantized, ``dtype`` that of the result. ``offset_tensor`` stands in for ``offset`` and is read when
+the kernel runs: each replay of a captured graph can have random bits of its own.
 
 Every native version gives the same bits. All arithmetic is fp32, each operation rounded on its own:
 
@@ -18,15 +22,16 @@ Every native version gives the same bits. All arithmetic is fp32, each operation
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from opkiln.ops.checks import check_dtype, check_flat, check_native, check_on
 from opkiln.ops.fp_quantizer import formats
+from opkiln.ops.fp_quantizer.op import kit
 from opkiln.ops.quantizer.checks import check_offset
-from opkiln.ops.quantizer.reference import random_bits
+from opkiln.ops.quantizer.functions import random_bits
 
 if TYPE_CHECKING:
     from opkiln.ops.fp_quantizer.formats import Format
@@ -34,6 +39,7 @@ if TYPE_CHECKING:
 _EXPONENT = 0x7F800000  # of fp32
 
 
+@kit.op(gradient=False)
 def fp_quantize(
     x: Tensor,
     group_size: int,
@@ -76,6 +82,16 @@ def fp_quantize(
     return packed, torch.where(finite, scales, math.nan)
 
 
+@fp_quantize.fake
+def _(x: Tensor, group_size: int, bits: int, *_: object) -> tuple[Tensor, Tensor]:
+    count = x.numel()
+    return (
+        x.new_empty(formats.byte_count(count, bits), dtype=torch.uint8),
+        x.new_empty(formats.group_count(count, group_size), dtype=torch.float32),
+    )
+
+
+@kit.op(gradient=False)
 def fp_dequantize(
     codes: Tensor,
     scales: Tensor,
@@ -95,6 +111,12 @@ def fp_dequantize(
     return _numbers_at(indices, codes, scales, group_size, form).to(dtype).view(size)
 
 
+@fp_dequantize.fake
+def _(codes: Tensor, scales: Tensor, size: list[int], *rest: Any) -> Tensor:
+    return codes.new_empty(size, dtype=rest[-1])
+
+
+@kit.op(gradient=False)
 def fp_dequantize_rows(
     codes: Tensor,
     scales: Tensor,
@@ -130,6 +152,11 @@ def fp_dequantize_rows(
         values = _numbers_at(indices, codes, scales, group_size, form)
     values = torch.where(there[:, None], values, math.nan)
     return values.to(dtype).view(rows.numel(), *size[1:])
+
+
+@fp_dequantize_rows.fake
+def _(codes: Tensor, scales: Tensor, rows: Tensor, size: list[int], *rest: Any) -> Tensor:
+    return codes.new_empty((rows.numel(), *size[1:]), dtype=rest[-1])
 
 
 def packed_codes(values: Tensor, form: Format) -> Tensor:

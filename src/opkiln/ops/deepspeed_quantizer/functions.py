@@ -1,4 +1,4 @@
-"""``deepspeed_quantizer`` in pure PyTorch: what serves where there is no native version.
+"""The functions of the library; their bodies are the reference.
 
 The numbers are those of DeepSpeed's quantizer, for its programs (``opkiln.compat.deepspeed``); in
 other programs ``opkiln.quant`` has fewer surprises. All arithmetic is fp32:
@@ -26,8 +26,10 @@ import torch
 from torch import Tensor
 
 from opkiln.ops.checks import check_dtype, check_native
+from opkiln.ops.deepspeed_quantizer.op import kit
 
 
+@kit.op(gradient=False)
 def deepspeed_quantize(
     x: Tensor,
     groups: int,
@@ -60,6 +62,7 @@ def deepspeed_quantize(
     return levels.reshape(-1), params
 
 
+@kit.op(gradient=False)
 def deepspeed_dequantize(
     levels: Tensor, params: Tensor, groups: int, bits: int, symmetric: bool, dtype: torch.dtype
 ) -> Tensor:
@@ -68,6 +71,7 @@ def deepspeed_dequantize(
     return _numbers(levels, params, groups, bits, symmetric).to(dtype).reshape(-1)
 
 
+@kit.op(gradient=False)
 def deepspeed_reduce(
     levels: Tensor,
     params: Tensor,

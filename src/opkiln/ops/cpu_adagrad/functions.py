@@ -1,5 +1,4 @@
-"""``cpu_adagrad`` in pure PyTorch: it runs if there is no native version, and tests compare
-with it.
+"""The functions of the library; their bodies are the reference.
 
 See ops/optimizing/references.py for what it takes beyond the native version.
 """
@@ -11,14 +10,15 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from opkiln.ops.cpu_adagrad.op import CPUAdagradBuilder
+from opkiln.ops.cpu_adagrad.op import kit
+from opkiln.ops.optimizing.op_calls import Status
 from opkiln.ops.optimizing.references import (
     OpArguments,
     check_length,
     check_lists,
     check_tensor,
     gradient_factor,
-    op_function,
+    nothing_kept,
     scale_gradient,
     update_each,
 )
@@ -28,19 +28,26 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-@op_function(CPUAdagradBuilder)
-def cpu_adagrad_(given: OpArguments) -> None:
+@kit.op(mutates=("params", "sums", "copies"))
+def cpu_adagrad_(
+    params: list[Tensor], grads: list[Tensor], sums: list[Tensor], copies: list[Tensor], step: int,
+    lr: float, lr_decay: float, eps: float, weight_decay: float, maximize: bool, grad_scale: float,
+) -> None:  # fmt: skip
     """Make the ``step``-th step (the first is 1), in place.
 
     Gradients are divided by ``grad_scale``. ``copies`` is empty, or has a tensor per parameter that
     receives its new value in its own dtype. Raises RuntimeError, before anything is written, if
     lists differ in length or tensors in size.
     """
+    given = OpArguments(locals())
     update_each(partial(_step, given), gradient_factor(given), given)
 
 
-@op_function(CPUAdagradBuilder)
-def cpu_adagrad_rollback_(given: OpArguments) -> None:
+@kit.op(mutates=("params", "sums", "copies"))
+def cpu_adagrad_rollback_(
+    params: list[Tensor], grads: list[Tensor], sums: list[Tensor], copies: list[Tensor], step: int,
+    lr: float, lr_decay: float, eps: float, weight_decay: float, maximize: bool, grad_scale: float,
+) -> None:  # fmt: skip
     """Undo the ``step``-th step, given what it was given, in place.
 
     What comes back differs from what was there by rounding only. With ``u`` the unit roundoff of
@@ -50,24 +57,56 @@ def cpu_adagrad_rollback_(given: OpArguments) -> None:
     ``1 - lr * weight_decay / (sqrt(s) + eps)``, and is carried into the sum.
     Raises RuntimeError as the step does.
     """
+    given = OpArguments(locals())
     update_each(partial(_rollback, given), gradient_factor(given), given)
 
 
-@op_function(CPUAdagradBuilder)
-def cpu_adagrad_rows_(given: OpArguments) -> None:
+@kit.op(mutates=("params", "sums", "copies"))
+def cpu_adagrad_rows_(
+    params: list[Tensor], indices: list[Tensor], values: list[Tensor], sums: list[Tensor],
+    copies: list[Tensor], step: int, lr: float, lr_decay: float, eps: float, maximize: bool,
+    grad_scale: float,
+) -> None:  # fmt: skip
     """``cpu_adagrad_`` for gradients that have some rows only; the others are not touched.
 
     ``values[i]`` holds the rows of ``params[i]`` that ``indices[i]`` names, in ascending order
     without duplicates, its other dimensions taken as one. Of a copy, too, only those are written.
     Raises RuntimeError, before anything is written, also for indices that are not so.
     """
+    given = OpArguments(locals())
     _update_rows(_step, given)
 
 
-@op_function(CPUAdagradBuilder)
-def cpu_adagrad_rows_rollback_(given: OpArguments) -> None:
+@kit.op(mutates=("params", "sums", "copies"))
+def cpu_adagrad_rows_rollback_(
+    params: list[Tensor], indices: list[Tensor], values: list[Tensor], sums: list[Tensor],
+    copies: list[Tensor], step: int, lr: float, lr_decay: float, eps: float, maximize: bool,
+    grad_scale: float,
+) -> None:  # fmt: skip
     """Undo a step of ``cpu_adagrad_rows_``, as ``cpu_adagrad_rollback_`` does."""
+    given = OpArguments(locals())
     _update_rows(_rollback, given)
+
+
+@kit.op(gradient=False)
+def cpu_adagrad_keep(params: list[Tensor], sums: list[Tensor], copies: list[Tensor]) -> Tensor:
+    """Keep all lists except the gradients until ``cpu_adagrad_forget``; a ticket for them. It has
+    no elements if nothing is kept, as here."""
+    return nothing_kept(params)
+
+
+@kit.op(gradient=False)
+def cpu_adagrad_kept_(
+    ticket: Tensor, grads: list[Tensor], step: int, lr: float, lr_decay: float, eps: float,
+    weight_decay: float, maximize: bool, grad_scale: float,
+) -> int:  # fmt: skip
+    """Make a step with lists that are kept; a ``Status``. The callers count up the versions."""
+    return int(Status.NOT_KEPT)
+
+
+@kit.op(gradient=False)
+def cpu_adagrad_forget(ticket: Tensor) -> None:
+    """Let go of lists that are kept."""
 
 
 def _step_size(h: OpArguments) -> float:

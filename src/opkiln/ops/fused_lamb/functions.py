@@ -1,4 +1,4 @@
-"""``fused_lamb`` in pure PyTorch: it runs if there is no native version, and tests compare with it.
+"""The functions of the library; their bodies are the reference.
 
 See ops/optimizing/references.py for what it takes beyond the native versions.
 """
@@ -8,18 +8,27 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from opkiln.ops.fused_lamb.op import FusedLambBuilder
+from opkiln.ops.fused_lamb.op import kit
+from opkiln.ops.optimizing.op_calls import Status
 from opkiln.ops.optimizing.references import (
     FusedStep,
     Numbers,
     OpArguments,
-    op_function,
+    fake_plan,
+    fake_step,
+    no_plan,
     times_plus,
 )
 
 
-@op_function(FusedLambBuilder)
-def fused_lamb_(given: OpArguments) -> None:
+@kit.op(mutates=("params", "exp_avgs", "exp_avg_sqs", "masters", "steps", "coefficients"))
+def fused_lamb_(
+    params: list[Tensor], grads: list[Tensor], exp_avgs: list[Tensor], exp_avg_sqs: list[Tensor],
+    masters: list[Tensor], steps: list[Tensor], coefficients: Tensor, lr: float, beta1: float,
+    beta2: float, eps: float, weight_decay: float, eps_inside_sqrt: bool, bias_correction: bool,
+    maximize: bool, min_coeff: float, max_coeff: float, lr_tensor: Tensor | None = None,
+    grad_scale: Tensor | None = None, found_inf: Tensor | None = None,
+) -> None:  # fmt: skip
     """Make a step in place, the one after the number in ``steps``, and count it there.
 
     A parameter moves by ``lr`` times its coefficient times Adam's step with the decay added,
@@ -28,6 +37,7 @@ def fused_lamb_(given: OpArguments) -> None:
     if one of the norms is 0; ``coefficients`` receives it, one per parameter.
     The lists, the numbers in tensors and the errors are those of ``fused_adam_``.
     """
+    given = OpArguments(locals())
     work, rows = FusedStep(given), len(given.params)
     _check_form("coefficients", given.coefficients, torch.float32, [rows])
     given.squares = torch.zeros(rows, 2, dtype=torch.float64, device=given.coefficients.device)
@@ -35,26 +45,67 @@ def fused_lamb_(given: OpArguments) -> None:
     _move(work, given)
 
 
-@op_function(FusedLambBuilder)
-def fused_lamb_average_(given: OpArguments) -> None:
+@kit.op(mutates=("exp_avgs", "exp_avg_sqs", "squares"))
+def fused_lamb_average_(
+    params: list[Tensor], grads: list[Tensor], exp_avgs: list[Tensor], exp_avg_sqs: list[Tensor],
+    masters: list[Tensor], steps: list[Tensor], squares: Tensor, beta1: float, beta2: float,
+    eps: float, weight_decay: float, eps_inside_sqrt: bool, bias_correction: bool, maximize: bool,
+    grad_scale: Tensor | None = None, found_inf: Tensor | None = None,
+) -> None:  # fmt: skip
     """The first half of a step: the averages, and ``squares``, which receives the sums of squares
     of each parameter and of its ``u``, a row for each. The step is not counted.
 
     If ranks have parts of a tensor, its row must be added up over them before the second half.
     """
+    given = OpArguments(locals())
     work = FusedStep(given)
     _check_form("squares", given.squares, torch.float64, [len(given.params), 2])
     _average(work, given)
 
 
-@op_function(FusedLambBuilder)
-def fused_lamb_move_(given: OpArguments) -> None:
+@kit.op(mutates=("params", "masters", "steps", "coefficients"))
+def fused_lamb_move_(
+    params: list[Tensor], grads: list[Tensor], exp_avgs: list[Tensor], exp_avg_sqs: list[Tensor],
+    masters: list[Tensor], steps: list[Tensor], squares: Tensor, coefficients: Tensor, lr: float,
+    beta1: float, beta2: float, eps: float, weight_decay: float, eps_inside_sqrt: bool,
+    bias_correction: bool, min_coeff: float, max_coeff: float, lr_tensor: Tensor | None = None,
+    found_inf: Tensor | None = None,
+) -> None:  # fmt: skip
     """The second half of a step: the parameters, from the averages and the sums of squares that the
     first left, and the count of steps. The gradients are not read."""
+    given = OpArguments(locals())
     work = FusedStep(given)
     _check_form("squares", given.squares, torch.float64, [len(given.params), 2])
     _check_form("coefficients", given.coefficients, torch.float32, [len(given.params)])
     _move(work, given)
+
+
+@kit.op(gradient=False)
+def fused_lamb_plan(
+    params: list[Tensor], grads: list[Tensor], exp_avgs: list[Tensor], exp_avg_sqs: list[Tensor],
+    masters: list[Tensor], steps: list[Tensor],
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Prepare lists that stay the same from step to step: a plan, on the device, with the addresses
+    of all tensors, and a ledger with what the host must know. Without elements, as here, there is
+    no plan. The caller must keep the tensors alive."""
+    return no_plan(params)
+
+
+@kit.op(mutates=("plan", "ledger", "coefficients"))
+def fused_lamb_planned_(
+    plan: Tensor, ledger: Tensor, grads: list[Tensor], coefficients: Tensor, lr: float,
+    beta1: float, beta2: float, eps: float, weight_decay: float, eps_inside_sqrt: bool,
+    bias_correction: bool, maximize: bool, min_coeff: float, max_coeff: float,
+    lr_tensor: Tensor | None = None,
+    grad_scale: Tensor | None = None, found_inf: Tensor | None = None,
+) -> int:  # fmt: skip
+    """Make a step with a plan and new gradients; a ``Status``. The callers count up the versions of
+    what the plan names."""
+    return int(Status.NOT_KEPT)
+
+
+fused_lamb_plan.fake(fake_plan)
+fused_lamb_planned_.fake(fake_step)
 
 
 def _average(work: FusedStep, given: OpArguments) -> None:

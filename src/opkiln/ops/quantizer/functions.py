@@ -1,4 +1,7 @@
-"""``quantizer`` in pure PyTorch: what serves where there is no native version, and what tests see.
+"""The functions of the library; their bodies are the reference.
+
+``offset_tensor`` stands in for ``offset`` and is read when the kernel runs: each replay of a
+captured graph, and each call of a compiled function, can have random bits of its own.
 
 Every native version gives the same bits. All arithmetic is fp32, each operation rounded on its own:
 
@@ -31,25 +34,16 @@ from torch import Tensor
 from opkiln.ops.checks import check_flat, check_native, check_on
 from opkiln.ops.philox import WORD, philox
 from opkiln.ops.quantizer.checks import check_format, check_offset, check_quantized
+from opkiln.ops.quantizer.op import kit
 
 _Three = tuple[Tensor, Tensor, Tensor]
 
 _LEAST_SCALE = 2.0**-126
 
 
-def quantize(x: Tensor, *format_and_order: Any) -> _Three:
-    """Levels, scales and offsets (none where symmetric) of the groups of ``x``.
-
-    The other arguments are those of ``quantize_with_feedback``. Raises RuntimeError, naming the
-    argument: a dtype other than fp32, bf16 and fp16, bits other than 4 and 8, a group size that is
-    not a multiple of 8 from 16 to 65536, groups that the order does not divide.
-    """
-    return quantize_with_feedback(x, None, *format_and_order)
-
-
-def quantize_with_feedback(
+@kit.op(gradient=False)
+def quantize(
     x: Tensor,
-    error: Tensor | None,
     bits: int,
     group_size: int,
     symmetric: bool,
@@ -62,18 +56,51 @@ def quantize_with_feedback(
     offset_tensor: Tensor | None = None,
     narrow_range: bool = True,
 ) -> _Three:
-    """As ``quantize`` of ``x + error``; ``error``, fp32, receives what the levels leave out.
+    """Levels, scales and offsets (none where symmetric) of the groups of ``x``.
 
-    With ``nodes`` and the like above 1 the groups are put in another order, see ``swizzled``.
+    With ``nodes`` and the like above 1 the groups are put in another order, see ``swizzle``. Raises
+    RuntimeError, naming the argument: a dtype other than fp32, bf16 and fp16, bits other than 4 and
+    8, a group size that is not a multiple of 8 from 16 to 65536, groups that the order does not
+    divide.
     """
-    check_native("x has dtype", x.dtype)
     rounding = _Rounding(bits, group_size, symmetric, stochastic, seed, offset, offset_tensor,
                          narrow_range)  # fmt: skip
-    rounding.check(error, x.numel(), x.device)
-    order = swizzle(x.numel(), group_size, nodes, devices_per_node, pipeline, x.device)
-    return _with_feedback(x.reshape(-1).float(), error, rounding).pack(order)
+    return _quantize(x, None, rounding, (nodes, devices_per_node, pipeline))
 
 
+@quantize.fake
+def _(x: Tensor, *rest: Any) -> _Three:
+    return _shapes(x, x.numel(), *rest[:3])
+
+
+@kit.op(mutates="error")
+def quantize_with_feedback(
+    x: Tensor,
+    error: Tensor,
+    bits: int,
+    group_size: int,
+    symmetric: bool,
+    stochastic: bool,
+    seed: int,
+    offset: int,
+    nodes: int,
+    devices_per_node: int,
+    pipeline: int,
+    offset_tensor: Tensor | None = None,
+    narrow_range: bool = True,
+) -> _Three:
+    """As ``quantize`` of ``x + error``; ``error``, fp32, receives what the levels leave out."""
+    rounding = _Rounding(bits, group_size, symmetric, stochastic, seed, offset, offset_tensor,
+                         narrow_range)  # fmt: skip
+    return _quantize(x, error, rounding, (nodes, devices_per_node, pipeline))
+
+
+@quantize_with_feedback.fake
+def _(x: Tensor, error: Tensor, *rest: Any) -> _Three:
+    return _shapes(x, x.numel(), *rest[:3])
+
+
+@kit.op(gradient=False)
 def dequantize(
     values: Tensor,
     scales: Tensor,
@@ -96,6 +123,12 @@ def dequantize(
     return found.back().to(dtype)
 
 
+@dequantize.fake
+def _(values: Tensor, scales: Tensor, offsets: Tensor, *rest: Any) -> Tensor:
+    return values.new_empty(rest[0], dtype=rest[1])
+
+
+@kit.op()
 def fake_quantize(
     x: Tensor,
     bits: int,
@@ -108,26 +141,42 @@ def fake_quantize(
     narrow_range: bool = True,
 ) -> Tensor:
     """``x`` as it comes back from being quantized, in its own dtype and shape."""
-    check_native("x has dtype", x.dtype)
     rounding = _Rounding(bits, group_size, symmetric, stochastic, seed, offset, offset_tensor,
                          narrow_range)  # fmt: skip
-    rounding.check(None, x.numel(), x.device)
-    return _levels(x.reshape(-1).float(), rounding).back().to(x.dtype).view(x.shape)
+    return _fake_quantize(x, rounding)
 
 
-def fake_quantize_(x: Tensor, *rounding: Any) -> None:
+@fake_quantize.fake
+def _(x: Tensor, *_: object) -> Tensor:
+    return torch.empty_like(x)
+
+
+@fake_quantize.backward
+def _(grad: Tensor, *inputs: object) -> tuple[Tensor | None, ...]:
+    """Straight through, as if nothing had been rounded."""
+    return grad, *(None for _ in inputs[1:])
+
+
+@kit.op(mutates="x")
+def fake_quantize_(
+    x: Tensor,
+    bits: int,
+    group_size: int,
+    symmetric: bool,
+    stochastic: bool,
+    seed: int,
+    offset: int,
+    offset_tensor: Tensor | None = None,
+    narrow_range: bool = True,
+) -> None:
     """As ``fake_quantize``, in place."""
-    x.copy_(fake_quantize(x, *rounding))
+    rounding = _Rounding(bits, group_size, symmetric, stochastic, seed, offset, offset_tensor,
+                         narrow_range)  # fmt: skip
+    x.copy_(_fake_quantize(x, rounding))
 
 
-def quantized_reduce(values: list[Tensor], *rest: Any) -> _Three:
-    """The sum of parts of ``numel`` elements each, times ``factor``, quantized. The other arguments
-    are those of ``quantized_reduce_with_feedback``."""
-    return quantized_reduce_with_feedback(None, values, *rest)
-
-
-def quantized_reduce_with_feedback(
-    error: Tensor | None,
+@kit.op(gradient=False)
+def quantized_reduce(
     values: list[Tensor],
     scales: list[Tensor],
     offsets: list[Tensor],
@@ -145,7 +194,7 @@ def quantized_reduce_with_feedback(
     offset_tensor: Tensor | None = None,
     narrow_range: bool = True,
 ) -> _Three:
-    """As ``quantized_reduce`` of the sum plus ``error``, which receives what is left out.
+    """The sum of parts of ``numel`` elements each, times ``factor``, quantized.
 
     The parts, of one format, are added one after the other in fp32. ``offsets`` is empty where
     they are symmetric.
@@ -153,8 +202,73 @@ def quantized_reduce_with_feedback(
     total = _sum(values, scales, offsets, numel, from_bits, from_group_size, from_symmetric, factor)
     rounding = _Rounding(bits, group_size, symmetric, stochastic, seed, offset, offset_tensor,
                          narrow_range)  # fmt: skip
+    rounding.check(None, numel, total.device)
+    return _with_feedback(total, None, rounding).pack(None)
+
+
+@quantized_reduce.fake
+def _(values: list[Tensor], scales: list[Tensor], *rest: Any) -> _Three:
+    return _shapes(scales[0], rest[1], *rest[6:9])
+
+
+@kit.op(mutates="error")
+def quantized_reduce_with_feedback(
+    error: Tensor,
+    values: list[Tensor],
+    scales: list[Tensor],
+    offsets: list[Tensor],
+    numel: int,
+    from_bits: int,
+    from_group_size: int,
+    from_symmetric: bool,
+    factor: float,
+    bits: int,
+    group_size: int,
+    symmetric: bool,
+    stochastic: bool,
+    seed: int,
+    offset: int,
+    offset_tensor: Tensor | None = None,
+    narrow_range: bool = True,
+) -> _Three:
+    """As ``quantized_reduce`` of the sum plus ``error``, which receives what is left out."""
+    total = _sum(values, scales, offsets, numel, from_bits, from_group_size, from_symmetric, factor)
+    rounding = _Rounding(bits, group_size, symmetric, stochastic, seed, offset, offset_tensor,
+                         narrow_range)  # fmt: skip
     rounding.check(error, numel, total.device)
     return _with_feedback(total, error, rounding).pack(None)
+
+
+@quantized_reduce_with_feedback.fake
+def _(error: Tensor, values: list[Tensor], scales: list[Tensor], *rest: Any) -> _Three:
+    return _shapes(scales[0], rest[1], *rest[6:9])
+
+
+def _quantize(
+    x: Tensor, error: Tensor | None, rounding: _Rounding, cut: tuple[int, int, int]
+) -> _Three:
+    check_native("x has dtype", x.dtype)
+    rounding.check(error, x.numel(), x.device)
+    order = swizzle(x.numel(), rounding.group_size, *cut, x.device)
+    return _with_feedback(x.reshape(-1).float(), error, rounding).pack(order)
+
+
+def _fake_quantize(x: Tensor, rounding: _Rounding) -> Tensor:
+    check_native("x has dtype", x.dtype)
+    rounding.check(None, x.numel(), x.device)
+    return _levels(x.reshape(-1).float(), rounding).back().to(x.dtype).view(x.shape)
+
+
+def _shapes(like: Tensor, numel: int, bits: int, group_size: int, symmetric: bool) -> _Three:
+    groups = (numel + group_size - 1) // group_size
+    signed = symmetric and bits == 8
+    return (
+        like.new_empty(
+            numel if bits == 8 else (numel + 1) // 2, dtype=torch.int8 if signed else torch.uint8
+        ),
+        like.new_empty(groups, dtype=torch.float32),
+        like.new_empty(0 if symmetric else groups, dtype=torch.float32),
+    )
 
 
 def swizzle(

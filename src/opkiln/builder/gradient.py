@@ -10,7 +10,6 @@ nothing of tangents, and without this they would be zero without an error.
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 from typing import Any
 
@@ -22,6 +21,8 @@ from torch._C import (
     _AutoDispatchBelowAutograd,
 )
 from torch.autograd import forward_ad
+
+from opkiln.builder.variants import add_defaults, autocast_off, tensors
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -159,26 +160,6 @@ def takes_output(backward: Callable[..., Any]) -> bool:
     return "output" in inspect.signature(backward).parameters
 
 
-def add_defaults(
-    schema: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments with those that torch leaves out because they have their default values."""
-    plain = [each for each in schema.arguments if not each.kwarg_only]
-    rest = tuple(each.default_value for each in plain[len(args) :])
-    named = {each.name: kwargs.get(each.name, each.default_value)
-             for each in schema.arguments if each.kwarg_only}  # fmt: skip
-    return (*args, *rest), named
-
-
-def tensors(args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Tensor]:
-    """The tensors among the arguments, in order, also those in lists."""
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from tensors(value, {})
-
-
 # Not torch's pytree, which takes longer than a small kernel.
 def _leaves(value: Any) -> tuple[Any, ...]:
     if not isinstance(value, (list, tuple)):
@@ -220,14 +201,3 @@ def _match_gradients(value: Any, grad: Any) -> Sequence[Any]:
 
 def _has_gradient(tensor: Tensor) -> bool:
     return tensor.dtype.is_floating_point or tensor.dtype.is_complex
-
-
-@contextlib.contextmanager
-def autocast_off(given: Sequence[Tensor]) -> Iterator[None]:
-    """Autocast off, as it is in a kernel: a kernel computes in the dtypes that it is given."""
-    device = next((each.device.type for each in given if each.device.type != "cpu"), "cpu")
-    if device == "meta" or not torch.is_autocast_enabled(device):
-        yield
-        return
-    with torch.autocast(device, enabled=False):
-        yield

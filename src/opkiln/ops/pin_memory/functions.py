@@ -1,8 +1,9 @@
-"""``pin_memory`` by way of ctypes and torch: what serves where there is no native version.
+"""The functions of the library; their bodies are the reference.
 
-Both functions take a contiguous tensor of bytes in host memory, and a tensor on the device that is
-to copy from it. For the CPU pages are locked so that they are never swapped out; for a GPU they are
-made known to its driver, which locks them, too, and then reaches them without a copy.
+Both take a contiguous tensor of bytes in host memory, and a tensor of any contents on the device
+that is to copy from it and to it, which chooses the version. For the CPU pages are locked so that
+they are never swapped out; for a GPU they are made known to its driver, which locks them, too, and
+then reaches them without a copy. The reference goes by ctypes and torch.
 """
 
 from __future__ import annotations
@@ -13,14 +14,18 @@ import os
 import torch
 from torch import Tensor
 
+from opkiln.ops.pin_memory.op import kit
+
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device
 
 
+@kit.op(mutates="memory")
 def lock_pages_(memory: Tensor, device: Tensor) -> None:
     """Lock the pages of ``memory``. Raises RuntimeError with the system's reason."""
     _ask("lock", memory, device, "mlock", "cudaHostRegister", memory.numel(), _PORTABLE)
 
 
+@kit.op(mutates="memory")
 def unlock_pages_(memory: Tensor, device: Tensor) -> None:
     """Undo ``lock_pages_`` of the same memory. Raises RuntimeError with the system's reason."""
     _ask("unlock", memory, device, "munlock", "cudaHostUnregister")

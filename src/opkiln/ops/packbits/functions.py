@@ -1,4 +1,4 @@
-"""``packbits`` in pure PyTorch: what serves where nothing native does, and what tests see."""
+"""The functions of the library; their bodies are the reference."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import torch
 from torch import Tensor
 
 from opkiln.ops.checks import check_flat, check_native
+from opkiln.ops.packbits.op import kit
 
 
+@kit.op(gradient=False)
 def packbits(x: Tensor) -> Tensor:
     """A bit for each element in the order of ``x.reshape(-1)``: 1 where its sign bit is clear.
 
@@ -24,6 +26,7 @@ def packbits(x: Tensor) -> Tensor:
     return (bits * places).sum(1).to(torch.uint8)
 
 
+@kit.op(gradient=False)
 def unpackbits(packed: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
     """1 for each bit that is set and -1 for each that is not, ``numel`` of them in one dimension.
 

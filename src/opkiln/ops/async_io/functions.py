@@ -1,4 +1,4 @@
-"""``async_io`` in Python, on threads: what serves where there is no native version.
+"""The functions of the library; their bodies are the reference.
 
 A queue runs requests in the background. ``aio_open`` gives its number, ``aio_read_`` and
 ``aio_write`` that of a request, each as a tensor of one int64. A request is a list of tensors of
@@ -12,7 +12,8 @@ failed or -1, and for each part the bytes that were transferred from its begin o
 before. A request that has ended can be waited for again until ``aio_forget``. ``aio_close`` waits
 for all.
 
-``gds`` is served by the same queue. Its tensors may be on any device.
+Every function writes to ``queue`` as far as torch knows: so a compiled graph keeps their order. The
+reference works on threads. It serves ``gds``, too, whose tensors may be on any device.
 """
 
 from __future__ import annotations
@@ -27,8 +28,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.library import get_ctx
 
 from opkiln.base import forks
+from opkiln.ops.async_io.op import kit
 
 RUNNING, DONE, CANCELLED = 0, 1, 2
 
@@ -140,13 +143,19 @@ _queues: dict[int, _ReferenceQueue] = {}
 _numbers = itertools.count(1)
 
 
-def aio_probe(like: Tensor, engine: str) -> Tensor:  # noqa: ARG001
+@kit.op(gradient=False)
+def aio_probe(like: Tensor, engine: str) -> Tensor:
     """0 if an engine can be used, or an error's number. Here there are threads alone."""
     return torch.tensor([0 if engine == "threads" else errno.ENOSYS], device="cpu")
 
 
-def aio_open(like: Tensor, engine: str, depth: int, block_size: int, threads: int) -> Tensor:  # noqa: ARG001
+@kit.op(gradient=False)
+def aio_open(like: Tensor, engine: str, depth: int, block_size: int, threads: int) -> Tensor:
     """A new queue. Raises RuntimeError for an engine that cannot be used."""
+    return open_queue(like, engine, depth, block_size, threads)
+
+
+def open_queue(like: Tensor, engine: str, depth: int, block_size: int, threads: int) -> Tensor:
     if engine != "threads":
         raise RuntimeError(f"{engine} cannot be used: {os.strerror(errno.ENOSYS)}")
     number = next(_numbers)
@@ -154,18 +163,37 @@ def aio_open(like: Tensor, engine: str, depth: int, block_size: int, threads: in
     return torch.tensor([number], device="cpu")
 
 
-def aio_read_(queue: Tensor, memory: list[Tensor], *places: list[int]) -> Tensor:
+@kit.op(mutates=("queue", "memory"))
+def aio_read_(
+    queue: Tensor,
+    memory: list[Tensor],
+    offsets: list[int],
+    files: list[int],
+    descriptors: list[int],
+) -> Tensor:
     """Begin to read. Raises RuntimeError for what cannot be read to."""
-    return begin_transfer(queue, memory, *places, write=False)
+    return begin_transfer(queue, memory, offsets, files, descriptors, write=False)
 
 
-def aio_write(queue: Tensor, memory: list[Tensor], *places: list[int]) -> Tensor:
+@kit.op(mutates="queue")
+def aio_write(
+    queue: Tensor,
+    memory: list[Tensor],
+    offsets: list[int],
+    files: list[int],
+    descriptors: list[int],
+) -> Tensor:
     """Begin to write. Raises RuntimeError for what cannot be written."""
-    return begin_transfer(queue, memory, *places, write=True)
+    return begin_transfer(queue, memory, offsets, files, descriptors, write=True)
 
 
+@kit.op(mutates="queue")
 def aio_wait(queue: Tensor, request: int, milliseconds: int) -> Tensor:
     """Wait at most so long, for ever if below 0. Raises RuntimeError for an unknown request."""
+    return wait_for(queue, request, milliseconds)
+
+
+def wait_for(queue: Tensor, request: int, milliseconds: int) -> Tensor:
     found = queue_of(queue)
     future = found.futures.get(request)
     if future is None:
@@ -176,6 +204,7 @@ def aio_wait(queue: Tensor, request: int, milliseconds: int) -> Tensor:
     return torch.tensor(future.result(), device="cpu")
 
 
+@kit.op(mutates="queue")
 def aio_forget(queue: Tensor, request: int) -> None:
     """Let go of what a request came to. No effect before it has ended."""
     found = queue_of(queue)
@@ -184,17 +213,34 @@ def aio_forget(queue: Tensor, request: int) -> None:
         found.cancelled.pop(request, None)
 
 
+@kit.op(mutates="queue")
 def aio_cancel(queue: Tensor, request: int) -> None:
     """Transfer nothing more of a request than what is under way."""
     if cancelled := queue_of(queue).cancelled.get(request):
         cancelled.set()
 
 
+@kit.op(mutates="queue")
 def aio_close(queue: Tensor) -> None:
     """Wait for all requests and end the queue. Calling it again has no effect."""
     found = _queues.pop(int(queue), None)
     if found is not None and found.process == os.getpid():
         found.pool.shutdown()
+
+
+def fake_number(like: Tensor, *_: object) -> Tensor:
+    """The number of a queue or a request, or an error's, for tracing."""
+    return like.new_empty(1, dtype=torch.int64)
+
+
+def fake_wait(queue: Tensor, *_: object) -> Tensor:
+    """What waiting gives, for tracing."""
+    return queue.new_empty(get_ctx().new_dynamic_size(), dtype=torch.int64)
+
+
+for _each in (aio_probe, aio_open, aio_read_, aio_write):
+    _each.fake(fake_number)
+aio_wait.fake(fake_wait)
 
 
 def queue_of(queue: Tensor) -> _ReferenceQueue:
