@@ -4,9 +4,9 @@
     python bench/ninja.py --where /dev/shm --edges 500
 
 Plain ninja compiles in every build. ``ccache`` and ``sccache`` stand before the compiler, opkiln is
-``opkiln ninja``. A warm build follows the removal of all outputs; ninja's log stays. All take
-turns, and each time is of the whole command. Afterwards the outputs of each are compared with plain
-ninja's. Those of ccache and sccache are on disk wherever the outputs are.
+the ``ninja`` that ``opkiln run`` puts first on PATH. A warm build follows the removal of all
+outputs; ninja's log stays. All take turns, and each time is of the whole command. Afterwards the
+outputs of each are compared with plain ninja's. The caches are on disk wherever the outputs are.
 """
 
 from __future__ import annotations
@@ -116,6 +116,13 @@ def contenders(root: Path, caches: Path, edges: int) -> list[Contender]:
     if ninja is None:
         raise Failure("there is no ninja on PATH")
     sccache = shutil.which("sccache", path=near)
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
+    from opkiln.compat.ninja import front
+
+    store = {
+        "OPKILN_CACHE_DIR": str(caches / "opkiln"), "OPKILN_RUNTIME_DIR": str(caches / "run"),
+    }  # fmt: skip
+    os.environ.update(store)
     wanted = [
         (PLAIN, "gcc", (ninja,), {}),
         ("ccache", "ccache gcc", (ninja,), {"CCACHE_DIR": str(caches / "ccache")}),
@@ -123,8 +130,8 @@ def contenders(root: Path, caches: Path, edges: int) -> list[Contender]:
             "SCCACHE_DIR": str(caches / "sccache"), "SCCACHE_SERVER_PORT": str(_free_port()),
             "SCCACHE_IDLE_TIMEOUT": "0",
         }),
-        (OPKILN, "gcc", (sys.executable, "-m", "opkiln", "ninja"), {
-            "OPKILN_CACHE_DIR": str(caches / "opkiln"), "OPKILN_RUNTIME_DIR": str(caches / "run"),
+        (OPKILN, "gcc", (f"{front.SHIM}/ninja",), {
+            **store, **front.environment(), "PATH": f"{front.SHIM}:{near}",
         }),
     ]  # fmt: skip
     made = []
