@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from opkiln.errors import ArgumentError, ArgumentTypeError
+from opkiln.ops.front_ends import runs_cuda_kernels
 from opkiln.ops.kv_attention.functions import append, check_places, kv_attention
 
 _COUNTERS = 4096  # a GPU that has more pairs of sequences and heads to work on need not split them
@@ -121,7 +122,7 @@ def attention(
         return scaled_dot_product_attention(
             q, k, v, is_causal=causal, scale=scale, enable_gqa=heads != cache.kv_heads
         )
-    on_cuda = q.is_cuda or kv_attention.builder.emulates()
+    on_cuda = runs_cuda_kernels(q, kv_attention.builder)
     decode = on_cuda and tokens <= _MOST_TOKENS and q.dtype in (torch.float16, torch.bfloat16)
     # A prompt behind other tokens, fp32 and the CPU: the reference is torch's attention.
     call = kv_attention if decode else kv_attention.reference
