@@ -33,7 +33,7 @@ import json, os, sys, time
 STARTED = []
 def watch(event, given):
     if event in ("subprocess.Popen", "os.posix_spawn", "os.exec", "os.fork", "os.system"):
-        STARTED.append(f"{event} {given[0] if given else ''}")
+        STARTED.append(f"{event} {given[:2]}")
 def tell(**more):
     print("TOLD " + json.dumps({"started": STARTED, **more}))
 """
@@ -216,7 +216,7 @@ spec.build()
 seconds = time.perf_counter() - begin
 path = spec.get_library_path()
 library = ctypes.CDLL(str(path))
-own = [each for each in STARTED if "nvcc" in each or "ninja" in each or "/bin/sh" in each]
+own = [each for each in STARTED if "nvcc', '--version" not in each]  # FlashInfer asks that itself
 tell(path=str(path), value=library.one() + library.two(), seconds=seconds, own=own)
 """
 )
