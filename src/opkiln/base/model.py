@@ -198,7 +198,7 @@ def function_name(schema: str) -> str:
 class Op(Record):
     """An op to load: its sources, its registration, its devices."""
 
-    spec: OpSpec
+    spec: OpSpec  # its sources and flags
     registration: Registration | None = None  # with torch; None: it is not registered
     rule: Callable[[list[str]], Any] | None = None  # the author's filter_ccs
     asked: str = ""  # an arch list given in the call; it overrides every setting
