@@ -10,6 +10,7 @@
 #   make test-faults   every fault and attack at its whole count; writes bench/results/faults.json
 #   make test-sanitize   the tests of native code under AddressSanitizer and UBSan
 #   make test-deepspeed   DeepSpeed from PyPI on opkiln (installs it beside .venv)
+#   make test-jits   tvm-ffi, FlashInfer and four ninjas from PyPI on opkiln (installs them beside .venv; nvcc for the CUDA part)
 #   make test-packages   extension packages from PyPI, as they are, built by opkiln (gigabytes)
 #   make test-remotes   remote tiers on docker-registry, nginx and an S3 server (apt-get installs them)
 #   make test-sycl   the SYCL example on Intel's runtime compiler (installs 1.6 GB beside .venv)
@@ -52,7 +53,7 @@ DOCS_VENV := .docs-venv
 DOCS_STAMP := $(DOCS_VENV)/.ready
 
 .PHONY: all setup demo check pool test lint test-full test-changed test-busy durations test-random test-faults test-sanitize test-deepspeed \
-	test-packages test-remotes test-sycl test-torches test-cluster test-other-cpu mutants mutants-drawn deepspeed-sources release-check bench docs clean
+	test-jits test-packages test-remotes test-sycl test-torches test-cluster test-other-cpu mutants mutants-drawn deepspeed-sources release-check bench docs clean
 
 all: test
 
@@ -114,6 +115,10 @@ test-sanitize: $(STAMP)
 
 test-deepspeed:
 	$(PYTHON) tests/with_deepspeed/run.py --torch "$(TORCH)" $(PYTEST)
+
+test-jits:
+	$(PYTHON) tests/with_jits/run.py --torch "$(TORCH)" $(PYTEST)
+	$(PYTHON) tests/with_jits/run.py --torch "$(TORCH)" --own
 
 test-packages: $(STAMP)
 	$(RUN) tests/packages/run.py
@@ -178,4 +183,4 @@ docs: $(STAMP) $(DOCS_STAMP)
 	$(DOCS_VENV)/bin/python tests/site/run.py $(DOCS)
 
 clean:
-	rm -rf $(VENV) $(DOCS_VENV) .release-venv .ci-files-venv .manifests-venv .bench-venv .remotes-venv .sycl-venv .farm-*-venv .torch-*-venv .deepspeed-venv .deepspeed .packages-*-venv build dist src/*.egg-info
+	rm -rf $(VENV) $(DOCS_VENV) .release-venv .ci-files-venv .manifests-venv .bench-venv .remotes-venv .sycl-venv .farm-*-venv .torch-*-venv .deepspeed-venv .deepspeed .jits-venv .flashinfer .packages-*-venv build dist src/*.egg-info

@@ -19,7 +19,9 @@ def main(stage: str) -> None:
     plan = plan_here(Request(cuda_opkiln_builder.builder().op(), BUILD))
     places = plans.anchors(plan, stage)
     answer = {
-        "steps": [{"kind": s.kind, "argv": list(plans.argv(s, places))} for s in plan.steps],
+        "steps": [
+            {"kind": s.kind, "argv": list(plans.command(s, places).argv)} for s in plan.steps
+        ],
         "environment": dict(plan.environment),
         "output": os.path.join(stage, plan.output),
     }

@@ -53,6 +53,7 @@ ROWS = {
     33: "flags are refused, or all that they do is seen",
     34: "after any change, the cache serves what an empty cache builds",
     35: "whatever a remote tier sends, a load ends in time and in words",
+    36: "what opkiln ninja builds, plain ninja builds from nothing",
 }
 
 

@@ -3,7 +3,7 @@
     .venv/bin/python docs/site/terminal.py --record     # runs them, keeps demo.cast, draws it
     python docs/site/terminal.py                        # draws docs/pictures/demo.cast again
 
-The recording is an asciicast, version 2. In the picture each line appears when it was printed; it
+The recording is an asciicast, version 2. In the picture each line is faint until it was printed; it
 is an SVG without a script. The same recording gives the same picture, byte for byte.
 """
 
@@ -138,7 +138,7 @@ def draw(cast: list[Any]) -> str:
         if share == 0:
             parts.append(f'<text x="{LEFT}" y="{y}">{_spans(line.text)}</text>')
             continue
-        frames.append(f"@keyframes l{number} {{ 0%, {share:.2f}% {{ opacity: 0 }} "
+        frames.append(f"@keyframes l{number} {{ 0%, {share:.2f}% {{ opacity: .2 }} "
                       f"{share + 0.01:.2f}%, 100% {{ opacity: 1 }} }}")  # fmt: skip
         parts.append(f'<text class="line" style="animation-name: l{number}" x="{LEFT}" y="{y}">'
                      f"{_spans(line.text)}</text>")  # fmt: skip

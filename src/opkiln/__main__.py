@@ -9,6 +9,10 @@ def main() -> None:
         from opkiln.cli import run
 
         run.start_now(sys.argv[1:])
+    if sys.argv[1:2] == ["ninja"] and sys.argv[2:3] not in (["--help"], ["-h"]):
+        from opkiln.compat.ninja import front
+
+        sys.exit(front.start(sys.argv[2:]))
     from opkiln.cli import main as commands
 
     commands.main()

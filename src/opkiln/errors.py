@@ -24,15 +24,16 @@ _OWN = os.path.join(os.path.dirname(os.path.abspath(__file__)), "")
 
 
 class OpkilnError(Exception):
-    """Base of all of them. ``what`` is one line; ``why`` may be many; ``hint`` is a command.
+    """The base of all these errors. ``what`` is one line, ``why`` may be many, ``hint`` is a
+    command.
 
-    Catch it to handle every failure of opkiln in one place. ``str()`` of it has the command to
-    try next, where one is known.
+    Catch it to handle every failure of opkiln in one place. ``str()`` of it ends with the command
+    to try next, if one is known.
     """
 
     exit_code = 1
-    # Whether it follows from what is built, or from a machine that is too slow: then all who wait
-    # for the same build get it. A full disk or a killed compiler may concern one process alone.
+    # Whether all processes that wait for the same build get the error: it is due to the sources,
+    # the compiler or a slow machine. A full disk or a killed compiler may concern one process only.
     concerns_all = False
 
     def __init__(self, what: str, *, why: str = "", hint: str = "") -> None:
@@ -51,12 +52,12 @@ class OpkilnError(Exception):
 
     @property
     def log(self) -> str:
-        """The file with a failed build's command and all that it printed; empty where none is."""
+        """The file with a failed build's command and its output; empty if there is none."""
         lines = (line for line in self.why.splitlines() if line.startswith("log: "))
         return next(lines, "").removeprefix("log: ")
 
     def _render_traceback_(self) -> list[str]:
-        """What IPython shows of it: who called, and the message."""
+        """The lines that IPython shows: the caller's line and the message."""
         from traceback import extract_tb
 
         frames = extract_tb(self.__traceback__)
@@ -90,7 +91,7 @@ def visible(text: str) -> str:
 
 
 def told_briefly(function: Callable[P, T]) -> Callable[P, T]:
-    """Leave opkiln's own frames out of an error's traceback: there is nothing to mend in them."""
+    """Hide opkiln's own frames in an error's traceback: the user cannot change them."""
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -108,8 +109,8 @@ def told_briefly(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def explain_error(error: Exception) -> UsageError | None:
-    """The clear error for one that Python raises anywhere a path is used: the working directory was
-    removed, or a text is not text. None for any other."""
+    """A clear error for one that Python raises wherever a path is used: the working directory was
+    removed, or a text has a lone surrogate. None for other errors."""
     if isinstance(error, UnicodeEncodeError) and error.reason == "surrogates not allowed":
         return UsageError(
             f"{error.object[:100]!a} cannot be a path or a source",
@@ -128,7 +129,7 @@ def explain_error(error: Exception) -> UsageError | None:
 
 
 class UsageError(OpkilnError):
-    """The call itself is wrong: an unknown op, a malformed name, an argument that cannot be.
+    """The call itself is wrong: an unknown op, a malformed name, an invalid argument.
 
     Correct the call or the command. ``why`` lists what is allowed, where that is a short list.
     """
@@ -137,21 +138,21 @@ class UsageError(OpkilnError):
 
 
 class ArgumentError(UsageError, ValueError):
-    """An argument has a value that cannot be. torch raises ValueError for such mistakes.
+    """An argument has an invalid value. It is a ValueError, which torch raises for such mistakes.
 
     Pass a value that the message allows.
     """
 
 
 class ArgumentTypeError(ArgumentError, TypeError):
-    """An argument is of a type, or a tensor of a dtype, that cannot be. A TypeError, too.
+    """An argument has the wrong type, or a tensor the wrong dtype. It is also a TypeError.
 
     Convert the argument, or pass tensors of a dtype that the message names.
     """
 
 
 class SettingError(UsageError):
-    """An environment variable or option holds a value that has no meaning.
+    """An environment variable or option has an invalid value.
 
     Correct the variable that the message names, or unset it; docs/reference/variables.md lists the
     values. `opkiln report` shows which variables are set.
@@ -185,13 +186,13 @@ class UnservedFunction(UsageError, AttributeError):
     """A function that one of DeepSpeed's own modules has, that no op of opkiln serves, and whose
     source cannot be built here; ``why`` says why not.
 
-    An AttributeError, so that ``hasattr`` says no. Mend what ``why`` names, or allow the engine:
+    An AttributeError, so that ``hasattr`` says no. Correct what ``why`` names, or allow the engine:
     unset ``OPKILN_DEEPSPEED``.
     """
 
 
 class ArchError(UsageError):
-    """An architecture list or CPU name that cannot be understood; quotes the bad token.
+    """An architecture list or CPU name is not valid. The message quotes the bad word.
 
     Correct the list. `opkiln arch LIST` shows how a list is read and what it comes to.
     """
@@ -242,7 +243,7 @@ class BuildError(OpkilnError):
 
 
 class CompileError(BuildError):
-    """The compiler or linker said no; ``why`` holds its first error and the log's path.
+    """The compiler or linker failed; ``why`` has its first error and the path of the log.
 
     Correct the source at the line of the first error. `opkiln plan OP` prints the commands, to
     run them by hand.
@@ -262,7 +263,7 @@ class LoadTestError(BuildError):
 
 
 class BuildTimeout(BuildError):
-    """A step ran past ``OPKILN_BUILD_TIMEOUT`` and was ended with all its children.
+    """A step took longer than ``OPKILN_BUILD_TIMEOUT`` and was killed with all its children.
 
     Raise ``OPKILN_BUILD_TIMEOUT``, or build before the job starts: `opkiln build OP`.
     """
@@ -271,7 +272,7 @@ class BuildTimeout(BuildError):
 
 
 class BuildCancelled(BuildError):
-    """The build was interrupted; its children were ended.
+    """The build was interrupted; its children were killed.
 
     Run it again: steps that were finished are not repeated.
     """
@@ -297,7 +298,7 @@ class InputError(BuildError):
 
 
 class SourcesChanging(BuildError):
-    """Sources were edited while they were compiled, several times over; nothing was published.
+    """Sources were edited several times while they were compiled. Nothing was published.
 
     Load the op again when the editor or the checkout has finished.
     """
@@ -306,9 +307,9 @@ class SourcesChanging(BuildError):
 
 
 class StoreError(OpkilnError):
-    """The store cannot be read or written: full, read-only, owned by somebody else.
+    """The store cannot be read or written: it is full, read-only, or owned by another user.
 
-    The message has the path. Free space with `opkiln cache gc`, mend the owner or mode, or set
+    The message has the path. Free space with `opkiln cache gc`, correct the owner or mode, or set
     ``OPKILN_CACHE_DIR``. For a bundle or a lock file, copy it again.
     """
 
@@ -351,7 +352,7 @@ class CompilingOff(LoadError):
 
 
 class SealedError(CompilingOff):
-    """Something would have compiled after ``opkiln.seal("error")``. This never falls back.
+    """Something would have to be compiled after ``opkiln.seal("error")``. No reference serves then.
 
     Load every op that the program needs before it calls ``opkiln.seal``.
     """
@@ -360,8 +361,8 @@ class SealedError(CompilingOff):
 class ClusterError(OpkilnError):
     """The ranks of a job did not agree on an op: one is missing, differs, or cannot be reached.
 
-    The message names the rank and its host. ``why`` says in what it differs; docs/clusters.md
-    lists the cases.
+    The message names the rank and its host. ``why`` has the difference; docs/clusters.md lists the
+    cases.
     """
 
     exit_code = 10
@@ -377,15 +378,15 @@ class FallbackWarning(UserWarning):
 
 
 class SettingWarning(UserWarning):
-    """A variable is called like a setting and is not one, or what it asks for could not be done.
-    The text says what may be meant, or why not.
+    """A variable looks like a setting and is not one, or its request could not be fulfilled. The
+    text says what may be meant, or why not.
 
     Correct the variable's name, or unset it.
     """
 
 
 class ArchWarning(UserWarning):
-    """A device gets code that is not made for it; the text says why, and what would be.
+    """A device gets code that is not made for it; the text says why, and what to install.
 
     Build with a toolkit that knows the device, or add its architecture to the list.
     """
@@ -394,13 +395,13 @@ class ArchWarning(UserWarning):
 class StoreWarning(UserWarning):
     """The store could not be used as asked (owner, mode, read-only); the text says what is used.
 
-    Mend the directory's owner or mode, or set ``OPKILN_CACHE_DIR``.
+    Correct the directory's owner or mode, or set ``OPKILN_CACHE_DIR``.
     """
 
 
 class RemoteWarning(UserWarning):
-    """A remote tier cannot be used or published to, has sent what is refused, or is not asked at
-    all; the text says why. Given once for each reason.
+    """A remote tier cannot be used or published to, has sent something that is refused, or is not
+    asked at all; the text says why. Given once for each reason.
 
     Correct ``OPKILN_REMOTES``, the login, or what says what is trusted (``OPKILN_TRUSTED_KEYS``,
     ``OPKILN_LOCK``). The load goes on without the tier.

@@ -6,25 +6,9 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from opkiln.base import model
 from opkiln.base.digest import sha256_file
-from opkiln.base.model import (
-    ABI_NONE,
-    ABI_STABLE,
-    ABI_TORCH,
-    CALL,
-    CUDA,
-    EXECUTABLE,
-    INLINE_ROOT,
-    LIBRARY,
-    ONE_CALL,
-    PLAIN,
-    PYTHON,
-    ROCM,
-    XPU,
-    Artifact,
-    Op,
-    OpSpec,
-)
+from opkiln.base.model import ABI_TORCH
 from opkiln.building import wording
 from opkiln.errors import SpecError, StoreError, UsageError, told_briefly
 from opkiln.loading import loader
@@ -137,7 +121,7 @@ def load_inline(
 
 def declare(
     name: str, sources: str | Sequence[str], *, include_dirs: Sequence[str], **fields: Any
-) -> OpSpec:
+) -> model.OpSpec:
     """The declaration of an extension in files; ``fields`` are other fields of the spec. Raises
     SpecError if a file is missing."""
     listed = [sources] if isinstance(sources, str) else list(sources)
@@ -152,13 +136,13 @@ def declare(
         raise SpecError(f"op {name}: the source {twice} is listed twice")
     includes = [os.path.abspath(os.fspath(path)) for path in include_dirs]
     root = _root(files, includes)
-    return OpSpec(
+    return model.OpSpec(
         name=name,
-        distribution=ONE_CALL,
+        distribution=model.ONE_CALL,
         root=root,
         sources=tuple(os.path.relpath(file, root) for file in files),
         include_dirs=tuple(includes),
-        declared_by=CALL,
+        declared_by=model.CALL,
         **fields,
     )
 
@@ -213,23 +197,23 @@ _HEADERS = {
 
 def declare_inline(
     name: str, texts: tuple[tuple[str, str], ...], *, include_dirs: Sequence[str], **fields: Any
-) -> OpSpec:
+) -> model.OpSpec:
     """The declaration of an extension whose sources are texts."""
-    return OpSpec(
+    return model.OpSpec(
         name=name,
-        distribution=ONE_CALL,
-        root=INLINE_ROOT,
+        distribution=model.ONE_CALL,
+        root=model.INLINE_ROOT,
         sources=tuple(source for source, _ in texts),
         include_dirs=tuple(os.path.abspath(os.fspath(path)) for path in include_dirs),
         inline=texts,
-        declared_by=CALL,
+        declared_by=model.CALL,
         **fields,
     )
 
 
-def _load(spec: OpSpec, verbose: bool, build_directory: str | None) -> Any:
+def _load(spec: model.OpSpec, verbose: bool, build_directory: str | None) -> Any:
     asked = ""
-    if spec.backend == CUDA and spec.device_args:
+    if spec.backend == model.CUDA and spec.device_args:
         from opkiln.machine.arch import cuda
 
         # As in torch, architectures among the flags replace those of the settings.
@@ -238,18 +222,18 @@ def _load(spec: OpSpec, verbose: bool, build_directory: str | None) -> Any:
     value, artifact = serve(spec, asked, verbose)
     if build_directory is not None:
         copy_out(artifact, build_directory)
-    return artifact.path if spec.kind == LIBRARY else value
+    return artifact.path if spec.kind == model.LIBRARY else value
 
 
-def serve(spec: OpSpec, asked: str, verbose: bool) -> tuple[Any, Artifact]:
+def serve(spec: model.OpSpec, asked: str, verbose: bool) -> tuple[Any, model.Artifact]:
     """(the loaded value of a declaration, its artifact). ``asked`` is an arch list."""
     # Several specs may have one name; each call finds its own by its key.
-    loaded = loader.load(Op(spec, asked=asked), again=True, verbose=verbose)
+    loaded = loader.load(model.Op(spec, asked=asked), again=True, verbose=verbose)
     assert loaded.artifact is not None  # there is no reference to fall back to
     return loaded.value, loaded.artifact
 
 
-def copy_out(artifact: Artifact, directory: str) -> str:
+def copy_out(artifact: model.Artifact, directory: str) -> str:
     """Copy an artifact into a directory, which is made if necessary, and return its path there."""
     import shutil
 
@@ -272,17 +256,17 @@ def copy_out(artifact: Artifact, directory: str) -> str:
 
 
 def _check_abi(abi: str) -> str:
-    if abi not in (ABI_TORCH, ABI_STABLE, ABI_NONE):
+    if abi not in (ABI_TORCH, model.ABI_STABLE, model.ABI_NONE):
         raise UsageError(f"abi={abi!r}: expected 'torch', 'torch-stable' or 'none'")
     return abi
 
 
 def _choose_kind(is_python_module: bool, is_standalone: bool, abi: str) -> str:
     if is_standalone:
-        return EXECUTABLE
+        return model.EXECUTABLE
     if is_python_module:
-        return PYTHON
-    return PLAIN if abi == ABI_NONE else LIBRARY
+        return model.PYTHON
+    return model.PLAIN if abi == model.ABI_NONE else model.LIBRARY
 
 
 def _check_flags(argument: str, flags: Sequence[str] | None) -> tuple[str, ...]:
@@ -298,12 +282,12 @@ def _check_paths(paths: Sequence[str] | None) -> Sequence[str]:
 
 
 def add_device(
-    spec: OpSpec,
+    spec: model.OpSpec,
     with_cuda: bool | None,
     with_sycl: bool | None,
     cuda_flags: Sequence[str] | None,
     sycl_flags: Sequence[str] | None,
-) -> OpSpec:
+) -> model.OpSpec:
     """The spec for the backend of its sources, or for the one that the call asks for."""
     cuda = any(s.endswith(".cu") for s in spec.sources) if with_cuda is None else with_cuda
     sycl = any(s.endswith(".sycl") for s in spec.sources) if with_sycl is None else with_sycl
@@ -313,11 +297,11 @@ def add_device(
         from opkiln.machine.toolchain.torch_sdk import is_rocm_pytorch
 
         flags = _check_flags("extra_cuda_cflags", cuda_flags)
-        backend = ROCM if is_rocm_pytorch() else CUDA
+        backend = model.ROCM if is_rocm_pytorch() else model.CUDA
         return spec._replace(backend=backend, device_args=flags, vectorize=False)
     if sycl:
         flags = _check_flags("extra_sycl_cflags", sycl_flags)
-        return spec._replace(backend=XPU, device_args=flags, vectorize=False)
+        return spec._replace(backend=model.XPU, device_args=flags, vectorize=False)
     return spec
 
 

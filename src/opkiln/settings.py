@@ -59,12 +59,12 @@ class Setting:
 
     @property
     def doc(self) -> str:
-        """What it is for."""
+        """Its documentation, without the default."""
         return _documentation().get(self.field, "").partition(_DEFAULT)[0]
 
     @property
     def shown(self) -> str:
-        """How the default reads in the docs."""
+        """The default as the docs show it."""
         if text := _documentation().get(self.field, "").partition(_DEFAULT)[2]:
             return text.removesuffix(".")
         return "off" if self.default is False else f"`{self.default}`" if self.default else "none"
@@ -501,12 +501,41 @@ def compiler_variables(*, script: bool) -> tuple[tuple[str, str], ...]:
     return tuple((name, os.environ[name]) for name in sorted(names))
 
 
+# What changes the results or the messages of compilers that other programs start.
+_OF_OTHERS = {
+    *PASSED[1:], *DROPPED, "CPATH", "CPLUS_INCLUDE_PATH", "LIBRARY_PATH", "LANG", "LANGUAGE",
+    "LD_PRELOAD", "NVCC_CCBIN", "CLICOLOR_FORCE", "OMPI_CXX", "OMPI_CC",
+} - {"MAKEFLAGS", "CFLAGS"}  # fmt: skip
+_FAMILIES_OF_OTHERS = ("LC_", "GCC_", "CLANG_", "NVCC_", "CICC_", "CUDAFE_", "NVVM_", "HIP")
+# What differs from one shell, terminal, rank or build to the next.
+_OF_NO_SCRIPT = (
+    r"(PATH|PWD|OLDPWD|SHLVL|_|TERM|COLORTERM|COLUMNS|LINES|TMPDIR|HOSTNAME|MAKEFLAGS|MAKELEVEL|"
+    r"NINJA_STATUS|DISPLAY|[A-Z_]*RANK|[A-Z_]*WORLD_SIZE|CUDA_VISIBLE_DEVICES|"
+    r"(_?OPKILN|CCACHE|SCCACHE|SSH|XDG|DBUS|SLURM|PMI|OMPI_COMM|MASTER|TORCHELASTIC|PYTEST)_.*)\Z"
+)
+
+
+def variables_of_others(
+    environment: Mapping[str, str], *, script: bool
+) -> tuple[tuple[str, str], ...]:
+    """Those of a compiler's variables, if another program starts it, that are in the key of what it
+    makes: all that differ little from run to run if it is a ``script``, which may read any."""
+    if script:
+        import re  # not for a hit of an op
+
+        names = {name for name in environment if not re.match(_OF_NO_SCRIPT, name)}
+    else:
+        names = {n for n in environment if n in _OF_OTHERS or n.startswith(_FAMILIES_OF_OTHERS)}
+        names = {name for name in names if not name.startswith("CCACHE_")}
+    return tuple((name, environment[name]) for name in sorted(names) if environment[name])
+
+
 def whole_environment() -> dict[str, str]:
     """A copy of the environment, for a program of the user's, never for a compiler."""
     return dict(os.environ)
 
 
-def with_own_store(directory: str, progress: str) -> dict[str, str]:
+def environment_with_store(directory: str, progress: str) -> dict[str, str]:
     """The same, for a program of ours that must find an empty store and build what it loads."""
     return {
         **os.environ,
@@ -523,8 +552,8 @@ def dropped_variables() -> tuple[str, ...]:
 
 
 def build_switch(op: str, variables: tuple[str, ...] = ()) -> tuple[bool | None, str]:
-    """What ``OPKILN_BUILD_<OP>`` (``DS_BUILD_<OP>``) says of one op, and the variable that says so.
-    None if neither is set. Raises SettingError."""
+    """(the value of ``OPKILN_BUILD_<OP>`` or ``DS_BUILD_<OP>``, the variable's name); None if
+    neither is set. Raises SettingError."""
     stem = op.upper()
     for name in (f"OPKILN_BUILD_{stem}", *variables, f"DS_BUILD_{stem}"):
         text = os.environ.get(name)

@@ -27,7 +27,7 @@ from opkiln.machine.arch import cuda
 from opkiln.machine.binary import elf
 from opkiln.machine.binary.fatbin import images
 from opkiln.machine.devices import nvidia
-from opkiln.plan.plan import anchors, argv
+from opkiln.plan.plan import anchors, command
 from opkiln.settings import override
 
 NEWEST = ("sm_90a", "sm_100f", "compute_100f")
@@ -130,7 +130,7 @@ def arch_flags(builder: CUDAOpBuilder) -> list[str]:
     """The arch flags of all of a plan's command lines."""
     plan = planned(builder)
     places = anchors(plan, "/stage")
-    return [word for step in plan.steps for word in arch_words(list(argv(step, places)))]
+    return [word for step in plan.steps for word in arch_words(list(command(step, places).argv))]
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(IMAGES)), ids="-".join)
@@ -205,7 +205,7 @@ def test_an_author_who_hands_on_compute_capability_args_does_not_double_them(at:
             return ["-O2", "--use_fast_math", *self.compute_capability_args(), "--threads=8"]
 
     plan = planned(HandsOn())
-    words = argv(plan.steps[0], anchors(plan, "/stage"))
+    words = command(plan.steps[0], anchors(plan, "/stage")).argv
     assert arch_words(list(words)) == flags_of(IMAGES["ampere_up"])
     assert words.count("-O2") == words.count("--use_fast_math") == 1
     assert [word for word in words if word.startswith("--threads")] == ["--threads=1"]

@@ -130,7 +130,7 @@ def test_an_author_who_repeats_the_cpu_flag_does_not_double_it(plain: Package) -
     op = plain.builder(FLAGS=(flag, "-DX")).op()
     plan = plan_here(Request(op, BUILD))
     for step in plan.steps[:-1]:
-        words = plans.argv(step, plans.anchors(plan, "/stage"))
+        words = plans.command(step, plans.anchors(plan, "/stage")).argv
         assert words.count(flag) == 1
         assert "-DX" in words
         assert len(words) == len(set(words))

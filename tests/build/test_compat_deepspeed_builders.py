@@ -54,7 +54,7 @@ def tree(tmp_path: Path) -> Path:
 def _argv(builder: Any) -> list[list[str]]:
     op = builder.op()
     plan = plan_here(Request(op, BUILD))
-    return [list(plans.argv(step, plans.anchors(plan, "/stage"))) for step in plan.steps]
+    return [list(plans.command(step, plans.anchors(plan, "/stage")).argv) for step in plan.steps]
 
 
 def _host_builder(tree: Path) -> Any:

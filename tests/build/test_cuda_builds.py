@@ -21,7 +21,7 @@ from opkiln.decision.terms import BUILD, Request
 from opkiln.errors import BuildError, SpecError
 from opkiln.machine.binary.fatbin import images
 from opkiln.machine.toolchain import choice, nvcc
-from opkiln.plan.plan import anchors, argv
+from opkiln.plan.plan import anchors, command
 from opkiln.settings import override
 from opkiln.store import key
 from opkiln.store.layers import Store
@@ -317,11 +317,11 @@ def test_a_setting_for_device_code_changes_the_plan_of_device_code_alone(
     with override(**{setting: value}):
         after = planned(builder)
     changed = [
-        set(argv(new, anchors(after, "/s"))) ^ set(argv(old, anchors(before, "/s")))
+        set(command(new, anchors(after, "/s")).argv) ^ set(command(old, anchors(before, "/s")).argv)
         for old, new in zip(before.steps, after.steps, strict=True)
     ]
     assert changed == [{flag}, set(), set()]
-    assert argv(after.steps[0], anchors(after, "/s")).count(flag) == 1
+    assert command(after.steps[0], anchors(after, "/s")).argv.count(flag) == 1
     assert key.build_key(before) != key.build_key(after)
     assert key.intent_key(before.spec, before.target) != key.intent_key(after.spec, after.target)
 

@@ -285,7 +285,7 @@ def test_two_blocks_that_write_one_element_race(run: Callable[..., Outcome]) -> 
     [
         ("assertion", "the kernel's assertion failed: in[0] < 0"),
         ("null", "writes 4 bytes through a null pointer"),
-        ("host memory", "no tensor of this call is there"),
+        ("host memory", "no tensor of this call is near this address"),
         ("unaligned", "not aligned to 16 bytes"),
         ("mask", "a mask that leaves out the thread itself"),
         ("lonely", "the threads of a warp are at different operations"),

@@ -83,7 +83,10 @@ def test_the_same_file_compiles_for_an_amd_gpu(op: Package, tmp_path: Path) -> N
     step = hip_steps.compile_hip(PlanInputs(copy, target, chain), SOURCE)
     places = plan.anchors_of(copy, chain) | {"stage": str(stage)}
     done = process.run(
-        plan.argv(step, places), cwd=str(stage), env=dict(hipcc.ENVIRONMENT), tmpdir=str(stage)
+        plan.command(step, places).argv,
+        cwd=str(stage),
+        env=dict(hipcc.ENVIRONMENT),
+        tmpdir=str(stage),
     )
     assert done.returncode == 0, done.output
     made = (stage / step.output).read_bytes()

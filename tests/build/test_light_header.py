@@ -227,7 +227,7 @@ SAID = {
     "size": "y has shape [2, 3], so it has no dimension 7",
     "device": "a tensor is on meta, x is on cpu",
     "parts": "x 1 2.5 true float32 cpu [4]",
-    "none": "an optional is None, but its value was asked for",
+    "none": "an optional has no value: it is None",
     "item": "a list has 2 items, so it has no item 2",
     "undefined": "a tensor is not defined",
     "negative": "empty: the shape [2, -3] has a negative size",
@@ -255,7 +255,7 @@ def test_messages_name_items_and_conditions_and_end(light: Any) -> None:
 def test_a_cpu_torch_has_no_stream(light: Any) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a stream")
-    assert "built for the CPU alone" in said_by(light.stream, T)
+    assert "built for the CPU only" in said_by(light.stream, T)
 
 
 def uses(tensor: torch.Tensor) -> int:

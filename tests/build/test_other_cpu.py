@@ -109,7 +109,7 @@ def test_a_link_for_another_machine_takes_torchs_soname_from_a_stub() -> None:
     plan = plans.make(spec(), target(), toolchain())
     assert [step.kind for step in plan.steps] == ["compile", "stub", "link"]
     places = {"src": "/src", "stage": "/stage", "torch": "/torch", "opkiln": "/o", "abs": ""}
-    compiling, stub, linking = (plans.argv(step, places) for step in plan.steps)
+    compiling, stub, linking = (plans.command(step, places).argv for step in plan.steps)
     assert f"-march={BASELINE}" in compiling
     assert "-Wl,-soname,libtorch_cpu.so" in stub
     assert stub[-1] in linking
@@ -261,7 +261,7 @@ def test_a_link_against_the_stub_needs_what_one_against_torch_needs(
     for plan in (made, whole):
         for step in plan.steps:
             if plan is made or step.kind != "compile":
-                subprocess.run(plans.argv(step, places), check=True)
+                subprocess.run(plans.command(step, places).argv, check=True)
         linked.append(elf.read(str(tmp_path / plan.output)))
     assert linked[0] == linked[1]
     assert "libtorch_cpu.so" in linked[0].needed

@@ -186,7 +186,7 @@ def run(plan: Plan, place: Place, stage: Path, log: Path) -> Outcome:
     found: list[Call] = []
     unseen: list[str] = []
     for step in steps:
-        argv = plans.argv(step, places)
+        argv = plans.command(step, places).argv
         variables = observed.environment(plan, library, str(stage), step.output)
         given = [word for name, value in variables.items() for word in ("-E", f"{name}={value}")]
         watched = [*strace(log)[:-1], f"trace={WATCHED}", *given]

@@ -132,7 +132,7 @@ class World:
     def leave_receipt(self, library: Path) -> None:
         """Have a receipt say that this library serves."""
         digest = hashlib.sha256(library.read_bytes()).hexdigest()
-        with facts.collecting() as read:
+        with facts.collect() as read:
             pass
         receipt.write(self.request(), Artifact(str(library), digest, "store"), read)
         assert list((self.cache / LAYOUT / "receipts").rglob("*.json"))

@@ -19,7 +19,7 @@ def recalled(
     kind: Family, memory: tuple[str, ...], wanted: str | None, host: Toolchain
 ) -> tuple[DeviceCompiler | None, Evidence]:
     """The remembered choice of a device compiler, and what it rests on."""
-    with facts.collecting() as read:
+    with facts.collect() as read:
         return find.recall(kind, memory, wanted, host), read
 
 

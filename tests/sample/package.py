@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from opkiln.building import outputs
+from opkiln.building import kept
 from opkiln.loading import loader
 from opkiln.loading.here import Loaded
 from opkiln.run import events
@@ -100,7 +100,7 @@ class Steps:
 
 _COARSE_CLOCK = 5  # CLOCK_REALTIME_COARSE, which time has no name for
 # The product allows for kernels whose clock is slower than this one's.
-outputs._TICK_NS = int(time.clock_getres(_COARSE_CLOCK) * 1e9)
+kept.TICK_NS = int(time.clock_getres(_COARSE_CLOCK) * 1e9)
 
 
 def rest() -> None:
@@ -108,7 +108,7 @@ def rest() -> None:
 
     An edit that might have been during a compile is compiled again, which a count would show.
     """
-    enough = time.time_ns() + outputs._TICK_NS
+    enough = time.time_ns() + kept.TICK_NS
     while time.clock_gettime_ns(_COARSE_CLOCK) <= enough:
         time.sleep(0.001)
 

@@ -39,7 +39,7 @@ PICTURED = ("index.html", "tutorials/write-an-op/index.html")
 # What somebody may look for, and the page that must be among the first results.
 SEARCHES = {
     "arch list": "devices/", "kill -9": "reliability/", "OPKILN_MODE": "using/",
-    "OPKILN_BUILD_TIMEOUT": "variables/",
+    "passed on to compilers": "variables/",
 }  # fmt: skip
 
 

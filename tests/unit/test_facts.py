@@ -254,7 +254,7 @@ def test_what_is_missing_behind_a_link_or_in_a_new_directory_is_asked_for_each_t
     """The directory's own ``stat`` would not show that it is there."""
     known = [each for each in at.gather() if each.kind == ABSENT]
     CHANGES[name][0](at)
-    with facts.collecting() as read:
+    with facts.collect() as read:
         assert key.find_broken(known, at.places, Hasher()) == []
     assert {signature for *_, signature in read.entry} == {facts.UNSIGNED}
 
@@ -381,7 +381,7 @@ def test_what_holds_is_noted_with_the_signature_that_it_has_now(at: Place) -> No
     known = at.gather()
     os.utime(at.real, (1, 1))
     at.program.unlink()
-    with facts.collecting() as read:
+    with facts.collect() as read:
         key.find_broken(known, at.places, Hasher())
     noted = {kind: (path, value, signature) for kind, path, value, signature in read.entry}
     assert set(noted) == {*KINDS} - {PROGRAM}
@@ -394,7 +394,7 @@ def test_what_holds_is_noted_with_the_signature_that_it_has_now(at: Place) -> No
 def test_each_entry_is_noted_apart(at: Place) -> None:
     rows = key.rows(at.gather())
     manifest = key.manifest_facts(at.gather())
-    with facts.collecting() as read:
+    with facts.collect() as read:
         key.find_changes(manifest, rows, at.places, Hasher())
         key.find_changes(manifest, rows[:1], at.places, Hasher())
         assert [kind for kind, *_ in read.entry] == [FILE]
@@ -498,7 +498,7 @@ def test_what_a_decision_reads_is_collected_and_must_not_change_between_two_look
 ) -> None:
     at.program.chmod(0o644)
     nowhere = str(tmp_path / "nowhere")
-    with facts.collecting() as read:
+    with facts.collect() as read:
         facts.note_file(str(at.real))
         facts.note_file(str(at.one), (1, 2, 3, 4, 5))
         assert facts.exists(str(at.directory))
@@ -516,14 +516,14 @@ def test_what_a_decision_reads_is_collected_and_must_not_change_between_two_look
     assert read.files[str(at.one)] == (1, 2, 3, 4, 5)
     assert list(read.absent) == [nowhere, str(at.program), f"{nowhere}/below"]
     assert read.programs == {"cc": ["/first/cc"], "ld": ["/first/ld", None]}
-    with facts.collecting(read) as again:
+    with facts.collect(read) as again:
         assert again is read
         facts.note_file(str(at.one), (1, 2, 3, 4, 6))
         assert read.complete, "the time of the look does not count"
         facts.note_file(str(at.one))
     assert not read.complete
     for note in (facts.note_incomplete, lambda: facts.note_file(nowhere)):
-        with facts.collecting() as read:
+        with facts.collect() as read:
             note()
         assert not read.complete
         note()  # nobody collects
@@ -541,7 +541,7 @@ def test_directory_that_changes_while_it_is_listed_is_known_as_it_was(
         return names
 
     monkeypatch.setattr(os, "listdir", list_and_change)
-    with facts.collecting() as read:
+    with facts.collect() as read:
         facts.list_directory(directory)
     assert read.files[directory][:-1] == tuple(before)[:-1]
     assert read.files[directory][:-1] != tuple(Signature.of(directory))[:-1]
@@ -549,7 +549,7 @@ def test_directory_that_changes_while_it_is_listed_is_known_as_it_was(
 
 def test_facts_of_an_entry_are_those_of_the_last_one_that_was_looked_at(at: Place) -> None:
     signature = Signature.of(str(at.real))
-    with facts.collecting() as read:
+    with facts.collect() as read:
         facts.note_entry(FILE, str(at.one), "a digest", signature)
         facts.start_entry()
         facts.note_entry(FILE, str(at.real), "another", signature)

@@ -15,7 +15,7 @@ from sample.signed_files import sha256
 
 from opkiln.base.build_model import DeviceCompiler, Plan, Target, Toolchain, TorchSDK
 from opkiln.base.model import ABI_NONE, OUTSIDE, PACKAGE, PLAIN, OpSpec
-from opkiln.building import gather, outputs
+from opkiln.building import gather, kept
 from opkiln.building.gather import Inputs
 from opkiln.building.observing import log
 from opkiln.machine import facts
@@ -68,10 +68,10 @@ class Shop:
 
     def gather(self, *paths: tuple[str, Path], **changes: Any) -> tuple[Fact, ...]:
         inputs = Inputs(tuple((kind, str(path), "") for kind, path in paths))
-        return gather.facts_of(self.plan(**changes), inputs, Hasher())
+        return gather.facts_of(gather.places_of(self.plan(**changes)), inputs, Hasher())
 
     def place(self, path: Path | str, **changes: Any) -> tuple[str, str]:
-        return gather._Places(self.plan(**changes)).locate(str(path))
+        return gather.places_of(self.plan(**changes)).locate(str(path))
 
 
 @pytest.fixture
@@ -172,7 +172,7 @@ def test_every_kind_is_gathered_with_the_value_that_is_asked_for_again(
          (ABSENT, str(shop.src), "none.h\0sub/none.h"), (CHOICE, "cc", str(program))),
     )  # fmt: skip
     plan = shop.plan()
-    found = gather.facts_of(plan, inputs, Hasher())
+    found = gather.facts_of(gather.places_of(plan), inputs, Hasher())
     assert [fact[:4] for fact in found] == [
         (FILE, "src", "a.cpp", sha256(shop.source)),
         (PROGRAM, "abs", str(program), f"{sha256(program)}*"),
@@ -196,18 +196,17 @@ def test_name_that_appeared_during_a_compile_is_not_taken_for_one_that_was_read(
     made: str, shop: Shop
 ) -> None:
     seen = Inputs(((ABSENT, str(shop.src), "none.h\0sub/none.h"),))
-    gather.facts_of(shop.plan(), seen, Hasher())
+    gather.facts_of(gather.places_of(shop.plan()), seen, Hasher())
     (shop.src / made).mkdir() if made.endswith("/") else shop.write(f"src/{made}")
     with pytest.raises(gather.Appeared, match=str(shop.src)):
-        gather.facts_of(shop.plan(), seen, Hasher())
+        gather.facts_of(gather.places_of(shop.plan()), seen, Hasher())
 
 
 def test_name_that_may_appear_behind_a_link_is_asked_for_each_time(shop: Shop) -> None:
     (shop.src / "link.h").symlink_to("nowhere")
     seen = Inputs(((ABSENT, str(shop.src), "link.h"),))
-    assert [each.signature for each in gather.facts_of(shop.plan(), seen, Hasher())] == [
-        facts.UNSIGNED
-    ]
+    place = gather.places_of(shop.plan())
+    assert [each.signature for each in gather.facts_of(place, seen, Hasher())] == [facts.UNSIGNED]
 
 
 def test_links_on_a_way_and_on_those_that_they_lead_to_are_found(tmp_path: Path) -> None:
@@ -254,7 +253,8 @@ def test_text_of_an_inline_source_is_no_file(shop: Shop) -> None:
          (FILE, str(shop.write("src2/b.h")), ""), (ABSENT, str(shop.src), "a.h"),
          (ABSENT, str(shop.base), "b.h")),
     )  # fmt: skip
-    found = gather.facts_of(shop.plan(inline=(("a.cpp", "int a;"),)), seen, Hasher())
+    place = gather.places_of(shop.plan(inline=(("a.cpp", "int a;"),)))
+    found = gather.facts_of(place, seen, Hasher())
     assert [(fact.kind, fact.path) for fact in found] == [
         (FILE, f"{shop.base}/src2/b.h"), (ABSENT, str(shop.base)),
     ]  # fmt: skip
@@ -394,11 +394,11 @@ def test_file_that_nobody_saw_open_was_there_before_with_the_directories_above_i
     library.parent.mkdir()
     library.write_text("a library")
     changed = library.stat().st_ctime_ns
-    later = outputs.kernel_time(str(tmp_path)) + 10**9
-    assert outputs.surely_read([str(library)], [str(library)], later, {})
+    later = kept.kernel_time(str(tmp_path)) + 10**9
+    assert kept.surely_read([str(library)], [str(library)], later, {})
     began = changed + 10**8  # after the file was written
     while library.parent.stat().st_ctime_ns < began:
         os.utime(library.parent)  # as if it was put in place only now
-    assert outputs.surely_read([str(library)], [], began, {})
-    assert not outputs.surely_read([], [str(library)], began, {})
-    assert outputs.surely_read([], [str(library)], began, outputs.snapshot_of([str(library)]))
+    assert kept.surely_read([str(library)], [], began, {})
+    assert not kept.surely_read([], [str(library)], began, {})
+    assert kept.surely_read([], [str(library)], began, kept.snapshot_of([str(library)]))

@@ -40,7 +40,7 @@ def test_keys_are_those_of_the_stores_that_exist() -> None:
     assert key.intent_key(SPEC, TARGET) == "e695e9fdcb07fe6747392b4d4d9958392d53292d"
     assert key.spec_key(SPEC) == "20c665f5038b12cd7144e4e084cca0c0b9b3707d"
     assert key.build_key(plan) == "4a14640cd3adc56a9c86f924b42ed76d0734e183"
-    assert key.step_key(plan, COMPILE) == "acd458cd4ccb9b653e7fc62dc6f8318bc990004e"
+    assert key.step_key(plan, COMPILE) == "daecc9af13a82eeb74cac0d44b3abfd2bf7f7d6a"
 
 
 def test_a_declaration_does_not_say_where_its_package_or_opkiln_lies_nor_who_declares_it() -> None:

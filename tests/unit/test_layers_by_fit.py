@@ -195,8 +195,14 @@ def test_library_that_is_damaged_is_told_and_the_next_serves(shelf: Shelf) -> No
     )  # fmt: skip
 
 
-def test_needs_that_cannot_be_understood_are_damage(shelf: Shelf) -> None:
-    bad = shelf.add("layer", number=1, needs={"cpu": ["one"], "symbols": [["a"]]})
+@pytest.mark.parametrize(
+    "changes",
+    [{"needs": {"cpu": ["one"], "symbols": [["a"]]}},
+     {"needs": {"cpu": ["one"]}, "target": {"archs": [9]}}],
+    ids=["needs", "target"],
+)  # fmt: skip
+def test_manifest_that_cannot_be_understood_is_damaged(shelf: Shelf, changes: Any) -> None:
+    bad = shelf.add("layer", number=1, **changes)
     good = shelf.add("layer", number=2)
     found, told = shelf.find()
     assert found == artifact(good, "layer")
@@ -221,16 +227,6 @@ def test_entry_whose_needs_cannot_be_asked_for_is_told_and_the_next_serves(
     found, told = shelf.find()
     assert found == artifact(good, "layer")
     assert told[0] == ("layer", "refused", "damaged: libtorch.so is cut off", str(bad.parent))
-
-
-def test_target_that_cannot_be_told_is_damage(shelf: Shelf) -> None:
-    bad = shelf.add("layer", number=1, needs={"cpu": ["one"]}, target={"archs": [9]})
-    good = shelf.add("layer", number=2)
-    found, told = shelf.find()
-    assert found == artifact(good, "layer")
-    assert told[0][:2] == ("layer", "refused")
-    assert told[0][2].startswith("damaged: ")
-    assert told[0][3] == str(bad.parent)
 
 
 def test_entry_that_others_of_a_group_may_write_serves_from_a_listed_layer_alone(

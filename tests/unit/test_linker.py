@@ -95,7 +95,7 @@ def gathered(library: str) -> tuple[key.Fact, ...]:
     target = Target("cpu", "linux", X86_64, X86_V1, (), "none")
     plan = Plan(spec, target, gcc, (), (), "op.so")
     found = gather.Inputs(((LIBRARIES, elf.LIST, library),))
-    return gather.facts_of(plan, found, Hasher())
+    return gather.facts_of(gather.places_of(plan), found, Hasher())
 
 
 def test_list_of_this_machine_holds_when_it_is_asked_again() -> None:

@@ -50,7 +50,7 @@ def toolchain(*accepts: str) -> Toolchain:
 
 def command(chain: Toolchain, **flags: tuple[str, ...]) -> list[str]:
     plan = plans.make(SPEC, TARGET._replace(flags=tuple(flags.items())), chain)
-    return list(plans.argv(plan.steps[0], plans.anchors(plan, "/stage")))
+    return list(plans.command(plan.steps[0], plans.anchors(plan, "/stage")).argv)
 
 
 @pytest.mark.parametrize("option", ["--objdir-as-tempdir", "--compress-mode=size"])

@@ -48,7 +48,7 @@ def a_spec(**changes: Any) -> OpSpec:
 
 def commands(plan: Plan, stage: str = "/stage") -> list[str]:
     places = plans.anchors(plan, stage)
-    return [" ".join(plans.argv(step, places)) for step in plan.steps]
+    return [" ".join(plans.command(step, places).argv) for step in plan.steps]
 
 
 def command(spec: OpSpec, target: Target = TARGET, toolchain: Toolchain = GCC) -> str:
@@ -233,7 +233,7 @@ def test_a_flag_that_reaches_past_the_plan_is_refused(flag: str, where: str) -> 
 def test_a_shells_words_stay_one_argument() -> None:
     flag = "-DX=$(touch x)`touch y`;z"
     plan = plans.make(a_spec(cxx_args=(flag,)), TARGET, GCC)
-    assert flag in plans.argv(plan.steps[0], plans.anchors(plan, "/stage"))
+    assert flag in plans.command(plan.steps[0], plans.anchors(plan, "/stage")).argv
 
 
 @pytest.mark.parametrize("root", ["/a\nb", "/a=b", "/a\0b"])

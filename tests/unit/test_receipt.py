@@ -71,7 +71,7 @@ class Shop:
         return path
 
     def collect(self) -> Evidence:
-        with facts.collecting() as read:
+        with facts.collect() as read:
             facts.note_file(str(self.tool), at_rest(self.tool))
             self.note(FILE, self.source)
             self.note(PROGRAM, self.program)
@@ -243,7 +243,7 @@ def test_file_that_was_just_saved_is_compared_by_its_value_until_it_has_come_to_
     assert receipt.recall(shop.request()) == shop.artifact
     monkeypatch.setattr(time, "time_ns", lambda: later)
     assert receipt.recall(shop.request()) is None
-    with facts.collecting() as read:
+    with facts.collect() as read:
         shop.note(FILE, shop.saved, signature=[*Signature.of(str(shop.saved))])
     shop.keep(read)
     assert contents(shop)["fresh"] == []
@@ -260,7 +260,7 @@ def test_file_whose_times_do_not_count_is_compared_by_its_value_for_ever(
             "change_mark",
             lambda path, found: None if path == source else mark(path, found),
         )
-        with facts.collecting() as read:
+        with facts.collect() as read:
             shop.note(FILE, shop.source, signature=[*Signature.of(str(shop.source))])
         shop.keep(read)
     ahead = time.time_ns() + 10**18
@@ -274,7 +274,7 @@ def test_file_whose_times_do_not_count_is_compared_by_its_value_for_ever(
 
 def test_a_directory_that_is_not_there_is_looked_for_anew_for_ever(shop: Shop) -> None:
     nowhere = str(shop.base / "nowhere")
-    with facts.collecting() as read:
+    with facts.collect() as read:
         facts.note_entry(ABSENT, nowhere, "a.h", facts.UNSIGNED)
     shop.keep(read)
     assert contents(shop)["until"] > time.time_ns()

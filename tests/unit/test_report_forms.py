@@ -78,6 +78,8 @@ def filled(ops: tuple[operators.OpStatus, ...] = OPS) -> collect.Report:
          PastBuild("slow_gelu", "sample", "cpu", NOW - 90000, 1.0, 0, "/cache/z")),
         (PastBuild("far_gelu", "sample", "cpu", NOW, 1.0, 0, "/cache/f", "fetched from oci://host"),),
         ("oci://host/ops",),
+        (inventory.HostModule("ninja", "build", 12, 4096, NOW - 30, NOW - 20, "a.cpp",
+                              "a.h changed", "/project/build"),),
     )  # fmt: skip
     environment = collect.Environment(
         machine=here,

@@ -364,7 +364,7 @@ def command(**changes: object) -> list[str]:
     target = _TARGET._replace(flags=(("cudaflags", ("-DUSER",)),))
     step = steps.compile_hip(PlanInputs(spec, target, toolchain), "cuda.cu")
     assert step.plain_paths  # hipcc has a shell read the path of the output
-    return list(plan.argv(step, _PLACES))
+    return list(plan.command(step, _PLACES).argv)
 
 
 def test_a_hip_compile_names_each_architecture_once() -> None:

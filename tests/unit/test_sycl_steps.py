@@ -10,7 +10,7 @@ from opkiln.base.model import ABI_STABLE, LIBRARY, XPU, OpSpec
 from opkiln.errors import ToolchainError
 from opkiln.plan import sycl
 from opkiln.plan.host import PlanInputs
-from opkiln.plan.plan import anchors_of, argv, render
+from opkiln.plan.plan import anchors_of, command, render
 
 SPEC = OpSpec(
     name="op",
@@ -72,7 +72,7 @@ def runtime(home: str = "/env") -> Toolchain:
 
 
 def line(step: Step, tools: Toolchain) -> list[str]:
-    return list(argv(step, anchors_of(SPEC, tools) | {"stage": "/stage"}))
+    return list(command(step, anchors_of(SPEC, tools) | {"stage": "/stage"}).argv)
 
 
 @pytest.mark.parametrize("source", SPEC.sources)

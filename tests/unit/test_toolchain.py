@@ -68,33 +68,22 @@ def test_one_compiler_under_two_names_is_asked_once(tmp_path: Path) -> None:
     assert found == [(str(tmp_path / "g++"), ""), ("clang++", "not on PATH")]
 
 
-def test_without_any_compiler_each_candidate_is_listed_with_its_refusal(tmp_path: Path) -> None:
-    program(tmp_path / "g++", "echo broken install; exit 3")
+@pytest.mark.parametrize(("answers", "reason"), [
+    ("echo broken install; exit 3", "--version exits with 3: broken install"),
+    ('case "$*" in *--version*) echo "g++ 99";; *) echo "Target: sparc64-linux-gnu";; esac',
+     "compiles for sparc64-linux-gnu, not for"),
+    ('case "$*" in *--version*) echo "g++ 4";; *) echo "no c++20 here" >&2; exit 1;; esac',
+     "does not take -std=c++20: no c++20 here"),
+], ids=["broken", "another machine", "an old standard"])  # fmt: skip
+def test_without_any_compiler_each_candidate_is_listed_with_its_refusal(
+    tmp_path: Path, answers: str, reason: str
+) -> None:
+    program(tmp_path / "g++", answers)
     with override(path=(str(tmp_path),)), pytest.raises(ToolchainError) as caught:
         host.choose((str(tmp_path / "memory"),))
-    assert f"{tmp_path}/g++ (PATH): --version exits with 3: broken install" in caught.value.why
+    assert f"{tmp_path}/g++ (PATH): {reason}" in caught.value.why
     assert "clang++ (PATH): not on PATH" in caught.value.why
     assert "CXX" in caught.value.hint
-
-
-def test_a_compiler_for_another_machine_is_refused_by_name(tmp_path: Path) -> None:
-    program(
-        tmp_path / "g++",
-        'case "$*" in *--version*) echo "g++ 99";; *) echo "Target: sparc64-linux-gnu";; esac',
-    )
-    with override(path=(str(tmp_path),)), pytest.raises(ToolchainError) as caught:
-        host.choose((str(tmp_path / "memory"),))
-    assert "compiles for sparc64-linux-gnu, not for" in caught.value.why
-
-
-def test_a_compiler_without_the_language_standard_is_refused(tmp_path: Path) -> None:
-    program(
-        tmp_path / "g++",
-        'case "$*" in *--version*) echo "g++ 4";; *) echo "no c++20 here" >&2; exit 1;; esac',
-    )
-    with override(path=(str(tmp_path),)), pytest.raises(ToolchainError) as caught:
-        host.choose((str(tmp_path / "memory"),))
-    assert "does not take -std=c++20: no c++20 here" in caught.value.why
 
 
 def test_a_script_is_asked_with_the_variables_that_it_compiles_with(

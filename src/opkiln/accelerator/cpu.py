@@ -197,8 +197,6 @@ class CpuAccelerator(OneDevice):
     def is_synchronized_device(self) -> bool:
         return True
 
-    # The device
-
     def device_name(self, device_index: int | None = None) -> str:  # noqa: ARG002
         return "cpu"
 
@@ -209,10 +207,8 @@ class CpuAccelerator(OneDevice):
             multi_processor_count=os.cpu_count() or 1,
         )
 
-    # Random numbers
-
     def _generators(self) -> Any:
-        # Not torch.random, whose manual_seed() also seeds every other device.
+        # torch.random.manual_seed() would also seed every other device.
         return self.default_generator(0)
 
     def default_generator(self, device_index: int) -> torch.Generator:  # noqa: ARG002
@@ -224,16 +220,12 @@ class CpuAccelerator(OneDevice):
     def Event(self) -> Any:  # noqa: N802
         return HostEvent
 
-    # Memory
-
     def memory_stats(self, device_index: int | None = None) -> dict[str, Any]:
         now, most = self.memory_allocated(device_index), self.max_memory_allocated(device_index)
         return {"allocated_bytes.all.current": now, "allocated_bytes.all.peak": most}
 
     def available_memory(self, device_index: int | None = None) -> int:  # noqa: ARG002
         return _read_bytes("/proc/meminfo", "MemAvailable")
-
-    # What torch says about this CPU
 
     def is_bf16_supported(self) -> bool:
         return True  # converted to float32 if the CPU has no such arithmetic

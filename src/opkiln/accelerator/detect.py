@@ -1,4 +1,4 @@
-"""Which accelerator this process runs on: chosen once, on first use.
+"""Chooses the accelerator of this process, once, on first use.
 
 In this order: the object that ``set_accelerator`` was given, ``OPKILN_ACCELERATOR``, accelerators
 of other packages, opkiln's own. An accelerator is chosen because a device answers, not because a

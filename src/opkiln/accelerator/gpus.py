@@ -183,19 +183,13 @@ class MpsAccelerator(OneDevice):
             return Answer(cls.name, False, f"torch {torch.__version__} finds no Metal device")
         return Answer(cls.name, True, "torch finds a Metal device")
 
-    # The device
-
     def get_device_properties(self, device_index: int | None = None) -> SimpleNamespace:  # noqa: ARG002
         memory = int(self.module().recommended_max_memory())  # shared with the host
         return SimpleNamespace(name="Apple GPU", total_memory=memory)
 
-    # Random numbers
-
     def default_generator(self, device_index: int) -> torch.Generator:  # noqa: ARG002
         generator: torch.Generator = self.module()._get_default_mps_generator()
         return generator
-
-    # Memory
 
     def memory_stats(self, device_index: int | None = None) -> dict[str, Any]:
         return {

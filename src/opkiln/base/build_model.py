@@ -26,7 +26,7 @@ class Target(Record):
 
 
 class TorchSDK(Record):
-    """What a build needs of torch, read from its files without importing it."""
+    """The facts about torch that a build needs, read from its files without importing it."""
 
     path: str  # the package directory
     version: str

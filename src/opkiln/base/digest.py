@@ -20,7 +20,7 @@ import re
 import stat
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import chain
 from operator import attrgetter
@@ -84,6 +84,17 @@ def change_mark(path: str, found: os.stat_result) -> int | None:
         coarse = whole and not once("fractions", _has_fractions, device)
         return None if coarse or kind.startswith("fuse") else changed
     return (once("mark", _mark, device) or None) if by_maker else changed
+
+
+def has_own_times(path: str, found: os.stat_result) -> bool:
+    """Whether ``change_mark`` of a file is its change time, as far as its device tells."""
+    known = _known.get(("own times", found.st_dev))
+    if known is None:
+        kind, read_only, _ = _mount(path)
+        special = read_only or kind == "overlay" or kind in _IMAGES or kind.startswith("fuse")
+        known = not special and _has_fractions(path, found.st_dev)
+        _known["own times", found.st_dev] = known
+    return bool(known)
 
 
 def _has_fractions(path: str, device: int) -> bool:
@@ -353,6 +364,18 @@ class Signature(Record):
     def in_image(self) -> bool:
         """Whether the file is in an image."""
         return is_mount(self.ctime_ns)
+
+    @staticmethod
+    def recorded_holds(path: str, recorded: Sequence[int]) -> bool:
+        """Whether ``holds`` is certain of a recorded signature, from one look. Raises OSError."""
+        size, mtime, ctime, inode, read_at = recorded
+        if mtime + _SETTLED_NS > read_at or ctime + _SETTLED_NS > read_at:
+            return False
+        found = os.stat(path)
+        return (
+            (found.st_ctime_ns, found.st_size, found.st_mtime_ns, found.st_ino)
+            == (ctime, size, mtime, inode)
+        ) and has_own_times(path, found)
 
     def holds(self, path: str) -> bool:
         """Whether the file is certainly unchanged. Raises OSError if it is gone."""

@@ -1,7 +1,7 @@
 """Locks that a forked child does not wait for.
 
-A child gets each lock as it was at the fork. If another thread of the parent held it then, nobody
-in the child can release it. The locks of this module are free in the child.
+A child gets each lock as it was at the fork. If another thread of the parent held it, no thread of
+the child can release it. The locks of this module are free in the child.
 """
 
 from __future__ import annotations

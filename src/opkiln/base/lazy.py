@@ -1,4 +1,4 @@
-"""What keeps imports cheap: names that are imported when they are used, and immutable records.
+"""Keeps imports cheap: names that are imported when they are used, and immutable records.
 
 A cache hit imports about twenty record classes. A NamedTuple compiles a constructor for each class,
 which took 0.1 to 0.25 ms: for all of them, more than the hit itself. A Record is also a tuple with

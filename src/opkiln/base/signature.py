@@ -143,7 +143,7 @@ def _remove_texts(schema: str) -> str:
 
 
 def _arrow(schema: str) -> int:
-    """Where the results begin: at the arrow that no parentheses enclose."""
+    """The place of the arrow before the results: the one outside of all parentheses."""
     at = schema.rfind("->")
     while at >= 0 and schema.count("(", at) != schema.count(")", at):
         at = schema.rfind("->", 0, at)

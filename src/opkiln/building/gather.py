@@ -39,7 +39,7 @@ from opkiln.store.key import Fact
 TYPE_CHECKING = False
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
 
 # Not files that somebody keeps: what the kernel says of itself.
@@ -240,11 +240,10 @@ class Appeared(Exception):
     """A file was made while a compiler was looking for it: what it read is not certain."""
 
 
-def facts_of(plan: Plan, inputs: Inputs, hasher: Hasher) -> tuple[Fact, ...]:
+def facts_of(place: Places, inputs: Inputs, hasher: Hasher) -> tuple[Fact, ...]:
     """The facts that the inputs of a step come to. Raises OSError if a file is gone, and Appeared
     if a name that was looked for in vain exists by now."""
     digest.forget_mounts()
-    place = _Places(plan)
     found = []
     for kind, path, then in inputs.facts:
         if kind == CHOICE:
@@ -260,18 +259,19 @@ def facts_of(plan: Plan, inputs: Inputs, hasher: Hasher) -> tuple[Fact, ...]:
     return tuple(found)
 
 
-class _Places:
-    """Where a plan's files lie."""
+class Places:
+    """The directories that may lie elsewhere the next time, by name."""
 
-    def __init__(self, plan: Plan) -> None:
-        places = anchors_of(plan.spec, plan.toolchain)
-        named = ("src", "opkiln", "torch", "python", "wheels")
-        known = [(each, place.rstrip("/") + "/") for each in named if (place := places.get(each))]
+    def __init__(
+        self, anchors: Mapping[str, str], authors: Iterable[str] = (), removed: str = ""
+    ) -> None:
+        """Files below the directories of ``authors`` count as theirs, and none below ``removed``
+        counts."""
+        known = [(name, place.rstrip("/") + "/") for name, place in anchors.items() if place]
         # The nearest counts: an environment with torch may be in the package's directory.
         self._anchors = sorted(known, key=lambda each: -len(each[1]))
-        self._authors = tuple(path.rstrip("/") + "/" for path in _declared_directories(plan))
-        # The text of an inline source is in the intent key, and its file is removed.
-        self._removed = plan.spec.root.rstrip("/") + "/" if plan.spec.inline else ""
+        self._authors = tuple(path.rstrip("/") + "/" for path in authors)
+        self._removed = removed and removed.rstrip("/") + "/"
 
     def is_kept(self, path: str) -> bool:
         return not (self._removed and (path + "/").startswith(self._removed))
@@ -282,6 +282,16 @@ class _Places:
             if (path + "/").startswith(place):
                 return anchor, path[len(place) :]
         return (OUTSIDE if path.startswith(self._authors) else "abs"), path
+
+
+def places_of(plan: Plan) -> Places:
+    """Where a plan's files lie."""
+    places = anchors_of(plan.spec, plan.toolchain)
+    named = ("src", "opkiln", "torch", "python", "wheels")
+    # The text of an inline source is in the intent key, and its file is removed.
+    removed = plan.spec.root if plan.spec.inline else ""
+    anchors = {name: places[name] for name in named if name in places}
+    return Places(anchors, _declared_directories(plan), removed)
 
 
 def _declared_directories(plan: Plan) -> Iterator[str]:

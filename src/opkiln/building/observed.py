@@ -17,6 +17,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from opkiln.base.build_model import Toolchain
     from opkiln.plan.plan import Command
     from opkiln.run.child import Completed
 
@@ -34,7 +35,7 @@ class StepRecord(NamedTuple):
     gap: str  # why the log does not count; empty if it does
     searched: tuple[str, ...]  # the directories where shared libraries were looked for
     # Prefixes of paths that the toolchain's identity represents, for a driver written in Python.
-    covered: tuple[str, ...]
+    covered: tuple[str, ...] = ()
 
     @property
     def launched(self) -> bool:
@@ -86,24 +87,38 @@ def read_step(
     command, if it is not the step's own. Raises StepRefused if the step started a program outside
     the toolchain, or wrote outside its directory, and the log has no gap.
     """
-    seen = log.finish(_log(stage, output or step.output))
-    if seen is None:
+    found = read_log(_log(stage, output or step.output), plan.toolchain, stage, first, memory)
+    if found is None:
         return None
-    conduct = limits.Conduct(seen, first, plan.toolchain, stage)
-    loaded = _read_loaded(seen, memory)
-    gap = _gap(conduct, seen, stage, loaded)
-    stray = None if gap else conduct.stray()
+    stray = None if found.gap else found.conduct.stray()
     if stray is not None:
         raise _refusal(plan.spec, step, stray)
-    covered: tuple[str, ...] = ()
     device = plan.toolchain.device
     if device is not None and device.family == NVRTC and first == device.path:
         from opkiln.machine.toolchain import nvrtc
 
-        covered = nvrtc.covered_prefixes(device)
-    return StepRecord(
-        seen, conduct, stage, first, gap, _searched_directories(seen, loaded), covered
-    )
+        return found._replace(covered=nvrtc.covered_prefixes(device))
+    return found
+
+
+def read_log(
+    path: str,
+    toolchain: Toolchain | None,
+    stage: str,
+    first: str,
+    memory: tuple[str, ...],
+    covered: tuple[str, ...] = (),
+) -> StepRecord | None:
+    """What the programs did that wrote the log ``path``, judged by nobody; None if nothing was
+    logged. What lies in the directory ``stage`` is their own."""
+    seen = log.finish(path)
+    if seen is None:
+        return None
+    conduct = limits.Conduct(seen, first, toolchain, stage)
+    loaded = _read_loaded(seen, memory)
+    gap = _gap(conduct, seen, stage, loaded)
+    searched = _searched_directories(seen, loaded)
+    return StepRecord(seen, conduct, stage, first, gap, searched, covered)
 
 
 def _read_loaded(

@@ -21,23 +21,22 @@ from __future__ import annotations
 import contextlib
 import os
 import shlex
-import shutil
 from functools import partial
 from typing import NamedTuple
 
 from opkiln.base.build_model import Plan, Step
-from opkiln.base.digest import Signature
 from opkiln.base.model import ROCM
-from opkiln.building import gather, observed
+from opkiln.building import gather, kept, observed
+from opkiln.building.kept import Anchors, Written
 from opkiln.building.observing import limits, observer
 from opkiln.building.observing.observer import digest
-from opkiln.errors import BuildError, SourcesChanging, StoreError
+from opkiln.errors import BuildError, SourcesChanging
 from opkiln.machine.facts import FILE, Hasher
 from opkiln.plan import plan as plans
 from opkiln.plan.flags import PLAIN
 from opkiln.run import events, schedule
 from opkiln.settings import settings
-from opkiln.store import entry, key, publish
+from opkiln.store import key, publish
 from opkiln.store.key import Fact
 from opkiln.store.layers import Store
 
@@ -49,8 +48,6 @@ if TYPE_CHECKING:
     from opkiln.run.child import Completed
 
 _ROUNDS = 8
-# Change times come from the kernel's coarse clock, which lags by up to one tick.
-_TICK_NS = 20_000_000
 
 
 class StepOutput(NamedTuple):
@@ -82,6 +79,7 @@ class Stage:
         self.links = 0  # how many artifacts there were
         self.snapshots: dict[str, dict[str, str]] = {}  # of what a step reads; by output
         self.places = plans.anchors_of(plan.spec, plan.toolchain)
+        self.known = gather.places_of(plan)
 
     def run(self) -> tuple[Fact, ...]:
         """Run all steps, until they were made from the same state of the files. Returns what went
@@ -129,7 +127,7 @@ class Stage:
         places = plans.anchors(self.plan, self.path)
         found = ((step, self.made[step.output]) for step in self.plan.steps)
         return "\n".join(
-            f"$ {shlex.join(plans.argv(step, places))}\n"
+            f"$ {shlex.join(plans.command(step, places).argv)}\n"
             f"{'(from the store)' if each.cached else each.log}"
             for step, each in found
         )
@@ -157,33 +155,16 @@ class Stage:
 
 
 def _take_from_store(stage: Stage, step: Step, hasher: Hasher) -> StepOutput | None:
-    store = stage.store
-    leaf, refused = store.find_object(key.step_key(stage.plan, step), stage.places, hasher)
-    for each in refused:
-        if each.damaged and store.root is not None and each.directory.startswith(store.root + "/"):
-            # It makes room for the object that will be compiled. No lock is held: at worst this
-            # removes an intact object that another process has just published.
-            with contextlib.suppress(OSError):  # it stays, and every reader refuses it
-                publish.discard(store.root, each.directory)
+    name = key.step_key(stage.plan, step)
+    leaf, _ = kept.find(stage.store, name, stage.places, hasher)
     if leaf is None:
         return None
     try:
-        known = key.read(entry.read_sidecar(leaf.directory)["facts"])
-        shutil.copyfile(leaf.payload, os.path.join(stage.path, step.output))
+        known = kept.read_facts(leaf)
+        kept.put_in_place(leaf, Anchors({"stage": stage.path}))
     except (OSError, ValueError, KeyError):
         return None  # garbage collection removed it meanwhile, so it is compiled again
     return StepOutput(step, known, "", cached=True)
-
-
-def snapshot_of(paths: Iterable[str]) -> dict[str, str]:
-    hasher = Hasher()
-    taken: dict[str, str] = {}
-    for path in paths:
-        try:
-            taken[path] = hasher(path)[0]
-        except FileNotFoundError:
-            continue  # the compiler reports it
-    return taken
 
 
 def _translate(plan: Plan, directory: str) -> Staged | None:
@@ -219,13 +200,13 @@ class _StepRound:
         for step in steps:
             if step.output not in stage.snapshots:
                 source = [plans.render(step.file, self._places)] if step.file else []
-                stage.snapshots[step.output] = snapshot_of(source)
+                stage.snapshots[step.output] = kept.snapshot_of(source)
         self._copy = None
         if any(step.file for step in steps):
             self._copy = _translate(plan, os.path.join(stage.path, f"hip{turn}"))
         if self._copy is not None:
             self._places["src"] = self._copy.root
-        self._began = kernel_time(stage.path)
+        self._began = kept.kernel_time(stage.path)
         self._verbose = "debug_cuda" in dict(plan.target.flags)  # ptxas reports each kernel
         self._passes = observed.Passes(
             plan, stage.path, stage.observer, stage.store.memory, launched=stage.launched
@@ -300,10 +281,10 @@ class _StepRound:
         known = None
         if same and self._saw(step, found):
             with contextlib.suppress(gather.Appeared, FileNotFoundError):
-                known = gather.facts_of(self._plan, found, stage.hasher())
+                known = gather.facts_of(stage.known, found, stage.hasher())
         # Once more, after the files were hashed: they must be those that the step had.
         if known is None or not seen.is_unchanged():
-            stage.snapshots[step.output] = snapshot_of((*found.files, *found.unseen))
+            stage.snapshots[step.output] = kept.snapshot_of((*found.files, *found.unseen))
             return
         made = stage.made[step.output] = StepOutput(step, known, *told)
         if not step.file:
@@ -314,7 +295,10 @@ class _StepRound:
             for kernel in kernels.read(completed.output):
                 events.emit("note", text=f"{self._plan.spec.name}: {kernel}")
         if stage.store.root is not None:
-            _keep(self._plan, made, stage.store.root, stage.path)
+            manifest = {"source": step.source, "wall": made.wall, "max_rss": made.max_rss}
+            name, path = key.step_key(self._plan, step), os.path.join(stage.path, step.output)
+            files = (Written("stage", step.output, path),)
+            kept.keep(stage.store, name, files, made.facts, manifest, stage.path)
 
     def _inputs(self, looks: list[observed.StepRecord]) -> gather.Inputs:
         """What a step depends on, by the paths outside of the staging directory: of a pass of the
@@ -335,40 +319,7 @@ class _StepRound:
             return False
         others = [path for path in found.files if path not in copied]
         snapshot = self._stage.snapshots[step.output]
-        return same and surely_read(others, found.unseen, self._began, snapshot)
-
-
-def kernel_time(directory: str) -> int:
-    """What the kernel writes now as the change time of a file: our own clock may be wrong."""
-    os.utime(directory)
-    return os.stat(directory).st_ctime_ns
-
-
-def surely_read(
-    read: Iterable[str], unseen: Iterable[str], began: int, snapshot: dict[str, str]
-) -> bool:
-    """Whether a program that began at this time of the kernel's certainly had the files as they
-    are now. ``snapshot`` has digests from before it began."""
-    hasher = Hasher()
-
-    def is_older(path: str) -> bool:
-        return Signature.of(path).ctime_ns < began - _TICK_NS
-
-    def was_there(path: str) -> bool:
-        way = (path, os.path.realpath(path))
-        above = (os.path.join("/", *parts[:n]) for each in way
-                 if (parts := each.split("/")[1:]) for n in range(1, len(parts) + 1))  # fmt: skip
-        return all(os.lstat(each).st_ctime_ns < began - _TICK_NS for each in above)
-
-    def holds(path: str, test: Callable[[str], bool]) -> bool:
-        return test(path) or snapshot.get(path) == hasher(path)[0]
-
-    try:
-        return all(holds(path, is_older) for path in read) and all(
-            holds(path, was_there) for path in unseen
-        )
-    except FileNotFoundError:
-        return False
+        return same and kept.surely_read(others, found.unseen, self._began, snapshot)
 
 
 def _link_resolver(stage: str, places: dict[str, str]) -> Callable[[str], str]:
@@ -425,20 +376,3 @@ def _not_passed(plan: Plan, step: Step, argument: str) -> BuildError:
         hint="move it to a path of plain letters, digits, '.', '_' and '-'; "
         "OPKILN_TMPDIR sets the directory for builds",
     )
-
-
-def _keep(plan: Plan, made: StepOutput, root: str, stage: str) -> None:
-    """Publish an object. If the store cannot take it, it is compiled again later."""
-    step = made.step
-    payload = os.path.join(stage, step.output)
-    staged = os.path.join(stage, step.output + ".leaf")
-    manifest = {"kind": "object", "source": step.source, "wall": made.wall,
-                "max_rss": made.max_rss}  # fmt: skip
-    leaf = gather.write(staged, payload, manifest, made.facts, {})
-    name = key.step_key(plan, step)
-    try:
-        publish.publish(staged, root, os.path.join("objects", name[:2], name, leaf))
-    except StoreError as error:
-        events.emit("note", text=str(error))
-    finally:
-        publish.remove(staged)  # the name is needed again if an edit makes this build recompile

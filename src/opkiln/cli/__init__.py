@@ -1,1 +1,1 @@
-"""The command line, one file per command. Data goes to standard output, messages to error."""
+"""The command line, one file per theme. Data goes to standard output, messages to error."""

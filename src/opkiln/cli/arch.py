@@ -51,7 +51,7 @@ def _read_arch_list(given: str | None, name: str | None) -> dict[str, Any]:
     natives = archs.devices(backend)
     asked, origin = origin_of(archs.SETTINGS[backend]) if given is None else (given, "LIST")
     if given is None and not asked:
-        # Precompiling takes all. Without a toolkit, `native` gives the error about the missing GPU.
+        # As for precompiling: all. Without a toolkit, `native` raises the error for a missing GPU.
         everything = backend == CUDA and listed and not natives
         asked, origin = ("all", "toolkit") if everything else ("native", "devices")
     try:

@@ -8,15 +8,7 @@ from typing import Any
 import click
 
 from opkiln.base.digest import LARGEST_BUNDLE, sha256_file
-from opkiln.cli import output
-from opkiln.cli.options import (
-    file_option,
-    json_option,
-    ops_argument,
-    package_option,
-    parse_size_option,
-    target_option,
-)
+from opkiln.cli import options, output
 from opkiln.errors import UsageError
 from opkiln.report.layout import columns
 from opkiln.ship import prebuild, wrappings
@@ -26,19 +18,19 @@ from opkiln.ship.selection import NamedTarget, parse_all
 
 
 @click.command("build", short_help="Build ops now, instead of at their first use.")
-@ops_argument
+@options.ops_argument
 @click.option("--all", "everything", is_flag=True, help="Build every op that can run here.")
-@package_option
-@file_option(
+@options.package_option
+@options.file_option(
     "--recorded",
     help="Build the ops in FILE, which `opkiln cache record` wrote, for the devices in it.",
 )
-@file_option(
+@options.file_option(
     "--for-script", type=click.Path(exists=True, dir_okay=False), metavar="SCRIPT",
     help="Run a Python script and build the ops that it loads; its arguments follow `--`.",
 )  # fmt: skip
-@target_option(multiple=True)
-@file_option(
+@options.target_option(multiple=True)
+@options.file_option(
     "--targets",
     help='Build for the targets in a TOML FILE: targets = ["cpu:x86-64-v3", "cuda:9.0a"]. It may '
     "name the ops, too: ops = [...].",
@@ -56,13 +48,13 @@ from opkiln.ship.selection import NamedTarget, parse_all
     "--wheel", type=click.Path(file_okay=False), metavar="DIR",
     help="Write them as a wheel to DIR. Where it is installed, opkiln finds them.",
 )  # fmt: skip
-@file_option(
+@options.file_option(
     "--bundle", help="Write them to one FILE, for `opkiln cache import` and OPKILN_STORE_LAYERS."
 )
 @click.option("--name", metavar="NAME", help="The wheel's name.  [default: <package>-ops]")
 @click.option("--version", metavar="VERSION", help="The wheel's version.  [default: the package's]")
 @click.option(
-    "--max-wheel-size", "max_size", callback=parse_size_option, metavar="SIZE",
+    "--max-wheel-size", "max_size", callback=options.parse_size_option, metavar="SIZE",
     help="Split the wheel, by backend and architecture, so that each is at most SIZE: 80M.",
 )  # fmt: skip
 @click.option(
@@ -70,13 +62,13 @@ from opkiln.ship.selection import NamedTarget, parse_all
     help="Check what each library needs from torch, glibc and libstdc++; exit with 4 if that is "
     "more than the tag of its wheel allows.",
 )  # fmt: skip
-@file_option("--trace", help="Write a trace for chrome://tracing or Perfetto.")
+@options.file_option("--trace", help="Write a trace for chrome://tracing or Perfetto.")
 @click.option(
     "-j", "--jobs", type=click.IntRange(min=1), metavar="N",
     help="Run at most N steps at once, on a farm N on each worker. The host's budget applies as "
     "well.",
 )  # fmt: skip
-@json_option
+@options.json_option
 def command(
     ops: tuple[str, ...],
     everything: bool,

@@ -1,4 +1,4 @@
-"""``opkiln cache``: shows the store, checks it, and makes it smaller."""
+"""``opkiln cache``: shows the store, checks it, and makes it smaller. And ``opkiln tuned``."""
 
 from __future__ import annotations
 
@@ -8,17 +8,7 @@ from collections import Counter
 
 import click
 
-from opkiln.cli import carry, output
-from opkiln.cli.options import (
-    complete_op,
-    json_option,
-    match_entries,
-    ops_argument,
-    package_option,
-    parse_size_option,
-    target_option,
-    writable_root,
-)
+from opkiln.cli import carry, options, output
 from opkiln.errors import LoadError, StoreError
 from opkiln.report.layout import age, columns, count, fields, size
 from opkiln.settings import settings
@@ -28,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from opkiln.store.inventory import Fault
+    from opkiln.store.tuned import TunedChoice
 
 
 def _count_entries(number: int) -> str:
@@ -63,14 +54,14 @@ for _each in (
 @command.command("path")
 def path() -> None:
     """Print the store's directory."""
-    output.data(os.path.dirname(writable_root()))
+    output.data(os.path.dirname(options.writable_root()))
 
 
 @command.command("key", short_help="Print the key under which CI can keep the store.")
-@ops_argument
-@package_option
-@target_option(multiple=True)
-@json_option
+@options.ops_argument
+@options.package_option
+@options.target_option(multiple=True)
+@options.json_option
 def key(ops: tuple[str, ...], package: str | None, target: tuple[str, ...], as_json: bool) -> None:
     """Print the key under which a CI service can keep the store with OPS from one run to the next.
 
@@ -88,42 +79,55 @@ def key(ops: tuple[str, ...], package: str | None, target: tuple[str, ...], as_j
         if each.error is not None:
             raise each.error
     found = cache_key(asked.requests)
-    where = os.path.dirname(writable_root()) if as_json else ""
+    where = os.path.dirname(options.writable_root()) if as_json else ""
     output.answer(as_json, {"key": found, "prefix": KEY_PREFIX, "path": where}, found)
 
 
 @command.command("list", short_help="List the entries.")
 @click.option("--objects", is_flag=True, help="Also list the compiled objects.")
-@json_option
+@options.json_option
 def list_(objects: bool, as_json: bool) -> None:
-    """List the entries: op, package, target CPU, compiler, size, time since the last use, path."""
+    """List the entries: op, package, target CPU, compiler, size, time since the last use, path.
+
+    What other programs built is listed by program and module, with the directory of the newest.
+    """
     from opkiln.store import inventory
 
     document, now = [], time.time()
     table = [("op", "package", "for", "compiler", "size", "used", "path")]
-    for each in inventory.entries(writable_root()):
+    for each in inventory.entries(options.writable_root()):
         if each.kind != inventory.OP and not objects:
             continue
         more = inventory.details(each)
         document.append(
-            {**each._asdict(), "for": more.made_for, **fields(more, "compiler source damaged")}
-        )
+            {**each._asdict(), "for": more.made_for,
+             **fields(more, "compiler source damaged host group rebuilt")}
+        )  # fmt: skip
         name = each.name if each.kind == inventory.OP else f"object of {more.source or each.name}"
         table.append(
-            (name, each.distribution or "-", more.made_for or "-",
+            (name, each.distribution or " ".join((more.host, more.group)).strip() or "-",
+             more.made_for or "-",
              more.compiler or ("damaged" if more.damaged else "-"),
              size(each.size), age(now - each.used), each.directory)
         )  # fmt: skip
-    output.answer(as_json, {"entries": document}, columns(table))
+    modules = inventory.host_modules(options.writable_root())
+    for module in () if objects else modules:
+        name = f"{count(module.entries, 'object')} of {module.group or module.newest}"
+        where = module.directory or "-"
+        table.append(
+            (name, module.host, "-", "-", size(module.size), age(now - module.used), where)
+        )
+    hosts = [module._asdict() for module in modules]
+    output.answer(as_json, {"entries": document, "hosts": hosts}, columns(table))
 
 
 @command.command("size")
-@json_option
+@options.json_option
 def size_(as_json: bool) -> None:
     """Print the size of the store."""
     from opkiln.store import inventory
 
-    found = inventory.sizes(writable_root())
+    found = inventory.sizes(options.writable_root())
     rows = [
         ("ops", str(found.ops), size(found.op_bytes)),
         ("objects", str(found.objects), size(found.object_bytes)),
@@ -139,7 +143,7 @@ def size_(as_json: bool) -> None:
     "files", nargs=-1, metavar="[FILE]...", type=click.Path(exists=True, dir_okay=False)
 )
 @click.option("--remove", is_flag=True, help="Remove the damaged entries of the writable store.")
-@json_option
+@options.json_option
 def verify(files: tuple[str, ...], remove: bool, as_json: bool) -> int:
     """Re-hash every entry of every layer; exit with 5 if one is damaged.
 
@@ -210,11 +214,11 @@ def _check_file(path: str, *, bundle: bool = False) -> tuple[int, Fault | None]:
 
 @command.command("gc", short_help="Remove old entries and leftovers.")
 @click.option(
-    "--max-size", callback=parse_size_option, metavar="SIZE",
+    "--max-size", callback=options.parse_size_option, metavar="SIZE",
     help="Shrink to SIZE, such as 512M or 4G, instead of OPKILN_CACHE_MAX_SIZE.",
 )  # fmt: skip
 @click.option("--now", is_flag=True, help="Also remove entries that were used within the last day.")
-@json_option
+@options.json_option
 def gc_(max_size: int | None, now: bool, as_json: bool) -> None:
     """Remove the entries that have not been used for the longest time, and leftovers of dead
     processes.
@@ -226,7 +230,7 @@ def gc_(max_size: int | None, now: bool, as_json: bool) -> None:
     from opkiln.store import gc
 
     limit = settings.cache_max_size if max_size is None else max_size
-    done = gc.collect(writable_root(), limit, now=now, tell=_progress())
+    done = gc.collect(options.writable_root(), limit, now=now, tell=_progress())
     if as_json:
         output.data_json({**done._asdict(), "freed": done.freed})
         return
@@ -243,18 +247,80 @@ def gc_(max_size: int | None, now: bool, as_json: bool) -> None:
 
 
 @command.command("clear")
-@click.option("--op", metavar="OP", shell_complete=complete_op, help="Only this op's entries.")
+@click.option(
+    "--op", metavar="OP", shell_complete=options.complete_op, help="Only this op's entries."
+)
 @click.option("-y", "--yes", is_flag=True, help="Do not ask.")
-@json_option
+@options.json_option
 def clear(op: str | None, yes: bool, as_json: bool) -> None:
     """Remove all entries, or those of one op. Processes that have loaded them can go on."""
     from opkiln.store import gc
 
-    root = writable_root()
+    root = options.writable_root()
     if not yes:
         what = "everything" if op is None else f"op {op}"
         click.confirm(f"Remove {what} from {os.path.dirname(root)}?", abort=True, err=True)
-    removed = gc.clear(root, match_entries(op) if op is not None else None)
+    removed = gc.clear(root, options.match_entries(op) if op is not None else None)
     freed = sum(each.size for each in removed)
     text = f"{_count_entries(len(removed))} removed, {size(freed)} freed"
     output.answer(as_json, {"removed": removed, "freed": freed}, text)
+
+
+# `opkiln tuned`: the choices that ops with `tune=` made by measuring
+
+
+@click.group("tuned", short_help="Show and forget what ops measured for themselves.")
+def tuned_command() -> None:
+    """Show what ops with tune= measured, and forget it.
+
+    A choice is for one op, one device model and one class of shapes. It is measured at the first
+    such call and kept in the store. opkiln.ensure gives the choices of rank 0 to all ranks.
+    """
+
+
+@tuned_command.command("list")
+@click.argument("ops", nargs=-1)
+@options.json_option
+def list_tuned(ops: tuple[str, ...], as_json: bool) -> None:
+    """List the choices of OPS, or all: op, device, shapes, choice, and what was measured."""
+    found = _choices(ops)
+    if not found and not as_json:
+        output.say("nothing was measured yet")
+        return
+    document, rows = [], [("op", "device", "for", "choice", "measured")]
+    for asked, choice, times in found:
+        document.append({**asked._asdict(), "choice": choice, "microseconds": times})
+        measured = ", ".join(f"{name}: {value:g} us" for name, value in times.items())
+        for_ = f"{asked.values} {asked.shape}".strip()
+        rows.append((f"{asked.distribution}:{asked.op}", asked.device, for_, choice, measured))
+    output.answer(as_json, {"tuned": document}, columns(rows))
+
+
+@tuned_command.command("clear")
+@click.argument("ops", nargs=-1)
+def clear_tuned(ops: tuple[str, ...]) -> None:
+    """Forget the choices of OPS, or all: the next call measures again."""
+    from opkiln.store import tuned
+
+    found = _choices(ops)
+    root = options.writable_root()
+    for each in found:
+        try:
+            tuned.remove(root, each)
+        except FileNotFoundError:
+            pass  # another process was faster
+        except OSError as error:
+            raise StoreError(f"{root} cannot be written", why=str(error)) from error
+    output.say(f"forgot {count(len(found), 'choice')}")
+
+
+def _choices(ops: tuple[str, ...]) -> list[TunedChoice]:
+    """The choices of the ops, or all, sorted. An op is OP, or DISTRIBUTION:OP."""
+    from opkiln.store import tuned
+
+    root = options.writable_root()
+    found = list(tuned.read_choices(root)) if os.path.isdir(root) else []
+    if ops:
+        names = ((each, each.question.op, each.question.distribution) for each in found)
+        found = [each for each, op, owner in names if op in ops or f"{owner}:{op}" in ops]
+    return sorted(found)

@@ -10,16 +10,7 @@ import time
 import click
 
 from opkiln.base import forks
-from opkiln.cli import output
-from opkiln.cli.options import (
-    complete_op,
-    file_argument,
-    file_option,
-    json_option,
-    match_entries,
-    ops_argument,
-    writable_root,
-)
+from opkiln.cli import options, output
 from opkiln.errors import StoreError, UsageError
 from opkiln.report.layout import columns, count, fields, size
 from opkiln.settings import settings
@@ -42,7 +33,7 @@ def newest_entries(ops: tuple[str, ...]) -> list[StoreEntry]:
     from opkiln.store import inventory
     from opkiln.store.layers import Store
 
-    wanted = {op: match_entries(op) for op in ops}
+    wanted = {op: options.match_entries(op) for op in ops}
     found = [each for layer in Store().own for each in inventory.newest(layer.root)]
     missing = {op for op, its in wanted.items() if not any(map(its, found))}
     entries = [each for each in found if not ops or any(its(each) for its in wanted.values())]
@@ -56,12 +47,12 @@ def newest_entries(ops: tuple[str, ...]) -> list[StoreEntry]:
 
 
 @click.command("export", short_help="Write entries to one file, a bundle.")
-@file_argument
+@options.file_argument
 @click.option(
-    "--op", "ops", multiple=True, metavar="OP", shell_complete=complete_op,
+    "--op", "ops", multiple=True, metavar="OP", shell_complete=options.complete_op,
     help="Only this op's entries. May be given several times.",
 )  # fmt: skip
-@json_option
+@options.json_option
 def export(file: str, ops: tuple[str, ...], as_json: bool) -> None:
     """Write the newest entry of each op and target to FILE, for other machines.
 
@@ -80,14 +71,14 @@ def export(file: str, ops: tuple[str, ...], as_json: bool) -> None:
 
 
 @click.command("import", short_help="Import entries from a bundle.")
-@file_argument
+@options.file_argument
 @click.option(
     "--sha256",
     callback=_parse_digest,
     metavar="DIGEST",
     help="Refuse FILE unless it has this digest.",
 )
-@json_option
+@options.json_option
 def import_(file: str, sha256: str, as_json: bool) -> None:
     """Put the entries in FILE into the store, after every byte of it was checked.
 
@@ -97,7 +88,7 @@ def import_(file: str, sha256: str, as_json: bool) -> None:
     """
     from opkiln.store.bundle import unpack
 
-    taken = unpack(file, writable_root(), sha256=sha256)
+    taken = unpack(file, options.writable_root(), sha256=sha256)
     rows = [("op", "package", "status", "path")]
     for each in taken:
         status = "new" if each.new else "already there"
@@ -106,8 +97,8 @@ def import_(file: str, sha256: str, as_json: bool) -> None:
 
 
 @click.command("keygen", short_help="Make a pair of keys to sign bundles with.")
-@file_argument
-@json_option
+@options.file_argument
+@options.json_option
 def keygen(file: str, as_json: bool) -> None:
     """Write a new private key to FILE, and its public key to FILE.pub.
 
@@ -122,12 +113,12 @@ def keygen(file: str, as_json: bool) -> None:
 
 
 @click.command("sign", short_help="Sign a bundle.")
-@file_argument
-@file_option(
+@options.file_argument
+@options.file_option(
     "--key", "key_file", required=True, metavar="KEY",
     help="The private key, as `opkiln cache keygen` makes it.",
 )  # fmt: skip
-@json_option
+@options.json_option
 def sign(file: str, key_file: str, as_json: bool) -> None:
     """Sign FILE, a bundle, after every byte of it was checked, and print its new SHA-256.
 
@@ -145,7 +136,7 @@ def sign(file: str, key_file: str, as_json: bool) -> None:
     "record", short_help="Record which ops a command loads.",
     context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
 )  # fmt: skip
-@file_argument
+@options.file_argument
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 def record(file: str, command: tuple[str, ...]) -> int:
     """Run COMMAND and record in FILE which ops it loads, and for which devices.
@@ -188,11 +179,11 @@ def _parse_tiers(urls: tuple[str, ...]) -> tuple[str, ...]:
 
 
 @click.command("lock", short_help="Write ops.lock: the digests of built ops.")
-@ops_argument
-@file_option(
+@options.ops_argument
+@options.file_option(
     "-o", "--output", "file", default="ops.lock", show_default=True, help="The file to write."
 )
-@json_option
+@options.json_option
 def lock_command(ops: tuple[str, ...], file: str, as_json: bool) -> None:
     """Write the digest of the newest entry of each op and target to a lock file; of OPS, or of all
     that are built here.
@@ -221,13 +212,13 @@ def _format_rows(rows: list[LockRow]) -> str:
 
 
 @click.command("push", short_help="Publish entries to a remote tier.")
-@ops_argument
+@options.ops_argument
 @_url_option
-@file_option(
+@options.file_option(
     "--key", "key_file", metavar="KEY",
     help="Sign with this private key, as `opkiln cache keygen` makes it.",
 )  # fmt: skip
-@json_option
+@options.json_option
 def push(ops: tuple[str, ...], urls: tuple[str, ...], key_file: str | None, as_json: bool) -> None:
     """Publish the newest entry of each op and target; of OPS, or of all that are built here.
 
@@ -238,7 +229,7 @@ def push(ops: tuple[str, ...], urls: tuple[str, ...], key_file: str | None, as_j
     from opkiln.remote.push import push as publish
 
     url = _parse_tiers(urls)[0]
-    tiers.forget(writable_root())
+    tiers.forget(options.writable_root())
     rows = []
     for each in newest_entries(ops):
         rows.append(publish(each.payload, url, key_file))
@@ -247,14 +238,14 @@ def push(ops: tuple[str, ...], urls: tuple[str, ...], key_file: str | None, as_j
 
 
 @click.command("pull", short_help="Fetch what a lock file names.")
-@file_option(
+@options.file_option(
     "--lock", "lock_file",
     help="The lock file, as `opkiln lock` writes it.  [default: OPKILN_LOCK, else ops.lock]",
 )  # fmt: skip
 @click.option("--op", "ops", multiple=True, metavar="OP", help="Only this op.")
 @click.option("--fitting", is_flag=True, help="Only what this machine can run.")
 @_url_option
-@json_option
+@options.json_option
 def pull(
     lock_file: str | None, ops: tuple[str, ...], fitting: bool, urls: tuple[str, ...], as_json: bool
 ) -> int:
@@ -274,7 +265,7 @@ def pull(
         for row in lockfile.read(file)
         if (not ops or row.op in ops) and (not fitting or runs_here(row))
     ]
-    root = writable_root()
+    root = options.writable_root()
     tiers.forget(root)
     done: list[PullResult] = []
     progress = _Progress(rows)

@@ -89,10 +89,12 @@ def _show(title: str) -> None:
 def _run(work: str) -> dict[str, Any]:
     """Run one training process, and show what it did. Raises DemoError if it fails."""
     from opkiln.run import process
-    from opkiln.settings import with_own_store
+    from opkiln.settings import environment_with_store
 
     result = os.path.join(work, "result.json")
-    done = process.run(process.python_code(_TRAIN, result), env=with_own_store(work, "lines"))
+    done = process.run(
+        process.python_code(_TRAIN, result), env=environment_with_store(work, "lines")
+    )
     try:
         with open(result) as file:
             found: dict[str, Any] = json.load(file)

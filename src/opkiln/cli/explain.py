@@ -4,62 +4,69 @@ from __future__ import annotations
 
 import os
 import shlex
+import time
 from typing import Any
 
 import click
 
 from opkiln.base.build_model import Plan, Step
-from opkiln.cli import output
-from opkiln.cli.options import (
-    builder_for,
-    complete_op,
-    json_option,
-    op_argument,
-    package_option,
-    target_option,
-)
+from opkiln.cli import options, output
 from opkiln.errors import UnknownOp, UsageError
-from opkiln.report.layout import columns, fields
+from opkiln.report.layout import age, columns, fields
 
 Commands = list[tuple[Step, tuple[str, ...]]]  # each step of a plan, and its argv
 
 
-# opkiln explain
-
-
 @click.command("explain", short_help="Show how an op would be loaded, and why.")
-@op_argument
-@target_option()
-@json_option
+@options.op_argument
+@options.target_option()
+@options.json_option
 def explain_command(op: str, target: str | None, as_json: bool) -> None:
     """Show how OP would be loaded: each candidate, and why it is taken or refused.
 
     If the newest entry can no longer be used, also show what changed since it was built. An op with
     variants is explained variant by variant.
+
+    OP may also be a module, a source or an output that another program built with the store.
     """
     from opkiln.builder.registry import ALL_OPS, libraries
     from opkiln.loading.explain import explain
 
     found = []
+    if op not in ALL_OPS and (lines := _explain_others(op)):
+        output.answer(as_json, {"name": op, "entries": lines}, "\n".join(lines))
+        return
     for name, _ in libraries(op, ALL_OPS[op]):
-        with builder_for(name, target) as builder:
+        with options.builder_for(name, target) as builder:
             found.append(explain(builder.op()))
     whole = found[0]._asdict() if found[0].op == op else {"op": op, "variants": found}
     output.answer(as_json, whole, "\n".join(map(str, found)))
 
 
-# opkiln plan
+def _explain_others(name: str) -> list[str]:
+    from opkiln.building import kept
+    from opkiln.store.layers import Store
+
+    lines = []
+    for each, more, changes in kept.compare(Store(), name):
+        when = age(time.time() - each.published)
+        lines.append(f"{more.source} of {more.host} {more.group}, kept {when} ago")
+        lines.append(f"  made in {dict(more.places).get('dir', 'an unknown directory')}")
+        lines += [f"  made again because {more.rebuilt}"] if more.rebuilt else []
+        now = f"would be made again: {'; '.join(changes)}" if changes else "serves as it is"
+        lines.append(f"  {now}")
+    return lines
 
 
 @click.command("plan", short_help="Print the commands that build an op.")
-@op_argument
-@json_option
+@options.op_argument
+@options.json_option
 @click.option("--compile-commands", is_flag=True, help="Print a compile_commands.json.")
 @click.option(
     "--stage", default="./build", metavar="DIR", show_default=True,
     help="The directory that the commands write to. A build uses a private temporary one.",
 )  # fmt: skip
-@target_option()
+@options.target_option()
 def plan_command(
     op: str, as_json: bool, compile_commands: bool, stage: str, target: str | None
 ) -> None:
@@ -70,14 +77,14 @@ def plan_command(
     """
     from opkiln.building.asking import plan_here
     from opkiln.decision.terms import BUILD, Request
-    from opkiln.plan.plan import anchors, argv
+    from opkiln.plan.plan import anchors, command
 
     if as_json and compile_commands:
         raise click.UsageError("--json and --compile-commands exclude each other")
-    with builder_for(op, target) as builder:
+    with options.builder_for(op, target) as builder:
         plan = plan_here(Request(builder.op(), BUILD))
     places = anchors(plan, stage)
-    commands = [(step, argv(step, places)) for step in plan.steps]
+    commands = [(step, command(step, places).argv) for step in plan.steps]
     if as_json:
         output.data_json(_plan_document(plan, stage, commands))
     elif compile_commands:
@@ -138,13 +145,10 @@ def _plan_document(plan: Plan, stage: str, commands: Commands) -> dict[str, Any]
     }
 
 
-# opkiln check
-
-
 @click.command("check", short_help="Exit with 1 unless every op is cached.")
-@click.argument("ops", nargs=-1, shell_complete=complete_op, metavar="OPS|FILE…")
-@package_option
-@json_option
+@click.argument("ops", nargs=-1, shell_complete=options.complete_op, metavar="OPS|FILE…")
+@options.package_option
+@options.json_option
 def check_command(ops: tuple[str, ...], package: str | None, as_json: bool) -> int:
     """Show whether each of OPS is cached here; exit with 1 unless all are.
 

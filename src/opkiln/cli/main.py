@@ -17,9 +17,10 @@ from opkiln.base.trust import usable_by_owner
 from opkiln.cli import output, run
 from opkiln.errors import OpkilnError, StoreError, explain_error
 
-# Where each command is. Its module is imported when it runs, or when --help needs its first line.
+# The place of each command. Its module is imported when it runs, or when --help needs its help.
 _COMMANDS = {
     "run": "main:run_command",
+    "ninja": "main:ninja_command",
     "build": "build:command",
     "plan": "explain:plan_command",
     "explain": "explain:explain_command",
@@ -29,7 +30,7 @@ _COMMANDS = {
     "doctor": "report:doctor_command",
     "cache": "cache:command",
     "lock": "carry:lock_command",
-    "tuned": "tuned:command",
+    "tuned": "cache:tuned_command",
     "new": "new:command",
     "demo": "demo:command",
     "completion": "main:completion_command",
@@ -105,6 +106,29 @@ def run_command(command: tuple[str, ...]) -> None:
     sys.stderr.flush()
     given = run.environment() | output.child_variables()
     os.execve(program, words, given)  # noqa: S606 (argv as the user gave it, no shell)
+
+
+@click.command(
+    "ninja",
+    short_help="Run ninja, with compiles and links from the store.",
+    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
+)
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[ARGUMENT]…")
+def ninja_command(arguments: tuple[str, ...]) -> int:
+    """Run the ninja that is on PATH, with the same arguments, output and exit status.
+
+    \b
+        opkiln ninja -C build
+        opkiln run python setup.py build_ext
+
+    Each command that is a compiler, a linker or an archiver is taken from the store if all that it
+    read is as it was; otherwise it runs, and is kept. All other commands run as they are. What is
+    out of date, ninja decides as ever. Under `opkiln run`, every `ninja` that a program starts from
+    PATH is this one.
+    """
+    from opkiln.compat.ninja import front
+
+    return front.start(list(arguments))
 
 
 @click.command("completion", short_help="Print a completion script for a shell.")

@@ -76,4 +76,13 @@ def environment() -> dict[str, str]:
     given = {"OPKILN_PROGRESS": "auto", **settings.whole_environment()}
     others = [part for part in given.get("PYTHONPATH", "").split(os.pathsep) if part]
     paths = [_STARTUP, *(part for part in others if part != _STARTUP)]
-    return {**given, "PYTHONPATH": os.pathsep.join(paths), "OPKILN_PATCH_TORCH": "1"}
+    from opkiln.compat.ninja import front
+
+    programs = [front.SHIM, *(part for part in settings.settings.path if part != front.SHIM)]
+    return {
+        **given,
+        "PYTHONPATH": os.pathsep.join(paths),
+        "OPKILN_PATCH_TORCH": "1",
+        "PATH": os.pathsep.join(programs),
+        **front.environment(),
+    }

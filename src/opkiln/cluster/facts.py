@@ -27,7 +27,7 @@ NOT_COMPARED = (
     "root",  # the package is installed somewhere else
     "declared_by",  # for messages
     "overloads",  # OPKILN_MODE=check adds one, and computes the same
-    # Which devices a library is built for: the ranks agree on the library itself.
+    # The devices that a library is built for: the ranks agree on the library itself.
     "rule",
     "asked",
 )

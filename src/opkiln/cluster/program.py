@@ -201,7 +201,8 @@ class _Reader:
         return (self._describe(own_parts), used)
 
     def _describe_used(self, used: list[tuple[str, Any]], names: Iterable[str] = ()) -> Any:
-        """Values that code with these names uses. Of a module, what has one of these names."""
+        """The values that code with these names uses. A module stands for its attributes of these
+        names."""
         said, modules = [], set()
         for name, value in used:  # it grows
             if not self._is_own_module(value):
@@ -278,7 +279,7 @@ class _Reader:
         return top not in _BY_NAME and (top in self._own or not self._version(module))
 
     def _is_own_module(self, value: Any) -> bool:
-        # Not isinstance: it asks the value for its class, which a proxy may refuse.
+        # isinstance would ask the value for its class, which a proxy may refuse.
         return issubclass(type(value), types.ModuleType) and self._counts_by_code(value.__name__)
 
     def _version(self, module: str) -> str:

@@ -134,7 +134,7 @@ class Torch(KeyValues):
                     self._check(part[start : start + half])
 
     def _keep_listed(self, keys: list[str]) -> list[str]:
-        """Those of the keys that are in their lists; all if the store has no lists."""
+        """The keys that are in their lists; all keys if the store has no lists."""
         if not self._store.has_extended_api():
             return keys
         lists = {key.rpartition("/")[0]: f"{key.rpartition('/')[0]}/{_LIST}" for key in keys}

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 
+from opkiln import errors
 from opkiln.base.model import Artifact, Op
 from opkiln.cluster import facts, protocol
 from opkiln.cluster.channel import Channel
@@ -24,15 +25,6 @@ from opkiln.cluster.program import Programs
 from opkiln.cluster.protocol import Done, End, FetchOp, Look, MakeOp, Pause, State
 from opkiln.decision import prebuilt, terms
 from opkiln.decision.terms import Build, Outcome, Request, Serve, Trace
-from opkiln.errors import (
-    ClusterError,
-    CompileError,
-    InputError,
-    OpkilnError,
-    ReloadError,
-    StepRefused,
-    UsageError,
-)
 from opkiln.loading import loader
 from opkiln.machine import uname
 from opkiln.machine.arch import cpu
@@ -42,7 +34,7 @@ from opkiln.store.bundle import temporary_bundle, unpack_bytes
 from opkiln.store.layers import Store
 
 # Errors of the input: they are the same wherever it is built. Any other may be one machine's.
-_FINAL = (CompileError, InputError, StepRefused, UsageError)
+_FINAL = (errors.CompileError, errors.InputError, errors.StepRefused, errors.UsageError)
 _LONGEST = 1500  # characters of an error that are told to other ranks
 
 CACHED, BUILT, FETCHED, BESIDE = "cached", "built", "fetched", "found on this node"
@@ -103,7 +95,7 @@ class Worker:
             target = outcome.plan.target
             needs = cpu.requires(target.cpu, tuple(target.cpu_features))
             return offer._replace(can_build=True, cpu=tuple(sorted(needs)))
-        if isinstance(outcome.error, UsageError):
+        if isinstance(outcome.error, errors.UsageError):
             raise outcome.error
         here = tuple(sorted(cpu.features_of(uname.cpu_flags())))
         return offer._replace(reason=shorten_error(outcome.error), cpu=here)
@@ -149,7 +141,9 @@ class Worker:
     def library(self, op: int, digest: str) -> Artifact:
         """The library that this rank voted for."""
         if digest not in self.artifacts[op]:
-            raise ClusterError(f"op {self.ops[op].spec.name}: the agreed library is not here")
+            raise errors.ClusterError(
+                f"op {self.ops[op].spec.name}: the agreed library is not here"
+            )
         return self.artifacts[op][digest]
 
     # Called by the driver. Nothing is raised here: all ranks are told of an error.
@@ -190,7 +184,7 @@ class Worker:
         if terms.prefers_reference(request):
             return Vote(reason="OPKILN_MODE=reference")
         if (loaded := self._find_loaded(self.ops[op])) is not None:
-            raise ReloadError(
+            raise errors.ReloadError(
                 f"op {self.ops[op].spec.name} was loaded before, from another library",
                 why=f"SHA-256 {loaded.sha256[:16]}, not {made.digest[:16]}",
             )
@@ -243,7 +237,7 @@ _PATIENCE = 120.0  # seconds for one part of a bundle: a part takes a second at 
 
 def shorten_error(error: Exception) -> str:
     """The text by which other ranks are told of an error."""
-    if not isinstance(error, OpkilnError):
+    if not isinstance(error, errors.OpkilnError):
         return f"{type(error).__name__}: {error}"[:_LONGEST]
     return f"{error.what}\n{error.why}".rstrip()[:_LONGEST]
 
@@ -317,7 +311,7 @@ def keep_beating(channel: Channel, rank: int, lease: float) -> Iterator[None]:
             while not stop.wait(lease / BEATS):
                 number += 1
                 beats.put(key_of("beat", rank), number)
-        except ClusterError:
+        except errors.ClusterError:
             return  # the main thread finds the same error and raises it
 
     beats.put(key_of("beat", rank), 0)

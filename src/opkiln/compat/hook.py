@@ -32,6 +32,9 @@ PARTS = {
     "deepspeed.ops.op_builder.builder": "opkiln.compat.deepspeed.patch",
     "deepspeed.env_report": "opkiln.compat.deepspeed.patch",
     "torch.distributed.distributed_c10d": "opkiln.compat.distributed",
+    "tvm_ffi.cpp.extension": "opkiln.compat.jits",
+    "flashinfer.jit.core": "opkiln.compat.jits",
+    "sglang.kernels.jit.utils.compile.ninja": "opkiln.compat.jits",
 }
 _JOBS = "torch.distributed.distributed_c10d"
 BUILDERS = tuple(name for name in PARTS if name != _JOBS)

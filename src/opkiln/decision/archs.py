@@ -207,7 +207,7 @@ def fit_target(op: Op, needs: Wanted, target: Target, toolchain: Toolchain) -> T
     if backend != CUDA or not needs.native:
         reasons = [f"{arch}: {reason}" for arch, reason in refused]
         reasons.append(f"the toolkit is {_NAMES[backend]} {device.version}, {device.home}")
-        # What was asked for less the rest, or the newest.
+        # The list without those that cannot be compiled, or else the newest architecture.
         possible = language.show(left or listed[-1:])
         hint = f"export {_VARIABLES[backend]}='{possible}'"
         if op.asked:

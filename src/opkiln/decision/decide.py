@@ -30,7 +30,7 @@ from opkiln.errors import (
 )
 from opkiln.settings import LAYOUT
 
-# Errors for which the reference may serve instead. All others must be corrected by somebody.
+# Errors for which the reference may serve instead. All others must be corrected.
 _EXCUSES = (BuildError, LoadError, StoreError, ToolchainError)
 
 

@@ -61,7 +61,7 @@ class Fit(Record):
 
 
 class Measure(Record):
-    """What each library of an op is compared with."""
+    """The values with which each library of an op is compared."""
 
     spec_key: str
     flags: tuple[tuple[str, tuple[str, ...], str], ...]  # name, value, the variable that asks
@@ -176,7 +176,7 @@ def missing_needs(needs: Mapping[str, Any], abi: str) -> str:
         dlvsym = program["dlvsym"]  # not the attribute, which is everybody's
         dlvsym.restype, dlvsym.argtypes = ctypes.c_void_p, (ctypes.c_void_p, *[ctypes.c_char_p] * 2)
     handles: dict[str, int] = {}
-    files: list[str] = []  # of torch's, which nobody has imported yet
+    files: list[str] = []  # torch's libraries, if it is not imported yet
     for soname in needs["sonames"]:
         if soname.startswith("ld-"):
             # The dynamic linker is here, and its symbols are found everywhere but by its handle.

@@ -29,6 +29,7 @@ from opkiln.base.digest import (
     KEY_LENGTH,
     Signature,
     current_signatures,
+    forget_mounts,
     open_regular,
     read_file,
     sha256_file,
@@ -73,8 +74,10 @@ def _holds(receipt: dict[str, Any]) -> bool:
         return False
     if receipt["fresh"] and not _same_values(receipt):
         return False
-    if receipt["images"] and not _same_images(receipt["images"]):
-        return False
+    if receipt["images"]:
+        forget_mounts()
+        if not all(Signature(*each).holds(path) for path, *each in receipt["images"]):
+            return False
     if any(map(os.path.lexists, receipt["absent"])):
         return False
     return _same_path(receipt)
@@ -106,14 +109,6 @@ def _same_values(receipt: dict[str, Any]) -> bool:
     return time.time_ns() < receipt["until"] and all(
         value(kind, path, then, hasher) == then for kind, path, then in receipt["fresh"]
     )
-
-
-def _same_images(signatures: list[list[Any]]) -> bool:
-    """Whether the images that contain these files are still the same mounts."""
-    from opkiln.base import digest
-
-    digest.forget_mounts()
-    return all(Signature(*facts).holds(path) for path, *facts in signatures)
 
 
 def _verify(root: str, receipt: dict[str, Any]) -> Artifact | None:

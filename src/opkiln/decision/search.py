@@ -4,7 +4,6 @@ the plan of a build."""
 from __future__ import annotations
 
 import os
-from pathlib import PurePath
 
 from opkiln.base import digest
 from opkiln.base.build_model import Toolchain
@@ -41,7 +40,7 @@ def search(request: Request, trace: Trace) -> Serve | Build | Ask | Fetch:
     if request.tiers is not None:
         trace.candidates += request.tiers.candidates
     digest.forget_mounts()
-    with facts.collecting() as read:
+    with facts.collect() as read:
         compilers = _Compilers(request, trace)
         found = compilers.find()
     if missing_here(target):
@@ -49,7 +48,7 @@ def search(request: Request, trace: Trace) -> Serve | Build | Ask | Fetch:
     if found is not None:
         return Serve(found, trace, read)
     if not request.for_elsewhere:
-        with facts.collecting() as beyond:
+        with facts.collect() as beyond:
             found = find_fitting(request, trace)
         if found is not None:
             return Serve(found, trace, beyond)
@@ -176,9 +175,9 @@ def find_fitting(request: Request, trace: Trace) -> Artifact | None:
 
 def _note_unasked(trace: Trace) -> None:
     unasked = terms.why_no_tier_is_asked()
-    reason = f"no load asks it: {unasked}" if unasked else "only a load or a build connects"
+    why = f"no load asks it: {unasked}" if unasked else "only a load or a build connects"
     for url in settings.remotes:
-        trace.add("remote", "none", f"not asked: {reason}", url)
+        trace.add("remote", "none", f"not asked: {why}", url)
 
 
 def _why_no_layer(root: str) -> str:
@@ -217,7 +216,10 @@ def plan_for(spec: OpSpec, target: Target, toolchain: Toolchain) -> Plan:
     plans.check(spec)
     for source in () if spec.inline else spec.sources:
         if not os.path.isfile(os.path.join(spec.root, source)):
-            if archive := _archive_of(spec.root):
+            from pathlib import PurePath
+
+            above = (spec.root, *map(str, PurePath(spec.root).parents))
+            if archive := next(filter(os.path.isfile, above), ""):
                 raise BuildError(
                     f"op {spec.title} cannot be compiled: its sources are inside {archive}",
                     why="a compiler reads files on disk, and these are packed in a zip file",
@@ -244,9 +246,3 @@ def plan_for(spec: OpSpec, target: Target, toolchain: Toolchain) -> Plan:
                 hint=f"pip install 'torch>={STABLE_VERSION}'",
             )
     return plans.make(spec, target, toolchain)
-
-
-def _archive_of(directory: str) -> str:
-    """The zip file that a directory is in; empty if it is in none."""
-    above = (directory, *map(str, PurePath(directory).parents))
-    return next(filter(os.path.isfile, above), "")

@@ -172,7 +172,7 @@ def pin(
 
 
 def find_pin(op: Op) -> Pin | None:
-    """What was agreed on for an op."""
+    """The pin of an op; None if the ranks agreed on nothing."""
     return _pins.get(op.name)
 
 
@@ -184,7 +184,7 @@ def release(op: Op) -> None:
 def pin_fault(artifact: Artifact) -> str:
     """Why a pinned library must not be opened; empty if it is the one that was agreed on."""
     path = artifact.path
-    in_memory = path.startswith("/proc/")  # of a bundle: nobody can change it any more
+    in_memory = path.startswith("/proc/")  # of a bundle, and sealed
     try:
         if not in_memory and (reason := trust.fault(
             path, os.lstat(path), listed=artifact.origin not in ("store", "built")
@@ -197,7 +197,7 @@ def pin_fault(artifact: Artifact) -> str:
     return "" if found == artifact.sha256 else f"{path} has the SHA-256 {found}"
 
 
-# What the op is wanted for.
+# The uses of an op.
 LOAD = "load"  # to run here, now
 BUILD = "build"  # to be there for a later load: it need not run here
 SHIP = "ship"  # to be in the user's own store, for other machines
@@ -218,7 +218,7 @@ class Request:
         self.build_error: OpkilnError | None = None  # why the build that was decided on failed
         # When it began, or last got on: OPKILN_BUILD_TIMEOUT counts from here.
         self.since = time.monotonic()
-        # What the compilers said when they were asked for this request.
+        # The answer of the compilers when they were asked for this request.
         self.compilers: Toolchain | ToolchainError | None = None
         self.fetches = False  # whether the remote tiers may be asked: not for those who only look
         self.tiers: Trace | None = None  # what they said
@@ -240,7 +240,7 @@ class Request:
 
     @cached_property
     def target(self) -> Target:
-        """What it would be built for. Raises ArchError, BuildError, LoadError."""
+        """The target of a build for it. Raises ArchError, BuildError, LoadError."""
         from opkiln.decision.archs import target_of
 
         return target_of(self.op.spec, self.sdk, self.wanted.archs)

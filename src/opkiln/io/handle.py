@@ -220,7 +220,7 @@ class AsyncIO:
         return self._begin(transfers, "write", write=True, partial=False)
 
     def how(self) -> devices.How | None:
-        """Which way the bytes of tensors on GPUs went so far, and why that way was chosen. None
+        """The way that the bytes of tensors on GPUs took so far, and why it was chosen. None
         before the first request with such a tensor. Raises UsageError if this is closed."""
         self._check_open()
         gds = self._queues[-1].gds

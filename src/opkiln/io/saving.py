@@ -51,7 +51,7 @@ class Saving:
         self._arguments = (tensors, path, options)
         # Also at the end of the program. The thread keeps this object until it has ended.
         self._warner = weakref.finalize(self, _warn_of_errors, self._errors, path)
-        # Not a daemon: a program that ends waits for its checkpoint.
+        # The thread is not a daemon: a program that ends waits for its checkpoint.
         self._thread = threading.Thread(target=self._run, name="opkiln-save")
         self._thread.start()
 

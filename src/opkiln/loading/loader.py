@@ -293,7 +293,7 @@ def _leave_receipt(request: Request, outcome: Build, built: Artifact) -> None:
     from opkiln.store.entry import Leaf, examine
 
     places = plan.anchors_of(request.op.spec, outcome.plan.toolchain)
-    with facts.collecting(outcome.read):
+    with facts.collect(outcome.read):
         directory = os.path.dirname(built.path)
         found = examine(directory, places, facts.Hasher(), listed=False, whole=True)
     if isinstance(found, Leaf):

@@ -1,1 +1,1 @@
-"""What a machine has: architectures, devices and compilers, and what its files say."""
+"""This machine: architectures, devices and compilers, and readers of its files."""

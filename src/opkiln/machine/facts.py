@@ -35,6 +35,7 @@ LINK = "link"  # its text; empty if it is something else
 ABSENT = "absent"  # of a directory: which names are not below it
 LIBRARIES = "libraries"  # of the dynamic linker's list: where these lead
 CHOICE = "choice"  # of a name on PATH: the programs that it leads to, up to the one that ran
+PLACE = "place"  # of a directory that may lie elsewhere: where it lies
 
 GONE, HIDDEN = "\0gone", "\0hidden"  # in the place of a value: no link has such a text
 RUNS = "*"  # after the digest of a file that may be run
@@ -111,6 +112,8 @@ def _ask(kind: str, path: str, then: str, hasher: Hasher) -> str:
         return hasher(path)[0] + (RUNS if executable(path) else "")
     if kind == DIRECTORY:
         return DIRECTORY if os.path.isdir(path) else GONE
+    if kind == PLACE:
+        return path
     if kind == LISTING:
         return key("listing", tuple(sorted(os.listdir(path))))
     if kind == LINK:
@@ -127,14 +130,25 @@ def _ask(kind: str, path: str, then: str, hasher: Hasher) -> str:
         return join_names(
             elf.read_list(path, [each.partition("/")[0] for each in split_names(then)])
         )
-    return join_names(islice(on_path(path), len(split_names(then))))  # CHOICE
+    return join_names(islice(choices(path), len(split_names(then))))  # CHOICE
+
+
+def choices(name: str) -> Iterator[str]:
+    """The programs of a name that PATH leads to, in order, each once however PATH is spelled."""
+    seen = set()
+    for path in on_path(name):
+        directory, last = os.path.split(path)
+        real = os.path.join(os.path.realpath(directory), last)
+        if real not in seen:
+            seen.add(real)
+            yield real
 
 
 def signature_of(kind: str, path: str, then: str = "") -> Signature:
     """A signature that holds as long as the value does. UNSIGNED for a link or a name on PATH, and
     for names that are missing behind a link or further below: no ``stat`` shows a change there.
     Raises OSError."""
-    if kind in (LINK, CHOICE) or (kind == LIBRARIES and not os.path.exists(path)):
+    if kind in (LINK, CHOICE, PLACE) or (kind == LIBRARIES and not os.path.exists(path)):
         return UNSIGNED
     signature = Signature.of(path)
     if kind == ABSENT:
@@ -175,7 +189,7 @@ _collected: ContextVar[Evidence | None] = ContextVar("opkiln_evidence", default=
 
 
 @contextmanager
-def collecting(found: Evidence | None = None) -> Iterator[Evidence]:
+def collect(found: Evidence | None = None) -> Iterator[Evidence]:
     """Collect the facts that are read in this block, in addition to those in ``found``."""
     if found is None:
         found = Evidence()
@@ -184,6 +198,11 @@ def collecting(found: Evidence | None = None) -> Iterator[Evidence]:
         yield found
     finally:
         _collected.reset(token)
+
+
+def is_collected() -> bool:
+    """Whether somebody collects what is read."""
+    return _collected.get() is not None
 
 
 def note_file(path: str, signature: Iterable[int] | None = None) -> None:

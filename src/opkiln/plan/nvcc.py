@@ -66,7 +66,7 @@ def compile_cuda(inputs: PlanInputs, source: str) -> Step:
     words += inputs.users("debug_cuda")
     if is_relocatable(inputs.device_flags):
         words.append("-rdc=true")
-    words += _preprocessing(spec.name, inputs.users("cppflags"))
+    words += _make_preprocessor_flags(spec.name, inputs.users("cppflags"))
     words += host.author_flags(spec, authors)
     _check_paths(inputs, "cpath")
     _check_paths(inputs, "cplus_include_path")
@@ -103,7 +103,7 @@ def device_link_step(inputs: PlanInputs, objects: tuple[str, ...]) -> Step:
     )
 
 
-def _preprocessing(op: str, words: tuple[str, ...]) -> list[str]:
+def _make_preprocessor_flags(op: str, words: tuple[str, ...]) -> list[str]:
     """``CPPFLAGS`` in the form that nvcc accepts."""
     given: list[str] = []
     for option in host_options(words):

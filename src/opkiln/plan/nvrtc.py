@@ -118,7 +118,7 @@ def _device_words(inputs: PlanInputs, given: _DividedFlags, source: str) -> Iter
     yield from ("-G",) if inputs.target.debug else ("-DNDEBUG",)
     yield from _DEVICE_OPTIONS
     yield from inputs.users("debug_cuda")
-    yield from _preprocessing(inputs.users("cppflags"))
+    yield from _make_preprocessor_flags(inputs.users("cppflags"))
     yield from host.author_flags(spec, (*given.both, *given.device))
     # NVRTC gets the text, not the file: the file's directory is where quoted includes begin.
     directory = posixpath.dirname(source)
@@ -149,7 +149,7 @@ def _host_words(inputs: PlanInputs, given: _DividedFlags, source: str) -> Iterat
     yield from host.op_header(spec)
 
 
-def _preprocessing(words: tuple[str, ...]) -> Iterator[str]:
+def _make_preprocessor_flags(words: tuple[str, ...]) -> Iterator[str]:
     """The macros and include directories of ``CPPFLAGS``, in the form that NVRTC accepts."""
     for option in host_options(words):
         if option.name in ("-D", "-U", "-I"):

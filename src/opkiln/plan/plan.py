@@ -330,11 +330,6 @@ def command(step: Step, places: Mapping[str, str]) -> Command:
     return Command(words, render(step.file, places), output)
 
 
-def argv(step: Step, places: Mapping[str, str]) -> tuple[str, ...]:
-    """The same, as a list of words."""
-    return command(step, places).argv
-
-
 class Flags(NamedTuple):
     """A plan's flags for a build system that names files and outputs itself."""
 
@@ -377,7 +372,7 @@ def author_flags(plan: Plan, module: str) -> Flags:
     program = "" if device is None else device.path
     of_device = [step for step in compiles if program and program in step.words]
     of_host = [step for step in compiles if step not in of_device]
-    linking = argv(last, places)
+    linking = command(last, places).argv
     objects = {render(Anchored("", "stage", name), places) for name in last.inputs}
     return Flags(
         cxx=_common(of_host, plan.toolchain.cxx, places, module),

@@ -90,7 +90,7 @@ class Deadline:
             self._expired = not self.left
             if self._expired and self._socket is not None:
                 with suppress(OSError):  # it is closed already
-                    # Not the method of a TLS socket, which another thread reads from just now.
+                    # This is not the method of a TLS socket: another thread reads from that now.
                     socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
             return self._expired
 

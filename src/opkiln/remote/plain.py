@@ -18,35 +18,24 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 from opkiln.base.digest import open_replacement
-from opkiln.remote import credentials, web
+from opkiln.remote import credentials, tier, web
 from opkiln.remote.patience import Deadline
-from opkiln.remote.tier import (
-    CHUNK,
-    Absent,
-    Forbidden,
-    Publication,
-    Unreachable,
-    Unusable,
-    parse_publication,
-    read_small,
-    refuse_malformed,
-)
 
 _SCHEMA = 1
 
 
-def write_record(what: Publication) -> bytes:
+def write_record(what: tier.Publication) -> bytes:
     """The contents of a name's file."""
     return (json.dumps({"schema": _SCHEMA, **what._asdict()}, sort_keys=True) + "\n").encode()
 
 
-def read_record(data: bytes) -> Publication:
+def read_record(data: bytes) -> tier.Publication:
     """The contents of a name's file, parsed. Raises Unusable."""
-    with refuse_malformed("its record", Unusable):
+    with tier.refuse_malformed("its record", tier.Unusable):
         body = json.loads(data)
         if body["schema"] != _SCHEMA:
             raise ValueError(f"it has the schema {body['schema']!r}")
-        return parse_publication(*(body[name] for name in Publication._fields))
+        return tier.parse_publication(*(body[name] for name in tier.Publication._fields))
 
 
 class Files(Protocol):
@@ -69,16 +58,16 @@ class Plain:
     def __init__(self, files: Files) -> None:
         self._files = files
 
-    def look_up(self, name: str, deadline: Deadline) -> Publication | None:
+    def look_up(self, name: str, deadline: Deadline) -> tier.Publication | None:
         try:
-            return read_record(read_small(self._files.read(f"ac/{name}", 0, deadline)))
-        except Absent:
+            return read_record(tier.read_small(self._files.read(f"ac/{name}", 0, deadline)))
+        except tier.Absent:
             return None
 
     def read(self, sha256: str, start: int, deadline: Deadline) -> Iterator[tuple[int, bytes]]:
         return self._files.read(f"cas/{sha256}", start, deadline)
 
-    def write(self, name: str, file: str, what: Publication, deadline: Deadline) -> None:
+    def write(self, name: str, file: str, what: tier.Publication, deadline: Deadline) -> None:
         if not self._files.has(f"cas/{what.sha256}", what.size, deadline):
             self._files.write(f"cas/{what.sha256}", file, deadline)
         self._files.write(f"ac/{name}", write_record(what), deadline)
@@ -99,7 +88,7 @@ class Web(web.Client):
             with self.request("HEAD", path, deadline) as response:
                 there = response.headers.get("Content-Length", str(size))
                 return response.status == 200 and there == str(size)
-        except Forbidden:
+        except tier.Forbidden:
             return False
 
 
@@ -115,9 +104,9 @@ class Folder:
             # Without O_NONBLOCK, opening a FIFO waits for a writer.
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except (FileNotFoundError, NotADirectoryError) as error:
-            raise Absent(path) from error
+            raise tier.Absent(path) from error
         try:
-            while piece := os.pread(fd, CHUNK, start):
+            while piece := os.pread(fd, tier.CHUNK, start):
                 deadline.hear(len(piece))
                 yield start, piece
                 start += len(piece)
@@ -131,7 +120,7 @@ class Folder:
             open_replacement(path, sync=True) as out,
             open(data, "rb") if isinstance(data, str) else io.BytesIO(data) as source,
         ):
-            shutil.copyfileobj(source, out, CHUNK)
+            shutil.copyfileobj(source, out, tier.CHUNK)
             os.fchmod(out.fileno(), 0o644)  # it is published
         deadline.hear()
 
@@ -164,7 +153,7 @@ class Bucket:
             self._kind: Any = fsspec.get_filesystem_class(self._scheme)
             self._made: tuple[int, Any] = (0, None)  # by this process
         except ImportError as error:
-            raise Unreachable(
+            raise tier.Unreachable(
                 f"{self._scheme}:// needs the package {package}: {error}",
                 hint=f"pip install {package}",
             ) from error
@@ -198,7 +187,7 @@ class Bucket:
         try:
             with self._open(path) as files:
                 return int(files.info(f"{self._url}/{path}")["size"]) == size
-        except (Absent, Forbidden):
+        except (tier.Absent, tier.Forbidden):
             return False
         finally:
             deadline.hear()
@@ -208,17 +197,17 @@ class Bucket:
         """fsspec's object, for a block. Its errors there become failures of the tier."""
         try:
             if self._made[0] != os.getpid():  # a forked child needs an object of its own
-                # Without its cache of listings: a look-up must see what others published since.
+                # The cache of listings is off: a look-up must see what others published since.
                 files = self._kind(use_listings_cache=False)
                 if self._scheme == "s3":
                     files.connect()  # to nobody yet: it makes botocore's client, in half a second
                 self._made = (os.getpid(), files)
             yield self._made[1]
         except FileNotFoundError as error:
-            raise Absent(path) from error
+            raise tier.Absent(path) from error
         except Exception as error:
             told = f"{type(error).__name__}: {error}"
             # For HTTP's "forbidden", gcsfs raises an error of its own, which has the number.
             if isinstance(error, PermissionError) or getattr(error, "code", 0) == 403:
-                raise Forbidden(f"{told}, with the login from {self._logins}") from error
-            raise Unreachable(told) from error
+                raise tier.Forbidden(f"{told}, with the login from {self._logins}") from error
+            raise tier.Unreachable(told) from error

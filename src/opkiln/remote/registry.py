@@ -18,17 +18,8 @@ from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlencode
 
-from opkiln.remote import credentials, plain, web
+from opkiln.remote import credentials, plain, tier, web
 from opkiln.remote.patience import Deadline
-from opkiln.remote.tier import (
-    Absent,
-    Publication,
-    Unreachable,
-    Unusable,
-    parse_publication,
-    read_small,
-    refuse_malformed,
-)
 
 MANIFEST = "application/vnd.oci.image.manifest.v1+json"
 ARTIFACT = "application/vnd.opkiln.bundle.v1"
@@ -53,7 +44,7 @@ def _tag(listed: dict[str, Any]) -> Any:
     return listed.get("annotations", {}).get(_TAG)
 
 
-def write_manifest(what: Publication) -> bytes:
+def write_manifest(what: tier.Publication) -> bytes:
     """The manifest of an artifact. The same artifact gives the same bytes."""
     labels = {f"{_LABEL}{name}": text for name, text in what.labels.items()}
     signed = {_SIGNATURES: what.signatures} if what.signatures else {}
@@ -69,9 +60,9 @@ def write_manifest(what: Publication) -> bytes:
     return json.dumps(manifest, indent=1, sort_keys=True).encode()
 
 
-def read_manifest(data: bytes) -> Publication:
+def read_manifest(data: bytes) -> tier.Publication:
     """The publication that a manifest describes. Raises Unusable for another kind of artifact."""
-    with refuse_malformed("its manifest", Unusable):
+    with tier.refuse_malformed("its manifest", tier.Unusable):
         manifest: dict[str, Any] = json.loads(data)
         (layer,) = manifest["layers"]
         if layer["mediaType"] != LAYER:
@@ -82,7 +73,7 @@ def read_manifest(data: bytes) -> Publication:
         notes = dict(manifest["annotations"])
         signatures = notes.pop(_SIGNATURES, "")
         labels = {name[len(_LABEL) :]: text for name, text in notes.items()}
-        return parse_publication(sha256, layer["size"], signatures, labels)
+        return tier.parse_publication(sha256, layer["size"], signatures, labels)
 
 
 class Registry:
@@ -93,7 +84,7 @@ class Registry:
         rest, _, query = rest.partition("?")
         host, _, prefix = rest.partition("/")
         if not (repository := prefix.strip("/")):
-            raise Unreachable(f"{url} names no repository", hint=f"{url.rstrip('/')}/opkiln")
+            raise tier.Unreachable(f"{url} names no repository", hint=f"{url.rstrip('/')}/opkiln")
         self._v2 = f"/v2/{repository}"
         self._pull = f"repository:{repository}:pull"
         self._push = f"repository:{repository}:pull,push"
@@ -103,22 +94,22 @@ class Registry:
             base, credentials.registry_login, credentials.registry_files, tokens
         )
 
-    def look_up(self, name: str, deadline: Deadline) -> Publication | None:
+    def look_up(self, name: str, deadline: Deadline) -> tier.Publication | None:
         path = f"{self._v2}/manifests/{name}"
         pieces = self._client.read(path, 0, deadline, accept=MANIFEST, scope=self._pull)
         try:
-            return read_manifest(read_small(pieces))
-        except Absent:
+            return read_manifest(tier.read_small(pieces))
+        except tier.Absent:
             return None
 
     def read(self, sha256: str, start: int, deadline: Deadline) -> Iterator[tuple[int, bytes]]:
         try:
             path = f"{self._v2}/blobs/sha256:{sha256}"
             yield from self._client.read(path, start, deadline, scope=self._pull)
-        except Absent as error:
-            raise Absent(sha256) from error
+        except tier.Absent as error:
+            raise tier.Absent(sha256) from error
 
-    def write(self, name: str, file: str, what: Publication, deadline: Deadline) -> None:
+    def write(self, name: str, file: str, what: tier.Publication, deadline: Deadline) -> None:
         # If several publish the same at once, docker-registry may tell one of them that a digest
         # is wrong or a blob unknown: it is just moving the blob into place for another.
         for attempts_left in reversed(range(_ATTEMPTS)):
@@ -131,7 +122,7 @@ class Registry:
             else:
                 return
 
-    def _publish(self, name: str, file: str, what: Publication, deadline: Deadline) -> None:
+    def _publish(self, name: str, file: str, what: tier.Publication, deadline: Deadline) -> None:
         self._upload(what.sha256, file, deadline)
         self._upload(_sha256(_EMPTY), _EMPTY, deadline)
         with self._client.request(
@@ -167,17 +158,17 @@ class OciLayout:
         self._root = root
         self._files = plain.Folder(root)
 
-    def look_up(self, name: str, deadline: Deadline) -> Publication | None:
+    def look_up(self, name: str, deadline: Deadline) -> tier.Publication | None:
         for each in self._index()["manifests"]:
             if _tag(each) == name:
                 sha256 = each["digest"].partition(":")[2]
-                return read_manifest(read_small(self.read(sha256, 0, deadline)))
+                return read_manifest(tier.read_small(self.read(sha256, 0, deadline)))
         return None
 
     def read(self, sha256: str, start: int, deadline: Deadline) -> Iterator[tuple[int, bytes]]:
         return self._files.read(_blob(sha256), start, deadline)
 
-    def write(self, name: str, file: str, what: Publication, deadline: Deadline) -> None:
+    def write(self, name: str, file: str, what: tier.Publication, deadline: Deadline) -> None:
         manifest = write_manifest(what)
         blobs: list[tuple[str, int, bytes | str]] = [(what.sha256, what.size, file)]
         blobs += [(_sha256(each), len(each), each) for each in (_EMPTY, manifest)]
@@ -202,7 +193,7 @@ class OciLayout:
     def _index(self) -> dict[str, Any]:
         path = os.path.join(self._root, "index.json")
         try:
-            with open(path, "rb") as file, refuse_malformed(path):
+            with open(path, "rb") as file, tier.refuse_malformed(path):
                 return dict(json.load(file))
         except FileNotFoundError:
             return {"schemaVersion": 2, "manifests": []}
@@ -210,5 +201,5 @@ class OciLayout:
 
 def _blob(sha256: str) -> str:
     if "/" in sha256:
-        raise Unreachable(f"{sha256!r} is not a digest")
+        raise tier.Unreachable(f"{sha256!r} is not a digest")
     return f"blobs/sha256/{sha256}"

@@ -126,7 +126,7 @@ class PastBuild(NamedTuple):
 
 
 class StoreStatus(NamedTuple):
-    """Where entries are read and written."""
+    """The places where entries are read and written, and the latest entries."""
 
     root: str | None  # None: nothing can be written
     layers: tuple[str, ...]
@@ -137,6 +137,7 @@ class StoreStatus(NamedTuple):
     builds: tuple[PastBuild, ...]  # the newest first, without those that were fetched
     fetches: tuple[PastBuild, ...] = ()
     remotes: tuple[str, ...] = ()
+    hosts: tuple[inventory.HostModule, ...] = ()  # what other programs built, the newest first
 
 
 def store_status(store: Store) -> StoreStatus:
@@ -144,12 +145,14 @@ def store_status(store: Store) -> StoreStatus:
     root, notes = store.root, store.location.notes
     sizes: inventory.Sizes | None = None
     found: list[PastBuild] = []
+    hosts: list[inventory.HostModule] = []
     if root is not None:
         try:
             sizes = inventory.sizes(root)
             ops = (each for each in inventory.entries(root) if each.kind == inventory.OP)
             newest = heapq.nlargest(_SHOWN, ops, key=lambda each: each.published)
             found = [*filter(None, (_build(each.directory) for each in newest))]
+            hosts = sorted(inventory.host_modules(root), key=lambda each: -each.published)
         except StoreError as error:
             notes = (*notes, error.what)  # the report must still work if this happens
     built = (each for each in found if not each.origin)
@@ -162,6 +165,7 @@ def store_status(store: Store) -> StoreStatus:
         space=None if root is None else known_space(root),
         builds=tuple(sorted(built, key=lambda each: -each.ended)),
         fetches=tuple(each for each in found if each.origin),
+        hosts=tuple(hosts[:_SHOWN]),
         remotes=tuple(map(redact.hide_secrets, settings.remotes)),
     )
 
@@ -198,7 +202,7 @@ class Problem(NamedTuple):
 def problems(
     ops: tuple[OpStatus, ...] | None, environment: Environment | None
 ) -> tuple[Problem, ...]:
-    """Every problem. Those of the environment come first: they explain those of the ops."""
+    """Every problem. Problems of the environment come first, because they explain those of ops."""
     found = [] if environment is None else list(_environment_problems(environment))
     affected: dict[str, dict[str, None]] = {}  # reason -> ops
     for each in ops or ():

@@ -108,7 +108,7 @@ def _list_all(backend: str, why: str) -> list[Tool]:
 
 
 def _possible_toolkits(backend: str) -> list[Compiler]:
-    """Each possible toolkit of a backend. One that was named and does not exist is refused."""
+    """Each possible toolkit of a backend. One that is named but does not exist is refused."""
     missing = "no such program"
     if backend == CUDA:
         absent = [Compiler(place.nvcc, place.origin, missing) for place in toolkits.list_unfound()]

@@ -223,10 +223,11 @@ def accelerators(found: FoundDevices) -> ReportSection:
 
 
 _FETCHES = 3  # entries of remote tiers that are shown
+_HOSTS = 8  # modules of other programs
 
 
 def store(found: StoreStatus, now: float) -> ReportSection:
-    """Where the entries are, their size, and the last build."""
+    """The store's places, its size, and the last build."""
     nowhere = found.root is None
     rows = [_row("path", found.root or "none: nothing can be written", "bad" if nowhere else "")]
     if found.sizes is not None:
@@ -237,6 +238,13 @@ def store(found: StoreStatus, now: float) -> ReportSection:
     for build in found.builds[:1]:
         when = f"{age(now - build.ended)} ago, in {duration(build.seconds)}"
         rows.append(_row("last build", f"{build.op} for {build.made_for}, {when}"))
+    for module in found.hosts[:_HOSTS]:
+        made = f"{count(module.entries, 'object')} of {module.group}, {size(module.size)}"
+        last = f"{module.newest} {age(now - module.published)} ago"
+        why = f", because {module.rebuilt}" if module.rebuilt else ""
+        rows.append(_row(module.host, f"{made}; last {last}{why}"))
+    if len(found.hosts) > _HOSTS:
+        rows.append(_row("others", f"and {len(found.hosts) - _HOSTS} more (`opkiln cache list`)"))
     rows += [_row("layer", layer) for layer in found.layers if layer != found.root]
     rows += [_row("remote", url) for url in found.remotes]
     for each in found.fetches[:_FETCHES]:

@@ -133,6 +133,7 @@ def _store(found: StoreStatus) -> dict[str, Any]:
         "builds": [fields(each, f"op distribution made_for {built}") for each in found.builds],
         "remotes": list(found.remotes),
         "fetches": [fields(each, f"op distribution made_for {fetched}") for each in found.fetches],
+        "hosts": [each._asdict() for each in found.hosts],
     }
 
 

@@ -427,12 +427,12 @@ def _find_open_endless(pid: int) -> str | None:
 
 
 def _count_bytes_read(pid: int) -> int:
-    """How many bytes a process has read so far."""
+    """The number of bytes that a process has read so far."""
     with open(f"/proc/{pid}/io", "rb") as file:
         return int(file.read().partition(b"rchar: ")[2].split()[0])
 
 
-# What is raised
+# Errors
 
 
 def _start_error(argv: Sequence[str], cwd: str | None, error: Exception) -> ToolchainError:

@@ -66,7 +66,7 @@ def run(
     device without an end.
     """
     environment = _environment(env, tmpdir)
-    with once_per_thread("runs a program"), _guard.watching() as environment[MARKER]:
+    with once_per_thread("runs a program"), _guard.watch() as environment[MARKER]:
         if timeout is not None:
             timeout = min(timeout, settings.build_timeout)
             if since is not None and time.monotonic() - since > timeout:
@@ -82,7 +82,7 @@ def start_waiting(argv: Sequence[str], *, tmpdir: str) -> Iterator[child.Child]:
     """Start a program that prepares itself and then waits (``Child.resume``). It is dead at the end
     of the block. Raises ToolchainError if it cannot be started."""
     environment = _environment(None, tmpdir)
-    with _guard.watching() as environment[MARKER], contextlib.ExitStack() as stack:
+    with _guard.watch() as environment[MARKER], contextlib.ExitStack() as stack:
         with once_per_thread("runs a program"):
             running = stack.enter_context(child.Child(argv, environment, waits=True))
         yield running
@@ -217,35 +217,35 @@ class _Guard:
         self.inside: set[tuple[str, int]] = set()  # (what, thread) of ``once_per_thread``
 
     @contextlib.contextmanager
-    def _alone(self) -> Iterator[None]:
+    def _hold_lock(self) -> Iterator[None]:
         # A signal handler in between would start a second watchdog, and one of the two would be
         # lost. A watchdog whose socket is closed kills what the other one watches.
         with once_per_thread("talks to its watchdog"), self.lock:
             yield
 
     @contextlib.contextmanager
-    def watching(self) -> Iterator[str]:
+    def watch(self) -> Iterator[str]:
         """The token for a child that is about to be started. Makes sure that the watchdog runs."""
-        with self._alone():
+        with self._hold_lock():
             self._ensure()
             self.running += 1
             token = self.token
         try:
             yield token
         finally:
-            with self._alone():
+            with self._hold_lock():
                 self.running -= 1
 
     def register(self, path: str) -> None:
         """Have the watchdog remove this directory if this process dies before it is released."""
-        with self._alone():
+        with self._hold_lock():
             self._ensure()
             self.scratch.add(path)
             if not self._send("+" + path):
                 self._ensure()  # the watchdog has just died; start another and tell it everything
 
     def release(self, path: str) -> None:
-        with self._alone():
+        with self._hold_lock():
             if path in self.scratch:  # not one of our parent's
                 self.scratch.remove(path)
                 self._send("-" + path)

@@ -132,8 +132,8 @@ def _logger() -> Logger | None:
 
 
 def _logging_shows(stream: TextIO, *, terminal: bool) -> bool:
-    """Whether the logger's records replace what would be written to ``stream``. On a terminal they
-    do so only if they appear on it: nobody watches records in a file."""
+    """Whether the logger's records replace the lines on ``stream``. On a terminal they do so only
+    if they appear on it: a user does not watch records in a file."""
     logger = _logger()
     if logger is None or not terminal:
         return logger is not None

@@ -189,14 +189,14 @@ class _Run:
         since = asked_at if since is None else since
         about = {"op": task.op, "label": task.label, "step": task.name}
 
-        def waiting(pid: int, seconds: float) -> None:
+        def report_wait(pid: int, seconds: float) -> None:
             host = os.uname().nodename
             events.emit(
                 events.WAITING, op=task.op, pid=pid, host=host, seconds=seconds, what=events.CPU
             )
 
         with self.budget.hold(
-            memory=task.memory, threads=task.threads, cancelled=self.cancelled, waiting=waiting,
+            memory=task.memory, threads=task.threads, cancelled=self.cancelled, waiting=report_wait,
             limit=self.timeout, since=since,
         ) as held:  # fmt: skip
             since += time.monotonic() - asked_at

@@ -63,7 +63,7 @@ _FLOCK = struct.Struct("hhqqi4x")  # on 64-bit Linux: type, whence, start, lengt
 
 
 class SlotRequest(NamedTuple):
-    """What a step asks for."""
+    """The request of a step for slots."""
 
     slots: tuple[int, ...]  # any of these
     want: int  # this many, or none
@@ -169,12 +169,12 @@ class SlotTable:
             if slot not in self._held:
                 for each in self._holders(slot):
                     return each.pid
-        before = self._before(ask, time.monotonic())
+        before = self._find_before(ask, time.monotonic())
         return before.pid if before else None
 
     def holders(self, ask: SlotRequest) -> tuple[object, ...]:
-        """Who holds the slots. Whenever a step has ended, in this process or another, it differs,
-        unless another process started its next step in the same slot."""
+        """The holders of the slots. It changes whenever a step ends, in this process or another,
+        unless that process starts its next step in the same slot."""
         others = (
             each
             for slot in (*ask.slots, EXTRA)
@@ -201,7 +201,7 @@ class SlotTable:
     def _tier(self) -> int:
         return _WAITING + min(len(self._held), _LAST_TIER) * _TIER
 
-    def _before(self, ask: SlotRequest, now: float) -> _HeldLock | None:
+    def _find_before(self, ask: SlotRequest, now: float) -> _HeldLock | None:
         """A process that waits for some of these slots and is ahead of us."""
         return self._front(_WAITING, self._tier() + self._ticket * _ROW, ask.slots, ask.want, now)
 
@@ -209,7 +209,7 @@ class SlotTable:
         self, area: int, mine: int, slots: tuple[int, ...], want: int, now: float
     ) -> _HeldLock | None:
         """The waiter before ``mine`` in an area, unless it has left slots unused for too long."""
-        for found in self._waiting(area, mine, slots):
+        for found in self._list_waiting(area, mine, slots):
             if found.start in self._passed or self._is_stopped(found.pid):
                 continue
             who, since = self._behind.get(area, (0, now))
@@ -223,7 +223,7 @@ class SlotTable:
         self._behind.pop(area, None)
         return None
 
-    def _waiting(self, start: int, end: int, slots: tuple[int, ...]) -> Iterator[_HeldLock]:
+    def _list_waiting(self, start: int, end: int, slots: tuple[int, ...]) -> Iterator[_HeldLock]:
         """Other processes that wait for some of these slots, in order."""
         for found in self._locks(start, end):
             first = found.start % _ROW
@@ -260,7 +260,7 @@ class SlotTable:
 
     def _take_slots(self, ask: SlotRequest, now: float) -> tuple[tuple[int, ...], bool]:
         """(CPU slots or none, whether the step in the extra slot must end first)."""
-        if self._before(ask, now) is not None:
+        if self._find_before(ask, now) is not None:
             return (), False
         taken = self._lock_some(ask)
         if not taken:
@@ -288,7 +288,7 @@ class SlotTable:
         free = [slot for slot in ask.slots if slot not in self._held]
         most = max(ask.want, ask.wider)
         if most > ask.want:
-            others = self._waiting(_WAITING, _WAITING_END, ask.slots)
+            others = self._list_waiting(_WAITING, _WAITING_END, ask.slots)
             if not all(self._is_stopped(each.pid) for each in others):
                 most = ask.want
         taken: list[int] = []

@@ -179,7 +179,7 @@ def run(
     for number, request in enumerate(asked):
         with selection.use_cpu(request.wanted):
             found = prebuild.look(request)
-            # Where there is no compiler here, the workers may have one.
+            # If there is no compiler here, the workers may have one.
             if isinstance(found, BuildOutcome) and not isinstance(found.error, ToolchainError):
                 outcomes[number] = found
             else:

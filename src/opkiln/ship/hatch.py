@@ -71,7 +71,7 @@ class PrecompileHook(BuildHookInterface):  # type: ignore[misc]
 
     def _precompile(self, editable: bool, build_data: dict[str, Any]) -> None:
         tags = set()
-        # Of the packages whose ops are compiled where they are used.
+        # The sources of packages whose ops are compiled where they are used.
         self._sources: dict[str, list[str]] = {}
         entry_points = self.metadata.core.entry_points.get(GROUP, {})
         for (package, where), values in self._packages(entry_points).items():

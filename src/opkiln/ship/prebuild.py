@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
-from opkiln import __version__
+from opkiln import __version__, errors
 from opkiln.base.build_model import Plan
 from opkiln.base.digest import UnusableFile, key, sha256_file
 from opkiln.base.model import CARRIED, CPU, ONE_CALL, Artifact, OpSpec
@@ -24,17 +24,6 @@ from opkiln.decision import receipt
 from opkiln.decision import terms as decision
 from opkiln.decision.archs import target_machine
 from opkiln.decision.terms import Build, Serve
-from opkiln.errors import (
-    BuildError,
-    CompilingOff,
-    LoadError,
-    OpkilnError,
-    SpecError,
-    StoreError,
-    ToolchainError,
-    UnknownBackend,
-    UnknownOp,
-)
 from opkiln.loading import loader, recording
 from opkiln.machine.toolchain.choice import available
 from opkiln.settings import LAYOUT, override, whole_environment
@@ -71,7 +60,7 @@ class BuildOutcome(NamedTuple):
     path: str = ""
     sha256: str = ""
     reason: str = ""
-    error: OpkilnError | None = None
+    error: errors.OpkilnError | None = None
 
 
 class Requests(NamedTuple):
@@ -95,7 +84,7 @@ def requests(names: Iterable[str], wanted: Sequence[NamedTarget], *, named: bool
                 found, missing = _request_targets(library, kind, wanted, named)
                 made += found
                 refused += missing
-        except SpecError as wrong:  # of an op that cannot be imported, too
+        except errors.SpecError as wrong:  # of an op that cannot be imported, too
             if named:
                 raise
             refused.append(BuildOutcome(name, FAILED, error=wrong))  # the other ops are still built
@@ -110,7 +99,7 @@ def _request_targets(
     for each in wanted or (None,):
         try:
             made.append(BuildRequest(selection.ask(kind(), each), each, named, name))
-        except UnknownBackend as none:
+        except errors.UnknownBackend as none:
             reason = f"{none.what}: {none.why}"
             missing.append(BuildOutcome(name, SKIPPED, target=str(each or ""), reason=reason))
             if named and len(missing) == len(wanted):
@@ -156,7 +145,7 @@ def look(request: BuildRequest) -> BuildOutcome | Plan:
     try:
         asked = decision_of(request)
         outcome = loader.resolve(asked)
-    except OpkilnError as wrong:  # the declaration itself
+    except errors.OpkilnError as wrong:  # the declaration itself
         return _outcome(request, FAILED, error=wrong)
     if isinstance(outcome, Serve):
         if outcome.read is not None:
@@ -179,13 +168,13 @@ def decision_of(request: BuildRequest) -> decision.Request:
     return decision.Request(request.builder.op(), use)
 
 
-def is_unsupported_here(error: OpkilnError, builder: OpBuilder) -> bool:
+def is_unsupported_here(error: errors.OpkilnError, builder: OpBuilder) -> bool:
     """Whether this machine does not support the op: its device is missing, or no installed compiler
     can build what it needs. If there is no compiler at all, that is an error."""
-    if isinstance(error, ToolchainError):
+    if isinstance(error, errors.ToolchainError):
         machine = target_machine() if builder.backend == CPU else ""
         return available(builder.backend, machine)
-    return isinstance(error, LoadError) and not isinstance(error, CompilingOff)
+    return isinstance(error, errors.LoadError) and not isinstance(error, errors.CompilingOff)
 
 
 def _build_all(missing: Mapping[int, BuildRequest], names_targets: bool) -> dict[int, BuildOutcome]:
@@ -204,7 +193,7 @@ def _build_all(missing: Mapping[int, BuildRequest], names_targets: bool) -> dict
                 artifact, _ = loader.obtain(asked)
                 _require_stored(request.op, artifact)
                 outcomes[number] = _success(request, asked, artifact, time.monotonic() - began)
-        except OpkilnError as error:
+        except errors.OpkilnError as error:
             outcomes[number] = _outcome(request, FAILED, error=_add_hint(error, request))
         except BaseException as error:
             raised.append(error)
@@ -236,24 +225,24 @@ def _require_stored(op: str, artifact: Artifact) -> None:
         return
     layers = [layer.root for layer in Store().location.layers]
     if artifact.unobserved:
-        raise StoreError(
+        raise errors.StoreError(
             f"op {op} was built, but not stored",
             why=f"it is not known what it was made from: {artifact.unobserved}",
             hint="use a compiler that is linked dynamically",
         )
     if not any(artifact.path.startswith(os.path.join(root, "")) for root in layers):
-        raise StoreError(
+        raise errors.StoreError(
             f"op {op} was built, but could not be stored",
             hint="set OPKILN_CACHE_DIR to a writable directory",
         )
 
 
-def _add_hint(error: OpkilnError, request: BuildRequest) -> OpkilnError:
+def _add_hint(error: errors.OpkilnError, request: BuildRequest) -> errors.OpkilnError:
     """The error. If compiling is forbidden, its hint says how to allow it."""
-    if not isinstance(error, CompilingOff):
+    if not isinstance(error, errors.CompilingOff):
         return error
     hint = f"OPKILN_MODE=auto opkiln build {request.op}"
-    return CompilingOff(error.what, why=error.why, hint=hint)
+    return errors.CompilingOff(error.what, why=error.why, hint=hint)
 
 
 # The ops that a workload uses
@@ -290,7 +279,7 @@ def _registered_name(use: recording.Use) -> str:
     for name, owner in owners.items():
         if owner == use.distribution:
             return name
-    raise UnknownOp(
+    raise errors.UnknownOp(
         f"op {use.op} of {use.distribution} is not installed here",
         why=f"the installed op of this name belongs to {', '.join(owners.values())}",
         hint=f"pip install {shlex.quote(use.distribution)}",
@@ -307,7 +296,7 @@ def run_script(script: str, arguments: Sequence[str], file: str, **changes: str)
     status = run_recorded(argv, file, OPKILN_MODE="needed", **changes)
     if status != 0:
         how = f"exit status {status}" if status > 0 else f"signal {-status}"
-        raise BuildError(
+        raise errors.BuildError(
             f"{script} ended with {how}, and nothing was built",
             why="the ops that it would have loaded after that are not known",
             hint=f"python {shlex.quote(script)}    # when it succeeds, build again",
@@ -352,7 +341,7 @@ def cache_key(asked: Iterable[BuildRequest]) -> str:
         try:
             with selection.use_cpu(each.wanted):
                 plan = plan_here(decision_of(each))
-        except OpkilnError as error:
+        except errors.OpkilnError as error:
             if each.named or not is_unsupported_here(error, each.builder):
                 raise
             continue

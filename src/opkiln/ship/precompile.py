@@ -16,18 +16,9 @@ from contextlib import contextmanager
 from importlib.metadata import EntryPoint
 from typing import NamedTuple
 
+from opkiln import errors
 from opkiln.builder import registry
 from opkiln.builder.base import OpBuilder
-from opkiln.errors import (
-    ArchError,
-    BuildError,
-    LoadError,
-    OpkilnError,
-    SettingError,
-    SpecError,
-    ToolchainError,
-    UnknownBackend,
-)
 from opkiln.machine.toolchain import torch_sdk
 from opkiln.settings import LAYOUT, override, settings
 from opkiln.ship import audit, prebuild, selection
@@ -93,7 +84,7 @@ def precompile(
 
 # A compiler or a device is missing. Anything else is a mistake in the op, which a wheel without it
 # would hide.
-_NOT_HERE = (ToolchainError, LoadError, UnknownBackend, ArchError)
+_NOT_HERE = (errors.ToolchainError, errors.LoadError, errors.UnknownBackend, errors.ArchError)
 
 
 def _skip_unsupported(outcome: BuildOutcome) -> BuildOutcome:
@@ -197,9 +188,9 @@ def _collect_requests(
                     BuildRequest(selection.ask(library(), target), target, each.named)
                     for target in wanted
                 ]
-        except SettingError:
+        except errors.SettingError:
             raise  # it affects all ops: a misspelt setting must not produce a wheel
-        except OpkilnError as error:
+        except errors.OpkilnError as error:
             refused.append(prebuild.BuildOutcome(each.op.name, prebuild.FAILED, error=error))
     for builder in extensions:
         archs = builder.op().asked
@@ -217,7 +208,7 @@ def _collect_requests(
 def _targets(op: DeclaredOp, kind: type[OpBuilder]) -> tuple[NamedTarget, ...]:
     found = selection.targets(kind.BACKENDS)
     if not found:
-        raise UnknownBackend(
+        raise errors.UnknownBackend(
             f"op {op.name} has no version for {settings.build_targets}",
             why=f"it has {', '.join(kind.BACKENDS)}; OPKILN_BUILD_TARGETS names others",
         )
@@ -234,15 +225,15 @@ def _builder(op: DeclaredOp) -> type[OpBuilder]:
         lacks = (error.name or "") if isinstance(error, ModuleNotFoundError) else ""
         own = op.value.partition(":")[0].strip().partition(".")[0]
         of_others = lacks and lacks.partition(".")[0] != own
-        raise (LoadError if of_others else SpecError)(
+        raise (errors.LoadError if of_others else errors.SpecError)(
             f"op {op.name}: {op.value} cannot be imported from the package's sources",
             why=f"{type(error).__name__}: {error}",
             hint=_NO_ISOLATION if lacks == "torch" else "",
         ) from error
     if kind is None:
-        raise SpecError(f"op {op.name}: {op.value} is not an OpBuilder")
+        raise errors.SpecError(f"op {op.name}: {op.value} is not an OpBuilder")
     if (name := kind().name) != op.name:
-        raise SpecError(
+        raise errors.SpecError(
             f"the entry point {op.name} = {op.value} is for an op called {name}",
             why="an op must have the same name in variables, reports and the loader",
             hint=f'{name} = "{op.value}"',
@@ -264,7 +255,7 @@ def _require_built(
     if torch_sdk.locate() is None:
         hint = _NO_ISOLATION
     whys = ("\n  ".join((each.what, *each.why.splitlines())) for each in failures)
-    raise BuildError(
+    raise errors.BuildError(
         f"{package} cannot be installed with {', '.join(ops)} precompiled{asks}",
         why="\n".join(dict.fromkeys(whys)),
         hint=hint,

@@ -123,7 +123,7 @@ def ask(builder: OpBuilder, wanted: NamedTarget | None) -> OpBuilder:
     return builder
 
 
-# Which ops, and for what
+# The ops, and their targets
 
 
 class DeclaredOp(NamedTuple):
@@ -369,7 +369,7 @@ def tag_version(version: str) -> str:
     try:
         mark = Version(f"0{text}" if text.startswith((".", "+")) else f"0+{text}")
         ending, local = mark.public.removeprefix("0"), mark.local or ""
-        # Not a release or a pre-release; and not ".dev", which packaging reads as ".dev0".
+        # It must not be a release or a pre-release, nor ".dev", which packaging reads as ".dev0".
         if mark.release != (0,) or mark.pre is not None or not text.startswith(ending):
             raise InvalidVersion(text)
     except InvalidVersion:

@@ -110,7 +110,7 @@ def read_bundle(file: str) -> list[dict[str, Any]]:
 
 
 class Origin(NamedTuple):
-    """Where a bundle came from, and what vouches for its digest: a lock file, or a trusted key
+    """The URL of a bundle, and what vouches for its digest: a lock file, or a trusted key
     whose signature was verified. It becomes part of the manifests of its entries."""
 
     url: str

@@ -100,6 +100,13 @@ _MANIFEST = {
         "others": str,
     },
     "fetched": Named(str),
+    # Of an observed command: each file's anchor, path, name here, size, digest and kind.
+    "files": [Row(str, str, str, int, str, str)],
+    "host": str,
+    "group": str,
+    "places": Named(str),
+    "messages": str,
+    "rebuilt": str,
     # Parts of a sidecar, of a bundle's index and of its signatures.
     "facts": [Row(str, str, str, str, rest=int)],  # kind, anchor, path, value, signature
     "inputs": {
@@ -348,12 +355,14 @@ def _changes(
 
 
 def _check_payload(directory: str, manifest: dict[str, Any], listed: bool) -> None:
-    name = manifest["payload"]
-    if "/" in name:
-        raise ValueError("the payload's name contains a slash")
-    try:
-        with _open_checked(os.path.join(directory, name), listed, LARGEST) as (fd, found):
-            if found.st_size != manifest["size"] or sha256_file(fd) != manifest["sha256"]:
-                raise ValueError(f"{name} has the wrong digest")
-    except FileNotFoundError:
-        raise ValueError(f"{name} is missing") from None
+    payload = [manifest["payload"], manifest["size"], manifest["sha256"]]
+    others = (each[2:5] for each in manifest.get("files", [])[1:])  # the first is the payload
+    for name, size, sha256 in (payload, *others):
+        if "/" in name:
+            raise ValueError("the payload's name contains a slash")
+        try:
+            with _open_checked(os.path.join(directory, name), listed, LARGEST) as (fd, found):
+                if found.st_size != size or sha256_file(fd) != sha256:
+                    raise ValueError(f"{name} has the wrong digest")
+        except FileNotFoundError:
+            raise ValueError(f"{name} is missing") from None

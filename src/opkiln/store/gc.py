@@ -40,7 +40,7 @@ _SCRATCH = re.compile(r"opkiln-.+-[0-9a-f]{16}\Z")
 
 
 class Collected(NamedTuple):
-    """What `collect` did."""
+    """The result of `collect`."""
 
     removed: tuple[StoreEntry, ...]
     swept: tuple[str, ...]  # leftovers of processes that died

@@ -39,17 +39,35 @@ class StoreEntry(NamedTuple):
 
 
 class Details(NamedTuple):
-    """What an entry's files say about it. Fields are empty if the files cannot be read."""
+    """The description of an entry by its files. Fields are empty if they cannot be read."""
 
     made_for: str  # "x86-64-v4", "cuda 9.0a, x86-64"
     compiler: str
-    source: str  # of an object
+    source: str  # of an object; of another program's command, what that is called
     sources: tuple[str, ...]  # of an op
     damaged: str
+    host: str = ""  # the other program whose command made the object: "ninja", "flashinfer"
+    group: str = ""  # what it is a part of there
+    rebuilt: str = ""  # why it was made again, as far as an older entry told
+    places: tuple[tuple[str, str], ...] = ()  # where: the command's directory, and its roots
+
+
+class HostModule(NamedTuple):
+    """The entries of what another program built as one thing."""
+
+    host: str
+    group: str
+    entries: int
+    size: int
+    published: float  # the newest
+    used: float
+    newest: str  # what it is called
+    rebuilt: str  # why it was made again
+    directory: str  # where it was made
 
 
 class Sizes(NamedTuple):
-    """How many entries a layer has, and their sizes in bytes."""
+    """The number of entries in a layer, and their sizes in bytes."""
 
     ops: int
     op_bytes: int
@@ -131,7 +149,10 @@ def details(found: StoreEntry) -> Details:
     try:
         manifest = entry.read_manifest(found.directory)
         if found.kind == OBJECT:
-            return Details("", "", str(manifest["source"]), (), "")
+            host, group, rebuilt = (manifest.get(each, "") for each in ("host", "group", "rebuilt"))
+            places = tuple(manifest.get("places", {}).items())
+            label = str(manifest["source"])
+            return Details("", "", label, (), "", host, group, rebuilt, places)
         inputs = entry.read_sidecar(found.directory)["inputs"]
         target = manifest["target"]
         device = f"{target['backend']} {';'.join(target['archs'])}, " if target["archs"] else ""
@@ -147,6 +168,25 @@ def details(found: StoreEntry) -> Details:
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return Details("", "", "", (), entry.describe_error(error) or type(error).__name__)
+
+
+def host_modules(root: str) -> list[HostModule]:
+    """What other programs built with this store, by program and name. Raises StoreError."""
+    found: dict[tuple[str, str], HostModule] = {}
+    for each in entries(root):
+        if each.kind != OBJECT or not (more := details(each)).host:
+            continue
+        where = more.host, more.group
+        known = found.get(where, HostModule(*where, 0, 0, 0.0, 0.0, "", "", ""))
+        if each.published >= known.published:
+            known = known._replace(
+                published=each.published, newest=more.source, rebuilt=more.rebuilt,
+                directory=dict(more.places).get("dir", ""),
+            )  # fmt: skip
+        found[where] = known._replace(
+            entries=known.entries + 1, size=known.size + each.size, used=max(known.used, each.used)
+        )
+    return [found[where] for where in sorted(found)]
 
 
 def sizes(root: str) -> Sizes:

@@ -12,7 +12,7 @@ declaration names.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from opkiln.base.build_model import Plan, Step, Target
@@ -46,13 +46,13 @@ def anchored_fields(spec: OpSpec) -> dict[str, Any]:
     """The fields of a declaration, without the paths where its package and opkiln are installed."""
     root, ours = spec.root.rstrip("/") + "/", PACKAGE + "/"
 
-    def below(text: str) -> str:
+    def anchor_text(text: str) -> str:
         # Authors write absolute paths. Below the root they mean "in my package", wherever that is
         # installed.
         return text.replace(root, "{src}/").replace(ours, "{opkiln}/") if "/" in text else text
 
     return {
-        field: tuple(below(item) if isinstance(item, str) else item for item in value)
+        field: tuple(anchor_text(item) if isinstance(item, str) else item for item in value)
         if isinstance(value, tuple)
         else value
         for field, value in zip(spec._fields, spec, strict=True)
@@ -94,7 +94,7 @@ def step_key(plan: Plan, step: Step) -> str:
     made = (PLAN_VERSION, step_inputs(plan, step), plan.environment, _identity(plan))
     # An inline source is not a file, so it is not in the dependencies. Its text is in the key.
     text = dict(plan.spec.inline).get(step.source)
-    return key("step", (made, plan.target.abi_tag, text))
+    return key("object", (made, plan.target.abi_tag, text))
 
 
 _AUTHORS = ("src", "opkiln", OUTSIDE)
@@ -164,7 +164,21 @@ def find_changes(
     facts.start_entry()
     if rows is None:
         return _changed_files(recorded["own"], places, hasher)
-    return find_broken(read(rows), places, hasher)
+    return find_broken(read(_list_doubtful(rows, places)), places, hasher)
+
+
+def _list_doubtful(rows: Iterable[list[Any]], places: Mapping[str, str]) -> Iterator[list[Any]]:
+    """The facts of a sidecar whose signatures do not certainly hold. Most do, and each costs one
+    look and no object."""
+    collected = facts.is_collected()
+    for row in rows:
+        path = f"{places.get(row[1], '')}/{row[2]}" if row[1] in places else row[2]
+        try:
+            if not collected and row[2] and Signature.recorded_holds(path, row[4:]):
+                continue
+        except OSError:
+            pass  # it is gone, which is told in words
+        yield row
 
 
 def find_broken(listed: Iterable[Fact], places: Mapping[str, str], hasher: Hasher) -> list[str]:

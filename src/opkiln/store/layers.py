@@ -1,4 +1,4 @@
-"""Where the store is, and look-up in its layers: the first good leaf wins, every refusal is kept.
+"""Finds the store, and looks up leaves in its layers: the first good one is used.
 
     OPKILN_CACHE_DIR             if it is set
       <dir>/opkiln-<uid>         instead, if the directory belongs to or is writable by others

@@ -43,7 +43,7 @@ _HELD = (errno.EAGAIN, errno.EACCES)
 # later can say what was too slow.
 _GRACE = 1.0
 # Seconds between two looks: the first pause and the longest. In between, a pause is a fraction of
-# the time that was waited, so that nobody learns of the end much too late.
+# the time that was waited, so that the end is never noticed much too late.
 _FIRST_PAUSE, _LAST_PAUSE, _PART = 0.01, 0.25, 0.02
 _PASSED_AFTER = 5.0  # seconds that a builder may be stopped
 _LAST_LOCK = 9  # so many builders of one entry may be stopped at once
@@ -223,7 +223,7 @@ class _Wait:
         return True
 
     def turn_began(self) -> float:
-        """When our turn began: now, or with the load itself if we waited for nobody."""
+        """The time at which our turn began: now, or the start of the load if we did not wait."""
         return time.monotonic() if self._waited else self._advanced
 
     def raise_failure(self) -> None:
@@ -260,7 +260,7 @@ def _await(
 
 
 def _open(path: str) -> int:
-    """The lock file's descriptor; -1 if it cannot be opened. Then nobody waits."""
+    """The lock file's descriptor; -1 if it cannot be opened. Then there is no wait."""
     try:
         make_private(os.path.dirname(path))
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)

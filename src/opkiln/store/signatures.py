@@ -107,7 +107,7 @@ def read(data: bytes) -> dict[str, bytes]:
 def keys_to_trust() -> tuple[str, ...] | None:
     """The trusted keys, one of which must have signed each bundle; None if none are configured.
     Raises SettingError for a malformed key. Raises Untrusted if a file of keys cannot be read or is
-    writable by others: then it is not known who is trusted, so nobody is."""
+    writable by others: then no key is known to be trusted."""
     listed = settings.trusted_keys
     if listed is None:
         return None

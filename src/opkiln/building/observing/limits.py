@@ -35,6 +35,7 @@ from typing import NamedTuple
 from opkiln.base.build_model import NVRTC
 from opkiln.base.digest import key, sha256_file
 from opkiln.building.observing.log import Observation, Started
+from opkiln.machine.facts import choices
 from opkiln.machine.toolchain.find import LAUNCHERS, REMOTE, has_interpreter, is_launcher
 from opkiln.settings import compiler_variables, on_path, settings
 
@@ -82,16 +83,23 @@ class _StartedProgram(NamedTuple):
 
 
 class Conduct:
-    """The programs of one step, judged. ``first`` is the program that opkiln started."""
+    """The programs of one step, judged. ``first`` is the program that opkiln started.
 
-    def __init__(self, seen: Observation, first: str, toolchain: Toolchain, stage: str) -> None:
+    Without a toolchain, the command is another program's: it may start and write what it likes."""
+
+    def __init__(
+        self, seen: Observation, first: str, toolchain: Toolchain | None, stage: str
+    ) -> None:
         self.complete = seen.complete  # False: a program may have run that said nothing
         self._seen = seen
         self._stage = stage
-        device, launcher = toolchain.device, toolchain.launcher
-        host = (toolchain.cxx, launcher, None if device is None else device.host)
-        own = () if device is None or device.family == NVRTC else (device.path,)
-        named = (*filter(None, host), *own, *toolchain.tools)
+        self._free = toolchain is None
+        device, launcher, own, named = None, None, list[str](), list[str]()
+        if toolchain is not None:
+            device, launcher = toolchain.device, toolchain.launcher
+            host = (toolchain.cxx, launcher, None if device is None else device.host)
+            own += [] if device is None or device.family == NVRTC else [device.path]
+            named += [*filter(None, host), *own, *toolchain.tools]
         self._named = set(map(os.path.realpath, named))
         self._installed = list(_private_directories(filter(_is_binary, self._named)))
         self._path = {os.path.realpath(directory) for directory in settings.path}
@@ -121,11 +129,12 @@ class Conduct:
         """Names that a script or launcher looked up on PATH, each with the programs of that name up
         to the one that ran."""
         for started in self._seen.started:
-            if started.parent < 0 or not self._processes[started.parent].writes:
+            free = self._free or self._processes[started.parent].writes
+            if started.parent < 0 or not free:
                 continue
             name = os.path.basename(started.asked_for)
             found: list[str] = []
-            for path in on_path(name) if name else ():
+            for path in choices(name) if name else ():
                 found.append(path)
                 if path == started.asked_for or os.path.realpath(path) == started.program:
                     yield name, tuple(found)
@@ -142,8 +151,9 @@ class Conduct:
         if script or not program:
             program = os.path.realpath(asked_for) if asked_for == first else asked_for
         launcher = self._is_launcher(program)
-        if started.parent < 0:
-            return _StartedProgram(program, script or launcher, script or launcher)
+        if started.parent < 0 or self._free:
+            free = script or launcher or self._free
+            return _StartedProgram(program, free, free)
         parent = self._processes[started.parent]
         if os.path.basename(program) in REMOTE:
             self._outside.append(Stray(program, parent.program, written=False))
@@ -217,6 +227,11 @@ class Conduct:
 
 def _is_binary(path: str) -> bool:
     return not has_interpreter(path)
+
+
+def is_compiler(name: str) -> bool:
+    """Whether a program of this name is a compiler."""
+    return _COMPILER.match(name) is not None
 
 
 def _matches(pattern: re.Pattern[str], program: str) -> bool:

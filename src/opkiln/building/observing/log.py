@@ -62,6 +62,7 @@ class Observation:
         # path -> its writers' places in ``started``, in order
         self.written: dict[str, tuple[int, ...]] = {}
         self.made: set[str] = set()  # written before anything read them: its own
+        self.extended: set[str] = set()  # written into, with what was in them before
         # Read, then written: which of the two contents counts is not known.
         self.rewritten: set[str] = set()
         self.absent: set[str] = set()  # looked for; somebody may have made them since
@@ -179,6 +180,8 @@ class _Reading:
         seen = self.seen
         earlier = (each for each in seen.written.get(path, ()) if each != writer)
         seen.written[path] = (*earlier, writer)
+        if kind == CHANGED and path not in seen.made:
+            seen.extended.add(path)
         if path in self._opened:
             if path not in seen.made:
                 seen.rewritten.add(path)

@@ -44,7 +44,7 @@ _PARENT = "OPKILN_OBSERVER_PARENT"
 _COMPILE_SECONDS = 60
 
 
-def library(memory: tuple[str, ...], toolchain: Toolchain, stage: str) -> str:
+def library(memory: tuple[str, ...], toolchain: Toolchain | None, stage: str) -> str:
     """The path of the observer for a build in the directory ``stage``; empty if there is none.
 
     ``memory`` is where the store keeps what it knows of compilers; the first can be written to.
@@ -52,9 +52,11 @@ def library(memory: tuple[str, ...], toolchain: Toolchain, stage: str) -> str:
     if uname.system() != "linux":
         return ""
     path = os.path.join(stage, "observer")
+    # A cross compiler runs here, but what it makes does not.
+    cxx = None if toolchain is None or toolchain.cross else toolchain.cxx
     try:
         if not os.path.exists(path):
-            _make(memory, toolchain, path + ".part")
+            make(memory, _SOURCE, path + ".part", cxx)
             os.rename(path + ".part", path)
         # LD_PRELOAD is a list, separated by blanks and colons.
         return _hold(path) if any(mark in path for mark in " :\t\n") else path
@@ -62,21 +64,24 @@ def library(memory: tuple[str, ...], toolchain: Toolchain, stage: str) -> str:
         return ""  # no space, no compiler any more, a machine that hangs: the build reports it
 
 
-def _make(memory: tuple[str, ...], toolchain: Toolchain, path: str) -> None:
-    """Put the observer there: a copy of the one that is kept, or a new one, which is kept."""
-    here = (uname.architecture(), os.confstr("CS_GNU_LIBC_VERSION"), sha256_file(_SOURCE))
+def make(
+    memory: tuple[str, ...], source: str, path: str, cxx: str | None, *, program: bool = False
+) -> None:
+    """Put the library or program of this source there: a copy of the one that is kept, or a new
+    one, which is kept. Raises OSError, ToolchainError, BuildTimeout."""
+    here = (uname.architecture(), os.confstr("CS_GNU_LIBC_VERSION"), sha256_file(source))
     name = f"{_PREFIX}{key('observer', here)}-"
     for kept in (each for directory in memory for each in _list_stored(directory, name)):
         with contextlib.suppress(FileNotFoundError):  # `opkiln cache gc` may run
             shutil.copyfile(kept, path)
             if is_intact(kept, path):
                 return
-    # A cross compiler runs here, but what it makes does not.
-    cxx = host.choose(memory).cxx if toolchain.cross else toolchain.cxx
-    flags = ("-x", "c", "-O2", "-s", "-shared", "-fPIC", "-o", path, _SOURCE, "-ldl")
+    cxx = cxx or host.choose(memory).cxx
+    kind = () if program else ("-shared", "-fPIC")
+    flags = ("-x", "c", "-O2", "-s", *kind, "-o", path, source, "-ldl")
     done = run((cxx, *flags), timeout=_COMPILE_SECONDS, tmpdir=os.path.dirname(path))
     if done.returncode != 0:
-        raise ToolchainError(f"{cxx} cannot compile {_SOURCE}", why=done.output)
+        raise ToolchainError(f"{cxx} cannot compile {source}", why=done.output)
     with contextlib.suppress(OSError):  # the store is full or cannot be written
         for directory in memory[:1]:
             make_private(directory)

@@ -17,15 +17,9 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import opkiln
+from opkiln import errors
 from opkiln.compat import hook
 from opkiln.compat.deepspeed.table import MODULES
-from opkiln.errors import (
-    CUDAMismatchException,
-    MissingCUDAException,
-    OpkilnError,
-    ToolchainError,
-    UsageError,
-)
 from opkiln.settings import settings
 
 _MODULE = "deepspeed.ops.op_builder.builder"
@@ -52,7 +46,7 @@ def _import_deepspeeds(module: str) -> ModuleType:
     try:
         return import_module(module)
     except ModuleNotFoundError as error:
-        raise UsageError(
+        raise errors.UsageError(
             f"DeepSpeed's builders cannot be imported: {error}", hint="pip install deepspeed"
         ) from error
 
@@ -111,7 +105,7 @@ def load_module(builder: Any, original: Callable[[], Any]) -> Any:
     begin = time.perf_counter()
     try:
         module, origin = _choose(builder, original)
-    except OpkilnError as error:
+    except errors.OpkilnError as error:
         builder.error_log = str(error)
         raise
     _served[key] = Served(module, origin, time.perf_counter() - begin), resorts
@@ -228,7 +222,7 @@ def _has_function(
         return True  # DeepSpeed asks for libaio, and opkiln's op does without
     try:
         return can_link(Store().memory, funcname, tuple(libraries), tuple(library_dirs or ()))
-    except ToolchainError as error:
+    except errors.ToolchainError as error:
         self.error_log = str(error)
         return False
 
@@ -270,7 +264,7 @@ def _toolkit_check(original: Callable[..., Any], module: ModuleType) -> Callable
 
         try:
             return getattr(builders, original.__name__)(*name_of_op)
-        except (MissingCUDAException, CUDAMismatchException) as error:
+        except (errors.MissingCUDAException, errors.CUDAMismatchException) as error:
             raise getattr(module, type(error).__name__)(str(error)) from error
 
     return check

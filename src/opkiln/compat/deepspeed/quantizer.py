@@ -118,8 +118,8 @@ def _scale_last_dim(tensor: Tensor, factor: int, divisor: int) -> list[int]:
     return [*rest, last * factor // divisor]
 
 
-# How many elements the threads of DeepSpeed's kernels load for a group. Those beyond its end are
-# zeros, and the group's range includes them.
+# The number of elements that the threads of DeepSpeed's kernels load for a group. Elements beyond
+# its end are zeros, and the group's range includes them.
 
 
 def _reduction_slots(size: int) -> int:

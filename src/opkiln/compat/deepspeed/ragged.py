@@ -105,8 +105,9 @@ def _places(tokens: int, given: Any) -> tuple[Tensor, Tensor]:
 
 
 def _target(given: Any) -> tuple[Tensor, ...]:
-    """Where the keys and values of tokens go, the last arguments of the paged functions: the keys
-    and the values of the cache, the table of blocks, and each token's sequence and position."""
+    """The place for the keys and values of tokens, as the last arguments of the paged functions:
+    the keys and the values of the cache, the table of blocks, and each token's sequence and
+    position."""
     cache, kv_ptrs = given.kv_cache, given.kv_ptrs
     lengths = given.seq_metadata[:, _SEEN] + given.seq_metadata[:, _TOKENS]
     sequences = min(len(lengths), len(kv_ptrs))

@@ -20,7 +20,7 @@ from opkiln.ops.shm_comm.group import ShmGroup
 _NAMESPACE = "deepspeed"
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
-# Of this process, as in DeepSpeed: operators cannot be given a group.
+# The group of this process. As in DeepSpeed there is one, because operators take no group.
 _group: ShmGroup | None = None
 _library: Any = None
 

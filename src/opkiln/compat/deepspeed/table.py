@@ -1,7 +1,6 @@
-"""Which functions of DeepSpeed's modules an op of opkiln serves. Data: nothing is imported.
+"""The functions of DeepSpeed's modules that ops of opkiln serve. Data: nothing is imported.
 
-What is not listed here comes from DeepSpeed's own sources, function by function: see
-``engine.functions``.
+Other functions come from DeepSpeed's own sources, one by one: see ``engine.functions``.
 """
 
 from __future__ import annotations
@@ -13,8 +12,8 @@ from typing import NamedTuple
 class Module(NamedTuple):
     """The stand-in for one of DeepSpeed's modules. Texts are names with spaces between them."""
 
-    # Where its functions are looked up, in this order: modules of this package (with a dot before
-    # them) or below opkiln, or module:class, which is called with the stand-in.
+    # The places of its functions, in the order of the search: modules of this package (with a dot
+    # before them) or below opkiln, or module:class, which is called with the stand-in.
     homes: str
     names: str
     for_each: str = ""  # functions that there are once for each suffix

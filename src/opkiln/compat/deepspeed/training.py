@@ -19,14 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from opkiln.compat.deepspeed.modules import OpModule, takes
 from opkiln.errors import UsageError
-from opkiln.nn.halves import (
-    OutputKept,
-    ProjectionKept,
-    output,
-    output_backward,
-    project,
-    project_backward,
-)
+from opkiln.nn import halves
 
 _LAYER = (
     "layer_id batch_size hidden_dim num_heads intermediate_size attn_dropout_ratio "
@@ -91,7 +84,7 @@ class Transformer:
         layer, x, training = self._layer(given.layer_id), given.input, given.training
         pre, norm_again = given.pre_norm, given.norms_again
         first, between, last = _norms(given, pre)
-        qkv, projection = project(
+        qkv, projection = halves.project(
             x, *first, given.attn_qkvw, given.attn_qkvb, layer.layer_norm_eps, norm_again
         )
         qkv = qkv.flatten(0, 1).requires_grad_(training)
@@ -99,7 +92,7 @@ class Transformer:
             attended = _attend(qkv, given, layer)
         p = max(layer.hidden_dropout_ratio, 0.0) if training else 0.0
         seed = torch.randint(2**63 - 1, (1,), device=x.device) if p > 0 else None
-        out, kept = output(
+        out, kept = halves.output(
             attended.detach(), x, given.attn_ow, given.attn_ob, *between, given.inter_w,
             given.inter_b, given.output_w, given.output_b, *last, seed, p, 0.0,
             layer.layer_norm_eps, norm_again, given.gelu_again, self._relaxed,
@@ -145,24 +138,24 @@ class Transformer:
                 given.attn_layer_norm_mean, given.attn_layer_norm_var,
             )
         )  # fmt: skip
-        kept = OutputKept(
+        kept = halves.OutputKept(
             given.attn_o_inp.detach(), given.add_res, attn_mean, attn_scale,
             None if norm_again else given.ff1_inp, given.gelu_inp,
             None if layer.gelu_checkpoint else given.ff2_inp, last_total,
             None if pre else mean, None if pre else scale, given.attn_ow, *between,
             given.inter_w, given.inter_b, given.output_w, last[0], seed if p > 0 else None,
         )  # fmt: skip
-        attention_grad, residual_grad, *grads = output_backward(
+        attention_grad, residual_grad, *grads = halves.output_backward(
             kept, given.grad_output.contiguous(), p, 0.0, self._relaxed
         )
         (joined,) = torch.autograd.grad(
             given.attn_o_inp, given.qkv_tf, attention_grad, retain_graph=True
         )
-        projection = ProjectionKept(
+        projection = halves.ProjectionKept(
             given.input, mean if pre else None, scale if pre else None, *first, given.attn_qkvw,
             given.inp_norm if pre and not norm_again else None,
         )  # fmt: skip
-        input_grad, first_weight, first_bias, qkvw = project_backward(
+        input_grad, first_weight, first_bias, qkvw = halves.project_backward(
             projection, _require(residual_grad), joined
         )
         if pre:

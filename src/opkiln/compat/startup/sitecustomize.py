@@ -24,7 +24,7 @@ def _start() -> None:
         sys.stderr.write("opkiln: this Python is older than 3.11; it runs without opkiln\n")
         return
     if PathFinder.find_spec("opkiln") is None:
-        # Not through sys.path: that would also make every package next to opkiln importable.
+        # sys.path stays as it is: an entry would make every package next to opkiln importable.
         init = os.path.join(package, "__init__.py")
         spec = spec_from_file_location("opkiln", init, submodule_search_locations=[package])
         assert spec is not None  # a path that ends in .py has a loader

@@ -12,18 +12,7 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
-from opkiln.base.model import (
-    ABI_TORCH,
-    CPU,
-    CUDA,
-    EXTENSION,
-    LIBRARY,
-    PYTHON,
-    ROCM,
-    XPU,
-    Op,
-    OpSpec,
-)
+from opkiln.base import model
 from opkiln.builder.base import OpBuilder
 from opkiln.compat.torch.flags import translate
 from opkiln.compat.torch.paths import include_paths, library_paths
@@ -129,19 +118,19 @@ class ExtensionBuilder(OpBuilder):
         super().__init__(self._spec.name)
         self.remarks, self.backend = remarks, self._spec.backend
 
-    def spec(self) -> OpSpec:
+    def spec(self) -> model.OpSpec:
         """The extension as a declaration."""
         return self._spec
 
-    def op(self) -> Op:
+    def op(self) -> model.Op:
         asked = self._archs or ("all" if lacks_targets(self.backend) else "")
-        return Op(self._spec, asked=asked)
+        return model.Op(self._spec, asked=asked)
 
 
 def is_torchs(extension: Extension) -> bool:
     """Whether an extension needs torch's build: setuptools alone could not build it."""
     return (
-        _backend(extension) != CPU
+        _backend(extension) != model.CPU
         or not _HOST_LIBRARIES.isdisjoint(extension.libraries)
         or isinstance(extension.extra_compile_args, dict)
         or len(_outside_torch(extension.include_dirs)) < len(extension.include_dirs)
@@ -191,7 +180,9 @@ def _macro(name: str, *value: str | None) -> str:
     return f"-D{name}" if value[0] is None else f"-D{name}={value[0]}"
 
 
-def _spec(extension: Extension, compiler: Any, debug: bool | None) -> tuple[OpSpec, str, list[str]]:
+def _spec(
+    extension: Extension, compiler: Any, debug: bool | None
+) -> tuple[model.OpSpec, str, list[str]]:
     """The declaration, the architectures that its flags ask for, and remarks on other flags."""
     name = extension.name.rpartition(".")[2]
     if not extension.sources:
@@ -207,7 +198,7 @@ def _spec(extension: Extension, compiler: Any, debug: bool | None) -> tuple[OpSp
         torchs = sys.modules.get("torch.utils.cpp_extension")
         oldest = getattr(torchs, "min_supported_cpython", LIMITED_API)
         macros.append(f"-DPy_LIMITED_API={oldest}")
-    device = both.get("sycl" if backend == XPU else "nvcc", ())
+    device = both.get("sycl" if backend == model.XPU else "nvcc", ())
     libraries = [*compiler.libraries, *extension.libraries]
     objects = [os.path.abspath(path) for path in (*compiler.objects, *extension.extra_objects)]
     at_run_time = (*extension.runtime_library_dirs, *compiler.runtime_library_dirs)
@@ -215,7 +206,7 @@ def _spec(extension: Extension, compiler: Any, debug: bool | None) -> tuple[OpSp
         name,
         cxx=(*_flags_of(compiler, debug), *macros, *both.get("cxx", ())),
         # nvcc does not get the flags Python was built with: assertions in kernels stay on.
-        device=("-UNDEBUG", *macros, *device) if backend != CPU else (),
+        device=("-UNDEBUG", *macros, *device) if backend != model.CPU else (),
         link=(
             *objects,
             *(f"-L{path}" for path in compiler.library_dirs),
@@ -223,24 +214,24 @@ def _spec(extension: Extension, compiler: Any, debug: bool | None) -> tuple[OpSp
             *(f"-Wl,-rpath,{path}" for path in at_run_time),
             *extension.extra_link_args,
         ),
-        backend_is_cuda=backend == CUDA,
+        backend_is_cuda=backend == model.CUDA,
     )
     include_dirs = (*extension.include_dirs, *_include_dirs_of(compiler))
-    spec = OpSpec(
+    spec = model.OpSpec(
         name=name,
         distribution=extension.name.partition(".")[0],
         **root_and_sources(files, os.getcwd()),
         include_dirs=tuple(_foreign(include_dirs, "cuda_runtime_api.h")),
         libraries=tuple(each for each in libraries if each not in _OWNED),
         # A limited module is for every Python, so it is not linked to a library for one Python.
-        kind=LIBRARY if limited else PYTHON,
-        abi=ABI_TORCH,
+        kind=model.LIBRARY if limited else model.PYTHON,
+        abi=model.ABI_TORCH,
         backend=backend,
         # torch's CUDAExtension puts the libraries of a device link among its flags.
         device_libraries=tuple(
             flag[2:] for flag in both.get("nvcc_dlink", ()) if len(flag) > 2 and flag[:2] == "-l"
         ),
-        declared_by=EXTENSION,
+        declared_by=model.EXTENSION,
     )
     remarks = [f"{extension.name}: {remark}" for remark in flags.remarks]
     return flags.add_to(spec), flags.archs, remarks
@@ -256,11 +247,11 @@ def root_and_sources(files: Sequence[str], root: str) -> dict[str, Any]:
 def _backend(extension: Extension) -> str:
     endings = {os.path.splitext(source)[1] for source in extension.sources}
     if ".sycl" in endings or not _SYCL_LIBRARIES.isdisjoint(extension.libraries):
-        return XPU
+        return model.XPU
     # C++ that uses the CUDA runtime also needs its headers and libraries.
     if endings & {".cu", ".hip"} or not _CUDA_LIBRARIES.isdisjoint(extension.libraries):
-        return ROCM if is_rocm_pytorch() else CUDA
-    return CPU
+        return model.ROCM if is_rocm_pytorch() else model.CUDA
+    return model.CPU
 
 
 def _outside_torch(directories: Iterable[str]) -> list[str]:

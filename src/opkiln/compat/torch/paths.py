@@ -134,7 +134,7 @@ def cuda_toolkit() -> str:
     If none can be used, it is the one that a variable names; the build then reports what is wrong
     with it. Raises ToolkitMissing if no variable names one.
     """
-    # These two are used or refused, but never replaced by another toolkit.
+    # A toolkit from either of these is used or refused, but never replaced by another one.
     chosen = assigned_home() or settings.cuda_home
     if chosen:
         return str(chosen)

@@ -1,4 +1,4 @@
-"""What the grammars of arch lists share: words, quoting, author's filters, what a toolkit lacks."""
+"""Shared by the grammars of arch lists: words, quoting, authors' filters, support by toolkits."""
 
 from __future__ import annotations
 

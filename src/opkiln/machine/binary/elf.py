@@ -83,6 +83,28 @@ def read(file: File) -> Elf:
         )
 
 
+_STARTS = {"posix_spawn", "posix_spawn_file_actions_adddup2", "waitpid"}
+
+
+def find_ninja_fault(path: str) -> str:
+    """Why a library cannot take the place of a ninja's calls; empty if it can, or if the file is a
+    script, which starts another."""
+    try:
+        with open(path, "rb") as file:
+            if file.read(2) == b"#!":
+                return ""
+        found = read(path)
+    except (OSError, LoadError):
+        return "it cannot be read"
+    if not found.needed:
+        return "it is linked statically"
+    if not any(each.startswith("libc.so.") for each in found.needed):
+        return f"it is linked to {', '.join(found.needed)}, not to this machine's C library"
+    if not {symbol for _, symbol, _ in found.symbols} >= _STARTS:
+        return "it starts commands in a way that is not known"
+    return ""
+
+
 def defined_symbols(file: File) -> frozenset[str]:
     """The dynamic symbols that a library defines for others, including weak ones. Raises LoadError
     as ``read`` does."""

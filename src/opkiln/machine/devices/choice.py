@@ -99,7 +99,7 @@ def has_package(name: str) -> bool:
     try:
         return find_spec(name) is not None
     except ValueError:
-        return True  # a module without a spec, which somebody put into sys.modules
+        return True  # a module without a spec, which a program put into sys.modules
 
 
 def why_torch_lacks(kind: str) -> str:

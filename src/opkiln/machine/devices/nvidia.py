@@ -8,6 +8,7 @@ and the process may still fork. The answer is remembered for as long as the driv
 from __future__ import annotations
 
 import os
+import re
 from typing import Any
 
 from opkiln.base.lazy import Record
@@ -161,8 +162,8 @@ def _choose_by_index(
     gpus = devices.gpus
     chosen: list[int] = []
     for entry in entries:
-        index = _leading_number(entry)
-        if index is None or index >= len(gpus):
+        digits = re.match(r"\+?([0-9]+)", entry)  # as C's strtoul: ``1gpu`` is 1
+        if digits is None or (index := int(digits[1])) >= len(gpus):
             break
         if index in chosen:
             return (), True
@@ -171,13 +172,6 @@ def _choose_by_index(
     if not counted and 0 < len(chosen) < len(gpus):
         return gpus, False
     return tuple(gpus[index] for index in chosen), True
-
-
-def _leading_number(entry: str) -> int | None:
-    """As C's strtoul: ``1gpu`` is 1. None for a negative number, or without any digit."""
-    entry = entry.removeprefix("+")
-    digits = entry[: len(entry) - len(entry.lstrip("0123456789"))]
-    return int(digits) if digits else None
 
 
 def _choose_by_uuid(

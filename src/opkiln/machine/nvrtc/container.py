@@ -6,6 +6,7 @@ compressed. The driver takes the image that fits the device.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from struct import Struct
 
@@ -32,7 +33,8 @@ def _entry(name: str, image: bytes) -> bytes:
     flags = _64_BIT_LINUX | MARKS[number[len(digits) :]]
     if kind == "compute":
         image = image.rstrip(b"\0") + b"\0"  # the driver reads PTX up to a zero
-        version = _ptx_version(image)
+        told = re.search(rb"\.version\s+(\d+)\.(\d+)", image)
+        version = (int(told[1]), int(told[2])) if told else (0, 0)
     else:
         version = (1, image[8])  # as nvcc has it: the version of the ABI, which the image names
     padded = image + b"\0" * (-len(image) % _ALIGNMENT)
@@ -41,10 +43,3 @@ def _entry(name: str, image: bytes) -> bytes:
         0, 0, flags, 0, 0,
     )  # fmt: skip
     return header + padded
-
-
-def _ptx_version(ptx: bytes) -> tuple[int, int]:
-    """(9, 0) of a text with the line ``.version 9.0``."""
-    words = ptx.partition(b".version")[2].split(None, 1)
-    major, _, minor = (words[0] if words else b"0.0").decode("ascii", "replace").partition(".")
-    return int(major), int(minor)

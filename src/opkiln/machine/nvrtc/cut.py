@@ -164,7 +164,7 @@ class SourceDeclaration:
             elif text in ("(", "["):
                 self._group(text)
             elif text == "<" and self._follows_template_name():
-                self._at = self._after_angle(self._at)
+                self._at = self._skip_angle(self._at)
             elif text == ":" and self._may_have_body() and self._initializers < 0:
                 self._initializers = self._at  # or, in a class, a bit field's width
                 self._at += 1
@@ -188,7 +188,7 @@ class SourceDeclaration:
 
     def _skip_templates(self) -> None:
         while self._words[self._at : self._at + 2] == ["template", "<"]:
-            self._at = self._after_angle(self._at + 1)
+            self._at = self._skip_angle(self._at + 1)
             if self._at < self._end and self._words[self._at] == "requires":
                 self._skip_requirement()
 
@@ -200,13 +200,13 @@ class SourceDeclaration:
             if text in ("(", "{"):
                 self._at = self._partners[self._at] + 1
             elif text == "<":
-                self._at = self._after_angle(self._at)
+                self._at = self._skip_angle(self._at)
             elif text in joins or self._words[self._at - 1] in joins:
                 self._at += 1
             else:
                 return
 
-    def _after_angle(self, at: int) -> int:
+    def _skip_angle(self, at: int) -> int:
         """The index after the ``>`` that closes the ``<`` at this index."""
         index, depth = at, 0
         while index < self._end:

@@ -27,7 +27,7 @@ class Nvrtc:
         return major.value, minor.value
 
     def archs(self) -> list[int]:
-        """What it compiles for: 75, 80, …"""
+        """The architectures that it compiles for: 75, 80, …"""
         count = ctypes.c_int()
         self._call("nvrtcGetNumSupportedArchs", ctypes.byref(count))
         found = (ctypes.c_int * count.value)()

@@ -58,7 +58,9 @@ def expression(
 
 def is_one_of(expression: str, kernels: frozenset[str]) -> bool:
     """Whether a name expression is of one of these kernels: ``a::k<float>`` is of ``k``."""
-    return _drop_arguments(expression).rpartition("::")[2] in kernels
+    while (shorter := re.sub(r"<[^<>]*>", "", expression)) != expression:
+        expression = shorter  # without template arguments, from the innermost
+    return expression.rpartition("::")[2] in kernels
 
 
 def rename_symbols(assembly: str, symbols: list[str], suffix: str) -> str:
@@ -79,13 +81,6 @@ def _drop_parameters(text: str) -> str:
         depth += {")": 1, "(": -1}.get(text[index], 0)
         if depth == 0:
             return text[:index]
-    return text
-
-
-def _drop_arguments(text: str) -> str:
-    """``a<int>::k<float>`` -> ``a::k``."""
-    while (shorter := re.sub(r"<[^<>]*>", "", text)) != text:
-        text = shorter
     return text
 
 

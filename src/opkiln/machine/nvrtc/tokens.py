@@ -54,7 +54,7 @@ def divide(text: str) -> Iterator[Token]:
     at, fresh = 0, True  # fresh: nothing but blanks so far on this line
     while at < len(text):
         if fresh and text[at] == "#":
-            end = _after_system_header(text, at)
+            end = _find_header_end(text, at)
             kind = "system" if end else "directive"
             found = _DIRECTIVE.match(text, at)
             end = end or (found.end() if found else at + 1)
@@ -67,7 +67,7 @@ def divide(text: str) -> Iterator[Token]:
         fresh = kind in ("newline", "system") or (fresh and kind in ("space", "comment"))
 
 
-def _after_system_header(text: str, at: int) -> int:
+def _find_header_end(text: str, at: int) -> int:
     """The end of the system's header that begins with a line marker; 0 if it must be divided."""
     if not (opened := _ENTERS.match(text, at)):
         return 0

@@ -75,7 +75,7 @@ def needs_nvcc(spec: OpSpec) -> str:
                 with open(path, "rb") as file:
                     text = file.read()
             except OSError:
-                continue  # whoever plans the build reports it
+                continue  # planning the build reports it
         if not _OP_HEADER.search(text):
             return f"{source} does not include opkiln/op.h"
     return ""

@@ -1,4 +1,4 @@
-"""Which CUDA toolkit fits which torch: the rule, its errors, and DeepSpeed's names for it.
+"""The rule by which a CUDA toolkit fits a torch, its errors, and DeepSpeed's names for it.
 
 Versions with the same CUDA major are compatible, others are not. The functions that DeepSpeed's op
 builders call are here under their names, on top of the same rule. Nothing here imports torch: its

@@ -1,4 +1,4 @@
-"""Which compilers are here: programs on PATH, and what the families of device compilers share.
+"""Finds compilers: programs on PATH, and the common parts of all families of device compilers.
 
 Each candidate is accepted, or refused with a reason. The accepted one that fits torch's runtime
 best is chosen.
@@ -166,7 +166,8 @@ def choose(
     family: Family, memory: tuple[str, ...], wanted: str | None, host: Toolchain
 ) -> DeviceCompiler:
     """The compiler that fits torch best. Raises ToolchainError with each and why it is refused."""
-    search = _probe_all(family, memory, wanted, host)
+    search = family.search(memory, wanted, host, ask=True)
+    assert search is not None
     if search.taken is None:
         raise search.failure()
     return search.taken
@@ -176,7 +177,9 @@ def candidates(
     family: Family, memory: tuple[str, ...], wanted: str | None, host: Toolchain
 ) -> list[Compiler]:
     """Every compiler that was considered, for reports."""
-    return _probe_all(family, memory, wanted, host).candidates
+    search = family.search(memory, wanted, host, ask=True)
+    assert search is not None
+    return search.candidates
 
 
 def rank(
@@ -232,11 +235,3 @@ def demote(candidate: Compiler, taken: Compiler, runtime: str, wanted: str | Non
     if wanted is None or candidate.version == taken.version:
         reason = f"found after {taken.path}"
     return candidate._replace(refused=reason)
-
-
-def _probe_all(
-    family: Family, memory: tuple[str, ...], wanted: str | None, host: Toolchain
-) -> Search:
-    search = family.search(memory, wanted, host, ask=True)
-    assert search is not None
-    return search

@@ -38,7 +38,8 @@ def available() -> bool:
 
 # Installations
 
-# Where AMD's packages install it: as `rocm`, or as `rocm-6.2.0` if there are several.
+# The directory in which AMD's packages install it: as `rocm`, or as `rocm-6.2.0` if there are
+# several.
 PARENT = "/opt"
 # The files with an installation's version, the best first: ROCm's own version, then HIP's, whose
 # major and minor are the same.
@@ -187,7 +188,10 @@ hipError_t opkiln_launch(float* x) { opkiln_probe<<<1, 1>>>(x); return hipGetLas
 def probe(path: str) -> tuple[dict[str, Any], list[str]]:
     """Ask a hipcc everything at once. Returns (record, the files that the answers depend on)."""
     program = os.path.realpath(path)
-    files = [program, *_list_wrapper_files(program)]
+    # hipcc may be a script in front of another program.
+    names = ("hipcc.pl", "hipvars.pm", "hipcc.bin", ".hipVersion")
+    others = (os.path.join(os.path.dirname(program), name) for name in names)
+    files = [program, *filter(os.path.isfile, others)]
     try:
         record, files = _ask(program, files)
     except (ToolchainError, BuildTimeout) as error:  # it cannot be started, or hangs
@@ -324,13 +328,6 @@ def _values(dry: str, options: tuple[str, ...]) -> list[str]:
     return [
         value for words in _commands(dry) for option, value in pairwise(words) if option in options
     ]
-
-
-def _list_wrapper_files(program: str) -> list[str]:
-    """The other files that hipcc consists of, if it is a script in front of another program."""
-    names = ("hipcc.pl", "hipvars.pm", "hipcc.bin", ".hipVersion")
-    paths = (os.path.join(os.path.dirname(program), name) for name in names)
-    return [path for path in paths if os.path.isfile(path)]
 
 
 def _first_error(text: str) -> str:

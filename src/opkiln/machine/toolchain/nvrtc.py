@@ -162,8 +162,11 @@ def _record(memory: tuple[str, ...], place: NvrtcPlace, *, ask: bool) -> dict[st
     subject = probing.make_subject(f"nvrtc {place.library} {place.builtins}")
 
     def question() -> tuple[dict[str, Any], list[str]]:
-        libraries = (place.library, place.builtins)
-        files = [*map(os.path.realpath, libraries), *_driver_files()]
+        files = [os.path.realpath(path) for path in (place.library, place.builtins)]
+        # The driver's files decide the result as the libraries do.
+        driver = os.path.join(PACKAGE, os.path.dirname(PROGRAM))
+        names = sorted(name for name in os.listdir(driver) if name.endswith(".py"))
+        files += [os.path.join(driver, name) for name in names]
         return _ask(place, files), files
 
     return probing.recall_or_ask(memory, subject, question if ask else None)
@@ -198,10 +201,3 @@ def driver_argv(*arguments: str) -> tuple[str, ...]:
     program = os.path.join(PACKAGE, PROGRAM)
     interpreter, *options = python(isolated=True)
     return (interpreter, *options, "-B", program, *arguments)
-
-
-def _driver_files() -> list[str]:
-    """The driver's files, which decide the result as the library does."""
-    directory = os.path.join(PACKAGE, os.path.dirname(PROGRAM))
-    names = sorted(name for name in os.listdir(directory) if name.endswith(".py"))
-    return [os.path.join(directory, name) for name in names]

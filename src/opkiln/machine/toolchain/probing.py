@@ -115,7 +115,7 @@ def remember(
 
     try:
         if claim(os.path.dirname(directories[0])):
-            return  # it belongs to somebody else; a build reports that
+            return  # it belongs to another user; a build reports that
         write_private(_path(directories[0], subject), json.dumps(record).encode())
     except OSError:
         pass  # full or read-only: the next process probes again, which is only slower
@@ -160,7 +160,7 @@ def last_line(text: str) -> str:
 
 
 def field(text: str, label: str) -> str:
-    """What follows a label at the start of a line; empty if there is none."""
+    """The text after a label at the start of a line; empty if there is none."""
     lines = (line for line in text.splitlines() if line.startswith(label))
     return next(lines, label)[len(label) :].strip()
 

@@ -17,7 +17,7 @@ from opkiln.machine import facts
 from opkiln.machine.toolchain import find, probing, torch_sdk
 from opkiln.settings import executable, on_path, origin_of, settings
 
-# Where installers put toolkits. A trailing `*` stands for every directory with this prefix.
+# The directories of installed toolkits. A trailing `*` stands for every directory with this prefix.
 DIRECTORIES = ("/usr/local/cuda", "/usr/local/cuda-*", "/opt/cuda")
 
 # The parts of a toolkit that decide its output, besides the headers that a compile reads. The
@@ -113,7 +113,7 @@ def list_unfound() -> list[NvccPlace]:
 
 
 def list_searched() -> str:
-    """Where toolkits were looked for, one place per line."""
+    """The places that were searched for toolkits, one per line."""
     lines = [f"{place.origin}: no {place.nvcc}" for place in list_unfound()]
     if settings.cuda_home:
         return "\n".join(lines)

@@ -40,7 +40,7 @@ def locate() -> str | None:
 
 
 def find() -> TorchSDK | None:
-    """What is installed now, or None. Raises OSError if torch is there but unreadable."""
+    """The torch that is installed now, or None. Raises OSError if it cannot be read."""
     path = locate()
     if path is None:
         return None

@@ -27,7 +27,7 @@ Tensor packed_gemm(const Tensor& x, const Tensor& codes, const opk::optional<Ten
   OPK_CHECK(columns > 0 && columns % kCount == 0, x, " has ", columns, " columns, expected a multiple of ", kCount);
   const bool bytes = codes.dtype() == opk::DType::uint8 || codes.dtype() == opk::DType::int8;
   OPK_CHECK(bytes || (kCount == 8 && codes.dtype() == x.dtype()), codes, " has dtype ", codes.dtype(),
-            ", which is not that of these weights");
+            ", expected the dtype of these weights");
   const int64_t found = codes.numel() * (bytes ? 1 : 2);
   OPK_CHECK(found == experts * outputs * row_bytes, codes, " has ", found, " bytes, expected ",
             experts * outputs * row_bytes);

@@ -16,27 +16,7 @@ from torch.optim.optimizer import ParamsT
 from opkiln.builder import OpBuilder
 from opkiln.errors import ArgumentError, ArgumentTypeError, UsageError
 from opkiln.loading.register import is_tracing
-from opkiln.ops.optimizing.checks import (
-    DTYPES,
-    MASTER,
-    check_betas,
-    check_form,
-    check_numbers,
-    check_saved_group,
-    check_saved_state,
-    name_param,
-    own_entries,
-    param_position,
-)
-from opkiln.ops.optimizing.op_calls import (
-    KeptLists,
-    ParamState,
-    States,
-    StepCall,
-    arguments_of,
-    is_capturing,
-    refuse_capture,
-)
+from opkiln.ops.optimizing import checks, op_calls
 from opkiln.ops.optimizing.sharded import gradient_parts, has_shards, refuse_partial
 from opkiln.ops.optimizing.stepping import name_in_graphs, put_into_graph
 
@@ -51,7 +31,7 @@ _DEVICE = attrgetter("device")
 @cache
 def _entries(schemas: tuple[str, ...], function: str) -> dict[str, type[float]]:
     """The arguments of an op's function that are numbers in a group, and their types."""
-    kinds = arguments_of(schemas, function).items()
+    kinds = op_calls.arguments_of(schemas, function).items()
     return {name: _KINDS[kind] for name, kind in kinds if kind in _KINDS and name not in _OTHERS}
 
 
@@ -91,7 +71,7 @@ class ListOptimizer(torch.optim.Optimizer):
 
     # A subclass defines these
 
-    def _calls(self, copies: Mapping[Tensor, Tensor], grad_scale: float) -> list[StepCall]:
+    def _calls(self, copies: Mapping[Tensor, Tensor], grad_scale: float) -> list[op_calls.StepCall]:
         """The calls that make up a step.
 
         Everything that Python can check is checked here, before the first call.
@@ -119,7 +99,7 @@ class ListOptimizer(torch.optim.Optimizer):
         """Whether a sparse gradient must be found before the first call."""
         return True
 
-    def _sparse_calls(self, index: int, params: list[Tensor]) -> list[StepCall]:
+    def _sparse_calls(self, index: int, params: list[Tensor]) -> list[op_calls.StepCall]:
         """The calls for parameters of a group that have sparse gradients, without states. Raises
         UsageError if the op takes none."""
         del params
@@ -129,7 +109,7 @@ class ListOptimizer(torch.optim.Optimizer):
             (i, grad) for i, grad in grads if grad is not None and grad.layout != torch.strided
         )
         raise UsageError(
-            f"the gradient of {param_position(index, group, i)} is sparse ({grad.layout}); "
+            f"the gradient of {checks.param_position(index, group, i)} is sparse ({grad.layout}); "
             f"{self.OWNER} takes dense gradients only",
             hint="torch.optim.SparseAdam(params)",
         )
@@ -140,11 +120,11 @@ class ListOptimizer(torch.optim.Optimizer):
         """Raises UsageError for a hyperparameter out of range."""
         entries = _entries(self.BUILDER.FUNCTIONS.schemas, self._function)
         numbers = [name for name, kind in entries.items() if kind is float]
-        check_numbers(group, "lr", *numbers, where=where)
+        checks.check_numbers(group, "lr", *numbers, where=where)
         if "betas" in group:
-            check_betas(group, where)
+            checks.check_betas(group, where)
 
-    def _hyper(self, call: StepCall) -> dict[str, Any]:
+    def _hyper(self, call: op_calls.StepCall) -> dict[str, Any]:
         """The arguments of the op's function after the lists, without the learning rate, the step
         and what scales gradients."""
         group = self.param_groups[call.group]
@@ -159,7 +139,7 @@ class ListOptimizer(torch.optim.Optimizer):
 
     def _check_param(self, param: Tensor, name: str) -> None:
         """Raises UsageError for a parameter that this optimizer cannot step."""
-        if param.dtype not in DTYPES:
+        if param.dtype not in checks.DTYPES:
             raise ArgumentTypeError(
                 f"{name} has dtype {param.dtype}, expected float32, bfloat16 or float16"
             )
@@ -180,7 +160,7 @@ class ListOptimizer(torch.optim.Optimizer):
                 group.pop(name, None)
             self._check(group)
             for i, param in enumerate(group["params"]):
-                self._check_param(param, param_position(index, group, i))
+                self._check_param(param, checks.param_position(index, group, i))
         except UsageError:
             self.param_groups.pop()
             raise
@@ -229,14 +209,14 @@ class ListOptimizer(torch.optim.Optimizer):
 
     def _check_loaded(self, loaded: dict[str, Any]) -> None:
         """Raises UsageError for a state dict that cannot be taken over."""
-        check_form(self.OWNER, loaded)
+        checks.check_form(self.OWNER, loaded)
         for index, group in enumerate(loaded["param_groups"][: len(self.param_groups)]):
             where = f"param_groups[{index}]: "
-            check_saved_group(self.OWNER, self.defaults, group, where)
+            checks.check_saved_group(self.OWNER, self.defaults, group, where)
             self._check({**self.defaults, **group}, where)
         for _, key, param, saved, made in self._read_saved(loaded):
             names = [self._saved_name(saved, name) for name in self.STATES]
-            check_saved_state(self.OWNER, saved, f"state[{key!r}]: ", param, names, made)
+            checks.check_saved_state(self.OWNER, saved, f"state[{key!r}]: ", param, names, made)
 
     def _read_saved(
         self, loaded: dict[str, Any]
@@ -266,8 +246,8 @@ class ListOptimizer(torch.optim.Optimizer):
                     group.setdefault(key, value)
         counts: dict[tuple[int, torch.device, float], Any] = {}  # equal ones of a group are shared
         for index, _, param, saved, made in self._read_saved(loaded):
-            state = ParamState(own_entries(self.state[param], param, self.STATES))
-            state.pop(MASTER, None)
+            state = op_calls.ParamState(checks.own_entries(self.state[param], param, self.STATES))
+            state.pop(checks.MASTER, None)
             self.state[param] = state
             for name, dtype in self._state_dtypes(param).items():
                 if (there := self._saved_name(saved, name)) in saved:
@@ -317,11 +297,11 @@ class ListOptimizer(torch.optim.Optimizer):
     def _make_step(self, copies: Mapping[Tensor, Tensor], grad_scale: float) -> None:
         self._make(self._calls(copies, grad_scale))
 
-    def _make(self, calls: Sequence[StepCall]) -> None:
+    def _make(self, calls: Sequence[op_calls.StepCall]) -> None:
         for call in calls:
             self._run(call)
 
-    def _run(self, call: StepCall) -> None:
+    def _run(self, call: op_calls.StepCall) -> None:
         if not call.run(self._load(call.device.type), self.STATES):
             self._plans.forget()
 
@@ -332,16 +312,16 @@ class ListOptimizer(torch.optim.Optimizer):
         if all(states):
             return states
         device = params[0].device
-        refuse_capture(device, "parameters have no state yet")
+        op_calls.refuse_capture(device, "parameters have no state yet")
         new = [param for param in dict.fromkeys(params) if not self.state[param]]
         step = self._count(0, device)
         for param, *tensors in zip(new, *self._initial(new), strict=True):
             entries = {"step": step, **dict(zip(self.STATES, tensors, strict=True))}
-            self.state[param] = ParamState(entries)
+            self.state[param] = op_calls.ParamState(entries)
         return [self.state[param] for param in params]
 
-    def _find_calls(self, keep: bool = True) -> list[StepCall]:
-        """The calls for all gradients. Those that are not over kept lists lack their states and
+    def _find_calls(self, keep: bool = True) -> list[op_calls.StepCall]:
+        """The calls for all gradients. Calls that are not over kept lists lack their states and
         numbers. Raises UsageError for a gradient that the op does not take. Without ``keep`` no
         kept lists are used."""
         return [
@@ -350,7 +330,9 @@ class ListOptimizer(torch.optim.Optimizer):
             for call in self._find_calls_of(index, group, keep)
         ]
 
-    def _find_calls_of(self, index: int, group: dict[str, Any], keep: bool) -> list[StepCall]:
+    def _find_calls_of(
+        self, index: int, group: dict[str, Any], keep: bool
+    ) -> list[op_calls.StepCall]:
         plans = self._plans
         params: list[Tensor] = group["params"]
         grads: list[Any] = list(map(_GRAD, params))
@@ -358,12 +340,12 @@ class ListOptimizer(torch.optim.Optimizer):
             params = [param for param in params if param.grad is not None]
             grads = list(map(_GRAD, params))
         kept = plans.of_group.get(index)
-        if kept is not None and is_capturing(kept.call.device):
+        if kept is not None and op_calls.is_capturing(kept.call.device):
             kept = None  # a graph may outlive the plan, so this step uses lists; the plan stays
         elif kept is not None and not (keep and kept.fits(params)):
             plans.drop(index)
             kept = None
-        calls: list[StepCall] = []
+        calls: list[op_calls.StepCall] = []
         must_look = kept is None or self._reads_gradients()
         if must_look and set(map(_LAYOUT, grads)) - {torch.strided}:
             pairs = list(zip(params, grads, strict=True))
@@ -374,7 +356,7 @@ class ListOptimizer(torch.optim.Optimizer):
             grads = list(map(_GRAD, params))
         # Kept lists know whether there are DTensors among these parameters.
         if has_shards(params) if kept is None else kept.sharded:
-            grads = gradient_parts(params, grads, partial(name_param, index, group))
+            grads = gradient_parts(params, grads, partial(checks.name_param, index, group))
         if kept is not None:
             return [kept.call._replace(gradients=[grads], hyper={}, kept=kept)]
         devices = [torch.device("cpu")]
@@ -386,16 +368,16 @@ class ListOptimizer(torch.optim.Optimizer):
             if len(devices) > 1:
                 own = [param for param in params if param.device == device]
                 their = [g for p, g in zip(params, grads, strict=True) if p.device == device]
-            calls.append(StepCall(index, self._function, device, own, [their], [], [], {}))
+            calls.append(op_calls.StepCall(index, self._function, device, own, [their], [], [], {}))
         return calls
 
-    def _use_kept(self, call: StepCall) -> StepCall:
+    def _use_kept(self, call: op_calls.StepCall) -> op_calls.StepCall:
         """The call, over kept lists if these are stepped for the second time: they will probably be
         again."""
         plans, index = self._plans, call.group
         if (
             call.device.type not in self.PLANNED_ON
-            or is_capturing(call.device)
+            or op_calls.is_capturing(call.device)
             or len(call.params) != len(self.param_groups[index]["params"])
             or not plans.is_repeated(index, call.params)
         ):
@@ -404,15 +386,15 @@ class ListOptimizer(torch.optim.Optimizer):
             keep = partial(self._keep, self._load(call.device.type))
             can = plans.watch(call.states)
             plans.of_group[index] = (
-                KeptLists.keep(call, self.STATES, keep, self.BY_ADDRESS) if can else None
+                op_calls.KeptLists.keep(call, self.STATES, keep, self.BY_ADDRESS) if can else None
             )
         return call._replace(kept=plans.of_group[index])
 
     @property
-    def _plans(self) -> States:
+    def _plans(self) -> op_calls.States:
         """The states, which also hold the lists that the op keeps of each group."""
-        if not isinstance(self.state, States):  # new, or torch has loaded a state dict
-            self.state = States(dict, self.state)
+        if not isinstance(self.state, op_calls.States):  # new, or torch has loaded a state dict
+            self.state = op_calls.States(dict, self.state)
         return self.state
 
 

@@ -246,7 +246,7 @@ class HostOptimizer(ListOptimizer):
 
 
 def _set_counts(states: list[dict[str, Any]], step: int) -> None:
-    # Not through the watched dicts: the kept lists stay valid, because all states change alike.
+    # dict's own method does not notify: the kept lists stay valid, because all states change alike.
     deque(map(dict.__setitem__, states, repeat("step"), repeat(step)), maxlen=0)
 
 

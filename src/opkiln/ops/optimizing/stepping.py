@@ -43,7 +43,7 @@ def put_into_graph(optimizer: Any, grad_scale: float) -> bool:
 
     False if a parameter or a gradient is not a plain dense tensor: an op takes no other kind.
     """
-    # Not read as an attribute: torch.compile would make every learning rate a constant of the
+    # Reading the attribute would make torch.compile take every learning rate as a constant of the
     # graph.
     groups = optimizer.__dict__["param_groups"]
     every: list[Any] = [param for group in groups for param in group["params"]]

@@ -13,7 +13,6 @@
 
 namespace {
 
-using opkiln::device::divide;
 using opkiln::device::Sixteen;
 using opkiln::device::store_once;
 using paged::Cache;
@@ -120,7 +119,7 @@ struct Units {
         a_head(rotated + (work.head - 2 * work.pairs) / Unit::kRest),
         a_token((work.q.heads + 2 * work.k.heads) * a_head) {
     const int64_t start = int64_t{blockIdx.x} * kThreads;
-    first_token = static_cast<int>(divide(start, a_token));
+    first_token = static_cast<int>(opkiln::device::divide(start, a_token));
     in_token = static_cast<int>(start - int64_t{first_token} * a_token);
   }
 };
@@ -200,7 +199,7 @@ __global__ void __launch_bounds__(kThreads) paged_copy_kernel(const OPK_GRID_CON
   opk::wait_for_previous();
   constexpr int kWidth = sizeof(Unit) / sizeof(T);
   const int a_head = work.head / kWidth, a_token = work.k.heads * a_head;
-  const int64_t unit = int64_t{blockIdx.x} * kThreads + threadIdx.x, token = divide(unit, a_token);
+  const int64_t unit = int64_t{blockIdx.x} * kThreads + threadIdx.x, token = opkiln::device::divide(unit, a_token);
   if (token >= work.tokens) return;
   const int in_token = static_cast<int>(unit - token * a_token), head = in_token / a_head;
   const int column = (in_token - head * a_head) * kWidth;

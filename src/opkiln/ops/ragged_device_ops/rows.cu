@@ -11,7 +11,6 @@
 
 namespace {
 
-using opkiln::device::check_index;
 using opkiln::device::store_once;
 using rows::kThreads;
 using rows::Place;
@@ -53,7 +52,8 @@ __global__ void __launch_bounds__(kThreads) copy_kernel(const OPK_GRID_CONSTANT 
   const int64_t from = work.from.index(place.row);
   Unit held = {};
   if (from != kNone) {
-    held = *(static_cast<const Unit*>(work.from.table) + check_index(from, work.from.count) * a_row + place.unit);
+    held = *(static_cast<const Unit*>(work.from.table) +
+             opkiln::device::check_index(from, work.from.count) * a_row + place.unit);
   }
   store_once(static_cast<Unit*>(work.out) + place.row * a_row + place.unit, held);
 }
@@ -83,7 +83,7 @@ __global__ void __launch_bounds__(kThreads) spread_kernel(const OPK_GRID_CONSTAN
       to[j] = first + j < work.chosen ? work.slots[place.row * work.chosen + first + j] : 0;
     }
 #pragma unroll
-    for (int j = 0; j < kSlots; ++j) check_index(to[j], work.tokens * work.chosen);
+    for (int j = 0; j < kSlots; ++j) opkiln::device::check_index(to[j], work.tokens * work.chosen);
 #pragma unroll
     for (int j = 0; j < kSlots; ++j) {
       if (first + j < work.chosen) store_once(static_cast<Unit*>(work.out) + int64_t{to[j]} * a_row + place.unit, held);
@@ -123,7 +123,7 @@ __global__ void __launch_bounds__(kThreads) sum_kernel(const OPK_GRID_CONSTANT S
   const Place place(a_row);
   if (place.row >= work.rows) return;
   const int64_t one = work.first.index(place.row), two = work.second.index(place.row);
-  check_index(one, work.first.count), check_index(two, work.second.count);
+  opkiln::device::check_index(one, work.first.count), opkiln::device::check_index(two, work.second.count);
   const Pack a = *(static_cast<const Pack*>(work.first.table) + one * a_row + place.unit);
   const Pack b = static_cast<const Pack*>(work.second.table)[two * a_row + place.unit];
   float sums[Pack::kCount];
@@ -168,7 +168,7 @@ __global__ void __launch_bounds__(kThreads, kTerms == 2 ? 16 : 8) weighted_kerne
       weights[i] = work.weights && first + i < work.terms ? work.weights[start + i] : 1.0f;
     }
 #pragma unroll
-    for (int i = 0; i < kTerms; ++i) check_index(from[i], work.count);
+    for (int i = 0; i < kTerms; ++i) opkiln::device::check_index(from[i], work.count);
 #pragma unroll
     for (int some = 0; some < kTerms; some += kAtOnce) {
       Pack held[kAtOnce];

@@ -20,11 +20,11 @@ struct Place {
   }
 };
 
-#if !defined(__CUDACC_RTC__)
-OPK_PLAIN_BEGIN
-
 using opk::Tensor;
 using MaybeTensor = opk::optional<Tensor>;
+
+#if !defined(__CUDACC_RTC__)
+OPK_PLAIN_BEGIN
 
 inline void check_rows(const Tensor& x) {
   opk::element_of(x);

@@ -8,8 +8,6 @@
 
 namespace {
 
-using opkiln::device::check_index;
-using opkiln::device::divide;
 using opkiln::device::store_once;
 
 constexpr int kThreads = 128;
@@ -24,7 +22,7 @@ __global__ void __launch_bounds__(kThreads) move_kernel(const OPK_GRID_CONSTANT 
   opk::wait_for_previous();
   const uint32_t a_row = static_cast<uint32_t>(l.row / static_cast<int64_t>(sizeof(Unit)));
   const uint32_t inner = static_cast<uint32_t>(l.batch_first ? l.kept : l.batch);
-  const int64_t at = int64_t{blockIdx.x} * kThreads + threadIdx.x, row = divide(at, a_row);
+  const int64_t at = int64_t{blockIdx.x} * kThreads + threadIdx.x, row = opkiln::device::divide(at, a_row);
   if (row >= l.batch * l.kept) return;
   const uint32_t place = static_cast<uint32_t>(at - row * a_row);
   const uint32_t outer = static_cast<uint32_t>(row) / inner, rest = static_cast<uint32_t>(row) - outer * inner;
@@ -32,7 +30,7 @@ __global__ void __launch_bounds__(kThreads) move_kernel(const OPK_GRID_CONSTANT 
   char* const near = (kScatter ? l.part : l.out).at(sequence, kept);
   Unit unit;
   if (kScatter) unit = *(reinterpret_cast<const Unit*>(near) + place);  // overlaps with loading the index
-  const int64_t index = check_index(l.indices[int64_t{sequence} * l.kept + kept], l.count);
+  const int64_t index = opkiln::device::check_index(l.indices[int64_t{sequence} * l.kept + kept], l.count);
   char* const far = l.all.at(sequence, index);
   if (!kScatter) unit = *(reinterpret_cast<const Unit*>(far) + place);
   store_once(reinterpret_cast<Unit*>(kScatter ? far : near) + place, unit);
@@ -46,7 +44,7 @@ __global__ void __launch_bounds__(kThreads, 16) merge_kernel(const OPK_GRID_CONS
   opk::wait_for_previous();
   __shared__ int32_t places[kMostRows];  // index in `part`, or -1
   const int64_t blocks = (l.count + a_block - 1) / a_block;
-  const int64_t b = divide(blockIdx.x, static_cast<uint32_t>(blocks));
+  const int64_t b = opkiln::device::divide(blockIdx.x, static_cast<uint32_t>(blocks));
   const int64_t first = (blockIdx.x - b * blocks) * a_block;
   const int32_t rows = static_cast<int32_t>(l.count - first < a_block ? l.count - first : a_block);
   for (int32_t i = threadIdx.x; i < rows; i += kThreads) places[i] = -1;
@@ -62,7 +60,7 @@ __global__ void __launch_bounds__(kThreads, 16) merge_kernel(const OPK_GRID_CONS
     for (int t = 0; t < kTurns; ++t) {
       const int64_t k = begin + t * kThreads;
       if (k >= l.kept) continue;
-      const int64_t at = check_index(index[t], l.count) - first;
+      const int64_t at = opkiln::device::check_index(index[t], l.count) - first;
       if (at >= 0 && at < rows) places[at] = static_cast<int32_t>(k);
     }
   }
@@ -76,7 +74,7 @@ __global__ void __launch_bounds__(kThreads, 16) merge_kernel(const OPK_GRID_CONS
       const int64_t at = begin + t * kThreads;
       units[t] = Unit{};
       if (at < all) {
-        const int64_t row = divide(at, a_row);
+        const int64_t row = opkiln::device::divide(at, a_row);
         const int32_t place = places[row];
         const Side& side = place < 0 ? l.all : l.part;
         if (side.data != nullptr) {
@@ -89,7 +87,7 @@ __global__ void __launch_bounds__(kThreads, 16) merge_kernel(const OPK_GRID_CONS
     for (int t = 0; t < kTurns; ++t) {
       const int64_t at = begin + t * kThreads;
       if (at < all) {
-        const int64_t row = divide(at, a_row);
+        const int64_t row = opkiln::device::divide(at, a_row);
         store_once(reinterpret_cast<Unit*>(l.out.at(b, first + row)) + (at - row * a_row), units[t]);
       }
     }

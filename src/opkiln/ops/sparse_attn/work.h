@@ -110,7 +110,7 @@ inline List list_of(const opk::TensorList& lists, int first, const Sizes& sizes,
     opk::check_dim(*each, 2);
     opk::check_contiguous(*each);
   }
-  OPK_CHECK(shares.size(1) == 4 && tiles.size(1) == 2 && joined.size(1) == 4, "lists has other columns");
+  OPK_CHECK(shares.size(1) == 4 && tiles.size(1) == 2 && joined.size(1) == 4, "lists has rows of another length");
   List out;
   out.shares = shares.data<const int32_t>();
   out.tiles = tiles.data<const int32_t>();
@@ -120,7 +120,7 @@ inline List list_of(const opk::TensorList& lists, int first, const Sizes& sizes,
   out.lines = (sizes.tokens + rows - 1) / rows;
   // Each line is either one share, or joined from slots.
   out.slots = out.share_count - out.lines * sizes.layout_heads + out.joined_count;
-  OPK_CHECK(out.slots >= 0, "lists is of another layout");
+  OPK_CHECK(out.slots >= 0, "lists was built for another layout");
   return out;
 }
 

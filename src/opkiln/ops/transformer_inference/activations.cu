@@ -10,8 +10,6 @@
 
 namespace {
 
-using opkiln::device::fast_exp2;
-using opkiln::device::fast_reciprocal;
 using opkiln::device::Sixteen;
 
 // max(x, 0); NaN stays NaN.
@@ -31,14 +29,14 @@ __device__ inline float at_least_zero(float x) {
 // bf16's smallest normal number. erff takes twice as many instructions, which would limit the kernel.
 __device__ inline float fast_erf_gelu(float x) {
   const float bounded = fminf(x, 1e18f);  // gelu(infinity) is infinity, not NaN
-  const float t = fast_reciprocal(1.0f + 0.34f * fabsf(bounded));
+  const float t = opkiln::device::fast_reciprocal(1.0f + 0.34f * fabsf(bounded));
   float power = 0.338881314f;
   power = power * t - 1.12010026f;
   power = power * t + 0.884543180f;
   power = power * t + 0.294132650f;
   power = power * t + 1.48766470f;
   power = power * t - 2.88511610f;
-  const float q = fast_exp2(power - bounded * (bounded * (0.5f * kLog2E)));
+  const float q = opkiln::device::fast_exp2(power - bounded * (bounded * (0.5f * kLog2E)));
   return at_least_zero(x) - fabsf(bounded) * t * q;
 }
 
@@ -48,7 +46,8 @@ __device__ inline float curve(float x, const Activation& a) {
   if constexpr (kCurve == Curve::kClamp) {
     return x < a.low ? a.low : x;  // NaN stays NaN
   } else if constexpr (kCurve == Curve::kSigmoid) {
-    return x * fast_reciprocal(1.0f + fast_exp2(-x * (a.slope + a.cubic * fminf(x * x, kMostSquare))));
+    const float power = opkiln::device::fast_exp2(-x * (a.slope + a.cubic * fminf(x * x, kMostSquare)));
+    return x * opkiln::device::fast_reciprocal(1.0f + power);
   } else if constexpr (sizeof(T) == 2) {
     return fast_erf_gelu(x);
   } else {

@@ -15,7 +15,6 @@
 namespace {
 
 using opkiln::Team;
-using opkiln::device::fast_exp2;
 using opkiln::device::Sixteen;
 using softmax::Row;
 using softmax::Work;
@@ -51,7 +50,7 @@ __device__ inline float minus_infinity() { return __uint_as_float(0xff800000u); 
 // elements of a row by the same factor, which cancels with the sum's.
 template <class T>
 __device__ inline float power(float value, float most) {
-  return sizeof(T) == 4 ? expf(value - most) : fast_exp2(fmaf(value, kLog2e, -most * kLog2e));
+  return sizeof(T) == 4 ? expf(value - most) : opkiln::device::fast_exp2(fmaf(value, kLog2e, -most * kLog2e));
 }
 
 // The position bias of a score.
@@ -212,7 +211,7 @@ __global__ void __launch_bounds__(kLongThreads, 2) long_kernel(const OPK_GRID_CO
   for_each_value([&](float value) { most.absorb({value * scale}); });
   const float top = finite_or_zero(opkiln::reduce_team(most, team, maxima).value);
   Sum sum{0};
-  for_each_value([&](float value) { sum.value += fast_exp2(fmaf(value, scale, -top)); });
+  for_each_value([&](float value) { sum.value += opkiln::device::fast_exp2(fmaf(value, scale, -top)); });
   const float factor = factor_of(opkiln::reduce_team(sum, team, sums).value);
 #pragma unroll
   for (int k = 0; k < kLongPacks; ++k) {
@@ -222,8 +221,8 @@ __global__ void __launch_bounds__(kLongThreads, 2) long_kernel(const OPK_GRID_CO
       Pack pack;
 #pragma unroll
       for (int i = 0; i < kCount; i += 2) {
-        pack.set_two(i, fast_exp2(fmaf(held[k][i], scale, -top)) * factor,
-                     fast_exp2(fmaf(held[k][i + 1], scale, -top)) * factor);
+        pack.set_two(i, opkiln::device::fast_exp2(fmaf(held[k][i], scale, -top)) * factor,
+                     opkiln::device::fast_exp2(fmaf(held[k][i + 1], scale, -top)) * factor);
       }
       opkiln::device::store_once(to + at, pack);
     }

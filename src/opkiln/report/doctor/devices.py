@@ -19,14 +19,7 @@ from opkiln.machine.toolchain import (
     toolkits,
 )
 from opkiln.machine.toolchain.torch_sdk import release
-from opkiln.report import compilers
-from opkiln.report.commands import (
-    install_command,
-    pip_command,
-    root_command,
-    unset_command,
-    use_this_python,
-)
+from opkiln.report import commands, compilers
 from opkiln.report.doctor.terms import (
     Diagnosis,
     Facts,
@@ -58,7 +51,9 @@ def accelerator(_: Facts) -> Diagnosis:
     asked, origin = origin_of("accelerator")
     found, reason = ask_child(_ASK)
     if reason:
-        return failed(join(f"{origin}={asked}" if asked else "", reason), unset_command(origin))
+        return failed(
+            join(f"{origin}={asked}" if asked else "", reason), commands.unset_command(origin)
+        )
     if "what" in found:
         raise AcceleratorError(**found)
     by = f"set by {origin}" if asked else "the first with a device"
@@ -110,7 +105,7 @@ def nvcc_host_compiler(here: Facts) -> Diagnosis:
     command = copyable_command(found.hint)
     if command.startswith("apt-get "):
         package, _, then = command.removeprefix("apt-get install ").partition(" && ")
-        command = f"{install_command(package)} && {then}"
+        command = f"{commands.install_command(package)} && {then}"
     return failed(join(found), command)
 
 
@@ -126,11 +121,13 @@ def cuda_driver(here: Facts) -> Diagnosis:
     if not takes:
         return passed(facts)
     if torch_cuda and release(torch_cuda)[0] > release(takes)[0]:
-        return failed(f"{facts}; torch needs {torch_cuda}", install_command("cuda-drivers"))
+        return failed(
+            f"{facts}; torch needs {torch_cuda}", commands.install_command("cuda-drivers")
+        )
     toolkit = here.cuda.version if isinstance(here.cuda, DeviceCompiler) else ""
     if toolkit and release(toolkit) > release(takes):
         facts = f"{facts}; the toolkit is CUDA {toolkit}"
-        command = use_this_python(cuda_version.install_command(takes))
+        command = commands.use_this_python(cuda_version.install_command(takes))
         if release(toolkit)[0] > release(takes)[0]:
             return failed(facts, command)
         return warned(f"{facts}: its binaries run, but its PTX does not", command)
@@ -192,7 +189,7 @@ def cuda_gpus(here: Facts) -> Diagnosis:
 def _check_native(here: Facts, capabilities: tuple[str, ...], named: str) -> Diagnosis:
     if not isinstance(here.cuda, DeviceCompiler):
         return skipped(f"{named}; there is no usable toolkit: see cuda toolkit")
-    upgrade = pip_command("install", "--upgrade", "opkiln[cuda]")
+    upgrade = commands.pip_command("install", "--upgrade", "opkiln[cuda]")
     try:
         _, notes = archs.archs_for_devices(cuda.parse(";".join(capabilities)), here.cuda)
     except ArchError as error:
@@ -218,8 +215,8 @@ def _blames_host_compiler(error: ToolchainError) -> bool:
 
 def _no_toolkit(error: ToolchainError, *, wanted: bool) -> Diagnosis:
     """A failure if torch is built for the backend; else a warning, because no kernel is called."""
-    command = use_this_python(copyable_command(error.hint))
-    command = root_command(command) if command.startswith("apt-get ") else command
+    command = commands.use_this_python(copyable_command(error.hint))
+    command = commands.root_command(command) if command.startswith("apt-get ") else command
     return (failed if wanted else warned)(join(error), command)
 
 
@@ -293,4 +290,4 @@ def sycl_device(here: Facts) -> Diagnosis:
     if missing is None:
         return passed("there is an Intel GPU, or OpenCL's driver for the CPU")
     why, command = missing
-    return warned(why, use_this_python(command))
+    return warned(why, commands.use_this_python(command))

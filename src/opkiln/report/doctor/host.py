@@ -10,6 +10,7 @@ import tempfile
 
 from opkiln.errors import SettingError, ToolchainError
 from opkiln.machine import uname
+from opkiln.machine.binary import elf
 from opkiln.machine.toolchain import find, torch_sdk
 from opkiln.machine.toolchain import host as hosts
 from opkiln.report.commands import install_command, unset_command
@@ -242,9 +243,13 @@ def _missing_launcher() -> str:
 
 
 def ninja(_: Facts) -> Diagnosis:
-    """ninja is not needed: opkiln schedules builds itself."""
+    """opkiln needs no ninja; `opkiln ninja` puts one in front of the store if it can."""
     found = find.find_program("ninja")
-    return passed(f"not needed ({f'{found} is not used' if found else 'and not installed'})")
+    if found is None:
+        return passed("not needed (and not installed)")
+    fault = elf.find_ninja_fault(found)
+    can = f"cannot use the store: {fault}" if fault else "can use the store (`opkiln ninja`)"
+    return passed(f"not needed; {found} {can}")
 
 
 # The budget of all builds of this user

@@ -35,7 +35,7 @@ from opkiln.report.doctor.terms import (
 )
 from opkiln.report.layout import duration
 from opkiln.run import process
-from opkiln.settings import settings, table, whole_environment, with_own_store
+from opkiln.settings import environment_with_store, settings, table, whole_environment
 from opkiln.store import publish
 
 _CHILD = """
@@ -101,7 +101,7 @@ def _try_backend(what: str, *, calls: bool, **variables: str) -> Diagnosis:
         with publish.scratch("doctor") as work:
             result = os.path.join(work, "result.json")
             argv = process.python_code(_CHILD, what, "call" if calls else "load", result)
-            environment = with_own_store(work, "off") | variables
+            environment = environment_with_store(work, "off") | variables
             done = process.run(argv, env=environment, timeout=_LONGEST)
             found: dict[str, Any] = json.loads(read_text(result) or "{}")
     except StoreError as error:

@@ -701,7 +701,7 @@ class __attribute__((visibility("hidden"))) Launch {
     }
     const Piece* const below = memory.find_before(address);
     const Piece* const above = memory.find_after(address);
-    std::string told = "\n  memory: none that a kernel may use: no tensor of this call is there";
+    std::string told = "\n  memory: no tensor of this call is near this address";
     constexpr uintptr_t kNear = 1 << 20;
     const bool past = below != nullptr && below->place == Place::kTensor && address - below->begin < below->end - below->begin + kNear;
     const bool ahead = above != nullptr && above->place == Place::kTensor && above->begin - address < kNear;

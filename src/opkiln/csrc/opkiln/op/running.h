@@ -32,7 +32,7 @@ struct ParallelCall {
     } catch (const std::exception& error) {
       shared->fail(error.what());
     } catch (...) {
-      shared->fail("parallel_for: a part raised something that is not a std::exception");
+      shared->fail("parallel_for: a part threw something other than a std::exception");
     }
   };
   OPK_TORCH(torch_parallel_for, begin, end, grain, kPart, &call);
@@ -185,7 +185,7 @@ class DeviceGuard {
     }
     return static_cast<Getter*>(nullptr);
   }();
-  if (!getter) raise_form("there is no current stream: this torch was built for the CPU alone");
+  if (!getter) raise_form("there is no current stream: this torch was built for the CPU only");
   void* stream = nullptr;
   if (getter(device, &stream) != 0) raise_torch_error("asking for the current stream");
   return stream;

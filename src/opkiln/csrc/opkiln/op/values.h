@@ -18,8 +18,8 @@ class optional {
 
   bool has_value() const { return has_; }
   explicit operator bool() const { return has_; }
-  const T& value() const { return checked(*this).value_; }
-  T& value() { return const_cast<T&>(checked(*this).value_); }
+  const T& value() const { return check_value(*this).value_; }
+  T& value() { return const_cast<T&>(check_value(*this).value_); }
   const T& operator*() const { return value(); }
   T& operator*() { return value(); }
   const T* operator->() const { return &value(); }
@@ -27,8 +27,8 @@ class optional {
   T value_or(T other) const { return has_ ? value_ : other; }
 
  private:
-  static const optional& checked(const optional& self) {
-    if (__builtin_expect(!self.has_, 0)) raise_form("an optional is None, but its value was asked for");
+  static const optional& check_value(const optional& self) {
+    if (__builtin_expect(!self.has_, 0)) raise_form("an optional has no value: it is None");
     return self;
   }
   T value_{};
@@ -62,8 +62,8 @@ class List {
 
   int64_t size() const { return size_; }
   bool empty() const { return size_ == 0; }
-  const T& operator[](int64_t i) const { return items_[checked(i)]; }
-  T& operator[](int64_t i) { return items_[checked(i)]; }
+  const T& operator[](int64_t i) const { return items_[check_index(i)]; }
+  T& operator[](int64_t i) { return items_[check_index(i)]; }
   const T* data() const { return items_; }
   const T* begin() const { return items_; }
   const T* end() const { return items_ + size_; }
@@ -71,7 +71,7 @@ class List {
   T* end() { return items_ + size_; }
 
  private:
-  int64_t checked(int64_t i) const {
+  int64_t check_index(int64_t i) const {
     if (__builtin_expect(i < 0 || i >= size_, 0)) {
       raise_form("a list has %lld items, so it has no item %lld", static_cast<long long>(size_),
                  static_cast<long long>(i));
