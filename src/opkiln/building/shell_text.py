@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _TOKEN = re.compile(
-    r"""\s*(?:(?P<and>&&)|(?P<word>(?:[^\s'"\\$`*?\[&;|<>()]|\\[^\n]|'[^']*'|"(?:[^"\\$`]|\\.)*")+))""",
+    r"""[ \t]*(?:(?P<and>&&)|(?P<word>(?:[^\s'"\\$`*?\[&;|<>()]|\\[^\n]|'[^']*'|"(?:[^"\\$`]|\\.)*")+))""",
     re.DOTALL,
 )
 _ARCHIVER = re.compile(r"(.*-)?(ar|ranlib)([-.][\d.]+)?\Z")
@@ -89,7 +89,7 @@ def read(text: str) -> ShellText | None:
 def _split(text: str) -> list[list[tuple[str, int, int]]] | None:
     """The words of each command, with their places in the text."""
     commands: list[list[tuple[str, int, int]]] = [[]]
-    place, end = 0, len(text.rstrip())
+    place, end = 0, len(text.rstrip(" \t"))
     while place < end:
         token = _TOKEN.match(text, place)
         if token is None:
