@@ -20,10 +20,8 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-_TOKEN = re.compile(
-    r"""[ \t]*(?:(?P<and>&&)|(?P<word>(?:[^\s'"\\$`*?\[&;|<>()]|\\[^\n]|'[^']*'|"(?:[^"\\$`]|\\.)*")+))""",
-    re.DOTALL,
-)
+_PART = r"""[^\s'"\\$`*?\[&;|<>()]|\\[^\n]|'[^']*'|"(?:[^"\\$`]|\\.)*\""""
+_TOKEN = re.compile(rf"[ \t]*(?:(?P<and>&&)|(?P<word>(?:{_PART})+))", re.DOTALL)
 _ARCHIVER = re.compile(r"(.*-)?(ar|ranlib)([-.][\d.]+)?\Z")
 _LINKER = re.compile(
     r"(.*-)?(ld(\.\w+)?|lld|mold|nvlink|fatbinary|ptxas|gfortran|flang)([-.][\d.]+)?\Z"
