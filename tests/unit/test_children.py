@@ -20,6 +20,7 @@ NAMING = {
     ("cli/run.py", "find"): "the user's own program",
     ("ship/prebuild.py", "run_script"): "the user's own script",
     ("machine/toolchain/toolkits.py", "_pathfinder"): "asks whether there is one",
+    ("compat/ninja/front.py", "environment"): "the server, which the library in ninja starts",
     ("report/commands.py", "interpreter"): "for a command to copy",
     ("report/machine.py", "machine"): "shows it",
     ("report/doctor/host.py", "python"): "shows it",
@@ -31,6 +32,7 @@ STARTING = {
     ("run/process.py", "_start_watchdog"),
     ("cli/run.py", "start_now"),
     ("cli/main.py", "run_command"),
+    ("compat/ninja/front.py", "start"),  # it becomes ninja
     ("machine/nvrtc/program.py", "_start"),  # a compiler driver, which is a program of its own
 }
 STARTS = {"Popen", "check_call", "check_output", "getoutput"}
