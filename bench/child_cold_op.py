@@ -21,10 +21,7 @@ def clocks() -> tuple[float, float]:
 def main() -> None:
     """``child_cold_op.py LIBRARY TARGET``."""
     library, target = sys.argv[1:]
-    declared = ALL_OPS[library]().registration()
-    assert declared is not None
-    assert declared.reference is not None
-    declared.reference()
+    ALL_OPS[library].FUNCTIONS.import_module()
     cpu, wall = clocks()
     cli.main(["build", library, "--target", target], prog_name="opkiln", standalone_mode=False)
     after = clocks()

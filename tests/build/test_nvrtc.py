@@ -373,7 +373,12 @@ int cuLibraryGetKernel(void** out, void* library, const char* name) {
 }
 int cuKernelGetAttribute(int* out, int attribute, void*, int device) {
   printf("attribute %d of %d?\n", attribute, device);
-  *out = 90;
+  *out = attribute == 1 ? 16 : 90;  // bytes of static shared memory
+  return 0;
+}
+int cuDeviceGetAttribute(int* out, int attribute, int device) {
+  printf("device attribute %d of %d?\n", attribute, device);
+  *out = 227 << 10;
   return 0;
 }
 int cuKernelSetAttribute(int attribute, int value, void*, int device) {
@@ -447,11 +452,13 @@ def test_launch_tells_the_driver_what_the_author_says_and_the_caller_that_there_
     artifact = machine.build("bend.cu")
     said = _called(artifact, driver, "5,100,1", "5,65536,2", "13,0,1", "0,0,1")
     assert said == [
-        "context 0x23", "load 0xba55ed50", "bend 5 2 3 64 1 1 100 on 0x1003; (nil) 0x10 7",
+        "context 0x23", "load 0xba55ed50",
+        # Once, all that the device has: no launch of another thread finds less than it asks for.
+        "attribute 1 of 3?", "device attribute 97 of 3?", "attribute 8 = 232432 of 3",
+        "bend 5 2 3 64 1 1 100 on 0x1003; (nil) 0x10 7",
         "context 0x23", "spread 1 1 1 32 1 1 0 on 0x1003", "",
         "context 0x23", "attribute 5 of 3?", "attribute 6 of 3?",
-        "context 0x23", "attribute 8 = 65536 of 3",
-        "bend 5 2 3 64 1 1 65536 on 0x1003, 4: 2 1 1, 2: 1 0 0; (nil) 0x10 7",
+        "context 0x23", "bend 5 2 3 64 1 1 65536 on 0x1003, 4: 2 1 1, 2: 1 0 0; (nil) 0x10 7",
         "context 0x23", "spread 1 1 1 32 1 1 0 on 0x1003", "",
         "context 0x23", "bend 13 2 3 64 1 1 0 on 0x1003; (nil) 0x10 7",
         f"{_REFUSED} (grid [13, 2, 3], block [64, 1, 1], 0 bytes of shared memory)",

@@ -6,18 +6,17 @@ a declaration, as ``spec.abi``: each has another value on rank 1. Nothing is com
 ranks want their references. At last the rank declares an op again.
 """
 
+import copy
 import importlib
 import inspect
 import json
 import os
 import sys
-from types import SimpleNamespace
 
 import torch
 
 import opkiln
 from opkiln import settings
-from opkiln.base.model import REGISTERED
 
 options = json.loads(sys.argv[1])
 rank = int(os.environ["RANK"])
@@ -34,8 +33,10 @@ def ensure(case: str, ops: list) -> None:
 
 def another(field: str, value: object) -> object:
     """Another value of a field, whatever it is."""
-    if field in REGISTERED:
-        return lambda: SimpleNamespace(built=lambda *_: "other")
+    if field == "functions":
+        other = copy.copy(value)
+        other.parts = {**value.parts, "reference": {"built": lambda *_: "other"}}
+        return other
     if field == "root":  # the same sources, by another path
         os.symlink(str(value), f"{value}_other")
     if isinstance(value, bool):

@@ -19,7 +19,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.timed]
 # A function of every kind that an author can declare. Each <kind> is a 2; in the module that is
 # named after it, a 3 on rank 1.
 TEXT = """
-import types
 import opkiln
 import torch
 from torch import Tensor
@@ -78,7 +77,7 @@ KINDS = re.findall("<(.*?)>", TEXT)
 FACTS = {
     "source": "declaration", "schema": "declaration", "reference": "reference",
     "fake": "shape function", "backward": "gradient", "vmap": "vmap function",
-    "variant": "variant function", "tune_key": "tune_key function",
+    "variant": "variant function", "tune_key": "tune_key function", "functions": "reference",
 }  # fmt: skip
 
 

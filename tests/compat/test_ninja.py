@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from sample.ninja_project import RULES, Project, needs_ninja, servers
 
+from opkiln.compat.ninja import front
 from opkiln.store import entry
 
 pytestmark = needs_ninja
@@ -489,3 +490,12 @@ def test_an_entry_that_would_write_elsewhere_is_not_taken(project: Project, cach
     assert project.build().hits == []
     assert not target.exists()
     assert project.run("app") == "1\n"
+
+
+def test_the_ninja_of_opkiln_run_is_the_plain_one_outside_of_it(project: Project) -> None:
+    """CMake remembers the path of the ninja that it found."""
+    done = subprocess.run(
+        [f"{front.SHIM}/ninja"], cwd=project.path, capture_output=True, text=True, check=True
+    )
+    assert "[2/2]" in done.stdout
+    assert project.is_done()

@@ -16,6 +16,7 @@ import sys
 import tempfile
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -72,9 +73,12 @@ static __global__ void ranks(float* out) {
 }
 static __global__ void last_of_many(float* out, int count) {
   extern __shared__ float memory[];
+  __shared__ float last;  // counts, too
   for (int i = threadIdx.x; i < count; i += blockDim.x) memory[i] = float(i);
   __syncthreads();
-  if (threadIdx.x == 0) out[0] = memory[count - 1];
+  if (threadIdx.x == 0) last = memory[count - 1];
+  __syncthreads();
+  if (threadIdx.x == 0) out[0] = last;
 }
 
 Tensor NAME(const Tensor& x, int64_t threads, int64_t cluster, int64_t shared) {
@@ -240,6 +244,19 @@ def check_clusters_and_much_shared_memory() -> None:
         four = torch.zeros(4, device="cuda")
         assert launches(by)(four, 32, 2, 0).tolist() == [0, 1, 0, 1]
         assert launches(by)(four, 128, 1, 96 << 10)[0].item() == (24 << 10) - 1
+
+
+def check_threads_with_other_needs_of_shared_memory_launch_at_the_same_time() -> None:
+    most = torch.cuda.get_device_properties(0).shared_memory_per_block_optin >> 10
+
+    def launch(op: Any, kib: int) -> None:
+        four = torch.zeros(4, device="cuda")
+        for _ in range(100):
+            assert op(four, 128, 1, kib << 10)[0].item() == (kib << 8) - 1
+
+    for by in WAYS:
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(launch, [launches(by)] * 4, (48, 56, 64, most - 1)))
 
 
 def check_cold_builds_are_timed() -> str:

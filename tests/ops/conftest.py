@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from sample import catalogue as listed
 from sample import sanitizers
+from sample.references import references
 
 from opkiln.errors import ToolchainError
 from opkiln.run import events
@@ -88,9 +89,8 @@ def _native(name: str) -> Any:
 
 def _reference(name: str) -> Any:
     """The op's functions in PyTorch."""
-    from opkiln import get_builder
 
-    return get_builder(name).reference()
+    return references(name)
 
 
 @pytest.fixture(params=["native", "reference"])

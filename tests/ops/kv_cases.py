@@ -25,7 +25,7 @@ class Case(NamedTuple):
 
 
 # What changes the kernel's path: groups of 1 to 34 query heads, several tokens, no tokens, lengths
-# around tiles of 16 and blocks of 64, more splits than keys.
+# around tiles of 16 and blocks of 64, more splits than keys, more than 64 blocks.
 CASES = [
     Case(),
     Case(heads=2, kv_heads=2, lengths=(15, 16, 17), splits=2),
@@ -35,6 +35,7 @@ CASES = [
     Case(heads=6, kv_heads=2, lengths=(129, 3), tokens=5, splits=2, alibi=True),
     Case(heads=4, kv_heads=2, lengths=(70, 8), tokens=8, causal=False),
     Case(heads=4, kv_heads=2, lengths=(0, 65, 1), appends=False, splits=8),
+    Case(heads=36, kv_heads=12, lengths=(130, 0, 64), splits=2),
 ]
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from distributed_cells import FUSED, OPTIMIZERS, TORCHS
+from sample.references import references
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -46,10 +47,8 @@ def optimizer_of(name: str, params: Iterable[Any], **more: Any) -> torch.optim.O
 def serve(reference: bool) -> None:
     """Have the optimizers run on their references, or on native ops, which are built here."""
     for name, op in _OPS.items():
-        if reference:
-            functions = opkiln.get_builder(op).reference()
-        else:
-            functions = opkiln.get_builder(op).jit_load(verbose=False)
+        native = partial(opkiln.get_builder(op).jit_load, verbose=False)
+        functions = references(op) if reference else native()
         getattr(optim, name)._ops = {"cpu": functions}
 
 

@@ -20,7 +20,6 @@ from adam_models import (
 )  # fmt: skip
 from sample.references import references
 
-from opkiln import get_builder
 from opkiln.errors import UsageError
 from opkiln.optim import CPUAdam, FusedAdam
 
@@ -30,7 +29,7 @@ reference = references("fused_adam")
 @pytest.fixture(autouse=True)
 def _served_by_references(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FusedAdam, "_ops", {"cpu": reference})
-    monkeypatch.setattr(CPUAdam, "_ops", {"cpu": get_builder("cpu_adam").reference()})
+    monkeypatch.setattr(CPUAdam, "_ops", {"cpu": references("cpu_adam")})
 
 
 @pytest.mark.parametrize("options", [{}, {"fused": True}, {"capturable": False, "foreach": True}])

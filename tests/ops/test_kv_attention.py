@@ -171,3 +171,11 @@ def test_splits_use_the_bandwidth_and_leave_no_block_without_keys(
         assert splits == 1
     if context >= 8192 and batch * kv_heads <= 64 and kv_heads > 1:
         assert 96 <= batch * kv_heads * splits <= 264  # enough for the bandwidth, in one round
+
+
+@pytest.mark.parametrize("paged", [False, True])
+def test_a_short_context_has_few_blocks_and_few_parts_where_there_are_clusters(paged: bool) -> None:
+    for units, context in ((8, 1024), (32, 1024), (64, 1024), (8, 8192)):
+        splits = chosen_splits(units, context, 132, paged, clusters=True)
+        assert splits <= 8  # the most blocks of a cluster
+        assert 64 <= units * splits <= 132  # a block for each multiprocessor, in one round

@@ -21,7 +21,6 @@ from opkiln.machine.toolchain.find import REMOTE
 from opkiln.store.key import Fact
 from opkiln.store.layers import Store
 
-_DEVICES = ("/dev/", "/proc/")
 _SCANNED = 4 << 20  # bytes of a file that may be a source
 _DATES = re.compile(rb"__(?:DATE|TIME|TIMESTAMP)__")
 _OWN_NAME = re.compile(rb"__FILE__|__builtin_FILE|source_location|(?i:assert)")
@@ -102,7 +101,7 @@ class Attempt:
                 return f"{each.program} compiles on other hosts"
         ours = os.path.join(self.stage, "")
         for path in seen.extended:
-            if not path.startswith((ours, *_DEVICES)):
+            if not path.startswith(ours) and not _is_device(path):
                 return f"{path} was changed, not made anew"
         made = {os.path.normpath(path): path for path in seen.written}
         for path in self.prepared.outputs:
@@ -116,7 +115,7 @@ class Attempt:
         """What is there of all that was written."""
         ours = os.path.join(self.stage, "")
         for path in sorted(set(map(os.path.normpath, record.seen.written))):
-            if path.startswith((ours, *_DEVICES)):
+            if path.startswith(ours) or _is_device(path):
                 continue
             try:
                 mode = os.lstat(path).st_mode
@@ -190,6 +189,10 @@ class Attempt:
             if hidden and _OWN_NAME.search(text):
                 bound |= {name for name in own if prepared.anchors.places[name] not in mapped}
         return bound
+
+
+def _is_device(path: str) -> bool:
+    return path.startswith(("/dev/", "/proc/")) and not os.path.isfile(path)
 
 
 class _Unkept(Exception):

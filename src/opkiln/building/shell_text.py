@@ -20,10 +20,8 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-_TOKEN = re.compile(
-    r"""\s*(?:(?P<and>&&)|(?P<word>(?:[^\s'"\\$`*?\[&;|<>()]|\\[^\n]|'[^']*'|"(?:[^"\\$`]|\\.)*")+))""",
-    re.DOTALL,
-)
+_PART = r"""[^\s'"\\$`*?\[&;|<>()]|\\[^\n]|'[^']*'|"(?:[^"\\$`]|\\.)*\""""
+_TOKEN = re.compile(rf"[ \t]*(?:(?P<and>&&)|(?P<word>(?:{_PART})+))", re.DOTALL)
 _ARCHIVER = re.compile(r"(.*-)?(ar|ranlib)([-.][\d.]+)?\Z")
 _LINKER = re.compile(
     r"(.*-)?(ld(\.\w+)?|lld|mold|nvlink|fatbinary|ptxas|gfortran|flang)([-.][\d.]+)?\Z"
@@ -89,7 +87,7 @@ def read(text: str) -> ShellText | None:
 def _split(text: str) -> list[list[tuple[str, int, int]]] | None:
     """The words of each command, with their places in the text."""
     commands: list[list[tuple[str, int, int]]] = [[]]
-    place, end = 0, len(text.rstrip())
+    place, end = 0, len(text.rstrip(" \t"))
     while place < end:
         token = _TOKEN.match(text, place)
         if token is None:

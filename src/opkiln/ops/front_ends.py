@@ -9,10 +9,13 @@ import torch
 from torch import Tensor
 
 from opkiln.errors import ArgumentError, ArgumentTypeError
+from opkiln.loading.register import at_trace_time
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from opkiln.builder.base import OpBuilder
 
 _REFUSED = r", expected | is (?:not )?on | is not contiguous|, \w+ has "
 
@@ -21,6 +24,16 @@ def check_dense(x: Tensor) -> None:
     """Raises UsageError for another layout."""
     if x.layout != torch.strided:
         raise ArgumentError(f"x is not dense: its layout is {x.layout}", hint="x.to_dense()")
+
+
+def runs_cuda_kernels(x: Tensor, builder: type[OpBuilder]) -> bool:
+    """Whether a call with ``x`` runs the op's CUDA kernels: on a GPU, or in the emulator."""
+    return x.device.type == "cuda" or _emulates(builder)
+
+
+@at_trace_time  # it reads settings, which torch.compile cannot trace
+def _emulates(builder: type[OpBuilder]) -> bool:
+    return builder.emulates()
 
 
 def call_checked(function: Callable[..., Any], *args: Any) -> Any:

@@ -114,7 +114,7 @@ static int start_server(void) {
   char fd[16];
   snprintf(fd, sizeof fd, "%d", ends[1]);
   fcntl(ends[1], F_SETFD, 0);
-  char* argv[] = {getenv("_OPKILN_NINJA_PYTHON"), "-P", "-S", "-B", getenv("_OPKILN_NINJA_MAIN"), "serve", fd, NULL};
+  char* argv[] = {getenv("_OPKILN_NINJA_PYTHON"), "-P", "-S", getenv("_OPKILN_NINJA_MAIN"), "serve", fd, NULL};
   posix_spawn_file_actions_t quiet;
   posix_spawn_file_actions_init(&quiet);
   posix_spawn_file_actions_addopen(&quiet, 0, "/dev/null", O_RDONLY, 0);

@@ -19,19 +19,18 @@ import time
 from typing import TYPE_CHECKING, NamedTuple
 
 from opkiln.building import kept, shell_text
-from opkiln.building.attempt import Attempt
-from opkiln.building.observing import log
 from opkiln.building.prepared import MEMORY, ObservedCommand, Prepared
 from opkiln.compat.ninja import front
 from opkiln.errors import OpkilnError
 from opkiln.machine import uname
 from opkiln.machine.facts import Hasher
-from opkiln.run import budget, events, process, progress
+from opkiln.run import events, progress
 from opkiln.settings import settings, whole_environment
-from opkiln.store import lock, publish
 from opkiln.store.layers import Store
 
 if TYPE_CHECKING:
+    from opkiln.building.attempt import Attempt
+    from opkiln.store import lock
     from opkiln.store.entry import Leaf
 
 _LARGEST = 1 << 18  # bytes of a message: more than a command can have
@@ -163,6 +162,8 @@ class _Server:
             try:
                 messages, later.status = self._put(later.prepared, later.leaf), 0
             except _FAILED:  # it was collected just now, or the disk is full
+                from opkiln.run import process
+
                 argv = ("/bin/sh", "-c", later.text)
                 done = process.run(argv, cwd=self._directory, env=whole_environment())
                 messages = done.output.encode("utf-8", "surrogateescape")
@@ -183,6 +184,9 @@ class _Server:
                     step.send(b"P", socket.MSG_NOSIGNAL)
 
     def _take_turn(self, missed: _Missed, step: socket.socket) -> None:
+        from opkiln.run import budget  # a build of hits does without
+        from opkiln.store import lock
+
         prepared, store = missed.prepared, self._store
 
         def find() -> bytes | None:
@@ -219,6 +223,10 @@ class _Server:
 
     def _run(self, missed: _Missed, step: socket.socket) -> tuple[Attempt, str, float] | None:
         """Have the step run the command. None if it failed."""
+        from opkiln.building.attempt import Attempt
+        from opkiln.building.observing import log
+        from opkiln.store import publish
+
         # A file that an unserved command has just written could be written again within a tick.
         time.sleep(max(0.0, kept.TICK_NS / 1e9 - missed.ago / 1e3))
         command = missed.prepared.command

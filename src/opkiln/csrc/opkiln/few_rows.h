@@ -1,15 +1,18 @@
 // Multiplies few rows of x by a packed matrix, or the rows of each expert by the expert's matrix.
 //
-// Memory bandwidth limits it, because each weight is used for a few tokens. So a
-// thread loads codes from global memory straight to registers, 16 bytes at a time, and
-// decodes them there. Tensor cores multiply the transposed problem:
+// Memory limits it: each weight is used for a few tokens. So each warp has a ring of chunks on their way, in shared
+// memory, as they are packed, and waits for no other warp. Tensor cores multiply, on the transposed problem:
 //   sums, 16 outputs x 8 tokens += weights, 16 outputs x 16 columns * x, 16 columns x 8 tokens
 // The order of the columns does not change a sum, so we choose which columns form an instruction's 16: four
 // threads hold a row, each a run of neighbouring columns, and read the same columns of x, 16 bytes at a time.
 //
 // The warps of a block share the columns of a row. Their sums meet in shared memory, in a fixed order.
 //
-// Codes is a format of weight_formats.h. Element is the type of x: opk::half or opk::bfloat16.
+// 14336 x 4096 int8 take 18.3 us for a row of bf16 x on an H200, 75% of a copy's speed; 4096 x 4096 take 8.2 us, of
+// which 3.9 us are the bytes at that speed, and 2.1 us what this kernel takes for a small matrix. It was 31.6 and
+// 10.9 us while a warp loaded its chunks in turns, waited for a scale in each, and divided to find it.
+//
+// Codes is a format of weight_formats.h, Element the type of x: opk::half or opk::bfloat16.
 #pragma once
 
 #include "op.h"
@@ -19,8 +22,6 @@
 namespace opkiln {
 namespace few_rows {
 
-constexpr int kWarps = 8;
-constexpr int kThreads = kWarps * 32;
 template <class Codes>
 constexpr int kChunk = 4 * Codes::kCount;  // columns that a warp has in flight
 constexpr unsigned kAll = 0xffffffffu;
@@ -36,8 +37,10 @@ struct Work {
   const Element* bias;  // [experts, outputs]; may be null
   Element* out;  // [rows, outputs]
   int32_t rows, outputs, columns;
-  // The scale of a chunk in a row: scales[row / rows_of_scale * scales_of_row + chunk / chunks_of_scale].
-  int32_t rows_of_scale, scales_of_row, chunks_of_scale;
+  // The scale of a chunk in a row: scales[row / rows_of_scale * scales_of_row + place], where place is
+  // chunk * inverse / 2^32, or the chunk if inverse is 0.
+  int32_t rows_of_scale, scales_of_row;
+  uint32_t inverse;
   int32_t experts;
   Activation activation;
 };
@@ -92,40 +95,36 @@ __device__ inline float activate(float x, Activation activation) {
   }
 }
 
-// The rows of a matrix that a thread reads: `first` and every eighth row after it.
-template <class Word>
-struct Rows {
-  const Word* first;
-  int32_t eight;  // words from a row to the eighth after it
-  int32_t left;   // rows left, from `first` on
-
-  // Sixteen bytes of row 8 * i, or zeros if there is no such row.
-  template <bool kOnce>
-  __device__ uint4 load(int i, int32_t at, bool there) const {
-    if (!there || 8 * i >= left) return {0, 0, 0, 0};
-    const auto* from = reinterpret_cast<const uint4*>(first + (i * eight + at));
-    return kOnce ? __ldcs(from) : *from;
-  }
-};
+// Chunks of more than 16 bytes for a thread and row go to registers, a few at a time: a ring of them would take the
+// room from the cache, which holds x. With rings, fp6 took 5 to 17% longer.
+template <class Codes>
+constexpr bool kHasRing = Codes::kWords == 4;
+constexpr int kStages = 3;  // chunks in a ring; more take longer to start
+template <class Codes, int kEights>
+constexpr int kMostWarps = kEights == 1 || !kHasRing<Codes> ? 8 : 16;  // of a block; fewer if there are many blocks
 
 // A thread's loaded part of a chunk: rows group and group + 8 of each tile of 16 outputs.
 template <class Codes, int kTiles>
 struct Loaded {
   uint32_t words[kTiles][2][Codes::kWords];
 
-  __device__ void load(const Rows<uint32_t>& weights, int32_t at, bool there) {
+  // `from`: where the thread's words of each row are.
+  __device__ void load(const uint4* const (&from)[2 * kTiles], bool there) {
 #pragma unroll
     for (int i = 0; i < 2 * kTiles; ++i) {
 #pragma unroll
-      for (int k = 0; k < Codes::kWords; k += 4) {
-        const uint4 four = weights.template load<true>(i, at + k, there);
-        uint32_t* to = words[i / 2][i % 2] + k;
-        to[0] = four.x;
-        to[1] = four.y;
-        to[2] = four.z;
-        to[3] = four.w;
+      for (int k = 0; k < Codes::kWords / 4; ++k) {
+        set(i, k, there ? __ldcs(from[i] + k) : uint4{0, 0, 0, 0});
       }
     }
+  }
+
+  __device__ void set(int i, int k, const uint4& four) {
+    uint32_t* to = words[i / 2][i % 2] + 4 * k;
+    to[0] = four.x;
+    to[1] = four.y;
+    to[2] = four.z;
+    to[3] = four.w;
   }
 };
 
@@ -134,18 +133,20 @@ template <class Codes, class Element, int kTiles, int kEights>
 struct Sums {
   float at[kTiles][kEights][4] = {};
 
-  // `column`: the thread's first column in the chunk.
-  __device__ void add(const Loaded<Codes, kTiles>& loaded, const Rows<Element>& tokens, int32_t column, bool there) {
+  // `x`: the thread's first column in the chunk, of each of its tokens. `scales`: of its rows of codes.
+  __device__ void add(const Loaded<Codes, kTiles>& loaded, const Element* const (&x)[kEights], bool there,
+                      const float (&scales)[2 * kTiles]) {
+    float chunk[kTiles][kEights][4] = {};
 #pragma unroll
     for (int i = 0; i < Codes::kCount / 8; ++i) {
       uint32_t right[kEights][4];
 #pragma unroll
       for (int eight = 0; eight < kEights; ++eight) {
-        const uint4 x = tokens.template load<false>(eight, column + 8 * i, there);
-        right[eight][0] = x.x;
-        right[eight][1] = x.y;
-        right[eight][2] = x.z;
-        right[eight][3] = x.w;
+        const uint4 four = there ? *reinterpret_cast<const uint4*>(x[eight] + 8 * i) : uint4{0, 0, 0, 0};
+        right[eight][0] = four.x;
+        right[eight][1] = four.y;
+        right[eight][2] = four.z;
+        right[eight][3] = four.w;
         Codes::reorder(right[eight]);
       }
 #pragma unroll
@@ -159,101 +160,145 @@ struct Sums {
 #pragma unroll
           for (int eight = 0; eight < kEights; ++eight) {
             const uint32_t both[2] = {right[eight][step], right[eight][step + 1]};
-            device::multiply_add<Element>(at[tile][eight], left, both);
+            device::multiply_add<Element>(chunk[tile][eight], left, both);
           }
         }
       }
     }
+#pragma unroll
+    for (int i = 0; i < kTiles * kEights * 4; ++i) {
+      const int tile = i / (kEights * 4), eight = i / 4 % kEights;
+      at[tile][eight][i % 4] += scales[2 * tile + i % 4 / 2] * chunk[tile][eight][i % 4];
+    }
   }
 
-  // Adds the sums, scaled by output, to this thread's sums in shared memory, and clears them.
   template <int kRow>
-  __device__ void move(float (&to)[kEights * 8][kRow], const float (&scales)[kTiles][2]) {
+  __device__ void store(float (&to)[kEights * 8][kRow]) const {
     const int group = threadIdx.x % 32 / 4, quarter = threadIdx.x % 4;
 #pragma unroll
-    for (int tile = 0; tile < kTiles; ++tile) {
-#pragma unroll
-      for (int eight = 0; eight < kEights; ++eight) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          to[eight * 8 + quarter * 2 + i % 2][tile * 16 + i / 2 * 8 + group] +=
-              scales[tile][i / 2] * at[tile][eight][i];
-          at[tile][eight][i] = 0;
-        }
-      }
+    for (int i = 0; i < kTiles * kEights * 4; ++i) {
+      const int tile = i / (kEights * 4), eight = i / 4 % kEights;
+      to[eight * 8 + quarter * 2 + i % 2][tile * 16 + i % 4 / 2 * 8 + group] = Codes::kFactor * at[tile][eight][i % 4];
     }
   }
 };
 
-// Chunks in flight: 8 to 12 loads of 16 bytes per thread.
-template <class Codes, int kTiles>
-constexpr int kBatch = kTiles * Codes::kWords >= 12 ? (kTiles == 1 ? 2 : 1) : 4 / kTiles;
+// The sums of a warp in shared memory, when the rings are no longer needed.
+template <int kTiles, int kEights>
+using WarpSums = float[kEights * 8][kTiles * 16 + 4];  // the 4: the lanes of a warp store to different banks
 
 template <class Codes, class Element, int kTiles, int kEights>
-__global__ void __launch_bounds__(kThreads, 2) few_rows_kernel(const OPK_GRID_CONSTANT Work<Element> work) {
+__global__ void __launch_bounds__(kMostWarps<Codes, kEights> * 32, !kHasRing<Codes> ? 2 : kEights == 1 ? 4 : 1)
+    few_rows_kernel(const OPK_GRID_CONSTANT Work<Element> work) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
   constexpr int kOutputs = kTiles * 16, kTokens = kEights * 8;
-  constexpr int kChunk = few_rows::kChunk<Codes>, kBatch = few_rows::kBatch<Codes, kTiles>;
-  constexpr int kRow = kOutputs + 4;  // padding, so that the lanes of a warp store to different banks
-  __shared__ float shared[kWarps][kTokens][kRow];
+  constexpr int kChunk = few_rows::kChunk<Codes>;
+#if defined(OPKILN_EMULATED)
+  OPKILN_DYNAMIC_SHARED(dynamic, uint4);
+#else
+  extern __shared__ __align__(128) uint4 dynamic[];
+#endif
   __shared__ Part kept;
-  opk::wait_for_previous();
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, group = lane / 4, quarter = lane % 4;
+  const int warps = blockDim.x / 32;
+  opk::wait_for_previous();
   const Part part = part_of<kTokens>(work, blockIdx.y);
   if (part.expert < 0) return;
-  if (threadIdx.x == 0) kept = part;  // in shared memory until the end, to save registers
-  const int first_output = blockIdx.x * kOutputs, output = first_output + group;
-  const int row_words = work.columns / Codes::kCount * Codes::kWords;
-  const unsigned row = part.expert * work.outputs + output;
-  const Rows<uint32_t> weights{work.codes + int64_t{row} * row_words, 8 * row_words, work.outputs - output};
-  const Rows<Element> tokens{work.x + static_cast<int64_t>(part.begin + group) * work.columns, 8 * work.columns,
-                             part.end - part.begin - group};
-  const auto scales_at = [&](int place, float (&scales)[kTiles][2]) {
+  if (threadIdx.x == 0) kept = part;  // for the end: registers are short
+  // Outputs and tokens that do not exist are computed like the last ones, and not stored.
+  const int first_output = blockIdx.x * kOutputs, last_output = work.outputs - 1, last_token = part.end - 1;
+  const int first_column = (warp * 4 + quarter) * Codes::kCount, step = warps * kChunk;
+  const int64_t row_words = work.columns / Codes::kCount * Codes::kWords;
+  const uint4* codes[2 * kTiles];
+  unsigned scales_of[2 * kTiles];
 #pragma unroll
-    for (int i = 0; i < 2 * kTiles; ++i) {
-      scales[i / 2][i % 2] = Codes::kFactor;
-      if (work.scales == nullptr || 8 * i >= weights.left) continue;
-      const unsigned first = (row + 8 * i) / static_cast<unsigned>(work.rows_of_scale) * work.scales_of_row;
-      scales[i / 2][i % 2] *= work.scales[first + place];
-    }
-  };
+  for (int i = 0; i < 2 * kTiles; ++i) {
+    const unsigned row = part.expert * work.outputs + min(first_output + group + 8 * i, last_output);
+    codes[i] = reinterpret_cast<const uint4*>(work.codes + row * row_words + (warp * 4 + quarter) * Codes::kWords);
+    scales_of[i] = row / static_cast<unsigned>(work.rows_of_scale) * work.scales_of_row;
+  }
+  const Element* x[kEights];
+#pragma unroll
+  for (int eight = 0; eight < kEights; ++eight) {
+    x[eight] = work.x + int64_t{min(part.begin + group + 8 * eight, last_token)} * work.columns + first_column;
+  }
   const int chunks = (work.columns + kChunk - 1) / kChunk;
-  float scales[kTiles][2];
-  int group_of_scale = warp < chunks ? warp / work.chunks_of_scale : 0;
-  scales_at(group_of_scale, scales);
+  const auto scales_at = [&](int chunk, float (&to)[2 * kTiles]) {
+    const bool there = work.scales != nullptr && chunk < chunks;
+    const uint64_t product = uint64_t{static_cast<unsigned>(chunk)} * work.inverse;
+    const unsigned place = work.inverse == 0 ? chunk : static_cast<unsigned>(product >> 32);
+#pragma unroll
+    for (int i = 0; i < 2 * kTiles; ++i) to[i] = there ? work.scales[scales_of[i] + place] : 1.f;
+  };
+  const auto advance = [&] {  // by a chunk
+#pragma unroll
+    for (int i = 0; i < 2 * kTiles; ++i) codes[i] += warps * Codes::kWords;
+  };
   Sums<Codes, Element, kTiles, kEights> sums;
-  for (int i = lane; i < kTokens * kRow; i += 32) (&shared[warp][0][0])[i] = 0;
-  __syncwarp();
-  for (int first = warp; first < chunks; first += kWarps * kBatch) {
-    Loaded<Codes, kTiles> loaded[kBatch];
+  int chunk = warp, column = first_column;  // of the chunk that is next to be added
+  const auto add = [&](const Loaded<Codes, kTiles>& loaded, const float (&scales)[2 * kTiles]) {
+    sums.add(loaded, x, column < work.columns, scales);
 #pragma unroll
-    for (int i = 0; i < kBatch; ++i) {
-      const int count = (first + i * kWarps) * 4 + quarter;  // in units of Codes::kCount columns
-      loaded[i].load(weights, count * Codes::kWords, count * Codes::kCount < work.columns);
-    }
+    for (int eight = 0; eight < kEights; ++eight) x[eight] += step;
+    column += step;
+    chunk += warps;
+  };
+  if constexpr (kHasRing<Codes>) {
+    uint4* const ring = dynamic + warp * kStages * 2 * kTiles * 32 + lane;
+    int copied = first_column;
+    const auto start = [&](int stage) {
 #pragma unroll
-    for (int i = 0; i < kBatch; ++i) {
-      const int chunk = first + i * kWarps;
-      if (chunk >= chunks) break;
-      const int next = chunk / work.chunks_of_scale;
-      if (next != group_of_scale) {  // in all lanes at once: groups begin at the same columns in all rows
-        sums.move(shared[warp], scales);
-        group_of_scale = next;
-        scales_at(next, scales);
+      for (int i = 0; i < 2 * kTiles; ++i) {
+        device::copy_later(ring + (stage * 2 * kTiles + i) * 32, codes[i], copied < work.columns);
       }
-      const int column = chunk * kChunk + quarter * Codes::kCount;
-      sums.add(loaded[i], tokens, column, column < work.columns);
+      copied += step;
+      advance();
+      device::end_batch();
+    };
+#pragma unroll
+    for (int i = 0; i < kStages - 1; ++i) start(i);
+    float scales[2][2 * kTiles];  // of this chunk, and of the next one
+    scales_at(chunk, scales[0]);
+    while (chunk < chunks) {
+#pragma unroll
+      for (int i = 0; i < 2 * kStages; ++i) {
+        if (i > 0 && chunk >= chunks) break;
+        scales_at(chunk + warps, scales[(i + 1) % 2]);
+        device::wait_for_batches<kStages - 2>();
+        start((i + kStages - 1) % kStages);
+        Loaded<Codes, kTiles> loaded;
+#pragma unroll
+        for (int k = 0; k < 2 * kTiles; ++k) loaded.set(k, 0, ring[(i % kStages * 2 * kTiles + k) * 32]);
+        add(loaded, scales[i % 2]);
+      }
+    }
+  } else {
+    constexpr int kBatch = kTiles == 1 ? 2 : 1;
+    while (chunk < chunks) {
+      Loaded<Codes, kTiles> loaded[kBatch];
+      float scales[kBatch][2 * kTiles];
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        loaded[i].load(codes, column + i * step < work.columns);
+        scales_at(chunk + i * warps, scales[i]);
+        advance();
+      }
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) add(loaded[i], scales[i]);
     }
   }
-  sums.move(shared[warp], scales);
+  device::wait_for_batches<0>();
+  __syncthreads();  // nobody uses the ring any more
+  auto* parts = reinterpret_cast<WarpSums<kTiles, kEights>*>(dynamic);
+  sums.store(parts[warp]);
   __syncthreads();
   const auto [begin, end, expert] = kept;
-  for (int i = threadIdx.x; i < kTokens * kOutputs; i += kThreads) {
+  for (int i = threadIdx.x; i < kTokens * kOutputs; i += blockDim.x) {
     const int token = begin + i / kOutputs, column = first_output + i % kOutputs;
     if (token >= end || column >= work.outputs) continue;
     float sum = 0;
-#pragma unroll
-    for (int w = 0; w < kWarps; ++w) sum += shared[w][i / kOutputs][i % kOutputs];
+#pragma unroll 4
+    for (int w = 0; w < warps; ++w) sum += parts[w][i / kOutputs][i % kOutputs];
     if (work.bias != nullptr) sum += float(work.bias[static_cast<int64_t>(expert) * work.outputs + column]);
     work.out[static_cast<int64_t>(token) * work.outputs + column] = Element(activate(sum, work.activation));
   }
@@ -271,9 +316,17 @@ void launch(const Work<Element>& work) {
   const int parts = work.offsets == nullptr ? (work.rows + kTokens - 1) / kTokens : work.rows / kTokens + shorter;
   opk::Launch how;
   how.grid = {(work.outputs + kTiles * 16 - 1) / (kTiles * 16), parts};
-  how.block = kThreads;
+  // Warps share a row's columns: enough of them to keep the multiprocessors of a large GPU busy, and no more.
+  const uint64_t blocks = how.grid.count();
+  int warps = blocks > 384 && kHasRing<Codes> ? 4 : blocks > 132 ? 8 : kMostWarps<Codes, kEights>;
+  constexpr size_t kRing = kHasRing<Codes> ? kStages * 2 * kTiles * 32 * sizeof(uint4) : 0;
+  constexpr size_t kSums = sizeof(WarpSums<kTiles, kEights>), kBytes = kRing > kSums ? kRing : kSums;
+  const auto kernel = few_rows_kernel<Codes, Element, kTiles, kEights>;
+  while (warps > 4 && warps * kBytes > opk::most_shared(kernel)) warps /= 2;
+  how.block = warps * 32;
+  how.shared = warps * kBytes;
   how.overlap = true;
-  opk::launch(few_rows_kernel<Codes, Element, kTiles, kEights>, how, work);
+  opk::launch(kernel, how, work);
 }
 
 // Whether this GPU has the instructions, and the library has code with them.
@@ -292,7 +345,9 @@ bool set_scales(Work<Element>& work, const float* scales, int64_t group) {
   work.scales = scales;
   work.rows_of_scale = static_cast<int32_t>(in_rows ? 1 : group / work.columns);
   work.scales_of_row = static_cast<int32_t>(in_rows ? work.columns / group : 1);
-  work.chunks_of_scale = static_cast<int32_t>((in_rows ? group : work.columns + kChunk) / kChunk);
+  const int64_t chunks = (in_rows ? group : work.columns + kChunk) / kChunk;  // of a scale
+  if (scales != nullptr && work.columns / kChunk >= 1 << 16) return false;  // `inverse` would not be exact
+  work.inverse = static_cast<uint32_t>(((int64_t{1} << 32) + chunks - 1) / chunks);
   return true;
 }
 

@@ -83,9 +83,6 @@ def read(file: File) -> Elf:
         )
 
 
-_STARTS = {"posix_spawn", "posix_spawn_file_actions_adddup2", "waitpid"}
-
-
 def find_ninja_fault(path: str) -> str:
     """Why a library cannot take the place of a ninja's calls; empty if it can, or if the file is a
     script, which starts another."""
@@ -100,7 +97,8 @@ def find_ninja_fault(path: str) -> str:
         return "it is linked statically"
     if not any(each.startswith("libc.so.") for each in found.needed):
         return f"it is linked to {', '.join(found.needed)}, not to this machine's C library"
-    if not {symbol for _, symbol, _ in found.symbols} >= _STARTS:
+    # Whoever gives a child its output by this call starts it by the one that goes with it.
+    if not any(symbol.endswith("_spawn_file_actions_adddup2") for _, symbol, _ in found.symbols):
         return "it starts commands in a way that is not known"
     return ""
 

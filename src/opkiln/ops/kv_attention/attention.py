@@ -9,12 +9,16 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from opkiln.errors import ArgumentError, ArgumentTypeError
+from opkiln.ops.front_ends import runs_cuda_kernels
 from opkiln.ops.kv_attention.functions import append, check_places, kv_attention
 
 _COUNTERS = 4096  # a GPU that has more pairs of sequences and heads to work on need not split them
 _MOST_TOKENS = 8  # of one sequence that the decode kernel takes; more are a prompt
 _BLOCK_KEYS = 64  # that a block of the kernel reads at a time
 _MOST_SPLITS = 128
+_MOST_CLUSTERED = 8  # blocks that add up their parts as a cluster
+_MOST_WIDE = 64  # blocks that have twice the warps: one for each multiprocessor
+_CLUSTERS_NEED = 200 << 10  # bytes of shared memory that a block may have
 
 
 class KVCache:
@@ -43,9 +47,12 @@ class KVCache:
                 raise ArgumentTypeError(f"{name} has dtype {given.dtype}, expected int32")
         self.k, self.v, self.lengths, self.block_table = k, v, lengths, block_table
         self.counters = torch.zeros(_COUNTERS, dtype=torch.int32, device=k.device)
-        self.processors = (
-            torch.cuda.get_device_properties(k.device).multi_processor_count if k.is_cuda else 1
-        )
+        self.processors, self.clusters = 1, False
+        if k.is_cuda:
+            gpu = torch.cuda.get_device_properties(k.device)
+            self.processors = gpu.multi_processor_count
+            shared = getattr(gpu, "shared_memory_per_block_optin", 0)  # ROCm has no such number
+            self.clusters = shared >= _CLUSTERS_NEED
 
     @classmethod
     def empty(
@@ -115,41 +122,52 @@ def attention(
         return scaled_dot_product_attention(
             q, k, v, is_causal=causal, scale=scale, enable_gqa=heads != cache.kv_heads
         )
-    on_cuda = q.is_cuda or kv_attention.builder.emulates()
+    on_cuda = runs_cuda_kernels(q, kv_attention.builder)
     decode = on_cuda and tokens <= _MOST_TOKENS and q.dtype in (torch.float16, torch.bfloat16)
     # A prompt behind other tokens, fp32 and the CPU: the reference is torch's attention.
     call = kv_attention if decode else kv_attention.reference
     group = heads // cache.kv_heads
     units = batch * cache.kv_heads * -(-group * tokens // 16)
-    splits = chosen_splits(units, most, cache.processors, table is not None) if decode else 1
+    paged = table is not None
+    splits = chosen_splits(units, most, cache.processors, paged, cache.clusters) if decode else 1
     out: Tensor = call(
         q, k, v, keys, values, lengths, table, alibi_slopes, cache.counters, scale, causal, splits
     )
     return out
 
 
-def chosen_splits(units: int, context: int, processors: int, paged: bool = False) -> int:
+def chosen_splits(
+    units: int, context: int, processors: int, paged: bool = False, clusters: bool = False
+) -> int:
     """How many blocks share a sequence, for ``units`` pairs of a sequence and a kv head."""
-    return _splits(units, max(-(-context // _BLOCK_KEYS), 1), processors, paged)
+    steps = max(-(-context // _BLOCK_KEYS), 1)
+    return _splits(units, steps, processors, paged, clusters)
 
 
 @functools.lru_cache(maxsize=1024)
-def _splits(units: int, steps: int, processors: int, paged: bool) -> int:
+def _splits(units: int, steps: int, processors: int, paged: bool, clusters: bool) -> int:
     """The number whose calls take the least time, of those that give all blocks the same steps.
 
     Time is counted in steps of a block that has the GPU for itself. Two blocks run on each
     multiprocessor, but fewer use all of the memory's bandwidth; more make each other slower. A
     block that looks up where its keys are is slower by itself. Adding up the parts takes time of
-    its own, more with each part. The numbers fit what was measured on an H200.
+    its own, more with each part, and less within a cluster. Where there are clusters, few blocks
+    do two steps at a time. The numbers fit what was measured on an H200.
     """
     slots, saturating = 2 * processors, 0.62 * processors
     alone = 1.3 if paged else 1.0
 
     def cost(splits: int) -> float:
-        rounds, rest = divmod(units * splits, slots)
-        last = max(alone, rest / saturating) if rest else 0.0
-        adding_up = 3.5 + splits / 12 if splits > 1 else 0.0
-        return -(-steps // splits) * (rounds * slots / saturating + last) + adding_up
+        blocks, each = units * splits, -(-steps // splits)
+        if clusters and blocks <= _MOST_WIDE:
+            time = -(-each // 2) * max(alone, 1.96 * blocks / saturating) + 0.4
+        else:
+            rounds, rest = divmod(blocks, slots)
+            last = max(alone, rest / saturating) if rest else 0.0
+            time = each * (rounds * slots / saturating + last)
+        if splits == 1:
+            return time
+        return time + (1.5 if clusters and splits <= _MOST_CLUSTERED else 3.5 + splits / 12)
 
     # As few as give blocks their share.
     shares = {-(-steps // -(-steps // splits)) for splits in range(1, min(steps, _MOST_SPLITS) + 1)}

@@ -28,7 +28,7 @@ __device__ void add_parts(const Work& work, float* factors, int64_t unit, int sp
     const bool needed = split < splits && int(threadIdx.x) < rows * kFours;
     ahead[split] = needed ? part(split, threadIdx.x) : float4{0, 0, 0, 0};
   }
-  for (int row = threadIdx.x / 32; row < rows; row += kWarps) {  // one warp per row
+  for (int row = threadIdx.x / 32; row < rows; row += blockDim.x / 32) {  // a warp for each row
     float most = -INFINITY, total = 0;
     for (int split = lane; split < splits; split += 32) {
       const float2 found = __ldcg(sums + split * kRows + row);
@@ -48,7 +48,7 @@ __device__ void add_parts(const Work& work, float* factors, int64_t unit, int sp
     }
   }
   __syncthreads();
-  for (int i = threadIdx.x; i < rows * kFours; i += kThreads) {
+  for (int i = threadIdx.x; i < rows * kFours; i += blockDim.x) {
     const int row = i / kFours;
     float4 sum = {0, 0, 0, 0};
     int split = 0;
@@ -64,36 +64,80 @@ __device__ void add_parts(const Work& work, float* factors, int64_t unit, int sp
   }
 }
 
+// The parts that the blocks of a cluster send each other. Each block adds up some columns of all.
+template <int kRows>
+struct Received {
+  float4 parts[kRows * HEAD / 4 + kMostBlocks];  // [block, column]
+  float2 sums[kMostBlocks][kRows];
+
+  __device__ static int columns(const Work& work, int rows) {
+    return (rows * (HEAD / 4) + work.splits - 1) / work.splits;
+  }
+
+  // `this` is that of the sender.
+  __device__ void send(const Work& work, int rows, int i, const float4& part, const float2& sum) {
+    const int each = columns(work, rows), to = i / each, from = blockIdx.x;
+    in_other(this, to)->parts[from * each + i - to * each] = part;
+    if (i % (HEAD / 4) == 0) {
+      for (int block = 0; block < work.splits; ++block) in_other(this, block)->sums[from][i / (HEAD / 4)] = sum;
+    }
+  }
+
+  __device__ void add_up(const Work& work, int rows, int batch, int head, int first_row) const {
+    constexpr int kFours = HEAD / 4;
+    const int each = columns(work, rows), begin = blockIdx.x * each;
+    for (int i = threadIdx.x; i < min(each, rows * kFours - begin); i += blockDim.x) {
+      const int row = (begin + i) / kFours;
+      float2 found[kMostBlocks];
+      float most = -INFINITY, total = 0;
+#pragma unroll
+      for (int block = 0; block < kMostBlocks; ++block) {
+        found[block] = block < work.splits ? sums[block][row] : float2{-INFINITY, 0};
+        most = fmaxf(most, found[block].x);
+      }
+      float4 sum = {0, 0, 0, 0};
+#pragma unroll
+      for (int block = 0; block < kMostBlocks; ++block) {
+        if (block >= work.splits) break;
+        const float factor = fast_exp2(found[block].x - (most == -INFINITY ? 0.f : most));
+        total += factor * found[block].y;
+        add(sum, factor, parts[block * each + i]);
+      }
+      const float factor = most == -INFINITY ? 0.f : 1.f / total;
+      store_out(work, batch, head, first_row + row, (begin + i) % kFours, sum, factor);
+    }
+  }
+};
+
 template <int kEights>
-__global__ void __launch_bounds__(kThreads, 2) decode_kernel(const OPK_GRID_CONSTANT Work work) {
-  // so that copies are whole cache lines: half a line takes as long
-  extern __shared__ __align__(128) uint4 shared[];
+__global__ void __launch_bounds__(2 * kThreads) decode_kernel(const OPK_GRID_CONSTANT Work work) {
+  extern __shared__ __align__(128) uint4 shared[];  // copies of whole lines: half of a line takes as long
   __shared__ bool is_last;
   constexpr int kRows = kEights * 8, kFours = HEAD / 4;
-  opk::wait_for_previous();
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, batch = blockIdx.z;
   const int head = blockIdx.y / work.row_blocks, first_row = blockIdx.y % work.row_blocks * kRows;
   const int rows = min(kRows, work.tokens * work.group - first_row);
+  const int warps = blockDim.x / 32, step = warps * kTile;  // keys that the block reads at a time
+  if (work.clustered) arrive_in_cluster();
+  opk::wait_for_previous();
 
   const Rows source(work, batch, head);
-  const int all_keys = (source.total + kBlockKeys - 1) / kBlockKeys * kBlockKeys;
-  const int share = max((all_keys / kBlockKeys + work.splits - 1) / work.splits, 1) * kBlockKeys;
-  const int splits = max((all_keys + share - 1) / share, 1);  // splits that have at least one key
-  const int split = blockIdx.x;
-  if (split >= splits) return;
-  const int begin = split * share, end = min(begin + share, source.total);
+  const Share share(work, source.total);
+  const int splits = share.splits, split = blockIdx.x;
+  if (split >= splits && !work.clustered) return;
+  const int begin = share.begin, end = share.end;
 
-  // This warp's tiles are every kWarps-th, so that the block reads neighbouring tiles at the same time.
+  // This warp's tiles are every warps-th, so that a block reads neighbours at one time.
   const int first = begin + warp * kTile;
-  const int count = first < end ? (end - first + kBlockKeys - 1) / kBlockKeys : 0;
+  const int count = first < end ? (end - first + step - 1) / step : 0;
   uint4* ring = shared + warp * kStages * 2 * kTileChunks;
-  int next = source.look_up_block(first), after_next = source.look_up_block(first + kBlockKeys);
+  int next = source.look_up_block(first), after_next = source.look_up_block(first + step);
 #pragma unroll
   for (int tile = 0; tile < kStages - 1; ++tile) {
     const int blocks = next;
     next = after_next;
-    after_next = source.look_up_block(first + (tile + 2) * kBlockKeys);
-    if (tile < count) source.start(ring + tile * 2 * kTileChunks, first + tile * kBlockKeys, blocks);
+    after_next = source.look_up_block(first + (tile + 2) * step);
+    if (tile < count) source.start(ring + tile * 2 * kTileChunks, first + tile * step, blocks);
     end_batch();
   }
   uint32_t queries[kEights][kSteps][2];
@@ -110,12 +154,12 @@ __global__ void __launch_bounds__(kThreads, 2) decode_kernel(const OPK_GRID_CONS
     const int blocks = next;
     const int later = tile + kStages - 1;
     next = after_next;
-    after_next = source.look_up_block(first + (later + 2) * kBlockKeys);
+    after_next = source.look_up_block(first + (later + 2) * step);
     if (later < count) {
-      source.start(ring + free_stage * 2 * kTileChunks, first + later * kBlockKeys, blocks);
+      source.start(ring + free_stage * 2 * kTileChunks, first + later * step, blocks);
     }
     end_batch();
-    attend(ring + stage * 2 * kTileChunks, first + tile * kBlockKeys, all_visible, work, queries, columns, out);
+    attend(ring + stage * 2 * kTileChunks, first + tile * step, all_visible, work, queries, columns, out);
     free_stage = stage;
     stage = stage + 1 == kStages ? 0 : stage + 1;
   }
@@ -123,7 +167,7 @@ __global__ void __launch_bounds__(kThreads, 2) decode_kernel(const OPK_GRID_CONS
   // Adds up the warps of the block in shared memory.
   __syncthreads();
   float* outs = reinterpret_cast<float*>(shared);  // [warp, row, kOutRow]
-  float2* sums = reinterpret_cast<float2*>(outs + kWarps * kRows * kOutRow);  // [warp, row]
+  float2* sums = reinterpret_cast<float2*>(outs + warps * kRows * kOutRow);  // [warp, row]
 #pragma unroll
   for (int eight = 0; eight < kEights; ++eight) {
 #pragma unroll
@@ -146,27 +190,37 @@ __global__ void __launch_bounds__(kThreads, 2) decode_kernel(const OPK_GRID_CONS
   float4* parts = reinterpret_cast<float4*>(work.parts) + (unit * work.splits + split) * kRows * kFours;
   float2* part_sums = reinterpret_cast<float2*>(work.parts + units * work.splits * kRows * HEAD) +
       (unit * work.splits + split) * kRows;
-  for (int i = threadIdx.x; i < rows * kFours; i += kThreads) {
+  auto* received = reinterpret_cast<Received<kRows>*>(shared + warps * (kRingBytes / kWarps / 16));
+  if (work.clustered) wait_for_cluster();  // they have all begun
+  for (int i = threadIdx.x; i < rows * kFours; i += blockDim.x) {
     const int row = i / kFours, column = i % kFours;
     float most = -INFINITY, total = 0;
-#pragma unroll
-    for (int w = 0; w < kWarps; ++w) most = fmaxf(most, sums[w * kRows + row].x);
+#pragma unroll kWarps
+    for (int w = 0; w < warps; ++w) most = fmaxf(most, sums[w * kRows + row].x);
     const float base = most == -INFINITY ? 0.f : most;
     float4 sum = {0, 0, 0, 0};
-#pragma unroll
-    for (int w = 0; w < kWarps; ++w) {
+#pragma unroll kWarps
+    for (int w = 0; w < warps; ++w) {
       const float2 found = sums[w * kRows + row];
       const float factor = fast_exp2(found.x - base);
       total += factor * found.y;
       add(sum, factor, *reinterpret_cast<const float4*>(outs + (w * kRows + row) * kOutRow + column * 4));
     }
-    if (splits == 1) {
-      // A query that sees no key gives zeros.
+    if (work.clustered) {
+      received->send(work, rows, i, sum, {most, total});
+    } else if (splits == 1) {
+      // A query that sees nothing gives zeros.
       store_out(work, batch, head, first_row + row, column, sum, most == -INFINITY ? 0.f : 1.f / total);
     } else {
       parts[row * kFours + column] = sum;
       if (column == 0) part_sums[row] = {most, total};
     }
+  }
+  if (work.clustered) {
+    arrive_in_cluster();
+    wait_for_cluster();
+    received->add_up(work, rows, batch, head, first_row);
+    return;
   }
   if (splits == 1) return;
 
@@ -199,12 +253,25 @@ void check_rows(const Tensor& x, int64_t heads) {
 }
 
 template <int kEights>
-void launch_decode(const Work& work, int64_t batch) {
+void launch_decode(Work& work, int64_t batch, opk::Device device) {
   opk::Launch how;
   how.grid = {work.splits, int64_t{work.heads} * work.row_blocks, batch};
-  how.block = kThreads;
-  how.shared = kRingBytes;
+  const size_t most = opk::most_shared(decode_kernel<kEights>), sent = sizeof(Received<kEights * 8>);
+  const int wide = how.grid.count() <= kWideBlocks && most >= 2 * kRingBytes + sent ? 2 : 1;
+  how.block = wide * kThreads;
+  how.shared = wide * kRingBytes;
   how.overlap = true;
+  work.clustered = work.splits > 1 && work.splits <= kMostBlocks && most >= how.shared + sent &&
+      opk::has_clusters(decode_kernel<kEights>);
+  Tensor parts;
+  if (work.clustered) {
+    how.cluster = work.splits;
+    how.shared += sent;
+  } else if (work.splits > 1) {
+    const int64_t rows = static_cast<int64_t>(how.grid.count()) * kEights * 8;
+    parts = opk::empty({rows * (HEAD + 2)}, opk::DType::float32, device);
+    work.parts = parts.data<float>();
+  }
   opk::launch(decode_kernel<kEights>, how, work);
 }
 
@@ -274,12 +341,7 @@ Tensor kv_attention(const Tensor& q, const opk::optional<Tensor>& k, const opk::
   if (units > counters.numel()) splits = 1;
   Tensor out = opk::empty_strided({batch, q_heads, tokens, HEAD},
                                   {tokens * q_heads * HEAD, HEAD, q_heads * HEAD, 1}, q.dtype(), q.device());
-  Tensor parts;
-  if (splits > 1) {
-    parts = opk::empty({units * splits * held * (HEAD + 2)}, opk::DType::float32, q.device());
-    work.parts = parts.data<float>();
-    work.counters = counters.data<int32_t>();
-  }
+  work.counters = counters.data<int32_t>();
   work.out = out.data<Element>();
   work.capacity = static_cast<int32_t>(capacity);
   work.tokens = static_cast<int32_t>(tokens);
@@ -290,9 +352,9 @@ Tensor kv_attention(const Tensor& q, const opk::optional<Tensor>& k, const opk::
   work.scale = static_cast<float>(scale * 1.4426950408889634);
   work.causal = causal;
   if (rows > 8) {
-    launch_decode<2>(work, batch);
+    launch_decode<2>(work, batch, q.device());
   } else {
-    launch_decode<1>(work, batch);
+    launch_decode<1>(work, batch, q.device());
   }
   return out;
 }

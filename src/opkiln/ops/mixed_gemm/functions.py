@@ -125,10 +125,12 @@ def _weights(
         bits, none = int(form.removeprefix("int")), scales.new_empty(0)
         values, numel = codes.reshape(-1), math.prod(size)
         in_order = (True, 1, 1, 1)  # symmetric, and not swizzled
-        flat = dequantize(values, scales, none, numel, narrow, bits, group_size, *in_order)
+        flat: Tensor = dequantize.reference(
+            values, scales, none, numel, narrow, bits, group_size, *in_order
+        )
         return flat.view(size).to(dtype)
     found = formats.FORMATS[form]
-    out = fp_dequantize(
+    out: Tensor = fp_dequantize.reference(
         codes, scales, list(size), group_size, found.bits, found.mantissa_bits, narrow
     )
     return out.to(dtype)

@@ -13,6 +13,7 @@ from torch import Tensor
 from opkiln.errors import ArgumentError, ArgumentTypeError
 from opkiln.ops.checks import NATIVE
 from opkiln.ops.fp_quantizer.quantizer import FPQuantized, FPQuantizer
+from opkiln.ops.front_ends import runs_cuda_kernels
 from opkiln.ops.mixed_gemm.functions import multiply, packed_gemm
 from opkiln.ops.mixed_gemm.op import ACTIVATIONS, FORMATS, NUMBERS
 from opkiln.ops.quantizer.quantize import Quantized, dequantize
@@ -112,7 +113,7 @@ def _pack(
 
 def _is_served(x: Tensor, others: tuple[Tensor | None, ...], form: str, group_size: int) -> bool:
     """Whether the kernel takes it: on a GPU, in 16 bits, without gradients, in whole chunks."""
-    if not (x.is_cuda or packed_gemm.builder.emulates()) or x.dtype == torch.float32:
+    if not runs_cuda_kernels(x, packed_gemm.builder) or x.dtype == torch.float32:
         return False
     tensors = [x, *(each for each in others if each is not None)]
     if torch.is_grad_enabled() and any(each.requires_grad for each in tensors):

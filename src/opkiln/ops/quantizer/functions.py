@@ -43,19 +43,10 @@ _LEAST_SCALE = 2.0**-126
 
 @kit.op(gradient=False)
 def quantize(
-    x: Tensor,
-    bits: int,
-    group_size: int,
-    symmetric: bool,
-    stochastic: bool,
-    seed: int,
-    offset: int,
-    nodes: int,
-    devices_per_node: int,
-    pipeline: int,
-    offset_tensor: Tensor | None = None,
-    narrow_range: bool = True,
-) -> _Three:
+    x: Tensor, bits: int, group_size: int, symmetric: bool, stochastic: bool, seed: int,
+    offset: int, nodes: int, devices_per_node: int, pipeline: int,
+    offset_tensor: Tensor | None = None, narrow_range: bool = True,
+) -> _Three:  # fmt: skip
     """Levels, scales and offsets (none where symmetric) of the groups of ``x``.
 
     With ``nodes`` and the like above 1 the groups are put in another order, see ``swizzle``. Raises
@@ -75,20 +66,10 @@ def _(x: Tensor, *rest: Any) -> _Three:
 
 @kit.op(mutates="error")
 def quantize_with_feedback(
-    x: Tensor,
-    error: Tensor,
-    bits: int,
-    group_size: int,
-    symmetric: bool,
-    stochastic: bool,
-    seed: int,
-    offset: int,
-    nodes: int,
-    devices_per_node: int,
-    pipeline: int,
-    offset_tensor: Tensor | None = None,
-    narrow_range: bool = True,
-) -> _Three:
+    x: Tensor, error: Tensor, bits: int, group_size: int, symmetric: bool, stochastic: bool,
+    seed: int, offset: int, nodes: int, devices_per_node: int, pipeline: int,
+    offset_tensor: Tensor | None = None, narrow_range: bool = True,
+) -> _Three:  # fmt: skip
     """As ``quantize`` of ``x + error``; ``error``, fp32, receives what the levels leave out."""
     rounding = _Rounding(bits, group_size, symmetric, stochastic, seed, offset, offset_tensor,
                          narrow_range)  # fmt: skip
@@ -102,18 +83,9 @@ def _(x: Tensor, error: Tensor, *rest: Any) -> _Three:
 
 @kit.op(gradient=False)
 def dequantize(
-    values: Tensor,
-    scales: Tensor,
-    offsets: Tensor,
-    numel: int,
-    dtype: torch.dtype,
-    bits: int,
-    group_size: int,
-    symmetric: bool,
-    nodes: int,
-    devices_per_node: int,
-    pipeline: int,
-) -> Tensor:
+    values: Tensor, scales: Tensor, offsets: Tensor, numel: int, dtype: torch.dtype, bits: int,
+    group_size: int, symmetric: bool, nodes: int, devices_per_node: int, pipeline: int,
+) -> Tensor:  # fmt: skip
     """The ``numel`` numbers that the levels stand for, rounded to ``dtype``, in one dimension."""
     check_format(bits, group_size)
     check_native("dtype is", dtype)
@@ -130,16 +102,9 @@ def _(values: Tensor, scales: Tensor, offsets: Tensor, *rest: Any) -> Tensor:
 
 @kit.op()
 def fake_quantize(
-    x: Tensor,
-    bits: int,
-    group_size: int,
-    symmetric: bool,
-    stochastic: bool,
-    seed: int,
-    offset: int,
-    offset_tensor: Tensor | None = None,
-    narrow_range: bool = True,
-) -> Tensor:
+    x: Tensor, bits: int, group_size: int, symmetric: bool, stochastic: bool, seed: int,
+    offset: int, offset_tensor: Tensor | None = None, narrow_range: bool = True,
+) -> Tensor:  # fmt: skip
     """``x`` as it comes back from being quantized, in its own dtype and shape."""
     rounding = _Rounding(bits, group_size, symmetric, stochastic, seed, offset, offset_tensor,
                          narrow_range)  # fmt: skip
@@ -159,16 +124,9 @@ def _(grad: Tensor, *inputs: object) -> tuple[Tensor | None, ...]:
 
 @kit.op(mutates="x")
 def fake_quantize_(
-    x: Tensor,
-    bits: int,
-    group_size: int,
-    symmetric: bool,
-    stochastic: bool,
-    seed: int,
-    offset: int,
-    offset_tensor: Tensor | None = None,
-    narrow_range: bool = True,
-) -> None:
+    x: Tensor, bits: int, group_size: int, symmetric: bool, stochastic: bool, seed: int,
+    offset: int, offset_tensor: Tensor | None = None, narrow_range: bool = True,
+) -> None:  # fmt: skip
     """As ``fake_quantize``, in place."""
     rounding = _Rounding(bits, group_size, symmetric, stochastic, seed, offset, offset_tensor,
                          narrow_range)  # fmt: skip
@@ -177,23 +135,11 @@ def fake_quantize_(
 
 @kit.op(gradient=False)
 def quantized_reduce(
-    values: list[Tensor],
-    scales: list[Tensor],
-    offsets: list[Tensor],
-    numel: int,
-    from_bits: int,
-    from_group_size: int,
-    from_symmetric: bool,
-    factor: float,
-    bits: int,
-    group_size: int,
-    symmetric: bool,
-    stochastic: bool,
-    seed: int,
-    offset: int,
-    offset_tensor: Tensor | None = None,
+    values: list[Tensor], scales: list[Tensor], offsets: list[Tensor], numel: int, from_bits: int,
+    from_group_size: int, from_symmetric: bool, factor: float, bits: int, group_size: int,
+    symmetric: bool, stochastic: bool, seed: int, offset: int, offset_tensor: Tensor | None = None,
     narrow_range: bool = True,
-) -> _Three:
+) -> _Three:  # fmt: skip
     """The sum of parts of ``numel`` elements each, times ``factor``, quantized.
 
     The parts, of one format, are added one after the other in fp32. ``offsets`` is empty where
@@ -213,24 +159,11 @@ def _(values: list[Tensor], scales: list[Tensor], *rest: Any) -> _Three:
 
 @kit.op(mutates="error")
 def quantized_reduce_with_feedback(
-    error: Tensor,
-    values: list[Tensor],
-    scales: list[Tensor],
-    offsets: list[Tensor],
-    numel: int,
-    from_bits: int,
-    from_group_size: int,
-    from_symmetric: bool,
-    factor: float,
-    bits: int,
-    group_size: int,
-    symmetric: bool,
-    stochastic: bool,
-    seed: int,
-    offset: int,
-    offset_tensor: Tensor | None = None,
-    narrow_range: bool = True,
-) -> _Three:
+    error: Tensor, values: list[Tensor], scales: list[Tensor], offsets: list[Tensor], numel: int,
+    from_bits: int, from_group_size: int, from_symmetric: bool, factor: float, bits: int,
+    group_size: int, symmetric: bool, stochastic: bool, seed: int, offset: int,
+    offset_tensor: Tensor | None = None, narrow_range: bool = True,
+) -> _Three:  # fmt: skip
     """As ``quantized_reduce`` of the sum plus ``error``, which receives what is left out."""
     total = _sum(values, scales, offsets, numel, from_bits, from_group_size, from_symmetric, factor)
     rounding = _Rounding(bits, group_size, symmetric, stochastic, seed, offset, offset_tensor,

@@ -21,6 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from opkiln.ops.front_ends import runs_cuda_kernels
 from opkiln.ops.sparse_attn.op import forward
 
 COLUMNS = 64  # tokens of a tile along a line
@@ -45,7 +46,7 @@ class SparsePlan(NamedTuple):
 def plan_of(seen: Tensor, block: int, tokens: int, causal: bool, window: int) -> SparsePlan:
     """The plan of a layout. On the CPU, whose kernels read the layout itself, it has no lists."""
     seen, lists = seen.contiguous(), []
-    if seen.device.type != "cpu" or forward.builder.emulates():
+    if runs_cuda_kernels(seen, forward.builder):
         lists = lists_of(seen, block, tokens)
     return SparsePlan(seen, lists, block, tokens, causal, window)
 

@@ -18,13 +18,31 @@ OPK_NAMESPACE_BEGIN
   return answer;
 }
 
+// Bytes of dynamic shared memory that a block of the kernel may have on this device, in whole KiB; 0 if that cannot be
+// found out. The kernel may have all of them from then on: a limit of what one launch needs would hold for the launches
+// of other threads, too.
+[[gnu::noinline]] inline size_t most_shared_of(const void* kernel, int device) {
+  static NumberCache known;
+  int kib = known.find(kernel, device);
+  if (kib < 0) {
+    cudaFuncAttributes found;
+    int most = 0;
+    if (cudaFuncGetAttributes(&found, kernel) != cudaSuccess ||
+        cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device) != cudaSuccess) {
+      return 0;
+    }
+    most -= static_cast<int>(found.sharedSizeBytes);
+    if (cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most) != cudaSuccess) return 0;
+    kib = most < (256 << 10) ? most >> 10 : 255;
+    known.add(kernel, device, kib);
+  }
+  return static_cast<size_t>(kib) << 10;
+}
+
 [[gnu::noinline]] inline void launch_address(const void* kernel, const Launch& how, void** arguments) {
   int device = 0;
   cudaError_t error = cudaGetDevice(&device);
-  if (error == cudaSuccess && how.shared > (48 << 10)) {  // above this limit a kernel has to opt in
-    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                 static_cast<int>(how.shared));
-  }
+  if (error == cudaSuccess && how.shared > 0) most_shared_of(kernel, device);  // if it fails, the launch says why
   // above this limit a kernel has to opt in: not every device has such clusters
   if (error == cudaSuccess && how.cluster.count() > 8) {
     error = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
@@ -72,6 +90,12 @@ bool runs_as(void (*kernel)(P...), int capability) {
   int device = 0;
   return cudaGetDevice(&device) == cudaSuccess &&
       capability_of(reinterpret_cast<const void*>(kernel), device) >= capability;
+}
+
+template <class... P>
+size_t most_shared(void (*kernel)(P...)) {
+  int device = 0;
+  return cudaGetDevice(&device) == cudaSuccess ? most_shared_of(reinterpret_cast<const void*>(kernel), device) : 0;
 }
 
 OPK_NAMESPACE_END

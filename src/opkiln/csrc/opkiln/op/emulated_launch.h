@@ -17,4 +17,9 @@ bool runs_as(void (*)(P...), int capability) {
   return capability < 90;
 }
 
+template <class... P>
+size_t most_shared(void (*)(P...)) {
+  return 227 << 10;  // as much as GPUs of compute capability 9.0 have
+}
+
 OPK_NAMESPACE_END

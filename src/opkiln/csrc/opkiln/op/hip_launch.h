@@ -32,4 +32,12 @@ bool runs_as(void (*)(P...), int) {
   return false;
 }
 
+template <class... P>
+size_t most_shared(void (*)(P...)) {
+  int device = 0, most = 0;
+  const bool found = hipGetDevice(&device) == hipSuccess &&
+      hipDeviceGetAttribute(&most, hipDeviceAttributeMaxSharedMemoryPerBlock, device) == hipSuccess;
+  return found ? static_cast<size_t>(most) : 0;
+}
+
 OPK_NAMESPACE_END

@@ -38,13 +38,15 @@ struct Config {
 };
 static_assert(sizeof(Attribute) == 72 && sizeof(Config) == 56, "as in cuda.h");
 
-// Values of CUfunction_attribute.
-enum : int { kPtxVersion = 5, kBinaryVersion = 6, kMaxDynamicShared = 8, kNonPortableClusters = 14 };
+// Of CUfunction_attribute, and of CUdevice_attribute.
+enum : int { kStaticShared = 1, kPtxVersion = 5, kBinaryVersion = 6, kMaxDynamicShared = 8, kNonPortableClusters = 14 };
+enum : int { kMostSharedOfBlock = 97 };
 
 struct Functions {
   int (*cuGetErrorString)(int, const char**);
   int (*cuCtxGetCurrent)(void**);
   int (*cuCtxSetCurrent)(void*);
+  int (*cuDeviceGetAttribute)(int*, int, int);
   int (*cuDevicePrimaryCtxRetain)(void**, int);
   int (*cuLibraryLoadData)(void**, const void*, int*, void**, unsigned, int*, void**, unsigned);
   int (*cuLibraryUnload)(void*);
@@ -70,6 +72,7 @@ void look_up(void* library, const char* name, F*& function) {
     OPK_LOOK_UP(cuGetErrorString);
     OPK_LOOK_UP(cuCtxGetCurrent);
     OPK_LOOK_UP(cuCtxSetCurrent);
+    OPK_LOOK_UP(cuDeviceGetAttribute);
     OPK_LOOK_UP(cuDevicePrimaryCtxRetain);
     OPK_LOOK_UP(cuLibraryLoadData);
     OPK_LOOK_UP(cuLibraryUnload);
@@ -141,6 +144,24 @@ inline int enter_context(int32_t device) {
   return answer;
 }
 
+// As in cuda_launch.h.
+[[gnu::noinline]] inline size_t most_shared_of(void* handle, int32_t device) {
+  static NumberCache known;
+  int kib = known.find(handle, device);
+  if (kib < 0) {
+    const Functions& cuda = functions();
+    int fixed = 0, most = 0;
+    if (cuda.cuKernelGetAttribute(&fixed, kStaticShared, handle, device) != 0 ||
+        cuda.cuDeviceGetAttribute(&most, kMostSharedOfBlock, device) != 0 ||
+        cuda.cuKernelSetAttribute(kMaxDynamicShared, most - fixed, handle, device) != 0) {
+      return 0;
+    }
+    kib = most - fixed < (256 << 10) ? (most - fixed) >> 10 : 255;
+    known.add(handle, device, kib);
+  }
+  return static_cast<size_t>(kib) << 10;
+}
+
 inline void add_extent(Attribute& attribute, const Extent& extent) {
   attribute.words[0] = extent.x;
   attribute.words[1] = extent.y;
@@ -155,9 +176,7 @@ inline void add_extent(Attribute& attribute, const Extent& extent) {
   int32_t device = 0;
   void* handle = nullptr;
   int error = find_kernel(kernel, &device, &handle);
-  if (error == 0 && how.shared > (48 << 10)) {  // above this limit a kernel has to opt in
-    error = cuda.cuKernelSetAttribute(kMaxDynamicShared, static_cast<int>(how.shared), handle, device);
-  }
+  if (error == 0 && how.shared > 0) most_shared_of(handle, device);  // if it fails, the launch says why
   // above this limit a kernel has to opt in: not every device has such clusters
   if (error == 0 && how.cluster.count() > 8) {
     error = cuda.cuKernelSetAttribute(kNonPortableClusters, 1, handle, device);
@@ -200,6 +219,17 @@ inline void add_extent(Attribute& attribute, const Extent& extent) {
 template <class... P>
 bool runs_as(void (*kernel)(P...), int capability) {
   return record_runs_as(*reinterpret_cast<driver::Kernel*>(kernel), capability);
+}
+
+[[gnu::noinline]] inline size_t most_shared_of_record(driver::Kernel& kernel) {
+  int32_t device = 0;
+  void* handle = nullptr;
+  return driver::find_kernel(kernel, &device, &handle) == 0 ? driver::most_shared_of(handle, device) : 0;
+}
+
+template <class... P>
+size_t most_shared(void (*kernel)(P...)) {
+  return most_shared_of_record(*reinterpret_cast<driver::Kernel*>(kernel));
 }
 
 template <class... P>
