@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -12,8 +13,11 @@ from typing import TYPE_CHECKING
 
 import ninja_graphs
 import pytest
-from loaders import HERE
+from loaders import HERE, shim
 from sample import child
+from sample.ninja_project import Project
+
+from opkiln.compat.ninja import front
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -59,3 +63,41 @@ def test_a_planted_mistake_is_found(mistake: str, tmp_path: Path) -> None:
     done = run(tmp_path / "trees", *rounds, "--seed", "3", "--plant", mistake)
     assert done.returncode == 1, done.stdout
     assert done.stdout.startswith("round "), done.stdout
+
+
+@pytest.mark.row(31)
+def test_jobs_of_two_nodes_succeed_on_a_shared_directory_that_hides_and_forgets(
+    tmp_path: Path, cache: Path, cases: Cases
+) -> None:
+    names = ("a", "b", "c", "d")
+    graph = "".join(f"build {name}.o: cc {name}.c\n" for name in names)
+    graph += f"build program: link {' '.join(f'{name}.o' for name in names)}\n"
+    files = {f"{name}__c": f"int {name}(void) {{ return JOB; }}\n" for name in names[1:]}
+    files["a__c"] = """
+#include <stdio.h>
+#include "job.h"
+int b(void), c(void), d(void);
+int main(void) { printf("%d", b() + c() + d()); }
+"""
+    network = {
+        "NETWORK_ROOT": str(cache), "NETWORK_HIDE_MS": "300", "NETWORK_STALE": "1",
+        "LD_PRELOAD": shim("slow_network", tmp_path),
+    }  # fmt: skip
+    for number in cases(20):
+        nodes = []
+        for node in ("one", "other"):
+            texts = {name: f'#include "job.h"\n{text}' for name, text in files.items()}
+            job = f"#pragma once\n#define JOB {number}\n"
+            project = Project(tmp_path / node / str(number), graph, job__h=job, **texts)
+            own = {"OPKILN_RUNTIME_DIR": str(tmp_path / f"{node}-run")}
+            environment = {**os.environ, **front.environment(), **network, **own}
+            command = [f"{front.SHIM}/ninja"]
+            nodes.append((project, subprocess.Popen(
+                command, cwd=project.path, env=environment, text=True,
+                stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            )))  # fmt: skip
+        for project, process in nodes:
+            said, _ = process.communicate()
+            assert process.returncode == 0, said
+            assert project.run("program") == str(3 * number)
+            assert project.is_done()
