@@ -19,7 +19,6 @@ from opkiln.base.digest import UnusableFile, key, sha256_file
 from opkiln.base.model import CARRIED, CPU, ONE_CALL, Artifact, OpSpec
 from opkiln.builder import OpBuilder
 from opkiln.builder.registry import ALL_OPS, libraries, listed_as
-from opkiln.building.asking import plan_here
 from opkiln.decision import receipt
 from opkiln.decision import terms as decision
 from opkiln.decision.archs import target_machine
@@ -336,6 +335,8 @@ def cache_key(asked: Iterable[BuildRequest]) -> str:
     The order of the ops makes no difference. One that this machine does not support and that was
     not named adds nothing. Raises OpkilnError, as a build would before it starts.
     """
+    from opkiln.building.asking import plan_here  # a build that finds everything asks nobody
+
     parts = set()
     for each in asked:
         try:
