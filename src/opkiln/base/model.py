@@ -177,6 +177,7 @@ class Registration(Record):
     functions: Any  # those in Python: the DeclaredFunctions of their builder
     # The overloads that a library's function is registered as; "" is the default one.
     overloads: tuple[str, ...]
+    passes_on: bool  # whether the reference takes the calls that a kernel does not serve
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -123,6 +123,7 @@ class OpBuilder:
     EMULATE = False
     FUNCTIONS = DeclaredFunctions()  # those that @kit.op() declares
     PARTS: tuple[type[OpBuilder], ...] = ()  # of what is several libraries under one name
+    PASSES_ON = False  # the reference takes the calls that a kernel does not serve
     PARAMETERS: Any = ()  # the compile-time parameters of decorated functions
     VALUES: tuple[Any, ...] = ()  # of the parameters, in the builder of one variant
     OVERLOADS: tuple[str, ...] = ("", NO_GRAD)  # what a library's function is registered as
@@ -312,7 +313,7 @@ class OpBuilder:
             return None
         namespace = self._checked_namespace('NAMESPACE = "my_package"    # in the builder class')
         functions = self.FUNCTIONS
-        return Registration(namespace, functions.schemas, functions, self.OVERLOADS)
+        return Registration(namespace, functions.schemas, functions, self.OVERLOADS, self.PASSES_ON)
 
     def _checked_namespace(self, hint: str) -> str:
         """Where the op's functions are in ``torch.ops``. Raises SpecError."""

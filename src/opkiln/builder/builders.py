@@ -84,6 +84,7 @@ class DecoratedBuilder(CUDAOpBuilder):
     """What is the same for all decorated functions."""
 
     _declared_by = DECORATOR
+    PASSES_ON = True
     FILE = ""  # that declares it
     DIRECTORY = ""  # of the Python file, from the root
     SOURCES = Sources()

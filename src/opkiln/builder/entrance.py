@@ -151,6 +151,13 @@ class Entrance:
             return self._fall_back(why, args, kwargs)
         return (variant.overload if self.has_overloads else variant)(*args, **kwargs)
 
+    def take_without_gradient(self, *args: Any, **kwargs: Any) -> Any:
+        """Take a call of the overload without a gradient: a library that registers itself has
+        kernels for the default overload alone."""
+        if self._is_plain and self.variant(()).is_native(device_of(args, kwargs)):
+            return self.overload()(*args, **kwargs)
+        return self(*args, **kwargs)
+
     def take_unserved(self, *args: Any, unserved_because: str, **kwargs: Any) -> Any:
         """Take a call that a kernel does not serve, or one with a dtype that is not loaded: then
         there is no reason."""
@@ -322,8 +329,10 @@ class Entrance:
             here.functions[self.qualified] = self
             self._library, self._first = library_of(self.namespace), library_of(self.namespace)
             for each in dict.fromkeys(("", overload)):
-                self._tell_overload(each, None if each == NATIVE else self)
-            self._tell_unserved()
+                kernel = self.take_without_gradient if each == NO_GRAD else self
+                self._tell_overload(each, None if each == NATIVE else kernel)
+            if self._builder.PASSES_ON:
+                self._tell_unserved()
             if before is not None:
                 self._tell_leftovers(before)
             if self.has_gradient:
@@ -358,7 +367,7 @@ class Entrance:
 
     def retire(self) -> None:
         """Have torch forget it, but for the operator itself, and this process its libraries."""
-        for each in (*self._overloads, *self._left, UNSERVED):
+        for each in (*self._overloads, *self._left, *((UNSERVED,) if self._unserved else ())):
             self._keep(self.overload_name(each))
         others = [self._batching, *self._leftovers.values(), self._library, self._first]
         for each in filter(None, (self._unserved, *others)):

@@ -45,13 +45,11 @@ class Variant:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         device = device_of(args, kwargs)
         if (here.era, device) not in self._served and device != "meta":
-            self.load(device)
-        if self.is_native(device):
-            if self.native is not None:
-                return self._compare(self.native, args, kwargs)
-            # Just loaded. Or this is an overload that a library which registers itself left out.
-            if _has_kernel(self.overload, device):
+            loaded = self.load(device)
+            if loaded is not None and loaded.artifact is not None and self.native is None:
                 return self.overload(*args, **kwargs)
+        if self.native is not None and self.is_native(device):
+            return self._compare(self.native, args, kwargs)
         return self._reference(*args, **kwargs)
 
     def is_native(self, device: str) -> bool:
@@ -101,11 +99,6 @@ class Variant:
 
     def _sources_in_words(self) -> str:
         return f"it has sources for {', '.join(self._builder.BACKENDS)} alone"
-
-
-def _has_kernel(overload: Any, device: str) -> bool:
-    has = torch._C._dispatch_has_kernel_for_dispatch_key
-    return has(overload.name(), device.upper())
 
 
 def require_allowed(op: str, what: str, why: str) -> None:

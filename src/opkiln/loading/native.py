@@ -288,8 +288,8 @@ def is_light(path: str) -> bool:
 def adopt(spec: OpSpec, library: Any, registration: Registration | None) -> None:
     """Register the functions of a library that was just opened, in place of an older version's.
 
-    Each is registered as all overloads that the registration names. The overload ``unserved`` of
-    each takes the calls that a kernel does not serve.
+    Each is registered as all overloads that the registration names. If the registration
+    passes on, the overload ``unserved`` of each takes the calls that a kernel does not serve.
 
     A library that registers itself when it is opened is left alone. Raises LoadError if a function
     is missing or does not fit its schema; the older version then stays.
@@ -314,7 +314,8 @@ def adopt(spec: OpSpec, library: Any, registration: Registration | None) -> None
             overloads = registration and registration.overloads_of(function.name)
             each = Listed(library, pointer, function, namespace, overloads or ("",))
             names = ",".join(signature.argument_names(schemas[function.name]))
-            reference = None if registration is None else each.place[1].encode()
+            passes_on = registration is not None and registration.passes_on
+            reference = each.place[1].encode() if passes_on else None
             library.opkiln_describe(pointer, names.encode(), reference)
             mine.append(each)
             try:
