@@ -75,7 +75,7 @@ class World:
         )
 
     def op(self, *, reference: bool = False, rule: Any = None, asked: str = "") -> Op:
-        made = Registration("dist", ("op() -> int",), (lambda: object) if reference else None)
+        made = Registration("dist", ("op() -> int",), None, ("",), False) if reference else None
         return Op(self.spec, made, rule, asked)
 
     def request(self, use: str = LOAD, *, native: bool = False, **op: Any) -> Request:
