@@ -178,9 +178,8 @@ def keep(
         for number in range(1, len(files)):
             os.rename(os.path.join(own, str(number)), os.path.join(staged, str(number)))
         try:
-            # After a power failure, a digest shows that a file did not reach the disk.
             where = os.path.join("objects", name[:2], name, leaf)
-            publish.publish(staged, store.root, where, sync_files=False)
+            publish.publish(staged, store.root, where)
         except StoreError as error:
             events.emit(events.NOTE, text=str(error))
         return digests

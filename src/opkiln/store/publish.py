@@ -75,21 +75,18 @@ def _why_full(error: OSError, directory: str) -> str:
         return ""  # it is gone: then the error itself says why
 
 
-def publish(source: str, root: str, relative: str, *, sync_files: bool = True) -> str:
+def publish(source: str, root: str, relative: str) -> str:
     """Copy a finished directory to ``root/relative``. Returns that path. The entry there may be
     another process's, if that one was faster. Raises StoreError, with the path and the number of
-    bytes, if the store cannot be written.
-
-    Without ``sync_files``, a power failure may damage the entry, which its digests show."""
+    bytes, if the store cannot be written."""
     final = os.path.join(root, relative)
     staging = os.path.join(root, "staging", secrets.token_hex(12))
     try:
         make_private(os.path.dirname(staging))
         os.mkdir(staging, 0o700)
         for name in sorted(os.listdir(source)):
-            _copy(os.path.join(source, name), os.path.join(staging, name), sync_files)
-        if sync_files:
-            sync(staging)
+            _copy(os.path.join(source, name), os.path.join(staging, name))
+        sync(staging)
         try:
             _rename(staging, final)
         except OSError as error:
@@ -97,8 +94,7 @@ def publish(source: str, root: str, relative: str, *, sync_files: bool = True) -
                 raise
             remove(staging)
         else:
-            if sync_files:
-                sync(os.path.dirname(final))
+            sync(os.path.dirname(final))
     except OSError as error:
         remove(staging)
         size = sum(entry.stat().st_size for entry in os.scandir(source))
@@ -172,13 +168,12 @@ def create(path: str, mode: int) -> BinaryIO:
     return open(path, "xb", opener=lambda name, flags: os.open(name, flags, mode))
 
 
-def _copy(source: str, destination: str, sync_it: bool) -> None:
+def _copy(source: str, destination: str) -> None:
     mode = 0o700 if os.access(source, os.X_OK) else 0o600
     with create(destination, mode) as out, open(source, "rb") as data:
         shutil.copyfileobj(data, out, 1 << 20)
-        if sync_it:
-            out.flush()
-            os.fsync(out.fileno())
+        out.flush()
+        os.fsync(out.fileno())
 
 
 def sync(directory: str) -> None:
