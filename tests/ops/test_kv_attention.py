@@ -175,7 +175,16 @@ def test_splits_use_the_bandwidth_and_leave_no_block_without_keys(
 
 @pytest.mark.parametrize("paged", [False, True])
 def test_a_short_context_has_few_blocks_and_few_parts_where_there_are_clusters(paged: bool) -> None:
-    for units, context in ((8, 1024), (32, 1024), (64, 1024), (8, 8192)):
+    for units, context in ((8, 1024), (32, 1024), (64, 1024), *(() if paged else ((8, 8192),))):
         splits = chosen_splits(units, context, 132, paged, clusters=True)
         assert splits <= 8  # the most blocks of a cluster
         assert 64 <= units * splits <= 132  # a block for each multiprocessor, in one round
+
+
+@pytest.mark.parametrize("context", [8192, 32768])
+@pytest.mark.parametrize("units", [8, 32, 64, 256])
+def test_a_long_paged_context_is_shared_as_if_there_were_no_clusters(
+    units: int, context: int
+) -> None:
+    with_clusters = chosen_splits(units, context, 132, paged=True, clusters=True)
+    assert with_clusters == chosen_splits(units, context, 132, paged=True)

@@ -17,6 +17,7 @@ _MOST_TOKENS = 8  # of one sequence that the decode kernel takes; more are a pro
 _BLOCK_KEYS = 64  # that a block of the kernel reads at a time
 _MOST_SPLITS = 128
 _MOST_CLUSTERED = 8  # blocks that add up their parts as a cluster
+_CLUSTERED_STEPS = 8  # of a block of a cluster, unless it has twice the warps
 _MOST_WIDE = 64  # blocks that have twice the warps: one for each multiprocessor
 _CLUSTERS_NEED = 200 << 10  # bytes of shared memory that a block may have
 
@@ -152,14 +153,15 @@ def _splits(units: int, steps: int, processors: int, paged: bool, clusters: bool
     multiprocessor, but fewer use all of the memory's bandwidth; more make each other slower. A
     block that looks up where its keys are is slower by itself. Adding up the parts takes time of
     its own, more with each part, and less within a cluster. Where there are clusters, few blocks
-    do two steps at a time. The numbers fit what was measured on an H200.
+    do two steps at a time, unless paged. The numbers fit what was measured on an H200.
     """
     slots, saturating = 2 * processors, 0.62 * processors
     alone = 1.3 if paged else 1.0
 
     def cost(splits: int) -> float:
         blocks, each = units * splits, -(-steps // splits)
-        if clusters and blocks <= _MOST_WIDE:
+        wide = clusters and not paged and blocks <= _MOST_WIDE
+        if wide:
             time = -(-each // 2) * max(alone, 1.96 * blocks / saturating) + 0.4
         else:
             rounds, rest = divmod(blocks, slots)
@@ -167,7 +169,8 @@ def _splits(units: int, steps: int, processors: int, paged: bool, clusters: bool
             time = each * (rounds * slots / saturating + last)
         if splits == 1:
             return time
-        return time + (1.5 if clusters and splits <= _MOST_CLUSTERED else 3.5 + splits / 12)
+        clustered = clusters and splits <= _MOST_CLUSTERED and (wide or each <= _CLUSTERED_STEPS)
+        return time + (1.5 if clustered else 3.5 + splits / 12)
 
     # As few as give blocks their share.
     shares = {-(-steps // -(-steps // splits)) for splits in range(1, min(steps, _MOST_SPLITS) + 1)}

@@ -28,7 +28,7 @@ __device__ void add_parts(const Work& work, float* factors, int64_t unit, int sp
     const bool needed = split < splits && int(threadIdx.x) < rows * kFours;
     ahead[split] = needed ? part(split, threadIdx.x) : float4{0, 0, 0, 0};
   }
-  for (int row = threadIdx.x / 32; row < rows; row += blockDim.x / 32) {  // a warp for each row
+  for (int row = threadIdx.x / 32; row < rows; row += block_warps()) {  // a warp for each row
     float most = -INFINITY, total = 0;
     for (int split = lane; split < splits; split += 32) {
       const float2 found = __ldcg(sums + split * kRows + row);
@@ -48,7 +48,7 @@ __device__ void add_parts(const Work& work, float* factors, int64_t unit, int sp
     }
   }
   __syncthreads();
-  for (int i = threadIdx.x; i < rows * kFours; i += blockDim.x) {
+  for (int i = threadIdx.x; i < rows * kFours; i += block_warps() * 32) {
     const int row = i / kFours;
     float4 sum = {0, 0, 0, 0};
     int split = 0;
@@ -86,7 +86,7 @@ struct Received {
   __device__ void add_up(const Work& work, int rows, int batch, int head, int first_row) const {
     constexpr int kFours = HEAD / 4;
     const int each = columns(work, rows), begin = blockIdx.x * each;
-    for (int i = threadIdx.x; i < min(each, rows * kFours - begin); i += blockDim.x) {
+    for (int i = threadIdx.x; i < min(each, rows * kFours - begin); i += block_warps() * 32) {
       const int row = (begin + i) / kFours;
       float2 found[kMostBlocks];
       float most = -INFINITY, total = 0;
@@ -110,14 +110,14 @@ struct Received {
 };
 
 template <int kEights>
-__global__ void __launch_bounds__(2 * kThreads) decode_kernel(const OPK_GRID_CONSTANT Work work) {
+__global__ void __launch_bounds__(kMostWarps * 32) decode_kernel(const OPK_GRID_CONSTANT Work work) {
   extern __shared__ __align__(128) uint4 shared[];  // copies of whole lines: half of a line takes as long
   __shared__ bool is_last;
   constexpr int kRows = kEights * 8, kFours = HEAD / 4;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, batch = blockIdx.z;
   const int head = blockIdx.y / work.row_blocks, first_row = blockIdx.y % work.row_blocks * kRows;
   const int rows = min(kRows, work.tokens * work.group - first_row);
-  const int warps = blockDim.x / 32, step = warps * kTile;  // keys that the block reads at a time
+  const int warps = block_warps(), step = warps * kTile;  // keys that the block reads at a time
   if (work.clustered) arrive_in_cluster();
   opk::wait_for_previous();
 
@@ -192,7 +192,7 @@ __global__ void __launch_bounds__(2 * kThreads) decode_kernel(const OPK_GRID_CON
       (unit * work.splits + split) * kRows;
   auto* received = reinterpret_cast<Received<kRows>*>(shared + warps * (kRingBytes / kWarps / 16));
   if (work.clustered) wait_for_cluster();  // they have all begun
-  for (int i = threadIdx.x; i < rows * kFours; i += blockDim.x) {
+  for (int i = threadIdx.x; i < rows * kFours; i += block_warps() * 32) {
     const int row = i / kFours, column = i % kFours;
     float most = -INFINITY, total = 0;
 #pragma unroll kWarps
@@ -257,11 +257,13 @@ void launch_decode(Work& work, int64_t batch, opk::Device device) {
   opk::Launch how;
   how.grid = {work.splits, int64_t{work.heads} * work.row_blocks, batch};
   const size_t most = opk::most_shared(decode_kernel<kEights>), sent = sizeof(Received<kEights * 8>);
-  const int wide = how.grid.count() <= kWideBlocks && most >= 2 * kRingBytes + sent ? 2 : 1;
+  const bool is_wide = !kPaged && how.grid.count() <= kWideBlocks && most >= 2 * kRingBytes + sent;
+  const int wide = is_wide ? 2 : 1;
   how.block = wide * kThreads;
   how.shared = wide * kRingBytes;
   how.overlap = true;
-  work.clustered = work.splits > 1 && work.splits <= kMostBlocks && most >= how.shared + sent &&
+  work.clustered = work.splits > 1 && work.splits <= kMostBlocks &&
+      (is_wide || work.capacity <= work.splits * kClusteredKeys) && most >= how.shared + sent &&
       opk::has_clusters(decode_kernel<kEights>);
   Tensor parts;
   if (work.clustered) {

@@ -9,10 +9,10 @@
 // tokens, fills its 8 columns. In both products a thread's sums belong to the same two queries,
 // so the running maximum and the sum of weights stay in registers.
 //
-// Blocks share a long context (blockIdx.x). Up to eight are a cluster, where the GPU has clusters: each sends its
-// part to the others' shared memory, a share of the columns to each. More leave their parts in scratch memory; the
-// one that a counter says is the last adds them. Parts are added in their order, so a result does not depend on
-// which came last.
+// Blocks share a long context (blockIdx.x). Up to eight are a cluster, where the GPU has clusters, if they are wide
+// or have few keys: each sends its part to the others' shared memory, a share of the columns to each. Others leave
+// their parts in scratch memory; the one that a counter says is the last adds them. Parts are added in their order,
+// so a result does not depend on which came last.
 //
 // 1024 keys of 32 or 8 kv heads take 8.9 and 5.8 us on an H200, of which 3.9 and 1.0 us are the bytes at a copy's
 // speed. The rest is latency, one thing after the other: the launch, the length, the first keys, the last tile and
@@ -47,11 +47,13 @@ constexpr int kTileChunks = kTile * kRowChunks;
 constexpr int kCopies = kTile * kChunks / 32;  // 16-byte copies per lane, for keys or values
 constexpr int kTileBytes = 2 * kTileChunks * 16;  // keys and values
 constexpr int kWarps = WARPS;  // of a block; a wide one has twice as many
+constexpr int kMostWarps = kPaged ? kWarps : 2 * kWarps;  // paged blocks are slower when they are wide
 constexpr int kThreads = kWarps * 32;
 constexpr int kStages = STAGES;
 constexpr int kSteps = HEAD / 16;  // of 16 dimensions
 constexpr int kRingBytes = kStages * kWarps * kTileBytes;
 constexpr int kMostBlocks = 8;  // of a cluster
+constexpr int kClusteredKeys = 512;  // of a narrow block: four with 8192 took 11% longer as a cluster
 constexpr int kWideBlocks = 64;  // a grid of so few has wide blocks: one for each multiprocessor
 constexpr int kOutRow = HEAD + 4;  // floats; the 4 keep the rows of one column in different banks
 constexpr unsigned kAll = 0xffffffffu;
@@ -79,12 +81,14 @@ struct Work {
   bool clustered;  // the blocks of a unit are a cluster
 };
 
+__device__ inline int block_warps() { return kPaged ? kWarps : int(blockDim.x) / 32; }
+
 // The keys of a block, and how many blocks have any.
 struct Share {
   int splits, begin, end;
 
   __device__ Share(const Work& work, int total) {
-    const int step = blockDim.x / 32 * kTile, steps = (total + step - 1) / step;
+    const int step = block_warps() * kTile, steps = (total + step - 1) / step;
     const int each = max((steps + work.splits - 1) / work.splits, 1);
     splits = max((steps + each - 1) / each, 1);
     begin = blockIdx.x * each * step;
@@ -307,7 +311,7 @@ __device__ inline void add(float4& sum, float factor, const float4& value) {
 // Writes the new tokens of this block's part of the context to the cache.
 __device__ inline void append(const Work& work, const Rows& rows, int begin, int end) {
   const int first = max(begin, rows.old);
-  for (int i = threadIdx.x; i < (min(end, work.capacity) - first) * kChunks; i += blockDim.x) {
+  for (int i = threadIdx.x; i < (min(end, work.capacity) - first) * kChunks; i += block_warps() * 32) {
     const int position = first + i / kChunks, chunk = i % kChunks * 8;
     const int64_t from = (position - rows.old) * rows.new_stride + chunk;
     const int64_t to = rows.cache_row(position) * rows.stride + chunk;
