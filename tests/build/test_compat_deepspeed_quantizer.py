@@ -36,7 +36,7 @@ def quantizer(request: pytest.FixtureRequest) -> Iterator[OpModule]:
         except ToolchainError as error:
             pytest.skip(f"no native deepspeed_quantizer here: {error.what}")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("opkiln.compat.deepspeed.quantizer._functions", lambda *_: functions)
+        patch.setattr("opkiln.compat.deepspeed.quantizer.functions", functions)
         yield OpModule("quantizer")
 
 

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 
 def twin(builder: type[opkiln.OpBuilder]) -> opkiln.OpBuilder:
     """An op whose CUDA kernels the emulator runs on CPU tensors. It is an op of its own, because
-    the version for the CPU may be loaded, too."""
+    the version for the CPU may be loaded, too. The library of a variant serves the op itself."""
+    if getattr(builder, "VALUES", ()):
+        return _emulated_class(builder)(backend="emulated")
     module = import_module(builder.FUNCTIONS.module)
     its = [
         each
@@ -48,10 +50,14 @@ def twin_libraries(*functions: Any) -> Iterator[tuple[opkiln.OpBuilder, dict[str
         yield library.builder(backend="emulated"), made
 
 
+def _emulated_class(builder: Any) -> Any:
+    words = {"DISTRIBUTION": "emulated", "__module__": builder.__module__}
+    return type(f"Emulated{builder.__name__}", (builder,), words)
+
+
 def _twin_library(builder: Any) -> Any:
     if not hasattr(builder, "SOURCES"):  # a class with methods
-        words = {"DISTRIBUTION": "emulated", "__module__": builder.__module__}
-        return opkiln.library(type(f"Emulated{builder.__name__}", (builder,), words))
+        return opkiln.library(_emulated_class(builder))
     library = opkiln.library(
         f"emulated_{builder.NAME}",
         cuda=builder.SOURCES.cuda,

@@ -11,7 +11,7 @@ from sample.catalogue import LEVELS_OF
 
 _LOAD = """
 import sys
-sys.path.insert(0, sys.argv[1])
+sys.path[:0] = sys.argv[1], sys.argv[1].rpartition("/")[0]
 import torch
 import adam_oracle as oracle
 import opkiln

@@ -63,6 +63,7 @@ def test_log_names_what_was_read_looked_up_written_missed_and_started() -> None:
         "directories": {"/opt"},
         "listed": {"/opt/bin"},
         "led": {"/opt/link"},
+        "extended": {"/stage/kept"},
         "written": {"/stage/a.s": (1,), "/stage/kept": (1,)},
         "made": {"/stage/a.s"},
         "absent": {"/src/none.h"},

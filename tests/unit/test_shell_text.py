@@ -15,8 +15,8 @@ from opkiln.building.kept import Anchors
         ("/usr/bin/c++ -MD -MF a.d -c a.cpp -o a.o", ("/usr/bin/c++",), ("a.d", "a.o")),
         ("cd sub && g++ -oa.o -c a.cpp", ("g++",), ("sub/a.o",)),
         (
-            "LANG=C x86_64-linux-gnu-gcc-12 -c a.c -o 'a b.o'",
-            ("x86_64-linux-gnu-gcc-12",),
+            "LANG=C cpu-linux-gnu-gcc-12 -c a.c -o 'a b.o'",
+            ("cpu-linux-gnu-gcc-12",),
             ("a b.o",),
         ),
         (": && clang++ a.o -o app && :", ("clang++",), ("app",)),

@@ -1,8 +1,9 @@
 // Activations with a bias, plain and gated. A thread has 16 bytes of the result. Rows
 // that are not aligned for that are processed element by element.
 
-#include <opkiln/fast_math.h>
 #include <opkiln/op.h>
+
+#include <opkiln/fast_math.h>
 
 #include "columns.h"
 
