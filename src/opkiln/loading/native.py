@@ -183,38 +183,21 @@ def ensure_own_file(op: object, artifact: Artifact) -> Artifact:
     The dynamic linker knows a file by its device and inode. A bundle's libraries with equal bytes
     are one file in memory, and tools that save space (Nix, OSTree, ``hardlink``) make one file of
     two on disk. Two ops would then share one library and its static variables. The copy is in
-    memory. No file is looked at unless two ops have equal bytes. Raises LoadError.
+    memory. Raises LoadError.
     """
-    ours = (op, artifact.path)
-    opened = here.files.setdefault(artifact.sha256, [])
-    opened.append(ours)  # before the look: of two threads, at least one sees the other
-    if len(opened) == 1:
-        return artifact
-    for theirs in list(opened):
-        if theirs is ours:
-            break
-        if theirs[0] != op and _one_file(theirs[1], artifact.path):
-            return _copy(artifact)
-    return artifact
-
-
-def _one_file(one: str, other: str) -> bool:
     try:
-        return os.path.samefile(one, other)
-    except OSError:
-        return False  # collected since: then the other one is a new file
+        status = os.stat(artifact.path)
+        # No other file gets the inode: what was opened stays open.
+        if here.files.setdefault((status.st_dev, status.st_ino), op) == op:
+            return artifact
+        from opkiln.store import sealed
 
-
-def _copy(artifact: Artifact) -> Artifact:
-    from opkiln.store import sealed
-
-    try:
         return artifact._replace(path=sealed.copy(artifact.path, artifact.sha256))
-    except sealed.Changed as error:
+    except OSError as error:
+        raise LoadError(f"{artifact.path} cannot be opened", why=str(error)) from error
+    except ValueError as error:  # sealed.Changed
         why = f"it has the SHA-256 {error}, not {artifact.sha256}"
         raise LoadError(f"{artifact.path} was changed while it was copied", why=why) from error
-    except OSError as error:
-        raise LoadError(f"{artifact.path} cannot be copied", why=str(error)) from error
 
 
 def _intact(artifact: Artifact) -> bool:
