@@ -52,7 +52,6 @@ from opkiln.loading.here import here
 from opkiln.loading.register import (
     WithBump,
     drop_compiled_graphs,
-    lasting_library,
     library_of,
     register_fake,
     returns_nothing,
@@ -280,7 +279,7 @@ class Entrance:
                 calls = calls.setdefault(each, {})
             if len(calls) >= _MOST_CALLS:
                 calls.clear()  # of a program whose shapes never repeat
-            # As in ``calls.py``: what calling torch's object does, without its Python method.
+            # As in ``declaration.py``: what calling torch's object does, without its Python method.
             calls[keys[-1]] = getattr(variant.overload, "_op", variant.overload)
 
     def _add_defaults(
@@ -451,8 +450,8 @@ class Entrance:
         """Have torch keep an operator for good."""
         qualified = f"{self.namespace}::{name}"
         if qualified not in here.kept:
-            here.kept.add(qualified)
-            lasting_library(self.namespace).impl(name, _nowhere, _KEPT_KEY)
+            here.kept[qualified] = library_of(self.namespace)
+            here.kept[qualified].impl(name, _nowhere, _KEPT_KEY)
 
 
 def _nowhere(*args: Any, **kwargs: Any) -> Any:

@@ -57,10 +57,9 @@ class Here:
     def __init__(self) -> None:
         self.lock = forks.lock()  # of telling torch
         self.listing = forks.lock()  # of ``listed`` and ``chains``
-        # What torch was told of functions, and by which libraries.
-        self.namespaces: dict[str, Any] = {}
         self.functions: dict[str, Any] = {}  # register's, by qualified name
-        self.kept: set[str] = set()  # operators that torch keeps, although they may be redeclared
+        # What keeps an operator in torch for good, although it may be declared anew.
+        self.kept: dict[str, Any] = {}
         self.listed: dict[Name, list[Any]] = {}  # light's, the functions of a library
         self.chains: dict[tuple[str, str], list[Any]] = {}  # by place; torch knows the first
         self.module_names: dict[str, object] = {}  # of the extension modules that are open here

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from itertools import zip_longest
 from typing import Any
 
 from opkiln.base import signature
@@ -85,15 +86,11 @@ def open_artifact(spec: OpSpec, path: str, registration: Registration | None = N
 
 
 def _open_library(path: str) -> Any:
-    import ctypes
-
     return ctypes.CDLL(path, mode=os.RTLD_NOW | os.RTLD_LOCAL)
 
 
 def _load_libsycl(path: str) -> None:
     """Load the SYCL runtime that a library needs: it names it by its soname alone."""
-    import ctypes
-
     from opkiln.machine.binary import elf
     from opkiln.machine.toolchain import libsycl
 
@@ -256,10 +253,6 @@ class Listed(Record):
                     why=wrong.decode(errors="replace"),
                 )
 
-    def link(self, other: Listed | None) -> None:
-        """Pass calls with another dtype on."""
-        self.library.opkiln_link(self.pointer, None if other is None else other.pointer)
-
 
 def is_light(path: str) -> bool:
     """Whether a file is such a library."""
@@ -314,24 +307,24 @@ def _enter(new: Listed) -> None:
     if new.pointer.contents.dtype < 0 or not chain:
         new.register()
     if new.pointer.contents.dtype >= 0:
-        new.link(None)  # one that was here before still has what came after it: a circle
-        if chain:
-            chain[-1].link(new)
         chain.append(new)
+        _link(chain)
 
 
 def _leave(old: Listed) -> None:
     """Have no call reach a function."""
-    chain = here.chains.get(old.place, [])
-    place = next((i for i, each in enumerate(chain) if each is old), None)
     old.library.opkiln_unregister(old.pointer)
-    if place is None:
-        return
-    del chain[place]
-    if place > 0:
-        chain[place - 1].link(chain[place] if place < len(chain) else None)
-    elif chain:
+    before = here.chains.get(old.place, [])
+    chain = here.chains[old.place] = [each for each in before if each is not old]
+    if chain and chain[0] is not before[0]:
         chain[0].register()
+    _link(chain)
+
+
+def _link(chain: list[Listed]) -> None:
+    """Have each pass calls with another dtype on to the next."""
+    for each, following in zip_longest(chain, chain[1:]):
+        each.library.opkiln_link(each.pointer, None if following is None else following.pointer)
 
 
 def has_registered(spec: OpSpec) -> bool:
