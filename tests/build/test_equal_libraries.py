@@ -124,15 +124,3 @@ def test_ops_of_a_bundle_with_equal_bytes_share_no_state(
         first, second = (each.load() for each in packages)
     assert [each.loaded().trace.candidates[-1].resort for each in packages] == ["layer", "layer"]
     assert first.add(1, 2) == second.add(1, 2)
-
-
-def test_an_op_with_bytes_of_its_own_looks_at_no_other_file(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def looked(*_paths: str) -> bool:
-        raise AssertionError("a usual hit must not stat for this")
-
-    monkeypatch.setattr(native, "_one_file", looked)
-    for number in range(3):
-        artifact = Artifact(f"/nowhere/{number}", f"{number}" * 64, "store")
-        assert native.ensure_own_file(number, artifact) is artifact

@@ -254,7 +254,8 @@ def test_a_module_that_does_not_say_its_annotations_itself_is_imported(
 CATALOGUE = """
 import json, sys
 from opkiln.builder.registry import ALL_OPS, bundled_ops
-print(json.dumps({name: ALL_OPS[name].FUNCTIONS.schemas for name in bundled_ops()}))
+libraries = (each for name in bundled_ops() for each in ALL_OPS[name].PARTS or (ALL_OPS[name],))
+print(json.dumps({each.NAME: each.FUNCTIONS.schemas for each in libraries}))
 assert "torch" not in sys.modules
 """
 
@@ -262,10 +263,10 @@ assert "torch" not in sys.modules
 def test_the_schemas_of_the_catalogue_are_read_without_torch() -> None:
     read = json.loads(child.run(CATALOGUE))
     for name in bundled_ops():
-        builder = ALL_OPS[name]
-        for part in builder.PARTS or (builder,):
-            part.FUNCTIONS.import_module()
-        assert sorted(read[name]) == sorted(builder.FUNCTIONS.schemas) != []
+        for library in ALL_OPS[name].PARTS or (ALL_OPS[name],):
+            library.FUNCTIONS.import_module()
+            schemas = library.FUNCTIONS.schemas
+            assert sorted(read[library.NAME]) == sorted(schemas) != []
 
 
 PACKAGE = {

@@ -12,6 +12,7 @@ import os
 import shutil
 import warnings
 from contextlib import ExitStack
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
@@ -115,8 +116,9 @@ class Place:
                 return ["decided.cpp"]
 
         if world.reference:
+            declared = SimpleNamespace(name="decided", schema="decided() -> int")
             Decided.FUNCTIONS = DeclaredFunctions()
-            Decided.FUNCTIONS.declare("decided", "decided() -> int", lambda: 0)
+            Decided.declare(declared)
         Decided.root = root  # type: ignore[assignment]
         return Decided
 

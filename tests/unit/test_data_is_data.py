@@ -78,7 +78,7 @@ def in_all_sources(look: Callable[[str], list[str]]) -> dict[str, list[str]]:
 def test_no_file_is_read_as_code() -> None:
     assert in_all_sources(found) == {
         # The function that calls an op is written from the names of its parameters.
-        "builder/calls.py": ["compile"],
+        "builder/declaration.py": ["compile"],
         # The annotations of a function, as Python itself would evaluate them.
         "loading/schema.py": ["eval", "compile"],
         # The signatures of a package's functions, from the module that a load of the op imports.

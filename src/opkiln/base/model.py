@@ -186,7 +186,8 @@ class Registration(Record):
 
     def overloads_of(self, name: str) -> tuple[str, ...]:
         """Those of one function: without a gradient it has no overload that leaves one out."""
-        if name in self.functions.with_gradient:
+        declared = self.functions.declared.get(name)
+        if declared is not None and declared.has_gradient:
             return self.overloads
         return tuple([each for each in self.overloads if each != NO_GRAD])
 

@@ -29,7 +29,7 @@ from opkiln.base.model import (
     Registration,
     function_name,
 )
-from opkiln.errors import OpkilnError, SpecError, UnknownBackend, told_briefly
+from opkiln.errors import OpkilnError, SpecError, UnknownBackend, UsageError, told_briefly
 from opkiln.loading import loader
 from opkiln.loading.here import Loaded
 from opkiln.loading.register import is_tracing, load_in_trace
@@ -37,8 +37,10 @@ from opkiln.settings import build_switch, settings
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
     from typing import Self
+
+    from opkiln.builder.parameters import Value
 
 # (package, op) -> (the file that declares it, its namespace)
 _claimed: dict[tuple[str, str], tuple[str, str]] = {}
@@ -48,37 +50,27 @@ class DeclaredFunctions:
     """The functions of a library. ``module`` declares them, if it is another than the library's:
     as long as it is not imported, their schemas are read from its text."""
 
-    def __init__(self, module: str = "", libraries: Sequence[DeclaredFunctions] = ()) -> None:
-        """``libraries`` are those of several libraries, if it is a name for them."""
-        self.module, self._libraries = module, libraries
-        self.declared: dict[str, str] = {}  # the schemas, by name
-        # The functions in Python, by the part of a declaration that they are and their names.
-        self.parts: dict[str, dict[str, Callable[..., Any]]] = {each: {} for each in REGISTERED}
-        self.with_gradient: set[str] = set()  # the names of those that have one
-        # By name: tells torch of the overload that a variant's library implements.
-        self.tell_torch: dict[str, Callable[[tuple[Any, ...]], object]] = {}
+    def __init__(self, module: str = "") -> None:
+        self.module = module
+        self.declared: dict[str, Any] = {}  # the Entrance of each, by name
         self._read: tuple[str, ...] | None = None
 
     def __bool__(self) -> bool:
-        return bool(self.module or self.declared or self._libraries)
+        return bool(self.module or self.declared)
 
     @property
     def schemas(self) -> tuple[str, ...]:
         """The schema of each, without a namespace."""
-        if self._libraries:
-            return tuple(schema for each in self._libraries for schema in each.schemas)
         module = sys.modules.get(self.module)
-        if not self.module or (module and not getattr(module.__spec__, "_initializing", False)):
-            return tuple(self.declared.values())
-        if self._read is None:
-            from opkiln.builder import reading
+        if self.module and (not module or getattr(module.__spec__, "_initializing", False)):
+            if self._read is None:
+                from opkiln.builder import reading
 
-            try:
                 self._read = reading.schemas_in(self.module, self)
-            except reading.Unreadable:
-                self.import_module()
-                return tuple(self.declared.values())
-        return self._read
+            if self._read:
+                return self._read
+            self.import_module()
+        return tuple([each.schema for each in self.declared.values()])
 
     def import_module(self) -> None:
         """Have the functions declared."""
@@ -86,21 +78,18 @@ class DeclaredFunctions:
             import_module(self.module)
 
     def by_part(self) -> dict[str, list[tuple[str, Any]]]:
-        """Every function in Python that may be called, with its name, by the part that it is. If
-        the module fails, the class of its exception stands for the references."""
+        """Every function in Python that may be called, with its name, by the part of a declaration
+        that it is. If the module fails, the class of its exception stands for the references."""
         try:
             self.import_module()
         except Exception as error:  # whoever needs the functions is told
             return {"reference": [(self.module, type(error))]}
-        return {part: [*named.items()] for part, named in self.parts.items() if named}
-
-    def declare(self, name: str, schema: str, function: Callable[..., Any]) -> None:
-        """Add a function, or replace one."""
-        self.declared.pop(name, None)
-        for named in self.parts.values():  # of the function that is replaced
-            named.pop(name, None)
-        self.with_gradient.discard(name)
-        self.declared[name], self.parts["reference"][name] = schema, function
+        found: dict[str, list[tuple[str, Any]]] = {}
+        for part in REGISTERED:
+            for name, each in self.declared.items():
+                if part in each.parts:
+                    found.setdefault(part, []).append((name, each.parts[part]))
+        return found
 
 
 class OpBuilder:
@@ -125,10 +114,8 @@ class OpBuilder:
     PARTS: tuple[type[OpBuilder], ...] = ()  # of what is several libraries under one name
     PASSES_ON = False  # the reference takes the calls that a kernel does not serve
     PARAMETERS: Any = ()  # the compile-time parameters of decorated functions
-    VALUES: tuple[Any, ...] = ()  # of the parameters, in the builder of one variant
+    VALUES: tuple[Value, ...] = ()  # of the parameters, in the builder of one variant
     OVERLOADS: tuple[str, ...] = ("", NO_GRAD)  # what a library's function is registered as
-    # What is loaded, by the loader's era and the device; None: there is no library for it.
-    SERVED: dict[tuple[int, str], Loaded | None]
     _translated: OpSpec | None = None  # what hipify_extension() made, for builder()
 
     def __init__(
@@ -207,16 +194,16 @@ class OpBuilder:
     # What follows from it
 
     @classmethod
-    def declare(cls, name: str, schema: str, function: Callable[..., Any]) -> None:
+    def declare(cls, function: Any) -> None:
         """Add a function, or replace one."""
         cls.forget()
-        cls.FUNCTIONS.declare(name, schema, function)
+        cls.FUNCTIONS.declared.pop(function.name, None)
+        cls.FUNCTIONS.declared[function.name] = function
 
     @classmethod
     def forget(cls) -> None:
         """Have this process load the library anew: it has other functions, or sources."""
-        cls.SERVED.clear()
-        loader.forget(cls().distribution, cls.NAME)
+        loader.forget(cls, cls().distribution, cls.NAME)
 
     @classmethod
     def for_device(cls, device: str) -> Self:
@@ -226,20 +213,26 @@ class OpBuilder:
         return builder
 
     @classmethod
-    def variant(cls, values: tuple[Any, ...]) -> type[OpBuilder]:  # noqa: ARG003
-        """The builder of the variant with these values: this one, which has none."""
+    def variant(cls, values: tuple[Value, ...]) -> type[OpBuilder]:
+        """The builder of the variant with these values."""
+        assert not values
         return cls
 
     @classmethod
     def variants(cls) -> tuple[type[OpBuilder], ...]:
-        """The builders of the op's variants, each with a library of its own; empty for an op that
-        is one library."""
-        return ()
+        """The builders of the op's variants or parts, each with a library of its own; empty for an
+        op that is one library."""
+        if cls.VALUES or not cls.PARAMETERS:
+            return tuple(each for part in cls.PARTS for each in part.variants() or (part,))
+        return tuple(map(cls.variant, cls.PARAMETERS.combinations()))
 
     @classmethod
     def ahead(cls) -> tuple[type[OpBuilder], ...]:
         """Those of ``variants`` that are built if the op is asked for as a whole."""
-        return cls.variants()
+        found = cls.variants()
+        return tuple(
+            each for each in found if not each.VALUES or each.PARAMETERS.is_ahead(each.VALUES)
+        )
 
     @classmethod
     def emulates(cls) -> bool:
@@ -328,7 +321,15 @@ class OpBuilder:
         return namespace
 
     def op(self) -> Op:
-        """What the loader serves: the spec, and how it is registered."""
+        """What the loader serves: the spec, and how it is registered. Raises SpecError, and
+        UsageError for an op that has several libraries."""
+        if names := [each.NAME for each in self.variants()]:
+            kind = "parts" if self.PARTS else "variants"
+            raise UsageError(
+                f"op {self.name} has a library for each of its {kind}, and none of its own",
+                why=f"they are {', '.join(names)}",
+                hint=f"name one of them: {names[0]}",
+            )
         spec = self.spec()
         return Op(spec, self.registration())
 
@@ -385,6 +386,9 @@ class OpBuilder:
         if self.FUNCTIONS:
             self.FUNCTIONS.import_module()
             self._claim_name()
+        if self.VALUES:
+            for each in self.FUNCTIONS.declared.values():
+                each.variant(self.VALUES)
         try:
             loaded = loader.load(
                 self.op(), again=reload, must_be_native=must_be_native, verbose=verbose

@@ -14,24 +14,21 @@ from opkiln.base.model import (
     NATIVE,
     NO_GRAD,
     ROCM,
-    Op,
     OpSpec,
     texts,
 )
-from opkiln.builder.base import DeclaredFunctions, OpBuilder, directory_of, root_of
+from opkiln.builder.base import DeclaredFunctions, directory_of, root_of
 from opkiln.builder.cuda import CUDAOpBuilder
 from opkiln.builder.parameters import Parameters
 from opkiln.decision.terms import CHECK
-from opkiln.errors import SpecError, UsageError
-from opkiln.loading import loader
+from opkiln.errors import SpecError
 from opkiln.settings import settings
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Iterable, Sequence
 
     from opkiln.builder.parameters import Value
-    from opkiln.loading.here import Loaded
 
 _NEEDS = ("archs", "libraries", "include_dirs", "cxx_args", "nvcc_args", "ldflags")
 
@@ -132,52 +129,14 @@ class DecoratedBuilder(CUDAOpBuilder):
         used = tuple(each for each in self.SOURCES.inline if each[0] in spec.sources)
         return spec._replace(root=INLINE_ROOT, inline=used)
 
-    def op(self) -> Op:
-        if names := [each.NAME for each in self.variants()]:
-            kind = "parts" if self.PARTS else "variants"
-            raise UsageError(
-                f"op {self.name} has a library for each of its {kind}, and none of its own",
-                why=f"they are {', '.join(names)}",
-                hint=f"name one of them: {names[0]}",
-            )
-        return super().op()
-
     def kernels(self) -> list[str]:
         lacking = self.WITHOUT.get(CPU if self.build_for_cpu else CUDA, ())
         return [each for each in super().kernels() if each not in lacking]
 
-    def loaded(
-        self, verbose: bool = True, *, reload: bool = False, must_be_native: bool = False
-    ) -> Loaded:
-        if self.VALUES:
-            self.FUNCTIONS.import_module()
-            for tell in self.FUNCTIONS.tell_torch.values():
-                tell(self.VALUES)
-        return super().loaded(verbose, reload=reload, must_be_native=must_be_native)
-
-    @classmethod
-    def declare(cls, name: str, schema: str, function: Callable[..., Any]) -> None:
-        super().declare(name, schema, function)
-        if not cls.FUNCTIONS.module:
-            cls._made.clear()
-
     @classmethod
     def forget(cls) -> None:
         for library in (cls, *cls._made.values()):
-            library.SERVED.clear()
-            loader.forget(library().distribution, library.NAME)
-
-    @classmethod
-    def variants(cls) -> tuple[type[OpBuilder], ...]:
-        if cls.PARTS:
-            return tuple(each for part in cls.PARTS for each in part.variants() or (part,))
-        if cls.VALUES or not cls.PARAMETERS:
-            return ()
-        return tuple(map(cls.variant, cls.PARAMETERS.combinations()))
-
-    @classmethod
-    def ahead(cls) -> tuple[type[OpBuilder], ...]:
-        return tuple(each for each in cls.variants() if each.PARAMETERS.is_ahead(each.VALUES))
+            super(DecoratedBuilder, library).forget()
 
     @classmethod
     def variant(cls, values: tuple[Value, ...]) -> type[DecoratedBuilder]:
@@ -191,7 +150,6 @@ class DecoratedBuilder(CUDAOpBuilder):
                 "__module__": cls.__module__,
                 "NAME": cls.PARAMETERS.library(values),
                 "VALUES": values,
-                "SERVED": {},
                 "OVERLOADS": overloads,
             }
             found = cls._made[values] = type(f"{cls.__name__}_{ending}", (cls,), words)
@@ -204,15 +162,17 @@ class DecoratedBuilder(CUDAOpBuilder):
         return path if os.path.isabs(path) else os.path.join(self.DIRECTORY, path)
 
 
+def class_name(op: str) -> str:
+    """What the class of an op's builder is called."""
+    return "".join(part.capitalize() for part in op.split("_")) + "Builder"
+
+
 def builder_for(
     name: str,
     place: tuple[str, str],
     sources: Sources,
     needs: Mapping[str, Any],
-    namespace: str,
     parameters: Parameters,
-    functions: str = "",
-    libraries: Sequence[DeclaredFunctions] = (),
     **words: Any,
 ) -> type[DecoratedBuilder]:
     """A builder class, without functions yet. ``place`` is the module and the file that declare it,
@@ -220,29 +180,24 @@ def builder_for(
     module, file = place
     directory = directory_of(file)
     root = root_of(module, directory)
-    words |= {
+    # What a library's function is registered as. An op with variants has no library: its variants
+    # have. If every call is to be compared, that is an overload of its own.
+    overloads = ("",) if parameters.are_overloads else ("", NO_GRAD)
+    words = {
         "__module__": module,
         "NAME": name,
-        "NAMESPACE": namespace,
         "BACKENDS": sources.backends,
-        "FUNCTIONS": DeclaredFunctions(functions, libraries),
+        "FUNCTIONS": DeclaredFunctions(),
         "FILE": file,
         "DIRECTORY": "" if directory == root else os.path.relpath(directory, root),
         "SOURCES": sources,
         "NEEDS": _checked_needs(name, needs),
         "PARAMETERS": parameters,
-        # What a library's function is registered as. If every call is to be compared, that is an
-        # overload of its own. An op with variants has no library: its variants have.
-        "OVERLOADS": (NATIVE,)
-        if settings.mode == CHECK
-        else ("",)
-        if parameters.are_overloads
-        else ("", NO_GRAD),
-        "SERVED": {},
+        "OVERLOADS": (NATIVE,) if settings.mode == CHECK else overloads,
         "_made": {},
+        **words,
     }
-    title = "".join(part.capitalize() for part in name.split("_"))
-    made: type[DecoratedBuilder] = type(f"{title}Builder", (DecoratedBuilder,), words)
+    made: type[DecoratedBuilder] = type(class_name(name), (DecoratedBuilder,), words)
     made()._checked_namespace('@opkiln.op(..., namespace="my_package")')
     return made
 

@@ -52,7 +52,6 @@ from opkiln.loading.here import here
 from opkiln.loading.register import (
     WithBump,
     drop_compiled_graphs,
-    lasting_library,
     library_of,
     register_fake,
     returns_nothing,
@@ -93,16 +92,14 @@ class Entrance:
         self.mutates = "!" in schema.rpartition("->")[0]  # `Tensor(a!)`: it writes to its argument
         self.has_gradient = has_gradient and not self.mutates
         self.gradient: Gradient | None = None
-        self.author_fake: Callable[..., Any] | None = None
+        # The functions in Python, by the part of a declaration that they are.
+        self.parts: dict[str, Callable[..., Any]] = {"reference": function}
+        self.without_gradient = "default"  # the overload to call if no gradient is needed
         self.parameters = parameters = builder.PARAMETERS
         # Read in each call.
         self._is_plain = not parameters
         self.has_overloads = bool(parameters) and parameters.are_overloads
         self._variants: dict[tuple[Value, ...], Variant] = {}
-        functions = builder.FUNCTIONS
-        functions.tell_torch[self.name] = self.variant
-        if self.has_gradient:
-            functions.with_gradient.add(self.name)
         # From the arguments of a call to the values of the parameters that are not tuned.
         self.choose: Callable[..., Any] | None = None
         if parameters and parameters.by_dtype:
@@ -124,10 +121,9 @@ class Entrance:
         self._unserved: Any = None  # that of ``unserved``
         self._batching: Any = None  # that of the rules for vmap
         self._rule: Callable[..., Any] | None = None  # the author's
-        self._overloads: list[str] = []
-        # What an earlier declaration had and this one does not; and the kernels of those.
-        self._left: list[str] = []
-        self._leftovers: dict[str, Any] = {}
+        # By overload: what takes the calls that no library has a kernel for. Also those that an
+        # earlier declaration had.
+        self._kernels: dict[str, Callable[..., Any]] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._is_plain:
@@ -175,7 +171,7 @@ class Entrance:
 
     def fake(self, *args: Any, **kwargs: Any) -> Any:
         """What gives the shapes: the author's fake, or else the reference."""
-        return (self.author_fake or self.reference)(*args, **kwargs)
+        return self.parts.get("fake", self.reference)(*args, **kwargs)
 
     def compare(self, native: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the native version gives. Raises DifferenceError."""
@@ -246,7 +242,7 @@ class Entrance:
                 ending = self.parameters.suffix(values)
                 made.overload = self.add(ending, made)
                 if compared:
-                    made.native = self.add(f"{ending}_{NATIVE}", None)
+                    made.native = self.add(f"{ending}_{NATIVE}", self.reference)
             else:
                 made.overload = self.overload()
                 made.native = self.overload(NATIVE) if compared else None
@@ -283,7 +279,7 @@ class Entrance:
                 calls = calls.setdefault(each, {})
             if len(calls) >= _MOST_CALLS:
                 calls.clear()  # of a program whose shapes never repeat
-            # As in ``calls.py``: what calling torch's object does, without its Python method.
+            # As in ``declaration.py``: what calling torch's object does, without its Python method.
             calls[keys[-1]] = getattr(variant.overload, "_op", variant.overload)
 
     def _add_defaults(
@@ -311,16 +307,10 @@ class Entrance:
 
     # What torch is told
 
-    @property
-    def without_gradient(self) -> str:
-        """The overload to call if no gradient is needed."""
-        return NO_GRAD if NO_GRAD in self._overloads else "default"
-
     def tell_all(self) -> None:
         """Tell torch of the op, with the overload for comparing or the one without a gradient.
         Raises SpecError."""
         compared = NATIVE in self._builder.OVERLOADS and not self.has_overloads
-        overload = NATIVE if compared else NO_GRAD if self.has_gradient else ""
         with here.lock:
             before: Entrance | None = here.functions.get(self.qualified)
             if before is not None:
@@ -328,13 +318,17 @@ class Entrance:
                 before.retire()
             here.functions[self.qualified] = self
             self._library, self._first = library_of(self.namespace), library_of(self.namespace)
-            for each in dict.fromkeys(("", overload)):
-                kernel = self.take_without_gradient if each == NO_GRAD else self
-                self._tell_overload(each, None if each == NATIVE else kernel)
+            self._tell_overload("", self)
+            if compared:
+                self._tell_overload(NATIVE, self.reference)
+            elif self.has_gradient:
+                self._tell_overload(NO_GRAD, self.take_without_gradient)
+                self.without_gradient = NO_GRAD
             if self._builder.PASSES_ON:
                 self._tell_unserved()
-            if before is not None:
-                self._tell_leftovers(before)
+            for overload in () if before is None else before._kernels:
+                if overload not in self._kernels:
+                    self._tell_overload(overload, self)
             if self.has_gradient:
                 self._first.impl(self.name, self.differentiate, "Autograd", with_keyset=True)
             if before is not None:
@@ -367,18 +361,16 @@ class Entrance:
 
     def retire(self) -> None:
         """Have torch forget it, but for the operator itself, and this process its libraries."""
-        for each in (*self._overloads, *self._left, *((UNSERVED,) if self._unserved else ())):
+        for each in (*self._kernels, *((UNSERVED,) if self._unserved else ())):
             self._keep(self.overload_name(each))
-        others = [self._batching, *self._leftovers.values(), self._library, self._first]
-        for each in filter(None, (self._unserved, *others)):
+        for each in filter(None, (self._unserved, self._batching, self._library, self._first)):
             each._destroy()
-        self._library = self._first = self._batching = self._unserved = None
-        self._leftovers.clear()
+        self._library = None
         self.calls.clear()
         self._builder.forget()
         self._variants.clear()
 
-    def add(self, overload: str, kernel: Callable[..., Any] | None) -> Any:
+    def add(self, overload: str, kernel: Callable[..., Any]) -> Any:
         """Tell torch of one more overload, that of a variant; torch's object for it. ``kernel`` is
         for the devices that no library has kernels for."""
         with here.lock:
@@ -401,7 +393,7 @@ class Entrance:
                 self._batching._destroy()
                 self._batching = None
             self._rule = batched
-            for each in self._overloads:
+            for each in self._kernels:
                 self._batch(each)
 
     def _batch(self, overload: str) -> None:
@@ -413,34 +405,14 @@ class Entrance:
             self._batching = self._batching or library_of(self.namespace)
             self._batching.impl(self.overload_name(overload), self._function, "FuncTorchBatched")
 
-    def _tell_leftovers(self, before: Entrance) -> None:
-        """Define the overloads that the op had and does not have any more."""
-        for overload in (*before._overloads, *before._left):
-            if overload not in self._overloads and overload not in self._left:
-                self._left.append(overload)
-                self.define(self._library, overload)
-                kernel = self._leftovers[overload] = library_of(self.namespace)
-                kernel.impl(self.overload_name(overload), self, "CompositeExplicitAutograd")
-
-    def _tell_overload(self, overload: str, kernel: Callable[..., Any] | None) -> None:
+    def _tell_overload(self, overload: str, kernel: Callable[..., Any]) -> None:
+        """Define an overload, with the kernel for the devices that no library has kernels for. One
+        that an earlier declaration had is defined already, and gets another kernel."""
+        is_defined = overload in self._kernels
+        self._kernels[overload] = kernel
+        if is_defined:
+            return
         library, name = self._library if overload else self._first, self.overload_name(overload)
-        if overload in self._leftovers:
-            self._leftovers.pop(overload)._destroy()
-        else:
-            self.define(library, overload)
-        self._overloads.append(overload)
-        if self.schema.endswith("-> ()"):
-            # The same as a fake here, and registered in less time.
-            library.impl(name, returns_nothing, "Meta")
-        else:
-            register_fake(library, f"{self.namespace}::{name}", self.fake)
-        if kernel is not None:
-            library.impl(name, kernel, "CompositeExplicitAutograd")
-        self._batch(overload)
-
-    def define(self, library: Any, overload: str = "") -> None:
-        """Tell torch of the schema of an overload. Raises SpecError."""
-        name = self.overload_name(overload)
         try:
             library.define(
                 name + self.schema[len(self.name) :], tags=(torch.Tag.pt2_compliant_tag,)
@@ -452,6 +424,17 @@ class Entrance:
         if self.mutates:
             bump = WithBump(self.namespace, self.name, overload or "default")
             library.impl(name, bump, "ADInplaceOrView", with_keyset=True)
+        if self.schema.endswith("-> ()"):
+            # The same as a fake here, and registered in less time.
+            library.impl(name, returns_nothing, "Meta")
+        else:
+            register_fake(library, f"{self.namespace}::{name}", self.fake)
+
+        def call_kernel(*args: Any, **kwargs: Any) -> Any:
+            return self._kernels[overload](*args, **kwargs)
+
+        library.impl(name, call_kernel, "CompositeExplicitAutograd")
+        self._batch(overload)
 
     def _tell_unserved(self) -> None:
         """Only kernels call it, with real tensors: no tracer sees it."""
@@ -467,8 +450,8 @@ class Entrance:
         """Have torch keep an operator for good."""
         qualified = f"{self.namespace}::{name}"
         if qualified not in here.kept:
-            here.kept.add(qualified)
-            lasting_library(self.namespace).impl(name, _nowhere, _KEPT_KEY)
+            here.kept[qualified] = library_of(self.namespace)
+            here.kept[qualified].impl(name, _nowhere, _KEPT_KEY)
 
 
 def _nowhere(*args: Any, **kwargs: Any) -> Any:

@@ -40,12 +40,9 @@ class Gradient:
         self.backward: Callable[..., Any] | None = None
         self.wants_output = False
 
-    def replace(self, backward: Callable[..., Any] | None) -> bool:
-        """Take a formula, or that of the reference again; whether it is another than before. A
-        backward pass that has begun ends with the formula that it began with."""
-        before, self.backward = self.backward, backward
-        self.wants_output = backward is not None and takes_output(backward)
-        return backward is not before
+    def replace(self, backward: Callable[..., Any]) -> None:
+        """Take a formula. A backward pass that has begun ends with the one that it began with."""
+        self.backward, self.wants_output = backward, takes_output(backward)
 
     def __call__(self, keyset: Any, *args: Any, **kwargs: Any) -> Any:
         given = tuple(tensors(args, kwargs))

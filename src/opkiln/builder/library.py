@@ -39,7 +39,6 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from opkiln.builder.builders import DecoratedBuilder
     from opkiln.builder.declaration import DecoratedOp
     from opkiln.builder.parameters import Value
 
@@ -92,8 +91,8 @@ def op(
             (function.__module__ or "", function.__code__.co_filename),
             given,
             needs or {},
-            namespace,
             parameters,
+            NAMESPACE=namespace,
             EMULATE=emulate,
             __doc__=function.__doc__,
         )
@@ -130,7 +129,8 @@ class Library:
         return decorate
 
     def __repr__(self) -> str:
-        names = map(function_name, self.builder.FUNCTIONS.schemas)
+        libraries = self.builder.PARTS or (self.builder,)
+        names = (function_name(each) for made in libraries for each in made.FUNCTIONS.schemas)
         return f"<library {self.builder.NAME}: {', '.join(names)}>"
 
 
@@ -178,7 +178,7 @@ def library(
                 f"library {name}: parts= is {repr(parts)[:80]}",
                 why="it lists what opkiln.library made",
             )
-        return Library(_builder_of_parts(name, place, [each.builder for each in parts]))
+        return Library(_builder_of_parts(name, place[0], [each.builder for each in parts]))
     if not isinstance(without or {}, Mapping):
         raise SpecError(f"library {name}: without= is {repr(without)[:80]}, not a dict")
     builder = builder_for(
@@ -186,9 +186,9 @@ def library(
         place,
         Sources.of(sources, cuda, source, "opkiln.library"),
         needs or {},
-        namespace,
         Parameters.of(name, variants or {}, {}, dtypes, ahead),
-        functions,
+        NAMESPACE=namespace,
+        FUNCTIONS=DeclaredFunctions(functions),
         EMULATE=emulate,
         WITHOUT={
             device: texts(f"library {name}: without={{{device!r}: ...}}", names)
@@ -205,25 +205,22 @@ def _library_of_builder(builder: type[OpBuilder], functions: str) -> Library:
             why="torch knows the functions of a library, those of a module are its attributes",
             hint=f"{builder.__name__}().load()",
         )
-    builder.FUNCTIONS, builder.SERVED = DeclaredFunctions(functions), {}
+    builder.FUNCTIONS = DeclaredFunctions(functions)
     return Library(builder)
 
 
-def _builder_of_parts(
-    name: str, place: tuple[str, str], parts: Sequence[type[DecoratedBuilder]]
-) -> type[DecoratedBuilder]:
-    from opkiln.builder.builders import Sources, builder_for
-    from opkiln.builder.parameters import Parameters
+def _builder_of_parts(name: str, module: str, parts: Sequence[type[OpBuilder]]) -> type[OpBuilder]:
+    from opkiln.builder.builders import class_name
+    from opkiln.builder.cuda import CUDAOpBuilder
 
-    sources = Sources(
-        tuple(each for part in parts for each in part.SOURCES.cpu),
-        tuple(each for part in parts for each in part.SOURCES.cuda),
-    )
-    namespace, parameters = parts[0].NAMESPACE, Parameters(name)
-    functions = [each.FUNCTIONS for each in parts]
-    return builder_for(
-        name, place, sources, {}, namespace, parameters, libraries=functions, PARTS=tuple(parts)
-    )
+    words = {
+        "__module__": module,
+        "NAME": name,
+        "NAMESPACE": parts[0].NAMESPACE,
+        "BACKENDS": parts[0].BACKENDS,
+        "PARTS": tuple(parts),
+    }
+    return type(class_name(name), (CUDAOpBuilder,), words)
 
 
 def _require_function(decorator: str, function: object) -> None:
@@ -239,6 +236,6 @@ def _declare(
     builder: type[OpBuilder],
 ) -> DecoratedOp[_P, _R]:
     """What takes the place of a function. Raises SpecError for one that cannot be an op."""
-    from opkiln.builder.declaration import Declaration
+    from opkiln.builder.declaration import DecoratedOp
 
-    return cast("DecoratedOp[_P, _R]", Declaration(function, mutates, gradient, builder)._function)
+    return cast("DecoratedOp[_P, _R]", DecoratedOp(function, mutates, gradient, builder)._function)

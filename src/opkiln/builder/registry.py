@@ -1,7 +1,7 @@
 """ALL_OPS: every op by name; the bundled ones, and those of other packages by entry point.
 
-Bundled ops are the folders below ``opkiln/ops``: ``ops/<name>/op.py`` holds one OpBuilder subclass,
-or one ``opkiln.library``.
+Bundled ops are the folders below ``opkiln/ops``: ``ops/<name>/op.py`` has the library,
+``kit``.
 Another package adds ops with an entry point in the group ``opkiln.ops``:
 
     [project.entry-points."opkiln.ops"]
@@ -28,11 +28,10 @@ from typing import Any
 
 from opkiln.builder.base import OpBuilder
 from opkiln.errors import SpecError, UnknownOp
-from opkiln.loading.register import is_tracing, load_in_trace
+from opkiln.loading.register import at_trace_time
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterable
     from importlib.metadata import EntryPoint
 
     from opkiln.loading.explain import Explanation, Explanations
@@ -50,45 +49,27 @@ def _is_bundled(name: str) -> bool:
     return os.path.exists(os.path.join(_OPS, name, "op.py"))
 
 
-def _ops_of_variant(name: str) -> list[str]:
-    """The ops whose variant may be called so: ``attn__HEAD_64`` is one of ``attn``."""
-    parts = name.split("__")
-    return ["__".join(parts[:end]) for end in range(1, len(parts))]
-
-
-def _variant(name: str, ops: Iterable[type[OpBuilder]]) -> type[OpBuilder] | None:
-    """The builder of a variant of one of these ops, by its name."""
-    return next((each for op in ops for each in op.variants() if name == each.NAME), None)
-
-
 class _AllOps(Mapping[str, type[OpBuilder]]):
     """Read-only and lazy: a builder class is imported when it is asked for."""
 
     def __getitem__(self, name: str) -> type[OpBuilder]:
         owner, _, op = name.rpartition(":")
-        own = op.isidentifier() and (not owner or normalize(owner) == "opkiln")
-        if own and _is_bundled(op):
-            return _only_builder(op)
-        from opkiln.builder import deepspeed_names  # most names are of bundled ops
+        if (found := _whole_op(owner, op)) is not None:
+            return found
+        # ``attn__HEAD_64`` is a variant of ``attn``.
+        parts = op.split("__")
+        above = (_whole_op(owner, "__".join(parts[:end])) for end in range(1, len(parts)))
+        variants = (each for builder in above if builder is not None for each in builder.variants())
+        if found := next((each for each in variants if op == each.NAME), None):
+            return found
+        from opkiln.builder import deepspeed_names
 
-        if own and op in deepspeed_names.ELSEWHERE:
-            return _only_builder(deepspeed_names.ELSEWHERE[op])
-        above = _ops_of_variant(op)
-        if own and (variant := _variant(op, map(_only_builder, filter(_is_bundled, above)))):
-            return variant
-        entry = _find(owner, op)
-        if entry is not None:
-            return builder_of(name, entry)
-        entries = ((each, _find(owner, each)) for each in above)
-        builders = (builder_of(each, entry) for each, entry in entries if entry is not None)
-        if variant := _variant(op, builders):
-            return variant
-        known = list(self)
         if op in deepspeed_names.NOT_HERE:
             raise UnknownOp(
                 f"DeepSpeed's op {op} is not here", why=deepspeed_names.NOT_HERE[op],
                 hint="opkiln report",
             )  # fmt: skip
+        known = list(self)
         raise UnknownOp(
             f"there is no op {name!r}", why="known: " + ", ".join(known), hint=_meant(op, known)
         )
@@ -111,30 +92,16 @@ def get_builder(name: str, *, backend: str | None = None, archs: str | None = No
     In a function that torch.compile traces it can be asked to load the op, and for nothing else.
     Raises UnknownOp, and UsageError where the op has no version for the backend.
     """
-    if is_tracing():
-        return _InTrace(name, backend, archs)  # type: ignore[return-value]
-    builder = ALL_OPS[name]()
+    builder = _find_builder(name)()
     if backend is not None or archs is not None:
         # Not through the constructor: an author's may take no arguments.
         builder.ask_for(backend, archs)
     return builder
 
 
-class _InTrace:
-    """Stands for a builder in a function that is traced: finding one cannot be."""
-
-    def __init__(self, name: str, backend: str | None, archs: str | None) -> None:
-        self._asked = (name, backend, archs)
-
-    def load(self, verbose: bool = True, *, reload: bool = False) -> Any:
-        return load_in_trace(_load, *self._asked, {"verbose": verbose, "reload": reload})
-
-    def jit_load(self, verbose: bool = True) -> Any:
-        return load_in_trace(_load, *self._asked, {"verbose": verbose, "must_be_native": True})
-
-
-def _load(name: str, backend: str | None, archs: str | None, how: dict[str, Any]) -> Any:
-    return get_builder(name, backend=backend, archs=archs).loaded(**how).value
+@at_trace_time
+def _find_builder(name: str) -> type[OpBuilder]:
+    return ALL_OPS[name]
 
 
 def explain(name: str) -> Explanation | Explanations:
@@ -199,16 +166,19 @@ def _meant(name: str, known: list[str]) -> str:
     return f"did you mean {' or '.join(close)}?"
 
 
-def _only_builder(name: str) -> type[OpBuilder]:
-    module = import_module(f"opkiln.ops.{name}.op")
-    # A class may be there twice: by itself, and as the builder of its library.
-    builders = dict.fromkeys(filter(None, map(as_builder, vars(module).values())))
-    found = [builder for builder in builders if builder.__module__ == module.__name__]
-    parts = [part for builder in found for part in builder.PARTS]
-    found = [builder for builder in found if builder not in parts]
-    if len(found) != 1:
-        raise SpecError(f"opkiln/ops/{name}/op.py must hold one OpBuilder, not {len(found)}")
-    return found[0]
+def _whole_op(owner: str, op: str) -> type[OpBuilder] | None:
+    """The builder of an op: bundled, or of an entry point. None if there is none, or if the op is
+    one variant of another."""
+    own = op.isidentifier() and (not owner or normalize(owner) == "opkiln")
+    if own and _is_bundled(op):
+        builder: type[OpBuilder] = import_module(f"opkiln.ops.{op}.op").kit.builder
+        return builder
+    from opkiln.builder import deepspeed_names  # most names are of bundled ops
+
+    if own and op in deepspeed_names.ELSEWHERE:
+        return _whole_op(owner, deepspeed_names.ELSEWHERE[op])
+    entry = _find(owner, op)
+    return None if entry is None else builder_of(op, entry)
 
 
 def declared_ops() -> dict[str, EntryPoint]:
@@ -286,24 +256,16 @@ def _entries_of_module(entry: EntryPoint) -> list[EntryPoint]:
     point itself for another, and for a module that cannot be imported: whoever asks is told."""
     from importlib.metadata import EntryPoint
 
-    from opkiln.builder.library import Library
-
     if entry.attr:
         return [entry]
     try:
         module = entry.load()
     except (Exception, SystemExit):
         return [entry]
-    # A function has the name of its op. A library has a name of its own, and its functions and
-    # parts have none.
-    libraries = [value for value in vars(module).values() if isinstance(value, Library)]
-    parts = [part for each in libraries for part in each.builder.PARTS]
-    named = {
-        value.builder.NAME: variable
-        for variable, value in vars(module).items()
-        if (isinstance(value, Library) and value.builder not in parts)
-        or getattr(getattr(value, "builder", None), "NAME", "") == variable
-    }
+    values = {name: each for name, each in vars(module).items() if not isinstance(each, type)}
+    builders = {name: found for name, each in values.items() if (found := as_builder(each))}
+    parts = [part for each in builders.values() for part in each.PARTS]
+    named = {each.NAME: name for name, each in builders.items() if each not in parts}
     made = [EntryPoint(op, f"{entry.module}:{name}", entry.group) for op, name in named.items()]
     for each in made:
         vars(each)["dist"] = entry.dist  # as importlib.metadata does

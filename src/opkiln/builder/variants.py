@@ -37,14 +37,13 @@ class Variant:
         self._builder, self._compare, self._reference = builder, compare, reference
         # For messages. The parts of an op, and its libraries for dtypes, are not users' concern.
         self._op = builder.NAME.partition("__")[0] or builder.NAME
-        self._served = builder.SERVED
         self._lock = forks.lock()
         self.overload: Any = None  # what a call is passed on to once its library is loaded
         self.native: Any = None  # the overload that only libraries implement, to compare with
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         device = device_of(args, kwargs)
-        if (here.era, device) not in self._served and device != "meta":
+        if (self._builder, device) not in here.served and device != "meta":
             loaded = self.load(device)
             if loaded is not None and loaded.artifact is not None and self.native is None:
                 return self.overload(*args, **kwargs)
@@ -54,16 +53,16 @@ class Variant:
 
     def is_native(self, device: str) -> bool:
         """Whether a library serves this device."""
-        loaded = self._served.get((here.era, device))
+        loaded = here.served.get((self._builder, device))
         return loaded is not None and loaded.artifact is not None
 
     def load(self, device: str) -> Loaded | None:
         """What serves the tensors of a device; None if the op has no sources for it. Raises
         OpkilnError."""
         with self._lock:
-            place = (here.era, device)
-            if place in self._served:
-                return self._served[place]
+            place, served = (self._builder, device), here.served
+            if place in served:
+                return served[place]
             loaded = None
             if backend_of(self._builder, device) is not None:
                 loaded = self.builder_of(device).loaded()
@@ -72,7 +71,7 @@ class Variant:
                 require_allowed(self._op, what, why)
                 told = f"op {self._op} runs as its pure-PyTorch {what}: {why}"
                 warn_caller(told, FallbackWarning)
-            self._served[place] = loaded
+            served[place] = loaded
             return loaded
 
     def require_native(self, device: str) -> None:
@@ -89,9 +88,9 @@ class Variant:
     def reload(self) -> None:
         """Look at the sources of what is loaded again. Raises OpkilnError."""
         with self._lock:
-            for (era, device), loaded in list(self._served.items()):
-                if era == here.era and loaded is not None:
-                    self._served[era, device] = self.builder_of(device).loaded(reload=True)
+            for (builder, device), loaded in list(here.served.items()):
+                if builder is self._builder and loaded is not None:
+                    here.served[builder, device] = self.builder_of(device).loaded(reload=True)
 
     def builder_of(self, device: str) -> OpBuilder:
         """The builder of the library for a device."""

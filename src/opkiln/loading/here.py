@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import sys
 import threading
@@ -29,12 +28,18 @@ class Loaded(Record):
     op: Op  # what was asked for
 
 
-class LoadTurn:
-    """The threads of this process that load one op."""
+class OpHere:
+    """What this process has of one op."""
 
     def __init__(self) -> None:
-        self.lock = forks.lock()
-        self.failures = 0
+        self.loaded: Loaded | None = None
+        self.since = 0.0  # when it was loaded
+        self.opened: dict[str, Any] = {}  # what opening each of its libraries gave, by sha256
+        self.libraries: list[Artifact] = []  # those that were opened, oldest first
+        self.lasts = False  # one of them cannot be unregistered
+        self.is_told = False  # that the reference serves
+        self.lock = forks.lock()  # of the thread that loads it: two ops may build at once
+        self.failures = 0  # of such threads
         self.failed: tuple[Op, OpkilnError] | None = None  # the last one
 
     def raise_failure(self, op: Op, failures: int) -> None:
@@ -46,54 +51,32 @@ class LoadTurn:
                 raise type(error)(error.what, why=error.why, hint=error.hint)
 
 
-class OpHere:
-    """What this process has of one op."""
-
-    def __init__(self) -> None:
-        self.loaded: Loaded | None = None
-        self.since = 0.0  # when it was loaded
-        self.opened: dict[str, Any] = {}  # what opening each of its libraries gave, by sha256
-        self.libraries: list[Artifact] = []  # those that were opened, oldest first
-        self.lasts = False  # one of them cannot be unregistered
-        self.is_told = False  # that the reference serves
-        self.turn = LoadTurn()  # one per op: two ops may build at once
-
-
 class Here:
     """All that this process has. What torch was told stays with torch, so it stays here, too."""
 
     def __init__(self) -> None:
         self.lock = forks.lock()  # of telling torch
         self.listing = forks.lock()  # of ``listed`` and ``chains``
-        # What torch was told of functions, and by which libraries.
-        self.namespaces: dict[str, Any] = {}
         self.functions: dict[str, Any] = {}  # register's, by qualified name
-        self.kept: set[str] = (
-            set()
-        )  # operators that torch keeps, although they may be declared anew
+        # What keeps an operator in torch for good, although it may be declared anew.
+        self.kept: dict[str, Any] = {}
         self.listed: dict[Name, list[Any]] = {}  # light's, the functions of a library
         self.chains: dict[tuple[str, str], list[Any]] = {}  # by place; torch knows the first
         self.module_names: dict[str, object] = {}  # of the extension modules that are open here
-        self.files: dict[str, list[tuple[object, str]]] = {}  # (op, path) of those open, by sha256
+        self.files: dict[tuple[int, int], object] = {}  # the op that opened each, by its inode
         self.ops: dict[Name, OpHere] = {}
         self.told: set[str] = set()  # warnings that are given once
-        # What others keep of a load, they keep under the era that it was in. A new era begins when
-        # ops may be served otherwise.
-        self.era = 0
-        self._eras = itertools.count(1)
+        # What serves the tensors of a device, by the builder's class; None: it has no library for
+        # them. Another dict takes its place when ops may be served otherwise.
+        self.served: dict[tuple[type, str], Loaded | None] = {}
 
     def op(self, name: Name) -> OpHere:
         """What there is of an op, which may be nothing yet."""
         return self.ops.get(name) or self.ops.setdefault(name, OpHere())
 
-    def begin_era(self) -> int:
-        """Returns the era that ends."""
-        before, self.era = self.era, next(self._eras)
-        return before
-
     def reset(self) -> None:
         """Forget what is loaded: each op is decided on again. For tests."""
-        self.begin_era()
+        self.served = {}
         self.ops.clear()
 
 

@@ -63,12 +63,11 @@ def load(
     if known is not None:
         return known
     mine = here.op(op.name)
-    turn = mine.turn
-    failures = turn.failures
-    with turn.lock:
+    failures = mine.failures
+    with mine.lock:
         known = None if again else _find_loaded(op, must_be_native)
         if known is None:
-            turn.raise_failure(op, failures)
+            mine.raise_failure(op, failures)
             if not loaded_here():
                 _tell_strange_settings()
             if settings.record:
@@ -83,7 +82,7 @@ def load(
                     known = mine.loaded = _serve(op, must_be_native, again)
             except OpkilnError as error:
                 if error.concerns_all:
-                    turn.failures, turn.failed = turn.failures + 1, (op, error)
+                    mine.failures, mine.failed = mine.failures + 1, (op, error)
                 raise
             mine.since = time.time()
         return known
@@ -156,8 +155,9 @@ def _serve(op: Op, must_be_native: bool, again: bool) -> Loaded:
 _ATTEMPTS = 8  # each but the last removes a candidate, or follows a collector's removal of one
 
 
-def forget(distribution: str, op: str) -> None:
+def forget(builder: type, distribution: str, op: str) -> None:
     """Forget what is loaded of an op, for all its backends: it is declared anew."""
+    here.served = {place: each for place, each in here.served.items() if place[0] is not builder}
     native.unregister(distribution, op)
     for name, each in list(here.ops.items()):
         if name[:2] == (distribution, op):
@@ -166,7 +166,7 @@ def forget(distribution: str, op: str) -> None:
 
 def forget_references() -> None:
     """Forget the ops that their references serve: the next load of each decides again."""
-    here.begin_era()
+    here.served = {}
     for each in list(here.ops.values()):
         if each.loaded is not None and each.loaded.artifact is None:
             each.loaded = None
@@ -176,7 +176,7 @@ def forget_references() -> None:
 def set_aside() -> Iterator[None]:
     """Within the block nothing is loaded of the ops that have a reference, and torch has none of
     their kernels; after it, all is as before. For tests: other threads must not load or call."""
-    before = here.begin_era()
+    before, here.served = here.served, {}
     aside = {
         name: each
         for name, each in here.ops.items()
@@ -194,7 +194,7 @@ def set_aside() -> Iterator[None]:
         for name, each in aside.items():
             if name not in here.ops or here.ops[name].loaded is None:
                 here.ops[name] = each
-        here.era = before
+        here.served = before
 
 
 def resolve(request: Request) -> Outcome:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from itertools import zip_longest
 from typing import Any
 
 from opkiln.base import signature
@@ -85,15 +86,11 @@ def open_artifact(spec: OpSpec, path: str, registration: Registration | None = N
 
 
 def _open_library(path: str) -> Any:
-    import ctypes
-
     return ctypes.CDLL(path, mode=os.RTLD_NOW | os.RTLD_LOCAL)
 
 
 def _load_libsycl(path: str) -> None:
     """Load the SYCL runtime that a library needs: it names it by its soname alone."""
-    import ctypes
-
     from opkiln.machine.binary import elf
     from opkiln.machine.toolchain import libsycl
 
@@ -183,38 +180,21 @@ def ensure_own_file(op: object, artifact: Artifact) -> Artifact:
     The dynamic linker knows a file by its device and inode. A bundle's libraries with equal bytes
     are one file in memory, and tools that save space (Nix, OSTree, ``hardlink``) make one file of
     two on disk. Two ops would then share one library and its static variables. The copy is in
-    memory. No file is looked at unless two ops have equal bytes. Raises LoadError.
+    memory. Raises LoadError.
     """
-    ours = (op, artifact.path)
-    opened = here.files.setdefault(artifact.sha256, [])
-    opened.append(ours)  # before the look: of two threads, at least one sees the other
-    if len(opened) == 1:
-        return artifact
-    for theirs in list(opened):
-        if theirs is ours:
-            break
-        if theirs[0] != op and _one_file(theirs[1], artifact.path):
-            return _copy(artifact)
-    return artifact
-
-
-def _one_file(one: str, other: str) -> bool:
     try:
-        return os.path.samefile(one, other)
-    except OSError:
-        return False  # collected since: then the other one is a new file
+        status = os.stat(artifact.path)
+        # No other file gets the inode: what was opened stays open.
+        if here.files.setdefault((status.st_dev, status.st_ino), op) == op:
+            return artifact
+        from opkiln.store import sealed
 
-
-def _copy(artifact: Artifact) -> Artifact:
-    from opkiln.store import sealed
-
-    try:
         return artifact._replace(path=sealed.copy(artifact.path, artifact.sha256))
-    except sealed.Changed as error:
+    except OSError as error:
+        raise LoadError(f"{artifact.path} cannot be opened", why=str(error)) from error
+    except ValueError as error:  # sealed.Changed
         why = f"it has the SHA-256 {error}, not {artifact.sha256}"
         raise LoadError(f"{artifact.path} was changed while it was copied", why=why) from error
-    except OSError as error:
-        raise LoadError(f"{artifact.path} cannot be copied", why=str(error)) from error
 
 
 def _intact(artifact: Artifact) -> bool:
@@ -273,10 +253,6 @@ class Listed(Record):
                     why=wrong.decode(errors="replace"),
                 )
 
-    def link(self, other: Listed | None) -> None:
-        """Pass calls with another dtype on."""
-        self.library.opkiln_link(self.pointer, None if other is None else other.pointer)
-
 
 def is_light(path: str) -> bool:
     """Whether a file is such a library."""
@@ -331,24 +307,24 @@ def _enter(new: Listed) -> None:
     if new.pointer.contents.dtype < 0 or not chain:
         new.register()
     if new.pointer.contents.dtype >= 0:
-        new.link(None)  # one that was here before still has what came after it: a circle
-        if chain:
-            chain[-1].link(new)
         chain.append(new)
+        _link(chain)
 
 
 def _leave(old: Listed) -> None:
     """Have no call reach a function."""
-    chain = here.chains.get(old.place, [])
-    place = next((i for i, each in enumerate(chain) if each is old), None)
     old.library.opkiln_unregister(old.pointer)
-    if place is None:
-        return
-    del chain[place]
-    if place > 0:
-        chain[place - 1].link(chain[place] if place < len(chain) else None)
-    elif chain:
+    before = here.chains.get(old.place, [])
+    chain = here.chains[old.place] = [each for each in before if each is not old]
+    if chain and chain[0] is not before[0]:
         chain[0].register()
+    _link(chain)
+
+
+def _link(chain: list[Listed]) -> None:
+    """Have each pass calls with another dtype on to the next."""
+    for each, following in zip_longest(chain, chain[1:]):
+        each.library.opkiln_link(each.pointer, None if following is None else following.pointer)
 
 
 def has_registered(spec: OpSpec) -> bool:

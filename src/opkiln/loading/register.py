@@ -162,14 +162,6 @@ def library_of(namespace: str) -> Any:
     return torch.library.Library(namespace, "FRAGMENT")  # type: ignore[no-untyped-call]
 
 
-def lasting_library(namespace: str) -> Any:
-    """The one whose registrations last as long as the process."""
-    library = here.namespaces.get(namespace)
-    if library is None:
-        library = here.namespaces[namespace] = library_of(namespace)
-    return library
-
-
 def register_fake(library: Any, qualified: str, fake: Callable[..., Any]) -> None:
     """``torch.library.register_fake``, without its look at who calls it: for a line in a message
     that names the author of a fake, that reads source files, and takes longer than all the rest."""

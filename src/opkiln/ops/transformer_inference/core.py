@@ -38,10 +38,10 @@ def bias_activation(activation: Tensor, bias: Tensor | None, act_type: str | int
     kind = _activation(act_type, "gelu", "relu", "silu", "identity")
     if kind == "identity" and bias is None:
         return
-    function = {
+    functions: dict[str, Callable[..., Tensor]] = {
         "gelu": bias_gelu, "relu": bias_relu, "silu": bias_silu, "identity": bias_add,
-    }[kind]  # fmt: skip
-    activation.copy_(_compute(function, activation, bias))
+    }  # fmt: skip
+    activation.copy_(_compute(functions[kind], activation, bias))
 
 
 def gated_activation(
