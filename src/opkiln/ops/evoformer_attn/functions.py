@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opkiln.ops.checks import check_dim, check_like, check_same, check_shape, widen
+from opkiln.ops.checks import check, check_same, widen
 from opkiln.ops.evoformer_attn.op import backward, forward
 
 _Five = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -38,8 +38,7 @@ def evoformer_attention(
     (Their sum as one number would lose the second where the first is -1e9, in rows that are masked
     out.) If all scores of a query are minus infinity, its result is NaN.
     """
-    _check(q, k, v, mask_bias, pair_bias)
-    scores = _scores(q, k, mask_bias, pair_bias, scale)
+    scores = _scores(q, k, v, scale, mask_bias, pair_bias)
     if scores.shape[-1] == 0:
         return torch.empty_like(q, memory_format=torch.contiguous_format), _moments(q)
     greatest = scores.amax(-1)
@@ -85,8 +84,7 @@ def evoformer_attention_backward(
     results are ``output`` and ``moments``. ``grad`` is that of ``output``. A gradient of a bias
     that is not wanted is an empty tensor. Kernels add in a fixed order: results are the same to the
     bit each time."""
-    _check(q, k, v, mask_bias, pair_bias)
-    scores = _scores(q, k, mask_bias, pair_bias, scale) * math.log2(math.e)
+    scores = _scores(q, k, v, scale, mask_bias, pair_bias) * math.log2(math.e)
     greatest, share = moments.unbind()
     weights = torch.exp2(scores - greatest[..., None]) * share[..., None]
     wide, queries, keys = widen(grad), widen(q), widen(k)
@@ -111,12 +109,18 @@ def _(_grad: Tensor, q: Tensor, *rest: Any) -> _Five:
     return of_q, of_k, of_v, of_mask, of_pair
 
 
-def _scores(
-    q: Tensor, k: Tensor, mask_bias: Tensor | None, pair_bias: Tensor | None, scale: float
-) -> Tensor:
+def _scores(q: Tensor, k: Tensor, v: Tensor, scale: float, *biases: Tensor | None) -> Tensor:
+    mask_bias, pair_bias = biases
+    check("q", q, dims=5)
+    check_same(q, "q", k=k, v=v)
+    batch, rows, length, heads, _ = q.shape
     scores = torch.einsum("bnqhd,bnkhd->bnhqk", widen(q), widen(k)) * scale
-    for bias in (mask_bias, pair_bias):
+    for name, bias, shape in (
+        ("mask_bias", mask_bias, [batch, rows, 1, 1, length]),
+        ("pair_bias", pair_bias, [batch, 1, heads, length, length]),
+    ):
         if bias is not None:
+            check(name, bias, like=q, of="q", shape=shape)
             scores = scores + widen(bias)
     return scores
 
@@ -125,18 +129,3 @@ def _moments(q: Tensor) -> Tensor:
     batch, rows, length, heads, _ = q.shape
     dtype = torch.promote_types(q.dtype, torch.float32)
     return q.new_empty((2, batch, rows, heads, length), dtype=dtype)
-
-
-def _check(
-    q: Tensor, k: Tensor, v: Tensor, mask_bias: Tensor | None, pair_bias: Tensor | None
-) -> None:
-    check_dim("q", q, 5)
-    check_same(q, "q", k=k, v=v)
-    batch, rows, length, heads, _ = q.shape
-    for name, bias, shape in (
-        ("mask_bias", mask_bias, [batch, rows, 1, 1, length]),
-        ("pair_bias", pair_bias, [batch, 1, heads, length, length]),
-    ):
-        if bias is not None:
-            check_shape(name, bias, shape)
-            check_like(name, bias, q, "q")

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from opkiln.ops.checks import NATIVE, check_all
-from opkiln.ops.fp_quantizer import formats
+from opkiln.ops.fp_quantizer.functions import FORMATS as FP_FORMATS
 from opkiln.ops.fp_quantizer.functions import fp_dequantize
 from opkiln.ops.mixed_gemm.op import ACTIVATIONS, FORMATS, kit
 from opkiln.ops.quantizer.functions import dequantize
@@ -129,7 +129,7 @@ def _weights(
             values, scales, none, numel, narrow, bits, group_size, *in_order
         )
         return flat.view(size).to(dtype)
-    found = formats.FORMATS[form]
+    found = FP_FORMATS[form]
     out: Tensor = fp_dequantize.reference(
         codes, scales, list(size), group_size, found.bits, found.mantissa_bits, narrow
     )

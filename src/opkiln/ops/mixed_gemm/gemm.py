@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from opkiln.errors import ArgumentError, ArgumentTypeError
-from opkiln.ops.checks import NATIVE
+from opkiln.ops.checks import NATIVE, runs_cuda_kernels
 from opkiln.ops.fp_quantizer.quantizer import FPQuantized, FPQuantizer
-from opkiln.ops.front_ends import runs_cuda_kernels
 from opkiln.ops.mixed_gemm.functions import multiply, packed_gemm
 from opkiln.ops.mixed_gemm.op import ACTIVATIONS, FORMATS, NUMBERS
 from opkiln.ops.quantizer.quantize import Quantized, dequantize

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from opkiln.ops.checks import check_flat, check_native
+from opkiln.ops.checks import check_flat, check_least, check_native
 from opkiln.ops.packbits.op import kit
 
 
@@ -34,8 +34,7 @@ def unpackbits(packed: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
     uint8 and as many bytes as that takes.
     """
     check_native("dtype is", dtype)
-    if numel < 0:
-        raise RuntimeError(f"numel is {numel}, expected at least 0")
+    check_least(0, numel=numel)
     check_flat("packed", packed, packed.device, torch.uint8, (numel + 7) // 8)
     places = torch.arange(7, -1, -1, dtype=torch.int32, device=packed.device)
     bits = packed.reshape(-1, 1).to(torch.int32) >> places & 1

@@ -31,14 +31,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from opkiln.ops.checks import check_flat, check_native, check_on
+from opkiln.ops.checks import check_flat, check_least, check_native, check_on
 from opkiln.ops.philox import WORD, philox
-from opkiln.ops.quantizer.checks import check_format, check_offset, check_quantized
 from opkiln.ops.quantizer.op import kit
 
 _Three = tuple[Tensor, Tensor, Tensor]
 
 _LEAST_SCALE = 2.0**-126
+_LARGEST_GROUP = 65536
 
 
 @kit.op(gradient=False)
@@ -87,12 +87,12 @@ def dequantize(
     group_size: int, symmetric: bool, nodes: int, devices_per_node: int, pipeline: int,
 ) -> Tensor:  # fmt: skip
     """The ``numel`` numbers that the levels stand for, rounded to ``dtype``, in one dimension."""
-    check_format(bits, group_size)
+    _check_format(bits, group_size)
     check_native("dtype is", dtype)
-    check_quantized("", values, scales, offsets, numel, bits, group_size, symmetric)
+    form = (numel, bits, group_size, symmetric)
+    found = _unpack("", values, scales, offsets, *form)
     order = swizzle(numel, group_size, nodes, devices_per_node, pipeline, values.device)
-    found = _unpack(values, scales, offsets, numel, bits, group_size, symmetric, order)
-    return found.back().to(dtype)
+    return found.in_order(order).back().to(dtype)
 
 
 @dequantize.fake
@@ -218,11 +218,7 @@ def swizzle(
     other. Each part is cut into ``pipeline`` pieces; the pieces are ordered by their number, then
     by device, then by node. Raises RuntimeError where the groups cannot be cut so.
     """
-    for name, count in (
-        ("nodes", nodes), ("devices_per_node", devices_per_node), ("pipeline", pipeline),
-    ):  # fmt: skip
-        if count < 1:
-            raise RuntimeError(f"{name} is {count}, expected at least 1")
+    check_least(1, nodes=nodes, devices_per_node=devices_per_node, pipeline=pipeline)
     pieces = nodes * devices_per_node * pipeline
     if pieces == 1:
         return None
@@ -274,7 +270,7 @@ class _Rounding(NamedTuple):
 
     def check(self, error: Tensor | None, numel: int, device: torch.device) -> None:
         """Raises RuntimeError, also for an ``error`` that does not go with so many elements."""
-        check_format(self.bits, self.group_size)
+        _check_format(self.bits, self.group_size)
         check_offset(self.offset_tensor, device)
         if error is not None:
             check_flat("error", error, device, torch.float32, numel)
@@ -294,6 +290,15 @@ class _Levels(NamedTuple):
         if self.offsets is not None:
             found = found + self.offsets[:, None]
         return found.view(-1)[: self.numel]
+
+    def in_order(self, order: Tensor | None) -> _Levels:
+        """The groups that lie in this order, as in the tensor."""
+        if order is None:
+            return self
+        back = torch.empty_like(order)
+        back[order] = torch.arange(order.numel(), device=order.device)
+        offsets = None if self.offsets is None else self.offsets[back]
+        return self._replace(rows=self.rows[back], scales=self.scales[back], offsets=offsets)
 
     def pack(self, order: Tensor | None) -> _Three:
         rows, scales, offsets = self.rows, self.scales, self.offsets
@@ -359,51 +364,57 @@ def _rows(flat: Tensor, group_size: int) -> Tensor:
     return torch.cat([flat, flat[-1:].expand(missing)]).view(-1, group_size)
 
 
+def _check_format(bits: int, group_size: int, prefix: str = "") -> None:
+    if bits not in (4, 8):
+        raise RuntimeError(f"{prefix}bits is {bits}, expected 4 or 8")
+    if not 16 <= group_size <= _LARGEST_GROUP or group_size % 8:
+        raise RuntimeError(
+            f"{prefix}group_size is {group_size}, expected a multiple of 8 from 16 to "
+            f"{_LARGEST_GROUP}"
+        )
+
+
+def check_offset(tensor: Tensor | None, device: torch.device) -> None:
+    if tensor is not None:
+        check_flat("offset_tensor", tensor, device, torch.int64, 1)
+
+
 def _unpack(
-    values: Tensor,
-    scales: Tensor,
-    offsets: Tensor,
-    numel: int,
-    bits: int,
-    group_size: int,
-    symmetric: bool,
-    order: Tensor | None,
-) -> _Levels:
-    values, scales = values.reshape(-1), scales.reshape(-1)
+    index: str, values: Tensor, scales: Tensor, offsets: Tensor, numel: int, bits: int,
+    group_size: int, symmetric: bool,
+) -> _Levels:  # fmt: skip
+    """The levels of a tensor. ``index`` says in messages which of several it is."""
+    check_least(0, numel=numel)
+    groups = -(-numel // group_size)
+    levels = torch.int8 if symmetric and bits == 8 else torch.uint8
+    for name, tensor, dtype, count in (
+        ("values", values, levels, numel if bits == 8 else (numel + 1) // 2),
+        ("scales", scales, torch.float32, groups),
+        ("offsets", offsets, torch.float32, 0 if symmetric else groups),
+    ):
+        check_flat(f"{name}{index}", tensor, values.device, dtype, count)
+    values = values.reshape(-1)
     if bits == 4:
         halves = torch.stack((values & 15, values >> 4), dim=1).view(-1)[:numel].to(torch.int32)
         values = (halves ^ 8) - 8 if symmetric else halves
-    rows = _rows(values.float(), group_size)
     kept = None if symmetric else offsets.reshape(-1)
-    if order is not None:
-        back = torch.empty_like(order)
-        back[order] = torch.arange(order.numel(), device=order.device)
-        rows, scales, kept = rows[back], scales[back], None if kept is None else kept[back]
-    return _Levels(rows, scales, kept, numel, bits)
+    return _Levels(_rows(values.float(), group_size), scales.reshape(-1), kept, numel, bits)
 
 
 def _sum(
-    values: list[Tensor],
-    scales: list[Tensor],
-    offsets: list[Tensor],
-    numel: int,
-    bits: int,
-    group_size: int,
-    symmetric: bool,
-    factor: float,
-) -> Tensor:
-    check_format(bits, group_size, "from_")
+    values: list[Tensor], scales: list[Tensor], offsets: list[Tensor], numel: int, bits: int,
+    group_size: int, symmetric: bool, factor: float,
+) -> Tensor:  # fmt: skip
+    _check_format(bits, group_size, "from_")
     if not values:
         raise RuntimeError("values has no tensors, expected one for each part")
     for name, listed in (("scales", scales), *((("offsets", offsets),) if not symmetric else ())):
         if len(listed) != len(values):
             raise RuntimeError(f"{name} has {len(listed)} tensors, values has {len(values)}")
-    total: Tensor | None = None
+    total = values[0].new_zeros(()).float()
     for i, (levels, scale) in enumerate(zip(values, scales, strict=True)):
         low = scale.new_empty(0) if symmetric else offsets[i]
-        check_quantized(f"[{i}]", levels, scale, low, numel, bits, group_size, symmetric)
         check_on(f"values[{i}]", levels, values[0].device)
-        found = _unpack(levels, scale, low, numel, bits, group_size, symmetric, None).back()
-        total = found if total is None else total + found
-    assert total is not None
+        found = _unpack(f"[{i}]", levels, scale, low, numel, bits, group_size, symmetric).back()
+        total = found if i == 0 else total + found
     return total * factor

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import opkiln
 from opkiln.errors import ArgumentError, UsageError
-from opkiln.ops.front_ends import call_checked, check_dense
+from opkiln.ops.checks import call_checked, check_dense
 from opkiln.ops.quantizer import functions
 from opkiln.ops.quantizer.tensor_fields import each_tensor, move_record
 

@@ -15,7 +15,7 @@ def flatten_list(tensors: list[Tensor]) -> Tensor:
 
     Raises RuntimeError for an empty list and for tensors of several dtypes or devices.
     """
-    _check(tensors)
+    check_list(tensors)
     return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
 
 
@@ -26,8 +26,7 @@ def unflatten_list_(tensors: list[Tensor], flat: Tensor) -> None:
     Raises RuntimeError, before anything is written, where dtypes, devices or the number of elements
     differ. (The native versions also refuse tensors that are not contiguous.)
     """
-    _check(tensors)
-    _check_alike("flat", flat, tensors[0])
+    check_list(tensors, flat=flat)
     count = sum(tensor.numel() for tensor in tensors)
     if flat.numel() != count:
         raise RuntimeError(f"flat has {flat.numel()} elements, tensors have {count}")
@@ -39,17 +38,16 @@ def unflatten_list_(tensors: list[Tensor], flat: Tensor) -> None:
             start += tensor.numel()
 
 
-def _check(tensors: list[Tensor]) -> None:
+def check_list(tensors: list[Tensor], **others: Tensor) -> None:
+    """All have one dtype and are on one device. Raises RuntimeError."""
     if not tensors:
         raise RuntimeError("tensors is empty, expected at least one")
-    for i, tensor in enumerate(tensors):
-        _check_alike(f"tensors[{i}]", tensor, tensors[0])
-
-
-def _check_alike(name: str, tensor: Tensor, first: Tensor) -> None:
-    check_on(name, tensor, first.device)
-    if tensor.dtype != first.dtype:
-        raise RuntimeError(
-            f"{name} has dtype {dtype_name(tensor.dtype)}, expected that of tensors[0], "
-            f"{dtype_name(first.dtype)}"
-        )
+    first = tensors[0]
+    named = {f"tensors[{i}]": tensor for i, tensor in enumerate(tensors)}
+    for name, tensor in {**named, **others}.items():
+        check_on(name, tensor, first.device)
+        if tensor.dtype != first.dtype:
+            raise RuntimeError(
+                f"{name} has dtype {dtype_name(tensor.dtype)}, expected that of tensors[0], "
+                f"{dtype_name(first.dtype)}"
+            )
