@@ -30,14 +30,16 @@ def spatial_bias_add(
     dim = _channels(x, channel_dim)
     if other is None and other_bias is not None:
         raise RuntimeError("other_bias is given without other")
+    channels = [x.shape[dim]]
+    for name, each, expected in (
+        ("bias", bias, channels),
+        ("other", other, [*x.shape]),
+        ("other_bias", other_bias, channels),
+    ):
+        if each is not None:
+            check(name, each, like=x, shape=expected)
     shape = [1] * x.dim()
     shape[dim] = x.shape[dim]
-    named = {"bias": bias, "other": other, "other_bias": other_bias}
-    for name, each in named.items():
-        if each is not None:
-            check(
-                name, each, like=x, shape=[*(x.shape if each is other else x.shape[dim : dim + 1])]
-            )
     out = widen(x) + widen(bias).view(shape)
     if other is not None:
         rest = widen(other)
