@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 NATIVE = (torch.float32, torch.bfloat16, torch.float16)
 FLOATS = (*NATIVE, torch.float64)
 WHOLE = (torch.int32, torch.int64)
+KERNEL_TYPES = {torch.float16: "half", torch.bfloat16: "bfloat16"}  # as the sources call them
 
 _REFUSED = r", expected | is (?:not )?on | is not contiguous|, \w+ ha(?:s|ve) "
 

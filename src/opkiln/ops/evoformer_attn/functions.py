@@ -1,10 +1,7 @@
-"""``evoformer_attention`` and its gradient: the ops and their references. ``attention.py`` is the
-front end.
+"""``evoformer_attention`` and its gradient: the ops and their references. ``attention.py``, the
+front end, says what the arguments are.
 
-``q``, ``k`` and ``v`` are [batch, rows, length, heads, head]. Each row, of an alignment or of a
-pair representation, attends within itself. ``mask_bias`` is [batch, rows, 1, 1, length], a number
-for each key of a row; ``pair_bias`` is [batch, 1, heads, length, length], which all rows share. All
-have one dtype. 16-bit tensors are computed in fp32, and results are rounded once; a kernel also
+All have one dtype. 16-bit tensors are computed in fp32, and results are rounded once; a kernel also
 rounds weights and their gradients to the dtype, because tensor cores take them so.
 """
 
@@ -31,12 +28,12 @@ def evoformer_attention(
     pair_bias: Tensor | None,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """``softmax(scale * q @ k.T + mask_bias + pair_bias) @ v`` for each row and head.
+    """The attention, and what its gradient needs.
 
-    The second result is what the gradient needs, [2, batch, rows, heads, length] in fp32: for each
-    query the greatest score, times log2(e), and one over the sum of the weights relative to it.
-    (Their sum as one number would lose the second where the first is -1e9, in rows that are masked
-    out.) If all scores of a query are minus infinity, its result is NaN.
+    The second result is [2, batch, rows, heads, length] in fp32: for each query the greatest score,
+    times log2(e), and one over the sum of the weights relative to it. (Their sum as one number
+    would lose the second where the first is -1e9, in rows that are masked out.) If all scores of a
+    query are minus infinity, its result is NaN.
     """
     scores = _scores(q, k, v, scale, mask_bias, pair_bias)
     if scores.shape[-1] == 0:

@@ -84,12 +84,8 @@ def fp_quantize(
     offset: int = 0,
     offset_tensor: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The codes of ``x``, packed into bytes, and the scales of its groups, in fp32.
-
-    Random bits are those of ``seed``, ``offset`` (``offset_tensor`` stands in for it) and the
-    element's index. Raises RuntimeError, naming the argument: a dtype other than fp32, bf16 and
-    fp16, bits that are no format, a group size that is not a multiple of 16 from 16 to 65536.
-    """
+    """The codes of ``x``, packed into bytes, and the scales of its groups, in fp32. Raises
+    RuntimeError, naming the argument."""
     form = _format(bits, mantissa_bits)
     check_native("x has dtype", x.dtype)
     check_group_size(group_size)
@@ -135,11 +131,8 @@ def fp_dequantize(
     mantissa_bits: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    """The numbers of the codes of a tensor of this size, in ``dtype``.
-
-    Raises RuntimeError, naming the argument: a dtype other than fp32, bf16 and fp16, bits that are
-    no format, a group size that cannot be, codes and scales that are not of this size.
-    """
+    """The numbers of the codes of a tensor of this size, in ``dtype``. Raises RuntimeError, naming
+    the argument."""
     form = _check_quantized(codes, scales, size, group_size, bits, mantissa_bits, dtype)
     indices = torch.arange(math.prod(size), device=codes.device)
     return _numbers_at(indices, codes, scales, group_size, form).to(dtype).view(size)
@@ -203,7 +196,8 @@ def packed_codes(values: Tensor, form: Format) -> Tensor:
 def _nearest(magnitudes: Tensor, form: Format) -> Tensor:
     """Codes without sign. Adding a power of two cuts a number off at the format's last bit, and
     rounds as fp32 does."""
-    exponents, cut = _exponents(magnitudes, form)
+    cut = 23 - form.mantissa_bits
+    exponents = (magnitudes.view(torch.int32) & _EXPONENT).clamp(min=_least(form))
     magic = exponents + (cut << 23)
     rounded = magnitudes + magic.view(torch.float32)
     return rounded.view(torch.int32) - magic + (exponents - _least(form) >> cut)
@@ -212,31 +206,19 @@ def _nearest(magnitudes: Tensor, form: Format) -> Tensor:
 def _stochastic(magnitudes: Tensor, form: Format, seed: int, offset: int | Tensor) -> Tensor:
     """Codes without sign: those of all numbers are equally far apart, and each number between two
     of the format's lies as far between their codes. To that 16 random bits are added."""
-    _, cut = _exponents(magnitudes, form)
+    least, cut = _least(form), 23 - form.mantissa_bits
     bits = magnitudes.view(torch.int32)
-    normal = bits >= _least(form)
     significand = bits & 0x7FFFFF | torch.where(bits >= 1 << 23, 1 << 23, 0)
-    shift = (_least(form) - (bits & _EXPONENT) >> 23).clamp(0, 31)
-    exact = torch.where(normal, bits - _least(form) + (1 << 23), significand >> shift)
+    shift = (least - (bits & _EXPONENT) >> 23).clamp(0, 31)
+    exact = torch.where(bits >= least, bits - least + (1 << 23), significand >> shift)
     random = random_bits(exact.numel(), seed, offset, exact.device).view(exact.shape).int()
-    return (exact + (random << 7 - form.mantissa_bits) >> cut).clamp(max=_largest_code(form))
+    largest = int(torch.tensor(form.largest).view(torch.int32)) - least + (1 << 23) >> cut
+    return (exact + (random << 7 - form.mantissa_bits) >> cut).clamp(max=largest)
 
 
 def _least(form: Format) -> int:
     """The least normal number of the format, as the bits of an fp32."""
     return (128 - form.bias) << 23
-
-
-def _largest_code(form: Format) -> int:
-    largest = int(torch.tensor(form.largest).view(torch.int32))
-    return largest - _least(form) + (1 << 23) >> 23 - form.mantissa_bits
-
-
-def _exponents(magnitudes: Tensor, form: Format) -> tuple[Tensor, int]:
-    """The powers of two below them, not less than the least normal number, as the bits of fp32; and
-    how many bits of fp32's mantissa are cut off."""
-    exponents = (magnitudes.view(torch.int32) & _EXPONENT).clamp(min=_least(form))
-    return exponents, 23 - form.mantissa_bits
 
 
 def _pack(codes: Tensor, form: Format) -> Tensor:

@@ -13,7 +13,7 @@ Every native version gives the same bits. All arithmetic is fp32, each operation
 - Asymmetric: ``offset = min``, ``scale = max((max - min) * (1 / top), 2**-126)`` with a top of 255
   or 15, levels from 0 to top of ``x - offset``.
 - To nearest, ties to even: ``level = round(x * (1 / scale))``. Stochastic:
-  ``level = floor(x * (1 / scale) + (128 + u)) - 128``, ``u`` of ``uniform`` below; of a top of 255
+  ``level = floor(x * (1 / scale) + (128 + u)) - 128``, ``u`` of ``random_bits``; of a top of 255
   the 128 is taken off before ``u`` is added. Where ``1 / scale`` would take the greatest element
   above the top, it is less by 2**-21 of itself.
 - Back: ``level * scale + offset``.
@@ -47,13 +47,8 @@ def quantize(
     offset: int, nodes: int, devices_per_node: int, pipeline: int,
     offset_tensor: Tensor | None = None, narrow_range: bool = True,
 ) -> _Three:  # fmt: skip
-    """Levels, scales and offsets (none where symmetric) of the groups of ``x``.
-
-    With ``nodes`` and the like above 1 the groups are put in another order, see ``swizzle``. Raises
-    RuntimeError, naming the argument: a dtype other than fp32, bf16 and fp16, bits other than 4 and
-    8, a group size that is not a multiple of 8 from 16 to 65536, groups that the order does not
-    divide.
-    """
+    """Levels, scales and offsets (none where symmetric) of the groups of ``x``, which are put in
+    the order of ``swizzle``. Raises RuntimeError, naming the argument."""
     rounding = _Rounding(bits, group_size, symmetric, stochastic, seed, offset, offset_tensor,
                          narrow_range)  # fmt: skip
     return _quantize(x, None, rounding, (nodes, devices_per_node, pipeline))
@@ -194,11 +189,9 @@ def _fake_quantize(x: Tensor, rounding: _Rounding) -> Tensor:
 
 def _shapes(like: Tensor, numel: int, bits: int, group_size: int, symmetric: bool) -> _Three:
     groups = (numel + group_size - 1) // group_size
-    signed = symmetric and bits == 8
+    levels = torch.int8 if symmetric and bits == 8 else torch.uint8
     return (
-        like.new_empty(
-            numel if bits == 8 else (numel + 1) // 2, dtype=torch.int8 if signed else torch.uint8
-        ),
+        like.new_empty(numel if bits == 8 else (numel + 1) // 2, dtype=levels),
         like.new_empty(groups, dtype=torch.float32),
         like.new_empty(0 if symmetric else groups, dtype=torch.float32),
     )
@@ -212,12 +205,8 @@ def swizzle(
     pipeline: int,
     device: torch.device,
 ) -> Tensor | None:
-    """Which group lies at each place, or None where all lie in order.
-
-    The groups are those of ``nodes * devices_per_node`` equal parts, a node's devices next to each
-    other. Each part is cut into ``pipeline`` pieces; the pieces are ordered by their number, then
-    by device, then by node. Raises RuntimeError where the groups cannot be cut so.
-    """
+    """Which group lies at each place of a ``Swizzle``, or None where all lie in order. Raises
+    RuntimeError where the groups cannot be cut so."""
     check_least(1, nodes=nodes, devices_per_node=devices_per_node, pipeline=pipeline)
     pieces = nodes * devices_per_node * pipeline
     if pieces == 1:
@@ -231,13 +220,6 @@ def swizzle(
         raise RuntimeError(f"x has {numel // group_size} groups, at most {WORD} can be swizzled")
     groups = torch.arange(numel // group_size, device=device)
     return groups.view(nodes, devices_per_node, pipeline, -1).permute(2, 1, 0, 3).reshape(-1)
-
-
-def uniform(
-    count: int, seed: int, offset: int | Tensor, device: torch.device | None = None
-) -> Tensor:
-    """``count`` numbers from 0 to less than 1, multiples of 2**-16; the same everywhere."""
-    return random_bits(count, seed, offset, device).float() * 2.0**-16
 
 
 def random_bits(
@@ -343,9 +325,8 @@ def _levels(flat: Tensor, rounding: _Rounding) -> _Levels:
     scaled = (rows if low is None else rows - low[:, None]) * inverses[:, None]
     if rounding.stochastic:
         offset = rounding.offset if rounding.offset_tensor is None else rounding.offset_tensor
-        random = (
-            uniform(scaled.numel(), rounding.seed, offset, flat.device).view(scaled.shape) + 128
-        )
+        random = random_bits(scaled.numel(), rounding.seed, offset, flat.device).view(scaled.shape)
+        random = random.float() * 2.0**-16 + 128
         shift = 128 if bits == 8 and not symmetric else 0
         levels = (scaled - shift + random).floor() + (shift - 128)
     else:
@@ -385,14 +366,10 @@ def _unpack(
 ) -> _Levels:  # fmt: skip
     """The levels of a tensor. ``index`` says in messages which of several it is."""
     check_least(0, numel=numel)
-    groups = -(-numel // group_size)
-    levels = torch.int8 if symmetric and bits == 8 else torch.uint8
-    for name, tensor, dtype, count in (
-        ("values", values, levels, numel if bits == 8 else (numel + 1) // 2),
-        ("scales", scales, torch.float32, groups),
-        ("offsets", offsets, torch.float32, 0 if symmetric else groups),
-    ):
-        check_flat(f"{name}{index}", tensor, values.device, dtype, count)
+    wanted = _shapes(torch.empty(0, device="meta"), numel, bits, group_size, symmetric)
+    named = {"values": values, "scales": scales, "offsets": offsets}
+    for (name, tensor), form in zip(named.items(), wanted, strict=True):
+        check_flat(f"{name}{index}", tensor, values.device, form.dtype, form.numel())
     values = values.reshape(-1)
     if bits == 4:
         halves = torch.stack((values & 15, values >> 4), dim=1).view(-1)[:numel].to(torch.int32)

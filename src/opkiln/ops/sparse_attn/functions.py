@@ -33,11 +33,8 @@ def sparse_attn(
 ) -> _Two:
     """Attention over the blocks that ``layout`` names, and the logarithm of each query's sum.
 
-    ``q``, ``k`` and ``v`` are [batch, heads, tokens, head]. ``layout``, bool [heads or 1, blocks,
-    blocks], says which block of queries sees which block of keys, ``block`` tokens each; the last
-    may be shorter. ``lists`` is the same for the kernels on GPUs: see ``plans.py``. With
-    ``causal``, a query does not see later keys; with ``window``, only keys that are less than so
-    many tokens away.
+    ``layout``, bool [heads or 1, blocks, blocks], and what follows it up to ``window`` are those of
+    ``SparsePlan``; the last block may be shorter.
 
     The score of a key is ``scale * (q @ k)``, plus ``key_bias``, fp32 [batch, tokens], plus
     ``mask``, [batch, heads, tokens, tokens] in the dtype of ``q``, which may be expanded. With

@@ -14,6 +14,7 @@ with torch's own functions. No two tokens may have the same place.
 from __future__ import annotations
 
 import ctypes
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
@@ -73,20 +74,13 @@ def _table(_lists: Tensor, lengths: Tensor, _block_size: int, width: int) -> Ten
     return lengths.new_empty(lengths.shape[0], width)
 
 
-class _OnGPU:
-    """So many int32 at an address of a GPU, in the form that torch takes from other libraries."""
-
-    def __init__(self, address: int, count: int) -> None:
-        self.__cuda_array_interface__ = {
-            "data": (address, False), "shape": (count,), "typestr": "<i4", "version": 3,
-        }  # fmt: skip
-
-
 def _memory(address: int, count: int, device: torch.device) -> Tensor:
     """A view of so many int32 at an address of the device."""
     if device.type == "cpu":
         return torch.frombuffer((ctypes.c_int32 * count).from_address(address), dtype=torch.int32)
-    return torch.as_tensor(_OnGPU(address, count), device=device)
+    # The form that torch takes from other libraries.
+    there = {"data": (address, False), "shape": (count,), "typestr": "<i4", "version": 3}
+    return torch.as_tensor(SimpleNamespace(__cuda_array_interface__=there), device=device)
 
 
 @kit.op(mutates=("k_cache", "v_cache"))
