@@ -17,7 +17,7 @@ from harness import Row
 from torch import Tensor
 
 import opkiln
-from opkiln.ops.fp_quantizer.formats import FORMATS, Format, byte_count, group_count
+from opkiln.ops.fp_quantizer.functions import FORMATS, Format, byte_count, group_count
 
 if TYPE_CHECKING:
     from collections.abc import Callable

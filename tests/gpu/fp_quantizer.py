@@ -18,7 +18,7 @@ from sample.references import references
 from torch import Tensor
 
 import opkiln
-from opkiln.ops.fp_quantizer import formats
+from opkiln.ops.fp_quantizer import functions as formats
 from opkiln.quant import FPQuantizer
 
 reference = references("fp_quantizer")

@@ -39,7 +39,7 @@ from opkiln import get_builder
 from opkiln.errors import ToolchainError
 from opkiln.machine.binary import fatbin
 from opkiln.machine.toolchain import hipcc
-from opkiln.ops.fp_quantizer import formats
+from opkiln.ops.fp_quantizer import functions as formats
 from opkiln.ops.fp_quantizer.op import FPQuantizerBuilder
 
 reference = references("fp_quantizer")

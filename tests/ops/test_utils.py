@@ -132,13 +132,13 @@ def test_what_cannot_be_is_refused_by_name_and_nothing_is_written() -> None:
     flat = torch.arange(7.0)
     cases = {
         "tensors is empty": lambda: utils.flatten([]),
-        "tensors[1] has dtype torch.float16, expected that of tensors[0], torch.float32": (
+        "tensors[1] has dtype float16, expected that of tensors[0], float32": (
             lambda: utils.flatten([a, b.half()])
         ),
         "tensors[1] is not dense": lambda: utils.flatten([a, b.to_sparse()]),
-        "tensors[1] has device meta": lambda: utils.flatten([a, b.to("meta")]),
-        "flat has 7 elements, the tensors have 3": lambda: utils.unflatten_into(flat, [a]),
-        "flat has dtype torch.float64": lambda: utils.unflatten_into(flat.double(), [a, b]),
+        "tensors[1] is not on the CPU": lambda: utils.flatten([a, b.to("meta")]),
+        "flat has 7 elements, tensors have 3": lambda: utils.unflatten_into(flat, [a]),
+        "flat has dtype float64": lambda: utils.unflatten_into(flat.double(), [a, b]),
         "flat has 6 elements, the tensors have 7": lambda: utils.unflatten(flat[1:], [a, b]),
         "expected one dimension without gaps": lambda: utils.unflatten(flat.view(7, 1), [a, b]),
         "tensor is not contiguous": lambda: utils.byte_view(torch.zeros(4, 4).t()),

@@ -317,7 +317,9 @@ class Entrance:
                 self._require_same_owner(before)
                 before.retire()
             here.functions[self.qualified] = self
-            self._library, self._first = library_of(self.namespace), library_of(self.namespace)
+            self._first = library_of(self.namespace)
+            if compared or self.has_gradient or self.has_overloads or before is not None:
+                self._library = library_of(self.namespace)
             self._tell_overload("", self)
             if compared:
                 self._tell_overload(NATIVE, self.reference)
@@ -400,7 +402,7 @@ class Entrance:
         """Register what runs under vmap: the author's rule, or the reference on batched tensors."""
         if self._rule is not None:
             name = f"{self.namespace}::{self.overload_name(overload)}"
-            torch.library.register_vmap(name, self._rule, lib=self._library)
+            torch.library.register_vmap(name, self._rule, lib=self._library or self._first)
         elif not self.mutates:
             self._batching = self._batching or library_of(self.namespace)
             self._batching.impl(self.overload_name(overload), self._function, "FuncTorchBatched")

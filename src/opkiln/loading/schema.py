@@ -102,6 +102,8 @@ _compiled: dict[str, types.CodeType] = {}  # annotations, by their text: a modul
 
 
 def _evaluate(text: str, scope: dict[str, Any]) -> Any:
+    if text in scope:
+        return scope[text]
     if (code := _compiled.get(text)) is None:
         code = _compiled[text] = compile(text, "<annotation>", "eval")
     return eval(code, scope)  # noqa: S307 (as Python would, without the import that postpones it)

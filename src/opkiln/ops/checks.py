@@ -1,13 +1,32 @@
-"""Checks of arguments, and the precision that references compute in. All raise RuntimeError, naming
-the argument."""
+"""What references and front ends check, and the precision that references compute in.
+
+A check raises RuntimeError, naming the argument, in the words of the native versions. A front end
+calls by ``call_checked``, which makes a UsageError of that.
+"""
 
 from __future__ import annotations
+
+import re
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from opkiln.errors import ArgumentError, ArgumentTypeError
+from opkiln.loading.register import at_trace_time
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from opkiln.builder.base import OpBuilder
+
 NATIVE = (torch.float32, torch.bfloat16, torch.float16)
 FLOATS = (*NATIVE, torch.float64)
+WHOLE = (torch.int32, torch.int64)
+KERNEL_TYPES = {torch.float16: "half", torch.bfloat16: "bfloat16"}  # as the sources call them
+
+_REFUSED = r", expected | is (?:not )?on | is not contiguous|, \w+ ha(?:s|ve) "
 
 
 def widen(x: Tensor) -> Tensor:
@@ -15,39 +34,33 @@ def widen(x: Tensor) -> Tensor:
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
-def check_float(name: str, x: Tensor) -> None:
-    if x.dtype not in FLOATS:
+def check(
+    name: str,
+    x: Tensor,
+    *dtypes: torch.dtype,
+    like: Tensor | None = None,
+    at: Tensor | None = None,
+    of: str = "x",
+    dims: int | None = None,
+    shape: list[int] | None = None,
+) -> None:
+    """``x`` has one of these dtypes, the dtype of ``like``, the device of that or of ``at``, so
+    many dimensions, and this shape. ``of`` is the name of ``like`` or ``at``."""
+    if dtypes and x.dtype not in dtypes:
+        *first, last = map(dtype_name, dtypes)
+        names = f"{', '.join(first)} or {last}" if first else last
+        raise RuntimeError(f"{name} has dtype {dtype_name(x.dtype)}, expected {names}")
+    if like is not None and x.dtype != like.dtype:
         raise RuntimeError(
-            f"{name} has dtype {dtype_name(x.dtype)}, expected float32, float16 or bfloat16"
+            f"{name} has dtype {dtype_name(x.dtype)}, {of} has {dtype_name(like.dtype)}"
         )
-
-
-def check_dim(name: str, x: Tensor, dim: int) -> None:
-    if x.dim() != dim:
-        raise RuntimeError(f"{name} has shape {list(x.shape)}, expected {dim} dimensions")
-
-
-def check_some(name: str, x: Tensor) -> None:
-    """Only the first dimension may have the size 0."""
-    for dim, size in enumerate(x.shape):
-        if dim > 0 and size == 0:
-            raise RuntimeError(
-                f"{name} has shape {list(x.shape)}, expected at least 1 in dimension {dim}"
-            )
-
-
-def check_shape(name: str, x: Tensor, shape: list[int]) -> None:
-    if list(x.shape) != shape:
+    there = at if like is None else like
+    if there is not None and x.device != there.device:
+        raise RuntimeError(f"{name} is on {x.device}, {of} is on {there.device}")
+    if dims is not None and x.dim() != dims:
+        raise RuntimeError(f"{name} has shape {list(x.shape)}, expected {dims} dimensions")
+    if shape is not None and list(x.shape) != shape:
         raise RuntimeError(f"{name} has shape {list(x.shape)}, expected {shape}")
-
-
-def check_like(name: str, x: Tensor, of: Tensor, of_name: str) -> None:
-    """``x`` has the dtype of the other and is where it is."""
-    if x.dtype != of.dtype:
-        raise RuntimeError(
-            f"{name} has dtype {dtype_name(x.dtype)}, {of_name} has {dtype_name(of.dtype)}"
-        )
-    check_device(name, x, of, of_name)
 
 
 def check_rows(x: Tensor, x_name: str = "x", /, **rows: Tensor | None) -> None:
@@ -56,36 +69,37 @@ def check_rows(x: Tensor, x_name: str = "x", /, **rows: Tensor | None) -> None:
         raise RuntimeError(f"{x_name} has no dimensions, expected at least 1")
     for name, row in rows.items():
         if row is not None:
-            check_like(name, row, x, x_name)
-            check_shape(name, row, [x.shape[-1]])
+            check(name, row, like=x, of=x_name, shape=[x.shape[-1]])
 
 
 def check_same(x: Tensor, x_name: str = "x", /, **others: Tensor | None) -> None:
     """Each of ``others`` is like ``x`` and has its shape."""
     for name, other in others.items():
         if other is not None:
-            check_like(name, other, x, x_name)
+            check(name, other, like=x, of=x_name)
             if other.shape != x.shape:
                 raise RuntimeError(
                     f"{name} has shape {list(other.shape)}, {x_name} has {list(x.shape)}"
                 )
 
 
-def check_device(name: str, x: Tensor, of: Tensor, of_name: str) -> None:
-    if x.device != of.device:
-        raise RuntimeError(f"{name} is on {x.device}, {of_name} is on {of.device}")
+def check_float(name: str, x: Tensor, dims: int) -> None:
+    if x.dtype not in FLOATS:
+        raise RuntimeError(
+            f"{name} has dtype {dtype_name(x.dtype)}, expected float32, float16 or bfloat16"
+        )
+    check(name, x, dims=dims)
 
 
-def check_dtype(name: str, x: Tensor, *expected: torch.dtype) -> None:
-    if x.dtype not in expected:
-        *first, last = map(dtype_name, expected)
-        names = f"{', '.join(first)} or {last}" if first else last
-        raise RuntimeError(f"{name} has dtype {dtype_name(x.dtype)}, expected {names}")
+def check_native(said: str, dtype: torch.dtype) -> None:
+    if dtype not in NATIVE:
+        raise RuntimeError(f"{said} {dtype_name(dtype)}, expected float32, bfloat16 or float16")
 
 
-def check_numel(name: str, x: Tensor, numel: int) -> None:
-    if x.numel() != numel:
-        raise RuntimeError(f"{name} has {x.numel()} elements, expected {numel}")
+def check_least(least: int, **numbers: int) -> None:
+    for name, number in numbers.items():
+        if number < least:
+            raise RuntimeError(f"{name} is {number}, expected at least {least}")
 
 
 def check_contiguous(name: str, x: Tensor) -> None:
@@ -109,22 +123,57 @@ def check_all(holds: Tensor, what: str) -> None:
     torch._assert_async(holds.all(), what)
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def check_native(said: str, dtype: torch.dtype) -> None:
-    if dtype not in NATIVE:
-        raise RuntimeError(f"{said} {dtype_name(dtype)}, expected float32, bfloat16 or float16")
-
-
 def check_on(name: str, x: Tensor, device: torch.device) -> None:
     if x.device != device:
         raise RuntimeError(f"{name} is not on {'the CPU' if device.type == 'cpu' else device}")
 
 
+def check_numel(name: str, x: Tensor, numel: int) -> None:
+    if x.numel() != numel:
+        raise RuntimeError(f"{name} has {x.numel()} elements, expected {numel}")
+
+
 def check_flat(name: str, x: Tensor, device: torch.device, dtype: torch.dtype, numel: int) -> None:
     """``x`` is on the device, and has this dtype and so many elements."""
     check_on(name, x, device)
-    check_dtype(name, x, dtype)
+    check(name, x, dtype)
     check_numel(name, x, numel)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+# For front ends
+
+
+def check_dense(x: Tensor, name: str = "x") -> None:
+    """Raises UsageError for another layout."""
+    if x.layout != torch.strided:
+        hint = f"{name}.to_dense()"
+        raise ArgumentError(f"{name} is not dense: its layout is {x.layout}", hint=hint)
+
+
+def runs_cuda_kernels(x: Tensor, builder: type[OpBuilder]) -> bool:
+    """Whether a call with ``x`` runs the op's CUDA kernels: on a GPU, or in the emulator."""
+    return x.device.type == "cuda" or _emulates(builder)
+
+
+@at_trace_time  # it reads settings, which torch.compile cannot trace
+def _emulates(builder: type[OpBuilder]) -> bool:
+    return builder.emulates()
+
+
+def call_checked(function: Callable[..., Any], *args: Any) -> Any:
+    """Call an op, or a function that checks arguments. What it refuses is the caller's to mend, so
+    that is a UsageError: a wrong device, dtype or size, by name."""
+    if torch.compiler.is_compiling():
+        return function(*args)
+    try:
+        return function(*args)
+    except RuntimeError as error:
+        said = str(error).splitlines()[0]
+        if type(error) is RuntimeError and re.search(_REFUSED, said):
+            kind = ArgumentTypeError if "dtype" in said else ArgumentError
+            raise kind(said) from error
+        raise

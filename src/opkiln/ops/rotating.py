@@ -7,15 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from opkiln.ops.checks import (
-    check_device,
-    check_dim,
-    check_float,
-    check_same,
-    check_shape,
-    check_within,
-    widen,
-)
+from opkiln.ops.checks import check, check_float, check_same, check_within, widen
 
 
 def cos_and_sin(
@@ -31,10 +23,8 @@ def cos_and_sin(
     if (cos is None) != (sin is None):
         raise RuntimeError("cos and sin are given together, or neither")
     if cos is not None and sin is not None:
-        check_float("cos", cos)
-        check_device("cos", cos, positions, "positions")
-        check_dim("cos", cos, 2)
-        check_shape("cos", cos, [cos.shape[0], pairs])
+        check_float("cos", cos, 2)
+        check("cos", cos, at=positions, of="positions", shape=[cos.shape[0], pairs])
         check_same(cos, "cos", sin=sin)
         check_within("positions", positions, 0, cos.shape[0] - 1)
         return widen(cos)[positions][..., None, :], widen(sin)[positions][..., None, :]

@@ -30,7 +30,10 @@ class EngineState(NamedTuple):
 def engines() -> tuple[EngineState, ...]:
     """All engines for host memory, in the order in which they are tried. Each is started once."""
     like = torch.empty(0, device="cpu")  # whatever the default device is
-    return tuple(_state(name, int(functions.aio_probe(like, name))) for name in ORDER)
+    errors = {name: int(functions.aio_probe(like, name)) for name in ORDER}
+    return tuple(
+        EngineState(name, not error, *_reason(name, error)) for name, error in errors.items()
+    )
 
 
 def choose(name: str) -> str:
@@ -47,14 +50,9 @@ def choose(name: str) -> str:
     return name
 
 
-def _state(name: str, error: int) -> EngineState:
-    if error == 0:
-        return EngineState(name, True, "", "")
-    why, hint = _reason(name, error)
-    return EngineState(name, False, why, hint)
-
-
 def _reason(name: str, error: int) -> tuple[str, str]:
+    if error == 0:
+        return "", ""
     if error == _NOT_COMPILED:
         return (
             "linux/io_uring.h was not there when the op was compiled",

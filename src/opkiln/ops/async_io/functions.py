@@ -32,6 +32,7 @@ from torch.library import get_ctx
 
 from opkiln.base import forks
 from opkiln.ops.async_io.op import kit
+from opkiln.ops.checks import check, check_contiguous, check_on
 
 RUNNING, DONE, CANCELLED = 0, 1, 2
 
@@ -152,10 +153,6 @@ def aio_probe(like: Tensor, engine: str) -> Tensor:
 @kit.op(gradient=False)
 def aio_open(like: Tensor, engine: str, depth: int, block_size: int, threads: int) -> Tensor:
     """A new queue. Raises RuntimeError for an engine that cannot be used."""
-    return open_queue(like, engine, depth, block_size, threads)
-
-
-def open_queue(like: Tensor, engine: str, depth: int, block_size: int, threads: int) -> Tensor:
     if engine != "threads":
         raise RuntimeError(f"{engine} cannot be used: {os.strerror(errno.ENOSYS)}")
     number = next(_numbers)
@@ -190,10 +187,6 @@ def aio_write(
 @kit.op(mutates="queue")
 def aio_wait(queue: Tensor, request: int, milliseconds: int) -> Tensor:
     """Wait at most so long, for ever if below 0. Raises RuntimeError for an unknown request."""
-    return wait_for(queue, request, milliseconds)
-
-
-def wait_for(queue: Tensor, request: int, milliseconds: int) -> Tensor:
     found = queue_of(queue)
     future = found.futures.get(request)
     if future is None:
@@ -266,25 +259,17 @@ def begin_transfer(
 ) -> Tensor:
     try:
         found = queue_of(queue)
-        _check(memory, offsets, any_device)
+        for i, tensor in enumerate(memory):
+            check_on(f"memory[{i}]", tensor, tensor.device if any_device else torch.device("cpu"))
+            check(f"memory[{i}]", tensor, torch.uint8)
+            check_contiguous(f"memory[{i}]", tensor)
+            most = (1 << 63) - 1 - tensor.numel()
+            if not 0 <= offsets[i] <= most:
+                raise RuntimeError(f"offsets[{i}] is {offsets[i]}, expected 0 to {most}")
     except RuntimeError:
         close_descriptors(descriptors)
         raise
     return found.add(list(memory), list(offsets), list(files), list(descriptors), write)
-
-
-def _check(memory: list[Tensor], offsets: list[int], any_device: bool) -> None:
-    for i, tensor in enumerate(memory):
-        if tensor.device.type != "cpu" and not any_device:
-            raise RuntimeError(f"memory[{i}] is not on the CPU")
-        if tensor.dtype != torch.uint8:
-            name = str(tensor.dtype).removeprefix("torch.")
-            raise RuntimeError(f"memory[{i}] has dtype {name}, expected uint8")
-        if not tensor.is_contiguous():
-            raise RuntimeError(f"memory[{i}] is not contiguous")
-        most = (1 << 63) - 1 - tensor.numel()
-        if not 0 <= offsets[i] <= most:
-            raise RuntimeError(f"offsets[{i}] is {offsets[i]}, expected 0 to {most}")
 
 
 def _bytes(tensor: Tensor) -> memoryview:

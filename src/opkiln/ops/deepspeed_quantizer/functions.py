@@ -25,7 +25,7 @@ import math
 import torch
 from torch import Tensor
 
-from opkiln.ops.checks import check_dtype, check_native
+from opkiln.ops.checks import check, check_native, check_numel
 from opkiln.ops.deepspeed_quantizer.op import kit
 
 
@@ -122,14 +122,11 @@ def _quantize(rows: Tensor, bits: int, symmetric: bool, with_zero: bool) -> tupl
 
 def _numbers(levels: Tensor, params: Tensor, groups: int, bits: int, symmetric: bool) -> Tensor:
     """What levels stand for, in fp32, a group to a row."""
-    check_dtype("levels", levels, torch.int8, torch.uint8)
-    check_dtype("params", params, torch.float32)
-    if bits not in (4, 8):
-        raise RuntimeError(f"bits is {bits}, expected 4 or 8")
-    _check_groups("levels", levels.numel() * 8 // bits, groups, bits)
-    wanted = groups * (1 if symmetric else 2)
-    if params.numel() != wanted:
-        raise RuntimeError(f"params has {params.numel()} elements, expected {wanted}")
+    check("levels", levels, torch.int8, torch.uint8)
+    check("params", params, torch.float32)
+    # Another number of bits is refused before it matters how many levels that makes.
+    _check_groups("levels", levels.numel() * (2 if bits == 4 else 1), groups, bits)
+    check_numel("params", params, groups * (1 if symmetric else 2))
     rows = levels.view(torch.int8).reshape(groups, -1)
     if bits == 4:
         rows = torch.stack([rows >> 4, rows << 4 >> 4], dim=2).view(groups, -1)

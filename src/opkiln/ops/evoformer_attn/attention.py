@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from opkiln.errors import ArgumentError
+from opkiln.ops.checks import call_checked
 from opkiln.ops.evoformer_attn.functions import evoformer_attention as _attention
-from opkiln.ops.front_ends import call_checked
 
 
 def evoformer_attention(

@@ -1,10 +1,7 @@
-"""``evoformer_attention`` and its gradient: the ops and their references. ``attention.py`` is the
-front end.
+"""``evoformer_attention`` and its gradient: the ops and their references. ``attention.py``, the
+front end, says what the arguments are.
 
-``q``, ``k`` and ``v`` are [batch, rows, length, heads, head]. Each row, of an alignment or of a
-pair representation, attends within itself. ``mask_bias`` is [batch, rows, 1, 1, length], a number
-for each key of a row; ``pair_bias`` is [batch, 1, heads, length, length], which all rows share. All
-have one dtype. 16-bit tensors are computed in fp32, and results are rounded once; a kernel also
+All have one dtype. 16-bit tensors are computed in fp32, and results are rounded once; a kernel also
 rounds weights and their gradients to the dtype, because tensor cores take them so.
 """
 
@@ -16,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opkiln.ops.checks import check_dim, check_like, check_same, check_shape, widen
+from opkiln.ops.checks import check, check_same, widen
 from opkiln.ops.evoformer_attn.op import backward, forward
 
 _Five = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -31,15 +28,14 @@ def evoformer_attention(
     pair_bias: Tensor | None,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """``softmax(scale * q @ k.T + mask_bias + pair_bias) @ v`` for each row and head.
+    """The attention, and what its gradient needs.
 
-    The second result is what the gradient needs, [2, batch, rows, heads, length] in fp32: for each
-    query the greatest score, times log2(e), and one over the sum of the weights relative to it.
-    (Their sum as one number would lose the second where the first is -1e9, in rows that are masked
-    out.) If all scores of a query are minus infinity, its result is NaN.
+    The second result is [2, batch, rows, heads, length] in fp32: for each query the greatest score,
+    times log2(e), and one over the sum of the weights relative to it. (Their sum as one number
+    would lose the second where the first is -1e9, in rows that are masked out.) If all scores of a
+    query are minus infinity, its result is NaN.
     """
-    _check(q, k, v, mask_bias, pair_bias)
-    scores = _scores(q, k, mask_bias, pair_bias, scale)
+    scores = _scores(q, k, v, scale, mask_bias, pair_bias)
     if scores.shape[-1] == 0:
         return torch.empty_like(q, memory_format=torch.contiguous_format), _moments(q)
     greatest = scores.amax(-1)
@@ -85,8 +81,7 @@ def evoformer_attention_backward(
     results are ``output`` and ``moments``. ``grad`` is that of ``output``. A gradient of a bias
     that is not wanted is an empty tensor. Kernels add in a fixed order: results are the same to the
     bit each time."""
-    _check(q, k, v, mask_bias, pair_bias)
-    scores = _scores(q, k, mask_bias, pair_bias, scale) * math.log2(math.e)
+    scores = _scores(q, k, v, scale, mask_bias, pair_bias) * math.log2(math.e)
     greatest, share = moments.unbind()
     weights = torch.exp2(scores - greatest[..., None]) * share[..., None]
     wide, queries, keys = widen(grad), widen(q), widen(k)
@@ -111,12 +106,18 @@ def _(_grad: Tensor, q: Tensor, *rest: Any) -> _Five:
     return of_q, of_k, of_v, of_mask, of_pair
 
 
-def _scores(
-    q: Tensor, k: Tensor, mask_bias: Tensor | None, pair_bias: Tensor | None, scale: float
-) -> Tensor:
+def _scores(q: Tensor, k: Tensor, v: Tensor, scale: float, *biases: Tensor | None) -> Tensor:
+    mask_bias, pair_bias = biases
+    check("q", q, dims=5)
+    check_same(q, "q", k=k, v=v)
+    batch, rows, length, heads, _ = q.shape
     scores = torch.einsum("bnqhd,bnkhd->bnhqk", widen(q), widen(k)) * scale
-    for bias in (mask_bias, pair_bias):
+    for name, bias, shape in (
+        ("mask_bias", mask_bias, [batch, rows, 1, 1, length]),
+        ("pair_bias", pair_bias, [batch, 1, heads, length, length]),
+    ):
         if bias is not None:
+            check(name, bias, like=q, of="q", shape=shape)
             scores = scores + widen(bias)
     return scores
 
@@ -125,18 +126,3 @@ def _moments(q: Tensor) -> Tensor:
     batch, rows, length, heads, _ = q.shape
     dtype = torch.promote_types(q.dtype, torch.float32)
     return q.new_empty((2, batch, rows, heads, length), dtype=dtype)
-
-
-def _check(
-    q: Tensor, k: Tensor, v: Tensor, mask_bias: Tensor | None, pair_bias: Tensor | None
-) -> None:
-    check_dim("q", q, 5)
-    check_same(q, "q", k=k, v=v)
-    batch, rows, length, heads, _ = q.shape
-    for name, bias, shape in (
-        ("mask_bias", mask_bias, [batch, rows, 1, 1, length]),
-        ("pair_bias", pair_bias, [batch, 1, heads, length, length]),
-    ):
-        if bias is not None:
-            check_shape(name, bias, shape)
-            check_like(name, bias, q, "q")

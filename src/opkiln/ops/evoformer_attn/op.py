@@ -3,23 +3,20 @@ for what it calls alone. Imports no torch: it is on the cache-hit path."""
 
 from __future__ import annotations
 
-from opkiln.builder.library import Library, library
+from opkiln.builder.library import library
 
-
-def _direction(name: str) -> Library:
-    made = library(
+forward, backward = (
+    library(
         f"evoformer_attn__{name}",
         f"{name}.cpp",
         cuda=f"{name}.cu",
         namespace="opkiln",
         needs={"archs": "8.0"},  # tensor cores with bfloat16, and asynchronous copies
-        dtypes=("float32", "bfloat16", "float16"),
         functions="opkiln.ops.evoformer_attn.functions",
+        dtypes=("float32", "bfloat16", "float16"),
     )
-    # The kernels' matrix instructions are NVIDIA's: on ROCm the reference serves.
-    made.builder.BACKENDS = ("cuda", "cpu")
-    return made
-
-
-forward, backward = _direction("forward"), _direction("backward")
+    for name in ("forward", "backward")
+)
+# The kernels' matrix instructions are NVIDIA's: on ROCm the reference serves.
+forward.builder.BACKENDS = backward.builder.BACKENDS = ("cuda", "cpu")
 kit = library("evoformer_attn", parts=(forward, backward))

@@ -1,8 +1,13 @@
 """The functions of the library; their bodies are the reference.
 
-A format is its bits and those of its mantissa, see formats.py. ``size`` is the shape of what was
-quantized, ``dtype`` that of the result. ``offset_tensor`` stands in for ``offset`` and is read when
-the kernel runs: each replay of a captured graph can have random bits of its own.
+A format is its bits and those of its mantissa: a sign, an exponent and a mantissa, from the highest
+bit to the lowest, with the subnormals of IEEE 754. ``e4m3`` and ``e5m2`` are the bytes of
+``torch.float8_e4m3fn`` and ``torch.float8_e5m2``, with their NaN and infinity; ``e3m2`` and
+``e2m1`` are those of the Open Compute Project's MX formats. They and ``e4m7`` have neither.
+
+``size`` is the shape of what was quantized, ``dtype`` that of the result. ``offset_tensor`` stands
+in for ``offset`` and is read when the kernel runs: each replay of a captured graph can have random
+bits of its own.
 
 Every native version gives the same bits. All arithmetic is fp32, each operation rounded on its own:
 
@@ -22,20 +27,49 @@ Every native version gives the same bits. All arithmetic is fp32, each operation
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from opkiln.ops.checks import check_dtype, check_flat, check_native, check_on
-from opkiln.ops.fp_quantizer import formats
+from opkiln.ops.checks import check, check_flat, check_least, check_native, check_on
 from opkiln.ops.fp_quantizer.op import kit
-from opkiln.ops.quantizer.checks import check_offset
-from opkiln.ops.quantizer.functions import random_bits
+from opkiln.ops.quantizer.functions import check_offset, random_bits
 
-if TYPE_CHECKING:
-    from opkiln.ops.fp_quantizer.formats import Format
 
+class Format(NamedTuple):
+    """A number format; ``largest`` is the largest number that it holds."""
+
+    name: str
+    bits: int
+    mantissa_bits: int
+    largest: float
+
+    @property
+    def bias(self) -> int:
+        """What is added to the exponent before it is stored."""
+        return (1 << (self.bits - 2 - self.mantissa_bits)) - 1
+
+    @property
+    def per_pack(self) -> int:
+        """How many values fill a whole number of bytes, at the least."""
+        return {4: 2, 6: 4, 8: 1, 12: 2}[self.bits]
+
+
+FORMATS = {
+    each.name: each
+    for each in (
+        Format("e4m3", 8, 3, 448.0),
+        Format("e5m2", 8, 2, 57344.0),
+        Format("e3m2", 6, 2, 28.0),
+        Format("e4m7", 12, 7, 510.0),
+        Format("e2m1", 4, 1, 6.0),
+    )
+}
+FORMATS_IN_WORDS = ", ".join(
+    f"{each.name} ({each.bits} bits, {each.mantissa_bits} of mantissa)" for each in FORMATS.values()
+)
+_LEAST_SCALE = 2.0**-126  # fp32's least normal number: its inverse is finite
 _EXPONENT = 0x7F800000  # of fp32
 
 
@@ -50,25 +84,21 @@ def fp_quantize(
     offset: int = 0,
     offset_tensor: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The codes of ``x``, packed into bytes, and the scales of its groups, in fp32.
-
-    Random bits are those of ``seed``, ``offset`` (``offset_tensor`` stands in for it) and the
-    element's index. Raises RuntimeError, naming the argument: a dtype other than fp32, bf16 and
-    fp16, bits that are no format, a group size that is not a multiple of 16 from 16 to 65536.
-    """
+    """The codes of ``x``, packed into bytes, and the scales of its groups, in fp32. Raises
+    RuntimeError, naming the argument."""
     form = _format(bits, mantissa_bits)
     check_native("x has dtype", x.dtype)
-    _check_group_size(group_size)
+    check_group_size(group_size)
     check_offset(offset_tensor, x.device)
     count = x.numel()
-    groups = formats.group_count(count, group_size)
+    groups = group_count(count, group_size)
     rows = x.new_zeros(groups * group_size, dtype=torch.float32)
     rows[:count] = x.detach().reshape(-1)
     rows = rows.view(groups, group_size)
     absmax = rows.abs().amax(1) if groups else rows.new_empty(0)
     finite = absmax.isfinite()  # NaN, too, travels through amax
     # A tensor as divisor: by a number, GPUs multiply with its inverse instead.
-    scales = (absmax / absmax.new_tensor(form.largest)).clamp(min=formats.LEAST_SCALE)
+    scales = (absmax / absmax.new_tensor(form.largest)).clamp(min=_LEAST_SCALE)
     scaled = rows * (1.0 / scales)[:, None]
     magnitudes = scaled.abs().clamp(max=form.largest)
     if stochastic:
@@ -86,8 +116,8 @@ def fp_quantize(
 def _(x: Tensor, group_size: int, bits: int, *_: object) -> tuple[Tensor, Tensor]:
     count = x.numel()
     return (
-        x.new_empty(formats.byte_count(count, bits), dtype=torch.uint8),
-        x.new_empty(formats.group_count(count, group_size), dtype=torch.float32),
+        x.new_empty(byte_count(count, bits), dtype=torch.uint8),
+        x.new_empty(group_count(count, group_size), dtype=torch.float32),
     )
 
 
@@ -101,11 +131,8 @@ def fp_dequantize(
     mantissa_bits: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    """The numbers of the codes of a tensor of this size, in ``dtype``.
-
-    Raises RuntimeError, naming the argument: a dtype other than fp32, bf16 and fp16, bits that are
-    no format, a group size that cannot be, codes and scales that are not of this size.
-    """
+    """The numbers of the codes of a tensor of this size, in ``dtype``. Raises RuntimeError, naming
+    the argument."""
     form = _check_quantized(codes, scales, size, group_size, bits, mantissa_bits, dtype)
     indices = torch.arange(math.prod(size), device=codes.device)
     return _numbers_at(indices, codes, scales, group_size, form).to(dtype).view(size)
@@ -135,7 +162,7 @@ def fp_dequantize_rows(
     form = _check_quantized(codes, scales, size, group_size, bits, mantissa_bits, dtype)
     if not size:
         raise RuntimeError("size has no dimension, expected rows to choose from")
-    check_dtype("rows", rows, torch.int64)
+    check("rows", rows, torch.int64)
     if rows.dim() != 1:
         raise RuntimeError(f"rows has {rows.dim()} dimensions, expected 1")
     check_on("rows", rows, codes.device)
@@ -169,7 +196,8 @@ def packed_codes(values: Tensor, form: Format) -> Tensor:
 def _nearest(magnitudes: Tensor, form: Format) -> Tensor:
     """Codes without sign. Adding a power of two cuts a number off at the format's last bit, and
     rounds as fp32 does."""
-    exponents, cut = _exponents(magnitudes, form)
+    cut = 23 - form.mantissa_bits
+    exponents = (magnitudes.view(torch.int32) & _EXPONENT).clamp(min=_least(form))
     magic = exponents + (cut << 23)
     rounded = magnitudes + magic.view(torch.float32)
     return rounded.view(torch.int32) - magic + (exponents - _least(form) >> cut)
@@ -178,31 +206,19 @@ def _nearest(magnitudes: Tensor, form: Format) -> Tensor:
 def _stochastic(magnitudes: Tensor, form: Format, seed: int, offset: int | Tensor) -> Tensor:
     """Codes without sign: those of all numbers are equally far apart, and each number between two
     of the format's lies as far between their codes. To that 16 random bits are added."""
-    _, cut = _exponents(magnitudes, form)
+    least, cut = _least(form), 23 - form.mantissa_bits
     bits = magnitudes.view(torch.int32)
-    normal = bits >= _least(form)
     significand = bits & 0x7FFFFF | torch.where(bits >= 1 << 23, 1 << 23, 0)
-    shift = (_least(form) - (bits & _EXPONENT) >> 23).clamp(0, 31)
-    exact = torch.where(normal, bits - _least(form) + (1 << 23), significand >> shift)
+    shift = (least - (bits & _EXPONENT) >> 23).clamp(0, 31)
+    exact = torch.where(bits >= least, bits - least + (1 << 23), significand >> shift)
     random = random_bits(exact.numel(), seed, offset, exact.device).view(exact.shape).int()
-    return (exact + (random << 7 - form.mantissa_bits) >> cut).clamp(max=_largest_code(form))
+    largest = int(torch.tensor(form.largest).view(torch.int32)) - least + (1 << 23) >> cut
+    return (exact + (random << 7 - form.mantissa_bits) >> cut).clamp(max=largest)
 
 
 def _least(form: Format) -> int:
     """The least normal number of the format, as the bits of an fp32."""
     return (128 - form.bias) << 23
-
-
-def _largest_code(form: Format) -> int:
-    largest = int(torch.tensor(form.largest).view(torch.int32))
-    return largest - _least(form) + (1 << 23) >> 23 - form.mantissa_bits
-
-
-def _exponents(magnitudes: Tensor, form: Format) -> tuple[Tensor, int]:
-    """The powers of two below them, not less than the least normal number, as the bits of fp32; and
-    how many bits of fp32's mantissa are cut off."""
-    exponents = (magnitudes.view(torch.int32) & _EXPONENT).clamp(min=_least(form))
-    return exponents, 23 - form.mantissa_bits
 
 
 def _pack(codes: Tensor, form: Format) -> Tensor:
@@ -214,7 +230,7 @@ def _pack(codes: Tensor, form: Format) -> Tensor:
         whole |= rows[:, i] << (form.bits * i)
     bytes_each = form.bits * form.per_pack // 8
     packed = torch.stack([whole >> 8 * i & 0xFF for i in range(bytes_each)], dim=1)
-    return packed.view(-1)[: formats.byte_count(count, form.bits)].to(torch.uint8)
+    return packed.view(-1)[: byte_count(count, form.bits)].to(torch.uint8)
 
 
 def _numbers_at(
@@ -246,24 +262,30 @@ def _table(form: Format) -> Tensor:
     return torch.where(codes >> form.bits - 1 == 1, -values, values).float()
 
 
-# Checks. The native versions say the same.
+def byte_count(numel: int, bits: int) -> int:
+    """How many bytes so many values take."""
+    return (numel * bits + 7) // 8
+
+
+def group_count(numel: int, group_size: int) -> int:
+    """How many groups so many values make; the last one may be shorter."""
+    return (numel + group_size - 1) // group_size
 
 
 def _format(bits: int, mantissa_bits: int) -> Format:
-    found = formats.find(bits, mantissa_bits)
-    if found is None:
-        raise RuntimeError(
-            f"bits is {bits} and mantissa_bits is {mantissa_bits}, expected one of "
-            f"{formats.list_formats()}"
-        )
-    return found
+    for each in FORMATS.values():
+        if (each.bits, each.mantissa_bits) == (bits, mantissa_bits):
+            return each
+    raise RuntimeError(
+        f"bits is {bits} and mantissa_bits is {mantissa_bits}, expected one of {FORMATS_IN_WORDS}"
+    )
 
 
-def _check_group_size(group_size: int) -> None:
-    if not formats.group_size_fits(group_size):
+def check_group_size(group_size: int) -> None:
+    """Each group starts at a whole byte."""
+    if not 16 <= group_size <= 65536 or group_size % 16:
         raise RuntimeError(
-            f"group_size is {group_size}, expected a multiple of {formats.LEAST_GROUP} from "
-            f"{formats.LEAST_GROUP} to {formats.LARGEST_GROUP}"
+            f"group_size is {group_size}, expected a multiple of 16 from 16 to 65536"
         )
 
 
@@ -277,15 +299,10 @@ def _check_quantized(
     dtype: torch.dtype,
 ) -> Format:
     form = _format(bits, mantissa_bits)
-    _check_group_size(group_size)
+    check_group_size(group_size)
     check_native("dtype is", dtype)
-    for i, each in enumerate(size):
-        if each < 0:
-            raise RuntimeError(f"size[{i}] is {each}, expected at least 0")
+    check_least(0, **{f"size[{i}]": each for i, each in enumerate(size)})
     count = math.prod(size)
-    for name, tensor, expected, numel in (
-        ("codes", codes, torch.uint8, formats.byte_count(count, bits)),
-        ("scales", scales, torch.float32, formats.group_count(count, group_size)),
-    ):
-        check_flat(name, tensor, codes.device, expected, numel)
+    check_flat("codes", codes, codes.device, torch.uint8, byte_count(count, bits))
+    check_flat("scales", scales, codes.device, torch.float32, group_count(count, group_size))
     return form

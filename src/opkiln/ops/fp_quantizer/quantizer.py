@@ -10,8 +10,9 @@ from torch import Tensor
 
 import opkiln
 from opkiln.errors import ArgumentError
-from opkiln.ops.fp_quantizer import formats, functions
-from opkiln.ops.front_ends import call_checked, check_dense
+from opkiln.ops.checks import call_checked, check_dense
+from opkiln.ops.fp_quantizer import functions
+from opkiln.ops.fp_quantizer.functions import FORMATS, FORMATS_IN_WORDS, check_group_size
 from opkiln.ops.quantizer.tensor_fields import each_tensor, move_record
 
 TYPE_CHECKING = False
@@ -87,19 +88,13 @@ class FPQuantizer:
     """
 
     def __init__(self, form: str = "e4m3", /, *, group_size: int = 512) -> None:
-        found = formats.FORMATS.get(form)
-        if found is None:
+        if form not in FORMATS:
             raise ArgumentError(
-                f"the format is {form!r}, expected one of {', '.join(formats.FORMATS)}",
-                why=formats.list_formats(),
+                f"the format is {form!r}, expected one of {', '.join(FORMATS)}",
+                why=FORMATS_IN_WORDS,
             )
-        if not formats.group_size_fits(group_size):
-            raise ArgumentError(
-                f"group_size is {group_size}, expected a multiple of {formats.LEAST_GROUP} from "
-                f"{formats.LEAST_GROUP} to {formats.LARGEST_GROUP}"
-            )
-        self.format = found
-        self.group_size = group_size
+        call_checked(check_group_size, group_size)
+        self.format, self.group_size = FORMATS[form], group_size
 
     @classmethod
     def of_bits(
@@ -107,13 +102,13 @@ class FPQuantizer:
     ) -> FPQuantizer:
         """The quantizer of a format that is given by its bits, and those of its mantissa where
         there are two of so many. Raises UsageError."""
-        for each in formats.FORMATS.values():
+        for each in FORMATS.values():
             if each.bits == bits and mantissa_bits in (None, each.mantissa_bits):
                 return cls(each.name, group_size=group_size)
         raise ArgumentError(
             f"there is no format of {bits} bits"
             + ("" if mantissa_bits is None else f" with {mantissa_bits} of mantissa"),
-            why=formats.list_formats(),
+            why=FORMATS_IN_WORDS,
         )
 
     def __repr__(self) -> str:

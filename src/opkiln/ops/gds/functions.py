@@ -42,7 +42,8 @@ def gds_open(
     """A new queue. Raises RuntimeError if cuFile is asked for."""
     if use_cufile:
         raise RuntimeError(f"cuFile cannot be used: {_WHY}")
-    return queues.open_queue(like, "threads", depth, block_size, threads)
+    queue: Tensor = queues.aio_open.reference(like, "threads", depth, block_size, threads)
+    return queue
 
 
 @kit.op(mutates=("queue", "memory"))
@@ -78,7 +79,8 @@ def gds_write(
 @kit.op(mutates="queue")
 def gds_wait(queue: Tensor, request: int, milliseconds: int) -> Tensor:
     """As ``aio_wait``."""
-    return queues.wait_for(queue, request, milliseconds)
+    outcome: Tensor = queues.aio_wait.reference(queue, request, milliseconds)
+    return outcome
 
 
 @kit.op(mutates="queue")

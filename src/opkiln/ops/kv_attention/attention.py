@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from opkiln.errors import ArgumentError, ArgumentTypeError
-from opkiln.ops.front_ends import runs_cuda_kernels
+from opkiln.ops.checks import runs_cuda_kernels
 from opkiln.ops.kv_attention.functions import append, check_places, kv_attention
 
 _COUNTERS = 4096  # a GPU that has more pairs of sequences and heads to work on need not split them

@@ -6,10 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from opkiln.ops.checks import check_all, check_within
+from opkiln.ops.checks import KERNEL_TYPES, check_all, check_within, dtype_name
 from opkiln.ops.kv_attention.op import kit
-
-_TYPES = {torch.float16: "half", torch.bfloat16: "bfloat16"}
 
 
 @kit.op(mutates=("k_cache", "v_cache", "counters"))
@@ -29,13 +27,9 @@ def kv_attention(
 ) -> Tensor:
     """Append ``k`` and ``v`` to the cache, and attend from ``q`` to all of it.
 
-    ``q`` is [batch, heads, tokens, head]; ``k`` and ``v`` are [batch, kv heads, tokens, head], or
-    None if the cache has these tokens already. The cache is [batch, kv heads, capacity, head], or
-    with ``block_table`` (int32 [batch, blocks of a sequence]) [blocks, block size, kv heads, head].
-    ``lengths``, int32 [batch], counts the tokens in the cache before the call; the caller adds the
-    new ones. Every new token must have its place. ``slopes``, float32 [heads], are those of ALiBi.
-    ``counters`` are int32 zeros, and zeros again after the call. ``splits`` is how many blocks of
-    the GPU share a sequence. A query that sees no key gives zeros.
+    ``attention`` and ``KVCache`` say what the arguments are. ``counters`` are int32 zeros, and
+    zeros again after the call. ``splits`` is how many blocks of the GPU share a sequence. A query
+    that sees no key gives zeros.
     """
     del counters, splits  # for kernels
     check_places(q.shape[2] if k is not None else 0, k_cache, lengths, block_table)
@@ -87,8 +81,11 @@ def _(
         return None
     if k is not None and v is not None and not (_fits(k) and k.stride() == v.stride()):
         return None
-    kind = _TYPES.get(q.dtype) or str(q.dtype).removeprefix("torch.")
-    return {"HEAD": q.shape[3], "T": kind, "PAGED": block_table is not None}
+    return {
+        "HEAD": q.shape[3],
+        "T": KERNEL_TYPES.get(q.dtype) or dtype_name(q.dtype),
+        "PAGED": block_table is not None,
+    }
 
 
 def _fits(x: Tensor) -> bool:

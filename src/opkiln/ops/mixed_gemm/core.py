@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from opkiln.errors import ArgumentError, ArgumentTypeError
-from opkiln.ops.fp_quantizer.formats import FORMATS
-from opkiln.ops.fp_quantizer.functions import packed_codes
+from opkiln.ops.fp_quantizer.functions import FORMATS, packed_codes
 from opkiln.ops.fp_quantizer.quantizer import FPQuantized
 from opkiln.ops.mixed_gemm.gemm import mixed_gemm
 

@@ -9,13 +9,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from opkiln.ops.checks import NATIVE, check_all
-from opkiln.ops.fp_quantizer import formats
+from opkiln.ops.checks import KERNEL_TYPES, NATIVE, check_all, dtype_name
+from opkiln.ops.fp_quantizer.functions import FORMATS as FP_FORMATS
 from opkiln.ops.fp_quantizer.functions import fp_dequantize
 from opkiln.ops.mixed_gemm.op import ACTIVATIONS, FORMATS, kit
 from opkiln.ops.quantizer.functions import dequantize
-
-_TYPES = {torch.float16: "half", torch.bfloat16: "bfloat16"}
 
 
 @kit.op()
@@ -32,12 +30,10 @@ def packed_gemm(
 ) -> Tensor:
     """``activation(x @ w.T + bias)``, with ``w`` of ``codes`` and ``scales``.
 
-    ``x`` is [rows, inputs]. ``form`` is an index of ``FORMATS``. ``codes`` are those of a matrix
-    [outputs, inputs], as the quantizers pack them, or numbers of the dtype of ``x`` if ``form`` is
-    plain. With ``offsets``, int32 [experts], there is a matrix for each expert, one after the
-    other, and ``bias`` is [experts, outputs]. Expert e has the rows from ``offsets[e - 1]`` up to
-    ``offsets[e]``: they rise from 0 to at most the rows of ``x``. What is behind the last one is
-    not computed. ``activation`` is an index of ``ACTIVATIONS``.
+    ``form`` is an index of ``FORMATS``. ``codes`` are those of a matrix [outputs, inputs], as the
+    quantizers pack them, or numbers of the dtype of ``x`` if ``form`` is plain. ``offsets`` is as
+    in ``moe_gemm``: then there is a matrix for each expert, one after the other. ``activation`` is
+    an index of ``ACTIVATIONS``.
     """
     experts = 1 if offsets is None else offsets.numel()
     size = (experts, outputs, x.shape[1])
@@ -52,8 +48,7 @@ def _(x: Tensor, *rest: Any) -> Tensor:
 
 @packed_gemm.variant
 def _(x: Tensor, *rest: Any) -> dict[str, str]:
-    kind = _TYPES.get(x.dtype) or str(x.dtype).removeprefix("torch.")
-    return {"CODES": FORMATS[rest[6]].kind, "T": kind}
+    return {"CODES": FORMATS[rest[6]].kind, "T": KERNEL_TYPES.get(x.dtype) or dtype_name(x.dtype)}
 
 
 def multiply(
@@ -129,7 +124,7 @@ def _weights(
             values, scales, none, numel, narrow, bits, group_size, *in_order
         )
         return flat.view(size).to(dtype)
-    found = formats.FORMATS[form]
+    found = FP_FORMATS[form]
     out: Tensor = fp_dequantize.reference(
         codes, scales, list(size), group_size, found.bits, found.mantissa_bits, narrow
     )

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from opkiln.errors import ArgumentError, ArgumentTypeError
-from opkiln.ops.checks import NATIVE
+from opkiln.ops.checks import call_checked, check, check_native, runs_cuda_kernels
 from opkiln.ops.fp_quantizer.quantizer import FPQuantized, FPQuantizer
-from opkiln.ops.front_ends import runs_cuda_kernels
 from opkiln.ops.mixed_gemm.functions import multiply, packed_gemm
 from opkiln.ops.mixed_gemm.op import ACTIVATIONS, FORMATS, NUMBERS
 from opkiln.ops.quantizer.quantize import Quantized, dequantize
@@ -36,7 +35,7 @@ def mixed_gemm(
     ``identity``, ``gelu`` (by tanh), ``relu`` or ``silu``. ``x`` and ``bias`` may have gradients,
     weights have none. Raises UsageError, naming the argument.
     """
-    _check(x, weight.shape, bias, 2)
+    call_checked(_check, x, weight.shape, bias, 2)
     flat = x.reshape(-1, x.shape[-1])
     out = _pack(flat, weight, None, bias, _number(activation))
     return out.view(*x.shape[:-1], weight.shape[0])
@@ -51,7 +50,7 @@ def mixed_moe_gemm(
     activation: str = "identity",
 ) -> Tensor:
     """As ``moe_gemm``, with a quantized ``weight`` of the shape [experts, outputs, inputs]."""
-    _check_grouped(x, weight.shape, offsets, bias)
+    call_checked(_check_grouped, x, weight.shape, offsets, bias)
     return _pack(x, weight, offsets, bias, _number(activation))
 
 
@@ -71,7 +70,7 @@ def moe_gemm(
     are not computed: what they hold is undefined. ``activation`` is as in ``mixed_gemm``.
     All but ``offsets`` may have gradients. Raises UsageError, naming the argument.
     """
-    _check_grouped(x, weight.shape, offsets, bias)
+    call_checked(_check_grouped, x, weight.shape, offsets, bias)
     if weight.dtype != x.dtype:
         raise ArgumentTypeError(f"weight has dtype {weight.dtype}, x has {x.dtype}")
     number = _number(activation)
@@ -146,28 +145,17 @@ def _number(activation: str) -> int:
 
 
 def _check_grouped(x: Tensor, shape: tuple[int, ...], offsets: Tensor, bias: Tensor | None) -> None:
-    if x.dim() != 2:
-        raise ArgumentError(f"x has shape {list(x.shape)}, expected 2 dimensions")
+    check("x", x, dims=2)
     _check(x, shape, bias, 3)
-    if offsets.dtype != torch.int32:
-        raise ArgumentTypeError(f"offsets has dtype {offsets.dtype}, expected int32")
-    if tuple(offsets.shape) != (shape[0],):
-        raise ArgumentError(f"offsets has shape {list(offsets.shape)}, expected [{shape[0]}]")
-    if offsets.device != x.device:
-        raise ArgumentError(f"offsets is on {offsets.device}, x on {x.device}")
+    check("offsets", offsets, torch.int32, at=x, shape=[shape[0]])
 
 
 def _check(x: Tensor, shape: tuple[int, ...], bias: Tensor | None, dims: int) -> None:
-    """``shape`` is that of the weights. Raises UsageError."""
+    """``shape`` is that of the weights. Raises RuntimeError."""
     if len(shape) != dims:
-        raise ArgumentError(f"weight has shape {list(shape)}, expected {dims} dimensions")
-    if x.dtype not in NATIVE:
-        raise ArgumentTypeError(f"x has dtype {x.dtype}, expected float32, bfloat16 or float16")
+        raise RuntimeError(f"weight has shape {list(shape)}, expected {dims} dimensions")
+    check_native("x has dtype", x.dtype)
     if x.dim() == 0 or x.shape[-1] != shape[-1]:
-        raise ArgumentError(f"x has shape {list(x.shape)}, weight has {list(shape)}")
-    if bias is None:
-        return
-    if bias.dtype != x.dtype:
-        raise ArgumentTypeError(f"bias has dtype {bias.dtype}, x has {x.dtype}")
-    if tuple(bias.shape) != tuple(shape[:-1]):
-        raise ArgumentError(f"bias has shape {list(bias.shape)}, expected {list(shape[:-1])}")
+        raise RuntimeError(f"x has shape {list(x.shape)}, weight has {list(shape)}")
+    if bias is not None:
+        check("bias", bias, like=x, shape=[*shape[:-1]])

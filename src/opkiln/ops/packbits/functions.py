@@ -5,18 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from opkiln.ops.checks import check_flat, check_native
+from opkiln.ops.checks import check_flat, check_least, check_native
 from opkiln.ops.packbits.op import kit
 
 
 @kit.op(gradient=False)
 def packbits(x: Tensor) -> Tensor:
-    """A bit for each element in the order of ``x.reshape(-1)``: 1 where its sign bit is clear.
-
-    The first of eight is the highest bit of their byte, and bits of elements that a last byte lacks
-    are 0. The sign is the sign bit: minus zero is negative, and NaN has a sign, too. Raises
-    RuntimeError for a dtype other than fp32, bf16 and fp16.
-    """
+    """``opkiln.quant.packbits``: NaN has a sign, too. Raises RuntimeError for another dtype than
+    fp32, bf16 and fp16."""
     check_native("x has dtype", x.dtype)
     # Not torch.signbit: on a GPU that of a 16-bit NaN is false.
     whole = torch.int32 if x.dtype == torch.float32 else torch.int16
@@ -29,13 +25,9 @@ def packbits(x: Tensor) -> Tensor:
 @kit.op(gradient=False)
 def unpackbits(packed: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
     """1 for each bit that is set and -1 for each that is not, ``numel`` of them in one dimension.
-
-    Raises RuntimeError for another dtype than ``packbits`` takes, and where ``packed`` is not of
-    uint8 and as many bytes as that takes.
-    """
+    Raises RuntimeError for another dtype, and for a ``packed`` that is not as many bytes."""
     check_native("dtype is", dtype)
-    if numel < 0:
-        raise RuntimeError(f"numel is {numel}, expected at least 0")
+    check_least(0, numel=numel)
     check_flat("packed", packed, packed.device, torch.uint8, (numel + 7) // 8)
     places = torch.arange(7, -1, -1, dtype=torch.int32, device=packed.device)
     bits = packed.reshape(-1, 1).to(torch.int32) >> places & 1

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from opkiln.errors import ArgumentError
-from opkiln.ops.front_ends import call_checked, check_dense
+from opkiln.ops.checks import call_checked, check_dense
 from opkiln.ops.packbits import functions
 
 TYPE_CHECKING = False

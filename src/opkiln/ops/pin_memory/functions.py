@@ -14,6 +14,7 @@ import os
 import torch
 from torch import Tensor
 
+from opkiln.ops.checks import check, check_contiguous, check_on
 from opkiln.ops.pin_memory.op import kit
 
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device
@@ -35,7 +36,9 @@ def _ask(
     what: str, memory: Tensor, device: Tensor, of_system: str, of_cuda: str, *for_cuda: int
 ) -> None:
     """Call a function of the system, or for a GPU one of CUDA's runtime."""
-    _check(memory)
+    check_on("memory", memory, torch.device("cpu"))
+    check("memory", memory, torch.uint8)
+    check_contiguous("memory", memory)
     if memory.numel() == 0:
         return
     if device.is_cuda:
@@ -49,12 +52,3 @@ def _ask(
         why = os.strerror(ctypes.get_errno()) if failed else ""
     if why:
         raise RuntimeError(f"the system did not {what} {memory.numel()} bytes of memory: {why}")
-
-
-def _check(memory: Tensor) -> None:
-    if memory.device.type != "cpu":
-        raise RuntimeError("memory is not on the CPU")
-    if memory.dtype != torch.uint8:
-        raise RuntimeError(f"memory has dtype {memory.dtype}, expected uint8")
-    if not memory.is_contiguous():
-        raise RuntimeError("memory is not contiguous")

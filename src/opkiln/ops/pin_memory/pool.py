@@ -163,9 +163,7 @@ class PinnedPool:
         """Give the memory of all buffers that nobody has back to the system; how many bytes."""
         with self._guard:
             freed = sum(buffer.memory.numel() for buffer in self._free)
-            for buffer in self._free:
-                _unlock(buffer, self.device)
-            self._free.clear()
+            _drop(self._free, {}, self.device)
             return freed
 
     def close(self) -> None:
@@ -192,17 +190,12 @@ class PinnedPool:
     def _find(self, wanted: int) -> _Buffer | None:
         """The smallest free buffer that is large enough and not far too large."""
         most = wanted + wanted // 4 + self.alignment
-        fitting = [
-            buffer
-            for buffer in self._free
-            if wanted <= buffer.memory.numel() <= most and buffer.ready()
-        ]
-        if not fitting:
-            return None
-        best = min(fitting, key=lambda buffer: buffer.memory.numel())
-        self._free.remove(best)
-        best.after = None
-        self._reused += 1
+        fitting = (b for b in self._free if wanted <= b.memory.numel() <= most and b.ready())
+        best = min(fitting, key=lambda buffer: buffer.memory.numel(), default=None)
+        if best is not None:
+            self._free.remove(best)
+            best.after = None
+            self._reused += 1
         return best
 
     def _new(self, wanted: int) -> _Buffer:

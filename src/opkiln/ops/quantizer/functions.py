@@ -13,7 +13,7 @@ Every native version gives the same bits. All arithmetic is fp32, each operation
 - Asymmetric: ``offset = min``, ``scale = max((max - min) * (1 / top), 2**-126)`` with a top of 255
   or 15, levels from 0 to top of ``x - offset``.
 - To nearest, ties to even: ``level = round(x * (1 / scale))``. Stochastic:
-  ``level = floor(x * (1 / scale) + (128 + u)) - 128``, ``u`` of ``uniform`` below; of a top of 255
+  ``level = floor(x * (1 / scale) + (128 + u)) - 128``, ``u`` of ``random_bits``; of a top of 255
   the 128 is taken off before ``u`` is added. Where ``1 / scale`` would take the greatest element
   above the top, it is less by 2**-21 of itself.
 - Back: ``level * scale + offset``.
@@ -31,14 +31,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from opkiln.ops.checks import check_flat, check_native, check_on
+from opkiln.ops.checks import check_flat, check_least, check_native, check_on
 from opkiln.ops.philox import WORD, philox
-from opkiln.ops.quantizer.checks import check_format, check_offset, check_quantized
 from opkiln.ops.quantizer.op import kit
 
 _Three = tuple[Tensor, Tensor, Tensor]
 
 _LEAST_SCALE = 2.0**-126
+_LARGEST_GROUP = 65536
 
 
 @kit.op(gradient=False)
@@ -47,13 +47,8 @@ def quantize(
     offset: int, nodes: int, devices_per_node: int, pipeline: int,
     offset_tensor: Tensor | None = None, narrow_range: bool = True,
 ) -> _Three:  # fmt: skip
-    """Levels, scales and offsets (none where symmetric) of the groups of ``x``.
-
-    With ``nodes`` and the like above 1 the groups are put in another order, see ``swizzle``. Raises
-    RuntimeError, naming the argument: a dtype other than fp32, bf16 and fp16, bits other than 4 and
-    8, a group size that is not a multiple of 8 from 16 to 65536, groups that the order does not
-    divide.
-    """
+    """Levels, scales and offsets (none where symmetric) of the groups of ``x``, which are put in
+    the order of ``swizzle``. Raises RuntimeError, naming the argument."""
     rounding = _Rounding(bits, group_size, symmetric, stochastic, seed, offset, offset_tensor,
                          narrow_range)  # fmt: skip
     return _quantize(x, None, rounding, (nodes, devices_per_node, pipeline))
@@ -87,12 +82,12 @@ def dequantize(
     group_size: int, symmetric: bool, nodes: int, devices_per_node: int, pipeline: int,
 ) -> Tensor:  # fmt: skip
     """The ``numel`` numbers that the levels stand for, rounded to ``dtype``, in one dimension."""
-    check_format(bits, group_size)
+    _check_format(bits, group_size)
     check_native("dtype is", dtype)
-    check_quantized("", values, scales, offsets, numel, bits, group_size, symmetric)
+    form = (numel, bits, group_size, symmetric)
+    found = _unpack("", values, scales, offsets, *form)
     order = swizzle(numel, group_size, nodes, devices_per_node, pipeline, values.device)
-    found = _unpack(values, scales, offsets, numel, bits, group_size, symmetric, order)
-    return found.back().to(dtype)
+    return found.in_order(order).back().to(dtype)
 
 
 @dequantize.fake
@@ -194,11 +189,9 @@ def _fake_quantize(x: Tensor, rounding: _Rounding) -> Tensor:
 
 def _shapes(like: Tensor, numel: int, bits: int, group_size: int, symmetric: bool) -> _Three:
     groups = (numel + group_size - 1) // group_size
-    signed = symmetric and bits == 8
+    levels = torch.int8 if symmetric and bits == 8 else torch.uint8
     return (
-        like.new_empty(
-            numel if bits == 8 else (numel + 1) // 2, dtype=torch.int8 if signed else torch.uint8
-        ),
+        like.new_empty(numel if bits == 8 else (numel + 1) // 2, dtype=levels),
         like.new_empty(groups, dtype=torch.float32),
         like.new_empty(0 if symmetric else groups, dtype=torch.float32),
     )
@@ -212,17 +205,9 @@ def swizzle(
     pipeline: int,
     device: torch.device,
 ) -> Tensor | None:
-    """Which group lies at each place, or None where all lie in order.
-
-    The groups are those of ``nodes * devices_per_node`` equal parts, a node's devices next to each
-    other. Each part is cut into ``pipeline`` pieces; the pieces are ordered by their number, then
-    by device, then by node. Raises RuntimeError where the groups cannot be cut so.
-    """
-    for name, count in (
-        ("nodes", nodes), ("devices_per_node", devices_per_node), ("pipeline", pipeline),
-    ):  # fmt: skip
-        if count < 1:
-            raise RuntimeError(f"{name} is {count}, expected at least 1")
+    """Which group lies at each place of a ``Swizzle``, or None where all lie in order. Raises
+    RuntimeError where the groups cannot be cut so."""
+    check_least(1, nodes=nodes, devices_per_node=devices_per_node, pipeline=pipeline)
     pieces = nodes * devices_per_node * pipeline
     if pieces == 1:
         return None
@@ -235,13 +220,6 @@ def swizzle(
         raise RuntimeError(f"x has {numel // group_size} groups, at most {WORD} can be swizzled")
     groups = torch.arange(numel // group_size, device=device)
     return groups.view(nodes, devices_per_node, pipeline, -1).permute(2, 1, 0, 3).reshape(-1)
-
-
-def uniform(
-    count: int, seed: int, offset: int | Tensor, device: torch.device | None = None
-) -> Tensor:
-    """``count`` numbers from 0 to less than 1, multiples of 2**-16; the same everywhere."""
-    return random_bits(count, seed, offset, device).float() * 2.0**-16
 
 
 def random_bits(
@@ -274,7 +252,7 @@ class _Rounding(NamedTuple):
 
     def check(self, error: Tensor | None, numel: int, device: torch.device) -> None:
         """Raises RuntimeError, also for an ``error`` that does not go with so many elements."""
-        check_format(self.bits, self.group_size)
+        _check_format(self.bits, self.group_size)
         check_offset(self.offset_tensor, device)
         if error is not None:
             check_flat("error", error, device, torch.float32, numel)
@@ -294,6 +272,15 @@ class _Levels(NamedTuple):
         if self.offsets is not None:
             found = found + self.offsets[:, None]
         return found.view(-1)[: self.numel]
+
+    def in_order(self, order: Tensor | None) -> _Levels:
+        """The groups that lie in this order, as in the tensor."""
+        if order is None:
+            return self
+        back = torch.empty_like(order)
+        back[order] = torch.arange(order.numel(), device=order.device)
+        offsets = None if self.offsets is None else self.offsets[back]
+        return self._replace(rows=self.rows[back], scales=self.scales[back], offsets=offsets)
 
     def pack(self, order: Tensor | None) -> _Three:
         rows, scales, offsets = self.rows, self.scales, self.offsets
@@ -338,9 +325,8 @@ def _levels(flat: Tensor, rounding: _Rounding) -> _Levels:
     scaled = (rows if low is None else rows - low[:, None]) * inverses[:, None]
     if rounding.stochastic:
         offset = rounding.offset if rounding.offset_tensor is None else rounding.offset_tensor
-        random = (
-            uniform(scaled.numel(), rounding.seed, offset, flat.device).view(scaled.shape) + 128
-        )
+        random = random_bits(scaled.numel(), rounding.seed, offset, flat.device).view(scaled.shape)
+        random = random.float() * 2.0**-16 + 128
         shift = 128 if bits == 8 and not symmetric else 0
         levels = (scaled - shift + random).floor() + (shift - 128)
     else:
@@ -359,51 +345,53 @@ def _rows(flat: Tensor, group_size: int) -> Tensor:
     return torch.cat([flat, flat[-1:].expand(missing)]).view(-1, group_size)
 
 
+def _check_format(bits: int, group_size: int, prefix: str = "") -> None:
+    if bits not in (4, 8):
+        raise RuntimeError(f"{prefix}bits is {bits}, expected 4 or 8")
+    if not 16 <= group_size <= _LARGEST_GROUP or group_size % 8:
+        raise RuntimeError(
+            f"{prefix}group_size is {group_size}, expected a multiple of 8 from 16 to "
+            f"{_LARGEST_GROUP}"
+        )
+
+
+def check_offset(tensor: Tensor | None, device: torch.device) -> None:
+    if tensor is not None:
+        check_flat("offset_tensor", tensor, device, torch.int64, 1)
+
+
 def _unpack(
-    values: Tensor,
-    scales: Tensor,
-    offsets: Tensor,
-    numel: int,
-    bits: int,
-    group_size: int,
-    symmetric: bool,
-    order: Tensor | None,
-) -> _Levels:
-    values, scales = values.reshape(-1), scales.reshape(-1)
+    index: str, values: Tensor, scales: Tensor, offsets: Tensor, numel: int, bits: int,
+    group_size: int, symmetric: bool,
+) -> _Levels:  # fmt: skip
+    """The levels of a tensor. ``index`` says in messages which of several it is."""
+    check_least(0, numel=numel)
+    wanted = _shapes(torch.empty(0, device="meta"), numel, bits, group_size, symmetric)
+    named = {"values": values, "scales": scales, "offsets": offsets}
+    for (name, tensor), form in zip(named.items(), wanted, strict=True):
+        check_flat(f"{name}{index}", tensor, values.device, form.dtype, form.numel())
+    values = values.reshape(-1)
     if bits == 4:
         halves = torch.stack((values & 15, values >> 4), dim=1).view(-1)[:numel].to(torch.int32)
         values = (halves ^ 8) - 8 if symmetric else halves
-    rows = _rows(values.float(), group_size)
     kept = None if symmetric else offsets.reshape(-1)
-    if order is not None:
-        back = torch.empty_like(order)
-        back[order] = torch.arange(order.numel(), device=order.device)
-        rows, scales, kept = rows[back], scales[back], None if kept is None else kept[back]
-    return _Levels(rows, scales, kept, numel, bits)
+    return _Levels(_rows(values.float(), group_size), scales.reshape(-1), kept, numel, bits)
 
 
 def _sum(
-    values: list[Tensor],
-    scales: list[Tensor],
-    offsets: list[Tensor],
-    numel: int,
-    bits: int,
-    group_size: int,
-    symmetric: bool,
-    factor: float,
-) -> Tensor:
-    check_format(bits, group_size, "from_")
+    values: list[Tensor], scales: list[Tensor], offsets: list[Tensor], numel: int, bits: int,
+    group_size: int, symmetric: bool, factor: float,
+) -> Tensor:  # fmt: skip
+    _check_format(bits, group_size, "from_")
     if not values:
         raise RuntimeError("values has no tensors, expected one for each part")
     for name, listed in (("scales", scales), *((("offsets", offsets),) if not symmetric else ())):
         if len(listed) != len(values):
             raise RuntimeError(f"{name} has {len(listed)} tensors, values has {len(values)}")
-    total: Tensor | None = None
+    total = values[0].new_zeros(()).float()
     for i, (levels, scale) in enumerate(zip(values, scales, strict=True)):
         low = scale.new_empty(0) if symmetric else offsets[i]
-        check_quantized(f"[{i}]", levels, scale, low, numel, bits, group_size, symmetric)
         check_on(f"values[{i}]", levels, values[0].device)
-        found = _unpack(levels, scale, low, numel, bits, group_size, symmetric, None).back()
-        total = found if total is None else total + found
-    assert total is not None
+        found = _unpack(f"[{i}]", levels, scale, low, numel, bits, group_size, symmetric).back()
+        total = found if i == 0 else total + found
     return total * factor

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import opkiln
 from opkiln.errors import ArgumentError, UsageError
-from opkiln.ops.front_ends import call_checked, check_dense
+from opkiln.ops.checks import call_checked, check_dense
 from opkiln.ops.quantizer import functions
 from opkiln.ops.quantizer.tensor_fields import each_tensor, move_record
 
@@ -130,8 +130,10 @@ def quantize(
     A group that holds NaN or infinity comes back as NaN, all of it.
     Raises UsageError, naming the argument.
     """
-    form = _LevelFormat(bits, group_size, symmetric, narrow_range)
-    return _quantize(x, form, stochastic, seed, offset, error, _IN_ORDER)
+    return swizzle_quantize(
+        x, nodes=1, devices_per_node=1, bits=bits, group_size=group_size, symmetric=symmetric,
+        narrow_range=narrow_range, stochastic=stochastic, seed=seed, offset=offset, error=error,
+    )  # fmt: skip
 
 
 def swizzle_quantize(
@@ -154,9 +156,20 @@ def swizzle_quantize(
     The number of elements must be a multiple of
     ``nodes * devices_per_node * pipeline * group_size``. Raises UsageError, naming the argument.
     """
-    form = _LevelFormat(bits, group_size, symmetric, narrow_range)
+    check_dense(x)
+    number, later = _offset(offset)
     order = Swizzle(nodes, devices_per_node, pipeline)
-    return _quantize(x, form, stochastic, seed, offset, error, order)
+    rest = (bits, group_size, symmetric, stochastic, seed, number, *order, later, narrow_range)
+    flat = x.detach().contiguous()
+    if error is None:
+        values, scales, offsets = call_checked(functions.quantize, flat, *rest)
+    else:
+        _check_error(error, x.shape)
+        values, scales, offsets = call_checked(functions.quantize_with_feedback, flat, error, *rest)
+    return Quantized(
+        values, scales, None if symmetric else offsets, tuple(x.shape), x.dtype, bits, group_size,
+        None if order == _IN_ORDER else order, narrow_range,
+    )  # fmt: skip
 
 
 def dequantize(q: Quantized, *, dtype: torch.dtype | None = None) -> Tensor:
@@ -255,76 +268,35 @@ def quantized_reduce(
             raise ArgumentError(
                 f"parts[{i}] is swizzled: its pieces are to be reduced, not the whole"
             )
-        ours, theirs = (
-            (p.shape, p.bits, p.group_size, p.symmetric) for p in (part, first)
-        )  # fmt: skip
+        ours, theirs = ((p.shape, p.bits, p.group_size, p.symmetric) for p in (part, first))
         if ours != theirs:
             raise ArgumentError(
                 f"parts[{i}] has (shape, bits, group_size, symmetric) {ours}, parts[0] {theirs}"
             )
-    wanted = _LevelFormat(
-        first.bits if bits is None else bits,
-        first.group_size if group_size is None else group_size,
-        first.symmetric if symmetric is None else symmetric,
-        first.narrow_range if narrow_range is None else narrow_range,
-    )
+    bits = first.bits if bits is None else bits
+    group_size = first.group_size if group_size is None else group_size
+    symmetric = first.symmetric if symmetric is None else symmetric
+    narrow_range = first.narrow_range if narrow_range is None else narrow_range
     number, later = _offset(offset)
     listed = (
         [part.values.contiguous() for part in parts],
         [part.scales.detach().contiguous() for part in parts],
         [part.offsets.detach().contiguous() for part in parts if part.offsets is not None],
         first.numel, first.bits, first.group_size, first.symmetric,
-        1.0 / len(parts) if mean else 1.0, *wanted[:3], stochastic, seed, number, later,
-        wanted.narrow_range,
+        1.0 / len(parts) if mean else 1.0, bits, group_size, symmetric, stochastic, seed, number,
+        later, narrow_range,
     )  # fmt: skip
     if error is None:
-        three = call_checked(functions.quantized_reduce, *listed)
+        values, scales, offsets = call_checked(functions.quantized_reduce, *listed)
     else:
         _check_error(error, first.shape)
-        three = call_checked(functions.quantized_reduce_with_feedback, error, *listed)
-    return _quantize_groups(three, first.shape, first.dtype, wanted, None)
-
-
-class _LevelFormat(NamedTuple):
-    bits: int
-    group_size: int
-    symmetric: bool
-    narrow_range: bool
-
-
-def _quantize(
-    x: Tensor,
-    form: _LevelFormat,
-    stochastic: bool,
-    seed: int,
-    offset: int | Tensor,
-    error: Tensor | None,
-    order: Swizzle,
-) -> Quantized:
-    check_dense(x)
-    number, later = _offset(offset)
-    flat = x.detach().contiguous()
-    rest = (*form[:3], stochastic, seed, number, *order, later, form.narrow_range)
-    if error is None:
-        three = call_checked(functions.quantize, flat, *rest)
-    else:
-        _check_error(error, x.shape)
-        three = call_checked(functions.quantize_with_feedback, flat, error, *rest)
-    kept = None if order == _IN_ORDER else order
-    return _quantize_groups(three, tuple(x.shape), x.dtype, form, kept)
-
-
-def _quantize_groups(
-    three: tuple[Tensor, Tensor, Tensor],
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-    form: _LevelFormat,
-    swizzle: Swizzle | None,
-) -> Quantized:
-    values, scales, offsets = three
-    kept = None if form.symmetric else offsets
-    rest = (form.bits, form.group_size, swizzle, form.narrow_range)
-    return Quantized(values, scales, kept, shape, dtype, *rest)
+        values, scales, offsets = call_checked(
+            functions.quantized_reduce_with_feedback, error, *listed
+        )
+    return Quantized(
+        values, scales, None if symmetric else offsets, first.shape, first.dtype, bits, group_size,
+        narrow_range=narrow_range,
+    )  # fmt: skip
 
 
 def _check_error(error: Tensor, shape: tuple[int, ...]) -> None:

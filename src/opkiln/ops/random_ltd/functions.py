@@ -15,14 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from opkiln.ops.checks import (
-    check_device,
-    check_dim,
-    check_dtype,
-    check_like,
-    check_shape,
-    check_within,
-)
+from opkiln.ops.checks import WHOLE, check, check_least, check_within
 from opkiln.ops.random_ltd.op import kit
 
 
@@ -66,8 +59,8 @@ def token_scatter_(x: Tensor, part: Tensor, indices: Tensor, batch_first: bool =
 @kit.op()
 def token_spread(part: Tensor, indices: Tensor, tokens: int, batch_first: bool = True) -> Tensor:
     """Zeros for ``tokens`` tokens, with those of ``part`` at ``indices``. Raises RuntimeError."""
-    check_dim("part", part, 3)
-    _check_count("tokens", tokens)
+    check("part", part, dims=3)
+    check_least(0, tokens=tokens)
     shape = list(part.shape)
     shape[_tokens_dim(batch_first)] = tokens
     zeros = part.new_zeros(shape)
@@ -87,12 +80,11 @@ def mask_gather_bert(mask: Tensor, indices: Tensor) -> Tensor:
     """The rows and columns of ``mask`` ([B, H, S, S], any dtype; H is 1 if the heads share it) at
     ``indices`` ([L, B, K]): [L, B, H, K, K]. Raises RuntimeError."""
     _check_mask(mask)
-    _check_indices(indices)
+    check("indices", indices, *WHOLE, at=mask, of="mask")
     if indices.dim() != 3 or indices.shape[1] != mask.shape[0]:
         raise RuntimeError(
             f"indices has shape {list(indices.shape)}, expected [layers, {mask.shape[0]}, kept]"
         )
-    check_device("indices", indices, mask, "mask")
     check_within("indices", indices, 0, mask.shape[2] - 1)
     layers, batch, kept = indices.shape
     heads, tokens = mask.shape[1], mask.shape[2]
@@ -107,7 +99,7 @@ def mask_gather_gpt(mask: Tensor, kept: int) -> Tensor:
     """The first ``kept`` rows and columns of a causal ``mask`` ([B, H, S, S], any dtype): what the
     kept tokens see of each other does not depend on which they are. Raises RuntimeError."""
     _check_mask(mask)
-    _check_count("kept", kept)
+    check_least(0, kept=kept)
     if kept > mask.shape[2]:
         raise RuntimeError(f"kept is {kept}, but mask is for {mask.shape[2]} tokens")
     return mask[:, :, :kept, :kept].clone(memory_format=torch.contiguous_format)
@@ -160,16 +152,14 @@ def _tokens_dim(batch_first: bool) -> int:
 def _places(x: Tensor, indices: Tensor, batch_first: bool, part: Tensor | None = None) -> Tensor:
     """The index of each element's token in ``x``. Raises RuntimeError, also for a ``part`` of other
     tokens than these."""
-    check_dim("x", x, 3)
-    _check_indices(indices)
+    check("x", x, dims=3)
+    check("indices", indices, *WHOLE, at=x)
     batch = x.shape[0 if batch_first else 1]
     if indices.dim() != 2 or indices.shape[0] != batch:
         raise RuntimeError(f"indices has shape {list(indices.shape)}, expected [{batch}, kept]")
-    check_device("indices", indices, x, "x")
     rows = indices if batch_first else indices.t()
     if part is not None:
-        check_shape("part", part, [*rows.shape, x.shape[2]])
-        check_like("part", part, x, "x")
+        check("part", part, like=x, shape=[*rows.shape, x.shape[2]])
     check_within("indices", indices, 0, x.shape[_tokens_dim(batch_first)] - 1)
     return rows.long().unsqueeze(-1).expand(*rows.shape, x.shape[2])
 
@@ -181,16 +171,7 @@ def _check_mask(mask: Tensor) -> None:
         )
 
 
-def _check_indices(indices: Tensor) -> None:
-    check_dtype("indices", indices, torch.int32, torch.int64)
-
-
 def _check_within(indices: Tensor, tokens: int) -> None:
-    _check_indices(indices)
-    _check_count("tokens", tokens)
+    check("indices", indices, *WHOLE)
+    check_least(0, tokens=tokens)
     check_within("indices", indices, 0, tokens - 1)
-
-
-def _check_count(name: str, count: int) -> None:
-    if count < 0:
-        raise RuntimeError(f"{name} is {count}, expected at least 0")

@@ -17,7 +17,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from opkiln.ops.checks import check_contiguous, check_like, check_numel, widen
+from opkiln.ops.checks import check, check_contiguous, check_numel, widen
 from opkiln.ops.shm_comm.op import kit
 
 OPS = ("sum", "mean", "product", "max", "min")
@@ -204,4 +204,4 @@ def _check_rows(x: Tensor, size: int) -> None:
 def _check_pair(out: Tensor, x: Tensor) -> None:
     check_contiguous("out", out)
     check_contiguous("x", x)
-    check_like("out", out, x, "x")
+    check("out", out, like=x)

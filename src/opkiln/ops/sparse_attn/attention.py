@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from opkiln.errors import ArgumentError
-from opkiln.ops.front_ends import call_checked
+from opkiln.ops.checks import call_checked
 from opkiln.ops.sparse_attn.functions import fitting, sparse_attn
 from opkiln.ops.sparse_attn.plans import SparsePlan
 

@@ -9,14 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opkiln.ops.checks import (
-    check_device,
-    check_dim,
-    check_like,
-    check_same,
-    check_shape,
-    widen,
-)
+from opkiln.ops.checks import check, check_same, widen
 from opkiln.ops.sparse_attn.op import backward, forward
 
 _Two = tuple[Tensor, Tensor]
@@ -40,11 +33,8 @@ def sparse_attn(
 ) -> _Two:
     """Attention over the blocks that ``layout`` names, and the logarithm of each query's sum.
 
-    ``q``, ``k`` and ``v`` are [batch, heads, tokens, head]. ``layout``, bool [heads or 1, blocks,
-    blocks], says which block of queries sees which block of keys, ``block`` tokens each; the last
-    may be shorter. ``lists`` is the same for the kernels on GPUs: see ``plans.py``. With
-    ``causal``, a query does not see later keys; with ``window``, only keys that are less than so
-    many tokens away.
+    ``layout``, bool [heads or 1, blocks, blocks], and what follows it up to ``window`` are those of
+    ``SparsePlan``; the last block may be shorter.
 
     The score of a key is ``scale * (q @ k)``, plus ``key_bias``, fp32 [batch, tokens], plus
     ``mask``, [batch, heads, tokens, tokens] in the dtype of ``q``, which may be expanded. With
@@ -141,35 +131,26 @@ def visible(layout: Tensor, block: int, tokens: int, causal: bool, window: int) 
 
 
 def _scores(
-    q: Tensor,
-    k: Tensor,
-    layout: Tensor,
-    key_bias: Tensor | None,
-    mask: Tensor | None,
-    block: int,
-    scale: float,
-    causal: bool,
-    window: int,
-    multiply: bool,
-) -> Tensor:
-    check_dim("q", q, 4)
+    q: Tensor, k: Tensor, layout: Tensor, key_bias: Tensor | None, mask: Tensor | None, block: int,
+    scale: float, causal: bool, window: int, multiply: bool,
+) -> Tensor:  # fmt: skip
+    check("q", q, dims=4)
     batch, heads, tokens, _ = q.shape
     blocks = -(-tokens // block)
     if layout.shape[0] not in (1, heads) or layout.shape[1:] != (blocks, blocks):
         raise RuntimeError(
             f"layout has shape {list(layout.shape)}, expected [{heads} or 1, {blocks}, {blocks}]"
         )
-    check_device("layout", layout, q, "q")
+    check("layout", layout, at=q, of="q")
     if scale <= 0:
         raise RuntimeError(f"scale is {scale:g}, expected more than 0")
     scores = (widen(q) @ widen(k).mT) * scale
     if key_bias is not None:
-        check_shape("key_bias", key_bias, [batch, tokens])
+        check("key_bias", key_bias, shape=[batch, tokens])
         scores = scores + key_bias[:, None, None].to(scores.dtype)
     seen = visible(layout, block, tokens, causal, window)
     if mask is not None:
-        check_like("mask", mask, q, "q")
-        check_shape("mask", mask, [batch, heads, tokens, tokens])
+        check("mask", mask, like=q, of="q", shape=[batch, heads, tokens, tokens])
         if multiply:
             seen = seen & (mask != 0)
         else:

@@ -9,7 +9,7 @@ job have the same layout.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -17,12 +17,21 @@ from torch import Tensor
 from opkiln.errors import ArgumentError
 from opkiln.ops.sparse_attn.plans import SparsePlan, plan_of
 
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
 BLOCKS = (16, 32, 64, 128)
 
 
 class Layout:
     """What all layouts have. ``block`` is the number of tokens of a block: 16, 32, 64 or 128.
     ``heads`` is 1 if all heads share a layout, else the number of heads. Raises UsageError."""
+
+    # What the layouts are made of, besides what a class adds in ``_mark``.
+    _near: int | None = None  # all see the blocks that are at most so many away
+    global_parts: Sequence[slice] = ()  # that all see
+    horizontal_global_attention = False  # these parts see all
+    num_random_blocks, seed = 0, 0  # blocks at random that each row sees
 
     def __init__(
         self, block: int = 64, *, heads: int = 1, causal: bool = False, window: int = 0
@@ -43,7 +52,13 @@ class Layout:
 
     def _mark(self, seen: Tensor) -> None:
         """Set what ``blocks`` gives, but for ``causal``. All is False before."""
-        raise NotImplementedError
+        if self._near is not None:
+            place = torch.arange(seen.shape[1], device=seen.device)
+            seen |= (place[:, None] - place).abs() <= self._near
+        for part in self.global_parts:
+            _see(seen, part, self.horizontal_global_attention)
+        if self.num_random_blocks:
+            _see_random(seen, self.num_random_blocks, self.seed, self.causal)
 
     def plan(self, tokens: int, device: torch.device | str = "cpu") -> SparsePlan:
         """The layout for sequences of so many tokens, as the kernels take it. It is kept: the
@@ -113,12 +128,8 @@ class SlidingWindow(Layout):
         _check_counts(num_sliding_window_blocks=num_sliding_window_blocks)
         super().__init__(block, causal=causal, window=window)
         self.num_sliding_window_blocks = num_sliding_window_blocks
-
-    def _mark(self, seen: Tensor) -> None:
         # A window of 2 tokens reaches the next block, one of a block and 2 the one after that.
-        by_tokens = (self.window + self.block - 2) // self.block
-        side = self.num_sliding_window_blocks // 2 if self.num_sliding_window_blocks else by_tokens
-        _see_near(seen, side)
+        self._near = num_sliding_window_blocks // 2 or (window + block - 2) // block
 
 
 class Fixed(Layout):
@@ -210,9 +221,7 @@ class Variable(Layout):
         numbers = torch.arange(len(sizes), device=seen.device)
         window = numbers.repeat_interleave(torch.tensor(sizes, device=seen.device))[:count]
         seen |= window[:, None] == window
-        for part in self.global_parts:
-            _see(seen, part, self.horizontal_global_attention)
-        _see_random(seen, self.num_random_blocks, self.seed, self.causal)
+        super()._mark(seen)
 
 
 class BigBird(Layout):
@@ -236,14 +245,9 @@ class BigBird(Layout):
             num_sliding_window_blocks=num_sliding_window_blocks,
             num_global_blocks=num_global_blocks,
         )
+        self._near = num_sliding_window_blocks // 2
         self.num_random_blocks, self.seed = num_random_blocks, seed
-        self.num_sliding_window_blocks = num_sliding_window_blocks
-        self.num_global_blocks = num_global_blocks
-
-    def _mark(self, seen: Tensor) -> None:
-        _see_near(seen, self.num_sliding_window_blocks // 2)
-        _see(seen, slice(0, self.num_global_blocks), horizontal=True)
-        _see_random(seen, self.num_random_blocks, self.seed, self.causal)
+        self.global_parts, self.horizontal_global_attention = [slice(0, num_global_blocks)], True
 
 
 class Longformer(Layout):
@@ -263,19 +267,9 @@ class Longformer(Layout):
     ) -> None:
         super().__init__(block, heads=heads, causal=causal)
         _check_counts(num_sliding_window_blocks=num_sliding_window_blocks)
-        self.num_sliding_window_blocks = num_sliding_window_blocks
+        self._near = num_sliding_window_blocks // 2
         self.global_parts = _parts(global_block_indices, global_block_end_indices)
-
-    def _mark(self, seen: Tensor) -> None:
-        _see_near(seen, self.num_sliding_window_blocks // 2)
-        for part in self.global_parts:
-            _see(seen, part, horizontal=True)
-
-
-def _see_near(seen: Tensor, side: int) -> None:
-    """All see the blocks that are at most ``side`` away."""
-    place = torch.arange(seen.shape[1], device=seen.device)
-    seen |= (place[:, None] - place).abs() <= side
+        self.horizontal_global_attention = True
 
 
 def _see(seen: Tensor, part: slice, horizontal: bool) -> None:
@@ -313,8 +307,6 @@ def _see_random(seen: Tensor, wanted: int, seed: int, causal: bool) -> None:
     """Each row sees so many blocks at random; with ``causal`` of those up to its own, or all of
     these if they are fewer. Each block has a number that depends on seed, head, row and column,
     and the greatest numbers of a row are taken."""
-    if wanted < 1:
-        return
     if wanted > (count := seen.shape[1]):
         raise ArgumentError(f"num_random_blocks is {wanted}, and there are {count} blocks in a row")
     place = torch.arange(seen.numel(), device=seen.device).view(seen.shape)

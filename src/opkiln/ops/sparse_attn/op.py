@@ -3,11 +3,10 @@ that does not train waits for half of it. Imports no torch: it is on the cache-h
 
 from __future__ import annotations
 
-from opkiln.builder.library import Library, library
+from opkiln.builder.library import library
 
-
-def _direction(name: str) -> Library:
-    made = library(
+forward, backward = (
+    library(
         f"sparse_attn__{name}",
         f"{name}.cpp",
         cuda=f"{name}.cu",
@@ -16,10 +15,8 @@ def _direction(name: str) -> Library:
         functions="opkiln.ops.sparse_attn.functions",
         dtypes=("float32", "bfloat16", "float16"),
     )
-    # The kernels' matrix instructions are NVIDIA's: on ROCm the reference serves.
-    made.builder.BACKENDS = ("cuda", "cpu")
-    return made
-
-
-forward, backward = _direction("forward"), _direction("backward")
+    for name in ("forward", "backward")
+)
+# The kernels' matrix instructions are NVIDIA's: on ROCm the reference serves.
+forward.builder.BACKENDS = backward.builder.BACKENDS = ("cuda", "cpu")
 kit = library("sparse_attn", parts=(forward, backward))

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from opkiln.ops.front_ends import runs_cuda_kernels
+from opkiln.ops.checks import runs_cuda_kernels
 from opkiln.ops.sparse_attn.op import forward
 
 COLUMNS = 64  # tokens of a tile along a line

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from opkiln.ops.checks import FLOATS, check_dtype, check_like, check_shape, widen
+from opkiln.ops.checks import FLOATS, check, widen
 from opkiln.ops.spatial_inference.op import kit
 
 
@@ -26,7 +26,18 @@ def spatial_bias_add(
     where that is contiguous or has the channels last (``torch.channels_last``). Otherwise it is
     contiguous. It is fastest if the channels come last. Raises RuntimeError, naming the argument.
     """
-    dim = _check(x, bias, other, other_bias, channel_dim)
+    check("x", x, *FLOATS)
+    dim = _channels(x, channel_dim)
+    if other is None and other_bias is not None:
+        raise RuntimeError("other_bias is given without other")
+    channels = [x.shape[dim]]
+    for name, each, expected in (
+        ("bias", bias, channels),
+        ("other", other, [*x.shape]),
+        ("other_bias", other_bias, channels),
+    ):
+        if each is not None:
+            check(name, each, like=x, shape=expected)
     shape = [1] * x.dim()
     shape[dim] = x.shape[dim]
     out = widen(x) + widen(bias).view(shape)
@@ -68,25 +79,3 @@ def _channels(x: Tensor, channel_dim: int | None) -> int:
     if not -x.dim() <= channel_dim < x.dim():
         raise RuntimeError(f"x has shape {list(x.shape)}, so it has no dimension {channel_dim}")
     return channel_dim % x.dim()
-
-
-def _check(
-    x: Tensor,
-    bias: Tensor,
-    other: Tensor | None,
-    other_bias: Tensor | None,
-    channel_dim: int | None,
-) -> int:
-    """The dimension of the channels. Raises RuntimeError."""
-    check_dtype("x", x, *FLOATS)
-    dim = _channels(x, channel_dim)
-    if other is None and other_bias is not None:
-        raise RuntimeError("other_bias is given without other")
-    named = {"bias": bias, "other": other, "other_bias": other_bias}
-    for name, each in named.items():
-        if each is None:
-            continue
-        shape = x.shape if name == "other" else x.shape[dim : dim + 1]
-        check_shape(name, each, list(shape))
-        check_like(name, each, x, "x")
-    return dim

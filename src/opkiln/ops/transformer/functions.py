@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu
 
-from opkiln.ops.checks import check_dtype, check_numel, check_rows, check_same, widen
+from opkiln.ops.checks import check, check_numel, check_rows, check_same, widen
 from opkiln.ops.philox import philox
 from opkiln.ops.transformer.op import columns, norms
 
@@ -202,7 +202,7 @@ def _drop(x: Tensor, seed: Tensor | None, site: int, p: float) -> Tensor:
     if seed is None:
         raise RuntimeError(f"seed is None, and p is {p}")
     check_numel("seed", seed, 1)
-    check_dtype("seed", seed, torch.int64)
+    check("seed", seed, torch.int64)
     factor = 0.0 if int(p * 65536 + 0.5) >= 65536 else 1 / (1 - p)
     return torch.where(kept_elements(x.shape, seed, site, p), x * factor, 0.0)
 

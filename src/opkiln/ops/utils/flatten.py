@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from opkiln.errors import ArgumentError, ArgumentTypeError
+from opkiln.ops.checks import call_checked, check_dense
 from opkiln.ops.utils import functions
+from opkiln.ops.utils.functions import check_list, unflatten_list_
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -20,11 +22,11 @@ def flatten(tensors: Sequence[Tensor]) -> Tensor:
 
     They are of one dtype and on one device; at least one. Raises UsageError, naming the tensor.
     """
-    listed = _check(tensors)
+    listed = _detached(tensors)
     if torch.is_grad_enabled() and any(each.requires_grad for each in tensors):
         return torch.cat([each.reshape(-1) for each in tensors])  # with its gradient
-    with torch.no_grad():
-        return functions.flatten_list(listed)
+    flat: Tensor = call_checked(functions.flatten_list, listed)
+    return flat
 
 
 def unflatten(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
@@ -38,7 +40,9 @@ def unflatten(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
             "dimension without gaps",
             hint="flat.reshape(-1)",
         )
-    _check_count(flat, like)
+    count = sum(tensor.numel() for tensor in like)
+    if flat.numel() != count:
+        raise ArgumentError(f"flat has {flat.numel()} elements, the tensors have {count}")
     views, start = [], 0
     for tensor in like:
         views.append(flat[start : start + tensor.numel()].view(tensor.shape))
@@ -51,16 +55,11 @@ def unflatten_into(flat: Tensor, tensors: Sequence[Tensor]) -> None:
 
     Raises UsageError, before anything is written, where dtypes, devices or sizes differ.
     """
-    listed = _check(tensors)
-    _check_alike("flat", flat, listed[0])
-    _check_count(flat, listed)
-    with torch.no_grad():
-        if all(tensor.is_contiguous() for tensor in listed):
-            functions.unflatten_list_(listed, flat.detach())
-            return
-        # The op writes to whole stretches of memory; others are given theirs one by one.
-        for tensor, part in zip(listed, unflatten(flat.detach().reshape(-1), listed), strict=True):
-            tensor.copy_(part)
+    listed = _detached(tensors)
+    if all(tensor.is_contiguous() for tensor in listed):
+        call_checked(functions.unflatten_list_, listed, flat.detach())
+    else:  # kernels write to whole stretches of memory
+        call_checked(unflatten_list_.reference, listed, flat)
 
 
 def byte_view(tensor: Tensor) -> Tensor:
@@ -99,28 +98,9 @@ def from_bytes(memory: Tensor, dtype: torch.dtype, shape: Sequence[int]) -> Tens
     return memory.view(dtype).view(tuple(shape))
 
 
-def _check(tensors: Sequence[Tensor]) -> list[Tensor]:
+def _detached(tensors: Sequence[Tensor]) -> list[Tensor]:
+    for i, tensor in enumerate(tensors):
+        check_dense(tensor, f"tensors[{i}]")
     listed = [tensor.detach() for tensor in tensors]
-    if not listed:
-        raise ArgumentError("tensors is empty, expected at least one")
-    for i, tensor in enumerate(listed):
-        if tensor.layout != torch.strided:
-            raise ArgumentError(f"tensors[{i}] is not dense: its layout is {tensor.layout}")
-        _check_alike(f"tensors[{i}]", tensor, listed[0])
+    call_checked(check_list, listed)
     return listed
-
-
-def _check_alike(name: str, tensor: Tensor, first: Tensor) -> None:
-    for what, ours, theirs in (
-        ("dtype", tensor.dtype, first.dtype), ("device", tensor.device, first.device),
-    ):  # fmt: skip
-        if ours != theirs:
-            raise ArgumentTypeError(
-                f"{name} has {what} {ours}, expected that of tensors[0], {theirs}"
-            )
-
-
-def _check_count(flat: Tensor, like: Sequence[Tensor]) -> None:
-    count = sum(tensor.numel() for tensor in like)
-    if flat.numel() != count:
-        raise ArgumentError(f"flat has {flat.numel()} elements, the tensors have {count}")

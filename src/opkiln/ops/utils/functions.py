@@ -11,45 +11,36 @@ from opkiln.ops.utils.op import kit
 
 @kit.op(gradient=False)
 def flatten_list(tensors: list[Tensor]) -> Tensor:
-    """A new tensor of one dimension with the elements of all, one tensor after the other.
-
-    Raises RuntimeError for an empty list and for tensors of several dtypes or devices.
-    """
-    _check(tensors)
+    """``opkiln.utils.flatten``. Raises RuntimeError."""
+    check_list(tensors)
     return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
 
 
 @kit.op(mutates="tensors")
 def unflatten_list_(tensors: list[Tensor], flat: Tensor) -> None:
-    """Write the parts of ``flat`` to the tensors: the inverse of ``flatten_list``.
-
-    Raises RuntimeError, before anything is written, where dtypes, devices or the number of elements
-    differ. (The native versions also refuse tensors that are not contiguous.)
-    """
-    _check(tensors)
-    _check_alike("flat", flat, tensors[0])
+    """``opkiln.utils.unflatten_into``. Raises RuntimeError before anything is written. (The native
+    versions also refuse tensors that are not contiguous.)"""
+    check_list(tensors, flat=flat)
     count = sum(tensor.numel() for tensor in tensors)
     if flat.numel() != count:
         raise RuntimeError(f"flat has {flat.numel()} elements, tensors have {count}")
     start = 0
     source = flat.detach().reshape(-1)
-    with torch.no_grad():
-        for tensor in tensors:
-            tensor.copy_(source[start : start + tensor.numel()].view(tensor.shape))
-            start += tensor.numel()
+    for tensor in tensors:
+        tensor.copy_(source[start : start + tensor.numel()].view(tensor.shape))
+        start += tensor.numel()
 
 
-def _check(tensors: list[Tensor]) -> None:
+def check_list(tensors: list[Tensor], **others: Tensor) -> None:
+    """All have one dtype and are on one device. Raises RuntimeError."""
     if not tensors:
         raise RuntimeError("tensors is empty, expected at least one")
-    for i, tensor in enumerate(tensors):
-        _check_alike(f"tensors[{i}]", tensor, tensors[0])
-
-
-def _check_alike(name: str, tensor: Tensor, first: Tensor) -> None:
-    check_on(name, tensor, first.device)
-    if tensor.dtype != first.dtype:
-        raise RuntimeError(
-            f"{name} has dtype {dtype_name(tensor.dtype)}, expected that of tensors[0], "
-            f"{dtype_name(first.dtype)}"
-        )
+    first = tensors[0]
+    named = {f"tensors[{i}]": tensor for i, tensor in enumerate(tensors)}
+    for name, tensor in {**named, **others}.items():
+        check_on(name, tensor, first.device)
+        if tensor.dtype != first.dtype:
+            raise RuntimeError(
+                f"{name} has dtype {dtype_name(tensor.dtype)}, expected that of tensors[0], "
+                f"{dtype_name(first.dtype)}"
+            )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from opkiln.ops.checks import check_dim, check_float, widen
+from opkiln.ops.checks import check_float, widen
 from opkiln.ops.ragged_device_ops.op import gating as kit
 
 _MOST_EXPERTS = 1024
@@ -33,8 +33,7 @@ def top_k_gating(
     torch's grouped matmul takes it. The result is the same in every run. ``weights`` have a
     gradient. Raises RuntimeError, naming the argument.
     """
-    check_float("logits", logits)
-    check_dim("logits", logits, 2)
+    check_float("logits", logits, 2)
     tokens, count = logits.shape
     if not 1 <= count <= _MOST_EXPERTS:
         raise RuntimeError(

@@ -14,20 +14,12 @@ with torch's own functions. No two tokens may have the same place.
 from __future__ import annotations
 
 import ctypes
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
 
-from opkiln.ops.checks import (
-    check_device,
-    check_dim,
-    check_dtype,
-    check_float,
-    check_like,
-    check_shape,
-    check_some,
-    check_within,
-)
+from opkiln.ops.checks import check, check_float, check_within
 from opkiln.ops.ragged_device_ops.op import paged as kit
 from opkiln.ops.rotating import cos_and_sin, rotate
 
@@ -63,11 +55,8 @@ def listed_blocks(lists: Tensor, lengths: Tensor, block_size: int, width: int) -
     most ``width``, and -1 stands behind them. Nobody can check an address: a wrong one ends the
     process, or the GPU's context. Raises RuntimeError, naming the argument.
     """
-    check_dim("lists", lists, 1)
-    check_dtype("lists", lists, torch.int64)
-    check_dtype("lengths", lengths, torch.int32)
-    check_device("lengths", lengths, lists, "lists")
-    check_shape("lengths", lengths, [lists.shape[0]])
+    check("lists", lists, torch.int64, dims=1)
+    check("lengths", lengths, torch.int32, at=lists, of="lists", shape=[*lists.shape])
     if block_size < 1 or width < 0:
         raise RuntimeError(
             f"block_size is {block_size}, width is {width}, expected at least 1 and 0"
@@ -85,20 +74,13 @@ def _table(_lists: Tensor, lengths: Tensor, _block_size: int, width: int) -> Ten
     return lengths.new_empty(lengths.shape[0], width)
 
 
-class _OnGPU:
-    """So many int32 at an address of a GPU, in the form that torch takes from other libraries."""
-
-    def __init__(self, address: int, count: int) -> None:
-        self.__cuda_array_interface__ = {
-            "data": (address, False), "shape": (count,), "typestr": "<i4", "version": 3,
-        }  # fmt: skip
-
-
 def _memory(address: int, count: int, device: torch.device) -> Tensor:
     """A view of so many int32 at an address of the device."""
     if device.type == "cpu":
         return torch.frombuffer((ctypes.c_int32 * count).from_address(address), dtype=torch.int32)
-    return torch.as_tensor(_OnGPU(address, count), device=device)
+    # The form that torch takes from other libraries.
+    there = {"data": (address, False), "shape": (count,), "typestr": "<i4", "version": 3}
+    return torch.as_tensor(SimpleNamespace(__cuda_array_interface__=there), device=device)
 
 
 @kit.op(mutates=("k_cache", "v_cache"))
@@ -127,10 +109,9 @@ def paged_kv_rotary(
     rounded once. Raises RuntimeError, naming the argument.
     """
     _check(k, v, k_cache, v_cache, block_table, sequences, positions)
-    check_dim("q", q, 3)
-    check_some("q", q)
-    check_like("q", q, k, "k")
-    check_shape("q", q, [k.shape[0], q.shape[1], k.shape[2]])
+    check("q", q, like=k, of="k", dims=3)
+    _check_some("q", q)
+    check("q", q, shape=[k.shape[0], q.shape[1], k.shape[2]])
     turned, most = dim or q.shape[2], min(q.shape[2], _MOST)
     if not 0 < turned <= most or turned % 2:
         raise RuntimeError(f"dim is {turned}, expected an even number from 2 to {most}")
@@ -159,25 +140,24 @@ def _write(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, *tables: Tens
 
 def _check(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, *tables: Tensor) -> None:
     block_table, sequences, positions = tables
-    check_float("k", k)
-    check_dim("k", k, 3)
-    check_some("k", k)
+    check_float("k", k, 3)
+    _check_some("k", k)
     tokens, heads, head = k.shape
-    check_like("v", v, k, "k")
-    check_shape("v", v, [tokens, heads, head])
-    check_dim("k_cache", k_cache, 4)
-    check_some("k_cache", k_cache)
+    check("v", v, like=k, of="k", shape=[tokens, heads, head])
+    check("k_cache", k_cache, dims=4)
+    _check_some("k_cache", k_cache)
     blocks, size = k_cache.shape[:2]
-    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
-        check_like(name, cache, k, "k")
-        check_shape(name, cache, [blocks, size, heads, head])
-    for name, given in (
-        ("block_table", block_table),
-        ("sequences", sequences),
-        ("positions", positions),
-    ):
-        check_dtype(name, given, torch.int32)
-        check_device(name, given, k, "k")
-    check_dim("block_table", block_table, 2)
-    check_shape("sequences", sequences, [tokens])
-    check_shape("positions", positions, [tokens])
+    check("k_cache", k_cache, like=k, of="k", shape=[blocks, size, heads, head])
+    check("v_cache", v_cache, like=k, of="k", shape=[blocks, size, heads, head])
+    check("block_table", block_table, torch.int32, at=k, of="k", dims=2)
+    check("sequences", sequences, torch.int32, at=k, of="k", shape=[tokens])
+    check("positions", positions, torch.int32, at=k, of="k", shape=[tokens])
+
+
+def _check_some(name: str, x: Tensor) -> None:
+    """Only the first dimension may have the size 0."""
+    for dim, size in enumerate(x.shape):
+        if dim > 0 and size == 0:
+            raise RuntimeError(
+                f"{name} has shape {list(x.shape)}, expected at least 1 in dimension {dim}"
+            )

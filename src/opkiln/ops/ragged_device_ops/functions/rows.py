@@ -8,17 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from opkiln.ops.checks import (
-    check_all,
-    check_device,
-    check_dim,
-    check_dtype,
-    check_float,
-    check_like,
-    check_shape,
-    check_within,
-    widen,
-)
+from opkiln.ops.checks import WHOLE, check, check_all, check_float, check_within, widen
 from opkiln.ops.ragged_device_ops.op import rows as kit
 
 
@@ -38,23 +28,17 @@ def ragged_embedding(
     row is an error: on a GPU an assertion, as with torch's own functions. Raises RuntimeError,
     naming the argument.
     """
-    check_float("weight", weight)
-    check_dim("weight", weight, 2)
-    check_dim("tokens", tokens, 1)
-    check_dtype("tokens", tokens, torch.int32, torch.int64)
-    check_device("tokens", tokens, weight, "weight")
+    check_float("weight", weight, 2)
+    check("tokens", tokens, *WHOLE, at=weight, of="weight", dims=1)
     if (positions is None) != (position_weight is None):
         raise RuntimeError("positions and position_weight are given together, or neither")
     check_within("tokens", tokens, 0, weight.shape[0] - 1)
     out = torch.nn.functional.embedding(tokens, weight)
     if positions is None or position_weight is None:
         return out
-    check_dtype("positions", positions, torch.int32)
-    check_shape("positions", positions, [tokens.shape[0]])
-    check_device("positions", positions, weight, "weight")
-    check_like("position_weight", position_weight, weight, "weight")
-    check_dim("position_weight", position_weight, 2)
-    check_shape("position_weight", position_weight, [position_weight.shape[0], weight.shape[1]])
+    check("positions", positions, torch.int32, at=weight, of="weight", shape=[*tokens.shape])
+    check("position_weight", position_weight, like=weight, of="weight", dims=2)
+    check("position_weight", position_weight, shape=[len(position_weight), weight.shape[1]])
     least, most = -position_offset, position_weight.shape[0] - 1 - position_offset
     check_within("positions", positions, least, most)
     added = torch.nn.functional.embedding(positions + position_offset, position_weight)
@@ -69,13 +53,9 @@ def logits_gather(x: Tensor, starts: Tensor, lengths: Tensor) -> Tensor:
     int32 [batch]. One without tokens gives zeros. A token that is not there is an error, as in
     ``ragged_embedding``. Raises RuntimeError, naming the argument.
     """
-    check_float("x", x)
-    check_dim("x", x, 2)
-    check_dim("starts", starts, 1)
-    for name, given in (("starts", starts), ("lengths", lengths)):
-        check_dtype(name, given, torch.int32)
-        check_device(name, given, x, "x")
-        check_shape(name, given, [starts.shape[0]])
+    check_float("x", x, 2)
+    check("starts", starts, torch.int32, at=x, dims=1)
+    check("lengths", lengths, torch.int32, at=x, shape=[*starts.shape])
     check_within("starts", starts, 0, x.shape[0])
     check_all(
         lengths <= x.shape[0] - starts, f"starts and lengths reach beyond {x.shape[0]} tokens"
@@ -93,10 +73,9 @@ def moe_scatter(x: Tensor, slots: Tensor) -> Tensor:
     ``x`` is [T, C], fp32, fp16 or bf16; ``slots`` is int32 [T, k] and has each row once. A row that
     is not there is an error: on a GPU an assertion. Raises RuntimeError, naming the argument.
     """
-    check_float("x", x)
-    check_dim("x", x, 2)
-    _check_slots(slots, x, "x")
-    check_shape("slots", slots, [x.shape[0], slots.shape[1]])
+    check_float("x", x, 2)
+    check("slots", slots, torch.int32, at=x, dims=2)
+    check("slots", slots, shape=[x.shape[0], slots.shape[1]])
     rows = x.repeat_interleave(slots.shape[1], 0)
     check_within("slots", slots, 0, rows.shape[0] - 1)
     return torch.zeros_like(rows).index_copy(0, slots.flatten().long(), rows)
@@ -116,24 +95,15 @@ def moe_gather(rows: Tensor, slots: Tensor, weights: Tensor | None = None) -> Te
     rounded once. A row that is not there is an error: on a GPU an assertion. Raises RuntimeError,
     naming the argument.
     """
-    check_float("rows", rows)
-    check_dim("rows", rows, 2)
-    _check_slots(slots, rows, "rows")
+    check_float("rows", rows, 2)
+    check("slots", slots, torch.int32, at=rows, of="rows", dims=2)
     tokens, k = slots.shape
     wide = widen(rows)
     check_within("slots", slots, 0, rows.shape[0] - 1)
     if weights is not None:
-        check_dtype("weights", weights, wide.dtype)
-        check_shape("weights", weights, [tokens, k])
-        check_device("weights", weights, rows, "rows")
+        check("weights", weights, wide.dtype, at=rows, of="rows", shape=[tokens, k])
     out = wide.new_zeros(tokens, rows.shape[1])
     for j in range(k):
         part = torch.nn.functional.embedding(slots[:, j], wide)
         out = out + (part if weights is None else part * weights[:, j : j + 1])
     return out.to(rows.dtype)
-
-
-def _check_slots(slots: Tensor, of: Tensor, of_name: str) -> None:
-    check_dtype("slots", slots, torch.int32)
-    check_dim("slots", slots, 2)
-    check_device("slots", slots, of, of_name)

@@ -18,14 +18,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from opkiln.ops.checks import check_contiguous, check_dim, check_dtype, check_shape
+from opkiln.ops.checks import check, check_contiguous
 from opkiln.ops.transformer_inference.op import int8_linear as kit
 
 
 @kit.op()
 def dequantize_int8(weight: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """The weights in fp32, fp16 or bf16, rounded once. ``weight`` may have any shape."""
-    check_dtype("weight", weight, torch.int8)
+    check("weight", weight, torch.int8)
     check_contiguous("weight", weight)
     if scales.numel() == 0 or weight.numel() % scales.numel():
         found = f"scales has {scales.numel()} elements, which do not divide weight"
@@ -37,11 +37,11 @@ def dequantize_int8(weight: Tensor, scales: Tensor, dtype: torch.dtype) -> Tenso
 @kit.op()
 def int8_linear(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None = None) -> Tensor:
     """``x @ w.T + bias`` with the dequantized weights ``w``, ``[outputs, inputs]``."""
-    check_dim("weight", weight, 2)
+    check("weight", weight, dims=2)
     if x.dim() == 0 or x.shape[-1] != weight.shape[1]:
         raise RuntimeError(f"x has shape {list(x.shape)}, weight has {list(weight.shape)}")
     if bias is not None:
-        check_shape("bias", bias, [weight.shape[0]])
+        check("bias", bias, shape=[weight.shape[0]])
     return functional.linear(x, dequantize_int8.reference(weight, scales, x.dtype), bias)
 
 

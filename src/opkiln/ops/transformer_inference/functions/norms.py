@@ -19,7 +19,6 @@ def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Tens
     ``x`` is fp32, bf16 or fp16 with at least one dimension; ``weight`` has its dtype and an element
     for each column. Raises RuntimeError, naming the argument.
     """
-    check_rows(x, weight=weight)
     return _normalize(x.contiguous(), weight, None, eps, centred=False)
 
 
@@ -29,7 +28,6 @@ def layer_norm(
 ) -> Tensor:
     """Each row less its mean, divided by its standard deviation, times ``weight``, plus ``bias``.
     Arguments are as for ``rms_norm``."""
-    check_rows(x, weight=weight, bias=bias)
     return _normalize(x.contiguous(), weight, bias, eps, centred=True)
 
 
@@ -46,7 +44,6 @@ def pre_rms_norm(
     The sum is computed in fp32 and rounded to the dtype of ``x``; the norm is that of the rounded
     sum. ``residual`` has the shape of ``x``; the other arguments are as for ``rms_norm``.
     """
-    check_rows(x, weight=weight)
     total = _total(x, residual, input_bias)
     return _normalize(total, weight, None, eps, centred=False), total
 
@@ -61,7 +58,6 @@ def pre_layer_norm(
     eps: float = 1e-5,
 ) -> tuple[Tensor, Tensor]:
     """The layer norm of ``x + input_bias + residual``, and that sum, as in ``pre_rms_norm``."""
-    check_rows(x, weight=weight, bias=bias)
     total = _total(x, residual, input_bias)
     return _normalize(total, weight, bias, eps, centred=True), total
 
@@ -75,7 +71,6 @@ def post_rms_norm(
     eps: float = 1e-6,
 ) -> Tensor:
     """The first result of ``pre_rms_norm``, where nobody needs the sum."""
-    check_rows(x, weight=weight)
     return _normalize(_total(x, residual, input_bias), weight, None, eps, centred=False)
 
 
@@ -89,7 +84,6 @@ def post_layer_norm(
     eps: float = 1e-5,
 ) -> Tensor:
     """The first result of ``pre_layer_norm``, where nobody needs the sum."""
-    check_rows(x, weight=weight, bias=bias)
     return _normalize(_total(x, residual, input_bias), weight, bias, eps, centred=True)
 
 
@@ -106,6 +100,7 @@ def _total(x: Tensor, residual: Tensor, input_bias: Tensor | None) -> Tensor:
 def _normalize(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, *, centred: bool
 ) -> Tensor:
+    check_rows(x, weight=weight, bias=bias)
     wide = widen(x)
     if centred:
         wide = wide - wide.mean(-1, keepdim=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from opkiln.ops.checks import check_like, check_rows, check_same, check_shape, widen
+from opkiln.ops.checks import check, check_rows, check_same, widen
 from opkiln.ops.transformer_inference.op import residuals as kit
 
 
@@ -48,10 +48,10 @@ def moe_res_matmul(residual: Tensor, coef: Tensor, mlp: Tensor) -> Tensor:
     """
     check_rows(mlp, "mlp")
     check_same(mlp, "mlp", residual=residual)
-    check_like("coef", coef, mlp, "mlp")
+    check("coef", coef, like=mlp, of="mlp")
     by_row = tuple(coef.shape) == (*mlp.shape[:-1], 2)
     if not by_row:
-        check_shape("coef", coef, [2, mlp.shape[-1]])
+        check("coef", coef, shape=[2, mlp.shape[-1]])
     wide = widen(coef)
     first, second = (wide[..., :1], wide[..., 1:]) if by_row else (wide[0], wide[1])
     mixed = widen(residual.contiguous()) * first + widen(mlp.contiguous()) * second

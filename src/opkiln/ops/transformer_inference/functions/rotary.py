@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opkiln.ops.checks import check_dtype, check_like
+from opkiln.ops.checks import WHOLE, check
 from opkiln.ops.rotating import cos_and_sin, rotate
 from opkiln.ops.transformer_inference.op import rotary as kit
 
@@ -40,9 +40,7 @@ def rotary(
     inverse: bool = False,
 ) -> Tensor:
     """``x`` rotated: fp32, fp16 or bf16. The module says what the arguments are."""
-    angles = _angles(x, positions, cos, sin, dim, theta, inverse)
-    out = torch.empty_like(x)
-    return out.copy_(rotate(x, *angles, interleaved))
+    return _rotate((x,), positions, cos, sin, dim, theta, interleaved, inverse)[0]
 
 
 @kit.op(mutates="x")
@@ -57,7 +55,7 @@ def rotary_(
     inverse: bool = False,
 ) -> None:
     """``rotary``, written over ``x``."""
-    x.copy_(rotate(x, *_angles(x, positions, cos, sin, dim, theta, inverse), interleaved))
+    x.copy_(_rotate((x,), positions, cos, sin, dim, theta, interleaved, inverse)[0])
 
 
 @kit.op()
@@ -73,12 +71,8 @@ def rotary_qk(
     inverse: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """``rotary`` of queries and keys at once. They may have different numbers of heads."""
-    _check_keys(q, k)
-    angles = _angles(q, positions, cos, sin, dim, theta, inverse)
-    return (
-        torch.empty_like(q).copy_(rotate(q, *angles, interleaved)),
-        torch.empty_like(k).copy_(rotate(k, *angles, interleaved)),
-    )
+    turned, keys = _rotate((q, k), positions, cos, sin, dim, theta, interleaved, inverse)
+    return turned, keys
 
 
 @kit.op(mutates=("q", "k"))
@@ -94,10 +88,9 @@ def rotary_qk_(
     inverse: bool = False,
 ) -> None:
     """``rotary_qk``, written over ``q`` and ``k``."""
-    _check_keys(q, k)
-    angles = _angles(q, positions, cos, sin, dim, theta, inverse)
-    q.copy_(rotate(q, *angles, interleaved))
-    k.copy_(rotate(k, *angles, interleaved))
+    turned, keys = _rotate((q, k), positions, cos, sin, dim, theta, interleaved, inverse)
+    q.copy_(turned)
+    k.copy_(keys)
 
 
 @rotary.backward
@@ -114,16 +107,18 @@ def _rotary_qk_backward(
     return (*rotary_qk(grad_q, grad_k, *options), *[None] * 7)
 
 
-def _angles(
-    x: Tensor,
-    positions: Tensor | None,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    dim: int,
-    theta: float,
-    inverse: bool,
-) -> tuple[Tensor, Tensor]:
-    """Cosines and sines, ``[..., seq, 1, pairs]``. Raises RuntimeError."""
+def _rotate(
+    given: tuple[Tensor, ...], positions: Tensor | None, cos: Tensor | None, sin: Tensor | None,
+    dim: int, theta: float, interleaved: bool, inverse: bool,
+) -> list[Tensor]:  # fmt: skip
+    """Each of them rotated. Raises RuntimeError."""
+    x = given[0]
+    for k in given[1:]:
+        check("k", k, like=x, of="q")
+        if k.dim() != x.dim() or k.shape[:-2] != x.shape[:-2] or k.shape[-1] != x.shape[-1]:
+            raise RuntimeError(
+                f"k has shape {list(k.shape)}, q has {list(x.shape)}: only heads may differ"
+            )
     if x.dim() not in (3, 4):
         raise RuntimeError(
             f"x has shape {list(x.shape)}, expected [batch, seq, heads, dim] or [seq, heads, dim]"
@@ -137,7 +132,7 @@ def _angles(
     seq = x.shape[-3]
     if positions is None:
         positions = torch.arange(seq, device=x.device)
-    check_dtype("positions", positions, torch.int32, torch.int64)
+    check("positions", positions, *WHOLE)
     if positions.shape != x.shape[-3:-2] and positions.shape != x.shape[:-2]:
         raise RuntimeError(
             f"positions has shape {list(positions.shape)}, x has {list(x.shape)}: expected "
@@ -146,12 +141,5 @@ def _angles(
     if cos is None and turned > _MOST:
         raise RuntimeError(f"dim is {turned}, and at most {_MOST} without tables cos and sin")
     c, s = cos_and_sin(positions, turned // 2, cos, sin, theta, x.dtype)
-    return c, -s if inverse else s
-
-
-def _check_keys(q: Tensor, k: Tensor) -> None:
-    check_like("k", k, q, "q")
-    if k.dim() != q.dim() or k.shape[:-2] != q.shape[:-2] or k.shape[-1] != q.shape[-1]:
-        raise RuntimeError(
-            f"k has shape {list(k.shape)}, q has {list(q.shape)}: only heads may differ"
-        )
+    s = -s if inverse else s
+    return [torch.empty_like(each).copy_(rotate(each, c, s, interleaved)) for each in given]

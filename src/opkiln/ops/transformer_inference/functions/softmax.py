@@ -17,7 +17,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from opkiln.ops.checks import check_like, check_shape, widen
+from opkiln.ops.checks import check, check_least, widen
 from opkiln.ops.transformer_inference.op import softmax as kit
 
 
@@ -32,11 +32,23 @@ def softmax(
     window: int = 0,
 ) -> Tensor:
     """The softmax over the keys: fp32, fp16 or bf16. The module says what the arguments are."""
-    _check(x, mask, slopes, window)
+    if not 1 <= x.dim() <= 4:
+        raise RuntimeError(
+            f"x has shape {list(x.shape)}, expected at most [batch, heads, queries, keys]"
+        )
+    check_least(0, window=window)
     scores = widen(x) * scale
     if mask is not None:
+        if mask.dtype != torch.float32:
+            check("mask", mask, like=x)
+        sizes = zip(mask.shape[::-1], x.shape[::-1], strict=False)
+        if mask.dim() > x.dim() or any(one not in (1, other) for one, other in sizes):
+            raise RuntimeError(
+                f"mask has shape {list(mask.shape)}, which cannot be broadcast to {list(x.shape)}"
+            )
         scores = scores + widen(mask)
     if slopes is not None:
+        check("slopes", slopes, shape=[x.shape[-3] if x.dim() > 2 else 1])
         scores = scores + slopes.view(-1, 1, 1) * _distance(x, offset)
     if causal or window:
         distance = _distance(x, offset)
@@ -98,22 +110,3 @@ def _distance(x: Tensor, offset: int) -> Tensor:
     queries = x.shape[-2] if x.dim() > 1 else 1
     rows = torch.arange(queries, device=x.device).view(-1, 1)
     return torch.arange(x.shape[-1], device=x.device) - rows - offset
-
-
-def _check(x: Tensor, mask: Tensor | None, slopes: Tensor | None, window: int) -> None:
-    if not 1 <= x.dim() <= 4:
-        raise RuntimeError(
-            f"x has shape {list(x.shape)}, expected at most [batch, heads, queries, keys]"
-        )
-    if window < 0:
-        raise RuntimeError(f"window is {window}, expected at least 0")
-    if mask is not None:
-        if mask.dtype != torch.float32:
-            check_like("mask", mask, x, "x")
-        sizes = zip(mask.shape[::-1], x.shape[::-1], strict=False)
-        if mask.dim() > x.dim() or any(one not in (1, other) for one, other in sizes):
-            raise RuntimeError(
-                f"mask has shape {list(mask.shape)}, which cannot be broadcast to {list(x.shape)}"
-            )
-    if slopes is not None:
-        check_shape("slopes", slopes, [x.shape[-3] if x.dim() > 2 else 1])
