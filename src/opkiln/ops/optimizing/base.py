@@ -29,9 +29,9 @@ _DEVICE = attrgetter("device")
 
 
 @cache
-def _entries(schemas: tuple[str, ...], function: str) -> dict[str, type[float]]:
+def _entries(builder: type[OpBuilder], function: str) -> dict[str, type[float]]:
     """The arguments of an op's function that are numbers in a group, and their types."""
-    kinds = op_calls.arguments_of(schemas, function).items()
+    kinds = op_calls.arguments_of(builder, function).items()
     return {name: _KINDS[kind] for name, kind in kinds if kind in _KINDS and name not in _OTHERS}
 
 
@@ -118,7 +118,7 @@ class ListOptimizer(torch.optim.Optimizer):
 
     def _check(self, group: dict[str, Any], where: str = "") -> None:
         """Raises UsageError for a hyperparameter out of range."""
-        entries = _entries(self.BUILDER.FUNCTIONS.schemas, self._function)
+        entries = _entries(self.BUILDER, self._function)
         numbers = [name for name, kind in entries.items() if kind is float]
         checks.check_numbers(group, "lr", *numbers, where=where)
         if "betas" in group:
@@ -131,7 +131,7 @@ class ListOptimizer(torch.optim.Optimizer):
         # Numbers may be tensors, as torch's schedulers allow.
         hyper = {
             name: kind(group[_IN_GROUPS.get(name, name)])
-            for name, kind in _entries(self.BUILDER.FUNCTIONS.schemas, call.function).items()
+            for name, kind in _entries(self.BUILDER, call.function).items()
         }
         if "betas" in self.defaults:
             hyper["beta1"], hyper["beta2"] = map(float, group["betas"])

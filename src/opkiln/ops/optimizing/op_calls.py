@@ -16,7 +16,7 @@ from enum import IntEnum
 from functools import cache, partial
 from itertools import chain
 from operator import is_, itemgetter
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,6 +27,9 @@ from opkiln.base.model import function_name
 from opkiln.errors import UsageError
 from opkiln.ops.optimizing.checks import MASTER
 from opkiln.ops.optimizing.sharded import has_shards, parts_of, wrap_part
+
+if TYPE_CHECKING:
+    from opkiln.builder import OpBuilder
 
 
 class Status(IntEnum):
@@ -41,8 +44,9 @@ class Status(IntEnum):
 
 
 @cache
-def arguments_of(schemas: tuple[str, ...], function: str) -> dict[str, str]:
+def arguments_of(builder: type[OpBuilder], function: str) -> dict[str, str]:
     """The arguments of an op's function: their names and types in its schema."""
+    schemas = builder.FUNCTIONS.schemas
     schema = next(each for each in schemas if function_name(each) == function)
     return {name: kind for kind, name in signature.arguments(schema)}
 
