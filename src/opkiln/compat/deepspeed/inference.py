@@ -235,8 +235,8 @@ def einsum_sec_sm_ecm(tokens: Tensor, weight: Tensor) -> Tensor:
 
 
 def pad_transform(query: Tensor, key: Tensor, value: Tensor, heads: int, pad: bool) -> list[Tensor]:
-    """[batch, sequence, hidden] as [batch, heads, sequence, head]. With ``pad``, heads are padded by
-    zeros to 32, 64 or 128, and keys and values to 128 tokens."""
+    """[batch, sequence, hidden] as [batch, heads, sequence, head]. With ``pad``, heads are padded
+    by zeros to 32, 64 or 128, and keys and values to 128 tokens."""
     q, k, v = (
         each.view(*each.shape[:2], heads, -1).transpose(1, 2) for each in (query, key, value)
     )
