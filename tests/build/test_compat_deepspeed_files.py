@@ -67,7 +67,6 @@ def test_every_way_to_read_and_write(module: OpModule, tmp_path: Path) -> None:
     assert module.aio_read(got, path, 1 << 20, 4, False, False, True) == 0
     assert torch.equal(got, data)
     assert module.aio_write(part, path, 1 << 20, 4, False, False, True) == 0
-    assert module.deepspeed_memcpy(got, data) == 0
 
 
 def test_failures_are_raised_and_the_others_are_waited_for(

@@ -296,11 +296,9 @@ def test_padding_and_einsum(module: Any, given: Given, kind: str) -> None:
     q, k, v = given.rows(), given.rows(), given.rows()
     heads = [x.view(BATCH, SEQ, HEADS, head).transpose(1, 2) for x in (q, k, v)]
     padded = getattr(module, f"pad_transform_{kind}")(q, k, v, HEADS, True)
-    again = getattr(module, f"add_padding_{kind}")(*heads)
     shapes = [(BATCH, HEADS, SEQ, 32), *[(BATCH, HEADS, 128, 32)] * 2]
-    for one, two, each, shape in zip(padded, again, heads, shapes, strict=True):
+    for one, each, shape in zip(padded, heads, shapes, strict=True):
         assert one.shape == shape
-        assert torch.equal(one, two)
         assert torch.equal(one[:, :, :SEQ, :head], each)
         assert one.count_nonzero() == each.count_nonzero()
     plain = getattr(module, f"pad_transform_{kind}")(q, k, v, HEADS, False)
@@ -310,28 +308,7 @@ def test_padding_and_einsum(module: Any, given: Given, kind: str) -> None:
     given.agrees(getattr(module, f"einsum_sec_sm_ecm_{kind}")(tokens, weight), expected, 8)
 
 
-@pytest.mark.parametrize("new", [0, 3])
-def test_attention_over_given_keys_reads_their_memory_by_heads(
-    module: Any, given: Given, new: int
-) -> None:
-    """DeepSpeed's ``softmax_context_int8``: of its tensors only the memory counts."""
-    tokens, head = 6, HIDDEN // HEADS
-    q, k, v = given.rows(), given.rows(BATCH, HIDDEN, tokens), given.rows(BATCH, tokens, HIDDEN)
-    mask = given.rows(BATCH, 1, 1, tokens)
-    fresh = given.rows(BATCH, new, HIDDEN) if new else given.rows(1)
-    out, keys, values = module.softmax_context_int8(
-        q, k, fresh, mask, v, fresh, HEADS, 0.3, False, True, False, 0, False
-    )
-    scores = q.double().view(BATCH, HEADS, SEQ, head) @ k.double().view(BATCH, HEADS, head, tokens)
-    scores = scores * 0.3 + mask.double()
-    if not new:
-        scores = scores.masked_fill(torch.ones(SEQ, tokens).triu(1).bool(), -torch.inf)
-    given.agrees(out, scores.softmax(-1) @ v.double().view(BATCH, HEADS, tokens, head), 8)
-    assert keys is k
-    assert values is v
-
-
 def test_the_module_has_the_names_of_deepspeeds(module: Any, kind: str) -> None:
-    assert {f"softmax_{kind}", "layer_norm", "softmax_context_int8"} <= set(dir(module))
+    assert {f"softmax_{kind}", "layer_norm", "vector_matmul_int8"} <= set(dir(module))
     with pytest.raises(AttributeError):
         getattr(module, "layer_norm_fp16")  # noqa: B009 (DeepSpeed takes its own code then)

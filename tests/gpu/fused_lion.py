@@ -100,7 +100,7 @@ def check_wrong_tensors_are_refused_by_name() -> None:
     assert "exp_avgs[1] is not on cuda:0" in refusal(lambda: native().fused_lion_(*lists, **HYPER))
 
 
-def check_planned_and_captured_steps_are_those_on_the_cpu() -> None:
+def check_kept_and_captured_steps_are_those_on_the_cpu() -> None:
     shapes = [(1 + 977 * i % 3000,) for i in range(300)]
     mine, other = parameters(*shapes), parameters(*shapes, device="cpu")
     rate = torch.tensor(1e-2, device="cuda")

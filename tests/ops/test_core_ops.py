@@ -119,13 +119,6 @@ def test_a_linear_layer_goes_to_the_output(dtype: torch.dtype) -> None:
     _agrees(out, x.detach().double() @ weight.double().t())
 
 
-def test_a_product_of_matrices_of_any_shape_goes_to_the_output(dtype: torch.dtype) -> None:
-    a, b = _drawn(dtype, 2, 3, 5, 8), (torch.randn(2, 3, 8, 7) / 3).to(dtype)
-    out = torch.empty(2, 3, 5, 7, dtype=dtype)
-    OpModule("inference_core_ops").blas_4d_matmul(out, b, a)
-    _agrees(out, a.double() @ b.double())
-
-
 def test_deepspeed_gets_the_same_functions() -> None:
     module: Any = OpModule("inference_core_ops")
     for name in core.__all__:

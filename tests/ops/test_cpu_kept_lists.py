@@ -362,7 +362,7 @@ def test_a_step_over_kept_lists_returns_a_status_before_it_writes(
     ops = get_builder(op).load()
     keep, kept, forget = (getattr(ops, f"{op}_{what}") for what in ("keep", "kept_", "forget"))
     states = [[torch.zeros(3, 2)] for _ in getattr(optim, name).STATES]
-    ticket = keep([param := torch.ones(3, 2)], *states, [])
+    ticket = keep([param := torch.ones(3, 2)], [torch.ones(3, 2)], *states, [])
     other = torch.ones(3, requires_grad=True)
     other.grad = torch.ones(3)
     (call,) = getattr(optim, name)([other])._calls({}, 1.0)

@@ -272,11 +272,11 @@ class Refusing:
     fused_lamb_ = staticmethod(references("fused_lamb").fused_lamb_)
 
     @staticmethod
-    def fused_lamb_plan(*_: Any) -> tuple[Tensor, Tensor]:
+    def fused_lamb_keep(*_: Any) -> tuple[Tensor, Tensor]:
         return torch.zeros(1), torch.zeros(1)
 
     @staticmethod
-    def fused_lamb_planned_(*_: Any, **__: Any) -> int:
+    def fused_lamb_kept_(*_: Any, **__: Any) -> int:
         return Status.LAYOUT
 
 
@@ -284,7 +284,7 @@ def test_coefficients_are_those_of_the_parameters_that_were_stepped(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(FusedLamb, "_ops", {"cpu": Refusing})
-    monkeypatch.setattr(FusedLamb, "PLANNED_ON", ("cpu",))
+    monkeypatch.setattr(FusedLamb, "KEPT_ON", ("cpu",))
     params = parameters((4,), (5,), (6,))
     optimizer = FusedLamb(params)
     for step in range(4):
@@ -307,7 +307,7 @@ def test_the_cuda_library_loads_on_a_torch_without_cuda(op: str) -> None:
         builder.jit_load(verbose=False)
     except ToolchainError as error:
         pytest.skip(f"there is no nvcc that fits: {error.what}")
-    for function in ("_", "_plan", "_planned_"):
+    for function in ("_", "_keep", "_kept_"):
         assert torch._C._dispatch_has_kernel_for_dispatch_key(f"opkiln::{op}{function}", "CUDA")
     library = wanted.artifact(builder.op()).path
     assert not [name for name in elf.read(library).needed if "cuda" in name]

@@ -44,7 +44,7 @@ class Counting:
 def ops(monkeypatch: pytest.MonkeyPatch) -> Counting:
     counting = Counting()
     monkeypatch.setattr(FusedAdam, "_ops", {"cpu": counting})
-    monkeypatch.setattr(FusedAdam, "PLANNED_ON", ("cpu",))
+    monkeypatch.setattr(FusedAdam, "KEPT_ON", ("cpu",))
     return counting
 
 
@@ -60,14 +60,14 @@ def step(mine: list[Tensor], other: list[Tensor], *optimizers: Any, seed: int) -
         optimizer.step()
 
 
-def test_lists_that_stay_are_planned_at_the_second_step_and_stepped_as_torchs(
+def test_lists_that_stay_are_kept_at_the_second_step_and_stepped_as_torchs(
     ops: Counting,
 ) -> None:
     mine, other, ours, theirs = pair()
     for seed in range(6):
         step(mine, other, ours, theirs, seed=seed)
     assert_same(mine, other)
-    assert ops.calls == ["_", "_plan", *["_planned_"] * 5]
+    assert ops.calls == ["_", "_keep", *["_kept_"] * 5]
     assert {int(state["step"]) for state in ours.state.values()} == {6}
 
 
@@ -141,7 +141,7 @@ def test_a_plan_does_not_outlive_what_it_was_made_for(
     assert_same(mine, other)
     # Of a plain dict it is not known when an entry is replaced: there is no plan then.
     planned = change is not replaced_state
-    assert (ops.calls[-1] == "_planned_") is planned
+    assert (ops.calls[-1] == "_kept_") is planned
 
 
 def test_gradients_that_come_and_go_are_stepped_as_torchs() -> None:
@@ -165,7 +165,7 @@ def test_a_stale_gradient_is_noticed(ops: Counting) -> None:
     state = ours.state[mine[1]]
     versions = {name: tensor._version for name, tensor in state.items()}
     ours.step()
-    assert ops.calls[-1] == "_planned_"
+    assert ops.calls[-1] == "_kept_"
     assert {name: state[name]._version - old for name, old in versions.items()} == {
         "step": 1, "exp_avg": 1, "exp_avg_sq": 1,
     }  # fmt: skip
@@ -186,7 +186,7 @@ def test_a_sparse_gradient_of_a_later_group_is_refused_before_anything_moves() -
     assert torch.equal(params[0], before)
 
 
-def test_masters_are_planned_too(ops: Counting) -> None:
+def test_masters_are_kept_too(ops: Counting) -> None:
     narrow, wide = parameters((33,), dtype=BF16), parameters((33,))
     wide[0].data.copy_(narrow[0].detach())
     ours = FusedAdam(narrow, lr=1e-3, master_weights=True)
@@ -196,12 +196,12 @@ def test_masters_are_planned_too(ops: Counting) -> None:
         wide[0].grad = narrow[0].grad.float()
         ours.step()
         theirs.step()
-    assert ops.calls[-1] == "_planned_"
+    assert ops.calls[-1] == "_kept_"
     assert_same([ours.state[narrow[0]]["master_param"]], wide)
     assert torch.equal(narrow[0], ours.state[narrow[0]]["master_param"].to(BF16))
 
 
-def test_scaling_and_clipping_reach_a_planned_step(ops: Counting) -> None:
+def test_scaling_and_clipping_reach_a_kept_step(ops: Counting) -> None:
     mine, other, ours, theirs = pair(max_grad_norm=0.5)
     for seed in range(5):
         give_gradients(mine, other, seed=seed)
@@ -214,11 +214,11 @@ def test_scaling_and_clipping_reach_a_planned_step(ops: Counting) -> None:
         torch.nn.utils.clip_grad_norm_(other, 0.5)
         if seed != 3:
             theirs.step()
-    assert ops.calls[-1] == "_planned_"
+    assert ops.calls[-1] == "_kept_"
     assert_same(mine, other)
 
 
-def test_a_step_in_a_compiled_function_is_planned_too(ops: Counting) -> None:
+def test_a_step_in_a_compiled_function_is_kept_too(ops: Counting) -> None:
     mine, other, ours, theirs = pair()
     compiled = torch.compile(ours.step, backend="aot_eager")
     for seed in range(4):
@@ -226,7 +226,7 @@ def test_a_step_in_a_compiled_function_is_planned_too(ops: Counting) -> None:
         compiled()
         theirs.step()
     assert_same(mine, other)
-    assert ops.calls == ["_", "_plan", *["_planned_"] * 3]
+    assert ops.calls == ["_", "_keep", *["_kept_"] * 3]
 
 
 def test_states_are_gone_with_the_optimizer() -> None:
@@ -249,4 +249,4 @@ def test_parameters_with_other_strides_are_never_planned(ops: Counting) -> None:
     for seed in range(4):
         param.grad = torch.full((6, 8), float(seed)).t()
         optimizer.step()
-    assert "_planned_" not in ops.calls
+    assert "_kept_" not in ops.calls

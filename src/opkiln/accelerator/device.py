@@ -10,9 +10,11 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from types import ModuleType
-    from typing import Any, ClassVar
+    from typing import Any, ClassVar, TypeVar
 
     import torch
+
+    _T = TypeVar("_T")
 
 
 class Answer(Record):
@@ -21,6 +23,25 @@ class Answer(Record):
     name: str  # the accelerator's name, as OPKILN_ACCELERATOR takes it
     present: bool  # whether its device is here
     why: str = ""  # the device that was found, or the reason why there is none
+
+
+def ask_for(function: str, kind: Callable[[Any], _T]) -> Callable[..., _T]:
+    """A method that calls a function of the device's module, for one device or for the current."""
+
+    def method(self: Device, device_index: int | None = None) -> _T:
+        return kind(self._ask(function, device_index))
+
+    return method
+
+
+def tell(function: str) -> Callable[..., None]:
+    """The same without a result."""
+    return ask_for(function, lambda _: None)
+
+
+def older_name_of(name: str) -> Callable[..., Any]:
+    """Another name for a method, also for that of a subclass."""
+    return lambda self, device_index=None: getattr(self, name)(device_index)
 
 
 class TensorConstructor:
@@ -107,13 +128,8 @@ class Device:
 
         return torch.device(self.device_name(device_index))
 
-    def set_device(self, device_index: int) -> None:
-        """Make a device the current one of this thread."""
-        self._ask("set_device", device_index)
-
-    def current_device(self) -> int:
-        """The index of the current device."""
-        return int(self._ask("current_device"))
+    set_device = tell("set_device")  # Make a device the current one of this thread
+    current_device = ask_for("current_device", int)  # The index of the current device
 
     def current_device_name(self) -> str:
         """The current device, in the form of ``device_name``."""
@@ -123,9 +139,7 @@ class Device:
         """How many devices this process may use."""
         return int(self.module().device_count())
 
-    def synchronize(self, device_index: int | None = None) -> None:
-        """Wait until a device has finished all its work."""
-        self._ask("synchronize", device_index)
+    synchronize = tell("synchronize")  # Wait until a device has finished all its work
 
     def get_device_properties(self, device_index: int | None = None) -> Any:
         """torch's properties of a device: ``name``, ``total_memory`` and the vendor's own."""
@@ -181,33 +195,18 @@ class Device:
 
     # Memory
 
-    def empty_cache(self) -> None:
-        """Return memory that the allocator caches and nobody uses."""
-        self._ask("empty_cache")
-
-    def memory_allocated(self, device_index: int | None = None) -> int:
-        """Bytes that tensors use."""
-        return int(self._ask("memory_allocated", device_index))
-
-    def max_memory_allocated(self, device_index: int | None = None) -> int:
-        """The peak of ``memory_allocated`` since the start or the last reset."""
-        return int(self._ask("max_memory_allocated", device_index))
-
-    def memory_reserved(self, device_index: int | None = None) -> int:
-        """Bytes that the allocator holds, used or not."""
-        return int(self._ask("memory_reserved", device_index))
-
-    def max_memory_reserved(self, device_index: int | None = None) -> int:
-        """The peak of ``memory_reserved`` since the start or the last reset."""
-        return int(self._ask("max_memory_reserved", device_index))
-
-    def memory_stats(self, device_index: int | None = None) -> dict[str, Any]:
-        """All counters of the allocator, by torch's names."""
-        return dict(self._ask("memory_stats", device_index))
-
-    def reset_peak_memory_stats(self, device_index: int | None = None) -> None:
-        """Start all peaks anew."""
-        self._ask("reset_peak_memory_stats", device_index)
+    empty_cache = tell("empty_cache")  # Return memory that is cached and nobody uses
+    memory_allocated = ask_for("memory_allocated", int)  # Bytes that tensors use
+    max_memory_allocated = ask_for("max_memory_allocated", int)  # its peak since the last reset
+    memory_reserved = ask_for("memory_reserved", int)  # Bytes that the allocator holds, used or not
+    max_memory_reserved = ask_for("max_memory_reserved", int)  # its peak since the last reset
+    memory_stats = ask_for("memory_stats", dict)  # All counters of the allocator, by torch's names
+    reset_peak_memory_stats = tell("reset_peak_memory_stats")  # Start all peaks anew
+    # Older names: torch used to say "cached", and had one reset per peak.
+    memory_cached = older_name_of("memory_reserved")  # memory_reserved
+    max_memory_cached = older_name_of("max_memory_reserved")  # max_memory_reserved
+    reset_max_memory_allocated = older_name_of("reset_peak_memory_stats")  # reset_peak_memory_stats
+    reset_max_memory_cached = older_name_of("reset_peak_memory_stats")  # reset_peak_memory_stats
 
     def total_memory(self, device_index: int | None = None) -> int:
         """The size of the device's memory in bytes."""
@@ -221,24 +220,6 @@ class Device:
         if info is not None:
             return int(info(index)[0])
         return self.total_memory(index) - self.memory_allocated(index)
-
-    # Older names: torch used to say "cached", and had one reset per peak.
-
-    def memory_cached(self, device_index: int | None = None) -> int:
-        """``memory_reserved`` by its older name."""
-        return self.memory_reserved(device_index)
-
-    def max_memory_cached(self, device_index: int | None = None) -> int:
-        """``max_memory_reserved`` by its older name."""
-        return self.max_memory_reserved(device_index)
-
-    def reset_max_memory_allocated(self, device_index: int | None = None) -> None:
-        """``reset_peak_memory_stats``: torch resets all peaks together."""
-        self.reset_peak_memory_stats(device_index)
-
-    def reset_max_memory_cached(self, device_index: int | None = None) -> None:
-        """``reset_peak_memory_stats``: torch resets all peaks together."""
-        self.reset_peak_memory_stats(device_index)
 
     # Pinned memory of the host
 

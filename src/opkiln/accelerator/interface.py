@@ -27,6 +27,20 @@ if TYPE_CHECKING:
 __all__ = ["Accelerator", "Answer"]  # what another package's accelerator is made of
 
 
+def _read_sensor(name: str) -> Callable[..., int | None]:
+    def read(self: Accelerator, device_index: int | None = None) -> int | None:
+        if not hasattr(self.module(), name):
+            return None
+        try:
+            return int(self._ask(name, device_index))
+        except ModuleNotFoundError as error:
+            raise AcceleratorError(
+                f"torch cannot ask {self.name} for its {name}", why=str(error)
+            ) from error
+
+    return read
+
+
 class Accelerator(Device):
     """The class to subclass. A subclass has at least ``name``, ``device_type`` and ``look()``."""
 
@@ -122,32 +136,12 @@ class Accelerator(Device):
 
     # Sensors
 
-    def temperature(self, device_index: int | None = None) -> int | None:
-        """Degrees Celsius; None if torch cannot ask."""
-        return self._sensor("temperature", device_index)
-
-    def power_draw(self, device_index: int | None = None) -> int | None:
-        """Milliwatts; None if torch cannot ask."""
-        return self._sensor("power_draw", device_index)
-
-    def utilization(self, device_index: int | None = None) -> int | None:
-        """Percent of the time in which the device was busy; None if torch cannot ask."""
-        return self._sensor("utilization", device_index)
-
-    def clock_rate(self, device_index: int | None = None) -> int | None:
-        """Megahertz; None if torch cannot ask."""
-        return self._sensor("clock_rate", device_index)
-
-    def _sensor(self, name: str, device_index: int | None) -> int | None:
-        """Raises AcceleratorError if torch needs a package that is not installed."""
-        if not hasattr(self.module(), name):
-            return None
-        try:
-            return int(self._ask(name, device_index))
-        except ModuleNotFoundError as error:
-            raise AcceleratorError(
-                f"torch cannot ask {self.name} for its {name}", why=str(error)
-            ) from error
+    # None if torch cannot ask. They raise AcceleratorError if torch needs a package for it that is
+    # not installed.
+    temperature = _read_sensor("temperature")  # Degrees Celsius
+    power_draw = _read_sensor("power_draw")  # Milliwatts
+    utilization = _read_sensor("utilization")  # Percent of the time in which the device was busy
+    clock_rate = _read_sensor("clock_rate")  # Megahertz
 
     # Launchers. Nothing here reads or writes this process's environment.
 

@@ -251,9 +251,3 @@ def _transfer_once(method: str, buffer: Tensor, filename: str, *given: Any) -> i
 
 aio_read = partial(_transfer_once, "read")
 aio_write = partial(_transfer_once, "write")
-
-
-def deepspeed_memcpy(dest: Tensor, src: Tensor) -> int:
-    """Copy a tensor to another; 0."""
-    dest.copy_(src)
-    return 0

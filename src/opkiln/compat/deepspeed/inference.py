@@ -69,11 +69,6 @@ def residual_add_bias(given: Any) -> Tensor:
     return residual.copy_(total)
 
 
-def _vector_add(a: Tensor, b: Tensor, gamma: float) -> Tensor:
-    """``gamma * a + b``, written into ``a``."""
-    return a.copy_(ops.residual_add(b, a, scale=gamma))
-
-
 def moe_res_matmul(moe_res: Tensor, coef: Tensor, output: Tensor) -> Tensor:
     """``moe_res`` and ``output`` times the halves of ``coef``, added, written into ``output``."""
     return output.copy_(ops.moe_res_matmul(moe_res, coef.reshape(2, -1), output))
@@ -113,33 +108,6 @@ def softmax(given: Any) -> Tensor:
     scores = scores.contiguous()
     ops.softmax_(scores, mask, scale=given.layer_scale, causal=given.triangular)
     return scores
-
-
-@takes(
-    "query prev_key new_key mask prev_value new_value heads norm_factor merging triangular "
-    "local_attention window_size no_masking"
-)
-def softmax_context_int8(given: Any) -> list[Tensor]:
-    """Attention, [batch, heads, queries, head], with scores times ``norm_factor``, and the keys and
-    values as they are. Nothing of it is int8, in DeepSpeed either.
-
-    ``query`` and ``prev_value`` are [batch, tokens, hidden] by name; their memory is read as
-    [batch, heads, tokens, head], and that of ``prev_key`` as [batch, heads, head, tokens]. With
-    ``triangular``, query ``i`` sees the keys up to ``i``, if ``new_value`` is empty. A mask of one
-    dimension says that there is none.
-    """
-    query, heads = given.query, given.heads
-    batch, queries = query.shape[:2]
-    tokens, head = given.prev_value.shape[1], given.prev_value.shape[2] // heads
-    q = query.reshape(batch, heads, queries, head)
-    keys = given.prev_key.reshape(batch, heads, head, tokens)
-    values = given.prev_value.reshape(batch, heads, tokens, head)
-    first = given.new_value.dim() < 2 or given.new_value.shape[1] == 0
-    shares = softmax(
-        (q * given.norm_factor) @ keys, given.mask, query.new_empty(1), given.triangular and first,
-        first, given.local_attention, given.window_size, False, 1.0, 0, 1,
-    )  # fmt: skip
-    return [shares @ values, given.prev_key, given.prev_value]
 
 
 def full_mask(
@@ -256,13 +224,6 @@ def linear_layer(given: Any) -> Tensor:
     return parts.contiguous()
 
 
-def blas_4d_matmul(output: Tensor, right: Tensor, left: Tensor) -> None:
-    """``left @ right``, written to ``output``. DeepSpeed's binding takes the columns of the output
-    for those of ``left``, so its result is right for square matrices alone."""
-    with torch.no_grad():
-        torch.matmul(left, right, out=output)
-
-
 def create_handle() -> None:
     """Do nothing: torch has a handle for its BLAS."""
 
@@ -273,21 +234,17 @@ def einsum_sec_sm_ecm(tokens: Tensor, weight: Tensor) -> Tensor:
     return sums.view(tokens.shape[1], tokens.shape[2], weight.shape[1])
 
 
-def add_padding(query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
-    """[batch, heads, sequence, head] with heads padded by zeros to 32, 64 or 128, and keys and
-    values to 128 tokens."""
-    more = _padded_head(query.shape[3]) - query.shape[3]
-    tokens = max(128 - key.shape[2], 0)
-    padded = (functional.pad(each, (0, more, 0, tokens)) for each in (key, value))
-    return [functional.pad(query, (0, more)), *padded]
-
-
 def pad_transform(query: Tensor, key: Tensor, value: Tensor, heads: int, pad: bool) -> list[Tensor]:
-    """[batch, sequence, hidden] as [batch, heads, sequence, head], padded as by ``add_padding``."""
-    by_head = [
+    """[batch, sequence, hidden] as [batch, heads, sequence, head]. With ``pad``, heads are padded
+    by zeros to 32, 64 or 128, and keys and values to 128 tokens."""
+    q, k, v = (
         each.view(*each.shape[:2], heads, -1).transpose(1, 2) for each in (query, key, value)
-    ]
-    return add_padding(*by_head) if pad else [each.contiguous() for each in by_head]
+    )
+    if not pad:
+        return [each.contiguous() for each in (q, k, v)]
+    more, tokens = _padded_head(q.shape[3]) - q.shape[3], max(128 - k.shape[2], 0)
+    padded = (functional.pad(each, (0, more, 0, tokens)) for each in (k, v))
+    return [functional.pad(q, (0, more)), *padded]
 
 
 def _dequantize(dtype: torch.dtype, weight: Tensor, scales: Tensor, groups: int) -> Tensor:

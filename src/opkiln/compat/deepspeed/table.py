@@ -40,7 +40,7 @@ _NORMS = "transformer.functions:norm_with_moments"
 _NORM = "transformer_inference.functions.norms:layer_norm"
 
 MODULES = {
-    "async_io": Module(".files", "aio_handle aio_read aio_write deepspeed_memcpy"),
+    "async_io": Module(".files", "aio_handle aio_read aio_write"),
     "cpu_adam": Module(_HOST, "create_adam adam_update adam_rollback destroy_adam"),
     "cpu_adagrad": Module(_HOST, "create_adagrad adagrad_update destroy_adagrad"),
     "cpu_lion": Module(_HOST, "create_lion lion_update destroy_lion"),
@@ -92,8 +92,7 @@ MODULES = {
     "inference_core_ops": Module(
         "ops.transformer_inference.core ops.mixed_gemm.core .inference",
         "bias_activation gated_activation layer_norm pre_layer_norm post_layer_norm rms_norm "
-        "rms_pre_norm blas_linear blas_4d_matmul cuda_wf6af16_linear preprocess_weight "
-        "create_handle",
+        "rms_pre_norm blas_linear cuda_wf6af16_linear preprocess_weight create_handle",
         loads=_NORM, no_grad=False,
     ),
     "stochastic_transformer": Module(
@@ -106,10 +105,10 @@ MODULES = {
         "layer_norm rms_norm pre_rms_norm _layer_norm_residual "
         "layer_norm_residual_store_pre_ln_res gated_activation _vector_add moe_res_matmul "
         "apply_rotary_pos_emb reset_cache release_workspace retake_workspace "
-        "softmax_context_int8 vector_matmul_int8 fused_gemm_gelu_int8",
+        "vector_matmul_int8 fused_gemm_gelu_int8",
         "softmax softmax_context bias_add bias_gelu bias_relu bias_residual residual_add_bias "
         "qkv_gemm rms_qkv_gemm mlp_gemm rms_mlp_gemm vector_matmul linear_layer fused_gemm_gelu "
-        "einsum_sec_sm_ecm add_padding pad_transform dequantize allocate_workspace "
+        "einsum_sec_sm_ecm pad_transform dequantize allocate_workspace "
         "repeat_kv_cache",
         "fp32 fp16 bf16",
         loads=_NORM,
@@ -117,6 +116,7 @@ MODULES = {
             "bias_add": "bias_add(x!, bias)",
             "bias_gelu": "bias_gelu(x!, bias)",
             "bias_relu": "bias_relu(x!, bias)",
+            "_vector_add": "residual_add(residual!, hidden, scale)",
             "pre_rms_norm": "pre_rms_norm(x, residual, weight, eps)",
             "_layer_norm_residual": "post_layer_norm(x, input_bias, residual, weight, bias, eps)",
             "layer_norm_residual_store_pre_ln_res":

@@ -108,7 +108,8 @@ void cpu_adagrad_rollback_(TensorList& params, const TensorList& grads, TensorLi
   parallel_sweep<Undo>(lists_of(params, grads, sums, copies).items(), Coefficients(hyper));
 }
 
-Tensor cpu_adagrad_keep(const TensorList& params, const TensorList& sums, const TensorList& copies) {
+Tensor cpu_adagrad_keep(const TensorList& params, const TensorList&, const TensorList& sums,
+                        const TensorList& copies) {
   return KeptLists::keep({params, sums, copies});
 }
 

@@ -89,7 +89,9 @@ def cpu_adagrad_rows_rollback_(
 
 
 @kit.op(gradient=False)
-def cpu_adagrad_keep(params: list[Tensor], sums: list[Tensor], copies: list[Tensor]) -> Tensor:
+def cpu_adagrad_keep(
+    params: list[Tensor], grads: list[Tensor], sums: list[Tensor], copies: list[Tensor]
+) -> Tensor:
     """Keep all lists except the gradients until ``cpu_adagrad_forget``; a ticket for them. It has
     no elements if nothing is kept, as here."""
     return nothing_kept(params)

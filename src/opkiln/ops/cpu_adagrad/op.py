@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from opkiln.builder import OpBuilder
 from opkiln.builder.library import library
-from opkiln.ops.optimizing.builders import HostBuilder
 
 
-class CPUAdagradBuilder(HostBuilder):
+class CPUAdagradBuilder(OpBuilder):
     NAME = "cpu_adagrad"
     BUILD_VAR = "DS_BUILD_CPU_ADAGRAD"
+
+    def sources(self) -> list[str]:
+        return ["ops/cpu_adagrad/cpu.cpp"]
 
 
 kit = library(CPUAdagradBuilder, functions="opkiln.ops.cpu_adagrad.functions")

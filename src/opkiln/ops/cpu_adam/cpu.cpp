@@ -67,7 +67,7 @@ void cpu_adam_rollback_(TensorList& params, const TensorList& grads, TensorList&
   parallel_sweep<Undo>(lists_of(params, grads, exp_avgs, exp_avg_sqs, copies).items(), Coefficients(hyper));
 }
 
-Tensor cpu_adam_keep(const TensorList& params, const TensorList& exp_avgs,
+Tensor cpu_adam_keep(const TensorList& params, const TensorList&, const TensorList& exp_avgs,
                      const TensorList& exp_avg_sqs, const TensorList& copies) {
   return KeptLists::keep({params, exp_avgs, exp_avg_sqs, copies});
 }

@@ -67,8 +67,9 @@ def cpu_adam_rollback_(
 
 @kit.op(gradient=False)
 def cpu_adam_keep(
-    params: list[Tensor], exp_avgs: list[Tensor], exp_avg_sqs: list[Tensor], copies: list[Tensor]
-) -> Tensor:
+    params: list[Tensor], grads: list[Tensor], exp_avgs: list[Tensor], exp_avg_sqs: list[Tensor],
+    copies: list[Tensor],
+) -> Tensor:  # fmt: skip
     """Keep all lists except the gradients until ``cpu_adam_forget``; a ticket for them. It has no
     elements if nothing is kept, as here."""
     return nothing_kept(params)

@@ -50,7 +50,8 @@ void cpu_lion_rollback_(TensorList& params, const TensorList& grads, TensorList&
                        Coefficients({lr, beta1, beta2, weight_decay, maximize, grad_scale}));
 }
 
-Tensor cpu_lion_keep(const TensorList& params, const TensorList& exp_avgs, const TensorList& copies) {
+Tensor cpu_lion_keep(const TensorList& params, const TensorList&, const TensorList& exp_avgs,
+                     const TensorList& copies) {
   return KeptLists::keep({params, exp_avgs, copies});
 }
 

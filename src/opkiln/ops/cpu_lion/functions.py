@@ -74,7 +74,9 @@ def cpu_lion_rollback_(
 
 
 @kit.op(gradient=False)
-def cpu_lion_keep(params: list[Tensor], exp_avgs: list[Tensor], copies: list[Tensor]) -> Tensor:
+def cpu_lion_keep(
+    params: list[Tensor], grads: list[Tensor], exp_avgs: list[Tensor], copies: list[Tensor]
+) -> Tensor:
     """Keep all lists except the gradients until ``cpu_lion_forget``; a ticket for them. It has no
     elements if nothing is kept, as here."""
     return nothing_kept(params)

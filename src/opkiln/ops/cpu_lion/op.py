@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from opkiln.builder import OpBuilder
 from opkiln.builder.library import library
-from opkiln.ops.optimizing.builders import HostBuilder
 
 
-class CPULionBuilder(HostBuilder):
+class CPULionBuilder(OpBuilder):
     NAME = "cpu_lion"
     BUILD_VAR = "DS_BUILD_CPU_LION"
+
+    def sources(self) -> list[str]:
+        return ["ops/cpu_lion/cpu.cpp"]
 
 
 kit = library(CPULionBuilder, functions="opkiln.ops.cpu_lion.functions")

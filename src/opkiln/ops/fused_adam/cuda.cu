@@ -88,13 +88,13 @@ void fused_adam_(TensorList& params, const TensorList& grads, TensorList& exp_av
   enqueue_step<Coefficients>(hyper, planned.plan);
 }
 
-opk::tuple<Tensor, Tensor> fused_adam_plan(const TensorList& params, const TensorList& grads,
+opk::tuple<Tensor, Tensor> fused_adam_keep(const TensorList& params, const TensorList& grads,
                                            const TensorList& exp_avgs, const TensorList& exp_avg_sqs,
                                            const TensorList& masters, const TensorList& steps) {
   return make_plan({params, grads, exp_avgs, &exp_avg_sqs, masters, steps});
 }
 
-int64_t fused_adam_planned_(Tensor& plan, Tensor& ledger, const TensorList& grads, double lr,
+int64_t fused_adam_kept_(Tensor& plan, Tensor& ledger, const TensorList& grads, double lr,
                             double beta1, double beta2, double eps, double weight_decay,
                             bool adamw_mode, bool bias_correction, bool maximize,
                             const OptionalTensor& lr_tensor, const OptionalTensor& grad_scale,
@@ -110,7 +110,7 @@ int64_t fused_adam_planned_(Tensor& plan, Tensor& ledger, const TensorList& grad
 }
 
 OPKILN_OP(fused_adam_, cuda);
-OPKILN_OP(fused_adam_plan, cuda);
-OPKILN_OP(fused_adam_planned_, cuda);
+OPKILN_OP(fused_adam_keep, cuda);
+OPKILN_OP(fused_adam_kept_, cuda);
 
 }  // namespace

@@ -56,7 +56,7 @@ def fused_adam_(
 
 
 @kit.op(gradient=False)
-def fused_adam_plan(
+def fused_adam_keep(
     params: list[Tensor], grads: list[Tensor], exp_avgs: list[Tensor], exp_avg_sqs: list[Tensor],
     masters: list[Tensor], steps: list[Tensor],
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
@@ -67,7 +67,7 @@ def fused_adam_plan(
 
 
 @kit.op(mutates=("plan", "ledger"))
-def fused_adam_planned_(
+def fused_adam_kept_(
     plan: Tensor, ledger: Tensor, grads: list[Tensor], lr: float, beta1: float, beta2: float,
     eps: float, weight_decay: float, adamw_mode: bool, bias_correction: bool, maximize: bool,
     lr_tensor: Tensor | None = None, grad_scale: Tensor | None = None,
@@ -78,5 +78,5 @@ def fused_adam_planned_(
     return int(Status.NOT_KEPT)
 
 
-fused_adam_plan.fake(fake_plan)
-fused_adam_planned_.fake(fake_step)
+fused_adam_keep.fake(fake_plan)
+fused_adam_kept_.fake(fake_step)

@@ -409,13 +409,13 @@ void fused_lamb_move_(TensorList& params, const TensorList& grads, const TensorL
   enqueue_apply(planned.plan, out);
 }
 
-opk::tuple<Tensor, Tensor> fused_lamb_plan(const TensorList& params, const TensorList& grads,
+opk::tuple<Tensor, Tensor> fused_lamb_keep(const TensorList& params, const TensorList& grads,
                                            const TensorList& exp_avgs, const TensorList& exp_avg_sqs,
                                            const TensorList& masters, const TensorList& steps) {
   return make_plan({params, grads, exp_avgs, &exp_avg_sqs, masters, steps});
 }
 
-int64_t fused_lamb_planned_(Tensor& plan, Tensor& ledger, const TensorList& grads, Tensor& coefficients,
+int64_t fused_lamb_kept_(Tensor& plan, Tensor& ledger, const TensorList& grads, Tensor& coefficients,
                             double lr, double beta1, double beta2, double eps, double weight_decay,
                             bool eps_inside_sqrt, bool bias_correction, bool maximize, double min_coeff,
                             double max_coeff, const OptionalTensor& lr_tensor,
@@ -436,7 +436,7 @@ int64_t fused_lamb_planned_(Tensor& plan, Tensor& ledger, const TensorList& grad
 OPKILN_OP(fused_lamb_, cuda);
 OPKILN_OP(fused_lamb_average_, cuda);
 OPKILN_OP(fused_lamb_move_, cuda);
-OPKILN_OP(fused_lamb_plan, cuda);
-OPKILN_OP(fused_lamb_planned_, cuda);
+OPKILN_OP(fused_lamb_keep, cuda);
+OPKILN_OP(fused_lamb_kept_, cuda);
 
 }  // namespace

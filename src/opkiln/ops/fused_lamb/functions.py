@@ -81,7 +81,7 @@ def fused_lamb_move_(
 
 
 @kit.op(gradient=False)
-def fused_lamb_plan(
+def fused_lamb_keep(
     params: list[Tensor], grads: list[Tensor], exp_avgs: list[Tensor], exp_avg_sqs: list[Tensor],
     masters: list[Tensor], steps: list[Tensor],
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
@@ -92,7 +92,7 @@ def fused_lamb_plan(
 
 
 @kit.op(mutates=("plan", "ledger", "coefficients"))
-def fused_lamb_planned_(
+def fused_lamb_kept_(
     plan: Tensor, ledger: Tensor, grads: list[Tensor], coefficients: Tensor, lr: float,
     beta1: float, beta2: float, eps: float, weight_decay: float, eps_inside_sqrt: bool,
     bias_correction: bool, maximize: bool, min_coeff: float, max_coeff: float,
@@ -104,8 +104,8 @@ def fused_lamb_planned_(
     return int(Status.NOT_KEPT)
 
 
-fused_lamb_plan.fake(fake_plan)
-fused_lamb_planned_.fake(fake_step)
+fused_lamb_keep.fake(fake_plan)
+fused_lamb_kept_.fake(fake_step)
 
 
 def _average(work: FusedStep, given: OpArguments) -> None:

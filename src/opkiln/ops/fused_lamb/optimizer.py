@@ -105,7 +105,7 @@ class FusedLamb(Adam, FusedOptimizer):
         given = {**call.hyper, "squares": squares}
 
         def half(function: str) -> None:
-            taken = given.keys() & arguments_of(self.BUILDER.FUNCTIONS.schemas, function)
+            taken = given.keys() & arguments_of(self.BUILDER.FUNCTIONS, function)
             hyper = {name: given[name] for name in taken}
             super(FusedLamb, self)._run(call._replace(function=function, hyper=hyper))
 

@@ -71,13 +71,13 @@ void fused_lion_(TensorList& params, const TensorList& grads, TensorList& exp_av
   enqueue_step<Coefficients>(hyper, planned.plan);
 }
 
-opk::tuple<Tensor, Tensor> fused_lion_plan(const TensorList& params, const TensorList& grads,
+opk::tuple<Tensor, Tensor> fused_lion_keep(const TensorList& params, const TensorList& grads,
                                            const TensorList& exp_avgs, const TensorList& masters,
                                            const TensorList& steps) {
   return make_plan({params, grads, exp_avgs, nullptr, masters, steps});
 }
 
-int64_t fused_lion_planned_(Tensor& plan, Tensor& ledger, const TensorList& grads, double lr,
+int64_t fused_lion_kept_(Tensor& plan, Tensor& ledger, const TensorList& grads, double lr,
                             double beta1, double beta2, double weight_decay, bool maximize,
                             const OptionalTensor& lr_tensor, const OptionalTensor& grad_scale,
                             const OptionalTensor& found_inf) {
@@ -92,7 +92,7 @@ int64_t fused_lion_planned_(Tensor& plan, Tensor& ledger, const TensorList& grad
 }
 
 OPKILN_OP(fused_lion_, cuda);
-OPKILN_OP(fused_lion_plan, cuda);
-OPKILN_OP(fused_lion_planned_, cuda);
+OPKILN_OP(fused_lion_keep, cuda);
+OPKILN_OP(fused_lion_kept_, cuda);
 
 }  // namespace

@@ -46,7 +46,7 @@ def fused_lion_(
 
 
 @kit.op(gradient=False)
-def fused_lion_plan(
+def fused_lion_keep(
     params: list[Tensor], grads: list[Tensor], exp_avgs: list[Tensor], masters: list[Tensor],
     steps: list[Tensor],
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
@@ -57,7 +57,7 @@ def fused_lion_plan(
 
 
 @kit.op(mutates=("plan", "ledger"))
-def fused_lion_planned_(
+def fused_lion_kept_(
     plan: Tensor, ledger: Tensor, grads: list[Tensor], lr: float, beta1: float, beta2: float,
     weight_decay: float, maximize: bool, lr_tensor: Tensor | None = None, grad_scale: Tensor | None
     = None, found_inf: Tensor | None = None,
@@ -67,5 +67,5 @@ def fused_lion_planned_(
     return int(Status.NOT_KEPT)
 
 
-fused_lion_plan.fake(fake_plan)
-fused_lion_planned_.fake(fake_step)
+fused_lion_keep.fake(fake_plan)
+fused_lion_kept_.fake(fake_step)

@@ -14,6 +14,7 @@ from torch._compile import _disable_dynamo  # torch.compiler.disable imports tor
 from torch.optim.optimizer import ParamsT
 
 from opkiln.builder import OpBuilder
+from opkiln.builder.base import DeclaredFunctions
 from opkiln.errors import ArgumentError, ArgumentTypeError, UsageError
 from opkiln.loading.register import is_tracing
 from opkiln.ops.optimizing import checks, op_calls
@@ -29,9 +30,9 @@ _DEVICE = attrgetter("device")
 
 
 @cache
-def _entries(schemas: tuple[str, ...], function: str) -> dict[str, type[float]]:
+def _entries(functions: DeclaredFunctions, function: str) -> dict[str, type[float]]:
     """The arguments of an op's function that are numbers in a group, and their types."""
-    kinds = op_calls.arguments_of(schemas, function).items()
+    kinds = op_calls.arguments_of(functions, function).items()
     return {name: _KINDS[kind] for name, kind in kinds if kind in _KINDS and name not in _OTHERS}
 
 
@@ -47,8 +48,7 @@ class ListOptimizer(torch.optim.Optimizer):
     DEVICES: ClassVar[tuple[str, ...]]  # types of devices that parameters may be on
     DEVICES_TEXT: ClassVar[str]  # the same in messages
     ALTERNATIVE: ClassVar[str]  # the optimizer to use for parameters on other devices
-    PLANNED_ON: ClassVar[tuple[str, ...]]  # types of devices on which the op keeps lists
-    BY_ADDRESS: ClassVar[bool]  # it keeps the addresses of their tensors, not the tensors
+    KEPT_ON: ClassVar[tuple[str, ...]]  # types of devices on which the op keeps lists
     IN_DEEPSPEED: ClassVar[Mapping[str, str]] = {}  # states that have another name there
     COUNTED: ClassVar[bool] = True  # steps differ by their number: a saved state must have it
     # Options that are in the defaults, which are pickled with the optimizer, but not in the groups:
@@ -76,11 +76,6 @@ class ListOptimizer(torch.optim.Optimizer):
 
         Everything that Python can check is checked here, before the first call.
         """
-        raise NotImplementedError
-
-    def _keep(self, ops: Any, *lists: list[Tensor]) -> Sequence[Tensor]:
-        """Have the op keep these lists: parameters, gradients, and those that are written to. The
-        last tensor is empty if it keeps nothing. Raises the op's errors."""
         raise NotImplementedError
 
     def _count(self, made: float, device: torch.device) -> Any:
@@ -118,7 +113,7 @@ class ListOptimizer(torch.optim.Optimizer):
 
     def _check(self, group: dict[str, Any], where: str = "") -> None:
         """Raises UsageError for a hyperparameter out of range."""
-        entries = _entries(self.BUILDER.FUNCTIONS.schemas, self._function)
+        entries = _entries(self.BUILDER.FUNCTIONS, self._function)
         numbers = [name for name, kind in entries.items() if kind is float]
         checks.check_numbers(group, "lr", *numbers, where=where)
         if "betas" in group:
@@ -131,7 +126,7 @@ class ListOptimizer(torch.optim.Optimizer):
         # Numbers may be tensors, as torch's schedulers allow.
         hyper = {
             name: kind(group[_IN_GROUPS.get(name, name)])
-            for name, kind in _entries(self.BUILDER.FUNCTIONS.schemas, call.function).items()
+            for name, kind in _entries(self.BUILDER.FUNCTIONS, call.function).items()
         }
         if "betas" in self.defaults:
             hyper["beta1"], hyper["beta2"] = map(float, group["betas"])
@@ -376,18 +371,15 @@ class ListOptimizer(torch.optim.Optimizer):
         again."""
         plans, index = self._plans, call.group
         if (
-            call.device.type not in self.PLANNED_ON
+            call.device.type not in self.KEPT_ON
             or op_calls.is_capturing(call.device)
             or len(call.params) != len(self.param_groups[index]["params"])
             or not plans.is_repeated(index, call.params)
         ):
             return call
         if index not in plans.of_group:
-            keep = partial(self._keep, self._load(call.device.type))
-            can = plans.watch(call.states)
-            plans.of_group[index] = (
-                op_calls.KeptLists.keep(call, self.STATES, keep, self.BY_ADDRESS) if can else None
-            )
+            ops, can = self._load(call.device.type), plans.watch(call.states)
+            plans.of_group[index] = op_calls.KeptLists.keep(call, ops, self.STATES) if can else None
         return call._replace(kept=plans.of_group[index])
 
     @property

@@ -1,11 +1,11 @@
-"""Shared by the builders of the optimizers' ops. Imports no torch: it is on the hit path."""
+"""Shared by the builders of the fused ops. Imports no torch: it is on the hit path."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from opkiln.base.model import CUDA
-from opkiln.builder import CUDAOpBuilder, OpBuilder
+from opkiln.builder import CUDAOpBuilder
 
 
 class FusedBuilder(CUDAOpBuilder):
@@ -40,11 +40,3 @@ class FusedBuilder(CUDAOpBuilder):
         if self.backend != CUDA:
             return []
         return ["-prec-div=false", "-prec-sqrt=false", "-O1"]
-
-
-class HostBuilder(OpBuilder):
-    """An op over lists of tensors in host memory, from ``ops/<name>``: one list per role, and all
-    are walked together. ``copies`` is empty or has one tensor per parameter."""
-
-    def sources(self) -> list[str]:
-        return [f"ops/{self.NAME}/cpu.cpp"]

@@ -33,7 +33,9 @@ def as_number(name: str, value: Any) -> float:
 def check_numbers(group: dict[str, Any], *names: str, where: str = "") -> None:
     """Raises UsageError for a hyperparameter that is not a finite number of at least 0."""
     for name in names:
-        value = as_number(where + name, group[name])
+        value = group[name]
+        if type(value) is not float:  # at each step, so the usual case is quick
+            value = as_number(where + name, value)
         if not 0 <= value < math.inf:  # NaN is not
             raise ArgumentError(f"{where}{name} is {value}, expected a finite number of at least 0")
 
@@ -41,12 +43,13 @@ def check_numbers(group: dict[str, Any], *names: str, where: str = "") -> None:
 def check_betas(group: dict[str, Any], where: str = "") -> None:
     """Raises UsageError unless ``betas`` is two numbers of at least 0 and less than 1."""
     betas = group["betas"]
-    if isinstance(betas, str) or not isinstance(betas, Sequence):
+    if type(betas) is not tuple and (isinstance(betas, str) or not isinstance(betas, Sequence)):
         raise ArgumentTypeError(f"{where}betas is {betas!r}, expected two numbers")
     if len(betas) != 2:
         raise ArgumentError(f"{where}betas is {betas!r}, expected two numbers")
     for i, beta in enumerate(betas):
-        if not 0 <= as_number(f"{where}betas[{i}]", beta) < 1:
+        value = beta if type(beta) is float else as_number(f"{where}betas[{i}]", beta)
+        if not 0 <= value < 1:
             raise ArgumentError(
                 f"{where}betas[{i}] is {float(beta)}, expected at least 0 and less than 1"
             )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from itertools import accumulate, repeat
 from operator import is_, itemgetter
 from typing import Any, ClassVar, overload
@@ -34,8 +34,7 @@ class FusedOptimizer(ListOptimizer):
     DEVICES_TEXT = "on GPUs and the CPU"
     OPTIONS = (MASTERS, GRAD_NONE, MAX_NORM)
     ALTERNATIVE = "torch.optim.AdamW(params)"
-    PLANNED_ON = ("cuda",)
-    BY_ADDRESS = True
+    KEPT_ON = ("cuda",)
     NORMS: ClassVar[bool] = False  # the op needs norms of whole tensors
 
     # Tells GradScaler to set the attributes grad_scale and found_inf during a step. Neither may
@@ -82,10 +81,6 @@ class FusedOptimizer(ListOptimizer):
         # The op itself notices a sparse gradient. With several groups that is too late: another
         # group may have been stepped by then. Clipping also reads the gradients first.
         return len(self.param_groups) > 1 or bool(self.defaults[MAX_NORM])
-
-    def _keep(self, ops: Any, *lists: list[Tensor]) -> Sequence[Tensor]:
-        made: Sequence[Tensor] = getattr(ops, f"{self._function}plan")(*lists)
-        return made
 
     def _add_states(self, calls: list[StepCall]) -> list[StepCall]:
         """The calls with the states of their parameters. Missing states are made."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from itertools import repeat
@@ -33,8 +32,7 @@ class HostOptimizer(ListOptimizer):
 
     DEVICES = ("cpu",)
     DEVICES_TEXT = "in host memory"
-    PLANNED_ON = ("cpu",)
-    BY_ADDRESS = False
+    KEPT_ON = ("cpu",)
     OPTIONS = (FP32_STATES,)
 
     _last: list[StepCall] | None = None  # the calls of the last step, without their gradients
@@ -217,14 +215,6 @@ class HostOptimizer(ListOptimizer):
 
     def _number_call(self, call: StepCall, step: int, hyper: dict[str, Any]) -> StepCall:
         return call._replace(step=step, hyper={**hyper, "step": step} if self.COUNTED else hyper)
-
-    def _keep(self, ops: Any, *lists: list[Tensor]) -> Sequence[Tensor]:
-        params, _, *others = lists
-        ticket = getattr(ops, f"{self._function}keep")(params, *others)
-        if ticket.numel():
-            forget = getattr(ops, f"{self._function}forget")
-            weakref.finalize(ticket, forget, ticket.clone()).atexit = False
-        return [ticket]
 
     def _make(self, calls: Sequence[StepCall]) -> None:
         self._last = []

@@ -16,7 +16,7 @@ from enum import IntEnum
 from functools import cache, partial
 from itertools import chain
 from operator import is_, itemgetter
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,6 +27,9 @@ from opkiln.base.model import function_name
 from opkiln.errors import UsageError
 from opkiln.ops.optimizing.checks import MASTER
 from opkiln.ops.optimizing.sharded import has_shards, parts_of, wrap_part
+
+if TYPE_CHECKING:
+    from opkiln.builder.base import DeclaredFunctions
 
 
 class Status(IntEnum):
@@ -41,9 +44,9 @@ class Status(IntEnum):
 
 
 @cache
-def arguments_of(schemas: tuple[str, ...], function: str) -> dict[str, str]:
+def arguments_of(functions: DeclaredFunctions, function: str) -> dict[str, str]:
     """The arguments of an op's function: their names and types in its schema."""
-    schema = next(each for each in schemas if function_name(each) == function)
+    schema = next(each for each in functions.schemas if function_name(each) == function)
     return {name: kind for kind, name in signature.arguments(schema)}
 
 
@@ -165,15 +168,14 @@ class KeptLists(NamedTuple):
     def keep(
         cls,
         call: StepCall,
+        ops: Any,
         names: Sequence[str],
-        keep: Callable[..., Sequence[Tensor]],
-        by_address: bool,
     ) -> KeptLists | None:
         """None if the op keeps nothing: it has no native version, or a tensor is not contiguous.
 
-        ``keep`` is called with the op's lists. ``by_address`` says that they are kept as addresses
-        in the memory of a GPU, and so for one stream. Otherwise the op notices by itself if a
-        tensor has changed. Raises the op's errors.
+        Of tensors in host memory it gives a ticket: it keeps the tensors, and notices by itself if
+        one has changed. Of those on a GPU it gives a plan, in the GPU's memory, and a ledger: it
+        keeps addresses, for one stream. Raises its errors.
         """
         # The group's own list may change.
         call = call._replace(params=call.params[:])
@@ -183,11 +185,18 @@ class KeptLists(NamedTuple):
         params, *others = lists
         if not all(map(Tensor.is_contiguous, chain(*call.gradients, *lists))):
             return None
-        handles = keep(params, *call.gradients, *others)
+        made = getattr(ops, f"{call.function}keep")(params, *call.gradients, *others)
+        handles, where = made, None
+        if isinstance(made, Tensor):
+            handles = [made]
+            if made.numel():
+                forget = getattr(ops, f"{call.function}forget")
+                weakref.finalize(made, forget, made.clone()).atexit = False
+        else:
+            where = _addresses_and_stream(params, call.device)
         if not handles[-1].numel():
             return None
-        where = _addresses_and_stream(params, call.device) if by_address else None
-        function = call.function + ("planned_" if by_address else "kept_")
+        function = f"{call.function}kept_"
         # A view shares the version of its base, which must be counted up once.
         bases = (each if each._base is None else each._base for each in chain(*lists, *whole))
         written = list({id(base): base for base in bases}.values())
