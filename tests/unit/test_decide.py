@@ -9,7 +9,7 @@ import warnings
 from typing import TYPE_CHECKING
 
 import pytest
-from sample.decisions import World
+from sample.decisions import GCC, Compilers, World
 from sample.levels import OTHER_LEVELS
 
 from opkiln.base.model import CUDA, ONE_CALL, PROGRAM, XPU, Artifact
@@ -564,3 +564,24 @@ def test_a_request_that_cannot_be_understood_is_refused_as_a_mistake(
     assert isinstance(outcome, Refuse)
     assert isinstance(outcome.error, ArchError)
     assert receipt.recall(world.request()) is None
+
+
+# Many looks at once
+
+
+def test_looks_of_one_survey_recall_the_compilers_once_and_agree_with_single_ones(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compilers = Compilers(monkeypatch)
+    compilers.remembered = GCC
+    library = str(world.store(tools=GCC))
+    survey = terms.Survey()
+    found = [look(Request(world.op(), survey=survey)) for _ in range(3)]
+    assert [served(each) for each in found] == [(library, "store")] * 3
+    assert len(compilers.recalled) == 1
+    single = look(world.request())
+    assert served(single) == (library, "store")
+    assert [str(each.trace) for each in found] == [str(single.trace)] * 3
+    assert isinstance(found[0], Serve)
+    assert found[0].read is not None
+    assert not found[0].read.complete, "what a survey read is not noted, so it makes no receipt"

@@ -16,6 +16,7 @@ from opkiln.building import observed
 from opkiln.building.observing import log, observer
 from opkiln.errors import StepRefused
 from opkiln.machine.facts import FILE, PROGRAM
+from opkiln.machine.toolchain import probing
 
 STEP = Step("compile", "a.o", ("g++",), "a.cpp", source="a.cpp")
 
@@ -145,9 +146,9 @@ def test_why_a_compiler_is_not_observed_is_known_until_it_is_or_changes(
     cxx, memory = tmp_path / "g++", (str(tmp_path / "memory"),)
     cxx.write_text("1")
     at_rest.wait(cxx)
-    assert observer.read_note(memory, str(cxx)) == ""
+    assert probing.why_unobserved(memory, str(cxx)) == ""
     for why in ("no /proc", "", "no /proc"):
-        observer.note(memory, str(cxx), why)
-        assert observer.read_note(memory, str(cxx)) == why
+        probing.note_unobserved(memory, str(cxx), why)
+        assert probing.why_unobserved(memory, str(cxx)) == why
     cxx.write_text("2")
-    assert observer.read_note(memory, str(cxx)) == ""
+    assert probing.why_unobserved(memory, str(cxx)) == ""

@@ -29,6 +29,7 @@ from typing import Any
 from opkiln.builder.base import OpBuilder
 from opkiln.errors import SpecError, UnknownOp
 from opkiln.loading.register import at_trace_time
+from opkiln.machine import packages
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -245,9 +246,7 @@ def distribution(entry: EntryPoint) -> str:
 
 def _entry_points(*, expanded: bool = False) -> list[EntryPoint]:
     """The entry points of the group; if ``expanded``, with one for each op of a module."""
-    from importlib.metadata import entry_points
-
-    found = list(entry_points(group=GROUP))
+    found = packages.entry_points(GROUP)
     return [each for entry in found for each in _entries_of_module(entry)] if expanded else found
 
 

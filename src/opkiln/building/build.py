@@ -19,12 +19,11 @@ from opkiln.base.build_model import ICPX, SYCL_RUNTIME, DeviceCompiler, Plan, Ta
 from opkiln.base.digest import FULL, UnusableFile, sha256_file
 from opkiln.base.model import Artifact, OpSpec, place_of
 from opkiln.building import gather, loadtest, wording
-from opkiln.building.observing import observer
 from opkiln.building.outputs import Stage
 from opkiln.decision import terms
 from opkiln.errors import BuildError, InputError, StoreError, StoreWarning
 from opkiln.machine.facts import Hasher
-from opkiln.machine.toolchain import choice
+from opkiln.machine.toolchain import choice, probing
 from opkiln.plan import plan as plans
 from opkiln.run import budget, events
 from opkiln.run.process import once_per_thread
@@ -228,7 +227,7 @@ class _BuildRun:
         relative = os.path.join(
             "ops", place_of(spec.distribution, spec.name), self._intent, self._build, name
         )
-        observer.note(self._store.memory, self._plan.toolchain.cxx, unobserved)
+        probing.note_unobserved(self._store.memory, self._plan.toolchain.cxx, unobserved)
         if unobserved:
             self._say_unobserved(unobserved, steps.observer)
         if root is not None:

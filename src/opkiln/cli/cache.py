@@ -110,7 +110,7 @@ def list_(objects: bool, as_json: bool) -> None:
              more.compiler or ("damaged" if more.damaged else "-"),
              size(each.size), age(now - each.used), each.directory)
         )  # fmt: skip
-    modules = inventory.host_modules(options.writable_root())
+    modules = inventory.host_modules(inventory.entries(options.writable_root()))
     for module in () if objects else modules:
         name = f"{count(module.entries, 'object')} of {module.group or module.newest}"
         where = module.directory or "-"

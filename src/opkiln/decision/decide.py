@@ -16,6 +16,7 @@ from __future__ import annotations
 import os
 import sys
 
+from opkiln.base.digest import forget_mounts
 from opkiln.base.model import CARRIED, CPU, ONE_CALL, SHARED, XPU, Artifact, OpSpec, place_of
 from opkiln.decision import receipt, terms
 from opkiln.decision.terms import LOAD, SHIP, Reference, Refuse, Request, Serve, Trace
@@ -93,6 +94,8 @@ def _find_native(request: Request, trace: Trace) -> Serve | terms.Build | terms.
             return Serve(found, trace)
         if (found := _recall(request, trace)) is not None:
             return Serve(found, trace)
+    if request.survey is None:
+        forget_mounts()
     from opkiln.base.lazy import imports
 
     with imports():

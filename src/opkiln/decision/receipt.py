@@ -41,7 +41,7 @@ from opkiln.settings import LAYOUT, fingerprint, on_path, settings, store_candid
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from opkiln.decision.terms import Request
     from opkiln.machine.facts import Evidence
@@ -52,7 +52,9 @@ SCHEMA = 8
 def recall(request: Request) -> Artifact | None:
     """The artifact of a receipt, if all facts of that receipt hold."""
     try:
-        place = _place(request, getattr(sys.modules.get("torch"), "__file__", None))
+        # A load has imported torch, or will: looking for it takes as long as the full search.
+        torch = _torch(request) if request.survey else _imported_torch()
+        place = _place(request, torch)
         if place is None:
             return None
         root, path = place
@@ -60,13 +62,16 @@ def recall(request: Request) -> Artifact | None:
             if trust.fault(each, os.lstat(each)):
                 return None
         receipt = json.loads(read_file(path))
-        return _verify(root, receipt) if _holds(receipt) else None
+        sign = request.survey.current_signatures if request.survey else current_signatures
+        return _verify(root, receipt) if _holds(receipt, sign) else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None  # gone, damaged or of another kind: the full search decides
 
 
-def _holds(receipt: dict[str, Any]) -> bool:
-    if current_signatures(receipt["files"]) != receipt["signatures"]:
+def _holds(
+    receipt: dict[str, Any], sign: Callable[[list[str]], list[int]] = current_signatures
+) -> bool:
+    if sign(receipt["files"]) != receipt["signatures"]:
         return False
     if list(map(os.readlink, receipt["links"])) != receipt["texts"]:
         return False
@@ -127,8 +132,7 @@ def _verify(root: str, receipt: dict[str, Any]) -> Artifact | None:
 
 def _place(request: Request, torch: str | None) -> tuple[str, str] | None:
     """(the store's root, the receipt's path), or None if there can be no receipt. ``torch`` is the
-    file of the package in use, None if it is not imported: looking for it takes as long as the full
-    search."""
+    file of the package in use, None if it is not known."""
     spec = request.op.spec
     if spec.abi == ABI_NONE:
         torch = ""
@@ -275,9 +279,13 @@ def _numbers(facts: Iterable[Iterable[Any]]) -> list[int]:
     return [number for each in facts for number in islice(each, 4)]
 
 
+def _imported_torch() -> str | None:
+    return getattr(sys.modules.get("torch"), "__file__", None)
+
+
 def _torch(request: Request) -> str | None:
     """The file of the torch that is imported, or else of the one that was found."""
-    imported = getattr(sys.modules.get("torch"), "__file__", None)
+    imported = _imported_torch()
     if imported is not None or request.sdk is None:
         return imported
     return os.path.join(request.sdk.path, "__init__.py")

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 
-from opkiln.base import digest
 from opkiln.base.build_model import Toolchain
 from opkiln.base.model import ABI_NONE, ABI_STABLE, CPU, CUDA, ROCM, STABLE_VERSION, Artifact
 from opkiln.decision import archs, prebuilt, terms
@@ -39,8 +38,7 @@ def search(request: Request, trace: Trace) -> Serve | Build | Ask | Fetch:
         require_cpu(spec, target)
     if request.tiers is not None:
         trace.candidates += request.tiers.candidates
-    digest.forget_mounts()
-    with facts.collect() as read:
+    with facts.collect(keep=request.survey is None) as read:
         compilers = _Compilers(request, trace)
         found = compilers.find()
     if missing_here(target):
@@ -48,7 +46,7 @@ def search(request: Request, trace: Trace) -> Serve | Build | Ask | Fetch:
     if found is not None:
         return Serve(found, trace, read)
     if not request.for_elsewhere:
-        with facts.collect() as beyond:
+        with facts.collect(keep=request.survey is None) as beyond:
             found = find_fitting(request, trace)
         if found is not None:
             return Serve(found, trace, beyond)
@@ -74,8 +72,8 @@ class _Compilers:
     def __init__(self, request: Request, trace: Trace) -> None:
         self.request, self.trace = request, trace
         self.refusal, self.reason = _refusal(request)  # why nothing can be built
-        target, memory = request.target, request.store.memory
-        self.tools = choice.recall(memory, target.backend, target.machine, request.op.spec)
+        target = request.target
+        self.tools = request.recall_compilers()
         if self.tools is None and isinstance(request.compilers, Toolchain):
             self.tools = request.compilers
             facts.note_incomplete()  # what they said is not remembered
@@ -120,7 +118,7 @@ def find_built(
     toolchain, any build of the sources as they are now. Writes nothing."""
     spec, store = request.op.spec, request.store
     places = plans.anchors_of(spec, toolchain)
-    hasher = Hasher()
+    hasher = Hasher() if request.survey is None else request.survey.hasher
     if toolchain is None and spec.backend != CPU:
         facts.note_incomplete()  # that there is no device compiler cannot be checked by a few facts
     for candidate in _list_targets(request, target, toolchain):

@@ -12,9 +12,10 @@ from __future__ import annotations
 import os
 import time
 import warnings
+from itertools import chain
 
 from opkiln.base import trust
-from opkiln.base.digest import open_regular, sha256_file
+from opkiln.base.digest import current_signatures, forget_mounts, open_regular, sha256_file
 from opkiln.base.forks import cached_property
 from opkiln.base.lazy import Record
 from opkiln.errors import CompilingOff, FallbackWarning, SealedError, UsageError
@@ -203,16 +204,54 @@ BUILD = "build"  # to be there for a later load: it need not run here
 SHIP = "ship"  # to be in the user's own store, for other machines
 
 
+class Survey:
+    """What the requests of one look at many ops share: the store, the compilers and the files are
+    looked up once. What they read is not noted, so no receipt can be written."""
+
+    def __init__(self) -> None:
+        from opkiln.machine.facts import Hasher
+        from opkiln.store.layers import Store
+
+        forget_mounts()
+        self.store = Store()
+        self.hasher = Hasher()
+        self._tools: dict[tuple[object, ...], Toolchain | None] = {}
+        self._signed: dict[str, list[int]] = {}
+
+    def current_signatures(self, paths: list[str]) -> list[int]:
+        """As ``digest.current_signatures``. Raises OSError."""
+        for path in {*paths} - self._signed.keys():
+            self._signed[path] = current_signatures([path])
+        return list(chain.from_iterable(map(self._signed.__getitem__, paths)))
+
+    def recall(self, backend: str, machine: str, spec: OpSpec) -> Toolchain | None:
+        """The compilers, as ``toolchain.choice`` recalls them."""
+        from opkiln.machine.toolchain import choice
+
+        asked = backend, machine, choice.device_family(backend, spec)
+        if self._tools.get(asked) is None:  # they may have been asked meanwhile
+            self._tools[asked] = choice.recall(self.store.memory, backend, machine, spec)
+        return self._tools[asked]
+
+
 class Request:
     """An op, what it is wanted for, and what was tried so far."""
 
     def __init__(
-        self, op: Op, use: str = LOAD, *, must_be_native: bool = False, agreed: bool = True
+        self,
+        op: Op,
+        use: str = LOAD,
+        *,
+        must_be_native: bool = False,
+        agreed: bool = True,
+        survey: Survey | None = None,
     ) -> None:
-        """With ``agreed=False``, what the ranks of the job agreed on does not count."""
+        """With ``agreed=False``, what the ranks of the job agreed on does not count. With a
+        ``survey``, it is only looked at."""
         self.op = op
         self.use = use
         self.agreed = agreed
+        self.survey = survey
         self.must_be_native = must_be_native or use != LOAD
         self.cannot_open: dict[str, LoadError] = {}  # what this process failed to open, by path
         self.build_error: OpkilnError | None = None  # why the build that was decided on failed
@@ -250,7 +289,16 @@ class Request:
         """The store's layers."""
         from opkiln.store.layers import Store
 
-        return Store()
+        return Store() if self.survey is None else self.survey.store
+
+    def recall_compilers(self) -> Toolchain | None:
+        """The compilers, as ``toolchain.choice`` recalls them."""
+        from opkiln.machine.toolchain import choice
+
+        asked = self.target.backend, self.target.machine, self.op.spec
+        if self.survey is None:
+            return choice.recall(self.store.memory, *asked)
+        return self.survey.recall(*asked)
 
     @property
     def runs_here(self) -> bool:

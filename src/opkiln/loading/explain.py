@@ -11,14 +11,14 @@ from opkiln.base.build_model import Plan
 from opkiln.base.model import Artifact, Op, display_name, place_of
 from opkiln.building.asking import plan_here
 from opkiln.building.build import inputs
-from opkiln.building.observing import limits, observer
+from opkiln.building.observing import limits
 from opkiln.decision.prebuilt import fetched_from
 from opkiln.decision.terms import Build, Candidate, Refuse, Request, Serve, summary
 from opkiln.errors import OpkilnError, UsageError
 from opkiln.loading import loader
 from opkiln.loading.here import Loaded
 from opkiln.machine.facts import Hasher
-from opkiln.machine.toolchain import choice
+from opkiln.machine.toolchain import choice, probing
 from opkiln.plan import plan as plans
 from opkiln.store import entry, key
 from opkiln.store.key import find_changes
@@ -86,7 +86,7 @@ def explain(op: Op) -> Explanation:
             keys["device"] = how
         if limits.named(plan.toolchain):
             keys["launcher"] = plan.toolchain.launcher or os.path.realpath(plan.toolchain.cxx)
-        if why := observer.read_note(request.store.memory, plan.toolchain.cxx):
+        if why := probing.why_unobserved(request.store.memory, plan.toolchain.cxx):
             keys["inputs"] = f"not observed, so each process compiles for itself: {why}"
         if not isinstance(outcome, Serve):
             changes = _changes(plan, request.store)

@@ -141,6 +141,8 @@ def _argument(op: str, argument: str, hint: Any, marks: dict[str, str]) -> str:
 
 def type_of(hint: Any) -> str | None:
     """What a schema calls an annotation of an argument; None if it has no word for it."""
+    if isinstance(hint, type):
+        return _word(hint)
     base, optional = _optional(hint)
     element = _element(base)
     word = _word(base if element is None else element)
@@ -192,7 +194,7 @@ def _element(hint: Any) -> Any:
 
 
 def _word(hint: Any) -> str | None:
-    hint, optional = _optional(hint)
+    hint, optional = (hint, False) if isinstance(hint, type) else _optional(hint)
     # Not by a look-up: an annotation may be a list, which has no hash.
     word = next((word for kind, word in _PLAIN.items() if kind is hint), None)
     # By name: commands read annotations without importing torch.

@@ -55,11 +55,13 @@ def digest_of(path: str) -> str:
 
 
 class Hasher:
-    """File digests for the length of one operation. Looks at each file once."""
+    """What is known of files for the length of one operation. Looks at each file once."""
 
     def __init__(self, digest: Callable[[str], str] = digest_of) -> None:
         self._digest = digest
         self._known: dict[str, tuple[str, Signature]] = {}
+        self._held: dict[str, list[int]] = {}
+        self._answers: dict[tuple[str, str, str], tuple[str, Signature]] = {}
 
     def __call__(self, path: str) -> tuple[str, Signature]:
         """(SHA-256, signature taken just before the look). Raises OSError."""
@@ -67,6 +69,24 @@ class Hasher:
         if known is None:
             signature = Signature.of(path)
             known = self._known[path] = (self._digest(path), signature)
+        return known
+
+    def recorded_holds(self, path: str, recorded: list[int]) -> bool:
+        """Whether a recorded signature certainly holds. Raises OSError."""
+        # All but the last number, the time of the look, is compared with the file.
+        held = self._held.get(path)
+        if held is not None and held[:-1] == recorded[:-1] and held[-1] <= recorded[-1]:
+            return True
+        if not Signature.recorded_holds(path, recorded):
+            return False
+        self._held[path] = recorded
+        return True
+
+    def ask_again(self, kind: str, path: str, then: str) -> tuple[str, Signature]:
+        """As the function. Raises OSError."""
+        known = self._answers.get((kind, path, then))
+        if known is None:
+            known = self._answers[kind, path, then] = ask_again(kind, path, then, self)
         return known
 
 
@@ -189,10 +209,15 @@ _collected: ContextVar[Evidence | None] = ContextVar("opkiln_evidence", default=
 
 
 @contextmanager
-def collect(found: Evidence | None = None) -> Iterator[Evidence]:
-    """Collect the facts that are read in this block, in addition to those in ``found``."""
+def collect(found: Evidence | None = None, *, keep: bool = True) -> Iterator[Evidence]:
+    """Collect the facts that are read in this block, in addition to those in ``found``. If they
+    are not to be kept, the result is incomplete and noting them costs nothing."""
     if found is None:
         found = Evidence()
+    if not keep:
+        found.complete = False
+        yield found
+        return
     token = _collected.set(found)
     try:
         yield found

@@ -148,11 +148,12 @@ def store_status(store: Store) -> StoreStatus:
     hosts: list[inventory.HostModule] = []
     if root is not None:
         try:
-            sizes = inventory.sizes(root)
-            ops = (each for each in inventory.entries(root) if each.kind == inventory.OP)
+            listed = list(inventory.entries(root))
+            sizes = inventory.sizes(root, listed)
+            ops = (each for each in listed if each.kind == inventory.OP)
             newest = heapq.nlargest(_SHOWN, ops, key=lambda each: each.published)
             found = [*filter(None, (_build(each.directory) for each in newest))]
-            hosts = sorted(inventory.host_modules(root), key=lambda each: -each.published)
+            hosts = sorted(inventory.host_modules(listed), key=lambda each: -each.published)
         except StoreError as error:
             notes = (*notes, error.what)  # the report must still work if this happens
     built = (each for each in found if not each.origin)

@@ -13,9 +13,17 @@ from typing import NamedTuple
 
 from opkiln.base.build_model import TorchSDK
 from opkiln.base.model import CPU, CUDA, ROCM, XPU
-from opkiln.building.observing import observer
 from opkiln.errors import ToolchainError
-from opkiln.machine.toolchain import choice, find, hipcc, host, libsycl, toolkits, torch_sdk
+from opkiln.machine.toolchain import (
+    choice,
+    find,
+    hipcc,
+    host,
+    libsycl,
+    probing,
+    toolkits,
+    torch_sdk,
+)
 from opkiln.machine.toolchain.find import Compiler
 from opkiln.settings import origin_of
 
@@ -41,7 +49,7 @@ class Tool(NamedTuple):
 def survey(memory: tuple[str, ...], torch: TorchSDK | None, *, probe: bool) -> tuple[Tool, ...]:
     """Every compiler, by backend, in order of preference."""
     tools = [
-        tool._replace(unobserved=observer.read_note(memory, tool.path)) if tool.taken else tool
+        tool._replace(unobserved=probing.why_unobserved(memory, tool.path)) if tool.taken else tool
         for tool in _rank(CPU, host.candidates(memory))
     ]
     usable = any(tool.taken for tool in tools)

@@ -65,11 +65,14 @@ def statuses(*, changes: bool = False) -> tuple[OpStatus, ...]:
     find: dict[str, Callable[[], type[OpBuilder]]]
     find = {name: partial(ALL_OPS.__getitem__, name) for name in bundled_ops()}
     find |= {name: partial(builder_of, name, entry) for name, entry in declared_ops().items()}
-    return tuple(each for name in find for each in _statuses(name, find[name], changes=changes))
+    survey = terms.Survey()
+    return tuple(
+        each for name in find for each in _statuses(name, find[name], survey, changes=changes)
+    )
 
 
 def _statuses(
-    name: str, find: Callable[[], type[OpBuilder]], *, changes: bool
+    name: str, find: Callable[[], type[OpBuilder]], survey: terms.Survey, *, changes: bool
 ) -> Iterator[OpStatus]:
     """The op, or each of its variants."""
     try:
@@ -80,20 +83,20 @@ def _statuses(
     else:
         for each, kind in found:
             variant_of = "" if each == name else name
-            yield _status(each, kind, changes=changes)._replace(variant_of=variant_of)
+            yield _status(each, kind, survey, changes=changes)._replace(variant_of=variant_of)
 
 
-def _status(name: str, kind: type[OpBuilder], *, changes: bool) -> OpStatus:
-    from opkiln.loading.explain import explain
-
+def _status(name: str, kind: type[OpBuilder], survey: terms.Survey, *, changes: bool) -> OpStatus:
     distribution = ""
     try:
         builder = kind()
         distribution, serves = builder.distribution, builder.backend
         ordered = dict.fromkeys((serves, *kind.BACKENDS))
-        backends = tuple(backend_status(kind, each) for each in ordered)
+        backends = tuple(backend_status(kind, each, survey) for each in ordered)
         changed: tuple[str, ...] = ()
         if changes and backends[0].status == terms.WOULD_COMPILE:  # changed flags may be secret
+            from opkiln.loading.explain import explain
+
             changed = tuple(map(redact.hide_secrets, explain(builder.op()).changes))
     except OpkilnError as error:
         return OpStatus(name, distribution, "", (), error.what)
@@ -107,11 +110,13 @@ def _status(name: str, kind: type[OpBuilder], *, changes: bool) -> OpStatus:
     return OpStatus(name, distribution, serves, backends, changes=changed, no_device=no_device)
 
 
-def backend_status(kind: type[OpBuilder], backend: str) -> BackendStatus:
+def backend_status(
+    kind: type[OpBuilder], backend: str, survey: terms.Survey | None = None
+) -> BackendStatus:
     """The state of an op on one of its backends."""
     try:
         builder = kind(backend=backend)
-        outcome = loader.look(terms.Request(builder.op()))
+        outcome = loader.look(terms.Request(builder.op(), survey=survey))
     except OpkilnError as error:
         return BackendStatus(backend, terms.WOULD_FAIL, reason=error.what)
     status, reason, path = terms.summary(outcome)

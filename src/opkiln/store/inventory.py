@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
@@ -170,10 +170,10 @@ def details(found: StoreEntry) -> Details:
         return Details("", "", "", (), entry.describe_error(error) or type(error).__name__)
 
 
-def host_modules(root: str) -> list[HostModule]:
-    """What other programs built with this store, by program and name. Raises StoreError."""
+def host_modules(listed: Iterable[StoreEntry]) -> list[HostModule]:
+    """What other programs built, of the entries of a layer, by program and name."""
     found: dict[tuple[str, str], HostModule] = {}
-    for each in entries(root):
+    for each in listed:
         if each.kind != OBJECT or not (more := details(each)).host:
             continue
         where = more.host, more.group
@@ -189,11 +189,12 @@ def host_modules(root: str) -> list[HostModule]:
     return [found[where] for where in sorted(found)]
 
 
-def sizes(root: str) -> Sizes:
-    """Count a layer's entries. May miss entries that appear or vanish during the count."""
+def sizes(root: str, listed: Iterable[StoreEntry] | None = None) -> Sizes:
+    """Count a layer's entries, which may be listed already. May miss entries that appear or vanish
+    during the count. Raises StoreError."""
     count = {OP: 0, OBJECT: 0}
     total = {OP: 0, OBJECT: 0}
-    for found in entries(root):
+    for found in entries(root) if listed is None else listed:
         count[found.kind] += 1
         total[found.kind] += found.size
     others = (top for top in list_names(root) if top not in ("ops", "objects"))

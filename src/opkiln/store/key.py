@@ -164,17 +164,19 @@ def find_changes(
     facts.start_entry()
     if rows is None:
         return _changed_files(recorded["own"], places, hasher)
-    return find_broken(read(_list_doubtful(rows, places)), places, hasher)
+    return find_broken(read(_list_doubtful(rows, places, hasher)), places, hasher)
 
 
-def _list_doubtful(rows: Iterable[list[Any]], places: Mapping[str, str]) -> Iterator[list[Any]]:
+def _list_doubtful(
+    rows: Iterable[list[Any]], places: Mapping[str, str], hasher: Hasher
+) -> Iterator[list[Any]]:
     """The facts of a sidecar whose signatures do not certainly hold. Most do, and each costs one
     look and no object."""
     collected = facts.is_collected()
     for row in rows:
         path = f"{places.get(row[1], '')}/{row[2]}" if row[1] in places else row[2]
         try:
-            if not collected and row[2] and Signature.recorded_holds(path, row[4:]):
+            if not collected and row[2] and hasher.recorded_holds(path, row[4:]):
                 continue
         except OSError:
             pass  # it is gone, which is told in words
@@ -191,7 +193,7 @@ def find_broken(listed: Iterable[Fact], places: Mapping[str, str], hasher: Hashe
         if _holds(fact.signature, path):
             now, signature = fact.value, fact.signature
         else:
-            now, signature = facts.ask_again(fact.kind, path, fact.value, hasher)
+            now, signature = hasher.ask_again(fact.kind, path, fact.value)
         if now == fact.value:
             facts.note_entry(fact.kind, path, fact.value, signature)
         elif fact.kind == ABSENT:

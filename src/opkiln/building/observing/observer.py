@@ -126,22 +126,6 @@ def find_damaged(directory: str) -> list[str]:
     return [path for path in stored if not is_intact(path)]
 
 
-def note(memory: tuple[str, ...], cxx: str, unobserved: str) -> None:
-    """Keep in mind why what a compiler does could not be observed; empty if it could."""
-    if unobserved != read_note(memory, cxx):
-        probing.remember(memory, _subject(cxx), {"why": unobserved}, [cxx])
-
-
-def read_note(memory: tuple[str, ...], cxx: str) -> str:
-    """Why what this compiler does could not be observed when it was last used; empty if it was."""
-    known = probing.recall(memory, _subject(cxx))
-    return "" if known is None else known["why"]
-
-
-def _subject(cxx: str) -> str:
-    return f"unobserved {cxx}"
-
-
 def environment(observer: str, log: str) -> dict[str, str]:
     """What makes a step write this log, and end with this process. Raises OSError."""
     if not observer:

@@ -8,10 +8,10 @@ this on their way to a cache hit.
 from __future__ import annotations
 
 import os
-import sys
 from typing import Any
 
 from opkiln.errors import AcceleratorError
+from opkiln.machine import packages
 from opkiln.settings import origin_of, settings
 
 TYPE_CHECKING = False
@@ -122,31 +122,4 @@ def why_torch_lacks(kind: str) -> str:
 
 def accelerators() -> list[EntryPoint]:
     """The accelerators of other packages, by their entry points."""
-    if not _may_have_accelerators():
-        return []
-    from importlib.metadata import entry_points
-
-    return list(entry_points(group=GROUP))
-
-
-def _may_have_accelerators() -> bool:
-    """Whether an installed distribution may declare an accelerator. Few do, and this check is about
-    a hundred times faster than importing importlib.metadata. A path that is not a directory, such
-    as a zip file, may contain anything."""
-    mark = GROUP.encode()
-    for place in sys.path:
-        try:
-            names = os.listdir(place or ".")
-        except NotADirectoryError:
-            return True
-        except OSError:
-            continue
-        for name in names:
-            if name.endswith((".dist-info", ".egg-info")):
-                try:
-                    with open(os.path.join(place, name, "entry_points.txt"), "rb") as file:
-                        if mark in file.read():
-                            return True
-                except OSError:
-                    continue  # there is no such file, or an .egg-info that is a file itself
-    return False
+    return packages.entry_points(GROUP)

@@ -81,6 +81,12 @@ def needs_nvcc(spec: OpSpec) -> str:
     return ""
 
 
+def device_family(backend: str, spec: OpSpec) -> tuple[find.Family | None, str]:
+    """(the family that ``recall`` looks in, why it cannot compile the op). For a backend and a
+    machine, nothing else of an op matters to ``recall``."""
+    return (None, "") if backend == CPU else (_family(backend, spec), _why_unfit(backend, spec))
+
+
 def _why_unfit(backend: str, spec: OpSpec | None) -> str:
     """Why the compiler that is asked for cannot compile an op; empty if it can."""
     if spec is None or backend != CUDA or cuda_compiler(spec)[0] != NVRTC:

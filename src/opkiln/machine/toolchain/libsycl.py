@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from glob import glob
 
-from opkiln.machine import facts
+from opkiln.machine import facts, packages
 from opkiln.machine.toolchain import find
 from opkiln.machine.uname import read_text
 from opkiln.settings import settings
@@ -45,8 +45,10 @@ def find_installed() -> str | None:
     beside = next(list_libraries(sys.prefix), None)
     if beside is not None:
         return beside
-    # Slow to import, and needed only if the package is not in the usual place of a virtual
-    # environment or conda: --user, --target, the system's interpreter.
+    # It is not in the usual place of a virtual environment or conda, but may be in that of --user,
+    # --target or the system's interpreter.
+    if not packages.may_be_installed(PACKAGE):
+        return None
     from importlib.metadata import PackageNotFoundError, files
 
     try:

@@ -11,7 +11,6 @@ import os
 import re
 import sys
 from collections.abc import Iterator
-from pathlib import PurePath
 from typing import Any
 
 from opkiln.base.build_model import NVRTC, DeviceCompiler, Toolchain
@@ -60,8 +59,9 @@ def covered_prefixes(device: DeviceCompiler) -> tuple[str, ...]:
     files.add(os.path.join(os.path.dirname(os.path.realpath(standard)), "libpython"))
     # Python looks for its library as a zip file, in every directory above its program.
     archive = f"lib/python{sys.version_info[0]}{sys.version_info[1]}.zip"
-    above = (parent for path in (*programs, standard) for parent in PurePath(path).parents)
-    files.update(str(parent / archive) for parent in above)
+    for path in (*programs, standard):
+        while path != (path := os.path.dirname(path)):
+            files.add(os.path.join(path, archive))
     return tuple(sorted({*files, *(each.rstrip("/") + "/" for each in directories)}))
 
 

@@ -136,6 +136,18 @@ def _path(directory: str, subject: str) -> str:
     return os.path.join(directory, key("memo", subject) + ".json")
 
 
+def note_unobserved(directories: tuple[str, ...], cxx: str, why: str) -> None:
+    """Keep in mind why what a compiler does could not be observed; empty if it could."""
+    if why != why_unobserved(directories, cxx):
+        remember(directories, f"unobserved {cxx}", {"why": why}, [cxx])
+
+
+def why_unobserved(directories: tuple[str, ...], cxx: str) -> str:
+    """Why what this compiler does could not be observed when it was last used; empty if it was."""
+    known = recall(directories, f"unobserved {cxx}")
+    return "" if known is None else known["why"]
+
+
 # Asking a compiler, and reading its answers
 
 
