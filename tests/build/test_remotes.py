@@ -477,7 +477,7 @@ def test_a_tier_that_may_only_be_read_is_told_and_stays(
     found = machines.load(store, OPKILN_REMOTES=registry.url, OPKILN_PUSH=machines.key, **variables)
     assert found["origin"] == "built"
     (told,) = found["told"]
-    assert f"small was not published to {registry.url}" in told
+    assert f"a.cpp was not published to {registry.url}" in told
     assert "HTTP 403" in told
     assert _notes(machines, store) == []
     words = ("cache", "push", "--remote", registry.url, "--key", machines.key)

@@ -35,6 +35,8 @@ from opkiln.store.inventory import directories
 from opkiln.store.layers import Store
 
 REMOTE = "remote"
+# Another process of this host asks the tiers, and gets nothing from them.
+_slow_until = 0.0
 _MOST = 3  # artifacts of a lock file that are tried: the best one nearly always serves
 
 
@@ -79,6 +81,8 @@ def fetch(request: Request, target: Target, trace: Trace) -> bool:
             by_name = settings.remotes if keys is not None else ()
             return any(finder.take_by_name(url, wanted) for url in by_name)
     except BuildTimeout:
+        global _slow_until
+        _slow_until = time.monotonic() + LOAD.whole
         what = "not asked: another process of this host asks, and has got nothing for a while"
         trace.add(REMOTE, "none", what)
     except (StoreError, OSError) as error:
@@ -98,7 +102,9 @@ def fetch_object(
         return False
     there = os.path.join(root, "objects", step[:2], step), 1
     finder = _TierSearch(root, there, turn, Trace(), places)
-    return keys is not None and any(finder.take(url, name) for url in settings.remotes)
+    if keys is None or time.monotonic() < _slow_until:
+        return False
+    return any(finder.take(url, name) for url in settings.remotes)
 
 
 def _require_trust(store: Store) -> tuple[str, tuple[str, ...] | None]:

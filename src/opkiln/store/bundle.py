@@ -190,12 +190,12 @@ def _entries(bundle: Bundle) -> Iterator[tuple[str, dict[str, Any], dict[str, Me
         try:
             manifest = entry.parse_manifest(bundle.read(files[entry.MANIFEST]))
             entry.parse_manifest(bundle.read(files[entry.SIDECAR]), entry.SIDECAR)
-            payloads = dict(files)
-            del payloads[entry.MANIFEST], payloads[entry.SIDECAR]
+            own = entry.list_files(manifest)
             place = leaf.split("/")
-            agree = layer.identity(manifest) == (*place[2:4], place[-1]) and (
-                {name: (each.size, each.sha256) for name, each in payloads.items()}
-                == entry.list_files(manifest)
+            agree = (
+                layer.identity(manifest) == (*place[2:4], place[-1])
+                and own == {name: (files[name].size, files[name].sha256) for name in own}
+                and set(files) == {entry.MANIFEST, entry.SIDECAR, *own}
             )
         except entry.MALFORMED as error:
             raise Damaged(f"{leaf}: {entry.describe_error(error)}") from error
