@@ -119,6 +119,22 @@ def test_one_rank_of_three_compiles_and_the_stores_of_all_have_it(
     assert [each["compiled"] for each in ended] == [[], [], []]  # the hosts found all of it
 
 
+def test_a_module_that_does_not_compile_is_an_error_on_all_ranks(
+    tmp_path: Path, record: Path
+) -> None:
+    record.write_text(record.read_text().replace("VALUE; }", "wrong; }"))
+    machines = [Machine(tmp_path, f"rank{rank}", record) for rank in range(2)]
+    code = RANK.replace("world_size=3", "world_size=2")
+    started = [
+        each.start(code, rank, tmp_path / "shared", tmp_path / "unused")
+        for rank, each in enumerate(machines)
+    ]
+    for done in map(child.finish, started):
+        assert done.returncode == 1
+        assert "tvm-ffi:hello cannot be built in this job" in done.stderr
+        assert "wrong" in done.stderr
+
+
 def test_opkiln_build_takes_the_record(record: Path, tmp_path: Path) -> None:
     machine = Machine(tmp_path, "other", record)
     for status in ("built", "cached"):

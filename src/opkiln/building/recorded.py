@@ -6,6 +6,7 @@ in any directory; what that makes, the program's own commands find in the store.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -63,6 +64,8 @@ class RecordedModule(NamedTuple):
             if (text := self.files.get(marked)) is not None:
                 with open(path, "w", encoding="utf-8", errors="surrogateescape", newline="") as out:
                     out.write(text)
+        # What is written just before a command might change while that reads it, for all one knows.
+        time.sleep(2 * kept.TICK_NS / 1e9)
         roots = tuple(map(places.__getitem__, self._root_names()))
         return [
             [

@@ -173,7 +173,7 @@ class _Agreeing:
         """
         try:
             for module, made, how in sharing.share_modules(
-                self.modules, self.place, self.signing_key
+                self.modules, self.place, self.lease, self.signing_key
             ):
                 self.shared.append(Choice(module, made, "", how))
         except Exception as error:

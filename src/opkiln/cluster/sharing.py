@@ -27,7 +27,7 @@ from opkiln.cluster import facts, job, work
 from opkiln.cluster.messages import Made, OpTask, key_of
 from opkiln.decision import terms
 from opkiln.decision.terms import Build, Request, Serve, Trace
-from opkiln.errors import ClusterError, OpkilnError
+from opkiln.errors import ClusterError, OpkilnError, StoreError
 from opkiln.settings import settings
 from opkiln.store import key, lock, publish
 from opkiln.store.bundle import unpack_bytes
@@ -95,6 +95,8 @@ def _key(op: Op) -> str:
 class _Turns:
     """What one rank makes and the others take, until this rank knows what was made."""
 
+    failure = "the rank that built it fell silent"
+
     def __init__(self, place: job.JobPlace, name: str) -> None:
         self.rank, self.world = place.rank, place.world
         self.lease = job.default_lease(place.world)
@@ -110,7 +112,7 @@ class _Turns:
 
     def give_up(self) -> Made:
         """What is used if no rank makes it."""
-        made = Made(reason="the rank that built it fell silent", final=True)
+        made = Made(reason=self.failure, final=True)
         return self._tell(made) or made
 
     def agree(self, lease: float) -> Made:
@@ -217,7 +219,7 @@ class _Sharing(_Turns):
 
 
 def share_modules(
-    modules: Sequence[RecordedModule], place: job.JobPlace, signing_key: str | None
+    modules: Sequence[RecordedModule], place: job.JobPlace, lease: float, signing_key: str | None
 ) -> Iterator[tuple[str, str, str]]:
     """Have what these modules of other programs need in the store of this node: (name, SHA-256 of
     the bundle, where it is from) of each. One rank of the job compiles each. Raises ClusterError.
@@ -225,10 +227,10 @@ def share_modules(
     first = place.rank % len(modules) if modules else 0  # the ranks begin with different ones
     for module in (*modules[first:], *modules[:first]):
         shared = _SharedModule(module, place, signing_key)
-        made = shared.agree(shared.lease)
+        shared.lease = lease
+        made = shared.agree(lease)
         if not made.digest:
-            what = f"{module.name} cannot be built: rank {made.by} tried"
-            raise ClusterError(what, why=made.reason)
+            raise ClusterError(f"{module.name} cannot be built in this job", why=made.reason)
         shared.take(made)
         yield module.name, made.digest, shared.how
 
@@ -251,12 +253,13 @@ class _SharedModule(_Turns):
                     self.how = work.BUILT
                 leaves = recorded.find(levels, self.store)
             if leaves is None:
-                return Made(reason="what its commands make is not kept")
+                raise StoreError("what its commands made was not kept")
             payloads = [leaf.payload for leaf in leaves]
             bundle, size = work.send(payloads, self.channel, self.signing_key)
             return Made(bundle, bundle, size)
         except Exception as error:  # a full disk, no compiler: another rank may do better
-            return Made(reason=work.shorten_error(error), final=isinstance(error, work.FINAL))
+            self.failure = work.shorten_error(error)
+            return Made(reason=self.failure, final=isinstance(error, work.FINAL))
 
     def take(self, made: Made) -> None:
         """Have it in the store: fetched, or, if it does not fit here, compiled."""
