@@ -23,6 +23,7 @@ _LAZY = {
     "library": "opkiln.builder.library",
     "load": "opkiln.extension",
     "load_inline": "opkiln.extension",
+    "cubin": "opkiln.building.cubin",
     "OpBuilder": "opkiln.builder",
     "CUDAOpBuilder": "opkiln.builder",
     "SYCLOpBuilder": "opkiln.builder",

@@ -16,6 +16,7 @@ from opkiln.builder.library import op as op
 from opkiln.builder.registry import ALL_OPS as ALL_OPS
 from opkiln.builder.registry import explain as explain
 from opkiln.builder.registry import get_builder as get_builder
+from opkiln.building.cubin import cubin as cubin
 from opkiln.cluster.ensure import ensure as ensure
 from opkiln.decision.terms import seal as seal
 from opkiln.extension import load as load

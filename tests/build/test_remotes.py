@@ -477,7 +477,7 @@ def test_a_tier_that_may_only_be_read_is_told_and_stays(
     found = machines.load(store, OPKILN_REMOTES=registry.url, OPKILN_PUSH=machines.key, **variables)
     assert found["origin"] == "built"
     (told,) = found["told"]
-    assert f"small was not published to {registry.url}" in told
+    assert f"a.cpp was not published to {registry.url}" in told
     assert "HTTP 403" in told
     assert _notes(machines, store) == []
     words = ("cache", "push", "--remote", registry.url, "--key", machines.key)
@@ -566,3 +566,22 @@ def test_a_lock_file_that_everybody_can_write_to_is_refused(
     )  # fmt: skip
     assert found["value"] == "CompilingOff"
     assert remote_lines(found)[0][0] == "refused"
+
+
+def test_an_object_of_a_plan_comes_from_a_tier(tmp_path: Path) -> None:
+    """Of two sources one is edited: the other's object is fetched."""
+    place = tiers.start("directory", tmp_path / "tier")
+    machines = Machines(tmp_path / "machines")
+    machines.tree.write("pkg/b.cpp", 'extern "C" int other() { return 1; }\n')
+    machines.tree.declare(sources=["a.cpp", "b.cpp"])
+    assert (
+        machines.load("builder", OPKILN_REMOTES=place.url, OPKILN_PUSH=machines.key)["value"] == 42
+    )
+    machines.tree.write("pkg/a.cpp", SOURCE.replace("42", "43"))
+    trace, given = tmp_path / "trace.json", {"OPKILN_TRUSTED_KEYS": machines.public}
+    store = machines.new()
+    found = machines.load(store, OPKILN_REMOTES=place.url, OPKILN_TRACE=str(trace), **given)
+    assert found["value"] == 43, found
+    ended = [each for each in json.loads(trace.read_text())["traceEvents"] if "dur" in each]
+    steps = {each["name"]: each["args"]["cached"] for each in ended if "cached" in each["args"]}
+    assert (steps["a.cpp"], steps["b.cpp"]) == (False, True), steps

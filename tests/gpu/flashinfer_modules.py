@@ -4,14 +4,17 @@
         python -m opkiln run python tests/gpu/flashinfer_modules.py
     FLASHINFER_WORKSPACE_BASE=/tmp/other … the same once more
 
-FOLDER has FlashInfer and what it imports, see tests/with_jits/folder.py. A line for each check.
-With a second workspace, nothing is compiled: the last check says how many processes were started.
-The exit code is 0 when every check passed or says why it could not be made, otherwise 1.
+FOLDER has FlashInfer and what it imports, see tests/with_jits/folder.py. Each check is a process of
+its own, and all build at once; ``--only norm`` is one of them. A line for each check says what its
+first call took and how many compilers, linkers and ninjas the process started. With a second
+workspace that is 0. The exit code is 0 when every check passed or says why it could not be made,
+otherwise 1.
 """
 
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -26,7 +29,6 @@ WHEELS = Path(torch.__file__).parents[1] / "nvidia" / "cu13" / "include"
 if WHEELS.exists():
     os.environ.setdefault("FLASHINFER_EXTRA_CUDAFLAGS", f"-Xcompiler -idirafter,{WHEELS}")
 STARTED: list[str] = []  # compilers, and shells for them
-SECONDS: list[str] = []
 
 
 def watch(event: str, given: tuple[Any, ...]) -> None:
@@ -53,37 +55,36 @@ def random(*shape: int, dtype: torch.dtype = torch.float16) -> torch.Tensor:
     return torch.randn(shape, generator=generator).to("cuda", dtype)
 
 
-def timed(name: str, call: Any) -> Any:
-    """The first call builds, or finds, the module."""
+def timed(call: Any) -> tuple[Any, str]:
+    """What a call gives, and what the first one took: it builds, or finds, the module."""
     begin = time.perf_counter()
     made = call()
     torch.cuda.synchronize()
-    SECONDS.append(f"{name} {time.perf_counter() - begin:.2f} s")
-    return made
+    return made, f"{time.perf_counter() - begin:.2f} s, {len(STARTED)} started"
 
 
 def check_norm() -> str:
     x, weight = random(16, 1024), random(1024)
-    found = timed("norm", lambda: flashinfer().norm.rmsnorm(x, weight, 1e-6))
+    found, said = timed(lambda: flashinfer().norm.rmsnorm(x, weight, 1e-6))
     whole = x.float()
     expected = whole * torch.rsqrt(whole.square().mean(-1, keepdim=True) + 1e-6) * weight.float()
     torch.testing.assert_close(found.float(), expected, rtol=2e-3, atol=2e-3)
-    return SECONDS[-1]
+    return said
 
 
 def check_activation() -> str:
     x = random(16, 2048)
-    found = timed("activation", lambda: flashinfer().activation.silu_and_mul(x))
+    found, said = timed(lambda: flashinfer().activation.silu_and_mul(x))
     gate, value = x.float().chunk(2, -1)
     expected = torch.nn.functional.silu(gate) * value
     torch.testing.assert_close(found.float(), expected, rtol=2e-3, atol=2e-3)
-    return SECONDS[-1]
+    return said
 
 
 def check_rope() -> str:
     q, k = random(16, 4, 64), random(16, 2, 64)
     places = torch.arange(16, device="cuda", dtype=torch.int32)
-    found = timed("rope", lambda: flashinfer().rope.apply_rope_pos_ids(q, k, places))
+    found, said = timed(lambda: flashinfer().rope.apply_rope_pos_ids(q, k, places))
     frequencies = 1e4 ** (-torch.arange(0, 64, 2, device="cuda").float() / 64)
     angles = places.float()[:, None] * frequencies
     cos, sin = (part.repeat(1, 2)[:, None] for part in (angles.cos(), angles.sin()))
@@ -91,7 +92,7 @@ def check_rope() -> str:
         one, other = given.float().chunk(2, -1)
         expected = given.float() * cos + torch.cat((-other, one), -1) * sin
         torch.testing.assert_close(mine.float(), expected, rtol=3e-3, atol=3e-3)
-    return SECONDS[-1]
+    return said
 
 
 def check_page() -> str:
@@ -104,32 +105,33 @@ def check_page() -> str:
 
     arguments = (numbers(*[0] * 7), numbers(*range(7)), cache, numbers(1, 0), numbers(0, 2))
     call = flashinfer().page.append_paged_kv_cache
-    timed("page", lambda: call(keys, values, *arguments, numbers(3)))
+    _, said = timed(lambda: call(keys, values, *arguments, numbers(3)))
     for place, given in enumerate((keys, values)):
         stored = torch.cat((cache[1, place], cache[0, place]))[:7]
         assert torch.equal(stored, given)
-    return SECONDS[-1]
+    return said
 
 
 def check_sampling() -> str:
     probabilities = torch.softmax(random(8, 512, dtype=torch.float32), -1)
     call = flashinfer().sampling.top_k_renorm_probs
-    found = timed("sampling", lambda: call(probabilities, 10))
+    found, said = timed(lambda: call(probabilities, 10))
     kept, where = probabilities.topk(10, -1)
     expected = torch.zeros_like(probabilities).scatter(-1, where, kept)
     expected /= expected.sum(-1, keepdim=True)
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5)
-    return SECONDS[-1]
+    return said
 
 
-def check_what_was_started() -> str:
-    """Nothing, once another workspace has had the same modules."""
-    return f"{len(STARTED)} compilers, linkers and ninjas; {', '.join(SECONDS)}"
+CHECKS = (check_norm, check_activation, check_rope, check_page, check_sampling)
+
+
+def run_all() -> int:
+    """All checks at once: a module has two or three sources, and the machine more CPUs."""
+    names = [check.__name__.removeprefix("check_") for check in CHECKS]
+    started = [subprocess.Popen([sys.executable, __file__, "--only", name]) for name in names]
+    return max(each.wait() for each in started)
 
 
 if __name__ == "__main__":
-    CHECKS = [
-        check_norm, check_activation, check_rope, check_page, check_sampling,
-        check_what_was_started,
-    ]  # fmt: skip
-    sys.exit(main(CHECKS, __doc__))
+    sys.exit(main(CHECKS, __doc__) if sys.argv[1:] else run_all())

@@ -81,8 +81,9 @@ class Attempt:
             }  # fmt: skip
             every = (*known, *self._place_facts(bound), *self._choice_facts())
             made = kept.keep(
-                self.store, prepared.name, written, tuple(sorted(set(every))), manifest, self.stage
-            )
+                self.store, prepared.name, written, tuple(sorted(set(every))), manifest, self.stage,
+                prepared.named,
+            )  # fmt: skip
         except _Unkept as error:
             return str(error)
         except gather.Appeared:
@@ -208,4 +209,4 @@ def _changed_since(path: str, when: int) -> bool:
 
 
 def _is_depfile(path: str, data: bytes) -> bool:
-    return path.endswith((".d", ".dep")) and b"\0" not in data and b":" in data[:65536]
+    return path.endswith(kept.DEPFILES) and b"\0" not in data and b":" in data[:65536]

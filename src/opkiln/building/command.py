@@ -66,7 +66,10 @@ def run_command(command: ObservedCommand, store: Store | None = None) -> Command
     with lock.turn(
         store.root, prepared.name, find, waiting, what=command.label, limit=limit
     ) as got:
-        return got if isinstance(got, CommandResult) else _run(prepared, store, rebuilt)
+        if isinstance(got, CommandResult):
+            return got
+        fetched = find() if prepared.fetch(store, got) else None
+        return fetched or _run(prepared, store, rebuilt)
 
 
 def _run(prepared: Prepared, store: Store, rebuilt: Sequence[str]) -> CommandResult:

@@ -26,6 +26,7 @@ from opkiln.base.digest import Signature, open_replacement, read_file, sha256_fi
 from opkiln.errors import StoreError
 from opkiln.machine.facts import Hasher
 from opkiln.run import events
+from opkiln.settings import settings
 from opkiln.store import entry, key
 
 TYPE_CHECKING = False
@@ -37,10 +38,12 @@ if TYPE_CHECKING:
     from opkiln.store.inventory import Details, StoreEntry
     from opkiln.store.key import Fact
     from opkiln.store.layers import Store
+    from opkiln.store.lock import Turn
 
 # Change times come from the kernel's coarse clock, which lags by up to one tick.
 TICK_NS = 20_000_000
 _CLONE = 0x40049409  # FICLONE: the two files share their blocks until one is written
+DEPFILES = (".d", ".dep")
 _RUNS, _TEXT = "x", "t"  # kinds of files: a program or library; one with marks
 
 
@@ -98,6 +101,25 @@ def find(
     return leaf, [each.reason for each in refused]
 
 
+def fetch(
+    store: Store,
+    name: str,
+    named: Sequence[str],
+    places: Mapping[str, str],
+    turn: Turn | None = None,
+) -> bool:
+    """Ask the remote tiers for what the command of this key made of the files that its words name.
+    Returns whether ``find`` may see more now."""
+    if not settings.remotes:
+        return False
+    from opkiln.remote import fetch, lockfile  # a hit does without
+
+    with contextlib.suppress(OSError):  # a file is gone: the command says so
+        there = lockfile.object_name(name, named)
+        return fetch.fetch_object(store, name, there, places, turn)
+    return False
+
+
 def put_in_place(leaf: Leaf, anchors: Anchors, *, again: bool = True) -> dict[str, str]:
     """Put each file of an entry where it belongs, in one step, as a new file. If not ``again``, a
     file that is there already stays, which another process may have opened. Returns the digests
@@ -145,9 +167,11 @@ def keep(
     facts: tuple[Fact, ...],
     manifest: Mapping[str, Any],
     stage: str,
+    named: Sequence[str],
 ) -> dict[str, str]:
-    """Publish what a command made. Returns the files' digests, by path. If the store cannot take
-    it, a note says so. Raises OSError if a file is gone."""
+    """Publish what a command made of the files that its words name, with ``OPKILN_PUSH`` to a
+    remote tier, too. Returns the files' digests, by path. If the store cannot take it, a note says
+    so. Raises OSError if a file is gone."""
     from opkiln.building import gather  # a hit does without
     from opkiln.store import publish
 
@@ -179,7 +203,12 @@ def keep(
             os.rename(os.path.join(own, str(number)), os.path.join(staged, str(number)))
         try:
             where = os.path.join("objects", name[:2], name, leaf)
-            publish.publish(staged, store.root, where)
+            final = publish.publish(staged, store.root, where)
+            if settings.push is not None and settings.remotes:
+                from opkiln.remote import lockfile, push
+
+                there = lockfile.object_name(name, named)
+                push.publish_object(os.path.join(final, "0"), there, manifest["source"])
         except StoreError as error:
             events.emit(events.NOTE, text=str(error))
         return digests

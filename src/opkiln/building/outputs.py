@@ -132,6 +132,12 @@ class Stage:
             for step, each in found
         )
 
+    def named(self, step: Step) -> tuple[str, ...]:
+        """The source of a step, unless its text is in the key."""
+        if step.source in dict(self.plan.spec.inline):
+            return ()
+        return (plans.render(step.file, plans.anchors(self.plan, self.path)),)
+
     def hasher(self) -> Hasher:
         return Hasher(partial(digest, memory=self.store.memory))
 
@@ -157,6 +163,8 @@ class Stage:
 def _take_from_store(stage: Stage, step: Step, hasher: Hasher) -> StepOutput | None:
     name = key.step_key(stage.plan, step)
     leaf, _ = kept.find(stage.store, name, stage.places, hasher)
+    if leaf is None and kept.fetch(stage.store, name, stage.named(step), stage.places):
+        leaf, _ = kept.find(stage.store, name, stage.places, Hasher())
     if leaf is None:
         return None
     try:
@@ -298,7 +306,7 @@ class _StepRound:
             manifest = {"source": step.source, "wall": made.wall, "max_rss": made.max_rss}
             name, path = key.step_key(self._plan, step), os.path.join(stage.path, step.output)
             files = (Written("stage", step.output, path),)
-            kept.keep(stage.store, name, files, made.facts, manifest, stage.path)
+            kept.keep(stage.store, name, files, made.facts, manifest, stage.path, stage.named(step))
 
     def _inputs(self, looks: list[observed.StepRecord]) -> gather.Inputs:
         """What a step depends on, by the paths outside of the staging directory: of a pass of the

@@ -19,6 +19,10 @@ from opkiln.settings import on_path, variables_of_others, whole_environment
 from opkiln.store.entry import Leaf
 from opkiln.store.layers import Store
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from opkiln.store.lock import Turn
+
 _VERSION = 1  # of what the key means
 MEMORY = 500 << 20  # bytes that a command is expected to use
 
@@ -86,6 +90,16 @@ class Prepared:
             return "/bin/sh"
         return next(on_path(self.words[0]), self.words[0])
 
+    @property
+    def named(self) -> tuple[str, ...]:
+        """The files that its words name, but for what it writes."""
+        paths = (os.path.join(self.command.directory, word) for word in self.words)
+        found = dict.fromkeys(map(os.path.normpath, filter(os.path.isfile, paths)))
+        return tuple(
+            path for path in found
+            if path not in self.outputs and not path.endswith(kept.DEPFILES)
+        )  # fmt: skip
+
     def find(self, store: Store, hasher: Hasher) -> tuple[Leaf | None, list[str]]:
         """``kept.find``. An entry may only write where the command itself may."""
         leaf, reasons = kept.find(store, self.name, self.anchors.places, hasher)
@@ -94,6 +108,10 @@ class Prepared:
             if os.path.normpath(full) != full or not self.owns(full):
                 return None, [f"it would write {full}"]
         return leaf, reasons
+
+    def fetch(self, store: Store, turn: Turn) -> bool:
+        """``kept.fetch``."""
+        return kept.fetch(store, self.name, self.named, self.anchors.places, turn)
 
     def put_in_place(self, leaf: Leaf, *, again: bool = True) -> str:
         """Put the files of an entry in place; if not ``again``, those that are not there. Returns

@@ -23,7 +23,8 @@ from opkiln.ship.selection import NamedTarget, parse_all
 @options.package_option
 @options.file_option(
     "--recorded",
-    help="Build the ops in FILE, which `opkiln cache record` wrote, for the devices in it.",
+    help="Build the ops in FILE, which `opkiln cache record` or `opkiln run --record` wrote, for "
+    "the devices in it; and modules of other JITs, by the commands that are in FILE.",
 )
 @options.file_option(
     "--for-script", type=click.Path(exists=True, dir_okay=False), metavar="SCRIPT",
@@ -117,7 +118,7 @@ def command(
         from opkiln.ship import farm
 
         outcomes = farm.run(asked.requests, executor, jobs=jobs, trace=trace)
-    outcomes += asked.refused
+    outcomes += [*asked.refused, *prebuild.build_modules(recorded)]
     failures = [each.error for each in outcomes if each.error is not None]
     done = [each.path for each in outcomes if each.path]
     findings: tuple[tuple[str, Finding], ...] = ()

@@ -14,7 +14,7 @@ import click
 
 from opkiln import __version__, settings
 from opkiln.base.trust import usable_by_owner
-from opkiln.cli import output, run
+from opkiln.cli import options, output, run
 from opkiln.errors import OpkilnError, StoreError, explain_error
 
 # The place of each command. Its module is imported when it runs, or when --help needs its help.
@@ -81,8 +81,13 @@ output.equip(cli)
     short_help="Run a program with its PyTorch extensions built by opkiln.",
     context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
 )
+@options.file_option(
+    "--record",
+    help="Note in FILE which ops and which modules of tvm-ffi, FlashInfer and SGLang are used, for "
+    "`opkiln build --recorded FILE` and `opkiln.ensure`.",
+)
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, metavar="COMMAND…")
-def run_command(command: tuple[str, ...]) -> None:
+def run_command(record: str | None, command: tuple[str, ...]) -> None:
     """Run COMMAND, an unmodified program, with opkiln in place of torch.utils.cpp_extension and of
     DeepSpeed's op builders.
 
@@ -105,6 +110,8 @@ def run_command(command: tuple[str, ...]) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     given = run.environment() | output.child_variables()
+    if record is not None:
+        given["OPKILN_RECORD"] = os.path.abspath(record)
     os.execve(program, words, given)  # noqa: S606 (argv as the user gave it, no shell)
 
 

@@ -13,12 +13,20 @@ from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
 from opkiln.base.model import Op
 from opkiln.builder.base import OpBuilder
 from opkiln.builder.registry import ALL_OPS, libraries
-from opkiln.cluster import facts, job, protocol, work
+from opkiln.building.recorded import HOSTS, RecordedModule
+from opkiln.cluster import facts, job, protocol, sharing, work
 from opkiln.cluster.channel import Channel
 from opkiln.cluster.messages import OUTCOME, JobOutcome
 from opkiln.decision import terms
-from opkiln.errors import ClusterError, FallbackWarning, UsageError, told_briefly, warn_caller
-from opkiln.loading import loader
+from opkiln.errors import (
+    ClusterError,
+    FallbackWarning,
+    UnknownOp,
+    UsageError,
+    told_briefly,
+    warn_caller,
+)
+from opkiln.loading import loader, recording
 from opkiln.settings import settings
 
 
@@ -98,6 +106,10 @@ def ensure(
     reference if one rank cannot use it. The measurements of rank 0 for the ops (``tune=``) are
     copied into the stores of all ranks.
 
+    Names such as ``flashinfer:norm`` are modules of other JITs, which the file of ``OPKILN_RECORD``
+    has (`opkiln run --record FILE COMMAND`). One rank compiles each. The stores of all nodes get
+    what it made, and there the program finds it.
+
     ``group`` is a process group, ``store`` a store of torch.distributed or a directory that all
     ranks share. If both are left out, the default group is used if there is one, and otherwise the
     launcher's variables (torchrun, srun, mpirun, ``MASTER_ADDR``). ``rank`` and ``world_size`` are
@@ -115,10 +127,11 @@ def ensure(
         if value is not None and not 0 < value < float("inf"):
             raise UsageError(f"{name}={value!r}: expected a positive number of seconds")
     place = job.find(group, store, rank, world_size, timeout)
-    lease = default_lease(place.world) if lease is None else lease
+    lease = job.default_lease(place.world) if lease is None else lease
     job_of = place.store.where, place.name, place.world
     number = next(_calls.setdefault(job_of, itertools.count()))
-    agreeing = _Agreeing(place, number, timeout, lease, signing_key)
+    modules, ops = _take_modules(ops)
+    agreeing = _Agreeing(place, number, timeout, lease, signing_key, modules)
     if wait:
         agreeing.run(ops)
         return agreeing.pin()
@@ -128,11 +141,6 @@ def ensure(
         agreeing.tell_all(error)
         raise
     return Handle(agreeing, listed)
-
-
-def default_lease(world: int) -> float:
-    """The lease of a job with this many ranks: their beats must leave the store time for others."""
-    return max(6.0, world / 1000)
 
 
 class _Agreeing:
@@ -145,9 +153,11 @@ class _Agreeing:
         timeout: float,
         lease: float,
         signing_key: str | None,
+        modules: Sequence[RecordedModule],
     ) -> None:
         self.place, self.number, self.timeout, self.lease = place, number, timeout, lease
-        self.signing_key = signing_key
+        self.signing_key, self.modules = signing_key, modules
+        self.shared: list[Choice] = []
         self.began = time.monotonic()
         self.channel = self._channel(moved=False)
         self.worker = work.Worker(())
@@ -161,6 +171,14 @@ class _Agreeing:
 
         Raises ClusterError, and OpkilnError for ops that are not declared properly.
         """
+        try:
+            for module, made, how in sharing.share_modules(
+                self.modules, self.place, self.lease, self.signing_key
+            ):
+                self.shared.append(Choice(module, made, "", how))
+        except Exception as error:
+            self.tell_all(error)
+            raise
         while (outcome := self._agree(ops)) == job.MOVED:
             self.channel = self._channel(moved=True)
             moved()
@@ -213,7 +231,7 @@ class _Agreeing:
 
     def pin(self) -> Agreement:
         """Serve what was agreed on from now on. Raises ClusterError."""
-        choices = []
+        choices = list(self.shared)
         agreed = self.require_outcome()
         self.worker.keep_tuned(agreed.tuned)
         for number, (op, vote) in enumerate(zip(self.worker.ops, agreed.choices, strict=True)):
@@ -301,6 +319,25 @@ def agree_on_first(what: str, value: Sequence[str]) -> tuple[str, ...]:
     have called ``ensure`` before: until then, one may be in a round that is over."""
     place = job.find(None, None, None, None, settings.build_timeout)
     return tuple(job.channel(place, what, 60.0).swap(what, None, tuple(value)))
+
+
+def _take_modules(ops: Any) -> tuple[list[RecordedModule], Any]:
+    """(the modules of other programs among these, the other ops). Raises UnknownOp, StoreError."""
+    listed = [ops] if isinstance(ops, str) else ops
+    if not isinstance(listed, (list, tuple, set)):
+        return [], ops
+    names = [each for each in listed if isinstance(each, str) and each.partition(":")[0] in HOSTS]
+    known = recording.read_modules(settings.record) if names and settings.record else {}
+    for name in names:
+        if name not in known:
+            raise UnknownOp(
+                f"{name} is not recorded",
+                why=f"the file {settings.record} has {', '.join(known) or 'no such module'}"
+                if settings.record
+                else "OPKILN_RECORD names no file",
+                hint="opkiln run --record FILE COMMAND    # and then OPKILN_RECORD=FILE",
+            )
+    return [known[name] for name in names], [each for each in listed if each not in names]
 
 
 def libraries_of(ops: Any) -> Iterable[Op]:

@@ -76,6 +76,11 @@ def find(
     return _place_by_launcher(*told, timeout)
 
 
+def default_lease(world: int) -> float:
+    """The lease of a job with this many ranks: their beats must leave the store time for others."""
+    return max(6.0, world / 1000)
+
+
 def has_group() -> bool:
     """Whether this process has a default process group."""
     import sys

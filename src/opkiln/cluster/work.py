@@ -34,7 +34,7 @@ from opkiln.store.bundle import temporary_bundle, unpack_bytes
 from opkiln.store.layers import Store
 
 # Errors of the input: they are the same wherever it is built. Any other may be one machine's.
-_FINAL = (errors.CompileError, errors.InputError, errors.StepRefused, errors.UsageError)
+FINAL = (errors.CompileError, errors.InputError, errors.StepRefused, errors.UsageError)
 _LONGEST = 1500  # characters of an error that are told to other ranks
 
 CACHED, BUILT, FETCHED, BESIDE = "cached", "built", "fetched", "found on this node"
@@ -161,16 +161,11 @@ class Worker:
             return Made(known.sha256, bundle, size)
         except Exception as error:  # a full disk, no more memory: another rank may do better
             self.error = error
-            return Made(reason=shorten_error(error), final=isinstance(error, _FINAL))
+            return Made(reason=shorten_error(error), final=isinstance(error, FINAL))
 
     def _send(self, artifact: Artifact) -> tuple[str, int]:
         assert self.channel is not None
-        with temporary_bundle([artifact.path]) as made:
-            if self.signing_key is not None:
-                signing.sign(made.path, self.signing_key)
-            with open(made.path, "rb") as opened:
-                data = opened.read()
-        return self.channel.another(_PATIENCE).put_bundle(data), len(data)
+        return send([artifact.path], self.channel, self.signing_key)
 
     def fetch(self, op: int, made: Made) -> Vote:
         """Get the library that was made: from the store of this node, or from the job's."""
@@ -211,8 +206,7 @@ class Worker:
 
     def _import(self, made: Made, root: str) -> None:
         assert self.channel is not None
-        data = self.channel.another(_PATIENCE).get_bundle(made.bundle, made.size)
-        unpack_bytes(data, root, sha256=made.bundle)
+        unpack_bytes(receive(made, self.channel), root, sha256=made.bundle)
 
     def _find_loaded(self, op: Op) -> Artifact | None:
         """The library that this process has opened for an op."""
@@ -233,6 +227,21 @@ class Worker:
 
 
 _PATIENCE = 120.0  # seconds for one part of a bundle: a part takes a second at 8 Mbit/s
+
+
+def send(payloads: Sequence[str], channel: Channel, signing_key: str | None) -> tuple[str, int]:
+    """Put a bundle of these files of the store into the job's store: (its SHA-256, its size)."""
+    with temporary_bundle(payloads) as made:
+        if signing_key is not None:
+            signing.sign(made.path, signing_key)
+        with open(made.path, "rb") as opened:
+            data = opened.read()
+    return channel.another(_PATIENCE).put_bundle(data), len(data)
+
+
+def receive(made: Made, channel: Channel) -> bytes:
+    """The bundle that a rank has sent."""
+    return channel.another(_PATIENCE).get_bundle(made.bundle, made.size)
 
 
 def shorten_error(error: Exception) -> str:

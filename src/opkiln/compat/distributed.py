@@ -76,4 +76,5 @@ def _recorded_ops() -> list[str]:
         uses = recording.read(settings.record)
     except StoreError:
         return []  # the first run: there is no file yet
-    return [f"{use.distribution}:{use.op}" for use in uses if use.distribution != ONE_CALL]
+    ops = (f"{use.distribution}:{use.op}" for use in uses if use.distribution != ONE_CALL)
+    return [*ops, *recording.read_modules(settings.record)]

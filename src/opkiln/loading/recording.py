@@ -1,7 +1,8 @@
-"""A note of each op that a process loads: what a workload uses, so that it can be built before.
+"""A note of each op that a process loads, and of each module that another JIT builds in it: what a
+workload uses, so that it can be built before.
 
-One line of JSON for each op, backend and target, appended in one write, so that all processes of a
-job can share a file. A line that is there already is not written again.
+One line of JSON for each op, backend and target, and for each module, appended in one write, so
+that all processes of a job can share a file. A line that is there already is not written again.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import warnings
 from typing import NamedTuple
 
 from opkiln.base.model import CPU
+from opkiln.building.recorded import RecordedModule
 from opkiln.errors import OpkilnError, StoreError, StoreWarning
 
 TYPE_CHECKING = False
@@ -37,7 +39,12 @@ class Use(NamedTuple):
 def note(file: str, op: Op) -> None:
     """Append an op to a file. One that cannot be written is a warning: the op is loaded anyway."""
     use = Use(op.spec.distribution, op.spec.name, op.spec.backend, _archs(op))
-    line = (json.dumps(use._asdict()) + "\n").encode()
+    append(file, use, f"op {use.op}")
+
+
+def append(file: str, noted: NamedTuple, what: str) -> None:
+    """Append a record to a file, unless it is there. If it cannot be written, that is a warning."""
+    line = (json.dumps(noted._asdict()) + "\n").encode()
     try:
         fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         try:
@@ -50,9 +57,7 @@ def note(file: str, op: Op) -> None:
             os.close(fd)
     except OSError as error:
         warnings.warn(
-            f"op {use.op} is not noted in {file}: {error.strerror or error}",
-            StoreWarning,
-            stacklevel=3,
+            f"{what} is not noted in {file}: {error.strerror or error}", StoreWarning, stacklevel=4
         )
 
 
@@ -89,6 +94,16 @@ def read(file: str) -> list[Use]:
 
     What a full disk cut off is passed over.
     """
+    return list(_parse(file)[0])
+
+
+def read_modules(file: str) -> dict[str, RecordedModule]:
+    """The modules of other programs that were noted, by name, each as it was the last time. Raises
+    StoreError."""
+    return _parse(file)[1]
+
+
+def _parse(file: str) -> tuple[dict[Use, None], dict[str, RecordedModule]]:
     try:
         with open(file, encoding="utf-8", errors="surrogateescape") as lines:
             text = lines.read()
@@ -98,15 +113,20 @@ def read(file: str) -> list[Use]:
             hint=f"opkiln cache record {shlex.quote(file)} -- COMMAND",
         ) from error
     found: dict[Use, None] = {}
+    modules: dict[str, RecordedModule] = {}
     for line in text.splitlines():
         try:
             record = json.loads(line)
+            if "levels" in record:
+                module = RecordedModule.parse(record)
+                modules[module.name] = module
+                continue
             found[Use(*(str(record[name]) for name in Use._fields))] = None
-        except (ValueError, KeyError, TypeError, RecursionError):
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             continue
-    if text and not found:
+    if text and not (found or modules):
         raise StoreError(
             f"{file} is no record of ops",
             hint=f"opkiln cache record OTHER -- COMMAND    # and leave {file} alone",
         )
-    return list(found)
+    return found, modules

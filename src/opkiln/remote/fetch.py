@@ -1,4 +1,5 @@
-"""Fetches artifacts from the remote tiers: for a load that misses the store, or for a lock file.
+"""Fetches artifacts from the remote tiers: for a load or a command that misses the store, or for a
+lock file.
 
 An artifact is checked, put into the store, and judged there like an imported one. One process of a
 host asks the tiers. The others wait while it makes progress, and otherwise go on without it. A tier
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from typing import NamedTuple
@@ -31,8 +32,11 @@ from opkiln.store import lock, signatures
 from opkiln.store.bundle import Origin, unpack
 from opkiln.store.entry import FETCHED, read_manifest
 from opkiln.store.inventory import directories
+from opkiln.store.layers import Store
 
 REMOTE = "remote"
+# Another process of this host asks the tiers, and gets nothing from them.
+_slow_until = 0.0
 _MOST = 3  # artifacts of a lock file that are tried: the best one nearly always serves
 
 
@@ -42,19 +46,13 @@ def fetch(request: Request, target: Target, trace: Trace) -> bool:
 
     Connects to no tier if no artifact could be trusted. Raises SettingError.
     """
-    spec, root = request.op.spec, request.store.root
+    spec = request.op.spec
     try:
-        if reason := terms.why_no_tier_is_asked():
-            raise StoreError(reason, hint=terms.TRUST_HINT)
-        if root is None:
-            raise StoreError("there is no writable store to keep it in", hint="opkiln doctor")
-        keys = signatures.keys_to_trust()
+        root, keys = _require_trust(request.store)
         locked = lockfile.read(settings.lock) if settings.lock else ()
     except StoreError as error:
         trace.add(REMOTE, "refused", error.what, " ".join(settings.remotes))
-        if settings.push is None:  # with it, the tier may be for publishing only
-            hint = f"(hint: {error.hint})"
-            tiers.tell_once(f"no tier of OPKILN_REMOTES is asked: {error.what} {hint}")
+        _tell_unasked(error)
         return False
 
     def look_again() -> bool | None:
@@ -76,18 +74,52 @@ def fetch(request: Request, target: Target, trace: Trace) -> bool:
             if not isinstance(got, lock.Turn):
                 trace.add(REMOTE, "fetched", "another process of this host did it")
                 return True
-            finder = _TierSearch(spec, root, got, trace)
+            finder = _TierSearch(root, _entries_of(root, spec.distribution, spec.name), got, trace)
             # Artifacts of the lock file come first, from whichever tier has them.
             if any(finder.take(url, row.name, row) for url in settings.remotes for row in pinned):
                 return True
             by_name = settings.remotes if keys is not None else ()
             return any(finder.take_by_name(url, wanted) for url in by_name)
     except BuildTimeout:
+        global _slow_until
+        _slow_until = time.monotonic() + LOAD.whole
         what = "not asked: another process of this host asks, and has got nothing for a while"
         trace.add(REMOTE, "none", what)
     except (StoreError, OSError) as error:
         trace.add(REMOTE, "refused", error.what if isinstance(error, StoreError) else str(error))
     return False
+
+
+def fetch_object(
+    store: Store, step: str, name: str, places: Mapping[str, str], turn: lock.Turn | None
+) -> bool:
+    """Ask the tiers for what the command of this key made, by its name there. Returns whether the
+    store has something new; whether it fits, a look-up says, as of any object."""
+    try:
+        root, keys = _require_trust(store)
+    except StoreError as error:
+        _tell_unasked(error)
+        return False
+    there = os.path.join(root, "objects", step[:2], step), 1
+    finder = _TierSearch(root, there, turn, Trace(), places)
+    if keys is None or time.monotonic() < _slow_until:
+        return False
+    return any(finder.take(url, name) for url in settings.remotes)
+
+
+def _require_trust(store: Store) -> tuple[str, tuple[str, ...] | None]:
+    """(where to keep what is fetched, the keys that are trusted). Raises StoreError."""
+    if reason := terms.why_no_tier_is_asked():
+        raise StoreError(reason, hint=terms.TRUST_HINT)
+    if store.root is None:
+        raise StoreError("there is no writable store to keep it in", hint="opkiln doctor")
+    return store.root, signatures.keys_to_trust()
+
+
+def _tell_unasked(error: StoreError) -> None:
+    if settings.push is None:  # with it, the tier may be for publishing only
+        hint = f"(hint: {error.hint})"
+        tiers.tell_once(f"no tier of OPKILN_REMOTES is asked: {error.what} {hint}")
 
 
 def _matching_rows(spec: OpSpec, locked: tuple[LockRow, ...], wanted: list[str]) -> list[LockRow]:
@@ -118,8 +150,17 @@ class _TierSearch:
     All its requests together may take as long as a step of a build.
     """
 
-    def __init__(self, spec: OpSpec, root: str, turn: lock.Turn, trace: Trace) -> None:
-        self._spec, self._root, self._turn, self._trace = spec, root, turn, trace
+    def __init__(
+        self,
+        root: str,
+        there: tuple[str, int],
+        turn: lock.Turn | None,
+        trace: Trace,
+        places: Mapping[str, str] | None = None,
+    ) -> None:
+        """``there`` is where entries of the same lie in the store, as ``directories`` takes it."""
+        self._there, self._root, self._turn, self._trace = there, root, turn, trace
+        self._places = places
         until = time.monotonic() + settings.build_timeout
         self._given = LOAD._replace(until=until, told=self._count)
         self._bytes = 0  # since the waiting processes last heard of progress
@@ -138,7 +179,7 @@ class _TierSearch:
         """Fetch an artifact of the lock file, or the one published under a name, from a tier.
         Returns whether it succeeded. A failure is noted in the trace; a refusal is also a
         warning."""
-        self._turn.advance()
+        self._advance()
         try:
             found = row or tiers.reach(
                 url, self._root, lambda tier, end: tier.look_up(name, end), self._given
@@ -146,7 +187,7 @@ class _TierSearch:
             if found is None:
                 return False
             what = f"SHA-256 {found.sha256}"
-            if find_fetched(self._root, self._spec.distribution, self._spec.name, found.sha256):
+            if find_fetched(self._there, found.sha256):
                 # The search has refused it.
                 self._trace.add(REMOTE, "none", f"{what} is in the store already", url)
                 return False
@@ -155,7 +196,7 @@ class _TierSearch:
                 by, what = ("key", _signer(name, found)), f"{what}, as {name}"
             else:
                 by, what = ("lock", settings.lock or ""), f"{what}, which the lock file has"
-            take(Origin(url, found.sha256, by), found.size, self._root, self._given)
+            take(Origin(url, found.sha256, by), found.size, self._root, self._given, self._places)
             self._trace.add(REMOTE, "fetched", what, url)
             return True
         except tiers.Down as error:
@@ -175,6 +216,10 @@ class _TierSearch:
         self._bytes += size
         if self._bytes >= SLOWEST:
             self._bytes = 0
+            self._advance()
+
+    def _advance(self) -> None:
+        if self._turn is not None:
             self._turn.advance()
 
     def _note_once(self, url: str, reason: str) -> None:
@@ -194,10 +239,14 @@ def _signer(name: str, found: Publication) -> str:
         raise Unusable(": ".join(filter(None, (error.what, error.why)))) from error
 
 
-def find_fetched(root: str, package: str, op: str, sha256: str) -> str:
-    """The tier that an entry of the store with this digest was fetched from; empty if there is
-    none."""
-    for leaf in directories(os.path.join(root, "ops", place_of(package, op)), 3):
+def _entries_of(root: str, package: str, op: str) -> tuple[str, int]:
+    return os.path.join(root, "ops", place_of(package, op)), 3
+
+
+def find_fetched(there: tuple[str, int], sha256: str) -> str:
+    """The tier that an entry with this digest was fetched from, of those that lie there; empty if
+    there is none."""
+    for leaf in directories(*there):
         try:
             origin = read_manifest(leaf).get(FETCHED, {})
         except (OSError, ValueError):
@@ -207,12 +256,18 @@ def find_fetched(root: str, package: str, op: str, sha256: str) -> str:
     return ""
 
 
-def take(origin: Origin, size: int, root: str, given: Patience) -> None:
-    """Download an artifact and put it into the store. Raises Down, Absent, Forbidden, Unusable,
-    StoreError."""
+def take(
+    origin: Origin,
+    size: int,
+    root: str,
+    given: Patience,
+    places: Mapping[str, str] | None = None,
+) -> None:
+    """Download an artifact and put it into the store; an object, with its ``places`` here. Raises
+    Down, Absent, Forbidden, Unusable, StoreError."""
     file = tiers.download(origin.url, origin.sha256, size, root, given)
     try:
-        unpack(file, root, origin=origin)
+        unpack(file, root, origin=origin, places=places)
     finally:
         with suppress(FileNotFoundError):
             os.unlink(file)
@@ -247,7 +302,7 @@ def pull(
 
 
 def _pull(row: LockRow, lock: str, urls: Sequence[str], root: str, given: Patience) -> PullResult:
-    if url := find_fetched(root, row.package, row.op, row.sha256):
+    if url := find_fetched(_entries_of(root, row.package, row.op), row.sha256):
         return PullResult(row, THERE, url)
     reasons = []
     for url in urls:

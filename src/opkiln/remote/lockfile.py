@@ -116,6 +116,13 @@ def artifact_name(distribution: str, op: str, intent: str, sources: Sources) -> 
     return f"{re.sub('[^A-Za-z0-9_.-]', '_', op)[:_LONGEST].lstrip('.-')}-{made}"
 
 
+def object_name(step: str, files: Iterable[str]) -> str:
+    """The name of what a command makes, by its key and the files that its words name. Raises
+    OSError."""
+    digests = tuple(map(sha256_file, files))
+    return f"object-{key('remote object', (LAYOUT, __version__, step, digests))}"
+
+
 def row_of(directory: str, sha256: str, size: int) -> LockRow:
     """The row of a lock file for an entry of the store and its bundle. Raises OSError, ValueError,
     KeyError."""

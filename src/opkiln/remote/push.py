@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from opkiln import __version__
@@ -13,7 +13,7 @@ from opkiln.remote.lockfile import LockRow
 from opkiln.remote.tier import Failure, Forbidden, Publication
 from opkiln.settings import settings
 from opkiln.store import layer
-from opkiln.store.bundle import temporary_bundle
+from opkiln.store.bundle import BundleFile, temporary_bundle
 from opkiln.store.layers import Store
 from opkiln.store.signing import sign_artifact
 
@@ -35,30 +35,48 @@ def open_publication(payload: str) -> Iterator[tuple[str, LockRow]]:
 def push(payload: str, url: str, key_file: str | None) -> LockRow:
     """Publish an entry to a tier, signed if there is a key. Raises StoreError."""
     with open_publication(payload) as (file, row):
-        signed = sign_artifact(row.name, row.sha256, row.size, key_file) if key_file else b""
-        labels = {
-            "op": row.op, "package": row.package, "target": row.target, "abi": row.abi,
-            "version": __version__,
-        }  # fmt: skip
-        what = Publication(row.sha256, row.size, signed.decode(), labels)
-        try:
-            tiers.reach(
-                url, Store().root,
-                lambda tier, deadline: tier.write(row.name, file, what, deadline),
-                patience.COMMAND,
-            )  # fmt: skip
-        except Failure as error:
-            raise StoreError(f"{row.op} was not published to {url}", why=str(error)) from error
+        labels = {"op": row.op, "package": row.package, "target": row.target, "abi": row.abi}
+        _write(row.name, BundleFile(file, row.sha256, 1, row.size), labels, url, key_file)
     return row
+
+
+def _write(
+    name: str, made: BundleFile, labels: dict[str, str], url: str, key_file: str | None
+) -> None:
+    signed = sign_artifact(name, made.sha256, made.size, key_file) if key_file else b""
+    labels |= {"version": __version__}
+    what = Publication(made.sha256, made.size, signed.decode(), labels)
+    try:
+        tiers.reach(
+            url, Store().root,
+            lambda tier, deadline: tier.write(name, made.path, what, deadline),
+            patience.COMMAND,
+        )  # fmt: skip
+    except Failure as error:
+        raise StoreError(f"{labels['op']} was not published to {url}", why=str(error)) from error
 
 
 def publish_build(built: Artifact) -> None:
     """``OPKILN_PUSH``: publish what was just built. A failure is a warning."""
+    _publish_new(lambda url: push(built.path, url, settings.push))
+
+
+def publish_object(payload: str, name: str, label: str) -> None:
+    """``publish_build`` for what a command has just made."""
+
+    def send(url: str) -> None:
+        with temporary_bundle([payload]) as made:
+            _write(name, made, {"op": label}, url, settings.push)
+
+    _publish_new(send)
+
+
+def _publish_new(send: Callable[[str], object]) -> None:
     url = settings.remotes[0]
     if tiers.is_down(url) or url in _read_only:
         return  # the user was warned
     try:
-        push(built.path, url, settings.push)
+        send(url)
     except OpkilnError as error:
         if isinstance(error.__cause__, Forbidden):
             _read_only.add(url)

@@ -19,6 +19,7 @@ from opkiln.base.digest import UnusableFile, key, sha256_file
 from opkiln.base.model import CARRIED, CPU, ONE_CALL, Artifact, OpSpec
 from opkiln.builder import OpBuilder
 from opkiln.builder.registry import ALL_OPS, libraries, listed_as
+from opkiln.building import recorded
 from opkiln.decision import receipt
 from opkiln.decision import terms as decision
 from opkiln.decision.archs import target_machine
@@ -28,7 +29,9 @@ from opkiln.machine.toolchain.choice import available
 from opkiln.settings import LAYOUT, override, whole_environment
 from opkiln.ship import selection
 from opkiln.ship.selection import NamedTarget
+from opkiln.store import publish
 from opkiln.store.key import build_key, intent_key
+from opkiln.store.layers import Store
 
 BUILT, CACHED, SKIPPED, FAILED = "built", "cached", "skipped", "failed"
 
@@ -283,6 +286,22 @@ def _registered_name(use: recording.Use) -> str:
         why=f"the installed op of this name belongs to {', '.join(owners.values())}",
         hint=f"pip install {shlex.quote(use.distribution)}",
     )
+
+
+def build_modules(file: str | None) -> list[BuildOutcome]:
+    """Build the modules of other programs that a record has. Raises StoreError for the file."""
+    outcomes = []
+    for module in recording.read_modules(file).values() if file is not None else ():
+        began, ran, failed = time.monotonic(), False, None
+        try:
+            with publish.scratch("recorded") as stage:
+                ran = recorded.build(module, module.restore(stage), Store())
+        except errors.OpkilnError as error:
+            failed = error
+        status = FAILED if failed else BUILT if ran else CACHED
+        seconds = time.monotonic() - began
+        outcomes.append(BuildOutcome(module.name, status, seconds=seconds, error=failed))
+    return outcomes
 
 
 def run_script(script: str, arguments: Sequence[str], file: str, **changes: str) -> None:

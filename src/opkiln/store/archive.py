@@ -4,6 +4,7 @@ A bundle is a ZIP archive that any tool can list and unpack. opkiln reads it by 
 
     opkiln-bundle.json                      name, size and SHA-256 of every member, in order
     v1/ops/…/<deps_key>/{manifest.json,inputs.json,<payload>}
+    v1/objects/…/<deps_key>/{manifest.json,inputs.json,0,1,…}
     opkiln-bundle.sig.json                  only if signed: signatures over the index
     (the ZIP directory)
 
@@ -48,7 +49,8 @@ _CHUNK = 1 << 20
 # One part of a path. It cannot begin with a dot, so no path leads upward.
 _PART = r"[^/\0\\!.\n][^/\0\\!\n]{0,254}"
 _KEY = r"[0-9a-f]{40}"
-_MEMBER = re.compile(rf"{LAYOUT}/ops/{_PART}/{_PART}/{_KEY}/{_KEY}/{_KEY}/{_PART}\Z")
+_PLACE = rf"(?:ops/{_PART}/{_PART}/{_KEY}|objects/[0-9a-f]{{2}})/{_KEY}/{_KEY}"
+_MEMBER = re.compile(rf"{LAYOUT}/{_PLACE}/{_PART}\Z")
 
 
 class Member(Record):

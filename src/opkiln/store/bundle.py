@@ -9,13 +9,13 @@ from __future__ import annotations
 import contextlib
 import os
 import shlex
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, BinaryIO, NamedTuple
 
 from opkiln.base.digest import LARGEST_BUNDLE, open_replacement, sha256_file
 from opkiln.errors import StoreError
 from opkiln.machine.facts import Hasher
-from opkiln.store import entry, layer, publish
+from opkiln.store import entry, key, layer, publish
 from opkiln.store.archive import INDEX, Bundle, Damaged, Member, NotABundle, write_index
 from opkiln.store.layers import claim
 from opkiln.store.zip_format import LARGEST, MOST_MEMBERS, Writer, chunks
@@ -119,32 +119,46 @@ class Origin(NamedTuple):
 
 
 def unpack(
-    file: str, root: str, *, sha256: str = "", signed: bool = True, origin: Origin | None = None
+    file: str,
+    root: str,
+    *,
+    sha256: str = "",
+    signed: bool = True,
+    origin: Origin | None = None,
+    places: Mapping[str, str] | None = None,
 ) -> list[ImportedEntry]:
     """Publish each entry of a bundle in the store at ``root`` (``Store.root``).
 
     With ``signed=False`` no signature is required: opkiln itself has just written the file. Nor is
     one for a bundle of a remote tier, which has an ``origin``. Everything is checked before the
     first entry is published, and each appears whole or not at all. ``sha256`` is the digest that
-    the file must have. Raises StoreError, as ``read_bundle`` does.
+    the file must have. ``places`` are the anchors of an object here: its facts get this machine's
+    signatures. Raises StoreError, as ``read_bundle`` does.
     """
-    note = {}
+    note: dict[str, Any] = {} if places is None else {"places": dict(places)}
     if origin is not None:
         sha256, signed = origin.sha256, False
-        note = {entry.FETCHED: dict([("url", origin.url), ("sha256", sha256), origin.by])}
+        note |= {entry.FETCHED: dict([("url", origin.url), ("sha256", sha256), origin.by])}
     with open_bundle(file, sha256, signed=signed) as bundle:
         entries = list(_entries(bundle))
         claim(root)
         return [_publish(bundle, *each, root, note) for each in entries]
 
 
-def unpack_bytes(data: bytes, root: str, *, sha256: str = "", signed: bool = True) -> None:
+def unpack_bytes(
+    data: bytes,
+    root: str,
+    *,
+    sha256: str = "",
+    signed: bool = True,
+    places: Mapping[str, str] | None = None,
+) -> None:
     """``unpack`` for a bundle in memory."""
     with publish.scratch("fetch") as stage:
         file = os.path.join(stage, "bundle")
         with open(file, "xb") as out:
             out.write(data)
-        unpack(file, root, sha256=sha256, signed=signed)
+        unpack(file, root, sha256=sha256, signed=signed, places=places)
 
 
 @contextlib.contextmanager
@@ -176,12 +190,12 @@ def _entries(bundle: Bundle) -> Iterator[tuple[str, dict[str, Any], dict[str, Me
         try:
             manifest = entry.parse_manifest(bundle.read(files[entry.MANIFEST]))
             entry.parse_manifest(bundle.read(files[entry.SIDECAR]), entry.SIDECAR)
-            payload = files[manifest["payload"]]
+            own = entry.list_files(manifest)
             place = leaf.split("/")
             agree = (
                 layer.identity(manifest) == (*place[2:4], place[-1])
-                and (payload.size, payload.sha256) == (manifest["size"], manifest["sha256"])
-                and set(files) == {entry.MANIFEST, entry.SIDECAR, manifest["payload"]}
+                and own == {name: (files[name].size, files[name].sha256) for name in own}
+                and set(files) == {entry.MANIFEST, entry.SIDECAR, *own}
             )
         except entry.MALFORMED as error:
             raise Damaged(f"{leaf}: {entry.describe_error(error)}") from error
@@ -210,10 +224,15 @@ def _publish(
                 with publish.create(os.path.join(stage, name), mode) as out:
                     if note and name == entry.MANIFEST:
                         out.write(entry.write_manifest({**manifest, **note}))
+                    elif "places" in note and name == entry.SIDECAR:
+                        lists = entry.parse_manifest(bundle.read(member), name)
+                        signed = key.sign(key.read(lists["facts"]), note["places"], Hasher())
+                        out.write(entry.write_manifest({**lists, "facts": key.rows(signed)}))
                     else:
                         bundle.copy(member, out)
             # Readers refuse a damaged entry that cannot be moved away.
             with contextlib.suppress(OSError):
                 publish.discard(root, final)
             publish.publish(stage, root, relative)
-    return ImportedEntry(manifest["op"], manifest["distribution"], final, new)
+    name, owner = manifest.get("op", manifest.get("source", "")), manifest.get("distribution", "")
+    return ImportedEntry(name, owner, final, new)

@@ -105,6 +105,7 @@ _MANIFEST = {
     "host": str,
     "group": str,
     "places": Named(str),
+    "step": str,  # the command's key, in an object that travels
     "messages": str,
     "rebuilt": str,
     # Parts of a sidecar, of a bundle's index and of its signatures.
@@ -288,6 +289,13 @@ def read_manifest(directory: str) -> dict[str, Any]:
     return parse_manifest(read_file(os.path.join(directory, MANIFEST)))
 
 
+def list_files(manifest: dict[str, Any]) -> dict[str, tuple[int, str]]:
+    """(size, digest) of a leaf's own files, by name: the payload, and what else a command wrote.
+    Raises KeyError."""
+    files = {name: (size, sha256) for _, _, name, size, sha256, _ in manifest.get("files", [])}
+    return {**files, manifest["payload"]: (manifest["size"], manifest["sha256"])}
+
+
 def examine(
     directory: str,
     places: Mapping[str, str],
@@ -355,9 +363,7 @@ def _changes(
 
 
 def _check_payload(directory: str, manifest: dict[str, Any], listed: bool) -> None:
-    payload = [manifest["payload"], manifest["size"], manifest["sha256"]]
-    others = (each[2:5] for each in manifest.get("files", [])[1:])  # the first is the payload
-    for name, size, sha256 in (payload, *others):
+    for name, (size, sha256) in list_files(manifest).items():
         if "/" in name:
             raise ValueError("the payload's name contains a slash")
         try:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 from opkiln.base.build_model import Plan, Step, Target
@@ -149,6 +150,16 @@ def rows(found: Iterable[Fact]) -> list[list[Any]]:
     return [[*fact[:4], *fact.signature] for fact in found]
 
 
+def sign(found: Iterable[Fact], places: Mapping[str, str], hasher: Hasher) -> Iterator[Fact]:
+    """The facts of another machine, those that hold here with signatures of this one."""
+    for fact in found:
+        now, signature = "", fact.signature
+        with suppress(OSError):
+            path = _path_of(fact, places)
+            now, signature = facts.ask_again(fact.kind, path, fact.value, hasher)
+        yield fact._replace(signature=signature) if now == fact.value else fact
+
+
 # Asking again
 
 
@@ -187,9 +198,7 @@ def find_broken(listed: Iterable[Fact], places: Mapping[str, str], hasher: Hashe
     """The facts that no longer hold, in words. Raises OSError."""
     found = []
     for fact in listed:
-        place = places.get(fact.anchor, "")
-        # Not with a slash at the end, which would follow a link.
-        path = os.path.join(place, fact.path) if fact.path else place
+        path = _path_of(fact, places)
         if _holds(fact.signature, path):
             now, signature = fact.value, fact.signature
         else:
@@ -202,6 +211,12 @@ def find_broken(listed: Iterable[Fact], places: Mapping[str, str], hasher: Hashe
         else:
             found.append(f"{fact.path} {_CHANGES.get(now, 'changed')}")
     return found
+
+
+def _path_of(fact: Fact, places: Mapping[str, str]) -> str:
+    place = places.get(fact.anchor, "")
+    # Not with a slash at the end, which would follow a link.
+    return os.path.join(place, fact.path) if fact.path else place
 
 
 _CHANGES = {GONE: "is gone", HIDDEN: "cannot be read"}

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from opkiln.base.model import EXECUTABLE, OUTSIDE, place_of
 from opkiln.errors import StoreError
 from opkiln.machine.arch import cpu
-from opkiln.machine.facts import Hasher
+from opkiln.machine.facts import UNSIGNED, Hasher
 from opkiln.settings import LAYOUT
 from opkiln.store import entry, inventory
 from opkiln.store.entry import LOG, MANIFEST, SIDECAR, Leaf, examine, read_sidecar
@@ -28,6 +28,10 @@ from opkiln.store.key import deps_key
 _KEPT = (
     "kind", "op", "distribution", "spec", "target", "needs", "toolchain", "schema", "payload",
     "size", "sha256",
+)  # fmt: skip
+_KEPT_OF_OBJECTS = (
+    "kind", "source", "host", "group", "messages", "files", "deps", "schema", "payload", "size",
+    "sha256",
 )  # fmt: skip
 _ANCHORS = ("src", "opkiln")  # found again wherever a package is installed
 _ISA = re.compile(
@@ -39,7 +43,7 @@ _ISA = re.compile(
 class LayerEntry(NamedTuple):
     """One entry of a layer. Its manifest and payload were checked against their digests."""
 
-    place: str  # in the layer: v1/ops/<distribution>/<op>/<intent>/<build>/<deps>
+    place: str  # in the layer: v1/ops/<distribution>/<op>/<intent>/<build>/<deps>, v1/objects/…
     directory: str
     manifest: dict[str, Any]
     lists: dict[str, Any]  # of its sidecar
@@ -51,13 +55,16 @@ class LayerEntry(NamedTuple):
     @property
     def files(self) -> tuple[str, ...]:
         """The files to ship. The log is not one of them: it describes the build machine."""
-        return tuple(sorted((MANIFEST, SIDECAR, self.manifest["payload"])))
+        return tuple(sorted((MANIFEST, SIDECAR, *entry.list_files(self.manifest))))
 
 
 def entries(layer_dir: str) -> tuple[LayerEntry, ...]:
     """The entries of a layer, sorted by place. StoreError if there are none, or one is damaged."""
-    top = os.path.join(layer_dir, LAYOUT, "ops")
-    found = [_entry(layer_dir, directory) for directory in inventory.directories(top, 5)]
+    found = [
+        _entry(layer_dir, directory)
+        for _, top, depth in inventory.LEVELS
+        for directory in inventory.directories(os.path.join(layer_dir, LAYOUT, top), depth)
+    ]
     if not found:
         raise StoreError(f"{layer_dir} has no ops to ship", hint="opkiln build --all --out DIR")
     return tuple(sorted(found, key=lambda each: each.place))
@@ -68,7 +75,7 @@ def _entry(layer_dir: str, directory: str) -> LayerEntry:
     try:
         if not isinstance(leaf, Leaf):
             raise ValueError(leaf.reason if leaf is not None else f"{MANIFEST} is missing")
-        known = {MANIFEST, SIDECAR, LOG, leaf.manifest["payload"]}
+        known = {MANIFEST, SIDECAR, LOG, *entry.list_files(leaf.manifest)}
         if more := sorted(set(os.listdir(directory)) - known):
             raise ValueError(f"it also has {', '.join(more)}")
         place = os.path.relpath(directory, layer_dir)
@@ -85,8 +92,11 @@ def _entry(layer_dir: str, directory: str) -> LayerEntry:
 
 
 def identity(manifest: dict[str, Any]) -> tuple[str, str, str]:
-    """(distribution, op, deps_key): the place that a manifest belongs at."""
-    return manifest["distribution"], manifest["op"], deps_key(manifest["deps"])
+    """(distribution, op, deps_key): the place that a manifest belongs at; of an object, (the first
+    two characters of its step's key, that key, deps_key)."""
+    step = manifest.get("step")
+    owner = (step[:2], step) if step else (manifest["distribution"], manifest["op"])
+    return (*owner, deps_key(manifest["deps"]))
 
 
 # Writing a layer
@@ -113,13 +123,19 @@ def _export(payload: str, out: str) -> str:
     source = leaf_of(payload)
     *_, distribution, op, intent, build, _ = source.split("/")
     try:
-        manifest = _shipped_manifest(entry.read_manifest(source))
-        inputs = entry.read_sidecar(source)["inputs"]
-        _require_known_cpu(manifest, inputs["steps"])
-        key = identity(manifest)[-1]
-        final = os.path.join(out, LAYOUT, "ops", place_of(distribution, op), intent, build, key)
+        manifest, lists = entry.read_manifest(source), entry.read_sidecar(source)
+        if manifest["kind"] == inventory.OBJECT:
+            own = {name: manifest[name] for name in _KEPT_OF_OBJECTS if name in manifest}
+            manifest, part = {**own, "step": build}, "facts"
+            lists["facts"] = [[*row[:4], *UNSIGNED] for row in lists["facts"]]
+            place = os.path.join("objects", build[:2])
+        else:
+            manifest, part = _shipped_manifest(manifest), "inputs"
+            _require_known_cpu(manifest, lists["inputs"]["steps"])
+            place = os.path.join("ops", place_of(distribution, op), intent)
+        final = os.path.join(out, LAYOUT, place, build, identity(manifest)[-1])
         if not os.path.isdir(final):
-            _write(payload, manifest, inputs, final)
+            _write(source, manifest, {part: lists[part], "schema": entry.SCHEMA}, final)
     except (OSError, ValueError, KeyError) as error:
         raise StoreError(f"{payload} cannot be exported to {out}: {error}") from error
     return final
@@ -155,20 +171,20 @@ def _shipped_manifest(manifest: dict[str, Any]) -> dict[str, Any]:
     return {**{name: manifest[name] for name in _KEPT}, "deps": deps}
 
 
-def _write(payload: str, manifest: dict[str, Any], inputs: dict[str, Any], final: str) -> None:
+def _write(source: str, manifest: dict[str, Any], lists: dict[str, Any], final: str) -> None:
     parent = os.path.dirname(final)
     os.makedirs(parent, exist_ok=True)
     staged = os.path.join(parent, f".{secrets.token_hex(8)}")
     os.mkdir(staged)
     try:
-        lists = {"inputs": inputs, "schema": entry.SCHEMA}
         for name, body in ((MANIFEST, manifest), (SIDECAR, lists)):
             with open(os.path.join(staged, name), "wb") as file:
                 file.write(entry.write_manifest(body))
-        copy = os.path.join(staged, manifest["payload"])
-        shutil.copyfile(payload, copy)
-        # Everybody may read it: the store's files are for one user, a layer's files are not.
-        os.chmod(copy, 0o755 if manifest["kind"] == EXECUTABLE else 0o644)
+        for name in entry.list_files(manifest):
+            copy = os.path.join(staged, name)
+            shutil.copyfile(os.path.join(source, name), copy)
+            # Everybody may read it: the store's files are for one user, a layer's files are not.
+            os.chmod(copy, 0o755 if manifest["kind"] == EXECUTABLE else 0o644)
         os.rename(staged, final)
     except BaseException:
         shutil.rmtree(staged, ignore_errors=True)

@@ -18,7 +18,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from opkiln.errors import OpkilnError
-from opkiln.settings import whole_environment
+from opkiln.settings import settings, whole_environment
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -128,14 +128,22 @@ def _serve(host: str, file: str, directory: str, roots: tuple[str, ...]) -> str 
 
     store, told = Store(), list[str]()
     edges = build_file.read(file)
+    levels = []
     with progress.show_builds():
         for level in build_file.levels(edges):
-            done = run_commands([command_of(edge) for edge in level], store)
+            levels.append([command_of(edge) for edge in level])
+            done = run_commands(levels[-1], store)
             if any(each.returncode for each in done):
                 return None
             told += (
                 f"{edge.command}\n{made.messages}" for edge, made in zip(level, done, strict=True)
             )
+    if settings.record:
+        from opkiln.building import recorded
+        from opkiln.loading import recording
+
+        for module in recorded.describe(levels, store):
+            recording.append(settings.record, module, module.name)
     return "".join(f"[{n}/{len(told)}] {each}" for n, each in enumerate(told, 1))
 
 

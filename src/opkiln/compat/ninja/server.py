@@ -16,7 +16,8 @@ import socket
 import struct
 import threading
 import time
-from typing import TYPE_CHECKING, NamedTuple
+import warnings
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from opkiln.building import kept, shell_text
 from opkiln.building.prepared import MEMORY, ObservedCommand, Prepared
@@ -49,6 +50,10 @@ def serve(fd: int) -> None:
     os.setsid()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with socket.socket(fileno=fd) as ninja, progress.show_builds():
+        if settings.remotes:
+            import site  # signatures need a package of this Python, and so do buckets
+
+            site.main()
         server = _Server(ninja)
         ninja.send(b"R")
         server.run()
@@ -87,6 +92,8 @@ class _Server:
         self._missed: _Missed | None = None
         self._later: dict[int, _Later] = {}
         self._threads: list[threading.Thread] = []
+        self._served = threading.local()  # the step that a thread serves
+        warnings.showwarning = self._show_warning
 
     def run(self) -> None:
         while True:
@@ -175,8 +182,15 @@ class _Server:
             later.done.set()
             os.close(pipe)
 
+    def _show_warning(self, message: Warning | str, *_: Any, **__: Any) -> None:
+        """Have the step print it, as part of what its command says: our own output is nobody's."""
+        if (step := getattr(self._served, "step", None)) is not None:
+            text = f"opkiln: {message}\n".encode()
+            step.sendall(b"N" + struct.pack("=I", len(text)) + text, socket.MSG_NOSIGNAL)
+
     def _serve_step(self, missed: _Missed, step: socket.socket) -> None:
         with step:
+            self._served.step = step
             try:
                 self._take_turn(missed, step)
             except (OpkilnError, _Gone, *_FAILED):
@@ -209,8 +223,11 @@ class _Server:
         what = prepared.command.label
         assert store.root is not None
         with lock.turn(store.root, prepared.name, find, waiting, what=what, limit=limit) as got:
-            if isinstance(got, bytes):
-                step.sendall(b"H" + struct.pack("=I", len(got)) + got)
+            hit = got if isinstance(got, bytes) else None
+            if isinstance(got, lock.Turn) and prepared.fetch(store, got):
+                hit = find()
+            if hit is not None:
+                step.sendall(b"H" + struct.pack("=I", len(hit)) + hit)
                 return
             with budget.shared_budget().hold(memory=MEMORY, limit=limit, waiting=look_up):
                 done = self._run(missed, step)

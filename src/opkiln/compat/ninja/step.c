@@ -4,11 +4,12 @@
 // the observer, passes on what that prints, and reports. If there is no server (any more), it is the
 // plain command.
 //
-//   from the server   'P'                           run it as it is
+//   from the server   'N' LENGTH NOTE               print this, and go on
+//                     'P'                           run it as it is
 //                     'H' LENGTH MESSAGES           another build has made it meanwhile: it is in place
 //                     'R' LENGTH OBSERVER\0STAGE\0COMMAND   run this under the observer
 //   to the server     'D' LENGTH STATUS MICROSECONDS MESSAGES
-//   from the server   any byte                      it is kept, or will not be
+//   from the server   'N' LENGTH NOTE, 'k'          it is kept, or will not be
 //
 // STAGE is a directory of this command alone, which the step removes.
 
@@ -58,6 +59,22 @@ static void print(const char* text, size_t length) {
   }
 }
 
+// The next word of the server that is no note, with its body; NULL without one.
+static char* hear(int server, char* kind) {
+  for (;;) {
+    uint32_t length = 0;
+    *kind = 'P';
+    if (receive(server, kind, 1) || *kind == 'P' || *kind == 'k' || receive(server, &length, 4)) return NULL;
+    char* body = malloc(length + 1);
+    if (!body || receive(server, body, length)) return NULL;
+    body[length] = 0;
+    if (*kind == 'R') return body;
+    print(body, length);
+    if (*kind == 'H') return body;
+    free(body);
+  }
+}
+
 static int gone(const char* path, const struct stat* found, int kind, struct FTW* where) {
   (void)found, (void)kind, (void)where;
   return remove(path), 0;
@@ -85,13 +102,10 @@ int main(int argc, char** argv) {
   if (argc != 3) return 127;
   const int server = atoi(argv[1]);
   const char* command = argv[2];
-  char kind = 'P';
-  uint32_t length = 0;
-  if (receive(server, &kind, 1) || kind == 'P' || receive(server, &length, 4)) close(server), plain(command);
-  char* body = malloc(length + 1);
-  if (!body || receive(server, body, length)) close(server), plain(command);
-  body[length] = 0;
-  if (kind == 'H') return print(body, length), 0;
+  char kind;
+  char* body = hear(server, &kind);
+  if (!body) close(server), plain(command);
+  if (kind == 'H') return 0;
   const char* stage = body + strlen(body) + 1;
   const char* text = stage + strlen(stage) + 1;
 
@@ -135,10 +149,9 @@ int main(int argc, char** argv) {
   const int64_t took = (ended.tv_sec - began.tv_sec) * 1000000ll + (ended.tv_nsec - began.tv_nsec) / 1000;
   int32_t code = WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
   const uint32_t total = have + 12;
-  char byte;
   if (!give(server, "D", 1) && !give(server, &total, 4) && !give(server, &code, 4) && !give(server, &took, 8) &&
       !give(server, said, have))
-    receive(server, &byte, 1);
+    hear(server, &kind);
   nftw(stage, gone, 16, FTW_DEPTH | FTW_PHYS);
   if (WIFSIGNALED(status)) {
     signal(WTERMSIG(status), SIG_DFL);

@@ -2,11 +2,12 @@
 NVRTC for the device code.
 
     python -I -S -B program.py probe LIBNVRTC BUILTINS
+    python -I -S -B program.py cubin LIBNVRTC BUILTINS sm_90a CUBIN SOURCE OPTION ...
     python -I -S -B program.py compile LIBNVRTC BUILTINS --image sm_90a ... --device OPTION ... \
         --host CXX OPTION ... -c SOURCE -o OBJECT
 
 ``probe`` prints a JSON object: its version, what it compiles for, the flags that it accepts.
-``compile`` makes one object:
+``cubin`` compiles device code alone, to one image. ``compile`` makes one object:
 1. g++ preprocesses the source.
 2. The bodies of device functions are cut out of that text, and g++ compiles it to assembly text.
 3. NVRTC compiles the source, less the host's functions, once for each image; it is told which
@@ -45,6 +46,15 @@ def probe(library: str, builtins: str) -> None:
     accepts += [flag for flag in _STANDARDS if nvrtc.accepts(flag)]
     version = "{}.{}".format(*nvrtc.version())
     sys.stdout.write(json.dumps({"version": version, "archs": archs, "accepts": accepts}))
+
+
+def compile_cubin(words: list[str]) -> None:
+    library, builtins, image, output, source, *options = words
+    given = [*options, f"-arch={image}"]
+    code, _, log = Nvrtc(library, builtins).compile(_read(source), source, given, (), ptx=False)
+    with open(output, "wb") as file:
+        file.write(code)
+    sys.stderr.write(f"{log}\n" if log else "")
 
 
 class _Arguments:
@@ -213,6 +223,8 @@ def main(words: list[str]) -> int:
     try:
         if words[0] == "probe":
             probe(*words[1:])
+        elif words[0] == "cubin":
+            compile_cubin(words[1:])
         else:
             compile_source(words[1:])
     except (Failed, CompileFailed, cut.CannotCut, names.UnnamedKernel) as error:
