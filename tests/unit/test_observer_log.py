@@ -429,14 +429,11 @@ def test_path_that_leads_out_of_the_stage_is_known_by_its_own(tmp_path: Path) ->
 
 
 def test_inputs_that_something_else_stands_for_are_left_out() -> None:
-    found = gather.Inputs(
-        ((FILE, "/py/a", ""), (LISTING, "/py", ""), (FILE, "/pyx/b", ""),
-         (ABSENT, "/", "py/c\0d"), (ABSENT, "/py", "e"), (CHOICE, "cc", "/py/cc")),
-        ("/py/l", "/py", "/l"),
+    seen = observed("/py/a", "/pyx/b", listed=["/py"], absent=["/py/c", "/d", "/py/e"])
+    chosen = [("cc", ("/py/cc",))]
+    assert gather.list_inputs(seen, "/stage", chosen=chosen, covered=("/py/",)).facts == (
+        (ABSENT, "/", "d"), (CHOICE, "cc", "/py/cc"), (FILE, "/pyx/b", ""),
     )  # fmt: skip
-    assert gather.remove_covered(found, ("/py/",)) == gather.Inputs(
-        ((FILE, "/pyx/b", ""), (ABSENT, "/", "d"), (CHOICE, "cc", "/py/cc")), ("/l",)
-    )
 
 
 # Names that must stay absent

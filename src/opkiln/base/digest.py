@@ -200,12 +200,15 @@ def _encode(value: Any, out: list[bytes]) -> None:
     if isinstance(value, str):
         # surrogatepass loses nothing: paths that are not Unicode contain lone surrogates.
         data = value.encode("utf-8", "surrogatepass")
-        out.append(b"s%d:" % len(data))
-        out.append(data)
+        out.append(b"s%d:%b" % (len(data), data))
     elif isinstance(value, (tuple, list)):
         out.append(b"(%d:" % len(value))
         for item in value:
-            _encode(item, out)
+            if type(item) is str:  # as most are: without a call
+                data = item.encode("utf-8", "surrogatepass")
+                out.append(b"s%d:%b" % (len(data), data))
+            else:
+                _encode(item, out)
     elif value is None:
         out.append(b"n")
     elif value is True or value is False:
@@ -379,7 +382,9 @@ class Signature(Record):
 
     def holds(self, path: str) -> bool:
         """Whether the file is certainly unchanged. Raises OSError if it is gone."""
-        return self.settled and Signature.of(path)[:-1] == self[:-1]
+        return Signature.recorded_holds(path, self) or (
+            self.settled and Signature.of(path)[:-1] == self[:-1]
+        )
 
 
 _NEVER = -(1 << 63)  # a file that was read then would never have come to rest

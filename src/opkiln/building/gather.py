@@ -26,11 +26,9 @@ from opkiln.machine.facts import (
     PROGRAM,
     UNSIGNED,
     Hasher,
+    ask_again,
     join_names,
     merge_values,
-    signature_of,
-    split_names,
-    value,
 )
 from opkiln.plan.plan import anchors_of
 from opkiln.store import entry, key
@@ -64,20 +62,24 @@ class Inputs(NamedTuple):
         return tuple(path for kind, path, _ in self.facts if kind in (FILE, PROGRAM))
 
 
-def _is_outside(path: str, observation: Observation, stage: str) -> bool:
-    """Whether a path is a file that somebody keeps, and not the step's own."""
-    own = stage.rstrip("/") + "/"
-    return not f"{path}/".startswith((own, *_NO_FILES)) and path not in observation.made
+def _list_outside(
+    paths: Iterable[str], observation: Observation, stage: str, covered: tuple[str, ...] = ()
+) -> list[str]:
+    """The files that somebody keeps, and not the step's own."""
+    own = (stage.rstrip("/") + "/", *covered, *_NO_FILES)
+    made = observation.made
+    return [path for path in paths if not f"{path}/".startswith(own) and path not in made]
 
 
 def identical(observation: Observation, stage: str) -> bool:
     """Whether each path that a step read still leads to the file that was open."""
     try:
-        for path, identities in observation.read.items():
-            if _is_outside(path, observation, stage) and identities != (Identity.now(path),):
+        for path in _list_outside(observation.read, observation, stage):
+            if observation.read[path] != (Identity.now(path),):
                 return False
+        passed = {*_list_outside((path for _, path in observation.passed), observation, stage)}
         for (kind, path), identities in observation.passed.items():
-            if not _is_outside(path, observation, stage):
+            if path not in passed:
                 continue
             counts = kind == LISTED or os.path.islink(path)
             now = Identity.now(path, follow=kind == LISTED) if counts else NOT_A_LINK
@@ -104,21 +106,26 @@ def list_inputs(
     chosen: Iterable[tuple[str, tuple[str, ...]]] = (),
     searched: Iterable[str] = (),
     unlinked: Callable[[str], str] = str,
+    covered: tuple[str, ...] = (),
 ) -> Inputs:
     """The inputs of a step that worked in the directory ``stage``, which is its own.
 
     ``called`` are paths that programs were started by: they may lead elsewhere later. ``searched``
     are directories where their shared libraries were looked for before those of the system.
-    ``unlinked`` gives the real path of one that leads out of the stage.
+    ``unlinked`` gives the real path of one that leads out of the stage. What begins with
+    ``covered`` does not count.
     """
 
-    def outside(paths: Iterable[str]) -> Iterator[str]:
-        return (path for path in map(unlinked, paths) if _is_outside(path, observation, stage))
+    def outside(paths: Iterable[str]) -> list[str]:
+        return _list_outside(map(unlinked, paths), observation, stage, covered)
 
     paths: dict[str, str] = {}  # a later kind replaces an earlier one, which says less
-    files = tuple(outside(observation.read))
+    files = outside(observation.read)
     # That a directory is there follows from a file that was found in it.
-    above = {directory for path in files for directory in _list_parents(path)}
+    above = set[str]()
+    for path in files:
+        while (path := path.rpartition("/")[0]) and path not in above:
+            above.add(path)
     for path in outside(map(_strip_dot, observation.directories)):
         if path not in above:
             paths[path] = DIRECTORY
@@ -183,29 +190,6 @@ def _strip_dot(directory: str) -> str:
     return directory.removesuffix("/.").rstrip("/") or "/"
 
 
-def _list_parents(path: str) -> Iterator[str]:
-    while (path := os.path.dirname(path)) not in ("", "/"):
-        yield path
-
-
-def remove_covered(found: Inputs, covered: tuple[str, ...]) -> Inputs:
-    """The inputs less the paths that begin with one of these."""
-
-    def counts(path: str) -> bool:
-        return not path.startswith(covered)
-
-    kept = []
-    for kind, path, what in found.facts:
-        if kind == ABSENT:
-            left = join_names(
-                each for each in split_names(what) if counts(os.path.join(path, each))
-            )
-            kept += [(kind, path, left)] if left else []
-        elif counts(path + "/"):
-            kept.append((kind, path, what))
-    return Inputs(tuple(kept), tuple(path for path in found.unseen if counts(path + "/")))
-
-
 def union(parts: Iterable[Inputs]) -> Inputs:
     """The inputs of all these steps, in order."""
     found: dict[tuple[str, str], str] = {}
@@ -231,7 +215,7 @@ def _nearest_directories(paths: Iterable[str]) -> dict[str, set[str]]:
 
     found: dict[str, set[str]] = {}
     for path in paths:
-        place = home(os.path.dirname(path.rstrip("/")) or "/")
+        place = home(path.rstrip("/").rpartition("/")[0] or "/")
         found.setdefault(place, set()).add(path[len(place.rstrip("/")) + 1 :])
     return found
 
@@ -249,8 +233,7 @@ def facts_of(place: Places, inputs: Inputs, hasher: Hasher) -> tuple[Fact, ...]:
         if kind == CHOICE:
             found.append(Fact(CHOICE, "path", path, then, UNSIGNED))
         elif place.is_kept(path):
-            signature = signature_of(kind, path, then)
-            now = value(kind, path, then, hasher)
+            now, signature = ask_again(kind, path, then, hasher)
             if kind == ABSENT and now != then:
                 raise Appeared(path)
             if now in (GONE, HIDDEN):
@@ -339,13 +322,15 @@ def write(
     lists: dict[str, Any],
     log: str = "",
 ) -> str:
-    """Write the files of a leaf, ready to be published. Returns its name."""
-    os.mkdir(directory, 0o700)
+    """Write the files of a leaf, ready to be published. The payload may be there already. Returns
+    the leaf's name."""
+    os.makedirs(directory, 0o700, exist_ok=True)
     name = os.path.basename(payload)
-    try:
-        os.link(payload, os.path.join(directory, name))
-    except OSError:  # a file system without hard links
-        shutil.copy(payload, directory)
+    if os.path.dirname(payload) != directory:
+        try:
+            os.link(payload, os.path.join(directory, name))
+        except OSError:  # a file system without hard links
+            shutil.copy(payload, directory)
     full = {
         **manifest,
         "schema": entry.SCHEMA,

@@ -14,7 +14,6 @@ anchor, the entry has the fact that the anchor is there, and serves no other pla
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import mmap
 import os
 import re
@@ -42,7 +41,6 @@ if TYPE_CHECKING:
 
 # Change times come from the kernel's coarse clock, which lags by up to one tick.
 TICK_NS = 20_000_000
-_CLONE = 0x40049409  # FICLONE: the two files share their blocks until one is written
 DEPFILES = (".d", ".dep")
 _RUNS, _TEXT = "x", "t"  # kinds of files: a program or library; one with marks
 
@@ -151,11 +149,10 @@ def _is_there(path: str, size: int, sha256: str) -> bool:
 
 def _copy(source: str, out: int) -> None:
     with open(source, "rb") as data:
-        try:
-            fcntl.ioctl(out, _CLONE, data.fileno())
+        with contextlib.suppress(OSError):  # another file system, or one that cannot
+            while os.copy_file_range(data.fileno(), out, 1 << 30):
+                pass  # where files can share their blocks, they do
             return
-        except OSError:
-            pass  # another file system, or one that cannot
         with open(out, "wb", closefd=False) as file:
             shutil.copyfileobj(data, file, 1 << 20)
 
@@ -175,45 +172,38 @@ def keep(
     from opkiln.building import gather  # a hit does without
     from opkiln.store import publish
 
-    own = os.path.join(stage, f"kept-{os.urandom(6).hex()}")
-    os.mkdir(own, 0o700)
+    rows, digests = [], {}
+    size = sum(os.stat(each.source).st_size for each in files)
+    where = os.path.join("objects", name[:2], name)
     try:
-        rows, digests = [], {}
-        for number, each in enumerate(files):
-            copy = os.path.join(own, str(number))
-            # A copy: what comes next in the build may write into the file itself.
-            with publish.create(copy, 0o600) as out:
+        with publish.staging(store.root or stage, where, size) as own:
+            for number, each in enumerate(files):
+                copy = os.path.join(own, str(number))
+                # A copy: what comes next in the build may write into the file itself.
+                with publish.create(copy, 0o600) as out:
+                    if each.text is None:
+                        _copy(each.source, out.fileno())
+                    else:
+                        out.write(each.text)
+                runs = os.stat(each.source).st_mode & stat.S_IXUSR
+                kind = _TEXT if each.text is not None else _RUNS if runs else ""
+                digest = sha256_file(copy)
                 if each.text is None:
-                    _copy(each.source, out.fileno())
-                else:
-                    out.write(each.text)
-            runs = os.stat(each.source).st_mode & stat.S_IXUSR
-            kind = _TEXT if each.text is not None else _RUNS if runs else ""
-            digest = sha256_file(copy)
-            if each.text is None:
-                digests[each.source] = digest
-            size = os.stat(copy).st_size
-            rows.append([each.anchor, each.path, str(number), size, digest, kind])
-        if store.root is None:
-            return digests
-        staged = os.path.join(own, "leaf")
-        full = {"kind": "object", **manifest, "files": rows}
-        leaf = gather.write(staged, os.path.join(own, "0"), full, facts, {})
-        for number in range(1, len(files)):
-            os.rename(os.path.join(own, str(number)), os.path.join(staged, str(number)))
-        try:
-            where = os.path.join("objects", name[:2], name, leaf)
-            final = publish.publish(staged, store.root, where)
-            if settings.push is not None and settings.remotes:
-                from opkiln.remote import lockfile, push
+                    digests[each.source] = digest
+                length = os.stat(copy).st_size
+                rows.append([each.anchor, each.path, str(number), length, digest, kind])
+            if store.root is not None:
+                full = {"kind": "object", **manifest, "files": rows}
+                leaf = gather.write(own, os.path.join(own, "0"), full, facts, {})
+                final = publish.move(own, store.root, os.path.join(where, leaf))
+                if settings.push is not None and settings.remotes:
+                    from opkiln.remote import lockfile, push
 
-                there = lockfile.object_name(name, named)
-                push.publish_object(os.path.join(final, "0"), there, manifest["source"])
-        except StoreError as error:
-            events.emit(events.NOTE, text=str(error))
-        return digests
-    finally:
-        publish.remove(own)
+                    there = lockfile.object_name(name, named)
+                    push.publish_object(os.path.join(final, "0"), there, manifest["source"])
+    except StoreError as error:
+        events.emit(events.NOTE, text=str(error))
+    return digests
 
 
 def compare(store: Store, name: str) -> list[tuple[StoreEntry, Details, list[str]]]:

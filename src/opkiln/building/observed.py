@@ -60,8 +60,9 @@ class StepRecord(NamedTuple):
         staging directory."""
         called = (self.first, *self.seen.called)
         chosen = self.conduct.chosen()
-        found = gather.list_inputs(self.seen, self.stage, called, chosen, self.searched, unlinked)
-        return gather.remove_covered(found, self.covered) if self.covered else found
+        return gather.list_inputs(
+            self.seen, self.stage, called, chosen, self.searched, unlinked, self.covered
+        )
 
 
 def environment(plan: Plan, library: str, stage: str, output: str) -> dict[str, str]:

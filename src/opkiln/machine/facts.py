@@ -37,6 +37,8 @@ LIBRARIES = "libraries"  # of the dynamic linker's list: where these lead
 CHOICE = "choice"  # of a name on PATH: the programs that it leads to, up to the one that ran
 PLACE = "place"  # of a directory that may lie elsewhere: where it lies
 
+_ASKED_BY_NAME = (ABSENT, LIBRARIES, CHOICE)
+
 GONE, HIDDEN = "\0gone", "\0hidden"  # in the place of a value: no link has such a text
 RUNS = "*"  # after the digest of a file that may be run
 
@@ -181,13 +183,23 @@ def signature_of(kind: str, path: str, then: str = "") -> Signature:
 UNSIGNED = Signature(0, 0, 0, 0, 0)  # holds for no file
 
 
+_answers: dict[tuple[str, str, str], tuple[str, Signature]] = {}
+
+
 def ask_again(kind: str, path: str, then: str, hasher: Hasher) -> tuple[str, Signature]:
-    """(the value of a path now, the signature under which it holds). Raises OSError."""
+    """(the value of a path now, the signature under which it holds). Computed again only if it may
+    have changed since this process asked. Raises OSError."""
+    about = kind, path, then if kind in _ASKED_BY_NAME else ""
     try:
+        if (known := _answers.get(about)) and Signature.recorded_holds(path, known[1]):
+            return known
         signature = signature_of(kind, path, then)
     except OSError:
         signature = UNSIGNED
-    return value(kind, path, then, hasher), signature
+    found = value(kind, path, then, hasher), signature
+    if signature.settled:
+        _answers[about] = found
+    return found
 
 
 # What a decision read

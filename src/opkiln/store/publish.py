@@ -1,7 +1,7 @@
 """Publishing: a finished directory appears in the store as a whole, or not at all.
 
-Compilers write to a private node-local directory. The finished files are copied into ``staging/``
-in the store, synced, and renamed into place. The rename fails if another process has published the
+Compilers write to a private node-local directory. What is kept is copied into ``staging/`` in the
+store, synced, and renamed into place. The rename fails if another process has published the
 entry in the meantime. The loser of that race then uses what it built itself.
 
 The worst that a crash can leave is a directory in ``staging/``. It is never read, and gc removes
@@ -75,35 +75,54 @@ def _why_full(error: OSError, directory: str) -> str:
         return ""  # it is gone: then the error itself says why
 
 
-def publish(source: str, root: str, relative: str) -> str:
-    """Copy a finished directory to ``root/relative``. Returns that path. The entry there may be
-    another process's, if that one was faster. Raises StoreError, with the path and the number of
-    bytes, if the store cannot be written."""
-    final = os.path.join(root, relative)
-    staging = os.path.join(root, "staging", secrets.token_hex(12))
+@contextmanager
+def staging(root: str, relative: str, size: int) -> Iterator[str]:
+    """A private directory in the store, for the files of a new entry; ``move`` follows. Whatever is
+    left in it is removed. Raises StoreError, with the path and ``size``, the number of bytes, if
+    the store cannot be written."""
+    path = os.path.join(root, "staging", secrets.token_hex(12))
     try:
-        make_private(os.path.dirname(staging))
-        os.mkdir(staging, 0o700)
-        for name in sorted(os.listdir(source)):
-            _copy(os.path.join(source, name), os.path.join(staging, name))
-        sync(staging)
-        try:
-            _rename(staging, final)
-        except OSError as error:
-            if error.errno not in _LOST:
-                raise
-            remove(staging)
-        else:
-            sync(os.path.dirname(final))
+        make_private(os.path.dirname(path))
+        os.mkdir(path, 0o700)
+        yield path
     except OSError as error:
-        remove(staging)
-        size = sum(entry.stat().st_size for entry in os.scandir(source))
+        if error.filename is not None and not str(error.filename).startswith(root + "/"):
+            raise
         raise StoreError(
-            f"{final} cannot be written ({size} bytes): {error.strerror or error}",
+            f"{os.path.join(root, relative)} cannot be written ({size} bytes): "
+            f"{error.strerror or error}",
             why=_why_full(error, root),
             hint="free space with `opkiln cache gc`, or set OPKILN_CACHE_DIR",
         ) from error
+    finally:
+        remove(path)
+
+
+def move(staged: str, root: str, relative: str) -> str:
+    """Move a directory of ``staging`` to ``root/relative``. Returns that path. The entry there may
+    be another process's, if that one was faster. Raises OSError."""
+    final = os.path.join(root, relative)
+    for name in os.listdir(staged):
+        sync(os.path.join(staged, name))
+    sync(staged)
+    try:
+        _rename(staged, final)
+    except OSError as error:
+        if error.errno not in _LOST:
+            raise
+    else:
+        sync(os.path.dirname(final))
     return final
+
+
+def publish(source: str, root: str, relative: str) -> str:
+    """Copy a finished directory to ``root/relative``. Returns as ``move``. Raises as
+    ``staging``."""
+    size = sum(entry.stat().st_size for entry in os.scandir(source))
+    with staging(root, relative, size) as staged:
+        for name in sorted(os.listdir(source)):
+            _copy(os.path.join(source, name), os.path.join(staged, name))
+        return move(staged, root, relative)
 
 
 def _rename(staging: str, final: str) -> None:
@@ -172,13 +191,11 @@ def _copy(source: str, destination: str) -> None:
     mode = 0o700 if os.access(source, os.X_OK) else 0o600
     with create(destination, mode) as out, open(source, "rb") as data:
         shutil.copyfileobj(data, out, 1 << 20)
-        out.flush()
-        os.fsync(out.fileno())
 
 
-def sync(directory: str) -> None:
-    """Make the names in a directory survive a power failure. Raises OSError."""
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+def sync(path: str) -> None:
+    """Make a file, or the names in a directory, survive a power failure. Raises OSError."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
     except OSError as error:

@@ -34,6 +34,7 @@ from typing import NamedTuple
 
 from opkiln.base.build_model import NVRTC
 from opkiln.base.digest import key, sha256_file
+from opkiln.base.forks import cached_property
 from opkiln.building.observing.log import Observation, Started
 from opkiln.machine.facts import choices
 from opkiln.machine.toolchain.find import LAUNCHERS, REMOTE, has_interpreter, is_launcher
@@ -102,7 +103,6 @@ class Conduct:
             named += [*filter(None, host), *own, *toolchain.tools]
         self._named = set(map(os.path.realpath, named))
         self._installed = list(_private_directories(filter(_is_binary, self._named)))
-        self._path = {os.path.realpath(directory) for directory in settings.path}
         self._launcher = os.path.realpath(launcher) if launcher else ""
         self._shell = os.path.realpath("/bin/sh")
         self._device = set(map(os.path.realpath, own))
@@ -110,6 +110,10 @@ class Conduct:
         self._processes: list[_StartedProgram] = []
         for started in seen.started:
             self._processes.append(self._judge(started, first))
+
+    @cached_property
+    def _path(self) -> set[str]:
+        return {os.path.realpath(directory) for directory in settings.path}
 
     @property
     def launched(self) -> bool:

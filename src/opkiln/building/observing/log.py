@@ -106,11 +106,18 @@ def parse(log: bytes) -> Observation | None:
     reading = _Reading()
     seen = reading.seen
     complete = log.endswith(b"\0")
-    for entry in log.split(b"\0")[:-1]:
+    said = set[str]()  # since the last write; what is said again adds nothing
+    for entry in os.fsdecode(log).split("\0")[:-1]:
+        if entry in said:
+            continue
         try:
-            complete = reading.take(os.fsdecode(entry).split(" ", 6)) and complete
+            complete = reading.take(entry.split(" ", 6)) and complete
         except (ValueError, IndexError):
             complete = False
+        if entry.startswith((MADE, CHANGED)):
+            said.clear()
+        elif not entry.startswith((BEGAN, STARTS, FAILED, SHELL)):
+            said.add(entry)
     if not seen.started:
         return None
     seen.complete = complete and not reading.starting and not any(reading.shells.values())
@@ -158,7 +165,9 @@ class _Reading:
     def take(self, fields: list[str]) -> bool:
         """Add a record; False for a gap. Raises ValueError, IndexError for a damaged one."""
         seen, kind, process, first = self.seen, fields[0], int(fields[1]), int(fields[2])
-        path = re.sub("/{2,}", "/", fields[6])
+        path = fields[6]
+        if "//" in path:
+            path = re.sub("/{2,}", "/", path)
         if kind in (LISTED, LED):
             _add(seen.passed, (kind, path), _identity(fields))
         if kind in (READ, FOUND, LOADED):

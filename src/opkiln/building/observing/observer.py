@@ -27,7 +27,7 @@ from opkiln.errors import BuildTimeout, LoadError, ToolchainError
 from opkiln.machine import uname
 from opkiln.machine.binary import elf
 from opkiln.machine.facts import digest_of
-from opkiln.machine.toolchain import host, probing
+from opkiln.machine.toolchain import find, host, probing
 from opkiln.run.process import run
 
 TYPE_CHECKING = False
@@ -76,16 +76,25 @@ def make(
             shutil.copyfile(kept, path)
             if is_intact(kept, path):
                 return
-    cxx = cxx or host.choose(memory).cxx
     kind = () if program else ("-shared", "-fPIC")
-    flags = ("-x", "c", "-O2", "-s", *kind, "-o", path, source, "-ldl")
-    done = run((cxx, *flags), timeout=_COMPILE_SECONDS, tmpdir=os.path.dirname(path))
-    if done.returncode != 0:
-        raise ToolchainError(f"{cxx} cannot compile {source}", why=done.output)
+    flags = ("-x", "c", "-O1", "-s", *kind, "-o", path, source, "-ldl")
+    for each in (cxx,) if cxx else _list_compilers(memory):
+        done = run((each, *flags), timeout=_COMPILE_SECONDS, tmpdir=os.path.dirname(path))
+        if done.returncode == 0:
+            break
+    else:
+        raise ToolchainError(f"{each} cannot compile {source}", why=done.output)
     with contextlib.suppress(OSError):  # the store is full or cannot be written
         for directory in memory[:1]:
             make_private(directory)
             write_private(os.path.join(directory, name + sha256_file(path)), read_file(path))
+
+
+def _list_compilers(memory: tuple[str, ...]) -> Iterator[str]:
+    """What may be compiled with, unprobed: a probe takes as long as the compile. Then the one that
+    passes it, or ToolchainError."""
+    yield from (each.path for each in find.cxx_candidates() if not each.refused)
+    yield host.choose(memory).cxx
 
 
 _descriptors: dict[str, int] = {}  # by digest: an open copy, for as long as this process runs

@@ -6,12 +6,14 @@ import contextlib
 import os
 import re
 import shutil
+from functools import partial
 
 from opkiln.base.trust import make_private
 from opkiln.building.observing import observer
 from opkiln.errors import BuildTimeout, OpkilnError, ToolchainError
 from opkiln.machine import uname
 from opkiln.machine.binary import elf
+from opkiln.machine.toolchain import probing
 from opkiln.store.layers import Store, claim
 
 TYPE_CHECKING = False
@@ -46,11 +48,16 @@ def prepare(real: str, ready: str, parts: Sequence[tuple[str, str, bool]]) -> st
 def _make(ready: str, parts: Sequence[tuple[str, str, bool]]) -> None:
     part = f"{ready}.{os.getpid()}-{os.urandom(6).hex()}"
     make_private(part)
+    memory = Store().memory
+
+    def make(name: str, source: str, program: bool) -> None:
+        path = os.path.join(part, name)
+        observer.make(memory, source, path, None, program=program)
+        os.chmod(path, 0o700)
+
     try:
-        for name, source, program in parts:
-            path = os.path.join(part, name)
-            observer.make(Store().memory, source, path, None, program=program)
-            os.chmod(path, 0o700)
+        for made in [probing.begin_in_thread(partial(make, *each)) for each in parts]:
+            made()
         with contextlib.suppress(OSError):  # another process was faster
             os.rename(part, ready)
     except (BuildTimeout, ToolchainError):
